@@ -37,6 +37,7 @@ if TYPE_CHECKING:
     from autopar.program import Audit
     from autopar.rules import register_rule
     from autopar.runtime.launch import launch
+    from autopar.runtime.state import StateError
     from autopar.verifier import check_rule
 
 __version__ = "0.3.0"
@@ -63,6 +64,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Report",
+    "StateError",
     "VerificationError",
     "check_rule",
     "compare",
@@ -98,6 +100,7 @@ _HOMES = {
     "Plan": "autopar.planning",
     "PlanError": "autopar.errors",
     "Report": "autopar.parity",
+    "StateError": "autopar.runtime.state",
     "VerificationError": "autopar.errors",
     "check_rule": "autopar.verifier",
     "compare": "autopar.api",

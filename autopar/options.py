@@ -347,7 +347,7 @@ def _batch_dims(value: Any) -> dict[str, int | None]:
 
 def _names(value: Any) -> tuple[str, ...]:
     names = (value,) if isinstance(value, str) else _tuple(value)
-    if not all(isinstance(name, str) for name in names) or (value is not None and not names):
+    if not all(isinstance(n, str) for n in names) or not isinstance(value, Iterable):
         raise OptionError(
             f"optimizer_gather is names or patterns of parameters, not {value!r}",
             hint='optimizer_gather=["h.*.mlp.c_fc.weight"]',

@@ -1,23 +1,29 @@
 """Habits of training scripts that a parallel module cannot follow, each refused by name.
 
-A parallel module holds parameters, and no layers: its program is generated. What walks over layers,
-changes dtypes or devices, or wraps the module for other ranks would do nothing, or something else,
-in silence. Every refusal says what to write instead.
+The program is generated, so its layers are only shown (`layers.py`). What changes layers, dtypes or
+devices, or wraps the module for other ranks would do nothing, or something else, in silence. Every
+refusal says what to write instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NoReturn
 
-import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from autopar.errors import NotSupportedError
+from autopar.module.layers import Guarded
 
 
-class PlannedModule(nn.Module):
+class PlannedModule(Guarded):
     """A module whose layers are a generated program."""
+
+    def __reduce_ex__(self, protocol: Any) -> NoReturn:
+        raise NotSupportedError(
+            "saving a parallel module itself, of which this rank has a part",
+            hint="autopar.save(pm, optimizer, path), or on rank 0 "
+            "torch.save(pm.full_state_dict(), path); every rank calls full_state_dict()",
+        )
 
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise `NotSupportedError`, with another way to generate."""
@@ -26,27 +32,16 @@ class PlannedModule(nn.Module):
             hint="load pm.full_state_dict() into the original model on one process",
         )
 
-    def apply(self, fn: Callable[[nn.Module], None]) -> NoReturn:
-        """Raise `NotSupportedError`: there are no layers to apply `fn` to."""
+    def _no_state_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
         raise NotSupportedError(
-            "apply(fn) on a parallel module, which has no layers",
-            hint="model.apply(fn) before autopar.parallelize",
+            "a hook on the state dict of a parallel module",
+            hint="change what pm.state_dict() returns, and what pm.load_state_dict() is given",
         )
 
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        """Behind `to`, `cuda`, `half`, `double` and the like: the plan has decided these."""
-        for tensor in (*self._parameters.values(), *self._buffers.values()):
-            if tensor is None:
-                continue
-            probe = torch.empty(0, dtype=tensor.dtype, device=tensor.device)
-            wanted = fn(probe)
-            if (wanted.dtype, wanted.device) != (probe.dtype, probe.device):
-                raise NotSupportedError(
-                    f"changing a parallel module from {probe.dtype} on {probe.device} to "
-                    f"{wanted.dtype} on {wanted.device}",
-                    hint="convert the model before autopar.parallelize",
-                )
-        return self
+    register_state_dict_pre_hook = _no_state_hook
+    register_state_dict_post_hook = _no_state_hook
+    register_load_state_dict_pre_hook = _no_state_hook
+    register_load_state_dict_post_hook = _no_state_hook
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:

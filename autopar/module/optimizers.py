@@ -4,6 +4,7 @@
                                       gradient and changes nothing; clipping finds the norm 0
     update of whole tensors           Muon, Shampoo, ... beside sharded parameters: refused before
                                       anything changes, unless `optimizer_gather=` names them
+    state of whole tensors            loaded from one process's checkpoint: cut to shards
 
 Any other optimizer that needs whole tensors is refused by its first such operator
 (`runtime/tensors`). torch calls `_before_step` before each step of every optimizer of the process.
@@ -30,6 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.errors import NotSupportedError, OptionError
 from autopar.module.parameters import shard_of
+from autopar.runtime.state import StateError
 from autopar.runtime.tensors import Sharded, local_of
 
 # Class name -> why its update is not elementwise.
@@ -51,7 +53,9 @@ _ELEMENTWISE = frozenset(
 )  # fmt: skip
 # Parameters of users' models that a parallel module trains copies of -> a name of each.
 _copied: WeakIdKeyDictionary = WeakIdKeyDictionary()
+_trained: WeakIdKeyDictionary = WeakIdKeyDictionary()  # those of them that an optimizer changes
 _checked: WeakSet[Optimizer] = WeakSet()
+_loading: WeakSet[Optimizer] = WeakSet()  # those that call `_after_load`
 _is_watching = False
 
 
@@ -65,6 +69,11 @@ def watch_optimizers(model: nn.Module) -> None:
         register_optimizer_step_post_hook(_after_step)
         clip_grad._clip_grads_with_norm_ = _checked_clipping(clip_grad._clip_grads_with_norm_)
         _is_watching = True
+
+
+def has_trained(parameter: Tensor) -> bool:
+    """Has an optimizer changed this parameter of a user's model since a module copied it?"""
+    return parameter in _trained
 
 
 def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
@@ -81,7 +90,14 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 
 def _check(optimizer: Optimizer) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
+    if any(isinstance(p, Sharded) for p in parameters) and optimizer not in _loading:
+        optimizer.register_load_state_dict_post_hook(_after_load)
+        _loading.add(optimizer)
+        _cut_state(optimizer)
     _refuse_copied(optimizer, parameters)
+    for p in parameters:
+        if p in _copied:
+            _trained[p] = True
     _refuse_whole(optimizer, parameters)
     if any(p.grad is not None for p in parameters):
         _checked.add(optimizer)
@@ -176,3 +192,28 @@ def _refuse_whole(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
                 hint="optimizer_gather=[...] names the parameters to gather for their update: "
                 'optimizer_gather=["*"] gathers all',
             )
+
+
+def _after_load(optimizer: Optimizer) -> None:
+    for group in optimizer.param_groups:
+        lacks = sorted(optimizer.defaults.keys() - group.keys())
+        if lacks:
+            raise StateError(
+                f"the optimizer state loaded has no {', '.join(map(repr, lacks))} for a group of "
+                f"{len(group['params'])} parameters of this pipeline stage",
+                hint="with pipeline stages, save and load with "
+                "StateDictOptions(flatten_optimizer_state_dict=True), or with autopar.save",
+            )
+    _cut_state(optimizer)
+
+
+def _cut_state(optimizer: Optimizer) -> None:
+    """Cut state that is whole tensors to shards: that of an optimizer on one process."""
+    for parameter, state in optimizer.state.items():
+        if not isinstance(parameter, Sharded):
+            continue
+        spread = parameter.spread
+        for key, value in state.items():
+            is_plain = isinstance(value, Tensor) and not isinstance(value, Sharded)
+            if is_plain and value.dim() and tuple(value.shape) == spread.shape:
+                state[key] = Sharded(spread.local(value), spread)

@@ -25,12 +25,14 @@ from autopar.errors import (
 )
 from autopar.mesh import Mesh
 from autopar.module.batches import Agreement, Given
-from autopar.module.compiled_step import Built, Links
+from autopar.module.compiled_step import Built, Kind, Links
 from autopar.module.fingerprints import fingerprints
 from autopar.module.habits import PlannedModule, StepLoss
 from autopar.module.job import from_rank_0, join_process_group, own_rank
+from autopar.module.layers import Modes, Shown
 from autopar.module.local_rows import LocalRows
 from autopar.module.optimizers import watch_optimizers
+from autopar.module.originals import Originals
 from autopar.module.parameters import StepGradients, gathered_names, make_parameters, shards
 from autopar.module.programs import Programs
 from autopar.module.signatures import (
@@ -84,6 +86,9 @@ class ParallelModule(PlannedModule, Surface):
         self._plan: Plan | None = None
         self._dtensor_mesh: DeviceMesh | None = None
         self._live_buffers: frozenset[str] = frozenset()
+        self._stored: dict[str, nn.Parameter] = {}
+        self._held_buffers: dict[str, Tensor] = {}
+        self._not_saved: set[str] = set()
         self.training = model.training
 
     @property
@@ -169,15 +174,33 @@ class ParallelModule(PlannedModule, Surface):
             name for info in program.parameters.values() for name in (info.name, *info.aliases)
         }
         gathered = gathered_names(self._options.optimizer_gather, names)
-        self._parameters |= make_parameters(place, held, gathered)
+        self._stored = make_parameters(place, held, gathered)
         watch_optimizers(model)
         self._live_buffers = frozenset(b.name for b in program.buffers.values())
         persistent = initial_buffers(model, torch.device("cpu"))
-        self._buffers |= constant_buffers(persistent, place.changed_anywhere)
+        self._held_buffers = constant_buffers(persistent, place.changed_anywhere)
         for buffer in place.changed:
-            self._buffers |= dict.fromkeys(all_names(buffer), changed[buffer.name])
+            self._held_buffers |= dict.fromkeys(all_names(buffer), changed[buffer.name])
             if not buffer.persistent:
-                self._non_persistent_buffers_set |= {*all_names(buffer)}
+                self._not_saved |= {*all_names(buffer)}
+        self._layer_modes, self._originals = Modes(model), Originals(model)
+        self._show_layers()
+
+    def _show_layers(self) -> None:
+        """Show the model's layers (`layers.py`), with this rank's parameters and buffers."""
+        stored = {n: self._stored[p.name] for p in self._place.parameters for n in all_names(p)}
+        shown = Shown(self._model[0], stored, self._held_buffers)
+        self._parameters |= shown.root_parameters
+        self._buffers |= shown.root_buffers
+        self._non_persistent_buffers_set |= self._not_saved & shown.root_buffers.keys()
+        self._modules |= shown.children
+        self._layers = {name: m for name, m in self.named_modules() if name}
+
+    def _program(self, batch: Given, kind: Kind) -> Built:
+        """The compiled program for the current mode and this batch."""
+        self._layer_modes.check(self._layers, self.training)
+        self._originals.check()
+        return self._programs.get(batch, kind, self.training)
 
     def _frozen_reads(self) -> tuple[tuple[str, str], ...]:
         return () if self._plan is None else self._bound.analysis.program.frozen.reads
@@ -240,15 +263,13 @@ class ParallelModule(PlannedModule, Surface):
             self._agreement.check_local(given, self._local_rows.of_batch(given, global_rows))
             self._inputs(self._bound.analysis.program, given, local)  # raises if one is missing
             whole = self._local_rows.globalised(given, global_rows)
-        built = self._programs.get(
-            whole, "step" if outputs is None else "step with outputs", self.training
-        )
+        built = self._program(whole, "step" if outputs is None else "step with outputs")
         on_outputs = None
         if outputs is not None:
             handler = outputs
             on_outputs = lambda tensors: handler(built.outputs(tensors))  # noqa: E731
         inputs = self._inputs(built.program, given, local)
-        gradients = StepGradients(self._parameters, self.plan.data.accumulates)
+        gradients = StepGradients(self._stored, self.plan.data.accumulates)
         seed = self.stream.seed
         loss = built.executor.step(gradients.before(), inputs, local, on_outputs, seed, weight)
         self.stream.n_steps += 1
@@ -277,7 +298,7 @@ class ParallelModule(PlannedModule, Surface):
         self._agreement.check("evaluation", given)
         if self._options.loss_fn is not None:
             given = keys_of_model(self._model[0], self._programs.planned, given)
-        built = self._programs.get(given, "forward", self.training)
+        built = self._program(given, "forward")
         loss, *tensors = self._run_forward(built, given, gather == "all")
         names = built.program.outputs
         return built.program.rebuild(
@@ -297,7 +318,7 @@ class ParallelModule(PlannedModule, Surface):
         if self._plan is None:
             raise NotPlannedError("the module is not planned yet", hint="call pm.prepare(**batch)")
         self._agreement.check("loss", given)
-        built = self._programs.get(given, "loss", self.training)
+        built = self._program(given, "loss")
         loss: Tensor | None = self._run_forward(built, given)[0]
         if loss is None:
             raise BatchError(
@@ -342,23 +363,17 @@ class ParallelModule(PlannedModule, Surface):
     @property
     def shards(self) -> dict[str, Tensor]:
         """Parameter name -> this rank's shard, a plain tensor with the shard of the gradient."""
-        return shards(self._parameters)
+        return shards(self._stored)
 
     @property
     def own_parameters(self) -> dict[str, nn.Parameter]:
         """Parameter name -> parameter, of this rank's stage."""
-        return {name: p for name, p in self._parameters.items() if p is not None}
+        return dict(self._stored)
 
     @property
     def persistent_buffers(self) -> dict[str, Tensor]:
         """Name -> buffer, of the buffers on this rank that state dicts have."""
-        return {
-            n: b for n, b in self._held_buffers.items() if n not in self._non_persistent_buffers_set
-        }
-
-    @property
-    def _held_buffers(self) -> dict[str, Tensor]:
-        return {name: b for name, b in self._buffers.items() if b is not None}
+        return {n: b for n, b in self._held_buffers.items() if n not in self._not_saved}
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -392,6 +407,7 @@ class ParallelModule(PlannedModule, Surface):
         """
         place = self._placed
         meet("pm.full_state_dict()")
+        self._originals.seen()
         return state.full_state_dict(place, self.shards, self.persistent_buffers)
 
     def full_gradients(self) -> dict[str, Tensor]:
@@ -405,23 +421,42 @@ class ParallelModule(PlannedModule, Surface):
         return state.full_gradients(place, self.shards)
 
     def state_dict(  # type: ignore[override]
-        self, *args: Any, **kwargs: Any
+        self, destination: Any = None, prefix: str = "", keep_vars: bool = False
     ) -> dict[str, Any]:
-        """`DTensor`s of this rank's stage, under the model's own names."""
+        """`DTensor`s of this rank's stage, under the model's own names after `prefix`.
+
+        Every rank must call it. Raises `NotSupportedError` for `keep_vars`.
+        """
+        if keep_vars:
+            raise NotSupportedError(
+                "state_dict(keep_vars=True): the values are DTensors, and parameters are not",
+                hint="dict(pm.named_parameters())",
+            )
         place = self._placed
         if self._dtensor_mesh is None:
             self._dtensor_mesh = stage_device_mesh(place.pipeline, place.rank, self._device.type)
-        return state_dict(place, self.shards, self._dtensor_mesh, self.persistent_buffers)
+        held = state_dict(place, self.shards, self._dtensor_mesh, self.persistent_buffers)
+        out = {} if destination is None else destination
+        out.update({prefix + name: value for name, value in held.items()})
+        return out
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
     ) -> Any:
         """Load values from whole tensors or `DTensor`s, under the model's own names.
 
-        Every rank must call it; raises `AbsentRanksError`, which names those that do not.
+        Every rank must call it; raises `AbsentRanksError`, which names those that do not,
+        `StateError` for names and shapes that do not fit, and for the shards of one rank given to
+        all, and `NotSupportedError` for `assign`.
         """
+        if assign:
+            raise NotSupportedError(
+                "load_state_dict(assign=True): programs and optimizers hold this rank's shards",
+                hint="leave assign out; the values are copied",
+            )
         place = self._placed
         meet("pm.load_state_dict(...)")
+        self._originals.seen()
         return state.load_state_dict(
             place, self.shards, state_dict, self.persistent_buffers, strict
         )
@@ -431,14 +466,17 @@ class ParallelModule(PlannedModule, Surface):
         _ = self.plan
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        own = {"_parameters", "_buffers", "_programs", "stream"}
+        own = {"_stored", "_held_buffers", "_programs", "stream"}
         for name, value in self.__dict__.items():
             if name not in own:  # containers (hooks, ...) are own, what they hold is shared
                 is_container = isinstance(value, (dict, set))
                 twin.__dict__[name] = copy.copy(value) if is_container else value
-        for name in ("_parameters", "_buffers", "stream"):
+        for name in ("_stored", "_held_buffers", "stream"):
             twin.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
-        twin._programs = self._programs.for_buffers(twin._held_buffers)
+        twin.__dict__["_programs"] = self._programs.for_buffers(twin._held_buffers)
+        twin._show_layers()
+        for name, layer in self._layers.items():
+            twin._layers[name].training = layer.training
         return twin
 
     @property

@@ -2,8 +2,9 @@
 
 `WorkerPool` spawns n processes and sets torchrun's variables in each. They find each other
 through a store that the caller hosts, so no port is guessed. A worker serves one request after
-another: it receives a pickled (fn, args), and sends a pickled result or a traceback. Tensors
-travel as plain copies on the CPU, never as shared memory, so no file descriptor outlives a call.
+another: it receives a pickled (fn, args), and sends a pickled result or a traceback. Functions and
+classes that workers cannot import travel by value (cloudpickle). Tensors travel as plain copies on
+the CPU, never as shared memory, so no file descriptor outlives a call.
 
 The caller waits for answers and deaths together. A killed worker makes its peers raise, too. So
 after the first error the caller listens for `_GRACE_S` more, and reports a death in preference to
@@ -24,7 +25,7 @@ import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from functools import cache, partial
 from io import BytesIO
 from multiprocessing import connection, get_context, parent_process
 from multiprocessing.connection import Connection
@@ -86,9 +87,10 @@ def _own_device() -> torch.device:
 def launch(fn: Callable[..., Any], n_ranks: int, *args: Any) -> list[Any]:
     """Run `fn(*args)` in `n_ranks` local processes with a process group ready.
 
-    Returns the results by rank; tensors come back as plain CPU tensors. `fn` must be a function
-    at the top level of a module. A script must call `launch` under `if __name__ == "__main__":`,
-    as for any spawned process.
+    Returns the results by rank; tensors come back as plain CPU tensors. `fn` may be any function,
+    of a module or of a notebook. What workers cannot import (functions of a notebook, lambdas,
+    closures) travels by value, with the globals it uses. A script must call `launch` under
+    `if __name__ == "__main__":`, as for any spawned process.
 
     Raises `LaunchError` with the rank and traceback of the first worker that fails, or the
     signal that ended it. No process is left behind.
@@ -156,7 +158,7 @@ class WorkerPool:
         self._store = dist.TCPStore(
             "127.0.0.1", 0, self.n_ranks, is_master=True, wait_for_workers=False
         )
-        with _single_threaded_children():
+        with _single_threaded_children(), _importable_main():
             for rank in range(self.n_ranks):
                 ours, theirs = context.Pipe()
                 variables = _torchrun_variables(rank, self.n_ranks, self._store.port)
@@ -237,15 +239,14 @@ def _request(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
     """(fn, args) pickled; the function is pickled alone first, for a clear message."""
     name = getattr(fn, "__qualname__", repr(fn))
     try:
-        _dumps(fn)
+        _sent(fn)
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise LaunchError(
             f"cannot send {name} to worker processes: {error}",
-            hint="define the function at the top level of a module (no lambda, no function "
-            "inside another), and pass what it needs as arguments",
+            hint="it uses something that cannot be pickled; make that in the function",
         ) from error
     try:
-        return _dumps((fn, args))
+        return _sent((fn, args))
     except (pickle.PicklingError, AttributeError, TypeError) as error:
         raise LaunchError(
             f"cannot send the arguments of {name} to worker processes: {error}",
@@ -253,18 +254,80 @@ def _request(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
         ) from error
 
 
+def _sent(value: Any) -> bytes:
+    """Pickled by reference to what workers can import; else functions and classes by value."""
+    if _main_file() is not None or "__main__" not in sys.modules:
+        with suppress(pickle.PicklingError, AttributeError, TypeError):
+            return _dumps(value)
+    return _dumps(value, _by_value())
+
+
+def _main_file() -> str | None:
+    """What workers import as `__main__`; None in notebooks, `python -c` and scripts from stdin."""
+    main = sys.modules["__main__"]
+    path = getattr(main, "__file__", None)
+    if getattr(main, "__spec__", None) is not None:
+        return path  # python -m
+    return path if path is not None and os.path.exists(path) else None
+
+
+@contextmanager
+def _importable_main() -> Iterator[None]:
+    """Multiprocessing would import a `__file__` that is only a name, such as `<stdin>`."""
+    main = sys.modules["__main__"]
+    if _main_file() is not None or not hasattr(main, "__file__"):
+        yield
+        return
+    name = main.__file__
+    del main.__file__
+    try:
+        yield
+    finally:
+        main.__file__ = name
+
+
 class _Pickler(pickle.Pickler):
     """Pickles tensors as detached CPU copies of only their elements."""
 
     def reducer_override(self, obj: Any) -> Any:
-        # Other subclasses, and tensors without plain storage, pickle themselves.
-        strided = isinstance(obj, Tensor) and obj.layout == torch.strided and not obj.is_meta
-        if strided and type(obj) in (Tensor, torch.nn.Parameter):
-            plain = obj.detach().cpu()
-            if plain.untyped_storage().nbytes() != plain.nbytes:
-                plain = plain.clone(memory_format=torch.contiguous_format)
-            return plain.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-        return NotImplemented
+        return _plain_tensor(obj)
+
+
+@cache
+def _by_value() -> type[pickle.Pickler]:
+    """The same, and functions and classes that cannot be imported by value."""
+    try:
+        from cloudpickle import Pickler
+    except ImportError as error:
+        raise LaunchError(
+            "what a notebook or a closure defines travels to workers by cloudpickle, which is "
+            "not installed",
+            hint="pip install cloudpickle, or define the function at the top level of a module",
+        ) from error
+
+    class ByValue(Pickler):  # type: ignore[misc]
+        def reducer_override(self, obj: Any) -> Any:
+            reduced = _plain_tensor(obj)
+            return super().reducer_override(obj) if reduced is NotImplemented else reduced
+
+    return ByValue
+
+
+def _plain_tensor(obj: Any) -> Any:
+    # Other subclasses, and tensors without plain storage, pickle themselves.
+    strided = isinstance(obj, Tensor) and obj.layout == torch.strided and not obj.is_meta
+    if strided and type(obj) in (Tensor, torch.nn.Parameter):
+        plain = obj.detach().cpu()
+        if plain.untyped_storage().nbytes() != plain.nbytes:
+            plain = plain.clone(memory_format=torch.contiguous_format)
+        return plain.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
+    return NotImplemented
+
+
+def _answered(value: Any) -> bytes:
+    with suppress(pickle.PicklingError, AttributeError, TypeError):
+        return _dumps(value, _Pickler)
+    return _dumps(value, _by_value())
 
 
 def _dumps(value: Any, pickler: type[pickle.Pickler] = pickle.Pickler) -> bytes:
@@ -383,7 +446,7 @@ def _obey(request: bytes) -> Any:
 def _answer(pipe: Connection, do: Callable[[], Any]) -> None:
     """Send the result of `do()`, or its traceback."""
     try:
-        message = ("ok", _dumps(do(), _Pickler))
+        message = ("ok", _answered(do()))
     except BaseException:  # noqa: BLE001 - sys.exit too; the caller raises it again
         message = ("error", traceback.format_exc().encode())
     sys.stdout.flush()  # this worker may be killed before it exits

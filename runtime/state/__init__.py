@@ -16,12 +16,13 @@ from autopar.runtime.state.access import (
 )
 from autopar.runtime.state.checkpoint import load_checkpoint, save_checkpoint
 from autopar.runtime.state.dtensors import stage_device_mesh, state_dict
-from autopar.runtime.state.names import all_names, constant_buffers
+from autopar.runtime.state.names import StateError, all_names, constant_buffers, together
 from autopar.runtime.state.stage_state import StageState
 from autopar.runtime.state.weights import changed_buffers, initial_buffers, initial_shards
 
 __all__ = [
     "StageState",
+    "StateError",
     "all_names",
     "changed_buffers",
     "clip_grad_norm_",
@@ -35,4 +36,5 @@ __all__ = [
     "save_checkpoint",
     "stage_device_mesh",
     "state_dict",
+    "together",
 ]

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
+from hashlib import sha256
 from typing import Any, NamedTuple
 
 import torch
@@ -155,6 +156,7 @@ def load_state_dict(
             check_buffer(name, _whole(tensors[name]), constants, "the state dict")
         if not from_rank0:
             _check_within_reach(place, tensors, found)
+    _refuse_one_ranks_shards(tensors)
     with torch.no_grad():
         for owned in place.entries:
             if owned.name not in found:
@@ -186,6 +188,33 @@ def _given_on_ranks(values: Mapping[str, Tensor]) -> list[dict[str, tuple[Shape,
     every: list[Any] = [None] * world_size()
     dist.all_gather_object(every, own)
     return every
+
+
+def _refuse_one_ranks_shards(values: Mapping[str, Tensor]) -> None:
+    """Raise `StateError` on every rank if all were given the DTensors of one of them.
+
+    A file that one rank saved has its shards only, and a DTensor does not know whose. Then the
+    shards of every sharded tensor are equal on all ranks; those of trained or random weights never
+    are. Constant tensors (zeros, ones) are no evidence, and do no harm.
+    """
+    own: dict[str, str] = {}
+    for name, value in values.items():
+        if isinstance(value, DTensor) and any(p.is_shard() for p in value.placements):
+            local = value.to_local().detach().cpu().contiguous()
+            if local.numel() and bool((local != local.view(-1)[0]).any()):
+                own[name] = sha256(local.view(torch.uint8).numpy().tobytes()).hexdigest()
+    every: list[dict[str, str]] = [own]
+    if world_size() > 1:
+        every = [{}] * world_size()
+        dist.all_gather_object(every, own)
+    first, *others = every
+    if first and others and all(other == first for other in others):
+        raise StateError(
+            f"every rank was given the same shard of `{next(iter(first))}` and of "
+            f"{len(first) - 1} more tensors: the file has the shards of one rank",
+            hint="save on every rank to a file of its own, or torch.save(pm.full_state_dict(), "
+            "path) on rank 0; every rank calls full_state_dict()",
+        )
 
 
 def _check_within_reach(

@@ -27,6 +27,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd.graph import increment_version
+from torch.distributed.checkpoint.planner import WriteItem
 from torch.utils import _pytree as pytree
 
 from autopar.errors import NotSupportedError
@@ -87,6 +88,16 @@ class Sharded(Boxed, Tensor):
     def chunks(self) -> Chunks:
         return Chunks(self.local.detach(), self.spread.boxes(), self.spread.shape)
 
+    def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
+        if self.spread.n_stages > 1 and self.spread.name not in fqn:
+            raise NotSupportedError(
+                f"saving state of `{self.spread.name}` as `{fqn}`: each pipeline stage counts its "
+                "own parameters, so stages would save different tensors under one name",
+                hint="torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(pm, "
+                "optimizer) names state by parameter; so does autopar.save",
+            )
+        return super().__create_write_items__(fqn, _)
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
         if id(self) not in memo:
             local = self.local.detach().clone()
@@ -101,7 +112,9 @@ class Sharded(Boxed, Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         raise NotSupportedError(
             f"saving `{self.spread.name}`, of which this rank has a shard",
-            hint="torch.save(pm.full_state_dict()) on rank 0, or autopar.save",
+            hint="autopar.save(pm, optimizer, path) saves weights and optimizer state; of weights "
+            "alone, torch.save(pm.full_state_dict(), path) on rank 0, with every rank calling "
+            "full_state_dict()",
         )
 
 
@@ -296,6 +309,8 @@ def _elementwise_lists(func: Any, args: Any, kwargs: Any) -> Any:
     several = next((at.n_stages for at in spreads if at is not None), 1) > 1
     if several and any(isinstance(v, OfParameter) for v in (*args, *kwargs.values())):
         raise _of_one_stage(f"`{func}` with a value of one parameter")
+    if func._schema.is_mutable:
+        _check_written(func, args, kwargs, spreads)
     result = func(*map(cut, args), **{k: cut(v) for k, v in kwargs.items()})
     if func._schema.is_mutable:
         written = _written(func, args, kwargs)
@@ -303,6 +318,19 @@ def _elementwise_lists(func: Any, args: Any, kwargs: Any) -> Any:
         return None
     pairs = zip(result, spreads, strict=True)
     return [r if at is None else Sharded(r, at) for r, at in pairs]
+
+
+def _check_written(func: Any, args: Any, kwargs: Any, spreads: Sequence[Spread | None]) -> None:
+    """Raise `NotSupportedError` for a whole tensor that would be changed beside a shard."""
+    written = _written(func, args, kwargs)
+    for k, value in enumerate(written):
+        at = spreads[k % len(spreads)]
+        is_whole = isinstance(value, Tensor) and not isinstance(value, Sharded) and value.dim()
+        if is_whole and at is not None and not at.is_whole:
+            raise NotSupportedError(
+                f"`{func}` into a whole tensor beside `{at.name}`, of which this rank has a shard",
+                hint="make it like the parameter: torch.zeros_like(parameter)",
+            )
 
 
 def _masked(func: Any, args: Any, kwargs: Any) -> Any:

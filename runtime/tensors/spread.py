@@ -14,6 +14,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -47,6 +48,9 @@ class Spread:
     groups: Mapping[tuple[int, ...], Group] = field(compare=False, repr=False)
     n_stages: int = 1
     may_gather: bool = False
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Spread:
+        return self  # it has groups of processes, and never changes
 
     @property
     def name(self) -> str:

@@ -29,10 +29,18 @@ def moved(run: Run) -> None:
     run.train(run.optimizers())
 
 
-@habit(SECTION, "`pm.apply(init)`", "apply it to the model before",
-       refused=(NotSupportedError, "no layers"))  # fmt: skip
+@habit(
+    SECTION, "`pm.apply(fn)`, `for m in pm.modules(): if isinstance(m, nn.LayerNorm)`", layouts=ALL
+)
 def applied(run: Run) -> None:
-    run.pm.apply(lambda m: None)
+    def zero_bias(module: torch.nn.Module) -> None:
+        if isinstance(module, torch.nn.LayerNorm) and hasattr(module, "bias"):
+            torch.nn.init.ones_(module.bias)
+
+    optimizers = run.optimizers()
+    for m in run.both():
+        m.apply(zero_bias)
+    run.train(optimizers)
 
 
 @habit(SECTION, "`pm.generate(...)`", "use `pm.full_state_dict()` in the original model",

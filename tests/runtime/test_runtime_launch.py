@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -75,7 +76,7 @@ def sleep() -> None:
 
 
 def unpicklable_result() -> object:
-    return lambda: None
+    return threading.Lock()
 
 
 def is_running(pid: int) -> bool:
@@ -149,12 +150,41 @@ def test_other_ends_of_a_worker(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_sent_is_refused_before_any_process_starts() -> None:
-    with pytest.raises(LaunchError, match=r"cannot send .*lambda[\s\S]*top level of a module"):
-        launch(lambda: None, 2)
+    lock = threading.Lock()
+    with pytest.raises(LaunchError, match=r"cannot send .*lambda[\s\S]*make that in the function"):
+        launch(lambda: lock, 2)
     with pytest.raises(LaunchError, match=r"cannot send the arguments of environment_and_sum"):
-        launch(environment_and_sum, 2, lambda: None)
+        launch(environment_and_sum, 2, lock)
     with pytest.raises(MeshError, match="0 ranks"):
         launch(environment_and_sum, 0)
+
+
+# What a notebook does: nothing of it can be imported.
+NOTEBOOK = """
+import torch, autopar
+import torch.distributed as dist
+BONUS = 3
+class Result:
+    def __init__(self, value):
+        self.value = value
+def helper(x):
+    dist.all_reduce(x)
+    return x + BONUS
+def job(n):
+    return Result(helper(torch.tensor([float(n)])).item())
+results = autopar.launch(job, 2, 2)
+assert all(isinstance(r, Result) and r.value == 7.0 for r in results), results
+assert autopar.launch(lambda: BONUS, 1) == [3]
+"""
+
+
+@pytest.mark.parametrize("how", ["-c", "stdin"])
+def test_functions_that_no_worker_can_import_travel_by_value(how: str) -> None:
+    code, text = (["-c", NOTEBOOK], "") if how == "-c" else (["-"], NOTEBOOK)
+    ran = subprocess.run(
+        [sys.executable, *code], input=text, cwd=ROOT, text=True, capture_output=True, check=False
+    )
+    assert ran.returncode == 0, ran.stderr
 
 
 def test_init_without_torchrun_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
