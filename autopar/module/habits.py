@@ -7,7 +7,9 @@ in silence. Every refusal says what to write instead.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import sys
+from collections.abc import Callable, Iterator
+from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -15,9 +17,59 @@ from torch import Tensor, nn
 
 from autopar.errors import NotSupportedError
 
+# Wrappers that synchronise or shard modules -> their names. They walk over modules first.
+_WRAPPERS = {
+    "torch.distributed.fsdp": "FSDP",
+    "torch.distributed._composable.fsdp": "FSDP",
+    "torch.nn.parallel.distributed": "DistributedDataParallel",
+}
+
+
+def refuse_wrappers() -> None:
+    """Raise `NotSupportedError` if a wrapper walks over modules, one of which is parallel."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        home = str(frame.f_globals.get("__name__"))
+        wrapper = next((name for key, name in _WRAPPERS.items() if home.startswith(key)), None)
+        if wrapper is not None:
+            raise NotSupportedError(
+                f"{wrapper} around a parallel module, or around a module that contains one; a "
+                "parallel module is sharded, and synchronises gradients itself",
+                hint="call pm.step(**batch) on the module itself",
+            )
+        if home != __name__ and not home.startswith("torch.nn.modules."):
+            return
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+@cache
+def keep_from_dynamo(kind: type[nn.Module]) -> None:
+    """Else `torch.compile(pm)` would compile what captures the model and runs its program.
+
+    Called when a graph was captured: importing dynamo, which takes seconds, is done by then.
+    """
+    setattr(kind, "forward", torch.compiler.disable(kind.forward))  # noqa: B010
+
 
 class PlannedModule(nn.Module):
     """A module whose layers are a generated program."""
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """The module itself. Raises `NotSupportedError` for FSDP and DDP."""
+        refuse_wrappers()
+        yield from super().named_modules(*args, **kwargs)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """No modules. Raises `NotSupportedError` for FSDP."""
+        refuse_wrappers()
+        yield from super().named_children()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Called by `load_state_dict` of a module that contains this one."""
+        raise NotSupportedError(
+            "load_state_dict of a module that contains a parallel module",
+            hint="autopar.load(pm, optimizer, path), or pm.load_state_dict(tensors)",
+        )
 
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise `NotSupportedError`, with another way to generate."""
@@ -66,6 +118,9 @@ class StepLoss(Tensor):
             "loss.backward() after pm.step, which has run backward already",
             hint="leave it out; pm.step(..., weight=1 / n) scales gradients, for one of n batches",
         )
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepLoss:
+        return self.as_subclass(Tensor).clone().as_subclass(StepLoss)
 
     def __repr__(  # type: ignore[override]
         self, *, tensor_contents: object = None

@@ -21,7 +21,7 @@ from autopar.capture import capture
 from autopar.errors import BatchError, NotPlannedError, NotSupportedError, OptionError
 from autopar.mesh import Mesh
 from autopar.module.compiled_step import Built, Links
-from autopar.module.habits import PlannedModule, StepLoss
+from autopar.module.habits import PlannedModule, StepLoss, keep_from_dynamo
 from autopar.module.job import from_rank_0, join_process_group, own_rank
 from autopar.module.optimizers import watch_optimizers
 from autopar.module.parameters import StepGradients, gathered_names, make_parameters, shards
@@ -122,6 +122,7 @@ class ParallelModule(PlannedModule):
             pipeline, links.rank, links.device, links.groups, links.messenger, links.world
         )
         self._adopt_state(program)
+        keep_from_dynamo(type(self))
         self.stream = Stream(from_rank_0(torch.initial_seed))
         self._plan = Plan(data, Bound(compilation))
         signature = _signature({i.path: _Like(i.shape) for i in data.inputs}, data.static_inputs)
@@ -394,7 +395,17 @@ class ParallelModule(PlannedModule):
     def state_dict(  # type: ignore[override]
         self, *args: Any, **kwargs: Any
     ) -> dict[str, Any]:
-        """`DTensor`s of this rank's stage, under the model's own names."""
+        """`DTensor`s of this rank's stage, under the model's own names.
+
+        Raises `NotSupportedError` for a module that contains this one: its file would have one
+        rank's shards.
+        """
+        if kwargs.get("destination") is not None or args:
+            raise NotSupportedError(
+                "state_dict of a module that contains a parallel module",
+                hint="autopar.save(pm, optimizer, path) for a checkpoint; "
+                "pm.full_state_dict() has whole tensors on rank 0",
+            )
         place = self._placed
         if self._dtensor_mesh is None:
             self._dtensor_mesh = stage_device_mesh(place.pipeline, place.rank, self._device.type)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.habits import modules, optimizers, parameters  # they enter their habits
+from tests.habits import frameworks, modules, optimizers, parameters  # they enter their habits
 from tests.habits.table import HABITS, Habit
 
 PAGE = Path(__file__).parents[2] / "docs" / "habits.md"
@@ -14,7 +14,7 @@ What people write in training scripts, and what it does with a parallel module `
 `make docs` from `tests/habits`: each line is run on two ranks, in parity with one process to 1e-10
 in float64, or must raise the error.
 """
-FILES = (parameters, optimizers, modules)
+FILES = (parameters, optimizers, modules, frameworks)
 
 
 def page() -> str:
