@@ -1,7 +1,7 @@
 """Train a small model with Accelerate's loop, sharded by autopar.
 
-    python examples/train_accelerate.py            starts 2 local processes itself
-    torchrun --nproc-per-node 2 examples/train_accelerate.py
+    python -m examples.train_accelerate            starts 2 local processes itself
+    torchrun --nproc-per-node 2 -m examples.train_accelerate
 
 What differs from a script for one process: `AutoparAccelerator` for `Accelerator`, a model that
 autopar has sharded, and `pm.step` for forward and `accelerator.backward`.

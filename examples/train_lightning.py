@@ -1,7 +1,7 @@
 """Train a small model with Lightning's loop, sharded by autopar.
 
-    python examples/train_lightning.py            starts 2 local processes itself
-    torchrun --nproc-per-node 2 examples/train_lightning.py
+    python -m examples.train_lightning            starts 2 local processes itself
+    torchrun --nproc-per-node 2 -m examples.train_lightning
 
 Every rank runs a Trainer of its own, for one device, and autopar synchronises them. The module
 optimises by hand, because `pm.step` runs forward and backward. `SaveShards` writes checkpoints:

@@ -1,7 +1,7 @@
 """nanoGPT's training loop in plain torch, sharded by autopar.
 
-    python examples/train_loop.py            starts 2 local processes itself
-    torchrun --nproc-per-node 2 examples/train_loop.py
+    python -m examples.train_loop            starts 2 local processes itself
+    torchrun --nproc-per-node 2 -m examples.train_loop
 
 A DataLoader, warm-up and cosine learning rate, gradient accumulation, clipping, an estimate of the
 loss in evaluation mode, weight decay for matrices only.

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterator
-from functools import cache
 from typing import Any, NoReturn
 
 import torch
@@ -42,13 +41,13 @@ def refuse_wrappers() -> None:
         frame = frame.f_back  # type: ignore[assignment]
 
 
-@cache
 def keep_from_dynamo(kind: type[nn.Module]) -> None:
     """Else `torch.compile(pm)` would compile what captures the model and runs its program.
 
     Called when a graph was captured: importing dynamo, which takes seconds, is done by then.
     """
-    setattr(kind, "forward", torch.compiler.disable(kind.forward))  # noqa: B010
+    if not getattr(kind.forward, "_torchdynamo_disable", False):
+        setattr(kind, "forward", torch.compiler.disable(kind.forward))  # noqa: B010
 
 
 class PlannedModule(nn.Module):
@@ -118,6 +117,9 @@ class StepLoss(Tensor):
             "loss.backward() after pm.step, which has run backward already",
             hint="leave it out; pm.step(..., weight=1 / n) scales gradients, for one of n batches",
         )
+
+    def __format__(self, spec: str) -> str:
+        return format(self.as_subclass(Tensor), spec)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> StepLoss:
         return self.as_subclass(Tensor).clone().as_subclass(StepLoss)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
@@ -74,6 +76,17 @@ def compiled(run: Run) -> None:
         m.eval()
     batch = run.batch(3)
     run.losses.append((pm(**batch).item(), run.alone(**batch).item()))
+
+
+@habit(
+    SECTION, 'the loss: `f"{loss:.3f}"`, `copy.deepcopy(loss)`, `torch.stack(losses)`', layouts=ALL
+)
+def loss_kept(run: Run) -> None:
+    found = run.pm.step(**run.batch(0))
+    losses = torch.stack([copy.deepcopy(found), found, found.clone()])
+    wanted = run.alone(**run.batch(0)).item()
+    assert f"{found:.9f}" == f"{wanted:.9f}"
+    run.losses += [(loss.item(), wanted) for loss in losses]
 
 
 @habit(SECTION, "`scaler.scale(loss).backward()`: `GradScaler`", "leave the scaler out",

@@ -78,7 +78,8 @@ def fit(module: Any, folder: str, **how: Any) -> None:
         max_epochs=1, devices=1, strategy=SingleDeviceStrategy("cpu"), logger=False,
         enable_model_summary=False, default_root_dir=folder, **how,
     )  # fmt: skip
-    trainer.fit(module, DataLoader(rows(16), batch_size=8, collate_fn=collate))
+    data: Any = rows(16)
+    trainer.fit(module, DataLoader(data, batch_size=8, collate_fn=collate))
 
 
 def with_accelerator(ask: Callable[[AutoparAccelerator], Any], **how: Any) -> None:

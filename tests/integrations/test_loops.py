@@ -19,7 +19,7 @@ Ranks = list[dict[Any, Any]]
 @pytest.fixture(scope="module")
 def one() -> dict[str, Any]:
     (results,) = autopar.launch(alone, 1)
-    return results  # type: ignore[no-any-return]
+    return results
 
 
 @pytest.fixture(scope="module")
