@@ -7,12 +7,48 @@ refusal says what to write instead.
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterator
 from typing import Any, NoReturn
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from autopar.errors import NotSupportedError
 from autopar.module.layers import Guarded
+
+# Wrappers that synchronise or shard modules -> their names. They walk over modules first.
+_WRAPPERS = {
+    "torch.distributed.fsdp": "FSDP",
+    "torch.distributed._composable.fsdp": "FSDP",
+    "torch.nn.parallel.distributed": "DistributedDataParallel",
+}
+
+
+def refuse_wrappers() -> None:
+    """Raise `NotSupportedError` if a wrapper walks over modules, one of which is parallel."""
+    frame = sys._getframe(1)
+    while frame is not None:
+        home = str(frame.f_globals.get("__name__"))
+        wrapper = next((name for key, name in _WRAPPERS.items() if home.startswith(key)), None)
+        if wrapper is not None:
+            raise NotSupportedError(
+                f"{wrapper} around a parallel module, or around a module that contains one; a "
+                "parallel module is sharded, and synchronises gradients itself",
+                hint="call pm.step(**batch) on the module itself",
+            )
+        if home != __name__ and not home.startswith("torch.nn.modules."):
+            return
+        frame = frame.f_back  # type: ignore[assignment]
+
+
+def keep_from_dynamo(kind: type[nn.Module]) -> None:
+    """Else `torch.compile(pm)` would compile what captures the model and runs its program.
+
+    Called when a graph was captured: importing dynamo, which takes seconds, is done by then.
+    """
+    if not getattr(kind.forward, "_torchdynamo_disable", False):
+        setattr(kind, "forward", torch.compiler.disable(kind.forward))  # noqa: B010
 
 
 class PlannedModule(Guarded):
@@ -23,6 +59,23 @@ class PlannedModule(Guarded):
             "saving a parallel module itself, of which this rank has a part",
             hint="autopar.save(pm, optimizer, path), or on rank 0 "
             "torch.save(pm.full_state_dict(), path); every rank calls full_state_dict()",
+        )
+
+    def named_modules(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Module]]:
+        """The module and its layers. Raises `NotSupportedError` for FSDP and DDP."""
+        refuse_wrappers()
+        yield from super().named_modules(*args, **kwargs)
+
+    def named_children(self) -> Iterator[tuple[str, nn.Module]]:
+        """The first layers. Raises `NotSupportedError` for FSDP."""
+        refuse_wrappers()
+        yield from super().named_children()
+
+    def _load_from_state_dict(self, *args: Any, **kwargs: Any) -> NoReturn:
+        """Called by `load_state_dict` of a module that contains this one."""
+        raise NotSupportedError(
+            "load_state_dict of a module that contains a parallel module",
+            hint="autopar.load(pm, optimizer, path), or pm.load_state_dict(tensors)",
         )
 
     def generate(self, *args: Any, **kwargs: Any) -> NoReturn:
@@ -61,6 +114,12 @@ class StepLoss(Tensor):
             "loss.backward() after pm.step, which has run backward already",
             hint="leave it out; pm.step(..., weight=1 / n) scales gradients, for one of n batches",
         )
+
+    def __format__(self, spec: str) -> str:
+        return format(self.as_subclass(Tensor), spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> StepLoss:
+        return self.as_subclass(Tensor).clone().as_subclass(StepLoss)
 
     def __repr__(  # type: ignore[override]
         self, *, tensor_contents: object = None

@@ -27,7 +27,7 @@ from autopar.mesh import Mesh
 from autopar.module.batches import Agreement, Given
 from autopar.module.compiled_step import Built, Kind, Links
 from autopar.module.fingerprints import fingerprints
-from autopar.module.habits import PlannedModule, StepLoss
+from autopar.module.habits import PlannedModule, StepLoss, keep_from_dynamo
 from autopar.module.job import from_rank_0, join_process_group, own_rank
 from autopar.module.layers import Modes, Shown
 from autopar.module.local_rows import LocalRows
@@ -154,6 +154,7 @@ class ParallelModule(PlannedModule, Surface):
             pipeline, links.rank, links.device, links.groups, links.messenger, links.world
         )
         self._adopt_state(program)
+        keep_from_dynamo(type(self))
         self.stream = Stream(from_rank_0(torch.initial_seed))
         self._plan = Plan(data, Bound(compilation))
         number = from_rank_0(lambda: next(_NUMBERS))

@@ -4,7 +4,14 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from tests.habits import lora, modules, optimizers, parameters, state  # they enter their habits
+from tests.habits import (  # they enter their habits
+    frameworks,
+    lora,
+    modules,
+    optimizers,
+    parameters,
+    state,
+)
 from tests.habits.table import HABITS, Habit
 
 PAGE = Path(__file__).parents[2] / "docs" / "habits.md"
@@ -14,7 +21,7 @@ What people write in training scripts, and what it does with a parallel module `
 `make docs` from `tests/habits`: each line is run on two ranks, in parity with one process to 1e-10
 in float64, or must raise the error.
 """
-FILES = (parameters, optimizers, modules, state, lora)
+FILES = (parameters, optimizers, modules, state, lora, frameworks)
 
 
 def page() -> str:
