@@ -31,13 +31,13 @@ def train(n_epochs: int, mesh: Any, options: dict[str, Any] | None = None) -> di
     kind = Accelerator if mesh is None else AutoparAccelerator
     accelerator = kind(gradient_accumulation_steps=N_ACCUMULATED, cpu=not torch.cuda.is_available())
     set_seed(1)
-    data = rows()
+    data: Any = rows()
     model: Any = make_model()
     if mesh is not None:
         model = autopar.parallelize(model, mesh, collate(data[:8]), **(options or {}))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
     scheduler = LambdaLR(optimizer, lambda i: 0.9**i)
-    loader = DataLoader(data, batch_size=8, shuffle=True, collate_fn=collate)
+    loader: Any = DataLoader(data, batch_size=8, shuffle=True, collate_fn=collate)
     model, optimizer, loader, scheduler = accelerator.prepare(model, optimizer, loader, scheduler)
     losses = []
     for _ in range(n_epochs):

@@ -34,7 +34,7 @@ class OneProcess(pl.LightningModule):
         self.model = model
         self.losses: list[float] = []
 
-    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor:
+    def training_step(self, batch: dict[str, Tensor], index: int) -> Tensor | None:
         loss: Tensor = self.model(**batch)
         self.losses.append(loss.item())
         return loss
@@ -81,8 +81,10 @@ def train(
     n_epochs: int, mesh: Any, folder: str | None = None, options: dict[str, Any] | None = None
 ) -> dict[str, Any]:
     """One rank's part of the job, or with no mesh one process without autopar."""
-    data = rows()
-    model, module, how = make_model(), OneProcess, {"gradient_clip_val": 0.5}
+    data: Any = rows()
+    model: Any = make_model()
+    module: type[OneProcess] = OneProcess
+    how: dict[str, Any] = {"gradient_clip_val": 0.5}
     if mesh is not None:
         model = autopar.parallelize(model, mesh, collate(data[:8]), **(options or {}))
         module, how = Sharded, {"callbacks": [SaveShards(folder)] if folder else []}
@@ -96,7 +98,7 @@ def train(
         enable_progress_bar=False, enable_model_summary=False, **how,
     )  # fmt: skip
     own = module(model)
-    loaders = [
+    loaders: list[Any] = [
         DataLoader(data, batch_size=8, shuffle=True, collate_fn=collate),
         DataLoader(data[:16], batch_size=8, collate_fn=collate),
     ]

@@ -42,7 +42,7 @@ def estimate_loss(model: Any, batches: list[Any]) -> float:
 
 def train(n_steps: int, mesh: Any, options: dict[str, Any] | None = None) -> dict[str, Any]:
     """One rank's part of the job, or with no mesh one process without autopar."""
-    data = rows()
+    data: Any = rows()
     model: Any = make_model()
     if mesh is not None:
         model = autopar.parallelize(model, mesh, collate(data[:8]), **(options or {}))
@@ -52,7 +52,7 @@ def train(n_steps: int, mesh: Any, options: dict[str, Any] | None = None) -> dic
         [{"params": decay, "weight_decay": 0.1}, {"params": rest, "weight_decay": 0.0}], lr=RATE
     )
     order = torch.Generator().manual_seed(1)  # the same batches on every rank
-    loader = DataLoader(data, batch_size=8, shuffle=True, collate_fn=collate, generator=order)
+    loader: Any = DataLoader(data, batch_size=8, shuffle=True, collate_fn=collate, generator=order)
     held_out = [collate(data[:8]), collate(data[8:16])]
     losses, batches = [], iter(loader)
     for step in range(n_steps):

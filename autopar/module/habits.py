@@ -125,6 +125,3 @@ class StepLoss(Tensor):
         self, *, tensor_contents: object = None
     ) -> str:
         return repr(self.as_subclass(Tensor))
-
-    def __format__(self, format_spec: str) -> str:
-        return format(self.as_subclass(Tensor), format_spec)
