@@ -5,12 +5,14 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.habits import (  # they enter their habits
+    data,
     frameworks,
     lora,
     modules,
     optimizers,
     parameters,
     state,
+    values,
 )
 from tests.habits.table import HABITS, Habit
 
@@ -21,13 +23,14 @@ What people write in training scripts, and what it does with a parallel module `
 `make docs` from `tests/habits`: each line is run on two ranks, in parity with one process to 1e-10
 in float64, or must raise the error.
 """
-FILES = (parameters, optimizers, modules, state, lora, frameworks)
+FILES = (parameters, optimizers, data, values, modules, state, lora, frameworks)
 
 
 def page() -> str:
     """The page: a table for each section."""
     sections: dict[str, list[Habit]] = {}
-    for one in HABITS.values():
+    order = [file.__name__ for file in FILES]
+    for one in sorted(HABITS.values(), key=lambda one: order.index(one.run.__module__)):
         sections.setdefault(one.section, []).append(one)
     lines = [_HEAD]
     for section, habits in sections.items():

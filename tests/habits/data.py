@@ -1,0 +1,191 @@
+"""Habits about batches and losses."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+
+from autopar import BatchError, OptionError
+from tests.habits.table import ALL, ROWS, Run, Small, habit
+
+SECTION = "Batches and losses"
+
+
+class Pair(Small):
+    """Returns (logits, loss), as nanoGPT does."""
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Any:
+        logits = self.body(ids)
+        return logits, nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+
+
+class Named(Small):
+    """Returns a dict with one loss."""
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Any:
+        logits = self.body(ids)
+        total = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        return {"logits": logits, "objective": total, "count": ids.numel()}
+
+
+class Logits(Small):
+    """Returns logits; the loss is a function beside it."""
+
+    def forward(self, ids: Tensor) -> Tensor:  # type: ignore[override]
+        return self.body(ids)
+
+
+def cross_entropy(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
+    return nn.functional.cross_entropy(outputs.flatten(0, 1), batch["targets"].flatten())
+
+
+def backward(run: Run, loss: Tensor, seed: int = 0) -> None:
+    """A step of the module, and backward of the loss of the model alone."""
+    run.losses.append((run.pm.step(**run.batch(seed)).item(), loss.item()))
+    loss.backward()
+
+
+@habit(SECTION, "a model that returns `(logits, loss)`", kind=Pair, layouts=ALL)
+def logits_and_loss(run: Run) -> None:
+    optimizers = run.optimizers()
+    for seed in range(2):
+        backward(run, run.alone(**run.batch(seed))[1], seed)
+        run.update(optimizers)
+
+
+@habit(SECTION, "a model that returns a dict with one scalar that requires grad", kind=Named)
+def loss_in_a_dict(run: Run) -> None:
+    optimizers = run.optimizers()
+    for seed in range(2):
+        backward(run, run.alone(**run.batch(seed))["objective"], seed)
+        run.update(optimizers)
+
+
+@habit(SECTION, "`criterion(model(x), y)`", "`loss_fn=(outputs, batch) -> loss`", kind=Logits,
+       layouts=ALL, loss_fn=cross_entropy)  # fmt: skip
+def loss_beside_the_model(run: Run) -> None:
+    optimizers = run.optimizers()
+    for seed in range(2):
+        batch = run.batch(seed)
+        backward(run, cross_entropy(run.alone(batch["ids"]), batch), seed)
+        run.update(optimizers)
+    run.pm.eval()
+    with torch.no_grad():
+        batch = run.batch(7)
+        wanted = cross_entropy(run.alone(batch["ids"]), batch)
+        assert abs(run.pm.loss(**batch) - wanted) < 1e-10
+        logits = run.pm(**batch, gather="all")
+        torch.testing.assert_close(logits, run.alone(batch["ids"]), rtol=0, atol=1e-10)
+    run.pm.train()
+
+
+@habit(SECTION, "`DistributedSampler`: every rank has its own rows",
+       'every rank passes the whole batch, or `batch="local"`',
+       refused=(BatchError, 'batch="local"'), layouts=ALL)  # fmt: skip
+def own_rows(run: Run) -> None:
+    whole = run.batch(0, rows=2 * ROWS)
+    data = TensorDataset(whole["ids"], whole["targets"])
+    loader: Any = DataLoader(data, batch_size=ROWS, sampler=DistributedSampler(data, shuffle=False))
+    (ids, targets), *_ = loader
+    run.pm.step(ids=ids, targets=targets)
+
+
+@habit(SECTION, '`pm.step(..., batch="local")` with the rows of `pm.local_slice`', layouts=ALL)
+def local_rows(run: Run) -> None:
+    optimizers = run.optimizers()
+    for seed in range(2):
+        batch = run.batch(seed)
+        own = {
+            name: batch[name][rows]
+            for name in batch
+            if (rows := run.pm.local_slice(name)) is not None
+        }
+        wanted = run.alone(**batch)
+        wanted.backward()
+        run.losses.append((run.pm.step(**own, batch="local").item(), wanted.item()))
+        run.update(optimizers)
+
+
+@habit(SECTION, "the same loader on every rank: `shuffle=True` with one seed", layouts=ALL)
+def shuffled(run: Run) -> None:
+    whole = run.batch(0, rows=3 * ROWS)
+    data = TensorDataset(whole["ids"], whole["targets"])
+    generator = torch.Generator().manual_seed(5)
+    loader: Any = DataLoader(data, batch_size=ROWS, shuffle=True, generator=generator)
+    optimizers = run.optimizers()
+    for ids, targets in loader:
+        run.backward({"ids": ids, "targets": targets})
+        run.update(optimizers)
+
+
+@habit(SECTION, "a loader whose order differs by rank", "seed the loader alike on all ranks",
+       refused=(BatchError, "rank"))  # fmt: skip
+def shuffled_differently(run: Run) -> None:
+    run.pm.step(**run.batch(dist.get_rank()))
+
+
+@habit(SECTION, "a last, shorter batch", "captured anew, with a notice")
+def shorter(run: Run) -> None:
+    optimizers = run.optimizers()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="captured a batch")
+        for rows in (ROWS, ROWS // 2, ROWS):
+            run.backward(run.batch(rows, rows=rows))
+            run.update(optimizers)
+
+
+@habit(SECTION, "a last batch that does not divide", "`drop_last=True`, or the sizes it names",
+       layouts=("zero3",), refused=(BatchError, "drop_last"))  # fmt: skip
+def indivisible(run: Run) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="captured a batch")
+        run.pm.step(**run.batch(0, rows=ROWS - 1))
+
+
+@habit(SECTION, "sequences of several lengths", "captured anew, with a notice; 16 are kept",
+       layouts=ALL)  # fmt: skip
+def lengths(run: Run) -> None:
+    optimizers = run.optimizers()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="captured a batch")
+        for length in (3, 6, 3):
+            run.backward(run.batch(length, length=length))
+            run.update(optimizers)
+
+
+@habit(SECTION, "ids as floats", "as eager: the model does not take them",
+       refused=(BatchError, "float"))  # fmt: skip
+def float_ids(run: Run) -> None:
+    batch = run.batch(0)
+    run.pm.step(ids=batch["ids"].double(), targets=batch["targets"])
+
+
+@habit(SECTION, "a misspelled key: `pm.step(ids=..., target=...)`", "the keys there are",
+       refused=(BatchError, "targets"))  # fmt: skip
+def misspelled(run: Run) -> None:
+    batch = run.batch(0)
+    run.pm.step(ids=batch["ids"], target=batch["targets"])
+
+
+@habit(SECTION, "`pm.step` under `torch.no_grad()`", "call it outside, or `pm.loss`",
+       refused=(OptionError, "no_grad"))  # fmt: skip
+def no_grad(run: Run) -> None:
+    with torch.no_grad():
+        run.pm.step(**run.batch(0))
+
+
+@habit(SECTION, "evaluation between steps: `pm.eval()`, `pm(**batch)`, `pm.train()`", layouts=ALL)
+def evaluated(run: Run) -> None:
+    optimizers = run.optimizers()
+    for seed in range(2):
+        run.train(optimizers, 1, first=seed)
+        run.pm.eval()
+        with torch.no_grad():
+            found, wanted = run.pm(**run.batch(9)), run.alone(**run.batch(9))
+        assert abs(found - wanted) < 1e-10
+        run.pm.train()

@@ -1,0 +1,192 @@
+"""Habits about Python values, hooks and operators of the model's own."""
+
+from __future__ import annotations
+
+import random
+import warnings
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from autopar import CaptureError, NotSupportedError
+from tests.habits.table import ALL, Run, Small, habit
+
+SECTION = "What the model does in Python"
+
+
+class Weighted(Small):
+    """Its loss has a factor in an attribute."""
+
+    beta = 1.0
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        return self.beta * super().forward(ids, targets)
+
+
+class Reversal(torch.autograd.Function):
+    """Gradient reversal, of domain-adversarial training."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
+        ctx.scale = scale
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        return -ctx.scale * gradients[0], None
+
+
+class Reversed(Small):
+    def body(self, ids: Tensor) -> Tensor:
+        h = self.embed(ids)
+        h = self.blocks[1](Reversal.apply(self.blocks[0](h), 0.5))
+        return self.head(h)
+
+
+class Checkpointed(Small):
+    def body(self, ids: Tensor) -> Tensor:
+        h = self.embed(ids)
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=False)
+        return self.head(h)
+
+
+class Counting(Small):
+    n_calls = 0
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        self.n_calls += 1
+        return super().forward(ids, targets) * (2.0 if self.n_calls > 1 else 1.0)
+
+
+class Skipping(Small):
+    """LayerDrop with Python's random numbers."""
+
+    def body(self, ids: Tensor) -> Tensor:
+        h = self.embed(ids)
+        for block in self.blocks:
+            h = h if random.random() < 0.1 else block(h)
+        return self.head(h)
+
+
+class Penalised(Small):
+    """A penalty on its own weights, inside."""
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        penalty = sum(p.pow(2).sum() for p in self.parameters())
+        return super().forward(ids, targets) + 1e-2 * penalty
+
+
+@habit(SECTION, "a weight that changes: `model.beta = 0.5`", "captured again, with a notice",
+       kind=Weighted, layouts=ALL)  # fmt: skip
+def attribute(run: Run) -> None:
+    optimizers = run.optimizers()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*captured again")
+        for seed, beta in enumerate((1.0, 0.5, 1.0)):
+            for model in (run.model, run.alone):
+                model.beta = beta  # type: ignore[assignment]
+            run.train(optimizers, 1, first=seed)
+
+
+@habit(SECTION, "the same on the parallel module: `pm.beta = 0.5`", "set on the model",
+       kind=Weighted)  # fmt: skip
+def attribute_of_pm(run: Run) -> None:
+    optimizers = run.optimizers()
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*captured again")
+        for seed, beta in enumerate((1.0, 0.25)):
+            for model in run.both():
+                model.beta = beta
+            run.train(optimizers, 1, first=seed)
+
+
+@habit(SECTION, "a `torch.autograd.Function`", "one operator with its own backward", kind=Reversed,
+       layouts=ALL)  # fmt: skip
+def function(run: Run) -> None:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*Reversal")
+        run.train(run.optimizers())
+
+
+@habit(
+    SECTION, "`torch.utils.checkpoint`", "runs again in backward", kind=Checkpointed, layouts=ALL
+)
+def checkpointed(run: Run) -> None:
+    run.train(run.optimizers())
+
+
+@habit(SECTION, "a counter in forward: `self.n_calls += 1`", "refused: it would be frozen",
+       kind=Counting, refused=(CaptureError, "n_calls"))  # fmt: skip
+def counter(run: Run) -> None:
+    run.pm.step(**run.batch(0))
+
+
+@habit(SECTION, "Python's random numbers in forward: LayerDrop", "refused: they would be frozen",
+       kind=Skipping, refused=(CaptureError, "random"))  # fmt: skip
+def python_random(run: Run) -> None:
+    run.pm.step(**run.batch(0))
+
+
+@habit(SECTION, "a penalty on weights in forward: `sum(p.pow(2).sum() ...)`", kind=Penalised,
+       layouts=("tp", "zero3"))  # fmt: skip
+def penalty_inside(run: Run) -> None:
+    run.train(run.optimizers())
+
+
+@habit(SECTION, "a forward hook that changes what a module returns", "traced", layouts=ALL)
+def forward_hook(run: Run) -> None:
+    for model in (run.model, run.alone):
+        head: Any = model.head
+        head.register_forward_hook(lambda module, inputs, output: output * 0.5)
+    run.train(run.optimizers())
+
+
+@habit(SECTION, "a forward hook that keeps activations in a list", "use `outputs=`",
+       refused=(CaptureError, "hint"))  # fmt: skip
+def keeping_hook(run: Run) -> None:
+    kept: list[Tensor] = []
+    head: Any = run.model.head
+    head.register_forward_hook(lambda module, inputs, output: kept.append(output))
+    run.pm.step(**run.batch(0))
+
+
+@habit(SECTION, "backward hooks on the model, and hooks on its parameters",
+       "use `.grad`, or hooks on `pm.parameters()`",
+       refused=(NotSupportedError, "hook"))  # fmt: skip
+def backward_hook(run: Run) -> None:
+    head: Any = run.model.head
+    head.register_full_backward_hook(lambda module, inputs, outputs: None)
+    run.pm.step(**run.batch(0))
+
+
+@habit(SECTION, "hooks on the parallel module", "use `outputs=` and `.grad`",
+       refused=(NotSupportedError, "hook"))  # fmt: skip
+def hook_on_pm(run: Run) -> None:
+    run.pm.register_forward_hook(lambda *args: None)
+
+
+@habit(SECTION, "`parametrizations.weight_norm`", layouts=("tp", "zero3"))
+def parametrized(run: Run) -> None:
+    for model in (run.model, run.alone):
+        head: Any = model.head
+        nn.utils.parametrizations.weight_norm(head)
+    run.train(run.optimizers())
+
+
+@habit(SECTION, "freezing the original model later: `requires_grad_(False)`",
+       "freeze `pm.parameters()`", refused=(CaptureError, "requires_grad"))  # fmt: skip
+def frozen_original(run: Run) -> None:
+    run.pm.step(**run.batch(0))
+    run.model.head.requires_grad_(False)
+    run.pm.step(**run.batch(1))
+
+
+@habit(SECTION, "a module replaced in the original model later", "change it before",
+       refused=(CaptureError, "head"))  # fmt: skip
+def replaced_module(run: Run) -> None:
+    run.pm.step(**run.batch(0))
+    run.model.head = nn.Identity()
+    run.pm.step(**run.batch(1))
