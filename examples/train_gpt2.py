@@ -23,6 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import autopar
 from autopar.measured.live_bytes import LiveBytes
+from autopar.runtime.tensors import local_of
 from autopar.units import format_bytes, format_seconds
 
 TEXT = Path(__file__).parent / "wisdom.txt"
@@ -80,7 +81,7 @@ def train(n_steps: int) -> None:
         for i, batch in enumerate(data, start=1):
             begun = time.perf_counter()
             if i == MEASURED_STEP:
-                with LiveBytes(known=[*pm.parameters(), *optimizer_tensors(optimizer)]) as live:
+                with LiveBytes([*pm.shards.values(), *optimizer_tensors(optimizer)]) as live:
                     loss = parallel_step(pm, optimizer, batch)
                 live_bytes = live.peak_bytes
             else:
@@ -114,7 +115,8 @@ def parallel_step(pm: Any, optimizer: Any, batch: Any) -> torch.Tensor:
 def optimizer_tensors(optimizer: torch.optim.Optimizer) -> list[torch.Tensor]:
     """The optimizer's state, which lives between steps."""
     states = optimizer.state.values()
-    return [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
+    tensors = [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
+    return [local_of(v) for v in tensors]
 
 
 def one_process_step(model: torch.nn.Module, optimizer: Any, batch: Any) -> float | None:

@@ -48,6 +48,7 @@ from autopar.cost.hardware.hardware import resolve
 from autopar.cost.laws.model import op_time_s
 from autopar.measured.live_bytes import LiveBytes
 from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.tensors import local_of
 from autopar.units import format_bytes, format_seconds
 
 ROWS, LENGTH, VOCABULARY = 8, 128, 512
@@ -192,8 +193,9 @@ class Training(Timed):
     def live_bytes(self) -> float:
         """The peak of live tensors of this rank over one step."""
         states = self.optimizer.state.values()
-        kept = [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
-        with LiveBytes([*self.module.parameters(), *kept, *self.batch.values()]) as live:
+        tensors = [v for state in states for v in state.values() if isinstance(v, torch.Tensor)]
+        kept = [*self.module.shards.values(), *map(local_of, tensors)]
+        with LiveBytes([*kept, *self.batch.values()]) as live:
             self.step()
         return float(live.peak_bytes)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Iterator
+from types import FrameType
 from typing import Any, NoReturn
 
 import torch
@@ -31,6 +32,8 @@ def refuse_wrappers() -> None:
     while frame is not None:
         home = str(frame.f_globals.get("__name__"))
         wrapper = next((name for key, name in _WRAPPERS.items() if home.startswith(key)), None)
+        if wrapper is not None and _is_asking(frame):
+            return
         if wrapper is not None:
             raise NotSupportedError(
                 f"{wrapper} around a parallel module, or around a module that contains one; a "
@@ -40,6 +43,15 @@ def refuse_wrappers() -> None:
         if home != __name__ and not home.startswith("torch.nn.modules."):
             return
         frame = frame.f_back  # type: ignore[assignment]
+
+
+def _is_asking(frame: FrameType | None) -> bool:
+    """Does `torch.distributed.checkpoint` only ask a wrapper whether a module is one?"""
+    while frame is not None:
+        if str(frame.f_globals.get("__name__")).startswith("torch.distributed.checkpoint"):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def keep_from_dynamo(kind: type[nn.Module]) -> None:
@@ -84,17 +96,6 @@ class PlannedModule(Guarded):
             "generate() on a parallel module",
             hint="load pm.full_state_dict() into the original model on one process",
         )
-
-    def _no_state_hook(self, *args: Any, **kwargs: Any) -> NoReturn:
-        raise NotSupportedError(
-            "a hook on the state dict of a parallel module",
-            hint="change what pm.state_dict() returns, and what pm.load_state_dict() is given",
-        )
-
-    register_state_dict_pre_hook = _no_state_hook
-    register_state_dict_post_hook = _no_state_hook
-    register_load_state_dict_pre_hook = _no_state_hook
-    register_load_state_dict_post_hook = _no_state_hook
 
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:

@@ -139,7 +139,7 @@ class Variants:
         if new and own_rank() == 0:
             warnings.warn(
                 f"{_described(new)}: captured again; pass it as a tensor input to avoid that",
-                stacklevel=6,
+                stacklevel=8,
             )
 
 

@@ -49,12 +49,6 @@ def data_parallel(run: Run) -> None:
     DataParallel(run.pm)(**run.batch(0))
 
 
-@habit(SECTION, "`own.state_dict()`, `own` a module that contains `pm`", "use `autopar.save`",
-       refused=(NotSupportedError, "autopar.save"))  # fmt: skip
-def state_around(run: Run) -> None:
-    Holder(run.pm).state_dict()
-
-
 @habit(SECTION, "`own.load_state_dict(...)`", "use `autopar.load`",
        refused=(NotSupportedError, "autopar.load"))  # fmt: skip
 def load_around(run: Run) -> None:

@@ -92,7 +92,7 @@ def with_accelerator(ask: Callable[[AutoparAccelerator], Any], **how: Any) -> No
 # Part of the message -> what is refused.
 REFUSED: Mapping[str, Callable[[str], None]] = {
     "loss.backward()": automatic,
-    "state_dict of a module that contains": own_checkpoints,
+    "of which this rank has a shard": own_checkpoints,
     "mixed_precision='bf16'": lambda _: with_accelerator(lambda a: None, mixed_precision="bf16"),
     "accelerator.save_state": lambda folder: with_accelerator(lambda a: a.save_state(folder)),
     "accelerator.load_state": lambda folder: with_accelerator(lambda a: a.load_state(folder)),

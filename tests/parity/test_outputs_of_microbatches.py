@@ -89,6 +89,7 @@ def test_a_loop_over_chunks(of: str) -> None:
     torch.testing.assert_close(loss, (total if of == "sum" else total / 4).detach())
 
 
+@pytest.mark.filterwarnings("ignore:captured a batch")
 def test_another_batch_size() -> None:
     model, _, seen = outputs_of_step("with auxiliary", 2, n_rows=6)
     for found, chunk in zip(seen, loop(model, 2, n_rows=6), strict=True):
