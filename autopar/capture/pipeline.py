@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx, nn
 from torch._guards import detect_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
@@ -183,6 +184,13 @@ def _held_tensor(model: nn.Module, exported: ExportedProgram, name: str) -> torc
     if held is None:
         held = exported.state_dict[name]
     assert isinstance(held, torch.Tensor), name
+    if isinstance(held, FakeTensor):
+        raise CaptureError(
+            f"a parameter or buffer of shape {tuple(held.shape)} is read through a plain container "
+            "of the model, where the trace would keep its value, and give it no gradient",
+            hint="read it as an attribute (`self.weight`), or from an nn.ParameterDict or "
+            "nn.ParameterList",
+        )
     # Parameters are lifted without gradient, so only their memory tells.
     memory = 0 if held.is_meta else held.data_ptr()
     names = [n for n, p in model.named_parameters() if not p.is_meta and p.data_ptr() == memory]

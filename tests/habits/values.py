@@ -79,6 +79,24 @@ class Penalised(Small):
         return super().forward(ids, targets) + 1e-2 * penalty
 
 
+class Contained(Small):
+    """Keeps a parameter in a plain dict, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.held = {"bias": self.head.bias}
+
+    def body(self, ids: Tensor) -> Tensor:
+        return super().body(ids) + self.held["bias"]
+
+
+@habit(SECTION, "a parameter read from a plain dict or list of the module",
+       "read the attribute, or use `nn.ParameterDict`", kind=Contained,
+       refused=(CaptureError, "plain container"))  # fmt: skip
+def container(run: Run) -> None:
+    run.pm.step(**run.batch(0))
+
+
 @habit(SECTION, "a weight that changes: `model.beta = 0.5`", "captured again, with a notice",
        kind=Weighted, layouts=ALL)  # fmt: skip
 def attribute(run: Run) -> None:
