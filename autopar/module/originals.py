@@ -1,18 +1,27 @@
-"""Weights loaded into the user's model after `autopar.parallelize`, which would train nothing.
+"""Tensors that are written to after `autopar.parallelize`, where no program would read them.
+
+Weights loaded into the user's model would train nothing.
 
 The parallel module has copies of the weights. So `model.load_state_dict(...)` between
 `autopar.parallelize` and the first step changes a model that does not train. It is found by the
 version counters of the model's parameters. These are not checked after the first step, when it is
 usual to load trained weights back; nor if somebody has trained the model, as a reference would be.
+
+Buffers that no step changes are constants of the programs. The module shows copies of them, which
+are not to be written to; a change of the user's own is captured again (`variants.py`).
 """
 
 from __future__ import annotations
 
-from torch import nn
+from collections.abc import Iterable, Mapping
+
+from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from autopar.errors import NotSupportedError
 from autopar.module.optimizers import has_trained
-from autopar.runtime.state import StateError, together
+from autopar.program import ChangedBuffer
+from autopar.runtime.state import StateError, all_names, together
 
 
 class Originals:
@@ -49,4 +58,22 @@ class Originals:
                     "copied them: the change would train nothing",
                     hint="change the model before autopar.parallelize, or call "
                     "pm.load_state_dict(...); a reference should be a copy.deepcopy of the model",
+                )
+
+
+class ConstantBuffers:
+    """The buffers of a parallel module that no step changes."""
+
+    def __init__(self, held: Mapping[str, Tensor], changed: Iterable[ChangedBuffer]) -> None:
+        live = {name for buffer in changed for name in all_names(buffer)}
+        self._seen = [(n, b, b._version) for n, b in held.items() if n not in live]
+
+    def check(self) -> None:
+        """Raise `NotSupportedError` for a buffer that was written to."""
+        for name, tensor, version in self._seen:
+            if tensor._version != version:
+                raise NotSupportedError(
+                    f"buffer `{name}` of the parallel module was written to; programs have it as a "
+                    "constant",
+                    hint="write to that of the original model: the next step captures it again",
                 )

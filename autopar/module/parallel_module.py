@@ -32,7 +32,7 @@ from autopar.module.job import from_rank_0, join_process_group, own_rank
 from autopar.module.layers import Modes, Shown
 from autopar.module.local_rows import LocalRows
 from autopar.module.optimizers import watch_optimizers
-from autopar.module.originals import Originals
+from autopar.module.originals import ConstantBuffers, Originals
 from autopar.module.parameters import StepGradients, gathered_names, make_parameters, shards
 from autopar.module.programs import Programs
 from autopar.module.signatures import (
@@ -196,11 +196,13 @@ class ParallelModule(PlannedModule, Surface):
         self._non_persistent_buffers_set |= self._not_saved & shown.root_buffers.keys()
         self._modules |= shown.children
         self._layers = {name: m for name, m in self.named_modules() if name}
+        self._constants = ConstantBuffers(self._held_buffers, self._place.changed)
 
     def _program(self, batch: Given, kind: Kind) -> Built:
         """The compiled program for the current mode and this batch."""
         self._layer_modes.check(self._layers, self.training)
         self._originals.check()
+        self._constants.check()
         return self._programs.get(batch, kind, self.training)
 
     def _frozen_reads(self) -> tuple[tuple[str, str], ...]:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
+
 import torch
+from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar import NotSupportedError
-from tests.habits.table import ALL, Run, habit
+from tests.habits.table import ALL, Run, Small, habit
 
 SECTION = "The module"
 
@@ -56,3 +59,39 @@ def frozen_whole(run: Run) -> None:
         m.requires_grad_(False)
         m.requires_grad_(True)
     run.train(optimizers)
+
+
+class Masked(Small):
+    """Scales its logits by a buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.ones(()))
+        self.scale: Tensor
+
+    def body(self, ids: Tensor) -> Tensor:
+        return super().body(ids) * self.scale
+
+
+@habit(SECTION, "writing to a buffer of the original model: `model.scale.fill_(0.5)`",
+       "captured again, with a notice", kind=Masked, layouts=("tp",))  # fmt: skip
+def buffer_of_the_original(run: Run) -> None:
+    optimizers = run.optimizers()
+    run.train(optimizers, 1)
+    for model in (run.model, run.alone):
+        model.scale.fill_(0.5)  # type: ignore[operator]
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=".*captured again")
+        run.train(optimizers, 1, first=1)
+    run.alone.scale.fill_(1.0)  # type: ignore[operator]
+    found = run.pm.full_state_dict()
+    assert not found or found["scale"] == 1.0, "the module's copy stays as it was"
+
+
+@habit(SECTION, "writing to a buffer of the parallel module", "write to the original's",
+       kind=Masked, refused=(NotSupportedError, "as a constant"), layouts=ALL)  # fmt: skip
+def buffer_of_pm(run: Run) -> None:
+    run.pm.step(**run.batch(0))
+    for _, buffer in run.pm.named_buffers():
+        buffer.fill_(0.5)
+    run.pm.step(**run.batch(1))
