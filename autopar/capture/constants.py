@@ -2,7 +2,7 @@
 
 Their subgraph is computed once per program, on cpu, when the first one is requested. Until then
 a constant is only a shape, so capture and planning stay cheap. The leaves of the subgraph are
-buffers of the user's model, read at that time, and tensors that are literal in its code. Buffers
+buffers of the user's model, copied at capture, and tensors that are literal in its code. Buffers
 of a model on `meta` have no values, so they are initialised as the model would do it.
 """
 
@@ -30,6 +30,11 @@ class ConstantStore:
         self._leaves = {node.name: leaves[node.name] for node in inputs}
         self._names = [node.name for node in outputs]
         self._values: dict[str, torch.Tensor] | None = None
+
+    @property
+    def leaves(self) -> tuple[str, ...]:
+        """Names of the leaves that the constants are computed from."""
+        return tuple(name for name, _ in self._inputs)
 
     def value(self, name: str) -> torch.Tensor:
         if self._values is None:
@@ -59,10 +64,11 @@ def literal(tensor: torch.Tensor, what: str) -> Leaf:
 
 
 def buffer(model: nn.Module, name: str) -> Leaf:
-    """A buffer of the user's model."""
+    """A buffer of the user's model, as it is now: the user may write to it later."""
     tensor = model.get_buffer(name)
     if not tensor.is_meta:
-        return lambda: tensor.detach().cpu()
+        value = tensor.detach().to("cpu", copy=True)
+        return lambda: value
     return partial(_initialise, model, name)
 
 

@@ -21,14 +21,14 @@ from torch.utils import _pytree as pytree
 from autopar import operators
 from autopar.capture.checkpointed import regions_marked
 from autopar.capture.findings import Findings
-from autopar.capture.frozen import checked_trace, freeze
+from autopar.capture.frozen import checked_trace
 from autopar.capture.functions import functions_kept
 from autopar.capture.hooks import check_hooks
 from autopar.capture.isolate import fake_copy, fake_inputs, fake_mode
 from autopar.capture.names import source_line
 from autopar.errors import CaptureError, NotSupportedError
 from autopar.operators import UnsupportedFunctionError
-from autopar.program import Frozen
+from autopar.program import AttributeReads
 
 LossFn = Callable[[Any, Any], torch.Tensor]
 
@@ -94,8 +94,8 @@ def export_model(
     training: bool,
     loss_fn: LossFn | None,
     modes: Mapping[str, bool] | None = None,
-) -> tuple[ExportedProgram, Frozen]:
-    """Trace a fake copy of `model`; also returns the Python values that the trace read.
+) -> tuple[ExportedProgram, AttributeReads]:
+    """Trace a fake copy of `model`; also returns which attributes of modules the trace read.
 
     `modes`: the training mode of each module, by path; None: those that the model has.
 
@@ -130,15 +130,12 @@ def export_model(
         return made
 
     exported, reads = checked_trace(model, twin, loss_fn, export)
-    if modes is None:
-        modes = {path: module.training for path, module in model.named_modules()}
-    frozen = freeze(model, loss_fn, reads, modes if training else {}, findings)
     for module in exported.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
             if loss_fn is not None:
                 _point_to_loss(module.graph, loss_fn)
             _check_static(model, module.graph)
-    return exported, frozen
+    return exported, reads
 
 
 def _point_to_loss(graph: torch.fx.Graph, loss_fn: LossFn) -> None:

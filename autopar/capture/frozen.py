@@ -27,7 +27,7 @@ from autopar.capture.observe import Observation, observe, of_module
 from autopar.capture.reads import Recorder, recorded
 from autopar.capture.snapshot import Held, Scalar, same
 from autopar.errors import CaptureError
-from autopar.program import Frozen
+from autopar.program import AttributeReads, Frozen
 
 _STATE_HINT = (
     "the trace runs forward once, so every step would see the same value; keep it in a registered "
@@ -38,7 +38,7 @@ _MAX_SHOWN = 60
 
 def checked_trace(
     model: nn.Module, twin: nn.Module, loss_fn: Any, export: Callable[[], ExportedProgram]
-) -> tuple[ExportedProgram, tuple[tuple[str, str], ...]]:
+) -> tuple[ExportedProgram, AttributeReads]:
     """Run `export`, which traces `twin`, and leave the user's Python state as it was.
 
     Returns the trace and what it read. A trace may set state once (a setting that is found by the
@@ -127,20 +127,21 @@ def _same_state(one: Any, other: Any) -> bool:
 def freeze(
     model: nn.Module,
     loss_fn: Any,
-    reads: tuple[tuple[str, str], ...],
+    reads: AttributeReads,
     modes: Mapping[str, bool],
+    buffers: tuple[str, ...],
     findings: Findings,
 ) -> Frozen:
     """What the graph holds of the user's Python state; each value is a note of the audit."""
-    taken = observe(model, loss_fn, reads, modes)
+    taken = observe(model, loss_fn, reads, modes, buffers=buffers)
     _note(taken, model, reads, findings)
-    return Frozen(reads, taken.values, modes)
+    return Frozen(reads, buffers, taken.values, modes)
 
 
 def _note(
     taken: Observation,
     model: nn.Module,
-    reads: tuple[tuple[str, str], ...],
+    reads: AttributeReads,
     findings: Findings,
 ) -> None:
     """A note for each value; equal settings of several library modules are one.
@@ -190,7 +191,10 @@ class Watch:
         return self._differs
 
     def _observe(self) -> Observation:
-        return observe(self._model, self._loss_fn, self._frozen.reads, self._frozen.modes)
+        frozen = self._frozen
+        return observe(
+            self._model, self._loss_fn, frozen.reads, frozen.modes, buffers=frozen.buffers
+        )
 
     def _bind(self) -> None:
         """Flat lists of where each value is, and of what is there now."""

@@ -209,10 +209,12 @@ def observe(
     reads: Iterable[tuple[str, str]] = (),
     modes: Mapping[str, bool] | None = None,
     versions: bool = True,
+    buffers: Iterable[str] = (),
 ) -> Observation:
     """Record what the model's code and its loss depend on, with the attributes that were read.
 
     `modes`: the training mode of each module at the capture; None if the trace set it itself.
+    `buffers`: the model's buffers that the graph holds as constants.
     """
     named = dict(model.named_modules())
     taken = Observation(versions, own={id(m): path for path, m in named.items()})
@@ -232,6 +234,7 @@ def observe(
         _modes(taken, named, [path for path, name in reads if name == "training"], modes)
     taken.close()
     _structure(taken, named)
+    _buffers(taken, named, buffers)
     hook_records(taken, model)
     return taken
 
@@ -285,6 +288,15 @@ def _structure(taken: Observation, named: Mapping[str, nn.Module]) -> None:
             if parameter is not None:
                 text = f"{path}.{name}".removeprefix(".")
                 taken.measure(f"`requires_grad` of `{text}`", _REQUIRES_GRAD, parameter)
+
+
+def _buffers(taken: Observation, named: Mapping[str, nn.Module], names: Iterable[str]) -> None:
+    """Which tensors these buffers are, and how often each was written to."""
+    for full in names:
+        path, _, name = full.rpartition(".")
+        held = vars(named[path])["_buffers"] if path in named else {}
+        if name in held:
+            taken.item(held, name, full, "of the model's buffers")
 
 
 def of_module(path: str) -> str:

@@ -29,6 +29,7 @@ from autopar.capture.constants import ConstantStore, Leaf, buffer, literal
 from autopar.capture.dependence import Cut, Depends, cut, dependences, merge_equal
 from autopar.capture.export import LossFn, export_model
 from autopar.capture.findings import Findings
+from autopar.capture.frozen import freeze
 from autopar.capture.names import operator_keys, source_line
 from autopar.capture.normalise import normalise
 from autopar.capture.outputs import Outputs, read_outputs
@@ -51,14 +52,16 @@ PRECISIONS = ("model", "fp64")
 class Roles:
     """What the placeholders of the new graph stand for.
 
-    leaves    buffers and literals that constants are computed from
-    traced    name of a traced placeholder -> its new node or baked-in value
+    leaves            buffers and literals that constants are computed from
+    constant_buffers  name of a leaf -> name of the model's buffer that it is
+    traced            name of a traced placeholder -> its new node or baked-in value
     """
 
     parameters: dict[fx.Node, ParameterInfo] = field(default_factory=dict)
     inputs: dict[fx.Node, InputInfo] = field(default_factory=dict)
     buffers: dict[fx.Node, BufferInfo] = field(default_factory=dict)
     leaves: dict[fx.Node, Leaf] = field(default_factory=dict)
+    constant_buffers: dict[str, str] = field(default_factory=dict)
     traced: dict[str, Any] = field(default_factory=dict)
 
 
@@ -93,7 +96,7 @@ def capture(
         raise OptionError(f"precision={precision!r} cannot be captured; it is one of {PRECISIONS}")
     rows = first_rows(example_inputs, accumulation) if accumulation else example_inputs
     findings = Findings()
-    exported, frozen = export_model(
+    exported, reads = export_model(
         model, rows, findings, training=training, loss_fn=loss_fn, modes=modes
     )
     prefix = "model." if loss_fn is not None else ""
@@ -117,9 +120,15 @@ def capture(
         roles.traced[name]: out_of_autograd(builder, value)
         for name, value in zip(changed, results[n_results:], strict=True)
     }
-    program = _freeze(model, builder, roles, outputs, updates, training, prefix)
+    program, store = _freeze(model, builder, roles, outputs, updates, training, prefix)
     regions = checkpointed(program.operators, program.has_grad) if training else ()
     note_regions(findings, regions, program.sources)
+    if modes is None:
+        modes = {path: module.training for path, module in model.named_modules()}
+    held = tuple(
+        roles.constant_buffers[leaf] for leaf in store.leaves if leaf in roles.constant_buffers
+    )
+    frozen = freeze(model, loss_fn, reads, modes if training else {}, held, findings)
     return replace(
         program, accumulation=accumulation, checkpointed=regions, audit=findings.audit(),
         frozen=frozen,
@@ -169,6 +178,7 @@ def _placeholders(
                 if name in changed or info.name in live_buffers:
                     roles.buffers[node] = info
                     continue
+                roles.constant_buffers[node.name] = target
             held = None if is_buffer else _held_tensor(model, exported, str(spec.target))
             roles.leaves[node] = (
                 buffer(model, target) if held is None else literal(held, f"constant `{target}`")
@@ -255,7 +265,7 @@ def _freeze(
     updates: Mapping[fx.Node, fx.Node],
     training: bool,
     prefix: str,
-) -> Program:
+) -> tuple[Program, ConstantStore]:
     seeds = [] if builder.random_seed is None else [builder.random_seed]
     depends = dependences(
         builder.graph,
@@ -277,7 +287,7 @@ def _freeze(
     constants = store.callables() | {n.name: f for n, f in builder.constants.items()}
     operators = [n for n in graph.nodes if n.op == "call_function"]
     sources = {n.name: line for n in operators if (line := source_line(n)) is not None}
-    return Program(
+    program = Program(
         graph=graph,
         parameters={env[n].name: info for n, info in roles.parameters.items()},
         buffers={
@@ -299,6 +309,7 @@ def _freeze(
         static_outputs=outputs.static,
         modules=frozenset(name for name, _ in model.named_modules(remove_duplicate=False) if name),
     )
+    return program, store
 
 
 def _assemble(

@@ -42,7 +42,7 @@ from autopar.program.factors import (
     tensor_types,
     unify,
 )
-from autopar.program.frozen import Frozen
+from autopar.program.frozen import AttributeReads, Frozen
 from autopar.program.messages import (
     Messages,
     Piece,
@@ -99,6 +99,7 @@ __all__ = [
     "UNUSED",
     "Accumulation",
     "Atom",
+    "AttributeReads",
     "Audit",
     "Boundary",
     "BufferInfo",

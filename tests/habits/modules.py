@@ -74,7 +74,7 @@ class Masked(Small):
 
 
 @habit(SECTION, "writing to a buffer of the original model: `model.scale.fill_(0.5)`",
-       "captured again, with a notice", kind=Masked, layouts=("tp",))  # fmt: skip
+       "captured again, with a notice", kind=Masked, layouts=ALL)  # fmt: skip
 def buffer_of_the_original(run: Run) -> None:
     optimizers = run.optimizers()
     run.train(optimizers, 1)
