@@ -18,7 +18,7 @@ import torch
 
 import autopar
 from autopar import Manual
-from autopar.capture.frozen import Watch
+from autopar.capture import Watch
 from autopar.module import optimizers, parameters, programs
 from autopar.module.batches import Agreement
 from examples.train_gpt2 import batches, make_model

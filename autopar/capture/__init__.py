@@ -1,9 +1,7 @@
 """Captures an ordinary PyTorch model and a batch as one frozen, normalised `Program`.
 
-Read: `pipeline.py` (all steps in order); `accumulate.py`; `isolate.py`, `norms.py`, `export.py`,
-`exchange.py`, `functions.py`, `checkpointed.py`, `names.py`, `regions.py` (the trace);
-`findings.py` (the audit); `frozen.py`, `observe.py`, `snapshot.py`, `reads.py`, `code.py`,
-`hooks.py` (Python values in the graph, and hooks);
+Read: `pipeline.py` (all steps in order); `accumulate.py`; `trace/` (the module as one graph);
+`names.py`, `findings.py` (the audit); `python_state/` (Python values in the graph, and hooks);
 `buffers.py`, `inplace.py`, `view_writes.py` (functional);
 `builder.py`, `normalise.py` with `rewrites/`, `outputs.py` (canonical operators);
 `dependence.py`, `constants.py`, `prologue.py` (cut); `reference.py` (run the result);
@@ -15,11 +13,10 @@ Hands on `capture` (model -> `Program`), `Watch` (has what it froze changed?), `
 
 from autopar.capture.accumulate import accumulation_of, first_rows, microbatch
 from autopar.capture.constants import buffer
-from autopar.capture.export import LossFn, WithLoss, accepted
-from autopar.capture.frozen import Watch, shown
 from autopar.capture.outputs import loss_of
 from autopar.capture.pipeline import capture
 from autopar.capture.positional import PositionalRandom, draws_of
+from autopar.capture.python_state import Watch, shown
 from autopar.capture.reference import (
     as_graph_module,
     change_buffers,
@@ -27,6 +24,7 @@ from autopar.capture.reference import (
     reference_step,
     whole_buffers,
 )
+from autopar.capture.trace import LossFn, WithLoss, accepted
 
 __all__ = [
     "LossFn",

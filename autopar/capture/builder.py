@@ -21,9 +21,9 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
-from autopar.capture.checkpointed import REGION
 from autopar.capture.findings import Findings
 from autopar.capture.names import result_name
+from autopar.capture.trace import REGION
 from autopar.operators import function_of, seed_tensor
 
 aten = torch.ops.aten

@@ -18,8 +18,8 @@ from torch import fx
 from autopar.capture.builder import Builder, TracedCall
 from autopar.capture.inplace import WAS_IN_PLACE
 from autopar.capture.names import source_line
-from autopar.capture.regions import GRAD_ENABLED, substitute
 from autopar.capture.rewrites import decomposition, rewrite_of
+from autopar.capture.trace import GRAD_ENABLED, substitute
 from autopar.errors import NotSupportedError
 from autopar.operators import function_of
 from autopar.rules import has_rule

@@ -1,10 +1,10 @@
 """Captures a model and a batch as a `Program`, in these steps (`capture`):
 
-export       one ATen graph of a fake copy            export.py, isolate.py, regions.py
+export       one ATen graph of a fake copy            trace/
 functional   no mutation                              buffers.py, inplace.py, view_writes.py
 normalise    canonical operators, float64 lift        normalise.py, rewrites/, builder.py
 cut          constants and prologue leave             dependence.py, constants.py, prologue.py
-freeze       ordered placeholders, no dead code       `_freeze`
+freeze       ordered placeholders, no dead code       `_freeze`; what it holds: python_state/
 """
 
 from __future__ import annotations
@@ -24,17 +24,22 @@ from torch.utils import _pytree as pytree
 from autopar.capture.accumulate import first_rows, mean_loss
 from autopar.capture.buffers import buffer_info, has_buffer, out_of_autograd, return_changes
 from autopar.capture.builder import Builder
-from autopar.capture.checkpointed import REGION, checkpointed, note_regions
 from autopar.capture.constants import ConstantStore, Leaf, buffer, literal
 from autopar.capture.dependence import Cut, Depends, cut, dependences, merge_equal
-from autopar.capture.export import LossFn, export_model
 from autopar.capture.findings import Findings
-from autopar.capture.frozen import freeze
 from autopar.capture.names import operator_keys, source_line
 from autopar.capture.normalise import normalise
 from autopar.capture.outputs import Outputs, read_outputs
 from autopar.capture.prologue import find_divisors, make_prologue
-from autopar.capture.regions import inline_regions
+from autopar.capture.python_state import freeze
+from autopar.capture.trace import (
+    REGION,
+    LossFn,
+    checkpointed_regions,
+    export_model,
+    inline_regions,
+    note_regions,
+)
 from autopar.errors import CaptureError, NotSupportedError, OptionError
 from autopar.program import (
     Accumulation,
@@ -121,7 +126,7 @@ def capture(
         for name, value in zip(changed, results[n_results:], strict=True)
     }
     program, store = _freeze(model, builder, roles, outputs, updates, training, prefix)
-    regions = checkpointed(program.operators, program.has_grad) if training else ()
+    regions = checkpointed_regions(program.operators, program.has_grad) if training else ()
     note_regions(findings, regions, program.sources)
     if modes is None:
         modes = {path: module.training for path, module in model.named_modules()}

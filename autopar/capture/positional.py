@@ -32,9 +32,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture.builder import Builder
 from autopar.capture.inplace import functionalise
-from autopar.capture.isolate import fake_like, fake_mode
 from autopar.capture.normalise import normalise
 from autopar.capture.rewrites import RANDOM_REWRITES
+from autopar.capture.trace import fake_like, fake_mode
 from autopar.errors import NotSupportedError
 from autopar.operators import ATTENTION_DROPOUT, DROPOUT, UNIFORM, seed_tensor
 from autopar.program import Program

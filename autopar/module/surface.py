@@ -10,9 +10,9 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from types import BuiltinFunctionType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 from torch import Tensor, nn
 
@@ -29,6 +29,17 @@ _WAYS_OUT = {
     "state_dict": "change the dictionary that pm.state_dict() or pm.full_state_dict() returns, or "
     "that pm.load_state_dict is given",
 }
+
+
+def _refused_hook(kind: str) -> Callable[..., NoReturn]:
+    def register(self: nn.Module, *args: Any, **kwargs: Any) -> NoReturn:
+        """Raise `NotSupportedError`, with another way."""
+        raise NotSupportedError(
+            f"a {kind.replace('_', ' ')} hook on a parallel module would not run in pm.step",
+            hint=next(text for key, text in _WAYS_OUT.items() if key in kind),
+        )
+
+    return register
 
 
 class Surface(nn.Module):
@@ -59,12 +70,6 @@ class Surface(nn.Module):
         model = self._shown_model(name)
         if model is None or name in self.__dict__ or hasattr(type(self), name):
             super().__setattr__(name, value)
-        elif isinstance(value, (nn.Module, nn.Parameter)):
-            raise NotSupportedError(
-                f"setting `{name}` of a parallel module to a {type(value).__name__}: no step would "
-                "use it",
-                hint="change the model before autopar.parallelize",
-            )
         elif _is_shown(model, name) or ("", name) in self._frozen_reads():
             setattr(model, name, value)
         else:
@@ -89,47 +94,15 @@ class Surface(nn.Module):
         held = self.__dict__.get("_model")  # absent in a copy that is being made
         return None if held is None or name.startswith("_") or name in _OWN else held[0]
 
-    def _no_hooks(self, kind: str) -> NotSupportedError:
-        return NotSupportedError(
-            f"a {kind.replace('_', ' ')} hook on a parallel module would not run in pm.step",
-            hint=next(text for key, text in _WAYS_OUT.items() if key in kind),
-        )
-
-    def register_forward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise `NotSupportedError`, with another way."""
-        raise self._no_hooks("forward_pre")
-
-    def register_forward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise `NotSupportedError`, with another way."""
-        raise self._no_hooks("forward")
-
-    def register_full_backward_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise `NotSupportedError`, with another way."""
-        raise self._no_hooks("full_backward_pre")
-
-    def register_full_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise `NotSupportedError`, with another way."""
-        raise self._no_hooks("full_backward")
-
-    def register_backward_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise `NotSupportedError`, with another way."""
-        raise self._no_hooks("backward")
-
-    def register_state_dict_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise `NotSupportedError`, with another way."""
-        raise self._no_hooks("state_dict_pre")
-
-    def register_state_dict_post_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise `NotSupportedError`, with another way."""
-        raise self._no_hooks("state_dict_post")
-
-    def register_load_state_dict_pre_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise `NotSupportedError`, with another way."""
-        raise self._no_hooks("load_state_dict_pre")
-
-    def register_load_state_dict_post_hook(self, *args: Any, **kwargs: Any) -> Any:
-        """Raise `NotSupportedError`, with another way."""
-        raise self._no_hooks("load_state_dict_post")
+    register_forward_pre_hook = _refused_hook("forward_pre")
+    register_forward_hook = _refused_hook("forward")
+    register_full_backward_pre_hook = _refused_hook("full_backward_pre")
+    register_full_backward_hook = _refused_hook("full_backward")
+    register_backward_hook = _refused_hook("backward")
+    register_state_dict_pre_hook = _refused_hook("state_dict_pre")
+    register_state_dict_post_hook = _refused_hook("state_dict_post")
+    register_load_state_dict_pre_hook = _refused_hook("load_state_dict_pre")
+    register_load_state_dict_post_hook = _refused_hook("load_state_dict_post")
 
 
 def tell_capture(program: Program) -> None:

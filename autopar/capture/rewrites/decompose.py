@@ -27,9 +27,8 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture.builder import Builder, TracedCall, is_differentiable
-from autopar.capture.checkpointed import REGION
 from autopar.capture.inplace import functionalise
-from autopar.capture.regions import GRAD_ENABLED
+from autopar.capture.trace import GRAD_ENABLED, REGION
 from autopar.operators import function_of
 from autopar.rules import own_rule
 

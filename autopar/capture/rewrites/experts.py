@@ -4,9 +4,9 @@
     y[0, ..] = x[0, ..] @ weight[ids]        weight e i o, ids *, x * 1 i
 
 transformers writes mixtures of experts in this form when asked for one without loops over data
-(`capture/isolate.py`, `TRACEABLE_EXPERTS`). As a lookup and a matmul, every row has its own copy
-of a matrix: a thousand tokens need the memory of a thousand experts. After the rewrite, nothing
-reads the lookup.
+(`TRACEABLE_EXPERTS` in `capture/trace/isolate.py`). As a lookup and a matmul, every row has its own
+copy of a matrix: a thousand tokens need the memory of a thousand experts. After the rewrite,
+nothing reads the lookup.
 """
 
 from __future__ import annotations

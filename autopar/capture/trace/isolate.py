@@ -20,7 +20,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils import _pytree as pytree
 
-from autopar.capture.norms import make_norm_traceable
+from autopar.capture.trace.norms import make_norm_traceable
 from autopar.errors import CaptureError, NotSupportedError
 
 # Loops over experts choose rows by data. This form is one batched matmul (transformers' name).

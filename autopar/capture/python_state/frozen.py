@@ -20,12 +20,12 @@ import torch
 from torch import fx, nn
 from torch.export import ExportedProgram
 
-from autopar.capture.code import is_library_module
 from autopar.capture.findings import Findings
-from autopar.capture.hooks import where_defined
-from autopar.capture.observe import Observation, observe, of_module
-from autopar.capture.reads import Recorder, recorded
-from autopar.capture.snapshot import Held, Scalar, same
+from autopar.capture.python_state.code import is_library_module
+from autopar.capture.python_state.hooks import where_defined
+from autopar.capture.python_state.observe import Observation, observe, of_module
+from autopar.capture.python_state.reads import Recorder, recorded
+from autopar.capture.python_state.snapshot import Held, Scalar, same
 from autopar.errors import CaptureError
 from autopar.program import AttributeReads, Frozen
 

@@ -25,9 +25,9 @@ from typing import Any
 
 from torch import nn
 
-from autopar.capture.code import Chain, is_library, is_library_module, reads_of
-from autopar.capture.hooks import forward_hooks, hook_records
-from autopar.capture.snapshot import ABSENT, INTERNAL, Functions, Snapshot, is_plain
+from autopar.capture.python_state.code import Chain, is_library, is_library_module, reads_of
+from autopar.capture.python_state.hooks import forward_hooks, hook_records
+from autopar.capture.python_state.snapshot import ABSENT, INTERNAL, Functions, Snapshot, is_plain
 
 _CALLED = frozenset({"__call__", "forward"})
 _REQUIRES_GRAD = attrgetter("requires_grad")

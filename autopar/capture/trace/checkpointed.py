@@ -26,8 +26,8 @@ import torch.utils.checkpoint as torch_checkpoint
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from autopar.capture.exchange import Exchange
 from autopar.capture.findings import Findings
+from autopar.capture.trace.exchange import Exchange
 from autopar.errors import NotSupportedError
 from autopar.program import Checkpointed
 
@@ -103,7 +103,7 @@ def _code() -> CodeType:
     """Code that delegates to `generate`."""
 
     def generator(*args: Any, **kwargs: Any) -> Any:
-        from autopar.capture.checkpointed import generate  # these globals are torch's
+        from autopar.capture.trace.checkpointed import generate  # these globals are torch's
 
         return (yield from generate(*args, **kwargs))
 
@@ -113,7 +113,9 @@ def _code() -> CodeType:
 _exchange = Exchange(torch_checkpoint._checkpoint_without_reentrant_generator, _code())  # type: ignore[arg-type]
 
 
-def checkpointed(operators: Iterable[fx.Node], has_grad: Iterable[str]) -> tuple[Checkpointed, ...]:
+def checkpointed_regions(
+    operators: Iterable[fx.Node], has_grad: Iterable[str]
+) -> tuple[Checkpointed, ...]:
     """The regions of a graph that carry gradient, in order."""
     found: dict[Region, list[str]] = {}
     for node in operators:

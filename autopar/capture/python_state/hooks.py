@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as torch_module
 
 from autopar.capture.findings import Findings
+from autopar.capture.python_state.snapshot import Snapshot
 from autopar.errors import NotSupportedError
-
-if TYPE_CHECKING:
-    from autopar.capture.snapshot import Snapshot
 
 _FORWARD = {"_forward_pre_hooks": "forward pre hook", "_forward_hooks": "forward hook"}
 _BACKWARD = {"_backward_hooks": "backward hook", "_backward_pre_hooks": "backward pre hook"}

@@ -23,7 +23,7 @@ _LIBRARIES = tuple(
     f"{Path(path).resolve()}/"
     for path in (
         Path(torch.__file__).parent,
-        Path(__file__).parent.parent,
+        Path(__file__).parents[2],  # autopar
         sysconfig.get_path("stdlib"),
         sysconfig.get_path("purelib"),
         sysconfig.get_path("platlib"),

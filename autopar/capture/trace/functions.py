@@ -14,8 +14,8 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import CheckpointFunction
 
-from autopar.capture.checkpointed import reentrant
-from autopar.capture.exchange import Exchange
+from autopar.capture.trace.checkpointed import reentrant
+from autopar.capture.trace.exchange import Exchange
 from autopar.operators import function_call
 
 # Functions of torch's own machinery, which the trace handles.
@@ -46,7 +46,7 @@ def _code() -> CodeType:
 
     def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
         _ = __class__  # the code that this one replaces has the same free variable
-        from autopar.capture.functions import intercept  # these globals are torch's
+        from autopar.capture.trace.functions import intercept  # these globals are torch's
 
         return intercept(cls, args, kwargs)
 

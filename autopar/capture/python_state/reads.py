@@ -16,7 +16,14 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from autopar.capture.snapshot import ABSENT, INTERNAL, Snapshot, equal, is_plain, snapshot
+from autopar.capture.python_state.snapshot import (
+    ABSENT,
+    INTERNAL,
+    Snapshot,
+    equal,
+    is_plain,
+    snapshot,
+)
 
 _lock = threading.Lock()
 _active: dict[int, tuple[Recorder, str]] = {}  # id of a module -> who records it, its path

@@ -19,13 +19,12 @@ from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from autopar import operators
-from autopar.capture.checkpointed import regions_marked
 from autopar.capture.findings import Findings
-from autopar.capture.frozen import checked_trace
-from autopar.capture.functions import functions_kept
-from autopar.capture.hooks import check_hooks
-from autopar.capture.isolate import fake_copy, fake_inputs, fake_mode
 from autopar.capture.names import source_line
+from autopar.capture.python_state import check_hooks, checked_trace
+from autopar.capture.trace.checkpointed import regions_marked
+from autopar.capture.trace.functions import functions_kept
+from autopar.capture.trace.isolate import fake_copy, fake_inputs, fake_mode
 from autopar.errors import CaptureError, NotSupportedError
 from autopar.operators import UnsupportedFunctionError
 from autopar.program import AttributeReads
@@ -33,7 +32,7 @@ from autopar.program import AttributeReads
 LossFn = Callable[[Any, Any], torch.Tensor]
 
 _TORCH = str(Path(torch.__file__).parent)
-_OURS = (str(Path(__file__).parent), str(Path(operators.__file__).parent))
+_OURS = (str(Path(__file__).parents[1]), str(Path(operators.__file__).parent))
 _HINTS: tuple[tuple[str, str], ...] = (
     (
         "GuardOnDataDependent",

@@ -37,7 +37,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from autopar.capture.code import is_library_module
+from autopar.capture.python_state.code import is_library_module
 
 MAX_DEPTH = 4
 MAX_ITEMS = 256  # of longer containers only the length is watched

@@ -1,0 +1,13 @@
+"""Finds what a graph holds of the user's Python state, and notices when it changes.
+
+Read: `frozen.py` (recorded at capture, compared before each step); `reads.py` (attributes of
+modules that a trace reads); `observe.py` with `code.py` (what else the code depends on);
+`snapshot.py` (values as a flat list); `hooks.py` (hooks: traced, or refused).
+May import `findings.py` of `capture`, and what `capture` may import.
+Hands on `checked_trace`, `check_hooks` and `freeze` for a capture, `Watch` for what comes later.
+"""
+
+from autopar.capture.python_state.frozen import Watch, checked_trace, freeze, shown
+from autopar.capture.python_state.hooks import check_hooks
+
+__all__ = ["Watch", "check_hooks", "checked_trace", "freeze", "shown"]

@@ -1,0 +1,28 @@
+"""Traces the user's module, on fake tensors, to one ATen graph.
+
+Read: `isolate.py`, `norms.py` (the fake copy); `export.py` (the trace); `exchange.py`, with
+`functions.py` and `checkpointed.py` (`autograd.Function` and `torch.utils.checkpoint` in the
+trace); `regions.py` (gradients off, autocast off).
+May import `names.py`, `findings.py` and `python_state` of `capture`, and what `capture` may import.
+Hands on `export_model` for `capture/pipeline.py`, and what later steps ask of a traced node.
+"""
+
+from autopar.capture.trace.checkpointed import REGION, checkpointed_regions, note_regions
+from autopar.capture.trace.export import LossFn, WithLoss, accepted, export_model
+from autopar.capture.trace.isolate import fake_like, fake_mode
+from autopar.capture.trace.regions import GRAD_ENABLED, inline_regions, substitute
+
+__all__ = [
+    "GRAD_ENABLED",
+    "REGION",
+    "LossFn",
+    "WithLoss",
+    "accepted",
+    "checkpointed_regions",
+    "export_model",
+    "fake_like",
+    "fake_mode",
+    "inline_regions",
+    "note_regions",
+    "substitute",
+]
