@@ -10,7 +10,6 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -22,6 +21,7 @@ from autopar.cli.options import parse_bytes, parse_force, parse_manual, parse_me
 from autopar.errors import OptionError
 from autopar.options import Manual
 from tests.conftest import Golden
+from tests.helpers.commands import good, refused
 
 Run = Callable[..., Result]
 
@@ -87,20 +87,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
 
     yield invoke
     sys.modules.pop("tiny", None)
-
-
-def good(result: Result) -> Any:
-    """The JSON object of a command that succeeds; stdout has nothing else."""
-    assert result.exit_code == shell.GOOD, result.output
-    return json.loads(result.stdout)
-
-
-def refused(result: Result) -> str:
-    """The message on stderr of a command that was used wrongly; stdout is empty."""
-    assert result.exit_code == shell.WRONG_USE, result.output
-    assert result.stdout == ""
-    assert "Traceback" not in result.stderr
-    return result.stderr
 
 
 def test_help_is_what_it_was(run: Run, golden: Golden) -> None:

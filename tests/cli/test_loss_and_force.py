@@ -6,12 +6,12 @@ import json
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
 
 import pytest
 from typer.testing import CliRunner, Result
 
-from autopar.cli import app, shell
+from autopar.cli import app
+from tests.helpers.commands import good, refused
 
 Run = Callable[..., Result]
 
@@ -45,17 +45,6 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     monkeypatch.setattr(sys, "path", list(sys.path))
     yield lambda *args: CliRunner().invoke(app, list(args), prog_name="autopar")
     sys.modules.pop("small", None)
-
-
-def good(result: Result) -> Any:
-    assert result.exit_code == shell.GOOD, result.output
-    return json.loads(result.stdout)
-
-
-def refused(result: Result) -> str:
-    assert result.exit_code == shell.WRONG_USE, result.output
-    assert result.stdout == ""
-    return result.stderr
 
 
 LOSS = ("--loss", "small:squares")

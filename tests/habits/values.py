@@ -6,12 +6,12 @@ import random
 import warnings
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autopar import CaptureError, NotSupportedError
 from tests.habits.table import ALL, Run, Small, habit
+from tests.helpers.functions import Reverse
 
 SECTION = "What the model does in Python"
 
@@ -25,23 +25,10 @@ class Weighted(Small):
         return self.beta * super().forward(ids, targets)
 
 
-class Reversal(torch.autograd.Function):
-    """Gradient reversal, of domain-adversarial training."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, scale: float) -> Tensor:
-        ctx.scale = scale
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Any) -> Any:
-        return -ctx.scale * gradients[0], None
-
-
 class Reversed(Small):
     def body(self, ids: Tensor) -> Tensor:
         h = self.embed(ids)
-        h = self.blocks[1](Reversal.apply(self.blocks[0](h), 0.5))
+        h = self.blocks[1](Reverse.apply(self.blocks[0](h), 0.5))
         return self.head(h)
 
 

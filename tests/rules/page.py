@@ -141,9 +141,9 @@ share one. Every rule is checked on shards by the rule oracle, gradients include
 DERIVED = """
 ## Derived rules
 
-An operator that torch tags as pointwise (`torch.Tag.pointwise`), that writes to nothing and draws
-no random numbers, needs no line: each of its dims may be sharded, and it is taken to be linear in
-nothing (`autopar/rules/derived.py`). The oracle has run these:
+Pointwise operators (`torch.Tag.pointwise`) need no line, if they write to nothing and draw no
+random numbers: each dim may be sharded, and they are taken to be linear in nothing
+(`autopar/rules/derived.py`). The oracle has run these:
 
 {names}.
 
