@@ -70,20 +70,28 @@ def parallelize(
 _BESIDE_A_PLAN = frozenset({"loss_fn", "optimizer_gather", "progress"})
 
 
+_ABSENT = object()
+
+
 def _options_beside(plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options for running a plan: those of `_BESIDE_A_PLAN`, and the plan's precision."""
-    precision = plan.data.precision
+    """The options for running a plan: those of `_BESIDE_A_PLAN`, and the plan's dtypes."""
+    data = plan.data
+    of_plan = {
+        "precision": data.precision,
+        "reduce_dtype": data.dtypes.reduce_dtype,
+        "master_weights": data.master_weights,
+    }
     refused = [
         f"{name}={value!r}"
         for name, value in options.items()
-        if name not in _BESIDE_A_PLAN and (name, value) != ("precision", precision)
+        if name not in _BESIDE_A_PLAN and of_plan.get(name, _ABSENT) != value
     ]
     if refused:
         raise OptionError(
             f"{', '.join(refused)} beside a plan, which has decided that",
             hint="leave it out, or plan again with it",
         )
-    return {**options, "precision": precision}
+    return {**options, **of_plan}
 
 
 def save(

@@ -13,8 +13,11 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
+import torch
+
 from autopar.errors import NotSupportedError, OptionError
 from autopar.placement import Pin, parse_pins
+from autopar.precision import Precision
 
 # Which operators of a block run again in backward, so that their results are not kept:
 #   full             all of them; only the inputs of the block are kept
@@ -94,6 +97,10 @@ class Options:
     `batch_dims`     input path -> the dim that counts samples, None for an input without one;
                      inferred for inputs that are not named
     `fallback`       what to do with operators without a rule (`passes/analysis/fallback.py`)
+    `reduce_dtype`   of gradients across ranks and microbatches, where parameters are used in
+                     another dtype than they are stored in; None: float32
+    `master_weights`  parameters of a half-precision model are stored, reduced and optimised in
+                     float32
     `optimizer_gather`  names or patterns (`*`) of parameters that operators of an optimizer, or of
                      user code, may gather whole (`runtime/tensors`)
     """
@@ -104,6 +111,8 @@ class Options:
     mesh_shape: str = "auto"
     optimizer: str = "adamw"
     precision: str = "model"
+    reduce_dtype: torch.dtype | None = None
+    master_weights: bool = False
     memory_limit: int | None = None
     recompute: str = "auto"
     manual: Manual | None = None
@@ -116,6 +125,13 @@ class Options:
     optimizer_gather: tuple[str, ...] = ()
     loss_fn: Callable[[Any, Any], Any] | None = None
     progress: bool | Callable[..., Any] = False
+
+    @property
+    def dtypes(self) -> Precision:
+        """The dtypes that the options ask for."""
+        if self.precision == "fp64":
+            return Precision.of("fp64")
+        return Precision(self.precision, self.reduce_dtype, self.master_weights)
 
     @property
     def recompute_mode(self) -> Recompute | None:
@@ -150,6 +166,7 @@ class Options:
                     hint=_closest(name, valid),
                 )
         options = Options(**{name: _CHECKS[name](value) for name, value in kwargs.items()})
+        _check_precision(options)
         if options.manual is not None:
             _check_recipe(options, options.manual)
         if options.recompute_mode is not None and "recompute" in options.forbid:
@@ -163,6 +180,23 @@ class Options:
                 hint="give one of them",
             )
         return options
+
+
+def _check_precision(options: Options) -> None:
+    """Raises `OptionError` for options about dtypes that would change nothing."""
+    if options.master_weights and options.precision != "model":
+        raise OptionError(
+            f"master_weights=True with precision={options.precision!r}",
+            hint="it is for models that are bfloat16 or float16 themselves (precision='model'); "
+            "mixed precision stores parameters as the model has them",
+        )
+    mixed = options.master_weights or options.precision.endswith("-mixed")
+    if options.reduce_dtype is not None and not mixed:
+        raise OptionError(
+            f"reduce_dtype={options.reduce_dtype} with precision={options.precision!r}, where "
+            "gradients are of the parameters' dtype",
+            hint="precision='bf16-mixed', or master_weights=True for a half-precision model",
+        )
 
 
 def _n_stages(stages: int | str | tuple[StageOption, ...]) -> int:
@@ -345,6 +379,23 @@ def _batch_dims(value: Any) -> dict[str, int | None]:
     return dict(value)
 
 
+def _reduce_dtype(value: Any) -> torch.dtype | None:
+    allowed = (None, torch.float32, torch.bfloat16, torch.float16)
+    if isinstance(value, str):
+        value = getattr(torch, value, value)
+    if value not in allowed:
+        raise OptionError(
+            f"reduce_dtype is torch.float32, torch.bfloat16 or torch.float16, not {value!r}"
+        )
+    return value
+
+
+def _master_weights(value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise OptionError(f"master_weights is True or False, not {value!r}")
+    return value
+
+
 def _names(value: Any) -> tuple[str, ...]:
     names = (value,) if isinstance(value, str) else _tuple(value)
     if not all(isinstance(n, str) for n in names) or not isinstance(value, Iterable):
@@ -375,7 +426,9 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "stages": _stages,
     "mesh_shape": _words("mesh_shape", "auto as-given"),
     "optimizer": _words("optimizer", "adamw sgd adam", "adafactor"),
-    "precision": _words("precision", "model fp64", "bf16-mixed fp16-mixed"),
+    "precision": _words("precision", "model bf16-mixed fp64", "bf16-autocast fp16-mixed"),
+    "reduce_dtype": _reduce_dtype,
+    "master_weights": _master_weights,
     "memory_limit": _memory_limit,
     "recompute": _words("recompute", f"auto none {' '.join(_MODES)}"),
     "manual": _manual,

@@ -1,8 +1,66 @@
-"""The dtype of sums and statistics of half-precision tensors, outside of ATen's kernels."""
+"""Which dtypes a step uses: those of storage, of use, of reductions, and of sums in kernels.
+
+    precision      stored     used       gradients reduced    loss scale
+    model          as it is   as it is   as it is
+    bf16-mixed     as it is   bfloat16   float32
+    fp16-mixed     as it is   float16    float32              dynamic
+    fp64           float64    float64    float64
+
+The mixed policies are those of FSDP2 (`MixedPrecisionPolicy`): floating parameters and inputs are
+cast once at the door, buffers stay. `lifted` makes every floating dtype of a captured program
+float64, to verify a plan of any precision.
+"""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
+
+_USED = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
+
+
+@dataclass(frozen=True)
+class Precision:
+    """What the options `precision`, `reduce_dtype` and `master_weights` mean together.
+
+    reduce_dtype     of gradients across ranks and microbatches; float32 if None. Only where
+                     parameters are used in another dtype than they are stored in
+    master_weights   parameters of a half-precision model are stored in float32
+    is_lifted        everything floating is float64
+    """
+
+    name: str = "model"
+    reduce_dtype: torch.dtype | None = None
+    master_weights: bool = False
+    is_lifted: bool = False
+
+    @staticmethod
+    def of(name: str) -> Precision:
+        """The policy of the option `precision` alone."""
+        return Precision("model", is_lifted=True) if name == "fp64" else Precision(name)
+
+    @property
+    def door_dtype(self) -> torch.dtype | None:
+        """The dtype that floating parameters and inputs are cast to; None: none is cast."""
+        return _USED.get(self.name)
+
+    def used(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a parameter of `dtype` is used."""
+        return (self.door_dtype or dtype) if dtype.is_floating_point else dtype
+
+    def stored(self, dtype: torch.dtype) -> torch.dtype:
+        """The dtype in which a parameter of `dtype` is stored."""
+        return working_dtype(dtype) if self.master_weights else dtype
+
+    def reduced(self, dtype: torch.dtype) -> torch.dtype | None:
+        """The dtype in which its gradients are reduced; None: that of use."""
+        if self.is_lifted or self.used(dtype) == self.stored(dtype):
+            return None
+        return self.reduce_dtype or torch.float32
+
+
+AS_IT_IS = Precision()
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:

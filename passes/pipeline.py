@@ -192,6 +192,10 @@ class Record(Pass):
             accumulates=program.accumulation is not None,
             recipe=_recipe(solved.candidate, options),
             bound_s=result.bound_s,
+            reduce_dtype=str(options.reduce_dtype).removeprefix("torch.")
+            if options.reduce_dtype
+            else None,
+            master_weights=options.master_weights,
         )
         yield analysis
         if is_final:

@@ -144,12 +144,17 @@ class Builder:
             return torch.complex128
         return torch.float64 if dtype.is_floating_point else dtype
 
-    def placeholder(self, name: str, value: torch.Tensor, requires_grad: bool = False) -> fx.Node:
+    def placeholder(
+        self, name: str, value: torch.Tensor, requires_grad: bool = False,
+        dtype: torch.dtype | None = None,
+    ) -> fx.Node:  # fmt: skip
+        """A placeholder like `value`, in `dtype` if given."""
         node = self.graph.placeholder(name)
         with self.mode:
             node.meta["val"] = torch.empty_strided(
-                tuple(value.shape), value.stride(), dtype=self.dtype(value.dtype), device=_CPU
-            )
+                tuple(value.shape), value.stride(), dtype=self.dtype(dtype or value.dtype),
+                device=_CPU,
+            )  # fmt: skip
         if requires_grad:
             self.has_grad.add(node)
         return node

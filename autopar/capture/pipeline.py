@@ -40,7 +40,8 @@ from autopar.capture.trace import (
     inline_regions,
     note_regions,
 )
-from autopar.errors import CaptureError, NotSupportedError, OptionError
+from autopar.errors import CaptureError, NotSupportedError
+from autopar.precision import Precision
 from autopar.program import (
     Accumulation,
     BufferInfo,
@@ -49,8 +50,6 @@ from autopar.program import (
     Program,
     flatten_inputs,
 )
-
-PRECISIONS = ("model", "fp64")
 
 
 @dataclass
@@ -75,7 +74,7 @@ def capture(
     example_inputs: Mapping[str, Any] | Sequence[Any],
     *,
     training: bool = True,
-    precision: str = "model",
+    precision: Precision | str = "model",
     loss_fn: LossFn | None = None,
     live_buffers: Collection[str] = (),
     accumulation: Accumulation | None = None,
@@ -86,7 +85,7 @@ def capture(
     example_inputs    keyword inputs (dict) or positional ones (tuple); tensors may be real, meta
                       or fake, other values are baked in
     training          True keeps the model's mode and needs a loss; False captures eval mode
-    precision         "fp64" lifts every floating dtype in the graph to float64
+    precision         the dtypes of the graph (`autopar/precision.py`), or the option's word
     loss_fn           (outputs, batch) -> loss; None if the model returns its loss
     live_buffers      buffers that another program of the model changes; they are inputs, as are
                       buffers that the forward pass changes; other buffers are constants
@@ -97,21 +96,23 @@ def capture(
     visible mutation of anything but a buffer, labels that depend on parameters, a hook that would
     never run), `OptionError`.
     """
-    if precision not in PRECISIONS:
-        raise OptionError(f"precision={precision!r} cannot be captured; it is one of {PRECISIONS}")
+    if isinstance(precision, str):
+        precision = Precision.of(precision)
     rows = first_rows(example_inputs, accumulation) if accumulation else example_inputs
     findings = Findings()
     exported, reads = export_model(
-        model, rows, findings, training=training, loss_fn=loss_fn, modes=modes
-    )
+        model, rows, findings, training=training, loss_fn=loss_fn, modes=modes,
+        precision=precision,
+    )  # fmt: skip
     prefix = "model." if loss_fn is not None else ""
     graph = inline_regions(exported.graph_module)
     changed = return_changes(model, exported, graph, prefix)
     values = [n.meta.get("val") for n in exported.graph.nodes if n.op == "placeholder"]
     mode = detect_fake_mode(values)
     assert mode is not None, "an exported graph has fake values"
-    builder = Builder(mode, lift=precision == "fp64", findings=findings)
-    roles = _placeholders(model, exported, builder, prefix, {*changed}, live_buffers)
+    builder = Builder(mode, lift=precision.is_lifted, findings=findings)
+    by_name = _add_parameters(model, builder, roles := Roles(), precision)
+    _add_placeholders(model, exported, builder, roles, by_name, prefix, {*changed}, live_buffers)
     results = normalise(graph, builder, roles.traced)
     n_results = len(results) - len(changed)
     outputs = read_outputs(
@@ -153,19 +154,19 @@ def _check_changes(exported: ExportedProgram, changes: Mapping[str, fx.Node]) ->
             )
 
 
-def _placeholders(
+def _add_placeholders(
     model: nn.Module,
     exported: ExportedProgram,
     builder: Builder,
+    roles: Roles,
+    by_name: Mapping[str, fx.Node],
     prefix: str,
     changed: Collection[str],
     live_buffers: Collection[str],
-) -> Roles:
-    """Add all placeholders to `builder`: parameters, once each in the model's order, come first."""
-    roles = Roles()
+) -> None:
+    """Add all placeholders to `builder` but parameters, which are there already."""
     specs = exported.graph_signature.input_specs
     traced = {n.name: n for n in exported.graph.nodes if n.op == "placeholder"}
-    by_name = _add_parameters(model, builder, roles)
     inputs = []
     for spec in specs:
         name, target = spec.arg.name, str(spec.target or "").removeprefix(prefix)
@@ -191,7 +192,6 @@ def _placeholders(
         else:
             raise NotSupportedError(f"the model holds an object that is not a tensor: `{target}`")
     _add_inputs(exported, builder, roles, inputs, traced)
-    return roles
 
 
 def _held_tensor(model: nn.Module, exported: ExportedProgram, name: str) -> torch.Tensor:
@@ -220,22 +220,27 @@ def _held_tensor(model: nn.Module, exported: ExportedProgram, name: str) -> torc
     return held
 
 
-def _add_parameters(model: nn.Module, builder: Builder, roles: Roles) -> dict[str, fx.Node]:
+def _add_parameters(
+    model: nn.Module, builder: Builder, roles: Roles, precision: Precision
+) -> dict[str, fx.Node]:
+    """Placeholders of all parameters, once each in the model's order; by every name."""
     names: dict[int, list[str]] = {}
     for name, parameter in model.named_parameters(remove_duplicate=False):
         names.setdefault(id(parameter), []).append(name)
     by_name: dict[str, fx.Node] = {}
     for name, parameter in model.named_parameters():
         node = builder.placeholder(
-            "p_" + name.replace(".", "_"), parameter, parameter.requires_grad
-        )
+            "p_" + name.replace(".", "_"), parameter, parameter.requires_grad,
+            precision.used(parameter.dtype),
+        )  # fmt: skip
         first, *aliases = names[id(parameter)]
         roles.parameters[node] = ParameterInfo(
             first,
             tuple(aliases),
             tuple(parameter.shape),
-            node.meta["val"].dtype,
+            builder.dtype(precision.stored(parameter.dtype)),
             parameter.requires_grad,
+            reduce_dtype=precision.reduced(parameter.dtype),
         )
         by_name |= dict.fromkeys((first, *aliases), node)
     return by_name

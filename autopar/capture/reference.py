@@ -50,7 +50,8 @@ def reference_step(
     buffers = {} if buffers is None else buffers
     values: dict[str, torch.Tensor] = {}
     for name, parameter in program.parameters.items():
-        values[name] = parameters[parameter.name].to(parameter.dtype)
+        value = parameters[parameter.name].to(parameter.dtype)
+        values[name] = value.to(program.value(program.node(name)).dtype)  # mixed precision
     for name, info in program.inputs.items():
         if info.path not in inputs:
             raise BatchError(f"input `{info.path}` is missing; given: {sorted(inputs)}")

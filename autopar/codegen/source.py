@@ -73,6 +73,8 @@ def _imports(program: StageProgram) -> list[str]:
     for line in program.body:
         if isinstance(line, GatherLine):
             moves |= {m.move.name for m in line.moves}
+            if line.out.gradient_dtype is not None:
+                moves |= {m.move.transposed.name for m in line.moves}
         if isinstance(line, CallLine) and line.lowered:
             lowered.add(line.lowered)
     out = ["import torch", ""]
@@ -213,9 +215,12 @@ def _taken_parameters(program: StageProgram) -> list[tuple[Local, str]]:
     """The parameters it takes: stored shards that it gathers itself, or ready placements."""
     out = []
     for parameter in program.parameters:
+        origin = parameter.name
+        if parameter.cast is not None:
+            origin += f"  cast from {_dtype(parameter.stored)} {format_seconds(parameter.cast_s)}"
         if parameter.period == "use":
-            out.append((parameter.stored, parameter.name))
-        out += [(use.local, parameter.name) for use in parameter.uses]
+            out.append((parameter.shard, origin))
+        out += [(use.local, origin) for use in parameter.uses]
     return out
 
 
@@ -246,7 +251,13 @@ def _line(line: Line, program: StageProgram) -> list[str]:
             chain = "x"
             for move in line.moves:
                 chain = _move(move.move, chain, program)
-            text = f"    {line.out.name} = env.gathered({line.source}, lambda x: {chain})"
+            returned = ""
+            if line.out.gradient_dtype is not None:
+                back = "g"
+                for move in reversed(line.moves):
+                    back = _move(move.move.transposed, back, program)
+                returned = f", lambda g: {back}, {line.out.gradient_dtype}"
+            text = f"    {line.out.name} = env.gathered({line.source}, lambda x: {chain}{returned})"
             traffic = " then ".join(_traffic(m) for m in line.moves)
             return [_commented(text, f"{_type(line.out, program)}  {traffic}")]
         case FreeLine():
@@ -319,8 +330,11 @@ def _traffic(line: MoveLine) -> str:
 
 
 def _type(local: Local, program: StageProgram) -> str:
-    dtype = _DTYPES.get(local.dtype, str(local.dtype).removeprefix("torch."))
-    return f"{dtype}{list(local.shape)} {_placements(local.spec)}"
+    return f"{_dtype(local)}{list(local.shape)} {_placements(local.spec)}"
+
+
+def _dtype(local: Local) -> str:
+    return _DTYPES.get(local.dtype, str(local.dtype).removeprefix("torch."))
 
 
 def _placements(spec: Spec) -> str:

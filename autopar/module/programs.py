@@ -99,7 +99,7 @@ class Programs:
         options, data = self.target.options, self.bound.data
         loss_fn = None if kind == "forward" else options.loss_fn
         program = capture(
-            self.model, batch, training=training, precision=options.precision,
+            self.model, batch, training=training, precision=options.dtypes,
             loss_fn=loss_fn, live_buffers=self.live_buffers,
             accumulation=planned_accumulation(data, batch) if kind in TRAINS else None,
             modes=self._modes_now() if training else None,

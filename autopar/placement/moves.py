@@ -42,6 +42,9 @@ TABLE: dict[str, tuple[PrimitiveKind, PrimitiveKind]] = {
     "r_to_i": ("identity", "keep_first"),
 }
 
+_NAMES = {pair: name for name, pair in TABLE.items()}
+_TRANSPOSED = {name: _NAMES[pair[::-1]] for name, pair in TABLE.items()}
+
 
 @dataclass(frozen=True)
 class Split:
@@ -75,3 +78,8 @@ class Move:
     @property
     def backward(self) -> PrimitiveKind:
         return TABLE[self.name][1]
+
+    @property
+    def transposed(self) -> Move:
+        """The move whose forward is this one's backward, and the other way round."""
+        return Move(_TRANSPOSED[self.name], self.axes, self.splits[::-1])

@@ -83,11 +83,15 @@ class TensorType:
     """What planning knows of a tensor: factor sizes per dim, element size, gradient.
 
     A dim of size 1 has no factors. Sizes are global (over all ranks), of one microbatch.
+    A parameter in mixed precision is stored, and its gradient reduced, with elements of other sizes
+    than it is used with; 0 stands for the same size.
     """
 
     dims: tuple[tuple[int, ...], ...]
     itemsize: int
     has_grad: bool
+    gradient_itemsize: int = 0
+    stored_itemsize: int = 0
 
     def __hash__(self) -> int:
         return self._hash
@@ -95,7 +99,8 @@ class TensorType:
     @cached_property
     def _hash(self) -> int:
         """Cached: types are the keys of many tables."""
-        return hash((self.dims, self.itemsize, self.has_grad))
+        sizes = (self.itemsize, self.gradient_itemsize, self.stored_itemsize)
+        return hash((self.dims, self.has_grad, *sizes))
 
     @cached_property
     def shape(self) -> tuple[int, ...]:
@@ -104,6 +109,10 @@ class TensorType:
     @cached_property
     def size_bytes(self) -> int:
         return math.prod(self.shape) * self.itemsize
+
+    def gradient_bytes(self, size_bytes: int) -> int:
+        """Bytes of the gradient of so many bytes of the tensor."""
+        return size_bytes // self.itemsize * (self.gradient_itemsize or self.itemsize)
 
     @property
     def cells(self) -> tuple[tuple[int, int], ...]:

@@ -27,15 +27,27 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 from typing import Any, get_args
 
+import torch
+
 from autopar.errors import OptionError, PlanError
 from autopar.options import Recompute
 from autopar.placement import Spec
+from autopar.precision import Precision
 from autopar.program import Period, Storage
 from autopar.schedule import ORDERS
 
 VERSION = 2
 _MAY_BE_MISSING = frozenset(
-    {"accumulates", "bound_s", "comments", "kept_whole", "padded", "recipe"}
+    {
+        "accumulates",
+        "bound_s",
+        "comments",
+        "kept_whole",
+        "master_weights",
+        "padded",
+        "recipe",
+        "reduce_dtype",
+    }
 )
 
 
@@ -93,6 +105,7 @@ class PlanData:
     objective_s   seconds of a step, as the solver minimised them
     stage_gap     the worst proven gap of a stage's own problem, relative; 0 for a recipe
     bound_s       no plan takes less; None where nothing is proven of all plans
+    reduce_dtype  as the option of that name
     recipe        the recipe that placed it; empty for the search
     """
 
@@ -120,6 +133,16 @@ class PlanData:
     accumulates: bool = False
     recipe: str = ""
     bound_s: float | None = None
+    reduce_dtype: str | None = None
+    master_weights: bool = False
+
+    @property
+    def dtypes(self) -> Precision:
+        """The dtypes that the plan is made for."""
+        if self.precision == "fp64":
+            return Precision.of("fp64")
+        reduce_dtype = getattr(torch, self.reduce_dtype) if self.reduce_dtype else None
+        return Precision(self.precision, reduce_dtype, self.master_weights)
 
     @property
     def parameters(self) -> dict[str, str]:

@@ -235,7 +235,7 @@ def conversion_buckets(program: StageProgram) -> tuple[ConvertedUses, tuple[Conv
     """The uses converted from storage once a step, and the fused calls that do it."""
     waiting = tuple((p, use) for p in every_parameter(program) for use in p.uses if use.moves)
     steps = [[(m.move.forward, m.move.axes, m.forward_bytes) for m in u.moves] for _, u in waiting]
-    return waiting, _fused(waiting, steps)
+    return waiting, _fused([p.shard.dtype for p, _ in waiting], steps)
 
 
 def return_buckets(
@@ -253,19 +253,21 @@ def return_buckets(
         [(m.move.backward, m.move.axes, m.backward_bytes) for m in reversed(u.moves)]
         for _, u in waiting
     ]
-    return waiting, _fused(waiting, steps)
+    dtypes = [u.local.gradient_dtype or u.local.dtype for _, u in waiting]
+    return waiting, _fused(dtypes, steps)
 
 
 def _fused(
-    waiting: ConvertedUses, steps: Sequence[Sequence[tuple[PrimitiveKind, tuple[int, ...], int]]]
+    dtypes: Sequence[torch.dtype],
+    steps: Sequence[Sequence[tuple[PrimitiveKind, tuple[int, ...], int]]],
 ) -> tuple[ConversionBucket, ...]:
     keyed = [
         [
-            ((kind, axes, p.stored.dtype), size_bytes)
+            ((kind, axes, dtype), size_bytes)
             for kind, axes, size_bytes in items
             if kind in COLLECTIVES
         ]
-        for (p, _), items in zip(waiting, steps, strict=True)
+        for dtype, items in zip(dtypes, steps, strict=True)
     ]
     return tuple(buckets(keyed, BUCKET_BYTES))
 

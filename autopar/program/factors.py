@@ -15,7 +15,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from itertools import pairwise
 
 import torch.fx
@@ -250,7 +250,7 @@ class Types:
             dims = [list(factors) for factors in old.dims]
             assert dims[dim][factor] % n == 0, (names[0], dims, n)
             dims[dim][factor] //= n
-            new = TensorType(tuple(map(tuple, dims)), old.itemsize, old.has_grad)
+            new = replace(old, dims=tuple(map(tuple, dims)))
             tensors |= dict.fromkeys(names, new)
         return Types(tensors, self.classes)
 
@@ -266,15 +266,18 @@ def tensor_types(
     of one input as (2 4), a rank that has half of them must have half of the others too.
     """
     factors = Factors()
-    facts: dict[str, tuple[int, bool]] = {}
+    facts: dict[str, tuple[int, bool, int, int]] = {}
 
     def add(name: str, value: torch.Tensor, has_grad: bool) -> None:
         factors.add(name, tuple(value.shape))
-        facts[name] = (value.element_size(), has_grad)
+        facts[name] = (value.element_size(), has_grad, 0, 0)
 
     for node in program.graph.nodes:
         if node.op == "placeholder":
             add(node.name, node.meta["val"], node.name in program.has_grad)
+    for name, info in program.parameters.items():
+        if info.reduce_dtype is not None:
+            facts[name] = (*facts[name][:2], info.reduce_dtype.itemsize, info.dtype.itemsize)
     dims, _ = row_dims({i.path: i.shape for i in program.inputs.values()}, batch_dims or {})
     rows = [factors.atoms[n][dims[i.path]] for n, i in program.inputs.items() if i.path in dims]
     for one, other in pairwise(atom for atom in rows if atom):

@@ -29,6 +29,8 @@ from autopar.program.frozen import Frozen
 class ParameterInfo:
     """A parameter placeholder. `aliases` are its other names if it is tied.
 
+    `dtype` is that of storage. In mixed precision the graph's placeholder has another one, in which
+    the parameter is used, and `reduce_dtype` is that of gradients on their way back to storage.
     `mirror_of`: on a stage that uses a parameter of another stage, its name on that stage.
     """
 
@@ -38,6 +40,7 @@ class ParameterInfo:
     dtype: torch.dtype
     requires_grad: bool
     mirror_of: str | None = None
+    reduce_dtype: torch.dtype | None = None
 
 
 @dataclass(frozen=True)

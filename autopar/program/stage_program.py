@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 from autopar.options import Recompute
-from autopar.placement import Move, PrimitiveKind, Spec
+from autopar.placement import Move, PrimitiveKind, Spec, TensorType
 from autopar.program.program import Accumulation
 from autopar.program.strategy import Period
 from autopar.rules import own_rule
@@ -41,7 +41,8 @@ class Ref:
 class Local:
     """A variable on one rank, with its local shape and its spec.
 
-    `dims` are the global factor sizes, of one microbatch.
+    `dims` are the global factor sizes, of one microbatch. `gradient_dtype` is that of the gradient
+    if it is another one, as of a parameter in mixed precision.
     """
 
     name: str
@@ -50,10 +51,21 @@ class Local:
     spec: Spec
     dims: tuple[tuple[int, ...], ...] = ()
     has_grad: bool = False
+    gradient_dtype: torch.dtype | None = None
+
+    @cached_property
+    def tensor(self) -> TensorType:
+        """The type of the whole tensor, of one microbatch."""
+        itemsize = self.gradient_dtype.itemsize if self.gradient_dtype else 0
+        return TensorType(self.dims, self.dtype.itemsize, self.has_grad, itemsize)
 
     @cached_property
     def size_bytes(self) -> int:
         return math.prod(self.shape) * self.dtype.itemsize
+
+    @property
+    def gradient_bytes(self) -> int:
+        return math.prod(self.shape) * (self.gradient_dtype or self.dtype).itemsize
 
 
 @dataclass(frozen=True)
@@ -235,7 +247,9 @@ class StoredParameter:
 
     `name` is the user's; `shape` is that of the whole tensor. For period "use" the program takes
     the stored tensor and gathers it itself (`GatherLine`); otherwise it takes `uses`. `mirror_of`
-    names the parameter of an earlier stage that this one is tied to.
+    names the parameter of an earlier stage that this one is tied to. `cast` is the shard in the
+    dtype of use, made once a step in `cast_s` seconds, from which all moves start; None if that is
+    the dtype of storage.
     """
 
     name: str
@@ -247,6 +261,13 @@ class StoredParameter:
     uses: tuple[ParameterUse, ...]
     requires_grad: bool
     mirror_of: str | None = None
+    cast: Local | None = None
+    cast_s: float = 0.0
+
+    @property
+    def shard(self) -> Local:
+        """What the program, or the moves to its uses, start from."""
+        return self.cast or self.stored
 
 
 @dataclass(frozen=True)

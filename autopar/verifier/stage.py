@@ -155,7 +155,7 @@ class _Checker:
         key = local.dims, local.dtype, local.has_grad, local.spec, local.shape
         if key in self.sound_types:
             return
-        tensor = TensorType(local.dims, local.dtype.itemsize, local.has_grad)
+        tensor = local.tensor
         reason = illegal_reason(tensor, local.spec, self.sizes)
         if reason is not None:
             raise _error(f"{local.name} cannot be {local.spec}: {reason}", where)
@@ -283,8 +283,9 @@ class _Checker:
 
     def _move(self, line: MoveLine, source: Local, where: str) -> None:
         self._type(line.out, where)
-        same = (source.dims, source.dtype, source.has_grad)
-        if (line.out.dims, line.out.dtype, line.out.has_grad) != same:
+        same = (source.dims, source.dtype, source.has_grad, source.gradient_dtype)
+        out = line.out
+        if (out.dims, out.dtype, out.has_grad, out.gradient_dtype) != same:
             raise _error(f"{line.out.name} and {source.name} are not one tensor", where)
         if line.has_grad != source.has_grad:
             raise _error(f"has_grad is {line.has_grad}, but {source.name}'s is not", where)
@@ -292,13 +293,14 @@ class _Checker:
         key = *same, source.spec, line.move, line.out.spec, found
         if key in self.sound_moves:
             return
-        tensor = TensorType(source.dims, source.dtype.itemsize, source.has_grad)
+        tensor = source.tensor
         reason = check_move(tensor, source.spec, line.move, line.out.spec, self.sizes)
         if reason is not None:
             raise _error(reason, where)
         before, after = (local_bytes(tensor, s, self.sizes) for s in (source.spec, line.out.spec))
         forward = after if line.move.forward == "all_gather" else before
         backward = before if line.move.backward == "all_gather" else after
+        backward = tensor.gradient_bytes(backward)
         expected = (forward, backward if line.has_grad else 0)
         if found != expected:
             raise _error(f"moves {found} bytes (forward, backward), not {expected}", where)
@@ -319,7 +321,7 @@ class _Checker:
 
     def _gather(self, line: GatherLine, where: str) -> None:
         owner = {p.name: p for p in self.program.parameters}.get(line.parameter)
-        if owner is None or owner.period != "use" or owner.stored.name != line.source:
+        if owner is None or owner.period != "use" or owner.shard.name != line.source:
             raise _error(f"{line.parameter} is not gathered for each use", where)
         self._type(line.out, where)
         self._chain(self._read(line.source, where), line.moves, line.out, where)
@@ -336,14 +338,20 @@ class _Checker:
                 raise _error(f"stored {placement} on axis {name}; only I and S can be", where)
         if stored.dims != parameter.dims or stored.has_grad != parameter.requires_grad:
             raise _error("its storage is another tensor", where)
+        shard = parameter.shard
+        if parameter.cast is not None:
+            self._type(shard, where)
+            found = replace(stored, dtype=shard.dtype, gradient_dtype=shard.gradient_dtype)
+            if found != shard or stored.dtype == shard.dtype:
+                raise _error("its cast is another tensor, or none", where)
         if parameter.period == "use":
             if parameter.uses:
                 raise _error("gathered at each use, but converted once a step too", where)
-            self._define(stored, where)
+            self._define(shard, where)
         for use in parameter.uses:
             self._type(use.local, where)
             # Without moves, the use is the stored tensor under another name.
-            start = stored if use.moves else replace(stored, name=use.local.name)
+            start = shard if use.moves else replace(shard, name=use.local.name)
             self._chain(start, use.moves, use.local, where)
             self._define(use.local, where)
 

@@ -95,6 +95,10 @@ class CostModel:
         """Seconds of one primitive of a move. Local ones (cut, pad) touch memory once."""
         return _primitive_time_s(self, kind, size_bytes, axes)
 
+    def cast_time_s(self, size_bytes: int) -> float:
+        """Seconds of reading and writing so many bytes; one launch casts many parameters."""
+        return size_bytes / self.mesh.device.bytes_per_s
+
     def lines(self, kind: PrimitiveKind, axes: tuple[int, ...]) -> tuple[tuple[float, float], ...]:
         """(seconds a, seconds per byte b) of each algorithm for a primitive.
 

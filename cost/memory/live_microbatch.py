@@ -141,7 +141,7 @@ class MicrobatchMemory:
         known = {d.local.name: d.local for d in self.program.delivered}
         known.update((b.local.name, b.local) for b in self.program.received)
         for parameter in self.program.parameters:
-            known[parameter.stored.name] = parameter.stored
+            known[parameter.shard.name] = parameter.shard
             known.update((use.local.name, use.local) for use in parameter.uses)
         found = []
         for line in self.program.body:
@@ -153,10 +153,10 @@ class MicrobatchMemory:
         """Variable of a parameter -> its gradient's kind and owner in the ledger, and its bytes."""
         leaves: dict[str, tuple[str, str, float]] = {}
         for p in self.program.parameters:
-            leaves[p.stored.name] = ("gradients", p.name, p.stored.size_bytes)
+            leaves[p.shard.name] = ("gradients", p.name, p.stored.size_bytes)
             for use in p.uses:
                 if use.moves:
-                    kept = ("gradients of uses", use.local.name, float(use.local.size_bytes))
+                    kept = ("gradients of uses", use.local.name, float(use.local.gradient_bytes))
                     leaves[use.local.name] = kept
         return leaves
 
@@ -425,9 +425,14 @@ class MicrobatchMemory:
         """Keep the first gradient of `name`; add later ones to it."""
         if name in self.leaves:
             kind, kept_as, size_bytes = self.leaves[name]
-            self.gradients.release(owner)
+            is_same = self.ledger.held[GRADIENTS].get(owner) == size_bytes
+            if is_same:  # the first one is kept as it is; one of another dtype is cast
+                self.gradients.release(owner)
             if not self.ledger.has(kind, kept_as):
                 self.ledger.add(kind, kept_as, size_bytes)
+            if not is_same:
+                self.ledger.mark(f"casting the gradient of {name}")
+                self.gradients.release(owner)
             return
         before = self.gradient_of.get(name)
         if before is None:

@@ -29,6 +29,7 @@ from autopar.cost.memory.live_microbatch import MicrobatchMemory
 from autopar.cost.memory.state import OPTIMIZERS, static_bytes_per_param
 from autopar.program import (
     ConversionBucket,
+    ParameterUse,
     StageProgram,
     conversion_buckets,
     every_delivered,
@@ -147,18 +148,31 @@ def _always(program: StageProgram, optimizer: str, ledger: Ledger) -> None:
 
 
 def _convert(program: StageProgram, ledger: Ledger) -> None:
-    """Convert parameters for use, bucket by bucket; a use of the stored tensor itself is free."""
+    """Convert parameters for use, bucket by bucket; a use of the stored tensor itself is free.
+
+    A shard that was cast for use is dropped when its moves are done, unless it is what is used.
+    """
     waiting, found = conversion_buckets(program)
+    casts = [p for p in every_parameter(program) if p.cast is not None]
+    for p in casts:
+        ledger.add("converted", f"cast of {p.name}", p.shard.size_bytes)
     for bucket in found:
         for i in bucket.members:
             ledger.drop("converted", f"{i}")
             ledger.add("converted", f"{i}", waiting[i][1].local.size_bytes)
         ledger.mark("gathering parameters", _bucket_bytes(bucket, program))
     for i, (_, use) in enumerate(waiting):
-        changed = any(m.move.forward != "identity" for m in use.moves)
-        if changed and not ledger.has("converted", f"{i}"):
+        if _changes(use) and not ledger.has("converted", f"{i}"):
             ledger.add("converted", f"{i}", use.local.size_bytes)
     ledger.mark("converting parameters")
+    for p in casts:
+        if p.uses and all(_changes(use) for use in p.uses):
+            ledger.drop("converted", f"cast of {p.name}")
+
+
+def _changes(use: ParameterUse) -> bool:
+    """Is the use another tensor than the shard?"""
+    return any(m.move.forward != "identity" for m in use.moves)
 
 
 def _bring_back(program: StageProgram, period: str, ledger: Ledger) -> None:

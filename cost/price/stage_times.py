@@ -101,10 +101,12 @@ def _local_backward_s(line: MoveLine) -> float:
 
 
 def _conversions_s(program: StageProgram) -> tuple[float, dict[str, float]]:
-    """Local parts of converting parameters for use, and of returning gradients, by period."""
+    """Casts and local parts of converting parameters for use, and of returning gradients, by
+    period."""
     converted: list[float] = []
     returned: dict[str, list[float]] = {"micro": [], "step": []}
     for parameter in every_parameter(program):
+        converted.append(parameter.cast_s)
         for use in parameter.uses:
             converted += [_local_s(move) for move in use.moves]
             period = "micro" if parameter.period == "micro" else "step"

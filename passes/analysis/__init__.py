@@ -10,7 +10,7 @@ May import the solvers and everything below `passes`, but not `passes/reshard`.
 Hands on `Analysis`, `cut` and `fold`.
 """
 
-from autopar.passes.analysis.analysis import Analysis, compute_dtype
+from autopar.passes.analysis.analysis import Analysis, compute_dtype, stored_dtype
 from autopar.passes.analysis.arguments import override, prologue_lines
 from autopar.passes.analysis.counts import (
     FIRST_COUNT,
@@ -69,5 +69,6 @@ __all__ = [
     "recipe_counts",
     "renamed",
     "reserved_names",
+    "stored_dtype",
     "suffix",
 ]

@@ -266,9 +266,19 @@ def _dtypes(program: Program) -> dict[str, torch.dtype]:
 
 
 def compute_dtype(analysis: Analysis) -> torch.dtype:
-    """The dtype of most parameter elements; matmuls are priced in it."""
+    """The dtype in which most parameter elements are used; matmuls are priced in it."""
+    return _most(analysis, {n: analysis.dtypes[n] for n in analysis.program.parameters})
+
+
+def stored_dtype(analysis: Analysis) -> torch.dtype:
+    """The dtype in which most parameter elements are stored."""
+    return _most(analysis, {n: info.dtype for n, info in analysis.program.parameters.items()})
+
+
+def _most(analysis: Analysis, dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
     counts: dict[torch.dtype, int] = {}
-    for info in analysis.program.parameters.values():
-        if info.dtype.is_floating_point:
-            counts[info.dtype] = counts.get(info.dtype, 0) + torch.Size(info.shape).numel()
+    for name, dtype in dtypes.items():
+        if dtype.is_floating_point:
+            shape = analysis.program.parameters[name].shape
+            counts[dtype] = counts.get(dtype, 0) + torch.Size(shape).numel()
     return max(counts, key=counts.__getitem__) if counts else torch.float32

@@ -33,7 +33,7 @@ def capture_step(model: nn.Module, example_inputs: ExampleInputs, options: Optio
 
     def captured(accumulation: Accumulation | None = None) -> Program:
         return capture(
-            model, example_inputs, precision=options.precision, loss_fn=options.loss_fn,
+            model, example_inputs, precision=options.dtypes, loss_fn=options.loss_fn,
             accumulation=accumulation,
         )  # fmt: skip
 
@@ -61,7 +61,7 @@ def capture_plan(
 ) -> Program:
     """The program that a plan was made for."""
     return capture(
-        model, example_inputs, precision=data.precision, loss_fn=loss_fn,
+        model, example_inputs, precision=data.dtypes, loss_fn=loss_fn,
         accumulation=planned_accumulation(data, example_inputs),
     )  # fmt: skip
 

@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 from autopar.cost.laws import CostModel
 from autopar.cost.memory import optimizer_time_s, static_bytes_per_param
 from autopar.errors import BatchError
-from autopar.passes.analysis import FIRST_COUNT, Analysis, Recomputable, is_searched
+from autopar.passes.analysis import FIRST_COUNT, Analysis, Recomputable, is_searched, stored_dtype
 from autopar.passes.intra.candidates import CandidateMaker
 from autopar.passes.intra.cases import Case, Cases
 from autopar.passes.intra.constraints import AppliedConstraints, Constraints
@@ -46,7 +46,7 @@ def static_bytes(analysis: Analysis, dtype: torch.dtype, optimizer: str) -> floa
     return sum(
         types[n].size_bytes
         / types[n].itemsize
-        * (static if types[n].has_grad else types[n].itemsize)
+        * (static if types[n].has_grad else types[n].stored_itemsize or types[n].itemsize)
         for n in analysis.program.parameters
     )
 
@@ -61,7 +61,7 @@ def least_bytes(
     It costs nothing compared with solving, and rules out most numbers of microbatches that do not
     fit.
     """
-    parameters = static_bytes(analysis, cost.dtype, optimizer)
+    parameters = static_bytes(analysis, stored_dtype(analysis), optimizer)
     again = recomputable.operators_within(analysis) if recomputable else frozenset()
     kept = n_in_flight * analysis.kept_bytes(n_microbatches, again)
     return parameters / constraints.n_static_shares(cost.mesh.sizes) + kept / cost.mesh.n_ranks
@@ -152,7 +152,7 @@ def intra_op_problems(
     )  # fmt: skip
     savers: set[str] = set()
     candidates = [maker.make(group, savers) for group in analysis.groups(counts[0])]
-    device, dtype = every[0][0].mesh.device, every[0][0].dtype
+    device, dtype = every[0][0].mesh.device, stored_dtype(analysis)
     static = static_bytes_per_param(optimizer, dtype)
     # The optimizer updates many tensors in one launch, so a tensor pays for its elements alone.
     update = optimizer_time_s(1.0, optimizer, dtype, device, n_tensors=0) / dtype.itemsize

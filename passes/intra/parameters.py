@@ -44,6 +44,8 @@ class ParameterMaker:
     """Prices storage and conversions of parameters in several cases.
 
     `update_s_per_byte` is the optimizer's time per stored byte; `static` has its bytes per element.
+    In mixed precision, the shard is cast once a step. Gathered at each use, the cast is kept for
+    the step; else what it is converted to is kept.
     """
 
     cases: Cases
@@ -109,8 +111,9 @@ class ParameterMaker:
     def storage_costs(self, tensor: TensorType, storages: Storages) -> tuple[Array, Array, Array]:
         """(update seconds [cases, storages], preference [storages], static bytes [cases,
         storages])."""
-        stored = self._local_bytes(tensor, [s.spec for s in storages.every])
-        n_local = stored / tensor.itemsize
+        used = self._local_bytes(tensor, [s.spec for s in storages.every])
+        n_local = used / tensor.itemsize
+        stored = n_local * (tensor.stored_itemsize or tensor.itemsize)
         preference = np.array(
             [
                 sum(PREFERENCE[p.kind] for p in s.spec.placements) * 1e-5
@@ -123,6 +126,10 @@ class ParameterMaker:
             time_s, size_bytes = stored * self.update_s_per_byte, n_local * self.static.total_bytes
         else:
             time_s, size_bytes = np.zeros_like(stored), stored
+        if tensor.stored_itemsize:
+            of_use = np.array([s.period == "use" for s in storages.every])
+            time_s = time_s + (stored + used) / self.cases.costs[0].mesh.device.bytes_per_s
+            size_bytes = size_bytes + np.where(of_use, used, 0.0)
         time_s[~storages.legal] = np.inf
         return time_s, preference, size_bytes
 
@@ -156,7 +163,7 @@ class ParameterMaker:
             paths, self.cases.mesh_of, self.cases.n_microbatches,
             np.array([distinct[row] for row in rows]),
             np.array([PERIODS.index(s.period) for s in storages]), allowed & fits, n_uses,
-            self._local_bytes(tables.tensors[0], uses), float(tables.tensors[0].has_grad),
+            self._local_bytes(tables.tensors[0], uses), *_kept_per_byte(tables.tensors[0]),
         )  # fmt: skip
 
     def _periods_allowed(self, storages: Sequence[Storage], gathers: bool) -> NDArray[np.bool_]:
@@ -200,15 +207,23 @@ def _storage_specs(
     )
 
 
+def _kept_per_byte(tensor: TensorType) -> tuple[float, float]:
+    """Bytes kept for a step per byte in use: a copy that no move makes; the gradient of a use."""
+    if not tensor.has_grad:
+        return float(tensor.stored_itemsize > 0), 0.0
+    return float(tensor.stored_itemsize > 0), tensor.gradient_bytes(tensor.itemsize) / tensor.itemsize
+
+
 @compiled
 def conversion_costs(
     sums: Array, mesh_of: Indices, n_microbatches: Array, rows: Indices, periods: Indices,
-    allowed: NDArray[np.bool_], n_uses: int, use_bytes: Array, has_grad: float,
+    allowed: NDArray[np.bool_], n_uses: int, use_bytes: Array, cast: float, gradient: float,
 ) -> tuple[Array, Ties, Array]:  # fmt: skip
     """`ParameterMaker.conversions`, from sums over paths (`path_costs`): [cases, storages, uses].
 
     `rows` [storages] are places in the sums, `periods` [storages] are indices of `PERIODS`,
     `allowed` [2, storages, uses] is without and with a gather, and `use_bytes` is [cases, uses].
+    `cast` is 1 if the parameter is cast for use, `gradient` the bytes of its gradient per byte.
     """
     shape = (len(mesh_of), len(rows), sums.shape[2])
     time_s, size_bytes = np.empty(shape), np.empty(shape)
@@ -220,8 +235,8 @@ def conversion_costs(
                 of = sums[mesh_of[case], rows[i], j]
                 forward_s, backward_s, bucketed_s, calls, moves, copies, gathers, exists = of
                 calls += 1e-3 * moves
-                copied = 1.0 if copies > 0 else 0.0
-                moved = has_grad if moves > 0 else 0.0
+                copied = 1.0 if copies > 0 else cast
+                moved = gradient if moves > 0 else 0.0
                 if periods[i] == 0:
                     seconds, times, n_kept = bucketed_s, 0.01, copied + moved
                 elif periods[i] == 1:
@@ -244,13 +259,14 @@ def path_costs(
     The 8 are seconds forward, backward and bucketed, then collectives, moves, copies, gathers; the
     last is 1 if there is a path.
     """
-    graph, size_bytes = tables.graph, tables.size_bytes
+    graph, size_bytes, gradient_bytes = tables.graph, tables.size_bytes, tables.gradient_bytes
     calls, kinds = graph.calls, np.array([p.kind for p in graph.primitives])
     # all_reduce counts as a gather: the sum of a shard and zeros elsewhere is the whole.
     copies, gathers = kinds != "identity", np.isin(kinds, ("all_gather", "all_reduce"))
     forward, backward = graph.forward, graph.backward
     lines = primitive_lines(graph, costs)
     seconds, bucketed = lines.seconds(size_bytes), lines.bucketed(size_bytes)
+    back_s, bucketed_back_s = lines.seconds(gradient_bytes), lines.bucketed(gradient_bytes)
     n_meshes, n_moves = len(costs), len(forward)
     on_all = [
         calls[forward] + calls[backward],
@@ -261,8 +277,8 @@ def path_costs(
     values = np.stack(
         [
             seconds[:, forward],
-            seconds[:, backward],
-            bucketed[:, forward] + bucketed[:, backward],
+            back_s[:, backward],
+            bucketed[:, forward] + bucketed_back_s[:, backward],
             *(np.broadcast_to(value, (n_meshes, n_moves)) for value in on_all),
         ],
         axis=1,

@@ -156,8 +156,11 @@ class _Lowering:
         key = tensor, spec
         if key not in self.shapes:
             self.shapes[key] = local_shape(tensor, spec, self.sizes)
-        dtype = self.analysis.dtypes[value]
-        return Local(name, self.shapes[key], dtype, spec, tensor.dims, tensor.has_grad)
+        info = self.program.parameters.get(value)
+        return Local(
+            name, self.shapes[key], self.analysis.dtypes[value], spec, tensor.dims,
+            tensor.has_grad, info.reduce_dtype if info else None,
+        )  # fmt: skip
 
     def _moves(
         self, value: str, tensor: TensorType, source: Spec, target: Spec,
@@ -202,7 +205,11 @@ class _Lowering:
     def _parameter(self, name: str) -> StoredParameter:
         info, storage = self.program.parameters[name], self._storage(name)
         base, uses = self._unique(info.name), self._uses[name]
-        stored = self._local(base, name, storage.spec)
+        shard = self._local(base, name, storage.spec)
+        stored, cast, cast_s = shard, None, 0.0
+        if info.dtype != shard.dtype:
+            stored, cast = replace(shard, dtype=info.dtype, gradient_dtype=None), shard
+            cast_s = self.cost.cast_time_s(stored.size_bytes + cast.size_bytes)
         converted = []
         for spec in uses:
             if storage.period == "use":
@@ -216,7 +223,7 @@ class _Lowering:
             self.variables[name, spec] = variable
         return StoredParameter(
             info.name, info.aliases, info.shape, self.types[name].dims, stored, storage.period,
-            tuple(converted), info.requires_grad, info.mirror_of,
+            tuple(converted), info.requires_grad, info.mirror_of, cast, cast_s,
         )  # fmt: skip
 
     def _storage(self, name: str) -> Storage:
@@ -401,7 +408,7 @@ class _Lowering:
             return self._deliver(value, Spec.everywhere(R, self.sizes))
         spec = without_gradient(self.produced[value], self.sizes)
         old = self.types[value]
-        tensor = TensorType(old.dims, old.itemsize, False)
+        tensor = replace(old, has_grad=False)
         name = self._unique(f"{identifier(value)}_out")
         self.body.append(
             DetachLine(

@@ -36,8 +36,9 @@ _ALL = slice(None)
 class ReshardTables:
     """The cheapest reshards of tensors on meshes with the same axes in use, found on demand.
 
-    `legal` is [cases, specs]. `seconds` is [cases, primitives of the graph], infinite for a
-    primitive that may not be used. To save memory, only the last moves of the paths are kept:
+    `legal` is [cases, specs]. `seconds` is [cases, 2 x primitives of the graph]: of each primitive
+    on the tensor, then on its gradient, which may be of another dtype; infinite for a primitive
+    that may not be used. `backward` is the backward primitive of each move, by place there. To save memory, only the last moves of the paths are kept:
     `_last` is [cases, sources, specs], and `_row` maps source -> its place there.
     """
 
@@ -46,8 +47,12 @@ class ReshardTables:
     graph: MoveGraph
     legal: NDArray[np.bool_]
     seconds: Array
+    backward: NDArray[np.int64] = field(init=False)
     _last: LastMoves = field(init=False)
     _row: dict[int, int] = field(default_factory=dict, init=False)
+
+    def __post_init__(self) -> None:
+        self.backward = self.graph.backward + len(self.graph.primitives)
 
     @property
     def index(self) -> Mapping[Spec, int]:
@@ -58,23 +63,32 @@ class ReshardTables:
         """[cases]"""
         return np.array([t.size_bytes for t in self.tensors], dtype=np.float64)
 
+    @property
+    def gradient_bytes(self) -> Array:
+        """[cases]"""
+        return np.array([t.gradient_bytes(t.size_bytes) for t in self.tensors], dtype=np.float64)
+
     @staticmethod
     def build(
         tensors: Sequence[TensorType],
         sizes: Sequence[tuple[int, ...]],
         seconds: Array,
         no_reduce_scatter: bool = False,
+        gradient_s: Array | None = None,
     ) -> ReshardTables:
         """The tables for primitives that take `seconds` [cases, primitives of the graph].
+
+        `gradient_s`: the same for gradients; None if they take as long.
 
         `no_reduce_scatter` leaves out the moves that reduce_scatter.
         """
         graph = move_graph(tensors[0], sizes[0])
+        both = np.concatenate((seconds, seconds if gradient_s is None else gradient_s), axis=1)
         if no_reduce_scatter:
             scatters = np.array([p.kind == "reduce_scatter" for p in graph.primitives], dtype=bool)
-            seconds = np.where(scatters, np.inf, seconds)
+            both = np.where(np.tile(scatters, 2), np.inf, both)
         legal = graph.legal(tensors, sizes)
-        return ReshardTables(tuple(tensors), tuple(sizes), graph, legal, seconds)
+        return ReshardTables(tuple(tensors), tuple(sizes), graph, legal, both)
 
     def between(
         self, sources: Sequence[int], targets: Sequence[int], cases: slice = _ALL
@@ -87,7 +101,7 @@ class ReshardTables:
         graph, rows = self.graph, self._found(sources)
         time_s, tie = path_seconds(
             graph.source, self._last[cases], rows, np.array(targets, dtype=np.int64),
-            graph.forward, graph.backward, self.seconds[cases], graph.ties,
+            graph.forward, self.backward, self.seconds[cases], graph.ties,
         )  # fmt: skip
         time_s[~self.legal[cases, sources]] = np.inf
         return time_s, tie
@@ -112,7 +126,7 @@ class ReshardTables:
         if unknown:
             graph = self.graph
             weights = move_weights(
-                graph.source, graph.target, graph.forward, graph.backward,
+                graph.source, graph.target, graph.forward, self.backward,
                 self.legal, self.seconds, graph.ties,
             )  # fmt: skip
             found = find_paths(graph.first, graph.target, weights, np.array(unknown))
@@ -193,7 +207,11 @@ def reshard_tables(
     sizes = [costs[i].mesh.sizes for i in cost_of]
     lines = primitive_lines(move_graph(tensors[0], sizes[0]), costs).of(cost_of)
     seconds = lines.seconds(np.array([t.size_bytes for t in tensors], dtype=np.float64))
-    return ReshardTables.build(tensors, sizes, seconds, no_reduce_scatter)
+    gradient_s = None
+    if any(t.gradient_itemsize for t in tensors):
+        gradients = [float(t.gradient_bytes(t.size_bytes)) for t in tensors]
+        gradient_s = lines.seconds(np.array(gradients))
+    return ReshardTables.build(tensors, sizes, seconds, no_reduce_scatter, gradient_s)
 
 
 def clear_tables() -> None:

@@ -136,6 +136,7 @@ def _step(
     backward = 0
     if tensor.has_grad:
         backward = before_bytes if move.backward == "all_gather" else after_bytes
+        backward = tensor.gradient_bytes(backward)
     return MoveStep(move, after, forward, backward)
 
 

@@ -31,10 +31,10 @@ from autopar.operators import seed_tensor, step_seed
 from autopar.precision import working_dtype
 from autopar.program import Accumulation, Delivered, GatherLine, Local, Pipeline
 from autopar.runtime.collectives import Crossings, Messenger, TiedGradients
-from autopar.runtime.execute.conversions import Conversions
+from autopar.runtime.execute.conversions import Conversions, Leaf
 from autopar.runtime.execute.delivery import deliver
 from autopar.runtime.execute.recompute import Recompute
-from autopar.runtime.execute.regather import Regather
+from autopar.runtime.execute.regather import Convert, Regather
 from autopar.runtime.groups import Group, phase
 from autopar.schedule import Action, Kind
 
@@ -59,8 +59,11 @@ class Environment:
     def group(self, axes: tuple[int, ...]) -> Group:
         return self.groups[axes]
 
-    def gathered(self, stored: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
-        return self.regather.gathered(stored, convert)
+    def gathered(
+        self, shard: Tensor, convert: Convert, back: Convert | None = None,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> Tensor:  # fmt: skip
+        return self.regather.gathered(shard, convert, back, reduce_dtype)
 
     def recomputed(
         self, segment: Callable[..., Any], *inputs: Tensor,
@@ -100,7 +103,7 @@ class _Step:
     """The values of one step."""
 
     stored: Mapping[str, Tensor]
-    leaves: Mapping[str, Tensor]
+    leaves: Mapping[str, Leaf]
     inputs: Mapping[str, Tensor]
     scalars: Mapping[str, Tensor]
     buffers: dict[str, Tensor]
@@ -178,6 +181,7 @@ class Executor:
         )  # fmt: skip
         self._run(step)
         self.conversions.return_gradients(step.leaves, stored, "step")
+        self.conversions.keep_gradients(step.leaves, stored)
         if self.ties:
             self.ties.sum(stored, kept)
         last = self.pipeline.stages[-1]
@@ -290,8 +294,8 @@ class Executor:
         parameters = []
         for p in self.program.parameters:
             if p.period == "use":
-                parameters.append(step.stored[p.name])
-            parameters += [step.leaves[use.local.name] for use in p.uses]
+                parameters.append(step.leaves[p.shard.name].value)
+            parameters += [step.leaves[use.local.name].value for use in p.uses]
         if self.program.accumulation is not None:
             step = self._of_microbatch(step, index, self.program.accumulation)
         delivered = [self._deliver(item, step, index) for item in self.program.delivered]

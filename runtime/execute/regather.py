@@ -15,16 +15,37 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.function import once_differentiable
 
 from autopar.runtime.groups import phase
+
+
+Convert = Callable[[Tensor], Tensor]
+
+
+class _Gathered(torch.autograd.Function):
+    """`convert` forward; backward casts the gradient to `reduce_dtype`, and then `back`."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, shard: Tensor, convert: Convert, back: Convert, reduce_dtype: torch.dtype
+    ) -> Tensor:
+        ctx.back, ctx.reduce_dtype = back, reduce_dtype
+        return convert(shard.detach())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        with phase("grad_sync"):
+            return ctx.back(gradient.to(ctx.reduce_dtype)), None, None, None
 
 
 @dataclass(frozen=True)
 class _Note:
     """How to make a view of a gathered parameter again."""
 
-    stored: Tensor
-    convert: Callable[[Tensor], Tensor]
+    shard: Tensor
+    convert: Convert
     size: torch.Size
     stride: tuple[int, ...]
     offset: int | torch.SymInt
@@ -34,13 +55,22 @@ class Regather:
     """Gathers parameters without keeping them; one per executor."""
 
     def __init__(self) -> None:
-        self._live: dict[int, tuple[weakref.ref[Tensor], Tensor, Callable[[Tensor], Tensor]]] = {}
+        self._live: dict[int, tuple[weakref.ref[Tensor], Tensor, Convert]] = {}
 
-    def gathered(self, stored: Tensor, convert: Callable[[Tensor], Tensor]) -> Tensor:
-        """The parameter in use, made from its stored shard by `convert`."""
+    def gathered(
+        self, shard: Tensor, convert: Convert, back: Convert | None = None,
+        reduce_dtype: torch.dtype | None = None,
+    ) -> Tensor:  # fmt: skip
+        """The parameter in use, made from its shard by `convert`.
+
+        In mixed precision, `back` takes its gradient in `reduce_dtype` to the shard.
+        """
         with phase("param_gather"):
-            whole = convert(stored)
-        self._live[whole.untyped_storage().data_ptr()] = (weakref.ref(whole), stored, convert)
+            if back is None:
+                whole = convert(shard)
+            else:
+                whole = _Gathered.apply(shard, convert, back, reduce_dtype)
+        self._live[whole.untyped_storage().data_ptr()] = (weakref.ref(whole), shard, convert)
         return whole
 
     def hooks(self) -> Any:
@@ -52,13 +82,13 @@ class Regather:
         entry = self._live.get(tensor.untyped_storage().data_ptr())
         if entry is None or entry[0]() is None:
             return tensor
-        _, stored, convert = entry
-        return _Note(stored, convert, tensor.shape, tensor.stride(), tensor.storage_offset())
+        _, shard, convert = entry
+        return _Note(shard, convert, tensor.shape, tensor.stride(), tensor.storage_offset())
 
     @staticmethod
     def _unpack(saved: Tensor | _Note) -> Tensor:
         if isinstance(saved, Tensor):
             return saved
         with torch.no_grad(), phase("param_gather"):
-            whole = saved.convert(saved.stored.detach())
+            whole = saved.convert(saved.shard.detach())
         return whole.as_strided(saved.size, saved.stride, saved.offset)

@@ -27,6 +27,7 @@ from autopar.capture.trace.functions import functions_kept
 from autopar.capture.trace.isolate import fake_copy, fake_inputs, fake_mode
 from autopar.errors import CaptureError, NotSupportedError
 from autopar.operators import UnsupportedFunctionError
+from autopar.precision import AS_IT_IS, Precision
 from autopar.program import AttributeReads
 
 LossFn = Callable[[Any, Any], torch.Tensor]
@@ -93,6 +94,7 @@ def export_model(
     training: bool,
     loss_fn: LossFn | None,
     modes: Mapping[str, bool] | None = None,
+    precision: Precision = AS_IT_IS,
 ) -> tuple[ExportedProgram, AttributeReads]:
     """Trace a fake copy of `model`; also returns which attributes of modules the trace read.
 
@@ -105,7 +107,7 @@ def export_model(
     """
     check_hooks(model, findings, training)
     mode = fake_mode()
-    twin = fake_copy(model, mode, training, modes)
+    twin = fake_copy(model, mode, training, modes, precision)
     args, kwargs = fake_inputs(mode, example_inputs)
     target: nn.Module = twin
     if loss_fn is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +23,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.trace.norms import make_norm_traceable
 from autopar.errors import CaptureError, NotSupportedError
+from autopar.precision import AS_IT_IS, Precision
 
 # Loops over experts choose rows by data. This form is one batched matmul (transformers' name).
 TRACEABLE_EXPERTS = "batched_mm"
@@ -33,20 +35,27 @@ def fake_mode() -> FakeTensorMode:
     return FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv(), static_shapes=True)
 
 
-def fake_like(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
-    """A new fake tensor on cpu with the same shape, strides and dtype."""
+def fake_like(
+    mode: FakeTensorMode, tensor: torch.Tensor, dtype: torch.dtype | None = None
+) -> torch.Tensor:
+    """A new fake tensor on cpu with the same shape and strides; of the same dtype by default."""
     with mode:
         return torch.empty_strided(
-            tuple(tensor.shape), tensor.stride(), dtype=tensor.dtype, device="cpu"
+            tuple(tensor.shape), tensor.stride(), dtype=dtype or tensor.dtype, device="cpu"
         )
 
 
 def fake_copy(
-    model: nn.Module, mode: FakeTensorMode, training: bool, modes: Mapping[str, bool] | None = None
+    model: nn.Module,
+    mode: FakeTensorMode,
+    training: bool,
+    modes: Mapping[str, bool] | None = None,
+    precision: Precision = AS_IT_IS,
 ) -> nn.Module:
-    """The traceable copy; `training=False` also puts it in eval mode.
+    """The traceable copy, with parameters in the dtypes of use; floating inputs are cast likewise.
 
-    `modes`: the training mode of each module, by path; None: those of `model`.
+    `training=False` also puts it in eval mode. `modes`: the training mode of each module, by path;
+    None: those of `model`.
 
     Raises `NotSupportedError` for a legacy weight or spectral norm, `CaptureError` if an attribute
     cannot be copied.
@@ -54,7 +63,7 @@ def fake_copy(
     _check_attributes(model)
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
-        fake = fake_like(mode, parameter)
+        fake = fake_like(mode, parameter, precision.used(parameter.dtype))
         memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = fake_like(mode, buffer)
@@ -69,7 +78,21 @@ def fake_copy(
         _make_traceable(module)
         if modes is not None:
             module.training = modes[path]
+    if precision.door_dtype is not None:
+        cast = partial(_cast_inputs, precision.door_dtype)
+        twin.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
     return twin if training else twin.eval()
+
+
+def _cast_inputs(
+    dtype: torch.dtype, module: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """Cast floating inputs of the model, as FSDP2 does (`cast_forward_inputs`)."""
+
+    def cast(value: torch.Tensor) -> torch.Tensor:
+        return value.to(dtype) if value.is_floating_point() else value
+
+    return pytree.tree_map_only(torch.Tensor, cast, (args, kwargs))
 
 
 def _check_attributes(model: nn.Module) -> None:

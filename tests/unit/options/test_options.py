@@ -94,7 +94,7 @@ class TestValues:
             ("mesh_shape", (2, 2), "mesh_shape is one of 'auto', 'as-given', not"),
             ("mesh_shape", "as_given", "did you mean 'as-given'"),
             ("optimizer", "AdamW", "optimizer is one of"),
-            ("precision", "fp32", "precision is one of 'model', 'fp64'"),
+            ("precision", "fp32", "precision is one of 'model', 'bf16-mixed'"),
             ("memory_limit", "40GB", "positive number of bytes per device, not '40GB'"),
             ("memory_limit", -1, "positive"),
             ("memory_limit", 0.5, r"less than one byte(.|\n)*2\*\*30"),
@@ -120,7 +120,6 @@ class TestValues:
         [
             ("schedule", "interleaved"),
             ("schedule", "zero-bubble"),
-            ("precision", "bf16-mixed"),
             ("precision", "fp16-mixed"),
             ("optimizer", "adafactor"),
         ],
