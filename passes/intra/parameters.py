@@ -209,9 +209,8 @@ def _storage_specs(
 
 def _kept_per_byte(tensor: TensorType) -> tuple[float, float]:
     """Bytes kept for a step per byte in use: a copy that no move makes; the gradient of a use."""
-    if not tensor.has_grad:
-        return float(tensor.stored_itemsize > 0), 0.0
-    return float(tensor.stored_itemsize > 0), tensor.gradient_bytes(tensor.itemsize) / tensor.itemsize
+    gradient = tensor.gradient_bytes(tensor.itemsize) / tensor.itemsize
+    return float(tensor.stored_itemsize > 0), gradient if tensor.has_grad else 0.0
 
 
 @compiled

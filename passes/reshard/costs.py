@@ -38,8 +38,9 @@ class ReshardTables:
 
     `legal` is [cases, specs]. `seconds` is [cases, 2 x primitives of the graph]: of each primitive
     on the tensor, then on its gradient, which may be of another dtype; infinite for a primitive
-    that may not be used. `backward` is the backward primitive of each move, by place there. To save memory, only the last moves of the paths are kept:
-    `_last` is [cases, sources, specs], and `_row` maps source -> its place there.
+    that may not be used. `backward` is the place there of each move's backward. To save memory,
+    only the last moves of the paths are kept: `_last` is [cases, sources, specs], and `_row` maps
+    source -> its place there.
     """
 
     tensors: tuple[TensorType, ...]

@@ -19,7 +19,6 @@ from torch.autograd.function import once_differentiable
 
 from autopar.runtime.groups import phase
 
-
 Convert = Callable[[Tensor], Tensor]
 
 
