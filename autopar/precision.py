@@ -45,6 +45,11 @@ class Precision:
         """The dtype that floating parameters and inputs are cast to; None: none is cast."""
         return _USED.get(self.name)
 
+    @property
+    def casts(self) -> bool:
+        """Are parameters used in another dtype than they are stored in?"""
+        return self.door_dtype is not None or self.master_weights
+
     def used(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which a parameter of `dtype` is used."""
         return (self.door_dtype or dtype) if dtype.is_floating_point else dtype

@@ -24,7 +24,7 @@ from autopar.capture.reference import (
     reference_step,
     whole_buffers,
 )
-from autopar.capture.trace import LossFn, WithLoss, accepted
+from autopar.capture.trace import LossFn, WithLoss, accepted, cast_at_door
 
 __all__ = [
     "LossFn",
@@ -36,6 +36,7 @@ __all__ = [
     "as_graph_module",
     "buffer",
     "capture",
+    "cast_at_door",
     "change_buffers",
     "draws_of",
     "first_rows",

@@ -1,9 +1,7 @@
 """Emits normalised nodes, each with its fake value, and tracks which ones carry gradient.
 
 A rewrite receives a `TracedCall` (an operator with arguments already in the new graph) and emits
-its replacement through the `Builder`. Under `lift` every floating dtype becomes float64: dtype
-arguments are replaced and fake values recomputed. An operator that would make float32 from
-integers gets the integers as float64.
+its replacement through the `Builder`.
 
 Parameters that require grad carry gradient. So does a floating result of an operator with such an
 input, unless the operator's derivative is zero everywhere by definition.
@@ -80,7 +78,7 @@ def result_carries_gradient(node: fx.Node, index: int) -> bool:
 
 
 aten = torch.ops.aten
-_COPIED_META = ("nn_module_stack", "stack_trace", REGION)
+COPIED_META = ("nn_module_stack", "stack_trace", REGION)
 _CPU = torch.device("cpu")
 
 
@@ -110,6 +108,12 @@ class TracedCall:
         """Shape of the traced result."""
         return tuple(self.origin.meta["val"].shape)
 
+    @property
+    def dtype(self) -> torch.dtype:
+        """Dtype of the traced result."""
+        found: torch.dtype = self.origin.meta["val"].dtype
+        return found
+
 
 @dataclass
 class Builder:
@@ -123,7 +127,6 @@ class Builder:
     """
 
     mode: FakeTensorMode
-    lift: bool
     findings: Findings = field(default_factory=Findings)
     graph: fx.Graph = field(default_factory=fx.Graph)
     has_grad: set[fx.Node] = field(default_factory=set)
@@ -136,14 +139,6 @@ class Builder:
     origin: fx.Node | None = None
     _detached: dict[fx.Node, fx.Node] = field(default_factory=dict)
 
-    def dtype(self, dtype: torch.dtype) -> torch.dtype:
-        """`dtype` in this program: float64 or complex128 under `lift`."""
-        if not self.lift:
-            return dtype
-        if dtype.is_complex:
-            return torch.complex128
-        return torch.float64 if dtype.is_floating_point else dtype
-
     def placeholder(
         self, name: str, value: torch.Tensor, requires_grad: bool = False,
         dtype: torch.dtype | None = None,
@@ -152,7 +147,7 @@ class Builder:
         node = self.graph.placeholder(name)
         with self.mode:
             node.meta["val"] = torch.empty_strided(
-                tuple(value.shape), value.stride(), dtype=self.dtype(dtype or value.dtype),
+                tuple(value.shape), value.stride(), dtype=dtype or value.dtype,
                 device=_CPU,
             )  # fmt: skip
         if requires_grad:
@@ -184,8 +179,7 @@ class Builder:
         node = self.graph.create_node("call_function", operator.getitem, (value, index), name=name)
         result = value.meta["val"][index]
         has_grad = value in self.has_grad and result_carries_gradient(value, index)
-        taken = self._finish(node, result, has_grad and is_differentiable(result))
-        return self._lifted(taken)
+        return self._finish(node, result, has_grad and is_differentiable(result))
 
     def op(self, target: torch._ops.OpOverload, *args: Any, **kwargs: Any) -> fx.Node:
         """Emit an operator and compute its fake value."""
@@ -203,31 +197,17 @@ class Builder:
         same_as    the traced node, if the operator is unchanged: its fake value is reused
         """
         args, kwargs = pytree.tree_map(self._argument, (args, kwargs))
-        if same_as is not None and not self.lift and not self._reads_restrided(args, kwargs):
+        if same_as is not None and not self._reads_restrided(args, kwargs):
             value = same_as.meta["val"]
         else:
             value = self._run(target, args, kwargs)
-            if self.lift and _is_low(value):
-                args, kwargs = self._widen(args, kwargs)
-                value = self._run(target, args, kwargs)
         if _is_factory(target, args, kwargs) and isinstance(value, torch.Tensor):
             # The default dtype may differ when the program runs.
-            kwargs = kwargs | {"dtype": self.dtype(value.dtype)}
-            value = self._run(target, args, kwargs)
+            kwargs = kwargs | {"dtype": value.dtype}
         node = self._create(target, args, kwargs)
         if same_as is not None and _strides(value) != _strides(same_as.meta["val"]):
             self.restrided.add(node)
-        finished = self._finish(node, value, carries_gradient(node, value, self.has_grad))
-        return self._lifted(finished)
-
-    def _lifted(self, node: fx.Node) -> fx.Node:
-        """Under `lift`, a result of an `autograd.Function` as float64: its own casts stay."""
-        value = node.meta["val"]
-        source = node.all_input_nodes[0] if node.target is operator.getitem else node
-        is_function = self.lift and function_of(str(source.target)) is not None
-        if is_function and isinstance(value, torch.Tensor) and _is_low(value):
-            return self.op(aten.to.dtype, node, self.dtype(value.dtype))
-        return node
+        return self._finish(node, value, carries_gradient(node, value, self.has_grad))
 
     def _reads_restrided(self, args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if not self.restrided:
@@ -240,8 +220,6 @@ class Builder:
         return self.graph.create_node("call_function", target, args, kwargs, name=name)
 
     def _argument(self, value: Any) -> Any:
-        if isinstance(value, torch.dtype):
-            return self.dtype(value)
         if isinstance(value, torch.device):
             return _CPU  # traces of meta or cuda models bake their device in
         if isinstance(value, fx.Node) and not self.grad_enabled and value in self.has_grad:
@@ -258,7 +236,7 @@ class Builder:
     def _finish(self, node: fx.Node, value: Any, has_grad: bool) -> fx.Node:
         node.meta["val"] = value
         if self.origin is not None:
-            node.meta |= {k: self.origin.meta[k] for k in _COPIED_META if k in self.origin.meta}
+            node.meta |= {k: self.origin.meta[k] for k in COPIED_META if k in self.origin.meta}
         if has_grad:
             self.has_grad.add(node)
         return node
@@ -268,31 +246,9 @@ class Builder:
         with self.mode, torch.no_grad():
             return target(*fakes[0], **fakes[1])
 
-    def _widen(
-        self, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        """Cast integer operands to float64; else their quotient or square root is float32."""
-
-        def widen(value: Any) -> Any:
-            if isinstance(value, fx.Node) and not is_differentiable(value.meta["val"]):
-                return self.op(aten.to.dtype, value, torch.float64)
-            return value
-
-        wide = pytree.tree_map(widen, (args, kwargs))
-        return wide[0], wide[1]
-
 
 def _strides(value: Any) -> list[tuple[int, ...]]:
     return [v.stride() for v in pytree.tree_leaves(value) if isinstance(v, torch.Tensor)]
-
-
-def _is_low(value: Any) -> bool:
-    return any(
-        isinstance(v, torch.Tensor)
-        and is_differentiable(v)
-        and v.dtype not in (torch.float64, torch.complex128)
-        for v in pytree.tree_leaves(value)
-    )
 
 
 def _is_factory(

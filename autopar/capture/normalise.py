@@ -86,7 +86,7 @@ def _emit(builder: Builder, node: fx.Node, args: tuple[Any, ...], kwargs: dict[s
         result = builder.emit(node.target, args, dict(kwargs), None if in_place else node)
     if in_place:  # an in-place result keeps the dtype of what it overwrites
         assert isinstance(result, fx.Node)
-        wanted = builder.dtype(node.meta["val"].dtype)
+        wanted = node.meta["val"].dtype
         if result.meta["val"].dtype != wanted:
             result = builder.op(aten.to.dtype, result, wanted)
     if not builder.grad_enabled and packet not in RETURNS_INPUT:

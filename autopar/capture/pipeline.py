@@ -2,7 +2,8 @@
 
 export       one ATen graph of a fake copy            trace/
 functional   no mutation                              buffers.py, inplace.py, view_writes.py
-normalise    canonical operators, float64 lift        normalise.py, rewrites/, builder.py
+normalise    canonical operators                      normalise.py, rewrites/, builder.py
+lift         if asked for: everything in float64      lift.py
 cut          constants and prologue leave             dependence.py, constants.py, prologue.py
 freeze       ordered placeholders, no dead code       `_freeze`; what it holds: python_state/
 """
@@ -27,6 +28,7 @@ from autopar.capture.builder import Builder
 from autopar.capture.constants import ConstantStore, Leaf, buffer, literal
 from autopar.capture.dependence import Cut, Depends, cut, dependences, merge_equal
 from autopar.capture.findings import Findings
+from autopar.capture.lift import lift, wide
 from autopar.capture.names import operator_keys, source_line
 from autopar.capture.normalise import normalise
 from autopar.capture.outputs import Outputs, read_outputs
@@ -110,7 +112,7 @@ def capture(
     values = [n.meta.get("val") for n in exported.graph.nodes if n.op == "placeholder"]
     mode = detect_fake_mode(values)
     assert mode is not None, "an exported graph has fake values"
-    builder = Builder(mode, lift=precision.is_lifted, findings=findings)
+    builder = Builder(mode, findings=findings)
     by_name = _add_parameters(model, builder, roles := Roles(), precision)
     _add_placeholders(model, exported, builder, roles, by_name, prefix, {*changed}, live_buffers)
     results = normalise(graph, builder, roles.traced)
@@ -126,6 +128,8 @@ def capture(
         roles.traced[name]: out_of_autograd(builder, value)
         for name, value in zip(changed, results[n_results:], strict=True)
     }
+    if precision.is_lifted:
+        outputs, updates = _lifted(builder, roles, outputs, updates, precision.casts)
     program, store = _freeze(model, builder, roles, outputs, updates, training, prefix)
     regions = checkpointed_regions(program.operators, program.has_grad) if training else ()
     note_regions(findings, regions, program.sources)
@@ -139,6 +143,40 @@ def capture(
         program, accumulation=accumulation, checkpointed=regions, audit=findings.audit(),
         frozen=frozen,
     )  # fmt: skip
+
+
+def _lifted(
+    builder: Builder,
+    roles: Roles,
+    outputs: Outputs,
+    updates: Mapping[fx.Node, fx.Node],
+    keeps_casts: bool,
+) -> tuple[Outputs, dict[fx.Node, fx.Node]]:
+    """Lift the graph, and what is known about it, to float64."""
+    replaced = lift(builder.graph, builder.mode, builder.has_grad, keeps_casts)
+
+    def now(node: fx.Node) -> fx.Node:
+        while node in replaced:
+            node = replaced[node]
+        return node
+
+    every: tuple[dict[fx.Node, Any], ...] = (roles.parameters, roles.inputs, roles.buffers)
+    for infos in every:
+        for node, info in infos.items():
+            infos[node] = replace(info, dtype=wide(info.dtype))
+    builder.constants = {n: _widened(make) for n, make in builder.constants.items()}
+    builder.divisors = {now(node) for node in builder.divisors}
+    loss = None if outputs.loss is None else now(outputs.loss)
+    lifted = replace(outputs, loss=loss, tensors=tuple(map(now, outputs.tensors)))
+    return lifted, {buffer: now(value) for buffer, value in updates.items()}
+
+
+def _widened(make: Leaf) -> Leaf:
+    def made() -> torch.Tensor:
+        value = make()
+        return value.to(wide(value.dtype))
+
+    return made
 
 
 def _check_changes(exported: ExportedProgram, changes: Mapping[str, fx.Node]) -> None:
@@ -238,7 +276,7 @@ def _add_parameters(
             first,
             tuple(aliases),
             tuple(parameter.shape),
-            builder.dtype(precision.stored(parameter.dtype)),
+            precision.stored(parameter.dtype),
             parameter.requires_grad,
             reduce_dtype=precision.reduced(parameter.dtype),
         )

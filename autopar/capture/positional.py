@@ -308,7 +308,7 @@ def _capture(
     changed = functionalise(graph, {}, names)
     output = graph.output_node()
     output.args = ((*output.args[0], *changed.values()),)  # type: ignore[misc]
-    builder = Builder(mode, lift=False, n_random=n_random)
+    builder = Builder(mode, n_random=n_random)
     traced = {
         name: builder.placeholder(name, fake, tensor.requires_grad)
         for name, fake, tensor in zip(names, fakes, tensors, strict=True)

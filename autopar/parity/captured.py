@@ -21,6 +21,7 @@ from autopar.capture import LossFn, capture, draws_of, whole_buffers
 from autopar.parity.alone import reference, whole_parameters
 from autopar.parity.eager import ModuleStep, module_step, same
 from autopar.parity.report import relative_error
+from autopar.precision import AS_IT_IS, Precision
 from autopar.program import Accumulation, Program
 
 IN_FLOAT32, IN_FLOAT64 = 1e-6, 1e-10
@@ -42,14 +43,15 @@ def compare_capture(
     accumulation: Accumulation | None,
     values: Mapping[str, Tensor],
     seed: int = 0,
+    precision: Precision = AS_IT_IS,
 ) -> CaptureCheck:
-    """Capture `model` in its own dtypes, and compare one step with the module's.
+    """Capture `model` in the dtypes of its training, and compare one step with the module's.
 
     inputs    the tensors of `example_inputs`, by path
     values    parameters and buffers to start from, by name; others are the model's
     """
     program = capture(
-        model, example_inputs, precision="model", loss_fn=loss_fn, accumulation=accumulation
+        model, example_inputs, precision=precision, loss_fn=loss_fn, accumulation=accumulation
     )
     parameters = {
         name: values.get(name, value).detach().to("cpu", value.dtype).clone()
@@ -59,7 +61,9 @@ def compare_capture(
         name: values.get(name, value).detach().to("cpu", value.dtype)
         for name, value in whole_buffers(program, model).items()
     }
-    found_in = module_step(model, example_inputs, loss_fn, parameters, buffers, accumulation, seed)
+    found_in = module_step(
+        model, example_inputs, loss_fn, parameters, buffers, accumulation, seed, precision
+    )
     tolerance = tolerance_of(program)
     if reason := _unpaired(program, found_in):
         return CaptureCheck({}, tolerance, reason)
@@ -83,7 +87,7 @@ def compare_capture(
 
 def tolerance_of(program: Program) -> float:
     """The tolerance for a program in its own dtypes."""
-    values = [p.dtype for p in program.parameters.values()]
+    values = [program.value(program.node(name)).dtype for name in program.parameters]
     for node in program.graph.nodes:
         if node.name in program.has_grad:
             leaves = pytree.tree_leaves(program.value(node))

@@ -22,6 +22,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch import Tensor, nn
+from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
 
@@ -30,12 +31,14 @@ from autopar.capture import (
     PositionalRandom,
     WithLoss,
     buffer,
+    cast_at_door,
     loss_of,
     microbatch,
 )
 from autopar.errors import AutoparError, VerificationError
 from autopar.operators import step_seed
 from autopar.parity.alone import StepResult
+from autopar.precision import AS_IT_IS, Precision
 from autopar.program import Accumulation
 
 _TORCH, _AUTOPAR = (str(Path(path).parent) for path in (torch.__file__, Path(__file__).parent))
@@ -66,8 +69,11 @@ def module_step(
     buffers: Mapping[str, Tensor],
     accumulation: Accumulation | None,
     seed: int,
+    precision: Precision = AS_IT_IS,
 ) -> ModuleStep:
     """Run forward and backward of a copy of `model`, on cpu.
+
+    In mixed precision it runs on casts of its parameters (`torch.func.functional_call`).
 
     parameters, buffers   values by name; other buffers keep the model's
     seed                  of the step (`Stream.seed`)
@@ -78,7 +84,8 @@ def module_step(
         try:
             twin, loss_fn = _twin(model, loss_fn, parameters, buffers)
             before = {name: value.detach().clone() for name, value in twin.named_buffers()}
-            total, draws = _run(twin, example_inputs, loss_fn, accumulation, seed)
+            cast_at_door(twin, precision)
+            total, draws = _run(twin, example_inputs, loss_fn, accumulation, seed, precision)
         except AutoparError:
             raise
         except Exception as error:
@@ -112,6 +119,7 @@ def _run(
     loss_fn: LossFn | None,
     accumulation: Accumulation | None,
     seed: int,
+    precision: Precision,
 ) -> tuple[Tensor, list[PositionalRandom]]:
     """The loss, and the random numbers of each run; the gradients are in `twin`."""
     n = accumulation.n if accumulation else 1
@@ -119,23 +127,28 @@ def _run(
     for i in range(n):
         rows = microbatch(example_inputs, accumulation, i) if accumulation else example_inputs
         with PositionalRandom(step_seed(seed, i) if accumulation else seed) as draw:
-            loss = _loss(twin, rows, loss_fn) / n
+            loss = _loss(twin, rows, loss_fn, precision) / n
             loss.backward()
         draws.append(draw)
         losses.append(loss.detach())
     return torch.stack(losses).sum(), draws
 
 
-def _loss(twin: nn.Module, batch: Batch, loss_fn: LossFn | None) -> Tensor:
+def _loss(twin: nn.Module, batch: Batch, loss_fn: LossFn | None, precision: Precision) -> Tensor:
     tree = dict(batch) if isinstance(batch, Mapping) else tuple(batch)
     tree = pytree.tree_map_only(Tensor, lambda t: t.detach().cpu().clone(), tree)
     args, kwargs = ((), tree) if isinstance(tree, dict) else (tree, {})
+    target, prefix = twin, ""
     if loss_fn is not None:
-        target = WithLoss(twin, loss_fn)
+        target, prefix = WithLoss(twin, loss_fn), "model."
         target.training = twin.training
-        loss: Tensor | None = target(*args, **kwargs)[0]
-    else:
-        loss = loss_of(twin(*args, **kwargs))
+    used = {
+        prefix + name: parameter.to(precision.used(parameter.dtype))
+        for name, parameter in twin.named_parameters()
+        if precision.used(parameter.dtype) != parameter.dtype
+    }
+    outputs = functional_call(target, used, args, kwargs) if used else target(*args, **kwargs)
+    loss: Tensor | None = outputs[0] if loss_fn is not None else loss_of(outputs)
     if loss is None:
         raise VerificationError(f"{type(twin).__name__} itself returns no scalar loss")
     return loss

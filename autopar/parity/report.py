@@ -7,7 +7,7 @@ have a smaller scale if all gradients are small (`captured.py`).
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -24,6 +24,8 @@ class Report:
     capture_errors     of the captured program in the model's own dtypes, against the user's module
     capture_tolerance  for `capture_errors`
     not_compared       why capture was not compared; None if it was. Then `ok` is False.
+    lifted_errors      in mixed precision: of the same plan with every float as float64
+    lifted_tolerance   for `lifted_errors`
     """
 
     errors: Mapping[str, float]
@@ -32,6 +34,8 @@ class Report:
     capture_errors: Mapping[str, float]
     capture_tolerance: float
     not_compared: str | None
+    lifted_errors: Mapping[str, float] = field(default_factory=dict)
+    lifted_tolerance: float = 0.0
 
     @property
     def ok(self) -> bool:
@@ -40,7 +44,8 @@ class Report:
 
     @property
     def sharding_ok(self) -> bool:
-        return all(error <= self.tolerance for error in self.errors.values())
+        lifted = (error <= self.lifted_tolerance for error in self.lifted_errors.values())
+        return all(error <= self.tolerance for error in self.errors.values()) and all(lifted)
 
     @property
     def capture_ok(self) -> bool:
@@ -55,6 +60,8 @@ class Report:
     def text(self) -> str:
         """One line for each comparison, and one for each value that exceeds its tolerance."""
         lines = [*_lines("sharding", self.errors, self.tolerance)]
+        if self.lifted_errors:
+            lines += _lines("sharding in float64", self.lifted_errors, self.lifted_tolerance)
         if self.not_compared is not None:
             lines.append(f"capture: not compared: {self.not_compared}")
         else:

@@ -7,6 +7,7 @@ this process, which run the same generated program.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
@@ -18,15 +19,17 @@ from autopar.errors import AutoparError, BatchError, VerificationError
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.parity.alone import reference, whole_parameters
-from autopar.parity.captured import CaptureCheck, compare_capture
+from autopar.parity.captured import CaptureCheck, compare_capture, tolerance_of
 from autopar.parity.report import Report, relative_error
 from autopar.parity.sharded import thread_errors
 from autopar.passes.binding import capture_step
-from autopar.planning import plan_program
+from autopar.planning import Plan, on_program, plan_program
+from autopar.precision import Precision
 from autopar.program import Program, flatten_inputs
 
 # In float64 only a wrong program differs; in the model's own dtypes casts and sums round.
 TOLERANCE = {"fp64": 1e-10, "model": 1e-6}
+IN_FLOAT64 = TOLERANCE["fp64"]
 
 
 def verify(
@@ -38,27 +41,59 @@ def verify(
     own dtypes, with `model` itself: eager, in its mode, with its hooks, on a copy. So the report
     says which of sharding and capture is wrong.
 
-    Options are those of `plan`; with `precision="fp64"` the tolerance of sharding is 1e-10. The
-    inputs must be real tensors; a model on meta gets random weights. In a job, every rank must call
-    it, and every rank gets the report.
+    Options are those of `plan`; with `precision="fp64"` the tolerance of sharding is 1e-10. In
+    mixed precision sums round in every layout; so the same plan also runs with all casts lifted to
+    float64, which must agree to 1e-10, except in a job. The inputs must be real tensors; a model on
+    meta gets random weights. In a job, every rank must call it, and every rank gets the report.
 
     Raises `BatchError` for inputs on meta, and `VerificationError` if the model itself fails.
     """
     checked = Options.of(**options)
-    tolerance = TOLERANCE.get(checked.precision, TOLERANCE["model"])
     inputs = {k: v for k, v in flatten_inputs(example_inputs).items() if isinstance(v, Tensor)}
     _check_real(inputs)
     program = capture_step(model, example_inputs, checked)
+    is_mixed = checked.dtypes.casts
+    tolerance = TOLERANCE.get(checked.precision, TOLERANCE["model"])
+    if is_mixed:
+        tolerance = tolerance_of(program)
     if dist.is_initialized():
         return _verify_in_job(model, mesh, program, example_inputs, inputs, tolerance, options)
     plan = plan_program(program, Mesh.of(mesh), example_inputs, checked)
     parameters, buffers = whole_parameters(program, model), whole_buffers(program, model)
     check = compare_capture(
-        model, example_inputs, inputs, checked.loss_fn, program.accumulation, parameters | buffers
-    )
+        model, example_inputs, inputs, checked.loss_fn, program.accumulation, parameters | buffers,
+        precision=_unlifted(checked),
+    )  # fmt: skip
     wanted = reference(program, parameters, inputs, buffers, plan.data.microbatches)
     errors = thread_errors(plan, parameters, buffers, inputs, wanted)
-    return Report(errors, tolerance, plan, *check)
+    if not is_mixed:
+        return Report(errors, tolerance, plan, *check)
+    lifted = _lifted_errors(model, example_inputs, inputs, checked, plan, parameters, buffers)
+    return Report(errors, tolerance, plan, *check, lifted, IN_FLOAT64)
+
+
+def _unlifted(options: Options) -> Precision:
+    return replace(options.dtypes, is_lifted=False)
+
+
+def _lifted_errors(
+    model: nn.Module,
+    example_inputs: Mapping[str, Any] | Sequence[Any],
+    inputs: Mapping[str, Tensor],
+    options: Options,
+    plan: Plan,
+    parameters: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor],
+) -> dict[str, float]:
+    """The errors of the plan's placements on the same graph with every float as float64."""
+    precision = replace(options.dtypes, is_lifted=True)
+    program = capture_step(model, example_inputs, options, precision)
+    lifted = on_program(plan, program, example_inputs, options)
+    wide = {n: p.detach().double().requires_grad_(p.requires_grad) for n, p in parameters.items()}
+    held = {n: b.double() if b.is_floating_point() else b for n, b in buffers.items()}
+    given = {n: t.double() if t.is_floating_point() else t for n, t in inputs.items()}
+    wanted = reference(program, wide, given, held, plan.data.microbatches)
+    return thread_errors(lifted, wide, held, given, wanted)
 
 
 def _check_real(inputs: Mapping[str, Tensor]) -> None:
@@ -93,7 +128,7 @@ def _verify_in_job(
         try:
             check: CaptureCheck | str = compare_capture(
                 model, example_inputs, inputs, options.get("loss_fn"), program.accumulation,
-                before | buffers, seed,
+                before | buffers, seed, _unlifted(Options.of(**options)),
             )  # fmt: skip
         except AutoparError as error:
             check = str(error)

@@ -5,11 +5,12 @@ May import `passes`, `report`, `verifier`, `codegen`, `capture`, `cost`, `runtim
 below them. Hands on `Plan`, `planned` and `Bound`.
 """
 
-from autopar.planning.plan import Bound, Plan, plan_program, planned, settled_heap
+from autopar.planning.plan import Bound, Plan, on_program, plan_program, planned, settled_heap
 
 __all__ = [
     "Bound",
     "Plan",
+    "on_program",
     "plan_program",
     "planned",
     "settled_heap",

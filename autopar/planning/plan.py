@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any
@@ -343,6 +343,17 @@ def plan_program(
     """Plan a program that is already captured."""
     source = Source(nn.Module(), example_inputs)  # captured: nothing reads the model again
     return planned(Compilation(PASSES, source, Target(mesh, options), program))
+
+
+def on_program(
+    plan: Plan, program: Program, example_inputs: ExampleInputs, options: Options
+) -> Plan:
+    """The placements of a bound plan on another capture of its model, such as a lifted one."""
+    assert plan.bound is not None, "a plan that was just made is bound"
+    data = replace(plan.data, graph_hash=program.hash())
+    target = Target(plan.bound.mesh, options)
+    source = Source(nn.Module(), example_inputs)
+    return Plan(data, Bound(Compilation(PASSES, source, target, program, data)))
 
 
 def planned(compilation: Compilation) -> Plan:

@@ -19,13 +19,17 @@ from autopar.options import Options
 from autopar.passes.analysis import accept_missing, batch_of
 from autopar.passes.binding.inputs import ExampleInputs, planned_row_dims
 from autopar.plans import PlanData
+from autopar.precision import Precision
 from autopar.program import Accumulation, Program
 
 LossFn = Callable[..., Tensor]
 
 
-def capture_step(model: nn.Module, example_inputs: ExampleInputs, options: Options) -> Program:
-    """The program of a training step, before there is a plan.
+def capture_step(
+    model: nn.Module, example_inputs: ExampleInputs, options: Options,
+    precision: Precision | None = None,
+) -> Program:  # fmt: skip
+    """The program of a training step, before there is a plan; `precision` overrules the options.
 
     Warns if the microbatches asked for are gradient accumulation, because then their number changes
     the loss.
@@ -33,7 +37,7 @@ def capture_step(model: nn.Module, example_inputs: ExampleInputs, options: Optio
 
     def captured(accumulation: Accumulation | None = None) -> Program:
         return capture(
-            model, example_inputs, precision=options.dtypes, loss_fn=options.loss_fn,
+            model, example_inputs, precision=precision or options.dtypes, loss_fn=options.loss_fn,
             accumulation=accumulation,
         )  # fmt: skip
 

@@ -56,7 +56,7 @@ def mean_of(
     dtype: torch.dtype | None = None,
 ) -> fx.Node:
     """`sum / count`; half precision is summed in float32, as in torch's mean."""
-    wanted = b.dtype(dtype) if dtype is not None else x.meta["val"].dtype
+    wanted = dtype if dtype is not None else x.meta["val"].dtype
     working = working_dtype(wanted)
     if x.meta["val"].dtype != working:
         x = b.op(aten.to.dtype, x, working)

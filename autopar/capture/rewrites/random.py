@@ -133,7 +133,7 @@ def bernoulli(b: Builder, call: TracedCall) -> fx.Node | None:
     """Draws with a tensor of probabilities, or with one number `p` in the shape of a tensor."""
     bound = call.bind()
     p = bound.get("p", call.args[0])
-    return _kept(b, call.shape, 0.5 if p is None else p, _dtype(b, call))
+    return _kept(b, call.shape, 0.5 if p is None else p, call.dtype)
 
 
 def rrelu(b: Builder, call: TracedCall) -> fx.Node | None:
@@ -149,25 +149,25 @@ def rrelu(b: Builder, call: TracedCall) -> fx.Node | None:
 
 
 def rand(b: Builder, call: TracedCall) -> fx.Node | None:
-    return uniform(b, call.shape, _dtype(b, call))
+    return uniform(b, call.shape, call.dtype)
 
 
 def between(b: Builder, call: TracedCall) -> fx.Node | None:
     """`uniform_(a, b)`."""
     bound = call.bind()
-    drawn = uniform(b, call.shape, _dtype(b, call))
+    drawn = uniform(b, call.shape, call.dtype)
     return _linear(b, drawn, float(bound["to"] - bound["from"]), float(bound["from"]))
 
 
 def gaussian(b: Builder, call: TracedCall) -> fx.Node | None:
     """`randn`, `normal_(mean, std)`, and `torch.normal` of tensors."""
-    bound, dtype = call.bind(), _dtype(b, call)
+    bound, dtype = call.bind(), call.dtype
     drawn = cast(b, _normal(b, call.shape, _wide(dtype)), dtype)
     return _linear(b, drawn, bound.get("std", 1.0), bound.get("mean", 0.0))
 
 
 def exponential(b: Builder, call: TracedCall) -> fx.Node | None:
-    bound, dtype = call.bind(), _dtype(b, call)
+    bound, dtype = call.bind(), call.dtype
     log = _logarithm(b, call.shape, _wide(dtype))
     return cast(b, b.op(aten.mul.Tensor, log, -1 / bound["lambd"]), dtype)
 
@@ -178,17 +178,12 @@ def randint(b: Builder, call: TracedCall) -> fx.Node | None:
     if isinstance(high, fx.Node):
         return None
     scaled = b.op(aten.mul.Tensor, uniform(b, call.shape, torch.float64), high - low)
-    whole = cast(b, b.op(aten.floor.default, scaled), _dtype(b, call))
+    whole = cast(b, b.op(aten.floor.default, scaled), call.dtype)
     return whole if low == 0 else b.op(aten.add.Tensor, whole, low)
 
 
 def randperm(b: Builder, call: TracedCall) -> fx.Node | None:
     return b.op(aten.argsort.default, uniform(b, call.shape, torch.float64))
-
-
-def _dtype(b: Builder, call: TracedCall) -> torch.dtype:
-    """The dtype of the traced result, as it is in this program."""
-    return b.dtype(call.origin.meta["val"].dtype)
 
 
 RANDOM_REWRITES: dict[Any, Rewrite] = {

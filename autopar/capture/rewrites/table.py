@@ -52,8 +52,7 @@ def cast(b: Builder, call: TracedCall) -> fx.Node | None:
         wanted = bound["dtype"]
     else:  # to.other, type_as
         wanted = bound["other"].meta["val"].dtype
-    wanted = source.meta["val"].dtype if wanted is None else b.dtype(wanted)
-    if wanted == source.meta["val"].dtype:
+    if wanted is None or wanted == source.meta["val"].dtype:
         return source
     return b.op(aten.to.dtype, source, wanted)
 

@@ -9,7 +9,7 @@ Hands on `export_model` for `capture/pipeline.py`, and what later steps ask of a
 
 from autopar.capture.trace.checkpointed import REGION, checkpointed_regions, note_regions
 from autopar.capture.trace.export import LossFn, WithLoss, accepted, export_model
-from autopar.capture.trace.isolate import fake_like, fake_mode
+from autopar.capture.trace.isolate import cast_at_door, fake_like, fake_mode
 from autopar.capture.trace.regions import GRAD_ENABLED, inline_regions, substitute
 
 __all__ = [
@@ -18,6 +18,7 @@ __all__ = [
     "LossFn",
     "WithLoss",
     "accepted",
+    "cast_at_door",
     "checkpointed_regions",
     "export_model",
     "fake_like",

@@ -78,10 +78,15 @@ def fake_copy(
         _make_traceable(module)
         if modes is not None:
             module.training = modes[path]
+    cast_at_door(twin, precision)
+    return twin if training else twin.eval()
+
+
+def cast_at_door(module: nn.Module, precision: Precision) -> None:
+    """From now on, floating inputs of the module are cast as `precision` says."""
     if precision.door_dtype is not None:
         cast = partial(_cast_inputs, precision.door_dtype)
-        twin.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
-    return twin if training else twin.eval()
+        module.register_forward_pre_hook(cast, prepend=True, with_kwargs=True)
 
 
 def _cast_inputs(
