@@ -18,6 +18,7 @@ from dataclasses import dataclass
 import torch
 
 _USED = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
+WORDS = ("model", *_USED, "fp64")
 
 
 @dataclass(frozen=True)

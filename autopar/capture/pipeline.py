@@ -42,8 +42,8 @@ from autopar.capture.trace import (
     inline_regions,
     note_regions,
 )
-from autopar.errors import CaptureError, NotSupportedError
-from autopar.precision import Precision
+from autopar.errors import CaptureError, NotSupportedError, OptionError
+from autopar.precision import WORDS, Precision
 from autopar.program import (
     Accumulation,
     BufferInfo,
@@ -99,6 +99,8 @@ def capture(
     never run), `OptionError`.
     """
     if isinstance(precision, str):
+        if precision not in WORDS:
+            raise OptionError(f"precision={precision!r} cannot be captured; it is one of {WORDS}")
         precision = Precision.of(precision)
     rows = first_rows(example_inputs, accumulation) if accumulation else example_inputs
     findings = Findings()
