@@ -109,7 +109,7 @@ def save(
     meet("autopar.save(...)")
     state.save_checkpoint(
         place, module.own_parameters, optimizer, path, step, extra, module.persistent_buffers,
-        module.stream,
+        module.stream, module.loss_scale,
     )  # fmt: skip
 
 
@@ -123,8 +123,9 @@ def load(
     place = module._placed
     meet("autopar.load(...)")
     return state.load_checkpoint(
-        place, module.own_parameters, optimizer, path, module.persistent_buffers, module.stream
-    )
+        place, module.own_parameters, optimizer, path, module.persistent_buffers, module.stream,
+        module.loss_scale,
+    )  # fmt: skip
 
 
 def compare(*plans: Plan) -> Comparison:

@@ -426,7 +426,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "stages": _stages,
     "mesh_shape": _words("mesh_shape", "auto as-given"),
     "optimizer": _words("optimizer", "adamw sgd adam", "adafactor"),
-    "precision": _words("precision", "model bf16-mixed fp64", "bf16-autocast fp16-mixed"),
+    "precision": _words("precision", "model bf16-mixed fp16-mixed fp64", "bf16-autocast"),
     "reduce_dtype": _reduce_dtype,
     "master_weights": _master_weights,
     "memory_limit": _memory_limit,

@@ -31,7 +31,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.errors import NotSupportedError, OptionError
 from autopar.module.parameters import shard_of
-from autopar.runtime.state import StateError
+from autopar.runtime.state import LossScaler, StateError
 from autopar.runtime.tensors import Sharded, local_of
 
 # Class name -> why its update is not elementwise.
@@ -54,6 +54,8 @@ _ELEMENTWISE = frozenset(
 # Parameters of users' models that a parallel module trains copies of -> a name of each.
 _copied: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _trained: WeakIdKeyDictionary = WeakIdKeyDictionary()  # those of them that an optimizer changes
+# Parameters of modules in float16 -> what scales their gradients.
+_scalers: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _checked: WeakSet[Optimizer] = WeakSet()
 _loading: WeakSet[Optimizer] = WeakSet()  # those that call `_after_load`
 _is_watching = False
@@ -71,6 +73,12 @@ def watch_optimizers(model: nn.Module) -> None:
         _is_watching = True
 
 
+def watch_scaler(parameters: Iterable[Tensor], scaler: LossScaler) -> None:
+    """Let `scaler` decide before each step of an optimizer of these parameters."""
+    for parameter in parameters:
+        _scalers[parameter] = scaler
+
+
 def has_trained(parameter: Tensor) -> bool:
     """Has an optimizer changed this parameter of a user's model since a module copied it?"""
     return parameter in _trained
@@ -80,6 +88,10 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """Check the optimizer, until it has stepped; returns new arguments of the step, if any."""
     if optimizer not in _checked:
         _check(optimizer)
+    parameters = (p for group in optimizer.param_groups for p in group["params"])
+    found = {id(s): s for p in parameters if (s := _scalers.get(p)) is not None}
+    for scaler in found.values():
+        scaler.decide()
     if type(optimizer) in _ELEMENTWISE and args[0] is optimizer:
         has_closure = len(args) > 1 or kwargs.get("closure") is not None
         groups = optimizer.param_groups

@@ -31,7 +31,7 @@ from autopar.module.habits import PlannedModule, StepLoss, keep_from_dynamo
 from autopar.module.job import from_rank_0, join_process_group, own_rank
 from autopar.module.layers import Modes, Shown
 from autopar.module.local_rows import LocalRows
-from autopar.module.optimizers import watch_optimizers
+from autopar.module.optimizers import watch_optimizers, watch_scaler
 from autopar.module.originals import ConstantBuffers, Originals
 from autopar.module.parameters import StepGradients, gathered_names, make_parameters, shards
 from autopar.module.programs import Programs
@@ -60,6 +60,8 @@ from autopar.program import Audit, Pipeline, Program, flatten_inputs
 from autopar.runtime import state
 from autopar.runtime.groups import meet
 from autopar.runtime.state import (
+    LossScale,
+    LossScaler,
     StageState,
     all_names,
     changed_buffers,
@@ -88,6 +90,7 @@ class ParallelModule(PlannedModule, Surface):
         self._live_buffers: frozenset[str] = frozenset()
         self._stored: dict[str, nn.Parameter] = {}
         self._held_buffers: dict[str, Tensor] = {}
+        self._scaler: LossScaler | None = None
         self._not_saved: set[str] = set()
         self.training = model.training
 
@@ -177,6 +180,7 @@ class ParallelModule(PlannedModule, Surface):
         gathered = gathered_names(self._options.optimizer_gather, names)
         self._stored = make_parameters(place, held, gathered)
         watch_optimizers(model)
+        self._scale_losses(LossScale())
         self._live_buffers = frozenset(b.name for b in program.buffers.values())
         persistent = initial_buffers(model, torch.device("cpu"))
         self._held_buffers = constant_buffers(persistent, place.changed_anywhere)
@@ -186,6 +190,13 @@ class ParallelModule(PlannedModule, Surface):
                 self._not_saved |= {*all_names(buffer)}
         self._layer_modes, self._originals = Modes(model), Originals(model)
         self._show_layers()
+
+    def _scale_losses(self, scale: LossScale | None) -> None:
+        """With float16, scale losses from now on."""
+        if self._options.precision == "fp16-mixed" and scale is not None:
+            everyone = state.everyone(self._place)
+            self._scaler = LossScaler(everyone, self._device, self.zero_grad, scale)
+            watch_scaler(self._stored.values(), self._scaler)
 
     def _show_layers(self) -> None:
         """Show the model's layers (`layers.py`), with this rank's parameters and buffers."""
@@ -274,8 +285,14 @@ class ParallelModule(PlannedModule, Surface):
         inputs = self._inputs(built.program, given, local)
         gradients = StepGradients(self._stored, self.plan.data.accumulates)
         seed = self.stream.seed
-        loss = built.executor.step(gradients.before(), inputs, local, on_outputs, seed, weight)
+        leaves, scaler = gradients.before(), self._scaler
+        if scaler is not None:
+            scaler.before(leaves)
+            weight *= scaler.scale.value
+        loss = built.executor.step(leaves, inputs, local, on_outputs, seed, weight)
         self.stream.n_steps += 1
+        if scaler is not None:
+            scaler.after(leaves)
         gradients.after()
         return loss.as_subclass(StepLoss)
 
@@ -400,8 +417,23 @@ class ParallelModule(PlannedModule, Surface):
         yield from super().named_buffers(prefix, recurse, remove_duplicate)
 
     def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip gradients to norm `max_norm` over all shards; returns the norm before."""
-        return state.clip_grad_norm_(self._placed, self.shards, max_norm, norm_type)
+        """Clip gradients to norm `max_norm` over all shards; returns the norm before.
+
+        With `precision="fp16-mixed"`, a norm that is not finite skips the step (`loss_scale`).
+        """
+        norm = state.clip_grad_norm_(self._placed, self.shards, max_norm, norm_type)
+        if self._scaler is not None:
+            self._scaler.decide(norm)
+        return norm
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The scale of float16 gradients, and how many steps it skipped; None otherwise.
+
+        `pm.step` scales and unscales; an optimizer step after an overflow on any rank changes
+        nothing, on all ranks. Checkpoints keep it.
+        """
+        return None if self._scaler is None else self._scaler.scale
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Whole tensors on rank 0's CPU, under the model's own names; {} on other ranks.
@@ -476,6 +508,7 @@ class ParallelModule(PlannedModule, Surface):
                 twin.__dict__[name] = copy.copy(value) if is_container else value
         for name in ("_stored", "_held_buffers", "stream"):
             twin.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
+        twin._scale_losses(copy.copy(self.loss_scale))
         twin.__dict__["_programs"] = self._programs.for_buffers(twin._held_buffers)
         twin._show_layers()
         for name, layer in self._layers.items():

@@ -294,7 +294,7 @@ def _global_norm(place: StageState, locals_: Mapping[str, Tensor], order: float)
     for parameter in place.owners:  # so that all stages return one dtype
         if parameter.requires_grad:
             result = torch.promote_types(result, parameter.stored.dtype)
-    group = _everyone(place)
+    group = everyone(place)
     if not math.isinf(order):
         return (group.all_reduce(total) if group else total).pow(1.0 / order).to(result)
     if group:
@@ -305,7 +305,7 @@ def _global_norm(place: StageState, locals_: Mapping[str, Tensor], order: float)
     return total.to(result)
 
 
-def _everyone(place: StageState) -> Group | None:
+def everyone(place: StageState) -> Group | None:
     """The group of all ranks of all stages; None for a single rank."""
     if place.pipeline.n_stages > 1:
         assert place.world is not None, "stages without a group of all ranks"

@@ -38,6 +38,7 @@ from autopar.errors import OptionError
 from autopar.operators import Stream
 from autopar.program import StoredParameter
 from autopar.runtime.state import dcp
+from autopar.runtime.state.loss_scale import LossScale
 from autopar.runtime.state.names import (
     StateError,
     all_names,
@@ -71,6 +72,7 @@ def save_checkpoint(
     extra: Mapping[str, Any] | None,
     buffers: Mapping[str, Tensor] | None = None,
     stream: Stream | None = None,
+    scale: LossScale | None = None,
 ) -> None:
     """Write a checkpoint folder, replacing the checkpoint that is there; all ranks call it.
 
@@ -90,6 +92,7 @@ def save_checkpoint(
     with together():
         record = _record(step, extra)
         record["random"] = None if stream is None else asdict(stream)
+        record["loss_scale"] = None if scale is None else asdict(scale)
         _refuse_other_folder(folder)
         values |= _model_values(place, locals_) | dict(buffers or {})
         if optimizer is not None:
@@ -116,8 +119,9 @@ def load_checkpoint(
     path: str | os.PathLike[str],
     buffers: Mapping[str, Tensor] | None = None,
     stream: Stream | None = None,
+    scale: LossScale | None = None,
 ) -> tuple[int, dict[str, Any]]:
-    """Load a checkpoint into shards, stream and optimizer, in place; returns (step, extra).
+    """Load a checkpoint into shards, stream, scale and optimizer, in place; returns (step, extra).
 
     Stages, mesh, plan and the number of ranks may differ from those of the save. Without an
     optimizer, the checkpoint's optimizer state is ignored.
@@ -153,6 +157,9 @@ def load_checkpoint(
         optimizer.load_state_dict(state.record)
     if stream is not None and record.get("random") is not None:
         stream.base, stream.n_steps = (int(record["random"][k]) for k in ("base", "n_steps"))
+    if scale is not None and record.get("loss_scale") is not None:
+        for name, value in record["loss_scale"].items():
+            setattr(scale, name, type(getattr(scale, name))(value))
     return int(record["step"]), dict(record["extra"])
 
 
