@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -28,12 +28,13 @@ from autopar.module.batches import Agreement, Given
 from autopar.module.compiled_step import Built, Kind, Links
 from autopar.module.fingerprints import fingerprints
 from autopar.module.habits import PlannedModule, StepLoss, keep_from_dynamo
+from autopar.module.held_state import HeldState
 from autopar.module.job import from_rank_0, join_process_group, own_rank
 from autopar.module.layers import Modes, Shown
 from autopar.module.local_rows import LocalRows
-from autopar.module.optimizers import watch_optimizers, watch_scaler
+from autopar.module.optimizers import watch_optimizers
 from autopar.module.originals import ConstantBuffers, Originals
-from autopar.module.parameters import StepGradients, gathered_names, make_parameters, shards
+from autopar.module.parameters import StepGradients, gathered_names, make_parameters
 from autopar.module.programs import Programs
 from autopar.module.signatures import (
     check_planning_mode,
@@ -57,8 +58,6 @@ from autopar.passes.pipeline import PASSES
 from autopar.planning import Bound, Plan, settled_heap
 from autopar.plans import PlanData
 from autopar.program import Audit, Pipeline, Program, flatten_inputs
-from autopar.runtime import state
-from autopar.runtime.groups import meet
 from autopar.runtime.state import (
     LossScale,
     LossScaler,
@@ -68,14 +67,12 @@ from autopar.runtime.state import (
     constant_buffers,
     initial_buffers,
     initial_shards,
-    stage_device_mesh,
-    state_dict,
 )
 
 _NUMBERS = itertools.count()  # of the modules that this process made
 
 
-class ParallelModule(PlannedModule, Surface):
+class ParallelModule(PlannedModule, HeldState, Surface):
     """A model sharded by a plan. Make it with `autopar.parallelize`."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, options: Options, weights: str) -> None:
@@ -99,16 +96,6 @@ class ParallelModule(PlannedModule, Surface):
         """The generated file of this rank's stage of the planned program."""
         _ = self.plan
         return self._programs.variants.first.code_path
-
-    @property
-    def plan(self) -> Plan:
-        """The plan; raises `NotPlannedError` before there is one."""
-        if self._plan is None:
-            raise NotPlannedError(
-                "there is no plan yet: no example_inputs and no plan were given",
-                hint="call pm.prepare(**batch), or pm.step(**batch) once",
-            )
-        return self._plan
 
     def captured(self) -> Audit:
         """What capture made of the model, for training: frozen, kept, replaced, refused."""
@@ -190,13 +177,6 @@ class ParallelModule(PlannedModule, Surface):
                 self._not_saved |= {*all_names(buffer)}
         self._layer_modes, self._originals = Modes(model), Originals(model)
         self._show_layers()
-
-    def _scale_losses(self, scale: LossScale | None) -> None:
-        """With float16, scale losses from now on."""
-        if self._options.precision == "fp16-mixed" and scale is not None:
-            everyone = state.everyone(self._place)
-            self._scaler = LossScaler(everyone, self._device, self.zero_grad, scale)
-            watch_scaler(self._stored.values(), self._scaler)
 
     def _show_layers(self) -> None:
         """Show the model's layers (`layers.py`), with this rank's parameters and buffers."""
@@ -380,122 +360,6 @@ class ParallelModule(PlannedModule, Surface):
             self._bound.analysis.program, self._place, planned_row_dims(self.plan.data)
         )
 
-    @property
-    def shards(self) -> dict[str, Tensor]:
-        """Parameter name -> this rank's shard, a plain tensor with the shard of the gradient."""
-        return shards(self._stored)
-
-    @property
-    def own_parameters(self) -> dict[str, nn.Parameter]:
-        """Parameter name -> parameter, of this rank's stage."""
-        return dict(self._stored)
-
-    @property
-    def persistent_buffers(self) -> dict[str, Tensor]:
-        """Name -> buffer, of the buffers on this rank that state dicts have."""
-        return {n: b for n, b in self._held_buffers.items() if n not in self._not_saved}
-
-    def named_parameters(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, nn.Parameter]]:
-        """The parameters of this rank's stage, under the user's names (`runtime/tensors`).
-
-        Each has the shape of the whole tensor; this rank keeps a shard of it. Raises
-        `NotPlannedError` before a plan.
-        """
-        _ = self.plan
-        yield from super().named_parameters(prefix, recurse, remove_duplicate)
-
-    def named_buffers(
-        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
-    ) -> Iterator[tuple[str, Tensor]]:
-        """The model's buffers on this rank: persistent constants, and what its stage changes.
-
-        Raises `NotPlannedError` before a plan.
-        """
-        _ = self.plan
-        yield from super().named_buffers(prefix, recurse, remove_duplicate)
-
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
-        """Clip gradients to norm `max_norm` over all shards; returns the norm before.
-
-        With `precision="fp16-mixed"`, a norm that is not finite skips the step (`loss_scale`).
-        """
-        norm = state.clip_grad_norm_(self._placed, self.shards, max_norm, norm_type)
-        if self._scaler is not None:
-            self._scaler.decide(norm)
-        return norm
-
-    @property
-    def loss_scale(self) -> LossScale | None:
-        """The scale of float16 gradients, and how many steps it skipped; None otherwise.
-
-        `pm.step` scales and unscales; an optimizer step after an overflow on any rank changes
-        nothing, on all ranks. Checkpoints keep it.
-        """
-        return None if self._scaler is None else self._scaler.scale
-
-    def full_state_dict(self) -> dict[str, Tensor]:
-        """Whole tensors on rank 0's CPU, under the model's own names; {} on other ranks.
-
-        Every rank must call it; raises `AbsentRanksError`, which names those that do not.
-        """
-        place = self._placed
-        meet("pm.full_state_dict()")
-        self._originals.seen()
-        return state.full_state_dict(place, self.shards, self.persistent_buffers)
-
-    def full_gradients(self) -> dict[str, Tensor]:
-        """Whole gradients on rank 0's CPU, by parameter name; {} on other ranks.
-
-        A parameter that does not affect the loss has a gradient of zeros. Every rank must call it;
-        raises `AbsentRanksError`, which names those that do not.
-        """
-        place = self._placed
-        meet("pm.full_gradients()")
-        return state.full_gradients(place, self.shards)
-
-    def state_dict(  # type: ignore[override]
-        self, destination: Any = None, prefix: str = "", keep_vars: bool = False
-    ) -> dict[str, Any]:
-        """`DTensor`s of this rank's stage, under the model's own names after `prefix`.
-
-        Every rank must call it. Raises `NotSupportedError` for `keep_vars`.
-        """
-        if keep_vars:
-            raise NotSupportedError(
-                "state_dict(keep_vars=True): the values are DTensors, and parameters are not",
-                hint="dict(pm.named_parameters())",
-            )
-        place = self._placed
-        if self._dtensor_mesh is None:
-            self._dtensor_mesh = stage_device_mesh(place.pipeline, place.rank, self._device.type)
-        held = state_dict(place, self.shards, self._dtensor_mesh, self.persistent_buffers)
-        out = {} if destination is None else destination
-        out.update({prefix + name: value for name, value in held.items()})
-        return out
-
-    def load_state_dict(
-        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
-    ) -> Any:
-        """Load values from whole tensors or `DTensor`s, under the model's own names.
-
-        Every rank must call it; raises `AbsentRanksError`, which names those that do not,
-        `StateError` for names and shapes that do not fit, and for the shards of one rank given to
-        all, and `NotSupportedError` for `assign`.
-        """
-        if assign:
-            raise NotSupportedError(
-                "load_state_dict(assign=True): programs and optimizers hold this rank's shards",
-                hint="leave assign out; the values are copied",
-            )
-        place = self._placed
-        meet("pm.load_state_dict(...)")
-        self._originals.seen()
-        return state.load_state_dict(
-            place, self.shards, state_dict, self.persistent_buffers, strict
-        )
-
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """A module with parameters, buffers and random numbers of its own, and the same plan."""
         _ = self.plan
@@ -514,9 +378,3 @@ class ParallelModule(PlannedModule, Surface):
         for name, layer in self._layers.items():
             twin._layers[name].training = layer.training
         return twin
-
-    @property
-    def _placed(self) -> StageState:
-        """This rank's place in the pipeline; raises `NotPlannedError` before a plan."""
-        _ = self.plan
-        return self._place

@@ -120,7 +120,7 @@ class TestValues:
         [
             ("schedule", "interleaved"),
             ("schedule", "zero-bubble"),
-            ("precision", "fp16-mixed"),
+            ("precision", "bf16-autocast"),
             ("optimizer", "adafactor"),
         ],
     )

@@ -1,0 +1,189 @@
+"""What a rank holds of a parallel module: its shards, buffers and loss scale, and calls on them.
+
+Names are the user's own. State dicts and whole tensors need every rank.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from autopar.errors import NotPlannedError, NotSupportedError
+from autopar.module.optimizers import watch_scaler
+from autopar.module.originals import Originals
+from autopar.module.parameters import shards
+from autopar.options import Options
+from autopar.planning import Plan
+from autopar.runtime import state
+from autopar.runtime.groups import meet
+from autopar.runtime.state import (
+    LossScale,
+    LossScaler,
+    StageState,
+    stage_device_mesh,
+    state_dict,
+)
+
+
+class HeldState(nn.Module):
+    """Base of `ParallelModule`.
+
+    _stored        parameter name -> this rank's parameter (`runtime/tensors`)
+    _held_buffers  name -> buffer, also of those that are not saved (`_not_saved`)
+    _place         this rank's place in the pipeline, once there is a plan
+    _scaler        with float16
+    """
+
+    _plan: Plan | None
+    _options: Options
+    _device: torch.device
+    _place: StageState
+    _stored: dict[str, nn.Parameter]
+    _held_buffers: dict[str, Tensor]
+    _not_saved: set[str]
+    _originals: Originals
+    _scaler: LossScaler | None
+    _dtensor_mesh: DeviceMesh | None
+
+    @property
+    def plan(self) -> Plan:
+        """The plan; raises `NotPlannedError` before there is one."""
+        if self._plan is None:
+            raise NotPlannedError(
+                "there is no plan yet: no example_inputs and no plan were given",
+                hint="call pm.prepare(**batch), or pm.step(**batch) once",
+            )
+        return self._plan
+
+    @property
+    def shards(self) -> dict[str, Tensor]:
+        """Parameter name -> this rank's shard, a plain tensor with the shard of the gradient."""
+        return shards(self._stored)
+
+    @property
+    def own_parameters(self) -> dict[str, nn.Parameter]:
+        """Parameter name -> parameter, of this rank's stage."""
+        return dict(self._stored)
+
+    @property
+    def persistent_buffers(self) -> dict[str, Tensor]:
+        """Name -> buffer, of the buffers on this rank that state dicts have."""
+        return {n: b for n, b in self._held_buffers.items() if n not in self._not_saved}
+
+    def named_parameters(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, nn.Parameter]]:
+        """The parameters of this rank's stage, under the user's names (`runtime/tensors`).
+
+        Each has the shape of the whole tensor; this rank keeps a shard of it. Raises
+        `NotPlannedError` before a plan.
+        """
+        _ = self.plan
+        yield from super().named_parameters(prefix, recurse, remove_duplicate)
+
+    def named_buffers(
+        self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
+    ) -> Iterator[tuple[str, Tensor]]:
+        """The model's buffers on this rank: persistent constants, and what its stage changes.
+
+        Raises `NotPlannedError` before a plan.
+        """
+        _ = self.plan
+        yield from super().named_buffers(prefix, recurse, remove_duplicate)
+
+    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+        """Clip gradients to norm `max_norm` over all shards; returns the norm before.
+
+        With `precision="fp16-mixed"`, a norm that is not finite skips the step (`loss_scale`).
+        """
+        norm = state.clip_grad_norm_(self._placed, self.shards, max_norm, norm_type)
+        if self._scaler is not None:
+            self._scaler.decide(norm)
+        return norm
+
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """The scale of float16 gradients, and how many steps it skipped; None otherwise.
+
+        `pm.step` scales and unscales; an optimizer step after an overflow on any rank changes
+        nothing, on all ranks. Checkpoints keep it.
+        """
+        return None if self._scaler is None else self._scaler.scale
+
+    def full_state_dict(self) -> dict[str, Tensor]:
+        """Whole tensors on rank 0's CPU, under the model's own names; {} on other ranks.
+
+        Every rank must call it; raises `AbsentRanksError`, which names those that do not.
+        """
+        place = self._placed
+        meet("pm.full_state_dict()")
+        self._originals.seen()
+        return state.full_state_dict(place, self.shards, self.persistent_buffers)
+
+    def full_gradients(self) -> dict[str, Tensor]:
+        """Whole gradients on rank 0's CPU, by parameter name; {} on other ranks.
+
+        A parameter that does not affect the loss has a gradient of zeros. Every rank must call it;
+        raises `AbsentRanksError`, which names those that do not.
+        """
+        place = self._placed
+        meet("pm.full_gradients()")
+        return state.full_gradients(place, self.shards)
+
+    def state_dict(  # type: ignore[override]
+        self, destination: Any = None, prefix: str = "", keep_vars: bool = False
+    ) -> dict[str, Any]:
+        """`DTensor`s of this rank's stage, under the model's own names after `prefix`.
+
+        Every rank must call it. Raises `NotSupportedError` for `keep_vars`.
+        """
+        if keep_vars:
+            raise NotSupportedError(
+                "state_dict(keep_vars=True): the values are DTensors, and parameters are not",
+                hint="dict(pm.named_parameters())",
+            )
+        place = self._placed
+        if self._dtensor_mesh is None:
+            self._dtensor_mesh = stage_device_mesh(place.pipeline, place.rank, self._device.type)
+        held = state_dict(place, self.shards, self._dtensor_mesh, self.persistent_buffers)
+        out = {} if destination is None else destination
+        out.update({prefix + name: value for name, value in held.items()})
+        return out
+
+    def load_state_dict(
+        self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
+    ) -> Any:
+        """Load values from whole tensors or `DTensor`s, under the model's own names.
+
+        Every rank must call it; raises `AbsentRanksError`, which names those that do not,
+        `StateError` for names and shapes that do not fit, and for the shards of one rank given to
+        all, and `NotSupportedError` for `assign`.
+        """
+        if assign:
+            raise NotSupportedError(
+                "load_state_dict(assign=True): programs and optimizers hold this rank's shards",
+                hint="leave assign out; the values are copied",
+            )
+        place = self._placed
+        meet("pm.load_state_dict(...)")
+        self._originals.seen()
+        return state.load_state_dict(
+            place, self.shards, state_dict, self.persistent_buffers, strict
+        )
+
+    def _scale_losses(self, scale: LossScale | None) -> None:
+        """With float16, scale losses from now on."""
+        if self._options.precision == "fp16-mixed" and scale is not None:
+            everyone = state.everyone(self._place)
+            self._scaler = LossScaler(everyone, self._device, self.zero_grad, scale)
+            watch_scaler(self._stored.values(), self._scaler)
+
+    @property
+    def _placed(self) -> StageState:
+        """This rank's place in the pipeline; raises `NotPlannedError` before a plan."""
+        _ = self.plan
+        return self._place
