@@ -100,9 +100,13 @@ class HeldState(nn.Module):
 
         With `precision="fp16-mixed"`, a norm that is not finite skips the step (`loss_scale`).
         """
-        norm = state.clip_grad_norm_(self._placed, self.shards, max_norm, norm_type)
-        if self._scaler is not None:
-            self._scaler.decide(norm)
+        scaler = self._scaler
+        overflow = None if scaler is None else scaler.overflow()
+        norm = state.clip_grad_norm_(
+            self._placed, self.shards, max_norm, norm_type, overflow=overflow
+        )
+        if scaler is not None:
+            scaler.decide(norm)
         return norm
 
     @property

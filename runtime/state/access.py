@@ -254,11 +254,13 @@ def clip_grad_norm_(
     max_norm: float,
     norm_type: float = 2.0,
     error_if_nonfinite: bool = False,
+    overflow: Tensor | None = None,
 ) -> Tensor:
     """Scale all gradients so that their global norm is at most `max_norm`; returns the norm before.
 
     Like `torch.nn.utils.clip_grad_norm_` in one process. The norm is 0-d and the same on every
-    rank; all ranks must call it.
+    rank; all ranks must call it. `overflow` is what this rank adds to it besides: 0, or inf for a
+    gradient of its own that is not finite, since the norm counts replicas on one rank only.
 
     Raises `OptionError` for a `norm_type` that is not positive, and, with `error_if_nonfinite`,
     `RuntimeError` for a norm that is not finite, as torch does.
@@ -266,7 +268,7 @@ def clip_grad_norm_(
     order = float(norm_type)
     if not order > 0:
         raise OptionError(f"norm_type must be positive or inf, not {norm_type}")
-    norm = _global_norm(place, locals_, order)
+    norm = _global_norm(place, locals_, order, overflow)
     if error_if_nonfinite and not bool(norm.isfinite()):
         raise RuntimeError(
             f"the total norm of order {order} of the gradients is {norm.item()}, which "
@@ -280,9 +282,13 @@ def clip_grad_norm_(
     return norm
 
 
-def _global_norm(place: StageState, locals_: Mapping[str, Tensor], order: float) -> Tensor:
+def _global_norm(
+    place: StageState, locals_: Mapping[str, Tensor], order: float, overflow: Tensor | None
+) -> Tensor:
     """The norm over all stages, summed in float64: powers of a large norm overflow float32."""
     total = torch.zeros((), dtype=torch.float64, device=place.device)
+    if overflow is not None:
+        total += overflow
     for parameter in place.parameters:
         gradient = locals_[parameter.name].grad
         if gradient is None or not gradient.numel() or not _counts_here(place, parameter):

@@ -3,7 +3,7 @@
     step      the loss is multiplied by the scale; after it, gradients are divided by the scale,
               and each rank notes whether one of its own is not finite     (`before`, `after`)
     decide    once an optimizer step, one all_reduce says whether any rank found one; or clipping
-              says so, whose norm is over all ranks anyway                  (`decide`)
+              says so, whose norm is over all ranks anyway     (`overflow`, `decide`)
     skipped   all gradients are dropped, so that the optimizer changes nothing; the scale is halved
     kept      after 2,000 of these in a row, the scale is doubled
 
@@ -66,6 +66,12 @@ class LossScaler:
             leaf = leaves[name]
             leaf.grad = earlier if leaf.grad is None else earlier.add_(leaf.grad)
         self._earlier = {}
+
+    def overflow(self) -> Tensor | None:
+        """inf, 0-d, if a gradient of this rank was not finite, else 0; None before a step."""
+        if self._found is None:
+            return None
+        return torch.where(self._found[0] > 0, torch.inf, 0.0)
 
     def decide(self, norm: Tensor | None = None) -> bool:
         """Before an optimizer step: are the gradients finite? If not, they are dropped.

@@ -214,7 +214,7 @@ def test_memory_follows_the_dtypes() -> None:
     model = nn.Sequential(nn.Linear(256, 256, bias=False), nn.Linear(256, 1, bias=False))
     n = sum(p.numel() for p in model.parameters())
 
-    def peak(**options: Any) -> int:
+    def peak(**options: Any) -> float:
         plan = autopar.plan(
             model, (1, 1), (torch.randn(1, 256),), loss_fn=lambda y, _: y.float().sum(),
             microbatches=1, optimizer="sgd", **options,
@@ -282,7 +282,7 @@ def test_a_plan_keeps_its_dtypes(tmp_path: Any) -> None:
         autopar.parallelize(linear(), (1, 1), plan=made, precision="model")
 
 
-def sequences(seed: int, n_rows: int = 16) -> dict[str, Tensor]:
+def sequences(seed: int, n_rows: int = 16) -> dict[str, Any]:
     """Each token is followed by one other, or by any in a fifth of the cases."""
     generator = torch.Generator().manual_seed(seed)
     follower = torch.randperm(VOCABULARY, generator=torch.Generator().manual_seed(0))

@@ -1,0 +1,224 @@
+"""Dynamic loss scaling: the steps of `GradScaler`; one overflow anywhere skips everywhere."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import autopar
+from autopar import Manual, ParallelModule
+from autopar.runtime.groups import Group
+from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.state.loss_scale import FIRST, INTERVAL, LossScale, LossScaler
+from tests.helpers.jobs import CASES, machine
+
+Pool = Callable[[int], WorkerPool]
+LAYOUTS = {"tp": Manual(tp=2), "zero-3": Manual(dp=2, zero=3), "stages": Manual(pp=2)}
+
+
+class Steep(nn.Module):
+    """Its gradients are about 1 where those of its float16 activations pass 65504 / scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.relu(self.up(x))).float().square().mean()
+
+
+def of_steep(seed: int) -> Tensor:
+    return 4 * torch.randn(4, 8, generator=torch.Generator().manual_seed(seed))
+
+
+def test_steps_are_those_of_grad_scaler() -> None:
+    """The first scales overflow; every weight and scale after is that of torch's `GradScaler`."""
+    pm = autopar.parallelize(
+        Steep(), (1, 1), {"x": of_steep(0)}, precision="fp16-mixed", microbatches=1
+    )
+    alone, scaler = Steep(), torch.amp.GradScaler("cpu")
+    mine = torch.optim.AdamW(pm.parameters(), lr=1e-2)
+    theirs = torch.optim.AdamW(alone.parameters(), lr=1e-2)
+    n_skipped = 0
+    for seed in range(12):
+        loss = pm.step(x=of_steep(seed))
+        used = {name: p.half() for name, p in alone.named_parameters()}
+        expected = functional_call(alone, used, (of_steep(seed).half(),))
+        scaler.scale(expected).backward()
+        mine.step()
+        before = scaler.get_scale()
+        scaler.step(theirs)
+        scaler.update()
+        n_skipped += scaler.get_scale() < before
+        assert torch.equal(loss, expected)
+        assert pm.loss_scale is not None
+        assert (pm.loss_scale.value, pm.loss_scale.n_skipped) == (scaler.get_scale(), n_skipped)
+        mine.zero_grad()
+        theirs.zero_grad()
+    assert 0 < n_skipped < 12
+    for name, value in pm.full_state_dict().items():
+        assert torch.equal(value, alone.state_dict()[name]), name
+
+
+def module(layout: Manual) -> ParallelModule:
+    """A GPT-2 in float16, for the job's ranks."""
+    case = CASES["gpt2"]
+    return autopar.parallelize(
+        case.model(), machine((1, dist.get_world_size())), case.batch(0),
+        precision="fp16-mixed", manual=layout,
+    )  # fmt: skip
+
+
+def adamw(pm: ParallelModule) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(pm.parameters(), lr=1e-2)
+
+
+def scale_of(pm: ParallelModule) -> LossScale:
+    assert pm.loss_scale is not None
+    return pm.loss_scale
+
+
+def overflow(pm: ParallelModule, rank: int) -> None:
+    """In the next step, one element of a gradient is not finite, on this rank alone."""
+    scaler = pm._scaler
+    assert scaler is not None
+    after = scaler.after
+
+    def spoilt(leaves: Any) -> None:
+        if dist.get_rank() == rank:
+            leaf = [leaf for leaf in leaves.values() if leaf.grad is not None][-1]
+            leaf.grad.view(-1)[-1] = torch.inf
+        after(leaves)
+        scaler.after = after  # type: ignore[method-assign]
+
+    scaler.after = spoilt  # type: ignore[method-assign]
+
+
+def weights(pm: ParallelModule) -> dict[str, Tensor]:
+    return {name: shard.detach().clone() for name, shard in pm.shards.items()}
+
+
+def skipped(layout: Manual, rank: int, how: str) -> LossScale:
+    """Three steps; the second overflows on one rank, and changes nothing on any."""
+    pm, case = module(layout), CASES["gpt2"]
+    optimizer = adamw(pm)
+    for seed in range(3):
+        is_spoilt = seed == 1
+        before = weights(pm)
+        if is_spoilt:
+            overflow(pm, rank)
+        pm.step(**case.batch(seed), weight=0.5 if how == "accumulated" else 1.0)
+        if how == "accumulated":  # the second is finite
+            pm.step(**case.batch(seed + 10), weight=0.5)
+        if how == "clipped":
+            with no_search():
+                norm = pm.clip_grad_norm_(1.0)
+                optimizer.step()
+            assert bool(norm.isfinite()) != is_spoilt
+        else:
+            optimizer.step()
+        for name, shard in pm.shards.items():
+            assert torch.equal(shard, before[name]) == is_spoilt, name
+        optimizer.zero_grad()
+    steps = {int(s["step"]) for s in optimizer.state.values()}
+    assert steps == {2}
+    return scale_of(pm)
+
+
+@contextmanager
+def no_search() -> Iterator[None]:
+    """Clipping has found the overflow: no further collective looks for it."""
+    all_reduce = Group.all_reduce
+
+    def refused(group: Any, value: Tensor, op: Any = "sum") -> Tensor:
+        assert op != "max"
+        return all_reduce(group, value, op)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Group, "all_reduce", refused)
+        yield
+
+
+@pytest.mark.parametrize("how", ["plain", "clipped", "accumulated"])
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_an_overflow_on_one_rank_skips_on_all(
+    layout: str, rank: int, how: str, workers: Pool
+) -> None:
+    found = workers(2).run(skipped, LAYOUTS[layout], rank, how)
+    assert found == [LossScale(FIRST / 2, n_kept=1, n_skipped=1)] * 2
+
+
+def resumed(layout: Manual, path: str) -> None:
+    """A step that overflows, a checkpoint, two steps more: by this module, and by another."""
+    case, pm = CASES["gpt2"], module(layout)
+    optimizer = adamw(pm)
+    for seed in range(2):
+        if seed == 1:
+            overflow(pm, 0)
+        pm.step(**case.batch(seed))
+        optimizer.step()
+        optimizer.zero_grad()
+    autopar.save(pm, optimizer, path)
+    other = module(layout)
+    again = adamw(other)
+    autopar.load(other, again, path)
+    assert scale_of(other) == LossScale(FIRST / 2, n_kept=0, n_skipped=1)
+    for seed in range(2, 4):
+        for one, its in ((pm, optimizer), (other, again)):
+            if seed == 2:
+                overflow(one, 1)
+            one.step(**case.batch(seed))
+            its.step()
+            its.zero_grad()
+    assert scale_of(other) == scale_of(pm) == LossScale(FIRST / 4, n_kept=1, n_skipped=2)
+    for name, shard in weights(other).items():
+        assert torch.equal(shard, pm.shards[name]), name
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_resumes_bitwise(layout: str, workers: Pool, tmp_path: Path) -> None:
+    workers(2).run(resumed, LAYOUTS[layout], str(tmp_path / "checkpoint"))
+
+
+def test_the_scale_grows_after_many_steps() -> None:
+    scaler = LossScaler(None, torch.device("cpu"), lambda: None, LossScale(8.0, INTERVAL - 2))
+    leaf = torch.ones(3, requires_grad=True)
+    for _ in range(2):
+        scaler.before({"w": leaf})
+        (leaf.sum() * scaler.scale.value).backward()
+        scaler.after({"w": leaf})
+        assert leaf.grad is not None and (leaf.grad % 1 == 0).all()
+        assert scaler.decide() and scaler.decide()  # once a step
+    assert scaler.scale == LossScale(16.0, n_kept=0, n_skipped=0)
+    assert leaf.grad is not None
+    assert torch.equal(leaf.grad, torch.full((3,), 2.0))  # accumulated, unscaled
+
+
+def test_a_copy_has_a_scale_of_its_own() -> None:
+    pm = autopar.parallelize(
+        Steep(), (1, 1), {"x": of_steep(0)}, precision="fp16-mixed", microbatches=1
+    )
+    twin = copy.deepcopy(pm)
+    pm.step(x=of_steep(0))
+    adamw(pm).step()
+    assert scale_of(pm) != scale_of(twin) == LossScale()
+    twin.step(x=of_steep(0))
+    adamw(twin).step()
+    assert scale_of(pm) == scale_of(twin)
+
+
+@pytest.mark.parametrize("precision", ["model", "bf16-mixed"])
+def test_others_have_no_scale(precision: str) -> None:
+    pm = autopar.parallelize(Steep(), (1, 1), {"x": of_steep(0)}, precision=precision)
+    assert pm.loss_scale is None
