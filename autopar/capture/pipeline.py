@@ -4,6 +4,7 @@ export       one ATen graph of a fake copy            trace/
 functional   no mutation                              buffers.py, inplace.py, view_writes.py
 normalise    canonical operators                      normalise.py, rewrites/, builder.py
 lift         if asked for: everything in float64      lift.py
+masks        of attention, where a flag will do       masks.py
 cut          constants and prologue leave             dependence.py, constants.py, prologue.py
 freeze       ordered placeholders, no dead code       `_freeze`; what it holds: python_state/
 """
@@ -29,6 +30,7 @@ from autopar.capture.constants import ConstantStore, Leaf, buffer, literal
 from autopar.capture.dependence import Cut, Depends, cut, dependences, merge_equal
 from autopar.capture.findings import Findings
 from autopar.capture.lift import lift, wide
+from autopar.capture.masks import replace_masks
 from autopar.capture.names import operator_keys, source_line
 from autopar.capture.normalise import normalise
 from autopar.capture.outputs import Outputs, read_outputs
@@ -132,14 +134,12 @@ def capture(
     }
     if precision.is_lifted:
         outputs, updates = _lifted(builder, roles, outputs, updates, precision.casts)
-    program, store = _freeze(model, builder, roles, outputs, updates, training, prefix)
+    program, read = _freeze(model, builder, roles, outputs, updates, training, prefix)
     regions = checkpointed_regions(program.operators, program.has_grad) if training else ()
     note_regions(findings, regions, program.sources)
     if modes is None:
         modes = {path: module.training for path, module in model.named_modules()}
-    held = tuple(
-        roles.constant_buffers[leaf] for leaf in store.leaves if leaf in roles.constant_buffers
-    )
+    held = tuple(buffer for leaf, buffer in roles.constant_buffers.items() if leaf in read)
     frozen = freeze(model, loss_fn, reads, modes if training else {}, held, findings)
     return replace(
         program, accumulation=accumulation, checkpointed=regions, audit=findings.audit(),
@@ -315,7 +315,8 @@ def _freeze(
     updates: Mapping[fx.Node, fx.Node],
     training: bool,
     prefix: str,
-) -> tuple[Program, ConstantStore]:
+) -> tuple[Program, set[str]]:
+    """The program, and the names of the leaves whose values it holds."""
     seeds = [] if builder.random_seed is None else [builder.random_seed]
     depends = dependences(
         builder.graph,
@@ -324,6 +325,9 @@ def _freeze(
         | dict.fromkeys((*roles.leaves, *builder.constants), Depends.CONSTANT),
     )
     merge_equal(builder.graph, depends)
+    read_in_masks = replace_masks(
+        builder.graph, depends, {**roles.leaves, **builder.constants}, builder.findings
+    )
     divisors = find_divisors(builder.graph, builder.divisors, depends, set(roles.leaves))
     results = (*outputs.all, *(updates[n] for n in roles.buffers if n in updates))
     parts = cut(builder.graph, results, depends, divisors)
@@ -359,7 +363,8 @@ def _freeze(
         static_outputs=outputs.static,
         modules=frozenset(name for name, _ in model.named_modules(remove_duplicate=False) if name),
     )
-    return program, store
+    held = {*store.leaves, *(node.name for node in read_in_masks)}
+    return program, held
 
 
 def _assemble(

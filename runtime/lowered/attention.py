@@ -6,14 +6,18 @@ aligns the first row with the first key: row i sees keys [0, i]. So on rank r
     row i sees keys j ≤ r·s + i
 
 No row of rank r sees a key from (r+1)·s on. Those keys are cut off, which is exact and saves
-their share of the matmuls. Nothing is communicated. Each rank's gradient of the keys and values
-is its part of the sum over ranks, as a Replicate's gradient is, so autograd needs no help.
+their share of the matmuls. What is left is causal again, with the last row aligned with the last
+key: torch's `causal_lower_right`, for which GPUs have flash kernels. Nothing is communicated. Each
+rank's gradient of the keys and values is its part of the sum over ranks, as a Replicate's gradient
+is, so autograd needs no help.
 """
 
 from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.attention.bias import causal_lower_right
 
 from autopar.runtime.groups import Group
 
@@ -30,11 +34,11 @@ def causal_attention(
     n_seen = min(first_row + n_rows, n_keys)
     if n_seen < n_keys:
         key, value = key.narrow(-2, 0, n_seen), value.narrow(-2, 0, n_seen)
-    mask = None
-    if first_row:
+    mask: Tensor = causal_lower_right(n_rows, n_seen)
+    if n_seen < first_row + n_rows:  # fewer keys than rows: the last rows see all of them
         rows = torch.arange(first_row, first_row + n_rows, device=key.device)
         mask = rows.unsqueeze(1) >= torch.arange(n_seen, device=key.device)
-    out: Tensor = torch.ops.aten.scaled_dot_product_attention.default(
-        query_local, key, value, mask, is_causal=mask is None, scale=scale, enable_gqa=grouped
+    out: Tensor = F.scaled_dot_product_attention(
+        query_local, key, value, mask, scale=scale, enable_gqa=grouped
     )
     return out

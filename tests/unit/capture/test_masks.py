@@ -1,0 +1,266 @@
+"""Masks of attention that no input reaches: which become a flag, which stay, and why it matters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+import autopar
+from autopar import PlanError
+from autopar.capture import capture, masks
+from autopar.operators import ATTENTION_DROPOUT
+from tests.helpers.capture_harness import Module, check
+from tests.helpers.jobs import CASES
+from tests.helpers.whole_steps import WholeStep
+
+ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
+N, WIDTH = 5, 4
+LOWEST = torch.finfo(torch.float32).min
+
+
+def attending(make_mask: Callable[..., Any], **options: Any) -> nn.Module:
+    """Attention of x to itself, under `make_mask(self, x)`."""
+
+    def body(self: Any, x: Tensor, *rest: Tensor) -> Tensor:
+        h = self.linear(x).unsqueeze(1)
+        mask = make_mask(self, x, *rest)
+        return F.scaled_dot_product_attention(h, h, h, mask, **options).sin().sum()
+
+    return Module(body)
+
+
+def xs(n: int = N, rows: int = 2) -> Tensor:
+    return torch.randn(rows, n, WIDTH, dtype=torch.float64)
+
+
+def lower(x: Tensor) -> Tensor:
+    return torch.ones(x.shape[1], x.shape[1], dtype=torch.bool).tril()
+
+
+def by_position(self: nn.Module, x: Tensor) -> Tensor:
+    at = torch.arange(x.shape[1])
+    return at[:, None] >= at[None, :]
+
+
+def per_row(self: nn.Module, x: Tensor) -> Tensor:
+    """As `transformers` makes it: positions of every row of the batch."""
+    at = torch.arange(x.shape[1]).unsqueeze(0).expand(len(x), -1)
+    document = (at.diff(dim=1, prepend=at[:, :1] - 1) != 1).cumsum(-1)
+    is_same = document[:, None, :, None] == document[:, None, None, :]
+    return is_same & (at[:, None, None, :] <= at[:, None, :, None])
+
+
+def added(value: float) -> Callable[..., Tensor]:
+    def make(self: nn.Module, x: Tensor) -> Tensor:
+        zeros = torch.zeros(x.shape[1], x.shape[1], dtype=torch.float64)
+        return zeros.masked_fill(~lower(x), value)
+
+    return make
+
+
+CAUSAL: dict[str, Callable[..., Any]] = {
+    "tril": lambda self, x: lower(x),
+    "by position": by_position,
+    "per row": per_row,
+    "-inf": added(-torch.inf),
+    "the lowest number": added(LOWEST),
+    "the lowest float64": added(torch.finfo(torch.float64).min),
+    "where": lambda self, x: torch.where(by_position(self, x), 0.0, -torch.inf).double(),
+    "expanded": lambda self, x: lower(x).expand(len(x), 1, N, N),
+    "a buffer": lambda self, x: self.get_buffer("shape")[: x.shape[1], : x.shape[1]],
+}
+
+
+def flags(model: nn.Module, *batch: Tensor) -> list[tuple[Any, ...]]:
+    """(mask, is_causal) of each attention."""
+    program = check(model, batch)
+    found = []
+    for node in program.operators:
+        if node.target == ATTENTION:
+            found.append((*node.args[3:4], *node.args[5:6]))
+    return found
+
+
+def with_buffer(model: nn.Module) -> nn.Module:
+    model.register_buffer("shape", torch.ones(2 * N, 2 * N, dtype=torch.bool).tril())
+    return model
+
+
+@pytest.mark.parametrize("name", CAUSAL)
+@pytest.mark.parametrize("rows_at_once", [1, 2, 64])
+def test_causal(name: str, rows_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "_BLOCK_ELEMENTS", rows_at_once * N)
+    model = with_buffer(attending(CAUSAL[name]))
+    assert flags(model, xs()) == [(None, True)]
+
+
+FULL: dict[str, Callable[..., Any]] = {
+    "ones": lambda self, x: torch.ones(N, N, dtype=torch.bool),
+    "of keys": lambda self, x: torch.ones(len(x), 1, 1, N, dtype=torch.bool),
+    "zeros": lambda self, x: torch.zeros(N, N, dtype=torch.float64),
+}
+
+
+@pytest.mark.parametrize("name", FULL)
+def test_full(name: str) -> None:
+    assert flags(attending(FULL[name]), xs()) == [(None, False)]
+
+
+def window(self: nn.Module, x: Tensor) -> Tensor:
+    at = torch.arange(x.shape[1])
+    return by_position(self, x) & (at[:, None] - at[None, :] < N - 1)
+
+
+def last_shows_more(self: nn.Module, x: Tensor) -> Tensor:
+    at = torch.arange(x.shape[1])
+    return by_position(self, x) | (at[:, None] == N - 2)
+
+
+OTHERS: dict[str, Callable[..., Any]] = {
+    "a window that hides one element": window,
+    "one element more": last_shows_more,
+    "upper": lambda self, x: lower(x).T,
+    "strict": lambda self, x: lower(x) & ~torch.eye(N, dtype=torch.bool) | (torch.arange(N) == 0),
+    "a bias": lambda self, x: added(-torch.inf)(self, x) - 0.5 * lower(x),
+    "a finite number": added(-1e9),
+    "of one row of the batch": lambda self, x: torch.stack(
+        [lower(x), torch.ones(N, N, dtype=torch.bool)]
+    ).unsqueeze(1),
+}
+
+
+@pytest.mark.parametrize("name", OTHERS)
+@pytest.mark.parametrize("rows_at_once", [1, 64])
+def test_others_stay(name: str, rows_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "_BLOCK_ELEMENTS", rows_at_once * N)
+    ((mask, *is_causal),) = flags(attending(OTHERS[name]), xs())
+    assert mask is not None and not any(is_causal)
+
+
+def test_padding_of_an_input_stays() -> None:
+    def padded(self: nn.Module, x: Tensor, seen: Tensor) -> Tensor:
+        return lower(x) & seen[:, None, None, :]
+
+    seen = torch.ones(2, N, dtype=torch.bool)  # its values do not count
+    ((mask, *is_causal),) = flags(attending(padded), xs(), seen)
+    assert mask is not None and not any(is_causal)
+
+
+def test_more_keys_than_queries_stay() -> None:
+    """`is_causal` aligns the first row with the first key; this aligns the last ones."""
+
+    def body(self: Any, x: Tensor) -> Tensor:
+        h = self.linear(x)
+        mask = torch.ones(2, N, dtype=torch.bool).tril(N - 2)
+        return F.scaled_dot_product_attention(h[:, -2:], h, h, mask).sum()
+
+    ((mask, *is_causal),) = flags(Module(body), xs())
+    assert mask is not None and not any(is_causal)
+
+
+def test_dropout() -> None:
+    model = attending(by_position, dropout_p=0.5)
+    program = capture(model, (xs().float(),))
+    (node,) = (n for n in program.operators if n.target == ATTENTION_DROPOUT)
+    assert (node.args[3], node.args[8]) == (None, True)
+
+
+def test_a_buffer_that_was_read_is_watched() -> None:
+    """The mask is gone, but a write to its buffer still asks for another plan."""
+    model = with_buffer(attending(CAUSAL["a buffer"]))
+    pm = autopar.parallelize(model, (1, 1), (xs().float(),))
+    pm.step(xs().float())
+    model.get_buffer("shape")[0, 1] = True
+    what = "`shape` of the model's buffers changed"
+    with pytest.warns(UserWarning, match=what), pytest.raises(PlanError, match=what):
+        pm.step(xs().float())
+
+
+def test_a_model_on_meta() -> None:
+    with torch.device("meta"):
+        model = attending(by_position)
+    program = capture(model, (torch.empty(2, N, WIDTH, device="meta"),))
+    assert [n.args[3:] for n in program.operators if n.target == ATTENTION] == [(None, 0.0, True)]
+
+
+def test_the_audit_says_so() -> None:
+    audit = capture(attending(by_position), (xs().float(),)).audit
+    assert [(n.what, n.why) for n in audit.replaced] == [("a causal mask", "`is_causal`")]
+
+
+def test_too_large_to_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(masks, "_MAX_ELEMENTS", N * N - 1)
+    program = capture(attending(by_position), (xs().float(),))
+    assert [n.args[3] for n in program.operators if n.target == ATTENTION] != [None]
+    assert "too large" in program.audit.kept[0].why
+
+
+def test_nothing_quadratic_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mask of 64 rows of 512 tokens has 16 MiB; blocks and parts have less than 1."""
+    monkeypatch.setattr(masks, "_BLOCK_ELEMENTS", 1 << 14)
+    sizes = []
+    plain = masks._Mask._block
+
+    def block(*args: Any) -> Tensor:
+        value = plain(*args)
+        sizes.append(value.untyped_storage().nbytes())
+        return value
+
+    monkeypatch.setattr(masks._Mask, "_block", block)
+    capture(attending(per_row), (torch.randn(64, 512, WIDTH),))
+    assert len(sizes) == 16 and max(sizes) <= 1 << 14
+
+
+@pytest.mark.parametrize("family", ["gpt2", "llama"])
+def test_models_that_make_their_own(family: str) -> None:
+    case = CASES[family]
+    program = capture(case.model(), case.batch(0))
+    found = [n.args[3:6] for n in program.operators if n.target == ATTENTION]
+    assert found == [(None, 0.0, True)] * 2
+    assert all(make().numel() < 1000 for make in program.constants.values())
+
+
+TOKENS, HEADS = 8192, 2
+
+
+class Long(nn.Module):
+    """One layer of attention over many tokens."""
+
+    def __init__(self, make_mask: Callable[..., Any]) -> None:
+        super().__init__()
+        self.q, self.k, self.v = (nn.Linear(WIDTH, HEADS * WIDTH) for _ in range(3))
+        self.make_mask = make_mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (
+            layer(x).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2)
+            for layer in (self.q, self.k, self.v)
+        )
+        mask = self.make_mask(self, x)
+        return F.scaled_dot_product_attention(q, k, v, mask).sin().sum()
+
+
+def peaks(make_mask: Callable[..., Any]) -> tuple[float, float]:
+    """(predicted, measured) peak of live bytes of a step with 8,192 tokens."""
+    batch = {"x": torch.randn(1, TOKENS, WIDTH)}
+    plan = autopar.plan(Long(make_mask), (1, 1), batch, microbatches=1)
+    bound = plan.bound
+    assert bound is not None
+    step = WholeStep.of(bound.analysis.program, bound.pipeline, batch)
+    constants = sum(value.nbytes for value in step.constants.values())  # alive before the step
+    return plan.predicted.peak_bytes, step.bytes()[0] + constants
+
+
+def test_memory_of_8192_tokens() -> None:
+    """A mask that stays has 64 MiB; a step without one needs less than 8."""
+    predicted, measured = peaks(by_position)
+    assert predicted == pytest.approx(measured, rel=0.03)
+    assert measured < 8 * 2**20
+    predicted, measured = peaks(lambda self, x: by_position(self, x) | (torch.arange(TOKENS) == 1))
+    assert predicted == pytest.approx(measured, rel=0.03)
+    assert measured > 64 * 2**20
