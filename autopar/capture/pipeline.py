@@ -166,7 +166,8 @@ def _lifted(
     for infos in every:
         for node, info in infos.items():
             infos[node] = replace(info, dtype=wide(info.dtype))
-    builder.constants = {n: _widened(make) for n, make in builder.constants.items()}
+    widened = {make: _widened(make) for make in builder.constants.values()}  # shared ones stay so
+    builder.constants = {n: widened[make] for n, make in builder.constants.items()}
     builder.divisors = {now(node) for node in builder.divisors}
     loss = None if outputs.loss is None else now(outputs.loss)
     lifted = replace(outputs, loss=loss, tensors=tuple(map(now, outputs.tensors)))
