@@ -190,8 +190,7 @@ def _check_precision(options: Options) -> None:
             hint="it is for models that are bfloat16 or float16 themselves (precision='model'); "
             "mixed precision stores parameters as the model has them",
         )
-    mixed = options.master_weights or options.precision.endswith("-mixed")
-    if options.reduce_dtype is not None and not mixed:
+    if options.reduce_dtype is not None and not options.dtypes.casts:
         raise OptionError(
             f"reduce_dtype={options.reduce_dtype} with precision={options.precision!r}, where "
             "gradients are of the parameters' dtype",
@@ -426,7 +425,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "stages": _stages,
     "mesh_shape": _words("mesh_shape", "auto as-given"),
     "optimizer": _words("optimizer", "adamw sgd adam", "adafactor"),
-    "precision": _words("precision", "model bf16-mixed fp16-mixed fp64", "bf16-autocast"),
+    "precision": _words("precision", "model bf16-mixed bf16-autocast fp16-mixed fp64"),
     "reduce_dtype": _reduce_dtype,
     "master_weights": _master_weights,
     "memory_limit": _memory_limit,

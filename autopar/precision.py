@@ -4,6 +4,7 @@
     model          as it is   as it is   as it is
     bf16-mixed     as it is   bfloat16   float32
     fp16-mixed     as it is   float16    float32              dynamic
+    bf16-autocast  as it is   by operator: torch.autocast's lists; float32
     fp64           float64    float64    float64
 
 The mixed policies are those of FSDP2 (`MixedPrecisionPolicy`): floating parameters and inputs are
@@ -13,12 +14,15 @@ float64, to verify a plan of any precision.
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 _USED = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
-WORDS = ("model", *_USED, "fp64")
+_AUTOCAST = {"bf16-autocast": torch.bfloat16}
+WORDS = ("model", *_USED, *_AUTOCAST, "fp64")
 
 
 @dataclass(frozen=True)
@@ -47,9 +51,20 @@ class Precision:
         return _USED.get(self.name)
 
     @property
+    def autocast_dtype(self) -> torch.dtype | None:
+        """The dtype of `torch.autocast` around the model and its loss; None: there is none."""
+        return _AUTOCAST.get(self.name)
+
+    def autocast(self) -> AbstractContextManager[Any]:
+        """`torch.autocast`, on the CPU, if the policy is one of it."""
+        dtype = self.autocast_dtype
+        return nullcontext() if dtype is None else torch.autocast("cpu", dtype)
+
+    @property
     def casts(self) -> bool:
-        """Are parameters used in another dtype than they are stored in?"""
-        return self.door_dtype is not None or self.master_weights
+        """May parameters be used in another dtype than they are stored in?"""
+        used = self.door_dtype or self.autocast_dtype
+        return used is not None or self.master_weights
 
     def used(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which a parameter of `dtype` is used."""
@@ -61,12 +76,21 @@ class Precision:
 
     def reduced(self, dtype: torch.dtype) -> torch.dtype | None:
         """The dtype in which its gradients are reduced; None: that of use."""
-        if self.is_lifted or self.used(dtype) == self.stored(dtype):
+        return self.reduced_from(self.used(dtype), self.stored(dtype))
+
+    def reduced_from(self, used: torch.dtype, stored: torch.dtype) -> torch.dtype | None:
+        """The dtype in which gradients of a parameter are reduced that is used in `used`."""
+        if self.is_lifted or used == stored:
             return None
         return self.reduce_dtype or torch.float32
 
 
 AS_IT_IS = Precision()
+
+
+def no_autocast() -> AbstractContextManager[Any]:
+    """Operators run in the dtypes of their operands, whatever is around."""
+    return torch.autocast("cpu", enabled=False)
 
 
 def working_dtype(dtype: torch.dtype) -> torch.dtype:

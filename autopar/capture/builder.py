@@ -23,6 +23,7 @@ from autopar.capture.findings import Findings
 from autopar.capture.names import result_name
 from autopar.capture.trace import REGION
 from autopar.operators import function_of, seed_tensor
+from autopar.precision import no_autocast
 
 aten = torch.ops.aten
 
@@ -200,7 +201,7 @@ class Builder:
         if same_as is not None and not self._reads_restrided(args, kwargs):
             value = same_as.meta["val"]
         else:
-            value = self._run(target, args, kwargs)
+            value = self.value_of(target, args, kwargs)
         if _is_factory(target, args, kwargs) and isinstance(value, torch.Tensor):
             # The default dtype may differ when the program runs.
             kwargs = kwargs | {"dtype": value.dtype}
@@ -241,9 +242,10 @@ class Builder:
             self.has_grad.add(node)
         return node
 
-    def _run(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    def value_of(self, target: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """The fake result of an operator on the fake values of its operands."""
         fakes = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
-        with self.mode, torch.no_grad():
+        with self.mode, torch.no_grad(), no_autocast():
             return target(*fakes[0], **fakes[1])
 
 

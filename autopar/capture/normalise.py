@@ -15,6 +15,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.capture.autocast import Autocast
 from autopar.capture.builder import Builder, TracedCall
 from autopar.capture.inplace import WAS_IN_PLACE
 from autopar.capture.names import source_line
@@ -40,11 +41,12 @@ RETURNS_INPUT = frozenset({aten.to, aten.type_as, aten.dropout, aten.contiguous}
 
 
 def normalise(
-    graph: fx.Graph, builder: Builder, placeholders: Mapping[str, Any]
+    graph: fx.Graph, builder: Builder, placeholders: Mapping[str, Any], autocast: Autocast
 ) -> tuple[Any, ...]:
     """Emit `graph` into `builder`; returns its output leaves as nodes of the new graph.
 
     placeholders    name of a traced placeholder -> its new node or baked-in value
+    autocast        what casts the operands of operators
     """
     env: dict[fx.Node, Any] = {}
     grad_enabled = builder.grad_enabled
@@ -57,12 +59,15 @@ def normalise(
         else:
             builder.grad_enabled = node.meta.get(GRAD_ENABLED, grad_enabled)
             args, kwargs = substitute((node.args, node.kwargs), env)
-            env[node] = _emit(builder, node, args, kwargs)
+            env[node] = _emit(builder, node, args, kwargs, autocast)
             builder.grad_enabled = grad_enabled
     raise AssertionError("a graph without output")
 
 
-def _emit(builder: Builder, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _emit(
+    builder: Builder, node: fx.Node, args: tuple[Any, ...], kwargs: dict[str, Any],
+    autocast: Autocast,
+) -> Any:  # fmt: skip
     if node.target is operator.getitem:
         return builder.getitem(args[0], args[1])
     assert isinstance(node.target, torch._ops.OpOverload), node.target
@@ -77,11 +82,12 @@ def _emit(builder: Builder, node: fx.Node, args: tuple[Any, ...], kwargs: dict[s
             hint="use the out-of-place form, on x.detach() where no gradient is wanted",
         )
     _note_function(builder, node)
+    args, kwargs = autocast.operands(builder, node.target, args, kwargs)
     call = TracedCall(node.target, args, dict(kwargs), node)
     rewrite = rewrite_of(node.target)
     result = rewrite(builder, call) if rewrite is not None else None
     if result is None:
-        result = _decomposed(builder, call)
+        result = _decomposed(builder, call, autocast)
     if result is None:
         result = builder.emit(node.target, args, dict(kwargs), None if in_place else node)
     if in_place:  # an in-place result keeps the dtype of what it overwrites
@@ -108,15 +114,16 @@ def _note_function(builder: Builder, node: fx.Node) -> None:
     builder.findings.add("kept", f"autograd.Function {name}", why, source_line(node))
 
 
-def _decomposed(builder: Builder, call: TracedCall) -> Any:
+def _decomposed(builder: Builder, call: TracedCall, autocast: Autocast) -> Any:
     """Emit the parts of a composite operator; returns its results, or None to keep it whole."""
-    parts = decomposition(builder, call)
+    with autocast.precision.autocast():
+        parts = decomposition(builder, call)
     if parts is None:
         return None
     graph, sources = parts
     names = [n.name for n in graph.nodes if n.op == "placeholder"]
     outer = builder.grad_enabled
-    results = normalise(graph, builder, dict(zip(names, sources, strict=True)))
+    results = normalise(graph, builder, dict(zip(names, sources, strict=True)), autocast)
     builder.origin, builder.grad_enabled = call.origin, outer
     return results if isinstance(call.origin.meta["val"], (list, tuple)) else results[0]
 

@@ -2,7 +2,8 @@
 
 export       one ATen graph of a fake copy            trace/
 functional   no mutation                              buffers.py, inplace.py, view_writes.py
-normalise    canonical operators                      normalise.py, rewrites/, builder.py
+normalise    canonical operators                      normalise.py, rewrites/, builder.py,
+                                                      autocast.py
 lift         if asked for: everything in float64      lift.py
 masks        of attention, where a flag will do       masks.py
 cut          constants and prologue leave             dependence.py, constants.py, prologue.py
@@ -24,6 +25,7 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from autopar.capture.accumulate import first_rows, mean_loss
+from autopar.capture.autocast import Autocast
 from autopar.capture.buffers import buffer_info, has_buffer, out_of_autograd, return_changes
 from autopar.capture.builder import Builder
 from autopar.capture.constants import ConstantStore, Leaf, buffer, literal
@@ -119,7 +121,8 @@ def capture(
     builder = Builder(mode, findings=findings)
     by_name = _add_parameters(model, builder, roles := Roles(), precision)
     _add_placeholders(model, exported, builder, roles, by_name, prefix, {*changed}, live_buffers)
-    results = normalise(graph, builder, roles.traced)
+    autocast = Autocast(precision)
+    results = normalise(graph, builder, roles.traced, autocast)
     n_results = len(results) - len(changed)
     outputs = read_outputs(
         model, results[:n_results], exported.call_spec.out_spec, builder.has_grad, training,
@@ -132,6 +135,7 @@ def capture(
         roles.traced[name]: out_of_autograd(builder, value)
         for name, value in zip(changed, results[n_results:], strict=True)
     }
+    autocast.use_in_half(roles.parameters)
     if precision.is_lifted:
         outputs, updates = _lifted(builder, roles, outputs, updates, precision.casts)
     program, read = _freeze(model, builder, roles, outputs, updates, training, prefix)

@@ -30,6 +30,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from autopar.capture.autocast import Autocast
 from autopar.capture.builder import Builder
 from autopar.capture.inplace import functionalise
 from autopar.capture.normalise import normalise
@@ -37,6 +38,7 @@ from autopar.capture.rewrites import RANDOM_REWRITES
 from autopar.capture.trace import fake_like, fake_mode
 from autopar.errors import NotSupportedError
 from autopar.operators import ATTENTION_DROPOUT, DROPOUT, UNIFORM, seed_tensor
+from autopar.precision import AS_IT_IS, Precision, no_autocast
 from autopar.program import Program
 
 # Functions made of random ones.
@@ -90,8 +92,9 @@ class PositionalRandom:
     generator on cpu is seeded, and used to number the calls; the caller restores it.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, precision: Precision = AS_IT_IS) -> None:
         self.seed = seed
+        self.precision = precision  # under whose autocast, if any, the module runs
         self.drawn: dict[int, Draw] = {}
         self.unpaired: dict[str, None] = {}
         self._calls: dict[bytes, _Call] = {}
@@ -118,7 +121,7 @@ class PositionalRandom:
         """The result of a function of torch that may be random; what it draws is by position."""
         state = self._state()
         if state not in self._calls:
-            call = _captured(function, args, kwargs, self._n_random)
+            call = _captured(function, args, kwargs, self._n_random, self.precision)
             if call is None or not call.draws:
                 return function(*args, **kwargs)
             self._calls[state] = call
@@ -260,7 +263,8 @@ class _Call:
                 values.append(self.constants[node.name]())
             else:
                 values.append(seed_tensor(seed) if node.name == self.seed else next(rest))
-        results = fx.Interpreter(nn.Module(), graph=self.graph).run(*values)
+        with no_autocast():
+            results = fx.Interpreter(nn.Module(), graph=self.graph).run(*values)
         n_results = len(results) - len(self.written)
         for index, value in zip(self.written, results[n_results:], strict=True):
             tensors[index].copy_(value)
@@ -270,7 +274,11 @@ class _Call:
 
 
 def _captured(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], n_random: int
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    n_random: int,
+    precision: Precision,
 ) -> _Call | None:
     """The call as a graph whose first random number is `n_random`; None if it cannot be one.
 
@@ -281,13 +289,17 @@ def _captured(
         return None
     with ThreadPoolExecutor(1) as thread:
         try:
-            return thread.submit(_capture, function, args, kwargs, n_random).result()
+            return thread.submit(_capture, function, args, kwargs, n_random, precision).result()
         except NotSupportedError:
             return None
 
 
 def _capture(
-    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any], n_random: int
+    function: Callable[..., Any],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+    n_random: int,
+    precision: Precision,
 ) -> _Call:
     leaves, spec = pytree.tree_flatten((args, kwargs))
     mode, result_specs = fake_mode(), []
@@ -302,7 +314,7 @@ def _capture(
         result_specs.append(result_spec)
         return results
 
-    with mode, torch.no_grad():
+    with mode, torch.no_grad(), precision.autocast():
         graph = make_fx(run, pre_dispatch=True)(*fakes).graph
     names = [node.name for node in graph.find_nodes(op="placeholder")]
     changed = functionalise(graph, {}, names)
@@ -313,7 +325,7 @@ def _capture(
         name: builder.placeholder(name, fake, tensor.requires_grad)
         for name, fake, tensor in zip(names, fakes, tensors, strict=True)
     }
-    builder.graph.output(normalise(graph, builder, traced))
+    builder.graph.output(normalise(graph, builder, traced, Autocast(precision)))
     return _Call(
         builder.graph,
         {node.name: compute for node, compute in builder.constants.items()},

@@ -126,8 +126,9 @@ def _run(
     draws, losses = [], []
     for i in range(n):
         rows = microbatch(example_inputs, accumulation, i) if accumulation else example_inputs
-        with PositionalRandom(step_seed(seed, i) if accumulation else seed) as draw:
-            loss = _loss(twin, rows, loss_fn, precision) / n
+        with PositionalRandom(step_seed(seed, i) if accumulation else seed, precision) as draw:
+            with precision.autocast():
+                loss = _loss(twin, rows, loss_fn, precision) / n
             loss.backward()
         draws.append(draw)
         losses.append(loss.detach())

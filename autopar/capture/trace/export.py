@@ -118,7 +118,7 @@ def export_model(
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                with functions_kept(), regions_marked():
+                with functions_kept(), regions_marked(), precision.autocast():
                     made = torch.export.export(target, args, kwargs, strict=False)
             except NotSupportedError:
                 raise

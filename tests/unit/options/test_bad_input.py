@@ -232,7 +232,6 @@ def test_fewer_microbatches_than_stages_work(schedule: str) -> None:
 UNBUILT: dict[str, tuple[Callable[[], Any], str]] = {
     "schedule": (lambda: plan(schedule="interleaved"), "schedule='interleaved'"),
     "optimizer": (lambda: plan(optimizer="adafactor"), "optimizer='adafactor'"),
-    "precision": (lambda: plan(precision="bf16-autocast"), "precision='bf16-autocast'"),
     "cp": (lambda: plan(manual=Manual(cp=2)), r"Manual\.cp=2"),
     "ep": (lambda: plan(manual=Manual(ep=2)), r"Manual\.ep=2"),
     "interleave": (lambda: plan(manual=Manual(interleave=2)), r"Manual\.interleave=2"),

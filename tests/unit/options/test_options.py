@@ -120,7 +120,6 @@ class TestValues:
         [
             ("schedule", "interleaved"),
             ("schedule", "zero-bubble"),
-            ("precision", "bf16-autocast"),
             ("optimizer", "adafactor"),
         ],
     )
