@@ -241,22 +241,22 @@ def ahead(batches: Iterator[Any], device: torch.device) -> Iterator[Any]:
         yield from batches
         return
     copies = torch.cuda.Stream(device)
-    before: Any = None
+    waiting: tuple[Any, torch.cuda.Event] | None = None
     for batch in batches:
         with torch.cuda.stream(copies):
             moved = pytree.tree_map_only(Tensor, lambda t: t.to(device, non_blocking=True), batch)
-            done = copies.record_event()
-        if before is not None:
-            yield _arrived(*before)
-        before = moved, done
-    if before is not None:
-        yield _arrived(*before)
+            copied = copies.record_event()
+        if waiting is not None:
+            yield _arrived(waiting[0], waiting[1], device)
+        waiting = moved, copied
+    if waiting is not None:
+        yield _arrived(waiting[0], waiting[1], device)
 
 
-def _arrived(batch: Any, done: torch.cuda.Event) -> Any:
-    """A copied batch, for the current stream: it waits for the copy, and then owns the memory."""
-    stream = torch.cuda.current_stream()
-    stream.wait_event(done)
+def _arrived(batch: Any, copied: torch.cuda.Event, device: torch.device) -> Any:
+    """A copied batch for the current stream, which waits for the copy and then owns the memory."""
+    stream = torch.cuda.current_stream(device)
+    stream.wait_event(copied)
     pytree.tree_map_only(Tensor, lambda t: t.record_stream(stream), batch)
     return batch
 

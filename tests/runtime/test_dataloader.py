@@ -1,89 +1,36 @@
-"""`pm.dataloader`: rows of each rank, training as one process does, resume, padding, refusals."""
+"""`pm.dataloader`: rows of each rank, training as one process does, resume."""
 
 from __future__ import annotations
 
+import json
 import random
 import warnings
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from torch import Tensor, nn
-from torch.nn import functional as F
-from torch.utils.data import DataLoader, Dataset
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset
 
 import autopar
-from autopar import Manual, ParallelModule
+from autopar import OptionError, ParallelModule
 from autopar.runtime.launch.processes import WorkerPool
-from tests.helpers.jobs import machine
+from tests.helpers.loading import (
+    PLANS,
+    SEED,
+    SIZE,
+    Rows,
+    alone,
+    assert_near,
+    make,
+    optimizer_of,
+    parallel,
+)
 
 Pool = Callable[[int], WorkerPool]
-PLANS: dict[str, dict[str, Any]] = {
-    "tp": {"manual": Manual(tp=2)},
-    "dp": {"manual": Manual(dp=2)},
-    "zero-3, microbatches": {"manual": Manual(dp=2, zero=3), "microbatches": 2},
-    "pp": {"manual": Manual(pp=2), "microbatches": 2},
-}
-SIZE, N_EPOCHS, SEED = 8, 2, 5
-
-
-class Rows(Dataset[dict[str, Tensor]]):
-    """Vectors with classes, some of them ignored; `noise` is drawn anew at each read."""
-
-    def __init__(self, n: int = 40, noise: float = 0.0) -> None:
-        generator = torch.Generator().manual_seed(1)
-        self.x = torch.randn(n, 8, dtype=torch.float64, generator=generator)
-        self.labels = torch.randint(0, 4, (n,), generator=generator)
-        self.labels[::7] = -100
-        self.noise, self.n_read = noise, 0
-
-    def __len__(self) -> int:
-        return len(self.x)
-
-    def __getitem__(self, index: int) -> dict[str, Tensor]:
-        self.n_read += 1
-        drawn = torch.randn(8, dtype=torch.float64) + random.random() + np.random.rand()
-        return {"x": self.x[index] + self.noise * drawn, "labels": self.labels[index]}
-
-
-class Model(nn.Module):
-    """A classifier; `of` is its loss, `drop` its dropout, `norm` a norm over the batch."""
-
-    def __init__(self, of: str = "mean", drop: float = 0.0, norm: bool = False) -> None:
-        super().__init__()
-        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 4)
-        self.drop, self.norm = nn.Dropout(drop), nn.BatchNorm1d(16) if norm else nn.Identity()
-        self.of = of
-
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        logits = self.down(self.drop(F.relu(self.norm(self.up(x)))))
-        if self.of == "rows":
-            return F.cross_entropy(logits, labels, reduction="sum") / len(labels)
-        if self.of == "zero":  # the same for every row at first
-            return F.cross_entropy(0 * logits, labels.clamp(min=0)) + logits.square().mean()
-        return F.cross_entropy(logits, labels, reduction=self.of)
-
-
-def make(**how: Any) -> Model:
-    torch.manual_seed(0)
-    return Model(**how).double()
-
-
-def parallel(plan: str, n_rows: int = SIZE, **how: Any) -> ParallelModule:
-    example = next(iter(DataLoader(Rows(), batch_size=n_rows)))
-    return autopar.parallelize(make(**how), machine((1, 2)), example, **PLANS[plan])
-
-
-def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(model.parameters(), lr=1e-2, eps=1e-6)
-
-
-def assert_near(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> None:
-    assert found.keys() == wanted.keys()
-    for name, value in wanted.items():
-        torch.testing.assert_close(found[name], value, rtol=0, atol=1e-10, msg=name)
+N_EPOCHS = 2
 
 
 # -- rows and training ---------------------------------------------------------------------------
@@ -176,3 +123,99 @@ def test_workers_change_nothing(workers: Pool) -> None:
     assert one[0][0] == two[0][0]
     for name, value in one[0][1].items():
         assert torch.equal(value, two[0][1][name])
+
+
+# -- resume ----------------------------------------------------------------------------------------
+
+
+def train_and_stop(path: str, stop: int | None, **how: Any) -> dict[str, Tensor]:
+    """Two epochs of noisy rows; a checkpoint in the middle of the second."""
+    pm = parallel("dp")
+    optimizer, loader = optimizer_of(pm), noisy(pm, **how)
+    for _ in range(N_EPOCHS):
+        for k, batch in enumerate(loader):
+            pm.step(**batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            if loader.state_dict()["epoch"] == 1 and k + 1 == stop:
+                extra = {"loader": loader.state_dict()}
+                autopar.save(pm, optimizer, path, step=k, extra=extra)
+                return pm.full_state_dict()
+    return pm.full_state_dict()
+
+
+def noisy(pm: ParallelModule, **how: Any) -> Any:
+    data = Subset(Rows(80, noise=0.1), range(40))
+    return pm.dataloader(data, SIZE, shuffle=True, seed=SEED, **how)
+
+
+def resume(plan: str, path: str, rows: str) -> tuple[dict[str, Any], dict[str, Tensor], int]:
+    pm = parallel(plan)
+    optimizer, loader = optimizer_of(pm), noisy(pm, rows=rows)
+    _, extra = autopar.load(pm, optimizer, path)
+    loader.load_state_dict(extra["loader"])
+    loader.set_epoch(1)  # as loops over epochs do
+    n_left = 0
+    for batch in loader:
+        pm.step(**batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        n_left += 1
+    return loader.state_dict(), pm.full_state_dict(), n_left
+
+
+def test_resume_in_the_middle_of_an_epoch(workers: Pool, tmp_path: Path) -> None:
+    """Bitwise; on another layout to 1e-10. The rows' random numbers are those of the first run."""
+    path = str(tmp_path / "checkpoint")
+    wanted = workers(2).run(train_and_stop, path, None)[0]
+    stopped = workers(2).run(stopped_with_workers, path)[0]
+    assert any(not torch.equal(stopped[name], wanted[name]) for name in wanted)
+    for rows in ("auto", "global"):
+        state, found, n_left = workers(2).run(resume, "dp", path, rows)[0]
+        assert (state["epoch"], state["next_batch"], n_left) == (2, 0, 3)
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted), rows
+    for plan in ("tp", "zero-3, microbatches", "pp"):
+        assert_near(workers(2).run(resume, plan, path, "auto")[0][1], wanted)
+
+
+def stopped_with_workers(path: str) -> dict[str, Tensor]:
+    return train_and_stop(path, 2, num_workers=2)
+
+
+def first_of(loader: Any) -> Tensor:
+    return next(iter(loader))["x"]
+
+
+def test_epochs_and_states() -> None:
+    loader = alone().dataloader(Rows(20, noise=1.0), 8, shuffle=True, seed=SEED)
+    before = torch.get_rng_state(), random.getstate()
+    first, second = [list(loader) for _ in range(2)]
+    assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
+    assert len(loader) == len(first) == 3
+    assert not torch.equal(first[0]["x"], second[0]["x"])
+    loader.set_epoch(0)
+    assert torch.equal(first_of(loader), first[0]["x"])
+    assert loader.state_dict()["next_batch"] == 1
+    assert torch.equal(first_of(loader), second[0]["x"])  # an iteration that was left is over
+    loader.set_epoch(0)
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    inside = json.loads(json.dumps(loader.state_dict()))
+    assert next(batches, None) is None
+    outside = loader.state_dict()
+    assert (inside["epoch"], inside["next_batch"]) == (0, 3)
+    assert (outside["epoch"], outside["next_batch"]) == (1, 0)
+    other = alone().dataloader(Rows(20, noise=1.0), 8, shuffle=True)
+    other.load_state_dict(inside)
+    assert list(other) == []  # the end of epoch 0, which was not left
+    assert torch.equal(first_of(other), second[0]["x"])
+    with pytest.raises(OptionError, match=r"'batch_size': 8.*; this one has .*'batch_size': 4"):
+        alone().dataloader(Rows(20), 4, shuffle=True).load_state_dict(inside)
+
+
+def test_a_seed_is_rank_0s() -> None:
+    pm = alone()
+    torch.manual_seed(11)
+    loader = pm.dataloader(Rows(), SIZE, shuffle=True)
+    assert loader.state_dict()["seed"] == 11
