@@ -3,7 +3,8 @@
 A `Task` names the rows of one batch. Its rows depend on the dataset, the seed, the epoch and their
 indices alone: random numbers that the dataset draws (Python's, torch's and NumPy's global
 generators) are seeded for every row, those that `collate_fn` draws for every batch. So a row is the
-same on every rank, for any number of workers, and after a resume.
+same on every rank, for any number of workers, and after a resume. (A dataset that reads many rows
+at once, by `__getitems__`, is seeded by the first of them.) Seeding takes some 10 µs a row.
 """
 
 from __future__ import annotations

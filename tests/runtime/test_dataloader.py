@@ -15,8 +15,9 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Subset
 
 import autopar
-from autopar import OptionError, ParallelModule
+from autopar import Manual, OptionError, ParallelModule
 from autopar.runtime.launch.processes import WorkerPool
+from tests.helpers.jobs import machine
 from tests.helpers.loading import (
     PLANS,
     SEED,
@@ -219,3 +220,18 @@ def test_a_seed_is_rank_0s() -> None:
     torch.manual_seed(11)
     loader = pm.dataloader(Rows(), SIZE, shuffle=True)
     assert loader.state_dict()["seed"] == 11
+
+
+def unplanned() -> list[bool]:
+    """Whether batches are of this rank's rows, in the epoch that plans and in the next one."""
+    pm = autopar.parallelize(make(), machine((1, 2)), manual=Manual(dp=2))
+    loader, found = pm.dataloader(Rows(16), SIZE), []
+    for _ in range(2):
+        for batch in loader:
+            found.append("batch" in batch)
+            pm.step(**batch)
+    return found
+
+
+def test_the_first_batch_may_plan(workers: Pool) -> None:
+    assert workers(2).run(unplanned) == [[False, False, True, True]] * 2

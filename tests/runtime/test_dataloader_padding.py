@@ -8,12 +8,12 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, Dataset
 
 import autopar
 from autopar import BatchError
 from autopar.runtime.launch.processes import WorkerPool
-from tests.helpers.jobs import machine
+from tests.helpers.jobs import gpt2, machine, tokens
 from tests.helpers.loading import (
     FILLS,
     PLANS,
@@ -148,3 +148,27 @@ def test_rows_that_are_read_at_once_and_are_plain_lists() -> None:
     assert torch.equal(batches[1]["x"][:5], data.x[8:])
     assert (batches[1]["x"][5:] == 3.0).all()
     assert (batches[1]["labels"][5:] == -100).all()
+
+
+class Tokens(Dataset[dict[str, Tensor]]):
+    def __init__(self, n: int) -> None:
+        self.whole = tokens(0, n)
+
+    def __len__(self) -> int:
+        return len(self.whole["labels"])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: value[index] for name, value in self.whole.items()}
+
+
+@pytest.mark.parametrize("precision", ["model", "bf16-mixed", "fp16-mixed"])
+def test_rounding_is_told_from_padding(precision: str) -> None:
+    """A GPT-2 with dropout, in float32 and in half precision."""
+    torch.manual_seed(0)
+    model = gpt2(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
+    pm = autopar.parallelize(model, machine((1, 1)), tokens(1, SIZE), precision=precision)
+    for batch in pm.dataloader(Tokens(13), SIZE, pad={"input_ids": 0, "labels": -100}):
+        assert pm.step(**batch).isfinite()
+    _, last = pm.dataloader(Tokens(13), SIZE, pad={"input_ids": 0, "labels": 0})
+    with pytest.raises(BatchError, match="padding is not exact"):
+        pm.step(**last)
