@@ -17,7 +17,7 @@ from autopar.module.optimizers import watch_scaler
 from autopar.module.originals import Originals
 from autopar.module.parameters import shards
 from autopar.options import Options
-from autopar.planning import Plan
+from autopar.planning import Bound, Plan
 from autopar.runtime import state
 from autopar.runtime.groups import meet
 from autopar.runtime.state import (
@@ -58,6 +58,12 @@ class HeldState(nn.Module):
                 hint="call pm.prepare(**batch), or pm.step(**batch) once",
             )
         return self._plan
+
+    @property
+    def _bound(self) -> Bound:
+        bound = self.plan.bound
+        assert bound is not None
+        return bound
 
     @property
     def shards(self) -> dict[str, Tensor]:

@@ -56,7 +56,7 @@ class LocalRows:
             return None
         n_rows, (index, n_shards) = self._n_rows(path, global_rows), self._part(placeholders[path])
         n_blocks = self.place.pipeline.n_blocks  # of all stages, so that all ranks refuse alike
-        if global_rows is not None and path in self._row_dims and n_rows % n_blocks:
+        if global_rows is not None and path in self.row_dims and n_rows % n_blocks:
             raise BatchError(
                 f"{n_rows} rows of `{path}` do not divide over {n_blocks} ranks",
                 hint="use drop_last=True in the loader, or a batch size that divides",
@@ -72,7 +72,11 @@ class LocalRows:
 
         Raises `NotSupportedError` if an input is read both whole and in parts.
         """
-        self._check_parts()
+        if mixed := self._mixed():
+            raise NotSupportedError(
+                f'batch="local": this plan reads {mixed} whole and in parts',
+                hint="pass the global batch on every rank",
+            )
         leaves = flatten_inputs(given)
         found: dict[str, Rows] = {}
         for placeholder, info in self.program.inputs.items():
@@ -85,6 +89,39 @@ class LocalRows:
             found[info.path] = Rows(n_rows, (of.start, of.stop))
         return found
 
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """Path -> shape in the planned program."""
+        return {info.path: info.shape for info in self.program.inputs.values()}
+
+    @property
+    def row_dims(self) -> Mapping[str, int]:
+        """Path -> the dim of the rows, of the inputs that have rows."""
+        return row_dims(self.shapes, self.batch_dims)[0]
+
+    @property
+    def n_divisor(self) -> int:
+        """Microbatches x ranks that split them: it divides the rows of every training batch."""
+        pipeline = self.place.pipeline
+        return pipeline.stages[0].n_microbatches * pipeline.n_blocks
+
+    def why_whole(self) -> str | None:
+        """Why a loader gives every rank the whole batch; None if ranks may load their own rows.
+
+        The same on every rank.
+        """
+        others = sorted(path for path in self.shapes if self.row_dims.get(path) != 0)
+        if others:
+            return f"dim 0 of {others} is not the rows"
+        if nested := sorted(path for path in self.shapes if "." in path):
+            return f"{nested} are nested"
+        if mixed := self._mixed():
+            return f"this plan reads {mixed} whole and in parts"
+        stages = self.place.pipeline.stages
+        if all(_counts(s, n) <= {1} for s in stages for n in self.program.inputs):
+            return "this plan does not split rows over ranks"
+        return None
+
     def globalised(self, given: Given, global_rows: int | None) -> Given:
         """Meta tensors with the global shapes of a local batch."""
         whole: dict[str, Any] = dict(flatten_inputs(given))
@@ -95,7 +132,7 @@ class LocalRows:
             # An input of another stage may be absent, but the graph needs its shape.
             shape = list(info.shape if value is None else value.shape)
             dtype = info.dtype if value is None else value.dtype
-            if info.path in self._row_dims:
+            if info.path in self.row_dims:
                 shape[self._row_dim(info.path)] = self._n_rows(info.path, global_rows)
             whole[info.path] = torch.empty(shape, dtype=dtype, device="meta")
         if isinstance(given, Mapping):
@@ -109,17 +146,12 @@ class LocalRows:
     def _delivered(self, placeholder: str) -> list[Delivered]:
         return [d for d in self._stage.delivered if d.source == placeholder]
 
-    @property
-    def _row_dims(self) -> Mapping[str, int]:
-        shapes = {i.path: i.shape for i in self.program.inputs.values()}
-        return row_dims(shapes, self.batch_dims)[0]
-
     def _row_dim(self, path: str) -> int:
-        return self._row_dims.get(path, 0)
+        return self.row_dims.get(path, 0)
 
     def _n_rows(self, path: str, global_rows: int | None) -> int:
         """Rows of the global input; of an input without rows, its first dim."""
-        dims, accumulation = self._row_dims, self.program.accumulation
+        dims, accumulation = self.row_dims, self.program.accumulation
         if path in dims and global_rows is not None:
             return global_rows
         (shape,) = (i.shape for i in self.program.inputs.values() if i.path == path)
@@ -135,8 +167,8 @@ class LocalRows:
         item = self._delivered(placeholder)[0]
         return batch_index(item, self.place.sizes, self.place.coordinate), n_parts
 
-    def _check_parts(self) -> None:
-        """A local batch is cut once: refuse inputs that a stage reads whole and in parts."""
+    def _mixed(self) -> list[str]:
+        """A local batch is cut once: the inputs that a stage reads whole and in parts."""
         refused: set[str] = set()
         for stage in self.place.pipeline.stages:
             counts = {name: _counts(stage, name) for name in self.program.inputs}
@@ -145,14 +177,10 @@ class LocalRows:
             if len({max(counts[n], default=1) for n in divisors}) > 1:
                 mixed |= {*divisors}
             refused |= {self.program.inputs[name].path for name in mixed}
-        if refused:
-            raise NotSupportedError(
-                f'batch="local": this plan reads {sorted(refused)} whole and in parts',
-                hint="pass the global batch on every rank",
-            )
+        return sorted(refused)
 
     def _has_rows(self, placeholder: str) -> bool:
-        return self.program.inputs[placeholder].path in self._row_dims
+        return self.program.inputs[placeholder].path in self.row_dims
 
 
 def _counts(stage: StageProgram, placeholder: str) -> set[int]:

@@ -26,12 +26,12 @@ from autopar.errors import (
 from autopar.mesh import Mesh
 from autopar.module.batches import Agreement, Given
 from autopar.module.compiled_step import Built, Kind, Links
+from autopar.module.feeding import Feeding
 from autopar.module.fingerprints import fingerprints
 from autopar.module.habits import PlannedModule, StepLoss, keep_from_dynamo
-from autopar.module.held_state import HeldState
 from autopar.module.job import from_rank_0, join_process_group, own_rank
 from autopar.module.layers import Modes, Shown
-from autopar.module.local_rows import LocalRows
+from autopar.module.loaded import Loaded, unwrapped
 from autopar.module.optimizers import watch_optimizers
 from autopar.module.originals import ConstantBuffers, Originals
 from autopar.module.parameters import StepGradients, gathered_names, make_parameters
@@ -50,7 +50,6 @@ from autopar.passes.binding import (
     check_mesh,
     example_of,
     has_nested_inputs,
-    planned_row_dims,
 )
 from autopar.passes.compilation import Compilation
 from autopar.passes.facts import Source, Target
@@ -72,7 +71,7 @@ from autopar.runtime.state import (
 _NUMBERS = itertools.count()  # of the modules that this process made
 
 
-class ParallelModule(PlannedModule, HeldState, Surface):
+class ParallelModule(PlannedModule, Feeding, Surface):
     """A model sharded by a plan. Make it with `autopar.parallelize`."""
 
     def __init__(self, model: nn.Module, mesh: Mesh, options: Options, weights: str) -> None:
@@ -199,16 +198,10 @@ class ParallelModule(PlannedModule, HeldState, Surface):
     def _frozen_reads(self) -> tuple[tuple[str, str], ...]:
         return () if self._plan is None else self._bound.analysis.program.frozen.reads
 
-    @property
-    def _bound(self) -> Bound:
-        bound = self.plan.bound
-        assert bound is not None
-        return bound
-
     def step(
         self,
         *args: Any,
-        batch: str = "global",
+        batch: str | Loaded = "global",
         outputs: Callable[[Any], None] | None = None,
         weight: float = 1.0,
         global_rows: int | None = None,
@@ -218,7 +211,7 @@ class ParallelModule(PlannedModule, HeldState, Surface):
 
         Inputs are the global batch, the same on every rank; with `batch="local"`, only the rows of
         `local_slice`, of a global batch as long as the planned one or of `global_rows` rows. The
-        first steps compare the batch between ranks.
+        first steps compare the batch between ranks. Batches of `dataloader` bring their own mode.
 
         `outputs` is called with the outputs of each microbatch, in the model's own structure: what
         the model returns for its rows. The mean of their losses is the step's loss, so a loss over
@@ -232,6 +225,7 @@ class ParallelModule(PlannedModule, HeldState, Surface):
 
         Raises `BatchError` if the batch does not divide or differs between ranks.
         """
+        mark, batch, global_rows = unwrapped(batch, global_rows)
         check_step_mode(batch)
         if not self.training:
             raise OptionError("step in evaluation mode", hint="call pm.train() first")
@@ -246,6 +240,8 @@ class ParallelModule(PlannedModule, HeldState, Surface):
             self.prepare(*args, **kwargs)
         elif batch == "global":
             self._agreement.check("step", given)
+        if mark is not None:
+            self._follow(mark, given)
         local = batch == "local"
         if local and self.plan.data.accumulates:
             raise NotSupportedError(
@@ -333,32 +329,6 @@ class ParallelModule(PlannedModule, HeldState, Surface):
         results = built.executor.forward(self.shards, inputs, False, everywhere, seed)
         self.stream.n_steps += built.program.seed is not None
         return results
-
-    def _inputs(
-        self, program: Program, given: Mapping[str, Any] | Sequence[Any], is_local: bool = False
-    ) -> dict[str, Tensor]:
-        """Inputs by placeholder; a local batch may lack what this stage does not read."""
-        leaves = flatten_inputs(given)
-        takes = self._local_rows.takes
-        wanted = {n: i for n, i in program.inputs.items() if not is_local or takes(n)}
-        missing = [i.path for i in wanted.values() if i.path not in leaves]
-        if missing:
-            raise BatchError(f"the batch lacks {missing}; it has {sorted(leaves)}")
-        return {n: leaves[i.path] for n, i in program.inputs.items() if i.path in leaves}
-
-    def local_slice(self, name: str, global_rows: int | None = None) -> slice | None:
-        """The rows of input `name` that this rank reads; None if it reads none.
-
-        They are of the planned batch, or of one of `global_rows` rows. Raises `OptionError` if
-        there is no such input, `BatchError` if the rows do not divide.
-        """
-        return self._local_rows.slice_of(name, global_rows)
-
-    @property
-    def _local_rows(self) -> LocalRows:
-        return LocalRows(
-            self._bound.analysis.program, self._place, planned_row_dims(self.plan.data)
-        )
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """A module with parameters, buffers and random numbers of its own, and the same plan."""

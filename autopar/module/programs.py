@@ -87,6 +87,11 @@ class Programs:
             self.variants.captures.announce(signature, batch)
         return built
 
+    def once(self, batch: Given) -> Built:
+        """The program of a training step for a batch that will not come again; it is not kept."""
+        compilation = self._placed(self._captured(batch, "step", True), "step")
+        return Built.of(compilation, self.links, self.buffers)
+
     def for_buffers(self, buffers: Mapping[str, Tensor]) -> Programs:
         """The same programs for a copy of the module, which has other `buffers`."""
         twin = replace(self, buffers=buffers)

@@ -21,6 +21,7 @@ from autopar.capture import accepted
 from autopar.errors import AutoparError, BatchError, CaptureError, OptionError
 from autopar.module.batches import Given
 from autopar.module.fingerprints import Fingerprint, fingerprints
+from autopar.module.loaded import refuse_loaded
 from autopar.program import Program, flatten_inputs
 
 Signature = tuple[tuple[str, Any], ...]
@@ -33,6 +34,7 @@ def one_form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
             f"{len(args)} positional inputs and keyword inputs {sorted(kwargs)} in one call",
             hint="pass all by keyword, as in the planned batch",
         )
+    refuse_loaded(kwargs)
     return args if args else kwargs
 
 

@@ -18,7 +18,7 @@ from autopar.passes.binding.inputs import (
     record_of,
     signature_of,
 )
-from autopar.passes.binding.placing import check_graph, check_rows, place_stages
+from autopar.passes.binding.placing import check_graph, check_rows, nearest_sizes, place_stages
 from autopar.passes.binding.step_capture import (
     capture_plan,
     capture_step,
@@ -37,6 +37,7 @@ __all__ = [
     "example_of",
     "has_nested_inputs",
     "mesh_of",
+    "nearest_sizes",
     "options_for",
     "place_evaluation",
     "place_stages",

@@ -8,10 +8,16 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
+from torch.utils.data import (
+    DataLoader,
+    Dataset,
+    DistributedSampler,
+    IterableDataset,
+    TensorDataset,
+)
 
-from autopar import BatchError, OptionError
-from tests.habits.table import ALL, ROWS, Run, Small, habit
+from autopar import BatchError, NotSupportedError, OptionError
+from tests.habits.table import ALL, BOTH, ROWS, Run, Small, habit
 
 SECTION = "Batches and losses"
 
@@ -127,6 +133,93 @@ def shuffled(run: Run) -> None:
        refused=(BatchError, "rank"))  # fmt: skip
 def shuffled_differently(run: Run) -> None:
     run.pm.step(**run.batch(dist.get_rank()))
+
+
+class Pieces(Dataset[dict[str, Tensor]]):
+    """Rows as dictionaries."""
+
+    def __init__(self, batch: dict[str, Tensor]) -> None:
+        self.batch = batch
+
+    def __len__(self) -> int:
+        return len(self.batch["ids"])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: value[index] for name, value in self.batch.items()}
+
+
+def order_of(n: int, seed: int, epoch: int) -> Any:
+    return torch.randperm(n, generator=torch.Generator().manual_seed(seed + epoch)).tolist()
+
+
+@habit(SECTION, "`DataLoader(dataset, n, shuffle=True)` and `for batch in loader`",
+       "`pm.dataloader(dataset, n, shuffle=True)`; each rank loads the rows that it reads",
+       layouts=ALL)  # fmt: skip
+def loader_of_the_module(run: Run) -> None:
+    data = Pieces(run.batch(0, rows=3 * ROWS))
+    loader = run.pm.dataloader(data, ROWS, shuffle=True, seed=5)
+    optimizers = run.optimizers()
+    for epoch in range(2):
+        loader.set_epoch(epoch)
+        plain: Any = DataLoader(data, ROWS, sampler=order_of(len(data), 5, epoch))
+        for batch, whole in zip(loader, plain, strict=True):
+            step_on(run, batch, whole)
+            run.update(optimizers)
+
+
+def step_on(run: Run, batch: dict[str, Any], whole: dict[str, Tensor]) -> None:
+    """A step on a batch of the module's loader, and one alone on the same rows."""
+    wanted = run.alone(**whole)
+    wanted.backward()
+    run.losses.append((run.pm.step(**batch).item(), wanted.item()))
+
+
+@habit(SECTION, "a last batch that does not divide, with labels that the loss ignores",
+       '`pm.dataloader(..., pad={"ids": 0, "targets": -100})`, which checks it',
+       layouts=ALL)  # fmt: skip
+def last_batch_padded(run: Run) -> None:
+    data = Pieces(run.batch(0, rows=2 * ROWS - 1))
+    optimizers = run.optimizers()
+    loader = run.pm.dataloader(data, ROWS, pad={"ids": 0, "targets": -100})
+    for batch, whole in zip(loader, DataLoader(data, ROWS), strict=True):
+        step_on(run, batch, whole)
+        run.update(optimizers)
+
+
+@habit(SECTION, "padding that the loss counts", "`drop_last=True`", layouts=ALL,
+       refused=(BatchError, "padding is not exact"))  # fmt: skip
+def last_batch_padded_wrongly(run: Run) -> None:
+    data = Pieces(run.batch(0, rows=ROWS - 1))
+    for batch in run.pm.dataloader(data, ROWS, pad={"ids": 0, "targets": 0}):
+        run.pm.step(**batch)
+
+
+@habit(SECTION, "a loader that goes on in the middle of an epoch",
+       "`loader.state_dict()`, as `extra=` of `autopar.save`", layouts=BOTH)  # fmt: skip
+def loader_resumed(run: Run) -> None:
+    data = Pieces(run.batch(0, rows=3 * ROWS))
+    optimizers = run.optimizers()
+    first, second = (run.pm.dataloader(data, ROWS, shuffle=True, seed=5) for _ in range(2))
+    plain: Any = DataLoader(data, ROWS, sampler=order_of(len(data), 5, 0))
+    for batch, whole in zip(first, plain, strict=False):
+        step_on(run, batch, whole)
+        run.update(optimizers)
+        break
+    second.load_state_dict(first.state_dict())
+    for batch, whole in zip(second, list(plain)[1:], strict=True):
+        step_on(run, batch, whole)
+        run.update(optimizers)
+
+
+@habit(SECTION, "`pm.dataloader` of an `IterableDataset`",
+       "torch's `DataLoader`, with the same stream on every rank",
+       refused=(NotSupportedError, "no index"))  # fmt: skip
+def loader_of_a_stream(run: Run) -> None:
+    class Stream(IterableDataset[Any]):
+        def __iter__(self) -> Any:
+            return iter([run.batch(0)])
+
+    run.pm.dataloader(Stream(), ROWS)
 
 
 @habit(SECTION, "a last, shorter batch", "captured anew, with a notice")

@@ -1,0 +1,237 @@
+"""`pm.dataloader`: rows of each rank, training as one process does, resume."""
+
+from __future__ import annotations
+
+import json
+import random
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import DataLoader, Subset
+
+import autopar
+from autopar import Manual, OptionError, ParallelModule
+from autopar.runtime.launch.processes import WorkerPool
+from tests.helpers.jobs import machine
+from tests.helpers.loading import (
+    PLANS,
+    SEED,
+    SIZE,
+    Rows,
+    alone,
+    assert_near,
+    make,
+    optimizer_of,
+    parallel,
+)
+
+Pool = Callable[[int], WorkerPool]
+N_EPOCHS = 2
+
+
+# -- rows and training ---------------------------------------------------------------------------
+
+
+def epoch_order(n: int, epoch: int) -> list[int]:
+    return torch.randperm(n, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
+
+
+def seen(plan: str, n_workers: int) -> tuple[list[dict[str, Any]], dict[str, Any], int]:
+    """The batches of an epoch on this rank, the slices that it reads, and how many rows it read."""
+    pm, data = parallel(plan), Rows()
+    loader = pm.dataloader(data, SIZE, shuffle=True, seed=SEED, num_workers=n_workers)
+    batches = [dict(batch) for batch in loader]
+    return batches, {name: pm.local_slice(name) for name in ("x", "labels")}, data.n_read
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_ranks_have_the_rows_they_read(plan: str, workers: Pool) -> None:
+    """Together they are the global batch, in the order of seed and epoch."""
+    of_ranks, data = workers(2).run(seen, plan, 0), Rows()
+    splits = PLANS[plan]["manual"].dp == 2
+    for k, first in enumerate(range(0, len(data), SIZE)):
+        index = epoch_order(len(data), 0)[first : first + SIZE]
+        found: dict[str, set[int]] = {"x": set(), "labels": set()}
+        for batches, slices, n_read in of_ranks:
+            assert ("batch" in batches[k]) == splits
+            assert n_read == (len(data) // 2 if splits else len(data))
+            for name in found:
+                of = slices[name] if splits else slice(0, SIZE)
+                whole = getattr(data, name)[index]
+                torch.testing.assert_close(batches[k][name], whole[of], rtol=0, atol=0)
+                found[name] |= {*range(SIZE)[of]}
+        assert found == {"x": {*range(SIZE)}, "labels": {*range(SIZE)}}
+
+
+def train(plan: str, n_workers: int = 0, **how: Any) -> tuple[list[float], dict[str, Tensor]]:
+    """Epochs with rows on a last, shorter batch, and an evaluation after each."""
+    pm = parallel(plan)
+    optimizer, losses = optimizer_of(pm), []
+    loader = pm.dataloader(Rows(44), SIZE, shuffle=True, seed=SEED, num_workers=n_workers, **how)
+    held_out = pm.dataloader(Rows(13), SIZE)
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="captured a batch")
+        for epoch in range(N_EPOCHS):
+            loader.set_epoch(epoch)
+            for batch in loader:
+                losses.append(pm.step(**batch).item())
+                optimizer.step()
+                optimizer.zero_grad()
+            pm.eval()
+            losses += [pm.loss(**batch).item() for batch in held_out]
+            pm.train()
+    return losses, pm.full_state_dict()
+
+
+def train_alone() -> tuple[list[float], dict[str, Tensor]]:
+    model, data = make(), Rows(44)
+    optimizer, losses = optimizer_of(model), []
+    for epoch in range(N_EPOCHS):
+        order: Any = epoch_order(len(data), epoch)
+        for batch in DataLoader(data, batch_size=SIZE, sampler=order):
+            loss = model(**batch)
+            loss.backward()
+            losses.append(loss.item())
+            optimizer.step()
+            optimizer.zero_grad()
+        with torch.no_grad():
+            losses += [model(**b).item() for b in DataLoader(Rows(13), batch_size=SIZE)]
+    return losses, model.state_dict()
+
+
+@pytest.mark.parametrize("rows", ["auto", "global"])
+@pytest.mark.parametrize("plan", PLANS)
+def test_training_is_that_of_one_process(plan: str, rows: str, workers: Pool) -> None:
+    """With a plain DataLoader; the last batch has 4 rows."""
+    wanted_losses, wanted = train_alone()
+    of_ranks = workers(2).run(train, plan, 0) if rows == "auto" else workers(2).run(whole, plan)
+    for losses, _ in of_ranks:
+        assert losses == pytest.approx(wanted_losses, rel=0, abs=1e-10)
+    assert_near(of_ranks[0][1], wanted)
+
+
+def whole(plan: str) -> tuple[list[float], dict[str, Tensor]]:
+    return train(plan, rows="global")
+
+
+def test_workers_change_nothing(workers: Pool) -> None:
+    one, two = workers(2).run(train, "dp", 0), workers(2).run(train, "dp", 2)
+    assert one[0][0] == two[0][0]
+    for name, value in one[0][1].items():
+        assert torch.equal(value, two[0][1][name])
+
+
+# -- resume ----------------------------------------------------------------------------------------
+
+
+def train_and_stop(path: str, stop: int | None, **how: Any) -> dict[str, Tensor]:
+    """Two epochs of noisy rows; a checkpoint in the middle of the second."""
+    pm = parallel("dp")
+    optimizer, loader = optimizer_of(pm), noisy(pm, **how)
+    for _ in range(N_EPOCHS):
+        for k, batch in enumerate(loader):
+            pm.step(**batch)
+            optimizer.step()
+            optimizer.zero_grad()
+            if loader.state_dict()["epoch"] == 1 and k + 1 == stop:
+                extra = {"loader": loader.state_dict()}
+                autopar.save(pm, optimizer, path, step=k, extra=extra)
+                return pm.full_state_dict()
+    return pm.full_state_dict()
+
+
+def noisy(pm: ParallelModule, **how: Any) -> Any:
+    data = Subset(Rows(80, noise=0.1), range(40))
+    return pm.dataloader(data, SIZE, shuffle=True, seed=SEED, **how)
+
+
+def resume(plan: str, path: str, rows: str) -> tuple[dict[str, Any], dict[str, Tensor], int]:
+    pm = parallel(plan)
+    optimizer, loader = optimizer_of(pm), noisy(pm, rows=rows)
+    _, extra = autopar.load(pm, optimizer, path)
+    loader.load_state_dict(extra["loader"])
+    loader.set_epoch(1)  # as loops over epochs do
+    n_left = 0
+    for batch in loader:
+        pm.step(**batch)
+        optimizer.step()
+        optimizer.zero_grad()
+        n_left += 1
+    return loader.state_dict(), pm.full_state_dict(), n_left
+
+
+def test_resume_in_the_middle_of_an_epoch(workers: Pool, tmp_path: Path) -> None:
+    """Bitwise; on another layout to 1e-10. The rows' random numbers are those of the first run."""
+    path = str(tmp_path / "checkpoint")
+    wanted = workers(2).run(train_and_stop, path, None)[0]
+    stopped = workers(2).run(stopped_with_workers, path)[0]
+    assert any(not torch.equal(stopped[name], wanted[name]) for name in wanted)
+    for rows in ("auto", "global"):
+        state, found, n_left = workers(2).run(resume, "dp", path, rows)[0]
+        assert (state["epoch"], state["next_batch"], n_left) == (2, 0, 3)
+        assert all(torch.equal(found[name], wanted[name]) for name in wanted), rows
+    for plan in ("tp", "zero-3, microbatches", "pp"):
+        assert_near(workers(2).run(resume, plan, path, "auto")[0][1], wanted)
+
+
+def stopped_with_workers(path: str) -> dict[str, Tensor]:
+    return train_and_stop(path, 2, num_workers=2)
+
+
+def first_of(loader: Any) -> Tensor:
+    return next(iter(loader))["x"]
+
+
+def test_epochs_and_states() -> None:
+    loader = alone().dataloader(Rows(20, noise=1.0), 8, shuffle=True, seed=SEED)
+    before = torch.get_rng_state(), random.getstate()
+    first, second = [list(loader) for _ in range(2)]
+    assert torch.equal(before[0], torch.get_rng_state()) and before[1] == random.getstate()
+    assert len(loader) == len(first) == 3
+    assert not torch.equal(first[0]["x"], second[0]["x"])
+    loader.set_epoch(0)
+    assert torch.equal(first_of(loader), first[0]["x"])
+    assert loader.state_dict()["next_batch"] == 1
+    assert torch.equal(first_of(loader), second[0]["x"])  # an iteration that was left is over
+    loader.set_epoch(0)
+    batches = iter(loader)
+    for _ in range(3):
+        next(batches)
+    inside = json.loads(json.dumps(loader.state_dict()))
+    assert next(batches, None) is None
+    outside = loader.state_dict()
+    assert (inside["epoch"], inside["next_batch"]) == (0, 3)
+    assert (outside["epoch"], outside["next_batch"]) == (1, 0)
+    other = alone().dataloader(Rows(20, noise=1.0), 8, shuffle=True)
+    other.load_state_dict(inside)
+    assert list(other) == []  # the end of epoch 0, which was not left
+    assert torch.equal(first_of(other), second[0]["x"])
+    with pytest.raises(OptionError, match=r"'batch_size': 8.*; this one has .*'batch_size': 4"):
+        alone().dataloader(Rows(20), 4, shuffle=True).load_state_dict(inside)
+
+
+def test_a_seed_is_rank_0s() -> None:
+    pm = alone()
+    torch.manual_seed(11)
+    loader = pm.dataloader(Rows(), SIZE, shuffle=True)
+    assert loader.state_dict()["seed"] == 11
+
+
+def unplanned() -> list[bool]:
+    """Whether batches are of this rank's rows, in the epoch that plans and in the next one."""
+    pm = autopar.parallelize(make(), machine((1, 2)), manual=Manual(dp=2))
+    loader, found = pm.dataloader(Rows(16), SIZE), []
+    for _ in range(2):
+        for batch in loader:
+            found.append("batch" in batch)
+            pm.step(**batch)
+    return found
+
+
+def test_the_first_batch_may_plan(workers: Pool) -> None:
+    assert workers(2).run(unplanned) == [[False, False, True, True]] * 2

@@ -1,0 +1,174 @@
+"""`pm.dataloader(pad=)`: exact to rounding, or refused on every rank."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+import autopar
+from autopar import BatchError
+from autopar.runtime.launch.processes import WorkerPool
+from tests.helpers.jobs import gpt2, machine, tokens
+from tests.helpers.loading import (
+    FILLS,
+    PLANS,
+    SIZE,
+    Rows,
+    alone,
+    assert_near,
+    make,
+    parallel,
+)
+
+Pool = Callable[[int], WorkerPool]
+
+
+def padded(plan: str, n_rows: int, how: dict[str, Any], pad: Any) -> tuple[Any, ...]:
+    """Losses and gradients of the batches of an epoch; what a step leaves before and after."""
+    pm = parallel(plan, **how)
+    buffers = {name: value.clone() for name, value in pm.named_buffers()}
+    found, marks = [], []
+    for batch in pm.dataloader(Rows(n_rows), SIZE, pad=pad):
+        pm.zero_grad()
+        marks.append(batch.get("batch"))
+        found.append((pm.step(**batch).item(), pm.full_gradients()))
+    n_kept = len(pm._programs.variants.captures)
+    assert all(torch.equal(pm.get_buffer(name), value) for name, value in buffers.items())
+    return found, [mark and (mark.n_padded, mark.is_local) for mark in marks], n_kept
+
+
+@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize("n_rows", [13, 9])
+def test_padding_is_exact(plan: str, n_rows: int, workers: Pool) -> None:
+    """A last batch of 5 rows, and of 1; no other program is kept."""
+    model, last = make(), n_rows - SIZE
+    found, marks, n_kept = workers(2).run(padded, plan, n_rows, {}, FILLS)[0]
+    splits = PLANS[plan]["manual"].dp == 2
+    assert marks == [(0, True) if splits else None, (SIZE - last, False)]
+    assert n_kept == 1
+    for (loss, gradients), batch in zip(found, DataLoader(Rows(n_rows), SIZE), strict=True):
+        model.zero_grad()
+        wanted = model(**batch)
+        wanted.backward()
+        assert abs(loss - wanted.item()) < 1e-10
+        assert_near(gradients, {n: p.grad for n, p in model.named_parameters()})  # type: ignore[misc]
+
+
+def ignored(row: dict[str, Tensor]) -> dict[str, Tensor]:
+    return row | {"labels": torch.tensor(-100)}
+
+
+def test_padding_by_a_function_and_with_dropout(workers: Pool) -> None:
+    """Dropout of a row depends on its position, so it is that of the row without padding."""
+    for plan in ("dp", "zero-3, microbatches"):
+        filled = workers(2).run(padded, plan, 13, {"drop": 0.5}, FILLS)[0][0]
+        made = workers(2).run(padded, plan, 13, {"drop": 0.5}, ignored)[0][0]
+        assert filled[1][0] == pytest.approx(made[1][0], rel=0, abs=1e-12)
+
+
+def refused_padding(plan: str, how: dict[str, Any], pad: dict[str, Any]) -> str:
+    pm = parallel(plan, **how)
+    batches = iter(pm.dataloader(Rows(13), SIZE, pad=pad))
+    pm.step(**next(batches))
+    buffers = {name: value.clone() for name, value in pm.named_buffers()}
+    pm.zero_grad()
+    with pytest.raises(BatchError, match="padding is not exact") as refusal:
+        pm.step(**next(batches))
+    assert all(p.grad is None for p in pm.parameters())
+    assert all(torch.equal(pm.get_buffer(name), value) for name, value in buffers.items())
+    return str(refusal.value)
+
+
+INEXACT: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "labels that count": ({}, {"x": 0.0, "labels": 0}, "the loss changes by"),
+    "a mean over rows": ({"of": "rows"}, FILLS, "the loss changes by"),
+    "statistics of the batch": ({"norm": True}, FILLS, "the loss changes by"),
+}
+
+
+@pytest.mark.parametrize("name", INEXACT)
+def test_padding_that_counts_is_refused(name: str, workers: Pool) -> None:
+    """On every rank, and nothing is left of the check."""
+    how, pad, words = INEXACT[name]
+    for message in workers(2).run(refused_padding, "dp", how, pad):
+        assert "with 4 rows of padding beside 4 rows of data" in message
+        assert words in message
+        assert "drop_last=True" in message
+
+
+def test_padding_that_shows_in_gradients_alone() -> None:
+    """Equal losses are no proof: a head of zeros gives every row the same loss."""
+    model = make()
+    nn.init.zeros_(model.down.weight)
+    nn.init.zeros_(model.down.bias)
+    example = next(iter(DataLoader(Rows(), batch_size=SIZE)))
+    pm = autopar.parallelize(model, machine((1, 1)), example)
+    first, last = pm.dataloader(Rows(13), SIZE, pad={"x": 1.0, "labels": 0})
+    pm.step(**first)
+    with pytest.raises(BatchError, match=r"the gradient of `down\.bias` changes by"):
+        pm.step(**last)
+
+
+@pytest.mark.parametrize(
+    ("pad", "text"),
+    [
+        ({"labels": -100}, r"pad= has values for \['labels'\], and rows have \['labels', 'x'\]"),
+        (FILLS | {"y": 0}, r"and rows have \['labels', 'x'\]"),
+    ],
+)
+def test_padding_names_every_input(pad: Any, text: str) -> None:
+    with pytest.raises(BatchError, match=text):
+        list(alone().dataloader(Rows(13), SIZE, pad=pad))
+
+
+class AtOnce(Rows):
+    """Rows are read many at once, as Hugging Face datasets do."""
+
+    def __getitems__(self, indices: list[int]) -> list[dict[str, Any]]:
+        self.n_read += 1
+        return [{"x": self.x[i].tolist(), "labels": int(self.labels[i])} for i in indices]
+
+
+def stacked(rows: list[dict[str, Any]]) -> dict[str, Tensor]:
+    return {
+        "x": torch.tensor([row["x"] for row in rows], dtype=torch.float64),
+        "labels": torch.tensor([row["labels"] for row in rows]),
+    }
+
+
+def test_rows_that_are_read_at_once_and_are_plain_lists() -> None:
+    pm, data = alone(), AtOnce(13)
+    batches = list(pm.dataloader(data, SIZE, collate_fn=stacked, pad=FILLS))
+    assert data.n_read == 2
+    assert torch.equal(batches[1]["x"][:5], data.x[8:])
+    assert (batches[1]["x"][5:] == 3.0).all()
+    assert (batches[1]["labels"][5:] == -100).all()
+
+
+class Tokens(Dataset[dict[str, Tensor]]):
+    def __init__(self, n: int) -> None:
+        self.whole = tokens(0, n)
+
+    def __len__(self) -> int:
+        return len(self.whole["labels"])
+
+    def __getitem__(self, index: int) -> dict[str, Tensor]:
+        return {name: value[index] for name, value in self.whole.items()}
+
+
+@pytest.mark.parametrize("precision", ["model", "bf16-mixed", "fp16-mixed"])
+def test_rounding_is_told_from_padding(precision: str) -> None:
+    """A GPT-2 with dropout, in float32 and in half precision."""
+    torch.manual_seed(0)
+    model = gpt2(resid_pdrop=0.1, embd_pdrop=0.1, attn_pdrop=0.1)
+    pm = autopar.parallelize(model, machine((1, 1)), tokens(1, SIZE), precision=precision)
+    for batch in pm.dataloader(Tokens(13), SIZE, pad={"input_ids": 0, "labels": -100}):
+        assert pm.step(**batch).isfinite()
+    _, last = pm.dataloader(Tokens(13), SIZE, pad={"input_ids": 0, "labels": 0})
+    with pytest.raises(BatchError, match="padding is not exact"):
+        pm.step(**last)
