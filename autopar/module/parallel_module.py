@@ -30,13 +30,15 @@ from autopar.module.fingerprints import fingerprints
 from autopar.module.habits import PlannedModule, StepLoss, keep_from_dynamo
 from autopar.module.held_state import HeldState
 from autopar.module.job import from_rank_0, join_process_group, own_rank
-from autopar.module.layers import Modes, Shown
+from autopar.module.layers import Holders, Modes, Shown
 from autopar.module.local_rows import LocalRows
 from autopar.module.optimizers import watch_optimizers
 from autopar.module.originals import ConstantBuffers, Originals
 from autopar.module.parameters import StepGradients, gathered_names, make_parameters
 from autopar.module.programs import Programs
 from autopar.module.signatures import (
+    check_autocast,
+    check_inputs,
     check_planning_mode,
     check_step_mode,
     keys_of_model,
@@ -108,6 +110,7 @@ class ParallelModule(PlannedModule, HeldState, Surface):
         return self
 
     def _make_plan(self, batch: Mapping[str, Any] | Sequence[Any]) -> None:
+        check_autocast(self._device)
         self._agreement.check("plan", batch)
         compilation = self._compilation(batch)
         _ = compilation[Program]  # on every rank, so that each reports its own trace error
@@ -187,10 +190,13 @@ class ParallelModule(PlannedModule, HeldState, Surface):
         self._non_persistent_buffers_set |= self._not_saved & shown.root_buffers.keys()
         self._modules |= shown.children
         self._layers = {name: m for name, m in self.named_modules() if name}
+        self._holders = Holders(self)
         self._constants = ConstantBuffers(self._held_buffers, self._place.changed)
 
     def _program(self, batch: Given, kind: Kind) -> Built:
         """The compiled program for the current mode and this batch."""
+        check_autocast(self._device)
+        self._holders.check()
         self._layer_modes.check(self._layers, self.training)
         self._originals.check()
         self._constants.check()
@@ -339,6 +345,7 @@ class ParallelModule(PlannedModule, HeldState, Surface):
     ) -> dict[str, Tensor]:
         """Inputs by placeholder; a local batch may lack what this stage does not read."""
         leaves = flatten_inputs(given)
+        check_inputs(leaves)
         takes = self._local_rows.takes
         wanted = {n: i for n, i in program.inputs.items() if not is_local or takes(n)}
         missing = [i.path for i in wanted.values() if i.path not in leaves]
