@@ -8,6 +8,7 @@ refusal says what to write instead.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NoReturn
@@ -61,6 +62,25 @@ def keep_from_dynamo(kind: type[nn.Module]) -> None:
     """
     if not getattr(kind.forward, "_torchdynamo_disable", False):
         setattr(kind, "forward", torch.compiler.disable(kind.forward))  # noqa: B010
+
+
+def refuse_export() -> None:
+    """Raise `NotSupportedError` if `torch.export` traces the module."""
+    if torch.compiler.is_exporting():
+        _refuse_export("torch.export")
+
+
+def warn_of_seed(seen: int) -> int:
+    """Warn if torch was seeded with another seed than the one seen; returns the seed of now."""
+    now = torch.initial_seed()
+    if now != seen:
+        warnings.warn(
+            "torch.manual_seed after autopar.parallelize does not change the random numbers of a "
+            "parallel module (dropout), which has a stream of its own: "
+            "pm.stream.base, pm.stream.n_steps = seed, 0 starts it anew, on every rank",
+            stacklevel=4,
+        )
+    return now
 
 
 def _refuse_export(what: str) -> NoReturn:
@@ -118,7 +138,7 @@ class PlannedModule(Guarded):
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
         """`DistributedDataParallel` asks for this first, and `torch.jit.trace` for all there is."""
-        if str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.jit"):
+        if sys._getframe(1).f_globals.get("__name__") == "torch._jit_internal":
             _refuse_export("torch.jit.trace")
         raise NotSupportedError(
             "DistributedDataParallel around a parallel module, which synchronises gradients itself",

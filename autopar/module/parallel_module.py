@@ -27,7 +27,13 @@ from autopar.mesh import Mesh
 from autopar.module.batches import Agreement, Given
 from autopar.module.compiled_step import Built, Kind, Links
 from autopar.module.fingerprints import fingerprints
-from autopar.module.habits import PlannedModule, StepLoss, keep_from_dynamo
+from autopar.module.habits import (
+    PlannedModule,
+    StepLoss,
+    keep_from_dynamo,
+    refuse_export,
+    warn_of_seed,
+)
 from autopar.module.held_state import HeldState
 from autopar.module.job import from_rank_0, join_process_group, own_rank
 from autopar.module.layers import Holders, Modes, Shown
@@ -148,7 +154,8 @@ class ParallelModule(PlannedModule, HeldState, Surface):
         )
         self._adopt_state(program)
         keep_from_dynamo(type(self))
-        self.stream = Stream(from_rank_0(torch.initial_seed))
+        self._seed = torch.initial_seed()
+        self.stream = Stream(from_rank_0(lambda: self._seed))
         self._plan = Plan(data, Bound(compilation))
         number = from_rank_0(lambda: next(_NUMBERS))
         self._programs = Programs(
@@ -269,6 +276,8 @@ class ParallelModule(PlannedModule, HeldState, Surface):
             handler = outputs
             on_outputs = lambda tensors: handler(built.outputs(tensors))  # noqa: E731
         inputs = self._inputs(built.program, given, local)
+        if built.program.seed is not None:
+            self._seed = warn_of_seed(self._seed)
         gradients = StepGradients(self._stored, self.plan.data.accumulates)
         seed = self.stream.seed
         leaves, scaler = gradients.before(), self._scaler
@@ -289,6 +298,7 @@ class ParallelModule(PlannedModule, HeldState, Surface):
         that the model returns is on every rank. Other tensors are whole on the ranks of the last
         stage; `gather="all"` gives them to all ranks.
         """
+        refuse_export()
         if gather not in ("last", "all"):
             raise OptionError(f'gather={gather!r}: it is "last" or "all"')
         given = one_form(args, kwargs)
