@@ -25,8 +25,16 @@ from autopar.runtime.groups import ReduceOp
 from autopar.runtime.tensors.spread import wide
 
 Kind = Literal[
-    "elementwise", "lists", "masked", "same shape", "new", "reduction", "norms", "random",
-    "collective", "whole",
+    "elementwise",
+    "lists",
+    "masked",
+    "same shape",
+    "new",
+    "reduction",
+    "norms",
+    "random",
+    "collective",
+    "whole",
 ]
 aten = torch.ops.aten
 
