@@ -1,7 +1,7 @@
 """What a sharded tensor says of its memory: `data`, `numpy()`, `tolist()`, `data_ptr()`.
 
-torch runs no operator for these, so `__torch_dispatch__` does not see them. Without them torch would
-set `data` of an empty wrapper, which no program reads.
+torch runs no operator for these, so `__torch_dispatch__` does not see them. Torch's own setter of
+`data` would fill the wrapper, which no program reads.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ class Memory(Tensor):
         """The whole tensor."""
 
     @property
-    def data(self) -> Tensor:  # type: ignore[override]
+    def data(self) -> Tensor:
         """The tensor without its history, in the same memory."""
         found: Tensor = torch._C.TensorBase.data.__get__(self)  # type: ignore[attr-defined]
         return found

@@ -32,14 +32,20 @@ def saved_loss(run: Run) -> None:
     assert found == loss
 
 
-@habit(SECTION, "`total += loss`, `math.exp(loss)`, `loss.numpy()`, `min(best, loss)`, `loss.detach_()`",
+@habit(SECTION, "`total += loss`, `math.exp(loss)`, `loss.numpy()`, `loss.detach_()`",
        layouts=ALL)  # fmt: skip
 def loss_as_number(run: Run) -> None:
     loss = run.pm.step(**run.batch(0))
     wanted = run.alone(**run.batch(0)).item()
     total = torch.zeros((), dtype=loss.dtype)
     total += loss
-    values = [total, loss.detach_(), loss.numpy(), loss.data.cpu().tolist(), min(math.inf, loss)]
+    values: list[Any] = [
+        total,
+        loss.detach_(),
+        loss.numpy(),
+        loss.data.cpu().tolist(),
+        min(math.inf, loss),
+    ]
     assert all(abs(float(value) - wanted) < 1e-10 for value in values)
     assert abs(math.exp(loss) - math.exp(wanted)) < 1e-8
 
@@ -136,8 +142,13 @@ def debugging(run: Run) -> None:
 @habit(SECTION, "`saved_tensors_hooks(pack, unpack)`, `save_on_cpu()` around the step",
        layouts=ALL)  # fmt: skip
 def saved_tensors(run: Run) -> None:
-    kept = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda x: kept.append(x) or x, lambda x: x):
+    kept: list[Tensor] = []
+
+    def pack(saved: Tensor) -> Tensor:
+        kept.append(saved)
+        return saved
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
         run.pm.step(**run.batch(0))
     assert kept
     run.pm.zero_grad()

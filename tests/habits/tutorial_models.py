@@ -1,4 +1,4 @@
-"""Habits of PyTorch's tutorials and recipes: models, losses, state, and what torch does to modules."""
+"""Habits of PyTorch's tutorials and recipes: models and losses."""
 
 from __future__ import annotations
 
@@ -150,9 +150,7 @@ class Policy(nn.Module):
         self.net = layers(4)
 
     def forward(self, state: Tensor, action: Tensor, reward: Tensor) -> Tensor:
-        policy = torch.distributions.Categorical(
-            logits=self.net(state), validate_args=self.checks
-        )
+        policy = torch.distributions.Categorical(logits=self.net(state), validate_args=self.checks)
         return -(policy.log_prob(action) * reward).mean() - 0.01 * policy.entropy().mean()
 
 
@@ -215,7 +213,8 @@ class Recurrent(nn.Module):
        'from `pm(**batch, gather="all")`', kind=Recurrent)  # fmt: skip
 def truncated(run: Run) -> None:
     zero = torch.zeros(1, ROWS, WIDTH, dtype=torch.float64)
-    ours = alone = {"h": zero, "c": zero}
+    ours: Batch = {"h": zero, "c": zero}
+    alone = ours
     planned(run, run.batch(0) | ours)
     optimizers = run.optimizers()
     for seed in range(3):
@@ -281,15 +280,17 @@ def own_parametrization(run: Run) -> None:
     run.train(run.optimizers(), 2, first=1)
 
 
-@habit(SECTION, "`prune.l1_unstructured(model.head, ...)` before, or of a layer of `pm`",
-       "multiply by a mask after each step", refused=(CaptureError, "head.weight"))  # fmt: skip
-def pruned(run: Run) -> None:
-    try:
-        prune.l1_unstructured(run.pm.head, "weight", 0.3)
-    except NotSupportedError as error:
-        assert "weight_orig" in str(error)
+@habit(SECTION, "`prune.l1_unstructured(model.head, ...)` before", "multiply by a mask after steps",
+       layouts=ALL, refused=(CaptureError, "head.weight"))  # fmt: skip
+def pruned_before(run: Run) -> None:
     prune.l1_unstructured(run.model.head, "weight", 0.3)
     run.parallelize()
+
+
+@habit(SECTION, "`prune.l1_unstructured(pm.head, ...)`", "multiply by a mask after steps",
+       refused=(NotSupportedError, "weight_orig"))  # fmt: skip
+def pruned_later(run: Run) -> None:
+    prune.l1_unstructured(run.pm.head, "weight", 0.3)
 
 
 class Kept(Small):

@@ -128,7 +128,7 @@ def batch_norm_updated(run: Run) -> None:
 @habit(SECTION, "`m.reset_running_stats()`, `BatchNorm1d(momentum=None)`", kind=Normed, layouts=ALL)
 def statistics_reset(run: Run) -> None:
     for m in (run.model, run.alone):
-        m.bn.momentum = None  # type: ignore[union-attr, assignment]
+        m.bn.momentum = None  # type: ignore[union-attr]
     optimizers = run.optimizers()
     run.train(optimizers)
     for m in run.both():
