@@ -24,7 +24,7 @@ _N_TOLD = 3  # lines on stderr
 _OWN = frozenset({"stream", "training"})
 _OF_WRAPPERS = {
     "module": "it is the module itself: pm.state_dict(), pm.parameters()",
-    "no_sync": "leave it out: each pm.step adds to the gradients; weight=1 / n for one of n batches",
+    "no_sync": "leave it out: pm.step adds to the gradients; weight=1 / n for one of n batches",
 }
 _WAYS_OUT = {
     "forward": "pm.step(..., outputs=fn) hands fn the model's outputs; hooks on the user's model "

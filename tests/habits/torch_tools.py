@@ -139,19 +139,8 @@ def debugging(run: Run) -> None:
         torch.use_deterministic_algorithms(False)
 
 
-@habit(SECTION, "`saved_tensors_hooks(pack, unpack)`, `save_on_cpu()` around the step",
-       layouts=ALL)  # fmt: skip
-def saved_tensors(run: Run) -> None:
-    kept: list[Tensor] = []
-
-    def pack(saved: Tensor) -> Tensor:
-        kept.append(saved)
-        return saved
-
-    with torch.autograd.graph.saved_tensors_hooks(pack, lambda saved: saved):
-        run.pm.step(**run.batch(0))
-    assert kept
-    run.pm.zero_grad()
+@habit(SECTION, "`save_on_cpu()` around the step", layouts=ALL)
+def saved_on_cpu(run: Run) -> None:
     optimizers = run.optimizers()
     with torch.autograd.graph.save_on_cpu():
         run.train(optimizers)
