@@ -1,4 +1,4 @@
-"""What a sharded tensor says of its memory: `data`, `numpy()`, `tolist()`, `data_ptr()`.
+"""The memory of a sharded tensor: its shard, the whole, `data`, `numpy()`, pickles of it.
 
 torch runs no operator for these, so `__torch_dispatch__` does not see them. Torch's own setter of
 `data` would fill the wrapper, which no program reads.
@@ -30,9 +30,13 @@ class Memory(Tensor):
     def cut(self, value: Tensor) -> Tensor:
         """The shard of a tensor of this shape."""
 
-    @abstractmethod
     def full_tensor(self) -> Tensor:
-        """The whole tensor."""
+        """The whole tensor on every rank of its stage; all of them must call it."""
+        return self.spread.whole(self.local.detach()).clone()
+
+    def to_local(self) -> Tensor:
+        """This rank's shard, as a plain tensor that shares its memory."""
+        return self.local.detach()
 
     @property
     def data(self) -> Tensor:
@@ -58,6 +62,14 @@ class Memory(Tensor):
             )
         self.local.data = self.cut(value.detach()).contiguous()
         increment_version(self.local)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise NotSupportedError(
+            f"saving `{self.spread.name}`, of which this rank has a shard",
+            hint="autopar.save(pm, optimizer, path) saves weights and optimizer state; of weights "
+            "alone, torch.save(pm.full_state_dict(), path) on rank 0, with every rank calling "
+            "full_state_dict()",
+        )
 
     def data_ptr(self) -> int:
         """Where this rank's shard begins."""

@@ -68,14 +68,6 @@ class Sharded(Memory, Boxed):
     ) -> Any:
         return _HANDLERS[kind_of(func)](func, args, kwargs or {})
 
-    def full_tensor(self) -> Tensor:
-        """The whole tensor on every rank of its stage; all of them must call it."""
-        return self.spread.whole(self.local.detach()).clone()
-
-    def to_local(self) -> Tensor:
-        """This rank's shard, as a plain tensor that shares its memory."""
-        return self.local.detach()
-
     def __repr__(  # type: ignore[override]
         self, *, tensor_contents: object = None
     ) -> str:
@@ -113,14 +105,6 @@ class Sharded(Memory, Boxed):
                 copied.grad = Sharded(self.grad.local.detach().clone(), self.grad.spread)
             memo[id(self)] = copied
         return memo[id(self)]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise NotSupportedError(
-            f"saving `{self.spread.name}`, of which this rank has a shard",
-            hint="autopar.save(pm, optimizer, path) saves weights and optimizer state; of weights "
-            "alone, torch.save(pm.full_state_dict(), path) on rank 0, with every rank calling "
-            "full_state_dict()",
-        )
 
 
 @dataclass
