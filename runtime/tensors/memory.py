@@ -71,10 +71,6 @@ class Memory(Tensor):
             "full_state_dict()",
         )
 
-    def data_ptr(self) -> int:
-        """Where this rank's shard begins."""
-        return self.local.data_ptr()
-
     def numpy(self, *, force: bool = False) -> Any:
         """The whole tensor as an array; raises `NotSupportedError` where a rank has a shard."""
         return self._whole("numpy()").numpy(force=force)
