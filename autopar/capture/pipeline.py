@@ -51,6 +51,7 @@ from autopar.precision import WORDS, Precision
 from autopar.program import (
     Accumulation,
     BufferInfo,
+    Frozen,
     InputInfo,
     ParameterInfo,
     Program,
@@ -145,6 +146,7 @@ def capture(
         modes = {path: module.training for path, module in model.named_modules()}
     held = tuple(buffer for leaf, buffer in roles.constant_buffers.items() if leaf in read)
     frozen = freeze(model, loss_fn, reads, modes if training else {}, held, findings)
+    _refuse_learning(frozen, exported)
     return replace(
         program, accumulation=accumulation, checkpointed=regions, audit=findings.audit(),
         frozen=frozen,
@@ -263,6 +265,23 @@ def _held_tensor(model: nn.Module, exported: ExportedProgram, name: str) -> torc
             "or detach() a tensor that does not learn",
         )
     return held
+
+
+def _refuse_learning(frozen: Frozen, exported: ExportedProgram) -> None:
+    """Raise `CaptureError` for a constant of the graph that learns in one process: a parameter
+    of the loss, or of a module beside the model.
+    """
+    lifted = [t for t in exported.constants.values() if type(t) is torch.Tensor and not t.is_meta]
+    memory = {t.data_ptr() for t in lifted} - {0}
+    for name, value in frozen.values.items():
+        tensor = getattr(value, "tensor", None)
+        if tensor is not None and tensor.requires_grad and tensor.data_ptr() in memory:
+            raise CaptureError(
+                f"{name} requires grad and is no parameter of the model: the trace would keep its "
+                "value, and give it no gradient",
+                hint="make its module a part of the model, whose forward then returns the loss; or "
+                "requires_grad_(False) for what does not learn",
+            )
 
 
 def _add_parameters(

@@ -17,6 +17,7 @@ from autopar.module.loading import Loader, Reader
 from autopar.module.local_rows import LocalRows
 from autopar.module.padding import PaddingCheck
 from autopar.module.programs import Programs
+from autopar.module.signatures import check_inputs
 from autopar.operators import Stream
 from autopar.passes.binding import planned_row_dims
 from autopar.precision import Precision
@@ -108,6 +109,7 @@ class Feeding(HeldState):
     def _inputs(self, program: Program, given: Given, is_local: bool = False) -> dict[str, Tensor]:
         """Inputs by placeholder; a local batch may lack what this stage does not read."""
         leaves = flatten_inputs(given)
+        check_inputs(leaves)
         takes = self._local_rows.takes
         wanted = {n: i for n, i in program.inputs.items() if not is_local or takes(n)}
         missing = [i.path for i in wanted.values() if i.path not in leaves]

@@ -8,6 +8,7 @@ refusal says what to write instead.
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Iterator
 from types import FrameType
 from typing import Any, NoReturn
@@ -63,6 +64,32 @@ def keep_from_dynamo(kind: type[nn.Module]) -> None:
         setattr(kind, "forward", torch.compiler.disable(kind.forward))  # noqa: B010
 
 
+def refuse_export() -> None:
+    """Raise `NotSupportedError` if `torch.export` traces the module."""
+    if torch.compiler.is_exporting():
+        _refuse_export("torch.export")
+
+
+def warn_of_seed(seen: int) -> int:
+    """Warn if torch was seeded with another seed than the one seen; returns the seed of now."""
+    now = torch.initial_seed()
+    if now != seen:
+        warnings.warn(
+            "torch.manual_seed after autopar.parallelize does not change the random numbers of a "
+            "parallel module (dropout), which has a stream of its own: "
+            "pm.stream.base, pm.stream.n_steps = seed, 0 starts it anew, on every rank",
+            stacklevel=4,
+        )
+    return now
+
+
+def _refuse_export(what: str) -> NoReturn:
+    raise NotSupportedError(
+        f"{what} of a parallel module, of which this rank has a part",
+        hint="load pm.full_state_dict() into the original model on one process, and export that",
+    )
+
+
 class PlannedModule(Guarded):
     """A module whose layers are a generated program."""
 
@@ -97,9 +124,22 @@ class PlannedModule(Guarded):
             hint="load pm.full_state_dict() into the original model on one process",
         )
 
+    def share_memory(self) -> NoReturn:
+        """Raise `NotSupportedError`: processes are ranks, which have shards of their own."""
+        raise NotSupportedError(
+            "share_memory() of a parallel module, of which each process has a part",
+            hint="torchrun or autopar.launch starts the processes, and pm.step synchronises them",
+        )
+
+    def __prepare_scriptable__(self) -> NoReturn:
+        """`torch.jit.script` asks for this first."""
+        _refuse_export("torch.jit.script")
+
     @property
     def _ddp_params_and_buffers_to_ignore(self) -> NoReturn:
-        """`DistributedDataParallel` asks for this first."""
+        """`DistributedDataParallel` asks for this first, and `torch.jit.trace` for all there is."""
+        if sys._getframe(1).f_globals.get("__name__") == "torch._jit_internal":
+            _refuse_export("torch.jit.trace")
         raise NotSupportedError(
             "DistributedDataParallel around a parallel module, which synchronises gradients itself",
             hint="call pm.step(**batch) on the module itself",
@@ -115,6 +155,23 @@ class StepLoss(Tensor):
             "loss.backward() after pm.step, which has run backward already",
             hint="leave it out; pm.step(..., weight=1 / n) scales gradients, for one of n batches",
         )
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raise `NotSupportedError` for `torch.autograd.backward` and `grad` of the loss."""
+        if func is torch.autograd.backward or func is torch.autograd.grad:
+            raise NotSupportedError(
+                f"torch.autograd.{func.__name__} of the loss of pm.step, which has run backward",
+                hint="leave it out; gradients are in `.grad` of pm.parameters()",
+            )
+        return super().__torch_function__(func, types, args, kwargs)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # files need no autopar
+
+    def detach_(self) -> StepLoss:
+        """The loss itself, which is detached; torch detaches no view in place."""
+        return self
 
     def __format__(self, spec: str) -> str:
         return format(self.as_subclass(Tensor), spec)

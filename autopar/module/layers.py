@@ -232,3 +232,26 @@ class Modes:
                     hint=f"set it on the model before autopar.parallelize, or set it back: "
                     f"pm.get_submodule({name!r}).train({wanted})",
                 )
+
+
+class Holders:
+    """Which tensor each name of a module and its layers holds: those of its programs."""
+
+    def __init__(self, root: nn.Module) -> None:
+        self._seen = [
+            (held, name, tensor, f"{path}.{name}".removeprefix("."))
+            for path, module in root.named_modules()
+            for held in (module._parameters, module._buffers)
+            for name, tensor in held.items()
+        ]
+
+    def check(self) -> None:
+        """Raise `NotSupportedError` for another tensor in the place of one of them."""
+        for held, name, tensor, full in self._seen:
+            if held.get(name) is not tensor:
+                raise NotSupportedError(
+                    f"another tensor stands in the place of `{full}` of a parallel module, whose "
+                    "programs would not read it (torch.func.functional_call puts tensors there)",
+                    hint="use the original model for that; or write into the parameter: with "
+                    "torch.no_grad(): parameter.copy_(value)",
+                )

@@ -11,6 +11,7 @@ Any other optimizer that needs whole tensors is refused by its first such operat
 
 torch's own elementwise optimizers need no check of each operator. They step on plain shards: a
 `_shadow` of the optimizer has these as parameters and state; `_after_step` takes new state back.
+Hooks of the user's own read and write the optimizer itself, so one that has some has no shadow.
 """
 
 from __future__ import annotations
@@ -24,6 +25,8 @@ from torch import Tensor, nn, optim
 from torch.nn.utils import clip_grad
 from torch.optim import Optimizer
 from torch.optim.optimizer import (
+    _global_optimizer_post_hooks,
+    _global_optimizer_pre_hooks,
     register_optimizer_step_post_hook,
     register_optimizer_step_pre_hook,
 )
@@ -92,7 +95,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     found = {id(s): s for p in parameters if (s := _scalers.get(p)) is not None}
     for scaler in found.values():
         scaler.decide()
-    if type(optimizer) in _ELEMENTWISE and args[0] is optimizer:
+    if type(optimizer) in _ELEMENTWISE and args[0] is optimizer and not _has_hooks(optimizer):
         has_closure = len(args) > 1 or kwargs.get("closure") is not None
         groups = optimizer.param_groups
         if not has_closure and all(isinstance(p, Sharded) for g in groups for p in g["params"]):
@@ -113,6 +116,13 @@ def _check(optimizer: Optimizer) -> None:
     _refuse_whole(optimizer, parameters)
     if any(p.grad is not None for p in parameters):
         _checked.add(optimizer)
+
+
+def _has_hooks(optimizer: Optimizer) -> bool:
+    """Are there step hooks besides `_before_step` and `_after_step`?"""
+    own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
+    everywhere = len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks)
+    return bool(own) or everywhere > 2
 
 
 def _shadow(optimizer: Optimizer) -> Optimizer:

@@ -28,15 +28,22 @@ from autopar.module.batches import Agreement, Given
 from autopar.module.compiled_step import Built, Kind, Links
 from autopar.module.feeding import Feeding
 from autopar.module.fingerprints import fingerprints
-from autopar.module.habits import PlannedModule, StepLoss, keep_from_dynamo
+from autopar.module.habits import (
+    PlannedModule,
+    StepLoss,
+    keep_from_dynamo,
+    refuse_export,
+    warn_of_seed,
+)
 from autopar.module.job import from_rank_0, join_process_group, own_rank
-from autopar.module.layers import Modes, Shown
+from autopar.module.layers import Holders, Modes, Shown
 from autopar.module.loaded import Loaded, unwrapped
 from autopar.module.optimizers import watch_optimizers
 from autopar.module.originals import ConstantBuffers, Originals
 from autopar.module.parameters import StepGradients, gathered_names, make_parameters
 from autopar.module.programs import Programs
 from autopar.module.signatures import (
+    check_autocast,
     check_planning_mode,
     check_step_mode,
     keys_of_model,
@@ -107,6 +114,7 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         return self
 
     def _make_plan(self, batch: Mapping[str, Any] | Sequence[Any]) -> None:
+        check_autocast(self._device)
         self._agreement.check("plan", batch)
         compilation = self._compilation(batch)
         _ = compilation[Program]  # on every rank, so that each reports its own trace error
@@ -144,7 +152,8 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         )
         self._adopt_state(program)
         keep_from_dynamo(type(self))
-        self.stream = Stream(from_rank_0(torch.initial_seed))
+        self._seed = torch.initial_seed()
+        self.stream = Stream(from_rank_0(lambda: self._seed))
         self._plan = Plan(data, Bound(compilation))
         number = from_rank_0(lambda: next(_NUMBERS))
         self._programs = Programs(
@@ -186,10 +195,13 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         self._non_persistent_buffers_set |= self._not_saved & shown.root_buffers.keys()
         self._modules |= shown.children
         self._layers = {name: m for name, m in self.named_modules() if name}
+        self._holders = Holders(self)
         self._constants = ConstantBuffers(self._held_buffers, self._place.changed)
 
     def _program(self, batch: Given, kind: Kind) -> Built:
         """The compiled program for the current mode and this batch."""
+        check_autocast(self._device)
+        self._holders.check()
         self._layer_modes.check(self._layers, self.training)
         self._originals.check()
         self._constants.check()
@@ -259,6 +271,8 @@ class ParallelModule(PlannedModule, Feeding, Surface):
             handler = outputs
             on_outputs = lambda tensors: handler(built.outputs(tensors))  # noqa: E731
         inputs = self._inputs(built.program, given, local)
+        if built.program.seed is not None:
+            self._seed = warn_of_seed(self._seed)
         gradients = StepGradients(self._stored, self.plan.data.accumulates)
         seed = self.stream.seed
         leaves, scaler = gradients.before(), self._scaler
@@ -279,6 +293,7 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         that the model returns is on every rank. Other tensors are whole on the ranks of the last
         stage; `gather="all"` gives them to all ranks.
         """
+        refuse_export()
         if gather not in ("last", "all"):
             raise OptionError(f'gather={gather!r}: it is "last" or "all"')
         given = one_form(args, kwargs)

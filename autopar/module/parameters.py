@@ -13,7 +13,7 @@ whole batch would call them. They see whole tensors, so what they do is what it 
 from __future__ import annotations
 
 import warnings
-from collections.abc import Collection, Mapping
+from collections.abc import Collection, Iterable, Mapping
 from fnmatch import fnmatchcase
 
 import torch
@@ -85,7 +85,7 @@ class StepGradients:
                 )
             out[name] = shard_of(parameter)
             if parameter._backward_hooks:
-                self._check_hooks(name)
+                self._check_hooks(name, parameter._backward_hooks.values())
                 self._earlier[name], parameter.local.grad = parameter.grad, None
         return out
 
@@ -103,7 +103,13 @@ class StepGradients:
                 stacklevel=4,
             )
 
-    def _check_hooks(self, name: str) -> None:
+    def _check_hooks(self, name: str, hooks: Iterable[object]) -> None:
+        if any(getattr(hook, "__module__", "") == "torch.autograd.graph" for hook in hooks):
+            raise NotSupportedError(
+                f"register_multi_grad_hook of `{name}`: hooks of a parallel module run after "
+                "backward, where torch's count of gradients does not",
+                hint="parameter.register_hook(fn), or read `.grad` after pm.step",
+            )
         if self._accumulates:
             raise NotSupportedError(
                 f"a hook on the gradient of `{name}`, with microbatches that one process would "

@@ -18,7 +18,13 @@ from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.capture import accepted
-from autopar.errors import AutoparError, BatchError, CaptureError, OptionError
+from autopar.errors import (
+    AutoparError,
+    BatchError,
+    CaptureError,
+    NotSupportedError,
+    OptionError,
+)
 from autopar.module.batches import Given
 from autopar.module.fingerprints import Fingerprint, fingerprints
 from autopar.module.loaded import refuse_loaded
@@ -53,6 +59,29 @@ def check_step_mode(batch: Any) -> None:
             f"step under torch.{mode}(): there would be no gradients",
             hint="call pm.step outside of it; pm.loss(**batch) is the loss without gradients",
         )
+
+
+def check_autocast(device: torch.device) -> None:
+    """Raise `OptionError` under autocast, which would change the dtypes that were planned."""
+    if torch.is_autocast_enabled(device.type):
+        dtype = torch.get_autocast_dtype(device.type)
+        raise OptionError(
+            f"a parallel module under torch.autocast({device.type!r}, {dtype}): its program was "
+            "planned in other dtypes",
+            hint="call it outside; autopar.parallelize(..., precision=...) plans a step in "
+            "bf16-autocast, bf16-mixed or fp16-mixed",
+        )
+
+
+def check_inputs(leaves: Mapping[str, Any]) -> None:
+    """Raise `NotSupportedError` for an input that requires grad: a step gives it none."""
+    for path, leaf in leaves.items():
+        if isinstance(leaf, Tensor) and leaf.requires_grad and torch.is_grad_enabled():
+            raise NotSupportedError(
+                f"input `{path}` requires grad, and a step gives gradients to parameters only",
+                hint=f"pass {path}.detach(); layers that compute it belong into the model, and so "
+                "does an input that is trained, as an nn.Parameter",
+            )
 
 
 def check_planning_mode() -> None:

@@ -22,6 +22,10 @@ from autopar.program import Program
 
 _N_TOLD = 3  # lines on stderr
 _OWN = frozenset({"stream", "training"})
+_OF_WRAPPERS = {
+    "module": "it is the module itself: pm.state_dict(), pm.parameters()",
+    "no_sync": "leave it out: pm.step adds to the gradients; weight=1 / n for one of n batches",
+}
 _WAYS_OUT = {
     "forward": "pm.step(..., outputs=fn) hands fn the model's outputs; hooks on the user's model "
     "before autopar.parallelize are traced",
@@ -29,6 +33,10 @@ _WAYS_OUT = {
     "state_dict": "change the dictionary that pm.state_dict() or pm.full_state_dict() returns, or "
     "that pm.load_state_dict is given",
 }
+
+
+class AbsentError(NotSupportedError, AttributeError):
+    """An attribute that a parallel module lacks; `hasattr` is then False."""
 
 
 def _refused_hook(kind: str) -> Callable[..., NoReturn]:
@@ -55,14 +63,21 @@ class Surface(nn.Module):
         except AttributeError:
             model = self._shown_model(name)
             if model is None or not hasattr(model, name):
-                raise
+                if name not in _OF_WRAPPERS:
+                    raise
+                raise AbsentError(
+                    f"a parallel module has no `{name}`, as DistributedDataParallel has",
+                    hint=_OF_WRAPPERS[name],
+                ) from None
         value = getattr(model, name)
         if _is_shown(model, name):
             return value
-        raise AttributeError(
+        raise AbsentError(
             f"a parallel module has no `{name}`: it is a part or method of the user's "
-            f"{type(model).__name__}, which is not sharded; call it on the original model, or use "
-            "pm.step, pm(**batch), pm.named_parameters() and pm.full_state_dict()"
+            f"{type(model).__name__}, which is not sharded",
+            hint=f"{type(model).__name__}.{name}(pm) calls a method that needs only parameters; "
+            "call others on the original model, or use pm.step, pm(**batch), "
+            "pm.named_parameters() and pm.full_state_dict()",
         )
 
     def __setattr__(self, name: str, value: Any) -> None:

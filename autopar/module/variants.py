@@ -24,7 +24,7 @@ from autopar.program import Program
 Changed = dict[str, tuple[object, object]]
 MAX_VARIANTS = 8  # of one key; the least recently used one is dropped
 _N_SHOWN = 3
-_REFUSED = ("class of ", "`requires_grad` ")
+_REFUSED = ("class of ", "`requires_grad` ", "`shape` ")
 
 
 @dataclass
@@ -149,7 +149,7 @@ def _refuse(changed: Changed) -> None:
     if refused:
         raise CaptureError(
             f"the model was changed after autopar.parallelize: {_described(refused)}",
-            hint="replace modules and freeze parameters before autopar.parallelize",
+            hint="replace modules, resize and freeze parameters before autopar.parallelize",
         )
 
 

@@ -29,10 +29,16 @@ def override(
 def prologue_lines(graph: torch.fx.Graph) -> tuple[tuple[str, str], ...]:
     """The prologue's calls as (variable, expression); the last one is the result."""
     lines = []
+    device = next(f"{node}.device" for node in graph.nodes if node.op == "placeholder")
+
+    def word(value: Any) -> str:
+        """New tensors are where the inputs are."""
+        return device if isinstance(value, torch.device) else repr(value)
+
     for node in graph.nodes:
         if node.op == "call_function":
             args = _of_any_rows(node)
-            words = [*map(repr, args), *(f"{k}={v!r}" for k, v in node.kwargs.items())]
+            words = [*map(word, args), *(f"{k}={word(v)}" for k, v in node.kwargs.items())]
             lines.append((node.name, f"{node.target}({', '.join(words)})"))
         elif node.op == "output":
             lines.append(("return", ", ".join(map(str, node.args[0])) + ","))

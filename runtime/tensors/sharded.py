@@ -32,13 +32,14 @@ from torch.utils import _pytree as pytree
 
 from autopar.errors import NotSupportedError
 from autopar.runtime.tensors.boxed import Boxed, Chunks
+from autopar.runtime.tensors.memory import Memory
 from autopar.runtime.tensors.operators import Kind, Reduction, kind_of, reduction_of, step_of_norm
 from autopar.runtime.tensors.spread import Spread
 
 aten = torch.ops.aten
 
 
-class Sharded(Boxed, Tensor):
+class Sharded(Memory, Boxed):
     """A whole tensor of shape `spread.shape`; `local` is this rank's shard.
 
     is_used: an optimizer has used the gradient of this parameter
@@ -67,14 +68,6 @@ class Sharded(Boxed, Tensor):
     ) -> Any:
         return _HANDLERS[kind_of(func)](func, args, kwargs or {})
 
-    def full_tensor(self) -> Tensor:
-        """The whole tensor on every rank of its stage; all of them must call it."""
-        return self.spread.whole(self.local.detach()).clone()
-
-    def to_local(self) -> Tensor:
-        """This rank's shard, as a plain tensor that shares its memory."""
-        return self.local.detach()
-
     def __repr__(  # type: ignore[override]
         self, *, tensor_contents: object = None
     ) -> str:
@@ -84,6 +77,10 @@ class Sharded(Boxed, Tensor):
             f"{kind} `{self.spread.name}` of shape {tuple(self.shape)}, {here} on this rank "
             f"({self.spread}), {str(self.dtype).removeprefix('torch.')}:\n{self.local.detach()!r}"
         )
+
+    def cut(self, value: Tensor) -> Tensor:
+        local: Tensor = _cut_to(self.spread, "data")(value)
+        return local
 
     def chunks(self) -> Chunks:
         return Chunks(self.local.detach(), self.spread.boxes(), self.spread.shape)
@@ -108,14 +105,6 @@ class Sharded(Boxed, Tensor):
                 copied.grad = Sharded(self.grad.local.detach().clone(), self.grad.spread)
             memo[id(self)] = copied
         return memo[id(self)]
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise NotSupportedError(
-            f"saving `{self.spread.name}`, of which this rank has a shard",
-            hint="autopar.save(pm, optimizer, path) saves weights and optimizer state; of weights "
-            "alone, torch.save(pm.full_state_dict(), path) on rank 0, with every rank calling "
-            "full_state_dict()",
-        )
 
 
 @dataclass
@@ -460,6 +449,16 @@ def _random(func: Any, args: Any, kwargs: Any) -> Any:
     return _gathered(func, args, kwargs)
 
 
+def _collective(func: Any, args: Any, kwargs: Any) -> Any:
+    """Ranks hold different shards, stages different parameters; and both are synchronised."""
+    raise NotSupportedError(
+        f"`{func}` of `{_spreads((args, kwargs))[0].name}`: torch.distributed on a parameter of a "
+        "parallel module, or on its gradient",
+        hint="leave it out: pm.step synchronises gradients, and parameters are the same on all "
+        "ranks; pm.full_state_dict() and pm.full_gradients() have whole tensors",
+    )
+
+
 def _is_view(func: Any) -> bool:
     return any(r.alias_info is not None for r in func._schema.returns)
 
@@ -494,5 +493,6 @@ _HANDLERS: dict[Kind, Callable[[Any, Sequence[Any], dict[str, Any]], Any]] = {
     "reduction": _reduced,
     "norms": _norms,
     "random": _random,
+    "collective": _collective,
     "whole": _gathered,
 }

@@ -12,6 +12,10 @@ from tests.habits import (  # they enter their habits
     optimizers,
     parameters,
     state,
+    torch_tools,
+    training_scripts,
+    tutorial_models,
+    tutorials,
     values,
 )
 from tests.habits.table import HABITS, Habit
@@ -23,7 +27,10 @@ What people write in training scripts, and what it does with a parallel module `
 `make docs` from `tests/habits`: each line is run on two ranks, in parity with one process to 1e-10
 in float64, or must raise the error.
 """
-FILES = (parameters, optimizers, data, values, modules, state, lora, frameworks)
+FILES = (
+    parameters, optimizers, data, values, modules, state, lora, frameworks, tutorials,
+    tutorial_models, torch_tools, training_scripts,
+)  # fmt: skip
 
 
 def page() -> str:

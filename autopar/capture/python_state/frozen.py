@@ -155,7 +155,7 @@ def _note(
             continue
         name, _, place = text[1:].partition("` ")
         kind = kinds.get(place)
-        if name == "requires_grad":
+        if name in ("requires_grad", "shape"):
             continue
         if kind is not None and (name == "training" or is_library_module(kind.__module__)):
             groups[name, kind.__name__, shown(value)].append(text)

@@ -31,6 +31,7 @@ from autopar.capture.python_state.snapshot import ABSENT, INTERNAL, Functions, S
 
 _CALLED = frozenset({"__call__", "forward"})
 _REQUIRES_GRAD = attrgetter("requires_grad")
+_SHAPE = attrgetter("shape")
 
 
 @dataclass
@@ -277,7 +278,7 @@ def _modes(
 
 
 def _structure(taken: Observation, named: Mapping[str, nn.Module]) -> None:
-    """Which modules there are, and which of their parameters learn."""
+    """Which modules there are, which of their parameters learn, and how large these are."""
     for module in named.values():
         children = vars(module)["_modules"]
         taken.items += [(children, name, child) for name, child in children.items()]
@@ -287,7 +288,9 @@ def _structure(taken: Observation, named: Mapping[str, nn.Module]) -> None:
         for name, parameter in vars(module)["_parameters"].items():
             if parameter is not None:
                 text = f"{path}.{name}".removeprefix(".")
+                taken.items.append((vars(module)["_parameters"], name, parameter))
                 taken.measure(f"`requires_grad` of `{text}`", _REQUIRES_GRAD, parameter)
+                taken.measure(f"`shape` of `{text}`", _SHAPE, parameter)
 
 
 def _buffers(taken: Observation, named: Mapping[str, nn.Module], names: Iterable[str]) -> None:

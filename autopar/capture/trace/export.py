@@ -45,6 +45,17 @@ _HINTS: tuple[tuple[str, str], ...] = (
     ),
     ("TypeError", "check that model(**example_inputs) runs without autopar"),
 )
+# Parts of torch that the trace was in -> what to write.
+_HINTS_OF_FILES: tuple[tuple[str, str], ...] = (
+    (
+        "torch/distributions/",
+        "the checks of a distribution depend on values: Categorical(..., validate_args=False)",
+    ),
+    (
+        "torch/_functorch/",
+        "torch.func and torch.vmap are not traced in forward; write their sums out",
+    ),
+)
 _DEFAULT_HINT = "check that the model runs on these inputs without autopar"
 _SIDE_EFFECT = "was assigned during export"
 _DATA_DEPENDENT_HINT = "use masks and torch.where, so that every shape is known before the step"
@@ -160,6 +171,8 @@ def _point_to_loss(graph: torch.fx.Graph, loss_fn: LossFn) -> None:
 def _export_error(model: nn.Module, error: Exception) -> CaptureError:
     names = " ".join(c.__name__ for c in type(error).__mro__)
     hint = next((text for key, text in _HINTS if key in names), _DEFAULT_HINT)
+    files = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
+    hint = next((text for part, text in _HINTS_OF_FILES if any(part in f for f in files)), hint)
     first_line = next((line for line in str(error).splitlines() if line.strip()), "")
     reason = f"{type(error).__name__}: {first_line.strip()}" if first_line else repr(error)
     return CaptureError(
