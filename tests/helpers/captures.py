@@ -13,6 +13,7 @@ import inspect
 import io
 import pickle
 from collections import OrderedDict
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -22,9 +23,9 @@ from torch import Tensor, nn
 from autopar.capture import Watch, capture
 from autopar.module import programs
 from autopar.passes.binding import step_capture
-from autopar.program import Frozen
 from autopar.program.program import Program
 
+_OF_BUFFERS = " of the model's buffers"  # how `Frozen` names them
 N_KEPT = 64  # programs, the last ones used
 _SIGNATURE = inspect.signature(capture)
 _kept: OrderedDict[tuple[object, ...], Program] = OrderedDict()
@@ -68,18 +69,18 @@ def captured(
     # A class of the same name is another where its module is imported again.
     classes = tuple(type(module) for module in model.modules())
     key = classes, of_model, of_call, loss_fn, torch.get_default_dtype()
-    if key not in _kept or _has_changed(_kept[key].frozen, model, loss_fn):
-        _kept[key] = capture(model, example_inputs, loss_fn=loss_fn, **options)
+    changed = Watch(model, loss_fn, _kept[key].frozen).changed() if key in _kept else {}
+    if key not in _kept or not all(name.endswith(_OF_BUFFERS) for name in changed):
+        changed, _kept[key] = {}, capture(model, example_inputs, loss_fn=loss_fn, **options)
     _kept.move_to_end(key)
     if len(_kept) > N_KEPT:
         _kept.popitem(last=False)
-    return _kept[key]
-
-
-def _has_changed(frozen: Frozen, model: nn.Module, loss_fn: Any) -> bool:
-    """Do other Python values hold now? Buffers of another model may be others of equal content."""
-    changed = Watch(model, loss_fn, frozen).changed()
-    return not all(name.endswith(" of the model's buffers") for name in changed)
+    program = _kept[key]
+    if not changed:
+        return program
+    # Buffers of this model, which are equal, are watched from now on.
+    values = {**program.frozen.values, **{name: now for name, (_, now) in changed.items()}}
+    return replace(program, frozen=replace(program.frozen, values=values))
 
 
 def share_captures() -> None:

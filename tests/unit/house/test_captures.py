@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from autopar.capture import Watch
 from autopar.program.program import Program
 from tests.helpers.captures import captured
 
@@ -45,8 +46,18 @@ def doubled(outputs: Tensor, batch: Any) -> Tensor:
 
 
 def test_values_of_parameters_and_inputs_are_no_part_of_it() -> None:
-    assert of(Scaled()) is of(Scaled())
-    assert of(Scaled(), precision="model", training=True) is of(Scaled())
+    assert of(Scaled()).graph is of(Scaled()).graph
+    assert of(Scaled(), precision="model", training=True).graph is of(Scaled()).graph
+
+
+def test_a_shared_program_watches_the_buffers_of_its_own_model() -> None:
+    first, second = Scaled(), Scaled()
+    programs = of(first), of(second)
+    second.get_buffer("shift").add_(1)
+    assert not Watch(first, None, programs[0].frozen).changed()
+    assert [*Watch(second, None, programs[1].frozen).changed()] == [
+        "`shift` of the model's buffers"
+    ]
 
 
 OTHERS: dict[str, Callable[[], Program]] = {
@@ -66,8 +77,8 @@ OTHERS: dict[str, Callable[[], Program]] = {
 @pytest.mark.parametrize("what", OTHERS)
 def test_programs_that_may_differ_are_captured_each(what: str) -> None:
     found = OTHERS[what]()
-    assert found is not of(Scaled())
-    assert found is OTHERS[what]()
+    assert found.graph is not of(Scaled()).graph
+    assert found.graph is OTHERS[what]().graph
 
 
 def test_a_class_that_is_made_again_is_another() -> None:
@@ -80,12 +91,12 @@ def test_a_class_that_is_made_again_is_another() -> None:
         for _ in range(2):
             patch.setitem(globals(), "Again", made())
             programs.append(of(globals()["Again"]()))
-            assert of(globals()["Again"]()) is programs[-1]
-    assert programs[0] is not programs[1]
+            assert of(globals()["Again"]()).graph is programs[-1].graph
+    assert programs[0].graph is not programs[1].graph
 
 
 def test_what_cannot_be_pickled_is_captured_each_time() -> None:
     class Local(Scaled):
         pass
 
-    assert of(Local()) is not of(Local())
+    assert of(Local()).graph is not of(Local()).graph
