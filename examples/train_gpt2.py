@@ -3,8 +3,9 @@
     python examples/train_gpt2.py            starts 4 local processes itself
     torchrun --nproc-per-node 4 examples/train_gpt2.py
 
-A byte-level GPT-2 (4 layers, width 256) learns a book of wisdom for 40 steps. Rank 0 also trains
-the same model on one process from the same weights, and both losses are printed side by side.
+A byte-level GPT-2 (4 layers, width 256) learns a book of wisdom for 40 steps. It is trained in
+float32, beside the same model on rank 0 alone, and in mixed precision (bfloat16). All start from
+the same weights, and their losses are printed side by side.
 """
 
 from __future__ import annotations
@@ -72,6 +73,8 @@ def train(n_steps: int) -> None:
         console.print(f"the plan as a page with its picture: {page}\n", markup=False)
     optimizer = torch.optim.AdamW(pm.parameters(), lr=1e-3)
     alone = torch.optim.AdamW(model.parameters(), lr=1e-3) if rank == 0 else None
+    mixed = autopar.parallelize(make_model(), (1, 4), data[0], precision="bf16-mixed")
+    mixed_optimizer = torch.optim.AdamW(mixed.parameters(), lr=1e-3)
 
     columns = (TextColumn("training"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     times_s: list[float] = []
@@ -88,16 +91,17 @@ def train(n_steps: int) -> None:
                 loss = parallel_step(pm, optimizer, batch)
             if i > MEASURED_STEP:
                 times_s.append(time.perf_counter() - begun)
+            in_half = parallel_step(mixed, mixed_optimizer, batch)
             reference = one_process_step(model, alone, batch)
             progress.advance(task)
             if reference is not None and (i % 10 == 0 or i == 1):
                 progress.print(
-                    f"step {i:3}  loss {loss:.6f}   one process {reference:.6f}   "
-                    f"difference {abs(loss.item() - reference):.1e}"
+                    f"step {i:3}  loss {loss:.6f}  one process {reference:.6f} "
+                    f"({loss.item() - reference:+.0e})  bf16-mixed {in_half:.4f}"
                 )
     predicted = pm.plan.predicted
     console.print(
-        f"\nstep time      predicted {format_seconds(predicted.step_time_s)}, "
+        f"\nfloat32:\nstep time      predicted {format_seconds(predicted.step_time_s)}, "
         f"measured {format_seconds(statistics.median(times_s))} (median)\n"
         f"peak memory    predicted {format_bytes(predicted.peak_bytes)}, "
         f"measured {format_bytes(live_bytes)} of live tensors per rank"

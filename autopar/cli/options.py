@@ -84,7 +84,15 @@ def _planning_flags(
     ] = None,
     mesh_shape: Annotated[str | None, typer.Option(help="auto, or as-given.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="adamw, sgd or adam.")] = None,
-    precision: Annotated[str | None, typer.Option(help="model, or fp64.")] = None,
+    precision: Annotated[
+        str | None, typer.Option(help="model, bf16-mixed, bf16-autocast, fp16-mixed or fp64.")
+    ] = None,
+    reduce_dtype: Annotated[
+        str | None, typer.Option(help="Of gradients in mixed precision: float32, or bfloat16.")
+    ] = None,
+    master_weights: Annotated[
+        bool, typer.Option(help="Store a half-precision model's parameters in float32.")
+    ] = False,
     memory_limit: Annotated[str | None, typer.Option(help="Per device, as 40GiB.")] = None,
     recompute: Annotated[
         str | None, typer.Option(help="auto, none, selective, attention-core or full.")
@@ -109,7 +117,8 @@ def _planning_flags(
         "mesh_shape": mesh_shape, "optimizer": optimizer, "precision": precision,
         "memory_limit": memory_limit, "recompute": recompute, "manual": manual,
         "force": force or None, "forbid": forbid or None, "fallback": fallback,
-        "solver": solver, "time_limit_s": time_limit_s,
+        "solver": solver, "time_limit_s": time_limit_s, "reduce_dtype": reduce_dtype,
+        "master_weights": master_weights or None,
     }  # fmt: skip
     set_by_user = {name: value for name, value in given.items() if value is not None}
     return PlanRequest(mesh, hardware, batch, seq, loss, set_by_user)
