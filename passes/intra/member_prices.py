@@ -101,9 +101,11 @@ class MemberPricer:
             if rule.flops is not None:
                 of_counts = [rule.flops_of(sizes[item.name]) for sizes in self.sizes_at]
                 flops = array_of(self.cases, of_counts) * labelled
+            is_lowered = np.array([strategy.lowering is not None for strategy in item.strategies])
             forward, backward = operator_times_s(
-                rule, item.operator, self.cases.type, self.cases.costs[0], flops, moved
-            )
+                rule, item.operator, self.cases.type, self.cases.costs[0], flops, moved,
+                share(is_lowered[chosen]) if rule.fused else 1.0,
+            )  # fmt: skip
             inner = self._inner_times_s(rule, item, chosen[picked])
             own_bytes = self._own_bytes(item, labelled)
             kept = self._kept_values(group, item, local_bytes, first_savers)
@@ -213,17 +215,23 @@ def lowered_over(
 
 def operator_times_s(
     rule: OpRule, operator: Operator, type_of: Callable[[str], TensorType], cost: CostModel,
-    flops: Array, moved_bytes: Array,
+    flops: Array, moved_bytes: Array, rows_share: Array | float = 1.0,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Forward and backward seconds of one operator in one microbatch.
 
     The backward of a matmul has one matmul per input with gradient. The backward of fused attention
     has five matmuls for the forward's two, because it computes the scores again. The backward of
     any other operator touches 1.5 times the bytes, with the gradients in and out.
+
+    A causal kernel skips what is hidden: half of all pairs of queries and keys. Where rows of the
+    query are cut, `rows_share` of them on each rank, the rank with the last rows skips least, and
+    the others wait for it.
     """
     if rule.view:
         return np.zeros_like(moved_bytes), np.zeros_like(moved_bytes)
     kind: Kind = "memory" if rule.flops is None else "attention" if rule.fused else "matmul"
+    if rule.fused and rule.lower and operator.call.args.get("is_causal"):
+        flops = flops * (1.0 - rows_share / 2)
     forward = cost.op_times_s(flops, moved_bytes, kind)
     if not any(type_of(n).has_grad for n in operator.outputs):
         return forward, np.zeros_like(forward)

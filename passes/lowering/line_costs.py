@@ -91,6 +91,7 @@ class LineCosts:
             self.cost,
             np.array([flops]),
             np.array([float(moved)]),
+            1.0 / math.prod(self.sizes[axis] for axis in chosen.lowered_axes),
         )
         return LinePrice(flops, whole * n_matmuls, float(forward[0]), float(backward[0]), share)
 
