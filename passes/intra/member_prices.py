@@ -104,7 +104,7 @@ class MemberPricer:
             is_lowered = np.array([strategy.lowering is not None for strategy in item.strategies])
             forward, backward = operator_times_s(
                 rule, item.operator, self.cases.type, self.cases.costs[0], flops, moved,
-                share(is_lowered[chosen]) if rule.fused else 1.0,
+                share(is_lowered[chosen]) if rule.fused and rule.lower else 1.0,
             )  # fmt: skip
             inner = self._inner_times_s(rule, item, chosen[picked])
             own_bytes = self._own_bytes(item, labelled)
@@ -230,7 +230,7 @@ def operator_times_s(
     if rule.view:
         return np.zeros_like(moved_bytes), np.zeros_like(moved_bytes)
     kind: Kind = "memory" if rule.flops is None else "attention" if rule.fused else "matmul"
-    if rule.fused and rule.lower and operator.call.args.get("is_causal"):
+    if rule.fused and operator.call.args.get("is_causal"):
         flops = flops * (1.0 - rows_share / 2)
     forward = cost.op_times_s(flops, moved_bytes, kind)
     if not any(type_of(n).has_grad for n in operator.outputs):

@@ -63,11 +63,14 @@ def test_meshes_together_are_meshes_alone(model: str, limits: str) -> None:
     cases = [(cost, 1) for cost in costs]
     together = intra_op_problems(analysis, cases, constraints, "adamw")
     for b, cost in enumerate(costs):
-        wanted = solved(solve(alone(analysis, cost, 1, constraints, None).numbers))
-        found = solved(solve(together.of(b).numbers))
+        one, other = alone(analysis, cost, 1, constraints, None), together.of(b)
+        wanted, found = solved(solve(one.numbers)), solved(solve(other.numbers))
         assert found.objective_s == pytest.approx(wanted.objective_s, rel=REL)
         assert found.tie == pytest.approx(wanted.tie, rel=1e-6)
-        assert found.bytes == pytest.approx(wanted.bytes, rel=REL)
+        # Choices that tie may differ in bytes: the fewer must be enough for both.
+        fewer_bytes = min(found.bytes, wanted.bytes)
+        for problem in (one, other):
+            assert optimum(problem, fewer_bytes)[0] == pytest.approx(wanted.objective_s, rel=REL)
 
 
 def assert_families_are_alone(

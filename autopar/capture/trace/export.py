@@ -51,9 +51,12 @@ _HINTS_OF_FILES: tuple[tuple[str, str], ...] = (
         "torch/distributions/",
         "the checks of a distribution depend on values: Categorical(..., validate_args=False)",
     ),
-    (
-        "torch/_functorch/",
-        "torch.func and torch.vmap are not traced in forward; write their sums out",
+    *(
+        (
+            f"torch/_functorch/{part}",
+            "torch.func and torch.vmap are not traced in forward; write their sums out",
+        )
+        for part in ("apis.py", "vmap.py", "eager_transforms.py")
     ),
 )
 _DEFAULT_HINT = "check that the model runs on these inputs without autopar"
