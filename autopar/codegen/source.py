@@ -352,6 +352,8 @@ def _prologue(program: StageProgram) -> list[str]:
         f"def prologue({inputs}):",
         '    """Once a step, on the rows this rank was given; the values add up over rows."""',
     ]
+    if any("device=device" in expression for _, expression in program.prologue):
+        out.append(f"    device = {program.prologue_inputs[0]}.device")
     for name, expression in program.prologue:
         if name == "return":
             out.append(f"    return ({expression})")

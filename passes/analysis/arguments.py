@@ -32,11 +32,16 @@ def prologue_lines(graph: torch.fx.Graph) -> tuple[tuple[str, str], ...]:
     for node in graph.nodes:
         if node.op == "call_function":
             args = _of_any_rows(node)
-            words = [*map(repr, args), *(f"{k}={v!r}" for k, v in node.kwargs.items())]
+            words = [*map(_text, args), *(f"{k}={_text(v)}" for k, v in node.kwargs.items())]
             lines.append((node.name, f"{node.target}({', '.join(words)})"))
         elif node.op == "output":
             lines.append(("return", ", ".join(map(str, node.args[0])) + ","))
     return tuple(lines)
+
+
+def _text(value: Any) -> str:
+    """An argument in the prologue; a device is that of its inputs, in the variable `device`."""
+    return "device" if isinstance(value, torch.device) else repr(value)
 
 
 def _of_any_rows(node: torch.fx.Node) -> tuple[Any, ...]:

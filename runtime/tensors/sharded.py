@@ -67,6 +67,29 @@ class Sharded(Boxed, Tensor):
     ) -> Any:
         return _HANDLERS[kind_of(func)](func, args, kwargs or {})
 
+    @property
+    def data(self) -> Tensor:
+        """The tensor without its history, sharing its memory."""
+        shared: Tensor = Tensor.data.__get__(self)  # type: ignore[attr-defined]
+        return shared
+
+    @data.setter
+    def data(self, value: Any) -> None:
+        """Take the values of a whole tensor or of one that is cut alike; the latter's memory, too.
+
+        Raises `NotSupportedError` for another shape or dtype.
+        """
+        if value.shape != self.shape or value.dtype != self.dtype:
+            raise NotSupportedError(
+                f"`.data = ...` of `{self.spread.name}` from {self.dtype} {tuple(self.shape)} to "
+                f"{value.dtype} {tuple(value.shape)}",
+                hint="change shapes and dtypes of the model before autopar.parallelize",
+            )
+        local = _cut_to(self.spread, "data = ...")(value).detach()
+        if not isinstance(value, Sharded):
+            local = local.clone()
+        self.local = local.requires_grad_(self.local.requires_grad)
+
     def full_tensor(self) -> Tensor:
         """The whole tensor on every rank of its stage; all of them must call it."""
         return self.spread.whole(self.local.detach()).clone()
@@ -124,19 +147,21 @@ class _Gathered:
 
     base: Sharded
     whole: Tensor
+    local: Tensor
     version: int
 
     def refresh(self) -> None:
         """Gather again if the shard has changed."""
-        if self.base.local._version != self.version:
-            self.whole.copy_(self.base.spread.whole(self.base.local.detach()))
-            self.version = self.base.local._version
+        local = self.base.local
+        if local is not self.local or local._version != self.version:
+            self.whole.copy_(self.base.spread.whole(local.detach()))
+            self.local, self.version = local, local._version
 
     def write_back(self) -> None:
         local = self.base.local.detach()
         local.copy_(self.base.spread.local(self.whole))
         increment_version(self.base.local)
-        self.version = self.base.local._version
+        self.local, self.version = self.base.local, self.base.local._version
 
 
 class OfParameter(Tensor):
@@ -427,7 +452,7 @@ def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
     def whole(value: Any) -> Any:
         if isinstance(value, Sharded) and not value.spread.is_whole:
             copy = value.spread.whole(value.local.detach())
-            gathered[id(value)] = _Gathered(value, copy, value.local._version)
+            gathered[id(value)] = _Gathered(value, copy, value.local, value.local._version)
             return copy
         return value.current() if isinstance(value, OfParameter) else local_of(value)
 
