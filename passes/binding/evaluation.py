@@ -27,7 +27,8 @@ def evaluation_parts(
     ends = ends_by_stage(analysis.program, stage_of, len(data.stages))
     if len(ends) == 1:
         return [analysis]
-    return [analysis.part(p) for p in cut(analysis.program, ends, with_outputs)]
+    parts = cut(analysis.program, ends, with_outputs, keeps_unread=False)
+    return [analysis.part(p) for p in parts]
 
 
 def plan_evaluation(
