@@ -11,8 +11,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar import CaptureError, NotSupportedError
-from tests.habits.table import ALL, VOCABULARY, WIDTH, Block, Run, Small, adamw, habit
+from autopar import CaptureError, NotSupportedError, PlanError
+from tests.habits.table import ALL, Block, Run, Small, adamw, habit
 from tests.habits.tasks import learning
 
 SECTION = "Adapter libraries"
@@ -64,16 +64,8 @@ class LoraLinear(nn.Module):
             self.base_layer.weight.data += self.delta(name)
             self.merged_adapters.append(name)
 
-    def unmerge(self) -> None:
-        while self.merged_adapters:
-            self.base_layer.weight.data -= self.delta(self.merged_adapters.pop())
-
     def forward(self, x: Tensor) -> Tensor:
-        if self._disable_adapters:
-            if self.merged:
-                self.unmerge()
-            return self.base_layer(x)
-        if self.merged:
+        if self._disable_adapters or self.merged:
             return self.base_layer(x)
         result = self.base_layer(x)
         dtype = result.dtype
@@ -115,10 +107,6 @@ class Wrapped(nn.Module):
         for layer in self.layers():
             layer._disable_adapters = False
 
-    def merge_adapter(self) -> None:
-        for layer in self.layers():
-            layer.merge()
-
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         return self.base_model(ids, targets)
 
@@ -140,7 +128,9 @@ class Referenced(Wrapped):
 
 
 def of_learning(run: Run) -> list[torch.optim.Optimizer]:
-    return [adamw(learning(m)) for m in run.both()]
+    """Stages may have nothing that learns, and torch takes no empty list."""
+    has_stages = run.layout == "pp"
+    return [adamw(m.parameters() if has_stages else learning(m)) for m in run.both()]
 
 
 @contextmanager
@@ -156,15 +146,14 @@ def lora_layers(run: Run) -> None:
     run.train(of_learning(run))
 
 
-@habit(SECTION, "another adapter: `model.set_adapter(name)`", "captured again, with a notice",
-       kind=TwoAdapters, layouts=ALL)  # fmt: skip
+@habit(SECTION, "another adapter later: `model.set_adapter(name)`",
+       "`autopar.parallelize` again after it", kind=TwoAdapters, layouts=ALL,
+       refused=(PlanError, "parallelize again"))  # fmt: skip
 def adapter_by_name(run: Run) -> None:
-    optimizers = of_learning(run)
+    run.pm.step(**run.batch(0))
     with captured_again():
-        for seed, names in enumerate(("first", "second", ["first", "second"], "first")):
-            for model in (run.model, run.alone):
-                model.set_adapter(names)  # type: ignore[operator]
-            run.train(optimizers, 1, first=seed)
+        run.model.set_adapter("second")  # type: ignore[operator]
+        run.pm.step(**run.batch(0))
 
 
 @habit(SECTION, "a scale of an adapter: `layer.scaling[name] *= 2`", "captured again",
@@ -202,7 +191,7 @@ def adapter_frozen(run: Run) -> None:
 
 
 @habit(SECTION, "a reference without adapters in one forward: `with self.disable_adapter():`",
-       kind=Referenced, layouts=ALL)  # fmt: skip
+       "a switch that is put back", kind=Referenced, layouts=ALL)  # fmt: skip
 def reference_without_adapters(run: Run) -> None:
     run.train(of_learning(run))
 
@@ -224,16 +213,21 @@ def evaluated_without_adapters(run: Run) -> None:
             run.pm.train()
 
 
-@habit(SECTION, "`merge_adapter()` on the model, then evaluation of `pm`", "X", kind=Wrapped,
-       refused=(NotSupportedError, "X"))  # fmt: skip
-def merged_then_evaluated(run: Run) -> None:
+@habit(SECTION, "merging into `pm`: `layer.merge()`, a product of matrices",
+       "merge `pm.full_state_dict()`", kind=Wrapped,
+       refused=(NotSupportedError, "aten.mm"))  # fmt: skip
+def merged_layer(run: Run) -> None:
+    run.pm.base_model.blocks[0].up.merge()
+
+
+@habit(SECTION, "merging into `pm` with `optimizer_gather=[\"*lora*\"]`, then evaluation",
+       "gathered, and captured again", kind=Wrapped, optimizer_gather=["*lora*"])  # fmt: skip
+def merged_layer_gathered(run: Run) -> None:
     run.train(of_learning(run))
-    whole = run.pm.full_state_dict()
-    if whole:
-        run.model.load_state_dict(whole)
-    run.model.merge_adapter()  # type: ignore[operator]
-    run.alone.merge_adapter()  # type: ignore[operator]
-    run.pm.eval()
+    for m in run.both():
+        for block in m.base_model.blocks:
+            block.up.merge()
+    for m in run.both():
+        m.eval()
     with captured_again():
-        run.losses.append((run.pm.loss(**run.batch(0)).item(), run.alone(**run.batch(0)).item()))
-    run.check()
+        run.losses.append((run.pm.loss(**run.batch(3)).item(), run.alone(**run.batch(3)).item()))
