@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional as F
 
-from autopar import CaptureError, NotSupportedError
-from tests.habits.adapters import captured_again
-from tests.habits.table import ALL, BOTH, LENGTH, VOCABULARY, WIDTH, Batch, Run, Small, habit, make
-from tests.habits.tasks import backward, parallelize, train
+from autopar import CaptureError
+from tests.habits.table import ALL, LENGTH, VOCABULARY, Batch, Run, Small, habit
+from tests.habits.tasks import train
 
 SECTION = "Alignment"
 ROWS = 8
@@ -236,25 +234,15 @@ def group_relative(run: Run) -> None:
     try_loss(run, grpo, "old_logps", "ref_logps", "advantages")
 
 
-@habit(SECTION, "the mean over tokens, `torch.stack([... for row in logits])`", kind=Policy,
-       layouts=BOTH)  # fmt: skip
+@habit(SECTION, "the mean over tokens, `torch.stack([logsumexp(row) for row in logits])`",
+       kind=Policy, layouts=ALL)  # fmt: skip
 def token_mean(run: Run) -> None:
     try_loss(run, bnpo, "advantages")
 
 
-@habit(SECTION, "token_mean pp", kind=Policy, layouts=("pp",))
-def token_mean_pp(run: Run) -> None:
-    try_loss(run, bnpo, "advantages")
-
-
-@habit(SECTION, "a sum over tokens divided by `per_token.size(0) * length`", kind=Policy,
+@habit(SECTION, "a sum over tokens divided by `per_token.size(0) * length`, with microbatches", kind=Policy,
        layouts=ALL)  # fmt: skip
 def fixed_divisor(run: Run) -> None:
-    try_loss(run, dr_grpo, "old_logps", "advantages")
-
-
-@habit(SECTION, "fixed microbatches", kind=Policy, layouts=ALL)
-def fixed_divisor_microbatches(run: Run) -> None:
     try_loss(run, dr_grpo, "old_logps", "advantages", microbatches=2)
 
 
@@ -263,275 +251,61 @@ def sequence_ratio(run: Run) -> None:
     try_loss(run, sequence_level, "old_logps", "advantages")
 
 
-@habit(SECTION, "advantages by group of rows", kind=Policy, layouts=ALL)
+@habit(SECTION, "advantages normalised by group: `rewards.view(-1, G).std(1)`",
+       kind=Policy)  # fmt: skip
 def grouped_advantages(run: Run) -> None:
     try_loss(run, rloo, "advantages")
 
 
-@habit(SECTION, "PPO whitening", kind=Policy, layouts=ALL)
+@habit(SECTION, "PPO: advantages whitened over all tokens of the batch", kind=Policy, layouts=ALL)
 def whitening(run: Run) -> None:
     try_loss(run, whitened, "old_logps", "ref_logps", "advantages")
 
 
-@habit(SECTION, "entropy bonus chunks", kind=Policy, layouts=ALL)
+@habit(SECTION, "an entropy bonus, in chunks: `logits.split(n)`, `torch.cat`", kind=Policy, layouts=ALL)
 def entropy_bonus(run: Run) -> None:
     try_loss(run, with_entropy, "advantages")
 
 
-@habit(SECTION, "mask by boolean assignment", kind=Policy, layouts=ALL, refused=(CaptureError, "hint"))
+@habit(SECTION, "a mask up to the first end: `eos_idx[is_eos.any(1)] = ...`",
+       "`torch.where`", kind=Policy, refused=(CaptureError, "torch.where"))  # fmt: skip
 def eos_assigned(run: Run) -> None:
     try_loss(run, up_to_eos)
 
 
-@habit(SECTION, "mask by where", kind=Policy, layouts=ALL)
+@habit(SECTION, "the same with `torch.where(is_eos.any(1), is_eos.int().argmax(1), n)`", kind=Policy, layouts=ALL)
 def eos_where(run: Run) -> None:
     try_loss(run, up_to_eos_where)
 
 
-@habit(SECTION, "quantile of selection", kind=Policy, layouts=ALL, refused=(CaptureError, "hint"))
+@habit(SECTION, "tokens of high entropy: `torch.quantile(entropy[mask], 0.8)`",
+       "masks of fixed shape", kind=Policy, refused=(CaptureError, "torch.where"))  # fmt: skip
 def entropy_quantile(run: Run) -> None:
     try_loss(run, top_entropy)
 
 
-@habit(SECTION, "DPO with given reference", kind=Policy, layouts=ALL)
+@habit(SECTION, "DPO: `logps.chunk(2)` of chosen and rejected rows, the reference in the batch", kind=Policy, layouts=ALL)
 def preference_given(run: Run) -> None:
     try_loss(run, dpo_given, "ref_logps")
 
 
-@habit(SECTION, "ORPO", kind=Policy, layouts=ALL)
+@habit(SECTION, "ORPO: odds of means by length, beside a cross-entropy of half of the rows",
+       kind=Policy, layouts=ALL)  # fmt: skip
 def odds_ratio(run: Run) -> None:
     try_loss(run, orpo)
 
 
-@habit(SECTION, "AOT sort", kind=Policy, layouts=ALL)
+@habit(SECTION, "AOT: `torch.sort(logratios, dim=0)` over the rows of the batch", kind=Policy, layouts=ALL)
 def sorted_rows(run: Run) -> None:
     try_loss(run, aot, "ref_logps")
 
 
-@habit(SECTION, "KTO", kind=Policy, layouts=ALL)
+@habit(SECTION, "KTO: a baseline `ratio.mean().detach().clamp(min=0)`, `torch.where` by label", kind=Policy, layouts=ALL)
 def desirable_rows(run: Run) -> None:
     try_loss(run, kto, "ref_logps", "advantages")
 
 
-@habit(SECTION, "KTO selected", kind=Policy, layouts=ALL, refused=(CaptureError, "hint"))
+@habit(SECTION, "KTO with `ratio[good]`, `ratio[~good]`", "`torch.where`", kind=Policy,
+       refused=(CaptureError, "torch.where"))  # fmt: skip
 def selected_rows(run: Run) -> None:
     try_loss(run, kto_selected, "ref_logps", "advantages")
-
-
-class Scored(Small):
-    """A reward model: the score of the last token that is no padding."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.score = nn.Linear(WIDTH, 1, bias=False)
-
-    def rewards(self, ids: Tensor, mask: Tensor) -> Tensor:
-        h = self.embed(ids)
-        for block in self.blocks:
-            h = block(h)
-        last = mask.sum(dim=1) - 1
-        return self.score(h)[torch.arange(ids.shape[0], device=ids.device), last].squeeze(-1)
-
-    def forward(self, chosen: Tensor, rejected: Tensor, c_mask: Tensor, r_mask: Tensor) -> Any:  # type: ignore[override]
-        good, bad = self.rewards(chosen, c_mask), self.rewards(rejected, r_mask)
-        loss = -F.logsigmoid(good - bad - 0.1).mean() + 0.01 * ((good + bad) ** 2).mean()
-        return {"loss": loss, "chosen": good, "rejected": bad}
-
-
-def pairs(seed: int) -> Batch:
-    one, two = batch_of(seed), batch_of(seed + 100)
-    return {"chosen": one["ids"], "rejected": two["ids"], "c_mask": one["mask"], "r_mask": two["mask"]}
-
-
-@habit(SECTION, "a reward model: pairs, `scores[arange, last]`, a centering term", kind=Scored,
-       layouts=ALL)  # fmt: skip
-def reward_model(run: Run) -> None:
-    train(run, pairs)
-
-
-@habit(SECTION, "reward: accuracy from outputs", kind=Scored, layouts=BOTH)
-def reward_outputs(run: Run) -> None:
-    parallelize(run, pairs(0))
-    kept: list[Any] = []
-    run.pm.step(**pairs(0), outputs=kept.append)
-    want = run.alone(**pairs(0))
-    print({k: v.shape for k, v in kept[0].items()})
-    run.alone(**pairs(0))["loss"].backward()
-
-
-class Together(Policy):
-    """A policy with a frozen reference inside."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.reference = Small().requires_grad_(False)
-
-    def forward(self, ids: Tensor, mask: Tensor) -> Any:  # type: ignore[override]
-        with torch.no_grad():
-            ref = logps_of(self.reference.body(ids), ids)
-        logps = logps_of(self.body(ids), ids)
-        ratio = ((logps - ref) * mask[:, 1:]).sum(1)
-        chosen, rejected = ratio.chunk(2)
-        return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
-
-
-@habit(SECTION, "frozen reference inside", kind=Together, layouts=ALL)
-def reference_inside(run: Run) -> None:
-    train(run, few())
-
-
-REFERENCE = make().requires_grad_(False).eval()
-OUTER: list[Any] = [REFERENCE]
-
-
-def dpo_with_model(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
-    reference: Any = OUTER[0]
-    with torch.no_grad():
-        ref = logps_of(reference.body(batch["ids"]), batch["ids"])
-    ratio = ((logps_of(logits, batch["ids"]) - ref) * batch["mask"][:, 1:]).sum(1)
-    chosen, rejected = ratio.chunk(2)
-    return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
-
-
-@habit(SECTION, "reference in the loss", kind=Policy, layouts=ALL)
-def reference_in_loss(run: Run) -> None:
-    OUTER[0] = make().requires_grad_(False).eval()
-    try_loss(run, dpo_with_model)
-
-
-@habit(SECTION, "reference updated between steps", kind=Policy, layouts=BOTH)
-def reference_moves(run: Run) -> None:
-    OUTER[0] = make().requires_grad_(False).eval()
-    with captured_again():
-        for i in range(3):
-            try_loss(run, dpo_with_model, n_steps=1)
-            with torch.no_grad():
-                for p in OUTER[0].parameters():
-                    p.mul_(0.9)
-
-
-@habit(SECTION, "reference synced from pm by zip of parameters", kind=Policy, layouts=BOTH, refused=(NotSupportedError, "hint"))
-def reference_synced(run: Run) -> None:
-    OUTER[0] = make().requires_grad_(False).eval()
-    try_loss(run, dpo_with_model, n_steps=1)
-    for target, copy_ in zip(OUTER[0].parameters(), run.pm.parameters()):
-        target.data.mul_(0.4).add_(copy_.data, alpha=0.6)
-
-
-@habit(SECTION, "reference from full_state_dict", kind=Policy, layouts=BOTH)
-def reference_loaded(run: Run) -> None:
-    OUTER[0] = make().requires_grad_(False).eval()
-    with captured_again():
-        try_loss(run, dpo_with_model, n_steps=1)
-        for (n, target) in OUTER[0].named_parameters():
-            target.data.copy_(run.pm.get_parameter(n).full_tensor())
-        train(run, few(), dpo_with_model, n_steps=2)
-
-
-@habit(SECTION, "plain.load_state_dict(pm.state_dict())", kind=Policy, layouts=BOTH, refused=(NotSupportedError, "hint"))
-def plain_from_pm(run: Run) -> None:
-    parallelize(run, few()(0), loss_fn=sft)
-    make(Policy).load_state_dict(run.pm.state_dict())
-
-
-class ActorCritic(Policy):
-    """Returns the logits and a value for each token."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.dropout = nn.Dropout(0.1)
-        self.value = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
-
-    def forward(self, ids: Tensor, mask: Tensor) -> Any:  # type: ignore[override]
-        h = self.embed(ids)
-        for block in self.blocks:
-            h = block(h)
-        return self.head(h), self.value(self.dropout(h.detach())).squeeze(-1)
-
-
-def ppo(outputs: Any, batch: Mapping[str, Any]) -> Tensor:
-    logits, values = outputs
-    mask, values = batch["mask"][:, 1:], values[:, :-1]
-    clipped = torch.clamp(values, batch["values"] - 0.2, batch["values"] + 0.2)
-    returns = batch["values"] + batch["advantages"].unsqueeze(1)
-    worst = torch.max((values - returns) ** 2, (clipped - returns) ** 2)
-    losses = {"value": 0.5 * (worst * mask).sum() / mask.sum(), "policy": whitened(logits, batch)}
-    return losses["policy"] + 0.1 * losses["value"]
-
-
-def disable_dropout(model: nn.Module) -> None:
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0
-
-
-@habit(SECTION, "disable dropout, value head", kind=ActorCritic, layouts=ALL)
-def value_head(run: Run) -> None:
-    for model in (run.model, run.alone):
-        disable_dropout(model)
-    try_loss(run, ppo, "old_logps", "ref_logps", "advantages", "values")
-
-
-@habit(SECTION, "disable dropout of original later", kind=ActorCritic, layouts=BOTH)
-def dropout_disabled_later(run: Run) -> None:
-    names = "old_logps", "ref_logps", "advantages", "values"
-    parallelize(run, few(*names)(0), loss_fn=ppo)
-    with captured_again():
-        for model in (run.model, run.alone):
-            disable_dropout(model)
-        train(run, few(*names), ppo)
-
-
-@habit(SECTION, "disable dropout of pm", kind=ActorCritic, layouts=BOTH, refused=(NotSupportedError, "hint"))
-def dropout_of_pm(run: Run) -> None:
-    names = "old_logps", "ref_logps", "advantages", "values"
-    parallelize(run, few(*names)(0), loss_fn=ppo)
-    disable_dropout(run.pm)
-
-
-class Moments(Small):
-    """running reward moments in a plain tensor attribute."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.mean = torch.zeros((), dtype=torch.float64)
-
-    def forward(self, ids: Tensor, mask: Tensor) -> Any:  # type: ignore[override]
-        score = self.body(ids).mean(-1)
-        self.mean = 0.9 * self.mean + 0.1 * score.detach().mean()
-        return ((score - self.mean) ** 2).mean()
-
-
-@habit(SECTION, "running mean in plain tensor", kind=Moments, refused=(CaptureError, "hint"))
-def running_mean(run: Run) -> None:
-    train(run, few())
-
-
-class Moments2(Moments):
-    def __init__(self) -> None:
-        super().__init__()
-        del self.mean
-        self.register_buffer("mean", torch.zeros(()))
-
-@habit(SECTION, "running mean in a buffer", kind=Moments2, layouts=ALL)
-def running_mean_buffer(run: Run) -> None:
-    train(run, few())
-
-
-class Kept(Small):
-    """`logits_to_keep`."""
-    def forward(self, ids: Tensor, mask: Tensor, logits_to_keep: int = 0) -> Any:  # type: ignore[override]
-        h = self.embed(ids)
-        for block in self.blocks:
-            h = block(h)
-        logits = self.head(h[:, -logits_to_keep:])
-        return F.cross_entropy(logits.flatten(0, 1), ids[:, -logits_to_keep:].flatten())
-
-@habit(SECTION, "logits_to_keep int", kind=Kept, layouts=ALL)
-def logits_to_keep(run: Run) -> None:
-    with captured_again():
-        import warnings
-        warnings.filterwarnings("ignore", message="captured a batch")
-        parallelize(run, {**few()(0), "logits_to_keep": 3})
-        for keep in (3, 2, 3):
-            train(run, lambda seed: {**few()(seed), "logits_to_keep": keep})

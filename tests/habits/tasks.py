@@ -6,10 +6,10 @@ from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
 from typing import Any
 
-import autopar
 from torch import Tensor
 
-from tests.habits.table import LAYOUTS, Batch, Run, adamw
+import autopar
+from tests.habits.table import LAYOUTS, Batch, Run
 from tests.helpers.jobs import machine
 
 LossFn = Callable[[Any, Mapping[str, Any]], Tensor]
@@ -49,7 +49,7 @@ def train(
     """Steps of both on batches of one kind; makes `run.pm` for the first."""
     if "pm" not in vars(run):
         parallelize(run, batches(0), **options, **({"loss_fn": loss_fn} if loss_fn else {}))
-    optimizers = optimizers or [adamw(learning(m)) for m in run.both()]
+    optimizers = optimizers or run.optimizers()
     for seed in range(n_steps):
         backward(run, batches(seed), loss_fn)
         run.update(optimizers)
