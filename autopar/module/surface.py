@@ -2,8 +2,8 @@
 
 Attributes that hold plain data (`config`, `beta`) are those of the user's model: reading and
 setting them here reads and sets them there, where each step compares them with its graph. Methods
-and parts of the model are not shown, since calling them would run the unsharded model. Hooks are
-refused: no step calls them.
+and parts of the model are not shown, since calling them would run the unsharded model; a method is
+refused even to `hasattr`. Hooks are refused: no step calls them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from types import BuiltinFunctionType
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any, NoReturn, Self
 
 from torch import Tensor, nn
@@ -59,10 +59,17 @@ class Surface(nn.Module):
         value = getattr(model, name)
         if _is_shown(model, name):
             return value
+        if isinstance(value, MethodType | FunctionType):
+            # Not an AttributeError: `if hasattr(model, name)` would go on as if it were not there.
+            raise NotSupportedError(
+                f"`pm.{name}`: a method of the user's {type(model).__name__}, which is not sharded",
+                hint=f"call model.{name} of the original model; of a forward pass, pm.step or "
+                "pm(**batch)",
+            )
         raise AttributeError(
-            f"a parallel module has no `{name}`: it is a part or method of the user's "
-            f"{type(model).__name__}, which is not sharded; call it on the original model, or use "
-            "pm.step, pm(**batch), pm.named_parameters() and pm.full_state_dict()"
+            f"a parallel module has no `{name}`: it is a part of the user's "
+            f"{type(model).__name__}, which is not sharded; use pm.step, pm(**batch), "
+            "pm.named_parameters() and pm.full_state_dict()"
         )
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -25,7 +25,8 @@ from autopar.runtime.groups import ReduceOp
 from autopar.runtime.tensors.spread import wide
 
 Kind = Literal[
-    "elementwise", "lists", "masked", "same shape", "new", "reduction", "norms", "random", "whole"
+    "elementwise", "lists", "masked", "same shape", "new", "reduction", "norms", "random", "whole",
+    "communication",
 ]
 aten = torch.ops.aten
 
@@ -58,6 +59,7 @@ _NEW = frozenset(
 )
 _FUSED = ("_fused_adam_", "_fused_adamw_", "_fused_sgd_", "_fused_adagrad_")
 _LIST_PREFIX = "_foreach_"
+_COMMUNICATION = frozenset({"c10d", "_c10d_functional", "_c10d_functional_autograd"})
 
 
 @dataclass(frozen=True)
@@ -75,6 +77,8 @@ def kind_of(func: torch._ops.OpOverload) -> Kind:
     packet, name = func.overloadpacket, func._schema.name.removeprefix("aten::")
     if torch.Tag.nondeterministic_seeded in func.tags:
         return "random"
+    if func.namespace in _COMMUNICATION:
+        return "communication"
     if name in _FUSED:
         return "lists"
     if name.startswith(_LIST_PREFIX):

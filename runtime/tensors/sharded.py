@@ -485,6 +485,17 @@ def _random(func: Any, args: Any, kwargs: Any) -> Any:
     return _gathered(func, args, kwargs)
 
 
+def _communicated(func: Any, args: Any, kwargs: Any) -> Any:
+    """A collective of the user's own: ranks hold other shards, and stages other parameters."""
+    spread = _spreads((args, kwargs))[0]
+    if spread.n_ranks > 1 or spread.n_stages > 1:
+        raise NotSupportedError(
+            f"`{func}` of `{spread.name}`, of which ranks hold other shards or none",
+            hint="leave it out: pm.step synchronises gradients, and weights are equal on all ranks",
+        )
+    return _gathered(func, args, kwargs)
+
+
 def _is_view(func: Any) -> bool:
     return any(r.alias_info is not None for r in func._schema.returns)
 
@@ -519,5 +530,6 @@ _HANDLERS: dict[Kind, Callable[[Any, Sequence[Any], dict[str, Any]], Any]] = {
     "reduction": _reduced,
     "norms": _norms,
     "random": _random,
+    "communication": _communicated,
     "whole": _gathered,
 }

@@ -1,0 +1,543 @@
+"""Habits of image training: averages of weights, clipping by unit, mixed targets, groups by depth."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from autopar import CaptureError, NotSupportedError, OptionError
+from tests.habits.table import ALL, Batch, Run, adamw, habit
+from tests.habits.tasks import backward, parallelize, train
+
+SECTION = "Vision"
+CLASSES, ROWS, SIDE = 6, 8, 8
+
+
+class DropPath(nn.Module):
+    def __init__(self, p: float = 0.0) -> None:
+        super().__init__()
+        self.drop_prob = p
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.drop_prob == 0.0 or not self.training:
+            return x
+        keep = 1 - self.drop_prob
+        shape = (x.shape[0],) + (1,) * (x.ndim - 1)
+        random = x.new_empty(shape).bernoulli_(keep)
+        if keep > 0.0:
+            random.div_(keep)
+        return x * random
+
+
+class LayerScale(nn.Module):
+    def __init__(self, dim: int, inplace: bool) -> None:
+        super().__init__()
+        self.inplace = inplace
+        self.gamma = nn.Parameter(1e-1 * torch.ones(dim))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mul_(self.gamma) if self.inplace else x * self.gamma
+
+
+class Layer(nn.Module):
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(dim)
+        self.qkv, self.proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
+        self.mlp = nn.Sequential(nn.Linear(dim, 2 * dim), nn.GELU(), nn.Linear(2 * dim, dim))
+        self.ls1, self.ls2 = LayerScale(dim, False), LayerScale(dim, True)
+        self.path = DropPath()
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, c = x.shape
+        q, k, v = self.qkv(self.norm(x)).reshape(b, n, 3, 2, c // 2).permute(2, 0, 3, 1, 4).unbind(0)
+        h = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, c)
+        x = x + self.path(self.ls1(self.proj(h)))
+        return x + self.path(self.ls2(self.mlp(x)))
+
+
+class Vit(nn.Module):
+    """A vision transformer, as timm writes it."""
+
+    checkpoints = False
+
+    def __init__(self, dim: int = 8) -> None:
+        super().__init__()
+        self.patch_embed = nn.Conv2d(3, dim, 4, 4)
+        self.cls_token = nn.Parameter(torch.randn(1, 1, dim))
+        self.pos_embed = nn.Parameter(0.02 * torch.randn(1, 5, dim))
+        self.blocks = nn.Sequential(*(Layer(dim) for _ in range(2)))
+        self.norm, self.head = nn.LayerNorm(dim), nn.Linear(dim, CLASSES)
+
+    def no_weight_decay(self) -> set[str]:
+        return {"pos_embed", "cls_token"}
+
+    def group_matcher(self) -> dict[str, Any]:
+        return {"stem": r"^cls_token|pos_embed|patch_embed", "blocks": r"^blocks\.(\d+)"}
+
+    def forward_features(self, x: Tensor) -> Tensor:
+        x = self.patch_embed(x).flatten(2).transpose(1, 2)
+        x = torch.cat((self.cls_token.expand(x.shape[0], -1, -1), x), dim=1) + self.pos_embed
+        return self.norm(self.run_blocks(x))
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+    def forward_head(self, x: Tensor) -> Tensor:
+        return self.head(x[:, 0])
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.forward_head(self.forward_features(x))
+
+
+class CheckpointSeq(Vit):
+    """`checkpoint_seq` of timm."""
+
+    def run_blocks(self, x: Tensor) -> Tensor:
+        functions, end, every = list(self.blocks.children()), -1, 1
+
+        def run(start: int, last: int) -> Any:
+            def forward(value: Tensor) -> Tensor:
+                for j in range(start, last + 1):
+                    value = functions[j](value)
+                return value
+
+            return forward
+
+        for start in range(0, len(functions) - 1, every):
+            end = start + every - 1
+            x = checkpoint(run(start, end), x, use_reentrant=False)
+        return run(end + 1, len(functions) - 1)(x)
+
+
+def images(seed: int) -> Batch:
+    g = torch.Generator().manual_seed(seed)
+    x = torch.randn(ROWS, 3, SIDE, SIDE, generator=g, dtype=torch.float64)
+    return {"x": x, "target": torch.randint(CLASSES, (ROWS,), generator=g)}
+
+
+def mixed(seed: int) -> Batch:
+    """timm's `Mixup` with cut-out boxes: images mixed with the batch backwards, soft targets."""
+    batch, lam = images(seed), 0.3 + 0.1 * seed
+    x, target = batch["x"].clone(), batch["target"]
+    if seed % 2:
+        x[:, :, 2:6, 1:5] = x.flip(0)[:, :, 2:6, 1:5]
+    else:
+        x.mul_(lam).add_(x.flip(0).mul(1.0 - lam))
+
+    def one_hot(labels: Tensor) -> Tensor:
+        off = 0.1 / CLASSES
+        out = torch.full((ROWS, CLASSES), off, dtype=torch.float64)
+        return out.scatter_(1, labels.view(-1, 1), 0.9 + off)
+
+    return {"x": x, "target": one_hot(target) * lam + one_hot(target.flip(0)) * (1.0 - lam)}
+
+
+def soft_cross_entropy(x: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    return torch.sum(-batch["target"] * F.log_softmax(x, dim=-1), dim=-1).mean()
+
+
+def smoothed(x: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    """timm's `LabelSmoothingCrossEntropy`."""
+    logprobs = F.log_softmax(x, dim=-1)
+    nll = -logprobs.gather(dim=-1, index=batch["target"].unsqueeze(1)).squeeze(1)
+    return (0.9 * nll - 0.1 * logprobs.mean(dim=-1)).mean()
+
+
+def binary(x: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    """timm's `BinaryCrossEntropy` of dense targets, summed over classes."""
+    target = batch["target"].gt(0.2).to(dtype=x.dtype)
+    loss = F.binary_cross_entropy_with_logits(x, target, reduction="none")
+    return loss.sum(-1).mean()
+
+
+def binary_of_labels(x: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    off = 0.1 / CLASSES
+    target = torch.full((x.size()[0], CLASSES), off, dtype=x.dtype).scatter_(1, batch["target"].long().view(-1, 1), 0.9 + off)
+    return F.binary_cross_entropy_with_logits(x, target)
+
+
+def cross_entropy(x: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    return F.cross_entropy(x, batch["target"])
+
+
+def jsd(x: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    """AugMix: the batch is two splits of the same images."""
+    one, two = torch.split(x, x.shape[0] // 2)
+    loss = F.cross_entropy(one, batch["target"][: ROWS // 2])
+    probs = F.softmax(one, dim=1), F.softmax(two, dim=1)
+    mixture = torch.clamp(torch.stack(probs).mean(dim=0), 1e-7, 1).log()
+    return loss + 6 * sum(F.kl_div(mixture, p, reduction="batchmean") for p in probs) / 2
+
+
+class Mixing(Vit):
+    """Mixes in forward"""
+    def forward(self, x, target):
+        x = 0.7 * x + 0.3 * x.flip(0)
+        logits = super().forward(x)
+        return 0.7 * F.cross_entropy(logits, target) + 0.3 * F.cross_entropy(logits, target.flip(0))
+
+
+@habit(SECTION, "`Mixup` and `CutMix` in the loader, `SoftTargetCrossEntropy`", kind=Vit, layouts=ALL)
+def soft_targets(run: Run) -> None:
+    train(run, mixed, soft_cross_entropy)
+
+@habit(SECTION, "mixing inside of forward: `x.flip(0)`", kind=Mixing, layouts=ALL)
+def mixed_in_forward(run: Run) -> None:
+    train(run, images)
+
+@habit(SECTION, "smoothed", kind=Vit, layouts=ALL)
+def label_smoothing(run: Run) -> None:
+    train(run, images, smoothed)
+
+@habit(SECTION, "BCE dense", kind=Vit, layouts=ALL)
+def binary_dense(run: Run) -> None:
+    train(run, mixed, binary)
+
+@habit(SECTION, "BCE of labels scatter_", kind=Vit, layouts=ALL)
+def binary_labels(run: Run) -> None:
+    train(run, images, binary_of_labels)
+
+@habit(SECTION, "JSD", kind=Vit, layouts=ALL)
+def augmix(run: Run) -> None:
+    train(run, images, jsd)
+
+@habit(SECTION, "checkpoint_seq", kind=CheckpointSeq, layouts=ALL)
+def checkpoint_seq(run: Run) -> None:
+    train(run, images, cross_entropy)
+
+
+def unitwise_norm(x: Tensor) -> Tensor:
+    if x.ndim <= 1:
+        return x.norm(2.0)
+    return x.norm(2.0, dim=tuple(range(1, x.ndim)), keepdim=True)
+
+def adaptive_clip_grad(parameters: Iterable[Any], clip_factor: float = 0.01, eps: float = 1e-3) -> None:
+    for p in parameters:
+        if p.grad is None:
+            continue
+        p_data, g_data = p.detach(), p.grad.detach()
+        max_norm = unitwise_norm(p_data).clamp_(min=eps).mul_(clip_factor)
+        grad_norm = unitwise_norm(g_data)
+        clipped = g_data * (max_norm / grad_norm.clamp(min=1e-6))
+        p.grad.detach().copy_(torch.where(grad_norm < max_norm, g_data, clipped))
+
+@habit(SECTION, "`adaptive_clip_grad(pm.parameters(), c)`: norms by row", "X", kind=Vit, refused=(NotSupportedError, "linalg_vector_norm"))
+def agc(run: Run) -> None:
+    parallelize(run, images(0), loss_fn=cross_entropy)
+    run.pm.step(**images(0))
+    adaptive_clip_grad(run.pm.parameters())
+
+@habit(SECTION, "AGC gathered", kind=Vit, optimizer_gather=["*"])
+def agc_gathered(run: Run) -> None:
+    parallelize(run, images(0), loss_fn=cross_entropy)
+    optimizers = run.optimizers()
+    for seed in range(2):
+        backward(run, images(seed), cross_entropy)
+        for m in run.both():
+            adaptive_clip_grad(m.parameters())
+        run.update(optimizers)
+
+@habit(SECTION, "gradient centralization gathered", kind=Vit, optimizer_gather=["*"])
+def centralized(run: Run) -> None:
+    parallelize(run, images(0), loss_fn=cross_entropy)
+    optimizers = run.optimizers()
+    for seed in range(2):
+        backward(run, images(seed), cross_entropy)
+        for m in run.both():
+            for p in m.parameters():
+                if p.dim() > 1:
+                    p.grad.add_(-p.grad.mean(dim=tuple(range(1, p.grad.dim())), keepdim=True))
+        run.update(optimizers)
+
+
+class ModelEmaV2(nn.Module):
+    def __init__(self, model: nn.Module, decay: float = 0.9) -> None:
+        super().__init__()
+        self.module = copy.deepcopy(model)
+        self.module.eval()
+        self.decay = decay
+
+    def update(self, model: nn.Module) -> None:
+        with torch.no_grad():
+            for ema_v, model_v in zip(self.module.state_dict().values(), model.state_dict().values()):
+                ema_v.copy_(self.decay * ema_v + (1.0 - self.decay) * model_v)
+
+class ModelEmaV3(ModelEmaV2):
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        ema, own = [], []
+        for ema_v, model_v in zip(self.module.state_dict().values(), model.state_dict().values()):
+            if ema_v.is_floating_point():
+                ema.append(ema_v)
+                own.append(model_v)
+            else:
+                ema_v.copy_(model_v)
+        torch._foreach_lerp_(ema, own, weight=1.0 - self.decay)
+
+class V3NoBuffers(ModelEmaV2):
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        torch._foreach_lerp_(list(self.module.parameters()), list(model.parameters()), weight=1.0 - self.decay)
+        for a, b in zip(self.module.buffers(), model.buffers()):
+            a.copy_(b)
+
+def ema_of(run: Run, kind: Any) -> None:
+    parallelize(run, images(0), loss_fn=cross_entropy)
+    averages = [kind(m) for m in run.both()]
+    optimizers = run.optimizers()
+    for seed in range(3):
+        train(run, lambda s: images(seed), cross_entropy, optimizers, n_steps=1)
+        for average, m in zip(averages, run.both()):
+            average.update(m)
+    whole = averages[0].module.full_state_dict()
+    if dist.get_rank() == 0:
+        for n, v in averages[1].module.state_dict().items():
+            assert (whole[n] - v).abs().max() < 1e-10, n
+    found = averages[0].module.loss(**images(5))
+    run.losses.append((found.item(), cross_entropy(averages[1].module(images(5)["x"]), images(5)).item()))
+
+class Convs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.bn = nn.BatchNorm2d(8)
+        self.conv2 = nn.Conv2d(8, 8, 3, padding=1, groups=2)
+        self.bn2 = nn.BatchNorm2d(8)
+        self.fc = nn.Linear(8, CLASSES)
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn(self.conv(x)), inplace=True)
+        x = F.relu(self.bn2(self.conv2(x)), inplace=True)
+        return self.fc(F.adaptive_avg_pool2d(x, 1).flatten(1))
+
+@habit(SECTION, "`ModelEmaV2(pm)`", kind=Convs, layouts=ALL)
+def ema_v2(run: Run) -> None:
+    ema_of(run, ModelEmaV2)
+
+@habit(SECTION, "`ModelEmaV3(pm)`", kind=Convs, layouts=ALL)
+def ema_v3(run: Run) -> None:
+    ema_of(run, ModelEmaV3)
+
+@habit(SECTION, "`ModelEmaV3(pm, exclude_buffers)`", kind=Convs, layouts=ALL)
+def ema_v3_buffers(run: Run) -> None:
+    ema_of(run, V3NoBuffers)
+
+@habit(SECTION, "EMA swap p.data = ", kind=Vit, layouts=ALL)
+def ema_swapped(run: Run) -> None:
+    parallelize(run, images(0), loss_fn=cross_entropy)
+    optimizers = run.optimizers()
+    shadows = [{n: p.data.clone() for n, p in m.named_parameters()} for m in run.both()]
+    for seed in range(3):
+        train(run, lambda s: images(seed), cross_entropy, optimizers, n_steps=1)
+        for m, shadow in zip(run.both(), shadows):
+            for n, p in m.named_parameters():
+                shadow[n] = 0.1 * p.data + 0.9 * shadow[n]
+        backups = [{n: p.data for n, p in m.named_parameters()} for m in run.both()]
+        for m, shadow in zip(run.both(), shadows):
+            for n, p in m.named_parameters():
+                p.data = shadow[n]
+            m.eval()
+        with torch.no_grad():
+            run.losses.append((run.pm.loss(**images(5)).item(), cross_entropy(run.alone(images(5)["x"]), images(5)).item()))
+        for m, backup in zip(run.both(), backups):
+            m.train()
+            for n, p in m.named_parameters():
+                p.data = backup[n]
+
+class Sam(torch.optim.Optimizer):
+    def __init__(self, params: Any, base: Any, rho: float = 0.05) -> None:
+        super().__init__(params, {"rho": rho})
+        self.base = base(self.param_groups)
+        self.param_groups = self.base.param_groups
+    @torch.no_grad()
+    def first_step(self) -> None:
+        norm = torch.norm(torch.stack([p.grad.norm(p=2) for g in self.param_groups for p in g["params"]]), p=2)
+        for group in self.param_groups:
+            scale = group["rho"] / (norm + 1e-12)
+            for p in group["params"]:
+                self.state[p]["old_p"] = p.data.clone()
+                p.add_(p.grad * scale.to(p))
+        self.zero_grad()
+    @torch.no_grad()
+    def second_step(self) -> None:
+        for group in self.param_groups:
+            for p in group["params"]:
+                p.data = self.state[p]["old_p"]
+        self.base.step()
+        self.zero_grad()
+
+@habit(SECTION, "SAM", kind=Vit)
+def sam(run: Run) -> None:
+    parallelize(run, images(0), loss_fn=cross_entropy)
+    optimizers = run.optimizers(lambda p: Sam(p, lambda g: torch.optim.SGD(g, lr=0.1, momentum=0.9)))
+    for seed in range(2):
+        backward(run, images(seed), cross_entropy)
+        for o in optimizers: o.first_step()
+        backward(run, images(seed), cross_entropy)
+        for o in optimizers: o.second_step()
+
+class Lookahead(torch.optim.Optimizer):
+    def __init__(self, base: Any, alpha: float = 0.5, k: int = 2) -> None:
+        self._backward_hooks = {}
+        defaults = dict(lookahead_alpha=alpha, lookahead_k=k, lookahead_step=0)
+        self._base_optimizer = base
+        self.param_groups = base.param_groups
+        self.defaults = base.defaults
+        self.defaults.update(defaults)
+        from collections import defaultdict
+        self.state = defaultdict(dict)
+        for name, default in defaults.items():
+            for group in self._base_optimizer.param_groups:
+                group.setdefault(name, default)
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        self._base_optimizer.step()
+        for group in self._base_optimizer.param_groups:
+            group["lookahead_step"] += 1
+            if group["lookahead_step"] % group["lookahead_k"] == 0:
+                for fast in group["params"]:
+                    if fast.grad is None: continue
+                    state = self._base_optimizer.state[fast]
+                    if "lookahead_slow_buff" not in state:
+                        state["lookahead_slow_buff"] = torch.empty_like(fast)
+                        state["lookahead_slow_buff"].copy_(fast)
+                    slow = state["lookahead_slow_buff"]
+                    slow.add_(fast - slow, alpha=group["lookahead_alpha"])
+                    fast.copy_(slow)
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        self._base_optimizer.zero_grad(set_to_none)
+
+@habit(SECTION, "Lookahead", kind=Vit, layouts=ALL)
+def lookahead(run: Run) -> None:
+    parallelize(run, images(0), loss_fn=cross_entropy)
+    train(run, images, cross_entropy, [Lookahead(adamw(m.parameters())) for m in run.both()], n_steps=5)
+
+def decay_groups(model: Any) -> Any:
+    skip = model.no_weight_decay() if hasattr(model, "no_weight_decay") else set()
+    decay, rest = [], []
+    for n, p in model.named_parameters():
+        (rest if p.ndim <= 1 or n.endswith(".bias") or n in skip else decay).append(p)
+    return torch.optim.AdamW([{"params": decay, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0}], lr=1e-2)
+
+@habit(SECTION, "param_groups_weight_decay: no_weight_decay()", kind=Vit, layouts=("tp", "zero3"))
+def no_weight_decay(run: Run) -> None:
+    parallelize(run, images(0), loss_fn=cross_entropy)
+    train(run, images, cross_entropy, [decay_groups(m) for m in run.both()])
+
+@habit(SECTION, "reduce_tensor(loss)", kind=Vit, layouts=ALL)
+def reduced_loss(run: Run) -> None:
+    train(run, images, cross_entropy)
+    loss = run.pm.step(**images(3))
+    rt = loss.clone().detach() if False else loss.clone()
+    dist.all_reduce(rt, op=dist.ReduceOp.SUM)
+    rt /= dist.get_world_size()
+    assert abs(rt - loss) < 1e-12
+
+@habit(SECTION, "all_reduce(p.grad) by hand", kind=Vit, layouts=ALL, refused=(NotSupportedError, "hint"))
+def reduced_gradients(run: Run) -> None:
+    parallelize(run, images(0), loss_fn=cross_entropy)
+    run.pm.step(**images(0))
+    for p in run.pm.parameters():
+        dist.all_reduce(p.grad)
+        p.grad /= 2
+
+@habit(SECTION, "broadcast(p) by hand", kind=Vit, layouts=ALL, refused=(NotSupportedError, "hint"))
+def broadcast_weights(run: Run) -> None:
+    parallelize(run, images(0), loss_fn=cross_entropy)
+    for p in run.pm.parameters():
+        dist.broadcast(p.data, 0)
+
+@habit(SECTION, "distribute_bn", kind=Convs)
+def distribute_bn(run: Run) -> None:
+    train(run, images, cross_entropy)
+    for name, buffer in run.pm.named_buffers(recurse=True):
+        if "running_mean" in name or "running_var" in name:
+            dist.all_reduce(buffer, op=dist.ReduceOp.SUM)
+            buffer /= float(dist.get_world_size())
+    train(run, images, cross_entropy)
+
+@habit(SECTION, "channels_last", kind=Convs, layouts=ALL)
+def channels_last(run: Run) -> None:
+    for m in (run.model, run.alone):
+        m.to(memory_format=torch.channels_last)
+    def last(seed):
+        b = images(seed)
+        return {**b, "x": b["x"].contiguous(memory_format=torch.channels_last)}
+    train(run, last, cross_entropy)
+
+@habit(SECTION, "pm.to(memory_format)", kind=Convs)
+def pm_channels_last(run: Run) -> None:
+    parallelize(run, images(0), loss_fn=cross_entropy)
+    run.pm.to(memory_format=torch.channels_last)
+    run.alone.to(memory_format=torch.channels_last)
+    train(run, images, cross_entropy)
+
+@habit(SECTION, "forward_features of pm", kind=Vit, refused=(NotSupportedError, "hint"))
+def features(run: Run) -> None:
+    parallelize(run, images(0), loss_fn=cross_entropy)
+    run.pm.forward_features(images(0)["x"])
+
+@habit(SECTION, "freeze bn: bn.eval() before", kind=Convs, layouts=ALL)
+def frozen_bn(run: Run) -> None:
+    for m in (run.model, run.alone):
+        for mod in m.modules():
+            if isinstance(mod, nn.BatchNorm2d):
+                mod.eval()
+                mod.weight.requires_grad_(False); mod.bias.requires_grad_(False)
+    train(run, images, cross_entropy)
+
+@habit(SECTION, "freeze bn on pm", kind=Convs, refused=(NotSupportedError, "hint"))
+def frozen_bn_pm(run: Run) -> None:
+    parallelize(run, images(0), loss_fn=cross_entropy)
+    for mod in run.pm.modules():
+        if isinstance(mod, nn.BatchNorm2d):
+            mod.eval()
+    run.pm.step(**images(0))
+
+@habit(SECTION, "update_bn(loader, pm)", kind=Convs, refused=(NotSupportedError, "hint"))
+def update_bn(run: Run) -> None:
+    parallelize(run, images(0), loss_fn=cross_entropy)
+    torch.optim.swa_utils.update_bn([images(s)["x"] for s in range(2)], run.pm)
+
+@habit(SECTION, "init after: .data.normal_", kind=Vit, refused=(OptionError, "X"))
+def init_after(run: Run) -> None:
+    parallelize(run, images(0), loss_fn=cross_entropy)
+    def init(m):
+        if isinstance(m, nn.Linear): m.weight.data.normal_(0, 0.02)
+    run.model.apply(init)
+    run.pm.step(**images(0))
+
+@habit(SECTION, "grad mask broadcast", kind=Vit, layouts=ALL)
+def grad_mask(run: Run) -> None:
+    parallelize(run, images(0), loss_fn=cross_entropy)
+    optimizers = run.optimizers()
+    for seed in range(2):
+        backward(run, images(seed), cross_entropy)
+        for m in run.both():
+            for n, p in m.named_parameters():
+                if p.ndim == 2:
+                    g = torch.Generator().manual_seed(p.numel())
+                    mask = (torch.rand(p.shape[0], 1, generator=g) < 0.5).double()
+                    mask2 = (torch.rand(p.shape[1], generator=g) < 0.5).double()
+                    p.grad.mul_(mask)
+                    p.grad = p.grad * mask2
+                    p.grad *= (torch.rand(p.shape, generator=g) < 0.9).double()
+        run.update(optimizers)
+
+@habit(SECTION, "jit script", kind=Vit, refused=(CaptureError, "hint"))
+def scripted(run: Run) -> None:
+    run.model = torch.jit.trace(run.model, images(0)["x"])
+    parallelize(run, images(0), loss_fn=cross_entropy)
+
+@habit(SECTION, "torch.compile before", kind=Vit)
+def compiled_before(run: Run) -> None:
+    run.model = torch.compile(run.model)
+    train(run, images, cross_entropy)
