@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
-from autopar import CaptureError, NotSupportedError, OptionError
+from autopar import NotSupportedError
+from autopar.runtime.state import StateError
 from tests.habits.table import ALL, Batch, Run, adamw, habit
 from tests.habits.tasks import backward, parallelize, train
 
@@ -186,31 +187,31 @@ class Mixing(Vit):
         return 0.7 * F.cross_entropy(logits, target) + 0.3 * F.cross_entropy(logits, target.flip(0))
 
 
-@habit(SECTION, "`Mixup` and `CutMix` in the loader, `SoftTargetCrossEntropy`", kind=Vit, layouts=ALL)
+@habit(SECTION, "`Mixup` and `CutMix` in the loader, soft targets", kind=Vit, layouts=ALL)
 def soft_targets(run: Run) -> None:
     train(run, mixed, soft_cross_entropy)
 
-@habit(SECTION, "mixing inside of forward: `x.flip(0)`", kind=Mixing, layouts=ALL)
+@habit(SECTION, "mixing inside of forward: `0.7 * x + 0.3 * x.flip(0)`", kind=Mixing, layouts=ALL)
 def mixed_in_forward(run: Run) -> None:
     train(run, images)
 
-@habit(SECTION, "smoothed", kind=Vit, layouts=ALL)
+@habit(SECTION, "label smoothing by hand: `gather`, `logprobs.mean(-1)`", kind=Vit, layouts=ALL)
 def label_smoothing(run: Run) -> None:
     train(run, images, smoothed)
 
-@habit(SECTION, "BCE dense", kind=Vit, layouts=ALL)
+@habit(SECTION, "BCE of mixed targets, summed over classes: `target.gt(0.2)`", kind=Vit, layouts=ALL)
 def binary_dense(run: Run) -> None:
     train(run, mixed, binary)
 
-@habit(SECTION, "BCE of labels scatter_", kind=Vit, layouts=ALL)
+@habit(SECTION, "BCE of labels: `torch.full(...).scatter_(1, labels, on)`", kind=Vit, layouts=ALL)
 def binary_labels(run: Run) -> None:
     train(run, images, binary_of_labels)
 
-@habit(SECTION, "JSD", kind=Vit, layouts=ALL)
+@habit(SECTION, "AugMix: `torch.split` of the batch, a divergence of the parts", kind=Vit, layouts=ALL)
 def augmix(run: Run) -> None:
     train(run, images, jsd)
 
-@habit(SECTION, "checkpoint_seq", kind=CheckpointSeq, layouts=ALL)
+@habit(SECTION, "`checkpoint_seq(self.blocks, x)`: checkpointed closures over slices of layers", kind=CheckpointSeq, layouts=ALL)
 def checkpoint_seq(run: Run) -> None:
     train(run, images, cross_entropy)
 
@@ -230,13 +231,15 @@ def adaptive_clip_grad(parameters: Iterable[Any], clip_factor: float = 0.01, eps
         clipped = g_data * (max_norm / grad_norm.clamp(min=1e-6))
         p.grad.detach().copy_(torch.where(grad_norm < max_norm, g_data, clipped))
 
-@habit(SECTION, "`adaptive_clip_grad(pm.parameters(), c)`: norms by row", "X", kind=Vit, refused=(NotSupportedError, "linalg_vector_norm"))
+@habit(SECTION, "`adaptive_clip_grad(pm.parameters(), c)`: norms by row",
+       "`optimizer_gather=`", kind=Vit,
+       refused=(NotSupportedError, "linalg_vector_norm"))  # fmt: skip
 def agc(run: Run) -> None:
     parallelize(run, images(0), loss_fn=cross_entropy)
     run.pm.step(**images(0))
     adaptive_clip_grad(run.pm.parameters())
 
-@habit(SECTION, "AGC gathered", kind=Vit, optimizer_gather=["*"])
+@habit(SECTION, "the same with `optimizer_gather=[\"*\"]`", "gathered", kind=Vit, optimizer_gather=["*"])
 def agc_gathered(run: Run) -> None:
     parallelize(run, images(0), loss_fn=cross_entropy)
     optimizers = run.optimizers()
@@ -246,7 +249,7 @@ def agc_gathered(run: Run) -> None:
             adaptive_clip_grad(m.parameters())
         run.update(optimizers)
 
-@habit(SECTION, "gradient centralization gathered", kind=Vit, optimizer_gather=["*"])
+@habit(SECTION, "gradients centred by row, with `optimizer_gather=[\"*\"]`", "gathered", kind=Vit, optimizer_gather=["*"])
 def centralized(run: Run) -> None:
     parallelize(run, images(0), loss_fn=cross_entropy)
     optimizers = run.optimizers()
@@ -308,9 +311,9 @@ def ema_of(run: Run, kind: Any) -> None:
 class Convs(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Conv2d(3, 8, 3, padding=1)
+        self.conv = nn.Conv2d(3, 8, 3, padding=1, bias=False)
         self.bn = nn.BatchNorm2d(8)
-        self.conv2 = nn.Conv2d(8, 8, 3, padding=1, groups=2)
+        self.conv2 = nn.Conv2d(8, 8, 3, padding=1, groups=2, bias=False)
         self.bn2 = nn.BatchNorm2d(8)
         self.fc = nn.Linear(8, CLASSES)
     def forward(self, x: Tensor) -> Tensor:
@@ -318,19 +321,19 @@ class Convs(nn.Module):
         x = F.relu(self.bn2(self.conv2(x)), inplace=True)
         return self.fc(F.adaptive_avg_pool2d(x, 1).flatten(1))
 
-@habit(SECTION, "`ModelEmaV2(pm)`", kind=Convs, layouts=ALL)
+@habit(SECTION, "`ModelEmaV2(pm)`: `state_dict().values()` of a copy, batch norm included", kind=Convs, layouts=ALL)
 def ema_v2(run: Run) -> None:
     ema_of(run, ModelEmaV2)
 
-@habit(SECTION, "`ModelEmaV3(pm)`", kind=Convs, layouts=ALL)
+@habit(SECTION, "`ModelEmaV3(pm)`: `_foreach_lerp_` of `state_dict().values()`", kind=Vit, layouts=ALL)
 def ema_v3(run: Run) -> None:
     ema_of(run, ModelEmaV3)
 
-@habit(SECTION, "`ModelEmaV3(pm, exclude_buffers)`", kind=Convs, layouts=ALL)
+@habit(SECTION, "`ModelEmaV3(pm, exclude_buffers=True)`: `_foreach_lerp_` of parameters", kind=Convs, layouts=ALL)
 def ema_v3_buffers(run: Run) -> None:
     ema_of(run, V3NoBuffers)
 
-@habit(SECTION, "EMA swap p.data = ", kind=Vit, layouts=ALL)
+@habit(SECTION, "averaged weights for evaluation, and back: `p.data = shadow[n]`", kind=Vit, layouts=ALL)
 def ema_swapped(run: Run) -> None:
     parallelize(run, images(0), loss_fn=cross_entropy)
     optimizers = run.optimizers()
@@ -374,7 +377,7 @@ class Sam(torch.optim.Optimizer):
         self.base.step()
         self.zero_grad()
 
-@habit(SECTION, "SAM", kind=Vit)
+@habit(SECTION, "SAM: `p.add_(e)`, a second step, `p.data = old`", kind=Vit)
 def sam(run: Run) -> None:
     parallelize(run, images(0), loss_fn=cross_entropy)
     optimizers = run.optimizers(lambda p: Sam(p, lambda g: torch.optim.SGD(g, lr=0.1, momentum=0.9)))
@@ -415,7 +418,7 @@ class Lookahead(torch.optim.Optimizer):
     def zero_grad(self, set_to_none: bool = True) -> None:
         self._base_optimizer.zero_grad(set_to_none)
 
-@habit(SECTION, "Lookahead", kind=Vit, layouts=ALL)
+@habit(SECTION, "Lookahead around another optimizer", kind=Vit, layouts=ALL)
 def lookahead(run: Run) -> None:
     parallelize(run, images(0), loss_fn=cross_entropy)
     train(run, images, cross_entropy, [Lookahead(adamw(m.parameters())) for m in run.both()], n_steps=5)
@@ -427,12 +430,14 @@ def decay_groups(model: Any) -> Any:
         (rest if p.ndim <= 1 or n.endswith(".bias") or n in skip else decay).append(p)
     return torch.optim.AdamW([{"params": decay, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0}], lr=1e-2)
 
-@habit(SECTION, "param_groups_weight_decay: no_weight_decay()", kind=Vit, layouts=("tp", "zero3"))
+@habit(SECTION, "`if hasattr(model, \"no_weight_decay\"): skip = model.no_weight_decay()`",
+       "ask the original model", kind=Vit,
+       refused=(NotSupportedError, "no_weight_decay"))  # fmt: skip
 def no_weight_decay(run: Run) -> None:
     parallelize(run, images(0), loss_fn=cross_entropy)
-    train(run, images, cross_entropy, [decay_groups(m) for m in run.both()])
+    decay_groups(run.pm)
 
-@habit(SECTION, "reduce_tensor(loss)", kind=Vit, layouts=ALL)
+@habit(SECTION, "`dist.all_reduce(loss.clone())`, divided by the number of ranks", kind=Vit, layouts=ALL)
 def reduced_loss(run: Run) -> None:
     train(run, images, cross_entropy)
     loss = run.pm.step(**images(3))
@@ -441,7 +446,8 @@ def reduced_loss(run: Run) -> None:
     rt /= dist.get_world_size()
     assert abs(rt - loss) < 1e-12
 
-@habit(SECTION, "all_reduce(p.grad) by hand", kind=Vit, layouts=ALL, refused=(NotSupportedError, "hint"))
+@habit(SECTION, "data parallelism by hand: `dist.all_reduce(p.grad)`", "leave it out", kind=Vit,
+       layouts=ALL, refused=(NotSupportedError, "leave it out"))  # fmt: skip
 def reduced_gradients(run: Run) -> None:
     parallelize(run, images(0), loss_fn=cross_entropy)
     run.pm.step(**images(0))
@@ -449,13 +455,14 @@ def reduced_gradients(run: Run) -> None:
         dist.all_reduce(p.grad)
         p.grad /= 2
 
-@habit(SECTION, "broadcast(p) by hand", kind=Vit, layouts=ALL, refused=(NotSupportedError, "hint"))
+@habit(SECTION, "`dist.broadcast(p.data, 0)`", "leave it out", kind=Vit, layouts=ALL,
+       refused=(NotSupportedError, "leave it out"))  # fmt: skip
 def broadcast_weights(run: Run) -> None:
     parallelize(run, images(0), loss_fn=cross_entropy)
     for p in run.pm.parameters():
         dist.broadcast(p.data, 0)
 
-@habit(SECTION, "distribute_bn", kind=Convs)
+@habit(SECTION, "`distribute_bn`: buffers of batch norm all-reduced and divided", kind=Convs)
 def distribute_bn(run: Run) -> None:
     train(run, images, cross_entropy)
     for name, buffer in run.pm.named_buffers(recurse=True):
@@ -464,7 +471,7 @@ def distribute_bn(run: Run) -> None:
             buffer /= float(dist.get_world_size())
     train(run, images, cross_entropy)
 
-@habit(SECTION, "channels_last", kind=Convs, layouts=ALL)
+@habit(SECTION, "`model.to(memory_format=torch.channels_last)`, and the images", kind=Convs, layouts=ALL)
 def channels_last(run: Run) -> None:
     for m in (run.model, run.alone):
         m.to(memory_format=torch.channels_last)
@@ -473,19 +480,13 @@ def channels_last(run: Run) -> None:
         return {**b, "x": b["x"].contiguous(memory_format=torch.channels_last)}
     train(run, last, cross_entropy)
 
-@habit(SECTION, "pm.to(memory_format)", kind=Convs)
-def pm_channels_last(run: Run) -> None:
-    parallelize(run, images(0), loss_fn=cross_entropy)
-    run.pm.to(memory_format=torch.channels_last)
-    run.alone.to(memory_format=torch.channels_last)
-    train(run, images, cross_entropy)
-
-@habit(SECTION, "forward_features of pm", kind=Vit, refused=(NotSupportedError, "hint"))
+@habit(SECTION, "`pm.forward_features(x)`", "`pm(**batch)`, or the original model", kind=Vit,
+       refused=(NotSupportedError, "forward_features"))  # fmt: skip
 def features(run: Run) -> None:
     parallelize(run, images(0), loss_fn=cross_entropy)
     run.pm.forward_features(images(0)["x"])
 
-@habit(SECTION, "freeze bn: bn.eval() before", kind=Convs, layouts=ALL)
+@habit(SECTION, "batch norm frozen before: `bn.eval()`, `requires_grad_(False)`", kind=Convs, layouts=ALL)
 def frozen_bn(run: Run) -> None:
     for m in (run.model, run.alone):
         for mod in m.modules():
@@ -494,7 +495,8 @@ def frozen_bn(run: Run) -> None:
                 mod.weight.requires_grad_(False); mod.bias.requires_grad_(False)
     train(run, images, cross_entropy)
 
-@habit(SECTION, "freeze bn on pm", kind=Convs, refused=(NotSupportedError, "hint"))
+@habit(SECTION, "batch norm frozen later: `bn.eval()` of `pm`", "set it before", kind=Convs,
+       refused=(NotSupportedError, "evaluation mode"))  # fmt: skip
 def frozen_bn_pm(run: Run) -> None:
     parallelize(run, images(0), loss_fn=cross_entropy)
     for mod in run.pm.modules():
@@ -502,12 +504,15 @@ def frozen_bn_pm(run: Run) -> None:
             mod.eval()
     run.pm.step(**images(0))
 
-@habit(SECTION, "update_bn(loader, pm)", kind=Convs, refused=(NotSupportedError, "hint"))
+@habit(SECTION, "`swa_utils.update_bn(loader, pm)`", "use the original model", kind=Convs,
+       refused=(NotSupportedError, "momentum"))  # fmt: skip
 def update_bn(run: Run) -> None:
     parallelize(run, images(0), loss_fn=cross_entropy)
     torch.optim.swa_utils.update_bn([images(s)["x"] for s in range(2)], run.pm)
 
-@habit(SECTION, "init after: .data.normal_", kind=Vit, refused=(OptionError, "X"))
+@habit(SECTION, "weights initialised later: `model.apply(init)` with `weight.data.normal_()`",
+       "initialise before", kind=Vit,
+       refused=(StateError, "train nothing"))  # fmt: skip
 def init_after(run: Run) -> None:
     parallelize(run, images(0), loss_fn=cross_entropy)
     def init(m):
@@ -515,7 +520,7 @@ def init_after(run: Run) -> None:
     run.model.apply(init)
     run.pm.step(**images(0))
 
-@habit(SECTION, "grad mask broadcast", kind=Vit, layouts=ALL)
+@habit(SECTION, "masks on gradients: `p.grad.mul_(rows)`, `p.grad = p.grad * columns`", kind=Vit, layouts=ALL)
 def grad_mask(run: Run) -> None:
     parallelize(run, images(0), loss_fn=cross_entropy)
     optimizers = run.optimizers()
@@ -532,12 +537,9 @@ def grad_mask(run: Run) -> None:
                     p.grad *= (torch.rand(p.shape, generator=g) < 0.9).double()
         run.update(optimizers)
 
-@habit(SECTION, "jit script", kind=Vit, refused=(CaptureError, "hint"))
+@habit(SECTION, "`torch.jit.trace(model, x)` given to autopar", "pass the Python module", kind=Vit,
+       refused=(NotSupportedError, "TorchScript"))  # fmt: skip
 def scripted(run: Run) -> None:
     run.model = torch.jit.trace(run.model, images(0)["x"])
     parallelize(run, images(0), loss_fn=cross_entropy)
 
-@habit(SECTION, "torch.compile before", kind=Vit)
-def compiled_before(run: Run) -> None:
-    run.model = torch.compile(run.model)
-    train(run, images, cross_entropy)
