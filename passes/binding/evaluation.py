@@ -56,7 +56,9 @@ def place_evaluation(
 def _stage_record(
     part: Analysis, k: int, data: PlanData, cost: CostModel, pipeline: Pipeline
 ) -> StageRecord:
-    stored = {p.name: Storage(_kept(p.stored.spec), p.period) for p in pipeline.stages[k].parameters}
+    stored = {
+        p.name: Storage(_kept(p.stored.spec), p.period) for p in pipeline.stages[k].parameters
+    }
     storage: dict[str, Storage] = {}
     for placeholder, info in part.program.parameters.items():
         if info.name not in stored:

@@ -25,7 +25,15 @@ from autopar.runtime.groups import ReduceOp
 from autopar.runtime.tensors.spread import wide
 
 Kind = Literal[
-    "elementwise", "lists", "masked", "same shape", "new", "reduction", "norms", "random", "whole",
+    "elementwise",
+    "lists",
+    "masked",
+    "same shape",
+    "new",
+    "reduction",
+    "norms",
+    "random",
+    "whole",
     "communication",
 ]
 aten = torch.ops.aten

@@ -70,9 +70,10 @@ class LoraLinear(nn.Module):
         result = self.base_layer(x)
         dtype = result.dtype
         for name in self.active_adapters:
-            if name not in self.lora_A.keys():
+            if name not in self.lora_A:
                 continue
-            a, b, drop = self.lora_A[name], self.lora_B[name], self.lora_dropout[name]
+            a: Any = self.lora_A[name]
+            b, drop = self.lora_B[name], self.lora_dropout[name]
             result = result + b(a(drop(x.to(a.weight.dtype)))) * self.scaling[name]
         return result.to(dtype)
 

@@ -20,7 +20,7 @@ ROWS = 8
 class Policy(Small):
     """Returns logits."""
 
-    def forward(self, ids: Tensor, mask: Tensor) -> Any:  # type: ignore[override]
+    def forward(self, ids: Tensor, mask: Tensor) -> Any:
         return self.body(ids)
 
 
@@ -61,9 +61,7 @@ def logps_by_row(logits: Tensor, ids: Tensor) -> Tensor:
 
 def sft(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     labels = batch["ids"].masked_fill(batch["mask"] == 0, -100)
-    return F.cross_entropy(
-        logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100
-    )
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
 
 
 def grpo(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
@@ -240,8 +238,8 @@ def token_mean(run: Run) -> None:
     try_loss(run, bnpo, "advantages")
 
 
-@habit(SECTION, "a sum over tokens divided by `per_token.size(0) * length`, with microbatches", kind=Policy,
-       layouts=ALL)  # fmt: skip
+@habit(SECTION, "a sum over tokens divided by `per_token.size(0) * length`, with microbatches",
+       kind=Policy, layouts=ALL)  # fmt: skip
 def fixed_divisor(run: Run) -> None:
     try_loss(run, dr_grpo, "old_logps", "advantages", microbatches=2)
 
@@ -262,7 +260,9 @@ def whitening(run: Run) -> None:
     try_loss(run, whitened, "old_logps", "ref_logps", "advantages")
 
 
-@habit(SECTION, "an entropy bonus, in chunks: `logits.split(n)`, `torch.cat`", kind=Policy, layouts=ALL)
+@habit(
+    SECTION, "an entropy bonus, in chunks: `logits.split(n)`, `torch.cat`", kind=Policy, layouts=ALL
+)
 def entropy_bonus(run: Run) -> None:
     try_loss(run, with_entropy, "advantages")
 
@@ -273,7 +273,12 @@ def eos_assigned(run: Run) -> None:
     try_loss(run, up_to_eos)
 
 
-@habit(SECTION, "the same with `torch.where(is_eos.any(1), is_eos.int().argmax(1), n)`", kind=Policy, layouts=ALL)
+@habit(
+    SECTION,
+    "the same with `torch.where(is_eos.any(1), is_eos.int().argmax(1), n)`",
+    kind=Policy,
+    layouts=ALL,
+)
 def eos_where(run: Run) -> None:
     try_loss(run, up_to_eos_where)
 
@@ -284,7 +289,12 @@ def entropy_quantile(run: Run) -> None:
     try_loss(run, top_entropy)
 
 
-@habit(SECTION, "DPO: `logps.chunk(2)` of chosen and rejected rows, the reference in the batch", kind=Policy, layouts=ALL)
+@habit(
+    SECTION,
+    "DPO: `logps.chunk(2)` of chosen and rejected rows, the reference in the batch",
+    kind=Policy,
+    layouts=ALL,
+)
 def preference_given(run: Run) -> None:
     try_loss(run, dpo_given, "ref_logps")
 
@@ -295,12 +305,22 @@ def odds_ratio(run: Run) -> None:
     try_loss(run, orpo)
 
 
-@habit(SECTION, "AOT: `torch.sort(logratios, dim=0)` over the rows of the batch", kind=Policy, layouts=ALL)
+@habit(
+    SECTION,
+    "AOT: `torch.sort(logratios, dim=0)` over the rows of the batch",
+    kind=Policy,
+    layouts=ALL,
+)
 def sorted_rows(run: Run) -> None:
     try_loss(run, aot, "ref_logps")
 
 
-@habit(SECTION, "KTO: a baseline `ratio.mean().detach().clamp(min=0)`, `torch.where` by label", kind=Policy, layouts=ALL)
+@habit(
+    SECTION,
+    "KTO: a baseline `ratio.mean().detach().clamp(min=0)`, `torch.where` by label",
+    kind=Policy,
+    layouts=ALL,
+)
 def desirable_rows(run: Run) -> None:
     try_loss(run, kto, "ref_logps", "advantages")
 

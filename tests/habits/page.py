@@ -5,14 +5,21 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.habits import (  # they enter their habits
+    adapters,
+    alignment,
     data,
+    factors,
     frameworks,
     lora,
     modules,
     optimizers,
     parameters,
+    prompts,
+    references,
     state,
+    updates,
     values,
+    vision,
 )
 from tests.habits.table import HABITS, Habit
 
@@ -23,7 +30,10 @@ What people write in training scripts, and what it does with a parallel module `
 `make docs` from `tests/habits`: each line is run on two ranks, in parity with one process to 1e-10
 in float64, or must raise the error.
 """
-FILES = (parameters, optimizers, data, values, modules, state, lora, frameworks)
+FILES = (
+    parameters, optimizers, data, values, modules, state, lora, frameworks,
+    adapters, prompts, factors, alignment, references, vision, updates,
+)  # fmt: skip
 
 
 def page() -> str:

@@ -31,7 +31,9 @@ class Scored(Small):
         last = mask.sum(dim=1) - 1
         return self.score(h)[torch.arange(ids.shape[0], device=ids.device), last].squeeze(-1)
 
-    def forward(self, chosen: Tensor, rejected: Tensor, c_mask: Tensor, r_mask: Tensor) -> Any:  # type: ignore[override]
+    def forward(  # type: ignore[override]
+        self, chosen: Tensor, rejected: Tensor, c_mask: Tensor, r_mask: Tensor
+    ) -> Any:
         good, bad = self.rewards(chosen, c_mask), self.rewards(rejected, r_mask)
         loss = -F.logsigmoid(good - bad - 0.1).mean() + 0.01 * ((good + bad) ** 2).mean()
         return {"loss": loss, "chosen": good, "rejected": bad}
@@ -56,7 +58,7 @@ class Together(Policy):
         super().__init__()
         self.reference = Small().requires_grad_(False)
 
-    def forward(self, ids: Tensor, mask: Tensor) -> Any:  # type: ignore[override]
+    def forward(self, ids: Tensor, mask: Tensor) -> Any:
         with torch.no_grad():
             ref = logps_of(self.reference.body(ids), ids)
         logps = logps_of(self.body(ids), ids)
@@ -117,8 +119,8 @@ def reference_loaded(run: Run) -> None:
     with captured_again():
         train(run, few(), dpo, n_steps=1)
         for name, p in reference.named_parameters():
-            q = run.pm.get_parameter(name).full_tensor()  # type: ignore[operator]
-            p.data.mul_(0.4).add_(q, alpha=0.6)
+            q: Any = run.pm.get_parameter(name)
+            p.data.mul_(0.4).add_(q.full_tensor(), alpha=0.6)
         train(run, few(), dpo)
 
 
@@ -130,7 +132,7 @@ class ActorCritic(Policy):
         self.dropout = nn.Dropout(0.1)
         self.value = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
 
-    def forward(self, ids: Tensor, mask: Tensor) -> Any:  # type: ignore[override]
+    def forward(self, ids: Tensor, mask: Tensor) -> Any:
         h = self.embed(ids)
         for block in self.blocks:
             h = block(h)
@@ -185,7 +187,7 @@ class Moments(Small):
         super().__init__()
         self.mean = torch.zeros((), dtype=torch.float64)
 
-    def forward(self, ids: Tensor, mask: Tensor) -> Any:  # type: ignore[override]
+    def forward(self, ids: Tensor, mask: Tensor) -> Any:
         score = self.body(ids).mean(-1)
         self.mean = 0.9 * self.mean + 0.1 * score.detach().mean()
         return ((score - self.mean) ** 2).mean()
@@ -202,7 +204,7 @@ class BufferedMoments(Small):
         super().__init__()
         self.register_buffer("mean", torch.zeros(()))
 
-    forward = Moments.forward
+    forward: Any = Moments.forward
 
 
 @habit(SECTION, "the same in a registered buffer", kind=BufferedMoments, layouts=ALL)
@@ -213,7 +215,7 @@ def running_mean_buffer(run: Run) -> None:
 class Kept(Small):
     """Its head sees the last positions only."""
 
-    def forward(self, ids: Tensor, mask: Tensor, logits_to_keep: int = 0) -> Any:  # type: ignore[override]
+    def forward(self, ids: Tensor, mask: Tensor, logits_to_keep: int = 0) -> Any:
         h = self.embed(ids)
         for block in self.blocks:
             h = block(h)

@@ -33,7 +33,7 @@ def loss_alone(run: Run, batch: Batch, loss_fn: LossFn | None = None) -> Tensor:
     """The loss of one process."""
     if loss_fn is None:
         out = run.alone(**batch)
-        return out["loss"] if isinstance(out, dict) else out  # type: ignore[no-any-return]
+        return out["loss"] if isinstance(out, dict) else out
     known = signature(run.alone.forward).parameters
     return loss_fn(run.alone(**{n: v for n, v in batch.items() if n in known}), batch)
 
@@ -44,13 +44,14 @@ def train(
     loss_fn: LossFn | None = None,
     optimizers: Sequence[Any] | None = None,
     n_steps: int = 2,
+    first: int = 0,
     **options: Any,
 ) -> None:
     """Steps of both on batches of one kind; makes `run.pm` for the first."""
     if "pm" not in vars(run):
         parallelize(run, batches(0), **options, **({"loss_fn": loss_fn} if loss_fn else {}))
     optimizers = optimizers or run.optimizers()
-    for seed in range(n_steps):
+    for seed in range(first, first + n_steps):
         backward(run, batches(seed), loss_fn)
         run.update(optimizers)
 

@@ -1,10 +1,8 @@
-"""Habits of image training: averages of weights, clipping by unit, mixed targets, groups by depth."""
+"""Habits of image training: mixed targets, losses, batch norm, layouts, collectives by hand."""
 
 from __future__ import annotations
 
-import copy
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -15,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar import NotSupportedError
 from autopar.runtime.state import StateError
-from tests.habits.table import ALL, Batch, Run, adamw, habit
+from tests.habits.table import ALL, Batch, Run, habit
 from tests.habits.tasks import backward, parallelize, train
 
 SECTION = "Vision"
@@ -59,7 +57,9 @@ class Layer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, n, c = x.shape
-        q, k, v = self.qkv(self.norm(x)).reshape(b, n, 3, 2, c // 2).permute(2, 0, 3, 1, 4).unbind(0)
+        q, k, v = (
+            self.qkv(self.norm(x)).reshape(b, n, 3, 2, c // 2).permute(2, 0, 3, 1, 4).unbind(0)
+        )
         h = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, n, c)
         x = x + self.path(self.ls1(self.proj(h)))
         return x + self.path(self.ls2(self.mlp(x)))
@@ -162,7 +162,9 @@ def binary(x: Tensor, batch: Mapping[str, Any]) -> Tensor:
 
 def binary_of_labels(x: Tensor, batch: Mapping[str, Any]) -> Tensor:
     off = 0.1 / CLASSES
-    target = torch.full((x.size()[0], CLASSES), off, dtype=x.dtype).scatter_(1, batch["target"].long().view(-1, 1), 0.9 + off)
+    target = torch.full((x.size()[0], CLASSES), off, dtype=x.dtype).scatter_(
+        1, batch["target"].long().view(-1, 1), 0.9 + off
+    )
     return F.binary_cross_entropy_with_logits(x, target)
 
 
@@ -176,12 +178,14 @@ def jsd(x: Tensor, batch: Mapping[str, Any]) -> Tensor:
     loss = F.cross_entropy(one, batch["target"][: ROWS // 2])
     probs = F.softmax(one, dim=1), F.softmax(two, dim=1)
     mixture = torch.clamp(torch.stack(probs).mean(dim=0), 1e-7, 1).log()
-    return loss + 6 * sum(F.kl_div(mixture, p, reduction="batchmean") for p in probs) / 2
+    apart: Any = sum(F.kl_div(mixture, p, reduction="batchmean") for p in probs)
+    return loss + 6 * apart / 2
 
 
 class Mixing(Vit):
-    """Mixes in forward"""
-    def forward(self, x, target):
+    """Mixes the batch with itself."""
+
+    def forward(self, x: Tensor, target: Any) -> Any:  # type: ignore[override]
         x = 0.7 * x + 0.3 * x.flip(0)
         logits = super().forward(x)
         return 0.7 * F.cross_entropy(logits, target) + 0.3 * F.cross_entropy(logits, target.flip(0))
@@ -191,122 +195,45 @@ class Mixing(Vit):
 def soft_targets(run: Run) -> None:
     train(run, mixed, soft_cross_entropy)
 
+
 @habit(SECTION, "mixing inside of forward: `0.7 * x + 0.3 * x.flip(0)`", kind=Mixing, layouts=ALL)
 def mixed_in_forward(run: Run) -> None:
     train(run, images)
+
 
 @habit(SECTION, "label smoothing by hand: `gather`, `logprobs.mean(-1)`", kind=Vit, layouts=ALL)
 def label_smoothing(run: Run) -> None:
     train(run, images, smoothed)
 
-@habit(SECTION, "BCE of mixed targets, summed over classes: `target.gt(0.2)`", kind=Vit, layouts=ALL)
+
+@habit(
+    SECTION, "BCE of mixed targets, summed over classes: `target.gt(0.2)`", kind=Vit, layouts=ALL
+)
 def binary_dense(run: Run) -> None:
     train(run, mixed, binary)
+
 
 @habit(SECTION, "BCE of labels: `torch.full(...).scatter_(1, labels, on)`", kind=Vit, layouts=ALL)
 def binary_labels(run: Run) -> None:
     train(run, images, binary_of_labels)
 
-@habit(SECTION, "AugMix: `torch.split` of the batch, a divergence of the parts", kind=Vit, layouts=ALL)
+
+@habit(
+    SECTION, "AugMix: `torch.split` of the batch, a divergence of the parts", kind=Vit, layouts=ALL
+)
 def augmix(run: Run) -> None:
     train(run, images, jsd)
 
-@habit(SECTION, "`checkpoint_seq(self.blocks, x)`: checkpointed closures over slices of layers", kind=CheckpointSeq, layouts=ALL)
+
+@habit(
+    SECTION,
+    "`checkpoint_seq(self.blocks, x)`: checkpointed closures over slices of layers",
+    kind=CheckpointSeq,
+    layouts=ALL,
+)
 def checkpoint_seq(run: Run) -> None:
     train(run, images, cross_entropy)
 
-
-def unitwise_norm(x: Tensor) -> Tensor:
-    if x.ndim <= 1:
-        return x.norm(2.0)
-    return x.norm(2.0, dim=tuple(range(1, x.ndim)), keepdim=True)
-
-def adaptive_clip_grad(parameters: Iterable[Any], clip_factor: float = 0.01, eps: float = 1e-3) -> None:
-    for p in parameters:
-        if p.grad is None:
-            continue
-        p_data, g_data = p.detach(), p.grad.detach()
-        max_norm = unitwise_norm(p_data).clamp_(min=eps).mul_(clip_factor)
-        grad_norm = unitwise_norm(g_data)
-        clipped = g_data * (max_norm / grad_norm.clamp(min=1e-6))
-        p.grad.detach().copy_(torch.where(grad_norm < max_norm, g_data, clipped))
-
-@habit(SECTION, "`adaptive_clip_grad(pm.parameters(), c)`: norms by row",
-       "`optimizer_gather=`", kind=Vit,
-       refused=(NotSupportedError, "linalg_vector_norm"))  # fmt: skip
-def agc(run: Run) -> None:
-    parallelize(run, images(0), loss_fn=cross_entropy)
-    run.pm.step(**images(0))
-    adaptive_clip_grad(run.pm.parameters())
-
-@habit(SECTION, "the same with `optimizer_gather=[\"*\"]`", "gathered", kind=Vit, optimizer_gather=["*"])
-def agc_gathered(run: Run) -> None:
-    parallelize(run, images(0), loss_fn=cross_entropy)
-    optimizers = run.optimizers()
-    for seed in range(2):
-        backward(run, images(seed), cross_entropy)
-        for m in run.both():
-            adaptive_clip_grad(m.parameters())
-        run.update(optimizers)
-
-@habit(SECTION, "gradients centred by row, with `optimizer_gather=[\"*\"]`", "gathered", kind=Vit, optimizer_gather=["*"])
-def centralized(run: Run) -> None:
-    parallelize(run, images(0), loss_fn=cross_entropy)
-    optimizers = run.optimizers()
-    for seed in range(2):
-        backward(run, images(seed), cross_entropy)
-        for m in run.both():
-            for p in m.parameters():
-                if p.dim() > 1:
-                    p.grad.add_(-p.grad.mean(dim=tuple(range(1, p.grad.dim())), keepdim=True))
-        run.update(optimizers)
-
-
-class ModelEmaV2(nn.Module):
-    def __init__(self, model: nn.Module, decay: float = 0.9) -> None:
-        super().__init__()
-        self.module = copy.deepcopy(model)
-        self.module.eval()
-        self.decay = decay
-
-    def update(self, model: nn.Module) -> None:
-        with torch.no_grad():
-            for ema_v, model_v in zip(self.module.state_dict().values(), model.state_dict().values()):
-                ema_v.copy_(self.decay * ema_v + (1.0 - self.decay) * model_v)
-
-class ModelEmaV3(ModelEmaV2):
-    @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
-        ema, own = [], []
-        for ema_v, model_v in zip(self.module.state_dict().values(), model.state_dict().values()):
-            if ema_v.is_floating_point():
-                ema.append(ema_v)
-                own.append(model_v)
-            else:
-                ema_v.copy_(model_v)
-        torch._foreach_lerp_(ema, own, weight=1.0 - self.decay)
-
-class V3NoBuffers(ModelEmaV2):
-    @torch.no_grad()
-    def update(self, model: nn.Module) -> None:
-        torch._foreach_lerp_(list(self.module.parameters()), list(model.parameters()), weight=1.0 - self.decay)
-        for a, b in zip(self.module.buffers(), model.buffers()):
-            a.copy_(b)
-
-def ema_of(run: Run, kind: Any) -> None:
-    parallelize(run, images(0), loss_fn=cross_entropy)
-    averages = [kind(m) for m in run.both()]
-    optimizers = run.optimizers()
-    for seed in range(3):
-        train(run, lambda s: images(seed), cross_entropy, optimizers, n_steps=1)
-        for average, m in zip(averages, run.both()):
-            average.update(m)
-    whole = averages[0].module.full_state_dict()
-    if dist.get_rank() == 0:
-        for n, v in averages[1].module.state_dict().items():
-            assert (whole[n] - v).abs().max() < 1e-10, n
-    found = averages[0].module.loss(**images(5))
-    run.losses.append((found.item(), cross_entropy(averages[1].module(images(5)["x"]), images(5)).item()))
 
 class Convs(nn.Module):
     def __init__(self) -> None:
@@ -316,135 +243,26 @@ class Convs(nn.Module):
         self.conv2 = nn.Conv2d(8, 8, 3, padding=1, groups=2, bias=False)
         self.bn2 = nn.BatchNorm2d(8)
         self.fc = nn.Linear(8, CLASSES)
+
     def forward(self, x: Tensor) -> Tensor:
         x = F.relu(self.bn(self.conv(x)), inplace=True)
         x = F.relu(self.bn2(self.conv2(x)), inplace=True)
         return self.fc(F.adaptive_avg_pool2d(x, 1).flatten(1))
 
-@habit(SECTION, "`ModelEmaV2(pm)`: `state_dict().values()` of a copy, batch norm included", kind=Convs, layouts=ALL)
-def ema_v2(run: Run) -> None:
-    ema_of(run, ModelEmaV2)
 
-@habit(SECTION, "`ModelEmaV3(pm)`: `_foreach_lerp_` of `state_dict().values()`", kind=Vit, layouts=ALL)
-def ema_v3(run: Run) -> None:
-    ema_of(run, ModelEmaV3)
-
-@habit(SECTION, "`ModelEmaV3(pm, exclude_buffers=True)`: `_foreach_lerp_` of parameters", kind=Convs, layouts=ALL)
-def ema_v3_buffers(run: Run) -> None:
-    ema_of(run, V3NoBuffers)
-
-@habit(SECTION, "averaged weights for evaluation, and back: `p.data = shadow[n]`", kind=Vit, layouts=ALL)
-def ema_swapped(run: Run) -> None:
-    parallelize(run, images(0), loss_fn=cross_entropy)
-    optimizers = run.optimizers()
-    shadows = [{n: p.data.clone() for n, p in m.named_parameters()} for m in run.both()]
-    for seed in range(3):
-        train(run, lambda s: images(seed), cross_entropy, optimizers, n_steps=1)
-        for m, shadow in zip(run.both(), shadows):
-            for n, p in m.named_parameters():
-                shadow[n] = 0.1 * p.data + 0.9 * shadow[n]
-        backups = [{n: p.data for n, p in m.named_parameters()} for m in run.both()]
-        for m, shadow in zip(run.both(), shadows):
-            for n, p in m.named_parameters():
-                p.data = shadow[n]
-            m.eval()
-        with torch.no_grad():
-            run.losses.append((run.pm.loss(**images(5)).item(), cross_entropy(run.alone(images(5)["x"]), images(5)).item()))
-        for m, backup in zip(run.both(), backups):
-            m.train()
-            for n, p in m.named_parameters():
-                p.data = backup[n]
-
-class Sam(torch.optim.Optimizer):
-    def __init__(self, params: Any, base: Any, rho: float = 0.05) -> None:
-        super().__init__(params, {"rho": rho})
-        self.base = base(self.param_groups)
-        self.param_groups = self.base.param_groups
-    @torch.no_grad()
-    def first_step(self) -> None:
-        norm = torch.norm(torch.stack([p.grad.norm(p=2) for g in self.param_groups for p in g["params"]]), p=2)
-        for group in self.param_groups:
-            scale = group["rho"] / (norm + 1e-12)
-            for p in group["params"]:
-                self.state[p]["old_p"] = p.data.clone()
-                p.add_(p.grad * scale.to(p))
-        self.zero_grad()
-    @torch.no_grad()
-    def second_step(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data = self.state[p]["old_p"]
-        self.base.step()
-        self.zero_grad()
-
-@habit(SECTION, "SAM: `p.add_(e)`, a second step, `p.data = old`", kind=Vit)
-def sam(run: Run) -> None:
-    parallelize(run, images(0), loss_fn=cross_entropy)
-    optimizers = run.optimizers(lambda p: Sam(p, lambda g: torch.optim.SGD(g, lr=0.1, momentum=0.9)))
-    for seed in range(2):
-        backward(run, images(seed), cross_entropy)
-        for o in optimizers: o.first_step()
-        backward(run, images(seed), cross_entropy)
-        for o in optimizers: o.second_step()
-
-class Lookahead(torch.optim.Optimizer):
-    def __init__(self, base: Any, alpha: float = 0.5, k: int = 2) -> None:
-        self._backward_hooks = {}
-        defaults = dict(lookahead_alpha=alpha, lookahead_k=k, lookahead_step=0)
-        self._base_optimizer = base
-        self.param_groups = base.param_groups
-        self.defaults = base.defaults
-        self.defaults.update(defaults)
-        from collections import defaultdict
-        self.state = defaultdict(dict)
-        for name, default in defaults.items():
-            for group in self._base_optimizer.param_groups:
-                group.setdefault(name, default)
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:
-        self._base_optimizer.step()
-        for group in self._base_optimizer.param_groups:
-            group["lookahead_step"] += 1
-            if group["lookahead_step"] % group["lookahead_k"] == 0:
-                for fast in group["params"]:
-                    if fast.grad is None: continue
-                    state = self._base_optimizer.state[fast]
-                    if "lookahead_slow_buff" not in state:
-                        state["lookahead_slow_buff"] = torch.empty_like(fast)
-                        state["lookahead_slow_buff"].copy_(fast)
-                    slow = state["lookahead_slow_buff"]
-                    slow.add_(fast - slow, alpha=group["lookahead_alpha"])
-                    fast.copy_(slow)
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        self._base_optimizer.zero_grad(set_to_none)
-
-@habit(SECTION, "Lookahead around another optimizer", kind=Vit, layouts=ALL)
-def lookahead(run: Run) -> None:
-    parallelize(run, images(0), loss_fn=cross_entropy)
-    train(run, images, cross_entropy, [Lookahead(adamw(m.parameters())) for m in run.both()], n_steps=5)
-
-def decay_groups(model: Any) -> Any:
-    skip = model.no_weight_decay() if hasattr(model, "no_weight_decay") else set()
-    decay, rest = [], []
-    for n, p in model.named_parameters():
-        (rest if p.ndim <= 1 or n.endswith(".bias") or n in skip else decay).append(p)
-    return torch.optim.AdamW([{"params": decay, "weight_decay": 0.3}, {"params": rest, "weight_decay": 0.0}], lr=1e-2)
-
-@habit(SECTION, "`if hasattr(model, \"no_weight_decay\"): skip = model.no_weight_decay()`",
-       "ask the original model", kind=Vit,
-       refused=(NotSupportedError, "no_weight_decay"))  # fmt: skip
-def no_weight_decay(run: Run) -> None:
-    parallelize(run, images(0), loss_fn=cross_entropy)
-    decay_groups(run.pm)
-
-@habit(SECTION, "`dist.all_reduce(loss.clone())`, divided by the number of ranks", kind=Vit, layouts=ALL)
+@habit(
+    SECTION,
+    "`dist.all_reduce(loss.clone())`, divided by the number of ranks",
+    kind=Vit,
+    layouts=ALL,
+)
 def reduced_loss(run: Run) -> None:
     train(run, images, cross_entropy)
     loss = run.pm.step(**images(3))
-    rt = loss.clone().detach() if False else loss.clone()
-    dist.all_reduce(rt, op=dist.ReduceOp.SUM)
-    rt /= dist.get_world_size()
-    assert abs(rt - loss) < 1e-12
+    total = loss.clone()
+    dist.all_reduce(total, op=dist.ReduceOp.SUM)
+    assert abs(total / dist.get_world_size() - loss) < 1e-12
+
 
 @habit(SECTION, "data parallelism by hand: `dist.all_reduce(p.grad)`", "leave it out", kind=Vit,
        layouts=ALL, refused=(NotSupportedError, "leave it out"))  # fmt: skip
@@ -455,12 +273,14 @@ def reduced_gradients(run: Run) -> None:
         dist.all_reduce(p.grad)
         p.grad /= 2
 
+
 @habit(SECTION, "`dist.broadcast(p.data, 0)`", "leave it out", kind=Vit, layouts=ALL,
        refused=(NotSupportedError, "leave it out"))  # fmt: skip
 def broadcast_weights(run: Run) -> None:
     parallelize(run, images(0), loss_fn=cross_entropy)
     for p in run.pm.parameters():
         dist.broadcast(p.data, 0)
+
 
 @habit(SECTION, "`distribute_bn`: buffers of batch norm all-reduced and divided", kind=Convs)
 def distribute_bn(run: Run) -> None:
@@ -471,14 +291,23 @@ def distribute_bn(run: Run) -> None:
             buffer /= float(dist.get_world_size())
     train(run, images, cross_entropy)
 
-@habit(SECTION, "`model.to(memory_format=torch.channels_last)`, and the images", kind=Convs, layouts=ALL)
+
+@habit(
+    SECTION,
+    "`model.to(memory_format=torch.channels_last)`, and the images",
+    kind=Convs,
+    layouts=ALL,
+)
 def channels_last(run: Run) -> None:
     for m in (run.model, run.alone):
-        m.to(memory_format=torch.channels_last)
-    def last(seed):
+        m.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
+
+    def last(seed: Any) -> Any:
         b = images(seed)
         return {**b, "x": b["x"].contiguous(memory_format=torch.channels_last)}
+
     train(run, last, cross_entropy)
+
 
 @habit(SECTION, "`pm.forward_features(x)`", "`pm(**batch)`, or the original model", kind=Vit,
        refused=(NotSupportedError, "forward_features"))  # fmt: skip
@@ -486,14 +315,22 @@ def features(run: Run) -> None:
     parallelize(run, images(0), loss_fn=cross_entropy)
     run.pm.forward_features(images(0)["x"])
 
-@habit(SECTION, "batch norm frozen before: `bn.eval()`, `requires_grad_(False)`", kind=Convs, layouts=ALL)
+
+@habit(
+    SECTION,
+    "batch norm frozen before: `bn.eval()`, `requires_grad_(False)`",
+    kind=Convs,
+    layouts=ALL,
+)
 def frozen_bn(run: Run) -> None:
     for m in (run.model, run.alone):
         for mod in m.modules():
             if isinstance(mod, nn.BatchNorm2d):
                 mod.eval()
-                mod.weight.requires_grad_(False); mod.bias.requires_grad_(False)
+                mod.weight.requires_grad_(False)
+                mod.bias.requires_grad_(False)
     train(run, images, cross_entropy)
+
 
 @habit(SECTION, "batch norm frozen later: `bn.eval()` of `pm`", "set it before", kind=Convs,
        refused=(NotSupportedError, "evaluation mode"))  # fmt: skip
@@ -504,30 +341,41 @@ def frozen_bn_pm(run: Run) -> None:
             mod.eval()
     run.pm.step(**images(0))
 
+
 @habit(SECTION, "`swa_utils.update_bn(loader, pm)`", "use the original model", kind=Convs,
        refused=(NotSupportedError, "momentum"))  # fmt: skip
 def update_bn(run: Run) -> None:
     parallelize(run, images(0), loss_fn=cross_entropy)
     torch.optim.swa_utils.update_bn([images(s)["x"] for s in range(2)], run.pm)
 
+
 @habit(SECTION, "weights initialised later: `model.apply(init)` with `weight.data.normal_()`",
        "initialise before", kind=Vit,
        refused=(StateError, "train nothing"))  # fmt: skip
 def init_after(run: Run) -> None:
     parallelize(run, images(0), loss_fn=cross_entropy)
-    def init(m):
-        if isinstance(m, nn.Linear): m.weight.data.normal_(0, 0.02)
+
+    def init(m: Any) -> Any:
+        if isinstance(m, nn.Linear):
+            m.weight.data.normal_(0, 0.02)
+
     run.model.apply(init)
     run.pm.step(**images(0))
 
-@habit(SECTION, "masks on gradients: `p.grad.mul_(rows)`, `p.grad = p.grad * columns`", kind=Vit, layouts=ALL)
+
+@habit(
+    SECTION,
+    "masks on gradients: `p.grad.mul_(rows)`, `p.grad = p.grad * columns`",
+    kind=Vit,
+    layouts=ALL,
+)
 def grad_mask(run: Run) -> None:
     parallelize(run, images(0), loss_fn=cross_entropy)
     optimizers = run.optimizers()
     for seed in range(2):
         backward(run, images(seed), cross_entropy)
         for m in run.both():
-            for n, p in m.named_parameters():
+            for p in m.parameters():
                 if p.ndim == 2:
                     g = torch.Generator().manual_seed(p.numel())
                     mask = (torch.rand(p.shape[0], 1, generator=g) < 0.5).double()
@@ -537,9 +385,9 @@ def grad_mask(run: Run) -> None:
                     p.grad *= (torch.rand(p.shape, generator=g) < 0.9).double()
         run.update(optimizers)
 
+
 @habit(SECTION, "`torch.jit.trace(model, x)` given to autopar", "pass the Python module", kind=Vit,
        refused=(NotSupportedError, "TorchScript"))  # fmt: skip
 def scripted(run: Run) -> None:
     run.model = torch.jit.trace(run.model, images(0)["x"])
     parallelize(run, images(0), loss_fn=cross_entropy)
-
