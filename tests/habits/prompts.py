@@ -28,9 +28,7 @@ class ModulesToSave(nn.Module):
             pass
         modules = self.__dict__["_modules"]
         return getattr(
-            modules["`modules_to_save`: a trained copy beside the frozen original"][
-                self._active_adapter[0]
-            ],
+            modules["modules_to_save"][self._active_adapter[0]],
             name,
         )
 

@@ -258,7 +258,7 @@ class Convs(nn.Module):
 )
 def reduced_loss(run: Run) -> None:
     train(run, images, cross_entropy)
-    loss = run.pm.step(**images(3))
+    loss: Any = run.pm.step(**images(3))
     total = loss.clone()
     dist.all_reduce(total, op=dist.ReduceOp.SUM)
     assert abs(total / dist.get_world_size() - loss) < 1e-12
@@ -270,8 +270,9 @@ def reduced_gradients(run: Run) -> None:
     parallelize(run, images(0), loss_fn=cross_entropy)
     run.pm.step(**images(0))
     for p in run.pm.parameters():
-        dist.all_reduce(p.grad)
-        p.grad /= 2
+        gradient: Any = p.grad
+        dist.all_reduce(gradient)
+        gradient /= 2
 
 
 @habit(SECTION, "`dist.broadcast(p.data, 0)`", "leave it out", kind=Vit, layouts=ALL,

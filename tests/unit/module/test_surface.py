@@ -53,12 +53,18 @@ def test_plain_data_is_the_models() -> None:
     assert module.stream is not model.stream
 
 
-@pytest.mark.parametrize("name", ["helper", "act", "device"])
-def test_parts_and_methods_are_not_shown(name: str) -> None:
+@pytest.mark.parametrize("name", ["act", "device"])
+def test_parts_are_not_shown(name: str) -> None:
     _, module = made()
-    with pytest.raises(AttributeError, match=f"has no `{name}`: it is a part or method of"):
+    with pytest.raises(AttributeError, match=f"has no `{name}`: it is a part of"):
         getattr(module, name)
     assert not hasattr(module, "unknown")
+
+
+def test_methods_are_refused_even_to_hasattr() -> None:
+    _, module = made()
+    with pytest.raises(NotSupportedError, match="`pm.helper`: a method"):
+        hasattr(module, "helper")
 
 
 @pytest.mark.filterwarnings("ignore:.*captured again")
