@@ -10,6 +10,8 @@ from tests.habits import (  # they enter their habits
     data,
     factors,
     frameworks,
+    language,
+    lightning_loops,
     lora,
     modules,
     optimizers,
@@ -32,7 +34,7 @@ in float64, or must raise the error.
 """
 FILES = (
     parameters, optimizers, data, values, modules, state, lora, frameworks,
-    adapters, prompts, factors, alignment, references, vision, updates,
+    adapters, prompts, factors, alignment, references, vision, updates, language, lightning_loops,
 )  # fmt: skip
 
 

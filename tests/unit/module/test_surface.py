@@ -63,7 +63,7 @@ def test_parts_are_not_shown(name: str) -> None:
 
 def test_methods_are_refused_even_to_hasattr() -> None:
     _, module = made()
-    with pytest.raises(NotSupportedError, match="`pm.helper`: a method"):
+    with pytest.raises(NotSupportedError, match="a method of the user"):
         hasattr(module, "helper")
 
 
