@@ -16,7 +16,7 @@ from autopar.capture.constants import buffer
 from autopar.capture.outputs import loss_of
 from autopar.capture.pipeline import capture
 from autopar.capture.positional import PositionalRandom, draws_of
-from autopar.capture.python_state import Watch, shown
+from autopar.capture.python_state import Watch, shown, version_of
 from autopar.capture.reference import (
     as_graph_module,
     change_buffers,
@@ -45,5 +45,6 @@ __all__ = [
     "microbatch_inputs",
     "reference_step",
     "shown",
+    "version_of",
     "whole_buffers",
 ]

@@ -4,8 +4,9 @@ Weights loaded into the user's model would train nothing.
 
 The parallel module has copies of the weights. So `model.load_state_dict(...)` between
 `autopar.parallelize` and the first step changes a model that does not train. It is found by the
-version counters of the model's parameters. These are not checked after the first step, when it is
-usual to load trained weights back; nor if somebody has trained the model, as a reference would be.
+version counters of the model's parameters and sums of their bits. These are not checked after the
+first step, when it is usual to load trained weights back; nor if somebody has trained the model, as
+a reference would be.
 
 Buffers that no step changes are constants of the programs. The module shows copies of them, which
 are not to be written to; a change of the user's own is captured again (`variants.py`).
@@ -18,6 +19,7 @@ from collections.abc import Iterable, Mapping
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
+from autopar.capture import version_of
 from autopar.errors import NotSupportedError
 from autopar.module.optimizers import has_trained
 from autopar.program import ChangedBuffer
@@ -29,7 +31,7 @@ class Originals:
 
     def __init__(self, model: nn.Module) -> None:
         self._model = (model,)
-        self._versions = WeakIdKeyDictionary({p: p._version for p in model.parameters()})
+        self._versions = WeakIdKeyDictionary({p: version_of(p) for p in model.parameters()})
         self._is_first, self._is_known = True, False
 
     def seen(self) -> None:
@@ -46,7 +48,7 @@ class Originals:
                 name
                 for name, p in self._model[0].named_parameters()
                 if not (self._is_known or p.is_meta)
-                and p._version != self._versions.get(p)
+                and version_of(p) != self._versions.get(p)
                 and p.grad is None
                 and not has_trained(p)
             ]
@@ -66,12 +68,12 @@ class ConstantBuffers:
 
     def __init__(self, held: Mapping[str, Tensor], changed: Iterable[ChangedBuffer]) -> None:
         live = {name for buffer in changed for name in all_names(buffer)}
-        self._seen = [(n, b, b._version) for n, b in held.items() if n not in live]
+        self._seen = [(n, b, version_of(b)) for n, b in held.items() if n not in live]
 
     def check(self) -> None:
         """Raise `NotSupportedError` for a buffer that was written to."""
         for name, tensor, version in self._seen:
-            if tensor._version != version:
+            if version_of(tensor) != version:
                 raise NotSupportedError(
                     f"buffer `{name}` of the parallel module was written to; programs have it as a "
                     "constant",

@@ -2,8 +2,8 @@
 
 Attributes that hold plain data (`config`, `beta`) are those of the user's model: reading and
 setting them here reads and sets them there, where each step compares them with its graph. Methods
-and parts of the model are not shown, since calling them would run the unsharded model. Hooks are
-refused: no step calls them.
+and parts of the model are not shown, since calling them would run the unsharded model; a method is
+refused even to `hasattr`. Hooks are refused: no step calls them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 import warnings
 from collections.abc import Callable, Mapping
-from types import BuiltinFunctionType
+from types import BuiltinFunctionType, MethodType
 from typing import Any, NoReturn, Self
 
 from torch import Tensor, nn
@@ -72,7 +72,9 @@ class Surface(nn.Module):
         value = getattr(model, name)
         if _is_shown(model, name):
             return value
-        raise AbsentError(
+        # Without a method, `if hasattr(model, "no_weight_decay")` would train something else.
+        kind = NotSupportedError if isinstance(value, MethodType) else AbsentError
+        raise kind(
             f"a parallel module has no `{name}`: it is a part or method of the user's "
             f"{type(model).__name__}, which is not sharded",
             hint=f"{type(model).__name__}.{name}(pm) calls a method that needs only parameters; "

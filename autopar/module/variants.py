@@ -24,7 +24,7 @@ from autopar.program import Program
 Changed = dict[str, tuple[object, object]]
 MAX_VARIANTS = 8  # of one key; the least recently used one is dropped
 _N_SHOWN = 3
-_REFUSED = ("class of ", "`requires_grad` ", "`shape` of `")
+_REFUSED = ("class of ", "module `", "tied parameters", "`requires_grad` ", "`shape` of `")
 
 
 @dataclass

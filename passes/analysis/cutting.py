@@ -35,11 +35,17 @@ from autopar.placement import I, P, R, S, Spec, TensorType, divides, illegal_rea
 from autopar.program import ParameterInfo, Program
 
 
-def cut(program: Program, ends: Sequence[int], with_outputs: bool = False) -> tuple[Program, ...]:
+def cut(
+    program: Program,
+    ends: Sequence[int],
+    with_outputs: bool = False,
+    keeps_unread: bool = True,
+) -> tuple[Program, ...]:
     """One program per stage; stage k holds the operators from `ends[k-1]` up to `ends[k]`.
 
     `ends` are positions in `program.operators`. They strictly increase, and the last one is the
-    number of operators. Without `with_outputs` the stages return the loss alone.
+    number of operators. Without `with_outputs` the stages return the loss alone. With
+    `keeps_unread` the first stage owns parameters that nothing reads.
 
     Raises `OptionError` for other `ends` or a loss before the last stage, and `NotSupportedError`
     for a buffer that one stage changes and another reads.
@@ -61,7 +67,7 @@ def cut(program: Program, ends: Sequence[int], with_outputs: bool = False) -> tu
             f"the loss is made on stage {stage_of[program.loss]} of {len(ends)}",
             hint="let the last stage begin before the loss",
         )
-    cutter = _Cutter(program, stage_of, len(ends), with_outputs)
+    cutter = _Cutter(program, stage_of, len(ends), with_outputs, keeps_unread)
     return tuple(cutter.stage(k) for k in range(len(ends)))
 
 
@@ -73,6 +79,7 @@ class _Cutter:
     stage_of: dict[str, int]
     n_stages: int
     with_outputs: bool
+    keeps_unread: bool
     readers: dict[str, set[int]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -135,10 +142,10 @@ class _Cutter:
         )
 
     def _takes(self, name: str, k: int) -> bool:
-        """Does stage k take this placeholder? Unread ones stay with the first stage."""
+        """Does stage k take this placeholder?"""
         readers = self.readers.get(name, set())
         if name in self.program.parameters:
-            return k in readers or (not readers and k == 0)
+            return k in readers or (self.keeps_unread and not readers and k == 0)
         return k in readers or self.home_of.get(name) == k
 
     def _home(self, name: str) -> int | None:

@@ -14,6 +14,7 @@ from autopar.passes.analysis import Analysis, cut
 from autopar.passes.inter import ends_by_stage
 from autopar.passes.intra import Constraints, PlacementRequest, choose
 from autopar.passes.lowering import PlacedStage, replay, stage_record
+from autopar.placement import I, R, Spec
 from autopar.plans import PlanData, StageRecord
 from autopar.program import Pipeline, Storage
 
@@ -26,7 +27,8 @@ def evaluation_parts(
     ends = ends_by_stage(analysis.program, stage_of, len(data.stages))
     if len(ends) == 1:
         return [analysis]
-    return [analysis.part(p) for p in cut(analysis.program, ends, with_outputs)]
+    parts = cut(analysis.program, ends, with_outputs, keeps_unread=False)
+    return [analysis.part(p) for p in parts]
 
 
 def plan_evaluation(
@@ -54,7 +56,9 @@ def place_evaluation(
 def _stage_record(
     part: Analysis, k: int, data: PlanData, cost: CostModel, pipeline: Pipeline
 ) -> StageRecord:
-    stored = {p.name: Storage(p.stored.spec, p.period) for p in pipeline.stages[k].parameters}
+    stored = {
+        p.name: Storage(_kept(p.stored.spec), p.period) for p in pipeline.stages[k].parameters
+    }
     storage: dict[str, Storage] = {}
     for placeholder, info in part.program.parameters.items():
         if info.name not in stored:
@@ -73,3 +77,8 @@ def _stage_record(
     ask = PlacementRequest(cost, 1, Constraints(storage=storage))
     chosen = choose(part, ask, data.optimizer, None)
     return stage_record(part, chosen.strategy, cost.mesh, data.stages[k].mesh_shape)
+
+
+def _kept(spec: Spec) -> Spec:
+    """How a plan says that a parameter is stored; of a frozen one, training has R for I."""
+    return Spec.of([I if p == R else p for p in spec.placements], spec.order)

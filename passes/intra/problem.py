@@ -291,22 +291,31 @@ class ProblemBuilder:
         alike: dict[tuple[str, int], list[int]] = {}
         for reader in readers:
             alike.setdefault(reader.kind, []).append(reader.variable)
-        for members in alike.values():
+        for options, members in (s for of in alike.values() for s in self._sharing(value, of)):
             if len(members) == 1:
                 target = members[0]
             else:
-                target = self._add_reuse(value, members)
+                target = self._add_reuse(value, options, members)
             edge = self._reshard_edge(value, source, target)
             self.reshards.append(ReshardEdge(edge, value, source, target, tuple(members)))
 
-    def _add_reuse(self, value: str, members: Sequence[int]) -> int:
+    def _sharing(self, value: str, members: Sequence[int]) -> list[tuple[list[Spec], list[int]]]:
+        """(placements in common, members): each member joins the first with which it has any."""
+        found: list[tuple[list[Spec], list[int]]] = []
+        for member in members:
+            available = dict.fromkeys(self.variables[member].specs[value].distinct)
+            for options, others in found:
+                common = [s for s in options if s in available]
+                if common:
+                    options[:] = common
+                    others.append(member)
+                    break
+            else:
+                found.append(([*available], [member]))
+        return found
+
+    def _add_reuse(self, value: str, options: Sequence[Spec], members: Sequence[int]) -> int:
         """Add a variable for the placement that `members` share, and edges that enforce it."""
-        options = dict.fromkeys(self.variables[members[0]].specs[value].distinct)
-        for member in members[1:]:
-            available = set(self.variables[member].specs[value].distinct)
-            options = {s: None for s in options if s in available}
-        if not options:
-            raise InfeasibleError(f"the consumers of {value} have no placement in common")
         specs = self.priced.placed.column(tuple(options))
         shared = self._add_variable(f"{value} reused", {value: specs})
         for member in members:

@@ -5,18 +5,27 @@ from __future__ import annotations
 from pathlib import Path
 
 from tests.habits import (  # they enter their habits
+    adapters,
+    alignment,
     data,
+    factors,
     frameworks,
+    language,
+    lightning_loops,
     lora,
     modules,
     optimizers,
     parameters,
+    prompts,
+    references,
     state,
     torch_tools,
     training_scripts,
     tutorial_models,
     tutorials,
+    updates,
     values,
+    vision,
 )
 from tests.habits.table import HABITS, Habit
 
@@ -29,7 +38,8 @@ in float64, or must raise the error.
 """
 FILES = (
     parameters, optimizers, data, values, modules, state, lora, frameworks, tutorials,
-    tutorial_models, torch_tools, training_scripts,
+    tutorial_models, torch_tools, training_scripts, adapters, prompts, factors, alignment,
+    references, vision, updates, language, lightning_loops,
 )  # fmt: skip
 
 

@@ -141,9 +141,9 @@ def gan_of_both(run: Run) -> None:
 
 
 class Policy(nn.Module):
-    """REINFORCE with an entropy bonus; `checks` is what torch does by default."""
+    """REINFORCE with an entropy bonus; torch checks arguments until `torch.compile` is called."""
 
-    checks: bool | None = None
+    checks = True
 
     def __init__(self) -> None:
         super().__init__()

@@ -4,10 +4,12 @@ Read: `frozen.py` (recorded at capture, compared before each step); `reads.py` (
 modules that a trace reads); `observe.py` with `code.py` (what else the code depends on);
 `snapshot.py` (values as a flat list); `hooks.py` (hooks: traced, or refused).
 May import `findings.py` of `capture`, and what `capture` may import.
-Hands on `checked_trace`, `check_hooks` and `freeze` for a capture, `Watch` for what comes later.
+Hands on `checked_trace`, `check_hooks` and `freeze` for a capture, `Watch` and
+`version_of` for what comes later.
 """
 
 from autopar.capture.python_state.frozen import Watch, checked_trace, freeze, shown
 from autopar.capture.python_state.hooks import check_hooks
+from autopar.capture.python_state.snapshot import version_of
 
-__all__ = ["Watch", "check_hooks", "checked_trace", "freeze", "shown"]
+__all__ = ["Watch", "check_hooks", "checked_trace", "freeze", "shown", "version_of"]

@@ -27,7 +27,14 @@ from torch import nn
 
 from autopar.capture.python_state.code import Chain, is_library, is_library_module, reads_of
 from autopar.capture.python_state.hooks import forward_hooks, hook_records
-from autopar.capture.python_state.snapshot import ABSENT, INTERNAL, Functions, Snapshot, is_plain
+from autopar.capture.python_state.snapshot import (
+    ABSENT,
+    INTERNAL,
+    Functions,
+    Same,
+    Snapshot,
+    is_plain,
+)
 
 _CALLED = frozenset({"__call__", "forward"})
 _REQUIRES_GRAD = attrgetter("requires_grad")
@@ -278,19 +285,24 @@ def _modes(
 
 
 def _structure(taken: Observation, named: Mapping[str, nn.Module]) -> None:
-    """Which modules there are, which of their parameters learn, and how large these are."""
+    """Which modules there are, and their parameters: which are one, which learn, how large."""
     for module in named.values():
         children = vars(module)["_modules"]
         taken.items += [(children, name, child) for name, child in children.items()]
         taken.measures.append((len, children, len(children)))
+    names: dict[int, list[str]] = {}
     for path, module in named.items():
         taken.values[f"class {of_module(path)}"] = type(module)
+        if path:
+            taken.values[f"module `{path}`"] = Same(module)
         for name, parameter in vars(module)["_parameters"].items():
+            taken.items.append((vars(module)["_parameters"], name, parameter))
             if parameter is not None:
                 text = f"{path}.{name}".removeprefix(".")
-                taken.items.append((vars(module)["_parameters"], name, parameter))
+                names.setdefault(id(parameter), []).append(text)
                 taken.measure(f"`requires_grad` of `{text}`", _REQUIRES_GRAD, parameter)
                 taken.measure(f"`shape` of `{text}`", _SHAPE, parameter)
+    taken.values["tied parameters"] = tuple(tuple(n) for n in names.values() if len(n) > 1)
 
 
 def _buffers(taken: Observation, named: Mapping[str, nn.Module], names: Iterable[str]) -> None:

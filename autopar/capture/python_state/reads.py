@@ -31,13 +31,17 @@ _active: dict[int, tuple[Recorder, str]] = {}  # id of a module -> who records i
 
 @dataclass
 class _First:
-    """The first read of an attribute: its value, what was in it, and what was last written."""
+    """An attribute's value at the first read or write, what was in it, and what was last written.
+
+    is_set    it was written before it was read, so that the trace does not depend on the value
+    """
 
     module: nn.Module
     path: str
     value: object
     taken: Snapshot
     written: tuple[object, ...] = ()
+    is_set: bool = False
 
 
 @dataclass
@@ -54,16 +58,19 @@ class Recorder:
             taken = snapshot(name, value if is_plain(value) else None)
             self._first[key] = _First(module, path, value, taken)
 
-    def write(self, module: nn.Module, name: str, value: object) -> None:
+    def write(self, module: nn.Module, path: str, name: str, value: object) -> None:
         first = self._first.get((id(module), name))
-        if first is not None:
-            first.written = (value,)
+        if first is None:
+            held = vars(module).get(name, ABSENT)
+            first = _First(module, path, held, snapshot(name, None), is_set=True)
+            self._first[id(module), name] = first
+        first.written = (value,)
 
     def changed(self) -> Iterator[tuple[str, str]]:
         """(module path, attribute) of what the trace read and left changed."""
         for (_, name), first in self._first.items():
             last = first.written[0] if first.written else first.value
-            if not is_plain(first.value) or isinstance(last, Tensor):
+            if first.is_set or not is_plain(first.value) or isinstance(last, Tensor):
                 continue
             before = first.taken.values
             if is_plain(last) and all(
@@ -132,7 +139,7 @@ def _getattribute(self: nn.Module, name: str) -> Any:
 def _setattr(self: nn.Module, name: str, value: Any) -> None:
     watched = _active.get(id(self))
     if watched is not None and not _is_registered(self, name):
-        watched[0].write(self, name, value)
+        watched[0].write(self, watched[1], name, value)
     _plain_setattr(self, name, value)
 
 

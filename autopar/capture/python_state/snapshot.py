@@ -5,7 +5,7 @@ object with attributes. `Snapshot` records under a name
 
     of a scalar       the scalar
     of a container    its length; of a set, its members
-    of a tensor       which tensor it is, and how often it was written to
+    of a tensor       which tensor it is, how often it was written to, and a sum of its bits
     of an object      its attributes, to a bounded depth
 
 and where each part is, so that `is_same` compares them in a few microseconds. Every comparison is
@@ -82,12 +82,16 @@ class Absent(Enum):
 ABSENT = Absent.ABSENT
 
 
+Version = tuple[int, int]
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
 @dataclass(frozen=True, eq=False)
 class Held:
-    """Which tensor a name held, and how often that had been written to."""
+    """Which tensor a name held, and its `version_of`."""
 
     tensor: Tensor
-    version: int
+    version: Version
 
     def __eq__(self, other: object) -> bool:
         same = isinstance(other, Held) and other.tensor is self.tensor
@@ -97,12 +101,36 @@ class Held:
         return hash((id(self.tensor), self.version))
 
     def __repr__(self) -> str:
-        return f"a tensor of shape {tuple(self.tensor.shape)}, written to {self.version} times"
+        return f"a tensor of shape {tuple(self.tensor.shape)}, written to {self.version[0]} times"
 
 
-def version_of(tensor: Tensor) -> int:
-    """How often a tensor was written to; 0 for one of inference mode, which does not count."""
-    return 0 if tensor.is_inference() else tensor._version
+@dataclass(frozen=True, eq=False)
+class Same:
+    """Which module it is; equal to itself alone."""
+
+    module: nn.Module
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Same) and other.module is self.module
+
+    def __hash__(self) -> int:
+        return id(self.module)
+
+    def __repr__(self) -> str:
+        return f"{type(self.module).__name__}({self.module.extra_repr()})"
+
+
+def version_of(tensor: Tensor) -> Version:
+    """How often a tensor was written to, and a sum of its bits.
+
+    torch counts no writes through `.data` and none in inference mode, which change the sum.
+    """
+    count = 0 if tensor.is_inference() else tensor._version
+    bits = _BITS.get(tensor.element_size())
+    has_memory = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
+    if bits is None or not has_memory or tensor.layout is not torch.strided:
+        return count, 0
+    return count, int(tensor.detach().view(bits).sum(dtype=torch.int64))
 
 
 @dataclass
@@ -173,9 +201,9 @@ class Snapshot:
             self._inside(value, text, place, depth)
 
     def tensor(self, value: Tensor, name: str) -> None:
-        version = version_of(value) if self.versions else 0
+        version = version_of(value) if self.versions else (0, 0)
         self._put(name, Held(value, version))
-        if self.versions and not value.is_inference():
+        if self.versions:
             self.measures.append((version_of, value, version))
 
     def _inside(self, value: Any, text: str, place: str, depth: int) -> None:

@@ -117,8 +117,9 @@ def export_model(
     Raises `CaptureError` if the model cannot be one static graph: control flow or shapes depend
     on data, forward assigns tensors to attributes or changes Python values that it reads, or the
     model itself raises an error. Raises `NotSupportedError` for a hook that would never run, and
-    for an `autograd.Function` that is more than a function of its tensors.
+    for an `autograd.Function` that is more than a function of its tensors, and for TorchScript.
     """
+    _check_kinds(model)
     check_hooks(model, findings, training)
     mode = fake_mode()
     twin = fake_copy(model, mode, training, modes, precision)
@@ -151,6 +152,16 @@ def export_model(
                 _point_to_loss(module.graph, loss_fn)
             _check_static(model, module.graph)
     return exported, reads
+
+
+def _check_kinds(model: nn.Module) -> None:
+    """Refuse TorchScript, which has no Python code to trace."""
+    for path, module in model.named_modules():
+        if isinstance(module, torch.jit.ScriptModule):
+            raise NotSupportedError(
+                f"{f'`{path}`' if path else 'the model'} is a TorchScript module",
+                hint="pass the Python module that torch.jit.script or torch.jit.trace was given",
+            )
 
 
 def _point_to_loss(graph: torch.fx.Graph, loss_fn: LossFn) -> None:

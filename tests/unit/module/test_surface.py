@@ -53,8 +53,14 @@ def test_plain_data_is_the_models() -> None:
     assert module.stream is not model.stream
 
 
-@pytest.mark.parametrize("name", ["helper", "act", "device"])
-def test_parts_and_methods_are_not_shown(name: str) -> None:
+def test_methods_are_refused_even_to_hasattr() -> None:
+    _, module = made()
+    with pytest.raises(NotSupportedError, match="part or method of"):
+        hasattr(module, "helper")
+
+
+@pytest.mark.parametrize("name", ["act", "device"])
+def test_parts_are_not_shown(name: str) -> None:
     _, module = made()
     with pytest.raises(AttributeError, match=f"has no `{name}`: it is a part or method of"):
         getattr(module, name)
