@@ -395,7 +395,7 @@ def checkpointing_pm(run: Run) -> None:
     run.pm.gradient_checkpointing_enable()
 
 
-@habit(SECTION, "`pm.save_pretrained(folder)`", "load `pm.full_state_dict()` into the model, save it",
+@habit(SECTION, "`pm.save_pretrained(folder)`", "load `pm.full_state_dict()` into the model",
        kind=Gpt2, refused=(NotSupportedError, "a method of"))  # fmt: skip
 def save_pretrained(run: Run) -> None:
     parallelize(run, tokens(0), loss_fn=shifted_loss)
