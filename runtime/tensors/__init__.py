@@ -2,7 +2,8 @@
 
 Read `sharding.py` (shards and boxes of a stored parameter), `spread.py` (the same, seen from one
 rank), `operators.py` (what an operator needs of a shard), `sharded.py` (the tensors that
-`pm.parameters()` are), `boxed.py` (checkpoint files). It may import `execute` and `groups`.
+`pm.parameters()` are), `boxed.py` (checkpoint files),
+`refusals.py` (what is refused). It may import `execute` and `groups`.
 
 Hands on `Sharded`, `Spread` and `local_shard`.
 """

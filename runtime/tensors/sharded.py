@@ -30,7 +30,7 @@ from torch.autograd.graph import increment_version
 from torch.distributed.checkpoint.planner import WriteItem
 from torch.utils import _pytree as pytree
 
-from autopar.errors import NotSupportedError
+from autopar.runtime.tensors import refusals
 from autopar.runtime.tensors.boxed import Boxed, Chunks
 from autopar.runtime.tensors.operators import Kind, Reduction, kind_of, reduction_of, step_of_norm
 from autopar.runtime.tensors.spread import Spread
@@ -80,11 +80,7 @@ class Sharded(Boxed, Tensor):
         Raises `NotSupportedError` for another shape or dtype.
         """
         if value.shape != self.shape or value.dtype != self.dtype:
-            raise NotSupportedError(
-                f"`.data = ...` of `{self.spread.name}` from {self.dtype} {tuple(self.shape)} to "
-                f"{value.dtype} {tuple(value.shape)}",
-                hint="change shapes and dtypes of the model before autopar.parallelize",
-            )
+            raise refusals.other_form(self, value)
         local = _cut_to(self.spread, "data = ...")(value).detach()
         if not isinstance(value, Sharded):
             local = local.clone()
@@ -113,12 +109,7 @@ class Sharded(Boxed, Tensor):
 
     def __create_write_items__(self, fqn: str, _: object) -> list[WriteItem]:
         if self.spread.n_stages > 1 and self.spread.name not in fqn:
-            raise NotSupportedError(
-                f"saving state of `{self.spread.name}` as `{fqn}`: each pipeline stage counts its "
-                "own parameters, so stages would save different tensors under one name",
-                hint="torch.distributed.checkpoint.state_dict.get_optimizer_state_dict(pm, "
-                "optimizer) names state by parameter; so does autopar.save",
-            )
+            raise refusals.saved_by_number(self.spread, fqn)
         return super().__create_write_items__(fqn, _)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Sharded:
@@ -133,12 +124,7 @@ class Sharded(Boxed, Tensor):
         return memo[id(self)]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        raise NotSupportedError(
-            f"saving `{self.spread.name}`, of which this rank has a shard",
-            hint="autopar.save(pm, optimizer, path) saves weights and optimizer state; of weights "
-            "alone, torch.save(pm.full_state_dict(), path) on rank 0, with every rank calling "
-            "full_state_dict()",
-        )
+        raise refusals.saved(self.spread)
 
 
 @dataclass
@@ -217,7 +203,7 @@ class OfParameter(Tensor):
         if first.n_stages > 1:
             _check_one_parameter(func, {v.name_of for v in own})
             if func is aten._local_scalar_dense.default:
-                raise _of_one_stage(f"a Python number from `{first.name_of}`")
+                raise refusals.of_one_stage(f"a Python number from `{first.name_of}`")
         plain_args, plain_kwargs = pytree.tree_map_only(
             OfParameter, lambda v: v.current(), (tuple(args), kwargs)
         )
@@ -228,7 +214,7 @@ class OfParameter(Tensor):
                     if target.gathered is not None:
                         target.gathered.write_back()
                 elif first.n_stages > 1:
-                    raise _of_one_stage(f"`{func}` into a plain tensor")
+                    raise refusals.of_one_stage(f"`{func}` into a plain tensor")
             return args[0] if func._schema.returns else None
         gathered = first.gathered if _is_view(func) else None
         return _of_parameter(result, first.name_of, first.n_stages, gathered)
@@ -272,11 +258,7 @@ def _cut_to(spread: Spread, func: Any) -> Callable[[Any], Any]:
     def cut(value: Any) -> Any:
         if isinstance(value, Sharded):
             if value.spread is not spread and value.spread.cut != spread.cut:
-                raise NotSupportedError(
-                    f"`{func}` of `{spread.name}` and `{value.spread.name}`, which are cut "
-                    f"differently: {spread}; {value.spread}",
-                    hint="combine them as whole tensors: pm.full_state_dict()",
-                )
+                raise refusals.cut_differently(func, spread, value.spread)
             return value.local
         if isinstance(value, OfParameter):
             if value.n_stages > 1:
@@ -333,7 +315,7 @@ def _elementwise_lists(func: Any, args: Any, kwargs: Any) -> Any:
 
     several = next((at.n_stages for at in spreads if at is not None), 1) > 1
     if several and any(isinstance(v, OfParameter) for v in (*args, *kwargs.values())):
-        raise _of_one_stage(f"`{func}` with a value of one parameter")
+        raise refusals.of_one_stage(f"`{func}` with a value of one parameter")
     if func._schema.is_mutable:
         _check_written(func, args, kwargs, spreads)
     result = func(*map(cut, args), **{k: cut(v) for k, v in kwargs.items()})
@@ -352,10 +334,7 @@ def _check_written(func: Any, args: Any, kwargs: Any, spreads: Sequence[Spread |
         at = spreads[k % len(spreads)]
         is_whole = isinstance(value, Tensor) and not isinstance(value, Sharded) and value.dim()
         if is_whole and at is not None and not at.is_whole:
-            raise NotSupportedError(
-                f"`{func}` into a whole tensor beside `{at.name}`, of which this rank has a shard",
-                hint="make it like the parameter: torch.zeros_like(parameter)",
-            )
+            raise refusals.into_whole(func, at)
 
 
 def _masked(func: Any, args: Any, kwargs: Any) -> Any:
@@ -436,12 +415,7 @@ def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
     spreads = _spreads((args, kwargs))
     for spread in spreads:
         if not spread.is_whole and not spread.may_gather:
-            raise NotSupportedError(
-                f"`{func}` needs the whole of `{spread.name}`, of which this rank has a shard "
-                f"({spread})",
-                hint=f'optimizer_gather=["{spread.name}"] gathers it for that, as autopar plans; '
-                "pm.full_state_dict() has whole tensors, forbid= may keep it unsharded",
-            )
+            raise refusals.needs_whole(func, spread)
     first = spreads[0]
     if first.n_stages > 1:
         values = pytree.tree_leaves((args, kwargs))
@@ -467,7 +441,7 @@ def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
                 if target.gathered is not None:
                     target.gathered.write_back()
             elif first.n_stages > 1:
-                raise _of_one_stage(f"`{func}` into a plain tensor")
+                raise refusals.of_one_stage(f"`{func}` into a plain tensor")
         return args[0] if func._schema.returns else None
     viewed = gathered.get(id(args[0])) if _is_view(func) else None
     return _of_parameter(result, first.name, first.n_stages, viewed)
@@ -477,11 +451,7 @@ def _random(func: Any, args: Any, kwargs: Any) -> Any:
     """Random numbers: each rank would draw its own, so copies and shards would drift apart."""
     spread = _spreads((args, kwargs))[0]
     if spread.n_ranks > 1 or spread.n_stages > 1:
-        raise NotSupportedError(
-            f"`{func}` of `{spread.name}`: every rank would draw other numbers",
-            hint="initialise the model before autopar.parallelize, or draw a whole tensor from a "
-            "torch.Generator with one seed on all ranks, and copy_ it",
-        )
+        raise refusals.random(func, spread)
     return _gathered(func, args, kwargs)
 
 
@@ -489,10 +459,7 @@ def _communicated(func: Any, args: Any, kwargs: Any) -> Any:
     """A collective of the user's own: ranks hold other shards, and stages other parameters."""
     spread = _spreads((args, kwargs))[0]
     if spread.n_ranks > 1 or spread.n_stages > 1:
-        raise NotSupportedError(
-            f"`{func}` of `{spread.name}`, of which ranks hold other shards or none",
-            hint="leave it out: pm.step synchronises gradients, and weights are equal on all ranks",
-        )
+        raise refusals.collective(func, spread)
     return _gathered(func, args, kwargs)
 
 
@@ -511,14 +478,7 @@ def _of_parameter(result: Any, name: str, n_stages: int, gathered: _Gathered | N
 
 def _check_one_parameter(func: Any, names: set[str]) -> None:
     if len(names) > 1:
-        raise _of_one_stage(f"`{func}` of values of {len(names)} parameters")
-
-
-def _of_one_stage(what: str) -> NotSupportedError:
-    return NotSupportedError(
-        f"{what}: with pipeline stages, a rank has the parameters of its own stage only",
-        hint="pm.clip_grad_norm_(c) clips by the norm over all stages, and returns it",
-    )
+        raise refusals.of_one_stage(f"`{func}` of values of {len(names)} parameters")
 
 
 _HANDLERS: dict[Kind, Callable[[Any, Sequence[Any], dict[str, Any]], Any]] = {

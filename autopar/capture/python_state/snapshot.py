@@ -104,22 +104,6 @@ class Held:
         return f"a tensor of shape {tuple(self.tensor.shape)}, written to {self.version[0]} times"
 
 
-@dataclass(frozen=True, eq=False)
-class Same:
-    """Which module it is; equal to itself alone."""
-
-    module: nn.Module
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.module is self.module
-
-    def __hash__(self) -> int:
-        return id(self.module)
-
-    def __repr__(self) -> str:
-        return f"{type(self.module).__name__}({self.module.extra_repr()})"
-
-
 def version_of(tensor: Tensor) -> Version:
     """How often a tensor was written to, and a sum of its bits.
 
