@@ -54,7 +54,11 @@ class LohaModel(Small):
 
 
 @habit(
-    SECTION, "LoHa: a Hadamard product in an `autograd.Function`", kind=LohaModel, layouts=("tp",)
+    SECTION,
+    "LoHa: a Hadamard product in an `autograd.Function`",
+    "with tensor parallelism",
+    kind=LohaModel,
+    layouts=("tp",),
 )
 def loha(run: Run) -> None:
     with warnings.catch_warnings():

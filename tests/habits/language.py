@@ -32,10 +32,6 @@ def padded(seed: int) -> Batch:
     }
 
 
-def models(run: Run) -> tuple[Any, Any]:
-    return run.model, run.alone
-
-
 class Tied(Small):
     def __init__(self) -> None:
         super().__init__()
@@ -111,8 +107,6 @@ def resized_pm(run: Run) -> None:
 
 
 class Counted(Small):
-    """The mean over tokens of all accumulated batches"""
-
     def forward(  # type: ignore[override]
         self, ids: Tensor, mask: Tensor, labels: Tensor, num_items_in_batch: Tensor
     ) -> Any:
@@ -193,9 +187,8 @@ def router_z(run: Run) -> None:
     train(run, padded, z_loss)
 
 
-def several(outputs: Any, batch: Mapping[str, Any]) -> Tensor:
-    total: Tensor = sum(outputs.values())
-    return total
+def several(outputs: Any, batch: Mapping[str, Any]) -> Any:
+    return sum(outputs.values())
 
 
 class Several(Small):
@@ -322,7 +315,7 @@ def decay_names(run: Run) -> None:
 
 @habit(SECTION, "frozen embeddings that are tied to the head", kind=Tied, layouts=ALL)
 def frozen_tied(run: Run) -> None:
-    for m in models(run):
+    for m in (run.model, run.alone):
         m.embed.requires_grad_(False)
     run.train(run.optimizers())
 
@@ -333,6 +326,10 @@ def gpt2() -> Any:
         resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     return AutoModelForCausalLM.from_config(config)
+
+
+def models_of(run: Run) -> tuple[Any, Any]:
+    return run.model, run.alone
 
 
 class Gpt2(nn.Module):
@@ -357,7 +354,7 @@ def tokens(seed: int) -> Batch:
     layouts=ALL,
 )
 def checkpointing(run: Run) -> None:
-    for m in models(run):
+    for m in models_of(run):
         m.gradient_checkpointing_enable({"use_reentrant": False})
         m.config.use_cache = False
     train(run, tokens, shifted_loss)
@@ -370,7 +367,7 @@ def checkpointing(run: Run) -> None:
     layouts=ALL,
 )
 def input_grads_gpt2(run: Run) -> None:
-    for m in models(run):
+    for m in models_of(run):
         m.gradient_checkpointing_enable({"use_reentrant": True})
         m.enable_input_require_grads()
     with warnings.catch_warnings():
@@ -383,7 +380,7 @@ def use_cache_later(run: Run) -> None:
     train(run, tokens, shifted_loss)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*captured again")
-        for m in models(run):
+        for m in models_of(run):
             m.config.use_cache = False
         train(run, tokens, shifted_loss)
 
@@ -395,7 +392,7 @@ def checkpointing_pm(run: Run) -> None:
     run.pm.gradient_checkpointing_enable()
 
 
-@habit(SECTION, "`pm.save_pretrained(folder)`", "load `pm.full_state_dict()` into the model first",
+@habit(SECTION, "`pm.save_pretrained(folder)`", "load `pm.full_state_dict()` into the model",
        kind=Gpt2, refused=(NotSupportedError, "part or method of"))  # fmt: skip
 def save_pretrained(run: Run) -> None:
     parallelize(run, tokens(0), loss_fn=shifted_loss)

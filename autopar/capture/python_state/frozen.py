@@ -168,6 +168,10 @@ def _note(
         findings.add("frozen", what, value_text, routine=True)
 
 
+def _module(module: nn.Module) -> str:
+    return f"{type(module).__name__}({module.extra_repr()})"
+
+
 def shown(value: object) -> str:
     """A recorded value in a message."""
     text = "a function" if hasattr(value, "co_code") else repr(value)
@@ -179,6 +183,7 @@ class Watch:
 
     def __init__(self, model: nn.Module, loss_fn: Any, frozen: Frozen) -> None:
         self._model, self._loss_fn, self._frozen = model, loss_fn, frozen
+        self._modules = dict(model.named_modules())
         self._taken = self._observe()
         self._bind()
 
@@ -214,6 +219,14 @@ class Watch:
             name: (then.get(name, "absent"), now.get(name, "absent"))
             for name in {**then, **now}
             if name not in then or name not in now or not same(then[name], now[name])
+        } | self._replaced()
+
+    def _replaced(self) -> dict[str, tuple[object, object]]:
+        """The modules that are others than at first, though what is read of them is equal."""
+        return {
+            f"module `{path}`": (_module(self._modules[path]), _module(module))
+            for path, module in self._model.named_modules()
+            if self._modules.get(path, module) is not module
         }
 
     def _is_same(self) -> bool:

@@ -31,7 +31,6 @@ from autopar.capture.python_state.snapshot import (
     ABSENT,
     INTERNAL,
     Functions,
-    Same,
     Snapshot,
     is_plain,
 )
@@ -293,8 +292,6 @@ def _structure(taken: Observation, named: Mapping[str, nn.Module]) -> None:
     names: dict[int, list[str]] = {}
     for path, module in named.items():
         taken.values[f"class {of_module(path)}"] = type(module)
-        if path:
-            taken.values[f"module `{path}`"] = Same(module)
         for name, parameter in vars(module)["_parameters"].items():
             taken.items.append((vars(module)["_parameters"], name, parameter))
             if parameter is not None:

@@ -104,30 +104,15 @@ class Held:
         return f"a tensor of shape {tuple(self.tensor.shape)}, written to {self.version[0]} times"
 
 
-@dataclass(frozen=True, eq=False)
-class Same:
-    """Which module it is; equal to itself alone."""
-
-    module: nn.Module
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Same) and other.module is self.module
-
-    def __hash__(self) -> int:
-        return id(self.module)
-
-    def __repr__(self) -> str:
-        return f"{type(self.module).__name__}({self.module.extra_repr()})"
-
-
 def version_of(tensor: Tensor) -> Version:
     """How often a tensor was written to, and a sum of its bits.
 
-    torch counts no writes through `.data` and none in inference mode, which change the sum.
+    torch counts no writes through `.data` and none in inference mode, which change the sum. On GPUs
+    the sum is left out, since the host would wait for it before each step.
     """
     count = 0 if tensor.is_inference() else tensor._version
     bits = _BITS.get(tensor.element_size())
-    has_memory = type(tensor) in (Tensor, nn.Parameter) and not tensor.is_meta
+    has_memory = type(tensor) in (Tensor, nn.Parameter) and tensor.is_cpu
     if bits is None or not has_memory or tensor.layout is not torch.strided:
         return count, 0
     return count, int(tensor.detach().view(bits).sum(dtype=torch.int64))
