@@ -91,7 +91,8 @@ def _planning_flags(
         str | None, typer.Option(help="Of gradients in mixed precision: float32, or bfloat16.")
     ] = None,
     master_weights: Annotated[
-        bool, typer.Option(help="Store a half-precision model's parameters in float32.")
+        bool,
+        typer.Option("--master-weights", help="A half-precision model's in float32."),
     ] = False,
     memory_limit: Annotated[str | None, typer.Option(help="Per device, as 40GiB.")] = None,
     recompute: Annotated[

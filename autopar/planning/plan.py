@@ -35,7 +35,7 @@ from autopar.passes.pipeline import PASSES
 from autopar.passes.search import PlanningResult, PlanningStats
 from autopar.plans import PlanData, Predicted, parse_storage
 from autopar.program import Collective, Pipeline, Program
-from autopar.report import ReportFiles, dot, explain, write_report
+from autopar.report import ReportFiles, assumed, dot, explain, write_report
 
 
 @dataclass(frozen=True)
@@ -217,7 +217,13 @@ class Plan:
         bound = self._bound("explain()")
         weighed = decisions(bound.stages, self.data, name) if name is not None else ()
         collectives = self.collectives()
-        return explain(self.data, bound.pipeline, bound.predicted, collectives, name, weighed)
+        taken = assumed(
+            bound.hardware, compute_dtype(bound.analysis), self.data, bound.pipeline,
+            bound.predicted,
+        )  # fmt: skip
+        return explain(
+            self.data, bound.pipeline, bound.predicted, collectives, name, weighed, taken
+        )
 
     def to_dot(self) -> str:
         """The plan as a Graphviz graph."""

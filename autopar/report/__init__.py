@@ -1,7 +1,8 @@
 """Reports: a plan as text, as a graph and as an HTML page; comparisons, simulations, scaling.
 
 Read in this order:
-    tables, stages, division, next_best, explanation          a plan as text
+    tables, stages, division, next_best, assumptions,
+    explanation                                               a plan as text
     kinds, picture, folding, boxes, stage_graph, graph_text   a plan as a Graphviz graph
     page, html                                                a plan as an HTML page
     comparison, simulation, scaling                           plans side by side; steps; scaling
@@ -9,6 +10,7 @@ May import `cost`, `plans`, `program` and the rooms below them, but not `passes`
 Hands on `explain`, `dot` and `write_report`.
 """
 
+from autopar.report.assumptions import assumed
 from autopar.report.comparison import ComparedPlan, Comparison
 from autopar.report.explanation import explain
 from autopar.report.graph_text import INSTALL_HINT, dot
@@ -22,6 +24,7 @@ __all__ = [
     "ComparedPlan",
     "Comparison",
     "ReportFiles",
+    "assumed",
     "dot",
     "explain",
     "headline",

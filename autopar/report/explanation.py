@@ -43,10 +43,12 @@ def explain(
     collectives: Sequence[Collective],
     name: str | None = None,
     decisions: Sequence[Decision] = (),
+    assumed: str = "",
 ) -> str:
     """The text of the whole plan; with `name`, of one parameter, operator or module.
 
-    `decisions` are those about `name`. Raises `OptionError` for a name the plan does not have.
+    `decisions` are those about `name`. `assumed` is what the prediction takes for granted. Raises
+    `OptionError` for a name the plan does not have.
     """
     if name is not None:
         return _explain_one(data, pipeline, name, predicted.step_time_s, decisions)
@@ -64,7 +66,7 @@ def explain(
         _recomputed(pipeline),
         str(division(pipeline)) if pipeline.n_ranks > 1 else "",
         _communication(collectives, several),
-        "\n".join([_prediction(predicted, pipeline), optimality(data)]),
+        "\n".join(filter(None, [_prediction(predicted, pipeline), optimality(data), assumed])),
         _alternatives(data),
     ]
     return "\n\n".join(part for part in parts if part)

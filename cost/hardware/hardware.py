@@ -138,6 +138,7 @@ class ProfiledDevice(Device):
     """A device with rates for every dtype; `flops_per_s` is the rate of the resolved dtype.
 
     `rates_flops_per_s`: of matmuls. `attention_rates`: (forward, backward) of fused attention.
+    `tf32_flops_per_s`: of float32 matmuls in TF32; None if the device has none.
     """
 
     rates_flops_per_s: tuple[tuple[torch.dtype, float], ...] = ()
@@ -146,6 +147,7 @@ class ProfiledDevice(Device):
     host_s: float = 0.0
     overlap_slowdown_fraction: float = 0.0
     profile_name: str = ""
+    tf32_flops_per_s: float | None = None
 
 
 @dataclass(frozen=True)
@@ -213,6 +215,7 @@ def on_links(profile: Profile, links: tuple[Link, ...], dtype: torch.dtype) -> H
         host_s=profile.optional("device.host_s") or 0.0,
         overlap_slowdown_fraction=profile.optional("device.overlap_slowdown_fraction") or 0.0,
         profile_name=profile.name,
+        tf32_flops_per_s=profile.rates_flops_per_s().get("tfloat32"),
     )
     margin = profile.value("device.memory_margin_fraction")
     return Hardware(links, device, profile.name, peak[dtype], margin)

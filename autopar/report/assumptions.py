@@ -1,0 +1,138 @@
+"""What a prediction takes for granted, and which dtypes would pay, in lines of text.
+
+    assumed    the device's rates and what MFU counts; bytes of state; what overlaps
+    host       where launching kernels takes longer than they do
+    advice     other dtypes of matmuls, with an estimate of the gain
+
+The estimate of a dtype: operators with matmuls take the ratio of the rates, others half of their
+bytes (with TF32 as many), and communication stays. It is an estimate; plan with the option to know.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+
+import torch
+
+from autopar.cost.hardware import Hardware, ProfiledDevice
+from autopar.cost.memory import static_bytes_per_param
+from autopar.plans import PlanData, Predicted
+from autopar.program import CallLine, Pipeline, StageProgram, every_parameter, line_counts
+from autopar.units import format_seconds
+
+_LEAST_GAIN = 1.1  # below, advice is noise
+_TERA = 1e12
+
+
+def assumed(
+    hardware: Hardware, dtype: torch.dtype, data: PlanData, pipeline: Pipeline, predicted: Predicted
+) -> str:
+    """The lines; `dtype` is that in which most matmuls are computed."""
+    lines = [_rates(hardware, dtype), *_state(data, pipeline)]
+    busiest = max(pipeline.stages, key=lambda program: sum(_times_s(program)))
+    if isinstance(hardware.device, ProfiledDevice):
+        lines += _host(hardware.device, busiest, pipeline.n_microbatches)
+        lines += _advice(hardware.device, dtype, busiest, pipeline.n_microbatches, predicted)
+    return "\n".join(lines)
+
+
+def _rates(hardware: Hardware, dtype: torch.dtype) -> str:
+    achieved = hardware.device.flops_per_s / _TERA
+    peak = hardware.peak_flops_per_s / _TERA
+    name = _name(dtype)
+    if dtype == torch.float32 and _uses_tf32() and isinstance(hardware.device, ProfiledDevice):
+        name += " (TF32, if the device has it)"
+    return (
+        f"assumed: {hardware.profile_name}, {achieved:.3g} TFLOP/s of matmuls in {name} (MFU "
+        f"counts {peak:.3g}), {hardware.device.bytes_per_s / _TERA:.3g} TB/s; communication and "
+        "compute take turns"
+    )
+
+
+def _state(data: PlanData, pipeline: Pipeline) -> Iterator[str]:
+    """Bytes of a trained parameter's state, per combination of dtypes."""
+    n_elements: dict[str, int] = {}
+    for program in pipeline.stages:
+        for p in every_parameter(program):
+            if p.requires_grad:
+                of = static_bytes_per_param(data.optimizer, p.stored.dtype)
+                text = (
+                    f"{of.total_bytes:g} bytes a parameter: {of.parameter_bytes:g} stored, "
+                    f"{of.gradient_bytes:g} of its gradient, {of.optimizer_bytes:g} of "
+                    f"{data.optimizer}"
+                )
+                if p.cast is not None:
+                    text += f"; and {p.cast.dtype.itemsize} of its cast while a step runs"
+                n_elements[text] = n_elements.get(text, 0) + math.prod(p.shape)
+    yield from (f"state: {text}" for text in sorted(n_elements, key=lambda t: -n_elements[t]))
+
+
+def _times_s(program: StageProgram) -> list[float]:
+    """Forward and backward seconds of each operator in one microbatch."""
+    counted = zip(program.body, line_counts(program), strict=True)
+    return [(x.forward_s + x.backward_s) * n for x, n in counted if isinstance(x, CallLine)]
+
+
+def _host(device: ProfiledDevice, program: StageProgram, n_microbatches: int) -> Iterator[str]:
+    counted = zip(program.body, line_counts(program), strict=True)
+    n_launches = sum(n * _n_launches(x) for x, n in counted if isinstance(x, CallLine))
+    host_s, kernels_s = n_launches * device.host_s, sum(_times_s(program))
+    if host_s > kernels_s:
+        yield (
+            f"host: {n_launches} launches of {format_seconds(device.host_s)} in a microbatch take "
+            f"{format_seconds(host_s)}, and their kernels {format_seconds(kernels_s)}: the step "
+            f"will take {format_seconds(n_microbatches * (host_s - kernels_s))} more than predicted"
+        )
+
+
+def _advice(
+    device: ProfiledDevice, dtype: torch.dtype, program: StageProgram, n_microbatches: int,
+    predicted: Predicted,
+) -> Iterator[str]:  # fmt: skip
+    if dtype != torch.float32:
+        return
+    rates = dict(device.rates_flops_per_s)
+    ways = [
+        ('precision="bf16-mixed"', rates.get(torch.bfloat16), 0.5),
+        ('TF32, torch.set_float32_matmul_precision("high"),', device.tf32_flops_per_s, 1.0),
+    ]
+    for way, rate, of_others in ways:
+        if rate is None:
+            continue
+        gain = _gain(
+            program, rates[dtype] / rate, of_others, device.launch_s, n_microbatches, predicted
+        )
+        if gain >= _LEAST_GAIN:
+            yield f"advice: {way} would be about {gain:.2g} times as fast"
+
+
+def _gain(
+    program: StageProgram, ratio: float, of_others: float, launch_s: float, n_microbatches: int,
+    predicted: Predicted,
+) -> float:  # fmt: skip
+    """How many times as fast a step is whose matmuls take `ratio` of their time, and whose other
+    operators take `of_others`."""
+    counted = zip(program.body, line_counts(program), strict=True)
+    saved_s = sum(
+        max(x.forward_s + x.backward_s - _n_launches(x) * launch_s, 0.0)
+        * n
+        * (1 - (ratio if x.flops else of_others))
+        for x, n in counted
+        if isinstance(x, CallLine)
+    )
+    left_s = predicted.step_time_s - n_microbatches * saved_s
+    return predicted.step_time_s / left_s if left_s > 0 else 1.0
+
+
+def _n_launches(line: CallLine) -> int:
+    """Kernels of an operator: none of a view, one more for its backward."""
+    return bool(line.forward_s) + bool(line.backward_s)
+
+
+def _uses_tf32() -> bool:
+    return torch.get_float32_matmul_precision() != "highest"
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
