@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Processes draw hash seeds of their own, so that tests of equal plans compare different ones.
 export PYTHONHASHSEED :=
 
-.PHONY: demo compare bench-plan bench-checks same-plans validate-local test nightly lint golden docs parity validate install clean
+.PHONY: demo compare bench-plan bench-checks bench-mixed same-plans validate-local test nightly lint golden docs parity validate install clean
 
 # Trains on four processes; plans a Llama of 8 layers for 16 GPUs and draws it; a short comparison.
 demo: install
@@ -35,6 +35,10 @@ bench-plan: install
 # What the checks of a step take, of the demo's GPT-2 on two processes.
 bench-checks: install
 	$(BIN)/python -m examples.bench_checks
+
+# Predictions of plans in mixed precision beside published runs of Llama-3 and GPT-175B. A minute.
+bench-mixed: install
+	$(BIN)/python -m examples.bench_mixed
 
 # Plans and generated programs of this tree beside those of another commit, byte for byte, in some
 # 95 cases: make same-plans BASE=main~1. Some ten minutes.
