@@ -38,6 +38,11 @@ class Originals:
         """Values were given to the parallel module, or taken out of it: check no more."""
         self._is_known = True
 
+    def is_written(self) -> bool:
+        """Has a parameter been written to since the module copied it?"""
+        own = self._model[0].parameters()
+        return any(version_of(p) != self._versions.get(p) for p in own if not p.is_meta)
+
     def check(self) -> None:
         """Before the first step. Raises `StateError` on every rank if values were changed since."""
         if not self._is_first:

@@ -159,6 +159,7 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         self._programs = Programs(
             self._model[0], target, self._bound, links, self._held_buffers,
             self._live_buffers, fingerprints(planned, with_content=False), number,
+            self._originals.is_written,
         )  # fmt: skip
         self._programs.add_planned(planned, program)
         self._modes = self._programs.modes

@@ -8,7 +8,7 @@ the one that was planned. What decides which program a call runs: `signatures.py
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
 from torch import Tensor, nn
@@ -39,6 +39,7 @@ class Programs:
     live_buffers   names of the buffers that the planned step changes
     planned        the form of the planned batch
     number         of the module, the same on every rank
+    is_written     have parameters of the model been written to since the module copied them?
     """
 
     model: nn.Module
@@ -49,10 +50,12 @@ class Programs:
     live_buffers: frozenset[str]
     planned: Mapping[str, Fingerprint]
     number: int
+    is_written: Callable[[], bool]
     variants: Variants = field(init=False)
 
     def __post_init__(self) -> None:
-        made = Variants(self.model, self.target.options.loss_fn, self.number)
+        loss_fn = self.target.options.loss_fn
+        made = Variants(self.model, loss_fn, self.number, self.is_written)
         object.__setattr__(self, "variants", made)
 
     @property

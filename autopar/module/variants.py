@@ -37,10 +37,17 @@ class _Variant:
 
 
 class Variants:
-    """The compiled programs of one module; `number` is the same on every rank."""
+    """The compiled programs of one module.
 
-    def __init__(self, model: nn.Module, loss_fn: Any, number: int) -> None:
+    number        the same on every rank
+    is_written    have parameters of the model been written to since the module copied them?
+    """
+
+    def __init__(
+        self, model: nn.Module, loss_fn: Any, number: int, is_written: Callable[[], bool]
+    ) -> None:
         self._model, self._loss_fn, self._number = model, loss_fn, number
+        self._is_written = is_written
         self.captures: Captures[list[_Variant]] = Captures()
         self._told: set[str] = set()
         self._n_changes = 0
@@ -60,7 +67,7 @@ class Variants:
 
     def for_buffers(self, remade: Callable[[Built], Built]) -> Variants:
         """The same variants for a copy of the module; `remade` gives each program its buffers."""
-        twin = Variants(self._model, self._loss_fn, self._number)
+        twin = Variants(self._model, self._loss_fn, self._number, self._is_written)
         twin._told, twin._n_changes = set(self._told), self._n_changes
         made: dict[int, Built] = {}
         for key, kept in self.captures.items():
@@ -80,6 +87,7 @@ class Variants:
         """
         kept = self.captures.find(key)
         if kept is None:
+            self._tell_if_written()
             program = trace()
             built = compiled(program)
             self.add(key, program, built)
@@ -133,14 +141,25 @@ class Variants:
             {name: _portable(now) for name, (_, now) in changed.items()},
         )
 
+    def _tell_if_written(self) -> None:
+        """Another kind of program sees values that go with weights it does not have: say so."""
+        planned = next((of_key[0] for of_key in self.captures), None)
+        changed = {} if planned is None else planned.watch.changed()
+        changed = {n: c for n, c in changed.items() if not n.startswith("`training` ")}
+        if changed and self._is_written():
+            self._tell(changed)
+
     def _tell(self, changed: Changed) -> None:
         new = {name: change for name, change in changed.items() if name not in self._told}
         self._told |= new.keys()
         if new and own_rank() == 0:
-            warnings.warn(
-                f"{_described(new)}: captured again; pass it as a tensor input to avoid that",
-                stacklevel=8,
-            )
+            text = f"{_described(new)}: captured again; pass it as a tensor input to avoid that"
+            if self._is_written():  # adapters are merged so
+                text += (
+                    ". Parameters of the original model were written to as well, which the "
+                    "parallel module does not read: pm.load_state_dict(...) takes them over"
+                )
+            warnings.warn(text, stacklevel=8)
 
 
 def _refuse(changed: Changed) -> None:

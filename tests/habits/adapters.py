@@ -9,6 +9,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar import CaptureError, NotSupportedError, PlanError
@@ -232,3 +233,25 @@ def merged_layer_gathered(run: Run) -> None:
         m.eval()
     with captured_again():
         run.losses.append((run.pm.loss(**run.batch(3)).item(), run.alone(**run.batch(3)).item()))
+
+
+@habit(SECTION, "merging into the original model: `layer.merge()`, then evaluation of `pm`",
+       "a warning: `pm.load_state_dict(...)` takes the weights over", kind=Wrapped)  # fmt: skip
+def merged_original(run: Run) -> None:
+    run.train(of_learning(run))
+    run.alone.load_state_dict(run.model.state_dict())
+    run.pm.eval()
+    models: list[Any] = [run.model, run.alone]
+    for m in models:
+        m.eval()
+        for block in m.base_model.blocks:
+            nn.init.ones_(block.up.lora_B["default"].weight)
+            block.up.merge()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        before = run.pm.loss(**run.batch(0))
+    told = [w for w in caught if "Parameters of the original model" in str(w.message)]
+    assert len(told) == (dist.get_rank() == 0)
+    run.pm.load_state_dict(run.model.state_dict())
+    run.losses.append((run.pm.loss(**run.batch(0)).item(), run.alone(**run.batch(0)).item()))
+    assert before.item() != run.losses[-1][0]
