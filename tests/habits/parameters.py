@@ -337,3 +337,12 @@ def optimizer_in_backward(run: Run) -> None:
             p.register_post_accumulate_grad_hook(step)
     for seed in range(3):
         run.backward(run.batch(seed))
+
+
+@habit(SECTION, "hooks on `p.expand_as(p).grad_fn.next_functions[0][0]`, the AccumulateGrad node",
+       "`p.register_post_accumulate_grad_hook`", layouts=ALL,
+       refused=(NotSupportedError, "register_post_accumulate_grad_hook"))  # fmt: skip
+def accumulate_node(run: Run) -> None:
+    for p in run.pm.parameters():
+        node: Any = p.expand_as(p).grad_fn
+        node.next_functions[0][0].register_hook(lambda *_: None)
