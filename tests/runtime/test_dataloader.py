@@ -19,6 +19,7 @@ from autopar import Manual, OptionError, ParallelModule
 from autopar.runtime.launch.processes import WorkerPool
 from tests.helpers.jobs import machine
 from tests.helpers.loading import (
+from tests.helpers.nightly import nightly
     PLANS,
     SEED,
     SIZE,
@@ -119,6 +120,7 @@ def whole(plan: str) -> tuple[list[float], dict[str, Tensor]]:
     return train(plan, rows="global")
 
 
+@nightly  # half a minute; resuming tests workers, too
 def test_workers_change_nothing(workers: Pool) -> None:
     one, two = workers(2).run(train, "dp", 0), workers(2).run(train, "dp", 2)
     assert one[0][0] == two[0][0]
