@@ -72,23 +72,17 @@ class Memory(Tensor):
         )
 
     def expand_as(self, other: Tensor) -> Tensor:
-        """As of any tensor; raises `NotSupportedError` for `p.expand_as(p)`."""
-        self._refuse_node("expand_as", other)
-        return super().expand_as(other)
+        """As of any tensor; raises `NotSupportedError` for `p.expand_as(p)`.
 
-    def view_as(self, other: Tensor) -> Tensor:
-        """As of any tensor; raises `NotSupportedError` for `p.view_as(p)`."""
-        self._refuse_node("view_as", other)
-        return super().view_as(other)
-
-    def _refuse_node(self, name: str, other: Tensor) -> None:
-        """Scripts write this only to put a hook on the node that accumulates the gradient."""
+        Scripts write that only to reach the node that accumulates the gradient.
+        """
         if other is self:
             raise NotSupportedError(
-                f"{name} of `{self.spread.name}` and itself: hooks on the node that accumulates "
+                f"expand_as of `{self.spread.name}` and itself: hooks on the node that accumulates "
                 "its gradient would not run, since pm.step accumulates in shards",
                 hint="p.register_post_accumulate_grad_hook(fn), which runs after the step",
             )
+        return super().expand_as(other)
 
     def numpy(self, *, force: bool = False) -> Any:
         """The whole tensor as an array; raises `NotSupportedError` where a rank has a shard."""

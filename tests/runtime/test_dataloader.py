@@ -19,7 +19,6 @@ from autopar import Manual, OptionError, ParallelModule
 from autopar.runtime.launch.processes import WorkerPool
 from tests.helpers.jobs import machine
 from tests.helpers.loading import (
-from tests.helpers.nightly import nightly
     PLANS,
     SEED,
     SIZE,
@@ -30,6 +29,7 @@ from tests.helpers.nightly import nightly
     optimizer_of,
     parallel,
 )
+from tests.helpers.nightly import nightly
 
 Pool = Callable[[int], WorkerPool]
 N_EPOCHS = 2
