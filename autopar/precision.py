@@ -15,7 +15,7 @@ float64, to verify a plan of any precision.
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,7 +43,16 @@ class Precision:
     @staticmethod
     def of(name: str) -> Precision:
         """The policy of the option `precision` alone."""
-        return Precision("model", is_lifted=True) if name == "fp64" else Precision(name)
+        return Precision(name, is_lifted=name == "fp64")
+
+    @property
+    def keeps_casts(self) -> bool:
+        """If lifted: do casts that change nothing stay, so that operators are those of a plan?"""
+        return self.name != "fp64"
+
+    def lifted(self) -> Precision:
+        """The same with everything floating as float64."""
+        return replace(self, is_lifted=True)
 
     @property
     def door_dtype(self) -> torch.dtype | None:

@@ -138,7 +138,7 @@ def capture(
     }
     autocast.use_in_half(roles.parameters)
     if precision.is_lifted:
-        outputs, updates = _lifted(builder, roles, outputs, updates, precision.casts)
+        outputs, updates = _lifted(builder, roles, outputs, updates, precision.keeps_casts)
     program, read = _freeze(model, builder, roles, outputs, updates, training, prefix)
     regions = checkpointed_regions(program.operators, program.has_grad) if training else ()
     note_regions(findings, regions, program.sources)

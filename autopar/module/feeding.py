@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from autopar.errors import BatchError
@@ -20,7 +19,6 @@ from autopar.module.programs import Programs
 from autopar.module.signatures import check_inputs
 from autopar.operators import Stream
 from autopar.passes.binding import planned_row_dims
-from autopar.precision import Precision
 from autopar.program import Program, flatten_inputs
 
 
@@ -51,8 +49,8 @@ class Feeding(HeldState):
         collate_fn   as of torch's `DataLoader`; it gets the rows of the whole batch
         pad          makes a last, shorter batch as long as the others in training: a value for
                      every input of a row, `{"input_ids": 0, "labels": -100}`, or `fn(row)`, which
-                     makes a row of padding of another row. The first such step checks that the
-                     padding does not count. `outputs=` of `pm.step` shows rows of padding, too
+                     makes a row of padding of another row. Before the first such epoch, two steps
+                     check that padding does not count. `outputs=` shows rows of padding, too
         rows         "local": in training a rank loads only rows that it reads; a `collate_fn` must
                      not make a row depend on others. "global": whole batches. "auto": the first,
                      where the plan splits rows, rows are dictionaries and there is no `collate_fn`
@@ -66,8 +64,9 @@ class Feeding(HeldState):
         would order rows by rank.
         """
         reader = Reader(
-            lambda: self._plan, lambda: self._local_rows, lambda: self.training, self._device
-        )
+            lambda: self._plan, lambda: self._local_rows, lambda: self.training,
+            self._check_padding, self._device,
+        )  # fmt: skip
         return Loader(
             reader, dataset, batch_size, shuffle=shuffle, drop_last=drop_last,
             collate_fn=collate_fn, pad=pad, rows=rows, seed=seed, pin_memory=pin_memory,
@@ -81,8 +80,8 @@ class Feeding(HeldState):
         """
         if mark.rows is not None:
             self._check_rows(mark.n_rows, mark.rows)
-        elif mark.n_padded and not mark.record.is_exact:
-            self._check_padding(mark, given)
+        elif mark.n_padded and not mark.record.is_exact:  # there was no plan when the epoch began
+            self._check_padding(given, mark.n_rows, mark.n_padded)
             mark.record.is_exact = True
 
     def _check_rows(self, n_rows: int, rows: Mapping[str, tuple[int, int]]) -> None:
@@ -96,15 +95,14 @@ class Feeding(HeldState):
                     hint="a loader is of one module: make another with pm.dataloader(...)",
                 )
 
-    def _check_padding(self, mark: Loaded, given: Given) -> None:
+    def _check_padding(self, given: Given, n_rows: int, n_padded: int) -> None:
+        """Raise `BatchError` unless the last rows of a batch do not count; every rank calls it."""
         buffers = {b.name: self._held_buffers[b.name] for b in self._place.changed}
-        dtypes = self._programs.target.options.dtypes
         reader = self._local_rows
         PaddingCheck(
-            self._programs.once, lambda built, batch: self._inputs(built.program, batch),
-            self.shards, buffers, reader.row_dims, reader.n_divisor,
-            _lowest(self.shards, dtypes), self.stream.seed,
-        ).run(given, mark.n_rows, mark.n_padded)  # fmt: skip
+            self._programs.lifted, lambda built, batch: self._inputs(built.program, batch),
+            self.shards, buffers, reader.row_dims, reader.n_divisor, self.stream.seed,
+        ).run(given, n_rows, n_padded)  # fmt: skip
 
     def _inputs(self, program: Program, given: Given, is_local: bool = False) -> dict[str, Tensor]:
         """Inputs by placeholder; a local batch may lack what this stage does not read."""
@@ -130,9 +128,3 @@ class Feeding(HeldState):
         return LocalRows(
             self._bound.analysis.program, self._place, planned_row_dims(self.plan.data)
         )
-
-
-def _lowest(shards: Mapping[str, Tensor], dtypes: Precision) -> torch.dtype:
-    """The dtype of least precision among those that parameters are used in."""
-    used = {dtypes.used(t.dtype) for t in shards.values() if t.is_floating_point()}
-    return max(used, key=lambda dtype: torch.finfo(dtype).eps, default=torch.float32)

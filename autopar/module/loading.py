@@ -45,11 +45,13 @@ class Reader:
 
     plan       None before there is one
     rows       which rows this rank reads
+    check      (batch, n_rows, n_padded): raises `BatchError` if padding counts
     """
 
     plan: Callable[[], Plan | None]
     rows: Callable[[], LocalRows]
     is_training: Callable[[], bool]
+    check: Callable[[Any, int, int], None]
     device: torch.device
 
 
@@ -85,8 +87,9 @@ class Loader:
         fill = Fill(pad) if isinstance(pad, Mapping) else pad
         on_gpu = reader.device.type == "cuda"
         self._tasks = _Tasks()
+        self._assembly = Assembly(dataset, collate_fn or default_collate, fill)
         self._loader: DataLoader[Any] = DataLoader(
-            Assembly(dataset, collate_fn or default_collate, fill),
+            self._assembly,
             batch_size=None, sampler=self._tasks, collate_fn=_as_it_is,
             pin_memory=on_gpu if pin_memory is None else pin_memory,
             generator=torch.Generator(), **options,
@@ -134,7 +137,20 @@ class Loader:
             self._epoch, self._next = self._epoch + 1, 0
         self._is_placed = False
         tasks = self._of_epoch(self._epoch)[self._next :]
+        self._check_padding(tasks)
         return self._iterate(tasks, self._epoch)
+
+    def _check_padding(self, tasks: list[Task]) -> None:
+        """Find out before an epoch whether the padding of its last batch counts."""
+        if not tasks or not tasks[-1].n_padded or self._reader.plan() is None:
+            return
+        assert self._padding is not None
+        if not self._padding.is_exact:
+            batch, is_local = self._assembly[tasks[-1]]
+            mark = self._marked(tasks[-1], batch, is_local)["batch"]
+            on_device = pytree.tree_map_only(Tensor, lambda t: t.to(self._reader.device), batch)
+            self._reader.check(on_device, mark.n_rows, mark.n_padded)
+            self._padding.is_exact = True
 
     def _iterate(self, tasks: list[Task], epoch: int) -> Iterator[Any]:
         self._tasks.tasks = tasks

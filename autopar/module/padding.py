@@ -1,4 +1,4 @@
-"""Is a batch with padding the same step as its rows alone? Found out on the first such batch.
+"""Is a batch with padding the same step as its rows alone? Found out before an epoch begins.
 
 Whether padding counts is up to the model: a mean over labels skips those that are ignored, a mean
 over rows does not, and a batch norm sees all rows. So two steps are run, and compared on every
@@ -7,9 +7,10 @@ rank:
     f(r_1 ... r_m)                  rows of the batch, as many as a program takes
     f(r_1 ... r_m, padding)         the same rows and at least as many of padding
 
-Padding is exact if losses, gradients and new values of buffers are equal. At least half of the
-second batch is padding, so that what depends on it shows far above rounding. Both steps draw the
-random numbers of a row alike, because those depend on its position. Nothing is kept of either step.
+Padding is exact if losses, gradients and new values of buffers are equal. Both steps run the plan
+with every float as float64, where rounding is far below any term that counts. They draw the random
+numbers of a row alike, because those depend on its position. Nothing is kept of either step; while
+they run, they need 16 bytes for each parameter of the rank.
 """
 
 from __future__ import annotations
@@ -27,14 +28,7 @@ from autopar.module.batches import Given
 from autopar.module.compiled_step import Built
 from autopar.program import flatten_inputs
 
-# What rounding may change: relative to the largest element of a tensor, and to that of all
-# gradients. One padding row in two that counts changes gradients by about a half.
-_TOLERANCES = {
-    torch.float64: (1e-5, 1e-8),  # models may compute a loss in float32
-    torch.float32: (1e-3, 1e-5),
-    torch.float16: (5e-2, 1e-2),
-    torch.bfloat16: (5e-2, 1e-2),
-}
+_TOLERANCE = 1e-10  # relative to the largest element of a tensor, and to that of all gradients
 _HINT = (
     "drop_last=True, or a batch size that divides the rows of the dataset; padding is exact where "
     'the loss ignores it, as cross_entropy ignores labels of -100: pad={"labels": -100, ...}'
@@ -45,22 +39,20 @@ _HINT = (
 class PaddingCheck:
     """One module on this rank.
 
-    compiled   the program of a step for a batch
+    compiled   the lifted step of a batch, which changes the buffers that are given
     inputs     the inputs of a program, by placeholder
     shards     parameter name -> this rank's shard
     buffers    name -> buffer, of those that steps change
     row_dims   path -> the dim of the rows
     n_divisor  divides the rows of every batch
-    dtype      the lowest precision of the step
     """
 
-    compiled: Callable[[Given], Built]
+    compiled: Callable[[Given, Mapping[str, Tensor]], Built]
     inputs: Callable[[Built, Given], dict[str, Tensor]]
     shards: Mapping[str, Tensor]
     buffers: Mapping[str, Tensor]
     row_dims: Mapping[str, int]
     n_divisor: int
-    dtype: torch.dtype
     seed: int
 
     def run(self, given: Given, n_rows: int, n_padded: int) -> None:
@@ -100,32 +92,30 @@ class PaddingCheck:
 
     def _step(self, batch: Given) -> dict[str, Tensor]:
         """The loss, gradients and new buffers of a step that leaves no trace; on the CPU."""
-        built = self.compiled(batch)
+        buffers = {name: _wide(buffer.clone()) for name, buffer in self.buffers.items()}
+        built = self.compiled(batch, buffers)
         leaves = {
-            name: shard.detach().requires_grad_(shard.requires_grad)
+            name: _wide(shard.detach().clone()).requires_grad_(shard.requires_grad)
             for name, shard in self.shards.items()
         }
-        before = {name: buffer.clone() for name, buffer in self.buffers.items()}
-        loss = built.executor.step(leaves, self.inputs(built, batch), seed=self.seed)
+        inputs = {name: _wide(value) for name, value in self.inputs(built, batch).items()}
+        loss = built.executor.step(leaves, inputs, seed=self.seed)
         found = {"the loss": loss.detach()}
         for name, leaf in leaves.items():
             if leaf.grad is not None:
                 found[f"the gradient of `{name}`"] = leaf.grad
-        for name, value in before.items():
-            found[f"buffer `{name}`"] = self.buffers[name].clone()
-            self.buffers[name].copy_(value)
+        found |= {f"buffer `{name}`": value for name, value in buffers.items()}
         return {name: value.cpu() for name, value in found.items()}
 
     def _differences(self, alone: Mapping[str, Tensor], padded: Mapping[str, Tensor]) -> list[str]:
         """What differs on any rank, the loss first; the same on every rank."""
-        relative, absolute = _TOLERANCES[self.dtype]
         largest = max((_largest(v) for k, v in alone.items() if "gradient" in k), default=0.0)
         found = {}
         for name, value in alone.items():
             other = padded[name]
-            slack = absolute * largest if "gradient" in name else 0.0
+            slack = _TOLERANCE * largest if "gradient" in name else 0.0
             off = _largest(value.double() - other.double())
-            if not off <= relative * _largest(value) + slack:
+            if not off <= _TOLERANCE * _largest(value) + slack:
                 found[name] = (off, _largest(value))
         everyone: list[Any] = [found]
         if dist.is_initialized() and dist.get_world_size() > 1:
@@ -138,6 +128,10 @@ class PaddingCheck:
                 merged.items(), key=lambda item: (item[0] != "the loss", item[0])
             )
         ]
+
+
+def _wide(value: Tensor) -> Tensor:
+    return value.double() if value.is_floating_point() else value
 
 
 def _largest(value: Tensor) -> float:

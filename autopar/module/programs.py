@@ -27,6 +27,7 @@ from autopar.passes.compilation import Compilation
 from autopar.passes.facts import EvaluationStages, Placed, Target, Trained
 from autopar.passes.pipeline import evaluation, other_shapes
 from autopar.planning import Bound
+from autopar.precision import Precision
 from autopar.program import Program
 
 
@@ -90,10 +91,14 @@ class Programs:
             self.variants.captures.announce(signature, batch)
         return built
 
-    def once(self, batch: Given) -> Built:
-        """The program of a training step for a batch that will not come again; it is not kept."""
-        compilation = self._placed(self._captured(batch, "step", True), "step")
-        return Built.of(compilation, self.links, self.buffers)
+    def lifted(self, batch: Given, buffers: Mapping[str, Tensor]) -> Built:
+        """A training step of this plan with every float as float64; it is not kept.
+
+        `buffers` are those that it changes, in float64.
+        """
+        precision = self.target.options.dtypes.lifted()
+        compilation = self._placed(self._captured(batch, "step", True, precision), "step")
+        return Built.of(compilation, self.links, buffers)
 
     def for_buffers(self, buffers: Mapping[str, Tensor]) -> Programs:
         """The same programs for a copy of the module, which has other `buffers`."""
@@ -102,12 +107,14 @@ class Programs:
         object.__setattr__(twin, "variants", made)
         return twin
 
-    def _captured(self, batch: Given, kind: Kind, training: bool) -> Program:
-        """The graph of a batch."""
+    def _captured(
+        self, batch: Given, kind: Kind, training: bool, precision: Precision | None = None
+    ) -> Program:
+        """The graph of a batch; `precision` overrules the options."""
         options, data = self.target.options, self.bound.data
         loss_fn = None if kind == "forward" else options.loss_fn
         program = capture(
-            self.model, batch, training=training, precision=options.dtypes,
+            self.model, batch, training=training, precision=precision or options.dtypes,
             loss_fn=loss_fn, live_buffers=self.live_buffers,
             accumulation=planned_accumulation(data, batch) if kind in TRAINS else None,
             modes=self._modes_now() if training else None,

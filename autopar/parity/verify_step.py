@@ -86,8 +86,7 @@ def _lifted_errors(
     buffers: Mapping[str, Tensor],
 ) -> dict[str, float]:
     """The errors of the plan's placements on the same graph with every float as float64."""
-    precision = replace(options.dtypes, is_lifted=True)
-    program = capture_step(model, example_inputs, options, precision)
+    program = capture_step(model, example_inputs, options, options.dtypes.lifted())
     lifted = on_program(plan, program, example_inputs, options)
     wide = {n: p.detach().double().requires_grad_(p.requires_grad) for n, p in parameters.items()}
     held = {n: b.double() if b.is_floating_point() else b for n, b in buffers.items()}
