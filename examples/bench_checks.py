@@ -19,8 +19,9 @@ import torch
 import autopar
 from autopar import Manual
 from autopar.capture import Watch
-from autopar.module import optimizers, parameters, programs
+from autopar.module import feeding, layers, optimizers, originals, parameters
 from autopar.module.batches import Agreement
+from autopar.module.programs import programs
 from examples.train_gpt2 import batches, make_model
 
 LAYOUTS = {"tp": Manual(tp=2), "zero3": Manual(dp=2, zero=3)}
@@ -29,6 +30,11 @@ CHECKS: tuple[tuple[Any, str], ...] = (
     (Watch, "changed"),
     (Agreement, "check"),
     (programs, "signature_of_call"),
+    (feeding, "check_inputs"),
+    (layers.Modes, "check"),
+    (layers.Holders, "check"),
+    (originals.Originals, "check"),
+    (originals.ConstantBuffers, "check"),
     (parameters.StepGradients, "before"),
     (parameters.StepGradients, "after"),
     (optimizers, "_shadow"),

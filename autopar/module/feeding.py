@@ -8,15 +8,11 @@ from typing import Any
 from torch import Tensor
 
 from autopar.errors import BatchError
-from autopar.module.assembly import Pad
-from autopar.module.batches import Given
+from autopar.module.batches import Given, Loaded, Loader, LocalRows, Pad, Reader
+from autopar.module.calls import check_inputs
 from autopar.module.held_state import HeldState
-from autopar.module.loaded import Loaded
-from autopar.module.loading import Loader, Reader
-from autopar.module.local_rows import LocalRows
 from autopar.module.padding import PaddingCheck
 from autopar.module.programs import Programs
-from autopar.module.signatures import check_inputs
 from autopar.operators import Stream
 from autopar.passes.binding import planned_row_dims
 from autopar.program import Program, flatten_inputs

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from autopar.errors import AutoparError, BatchError
 from autopar.module.batches import Given
-from autopar.module.compiled_step import Built
+from autopar.module.programs import Built
 from autopar.program import flatten_inputs
 
 _TOLERANCE = 1e-10  # relative to the largest element of a tensor, and to that of all gradients

@@ -24,10 +24,14 @@ from autopar.errors import (
     OptionError,
 )
 from autopar.mesh import Mesh
-from autopar.module.batches import Agreement, Given
-from autopar.module.compiled_step import Built, Kind, Links
+from autopar.module.batches import Agreement, Given, Loaded, fingerprints, unwrapped
+from autopar.module.calls import (
+    check_autocast,
+    check_planning_mode,
+    check_step_mode,
+    one_form,
+)
 from autopar.module.feeding import Feeding
-from autopar.module.fingerprints import fingerprints
 from autopar.module.habits import (
     PlannedModule,
     StepLoss,
@@ -37,19 +41,10 @@ from autopar.module.habits import (
 )
 from autopar.module.job import from_rank_0, join_process_group, own_rank
 from autopar.module.layers import Holders, Modes, Shown
-from autopar.module.loaded import Loaded, unwrapped
 from autopar.module.optimizers import watch_optimizers
 from autopar.module.originals import ConstantBuffers, Originals
 from autopar.module.parameters import StepGradients, gathered_names, make_parameters
-from autopar.module.programs import Programs
-from autopar.module.signatures import (
-    check_autocast,
-    check_planning_mode,
-    check_step_mode,
-    keys_of_model,
-    one_form,
-    warn_of_unread,
-)
+from autopar.module.programs import Built, Kind, Links, Programs, keys_of_model, warn_of_unread
 from autopar.module.surface import Surface, tell_capture
 from autopar.operators import Stream
 from autopar.options import Options

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import Watch, capture
-from autopar.module import programs
+from autopar.module.programs import programs
 from autopar.passes.binding import step_capture
 from autopar.program.program import Program
 

@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import autopar
 from autopar import BatchError, Manual, NotSupportedError, OptionError, ParallelModule
-from autopar.module.loaded import Loaded
+from autopar.module.batches.loaded import Loaded
 from autopar.runtime.launch.processes import WorkerPool
 from tests.helpers.jobs import machine
 from tests.helpers.loading import (

@@ -24,10 +24,10 @@ from torch.utils import _pytree as pytree
 from torch.utils.data import DataLoader, IterableDataset, Sampler, default_collate
 
 from autopar.errors import BatchError, NotSupportedError, OptionError
-from autopar.module.assembly import Assembly, Fill, Pad, Part, Task
+from autopar.module.batches.assembly import Assembly, Fill, Pad, Part, Task
+from autopar.module.batches.loaded import Loaded, PaddingRecord
+from autopar.module.batches.local_rows import LocalRows
 from autopar.module.job import from_rank_0
-from autopar.module.loaded import Loaded, PaddingRecord
-from autopar.module.local_rows import LocalRows
 from autopar.passes.binding import nearest_sizes
 from autopar.planning import Plan
 

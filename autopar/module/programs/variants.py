@@ -16,9 +16,9 @@ from torch import nn
 
 from autopar.capture import Watch, shown
 from autopar.errors import AutoparError, CaptureError, PlanError
-from autopar.module.captures import Captures, Key
-from autopar.module.compiled_step import Built
 from autopar.module.job import agree, own_rank
+from autopar.module.programs.captures import Captures, Key
+from autopar.module.programs.compiled_step import Built
 from autopar.program import Program
 
 Changed = dict[str, tuple[object, object]]

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 from autopar.capture import accumulation_of, capture, first_rows
 from autopar.errors import CaptureError, NotSupportedError, PlanError
-from autopar.module.batches import Given
-from autopar.module.compiled_step import TRAINS, Built, Kind, Links
-from autopar.module.fingerprints import Fingerprint
+from autopar.module.batches import Fingerprint, Given
 from autopar.module.job import from_rank_0, own_rank
-from autopar.module.signatures import refuse_unlike, signature_of_call, warn_of_unread
-from autopar.module.variants import Variants
+from autopar.module.programs.compiled_step import TRAINS, Built, Kind, Links
+from autopar.module.programs.signatures import refuse_unlike, signature_of_call, warn_of_unread
+from autopar.module.programs.variants import Variants
 from autopar.passes.analysis import microbatch_scales
 from autopar.passes.binding import planned_accumulation, planned_row_dims
 from autopar.passes.compilation import Compilation

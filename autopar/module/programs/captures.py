@@ -13,10 +13,9 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-from autopar.module.batches import Given
-from autopar.module.compiled_step import Kind
-from autopar.module.fingerprints import fingerprints
-from autopar.module.signatures import Signature
+from autopar.module.batches import Given, fingerprints
+from autopar.module.programs.compiled_step import Kind
+from autopar.module.programs.signatures import Signature
 
 # Training, evaluation and a last shorter batch of each, for a few buckets of lengths.
 MOST_KEPT = 16

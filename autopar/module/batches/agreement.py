@@ -3,7 +3,7 @@
 Every rank passes the same global batch, or with `batch="local"` the rows that `local_slice` names.
 A loader that gives each rank rows of its own (DistributedSampler) is wrong for a module that splits
 the batch itself: nothing would fail, and the gradients would be wrong. Such a habit shows in the
-first steps. They compare fingerprints (`fingerprints.py`) before anything is captured or run:
+first steps. They compare fingerprints (`hashes.py`) before anything is captured or run:
 
     all ranks    all_gather of two int64: what is called, and a digest of the batch
     different    the fingerprint of every input is gathered, and every rank raises the same error
@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import BatchError
-from autopar.module.fingerprints import Fingerprint, digest, fingerprints
+from autopar.module.batches.hashes import Fingerprint, digest, fingerprints
 
 Given = Mapping[str, Any] | Sequence[Any]
 
