@@ -76,19 +76,6 @@ def turn_by_name(run: Run) -> None:
     run.pm.step(**noise(0, "disc"))
 
 
-@habit(SECTION, "`BackboneFinetuning`: `optimizer.add_param_group(...)` later")
-def group_added_in_lightning_loops(run: Run) -> None:
-    opts = [adamw(m.head.parameters()) for m in run.both()]
-    run.train(opts, 1)
-    for m in run.both():
-        m.zero_grad()
-    for m, o in zip(run.both(), opts, strict=True):
-        o.add_param_group({"params": list(m.blocks.parameters()), "lr": 1e-3})
-    run.train(opts, 2, first=1)
-    for m in run.both():
-        m.zero_grad()
-
-
 @habit(SECTION, "`fabric.backward(loss)`, `self.manual_backward(loss)`", "leave it out",
        refused=(NotSupportedError, "backward already"))  # fmt: skip
 def fabric(run: Run) -> None:

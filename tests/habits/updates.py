@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from autopar import NotSupportedError
 from tests.habits.table import ALL, Run, adamw, habit
-from tests.habits.tasks import backward, loss_alone, parallelize, train
+from tests.habits.tasks import backward, parallelize, train
 from tests.habits.vision import SECTION, Convs, Vit, cross_entropy, images
 
 
@@ -164,35 +164,6 @@ def ema_v3_buffers(run: Run) -> None:
     ema_of(run, V3NoBuffers)
 
 
-@habit(
-    SECTION,
-    "averaged weights for evaluation, and back: `p.data = shadow[n]`",
-    kind=Vit,
-    layouts=ALL,
-)
-def ema_swapped(run: Run) -> None:
-    parallelize(run, images(0), loss_fn=cross_entropy)
-    optimizers = run.optimizers()
-    shadows = [{n: p.data.clone() for n, p in m.named_parameters()} for m in run.both()]
-    for seed in range(3):
-        train(run, images, cross_entropy, optimizers, n_steps=1, first=seed)
-        for m, shadow in zip(run.both(), shadows, strict=True):
-            for n, p in m.named_parameters():
-                shadow[n] = 0.1 * p.data + 0.9 * shadow[n]
-        backups = [{n: p.data for n, p in m.named_parameters()} for m in run.both()]
-        for m, shadow in zip(run.both(), shadows, strict=True):
-            for n, p in m.named_parameters():
-                p.data = shadow[n]
-            m.eval()
-        with torch.no_grad():
-            wanted = loss_alone(run, images(5), cross_entropy).item()
-            run.losses.append((run.pm.loss(**images(5)).item(), wanted))
-        for m, backup in zip(run.both(), backups, strict=True):
-            m.train()
-            for n, p in m.named_parameters():
-                p.data = backup[n]
-
-
 class Sam(torch.optim.Optimizer):
     def __init__(self, params: Any, base: Any, rho: float = 0.05) -> None:
         super().__init__(params, {"rho": rho})
@@ -218,21 +189,6 @@ class Sam(torch.optim.Optimizer):
                 p.data = self.state[p]["old_p"]
         self.base.step()
         self.zero_grad()
-
-
-@habit(SECTION, "SAM: `p.add_(e)`, a second step, `p.data = old`", kind=Vit)
-def sam_in_updates(run: Run) -> None:
-    parallelize(run, images(0), loss_fn=cross_entropy)
-    optimizers = run.optimizers(
-        lambda p: Sam(p, lambda g: torch.optim.SGD(g, lr=0.1, momentum=0.9))
-    )
-    for seed in range(2):
-        backward(run, images(seed), cross_entropy)
-        for o in optimizers:
-            o.first_step()
-        backward(run, images(seed), cross_entropy)
-        for o in optimizers:
-            o.second_step()
 
 
 class Lookahead(torch.optim.Optimizer):

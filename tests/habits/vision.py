@@ -264,25 +264,6 @@ def reduced_loss(run: Run) -> None:
     assert abs(total / dist.get_world_size() - loss) < 1e-12
 
 
-@habit(SECTION, "data parallelism by hand: `dist.all_reduce(p.grad)`", "leave it out", kind=Vit,
-       layouts=ALL, refused=(NotSupportedError, "leave it out"))  # fmt: skip
-def reduced_gradients(run: Run) -> None:
-    parallelize(run, images(0), loss_fn=cross_entropy)
-    run.pm.step(**images(0))
-    for p in run.pm.parameters():
-        gradient: Any = p.grad
-        dist.all_reduce(gradient)
-        gradient /= 2
-
-
-@habit(SECTION, "`dist.broadcast(p.data, 0)`", "leave it out", kind=Vit, layouts=ALL,
-       refused=(NotSupportedError, "leave it out"))  # fmt: skip
-def broadcast_weights(run: Run) -> None:
-    parallelize(run, images(0), loss_fn=cross_entropy)
-    for p in run.pm.parameters():
-        dist.broadcast(p.data, 0)
-
-
 @habit(SECTION, "`distribute_bn`: buffers of batch norm all-reduced and divided", kind=Convs)
 def distribute_bn(run: Run) -> None:
     train(run, images, cross_entropy)
@@ -341,13 +322,6 @@ def frozen_bn_pm(run: Run) -> None:
         if isinstance(mod, nn.BatchNorm2d):
             mod.eval()
     run.pm.step(**images(0))
-
-
-@habit(SECTION, "`swa_utils.update_bn(loader, pm)`", "use the original model", kind=Convs,
-       refused=(NotSupportedError, "momentum"))  # fmt: skip
-def update_bn(run: Run) -> None:
-    parallelize(run, images(0), loss_fn=cross_entropy)
-    torch.optim.swa_utils.update_bn([images(s)["x"] for s in range(2)], run.pm)
 
 
 @habit(SECTION, "weights initialised later: `model.apply(init)` with `weight.data.normal_()`",

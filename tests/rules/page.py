@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from textwrap import fill
 from typing import NamedTuple
 
 import torch
@@ -145,7 +146,9 @@ Pointwise operators (`torch.Tag.pointwise`) need no line, if they write to nothi
 random numbers: each dim may be sharded, and they are taken to be linear in nothing
 (`autopar/rules/derived.py`). The oracle has run these:
 
-{names}.
+```
+{names}
+```
 
 ## Operators that need no rule
 
@@ -269,7 +272,7 @@ def short(op: str) -> str:
 
 def derived_names() -> list[str]:
     """Operators of the oracle's samples that have a derived rule."""
-    return sorted({f"`{short(op)}`" for op in SAMPLES if own_rule(op) is None and rule_for(op)})
+    return sorted({short(op) for op in SAMPLES if own_rule(op) is None and rule_for(op)})
 
 
 def page() -> str:
@@ -282,7 +285,7 @@ def page() -> str:
         [
             HEAD,
             *(section(part.title, part.rules, part.text) for part in SECTIONS),
-            DERIVED.format(names=", ".join(derived_names()), decomposed=decomposed),
+            DERIVED.format(names=fill(" ".join(derived_names()), 100), decomposed=decomposed),
         ]
     )
 
