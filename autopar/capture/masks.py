@@ -28,6 +28,7 @@ import torch
 from torch import Tensor, fx, nn
 from torch.utils import _pytree as pytree
 
+from autopar.capture.builder import TracedCall
 from autopar.capture.dependence import Depends, subgraph
 from autopar.capture.findings import Findings
 from autopar.capture.names import source_line
@@ -89,9 +90,9 @@ def _mask_of(node: fx.Node) -> fx.Node | None:
     """The mask of an attention, if it has dims of queries and keys."""
     if node.target not in _ATTENTION:
         return None
-    key = node.args[1]
-    mask = node.args[3] if len(node.args) > 3 else node.kwargs.get("attn_mask")
-    if not isinstance(mask, fx.Node) or not isinstance(key, fx.Node):
+    bound = _call(node).bind()
+    key, mask = bound["key"], bound["attn_mask"]
+    if mask is None:
         return None
     shape, n_keys = mask.meta["val"].shape, key.meta["val"].shape[-2]
     return mask if len(shape) >= 2 and shape[-1] == n_keys else None
@@ -99,17 +100,18 @@ def _mask_of(node: fx.Node) -> fx.Node | None:
 
 def _replace(node: fx.Node, kind: str) -> None:
     """`attn_mask=None, is_causal=...`; arguments before these become positional."""
+    call = _call(node)
+    bound = call.bind() | {"attn_mask": None, "is_causal": kind == "causal"}
+    names = [argument.name for argument in call.target._schema.arguments]
+    positional = names[: names.index("is_causal") + 1]
+    others = names[len(positional) :]
+    node.args = (*(bound[name] for name in positional), *call.args[len(positional) :])
+    node.kwargs = {name: call.kwargs[name] for name in others if name in call.kwargs}
+
+
+def _call(node: fx.Node) -> TracedCall:
     assert isinstance(node.target, torch._ops.OpOverload)
-    arguments = list(node.target._schema.arguments)
-    last = max(i for i, a in enumerate(arguments) if a.name in ("attn_mask", "is_causal"))
-    kwargs = dict(node.kwargs)
-    args = list(node.args)
-    for argument in arguments[len(args) : last + 1]:
-        args.append(kwargs.pop(argument.name, argument.default_value))
-    for i, argument in enumerate(arguments):
-        if argument.name in ("attn_mask", "is_causal"):
-            args[i] = kind == "causal" if argument.name == "is_causal" else None
-    node.args, node.kwargs = tuple(args), kwargs
+    return TracedCall(node.target, node.args, dict(node.kwargs), node)
 
 
 class _Mask:
