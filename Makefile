@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Processes draw hash seeds of their own, so that tests of equal plans compare different ones.
 export PYTHONHASHSEED :=
 
-.PHONY: demo compare bench-plan bench-checks bench-mixed same-plans validate-local test nightly lint golden docs parity validate install clean
+.PHONY: demo compare bench-plan bench-checks bench-mixed same-plans validate-local test nightly lint golden docs parity test-gpu validate install clean
 
 # Trains on four processes; plans a Llama of 8 layers for 16 GPUs and draws it; a short comparison.
 demo: install
@@ -59,6 +59,18 @@ test: lint
 # and less memory, a Llama on 64 GPUs, GPT-175B on 384.
 nightly: install
 	$(BIN)/python -m pytest -m nightly --timeout=3600
+
+# On a machine with a GPU: its own tests (flash kernels, steps without waiting, NCCL on as many GPUs
+# as there are, calibration), then parity of random programs, whose ranks are threads on one GPU.
+test-gpu: export AUTOPAR_TEST_DEVICE = cuda
+test-gpu: install
+	$(BIN)/python -m pytest -m gpu tests/gpu
+	$(BIN)/python -m pytest $(PARITY_ON_THREADS)
+
+PARITY_ON_THREADS := $(addprefix tests/parity/test_, dropout.py vision_models.py random_assignments.py \
+  pipeline_random.py recompute_random.py experts_planned.py random_graphs.py sequence_parallel.py \
+  planned_parity.py) tests/runtime/test_recompute.py tests/runtime/test_pipeline_runtime.py \
+  tests/rules/test_attention_lowering.py
 
 lint: install
 	$(BIN)/ruff check .

@@ -141,7 +141,7 @@ class ParallelModule(PlannedModule, Feeding, Surface):
             warn_of_unread(program, self._model[0], planned)
         target = compilation[Target]
         compilation.forget(Source)
-        self._links = links = Links.join(pipeline.meshes, own_rank(), self._device)
+        self._links = links = Links.join(pipeline, own_rank(), self._device)
         self._place = StageState(
             pipeline, links.rank, links.device, links.groups, links.messenger, links.world
         )

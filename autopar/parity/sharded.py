@@ -15,6 +15,8 @@ from autopar.runtime.execute import Environment, Executor, load_code
 from autopar.runtime.launch import ThreadWorld, run_threads
 from autopar.runtime.tensors import extended, local_shard
 
+CPU = torch.device("cpu")
+
 
 def thread_errors(
     plan: Plan,
@@ -22,10 +24,11 @@ def thread_errors(
     buffers: Mapping[str, Tensor],
     inputs: Mapping[str, Tensor],
     wanted: StepResult,
+    device: torch.device = CPU,
 ) -> dict[str, float]:
     """The errors of one step of `plan`, on ranks that are threads of this process.
 
-    They run the generated program. Errors are the worst of all ranks.
+    They run the generated program, all on one `device`. Errors are the worst of all ranks.
     """
     assert plan.bound is not None
     pipeline, program = plan.bound.pipeline, plan.bound.analysis.program
@@ -39,17 +42,18 @@ def thread_errors(
         coordinate = mesh.coordinate(world.rank)
         groups = [world.make_groups(m) for m in pipeline.meshes][k]
         stored = {
-            p.name: local_shard(
-                parameters[p.mirror_of or p.name], p, mesh.sizes, coordinate
-            ).requires_grad_(p.requires_grad)
+            p.name: local_shard(parameters[p.mirror_of or p.name], p, mesh.sizes, coordinate)
+            .to(device)
+            .requires_grad_(p.requires_grad)
             for p in pipeline.stages[k].parameters
         }
         environment = Environment(
-            torch.device("cpu"), groups, world.messenger(rendezvous=True), world.world_group()
+            device, groups, world.messenger(rendezvous=True), world.world_group()
         )
-        held = {name: value.clone() for name, value in buffers.items()}
+        held = {name: value.clone().to(device) for name, value in buffers.items()}
         executor = Executor(pipeline, world.rank, codes[k], environment, constants, held)
-        return StepResult(executor.step(stored, given), gradients_of(stored), held)
+        loss = executor.step(stored, given)
+        return StepResult(loss.cpu(), _on_cpu(gradients_of(stored)), _on_cpu(held))
 
     results = run_threads(run, pipeline.n_ranks)
     errors = {"loss": max(relative_error(found.loss, wanted.loss) for found in results)}
@@ -67,3 +71,7 @@ def thread_errors(
             found = [results[rank].buffers[b.name] for rank in mesh.ranks]
             errors[b.name] = max(relative_error(value, wanted.buffers[b.name]) for value in found)
     return errors
+
+
+def _on_cpu(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: tensor.cpu() for name, tensor in tensors.items()}

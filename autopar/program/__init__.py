@@ -49,6 +49,7 @@ from autopar.program.messages import (
     TieExchange,
     copy_axes,
     crossing_slices,
+    message_edges,
     tie_exchanges,
     tied_slices,
 )
@@ -159,6 +160,7 @@ __all__ = [
     "leaves",
     "line_counts",
     "local_factors",
+    "message_edges",
     "most_batch_shards",
     "name_sizes",
     "operators_of",

@@ -73,6 +73,19 @@ class Messages:
                 yield Piece(start, end, s.n_elements * itemsize, crossing.sent.key)
 
 
+def message_edges(pipeline: Pipeline) -> tuple[tuple[int, int], ...]:
+    """Every (sender, receiver) of a step's messages between stages, in one order for all ranks."""
+    edges: set[tuple[int, int]] = set()
+    for crossing in pipeline.crossings:
+        forward = {(s.source_rank, s.target_rank) for s in crossing_slices(pipeline, crossing)}
+        edges |= forward
+        if crossing.has_grad:
+            edges |= {(target, source) for source, target in forward}
+    for exchange in tie_exchanges(pipeline):
+        edges |= {(piece.source_rank, piece.target_rank) for piece in exchange.pieces}
+    return tuple(sorted(edges))
+
+
 def crossing_slices(pipeline: Pipeline, crossing: Crossing) -> tuple[Slice, ...]:
     """The slices of one value, forward; its gradient goes the other way."""
     sent, received = crossing.sent.local, crossing.received.local

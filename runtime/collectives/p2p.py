@@ -7,8 +7,9 @@ their posts. Tensors without elements are not sent: both ends know them already.
 Backends order messages differently, and a schedule must be correct under both:
 
     gloo   messages are independent: a send is over once its receive was posted
-    NCCL   a rank's batches run in order in its communicator's stream: a batch begins when
-           every message of the previous batch has met its other end
+    NCCL   a rank's batches run in order in a communicator's stream: a batch begins when every
+           message of the previous batch has met its other end. Here each edge has its own
+           communicator, which waits less; programs are proved for one that all share
 
 Thread ranks can do either (`runtime/launch/thread_messages.py`), so a test on CPU catches a
 schedule that would hang on GPUs. Every send is recorded with its tensor's bytes, in phase "p2p"
@@ -18,7 +19,7 @@ unless the caller names another phase.
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.distributed as dist
@@ -94,31 +95,48 @@ class Messenger(ABC):
 
 
 class DistMessenger(Messenger):
-    """Messages over the default group of `torch.distributed`; tensors live on `device`.
+    """Messages over `torch.distributed`; tensors live on `device`.
 
-    Every rank of the world must make one at the same point: NCCL requires that all ranks of a
-    group take part in its first call.
+    edges    (sender, receiver) -> their process group (`make_edges`); messages between other ranks
+             take the default group
+
+    Every rank of the world must make one at the same point, with the same edges: NCCL requires that
+    all ranks of a group take part in its first call.
     """
 
-    def __init__(self, device: torch.device) -> None:
+    def __init__(
+        self, device: torch.device, edges: Mapping[tuple[int, int], dist.ProcessGroup] | None = None
+    ) -> None:
         super().__init__(dist.get_rank(), dist.get_world_size())
-        self.device = device
-        if device.type != "cpu":
+        self.device, self.edges = device, dict(edges or {})
+        if device.type != "cpu":  # ranks meet in the order of edges, so they cannot wait in a cycle
             dist.all_reduce(torch.zeros(1, device=device))
+            for edge in self.edges:
+                if self.rank in edge:
+                    dist.all_reduce(torch.zeros(1, device=device), group=self.edges[edge])
 
     def _post(self, sends: Sequence[Send], receives: Sequence[Receive]) -> Posted:
         sent = [x for x, _ in sends]
         received = [torch.empty(shape, dtype=dt, device=self.device) for shape, dt, _ in receives]
-        operations = [dist.P2POp(dist.isend, x, peer) for x, peer in sends]
-        operations += [
-            dist.P2POp(dist.irecv, x, peer)
-            for x, (_, _, peer) in zip(received, receives, strict=True)
-            if x.numel()
-        ]
-        works = dist.batch_isend_irecv(operations) if operations else []
-        if len(works) == len(operations):
-            return _DistPosted(sent, works[: len(sent)], received, works[len(sent) :])
-        return _DistPosted(sent, works, received, works)  # NCCL: one work for the batch
+        out: dict[dist.ProcessGroup | None, list[dist.P2POp]] = {}
+        for x, peer in sends:
+            group = self.edges.get((self.rank, peer))
+            out.setdefault(group, []).append(dist.P2POp(dist.isend, x, peer, group))
+        into: dict[dist.ProcessGroup | None, list[dist.P2POp]] = {}
+        for x, (_, _, peer) in zip(received, receives, strict=True):
+            if x.numel():
+                group = self.edges.get((peer, self.rank))
+                into.setdefault(group, []).append(dist.P2POp(dist.irecv, x, peer, group))
+        sent_works: list[dist.Work] = []
+        received_works: list[dist.Work] = []
+        for group in dict.fromkeys([*out, *into]):
+            first, last = out.get(group, []), into.get(group, [])
+            works = dist.batch_isend_irecv(first + last)
+            # NCCL has one work for all messages of a group.
+            is_joint = len(works) < len(first) + len(last)
+            sent_works += (works if is_joint else works[: len(first)]) if first else []
+            received_works += (works if is_joint else works[len(first) :]) if last else []
+        return _DistPosted(sent, sent_works, received, received_works)
 
 
 class _DistPosted(Posted):

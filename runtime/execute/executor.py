@@ -353,7 +353,8 @@ class Executor:
                 self._constant_parts[key] = part.to(self.environment.device).contiguous()
             return self._constant_parts[key]
         value = self._part(step.inputs[item.source], item, index, step.is_local)
-        return value.to(self.environment.device, item.local.dtype)
+        # From pinned memory this does not wait; from other memory the driver stages it first.
+        return value.to(self.environment.device, item.local.dtype, non_blocking=True)
 
     def _of_microbatch(self, step: _Step, index: int, accumulation: Accumulation) -> _Step:
         """The step on the rows of one microbatch, with its own divisors and seed."""

@@ -7,7 +7,13 @@ of the runtime: it imports no other room of it, only `placement`, `mesh` and `er
 Hands on `Group`, `make_groups`, `meet` and `phase`.
 """
 
-from autopar.runtime.groups.distributed import DistGroup, axis_subsets, make_groups, world_group
+from autopar.runtime.groups.distributed import (
+    DistGroup,
+    axis_subsets,
+    make_edges,
+    make_groups,
+    world_group,
+)
 from autopar.runtime.groups.group import (
     WORLD_AXIS,
     CollectiveCall,
@@ -33,6 +39,7 @@ __all__ = [
     "current_context",
     "cut",
     "join",
+    "make_edges",
     "make_groups",
     "meet",
     "phase",

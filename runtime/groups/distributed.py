@@ -74,6 +74,8 @@ def axis_subsets(mesh: LogicalMesh) -> Iterator[tuple[int, ...]]:
 # reuse the old groups.
 _process_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, ...], dist.ProcessGroup]]
 _process_groups = WeakKeyDictionary()
+_edge_groups: WeakKeyDictionary[dist.ProcessGroup, dict[tuple[int, int], dist.ProcessGroup]]
+_edge_groups = WeakKeyDictionary()
 
 
 def make_groups(mesh: LogicalMesh) -> dict[tuple[int, ...], Group]:
@@ -101,6 +103,21 @@ def make_groups(mesh: LogicalMesh) -> dict[tuple[int, ...], Group]:
                 names = [mesh.names[i] for i in axes]
                 groups[axes] = DistGroup(ranks, ranks.index(me), names, known[ranks])
     return groups
+
+
+def make_edges(
+    edges: Sequence[tuple[int, int]],
+) -> dict[tuple[int, int], dist.ProcessGroup]:
+    """A process group of its own for every (sender, receiver).
+
+    Under NCCL a group is a communicator and a stream, so messages of one edge do not wait for those
+    of another. Every rank of the world must call this with the same edges in the same order.
+    """
+    known = _edge_groups.setdefault(_default_group("a group per edge"), {})
+    for edge in edges:
+        if edge not in known:
+            known[edge] = dist.new_group(list(edge))
+    return {edge: known[edge] for edge in edges}
 
 
 def world_group() -> Group:

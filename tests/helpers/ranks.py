@@ -3,11 +3,13 @@
     run_ranks          any work on the ranks of a pipeline, each ready to step
     pipeline_step      one step, and the errors of its loss, its gradients and its buffers
 
-The parity law: max|a - b| <= 1e-10 max(1, max|b|), on every rank.
+The parity law: max|a - b| <= 1e-10 max(1, max|b|), on every rank. The one process is on the CPU.
+The ranks share the device that `AUTOPAR_TEST_DEVICE` names (`make test-gpu`: "cuda"), else the CPU.
 """
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
@@ -28,6 +30,7 @@ from autopar.runtime.groups.group import CollectiveCall, Recorder
 from autopar.runtime.launch.threads import ThreadWorld, run_threads
 
 TOLERANCE = 1e-10
+DEVICE = torch.device(os.environ.get("AUTOPAR_TEST_DEVICE", "cpu"))
 Batch = Mapping[str, Tensor]
 T = TypeVar("T")
 
@@ -109,11 +112,11 @@ def run_ranks(
         for p in pipeline.stages[k].parameters:
             whole = parameters[p.mirror_of or p.name].detach()
             part = delivery.shard(whole, p.dims, p.stored.spec, mesh.sizes, at).clone()
-            stored[p.name] = part.requires_grad_(p.requires_grad)
+            stored[p.name] = part.to(DEVICE).requires_grad_(p.requires_grad)
         environment = Environment(
-            torch.device("cpu"), groups, world.messenger(rendezvous=True), world.world_group()
+            DEVICE, groups, world.messenger(rendezvous=True), world.world_group()
         )
-        held = {name: value.clone() for name, value in (buffers or {}).items()}
+        held = {name: value.clone().to(DEVICE) for name, value in (buffers or {}).items()}
         executor = Executor(pipeline, world.rank, codes[k], environment, constants, held)
         return work(Rank(executor, stored, held, world))
 
@@ -130,7 +133,7 @@ def compare_with(
     errors = {}
     for k, (stage, mesh) in enumerate(zip(pipeline.stages, pipeline.meshes, strict=True)):
         for p in stage.parameters:
-            parts = [found[rank][p.name] for rank in mesh.ranks]
+            parts = [found[rank][p.name].cpu() for rank in mesh.ranks]
             tensor = TensorType(p.dims, 8, True)
             whole, spread = gather(parts, tensor, p.stored.spec, mesh.sizes)
             key = p.name if pipeline.n_stages == 1 else f"stage {k}: {p.name}"
@@ -170,4 +173,4 @@ def gradient_of(parameter: Tensor) -> Tensor:
 
 def relative_error(actual: Tensor, expected: Tensor) -> float:
     """By the parity law."""
-    return difference(actual, expected) / max(1.0, expected.abs().max().item())
+    return difference(actual.cpu(), expected) / max(1.0, expected.abs().max().item())

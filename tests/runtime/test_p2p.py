@@ -13,7 +13,7 @@ from torch import Tensor
 
 from autopar.errors import MeshError, VerificationError
 from autopar.runtime.collectives.p2p import DistMessenger, Messenger, Receive
-from autopar.runtime.groups.distributed import world_group
+from autopar.runtime.groups.distributed import make_edges, world_group
 from autopar.runtime.groups.group import CollectiveCall, Recorder
 from autopar.runtime.launch.processes import WorkerPool
 from autopar.runtime.launch.threads import ThreadWorld, run_threads
@@ -79,14 +79,20 @@ def on_process(job: Callable[[Messenger], object]) -> object:
     return job(DistMessenger(torch.device("cpu")))
 
 
-@pytest.fixture(params=["threads", "threads as nccl", "processes"])
+def by_edges(job: Callable[[Messenger], object]) -> object:
+    """As on GPUs: a process group per directed edge."""
+    return job(DistMessenger(torch.device("cpu"), make_edges([(0, 1), (1, 0)])))
+
+
+@pytest.fixture(params=["threads", "threads as nccl", "processes", "processes by edges"])
 def run_pair(
     request: pytest.FixtureRequest,
 ) -> Callable[[Callable[[Messenger], object]], list[object]]:
     """Runs a job on two ranks; the results by rank."""
-    if request.param == "processes":
+    if request.param.startswith("processes"):
         pool = request.getfixturevalue("workers")(2)
-        return lambda job: list(pool.run(on_process, job))
+        on_rank = on_process if request.param == "processes" else by_edges
+        return lambda job: list(pool.run(on_rank, job))
     return lambda job: run_on_threads(job, request.param == "threads as nccl")
 
 

@@ -7,7 +7,8 @@ gradients, and parameters after optimizer steps with one process.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import pytest
 import torch
@@ -17,9 +18,11 @@ from autopar.capture.reference import reference_step
 from autopar.passes.analysis.analysis import Analysis
 from autopar.placement.shards import gather
 from autopar.placement.spec import TensorType
+from autopar.program.messages import message_edges
 from autopar.program.pipeline import Pipeline
 from autopar.program.program import Program
 from autopar.program.strategy import Period
+from autopar.runtime.collectives.p2p import Messenger, Posted, Send
 from autopar.runtime.execute.executor import Executor
 from tests.helpers.harness import generated_code, model_case
 from tests.helpers.models.pipeline_models import (
@@ -70,6 +73,25 @@ def made(
 
 def crossings_of(pipeline: Pipeline, value: str) -> list[tuple[int, int]]:
     return [(c.source, c.target) for c in pipeline.crossings if c.value == value]
+
+
+@pytest.mark.parametrize("model", [Skip, Tied])
+def test_messages_go_along_the_edges_of_the_pipeline(
+    model: type[nn.Module], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On GPUs each edge has a communicator, made before the first step."""
+    analysis, pipeline = made(model, "b c d", Layout(FOUR[1], 4), 0)
+    sent: set[tuple[int, int]] = set()
+    post = Messenger.post
+
+    def watched(self: Messenger, sends: Sequence[Send], receives: Any, *phase: str) -> Posted:
+        sent.update((self.rank, peer) for x, peer in sends)
+        return post(self, sends, receives, *phase)
+
+    monkeypatch.setattr(Messenger, "post", watched)
+    errors, _ = pipeline_step(analysis.program, pipeline, batch_of(model, 0), 0)
+    assert wrong(errors) == {}
+    assert tuple(sorted(sent)) == message_edges(pipeline)
 
 
 @pytest.mark.parametrize("order", ORDERS)

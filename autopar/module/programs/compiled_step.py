@@ -16,14 +16,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.codegen import file_name
-from autopar.mesh import LogicalMesh
 from autopar.passes.analysis import Analysis
 from autopar.passes.compilation import Compilation
 from autopar.passes.facts import Sources
-from autopar.program import Pipeline, Program
+from autopar.program import Pipeline, Program, message_edges
 from autopar.runtime.collectives import DistMessenger, Messenger
 from autopar.runtime.execute import Environment, Executor, load_code
-from autopar.runtime.groups import Group, make_groups, world_group
+from autopar.runtime.groups import Group, make_edges, make_groups, world_group
 
 # What a program computes: a step, without or with the model's outputs; without gradients, the
 # model's outputs or the loss alone.
@@ -42,18 +41,22 @@ class Links:
     world: Group | None
 
     @staticmethod
-    def join(meshes: Sequence[LogicalMesh], rank: int, device: torch.device) -> Links:
-        """Make the process groups; every rank must call it with the same meshes."""
+    def join(pipeline: Pipeline, rank: int, device: torch.device) -> Links:
+        """Make the process groups; every rank must call it with the same pipeline.
+
+        Groups of the axes come first, stage by stage; then, on GPUs, one per directed edge.
+        """
+        meshes = pipeline.meshes
         several = len(meshes) > 1
         groups: Mapping[tuple[int, ...], Group] = {}
         for mesh in meshes:
             made = make_groups(mesh) if dist.is_initialized() else {}
             if rank in mesh.ranks:
                 groups = made
-        return Links(
-            rank, device, groups,
-            DistMessenger(device) if several else None, world_group() if several else None,
-        )  # fmt: skip
+        if not several:
+            return Links(rank, device, groups, None, None)
+        edges = {} if device.type == "cpu" else make_edges(message_edges(pipeline))
+        return Links(rank, device, groups, DistMessenger(device, edges), world_group())
 
     def environment(self) -> Environment:
         return Environment(self.device, self.groups, self.messenger, self.world)
