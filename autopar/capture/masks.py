@@ -151,7 +151,7 @@ class _Mask:
         if node in seen:
             return
         seen.add(node)
-        if node.op != "call_function" or not _is_elementwise(node.target):
+        if node.op != "call_function" or not is_elementwise(node.target):
             self.parts[node] = None
             return
         for source in node.all_input_nodes:
@@ -194,7 +194,8 @@ class _Mask:
         return values[self.mask]
 
 
-def _is_elementwise(target: Any) -> bool:
+def is_elementwise(target: Any) -> bool:
+    """Is each element computed from those at its place? `expand` counts."""
     if target in _ALSO_ELEMENTWISE or target is aten.expand.default:
         return True
     return isinstance(target, torch._ops.OpOverload) and torch.Tag.pointwise in target.tags

@@ -1,4 +1,6 @@
-"""Attention with dropout: one operator with dropout by position, else its parts.
+"""Attention: learned masks for one row (`repeated.py`), and dropout by position.
+
+With dropout it is one operator, else its parts.
 
 `ATTENTION_DROPOUT` (`operators/attention.py`) computes both at once and keeps no [s, t] tensor. The
 parts are for what it does not compute (`_obstacle`), such as the gradient of a learned mask:
@@ -23,16 +25,25 @@ from torch import fx
 from autopar.capture.builder import Builder, TracedCall
 from autopar.capture.names import source_line
 from autopar.capture.rewrites.random import cast, dropped, places
+from autopar.capture.rewrites.repeated import for_one_row
 from autopar.operators import ATTENTION_DROPOUT
 from autopar.precision import working_dtype
 
 aten = torch.ops.aten
 
 
-def attention_with_dropout(b: Builder, call: TracedCall) -> fx.Node | None:
+def attention(b: Builder, call: TracedCall) -> fx.Node | None:
     bound = call.bind()
+    mask = bound["attn_mask"]
+    if mask is not None:
+        bound["attn_mask"] = for_one_row(b, mask)
     if bound["dropout_p"] == 0:
-        return None
+        if bound["attn_mask"] is mask:
+            return None
+        args, kwargs = fx.node.map_arg(
+            (call.args, call.kwargs), lambda n: bound["attn_mask"] if n is mask else n
+        )
+        return b.emit(call.target, args, kwargs, call.origin)
     obstacle = _obstacle(b, call, bound)
     made_of = "fused, with dropout by position"
     if obstacle is not None:

@@ -14,7 +14,7 @@
     experts       a matmul with a looked-up matrix per row: `experts.py`
     means         mean(x) = sum(x) / n with n a Python number, because a sum can be sharded
     mean losses   `losses.py`
-    random        `random.py`; attention with dropout: `attention.py`
+    random        `random.py`; attention: `attention.py`
 
 A rewrite returns the node that replaces the call (a tuple for several results), or None to keep
 the call.
@@ -30,7 +30,7 @@ import torch
 from torch import fx
 
 from autopar.capture.builder import Builder, TracedCall
-from autopar.capture.rewrites.attention import attention_with_dropout
+from autopar.capture.rewrites.attention import attention
 from autopar.capture.rewrites.experts import expert_matmul
 from autopar.capture.rewrites.images import IMAGE_REWRITES
 from autopar.capture.rewrites.losses import LOSS_REWRITES, mean_of
@@ -200,7 +200,7 @@ REWRITES: dict[Any, Rewrite] = {
     **IMAGE_REWRITES,
     **PLACE_REWRITES,
     **RANDOM_REWRITES,
-    aten.scaled_dot_product_attention: attention_with_dropout,
+    aten.scaled_dot_product_attention: attention,
 }
 
 
