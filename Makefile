@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Processes draw hash seeds of their own, so that tests of equal plans compare different ones.
 export PYTHONHASHSEED :=
 
-.PHONY: demo compare bench-plan bench-checks bench-mixed same-plans validate-local test nightly lint golden docs parity test-gpu validate install clean
+.PHONY: demo compare bench-plan bench-runtime bench-checks bench-mixed same-plans validate-local test nightly lint golden docs parity test-gpu validate install clean
 
 # Trains on four processes; plans a Llama of 8 layers for 16 GPUs and draws it; a short comparison.
 demo: install
@@ -31,6 +31,11 @@ compare: install
 # How long planning takes for models of 8 to 70 billion parameters on 8 to 1024 GPUs, phase by phase.
 bench-plan: install
 	$(BIN)/python -m examples.bench_plan
+
+# Step times of what autopar generates beside eager, Megatron by hand, DDP, FSDP2 and torch's 1F1B,
+# on one and two processes. Some two minutes. With --delayed, overlap under a slow network.
+bench-runtime: install
+	$(BIN)/python -m examples.bench_runtime
 
 # What the checks of a step take, of the demo's GPT-2 on two processes.
 bench-checks: install

@@ -10,6 +10,7 @@ from autopar.codegen import emit
 from autopar.passes.analysis import Analysis
 from autopar.passes.compilation import size_of, text_of
 from autopar.passes.facts import (
+    Differentiated,
     Inputs,
     KeptWhole,
     Placed,
@@ -21,7 +22,15 @@ from autopar.passes.facts import (
 from autopar.passes.lowering import PlacedStage
 from autopar.passes.search import PlanningResult
 from autopar.plans import PlanData, Predicted
-from autopar.program import Pipeline, Program
+from autopar.program import (
+    CallLine,
+    DetachLine,
+    GatherLine,
+    MoveLine,
+    Pipeline,
+    Program,
+    outs,
+)
 from autopar.units import format_bytes, format_seconds
 
 
@@ -105,8 +114,26 @@ def _stage(k: int, stage: PlacedStage) -> Iterable[str]:
 
 @text_of.register
 def _(pipeline: Pipeline) -> str:
-    stages = pipeline.stages
-    return "\n".join(emit(stage, k, len(stages)) for k, stage in enumerate(stages))
+    """One line per line of each stage: what it makes, of what, and where it is."""
+    found = []
+    for k, stage in enumerate(pipeline.stages):
+        found.append(f"stage {k}")
+        for line in stage.body:
+            made = ", ".join(f"{o.name}{list(o.shape)} {o.spec}" for o in outs(line))
+            match line:
+                case CallLine():
+                    words = ", ".join(line.reads)
+                    found.append(f"  {made} = {line.lowered or line.target}({words})")
+                case MoveLine():
+                    found.append(f"  {made} = {line.move.name}({line.source})")
+                case GatherLine() | DetachLine():
+                    found.append(f"  {made} = {type(line).__name__}({line.source})")
+    return "\n".join(found)
+
+
+@text_of.register
+def _(made: Differentiated) -> str:
+    return "\n".join(emit(stage, k, len(made.stages)) for k, stage in enumerate(made.stages))
 
 
 @text_of.register
@@ -181,6 +208,13 @@ def _(pipeline: Pipeline) -> str:
 @size_of.register
 def _(unverified: Unverified) -> str:
     return size_of(unverified.pipeline)
+
+
+@size_of.register
+def _(made: Differentiated) -> str:
+    n_forward = sum(len(stage.forward) for stage in made.stages)
+    n_backward = sum(len(stage.backward) for stage in made.stages)
+    return f"{_count(n_forward, 'line')} forward, {_count(n_backward, 'line')} backward"
 
 
 @size_of.register

@@ -17,15 +17,19 @@ from autopar.passes.analysis import Analysis, Paddings
 from autopar.passes.binding import ExampleInputs
 from autopar.passes.lowering import PlacedStage
 from autopar.plans import InputSignature, StageRecord
-from autopar.program import Pipeline
+from autopar.program import JointProgram, Pipeline
 
 
 @dataclass(frozen=True)
 class Target:
-    """The machine to compile for, and the user's options."""
+    """The machine to compile for, the user's options, and the type of device that kernels are for.
+
+    A plan is made without devices. Its programs are printed for "cpu" then.
+    """
 
     mesh: Mesh
     options: Options
+    device: str = "cpu"
 
 
 @dataclass(frozen=True)
@@ -73,6 +77,13 @@ class Unverified:
     """The lowered and joined stages, before they are verified."""
 
     pipeline: Pipeline
+
+
+@dataclass(frozen=True)
+class Differentiated:
+    """The stages' programs with their backward written out."""
+
+    stages: tuple[JointProgram, ...]
 
 
 @dataclass(frozen=True)

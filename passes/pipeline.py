@@ -11,7 +11,8 @@
     lower          Placed, PlanData                      -> Unverified
     verify         Unverified                            -> Pipeline
     price          Pipeline, Placed, ...                 -> Predicted
-    emit           Pipeline                              -> Sources
+    differentiate  Pipeline, Target                      -> Differentiated
+    emit           Differentiated                        -> Sources
 
 `plan`, `parallelize` and `Plan.bind` run this list (`PASSES`); a pass runs when its fact is first
 read (`compilation.py`). A saved plan gives `PlanData`, so nothing is searched. `record` may hand on
@@ -26,7 +27,7 @@ facts of each pass.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import autopar.passes.fact_text  # noqa: F401  (registers how facts are printed)
 from autopar.codegen import emit, file_name
@@ -41,6 +42,7 @@ from autopar.passes.analysis import (
     pad,
     padded_for,
 )
+from autopar.passes.backward import differentiate
 from autopar.passes.binding import (
     capture_plan,
     capture_step,
@@ -57,6 +59,7 @@ from autopar.passes.binding import (
 )
 from autopar.passes.compilation import Compilation, Pass
 from autopar.passes.facts import (
+    Differentiated,
     EvaluationStages,
     Inputs,
     KeptWhole,
@@ -305,14 +308,29 @@ class Price(Pass):
 
 
 @dataclass(frozen=True)
+class Differentiate(Pass):
+    """Write out the backward of every stage: kernels, reshards, what runs or is gathered again."""
+
+    requires = (Pipeline, Target)
+    provides = (Differentiated,)
+
+    def run(self, facts: Compilation) -> Iterable[object]:
+        pipeline, device = facts[Pipeline], facts[Target].device
+        trains = pipeline.schedule.trains
+        yield Differentiated(
+            tuple(differentiate(replace(s, trains=trains), device) for s in pipeline.stages)
+        )
+
+
+@dataclass(frozen=True)
 class Emit(Pass):
     """Print the program of every stage as a Python file."""
 
-    requires = (Pipeline,)
+    requires = (Differentiated,)
     provides = (Sources,)
 
     def run(self, facts: Compilation) -> Iterable[object]:
-        stages = facts[Pipeline].stages
+        stages = facts[Differentiated].stages
         yield Sources({file_name(k): emit(stage, k, len(stages)) for k, stage in enumerate(stages)})
 
 
@@ -363,6 +381,7 @@ PASSES: tuple[Pass, ...] = (
     Lower(),
     Verify(),
     Price(),
+    Differentiate(),
     Emit(),
 )
 
@@ -370,7 +389,7 @@ PASSES: tuple[Pass, ...] = (
 def other_shapes(n_blocks: int, with_outputs: bool) -> tuple[Pass, ...]:
     """The passes for a plan that was made for another batch."""
     place = Place(same_graph=False, n_blocks=n_blocks, with_outputs=with_outputs)
-    return KeepWhole(), Analyse(), place, Lower(with_outputs), Verify(), Emit()
+    return KeepWhole(), Analyse(), place, Lower(with_outputs), Verify(), Differentiate(), Emit()
 
 
 def evaluation(with_outputs: bool) -> tuple[Pass, ...]:
@@ -382,5 +401,6 @@ def evaluation(with_outputs: bool) -> tuple[Pass, ...]:
         PlaceEvaluation(with_outputs),
         Lower(with_outputs, only_forward=True),
         Verify(),
+        Differentiate(),
         Emit(),
     )

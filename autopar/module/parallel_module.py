@@ -128,7 +128,8 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         self._adopt(data, self._compilation(example))
 
     def _compilation(self, batch: Mapping[str, Any] | Sequence[Any]) -> Compilation:
-        source, target = Source(self._model[0], batch), Target(self._mesh, self._options)
+        target = Target(self._mesh, self._options, self._device.type)
+        source = Source(self._model[0], batch)
         return Compilation(PASSES, source, target)
 
     def _adopt(self, data: PlanData, compilation: Compilation) -> None:

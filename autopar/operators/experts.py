@@ -60,7 +60,9 @@ def _(rows: Tensor, columns: Tensor, ids: Tensor, n_experts: int) -> Tensor:
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     x, weight, ids, ctx.transposed = inputs
-    ctx.save_for_backward(x, weight, ids)
+    ctx.n_experts = weight.shape[0]
+    of_x, of_weight = ctx.needs_input_grad[:2]  # each gradient needs the other tensor
+    ctx.save_for_backward(x if of_weight else None, weight if of_x else None, ids)
 
 
 def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None, None, None]:
@@ -70,7 +72,7 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None,
         of_x = torch.ops.autopar.expert_linear(gradient, weight, ids, not ctx.transposed)
     if ctx.needs_input_grad[1]:
         pair = (x, gradient) if ctx.transposed else (gradient, x)
-        of_weight = torch.ops.autopar.expert_outer(*pair, ids, weight.shape[0])
+        of_weight = torch.ops.autopar.expert_outer(*pair, ids, ctx.n_experts)
     return of_x, of_weight, None, None
 
 

@@ -7,8 +7,10 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from autopar.codegen import emit, file_name
 from autopar.parity.alone import StepResult, gradients_of
 from autopar.parity.report import relative_error
+from autopar.passes.backward import differentiate
 from autopar.placement import TensorType, gather
 from autopar.planning import Plan
 from autopar.runtime.execute import Environment, Executor, load_code
@@ -32,7 +34,10 @@ def thread_errors(
     """
     assert plan.bound is not None
     pipeline, program = plan.bound.pipeline, plan.bound.analysis.program
-    codes = [load_code(name, source)[0] for name, source in plan.code().items()]
+    stages = [differentiate(stage, device.type) for stage in pipeline.stages]
+    codes = [
+        load_code(file_name(k), emit(stage, k, len(stages)))[0] for k, stage in enumerate(stages)
+    ]
     constants = {k: make() for k, make in program.constants.items()}
     given = {n: inputs[info.path] for n, info in program.inputs.items()}
 

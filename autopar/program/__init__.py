@@ -3,11 +3,12 @@
 Read `program.py` (the captured graph), `audit.py` (what capture made of the module), `frozen.py`
 (Python values in the graph), `factors.py` (factors of its dims), `strategy.py` (the facts of a
 plan), `stage_program.py` (the lines of a stage), `rerun_lines.py` (what backward runs again),
+`joint_program.py` (forward and backward as they run),
 `abridged.py` (programs with few of their repeated blocks), `pipeline.py` (stages joined),
 `cross_mesh.py`, `messages.py` (what crosses between stages), `bucketing.py`, `collective.py` (the
 collectives of a step).
 It may import `rules`, `options`, `placement`, `schedule`, `mesh` and the files below.
-It hands on `Program`, `StageProgram` and `Pipeline`.
+It hands on `Program`, `StageProgram`, `JointProgram` and `Pipeline`.
 """
 
 from autopar.program.abridged import (
@@ -18,13 +19,14 @@ from autopar.program.abridged import (
     parameter_counts,
 )
 from autopar.program.audit import Audit, Note
-from autopar.program.bucketing import BUCKET_BYTES, buckets, primitive_bytes
+from autopar.program.bucketing import BUCKET_BYTES, buckets, primitive_bytes, sync_bucket_bytes
 from autopar.program.collective import (
     Collective,
     ConversionBucket,
     RankCall,
     conversion_buckets,
     rank_collectives,
+    return_bucket_bytes,
     return_buckets,
     step_calls,
     summarise,
@@ -43,6 +45,21 @@ from autopar.program.factors import (
     unify,
 )
 from autopar.program.frozen import AttributeReads, Frozen
+from autopar.program.joint_program import (
+    FunctionBackward,
+    FunctionLine,
+    GradientMove,
+    JointLine,
+    JointProgram,
+    KernelLine,
+    ReadyLine,
+    StartLine,
+    Variable,
+    WaitLine,
+    joint_reads,
+    joint_writes,
+    taken_parameters,
+)
 from autopar.program.messages import (
     Messages,
     Piece,
@@ -67,6 +84,7 @@ from autopar.program.program import (
 )
 from autopar.program.rerun_lines import regathered, rerun
 from autopar.program.stage_program import (
+    DEVICE,
     UNUSED,
     Boundary,
     CallLine,
@@ -97,6 +115,7 @@ from autopar.program.strategy import OperatorStrategy, Period, Recomputed, Stora
 
 __all__ = [
     "BUCKET_BYTES",
+    "DEVICE",
     "UNUSED",
     "Accumulation",
     "Atom",
@@ -116,9 +135,15 @@ __all__ = [
     "Factors",
     "FreeLine",
     "Frozen",
+    "FunctionBackward",
+    "FunctionLine",
     "GatherLine",
+    "GradientMove",
     "InnerCall",
     "InputInfo",
+    "JointLine",
+    "JointProgram",
+    "KernelLine",
     "Line",
     "Local",
     "Messages",
@@ -134,6 +159,7 @@ __all__ = [
     "Program",
     "Prologue",
     "RankCall",
+    "ReadyLine",
     "Recomputed",
     "Ref",
     "RepeatedLines",
@@ -141,12 +167,15 @@ __all__ = [
     "Segment",
     "Slice",
     "StageProgram",
+    "StartLine",
     "Storage",
     "StoredParameter",
     "Strategy",
     "Tie",
     "TieExchange",
     "Types",
+    "Variable",
+    "WaitLine",
     "Workspace",
     "batch_shards",
     "buckets",
@@ -157,6 +186,8 @@ __all__ = [
     "every_delivered",
     "every_parameter",
     "flatten_inputs",
+    "joint_reads",
+    "joint_writes",
     "leaves",
     "line_counts",
     "local_factors",
@@ -171,11 +202,14 @@ __all__ = [
     "reads",
     "regathered",
     "rerun",
+    "return_bucket_bytes",
     "return_buckets",
     "row_dims",
     "step_calls",
     "storage_owners",
     "summarise",
+    "sync_bucket_bytes",
+    "taken_parameters",
     "tensor_types",
     "tie_exchanges",
     "tied_slices",

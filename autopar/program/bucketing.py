@@ -20,17 +20,27 @@ from autopar.placement import PrimitiveKind
 
 # PyTorch DDP's default: torch.nn.parallel.DistributedDataParallel, bucket_cap_mb.
 BUCKET_BYTES = 25 * 2**20
+# Gradient sync runs beside backward, and its last bucket after it. So where gradients are few they
+# are cut into several buckets, not smaller than DDP's first one (`_DEFAULT_FIRST_BUCKET_BYTES`).
+_N_BUCKETS, _LEAST_BUCKET_BYTES = 4, 2**20
+
+
+def sync_bucket_bytes(gradient_bytes: int) -> int:
+    """The size of the buckets in which gradients of so many bytes are reduced."""
+    return min(BUCKET_BYTES, max(_LEAST_BUCKET_BYTES, gradient_bytes // _N_BUCKETS))
+
 
 Key = TypeVar("Key", bound=Hashable)
 
 
 @dataclass(frozen=True)
 class Bucket(Generic[Key]):
-    """One fused call: key, positions of its tensors, and size by NCCL's accounting."""
+    """One fused call: key, positions of its tensors, size by NCCL's accounting, and its round."""
 
     key: Key
     members: tuple[int, ...]
     size_bytes: int
+    round: int = 0
 
 
 def buckets(steps: Sequence[Sequence[tuple[Key, int]]], bucket_bytes: int) -> Iterator[Bucket[Key]]:
@@ -42,19 +52,21 @@ def buckets(steps: Sequence[Sequence[tuple[Key, int]]], bucket_bytes: int) -> It
                 key, size_bytes = collectives[position]
                 pending.setdefault(key, []).append((i, size_bytes))
         for key, members in pending.items():
-            yield from _cut(key, members, bucket_bytes)
+            yield from _cut(key, members, bucket_bytes, position)
 
 
-def _cut(key: Key, members: Sequence[tuple[int, int]], bucket_bytes: int) -> Iterator[Bucket[Key]]:
+def _cut(
+    key: Key, members: Sequence[tuple[int, int]], bucket_bytes: int, position: int
+) -> Iterator[Bucket[Key]]:
     filled: list[int] = []
     filled_bytes = 0
     for i, size_bytes in members:
         if filled and filled_bytes + size_bytes > bucket_bytes:
-            yield Bucket(key, tuple(filled), filled_bytes)
+            yield Bucket(key, tuple(filled), filled_bytes, position)
             filled, filled_bytes = [], 0
         filled.append(i)
         filled_bytes += size_bytes
-    yield Bucket(key, tuple(filled), filled_bytes)
+    yield Bucket(key, tuple(filled), filled_bytes, position)
 
 
 def primitive_bytes(kind: PrimitiveKind, local_bytes: int, n_ranks: int) -> tuple[int, int]:

@@ -29,7 +29,7 @@ import torch
 
 from autopar.placement import COLLECTIVES, PrimitiveKind
 from autopar.program.abridged import every_parameter, line_counts
-from autopar.program.bucketing import BUCKET_BYTES, Bucket, buckets
+from autopar.program.bucketing import BUCKET_BYTES, Bucket, buckets, sync_bucket_bytes
 from autopar.program.messages import Messages, Piece, copy_axes, tie_exchanges
 from autopar.program.pipeline import Pipeline
 from autopar.program.rerun_lines import regathered, rerun
@@ -235,17 +235,20 @@ def conversion_buckets(program: StageProgram) -> tuple[ConvertedUses, tuple[Conv
     """The uses converted from storage once a step, and the fused calls that do it."""
     waiting = tuple((p, use) for p in every_parameter(program) for use in p.uses if use.moves)
     steps = [[(m.move.forward, m.move.axes, m.forward_bytes) for m in u.moves] for _, u in waiting]
-    return waiting, _fused([p.shard.dtype for p, _ in waiting], steps)
+    return waiting, _fused([p.shard.dtype for p, _ in waiting], steps, BUCKET_BYTES)
 
 
 def return_buckets(
     program: StageProgram, period: str
 ) -> tuple[ConvertedUses, tuple[ConversionBucket, ...]]:
-    """The same for gradients of such uses, brought back to storage once per `period`."""
+    """The same for gradients of such uses, brought back to storage once per `period`.
+
+    The last parameters come first, because backward ends with the first ones.
+    """
     used = used_parameters(program)
     waiting = tuple(
         (p, use)
-        for p in every_parameter(program)
+        for p in reversed(list(every_parameter(program)))
         for use in p.uses
         if use.moves and p.period == period and p.requires_grad and use.local.name in used
     )
@@ -254,12 +257,18 @@ def return_buckets(
         for _, u in waiting
     ]
     dtypes = [u.local.gradient_dtype or u.local.dtype for _, u in waiting]
-    return waiting, _fused(dtypes, steps)
+    return waiting, _fused(dtypes, steps, return_bucket_bytes(waiting))
+
+
+def return_bucket_bytes(uses: ConvertedUses) -> int:
+    """The size of the buckets of `return_buckets`, whose uses these are."""
+    return sync_bucket_bytes(sum(use.local.gradient_bytes for _, use in uses))
 
 
 def _fused(
     dtypes: Sequence[torch.dtype],
     steps: Sequence[Sequence[tuple[PrimitiveKind, tuple[int, ...], int]]],
+    bucket_bytes: int,
 ) -> tuple[ConversionBucket, ...]:
     keyed = [
         [
@@ -269,7 +278,7 @@ def _fused(
         ]
         for dtype, items in zip(dtypes, steps, strict=True)
     ]
-    return tuple(buckets(keyed, BUCKET_BYTES))
+    return tuple(buckets(keyed, bucket_bytes))
 
 
 def _bucket_calls(

@@ -47,4 +47,8 @@ def regathered(program: StageProgram) -> dict[int, tuple[GatherLine, ...]]:
         elif isinstance(line, CallLine) and i not in inside:
             kept = [owner.get(name, name) for name in line.keeps]
             found[i] = tuple(made[k] for k in kept if k in made)
+    again: set[str] = set()
+    for i in sorted(found, reverse=True):  # the first operator in backward's order gathers it
+        found[i] = tuple(line for line in found[i] if line.out.name not in again)
+        again.update(line.out.name for line in found[i])
     return {i: lines for i, lines in found.items() if lines}

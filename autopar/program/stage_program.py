@@ -37,6 +37,10 @@ class Ref:
         return self.name
 
 
+# The device of the rank, as an argument.
+DEVICE = Ref("env.device")
+
+
 @dataclass(frozen=True)
 class Local:
     """A variable on one rank, with its local shape and its spec.

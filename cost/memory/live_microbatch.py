@@ -9,15 +9,16 @@ other consumers add to it. It is freed after the producer's backward. A paramete
 Recomputed segments: in forward, autograd holds only the segment's inputs and the results of its
 lines at `Segment.kept`, such as matmuls and collectives. Before the backward of the segment's last
 line, its lines run again. The storages that they make then are new ones, held as autograd holds
-those of other lines, gathered parameters included. The inputs are released after the backward of
-the first line that autograd keeps something for.
+those of other lines, gathered parameters included. An input is released after the last line that
+reads it again.
 
-Between stages: received and sent tensors live until the backward of their microbatch is over, and
-so do the gradients received for sent tensors and the gradients to be sent back.
+Between stages: sent tensors, which may be under way, and gradients to be sent back live until the
+backward of their microbatch is over.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -98,7 +99,6 @@ class MicrobatchMemory:
             }
             for s in program.segments
         }
-        self.lets_go = {self._first_needed(s): s for s in program.segments}
         self.gathered = {
             self.owners[i][line.out.name]
             for i, line in enumerate(program.body)
@@ -160,22 +160,10 @@ class MicrobatchMemory:
                     leaves[use.local.name] = kept
         return leaves
 
-    def _first_needed(self, segment: Segment) -> int:
-        """The first line of a segment that autograd keeps something for.
-
-        Its backward is the last one that needs the segment's inputs.
-        """
-        lines = ((i, self.program.body[i]) for i in range(segment.start, segment.stop))
-        return next(
-            i
-            for i, line in lines
-            if i in self.reached and isinstance(line, CallLine) and (line.keeps or line.saved_bytes)
-        )
-
     def forward(self) -> None:
         """Run every line in order.
 
-        Afterwards autograd's storages, the loss, and received and sent tensors are held.
+        Afterwards what is saved, the loss and sent tensors are held.
         """
         variables: dict[str, str] = {}
         for boundary in self.program.received:
@@ -186,6 +174,8 @@ class MicrobatchMemory:
             self._begin(end)
             self._line_forward(i, line, variables)
             self._finish(end)
+        for boundary in self.program.received:
+            self.storages.release(boundary.local.name)
         held = {b.local.name for b in self.program.sent if b.local.has_grad}
         for name, owner in variables.items():
             if name != self.program.loss and name not in held:
@@ -291,7 +281,6 @@ class MicrobatchMemory:
             if boundary.local.has_grad:
                 owner = f"{boundary.local.name}@received"
                 self._give(boundary.local.name, owner, boundary.local.size_bytes)
-                self.gradients.hold(owner)  # the executor holds it until the backward is over
         for i in self.backward_order:
             end = self.backward_ends.get(i)
             self._begin(end)
@@ -308,13 +297,16 @@ class MicrobatchMemory:
             self._move_backward(i, line)
         elif isinstance(line, GatherLine):
             self._gather_backward(line)
-        if i in self.lets_go:
-            for owner in self.segment_kept.pop(self.lets_go[i].start):
-                self.storages.release(owner)
 
     def _run_again(self, segment: Segment) -> None:
         """Run the segment's lines again; afterwards what autograd keeps of them is held."""
         variables: dict[str, str] = {}
+        inputs = self.segment_kept.pop(segment.start)
+        waiting = Counter(
+            self.owners[i].get(name, name)
+            for i in self.again[segment.last]
+            for name in reads(self.program.body[i])
+        )
         for i in range(segment.start, segment.last + 1):
             line = self.program.body[i]
             if isinstance(line, FreeLine):
@@ -330,7 +322,13 @@ class MicrobatchMemory:
                 self._write(i, line, variables, again=True)
                 self.ledger.mark(f"{_text(line)} again", self._forward_workspace(line))
             self._keep(i, line, again=True)
-        for owner in variables.values():
+            if i in segment.rerun_range:
+                waiting.subtract(self.owners[i].get(name, name) for name in reads(line))
+                ended = [owner for owner in inputs if waiting[owner] <= 0]
+                inputs = [owner for owner in inputs if waiting[owner] > 0]
+                for owner in ended:
+                    self.storages.release(owner)
+        for owner in (*variables.values(), *inputs):
             self.storages.release(owner)
 
     def _hand_out(self, i: int, line: Line, variables: dict[str, str]) -> None:

@@ -21,12 +21,13 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.cost.memory.ledger import Ledger
 from autopar.cost.memory.live_microbatch import MicrobatchMemory
 from autopar.cost.memory.state import OPTIMIZERS, static_bytes_per_param
+from autopar.placement import COLLECTIVES, Split
 from autopar.program import (
     ConversionBucket,
     ParameterUse,
@@ -176,16 +177,32 @@ def _changes(use: ParameterUse) -> bool:
 
 
 def _bring_back(program: StageProgram, period: str, ledger: Ledger) -> None:
-    """Return gradients of converted uses to storage; old and new ones live until all are back."""
+    """Return gradients of converted uses to storage.
+
+    The first calls begin during backward, and end after it. Until then a gradient lives in the
+    buffer that replaces it. In backward such a buffer adds at most a bucket (`BUCKET_BYTES`), for a
+    moment, which is counted at its end.
+    """
     waiting, found = return_buckets(program, period)
     counts = parameter_counts(program)
     fused = {i for bucket in found if len(bucket.members) > 1 for i in bucket.members}
     for bucket in found:
-        for i in bucket.members:
-            parameter = waiting[i][0]
-            ledger.drop("synced", f"{i}")
-            ledger.add("synced", f"{i}", parameter.stored.size_bytes)
-        ledger.mark("gradient sync", _bucket_bytes(bucket, program))
+        if bucket.round == 0:
+            ledger.mark(
+                "gradient sync", _start_bytes(bucket, [waiting[i][1] for i in bucket.members])
+            )
+            if bucket.key[0] != "all_reduce":  # an all_reduce has its result in the buffer
+                for i in bucket.members:
+                    ledger.add("synced", f"{i}", waiting[i][0].stored.size_bytes)
+    ledger.mark("gradient sync")
+    for _, use in waiting:
+        ledger.drop("gradients of uses", use.local.name)
+    ledger.clear("synced")
+    for i, (parameter, _) in enumerate(waiting):
+        ledger.add("synced", f"{i}", parameter.stored.size_bytes)
+    for bucket in found:
+        if bucket.round > 0:
+            ledger.mark("gradient sync", _bucket_bytes(bucket, program))
     new = {
         parameter.name: counts.get(parameter.name, 1)
         for parameter, _ in waiting
@@ -200,8 +217,23 @@ def _bring_back(program: StageProgram, period: str, ledger: Ledger) -> None:
             new[parameter.name] -= 1
     ledger.mark("gradient sync")
     ledger.clear("synced")
-    for _, use in waiting:
-        ledger.drop("gradients of uses", use.local.name)
+
+
+def _start_bytes(bucket: ConversionBucket, uses: Sequence[ParameterUse]) -> float:
+    """What beginning a bucket's call needs besides its gradients and its results.
+
+    Its gradients are copied into one buffer. Those that are not cut along rows are cut first.
+    """
+    fused = float(bucket.size_bytes) if len(bucket.members) > 1 else 0.0
+    if bucket.key[0] == "all_reduce":
+        return fused
+    firsts = [next(m for m in reversed(u.moves) if m.move.backward in COLLECTIVES) for u in uses]
+    cut = (m.backward_bytes for m in firsts if not all(_is_rows(s) for s in m.move.splits))
+    return fused + sum(cut)
+
+
+def _is_rows(split: Split) -> bool:
+    return split.dim == 0 and split.outer == 1
 
 
 def _bucket_bytes(bucket: ConversionBucket, program: StageProgram) -> float:

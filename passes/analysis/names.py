@@ -11,7 +11,10 @@ from autopar.placement import TABLE, Spec
 from autopar.program import UNUSED
 from autopar.rules import all_rules
 
-_WORDS = frozenset({"torch", "env", "device", "parameters", "delivered", "phase", UNUSED})
+_WORDS = frozenset(
+    "torch env parameters delivered received saved cotangents ready phase taped forward "
+    f"backward prologue {UNUSED}".split()
+)
 
 
 def identifier(name: str) -> str:

@@ -35,6 +35,7 @@ from autopar.passes.lowering.segments import with_segments
 from autopar.passes.reshard import MoveStep, reshard_table, step_time_s
 from autopar.placement import I, R, Spec, TensorType, canonical_spec, local_shape, without_gradient
 from autopar.program import (
+    DEVICE,
     UNUSED,
     Accumulation,
     Boundary,
@@ -164,12 +165,18 @@ class _Lowering:
 
     def _moves(
         self, value: str, tensor: TensorType, source: Spec, target: Spec,
-        first: str, name: str, phase: str,
+        first: str, name: str, phase: str, is_chain: bool = False,
     ) -> tuple[MoveLine, ...]:  # fmt: skip
+        """The lines of a reshard from the variable `first` to `name`.
+
+        A chain is one expression in the generated program, so its intermediates need no names.
+        """
         lines, at = [], first
         restricted = self.strategy.sequence_forbidden and value not in self.program.parameters
-        for step, forward, backward in self._steps(tensor, source, target, restricted):
-            out = self._placed(name, value, tensor, step.target)
+        steps = self._steps(tensor, source, target, restricted)
+        for k, (step, forward, backward) in enumerate(steps, start=1):
+            own = name if k == len(steps) or is_chain else self._unique(f"{name}_{k}")
+            out = self._placed(own, value, tensor, step.target)
             lines.append(
                 MoveLine(
                     out, at, step.move, value, phase, step.forward_bytes,
@@ -177,7 +184,7 @@ class _Lowering:
                     tensor.has_grad,
                 )
             )  # fmt: skip
-            at = name
+            at = own
         return tuple(lines)
 
     def _steps(
@@ -217,7 +224,7 @@ class _Lowering:
             plain = spec == storage.spec or len(uses) == 1
             variable = base if plain else self._unique(f"{base}_as_{suffix(spec, self.active)}")
             moves = self._moves(
-                name, self.types[name], storage.spec, spec, base, variable, "param_gather"
+                name, self.types[name], storage.spec, spec, base, variable, "param_gather", True
             )
             converted.append(ParameterUse(self._local(variable, name, spec), moves))
             self.variables[name, spec] = variable
@@ -235,7 +242,7 @@ class _Lowering:
         base = identifier(self.program.parameters[name].name)
         variable = self._unique(f"{base}_gathered")
         moves = self._moves(
-            name, self.types[name], storage.spec, spec, base, variable, "param_gather"
+            name, self.types[name], storage.spec, spec, base, variable, "param_gather", True
         )
         if not moves:
             return base
@@ -348,7 +355,7 @@ class _Lowering:
                 return Ref(waiting.pop(0))
             if isinstance(value, (list, tuple)):
                 return [replace(v) for v in value]
-            return Ref("device") if isinstance(value, torch.device) else value
+            return DEVICE if isinstance(value, torch.device) else value
 
         args = tuple(replace(a) for a in node.args)
         schema = list(operator.call.args)

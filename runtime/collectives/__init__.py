@@ -1,6 +1,6 @@
-"""Decides how tensors change placement with gradients, and how stages exchange tensors.
+"""Decides how tensors change placement, and how stages exchange tensors.
 
-Read `pairs.py` (one differentiable function per move), `p2p.py` (non-blocking messages),
+Read `moves.py` (one function per move), `p2p.py` (non-blocking messages),
 `crossings.py` (tensors between stages), then `ties.py` (gradients of shared parameters).
 It imports `runtime/groups`, and may not import `lowered`, its neighbour.
 
@@ -8,8 +8,7 @@ Hands on the moves (`p_to_s`, ...), `Messenger` and `Crossings`.
 """
 
 from autopar.runtime.collectives.crossings import Crossings
-from autopar.runtime.collectives.p2p import DistMessenger, Messenger, Posted, Receive, Send
-from autopar.runtime.collectives.pairs import (
+from autopar.runtime.collectives.moves import (
     apply_primitive,
     i_to_p,
     i_to_r,
@@ -25,6 +24,7 @@ from autopar.runtime.collectives.pairs import (
     s_to_r,
     s_to_s,
 )
+from autopar.runtime.collectives.p2p import DistMessenger, Messenger, Posted, Receive, Send
 from autopar.runtime.collectives.ties import TiedGradients
 
 __all__ = [

@@ -1,8 +1,7 @@
 """Decides how one rank executes its stage's generated program for a training step.
 
 Read `executor.py` (the step), `delivery.py` (inputs per microbatch), `conversions.py` and
-`bucketed.py` (parameters and gradients between storage and use), `recompute.py` and
-`regather.py` (what is computed or gathered again in backward), then `load.py` (generated files).
+`bucketed.py` (parameters and gradients between storage and use), then `load.py` (generated files).
 It imports `runtime/collectives` and `runtime/groups`, and may not import `launch`, its neighbour.
 
 Hands on `Executor`, `Environment` and `load_code`.

@@ -10,12 +10,14 @@ tensors run as one call on a flat buffer. Tensor t contributes to the buffer
 
 with `cut` and `join` of `runtime/groups/group.py`. They keep each rank's part of each tensor
 together, so every tensor's result equals that of a call of its own, strided splits included.
-Rounds go through the tensors in list order, which must be the same on all ranks.
+Rounds go through the tensors in list order, which must be the same on all ranks. The order of a
+buffer is fixed, too, so sums do not depend on what is ready first.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from math import prod
 
 import torch
@@ -24,10 +26,26 @@ from torch import Tensor
 from autopar.placement import COLLECTIVES, PrimitiveKind, Split
 from autopar.program import buckets, primitive_bytes
 from autopar.runtime.collectives import apply_primitive
-from autopar.runtime.groups import Group, cut, join
+from autopar.runtime.groups import Group, Pending, cut, join
 
 Step = tuple[PrimitiveKind, Group, tuple[Split, ...]]
 BucketItem = tuple[Tensor, tuple[Step, ...]]
+
+
+@dataclass
+class Chain:
+    """A tensor on its way: `value` is None while a collective has it, `steps` are still to do."""
+
+    value: Tensor | None
+    steps: list[Step]
+
+    def run_local(self) -> Tensor:
+        """Run the steps before the next collective."""
+        assert self.value is not None, "the tensor is under way"
+        while self.steps and self.steps[0][0] not in COLLECTIVES:
+            kind, g, splits = self.steps.pop(0)
+            self.value = apply_primitive(kind, self.value, g, splits)
+        return self.value
 
 
 @torch.no_grad()
@@ -38,15 +56,31 @@ def bucketed_apply(items: Sequence[BucketItem], bucket_bytes: int) -> list[Tenso
     larger tensor goes alone. Results have no autograd history, and are contiguous if any step was
     applied. Results of one all_reduce or reduce_scatter bucket are views of its buffer.
     """
-    values = [tensor.detach() for tensor, _ in items]
-    todo = [list(steps) for _, steps in items]
+    chains = [Chain(tensor.detach(), list(steps)) for tensor, steps in items]
     for bucket in buckets([_calls(x, steps) for x, steps in items], bucket_bytes):
-        kind, g, _, _ = bucket.key
-        xs = [_local_steps(values[i], todo[i]) for i in bucket.members]
-        splits_of = [todo[i].pop(0)[2] for i in bucket.members]
-        for i, value in zip(bucket.members, _fused(kind, g, xs, splits_of), strict=True):
-            values[i] = value
-    return [_local_steps(value, steps) for value, steps in zip(values, todo, strict=True)]
+        start_bucket([chains[i] for i in bucket.members]).wait()
+    return [chain.run_local() for chain in chains]
+
+
+@torch.no_grad()
+def start_bucket(chains: Sequence[Chain], owns: bool = False) -> Pending[None]:
+    """Begin the next collective of these tensors as one call; the wait gives them its results.
+
+    They must have the same collective next, over one group, in one dtype. With `owns` nobody else
+    reads them.
+    """
+    xs = [chain.run_local() for chain in chains]
+    kind, g, _ = chains[0].steps[0]
+    splits_of = [chain.steps.pop(0)[2] for chain in chains]
+    for chain in chains:
+        chain.value = None
+    pending = _fused(kind, g, xs, splits_of, owns)
+
+    def arrived(values: list[Tensor]) -> None:
+        for chain, value in zip(chains, values, strict=True):
+            chain.value = value
+
+    return pending.then(arrived)
 
 
 _Key = tuple[PrimitiveKind, Group, torch.dtype, torch.device]
@@ -63,39 +97,44 @@ def _calls(x: Tensor, steps: Sequence[Step]) -> list[tuple[_Key, int]]:
     return calls
 
 
-def _local_steps(value: Tensor, steps: list[Step]) -> Tensor:
-    """Pop the steps before the next collective from `steps`, and apply them."""
-    while steps and steps[0][0] not in COLLECTIVES:
-        kind, g, splits = steps.pop(0)
-        value = apply_primitive(kind, value, g, splits)
-    return value
-
-
 def _fused(
-    kind: PrimitiveKind, g: Group, xs: list[Tensor], splits_of: list[tuple[Split, ...]]
-) -> list[Tensor]:
-    """One collective for all of `xs`."""
+    kind: PrimitiveKind,
+    g: Group,
+    xs: list[Tensor],
+    splits_of: list[tuple[Split, ...]],
+    owns: bool,
+) -> Pending[list[Tensor]]:
+    """One collective for all of `xs`, begun; empties the list. A tensor alone is not copied."""
     if len(xs) == 1:
-        return [apply_primitive(kind, xs[0], g, splits_of[0])]
+        return g.start(kind, xs.pop(), splits_of[0], owns).then(lambda value: [value])
     rows = Split(0)
+    shapes = [x.shape for x in xs]
     match kind:
-        case "all_reduce":
-            flat = g.all_reduce(torch.cat([x.reshape(-1) for x in xs]))
-            return _parts(flat, [x.shape for x in xs])
-        case "all_gather":
-            flat = g.all_gather(torch.cat([x.reshape(-1) for x in xs]), rows)
-            stacks = _parts(flat.view(g.size, -1), [x.shape for x in xs])
-            return [join(s, splits[0]) for s, splits in zip(stacks, splits_of, strict=True)]
+        case "all_reduce" | "all_gather":
+            flat = torch.cat([x.reshape(-1) for x in xs])
+            xs.clear()
+            if kind == "all_reduce":
+                return g.start(kind, flat, owns=True).then(lambda total: _parts(total, shapes))
+            return g.start(kind, flat, [rows]).then(
+                lambda whole: _joined(_parts(whole.view(g.size, -1), shapes), splits_of)
+            )
         case "reduce_scatter":
             stacks = [cut(x, splits[0], g.size) for x, splits in zip(xs, splits_of, strict=True)]
-            flat = g.reduce_scatter(_side_by_side(stacks), rows)
-            return _parts(flat[0], [s.shape[1:] for s in stacks])
+            flat, pieces = _side_by_side(stacks), [s.shape[1:] for s in stacks]
+            xs.clear()
+            return g.start(kind, flat, [rows]).then(lambda mine: _parts(mine[0], pieces))
         case "all_to_all":
             stacks = [cut(x, splits[1], g.size) for x, splits in zip(xs, splits_of, strict=True)]
-            flat = g.all_to_all(_side_by_side(stacks), rows, rows)
-            received = _parts(flat, [s.shape[1:] for s in stacks])
-            return [join(s, splits[0]) for s, splits in zip(received, splits_of, strict=True)]
+            flat, pieces = _side_by_side(stacks), [s.shape[1:] for s in stacks]
+            xs.clear()
+            return g.start(kind, flat, [rows, rows]).then(
+                lambda received: _joined(_parts(received, pieces), splits_of)
+            )
     raise AssertionError(f"{kind} is no collective")
+
+
+def _joined(stacks: list[Tensor], splits_of: list[tuple[Split, ...]]) -> list[Tensor]:
+    return [join(stack, splits[0]) for stack, splits in zip(stacks, splits_of, strict=True)]
 
 
 def _side_by_side(stacks: list[Tensor]) -> Tensor:

@@ -3,24 +3,25 @@
     step  =  gather parameters once          (ZeRO-1, ZeRO-2, tensor-parallel conversions)
              prologue                        divisors over the whole batch
              the schedule's actions
-                 forward                     deliver inputs, run the stage's program,
+                 forward                     deliver inputs, run the stage's forward,
                                              take the new values of changed buffers
-                 backward                    from the loss, or from received gradients;
-                                             scatter ZeRO-2 gradients
+                 backward                    run the stage's backward on what forward saved, from
+                                             the loss or from received gradients; add the
+                                             gradients up; scatter ZeRO-2 gradients
                  send, recv                  posted without waiting
              synchronise gradients           bucketed, once; then sum tied parameters
              the loss to every rank
              store changed buffers           last: backwards may need their old values
 
-A microbatch is dropped after its backward. Microbatches run forward in order. Each takes the
-buffers that the previous one left, as when one process accumulates gradients.
+Nothing runs under autograd. What forward saved is dropped while backward runs. Microbatches run
+forward in order. Each takes the buffers that the previous one left, as when one process
+accumulates gradients.
 """
 
 from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -29,12 +30,11 @@ from torch import Tensor
 
 from autopar.operators import seed_tensor, step_seed
 from autopar.precision import working_dtype
-from autopar.program import Accumulation, Delivered, GatherLine, Local, Pipeline
+from autopar.program import Accumulation, Delivered, Local, Pipeline
 from autopar.runtime.collectives import Crossings, Messenger, TiedGradients
-from autopar.runtime.execute.conversions import Conversions, Leaf
+from autopar.runtime.execute.conversions import Conversions, Use, add_gradient
 from autopar.runtime.execute.delivery import deliver
-from autopar.runtime.execute.recompute import Recompute
-from autopar.runtime.execute.regather import Convert, Regather
+from autopar.runtime.execute.returns import Returns
 from autopar.runtime.groups import Group, phase
 from autopar.schedule import Action, Kind
 
@@ -53,49 +53,31 @@ class Environment:
     groups: Mapping[tuple[int, ...], Group]
     messenger: Messenger | None = None
     world: Group | None = None
-    regather: Regather = field(default_factory=Regather)
-    recompute: Recompute = field(default_factory=Recompute)
 
     def group(self, axes: tuple[int, ...]) -> Group:
         return self.groups[axes]
 
-    def gathered(
-        self, shard: Tensor, convert: Convert, back: Convert | None = None,
-        reduce_dtype: torch.dtype | None = None,
-    ) -> Tensor:  # fmt: skip
-        return self.regather.gathered(shard, convert, back, reduce_dtype)
-
-    def recomputed(
-        self, segment: Callable[..., Any], *inputs: Tensor,
-        stops_early: bool = True, keeps: bool = False,
-    ) -> Any:  # fmt: skip
-        return self.recompute.recomputed(segment, inputs, stops_early, keeps)
-
-    def kept(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.recompute.kept(function, args, kwargs)
-
-    def handed_on(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return self.recompute.handed_on(function, args, kwargs)
-
 
 @dataclass(frozen=True)
 class StageCode:
-    """The compiled functions of one generated file."""
+    """The compiled functions of one generated file.
 
-    microbatch: Callable[..., tuple[Any, ...]]
+    forward    (parameters, delivered[, received], env) -> (results), [saved]
+    backward   (saved, cotangents, ready, env); calls `ready(k, gradient)` for the gradients of the
+               parameters, then of what was received. None for a program without backward
+    """
+
+    forward: Callable[..., tuple[tuple[Any, ...], list[Any]]]
+    backward: Callable[..., None] | None
     prologue: Callable[..., tuple[Tensor, ...]] | None
 
 
 @dataclass
 class _InFlight:
-    """A microbatch between its forward and its backward.
+    """A microbatch between its forward and its backward: what forward saved, and its loss."""
 
-    Backward starts at `loss` and `sent`, and ends at `received`.
-    """
-
+    saved: list[Any]
     loss: Tensor | None
-    received: dict[str, Tensor]
-    sent: dict[str, Tensor]
 
 
 @dataclass
@@ -103,7 +85,7 @@ class _Step:
     """The values of one step."""
 
     stored: Mapping[str, Tensor]
-    leaves: Mapping[str, Leaf]
+    uses: Sequence[Use]
     inputs: Mapping[str, Tensor]
     scalars: Mapping[str, Tensor]
     buffers: dict[str, Tensor]
@@ -111,6 +93,8 @@ class _Step:
     is_local: bool
     on_outputs: OutputsFn | None
     weight: float = 1.0
+    returns: Mapping[str, Returns] = field(default_factory=dict)
+    n_backwards: int = 0
     loss: Tensor | None = None
     outputs: tuple[Any, ...] = ()
     in_flight: dict[int, _InFlight] = field(default_factory=dict)
@@ -141,6 +125,7 @@ class Executor:
         self.constants, self.buffers = constants, buffers or {}
         self.conversions = Conversions(self.program.parameters, environment.groups)
         self.actions = pipeline.schedule.stages[self.stage]
+        self._n_backwards = sum(action.kind == "backward" for action in self.actions)
         self._messages: dict[tuple[Kind, int], list[Action]] = {}
         for action in self.actions:
             self._messages.setdefault((action.kind, action.microbatch), []).append(action)
@@ -153,9 +138,9 @@ class Executor:
             self.ties = TiedGradients(pipeline, rank, messenger, environment.groups)
         # All ranks of the last stage have the loss and the outputs; this one shares them.
         self._is_loss_source = rank == pipeline.meshes[-1].first_rank
-        self._regathers = any(isinstance(line, GatherLine) for line in self.program.body)
         self._constant_parts: dict[tuple[str, int], Tensor] = {}
 
+    @torch.no_grad()
     def step(
         self,
         stored: Mapping[str, Tensor],
@@ -175,13 +160,14 @@ class Executor:
         """
         kept = self.ties.detach_earlier(stored) if self.ties else {}
         scalars = {} if self.program.accumulation else self._scalars(inputs, is_local, seed)
+        uses = self.conversions.uses(stored)
+        returns = {p: Returns(self.program, p, self.conversions, uses) for p in ("micro", "step")}
         step = _Step(
-            stored, self.conversions.leaves(stored), inputs, scalars, dict(self.buffers), seed,
-            is_local, on_outputs, weight,
+            stored, uses, inputs, scalars, dict(self.buffers), seed, is_local, on_outputs, weight,
+            returns,
         )  # fmt: skip
         self._run(step)
-        self.conversions.return_gradients(step.leaves, stored, "step")
-        self.conversions.keep_gradients(step.leaves, stored)
+        step.returns["step"].finish(stored)
         if self.ties:
             self.ties.sum(stored, kept)
         last = self.pipeline.stages[-1]
@@ -209,8 +195,8 @@ class Executor:
         `everywhere`.
         """
         assert self.program.n_microbatches == 1
-        leaves, scalars = self.conversions.leaves(stored), self._scalars(inputs, is_local, seed)
-        step = _Step(stored, leaves, inputs, scalars, dict(self.buffers), seed, is_local, None)
+        uses, scalars = self.conversions.uses(stored), self._scalars(inputs, is_local, seed)
+        step = _Step(stored, uses, inputs, scalars, dict(self.buffers), seed, is_local, None)
         self._run(step)
         if self.crossings:
             self.crossings.finish()
@@ -260,12 +246,7 @@ class Executor:
         for action in self._peers("recv_forward", index):
             assert self.crossings is not None
             received |= self.crossings.arrived(action)
-        for boundary in self.program.received:
-            received[boundary.value].requires_grad_(
-                boundary.local.has_grad and torch.is_grad_enabled()
-            )
-        with self._hooks():
-            loss, *results = self.code.microbatch(*self._arguments(index, step, received))
+        (loss, *results), saved = self.code.forward(*self._arguments(index, step, received))
         n_sent, n_state = len(self.program.sent), len(self.program.sent) + len(self.program.changed)
         sent = {b.value: r for b, r in zip(self.program.sent, results[:n_sent], strict=True)}
         held = zip(self.program.changed, results[n_sent:n_state], strict=True)
@@ -274,28 +255,19 @@ class Executor:
         if step.on_outputs is not None and self.stage == self.pipeline.n_stages - 1:
             step.on_outputs(step.outputs)
         if self._peers("send_forward", index):
-            step.activations[index] = {value: r.detach() for value, r in sent.items()}
+            step.activations[index] = sent
         if loss is not None:
-            part = loss.detach()
+            part = loss
             if self.program.n_microbatches > 1:  # a sum in half precision rounds at every term
                 part = part.to(working_dtype(part.dtype))
             step.loss = part if step.loss is None else step.loss + part
-        if torch.is_grad_enabled():
-            roots = {value: r for value, r in sent.items() if r.requires_grad}
-            step.in_flight[index] = _InFlight(loss, received, roots)
-
-    def _hooks(self) -> AbstractContextManager[Any]:
-        """Saved-tensor hooks, only where the program gathers a parameter at each use."""
-        return self.environment.regather.hooks() if self._regathers else nullcontext()
+        if self.code.backward is not None:
+            step.in_flight[index] = _InFlight(saved, loss)
 
     def _arguments(
         self, index: int, step: _Step, received: Mapping[str, Tensor]
     ) -> tuple[Any, ...]:
-        parameters = []
-        for p in self.program.parameters:
-            if p.period == "use":
-                parameters.append(step.leaves[p.shard.name].value)
-            parameters += [step.leaves[use.local.name].value for use in p.uses]
+        parameters = [use.value for use in step.uses]
         if self.program.accumulation is not None:
             step = self._of_microbatch(step, index, self.program.accumulation)
         delivered = [self._deliver(item, step, index) for item in self.program.delivered]
@@ -304,24 +276,57 @@ class Executor:
 
     def _backward(self, index: int, step: _Step) -> None:
         microbatch = step.in_flight.pop(index)
-        gradients: dict[str, Tensor] = {}
+        # Backward frees them one by one: nobody else may hold them.
+        cotangents = self._cotangents(index, microbatch, step)
+        if self._peers("send_backward", index):
+            step.gradients[index] = {}
+        assert self.code.backward is not None
+        with phase("backward"):
+            self.code.backward(
+                microbatch.saved, cotangents, self._taking(index, step), self.environment
+            )
+        self._without_gradients(index, step)
+        step.n_backwards += 1
+        step.returns["micro"].finish(step.stored)
+
+    def _cotangents(self, index: int, microbatch: _InFlight, step: _Step) -> list[Tensor | None]:
+        """The gradients of the loss and of sent values, in the order that backward takes."""
+        given: dict[str, Tensor] = {}
         for action in self._peers("recv_backward", index):
             assert self.crossings is not None
             for value, gradient in self.crossings.arrived(action).items():
-                known = gradients.get(value)
-                gradients[value] = gradient if known is None else known + gradient
-        roots = [(root, gradients[value]) for value, root in microbatch.sent.items()]
-        if microbatch.loss is not None and microbatch.loss.requires_grad:
-            roots.append((microbatch.loss, torch.full_like(microbatch.loss, step.weight)))
-        if roots:
-            torch.autograd.backward([r for r, _ in roots], [g for _, g in roots])
-        if self._peers("send_backward", index):
-            step.gradients[index] = {
-                value: torch.zeros_like(leaf) if leaf.grad is None else leaf.grad
-                for value, leaf in microbatch.received.items()
-                if leaf.requires_grad
-            }
-        self.conversions.return_gradients(step.leaves, step.stored, "micro")
+                known = given.get(value)
+                given[value] = gradient if known is None else known + gradient
+        found: list[Tensor | None] = []
+        if microbatch.loss is not None:
+            found.append(torch.full_like(microbatch.loss, step.weight))
+        return found + [given.get(b.value) for b in self.program.sent]
+
+    def _taking(self, index: int, step: _Step) -> Callable[[int, Tensor], None]:
+        """What backward hands complete gradients of a microbatch to."""
+        is_last = step.n_backwards + 1 == self._n_backwards
+        sync = [step.returns["micro"], *([step.returns["step"]] if is_last else [])]
+
+        def ready(position: int, gradient: Tensor) -> None:
+            if position >= len(step.uses):
+                boundary = self.program.received[position - len(step.uses)]
+                if index in step.gradients and boundary.local.has_grad:
+                    step.gradients[index][boundary.value] = gradient.contiguous()
+                return
+            use = step.uses[position]
+            add_gradient(use, gradient, step.stored)
+            for returns in sync:
+                returns.ready(use)
+
+        return ready
+
+    def _without_gradients(self, index: int, step: _Step) -> None:
+        """What was received and nothing depends on has gradient 0."""
+        found = step.gradients.get(index)
+        for boundary in self.program.received if found is not None else ():
+            local, device = boundary.local, self.environment.device
+            if found is not None and local.has_grad and boundary.value not in found:
+                found[boundary.value] = torch.zeros(local.shape, dtype=local.dtype, device=device)
 
     @torch.no_grad()
     def _from_last_stage(self, value: Tensor | None, made: Local) -> Tensor:
@@ -354,7 +359,8 @@ class Executor:
             return self._constant_parts[key]
         value = self._part(step.inputs[item.source], item, index, step.is_local)
         # From pinned memory this does not wait; from other memory the driver stages it first.
-        return value.to(self.environment.device, item.local.dtype, non_blocking=True)
+        moved = value.to(self.environment.device, item.local.dtype, non_blocking=True)
+        return moved.contiguous()
 
     def _of_microbatch(self, step: _Step, index: int, accumulation: Accumulation) -> _Step:
         """The step on the rows of one microbatch, with its own divisors and seed."""

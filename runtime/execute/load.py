@@ -41,4 +41,5 @@ def load_code(name: str, source: str) -> tuple[StageCode, Path]:
     linecache.checkcache(str(path))
     namespace: dict[str, object] = {"__name__": f"autopar_generated_{path.parent.name}"}
     exec(compile(source, str(path), "exec"), namespace)
-    return StageCode(namespace["microbatch"], namespace.get("prologue")), path  # type: ignore[arg-type]
+    forward, backward = namespace["forward"], namespace.get("backward")
+    return StageCode(forward, backward, namespace.get("prologue")), path  # type: ignore[arg-type]

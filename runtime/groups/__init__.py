@@ -1,8 +1,9 @@
 """Decides how one rank takes part in a collective, and how each call is recorded.
 
-Read `group.py` (primitives of a `Group`; records of its calls), `distributed.py` (groups over
-`torch.distributed`), then `rendezvous.py` (calls that all ranks must make). This is the lowest room
-of the runtime: it imports no other room of it, only `placement`, `mesh` and `errors`.
+Read `group.py` (primitives of a `Group`; records of its calls), `pending.py` (a call under way),
+`distributed.py` (groups over `torch.distributed`), then `rendezvous.py` (calls that all ranks must
+make). This is the lowest room of the runtime: it imports no other room of it, only `placement`,
+`mesh` and `errors`.
 
 Hands on `Group`, `make_groups`, `meet` and `phase`.
 """
@@ -26,6 +27,7 @@ from autopar.runtime.groups.group import (
     phase,
     set_thread_context,
 )
+from autopar.runtime.groups.pending import Pending
 from autopar.runtime.groups.rendezvous import meet
 
 __all__ = [
@@ -33,6 +35,7 @@ __all__ = [
     "CollectiveCall",
     "DistGroup",
     "Group",
+    "Pending",
     "RankContext",
     "ReduceOp",
     "axis_subsets",

@@ -17,6 +17,7 @@ from autopar.errors import MeshError
 from autopar.mesh import LogicalMesh
 from autopar.placement import Split
 from autopar.runtime.groups.group import WORLD_AXIS, Group, ReduceOp
+from autopar.runtime.groups.pending import Pending
 
 
 class DistGroup(Group):
@@ -31,29 +32,34 @@ class DistGroup(Group):
         super().__init__(ranks, rank, axes)
         self.process_group = process_group
 
-    def _all_reduce(self, x: Tensor, op: ReduceOp) -> Tensor:
-        out = x.clone(memory_format=torch.contiguous_format)
-        dist.all_reduce(
+    def _all_reduce(self, x: Tensor, op: ReduceOp, owns: bool) -> Pending[Tensor]:
+        is_result = owns and x.is_contiguous()
+        out = x if is_result else x.clone(memory_format=torch.contiguous_format)
+        work = dist.all_reduce(
             out,
             op=dist.ReduceOp.SUM if op == "sum" else dist.ReduceOp.MAX,
             group=self.process_group,
+            async_op=True,
         )
-        return out
+        return Pending(out, work)
 
-    def _all_gather(self, x: Tensor, split: Split) -> Tensor:
+    def _all_gather(self, x: Tensor, split: Split) -> Pending[Tensor]:
         out = torch.empty((self.size, *x.shape), dtype=x.dtype, device=x.device)
-        dist.all_gather_single(out.view(-1), x.view(-1), group=self.process_group)
-        return out
+        group = self.process_group
+        work = dist.all_gather_single(out.view(-1), x.view(-1), group=group, async_op=True)
+        return Pending(out, work, x)
 
-    def _reduce_scatter(self, stack: Tensor, split: Split) -> Tensor:
+    def _reduce_scatter(self, stack: Tensor, split: Split) -> Pending[Tensor]:
         out = torch.empty(stack.shape[1:], dtype=stack.dtype, device=stack.device)
-        dist.reduce_scatter_single(out.view(-1), stack.view(-1), group=self.process_group)
-        return out
+        group = self.process_group
+        work = dist.reduce_scatter_single(out.view(-1), stack.view(-1), group=group, async_op=True)
+        return Pending(out, work, stack)
 
-    def _all_to_all(self, stack: Tensor, source: Split, target: Split) -> Tensor:
+    def _all_to_all(self, stack: Tensor, source: Split, target: Split) -> Pending[Tensor]:
         out = torch.empty_like(stack)
-        dist.all_to_all_single(out.view(-1), stack.view(-1), group=self.process_group)
-        return out
+        group = self.process_group
+        work = dist.all_to_all_single(out.view(-1), stack.view(-1), group=group, async_op=True)
+        return Pending(out, work, stack)
 
     def _all_to_all_rows(
         self, rows: Tensor, n_sent: Sequence[int], n_received: Sequence[int]

@@ -2,7 +2,7 @@
 
 A `Group` is what a generated program calls `g`: the ranks that differ only along some mesh
 axes, seen from one of them. Every primitive returns a new contiguous tensor without autograd
-history; `runtime/collectives/pairs.py` adds the gradients. With n ranks and a tensor dim of
+history; `runtime/collectives/moves.py` adds the gradients. With n ranks and a tensor dim of
 local size outer * rest, a `Split(dim, outer)` cuts or concatenates along `rest`:
 
     cut   [.., outer * n * rest, ..] -> [n, .., outer * rest, ..]     (`cut`)
@@ -33,6 +33,7 @@ from torch import Tensor
 
 from autopar.errors import VerificationError
 from autopar.placement import PrimitiveKind, Split
+from autopar.runtime.groups.pending import Pending
 
 CallKind = PrimitiveKind | Literal["send"]
 
@@ -151,8 +152,9 @@ def _replaced(x: Tensor, dim: int, size: int) -> tuple[int, ...]:
 class Group(ABC):
     """The ranks along `axes`, seen from the one at position `rank` of `size`.
 
-    `ranks` are world ranks, row-major over the axes. The collectives block. All members must call
-    them in the same order, with equal shapes and dtypes.
+    `ranks` are world ranks, row-major over the axes. All members must call the collectives in the
+    same order, with equal shapes and dtypes. `start` begins one without waiting for it; the others
+    block.
     """
 
     def __init__(
@@ -172,32 +174,65 @@ class Group(ABC):
     def __repr__(self) -> str:
         return f"{type(self).__name__}({self.label}, rank {self.rank} of {self.ranks})"
 
+    def start(
+        self, kind: PrimitiveKind, x: Tensor, splits: Sequence[Split] = (), owns: bool = False
+    ) -> Pending[Tensor]:
+        """Begin a collective: all_reduce (a sum), all_gather, reduce_scatter or all_to_all.
+
+        `splits` holds the one split, or (source, target) for all_to_all. `x` must not be written
+        before the wait. With `owns` nobody else reads `x`, which may then become the result.
+        """
+        match kind:
+            case "all_reduce":
+                return self._started_all_reduce(x, "sum", owns)
+            case "all_gather":
+                return self._started_all_gather(x, splits[0])
+            case "reduce_scatter":
+                return self._started_reduce_scatter(x, splits[0])
+            case "all_to_all":
+                return self._started_all_to_all(x, splits[0], splits[1])
+        raise VerificationError(f"{kind!r} is no collective")
+
     def all_reduce(self, x: Tensor, op: ReduceOp = "sum") -> Tensor:
         """The sum or the maximum over ranks. For bool, both are a logical or."""
-        self._record("all_reduce", x.nbytes)
-        return self._all_reduce(x.detach(), op)
+        return self._started_all_reduce(x, op).wait()
 
     def all_gather(self, x: Tensor, split: Split) -> Tensor:
         """All ranks' shards, concatenated along `split`."""
-        _rest(x, split, 1)
-        self._record("all_gather", x.nbytes * self.size)
-        return join(self._all_gather(x.detach().contiguous(), split), split)
+        return self._started_all_gather(x, split).wait()
 
     def reduce_scatter(self, x: Tensor, split: Split) -> Tensor:
         """This rank's piece along `split` of the sum over ranks."""
-        stack = cut(x.detach(), split, self.size)
-        self._record("reduce_scatter", x.nbytes)
-        return self._reduce_scatter(stack, split)
+        return self._started_reduce_scatter(x, split).wait()
 
     def all_to_all(self, x: Tensor, source: Split, target: Split) -> Tensor:
         """From sharded along `source` to sharded along `target`.
 
         `target.outer` counts blocks in `x`; `source.outer` counts blocks in one piece of `x`.
         """
+        return self._started_all_to_all(x, source, target).wait()
+
+    def _started_all_reduce(self, x: Tensor, op: ReduceOp, owns: bool = False) -> Pending[Tensor]:
+        self._record("all_reduce", x.nbytes)
+        return self._all_reduce(x.detach(), op, owns)
+
+    def _started_all_gather(self, x: Tensor, split: Split) -> Pending[Tensor]:
+        _rest(x, split, 1)
+        self._record("all_gather", x.nbytes * self.size)
+        pending = self._all_gather(x.detach().contiguous(), split)
+        return pending.then(lambda stack: join(stack, split))
+
+    def _started_reduce_scatter(self, x: Tensor, split: Split) -> Pending[Tensor]:
+        stack = cut(x.detach(), split, self.size)
+        self._record("reduce_scatter", x.nbytes)
+        return self._reduce_scatter(stack, split)
+
+    def _started_all_to_all(self, x: Tensor, source: Split, target: Split) -> Pending[Tensor]:
         stack = cut(x.detach(), target, self.size)
         _rest(stack[0], source, 1)
         self._record("all_to_all", x.nbytes)
-        return join(self._all_to_all(stack, source, target), source)
+        pending = self._all_to_all(stack, source, target)
+        return pending.then(lambda received: join(received, source))
 
     def send_rows(self, rows: Tensor, n_sent: Sequence[int], n_received: Sequence[int]) -> Tensor:
         """Send `n_sent[r]` rows to every rank r; returns the rows received, in rank order.
@@ -248,19 +283,19 @@ class Group(ABC):
     # The backend's part. It gets the splits to check that all members make the same call.
 
     @abstractmethod
-    def _all_reduce(self, x: Tensor, op: ReduceOp) -> Tensor:
-        """Reduce `x`, which may be strided, into a new contiguous tensor."""
+    def _all_reduce(self, x: Tensor, op: ReduceOp, owns: bool) -> Pending[Tensor]:
+        """Reduce `x`, which may be strided, to a contiguous tensor; with `owns` it may be `x`."""
 
     @abstractmethod
-    def _all_gather(self, x: Tensor, split: Split) -> Tensor:
+    def _all_gather(self, x: Tensor, split: Split) -> Pending[Tensor]:
         """[*shape] -> [n, *shape]."""
 
     @abstractmethod
-    def _reduce_scatter(self, stack: Tensor, split: Split) -> Tensor:
+    def _reduce_scatter(self, stack: Tensor, split: Split) -> Pending[Tensor]:
         """[n, *piece] -> this rank's [*piece], summed."""
 
     @abstractmethod
-    def _all_to_all(self, stack: Tensor, source: Split, target: Split) -> Tensor:
+    def _all_to_all(self, stack: Tensor, source: Split, target: Split) -> Pending[Tensor]:
         """[n, *piece], one to each rank -> [n, *piece], one from each rank."""
 
     @abstractmethod

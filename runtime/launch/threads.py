@@ -32,6 +32,7 @@ from autopar.runtime.collectives import Messenger
 from autopar.runtime.groups import (
     WORLD_AXIS,
     Group,
+    Pending,
     RankContext,
     ReduceOp,
     axis_subsets,
@@ -223,30 +224,34 @@ class ThreadGroup(Group):
         call = _Call(kind, self.label, detail, tuple(x.shape), x.dtype)
         return self._meeting.meet(self._world_rank, call, x, compute)
 
-    def _all_reduce(self, x: Tensor, op: ReduceOp) -> Tensor:
-        return self._meet("all_reduce", op, x, lambda xs: _copies(_reduced(xs, op), len(xs)))
+    def _met(self, *call: Any) -> Pending[Tensor]:
+        """Threads meet at once: nothing is under way."""
+        return Pending(self._meet(*call))
 
-    def _all_gather(self, x: Tensor, split: Split) -> Tensor:
-        return self._meet("all_gather", (split,), x, lambda xs: _copies(torch.stack(xs), len(xs)))
+    def _all_reduce(self, x: Tensor, op: ReduceOp, owns: bool) -> Pending[Tensor]:
+        return self._met("all_reduce", op, x, lambda xs: _copies(_reduced(xs, op), len(xs)))
 
-    def _reduce_scatter(self, stack: Tensor, split: Split) -> Tensor:
+    def _all_gather(self, x: Tensor, split: Split) -> Pending[Tensor]:
+        return self._met("all_gather", (split,), x, lambda xs: _copies(torch.stack(xs), len(xs)))
+
+    def _reduce_scatter(self, stack: Tensor, split: Split) -> Pending[Tensor]:
         def compute(stacks: list[Tensor]) -> list[Tensor]:
             return [_reduced([s[i] for s in stacks], "sum") for i in range(len(stacks))]
 
-        return self._meet("reduce_scatter", (split,), stack, compute)
+        return self._met("reduce_scatter", (split,), stack, compute)
 
-    def _all_to_all(self, stack: Tensor, source: Split, target: Split) -> Tensor:
+    def _all_to_all(self, stack: Tensor, source: Split, target: Split) -> Pending[Tensor]:
         def compute(stacks: list[Tensor]) -> list[Tensor]:
             return [torch.stack([s[i] for s in stacks]) for i in range(len(stacks))]
 
-        return self._meet("all_to_all", (source, target), stack, compute)
+        return self._met("all_to_all", (source, target), stack, compute)
 
     def _all_to_all_rows(
         self, rows: Tensor, n_sent: Sequence[int], n_received: Sequence[int]
     ) -> Tensor:
         # Row counts may differ among members, so they exchange the counts first.
         along = (Split(0, 1),)
-        sent = self._all_gather(torch.tensor(n_sent), *along)
+        sent = self._all_gather(torch.tensor(n_sent), *along).wait()
         if sent[:, self.rank].tolist() != list(n_received):
             raise VerificationError(
                 f"rank {self.ranks[self.rank]} expects {list(n_received)} rows of ranks "

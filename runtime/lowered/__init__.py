@@ -3,29 +3,45 @@
 Planning knows these functions by name (`autopar/rules/lowering.py`). Each takes the group of the
 ranks that share the dim: to communicate, forward and backward, or only to know its position.
 
-Read `attention.py`, `vocabulary.py`, `normalisation.py`, `experts.py`, in any order. This room
+Each is a pair, forward and backward (`lowered.py`), that needs no autograd. Read `vocabulary.py`,
+`normalisation.py`, `experts.py`, `attention.py`, in any order, then `tape.py`. This room
 imports `runtime/groups`, `operators`, `placement` and `precision`, and may not import
-`collectives`, its neighbour. It hands on functions such as `vocab_parallel_cross_entropy` and
-`expert_exchange_linear`.
+`collectives`, its neighbour. It hands on functions such as `vocab_parallel_cross_entropy`, all of
+them by name as `LOWERED`, and `taped`.
 """
 
 from autopar.runtime.lowered.attention import causal_attention
 from autopar.runtime.lowered.experts import expert_exchange_linear, expert_parallel_linear
+from autopar.runtime.lowered.lowered import Lowered
 from autopar.runtime.lowered.normalisation import (
     synchronised_batch_norm,
     synchronised_batch_norm_with_statistics,
 )
+from autopar.runtime.lowered.tape import taped
 from autopar.runtime.lowered.vocabulary import (
     vocab_parallel_cross_entropy,
     vocab_parallel_embedding,
 )
 
+LOWERED: dict[str, Lowered] = {
+    "causal_attention": causal_attention,
+    "expert_exchange_linear": expert_exchange_linear,
+    "expert_parallel_linear": expert_parallel_linear,
+    "synchronised_batch_norm": synchronised_batch_norm,
+    "synchronised_batch_norm_with_statistics": synchronised_batch_norm_with_statistics,
+    "vocab_parallel_cross_entropy": vocab_parallel_cross_entropy,
+    "vocab_parallel_embedding": vocab_parallel_embedding,
+}
+
 __all__ = [
+    "LOWERED",
+    "Lowered",
     "causal_attention",
     "expert_exchange_linear",
     "expert_parallel_linear",
     "synchronised_batch_norm",
     "synchronised_batch_norm_with_statistics",
+    "taped",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_embedding",
 ]

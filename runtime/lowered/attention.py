@@ -14,15 +14,18 @@ is, so autograd needs no help.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.bias import causal_lower_right
 
 from autopar.runtime.groups import Group
+from autopar.runtime.lowered.tape import taped
 
 
-def causal_attention(
+def _attention(
     query_local: Tensor, key: Tensor, value: Tensor, g: Group, scale: float | None, grouped: bool
 ) -> Tensor:
     """Rows of `aten.scaled_dot_product_attention(is_causal=True)`: * c e, * t e, * t f -> * c f.
@@ -42,3 +45,16 @@ def causal_attention(
         query_local, key, value, mask, scale=scale, enable_gqa=grouped
     )
     return out
+
+
+def _like(
+    query_local: Tensor, key: Tensor, value: Tensor, g: Group, scale: float | None, grouped: bool
+) -> Tensor:
+    """Attention by the same kernel, but of no rank in particular."""
+    out: Tensor = F.scaled_dot_product_attention(
+        query_local, key, value, is_causal=True, scale=scale, enable_gqa=grouped
+    )
+    return out
+
+
+causal_attention = replace(taped(_attention), like=_like)

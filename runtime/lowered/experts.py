@@ -19,23 +19,37 @@ rows back.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from autopar import operators
 from autopar.placement import Split
 from autopar.runtime.groups import Group, phase
+from autopar.runtime.lowered.lowered import Kept, Lowered
 
 expert_linear = operators.experts.expert_linear
-RowCounts = tuple[list[int], list[int]]  # rows sent to each rank, rows received from each
+expert_outer = operators.experts.expert_outer
 
 
-def expert_parallel_linear(
+def _gradients(
+    x: Tensor, weight: Tensor, ids: Tensor, transposed: bool, gradient: Tensor,
+    wanted: Sequence[bool],
+) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
+    """Of the rows and of the weight of `expert_linear(x, weight, ids, transposed)`."""
+    of_x = of_weight = None
+    if wanted[0]:
+        of_x = expert_linear(gradient, weight, ids, not transposed)
+    if wanted[1]:
+        pair = (x, gradient) if transposed else (gradient, x)
+        of_weight = expert_outer(*pair, ids, weight.shape[0])
+    return of_x, of_weight
+
+
+def _parallel(
     x: Tensor, weight_local: Tensor, ids: Tensor, g: Group, transposed: bool = False
-) -> Tensor:
+) -> tuple[Tensor, Kept]:
     """The results of this rank's experts, as a Partial: n i, e o i, n -> n o.
 
     `ids` count over the experts of all ranks.
@@ -45,15 +59,20 @@ def expert_parallel_linear(
     mine = (ids >= start) & (ids < start + n_local)
     # Invalid ids stay out of range, so they fail as they do unsharded.
     others = (ids >= 0) & (ids <= g.size * n_local) & ~mine
-    out: Tensor = expert_linear(
-        x, weight_local, (ids - start).masked_fill(others, n_local), transposed
-    )
-    return out
+    local = (ids - start).masked_fill(others, n_local)
+    return expert_linear(x, weight_local, local, transposed), (local, transposed)
 
 
-def expert_exchange_linear(
+def _parallel_backward(
+    kept: Kept, inputs: Sequence[Tensor], gradients: Sequence[Tensor], wanted: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, None]:
+    (x, weight), (local, transposed) = inputs, kept
+    return *_gradients(x, weight, local, transposed, gradients[0], wanted), None
+
+
+def _exchange(
     x_local: Tensor, weight_local: Tensor, ids_local: Tensor, g: Group, transposed: bool = False
-) -> Tensor:
+) -> tuple[Tensor, Kept]:
     """The results of this rank's rows, from the experts of all ranks: n i, e o i, n -> n o."""
     n_local = weight_local.shape[0]
     n_experts = n_local * g.size
@@ -63,32 +82,31 @@ def expert_exchange_linear(
     counts = counts[:n_experts]
     along = Split(0, 1)
     received = g.all_to_all(counts, along, along)
-    n_sent, n_received = (n.view(g.size, n_local).sum(dim=1).tolist() for n in (counts, received))
+    numbers = tuple(n.view(g.size, n_local).sum(dim=1).tolist() for n in (counts, received))
 
-    order = ids_local.argsort(stable=True)[: sum(n_sent)]
-    rows = _RowExchange.apply(x_local[order], g, (n_sent, n_received), False)
+    order = ids_local.argsort(stable=True)[: sum(numbers[0])]
+    rows = g.send_rows(x_local[order], *numbers)
     experts = torch.arange(n_local, device=ids_local.device).repeat(g.size)
     experts = experts.repeat_interleave(received)
     results = expert_linear(rows, weight_local, experts, transposed)
-    returned = _RowExchange.apply(results, g, (n_sent, n_received), True)
-    out: Tensor = x_local.new_zeros(len(x_local), returned.shape[1])
-    return out.index_copy(0, order, returned)
+    returned = g.return_rows(results, *numbers)
+    out = x_local.new_zeros(len(x_local), returned.shape[1]).index_copy(0, order, returned)
+    return out, (rows, experts, order, numbers, len(x_local), transposed, g)
 
 
-class _RowExchange(torch.autograd.Function):
-    """Sends rows to other ranks, or `back` from them; gradients go the other way."""
+def _exchange_backward(
+    kept: Kept, inputs: Sequence[Tensor], gradients: Sequence[Tensor], wanted: Sequence[bool]
+) -> tuple[Tensor | None, Tensor | None, None]:
+    (weight,), (rows, experts, order, numbers, n_rows, transposed, g) = inputs, kept
+    with phase("backward", g.context):
+        received = g.send_rows(gradients[0][order], *numbers)
+        of_rows, of_weight = _gradients(rows, weight, experts, transposed, received, wanted)
+        of_x = None
+        if of_rows is not None:
+            returned = g.return_rows(of_rows, *numbers)
+            of_x = returned.new_zeros(n_rows, returned.shape[1]).index_copy(0, order, returned)
+    return of_x, of_weight, None
 
-    @staticmethod
-    def forward(ctx: Any, rows: Tensor, g: Group, numbers: RowCounts, back: bool) -> Tensor:
-        ctx.g, ctx.numbers, ctx.back = g, numbers, back
-        return g.return_rows(rows, *numbers) if back else g.send_rows(rows, *numbers)
 
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
-        g, numbers = ctx.g, ctx.numbers
-        with phase("backward", g.context):
-            moved = (
-                g.send_rows(gradient, *numbers) if ctx.back else g.return_rows(gradient, *numbers)
-            )
-        return moved, None, None, None
+expert_parallel_linear = Lowered(_parallel, _parallel_backward, keeps=(0, 1))
+expert_exchange_linear = Lowered(_exchange, _exchange_backward, keeps=(1,))

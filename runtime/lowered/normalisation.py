@@ -17,28 +17,55 @@ Half precision is computed in float32, as in `aten`.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from autopar.placement import Split
 from autopar.precision import working_dtype
 from autopar.runtime.groups import Group, phase
+from autopar.runtime.lowered.lowered import Kept, Lowered
 
 Statistics = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def synchronised_batch_norm(
+def _per_channel(values: Tensor, like: Tensor) -> Tensor:
+    """[c] as [1 c 1 ...]."""
+    return values.view(1, -1, *(1,) * (like.dim() - 2))
+
+
+def _normalised(
     x: Tensor, weight: Tensor | None, bias: Tensor | None, g: Group, eps: float
-) -> Tensor:
+) -> tuple[tuple[Tensor, Tensor, Tensor, Tensor], Kept]:
+    """(output, mean, 1 / standard deviation, variance), and what backward keeps."""
+    wide = x.to(working_dtype(x.dtype))
+    dims = [d for d in range(x.dim()) if d != 1]
+    n = x.numel() // x.shape[1]
+    mean = wide.mean(dims)
+    squares = (wide - _per_channel(mean, x)).square().sum(dims)
+    means, sums = g.all_gather(torch.stack([mean, squares])[None], Split(0)).unbind(1)
+    mean = means.mean(0)
+    variance = (sums + n * (means - mean).square()).sum(0) / (n * g.size)
+    scale = (variance + eps).rsqrt()
+    out = (wide - _per_channel(mean, x)) * _per_channel(scale, x)
+    if weight is not None:
+        out = out * _per_channel(weight, x)
+    if bias is not None:
+        out = out + _per_channel(bias, x)
+    kept = mean, scale, None if bias is None else bias.dtype, g
+    return (out.to(x.dtype), mean, scale, variance), kept
+
+
+def _batch_norm(
+    x: Tensor, weight: Tensor | None, bias: Tensor | None, g: Group, eps: float
+) -> tuple[Tensor, Kept]:
     """Normalise with the statistics of the rows of all ranks: b c *, c, c -> b c *."""
-    out: Tensor = _BatchNorm.apply(x, weight, bias, g, eps)[0]
-    return out
+    results, kept = _normalised(x, weight, bias, g, eps)
+    return results[0], kept
 
 
-def synchronised_batch_norm_with_statistics(
+def _batch_norm_with_statistics(
     x: Tensor,
     weight: Tensor | None,
     bias: Tensor | None,
@@ -47,70 +74,51 @@ def synchronised_batch_norm_with_statistics(
     g: Group,
     momentum: float,
     eps: float,
-) -> Statistics:
+) -> tuple[tuple[Tensor, ...], Kept]:
     """As `synchronised_batch_norm`, with the batch's statistics and the new running ones.
 
     Returns (output, mean, 1 / standard deviation, running mean, running variance). The running
     variance uses the batch's unbiased variance, as in torch.
     """
-    out, mean, scale, variance = _BatchNorm.apply(x, weight, bias, g, eps)
+    (out, mean, scale, variance), kept = _normalised(x, weight, bias, g, eps)
     n = x.numel() // x.shape[1] * g.size
     unbiased = variance * (n / max(n - 1, 1))
     keep = 1 - momentum
-    return (
+    results = (
         out,
         mean,
         scale,
         running_mean * keep + mean.to(running_mean.dtype) * momentum,
         running_var * keep + unbiased.to(running_var.dtype) * momentum,
     )
+    return results, kept
 
 
-def _per_channel(values: Tensor, like: Tensor) -> Tensor:
-    """[c] as [1 c 1 ...]."""
-    return values.view(1, -1, *(1,) * (like.dim() - 2))
+def _backward(
+    kept: Kept, inputs: Sequence[Tensor | None], gradients: Sequence[Tensor], wanted: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    x, weight = inputs
+    mean, scale, bias_dtype, g = kept
+    assert x is not None
+    wide, dy = x.to(working_dtype(x.dtype)), gradients[0].to(working_dtype(x.dtype))
+    dims = [d for d in range(x.dim()) if d != 1]
+    normal = (wide - _per_channel(mean, x)) * _per_channel(scale, x)
+    sums = torch.stack([dy.sum(dims), (dy * normal).sum(dims)])
+    x_gradient = None
+    if wanted[0]:
+        with phase("backward", g.context):
+            shift, slope = g.all_reduce(sums) / (x.numel() // x.shape[1] * g.size)
+        factor = scale if weight is None else scale * weight
+        moved = dy - _per_channel(shift, x) - normal * _per_channel(slope, x)
+        x_gradient = (moved * _per_channel(factor, x)).to(x.dtype)
+    found: list[Tensor | None] = [x_gradient]
+    # Gradients are of the tensor arguments that there are.
+    found += [] if weight is None else [sums[1].to(weight.dtype)]
+    found += [] if bias_dtype is None else [sums[0].to(bias_dtype)]
+    return *found, *[None] * (len(wanted) - len(found))
 
 
-class _BatchNorm(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, weight: Tensor | None, bias: Tensor | None, g: Group, eps: float
-    ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        wide = x.to(working_dtype(x.dtype))
-        dims = [d for d in range(x.dim()) if d != 1]
-        n = x.numel() // x.shape[1]
-        mean = wide.mean(dims)
-        squares = (wide - _per_channel(mean, x)).square().sum(dims)
-        means, sums = g.all_gather(torch.stack([mean, squares])[None], Split(0)).unbind(1)
-        mean = means.mean(0)
-        variance = (sums + n * (means - mean).square()).sum(0) / (n * g.size)
-        scale = (variance + eps).rsqrt()
-        out = (wide - _per_channel(mean, x)) * _per_channel(scale, x)
-        if weight is not None:
-            out = out * _per_channel(weight, x)
-        if bias is not None:
-            out = out + _per_channel(bias, x)
-        ctx.save_for_backward(x, weight, mean, scale)
-        ctx.g, ctx.bias_dtype = g, None if bias is None else bias.dtype
-        ctx.mark_non_differentiable(mean, scale, variance)
-        return out.to(x.dtype), mean, scale, variance
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor, *_: Any) -> tuple[Tensor | None, ...]:
-        x, weight, mean, scale = ctx.saved_tensors
-        g: Group = ctx.g
-        wide, dy = x.to(working_dtype(x.dtype)), gradient.to(working_dtype(x.dtype))
-        dims = [d for d in range(x.dim()) if d != 1]
-        normal = (wide - _per_channel(mean, x)) * _per_channel(scale, x)
-        sums = torch.stack([dy.sum(dims), (dy * normal).sum(dims)])
-        weight_gradient = None if weight is None else sums[1].to(weight.dtype)
-        bias_gradient = None if ctx.bias_dtype is None else sums[0].to(ctx.bias_dtype)
-        x_gradient = None
-        if ctx.needs_input_grad[0]:
-            with phase("backward", g.context):
-                shift, slope = g.all_reduce(sums) / (x.numel() // x.shape[1] * g.size)
-            factor = scale if weight is None else scale * weight
-            moved = dy - _per_channel(shift, x) - normal * _per_channel(slope, x)
-            x_gradient = (moved * _per_channel(factor, x)).to(x.dtype)
-        return x_gradient, weight_gradient, bias_gradient, None, None
+synchronised_batch_norm = Lowered(_batch_norm, _backward, keeps=(0, 1))
+synchronised_batch_norm_with_statistics = Lowered(
+    _batch_norm_with_statistics, _backward, keeps=(0, 1)
+)

@@ -24,14 +24,14 @@ and their gradient is 0.
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
-from torch.autograd.function import once_differentiable
 
 from autopar.precision import working_dtype
 from autopar.runtime.groups import Group
+from autopar.runtime.lowered.lowered import Kept, Lowered
 
 
 def _localised(ids: Tensor, n_local: int, n_valid: int, g: Group) -> tuple[Tensor, Tensor]:
@@ -49,9 +49,9 @@ def _localised(ids: Tensor, n_local: int, n_valid: int, g: Group) -> tuple[Tenso
     return local, others
 
 
-def vocab_parallel_embedding(
+def _embedding(
     weight_local: Tensor, ids: Tensor, g: Group, padding_idx: int = -1, n_valid: int | None = None
-) -> Tensor:
+) -> tuple[Tensor, Kept]:
     """Rows of the table at `ids`, as a Partial: v h, * -> * h.
 
     `ids` and `padding_idx` count over the whole vocabulary. Rows at `padding_idx` get no
@@ -64,73 +64,70 @@ def vocab_parallel_embedding(
     if padding_idx < 0 or not 0 <= padding < n_local:
         padding = -1
     rows = torch.ops.aten.embedding.default(weight_local, local, padding)
-    out: Tensor = rows.masked_fill(others.unsqueeze(-1), 0)
-    return out
+    return rows.masked_fill(others.unsqueeze(-1), 0), (local, others, n_local, padding)
 
 
-def vocab_parallel_cross_entropy(
+def _embedding_backward(
+    kept: Kept, inputs: Sequence[Tensor], gradients: Sequence[Tensor], wanted: Sequence[bool]
+) -> tuple[Tensor | None, None]:
+    local, others, n_local, padding = kept
+    rows = gradients[0].masked_fill(others.unsqueeze(-1), 0)
+    backward = torch.ops.aten.embedding_dense_backward.default
+    return (backward(rows, local, n_local, padding, False) if wanted[0] else None), None
+
+
+def _cross_entropy(
     logits_local: Tensor,
     labels: Tensor,
     g: Group,
     ignore_index: int = -100,
     label_smoothing: float = 0.0,
     n_valid: int | None = None,
-) -> Tensor:
+) -> tuple[Tensor, Kept]:
     """The sum of the rows' losses, Invariant: n v, n -> scalar.
 
     Rows whose label is `ignore_index` count 0. Half-precision logits are computed in float32;
     the result has the logits' dtype, as in `aten.cross_entropy_loss`. Columns from `n_valid` on
     are padding.
     """
-    n_valid = logits_local.shape[1] * g.size if n_valid is None else n_valid
-    loss: Tensor = _VocabParallelCrossEntropy.apply(
-        logits_local, labels, g, ignore_index, label_smoothing, n_valid
-    )
-    return loss
+    n_local = logits_local.shape[1]
+    n_valid = n_local * g.size if n_valid is None else n_valid
+    counted = labels != ignore_index
+    # Ignored labels become label 0, so that only invalid labels are out of range.
+    local, others = _localised(labels.where(counted, 0), n_local, n_valid, g)
+    local = local.unsqueeze(1)
+
+    n_own = min(max(n_valid - g.rank * n_local, 0), n_local)
+    wide = logits_local.to(working_dtype(logits_local.dtype))
+    z = wide[:, :n_own]
+    # A rank may hold only padding.
+    highest = z.amax(dim=1) if n_own else wide.new_full((len(wide),), -torch.inf)
+    peak = g.all_reduce(highest, op="max")
+    lse = peak + g.all_reduce((z - peak.unsqueeze(1)).exp().sum(dim=1)).log()
+    picked = wide.gather(1, local).squeeze(1).masked_fill(others, 0) * (1 - label_smoothing)
+    if label_smoothing:
+        picked = picked + z.sum(dim=1) * (label_smoothing / n_valid)
+    losses = lse - g.all_reduce(picked)
+    loss = losses.masked_fill(~counted, 0).sum().to(logits_local.dtype)
+    return loss, (lse, local, others, counted, label_smoothing, n_valid, n_own)
 
 
-class _VocabParallelCrossEntropy(torch.autograd.Function):
-    @staticmethod
-    def forward(
-        ctx: Any,
-        logits: Tensor,
-        labels: Tensor,
-        g: Group,
-        ignore_index: int,
-        smoothing: float,
-        n_valid: int,
-    ) -> Tensor:
-        n_local = logits.shape[1]
-        counted = labels != ignore_index
-        # Ignored labels become label 0, so that only invalid labels are out of range.
-        local, others = _localised(labels.where(counted, 0), n_local, n_valid, g)
-        local = local.unsqueeze(1)
+def _cross_entropy_backward(
+    kept: Kept, inputs: Sequence[Tensor], gradients: Sequence[Tensor], wanted: Sequence[bool]
+) -> tuple[Tensor | None, None]:
+    if not wanted[0]:
+        return None, None
+    (logits,) = inputs
+    lse, local, others, counted, smoothing, n_valid, n_own = kept
+    out = (logits.to(lse.dtype) - lse.unsqueeze(1)).exp_()
+    hit = (~others).to(out.dtype).unsqueeze(1) * (1 - smoothing)
+    out.scatter_add_(1, local, -hit)
+    if smoothing:
+        out.sub_(smoothing / n_valid)
+    out.mul_(gradients[0].to(out.dtype)).masked_fill_(~counted.unsqueeze(1), 0)
+    out[:, n_own:] = 0
+    return out.to(logits.dtype), None
 
-        n_own = min(max(n_valid - g.rank * n_local, 0), n_local)
-        wide = logits.to(working_dtype(logits.dtype))
-        z = wide[:, :n_own]
-        # A rank may hold only padding.
-        highest = z.amax(dim=1) if n_own else wide.new_full((len(wide),), -torch.inf)
-        peak = g.all_reduce(highest, op="max")
-        lse = peak + g.all_reduce((z - peak.unsqueeze(1)).exp().sum(dim=1)).log()
-        picked = wide.gather(1, local).squeeze(1).masked_fill(others, 0) * (1 - smoothing)
-        if smoothing:
-            picked = picked + z.sum(dim=1) * (smoothing / n_valid)
-        losses = lse - g.all_reduce(picked)
 
-        ctx.save_for_backward(logits, lse, local, others, counted)
-        ctx.smoothing, ctx.n_valid, ctx.n_own = smoothing, n_valid, n_own
-        return losses.masked_fill(~counted, 0).sum().to(logits.dtype)
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None, None, None]:
-        logits, lse, local, others, counted = ctx.saved_tensors
-        out = (logits.to(lse.dtype) - lse.unsqueeze(1)).exp_()
-        hit = (~others).to(out.dtype).unsqueeze(1) * (1 - ctx.smoothing)
-        out.scatter_add_(1, local, -hit)
-        if ctx.smoothing:
-            out.sub_(ctx.smoothing / ctx.n_valid)
-        out.mul_(gradient.to(out.dtype)).masked_fill_(~counted.unsqueeze(1), 0)
-        out[:, ctx.n_own :] = 0
-        return out.to(logits.dtype), None, None, None, None, None
+vocab_parallel_embedding = Lowered(_embedding, _embedding_backward)
+vocab_parallel_cross_entropy = Lowered(_cross_entropy, _cross_entropy_backward, keeps=(0,))

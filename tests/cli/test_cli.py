@@ -193,7 +193,7 @@ def test_saved_plans_are_explained_and_emitted(run: Run) -> None:
 
 def test_code_is_printed_or_written(run: Run) -> None:
     printed = run("code", "tiny:mlp", "--mesh", "1x2")
-    assert "def microbatch" in printed.stdout
+    assert "def forward" in printed.stdout
     written = run("code", "tiny:mlp", "--mesh", "1x2", "-o", "out")
     assert written.stdout == f"{Path('out/stage_0.py')}\n"
     assert Path("out/stage_0.py").read_text() == printed.stdout
@@ -228,7 +228,7 @@ def test_stages_by_number(run: Run) -> None:
 def test_a_file_per_stage(run: Run) -> None:
     found = run("code", *STAGES, "-o", "out")
     assert found.stdout == f"{Path('out/stage_0.py')}\n{Path('out/stage_1.py')}\n"
-    assert run("code", *STAGES).stdout.count("def microbatch") == 2
+    assert run("code", *STAGES).stdout.count("def forward") == 2
     assert good(run("report", *STAGES, "--json"))["written"] == ["plan.html", "plan.dot"]
 
 

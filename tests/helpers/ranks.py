@@ -19,6 +19,7 @@ from torch import Tensor
 
 from autopar.capture.reference import change_buffers, reference_step
 from autopar.codegen import emit
+from autopar.passes.backward import differentiate
 from autopar.placement.shards import difference, gather
 from autopar.placement.spec import TensorType
 from autopar.program.pipeline import Pipeline
@@ -97,7 +98,7 @@ def run_ranks(
     """
     n_stages = pipeline.n_stages
     codes = [
-        load_code(f"stage_{k}.py", emit(stage, k, n_stages))[0]
+        load_code(f"stage_{k}.py", emit(differentiate(stage, DEVICE.type), k, n_stages))[0]
         for k, stage in enumerate(pipeline.stages)
     ]
     constants = {name: compute() for name, compute in program.constants.items()}

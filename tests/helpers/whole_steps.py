@@ -15,6 +15,7 @@ from torch import Tensor
 
 from autopar.codegen import emit
 from autopar.measured.live_bytes import LiveBytes
+from autopar.passes.backward import differentiate
 from autopar.program.pipeline import Pipeline
 from autopar.program.program import Program
 from autopar.runtime.collectives.p2p import DistMessenger
@@ -61,7 +62,7 @@ class WholeStep(NamedTuple):
         stage = pipeline.stage_of(rank)
         groups = [make_groups(mesh) if several else {} for mesh in pipeline.meshes][stage]
         joined = (DistMessenger(device), world_group()) if pipeline.n_stages > 1 else (None, None)
-        text = emit(pipeline.stages[stage], stage, pipeline.n_stages)
+        text = emit(differentiate(pipeline.stages[stage]), stage, pipeline.n_stages)
         code, _ = load_code(f"stage_{stage}.py", text)
         environment = Environment(device, groups, *joined)
         executor = Executor(pipeline, rank, code, environment, self.constants)

@@ -194,7 +194,7 @@ def check_megatron(plan: Plan, norm: str = "post") -> None:
         (sync,) = [c for c in plan.collectives() if c.phase == "grad_sync"]
         assert (sync.size_bytes, sync.tensor) == (
             2 * 128 * 4,
-            "blocks.0.norm_1.weight, blocks.0.norm_1.bias",
+            "blocks.0.norm_1.bias, blocks.0.norm_1.weight",
         )
     assert counts == {("all_reduce", "forward"): 4, ("all_reduce", "backward"): 3}
     for i in range(2):

@@ -18,11 +18,11 @@ from torch import Tensor
 
 from autopar.passes.reshard import costs as reshard
 from autopar.passes.reshard import move_graph
+from autopar.placement import moves
 from autopar.placement.moves import TABLE, PrimitiveKind, Split
 from autopar.placement.spec import I, R, Spec, TensorType
 from autopar.program.stage_program import Delivered, batch_shards
 from autopar.program.strategy import Strategy
-from autopar.runtime.collectives import pairs as collectives
 from autopar.runtime.execute import delivery, executor
 from tests.helpers.harness import (
     abstract_cost,
@@ -112,7 +112,8 @@ def test_wrong_move(
 ) -> None:
     name, forward, backward = mutant
     monkeypatch.setitem(TABLE, name, (forward, backward))
-    monkeypatch.setitem(collectives._FUNCTIONS, name, collectives._function(name))
+    begins_with = {row[0]: other for other, row in TABLE.items()}
+    monkeypatch.setitem(moves._TRANSPOSED, name, begins_with[backward])
     assert any(some.notice() for some in assignments.values())
 
 

@@ -104,9 +104,12 @@ def test_one_process_has_every_bit_of_autocast(name: str) -> None:
 
 
 # The models of these run other operators eagerly than in a trace: `transformers` repeats keys for
-# grouped queries, and a mean in bfloat16 rounds twice on a CPU.
-OTHER_OPERATORS = {"llama", "mixtral", "mixer"}
-IN_HALF = ("gpt2-dropout", "bert-dropout", "falcon", "encoder-dropout", "einsum", "resnet", "llama")
+# grouped queries, and a mean in bfloat16 rounds twice on a CPU. The gradient of a mean has other
+# strides than that of a sum divided, so the sum of it over rows (`layer_scale`) has another order.
+OTHER_OPERATORS = {"llama", "mixtral", "mixer", "convnext"}
+IN_HALF = (
+    "gpt2-dropout", "bert-dropout", "falcon", "encoder-dropout", "einsum", "resnet", "llama", "t5"
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("family", IN_HALF)
@@ -285,7 +288,7 @@ def test_bytes_on_the_wire() -> None:
         assert moved["param_gather"] == 2 * (n + 16 * 32)
         assert moved["grad_sync"] == reduced_bytes * n
     code = next(iter(plans[None].code().values()))
-    assert "cast from f32" in code and "lambda g: p_to_s(g" in code
+    assert "cast from f32" in code and "p_to_s(grad_" in code
 
 
 def test_memory_follows_the_dtypes() -> None:

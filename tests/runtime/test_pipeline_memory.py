@@ -68,12 +68,12 @@ class Watched:
     def __init__(self, executor: Executor) -> None:
         self.microbatches: list[Watch] = []
         self.seen: list[set[int]] = []
-        self._code = executor.code.microbatch
+        self._code = executor.code.forward
 
     def look(self) -> set[int]:
         return {k for k, watch in enumerate(self.microbatches) if watch.is_alive}
 
-    def microbatch(self, *args: Any) -> Any:
+    def forward(self, *args: Any) -> Any:
         watch = Watch()
         self.microbatches.append(watch)
         for received in args[2] if len(args) == 4 else ():
@@ -109,7 +109,7 @@ def run_watched(
 
     def work(rank: Rank) -> Held:
         mine = watched[rank.executor] = Watched(rank.executor)
-        rank.executor.code = replace(rank.executor.code, microbatch=mine.microbatch)
+        rank.executor.code = replace(rank.executor.code, forward=mine.forward)
         rank.executor.step(rank.stored, named_inputs(program, batch))
         return Held(mine.seen, mine.look())
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from autopar.placement.moves import COLLECTIVES, PrimitiveKind, Split
-from autopar.runtime.collectives.pairs import apply_primitive
+from autopar.runtime.collectives.moves import apply_primitive
 from autopar.runtime.execute.bucketed import BucketItem, bucketed_apply
 from autopar.runtime.groups.group import Group, Recorder
 from autopar.runtime.launch.threads import ThreadWorld, run_threads

@@ -8,10 +8,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.placement.moves import Split
-from autopar.runtime.collectives.pairs import i_to_s, p_to_r
 from autopar.runtime.groups.group import Group, Recorder
 from autopar.runtime.launch.threads import ThreadWorld, run_threads
 from autopar.runtime.lowered import vocab_parallel_cross_entropy, vocab_parallel_embedding
+from tests.helpers.differentiable import moved
 from tests.helpers.machines import mesh_of
 from tests.helpers.tensors import random_tensor
 
@@ -38,7 +38,7 @@ def test_embedding(n_ranks: int, padding_idx: int) -> None:
     def work(world: ThreadWorld) -> None:
         g = group(world)
         local = g.slice(table, Split(0)).requires_grad_()
-        out = p_to_r(vocab_parallel_embedding(local, IDS, g, padding_idx), g)
+        out = moved("p_to_r", vocab_parallel_embedding(local, IDS, g, padding_idx), g)
         assert torch.equal(out, expected)
         # The consumer's gradient is Partial; keep it on one rank.
         out.backward(g.keep_first(upstream))
@@ -76,7 +76,7 @@ def test_cross_entropy(n_ranks: int, smoothing: float, kind: str) -> None:
         shared = logits.clone().requires_grad_()
         with Recorder() as recorder:
             loss = vocab_parallel_cross_entropy(
-                i_to_s(shared, g, 1), y, g, label_smoothing=smoothing
+                moved("i_to_s", shared, g, 1), y, g, label_smoothing=smoothing
             )
         assert [c.kind for c in recorder.calls] == ["all_reduce"] * 3
         assert {c.size_bytes for c in recorder.calls} == {8 * N_ROWS}

@@ -19,6 +19,7 @@ from autopar.cost.price.prediction import collectives_of, predict
 from autopar.errors import NotSupportedError
 from autopar.mesh import LogicalMesh
 from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.backward import differentiate
 from autopar.passes.intra.chooser import PlacementRequest, choose
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.lowering.lines import lower
@@ -52,7 +53,7 @@ def recorded(
     local_rows: bool = False,
 ) -> list[Counter[Row]]:  # fmt: skip
     """The collectives that each thread rank records in one step."""
-    code, _ = load_code("stage_0.py", emit(program))
+    code, _ = load_code("stage_0.py", emit(differentiate(program)))
     captured = analysis.program
     inputs = {name: batch[info.path] for name, info in captured.inputs.items()}
     constants = {name: compute() for name, compute in captured.constants.items()}

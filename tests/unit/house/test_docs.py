@@ -59,16 +59,17 @@ def test_custom_operators_prints_what_it_shows(registry: None) -> None:
 
 
 def test_the_readme_shows_what_is_printed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Commands of the form `autopar ... demo:mlp ...`, run in `examples`, each before its block."""
+    """Commands of the form `autopar ... demo:mlp ...`, run in `examples`, before their blocks."""
     text = (ROOT / "README.md").read_text()
     monkeypatch.chdir(ROOT / "examples")
     monkeypatch.setattr(sys, "path", list(sys.path))
-    shown = re.findall(r"`autopar (\w+ demo:mlp [^`]*)`.*?^```\w*\n(.*?)^```$", text, re.M | re.S)
-    for command, block in shown:
+    shown = re.findall(r"`autopar (\w+ demo:mlp [^`]*)`(.*?)(?=`autopar |^## )", text, re.M | re.S)
+    for command, part in shown:
         result = CliRunner().invoke(app, command.split(), env={"COLUMNS": "200"})
         assert result.exit_code == 0, result.output
         printed = re.sub(r"\(\S*/demo\.py", "(demo.py", result.output)
-        assert squeezed(block) in squeezed(printed), command
+        blocks = re.findall(r"^```\w*\n(.*?)^```$", part, re.M | re.S)
+        assert blocks and all(squeezed(block) in squeezed(printed) for block in blocks), command
     assert [command.split()[0] for command, _ in shown] == ["plan", "explain", "code"]
 
 

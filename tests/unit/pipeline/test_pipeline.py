@@ -57,13 +57,13 @@ def test_planning_and_replay_run_the_same_list_from_different_points(tmp_path: P
     plan = planned()
     assert ran(plan) == OF_THE_SEARCH
     code = plan.code()
-    assert ran(plan) == [*OF_THE_SEARCH, "lower", "verify", "emit"]
+    assert ran(plan) == [*OF_THE_SEARCH, "lower", "verify", "differentiate", "emit"]
     plan.save(tmp_path / "plan.json")
     again = Plan.load(tmp_path / "plan.json").bind(MlpWithLoss())
     assert ran(again) == OF_A_SAVED_PLAN
     assert again.code() == code
     assert again.predicted.step_time_s == pytest.approx(plan.predicted.step_time_s, rel=0.01)
-    assert ran(again) == [*OF_A_SAVED_PLAN, "lower", "verify", "emit", "price"]
+    assert ran(again) == [*OF_A_SAVED_PLAN, "lower", "verify", "differentiate", "emit", "price"]
 
 
 def test_a_plan_does_not_keep_the_model_or_the_batch() -> None:

@@ -25,9 +25,9 @@ from autopar.passes.reshard.move_graph import (
 from autopar.placement.moves import COLLECTIVES, TABLE, Move, PrimitiveKind
 from autopar.placement.shards import gather, gradient_spec, scatter
 from autopar.placement.spec import I, P, R, S, Spec, TensorType, all_specs, local_shape
-from autopar.runtime.collectives import pairs as collectives
 from autopar.runtime.groups.group import Group, Recorder
 from autopar.runtime.launch.threads import ThreadWorld, run_threads
+from tests.helpers.differentiable import moved
 from tests.helpers.machines import mesh_of
 from tests.helpers.strategies import AXIS_SIZES, reshards, tensor_types
 
@@ -37,11 +37,11 @@ Reshard = tuple[TensorType, tuple[int, ...], Spec, Spec]
 
 def apply(move: Move, x: Tensor, groups: Mapping[tuple[int, ...], Group]) -> Tensor:
     """Call the runtime's function of a move as generated programs do."""
-    function, group = getattr(collectives, move.name), groups[move.axes]
+    group = groups[move.axes]
     if len(move.splits) == 2:
         source, target = ((s.dim, s.outer) for s in move.splits)
-        return function(x, group, source, target)
-    return function(x, group, *(n for s in move.splits for n in (s.dim, s.outer)))
+        return moved(move.name, x, group, source, target)
+    return moved(move.name, x, group, *(n for s in move.splits for n in (s.dim, s.outer)))
 
 
 def check_steps(

@@ -1,0 +1,227 @@
+"""One stage's program both ways as data: the lines of forward, what is saved, those of backward.
+
+`passes/backward` makes it from a `StageProgram`. Forward has the stage's own lines. An operator
+whose backward needs what the operator hides (the statistics of a layer norm, the log-sum-exp of
+attention) is written out as its kernels. Backward has the kernels that autograd would run, in its
+order, the reshards of gradients, the lines that run again (`rerun_lines.py`), and the parameters
+that are gathered again. Neither function needs autograd.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from autopar.placement import Spec
+from autopar.program.stage_program import (
+    UNUSED,
+    CallLine,
+    DetachLine,
+    FreeLine,
+    GatherLine,
+    MoveLine,
+    StageProgram,
+    names_in,
+    outs,
+    reads,
+)
+
+
+@dataclass(frozen=True)
+class Variable:
+    """A tensor on one rank; `spec` is None for an intermediate of an operator."""
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+    spec: Spec | None = None
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+
+@dataclass(frozen=True)
+class KernelLine:
+    """One kernel of the operator `key`: of its backward, or of its forward, written out.
+
+    A sum of gradients has no key. `is_view` says that its results view its first argument.
+    """
+
+    outs: tuple[Variable, ...]
+    target: str
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    key: str
+    where: str = ""
+    is_forward: bool = False
+    is_view: bool = False
+
+
+@dataclass(frozen=True)
+class GradientMove:
+    """The backward of one move: the gradient `source` of its result becomes that of its input."""
+
+    out: Variable
+    source: str
+    move: MoveLine
+
+    @property
+    def phase(self) -> str:
+        return "grad_sync" if self.move.phase == "param_gather" else "backward"
+
+
+@dataclass(frozen=True)
+class StartLine:
+    """Begins a `GradientMove`; `pending` is its handle."""
+
+    move: GradientMove
+    pending: str
+
+
+@dataclass(frozen=True)
+class WaitLine:
+    """Waits for a `GradientMove` that was begun, and makes its result."""
+
+    move: GradientMove
+    pending: str
+
+
+@dataclass(frozen=True)
+class FunctionLine:
+    """A function with a backward of its own (`runtime/lowered`), in place of an operator.
+
+    Beside the results of `call` it makes `kept`, a tuple that its backward takes. `differentiable`
+    says which of its tensor arguments have a gradient. An operator that `runtime/lowered` does not
+    have is taped.
+    """
+
+    call: CallLine
+    kept: str
+    differentiable: tuple[bool, ...]
+
+
+@dataclass(frozen=True)
+class FunctionBackward:
+    """The backward of a `FunctionLine`.
+
+    inputs      the arguments that it takes again
+    gradients   those of the results; None for a result without
+    outs        gradients of all tensor arguments, in order; `UNUSED` where none is wanted
+    """
+
+    outs: tuple[Variable, ...]
+    call: CallLine
+    kept: str
+    inputs: tuple[str | None, ...]
+    gradients: tuple[str | None, ...]
+
+    @property
+    def wanted(self) -> tuple[bool, ...]:
+        return tuple(out.name != UNUSED for out in self.outs)
+
+
+@dataclass(frozen=True)
+class ReadyLine:
+    """Hands over the gradient of the variable `taken[position]`, which is complete.
+
+    Whoever gets it may write to it, so one that later lines read is copied (`is_shared`).
+    """
+
+    position: int
+    source: str
+    is_shared: bool
+
+
+JointLine = (
+    MoveLine
+    | CallLine
+    | DetachLine
+    | GatherLine
+    | FreeLine
+    | KernelLine
+    | GradientMove
+    | StartLine
+    | WaitLine
+    | FunctionLine
+    | FunctionBackward
+    | ReadyLine
+)
+
+
+@dataclass(frozen=True)
+class JointProgram:
+    """Forward and backward of one microbatch of `stage`.
+
+    forward      takes what the stage takes; returns its results, and `saved`
+    saved        variables of forward that backward reads
+    cotangents   names of the gradients that backward is given: of the loss if there is one, then of
+                 each sent value; None where no gradient is taken
+    backward     takes `saved` and `cotangents`, and hands over the gradients of the variables that
+                 `taken` lists, each as soon as it is complete
+    """
+
+    stage: StageProgram
+    forward: tuple[JointLine, ...]
+    saved: tuple[str, ...] = ()
+    cotangents: tuple[str | None, ...] = ()
+    backward: tuple[JointLine, ...] = ()
+
+    @property
+    def taken(self) -> tuple[str, ...]:
+        """The variables that forward takes and may have a gradient: parameters, then received."""
+        return (*taken_parameters(self.stage), *(b.local.name for b in self.stage.received))
+
+
+def taken_parameters(stage: StageProgram) -> tuple[str, ...]:
+    """The parameters as forward takes them: shards that it gathers itself, or ready placements."""
+    found: list[str] = []
+    for parameter in stage.parameters:
+        if parameter.period == "use":
+            found.append(parameter.shard.name)
+        found += [use.local.name for use in parameter.uses]
+    return tuple(found)
+
+
+def joint_reads(line: JointLine) -> tuple[str, ...]:
+    """The names that a line reads; those of groups and the device are among them."""
+    match line:
+        case KernelLine():
+            return (*names_in(line.args), *names_in(list(line.kwargs.values())))
+        case GradientMove() | ReadyLine():
+            return (line.source,)
+        case StartLine():
+            return (line.move.source,)
+        case WaitLine():
+            return (line.pending,)
+        case FunctionLine():
+            return line.call.reads
+        case FunctionBackward():
+            read = (name for name in (*line.inputs, *line.gradients) if name is not None)
+            return (line.kept, *read)
+        case _:
+            return reads(line)
+
+
+def joint_writes(line: JointLine) -> tuple[str, ...]:
+    """The variables that a line defines."""
+    match line:
+        case KernelLine() | FunctionBackward():
+            made = [out.name for out in line.outs]
+        case GradientMove():
+            made = [line.out.name]
+        case ReadyLine():
+            made = []
+        case StartLine():
+            made = [line.pending]
+        case WaitLine():
+            made = [line.move.out.name]
+        case FunctionLine():
+            made = [*(out.name for out in line.call.outs), line.kept]
+        case _:
+            made = [out.name for out in outs(line)]
+    return tuple(name for name in made if name != UNUSED)

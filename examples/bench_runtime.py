@@ -1,0 +1,337 @@
+"""Measure what autopar generates beside what is written by hand: `make bench-runtime`.
+
+    python -m examples.bench_runtime [--rows ddp,zero-3] [--pairs 15] [--layers 4] [--width 256]
+    python -m examples.bench_runtime --delayed
+
+One GPT-2 with the same weights and batch, in float32. Both sides of a row live in the same
+processes.
+
+    row       ranks   autopar                                beside
+    eager     1       one rank                               the model itself, `loss.backward()`
+    tp        2       `Manual(tp=2)`                         `examples/megatron_gpt2.py`
+    ddp       2       `Manual(dp=2)`                         `DistributedDataParallel`
+    zero-3    2       `Manual(dp=2, zero=3)`                 `fully_shard` of each block
+    1f1b      2       `Manual(pp=2, microbatch_size=...)`    `Schedule1F1B`, 4 microbatches each
+
+    losses      of `N_LOSSES` steps with plain SGD between, so gradients are compared too. They
+                must agree to 1e-5, or nothing is timed
+    step time   gradients cleared, forward, backward with all its communication. The optimizer's
+                step is left out on both sides. A pair is a step of each, after `N_WARM_UP`; which
+                goes first alternates. A step's time is the slowest rank's. The ratio is the median
+                over pairs, with the 90% interval of bootstrap resamples, as in
+                `examples/compare.py`
+
+`--delayed` shows overlap, of `ddp` and `zero-3`, on autopar's side alone. Collectives are delayed
+as on a slow network (`examples/bench_delays.py`). A pair is a step without delays and one with.
+
+    compute         a step without delays; it contains the true time of the collectives
+    communication   the delays of a step, `--share` of the compute
+    delayed step    a step with delays
+    ratio           delayed step / max(compute, communication): 1 if all is hidden
+    no overlap      (compute + communication) / max(compute, communication)
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from rich.console import Console
+from rich.table import Table
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+import autopar
+from autopar import Manual
+from autopar.units import format_seconds
+from examples.bench_delays import Delays
+from examples.compare import N_WARM_UP, Batch, Size, median_ratio, timed_pair, values_of
+from examples.megatron_gpt2 import MegatronGPT2, TensorParallel
+from examples.pipeline_gpt2 import PipelineGPT2
+from examples.train_gpt2 import ROWS as N_SAMPLES
+from examples.train_gpt2 import batches
+
+TOLERANCE = 1e-5
+N_LOSSES = 3
+LEARNING_RATE = 0.1
+N_MICROBATCHES = 4
+ALPHA_SHARE = 0.1  # of the communication, in delays that do not depend on bytes
+Launch = Callable[..., list[Any]]
+Pairs = list[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Side:
+    """A module in training. `step` is forward and backward; not every rank must have its loss.
+
+    `samples` are the rows of the batch that this rank takes; None: all.
+    """
+
+    module: nn.Module
+    forward_backward: Callable[[Batch], Tensor | None]
+    samples: slice | None = None
+
+    def step(self, batch: Batch) -> Tensor | None:
+        self.module.zero_grad()
+        if self.samples is not None:
+            batch = {name: x[self.samples] for name, x in batch.items()}
+        return self.forward_backward(batch)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One comparison: autopar's plan, and what it is compared with."""
+
+    ours: str
+    theirs: str
+    n_ranks: int
+    manual: Manual | None
+    other: Callable[[Size, Batch], Side]
+    tied: bool = True
+
+
+@dataclass(frozen=True)
+class Measured:
+    """Losses (autopar's, the other's) of each step, then pairs of seconds in the same order."""
+
+    losses: list[tuple[float, float]]
+    pairs: Pairs
+
+
+@dataclass(frozen=True)
+class Overlap:
+    """Pairs (seconds without delays, seconds with) and the delays of one step."""
+
+    pairs: Pairs
+    n_calls: int
+    size_bytes: int
+    delay_s: float
+
+    @property
+    def compute_s(self) -> float:
+        return statistics.median(compute_s for compute_s, _ in self.pairs)
+
+    def ratio(self) -> tuple[float, float, float]:
+        """Delayed step / max(compute, communication), by pairs; with its 90% interval."""
+        longer = [(with_s, max(alone_s, self.delay_s)) for alone_s, with_s in self.pairs]
+        return median_ratio(longer)
+
+
+def with_autopar(row: Row, size: Size, batch: Batch) -> Side:
+    """The unmodified Hugging Face model through `autopar.parallelize`."""
+    mesh = (1, row.n_ranks)
+    module = autopar.parallelize(size.model(), mesh, batch, precision="model", manual=row.manual)
+    return Side(module, lambda given: module.step(**given))
+
+
+def eager(size: Size, batch: Batch) -> Side:
+    model = size.model()
+    return Side(model, lambda given: backward(model(**given).loss))
+
+
+def megatron(size: Size, batch: Batch) -> Side:
+    assert dist.group.WORLD is not None
+    tp = TensorParallel(dist.group.WORLD)
+    model = MegatronGPT2(values_of(size, "model"), size.n_heads, tp)
+    return Side(model, lambda given: backward(model(**given)))
+
+
+def ddp(size: Size, batch: Batch) -> Side:
+    model = DistributedDataParallel(size.model())
+    return Side(model, lambda given: backward(model(**given).loss), own_samples(batch))
+
+
+def fsdp(size: Size, batch: Batch) -> Side:
+    """FSDP2: a group of parameters for each block, and one for all others."""
+    model: Any = size.model()
+    mesh = init_device_mesh("cpu", (dist.get_world_size(),))
+    for block in model.transformer.h:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    return Side(model, lambda given: backward(model(**given).loss), own_samples(batch))
+
+
+def pipelining(size: Size, batch: Batch) -> Side:
+    rows, length = batch["input_ids"].shape
+    values = values_of(size, "model")
+    pipeline = PipelineGPT2(values, size.n_heads, rows, length, N_MICROBATCHES, "1f1b")
+    return Side(pipeline.module, lambda given: pipeline.step(**given))
+
+
+ROWS = {
+    "eager": Row("one rank", "eager", 1, None, eager),
+    "tp": Row("tp=2", "Megatron by hand", 2, Manual(tp=2), megatron),
+    "ddp": Row("dp=2", "torch DDP", 2, Manual(dp=2), ddp),
+    "zero-3": Row("dp=2, zero=3", "torch FSDP2", 2, Manual(dp=2, zero=3), fsdp),
+    "1f1b": Row(
+        "pp=2, 1F1B", "torch Schedule1F1B", 2,
+        Manual(pp=2, microbatch_size=N_SAMPLES // N_MICROBATCHES), pipelining, tied=False,
+    ),
+}  # fmt: skip
+DELAYED = ("ddp", "zero-3")
+
+
+def backward(loss: Tensor) -> Tensor:
+    loss.backward()
+    return loss.detach()
+
+
+def own_samples(batch: Batch) -> slice:
+    """This rank's rows, where ranks get different ones."""
+    n = len(batch["input_ids"]) // dist.get_world_size()
+    return slice(dist.get_rank() * n, (dist.get_rank() + 1) * n)
+
+
+def whole_loss(loss: Tensor | None) -> float:
+    """The mean over the ranks that have a loss: of their rows, or the whole batch's."""
+    everyone: list[float | None] = [None] * dist.get_world_size()
+    dist.all_gather_object(everyone, None if loss is None else loss.item())
+    return statistics.fmean(each for each in everyone if each is not None)
+
+
+def measure(name: str, size: Size, batch: Batch, n_pairs: int) -> Measured:
+    """One rank's part of a row: compare losses, then time pairs if they agree."""
+    row = ROWS[name]
+    sides = with_autopar(row, size, batch), row.other(size, batch)
+    optimizers = [torch.optim.SGD(s.module.parameters(), lr=LEARNING_RATE) for s in sides]
+    losses = []
+    for _ in range(N_LOSSES):
+        ours, theirs = (whole_loss(side.step(batch)) for side in sides)
+        losses.append((ours, theirs))
+        for optimizer in optimizers:
+            optimizer.step()
+    if disagreements(name, losses):
+        return Measured(losses, [])
+    for side in sides * N_WARM_UP:
+        side.step(batch)
+    one, other = (side.step for side in sides)
+    return Measured(losses, [timed_pair(one, other, batch, i % 2 == 1) for i in range(n_pairs)])
+
+
+def measure_delayed(name: str, size: Size, batch: Batch, n_pairs: int, share: float) -> Overlap:
+    """One rank's part of `--delayed`: the same step without delays and with."""
+    side = with_autopar(ROWS[name], size, batch)
+    for _ in range(N_LOSSES + N_WARM_UP):  # the first steps of a module compare the batch, too
+        side.step(batch)
+    times = [timed_pair(side.step, side.step, batch, False) for _ in range(3)]
+    compute_s = statistics.median(time_s for pair in times for time_s in pair)
+    with Delays(0, 0) as counted:
+        side.step(batch)
+    communication_s = share * compute_s
+    delays = Delays(
+        ALPHA_SHARE * communication_s / counted.n_calls,
+        (1 - ALPHA_SHARE) * communication_s / counted.size_bytes,
+    )
+
+    def delayed(given: Batch) -> None:
+        delays.clear()
+        with delays:
+            side.step(given)
+
+    pairs = [timed_pair(side.step, delayed, batch, i % 2 == 1) for i in range(n_pairs)]
+    return Overlap(pairs, delays.n_calls, delays.size_bytes, delays.delay_s)
+
+
+def disagreements(name: str, losses: Sequence[tuple[float, float]]) -> list[str]:
+    """The losses that are not equal, as texts."""
+    return [
+        f"{name}: losses of step {index} differ: autopar {ours}, {ROWS[name].theirs} {theirs}"
+        for index, (ours, theirs) in enumerate(losses)
+        if not abs(ours - theirs) <= TOLERANCE  # NaN is in no tolerance
+    ]
+
+
+def time_table(found: dict[str, Measured]) -> Table:
+    table = Table(title="step time without optimizer, float32, interleaved pairs")
+    for title in ("row", "autopar", "beside"):
+        table.add_column(title)
+    for title in ("pairs", "autopar", "other", "ratio", "90% interval", "losses differ by"):
+        table.add_column(title, justify="right")
+    for name, measured in found.items():
+        row = ROWS[name]
+        texts = ["-"] * 4
+        if measured.pairs:
+            ratio, low, high = median_ratio(measured.pairs)
+            times = zip(*measured.pairs, strict=True)
+            medians = [format_seconds(statistics.median(column)) for column in times]
+            texts = [*medians, f"{ratio:.3f}", f"{low:.3f} to {high:.3f}"]
+        apart = max(abs(ours - theirs) for ours, theirs in measured.losses)
+        n_pairs = str(len(measured.pairs))
+        table.add_row(name, row.ours, row.theirs, n_pairs, *texts, f"{apart:.0e}")
+    return table
+
+
+def overlap_table(found: dict[str, Overlap]) -> Table:
+    table = Table(title="step time with delayed collectives, float32, interleaved pairs")
+    for title in ("row", "autopar"):
+        table.add_column(title)
+    for title in ("pairs", "calls", "compute", "communication", "delayed step", "ratio",
+                  "90% interval", "no overlap"):  # fmt: skip
+        table.add_column(title, justify="right")
+    for name, seen in found.items():
+        compute_s, with_s = (statistics.median(times) for times in zip(*seen.pairs, strict=True))
+        ratio, low, high = seen.ratio()
+        serial = (compute_s + seen.delay_s) / max(compute_s, seen.delay_s)
+        times = [format_seconds(time_s) for time_s in (compute_s, seen.delay_s, with_s)]
+        table.add_row(
+            name, ROWS[name].ours, str(len(seen.pairs)), str(seen.n_calls), *times,
+            f"{ratio:.3f}", f"{low:.3f} to {high:.3f}", f"{serial:.3f}",
+        )  # fmt: skip
+    return table
+
+
+def names_of(text: str) -> list[str]:
+    """`--rows`: names with commas between."""
+    names = text.split(",")
+    for name in names:
+        if name not in ROWS:
+            raise argparse.ArgumentTypeError(f"{name!r} is not one of {', '.join(ROWS)}")
+    return names
+
+
+def main(argv: Sequence[str] | None = None, launch: Launch = autopar.launch) -> int:
+    """Print a table; 1 if losses differ."""
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
+    parser.add_argument("--rows", type=names_of, help=f"of {','.join(ROWS)}; all by default")
+    parser.add_argument("--pairs", type=int, default=15)
+    parser.add_argument("--layers", type=int, default=Size.n_layers)
+    parser.add_argument("--width", type=int, default=Size.width)
+    parser.add_argument("--delayed", action="store_true", help="delay collectives, show overlap")
+    parser.add_argument("--share", type=float, default=0.8, help="communication / compute")
+    given = parser.parse_args(argv)
+    names = given.rows or [*(DELAYED if given.delayed else ROWS)]
+    console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
+    (batch,) = batches(1)
+    if given.delayed:
+        if alone := [name for name in names if name not in DELAYED]:
+            parser.error(f"--delayed has the rows {', '.join(DELAYED)}, not {', '.join(alone)}")
+        seen = {}
+        for name in names:
+            size = Size(given.layers, given.width, tied=ROWS[name].tied)
+            asked = measure_delayed, 2, name, size, batch, given.pairs, given.share
+            seen[name] = launch(*asked)[0]
+        console.print(overlap_table(seen))
+        return 0
+    found = {}
+    for name in names:
+        size = Size(given.layers, given.width, tied=ROWS[name].tied)
+        found[name] = launch(measure, ROWS[name].n_ranks, name, size, batch, given.pairs)[0]
+    console.print(time_table(found))
+    wrong = [line for name in found for line in disagreements(name, found[name].losses)]
+    for line in wrong:
+        console.print(line, markup=False, soft_wrap=True)
+    return 1 if wrong else 0
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

@@ -1,0 +1,13 @@
+"""Decides which lines backward runs, what forward saves for it, and when a value is freed.
+
+Read `joint.py` (the walk over the lines of forward, last to first), `recording.py` (the kernels of
+one operator and of its derivative), `templates.py` (what stands for them in a program),
+`kernels.py` and `names.py` (a template as lines), `overlap.py` (reductions beside matmuls),
+`provision.py` (gathers that are repeated, what is saved, frees).
+It may import `passes/analysis`, and what lies below `passes`.
+It hands on `differentiate`.
+"""
+
+from autopar.passes.backward.joint import differentiate
+
+__all__ = ["differentiate"]

@@ -1,0 +1,372 @@
+"""Writes the backward of a lowered stage, line by line in reverse: autograd's own order.
+
+Autograd runs the backward of operators in the reverse order of their creation, and adds gradients
+of one tensor in the order in which they arrive. So does this walk, and the kernels are the same:
+on one rank a step equals that of autograd bit for bit.
+
+    for each line, last to first
+        end of a recomputed segment     its lines run again            (`rerun_lines.py`)
+        operator                        the kernels of its derivative  (`templates.py`)
+        reshard                         the reshard of the gradient    (its row of the table)
+        gather of a parameter           the reduction of its gradient
+    then                                gathers that backward needs    (`provision.py`)
+                                        what is saved, what is freed
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from autopar.passes.analysis import reserved_names
+from autopar.passes.backward.kernels import KernelPrinter, call_of
+from autopar.passes.backward.names import Names
+from autopar.passes.backward.provision import finished
+from autopar.passes.backward.recording import Meta, run_on_fakes
+from autopar.passes.backward.templates import Template, result_metas, template
+from autopar.placement import P, Placement, R, Spec
+from autopar.program import (
+    UNUSED,
+    CallLine,
+    DetachLine,
+    FreeLine,
+    FunctionBackward,
+    FunctionLine,
+    GatherLine,
+    GradientMove,
+    JointLine,
+    JointProgram,
+    KernelLine,
+    Local,
+    MoveLine,
+    Ref,
+    Segment,
+    StageProgram,
+    Variable,
+    rerun,
+    taken_parameters,
+)
+from autopar.runtime.lowered import LOWERED
+
+_SWAPPED = {R: P, P: R}
+
+
+def differentiate(stage: StageProgram, device: str = "cpu") -> JointProgram:
+    """Forward and backward of a stage as lines.
+
+    A program that does not train has no backward. `device` is the type of device that the kernels
+    are for: "cpu" or "cuda".
+    """
+    return _Walk(stage, device).run()
+
+
+@dataclass
+class _Walk:
+    stage: StageProgram
+    device: str
+    metas: dict[str, Meta] = field(default_factory=dict)
+    locals: dict[str, Local] = field(default_factory=dict)
+    # Variable -> its gradient so far; and metas of gradients.
+    gradients: dict[str, str] = field(default_factory=dict)
+    gradient_metas: dict[str, Meta] = field(default_factory=dict)
+    backward: list[JointLine] = field(default_factory=list)
+    forward: dict[int, list[JointLine]] = field(default_factory=dict)
+    # Position of an operator -> variables of the slots that its forward hands on; and the lines of
+    # its forward that come before its result, such as copies of its arguments.
+    kept: dict[int, dict[int, str]] = field(default_factory=dict)
+    copies: dict[int, list[JointLine]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        made = {name for line in self.stage.body for name in _names_of(line)}
+        taken = {*self.stage.arguments, *(p.shard.name for p in self.stage.parameters), *made}
+        self.names = Names(taken | reserved_names(self.stage.axis_names))
+
+    def run(self) -> JointProgram:
+        stage = self.stage
+        self._arguments()
+        for i, line in enumerate(stage.body):
+            if not isinstance(line, FreeLine):
+                self.forward[i] = [line]
+                self._results(line)
+        if not stage.trains:
+            return finished(stage, self._ordered(), [], (), ())
+        cotangents = self._cotangents()
+        segments = {segment.last: segment for segment in stage.segments}
+        reruns: dict[int, list[Segment]] = {}
+        for i in reversed(range(len(stage.body))):
+            if i in segments:
+                # Which kernels its lines are is known when the walk has passed them.
+                reruns.setdefault(len(self.backward), []).append(segments[i])
+            if i in stage.differentiated:
+                self._line(i)
+        backward: list[JointLine] = []
+        for k in range(len(self.backward) + 1):
+            for segment in reruns.get(k, ()):
+                backward += self._again(segment)
+            backward += self.backward[k : k + 1]
+        taken = (*taken_parameters(stage), *(b.local.name for b in stage.received))
+        gradients = tuple(self.gradients.get(name) for name in taken)
+        return finished(stage, self._ordered(), backward, cotangents, gradients)
+
+    def _again(self, segment: Segment) -> list[JointLine]:
+        """The lines of a segment that run again, and copies that kept operators make."""
+        again, found = set(rerun(self.stage)[segment.last]), list[JointLine]()
+        for i in range(segment.start, segment.last + 1):
+            found += self.forward.get(i, ()) if i in again else self.copies.get(i, ())
+        return found
+
+    def _ordered(self) -> list[JointLine]:
+        return [line for i in sorted(self.forward) for line in self.forward[i]]
+
+    def _arguments(self) -> None:
+        stage = self.stage
+        for local in (b.local for b in stage.received):
+            self._define(local, self.device)
+        for item in stage.delivered:
+            self._define(item.local, "cpu" if item.kind == "seed" else self.device)
+        for p in stage.parameters:
+            for local in (p.shard, *(use.local for use in p.uses)):
+                self._define(local, self.device)
+
+    def _define(self, local: Local, device: str) -> None:
+        stride = torch.empty(local.shape, device="meta").stride()
+        has_grad = local.has_grad and _is_continuous(local.dtype)
+        self.metas[local.name] = Meta(local.shape, stride, local.dtype, device, has_grad)
+        self.locals[local.name] = local
+
+    def _results(self, line: object) -> None:
+        """What a line of forward makes, with strides."""
+        match line:
+            case MoveLine() | GatherLine():
+                self._define(line.out, self.device)
+            case DetachLine():
+                self.locals[line.out.name] = line.out
+                self.metas[line.out.name] = self.metas[line.source]._replace(has_grad=False)
+            case CallLine(lowered=None):
+                call, _ = call_of(line, self.metas, self.device)
+                for out, meta in zip(line.outs, result_metas(call), strict=True):
+                    if out.name != UNUSED and meta is not None:
+                        self.locals[out.name] = out
+                        has_grad = out.has_grad and _is_continuous(meta.dtype)
+                        self.metas[out.name] = meta._replace(has_grad=has_grad)
+            case CallLine():
+                for out in line.outs:
+                    if out.name != UNUSED:
+                        self._define(out, self.device)
+                like = LOWERED[line.lowered or ""].like
+                if like is not None:
+                    call, _ = call_of(line, self.metas, self.device)
+                    results = run_on_fakes(like, call.args, call.kwargs, call.metas)
+                    for out, meta in zip(line.outs, results, strict=True):
+                        if out.name != UNUSED and meta is not None:
+                            meta = meta._replace(has_grad=self.metas[out.name].has_grad)
+                            self.metas[out.name] = meta
+
+    def _cotangents(self) -> tuple[str | None, ...]:
+        """The gradients that backward is given, by name."""
+        stage, found = self.stage, list[str | None]()
+        for name in (*([stage.loss] if stage.loss else []), *(s.local.name for s in stage.sent)):
+            if not self.metas[name].has_grad:
+                found.append(None)
+                continue
+            variable = self._gradient_variable(name)
+            found.append(variable.name)
+            self._add(name, variable.name, _contiguous(self.metas[name]))
+        return tuple(found)
+
+    def _line(self, i: int) -> None:
+        line = self.stage.body[i]
+        match line:
+            case MoveLine():
+                self._move(line)
+            case GatherLine():
+                self._gather(line)
+            case CallLine():
+                given = [self.gradients.pop(out.name, None) for out in line.outs]
+                if any(name is not None for name in given):
+                    if line.lowered is None:
+                        self._operator(i, line, given)
+                    else:
+                        self._function(i, line, given)
+
+    def _move(self, line: MoveLine) -> None:
+        gradient = self.gradients.pop(line.out.name, None)
+        if gradient is None or not line.has_grad:
+            return
+        if line.move.backward == "identity":
+            self._add(line.source, gradient, self.gradient_metas[gradient])
+            return
+        out = self._gradient_variable(line.source)
+        self.backward.append(GradientMove(out, gradient, line))
+        meta = self.metas[line.source]._replace(dtype=self.gradient_metas[gradient].dtype)
+        self._add(line.source, out.name, _contiguous(meta))
+
+    def _gather(self, line: GatherLine) -> None:
+        gradient = self.gradients.pop(line.out.name, None)
+        if gradient is None:
+            return
+        meta = self.gradient_metas[gradient]
+        dtype = line.out.gradient_dtype or meta.dtype
+        if dtype != meta.dtype:
+            cast = Variable(self.names.new(f"{gradient}_reduced"), meta.shape, dtype)
+            self.backward.append(
+                KernelLine(
+                    (cast,), "aten._to_copy.default", (Ref(gradient),), {"dtype": dtype},
+                    line.parameter,
+                )
+            )  # fmt: skip
+            gradient, meta = cast.name, meta._replace(dtype=dtype)
+        inputs = [self.locals[line.source], *(move.out for move in line.moves[:-1])]
+        for local, move in zip(reversed(inputs), reversed(line.moves), strict=True):
+            if move.move.backward == "identity":
+                continue
+            name = self.names.new(f"grad_{line.source}")
+            out = Variable(name, local.shape, dtype, _of_gradient(local.spec))
+            self.backward.append(GradientMove(out, gradient, move))
+            gradient = name
+            meta = _contiguous(meta._replace(shape=local.shape))
+        self._add(line.source, gradient, meta)
+
+    def _operator(self, i: int, line: CallLine, given: Sequence[str | None]) -> None:
+        call, inputs = call_of(line, self.metas, self.device)
+        metas = [None if name is None else self.gradient_metas[name] for name in given]
+        found = template(call, metas)
+        if found is None:
+            self._function(i, line, given)
+            return
+        made = found.recording
+        line = self._forward_of(i, line, found, inputs)
+        variables = dict(enumerate(inputs)) | self.kept[i]
+        for slot, out in zip(made.outs, line.outs, strict=True):
+            if slot is not None and slot not in variables:
+                variables[slot] = out.name
+        for slot, name in zip(made.cotangents, given, strict=True):
+            if slot is not None and name is not None:
+                variables[slot] = name
+        printer = KernelPrinter(line, self.names, f"grad_{_stem(line)}", made.metas, variables)
+        read = {slot for kernel in (*found.again, *made.backward) for slot in kernel.reads}
+        last = {}
+        for name, slot in zip(inputs, made.gradients, strict=True):
+            if slot is not None and slot not in variables and slot not in last:
+                last[slot] = self._gradient_variable(name)
+        self.backward += printer.lines(found.again, {}, frozenset(read | last.keys()))
+        self.backward += printer.lines(made.backward, last, frozenset(read))
+        for name, slot in zip(inputs, made.gradients, strict=True):
+            if slot is not None:
+                self._add(name, printer.variables[slot], made.metas[slot])
+
+    def _forward_of(
+        self, i: int, line: CallLine, found: Template, inputs: Sequence[str]
+    ) -> CallLine:
+        """Write the forward of an operator; returns its line, whose read results have names."""
+        made = found.recording
+        read = {slot for kernel in (*found.again, *made.backward) for slot in kernel.reads}
+        outs = []
+        for out, slot in zip(line.outs, made.outs, strict=True):
+            if out.name == UNUSED and slot is not None and slot in read:
+                out = replace(out, name=self.names.new(f"{_stem(line)}_kept"))
+            outs.append(out)
+        line = replace(line, outs=tuple(outs))
+        self.kept[i] = {}
+        if found.forward is None:
+            self.forward[i] = [line]
+            return line
+        printer = KernelPrinter(
+            line, self.names, _stem(line), made.metas, dict(enumerate(inputs)), True
+        )  # fmt: skip
+        known = {
+            slot: Variable(out.name, out.shape, out.dtype, out.spec)
+            for slot, out in zip(made.outs, outs, strict=True)
+            if slot is not None and slot >= len(inputs) and out.name != UNUSED
+        }
+        inner = {slot for kernel in found.forward for slot in kernel.reads} | found.kept
+        lines = printer.lines(found.forward, known, frozenset(inner))
+        self.forward[i] = [*lines]
+        self.copies[i] = [
+            line
+            for line, kernel in zip(lines, found.forward, strict=True)
+            if found.copies.issuperset(slot for slot in kernel.outs if slot is not None)
+        ]
+        self.kept[i] = {slot: printer.variables[slot] for slot in found.kept}
+        return line
+
+    def _function(self, i: int, line: CallLine, given: Sequence[str | None]) -> None:
+        kept = self.names.new(f"{_stem(line)}_kept")
+        names = [name for name in line.reads if name in self.metas]
+        differentiable = tuple(self.metas[name].has_grad for name in names)
+        self.forward[i] = [FunctionLine(line, kept, differentiable)]
+        outs = []
+        for name in names:
+            wanted = self.metas[name].has_grad
+            unused = Variable(UNUSED, (), torch.float32)
+            outs.append(self._gradient_variable(name) if wanted else unused)
+        keeps = LOWERED[line.lowered].keeps if line.lowered else ()
+        taken = (line.args[k] for k in keeps)
+        inputs = tuple(arg.name if isinstance(arg, Ref) else None for arg in taken)
+        self.backward.append(FunctionBackward(tuple(outs), line, kept, inputs, tuple(given)))
+        for name, out in zip(names, outs, strict=True):
+            if out.name != UNUSED:
+                self._add(name, out.name, _contiguous(self.metas[name]))
+
+    def _gradient_variable(self, name: str) -> Variable:
+        """A new variable for a gradient of `name`."""
+        local, new = self.locals[name], self.names.new(f"grad_{name}")
+        return Variable(new, local.shape, local.dtype, _of_gradient(local.spec))
+
+    def _add(self, name: str, gradient: str, meta: Meta) -> None:
+        """Add a gradient to that of a variable, in the order of arrival."""
+        if not self.metas[name].has_grad:
+            return
+        self.gradient_metas[gradient] = meta._replace(has_grad=False)
+        known = self.gradients.get(name)
+        if known is None:
+            self.gradients[name] = gradient
+            return
+        total = self._gradient_variable(name)
+        args = Ref(known), Ref(gradient)
+        self.backward.append(KernelLine((total,), "aten.add.Tensor", args, {}, ""))
+        self.gradients[name] = total.name
+        same = self.gradient_metas[known].stride == meta.stride
+        self.gradient_metas[total.name] = (
+            meta if same else _sum_meta(self.gradient_metas[known], meta)
+        )
+
+
+def _is_continuous(dtype: torch.dtype) -> bool:
+    return dtype.is_floating_point or dtype.is_complex
+
+
+def _sum_meta(a: Meta, b: Meta) -> Meta:
+    total = torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device="meta") + (
+        torch.empty_strided(b.shape, b.stride, dtype=b.dtype, device="meta")
+    )
+    return a._replace(stride=total.stride(), dtype=total.dtype)
+
+
+def _contiguous(meta: Meta) -> Meta:
+    stride = torch.empty(meta.shape, device="meta").stride()
+    return meta._replace(stride=stride, has_grad=False)
+
+
+def _of_gradient(spec: Spec) -> Spec:
+    """The placement of a gradient: R and P swap, I and S stay."""
+    if R not in spec.placements and P not in spec.placements:
+        return spec
+    swapped: list[Placement] = [_SWAPPED.get(p, p) for p in spec.placements]
+    return replace(spec, placements=tuple(swapped))
+
+
+def _stem(line: CallLine) -> str:
+    """What new variables of an operator are named after: its first result that has a name."""
+    return next((out.name for out in line.outs if out.name != UNUSED), "unused")
+
+
+def _names_of(line: object) -> Sequence[str]:
+    match line:
+        case CallLine():
+            return [out.name for out in line.outs]
+        case MoveLine() | DetachLine() | GatherLine():
+            return [line.out.name]
+    return ()

@@ -1,0 +1,37 @@
+"""Names of the variables that backward adds: unused ones, made of the forward's."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+import torch
+
+
+class Names:
+    """Hands out names that no variable of the program has."""
+
+    def __init__(self, taken: Iterable[str]) -> None:
+        self._taken = set(taken)
+        self._next: dict[str, int] = {}
+
+    def new(self, wanted: str) -> str:
+        """`wanted`, or `wanted_2`, `wanted_3`, ... if that is taken."""
+        name, n = wanted, self._next.get(wanted, 2)
+        while name in self._taken:
+            name, n = f"{wanted}_{n}", n + 1
+        self._next[wanted] = n
+        self._taken.add(name)
+        return name
+
+
+def result_word(kernel: torch._ops.OpOverload, position: int, stem: str) -> str:
+    """What to call a result of a kernel after the operator `stem`.
+
+    The name that the kernel's schema gives it (`logsumexp`), else the kernel's own (`view`), or
+    "kept" where that would repeat the operator's (`layer_norm_kept`).
+    """
+    named = kernel._schema.returns[min(position, len(kernel._schema.returns) - 1)].name
+    if named and not named.startswith("out"):
+        return str(named)
+    word = kernel._schema.name.split("::")[1].strip("_").removeprefix("native_")
+    return "kept" if word.split("_")[0] in stem else word

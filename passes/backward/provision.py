@@ -1,0 +1,228 @@
+"""What the lines of backward need: gathers that are repeated, what is saved, where values end.
+
+Backward reads variables of forward. Of these
+
+    a gathered parameter, and views of it    are made again, before the first line that reads them
+    what lines that run again make           is there
+    all others                               are saved
+
+Kernels that nobody reads are dropped; collectives never are, because every rank runs them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import replace
+
+from autopar.passes.backward.overlap import with_overlap
+from autopar.program import (
+    CallLine,
+    FreeLine,
+    GatherLine,
+    JointLine,
+    JointProgram,
+    KernelLine,
+    MoveLine,
+    ReadyLine,
+    StageProgram,
+    joint_reads,
+    joint_writes,
+    taken_parameters,
+)
+
+
+def finished(
+    stage: StageProgram,
+    forward: Sequence[JointLine],
+    backward: Sequence[JointLine],
+    cotangents: tuple[str | None, ...],
+    gradients: Sequence[str | None],
+) -> JointProgram:
+    """The program of these lines, with what they need; `gradients` are those of `taken`."""
+    read = {name for name in gradients if name is not None}
+    needed = _with_handovers(_without_unread(backward, read), gradients)
+    given = {name for name in cotangents if name is not None}
+    needed = with_overlap(needed)
+    complete = _with_gathers(forward, _with_sums_in_place(needed, given))
+    saved = _undefined(complete, given, _variables(stage, forward))
+    return JointProgram(
+        stage,
+        with_frees(_without_unread(forward, {*stage.returned, *saved}), {*stage.returned, *saved}),
+        saved,
+        cotangents,
+        with_frees(complete, (), (*saved, *given)),
+    )
+
+
+def _with_handovers(lines: Sequence[JointLine], gradients: Sequence[str | None]) -> list[JointLine]:
+    """The lines of backward; a gradient is handed over after the line that completes it."""
+    waiting: dict[str, list[int]] = {}
+    for position, name in enumerate(gradients):
+        if name is not None:
+            waiting.setdefault(name, []).append(position)
+    last_read = {name: i for i, line in enumerate(lines) for name in joint_reads(line)}
+    found: list[JointLine] = []
+
+    def hand_over(name: str, i: int) -> None:
+        positions = waiting.pop(name, [])
+        for position in positions:
+            is_shared = position != positions[-1] or last_read.get(name, -1) > i
+            found.append(ReadyLine(position, name, is_shared))
+
+    made = {name for line in lines for name in joint_writes(line)}
+    for name in [name for name in waiting if name not in made]:
+        hand_over(name, -1)  # what backward is given is a gradient as it is
+    for i, line in enumerate(lines):
+        found.append(line)
+        for name in joint_writes(line):
+            hand_over(name, i)
+    return found
+
+
+def _with_sums_in_place(lines: Sequence[JointLine], given: Collection[str]) -> list[JointLine]:
+    """A sum of gradients takes the first one's memory if nobody reads that again, as autograd's."""
+    last_read = {name: i for i, line in enumerate(lines) for name in joint_reads(line)}
+    owner = {name: name for name in given}  # of storages that backward has to itself
+    readers: dict[str, int] = {}
+    for line in lines:
+        if isinstance(line, KernelLine) and line.is_view:
+            source = joint_reads(line)[0]
+            if source in owner and not line.target.startswith("aten.expand"):
+                owner |= dict.fromkeys(joint_writes(line), owner[source])
+        elif not isinstance(line, KernelLine) or not line.is_forward:
+            owner |= {name: name for name in joint_writes(line)}
+    for name, i in last_read.items():
+        if name in owner:
+            readers[owner[name]] = max(i, readers.get(owner[name], -1))
+    found: list[JointLine] = []
+    for i, line in enumerate(lines):
+        if isinstance(line, KernelLine) and not line.key and line.target == "aten.add.Tensor":
+            first = joint_reads(line)[0]
+            if first in owner and readers[owner[first]] == i:
+                line = replace(line, target="aten.add_.Tensor")
+        found.append(line)
+    return found
+
+
+def _variables(stage: StageProgram, forward: Sequence[JointLine]) -> Iterable[str]:
+    """The variables of forward, in order."""
+    yield from taken_parameters(stage)
+    yield from (item.local.name for item in stage.delivered)
+    yield from (boundary.local.name for boundary in stage.received)
+    for line in forward:
+        yield from joint_writes(line)
+
+
+def _without_unread(lines: Sequence[JointLine], read: Collection[str]) -> list[JointLine]:
+    """The lines without kernels whose results nobody reads."""
+    alive, found = set(read), []
+    for line in reversed(lines):
+        made = joint_writes(line)
+        if isinstance(line, KernelLine) and alive.isdisjoint(made):
+            continue
+        alive.difference_update(made)
+        alive.update(joint_reads(line))
+        found.append(line)
+    return found[::-1]
+
+
+def _with_gathers(forward: Sequence[JointLine], backward: Sequence[JointLine]) -> list[JointLine]:
+    """Backward with the gathers of parameters that it reads, and views of them."""
+    sources: dict[str, JointLine] = {}
+    for line in forward:
+        if isinstance(line, GatherLine):
+            sources[line.out.name] = line
+        elif isinstance(line, CallLine):
+            for out, shared in zip(line.outs, line.shares, strict=False):
+                if shared in sources:
+                    sources[out.name] = line
+        elif (
+            isinstance(line, MoveLine)
+            and line.move.forward == "identity"
+            and line.source in sources
+        ):
+            sources[line.out.name] = line
+    there: set[str] = set()
+    found: list[JointLine] = []
+
+    def provide(name: str) -> None:
+        line = sources.get(name)
+        if line is None or name in there:
+            return
+        for read in joint_reads(line):
+            provide(read)
+        found.append(line)
+        there.update(joint_writes(line))
+
+    for line in backward:
+        for name in joint_reads(line):
+            provide(name)
+        found.append(line)
+        there.update(joint_writes(line))
+    return found
+
+
+def _undefined(
+    lines: Sequence[JointLine],
+    given: Collection[str],
+    known: Iterable[str],
+) -> tuple[str, ...]:
+    """The variables of forward, `known`, that lines read before they define them."""
+    there, needed = set(given), set[str]()
+    for line in lines:
+        needed.update(name for name in joint_reads(line) if name not in there)
+        there.update(joint_writes(line))
+    return tuple(name for name in dict.fromkeys(known) if name in needed)
+
+
+def with_frees(
+    lines: Sequence[JointLine], kept: Collection[str], given: Sequence[str] = ()
+) -> tuple[JointLine, ...]:
+    """The lines, with a `FreeLine` after the last read of everything but `kept`.
+
+    They free what they define themselves, and `given`. What an operator's backward reads is freed
+    after all of its kernels, as autograd does, so that peaks are those that are predicted.
+    """
+    own = {*given, *(name for line in lines for name in joint_writes(line))}
+    alive, found = set(kept), list[JointLine]()
+    for kernels in reversed(_by_operator(lines)):
+        made = {name for line in kernels for name in joint_writes(line)}
+        read = dict.fromkeys(name for line in kernels for name in joint_reads(line))
+        taken = [name for name in read if name in own and name not in made]
+        _free([name for name in taken if name not in alive], found)
+        alive.update(taken)
+        for line in reversed(kernels):
+            names = dict.fromkeys((*joint_reads(line), *joint_writes(line)))
+            _free([n for n in names if n in made and n not in alive], found)
+            found.append(line)
+            alive.difference_update(joint_writes(line))
+            alive.update(joint_reads(line))
+    return tuple(found[::-1])
+
+
+def _by_operator(lines: Sequence[JointLine]) -> list[list[JointLine]]:
+    """The lines, those of one operator's backward together; sums and handovers belong to it."""
+    found: list[list[JointLine]] = []
+    key: str | None = None
+    for line in lines:
+        if isinstance(line, KernelLine) and not line.is_forward:
+            own = line.key or key
+        else:
+            own = key if isinstance(line, ReadyLine) else None
+        if own is not None and own == key:
+            found[-1].append(line)
+        else:
+            found.append([line])
+        key = own
+    return found
+
+
+def _free(names: Sequence[str], lines: list[JointLine]) -> None:
+    """Add a free to `lines`, which are in reverse; to that of the line before, if there is one."""
+    if not names:
+        return
+    before = lines[-1] if lines else None
+    if isinstance(before, FreeLine):
+        lines[-1] = FreeLine((*names, *before.names))
+    else:
+        lines.append(FreeLine(tuple(names)))

@@ -1,0 +1,66 @@
+"""On one rank a step has the bits of autograd: the loss, all gradients, all buffers.
+
+The generated program runs without autograd. It is compared with the captured program, which runs
+under autograd; `test_verify_module.py` and `test_mixed_precision.py` compare that one with the
+user's module.
+"""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+import autopar
+from autopar import Manual
+from autopar.options import Recompute
+from tests.parity.zoo import FAMILIES
+
+# One of each kind: dropout, experts, an encoder-decoder, a state-space model, batch norm, group
+# norm, einsum, tied weights.
+SAMPLE = ("gpt2-dropout", "mixtral", "t5", "mamba", "resnet", "group-norm", "einsum", "tied")
+OTHERS = tuple(sorted(set(FAMILIES) - set(SAMPLE)))
+# Grouped matmuls of torch take no float64.
+NOT_IN_FLOAT64 = ("mixtral", "qwen2-moe", "deepseek-v3")
+DTYPES = (torch.float32, torch.float64, torch.bfloat16)
+
+
+def worst(family: str, dtype: torch.dtype, mode: Recompute | None = None) -> float:
+    """The largest error of a step of a family on one rank."""
+    entry = FAMILIES[family]
+    batch = {name: value_in(value, dtype) for name, value in entry.case.batch(0).items()}
+    report = autopar.verify(
+        entry.case.model().to(dtype), (1, 1), batch,
+        precision="fp64" if dtype == torch.float64 else "model",
+        manual=Manual(recompute=mode or "none"), **entry.options,
+    )  # fmt: skip
+    assert report.plan is not None
+    (source,) = report.plan.code().values()
+    assert "def backward(" in source
+    return max(report.errors.values())
+
+
+def value_in(value: Tensor, dtype: torch.dtype) -> Tensor:
+    return value.to(dtype) if value.is_floating_point() else value
+
+
+@pytest.mark.parametrize("family", SAMPLE)
+def test_a_sample(family: str) -> None:
+    assert worst(family, torch.float32) == 0.0
+    if family not in NOT_IN_FLOAT64:
+        assert worst(family, torch.float64) == 0.0
+    assert worst(family, torch.bfloat16) == 0.0
+
+
+@pytest.mark.parametrize("mode", ["full", "selective"])
+@pytest.mark.parametrize("family", ["gpt2-dropout", "t5"])
+def test_recomputed(family: str, mode: Recompute) -> None:
+    assert worst(family, torch.float32, mode) == 0.0
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("family", OTHERS)
+def test_every_family(family: str, dtype: torch.dtype) -> None:
+    if not (dtype == torch.float64 and family in NOT_IN_FLOAT64):
+        assert worst(family, dtype) == 0.0

@@ -1,0 +1,217 @@
+"""Programs both ways: values are there when they are read, freed once, saved only if needed."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar import Manual
+from autopar.options import Recompute
+from autopar.passes.analysis.recompute import MODES
+from autopar.passes.backward import differentiate
+from autopar.passes.lowering.lines import lower
+from autopar.program.joint_program import (
+    FunctionLine,
+    GradientMove,
+    JointLine,
+    JointProgram,
+    KernelLine,
+    ReadyLine,
+    StartLine,
+    WaitLine,
+    joint_reads,
+    joint_writes,
+    taken_parameters,
+)
+from autopar.program.stage_program import (
+    CallLine,
+    FreeLine,
+    GatherLine,
+    MoveLine,
+    StageProgram,
+)
+from tests.helpers.harness import abstract_cost, free_problem, model_case, random_strategy
+from tests.helpers.jobs import llama, machine, tokens
+from tests.helpers.models.dropout_models import dropped_gpt2
+from tests.helpers.models.recompute_models import recomputing
+
+
+def random_stages() -> Iterator[StageProgram]:
+    for model, sizes in (("mlp", (2,)), ("bert-view", (2, 2)), ("gpt2", (2, 2))):
+        analysis, problem = model_case(model).analysis, free_problem(model, sizes, 1)
+        for seed in range(6):
+            strategy = random_strategy(analysis, problem, 1, random.Random(seed))
+            yield lower(analysis, strategy, abstract_cost(sizes), with_outputs=seed % 2 == 1)
+
+
+def planned_stages(mode: Recompute | None) -> Iterator[StageProgram]:
+    for manual, shape in (
+        (Manual(dp=2, zero=3), (1, 2)), (Manual(tp=2, sp=True), (1, 2)), (Manual(pp=2), (1, 2))
+    ):  # fmt: skip
+        for make in (dropped_gpt2, llama):
+            torch.manual_seed(0)
+            plan = autopar.plan(make(2), machine(shape), tokens(0), manual=manual)
+            plan = plan if mode is None else recomputing(plan, mode)
+            assert plan.bound is not None
+            yield from plan.bound.pipeline.stages
+
+
+def check(joint: JointProgram) -> None:
+    """Run both functions on names alone."""
+    stage = joint.stage
+    there = {*taken_parameters(stage), *(d.local.name for d in stage.delivered)}
+    there |= {b.local.name for b in stage.received}
+    variables = there | {name for line in joint.forward for name in joint_writes(line)}
+    made = run(joint.forward, there, variables)
+    assert set(joint.saved) <= made | there, "what is saved is there at the end"
+    assert stage.returned <= made | there
+    assert made - stage.returned - set(joint.saved) == set(), "forward frees the rest"
+
+    given = {name for name in joint.cotangents if name is not None}
+    variables |= given | {name for line in joint.backward for name in joint_writes(line)}
+    left = run(joint.backward, {*joint.saved, *given}, variables)
+    assert left == set(), "backward frees everything"
+    ready = [line.position for line in joint.backward if isinstance(line, ReadyLine)]
+    assert len(set(ready)) == len(ready)
+    read = {name for line in joint.backward for name in joint_reads(line)}
+    assert set(joint.saved) <= read, "nothing is saved in vain"
+
+
+def run(lines: Sequence[JointLine], given: set[str], variables: set[str]) -> set[str]:
+    """What the function has defined and not freed at its end."""
+    there, defined = set(given), set[str]()
+    for line in lines:
+        if isinstance(line, FreeLine):
+            assert set(line.names) <= there, "freed twice, or never made"
+            there.difference_update(line.names)
+            defined.difference_update(line.names)
+            continue
+        assert {name for name in joint_reads(line) if name in variables} <= there, line
+        there.update(joint_writes(line))
+        defined.update(joint_writes(line))
+    return defined
+
+
+def test_random_strategies() -> None:
+    for stage in random_stages():
+        check(differentiate(stage))
+
+
+@pytest.mark.parametrize("mode", [None, *MODES])
+def test_plans(mode: Recompute | None) -> None:
+    for stage in planned_stages(mode):
+        check(differentiate(stage))
+
+
+def test_a_gathered_parameter_is_not_saved_and_gathered_once_again() -> None:
+    for stage in planned_stages(None):
+        joint = differentiate(stage)
+        gathered = {line.out.name for line in joint.forward if isinstance(line, GatherLine)}
+        assert gathered.isdisjoint(joint.saved)
+        again = Counter(line.out.name for line in joint.backward if isinstance(line, GatherLine))
+        wanted = {x.out.name: x.regathers for x in stage.body if isinstance(x, GatherLine)}
+        assert again == Counter(wanted)
+
+
+def test_a_program_that_does_not_train_saves_nothing() -> None:
+    stage = next(random_stages())
+    joint = differentiate(replace(stage, trains=False))
+    assert (joint.saved, joint.backward, joint.cotangents) == ((), (), ())
+    check(joint)
+
+
+class Shared(nn.Module):
+    """The gradient of `c` is that of a matmul, too; `y` and `b` have two."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = (nn.Parameter(torch.ones(4, 4)) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x @ self.a + self.c + self.b
+        return (y * y + (y + self.b).tanh()).sum()
+
+
+def of_shared() -> JointProgram:
+    plan = autopar.plan(Shared(), (1, 1), {"x": torch.ones(4, 4)}, manual=Manual())
+    assert plan.bound is not None
+    return differentiate(plan.bound.pipeline.stages[0])
+
+
+def test_a_gradient_that_is_read_later_is_copied_when_it_is_handed_over() -> None:
+    """Whoever gets it may write to it while its sync is under way."""
+    joint = of_shared()
+    for i, line in enumerate(joint.backward):
+        if isinstance(line, ReadyLine):
+            later = {name for other in joint.backward[i + 1 :] for name in joint_reads(other)}
+            assert line.is_shared == (line.source in later)
+    assert {x.is_shared for x in joint.backward if isinstance(x, ReadyLine)} == {True, False}
+
+
+def test_sums_of_gradients_take_the_memory_of_what_nobody_reads_again() -> None:
+    joint = of_shared()
+    sums = [x for x in joint.backward if isinstance(x, KernelLine) and not x.key]
+    assert {x.target for x in sums} >= {"aten.add_.Tensor"}
+    for line in sums:
+        if line.target == "aten.add_.Tensor":
+            at = joint.backward.index(line)
+            first = joint_reads(line)[0]
+            later = {name for other in joint.backward[at + 1 :] for name in joint_reads(other)}
+            assert first not in later
+
+
+def test_reshards_of_gradients_are_those_of_the_table() -> None:
+    """One for each differentiated move that has a backward, but for unread ones."""
+    for stage in random_stages():
+        joint = differentiate(stage)
+        moves_ = [x.move if isinstance(x, StartLine) else x for x in joint.backward]
+        found = Counter(x.move.value for x in moves_ if isinstance(x, GradientMove))
+        wanted: Counter[str] = Counter()
+        for i in stage.differentiated:
+            line = stage.body[i]
+            moves = line.moves if isinstance(line, GatherLine) else (line,)
+            for move in moves:
+                if isinstance(move, MoveLine) and move.move.backward != "identity":
+                    wanted[move.value] += move.has_grad
+        assert found == wanted
+
+
+def test_reductions_run_beside_matmuls_of_weight_gradients() -> None:
+    """Each is begun and waited for once, and nothing that communicates is between the two."""
+    n_begun = 0
+    for stage in (*random_stages(), *planned_stages(None)):
+        lines = differentiate(stage).backward
+        for i, line in enumerate(lines):
+            if isinstance(line, StartLine):
+                n_begun += 1
+                waits = [
+                    k
+                    for k, other in enumerate(lines)
+                    if isinstance(other, WaitLine) and other.pending == line.pending
+                ]
+                assert len(waits) == 1 and waits[0] > i
+                between = lines[i + 1 : waits[0]]
+                assert all(isinstance(x, KernelLine | ReadyLine | FreeLine) for x in between)
+                assert any(isinstance(x, KernelLine) and "mm" in x.target for x in between)
+                assert line.move.source not in {n for x in between for n in joint_writes(x)}
+    assert n_begun > 0
+
+
+def test_lowered_operators_hand_on_what_their_backward_needs() -> None:
+    kinds = set()
+    for stage in random_stages():
+        joint = differentiate(stage)
+        for line in joint.forward:
+            if isinstance(line, FunctionLine):
+                assert line.kept in joint.saved
+                kinds.add(line.call.lowered)
+            elif isinstance(line, CallLine):
+                assert not (line.lowered and line.has_grad)
+    assert len(kinds) >= 2
