@@ -83,11 +83,11 @@ _PLANS: dict[tuple[str, tuple[str, ...]], Plan] = {}
 
 
 def calls_on_rows(wide: Wide, plan: Plan) -> Counter[tuple[str, str]]:
-    """(kind, phase) of the collectives on tensors as large as the residual stream."""
+    """(kind, phase) of a microbatch's collectives on tensors as large as the residual stream."""
     size_bytes = SEQUENCE * wide.width * torch.bfloat16.itemsize
     calls: Counter[tuple[str, str]] = Counter()
     for call in plan.collectives():
-        if call.size_bytes == size_bytes:
+        if call.size_bytes == size_bytes and call.phase in ("forward", "backward"):
             calls[call.kind, call.phase] += call.count
     return calls
 
