@@ -85,7 +85,7 @@ from autopar.program.program import (
     flatten_inputs,
     row_dims,
 )
-from autopar.program.rerun_lines import regathered, rerun
+from autopar.program.rerun_lines import kept_gathers, regathered, rerun
 from autopar.program.stage_program import (
     DEVICE,
     UNUSED,
@@ -195,6 +195,7 @@ __all__ = [
     "gathers_at",
     "joint_reads",
     "joint_writes",
+    "kept_gathers",
     "leaves",
     "line_counts",
     "local_factors",

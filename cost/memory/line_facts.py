@@ -10,6 +10,7 @@ from autopar.program import (
     Local,
     StageProgram,
     gathers_at,
+    kept_gathers,
     outs,
     reads,
     regathered,
@@ -26,7 +27,7 @@ class LineFacts:
     reached          positions of the lines that have a backward
     anew, again      gathers before a line's backward, and lines that run again before it
     remade           first line of a segment -> storages that it makes again
-    gathered         storages of gathered parameters
+    gathered         storages of gathered parameters that backward gathers anew
     inputs           per line, the locals that it reads
     leaves           variable of a parameter -> its gradient's kind and owner in the ledger, bytes
     runs, next_run   runs of gathers, and which one begins when another is there
@@ -55,10 +56,11 @@ class LineFacts:
             }
             for s in program.segments
         }
+        kept = kept_gathers(program)
         self.gathered = {
             self.owners[i][line.out.name]
             for i, line in enumerate(program.body)
-            if isinstance(line, GatherLine)
+            if isinstance(line, GatherLine) and line.out.name not in kept
         }
         self.next_run = self._next_runs()
         self.last_reads = self._last_reads()
@@ -95,24 +97,26 @@ class LineFacts:
     def _next_runs(self) -> dict[tuple[str, int], Sequence[GatherLine]]:
         """Where a run is gathered -> the one that begins when it is there.
 
-        Places are ("forward", "anew" or "again", position). A run right after another one is not
-        begun early.
+        Places are ("forward", "anew" or "again", position); position -1 of "forward" and "anew" is
+        the beginning. A run right after another one is not begun early.
         """
         found: dict[tuple[str, int], Sequence[GatherLine]] = {}
         runs = [run for i, run in self.runs.items() if run[0] == i]
+        if runs and runs[0][0] > 0:
+            found["forward", -1] = gathers_at(self.program, runs[0])
         for run, following in itertools.pairwise(runs):
             found["forward", run[0]] = gathers_at(self.program, following)
-        before: tuple[str, int] | None = None
+        before = "anew", -1
         for i in self.backward_order:
             anew = self.anew.get(i, ())
             if anew:
-                if before is not None:
+                if i != self.backward_order[0]:
                     found[before] = anew[0]
                 before = "anew", i
             again = [k for k in self.again.get(i, ()) if k in self.runs and self.runs[k][0] == k]
             for k in again:
                 is_beside = bool(anew) and k == self.again[i][0]
-                if before is not None and not is_beside:
+                if not is_beside:
                     found[before] = gathers_at(self.program, self.runs[k])
                 before = "again", k
         return found

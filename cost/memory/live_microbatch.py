@@ -101,6 +101,7 @@ class MicrobatchMemory:
         Afterwards what is saved, the loss and sent tensors are held.
         """
         variables: dict[str, str] = {}
+        self._begin_gathers(("forward", -1))
         for boundary in self.program.received:
             self.storages.make(boundary.local.name, boundary.local.size_bytes)
             self.storages.hold(boundary.local.name)
@@ -143,6 +144,9 @@ class MicrobatchMemory:
         self.gathering.arrive(
             lines, lambda line: self._write(at[line.out.name], line, variables, again), following
         )
+
+    def _begin_gathers(self, place: tuple[str, int]) -> None:
+        self.gathering.arrive((), lambda line: None, self.facts.next_run.get(place, ()))
 
     def _gather_anew(self, i: int) -> None:
         """Gather what backward needs from line `i` on, for as long as it reads that."""
@@ -232,6 +236,7 @@ class MicrobatchMemory:
             if boundary.local.has_grad:
                 owner = f"{boundary.local.name}@received"
                 self._give(boundary.local.name, owner, boundary.local.size_bytes)
+        self._begin_gathers(("anew", -1))
         for i in self.facts.backward_order:
             end = self.facts.backward_ends.get(i)
             self._begin(end)

@@ -3,7 +3,8 @@
 A run is a block's parameters (`autopar/program/gathers.py`). Its communication takes as long as its
 neighbour's compute:
 
-    gathers       run 2 begins when run 1 is there, in forward and again in backward
+    gathers       run 2 begins when run 1 is there, in forward and again in backward; run 1 begins
+                  with the function
     reductions    run 2 is waited for when run 1's begin, or at the end
 
 So at most two runs are whole at once. Packing and order are fixed, so all bits are those of a
@@ -47,7 +48,7 @@ def runs_by_name(stage: StageProgram) -> Runs:
 def with_gathers_ahead(lines: Sequence[JointLine], runs: Runs) -> list[JointLine]:
     """The lines, with the gathers of each run fused, and begun when those before it are there."""
     found: list[JointLine] = []
-    at: int | None = None  # where the run before has arrived
+    at = 0  # where the run before has arrived
     for group in _grouped(lines, lambda line: _run(line, runs)):
         if not isinstance(group[0], GatherLine):
             found += group
@@ -56,7 +57,7 @@ def with_gathers_ahead(lines: Sequence[JointLine], runs: Runs) -> list[JointLine
         calls: list[GatherLine | FusedGathers] = [
             fused[0] if len(fused) == 1 else FusedGathers(fused) for fused in fused_gathers(gathers)
         ]
-        if at is None or at == len(found):
+        if at == len(found):
             found += calls
         else:
             early = [call for call in calls if _is_one_call(call)]

@@ -34,6 +34,7 @@ from autopar.program import (
     WaitLine,
     joint_reads,
     joint_writes,
+    kept_gathers,
     taken_parameters,
 )
 
@@ -51,7 +52,9 @@ def finished(
     needed = with_overlap(_with_handovers(needed, gradients))
     given = {name for name in cotangents if name is not None}
     runs = runs_by_name(stage)
-    complete = _with_gathers(forward, _with_sums_in_place(needed, given), runs)
+    kept_whole = kept_gathers(stage)
+    anew = {name: run for name, run in runs.items() if name not in kept_whole}
+    complete = _with_gathers(forward, _with_sums_in_place(needed, given), anew)
     complete = with_gathers_ahead(complete, runs)
     saved = _undefined(complete, given, _variables(stage, forward))
     kept = {*stage.returned, *saved}
@@ -146,14 +149,15 @@ def _without_unread(lines: Sequence[JointLine], read: Collection[str]) -> list[J
 def _with_gathers(
     forward: Sequence[JointLine], backward: Sequence[JointLine], runs: Runs
 ) -> list[JointLine]:
-    """Backward with the gathers of parameters that it reads, and views of them.
+    """Backward with the gathers of parameters that it reads, those in `runs`, and views of them.
 
     What it needs of a run is gathered where it needs the first of it.
     """
     sources: dict[str, JointLine] = {}
     for line in forward:
         if isinstance(line, GatherLine):
-            sources[line.out.name] = line
+            if line.out.name in runs:
+                sources[line.out.name] = line
         elif isinstance(line, CallLine):
             for out, shared in zip(line.outs, line.shares, strict=False):
                 if shared in sources:
