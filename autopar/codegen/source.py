@@ -41,7 +41,9 @@ from autopar.program import (
     MoveLine,
     StageProgram,
     Variable,
+    WeightGradients,
     joint_reads,
+    joint_writes,
     outs,
 )
 from autopar.units import format_seconds
@@ -176,16 +178,38 @@ class _Source:
 
     def _backward(self) -> list[str]:
         joint = self.joint
-        out = ["def backward(saved, cotangents, ready, env):", *self._groups(joint.backward)]
+        given = [name or UNUSED for name in joint.cotangents]
+        taken: list[str] = []
         if joint.saved:
             # The list is the caller's: cleared, so that each value ends where it is freed.
-            out += ["    (", *name_rows(joint.saved), "    ) = saved", "    saved.clear()"]
-        given = [name or UNUSED for name in joint.cotangents]
+            taken += ["    (", *name_rows(joint.saved), "    ) = saved", "    saved.clear()"]
         if any(joint.cotangents):
-            out += [f"    {', '.join(given)}{',' if len(given) == 1 else ''} = cotangents"]
-            out += ["    cotangents.clear()"]
-        out += self._body(joint.backward, "backward of ")
-        return out if joint.backward else [*out, "    pass"]
+            taken += [f"    {', '.join(given)}{',' if len(given) == 1 else ''} = cotangents"]
+            taken += ["    cotangents.clear()"]
+        arguments = "saved, cotangents, ready, env"
+        parts = [i for i, x in enumerate(joint.backward) if isinstance(x, WeightGradients)]
+        if not parts:
+            return self._part(f"backward({arguments})", taken, joint.backward)
+        first, second = joint.backward[: parts[0]], joint.backward[parts[0] + 1 :]
+        there = {*joint.saved, *given, *(n for line in first for n in joint_writes(line))}
+        kept = [n for n in dict.fromkeys(n for x in second for n in joint_reads(x)) if n in there]
+        names = name_rows(kept) if kept else []
+        return [
+            *self._part(f"backward_input({arguments})", taken, first),
+            *["    return [", *names, "    ]", "", ""],
+            *self._part(
+                "backward_weight(kept, ready, env)",
+                ["    (", *names, "    ) = kept", "    kept.clear()"] if kept else [],
+                second,
+            ),
+            *["", "", f"def backward({arguments}):"],
+            f"    backward_weight(backward_input({arguments}), ready, env)",
+        ]
+
+    def _part(self, signature: str, taken: Sequence[str], lines: Sequence[JointLine]) -> list[str]:
+        out = [f"def {signature}:", *self._groups(lines), *taken]
+        out += self._body(lines, "backward of ")
+        return out if lines else [*out, "    pass"]
 
     def _groups(self, lines: Sequence[JointLine]) -> list[str]:
         """The groups that some lines use."""

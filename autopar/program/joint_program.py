@@ -154,6 +154,11 @@ class ReadyLine:
     is_shared: bool
 
 
+@dataclass(frozen=True)
+class WeightGradients:
+    """Parts backward: the lines after it only make gradients of parameters (`apart.py`)."""
+
+
 JointLine = (
     MoveLine
     | CallLine
@@ -169,6 +174,7 @@ JointLine = (
     | FunctionLine
     | FunctionBackward
     | ReadyLine
+    | WeightGradients
 )
 
 
@@ -219,6 +225,8 @@ def joint_reads(line: JointLine) -> tuple[str, ...]:
             return joint_reads(line.move)
         case WaitLine():
             return (line.pending,)
+        case WeightGradients():
+            return ()
         case FunctionLine():
             return line.call.reads
         case FunctionBackward():
@@ -235,7 +243,7 @@ def joint_writes(line: JointLine) -> tuple[str, ...]:
             made = [out.name for out in line.outs]
         case GradientMove():
             made = [line.out.name]
-        case ReadyLine():
+        case ReadyLine() | WeightGradients():
             made = []
         case StartLine():
             made = [line.pending]

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from autopar.passes.analysis import reserved_names
+from autopar.passes.backward.apart import with_weight_gradients_last
 from autopar.passes.backward.kernels import KernelPrinter, call_of
 from autopar.passes.backward.names import Names
 from autopar.passes.backward.provision import finished
@@ -57,19 +58,23 @@ from autopar.runtime.lowered import LOWERED
 _SWAPPED = {R: P, P: R}
 
 
-def differentiate(stage: StageProgram, device: str = "cpu") -> JointProgram:
+def differentiate(
+    stage: StageProgram, device: str = "cpu", weights_last: bool = False
+) -> JointProgram:
     """Forward and backward of a stage as lines.
 
     A program that does not train has no backward. `device` is the type of device that the kernels
-    are for: "cpu" or "cuda".
+    are for: "cpu" or "cuda". `weights_last` puts all gradients of weights into a function of their
+    own (`apart.py`).
     """
-    return _Walk(stage, device).run()
+    return _Walk(stage, device, weights_last).run()
 
 
 @dataclass
 class _Walk:
     stage: StageProgram
     device: str
+    weights_last: bool = False
     metas: dict[str, Meta] = field(default_factory=dict)
     locals: dict[str, Local] = field(default_factory=dict)
     # Variable -> its gradient so far; and metas of gradients.
@@ -111,8 +116,13 @@ class _Walk:
             for segment in reruns.get(k, ()):
                 backward += self._again(segment)
             backward += self.backward[k : k + 1]
-        taken = (*taken_parameters(stage), *(b.local.name for b in stage.received))
+        parameters = taken_parameters(stage)
+        taken = (*parameters, *(b.local.name for b in stage.received))
         gradients = tuple(self.gradients.get(name) for name in taken)
+        if self.weights_last:
+            made = {name for name in gradients[: len(parameters)] if name is not None}
+            received = {name for name in gradients[len(parameters) :] if name is not None}
+            backward = with_weight_gradients_last(backward, made, received)
         return finished(stage, self._ordered(), backward, cotangents, gradients)
 
     def _again(self, segment: Segment) -> list[JointLine]:
