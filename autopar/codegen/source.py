@@ -8,9 +8,18 @@ the comment also has the bytes it moves and their predicted time.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from contextlib import suppress
+from dataclasses import dataclass, replace
 from functools import cached_property
 
+from autopar.codegen.blocks import Statement, del_row, numbered_rows, without_wide_frees
+from autopar.codegen.loops import (
+    BlockFunction,
+    Folded,
+    UnfoldableError,
+    fold,
+    outside_names,
+)
 from autopar.codegen.statements import (
     Statements,
     function_handle,
@@ -19,6 +28,7 @@ from autopar.codegen.statements import (
     phase_of,
 )
 from autopar.codegen.words import (
+    COMMENT_COLUMN,
     commented,
     dtype_text,
     name_rows,
@@ -31,6 +41,7 @@ from autopar.program import (
     UNUSED,
     CallLine,
     DetachLine,
+    FreeLine,
     FunctionBackward,
     FunctionLine,
     GatherLine,
@@ -42,6 +53,7 @@ from autopar.program import (
     StageProgram,
     Variable,
     WeightGradients,
+    block_of,
     joint_reads,
     joint_writes,
     outs,
@@ -135,14 +147,30 @@ class _Source:
                     found[function_handle(line)] = f"taped(torch.ops.{target}, {given})"
         return [f"{name} = {found[name]}" for name in sorted(found)]
 
+    @cached_property
+    def folded(self) -> Folded:
+        """The statements of forward and backward, with their loops."""
+        joint, program = self.joint, self.program
+        forward = self._statements(joint.forward, "")
+        backward = self._statements(joint.backward, "backward of ")
+        names = [local.name for local, _ in self._taken_parameters()]
+        is_parted = any(isinstance(line, WeightGradients) for line in joint.backward)
+        if not is_parted:
+            ahead, behind = without_wide_frees(forward), without_wide_frees(backward)
+            with suppress(UnfoldableError):
+                return fold(ahead, behind, names, joint.saved, program.returned)
+        return Folded(tuple(forward), tuple(backward), (), (), joint.saved, (), ())
+
     def _forward(self) -> list[str]:
-        program, joint = self.program, self.joint
+        program, folded = self.program, self.folded
         arguments = ["parameters", "delivered", *(["received"] if program.received else []), "env"]
-        out = [f"def forward({', '.join(arguments)}):", *self._groups(joint.forward)]
-        out += self._unpack("parameters", self._taken_parameters())
+        out = self._block_functions(folded.forward, folded.forward_loops, self.joint.forward)
+        out += [f"def forward({', '.join(arguments)}):", *self._groups(self.joint.forward)]
+        out += self._unpack_parameters()
         out += self._unpack("delivered", [(d.local, d.source) for d in program.delivered])
         out += self._unpack("received", [(r.local, r.key) for r in program.received])
-        out += self._body(joint.forward, "")
+        out += [f"    {group.variable} = []" for group in folded.groups]
+        out += self._main(folded.forward, folded.forward_loops)
         results = [
             program.loss or "None",
             *(boundary.local.name for boundary in program.sent),
@@ -150,12 +178,135 @@ class _Source:
             *program.outputs,
         ]
         returned = f"({', '.join(results)}{',' if len(results) == 1 else ''})"
-        if not joint.saved:
+        rows = self._saved_rows(folded.saved)
+        rows += [commented(f"        {g.variable},", "of each block") for g in folded.groups]
+        rows += ["        parameters,"] if folded.saves_parameters else []
+        if not rows:
             return [*out, f"    return {returned}, []"]
-        known = self._variables()
-        rows = [commented(f"        {name},", saved_text(known.get(name))) for name in joint.saved]
         return [*out, "    saved = [", *rows, "    ]", f"    return {returned}, saved"]
 
+    def _saved_rows(self, names: Sequence[str]) -> list[str]:
+        known = self._variables
+        return [commented(f"        {name},", saved_text(known.get(name))) for name in names]
+
+    def _unpack_parameters(self) -> list[str]:
+        """The parameters that forward takes, without those that only blocks take."""
+        folded, taken = self.folded, self._taken_parameters()
+        if not folded.forward_loops:
+            return self._unpack("parameters", taken)
+        read = outside_names(folded.forward, folded.forward_loops) | {*folded.saved}
+        return [
+            commented(f"    {local.name} = parameters[{i}]", f"{type_text(local)}  {origin}")
+            for i, (local, origin) in enumerate(taken)
+            if local.name in read
+        ]
+
+    def _block_functions(
+        self,
+        statements: Sequence[Statement],
+        functions: Sequence[BlockFunction],
+        lines: Sequence[JointLine],
+    ) -> list[str]:
+        """The functions of blocks that are equal, each printed once."""
+        out: list[str] = []
+        for f in functions:
+            first = f.loop.names[0]
+            of_block = statements[f.loop.start : f.loop.start + f.loop.length]
+            out += [
+                f"def {f.name}({', '.join(['i', *self._arguments(f, None)])}):",
+                f'    """Block i of {f.loop.blocks[0]} to {f.loop.blocks[-1]}."""',
+                *self._groups(lines),
+                *_taken_from("carried", [first[k] for k in f.loop.carried]),
+            ]
+            if f.parameters is not None:
+                out += self._unpack("parameters", self._of_block(f))
+            if not self._is_ahead(f):
+                for group in f.groups:
+                    out += _taken_from(group.variable, [first[k] for k in group.taken])
+            number = 0
+            for statement in of_block:
+                rows, number = numbered_rows(statement, f.loop, number)
+                out += rows
+            results = [f"[{', '.join(first[f_k] for f_k in self._handed_on(f))}]"]
+            if self._is_ahead(f):
+                for group in f.groups:
+                    out += [f"    {group.variable} = ["]
+                    out += [*self._saved_rows([first[k] for k in group.made]), "    ]"]
+                results += [group.variable for group in f.groups]
+            if f.loop.carried or f.outs or len(results) > 1:
+                out += [f"    return {', '.join(results)}"]
+            out += ["", ""]
+        return out
+
+    def _is_ahead(self, f: BlockFunction) -> bool:
+        return f in self.folded.forward_loops
+
+    def _handed_on(self, f: BlockFunction) -> list[int]:
+        """Positions of what a block returns: what the next one takes, in its order, then others."""
+        taken = list(f.loop.carried.values())
+        return taken + [k for k in f.outs if k not in taken]
+
+    def _of_block(self, f: BlockFunction) -> list[tuple[Local, str]]:
+        """The parameters of the first block of a loop; `_` for one that it does not read."""
+        assert f.parameters is not None
+        start, stop, _ = f.parameters
+        read = {*f.loop.names[0]}
+        found = []
+        for local, origin in self._taken_parameters()[start:stop]:
+            named = local if local.name in read else replace(local, name=UNUSED)
+            found.append((named, f"{origin}, and so on"))
+        return found
+
+    def _arguments(self, f: BlockFunction, i: str | None) -> list[str]:
+        """The arguments of a block's function; of its call for block `i`."""
+        out = ["carried"] if f.loop.carried else []
+        if f.parameters is not None:
+            start, stop, stride = f.parameters
+            step = f"{'+' if stride > 0 else '-'} {abs(stride)} * i"
+            ends = f"[{start} {step} : {stop} {step}]" if i else ""
+            out.append(f"parameters{ends}")
+        if not self._is_ahead(f):
+            for group in f.groups:
+                out.append(f"{group.variable}[{group.last} - i]" if i else group.variable)
+        out += [f.loop.names[0][k] for k in f.loop.shared]
+        return [*out, *([] if self._is_ahead(f) else ["ready"]), "env"]
+
+    def _main(
+        self, statements: Sequence[Statement], functions: Sequence[BlockFunction]
+    ) -> list[str]:
+        """The statements, with a loop in place of equal blocks."""
+        out: list[str] = []
+        at = 0
+        for f in functions:
+            out += _printed(statements[at : f.loop.start])
+            out += self._loop(f, {n for s in statements[f.loop.stop :] for n in s.reads})
+            late = [n for s in statements[f.loop.start : f.loop.stop] for n in s.late]
+            out += [del_row(late)] if late else []
+            at = f.loop.stop
+        return out + _printed(statements[at:])
+
+    def _loop(self, f: BlockFunction, later: set[str]) -> list[str]:
+        first = [f.loop.names[0][k] for k in f.loop.carried]
+        later = later | {*self.folded.saved, *self.program.returned}
+        over = [n for n in dict.fromkeys(first) if n not in later]
+        out = ["", *([f"    carried = [{', '.join(first)}]"] if first else [])]
+        out += [del_row(over)] if over else []
+        handed = self._handed_on(f)
+        names = [g.variable for g in f.groups] if self._is_ahead(f) else []
+        call = f"{f.name}({', '.join(['i', *self._arguments(f, 'i')])})"
+        ones = [f"one_{n}" for n in range(1, len(names) + 1)]
+        left = ", ".join(["carried", *ones]) if handed or names else ""
+        out += [f"    for i in range({f.loop.count}):"]
+        out += [f"        {left} = {call}" if left else f"        {call}"]
+        out += [f"        {name}.append({one})" for name, one in zip(names, ones, strict=True)]
+        if handed:
+            final = [f.loop.names[-1][k] for k in handed]
+            kept = [n if n in later else UNUSED for n in final]
+            out += [f"    {', '.join(kept)}{',' if len(kept) == 1 else ''} = carried"]
+            out += ["    del carried"]
+        return out
+
+    @cached_property
     def _variables(self) -> dict[str, Local | Variable]:
         """The variables of forward that are tensors."""
         program = self.program
@@ -177,39 +328,41 @@ class _Source:
         return found
 
     def _backward(self) -> list[str]:
-        joint = self.joint
+        joint, folded = self.joint, self.folded
         given = [name or UNUSED for name in joint.cotangents]
-        taken: list[str] = []
-        if joint.saved:
-            # The list is the caller's: cleared, so that each value ends where it is freed.
-            taken += ["    (", *name_rows(joint.saved), "    ) = saved", "    saved.clear()"]
+        names = [*folded.saved, *(group.variable for group in folded.groups)]
+        names += ["parameters"] if folded.saves_parameters else []
+        # The lists are the caller's: cleared, so that each value ends where it is freed.
+        taken = _taken_from("saved", names)
+        for group, r, own in folded.unpacked:
+            taken += _taken_from(f"{group.variable}[{r}]", own)
         if any(joint.cotangents):
-            taken += [f"    {', '.join(given)}{',' if len(given) == 1 else ''} = cotangents"]
-            taken += ["    cotangents.clear()"]
+            taken += _taken_from("cotangents", given)
         arguments = "saved, cotangents, ready, env"
         parts = [i for i, x in enumerate(joint.backward) if isinstance(x, WeightGradients)]
-        if not parts:
-            return self._part(f"backward({arguments})", taken, joint.backward)
-        first, second = joint.backward[: parts[0]], joint.backward[parts[0] + 1 :]
-        there = {*joint.saved, *given, *(n for line in first for n in joint_writes(line))}
+        if parts:
+            return self._two_parts(parts[0], taken, arguments, {*joint.saved, *given})
+        out = self._block_functions(folded.backward, folded.backward_loops, joint.backward)
+        out += [f"def backward({arguments}):", *self._groups(joint.backward), *taken]
+        out += self._main(folded.backward, folded.backward_loops)
+        return out if joint.backward else [*out, "    pass"]
+
+    def _two_parts(
+        self, at: int, taken: Sequence[str], arguments: str, there: set[str]
+    ) -> list[str]:
+        """Backward as two functions: what others wait for, and the gradients of weights."""
+        first, second = self.joint.backward[:at], self.joint.backward[at + 1 :]
+        there = there | {name for line in first for name in joint_writes(line)}
         kept = [n for n in dict.fromkeys(n for x in second for n in joint_reads(x)) if n in there]
-        names = name_rows(kept) if kept else []
+        one, two = self.folded.backward[:at], self.folded.backward[at + 1 :]
         return [
-            *self._part(f"backward_input({arguments})", taken, first),
-            *["    return [", *names, "    ]", "", ""],
-            *self._part(
-                "backward_weight(kept, ready, env)",
-                ["    (", *names, "    ) = kept", "    kept.clear()"] if kept else [],
-                second,
-            ),
-            *["", "", f"def backward({arguments}):"],
+            *[f"def backward_input({arguments}):", *self._groups(first), *taken, *_printed(one)],
+            *["    return [", *name_rows(kept), "    ]", "", ""],
+            *["def backward_weight(kept, ready, env):", *self._groups(second)],
+            *[*_taken_from("kept", kept), *_printed(two), "", ""],
+            f"def backward({arguments}):",
             f"    backward_weight(backward_input({arguments}), ready, env)",
         ]
-
-    def _part(self, signature: str, taken: Sequence[str], lines: Sequence[JointLine]) -> list[str]:
-        out = [f"def {signature}:", *self._groups(lines), *taken]
-        out += self._body(lines, "backward of ")
-        return out if lines else [*out, "    pass"]
 
     def _groups(self, lines: Sequence[JointLine]) -> list[str]:
         """The groups that some lines use."""
@@ -222,11 +375,13 @@ class _Source:
                 found.append(f"    {name} = env.group({group})")
         return found
 
-    def _body(self, lines: Sequence[JointLine], before: str) -> list[str]:
+    def _statements(self, lines: Sequence[JointLine], before: str) -> list[Statement]:
         """The lines, under a comment where another module of the model begins."""
-        out: list[str] = []
+        out: list[Statement] = []
         module: str | None = None
         for line in lines:
+            rows: list[str] = []
+            block: str | None = None
             call = line.call if isinstance(line, FunctionLine | FunctionBackward) else line
             if isinstance(call, CallLine | KernelLine) and call.key:
                 again = isinstance(line, CallLine | FunctionLine) or (
@@ -234,10 +389,14 @@ class _Source:
                 )
                 words = "again: " if before and again else before
                 here = words + (call.key.rpartition("/")[0] or self.program.name)
+                block = block_of(call.key)
                 if here != module:
                     module = here
-                    out += ["", f"    # {here}  ({short_path(call.where)})"]
-            out += self.statements.lines(line, is_backward=bool(before))
+                    rows += ["", f"    # {here}  ({short_path(call.where)})"]
+            rows += self.statements.lines(line, is_backward=bool(before))
+            frees = line.names if isinstance(line, FreeLine) else ()
+            reads = frees or joint_reads(line)
+            out.append(Statement(tuple(rows), reads, joint_writes(line), block, frees))
         return out
 
     def _taken_parameters(self) -> list[tuple[Local, str]]:
@@ -261,6 +420,23 @@ class _Source:
             for local, origin in items
         ]
         return ["    (", *rows, f"    ) = {source}"]
+
+
+def _printed(statements: Sequence[Statement]) -> list[str]:
+    out: list[str] = []
+    for s in statements:
+        out += [*s.rows, *([del_row(s.late)] if s.late else [])]
+    return out
+
+
+def _taken_from(variable: str, names: Sequence[str]) -> list[str]:
+    """The items of a list as variables; cleared, it does not hold what is freed."""
+    if not names:
+        return []
+    short = f"    {', '.join(names)}{',' if len(names) == 1 else ''} = {variable}"
+    if len(short) <= COMMENT_COLUMN:
+        return [short, f"    {variable}.clear()"]
+    return ["    (", *name_rows(names), f"    ) = {variable}", f"    {variable}.clear()"]
 
 
 def _prologue(program: StageProgram) -> list[str]:

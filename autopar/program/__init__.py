@@ -45,7 +45,7 @@ from autopar.program.factors import (
     unify,
 )
 from autopar.program.frozen import AttributeReads, Frozen
-from autopar.program.gathers import fused_gathers, gathers_at, runs_of
+from autopar.program.gathers import block_of, fused_gathers, gathers_at, runs_of
 from autopar.program.joint_program import (
     FunctionBackward,
     FunctionLine,
@@ -185,6 +185,7 @@ __all__ = [
     "WeightGradients",
     "Workspace",
     "batch_shards",
+    "block_of",
     "buckets",
     "conversion_buckets",
     "copy_axes",

@@ -22,6 +22,13 @@ from autopar.program.stage_program import GatherLine, StageProgram
 _FUSED = ("all_gather", "reduce_scatter")
 
 
+def block_of(key: str) -> str | None:
+    """`transformer.h.3.attn/matmul` -> `transformer.h.3`; None outside of numbered modules."""
+    words = key.rpartition("/")[0].split(".")
+    numbers = [n for n, word in enumerate(words) if word.isdigit()]
+    return ".".join(words[: numbers[0] + 1]) if numbers else None
+
+
 def runs_of(program: StageProgram) -> dict[int, tuple[int, ...]]:
     """Position of a gather -> the positions of its run."""
     found: dict[int, tuple[int, ...]] = {}

@@ -18,17 +18,11 @@ from autopar.program import (
     Line,
     MoveLine,
     StageProgram,
+    block_of,
     fused_gathers,
     gathers_at,
     runs_of,
 )
-
-
-def block_of(key: str) -> str | None:
-    """`transformer.h.3.attn/matmul` -> `transformer.h.3`; None outside of numbered modules."""
-    words = key.rpartition("/")[0].split(".")
-    numbers = [n for n, word in enumerate(words) if word.isdigit()]
-    return ".".join(words[: numbers[0] + 1]) if numbers else None
 
 
 def with_gathers_first(body: Sequence[Line]) -> list[Line]:
