@@ -25,7 +25,10 @@ LEAST_BLOCKS = 3
 
 @dataclass(frozen=True)
 class Statement:
-    """A line as it is printed; `block` is that of its operator, if it has one."""
+    """A line as it is printed; `block` is that of its operator.
+
+    It is empty for an operator outside of blocks, and None for what is no operator.
+    """
 
     rows: tuple[str, ...]
     reads: tuple[str, ...]
@@ -33,6 +36,7 @@ class Statement:
     block: str | None
     frees: tuple[str, ...] = ()
     late: tuple[str, ...] = ()
+    is_move: bool = False
 
 
 @dataclass(frozen=True)
@@ -114,25 +118,28 @@ def del_row(names: Sequence[str]) -> str:
     return f"    del {', '.join(names)}"
 
 
-def find_loops(statements: Sequence[Statement], variables: Collection[str]) -> list[Loop]:
+def find_loops(statements: Sequence[Statement], variables: Collection[str]) -> list[list[Loop]]:
     """The loops of equal blocks, in order; `variables` are all names that are no constants.
 
-    What communicates between two blocks belongs to the one before it, or to the one after: to
-    which makes more blocks equal.
+    There are three lists to choose from: a block begins with its first operator, with the reshards
+    right before it, or where the block before has had its last operator.
     """
     known = frozenset(variables)
     firsts: list[tuple[str, int]] = []
+    moves: list[tuple[str, int]] = []
     afters: list[tuple[str, int]] = []
-    last_at = -1
+    last_at, move_at = -1, None
     for i, s in enumerate(statements):
+        if s.block is None and not s.frees:
+            move_at = i if s.is_move and move_at is None else move_at if s.is_move else None
         if s.block is None:
             continue
-        if not firsts or firsts[-1][0] != s.block:
+        if s.block and (not firsts or firsts[-1][0] != s.block):
             firsts.append((s.block, i))
+            moves.append((s.block, i if move_at is None else move_at))
             afters.append((s.block, last_at + 1))
-        last_at = i
-    either = [_loops_from(statements, starts, known) for starts in (firsts, afters)]
-    return max(either, key=lambda loops: sum(loop.count for loop in loops))
+        last_at, move_at = i, None
+    return [_loops_from(statements, starts, known) for starts in (firsts, moves, afters)]
 
 
 def _loops_from(

@@ -138,31 +138,50 @@ def _functions(
     of_blocks: frozenset[str],
     word: str,
 ) -> list[BlockFunction]:
-    """The loops whose names can be handed on; `of_blocks` are saved by loops of forward."""
-    found: list[BlockFunction] = []
-    used: Counter[str] = Counter()
-    for whole in find_loops(statements, variables):
-        of_parameters = [k for k in whole.sliced if whole.names[0][k] in position]
-        others = [k for k in whole.sliced if k not in of_parameters]
-        loop = _trimmed(whole, others, of_blocks)
-        if loop is None:
-            continue
-        slices = _slices(loop, of_parameters, position)
-        if of_parameters and slices is None:
-            continue
-        later = {n for s in statements[loop.stop :] for n in s.reads} | returned
-        outs = dict.fromkeys(loop.carried.values())
-        outs |= dict.fromkeys(
-            k for k, n in enumerate(loop.names[-1]) if n in later and k in loop.own
-        )
-        lost = {names[k] for names in loop.names[:-1] for k in loop.own}
-        if lost & later - {n for names in loop.names[-1:] for n in names}:
-            continue
-        stem = "_".join(w for w in loop.blocks[0].split(".") if not w.isdigit()) or "block"
-        used[stem] += 1
-        name = f"{stem}_{word}" + (f"_{used[stem]}" if used[stem] > 1 else "")
-        found.append(BlockFunction(loop, name, tuple(outs), slices))
-    return found
+    """The loops whose names can be handed on, where they have most blocks.
+
+    `of_blocks` are saved by loops of forward.
+    """
+    best: list[BlockFunction] = []
+    for loops in find_loops(statements, variables):
+        found: list[BlockFunction] = []
+        used: Counter[str] = Counter()
+        for whole in loops:
+            stem = "_".join(w for w in whole.blocks[0].split(".") if not w.isdigit()) or "block"
+            name = f"{stem}_{word}" + (f"_{used[stem] + 1}" if used[stem] else "")
+            f = _function(whole, name, statements, position, returned, of_blocks)
+            if f is not None:
+                used[stem] += 1
+                found.append(f)
+        if sum(f.loop.count for f in found) > sum(f.loop.count for f in best):
+            best = found
+    return best
+
+
+def _function(
+    whole: Loop,
+    name: str,
+    statements: Sequence[Statement],
+    position: dict[str, int],
+    returned: set[str],
+    of_blocks: frozenset[str],
+) -> BlockFunction | None:
+    """The function of a loop's blocks; None if a name can't be handed on."""
+    of_parameters = [k for k in whole.sliced if whole.names[0][k] in position]
+    others = [k for k in whole.sliced if k not in of_parameters]
+    loop = _trimmed(whole, others, of_blocks)
+    if loop is None:
+        return None
+    slices = _slices(loop, of_parameters, position)
+    later = {n for s in statements[loop.stop :] for n in s.reads} | returned
+    lost = {names[k] for names in loop.names[:-1] for k in loop.own} - {*loop.names[-1]}
+    if (of_parameters and slices is None) or not lost.isdisjoint(later):
+        return None
+    outs = dict.fromkeys(loop.carried.values())
+    outs |= dict.fromkeys(
+        k for k, name in enumerate(loop.names[-1]) if name in later and k in loop.own
+    )
+    return BlockFunction(loop, name, tuple(outs), slices)
 
 
 def _trimmed(loop: Loop, positions: Sequence[int], known: frozenset[str]) -> Loop | None:

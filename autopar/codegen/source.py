@@ -7,6 +7,7 @@ the comment also has the bytes it moves and their predicted time.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -35,6 +36,7 @@ from autopar.codegen.words import (
     saved_text,
     short_path,
     type_text,
+    with_frees_beside,
     wrapped,
 )
 from autopar.program import (
@@ -52,6 +54,7 @@ from autopar.program import (
     MoveLine,
     StageProgram,
     Variable,
+    WaitLine,
     WeightGradients,
     block_of,
     joint_reads,
@@ -67,7 +70,7 @@ def file_name(stage: int) -> str:
 
 def emit(joint: JointProgram, stage: int = 0, n_stages: int = 1) -> str:
     """The source of one stage, ending in a newline."""
-    return "\n".join(_Source(joint).lines(stage, n_stages)) + "\n"
+    return "\n".join(with_frees_beside(_Source(joint).lines(stage, n_stages))) + "\n"
 
 
 @dataclass(frozen=True)
@@ -210,12 +213,15 @@ class _Source:
         """The functions of blocks that are equal, each printed once."""
         out: list[str] = []
         for f in functions:
-            first = f.loop.names[0]
-            of_block = statements[f.loop.start : f.loop.start + f.loop.length]
+            first, number, body = f.loop.names[0], 0, list[str]()
+            for statement in statements[f.loop.start : f.loop.start + f.loop.length]:
+                rows, number = numbered_rows(statement, f.loop, number)
+                body += rows
+            groups = [row for row in self._groups(lines) if _is_read(row.split()[0], body)]
             out += [
                 f"def {f.name}({', '.join(['i', *self._arguments(f, None)])}):",
                 f'    """Block i of {f.loop.blocks[0]} to {f.loop.blocks[-1]}."""',
-                *self._groups(lines),
+                *groups,
                 *_taken_from("carried", [first[k] for k in f.loop.carried]),
             ]
             if f.parameters is not None:
@@ -223,19 +229,15 @@ class _Source:
             if not self._is_ahead(f):
                 for group in f.groups:
                     out += _taken_from(group.variable, [first[k] for k in group.taken])
-            number = 0
-            for statement in of_block:
-                rows, number = numbered_rows(statement, f.loop, number)
-                out += rows
-            results = [f"[{', '.join(first[f_k] for f_k in self._handed_on(f))}]"]
+            results = [f"[{', '.join(first[k] for k in self._handed_on(f))}]"]
             if self._is_ahead(f):
                 for group in f.groups:
-                    out += [f"    {group.variable} = ["]
-                    out += [*self._saved_rows([first[k] for k in group.made]), "    ]"]
+                    body += [f"    {group.variable} = ["]
+                    body += [*self._saved_rows([first[k] for k in group.made]), "    ]"]
                 results += [group.variable for group in f.groups]
-            if f.loop.carried or f.outs or len(results) > 1:
-                out += [f"    return {', '.join(results)}"]
-            out += ["", ""]
+            if self._handed_on(f) or len(results) > 1:
+                body += [f"    return {', '.join(results)}"]
+            out += [*body, "", ""]
         return out
 
     def _is_ahead(self, f: BlockFunction) -> bool:
@@ -389,14 +391,18 @@ class _Source:
                 )
                 words = "again: " if before and again else before
                 here = words + (call.key.rpartition("/")[0] or self.program.name)
-                block = block_of(call.key)
+                block = block_of(call.key) or ""
                 if here != module:
                     module = here
                     rows += ["", f"    # {here}  ({short_path(call.where)})"]
             rows += self.statements.lines(line, is_backward=bool(before))
             frees = line.names if isinstance(line, FreeLine) else ()
             reads = frees or joint_reads(line)
-            out.append(Statement(tuple(rows), reads, joint_writes(line), block, frees))
+            out.append(
+                Statement(
+                    tuple(rows), reads, joint_writes(line), block, frees, is_move=_is_move(line)
+                )
+            )
         return out
 
     def _taken_parameters(self) -> list[tuple[Local, str]]:
@@ -420,6 +426,14 @@ class _Source:
             for local, origin in items
         ]
         return ["    (", *rows, f"    ) = {source}"]
+
+
+def _is_read(name: str, rows: Sequence[str]) -> bool:
+    return any(re.search(rf"\b{name}\b", row.partition("  # ")[0]) for row in rows)
+
+
+def _is_move(line: JointLine) -> bool:
+    return bool(moves_of(line)) or isinstance(line, WaitLine)
 
 
 def _printed(statements: Sequence[Statement]) -> list[str]:

@@ -32,6 +32,7 @@ from autopar.program import (
     ReadyLine,
     StartLine,
     WaitLine,
+    WeightGradients,
 )
 from autopar.units import format_bytes, format_seconds
 
@@ -56,6 +57,8 @@ class Statements:
     def _rows(self, line: JointLine) -> list[tuple[str, str]]:
         """The rows of a statement, each with its comment."""
         match line:
+            case WeightGradients():
+                return []
             case FusedGathers() | FusedReductions():
                 (first, comment), *more = self._fused(line, "together")
                 return [*_names_of(line), (f") = {first}", comment), *more]

@@ -118,3 +118,24 @@ def placements(spec: Spec) -> str:
 
 def commented(code: str, comment: str) -> str:
     return f"{code.ljust(COMMENT_COLUMN)}  # {comment}"
+
+
+def with_frees_beside(lines: Sequence[str]) -> list[str]:
+    """The lines of a file; what a statement frees stands beside it, where there is room."""
+    found: list[str] = []
+    for line in lines:
+        before = found[-1] if found else ""
+        code, mark, comment = before.partition("  # ")
+        beside = f"{code.rstrip()}; {line.lstrip()}"
+        is_free = line.lstrip().startswith("del ") or line.endswith(".clear()")
+        is_statement = " = " in code or code.lstrip().startswith("ready(")
+        is_statement &= _indent(line) == _indent(before)
+        if is_free and is_statement and len(beside) <= COMMENT_COLUMN:
+            found[-1] = commented(beside, comment) if mark else beside
+        else:
+            found.append(line)
+    return found
+
+
+def _indent(line: str) -> int:
+    return len(line) - len(line.lstrip())
