@@ -1,0 +1,362 @@
+"""Verifies the variables of one function of a joint program, forward or backward (`check_flow`).
+
+    names       a variable is defined once, before it is read, and freed once, after its last read
+    ends        a function frees all that it defines, but for what it hands on
+    handles     a collective that is begun is waited for once, in the same function
+    storages    a kernel that writes in place writes to a storage that the function made itself.
+                Nobody reads that storage under another name later, and nobody else has it: no
+                collective under way, and nobody to whom a gradient was handed over
+    again       a line of backward that runs again is one of forward, and reads what it read there
+
+A view has the storage of its source. So has the result of a kernel that writes in place, and that
+of an identity. All other lines make new storages. That is true of the runtime: moves but the
+identity copy, and so do the backwards of lowered functions. A handle holds the tensors of its call
+(`runtime/groups/pending.py`), so a line may free them while the call is under way.
+
+A gradient that is a view is copied by whoever it is handed to (`runtime/execute/conversions.py`),
+so what it views may be read later, but not written.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+
+from autopar.errors import VerificationError
+from autopar.program import (
+    UNUSED,
+    CallLine,
+    DetachLine,
+    FreeLine,
+    FunctionLine,
+    GatherLine,
+    GradientMove,
+    JointLine,
+    KernelLine,
+    MoveLine,
+    ReadyLine,
+    StartLine,
+    WaitLine,
+    joint_reads,
+    joint_writes,
+
+)
+from autopar.verifier.stage import describe
+
+HINT = "this is a bug of autopar, or the program was edited; plan again"
+
+
+class Fault(Exception):
+    """Why a line may not run; whoever walks the lines says which line it is."""
+
+
+@dataclass
+class Flow:
+    """The variables of one function while its lines run.
+
+    given    what the function takes
+    own      those of `given` that it may write to; it must free them
+    words    names that are not variables: groups and the device
+    """
+
+    given: Collection[str]
+    own: Collection[str]
+    words: Collection[str]
+    # Variable -> the one that made its storage; and variables by what they view.
+    there: dict[str, str] = field(default_factory=dict)
+    views: dict[str, list[str]] = field(default_factory=dict)
+    # Variables that are views, also of a storage that was written since.
+    viewing: set[str] = field(default_factory=set)
+    gone: dict[str, str] = field(default_factory=dict)
+    # Storages that nobody may write to, and why; variables that nobody may read, and why.
+    locked: dict[str, str] = field(default_factory=dict)
+    stale: dict[str, str] = field(default_factory=dict)
+    under_way: dict[str, tuple[GradientMove, str]] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.there = {name: name for name in self.given}
+        foreign = set(self.given).difference(self.own)
+        self.locked = dict.fromkeys(foreign, "the function was given it")
+        self.foreign = foreign
+
+    def run(self, line: JointLine) -> None:
+        """Raise `Fault` unless the line may run now."""
+        if isinstance(line, FreeLine):
+            for name in line.names:
+                self._free(name)
+            return
+        there, words = self.there, self.words
+        for name in joint_reads(line):
+            if name not in there:
+                if name in words:
+                    continue
+                raise Fault(f"{name} is read {self._missing(name)}")
+            if name in self.stale:
+                raise Fault(f"{name} is read after {self.stale[name]}")
+        made = joint_writes(line)
+        for name in made:
+            if (name in there and not _renames(line)) or name in self.gone or name in words:
+                raise Fault(f"{name} is defined twice")
+        match line:
+            case KernelLine():
+                self._kernel(line, made)
+            case CallLine():
+                self._call(line)
+            case FunctionLine():
+                self._call(line.call)
+                there[line.kept] = line.kept
+            case MoveLine() | DetachLine():
+                copies = isinstance(line, MoveLine) and line.move.forward != "identity"
+                self._define(line.out.name, None if copies else line.source)
+            case GatherLine():
+                copies = any(move.move.forward != "identity" for move in line.moves)
+                self._define(line.out.name, None if copies else line.source)
+            case StartLine():
+                there[line.pending] = line.pending
+                self.under_way[line.pending] = line.move, there[line.move.source]
+            case WaitLine():
+                self._wait(line)
+            case ReadyLine():
+                self._hand_over(line)
+            case _:
+                there.update(zip(made, made, strict=True))
+
+    def finish(self, kept: Iterable[str]) -> None:
+        """Raise `Fault` unless the function may end, and hand on `kept`."""
+        if self.under_way:
+            raise Fault(f"{next(iter(self.under_way))} is never waited for")
+        kept = set(kept)
+        for name in kept:
+            if name not in self.there:
+                raise Fault(f"{name} is handed on {self._missing(name)}")
+            if name in self.stale:
+                raise Fault(f"{name} is handed on after {self.stale[name]}")
+        left = self.there.keys() - kept - self.foreign
+        if left:
+            raise Fault(f"{', '.join(sorted(left))}: neither freed nor handed on")
+
+    def _missing(self, name: str) -> str:
+        return self.gone.get(name, "before it is defined")
+
+    def _define(self, name: str, source: str | None = None) -> None:
+        """A new variable, with the storage of `source`, or with one of its own."""
+        if name == UNUSED:
+            return
+        self.there[name] = name if source is None else self._share(name, source)
+
+    def _share(self, name: str, source: str) -> str:
+        owner = self.there[source]
+        self.views.setdefault(owner, []).append(name)
+        return owner
+
+    def _free(self, name: str) -> None:
+        if name not in self.there:
+            raise Fault(f"{name} is freed {self._missing(name)}")
+        if name in self.foreign:
+            raise Fault(f"{name} is freed, and belongs to the caller")
+        if name in self.under_way:
+            raise Fault(f"{name} is freed and was not waited for")
+        del self.there[name]
+        self.gone[name] = "after it was freed"
+
+    def _kernel(self, line: KernelLine, made: Sequence[str]) -> None:
+        if line.is_view:
+            source = line.reads[0]
+            for name in made:
+                self._define(name, source)
+            self.viewing.update(made)
+            if line.target.startswith("aten.expand"):
+                why = "its elements share memory"
+                self.locked |= {name: why for name in made}
+        elif _writes_in_place(line.target):
+            self._write(line.reads[0], made)
+        else:
+            self.there.update(zip(made, made, strict=True))
+
+    def _write(self, name: str, made: Sequence[str]) -> None:
+        """The storage of `name` is written; `made` is what the written tensor is called now."""
+        owner = self.there[name]
+        why = self.locked.get(owner) or self.locked.get(name)
+        if why is not None:
+            raise Fault(f"{name} is written, but {why}")
+        for move, storage in self.under_way.values():
+            if storage == owner:
+                raise Fault(f"{name} is written while a collective of {move.source} is under way")
+        others = (owner, *self.views.get(owner, ()))
+        self.stale |= dict.fromkeys(others, f"{name}, of the same storage, was written")
+        for new in made:
+            self._define(new, name)
+            if name in self.viewing:
+                self.viewing.add(new)
+
+    def _call(self, line: CallLine) -> None:
+        shares = line.shares or (None,) * len(line.outs)
+        for out, shared in zip(line.outs, shares, strict=True):
+            self._define(out.name, shared)
+            if shared is not None:
+                self.viewing.add(out.name)
+
+    def _wait(self, line: WaitLine) -> None:
+        begun = self.under_way.pop(line.pending, None)
+        if begun is None:
+            raise Fault(f"{line.pending} was waited for, or never begun")
+        if begun[0] != line.move:
+            raise Fault(f"{line.pending} is of {begun[0].out.name}, not {line.move.out.name}")
+        self._define(line.move.out.name)
+        # It stays a name until it is freed, but nobody can wait for it again.
+
+    def _hand_over(self, line: ReadyLine) -> None:
+        if line.is_shared:
+            return
+        name, owner = line.source, self.there[line.source]
+        if owner in self.foreign:
+            raise Fault(f"{name} is handed over, but the function does not own it")
+        if any(storage == owner for _, storage in self.under_way.values()):
+            raise Fault(f"{name} is handed over while a collective of it is under way")
+        self.locked[owner] = f"{name} was handed over"
+        if name not in self.viewing:
+            others = (owner, *self.views.get(owner, ()))
+            self.stale |= dict.fromkeys(others, f"{name} was handed over")
+
+
+def check_flow(
+    name: str, flow: Flow, lines: Sequence[JointLine], kept: Iterable[str]
+) -> None:
+    """Raise `VerificationError` unless the lines of the function `name` may run in this order."""
+    number = -1
+    try:
+        for number, line in enumerate(lines):  # noqa: B007
+            flow.run(line)
+    except Fault as fault:
+        raise error(str(fault), place(name, number, lines[number])) from None
+    try:
+        flow.finish(kept)
+    except Fault as fault:
+        raise error(str(fault), f"the end of {name}") from None
+
+
+def place(function: str, number: int, line: JointLine) -> str:
+    return f"{function}, line {number}: {described(line)}"
+
+
+def error(reason: str, where: str) -> VerificationError:
+    return VerificationError(reason, where=where, hint=HINT)
+
+
+def described(line: JointLine) -> str:
+    """A line in short, for error messages."""
+    match line:
+        case KernelLine() | FunctionLine() | GradientMove() | StartLine() | WaitLine():
+            made = ", ".join(joint_writes(line)) or UNUSED
+            return f"{made} = {_what(line)}({', '.join(joint_reads(line))})"
+        case ReadyLine():
+            return f"ready({line.position}, {line.source})"
+        case MoveLine() | CallLine() | DetachLine() | GatherLine() | FreeLine():
+            return describe(line)
+        case _:
+            return f"{', '.join(joint_writes(line))} = backward({', '.join(joint_reads(line))})"
+
+
+def _what(line: JointLine) -> str:
+    match line:
+        case KernelLine():
+            return line.target
+        case FunctionLine():
+            return line.call.lowered or line.call.target
+        case GradientMove():
+            return line.move.move.transposed.name
+        case StartLine():
+            return f"{line.move.move.move.transposed.name}.start"
+        case _:
+            return "wait"
+
+
+def _renames(line: JointLine) -> bool:
+    """Is it a later move of a reshard? All moves of a reshard assign one variable."""
+    return isinstance(line, MoveLine) and line.out.name == line.source
+
+
+@lru_cache(maxsize=None)
+def _writes_in_place(target: str) -> bool:
+    found: object = torch.ops
+    for word in target.split("."):
+        found = getattr(found, word)
+    return bool(found._schema.is_mutable)  # type: ignore[attr-defined]
+
+
+def runs_again(line: JointLine) -> bool:
+    """Is it a line of forward?"""
+    if isinstance(line, KernelLine):
+        return line.is_forward
+    return isinstance(line, MoveLine | CallLine | DetachLine | GatherLine | FunctionLine)
+
+
+class Reruns:
+    """What every variable of forward is, so that lines that run again make the same.
+
+    Only the variables of reshards have several values, one after each move. So a line that runs
+    again is one of forward, and where it reads such a variable, that has the same value.
+    """
+
+    def __init__(self, forward: Sequence[JointLine]) -> None:
+        self._made: dict[str, list[JointLine]] = {}
+        # Of variables that are assigned again: how often so far, and before a line.
+        self._versions: dict[str, int] = {}
+        self._before: dict[int, int] = {}
+        for line in forward:
+            if isinstance(line, FreeLine):
+                continue
+            for name in joint_writes(line):
+                self._made.setdefault(name, []).append(line)
+            if _renames(line):
+                assert isinstance(line, MoveLine)
+                self._before[id(line)] = self._versions.get(line.source, 0)
+                self._versions[line.source] = self._before[id(line)] + 1
+
+    def check(self, name: str, backward: Sequence[JointLine], saved: Collection[str]) -> None:
+        """Raise `VerificationError` unless `backward` has the values that forward had."""
+        now = {x: self._versions[x] for x in saved if x in self._versions}
+        for number, line in enumerate(backward):
+            if isinstance(line, FreeLine):
+                continue
+            again = runs_again(line)
+            if again:
+                original = self._original(line)
+                if original is None:
+                    raise error("it is no line of forward", place(name, number, line))
+            if not self._versions:
+                continue
+            is_move = again and isinstance(line, MoveLine)
+            for read in joint_reads(line):
+                if read not in self._versions:
+                    continue
+                wanted = self._versions[read]
+                if is_move and id(original) in self._before:
+                    wanted = self._before[id(original)]
+                if now.get(read, 0) != wanted:
+                    raise error(f"{read} is not resharded as in forward", place(name, number, line))
+            for made in joint_writes(line):
+                if made in self._versions:
+                    now[made] = now.get(made, -1) + 1
+
+    def _original(self, line: JointLine) -> JointLine | None:
+        """The line of forward that it repeats."""
+        made = joint_writes(line)
+        if not made:
+            return line
+        known = self._made.get(made[0])
+        if known is None:  # a copy, or a view, that only backward reads
+            return line if isinstance(line, KernelLine) else None
+        return next((x for x in known if x is line), None) or next(
+            (x for x in known if x == line), None
+        )
+
+
+def words_of(axis_names: Sequence[str], groups: Iterable[Sequence[int]]) -> frozenset[str]:
+    """Names in a generated function that are no variables: the groups and the device."""
+    return frozenset({"env.device", *("_".join(axis_names[a] for a in axes) for axes in groups)})
+
+
