@@ -57,13 +57,15 @@ class Fault(Exception):
 class Flow:
     """The variables of one function while its lines run.
 
-    given    what the function takes
-    own      those of `given` that it may write to; it must free them
-    words    names that are not variables: groups and the device
+    given      what the function takes
+    held       those that its caller holds, too: it may not free them, and must free the others
+    foreign    those that others read: it may not write to them, nor hand them over
+    words      names that are not variables: groups and the device
     """
 
     given: Collection[str]
-    own: Collection[str]
+    held: frozenset[str]
+    foreign: frozenset[str]
     words: Collection[str]
     # Variable -> the one that made its storage; and variables by what they view.
     there: dict[str, str] = field(default_factory=dict)
@@ -78,9 +80,7 @@ class Flow:
 
     def __post_init__(self) -> None:
         self.there = {name: name for name in self.given}
-        foreign = set(self.given).difference(self.own)
-        self.locked = dict.fromkeys(foreign, "the function was given it")
-        self.foreign = foreign
+        self.locked = dict.fromkeys(self.foreign, "others read it, too")
 
     def run(self, line: JointLine) -> None:
         """Raise `Fault` unless the line may run now."""
@@ -134,7 +134,7 @@ class Flow:
                 raise Fault(f"{name} is handed on {self._missing(name)}")
             if name in self.stale:
                 raise Fault(f"{name} is handed on after {self.stale[name]}")
-        left = self.there.keys() - kept - self.foreign
+        left = self.there.keys() - kept - self.held
         if left:
             raise Fault(f"{', '.join(sorted(left))}: neither freed nor handed on")
 
@@ -155,7 +155,7 @@ class Flow:
     def _free(self, name: str) -> None:
         if name not in self.there:
             raise Fault(f"{name} is freed {self._missing(name)}")
-        if name in self.foreign:
+        if name in self.held:
             raise Fault(f"{name} is freed, and belongs to the caller")
         if name in self.under_way:
             raise Fault(f"{name} is freed and was not waited for")
