@@ -1,8 +1,17 @@
-"""Verifies that a joint program communicates what is priced (`check_calls`).
+"""Verifies that both functions of a joint program communicate what is priced (`check_calls`).
 
-`step_calls` lists the calls of a step, from the lines of the stage. The lines of forward and of
-backward must make the same.
+`step_calls` lists the calls of a microbatch, off the lines of the stage; those of the joint program
+must be the same: kind, group, bytes and order. A call that is begun counts where it begins. A
+reduction's bytes follow from the shape and dtype of the gradient that it reduces.
+
+The order of gathers of parameters is free. `step_calls` lists a gather that backward repeats
+with the operator that keeps the parameter, and the program makes it before the first line that
+reads it, which may be between the calls of a segment that runs again. All ranks run the same lines,
+so any order is safe, and none changes the sum of prices.
+
+ZeRO-2's fused reductions after backward are the runtime's (`runtime/execute/returns.py`).
 """
+
 from __future__ import annotations
 
 import math
@@ -11,45 +20,117 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from autopar.placement import COLLECTIVES
 from autopar.program import (
-    CallLine, FunctionBackward, FunctionLine, GatherLine, GradientMove, JointLine, JointProgram,
-    MoveLine, StartLine,  step_calls, return_buckets
+    CallLine,
+    FunctionBackward,
+    FunctionLine,
+    GatherLine,
+    GradientMove,
+    JointLine,
+    JointProgram,
+    KernelLine,
+    MoveLine,
+    RankCall,
+    StartLine,
+    return_buckets,
+    step_calls,
 )
+from autopar.verifier.joint_flow import error, place
+
+# Kind, axes, bytes; and whether a parameter is gathered.
 Call = tuple[str, tuple[int, ...], int]
 
-def calls_of(line, dtypes):
-    match line:
-        case MoveLine():
-            yield from _moved(line)
-        case GatherLine():
-            for move in line.moves: yield from _moved(move)
-        case CallLine():
-            yield from _inner(line, "forward")
-        case FunctionLine():
-            yield from _inner(line.call, "forward")
-        case FunctionBackward():
-            yield from _inner(line.call, "backward")
-        case GradientMove():
-            if line.move.move.backward in COLLECTIVES:
-                yield line.move.move.backward, line.move.move.axes, line.move.backward_bytes
-        case StartLine():
-            yield from calls_of(line.move, dtypes)
 
-def _moved(line):
+def check_calls(joint: JointProgram) -> None:
+    """Raise `VerificationError` unless the lines make the calls that are priced."""
+    stage = joint.stage
+    priced = step_calls(stage)
+    n_fused = len(return_buckets(stage, "micro")[1])
+    backward = priced.backward[: len(priced.backward) - n_fused] if stage.trains else ()
+    _compare("forward", joint.forward, priced.forward)
+    _compare("backward", joint.backward, backward)
+
+
+def line_calls(line: JointLine) -> Iterable[Call]:
+    """The calls that a line makes or begins, in order."""
+    match line:
+        case KernelLine():
+            return ()
+        case MoveLine():
+            return _moved(line)
+        case GatherLine():
+            return (call for move in line.moves for call in _moved(move))
+        case CallLine():
+            return _inner(line, "forward")
+        case FunctionLine():
+            return _inner(line.call, "forward")
+        case FunctionBackward():
+            return _inner(line.call, "backward")
+        case GradientMove():
+            return _reduced(line)
+        case StartLine():
+            return _reduced(line.move)
+        case _:
+            return ()
+
+
+def gathers_parameters(line: JointLine) -> bool:
+    """Are its calls gathers of parameters, whose order is free?"""
+    return isinstance(line, GatherLine)
+
+
+def _moved(line: MoveLine) -> Iterator[Call]:
     if line.move.forward in COLLECTIVES:
         yield line.move.forward, line.move.axes, line.forward_bytes
-def _inner(line, phase):
+
+
+def _reduced(line: GradientMove) -> Iterator[Call]:
+    move = line.move.move
+    if move.backward in COLLECTIVES:
+        # All but gathers are counted by what they take: the gradient of the move's result.
+        shape = line.out.shape if move.backward == "all_gather" else line.move.out.shape
+        yield move.backward, move.axes, math.prod(shape) * line.out.dtype.itemsize
+
+
+def _inner(line: CallLine, phase: str) -> Iterable[Call]:
     return ((c.kind, line.lowered_axes, c.size_bytes) for c in line.inner if c.phase == phase)
 
-def stats(joint):
-    c = step_calls(joint.stage)
-    n = len(return_buckets(joint.stage, "micro")[1])
-    bw = c.backward[:len(c.backward)-n]
-    out = {}
-    if not joint.stage.trains: bw=()
-    for what, lines, priced in (("fw", joint.forward, c.forward), ("bw", joint.backward, bw)):
-        mine = [x for l in lines for x in calls_of(l, None)]
-        want = [(x.kind, x.axes, x.size_bytes) for x in priced]
-        out[what] = (mine == want, Counter(mine) == Counter(want))
-        if mine != want:
-            out[what+"x"] = (mine, [(x.kind, x.axes, x.size_bytes, x.phase, x.tensor) for x in priced])
-    return out
+
+def _compare(function: str, lines: Sequence[JointLine], priced: Sequence[RankCall]) -> None:
+    gathered: Counter[Call] = Counter()
+    made: list[tuple[Call, int]] = []
+    for number, line in enumerate(lines):
+        if isinstance(line, KernelLine):
+            continue
+        if gathers_parameters(line):
+            gathered.update(line_calls(line))
+        else:
+            made += [(call, number) for call in line_calls(line)]
+    expected = [call for call in priced if call.phase != "param_gather"]
+    for (call, number), wanted in zip(made, expected, strict=False):
+        if call != _call(wanted):
+            where = place(function, number, lines[number])
+            raise error(f"it makes {_shown(call)}; priced is {_named(wanted)}", where)
+    if len(made) > len(expected):
+        call, number = made[len(expected)]
+        where = place(function, number, lines[number])
+        raise error(f"it makes {_shown(call)}, which is not priced", where)
+    if len(made) < len(expected):
+        raise error(f"it never makes {_named(expected[len(made)])}, which is priced", function)
+    wanted_gathers = Counter(_call(call) for call in priced if call.phase == "param_gather")
+    if gathered != wanted_gathers:
+        call = next(iter((gathered - wanted_gathers) + (wanted_gathers - gathered)))
+        counts = f"{gathered[call]} times, priced is {wanted_gathers[call]} times"
+        raise error(f"it gathers parameters by {_shown(call)} {counts}", function)
+
+
+def _call(call: RankCall) -> Call:
+    return call.kind, call.axes, call.size_bytes
+
+
+def _shown(call: Call) -> str:
+    kind, axes, size_bytes = call
+    return f"{kind} of {size_bytes} B over axes {axes}"
+
+
+def _named(call: RankCall) -> str:
+    return f"{_shown(_call(call))} ({call.tensor})"
