@@ -19,9 +19,9 @@ so what it views may be read later, but not written.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -35,6 +35,7 @@ from autopar.program import (
     GatherLine,
     GradientMove,
     JointLine,
+    JointProgram,
     KernelLine,
     MoveLine,
     ReadyLine,
@@ -42,7 +43,6 @@ from autopar.program import (
     WaitLine,
     joint_reads,
     joint_writes,
-
 )
 from autopar.verifier.stage import describe
 
@@ -168,9 +168,11 @@ class Flow:
             for name in made:
                 self._define(name, source)
             self.viewing.update(made)
+            why = self.locked.get(source)
             if line.target.startswith("aten.expand"):
                 why = "its elements share memory"
-                self.locked |= {name: why for name in made}
+            if why is not None:
+                self.locked |= dict.fromkeys(made, why)
         elif _writes_in_place(line.target):
             self._write(line.reads[0], made)
         else:
@@ -222,9 +224,7 @@ class Flow:
             self.stale |= dict.fromkeys(others, f"{name} was handed over")
 
 
-def check_flow(
-    name: str, flow: Flow, lines: Sequence[JointLine], kept: Iterable[str]
-) -> None:
+def check_flow(name: str, flow: Flow, lines: Sequence[JointLine], kept: Iterable[str]) -> None:
     """Raise `VerificationError` unless the lines of the function `name` may run in this order."""
     number = -1
     try:
@@ -279,7 +279,7 @@ def _renames(line: JointLine) -> bool:
     return isinstance(line, MoveLine) and line.out.name == line.source
 
 
-@lru_cache(maxsize=None)
+@cache
 def _writes_in_place(target: str) -> bool:
     found: object = torch.ops
     for word in target.split("."):
@@ -294,69 +294,49 @@ def runs_again(line: JointLine) -> bool:
     return isinstance(line, MoveLine | CallLine | DetachLine | GatherLine | FunctionLine)
 
 
-class Reruns:
-    """What every variable of forward is, so that lines that run again make the same.
+def check_reruns(joint: JointProgram) -> None:
+    """Raise `VerificationError` unless lines that run again make what they made in forward.
 
-    Only the variables of reshards have several values, one after each move. So a line that runs
-    again is one of forward, and where it reads such a variable, that has the same value.
+    They are lines of forward, and read the same names. Names are unique, but for those of
+    reshards: every move of one assigns the same variable. So where such a variable is read, it
+    must have as many moves behind it as in forward; in lines of backward alone, all.
     """
+    made: dict[str, list[JointLine]] = {}
+    n_moves: dict[str, int] = {}
+    before: dict[int, int] = {}
+    for line in joint.forward:
+        for name in joint_writes(line):
+            made.setdefault(name, []).append(line)
+        if _renames(line):
+            (name,) = joint_reads(line)
+            before[id(line)] = n_moves.get(name, 0)
+            n_moves[name] = before[id(line)] + 1
+    now = {name: n_moves[name] for name in joint.saved if name in n_moves}
+    for number, line in enumerate(joint.backward):
+        if isinstance(line, FreeLine) or not (n_moves or runs_again(line)):
+            continue
+        original = _original(line, made) if runs_again(line) else None
+        if original is None and runs_again(line):
+            raise error("it is no line of forward", place("backward", number, line))
+        for name in joint_reads(line) if n_moves else ():
+            if name in n_moves and now.get(name, 0) != before.get(id(original), n_moves[name]):
+                where = place("backward", number, line)
+                raise error(f"{name} is not resharded as in forward", where)
+        for name in joint_writes(line) if n_moves else ():
+            if name in n_moves:
+                now[name] = now.get(name, -1) + 1
 
-    def __init__(self, forward: Sequence[JointLine]) -> None:
-        self._made: dict[str, list[JointLine]] = {}
-        # Of variables that are assigned again: how often so far, and before a line.
-        self._versions: dict[str, int] = {}
-        self._before: dict[int, int] = {}
-        for line in forward:
-            if isinstance(line, FreeLine):
-                continue
-            for name in joint_writes(line):
-                self._made.setdefault(name, []).append(line)
-            if _renames(line):
-                assert isinstance(line, MoveLine)
-                self._before[id(line)] = self._versions.get(line.source, 0)
-                self._versions[line.source] = self._before[id(line)] + 1
 
-    def check(self, name: str, backward: Sequence[JointLine], saved: Collection[str]) -> None:
-        """Raise `VerificationError` unless `backward` has the values that forward had."""
-        now = {x: self._versions[x] for x in saved if x in self._versions}
-        for number, line in enumerate(backward):
-            if isinstance(line, FreeLine):
-                continue
-            again = runs_again(line)
-            if again:
-                original = self._original(line)
-                if original is None:
-                    raise error("it is no line of forward", place(name, number, line))
-            if not self._versions:
-                continue
-            is_move = again and isinstance(line, MoveLine)
-            for read in joint_reads(line):
-                if read not in self._versions:
-                    continue
-                wanted = self._versions[read]
-                if is_move and id(original) in self._before:
-                    wanted = self._before[id(original)]
-                if now.get(read, 0) != wanted:
-                    raise error(f"{read} is not resharded as in forward", place(name, number, line))
-            for made in joint_writes(line):
-                if made in self._versions:
-                    now[made] = now.get(made, -1) + 1
-
-    def _original(self, line: JointLine) -> JointLine | None:
-        """The line of forward that it repeats."""
-        made = joint_writes(line)
-        if not made:
-            return line
-        known = self._made.get(made[0])
-        if known is None:  # a copy, or a view, that only backward reads
-            return line if isinstance(line, KernelLine) else None
-        return next((x for x in known if x is line), None) or next(
-            (x for x in known if x == line), None
-        )
+def _original(line: JointLine, made: Mapping[str, Sequence[JointLine]]) -> JointLine | None:
+    """The line of forward that `line` repeats; itself if only backward reads what it makes."""
+    names = joint_writes(line)
+    known = made.get(names[0]) if names else None
+    if known is None:
+        return line if isinstance(line, KernelLine) or not names else None
+    same = next((other for other in known if other is line), None)
+    return same or next((other for other in known if other == line), None)
 
 
 def words_of(axis_names: Sequence[str], groups: Iterable[Sequence[int]]) -> frozenset[str]:
     """Names in a generated function that are no variables: the groups and the device."""
     return frozenset({"env.device", *("_".join(axis_names[a] for a in axes) for axes in groups)})
-
-

@@ -18,17 +18,13 @@ are recorded from autograd (`passes/backward/recording.py`), and parity tests co
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import lru_cache
-
-import torch
 
 from autopar.placement import I, P, R, Spec
 from autopar.program import (
     CallLine,
     FunctionBackward,
-    FunctionLine,
     GatherLine,
     GradientMove,
     JointLine,
@@ -241,9 +237,10 @@ def _has_gradient(local: Local) -> bool:
     return local.has_grad and (local.dtype.is_floating_point or local.dtype.is_complex)
 
 
+@lru_cache(maxsize=1 << 12)
 def of_gradient(spec: Spec) -> Spec:
     """The placement of a gradient: R and P swap, I and S stay."""
-    return _replaced(spec, False)
+    return Spec(tuple(_OF_GRADIENT.get(p, p) for p in spec.placements), spec.order)
 
 
 @lru_cache(maxsize=1 << 12)
@@ -255,11 +252,6 @@ def value_of_gradient(spec: Spec) -> Spec:
 @lru_cache(maxsize=1 << 12)
 def _values(spec: Spec) -> Spec:
     return Spec(tuple(R if p == I else p for p in spec.placements), spec.order)
-
-
-@lru_cache(maxsize=1 << 12)
-def _replaced(spec: Spec, _: bool) -> Spec:
-    return Spec(tuple(_OF_GRADIENT.get(p, p) for p in spec.placements), spec.order)
 
 
 def _variables(stage: StageProgram) -> dict[str, Local]:
