@@ -90,6 +90,42 @@ def reordered(joint: JointProgram) -> Mutants:
                 yield f"later {function} {i} {lines[i]}", edited(joint, function, found)
 
 
+def hoisted(joint: JointProgram) -> Mutants:
+    """A collective before the one that precedes it, with the lines that it needs: it would run."""
+    for function in FUNCTIONS:
+        lines = lines_of(joint, function)
+        calling = [i for i, line in enumerate(lines) if _ordered_calls(line)]
+        for i, k in zip(calling, calling[1:], strict=False):
+            needed, first, later = set(joint_reads(lines[k])), [lines[k]], list[JointLine]()
+            for line in reversed(lines[i:k]):
+                if needed.isdisjoint(joint_writes(line)):
+                    later.append(line)
+                else:
+                    first.append(line)
+                    needed.update(joint_reads(line))
+            if lines[i] in later and _ordered_calls(lines[i]) != _ordered_calls(lines[k]):
+                found = [*lines[:i], *first[::-1], *later[::-1], *lines[k + 1 :]]
+                yield f"sooner {function} {k} {lines[k]}", edited(joint, function, found)
+
+
+def communicating_otherwise(joint: JointProgram) -> Mutants:
+    """A reduction twice, for nothing; a parameter saved, not gathered again. Both would run."""
+    for i, line in enumerate(joint.backward):
+        if isinstance(line, GradientMove) and line.move.move.backward in COLLECTIVES:
+            twice = replace(line, out=replace(line.out, name="again"))
+            lines = line, twice, FreeLine(("again",))
+            yield f"not priced {line}", with_line(joint, "backward", i, *lines)
+        elif isinstance(line, GatherLine) and any(line is other for other in joint.forward):
+            name = line.out.name
+            forward = tuple(
+                FreeLine(tuple(n for n in x.names if n != name)) if isinstance(x, FreeLine) else x
+                for x in joint.forward
+            )
+            without = with_line(joint, "backward", i)
+            saved = (*joint.saved, name)
+            yield f"not gathered {line}", replace(without, forward=forward, saved=saved)
+
+
 def freed_early(joint: JointProgram) -> Mutants:
     """A variable before its last read."""
     for function, i, line in numbered(joint):
@@ -236,7 +272,8 @@ def given_otherwise(joint: JointProgram) -> Mutants:
 
 
 MUTATIONS: tuple[Callable[[JointProgram], Mutants], ...] = (
-    dropped, duplicated, swapped, reordered, freed_early, leaked, saved_otherwise, moved_otherwise,
+    dropped, duplicated, swapped, reordered, hoisted, communicating_otherwise,
+    freed_early, leaked, saved_otherwise, moved_otherwise,
     sourced_otherwise, handed_over_otherwise, written_in_place, run_otherwise, given_otherwise,
 )  # fmt: skip
 
