@@ -60,9 +60,8 @@ def _check_variables(joint: JointProgram) -> None:
     check_flow("forward", Flow(taken, taken, taken, words), joint.forward, kept)
     given = {name for name in joint.cotangents if name is not None}
     saved = frozenset(joint.saved)
-    check_flow(
-        "backward", Flow(saved | given, frozenset(), saved, words), joint.backward, frozenset()
-    )
+    flow = Flow(saved | given, frozenset(), saved, words, is_backward=True)
+    check_flow("backward", flow, joint.backward, ())
     check_reruns(joint)
 
 

@@ -1,6 +1,7 @@
 """Verifies the variables of one function of a joint program, forward or backward (`check_flow`).
 
-    names       a variable is defined once, before it is read, and freed once, after its last read
+    names       a variable is defined once, before it is read, and freed once, after its last read.
+                One that is saved may be defined again by a line that runs again, once it is freed
     ends        a function frees all that it defines, but for what it hands on
     handles     a collective that is begun is waited for once, in the same function
     storages    a kernel that writes in place writes to a storage that the function made itself.
@@ -67,6 +68,7 @@ class Flow:
     held: frozenset[str]
     foreign: frozenset[str]
     words: Collection[str]
+    is_backward: bool = False
     # Variable -> the one that made its storage; and variables by what they view.
     there: dict[str, str] = field(default_factory=dict)
     views: dict[str, list[str]] = field(default_factory=dict)
@@ -98,8 +100,10 @@ class Flow:
                 raise Fault(f"{name} is read after {self.stale[name]}")
         made = joint_writes(line)
         for name in made:
-            if (name in there and not _renames(line)) or name in self.gone or name in words:
+            if (name in there and not _renames(line)) or name in words:
                 raise Fault(f"{name} is defined twice")
+            if name in self.gone:
+                self._define_again(name, line)
         match line:
             case KernelLine():
                 self._kernel(line, made)
@@ -140,6 +144,14 @@ class Flow:
 
     def _missing(self, name: str) -> str:
         return self.gone.get(name, "before it is defined")
+
+    def _define_again(self, name: str, line: JointLine) -> None:
+        """A variable of forward that was saved and freed may be made again: it is the same."""
+        if not (self.is_backward and runs_again(line)):
+            raise Fault(f"{name} is defined twice")
+        del self.gone[name]
+        self.stale.pop(name, None)
+        self.viewing.discard(name)
 
     def _define(self, name: str, source: str | None = None) -> None:
         """A new variable, with the storage of `source`, or with one of its own."""

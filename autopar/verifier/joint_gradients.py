@@ -19,7 +19,7 @@ are recorded from autograd (`passes/backward/recording.py`), and parity tests co
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 from autopar.placement import I, P, R, Spec
 from autopar.program import (
@@ -42,6 +42,9 @@ from autopar.program import (
 )
 from autopar.verifier.joint_flow import Fault, error, place
 from autopar.verifier.stage import check_move
+
+# Of a gradient: its shape, and where its values are.
+Type = tuple[tuple[int, ...], Spec]
 
 _OF_GRADIENT = {R: P, P: R}
 
@@ -131,8 +134,52 @@ class _Gradients:
             raise Fault(f"{gradient} is no gradient")
         if found.shape != shape:
             raise Fault(f"{gradient} is {list(found.shape)}, but {of} is {list(shape)}")
-        if found.spec is not None and _values(found.spec) != spec:
+        if found.spec is None or _values(found.spec) == spec:
+            return
+        if not self._passes((shape, spec), (shape, _values(found.spec))):
             raise Fault(f"{gradient} is {found.spec}, but that of {of} is {spec}")
+
+    def _passes(self, wanted: Type, given: Type) -> bool:
+        """May a gradient of type `given` be one of type `wanted`, passed on by operators?"""
+        found, new = {wanted}, [wanted]
+        while new:
+            for other in self.passed.get(new.pop(), ()):
+                if other not in found:
+                    found.add(other)
+                    new.append(other)
+        return given in found
+
+    @cached_property
+    def passed(self) -> dict[Type, set[Type]]:
+        """Types of gradients -> what they are called if an operator passes on its result's.
+
+        An operator has no kernel for that if it does nothing on one rank, such as an expand to one
+        row. Then its input's gradient is its result's, under that one's name and placement.
+        """
+        made: dict[str, set[Type]] = {}
+        for line in self.joint.backward:
+            key = ""
+            if isinstance(line, KernelLine) and not line.is_forward:
+                key = line.key
+            elif isinstance(line, FunctionBackward):
+                key = line.call.key
+            if key:
+                assert isinstance(line, KernelLine | FunctionBackward)
+                types = ((out.shape, _values(out.spec)) for out in line.outs if out.spec)
+                made.setdefault(key, set()).update(types)
+        found: dict[Type, set[Type]] = {}
+        for call in self.joint.stage.body:
+            for name in call.reads if isinstance(call, CallLine) else ():
+                local = self.types.get(name)
+                if local is None or not local.has_grad:
+                    continue
+                assert isinstance(call, CallLine)
+                own = local.shape, value_of_gradient(local.spec)
+                if own not in made.get(call.key, ()):
+                    others = (o for o in call.outs if o.has_grad and o.shape == local.shape)
+                    types = ((o.shape, value_of_gradient(o.spec)) for o in others)
+                    found.setdefault(own, set()).update(types)
+        return found
 
     def _sum(self, line: KernelLine) -> None:
         (total,) = line.outs
@@ -150,8 +197,10 @@ class _Gradients:
             found = known.get(name)
             if found is None or found.spec is None or makers.get(name) == key:
                 continue
-            wanted = self.results.get(key)
-            if wanted is not None and (found.shape, _values(found.spec)) not in wanted:
+            wanted, given = self.results.get(key), (found.shape, _values(found.spec))
+            if wanted is None or given in wanted:
+                continue
+            if not any(self._passes(result, given) for result in wanted):
                 raise Fault(f"{name}, {list(found.shape)} {found.spec}, is of no result of {key}")
         for out in line.outs:
             known[out.name], makers[out.name] = out, key
@@ -210,14 +259,14 @@ class _Gradients:
         for out, gradient in zip(line.call.outs, line.gradients, strict=True):
             if gradient is not None:
                 self._is(gradient, out.shape, value_of_gradient(out.spec), out.name)
-        inputs = [self.types[name] for name in line.call.reads if name in self.types]
-        if len(inputs) != len(line.outs):
-            raise Fault(f"{len(line.outs)} gradients of {len(inputs)} arguments")
-        for out, local, wanted in zip(line.outs, inputs, line.wanted, strict=True):
+        arguments = [self.types[name] for name in line.call.reads if name in self.types]
+        if len(arguments) != len(line.outs):
+            raise Fault(f"{len(line.outs)} gradients of {len(arguments)} arguments")
+        for made, local, wanted in zip(line.outs, arguments, line.wanted, strict=True):
             if not wanted:
                 continue
-            self.known[out.name], self.makers[out.name] = out, line.call.key
-            self._is(out.name, local.shape, value_of_gradient(local.spec), local.name)
+            self.known[made.name], self.makers[made.name] = made, line.call.key
+            self._is(made.name, local.shape, value_of_gradient(local.spec), local.name)
 
     def _ready(self, line: ReadyLine) -> None:
         if line.position not in range(len(self.taken)):
