@@ -6,6 +6,7 @@ other may change places, and a gradient may be copied without need.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from typing import Any
@@ -72,7 +73,7 @@ def swapped(joint: JointProgram) -> Mutants:
     """Neighbours that depend on each other, or whose collectives change places."""
     for function in FUNCTIONS:
         lines = lines_of(joint, function)
-        for i, (a, b) in enumerate(zip(lines, lines[1:], strict=False)):
+        for i, (a, b) in enumerate(itertools.pairwise(lines)):
             if _depend(a, b) or _ordered_calls(a) != _ordered_calls(b) != []:
                 mutant = edited(joint, function, (*lines[:i], b, a, *lines[i + 2 :]))
                 if _ordered_calls(a) or _depend(a, b):
@@ -84,7 +85,7 @@ def reordered(joint: JointProgram) -> Mutants:
     for function in FUNCTIONS:
         lines = lines_of(joint, function)
         calling = [i for i, line in enumerate(lines) if _ordered_calls(line)]
-        for i, k in zip(calling, calling[1:], strict=False):
+        for i, k in itertools.pairwise(calling):
             if _ordered_calls(lines[i]) != _ordered_calls(lines[k]):
                 found = [*lines[:i], *lines[i + 1 : k + 1], lines[i], *lines[k + 1 :]]
                 yield f"later {function} {i} {lines[i]}", edited(joint, function, found)
@@ -95,7 +96,7 @@ def hoisted(joint: JointProgram) -> Mutants:
     for function in FUNCTIONS:
         lines = lines_of(joint, function)
         calling = [i for i, line in enumerate(lines) if _ordered_calls(line)]
-        for i, k in zip(calling, calling[1:], strict=False):
+        for i, k in itertools.pairwise(calling):
             needed, first, later = set(joint_reads(lines[k])), [lines[k]], list[JointLine]()
             for line in reversed(lines[i:k]):
                 if needed.isdisjoint(joint_writes(line)):
