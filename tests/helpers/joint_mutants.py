@@ -130,19 +130,19 @@ def communicating_otherwise(joint: JointProgram) -> Mutants:
 def freed_early(joint: JointProgram) -> Mutants:
     """A variable before its last read."""
     for function, i, line in numbered(joint):
-        for name in line.names if isinstance(line, FreeLine) else ():
+        for name in _freed(line):
             lines = list(lines_of(joint, function))
             last = max((k for k in range(i) if name in joint_reads(lines[k])), default=None)
             if last is not None:
-                lines[i] = FreeLine(tuple(n for n in line.names if n != name))
+                lines[i] = FreeLine(tuple(n for n in _freed(line) if n != name))
                 lines.insert(last, FreeLine((name,)))
                 yield f"early {function} {name}", edited(joint, function, lines)
 
 
 def leaked(joint: JointProgram) -> Mutants:
     for function, i, line in numbered(joint):
-        for name in line.names if isinstance(line, FreeLine) else ():
-            fewer = FreeLine(tuple(n for n in line.names if n != name))
+        for name in _freed(line):
+            fewer = FreeLine(tuple(n for n in _freed(line) if n != name))
             yield f"leak {function} {name}", with_line(joint, function, i, fewer)
 
 

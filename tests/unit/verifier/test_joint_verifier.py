@@ -117,7 +117,7 @@ def is_refused(joint: JointProgram) -> bool:
     return False
 
 
-@pytest.mark.parametrize("every", [pytest.param(1, marks=nightly), 5])
+@pytest.mark.parametrize("every", [pytest.param(1, marks=nightly), 8])
 @pytest.mark.parametrize("mutation", MUTATIONS, ids=lambda f: f.__name__)
 def test_every_mutant_is_refused(mutation: Callable[[JointProgram], Mutants], every: int) -> None:
     """Some 34,000 in all; at day some of each program, beginning with the first."""
@@ -218,5 +218,6 @@ def test_compilation_verifies_what_it_differentiates(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(pipeline, "differentiate", leaking)
     plan = autopar.plan(MlpWithLoss(), machine((1, 2)), x_and_y(0), manual=Manual(dp=2))
+    assert plan.bound is not None
     with pytest.raises(VerificationError, match="neither freed nor handed on"):
-        plan.sources()
+        _ = plan.bound.sources
