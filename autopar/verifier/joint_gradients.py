@@ -2,18 +2,22 @@
 
 The gradient of a variable has the variable's shape. On every axis its placement follows:
 
-    variable    R   P   I or R   S          I and R hold the same values: every rank has all of it,
-    gradient    P   R   R        S          so a gradient that is I may be read as R
+    variable    R   P   I   S
+    gradient    P   R   I   S     I and R are the same values, so a gradient that is I may be read as R
 
-    move        its gradient's is a move of the table, the transposed one, of a move of the stage;
+    move        the gradient's is the transposed move, a row of the table, of a move of the stage;
                 it keeps the dtype
     sum         both terms have the type of the sum
-    operator    the backward of an operator reads gradients of its results, and what it makes itself
-    handover    each gradient has the type of the variable that it is of; each position comes once;
-                every variable that the loss depends on has one
+    operator    its backward reads gradients of its results, and what it makes itself
+    handover    each gradient has the type of its variable, each position comes once, and every
+                variable that the loss depends on has a gradient
 
-Kernels have no placement of their own. So nothing here proves that they are the derivative: they
-are recorded from autograd (`passes/backward/recording.py`), and parity tests compare steps.
+An operator that does nothing on one rank, such as an expand to one row, passes a gradient on: then
+its input's gradient is its result's, under that one's name and placement (`_Gradients.passed`).
+
+Kernels between two gradients have no placement. Not proved: that they are the derivative, and which
+of two variables of equal type a gradient is of. Kernels are recorded from autograd
+(`passes/backward/recording.py`), and tests compare steps.
 """
 
 from __future__ import annotations
