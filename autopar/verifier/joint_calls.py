@@ -16,11 +16,12 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 from autopar.placement import COLLECTIVES
 from autopar.program import (
     CallLine,
+    FreeLine,
     FunctionBackward,
     FunctionLine,
     GatherLine,
@@ -30,13 +31,17 @@ from autopar.program import (
     KernelLine,
     MoveLine,
     RankCall,
+    ReadyLine,
     StartLine,
+    WaitLine,
     return_buckets,
     step_calls,
 )
 from autopar.verifier.joint_flow import error, place
 
-# Kind, axes, bytes; and whether a parameter is gathered.
+_SILENT = (KernelLine, FreeLine, ReadyLine, WaitLine)
+
+# Kind, axes and bytes.
 Call = tuple[str, tuple[int, ...], int]
 
 
@@ -53,8 +58,6 @@ def check_calls(joint: JointProgram) -> None:
 def line_calls(line: JointLine) -> Iterable[Call]:
     """The calls that a line makes or begins, in order."""
     match line:
-        case KernelLine():
-            return ()
         case MoveLine():
             return _moved(line)
         case GatherLine():
@@ -78,28 +81,29 @@ def gathers_parameters(line: JointLine) -> bool:
     return isinstance(line, GatherLine)
 
 
-def _moved(line: MoveLine) -> Iterator[Call]:
-    if line.move.forward in COLLECTIVES:
-        yield line.move.forward, line.move.axes, line.forward_bytes
+def _moved(line: MoveLine) -> Iterable[Call]:
+    kind = line.move.forward
+    return [(kind, line.move.axes, line.forward_bytes)] if kind in COLLECTIVES else ()
 
 
-def _reduced(line: GradientMove) -> Iterator[Call]:
+def _reduced(line: GradientMove) -> Iterable[Call]:
     move = line.move.move
-    if move.backward in COLLECTIVES:
-        # All but gathers are counted by what they take: the gradient of the move's result.
-        shape = line.out.shape if move.backward == "all_gather" else line.move.out.shape
-        yield move.backward, move.axes, math.prod(shape) * line.out.dtype.itemsize
+    if move.backward not in COLLECTIVES:
+        return ()
+    # All but gathers are counted by what they take: the gradient of the move's result.
+    shape = line.out.shape if move.backward == "all_gather" else line.move.out.shape
+    return [(move.backward, move.axes, math.prod(shape) * line.out.dtype.itemsize)]
 
 
 def _inner(line: CallLine, phase: str) -> Iterable[Call]:
-    return ((c.kind, line.lowered_axes, c.size_bytes) for c in line.inner if c.phase == phase)
+    return [(c.kind, line.lowered_axes, c.size_bytes) for c in line.inner if c.phase == phase]
 
 
 def _compare(function: str, lines: Sequence[JointLine], priced: Sequence[RankCall]) -> None:
     gathered: Counter[Call] = Counter()
     made: list[tuple[Call, int]] = []
     for number, line in enumerate(lines):
-        if isinstance(line, KernelLine):
+        if isinstance(line, _SILENT):
             continue
         if gathers_parameters(line):
             gathered.update(line_calls(line))

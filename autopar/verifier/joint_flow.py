@@ -313,40 +313,37 @@ def check_reruns(joint: JointProgram) -> None:
     reshards: every move of one assigns the same variable. So where such a variable is read, it
     must have as many moves behind it as in forward; in lines of backward alone, all.
     """
-    made: dict[str, list[JointLine]] = {}
+    known = {id(line) for line in joint.forward}
+    others = [line for line in joint.backward if id(line) not in known and runs_again(line)]
+    makers = {name: line for line in joint.forward if others for name in joint_writes(line)}
+    strange = {id(line) for line in others if not _is_of_forward(line, makers)}
     n_moves: dict[str, int] = {}
     before: dict[int, int] = {}
     for line in joint.forward:
-        for name in joint_writes(line):
-            made.setdefault(name, []).append(line)
-        if _renames(line):
-            (name,) = joint_reads(line)
-            before[id(line)] = n_moves.get(name, 0)
-            n_moves[name] = before[id(line)] + 1
+        if isinstance(line, MoveLine) and _renames(line):
+            before[id(line)] = n_moves.get(line.source, 0)
+            n_moves[line.source] = before[id(line)] + 1
     now = {name: n_moves[name] for name in joint.saved if name in n_moves}
     for number, line in enumerate(joint.backward):
-        if isinstance(line, FreeLine) or not (n_moves or runs_again(line)):
+        if isinstance(line, FreeLine):
             continue
-        original = _original(line, made) if runs_again(line) else None
-        if original is None and runs_again(line):
+        if id(line) in strange:
             raise error("it is no line of forward", place("backward", number, line))
-        for name in joint_reads(line) if n_moves else ():
-            if name in n_moves and now.get(name, 0) != before.get(id(original), n_moves[name]):
+        if not n_moves:
+            continue
+        for name in joint_reads(line):
+            if name in n_moves and now.get(name, 0) != before.get(id(line), n_moves[name]):
                 where = place("backward", number, line)
                 raise error(f"{name} is not resharded as in forward", where)
-        for name in joint_writes(line) if n_moves else ():
+        for name in joint_writes(line):
             if name in n_moves:
                 now[name] = now.get(name, -1) + 1
 
 
-def _original(line: JointLine, made: Mapping[str, Sequence[JointLine]]) -> JointLine | None:
-    """The line of forward that `line` repeats; itself if only backward reads what it makes."""
-    names = joint_writes(line)
-    known = made.get(names[0]) if names else None
-    if known is None:
-        return line if isinstance(line, KernelLine) or not names else None
-    same = next((other for other in known if other is line), None)
-    return same or next((other for other in known if other == line), None)
+def _is_of_forward(line: JointLine, makers: Mapping[str, JointLine]) -> bool:
+    """Is it equal to a line of forward, or a kernel there whose results only backward reads?"""
+    found = [makers[name] for name in joint_writes(line) if name in makers]
+    return line in found or (isinstance(line, KernelLine) and not found)
 
 
 def words_of(axis_names: Sequence[str], groups: Iterable[Sequence[int]]) -> frozenset[str]:

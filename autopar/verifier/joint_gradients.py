@@ -3,7 +3,7 @@
 The gradient of a variable has the variable's shape. On every axis its placement follows:
 
     variable    R   P   I   S
-    gradient    P   R   I   S     I and R are the same values, so a gradient that is I may be read as R
+    gradient    P   R   I   S     as values I and R are the same: one may be read as the other
 
     move        the gradient's is the transposed move, a row of the table, of a move of the stage;
                 it keeps the dtype
