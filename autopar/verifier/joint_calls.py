@@ -9,6 +9,9 @@ with the operator that keeps the parameter, and the program makes it before the 
 reads it, which may be between the calls of a segment that runs again. All ranks run the same lines,
 so any order is safe, and none changes the sum of prices.
 
+Backward may gather less than is priced: a frozen model's operator may keep a parameter (`keeps`)
+that its backward does not read here. It may not save what forward gathers instead.
+
 ZeRO-2's fused reductions after backward are the runtime's (`runtime/execute/returns.py`).
 """
 
@@ -51,6 +54,9 @@ def check_calls(joint: JointProgram) -> None:
     priced = step_calls(stage)
     n_fused = len(return_buckets(stage, "micro")[1])
     backward = priced.backward[: len(priced.backward) - n_fused] if stage.trains else ()
+    for number, line in enumerate(joint.forward):
+        if isinstance(line, GatherLine) and line.out.name in joint.saved:
+            raise error(f"{line.out.name} is saved", place("forward", number, line))
     _compare("forward", joint.forward, priced.forward)
     _compare("backward", joint.backward, backward)
 
@@ -121,8 +127,9 @@ def _compare(function: str, lines: Sequence[JointLine], priced: Sequence[RankCal
     if len(made) < len(expected):
         raise error(f"it never makes {_named(expected[len(made)])}, which is priced", function)
     wanted_gathers = Counter(_call(call) for call in priced if call.phase == "param_gather")
-    if gathered != wanted_gathers:
-        call = next(iter((gathered - wanted_gathers) + (wanted_gathers - gathered)))
+    too_many, too_few = gathered - wanted_gathers, wanted_gathers - gathered
+    if too_many or (too_few and function == "forward"):
+        call = next(iter(too_many + too_few))
         counts = f"{gathered[call]} times, priced is {wanted_gathers[call]} times"
         raise error(f"it gathers parameters by {_shown(call)} {counts}", function)
 
