@@ -77,7 +77,7 @@ from autopar.passes.search import Planner, PlanningResult, StepPricer
 from autopar.plans import PlanData, Predicted, StageRecord
 from autopar.program import Pipeline, Program
 from autopar.schedule import ORDERS, forward_only
-from autopar.verifier import verify_pipeline
+from autopar.verifier import verify_joint, verify_pipeline
 
 
 @dataclass(frozen=True)
@@ -309,7 +309,10 @@ class Price(Pass):
 
 @dataclass(frozen=True)
 class Differentiate(Pass):
-    """Write out the backward of every stage: kernels, reshards, what runs or is gathered again."""
+    """Write out the backward of every stage, and verify it.
+
+    Lines of backward are kernels, reshards, and what runs or is gathered again.
+    """
 
     requires = (Pipeline, Target)
     provides = (Differentiated,)
@@ -317,9 +320,10 @@ class Differentiate(Pass):
     def run(self, facts: Compilation) -> Iterable[object]:
         pipeline, device = facts[Pipeline], facts[Target].device
         trains = pipeline.schedule.trains
-        yield Differentiated(
-            tuple(differentiate(replace(s, trains=trains), device) for s in pipeline.stages)
-        )
+        stages = [differentiate(replace(s, trains=trains), device) for s in pipeline.stages]
+        for stage in stages:
+            verify_joint(stage)
+        yield Differentiated(tuple(stages))
 
 
 @dataclass(frozen=True)

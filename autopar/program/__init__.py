@@ -30,6 +30,7 @@ from autopar.program.collective import (
     return_buckets,
     step_calls,
     summarise,
+    used_parameters,
 )
 from autopar.program.cross_mesh import Slice, local_factors
 from autopar.program.factors import (
@@ -226,5 +227,6 @@ __all__ = [
     "tie_exchanges",
     "tied_slices",
     "unify",
+    "used_parameters",
     "writes",
 ]

@@ -12,6 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -60,6 +61,11 @@ class KernelLine:
     where: str = ""
     is_forward: bool = False
     is_view: bool = False
+
+    @cached_property
+    def reads(self) -> tuple[str, ...]:
+        """The variables among the arguments, in order."""
+        return (*names_in(self.args), *names_in(list(self.kwargs.values())))
 
 
 @dataclass(frozen=True)
@@ -216,7 +222,7 @@ def joint_reads(line: JointLine) -> tuple[str, ...]:
     """The names that a line reads; those of groups and the device are among them."""
     match line:
         case KernelLine():
-            return (*names_in(line.args), *names_in(list(line.kwargs.values())))
+            return line.reads
         case GradientMove() | ReadyLine():
             return (line.source,)
         case FusedGathers() | FusedReductions():

@@ -1,16 +1,19 @@
 """Decides whether a pipeline may run, and whether a sharding rule is right.
 
 Read: `deadlock.py` (do ranks wait for each other for ever?), `stage.py` (invariants of one stage
-program), `pipeline.py` (invariants of all stages together); then `oracle.py` (does an operator on
-shards do what its rule claims?) and `rule_report.py` (all strategies of one call, in print).
+program), `pipeline.py` (invariants of all stages together), `joint.py` (invariants of a stage both
+ways: `joint_flow.py`, `joint_gradients.py`, `joint_calls.py`); then `oracle.py` (does an operator
+on shards do what its rule claims?) and `rule_report.py` (all strategies of one call, in print).
 May import `cost`, `runtime` and the layers below them.
-Hands on `verify_pipeline`, and `check_rule` for users who write rules.
+Hands on `verify_pipeline`, `verify_joint`, and `check_rule` for users who write rules.
 """
 
+from autopar.verifier.joint import verify_joint
 from autopar.verifier.pipeline import verify_pipeline
 from autopar.verifier.rule_report import check_rule
 
 __all__ = [
     "check_rule",
+    "verify_joint",
     "verify_pipeline",
 ]

@@ -312,7 +312,8 @@ class _Walk:
             if out.name == UNUSED and slot is not None and slot in read:
                 out = replace(out, name=self.names.new(f"{_stem(line)}_kept"))
             outs.append(out)
-        line = replace(line, outs=tuple(outs))
+        if any(own is not out for own, out in zip(outs, line.outs, strict=True)):
+            line = replace(line, outs=tuple(outs))
         self.kept[i] = {}
         if found.forward is None:
             self.forward[i] = [line]

@@ -59,6 +59,9 @@ def taped(operator: Callable[..., Any], differentiable: Sequence[bool] | None = 
                 allow_unused=True, materialize_grads=True,
             )  # fmt: skip
         found = iter(made)
-        return tuple(next(found).contiguous() if w else None for w in wanted)
+        # Copies: what a user's backward returns may be its argument (a straight-through estimator),
+        # a tensor that it saved, or one tensor twice, and gradients are added up in place.
+        copy = torch.contiguous_format
+        return tuple(next(found).clone(memory_format=copy) if w else None for w in wanted)
 
     return Lowered(forward, backward)

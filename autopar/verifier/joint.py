@@ -1,0 +1,133 @@
+"""Verifies one joint program before it runs: forward and backward as lines (`verify_joint`).
+
+    lines        forward has the lines of the stage, in order; operators that are written out are
+                 there as kernels, which make the operator's results        (`_check_forward`)
+    variables    names, storages, handles; what is saved; what runs again   (`joint_flow.py`)
+    gradients    shapes, dtypes and placements; all are handed over         (`joint_gradients.py`)
+    calls        what is communicated is what is priced                     (`joint_calls.py`)
+
+`verify_program` has proved the stage's own lines, so these are taken as right here. Not proved:
+that the kernels compute the derivative. They are recorded from autograd, and tests compare steps.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from autopar.program import (
+    UNUSED,
+    CallLine,
+    FreeLine,
+    FunctionLine,
+    JointLine,
+    JointProgram,
+    KernelLine,
+    Line,
+    taken_parameters,
+)
+from autopar.verifier.joint_calls import check_calls
+from autopar.verifier.joint_flow import (
+    Fault,
+    Flow,
+    check_flow,
+    check_reruns,
+    error,
+    place,
+    words_of,
+)
+from autopar.verifier.joint_gradients import check_gradients
+
+
+def verify_joint(joint: JointProgram) -> None:
+    """Raise `VerificationError`, naming the line and the reason, unless all invariants hold."""
+    _check_forward(joint)
+    _check_variables(joint)
+    check_gradients(joint)
+    check_calls(joint)
+
+
+def _check_variables(joint: JointProgram) -> None:
+    stage = joint.stage
+    words = words_of(stage.axis_names, stage.group_axes())
+    taken = frozenset(
+        {
+            *taken_parameters(stage),
+            *(item.local.name for item in stage.delivered),
+            *(boundary.local.name for boundary in stage.received),
+        }
+    )
+    kept = {*stage.returned, *joint.saved}
+    check_flow("forward", Flow(taken, taken, taken, words), joint.forward, kept)
+    given = {name for name in joint.cotangents if name is not None}
+    saved = frozenset(joint.saved)
+    flow = Flow(saved | given, frozenset(), saved, words, is_backward=True)
+    check_flow("backward", flow, joint.backward, ())
+    check_reruns(joint)
+
+
+def _check_forward(joint: JointProgram) -> None:
+    """Raise unless forward is the stage's body; kernels stand for operators that have no line."""
+    body = joint.stage.body
+    at = {id(line): i for i, line in enumerate(body)}
+    by_key = {line.key: i for i, line in enumerate(body) if isinstance(line, CallLine)}
+    last, whole = -1, set[int]()
+    for number, line in enumerate(joint.forward):
+        if isinstance(line, FreeLine):
+            continue
+        try:
+            i = _position(line, at, by_key)
+            if i < last or i in whole:
+                raise Fault("it is not where the stage has it")
+            if isinstance(line, KernelLine):
+                _makes(line, body[i])
+            elif not _is_same(line, body[i]):
+                raise Fault("the stage has another line there")
+            else:
+                whole.add(i)
+        except Fault as fault:
+            raise error(str(fault), place("forward", number, line)) from None
+        last = i
+    for i, original in enumerate(body):
+        if not isinstance(original, FreeLine | CallLine) and i not in whole:
+            raise error(f"{original.out.name} is not made", "forward")
+
+
+def _position(line: JointLine, at: dict[int, int], by_key: dict[str, int]) -> int:
+    """Where in the body a line of forward, or the operator that it is part of, stands."""
+    match line:
+        case KernelLine():
+            found = by_key.get(line.key)
+        case CallLine() | FunctionLine():
+            call = line.call if isinstance(line, FunctionLine) else line
+            found = at.get(id(call), by_key.get(call.key))
+        case _:
+            found = at.get(id(line))
+    if found is None:
+        raise Fault("the stage has no such line")
+    return found
+
+
+def _is_same(line: JointLine, original: Line) -> bool:
+    call = line.call if isinstance(line, FunctionLine) else line
+    if call is original:
+        return True
+    if not isinstance(call, CallLine) or not isinstance(original, CallLine):
+        return False
+    # Backward may read a result that forward has no name for.
+    outs = tuple(
+        mine if theirs.name == UNUSED and mine == replace(theirs, name=mine.name) else theirs
+        for mine, theirs in zip(call.outs, original.outs, strict=True)
+    )
+    return call == replace(original, outs=outs)
+
+
+def _makes(line: KernelLine, original: Line) -> None:
+    """Raise `Fault` unless the results of the operator that a kernel makes have its types."""
+    assert isinstance(original, CallLine)
+    if not line.is_forward:
+        raise Fault("it is a line of backward")
+    types = {out.name: (out.shape, out.dtype, out.spec) for out in original.outs}
+    for out in line.outs:
+        found = out.shape, out.dtype, out.spec
+        if out.name != UNUSED and out.spec is not None and types.get(out.name, found) != found:
+            raise Fault(f"{out.name} is not what {original.key} makes")

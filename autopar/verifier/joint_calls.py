@@ -1,0 +1,147 @@
+"""Verifies that both functions of a joint program communicate what is priced (`check_calls`).
+
+`step_calls` lists the calls of a microbatch, off the lines of the stage; those of the joint program
+must be the same: kind, group, bytes and order. A call that is begun counts where it begins. A
+reduction's bytes follow from the shape and dtype of the gradient that it reduces.
+
+The order of gathers of parameters is free. `step_calls` lists a gather that backward repeats
+with the operator that keeps the parameter, and the program makes it before the first line that
+reads it, which may be between the calls of a segment that runs again. All ranks run the same lines,
+so any order is safe, and none changes the sum of prices.
+
+Backward may gather less than is priced: a frozen model's operator may keep a parameter (`keeps`)
+that its backward does not read here. It may not save what forward gathers instead.
+
+ZeRO-2's fused reductions after backward are the runtime's (`runtime/execute/returns.py`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from autopar.placement import COLLECTIVES
+from autopar.program import (
+    CallLine,
+    FreeLine,
+    FunctionBackward,
+    FunctionLine,
+    GatherLine,
+    GradientMove,
+    JointLine,
+    JointProgram,
+    KernelLine,
+    MoveLine,
+    RankCall,
+    ReadyLine,
+    StartLine,
+    WaitLine,
+    return_buckets,
+    step_calls,
+)
+from autopar.verifier.joint_flow import error, place
+
+_SILENT = (KernelLine, FreeLine, ReadyLine, WaitLine)
+
+# Kind, axes and bytes.
+Call = tuple[str, tuple[int, ...], int]
+
+
+def check_calls(joint: JointProgram) -> None:
+    """Raise `VerificationError` unless the lines make the calls that are priced."""
+    stage = joint.stage
+    priced = step_calls(stage)
+    n_fused = len(return_buckets(stage, "micro")[1])
+    backward = priced.backward[: len(priced.backward) - n_fused] if stage.trains else ()
+    for number, line in enumerate(joint.forward):
+        if isinstance(line, GatherLine) and line.out.name in joint.saved:
+            raise error(f"{line.out.name} is saved", place("forward", number, line))
+    _compare("forward", joint.forward, priced.forward)
+    _compare("backward", joint.backward, backward)
+
+
+def line_calls(line: JointLine) -> Iterable[Call]:
+    """The calls that a line makes or begins, in order."""
+    match line:
+        case MoveLine():
+            return _moved(line)
+        case GatherLine():
+            return (call for move in line.moves for call in _moved(move))
+        case CallLine():
+            return _inner(line, "forward")
+        case FunctionLine():
+            return _inner(line.call, "forward")
+        case FunctionBackward():
+            return _inner(line.call, "backward")
+        case GradientMove():
+            return _reduced(line)
+        case StartLine():
+            return _reduced(line.move)
+        case _:
+            return ()
+
+
+def gathers_parameters(line: JointLine) -> bool:
+    """Are its calls gathers of parameters, whose order is free?"""
+    return isinstance(line, GatherLine)
+
+
+def _moved(line: MoveLine) -> Iterable[Call]:
+    kind = line.move.forward
+    return [(kind, line.move.axes, line.forward_bytes)] if kind in COLLECTIVES else ()
+
+
+def _reduced(line: GradientMove) -> Iterable[Call]:
+    move = line.move.move
+    if move.backward not in COLLECTIVES:
+        return ()
+    # All but gathers are counted by what they take: the gradient of the move's result.
+    shape = line.out.shape if move.backward == "all_gather" else line.move.out.shape
+    return [(move.backward, move.axes, math.prod(shape) * line.out.dtype.itemsize)]
+
+
+def _inner(line: CallLine, phase: str) -> Iterable[Call]:
+    return [(c.kind, line.lowered_axes, c.size_bytes) for c in line.inner if c.phase == phase]
+
+
+def _compare(function: str, lines: Sequence[JointLine], priced: Sequence[RankCall]) -> None:
+    gathered: Counter[Call] = Counter()
+    made: list[tuple[Call, int]] = []
+    for number, line in enumerate(lines):
+        if isinstance(line, _SILENT):
+            continue
+        if gathers_parameters(line):
+            gathered.update(line_calls(line))
+        else:
+            made += [(call, number) for call in line_calls(line)]
+    expected = [call for call in priced if call.phase != "param_gather"]
+    for (call, number), wanted in zip(made, expected, strict=False):
+        if call != _call(wanted):
+            where = place(function, number, lines[number])
+            raise error(f"it makes {_shown(call)}; priced is {_named(wanted)}", where)
+    if len(made) > len(expected):
+        call, number = made[len(expected)]
+        where = place(function, number, lines[number])
+        raise error(f"it makes {_shown(call)}, which is not priced", where)
+    if len(made) < len(expected):
+        raise error(f"it never makes {_named(expected[len(made)])}, which is priced", function)
+    wanted_gathers = Counter(_call(call) for call in priced if call.phase == "param_gather")
+    too_many, too_few = gathered - wanted_gathers, wanted_gathers - gathered
+    if too_many or (too_few and function == "forward"):
+        call = next(iter(too_many + too_few))
+        counts = f"{gathered[call]} times, priced is {wanted_gathers[call]} times"
+        raise error(f"it gathers parameters by {_shown(call)} {counts}", function)
+
+
+def _call(call: RankCall) -> Call:
+    return call.kind, call.axes, call.size_bytes
+
+
+def _shown(call: Call) -> str:
+    kind, axes, size_bytes = call
+    return f"{kind} of {size_bytes} B over axes {axes}"
+
+
+def _named(call: RankCall) -> str:
+    return f"{_shown(_call(call))} ({call.tensor})"

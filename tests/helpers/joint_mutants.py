@@ -1,0 +1,329 @@
+"""Mutants of a joint program: one edit each, none of which leaves the program as it was.
+
+A mutant that does the same as the program is none: two lines that have nothing to do with each
+other may change places, and a gradient may be copied without need.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from autopar.placement.moves import COLLECTIVES
+from autopar.placement.spec import I, P, R, Spec
+from autopar.program.joint_program import (
+    FunctionBackward,
+    FunctionLine,
+    GradientMove,
+    JointLine,
+    JointProgram,
+    KernelLine,
+    ReadyLine,
+    StartLine,
+    Variable,
+    WaitLine,
+    joint_reads,
+    joint_writes,
+)
+from autopar.program.stage_program import CallLine, FreeLine, GatherLine, MoveLine, Ref
+from autopar.verifier.joint_calls import line_calls
+
+Mutants = Iterator[tuple[str, JointProgram]]
+FUNCTIONS = ("forward", "backward")
+
+
+def lines_of(joint: JointProgram, function: str) -> tuple[JointLine, ...]:
+    lines: tuple[JointLine, ...] = getattr(joint, function)
+    return lines
+
+
+def edited(joint: JointProgram, function: str, lines: Sequence[JointLine]) -> JointProgram:
+    if function == "forward":
+        return replace(joint, forward=tuple(lines))
+    return replace(joint, backward=tuple(lines))
+
+
+def with_line(joint: JointProgram, function: str, at: int, *new: JointLine) -> JointProgram:
+    """The program with the line at `at` replaced."""
+    lines = lines_of(joint, function)
+    return edited(joint, function, (*lines[:at], *new, *lines[at + 1 :]))
+
+
+def numbered(joint: JointProgram) -> Iterator[tuple[str, int, JointLine]]:
+    for function in FUNCTIONS:
+        for i, line in enumerate(lines_of(joint, function)):
+            yield function, i, line
+
+
+def dropped(joint: JointProgram) -> Mutants:
+    for function, i, line in numbered(joint):
+        yield f"drop {function} {i} {line}", with_line(joint, function, i)
+
+
+def duplicated(joint: JointProgram) -> Mutants:
+    for function, i, line in numbered(joint):
+        yield f"twice {function} {i} {line}", with_line(joint, function, i, line, line)
+
+
+def swapped(joint: JointProgram) -> Mutants:
+    """Neighbours that depend on each other, or whose collectives change places."""
+    for function in FUNCTIONS:
+        lines = lines_of(joint, function)
+        for i, (a, b) in enumerate(itertools.pairwise(lines)):
+            if _depend(a, b) or _ordered_calls(a) != _ordered_calls(b) != []:
+                mutant = edited(joint, function, (*lines[:i], b, a, *lines[i + 2 :]))
+                if _ordered_calls(a) or _depend(a, b):
+                    yield f"swap {function} {i} {a} {b}", mutant
+
+
+def reordered(joint: JointProgram) -> Mutants:
+    """A collective after the next one, where only the order of calls tells."""
+    for function in FUNCTIONS:
+        lines = lines_of(joint, function)
+        calling = [i for i, line in enumerate(lines) if _ordered_calls(line)]
+        for i, k in itertools.pairwise(calling):
+            if _ordered_calls(lines[i]) != _ordered_calls(lines[k]):
+                found = [*lines[:i], *lines[i + 1 : k + 1], lines[i], *lines[k + 1 :]]
+                yield f"later {function} {i} {lines[i]}", edited(joint, function, found)
+
+
+def hoisted(joint: JointProgram) -> Mutants:
+    """A collective before the one that precedes it, with the lines that it needs: it would run."""
+    for function in FUNCTIONS:
+        lines = lines_of(joint, function)
+        calling = [i for i, line in enumerate(lines) if _ordered_calls(line)]
+        for i, k in itertools.pairwise(calling):
+            needed, first, later = set(joint_reads(lines[k])), [lines[k]], list[JointLine]()
+            for line in reversed(lines[i:k]):
+                if needed.isdisjoint(joint_writes(line)):
+                    later.append(line)
+                else:
+                    first.append(line)
+                    needed.update(joint_reads(line))
+            if lines[i] in later and _ordered_calls(lines[i]) != _ordered_calls(lines[k]):
+                found = [*lines[:i], *first[::-1], *later[::-1], *lines[k + 1 :]]
+                yield f"sooner {function} {k} {lines[k]}", edited(joint, function, found)
+
+
+def communicating_otherwise(joint: JointProgram) -> Mutants:
+    """A reduction twice, for nothing; a parameter saved, not gathered again. Both would run."""
+    for i, line in enumerate(joint.backward):
+        if isinstance(line, GradientMove) and line.move.move.backward in COLLECTIVES:
+            twice = replace(line, out=replace(line.out, name="again"))
+            lines = line, twice, FreeLine(("again",))
+            yield f"not priced {line}", with_line(joint, "backward", i, *lines)
+        elif isinstance(line, GatherLine) and any(line is other for other in joint.forward):
+            name = line.out.name
+            forward = tuple(
+                FreeLine(tuple(n for n in x.names if n != name)) if isinstance(x, FreeLine) else x
+                for x in joint.forward
+            )
+            without = with_line(joint, "backward", i)
+            saved = (*joint.saved, name)
+            yield f"not gathered {line}", replace(without, forward=forward, saved=saved)
+
+
+def freed_early(joint: JointProgram) -> Mutants:
+    """A variable before its last read."""
+    for function, i, line in numbered(joint):
+        for name in _freed(line):
+            lines = list(lines_of(joint, function))
+            last = max((k for k in range(i) if name in joint_reads(lines[k])), default=None)
+            if last is not None:
+                lines[i] = FreeLine(tuple(n for n in _freed(line) if n != name))
+                lines.insert(last, FreeLine((name,)))
+                yield f"early {function} {name}", edited(joint, function, lines)
+
+
+def leaked(joint: JointProgram) -> Mutants:
+    for function, i, line in numbered(joint):
+        for name in _freed(line):
+            fewer = FreeLine(tuple(n for n in _freed(line) if n != name))
+            yield f"leak {function} {name}", with_line(joint, function, i, fewer)
+
+
+def saved_otherwise(joint: JointProgram) -> Mutants:
+    for name in joint.saved:
+        yield f"unsaved {name}", replace(joint, saved=tuple(n for n in joint.saved if n != name))
+    for function, i, line in numbered(joint):
+        if function == "forward" and isinstance(line, FreeLine):
+            yield f"saved {i}", replace(joint, saved=(*joint.saved, line.names[0]))
+
+
+def moved_otherwise(joint: JointProgram) -> Mutants:
+    """Moves of gradients over other axes, in the other direction, or to other types."""
+    for i, line in enumerate(joint.backward):
+        if isinstance(line, GradientMove):
+            for what, new in _other_moves(line, len(joint.stage.axis_sizes)):
+                yield f"{what} {i} {line}", with_line(joint, "backward", i, new)
+        elif isinstance(line, StartLine):
+            k = next(
+                k
+                for k, other in enumerate(joint.backward)
+                if isinstance(other, WaitLine) and other.pending == line.pending
+            )
+            for what, new in _other_moves(line.move, len(joint.stage.axis_sizes)):
+                begun = with_line(joint, "backward", i, StartLine(new, line.pending))
+                waited = with_line(begun, "backward", k, WaitLine(new, line.pending))
+                yield f"{what} {i} {line}", waited
+                yield f"begun as another: {what} {i}", begun
+
+
+def _other_moves(line: GradientMove, n_axes: int) -> Iterator[tuple[str, GradientMove]]:
+    move, out = line.move.move, line.out
+    axes = tuple(a for a in range(n_axes) if a not in move.axes) or (move.axes[0] + 1,)
+    yield "axes", replace(line, move=replace(line.move, move=replace(move, axes=axes)))
+    if move.transposed != move:
+        yield "direction", replace(line, move=replace(line.move, move=move.transposed))
+    yield "shape", replace(line, out=replace(out, shape=(*out.shape, 1)))
+    other = torch.float16 if out.dtype != torch.float16 else torch.float32
+    yield "dtype", replace(line, out=replace(out, dtype=other))
+    assert out.spec is not None
+    swaps = {R: P, P: R, I: P}
+    for axis in move.axes:
+        placements = list(out.spec.placements)
+        placements[axis] = swaps.get(placements[axis], R)
+        spec = Spec(tuple(placements), out.spec.order)
+        yield "spec", replace(line, out=replace(out, spec=spec))
+
+
+def sourced_otherwise(joint: JointProgram) -> Mutants:
+    """Another gradient of the same shape, placed otherwise, in place of the right one."""
+    there: dict[str, Variable] = {}
+    for i, line in enumerate(joint.backward):
+        match line:
+            case GradientMove() | ReadyLine():
+                used = line.source
+            case StartLine():
+                used = line.move.source
+            case KernelLine(key="", is_forward=False):
+                used = line.reads[1]
+            case FunctionBackward():
+                used = next(name for name in line.gradients if name is not None)
+            case _:
+                used = ""
+        right = there.get(used)
+        for name, other in there.items():
+            if right is not None and right.spec is not None and other.spec is not None:
+                same_values = _values(other.spec) == _values(right.spec)
+                if other.shape == right.shape and not same_values:
+                    new = _reading(line, used, name)
+                    yield f"source {name} for {used}", with_line(joint, "backward", i, new)
+        if isinstance(line, FreeLine):
+            for name in line.names:
+                there.pop(name, None)
+        elif not _is_of_forward(line):
+            there |= {out.name: out for out in _made(line)}
+
+
+def handed_over_otherwise(joint: JointProgram) -> Mutants:
+    for i, line in enumerate(joint.backward):
+        if isinstance(line, ReadyLine):
+            for position in range(-1, len(joint.taken) + 1):
+                if position != line.position:
+                    wrong = replace(line, position=position)
+                    yield f"position {position} {line}", with_line(joint, "backward", i, wrong)
+            if line.is_shared:
+                owned = replace(line, is_shared=False)
+                yield f"not copied {line}", with_line(joint, "backward", i, owned)
+
+
+def written_in_place(joint: JointProgram) -> Mutants:
+    """Kernels that take the memory of their first argument, which others read."""
+    kinds = {f"aten.{word}.Tensor": f"aten.{word}_.Tensor" for word in ("add", "mul")}
+    for i, line in enumerate(joint.backward):
+        if isinstance(line, KernelLine) and line.target in kinds and line.reads:
+            first = line.args[0]
+            later = {name for other in joint.backward[i + 1 :] for name in joint_reads(other)}
+            if isinstance(first, Ref) and (first.name in joint.saved or first.name in later):
+                written = replace(line, target=kinds[line.target])
+                yield f"in place {i} {line}", with_line(joint, "backward", i, written)
+
+
+def run_otherwise(joint: JointProgram) -> Mutants:
+    """Lines of forward with another argument, in forward and where they run again."""
+    for function, i, line in numbered(joint):
+        match line:
+            case CallLine() if line.reads:
+                new: JointLine = replace(line, args=(*line.args, 1))
+            case FunctionLine():
+                new = replace(line, call=replace(line.call, args=(*line.call.args, 1)))
+            case MoveLine():
+                new = replace(line, move=line.move.transposed)
+                if new == line:
+                    continue
+            case GatherLine():
+                new = replace(line, moves=line.moves[:-1])
+            case _:
+                continue
+        yield f"other {function} {i} {line}", with_line(joint, function, i, new)
+
+
+def given_otherwise(joint: JointProgram) -> Mutants:
+    for i, name in enumerate(joint.cotangents):
+        if name is not None:
+            given = (*joint.cotangents[:i], None, *joint.cotangents[i + 1 :])
+            yield f"no {name}", replace(joint, cotangents=given)
+            fewer = (*joint.cotangents[:i], *joint.cotangents[i + 1 :])
+            yield f"fewer than {name}", replace(joint, cotangents=fewer)
+
+
+MUTATIONS: tuple[Callable[[JointProgram], Mutants], ...] = (
+    dropped, duplicated, swapped, reordered, hoisted, communicating_otherwise,
+    freed_early, leaked, saved_otherwise, moved_otherwise,
+    sourced_otherwise, handed_over_otherwise, written_in_place, run_otherwise, given_otherwise,
+)  # fmt: skip
+
+
+def _depend(a: JointLine, b: JointLine) -> bool:
+    """May `b` not come before `a`?"""
+    made, freed = {*joint_writes(a), *_freed(a)}, {*joint_writes(b), *_freed(b)}
+    return not (made.isdisjoint({*joint_reads(b), *freed}) and freed.isdisjoint(joint_reads(a)))
+
+
+def _freed(line: JointLine) -> Sequence[str]:
+    return line.names if isinstance(line, FreeLine) else ()
+
+
+def _ordered_calls(line: JointLine) -> list[Any]:
+    """Its calls; the order of gathers of parameters is free."""
+    return [] if isinstance(line, GatherLine) else list(line_calls(line))
+
+
+def _is_of_forward(line: JointLine) -> bool:
+    kinds = MoveLine | CallLine | GatherLine | FunctionLine
+    return isinstance(line, kinds) or (isinstance(line, KernelLine) and line.is_forward)
+
+
+def _made(line: JointLine) -> Sequence[Variable]:
+    match line:
+        case KernelLine() | FunctionBackward():
+            return line.outs
+        case GradientMove():
+            return (line.out,)
+        case WaitLine():
+            return (line.move.out,)
+        case _:
+            return ()
+
+
+def _values(spec: Spec) -> tuple[Any, ...]:
+    return tuple(R if p == I else p for p in spec.placements), spec.order
+
+
+def _reading(line: JointLine, old: str, new: str) -> JointLine:
+    match line:
+        case GradientMove() | ReadyLine():
+            return replace(line, source=new)
+        case StartLine():
+            return replace(line, move=replace(line.move, source=new))
+        case KernelLine():
+            return replace(line, args=tuple(Ref(new) if a == Ref(old) else a for a in line.args))
+        case FunctionBackward():
+            given = tuple(new if name == old else name for name in line.gradients)
+            return replace(line, gradients=given)
+    raise AssertionError(line)
