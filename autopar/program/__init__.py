@@ -48,6 +48,7 @@ from autopar.program.factors import (
 from autopar.program.frozen import AttributeReads, Frozen
 from autopar.program.gathers import block_of, fused_gathers, gathers_at, runs_of
 from autopar.program.joint_program import (
+    Communication,
     FunctionBackward,
     FunctionLine,
     FusedGathers,
@@ -61,6 +62,7 @@ from autopar.program.joint_program import (
     Variable,
     WaitLine,
     WeightGradients,
+    communications,
     joint_reads,
     joint_writes,
     taken_parameters,
@@ -133,6 +135,7 @@ __all__ = [
     "ChangedBuffer",
     "Checkpointed",
     "Collective",
+    "Communication",
     "ConversionBucket",
     "Crossing",
     "Delivered",
@@ -188,6 +191,7 @@ __all__ = [
     "batch_shards",
     "block_of",
     "buckets",
+    "communications",
     "conversion_buckets",
     "copy_axes",
     "counted_sum",

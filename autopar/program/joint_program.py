@@ -218,6 +218,19 @@ def taken_parameters(stage: StageProgram) -> tuple[str, ...]:
     return tuple(found)
 
 
+def communications(line: JointLine) -> tuple[GatherLine | GradientMove, ...]:
+    """The gathers of parameters, or the moves of gradients, that a line makes, begins or ends."""
+    match line:
+        case GatherLine() | GradientMove():
+            return (line,)
+        case FusedGathers() | FusedReductions():
+            return line.members
+        case StartLine() | WaitLine():
+            return communications(line.move)
+        case _:
+            return ()
+
+
 def joint_reads(line: JointLine) -> tuple[str, ...]:
     """The names that a line reads; those of groups and the device are among them."""
     match line:

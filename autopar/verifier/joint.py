@@ -23,6 +23,9 @@ from autopar.program import (
     JointProgram,
     KernelLine,
     Line,
+    StartLine,
+    communications,
+    runs_of,
     taken_parameters,
 )
 from autopar.verifier.joint_calls import check_calls
@@ -70,9 +73,18 @@ def _check_forward(joint: JointProgram) -> None:
     body = joint.stage.body
     at = {id(line): i for i, line in enumerate(body)}
     by_key = {line.key: i for i, line in enumerate(body) if isinstance(line, CallLine)}
-    last, whole = -1, set[int]()
+    last, whole, runs = -1, set[int](), runs_of(joint.stage)
     for number, line in enumerate(joint.forward):
-        if isinstance(line, FreeLine):
+        if isinstance(line, FreeLine | StartLine):
+            continue
+        if gathers := communications(line):
+            for gather in gathers:
+                i = at.get(id(gather), -1)
+                if i < 0 or i in whole or runs[i][0] < last:
+                    where = place("forward", number, line)
+                    raise error(f"the stage does not gather {gather.out.name} there", where)
+                whole.add(i)
+            last = runs[i][0]
             continue
         try:
             i = _position(line, at, by_key)

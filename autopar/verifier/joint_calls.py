@@ -27,6 +27,8 @@ from autopar.program import (
     FreeLine,
     FunctionBackward,
     FunctionLine,
+    FusedGathers,
+    FusedReductions,
     GatherLine,
     GradientMove,
     JointLine,
@@ -37,12 +39,15 @@ from autopar.program import (
     ReadyLine,
     StartLine,
     WaitLine,
+    WeightGradients,
+    communications,
+    kept_gathers,
     return_buckets,
     step_calls,
 )
 from autopar.verifier.joint_flow import error, place
 
-_SILENT = (KernelLine, FreeLine, ReadyLine, WaitLine)
+_SILENT = (KernelLine, FreeLine, ReadyLine, WaitLine, WeightGradients)
 
 # Kind, axes and bytes.
 Call = tuple[str, tuple[int, ...], int]
@@ -54,9 +59,11 @@ def check_calls(joint: JointProgram) -> None:
     priced = step_calls(stage)
     n_fused = len(return_buckets(stage, "micro")[1])
     backward = priced.backward[: len(priced.backward) - n_fused] if stage.trains else ()
+    saved, kept = frozenset(joint.saved), kept_gathers(stage)
     for number, line in enumerate(joint.forward):
-        if isinstance(line, GatherLine) and line.out.name in joint.saved:
-            raise error(f"{line.out.name} is saved", place("forward", number, line))
+        for gather in communications(line):
+            if gather.out.name in saved and gather.out.name not in kept:
+                raise error(f"{gather.out.name} is saved", place("forward", number, line))
     _compare("forward", joint.forward, priced.forward)
     _compare("backward", joint.backward, backward)
 
@@ -76,15 +83,26 @@ def line_calls(line: JointLine) -> Iterable[Call]:
             return _inner(line.call, "backward")
         case GradientMove():
             return _reduced(line)
+        case FusedGathers() | FusedReductions():
+            return _fused([list(line_calls(member)) for member in line.members])
         case StartLine():
-            return _reduced(line.move)
+            return line_calls(line.move)
         case _:
             return ()
 
 
 def gathers_parameters(line: JointLine) -> bool:
     """Are its calls gathers of parameters, whose order is free?"""
-    return isinstance(line, GatherLine)
+    return any(isinstance(x, GatherLine) for x in communications(line))
+
+
+def _fused(calls: Sequence[Sequence[Call]]) -> Iterable[Call]:
+    """The one call that stands for one of each; they must be alike."""
+    every = [call for each in calls for call in each]
+    if len(every) != len(calls) or len({call[:2] for call in every}) != 1:
+        return every  # no call that is priced
+    kind, axes, _ = every[0]
+    return [(kind, axes, sum(size_bytes for _, _, size_bytes in every))]
 
 
 def _moved(line: MoveLine) -> Iterable[Call]:
@@ -116,6 +134,11 @@ def _compare(function: str, lines: Sequence[JointLine], priced: Sequence[RankCal
         else:
             made += [(call, number) for call in line_calls(line)]
     expected = [call for call in priced if call.phase != "param_gather"]
+    if any(
+        isinstance(line, WeightGradients) for line in lines
+    ):  # the second part has its own order
+        made.sort(key=lambda pair: pair[0])
+        expected.sort(key=_call)
     for (call, number), wanted in zip(made, expected, strict=False):
         if call != _call(wanted):
             where = place(function, number, lines[number])

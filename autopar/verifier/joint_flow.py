@@ -30,11 +30,12 @@ from autopar.errors import VerificationError
 from autopar.program import (
     UNUSED,
     CallLine,
+    Communication,
     DetachLine,
     FreeLine,
+    FunctionBackward,
     FunctionLine,
     GatherLine,
-    GradientMove,
     JointLine,
     JointProgram,
     KernelLine,
@@ -42,6 +43,8 @@ from autopar.program import (
     ReadyLine,
     StartLine,
     WaitLine,
+    WeightGradients,
+    communications,
     joint_reads,
     joint_writes,
 )
@@ -78,7 +81,7 @@ class Flow:
     # Storages that nobody may write to, and why; variables that nobody may read, and why.
     locked: dict[str, str] = field(default_factory=dict)
     stale: dict[str, str] = field(default_factory=dict)
-    under_way: dict[str, tuple[GradientMove, str]] = field(default_factory=dict)
+    under_way: dict[str, tuple[Communication, frozenset[str]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         self.there = {name: name for name in self.given}
@@ -120,7 +123,8 @@ class Flow:
                 self._define(line.out.name, None if copies else line.source)
             case StartLine():
                 there[line.pending] = line.pending
-                self.under_way[line.pending] = line.move, there[line.move.source]
+                read = frozenset(there[name] for name in joint_reads(line))
+                self.under_way[line.pending] = line.move, read
             case WaitLine():
                 self._wait(line)
             case ReadyLine():
@@ -196,9 +200,8 @@ class Flow:
         why = self.locked.get(owner) or self.locked.get(name)
         if why is not None:
             raise Fault(f"{name} is written, but {why}")
-        for move, storage in self.under_way.values():
-            if storage == owner:
-                raise Fault(f"{name} is written while a collective of {move.source} is under way")
+        if any(owner in storages for _, storages in self.under_way.values()):
+            raise Fault(f"{name} is written while a collective of it is under way")
         others = (owner, *self.views.get(owner, ()))
         self.stale |= dict.fromkeys(others, f"{name}, of the same storage, was written")
         for new in made:
@@ -218,8 +221,10 @@ class Flow:
         if begun is None:
             raise Fault(f"{line.pending} was waited for, or never begun")
         if begun[0] != line.move:
-            raise Fault(f"{line.pending} is of {begun[0].out.name}, not {line.move.out.name}")
-        self._define(line.move.out.name)
+            names = [", ".join(joint_writes(move)) for move in (begun[0], line.move)]
+            raise Fault(f"{line.pending} is of {names[0]}, not {names[1]}")
+        for name in joint_writes(line):
+            self._define(name)
         # It stays a name until it is freed, but nobody can wait for it again.
 
     def _hand_over(self, line: ReadyLine) -> None:
@@ -228,7 +233,7 @@ class Flow:
         name, owner = line.source, self.there[line.source]
         if owner in self.foreign:
             raise Fault(f"{name} is handed over, but the function does not own it")
-        if any(storage == owner for _, storage in self.under_way.values()):
+        if any(owner in storages for _, storages in self.under_way.values()):
             raise Fault(f"{name} is handed over while a collective of it is under way")
         self.locked[owner] = f"{name} was handed over"
         if name not in self.viewing:
@@ -261,15 +266,17 @@ def error(reason: str, where: str) -> VerificationError:
 def described(line: JointLine) -> str:
     """A line in short, for error messages."""
     match line:
-        case KernelLine() | FunctionLine() | GradientMove() | StartLine() | WaitLine():
-            made = ", ".join(joint_writes(line)) or UNUSED
-            return f"{made} = {_what(line)}({', '.join(joint_reads(line))})"
-        case ReadyLine():
-            return f"ready({line.position}, {line.source})"
+        case WeightGradients():
+            return "the gradients of weights"
+        case FunctionBackward():
+            return f"{', '.join(joint_writes(line))} = backward({', '.join(joint_reads(line))})"
         case MoveLine() | CallLine() | DetachLine() | GatherLine() | FreeLine():
             return describe(line)
+        case ReadyLine():
+            return f"ready({line.position}, {line.source})"
         case _:
-            return f"{', '.join(joint_writes(line))} = backward({', '.join(joint_reads(line))})"
+            made = ", ".join(joint_writes(line)) or UNUSED
+            return f"{made} = {_what(line)}({', '.join(joint_reads(line))})"
 
 
 def _what(line: JointLine) -> str:
@@ -278,12 +285,14 @@ def _what(line: JointLine) -> str:
             return line.target
         case FunctionLine():
             return line.call.lowered or line.call.target
-        case GradientMove():
-            return line.move.move.transposed.name
         case StartLine():
-            return f"{line.move.move.move.transposed.name}.start"
-        case _:
+            return f"{_what(line.move)}.start"
+        case WaitLine():
             return "wait"
+        case _:
+            first = communications(line)[0]
+            move = first.moves[0] if isinstance(first, GatherLine) else first.move
+            return move.move.name if isinstance(first, GatherLine) else move.move.transposed.name
 
 
 def _renames(line: JointLine) -> bool:
@@ -303,7 +312,8 @@ def runs_again(line: JointLine) -> bool:
     """Is it a line of forward?"""
     if isinstance(line, KernelLine):
         return line.is_forward
-    return isinstance(line, MoveLine | CallLine | DetachLine | GatherLine | FunctionLine)
+    gathers = (isinstance(x, GatherLine) for x in communications(line))
+    return any(gathers) or isinstance(line, MoveLine | CallLine | DetachLine | FunctionLine)
 
 
 def check_reruns(joint: JointProgram) -> None:
@@ -315,7 +325,10 @@ def check_reruns(joint: JointProgram) -> None:
     """
     known = {id(line) for line in joint.forward}
     others = [line for line in joint.backward if id(line) not in known and runs_again(line)]
-    makers = {name: line for line in joint.forward if others for name in joint_writes(line)}
+    makers: dict[str, JointLine] = {}
+    for line in joint.forward if others else ():
+        makers |= dict.fromkeys(joint_writes(line), line)
+        makers |= {x.out.name: x for x in communications(line)}
     strange = {id(line) for line in others if not _is_of_forward(line, makers)}
     n_moves: dict[str, int] = {}
     before: dict[int, int] = {}
@@ -342,6 +355,8 @@ def check_reruns(joint: JointProgram) -> None:
 
 def _is_of_forward(line: JointLine, makers: Mapping[str, JointLine]) -> bool:
     """Is it equal to a line of forward, or a kernel there whose results only backward reads?"""
+    if gathers := communications(line):
+        return all(makers.get(x.out.name) == x for x in gathers)
     found = [makers[name] for name in joint_writes(line) if name in makers]
     return line in found or (isinstance(line, KernelLine) and not found)
 

@@ -29,6 +29,7 @@ from autopar.placement import I, P, R, Spec
 from autopar.program import (
     CallLine,
     FunctionBackward,
+    FusedReductions,
     GatherLine,
     GradientMove,
     JointLine,
@@ -41,6 +42,7 @@ from autopar.program import (
     StartLine,
     Variable,
     WaitLine,
+    communications,
     outs,
     used_parameters,
 )
@@ -94,13 +96,12 @@ class _Gradients:
                 self._sum(line)
             case KernelLine(is_forward=False):
                 self._kernel(line)
-            case GradientMove():
-                self._move(line)
-                self.known[line.out.name] = line.out
-            case StartLine():
-                self._move(line.move)
-            case WaitLine():
-                self.known[line.move.out.name] = line.move.out
+            case GradientMove() | FusedReductions() | StartLine() | WaitLine():
+                for move in communications(line):
+                    if isinstance(move, GradientMove) and not isinstance(line, WaitLine):
+                        self._move(move)
+                    if isinstance(move, GradientMove) and not isinstance(line, StartLine):
+                        self.known[move.out.name] = move.out
             case FunctionBackward():
                 self._function(line)
             case ReadyLine():

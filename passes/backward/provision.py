@@ -32,9 +32,12 @@ from autopar.program import (
     ReadyLine,
     StageProgram,
     WaitLine,
+    gathers_at,
     joint_reads,
     joint_writes,
     kept_gathers,
+    regathered,
+    runs_of,
     taken_parameters,
 )
 
@@ -53,7 +56,13 @@ def finished(
     given = {name for name in cotangents if name is not None}
     runs = runs_by_name(stage)
     kept_whole = kept_gathers(stage)
-    anew = {name: run for name, run in runs.items() if name not in kept_whole}
+    alone = gathers_at(stage, runs_of(stage))
+    anew: dict[str, tuple[GatherLine, ...]] = {
+        line.out.name: (line,) for line in alone if line.out.name not in kept_whole
+    }
+    anew |= {
+        line.out.name: run for each in regathered(stage).values() for run in each for line in run
+    }
     complete = _with_gathers(forward, _with_sums_in_place(needed, given), anew)
     complete = with_gathers_ahead(complete, runs)
     saved = _undefined(complete, given, _variables(stage, forward))
@@ -170,11 +179,6 @@ def _with_gathers(
             sources[line.out.name] = line
     if not sources:
         return list(backward)
-    needed = {name for line in backward for name in joint_reads(line)}
-    for name in reversed(sources):  # in order of definition, so views come after what they view
-        if name in needed:
-            needed.update(joint_reads(sources[name]))
-    needed.difference_update(name for line in backward for name in joint_writes(line))
     there: set[str] = set()
     found: list[JointLine] = []
 
@@ -183,9 +187,8 @@ def _with_gathers(
         if line is None or name in there:
             return
         if isinstance(line, GatherLine):
-            run = [g for g in runs[name] if g.out.name in needed or g is line]
-            found.extend(run)
-            there.update(g.out.name for g in run)
+            found.extend(g for g in runs[name] if g.out.name not in there)
+            there.update(g.out.name for g in runs[name])
             return
         for read in joint_reads(line):
             provide(read)

@@ -18,6 +18,8 @@ from autopar.placement.spec import I, P, R, Spec
 from autopar.program.joint_program import (
     FunctionBackward,
     FunctionLine,
+    FusedGathers,
+    FusedReductions,
     GradientMove,
     JointLine,
     JointProgram,
@@ -26,11 +28,12 @@ from autopar.program.joint_program import (
     StartLine,
     Variable,
     WaitLine,
+    communications,
     joint_reads,
     joint_writes,
 )
 from autopar.program.stage_program import CallLine, FreeLine, GatherLine, MoveLine, Ref
-from autopar.verifier.joint_calls import line_calls
+from autopar.verifier.joint_calls import gathers_parameters, line_calls
 
 Mutants = Iterator[tuple[str, JointProgram]]
 FUNCTIONS = ("forward", "backward")
@@ -116,15 +119,19 @@ def communicating_otherwise(joint: JointProgram) -> Mutants:
             twice = replace(line, out=replace(line.out, name="again"))
             lines = line, twice, FreeLine(("again",))
             yield f"not priced {line}", with_line(joint, "backward", i, *lines)
-        elif isinstance(line, GatherLine) and any(line is other for other in joint.forward):
-            name = line.out.name
+        elif gathers_parameters(line) and not isinstance(line, StartLine):
+            names = joint_writes(line)
             forward = tuple(
-                FreeLine(tuple(n for n in x.names if n != name)) if isinstance(x, FreeLine) else x
+                FreeLine(tuple(n for n in x.names if n not in names))
+                if isinstance(x, FreeLine)
+                else x
                 for x in joint.forward
             )
-            without = with_line(joint, "backward", i)
-            saved = (*joint.saved, name)
-            yield f"not gathered {line}", replace(without, forward=forward, saved=saved)
+            pending = line.pending if isinstance(line, WaitLine) else None
+            backward = tuple(x for x in joint.backward if x is not line and not _begins(x, pending))
+            saved = (*joint.saved, *names)
+            mutant = replace(joint, forward=forward, backward=backward, saved=saved)
+            yield f"not gathered {line}", mutant
 
 
 def freed_early(joint: JointProgram) -> Mutants:
@@ -157,20 +164,43 @@ def saved_otherwise(joint: JointProgram) -> Mutants:
 def moved_otherwise(joint: JointProgram) -> Mutants:
     """Moves of gradients over other axes, in the other direction, or to other types."""
     for i, line in enumerate(joint.backward):
-        if isinstance(line, GradientMove):
-            for what, new in _other_moves(line, len(joint.stage.axis_sizes)):
-                yield f"{what} {i} {line}", with_line(joint, "backward", i, new)
-        elif isinstance(line, StartLine):
-            k = next(
-                k
-                for k, other in enumerate(joint.backward)
-                if isinstance(other, WaitLine) and other.pending == line.pending
-            )
-            for what, new in _other_moves(line.move, len(joint.stage.axis_sizes)):
-                begun = with_line(joint, "backward", i, StartLine(new, line.pending))
-                waited = with_line(begun, "backward", k, WaitLine(new, line.pending))
-                yield f"{what} {i} {line}", waited
-                yield f"begun as another: {what} {i}", begun
+        if isinstance(line, WaitLine):
+            continue
+        for n, member in enumerate(communications(line)):
+            if not isinstance(member, GradientMove):
+                continue
+            for what, new in _other_moves(member, len(joint.stage.axis_sizes)):
+                other = with_member(line, n, new)
+                changed = with_line(joint, "backward", i, other)
+                if isinstance(line, StartLine) and isinstance(other, StartLine):
+                    yield f"begun as another: {what} {i}", changed
+                    k = next(
+                        k
+                        for k, wait in enumerate(joint.backward)
+                        if isinstance(wait, WaitLine) and wait.pending == line.pending
+                    )
+                    wait = WaitLine(other.move, line.pending)
+                    changed = with_line(changed, "backward", k, wait)
+                yield f"{what} {i} {line}", changed
+
+
+def with_member(line: JointLine, n: int, new: GatherLine | GradientMove) -> JointLine:
+    """The line with another communication in place of its n-th."""
+    match line:
+        case StartLine() | WaitLine():
+            move = with_member(line.move, n, new)
+            assert isinstance(move, GatherLine | GradientMove | FusedGathers | FusedReductions)
+            return replace(line, move=move)
+        case FusedGathers() | FusedReductions():
+            members: Any = (*line.members[:n], new, *line.members[n + 1 :])
+            return replace(line, members=members)
+    return new
+
+
+def _begins(line: JointLine, pending: str | None) -> bool:
+    """Is it the start, or the end of the handle, of what is no longer begun?"""
+    is_start = isinstance(line, StartLine) and line.pending == pending
+    return is_start or (isinstance(line, FreeLine) and line.names == (pending,))
 
 
 def _other_moves(line: GradientMove, n_axes: int) -> Iterator[tuple[str, GradientMove]]:
@@ -196,10 +226,8 @@ def sourced_otherwise(joint: JointProgram) -> Mutants:
     there: dict[str, Variable] = {}
     for i, line in enumerate(joint.backward):
         match line:
-            case GradientMove() | ReadyLine():
-                used = line.source
-            case StartLine():
-                used = line.move.source
+            case GradientMove() | ReadyLine() | StartLine() | FusedReductions():
+                used = joint_reads(line)[0]
             case KernelLine(key="", is_forward=False):
                 used = line.reads[1]
             case FunctionBackward():
@@ -256,8 +284,10 @@ def run_otherwise(joint: JointProgram) -> Mutants:
                 new = replace(line, move=line.move.transposed)
                 if new == line:
                     continue
-            case GatherLine():
-                new = replace(line, moves=line.moves[:-1])
+            case GatherLine() | FusedGathers() | StartLine() if gathers_parameters(line):
+                first = communications(line)[0]
+                assert isinstance(first, GatherLine)
+                new = with_member(line, 0, replace(first, moves=first.moves[:-1]))
             case _:
                 continue
         yield f"other {function} {i} {line}", with_line(joint, function, i, new)
@@ -291,22 +321,22 @@ def _freed(line: JointLine) -> Sequence[str]:
 
 def _ordered_calls(line: JointLine) -> list[Any]:
     """Its calls; the order of gathers of parameters is free."""
-    return [] if isinstance(line, GatherLine) else list(line_calls(line))
+    return [] if gathers_parameters(line) else list(line_calls(line))
 
 
 def _is_of_forward(line: JointLine) -> bool:
-    kinds = MoveLine | CallLine | GatherLine | FunctionLine
-    return isinstance(line, kinds) or (isinstance(line, KernelLine) and line.is_forward)
+    kinds = MoveLine | CallLine | FunctionLine
+    is_kernel = isinstance(line, KernelLine) and line.is_forward
+    return isinstance(line, kinds) or is_kernel or gathers_parameters(line)
 
 
 def _made(line: JointLine) -> Sequence[Variable]:
     match line:
         case KernelLine() | FunctionBackward():
             return line.outs
-        case GradientMove():
-            return (line.out,)
-        case WaitLine():
-            return (line.move.out,)
+        case GradientMove() | FusedReductions() | WaitLine():
+            moves = (x for x in communications(line) if isinstance(x, GradientMove))
+            return [move.out for move in moves]
         case _:
             return ()
 
@@ -317,10 +347,10 @@ def _values(spec: Spec) -> tuple[Any, ...]:
 
 def _reading(line: JointLine, old: str, new: str) -> JointLine:
     match line:
-        case GradientMove() | ReadyLine():
+        case ReadyLine():
             return replace(line, source=new)
-        case StartLine():
-            return replace(line, move=replace(line.move, source=new))
+        case GradientMove() | StartLine() | FusedReductions():
+            return with_member(line, 0, replace(communications(line)[0], source=new))
         case KernelLine():
             return replace(line, args=tuple(Ref(new) if a == Ref(old) else a for a in line.args))
         case FunctionBackward():

@@ -21,12 +21,14 @@ from autopar.passes import pipeline
 from autopar.passes.backward import differentiate
 from autopar.passes.lowering.lines import lower
 from autopar.program.joint_program import (
+    GradientMove,
     JointLine,
     JointProgram,
     KernelLine,
     ReadyLine,
     StartLine,
     Variable,
+    communications,
     joint_reads,
     joint_writes,
 )
@@ -158,8 +160,10 @@ def test_the_input_of_a_collective_under_way_is_not_written() -> None:
     at = position(joint, lambda line: isinstance(line, StartLine))
     start = joint.backward[at]
     assert isinstance(start, StartLine)
-    source, shape = start.move.source, start.move.move.out.shape
-    out = Variable("written", shape, start.move.out.dtype)
+    (move,) = communications(start)
+    assert isinstance(move, GradientMove)
+    source, shape = move.source, move.move.out.shape
+    out = Variable("written", shape, move.out.dtype)
     args = Ref(source), 2.0
     write = KernelLine((out,), "aten.mul_.Tensor", args, {}, "")
     refused(with_line(joint, "backward", at, start, write), "while a collective of .* is under way")
