@@ -30,8 +30,16 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from autopar.cost.hardware import ProfiledDevice
 from autopar.cost.laws import CostModel
-from autopar.program import RankCall, StageProgram, return_buckets, step_calls
+from autopar.program import (
+    RankCall,
+    StageProgram,
+    buckets,
+    return_buckets,
+    step_calls,
+    sync_bucket_bytes,
+)
 
 Calls = tuple[RankCall, ...]
 
@@ -80,6 +88,40 @@ def overlap_of(program: StageProgram) -> Overlap:
         _apart(calls.after, step_waits),
         tuple(step_last),
     )
+
+
+class HiddenShares(NamedTuple):
+    """Shares of collectives that may run beside compute, before anything is placed: of gradient
+    sync once a step, and of ZeRO-3's gathers and reductions."""
+
+    sync: float
+    blocks: float
+
+
+def hidden_shares(parameters: Sequence[tuple[str, int]]) -> HiddenShares:
+    """The shares by bytes, of the (name, bytes) of trained parameters in order.
+
+    All wait for the last bucket; and with ZeRO-3 for two gathers, of the first block and in
+    backward of the last one, and for the reductions of the first: 2 first + last of 3 times all.
+    """
+    total = sum(size_bytes for _, size_bytes in parameters)
+    if not total:
+        return HiddenShares(0.0, 0.0)
+    steps = [[("gradient", size_bytes)] for _, size_bytes in reversed(parameters)]
+    *_, last = buckets(steps, sync_bucket_bytes(total))
+    of_blocks: dict[str, int] = {}
+    for name, size_bytes in parameters:
+        block = block_of(name)
+        of_blocks[block] = of_blocks.get(block, 0) + size_bytes
+    each = list(of_blocks.values())
+    ends = min((2 * each[0] + each[-1]) / (3 * total), 1.0)
+    return HiddenShares(1 - last.size_bytes / total, 1 - ends)
+
+
+def slowdown_of(cost: CostModel) -> float:
+    """The extra time of compute beside collectives, as a fraction, if the profile has it."""
+    device = cost.mesh.device
+    return device.overlap_slowdown_fraction if isinstance(device, ProfiledDevice) else 0.0
 
 
 def calls_time_s(calls: Iterable[RankCall], cost: CostModel) -> float:

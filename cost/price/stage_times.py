@@ -19,10 +19,9 @@ import math
 
 import torch
 
-from autopar.cost.hardware import ProfiledDevice
 from autopar.cost.laws import CostModel
 from autopar.cost.memory import optimizer_time_s
-from autopar.cost.price.overlap import Apart, calls_time_s, overlap_of
+from autopar.cost.price.overlap import Apart, calls_time_s, overlap_of, slowdown_of
 from autopar.cost.simulate import PartWork, StageTimes
 from autopar.placement import COLLECTIVES
 from autopar.program import (
@@ -54,19 +53,13 @@ def stage_times(program: StageProgram, cost: CostModel, optimizer: str) -> Stage
         update_s=_update_s(program, cost, optimizer) if program.trains else 0.0,
         sync_s=sync_s,
         n_sync_buckets=sync_s / last_s if last_s else 1.0,
-        overlap_slowdown_fraction=_slowdown(cost),
+        overlap_slowdown_fraction=slowdown_of(cost),
     )
 
 
 def _work(compute_s: float, calls: Apart, cost: CostModel) -> PartWork:
     waited_s, overlapped_s = (calls_time_s(of, cost) for of in calls)
     return PartWork(compute_s, waited_s, overlapped_s)
-
-
-def _slowdown(cost: CostModel) -> float:
-    """The extra time of compute beside collectives, as a fraction, if the profile has it."""
-    device = cost.mesh.device
-    return device.overlap_slowdown_fraction if isinstance(device, ProfiledDevice) else 0.0
 
 
 def _forward_s(program: StageProgram) -> float:
