@@ -139,8 +139,11 @@ class Analysis:
     def hidden_shares(self) -> HiddenShares:
         """What may run beside compute of the whole program's returns of gradients, and of ZeRO-3's
         collectives. Stages have the same, so that they share prices."""
-        if self.whole:
-            return self.whole.hidden_shares
+        return self.whole.hidden_shares if self.whole else self.own_hidden_shares
+
+    @cached_property
+    def own_hidden_shares(self) -> HiddenShares:
+        """The same of this program, which may be a stage."""
         tensors = self.types.tensors
         trained = ((p.name, tensors[n]) for n, p in self.program.parameters.items())
         return hidden_shares([(name, t.size_bytes) for name, t in trained if t.has_grad])

@@ -264,7 +264,9 @@ class Chooser:
         choice = best.choice
         once_s = replace(priced, only=runs_on.once_mask).evaluate(choice).cost_s
         return Chosen(
-            **_seconds(best, once_s, solution.gap, runs_on.folded_problem.hiding, ask),
+            **_seconds(
+                best, once_s, solution.gap, runs_on.folded_problem.hiding, self.folded.whole, ask
+            ),
             size_bytes=best.size_bytes,
             n_variables=whole.n_variables,
             n_written_out=whole.n_written_out,
@@ -302,19 +304,25 @@ class _Seconds(TypedDict):
 
 
 def _seconds(
-    best: LeastExposed[C_], once_s: float, solver_gap: float, hiding: Hiding, ask: PlacementRequest
+    best: LeastExposed[C_],
+    once_s: float,
+    solver_gap: float,
+    hiding: Hiding,
+    analysis: Analysis,
+    ask: PlacementRequest,
 ) -> _Seconds:
     """The numbers of a choice; `once_s` is what a step pays once if all is hidden."""
     m = ask.n_microbatches
     objective_s, sync_s = hiding.step_s(best.parts, m), best.parts.sync_s
     exposed_s = hiding.exposed_sync_s(best.parts, m)
+    n_buckets = 1 / max(1 - analysis.own_hidden_shares.sync, 1e-6)
     gap = 0.0 if best.bound_s >= objective_s * (1 - 1e-9) else 1 - best.bound_s / objective_s
     return {
         "objective_s": objective_s,
         "once_s": once_s + exposed_s,
         "gap": solver_gap if ask.runs_on is not None else gap,
         "solver_gap": solver_gap,
-        "sync": SyncSeconds(sync_s, hiding.sync_price * sync_s + exposed_s, hiding.n_buckets),
+        "sync": SyncSeconds(sync_s, hiding.sync_price * sync_s + exposed_s, n_buckets),
     }
 
 
@@ -367,7 +375,7 @@ def choose(
     choice = best.choice
     once_s = priced.once_problem.evaluate(choice).cost_s
     return Chosen(
-        **_seconds(best, once_s, solution.gap, priced.hiding, ask),
+        **_seconds(best, once_s, solution.gap, priced.hiding, analysis, ask),
         size_bytes=best.size_bytes,
         n_variables=problem.numbers.n_variables,
         n_written_out=problem.numbers.n_variables,

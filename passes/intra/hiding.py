@@ -93,11 +93,6 @@ class Hiding:
     def blocks_price(self) -> float:
         return 1 - self.shares.blocks * self._saved
 
-    @property
-    def n_buckets(self) -> float:
-        """The number of equal buckets of which all but the last may be hidden."""
-        return 1 / max(1 - self.shares.sync, 1e-6)
-
     def exposed_blocks_s(self, parts: Parts) -> float:
         return max(0.0, self.shares.blocks * self._saved * parts.blocks_s - parts.compute_s)
 

@@ -219,6 +219,7 @@ def stack(model: nn.Module, n_nodes: int = 2) -> Plan:
     )  # fmt: skip
 
 
+@pytest.mark.usefixtures("nothing_hidden")
 def test_few_blocks_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     plan = stack(Chain([ResidualBlock(WIDTH) for _ in range(6)]))
     assert plan.bound is not None
