@@ -158,6 +158,17 @@ class IntraOpProblem:
         return replace(numbers, cost_s=(*zeros, *numbers.cost_s[n:]), edges=tuple(edges))
 
     @cached_property
+    def runs_again(self) -> frozenset[int]:
+        """The variables that choose what runs again; their costs and those of their edges are
+        compute."""
+        return frozenset(of.variable for of in self.modes if of.variable is not None)
+
+    @property
+    def computes(self) -> tuple[int, ...]:
+        """The variables whose own costs are compute."""
+        return (*range(len(self.candidates)), *sorted(self.runs_again))
+
+    @cached_property
     def _hidden_apart(self) -> tuple[ChoiceProblem, ChoiceProblem]:
         """Two problems with only what compute may hide: once a step, and all other."""
         numbers = self.numbers
@@ -175,20 +186,27 @@ class IntraOpProblem:
 
     def parts(self, choice: Sequence[int]) -> Parts:
         """A choice's seconds, apart for `Hiding`."""
-        compute_s = (float(self.numbers.cost_s[v][choice[v]]) for v in range(len(self.candidates)))
+        numbers, again = self.numbers, self.runs_again
+        own_s = (float(numbers.cost_s[v][choice[v]]) for v in self.computes)
+        edges_s = (float(e.cost_s[e.at(choice)]) for e in numbers.edges if e.is_of(again))
         sync_s, blocks_s = (of.evaluate(choice).cost_s for of in self._hidden_apart)
-        hidden_s = self.numbers.evaluate(choice).cost_s
-        return Parts(hidden_s, math.fsum(compute_s), sync_s, blocks_s)
+        compute_s = math.fsum((*own_s, *edges_s))
+        return Parts(numbers.evaluate(choice).cost_s, compute_s, sync_s, blocks_s)
 
     def weighed(self, weights: Weights) -> ChoiceProblem:
         """The problem in which exposed communication has a price."""
-        numbers, n = self.numbers, len(self.candidates)
-        apart = zip(numbers.edges, *(of.edges for of in self._hidden_apart), strict=True)
-        edges = (
-            replace(e, cost_s=e.cost_s + weights.sync * a.cost_s + weights.blocks * b.cost_s)
-            for e, a, b in apart
-        )
-        cost_s = (of * (1 + weights.compute if v < n else 1) for v, of in enumerate(numbers.cost_s))
+        numbers, again, factor = self.numbers, self.runs_again, 1 + weights.compute
+        edges = []
+        for e, sync, blocks in zip(
+            numbers.edges, *(p.edges for p in self._hidden_apart), strict=True
+        ):
+            cost_s = e.cost_s * factor if e.is_of(again) else e.cost_s
+            cost_s = cost_s + weights.sync * sync.cost_s + weights.blocks * blocks.cost_s
+            edges.append(replace(e, cost_s=np.maximum(cost_s, 0.0)))
+        own = list(numbers.cost_s)
+        for v in self.computes:
+            own[v] = own[v] * factor
+        cost_s = own
         return replace(numbers, cost_s=tuple(cost_s), edges=tuple(edges))
 
     def boundaries(self, choice: Sequence[int], side: Side) -> dict[str, Spec]:

@@ -121,10 +121,13 @@ class Repeated:
             layout, problem = self.problems.layout, self.folded_problem
             of = Apart(*(np.zeros(layout.n_numbers) for _ in range(3)))
             row_s = self.problems.row(case, 1).cost_s[0]
-            for v in range(len(problem.candidates)):
+            for v in problem.computes:
                 own = slice(layout.own_at[v], layout.own_at[v] + layout.n_choices[v])
                 of.compute_s[own] = row_s[own]
             for edge, at, shape in self.problems.tables(range(len(self.problems.numbers.edges))):
+                if edge.is_of(problem.runs_again):
+                    table_at = slice(at, at + math.prod(shape))
+                    of.compute_s[table_at] = row_s[table_at]
                 for v, turned in ((edge.u, False), (edge.v, True)):
                     if v in problem.hidable:
                         for row, found in zip(of[1:], problem.hidable[v](case), strict=True):
