@@ -264,10 +264,8 @@ def test_a_parameter_says_why_what_is_next_and_where() -> None:
     assert any(line.startswith("  chosen: the fastest of ") for line in lines)
     (best,) = (line for line in lines if line.startswith("  next best: "))
     assert "as fast" in best or " a step (+" in best
-    assert (
-        lines[-1]
-        == "  (costs if all that can hide is hidden, after re-optimizing all else, without a memory limit)"
-    )
+    rest = "costs if all that can hide is hidden, after re-optimizing all else"
+    assert lines[-1] == f"  ({rest}, without a memory limit)"
 
 
 def test_an_operator_says_why_what_is_next_and_where() -> None:
