@@ -7,46 +7,46 @@ the comment also has the bytes it moves and their predicted time.
 
 from __future__ import annotations
 
-import math
-import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import PurePath
-from typing import Any
+from functools import cached_property
 
-import torch
-
-from autopar.placement import COLLECTIVES, Move, Spec
+from autopar.codegen.statements import (
+    Statements,
+    function_handle,
+    moves_of,
+    operator_handle,
+    phase_of,
+)
+from autopar.codegen.words import (
+    commented,
+    dtype_text,
+    name_rows,
+    saved_text,
+    short_path,
+    type_text,
+    wrapped,
+)
 from autopar.program import (
     UNUSED,
     CallLine,
     DetachLine,
-    FreeLine,
     FunctionBackward,
     FunctionLine,
     GatherLine,
-    GradientMove,
     JointLine,
     JointProgram,
     KernelLine,
     Local,
     MoveLine,
-    ReadyLine,
     StageProgram,
-    StartLine,
     Variable,
-    WaitLine,
+    WeightGradients,
     joint_reads,
+    joint_writes,
     outs,
 )
-from autopar.units import format_bytes, format_seconds
-
-COMMENT_COLUMN = 76
-LINE_LENGTH = 100
-_DTYPES = {
-    torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16",
-    torch.int64: "i64", torch.int32: "i32", torch.bool: "bool", torch.uint8: "u8",
-}  # fmt: skip
+from autopar.units import format_seconds
 
 
 def file_name(stage: int) -> str:
@@ -61,6 +61,10 @@ def emit(joint: JointProgram, stage: int = 0, n_stages: int = 1) -> str:
 @dataclass(frozen=True)
 class _Source:
     joint: JointProgram
+
+    @cached_property
+    def statements(self) -> Statements:
+        return Statements(self.program.axis_names, self.joint.taken)
 
     @property
     def program(self) -> StageProgram:
@@ -103,27 +107,20 @@ class _Source:
         functions: set[str] = set()
         needs_phase = False
         for line in self._both():
-            needs_phase |= _phase(line) != ""
+            needs_phase |= phase_of(line) != ""
+            moves |= {move.name for move in moves_of(line)}
             match line:
-                case MoveLine():
-                    moves.add(line.move.name)
-                case GatherLine():
-                    moves |= {m.move.name for m in line.moves}
-                case GradientMove():
-                    moves.add(line.move.move.transposed.name)
-                case StartLine():
-                    moves.add(line.move.move.move.transposed.name)
                 case CallLine(lowered=str(name)) | FunctionLine(call=CallLine(lowered=str(name))):
                     functions.add(name)
                 case FunctionLine():
                     functions.add("taped")
         out = ["import torch", ""]
         if moves:
-            out += _wrapped("from autopar.runtime.collectives import ", sorted(moves))
+            out += wrapped("from autopar.runtime.collectives import ", sorted(moves))
         if needs_phase:
             out.append("from autopar.runtime.groups import phase")
         if functions:
-            out += _wrapped("from autopar.runtime.lowered import ", sorted(functions))
+            out += wrapped("from autopar.runtime.lowered import ", sorted(functions))
         return out if len(out) > 2 else out[:1]
 
     def _bindings(self) -> list[str]:
@@ -132,10 +129,10 @@ class _Source:
         for line in self._both():
             match line:
                 case CallLine(lowered=None) | KernelLine():
-                    found[_handle(line.target)] = f"torch.ops.{line.target}"
+                    found[operator_handle(line.target)] = f"torch.ops.{line.target}"
                 case FunctionLine(call=CallLine(lowered=None)):
                     target, given = line.call.target, line.differentiable
-                    found[_function(line)] = f"taped(torch.ops.{target}, {given})"
+                    found[function_handle(line)] = f"taped(torch.ops.{target}, {given})"
         return [f"{name} = {found[name]}" for name in sorted(found)]
 
     def _forward(self) -> list[str]:
@@ -156,7 +153,7 @@ class _Source:
         if not joint.saved:
             return [*out, f"    return {returned}, []"]
         known = self._variables()
-        rows = [_commented(f"        {name},", _saved(known.get(name))) for name in joint.saved]
+        rows = [commented(f"        {name},", saved_text(known.get(name))) for name in joint.saved]
         return [*out, "    saved = [", *rows, "    ]", f"    return {returned}, saved"]
 
     def _variables(self) -> dict[str, Local | Variable]:
@@ -181,23 +178,44 @@ class _Source:
 
     def _backward(self) -> list[str]:
         joint = self.joint
-        out = ["def backward(saved, cotangents, ready, env):", *self._groups(joint.backward)]
+        given = [name or UNUSED for name in joint.cotangents]
+        taken: list[str] = []
         if joint.saved:
             # The list is the caller's: cleared, so that each value ends where it is freed.
-            rows = _rows(joint.saved)
-            out += ["    (", *rows, "    ) = saved", "    saved.clear()"]
-        given = [name or UNUSED for name in joint.cotangents]
+            taken += ["    (", *name_rows(joint.saved), "    ) = saved", "    saved.clear()"]
         if any(joint.cotangents):
-            out += [f"    {', '.join(given)}{',' if len(given) == 1 else ''} = cotangents"]
-            out += ["    cotangents.clear()"]
-        out += self._body(joint.backward, "backward of ")
-        return out if joint.backward else [*out, "    pass"]
+            taken += [f"    {', '.join(given)}{',' if len(given) == 1 else ''} = cotangents"]
+            taken += ["    cotangents.clear()"]
+        arguments = "saved, cotangents, ready, env"
+        parts = [i for i, x in enumerate(joint.backward) if isinstance(x, WeightGradients)]
+        if not parts:
+            return self._part(f"backward({arguments})", taken, joint.backward)
+        first, second = joint.backward[: parts[0]], joint.backward[parts[0] + 1 :]
+        there = {*joint.saved, *given, *(n for line in first for n in joint_writes(line))}
+        kept = [n for n in dict.fromkeys(n for x in second for n in joint_reads(x)) if n in there]
+        names = name_rows(kept) if kept else []
+        return [
+            *self._part(f"backward_input({arguments})", taken, first),
+            *["    return [", *names, "    ]", "", ""],
+            *self._part(
+                "backward_weight(kept, ready, env)",
+                ["    (", *names, "    ) = kept", "    kept.clear()"] if kept else [],
+                second,
+            ),
+            *["", "", f"def backward({arguments}):"],
+            f"    backward_weight(backward_input({arguments}), ready, env)",
+        ]
+
+    def _part(self, signature: str, taken: Sequence[str], lines: Sequence[JointLine]) -> list[str]:
+        out = [f"def {signature}:", *self._groups(lines), *taken]
+        out += self._body(lines, "backward of ")
+        return out if lines else [*out, "    pass"]
 
     def _groups(self, lines: Sequence[JointLine]) -> list[str]:
         """The groups that some lines use."""
         program, found = self.program, list[str]()
         used = {name for line in lines for name in joint_reads(line)}
-        axes = {axes for line in lines for axes in _axes(line)}
+        axes = {move.axes for line in lines for move in moves_of(line)}
         for group in program.group_axes():
             name = "_".join(program.axis_names[a] for a in group)
             if group in axes or name in used:
@@ -218,8 +236,8 @@ class _Source:
                 here = words + (call.key.rpartition("/")[0] or self.program.name)
                 if here != module:
                     module = here
-                    out += ["", f"    # {here}  ({_short(call.where)})"]
-            out += self._line(line, is_backward=bool(before))
+                    out += ["", f"    # {here}  ({short_path(call.where)})"]
+            out += self.statements.lines(line, is_backward=bool(before))
         return out
 
     def _taken_parameters(self) -> list[tuple[Local, str]]:
@@ -229,7 +247,7 @@ class _Source:
             origin = parameter.name
             if parameter.cast is not None:
                 cast_s = format_seconds(parameter.cast_s)
-                origin += f"  cast from {_dtype(parameter.stored)} {cast_s}"
+                origin += f"  cast from {dtype_text(parameter.stored)} {cast_s}"
             if parameter.period == "use":
                 out.append((parameter.shard, origin))
             out += [(use.local, origin) for use in parameter.uses]
@@ -239,233 +257,10 @@ class _Source:
         if not items:
             return []
         rows = [
-            _commented(f"        {local.name},", f"{_type(local)}  {origin}")
+            commented(f"        {local.name},", f"{type_text(local)}  {origin}")
             for local, origin in items
         ]
         return ["    (", *rows, f"    ) = {source}"]
-
-    def _line(self, line: JointLine, is_backward: bool) -> list[str]:
-        text, comment = self._text(line, is_backward)
-        name = _phase(line)
-        if name in ("", "backward" if is_backward else "forward"):
-            return [_commented(f"    {text}", comment) if comment else f"    {text}"]
-        return [f'    with phase("{name}"):', _commented(f"        {text}", comment)]
-
-    def _text(self, line: JointLine, is_backward: bool) -> tuple[str, str]:
-        """A line, and its comment."""
-        match line:
-            case CallLine():
-                return self._call(line)
-            case KernelLine():
-                names = _assigned([out.name for out in line.outs], line.target)
-                call = f"{_handle(line.target)}({_words(line.args, line.kwargs)})"
-                named = (out for out in line.outs if out.name != UNUSED)
-                return f"{names} = {call}", ", ".join(dict.fromkeys(_type(out) for out in named))
-            case FunctionLine():
-                text, comment = self._call(line.call)
-                names, _, call = text.partition(" = ")
-                _, _, words = call.partition("(")
-                many = f"({names})" if "," in names else names
-                return f"{many}, {line.kept} = {_function(line)}.forward({words}", comment
-            case FunctionBackward():
-                names = ", ".join(out.name for out in line.outs)
-                words = ", ".join(
-                    [line.kept, _tuple(line.inputs), _tuple(line.gradients), str(line.wanted)]
-                )
-                comma = "," if len(line.outs) == 1 else ""
-                named = (out for out in line.outs if out.name != UNUSED)
-                types = ", ".join(dict.fromkeys(_type(out) for out in named))
-                inner = _inner(line.call, "backward")
-                comment = f"{types}  {inner}" if inner else types
-                return f"{names}{comma} = {_function(line)}.backward({words})", comment
-            case MoveLine():
-                text = f"{line.out.name} = {self._move(line.move, line.source)}"
-                return text, f"{_type(line.out)}  {_traffic(line, 'forward')}"
-            case GradientMove():
-                text = f"{line.out.name} = {self._move(line.move.move.transposed, line.source)}"
-                return text, f"{_type(line.out)}  {_traffic(line.move, 'backward')}"
-            case DetachLine():
-                return f"{line.out.name} = {line.source}.detach()", _type(line.out)
-            case GatherLine():
-                chain = line.source
-                for move in line.moves:
-                    chain = self._move(move.move, chain)
-                traffic = " then ".join(_traffic(m, "forward") for m in line.moves)
-                return f"{line.out.name} = {chain}", f"{_type(line.out)}  {traffic}"
-            case StartLine():
-                begun = line.move
-                text = self._move(begun.move.move.transposed, begun.source, ".start")
-                return f"{line.pending} = {text}", _traffic(begun.move, "backward")
-            case WaitLine():
-                out = line.move.out
-                return f"{out.name} = {line.pending}.wait()", _type(out)
-            case ReadyLine():
-                given = f"{line.source}.clone()" if line.is_shared else line.source
-                return f"ready({line.position}, {given})", f"of {self.joint.taken[line.position]}"
-            case FreeLine():
-                return f"del {', '.join(line.names)}", ""
-
-    def _call(self, line: CallLine) -> tuple[str, str]:
-        names = _assigned([out.name for out in line.outs], line.target)
-        function = line.lowered or _handle(line.target)
-        types = ", ".join(dict.fromkeys(_type(out) for out in line.outs))
-        inner = _inner(line, "forward")
-        comment = f"{types}  {inner}" if inner else types
-        return f"{names} = {function}({_words(line.args, line.kwargs)})", comment
-
-    def _move(self, move: Move, source: str, method: str = "") -> str:
-        group = "_".join(self.program.axis_names[a] for a in move.axes)
-        if len(move.splits) == 2:
-            (a, b) = move.splits
-            return (
-                f"{move.name}{method}({source}, {group}, source=({a.dim}, {a.outer}), "
-                f"target=({b.dim}, {b.outer}))"
-            )
-        words = [source, group]
-        for split in move.splits:
-            words.append(f"dim={split.dim}")
-            if split.outer != 1:
-                words.append(f"outer={split.outer}")
-        return f"{move.name}{method}({', '.join(words)})"
-
-
-def _handle(target: str) -> str:
-    """The global that holds an operator: `aten.add.Tensor` -> `aten_add_Tensor`."""
-    return target.removesuffix(".default").replace(".", "_")
-
-
-def _function(line: FunctionLine | FunctionBackward) -> str:
-    """The global that holds a function with its backward.
-
-    Taped calls of one operator differ in which arguments have a gradient.
-    """
-    if line.call.lowered:
-        return line.call.lowered
-    flags = line.differentiable if isinstance(line, FunctionLine) else line.wanted
-    return f"{_handle(line.call.target)}_taped_{''.join(str(int(flag)) for flag in flags)}"
-
-
-def _phase(line: JointLine) -> str:
-    """The phase that a line's collectives belong to; empty for that of the function."""
-    match line:
-        case MoveLine(phase="forward"):
-            return ""
-        case MoveLine() | GradientMove():
-            return line.phase
-        case StartLine():
-            return line.move.phase
-        case GatherLine():
-            return "param_gather"
-        case _:
-            return ""
-
-
-def _axes(line: JointLine) -> Iterator[tuple[int, ...]]:
-    """The groups that the reshards of a line use."""
-    match line:
-        case MoveLine():
-            yield line.move.axes
-        case GradientMove():
-            yield line.move.move.axes
-        case StartLine():
-            yield line.move.move.move.axes
-        case GatherLine():
-            yield from (move.move.axes for move in line.moves)
-
-
-def _assigned(names: Sequence[str], target: str) -> str:
-    is_list = target in ("aten.split.Tensor", "aten.unbind.int") and len(names) == 1
-    return ", ".join(names) + ("," if is_list else "")
-
-
-def _words(args: Sequence[Any], kwargs: Any) -> str:
-    return ", ".join(
-        [*(_value(a) for a in args), *(f"{name}={_value(value)}" for name, value in kwargs.items())]
-    )
-
-
-def _tuple(names: Sequence[str | None]) -> str:
-    return f"({', '.join(map(str, names))}{',' if len(names) == 1 else ''})"
-
-
-def _rows(names: Sequence[str]) -> list[str]:
-    """Names, as many to a line as fit."""
-    indent = " " * 8
-    return textwrap.wrap(
-        ", ".join(names) + ",", LINE_LENGTH, initial_indent=indent, subsequent_indent=indent,
-        break_long_words=False, break_on_hyphens=False,
-    )  # fmt: skip
-
-
-def _wrapped(start: str, words: Sequence[str]) -> list[str]:
-    """`start` and the words on one line if they fit, else wrapped in brackets."""
-    whole = f"{start}{', '.join(words)}"
-    if len(whole) <= LINE_LENGTH:
-        return [whole]
-    return [f"{start}(", *(f"    {word}," for word in words), ")"]
-
-
-def _inner(line: CallLine, phase: str) -> str:
-    """Collectives inside a lowered operator in one phase: `3 all_reduces of 64 B`."""
-    sizes: dict[tuple[str, int], int] = {}
-    for call in line.inner:
-        if call.phase == phase:
-            sizes[call.kind, call.size_bytes] = sizes.get((call.kind, call.size_bytes), 0) + 1
-    return ", ".join(
-        f"{n} {kind}{'s' if n > 1 else ''} of {format_bytes(size_bytes)}"
-        for (kind, size_bytes), n in sizes.items()
-    )
-
-
-def _value(value: Any) -> str:
-    if isinstance(value, float) and not math.isfinite(value):
-        return f'float("{value}")'
-    if isinstance(value, list):
-        return f"[{', '.join(map(_value, value))}]"
-    return repr(value)
-
-
-def _traffic(line: MoveLine, direction: str) -> str:
-    if direction == "forward":
-        kind, size_bytes, time_s = line.move.forward, line.forward_bytes, line.forward_s
-    else:
-        kind, size_bytes, time_s = line.move.backward, line.backward_bytes, line.backward_s
-    if kind not in COLLECTIVES:
-        return "-" if kind == "identity" else kind
-    return f"{kind} {format_bytes(size_bytes)} {format_seconds(time_s)}"
-
-
-def _short(where: str) -> str:
-    """A source location without what differs between machines: the path inside the package."""
-    parts = PurePath(where).parts
-    for folder in ("site-packages", "dist-packages"):
-        if folder in parts:
-            return "/".join(parts[parts.index(folder) + 1 :])
-    return "/".join(parts[-2:])
-
-
-def _saved(variable: Local | Variable | None) -> str:
-    """What a saved variable is; a lowered operator hands on a tuple."""
-    if variable is None:
-        return "for its backward"
-    return f"{_type(variable)}  {format_bytes(variable.size_bytes)}"
-
-
-def _type(variable: Local | Variable) -> str:
-    text = f"{_dtype(variable)}{list(variable.shape)}"
-    return text if variable.spec is None else f"{text} {_placements(variable.spec)}"
-
-
-def _dtype(variable: Local | Variable) -> str:
-    return _DTYPES.get(variable.dtype, str(variable.dtype).removeprefix("torch."))
-
-
-def _placements(spec: Spec) -> str:
-    return str(spec)
-
-
-def _commented(code: str, comment: str) -> str:
-    return f"{code.ljust(COMMENT_COLUMN)}  # {comment}"
 
 
 def _prologue(program: StageProgram) -> list[str]:

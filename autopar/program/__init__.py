@@ -3,7 +3,7 @@
 Read `program.py` (the captured graph), `audit.py` (what capture made of the module), `frozen.py`
 (Python values in the graph), `factors.py` (factors of its dims), `strategy.py` (the facts of a
 plan), `stage_program.py` (the lines of a stage), `rerun_lines.py` (what backward runs again),
-`joint_program.py` (forward and backward as they run),
+`gathers.py` (gathers that are one call), `joint_program.py` (forward and backward as they run),
 `abridged.py` (programs with few of their repeated blocks), `pipeline.py` (stages joined),
 `cross_mesh.py`, `messages.py` (what crosses between stages), `bucketing.py`, `collective.py` (the
 collectives of a step).
@@ -45,9 +45,12 @@ from autopar.program.factors import (
     unify,
 )
 from autopar.program.frozen import AttributeReads, Frozen
+from autopar.program.gathers import fused_gathers, gathers_at, runs_of
 from autopar.program.joint_program import (
     FunctionBackward,
     FunctionLine,
+    FusedGathers,
+    FusedReductions,
     GradientMove,
     JointLine,
     JointProgram,
@@ -56,6 +59,7 @@ from autopar.program.joint_program import (
     StartLine,
     Variable,
     WaitLine,
+    WeightGradients,
     joint_reads,
     joint_writes,
     taken_parameters,
@@ -82,7 +86,7 @@ from autopar.program.program import (
     flatten_inputs,
     row_dims,
 )
-from autopar.program.rerun_lines import regathered, rerun
+from autopar.program.rerun_lines import kept_gathers, regathered, rerun
 from autopar.program.stage_program import (
     DEVICE,
     UNUSED,
@@ -137,6 +141,8 @@ __all__ = [
     "Frozen",
     "FunctionBackward",
     "FunctionLine",
+    "FusedGathers",
+    "FusedReductions",
     "GatherLine",
     "GradientMove",
     "InnerCall",
@@ -176,6 +182,7 @@ __all__ = [
     "Types",
     "Variable",
     "WaitLine",
+    "WeightGradients",
     "Workspace",
     "batch_shards",
     "buckets",
@@ -186,8 +193,11 @@ __all__ = [
     "every_delivered",
     "every_parameter",
     "flatten_inputs",
+    "fused_gathers",
+    "gathers_at",
     "joint_reads",
     "joint_writes",
+    "kept_gathers",
     "leaves",
     "line_counts",
     "local_factors",
@@ -205,6 +215,7 @@ __all__ = [
     "return_bucket_bytes",
     "return_buckets",
     "row_dims",
+    "runs_of",
     "step_calls",
     "storage_owners",
     "summarise",

@@ -21,7 +21,7 @@ they cannot deadlock.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -30,6 +30,7 @@ import torch
 from autopar.placement import COLLECTIVES, PrimitiveKind
 from autopar.program.abridged import every_parameter, line_counts
 from autopar.program.bucketing import BUCKET_BYTES, Bucket, buckets, sync_bucket_bytes
+from autopar.program.gathers import fused_gathers, gathers_at, runs_of
 from autopar.program.messages import Messages, Piece, copy_axes, tie_exchanges
 from autopar.program.pipeline import Pipeline
 from autopar.program.rerun_lines import regathered, rerun
@@ -331,15 +332,33 @@ def _origins(program: StageProgram) -> dict[str, str]:
 
 
 def _forward(program: StageProgram) -> list[RankCall]:
-    origin = _origins(program)
-    counted = zip(program.body, line_counts(program), strict=True)
-    return [call for line, n in counted for call in _forward_calls(line, origin) * n]
+    counts, every = line_counts(program), list[RankCall]()
+    positions = range(len(program.body))
+    for i, calls in _forward_calls(program, positions, _origins(program), runs_of(program)):
+        every += calls * counts[i]
+    return every
 
 
-def _forward_calls(line: Line, origin: Mapping[str, str], again: bool = False) -> list[RankCall]:
-    """The calls of a line when it runs, or when it runs `again` in backward."""
-    if isinstance(line, GatherLine):
-        return _gathered(line)
+def _forward_calls(
+    program: StageProgram,
+    positions: Iterable[int],
+    origin: Mapping[str, str],
+    runs: Mapping[int, tuple[int, ...]],
+    again: bool = False,
+) -> Iterator[tuple[int, list[RankCall]]]:
+    """The calls of lines when they run, or when they run `again` in backward, by position.
+
+    Those of a run of gathers are at its first line.
+    """
+    for i in positions:
+        line = program.body[i]
+        if not isinstance(line, GatherLine):
+            yield i, _line_calls(line, origin, again)
+        elif runs[i][0] == i:
+            yield i, _gathered(gathers_at(program, runs[i]))
+
+
+def _line_calls(line: Line, origin: Mapping[str, str], again: bool) -> list[RankCall]:
     if isinstance(line, MoveLine):
         phase = "backward" if again else line.phase
         return _call(line.move.forward, line, phase, line.forward_bytes, origin[line.out.name])
@@ -354,21 +373,19 @@ def _forward_calls(line: Line, origin: Mapping[str, str], again: bool = False) -
 
 
 def _backward(program: StageProgram) -> list[RankCall]:
-    origin = _origins(program)
+    origin, runs = _origins(program), runs_of(program)
     anew, again = regathered(program), rerun(program)
     counts = line_counts(program)
     every: list[RankCall] = []
     for i in sorted(program.differentiated, reverse=True):
         line, calls = program.body[i], list[RankCall]()
-        if i in again:
-            calls += [call for gather in anew.get(i, ()) for call in _gathered(gather)]
-            for k in again[i]:
-                calls += _forward_calls(program.body[k], origin, again=True)
+        for gathers in anew.get(i, ()):
+            calls += _gathered(gathers)
+        for _, repeated in _forward_calls(program, again.get(i, ()), origin, runs, again=True):
+            calls += repeated
         if isinstance(line, GatherLine):
-            for move in reversed(line.moves):
-                calls += _call(
-                    move.move.backward, move, "grad_sync", move.backward_bytes, line.parameter
-                )
+            if runs[i][-1] == i:
+                calls += _reduced([k for k in runs[i] if k in program.differentiated], program)
         elif isinstance(line, MoveLine):
             calls += _call(
                 line.move.backward, line, "backward", line.backward_bytes, origin[line.out.name]
@@ -379,20 +396,30 @@ def _backward(program: StageProgram) -> list[RankCall]:
                 for c in line.inner
                 if c.phase == "backward"
             ]
-        if i not in again:
-            calls += [call for gather in anew.get(i, ()) for call in _gathered(gather)]
         every += calls * counts[i]
     return every
 
 
-def _gathered(line: GatherLine) -> list[RankCall]:
-    return [
-        call
-        for move in line.moves
-        for call in _call(
-            move.move.forward, move, "param_gather", move.forward_bytes, line.parameter
-        )
-    ]
+def _gathered(lines: Sequence[GatherLine]) -> list[RankCall]:
+    """The calls that gather the parameters of one run."""
+    found: list[RankCall] = []
+    for fused in fused_gathers(lines):
+        names = ", ".join(line.parameter for line in fused)
+        for moves in zip(*(line.moves for line in fused), strict=True):
+            size_bytes = sum(move.forward_bytes for move in moves)
+            found += _call(moves[0].move.forward, moves[0], "param_gather", size_bytes, names)
+    return found
+
+
+def _reduced(positions: Sequence[int], program: StageProgram) -> list[RankCall]:
+    """The calls that reduce the gradients of one run's parameters."""
+    found: list[RankCall] = []
+    for fused in fused_gathers(gathers_at(program, positions)[::-1], backward=True):
+        names = ", ".join(line.parameter for line in fused)
+        for moves in zip(*(line.moves[::-1] for line in fused), strict=True):
+            size_bytes = sum(move.backward_bytes for move in moves)
+            found += _call(moves[0].move.backward, moves[0], "grad_sync", size_bytes, names)
+    return found
 
 
 def _call(

@@ -76,18 +76,35 @@ class GradientMove:
 
 
 @dataclass(frozen=True)
-class StartLine:
-    """Begins a `GradientMove`; `pending` is its handle."""
+class FusedGathers:
+    """Gathers of parameters that run as one call (`gathers.py`)."""
 
-    move: GradientMove
+    members: tuple[GatherLine, ...]
+
+
+@dataclass(frozen=True)
+class FusedReductions:
+    """Reductions of gradients that run as one call (`gathers.py`)."""
+
+    members: tuple[GradientMove, ...]
+
+
+Communication = GradientMove | GatherLine | FusedGathers | FusedReductions
+
+
+@dataclass(frozen=True)
+class StartLine:
+    """Begins a communication; `pending` is its handle."""
+
+    move: Communication
     pending: str
 
 
 @dataclass(frozen=True)
 class WaitLine:
-    """Waits for a `GradientMove` that was begun, and makes its result."""
+    """Waits for a communication that was begun, and makes its results."""
 
-    move: GradientMove
+    move: Communication
     pending: str
 
 
@@ -137,6 +154,11 @@ class ReadyLine:
     is_shared: bool
 
 
+@dataclass(frozen=True)
+class WeightGradients:
+    """Parts backward: the lines after it only make gradients of parameters (`apart.py`)."""
+
+
 JointLine = (
     MoveLine
     | CallLine
@@ -145,11 +167,14 @@ JointLine = (
     | FreeLine
     | KernelLine
     | GradientMove
+    | FusedGathers
+    | FusedReductions
     | StartLine
     | WaitLine
     | FunctionLine
     | FunctionBackward
     | ReadyLine
+    | WeightGradients
 )
 
 
@@ -194,10 +219,14 @@ def joint_reads(line: JointLine) -> tuple[str, ...]:
             return (*names_in(line.args), *names_in(list(line.kwargs.values())))
         case GradientMove() | ReadyLine():
             return (line.source,)
+        case FusedGathers() | FusedReductions():
+            return tuple(member.source for member in line.members)
         case StartLine():
-            return (line.move.source,)
+            return joint_reads(line.move)
         case WaitLine():
             return (line.pending,)
+        case WeightGradients():
+            return ()
         case FunctionLine():
             return line.call.reads
         case FunctionBackward():
@@ -214,12 +243,14 @@ def joint_writes(line: JointLine) -> tuple[str, ...]:
             made = [out.name for out in line.outs]
         case GradientMove():
             made = [line.out.name]
-        case ReadyLine():
+        case ReadyLine() | WeightGradients():
             made = []
         case StartLine():
             made = [line.pending]
+        case FusedGathers() | FusedReductions():
+            made = [member.out.name for member in line.members]
         case WaitLine():
-            made = [line.move.out.name]
+            return joint_writes(line.move)
         case FunctionLine():
             made = [*(out.name for out in line.call.outs), line.kept]
         case _:

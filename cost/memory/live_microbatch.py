@@ -19,26 +19,23 @@ backward of their microbatch is over.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from autopar.cost.memory.gathering import Call, Gathering, primitive_bytes
 from autopar.cost.memory.ledger import Ledger, LedgerState
-from autopar.placement import PrimitiveKind
+from autopar.cost.memory.line_facts import LineFacts
 from autopar.program import (
     UNUSED,
     CallLine,
     FreeLine,
     GatherLine,
     Line,
-    Local,
     MoveLine,
     Segment,
     StageProgram,
+    gathers_at,
     outs,
     reads,
-    regathered,
-    rerun,
-    storage_owners,
 )
 
 ACTIVATIONS, GRADIENTS = "activations", "activation gradients"
@@ -78,52 +75,14 @@ class MicrobatchMemory:
     """
 
     def __init__(self, program: StageProgram, ledger: Ledger) -> None:
-        self.program, self.ledger = program, ledger
-        self.owners = [
-            # Only variables that the line touches: all of them per line would be quadratic.
-            {n: owner[n] for n in (*reads(line), *[o.name for o in outs(line)]) if n in owner}
-            for line, owner in zip(program.body, storage_owners(program.body), strict=True)
-        ]
-        self.reached, self.anew = program.differentiated, regathered(program)
-        self.backward_order = sorted(self.reached, reverse=True)
-        self.segments = {i: s for s in program.segments for i in range(s.start, s.stop)}
-        self.again = rerun(program)
-        # First line of a segment -> owners of the storages that it makes again. `_owner_again`
-        # gives the new storages names of their own.
-        self.remade = {
-            s.start: {
-                self.owners[i][out.name]
-                for i in (*self.again[s.last], *s.handed_on)
-                for out in outs(program.body[i])
-                if self.owners[i].get(out.name, "").endswith(f"@{i}")
-            }
-            for s in program.segments
-        }
-        self.gathered = {
-            self.owners[i][line.out.name]
-            for i, line in enumerate(program.body)
-            if isinstance(line, GatherLine)
-        }
-        every = range(len(program.body))
-        self.forward_ends = self._ends_of_repeats(every)
-        self.backward_ends = self._ends_of_repeats(self.backward_order)
+        self.program, self.ledger, self.facts = program, ledger, LineFacts(program)
+        self.gathering = Gathering(program, ledger)
         self.before: LedgerState | None = None
-        self.inputs = self._inputs()
-        self.leaves = self._leaves()
         self.storages = _Holders(ledger, ACTIVATIONS)
         self.gradients = _Holders(ledger, GRADIENTS)
         self.kept: dict[int, list[str]] = {}
         self.segment_kept: dict[int, list[str]] = {}
         self.gradient_of: dict[str, str] = {}
-
-    def _ends_of_repeats(self, order: Sequence[int]) -> dict[int, tuple[bool, bool, int]]:
-        """First and last lines of a repeat, in the order of simulation -> (first, last, blocks)."""
-        ends: dict[int, tuple[bool, bool, int]] = {}
-        for repeat in self.program.repeats:
-            lines = [i for i in order if repeat.start <= i < repeat.stop]
-            for i in (lines[0], lines[-1]) if lines else ():
-                ends[i] = (i == lines[0], i == lines[-1], repeat.count)
-        return ends
 
     def _begin(self, end: tuple[bool, bool, int] | None) -> None:
         """Start a block before the first line of a repeat."""
@@ -136,41 +95,18 @@ class MicrobatchMemory:
             self.ledger.repeat(self.before, end[2], ("gradients", "gradients of uses"))
             self.before = None
 
-    def _inputs(self) -> list[dict[str, Local]]:
-        """The locals that each line reads, as they are at that line: reshards change a variable."""
-        known = {d.local.name: d.local for d in self.program.delivered}
-        known.update((b.local.name, b.local) for b in self.program.received)
-        for parameter in self.program.parameters:
-            known[parameter.shard.name] = parameter.shard
-            known.update((use.local.name, use.local) for use in parameter.uses)
-        found = []
-        for line in self.program.body:
-            found.append({name: known[name] for name in reads(line) if name in known})
-            known.update((out.name, out) for out in outs(line))
-        return found
-
-    def _leaves(self) -> dict[str, tuple[str, str, float]]:
-        """Variable of a parameter -> its gradient's kind and owner in the ledger, and its bytes."""
-        leaves: dict[str, tuple[str, str, float]] = {}
-        for p in self.program.parameters:
-            leaves[p.shard.name] = ("gradients", p.name, p.stored.size_bytes)
-            for use in p.uses:
-                if use.moves:
-                    kept = ("gradients of uses", use.local.name, float(use.local.gradient_bytes))
-                    leaves[use.local.name] = kept
-        return leaves
-
     def forward(self) -> None:
         """Run every line in order.
 
         Afterwards what is saved, the loss and sent tensors are held.
         """
         variables: dict[str, str] = {}
+        self._begin_gathers(("forward", -1))
         for boundary in self.program.received:
             self.storages.make(boundary.local.name, boundary.local.size_bytes)
             self.storages.hold(boundary.local.name)
         for i, line in enumerate(self.program.body):
-            end = self.forward_ends.get(i)
+            end = self.facts.forward_ends.get(i)
             self._begin(end)
             self._line_forward(i, line, variables)
             self._finish(end)
@@ -182,12 +118,16 @@ class MicrobatchMemory:
                 self.storages.release(owner)
 
     def _line_forward(self, i: int, line: Line, variables: dict[str, str]) -> None:
-        segment = self.segments.get(i)
+        segment = self.facts.segments.get(i)
         if segment is not None and i == segment.start:
             self._hold_inputs(segment, variables)
         if isinstance(line, FreeLine):
             for name in line.names:
                 self.storages.release(variables.pop(name))
+            return
+        if isinstance(line, GatherLine):
+            if self.facts.runs[i][0] == i:
+                self._gather(i, variables)
             return
         self._write(i, line, variables)
         self.ledger.mark(_text(line), self._forward_workspace(line))
@@ -196,10 +136,35 @@ class MicrobatchMemory:
         elif i in segment.kept:
             self._keep_results(i, line)
 
+    def _gather(self, i: int, variables: dict[str, str], again: bool = False) -> None:
+        """Gather the run that begins at line `i`."""
+        lines = gathers_at(self.program, self.facts.runs[i])
+        at = {line.out.name: k for line, k in zip(lines, self.facts.runs[i], strict=True)}
+        following = self.facts.next_run.get(("again" if again else "forward", i), ())
+        self.gathering.arrive(
+            lines, lambda line: self._write(at[line.out.name], line, variables, again), following
+        )
+
+    def _begin_gathers(self, place: tuple[str, int]) -> None:
+        self.gathering.arrive((), lambda line: None, self.facts.next_run.get(place, ()))
+
+    def _gather_anew(self, i: int) -> None:
+        """Gather what backward needs from line `i` on, for as long as it reads that."""
+        runs = self.facts.anew.get(i, ())
+        for n, run in enumerate(runs, start=1):
+            following = self.facts.next_run.get(("anew", i), ()) if n == len(runs) else ()
+            self.gathering.arrive(
+                run,
+                lambda line: self.ledger.add(
+                    ACTIVATIONS, f"{line.out.name} anew", line.out.size_bytes
+                ),
+                following,
+            )
+
     def _hold_inputs(self, segment: Segment, variables: dict[str, str]) -> None:
         """Hold the inputs that the recomputation reads; gathered parameters are gathered again."""
         owners = [variables.get(name, name) for name in segment.inputs]
-        held = [owner for owner in owners if owner not in self.gathered]
+        held = [owner for owner in owners if owner not in self.facts.gathered]
         self.segment_kept[segment.start] = held
         for owner in held:
             self.storages.hold(owner)
@@ -210,7 +175,7 @@ class MicrobatchMemory:
         Of its other saved bytes only attention's are held: those of a matmul are copies of its
         inputs, which are made again.
         """
-        self.kept[i] = [self.owners[i][out.name] for out in outs(line) if out.name != UNUSED]
+        self.kept[i] = [self.facts.owners[i][out.name] for out in outs(line) if out.name != UNUSED]
         for owner in self.kept[i]:
             self.storages.hold(owner)
         if isinstance(line, CallLine) and line.has_grad and line.is_attention:
@@ -218,7 +183,7 @@ class MicrobatchMemory:
 
     def _write(self, i: int, line: Line, variables: dict[str, str], again: bool = False) -> None:
         for position, out in enumerate(outs(line)):
-            owner = self.owners[i].get(out.name, out.name)
+            owner = self.facts.owners[i].get(out.name, out.name)
             if out.name == UNUSED:
                 if isinstance(line, CallLine) and line.shares and line.shares[position]:
                     continue
@@ -235,16 +200,18 @@ class MicrobatchMemory:
 
     def _owner_again(self, i: int, owner: str) -> str:
         """The name of a storage when its segment runs again: a new one if the segment makes it."""
-        return f"{owner} again" if owner in self.remade[self.segments[i].start] else owner
+        return (
+            f"{owner} again" if owner in self.facts.remade[self.facts.segments[i].start] else owner
+        )
 
     def _keep(self, i: int, line: Line, again: bool = False) -> None:
         if not isinstance(line, CallLine) or not line.has_grad:
             return
-        kept = [self.owners[i].get(name, name) for name in line.keeps]
+        kept = [self.facts.owners[i].get(name, name) for name in line.keeps]
         if again:
             self.kept[i] = [self._owner_again(i, owner) for owner in kept]
         else:
-            self.kept[i] = [owner for owner in kept if owner not in self.gathered]
+            self.kept[i] = [owner for owner in kept if owner not in self.facts.gathered]
         for owner in self.kept[i]:
             self.storages.hold(owner)
         if line.saved_bytes:
@@ -256,55 +223,48 @@ class MicrobatchMemory:
                 # Saved bytes other than results are made during this line, and then held.
                 return line.workspace.forward_bytes + (line.saved_bytes if line.has_grad else 0.0)
             case MoveLine():
-                return _primitive_bytes(line, line.move.forward, line.forward_bytes)
-            case GatherLine():
-                return self._gather_bytes(line)
+                return primitive_bytes(line, line.move.forward, line.forward_bytes)
         return 0.0
-
-    @staticmethod
-    def _gather_bytes(line: GatherLine) -> float:
-        """Buffers of a gather, and the tensors between its moves."""
-        needed = 0.0
-        for n, move in enumerate(line.moves):
-            between = float(move.out.size_bytes) if n + 1 < len(line.moves) else 0.0
-            own = _primitive_bytes(move, move.move.forward, move.forward_bytes)
-            needed = max(needed, own + between)
-        return needed
 
     def backward(self) -> None:
         """Run the differentiated lines in reverse, then free the rest with the graph."""
         loss = self.program.loss
-        if loss is not None and self.reached:
+        if loss is not None and self.facts.reached:
             made = (out for line in self.program.body for out in outs(line) if out.name == loss)
             self._give(loss, "seed", float(next(made).size_bytes))
         for boundary in self.program.sent:
             if boundary.local.has_grad:
                 owner = f"{boundary.local.name}@received"
                 self._give(boundary.local.name, owner, boundary.local.size_bytes)
-        for i in self.backward_order:
-            end = self.backward_ends.get(i)
+        self._begin_gathers(("anew", -1))
+        for i in self.facts.backward_order:
+            end = self.facts.backward_ends.get(i)
             self._begin(end)
             self._line_backward(i, self.program.body[i])
             self._finish(end)
+        self.gathering.wait(self._reduced)
         self.forget()
 
     def _line_backward(self, i: int, line: Line) -> None:
-        if i in self.again:
-            self._run_again(self.segments[i])
+        self._gather_anew(i)
+        if i in self.facts.again:
+            self._run_again(self.facts.segments[i])
         if isinstance(line, CallLine):
             self._call_backward(i, line)
         elif isinstance(line, MoveLine):
             self._move_backward(i, line)
-        elif isinstance(line, GatherLine):
-            self._gather_backward(line)
+        elif isinstance(line, GatherLine) and self.facts.runs[i][-1] == i:
+            self._reduce(i)
+        for name in self.facts.last_reads.get(i, ()):
+            self.ledger.drop(ACTIVATIONS, f"{name} anew")
 
     def _run_again(self, segment: Segment) -> None:
         """Run the segment's lines again; afterwards what autograd keeps of them is held."""
         variables: dict[str, str] = {}
         inputs = self.segment_kept.pop(segment.start)
         waiting = Counter(
-            self.owners[i].get(name, name)
-            for i in self.again[segment.last]
+            self.facts.owners[i].get(name, name)
+            for i in self.facts.again[segment.last]
             for name in reads(self.program.body[i])
         )
         for i in range(segment.start, segment.last + 1):
@@ -318,12 +278,15 @@ class MicrobatchMemory:
                 continue
             if i in segment.handed_on:
                 self._write(i, line, variables, again=True)
+            elif isinstance(line, GatherLine):
+                if i in segment.rerun_range and self.facts.runs[i][0] == i:
+                    self._gather(i, variables, again=True)
             elif i in segment.rerun_range:
                 self._write(i, line, variables, again=True)
                 self.ledger.mark(f"{_text(line)} again", self._forward_workspace(line))
             self._keep(i, line, again=True)
             if i in segment.rerun_range:
-                waiting.subtract(self.owners[i].get(name, name) for name in reads(line))
+                waiting.subtract(self.facts.owners[i].get(name, name) for name in reads(line))
                 ended = [owner for owner in inputs if waiting[owner] <= 0]
                 inputs = [owner for owner in inputs if waiting[owner] > 0]
                 for owner in ended:
@@ -343,7 +306,7 @@ class MicrobatchMemory:
     def _write_known(self, i: int, line: Line, variables: dict[str, str]) -> None:
         for out in outs(line):
             if out.name != UNUSED:
-                owner = self.owners[i][out.name]
+                owner = self.facts.owners[i][out.name]
                 self.storages.hold(owner)
                 if out.name in variables:
                     self.storages.release(variables[out.name])
@@ -353,6 +316,7 @@ class MicrobatchMemory:
         """Free everything of the microbatch but the gradients of parameters."""
         for kind in (ACTIVATIONS, GRADIENTS):
             self.ledger.clear(kind)
+        self.gathering.forget()
         self.storages.counts.clear()
         self.gradients.counts.clear()
         self.gradient_of.clear()
@@ -369,14 +333,11 @@ class MicrobatchMemory:
         taken = [
             self.gradient_of.pop(out.name) for out in line.outs if out.name in self.gradient_of
         ]
-        for gather in self.anew.get(i, ()):
-            self.ledger.add(ACTIVATIONS, f"again@{i}", gather.out.size_bytes)
-            self.ledger.mark(f"gathering {gather.parameter} again", self._gather_bytes(gather))
         made: list[tuple[str, str]] = []
-        for name, local in self.inputs[i].items():
+        for name, local in self.facts.inputs[i].items():
             if not local.has_grad:
                 continue
-            if name in line.workspace.passed and taken and name not in self.leaves:
+            if name in line.workspace.passed and taken and name not in self.facts.leaves:
                 self.gradients.hold(taken[0])
                 made.append((name, taken[0]))
             else:
@@ -386,7 +347,6 @@ class MicrobatchMemory:
                 made.append((name, owner))
         self.ledger.mark(f"backward of {_text(line)}", line.workspace.backward_bytes)
         self.ledger.drop(ACTIVATIONS, f"saved@{i}")
-        self.ledger.drop(ACTIVATIONS, f"again@{i}")
         for owner in self.kept.pop(i, ()):
             self.storages.release(owner)
         for owner in taken:
@@ -396,7 +356,7 @@ class MicrobatchMemory:
 
     def _move_backward(self, i: int, line: MoveLine) -> None:
         taken = self.gradient_of.pop(line.out.name)
-        local = self.inputs[i][line.source]
+        local = self.facts.inputs[i][line.source]
         if line.move.backward == "identity":
             self.gradients.hold(taken)
             owner = taken
@@ -404,25 +364,48 @@ class MicrobatchMemory:
             owner = f"{line.source}@{i}"
             self.gradients.make(owner, local.size_bytes)
             self.gradients.hold(owner)
-        needed = _primitive_bytes(line, line.move.backward, line.backward_bytes)
+        needed = primitive_bytes(line, line.move.backward, line.backward_bytes)
         self.ledger.mark(f"backward of {_text(line)}", needed)
         self.gradients.release(taken)
         self._arrive(line.source, owner)
 
-    def _gather_backward(self, line: GatherLine) -> None:
+    def _reduce(self, i: int) -> None:
+        """Begin to reduce the gradients of the run that ends at line `i`."""
+        lines = gathers_at(self.program, (k for k in self.facts.runs[i] if k in self.facts.reached))
+        self.gathering.reduce(
+            [line for line in reversed(lines) if line.out.name in self.gradient_of],
+            lambda line: self.gradients.release(self.gradient_of.pop(line.out.name)),
+            self._reduce_alone,
+            self._reduced,
+        )
+
+    def _reduce_alone(self, line: GatherLine) -> None:
         taken = self.gradient_of.pop(line.out.name)
         owner = f"{line.source}@gathered"
-        self.gradients.make(owner, self.leaves[line.source][2])
+        self.gradients.make(owner, self.facts.leaves[line.source][2])
         self.gradients.hold(owner)
-        needed = max(_primitive_bytes(m, m.move.backward, m.backward_bytes) for m in line.moves)
+        needed = max(primitive_bytes(m, m.move.backward, m.backward_bytes) for m in line.moves)
         self.ledger.mark(f"backward of {_text(line)}", needed)
         self.gradients.release(taken)
         self._arrive(line.source, owner)
+
+    def _reduced(self, call: Call) -> None:
+        """Keep the results of a reduction; those of a fused one are views, so they are copied."""
+        if len(call) > 1:
+            buffer_bytes = sum(self.facts.leaves[line.source][2] for line in call)
+            self.ledger.add(GRADIENTS, "reduced", buffer_bytes)
+        for line in call:
+            owner = f"{line.source}@gathered"
+            self.gradients.make(owner, self.facts.leaves[line.source][2] if len(call) == 1 else 0.0)
+            self.gradients.hold(owner)
+            self._arrive(line.source, owner)
+        self.ledger.mark("copying reduced gradients")
+        self.ledger.drop(GRADIENTS, "reduced")
 
     def _arrive(self, name: str, owner: str) -> None:
         """Keep the first gradient of `name`; add later ones to it."""
-        if name in self.leaves:
-            kind, kept_as, size_bytes = self.leaves[name]
+        if name in self.facts.leaves:
+            kind, kept_as, size_bytes = self.facts.leaves[name]
             is_same = self.ledger.held[GRADIENTS].get(owner) == size_bytes
             if is_same:  # the first one is kept as it is; one of another dtype is cast
                 self.gradients.release(owner)
@@ -445,18 +428,6 @@ class MicrobatchMemory:
             self.gradients.release(before)
             self.gradient_of[name] = total
         self.gradients.release(owner)
-
-
-def _primitive_bytes(line: MoveLine, kind: PrimitiveKind, size_bytes: int) -> float:
-    """Buffers of a primitive besides its result; cutting and joining rows needs no copy."""
-    rows = all(s.dim == 0 and s.outer == 1 for s in line.move.splits)
-    match kind:
-        case "all_gather" | "reduce_scatter":
-            return 0.0 if rows else float(size_bytes)
-        case "all_to_all":
-            return 2.0 * size_bytes
-        case _:
-            return 0.0
 
 
 def _text(line: Line) -> str:

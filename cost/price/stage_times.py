@@ -88,7 +88,8 @@ def _backward_s(program: StageProgram) -> float:
             times.append(_local_backward_s(line))
         elif isinstance(line, GatherLine):
             times += [_local_backward_s(move) for move in line.moves]
-        times += [_local_s(move) for gather in anew.get(i, ()) for move in gather.moves]
+        gathers = (gather for run in anew.get(i, ()) for gather in run)
+        times += [_local_s(move) for gather in gathers for move in gather.moves]
         times += [time_s for k in again.get(i, ()) for time_s in _line_s(program.body[k])]
         every += [(time_s, counts[i]) for time_s in times]
     return counted_sum(every)

@@ -21,6 +21,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from autopar.passes.analysis import reserved_names
+from autopar.passes.backward.apart import with_weight_gradients_last
 from autopar.passes.backward.kernels import KernelPrinter, call_of
 from autopar.passes.backward.names import Names
 from autopar.passes.backward.provision import finished
@@ -34,6 +35,7 @@ from autopar.program import (
     FreeLine,
     FunctionBackward,
     FunctionLine,
+    FusedReductions,
     GatherLine,
     GradientMove,
     JointLine,
@@ -45,7 +47,10 @@ from autopar.program import (
     Segment,
     StageProgram,
     Variable,
+    fused_gathers,
+    gathers_at,
     rerun,
+    runs_of,
     taken_parameters,
 )
 from autopar.runtime.lowered import LOWERED
@@ -53,19 +58,23 @@ from autopar.runtime.lowered import LOWERED
 _SWAPPED = {R: P, P: R}
 
 
-def differentiate(stage: StageProgram, device: str = "cpu") -> JointProgram:
+def differentiate(
+    stage: StageProgram, device: str = "cpu", weights_last: bool = False
+) -> JointProgram:
     """Forward and backward of a stage as lines.
 
     A program that does not train has no backward. `device` is the type of device that the kernels
-    are for: "cpu" or "cuda".
+    are for: "cpu" or "cuda". `weights_last` puts all gradients of weights into a function of their
+    own (`apart.py`).
     """
-    return _Walk(stage, device).run()
+    return _Walk(stage, device, weights_last).run()
 
 
 @dataclass
 class _Walk:
     stage: StageProgram
     device: str
+    weights_last: bool = False
     metas: dict[str, Meta] = field(default_factory=dict)
     locals: dict[str, Local] = field(default_factory=dict)
     # Variable -> its gradient so far; and metas of gradients.
@@ -82,6 +91,7 @@ class _Walk:
         made = {name for line in self.stage.body for name in _names_of(line)}
         taken = {*self.stage.arguments, *(p.shard.name for p in self.stage.parameters), *made}
         self.names = Names(taken | reserved_names(self.stage.axis_names))
+        self.runs = runs_of(self.stage)
 
     def run(self) -> JointProgram:
         stage = self.stage
@@ -106,8 +116,13 @@ class _Walk:
             for segment in reruns.get(k, ()):
                 backward += self._again(segment)
             backward += self.backward[k : k + 1]
-        taken = (*taken_parameters(stage), *(b.local.name for b in stage.received))
+        parameters = taken_parameters(stage)
+        taken = (*parameters, *(b.local.name for b in stage.received))
         gradients = tuple(self.gradients.get(name) for name in taken)
+        if self.weights_last:
+            made = {name for name in gradients[: len(parameters)] if name is not None}
+            received = {name for name in gradients[len(parameters) :] if name is not None}
+            backward = with_weight_gradients_last(backward, made, received)
         return finished(stage, self._ordered(), backward, cotangents, gradients)
 
     def _again(self, segment: Segment) -> list[JointLine]:
@@ -182,7 +197,8 @@ class _Walk:
             case MoveLine():
                 self._move(line)
             case GatherLine():
-                self._gather(line)
+                if self.runs[i][-1] == i:
+                    self._reduce([k for k in self.runs[i] if k in self.stage.differentiated])
             case CallLine():
                 given = [self.gradients.pop(out.name, None) for out in line.outs]
                 if any(name is not None for name in given):
@@ -203,31 +219,59 @@ class _Walk:
         meta = self.metas[line.source]._replace(dtype=self.gradient_metas[gradient].dtype)
         self._add(line.source, out.name, _contiguous(meta))
 
-    def _gather(self, line: GatherLine) -> None:
-        gradient = self.gradients.pop(line.out.name, None)
-        if gradient is None:
-            return
+    def _reduce(self, positions: Sequence[int]) -> None:
+        """Reduce the gradients of a run's parameters."""
+        lines = gathers_at(self.stage, reversed(positions))
+        lines = [line for line in lines if line.out.name in self.gradients]
+        for fused in fused_gathers(lines, backward=True):
+            given = [self._in_reduced_dtype(line) for line in fused]
+            if len(fused) == 1:
+                self._reduce_alone(fused[0], given[0])
+                continue
+            members = []
+            for line, gradient in zip(fused, given, strict=True):
+                out = self._reduced(line, self.locals[line.source], gradient)
+                members.append(GradientMove(out, gradient, line.moves[0]))
+            self.backward.append(FusedReductions(tuple(members)))
+            for line, member in zip(fused, members, strict=True):
+                self._add(line.source, member.out.name, self._reduced_meta(member))
+
+    def _in_reduced_dtype(self, line: GatherLine) -> str:
+        """The gradient of a gathered parameter, in the dtype in which it is reduced."""
+        gradient = self.gradients.pop(line.out.name)
         meta = self.gradient_metas[gradient]
         dtype = line.out.gradient_dtype or meta.dtype
-        if dtype != meta.dtype:
-            cast = Variable(self.names.new(f"{gradient}_reduced"), meta.shape, dtype)
-            self.backward.append(
-                KernelLine(
-                    (cast,), "aten._to_copy.default", (Ref(gradient),), {"dtype": dtype},
-                    line.parameter,
-                )
-            )  # fmt: skip
-            gradient, meta = cast.name, meta._replace(dtype=dtype)
+        if dtype == meta.dtype:
+            return gradient
+        cast = Variable(self.names.new(f"{gradient}_reduced"), meta.shape, dtype)
+        args, kwargs = (Ref(gradient),), {"dtype": dtype}
+        self.backward.append(
+            KernelLine((cast,), "aten._to_copy.default", args, kwargs, line.parameter)
+        )
+        self.gradient_metas[cast.name] = meta._replace(dtype=dtype)
+        return cast.name
+
+    def _reduce_alone(self, line: GatherLine, gradient: str) -> None:
         inputs = [self.locals[line.source], *(move.out for move in line.moves[:-1])]
+        meta = self.gradient_metas[gradient]
         for local, move in zip(reversed(inputs), reversed(line.moves), strict=True):
             if move.move.backward == "identity":
                 continue
-            name = self.names.new(f"grad_{line.source}")
-            out = Variable(name, local.shape, dtype, _of_gradient(local.spec))
-            self.backward.append(GradientMove(out, gradient, move))
-            gradient = name
-            meta = _contiguous(meta._replace(shape=local.shape))
+            out = self._reduced(line, local, gradient)
+            member = GradientMove(out, gradient, move)
+            self.backward.append(member)
+            gradient, meta = out.name, self._reduced_meta(member)
+            self.gradient_metas[gradient] = meta
         self._add(line.source, gradient, meta)
+
+    def _reduced(self, line: GatherLine, local: Local, gradient: str) -> Variable:
+        """A new variable for the gradient of `local`, one step on the way to storage."""
+        name, dtype = self.names.new(f"grad_{line.source}"), self.gradient_metas[gradient].dtype
+        return Variable(name, local.shape, dtype, _of_gradient(local.spec))
+
+    def _reduced_meta(self, member: GradientMove) -> Meta:
+        before = self.gradient_metas[member.source]
+        return _contiguous(before._replace(shape=member.out.shape))
 
     def _operator(self, i: int, line: CallLine, given: Sequence[str | None]) -> None:
         call, inputs = call_of(line, self.metas, self.device)

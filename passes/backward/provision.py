@@ -14,6 +14,12 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Sequence
 from dataclasses import replace
 
+from autopar.passes.backward.gathers import (
+    Runs,
+    runs_by_name,
+    with_gathers_ahead,
+    with_reductions_behind,
+)
 from autopar.passes.backward.overlap import with_overlap
 from autopar.program import (
     CallLine,
@@ -25,8 +31,10 @@ from autopar.program import (
     MoveLine,
     ReadyLine,
     StageProgram,
+    WaitLine,
     joint_reads,
     joint_writes,
+    kept_gathers,
     taken_parameters,
 )
 
@@ -40,14 +48,19 @@ def finished(
 ) -> JointProgram:
     """The program of these lines, with what they need; `gradients` are those of `taken`."""
     read = {name for name in gradients if name is not None}
-    needed = _with_handovers(_without_unread(backward, read), gradients)
+    needed = with_reductions_behind(_without_unread(backward, read))
+    needed = with_overlap(_with_handovers(needed, gradients))
     given = {name for name in cotangents if name is not None}
-    needed = with_overlap(needed)
-    complete = _with_gathers(forward, _with_sums_in_place(needed, given))
+    runs = runs_by_name(stage)
+    kept_whole = kept_gathers(stage)
+    anew = {name: run for name, run in runs.items() if name not in kept_whole}
+    complete = _with_gathers(forward, _with_sums_in_place(needed, given), anew)
+    complete = with_gathers_ahead(complete, runs)
     saved = _undefined(complete, given, _variables(stage, forward))
+    kept = {*stage.returned, *saved}
     return JointProgram(
         stage,
-        with_frees(_without_unread(forward, {*stage.returned, *saved}), {*stage.returned, *saved}),
+        with_frees(with_gathers_ahead(_without_unread(forward, kept), runs), kept),
         saved,
         cotangents,
         with_frees(complete, (), (*saved, *given)),
@@ -81,7 +94,9 @@ def _with_handovers(lines: Sequence[JointLine], gradients: Sequence[str | None])
 
 def _with_sums_in_place(lines: Sequence[JointLine], given: Collection[str]) -> list[JointLine]:
     """A sum of gradients takes the first one's memory if nobody reads that again, as autograd's."""
-    last_read = {name: i for i, line in enumerate(lines) for name in joint_reads(line)}
+    last_read = {
+        name: i for i, line in enumerate(lines) for name in (*joint_reads(line), *_under_way(line))
+    }
     owner = {name: name for name in given}  # of storages that backward has to itself
     readers: dict[str, int] = {}
     for line in lines:
@@ -102,6 +117,11 @@ def _with_sums_in_place(lines: Sequence[JointLine], given: Collection[str]) -> l
                 line = replace(line, target="aten.add_.Tensor")
         found.append(line)
     return found
+
+
+def _under_way(line: JointLine) -> tuple[str, ...]:
+    """What a communication reads until this line, its wait."""
+    return joint_reads(line.move) if isinstance(line, WaitLine) else ()
 
 
 def _variables(stage: StageProgram, forward: Sequence[JointLine]) -> Iterable[str]:
@@ -126,12 +146,18 @@ def _without_unread(lines: Sequence[JointLine], read: Collection[str]) -> list[J
     return found[::-1]
 
 
-def _with_gathers(forward: Sequence[JointLine], backward: Sequence[JointLine]) -> list[JointLine]:
-    """Backward with the gathers of parameters that it reads, and views of them."""
+def _with_gathers(
+    forward: Sequence[JointLine], backward: Sequence[JointLine], runs: Runs
+) -> list[JointLine]:
+    """Backward with the gathers of parameters that it reads, those in `runs`, and views of them.
+
+    What it needs of a run is gathered where it needs the first of it.
+    """
     sources: dict[str, JointLine] = {}
     for line in forward:
         if isinstance(line, GatherLine):
-            sources[line.out.name] = line
+            if line.out.name in runs:
+                sources[line.out.name] = line
         elif isinstance(line, CallLine):
             for out, shared in zip(line.outs, line.shares, strict=False):
                 if shared in sources:
@@ -142,12 +168,24 @@ def _with_gathers(forward: Sequence[JointLine], backward: Sequence[JointLine]) -
             and line.source in sources
         ):
             sources[line.out.name] = line
+    if not sources:
+        return list(backward)
+    needed = {name for line in backward for name in joint_reads(line)}
+    for name in reversed(sources):  # in order of definition, so views come after what they view
+        if name in needed:
+            needed.update(joint_reads(sources[name]))
+    needed.difference_update(name for line in backward for name in joint_writes(line))
     there: set[str] = set()
     found: list[JointLine] = []
 
     def provide(name: str) -> None:
         line = sources.get(name)
         if line is None or name in there:
+            return
+        if isinstance(line, GatherLine):
+            run = [g for g in runs[name] if g.out.name in needed or g is line]
+            found.extend(run)
+            there.update(g.out.name for g in run)
             return
         for read in joint_reads(line):
             provide(read)

@@ -22,7 +22,8 @@ def with_regathers(program: StageProgram) -> StageProgram:
     """`program` with the number of times that backward repeats each gather."""
     if not any(isinstance(line, GatherLine) for line in program.body):
         return program
-    counts = Counter(line.out.name for lines in regathered(program).values() for line in lines)
+    anew = (run for runs in regathered(program).values() for run in runs)
+    counts = Counter(line.out.name for run in anew for line in run)
     for positions in rerun(program).values():
         again = (program.body[i] for i in positions)
         counts.update(line.out.name for line in again if isinstance(line, GatherLine))

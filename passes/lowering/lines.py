@@ -30,6 +30,7 @@ from autopar.passes.analysis import (
 )
 from autopar.passes.lowering.frees import with_frees, with_regathers
 from autopar.passes.lowering.fusion import fuse_bias
+from autopar.passes.lowering.gathers import with_gathers_first, with_shared_prices
 from autopar.passes.lowering.line_costs import LineCosts
 from autopar.passes.lowering.segments import with_segments
 from autopar.passes.reshard import MoveStep, reshard_table, step_time_s
@@ -114,7 +115,7 @@ class _Lowering:
             self.sizes,
             parameters,
             tuple(self.delivered.values()),
-            tuple(fuse_bias(self.body, parameters, kept)),
+            tuple(with_gathers_first(fuse_bias(self.body, parameters, kept))),
             loss,
             outputs,
             self.strategy.n_microbatches,
@@ -130,7 +131,7 @@ class _Lowering:
             self._accumulation(),
         )
         again = with_segments(lowered, self.strategy.recomputed, self.program)
-        return with_regathers(with_frees(again))
+        return with_shared_prices(with_regathers(with_frees(again)), self.cost)
 
     def _accumulation(self) -> Accumulation | None:
         """The accumulation with inputs by placeholder, as a stage knows them."""

@@ -1,6 +1,7 @@
 """Decides how tensors change placement, and how stages exchange tensors.
 
-Read `moves.py` (one function per move), `p2p.py` (non-blocking messages),
+Read `moves.py` (one function per move), `fused.py` (one call for many tensors), `p2p.py`
+(non-blocking messages),
 `crossings.py` (tensors between stages), then `ties.py` (gradients of shared parameters).
 It imports `runtime/groups`, and may not import `lowered`, its neighbour.
 
@@ -8,6 +9,7 @@ Hands on the moves (`p_to_s`, ...), `Messenger` and `Crossings`.
 """
 
 from autopar.runtime.collectives.crossings import Crossings
+from autopar.runtime.collectives.fused import start_fused
 from autopar.runtime.collectives.moves import (
     apply_primitive,
     i_to_p,
@@ -49,4 +51,5 @@ __all__ = [
     "s_to_p",
     "s_to_r",
     "s_to_s",
+    "start_fused",
 ]

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from autopar.errors import VerificationError
 from autopar.placement import COLLECTIVES, TABLE, PrimitiveKind, Split
+from autopar.runtime.collectives.fused import start_fused
 from autopar.runtime.groups import Group, Pending
 
 
@@ -72,6 +73,22 @@ class MoveFunction:
         if kind in COLLECTIVES:
             return g.start(kind, x, splits)
         return Pending(apply_primitive(kind, x, g, splits).contiguous())
+
+    def together(
+        self, xs: list[Tensor], g: Group, dims: Sequence[int], outers: Sequence[int] | None = None
+    ) -> list[Tensor]:
+        """The move of many tensors of one dtype, as one collective; empties the list.
+
+        `dims` and `outers` (1 by default) are the splits of the tensors.
+        """
+        return self.start_together(xs, g, dims, outers).wait()
+
+    def start_together(
+        self, xs: list[Tensor], g: Group, dims: Sequence[int], outers: Sequence[int] | None = None
+    ) -> Pending[list[Tensor]]:
+        """Begin `together`. The tensors may be written before the wait if there are several."""
+        pairs = zip(dims, outers or [1] * len(dims), strict=True)
+        return start_fused(TABLE[self.name][0], g, xs, [(Split(*pair),) for pair in pairs])
 
 
 def _splits(

@@ -6,6 +6,7 @@ import random
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from typing import TypeVar
 
 import pytest
 import torch
@@ -19,6 +20,8 @@ from autopar.passes.backward import differentiate
 from autopar.passes.lowering.lines import lower
 from autopar.program.joint_program import (
     FunctionLine,
+    FusedGathers,
+    FusedReductions,
     GradientMove,
     JointLine,
     JointProgram,
@@ -30,7 +33,9 @@ from autopar.program.joint_program import (
     joint_writes,
     taken_parameters,
 )
+from autopar.program.rerun_lines import kept_gathers
 from autopar.program.stage_program import (
+    Boundary,
     CallLine,
     FreeLine,
     GatherLine,
@@ -41,6 +46,8 @@ from tests.helpers.harness import abstract_cost, free_problem, model_case, rando
 from tests.helpers.jobs import llama, machine, tokens
 from tests.helpers.models.dropout_models import dropped_gpt2
 from tests.helpers.models.recompute_models import recomputing
+
+M = TypeVar("M", bound=JointLine)
 
 
 def random_stages() -> Iterator[StageProgram]:
@@ -110,14 +117,34 @@ def test_plans(mode: Recompute | None) -> None:
         check(differentiate(stage))
 
 
+def members(lines: Sequence[JointLine], kind: type[M]) -> list[M]:
+    """The gathers, or reductions of gradients, of a function, whether fused or begun early."""
+    found: list[M] = []
+    for line in lines:
+        call = line.move if isinstance(line, StartLine) else line
+        each = call.members if isinstance(call, FusedGathers | FusedReductions) else (call,)
+        found += [one for one in each if isinstance(one, kind)]
+    return found
+
+
 def test_a_gathered_parameter_is_not_saved_and_gathered_once_again() -> None:
     for stage in planned_stages(None):
         joint = differentiate(stage)
-        gathered = {line.out.name for line in joint.forward if isinstance(line, GatherLine)}
-        assert gathered.isdisjoint(joint.saved)
-        again = Counter(line.out.name for line in joint.backward if isinstance(line, GatherLine))
+        gathered = {line.out.name for line in members(joint.forward, GatherLine)}
+        assert gathered & {*joint.saved} == kept_gathers(stage)
+        again = Counter(line.out.name for line in members(joint.backward, GatherLine))
         wanted = {x.out.name: x.regathers for x in stage.body if isinstance(x, GatherLine)}
         assert again == Counter(wanted)
+
+
+def test_the_last_block_stays_gathered_where_one_microbatch_is_in_flight() -> None:
+    """Backward begins with it."""
+    one, *_ = zero_3()
+    kept = kept_gathers(one.stage)
+    calls = [x for x in one.forward if members([x], GatherLine)]
+    assert kept and kept <= {x.out.name for x in members(calls[-1:], GatherLine)}
+    sent = Boundary(one.stage.local(one.stage.loss or ""), "loss", "loss")
+    assert kept_gathers(replace(one.stage, sent=(sent,))) == frozenset()
 
 
 def test_a_program_that_does_not_train_saves_nothing() -> None:
@@ -171,8 +198,7 @@ def test_reshards_of_gradients_are_those_of_the_table() -> None:
     """One for each differentiated move that has a backward, but for unread ones."""
     for stage in random_stages():
         joint = differentiate(stage)
-        moves_ = [x.move if isinstance(x, StartLine) else x for x in joint.backward]
-        found = Counter(x.move.value for x in moves_ if isinstance(x, GradientMove))
+        found = Counter(x.move.value for x in members(joint.backward, GradientMove))
         wanted: Counter[str] = Counter()
         for i in stage.differentiated:
             line = stage.body[i]
@@ -189,7 +215,7 @@ def test_reductions_run_beside_matmuls_of_weight_gradients() -> None:
     for stage in (*random_stages(), *planned_stages(None)):
         lines = differentiate(stage).backward
         for i, line in enumerate(lines):
-            if isinstance(line, StartLine):
+            if isinstance(line, StartLine) and is_of_activations(line):
                 n_begun += 1
                 waits = [
                     k
@@ -200,8 +226,68 @@ def test_reductions_run_beside_matmuls_of_weight_gradients() -> None:
                 between = lines[i + 1 : waits[0]]
                 assert all(isinstance(x, KernelLine | ReadyLine | FreeLine) for x in between)
                 assert any(isinstance(x, KernelLine) and "mm" in x.target for x in between)
-                assert line.move.source not in {n for x in between for n in joint_writes(x)}
+                assert joint_reads(line)[0] not in {n for x in between for n in joint_writes(x)}
     assert n_begun > 0
+
+
+def is_of_activations(line: StartLine) -> bool:
+    return isinstance(line.move, GradientMove) and line.move.phase == "backward"
+
+
+def zero_3() -> list[JointProgram]:
+    stages = [s for s in planned_stages(None) if any(isinstance(x, GatherLine) for x in s.body)]
+    assert stages
+    return [differentiate(stage) for stage in stages]
+
+
+def test_parameters_are_gathered_one_block_ahead() -> None:
+    """A call for a block, begun when the one before is there; only the first is waited for."""
+    for joint in zero_3():
+        for lines in (joint.forward, joint.backward):
+            calls = [x for x in lines if members([x], GatherLine)]
+            assert len(calls) >= 3
+            assert all(isinstance(x, StartLine) for x in calls[1:])
+            assert isinstance(calls[0], StartLine) or lines[0] is calls[0]
+            arrivals = [i for i, x in enumerate(lines) if is_arrival(x)]
+            begins = [i for i, x in enumerate(lines) if x in calls[1:]]
+            for here, begun, following in zip(arrivals, begins, arrivals[1:], strict=False):
+                assert here < begun < following
+                between = lines[here + 1 : begun]
+                assert all(isinstance(x, FreeLine | StartLine) for x in between)
+                assert any(isinstance(x, CallLine | KernelLine) for x in lines[begun:following])
+
+
+def is_arrival(line: JointLine) -> bool:
+    call = line.move if isinstance(line, WaitLine) else line
+    return isinstance(call, FusedGathers | GatherLine)
+
+
+def test_gradients_are_reduced_one_block_behind() -> None:
+    """A call for a block, waited for when the next one's begins, or at the end."""
+    for joint in zero_3():
+        lines = joint.backward
+        starts = [i for i, x in enumerate(lines) if members([x], GradientMove) and is_start(x)]
+        assert len(starts) >= 4
+        for i, following in zip(starts, [*starts[1:], len(lines)], strict=True):
+            (start, at) = lines[i], wait_of(lines, i)
+            assert isinstance(start, StartLine)
+            assert i < at < following
+            late = lines[at + 1 : following]
+            sums = [x for x in late if isinstance(x, KernelLine)]
+            assert not any(x.key for x in sums), "waited for in time"
+
+
+def is_start(line: JointLine) -> bool:
+    return isinstance(line, StartLine)
+
+
+def wait_of(lines: Sequence[JointLine], i: int) -> int:
+    start = lines[i]
+    assert isinstance(start, StartLine)
+    (at,) = (
+        k for k, x in enumerate(lines) if isinstance(x, WaitLine) and x.pending == start.pending
+    )
+    return at
 
 
 def test_lowered_operators_hand_on_what_their_backward_needs() -> None:

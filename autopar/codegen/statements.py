@@ -1,0 +1,249 @@
+"""Prints one line of a joint program as a statement, with its comment."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.codegen.words import (
+    assigned,
+    call_words,
+    commented,
+    inner_calls,
+    name_rows,
+    traffic,
+    tuple_text,
+    type_text,
+)
+from autopar.placement import Move, Split
+from autopar.program import (
+    UNUSED,
+    CallLine,
+    DetachLine,
+    FreeLine,
+    FunctionBackward,
+    FunctionLine,
+    FusedGathers,
+    FusedReductions,
+    GatherLine,
+    GradientMove,
+    JointLine,
+    KernelLine,
+    MoveLine,
+    ReadyLine,
+    StartLine,
+    WaitLine,
+)
+from autopar.units import format_bytes, format_seconds
+
+
+@dataclass(frozen=True)
+class Statements:
+    """The statements of lines; `taken` are the variables whose gradients backward hands over."""
+
+    axis_names: tuple[str, ...]
+    taken: tuple[str, ...]
+
+    def lines(self, line: JointLine, is_backward: bool) -> list[str]:
+        """The statement, as lines of a function's body."""
+        name, indent = phase_of(line), " " * 4
+        out: list[str] = []
+        if name not in ("", "backward" if is_backward else "forward"):
+            out, indent = [f'    with phase("{name}"):'], " " * 8
+        for text, comment in self._rows(line):
+            out.append(commented(f"{indent}{text}", comment) if comment else f"{indent}{text}")
+        return out
+
+    def _rows(self, line: JointLine) -> list[tuple[str, str]]:
+        """The rows of a statement, each with its comment."""
+        match line:
+            case FusedGathers() | FusedReductions():
+                (first, comment), *more = self._fused(line, "together")
+                return [*_names_of(line), (f") = {first}", comment), *more]
+            case StartLine(move=FusedGathers() | FusedReductions() as fused):
+                (first, comment), *more = self._fused(fused, "start_together")
+                return [(f"{line.pending} = {first}", comment), *more]
+            case WaitLine(move=FusedGathers() | FusedReductions() as fused):
+                return [*_names_of(fused), (f") = {line.pending}.wait()", "")]
+        return [self._text(line)]
+
+    def _fused(self, line: FusedGathers | FusedReductions, method: str) -> list[tuple[str, str]]:
+        """The call that several gathers, or reductions of gradients, share."""
+        (move, *_), own = moves_of(line), [_splits_of(member) for member in line.members]
+        words = [self._group(move), f"dims=[{', '.join(str(split.dim) for split in own)}]"]
+        if any(split.outer != 1 for split in own):
+            words.append(f"outers=[{', '.join(str(split.outer) for split in own)}]")
+        names = name_rows([member.source for member in line.members], 8)
+        return [
+            (f"{move.name}.{method}(", _fused_traffic(line)),
+            ("    [", ""),
+            *((row, "") for row in names),
+            ("    ],", ""),
+            (f"    {', '.join(words)},", ""),
+            (")", ""),
+        ]
+
+    def _text(self, line: JointLine) -> tuple[str, str]:
+        """A line, and its comment."""
+        match line:
+            case CallLine():
+                return self._call(line)
+            case KernelLine():
+                names = assigned([out.name for out in line.outs], line.target)
+                call = f"{operator_handle(line.target)}({call_words(line.args, line.kwargs)})"
+                named = (out for out in line.outs if out.name != UNUSED)
+                return f"{names} = {call}", ", ".join(
+                    dict.fromkeys(type_text(out) for out in named)
+                )
+            case FunctionLine():
+                text, comment = self._call(line.call)
+                names, _, call = text.partition(" = ")
+                _, _, words = call.partition("(")
+                many = f"({names})" if "," in names else names
+                return f"{many}, {line.kept} = {function_handle(line)}.forward({words}", comment
+            case FunctionBackward():
+                names = ", ".join(out.name for out in line.outs)
+                words = ", ".join(
+                    [
+                        line.kept,
+                        tuple_text(line.inputs),
+                        tuple_text(line.gradients),
+                        str(line.wanted),
+                    ]
+                )
+                comma = "," if len(line.outs) == 1 else ""
+                named = (out for out in line.outs if out.name != UNUSED)
+                types = ", ".join(dict.fromkeys(type_text(out) for out in named))
+                inner = inner_calls(line.call, "backward")
+                comment = f"{types}  {inner}" if inner else types
+                return f"{names}{comma} = {function_handle(line)}.backward({words})", comment
+            case MoveLine():
+                text = f"{line.out.name} = {self._move(line.move, line.source)}"
+                return text, f"{type_text(line.out)}  {traffic(line, 'forward')}"
+            case GradientMove():
+                text = f"{line.out.name} = {self._move(line.move.move.transposed, line.source)}"
+                return text, f"{type_text(line.out)}  {traffic(line.move, 'backward')}"
+            case DetachLine():
+                return f"{line.out.name} = {line.source}.detach()", type_text(line.out)
+            case GatherLine():
+                chain = line.source
+                for move in line.moves:
+                    chain = self._move(move.move, chain)
+                moved = " then ".join(traffic(m, "forward") for m in line.moves)
+                return f"{line.out.name} = {chain}", f"{type_text(line.out)}  {moved}"
+            case StartLine(move=GatherLine() as begun):
+                (move,) = begun.moves
+                text = self._move(move.move, begun.source, ".start")
+                return f"{line.pending} = {text}", traffic(move, "forward")
+            case StartLine(move=GradientMove() as moved):
+                text = self._move(moved.move.move.transposed, moved.source, ".start")
+                return f"{line.pending} = {text}", traffic(moved.move, "backward")
+            case WaitLine(move=GatherLine() | GradientMove() as begun):
+                return f"{begun.out.name} = {line.pending}.wait()", type_text(begun.out)
+            case ReadyLine():
+                given = f"{line.source}.clone()" if line.is_shared else line.source
+                return f"ready({line.position}, {given})", f"of {self.taken[line.position]}"
+            case FreeLine():
+                return f"del {', '.join(line.names)}", ""
+        raise AssertionError(f"{type(line).__name__} has rows of its own")
+
+    def _call(self, line: CallLine) -> tuple[str, str]:
+        names = assigned([out.name for out in line.outs], line.target)
+        function = line.lowered or operator_handle(line.target)
+        types = ", ".join(dict.fromkeys(type_text(out) for out in line.outs))
+        inner = inner_calls(line, "forward")
+        comment = f"{types}  {inner}" if inner else types
+        return f"{names} = {function}({call_words(line.args, line.kwargs)})", comment
+
+    def _move(self, move: Move, source: str, method: str = "") -> str:
+        group = self._group(move)
+        if len(move.splits) == 2:
+            (a, b) = move.splits
+            return (
+                f"{move.name}{method}({source}, {group}, source=({a.dim}, {a.outer}), "
+                f"target=({b.dim}, {b.outer}))"
+            )
+        words = [source, group]
+        for split in move.splits:
+            words.append(f"dim={split.dim}")
+            if split.outer != 1:
+                words.append(f"outer={split.outer}")
+        return f"{move.name}{method}({', '.join(words)})"
+
+    def _group(self, move: Move) -> str:
+        return "_".join(self.axis_names[a] for a in move.axes)
+
+
+def _names_of(line: FusedGathers | FusedReductions) -> list[tuple[str, str]]:
+    """The results of a fused call, as the left side of an assignment."""
+    named = ((f"    {member.out.name},", type_text(member.out)) for member in line.members)
+    return [("(", ""), *named]
+
+
+def _splits_of(member: GatherLine | GradientMove) -> Split:
+    (split,) = (
+        member.moves[0].move.splits if isinstance(member, GatherLine) else (member.move.move.splits)
+    )
+    return split
+
+
+def _fused_traffic(line: FusedGathers | FusedReductions) -> str:
+    """What a fused call moves; its members have their shares of its seconds."""
+    if isinstance(line, FusedGathers):
+        lines = [member.moves[0] for member in line.members]
+        kind, size_bytes = lines[0].move.forward, sum(x.forward_bytes for x in lines)
+        time_s = sum(x.forward_s for x in lines)
+    else:
+        lines = [member.move for member in line.members]
+        kind, size_bytes = lines[0].move.backward, sum(x.backward_bytes for x in lines)
+        time_s = sum(x.backward_s for x in lines)
+    return f"{kind} {format_bytes(size_bytes)} {format_seconds(time_s)}"
+
+
+def operator_handle(target: str) -> str:
+    """The global that holds an operator: `aten.add.Tensor` -> `aten_add_Tensor`."""
+    return target.removesuffix(".default").replace(".", "_")
+
+
+def function_handle(line: FunctionLine | FunctionBackward) -> str:
+    """The global that holds a function with its backward.
+
+    Taped calls of one operator differ in which arguments have a gradient.
+    """
+    if line.call.lowered:
+        return line.call.lowered
+    flags = line.differentiable if isinstance(line, FunctionLine) else line.wanted
+    return f"{operator_handle(line.call.target)}_taped_{''.join(str(int(flag)) for flag in flags)}"
+
+
+def phase_of(line: JointLine) -> str:
+    """The phase that a line's collectives belong to; empty for that of the function."""
+    match line:
+        case MoveLine(phase="forward"):
+            return ""
+        case MoveLine() | GradientMove():
+            return line.phase
+        case StartLine():
+            return phase_of(line.move)
+        case GatherLine() | FusedGathers():
+            return "param_gather"
+        case FusedReductions():
+            return "grad_sync"
+        case _:
+            return ""
+
+
+def moves_of(line: JointLine) -> list[Move]:
+    """The moves that a line calls."""
+    match line:
+        case MoveLine():
+            return [line.move]
+        case GatherLine():
+            return [move.move for move in line.moves]
+        case GradientMove():
+            return [line.move.move.transposed]
+        case FusedGathers() | FusedReductions():
+            return moves_of(line.members[0])
+        case StartLine():
+            return moves_of(line.move)
+        case _:
+            return []

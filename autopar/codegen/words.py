@@ -1,0 +1,120 @@
+"""Words of generated source: types, bytes and seconds in comments, arguments, wrapped lists."""
+
+from __future__ import annotations
+
+import math
+import textwrap
+from collections.abc import Sequence
+from pathlib import PurePath
+from typing import Any
+
+import torch
+
+from autopar.placement import COLLECTIVES, Spec
+from autopar.program import CallLine, Local, MoveLine, Variable
+from autopar.units import format_bytes, format_seconds
+
+COMMENT_COLUMN = 76
+LINE_LENGTH = 100
+_DTYPES = {
+    torch.float64: "f64", torch.float32: "f32", torch.bfloat16: "bf16", torch.float16: "f16",
+    torch.int64: "i64", torch.int32: "i32", torch.bool: "bool", torch.uint8: "u8",
+}  # fmt: skip
+
+
+def assigned(names: Sequence[str], target: str) -> str:
+    is_list = target in ("aten.split.Tensor", "aten.unbind.int") and len(names) == 1
+    return ", ".join(names) + ("," if is_list else "")
+
+
+def call_words(args: Sequence[Any], kwargs: Any) -> str:
+    return ", ".join(
+        [
+            *(value_text(a) for a in args),
+            *(f"{name}={value_text(value)}" for name, value in kwargs.items()),
+        ]
+    )
+
+
+def tuple_text(names: Sequence[str | None]) -> str:
+    return f"({', '.join(map(str, names))}{',' if len(names) == 1 else ''})"
+
+
+def name_rows(names: Sequence[str], n_spaces: int = 8) -> list[str]:
+    """Names, as many to a line as fit."""
+    indent = " " * n_spaces
+    return textwrap.wrap(
+        ", ".join(names) + ",", LINE_LENGTH, initial_indent=indent, subsequent_indent=indent,
+        break_long_words=False, break_on_hyphens=False,
+    )  # fmt: skip
+
+
+def wrapped(start: str, words: Sequence[str]) -> list[str]:
+    """`start` and the words on one line if they fit, else wrapped in brackets."""
+    whole = f"{start}{', '.join(words)}"
+    if len(whole) <= LINE_LENGTH:
+        return [whole]
+    return [f"{start}(", *(f"    {word}," for word in words), ")"]
+
+
+def inner_calls(line: CallLine, phase: str) -> str:
+    """Collectives inside a lowered operator in one phase: `3 all_reduces of 64 B`."""
+    sizes: dict[tuple[str, int], int] = {}
+    for call in line.inner:
+        if call.phase == phase:
+            sizes[call.kind, call.size_bytes] = sizes.get((call.kind, call.size_bytes), 0) + 1
+    return ", ".join(
+        f"{n} {kind}{'s' if n > 1 else ''} of {format_bytes(size_bytes)}"
+        for (kind, size_bytes), n in sizes.items()
+    )
+
+
+def value_text(value: Any) -> str:
+    if isinstance(value, float) and not math.isfinite(value):
+        return f'float("{value}")'
+    if isinstance(value, list):
+        return f"[{', '.join(map(value_text, value))}]"
+    return repr(value)
+
+
+def traffic(line: MoveLine, direction: str) -> str:
+    if direction == "forward":
+        kind, size_bytes, time_s = line.move.forward, line.forward_bytes, line.forward_s
+    else:
+        kind, size_bytes, time_s = line.move.backward, line.backward_bytes, line.backward_s
+    if kind not in COLLECTIVES:
+        return "-" if kind == "identity" else kind
+    return f"{kind} {format_bytes(size_bytes)} {format_seconds(time_s)}"
+
+
+def short_path(where: str) -> str:
+    """A source location without what differs between machines: the path inside the package."""
+    parts = PurePath(where).parts
+    for folder in ("site-packages", "dist-packages"):
+        if folder in parts:
+            return "/".join(parts[parts.index(folder) + 1 :])
+    return "/".join(parts[-2:])
+
+
+def saved_text(variable: Local | Variable | None) -> str:
+    """What a saved variable is; a lowered operator hands on a tuple."""
+    if variable is None:
+        return "for its backward"
+    return f"{type_text(variable)}  {format_bytes(variable.size_bytes)}"
+
+
+def type_text(variable: Local | Variable) -> str:
+    text = f"{dtype_text(variable)}{list(variable.shape)}"
+    return text if variable.spec is None else f"{text} {placements(variable.spec)}"
+
+
+def dtype_text(variable: Local | Variable) -> str:
+    return _DTYPES.get(variable.dtype, str(variable.dtype).removeprefix("torch."))
+
+
+def placements(spec: Spec) -> str:
+    return str(spec)
+
+
+def commented(code: str, comment: str) -> str:
+    return f"{code.ljust(COMMENT_COLUMN)}  # {comment}"

@@ -1,0 +1,58 @@
+"""Which gathers of ZeRO-3 run as one call, and which reductions of their gradients.
+
+Gathers that stand side by side in a body are a *run*: those of a block, because lowering puts them
+at its beginning (`passes/lowering/gathers.py`). The gathers of a run that are one all_gather each,
+over the same axes and in the same dtype, are fused into calls of at most `BUCKET_BYTES`; so are the
+reduce_scatters of their gradients. All others are calls of their own.
+
+    forward     a run is gathered at its place
+    backward    again where the first line needs one of it, all that backward needs of it
+                (`rerun_lines.py`); its gradients are reduced where the reversed lines pass it
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+
+import torch
+
+from autopar.program.bucketing import BUCKET_BYTES, buckets
+from autopar.program.stage_program import GatherLine, StageProgram
+
+_FUSED = ("all_gather", "reduce_scatter")
+
+
+def runs_of(program: StageProgram) -> dict[int, tuple[int, ...]]:
+    """Position of a gather -> the positions of its run."""
+    found: dict[int, tuple[int, ...]] = {}
+    run: list[int] = []
+    for i, line in enumerate((*program.body, None)):
+        if isinstance(line, GatherLine):
+            run.append(i)
+            continue
+        found |= dict.fromkeys(run, tuple(run))
+        run = []
+    return found
+
+
+def gathers_at(program: StageProgram, positions: Iterable[int]) -> list[GatherLine]:
+    """The gathers at some positions of the body."""
+    lines = (program.body[i] for i in positions)
+    return [line for line in lines if isinstance(line, GatherLine)]
+
+
+def fused_gathers(
+    lines: Sequence[GatherLine], backward: bool = False
+) -> list[tuple[GatherLine, ...]]:
+    """The gathers of one run, or the reductions of their gradients, by call and in order."""
+    keyed = []
+    for i, line in enumerate(lines):
+        move = line.moves[0]
+        kind = move.move.backward if backward else move.move.forward
+        is_fused = len(line.moves) == 1 and kind in _FUSED
+        size_bytes = move.backward_bytes if backward else move.forward_bytes
+        dtype: torch.dtype | None = line.out.dtype
+        if backward:
+            dtype = line.out.gradient_dtype or dtype
+        keyed.append([((kind, move.move.axes, dtype) if is_fused else i, size_bytes)])
+    return [tuple(lines[i] for i in b.members) for b in buckets(keyed, BUCKET_BYTES)]

@@ -1,0 +1,92 @@
+"""Puts the gathers of a block's parameters (ZeRO-3) side by side, at the block's beginning.
+
+There they run as few calls (`autopar/program/gathers.py`), of whose seconds each has its share, by
+bytes. A block is the module whose path ends
+with its first number (`transformer.h.3`, `model.layers.3`). Operators of other modules gather what
+they read themselves. A block that reads a parameter twice gathers twice, as two runs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import replace
+
+from autopar.cost.laws import CostModel
+from autopar.program import (
+    CallLine,
+    GatherLine,
+    Line,
+    MoveLine,
+    StageProgram,
+    fused_gathers,
+    gathers_at,
+    runs_of,
+)
+
+
+def block_of(key: str) -> str | None:
+    """`transformer.h.3.attn/matmul` -> `transformer.h.3`; None outside of numbered modules."""
+    words = key.rpartition("/")[0].split(".")
+    numbers = [n for n, word in enumerate(words) if word.isdigit()]
+    return ".".join(words[: numbers[0] + 1]) if numbers else None
+
+
+def with_gathers_first(body: Sequence[Line]) -> list[Line]:
+    """The lines, with the gathers of every block before its first line."""
+    if not any(isinstance(line, GatherLine) for line in body):
+        return list(body)
+    found: list[Line] = []
+    waiting: list[Line] = []
+    block, at, gathered = None, 0, set[str]()
+    for line in body:
+        waiting.append(line)
+        if not isinstance(line, CallLine):
+            continue
+        own = block_of(line.key)
+        gathers = [x for x in waiting if isinstance(x, GatherLine)]
+        place = len(found)
+        if own is not None:
+            names = {x.parameter for x in gathers}
+            if own != block or not names.isdisjoint(gathered):
+                block, at, gathered = own, len(found), set()
+            gathered |= names
+            place, at = at, at + len(gathers)
+        found[place:place] = gathers
+        found += [x for x in waiting if not isinstance(x, GatherLine)]
+        waiting = []
+    return found + waiting
+
+
+def with_shared_prices(program: StageProgram, cost: CostModel) -> StageProgram:
+    """`program` with the seconds of fused gathers, and of the reductions of their gradients."""
+    priced: dict[str, GatherLine] = {}
+    for run in dict.fromkeys(runs_of(program).values()):
+        lines = gathers_at(program, run)
+        priced |= {line.out.name: line for line in lines}
+        for is_backward in (False, True):
+            for fused in fused_gathers(lines[::-1] if is_backward else lines, is_backward):
+                if len(fused) > 1:
+                    members = [priced[line.out.name] for line in fused]
+                    priced |= {line.out.name: line for line in _shared(members, cost, is_backward)}
+    if not priced:
+        return program
+    body = (
+        priced[line.out.name] if isinstance(line, GatherLine) else line for line in program.body
+    )
+    return replace(program, body=tuple(body))
+
+
+def _shared(members: Sequence[GatherLine], cost: CostModel, is_backward: bool) -> list[GatherLine]:
+    moves: list[MoveLine] = [line.moves[0] for line in members]
+    first = moves[0].move
+    kind = first.backward if is_backward else first.forward
+    sizes = [move.backward_bytes if is_backward else move.forward_bytes for move in moves]
+    each_s = cost.primitive_time_s(kind, sum(sizes), first.axes) / max(sum(sizes), 1)
+    found = []
+    for line, move, size_bytes in zip(members, moves, sizes, strict=True):
+        time_s = each_s * size_bytes
+        shared = (
+            replace(move, backward_s=time_s) if is_backward else replace(move, forward_s=time_s)
+        )
+        found.append(replace(line, moves=(shared,)))
+    return found

@@ -1,0 +1,97 @@
+"""Weight gradients computed last, in a function of their own, have the same bits."""
+
+from __future__ import annotations
+
+from functools import partial
+
+import pytest
+import torch
+from torch import Tensor
+
+import autopar
+from autopar import Manual
+from autopar.passes.backward import differentiate
+from autopar.program.joint_program import (
+    FusedReductions,
+    JointProgram,
+    KernelLine,
+    ReadyLine,
+    WaitLine,
+    WeightGradients,
+)
+from tests.helpers import ranks
+from tests.helpers.jobs import llama, machine, tokens
+from tests.helpers.models.dropout_models import dropped_gpt2
+from tests.helpers.models.recompute_models import recomputing
+
+LAYOUTS = {
+    "alone": (Manual(), (1, 1)),
+    "tensor": (Manual(tp=2, sp=True), (1, 2)),
+    "data": (Manual(dp=2), (1, 2)),
+    "zero-3": (Manual(dp=2, zero=3), (1, 2)),
+    "stages": (Manual(pp=2, microbatch_size=2), (1, 2)),
+}
+MODELS = {"gpt2": dropped_gpt2, "llama": llama}
+
+
+def planned(model: str, layout: str) -> autopar.Plan:
+    torch.manual_seed(0)
+    manual, shape = LAYOUTS[layout]
+    return autopar.plan(MODELS[model](2), machine(shape), tokens(0), manual=manual)
+
+
+def results(plan: autopar.Plan) -> list[dict[str, Tensor]]:
+    """The loss and the gradients of every rank."""
+    assert plan.bound is not None
+    program, batch = plan.bound.analysis.program, tokens(0)
+
+    def work(rank: ranks.Rank) -> dict[str, Tensor]:
+        loss = rank.executor.step(rank.stored, ranks.named_inputs(program, batch), seed=3)
+        return {"loss": loss, **{n: ranks.gradient_of(p) for n, p in rank.stored.items()}}
+
+    parameters = {n: p.detach().float() for n, p in ranks.random_parameters(program, 0).items()}
+    return ranks.run_ranks(program, plan.bound.pipeline, parameters, work)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_all_bits_stay(model: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = planned(model, layout)
+    for mode in (None, "full"):
+        plan = plan if mode is None else recomputing(plan, "full")
+        found = results(plan)
+        with monkeypatch.context() as patch:
+            patch.setattr(ranks, "differentiate", partial(differentiate, weights_last=True))
+            parted = results(plan)
+        for a, b in zip(found, parted, strict=True):
+            assert a.keys() == b.keys()
+            assert [n for n in a if not torch.equal(a[n], b[n])] == []
+
+
+def parted(plan: autopar.Plan) -> list[JointProgram]:
+    assert plan.bound is not None
+    return [differentiate(stage, weights_last=True) for stage in plan.bound.pipeline.stages]
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_first_part_is_what_others_wait_for(layout: str) -> None:
+    """It hands over the gradients of received tensors; the second one those of all weights that
+    have a matmul, and their reductions."""
+    for joint in parted(planned("llama", layout)):
+        n_parameters = len(joint.taken) - len(joint.stage.received)
+        (at,) = (i for i, x in enumerate(joint.backward) if isinstance(x, WeightGradients))
+        first, second = joint.backward[:at], joint.backward[at + 1 :]
+        ready = [x.position for x in first if isinstance(x, ReadyLine)]
+        assert {p for p in ready if p >= n_parameters} == (
+            {n_parameters + k for k, b in enumerate(joint.stage.received) if b.local.has_grad}
+        )
+        later = [x.position for x in second if isinstance(x, ReadyLine)]
+        assert all(position < n_parameters for position in later)
+        matmuls = [x for x in second if isinstance(x, KernelLine) and ".mm." in x.target]
+        # Four in attention, three in the MLP; the head.
+        has_head = joint.stage.loss is not None
+        n_blocks = 2 if len(joint.stage.sent) + len(joint.stage.received) == 0 else 1
+        assert len(matmuls) == 7 * n_blocks + has_head
+        if layout == "zero-3":
+            calls = [x.move if isinstance(x, WaitLine) else x for x in joint.backward[:at]]
+            assert not any(isinstance(x, FusedReductions) for x in calls)
