@@ -8,8 +8,9 @@
     all others                               in their place                    in their place
 
 A block is what a module path names up to its first number (`block_of`). No compute runs before the
-first block's gathers, nor after the reductions of the last one: they are waited for. So is the last
-bucket of each kind, which ends with the first parameters. The rest is overlapped: it runs beside
+first block's gathers, nor after the reductions of the last one: they are waited for. So is the
+last bucket of each kind, which ends with the first parameters. No gather of backward is, where the
+block that it begins with stays gathered (`kept_gathers`). The rest is overlapped: it runs beside
 the compute of its part, and is exposed where it takes longer (`cost/simulate/times.py`):
 
     waited      first gathers + last reductions + last buckets + all others
@@ -36,6 +37,7 @@ from autopar.program import (
     RankCall,
     StageProgram,
     buckets,
+    kept_gathers,
     return_buckets,
     step_calls,
     sync_bucket_bytes,
@@ -73,8 +75,9 @@ def overlap_of(program: StageProgram) -> Overlap:
     _, step_waits, step_last = _returned(program, "step", calls.after)
     inside = calls.backward[: len(calls.backward) - n_micro]
     returned = calls.backward[len(inside) :]
+    gathers = [] if kept_gathers(program) else [c for c in inside if c.phase == "param_gather"]
     ends = [
-        *_first_block([c for c in inside if c.phase == "param_gather"]),
+        *_first_block(gathers),
         *_first_block([c for c in inside[::-1] if c.phase == "grad_sync"]),
         *(c for c in inside if c.phase not in ("param_gather", "grad_sync")),
     ]
@@ -101,8 +104,8 @@ class HiddenShares(NamedTuple):
 def hidden_shares(parameters: Sequence[tuple[str, int]]) -> HiddenShares:
     """The shares by bytes, of the (name, bytes) of trained parameters in order.
 
-    All wait for the last bucket; and with ZeRO-3 for two gathers, of the first block and in
-    backward of the last one, and for the reductions of the first: 2 first + last of 3 times all.
+    All wait for the last bucket; and with ZeRO-3 for the gathers and the reductions of the first
+    block, which are 2 of 3 times all.
     """
     total = sum(size_bytes for _, size_bytes in parameters)
     if not total:
@@ -114,8 +117,7 @@ def hidden_shares(parameters: Sequence[tuple[str, int]]) -> HiddenShares:
         block = block_of(name)
         of_blocks[block] = of_blocks.get(block, 0) + size_bytes
     each = list(of_blocks.values())
-    ends = min((2 * each[0] + each[-1]) / (3 * total), 1.0)
-    return HiddenShares(1 - last.size_bytes / total, 1 - ends)
+    return HiddenShares(1 - last.size_bytes / total, 1 - 2 * each[0] / (3 * total))
 
 
 def slowdown_of(cost: CostModel) -> float:

@@ -105,10 +105,10 @@ def test_the_last_bucket_and_the_ends_are_not_hidden() -> None:
     mib = 2**20
     parameters = [("wte", 40 * mib), *((f"h.{k}.w", 20 * mib) for k in range(8)), ("f", 4 * mib)]
     found = hidden_shares(parameters)
-    # wte fills a bucket alone. First block: wte, last block: f.
+    # wte fills a bucket alone, and is the first block.
     assert found.sync == pytest.approx(1 - 40 / 204)
-    assert found.blocks == pytest.approx(1 - (2 * 40 + 4) / (3 * 204))
-    assert hidden_shares([("w", 1000)]) == HiddenShares(0.0, 0.0)
+    assert found.blocks == pytest.approx(1 - 2 * 40 / (3 * 204))
+    assert hidden_shares([("w", 1200)]) == HiddenShares(0.0, 1 - 2 / 3)
     assert hidden_shares([]) == HiddenShares(0.0, 0.0)
 
 

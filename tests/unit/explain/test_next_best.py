@@ -289,7 +289,7 @@ def test_a_stage_speaks_for_itself() -> None:
         Net(), machine((1, 4)), {"x": torch.zeros(ROWS, WIDTH)}, stages=stages, microbatches=4
     )
     text = plan.explain("down.weight")
-    assert " a step of stage 1, " in text and "everything else of stage 1, without" in text
+    assert " a step of stage 1, " in text and "re-optimizing all else of stage 1, without" in text
     assert "%" not in text
 
 
