@@ -6,7 +6,7 @@ Python operator after the other: runs that were compiled, or that had fused kern
     run         id in `cost/published/published_runs.json`, which has source and software; or below
     measured    seconds of a step, as published
     predicted   the same of the plan, and by how much it is off
-    waits       share of the predicted step in communication, of which plans hide nothing
+    waits       share of the predicted step in communication that compute does not hide
     pointwise   share of compute that operators without matmuls take
     memory      predicted peak, and published, of a rank
 """

@@ -64,6 +64,18 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> PoolsTogethe
 
 
 @pytest.fixture
+def nothing_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The search sees no overlap: its objective is a sum, and an optimum is exact."""
+    from autopar.cost.price import HiddenShares
+    from autopar.passes.analysis import Analysis
+
+    # A property, because analyses keep what they computed.
+    monkeypatch.setattr(
+        Analysis, "hidden_shares", property(lambda analysis: HiddenShares(0.0, 0.0))
+    )
+
+
+@pytest.fixture
 def golden(request: pytest.FixtureRequest) -> Golden:
     """Fails with a unified diff if `text` is not the golden file; the update flag rewrites it."""
     update = bool(request.config.getoption("--update-golden"))

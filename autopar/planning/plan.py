@@ -20,7 +20,7 @@ from torch import nn
 
 from autopar.cost.hardware import Hardware, changed, profile_of, resolve, resolve_on
 from autopar.cost.laws import CostModel
-from autopar.cost.price import collectives_of, link_between, timeline_of
+from autopar.cost.price import collectives_of, hidden_of, link_between, timeline_of
 from autopar.cost.simulate import Timeline
 from autopar.errors import PlanError
 from autopar.mesh import Mesh
@@ -222,8 +222,9 @@ class Plan:
             bound.predicted,
         )  # fmt: skip
         return explain(
-            self.data, bound.pipeline, bound.predicted, collectives, name, weighed, taken
-        )
+            self.data, bound.pipeline, bound.predicted, collectives, name, weighed, taken,
+            hidden_of(bound.pipeline, bound.costs, self.simulate()) if name is None else (),
+        )  # fmt: skip
 
     def to_dot(self) -> str:
         """The plan as a Graphviz graph."""

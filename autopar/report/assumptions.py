@@ -1,6 +1,6 @@
 """What a prediction takes for granted, and which dtypes would pay, in lines of text.
 
-    assumed    the device's rates and what MFU counts; bytes of state; what overlaps
+    assumed    the device's rates and what MFU counts; bytes of state; what overlap costs
     host       where launching kernels takes longer than they do
     advice     other dtypes of matmuls, with an estimate of the gain
 
@@ -45,9 +45,17 @@ def _rates(hardware: Hardware, dtype: torch.dtype) -> str:
         name += " (TF32, if the device has it)"
     return (
         f"assumed: {hardware.profile_name}, {achieved:.3g} TFLOP/s of matmuls in {name} (MFU "
-        f"counts {peak:.3g}), {hardware.device.bytes_per_s / _TERA:.3g} TB/s; communication and "
-        "compute take turns"
+        f"counts {peak:.3g}), {hardware.device.bytes_per_s / _TERA:.3g} TB/s"
+        f"{_slowed(hardware)}"
     )
+
+
+def _slowed(hardware: Hardware) -> str:
+    """What communication beside compute costs."""
+    device = hardware.device
+    if not isinstance(device, ProfiledDevice):
+        return ""
+    return f"; compute takes {device.overlap_slowdown_fraction:.0%} longer beside communication"
 
 
 def _state(data: PlanData, pipeline: Pipeline) -> Iterator[str]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+from autopar.cost.price import HiddenKind
 from autopar.errors import OptionError
 from autopar.plans import Decision, PlanData, Predicted, StageRecord
 from autopar.program import (
@@ -44,11 +45,13 @@ def explain(
     name: str | None = None,
     decisions: Sequence[Decision] = (),
     assumed: str = "",
+    hidden: Sequence[HiddenKind] = (),
 ) -> str:
     """The text of the whole plan; with `name`, of one parameter, operator or module.
 
-    `decisions` are those about `name`. `assumed` is what the prediction takes for granted. Raises
-    `OptionError` for a name the plan does not have.
+    `decisions` are those about `name`. `assumed` is what the prediction takes for granted, and
+    `hidden` how much of its communication compute hides. Raises `OptionError` for a name the plan
+    does not have.
     """
     if name is not None:
         return _explain_one(data, pipeline, name, predicted.step_time_s, decisions)
@@ -66,7 +69,12 @@ def explain(
         _recomputed(pipeline),
         str(division(pipeline)) if pipeline.n_ranks > 1 else "",
         _communication(collectives, several),
-        "\n".join(filter(None, [_prediction(predicted, pipeline), optimality(data), assumed])),
+        "\n".join(
+            filter(
+                None,
+                [_prediction(predicted, pipeline), _hidden(hidden), optimality(data), assumed],
+            )
+        ),
         _alternatives(data),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -148,6 +156,15 @@ def _prediction(predicted: Predicted, pipeline: Pipeline) -> str:
     if predicted.mfu:
         words.append(f"MFU {predicted.mfu:.1%}")
     return ", ".join(words)
+
+
+def _hidden(kinds: Sequence[HiddenKind]) -> str:
+    """How much of each kind of communication runs beside compute, or beside other messages."""
+    words = [
+        f"{kind.hidden_s / kind.time_s:.0%} of {kind.name} ({format_seconds(kind.time_s)})"
+        for kind in kinds
+    ]
+    return f"hidden: {', '.join(words)}" if words else ""
 
 
 def _alternatives(data: PlanData) -> str:

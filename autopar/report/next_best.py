@@ -60,7 +60,7 @@ def _choice(decision: Decision, choice: Choice, step_time_s: float, where: str) 
 
 
 def _meaning(choice: Choice, where: str) -> str:
-    rest = "costs after re-optimizing everything else"
+    rest = "costs if all that can hide is hidden, after re-optimizing all else"
     if choice.rest == "kept":
         rest = "costs with everything else kept, as re-optimizing it needs too large tables"
     words = [f"{rest}{where if choice.rest == 'anew' else ''}, without a memory limit"]

@@ -1,17 +1,25 @@
 """What a step of a pipeline program costs: seconds, bytes, MFU.
 
-Read `stage_times.py` (seconds of each part of a step on one stage), then `prediction.py` (the
-schedule simulated with those times, and the peak memory of every stage).
+Read `overlap.py` (which collectives run beside compute), `stage_times.py` (seconds of each part of
+a step on one stage), `prediction.py` (the schedule simulated with those times, and the peak memory
+of every stage), then `hidden.py` (how much of each kind of communication is hidden).
 
 The room may import `laws`, `memory`, `simulate` and `hardware`, and what lies below `cost`; not
 `transformer`, its neighbour. It hands on `predict` and `timeline_of`.
 """
 
+from autopar.cost.price.hidden import HiddenKind, hidden_of
+from autopar.cost.price.overlap import HiddenShares, hidden_shares, slowdown_of
 from autopar.cost.price.prediction import collectives_of, link_between, predict, timeline_of
 
 __all__ = [
+    "HiddenKind",
+    "HiddenShares",
     "collectives_of",
+    "hidden_of",
+    "hidden_shares",
     "link_between",
     "predict",
+    "slowdown_of",
     "timeline_of",
 ]

@@ -4,22 +4,24 @@
     forward   the lines of the body                                       per microbatch
     backward  the differentiated lines, the recomputed lines, and the
               return of ZeRO-2 gradients                                  per microbatch
-    after     the return of the other gradients; then the optimizer       once
+    sync      the return of the other gradients, beside the last backward once
+    after     what of that return cannot start there; then the optimizer  once
 
-Each part has compute (operators, and the local parts of reshards) and collectives, which do not
-overlap. `CallLine.forward_s` is compute alone; the collectives inside a lowered operator are priced
-with all others, from `step_calls`. `MoveLine.forward_s` of a collective is left out of compute.
+Each part has compute (operators, and the local parts of reshards) and collectives. Which of them
+run beside compute, `overlap.py` says; all others wait. `CallLine.forward_s` is compute alone; the
+collectives inside a lowered operator are priced with all others, from `step_calls`.
+`MoveLine.forward_s` of a collective is left out of compute.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
 
 import torch
 
 from autopar.cost.laws import CostModel
 from autopar.cost.memory import optimizer_time_s
+from autopar.cost.price.overlap import Apart, calls_time_s, overlap_of, slowdown_of
 from autopar.cost.simulate import PartWork, StageTimes
 from autopar.placement import COLLECTIVES
 from autopar.program import (
@@ -27,36 +29,37 @@ from autopar.program import (
     GatherLine,
     Line,
     MoveLine,
-    RankCall,
     StageProgram,
     counted_sum,
     every_parameter,
     line_counts,
     regathered,
     rerun,
-    step_calls,
 )
 
 
 def stage_times(program: StageProgram, cost: CostModel, optimizer: str) -> StageTimes:
     """The times of one stage; all its ranks take the same time."""
-    calls = step_calls(program)
+    calls = overlap_of(program)
     converted_s, returned_s = _conversions_s(program)
-    forward_s = _forward_s(program)
     backward_s = _backward_s(program) + returned_s["micro"]
+    sync_s, last_s = calls_time_s(calls.step.overlapped, cost), calls_time_s(calls.last, cost)
     return StageTimes(
         n_ranks=cost.mesh.n_ranks,
         before=PartWork(converted_s, calls_time_s(calls.before, cost)),
-        forward=PartWork(forward_s, calls_time_s(calls.forward, cost)),
-        backward=PartWork(backward_s, calls_time_s(calls.backward, cost)),
-        after=PartWork(returned_s["step"], calls_time_s(calls.after, cost)),
+        forward=_work(_forward_s(program), calls.forward, cost),
+        backward=_work(backward_s, calls.backward, cost),
+        after=PartWork(returned_s["step"], calls_time_s(calls.step.waited, cost)),
         update_s=_update_s(program, cost, optimizer) if program.trains else 0.0,
+        sync_s=sync_s,
+        n_sync_buckets=sync_s / last_s if last_s else 1.0,
+        overlap_slowdown_fraction=slowdown_of(cost),
     )
 
 
-def calls_time_s(calls: Iterable[RankCall], cost: CostModel) -> float:
-    """Seconds of collectives that run one after the other."""
-    return math.fsum(cost.primitive_time_s(c.kind, c.size_bytes, c.axes) for c in calls)
+def _work(compute_s: float, calls: Apart, cost: CostModel) -> PartWork:
+    waited_s, overlapped_s = (calls_time_s(of, cost) for of in calls)
+    return PartWork(compute_s, waited_s, overlapped_s)
 
 
 def _forward_s(program: StageProgram) -> float:

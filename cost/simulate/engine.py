@@ -33,7 +33,7 @@ class OverlappedSync(NamedTuple):
     """
 
     sync_s: float
-    n_buckets: int
+    n_buckets: float
     overlapped_s: float
     slowdown_fraction: float
 

@@ -13,8 +13,9 @@ compute of h / (1 + f) seconds. With c of compute and o of overlapped collective
 Gradient sync may run beside the backward of the last microbatch. `sync_s` seconds are divided into
 n equal buckets, and bucket j may start once j / n of that backward is done. With an idle lane and a
 backward of T seconds, max(sync_s / n, sync_s - T (n - 1) / n) is left after the backward; with one
-bucket, all of it. The lane first finishes the overlapped collectives of that backward and the sync
-of the device's other stages. The part hidden in that backward slows it as above. The rest runs
+bucket, all of it. If buckets differ, the last one is left: n = sync_s / (seconds of the last one),
+which need not be whole. The lane first finishes the overlapped collectives of that backward and the
+sync of the device's other stages. The part hidden in that backward slows it as above. The rest runs
 beside the following steps (`Engine` in `engine.py`).
 """
 
@@ -94,7 +95,7 @@ class StageTimes:
     after: PartWork
     update_s: float
     sync_s: float = 0.0
-    n_sync_buckets: int = 1
+    n_sync_buckets: float = 1.0
     overlap_slowdown_fraction: float = 0.0
     static_bytes: float = 0.0
     kept_bytes: float = 0.0

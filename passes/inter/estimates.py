@@ -54,7 +54,7 @@ class Estimates:
             time_s = np.maximum(time_s + conversion_share * config.conversions(), 0.0)
         once_s = ratio * config.ranges("once")
         for at, seconds in self._solved.get((m, config), {}).items():
-            time_s[at], once_s[at] = seconds
+            time_s[at], once_s[at] = seconds.time_s, seconds.once_s
         return time_s, once_s
 
     def of(self, m: int, config: StageTable, first: int, last: int) -> StageSeconds:

@@ -8,8 +8,9 @@ The stages are not lowered. The simulator (`cost/simulate`) runs the schedule wi
     messages    between every pair of stages that share a value, forward and back, priced as in
                 `cost/price/prediction.py`: the slower end counts, and its slices are sent one by
                 one (`messages_between`)
-    once        all that a stage does once per step, after its last backward; then an all_reduce
-                gives the loss to all ranks
+    sync        gradients on their way back once per step, beside the last backward
+    once        all else that a stage does once per step, after its last backward; then an
+                all_reduce gives the loss to all ranks
 
 Two things are left out: that parameters are gathered at the start of a step and not at its end, and
 the gradients of tied parameters. On small pipelines with slow links, scores are within 1% of the
@@ -40,10 +41,13 @@ _STEADY = 8
 
 
 class StageSeconds(NamedTuple):
-    """Seconds of a stage: per microbatch, and once per step."""
+    """Seconds of a stage: per microbatch, and once per step; of gradient sync, which is not among
+    them, and in how many buckets."""
 
     time_s: float
     once_s: float
+    sync_s: float = 0.0
+    n_sync_buckets: float = 1.0
 
 
 class MessageSeconds(NamedTuple):
@@ -144,11 +148,16 @@ def step_s(
     boundaries: Sequence[StageBoundary],
     links: Sequence[Link],
     loss_bytes: int,
+    slowdown: float = 0.0,
 ) -> float:
-    """Seconds of a step of solved stages; the loss is all_reduced over the slowest of `links`."""
+    """Seconds of a step of solved stages; the loss is all_reduced over the slowest of `links`.
+
+    `slowdown` is that of compute beside gradient sync.
+    """
     group = flat_group(sum(end.view.n_ranks for end in boundaries), links[0])
     loss_s = collective_time_s("all_reduce", loss_bytes, group) if loss_bytes else 0.0
-    return score_s(schedule, n_microbatches, stages, messages_between(boundaries, links), loss_s)
+    messages = messages_between(boundaries, links)
+    return score_s(schedule, n_microbatches, stages, messages, loss_s, slowdown)
 
 
 def score_s(
@@ -157,13 +166,15 @@ def score_s(
     stages: Sequence[StageSeconds],
     messages: Sequence[MessageSeconds],
     loss_s: float = 0.0,
+    slowdown: float = 0.0,
 ) -> float:
     """Seconds of a step, simulated; `loss_s` is the time of the loss's all_reduce."""
     n_simulated = _STEADY * len(stages)
     if n_microbatches <= n_simulated:
-        return _simulated_s(schedule, n_microbatches, stages, messages, loss_s)
+        return _simulated_s(schedule, n_microbatches, stages, messages, loss_s, slowdown)
     long_s, short_s = (
-        _simulated_s(schedule, n, stages, messages, loss_s) for n in (n_simulated, n_simulated // 2)
+        _simulated_s(schedule, n, stages, messages, loss_s, slowdown)
+        for n in (n_simulated, n_simulated // 2)
     )
     each_s = (long_s - short_s) / (n_simulated - n_simulated // 2)
     return long_s + (n_microbatches - n_simulated) * each_s
@@ -175,6 +186,7 @@ def _simulated_s(
     stages: Sequence[StageSeconds],
     messages: Sequence[MessageSeconds],
     loss_s: float,
+    slowdown: float,
 ) -> float:
     between = tuple(
         Transfer(one.source, one.target, one.backward_s is not None) for one in messages
@@ -193,12 +205,15 @@ def _simulated_s(
         StageTimes(
             n_ranks=1,
             before=PartWork(),
-            forward=PartWork(time_s * _FORWARD),
-            backward=PartWork(time_s * (1 - _FORWARD)),
-            after=PartWork(once_s),
+            forward=PartWork(one.time_s * _FORWARD),
+            backward=PartWork(one.time_s * (1 - _FORWARD)),
+            after=PartWork(one.once_s),
             update_s=0.0,
+            sync_s=one.sync_s,
+            n_sync_buckets=one.n_sync_buckets,
+            overlap_slowdown_fraction=slowdown,
         )
-        for time_s, once_s in stages
+        for one in stages
     ]
     script = _script(schedule, len(stages), m, between)
     return simulate(script, times, message_s, loss_s=loss_s).step_time_s

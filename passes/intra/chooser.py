@@ -12,20 +12,33 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Protocol, TypeVar
+from typing import NamedTuple, Protocol, TypedDict, TypeVar
 
 from autopar.cost.laws import CostModel
 from autopar.errors import InfeasibleError
 from autopar.passes.analysis import Analysis, Folded, Recomputable, Side, is_searched, renamed
 from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.hiding import (
+    Found,
+    Hiding,
+    LeastExposed,
+    Parts,
+    Weights,
+    least_exposed,
+)
 from autopar.passes.intra.intra_op import ProblemBatch, ProblemFamilies
 from autopar.passes.intra.priced import Prices
 from autopar.passes.intra.problem import IntraOpProblem
-from autopar.passes.intra.repeated import Repeated, placed_once, repeated_problems
+from autopar.passes.intra.repeated import (
+    HidingProblem,
+    Repeated,
+    placed_once,
+    repeated_problems,
+)
 from autopar.passes.solvers.choice import Solver, WorkLimit, most_columns, solve
 from autopar.passes.solvers.eliminate import TooWide
-from autopar.passes.solvers.problem import Infeasible
-from autopar.passes.solvers.repeats import RepeatedSolver
+from autopar.passes.solvers.problem import Choice, Infeasible
+from autopar.passes.solvers.repeats import RepeatedChoice, RepeatedSolution, RepeatedSolver
 from autopar.placement import Spec
 from autopar.program import OperatorStrategy, Recomputed, Storage, Strategy
 from autopar.units import format_bytes
@@ -45,17 +58,32 @@ MODES_GAP_GOAL = 5e-2
 # Cached whole-program problems: enough for a recipe's stages on the submeshes of one node.
 MOST_KNOWN = 8
 C = TypeVar("C", contravariant=True)
+C_ = TypeVar("C_")
 # Several problems, the index of one of them, microbatches in flight.
 _Case = tuple[Repeated, int, int]
+
+
+class SyncSeconds(NamedTuple):
+    """Seconds of gradients on their way back once a step, in so many buckets. `paid_s` is what the
+    step takes longer for it."""
+
+    time_s: float = 0.0
+    paid_s: float = 0.0
+    n_buckets: float = 1.0
+
+
+NO_SYNC = SyncSeconds()
 
 
 @dataclass(frozen=True)
 class Chosen:
     """A solved stage. `read` makes the strategy.
 
-    objective_s    seconds of a step
+    objective_s    seconds of a step, in which compute hides communication (`hiding.py`)
     once_s         the part of them that is paid once, whatever the number of microbatches
-    gap            relative gap between the objective and its lower bound
+    sync           of what is paid once, gradients on their way back, hidden or not
+    gap            relative gap between the objective and its lower bound; `solver_gap` is that of
+                   the problem in which all is hidden
     size_bytes     memory per device, as the solver counts it
     n_variables    variables of the solved problem; `n_written_out` counts every copy of a block
     settled        False if a better choice may exist: the solver stopped at `limit_s`, or the gap
@@ -72,6 +100,8 @@ class Chosen:
     sent: Mapping[str, Spec]
     read: Callable[[], Strategy] = field(repr=False, compare=False)
     settled: bool = True
+    solver_gap: float = 0.0
+    sync: SyncSeconds = NO_SYNC
 
     @property
     def bound_s(self) -> float:
@@ -176,7 +206,7 @@ class Chooser:
             return choose(*whole, self.recomputable, self._written_out)
         is_coarse = is_searched(self.recomputable)
         enough = max(ask.gap_goal, MODES_GAP_GOAL if is_coarse else FOLDED_GAP_GOAL)
-        if by_copies.gap <= enough:
+        if by_copies.solver_gap <= enough:
             return by_copies
         if repeated.problems.unrolled_size(most_columns) > CLOSE_GAP.most_columns:
             return by_copies
@@ -214,24 +244,86 @@ class Chooser:
             return None
         if isinstance(solution, Infeasible):
             raise _infeasible(solution, budget_bytes, ask.cost)
-        choice, priced, runs_on = solution.choice, solver.problem, whole
+        priced, runs_on = solver.problem, whole
         if ask.runs_on is not None:
             other, place = self._case(ask, ask.runs_on)
             assert other is not None, "machines differ in their numbers alone"
             assert other.folded_problem.structure == whole.folded_problem.structure
             priced, runs_on = other.problems.of(place, ask.n_in_flight), other
+        hiding = HidingProblem(priced, runs_on.apart(place))
+
+        def solve(weights: Weights) -> Found[RepeatedChoice] | None:
+            again = RepeatedSolver(hiding.weighed(weights), whole.plan)
+            try:
+                found = again.solve(budget_bytes, time_limit_s, ask.gap_goal)
+            except TooWide:
+                return None
+            return None if isinstance(found, Infeasible) else _found(found)
+
+        best = _best(_found(solution), hiding.parts, solve, runs_on.folded_problem, ask)
+        choice = best.choice
+        once_s = replace(priced, only=runs_on.once_mask).evaluate(choice).cost_s
         return Chosen(
-            priced.evaluate(choice).cost_s,
-            replace(priced, only=runs_on.once_mask).evaluate(choice).cost_s,
-            solution.gap,
-            solution.totals.bytes,
-            whole.n_variables,
-            whole.n_written_out,
-            whole.boundaries(choice, "received"),
-            whole.boundaries(choice, "sent"),
-            lambda: _strategy(self.folded.whole, whole, choice, ask),
-            solution.settled,
+            **_seconds(
+                best, once_s, solution.gap, runs_on.folded_problem.hiding, self.folded.whole, ask
+            ),
+            size_bytes=best.size_bytes,
+            n_variables=whole.n_variables,
+            n_written_out=whole.n_written_out,
+            received=whole.boundaries(choice, "received"),
+            sent=whole.boundaries(choice, "sent"),
+            read=lambda: _strategy(self.folded.whole, whole, choice, ask),
+            settled=solution.settled,
         )
+
+
+def _found(solution: RepeatedSolution) -> Found[RepeatedChoice]:
+    totals = solution.totals
+    return Found(solution.choice, totals.cost_s * (1 - solution.gap), totals.bytes)
+
+
+def _best(
+    first: Found[C_],
+    parts_of: Callable[[C_], Parts],
+    solve: Callable[[Weights], Found[C_] | None],
+    problem: IntraOpProblem,
+    ask: PlacementRequest,
+) -> LeastExposed[C_]:
+    """The least step, from the first choice. A recipe keeps the one of its abstract machine."""
+    if ask.runs_on is not None:
+        return LeastExposed(first.choice, first.size_bytes, parts_of(first.choice), 0.0)
+    return least_exposed(first, parts_of, solve, problem.hiding, ask.n_microbatches)
+
+
+class _Seconds(TypedDict):
+    objective_s: float
+    once_s: float
+    gap: float
+    solver_gap: float
+    sync: SyncSeconds
+
+
+def _seconds(
+    best: LeastExposed[C_],
+    once_s: float,
+    solver_gap: float,
+    hiding: Hiding,
+    analysis: Analysis,
+    ask: PlacementRequest,
+) -> _Seconds:
+    """The numbers of a choice; `once_s` is what a step pays once if all is hidden."""
+    m = ask.n_microbatches
+    objective_s, sync_s = hiding.step_s(best.parts, m), best.parts.sync_s
+    exposed_s = hiding.exposed_sync_s(best.parts, m)
+    n_buckets = 1 / max(1 - analysis.own_hidden_shares.sync, 1e-6)
+    gap = 0.0 if best.bound_s >= objective_s * (1 - 1e-9) else 1 - best.bound_s / objective_s
+    return {
+        "objective_s": objective_s,
+        "once_s": once_s + exposed_s,
+        "gap": solver_gap if ask.runs_on is not None else gap,
+        "solver_gap": solver_gap,
+        "sync": SyncSeconds(sync_s, hiding.sync_price * sync_s + exposed_s, n_buckets),
+    }
 
 
 def choose(
@@ -264,20 +356,32 @@ def choose(
     )
     if isinstance(solution, Infeasible):
         raise _infeasible(solution, budget_bytes, ask.cost)
-    choice, priced = solution.choice, problem
+    priced = problem
     if ask.runs_on is not None:
         priced = built(ask.runs_on)
         assert priced.structure == problem.structure, "machines differ in their numbers alone"
+
+    def again(weights: Weights) -> Found[Choice] | None:
+        found = solve(
+            priced.weighed(weights), solver, time_limit_s, gap_goal=ask.gap_goal,
+            work_limit=CLOSE_GAP,
+        )  # fmt: skip
+        if isinstance(found, Infeasible):
+            return None
+        return Found(found.choice, found.bound_s, found.bytes)
+
+    first = Found(solution.choice, solution.bound_s, solution.bytes)
+    best = _best(first, priced.parts, again, priced, ask)
+    choice = best.choice
+    once_s = priced.once_problem.evaluate(choice).cost_s
     return Chosen(
-        priced.numbers.evaluate(choice).cost_s,
-        priced.once_problem.evaluate(choice).cost_s,
-        solution.gap,
-        solution.bytes,
-        problem.numbers.n_variables,
-        problem.numbers.n_variables,
-        problem.boundaries(choice, "received"),
-        problem.boundaries(choice, "sent"),
-        lambda: _strategy(analysis, problem, choice, ask),
+        **_seconds(best, once_s, solution.gap, priced.hiding, analysis, ask),
+        size_bytes=best.size_bytes,
+        n_variables=problem.numbers.n_variables,
+        n_written_out=problem.numbers.n_variables,
+        received=problem.boundaries(choice, "received"),
+        sent=problem.boundaries(choice, "sent"),
+        read=lambda: _strategy(analysis, problem, choice, ask),
     )
 
 

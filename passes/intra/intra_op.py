@@ -19,11 +19,13 @@ from numpy.typing import NDArray
 
 from autopar.cost.laws import CostModel
 from autopar.cost.memory import optimizer_time_s, static_bytes_per_param
+from autopar.cost.price import slowdown_of
 from autopar.errors import BatchError
 from autopar.passes.analysis import FIRST_COUNT, Analysis, Recomputable, is_searched, stored_dtype
 from autopar.passes.intra.candidates import CandidateMaker
 from autopar.passes.intra.cases import Case, Cases
 from autopar.passes.intra.constraints import AppliedConstraints, Constraints
+from autopar.passes.intra.hiding import Hiding
 from autopar.passes.intra.member_prices import operator_times_s
 from autopar.passes.intra.parameters import ParameterMaker
 from autopar.passes.intra.priced import Prices
@@ -156,7 +158,8 @@ def intra_op_problems(
     static = static_bytes_per_param(optimizer, dtype)
     # The optimizer updates many tensors in one launch, so a tensor pays for its elements alone.
     update = optimizer_time_s(1.0, optimizer, dtype, device, n_tensors=0) / dtype.itemsize
-    parameters = ParameterMaker(stacked, limits, static, update)
+    hiding = Hiding(analysis.hidden_shares, slowdown_of(every[0][0]))
+    parameters = ParameterMaker(stacked, limits, static, update, hiding)
     builder = ProblemBuilder(program, stacked, parameters, priced)
     builder.connect(candidates)
     if recomputable is not None:

@@ -20,6 +20,7 @@ from autopar.cost.laws import CostModel
 from autopar.cost.memory import StaticBytes
 from autopar.passes.intra.cases import Cases
 from autopar.passes.intra.constraints import AppliedConstraints
+from autopar.passes.intra.hiding import Hidable, HidableCosts, Hiding
 from autopar.passes.reshard import ReshardTables, Ties, primitive_lines
 from autopar.passes.solvers.problem import compiled
 from autopar.placement import (
@@ -52,6 +53,7 @@ class ParameterMaker:
     limits: AppliedConstraints
     static: StaticBytes
     update_s_per_byte: float
+    hiding: Hiding
 
     @cached_property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
@@ -141,8 +143,9 @@ class ParameterMaker:
 
     def conversions(
         self, tables: ReshardTables, storages: Sequence[Storage], uses: Sequence[Spec], n_uses: int
-    ) -> tuple[Array, Ties, Array]:
+    ) -> tuple[Array, Ties, Array, HidableCosts]:
         """(seconds per step, tie, bytes) of converting storages to uses: [cases, storages, uses].
+        Last, what of the seconds compute may hide; the seconds are as if all of it were hidden.
 
         Seconds are infinite if the constraints forbid the conversion. ZeRO-3 gathers at each of
         `n_uses` uses, forward and backward; the other periods convert once per distinct use.
@@ -159,12 +162,20 @@ class ParameterMaker:
             fit = self.limits.fits_recipe
             of = {spec: [fit(spec, use) for use in uses] for spec in {s.spec for s in storages}}
             fits[:] = [of[s.spec] for s in storages]
-        return conversion_costs(
-            paths, self.cases.mesh_of, self.cases.n_microbatches,
-            np.array([distinct[row] for row in rows]),
-            np.array([PERIODS.index(s.period) for s in storages]), allowed & fits, n_uses,
-            self._local_bytes(tables.tensors[0], uses), *_kept_per_byte(tables.tensors[0]),
+        at = np.array([distinct[row] for row in rows])
+        periods = np.array([PERIODS.index(s.period) for s in storages])
+        time_s, tie, size_bytes = conversion_costs(
+            paths, self.cases.mesh_of, self.cases.n_microbatches, at, periods, allowed & fits,
+            n_uses, self._local_bytes(tables.tensors[0], uses),
+            *_kept_per_byte(tables.tensors[0]), self.hiding.sync_price, self.hiding.blocks_price,
         )  # fmt: skip
+
+        def hidable(case: int) -> Hidable:
+            return hidable_costs(
+                paths[self.cases.mesh_of[case], at], self.cases.counts[case], periods, n_uses
+            )
+
+        return time_s, tie, size_bytes, hidable
 
     def _periods_allowed(self, storages: Sequence[Storage], gathers: bool) -> NDArray[np.bool_]:
         """[storages, 1]: may a parameter be converted with the storage's period?"""
@@ -217,12 +228,14 @@ def _kept_per_byte(tensor: TensorType) -> tuple[float, float]:
 def conversion_costs(
     sums: Array, mesh_of: Indices, n_microbatches: Array, rows: Indices, periods: Indices,
     allowed: NDArray[np.bool_], n_uses: int, use_bytes: Array, cast: float, gradient: float,
+    sync_price: float, blocks_price: float,
 ) -> tuple[Array, Ties, Array]:  # fmt: skip
     """`ParameterMaker.conversions`, from sums over paths (`path_costs`): [cases, storages, uses].
 
     `rows` [storages] are places in the sums, `periods` [storages] are indices of `PERIODS`,
     `allowed` [2, storages, uses] is without and with a gather, and `use_bytes` is [cases, uses].
-    `cast` is 1 if the parameter is cast for use, `gradient` the bytes of its gradient per byte.
+    `cast` is 1 if the parameter is cast for use, `gradient` the bytes of its gradient per byte. A
+    hidden second costs `sync_price` once a step, else `blocks_price` (`hiding.py`).
     """
     shape = (len(mesh_of), len(rows), sums.shape[2])
     time_s, size_bytes = np.empty(shape), np.empty(shape)
@@ -232,16 +245,20 @@ def conversion_costs(
         for i in range(shape[1]):
             for j in range(shape[2]):
                 of = sums[mesh_of[case], rows[i], j]
-                forward_s, backward_s, bucketed_s, calls, moves, copies, gathers, exists = of
+                forward_s, backward_s, gathered_s, returned_s = of[0], of[1], of[2], of[3]
+                calls, moves, copies, gathers, exists = of[4], of[5], of[6], of[7], of[8]
                 calls += 1e-3 * moves
                 copied = 1.0 if copies > 0 else cast
                 moved = gradient if moves > 0 else 0.0
                 if periods[i] == 0:
-                    seconds, times, n_kept = bucketed_s, 0.01, copied + moved
+                    seconds = gathered_s + sync_price * returned_s
+                    times, n_kept = 0.01, copied + moved
                 elif periods[i] == 1:
-                    seconds, times, n_kept = forward_s + m * backward_s, m, copied
+                    seconds = forward_s + m * blocks_price * backward_s
+                    times, n_kept = m, copied
                 else:
-                    seconds, times, n_kept = m * n_uses * (2 * forward_s + backward_s), m, 0.0
+                    seconds = m * n_uses * blocks_price * (2 * forward_s + backward_s)
+                    times, n_kept = m, 0.0
                 may = exists > 0 and allowed[int(gathers > 0), i, j]
                 time_s[case, i, j] = seconds if may else np.inf
                 tie[case, i, j] = calls * times
@@ -249,14 +266,26 @@ def conversion_costs(
     return time_s, tie, size_bytes
 
 
+def hidable_costs(paths: Array, n_microbatches: int, periods: Indices, n_uses: int) -> Hidable:
+    """What compute may hide in one case, from its sums over paths [storages, uses, 9]: gradients
+    returned once a step; gradients returned per microbatch, and all of ZeRO-3's collectives."""
+    forward_s, backward_s, returned_s = paths[..., 0], paths[..., 1], paths[..., 3]
+    period = periods[:, None]
+    often_s = np.where(period == 1, backward_s, n_uses * (2 * forward_s + backward_s))
+    return Hidable(
+        np.where(period == 0, returned_s, 0.0),
+        np.where(period == 0, 0.0, n_microbatches * often_s),
+    )
+
+
 def path_costs(
     tables: ReshardTables, costs: tuple[CostModel, ...], sources: Sequence[int],
     targets: Sequence[int],
 ) -> Array:  # fmt: skip
-    """Sums over the cheapest paths of a parameter's type: [meshes, sources, targets, 8].
+    """Sums over the cheapest paths of a parameter's type: [meshes, sources, targets, 9].
 
-    The 8 are seconds forward, backward and bucketed, then collectives, moves, copies, gathers; the
-    last is 1 if there is a path.
+    The 9 are seconds forward and backward, the same in buckets, then collectives, moves, copies,
+    gathers; the last is 1 if there is a path.
     """
     graph, size_bytes, gradient_bytes = tables.graph, tables.size_bytes, tables.gradient_bytes
     calls, kinds = graph.calls, np.array([p.kind for p in graph.primitives])
@@ -277,7 +306,8 @@ def path_costs(
         [
             seconds[:, forward],
             back_s[:, backward],
-            bucketed[:, forward] + bucketed_back_s[:, backward],
+            bucketed[:, forward],
+            bucketed_back_s[:, backward],
             *(np.broadcast_to(value, (n_meshes, n_moves)) for value in on_all),
         ],
         axis=1,

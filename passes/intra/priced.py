@@ -8,8 +8,9 @@ of parameters, each keyed by what decides it.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -18,6 +19,7 @@ from autopar.identity import Same
 from autopar.passes.intra.candidates import ChoiceTable
 from autopar.passes.intra.cases import Cases
 from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.hiding import Hidable, HidableCosts
 from autopar.passes.intra.parameters import ParameterMaker, Storages
 from autopar.passes.reshard import (
     ReshardTables,
@@ -144,7 +146,8 @@ class Priced:
         key = (tables, Same(storages), Same(uses.distinct), n_uses)
         if key not in self._conversions:
             found = maker.conversions(tables, storages, uses.distinct, n_uses)
-            self._conversions[key] = ConversionCosts(*found, storages, (uses,))
+            arrays, hidable = found[:3], found[3]
+            self._conversions[key] = ConversionCosts(*arrays, storages, (uses,), hidable)
         return self._conversions[key]
 
     def shared_conversions(
@@ -158,20 +161,26 @@ class Priced:
         key = (tables, Same(storages), uses, n_uses)
         if key not in self._conversions:
             alike = all_alike(uses)
-            together = self.conversions(maker, tables, storages, uses[0], sum(n_uses)).arrays
+            together = self.conversions(maker, tables, storages, uses[0], sum(n_uses))
             apart = [
-                self.conversions(maker, tables, storages, column, n).arrays
+                self.conversions(maker, tables, storages, column, n)
                 for column, n in zip(uses, n_uses, strict=True)
             ]
-            cost_s, tie, size_bytes = (
-                np.where(
-                    alike,
-                    shared[..., uses[0].code],
-                    sum(array[..., c.code] for array, c in zip(each, uses, strict=True)),
-                )
-                for shared, *each in zip(together, *apart, strict=True)
+
+            def joined(shared: NDArray[Any], each: Sequence[NDArray[Any]]) -> NDArray[Any]:
+                total = sum(array[..., c.code] for array, c in zip(each, uses, strict=True))
+                return np.where(alike, shared[..., uses[0].code], total)
+
+            def hidable(case: int) -> Hidable:
+                each = [of.hidable(case) for of in apart]
+                one = together.hidable(case)
+                return Hidable(*(joined(a, b) for a, *b in zip(one, *each, strict=True)))
+
+            arrays = zip(together.arrays, *(of.arrays for of in apart), strict=True)
+            cost_s, tie, size_bytes = (joined(shared, each) for shared, *each in arrays)
+            self._conversions[key] = ConversionCosts(
+                cost_s, tie, size_bytes, storages, uses, hidable
             )
-            self._conversions[key] = ConversionCosts(cost_s, tie, size_bytes, storages, uses)
         return self._conversions[key]
 
 
@@ -187,13 +196,15 @@ class Reshards:
 
 @dataclass(frozen=True, eq=False)
 class ConversionCosts:
-    """Costs of conversions: [cases, `storages`, specs or choices of `uses`]."""
+    """Costs of conversions: [cases, `storages`, specs or choices of `uses`]. `hidable` has what of
+    the seconds compute may hide, in one case."""
 
     cost_s: Array
     tie: Ties
     size_bytes: Array
     storages: tuple[Storage, ...]
     uses: tuple[SpecColumn, ...]
+    hidable: HidableCosts
 
     @property
     def arrays(self) -> tuple[Array, Ties, Array]:

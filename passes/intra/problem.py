@@ -19,6 +19,7 @@ together (`IntraOpProblems`), and every array of numbers starts with an axis of 
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -31,6 +32,7 @@ from autopar.options import Recompute
 from autopar.passes.analysis import Side, boundary_specs
 from autopar.passes.intra.candidates import GroupCandidates
 from autopar.passes.intra.cases import Cases
+from autopar.passes.intra.hiding import NOTHING_HIDDEN, HidableCosts, Hiding, Parts, Weights
 from autopar.passes.intra.parameters import ParameterMaker
 from autopar.passes.intra.priced import Priced
 from autopar.passes.reshard import ReshardTables, SpecColumn
@@ -103,7 +105,11 @@ class RangeMode:
 
 @dataclass(frozen=True)
 class IntraOpProblem:
-    """A choice problem, and what the choices of its variables mean."""
+    """A choice problem, and what the choices of its variables mean.
+
+    `hidable` maps the variable of a parameter to what compute may hide of its conversions. `case`
+    is the problem's place among those built with it, and `counts` are their microbatches.
+    """
 
     numbers: ChoiceProblem
     candidates: tuple[GroupCandidates, ...]
@@ -112,6 +118,10 @@ class IntraOpProblem:
     boundary_variables: Mapping[tuple[Side, str], int] = field(default_factory=dict)
     boundary_choices: Mapping[tuple[Side, str], SpecColumn] = field(default_factory=dict)
     modes: tuple[RangeMode, ...] = ()
+    hiding: Hiding = NOTHING_HIDDEN
+    counts: tuple[int, ...] = (1,)
+    hidable: Mapping[int, HidableCosts] = field(default_factory=dict)
+    case: int = 0
 
     def under(self, budget_bytes: float | None, n_in_flight: int = 1) -> IntraOpProblem:
         """The problem with a budget, and activations of `n_in_flight` microbatches live at once."""
@@ -146,6 +156,58 @@ class IntraOpProblem:
             edges.append(replace(edge, cost_s=cost_s))
         zeros = (np.zeros_like(of_group) for of_group in numbers.cost_s[:n])
         return replace(numbers, cost_s=(*zeros, *numbers.cost_s[n:]), edges=tuple(edges))
+
+    @cached_property
+    def runs_again(self) -> frozenset[int]:
+        """The variables that choose what runs again; their costs and those of their edges are
+        compute."""
+        return frozenset(of.variable for of in self.modes if of.variable is not None)
+
+    @property
+    def computes(self) -> tuple[int, ...]:
+        """The variables whose own costs are compute."""
+        return (*range(len(self.candidates)), *sorted(self.runs_again))
+
+    @cached_property
+    def _hidden_apart(self) -> tuple[ChoiceProblem, ChoiceProblem]:
+        """Two problems with only what compute may hide: once a step, and all other."""
+        numbers = self.numbers
+        zeros = tuple(np.zeros_like(of) for of in numbers.cost_s)
+        edges: tuple[list[Edge], list[Edge]] = ([], [])
+        for edge in numbers.edges:
+            of = self.hidable.get(edge.u)
+            for k in (0, 1):
+                cost_s = np.zeros_like(edge.cost_s) if of is None else of(self.case)[k]
+                edges[k].append(replace(edge, cost_s=cost_s))
+        return (
+            replace(numbers, cost_s=zeros, edges=tuple(edges[0])),
+            replace(numbers, cost_s=zeros, edges=tuple(edges[1])),
+        )
+
+    def parts(self, choice: Sequence[int]) -> Parts:
+        """A choice's seconds, apart for `Hiding`."""
+        numbers, again = self.numbers, self.runs_again
+        own_s = (float(numbers.cost_s[v][choice[v]]) for v in self.computes)
+        edges_s = (float(e.cost_s[e.at(choice)]) for e in numbers.edges if e.is_of(again))
+        sync_s, blocks_s = (of.evaluate(choice).cost_s for of in self._hidden_apart)
+        compute_s = math.fsum((*own_s, *edges_s))
+        return Parts(numbers.evaluate(choice).cost_s, compute_s, sync_s, blocks_s)
+
+    def weighed(self, weights: Weights) -> ChoiceProblem:
+        """The problem in which exposed communication has a price."""
+        numbers, again, factor = self.numbers, self.runs_again, 1 + weights.compute
+        edges = []
+        for e, sync, blocks in zip(
+            numbers.edges, *(p.edges for p in self._hidden_apart), strict=True
+        ):
+            cost_s = e.cost_s * factor if e.is_of(again) else e.cost_s
+            cost_s = cost_s + weights.sync * sync.cost_s + weights.blocks * blocks.cost_s
+            edges.append(replace(e, cost_s=np.maximum(cost_s, 0.0)))
+        own = list(numbers.cost_s)
+        for v in self.computes:
+            own[v] = own[v] * factor
+        cost_s = own
+        return replace(numbers, cost_s=tuple(cost_s), edges=tuple(edges))
 
     def boundaries(self, choice: Sequence[int], side: Side) -> dict[str, Spec]:
         """Value -> its spec, for the values that cross on one side."""
@@ -189,7 +251,7 @@ class IntraOpProblems:
 
     def of(self, case: int) -> IntraOpProblem:
         """The problem of one case."""
-        return replace(self.first, numbers=self.numbers.of(case))
+        return replace(self.first, numbers=self.numbers.of(case), case=case)
 
 
 @dataclass
@@ -207,6 +269,7 @@ class ProblemBuilder:
     boundary_variables: dict[tuple[Side, str], int] = field(default_factory=dict)
     reshards: list[ReshardEdge] = field(default_factory=list)
     modes: list[RangeMode] = field(default_factory=list)
+    hidable: dict[int, HidableCosts] = field(default_factory=dict)
 
     def connect(self, candidates: Sequence[GroupCandidates]) -> None:
         """Make all variables and edges."""
@@ -248,7 +311,8 @@ class ProblemBuilder:
         }
         first = IntraOpProblem(
             numbers.of(0), tuple(candidates), dict(self.storages), dict(self.parameter_variables),
-            dict(self.boundary_variables), crossing, tuple(self.modes),
+            dict(self.boundary_variables), crossing, tuple(self.modes), self.maker.hiding,
+            self.cases.counts, dict(self.hidable),
         )  # fmt: skip
         return IntraOpProblems(numbers, first, self.tables)
 
@@ -419,8 +483,9 @@ class ProblemBuilder:
         """Add the edge from storage to use(s); every distinct use is converted once."""
         known = self.maker, self.tables(name), self.storages[name]
         if len(uses) == 1:
-            arrays = self.priced.conversions(*known, uses[0], n_uses[0]).arrays
-            self.edges.append(Edge(index, target, *arrays, None, uses[0].code))
+            found = self.priced.conversions(*known, uses[0], n_uses[0])
+            self.edges.append(Edge(index, target, *found.arrays, None, uses[0].code))
         else:
-            arrays = self.priced.shared_conversions(*known, uses, n_uses).arrays
-            self.edges.append(Edge(index, target, *arrays))
+            found = self.priced.shared_conversions(*known, uses, n_uses)
+            self.edges.append(Edge(index, target, *found.arrays))
+        self.hidable[index] = found.hidable

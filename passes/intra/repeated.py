@@ -15,18 +15,21 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import NamedTuple
 
 import numpy as np
 
 from autopar.passes.analysis import Folded, OperatorGroup, Run, Side
+from autopar.passes.intra.hiding import Array, Parts, Weights
 from autopar.passes.intra.problem import IntraOpProblem, IntraOpProblems
 from autopar.passes.solvers.problem import BoolArray, ProblemError
 from autopar.passes.solvers.repeats import (
     Repeat,
     RepeatedChoice,
     RepeatedPlan,
+    RepeatedProblem,
     RepeatedProblems,
     quick_plan,
 )
@@ -43,6 +46,40 @@ def repeated_problems(folded: Folded, problems: IntraOpProblems) -> Repeated | N
     return _Maker(folded, problems).make()
 
 
+class Apart(NamedTuple):
+    """Of the numbers of a row: compute, and what compute may hide, once a step and otherwise."""
+
+    compute_s: Array
+    sync_s: Array
+    blocks_s: Array
+
+
+@dataclass(frozen=True)
+class HidingProblem:
+    """A problem with all copies, and the step of its choices where compute hides communication."""
+
+    problem: RepeatedProblem
+    apart: Apart
+
+    def parts(self, choice: RepeatedChoice) -> Parts:
+        """A choice's seconds, apart for `Hiding`."""
+        apart = (of.evaluate(choice).cost_s for of in self._each)
+        return Parts(self.problem.evaluate(choice).cost_s, *apart)
+
+    @cached_property
+    def _each(self) -> list[RepeatedProblem]:
+        return [replace(self.problem, costs=row) for row in self.apart]
+
+    def weighed(self, weights: Weights) -> RepeatedProblem:
+        """The problem in which exposed communication has a price."""
+        cost_s = self.problem.row.cost_s[0]
+        allowed = np.isfinite(cost_s)
+        added = sum(
+            w * np.where(allowed, of, 0.0) for w, of in zip(weights, self.apart, strict=True)
+        )
+        return replace(self.problem, costs=np.maximum(cost_s + added, 0.0))
+
+
 @dataclass(frozen=True, eq=False)
 class Repeated:
     """The whole program's problems in several cases, and how to read their choices."""
@@ -54,6 +91,7 @@ class Repeated:
     _strategies: dict[tuple[int, int], dict[str, OperatorStrategy]] = field(
         default_factory=dict, init=False
     )
+    _apart: dict[int, Apart] = field(default_factory=dict, init=False)
 
     @cached_property
     def plan(self) -> RepeatedPlan | None:
@@ -76,6 +114,28 @@ class Repeated:
             elif edge.v in converted:
                 table[:] = converted[edge.v]
         return out
+
+    def apart(self, case: int) -> Apart:
+        """What of a case's numbers is compute, and what compute may hide."""
+        if case not in self._apart:
+            layout, problem = self.problems.layout, self.folded_problem
+            of = Apart(*(np.zeros(layout.n_numbers) for _ in range(3)))
+            row_s = self.problems.row(case, 1).cost_s[0]
+            for v in problem.computes:
+                own = slice(layout.own_at[v], layout.own_at[v] + layout.n_choices[v])
+                of.compute_s[own] = row_s[own]
+            for edge, at, shape in self.problems.tables(range(len(self.problems.numbers.edges))):
+                if edge.is_of(problem.runs_again):
+                    table_at = slice(at, at + math.prod(shape))
+                    of.compute_s[table_at] = row_s[table_at]
+                for v, turned in ((edge.u, False), (edge.v, True)):
+                    if v in problem.hidable:
+                        for row, found in zip(of[1:], problem.hidable[v](case), strict=True):
+                            table = found.T if turned else found
+                            assert table.shape == shape, "a conversion has an edge of its own"
+                            row[at : at + math.prod(shape)] = table.ravel()
+            self._apart[case] = of
+        return self._apart[case]
 
     def operators(self, choice: RepeatedChoice) -> dict[str, OperatorStrategy]:
         """Operator of the whole program -> its strategy."""

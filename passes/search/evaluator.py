@@ -18,6 +18,7 @@ from functools import cached_property, lru_cache
 
 from autopar.cost.hardware import Hardware
 from autopar.cost.laws import CostModel
+from autopar.cost.price import slowdown_of
 from autopar.errors import InfeasibleError
 from autopar.identity import Same
 from autopar.mesh import LogicalMesh
@@ -181,14 +182,15 @@ class Evaluator:
             open_bound_s = math.inf if chosen.settled else chosen.bound_s
             return Scored(candidate, (chosen,), chosen.objective_s, open_bound_s=open_bound_s)
         parts, loss = self.parts(candidate.ends), self.analysis.program.loss
-        seconds = [StageSeconds((c.objective_s - c.once_s) / m, c.once_s) for c in choices]
+        seconds = [stage_seconds(chosen, m) for chosen in choices]
         ends = [
             StageBoundary(layout.view, c.sent, c.received, part.microbatch_types(m).tensors)
             for part, layout, c in zip(parts, candidate.stages, choices, strict=True)
         ]
         loss_bytes = self.analysis.types.tensors[loss].itemsize if loss is not None else 0
         schedule, links = schedule_name(self.options), self.hardware.links
-        score_s = step_s(schedule, m, seconds, ends, links, loss_bytes)
+        slowdown = slowdown_of(CostModel(candidate.stages[0].view, self.dtype))
+        score_s = step_s(schedule, m, seconds, ends, links, loss_bytes, slowdown)
         return Scored(candidate, tuple(choices), score_s)
 
     def bound_over_budget_s(self, candidate: Candidate) -> float | None:
@@ -383,6 +385,13 @@ class Evaluator:
                     chosen = _faster(chosen, other)
             self._chosen[key] = chosen
         return self._chosen[key]
+
+
+def stage_seconds(chosen: Chosen, n_microbatches: int) -> StageSeconds:
+    """A stage's seconds, with gradient sync apart: how much of it hides, the schedule decides."""
+    sync, m = chosen.sync, n_microbatches
+    time_s = (chosen.objective_s - chosen.once_s) / m
+    return StageSeconds(time_s, chosen.once_s - sync.paid_s, sync.time_s, sync.n_buckets)
 
 
 def _solver_limit_s(candidate: Candidate, limit_s: float) -> float:

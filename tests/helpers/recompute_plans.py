@@ -36,11 +36,11 @@ def batch() -> dict[str, Tensor]:
 
 
 @cache
-def planned_gpt2(n: int, limit: int | None, recompute: str = "auto") -> Plan:
+def planned_gpt2(n: int, limit: int | None, recompute: str = "auto", forbid: str = "") -> Plan:
     """With one microbatch, so that more of them cannot save memory."""
     return autopar.plan(
         model("plain"), one_node(n), batch(), precision="fp64", stages=1, microbatches=1,
-        memory_limit=limit, recompute=recompute,
+        memory_limit=limit, recompute=recompute, forbid=forbid.split(),
     )  # fmt: skip
 
 

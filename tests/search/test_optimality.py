@@ -26,6 +26,7 @@ from tests.helpers.models.families import FAMILIES, folded
 from tests.helpers.nightly import nightly, sampled
 from tests.helpers.problems import solved
 
+pytestmark = pytest.mark.usefixtures("nothing_hidden")
 REL = 1e-6
 # Sums of the same numbers in another order.
 ROUNDING_REL = 1e-9

@@ -63,6 +63,7 @@ def test_a_block_has_four_all_reduces_per_microbatch(n_layers: int, n_microbatch
     kinds = {(call.kind, call.phase) for call in plan.collectives()}
     assert kinds == {("all_reduce", "forward"), ("all_reduce", "backward")}
     free = on_a_fast_axis(n_layers, n_microbatches)
+    assert free.objective_s <= plan.objective_s * (1 + REL)
     assert free.predicted.step_time_s <= plan.predicted.step_time_s * (1 + REL)
 
 
@@ -80,7 +81,7 @@ def test_shards_are_kept_where_the_batch_is_large_and_gathered_at_each_use_where
 ):
     """ZeRO-1 costs nothing over data parallelism; ZeRO-3 is bought when memory forces it."""
     periods = []
-    for limit in (None, 1_500_000_000):
+    for limit in (None, 1_650_000_000):
         plan = within(limit)
         stored = {name: parse_storage(text, name) for name, text in plan.data.parameters.items()}
         assert all(storage.spec.placements[0].is_shard for storage in stored.values())
@@ -89,7 +90,7 @@ def test_shards_are_kept_where_the_batch_is_large_and_gathered_at_each_use_where
         periods.append({storage.period for storage in stored.values()})
     assert periods[0] == {"step"}
     assert "use" in periods[1]
-    kinds = {(c.kind, c.phase) for c in within(1_500_000_000).collectives()}
+    kinds = {(c.kind, c.phase) for c in within(1_650_000_000).collectives()}
     assert {("all_gather", "param_gather"), ("reduce_scatter", "grad_sync")} <= kinds
 
 
@@ -155,7 +156,7 @@ def test_less_memory_is_never_faster_on_two_nodes() -> None:
 
 
 def test_a_plan_is_predicted_to_keep_the_memory_limit() -> None:
-    limit = 1_500_000_000
+    limit = 1_650_000_000
     assert within(limit).predicted.peak_bytes <= limit
 
 

@@ -23,8 +23,9 @@ from tests.helpers.machines import SLOW, TIERED
 
 REL = 1e-9
 # What a score leaves out: how a stage's time divides into forward and backward, and for a parameter
-# that two stages share, its gradients.
-PLAYED_REL, TIED_REL = 0.01, 0.06
+# that two stages share, its gradients. A score may be too low by more: shards of gradients fill
+# fewer buckets than whole ones, so less of a small stage's sync is hidden.
+PLAYED_REL, BUCKETS_REL, TIED_REL = 0.01, 0.02, 0.06
 
 
 def choices(model: str, shape: tuple[int, ...], speed: tuple[float, float], m: int) -> Choices:
@@ -59,7 +60,8 @@ def test_messages_and_steps_are_those_of_the_lowered_stages(speed: tuple[float, 
     for candidate in some_of(every, 3):
         scored = every.evaluator.scored(candidate, None)
         solved = every.simulator.simulated(scored)
-        assert scored.score_s == pytest.approx(solved.step_time_s, rel=PLAYED_REL), candidate.name
+        excess = scored.score_s / solved.step_time_s - 1
+        assert -BUCKETS_REL <= excess <= PLAYED_REL, candidate.name
         lowered = Messages(join(solved.stages, ORDERS["1f1b"]))
         found = messages(every.evaluator, scored)
         for message in found:

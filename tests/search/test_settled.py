@@ -35,6 +35,7 @@ def planned(monkeypatch: pytest.MonkeyPatch, **options: Any) -> tuple[PlanData, 
     return plan.data, written_out
 
 
+@pytest.mark.usefixtures("nothing_hidden")
 def test_the_gap_of_what_wins_is_closed(monkeypatch: pytest.MonkeyPatch) -> None:
     plan, written_out = planned(monkeypatch, stages=1)
     assert plan.stage_gap <= FOLDED_GAP_GOAL

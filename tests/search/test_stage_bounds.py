@@ -185,6 +185,7 @@ def test_no_stages_are_searched_where_bubbles_alone_take_too_long() -> None:
     assert found.step_time_s < bound_s <= min(times_with_stages_s(choices))
 
 
+@pytest.mark.usefixtures("nothing_hidden")
 def test_stages_are_searched_where_the_best_by_its_score_does_not_fit() -> None:
     """It needs a byte more than there is when it is simulated, so nothing rules stages out."""
     peak_bytes = planned(one_microbatch()).result.solved.peak_bytes

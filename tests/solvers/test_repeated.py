@@ -73,6 +73,7 @@ def test_the_optimum_is_that_of_the_whole_program(
     assert chosen.strategy.storage.keys() == whole.strategy.storage.keys()
 
 
+@pytest.mark.usefixtures("nothing_hidden")
 @pytest.mark.parametrize("share", [0.9, 0.75])
 def test_within_a_budget(share: float) -> None:
     """Equal blocks may store and keep different things to fit."""

@@ -8,14 +8,21 @@ of single copies under a budget), `select.py` (the solver). May import `passes/s
 """
 
 from autopar.passes.solvers.repeats.order import RepeatedPlan
-from autopar.passes.solvers.repeats.repeats import Repeat, RepeatedChoice, RepeatedProblems
-from autopar.passes.solvers.repeats.select import RepeatedSolver, quick_plan
+from autopar.passes.solvers.repeats.repeats import (
+    Repeat,
+    RepeatedChoice,
+    RepeatedProblem,
+    RepeatedProblems,
+)
+from autopar.passes.solvers.repeats.select import RepeatedSolution, RepeatedSolver, quick_plan
 
 __all__ = [
     "Repeat",
     "RepeatedChoice",
     "RepeatedPlan",
+    "RepeatedProblem",
     "RepeatedProblems",
+    "RepeatedSolution",
     "RepeatedSolver",
     "quick_plan",
 ]

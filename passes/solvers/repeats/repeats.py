@@ -196,12 +196,14 @@ class RepeatedProblems:
 @dataclass(frozen=True, eq=False)
 class RepeatedProblem:
     """Problem `case` of several with repeated blocks, with `times` the bytes of what is not stored.
-    `only` marks the numbers of a row whose costs count (None: all)."""
+    `only` marks the numbers of a row whose costs count (None: all). `costs` are the costs of a row,
+    [numbers], if they are others than the problem's."""
 
     every: RepeatedProblems
     case: int
     times: int = 1
     only: BoolArray | None = None
+    costs: FloatArray | None = None
     budget_bytes: float | None = None
 
     @staticmethod
@@ -218,6 +220,8 @@ class RepeatedProblem:
     def row(self) -> Numbers:
         """Its numbers, [1, numbers]."""
         row = self.every.row(self.case, self.times)
+        if self.costs is not None:
+            row = replace(row, cost_s=self.costs[None])
         if self.only is None:
             return row
         return replace(row, cost_s=np.where(self.only, row.cost_s, 0.0))

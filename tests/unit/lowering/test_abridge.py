@@ -91,6 +91,7 @@ def same(few: PeakMemory, whole: PeakMemory) -> None:
     assert sum(few.parts.values()) == sum(whole.parts.values())
 
 
+@pytest.mark.usefixtures("nothing_hidden")
 @pytest.mark.parametrize(
     ("family", "sizes"), [*((name, (4,)) for name in REPEATED), ("gpt2", (2, 2)), ("t5", (2, 2))]
 )

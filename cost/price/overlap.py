@@ -1,0 +1,166 @@
+"""Which collectives of a stage run beside compute, and which of them compute waits for.
+
+    what                                     begins                            waited for
+    ZeRO-3 gathers of a block                a block ahead, both ways          at the block
+    ZeRO-3 reductions of a block             after its backward                a block later
+    gradients returned per microbatch        with a bucket's last gradient     after backward
+    gradients returned once a step           the same, in the last backward    at the end of a step
+    all others                               in their place                    in their place
+
+A block is what a module path names up to its first number (`block_of`). No compute runs before the
+first block's gathers, nor after the reductions of the last one: they are waited for. So is the
+last bucket of each kind, which ends with the first parameters. No gather of backward is, where the
+block that it begins with stays gathered (`kept_gathers`). The rest is overlapped: it runs beside
+the compute of its part, and is exposed where it takes longer (`cost/simulate/times.py`):
+
+    waited      first gathers + last reductions + last buckets + all others
+    overlapped  the other gathers, reductions and buckets
+
+With sync of s seconds whose last buckets take l, n = s / l buckets are priced. Blocks need not take
+equally long; a small one (an embedding) hides less than this law says.
+
+A bucket's later rounds (a parameter that several collectives bring back) start when all buckets are
+there, so they are waited for as well. So are reductions of activations. Those that run beside the
+weight gradient of one matmul (`passes/backward/overlap.py`) take less than is priced here.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from typing import NamedTuple
+
+from autopar.cost.hardware import ProfiledDevice
+from autopar.cost.laws import CostModel
+from autopar.program import (
+    RankCall,
+    StageProgram,
+    buckets,
+    kept_gathers,
+    return_buckets,
+    step_calls,
+    sync_bucket_bytes,
+)
+
+Calls = tuple[RankCall, ...]
+
+
+class Apart(NamedTuple):
+    """Collectives of a part of a step: those that compute waits for, and those beside it."""
+
+    waited: Calls = ()
+    overlapped: Calls = ()
+
+
+class Overlap(NamedTuple):
+    """A stage's collectives, apart; `forward` and `backward` of one microbatch, `step` once.
+
+    before      before forward: all are waited for
+    step        the return of gradients once a step: `waited` starts after the last backward
+    last        the buckets of `step.overlapped` that end with the first parameters
+    """
+
+    before: Calls
+    forward: Apart
+    backward: Apart
+    step: Apart
+    last: Calls
+
+
+def overlap_of(program: StageProgram) -> Overlap:
+    """Which collectives of a stage run beside compute."""
+    calls = step_calls(program)
+    n_micro, micro_waits, micro_last = _returned(program, "micro", calls.backward)
+    _, step_waits, step_last = _returned(program, "step", calls.after)
+    inside = calls.backward[: len(calls.backward) - n_micro]
+    returned = calls.backward[len(inside) :]
+    gathers = [] if kept_gathers(program) else [c for c in inside if c.phase == "param_gather"]
+    ends = [
+        *_first_block(gathers),
+        *_first_block([c for c in inside[::-1] if c.phase == "grad_sync"]),
+        *(c for c in inside if c.phase not in ("param_gather", "grad_sync")),
+    ]
+    first = _first_block([c for c in calls.forward if c.phase == "param_gather"])
+    others = [c for c in calls.forward if c.phase != "param_gather"]
+    within, sync = _apart(inside, ends), _apart(returned, [*micro_waits, *micro_last])
+    return Overlap(
+        calls.before,
+        _apart(calls.forward, [*first, *others]),
+        Apart(within.waited + sync.waited, within.overlapped + sync.overlapped),
+        _apart(calls.after, step_waits),
+        tuple(step_last),
+    )
+
+
+class HiddenShares(NamedTuple):
+    """Shares of collectives that may run beside compute, before anything is placed: of gradient
+    sync once a step, and of ZeRO-3's gathers and reductions."""
+
+    sync: float
+    blocks: float
+
+
+def hidden_shares(parameters: Sequence[tuple[str, int]]) -> HiddenShares:
+    """The shares by bytes, of the (name, bytes) of trained parameters in order.
+
+    All wait for the last bucket; and with ZeRO-3 for the gathers and the reductions of the first
+    block, which are 2 of 3 times all.
+    """
+    total = sum(size_bytes for _, size_bytes in parameters)
+    if not total:
+        return HiddenShares(0.0, 0.0)
+    steps = [[("gradient", size_bytes)] for _, size_bytes in reversed(parameters)]
+    *_, last = buckets(steps, sync_bucket_bytes(total))
+    of_blocks: dict[str, int] = {}
+    for name, size_bytes in parameters:
+        block = block_of(name)
+        of_blocks[block] = of_blocks.get(block, 0) + size_bytes
+    each = list(of_blocks.values())
+    return HiddenShares(1 - last.size_bytes / total, 1 - 2 * each[0] / (3 * total))
+
+
+def slowdown_of(cost: CostModel) -> float:
+    """The extra time of compute beside collectives, as a fraction, if the profile has it."""
+    device = cost.mesh.device
+    return device.overlap_slowdown_fraction if isinstance(device, ProfiledDevice) else 0.0
+
+
+def calls_time_s(calls: Iterable[RankCall], cost: CostModel) -> float:
+    """Seconds of collectives that run one after the other."""
+    return math.fsum(cost.primitive_time_s(c.kind, c.size_bytes, c.axes) for c in calls)
+
+
+def block_of(parameter: str) -> str:
+    """The block of a parameter: its path up to the first number; its own path if it has none."""
+    parts = parameter.split(".")
+    at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
+    return parameter if at is None else ".".join(parts[: at + 1])
+
+
+def _first_block(calls: Sequence[RankCall]) -> list[RankCall]:
+    """The calls of the first one's block, each once: an abridged program repeats equal calls."""
+    blocks = [block_of(c.tensor.split(", ")[0]) for c in calls[:1]]
+    return [c for c in dict.fromkeys(calls) if block_of(c.tensor.split(", ")[0]) in blocks]
+
+
+def _returned(
+    program: StageProgram, period: str, calls: Calls
+) -> tuple[int, list[RankCall], list[RankCall]]:
+    """(how many of `calls`, the last ones, return gradients once per `period`; those of later
+    rounds; the last bucket of each kind)."""
+    _, fused = return_buckets(program, period)
+    found = list(zip(fused, calls[len(calls) - len(fused) :], strict=True))
+    last = {bucket.key: call for bucket, call in found if bucket.round == 0}
+    return len(fused), [c for b, c in found if b.round], list(last.values())
+
+
+def _apart(calls: Calls, waited: Iterable[RankCall]) -> Apart:
+    """`calls` without those `waited` for, and those; equal calls are told apart by their count."""
+    left = Counter(waited)
+    kept: tuple[list[RankCall], list[RankCall]] = ([], [])
+    for call in calls:
+        is_waited = left[call] > 0
+        left[call] -= is_waited
+        kept[not is_waited].append(call)
+    return Apart(tuple(kept[0]), tuple(kept[1]))

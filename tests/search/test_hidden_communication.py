@@ -1,0 +1,182 @@
+"""Laws of communication beside compute: of predictions, of scores, and of the prices that the
+search gives to what is exposed.
+"""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Sequence
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import autopar
+from autopar import Device, Link, Manual, Mesh, Plan
+from autopar.cost.price import HiddenShares, hidden_shares
+from autopar.passes.intra.hiding import (
+    Found,
+    Hiding,
+    Parts,
+    Weights,
+    least_exposed,
+)
+from autopar.plans import Predicted
+from tests.helpers.models.wide_models import meta_tokens, wide_gpt2, wide_llama
+from tests.helpers.nightly import nightly
+
+REL = 1e-9
+seconds = st.floats(0.0, 10.0)
+shares = st.floats(0.0, 1.0)
+
+
+# -- predictions ---------------------------------------------------------------------------------
+
+
+def predicted(s_per_byte: float, manual: Manual, n_microbatches: int = 1) -> Predicted:
+    device = Device(1e14, 1e12, 1e12, 1e-9)
+    mesh = Mesh((1, 4), links=[Link(1e-6, s_per_byte)] * 2, device=device)
+    plan = autopar.plan(
+        wide_gpt2(4, 512, 128, 1024), mesh, meta_tokens(16, 128), manual=manual,
+        microbatches=n_microbatches,
+    )  # fmt: skip
+    return plan.predicted
+
+
+@pytest.mark.parametrize("s_per_byte", [1e-11, 2e-10, 1e-9])
+@pytest.mark.parametrize("zero", [0, 2, 3])
+def test_a_step_is_between_the_longer_and_the_sum(zero: int, s_per_byte: float) -> None:
+    """Of compute and communication; some of it is hidden, on fast links and on slow ones."""
+    found = predicted(s_per_byte, Manual(dp=4, zero=zero))
+    compute_s, comm_s = found.compute_time_s + found.optimizer_time_s, found.comm_time_s
+    assert max(compute_s, comm_s) <= found.step_time_s * (1 + REL)
+    assert found.step_time_s < compute_s + comm_s
+    assert found.exposed_comm_s < comm_s
+    assert found.step_time_s == pytest.approx(compute_s + found.exposed_comm_s, rel=REL)
+
+
+def test_faster_links_leave_less_exposed() -> None:
+    found = [predicted(s_per_byte, Manual(dp=4)) for s_per_byte in (1e-9, 2e-10, 1e-11)]
+    exposed = [p.exposed_comm_s for p in found]
+    assert exposed == sorted(exposed, reverse=True)
+    assert exposed[-1] < 0.5 * found[-1].comm_time_s, "compute hides most"
+    assert exposed[0] > 0.5 * found[0].comm_time_s, "communication takes longer than compute"
+
+
+def test_sync_hides_behind_the_last_microbatch_alone() -> None:
+    few, many = (predicted(2e-10, Manual(dp=4), m) for m in (1, 4))
+    assert few.comm_time_s == pytest.approx(many.comm_time_s, rel=1e-2)
+    assert few.exposed_comm_s < many.exposed_comm_s
+
+
+def plan_of_llama(n_layers: int, n_words: int) -> Plan:
+    mesh = Mesh((8, 8), hardware="h100-sxm")
+    batch = meta_tokens(64, 8192)
+    model = wide_llama(n_layers, n_words)
+    return autopar.plan(model, mesh, batch, manual=Manual(dp=64, zero=3))
+
+
+def hidden_share(plan: Plan) -> float:
+    return 1 - plan.predicted.exposed_comm_s / plan.predicted.comm_time_s
+
+
+def test_zero_3_hides_all_but_its_ends() -> None:
+    plan = plan_of_llama(8, 32000)
+    assert plan.bound is not None
+    most = plan.bound.analysis.hidden_shares.blocks
+    assert most > 0.8
+    assert hidden_share(plan) == pytest.approx(most, abs=0.03)
+    assert "of gathers of parameters" in plan.explain()
+
+
+@nightly
+def test_llama_3_8b_hides_nine_tenths_of_zero_3() -> None:
+    plan = plan_of_llama(32, 128256)
+    assert hidden_share(plan) >= 0.9
+    assert plan.bound is not None
+    assert plan.predicted.peak_bytes <= plan.bound.hardware.memory_limit_bytes
+
+
+# -- what may be hidden --------------------------------------------------------------------------
+
+
+def test_the_last_bucket_and_the_ends_are_not_hidden() -> None:
+    mib = 2**20
+    parameters = [("wte", 40 * mib), *((f"h.{k}.w", 20 * mib) for k in range(8)), ("f", 4 * mib)]
+    found = hidden_shares(parameters)
+    # wte fills a bucket alone, and is the first block.
+    assert found.sync == pytest.approx(1 - 40 / 204)
+    assert found.blocks == pytest.approx(1 - 2 * 40 / (3 * 204))
+    assert hidden_shares([("w", 1200)]) == HiddenShares(0.0, 1 - 2 / 3)
+    assert hidden_shares([]) == HiddenShares(0.0, 0.0)
+
+
+# -- prices --------------------------------------------------------------------------------------
+
+
+def parts_of(hiding: Hiding, rest_s: float, compute_s: float, sync_s: float, z_s: float) -> Parts:
+    hidden_s = rest_s + compute_s + hiding.sync_price * sync_s + hiding.blocks_price * z_s
+    return Parts(hidden_s, compute_s, sync_s, z_s)
+
+
+def weighed_s(parts: Parts, weights: Weights) -> float:
+    added = zip(weights, parts[1:], strict=True)
+    return parts.hidden_s + sum(weight * of for weight, of in added)
+
+
+@given(*[seconds] * 4, *[shares] * 4, st.floats(0.0, 0.5), st.integers(1, 8))
+def test_more_hidden_is_never_slower(
+    rest_s: float, compute_s: float, sync_s: float, z_s: float,
+    h: float, more_h: float, a: float, more_a: float, slowdown: float, m: int,
+) -> None:  # fmt: skip
+    steps = []
+    for found in (HiddenShares(h, a), HiddenShares(max(h, more_h), max(a, more_a))):
+        hiding = Hiding(found, slowdown)
+        parts = parts_of(hiding, rest_s, compute_s, sync_s, z_s)
+        steps.append(hiding.step_s(parts, m))
+        assert parts.hidden_s <= steps[-1] * (1 + REL)
+        total_s = rest_s + compute_s + sync_s + z_s
+        assert steps[-1] <= total_s * (1 + REL) + REL
+        assert max(rest_s + compute_s, z_s) <= steps[-1] * (1 + REL) + REL
+    assert steps[1] <= steps[0] * (1 + REL) + REL
+
+
+@given(*[seconds] * 4, *[shares] * 2, st.floats(0.0, 0.5), st.integers(1, 8), shares, st.booleans())
+def test_every_price_gives_a_lower_bound(
+    rest_s: float, compute_s: float, sync_s: float, z_s: float,
+    h: float, a: float, slowdown: float, m: int, price: float, of_sync: bool,
+) -> None:  # fmt: skip
+    hiding = Hiding(HiddenShares(h, a), slowdown)
+    parts = parts_of(hiding, rest_s, compute_s, sync_s, z_s)
+    bound_s = weighed_s(parts, hiding.weights(price, of_sync, m))
+    assert bound_s <= hiding.step_s(parts, m) * (1 + REL) + REL
+
+
+@pytest.mark.parametrize("seed", range(50))
+def test_the_least_step_is_within_its_gap(seed: int) -> None:
+    """Against every choice of six variables with three choices each."""
+    drawn = random.Random(seed)
+    hiding = Hiding(HiddenShares(drawn.random(), drawn.random()), drawn.choice([0.0, 0.1]))
+    scale = [drawn.choice([0.3, 1.0, 3.0]) for _ in range(4)]
+    table = [
+        [[drawn.random() * s for s in scale] for _ in range(3)] for _ in range(6)
+    ]  # [variables, choices, (rest, compute, s, z)]
+    m = drawn.choice([1, 4])
+
+    def of(choice: Sequence[int]) -> Parts:
+        rows = [table[v][k] for v, k in enumerate(choice)]
+        return parts_of(hiding, *(sum(column) for column in zip(*rows, strict=True)))
+
+    every = list(itertools.product(range(3), repeat=6))
+    prices = [Weights(0.0, 0.0, 0.0)]
+
+    def solve(weights: Weights) -> Found[tuple[int, ...]]:
+        prices.append(weights)
+        choice = min(every, key=lambda c: weighed_s(of(c), weights))
+        return Found(choice, weighed_s(of(choice), weights), 0.0)
+
+    best = least_exposed(solve(prices[0]), of, solve, hiding, m)
+    step_s, least_s = hiding.step_s(best.parts, m), min(hiding.step_s(of(c), m) for c in every)
+    assert best.bound_s <= least_s * (1 + REL)
+    assert least_s <= step_s * (1 + REL) <= least_s * 1.1
