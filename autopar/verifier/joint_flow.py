@@ -291,8 +291,7 @@ def _what(line: JointLine) -> str:
             return "wait"
         case _:
             first = communications(line)[0]
-            move = first.moves[0] if isinstance(first, GatherLine) else first.move
-            return move.move.name if isinstance(first, GatherLine) else move.move.transposed.name
+            return "gather" if isinstance(first, GatherLine) else first.move.move.transposed.name
 
 
 def _renames(line: JointLine) -> bool:
