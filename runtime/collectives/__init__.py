@@ -1,8 +1,8 @@
 """Decides how tensors change placement, and how stages exchange tensors.
 
 Read `moves.py` (one function per move), `fused.py` (one call for many tensors), `p2p.py`
-(non-blocking messages),
-`crossings.py` (tensors between stages), then `ties.py` (gradients of shared parameters).
+(non-blocking messages), `crossings.py` (tensors between stages), then `ties.py` (gradients of
+shared parameters).
 It imports `runtime/groups`, and may not import `lowered`, its neighbour.
 
 Hands on the moves (`p_to_s`, ...), `Messenger` and `Crossings`.
