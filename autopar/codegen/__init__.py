@@ -1,7 +1,8 @@
 """Prints each stage program as one readable Python file, which is the program that runs.
 
-Read `source.py` (a file, with both functions), `statements.py` (one line as a statement), `words.py`
-(types, bytes, lists), `blocks.py` (which blocks are equal), `loops.py` (what such blocks hand on).
+Read `source.py` (a file, with both functions), `statements.py` (one line as a statement),
+`words.py` (types, bytes, lists), `blocks.py` (which blocks are equal), `loops.py` (what they hand
+on to each other).
 May import `cost`, `runtime` and the layers below them.
 Hands on `emit` (the source of one stage) and `file_name`.
 """

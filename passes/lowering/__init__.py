@@ -1,9 +1,9 @@
 """Turns a strategy into the lines of a stage program, and the texts of a plan into a strategy.
 
 Reading order: `lines.py` (a strategy into lines, stages into a pipeline), `line_costs.py` (what a
-line costs), `fusion.py` (bias into matmul), `gathers.py` (a block's gathers side by side), `segments.py` (lines that run again), `frees.py` (where
-values end), `abridger.py` (few of the repeated blocks, to price them), `replaying.py` (plans read
-back).
+line costs), `fusion.py` (bias into matmul), `gathers.py` (a block's gathers side by side),
+`segments.py` (lines that run again), `frees.py` (where values end), `abridger.py` (few of the
+repeated blocks, to price them), `replaying.py` (plans read back).
 May import `passes/intra`, `analysis` and `reshard`, and what lies below `passes`.
 Hands on `join`, `Abridger` and `replay`.
 """
