@@ -46,7 +46,7 @@ from autopar.program.factors import (
     unify,
 )
 from autopar.program.frozen import AttributeReads, Frozen
-from autopar.program.gathers import block_of, fused_gathers, gathers_at, runs_of
+from autopar.program.gathers import block_of, fused_gathers, gathers_at, numbered_module, runs_of
 from autopar.program.joint_program import (
     Communication,
     FunctionBackward,
@@ -210,6 +210,7 @@ __all__ = [
     "message_edges",
     "most_batch_shards",
     "name_sizes",
+    "numbered_module",
     "operators_of",
     "outs",
     "parameter_counts",

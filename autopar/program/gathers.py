@@ -24,9 +24,15 @@ _FUSED = ("all_gather", "reduce_scatter")
 
 def block_of(key: str) -> str | None:
     """`transformer.h.3.attn/matmul` -> `transformer.h.3`; None outside of numbered modules."""
-    words = key.rpartition("/")[0].split(".")
-    numbers = [n for n, word in enumerate(words) if word.isdigit()]
-    return ".".join(words[: numbers[0] + 1]) if numbers else None
+    return numbered_module(key.rpartition("/")[0])
+
+
+def numbered_module(path: str) -> str | None:
+    """`transformer.h.3.attn` -> `transformer.h.3`: the path of a module or a parameter up to its
+    first number; None without one."""
+    words = path.split(".")
+    at = next((i for i, word in enumerate(words) if word.isdigit()), None)
+    return None if at is None else ".".join(words[: at + 1])
 
 
 def runs_of(program: StageProgram) -> dict[int, tuple[int, ...]]:

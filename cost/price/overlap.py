@@ -7,7 +7,7 @@
     gradients returned once a step           the same, in the last backward    at the end of a step
     all others                               in their place                    in their place
 
-A block is what a module path names up to its first number (`block_of`). No compute runs before the
+A block is a module path up to its first number (`numbered_module`). No compute runs before the
 first block's gathers, nor after the reductions of the last one: they are waited for. So is the
 last bucket of each kind, which ends with the first parameters. No gather of backward is, where the
 block that it begins with stays gathered (`kept_gathers`). The rest is overlapped: it runs beside
@@ -38,6 +38,7 @@ from autopar.program import (
     StageProgram,
     buckets,
     kept_gathers,
+    numbered_module,
     return_buckets,
     step_calls,
     sync_bucket_bytes,
@@ -114,7 +115,7 @@ def hidden_shares(parameters: Sequence[tuple[str, int]]) -> HiddenShares:
     *_, last = buckets(steps, sync_bucket_bytes(total))
     of_blocks: dict[str, int] = {}
     for name, size_bytes in parameters:
-        block = block_of(name)
+        block = _block_of(name)
         of_blocks[block] = of_blocks.get(block, 0) + size_bytes
     each = list(of_blocks.values())
     return HiddenShares(1 - last.size_bytes / total, 1 - 2 * each[0] / (3 * total))
@@ -131,17 +132,15 @@ def calls_time_s(calls: Iterable[RankCall], cost: CostModel) -> float:
     return math.fsum(cost.primitive_time_s(c.kind, c.size_bytes, c.axes) for c in calls)
 
 
-def block_of(parameter: str) -> str:
-    """The block of a parameter: its path up to the first number; its own path if it has none."""
-    parts = parameter.split(".")
-    at = next((i for i, part in enumerate(parts) if part.isdigit()), None)
-    return parameter if at is None else ".".join(parts[: at + 1])
+def _block_of(parameter: str) -> str:
+    """The block of a parameter; its own path if it has none."""
+    return numbered_module(parameter) or parameter
 
 
 def _first_block(calls: Sequence[RankCall]) -> list[RankCall]:
     """The calls of the first one's block, each once: an abridged program repeats equal calls."""
-    blocks = [block_of(c.tensor.split(", ")[0]) for c in calls[:1]]
-    return [c for c in dict.fromkeys(calls) if block_of(c.tensor.split(", ")[0]) in blocks]
+    blocks = [_block_of(c.tensor.split(", ")[0]) for c in calls[:1]]
+    return [c for c in dict.fromkeys(calls) if _block_of(c.tensor.split(", ")[0]) in blocks]
 
 
 def _returned(
