@@ -224,9 +224,13 @@ def _loop(
         if any(b - a != stride for a, b in itertools.pairwise(values)):
             return None
         numbers.append((values[0], stride))
-    written = {name for s in statements[start : start + length] for name in s.writes}
+    read, written = set[str](), set[str]()
+    for s in statements[start : start + length]:
+        # A block that makes a value again may have taken it before.
+        read.update(name for name in s.reads if name not in written)
+        written.update(s.writes)
     names = tuple(shape.names for shape in shapes)
-    own = frozenset(k for k, name in enumerate(names[0]) if name in written)
+    own = frozenset(k for k, name in enumerate(names[0]) if name in written - read)
     shared: list[int] = []
     carried: dict[int, int] = {}
     sliced: list[int] = []

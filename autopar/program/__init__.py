@@ -46,7 +46,14 @@ from autopar.program.factors import (
     unify,
 )
 from autopar.program.frozen import AttributeReads, Frozen
-from autopar.program.gathers import block_of, fused_gathers, gathers_at, numbered_module, runs_of
+from autopar.program.gathers import (
+    block_of,
+    fused_gathers,
+    gathers_at,
+    numbered_module,
+    reduced_runs,
+    runs_of,
+)
 from autopar.program.joint_program import (
     Communication,
     FunctionBackward,
@@ -217,6 +224,7 @@ __all__ = [
     "primitive_bytes",
     "rank_collectives",
     "reads",
+    "reduced_runs",
     "regathered",
     "rerun",
     "return_bucket_bytes",

@@ -30,7 +30,7 @@ import torch
 from autopar.placement import COLLECTIVES, PrimitiveKind
 from autopar.program.abridged import every_parameter, line_counts
 from autopar.program.bucketing import BUCKET_BYTES, Bucket, buckets, sync_bucket_bytes
-from autopar.program.gathers import fused_gathers, gathers_at, runs_of
+from autopar.program.gathers import fused_gathers, gathers_at, reduced_runs, runs_of
 from autopar.program.messages import Messages, Piece, copy_axes, tie_exchanges
 from autopar.program.pipeline import Pipeline
 from autopar.program.rerun_lines import regathered, rerun
@@ -374,7 +374,7 @@ def _line_calls(line: Line, origin: Mapping[str, str], again: bool) -> list[Rank
 
 def _backward(program: StageProgram) -> list[RankCall]:
     origin, runs = _origins(program), runs_of(program)
-    anew, again = regathered(program), rerun(program)
+    anew, again, reduced = regathered(program), rerun(program), reduced_runs(program)
     counts = line_counts(program)
     every: list[RankCall] = []
     for i in sorted(program.differentiated, reverse=True):
@@ -384,8 +384,7 @@ def _backward(program: StageProgram) -> list[RankCall]:
         for _, repeated in _forward_calls(program, again.get(i, ()), origin, runs, again=True):
             calls += repeated
         if isinstance(line, GatherLine):
-            if runs[i][-1] == i:
-                calls += _reduced([k for k in runs[i] if k in program.differentiated], program)
+            calls += _reduced(reduced.get(i, ()), program)
         elif isinstance(line, MoveLine):
             calls += _call(
                 line.move.backward, line, "backward", line.backward_bytes, origin[line.out.name]

@@ -48,6 +48,13 @@ def runs_of(program: StageProgram) -> dict[int, tuple[int, ...]]:
     return found
 
 
+def reduced_runs(program: StageProgram) -> dict[int, tuple[int, ...]]:
+    """Last position of a run, of gathers with a gradient -> the positions of all of these."""
+    trained = program.differentiated
+    runs = ([k for k in run if k in trained] for run in dict.fromkeys(runs_of(program).values()))
+    return {run[-1]: tuple(run) for run in runs if run}
+
+
 def gathers_at(program: StageProgram, positions: Iterable[int]) -> list[GatherLine]:
     """The gathers at some positions of the body."""
     lines = (program.body[i] for i in positions)

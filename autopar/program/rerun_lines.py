@@ -78,6 +78,7 @@ def _needed_again(program: StageProgram) -> dict[int, list[int]]:
     if not any(isinstance(line, GatherLine) for line in program.body):
         return {}
     inside = {i for segment in program.segments for i in range(segment.start, segment.stop)}
+    outside = program.differentiated - inside
     takes = {segment.start: segment for segment in program.segments}
     made: dict[str, int] = {}
     needed: dict[int, list[int]] = {}
@@ -87,7 +88,7 @@ def _needed_again(program: StageProgram) -> dict[int, list[int]]:
             needed[takes[i].last] = [made[k] for k in taken if k in made]
         if isinstance(line, GatherLine):
             made[owner[line.out.name]] = i
-        elif isinstance(line, CallLine) and i not in inside:
+        elif isinstance(line, CallLine) and i in outside:
             kept = [owner.get(name, name) for name in line.keeps]
             needed[i] = [made[k] for k in kept if k in made]
     return needed

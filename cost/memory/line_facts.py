@@ -13,6 +13,7 @@ from autopar.program import (
     kept_gathers,
     outs,
     reads,
+    reduced_runs,
     regathered,
     rerun,
     runs_of,
@@ -31,6 +32,7 @@ class LineFacts:
     inputs           per line, the locals that it reads
     leaves           variable of a parameter -> its gradient's kind and owner in the ledger, bytes
     runs, next_run   runs of gathers, and which one begins when another is there
+    reduced          runs of those that have gradients, by their last position
     """
 
     def __init__(self, program: StageProgram) -> None:
@@ -42,7 +44,7 @@ class LineFacts:
         ]
         self.reached, self.anew = program.differentiated, regathered(program)
         self.backward_order = sorted(self.reached, reverse=True)
-        self.runs = runs_of(program)
+        self.runs, self.reduced = runs_of(program), reduced_runs(program)
         self.segments = {i: s for s in program.segments for i in range(s.start, s.stop)}
         self.again = rerun(program)
         # First line of a segment -> owners of the storages that it makes again. `_owner_again`

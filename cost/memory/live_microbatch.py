@@ -253,7 +253,7 @@ class MicrobatchMemory:
             self._call_backward(i, line)
         elif isinstance(line, MoveLine):
             self._move_backward(i, line)
-        elif isinstance(line, GatherLine) and self.facts.runs[i][-1] == i:
+        elif i in self.facts.reduced:
             self._reduce(i)
         for name in self.facts.last_reads.get(i, ()):
             self.ledger.drop(ACTIVATIONS, f"{name} anew")
@@ -370,8 +370,8 @@ class MicrobatchMemory:
         self._arrive(line.source, owner)
 
     def _reduce(self, i: int) -> None:
-        """Begin to reduce the gradients of the run that ends at line `i`."""
-        lines = gathers_at(self.program, (k for k in self.facts.runs[i] if k in self.facts.reached))
+        """Begin to reduce the gradients of the run whose last one is at line `i`."""
+        lines = gathers_at(self.program, self.facts.reduced[i])
         self.gathering.reduce(
             [line for line in reversed(lines) if line.out.name in self.gradient_of],
             lambda line: self.gradients.release(self.gradient_of.pop(line.out.name)),

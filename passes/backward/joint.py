@@ -49,8 +49,8 @@ from autopar.program import (
     Variable,
     fused_gathers,
     gathers_at,
+    reduced_runs,
     rerun,
-    runs_of,
     taken_parameters,
 )
 from autopar.runtime.lowered import LOWERED
@@ -91,7 +91,7 @@ class _Walk:
         made = {name for line in self.stage.body for name in _names_of(line)}
         taken = {*self.stage.arguments, *(p.shard.name for p in self.stage.parameters), *made}
         self.names = Names(taken | reserved_names(self.stage.axis_names))
-        self.runs = runs_of(self.stage)
+        self.runs = reduced_runs(self.stage)
 
     def run(self) -> JointProgram:
         stage = self.stage
@@ -197,8 +197,7 @@ class _Walk:
             case MoveLine():
                 self._move(line)
             case GatherLine():
-                if self.runs[i][-1] == i:
-                    self._reduce([k for k in self.runs[i] if k in self.stage.differentiated])
+                self._reduce(self.runs.get(i, ()))
             case CallLine():
                 given = [self.gradients.pop(out.name, None) for out in line.outs]
                 if any(name is not None for name in given):

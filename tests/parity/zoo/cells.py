@@ -91,7 +91,8 @@ class ZooCell(NamedTuple):
         if self.plan == "zero3":
             return options | {"manual": Manual(pp=n_stages, dp=self.n_ranks // n_stages, zero=3)}
         options |= {"stages": n_stages, "mesh_shape": "as-given"}
-        return options | ({"forbid": ["data"]} if self.plan == "tensor" else {})
+        forbid = ["data", "zero3"]  # gathers that compute hides cost less than sharded products
+        return options | ({"forbid": forbid} if self.plan == "tensor" else {})
 
 
 def zoo_cells() -> list[ZooCell]:
