@@ -17,6 +17,7 @@ import itertools
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 _WORD = re.compile(r"(?<![\w.])(?:[A-Za-z_]\w*|\d+(?![\w.]))")
 # Fewer blocks are easier to read one by one.
@@ -139,21 +140,24 @@ def find_loops(statements: Sequence[Statement], variables: Collection[str]) -> l
             moves.append((s.block, i if move_at is None else move_at))
             afters.append((s.block, last_at + 1))
         last_at, move_at = i, None
-    return [_loops_from(statements, starts, known) for starts in (firsts, moves, afters)]
+    parts = [_parts(s, known) for s in statements]
+    return [_loops_from(statements, parts, starts) for starts in (firsts, moves, afters)]
 
 
 def _loops_from(
-    statements: Sequence[Statement], starts: Sequence[tuple[str, int]], known: frozenset[str]
+    statements: Sequence[Statement],
+    parts: Sequence[_Parts],
+    starts: Sequence[tuple[str, int]],
 ) -> list[Loop]:
     """The loops of blocks that begin at `starts`."""
     found: list[Loop] = []
     k = 0
     while k + LEAST_BLOCKS <= len(starts):
         length, shapes = starts[k + 1][1] - starts[k][1], list[_Shape]()
-        for r, (block, at) in enumerate(starts[k:]):
+        for r, (_, at) in enumerate(starts[k:]):
             if at != starts[k][1] + length * r:
                 break
-            shape = _shape(statements, (block, at), length, known)
+            shape = _shape(parts, at, length)
             if shape is None or (shapes and not shape.is_like(shapes[0])):
                 break
             shapes.append(shape)
@@ -167,36 +171,51 @@ def _loops_from(
     return found
 
 
-def _shape(
-    statements: Sequence[Statement], start: tuple[str, int], length: int, known: frozenset[str]
-) -> _Shape | None:
-    block, at = start
-    if at + length > len(statements):
-        return None
-    texts: list[str] = []
-    order: list[int] = []
+class _Parts(NamedTuple):
+    """A statement without names and numbers, and those apart."""
+
+    text: str
+    names: tuple[str, ...]
+    numbers: tuple[int, ...]
+
+
+def _parts(s: Statement, known: frozenset[str]) -> _Parts:
+    mine = {*s.reads, *s.writes} & known
+    names: list[str] = []
     numbers: list[int] = []
+
+    def replaced(match: re.Match[str]) -> str:
+        word = match.group()
+        if word[0].isdigit():
+            numbers.append(int(word))
+            return "#"
+        if word in mine:
+            names.append(word)
+            return "$"
+        return "$" if word in known else word
+
+    block = s.block or ""
+    rows = (
+        row.replace(block, starred_name(block)) if is_comment(row) else _WORD.sub(replaced, row)
+        for row in s.rows
+    )
+    # Names differ in length, and so does the space around them.
+    return _Parts(" ".join(" ".join(rows).split()), tuple(names), tuple(numbers))
+
+
+def _shape(parts: Sequence[_Parts], at: int, length: int) -> _Shape | None:
+    """The shape of the statements from `at` on."""
+    if at + length > len(parts):
+        return None
     number_of: dict[str, int] = {}
-    starred = starred_name(block)
-    for s in statements[at : at + length]:
-        mine = {*s.reads, *s.writes}
-
-        def replaced(match: re.Match[str], mine: set[str] = mine) -> str:
-            word = match.group()
-            if word[0].isdigit():
-                numbers.append(int(word))
-                return "#"
-            if word in mine and word in known:
-                order.append(number_of.setdefault(word, len(number_of)))
-                return "$"
-            return "$" if word in known else word
-
-        rows = (
-            row.replace(block, starred) if is_comment(row) else _WORD.sub(replaced, row)
-            for row in s.rows
-        )
-        texts.append(" ".join(" ".join(rows).split()))  # names differ in length
-    return _Shape(tuple(texts), tuple(order), tuple(number_of), tuple(numbers))
+    of_block = parts[at : at + length]
+    order = tuple(
+        number_of.setdefault(name, len(number_of)) for part in of_block for name in part.names
+    )
+    return _Shape(
+        tuple(part.text for part in of_block), order, tuple(number_of),
+        tuple(number for part in of_block for number in part.numbers),
+    )  # fmt: skip
 
 
 def is_comment(row: str) -> bool:

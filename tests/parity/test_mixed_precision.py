@@ -284,7 +284,7 @@ def test_bytes_on_the_wire() -> None:
         for call in plans[dtype].collectives():
             if call.phase in moved:
                 moved[call.phase] += call.size_bytes * call.count
-        # Backward gathers nothing again: `down` stays, and x takes no gradient, so `up` is not read.
+        # Backward gathers nothing again: `down` stays; `up` is not read, as x takes no gradient.
         assert moved["param_gather"] == 2 * n
         assert moved["grad_sync"] == reduced_bytes * n
     code = next(iter(plans[None].code().values()))
