@@ -118,6 +118,8 @@ class _Walk:
             backward += self.backward[k : k + 1]
         parameters = taken_parameters(stage)
         taken = (*parameters, *(b.local.name for b in stage.received))
+        lost = self.gradients.keys() - {*taken}
+        assert not lost, f"no line takes the gradients of {', '.join(sorted(lost))}"
         gradients = tuple(self.gradients.get(name) for name in taken)
         if self.weights_last:
             made = {name for name in gradients[: len(parameters)] if name is not None}

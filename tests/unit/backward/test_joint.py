@@ -277,6 +277,27 @@ def test_gradients_are_reduced_one_block_behind() -> None:
             assert not any(x.key for x in sums), "waited for in time"
 
 
+def test_no_gradient_is_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that is never reduced, as once happened where its last parameter was frozen."""
+    stage = zero_3()[0].stage
+    monkeypatch.setattr("autopar.passes.backward.joint.reduced_runs", lambda stage: {})
+    with pytest.raises(AssertionError, match=r"no line takes the gradients of .*_gathered"):
+        differentiate(stage)
+
+
+def test_a_run_is_reduced_where_its_last_parameter_is_frozen() -> None:
+    torch.manual_seed(0)
+    model = llama(2)
+    for name, parameter in model.named_parameters():
+        parameter.requires_grad_("down_proj" not in name and "layernorm" not in name)
+    plan = autopar.plan(model, machine((1, 2)), tokens(0), manual=Manual(dp=2, zero=3))
+    assert plan.bound is not None
+    joint = differentiate(plan.bound.pipeline.stages[0])
+    reduced = Counter(x.move.value for x in members(joint.backward, GradientMove))
+    trained = [p.name for p in joint.stage.parameters if p.requires_grad]
+    assert reduced.total() == len(trained)
+
+
 def is_start(line: JointLine) -> bool:
     return isinstance(line, StartLine)
 
