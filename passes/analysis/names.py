@@ -12,9 +12,11 @@ from autopar.program import UNUSED
 from autopar.rules import all_rules
 
 _WORDS = frozenset(
-    "torch env parameters delivered received saved cotangents ready phase taped forward "
-    f"backward prologue {UNUSED}".split()
+    "torch env parameters delivered received saved cotangents ready phase taped forward backward "
+    f"prologue backward_input backward_weight kept carried i range {UNUSED}".split()
 )
+# What blocks save, of each kind (`autopar/codegen/loops.py`).
+_LISTS = frozenset(f"{word}_{n}" for word in ("saved", "one") for n in range(1, 100))
 
 
 def identifier(name: str) -> str:
@@ -45,4 +47,4 @@ def reserved_names(axis_names: Sequence[str]) -> frozenset[str]:
     subsets = (s for n in n_axes for s in itertools.combinations(range(len(axis_names)), n))
     groups = {group_name(axis_names, axes) for axes in subsets}
     functions = {lowering.function for rule in all_rules() for lowering in rule.lower.values()}
-    return _WORDS | groups | set(TABLE) | functions | set(keyword.kwlist)
+    return _WORDS | _LISTS | groups | set(TABLE) | functions | set(keyword.kwlist)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import autopar
 from autopar import Manual
@@ -67,3 +67,27 @@ def test_a_file_does_not_grow_with_depth(model: str, layout: str) -> None:
         lengths.append(text.count("\n"))
     # What is freed stands beside a statement if there is room, and names differ in length.
     assert abs(lengths[0] - lengths[1]) <= 10
+
+
+class Named(nn.Module):
+    """Inputs and parameters are called what the loops call theirs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(5))
+        self.saved_1, self.kept = nn.Parameter(torch.ones(8)), nn.Parameter(torch.ones(8))
+
+    def forward(self, i: Tensor, carried: Tensor) -> Tensor:
+        x = i * self.saved_1
+        for block in self.blocks:
+            x = x + torch.tanh(block(x) * carried)
+        return (x * self.kept).sum()
+
+
+def test_names_of_the_model_may_be_those_of_a_loop() -> None:
+    torch.manual_seed(0)
+    batch = {"i": torch.randn(4, 8), "carried": torch.randn(4, 8)}
+    report = autopar.verify(Named(), (1, 1), batch, precision="model")
+    assert report.plan is not None
+    assert "for i in range(5):" in next(iter(report.plan.code().values()))
+    assert max(report.errors.values()) == 0.0
