@@ -288,7 +288,7 @@ def test_bytes_on_the_wire() -> None:
         assert moved["param_gather"] == 2 * n
         assert moved["grad_sync"] == reduced_bytes * n
     code = next(iter(plans[None].code().values()))
-    assert "cast from f32" in code and "p_to_s.start_together(" in code
+    assert "cast from f32" in code and "p_to_s.start(grad_" in code
 
 
 def test_memory_follows_the_dtypes() -> None:
