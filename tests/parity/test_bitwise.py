@@ -7,6 +7,8 @@ user's module.
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
@@ -40,8 +42,10 @@ def worst(family: str, dtype: torch.dtype, mode: Recompute | None = None) -> flo
     return max(report.errors.values())
 
 
-def value_in(value: Tensor, dtype: torch.dtype) -> Tensor:
-    return value.to(dtype) if value.is_floating_point() else value
+def value_in(value: Any, dtype: torch.dtype) -> Any:
+    """A tensor of a batch in the dtype; a flag stays (CLIP's `return_loss`)."""
+    is_float = isinstance(value, Tensor) and value.is_floating_point()
+    return value.to(dtype) if is_float else value
 
 
 @pytest.mark.parametrize("family", SAMPLE)
