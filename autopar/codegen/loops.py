@@ -42,20 +42,14 @@ class SavedGroup:
 class BlockFunction:
     """A loop with what its function takes and returns.
 
-    outs         positions of the names that it returns: carried, or read later
     parameters   (first, stop, stride) of its slice of the parameters
     groups       what it saves, or what it takes of what is saved
     """
 
     loop: Loop
     name: str
-    outs: tuple[int, ...] = ()
     parameters: tuple[int, int, int] | None = None
     groups: list[SavedGroup] = field(default_factory=list)
-
-    def final(self) -> tuple[str, ...]:
-        """The names of `outs` after the loop."""
-        return tuple(self.loop.names[-1][k] for k in self.outs)
 
 
 @dataclass(frozen=True)
@@ -172,16 +166,20 @@ def _function(
     loop = _trimmed(whole, others, of_blocks)
     if loop is None:
         return None
+    if _hides(loop, statements, returned):
+        # What the last block makes may be read later; what the one before it carries over is.
+        loop = loop.without(0, 1)
+        if loop.count < LEAST_BLOCKS or _hides(loop, statements, returned):
+            return None
     slices = _slices(loop, of_parameters, position)
+    return None if of_parameters and slices is None else BlockFunction(loop, name, slices)
+
+
+def _hides(loop: Loop, statements: Sequence[Statement], returned: set[str]) -> bool:
+    """Is a value that a block makes, and does not hand on to the next, read after the loop?"""
     later = {n for s in statements[loop.stop :] for n in s.reads} | returned
-    lost = {names[k] for names in loop.names[:-1] for k in loop.own} - {*loop.names[-1]}
-    if (of_parameters and slices is None) or not lost.isdisjoint(later):
-        return None
-    outs = dict.fromkeys(loop.carried.values())
-    outs |= dict.fromkeys(
-        k for k, name in enumerate(loop.names[-1]) if name in later and k in loop.own
-    )
-    return BlockFunction(loop, name, tuple(outs), slices)
+    made = {names[k] for names in loop.names for k in loop.own}
+    return not (made - {loop.names[-1][k] for k in loop.carried.values()}).isdisjoint(later)
 
 
 def _trimmed(loop: Loop, positions: Sequence[int], known: frozenset[str]) -> Loop | None:

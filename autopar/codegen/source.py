@@ -230,24 +230,19 @@ class _Source:
             if not self._is_ahead(f):
                 for group in f.groups:
                     out += _taken_from(group.variable, [first[k] for k in group.taken])
-            results = [f"[{', '.join(first[k] for k in self._handed_on(f))}]"]
+            results = [f"[{', '.join(first[k] for k in f.loop.carried.values())}]"]
             if self._is_ahead(f):
                 for group in f.groups:
                     body += [f"    {group.variable} = ["]
                     body += [*self._saved_rows([first[k] for k in group.made]), "    ]"]
                 results += [group.variable for group in f.groups]
-            if self._handed_on(f) or len(results) > 1:
+            if f.loop.carried or len(results) > 1:
                 body += [f"    return {', '.join(results)}"]
             out += [*body, "", ""]
         return out
 
     def _is_ahead(self, f: BlockFunction) -> bool:
         return f in self.folded.forward_loops
-
-    def _handed_on(self, f: BlockFunction) -> list[int]:
-        """Positions of what a block returns: what the next one takes, in its order, then others."""
-        taken = list(f.loop.carried.values())
-        return taken + [k for k in f.outs if k not in taken]
 
     def _of_block(self, f: BlockFunction) -> list[tuple[Local, str]]:
         """The parameters of the first block of a loop; `_` for one that it does not read."""
@@ -294,16 +289,15 @@ class _Source:
         over = [n for n in dict.fromkeys(first) if n not in later]
         out = [f"    carried = [{', '.join(first)}]"] if first else []
         out += [del_row(over)] if over else []
-        handed = self._handed_on(f)
         names = [g.variable for g in f.groups] if self._is_ahead(f) else []
         call = f"{f.name}({', '.join(['i', *self._arguments(f, 'i')])})"
         ones = [f"one_{n}" for n in range(1, len(names) + 1)]
-        left = ", ".join(["carried", *ones]) if handed or names else ""
+        left = ", ".join(["carried", *ones]) if first or names else ""
         out += [f"    for i in range({f.loop.count}):"]
         out += [f"        {left} = {call}" if left else f"        {call}"]
         out += [f"        {name}.append({one})" for name, one in zip(names, ones, strict=True)]
-        if handed:
-            final = [f.loop.names[-1][k] for k in handed]
+        if first:
+            final = [f.loop.names[-1][k] for k in f.loop.carried.values()]
             kept = [n if n in later else UNUSED for n in final]
             out += [f"    {', '.join(kept)}{',' if len(kept) == 1 else ''} = carried"]
             out += ["    del carried"]

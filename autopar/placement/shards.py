@@ -16,6 +16,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
+from functools import lru_cache
 
 import torch
 from torch import Tensor
@@ -29,6 +30,7 @@ def gradient_placement(placement: Placement) -> Placement:
     return {R: P, P: R}.get(placement, placement)
 
 
+@lru_cache(maxsize=1 << 12)
 def gradient_spec(spec: Spec) -> Spec:
     """The spec of the gradient of a tensor with `spec`."""
     return Spec(tuple(gradient_placement(p) for p in spec.placements), spec.order)

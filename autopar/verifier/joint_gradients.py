@@ -25,7 +25,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
-from autopar.placement import I, P, R, Spec
+from autopar.placement import I, R, Spec, gradient_spec
 from autopar.program import (
     CallLine,
     FunctionBackward,
@@ -51,8 +51,6 @@ from autopar.verifier.stage import check_move
 
 # Of a gradient: its shape, and where its values are.
 Type = tuple[tuple[int, ...], Spec]
-
-_OF_GRADIENT = {R: P, P: R}
 
 
 def check_gradients(joint: JointProgram) -> None:
@@ -239,11 +237,11 @@ class _Gradients:
         key = before.dims, before.spec, move, after.spec, line.out.spec
         if key in self.sound:
             return
-        wanted = of_gradient(before.spec)
+        wanted = gradient_spec(before.spec)
         if line.out.spec != wanted:
             raise Fault(f"{line.out.name} is {line.out.spec}, not {wanted}")
         sizes = self.joint.stage.axis_sizes
-        given = of_gradient(after.spec)
+        given = gradient_spec(after.spec)
         reason = check_move(before.tensor, given, move.transposed, wanted, sizes)
         if reason is not None:
             raise Fault(reason)
@@ -255,7 +253,7 @@ class _Gradients:
         if source is None or source.spec is None or line.out.spec is None:
             return
         tensor, sizes = line.move.out.tensor, self.joint.stage.axis_sizes
-        given = of_gradient(line.move.out.spec)
+        given = gradient_spec(line.move.out.spec)
         reason = check_move(tensor, given, line.move.move.transposed, line.out.spec, sizes)
         if reason is not None:
             raise Fault(reason)
@@ -292,15 +290,9 @@ def _has_gradient(local: Local) -> bool:
 
 
 @lru_cache(maxsize=1 << 12)
-def of_gradient(spec: Spec) -> Spec:
-    """The placement of a gradient: R and P swap, I and S stay."""
-    return Spec(tuple(_OF_GRADIENT.get(p, p) for p in spec.placements), spec.order)
-
-
-@lru_cache(maxsize=1 << 12)
 def value_of_gradient(spec: Spec) -> Spec:
     """The same, with R for I: where the values of a gradient are."""
-    return _values(of_gradient(spec))
+    return _values(gradient_spec(spec))
 
 
 @lru_cache(maxsize=1 << 12)

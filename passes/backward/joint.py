@@ -27,7 +27,7 @@ from autopar.passes.backward.names import Names
 from autopar.passes.backward.provision import finished
 from autopar.passes.backward.recording import Meta, run_on_fakes
 from autopar.passes.backward.templates import Template, result_metas, template
-from autopar.placement import P, Placement, R, Spec
+from autopar.placement import gradient_spec
 from autopar.program import (
     UNUSED,
     CallLine,
@@ -54,8 +54,6 @@ from autopar.program import (
     taken_parameters,
 )
 from autopar.runtime.lowered import LOWERED
-
-_SWAPPED = {R: P, P: R}
 
 
 def differentiate(
@@ -268,7 +266,7 @@ class _Walk:
     def _reduced(self, line: GatherLine, local: Local, gradient: str) -> Variable:
         """A new variable for the gradient of `local`, one step on the way to storage."""
         name, dtype = self.names.new(f"grad_{line.source}"), self.gradient_metas[gradient].dtype
-        return Variable(name, local.shape, dtype, _of_gradient(local.spec))
+        return Variable(name, local.shape, dtype, gradient_spec(local.spec))
 
     def _reduced_meta(self, member: GradientMove) -> Meta:
         before = self.gradient_metas[member.source]
@@ -359,7 +357,7 @@ class _Walk:
     def _gradient_variable(self, name: str) -> Variable:
         """A new variable for a gradient of `name`."""
         local, new = self.locals[name], self.names.new(f"grad_{name}")
-        return Variable(new, local.shape, local.dtype, _of_gradient(local.spec))
+        return Variable(new, local.shape, local.dtype, gradient_spec(local.spec))
 
     def _add(self, name: str, gradient: str, meta: Meta) -> None:
         """Add a gradient to that of a variable, in the order of arrival."""
@@ -394,14 +392,6 @@ def _sum_meta(a: Meta, b: Meta) -> Meta:
 def _contiguous(meta: Meta) -> Meta:
     stride = torch.empty(meta.shape, device="meta").stride()
     return meta._replace(stride=stride, has_grad=False)
-
-
-def _of_gradient(spec: Spec) -> Spec:
-    """The placement of a gradient: R and P swap, I and S stay."""
-    if R not in spec.placements and P not in spec.placements:
-        return spec
-    swapped: list[Placement] = [_SWAPPED.get(p, p) for p in spec.placements]
-    return replace(spec, placements=tuple(swapped))
 
 
 def _stem(line: CallLine) -> str:
