@@ -2,8 +2,9 @@
 
 The lines of a segment (`stage_program.Segment`) run again before the backward of its last line.
 What they gather is held until the segment's backward. Outside of segments, a gathered parameter
-that an operator keeps is gathered again before the operator's backward. A gathered parameter that a
-segment takes as input is gathered again before the segment runs again.
+that an operator keeps is gathered again before the operator's backward, together with its run. One
+that a segment takes as input is gathered again before the segment runs again. The last run may stay
+gathered (`kept_gathers`).
 """
 
 from __future__ import annotations

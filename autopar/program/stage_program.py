@@ -170,7 +170,8 @@ class DetachLine:
 class GatherLine:
     """A ZeRO-3 parameter gathered for one operator, and again in backward `regathers` times.
 
-    An operator that keeps it (`CallLine.keeps`) gathers it again in its backward.
+    Neighbours are a run, which is gathered together (`gathers.py`). Backward gathers a run again
+    if an operator keeps one of it (`CallLine.keeps`), but for the last run (`kept_gathers`).
     """
 
     out: Local
