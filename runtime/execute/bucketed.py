@@ -37,7 +37,6 @@ class Chain:
         return self.value
 
 
-@torch.no_grad()
 def bucketed_apply(items: Sequence[BucketItem], bucket_bytes: int) -> list[Tensor]:
     """Apply to each tensor its steps in order; equal collectives are fused.
 
@@ -51,7 +50,6 @@ def bucketed_apply(items: Sequence[BucketItem], bucket_bytes: int) -> list[Tenso
     return [chain.run_local() for chain in chains]
 
 
-@torch.no_grad()
 def start_bucket(chains: Sequence[Chain], owns: bool = False) -> Pending[None]:
     """Begin the next collective of these tensors as one call; the wait gives them its results.
 

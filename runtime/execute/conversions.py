@@ -45,7 +45,6 @@ class Conversions:
     parameters: Sequence[StoredParameter]
     groups: Mapping[tuple[int, ...], Group]
 
-    @torch.no_grad()
     def uses(self, stored: Mapping[str, Tensor]) -> list[Use]:
         """The uses of all parameters, in the order in which the program takes them.
 
@@ -90,7 +89,6 @@ class Conversions:
         return self.groups[line.move.axes]
 
 
-@torch.no_grad()
 def add_gradient(use: Use, gradient: Tensor, stored: Mapping[str, Tensor]) -> None:
     """Add the gradient of one microbatch: to `.grad`, or to what waits for moves.
 
@@ -100,17 +98,20 @@ def add_gradient(use: Use, gradient: Tensor, stored: Mapping[str, Tensor]) -> No
     if not parameter.requires_grad:
         return
     if use.moves:
-        gradient = gradient.to(use.local.gradient_dtype or gradient.dtype)
+        if use.local.gradient_dtype is not None:
+            gradient = gradient.to(use.local.gradient_dtype)
         if use.gradient is None:
             use.gradient = _owned(gradient, use.value.stride())
         else:
             use.gradient += gradient
         return
-    gradient = gradient.to(parameter.dtype)
-    if parameter.grad is None:
+    if gradient.dtype != parameter.dtype:
+        gradient = gradient.to(parameter.dtype)
+    known = parameter.grad
+    if known is None:
         parameter.grad = _owned(gradient, parameter.stride())
     else:
-        parameter.grad += gradient
+        known += gradient
 
 
 def _owned(gradient: Tensor, stride: tuple[int, ...]) -> Tensor:

@@ -93,7 +93,6 @@ class _Step:
     is_local: bool
     on_outputs: OutputsFn | None
     weight: float = 1.0
-    returns: Mapping[str, Returns] = field(default_factory=dict)
     n_backwards: int = 0
     loss: Tensor | None = None
     outputs: tuple[Any, ...] = ()
@@ -124,6 +123,8 @@ class Executor:
         self.coordinate = pipeline.meshes[self.stage].coordinate(rank)
         self.constants, self.buffers = constants, buffers or {}
         self.conversions = Conversions(self.program.parameters, environment.groups)
+        periods = ("micro", "step")
+        self._returns = {p: Returns(self.program, p, self.conversions) for p in periods}
         self.actions = pipeline.schedule.stages[self.stage]
         self._n_backwards = sum(action.kind == "backward" for action in self.actions)
         self._messages: dict[tuple[Kind, int], list[Action]] = {}
@@ -161,13 +162,14 @@ class Executor:
         kept = self.ties.detach_earlier(stored) if self.ties else {}
         scalars = {} if self.program.accumulation else self._scalars(inputs, is_local, seed)
         uses = self.conversions.uses(stored)
-        returns = {p: Returns(self.program, p, self.conversions, uses) for p in ("micro", "step")}
-        step = _Step(
-            stored, uses, inputs, scalars, dict(self.buffers), seed, is_local, on_outputs, weight,
-            returns,
-        )  # fmt: skip
+        for returns in self._returns.values():
+            returns.begin(uses)
+        buffers = dict(self.buffers)
+        step = _Step(stored, uses, inputs, scalars, buffers, seed, is_local, on_outputs, weight)
         self._run(step)
-        step.returns["step"].finish(stored)
+        self._returns["step"].finish(stored)
+        for returns in self._returns.values():
+            returns.begin(())  # lets go of gathered parameters
         if self.ties:
             self.ties.sum(stored, kept)
         last = self.pipeline.stages[-1]
@@ -287,7 +289,7 @@ class Executor:
             )
         self._without_gradients(index, step)
         step.n_backwards += 1
-        step.returns["micro"].finish(step.stored)
+        self._returns["micro"].finish(step.stored)
 
     def _cotangents(self, index: int, microbatch: _InFlight, step: _Step) -> list[Tensor | None]:
         """The gradients of the loss and of sent values, in the order that backward takes."""
@@ -305,7 +307,7 @@ class Executor:
     def _taking(self, index: int, step: _Step) -> Callable[[int, Tensor], None]:
         """What backward hands complete gradients of a microbatch to."""
         is_last = step.n_backwards + 1 == self._n_backwards
-        sync = [step.returns["micro"], *([step.returns["step"]] if is_last else [])]
+        sync = [self._returns["micro"], *([self._returns["step"]] if is_last else [])]
 
         def ready(position: int, gradient: Tensor) -> None:
             if position >= len(step.uses):
@@ -316,7 +318,7 @@ class Executor:
             use = step.uses[position]
             add_gradient(use, gradient, step.stored)
             for returns in sync:
-                returns.ready(use)
+                returns.ready(position)
 
         return ready
 
@@ -328,7 +330,6 @@ class Executor:
             if found is not None and local.has_grad and boundary.value not in found:
                 found[boundary.value] = torch.zeros(local.shape, dtype=local.dtype, device=device)
 
-    @torch.no_grad()
     def _from_last_stage(self, value: Tensor | None, made: Local) -> Tensor:
         """Share the last stage's value with every rank, as an all_reduce: other ranks add zeros."""
         if self.pipeline.n_stages == 1:
@@ -340,7 +341,6 @@ class Executor:
         with phase("loss" if made.name == self.pipeline.stages[-1].loss else "output"):
             return self.environment.world.all_reduce(value)
 
-    @torch.no_grad()
     def _store_buffers(self, step: _Step) -> None:
         """Write in place, as the model itself would: others may hold the tensors."""
         for buffer in self.program.changed:

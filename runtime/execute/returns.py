@@ -13,40 +13,48 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 
-import torch
 from torch import Tensor
 
-from autopar.program import StageProgram, return_bucket_bytes, return_buckets
+from autopar.program import (
+    StageProgram,
+    return_bucket_bytes,
+    return_buckets,
+    taken_parameters,
+)
 from autopar.runtime.execute.bucketed import Chain, bucketed_apply, start_bucket
 from autopar.runtime.execute.conversions import Conversions, Use
 from autopar.runtime.groups import Pending, phase
 
 
 class Returns:
-    """The way back of one period's gradients, for one rank and one step."""
+    """The way back of one period's gradients, for one rank. `begin` starts a step."""
 
-    def __init__(
-        self, program: StageProgram, period: str, conversions: Conversions, uses: Sequence[Use]
-    ) -> None:
-        self.conversions = conversions
-        of_local = {use.local.name: use for use in uses}
+    def __init__(self, program: StageProgram, period: str, conversions: Conversions) -> None:
         waiting, fused = return_buckets(program, period)
         self._bucket_bytes = return_bucket_bytes(waiting)
-        self.uses = [of_local[use.local.name] for _, use in waiting]
-        positions = {id(use): i for i, use in enumerate(self.uses)}
-        firsts = [bucket.members for bucket in fused if bucket.round == 0]
-        self._positions, self._members = positions, firsts
-        self._bucket_of = {i: k for k, members in enumerate(firsts) for i in members}
+        place = {name: i for i, name in enumerate(taken_parameters(program))}
+        self._places = [place[use.local.name] for _, use in waiting]
+        self._positions = {k: i for i, k in enumerate(self._places)}
+        self._steps = [conversions.steps(use.moves, backward=True) for _, use in waiting]
+        self._members = [bucket.members for bucket in fused if bucket.round == 0]
+        self._bucket_of = {i: k for k, members in enumerate(self._members) for i in members}
+
+    def begin(self, uses: Sequence[Use]) -> None:
+        """Take the uses of a step, in the order in which the program takes them."""
+        self._uses = uses
         self._chains: dict[int, Chain] = {}
-        self._missing = [len(members) for members in firsts]
+        self._missing = [len(members) for members in self._members]
         self._under_way: list[Pending[None]] = []
 
-    def ready(self, use: Use) -> None:
+    def ready(self, place: int) -> None:
         """The gradient of a use is complete; begin its bucket's collective if it is the last."""
-        i = self._positions.get(id(use))
-        if i is None or use.gradient is None:
+        i = self._positions.get(place)
+        if i is None:
             return
-        self._chains[i] = Chain(use.gradient, self.conversions.steps(use.moves, backward=True))
+        use = self._uses[place]
+        if use.gradient is None:
+            return
+        self._chains[i] = Chain(use.gradient, list(self._steps[i]))
         use.gradient = None
         k = self._bucket_of.get(i)
         if k is None:
@@ -57,17 +65,14 @@ class Returns:
                 chains = [self._chains[i] for i in self._members[k]]
                 self._under_way.append(start_bucket(chains, owns=True))
 
-    @torch.no_grad()
     def finish(self, stored: Mapping[str, Tensor]) -> None:
         """Wait for all calls, run what is left, and add the results to `.grad`."""
-        for use in self.uses:
-            self.ready(use)
+        for place in self._places:
+            self.ready(place)
         for pending in self._under_way:
             pending.wait()
-        self._under_way.clear()
-        chains = [(self.uses[i], self._chains[i]) for i in sorted(self._chains)]
-        self._chains.clear()
-        self._missing = [len(members) for members in self._members]
+        chains = [(self._uses[self._places[i]], self._chains[i]) for i in sorted(self._chains)]
+        self.begin(self._uses)
         items = []
         for _, chain in chains:
             assert chain.value is not None
