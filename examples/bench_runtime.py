@@ -20,6 +20,7 @@ processes.
                 goes first alternates. A step's time is the slowest rank's. The ratio is the median
                 over pairs, with the 90% interval of bootstrap resamples, as in
                 `examples/compare.py`
+    kernels     a second table says where a step of each side goes (`examples/bench_parts.py`)
 
 `--delayed` shows overlap, of `ddp` and `zero-3`, on autopar's side alone. Collectives are delayed
 as on a slow network (`examples/bench_delays.py`). A pair is a step without delays and one with.
@@ -38,6 +39,7 @@ import statistics
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -53,6 +55,7 @@ import autopar
 from autopar import Manual
 from autopar.units import format_seconds
 from examples.bench_delays import Delays
+from examples.bench_parts import Parts, parts_of
 from examples.compare import N_WARM_UP, Batch, Size, median_ratio, timed_pair, values_of
 from examples.megatron_gpt2 import MegatronGPT2, TensorParallel
 from examples.pipeline_gpt2 import PipelineGPT2
@@ -100,10 +103,11 @@ class Row:
 
 @dataclass(frozen=True)
 class Measured:
-    """Losses (autopar's, the other's) of each step, then pairs of seconds in the same order."""
+    """Losses (autopar's, the other's) of each step, pairs of seconds in the same order, parts."""
 
     losses: list[tuple[float, float]]
     pairs: Pairs
+    parts: tuple[Parts, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -213,7 +217,8 @@ def measure(name: str, size: Size, batch: Batch, n_pairs: int) -> Measured:
     for side in sides * N_WARM_UP:
         side.step(batch)
     one, other = (side.step for side in sides)
-    return Measured(losses, [timed_pair(one, other, batch, i % 2 == 1) for i in range(n_pairs)])
+    pairs = [timed_pair(one, other, batch, i % 2 == 1) for i in range(n_pairs)]
+    return Measured(losses, pairs, tuple(parts_of(partial(side.step, batch)) for side in sides))
 
 
 def measure_delayed(name: str, size: Size, batch: Batch, n_pairs: int, share: float) -> Overlap:
@@ -266,6 +271,19 @@ def time_table(found: dict[str, Measured]) -> Table:
         apart = max(abs(ours - theirs) for ours, theirs in measured.losses)
         n_pairs = str(len(measured.pairs))
         table.add_row(name, row.ours, row.theirs, n_pairs, *texts, f"{apart:.0e}")
+    return table
+
+
+def parts_table(found: dict[str, Measured]) -> Table:
+    table = Table(title="where a step goes, on rank 0")
+    for title in ("row", "side"):
+        table.add_column(title)
+    for title in ("matmuls", "other kernels", "between kernels"):
+        table.add_column(title, justify="right")
+    for name, measured in found.items():
+        sides = f"autopar {ROWS[name].ours}", ROWS[name].theirs
+        for side, parts in zip(sides, measured.parts, strict=False):
+            table.add_row(name, side, *parts.texts())
     return table
 
 
@@ -327,6 +345,7 @@ def main(argv: Sequence[str] | None = None, launch: Launch = autopar.launch) -> 
         size = Size(given.layers, given.width, tied=ROWS[name].tied)
         found[name] = launch(measure, ROWS[name].n_ranks, name, size, batch, given.pairs)[0]
     console.print(time_table(found))
+    console.print(parts_table(found))
     wrong = [line for name in found for line in disagreements(name, found[name].losses)]
     for line in wrong:
         console.print(line, markup=False, soft_wrap=True)
