@@ -1,8 +1,8 @@
 """Where the time of a step goes: in kernels, and between them.
 
-A kernel is an ATen operator without the operators that it calls (`torch.profiler`). Between them lie
-Python, autograd's own work, and waiting: for collectives, messages and slower ranks. If two sides
-run the same kernels, the time between them is all that either can gain.
+A kernel is an ATen operator without the operators that it calls (`torch.profiler`). Between them
+lie Python, autograd's own work, and waiting: for collectives, messages and slower ranks. If two
+sides run the same kernels, the time between them is all that either can gain.
 """
 
 from __future__ import annotations

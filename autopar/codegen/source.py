@@ -52,6 +52,7 @@ from autopar.program import (
     JointProgram,
     KernelLine,
     Local,
+    LossAtEnd,
     MoveLine,
     StageProgram,
     Variable,
@@ -108,6 +109,8 @@ class _Source:
             "",
             *self._forward(),
         ]
+        if self._at_end:
+            lines += ["", "", *self._loss()]
         if program.trains:
             lines += ["", "", *self._backward()]
         if program.prologue:
@@ -155,28 +158,30 @@ class _Source:
     def folded(self) -> Folded:
         """The statements of forward and backward, with their loops."""
         joint, program = self.joint, self.program
-        forward = self._statements(joint.forward, "")
+        forward = self._statements(self._parts[0], "")
         backward = self._statements(joint.backward, "backward of ")
         names = [local.name for local, _ in self._taken_parameters()]
         is_parted = any(isinstance(line, WeightGradients) for line in joint.backward)
         if not is_parted:
             ahead, behind = without_wide_frees(forward), without_wide_frees(backward)
             with suppress(UnfoldableError):
-                return fold(ahead, behind, names, joint.saved, program.returned)
+                returned = program.returned.union(self._taken_at_end)
+                return fold(ahead, behind, names, joint.saved, returned)
         return Folded(tuple(forward), tuple(backward), (), (), joint.saved, (), ())
 
     def _forward(self) -> list[str]:
         program, folded = self.program, self.folded
         arguments = ["parameters", "delivered", *(["received"] if program.received else []), "env"]
-        out = self._block_functions(folded.forward, folded.forward_loops, self.joint.forward)
-        out += [f"def forward({', '.join(arguments)}):", *self._groups(self.joint.forward)]
+        lines = self._parts[0]
+        out = self._block_functions(folded.forward, folded.forward_loops, lines)
+        out += [f"def forward({', '.join(arguments)}):", *self._groups(lines)]
         out += self._unpack_parameters()
         out += self._unpack("delivered", [(d.local, d.source) for d in program.delivered])
         out += self._unpack("received", [(r.local, r.key) for r in program.received])
         out += [f"    {group.variable} = []" for group in folded.groups]
         out += self._main(folded.forward, folded.forward_loops)
         results = [
-            program.loss or "None",
+            f"[{', '.join(self._taken_at_end)}]" if self._at_end else program.loss or "None",
             *(boundary.local.name for boundary in program.sent),
             *(buffer.local.name for buffer in program.changed),
             *program.outputs,
@@ -188,6 +193,37 @@ class _Source:
         if not rows:
             return [*out, f"    return {returned}, []"]
         return [*out, "    saved = [", *rows, "    ]", f"    return {returned}, saved"]
+
+    @cached_property
+    def _parts(self) -> tuple[Sequence[JointLine], Sequence[JointLine]]:
+        """The lines of forward, and those that wait for the end of the step."""
+        lines = self.joint.forward
+        at = next((i for i, x in enumerate(lines) if isinstance(x, LossAtEnd)), len(lines))
+        return lines[:at], lines[at + 1 :]
+
+    @property
+    def _at_end(self) -> Sequence[JointLine]:
+        return self._parts[1]
+
+    @cached_property
+    def _taken_at_end(self) -> list[str]:
+        """The variables that the lines at the end of the step take from forward."""
+        made = {name for line in self._at_end for name in joint_writes(line)}
+        read = dict.fromkeys(name for line in self._at_end for name in joint_reads(line))
+        return [name for name in read if name not in made]
+
+    def _loss(self) -> list[str]:
+        """The function that waits for the loss."""
+        lines, taken = self._at_end, self._taken_at_end
+        body = [row for s in self._statements(lines, "") for row in s.rows]
+        return [
+            "def loss(taken, env):",
+            '    """The loss on all ranks, when the step ends."""',
+            *self._groups(lines),
+            *_taken_from("taken", taken),
+            *body,
+            f"    return {self.program.loss}",
+        ]
 
     def _saved_rows(self, names: Sequence[str]) -> list[str]:
         known = self._variables
@@ -285,7 +321,7 @@ class _Source:
 
     def _loop(self, f: BlockFunction, later: set[str]) -> list[str]:
         first = [f.loop.names[0][k] for k in f.loop.carried]
-        later = later | {*self.folded.saved, *self.program.returned}
+        later = later | {*self.folded.saved, *self.program.returned, *self._taken_at_end}
         over = [n for n in dict.fromkeys(first) if n not in later]
         out = [f"    carried = [{', '.join(first)}]"] if first else []
         out += [del_row(over)] if over else []

@@ -28,6 +28,7 @@ from autopar.program import (
     GradientMove,
     JointLine,
     KernelLine,
+    LossAtEnd,
     MoveLine,
     ReadyLine,
     StartLine,
@@ -57,7 +58,7 @@ class Statements:
     def _rows(self, line: JointLine) -> list[tuple[str, str]]:
         """The rows of a statement, each with its comment."""
         match line:
-            case WeightGradients():
+            case LossAtEnd() | WeightGradients():
                 return []
             case FusedGathers() | FusedReductions():
                 (first, comment), *more = self._fused(line, "together")
@@ -137,10 +138,13 @@ class Statements:
                 (move,) = begun.moves
                 text = self._move(move.move, begun.source, ".start")
                 return f"{line.pending} = {text}", traffic(move, "forward")
+            case StartLine(move=MoveLine() as moved):
+                text = self._move(moved.move, moved.source, ".start")
+                return f"{line.pending} = {text}", traffic(moved, "forward")
             case StartLine(move=GradientMove() as moved):
                 text = self._move(moved.move.move.transposed, moved.source, ".start")
                 return f"{line.pending} = {text}", traffic(moved.move, "backward")
-            case WaitLine(move=GatherLine() | GradientMove() as begun):
+            case WaitLine(move=MoveLine() | GatherLine() | GradientMove() as begun):
                 return f"{begun.out.name} = {line.pending}.wait()", type_text(begun.out)
             case ReadyLine():
                 given = f"{line.source}.clone()" if line.is_shared else line.source

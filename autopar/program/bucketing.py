@@ -22,7 +22,7 @@ from autopar.placement import PrimitiveKind
 BUCKET_BYTES = 25 * 2**20
 # Gradient sync runs beside backward, and its last bucket after it. So where gradients are few they
 # are cut into several buckets, not smaller than DDP's first one (`_DEFAULT_FIRST_BUCKET_BYTES`).
-_N_BUCKETS, _LEAST_BUCKET_BYTES = 4, 2**20
+_N_BUCKETS, _LEAST_BUCKET_BYTES = 8, 2**20
 
 
 def sync_bucket_bytes(gradient_bytes: int) -> int:

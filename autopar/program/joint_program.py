@@ -95,7 +95,7 @@ class FusedReductions:
     members: tuple[GradientMove, ...]
 
 
-Communication = GradientMove | GatherLine | FusedGathers | FusedReductions
+Communication = GradientMove | GatherLine | FusedGathers | FusedReductions | MoveLine
 
 
 @dataclass(frozen=True)
@@ -161,6 +161,11 @@ class ReadyLine:
 
 
 @dataclass(frozen=True)
+class LossAtEnd:
+    """Parts forward: the lines after it make the loss, and run when the step ends (`loss.py`)."""
+
+
+@dataclass(frozen=True)
 class WeightGradients:
     """Parts backward: the lines after it only make gradients of parameters (`apart.py`)."""
 
@@ -180,6 +185,7 @@ JointLine = (
     | FunctionLine
     | FunctionBackward
     | ReadyLine
+    | LossAtEnd
     | WeightGradients
 )
 
@@ -188,7 +194,8 @@ JointLine = (
 class JointProgram:
     """Forward and backward of one microbatch of `stage`.
 
-    forward      takes what the stage takes; returns its results, and `saved`
+    forward      takes what the stage takes; returns its results, and `saved`. Lines after a
+                 `LossAtEnd` wait for the end of the step; until then the loss is what they read
     saved        variables of forward that backward reads
     cotangents   names of the gradients that backward is given: of the loss if there is one, then of
                  each sent value; None where no gradient is taken
@@ -244,7 +251,7 @@ def joint_reads(line: JointLine) -> tuple[str, ...]:
             return joint_reads(line.move)
         case WaitLine():
             return (line.pending,)
-        case WeightGradients():
+        case LossAtEnd() | WeightGradients():
             return ()
         case FunctionLine():
             return line.call.reads
@@ -262,7 +269,7 @@ def joint_writes(line: JointLine) -> tuple[str, ...]:
             made = [out.name for out in line.outs]
         case GradientMove():
             made = [line.out.name]
-        case ReadyLine() | WeightGradients():
+        case ReadyLine() | LossAtEnd() | WeightGradients():
             made = []
         case StartLine():
             made = [line.pending]

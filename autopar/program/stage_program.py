@@ -365,9 +365,13 @@ class StageProgram:
     @cached_property
     def returned(self) -> frozenset[str]:
         """The variables that the function returns."""
+        return self.held | {self.loss} if self.loss else self.held
+
+    @cached_property
+    def held(self) -> frozenset[str]:
+        """The variables that the function returns besides the loss."""
         found = {*self.outputs, *(s.local.name for s in self.sent)}
-        found |= {b.local.name for b in self.changed}
-        return frozenset(found | {self.loss} if self.loss else found)
+        return frozenset(found | {b.local.name for b in self.changed})
 
     @cached_property
     def arguments(self) -> frozenset[str]:

@@ -23,7 +23,10 @@ from autopar.program import (
     JointProgram,
     KernelLine,
     Line,
+    LossAtEnd,
+    MoveLine,
     StartLine,
+    WaitLine,
     communications,
     runs_of,
     taken_parameters,
@@ -75,8 +78,10 @@ def _check_forward(joint: JointProgram) -> None:
     by_key = {line.key: i for i, line in enumerate(body) if isinstance(line, CallLine)}
     last, whole, runs = -1, set[int](), runs_of(joint.stage)
     for number, line in enumerate(joint.forward):
-        if isinstance(line, FreeLine | StartLine):
+        if isinstance(line, FreeLine | StartLine | LossAtEnd):
             continue
+        if isinstance(line, WaitLine) and isinstance(line.move, MoveLine):
+            line = line.move
         if gathers := communications(line):
             for gather in gathers:
                 i = at.get(id(gather), -1)

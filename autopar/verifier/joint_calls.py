@@ -34,6 +34,7 @@ from autopar.program import (
     JointLine,
     JointProgram,
     KernelLine,
+    LossAtEnd,
     MoveLine,
     RankCall,
     ReadyLine,
@@ -47,7 +48,7 @@ from autopar.program import (
 )
 from autopar.verifier.joint_flow import error, place
 
-_SILENT = (KernelLine, FreeLine, ReadyLine, WaitLine, WeightGradients)
+_SILENT = (KernelLine, FreeLine, ReadyLine, WaitLine, LossAtEnd, WeightGradients)
 
 # Kind, axes and bytes.
 Call = tuple[str, tuple[int, ...], int]

@@ -39,6 +39,7 @@ from autopar.program import (
     JointLine,
     JointProgram,
     KernelLine,
+    LossAtEnd,
     MoveLine,
     ReadyLine,
     StartLine,
@@ -268,6 +269,8 @@ def described(line: JointLine) -> str:
     match line:
         case WeightGradients():
             return "the gradients of weights"
+        case LossAtEnd():
+            return "the loss, when the step ends"
         case FunctionBackward():
             return f"{', '.join(joint_writes(line))} = backward({', '.join(joint_reads(line))})"
         case MoveLine() | CallLine() | DetachLine() | GatherLine() | FreeLine():
@@ -289,6 +292,8 @@ def _what(line: JointLine) -> str:
             return f"{_what(line.move)}.start"
         case WaitLine():
             return "wait"
+        case MoveLine():
+            return line.move.name
         case _:
             first = communications(line)[0]
             return "gather" if isinstance(first, GatherLine) else first.move.move.transposed.name

@@ -20,6 +20,7 @@ from autopar.passes.backward.gathers import (
     with_gathers_ahead,
     with_reductions_behind,
 )
+from autopar.passes.backward.loss import with_loss_at_end
 from autopar.passes.backward.overlap import with_overlap
 from autopar.program import (
     CallLine,
@@ -67,9 +68,12 @@ def finished(
     complete = with_gathers_ahead(complete, runs)
     saved = _undefined(complete, given, _variables(stage, forward))
     kept = {*stage.returned, *saved}
+    ahead = with_gathers_ahead(_without_unread(forward, kept), runs)
+    if stage.trains:
+        ahead = with_loss_at_end(stage, ahead, {*stage.held, *saved})
     return JointProgram(
         stage,
-        with_frees(with_gathers_ahead(_without_unread(forward, kept), runs), kept),
+        with_frees(ahead, kept),
         saved,
         cotangents,
         with_frees(complete, (), (*saved, *given)),

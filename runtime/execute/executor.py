@@ -63,6 +63,8 @@ class StageCode:
     """The compiled functions of one generated file.
 
     forward    (parameters, delivered[, received], env) -> (results), [saved]
+    loss       (taken, env) -> the loss, from what forward returned in its place, when the step
+               ends. None if forward returns the loss itself
     backward   (saved, cotangents, ready, env); calls `ready(k, gradient)` for the gradients of the
                parameters, then of what was received. None for a program without backward
     """
@@ -70,14 +72,7 @@ class StageCode:
     forward: Callable[..., tuple[tuple[Any, ...], list[Any]]]
     backward: Callable[..., None] | None
     prologue: Callable[..., tuple[Tensor, ...]] | None
-
-
-@dataclass
-class _InFlight:
-    """A microbatch between its forward and its backward: what forward saved, and its loss."""
-
-    saved: list[Any]
-    loss: Tensor | None
+    loss: Callable[..., Tensor] | None = None
 
 
 @dataclass
@@ -94,9 +89,10 @@ class _Step:
     on_outputs: OutputsFn | None
     weight: float = 1.0
     n_backwards: int = 0
-    loss: Tensor | None = None
     outputs: tuple[Any, ...] = ()
-    in_flight: dict[int, _InFlight] = field(default_factory=dict)
+    # What forward returned for the loss, by microbatch; and what it saved, until its backward.
+    losses: list[Any] = field(default_factory=list)
+    saved: dict[int, list[Any]] = field(default_factory=dict)
     # Microbatch -> values of the messages still to be sent.
     activations: dict[int, dict[str, Tensor]] = field(default_factory=dict)
     gradients: dict[int, dict[str, Tensor]] = field(default_factory=dict)
@@ -137,6 +133,8 @@ class Executor:
             assert messenger is not None and environment.world is not None
             self.crossings = Crossings(pipeline, rank, messenger, environment.device)
             self.ties = TiedGradients(pipeline, rank, messenger, environment.groups)
+        last = pipeline.stages[-1]
+        self._made_loss = None if last.loss is None else last.local(last.loss)
         # All ranks of the last stage have the loss and the outputs; this one shares them.
         self._is_loss_source = rank == pipeline.meshes[-1].first_rank
         self._constant_parts: dict[tuple[str, int], Tensor] = {}
@@ -172,11 +170,8 @@ class Executor:
             returns.begin(())  # lets go of gathered parameters
         if self.ties:
             self.ties.sum(stored, kept)
-        last = self.pipeline.stages[-1]
-        assert last.loss is not None, "a training program has a loss"
-        made = last.local(last.loss)
-        whole = None if step.loss is None else step.loss.to(made.dtype)
-        loss = self._from_last_stage(whole, made)
+        assert self._made_loss is not None, "a training program has a loss"
+        loss = self._from_last_stage(self._loss(step), self._made_loss)
         if self.crossings:
             self.crossings.finish()
         self._store_buffers(step)
@@ -203,10 +198,8 @@ class Executor:
         if self.crossings:
             self.crossings.finish()
         self._store_buffers(step)
-        last = self.pipeline.stages[-1]
-        loss = (
-            None if last.loss is None else self._from_last_stage(step.loss, last.local(last.loss))
-        )
+        last, made = self.pipeline.stages[-1], self._made_loss
+        loss = None if made is None else self._from_last_stage(self._loss(step), made)
         outputs: list[Tensor | None] = list(step.outputs) or [None] * len(last.outputs)
         if everywhere:
             outputs = [
@@ -259,12 +252,20 @@ class Executor:
         if self._peers("send_forward", index):
             step.activations[index] = sent
         if loss is not None:
-            part = loss
+            step.losses.append(loss)
+        if self.code.backward is not None:
+            step.saved[index] = saved
+
+    def _loss(self, step: _Step) -> Tensor | None:
+        """The sum over microbatches; None on ranks that do not make it."""
+        total: Tensor | None = None
+        for taken in step.losses:
+            part = taken if self.code.loss is None else self.code.loss(taken, self.environment)
             if self.program.n_microbatches > 1:  # a sum in half precision rounds at every term
                 part = part.to(working_dtype(part.dtype))
-            step.loss = part if step.loss is None else step.loss + part
-        if self.code.backward is not None:
-            step.in_flight[index] = _InFlight(saved, loss)
+            total = part if total is None else total + part
+        assert self._made_loss is not None
+        return None if total is None else total.to(self._made_loss.dtype)
 
     def _arguments(
         self, index: int, step: _Step, received: Mapping[str, Tensor]
@@ -277,21 +278,19 @@ class Executor:
         return (parameters, delivered, *taken, self.environment)
 
     def _backward(self, index: int, step: _Step) -> None:
-        microbatch = step.in_flight.pop(index)
-        # Backward frees them one by one: nobody else may hold them.
-        cotangents = self._cotangents(index, microbatch, step)
+        cotangents = self._cotangents(index, step)
         if self._peers("send_backward", index):
             step.gradients[index] = {}
         assert self.code.backward is not None
         with phase("backward"):
-            self.code.backward(
-                microbatch.saved, cotangents, self._taking(index, step), self.environment
-            )
+            # It frees them one by one, as it does what is saved: nobody else may hold them.
+            saved, ready = step.saved.pop(index), self._taking(index, step)
+            self.code.backward(saved, cotangents, ready, self.environment)
         self._without_gradients(index, step)
         step.n_backwards += 1
         self._returns["micro"].finish(step.stored)
 
-    def _cotangents(self, index: int, microbatch: _InFlight, step: _Step) -> list[Tensor | None]:
+    def _cotangents(self, index: int, step: _Step) -> list[Tensor | None]:
         """The gradients of the loss and of sent values, in the order that backward takes."""
         given: dict[str, Tensor] = {}
         for action in self._peers("recv_backward", index):
@@ -300,8 +299,9 @@ class Executor:
                 known = given.get(value)
                 given[value] = gradient if known is None else known + gradient
         found: list[Tensor | None] = []
-        if microbatch.loss is not None:
-            found.append(torch.full_like(microbatch.loss, step.weight))
+        if self.program.loss is not None and (made := self._made_loss) is not None:
+            device = self.environment.device
+            found.append(torch.full(made.shape, step.weight, dtype=made.dtype, device=device))
         return found + [given.get(b.value) for b in self.program.sent]
 
     def _taking(self, index: int, step: _Step) -> Callable[[int, Tensor], None]:

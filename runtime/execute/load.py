@@ -41,5 +41,5 @@ def load_code(name: str, source: str) -> tuple[StageCode, Path]:
     linecache.checkcache(str(path))
     namespace: dict[str, object] = {"__name__": f"autopar_generated_{path.parent.name}"}
     exec(compile(source, str(path), "exec"), namespace)
-    forward, backward = namespace["forward"], namespace.get("backward")
-    return StageCode(forward, backward, namespace.get("prologue")), path  # type: ignore[arg-type]
+    names = "forward", "backward", "prologue", "loss"
+    return StageCode(*(namespace.get(name) for name in names)), path  # type: ignore[arg-type]

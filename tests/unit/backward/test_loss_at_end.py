@@ -1,0 +1,61 @@
+"""The loss: its reduction begins in forward, and is waited for when the step ends."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import torch
+from torch import nn
+
+import autopar
+from autopar import Manual
+from autopar.codegen import emit
+from autopar.passes.backward import differentiate
+from autopar.program.joint_program import JointProgram, LossAtEnd, StartLine, WaitLine
+from autopar.program.stage_program import CallLine, MoveLine, StageProgram
+from tests.helpers.jobs import llama, machine, tokens
+
+
+def planned(model: nn.Module, manual: Manual) -> StageProgram:
+    plan = autopar.plan(model, machine((1, 2)), tokens(0), manual=manual)
+    assert plan.bound is not None
+    return plan.bound.pipeline.stages[-1]
+
+
+def at_end(joint: JointProgram) -> tuple[object, ...]:
+    """The lines after the `LossAtEnd`."""
+    ends = [i for i, line in enumerate(joint.forward) if isinstance(line, LossAtEnd)]
+    return joint.forward[ends[0] + 1 :] if ends else ()
+
+
+def test_the_loss_is_waited_for_when_the_step_ends() -> None:
+    torch.manual_seed(0)
+    joint = differentiate(planned(llama(2), Manual(dp=2)))
+    first, *rest = at_end(joint)
+    assert isinstance(first, WaitLine) and isinstance(first.move, MoveLine)
+    begun = [line for line in joint.forward if isinstance(line, StartLine)]
+    assert [line.pending for line in begun] == [first.pending]
+    assert any(isinstance(line, CallLine) and "div" in line.target for line in rest)
+    source = emit(joint)
+    assert f"[{first.pending}, " in source.split("def loss(taken, env):")[0]
+    assert source.count(f"{first.pending}.wait()") == 1
+
+
+def test_a_loss_without_collectives_is_returned_by_forward() -> None:
+    torch.manual_seed(0)
+    joint = differentiate(planned(llama(2), Manual(tp=2)))
+    assert at_end(joint) == () and "def loss" not in emit(joint)
+
+
+def test_a_loss_that_is_also_an_output_is_returned_by_forward() -> None:
+    torch.manual_seed(0)
+    stage = planned(llama(2), Manual(dp=2))
+    assert stage.loss is not None
+    with_output = replace(stage, outputs=(*stage.outputs, stage.loss))
+    assert at_end(differentiate(with_output)) == ()
+
+
+def test_evaluation_waits_in_forward() -> None:
+    torch.manual_seed(0)
+    stage = replace(planned(llama(2), Manual(dp=2)), trains=False)
+    assert at_end(differentiate(stage)) == ()
