@@ -2,6 +2,7 @@
 
     lines        forward has the lines of the stage, in order; operators that are written out are
                  there as kernels, which make the operator's results        (`_check_forward`)
+    end          what waits for the end of the step makes the loss alone    (`_check_end`)
     variables    names, storages, handles; what is saved; what runs again   (`joint_flow.py`)
     gradients    shapes, dtypes and placements; all are handed over         (`joint_gradients.py`)
     calls        what is communicated is what is priced                     (`joint_calls.py`)
@@ -28,6 +29,7 @@ from autopar.program import (
     StartLine,
     WaitLine,
     communications,
+    joint_writes,
     runs_of,
     taken_parameters,
 )
@@ -47,6 +49,7 @@ from autopar.verifier.joint_gradients import check_gradients
 def verify_joint(joint: JointProgram) -> None:
     """Raise `VerificationError`, naming the line and the reason, unless all invariants hold."""
     _check_forward(joint)
+    _check_end(joint)
     _check_variables(joint)
     check_gradients(joint)
     check_calls(joint)
@@ -107,6 +110,20 @@ def _check_forward(joint: JointProgram) -> None:
     for i, original in enumerate(body):
         if not isinstance(original, FreeLine | CallLine) and i not in whole:
             raise error(f"{original.out.name} is not made", "forward")
+
+
+def _check_end(joint: JointProgram) -> None:
+    """Raise unless the lines that wait for the end of the step make the loss, and nothing else."""
+    ends = [i for i, line in enumerate(joint.forward) if isinstance(line, LossAtEnd)]
+    if not ends:
+        return
+    if len(ends) > 1:
+        raise error("forward has ended already", place("forward", ends[1], joint.forward[ends[1]]))
+    late = {name for line in joint.forward[ends[0] :] for name in joint_writes(line)}
+    if early := late & {*joint.stage.held, *joint.saved}:
+        raise error(f"{min(early)} is made when the step ends, and needed before", "forward")
+    if joint.stage.loss not in late:
+        raise error("the loss is not made there", place("forward", ends[0], LossAtEnd()))
 
 
 def _position(line: JointLine, at: dict[int, int], by_key: dict[str, int]) -> int:

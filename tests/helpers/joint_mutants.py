@@ -24,6 +24,7 @@ from autopar.program.joint_program import (
     JointLine,
     JointProgram,
     KernelLine,
+    LossAtEnd,
     ReadyLine,
     StartLine,
     Variable,
@@ -64,7 +65,8 @@ def numbered(joint: JointProgram) -> Iterator[tuple[str, int, JointLine]]:
 
 def dropped(joint: JointProgram) -> Mutants:
     for function, i, line in numbered(joint):
-        yield f"drop {function} {i} {line}", with_line(joint, function, i)
+        if not isinstance(line, LossAtEnd):  # without it forward waits for the loss, as it may
+            yield f"drop {function} {i} {line}", with_line(joint, function, i)
 
 
 def duplicated(joint: JointProgram) -> Mutants:

@@ -4,15 +4,18 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+import pytest
 import torch
 from torch import nn
 
 import autopar
 from autopar import Manual
 from autopar.codegen import emit
+from autopar.errors import VerificationError
 from autopar.passes.backward import differentiate
 from autopar.program.joint_program import JointProgram, LossAtEnd, StartLine, WaitLine
 from autopar.program.stage_program import CallLine, MoveLine, StageProgram
+from autopar.verifier import verify_joint
 from tests.helpers.jobs import llama, machine, tokens
 
 
@@ -59,3 +62,16 @@ def test_evaluation_waits_in_forward() -> None:
     torch.manual_seed(0)
     stage = replace(planned(llama(2), Manual(dp=2)), trains=False)
     assert at_end(differentiate(stage)) == ()
+
+
+@pytest.mark.parametrize(
+    ("at", "reason"),
+    [(0, "needed before"), (-1, "the loss is not made there"), (None, "ended already")],
+)
+def test_what_waits_makes_the_loss_alone(at: int | None, reason: str) -> None:
+    torch.manual_seed(0)
+    joint = differentiate(planned(llama(2), Manual(dp=2)))
+    lines = [line for line in joint.forward if at is None or not isinstance(line, LossAtEnd)]
+    lines.insert(len(lines) if at in (-1, None) else 0, LossAtEnd())
+    with pytest.raises(VerificationError, match=reason):
+        verify_joint(replace(joint, forward=tuple(lines)))
