@@ -81,6 +81,14 @@ class LaunchError(AutoparError):
     """A worker process failed; carries its rank and traceback."""
 
 
+class StepError(AutoparError):
+    """A step of a pipeline after one that failed half-way."""
+
+
+class StepTimeoutError(LaunchError):
+    """A rank stayed in one call of a step for longer than `timeout_s`; says where every rank is."""
+
+
 class AbsentRanksError(AutoparError):
     """A call that all ranks must make, and that some of them have not made."""
 

@@ -64,6 +64,8 @@ class Messenger(ABC):
         self.rank = rank
         self.n_ranks = n_ranks
         self.context = context or current_context()
+        # Why a step failed half-way, if one did: its messages may be left over.
+        self.failed: str | None = None
 
     def post(
         self, sends: Sequence[Send], receives: Sequence[Receive], phase: str = P2P_PHASE

@@ -21,13 +21,15 @@ accumulates gradients.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from autopar.errors import StepError
 from autopar.operators import seed_tensor, step_seed
 from autopar.precision import working_dtype
 from autopar.program import Accumulation, Delivered, Local, Pipeline
@@ -35,7 +37,7 @@ from autopar.runtime.collectives import Crossings, Messenger, TiedGradients
 from autopar.runtime.execute.conversions import Conversions, Use, add_gradient
 from autopar.runtime.execute.delivery import deliver
 from autopar.runtime.execute.returns import Returns
-from autopar.runtime.groups import Group, phase
+from autopar.runtime.groups import Group, current_context, phase
 from autopar.schedule import Action, Kind
 
 OutputsFn = Callable[[tuple[Tensor, ...]], None]
@@ -114,7 +116,8 @@ class Executor:
         constants: Mapping[str, Tensor],
         buffers: Mapping[str, Tensor] | None = None,
     ) -> None:
-        self.pipeline, self.stage = pipeline, pipeline.stage_of(rank)
+        self.pipeline, self.rank, self.stage = pipeline, rank, pipeline.stage_of(rank)
+        self._flight = current_context().flight
         self.program, self.code, self.environment = pipeline.stages[self.stage], code, environment
         self.coordinate = pipeline.meshes[self.stage].coordinate(rank)
         self.constants, self.buffers = constants, buffers or {}
@@ -157,6 +160,18 @@ class Executor:
         Returns the loss, detached and
         equal on all ranks.
         """
+        with self._in_flight():
+            return self._step(stored, inputs, is_local, on_outputs, seed, weight)
+
+    def _step(
+        self,
+        stored: Mapping[str, Tensor],
+        inputs: Mapping[str, Tensor],
+        is_local: bool,
+        on_outputs: OutputsFn | None,
+        seed: int,
+        weight: float,
+    ) -> Tensor:
         kept = self.ties.detach_earlier(stored) if self.ties else {}
         scalars = {} if self.program.accumulation else self._scalars(inputs, is_local, seed)
         uses = self.conversions.uses(stored)
@@ -192,6 +207,17 @@ class Executor:
         `everywhere`.
         """
         assert self.program.n_microbatches == 1
+        with self._in_flight():
+            return self._evaluated(stored, inputs, is_local, everywhere, seed)
+
+    def _evaluated(
+        self,
+        stored: Mapping[str, Tensor],
+        inputs: Mapping[str, Tensor],
+        is_local: bool,
+        everywhere: bool,
+        seed: int,
+    ) -> tuple[Any, ...]:
         uses, scalars = self.conversions.uses(stored), self._scalars(inputs, is_local, seed)
         step = _Step(stored, uses, inputs, scalars, dict(self.buffers), seed, is_local, None)
         self._run(step)
@@ -208,6 +234,30 @@ class Executor:
             ]
         return (loss, *outputs)
 
+    @contextmanager
+    def _in_flight(self) -> Iterator[None]:
+        """Note the step. An error says where it was raised, and breaks a pipeline.
+
+        Messages of a step that failed half-way are left over: the next step would take them.
+        """
+        messenger = self.environment.messenger if self.crossings else None
+        if messenger is not None and messenger.failed is not None:
+            raise StepError(
+                f"an earlier step failed half-way: {messenger.failed}",
+                hint="start the processes again, from the last checkpoint",
+            )
+        self._flight.begin_step(self.stage)
+        try:
+            yield
+        except Exception as error:
+            last = self._flight.last
+            where = "" if last is None else f"{last['action']} {last['call'] or ''}".rstrip()
+            error.add_note(f"rank {self.rank}, stage {self.stage}, in action {where}")
+            if messenger is not None and last is not None and last["calls"]:
+                messenger.failed = f"{type(error).__name__} on rank {self.rank}, {where}"
+            raise
+        self._flight.end_step()
+
     def _run(self, step: _Step) -> None:
         """Run the actions in order; consecutive messages go as one batch."""
         for is_compute, actions in itertools.groupby(self.actions, lambda a: a.is_compute):
@@ -215,6 +265,7 @@ class Executor:
                 self._post(list(actions), step)
                 continue
             for action in actions:
+                self._flight.act(str(action), self.stage)
                 if action.kind == "forward":
                     self._forward(action.microbatch, step)
                 else:
@@ -222,6 +273,7 @@ class Executor:
 
     def _post(self, actions: Sequence[Action], step: _Step) -> None:
         assert self.crossings is not None
+        self._flight.act(" ".join(map(str, actions)), self.stage)
         made = {"send_forward": step.activations, "send_backward": step.gradients}
         values = {a: made[a.kind][a.microbatch] for a in actions if a.is_send}
         self.crossings.post(actions, values)

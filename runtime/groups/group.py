@@ -33,6 +33,7 @@ from torch import Tensor
 
 from autopar.errors import VerificationError
 from autopar.placement import PrimitiveKind, Split
+from autopar.runtime.flight import FlightRecord
 from autopar.runtime.groups.pending import Pending
 
 CallKind = PrimitiveKind | Literal["send"]
@@ -59,23 +60,31 @@ class RankContext:
     backward in threads of its own.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, flight: FlightRecord | None = None) -> None:
         self.phase = "forward"
         self.recorders: list[Recorder] = []
+        self.flight = FlightRecord() if flight is None else flight
 
     def record(self, call: CollectiveCall) -> None:
+        """A call begins: tell the recorders, and note it."""
+        over = "+".join(call.axes)
+        self.flight.call(f"{call.kind} over {over} of {call.size_bytes} B ({call.phase})")
         for recorder in self.recorders:
             recorder.calls.append(call)
 
 
-_process_context = RankContext()
+_process: list[RankContext] = []  # made when it is first needed: launchers set the environment
 _thread = threading.local()
 
 
 def current_context() -> RankContext:
     """The context of this thread's rank, or of the process when ranks are processes."""
     context: RankContext | None = getattr(_thread, "context", None)
-    return _process_context if context is None else context
+    if context is not None:
+        return context
+    if not _process:
+        _process.append(RankContext(FlightRecord.of_process()))
+    return _process[0]
 
 
 def set_thread_context(context: RankContext) -> None:

@@ -2,9 +2,7 @@
 
 `WorkerPool` spawns n processes and sets torchrun's variables in each. They find each other
 through a store that the caller hosts, so no port is guessed. A worker serves one request after
-another: it receives a pickled (fn, args), and sends a pickled result or a traceback. Functions and
-classes that workers cannot import travel by value (cloudpickle). Tensors travel as plain copies on
-the CPU, never as shared memory, so no file descriptor outlives a call.
+another: it receives a pickled (fn, args), and sends a pickled result or a traceback (`travel.py`).
 
 The caller waits for answers and deaths together. A killed worker makes its peers raise, too. So
 after the first error the caller listens for `_GRACE_S` more, and reports a death in preference to
@@ -17,26 +15,30 @@ from __future__ import annotations
 import atexit
 import os
 import pickle
+import shutil
 import signal
+import socket
 import sys
+import tempfile
 import threading
 import time
 import traceback
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
-from functools import cache, partial
-from io import BytesIO
+from functools import partial
 from multiprocessing import connection, get_context, parent_process
 from multiprocessing.connection import Connection
 from multiprocessing.context import SpawnProcess
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
 
-from autopar.errors import LaunchError, MeshError
+from autopar.errors import LaunchError, MeshError, StepTimeoutError
+from autopar.runtime.flight import FOLDER, diagnosis, longest_step_s, read_notes
+from autopar.runtime.launch.travel import answer_of, dumps, importable_main, request_of
 
 _GRACE_S = 0.5
 _POLL_S = 0.25
@@ -84,7 +86,9 @@ def _own_device() -> torch.device:
     return torch.device("cuda", local_rank)
 
 
-def launch(fn: Callable[..., Any], n_ranks: int, *args: Any) -> list[Any]:
+def launch(
+    fn: Callable[..., Any], n_ranks: int, *args: Any, timeout_s: float | None = None
+) -> list[Any]:
     """Run `fn(*args)` in `n_ranks` local processes with a process group ready.
 
     Returns the results by rank; tensors come back as plain CPU tensors. `fn` may be any function,
@@ -92,10 +96,13 @@ def launch(fn: Callable[..., Any], n_ranks: int, *args: Any) -> list[Any]:
     closures) travels by value, with the globals it uses. A script must call `launch` under
     `if __name__ == "__main__":`, as for any spawned process.
 
+    `timeout_s` bounds how long a rank stays in one action or call of a step (None: no bound).
+
     Raises `LaunchError` with the rank and traceback of the first worker that fails, or the
-    signal that ended it. No process is left behind.
+    signal that ended it, and with what every rank did last; `StepTimeoutError` after `timeout_s`.
+    No process is left behind.
     """
-    with WorkerPool(n_ranks) as pool:
+    with WorkerPool(n_ranks, step_timeout_s=timeout_s) as pool:
         return pool.run(fn, *args)
 
 
@@ -103,14 +110,18 @@ class WorkerPool:
     """`n_ranks` workers that are started once and run one function after another.
 
     `run` starts the workers if none are alive: at first, and after a failure, which ends them
-    all. `timeout_s` bounds each run (None: no bound).
+    all. `timeout_s` bounds each run, `step_timeout_s` each action and call of a step (None: no
+    bound).
     """
 
-    def __init__(self, n_ranks: int, timeout_s: float | None = None) -> None:
+    def __init__(
+        self, n_ranks: int, timeout_s: float | None = None, step_timeout_s: float | None = None
+    ) -> None:
         if n_ranks < 1:
             raise MeshError(f"cannot launch {n_ranks} ranks")
         self.n_ranks = n_ranks
-        self.timeout_s = timeout_s
+        self.timeout_s, self.step_timeout_s = timeout_s, step_timeout_s
+        self._flights: Path | None = None  # what the ranks did last
         self._workers: list[SpawnProcess] = []
         self._pipes: list[Connection] = []
         self._store: dist.TCPStore | None = None
@@ -125,7 +136,7 @@ class WorkerPool:
 
     def run(self, fn: Callable[..., Any], *args: Any) -> list[Any]:
         """`fn(*args)` on every rank; the results by rank. See `launch`."""
-        request = _request(fn, args)
+        request = request_of(fn, args)
         try:
             if not self._workers:
                 self._start()
@@ -134,6 +145,11 @@ class WorkerPool:
                 with suppress(BrokenPipeError):
                     pipe.send_bytes(request)
             return self._answers(self.timeout_s, "run")
+        except LaunchError as error:
+            _kill(self._workers)  # then the notes are complete
+            error.add_note(self._diagnosis())
+            self._abandon()
+            raise
         except BaseException:  # Ctrl-C included
             self._abandon()
             raise
@@ -152,16 +168,34 @@ class WorkerPool:
             pipe.close()
         self._pipes.clear()
         self._store = None
+        if self._flights is not None:
+            shutil.rmtree(self._flights, ignore_errors=True)
+
+    def _diagnosis(self) -> str:
+        """What every rank did last."""
+        if self._flights is None:
+            return ""
+        return diagnosis(read_notes(self._flights), self.n_ranks, time.time())
+
+    def _check_step(self) -> None:
+        """Raise `StepTimeoutError` if a rank has been in one action or call for too long."""
+        if self._flights is None or self.step_timeout_s is None:
+            return
+        if longest_step_s(read_notes(self._flights), time.time()) > self.step_timeout_s:
+            raise StepTimeoutError(
+                f"an action or a call of a step took longer than {self.step_timeout_s:g} s",
+                hint="a rank that is behind has died, sleeps, or makes other calls",
+            )
 
     def _start(self) -> None:
         context = get_context("spawn")
-        self._store = dist.TCPStore(
-            "127.0.0.1", 0, self.n_ranks, is_master=True, wait_for_workers=False
-        )
-        with _single_threaded_children(), _importable_main():
+        self._store = _own_store(self.n_ranks)
+        self._flights = Path(tempfile.mkdtemp(prefix="autopar-flight-"))  # 0700
+        with _single_threaded_children(), importable_main():
             for rank in range(self.n_ranks):
                 ours, theirs = context.Pipe()
                 variables = _torchrun_variables(rank, self.n_ranks, self._store.port)
+                variables[FOLDER] = str(self._flights)
                 worker = context.Process(
                     target=_work, args=(theirs, variables), name=f"autopar rank {rank}"
                 )
@@ -188,6 +222,7 @@ class WorkerPool:
                     raise self._death(dead[0], doing)
                 if left_s <= _POLL_S:
                     break
+                self._check_step()
             for pipe in ready:
                 assert isinstance(pipe, Connection)
                 rank = waits[pipe]
@@ -231,109 +266,18 @@ class WorkerPool:
         )
 
 
+def _own_store(n_ranks: int) -> dist.TCPStore:
+    """A store that only this machine can reach: by itself torch listens on all addresses."""
+    listener = socket.create_server(("127.0.0.1", 0), backlog=max(2 * n_ranks, 128))
+    port = listener.getsockname()[1]
+    return dist.TCPStore(
+        "127.0.0.1", port, n_ranks, is_master=True, wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )  # fmt: skip
+
+
 def _raised(rank: int, n_ranks: int, trace: str) -> LaunchError:
     return LaunchError(f"rank {rank} of {n_ranks} raised\n{trace.rstrip()}")
-
-
-def _request(fn: Callable[..., Any], args: tuple[Any, ...]) -> bytes:
-    """(fn, args) pickled; the function is pickled alone first, for a clear message."""
-    name = getattr(fn, "__qualname__", repr(fn))
-    try:
-        _sent(fn)
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise LaunchError(
-            f"cannot send {name} to worker processes: {error}",
-            hint="it uses something that cannot be pickled; make that in the function",
-        ) from error
-    try:
-        return _sent((fn, args))
-    except (pickle.PicklingError, AttributeError, TypeError) as error:
-        raise LaunchError(
-            f"cannot send the arguments of {name} to worker processes: {error}",
-            hint="pass plain data and tensors; build models and loaders in the function",
-        ) from error
-
-
-def _sent(value: Any) -> bytes:
-    """Pickled by reference to what workers can import; else functions and classes by value."""
-    if _main_file() is not None or "__main__" not in sys.modules:
-        with suppress(pickle.PicklingError, AttributeError, TypeError):
-            return _dumps(value)
-    return _dumps(value, _by_value())
-
-
-def _main_file() -> str | None:
-    """What workers import as `__main__`; None in notebooks, `python -c` and scripts from stdin."""
-    main = sys.modules["__main__"]
-    path = getattr(main, "__file__", None)
-    if getattr(main, "__spec__", None) is not None:
-        return path  # python -m
-    return path if path is not None and os.path.exists(path) else None
-
-
-@contextmanager
-def _importable_main() -> Iterator[None]:
-    """Multiprocessing would import a `__file__` that is only a name, such as `<stdin>`."""
-    main = sys.modules["__main__"]
-    if _main_file() is not None or not hasattr(main, "__file__"):
-        yield
-        return
-    name = main.__file__
-    del main.__file__
-    try:
-        yield
-    finally:
-        main.__file__ = name
-
-
-class _Pickler(pickle.Pickler):
-    """Pickles tensors as detached CPU copies of only their elements."""
-
-    def reducer_override(self, obj: Any) -> Any:
-        return _plain_tensor(obj)
-
-
-@cache
-def _by_value() -> type[pickle.Pickler]:
-    """The same, and functions and classes that cannot be imported by value."""
-    try:
-        from cloudpickle import Pickler
-    except ImportError as error:
-        raise LaunchError(
-            "what a notebook or a closure defines travels to workers by cloudpickle, which is "
-            "not installed",
-            hint="pip install cloudpickle, or define the function at the top level of a module",
-        ) from error
-
-    class ByValue(Pickler):  # type: ignore[misc]
-        def reducer_override(self, obj: Any) -> Any:
-            reduced = _plain_tensor(obj)
-            return super().reducer_override(obj) if reduced is NotImplemented else reduced
-
-    return ByValue
-
-
-def _plain_tensor(obj: Any) -> Any:
-    # Other subclasses, and tensors without plain storage, pickle themselves.
-    strided = isinstance(obj, Tensor) and obj.layout == torch.strided and not obj.is_meta
-    if strided and type(obj) in (Tensor, torch.nn.Parameter):
-        plain = obj.detach().cpu()
-        if plain.untyped_storage().nbytes() != plain.nbytes:
-            plain = plain.clone(memory_format=torch.contiguous_format)
-        return plain.__reduce_ex__(pickle.HIGHEST_PROTOCOL)
-    return NotImplemented
-
-
-def _answered(value: Any) -> bytes:
-    with suppress(pickle.PicklingError, AttributeError, TypeError):
-        return _dumps(value, _Pickler)
-    return _dumps(value, _by_value())
-
-
-def _dumps(value: Any, pickler: type[pickle.Pickler] = pickle.Pickler) -> bytes:
-    buffer = BytesIO()
-    pickler(buffer, pickle.HIGHEST_PROTOCOL).dump(value)
-    return buffer.getvalue()
 
 
 def _torchrun_variables(rank: int, n_ranks: int, port: int) -> dict[str, str]:
@@ -446,12 +390,12 @@ def _obey(request: bytes) -> Any:
 def _answer(pipe: Connection, do: Callable[[], Any]) -> None:
     """Send the result of `do()`, or its traceback."""
     try:
-        message = ("ok", _answered(do()))
+        message = ("ok", answer_of(do()))
     except BaseException:  # noqa: BLE001 - sys.exit too; the caller raises it again
         message = ("error", traceback.format_exc().encode())
     sys.stdout.flush()  # this worker may be killed before it exits
     with suppress(BrokenPipeError):
-        pipe.send_bytes(_dumps(message))
+        pipe.send_bytes(dumps(message))
 
 
 def _follow_parent() -> None:

@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from autopar.errors import BatchError
 from autopar.module.batches.hashes import Fingerprint, digest, fingerprints
+from autopar.runtime.groups import current_context
 
 Given = Mapping[str, Any] | Sequence[Any]
 
@@ -101,7 +102,8 @@ class Agreement:
         n_ranks = dist.get_world_size()
         mine = torch.tensor([_KINDS.index(kind), digest(found)], device=self._device)
         everyone = torch.empty(2 * n_ranks, dtype=torch.int64, device=self._device)
-        dist.all_gather_single(everyone, mine)
+        with current_context().flight.meeting(f"comparing what ranks pass to {_CALLS[kind]}"):
+            dist.all_gather_single(everyone, mine)
         kinds, digests = everyone.view(n_ranks, 2).T.tolist()
         if len(set(kinds)) > 1:
             calls = {_KINDS[k]: [r for r in range(n_ranks) if kinds[r] == k] for k in kinds}
@@ -115,7 +117,8 @@ class Agreement:
 
 def _gathered(mine: Any) -> list[Any]:
     everyone: list[Any] = [None] * dist.get_world_size()
-    dist.all_gather_object(everyone, mine)
+    with current_context().flight.meeting("comparing batches"):
+        dist.all_gather_object(everyone, mine)
     return everyone
 
 

@@ -1,0 +1,124 @@
+"""What one rank did last: a ring of notes, which outlives the rank.
+
+A rank notes a step, an action of its schedule, a collective or a message before it begins. If the
+environment variable `AUTOPAR_FLIGHT_DIR` names a folder, the notes are also in a file there:
+`rank-3.ring`, `N_NOTES` slots of `SLOT_BYTES`, mapped into memory. So they can be read while the
+rank hangs, and after it was killed.
+
+    slot n mod N_NOTES    note n as JSON, then spaces
+
+A note is a dict:
+
+    n, time_s         which note it is; seconds since 1970
+    step, calls       steps begun so far; collectives and messages of this one
+    stage, action     where in the step: None outside of one, "meet" where ranks compare batches
+    call, line        the call that begins, and where in a generated file
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import sys
+import time
+from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+FOLDER = "AUTOPAR_FLIGHT_DIR"
+N_NOTES, SLOT_BYTES = 64, 320
+_N_FRAMES = 8  # between a collective and the generated line that calls it
+
+Note = dict[str, Any]
+
+
+class FlightRecord:
+    """The notes of one rank. `path` is the file that they also go to."""
+
+    def __init__(self, path: Path | None = None) -> None:
+        self.notes: deque[Note] = deque(maxlen=N_NOTES)
+        self._n = self._step = self._calls = 0
+        self._where: tuple[int | None, str | None] = (None, None)
+        self._ring = None if path is None else _mapped(path)
+
+    @classmethod
+    def of_process(cls) -> FlightRecord:
+        """The record of this process, with a file if the environment names a folder."""
+        folder = os.environ.get(FOLDER)
+        if not folder:
+            return cls()
+        Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+        return cls(Path(folder) / f"rank-{int(os.environ.get('RANK', 0))}.ring")
+
+    def begin_step(self, stage: int) -> None:
+        """A step, or an evaluation, of a stage begins."""
+        self._step, self._calls = self._step + 1, 0
+        self.act("begin", stage)
+
+    def act(self, action: str, stage: int) -> None:
+        """An action of the schedule begins."""
+        self._where = stage, action
+        self._note(None)
+
+    def call(self, what: str) -> None:
+        """A collective or a message begins."""
+        self._calls += 1
+        self._note(what)
+
+    def end_step(self) -> None:
+        self._where = self._where[0], None
+        self._note(None)
+
+    @contextmanager
+    def meeting(self, what: str) -> Iterator[None]:
+        """All ranks meet before a step, as to compare their batches."""
+        before = self._where
+        self._where = before[0], "meet"
+        self.call(what)
+        yield
+        self._where = before
+        self._note(None)
+
+    @property
+    def last(self) -> Note | None:
+        return self.notes[-1] if self.notes else None
+
+    def _note(self, call: str | None) -> None:
+        stage, action = self._where
+        note: Note = {
+            "n": self._n, "time_s": time.time(), "step": self._step, "stage": stage,
+            "action": action, "calls": self._calls, "call": call,
+            "line": None if call is None else _generated_line(),
+        }  # fmt: skip
+        self.notes.append(note)
+        if self._ring is not None:
+            text = json.dumps(note).encode()[: SLOT_BYTES - 1]
+            at = self._n % N_NOTES * SLOT_BYTES
+            self._ring[at : at + SLOT_BYTES] = text.ljust(SLOT_BYTES - 1) + b"\n"
+        self._n += 1
+
+
+def _mapped(path: Path) -> mmap.mmap:
+    """The file as memory that all processes see; made anew."""
+    path.unlink(missing_ok=True)
+    handle = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    try:
+        os.ftruncate(handle, N_NOTES * SLOT_BYTES)
+        return mmap.mmap(handle, N_NOTES * SLOT_BYTES)
+    finally:
+        os.close(handle)
+
+
+def _generated_line() -> str | None:
+    """`stage_1.py:214`, if a generated program makes the call."""
+    frame = sys._getframe(3)
+    for _ in range(_N_FRAMES):
+        if str(frame.f_globals.get("__name__")).startswith("autopar_generated_"):
+            return f"{os.path.basename(frame.f_code.co_filename)}:{frame.f_lineno}"
+        if frame.f_back is None:
+            break
+        frame = frame.f_back
+    return None

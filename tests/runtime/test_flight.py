@@ -1,0 +1,153 @@
+"""What ranks did last: notes outlive a rank, and say which ranks the others wait for."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+from autopar import Manual
+from autopar.errors import LaunchError, StepError, StepTimeoutError
+from autopar.runtime.execute.executor import Executor
+from autopar.runtime.flight.diagnosis import diagnosis, longest_step_s, read_notes
+from autopar.runtime.flight.record import N_NOTES, SLOT_BYTES, FlightRecord
+from autopar.runtime.launch.processes import _own_store
+from tests.helpers.jobs import MlpWithLoss, machine
+
+STEP_TIMEOUT_S = 4.0
+
+
+def batch() -> dict[str, Any]:
+    torch.manual_seed(1)
+    return {"x": torch.randn(16, 32), "y": torch.randn(16, 32)}
+
+
+def parallel(manual: Manual) -> autopar.ParallelModule:
+    torch.manual_seed(0)
+    return autopar.parallelize(MlpWithLoss(), machine((1, 2)), batch(), manual=manual)
+
+
+def test_notes_are_read_back_from_a_file_that_is_written_on(tmp_path: Path) -> None:
+    record = FlightRecord(tmp_path / "rank-3.ring")
+    for _ in range(N_NOTES + 5):
+        record.begin_step(1)
+        record.call("all_reduce over dp of 64 B (grad_sync)")
+    (found,) = read_notes(tmp_path).values()
+    assert found == list(record.notes) and len(found) == N_NOTES
+    assert found[-1]["step"] == N_NOTES + 5 and found[-1]["calls"] == 1
+    assert oct((tmp_path / "rank-3.ring").stat().st_mode)[-3:] == "600"
+
+
+def test_a_note_that_was_being_written_is_left_out(tmp_path: Path) -> None:
+    record = FlightRecord(tmp_path / "rank-0.ring")
+    record.begin_step(0)
+    record.call("all_reduce")
+    data = bytearray((tmp_path / "rank-0.ring").read_bytes())
+    data[SLOT_BYTES + 20 : SLOT_BYTES + 200] = b"\xff" * 180
+    (tmp_path / "rank-0.ring").write_bytes(bytes(data))
+    (tmp_path / "rank-1.ring").write_bytes(json.dumps({"n": "x"}).encode())
+    (tmp_path / "rank-2.txt").write_text("not a record")
+    assert [note["n"] for note in read_notes(tmp_path)[0]] == [0]
+    assert read_notes(tmp_path)[1] == [] and 2 not in read_notes(tmp_path)
+
+
+def test_the_rank_that_made_fewer_calls_is_behind() -> None:
+    records = [FlightRecord() for _ in range(3)]
+    for record in records:
+        record.begin_step(0)
+    for record in records[:2]:
+        record.call("all_gather over dp of 8 B (forward)")
+    notes = {rank: list(record.notes) for rank, record in enumerate(records)}
+    now_s = notes[2][-1]["time_s"] + 60.0
+    first, *lines = diagnosis(notes, 4, now_s).splitlines()
+    assert first == "rank 2 is behind the others"
+    assert "rank 0: step 1, stage 0, action begin, all_gather over dp of 8 B (forward)" in lines[0]
+    assert lines[2].endswith("since 60.0 s") and "noted nothing" in lines[3]
+    assert longest_step_s(notes, now_s) == pytest.approx(60.0)
+    for record in records:
+        record.end_step()
+    assert longest_step_s({0: list(records[0].notes)}, time.time() + 60.0) == 0.0
+
+
+def sleep_after(n_steps: int) -> None:
+    pm = parallel(Manual(dp=2))
+    for _ in range(n_steps):
+        pm.step(**batch())
+    if os.environ["RANK"] == "1":
+        time.sleep(600.0)
+    pm.step(**batch())
+
+
+def die_in_backward() -> None:
+    pm = parallel(Manual(dp=2))
+    pm.step(**batch())
+    if os.environ["RANK"] == "1":
+        Executor._cotangents = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
+    pm.step(**batch())
+
+
+def fail_twice() -> list[str]:
+    """A stage of a pipeline fails in its second microbatch; then another step is tried."""
+    pm = parallel(Manual(pp=2, microbatch_size=4))
+    forward = Executor._forward
+
+    def failing(self: Executor, index: int, step: Any) -> None:
+        if index == 1:
+            raise RuntimeError("no more memory")
+        forward(self, index, step)
+
+    Executor._forward = failing  # type: ignore[method-assign]
+    found = []
+    for _ in range(2):
+        try:
+            pm.step(**batch())
+        except (RuntimeError, StepError) as error:
+            found += [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
+    return found
+
+
+@pytest.mark.parametrize(
+    ("n_steps", "where"),
+    [
+        (1, "after 1 steps, comparing what ranks pass to pm.step(...)"),
+        (4, "step 5, stage 0, action 0B0, all_reduce over dp"),
+    ],
+)
+def test_a_rank_that_sleeps_is_named_after_the_timeout(n_steps: int, where: str) -> None:
+    with pytest.raises(StepTimeoutError, match="longer than 4 s") as raised:
+        autopar.launch(sleep_after, 2, n_steps, timeout_s=STEP_TIMEOUT_S)
+    (notes,) = raised.value.__notes__
+    assert notes.splitlines()[0] == "rank 1 is behind the others"
+    assert f"rank 0: {where}" in notes and f"rank 1: after {n_steps} steps, since" in notes
+
+
+def test_a_death_is_reported_with_what_every_rank_did() -> None:
+    with pytest.raises(LaunchError, match="rank 1 of 2 was ended by SIGKILL") as raised:
+        autopar.launch(die_in_backward, 2)
+    (notes,) = raised.value.__notes__
+    assert "rank 1: step 2, stage 0, action 0B0" in notes and "rank 0: step 2" in notes
+
+
+def test_a_pipeline_that_failed_half_way_takes_no_step() -> None:
+    for stage, found in enumerate(autopar.launch(fail_twice, 2)):
+        first, where, second = found
+        assert first == "RuntimeError: no more memory"
+        assert where.startswith(f"rank {stage}, stage {stage}, in action {stage}F1")
+        assert second.startswith("StepError: an earlier step failed half-way: RuntimeError")
+
+
+def test_the_store_of_local_ranks_is_on_the_loopback_address() -> None:
+    store = _own_store(2)
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    listening = [row[1] for row in rows if row[3] == "0A"]  # TCP_LISTEN
+    assert f"0100007F:{store.port:04X}" in listening
+    assert f"00000000:{store.port:04X}" not in listening
+    store.set("key", "value")
+    assert store.get("key") == b"value"
