@@ -74,8 +74,9 @@ def _remove_old(root: Path) -> None:
     """Remove the programs of `root` that nobody has loaded for `MAX_AGE_S`."""
     for folder in root.iterdir():
         is_ours = re.fullmatch(r"[0-9a-f]{12}", folder.name) and not folder.is_symlink()
-        if is_ours and time.time() - folder.stat().st_mtime > MAX_AGE_S:
-            shutil.rmtree(folder, ignore_errors=True)
+        with suppress(FileNotFoundError):  # another rank has removed it
+            if is_ours and time.time() - folder.stat().st_mtime > MAX_AGE_S:
+                shutil.rmtree(folder, ignore_errors=True)
 
 
 def load_code(name: str, source: str) -> tuple[StageCode, Path]:
