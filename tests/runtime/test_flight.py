@@ -6,18 +6,22 @@ import json
 import os
 import signal
 import time
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import autopar
-from autopar import Manual
+from autopar import Device, Link, Manual
 from autopar.errors import LaunchError, StepError, StepTimeoutError
+from autopar.mesh import LogicalMesh
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.flight.diagnosis import diagnosis, longest_step_s, read_notes
 from autopar.runtime.flight.record import N_NOTES, SLOT_BYTES, FlightRecord
+from autopar.runtime.groups.distributed import DistGroup, make_edges, make_groups
 from autopar.runtime.launch.processes import _own_store
 from tests.helpers.jobs import MlpWithLoss, machine
 
@@ -151,3 +155,24 @@ def test_the_store_of_local_ranks_is_on_the_loopback_address() -> None:
     assert f"00000000:{store.port:04X}" not in listening
     store.set("key", "value")
     assert store.get("key") == b"value"
+
+
+def timeouts_of_groups() -> set[float]:
+    """Of this rank's groups, after the world's was set to 77 s."""
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.PrefixStore("again", dist.TCPStore(address, port, is_master=False))
+    rank, timeout = dist.get_rank(), timedelta(seconds=77)
+    dist.destroy_process_group()
+    dist.init_process_group("gloo", store=store, rank=rank, world_size=4, timeout=timeout)
+    mesh = LogicalMesh((2, 2), ("dp", "tp"), (Link(1.0, 1.0),) * 2, Device(1.0, 1.0, 1.0, 0.0))
+    groups = [*make_groups(mesh).values(), *make_edges([(0, 1), (1, 0)]).values()]
+    found = set()
+    for group in groups:
+        own = group.process_group if isinstance(group, DistGroup) else group
+        if isinstance(own, dist.ProcessGroup) and dist.get_rank(own) >= 0:
+            found.add(own._get_backend(torch.device("cpu")).options._timeout.total_seconds())
+    return found
+
+
+def test_groups_have_the_users_timeout() -> None:
+    assert autopar.launch(timeouts_of_groups, 4) == [{77.0}] * 4
