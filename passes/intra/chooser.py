@@ -255,12 +255,12 @@ class Chooser:
         def solve(weights: Weights) -> Found[RepeatedChoice] | None:
             again = RepeatedSolver(hiding.weighed(weights), whole.plan)
             try:
-                found = again.solve(budget_bytes, time_limit_s, ask.gap_goal)
+                found = again.solve(budget_bytes, time_limit_s, ask.gap_goal, limit_s)
             except TooWide:
                 return None
             return None if isinstance(found, Infeasible) else _found(found)
 
-        best = _best(_found(solution), hiding.parts, solve, runs_on.folded_problem, ask)
+        best = _best(_found(solution), hiding.parts, solve, runs_on.folded_problem, ask, limit_s)
         choice = best.choice
         once_s = replace(priced, only=runs_on.once_mask).evaluate(choice).cost_s
         return Chosen(
@@ -273,7 +273,7 @@ class Chooser:
             received=whole.boundaries(choice, "received"),
             sent=whole.boundaries(choice, "sent"),
             read=lambda: _strategy(self.folded.whole, whole, choice, ask),
-            settled=solution.settled,
+            settled=solution.settled and best.bound_s < limit_s,
         )
 
 
@@ -288,11 +288,12 @@ def _best(
     solve: Callable[[Weights], Found[C_] | None],
     problem: IntraOpProblem,
     ask: PlacementRequest,
+    limit_s: float = math.inf,
 ) -> LeastExposed[C_]:
     """The least step, from the first choice. A recipe keeps the one of its abstract machine."""
     if ask.runs_on is not None:
         return LeastExposed(first.choice, first.size_bytes, parts_of(first.choice), 0.0)
-    return least_exposed(first, parts_of, solve, problem.hiding, ask.n_microbatches)
+    return least_exposed(first, parts_of, solve, problem.hiding, ask.n_microbatches, limit_s)
 
 
 class _Seconds(TypedDict):

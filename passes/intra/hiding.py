@@ -27,6 +27,7 @@ the greatest bound.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -139,15 +140,17 @@ def least_exposed(
     solve: Callable[[Weights], Found[C] | None],
     hiding: Hiding,
     n_microbatches: int,
+    limit_s: float = math.inf,
 ) -> LeastExposed[C]:
     """The choice of the least step, from the `first`, which is the least if all is hidden.
 
-    `solve` solves the same problem with weights; None: it stopped.
+    `solve` solves the same problem with weights; None: it stopped. Once the bound is at least
+    `limit_s`, nothing more is solved.
     """
     best = LeastExposed(first.choice, first.size_bytes, parts_of(first.choice), first.bound_s)
     parts = best.parts
     exposed_s = hiding.exposed_blocks_s(parts), hiding.exposed_sync_s(parts, n_microbatches)
-    if max(exposed_s) <= EXPOSED_GAP_GOAL * parts.hidden_s:
+    if max(exposed_s) <= EXPOSED_GAP_GOAL * parts.hidden_s or first.bound_s >= limit_s:
         return best
     of_sync, low, high = exposed_s[1] > exposed_s[0], 0.0, 1.0
     best_s = hiding.step_s(parts, n_microbatches)
@@ -161,7 +164,7 @@ def least_exposed(
         if step_s < best_s:
             best, best_s = LeastExposed(found.choice, found.size_bytes, parts, bound_s), step_s
         best = best._replace(bound_s=bound_s)
-        if best_s * (1 - EXPOSED_GAP_GOAL) <= bound_s:
+        if best_s * (1 - EXPOSED_GAP_GOAL) <= bound_s or bound_s >= limit_s:
             break
         left_s = (
             hiding.exposed_sync_s(parts, n_microbatches)

@@ -15,6 +15,11 @@ from autopar.passes.solvers.problem import within
 WORTH_REL = 0.01
 
 
+def is_worth(least_s: float, incumbent_s: float) -> bool:
+    """May what takes at least `least_s` be faster than the incumbent by `WORTH_REL`?"""
+    return least_s < incumbent_s * (1 - WORTH_REL)
+
+
 def best_count(
     evaluator: Evaluator, candidates: Sequence[Candidate], incumbent_s: float = math.inf
 ) -> Scored | InfeasibleError | float:
@@ -22,7 +27,8 @@ def best_count(
 
     If memory does not bind, more microbatches only cost time. So the fewest whose fastest
     placements fit beat all larger numbers; bisection finds them. Smaller numbers fit only with
-    slower placements. They are solved in descending order, until one is no faster or cannot be.
+    slower placements. They are solved in descending order, until one is no faster than the best
+    that may win, or cannot be.
 
     If no candidate can beat `incumbent_s`, even without a budget, the result is their lower bound,
     a float. If none fits, it is the error.
@@ -33,7 +39,7 @@ def best_count(
     if high - low > 1 and math.isfinite(incumbent_s):
         unlimited = evaluator.scored(candidates[start], None, incumbent_s)
         if unlimited.score_s > incumbent_s:
-            return unlimited.score_s
+            return min(unlimited.score_s, unlimited.open_bound_s)
         if evaluator.bound_over_budget_s(candidates[start]) is None:
             high = start
     if low == high - 1:  # a single candidate: solve it under the budget at once
@@ -59,7 +65,9 @@ def best_count(
             break
         open_bound_s = min(open_bound_s, constrained.open_bound_s)
         if best is not None and constrained.score_s >= best.score_s:
-            break
+            if best.score_s <= incumbent_s:
+                break
+            continue  # neither can win: what its solver found when it stopped says nothing
         best, bound_s = constrained, 0.0
     assert best is not None
     index = candidates.index(best.candidate)

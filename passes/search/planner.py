@@ -41,7 +41,7 @@ from autopar.passes.inter import (
     submesh_sizes,
 )
 from autopar.passes.intra import Prices, least_step_s, too_little_memory
-from autopar.passes.search.count_search import best_count, best_recomputed
+from autopar.passes.search.count_search import best_count, best_recomputed, is_worth
 from autopar.passes.search.evaluator import Evaluator, Scored
 from autopar.passes.search.outcome import (
     PlanningResult,
@@ -238,13 +238,17 @@ class Planner:
             self._notes[:] = [note for note in self._notes if note.name != name]
 
     def _recomputed(self) -> Iterator[Scored]:
-        """Candidates that recompute makes faster or makes fit, then a joint search with it."""
+        """Candidates that recompute makes faster or makes fit, then a joint search with it.
+
+        Recipes that are no faster without a memory limit are left out; so is the joint search, if
+        without one it gains too little.
+        """
         known = {s.candidate.name: s for s in self._scored}
         every = list(self._evaluated)
         for name, candidates in every:
             limit_s = self._best_score_s
             if candidates[0].is_recipe:
-                if name in known:
+                if name in known or self._unlimited_s(candidates) >= limit_s:
                     continue
                 limit_s = math.inf
             self._announce(f"planning {name} with recompute")
@@ -253,6 +257,9 @@ class Planner:
                 yield better
         stages = self.options.stages
         if isinstance(stages, tuple) or stages == 1 or self.options.manual is not None:
+            return
+        # Recompute saves memory, and costs time.
+        if self._joint is None or not is_worth(self._joint.unlimited_s, self._best_score_s):
             return
 
         def kind(candidate: Candidate) -> object:
@@ -273,8 +280,8 @@ class Planner:
 
     def _unlimited_s(self, candidates: Sequence[Candidate]) -> float:
         """The score of the fewest microbatches without a memory limit; infinite: infeasible."""
-        try:  # among equal optima any will do
-            return self._without_recompute.scored(candidates[0], None, limit_s=0.0).score_s
+        try:
+            return self._without_recompute.scored(candidates[0], None).score_s
         except InfeasibleError:
             return math.inf
 

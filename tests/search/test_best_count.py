@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import random
+from dataclasses import replace
 from typing import cast
 
 import pytest
@@ -123,3 +124,32 @@ def test_the_fewest_microbatches_that_fit_as_they_are_fastest_need_no_others() -
     assert isinstance(best, Scored)
     assert best.candidate is TRIES[0] and best.fallbacks == tuple(TRIES[1:])
     assert made.solved == {("whatever its bytes", 1)}
+
+
+class Stopping(Made):
+    """Its solver stops at the limit, with any choice it has then; the bound is the limit."""
+
+    def scored(
+        self, candidate: Candidate, budget_bytes: float | None, limit_s: float = math.inf
+    ) -> Scored:
+        found = super().scored(candidate, budget_bytes, limit_s)
+        if found.score_s < limit_s or budget_bytes is None:
+            return found
+        some_s = found.score_s * random.Random(found.score_s).uniform(1.0, 9.0)
+        return replace(found, score_s=some_s, open_bound_s=limit_s)
+
+
+def test_a_solver_that_stops_at_the_limit_hides_nothing_that_wins() -> None:
+    n_better = 0
+    for seed in range(4000):
+        drawn = random.Random(seed)
+        incumbent_s = drawn.uniform(1.0, 6.0)
+        every = [
+            best_count(cast(Evaluator, of(seed)), TRIES, incumbent_s) for of in (Made, Stopping)
+        ]
+        whole, stopped = every
+        if isinstance(whole, Scored) and whole.score_s < incumbent_s:
+            assert isinstance(stopped, Scored)
+            assert (stopped.candidate, stopped.score_s) == (whole.candidate, whole.score_s)
+            n_better += 1
+    assert n_better > 20

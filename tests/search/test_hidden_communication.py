@@ -180,3 +180,11 @@ def test_the_least_step_is_within_its_gap(seed: int) -> None:
     step_s, least_s = hiding.step_s(best.parts, m), min(hiding.step_s(of(c), m) for c in every)
     assert best.bound_s <= least_s * (1 + REL)
     assert least_s <= step_s * (1 + REL) <= least_s * 1.1
+
+    n_prices, limit_s = len(prices), drawn.uniform(0.9, 1.1) * least_s
+    limited = least_exposed(solve(prices[0]), of, solve, hiding, m, limit_s)
+    assert len(prices) - n_prices <= n_prices - 1, "a limit saves solves"
+    if limit_s > least_s:
+        assert limited == best, "a step below the limit is found as without it"
+    else:
+        assert limited == best or limited.bound_s >= limit_s

@@ -205,7 +205,7 @@ class _Copies:
 
     def __init__(self, problem: RepeatedProblem, r: int) -> None:
         repeat, every = problem.repeats[r], problem.every
-        self.problem, self.r = problem, r
+        self.problem, self.r, self.row = problem, r, problem.row
         self.block, self.ins = repeat.block, tuple(repeat.counterpart)
         self.place = {v: i for i, v in enumerate(repeat.block)}
         self.out = [self.place[repeat.counterpart[u]] for u in self.ins]
@@ -246,7 +246,7 @@ class _Copies:
     ) -> tuple[FloatArray, FloatArray]:
         """([choices], [choices]) of variable i of the block: the seconds and bytes of everything it
         takes part in, all else kept."""
-        v, numbers, layout = self.block[i], self.problem.row, self.problem.every.layout
+        v, numbers, layout = self.block[i], self.row, self.problem.every.layout
         own = slice(layout.own_at[v], layout.own_at[v] + layout.n_choices[v])
         cost_s, size_bytes = numbers.cost_s[0, own], numbers.size_bytes[0, own]
         of = {"inside": row, "handed": before, "outside": base}
