@@ -240,15 +240,14 @@ class Planner:
     def _recomputed(self) -> Iterator[Scored]:
         """Candidates that recompute makes faster or makes fit, then a joint search with it.
 
-        Recipes that are no faster without a memory limit are left out; so is the joint search, if
-        without one it gains too little.
+        The joint search is left out if it gains too little even without a memory limit.
         """
         known = {s.candidate.name: s for s in self._scored}
         every = list(self._evaluated)
         for name, candidates in every:
             limit_s = self._best_score_s
             if candidates[0].is_recipe:
-                if name in known or self._unlimited_s(candidates) >= limit_s:
+                if name in known:
                     continue
                 limit_s = math.inf
             self._announce(f"planning {name} with recompute")
