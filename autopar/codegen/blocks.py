@@ -40,6 +40,7 @@ class Statement:
     late: tuple[str, ...] = ()
     is_move: bool = False
     follows: bool = False
+    is_view: bool = False
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from autopar.codegen.calls import Main, UnfoldableError, printed
 from autopar.codegen.flow import BlockFunction, Part
 from autopar.codegen.fold import Folded, fold, outside_names, unfolded
 from autopar.codegen.functions import FunctionPrinter
+from autopar.codegen.layout import joined, with_views_inside
 from autopar.codegen.statements import (
     Statements,
     function_handle,
@@ -35,7 +36,6 @@ from autopar.codegen.words import (
     type_text,
     unpacked,
     unused,
-    with_frees_beside,
     wrapped,
 )
 from autopar.program import (
@@ -72,7 +72,7 @@ def file_name(stage: int) -> str:
 
 def emit(joint: JointProgram, stage: int = 0, n_stages: int = 1) -> str:
     """The source of one stage, ending in a newline."""
-    return "\n".join(with_frees_beside(_Source(joint).lines(stage, n_stages))) + "\n"
+    return "\n".join(joined(_Source(joint).lines(stage, n_stages))) + "\n"
 
 
 @dataclass(frozen=True)
@@ -161,6 +161,7 @@ class _Source:
         backward = self._statements(joint.backward, "backward of ")
         if any(isinstance(line, WeightGradients) for line in joint.backward):
             return unfolded(forward, backward, joint.saved)
+        forward, backward = with_views_inside(forward), with_views_inside(backward)
         names = [local.name for local, _ in self._taken_parameters()]
         ahead, behind = without_wide_frees(forward), without_wide_frees(backward)
         folded = fold(ahead, behind, names, joint.saved, self.program.returned)
@@ -290,7 +291,8 @@ class _Source:
         there = there | {name for line in first for name in joint_writes(line)}
         kept = [n for n in dict.fromkeys(n for x in second for n in joint_reads(x)) if n in there]
         statements = self.folded.backward.statements
-        one, two = printed(statements[:at]), printed(statements[at + 1 :])
+        one = printed(with_views_inside(statements[:at]))
+        two = printed(with_views_inside(statements[at + 1 :]))
         return [
             *[f"def backward_input({arguments}):", *self._groups(one), *taken, *one],
             *["    return [", *name_rows(kept), "    ]", "", ""],
@@ -339,7 +341,7 @@ class _Source:
             out.append(
                 Statement(
                     tuple(rows), reads, joint_writes(line), block, work, frees,
-                    is_move=is_move, follows=follows,
+                    is_move=is_move, follows=follows, is_view=_is_view(line),
                 )
             )  # fmt: skip
         return out
@@ -371,6 +373,13 @@ class _Source:
                 out.append((parameter.shard, origin))
             out += [(use.local, origin) for use in parameter.uses]
         return out
+
+
+def _is_view(line: JointLine) -> bool:
+    """Does a line only view what it reads?"""
+    if isinstance(line, CallLine):
+        return line.lowered is None and len(line.outs) == 1 and line.shares[:1] not in ((), (None,))
+    return isinstance(line, KernelLine) and line.is_view and len(line.outs) == 1
 
 
 def _prologue(program: StageProgram) -> list[str]:

@@ -163,24 +163,3 @@ def unused(wanted: str, taken: Collection[str]) -> str:
 def reads_word(name: str, rows: Sequence[str]) -> bool:
     """Does the code of some rows have this word?"""
     return any(re.search(rf"\b{name}\b", row.partition("  # ")[0]) for row in rows)
-
-
-def with_frees_beside(lines: Sequence[str]) -> list[str]:
-    """The lines of a file; what a statement frees stands beside it, where there is room."""
-    found: list[str] = []
-    for line in lines:
-        before = found[-1] if found else ""
-        code, mark, comment = before.partition("  # ")
-        beside = f"{code.rstrip()}; {line.lstrip()}"
-        is_free = line.lstrip().startswith("del ") or line.endswith(".clear()")
-        is_statement = " = " in code or code.lstrip().startswith("ready(")
-        is_statement &= _indent(line) == _indent(before)
-        if is_free and is_statement and len(beside) <= COMMENT_COLUMN:
-            found[-1] = commented(beside, comment) if mark else beside
-        else:
-            found.append(line)
-    return found
-
-
-def _indent(line: str) -> int:
-    return len(line) - len(line.lstrip())
