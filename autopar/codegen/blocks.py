@@ -212,7 +212,7 @@ def _equal(
         stem = block.rpartition(".")[0]
         values = tuple(number for part in own for number in part.numbers)
         piece = Piece(start, stop, work, block, numbers[block], tuple(number_of), values)
-        alike.setdefault((stem, work, tuple(part.text for part in own), order), []).append(piece)
+        alike.setdefault((stem, work, tuple(part.text for part in own if part.text), order), []).append(piece)
     found: list[Template] = []
     for pieces in alike.values():
         blocks = {piece.block for piece in pieces}

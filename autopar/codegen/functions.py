@@ -6,9 +6,10 @@ import keyword
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.codegen.blocks import WORD, Statement, numbered_rows, starred_name, without_frees
+from autopar.codegen.blocks import WORD, Statement, is_comment, numbered_rows, starred_name, without_frees
 from autopar.codegen.flow import BlockFunction
 from autopar.codegen.words import (
+    LINE_LENGTH,
     commented,
     listed,
     reads_word,
@@ -98,11 +99,13 @@ def _returned(lists: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
         return []
     if len(lists) == 1 and not lists[0][0]:
         return listed("    return [", lists[0][1], "]")
-    out: list[str] = []
-    results: list[str] = []
+    results = [variable or f"[{', '.join(names)}]" for variable, names in lists]
+    if len(row := f"    return {', '.join(results)}") <= LINE_LENGTH:
+        return [row]
+    rows: list[str] = []
     for variable, names in lists:
-        results.append(variable or f"[{', '.join(names)}]")
-    return [*out, f"    return {', '.join(results)}"]
+        rows += [f"        {variable},"] if variable else listed("        [", names, "],")
+    return ["    return (", *rows, "    )"]
 
 
 @dataclass(frozen=True)
@@ -132,6 +135,8 @@ class _Short:
 
     def row(self, row: str) -> str:
         """A row by the short names, its comment in place."""
+        if is_comment(row):
+            return row
         code, mark, comment = row.partition("  # ")
         text = WORD.sub(lambda match: self.word(match.group()), code)
         if not mark:

@@ -15,11 +15,11 @@ import re
 from collections.abc import Sequence
 from dataclasses import replace
 
-from autopar.codegen.blocks import Statement, del_row, is_comment
+from autopar.codegen.blocks import WORD, Statement, del_row, is_comment
 from autopar.codegen.words import commented
 
-# Code of a statement with a view in it, without the numbers of its names; and with what it frees.
-_WIDTH, _WIDTH_WITH_FREES = 110, 140
+# Code of a statement with a view in it, by the names of its block's function; and with its frees.
+_WIDTH, _WIDTH_WITH_FREES = 120, 160
 
 
 def with_views_inside(statements: Sequence[Statement]) -> list[Statement]:
@@ -66,11 +66,14 @@ def _write_inside(found: list[Statement], at: int, name: str) -> bool:
         return False
     start = f"    {name} = "
     value, _, type_of = maker.rows[-1].partition("  # ")
+    inner = value.strip()[len(start) - 4 :]
     code, mark, comment = last.rows[0].partition("  # ")
     left, equals, right = ("", "", code) if _hands_over(last) else code.partition(" = ")
-    text, count = re.subn(rf"\b{name}\b", lambda _: value.strip()[len(start) - 4 :], right)
+    text = WORD.sub(lambda word: inner if word.group() == name else word.group(), right)
     new = f"{left}{equals}{text.rstrip()}"
-    if count != 1 or not value.startswith(start) or _width(new) > _WIDTH:
+    block = last.block or maker.block or ""
+    n_reads = sum(word.group() == name for word in WORD.finditer(right))
+    if n_reads != 1 or not value.startswith(start) or _width(new, block) > _WIDTH:
         return False
     if _hands_over(last):
         comment = f"{type_of}  {comment}"
@@ -79,18 +82,18 @@ def _write_inside(found: list[Statement], at: int, name: str) -> bool:
     if _hands_over(last):
         found[-1] = replace(found[-1], work=maker.work, block=maker.block, follows=maker.follows)
     after = at + 1 if not found[at + 1].frees else len(found) - 1
-    if _head(maker) or found[after].block is None:
+    if _head(maker):
         rows = (*_head(maker), *found[after].rows)
         found[after] = replace(found[after], rows=rows, block=found[after].block or maker.block)
-    del found[at]
-    if len(found) > 1 and found[-2].frees:
+    if found[-2].frees:
         found[-2:] = [found[-1], found[-2]]
+    del found[at]
     return True
 
 
-def _width(code: str) -> int:
+def _width(code: str, block: str) -> int:
     """How wide a row is, in equal blocks alike: names differ in their numbers."""
-    return len(re.sub(r"_\d+", "", code))
+    return len(re.sub(r"_\d+", "", code.replace(f"{block.replace('.', '_')}_", "") if block else code))
 
 
 def _hands_over(s: Statement) -> bool:

@@ -7,7 +7,7 @@ the comment also has the bytes it moves and their predicted time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -151,7 +151,15 @@ class _Source:
                 case FunctionLine(call=CallLine(lowered=None)):
                     target, given = line.call.target, line.differentiable
                     found[function_handle(line)] = f"taped(torch.ops.{target}, {given})"
-        return [f"{name} = {found[name]}" for name in sorted(found)]
+        names = [name for name in sorted(found) if found[name].startswith("torch.ops.aten.")]
+        out = ["aten = torch.ops.aten"] if names else []
+        row: list[str] = []
+        for name in [*names, ""]:
+            if row and (not name or len(_bound([*row, name], found)) > LINE_LENGTH):
+                out.append(_bound(row, found))
+                row = []
+            row += [name]
+        return [*out, *(f"{name} = {found[name]}" for name in sorted(found.keys() - {*names}))]
 
     @cached_property
     def folded(self) -> Folded:
@@ -318,7 +326,7 @@ class _Source:
     def _statements(self, lines: Sequence[JointLine], before: str) -> list[Statement]:
         """The lines, under a comment where another module of the model begins."""
         out: list[Statement] = []
-        module: str | None = None
+        module = ""
         for line in lines:
             rows: list[str] = []
             work, block = self._work(line)
@@ -331,8 +339,12 @@ class _Source:
                 here = words + (call.key.rpartition("/")[0] or self.program.name)
                 block = block_of(call.key) or ""
                 if here != module:
+                    is_apart = _section(here) != _section(module)
+                    rows += [""] if is_apart else []
+                    # Lines that run again are those of forward, so their comments say less.
+                    if is_apart or words != "again: ":
+                        rows += [f"    # {here}  ({short_path(call.where)})"]
                     module = here
-                    rows += ["", f"    # {here}  ({short_path(call.where)})"]
             rows += self.statements.lines(line, is_backward=bool(before))
             frees = line.names if isinstance(line, FreeLine) else ()
             reads = frees or joint_reads(line)
@@ -373,6 +385,19 @@ class _Source:
                 out.append((parameter.shard, origin))
             out += [(use.local, origin) for use in parameter.uses]
         return out
+
+
+def _bound(names: Sequence[str], found: Mapping[str, str]) -> str:
+    """Names of operators and the operators, in a row."""
+    operators = (found[name].removeprefix("torch.ops.") for name in names if name)
+    return f"{', '.join(names)} = {', '.join(operators)}"
+
+
+def _section(module: str) -> str:
+    """A module as far as it stands apart: a child of a block with all in it."""
+    words = module.split(".")
+    at = next((i for i, word in enumerate(words) if word.isdigit()), len(words))
+    return ".".join(words[: at + 2])
 
 
 def _is_view(line: JointLine) -> bool:

@@ -57,7 +57,9 @@ def listed(start: str, names: Sequence[str], end: str) -> list[str]:
     if len(whole) <= LINE_LENGTH:
         return [whole]
     opens, closes = ("", "") if start.rstrip().endswith("[") else ("(", ")")
-    return [f"{start}{opens}", *name_rows(names), f"    {closes}{end}"]
+    n_spaces = len(start) - len(start.lstrip())
+    rows = name_rows(names, n_spaces + 4)
+    return [f"{start}{opens}", *rows, f"{' ' * n_spaces}{closes}{end}"]
 
 
 def wrapped(start: str, words: Sequence[str]) -> list[str]:
