@@ -160,24 +160,48 @@ Cut = list[tuple[int, int, Work, str]]
 
 def _cuts(statements: Sequence[Statement]) -> list[Cut]:
     """Three ways to cut: what is of no operator belongs to the operator before it, or to the one
-    after it; or only the moves right before an operator belong to that."""
+    after it; or only the moves right before an operator belong to that. So do operators outside of
+    blocks that stand between two of them."""
+    blocks = _blocks(statements)
     before: list[str] = []
     after = [""] * len(statements)
     moves = [""] * len(statements)
     last = ""
-    for s in statements:
-        last = last if s.block is None or s.work != "compute" else s.block
+    for block in blocks:
+        last = last if block is None else block
         before.append(last)
     last, is_near = "", False
     for i in reversed(range(len(statements))):
-        s = statements[i]
-        if s.work == "compute" and s.block is not None:
-            last, is_near = s.block, True
+        s, block = statements[i], blocks[i]
+        if block is not None:
+            last, is_near = block, True
         elif s.work == "compute" and not s.follows:
             is_near &= s.is_move
         after[i] = last
         moves[i] = last if is_near else before[i]
     return [_cut(statements, blocks) for blocks in (before, moves, after)]
+
+
+def _blocks(statements: Sequence[Statement]) -> list[str | None]:
+    """The block of each statement that computes; None if it belongs to a neighbour."""
+    found: list[str | None] = []
+    last, outside = "", list[int]()
+    for i, s in enumerate(statements):
+        found.append(s.block if s.work == "compute" else None)
+        if s.work != "compute" or s.block is None:
+            continue
+        if not s.block:
+            outside.append(i)
+            continue
+        if last and last != s.block and _stem(last) == _stem(s.block):
+            for k in outside:
+                found[k] = None
+        last, outside = s.block, []
+    return found
+
+
+def _stem(block: str) -> str:
+    return block.rpartition(".")[0]
 
 
 def _cut(statements: Sequence[Statement], blocks: Sequence[str]) -> Cut:
@@ -209,10 +233,12 @@ def _equal(
         order = tuple(
             number_of.setdefault(name, len(number_of)) for part in own for name in part.names
         )
-        stem = block.rpartition(".")[0]
+        stem = _stem(block)
         values = tuple(number for part in own for number in part.numbers)
         piece = Piece(start, stop, work, block, numbers[block], tuple(number_of), values)
-        alike.setdefault((stem, work, tuple(part.text for part in own if part.text), order), []).append(piece)
+        alike.setdefault(
+            (stem, work, tuple(part.text for part in own if part.text), order), []
+        ).append(piece)
     found: list[Template] = []
     for pieces in alike.values():
         blocks = {piece.block for piece in pieces}
@@ -221,7 +247,7 @@ def _equal(
         lines = _on_lines(pieces, [piece.numbers for piece in pieces])
         own_parameters = [[parameters.get(name, -1) for name in piece.names] for piece in pieces]
         if lines is not None and _on_lines(pieces, own_parameters) is not None:
-            stem = pieces[0].block.rpartition(".")[0]
+            stem = _stem(pieces[0].block)
             found.append(Template(stem, pieces[0].work, pieces, lines))
     return found
 

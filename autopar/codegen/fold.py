@@ -87,9 +87,7 @@ def fold(
             if is_whole and not is_handed_on(ahead, channel, piece.i, "maker"):
                 names = tuple(piece.names[k] for k in channel.made)
                 unpacked.append((channel, piece.i, names))
-    return Folded(
-        ahead, behind, alone, frozenset(stored.values()), channels, tuple(unpacked)
-    )
+    return Folded(ahead, behind, alone, frozenset(stored.values()), channels, tuple(unpacked))
 
 
 def outside_names(part: Part) -> set[str]:

@@ -6,7 +6,14 @@ import keyword
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.codegen.blocks import WORD, Statement, is_comment, numbered_rows, starred_name, without_frees
+from autopar.codegen.blocks import (
+    WORD,
+    Statement,
+    is_comment,
+    numbered_rows,
+    starred_name,
+    without_frees,
+)
 from autopar.codegen.flow import BlockFunction
 from autopar.codegen.words import (
     LINE_LENGTH,

@@ -93,7 +93,9 @@ def _write_inside(found: list[Statement], at: int, name: str) -> bool:
 
 def _width(code: str, block: str) -> int:
     """How wide a row is, in equal blocks alike: names differ in their numbers."""
-    return len(re.sub(r"_\d+", "", code.replace(f"{block.replace('.', '_')}_", "") if block else code))
+    return len(
+        re.sub(r"_\d+", "", code.replace(f"{block.replace('.', '_')}_", "") if block else code)
+    )
 
 
 def _hands_over(s: Statement) -> bool:

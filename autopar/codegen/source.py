@@ -322,7 +322,6 @@ class _Source:
             return [row]
         return [f"    {name} = {group}" for name, group in found.items()]
 
-
     def _statements(self, lines: Sequence[JointLine], before: str) -> list[Statement]:
         """The lines, under a comment where another module of the model begins."""
         out: list[Statement] = []
