@@ -1,8 +1,9 @@
 """Prints each stage program as one readable Python file, which is the program that runs.
 
 Read `source.py` (a file, with both functions), `statements.py` (one line as a statement),
-`words.py` (types, bytes, lists), `blocks.py` (which blocks are equal), `loops.py` (what they hand
-on to each other).
+`words.py` (types, bytes, lists), `layout.py` (few lines that say the same). Then equal blocks:
+`blocks.py` (their pieces), `flow.py` (what these hand on to each other), `fold.py` (from forward to
+backward, too), `functions.py` (the function of equal pieces), `calls.py` (calls and loops).
 May import `cost`, `runtime` and the layers below them.
 Hands on `emit` (the source of one stage) and `file_name`.
 """

@@ -1,96 +1,78 @@
-"""Finds equal blocks among the statements of a function: each is printed once and called in a loop.
+"""Cuts the statements of a function into pieces, and finds the equal ones.
 
-Blocks are numbered modules, as `model.layers.3`. Neighbours are equal if their statements are, but
-for names and for numbers that grow evenly (the position of a gradient, the number of a random
-draw). A name that a block does not define itself is
+A piece has neighbouring statements of one block and one kind: what the block computes, the gathers
+of its parameters (ZeRO-3), or the reductions of their gradients. A block gathers for the next one
+and reduces for the one before, so only pieces are equal in all blocks, first and last as well.
 
-    shared     the same in all blocks                                 rotary tables, a mask
-    carried    made, or taken, by the block before                    the hidden state, a handle
-    a slice    an item of a list, one stride further in each block    parameters, what is saved
-
-Blocks with any other name are printed one by one.
+Blocks are numbered modules, as `model.layers.3`. Pieces are equal if their statements are, but for
+names and for numbers that grow evenly with the block (the position of a gradient, the number of a
+random draw). Frees of parameters don't count, because their owner keeps them.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
-from typing import NamedTuple
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Literal, NamedTuple
 
-_WORD = re.compile(r"(?<![\w.])(?:[A-Za-z_]\w*|\d+(?![\w.]))")
-# Fewer blocks are easier to read one by one.
-LEAST_BLOCKS = 3
+WORD = re.compile(r"(?<![\w.])(?:[A-Za-z_]\w*|\d+(?![\w.]))")
+# Fewer pieces are easier to read one by one.
+LEAST_PIECES = 3
+
+Work = Literal["compute", "gather", "reduce"]
 
 
 @dataclass(frozen=True)
 class Statement:
-    """A line as it is printed; `block` is that of its operator.
+    """A line as it is printed; `block` is that of its operator or of its parameters.
 
-    It is empty for an operator outside of blocks, and None for what is no operator.
+    It is empty for what is outside of blocks, and None for what is of no operator: sums, and moves
+    of activations. `follows` says that it belongs to the statement before it, as a free does.
     """
 
     rows: tuple[str, ...]
     reads: tuple[str, ...]
     writes: tuple[str, ...]
     block: str | None
+    work: Work = "compute"
     frees: tuple[str, ...] = ()
     late: tuple[str, ...] = ()
     is_move: bool = False
+    follows: bool = False
+    is_view: bool = False
 
 
 @dataclass(frozen=True)
-class Loop:
-    """`count` equal blocks of `length` statements, from `start` on.
-
-    blocks    their names
-    names     of block r at `names[r]`: in order of first occurrence, so equal positions correspond
-    shared    positions of names that are the same in all blocks
-    carried   position of a name -> that of the name of the block before
-    own       positions of names that a block defines
-    sliced    positions of the others
-    numbers   row of the block, place in it -> (number in the first block, stride)
-    """
+class Piece:
+    """Statements `start` to `stop` of a block; `i` is the block's number among its like."""
 
     start: int
-    length: int
-    count: int
-    names: tuple[tuple[str, ...], ...]
-    shared: tuple[int, ...]
-    carried: Mapping[int, int]
-    own: frozenset[int]
-    sliced: tuple[int, ...]
-    numbers: tuple[tuple[int, int], ...]
-    blocks: tuple[str, ...]
-
-    def without(self, n_first: int, n_last: int) -> Loop:
-        """The loop without some of its blocks."""
-        return replace(
-            self,
-            start=self.start + n_first * self.length,
-            count=self.count - n_first - n_last,
-            names=self.names[n_first : self.count - n_last],
-            blocks=self.blocks[n_first : self.count - n_last],
-            numbers=tuple((base + n_first * stride, stride) for base, stride in self.numbers),
-        )
-
-    @property
-    def stop(self) -> int:
-        return self.start + self.length * self.count
-
-
-@dataclass(frozen=True)
-class _Shape:
-    """A block's statements without names and numbers, and those apart."""
-
-    text: tuple[str, ...]
-    order: tuple[int, ...]
+    stop: int
+    work: Work
+    block: str
+    i: int
     names: tuple[str, ...]
     numbers: tuple[int, ...]
 
-    def is_like(self, other: _Shape) -> bool:
-        return self.text == other.text and self.order == other.order
+
+@dataclass(eq=False)
+class Template:
+    """Equal pieces, in their order.
+
+    pieces    name k of one stands where name k of another does
+    numbers   (number in block 0, what each block adds), in order
+    first     the piece of the first block, by whose names they are printed
+    """
+
+    stem: str
+    work: Work
+    pieces: list[Piece]
+    numbers: tuple[tuple[int, int], ...] = ()
+    first: Piece = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.first = min(self.pieces, key=lambda piece: piece.i)
 
 
 def without_wide_frees(statements: Sequence[Statement]) -> list[Statement]:
@@ -102,7 +84,7 @@ def without_wide_frees(statements: Sequence[Statement]) -> list[Statement]:
     for s in statements:
         for name in s.reads if s.block else ():
             places.setdefault(name, set()).add(s.block or "")
-    wide = {name for name, blocks in places.items() if len(blocks) >= LEAST_BLOCKS}
+    wide = {name for name, blocks in places.items() if len(blocks) >= LEAST_PIECES}
     found: list[Statement] = []
     for s in statements:
         late = tuple(name for name in s.frees if name in wide)
@@ -110,65 +92,178 @@ def without_wide_frees(statements: Sequence[Statement]) -> list[Statement]:
             found.append(s)
             continue
         found[-1] = replace(found[-1], late=found[-1].late + late)
-        if kept := tuple(name for name in s.frees if name not in wide):
-            found.append(Statement((del_row(kept),), kept, (), None, kept))
+        found += _freeing(name for name in s.frees if name not in wide)
     return found
+
+
+def without_frees(s: Statement, names: Collection[str]) -> Statement:
+    """A statement that does not free these names."""
+    if not s.frees or set(s.frees).isdisjoint(names):
+        return s
+    kept = _freeing(name for name in s.frees if name not in names)
+    return kept[0] if kept else replace(s, rows=(), reads=(), frees=())
+
+
+def _freeing(names: Iterable[str]) -> list[Statement]:
+    kept = tuple(names)
+    return [Statement((del_row(kept),), kept, (), None, frees=kept, follows=True)] if kept else []
 
 
 def del_row(names: Sequence[str]) -> str:
     return f"    del {', '.join(names)}"
 
 
-def find_loops(statements: Sequence[Statement], variables: Collection[str]) -> list[list[Loop]]:
-    """The loops of equal blocks, in order; `variables` are all names that are no constants.
+def block_numbers(statements: Iterable[Statement]) -> dict[str, int]:
+    """Block -> its number among those that differ in the last word alone."""
+    found: dict[str, set[int]] = {}
+    for s in statements:
+        if s.block:
+            stem, _, number = s.block.rpartition(".")
+            found.setdefault(stem, set()).add(int(number))
+    return {
+        f"{stem}.{number}" if stem else str(number): i
+        for stem, numbers in found.items()
+        for i, number in enumerate(sorted(numbers))
+    }
 
-    There are three lists to choose from: a block begins with its first operator, with the reshards
-    right before it, or where the block before has had its last operator.
+
+def templates(
+    statements: Sequence[Statement],
+    variables: Collection[str],
+    parameters: Mapping[str, int],
+    numbers: Mapping[str, int],
+) -> list[Template]:
+    """The equal pieces of a function, cut where they save most lines.
+
+    `variables` are all names that are no constants; `parameters` have the place of each.
     """
     known = frozenset(variables)
-    firsts: list[tuple[str, int]] = []
-    moves: list[tuple[str, int]] = []
-    afters: list[tuple[str, int]] = []
-    last_at, move_at = -1, None
-    for i, s in enumerate(statements):
-        if s.block is None and not s.frees:
-            move_at = i if s.is_move and move_at is None else move_at if s.is_move else None
-        if s.block is None:
-            continue
-        if s.block and (not firsts or firsts[-1][0] != s.block):
-            firsts.append((s.block, i))
-            moves.append((s.block, i if move_at is None else move_at))
-            afters.append((s.block, last_at + 1))
-        last_at, move_at = i, None
     parts = [_parts(s, known) for s in statements]
-    return [_loops_from(statements, parts, starts) for starts in (firsts, moves, afters)]
+    best: list[Template] = []
+    saved = 0
+    for cut in _cuts(statements):
+        found = _equal(parts, cut, parameters, numbers)
+        own = sum(_lines_saved(statements, template) for template in found)
+        if own > saved:
+            best, saved = found, own
+    return best
 
 
-def _loops_from(
-    statements: Sequence[Statement],
-    parts: Sequence[_Parts],
-    starts: Sequence[tuple[str, int]],
-) -> list[Loop]:
-    """The loops of blocks that begin at `starts`."""
-    found: list[Loop] = []
-    k = 0
-    while k + LEAST_BLOCKS <= len(starts):
-        length, shapes = starts[k + 1][1] - starts[k][1], list[_Shape]()
-        for r, (_, at) in enumerate(starts[k:]):
-            if at != starts[k][1] + length * r:
-                break
-            shape = _shape(parts, at, length)
-            if shape is None or (shapes and not shape.is_like(shapes[0])):
-                break
-            shapes.append(shape)
-        names = tuple(block for block, _ in starts[k : k + len(shapes)])
-        loop = _loop(statements, starts[k][1], length, shapes, names)
-        if loop is not None:
-            found.append(loop)
-            k += loop.count
-        else:
-            k += 1
+def _lines_saved(statements: Sequence[Statement], template: Template) -> int:
+    first = template.first
+    n_rows = sum(len(s.rows) for s in statements[first.start : first.stop])
+    return n_rows * (len(template.pieces) - 1)
+
+
+Cut = list[tuple[int, int, Work, str]]
+
+
+def _cuts(statements: Sequence[Statement]) -> list[Cut]:
+    """Three ways to cut: what is of no operator belongs to the operator before it, or to the one
+    after it; or only the moves right before an operator belong to that. So do operators outside of
+    blocks that stand between two of them."""
+    blocks = _blocks(statements)
+    before: list[str] = []
+    after = [""] * len(statements)
+    moves = [""] * len(statements)
+    last = ""
+    for block in blocks:
+        last = last if block is None else block
+        before.append(last)
+    last, is_near = "", False
+    for i in reversed(range(len(statements))):
+        s, block = statements[i], blocks[i]
+        if block is not None:
+            last, is_near = block, True
+        elif s.work == "compute" and not s.follows:
+            is_near &= s.is_move
+        after[i] = last
+        moves[i] = last if is_near else before[i]
+    return [_cut(statements, blocks) for blocks in (before, moves, after)]
+
+
+def _blocks(statements: Sequence[Statement]) -> list[str | None]:
+    """The block of each statement that computes; None if it belongs to a neighbour."""
+    found: list[str | None] = []
+    last, outside = "", list[int]()
+    for i, s in enumerate(statements):
+        found.append(s.block if s.work == "compute" else None)
+        if s.work != "compute" or s.block is None:
+            continue
+        if not s.block:
+            outside.append(i)
+            continue
+        if last and last != s.block and _stem(last) == _stem(s.block):
+            for k in outside:
+                found[k] = None
+        last, outside = s.block, []
     return found
+
+
+def _stem(block: str) -> str:
+    return block.rpartition(".")[0]
+
+
+def _cut(statements: Sequence[Statement], blocks: Sequence[str]) -> Cut:
+    found: Cut = []
+    label: tuple[Work, str] | None = None
+    for i, s in enumerate(statements):
+        own = (s.work, blocks[i] if s.work == "compute" else s.block or "")
+        if label is None or (own != label and not s.follows):
+            label = own
+            found.append((i, i + 1, *own))
+        else:
+            found[-1] = (found[-1][0], i + 1, *label)
+    return found
+
+
+def _equal(
+    parts: Sequence[_Parts],
+    cut: Cut,
+    parameters: Mapping[str, int],
+    numbers: Mapping[str, int],
+) -> list[Template]:
+    """The templates of a cut."""
+    alike: dict[tuple[object, ...], list[Piece]] = {}
+    for start, stop, work, block in cut:
+        if not block:
+            continue
+        number_of: dict[str, int] = {}
+        own = parts[start:stop]
+        order = tuple(
+            number_of.setdefault(name, len(number_of)) for part in own for name in part.names
+        )
+        stem = _stem(block)
+        values = tuple(number for part in own for number in part.numbers)
+        piece = Piece(start, stop, work, block, numbers[block], tuple(number_of), values)
+        alike.setdefault(
+            (stem, work, tuple(part.text for part in own if part.text), order), []
+        ).append(piece)
+    found: list[Template] = []
+    for pieces in alike.values():
+        blocks = {piece.block for piece in pieces}
+        if len(pieces) < LEAST_PIECES or len(blocks) < len(pieces):
+            continue
+        lines = _on_lines(pieces, [piece.numbers for piece in pieces])
+        own_parameters = [[parameters.get(name, -1) for name in piece.names] for piece in pieces]
+        if lines is not None and _on_lines(pieces, own_parameters) is not None:
+            stem = _stem(pieces[0].block)
+            found.append(Template(stem, pieces[0].work, pieces, lines))
+    return found
+
+
+def _on_lines(
+    pieces: Sequence[Piece], values: Sequence[Sequence[int]]
+) -> tuple[tuple[int, int], ...] | None:
+    """(value in block 0, what each block adds) of each column; None if one doesn't grow evenly."""
+    (a, b), found = (pieces[0].i, pieces[1].i), list[tuple[int, int]]()
+    for column in zip(*values, strict=True):
+        step, rest = divmod(column[1] - column[0], b - a)
+        base = column[0] - a * step
+        if rest or any(v != base + step * p.i for v, p in zip(column, pieces, strict=True)):
+            return None
+        found.append((base, step))
+    return tuple(found)
 
 
 class _Parts(NamedTuple):
@@ -196,26 +291,11 @@ def _parts(s: Statement, known: frozenset[str]) -> _Parts:
 
     block = s.block or ""
     rows = (
-        row.replace(block, starred_name(block)) if is_comment(row) else _WORD.sub(replaced, row)
+        row.replace(block, starred_name(block)) if is_comment(row) else WORD.sub(replaced, row)
         for row in s.rows
     )
     # Names differ in length, and so does the space around them.
     return _Parts(" ".join(" ".join(rows).split()), tuple(names), tuple(numbers))
-
-
-def _shape(parts: Sequence[_Parts], at: int, length: int) -> _Shape | None:
-    """The shape of the statements from `at` on."""
-    if at + length > len(parts):
-        return None
-    number_of: dict[str, int] = {}
-    of_block = parts[at : at + length]
-    order = tuple(
-        number_of.setdefault(name, len(number_of)) for part in of_block for name in part.names
-    )
-    return _Shape(
-        tuple(part.text for part in of_block), order, tuple(number_of),
-        tuple(number for part in of_block for number in part.numbers),
-    )  # fmt: skip
 
 
 def is_comment(row: str) -> bool:
@@ -227,73 +307,33 @@ def starred_name(block: str) -> str:
     return ".".join("*" if word.isdigit() else word for word in block.split("."))
 
 
-def _loop(
-    statements: Sequence[Statement],
-    start: int,
-    length: int,
-    shapes: Sequence[_Shape],
-    blocks: tuple[str, ...],
-) -> Loop | None:
-    """The loop of these blocks, or of as many of them as have names that can be handed on."""
-    if len(shapes) < LEAST_BLOCKS:
-        return None
-    numbers: list[tuple[int, int]] = []
-    for values in zip(*(shape.numbers for shape in shapes), strict=True):
-        stride = values[1] - values[0]
-        if any(b - a != stride for a, b in itertools.pairwise(values)):
-            return None
-        numbers.append((values[0], stride))
-    read, written = set[str](), set[str]()
-    for s in statements[start : start + length]:
-        # A block that makes a value again may have taken it before.
-        read.update(name for name in s.reads if name not in written)
-        written.update(s.writes)
-    names = tuple(shape.names for shape in shapes)
-    own = frozenset(k for k, name in enumerate(names[0]) if name in written - read)
-    shared: list[int] = []
-    carried: dict[int, int] = {}
-    sliced: list[int] = []
-    places = [{name: k for k, name in enumerate(of)} for of in names]
-    for k in range(len(names[0])):
-        if k in own:
-            continue
-        if len({of[k] for of in names}) == 1:
-            shared.append(k)
-            continue
-        before = {places[r - 1].get(names[r][k]) for r in range(1, len(names))}
-        (source, *others) = before
-        if source is not None and not others:
-            carried[k] = source
-        else:
-            sliced.append(k)
-    return Loop(
-        start, length, len(shapes), names, tuple(shared), carried, own, tuple(sliced),
-        tuple(numbers), blocks,
-    )  # fmt: skip
+def numbered_rows(statements: Sequence[Statement], template: Template) -> list[str]:
+    """The rows of a template's first piece, where `i` counts the blocks."""
+    block, at, rows = template.first.block, 0, list[str]()
+    for s in statements:
+        for row in s.rows:
+            if is_comment(row):
+                rows.append(row.replace(block, starred_name(block)))
+                continue
+            parts, end = list[str](), 0
+            for match in WORD.finditer(row):
+                if match.group()[0].isdigit():
+                    base, step = template.numbers[at]
+                    at += 1
+                    if step:
+                        parts += [row[end : match.start()], affine(base, step)]
+                        end = match.end()
+            rows.append("".join([*parts, row[end:]]))
+    return rows
 
 
-def numbered_rows(statement: Statement, loop: Loop, first: int) -> tuple[list[str], int]:
-    """The rows of a statement in the function of its block, where `i` counts the blocks.
-
-    `first` is the number of the statement's first number in the block; also returns the next.
-    """
-    at, rows = first, list[str]()
-    for row in statement.rows:
-        if is_comment(row):
-            rows.append(row.replace(loop.blocks[0], starred_name(loop.blocks[0])))
-            continue
-        parts, end = list[str](), 0
-        for match in _WORD.finditer(row):
-            if match.group()[0].isdigit():
-                base, stride = loop.numbers[at]
-                at += 1
-                if stride:
-                    parts += [row[end : match.start()], _affine(base, stride)]
-                    end = match.end()
-        rows.append("".join([*parts, row[end:]]))
-    return rows, at
-
-
-def _affine(base: int, stride: int) -> str:
-    step = "i" if abs(stride) == 1 else f"{abs(stride)} * i"
-    return f"{base} {'+' if stride > 0 else '-'} {step}"
+def affine(base: int, step: int, i: str = "i") -> str:
+    """`base + step * i`, in words of Python; `i` may be a number."""
+    if i.isdigit():
+        return str(base + step * int(i))
+    grown = i if abs(step) == 1 else f"{abs(step)} * {i}"
+    if step == 0:
+        return str(base)
+    if base == 0 and step > 0:
+        return grown
+    return f"{base} {'+' if step > 0 else '-'} {grown}"

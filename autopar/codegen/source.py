@@ -7,20 +7,16 @@ the comment also has the bytes it moves and their predicted time.
 
 from __future__ import annotations
 
-import re
-from collections.abc import Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import cached_property
 
-from autopar.codegen.blocks import Statement, del_row, numbered_rows, without_wide_frees
-from autopar.codegen.loops import (
-    BlockFunction,
-    Folded,
-    UnfoldableError,
-    fold,
-    outside_names,
-)
+from autopar.codegen.blocks import Statement, Work, without_wide_frees
+from autopar.codegen.calls import Main, UnfoldableError, printed
+from autopar.codegen.flow import BlockFunction, Part
+from autopar.codegen.fold import Folded, fold, outside_names, unfolded
+from autopar.codegen.functions import FunctionPrinter
+from autopar.codegen.layout import joined, with_views_inside
 from autopar.codegen.statements import (
     Statements,
     function_handle,
@@ -29,15 +25,17 @@ from autopar.codegen.statements import (
     phase_of,
 )
 from autopar.codegen.words import (
-    COMMENT_COLUMN,
     LINE_LENGTH,
     commented,
     dtype_text,
     name_rows,
+    reads_word,
     saved_text,
     short_path,
+    taken_from,
     type_text,
-    with_frees_beside,
+    unpacked,
+    unused,
     wrapped,
 )
 from autopar.program import (
@@ -54,13 +52,16 @@ from autopar.program import (
     Local,
     LossAtEnd,
     MoveLine,
+    ReadyLine,
     StageProgram,
     Variable,
     WaitLine,
     WeightGradients,
     block_of,
+    communications,
     joint_reads,
     joint_writes,
+    numbered_module,
     outs,
 )
 from autopar.units import format_seconds
@@ -72,7 +73,7 @@ def file_name(stage: int) -> str:
 
 def emit(joint: JointProgram, stage: int = 0, n_stages: int = 1) -> str:
     """The source of one stage, ending in a newline."""
-    return "\n".join(with_frees_beside(_Source(joint).lines(stage, n_stages))) + "\n"
+    return "\n".join(joined(_Source(joint).lines(stage, n_stages))) + "\n"
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,7 @@ class _Source:
             *self._bindings(),
             "",
             "",
+            *self._block_functions(),
             *self._forward(),
         ]
         if self._at_end:
@@ -152,34 +154,60 @@ class _Source:
                 case FunctionLine(call=CallLine(lowered=None)):
                     target, given = line.call.target, line.differentiable
                     found[function_handle(line)] = f"taped(torch.ops.{target}, {given})"
-        return [f"{name} = {found[name]}" for name in sorted(found)]
+        names = [name for name in sorted(found) if found[name].startswith("torch.ops.aten.")]
+        out = ["aten = torch.ops.aten"] if names else []
+        row: list[str] = []
+        for name in [*names, ""]:
+            if row and (not name or len(_bound([*row, name], found)) > LINE_LENGTH):
+                out.append(_bound(row, found))
+                row = []
+            row += [name]
+        return [*out, *(f"{name} = {found[name]}" for name in sorted(found.keys() - {*names}))]
 
     @cached_property
     def folded(self) -> Folded:
-        """The statements of forward and backward, with their loops."""
-        joint, program = self.joint, self.program
+        """The statements of forward and backward, and the functions of their blocks."""
+        joint = self.joint
         forward = self._statements(self._parts[0], "")
         backward = self._statements(joint.backward, "backward of ")
+        if any(isinstance(line, WeightGradients) for line in joint.backward):
+            return unfolded(forward, backward, joint.saved)
+        forward, backward = with_views_inside(forward), with_views_inside(backward)
         names = [local.name for local, _ in self._taken_parameters()]
-        is_parted = any(isinstance(line, WeightGradients) for line in joint.backward)
-        if not is_parted:
-            ahead, behind = without_wide_frees(forward), without_wide_frees(backward)
-            with suppress(UnfoldableError):
-                returned = program.returned.union(self._taken_at_end)
-                return fold(ahead, behind, names, joint.saved, returned)
-        return Folded(tuple(forward), tuple(backward), (), (), joint.saved, (), ())
+        ahead, behind = without_wide_frees(forward), without_wide_frees(backward)
+        returned = self.program.returned.union(self._taken_at_end)
+        folded = fold(ahead, behind, names, joint.saved, returned)
+        try:
+            for part in (folded.forward, folded.backward):
+                self._main(folded, part)
+        except UnfoldableError:
+            return unfolded(forward, backward, joint.saved)
+        return folded
+
+    def _main(self, folded: Folded, part: Part) -> list[str]:
+        """The statements and calls of forward or of backward."""
+        return Main(part, folded.stored, self.names, self._printer(part).arguments).rows()
+
+    @cached_property
+    def names(self) -> dict[BlockFunction, str]:
+        """The functions of blocks by name; those of equal text share one."""
+        return {}
+
+    def _printer(self, part: Part) -> FunctionPrinter:
+        return FunctionPrinter(
+            part.statements, self._taken_parameters(), self._variables, self._groups
+        )
 
     def _forward(self) -> list[str]:
         program, folded = self.program, self.folded
         arguments = ["parameters", "delivered", *(["received"] if program.received else []), "env"]
-        lines = self._parts[0]
-        out = self._block_functions(folded.forward, folded.forward_loops, lines)
-        out += [f"def forward({', '.join(arguments)}):", *self._groups(lines)]
+        main = self._main(folded, folded.forward)
+        out = [f"def forward({', '.join(arguments)}):", *self._groups(main)]
         out += self._unpack_parameters()
-        out += self._unpack("delivered", [(d.local, d.source) for d in program.delivered])
-        out += self._unpack("received", [(r.local, r.key) for r in program.received])
-        out += [f"    {group.variable} = []" for group in folded.groups]
-        out += self._main(folded.forward, folded.forward_loops)
+        out += unpacked("delivered", [(d.local, d.source) for d in program.delivered])
+        out += unpacked("received", [(r.local, r.key) for r in program.received])
+        out += [f"    {channel.variable} = {{}}" for channel in folded.channels]
+        out += main
         results = [
             f"[{', '.join(self._taken_at_end)}]" if self._at_end else program.loss or "None",
             *(boundary.local.name for boundary in program.sent),
@@ -188,7 +216,7 @@ class _Source:
         ]
         returned = f"({', '.join(results)}{',' if len(results) == 1 else ''})"
         rows = self._saved_rows(folded.saved)
-        rows += [commented(f"        {g.variable},", "of each block") for g in folded.groups]
+        rows += [commented(f"        {c.variable},", "of each block") for c in folded.channels]
         rows += ["        parameters,"] if folded.saves_parameters else []
         if not rows:
             return [*out, f"    return {returned}, []"]
@@ -214,13 +242,12 @@ class _Source:
 
     def _loss(self) -> list[str]:
         """The function that waits for the loss."""
-        lines, taken = self._at_end, self._taken_at_end
-        body = [row for s in self._statements(lines, "") for row in s.rows]
+        body = [row for s in self._statements(self._at_end, "") for row in s.rows]
         return [
             "def loss(taken, env):",
             '    """The loss on all ranks, when the step ends."""',
-            *self._groups(lines),
-            *_taken_from("taken", taken),
+            *self._groups(body),
+            *taken_from("taken", self._taken_at_end),
             *body,
             f"    return {self.program.loss}",
         ]
@@ -232,111 +259,30 @@ class _Source:
     def _unpack_parameters(self) -> list[str]:
         """The parameters that forward takes, without those that only blocks take."""
         folded, taken = self.folded, self._taken_parameters()
-        if not folded.forward_loops:
-            return self._unpack("parameters", taken)
-        read = outside_names(folded.forward, folded.forward_loops) | {*folded.saved}
+        if not folded.forward.functions:
+            return unpacked("parameters", taken)
+        read = outside_names(folded.forward) | {*folded.saved}
         return [
             commented(f"    {local.name} = parameters[{i}]", f"{type_text(local)}  {origin}")
             for i, (local, origin) in enumerate(taken)
             if local.name in read
         ]
 
-    def _block_functions(
-        self,
-        statements: Sequence[Statement],
-        functions: Sequence[BlockFunction],
-        lines: Sequence[JointLine],
-    ) -> list[str]:
-        """The functions of blocks that are equal, each printed once."""
+    def _block_functions(self) -> list[str]:
+        """The functions of equal pieces, each printed once."""
         out: list[str] = []
-        for f in functions:
-            first, number, body = f.loop.names[0], 0, list[str]()
-            for statement in statements[f.loop.start : f.loop.start + f.loop.length]:
-                rows, number = numbered_rows(statement, f.loop, number)
-                body += rows
-            blocks = f"{f.loop.blocks[0]} to {f.loop.blocks[-1]}"
-            out += [
-                f"def {f.name}({', '.join(['i', *self._arguments(f, None)])}):",
-                f'    """Block i of {blocks}, by the names of the first."""',
-                *self._groups(lines, body),
-                *_taken_from("carried", [first[k] for k in f.loop.carried]),
-            ]
-            if f.parameters is not None:
-                out += self._unpack("parameters", self._of_block(f))
-            if not self._is_ahead(f):
-                for group in f.groups:
-                    out += _taken_from(group.variable, [first[k] for k in group.taken])
-            results = [f"[{', '.join(first[k] for k in f.loop.carried.values())}]"]
-            if self._is_ahead(f):
-                for group in f.groups:
-                    body += [f"    {group.variable} = ["]
-                    body += [*self._saved_rows([first[k] for k in group.made]), "    ]"]
-                results += [group.variable for group in f.groups]
-            if f.loop.carried or len(results) > 1:
-                body += [f"    return {', '.join(results)}"]
-            out += [*body, "", ""]
-        return out
-
-    def _is_ahead(self, f: BlockFunction) -> bool:
-        return f in self.folded.forward_loops
-
-    def _of_block(self, f: BlockFunction) -> list[tuple[Local, str]]:
-        """The parameters of the first block of a loop; `_` for one that it does not read."""
-        assert f.parameters is not None
-        start, stop, _ = f.parameters
-        read = {*f.loop.names[0]}
-        found = []
-        for local, origin in self._taken_parameters()[start:stop]:
-            named = local if local.name in read else replace(local, name=UNUSED)
-            found.append((named, f"{origin}, and so on"))
-        return found
-
-    def _arguments(self, f: BlockFunction, i: str | None) -> list[str]:
-        """The arguments of a block's function; of its call for block `i`."""
-        out = ["carried"] if f.loop.carried else []
-        if f.parameters is not None:
-            start, stop, stride = f.parameters
-            step = f"{'+' if stride > 0 else '-'} {abs(stride)} * i"
-            ends = f"[{start} {step} : {stop} {step}]" if i else ""
-            out.append(f"parameters{ends}")
-        if not self._is_ahead(f):
-            for group in f.groups:
-                out.append(f"{group.variable}[{group.last} - i]" if i else group.variable)
-        out += [f.loop.names[0][k] for k in f.loop.shared]
-        return [*out, *([] if self._is_ahead(f) else ["ready"]), "env"]
-
-    def _main(
-        self, statements: Sequence[Statement], functions: Sequence[BlockFunction]
-    ) -> list[str]:
-        """The statements, with a loop in place of equal blocks."""
-        out: list[str] = []
-        at = 0
-        for f in functions:
-            out += _printed(statements[at : f.loop.start])
-            out += self._loop(f, {n for s in statements[f.loop.stop :] for n in s.reads})
-            late = [n for s in statements[f.loop.start : f.loop.stop] for n in s.late]
-            out += [del_row(late)] if late else []
-            at = f.loop.stop
-        return out + _printed(statements[at:])
-
-    def _loop(self, f: BlockFunction, later: set[str]) -> list[str]:
-        first = [f.loop.names[0][k] for k in f.loop.carried]
-        later = later | {*self.folded.saved, *self.program.returned, *self._taken_at_end}
-        over = [n for n in dict.fromkeys(first) if n not in later]
-        out = [f"    carried = [{', '.join(first)}]"] if first else []
-        out += [del_row(over)] if over else []
-        names = [g.variable for g in f.groups] if self._is_ahead(f) else []
-        call = f"{f.name}({', '.join(['i', *self._arguments(f, 'i')])})"
-        ones = [f"one_{n}" for n in range(1, len(names) + 1)]
-        left = ", ".join(["carried", *ones]) if first or names else ""
-        out += [f"    for i in range({f.loop.count}):"]
-        out += [f"        {left} = {call}" if left else f"        {call}"]
-        out += [f"        {name}.append({one})" for name, one in zip(names, ones, strict=True)]
-        if first:
-            final = [f.loop.names[-1][k] for k in f.loop.carried.values()]
-            kept = [n if n in later else UNUSED for n in final]
-            out += [f"    {', '.join(kept)}{',' if len(kept) == 1 else ''} = carried"]
-            out += ["    del carried"]
+        known: dict[tuple[str, ...], str] = {}
+        for part in (self.folded.forward, self.folded.backward):
+            printer = self._printer(part)
+            for f in part.functions:
+                first, *body = printer.rows(f)
+                key = (first, *body)
+                if key not in known:
+                    known[key] = unused(f.name, known.values())
+                    blocks = sorted(f.template.pieces, key=lambda piece: piece.i)
+                    doc = f'    """Block i of {blocks[0].block} to {blocks[-1].block}."""'
+                    out += [f"def {known[key]}{first}", doc, *body, "", ""]
+                self.names[f] = known[key]
         return out
 
     @cached_property
@@ -363,21 +309,20 @@ class _Source:
     def _backward(self) -> list[str]:
         joint, folded = self.joint, self.folded
         given = [name or UNUSED for name in joint.cotangents]
-        names = [*folded.saved, *(group.variable for group in folded.groups)]
+        names = [*folded.saved, *(channel.variable for channel in folded.channels)]
         names += ["parameters"] if folded.saves_parameters else []
         # The lists are the caller's: cleared, so that each value ends where it is freed.
-        taken = _taken_from("saved", names)
-        for group, r, own in folded.unpacked:
-            taken += _taken_from(f"{group.variable}[{r}]", own)
+        taken = taken_from("saved", names)
+        for channel, i, own in folded.unpacked:
+            taken += taken_from(f"{channel.variable}[{i}]", own)
         if any(joint.cotangents):
-            taken += _taken_from("cotangents", given)
+            taken += taken_from("cotangents", given)
         arguments = "saved, cotangents, ready, env"
         parts = [i for i, x in enumerate(joint.backward) if isinstance(x, WeightGradients)]
         if parts:
             return self._two_parts(parts[0], taken, arguments, {*joint.saved, *given})
-        out = self._block_functions(folded.backward, folded.backward_loops, joint.backward)
-        out += [f"def backward({arguments}):", *self._groups(joint.backward), *taken]
-        out += self._main(folded.backward, folded.backward_loops)
+        main = self._main(folded, folded.backward)
+        out = [f"def backward({arguments}):", *self._groups(main), *taken, *main]
         return out if joint.backward else [*out, "    pass"]
 
     def _two_parts(
@@ -387,24 +332,24 @@ class _Source:
         first, second = self.joint.backward[:at], self.joint.backward[at + 1 :]
         there = there | {name for line in first for name in joint_writes(line)}
         kept = [n for n in dict.fromkeys(n for x in second for n in joint_reads(x)) if n in there]
-        one, two = self.folded.backward[:at], self.folded.backward[at + 1 :]
+        statements = self.folded.backward.statements
+        one = printed(with_views_inside(statements[:at]))
+        two = printed(with_views_inside(statements[at + 1 :]))
         return [
-            *[f"def backward_input({arguments}):", *self._groups(first), *taken, *_printed(one)],
+            *[f"def backward_input({arguments}):", *self._groups(one), *taken, *one],
             *["    return [", *name_rows(kept), "    ]", "", ""],
-            *["def backward_weight(kept, ready, env):", *self._groups(second)],
-            *[*_taken_from("kept", kept), *_printed(two), "", ""],
+            *["def backward_weight(kept, ready, env):", *self._groups(two)],
+            *[*taken_from("kept", kept), *two, "", ""],
             f"def backward({arguments}):",
             f"    backward_weight(backward_input({arguments}), ready, env)",
         ]
 
-    def _groups(self, lines: Sequence[JointLine], body: Sequence[str] | None = None) -> list[str]:
-        """The groups that some lines use; only those that `body` reads."""
+    def _groups(self, rows: Sequence[str]) -> list[str]:
+        """Rows that look up the groups that some rows read."""
         program, found = self.program, dict[str, str]()
-        used = {name for line in lines for name in joint_reads(line)}
-        axes = {move.axes for line in lines for move in moves_of(line)}
         for group in program.group_axes():
             name = "_".join(program.axis_names[a] for a in group)
-            if (group in axes or name in used) and (body is None or _is_read(name, body)):
+            if reads_word(name, rows):
                 found[name] = f"env.group({group})"
         row = f"    {', '.join(found)} = {', '.join(found.values())}"
         if found and len(row) <= LINE_LENGTH:
@@ -414,10 +359,10 @@ class _Source:
     def _statements(self, lines: Sequence[JointLine], before: str) -> list[Statement]:
         """The lines, under a comment where another module of the model begins."""
         out: list[Statement] = []
-        module: str | None = None
+        module = ""
         for line in lines:
             rows: list[str] = []
-            block: str | None = None
+            work, block = self._work(line)
             call = line.call if isinstance(line, FunctionLine | FunctionBackward) else line
             if isinstance(call, CallLine | KernelLine) and call.key:
                 again = isinstance(line, CallLine | FunctionLine) or (
@@ -427,17 +372,39 @@ class _Source:
                 here = words + (call.key.rpartition("/")[0] or self.program.name)
                 block = block_of(call.key) or ""
                 if here != module:
+                    is_apart = _section(here) != _section(module)
+                    rows += [""] if is_apart else []
+                    # Lines that run again are those of forward, so their comments say less.
+                    if is_apart or words != "again: ":
+                        rows += [f"    # {here}  ({short_path(call.where)})"]
                     module = here
-                    rows += ["", f"    # {here}  ({short_path(call.where)})"]
             rows += self.statements.lines(line, is_backward=bool(before))
             frees = line.names if isinstance(line, FreeLine) else ()
             reads = frees or joint_reads(line)
+            is_move = bool(moves_of(line)) or isinstance(line, WaitLine)
+            follows = isinstance(line, FreeLine | ReadyLine)
             out.append(
                 Statement(
-                    tuple(rows), reads, joint_writes(line), block, frees, is_move=_is_move(line)
+                    tuple(rows), reads, joint_writes(line), block, work, frees,
+                    is_move=is_move, follows=follows, is_view=_is_view(line),
                 )
-            )
+            )  # fmt: skip
         return out
+
+    def _work(self, line: JointLine) -> tuple[Work, str | None]:
+        """What a line is for, and the block of the parameters that it gathers or reduces."""
+        for member in communications(line):
+            if isinstance(member, GatherLine):
+                return "gather", numbered_module(member.parameter) or ""
+            if member.phase == "grad_sync":
+                return "reduce", numbered_module(self._reduced[member.move.out.name]) or ""
+        return "compute", None
+
+    @cached_property
+    def _reduced(self) -> dict[str, str]:
+        """What a move makes whose gradient is reduced -> the parameter that it is of."""
+        gathers = (line for line in self.program.body if isinstance(line, GatherLine))
+        return {move.out.name: line.parameter for line in gathers for move in line.moves}
 
     def _taken_parameters(self) -> list[tuple[Local, str]]:
         """The parameters it takes: stored shards that it gathers itself, or ready placements."""
@@ -452,39 +419,25 @@ class _Source:
             out += [(use.local, origin) for use in parameter.uses]
         return out
 
-    def _unpack(self, source: str, items: Sequence[tuple[Local, str]]) -> list[str]:
-        if not items:
-            return []
-        rows = [
-            commented(f"        {local.name},", f"{type_text(local)}  {origin}")
-            for local, origin in items
-        ]
-        return ["    (", *rows, f"    ) = {source}"]
+
+def _bound(names: Sequence[str], found: Mapping[str, str]) -> str:
+    """Names of operators and the operators, in a row."""
+    operators = (found[name].removeprefix("torch.ops.") for name in names if name)
+    return f"{', '.join(names)} = {', '.join(operators)}"
 
 
-def _is_read(name: str, rows: Sequence[str]) -> bool:
-    return any(re.search(rf"\b{name}\b", row.partition("  # ")[0]) for row in rows)
+def _section(module: str) -> str:
+    """A module as far as it stands apart: a child of a block with all in it."""
+    words = module.split(".")
+    at = next((i for i, word in enumerate(words) if word.isdigit()), len(words))
+    return ".".join(words[: at + 2])
 
 
-def _is_move(line: JointLine) -> bool:
-    return bool(moves_of(line)) or isinstance(line, WaitLine)
-
-
-def _printed(statements: Sequence[Statement]) -> list[str]:
-    out: list[str] = []
-    for s in statements:
-        out += [*s.rows, *([del_row(s.late)] if s.late else [])]
-    return out
-
-
-def _taken_from(variable: str, names: Sequence[str]) -> list[str]:
-    """The items of a list as variables; cleared, it does not hold what is freed."""
-    if not names:
-        return []
-    short = f"    {', '.join(names)}{',' if len(names) == 1 else ''} = {variable}"
-    if len(short) <= COMMENT_COLUMN:
-        return [short, f"    {variable}.clear()"]
-    return ["    (", *name_rows(names), f"    ) = {variable}", f"    {variable}.clear()"]
+def _is_view(line: JointLine) -> bool:
+    """Does a line only view what it reads?"""
+    if isinstance(line, CallLine):
+        return line.lowered is None and len(line.outs) == 1 and line.shares[:1] not in ((), (None,))
+    return isinstance(line, KernelLine) and line.is_view and len(line.outs) == 1
 
 
 def _prologue(program: StageProgram) -> list[str]:

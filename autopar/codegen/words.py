@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import math
+import re
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -47,6 +48,18 @@ def name_rows(names: Sequence[str], n_spaces: int = 8) -> list[str]:
         ", ".join(names) + ",", LINE_LENGTH, initial_indent=indent, subsequent_indent=indent,
         break_long_words=False, break_on_hyphens=False,
     )  # fmt: skip
+
+
+def listed(start: str, names: Sequence[str], end: str) -> list[str]:
+    """`start`, names and `end` on one line if they fit, else in lines between the two."""
+    comma = "," if len(names) == 1 and not start.rstrip().endswith("[") else ""
+    whole = f"{start}{', '.join(names)}{comma}{end}"
+    if len(whole) <= LINE_LENGTH:
+        return [whole]
+    opens, closes = ("", "") if start.rstrip().endswith("[") else ("(", ")")
+    n_spaces = len(start) - len(start.lstrip())
+    rows = name_rows(names, n_spaces + 4)
+    return [f"{start}{opens}", *rows, f"{' ' * n_spaces}{closes}{end}"]
 
 
 def wrapped(start: str, words: Sequence[str]) -> list[str]:
@@ -120,22 +133,35 @@ def commented(code: str, comment: str) -> str:
     return f"{code.ljust(COMMENT_COLUMN)}  # {comment}"
 
 
-def with_frees_beside(lines: Sequence[str]) -> list[str]:
-    """The lines of a file; what a statement frees stands beside it, where there is room."""
-    found: list[str] = []
-    for line in lines:
-        before = found[-1] if found else ""
-        code, mark, comment = before.partition("  # ")
-        beside = f"{code.rstrip()}; {line.lstrip()}"
-        is_free = line.lstrip().startswith("del ") or line.endswith(".clear()")
-        is_statement = " = " in code or code.lstrip().startswith("ready(")
-        is_statement &= _indent(line) == _indent(before)
-        if is_free and is_statement and len(beside) <= COMMENT_COLUMN:
-            found[-1] = commented(beside, comment) if mark else beside
-        else:
-            found.append(line)
-    return found
+def unpacked(source: str, items: Sequence[tuple[Local, str]]) -> list[str]:
+    """The items of a list as variables, each with its type and where it is from."""
+    if not items:
+        return []
+    rows = [
+        commented(f"        {local.name},", f"{type_text(local)}  {origin}")
+        for local, origin in items
+    ]
+    return ["    (", *rows, f"    ) = {source}"]
 
 
-def _indent(line: str) -> int:
-    return len(line) - len(line.lstrip())
+def taken_from(variable: str, names: Sequence[str]) -> list[str]:
+    """The items of a list as variables; cleared, it does not hold what is freed."""
+    if not names:
+        return []
+    short = f"    {', '.join(names)}{',' if len(names) == 1 else ''} = {variable}"
+    if len(short) <= COMMENT_COLUMN:
+        return [short, f"    {variable}.clear()"]
+    return ["    (", *name_rows(names), f"    ) = {variable}", f"    {variable}.clear()"]
+
+
+def unused(wanted: str, taken: Collection[str]) -> str:
+    """`wanted`, or `wanted_2`, `wanted_3`, ... if that is taken."""
+    name, n = wanted, 2
+    while name in taken:
+        name, n = f"{wanted}_{n}", n + 1
+    return name
+
+
+def reads_word(name: str, rows: Sequence[str]) -> bool:
+    """Does the code of some rows have this word?"""
+    return any(re.search(rf"\b{name}\b", row.partition("  # ")[0]) for row in rows)

@@ -13,10 +13,13 @@ from autopar.rules import all_rules
 
 _WORDS = frozenset(
     "torch env parameters delivered received saved cotangents ready phase taped forward backward "
-    f"prologue backward_input backward_weight kept carried i range {UNUSED}".split()
+    f"prologue backward_input backward_weight kept aten i range reversed {UNUSED}".split()
 )
-# What blocks save, of each kind (`autopar/codegen/loops.py`).
-_LISTS = frozenset(f"{word}_{n}" for word in ("saved", "one") for n in range(1, 100))
+# What blocks hand on to each other, and to backward (`autopar/codegen/flow.py`).
+_HANDED_ON = ("carried", "coming", "gathered", "gradients", "reducing")
+_LISTS = frozenset(
+    {f"{word}_{n}" for word in ("saved", *_HANDED_ON) for n in range(1, 100)} | {*_HANDED_ON}
+)
 
 
 def identifier(name: str) -> str:

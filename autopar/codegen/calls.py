@@ -1,0 +1,219 @@
+"""The body of `forward` or `backward`: its own statements, and calls of the functions of blocks.
+
+Calls that repeat, a block further each time, are a loop:
+
+    coming = layers_gather(0, parameters[0:9], env)
+    for i in range(79):
+        gathered = layers_gathered(i, coming)
+        coming = layers_gather(i + 1, parameters[9 + 9 * i : 18 + 9 * i], env)
+        carried, saved_1[i] = layers_forward(i, gathered, carried, env)
+    gathered = layers_gathered(79, coming)
+    carried, saved_1[79] = layers_forward(79, gathered, carried, env)
+
+What a function takes from statements is put into a list before its call; what statements take of
+its lists is taken out after it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autopar.codegen.blocks import LEAST_PIECES, Piece, Statement, affine, del_row
+from autopar.codegen.flow import BlockFunction, Channel, Part, Place
+from autopar.codegen.words import listed
+
+_MOST_CALLS = 16  # in a loop
+
+
+class UnfoldableError(Exception):
+    """A list would hold the values of two blocks at once."""
+
+
+@dataclass(frozen=True)
+class _Call:
+    """A call, with the lists that statements fill before it, and take apart after it."""
+
+    piece: Piece
+    function: BlockFunction
+    packed: tuple[Channel, ...]
+    unpacked: tuple[Channel, ...]
+    late: tuple[str, ...]
+
+
+@dataclass
+class Main:
+    """`calls` gives the words of a call: its function's name, its arguments in block `i`.
+
+    `arguments` are those besides the lists.
+    """
+
+    part: Part
+    saved: frozenset[Place]
+    name_of: Mapping[BlockFunction, str]
+    arguments: Callable[[BlockFunction, Callable[[int, int], str]], list[str]]
+    live: set[Channel] = field(default_factory=set)
+
+    def rows(self) -> list[str]:
+        calls = [self._call(piece, f) for piece, f in self.part.calls()]
+        out: list[str] = []
+        at, k = 0, 0
+        while k < len(calls):
+            out += printed(self.part.statements[at : calls[k].piece.start])
+            start, n_calls, count = self._loop(calls, k)
+            every = calls[k : k + n_calls * count] if start == k else calls[k : k + 1]
+            out += self._printed(every, n_calls if start == k else 1)
+            k += len(every)
+            at = every[-1].piece.stop
+        return out + printed(self.part.statements[at:])
+
+    def _call(self, piece: Piece, f: BlockFunction) -> _Call:
+        own = self.part.statements[piece.start : piece.stop]
+        packed = tuple(c for c in f.inputs if not is_handed_on(self.part, c, piece.i, "taker"))
+        unpacked = []
+        for channel in f.outputs:
+            if channel.is_saved:
+                is_whole = all(Place(f, piece.i, k) in self.saved for k in channel.made)
+            else:
+                is_whole = is_handed_on(self.part, channel, piece.i, "maker")
+            if not is_whole:
+                unpacked.append(channel)
+        late = tuple(name for s in own for name in s.late)
+        return _Call(piece, f, packed, tuple(unpacked), late)
+
+    def _loop(self, calls: Sequence[_Call], k: int) -> tuple[int, int, int]:
+        """(first call, calls in the body, rounds) of the longest loop that begins about here."""
+        best = (k, 1, 1)
+        best_key = (0, False)
+        for n_calls in range(1, _MOST_CALLS + 1):
+            for start in range(k, k + n_calls):
+                count = self._rounds(calls, start, n_calls)
+                if count < LEAST_PIECES:
+                    continue
+                key = (count * n_calls, calls[start].function.template.work == "compute")
+                if key > best_key:
+                    best, best_key = (start, n_calls, count), key
+        return best
+
+    def _rounds(self, calls: Sequence[_Call], start: int, n_calls: int) -> int:
+        """How often `n_calls` calls repeat from `start` on, a block further each time."""
+        count = 0
+        step = 0
+        while start + n_calls * (count + 1) <= len(calls):
+            first = start + n_calls * count
+            own = calls[first : first + n_calls]
+            base = calls[start : start + n_calls]
+            if any(a.function is not b.function for a, b in zip(own, base, strict=True)):
+                break
+            moved = {a.piece.i - b.piece.i for a, b in zip(own, base, strict=True)}
+            if count == 1:
+                step = next(iter(moved))
+            if len(moved) != 1 or (count and (moved != {step * count} or abs(step) != 1)):
+                break
+            if any(self._is_apart(calls, j) for j in range(first + (count == 0), first + n_calls)):
+                break
+            if count and any(call.packed for call in own):
+                break
+            count += 1
+            if any(call.unpacked or call.late for call in own):
+                break
+        return count
+
+    def _is_apart(self, calls: Sequence[_Call], j: int) -> bool:
+        """Do statements stand between this call and the one before?"""
+        between = self.part.statements[calls[j - 1].piece.stop : calls[j].piece.start]
+        return any(s.rows for s in between)
+
+    def _printed(self, calls: Sequence[_Call], n_calls: int) -> list[str]:
+        """Calls, as a loop with `n_calls` in its body if there are more."""
+        out: list[str] = []
+        is_loop = len(calls) > n_calls
+        for call in calls:
+            for channel in call.packed:
+                self._fill(channel)
+                names = [call.piece.names[k] for k in channel.taken]
+                variable = self._variable(channel, str(call.piece.i))
+                out += [*listed(f"    {variable} = [", names, "]"), del_row(names)]
+        self._check(calls)
+        body = calls[:n_calls]
+        i = next((c.piece.i for c in body if c.function.template.work == "compute"), None)
+        i = body[0].piece.i if i is None else i
+        if is_loop:
+            rounds, step = len(calls) // n_calls, calls[n_calls].piece.i - body[0].piece.i
+            out.append(f"    for i in {_range(i, rounds, step)}:")
+        for call in body:
+            out.append(self._row(call, call.piece.i - i if is_loop else None))
+        last = calls[-n_calls:]
+        for call in last:
+            for channel in call.unpacked:
+                names = [call.piece.names[k] for k in channel.made]
+                variable = self._variable(channel, str(call.piece.i))
+                out += listed("    ", names, f" = {variable}")
+                out.append(del_row([variable]))
+        late = [name for call in last for name in call.late]
+        return [*out, *([del_row(late)] if late else [])]
+
+    def _check(self, calls: Sequence[_Call]) -> None:
+        """Take and fill the lists of calls, in order."""
+        for call in calls:
+            self.live.difference_update(call.function.inputs)
+            for channel in call.function.outputs:
+                if channel not in call.unpacked:
+                    self._fill(channel)
+
+    def _fill(self, channel: Channel) -> None:
+        """Raise `UnfoldableError` if a list is filled while it holds values."""
+        if channel.is_saved:
+            return
+        if channel in self.live:
+            raise UnfoldableError(channel.variable)
+        self.live.add(channel)
+
+    def _row(self, call: _Call, ahead: int | None) -> str:
+        """A call; in a loop it is that of block `i + ahead`."""
+        f = call.function
+        if ahead is None:
+            i = str(call.piece.i)
+        else:
+            i = f"i {'+' if ahead > 0 else '-'} {abs(ahead)}" if ahead else "i"
+
+        def at(base: int, step: int) -> str:
+            return affine(base, step, i) if ahead is None else affine(base + step * ahead, step)
+
+        lists = [self._variable(channel, i) for channel in f.inputs]
+        words = ", ".join([i, *lists, *self.arguments(f, at)])
+        left = ", ".join(self._variable(channel, i) for channel in f.outputs)
+        row = f"{self.name_of.get(f, f.name)}({words})"
+        return (" " * (4 if ahead is None else 8)) + (f"{left} = {row}" if left else row)
+
+    def _variable(self, channel: Channel, i: str) -> str:
+        return f"{channel.variable}[{i}]" if channel.is_saved else channel.variable
+
+
+def is_handed_on(part: Part, channel: Channel, i: int, side: str) -> bool:
+    """Does this channel carry all its values of the piece of block `i`?"""
+    maker, taker = channel.maker, channel.taker
+    if maker is None or taker is None:
+        return False
+    if side == "taker":
+        return all(
+            part.sources.get(Place(taker, i, b)) == Place(maker, i - channel.distance, a)
+            for a, b in zip(channel.made, channel.taken, strict=True)
+        )
+    return all(
+        part.targets.get(Place(maker, i, a)) == Place(taker, i + channel.distance, b)
+        for a, b in zip(channel.made, channel.taken, strict=True)
+    )
+
+
+def printed(statements: Sequence[Statement]) -> list[str]:
+    out: list[str] = []
+    for s in statements:
+        out += [*s.rows, *([del_row(s.late)] if s.late else [])]
+    return out
+
+
+def _range(i: int, rounds: int, step: int) -> str:
+    low, high = (i, i + rounds) if step > 0 else (i - rounds + 1, i + 1)
+    counted = f"range({low}, {high})" if low else f"range({high})"
+    return counted if step > 0 else f"reversed({counted})"

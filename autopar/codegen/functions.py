@@ -1,0 +1,154 @@
+"""Prints the function of equal pieces, by the names of the first block without its number."""
+
+from __future__ import annotations
+
+import keyword
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from autopar.codegen.blocks import (
+    WORD,
+    Statement,
+    is_comment,
+    numbered_rows,
+    starred_name,
+    without_frees,
+)
+from autopar.codegen.flow import BlockFunction
+from autopar.codegen.words import (
+    LINE_LENGTH,
+    commented,
+    listed,
+    reads_word,
+    saved_text,
+    taken_from,
+    unpacked,
+)
+from autopar.program import UNUSED, Local, Variable
+
+
+@dataclass(frozen=True)
+class FunctionPrinter:
+    """Prints block functions of one part.
+
+    parameters   those of the stage, in order, with where each comes from
+    variables    the tensors of forward, for what is saved
+    groups       rows that look up the groups that some rows read
+    """
+
+    statements: Sequence[Statement]
+    parameters: Sequence[tuple[Local, str]]
+    variables: Mapping[str, Local | Variable]
+    groups: Callable[[Sequence[str]], list[str]]
+
+    def rows(self, f: BlockFunction) -> list[str]:
+        """The function without its name and its docstring: its arguments, then its body."""
+        first = f.template.first
+        parameters = {local.name for local, _ in self.parameters}
+        own = [without_frees(s, parameters) for s in self.statements[first.start : first.stop]]
+        body = numbered_rows(own, f.template)
+        short = _Short.of(first.block, [*body, " ".join(first.names)])
+        names = [short.word(name) for name in first.names]
+        head: list[str] = []
+        for channel in f.inputs:
+            head += taken_from(channel.variable, [names[k] for k in channel.taken])
+        if f.parameters is not None:
+            head += unpacked("parameters", self._of_block(f, short))
+        body = [short.row(row) for row in body]
+        while not head and body and not body[0]:
+            body = body[1:]
+        lists: list[tuple[str, list[str]]] = []
+        for channel in f.outputs:
+            made = [names[k] for k in channel.made]
+            if channel.is_saved:
+                known = [self.variables.get(first.names[k]) for k in channel.made]
+                rows = [
+                    commented(f"        {name},", saved_text(variable))
+                    for name, variable in zip(made, known, strict=True)
+                ]
+                body += [f"    {channel.variable} = [", *rows, "    ]"]
+                lists.append((channel.variable, []))
+            else:
+                lists.append(("", made))
+        body += _returned(lists)
+        arguments = ["i", *(c.variable for c in f.inputs), *map(short.word, self.arguments(f))]
+        return [f"({', '.join(arguments)}):", *self.groups(body), *head, *body]
+
+    def arguments(self, f: BlockFunction, at: Callable[[int, int], str] | None = None) -> list[str]:
+        """Its arguments besides the lists; with `at`, those of a call."""
+        first = f.template.first
+        rows = [row for s in self.statements[first.start : first.stop] for row in s.rows]
+        out: list[str] = []
+        if f.parameters is not None:
+            start, stop, stride = f.parameters
+            ends = f"[{at(start, stride)} : {at(stop, stride)}]" if at else ""
+            out.append(f"parameters{ends}")
+        out += f.shared_names
+        out += ["ready"] if reads_word("ready", rows) else []
+        return [*out, "env"]
+
+    def _of_block(self, f: BlockFunction, short: _Short) -> list[tuple[Local, str]]:
+        """The parameters of the first block; `_` for one that it does not read."""
+        assert f.parameters is not None
+        start, stop, stride = f.parameters
+        ahead = stride * f.template.first.i
+        read = {f.template.first.names[k] for k in f.of_parameters}
+        found = []
+        for local, origin in self.parameters[start + ahead : stop + ahead]:
+            name = short.word(local.name) if local.name in read else UNUSED
+            found.append((replace(local, name=name), short.starred(origin)))
+        return found
+
+
+def _returned(lists: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
+    """Returns lists: variables, or of names."""
+    if not lists:
+        return []
+    if len(lists) == 1 and not lists[0][0]:
+        return listed("    return [", lists[0][1], "]")
+    results = [variable or f"[{', '.join(names)}]" for variable, names in lists]
+    if len(row := f"    return {', '.join(results)}") <= LINE_LENGTH:
+        return [row]
+    rows: list[str] = []
+    for variable, names in lists:
+        rows += [f"        {variable},"] if variable else listed("        [", names, "],")
+    return ["    return (", *rows, "    )"]
+
+
+@dataclass(frozen=True)
+class _Short:
+    """Names of a block without its number: `layers_0_mlp_weight` is `mlp_weight`."""
+
+    block: str
+    words: Mapping[str, str]
+
+    @classmethod
+    def of(cls, block: str, rows: Sequence[str]) -> _Short:
+        """For some rows; a name keeps its number if they have the short one."""
+        start = block.replace(".", "_") + "_"
+        known = {match.group() for row in rows for match in WORD.finditer(row)}
+        words: dict[str, str] = {}
+        for name in sorted(known):
+            grad = "grad_" if name.startswith(f"grad_{start}") else ""
+            if name.startswith(grad + start):
+                new = grad + name.removeprefix(grad + start)
+                if new.isidentifier() and not keyword.iskeyword(new) and new not in known:
+                    words[name] = new
+                    known.add(new)
+        return cls(block, words)
+
+    def word(self, name: str) -> str:
+        return self.words.get(name, name)
+
+    def row(self, row: str) -> str:
+        """A row by the short names, its comment in place."""
+        if is_comment(row):
+            return row
+        code, mark, comment = row.partition("  # ")
+        text = WORD.sub(lambda match: self.word(match.group()), code)
+        if not mark:
+            return text
+        return commented(text.rstrip(), WORD.sub(lambda match: self.word(match.group()), comment))
+
+    def starred(self, origin: str) -> str:
+        return origin.replace(f"{self.block}.", f"{starred_name(self.block)}.")
