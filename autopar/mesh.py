@@ -7,6 +7,7 @@ collectives use. In both, ranks are row-major: the last axis varies fastest.
 
 from __future__ import annotations
 
+import keyword
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -58,6 +59,12 @@ class Device:
             raise MeshError(f"a device needs positive rates and memory: {self}")
 
 
+def is_axis_name(name: str) -> bool:
+    """May an axis be called so? Its name is a variable of generated programs."""
+    is_variable = name.isascii() and name.isidentifier() and not keyword.iskeyword(name)
+    return is_variable and len(name) <= 100
+
+
 @dataclass(frozen=True)
 class Mesh:
     """The machine: `shape` is (nodes, devices per node) or (devices,).
@@ -97,10 +104,15 @@ class Mesh:
         if axis_names is None:
             axis_names = ("node", "device")[-len(sizes) :]
         names = tuple(axis_names)
+        if any(not isinstance(name, str) for name in names):
+            raise MeshError(f"axis_names are texts, not {names}")
         if len(names) != len(sizes) or len(set(names)) != len(names):
             raise MeshError(f"axis_names {names} must name each axis of {sizes} once")
-        if any(not name.isidentifier() for name in names):
-            raise MeshError(f"axis_names {names} must be Python identifiers")
+        if wrong := [name for name in names if not is_axis_name(name)]:
+            raise MeshError(
+                f"axis name {wrong[0]!r} cannot be a variable of the generated program",
+                hint="take ASCII letters, digits and _, and no keyword of Python, as 'dp'",
+            )
         if (links is None) != (device is None):
             raise MeshError(
                 "links and device describe the hardware together; only one was given",

@@ -18,6 +18,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from autopar.codegen.blocks import LEAST_BLOCKS, Loop, Statement, find_loops
+from autopar.program import free_name, identifier
 
 
 class UnfoldableError(Exception):
@@ -141,8 +142,10 @@ def _functions(
         found: list[BlockFunction] = []
         used: Counter[str] = Counter()
         for whole in loops:
-            stem = "_".join(w for w in whole.blocks[0].split(".") if not w.isdigit()) or "block"
-            name = f"{stem}_{word}" + (f"_{used[stem] + 1}" if used[stem] else "")
+            words = [w for w in whole.blocks[0].split(".") if not w.isdigit()]
+            stem = identifier("_".join(words) or "block")
+            numbered = f"{stem}_{word}" + (f"_{used[stem] + 1}" if used[stem] else "")
+            name = free_name(numbered, variables)
             f = _function(whole, name, statements, position, returned, of_blocks)
             if f is not None:
                 used[stem] += 1

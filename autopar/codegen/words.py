@@ -117,7 +117,17 @@ def placements(spec: Spec) -> str:
 
 
 def commented(code: str, comment: str) -> str:
-    return f"{code.ljust(COMMENT_COLUMN)}  # {comment}"
+    return f"{code.ljust(COMMENT_COLUMN)}  # {one_line(comment)}"
+
+
+def one_line(text: str) -> str:
+    """A text of the model's as a comment, which must not end before the text does."""
+    return text if text.isprintable() else ascii(text)[1:-1]
+
+
+def docstring_text(text: str) -> str:
+    """A text of the model's within a docstring, which it must not end."""
+    return one_line(text).replace("\\", "/").replace('"', "'")
 
 
 def with_frees_beside(lines: Sequence[str]) -> list[str]:
