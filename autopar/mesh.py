@@ -11,6 +11,7 @@ import keyword
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from typing import Any
 
 from autopar.errors import MeshError
@@ -59,6 +60,14 @@ class Device:
             raise MeshError(f"a device needs positive rates and memory: {self}")
 
 
+@dataclass(frozen=True)
+class Figures:
+    """The figures of a hardware profile, key and value, as a plan carries them."""
+
+    name: str
+    values: tuple[tuple[str, float], ...]
+
+
 def is_axis_name(name: str) -> bool:
     """May an axis be called so? Its name is a variable of generated programs."""
     is_variable = name.isascii() and name.isidentifier() and not keyword.iskeyword(name)
@@ -69,9 +78,9 @@ def is_axis_name(name: str) -> bool:
 class Mesh:
     """The machine: `shape` is (nodes, devices per node) or (devices,).
 
-    Give either `hardware` (a profile name or a path to a TOML profile), or both `links` (one per
-    axis) and `device`. With neither, `autopar.cost.hardware.resolve` detects the hardware and
-    falls back to `cpu-local`.
+    Give either `hardware` (the name of a profile, the path of one, or the figures of one in a
+    plan), or both `links` (one per axis) and `device`. With neither,
+    `autopar.cost.hardware.resolve` detects the hardware and falls back to `cpu-local`.
 
     Raises `MeshError` for a shape of more than two axes, a size below 1, bad axis names, links
     without device or device without links.
@@ -79,7 +88,7 @@ class Mesh:
 
     shape: tuple[int, ...]
     axis_names: tuple[str, ...] | None = None
-    hardware: str | None = None
+    hardware: str | Figures | None = None
     links: tuple[Link, ...] | None = None
     device: Device | None = None
 
@@ -87,7 +96,7 @@ class Mesh:
         self,
         shape: Sequence[int] | int,
         axis_names: Sequence[str] | None = None,
-        hardware: str | None = None,
+        hardware: str | PurePath | Figures | None = None,
         links: Sequence[Link] | None = None,
         device: Device | None = None,
     ) -> None:
@@ -120,6 +129,10 @@ class Mesh:
             )
         if links is not None and hardware is not None:
             raise MeshError("give either hardware or links and device, not both")
+        if isinstance(hardware, PurePath):
+            hardware = str(hardware)
+        if not isinstance(hardware, str | Figures | None):
+            raise MeshError(f"hardware is a profile's name or path, not {hardware!r}")
         link_tuple = None if links is None else tuple(links)
         if link_tuple is not None and len(link_tuple) != len(sizes):
             raise MeshError(f"{len(link_tuple)} links for {len(sizes)} axes: give one per axis")

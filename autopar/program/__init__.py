@@ -85,7 +85,14 @@ from autopar.program.messages import (
     tie_exchanges,
     tied_slices,
 )
-from autopar.program.names import free_name, group_name, identifier, reserved_names, suffix
+from autopar.program.names import (
+    free_name,
+    group_name,
+    has_clashing_groups,
+    identifier,
+    reserved_names,
+    suffix,
+)
 from autopar.program.pipeline import Crossing, Pipeline, ScheduleFactory, Tie
 from autopar.program.program import (
     Accumulation,
@@ -212,6 +219,7 @@ __all__ = [
     "fused_gathers",
     "gathers_at",
     "group_name",
+    "has_clashing_groups",
     "identifier",
     "joint_reads",
     "joint_writes",

@@ -64,6 +64,12 @@ def reserved_names(axis_names: Sequence[str]) -> frozenset[str]:
     return _words_of_files() | groups
 
 
+def has_clashing_groups(axis_names: Sequence[str]) -> bool:
+    """Have two groups of axes one name? As a_b of the axes `a` and `b`, and the axis `a_b`."""
+    subsets = _subsets(range(len(axis_names)))
+    return len({_joined(axis_names, axes) for axes in subsets}) < len(subsets)
+
+
 @cache
 def _words_of_files() -> frozenset[str]:
     """The words of any file. Rules that users register bring no functions of this kind."""
