@@ -249,7 +249,7 @@ def _check_value(key: str, value: float, where: str) -> None:
     """Raises `OptionError` for a value that no device has; a least value is one to divide by."""
     part = _check_unit(key, where)
     if not 0 <= value < _MOST:
-        shown = f"{value:g}" if isinstance(value, float) or abs(value) < _MOST else "too large"
+        shown = "too large" if abs(value) >= _MOST else f"{value:g}"
         raise _malformed(where, f"[{key}] value = {shown} is not a number of at least 0")
     if part.endswith("_fraction") and value > 1:
         raise _malformed(where, f"[{key}] value = {value:g} is a fraction above 1")

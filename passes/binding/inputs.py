@@ -86,9 +86,7 @@ def check_mesh(data: PlanData, mesh: Mesh) -> None:
         return
     profile, name = load_profile(mesh.hardware), data.mesh.hardware
     if profile.name != name or _own_figures(mesh) != data.mesh.figures:
-        given = (
-            profile.name if profile.name != name else f"a machine of other figures called {name}"
-        )
+        given = profile.name if profile.name != name else f"other figures of {name}"
         warnings.warn(
             f"the plan was made for {name}; it runs on {given}, where another plan may be faster",
             stacklevel=3,

@@ -7,6 +7,7 @@ commands    those that take a plan file, on a few damaged ones: exit code 2 and 
 
 from __future__ import annotations
 
+import functools
 import itertools
 from pathlib import Path
 
@@ -34,7 +35,8 @@ def run_plans(n_mutants: int, profile: Path, folder: Path) -> None:
     file = folder / "plan.json"
     for number, original in zip(range(n_mutants), itertools.cycle(every), strict=False):
         file.write_bytes(plans.mutant(original, number, profile))
-        tally.take(f"{original.name} {number}", lambda of=original: plans.used(of, file, profile))
+        name = f"{original.name} {number}"
+        tally.take(name, functools.partial(plans.used, original, file, profile))
     tally.check()
 
 
@@ -43,7 +45,7 @@ def run_profiles(n_mutants: int, profile: Path, folder: Path) -> None:
     file = folder / "profile.toml"
     for number in range(n_mutants):
         file.write_bytes(profiles.mutant(number))
-        tally.take(f"profile {number}", lambda: profiles.used(original, file))
+        tally.take(f"profile {number}", functools.partial(profiles.used, original, file))
     tally.check()
 
 

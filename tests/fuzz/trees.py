@@ -73,7 +73,18 @@ NUMBERS: tuple[Any, ...] = (
 )
 TEXTS = (
     *("", " ", "x", "1", "dp", "I R", "I S(0)", "S(0)@1", "S(99999999999999999999)", "I R -> I R"),
-    *("S(" + "9" * 5000 + ")", "a\nb", "\x00", "\x1b[2J", "\ud800", "é", "模型", "class", "torch"),
+    *(
+        "S(" + "9" * 5000 + ")",
+        "I S(" + "9" * 5000 + ")",
+        "a\nb",
+        "\x00",
+        "\x1b[2J",
+        "\ud800",
+        "é",
+        "模型",
+        "class",
+        "torch",
+    ),
     *("__import__('os')", "x" * 20_000, "../../../etc/passwd", "/etc/passwd", "fp64", "1f1b"),
     *("cpu-local", "h100-sxm", "explicit", "int64", "quint8", "aten.mm.default", "up/linear#0"),
 )

@@ -60,7 +60,8 @@ def _watched() -> Iterator[list[tuple[str, str]]]:
     if not _is_hooked:  # such a hook stays for good
         sys.addaudithook(_hook)
         _is_hooked = True
-    _seen = events = []
+    events: list[tuple[str, str]] = []
+    _seen = events
     try:
         yield events
     finally:
