@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import json
 import math
+import stat
 from collections.abc import Collection
 from dataclasses import dataclass
 from pathlib import Path
@@ -125,11 +126,10 @@ def read_json(path: str | Path) -> Json:
     """The document in a file. Raises `PlanError` for one that is not there, or is no JSON."""
     file = Path(path)
     try:
-        if not file.exists():
-            raise PlanError(f"there is no plan at {file}")
-        if not file.is_file():
+        found = file.stat()
+        if not stat.S_ISREG(found.st_mode):
             raise PlanError(f"{file} is no file, but a folder or a device")
-        size_bytes = file.stat().st_size
+        size_bytes = found.st_size
         if size_bytes > MOST_FILE_BYTES:
             raise PlanError(
                 f"{file} has {size_bytes:,} bytes; a plan has at most {MOST_FILE_BYTES:,}"
@@ -137,6 +137,8 @@ def read_json(path: str | Path) -> Json:
         return parse_json(file.read_bytes(), str(file))
     except OSError as error:
         raise PlanError(f"cannot read {file}: {error.strerror}") from error
+    except ValueError as error:  # a path with a null character
+        raise PlanError(f"cannot read {str(file)!r}: {error}") from error
 
 
 def parse_json(content: str | bytes, where: str) -> Json:

@@ -82,7 +82,7 @@ _MOST, _LEAST_FRACTION = 1e30, 1e-6
 _COUNTED = ("_per_s", "_bytes", "_count")
 _DIVISORS = ("device.achieved", "device.attention", "device.new_attention")
 # The longest shipped profile has 7 kB, and keys of three parts.
-_MOST_FILE_BYTES, _MOST_DOTS = 2**18, 4
+_MOST_FILE_BYTES, _MOST_DOTS, _MOST_CHARACTERS = 2**18, 4, 200
 _PER_DTYPE = ("device.peak_flops_per_s", "device.achieved_flops_fraction")
 
 
@@ -209,6 +209,8 @@ def _quantities(
 ) -> Iterator[tuple[str, Quantity]]:
     for name, content in table.items():
         key = f"{prefix}{name}"
+        if len(key) > _MOST_CHARACTERS or not key.isprintable():
+            raise _malformed(where, f"the key {key[:_MOST_CHARACTERS]!r} is too long, or no text")
         if not isinstance(content, dict):
             raise _malformed(where, f"{key} has no source: make it a table [{key}]")
         if "value" in content or "source" in content:
@@ -228,7 +230,7 @@ def unit_part(key: str) -> str:
 def _quantity(key: str, table: Mapping[str, Any], where: str) -> Quantity:
     _check_unit(key, where)
     if set(table) != {"value", "source"}:
-        raise _malformed(where, f"[{key}] needs exactly value and source, not {sorted(table)}")
+        raise _malformed(where, f"[{key}] needs exactly value and source, not {sorted(table)[:5]}")
     value, source = table["value"], table["source"]
     if not isinstance(source, str) or not source.strip():
         raise _malformed(where, f"[{key}] has an empty source: name the page or measurement")

@@ -50,7 +50,7 @@ def run_profiles(n_mutants: int, profile: Path, folder: Path) -> None:
 
 
 def test_mutants_of_plans(profile: Path, tmp_path: Path) -> None:
-    run_plans(400, profile, tmp_path)
+    run_plans(300, profile, tmp_path)
 
 
 def test_mutants_of_profiles(profile: Path, tmp_path: Path) -> None:
@@ -93,9 +93,10 @@ def run_commands(n_files: int, profile: Path, folder: Path) -> None:
 
 
 def test_commands_refuse_damaged_files(profile: Path, tmp_path: Path) -> None:
-    run_commands(20, profile, tmp_path)
+    run_commands(10, profile, tmp_path)
 
 
 @nightly
+@pytest.mark.timeout(1800)
 def test_commands_refuse_many_damaged_files(profile: Path, tmp_path: Path) -> None:
-    run_commands(500, profile, tmp_path)
+    run_commands(200, profile, tmp_path)

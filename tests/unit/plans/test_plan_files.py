@@ -224,7 +224,7 @@ def test_broken_files_are_refused(text: str, tmp_path: Path) -> None:
 
 
 def test_no_file(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"no plan at .*plan\.json"):
+    with pytest.raises(PlanError, match=r"cannot read .*plan\.json: No such file"):
         Plan.load(tmp_path / "plan.json")
 
 
