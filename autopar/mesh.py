@@ -7,9 +7,11 @@ collectives use. In both, ranks are row-major: the last axis varies fastest.
 
 from __future__ import annotations
 
+import keyword
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from pathlib import PurePath
 from typing import Any
 
 from autopar.errors import MeshError
@@ -59,12 +61,26 @@ class Device:
 
 
 @dataclass(frozen=True)
+class Figures:
+    """The figures of a hardware profile, key and value, as a plan carries them."""
+
+    name: str
+    values: tuple[tuple[str, float], ...]
+
+
+def is_axis_name(name: str) -> bool:
+    """May an axis be called so? Its name is a variable of generated programs."""
+    is_variable = name.isascii() and name.isidentifier() and not keyword.iskeyword(name)
+    return is_variable and len(name) <= 100
+
+
+@dataclass(frozen=True)
 class Mesh:
     """The machine: `shape` is (nodes, devices per node) or (devices,).
 
-    Give either `hardware` (a profile name or a path to a TOML profile), or both `links` (one per
-    axis) and `device`. With neither, `autopar.cost.hardware.resolve` detects the hardware and
-    falls back to `cpu-local`.
+    Give either `hardware` (the name of a profile, the path of one, or the figures of one in a
+    plan), or both `links` (one per axis) and `device`. With neither,
+    `autopar.cost.hardware.resolve` detects the hardware and falls back to `cpu-local`.
 
     Raises `MeshError` for a shape of more than two axes, a size below 1, bad axis names, links
     without device or device without links.
@@ -72,7 +88,7 @@ class Mesh:
 
     shape: tuple[int, ...]
     axis_names: tuple[str, ...] | None = None
-    hardware: str | None = None
+    hardware: str | Figures | None = None
     links: tuple[Link, ...] | None = None
     device: Device | None = None
 
@@ -80,7 +96,7 @@ class Mesh:
         self,
         shape: Sequence[int] | int,
         axis_names: Sequence[str] | None = None,
-        hardware: str | None = None,
+        hardware: str | PurePath | Figures | None = None,
         links: Sequence[Link] | None = None,
         device: Device | None = None,
     ) -> None:
@@ -97,10 +113,15 @@ class Mesh:
         if axis_names is None:
             axis_names = ("node", "device")[-len(sizes) :]
         names = tuple(axis_names)
+        if any(not isinstance(name, str) for name in names):
+            raise MeshError(f"axis_names are texts, not {names}")
         if len(names) != len(sizes) or len(set(names)) != len(names):
             raise MeshError(f"axis_names {names} must name each axis of {sizes} once")
-        if any(not name.isidentifier() for name in names):
-            raise MeshError(f"axis_names {names} must be Python identifiers")
+        if wrong := [name for name in names if not is_axis_name(name)]:
+            raise MeshError(
+                f"axis name {wrong[0]!r} cannot be a variable of the generated program",
+                hint="take ASCII letters, digits and _, and no keyword of Python, as 'dp'",
+            )
         if (links is None) != (device is None):
             raise MeshError(
                 "links and device describe the hardware together; only one was given",
@@ -108,6 +129,10 @@ class Mesh:
             )
         if links is not None and hardware is not None:
             raise MeshError("give either hardware or links and device, not both")
+        if isinstance(hardware, PurePath):
+            hardware = str(hardware)
+        if not isinstance(hardware, str | Figures | None):
+            raise MeshError(f"hardware is a profile's name or path, not {hardware!r}")
         link_tuple = None if links is None else tuple(links)
         if link_tuple is not None and len(link_tuple) != len(sizes):
             raise MeshError(f"{len(link_tuple)} links for {len(sizes)} axes: give one per axis")

@@ -25,6 +25,8 @@ from autopar.precision import Precision
 #   attention-core   scores, softmax, dropout and matmul with the values, or fused attention
 Recompute = Literal["full", "selective", "attention-core"]
 _MODES: tuple[Recompute, ...] = get_args(Recompute)
+OPTIMIZERS = ("adamw", "sgd", "adam")
+REDUCE_DTYPES = ("float32", "bfloat16", "float16")
 FORBIDDABLE = tuple("data tensor sequence expert pipeline zero1 zero2 zero3 recompute".split())
 
 
@@ -424,7 +426,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "schedule": _words("schedule", "auto gpipe 1f1b", "interleaved zero-bubble"),
     "stages": _stages,
     "mesh_shape": _words("mesh_shape", "auto as-given"),
-    "optimizer": _words("optimizer", "adamw sgd adam", "adafactor"),
+    "optimizer": _words("optimizer", " ".join(OPTIMIZERS), "adafactor"),
     "precision": _words("precision", "model bf16-mixed bf16-autocast fp16-mixed fp64"),
     "reduce_dtype": _reduce_dtype,
     "master_weights": _master_weights,

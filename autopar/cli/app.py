@@ -28,6 +28,7 @@ from autopar.cli.shell import (
     prints_result,
     progress,
     to_json,
+    writing,
 )
 
 # Plain help: the same text in a terminal, a pipe and a golden file.
@@ -81,7 +82,8 @@ def plan(
 
     made = make_plan(model, request)
     if output is not None:
-        made.save(output)
+        with writing():
+            made.save(output)
         note(f"saved {output}")
     saved = None if output is None else str(output)
     return Result(made.explain(), plan_json(made) | {"saved": saved})
@@ -148,10 +150,11 @@ def code(
     made = plan_of(subject, model, request, "code")
     files, written = made.code(), []
     if output is not None:
-        output.mkdir(parents=True, exist_ok=True)
-        for name, source in files.items():
-            (output / name).write_text(source)
-            written.append(str(output / name))
+        with writing():
+            output.mkdir(parents=True, exist_ok=True)
+            for name, source in files.items():
+                (output / name).write_text(source, encoding="utf-8")
+                written.append(str(output / name))
     text = "\n".join(written) if written else "\n".join(files.values()).rstrip("\n")
     return Result(text, {"files": files, "written": written})
 

@@ -12,7 +12,6 @@ path/to/config.json      a Hugging Face configuration, with --batch and --seq. I
 from __future__ import annotations
 
 import importlib
-import json
 import os
 import sys
 import traceback
@@ -21,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from autopar.errors import NotSupportedError, OptionError, PlanError
+from autopar.errors import NotSupportedError, OptionError
 
 if TYPE_CHECKING:
     from torch import nn
@@ -78,20 +77,10 @@ def is_plan_file(name: str) -> bool:
     """Is this the file of a plan rather than of a model? Raises `PlanError` if unreadable."""
     if not name.endswith(".json"):
         return False
-    content = _read_json(Path(name))
+    from autopar.plans import read_json
+
+    content = read_json(name).members()
     return "graph_hash" in content or "model_type" not in content
-
-
-def _read_json(path: Path) -> dict[str, Any]:
-    try:
-        content = json.loads(path.read_text())
-    except OSError as error:
-        raise PlanError(f"cannot read {path}: {error.strerror}") from error
-    except ValueError as error:
-        raise PlanError(f"{path} is not JSON: {error}") from error
-    if not isinstance(content, dict):
-        raise PlanError(f"{path} is not a JSON object")
-    return content
 
 
 def _from_factory(name: str) -> Subject:
@@ -167,7 +156,9 @@ def _from_config(path: Path, batch: int | None, seq: int | None, real: bool) -> 
 
 def read_config(path: Path) -> Any:
     """A Hugging Face configuration, with defaults for what its file leaves out."""
-    if "model_type" not in _read_json(path):
+    from autopar.plans import read_json
+
+    if "model_type" not in read_json(path).members():
         raise OptionError(f"{path} is no Hugging Face configuration: it has no model_type")
     try:
         import transformers
@@ -175,7 +166,13 @@ def read_config(path: Path) -> Any:
         raise OptionError(
             "a config.json needs the package transformers", hint="pip install transformers"
         ) from error
-    return transformers.AutoConfig.from_pretrained(path)
+    try:
+        return transformers.AutoConfig.from_pretrained(path)
+    except Exception as error:
+        raise OptionError(
+            f"{path} is no Hugging Face configuration: {type(error).__name__}",
+            hint="check that transformers.AutoConfig.from_pretrained reads it",
+        ) from error
 
 
 def _model_class(transformers: Any, config: Any) -> Any:

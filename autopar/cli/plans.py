@@ -45,6 +45,11 @@ def make_plan(model: str, request: PlanRequest) -> Plan:
 
 def load_plan(subject: str, request: PlanRequest, model: str | None = None) -> Plan:
     """A saved plan without its model."""
+    if request.hardware is not None and model is None:
+        raise OptionError(
+            f"--hardware {request.hardware} is for costs, and {subject} alone has none",
+            hint="give --model MODEL too, or leave it out",
+        )
     from autopar.planning import Plan
 
     if request.loss is not None and model is None:
@@ -59,6 +64,7 @@ def load_plan(subject: str, request: PlanRequest, model: str | None = None) -> P
 def plan_of(subject: str, model: str | None, request: PlanRequest, what: str) -> Plan:
     """A saved plan bound to its model, or a new plan of a model.
 
+    A saved plan is priced on its own hardware, or on that of --hardware.
     `what` is the command, for messages. Raises `OptionError` if --model is missing or unused.
     """
     if not is_plan_file(subject):
@@ -71,12 +77,17 @@ def plan_of(subject: str, model: str | None, request: PlanRequest, what: str) ->
             hint=f"autopar {what} {subject} --model MODEL",
         )
     loaded, made = load_plan(subject, request, model), load_model(model, request)
-    return loaded.bind(made.model, loss_fn=made.loss_fn)
+    machine = None
+    if request.hardware is not None:
+        from autopar.mesh import Mesh
+
+        machine = Mesh(loaded.data.mesh.shape, loaded.data.mesh.axis_names, request.hardware)
+    return loaded.bind(made.model, machine, made.loss_fn)
 
 
 def _refuse_planning_flags(request: PlanRequest) -> None:
     """Refuse flags that a saved plan would ignore."""
-    given = [*request.given, *(k for k in ("mesh", "hardware") if getattr(request, k) is not None)]
+    given = [*request.given, *(["mesh"] if request.mesh is not None else [])]
     if given:
         flags = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         raise OptionError(f"a saved plan is decided: {flags}", hint="plan again with autopar plan")

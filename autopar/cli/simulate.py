@@ -86,9 +86,9 @@ def simulate_plan(
 
 def _doublings(plan: Plan) -> tuple[str, ...]:
     from autopar.cost.hardware import doublings, profile_of
-    from autopar.passes.binding import mesh_of
 
-    return doublings(profile_of(mesh_of(plan.data.mesh)))
+    assert plan.bound is not None, "a plan that is simulated is bound"
+    return doublings(profile_of(plan.bound.mesh))
 
 
 def _write(timeline: Timeline, svg: Path | None, trace: Path | None) -> list[str]:

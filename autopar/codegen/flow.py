@@ -22,6 +22,7 @@ from dataclasses import dataclass, field
 from typing import NamedTuple
 
 from autopar.codegen.blocks import Piece, Statement, Template
+from autopar.program import identifier
 
 
 @dataclass(eq=False)
@@ -107,7 +108,8 @@ def block_functions(
 
 
 def _name(template: Template, statements: Sequence[Statement], word: str) -> str:
-    stem = "_".join(w for w in template.stem.split(".") if w and not w.isdigit()) or "block"
+    words = [w for w in template.stem.split(".") if w and not w.isdigit()]
+    stem = identifier("_".join(words) or "block")
     if template.work == "compute":
         return f"{stem}_{word}"
     first = statements[template.first.start]

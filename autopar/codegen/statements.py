@@ -34,16 +34,23 @@ from autopar.program import (
     StartLine,
     WaitLine,
     WeightGradients,
+    free_name,
+    group_name,
 )
 from autopar.units import format_bytes, format_seconds
 
 
 @dataclass(frozen=True)
 class Statements:
-    """The statements of lines; `taken` are the variables whose gradients backward hands over."""
+    """The statements of lines.
+
+    taken    the variables whose gradients backward hands over
+    names    the variables and groups of the file, which no operator may be called
+    """
 
     axis_names: tuple[str, ...]
     taken: tuple[str, ...]
+    names: frozenset[str]
 
     def lines(self, line: JointLine, is_backward: bool) -> list[str]:
         """The statement, as lines of a function's body."""
@@ -93,7 +100,7 @@ class Statements:
                 return self._call(line)
             case KernelLine():
                 names = assigned([out.name for out in line.outs], line.target)
-                call = f"{operator_handle(line.target)}({call_words(line.args, line.kwargs)})"
+                call = f"{self.operator_handle(line.target)}({call_words(line.args, line.kwargs)})"
                 named = (out for out in line.outs if out.name != UNUSED)
                 return f"{names} = {call}", ", ".join(
                     dict.fromkeys(type_text(out) for out in named)
@@ -103,7 +110,10 @@ class Statements:
                 names, _, call = text.partition(" = ")
                 _, _, words = call.partition("(")
                 many = f"({names})" if "," in names else names
-                return f"{many}, {line.kept} = {function_handle(line)}.forward({words}", comment
+                return (
+                    f"{many}, {line.kept} = {self.function_handle(line)}.forward({words}",
+                    comment,
+                )
             case FunctionBackward():
                 names = ", ".join(out.name for out in line.outs)
                 words = ", ".join(
@@ -119,7 +129,7 @@ class Statements:
                 types = ", ".join(dict.fromkeys(type_text(out) for out in named))
                 inner = inner_calls(line.call, "backward")
                 comment = f"{types}  {inner}" if inner else types
-                return f"{names}{comma} = {function_handle(line)}.backward({words})", comment
+                return f"{names}{comma} = {self.function_handle(line)}.backward({words})", comment
             case MoveLine():
                 text = f"{line.out.name} = {self._move(line.move, line.source)}"
                 return text, f"{type_text(line.out)}  {traffic(line, 'forward')}"
@@ -155,7 +165,7 @@ class Statements:
 
     def _call(self, line: CallLine) -> tuple[str, str]:
         names = assigned([out.name for out in line.outs], line.target)
-        function = line.lowered or operator_handle(line.target)
+        function = line.lowered or self.operator_handle(line.target)
         types = ", ".join(dict.fromkeys(type_text(out) for out in line.outs))
         inner = inner_calls(line, "forward")
         comment = f"{types}  {inner}" if inner else types
@@ -177,7 +187,22 @@ class Statements:
         return f"{move.name}{method}({', '.join(words)})"
 
     def _group(self, move: Move) -> str:
-        return "_".join(self.axis_names[a] for a in move.axes)
+        return group_name(self.axis_names, move.axes)
+
+    def operator_handle(self, target: str) -> str:
+        """The global that holds an operator: `aten.add.Tensor` -> `aten_add_Tensor`."""
+        return free_name(_handle(target), self.names)
+
+    def function_handle(self, line: FunctionLine | FunctionBackward) -> str:
+        """The global that holds a function with its backward.
+
+        Taped calls of one operator differ in which arguments have a gradient.
+        """
+        if line.call.lowered:
+            return line.call.lowered
+        flags = line.differentiable if isinstance(line, FunctionLine) else line.wanted
+        taped = f"{_handle(line.call.target)}_taped_{''.join(str(int(flag)) for flag in flags)}"
+        return free_name(taped, self.names)
 
 
 def _names_of(line: FusedGathers | FusedReductions) -> list[tuple[str, str]]:
@@ -206,20 +231,8 @@ def _fused_traffic(line: FusedGathers | FusedReductions) -> str:
     return f"{kind} {format_bytes(size_bytes)} {format_seconds(time_s)}"
 
 
-def operator_handle(target: str) -> str:
-    """The global that holds an operator: `aten.add.Tensor` -> `aten_add_Tensor`."""
+def _handle(target: str) -> str:
     return target.removesuffix(".default").replace(".", "_")
-
-
-def function_handle(line: FunctionLine | FunctionBackward) -> str:
-    """The global that holds a function with its backward.
-
-    Taped calls of one operator differ in which arguments have a gradient.
-    """
-    if line.call.lowered:
-        return line.call.lowered
-    flags = line.differentiable if isinstance(line, FunctionLine) else line.wanted
-    return f"{operator_handle(line.call.target)}_taped_{''.join(str(int(flag)) for flag in flags)}"
 
 
 def phase_of(line: JointLine) -> str:

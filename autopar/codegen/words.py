@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import re
 import textwrap
-from collections.abc import Collection, Sequence
+from collections.abc import Sequence
 from pathlib import PurePath
 from typing import Any
 
@@ -130,7 +130,17 @@ def placements(spec: Spec) -> str:
 
 
 def commented(code: str, comment: str) -> str:
-    return f"{code.ljust(COMMENT_COLUMN)}  # {comment}"
+    return f"{code.ljust(COMMENT_COLUMN)}  # {one_line(comment)}"
+
+
+def one_line(text: str) -> str:
+    """A text of the model's as a comment, which must not end before the text does."""
+    return text if text.isprintable() else ascii(text)[1:-1]
+
+
+def docstring_text(text: str) -> str:
+    """A text of the model's within a docstring, which it must not end."""
+    return one_line(text).replace("\\", "/").replace('"', "'")
 
 
 def unpacked(source: str, items: Sequence[tuple[Local, str]]) -> list[str]:
@@ -152,14 +162,6 @@ def taken_from(variable: str, names: Sequence[str]) -> list[str]:
     if len(short) <= COMMENT_COLUMN:
         return [short, f"    {variable}.clear()"]
     return ["    (", *name_rows(names), f"    ) = {variable}", f"    {variable}.clear()"]
-
-
-def unused(wanted: str, taken: Collection[str]) -> str:
-    """`wanted`, or `wanted_2`, `wanted_3`, ... if that is taken."""
-    name, n = wanted, 2
-    while name in taken:
-        name, n = f"{wanted}_{n}", n + 1
-    return name
 
 
 def reads_word(name: str, rows: Sequence[str]) -> bool:

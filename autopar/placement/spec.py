@@ -57,7 +57,7 @@ class Placement:
         """The inverse of `str`; raises `OptionError` for anything else."""
         if text in ("R", "I", "P"):
             return Placement(text)
-        match = re.fullmatch(r"S\((\d+)(?:\.(\d+))?\)", text)
+        match = re.fullmatch(r"S\(([0-9]{1,3})(?:\.([0-9]{1,3}))?\)", text)
         if match is None:
             raise OptionError(
                 f"{text!r} is not a placement", hint="use R, I, P, S(dim) or S(dim.factor)"

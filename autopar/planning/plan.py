@@ -33,7 +33,7 @@ from autopar.passes.facts import Placed, Source, Sources, Target
 from autopar.passes.lowering import PlacedStage
 from autopar.passes.pipeline import PASSES
 from autopar.passes.search import PlanningResult, PlanningStats
-from autopar.plans import PlanData, Predicted, parse_storage
+from autopar.plans import PlanData, Predicted, load_plan, parse_storage
 from autopar.program import Collective, Pipeline, Program
 from autopar.report import ReportFiles, assumed, dot, explain, write_report
 
@@ -258,7 +258,7 @@ class Plan:
             bound.pipeline,
             bound.costs,
             self.data.optimizer,
-            link_between(mesh_of(self.data.mesh), bound.hardware.links),
+            link_between(bound.mesh, bound.hardware.links),
             with_memory=True,
             slow=slow,
             jitter=jitter,
@@ -270,8 +270,8 @@ class Plan:
         The decisions stay, the costs are computed anew. `changes`: see `cost/hardware/what_if.py`.
         Raises `OptionError` for a key that the machine's profile does not have.
         """
-        analysis = self._bound("what_if()").analysis
-        machine = mesh_of(self.data.mesh)
+        bound = self._bound("what_if()")
+        analysis, machine = bound.analysis, bound.mesh
         profile = changed(profile_of(machine), changes)
         other = resolve_on(profile, machine, compute_dtype(analysis))
         return Plan(
@@ -288,7 +288,7 @@ class Plan:
     @staticmethod
     def load(path: str | Path) -> Plan:
         """Read an unbound plan. Raises `PlanError` if the file is not a plan."""
-        return Plan(PlanData.load(path))
+        return Plan(load_plan(path))
 
     def bind(
         self,

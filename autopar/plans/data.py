@@ -23,7 +23,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any, get_args
 
@@ -34,21 +34,8 @@ from autopar.options import Recompute
 from autopar.placement import Spec
 from autopar.precision import Precision
 from autopar.program import Period, Storage
-from autopar.schedule import ORDERS
 
 VERSION = 2
-_MAY_BE_MISSING = frozenset(
-    {
-        "accumulates",
-        "bound_s",
-        "comments",
-        "kept_whole",
-        "master_weights",
-        "padded",
-        "recipe",
-        "reduce_dtype",
-    }
-)
 
 
 @dataclass(frozen=True)
@@ -62,13 +49,19 @@ class InputSignature:
 
 @dataclass(frozen=True)
 class MeshRecord:
-    """The mesh that a plan was made for. Explicit links and devices are stored as numbers."""
+    """The mesh that a plan was made for, without any path.
+
+    hardware        name of its profile, or "explicit" for links and a device given as numbers
+    links, device   those numbers; of a profile, what it means for this mesh and the plan's dtype
+    figures         those of a profile that is not shipped
+    """
 
     shape: tuple[int, ...]
     axis_names: tuple[str, ...]
     hardware: str
     links: tuple[tuple[float, ...], ...]
     device: Mapping[str, float]
+    figures: Mapping[str, float] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -162,94 +155,7 @@ class PlanData:
         return json.dumps(asdict(self), indent=1, ensure_ascii=False, allow_nan=False) + "\n"
 
     def save(self, path: str | Path) -> None:
-        Path(path).write_text(self.to_json())
-
-    @staticmethod
-    def from_json(text: str, where: str = "plan") -> PlanData:
-        """Parse a plan; raises `PlanError`, which says what is malformed."""
-        try:
-            raw = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise PlanError(f"{where} is not JSON: {error}") from error
-        if not isinstance(raw, dict):
-            raise PlanError(f"{where} is not a JSON object")
-        if raw.get("version") != VERSION:
-            raise PlanError(
-                f"{where} has version {raw.get('version')!r}; this autopar reads {VERSION}",
-                hint="plan again with this version",
-            )
-        if "gap" in raw:  # what version 0.3.0 called it
-            raw["stage_gap"] = raw.pop("gap")
-        known = {f.name for f in fields(PlanData)}
-        unknown, missing = sorted(set(raw) - known), sorted(known - set(raw) - _MAY_BE_MISSING)
-        if unknown or missing:
-            raise PlanError(f"{where}: unknown keys {unknown}, missing keys {missing}")
-        try:
-            return _from_dict(raw)
-        except (TypeError, KeyError, ValueError, AttributeError) as error:
-            raise PlanError(f"{where} is malformed: {error}") from error
-
-    @staticmethod
-    def load(path: str | Path) -> PlanData:
-        file = Path(path)
-        if not file.exists():
-            raise PlanError(f"there is no plan at {file}")
-        return PlanData.from_json(file.read_text(), str(file))
-
-
-def _from_dict(raw: dict[str, Any]) -> PlanData:
-    mesh = raw["mesh"]
-    values = dict(raw)
-    values["mesh"] = MeshRecord(
-        tuple(mesh["shape"]),
-        tuple(mesh["axis_names"]),
-        mesh["hardware"],
-        tuple(_link_numbers(link) for link in mesh["links"]),
-        {k: float(v) for k, v in mesh["device"].items()},
-    )
-    values["forbid"] = tuple(raw["forbid"])
-    values["padded"] = {
-        name: tuple(int(n) for n in shape) for name, shape in raw.get("padded", {}).items()
-    }
-    values["accumulates"] = bool(raw.get("accumulates", False))
-    values["kept_whole"] = tuple(raw.get("kept_whole", ()))
-    values["inputs"] = tuple(
-        InputSignature(i["path"], tuple(i["shape"]), i["dtype"]) for i in raw["inputs"]
-    )
-    values["alternatives"] = tuple(Alternative(**a) for a in raw["alternatives"])
-    values["stages"] = tuple(_stage_from_dict(stage) for stage in raw["stages"])
-    if not values["stages"]:
-        raise ValueError("stages: a plan has at least one")
-    if not isinstance(values["microbatches"], int) or values["microbatches"] < 1:
-        raise ValueError(f"microbatches={values['microbatches']!r}")
-    if values["schedule"] not in ORDERS:
-        raise ValueError(f"schedule={values['schedule']!r} is none of {sorted(ORDERS)}")
-    if "\n" in values["model"]:
-        raise ValueError("a model name is one line")
-    return PlanData(**values)
-
-
-def _link_numbers(link: Sequence[float]) -> tuple[float, ...]:
-    """The fields of a `Link`; the third only for a switch that sums."""
-    if len(link) not in (2, 3):
-        raise ValueError(f"a link has two or three numbers, not {link}")
-    return tuple(float(number) for number in link)
-
-
-def _stage_from_dict(raw: dict[str, Any]) -> StageRecord:
-    values = {"recomputed": {}, **raw}
-    for table in ("parameters", "operators", "received", "sent", "recomputed"):
-        for name, text in values[table].items():
-            if not isinstance(text, str) or "\n" in name or "\n" in text:
-                raise ValueError(f"{table}: {name!r} must be one line of text")
-    for name, size in values["axes"].items():
-        if not name.isidentifier() or not isinstance(size, int) or size < 1:
-            raise ValueError(f"axes: {name!r}={size!r}")
-    nodes, per_node = values["mesh_shape"]
-    values["mesh_shape"] = (int(nodes), int(per_node))
-    if not isinstance(values["begins_at"], str):
-        raise ValueError(f"begins_at={values['begins_at']!r}")
-    return StageRecord(**values)
+        Path(path).write_text(self.to_json(), encoding="utf-8")
 
 
 def storage_text(storage: Storage) -> str:

@@ -5,6 +5,7 @@ Read `program.py` (the captured graph), `audit.py` (what capture made of the mod
 plan), `stage_program.py` (the lines of a stage), `rerun_lines.py` (what backward runs again),
 `gathers.py` (gathers that are one call), `joint_program.py` (forward and backward as they run),
 `abridged.py` (programs with few of their repeated blocks), `pipeline.py` (stages joined),
+`names.py` (names of variables in generated programs),
 `cross_mesh.py`, `messages.py` (what crosses between stages), `bucketing.py`, `collective.py` (the
 collectives of a step).
 It may import `rules`, `options`, `placement`, `schedule`, `mesh` and the files below.
@@ -84,6 +85,14 @@ from autopar.program.messages import (
     message_edges,
     tie_exchanges,
     tied_slices,
+)
+from autopar.program.names import (
+    free_name,
+    group_name,
+    has_clashing_groups,
+    identifier,
+    reserved_names,
+    suffix,
 )
 from autopar.program.pipeline import Crossing, Pipeline, ScheduleFactory, Tie
 from autopar.program.program import (
@@ -208,8 +217,12 @@ __all__ = [
     "every_delivered",
     "every_parameter",
     "flatten_inputs",
+    "free_name",
     "fused_gathers",
     "gathers_at",
+    "group_name",
+    "has_clashing_groups",
+    "identifier",
     "joint_reads",
     "joint_writes",
     "kept_gathers",
@@ -229,12 +242,14 @@ __all__ = [
     "reduced_runs",
     "regathered",
     "rerun",
+    "reserved_names",
     "return_bucket_bytes",
     "return_buckets",
     "row_dims",
     "runs_of",
     "step_calls",
     "storage_owners",
+    "suffix",
     "summarise",
     "sync_bucket_bytes",
     "taken_parameters",

@@ -46,6 +46,7 @@ from autopar.program import (
     WaitLine,
     WeightGradients,
     communications,
+    group_name,
     joint_reads,
     joint_writes,
 )
@@ -367,4 +368,4 @@ def _is_of_forward(line: JointLine, makers: Mapping[str, JointLine]) -> bool:
 
 def words_of(axis_names: Sequence[str], groups: Iterable[Sequence[int]]) -> frozenset[str]:
     """Names in a generated function that are no variables: the groups and the device."""
-    return frozenset({"env.device", *("_".join(axis_names[a] for a in axes) for axes in groups)})
+    return frozenset({"env.device", *(group_name(axis_names, axes) for axes in groups)})

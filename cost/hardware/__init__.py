@@ -1,6 +1,6 @@
 """What a device and its links can do, in numbers, and which links a group of ranks crosses.
 
-Read `hardware.py` (profiles, and a mesh resolved to rates and links), then `topology.py` (the
+Read `profile.py` (profiles), `hardware.py` (a mesh resolved to rates and links), `topology.py` (the
 links of a group of ranks), then `what_if.py` (profiles with changed figures). The shipped profiles
 are TOML files in `profiles/`.
 
@@ -11,18 +11,22 @@ This is the lowest room of `cost`: it may import no other room of it, only what 
 
 from autopar.cost.hardware.hardware import (
     DEFAULT_PROFILE,
-    MEASURED_RATIOS,
     Hardware,
-    Profile,
     ProfiledDevice,
-    Quantity,
     attention_flops_per_s,
     detect,
     flops_per_s,
-    load_profile,
     on_links,
     resolve,
     resolve_on,
+)
+from autopar.cost.hardware.profile import (
+    MEASURED_RATIOS,
+    Profile,
+    Quantity,
+    available_profiles,
+    figures_of,
+    load_profile,
 )
 from autopar.cost.hardware.topology import LinkGroup, even_group, flat_group, group_on
 from autopar.cost.hardware.what_if import changed, doublings, parse_changes, profile_of
@@ -36,10 +40,12 @@ __all__ = [
     "ProfiledDevice",
     "Quantity",
     "attention_flops_per_s",
+    "available_profiles",
     "changed",
     "detect",
     "doublings",
     "even_group",
+    "figures_of",
     "flat_group",
     "flops_per_s",
     "group_on",

@@ -4,7 +4,7 @@
     device.memory_bytes=1.92e11         this value
     device.peak_flops_per_s=2x          a key with a value per dtype, or per pass: all of them
 
-Keys are those of a profile (`hardware.py`). Commas join several changes, which hold at once.
+Keys are those of a profile (`profile.py`). Commas join several changes, which hold at once.
 """
 
 from __future__ import annotations
@@ -12,14 +12,18 @@ from __future__ import annotations
 import re
 from dataclasses import dataclass, replace
 
-from autopar.cost.hardware.hardware import DEFAULTS, Profile, Quantity, detect, load_profile
+from autopar.cost.hardware.hardware import detect
+from autopar.cost.hardware.profile import DEFAULTS, Profile, Quantity, load_profile
 from autopar.errors import OptionError
 from autopar.mesh import Mesh
 
 _CHANGE = re.compile(r"([\w.]+)=(\d*\.?\d+(?:e[+-]?\d\d?)?)(x?)", re.IGNORECASE)
 _HINT = "as link.inter_node.s_per_byte=0.5x,device.peak_flops_per_s=2x"
-# Rates and memory must be above 0; a latency, a launch or s_per_byte may be 0.
-_POSITIVE = ("device.peak", "device.achieved", "device.attention", "device.memory_bytes")
+# Rates, memory and cores must be above 0; a latency, a launch or s_per_byte may be 0.
+_POSITIVE = (
+    *("device.peak", "device.achieved", "device.attention", "device.new_attention"),
+    *("device.memory_bytes", "node.cores_count"),
+)
 _IN_SWITCH = "link.intra_node.in_switch_s_per_byte"
 
 

@@ -4,8 +4,8 @@ Reading order: `groups.py` (planning nodes), `microbatch.py` (the batch), `analy
 in one object), `folding.py` (repeated blocks), `equal_parts.py` (equal stages), `cutting.py`
 (stages and what crosses between them), `counts.py` (numbers of microbatches),
 `recompute.py` (what may be recomputed), `padding.py` (vocabularies), `fallback.py` (operators
-without a rule), `row_counts.py` (outputs of microbatches), `arguments.py` and
-`names.py` (text of generated programs).
+without a rule), `row_counts.py` (outputs of microbatches), `arguments.py` (arguments of calls in
+generated programs).
 May import the solvers and everything below `passes`, but not `passes/reshard`.
 Hands on `Analysis`, `cut` and `fold`.
 """
@@ -24,7 +24,6 @@ from autopar.passes.analysis.fallback import accept_missing, keep_whole_as_plann
 from autopar.passes.analysis.folding import KEPT, Folded, Run, find_runs, fold
 from autopar.passes.analysis.groups import JointStrategy, OperatorGroup, PlacedOperator
 from autopar.passes.analysis.microbatch import batch_of
-from autopar.passes.analysis.names import group_name, identifier, reserved_names, suffix
 from autopar.passes.analysis.padding import Paddings, find_paddings, pad, padded_for
 from autopar.passes.analysis.recompute import Recomputable, aligned_runs, is_searched
 from autopar.passes.analysis.row_counts import microbatch_scales
@@ -53,8 +52,6 @@ __all__ = [
     "find_paddings",
     "find_runs",
     "fold",
-    "group_name",
-    "identifier",
     "is_boundary_spec",
     "is_searched",
     "keep_whole_as_planned",
@@ -68,7 +65,5 @@ __all__ = [
     "prologue_lines",
     "recipe_counts",
     "renamed",
-    "reserved_names",
     "stored_dtype",
-    "suffix",
 ]

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from autopar.passes.analysis import reserved_names
 from autopar.passes.backward.apart import with_weight_gradients_last
 from autopar.passes.backward.kernels import KernelPrinter, call_of
 from autopar.passes.backward.names import Names
@@ -51,6 +50,7 @@ from autopar.program import (
     gathers_at,
     reduced_runs,
     rerun,
+    reserved_names,
     taken_parameters,
 )
 from autopar.runtime.lowered import LOWERED

@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import math
 import warnings
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 
-from autopar.cost.hardware import Hardware
+from autopar.cost.hardware import Hardware, available_profiles, figures_of, load_profile
 from autopar.errors import MeshError, OptionError, PlanError
-from autopar.mesh import Device, Link, Mesh
+from autopar.mesh import Device, Figures, Link, Mesh
 from autopar.plans import InputSignature, MeshRecord, PlanData
 from autopar.program import Program, flatten_inputs, row_dims
 
@@ -36,6 +37,8 @@ def signature_of(
             continue
         if not isinstance(leaf, (bool, int, float, str, type(None))):
             raise OptionError(f"input {path} is a {type(leaf).__name__}, which a plan cannot keep")
+        if isinstance(leaf, float) and not math.isfinite(leaf):
+            raise OptionError(f"input {path} is {leaf}, which a plan cannot keep")
         static[path] = leaf
     return tensors, static
 
@@ -43,7 +46,8 @@ def signature_of(
 def example_of(data: PlanData) -> ExampleInputs:
     """Meta tensors like the inputs of a plan. Raises `PlanError` if its inputs are nested."""
     leaves: dict[str, Any] = {
-        i.path: torch.empty(i.shape, dtype=_dtype(i), device="meta") for i in data.inputs
+        i.path: torch.empty(i.shape, dtype=getattr(torch, i.dtype), device="meta")
+        for i in data.inputs
     }
     leaves.update(data.static_inputs)
     if has_nested_inputs(data):
@@ -71,13 +75,6 @@ def has_nested_inputs(data: PlanData) -> bool:
     return any("." in path for path in (*(i.path for i in data.inputs), *data.static_inputs))
 
 
-def _dtype(signature: InputSignature) -> torch.dtype:
-    dtype = getattr(torch, signature.dtype, None)
-    if not isinstance(dtype, torch.dtype):
-        raise PlanError(f"input {signature.path}: {signature.dtype!r} is no dtype of torch")
-    return dtype
-
-
 def check_mesh(data: PlanData, mesh: Mesh) -> None:
     """Raise `PlanError` if the mesh has another shape than the plan's; warn of other hardware."""
     if data.mesh.shape != mesh.shape:
@@ -85,10 +82,13 @@ def check_mesh(data: PlanData, mesh: Mesh) -> None:
             f"the plan was made for a mesh {data.mesh.shape}, this one is {mesh.shape}",
             hint="use the plan's mesh shape, or plan again",
         )
-    if mesh.hardware is not None and data.mesh.hardware != mesh.hardware:
+    if mesh.hardware is None:
+        return
+    profile, name = load_profile(mesh.hardware), data.mesh.hardware
+    if profile.name != name or _own_figures(mesh) != data.mesh.figures:
+        given = profile.name if profile.name != name else f"other figures of {name}"
         warnings.warn(
-            f"the plan was made for {data.mesh.hardware}; it runs on {mesh.hardware}, "
-            "where another plan may be faster",
+            f"the plan was made for {name}; it runs on {given}, where another plan may be faster",
             stacklevel=3,
         )
 
@@ -104,8 +104,7 @@ def record_of(mesh: Mesh, hardware: Hardware) -> MeshRecord:
     return MeshRecord(
         mesh.shape,
         mesh.axis_names,
-        # As the user wrote it: the path of a profile finds it again, its name does not.
-        mesh.hardware or hardware.profile_name,
+        hardware.profile_name,
         tuple(_numbers(link) for link in hardware.links),
         {
             "flops_per_s": device.flops_per_s,
@@ -113,7 +112,15 @@ def record_of(mesh: Mesh, hardware: Hardware) -> MeshRecord:
             "memory_bytes": device.memory_bytes,
             "launch_s": device.launch_s,
         },
+        _own_figures(mesh),
     )
+
+
+def _own_figures(mesh: Mesh) -> dict[str, float]:
+    """The figures of a mesh's profile, unless it is a shipped one, which its name finds again."""
+    if mesh.hardware is None or mesh.hardware in available_profiles():
+        return {}
+    return dict(figures_of(load_profile(mesh.hardware)).values)
 
 
 def _numbers(link: Link) -> tuple[float, ...]:
@@ -123,7 +130,21 @@ def _numbers(link: Link) -> tuple[float, ...]:
 
 
 def mesh_of(record: MeshRecord) -> Mesh:
-    if record.hardware != "explicit":
-        return Mesh(record.shape, record.axis_names, hardware=record.hardware)
-    links = [Link(*numbers) for numbers in record.links]
-    return Mesh(record.shape, record.axis_names, links=links, device=Device(**record.device))
+    """The mesh that a plan was made for, from what the plan carries: no file is read.
+
+    Raises `PlanError` if the plan names a profile that is not shipped, without its figures.
+    """
+    if record.figures:
+        figures = Figures(record.hardware, tuple(record.figures.items()))
+        return Mesh(record.shape, record.axis_names, hardware=figures)
+    if record.hardware == "explicit":
+        links = [Link(*numbers) for numbers in record.links]
+        return Mesh(record.shape, record.axis_names, links=links, device=Device(**record.device))
+    if record.hardware not in available_profiles():
+        raise PlanError(
+            f"the plan is for hardware {record.hardware!r}, which is no shipped profile, and does "
+            "not have its figures",
+            hint=f"give the mesh: plan.bind(model, autopar.Mesh({record.shape}, hardware=...)); "
+            "on the command line, --hardware",
+        )
+    return Mesh(record.shape, record.axis_names, hardware=record.hardware)

@@ -21,12 +21,8 @@ from autopar.passes.analysis import (
     Analysis,
     PlacedOperator,
     boundary_specs,
-    group_name,
-    identifier,
     override,
     prologue_lines,
-    reserved_names,
-    suffix,
 )
 from autopar.passes.lowering.frees import with_frees, with_regathers
 from autopar.passes.lowering.fusion import fuse_bias
@@ -59,6 +55,11 @@ from autopar.program import (
     Storage,
     StoredParameter,
     Strategy,
+    free_name,
+    group_name,
+    identifier,
+    reserved_names,
+    suffix,
 )
 from autopar.rules import GROUP, rule_for
 
@@ -142,9 +143,7 @@ class _Lowering:
         return Accumulation(self.program.accumulation.n, by_placeholder)
 
     def _unique(self, wanted: str) -> str:
-        name, n = identifier(wanted), 2
-        while name in self.taken:
-            name, n = f"{identifier(wanted)}_{n}", n + 1
+        name = free_name(identifier(wanted), self.taken)
         self.taken.add(name)
         return name
 

@@ -22,7 +22,6 @@ from collections.abc import Collection, Mapping, Sequence, Set
 from dataclasses import replace
 
 from autopar.options import Recompute
-from autopar.passes.analysis import identifier, reserved_names
 from autopar.placement import COLLECTIVES
 from autopar.program import (
     CallLine,
@@ -32,7 +31,10 @@ from autopar.program import (
     Recomputed,
     Segment,
     StageProgram,
+    free_name,
+    identifier,
     reads,
+    reserved_names,
     storage_owners,
     writes,
 )
@@ -163,8 +165,4 @@ def _name(keys: Sequence[str], taken: Set[str]) -> str:
     """The innermost module that holds all the operators, as an unused name of the program."""
     modules = [key.rpartition("/")[0].split(".") for key in keys]
     shared = itertools.takewhile(lambda words: len(set(words)) == 1, zip(*modules, strict=False))
-    wanted = identifier(".".join(words[0] for words in shared) or "block")
-    name, n = wanted, 2
-    while name in taken:
-        name, n = f"{wanted}_{n}", n + 1
-    return name
+    return free_name(identifier(".".join(words[0] for words in shared) or "block"), taken)

@@ -1,12 +1,12 @@
 """Decides what is known of a rank when it hangs, dies or raises: what it did last.
 
-Read `record.py` (what a rank notes, and where), then `diagnosis.py` (the notes of all ranks, in
+Read `record.py` (what a rank notes, and where), then `ranks.py` (the notes of all ranks, in
 words). This is the lowest room of the runtime: it imports no other room of it.
 
 Hands on `FlightRecord`, `FOLDER`, `read_notes`, `diagnosis` and `longest_step_s`.
 """
 
-from autopar.runtime.flight.diagnosis import diagnosis, longest_step_s, read_notes
+from autopar.runtime.flight.ranks import diagnosis, longest_step_s, read_notes
 from autopar.runtime.flight.record import FOLDER, FlightRecord
 
 __all__ = [

@@ -19,7 +19,7 @@ from autopar import Device, Link, Manual
 from autopar.errors import LaunchError, StepError, StepTimeoutError
 from autopar.mesh import LogicalMesh
 from autopar.runtime.execute.executor import Executor
-from autopar.runtime.flight.diagnosis import diagnosis, longest_step_s, read_notes
+from autopar.runtime.flight.ranks import diagnosis, longest_step_s, read_notes
 from autopar.runtime.flight.record import N_NOTES, SLOT_BYTES, FlightRecord
 from autopar.runtime.groups.distributed import DistGroup, make_edges, make_groups
 from autopar.runtime.launch.processes import _own_store

@@ -18,7 +18,7 @@ import autopar
 from autopar import Manual, PlanError
 from autopar.capture import capture, reference_step
 from autopar.passes.analysis.padding import find_paddings, pad
-from autopar.plans.data import PlanData
+from autopar.plans.reading import parse_plan
 from autopar.program.program import Program
 from autopar.runtime.launch.threads import ThreadWorld, run_threads
 from autopar.runtime.lowered import vocab_parallel_cross_entropy, vocab_parallel_embedding
@@ -255,7 +255,7 @@ def test_the_planner_shards_the_vocabulary_of_gpt2() -> None:
     assert plan.explain("embed.weight").startswith(
         "embed.weight [50257, 768], padded to [50264, 768]: stored"
     )
-    again = autopar.Plan(PlanData.from_json(plan.data.to_json())).bind(model)
+    again = autopar.Plan(parse_plan(plan.data.to_json())).bind(model)
     assert again.predicted == plan.predicted
 
 

@@ -19,7 +19,8 @@ from autopar.calibration.fit import fit_link, fit_memory, fit_products, fit_step
 from autopar.calibration.machine import LocalMachine
 from autopar.calibration.result import Calibration
 from autopar.calibration.samples import CPU, OperatorSample, Samples, StepSample, TransferSample
-from autopar.cost.hardware.hardware import load_profile, resolve
+from autopar.cost.hardware.hardware import resolve
+from autopar.cost.hardware.profile import load_profile
 from autopar.cost.hardware.topology import flat_group
 from autopar.cost.laws.collectives import collective_time_s
 from autopar.errors import CalibrationError, OptionError

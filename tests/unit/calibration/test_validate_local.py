@@ -10,7 +10,7 @@ import pytest
 import torch.distributed as dist
 
 import autopar
-from autopar.cost.hardware.hardware import load_profile
+from autopar.cost.hardware.profile import load_profile
 from autopar.runtime.launch.processes import WorkerPool
 from examples import validate_local
 from examples.validate_local import Measured, Training, rank_correlation, verdict

@@ -1,1 +1,1 @@
-"""Tests of the room `verifier`."""
+"""Tests of the room `codegen`."""

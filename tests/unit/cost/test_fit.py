@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autopar.cost.hardware.hardware import Profile, available_profiles, load_profile
+from autopar.cost.hardware.profile import Profile, available_profiles, load_profile
 from autopar.cost.published.fit import (
     PRIORS,
     Constant,

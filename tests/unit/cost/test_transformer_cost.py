@@ -12,7 +12,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.cost.hardware.hardware import Profile, flops_per_s, load_profile, on_links
+from autopar.cost.hardware.hardware import flops_per_s, on_links
+from autopar.cost.hardware.profile import Profile, load_profile
 from autopar.cost.hardware.what_if import changed, doublings
 from autopar.cost.published.fit import log_error
 from autopar.cost.published.rows import read_row

@@ -61,7 +61,7 @@ class TestMesh:
             ({"shape": 2.5}, "a tuple of sizes, not 2.5"),
             ({"shape": (2, 2), "axis_names": ("a",)}, "name each axis"),
             ({"shape": (2, 2), "axis_names": ("a", "a")}, "name each axis"),
-            ({"shape": (2, 2), "axis_names": ("a", "b c")}, "identifiers"),
+            ({"shape": (2, 2), "axis_names": ("a", "b c")}, "axis name 'b c'"),
             ({"shape": 2, "links": [FAST]}, "only one was given(.|\n)*hint"),
             ({"shape": 2, "device": DEVICE}, "only one was given(.|\n)*hint"),
             ({"shape": 2, "links": [FAST], "device": DEVICE, "hardware": "h200"}, "not both"),

@@ -24,7 +24,7 @@ from autopar import BatchError, CaptureError, MeshError, OptionError, Plan, Plan
 from autopar.cost.hardware.hardware import resolve
 from autopar.mesh import Device, Link, Mesh
 from autopar.passes.binding.inputs import mesh_of, record_of
-from autopar.plans.data import PlanData
+from autopar.plans.reading import parse_plan
 from autopar.runtime.launch.processes import WorkerPool
 from tests.conftest import Golden
 from tests.helpers.jobs import (
@@ -89,9 +89,9 @@ def test_a_file_is_read_back_whole(tiny: Plan, tmp_path: Path) -> None:
 
 def test_a_switch_that_sums_is_read_back(tiny: Plan) -> None:
     links = [Link(1e-5, 1e-9), Link(1e-6, 1e-11, 1.2e-11)]
-    mesh = Mesh((2, 2), links=links, device=Device(1e12, 1e11, 1e9))
+    mesh = Mesh((2, 1), links=links, device=Device(1e12, 1e11, 1e9))
     data = replace(tiny.data, mesh=record_of(mesh, resolve(mesh)))
-    assert mesh_of(PlanData.from_json(data.to_json()).mesh) == mesh
+    assert mesh_of(parse_plan(data.to_json()).mesh) == mesh
 
 
 def test_an_unbound_plan_says_what_it_lacks(tiny: Plan, tmp_path: Path) -> None:
@@ -175,24 +175,26 @@ ILLEGAL: dict[str, tuple[Callable[[Raw], None], str]] = {
     "not a period": (parameter("up.bias", "I S(0); each year"), r"up.bias: 'year' is none of"),
     "a newline in a name": (operator("/relu#0\nimport os", "I R -> I R"), r"one line of text"),
     "a newline in a text": (operator(RELU, "I R ->\nI R"), r"one line of text"),
-    "a newline in the model": (lambda raw: raw.update(model="A\nB"), r"model name is one line"),
+    "a newline in the model": (lambda raw: raw.update(model="A\nB"), r"model is .*; expected one"),
     "an axis that is no name": (
-        lambda raw: raw["stages"][0].update(axes={"dp": 1, "t p": 2}), r"axes: 't p'",
+        lambda raw: raw["stages"][0].update(axes={"dp": 1, "t p": 2}), r"axes is 't p'",
     ),
-    "more ranks than the mesh": (axes(dp=2, tp=2), r"hold 4 ranks, the mesh has 2"),
+    "more ranks than the mesh": (
+        axes(dp=2, tp=2), r"stages\[0\]\.axes hold 4 ranks, stages\[0\]\.mesh_shape has 2"
+    ),
     "fewer axes": (axes(tp=2), r"stored|axis|axes"),
     "another graph": (lambda raw: raw.update(graph_hash="0" * 16), r"was made for graph 0{16}"),
     "microbatches that do not divide": (lambda raw: raw.update(microbatches=3), r"3 microbatches"),
-    "no microbatch": (lambda raw: raw.update(microbatches=0), r"microbatches=0"),
+    "no microbatch": (lambda raw: raw.update(microbatches=0), r"microbatches is 0; exp"),
     "another version": (lambda raw: raw.update(version=99), r"version 99"),
     "an unknown key": (lambda raw: raw.update(code="import os"), r"unknown keys \['code'\]"),
     "a key that is missing": (lambda raw: raw.pop("stages"), r"missing keys \['stages'\]"),
     "a key that a stage lacks": (lambda raw: raw["stages"][0].pop("operators"), r"'operators'"),
     "an unknown key of a stage": (lambda raw: raw["stages"][0].update(code="x"), r"'code'"),
-    "a table that is none": (lambda raw: raw["stages"][0].update(operators=[1]), r"malformed"),
-    "no stage": (lambda raw: raw["stages"].clear(), r"a plan has at least one"),
-    "stages that are none": (lambda raw: raw.update(stages=[1]), r"malformed"),
-    "another schedule": (lambda raw: raw.update(schedule="2f2b"), r"'2f2b' is none of \['1f1b'"),
+    "a table that is none": (lambda raw: raw["stages"][0].update(operators=[1]), r"is a list of 1"),
+    "no stage": (lambda raw: raw["stages"].clear(), r"stages is a list of 0; expected"),
+    "stages that are none": (lambda raw: raw.update(stages=[1]), r"stages\[0\] is 1; expected"),
+    "another schedule": (lambda raw: raw.update(schedule="2f2b"), r"'2f2b'; expected one of 1f1b"),
     "another part of the mesh": (
         lambda raw: raw["stages"][0].update(mesh_shape=[2, 1]), r"\(2, 1\), that of its ranks is",
     ),
@@ -222,7 +224,7 @@ def test_broken_files_are_refused(text: str, tmp_path: Path) -> None:
 
 
 def test_no_file(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"no plan at .*plan\.json"):
+    with pytest.raises(PlanError, match=r"cannot read .*plan\.json: No such file"):
         Plan.load(tmp_path / "plan.json")
 
 
@@ -306,4 +308,4 @@ def test_a_plan_of_version_0_3_0_loads(tiny: Plan) -> None:
     raw = json.loads(tiny.data.to_json())
     raw["gap"] = raw.pop("stage_gap")
     del raw["recipe"], raw["bound_s"]
-    assert PlanData.from_json(json.dumps(raw)) == replace(tiny.data, recipe="")
+    assert parse_plan(json.dumps(raw)) == replace(tiny.data, recipe="")

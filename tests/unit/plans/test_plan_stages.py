@@ -149,7 +149,7 @@ ILLEGAL: dict[str, tuple[Edit, str]] = {
     "begins without its parameters": (
         stage(1, begins_at=DOWN_ADD), r"plan lacks: \['down\.weight'\]"
     ),
-    "begins at a number": (stage(1, begins_at=3), r"malformed: begins_at=3"),
+    "begins at a number": (stage(1, begins_at=3), r"stages\[1\]\.begins_at is 3; expected"),
     "a parameter of another stage": (
         lambda raw: raw["stages"][0]["parameters"].update({"down.bias": "I I"}),
         r"does not have: \['down\.bias'\]",
@@ -162,7 +162,7 @@ ILLEGAL: dict[str, tuple[Edit, str]] = {
         crosses("S(0) S(1)", "I S(1)"), SENT.format(r"S\(0\) S\(1\)")
     ),
     "sent as nonsense": (crosses("I Q", "I S(1)"), r"sent /relu#0: 'Q' is not a placement"),
-    "sent on two lines": (crosses("I\nR", "I S(1)"), r"sent: '/relu#0' must be one line"),
+    "sent on two lines": (crosses("I\nR", "I S(1)"), r"sent\['/relu#0'\] is 'I\\nR'; expected"),
     "received by all": (crosses("I S(1)", "I R"), RECEIVED.format("I R")),
     "received as copies of one work": (crosses("I S(1)", "I I"), RECEIVED.format("I I")),
     "sends what nobody reads": (
@@ -171,11 +171,13 @@ ILLEGAL: dict[str, tuple[Edit, str]] = {
     "receives what nobody sends": (
         stage(1, received={UP: "I S(1)"}), r"nothing is received under \['up/linear#0'\]"
     ),
-    "a table that is none": (stage(0, sent=[UP]), r"malformed"),
+    "a table that is none": (stage(0, sent=[UP]), r"stages\[0\]\.sent is a list of 1;"),
     "a table that is missing": (lambda raw: raw["stages"][1].pop("received"), r"'received'"),
     "a stage less": (lambda raw: raw["stages"].pop(), r"stages hold 2 ranks, the mesh has 4"),
-    "too many ranks": (stage(1, axes={"dp": 2, "tp": 2}), r"stages hold 6 ranks, the mesh has 4"),
-    "ranks of another shape": (stage(1, mesh_shape=[2, 2]), r"mesh shape is \(2, 2\), .* \(1, 2\)"),
+    "too many ranks": (
+        stage(1, axes={"dp": 2, "tp": 2}, mesh_shape=[1, 4]), r"stages hold 6 ranks, the mesh has 4"
+    ),
+    "ranks of another shape": (stage(1, mesh_shape=[2, 1]), r"mesh shape is \(2, 1\), .* \(1, 2\)"),
 }  # fmt: skip
 
 

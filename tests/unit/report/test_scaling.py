@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from autopar.cli import app, shell
-from autopar.cost.hardware.hardware import load_profile
+from autopar.cost.hardware.profile import load_profile
 from autopar.cost.hardware.what_if import changed
 from autopar.cost.transformer.configs import shape_of
 from autopar.cost.transformer.recipe import Recipe

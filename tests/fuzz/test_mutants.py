@@ -1,0 +1,102 @@
+"""Every mutant is refused by an `AutoparError` or is right; none takes long or touches a file.
+
+plans       10,000 mutants of four plan files at night, a sample in ordinary runs
+profiles    500 mutants of shipped profiles at night, a sample in ordinary runs
+commands    those that take a plan file, on a few damaged ones: exit code 2 and our message
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from pathlib import Path
+
+import pytest
+from typer.testing import CliRunner
+
+from autopar.cli import shell
+from autopar.cli.app import app
+from autopar.errors import AutoparError
+from autopar.plans.reading import load_plan
+from tests.fuzz import plans, profiles
+from tests.fuzz.watch import Tally
+from tests.helpers.nightly import nightly
+
+COMMANDS = ("explain", "report", "simulate", "code", "compare")
+
+
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return plans.write_profile(tmp_path_factory.mktemp("outside"))
+
+
+def run_plans(n_mutants: int, profile: Path, folder: Path) -> None:
+    tally, every = Tally("plans"), plans.originals(profile)
+    file = folder / "plan.json"
+    for number, original in zip(range(n_mutants), itertools.cycle(every), strict=False):
+        file.write_bytes(plans.mutant(original, number, profile))
+        name = f"{original.name} {number}"
+        tally.take(name, functools.partial(plans.used, original, file, profile))
+    tally.check()
+
+
+def run_profiles(n_mutants: int, profile: Path, folder: Path) -> None:
+    tally, original = Tally("profiles"), plans.originals(profile)[0]
+    file = folder / "profile.toml"
+    for number in range(n_mutants):
+        file.write_bytes(profiles.mutant(number))
+        tally.take(f"profile {number}", functools.partial(profiles.used, original, file))
+    tally.check()
+
+
+def test_mutants_of_plans(profile: Path, tmp_path: Path) -> None:
+    run_plans(300, profile, tmp_path)
+
+
+def test_mutants_of_profiles(profile: Path, tmp_path: Path) -> None:
+    run_profiles(60, profile, tmp_path)
+
+
+@nightly
+@pytest.mark.timeout(7200)
+def test_ten_thousand_mutants_of_plans(profile: Path, tmp_path: Path) -> None:
+    run_plans(10_000, profile, tmp_path)
+
+
+@nightly
+@pytest.mark.timeout(3600)
+def test_five_hundred_mutants_of_profiles(profile: Path, tmp_path: Path) -> None:
+    run_profiles(500, profile, tmp_path)
+
+
+def run_commands(n_files: int, profile: Path, folder: Path) -> None:
+    """Every command on the first mutants that cannot be read."""
+    original, found = plans.originals(profile)[1], 0
+    file = folder / "plan.json"
+    for number in itertools.count():
+        if found == n_files:
+            return
+        file.write_bytes(plans.mutant(original, number, profile))
+        try:
+            load_plan(file)
+        except AutoparError:
+            found += 1
+        else:
+            continue
+        for command in COMMANDS:
+            files = [str(file)] * (2 if command == "compare" else 1)
+            words = [command, *files, "--model", f"{plans.__name__}:no_such_model"]
+            result = CliRunner().invoke(app, words, prog_name="autopar")
+            assert isinstance(result.exception, SystemExit), (number, command, result.exception)
+            assert (result.exit_code, result.stdout) == (shell.WRONG_USE, ""), (number, command)
+            assert result.stderr.startswith("error: "), (number, command)
+
+
+def test_commands_refuse_damaged_files(profile: Path, tmp_path: Path) -> None:
+    run_commands(10, profile, tmp_path)
+
+
+@nightly
+@pytest.mark.timeout(1800)
+def test_commands_refuse_many_damaged_files(profile: Path, tmp_path: Path) -> None:
+    run_commands(200, profile, tmp_path)
