@@ -25,12 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import OptionError
+from autopar.errors import OptionError, StateError
 from autopar.program import ChangedBuffer, StoredParameter
 from autopar.runtime.groups import Group
 from autopar.runtime.state.names import (
     Shape,
-    StateError,
     all_names,
     check_buffer,
     constant_buffers,
