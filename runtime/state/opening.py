@@ -25,9 +25,9 @@ def open_newest(path: str | os.PathLike[str], verify: bool = True) -> Checkpoint
     """
     folders: list[Path] = []
     with together(), disk_faults("reading", Path(path)):
-        folders = candidates(Path(path).absolute())
+        if own_rank() == 0:  # a file system may show ranks different listings for a while
+            folders = candidates(Path(path).absolute())
     damages: list[str] = []
-    # A file system may show ranks different listings for a while.
     for folder in gathered(folders)[0]:
         found = _proved(folder, verify)
         if isinstance(found, Checkpoint):

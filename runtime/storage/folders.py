@@ -113,8 +113,11 @@ def put_in_place(folder: Path) -> None:
 def prune(path: Path, keep_last: int, keep_every: int | None) -> None:
     """Remove steps, but for the last `keep_last` that look whole and every `keep_every`-th.
 
-    A damaged one does not count as one of the last, and is left for its owner to look at.
+    A damaged one does not count as one of the last, and is left for its owner to look at. Drafts
+    are of saves that died: there is one save at a time.
     """
+    for draft in path.glob(".step-*.draft"):
+        shutil.rmtree(draft, ignore_errors=True)
     steps = {step: folder for step, folder in _steps(path).items() if _looks_whole(folder)}
     last = sorted(steps)[-keep_last:]
     for step, folder in steps.items():

@@ -76,6 +76,7 @@ def test_a_damaged_step_is_not_one_of_the_last(tmp_path: Path) -> None:
         saver.save(rank, rank.optimizer, step=step)
         saver.wait()
     next((tmp_path / "step-00000002").glob("*.safetensors")).unlink()
+    (tmp_path / ".step-00000007.draft").mkdir()
     saver.save(rank, rank.optimizer, step=1)
     saver.wait()
     assert names(tmp_path) == ["step-00000001", "step-00000002"]
