@@ -37,7 +37,6 @@ class Times:
     load_s: float
     first_stall_s: float
     stall_s: float
-    interval_s: float
     beside_s: float
     n_bytes: int
 
@@ -69,10 +68,9 @@ def job(folder: str, width: int, n_layers: int, n_steps: int, n_saves: int) -> T
     plain = f"{folder}/plain"
     saves = [timed(lambda: autopar.save(module, optimizer, plain)) for _ in range(3)]
     loads = [timed(lambda: autopar.load(module, optimizer, plain)) for _ in range(3)]
-    stalls, intervals, beside = [], [], []
+    stalls, beside = [], []
     with autopar.AsyncSaver(f"{folder}/steps", keep_last=2) as saver:
         for k in range(n_saves + 1):
-            begun = time.perf_counter()
             number = k
             stalls.append(timed(lambda: saver.save(module, optimizer, step=number)))  # noqa: B023
             written = Path(folder) / "steps" / f"step-{k:08d}"
@@ -81,11 +79,9 @@ def job(folder: str, width: int, n_layers: int, n_steps: int, n_saves: int) -> T
                 took_s = timed(step)
                 if is_beside:
                     beside.append(took_s)
-            torch.distributed.barrier()
-            intervals.append(time.perf_counter() - begun)
     return Times(
         statistics.median(alone), statistics.median(saves), statistics.median(loads), stalls[0],
-        statistics.median(stalls[1:]), statistics.median(intervals[1:]),
+        statistics.median(stalls[1:]),
         statistics.median(beside or [0.0]),
         sum(f.stat().st_size for f in Path(plain).iterdir()),
     )  # fmt: skip
@@ -99,9 +95,10 @@ def timed(run: Callable[[], Any]) -> float:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--width", type=int, default=512)
-    parser.add_argument("--layers", type=int, default=6)
-    parser.add_argument("--steps", type=int, default=20, help="between two saves")
+    parser.add_argument("--width", type=int, default=256)
+    parser.add_argument("--layers", type=int, default=4)
+    parser.add_argument("--steps", type=int, default=10, help="measured between two saves")
+    parser.add_argument("--every", type=int, default=100, help="steps of the interval in print")
     parser.add_argument("--saves", type=int, default=3)
     given = parser.parse_args()
     folder = tempfile.mkdtemp()
@@ -116,8 +113,8 @@ def main() -> None:
     print(f"autopar.save {seconds(found.save_s)}, autopar.load {seconds(found.load_s)}")
     print(
         f"AsyncSaver: stall {seconds(found.stall_s)} (first {seconds(found.first_stall_s)}), "
-        f"{100 * found.stall_s / found.interval_s:.2f}% of an interval of "
-        f"{seconds(found.interval_s)}; a step beside the writing {seconds(found.beside_s)}"
+        f"{100 * found.stall_s / (given.every * found.step_s):.2f}% of {given.every} steps; "
+        f"a step beside the writing {seconds(found.beside_s)}"
     )
 
 
