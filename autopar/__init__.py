@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autopar.api import compare, load, parallelize, plan, save
+    from autopar.api import compare, export_weights, load, parallelize, plan, save
     from autopar.errors import (
         AbsentRanksError,
         AutoparError,
@@ -70,6 +70,7 @@ __all__ = [
     "VerificationError",
     "check_rule",
     "compare",
+    "export_weights",
     "launch",
     "load",
     "parallelize",
@@ -107,6 +108,7 @@ _HOMES = {
     "VerificationError": "autopar.errors",
     "check_rule": "autopar.verifier",
     "compare": "autopar.api",
+    "export_weights": "autopar.api",
     "launch": "autopar.runtime.launch",
     "load": "autopar.api",
     "parallelize": "autopar.api",

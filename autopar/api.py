@@ -19,7 +19,7 @@ from autopar.passes.facts import Source, Target
 from autopar.passes.pipeline import PASSES
 from autopar.planning import Plan, planned, settled_heap
 from autopar.report import ComparedPlan, Comparison
-from autopar.runtime import checkpoints
+from autopar.runtime import checkpoints, state
 from autopar.runtime.groups import meet
 
 
@@ -134,6 +134,21 @@ def load(
     loaded = checkpoints.load(held, optimizer, path, states, verify)
     module.note_seed()
     return loaded
+
+
+def export_weights(
+    module: ParallelModule, path: str | Path, max_shard_bytes: int = 5_000_000_000
+) -> None:
+    """Write whole weights as Hugging Face's safetensors, without a whole model on any rank.
+
+    `weights=path`, `from_pretrained` and `safetensors` read them. Every rank must call it; raises
+    `AbsentRanksError`, which names those that do not, and `StateError` for a folder that is there.
+    """
+    held = module.checkpointed()
+    meet("autopar.export_weights(...)")
+    state.export_weights(
+        held.place, module.shards, path, max_shard_bytes, module.persistent_buffers
+    )
 
 
 def compare(*plans: Plan) -> Comparison:

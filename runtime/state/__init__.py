@@ -2,8 +2,8 @@
 
 Read `names.py` (names, errors on all ranks), `stage_state.py` (one rank's part), `opening.py` (a
 checkpoint, opened by all ranks), `weights.py` and `initialise.py` (initial values), `access.py`
-(state dicts, the norm), `dcp.py` and `dtensors.py` (what PyTorch's tools see), then
-`loss_scale.py` (float16). What a training run saves is decided in `checkpoints`.
+(state dicts, the norm), `export.py` (files for others), `dcp.py` and `dtensors.py` (what PyTorch's
+tools see), then `loss_scale.py` (float16). What a training run saves is decided in `checkpoints`.
 
 Hands on `StageState` and `initial_shards`.
 """
@@ -16,6 +16,7 @@ from autopar.runtime.state.access import (
     load_state_dict,
 )
 from autopar.runtime.state.dtensors import stage_device_mesh, state_dict
+from autopar.runtime.state.export import export_weights
 from autopar.runtime.state.loss_scale import LossScale, LossScaler
 from autopar.runtime.state.names import (
     all_names,
@@ -48,6 +49,7 @@ __all__ = [
     "clip_grad_norm_",
     "constant_buffers",
     "everyone",
+    "export_weights",
     "full_gradients",
     "full_state_dict",
     "gathered",

@@ -273,6 +273,12 @@ class _Safetensors:
             except SafetensorError as error:
                 raise StateError(f"cannot read weights from {file}: {error}") from error
             for name in opened.keys():  # noqa: SIM118 - not a mapping
+                if name in self._of:
+                    raise StateError(
+                        f"`{name}` is in several files of {self.path}, {file.name} among them",
+                        hint="keep one copy of the weights in the folder; parts of tensors are not "
+                        "read, unless autopar.save wrote them",
+                    )
                 self._of[name] = opened
                 self.shapes[name] = tuple(opened.get_slice(name).get_shape())
         return self
