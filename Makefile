@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Processes draw hash seeds of their own, so that tests of equal plans compare different ones.
 export PYTHONHASHSEED :=
 
-.PHONY: demo compare bench-plan bench-runtime bench-checks bench-mixed same-plans validate-local test nightly lint golden docs parity test-gpu validate install clean
+.PHONY: demo compare bench-plan bench-runtime bench-checks bench-checkpoints bench-mixed same-plans validate-local test nightly lint golden docs parity test-gpu validate install clean
 
 # Trains on four processes; plans a Llama of 8 layers for 16 GPUs and draws it; a short comparison.
 demo: install
@@ -40,6 +40,10 @@ bench-runtime: install
 # What the checks of a step take, of the demo's GPT-2 on two processes.
 bench-checks: install
 	$(BIN)/python -m examples.bench_checks
+
+# What saving takes, of a GPT-2 on two processes: at once, and beside training. A minute.
+bench-checkpoints: install
+	$(BIN)/python -m examples.bench_checkpoints
 
 # Predictions of plans in mixed precision beside published runs of Llama-3 and GPT-175B. A minute.
 bench-mixed: install

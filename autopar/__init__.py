@@ -12,7 +12,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from autopar.api import compare, load, parallelize, plan, save
+    from autopar.api import compare, export_weights, load, parallelize, plan, save
     from autopar.errors import (
         AbsentRanksError,
         AutoparError,
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         NotSupportedError,
         OptionError,
         PlanError,
+        StateError,
         VerificationError,
     )
     from autopar.mesh import Device, Link, Mesh
@@ -36,14 +37,15 @@ if TYPE_CHECKING:
     from autopar.planning import Plan
     from autopar.program import Audit
     from autopar.rules import register_rule
+    from autopar.runtime.checkpoints import AsyncSaver
     from autopar.runtime.launch import launch
-    from autopar.runtime.state import StateError
     from autopar.verifier import check_rule
 
 __version__ = "0.3.0"
 
 __all__ = [
     "AbsentRanksError",
+    "AsyncSaver",
     "Audit",
     "AutoparError",
     "BatchError",
@@ -68,6 +70,7 @@ __all__ = [
     "VerificationError",
     "check_rule",
     "compare",
+    "export_weights",
     "launch",
     "load",
     "parallelize",
@@ -80,6 +83,7 @@ __all__ = [
 # Imported on first use, so that `autopar --help` does not wait for torch.
 _HOMES = {
     "AbsentRanksError": "autopar.errors",
+    "AsyncSaver": "autopar.runtime.checkpoints",
     "Audit": "autopar.program",
     "AutoparError": "autopar.errors",
     "BatchError": "autopar.errors",
@@ -100,10 +104,11 @@ _HOMES = {
     "Plan": "autopar.planning",
     "PlanError": "autopar.errors",
     "Report": "autopar.parity",
-    "StateError": "autopar.runtime.state",
+    "StateError": "autopar.errors",
     "VerificationError": "autopar.errors",
     "check_rule": "autopar.verifier",
     "compare": "autopar.api",
+    "export_weights": "autopar.api",
     "launch": "autopar.runtime.launch",
     "load": "autopar.api",
     "parallelize": "autopar.api",

@@ -19,7 +19,7 @@ from autopar.passes.facts import Source, Target
 from autopar.passes.pipeline import PASSES
 from autopar.planning import Plan, planned, settled_heap
 from autopar.report import ComparedPlan, Comparison
-from autopar.runtime import state
+from autopar.runtime import checkpoints, state
 from autopar.runtime.groups import meet
 
 
@@ -100,32 +100,55 @@ def save(
     path: str | Path,
     step: int = 0,
     extra: Mapping[str, Any] | None = None,
+    states: Mapping[str, Any] | None = None,
 ) -> None:
     """Write a checkpoint that any mesh and plan can load.
 
+    `extra` is JSON. `states` are objects with `state_dict` and `load_state_dict` (a scheduler, a
+    loader), by name. The generators of Python, numpy and torch are saved, too.
+
     Every rank must call it; raises `AbsentRanksError`, which names those that do not.
     """
-    place = module._placed
+    held = module.checkpointed()
     meet("autopar.save(...)")
-    state.save_checkpoint(
-        place, module.own_parameters, optimizer, path, step, extra, module.persistent_buffers,
-        module.stream, module.loss_scale,
-    )  # fmt: skip
+    checkpoints.save(held, optimizer, path, step, extra, states)
 
 
 def load(
-    module: ParallelModule, optimizer: torch.optim.Optimizer | None, path: str | Path
+    module: ParallelModule,
+    optimizer: torch.optim.Optimizer | None,
+    path: str | Path,
+    states: Mapping[str, Any] | None = None,
+    verify: bool = True,
 ) -> tuple[int, dict[str, Any]]:
-    """Read a checkpoint into the module and its optimizer; returns (step, extra).
+    """Read a checkpoint into module, optimizer and `states`; returns (step, extra).
 
-    Every rank must call it; raises `AbsentRanksError`, which names those that do not.
+    A path with several steps (`AsyncSaver`) stands for the newest that is whole. The generators of
+    Python, numpy and torch continue as well. `verify=False` leaves out the checksums of the data.
+
+    Every rank must call it; raises `AbsentRanksError`, which names those that do not, and
+    `StateError`, with nothing changed on any rank, if the checkpoint is damaged or does not fit.
     """
-    place = module._placed
+    held = module.checkpointed()
     meet("autopar.load(...)")
-    return state.load_checkpoint(
-        place, module.own_parameters, optimizer, path, module.persistent_buffers, module.stream,
-        module.loss_scale,
-    )  # fmt: skip
+    loaded = checkpoints.load(held, optimizer, path, states, verify)
+    module.note_seed()
+    return loaded
+
+
+def export_weights(
+    module: ParallelModule, path: str | Path, max_shard_bytes: int = 5_000_000_000
+) -> None:
+    """Write whole weights as Hugging Face's safetensors, without a whole model on any rank.
+
+    `weights=path`, `from_pretrained` and `safetensors` read them. Every rank must call it; raises
+    `AbsentRanksError`, which names those that do not, and `StateError` for a folder that is there.
+    """
+    held = module.checkpointed()
+    meet("autopar.export_weights(...)")
+    state.export_weights(
+        held.place, module.shards, path, max_shard_bytes, module.persistent_buffers
+    )
 
 
 def compare(*plans: Plan) -> Comparison:

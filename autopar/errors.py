@@ -73,6 +73,10 @@ class NotPlannedError(AutoparError):
     """A module without a plan was asked for something that needs one."""
 
 
+class StateError(AutoparError):
+    """Weights, a checkpoint or a state dict that is damaged, or does not fit what it is for."""
+
+
 class VerificationError(AutoparError):
     """A generated program that breaks one of its invariants."""
 

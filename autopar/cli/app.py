@@ -401,6 +401,29 @@ def validate(
 
 @app.command()
 @prints_result
+def convert(
+    old: Annotated[Path, typer.Argument(metavar="OLD", help="A checkpoint you trust.")],
+    new: Annotated[Path, typer.Argument(metavar="NEW", help="Write it here.")],
+) -> Result:
+    """Convert an old checkpoint.
+
+    Takes one of autopar 0.3 or of torch.distributed.checkpoint.
+    Their metadata are a pickle, which autopar.load does not read. This reads it with an unpickler
+    that makes nothing but such metadata.
+    """
+    from autopar.runtime.checkpoints import convert as converted
+
+    found = converted(old.absolute(), new.absolute())
+    left_out = ", ".join(found.left_out)
+    text = f"{found.n_tensors} tensors of {old} are in {new}"
+    return Result(
+        text + (f"; left out, because they are pickles: {left_out}" if left_out else ""),
+        {"tensors": found.n_tensors, "left_out": list(found.left_out), "saved": str(new)},
+    )
+
+
+@app.command()
+@prints_result
 def doctor() -> Result:
     """Check this machine.
 

@@ -16,9 +16,11 @@ from autopar.errors import NotPlannedError, NotSupportedError
 from autopar.module.optimizers import watch_scaler
 from autopar.module.originals import Originals
 from autopar.module.parameters import shards
+from autopar.operators import Stream
 from autopar.options import Options
 from autopar.planning import Bound, Plan
 from autopar.runtime import state
+from autopar.runtime.checkpoints import ModuleState
 from autopar.runtime.groups import meet
 from autopar.runtime.state import (
     LossScale,
@@ -48,6 +50,8 @@ class HeldState(nn.Module):
     _originals: Originals
     _scaler: LossScaler | None
     _dtensor_mesh: DeviceMesh | None
+    _seed: int
+    stream: Stream
 
     @property
     def plan(self) -> Plan:
@@ -163,6 +167,16 @@ class HeldState(nn.Module):
         out = {} if destination is None else destination
         out.update({prefix + name: value for name, value in held.items()})
         return out
+
+    def checkpointed(self) -> ModuleState:
+        """What checkpoints hold of this rank; raises `NotPlannedError` before a plan."""
+        return ModuleState(
+            self._placed, self.own_parameters, self.persistent_buffers, self.stream, self.loss_scale
+        )
+
+    def note_seed(self) -> None:
+        """torch has the seed of a checkpoint now: that is no `torch.manual_seed` to warn of."""
+        self._seed = torch.initial_seed()
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False

@@ -32,9 +32,9 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
-from autopar.errors import NotSupportedError, OptionError
+from autopar.errors import NotSupportedError, OptionError, StateError
 from autopar.module.parameters import shard_of
-from autopar.runtime.state import LossScaler, StateError
+from autopar.runtime.state import LossScaler
 from autopar.runtime.tensors import Sharded, local_of
 
 # Class name -> why its update is not elementwise.

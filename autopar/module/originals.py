@@ -20,10 +20,10 @@ from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.capture import version_of
-from autopar.errors import NotSupportedError
+from autopar.errors import NotSupportedError, StateError
 from autopar.module.optimizers import has_trained
 from autopar.program import ChangedBuffer
-from autopar.runtime.state import StateError, all_names, together
+from autopar.runtime.state import all_names, together
 
 
 class Originals:

@@ -18,8 +18,8 @@ from autopar.rules import all_rules
 
 _WORDS = frozenset(
     "torch aten env parameters delivered received saved cotangents ready phase taped taken kept i "
-    f"range reversed float forward backward prologue backward_input backward_weight {UNUSED}".split()
-)
+    "range reversed float forward backward prologue backward_input backward_weight".split()
+) | {UNUSED}
 # What blocks hand on to each other, and to backward (`autopar/codegen/flow.py`).
 _HANDED_ON = ("carried", "coming", "gathered", "gradients", "reducing")
 _LISTS = frozenset(

@@ -1,12 +1,11 @@
 """Decides what each rank stores of the model's state, and how whole values get in and out.
 
-Read `names.py` (names, errors on all ranks), `stage_state.py` (one rank's part), `weights.py` and
-`initialise.py` (initial values), `access.py` (state dicts, the norm), `dcp.py` and `dtensors.py`
-(what PyTorch's tools see), `loss_scale.py` (float16), then `optimizer_state.py` and
-`checkpoint.py`. It is the top room of the
-runtime and may import all the others.
+Read `names.py` (names, errors on all ranks), `stage_state.py` (one rank's part), `opening.py` (a
+checkpoint, opened by all ranks), `weights.py` and `initialise.py` (initial values), `access.py`
+(state dicts, the norm), `export.py` (files for others), `dcp.py` and `dtensors.py` (what PyTorch's
+tools see), then `loss_scale.py` (float16). What a training run saves is decided in `checkpoints`.
 
-Hands on `StageState`, `initial_shards` and `save_checkpoint`.
+Hands on `StageState` and `initial_shards`.
 """
 
 from autopar.runtime.state.access import (
@@ -16,31 +15,53 @@ from autopar.runtime.state.access import (
     full_state_dict,
     load_state_dict,
 )
-from autopar.runtime.state.checkpoint import load_checkpoint, save_checkpoint
 from autopar.runtime.state.dtensors import stage_device_mesh, state_dict
+from autopar.runtime.state.export import export_weights
 from autopar.runtime.state.loss_scale import LossScale, LossScaler
-from autopar.runtime.state.names import StateError, all_names, constant_buffers, together
+from autopar.runtime.state.names import (
+    all_names,
+    check_buffer,
+    constant_buffers,
+    gathered,
+    match_names,
+    own_rank,
+    together,
+    world_size,
+)
+from autopar.runtime.state.opening import (
+    OPTIMIZER_PREFIX,
+    OWN_PREFIX,
+    model_shapes,
+    open_newest,
+)
 from autopar.runtime.state.stage_state import StageState
 from autopar.runtime.state.weights import changed_buffers, initial_buffers, initial_shards
 
 __all__ = [
+    "OPTIMIZER_PREFIX",
+    "OWN_PREFIX",
     "LossScale",
     "LossScaler",
     "StageState",
-    "StateError",
     "all_names",
     "changed_buffers",
+    "check_buffer",
     "clip_grad_norm_",
     "constant_buffers",
     "everyone",
+    "export_weights",
     "full_gradients",
     "full_state_dict",
+    "gathered",
     "initial_buffers",
     "initial_shards",
-    "load_checkpoint",
     "load_state_dict",
-    "save_checkpoint",
+    "match_names",
+    "model_shapes",
+    "open_newest",
+    "own_rank",
     "stage_device_mesh",
     "state_dict",
     "together",
+    "world_size",
 ]

@@ -25,12 +25,11 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import OptionError
+from autopar.errors import OptionError, StateError
 from autopar.program import ChangedBuffer, StoredParameter
 from autopar.runtime.groups import Group
 from autopar.runtime.state.names import (
     Shape,
-    StateError,
     all_names,
     check_buffer,
     constant_buffers,
@@ -55,16 +54,28 @@ def full_state_dict(
 ) -> dict[str, Tensor]:
     """Whole CPU tensors under every name on rank 0, {} on the others; all must call it."""
     out: dict[str, Tensor] = {}
+    for names, value in values_on_rank_0(place, locals_, buffers):
+        out |= dict.fromkeys(names, value)
+    return out
+
+
+def values_on_rank_0(
+    place: StageState, locals_: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None
+) -> Iterator[tuple[tuple[str, ...], Tensor]]:
+    """(all names, whole CPU tensor) of the state dict's values, one by one; nothing elsewhere.
+
+    All ranks must go through all of it.
+    """
     for parameter, whole in _on_rank_0(place, locals_, place.owners):
-        out |= dict.fromkeys(all_names(parameter), whole)
+        yield all_names(parameter), whole
     if place.rank == 0:
         constants = constant_buffers(buffers, place.changed_anywhere).items()
-        out |= {name: value.detach().to("cpu", copy=True) for name, value in constants}
+        for name, value in constants:
+            yield (name,), value.detach().to("cpu", copy=True)
     for buffer in place.changed_anywhere:
-        value = _from_its_stage(place, buffer, buffers or {})
-        if value is not None:
-            out |= dict.fromkeys(all_names(buffer), value)
-    return out
+        held = _from_its_stage(place, buffer, buffers or {})
+        if held is not None:
+            yield all_names(buffer), held
 
 
 def _from_its_stage(

@@ -25,7 +25,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.runtime.state.names import StateError
+from autopar.errors import StateError
 
 Call = Callable[[], object]
 

@@ -10,20 +10,17 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from autopar.errors import AutoparError
+from autopar.errors import AutoparError, StateError
 from autopar.program import ChangedBuffer, StoredParameter
 
 _SHOWN = 8
 Shape = tuple[int, ...]
-
-
-class StateError(AutoparError):
-    """Weights, a checkpoint or a state dict that does not fit the model it is loaded into."""
 
 
 def world_size() -> int:
@@ -35,23 +32,34 @@ def own_rank() -> int:
     return dist.get_rank() if world_size() > 1 else 0
 
 
+def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """The values of all ranks, in rank order; a collective of the group, or the whole world."""
+    if world_size() == 1:
+        return [value]
+    every: list[Any] = [None] * world_size()
+    dist.all_gather_object(every, value, group)
+    return every
+
+
 @contextmanager
-def together() -> Iterator[None]:
-    """Raise on every rank what any rank raises inside; a collective of the whole world."""
+def together(group: dist.ProcessGroup | None = None) -> Iterator[None]:
+    """Raise on every rank what any rank raises inside; a collective of the whole world.
+
+    A rank that failed raises its own error, the others that of the first one; a `StateError` names
+    the rank. `group`: all ranks, in a group of their own.
+    """
     error: AutoparError | OSError | None = None
     try:
         yield
     except (AutoparError, OSError) as raised:
         error = raised
-    messages: list[str | None] = [None if error is None else str(error)]
-    if world_size() > 1:
-        messages = [None] * world_size()
-        dist.all_gather_object(messages, None if error is None else str(error))
-    if error is not None:
+    messages = gathered(None if error is None else str(error), group)
+    if error is not None and (world_size() == 1 or not isinstance(error, StateError)):
         raise error
-    for rank, message in enumerate(messages):
-        if message is not None:
-            raise StateError(f"rank {rank} failed: {message}")
+    failed = [rank for rank, message in enumerate(messages) if message is not None]
+    if failed:
+        rank = failed[0] if error is None else own_rank()
+        raise StateError(f"rank {rank} failed: {messages[rank]}") from error
 
 
 def all_names(value: StoredParameter | ChangedBuffer) -> tuple[str, ...]:

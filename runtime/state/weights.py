@@ -27,11 +27,10 @@ import torch.distributed as dist
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from autopar.errors import StateError
 from autopar.program import ChangedBuffer, StoredParameter
-from autopar.runtime.state import dcp
 from autopar.runtime.state.initialise import initial_values
 from autopar.runtime.state.names import (
-    StateError,
     all_names,
     check_buffer,
     constant_buffers,
@@ -40,8 +39,9 @@ from autopar.runtime.state.names import (
     together,
     world_size,
 )
-from autopar.runtime.state.optimizer_state import OPTIMIZER_PREFIX
+from autopar.runtime.state.opening import model_shapes, open_newest
 from autopar.runtime.state.stage_state import StageState
+from autopar.runtime.storage import Part, holds_checkpoint, whole_part
 from autopar.runtime.tensors import boxes, local_shard
 
 _INDEX = "model.safetensors.index.json"
@@ -201,7 +201,7 @@ def _fill_from_path(
         constants = constant_buffers(held, place.changed_anywhere)
     ignored = getattr(model, "_keys_to_ignore_on_load_unexpected", None) or ()
     expected = _Expected(place.entries, str(path), constants, tuple(ignored))
-    if path.is_dir() and dcp.is_dcp_folder(path):
+    if holds_checkpoint(path):
         _fill_from_checkpoint(expected, place, shards, path, changed)
         return
     with together(), _Safetensors(path) as files:
@@ -244,27 +244,17 @@ def _fill_from_checkpoint(
     path: Path,
     changed: Mapping[str, Tensor],
 ) -> None:
-    names: dict[str, str] = {}
-    stored: dict[str, tuple[int, ...]] = {}
-    with together():
-        stored |= {
-            name: tuple(entry.size)
-            for name, entry in dcp.stored_tensors(path).items()
-            if not name.startswith(OPTIMIZER_PREFIX)
-        }
+    with open_newest(path) as checkpoint, together():
+        stored = model_shapes(checkpoint)
         names = expected.match(stored)
-    values: dict[str, Tensor] = {
-        names[owner]: dcp.WholeOnDisk(
-            shards[kept.name], boxes(kept, place.sizes, place.coordinate), kept.shape
-        )
-        for owner, kept in place.held.items()
-    }
-    values |= {names[b.name]: changed[b.name] for b in place.changed if b.persistent}
-    held = {n: torch.empty_like(b) for n, b in expected.constants.items() if n in stored}
-    dcp.read(values | held, path)
-    with together():
-        for name, value in held.items():
-            check_buffer(name, value, expected.constants, expected.source)
+        for owner, kept in place.held.items():
+            own = boxes(kept, place.sizes, place.coordinate)
+            checkpoint.fill(names[owner], Part(shards[kept.name], own, kept.shape))
+        for buffer in place.changed:
+            if buffer.persistent:
+                checkpoint.fill(names[buffer.name], whole_part(changed[buffer.name]))
+        for name in sorted(expected.constants.keys() & stored.keys()):
+            check_buffer(name, checkpoint.whole(name), expected.constants, expected.source)
 
 
 class _Safetensors:
@@ -283,6 +273,12 @@ class _Safetensors:
             except SafetensorError as error:
                 raise StateError(f"cannot read weights from {file}: {error}") from error
             for name in opened.keys():  # noqa: SIM118 - not a mapping
+                if name in self._of:
+                    raise StateError(
+                        f"`{name}` is in several files of {self.path}, {file.name} among them",
+                        hint="keep one copy of the weights in the folder; parts of tensors are not "
+                        "read, unless autopar.save wrote them",
+                    )
                 self._of[name] = opened
                 self.shapes[name] = tuple(opened.get_slice(name).get_shape())
         return self

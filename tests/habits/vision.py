@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
 from autopar import NotSupportedError
-from autopar.runtime.state import StateError
+from autopar.errors import StateError
 from tests.habits.table import ALL, Batch, Run, habit
 from tests.habits.tasks import backward, parallelize, train
 

@@ -9,10 +9,11 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.optim import AdamW, Optimizer
 
 from autopar.program.stage_program import StoredParameter
-from autopar.runtime.state import checkpoint
+from autopar.runtime.checkpoints import ModuleState, load, save
 from autopar.runtime.state.weights import initial_buffers, initial_shards
 from autopar.runtime.tensors.sharding import gather_whole, local_shard
 from tests.helpers.state_model import (
@@ -41,6 +42,9 @@ class Rank:
             [{"params": decayed, "weight_decay": 0.1 + seed}, {"params": others}], lr=1e-2
         )
 
+    def checkpointed(self) -> ModuleState:
+        return ModuleState(self.place, self.locals, self.buffers)
+
     def train(self, first: int, n_steps: int) -> None:
         for step in range(first, first + n_steps):
             for p in self.place.parameters:
@@ -54,14 +58,15 @@ class Rank:
         return local_shard(whole, p, self.place.sizes, self.place.coordinate)
 
     def save(self, path: str, step: int, extra: dict[str, Any] | None = None) -> None:
-        checkpoint.save_checkpoint(
-            self.place, self.locals, self.optimizer, path, step, extra, self.buffers
-        )
+        save(self.checkpointed(), self.optimizer, path, step, extra)
 
     def load(self, path: str) -> tuple[int, dict[str, Any]]:
-        return checkpoint.load_checkpoint(
-            self.place, self.locals, self.optimizer, path, self.buffers
-        )
+        return load(self.checkpointed(), self.optimizer, path)
+
+    def options(self) -> list[dict[str, Any]]:
+        """The options of the optimizer's parameter groups."""
+        groups = self.optimizer.param_groups
+        return [{k: v for k, v in group.items() if k != "params"} for group in groups]
 
     def whole(self) -> dict[str, Tensor]:
         """Parameters and optimizer state of all stages, whole, the mirrors' apart; on rank 0."""
@@ -111,5 +116,5 @@ def assert_same(ours: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
 def checkpoint_values(path: str) -> dict[str, Tensor]:
     """Read by PyTorch alone, into plain whole tensors."""
     whole: dict[str, Any] = {n: torch.zeros_like(v) for n, v in Tied().state_dict().items()}
-    dcp.load(whole, checkpoint_id=path)
+    dcp.load(whole, storage_reader=HuggingFaceStorageReader(path))
     return whole

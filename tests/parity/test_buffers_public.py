@@ -18,8 +18,8 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.capture import capture, reference_step, whole_buffers
+from autopar.errors import StateError
 from autopar.runtime.launch.processes import WorkerPool
-from autopar.runtime.state.names import StateError
 from tests.helpers.jobs import (
     Batch,
     Case,

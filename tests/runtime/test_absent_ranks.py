@@ -24,6 +24,8 @@ CALLS: dict[str, Callable[[autopar.ParallelModule, str], object]] = {
     "pm.load_state_dict(...)": lambda pm, _: pm.load_state_dict({}),
     "autopar.save(...)": lambda pm, path: autopar.save(pm, None, path),
     "autopar.load(...)": lambda pm, path: autopar.load(pm, None, path),
+    "autopar.export_weights(...)": lambda pm, path: autopar.export_weights(pm, f"{path}-out"),
+    "AsyncSaver.save(...)": lambda pm, path: autopar.AsyncSaver(path).save(pm, None, step=1),
 }
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -11,15 +12,15 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
-from autopar.errors import AutoparError, OptionError
+from autopar.errors import AutoparError, OptionError, StateError
+from autopar.runtime.checkpoints import save
 from autopar.runtime.launch.processes import WorkerPool
-from autopar.runtime.state import checkpoint
 from autopar.runtime.state.access import full_state_dict
 from autopar.runtime.state.dtensors import dtensor_placements, state_dict
-from autopar.runtime.state.names import StateError
 from autopar.runtime.state.weights import initial_shards
 from tests.helpers.checkpoint_jobs import (
     Rank,
@@ -81,13 +82,14 @@ def load_with_dcp(path: str) -> None:
     rank = Rank(((2, 2),), 5, AdamW)
     mesh = init_device_mesh("cpu", (2, 2))
     held = state_dict(rank.place, rank.locals, mesh, rank.buffers)
-    dcp.load(held, checkpoint_id=path)
+    dcp.load(held, storage_reader=HuggingFaceStorageReader(path))
     original = checkpoint_values(path)
     for p in rank.place.parameters:
         if not dtensor_placements(p, (2, 2))[1]:
             assert torch.equal(rank.locals[p.name], rank.cut(original[p.name], p)), p.name
     dcp.save(held, checkpoint_id=f"{path}-again")
-    again = checkpoint_values(f"{path}-again")
+    again: dict[str, Any] = {n: torch.zeros_like(v) for n, v in original.items()}
+    dcp.load(again, checkpoint_id=f"{path}-again")
     for name in (*DIMS, "head.weight"):
         assert torch.equal(again[name], original[name]), name
 
@@ -108,28 +110,38 @@ def save_and_die(path: str, where: str) -> str:
     rank.train(0, 1)
 
     def fail(*_: Any) -> None:
-        raise OSError("disk full")
+        raise OSError(errno.ENOSPC, "No space left on device")
 
-    original = getattr(checkpoint, where)
-    setattr(checkpoint, where, fail)
-    try:
-        rank.save(path, 9)
-    except (OSError, AutoparError) as error:
-        return str(error)
-    finally:
-        setattr(checkpoint, where, original)
+    with pytest.MonkeyPatch.context() as patch:
+        if rank.place.rank == 0:
+            patch.setattr(where, fail)
+        try:
+            rank.save(path, 9)
+        except AutoparError as error:
+            return str(error)
     return ""
 
 
-@pytest.mark.parametrize("where", ["_write_record", "_put_in_place"])
-def test_a_half_written_checkpoint_is_not_taken(
+@pytest.mark.parametrize(
+    "where",
+    [
+        "autopar.runtime.checkpoints.saving.write_pieces",
+        "autopar.runtime.storage.Manifest.write",
+        "autopar.runtime.checkpoints.saving.put_in_place",
+    ],
+)
+def test_a_full_disk_leaves_the_checkpoint_before(
     pool2: WorkerPool, tmp_path: Path, where: str
 ) -> None:
     path = str(tmp_path / "ckpt")
-    assert pool2.run(save_and_die, path, where) == ["disk full", "rank 0 failed: disk full"]
+    for message in pool2.run(save_and_die, path, where):
+        assert message.startswith("rank 0 failed: writing ")
+        assert "No space left on device" in message
+        assert "are free there: free space or save elsewhere" in message
+    assert not list(tmp_path.iterdir())  # the draft takes no space
     alone = Rank(ONE, 3, AdamW)
     before = alone.whole()
-    with pytest.raises(StateError, match=r"no whole checkpoint .*\n.*interrupted"):
+    with pytest.raises(StateError, match=r"no whole checkpoint"):
         alone.load(path)
     alone.save(path, 1)
     pool2.run(save_and_die, path, where)
@@ -181,15 +193,20 @@ def test_damaged_and_foreign_checkpoints(tmp_path: Path) -> None:
     rank.save(str(path), 1)
     record = path / "autopar.json"
     good = record.read_text()
-    record.write_text(json.dumps(json.loads(good) | {"version": 99}))
-    with pytest.raises(StateError, match="has version 99"):
-        rank.load(str(path))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("autopar.runtime.storage.manifest.VERSION", 99)
+        rank.save(str(tmp_path / "later"), 1)
+    with pytest.raises(StateError, match="has version 99, this release reads 2"):
+        rank.load(str(tmp_path / "later"))
     record.write_text(good[:-20])
     with pytest.raises(StateError, match="damaged"):
         rank.load(str(path))
-    record.write_text(good)
-    (path / ".metadata").write_bytes(b"")
-    with pytest.raises(StateError, match=r"metadata of checkpoint .* is damaged"):
+    record.write_text(json.dumps({"format": "autopar checkpoint", "version": 1}))
+    with pytest.raises(StateError, match=r"of autopar 0\.3: .* pickle.*\n.*autopar convert"):
+        rank.load(str(path))
+    record.unlink()
+    (path / ".metadata").touch()
+    with pytest.raises(StateError, match=r"written by torch\.distributed.*\n.*autopar convert"):
         rank.load(str(path))
 
 
@@ -198,14 +215,12 @@ def test_optimizers_that_do_not_fit(tmp_path: Path) -> None:
     rank = Rank(ONE, 0, AdamW)
     rank.train(0, 1)
     with pytest.raises(StateError, match="are not parameters of the parallel module"):
-        checkpoint.save_checkpoint(
-            rank.place, rank.locals, AdamW(Tied().parameters()), path, 1, None
-        )
+        save(rank.checkpointed(), AdamW(Tied().parameters()), path, 1)
     rank.save(path, 1)
     rank.optimizer = AdamW(rank.locals.values())
     with pytest.raises(StateError, match="parameter groups are not those of the checkpoint"):
         rank.load(path)
-    checkpoint.save_checkpoint(rank.place, rank.locals, None, path, 1, None, rank.buffers)
+    save(rank.checkpointed(), None, path, 1)
     with pytest.raises(StateError, match="holds no optimizer state"):
         rank.load(path)
 

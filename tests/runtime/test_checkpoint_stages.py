@@ -12,11 +12,11 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 from torch.optim import AdamW
 
+from autopar.errors import StateError
+from autopar.runtime.checkpoints import ModuleState, load, save
 from autopar.runtime.launch.processes import WorkerPool
-from autopar.runtime.state import checkpoint
 from autopar.runtime.state.access import clip_grad_norm_, full_state_dict
 from autopar.runtime.state.dtensors import stage_device_mesh, state_dict
-from autopar.runtime.state.names import StateError
 from autopar.runtime.state.weights import initial_shards
 from tests.helpers.checkpoint_jobs import (
     Rank,
@@ -75,11 +75,11 @@ def save_beside_an_empty_stage(path: str) -> dict[str, Tensor]:
     place = process_place(pipeline_of(((1, 1), (1, 1)), [*STAGES[1], {}]))
     locals_ = initial_shards(place, "rank0", seeded_model(0))
     optimizer = AdamW(locals_.values()) if locals_ else None
-    checkpoint.save_checkpoint(place, locals_, optimizer, path, 1, None)
+    save(ModuleState(place, locals_), optimizer, path, 1)
     whole = full_state_dict(place, locals_)
     for local in locals_.values():
         local.detach().zero_()
-    checkpoint.load_checkpoint(place, locals_, optimizer, path)
+    load(ModuleState(place, locals_), optimizer, path)
     clip_grad_norm_(place, locals_, 1.0)
     again = full_state_dict(place, locals_)
     assert_same(again, whole)

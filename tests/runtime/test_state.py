@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
+from autopar.errors import StateError
 from autopar.placement.shards import scatter
 from autopar.placement.spec import Spec, TensorType, all_specs
 from autopar.runtime.launch.processes import WorkerPool
@@ -27,7 +28,7 @@ from autopar.runtime.state.dtensors import (
     stage_device_mesh,
     state_dict,
 )
-from autopar.runtime.state.names import StateError, all_names
+from autopar.runtime.state.names import all_names
 from autopar.runtime.state.stage_state import StageState
 from autopar.runtime.state.weights import initial_buffers, initial_shards
 from autopar.runtime.tensors.sharding import boxes, gather_whole, local_shard

@@ -3,7 +3,7 @@
 `torch.optim` keys state by parameter objects and positions, which mean nothing on another
 mesh. Here it is split into
 
-    tensors   optimizer.state.<name>.<key>. State that is `Sharded`, or has the shape of a plain
+    parts     optimizer.state.<name>.<key>. State that is `Sharded`, or has the shape of a plain
               shard, is stored whole. Everything else is plain.
     record    JSON: the parameter groups by name with their options, and the kind of each key
 
@@ -23,31 +23,30 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.optim import Optimizer
 
+from autopar.errors import StateError
 from autopar.program import StoredParameter
-from autopar.runtime.state.dcp import WholeOnDisk
-from autopar.runtime.state.names import StateError
-from autopar.runtime.state.stage_state import StageState
-from autopar.runtime.tensors import Sharded, boxes, is_sharded, local_of
+from autopar.runtime.checkpoints.contents import part_of, writes_copy, writes_shard
+from autopar.runtime.state import OPTIMIZER_PREFIX, StageState
+from autopar.runtime.storage import Part, StoredTensor, whole_part
+from autopar.runtime.tensors import Sharded, is_sharded, local_of
 
-OPTIMIZER_PREFIX = "optimizer.state."
 _SHARD, _PLAIN = "shard", "plain"
 
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """`tensors` for DCP; `record` for JSON, or for `Optimizer.load_state_dict`."""
+    """`parts` on disk; `record` for JSON, or for `Optimizer.load_state_dict`."""
 
-    tensors: dict[str, Tensor]
+    parts: dict[str, Part]
     record: dict[str, Any]
 
 
 def split_state(
     place: StageState, locals_: Mapping[str, Tensor], optimizer: Optimizer
 ) -> OptimizerState:
-    """This rank's part of the state, by name; its tensors share the optimizer's memory.
+    """What this rank writes of the state, by name; its parts share the optimizer's memory.
 
     The groups include this stage's mirrors, which `merged_record` checks; the state covers only
     parameters that the stage owns.
@@ -66,19 +65,19 @@ def split_state(
         }
         for group, names in _named_groups(locals_, optimizer)
     ]
-    tensors: dict[str, Tensor] = {}
+    parts: dict[str, Part] = {}
     kinds: dict[str, dict[str, Any]] = {}
     for p in place.owned_by(place.stage):
         local = locals_[p.name]
         for key, value in optimizer.state.get(local, {}).items():
             kind = _kind(p, key, value, local)
             kinds.setdefault(p.name, {})[key] = kind
-            value = local_of(value)
-            if kind == {"kind": _SHARD}:
-                value = WholeOnDisk(value, boxes(p, place.sizes, place.coordinate), p.shape)
-            if isinstance(value, Tensor):
-                tensors[f"{OPTIMIZER_PREFIX}{p.name}.{key}"] = value
-    return OptimizerState(tensors, {"groups": groups, "state": kinds})
+            name = f"{OPTIMIZER_PREFIX}{p.name}.{key}"
+            if kind == {"kind": _SHARD} and writes_shard(place, p, name):
+                parts[name] = part_of(place, p, value)
+            elif kind == {"kind": _PLAIN} and writes_copy(place, name):
+                parts[name] = whole_part(value)
+    return OptimizerState(parts, {"groups": groups, "state": kinds})
 
 
 def merged_record(
@@ -128,9 +127,9 @@ def restore(
     locals_: Mapping[str, Tensor],
     optimizer: Optimizer,
     record: Mapping[str, Any] | None,
-    stored: Mapping[str, TensorStorageMetadata],
+    stored: Mapping[str, StoredTensor],
 ) -> OptimizerState:
-    """Tensors for DCP to fill, and the `record` that holds them for `Optimizer.load_state_dict`.
+    """Parts to fill, and the `record` that holds their tensors, for `Optimizer.load_state_dict`.
 
     A mirror gets its owner's state.
 
@@ -142,9 +141,11 @@ def restore(
             "the checkpoint holds no optimizer state", hint="pass optimizer=None to load without"
         )
     groups, indices = _restored_groups(place, locals_, optimizer, record)
-    tensors: dict[str, Tensor] = {}
+    parts: dict[str, Part] = {}
     state: dict[int, dict[str, Any]] = {}
     for saved_name, kinds in record["state"].items():
+        if saved_name not in place.canonical:
+            raise StateError(f"the checkpoint has optimizer state of `{saved_name}`, the model not")
         p = place.held.get(place.canonical[saved_name])
         if p is None:
             continue
@@ -155,11 +156,9 @@ def restore(
                 entry = stored.get(file_key)
                 if entry is None:
                     raise StateError(f"the checkpoint lacks `{file_key}`, which its record lists")
-                value, tensors[file_key] = _empty(
-                    place, p, locals_[p.name], key, kind["kind"], entry
-                )
+                value, parts[file_key] = _empty(place, p, locals_[p.name], key, kind["kind"], entry)
             state.setdefault(indices[p.name], {})[key] = value
-    return OptimizerState(tensors, {"state": state, "param_groups": groups})
+    return OptimizerState(parts, {"state": state, "param_groups": groups})
 
 
 def _restored_groups(
@@ -213,21 +212,21 @@ def _empty(
     local: Tensor,
     key: str,
     kind: str,
-    entry: TensorStorageMetadata,
-) -> tuple[Tensor, Tensor]:
-    """(a tensor for the optimizer, the tensor through which DCP fills it)."""
-    shape, dtype = tuple(entry.size), entry.properties.dtype
+    entry: StoredTensor,
+) -> tuple[Tensor, Part]:
+    """(a tensor for the optimizer, the part of it to fill)."""
+    shape, dtype = entry.shape, entry.dtype
     if kind == _SHARD:
         if shape != tuple(p.shape):
             raise StateError(f"optimizer state `{key}` of `{p.name}` is {shape}, not {p.shape}")
         shard = local_of(local)
         value = torch.zeros(shard.shape, dtype=dtype, device=shard.device)  # zeros in padding, too
-        on_disk = WholeOnDisk(value, boxes(p, place.sizes, place.coordinate), p.shape)
-        return Sharded(value, local.spread) if isinstance(local, Sharded) else value, on_disk
+        part = part_of(place, p, value)
+        return Sharded(value, local.spread) if isinstance(local, Sharded) else value, part
     if math.prod(shape) != 1 and is_sharded(p) and not isinstance(local, Sharded):
         raise _no_shard(p, key, shape)
     value = torch.empty(shape, dtype=dtype)
-    return value, value
+    return value, whole_part(value)
 
 
 def _named_groups(

@@ -1,0 +1,17 @@
+"""Decides what a checkpoint of a training run holds, and how it is saved and loaded whole.
+
+Read `contents.py` (what a module gives, and which rank writes which part), `optimizer_state.py`,
+`trees.py` and `random_state.py` (states of other objects and of generators), then `saving.py`,
+`loading.py` and `async_saver.py`; `converting.py` reads old formats. It is the top room of the
+runtime and may import all the others.
+
+Hands on `save`, `load`, `AsyncSaver` and `convert`.
+"""
+
+from autopar.runtime.checkpoints.async_saver import AsyncSaver
+from autopar.runtime.checkpoints.contents import ModuleState
+from autopar.runtime.checkpoints.converting import convert
+from autopar.runtime.checkpoints.loading import load
+from autopar.runtime.checkpoints.saving import save
+
+__all__ = ["AsyncSaver", "ModuleState", "convert", "load", "save"]
