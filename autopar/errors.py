@@ -85,6 +85,10 @@ class LaunchError(AutoparError):
     """A worker process failed; carries its rank and traceback."""
 
 
+class DivergenceError(AutoparError):
+    """Ranks that should hold the same values hold different ones."""
+
+
 class StepError(AutoparError):
     """A step of a pipeline after one that failed half-way."""
 

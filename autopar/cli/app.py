@@ -424,6 +424,24 @@ def convert(
 
 @app.command()
 @prints_result
+def diagnose(
+    folder: Annotated[Path, typer.Argument(metavar="DIR", help="AUTOPAR_FLIGHT_DIR of the job.")],
+    ranks: Annotated[
+        int | None, typer.Option(min=1, help="How many ranks there were; default: those in DIR.")
+    ] = None,
+) -> Result:
+    """Say what every rank did last.
+
+    Reads the notes that the ranks of a job left in the folder AUTOPAR_FLIGHT_DIR, also while the
+    job runs. Names the ranks that are behind the others.
+    """
+    from autopar.cli.diagnose import diagnose_result
+
+    return diagnose_result(folder, ranks)
+
+
+@app.command()
+@prints_result
 def doctor() -> Result:
     """Check this machine.
 

@@ -20,7 +20,7 @@ from autopar.operators import Stream
 from autopar.options import Options
 from autopar.planning import Bound, Plan
 from autopar.runtime import state
-from autopar.runtime.checkpoints import ModuleState
+from autopar.runtime.checkpoints import ModuleState, check_replicas
 from autopar.runtime.groups import meet
 from autopar.runtime.state import (
     LossScale,
@@ -173,6 +173,16 @@ class HeldState(nn.Module):
         return ModuleState(
             self._placed, self.own_parameters, self.persistent_buffers, self.stream, self.loss_scale
         )
+
+    def check_replicas(self) -> None:
+        """Raise `DivergenceError` if ranks that hold the same shards have different bits.
+
+        Every rank must call it; raises `AbsentRanksError`, which names those that do not. The
+        error names parameter, ranks and hashes. Every byte that a rank stores is hashed once.
+        """
+        state = self.checkpointed()
+        meet("pm.check_replicas()")
+        check_replicas(state)
 
     def note_seed(self) -> None:
         """torch has the seed of a checkpoint now: that is no `torch.manual_seed` to warn of."""

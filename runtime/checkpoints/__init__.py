@@ -2,16 +2,17 @@
 
 Read `contents.py` (what a module gives, and which rank writes which part), `optimizer_state.py`,
 `trees.py` and `random_state.py` (states of other objects and of generators), then `saving.py`,
-`loading.py` and `async_saver.py`; `converting.py` reads old formats. It is the top room of the
-runtime and may import all the others.
+`loading.py` and `async_saver.py`; `replicas.py` compares ranks, `converting.py` reads old formats.
+It is the top room of the runtime and may import all the others.
 
-Hands on `save`, `load`, `AsyncSaver` and `convert`.
+Hands on `save`, `load`, `AsyncSaver`, `check_replicas` and `convert`.
 """
 
 from autopar.runtime.checkpoints.async_saver import AsyncSaver
 from autopar.runtime.checkpoints.contents import ModuleState
 from autopar.runtime.checkpoints.converting import convert
 from autopar.runtime.checkpoints.loading import load
+from autopar.runtime.checkpoints.replicas import check_replicas
 from autopar.runtime.checkpoints.saving import save
 
-__all__ = ["AsyncSaver", "ModuleState", "convert", "load", "save"]
+__all__ = ["AsyncSaver", "ModuleState", "check_replicas", "convert", "load", "save"]

@@ -27,6 +27,7 @@ from autopar.errors import OptionError
 from autopar.runtime.checkpoints.contents import ModuleState, model_parts
 from autopar.runtime.checkpoints.optimizer_state import merged_record, split_state
 from autopar.runtime.checkpoints.random_state import random_state
+from autopar.runtime.checkpoints.replicas import check_replicas
 from autopar.runtime.checkpoints.trees import encoded
 from autopar.runtime.state import OWN_PREFIX, StageState, gathered, own_rank, together
 from autopar.runtime.storage import (
@@ -84,9 +85,10 @@ def save(
     only a pickle could hold. Raises `StateError` for an optimizer of other parameters, for
     optimizer state that is neither sharded like its parameter nor a scalar, for tied parameters
     with different optimizer options, for a folder that is not a checkpoint, and for what the file
-    system refuses.
+    system refuses. Raises `DivergenceError` if ranks that should hold equal values do not.
     """
     folder = Path(path).absolute()
+    check_replicas(state)
     taken = snapshot(state, optimizer, step, extra, states)
     save_id = begin(folder)
     write_and_publish(folder, taken, save_id)

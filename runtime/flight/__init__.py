@@ -1,13 +1,15 @@
 """Decides what is known of a rank when it hangs, dies or raises: what it did last.
 
-Read `record.py` (what a rank notes, and where), then `ranks.py` (the notes of all ranks, in
-words). This is the lowest room of the runtime: it imports no other room of it.
+Read `record.py` (what a rank notes, and where), `ranks.py` (the notes of all ranks, in words), then
+`watchdog.py` (a rank that hangs ends itself). This is the lowest room of the runtime: it imports no
+other room of it.
 
-Hands on `FlightRecord`, `FOLDER`, `read_notes`, `diagnosis` and `longest_step_s`.
+Hands on `FlightRecord`, `FOLDER`, `read_notes`, `diagnosis`, `longest_step_s` and `watch`.
 """
 
 from autopar.runtime.flight.ranks import diagnosis, longest_step_s, read_notes
 from autopar.runtime.flight.record import FOLDER, FlightRecord
+from autopar.runtime.flight.watchdog import watch
 
 __all__ = [
     "FOLDER",
@@ -15,4 +17,5 @@ __all__ = [
     "diagnosis",
     "longest_step_s",
     "read_notes",
+    "watch",
 ]

@@ -86,6 +86,11 @@ class FlightRecord:
     def last(self) -> Note | None:
         return self.notes[-1] if self.notes else None
 
+    def last_notes(self) -> list[Note]:
+        """The last note, if there is one; safe in other threads."""
+        last = self.last
+        return [] if last is None else [last]
+
     def _note(self, call: str | None) -> None:
         stage, action = self._where
         note: Note = {

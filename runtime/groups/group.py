@@ -20,6 +20,7 @@ made inside its `with` block, `phase` names the part of the step that they belon
 
 from __future__ import annotations
 
+import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
@@ -33,7 +34,7 @@ from torch import Tensor
 
 from autopar.errors import VerificationError
 from autopar.placement import PrimitiveKind, Split
-from autopar.runtime.flight import FlightRecord
+from autopar.runtime.flight import FlightRecord, watch
 from autopar.runtime.groups.pending import Pending
 
 CallKind = PrimitiveKind | Literal["send"]
@@ -83,7 +84,9 @@ def current_context() -> RankContext:
     if context is not None:
         return context
     if not _process:
-        _process.append(RankContext(FlightRecord.of_process()))
+        record = FlightRecord.of_process()
+        watch(record, int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1)))
+        _process.append(RankContext(record))
     return _process[0]
 
 

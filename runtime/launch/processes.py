@@ -191,6 +191,7 @@ class WorkerPool:
         context = get_context("spawn")
         self._store = _own_store(self.n_ranks)
         self._flights = Path(tempfile.mkdtemp(prefix="autopar-flight-"))  # 0700
+        weakref.finalize(self, shutil.rmtree, self._flights, ignore_errors=True)
         with _single_threaded_children(), importable_main():
             for rank in range(self.n_ranks):
                 ours, theirs = context.Pipe()

@@ -20,6 +20,7 @@ from autopar.cli.models import is_plan_file
 from autopar.cli.options import parse_bytes, parse_force, parse_manual, parse_mesh, parse_stages
 from autopar.errors import OptionError
 from autopar.options import Manual
+from autopar.runtime.flight.record import FlightRecord
 from tests.conftest import Golden
 from tests.helpers.commands import good, refused
 
@@ -371,3 +372,19 @@ def test_malformed_texts_are_refused(parse: Callable[[str], object], text: str) 
 def test_json_has_no_infinities() -> None:
     text = shell.to_json({"a": [float("inf"), {"b": float("nan")}], "c": (1.5,)})
     assert json.loads(text) == {"a": [None, {"b": None}], "c": [1.5]}
+
+
+def test_diagnose_names_the_rank_that_is_behind(run: Run, tmp_path: Path) -> None:
+    (tmp_path / "notes").mkdir()
+    records = [FlightRecord(tmp_path / "notes" / f"rank-{rank}.ring") for rank in range(2)]
+    for record in records:
+        record.begin_step(0)
+    records[0].call("all_reduce over dp of 64 B (grad_sync)")
+    found = good(run("diagnose", "notes", "--ranks", "3", "--json"))
+    assert found["ranks"]["0"][-1]["call"] == "all_reduce over dp of 64 B (grad_sync)"
+    text = run("diagnose", "notes", "--ranks", "3").stdout.splitlines()
+    assert text[0] == "rank 1 is behind the others" and "rank 2: has noted nothing" in text[3]
+
+
+def test_diagnose_without_notes(run: Run) -> None:
+    assert "has no notes of ranks" in refused(run("diagnose", "nowhere"))

@@ -16,11 +16,12 @@ import torch.distributed as dist
 
 import autopar
 from autopar import Device, Link, Manual
-from autopar.errors import LaunchError, StepError, StepTimeoutError
+from autopar.errors import LaunchError, OptionError, StepError, StepTimeoutError
 from autopar.mesh import LogicalMesh
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.flight.ranks import diagnosis, longest_step_s, read_notes
-from autopar.runtime.flight.record import N_NOTES, SLOT_BYTES, FlightRecord
+from autopar.runtime.flight.record import FOLDER, N_NOTES, SLOT_BYTES, FlightRecord
+from autopar.runtime.flight.watchdog import EXIT_CODE, TIMEOUT, _watch, watch
 from autopar.runtime.groups.distributed import DistGroup, make_edges, make_groups
 from autopar.runtime.launch.processes import _own_store
 from tests.helpers.jobs import MlpWithLoss, machine
@@ -155,6 +156,28 @@ def test_the_store_of_local_ranks_is_on_the_loopback_address() -> None:
     assert f"00000000:{store.port:04X}" not in listening
     store.set("key", "value")
     assert store.get("key") == b"value"
+
+
+def test_the_watchdog_ends_a_rank_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv(FOLDER, str(tmp_path))
+    other, own = (FlightRecord(tmp_path / f"rank-{rank}.ring") for rank in range(2))
+    for record in (other, own):
+        record.begin_step(0)
+    own.call("all_reduce over dp of 8 B (backward)")
+    codes: list[int] = []
+    _watch(own, 1, 2, 0.05, codes.append)
+    assert codes == [EXIT_CODE]
+    said = capsys.readouterr().err
+    assert "rank 1 was in one action or call for more than 0.05 s" in said
+    assert "rank 0 is behind the others" in said
+
+
+def test_the_watchdog_refuses_what_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TIMEOUT, "soon")
+    with pytest.raises(OptionError, match="AUTOPAR_STEP_TIMEOUT_S='soon' is not a number"):
+        watch(FlightRecord(), 0, 1)
 
 
 def timeouts_of_groups() -> set[float]:

@@ -1,0 +1,61 @@
+"""Ends a rank that stays in one action or call of a step for too long: under torchrun.
+
+`AUTOPAR_STEP_TIMEOUT_S` sets the seconds. A thread looks at the rank's own notes. In time it prints
+what every rank did last, as far as their notes are in `AUTOPAR_FLIGHT_DIR`, and ends the process:
+a collective that waits for a dead rank cannot be interrupted. torchrun then ends the other ranks,
+or starts all again (`--max-restarts`). Under `autopar.launch(..., timeout_s=)` the caller does it.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+from autopar.errors import OptionError
+from autopar.runtime.flight.ranks import diagnosis, longest_step_s, read_notes
+from autopar.runtime.flight.record import FOLDER, FlightRecord
+
+TIMEOUT = "AUTOPAR_STEP_TIMEOUT_S"
+EXIT_CODE = 124  # as of `timeout`
+_POLL_S = 0.5
+
+
+def watch(record: FlightRecord, rank: int, n_ranks: int) -> None:
+    """Start the thread, if the environment asks for it.
+
+    Raises `OptionError` if the variable is no number of seconds.
+    """
+    given = os.environ.get(TIMEOUT)
+    if given is None:
+        return
+    try:
+        timeout_s = float(given)
+    except ValueError:
+        timeout_s = 0.0
+    if not timeout_s > 0:
+        raise OptionError(f"{TIMEOUT}={given!r} is not a number of seconds")
+    thread = threading.Thread(
+        target=_watch, args=(record, rank, n_ranks, timeout_s), name="autopar watchdog", daemon=True
+    )
+    thread.start()
+
+
+def _watch(
+    record: FlightRecord, rank: int, n_ranks: int, timeout_s: float,
+    end: Callable[[int], object] = os._exit,
+) -> None:  # fmt: skip
+    """Wait until the rank is stuck; then say so, and end."""
+    while longest_step_s({rank: record.last_notes()}, time.time()) <= timeout_s:
+        time.sleep(min(_POLL_S, timeout_s / 4))
+    folder = os.environ.get(FOLDER)
+    known = read_notes(Path(folder)) if folder else {}
+    known.setdefault(rank, record.last_notes())
+    said = diagnosis(known, n_ranks, time.time())
+    stuck = f"autopar: rank {rank} was in one action or call for more than {timeout_s:g} s"
+    sys.stderr.write(f"{stuck}\n{said}\n")
+    sys.stderr.flush()
+    end(EXIT_CODE)
