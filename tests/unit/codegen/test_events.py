@@ -2,20 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 
 from autopar.codegen import emit, source
-from autopar.codegen.fold import Folded, unfolded
 from autopar.options import Recompute
 from autopar.passes.backward import differentiate
 from tests.helpers.events import events
-from tests.parity.test_equal_blocks import LAYOUTS, MODELS, planned
-
-
-def long(ahead: list[Any], behind: list[Any], _: object, saved: list[str], __: object) -> Folded:
-    return unfolded(ahead, behind, saved)
+from tests.parity.test_equal_blocks import LAYOUTS, MODELS, long, planned
 
 
 @pytest.mark.parametrize("mode", [None, "full", "selective"])
