@@ -289,11 +289,20 @@ def _parts(s: Statement, known: frozenset[str]) -> _Parts:
             return "$"
         return "$" if word in known else word
 
+    def named(match: re.Match[str]) -> str:
+        return "$" if match.group() in known else match.group()
+
     block = s.block or ""
-    rows = (
-        row.replace(block, starred_name(block)) if is_comment(row) else WORD.sub(replaced, row)
-        for row in s.rows
-    )
+    rows: list[str] = []
+    for row in s.rows:
+        if is_comment(row):
+            rows.append(row.replace(block, starred_name(block)))
+            continue
+        code, mark, comment = row.partition("  # ")
+        rows += [WORD.sub(replaced, code), mark]
+        # Types and bytes are equal as they are; the comment of a gradient names a variable.
+        is_named = comment.startswith("of ") or "  of " in comment
+        rows.append(WORD.sub(named, comment) if is_named else comment)
     # Names differ in length, and so does the space around them.
     return _Parts(" ".join(" ".join(rows).split()), tuple(names), tuple(numbers))
 
@@ -316,7 +325,7 @@ def numbered_rows(statements: Sequence[Statement], template: Template) -> list[s
                 rows.append(row.replace(block, starred_name(block)))
                 continue
             parts, end = list[str](), 0
-            for match in WORD.finditer(row):
+            for match in WORD.finditer(row.partition("  # ")[0]):
                 if match.group()[0].isdigit():
                     base, step = template.numbers[at]
                     at += 1
