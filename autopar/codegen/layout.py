@@ -16,7 +16,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.codegen.blocks import WORD, Statement, del_row, is_comment
-from autopar.codegen.words import commented
+from autopar.codegen.words import LINE_LENGTH, commented
 
 # Code of a statement with a view in it, by the names of its block's function; and with its frees.
 _WIDTH, _WIDTH_WITH_FREES = 120, 160
@@ -124,7 +124,7 @@ def joined(lines: Sequence[str]) -> list[str]:
     """The lines of a file; frees stand beside statements, neighbours share their phase."""
     found: list[str] = []
     phase = ""
-    for line in lines:
+    for line in _with_short_lists(lines):
         if phase and line == phase:
             continue
         indent = _indent(line)
@@ -147,6 +147,23 @@ def joined(lines: Sequence[str]) -> list[str]:
             found[-1] = commented(beside, comment) if mark else beside
         else:
             found.append(line)
+    return found
+
+
+def _with_short_lists(lines: Sequence[str]) -> list[str]:
+    """The lines; a list of names is on one line if it fits there by the names of its function."""
+    found: list[str] = []
+    start: int | None = None
+    for line in lines:
+        found.append(line)
+        if line.strip() == "[":
+            start = len(found) - 1
+        elif line.strip() == "]," and start is not None:
+            names = " ".join(row.strip() for row in found[start + 1 : -1]).rstrip(",")
+            whole = f"{found[start]}{names}],"
+            if len(whole) <= LINE_LENGTH:
+                found[start:] = [whole]
+            start = None
     return found
 
 

@@ -217,7 +217,8 @@ class _Source:
         out += self._unpack_parameters()
         out += unpacked("delivered", [(d.local, d.source) for d in program.delivered])
         out += unpacked("received", [(r.local, r.key) for r in program.received])
-        out += [f"    {channel.variable} = {{}}" for channel in folded.channels]
+        lists = [channel.variable for channel in folded.channels]
+        out += [f"    {', '.join(lists)} = {', '.join('{}' for _ in lists)}"] if lists else []
         out += main
         results = [
             f"[{', '.join(self._taken_at_end)}]" if self._at_end else program.loss or "None",
