@@ -81,7 +81,10 @@ def _check_forward(joint: JointProgram) -> None:
     by_key = {line.key: i for i, line in enumerate(body) if isinstance(line, CallLine)}
     last, whole, runs = -1, set[int](), runs_of(joint.stage)
     for number, line in enumerate(joint.forward):
-        if isinstance(line, FreeLine | StartLine | LossAtEnd):
+        if isinstance(line, FreeLine | StartLine):
+            continue
+        if isinstance(line, LossAtEnd):
+            last = -1  # what waits was before lines that do not need it
             continue
         if isinstance(line, WaitLine) and isinstance(line.move, MoveLine):
             line = line.move

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import autopar
 from autopar import Manual
@@ -16,7 +16,7 @@ from autopar.passes.backward import differentiate
 from autopar.program.joint_program import JointProgram, LossAtEnd, StartLine, WaitLine
 from autopar.program.stage_program import CallLine, MoveLine, StageProgram
 from autopar.verifier import verify_joint
-from tests.helpers.jobs import llama, machine, tokens
+from tests.helpers.jobs import MlpWithLoss, llama, machine, tokens
 
 
 def planned(model: nn.Module, manual: Manual) -> StageProgram:
@@ -62,6 +62,26 @@ def test_evaluation_waits_in_forward() -> None:
     torch.manual_seed(0)
     stage = replace(planned(llama(2), Manual(dp=2)), trains=False)
     assert at_end(differentiate(stage)) == ()
+
+
+class Penalised(MlpWithLoss):
+    """What the loss does not need is computed after it."""
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        loss = super().forward(x, y)
+        return loss + 0.1 * sum(p.pow(2).sum() for p in self.parameters())
+
+
+def test_what_the_loss_does_not_need_stays_in_forward() -> None:
+    torch.manual_seed(0)
+    batch = {"x": torch.randn(16, 32), "y": torch.randn(16, 32)}
+    plan = autopar.plan(Penalised(), machine((1, 2)), batch, manual=Manual(dp=2))
+    assert plan.bound is not None
+    joint = differentiate(plan.bound.pipeline.stages[0])
+    verify_joint(joint)
+    later = at_end(joint)
+    assert isinstance(later[0], WaitLine)
+    assert not any("pow" in line.target for line in later if isinstance(line, CallLine))
 
 
 @pytest.mark.parametrize(
