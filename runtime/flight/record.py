@@ -28,6 +28,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from autopar.errors import OptionError
+
 FOLDER = "AUTOPAR_FLIGHT_DIR"
 N_NOTES, SLOT_BYTES = 64, 320
 _N_FRAMES = 8  # between a collective and the generated line that calls it
@@ -46,12 +48,21 @@ class FlightRecord:
 
     @classmethod
     def of_process(cls) -> FlightRecord:
-        """The record of this process, with a file if the environment names a folder."""
+        """The record of this process, with a file if the environment names a folder.
+
+        Raises `OptionError` if the folder cannot be written.
+        """
         folder = os.environ.get(FOLDER)
         if not folder:
             return cls()
-        Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
-        return cls(Path(folder) / f"rank-{int(os.environ.get('RANK', 0))}.ring")
+        try:
+            Path(folder).mkdir(mode=0o700, parents=True, exist_ok=True)
+            return cls(Path(folder) / f"rank-{int(os.environ.get('RANK', 0))}.ring")
+        except OSError as error:
+            raise OptionError(
+                f"{FOLDER}={folder!r} cannot be written: {error}",
+                hint="name a folder of this machine, or unset the variable",
+            ) from error
 
     def begin_step(self, stage: int) -> None:
         """A step, or an evaluation, of a stage begins."""

@@ -180,6 +180,15 @@ def test_the_watchdog_refuses_what_is_no_time(monkeypatch: pytest.MonkeyPatch) -
         watch(FlightRecord(), 0, 1)
 
 
+def test_a_folder_that_cannot_be_written_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setenv(FOLDER, str(tmp_path / "file"))
+    with pytest.raises(OptionError, match="cannot be written"):
+        FlightRecord.of_process()
+
+
 def timeouts_of_groups() -> set[float]:
     """Of this rank's groups, after the world's was set to 77 s."""
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
