@@ -71,7 +71,7 @@ def test_it_begins_beside_backward_and_changes_no_bits(
         assert all(torch.equal(gradients[n], others[n]) for n in gradients)
 
 
-def test_buckets_are_a_quarter_within_bounds() -> None:
+def test_buckets_are_an_eighth_within_bounds() -> None:
     mib = 2**20
     sizes = [bucketing.sync_bucket_bytes(n * mib) for n in (1, 8, 40, 4000)]
-    assert sizes == [mib, 2 * mib, 10 * mib, 25 * mib]
+    assert sizes == [mib, mib, 5 * mib, 25 * mib]
