@@ -31,8 +31,13 @@ def numbered_module(path: str) -> str | None:
     """`transformer.h.3.attn` -> `transformer.h.3`: the path of a module or a parameter up to its
     first number; None without one."""
     words = path.split(".")
-    at = next((i for i, word in enumerate(words) if word.isdigit()), None)
+    at = next((i for i, word in enumerate(words) if _is_number(word)), None)
     return None if at is None else ".".join(words[: at + 1])
+
+
+def _is_number(word: str) -> bool:
+    """Does Python print a number so? Other digits, as `²` or `01`, are names."""
+    return word.isascii() and word.isdigit() and str(int(word[:19])) == word
 
 
 def runs_of(program: StageProgram) -> dict[int, tuple[int, ...]]:

@@ -251,7 +251,8 @@ def test_a_saved_plan_is_priced_on_hardware_that_is_given(tmp_path: Path) -> Non
     refused = run(*words)
     assert refused.exit_code == shell.WRONG_USE
     assert "--hardware" in refused.stderr
-    priced = run(*words, "--hardware", str(own))
+    with pytest.warns(UserWarning, match="made for gone.toml; it runs on our box"):
+        priced = run(*words, "--hardware", str(own))
     assert priced.exit_code == shell.GOOD, priced.stderr
     alone = run("explain", str(file), "--hardware", "h100-sxm")
     assert (alone.exit_code, alone.stdout) == (shell.WRONG_USE, "")
