@@ -1,4 +1,4 @@
-"""Text of quantities. Values are in SI units everywhere; only printed text has prefixes."""
+"""Text of quantities and of ranks. Values are in SI units; only printed text has prefixes."""
 
 from __future__ import annotations
 
@@ -26,6 +26,14 @@ def format_seconds(time_s: float) -> str:
 def format_count(value: float) -> str:
     """`1.5e9` -> `"1.5 G"`."""
     return _three_digits(value, _COUNTS)
+
+
+def format_ranks(ranks: Sequence[int]) -> str:
+    """`[3]` -> `"rank 3"`, `[0, 1]` -> `"ranks 0, 1"`; at most eight are named."""
+    if len(ranks) == 1:
+        return f"rank {ranks[0]}"
+    shown = ", ".join(map(str, ranks[:8]))
+    return f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")
 
 
 def _three_digits(value: float, scales: Sequence[tuple[float, str]]) -> str:

@@ -2,6 +2,7 @@
 
 Rooms, each importing only those above it:
 
+    flight                  what each rank did last
     groups                  groups of ranks and their primitives; every call is recorded
     collectives | lowered   differentiable moves and stage messages | operators over sharded dims
     execute | launch        one training step of one rank | workers: processes or threads

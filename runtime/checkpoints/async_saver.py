@@ -36,7 +36,7 @@ from autopar.runtime.checkpoints.saving import (
     snapshot,
     write_and_publish,
 )
-from autopar.runtime.groups import meet
+from autopar.runtime.groups import meet, new_group
 from autopar.runtime.state import own_rank, together, world_size
 from autopar.runtime.storage import Piece, disk_faults, prune, step_folder
 
@@ -96,16 +96,16 @@ class AsyncSaver:
 
         Raises what `autopar.save` raises, and what the save before failed with.
         """
+        if step < 0:
+            raise OptionError(f"step is the number of steps done, not {step}")
         held = module.checkpointed()
         meet("AsyncSaver.save(...)")
         self.wait()
         taken = snapshot(held, optimizer, step, extra, states)
-        if step < 0:
-            raise OptionError(f"step is the number of steps done, not {step}")
         folder = step_folder(self._path, step)
         save_id = begin(folder)
         if self._group is None and world_size() > 1:
-            self._group = dist.new_group(backend="gloo")
+            self._group = new_group(range(world_size()), backend="gloo")
         staged = replace(taken, files=self._staged(taken.files))
         write = partial(_write, folder, staged, save_id, self._group, self._keep)
         self._pending.append(self._thread.submit(write))

@@ -1,12 +1,14 @@
 """Decides what is known of a rank when it hangs, dies or raises: what it did last.
 
 Read `record.py` (what a rank notes, and where), `ranks.py` (the notes of all ranks, in words), then
-`watchdog.py` (a rank that hangs ends itself). This is the lowest room of the runtime: it imports no
-other room of it.
+`watchdog.py` (a rank that hangs ends itself); `environment.py` reads times that users set. This is
+the lowest room of the runtime: it imports no other room of it.
 
-Hands on `FlightRecord`, `FOLDER`, `read_notes`, `diagnosis`, `longest_step_s` and `watch`.
+Hands on `FlightRecord`, `FOLDER`, `read_notes`, `diagnosis`, `longest_step_s`, `seconds_in` and
+`watch`.
 """
 
+from autopar.runtime.flight.environment import seconds_in
 from autopar.runtime.flight.ranks import diagnosis, longest_step_s, read_notes
 from autopar.runtime.flight.record import FOLDER, FlightRecord
 from autopar.runtime.flight.watchdog import watch
@@ -17,5 +19,6 @@ __all__ = [
     "diagnosis",
     "longest_step_s",
     "read_notes",
+    "seconds_in",
     "watch",
 ]

@@ -15,6 +15,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from autopar.runtime.flight.record import N_NOTES, SLOT_BYTES, Note
+from autopar.units import format_ranks
 
 _NAME = re.compile(r"rank-(\d+)\.ring")
 
@@ -47,7 +48,10 @@ def longest_step_s(notes: Mapping[int, Sequence[Note]], now_s: float) -> float:
 def diagnosis(notes: Mapping[int, Sequence[Note]], n_ranks: int, now_s: float) -> str:
     """Which ranks are behind, then a line for each rank."""
     last = {rank: of[-1] for rank, of in notes.items() if of}
-    lines = [f"{_ranks(behind)} behind the others" for behind in _behind(last)]
+    lines = [
+        f"{format_ranks(behind)} {'is' if len(behind) == 1 else 'are'} behind the others"
+        for behind in _behind(last)
+    ]
     for rank in range(n_ranks):
         text = _text(last[rank], now_s) if rank in last else "has noted nothing"
         lines.append(f"  rank {rank}: {text}")
@@ -77,11 +81,6 @@ def _text(note: Note, now_s: float) -> str:
     if note["action"] == "meet":
         place = f"after {note['step']} steps"
     return ", ".join(x for x in (place, f"{call}{at}" if call else "", since) if x)
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
-    return f"rank {shown} is" if len(ranks) == 1 else f"ranks {shown} are"
 
 
 def _is_note(note: object) -> bool:

@@ -31,7 +31,8 @@ from typing import Any
 from autopar.errors import OptionError
 
 FOLDER = "AUTOPAR_FLIGHT_DIR"
-N_NOTES, SLOT_BYTES = 64, 320
+N_NOTES, SLOT_BYTES = 64, 512
+_MOST_CHARACTERS = 120  # of an action and of a call, so that a note fits its slot
 _N_FRAMES = 8  # between a collective and the generated line that calls it
 
 Note = dict[str, Any]
@@ -70,14 +71,14 @@ class FlightRecord:
         self.act("begin", stage)
 
     def act(self, action: str, stage: int) -> None:
-        """An action of the schedule begins."""
-        self._where = stage, action
+        """An action of the schedule begins, or several messages."""
+        self._where = stage, action[:_MOST_CHARACTERS]
         self._note(None)
 
     def call(self, what: str) -> None:
         """A collective or a message begins."""
         self._calls += 1
-        self._note(what)
+        self._note(what[:_MOST_CHARACTERS])
 
     def end_step(self) -> None:
         self._where = self._where[0], None
@@ -95,12 +96,8 @@ class FlightRecord:
 
     @property
     def last(self) -> Note | None:
+        """The last note; other threads may ask."""
         return self.notes[-1] if self.notes else None
-
-    def last_notes(self) -> list[Note]:
-        """The last note, if there is one; safe in other threads."""
-        last = self.last
-        return [] if last is None else [last]
 
     def _note(self, call: str | None) -> None:
         stage, action = self._where
@@ -111,7 +108,7 @@ class FlightRecord:
         }  # fmt: skip
         self.notes.append(note)
         if self._ring is not None:
-            text = json.dumps(note).encode()[: SLOT_BYTES - 1]
+            text = json.dumps(note).encode()
             at = self._n % N_NOTES * SLOT_BYTES
             self._ring[at : at + SLOT_BYTES] = text.ljust(SLOT_BYTES - 1) + b"\n"
         self._n += 1

@@ -15,7 +15,7 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from autopar.errors import OptionError
+from autopar.runtime.flight.environment import seconds_in
 from autopar.runtime.flight.ranks import diagnosis, longest_step_s, read_notes
 from autopar.runtime.flight.record import FOLDER, FlightRecord
 
@@ -29,15 +29,9 @@ def watch(record: FlightRecord, rank: int, n_ranks: int) -> None:
 
     Raises `OptionError` if the variable is no number of seconds.
     """
-    given = os.environ.get(TIMEOUT)
-    if given is None:
+    timeout_s = seconds_in(TIMEOUT)
+    if timeout_s is None:
         return
-    try:
-        timeout_s = float(given)
-    except ValueError:
-        timeout_s = 0.0
-    if not timeout_s > 0:
-        raise OptionError(f"{TIMEOUT}={given!r} is not a number of seconds")
     thread = threading.Thread(
         target=_watch, args=(record, rank, n_ranks, timeout_s), name="autopar watchdog", daemon=True
     )
@@ -49,11 +43,12 @@ def _watch(
     end: Callable[[int], object] = os._exit,
 ) -> None:  # fmt: skip
     """Wait until the rank is stuck; then say so, and end."""
-    while longest_step_s({rank: record.last_notes()}, time.time()) <= timeout_s:
+    while longest_step_s({rank: [record.last] if record.last else []}, time.time()) <= timeout_s:
         time.sleep(min(_POLL_S, timeout_s / 4))
     folder = os.environ.get(FOLDER)
     known = read_notes(Path(folder)) if folder else {}
-    known.setdefault(rank, record.last_notes())
+    if record.last is not None:
+        known.setdefault(rank, [record.last])
     said = diagnosis(known, n_ranks, time.time())
     stuck = f"autopar: rank {rank} was in one action or call for more than {timeout_s:g} s"
     sys.stderr.write(f"{stuck}\n{said}\n")

@@ -2,10 +2,9 @@
 
 Read `group.py` (primitives of a `Group`; records of its calls), `pending.py` (a call under way),
 `distributed.py` (groups over `torch.distributed`), then `rendezvous.py` (calls that all ranks must
-make). This is the lowest room of the runtime: it imports no other room of it, only `placement`,
-`mesh` and `errors`.
+make). Of the runtime it imports `runtime/flight` alone, where each call is noted.
 
-Hands on `Group`, `make_groups`, `meet` and `phase`.
+Hands on `Group`, `make_groups`, `new_group`, `meet` and `phase`.
 """
 
 from autopar.runtime.groups.distributed import (
@@ -13,6 +12,7 @@ from autopar.runtime.groups.distributed import (
     axis_subsets,
     make_edges,
     make_groups,
+    new_group,
     world_group,
 )
 from autopar.runtime.groups.group import (
@@ -45,6 +45,7 @@ __all__ = [
     "make_edges",
     "make_groups",
     "meet",
+    "new_group",
     "phase",
     "set_thread_context",
     "world_group",

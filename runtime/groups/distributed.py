@@ -104,7 +104,7 @@ def make_groups(mesh: LogicalMesh) -> dict[tuple[int, ...], Group]:
     for axes in axis_subsets(mesh):
         for ranks in mesh.groups(axes):
             if ranks not in known:
-                known[ranks] = _like(default, ranks)
+                known[ranks] = new_group(ranks)
             if me in ranks:
                 names = [mesh.names[i] for i in axes]
                 groups[axes] = DistGroup(ranks, ranks.index(me), names, known[ranks])
@@ -119,12 +119,23 @@ def make_edges(
     Under NCCL a group is a communicator and a stream, so messages of one edge do not wait for those
     of another. Every rank of the world must call this with the same edges in the same order.
     """
-    default = _default_group("a group per edge")
-    known = _edge_groups.setdefault(default, {})
+    known = _edge_groups.setdefault(_default_group("a group per edge"), {})
     for edge in edges:
         if edge not in known:
-            known[edge] = _like(default, edge)
+            known[edge] = new_group(edge)
     return {edge: known[edge] for edge in edges}
+
+
+def new_group(ranks: Sequence[int], backend: str | None = None) -> dist.ProcessGroup:
+    """A process group with the world's timeout; by itself torch takes half an hour.
+
+    Every rank of the world must call this. Raises `MeshError` when `torch.distributed` is not
+    initialised.
+    """
+    default = _default_group("a group of ranks")
+    device = "cuda" if dist.get_backend(default) == "nccl" else "cpu"
+    timeout = default._get_backend(torch.device(device)).options._timeout
+    return dist.new_group(list(ranks), timeout=timeout, backend=backend)
 
 
 def world_group() -> Group:
@@ -134,13 +145,6 @@ def world_group() -> Group:
     """
     default = _default_group("a group of all ranks")
     return DistGroup(range(dist.get_world_size()), dist.get_rank(), (WORLD_AXIS,), default)
-
-
-def _like(default: dist.ProcessGroup, ranks: Sequence[int]) -> dist.ProcessGroup:
-    """A group with the timeout of the user's; by itself torch takes half an hour."""
-    device = "cuda" if dist.get_backend(default) == "nccl" else "cpu"
-    timeout = default._get_backend(torch.device(device)).options._timeout
-    return dist.new_group(list(ranks), timeout=timeout)
 
 
 def _default_group(what: str) -> dist.ProcessGroup:

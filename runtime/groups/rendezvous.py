@@ -10,14 +10,14 @@ a millisecond.
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
 import torch.distributed as dist
 
-from autopar.errors import AbsentRanksError, OptionError
+from autopar.errors import AbsentRanksError
+from autopar.runtime.flight import seconds_in
+from autopar.units import format_ranks
 
 # Ranks may come late: one of them evaluates, or writes a file, before it joins.
 DEFAULT_TIMEOUT_S = 120.0
@@ -37,7 +37,7 @@ def meet(what: str) -> None:
     store = dist.distributed_c10d._get_default_store()
     n, rank, size = _n_meetings.get(group, 0), dist.get_rank(), dist.get_world_size()
     keys = [_key(n, r) for r in range(size)]
-    timeout_s = _timeout_s()
+    timeout_s = seconds_in(TIMEOUT) or DEFAULT_TIMEOUT_S
     store.set(keys[rank], what)
     try:
         store.wait(keys, timedelta(seconds=timeout_s))
@@ -47,7 +47,8 @@ def meet(what: str) -> None:
             raise
         store.delete_key(keys[rank])
         raise AbsentRanksError(
-            f"{what}: {_ranks(absent)} of {size} ranks did not call it within {timeout_s:g} s",
+            f"{what}: {format_ranks(absent)} of {size} ranks did not call it "
+            f"within {timeout_s:g} s",
             hint="every rank must call it: take `if rank == 0` away, it gives {} to the others. "
             f"If ranks come later than that, set {TIMEOUT}",
         ) from error
@@ -58,26 +59,10 @@ def meet(what: str) -> None:
     others = [r for r, call in enumerate(calls) if call != what]
     if others:
         raise AbsentRanksError(
-            f"{what}: {_ranks(others)} called {calls[others[0]]} instead",
+            f"{what}: {format_ranks(others)} called {calls[others[0]]} instead",
             hint="every rank must make the same calls in the same order",
         )
 
 
 def _key(n: int, rank: int) -> str:
     return f"autopar/meeting {n}/{rank}"
-
-
-def _timeout_s() -> float:
-    given = os.environ.get(TIMEOUT)
-    try:
-        timeout_s = DEFAULT_TIMEOUT_S if given is None else float(given)
-    except ValueError:
-        timeout_s = 0.0
-    if not timeout_s > 0:
-        raise OptionError(f"{TIMEOUT}={given!r} is not a number of seconds")
-    return timeout_s
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    shown = ", ".join(map(str, ranks[:8])) + (" ..." if len(ranks) > 8 else "")
-    return f"rank {shown}" if len(ranks) == 1 else f"ranks {shown}"

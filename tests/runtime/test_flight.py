@@ -50,6 +50,14 @@ def test_notes_are_read_back_from_a_file_that_is_written_on(tmp_path: Path) -> N
     assert oct((tmp_path / "rank-3.ring").stat().st_mode)[-3:] == "600"
 
 
+def test_a_note_of_any_length_fits_its_slot(tmp_path: Path) -> None:
+    record = FlightRecord(tmp_path / "rank-0.ring")
+    record.act(" ".join(f"1SF{i}>2" for i in range(1000)), 1)
+    record.call("x" * 10_000)
+    (found,) = read_notes(tmp_path).values()
+    assert found == list(record.notes) and len(found) == 2
+
+
 def test_a_note_that_was_being_written_is_left_out(tmp_path: Path) -> None:
     record = FlightRecord(tmp_path / "rank-0.ring")
     record.begin_step(0)

@@ -24,6 +24,7 @@ import torch.distributed as dist
 from autopar.errors import BatchError
 from autopar.module.batches.hashes import Fingerprint, digest, fingerprints
 from autopar.runtime.groups import current_context
+from autopar.units import format_ranks
 
 Given = Mapping[str, Any] | Sequence[Any]
 
@@ -109,7 +110,7 @@ class Agreement:
             calls = {_KINDS[k]: [r for r in range(n_ranks) if kinds[r] == k] for k in kinds}
             raise BatchError(
                 "ranks call different things: "
-                + ", ".join(f"{_CALLS[k]} on {_ranks(ranks)}" for k, ranks in calls.items()),
+                + ", ".join(f"{_CALLS[k]} on {format_ranks(ranks)}" for k, ranks in calls.items()),
                 hint="every rank must make the same calls in the same order",
             )
         return len(set(digests)) == 1
@@ -131,7 +132,7 @@ def _refuse_different(kind: str, of_ranks: Sequence[Mapping[str, Fingerprint]]) 
         if others:
             here, there = first.get(path), of_ranks[others[0]].get(path)
             lines.append(
-                f"`{path}` on {_ranks(others)} is not rank 0's: {_difference(here, there)}"
+                f"`{path}` on {format_ranks(others)} is not rank 0's: {_difference(here, there)}"
             )
     raise BatchError(
         f"{_CALLS[kind]}: the batch differs between ranks:\n  " + "\n  ".join(lines), hint=_WAYS_OUT
@@ -184,10 +185,3 @@ def _refuse_different_rows(of_ranks: Sequence[Mapping[str, tuple[Rows, Fingerpri
             hint="these ranks share rows: give both value[pm.local_slice(name)] of one global "
             "batch, which is the same for equal slices",
         )
-
-
-def _ranks(ranks: Sequence[int]) -> str:
-    if len(ranks) == 1:
-        return f"rank {ranks[0]}"
-    shown = ", ".join(map(str, ranks[:8]))
-    return f"ranks {shown}" + (f" and {len(ranks) - 8} more" if len(ranks) > 8 else "")

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Sequence
 
 import pytest
 
 from autopar.errors import AutoparError, MeshError
-from autopar.units import format_bytes, format_count, format_seconds
+from autopar.units import format_bytes, format_count, format_ranks, format_seconds
 
 
 @pytest.mark.parametrize(
@@ -70,3 +71,12 @@ def test_an_error_survives_the_way_between_processes() -> None:
     copy = pickle.loads(pickle.dumps(error))
     assert type(copy) is MeshError
     assert str(copy) == str(error)
+
+
+@pytest.mark.parametrize(
+    ("ranks", "text"),
+    [([3], "rank 3"), ([0, 1], "ranks 0, 1"),
+     (range(10), "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 2 more")],
+)  # fmt: skip
+def test_format_ranks(ranks: Sequence[int], text: str) -> None:
+    assert format_ranks(ranks) == text
