@@ -161,36 +161,25 @@ class Executor:
         equal on all ranks.
         """
         with self._in_flight():
-            return self._step(stored, inputs, is_local, on_outputs, seed, weight)
-
-    def _step(
-        self,
-        stored: Mapping[str, Tensor],
-        inputs: Mapping[str, Tensor],
-        is_local: bool,
-        on_outputs: OutputsFn | None,
-        seed: int,
-        weight: float,
-    ) -> Tensor:
-        kept = self.ties.detach_earlier(stored) if self.ties else {}
-        scalars = {} if self.program.accumulation else self._scalars(inputs, is_local, seed)
-        uses = self.conversions.uses(stored)
-        for returns in self._returns.values():
-            returns.begin(uses)
-        buffers = dict(self.buffers)
-        step = _Step(stored, uses, inputs, scalars, buffers, seed, is_local, on_outputs, weight)
-        self._run(step)
-        self._returns["step"].finish(stored)
-        for returns in self._returns.values():
-            returns.begin(())  # lets go of gathered parameters
-        if self.ties:
-            self.ties.sum(stored, kept)
-        assert self._made_loss is not None, "a training program has a loss"
-        loss = self._from_last_stage(self._loss(step), self._made_loss)
-        if self.crossings:
-            self.crossings.finish()
-        self._store_buffers(step)
-        return loss
+            kept = self.ties.detach_earlier(stored) if self.ties else {}
+            scalars = {} if self.program.accumulation else self._scalars(inputs, is_local, seed)
+            uses = self.conversions.uses(stored)
+            for returns in self._returns.values():
+                returns.begin(uses)
+            buffers = dict(self.buffers)
+            step = _Step(stored, uses, inputs, scalars, buffers, seed, is_local, on_outputs, weight)
+            self._run(step)
+            self._returns["step"].finish(stored)
+            for returns in self._returns.values():
+                returns.begin(())  # lets go of gathered parameters
+            if self.ties:
+                self.ties.sum(stored, kept)
+            assert self._made_loss is not None, "a training program has a loss"
+            loss = self._from_last_stage(self._loss(step), self._made_loss)
+            if self.crossings:
+                self.crossings.finish()
+            self._store_buffers(step)
+            return loss
 
     @torch.no_grad()
     def forward(
@@ -208,31 +197,21 @@ class Executor:
         """
         assert self.program.n_microbatches == 1
         with self._in_flight():
-            return self._evaluated(stored, inputs, is_local, everywhere, seed)
-
-    def _evaluated(
-        self,
-        stored: Mapping[str, Tensor],
-        inputs: Mapping[str, Tensor],
-        is_local: bool,
-        everywhere: bool,
-        seed: int,
-    ) -> tuple[Any, ...]:
-        uses, scalars = self.conversions.uses(stored), self._scalars(inputs, is_local, seed)
-        step = _Step(stored, uses, inputs, scalars, dict(self.buffers), seed, is_local, None)
-        self._run(step)
-        if self.crossings:
-            self.crossings.finish()
-        self._store_buffers(step)
-        last, made = self.pipeline.stages[-1], self._made_loss
-        loss = None if made is None else self._from_last_stage(self._loss(step), made)
-        outputs: list[Tensor | None] = list(step.outputs) or [None] * len(last.outputs)
-        if everywhere:
-            outputs = [
-                self._from_last_stage(value, last.local(name))
-                for value, name in zip(outputs, last.outputs, strict=True)
-            ]
-        return (loss, *outputs)
+            uses, scalars = self.conversions.uses(stored), self._scalars(inputs, is_local, seed)
+            step = _Step(stored, uses, inputs, scalars, dict(self.buffers), seed, is_local, None)
+            self._run(step)
+            if self.crossings:
+                self.crossings.finish()
+            self._store_buffers(step)
+            last, made = self.pipeline.stages[-1], self._made_loss
+            loss = None if made is None else self._from_last_stage(self._loss(step), made)
+            outputs: list[Tensor | None] = list(step.outputs) or [None] * len(last.outputs)
+            if everywhere:
+                outputs = [
+                    self._from_last_stage(value, last.local(name))
+                    for value, name in zip(outputs, last.outputs, strict=True)
+                ]
+            return (loss, *outputs)
 
     @contextmanager
     def _in_flight(self) -> Iterator[None]:
