@@ -51,14 +51,17 @@ def parallelize(
     example_inputs: one global batch, dict or tuple. Without it and without `plan`, planning waits
     for `pm.prepare(**batch)` or the first step. weights: "rank0" (rank 0's values), "init" (a model
     on meta, initialised shard by shard), or a path. The model object does not change. Options:
-    `autopar.options.Options`; with a `plan`, only `loss_fn`, `optimizer_gather` and `progress`.
+    `autopar.options.Options`; with a `plan`, only `loss_fn`, `optimizer_gather`,
+    `progress` and `check_every`.
 
     Raises `MeshError` if the number of processes is not that of the mesh's ranks, `OptionError` for
-    an option that conflicts with the plan.
+    an option that conflicts with the plan, `DivergenceError` if ranks call it differently.
     """
     if plan is not None:
         options = _options_beside(plan, options)
-    module = ParallelModule(model, Mesh.of(mesh), Options.of(**options), weights)
+    given = {"example_inputs": example_inputs is not None, "plan": plan is not None}
+    brings = " and ".join(name for name, is_given in given.items() if is_given) or "neither"
+    module = ParallelModule(model, Mesh.of(mesh), Options.of(**options), weights, brings)
     if plan is not None:
         module._use_plan(plan, example_inputs)
     elif example_inputs is not None:
@@ -67,7 +70,7 @@ def parallelize(
 
 
 # Options that a plan does not record: user code, or of planning alone.
-_BESIDE_A_PLAN = frozenset({"loss_fn", "optimizer_gather", "progress"})
+_BESIDE_A_PLAN = frozenset({"loss_fn", "optimizer_gather", "progress", "check_every"})
 
 
 _ABSENT = object()

@@ -89,6 +89,10 @@ class DivergenceError(AutoparError):
     """Ranks that should hold the same values hold different ones."""
 
 
+class NonFiniteError(AutoparError):
+    """A loss and gradients that are NaN or infinite, before an optimizer uses them."""
+
+
 class StepError(AutoparError):
     """A step of a pipeline after one that failed half-way."""
 

@@ -105,6 +105,8 @@ class Options:
                      float32
     `optimizer_gather`  names or patterns (`*`) of parameters that operators of an optimizer, or of
                      user code, may gather whole (`runtime/tensors`)
+    `check_every`    ranks compare batches and learning rates in the first steps, then in every
+                     n-th; None: only in the first ones
     """
 
     microbatches: int | str = "auto"
@@ -127,6 +129,7 @@ class Options:
     optimizer_gather: tuple[str, ...] = ()
     loss_fn: Callable[[Any, Any], Any] | None = None
     progress: bool | Callable[..., Any] = False
+    check_every: int | None = 100
 
     @property
     def dtypes(self) -> Precision:
@@ -442,6 +445,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "optimizer_gather": _names,
     "loss_fn": _loss_fn,
     "progress": _progress,
+    "check_every": lambda value: None if value is None else _check_count("check_every", value),
 }
 
 

@@ -20,7 +20,7 @@ import autopar
 from autopar import Manual
 from autopar.capture import Watch
 from autopar.module import feeding, layers, optimizers, originals, parameters
-from autopar.module.batches import Agreement
+from autopar.module.agreement import Agreement
 from autopar.module.programs import programs
 from examples.train_gpt2 import batches, make_model
 

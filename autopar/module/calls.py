@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 
 from autopar.errors import BatchError, NotSupportedError, OptionError
-from autopar.module.batches import Given, refuse_loaded
+from autopar.module.agreement import Given
+from autopar.module.batches import refuse_loaded
 
 
 def one_form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:

@@ -8,7 +8,8 @@ from typing import Any
 from torch import Tensor
 
 from autopar.errors import BatchError
-from autopar.module.batches import Given, Loaded, Loader, LocalRows, Pad, Reader
+from autopar.module.agreement import Given
+from autopar.module.batches import Loaded, Loader, LocalRows, Pad, Reader
 from autopar.module.calls import check_inputs
 from autopar.module.held_state import HeldState
 from autopar.module.padding import PaddingCheck

@@ -13,7 +13,6 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import NotPlannedError, NotSupportedError
-from autopar.module.optimizers import watch_scaler
 from autopar.module.originals import Originals
 from autopar.module.parameters import shards
 from autopar.operators import Stream
@@ -105,15 +104,18 @@ class HeldState(nn.Module):
         _ = self.plan
         yield from super().named_buffers(prefix, recurse, remove_duplicate)
 
-    def clip_grad_norm_(self, max_norm: float, norm_type: float = 2.0) -> Tensor:
+    def clip_grad_norm_(
+        self, max_norm: float, norm_type: float = 2.0, error_if_nonfinite: bool = False
+    ) -> Tensor:
         """Clip gradients to norm `max_norm` over all shards; returns the norm before.
 
-        With `precision="fp16-mixed"`, a norm that is not finite skips the step (`loss_scale`).
+        With `error_if_nonfinite`, raises `RuntimeError` for a norm that is NaN or infinite. With
+        `precision="fp16-mixed"`, such a norm skips the step (`loss_scale`).
         """
         scaler = self._scaler
         overflow = None if scaler is None else scaler.overflow()
         norm = state.clip_grad_norm_(
-            self._placed, self.shards, max_norm, norm_type, overflow=overflow
+            self._placed, self.shards, max_norm, norm_type, error_if_nonfinite, overflow
         )
         if scaler is not None:
             scaler.decide(norm)
@@ -214,7 +216,6 @@ class HeldState(nn.Module):
         if self._options.precision == "fp16-mixed" and scale is not None:
             everyone = state.everyone(self._place)
             self._scaler = LossScaler(everyone, self._device, self.zero_grad, scale)
-            watch_scaler(self._stored.values(), self._scaler)
 
     @property
     def _placed(self) -> StageState:

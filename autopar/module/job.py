@@ -60,10 +60,10 @@ def from_rank_0(make: Callable[[], T]) -> T:
     return value
 
 
-def agree(event: str, digest: str, values: Mapping[str, str]) -> None:
+def agree(event: str, digest: str, values: Mapping[str, str], of: str = "a change of") -> None:
     """Raise `CaptureError` unless every rank comes here, for the same event, with equal digests.
 
-    `values` are named where digests differ.
+    `values` are named where digests differ; `of` says what a rank sees of them.
 
     Ranks meet in the store of the process group, not in a collective: a rank that does not come is
     in the collectives of a step.
@@ -74,13 +74,13 @@ def agree(event: str, digest: str, values: Mapping[str, str]) -> None:
     keys = [f"autopar/{event}/{other}" for other in range(dist.get_world_size())]
     store.set(keys[rank], json.dumps([digest, dict(values)]))
     names = ", ".join(values)
-    hint = "change it on every rank, to the same value, before the same step"
+    hint = "change it on every rank, in the same way, before the same step"
     for other, key in enumerate(keys):
         try:
             store.wait([key], timedelta(seconds=AGREE_TIMEOUT_S))
         except dist.DistStoreError as error:
             raise CaptureError(
-                f"rank {rank} sees a change of {names}, rank {other} does not", hint=hint
+                f"rank {rank} sees {of} {names}, rank {other} does not", hint=hint
             ) from error
         their_digest, theirs = json.loads(store.get(key))
         if their_digest == digest:
@@ -93,5 +93,5 @@ def agree(event: str, digest: str, values: Mapping[str, str]) -> None:
                     hint=hint,
                 )
         raise CaptureError(
-            f"after a change of {names}, ranks {rank} and {other} have other graphs", hint=hint
+            f"after {of} {names}, ranks {rank} and {other} have other graphs", hint=hint
         )

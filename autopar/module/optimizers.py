@@ -19,7 +19,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any
-from weakref import WeakSet
+from weakref import WeakMethod, WeakSet
 
 from torch import Tensor, nn, optim
 from torch.nn.utils import clip_grad
@@ -34,7 +34,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from autopar.errors import NotSupportedError, OptionError, StateError
 from autopar.module.parameters import shard_of
-from autopar.runtime.state import LossScaler
 from autopar.runtime.tensors import Sharded, local_of
 
 # Class name -> why its update is not elementwise.
@@ -57,8 +56,8 @@ _ELEMENTWISE = frozenset(
 # Parameters of users' models that a parallel module trains copies of -> a name of each.
 _copied: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _trained: WeakIdKeyDictionary = WeakIdKeyDictionary()  # those of them that an optimizer changes
-# Parameters of modules in float16 -> what scales their gradients.
-_scalers: WeakIdKeyDictionary = WeakIdKeyDictionary()
+# Parameters of parallel modules -> what their module does before an optimizer steps.
+_listeners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _checked: WeakSet[Optimizer] = WeakSet()
 _loading: WeakSet[Optimizer] = WeakSet()  # those that call `_after_load`
 _is_watching = False
@@ -76,10 +75,10 @@ def watch_optimizers(model: nn.Module) -> None:
         _is_watching = True
 
 
-def watch_scaler(parameters: Iterable[Tensor], scaler: LossScaler) -> None:
-    """Let `scaler` decide before each step of an optimizer of these parameters."""
+def call_before_steps(parameters: Iterable[Tensor], method: Callable[[Optimizer], None]) -> None:
+    """Call a bound method before each step of an optimizer of these parameters, once a step."""
     for parameter in parameters:
-        _scalers[parameter] = scaler
+        _listeners[parameter] = WeakMethod(method)
 
 
 def has_trained(parameter: Tensor) -> bool:
@@ -92,9 +91,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if optimizer not in _checked:
         _check(optimizer)
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    found = {id(s): s for p in parameters if (s := _scalers.get(p)) is not None}
-    for scaler in found.values():
-        scaler.decide()
+    for listener in {heard for p in parameters if (heard := _listeners.get(p)) is not None}:
+        if (method := listener()) is not None:
+            method(optimizer)
     if type(optimizer) in _ELEMENTWISE and args[0] is optimizer and not _has_hooks(optimizer):
         has_closure = len(args) > 1 or kwargs.get("closure") is not None
         groups = optimizer.param_groups

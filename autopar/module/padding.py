@@ -24,7 +24,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import AutoparError, BatchError
-from autopar.module.batches import Given
+from autopar.module.agreement import Given
 from autopar.module.programs import Built
 from autopar.program import flatten_inputs
 

@@ -24,7 +24,17 @@ from autopar.errors import (
     OptionError,
 )
 from autopar.mesh import Mesh
-from autopar.module.batches import Agreement, Given, Loaded, fingerprints, unwrapped
+from autopar.module.agreement import (
+    Agreement,
+    Due,
+    Given,
+    agreed_program,
+    agreed_values,
+    compare_hyperparameters,
+    compare_settings,
+    fingerprints,
+)
+from autopar.module.batches import Loaded, unwrapped
 from autopar.module.calls import (
     check_autocast,
     check_planning_mode,
@@ -32,6 +42,7 @@ from autopar.module.calls import (
     one_form,
 )
 from autopar.module.feeding import Feeding
+from autopar.module.finite import FiniteCheck, Guard, SkippedIfBad, Unguarded
 from autopar.module.habits import (
     PlannedModule,
     StepLoss,
@@ -41,7 +52,7 @@ from autopar.module.habits import (
 )
 from autopar.module.job import from_rank_0, join_process_group, own_rank
 from autopar.module.layers import Holders, Modes, Shown
-from autopar.module.optimizers import watch_optimizers
+from autopar.module.optimizers import call_before_steps, watch_optimizers
 from autopar.module.originals import ConstantBuffers, Originals
 from autopar.module.parameters import StepGradients, gathered_names, make_parameters
 from autopar.module.programs import Built, Kind, Links, Programs, keys_of_model, warn_of_unread
@@ -66,6 +77,7 @@ from autopar.runtime.state import (
     all_names,
     changed_buffers,
     constant_buffers,
+    everyone,
     initial_buffers,
     initial_shards,
 )
@@ -76,13 +88,17 @@ _NUMBERS = itertools.count()  # of the modules that this process made
 class ParallelModule(PlannedModule, Feeding, Surface):
     """A model sharded by a plan. Make it with `autopar.parallelize`."""
 
-    def __init__(self, model: nn.Module, mesh: Mesh, options: Options, weights: str) -> None:
+    def __init__(
+        self, model: nn.Module, mesh: Mesh, options: Options, weights: str, brings: str
+    ) -> None:
         super().__init__()
         check_planning_mode()
         self._model = (model,)  # a tuple, so that it is not a submodule
         self._mesh, self._options, self._weights = mesh, options, weights
         self._device = join_process_group(mesh)
-        self._agreement = Agreement(self._device)
+        compare_settings(mesh, options, weights, brings, self._device)
+        self._agreement = Agreement(self._device, options.check_every)
+        self._is_due = Due(options.check_every)
         self._plan: Plan | None = None
         self._dtensor_mesh: DeviceMesh | None = None
         self._live_buffers: frozenset[str] = frozenset()
@@ -112,7 +128,6 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         check_autocast(self._device)
         self._agreement.check("plan", batch)
         compilation = self._compilation(batch)
-        _ = compilation[Program]  # on every rank, so that each reports its own trace error
 
         @settled_heap()
         def on_rank_0() -> PlanData:
@@ -128,9 +143,13 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         self._adopt(data, self._compilation(example))
 
     def _compilation(self, batch: Mapping[str, Any] | Sequence[Any]) -> Compilation:
-        target = Target(self._mesh, self._options, self._device.type)
-        source = Source(self._model[0], batch)
-        return Compilation(PASSES, source, target)
+        """The captured model; every rank captures, so that each reports its own error."""
+        given = Source(self._model[0], batch), Target(self._mesh, self._options, self._device.type)
+        compilation = Compilation(PASSES, *given)
+        program = agreed_program(compilation[Program], self._weights, self._device)
+        return (
+            compilation if program is compilation[Program] else Compilation(PASSES, *given, program)
+        )
 
     def _adopt(self, data: PlanData, compilation: Compilation) -> None:
         """Adopt rank 0's plan: rank 0 keeps its facts, the others place the plan."""
@@ -154,7 +173,7 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         number = from_rank_0(lambda: next(_NUMBERS))
         self._programs = Programs(
             self._model[0], target, self._bound, links, self._held_buffers,
-            self._live_buffers, fingerprints(planned, with_content=False), number,
+            self._live_buffers, fingerprints(planned, with_content=False), self._weights, number,
             self._originals.is_written,
         )  # fmt: skip
         self._programs.add_planned(planned, program)
@@ -173,15 +192,31 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         self._stored = make_parameters(place, held, gathered)
         watch_optimizers(model)
         self._scale_losses(LossScale())
+        self._watch_optimizers()
         self._live_buffers = frozenset(b.name for b in program.buffers.values())
         persistent = initial_buffers(model, torch.device("cpu"))
-        self._held_buffers = constant_buffers(persistent, place.changed_anywhere)
+        constants = constant_buffers(persistent, place.changed_anywhere)
+        self._held_buffers = agreed_values(constants, self._weights, self._device)
         for buffer in place.changed:
             self._held_buffers |= dict.fromkeys(all_names(buffer), changed[buffer.name])
             if not buffer.persistent:
                 self._not_saved |= {*all_names(buffer)}
         self._layer_modes, self._originals = Modes(model), Originals(model)
         self._show_layers()
+
+    def _watch_optimizers(self) -> None:
+        self._finite = FiniteCheck(everyone(self._place), self._device)
+        call_before_steps(self._stored.values(), self._before_optimizer)
+
+    def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """An optimizer of these parameters steps: what all ranks must agree on before it does."""
+        if self._is_due("optimizer", 3):
+            stages = [mesh.ranks for mesh in self._place.pipeline.meshes]
+            compare_hyperparameters(optimizer, stages, self._device)
+        if self._scaler is not None:
+            self._scaler.decide()
+        else:
+            self._finite.before_optimizer(self.shards)
 
     def _show_layers(self) -> None:
         """Show the model's layers (`layers.py`), with this rank's parameters and buffers."""
@@ -214,6 +249,7 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         outputs: Callable[[Any], None] | None = None,
         weight: float = 1.0,
         global_rows: int | None = None,
+        skip_nonfinite: bool | None = None,
         **kwargs: Any,
     ) -> Tensor:
         """Run forward and backward of every microbatch; gradients are synchronised on return.
@@ -228,6 +264,10 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         of theirs.)
 
         `weight` multiplies the gradients: 1 / n for one of n batches that share an optimizer step.
+
+        `skip_nonfinite`: with True, a step whose loss or gradients are not finite adds no gradients
+        and changes no buffers, on all ranks; with False, it does what torch does. None: it adds
+        them, and an optimizer step with them raises `NonFiniteError`. (float16: `loss_scale`.)
 
         Returns the loss: detached, 0-d, the same on every rank, without the weight. Gradients are
         added to `.grad`. Dropout masks are new at each call, and the same for every plan.
@@ -272,16 +312,22 @@ class ParallelModule(PlannedModule, Feeding, Surface):
             self._seed = warn_of_seed(self._seed)
         gradients = StepGradients(self._stored, self.plan.data.accumulates)
         seed = self.stream.seed
-        leaves, scaler = gradients.before(), self._scaler
-        if scaler is not None:
-            scaler.before(leaves)
-            weight *= scaler.scale.value
+        leaves, guard = gradients.before(), self._guard(skip_nonfinite)
+        weight *= guard.before(leaves)
         loss = built.executor.step(leaves, inputs, local, on_outputs, seed, weight)
         self.stream.n_steps += 1
-        if scaler is not None:
-            scaler.after(leaves)
+        guard.after(leaves, loss)
         gradients.after()
         return loss.as_subclass(StepLoss)
+
+    def _guard(self, skip_nonfinite: bool | None) -> Guard:
+        """What is done about a step whose loss or gradients are not finite."""
+        if self._scaler is not None:
+            return self._scaler
+        if skip_nonfinite:
+            changed = {b.name: self._held_buffers[b.name] for b in self._place.changed}
+            return SkippedIfBad(self._finite, changed)
+        return self._finite if skip_nonfinite is None else Unguarded()
 
     def forward(self, *args: Any, gather: str = "last", **kwargs: Any) -> Any:
         """The model's own output for a global batch, without gradients.
@@ -355,6 +401,7 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         for name in ("_stored", "_held_buffers", "stream"):
             twin.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
         twin._scale_losses(copy.copy(self.loss_scale))
+        twin._watch_optimizers()
         twin.__dict__["_programs"] = self._programs.for_buffers(twin._held_buffers)
         twin._show_layers()
         for name, layer in self._layers.items():

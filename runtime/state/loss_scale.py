@@ -47,14 +47,15 @@ class LossScaler:
     _found: Tensor | None = field(default=None, init=False)
     _earlier: dict[str, Tensor] = field(default_factory=dict, init=False)
 
-    def before(self, leaves: Mapping[str, Tensor]) -> None:
-        """Put gradients of earlier steps aside: those of this one will be scaled."""
+    def before(self, leaves: Mapping[str, Tensor]) -> float:
+        """Put gradients of earlier steps aside: those of this one will be scaled. The scale."""
         self._earlier = {n: leaf.grad for n, leaf in leaves.items() if leaf.grad is not None}
         for leaf in leaves.values():
             leaf.grad = None
+        return self.scale.value
 
     @torch.no_grad()
-    def after(self, leaves: Mapping[str, Tensor]) -> None:
+    def after(self, leaves: Mapping[str, Tensor], loss: Tensor) -> None:
         """Unscale the gradients, note what is not finite, and add them to the earlier ones."""
         if self._found is None:
             self._found = torch.zeros(1, device=self.device)

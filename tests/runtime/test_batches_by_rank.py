@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import autopar
 from autopar import BatchError, Manual
-from autopar.module.batches import agreement
+from autopar.module.agreement.batches import N_CHECKED
 from autopar.runtime.launch.processes import WorkerPool
 from tests.helpers.jobs import machine, rank
 from tests.helpers.models.tiny_model import Tiny, batch
@@ -150,7 +150,7 @@ def n_gathers() -> list[int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "all_gather_single", counted)
-        for k in range(agreement.N_CHECKED["step"] + 2):
+        for k in range(N_CHECKED["step"] + 2):
             module.step(**batch(k))
             found.append(0)
     return found[:-1]

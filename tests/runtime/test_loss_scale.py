@@ -94,11 +94,11 @@ def overflow(pm: ParallelModule, rank: int) -> None:
     assert scaler is not None
     after = scaler.after
 
-    def spoilt(leaves: Any) -> None:
+    def spoilt(leaves: Any, loss: Tensor) -> None:
         if dist.get_rank() == rank:
             leaf = [leaf for leaf in leaves.values() if leaf.grad is not None][-1]
             leaf.grad.view(-1)[-1] = torch.inf
-        after(leaves)
+        after(leaves, loss)
         scaler.after = after  # type: ignore[method-assign]
 
     scaler.after = spoilt  # type: ignore[method-assign]
@@ -197,7 +197,7 @@ def test_the_scale_grows_after_many_steps() -> None:
     for _ in range(2):
         scaler.before({"w": leaf})
         (leaf.sum() * scaler.scale.value).backward()
-        scaler.after({"w": leaf})
+        scaler.after({"w": leaf}, leaf.sum())
         assert leaf.grad is not None and (leaf.grad % 1 == 0).all()
         assert scaler.decide() and scaler.decide()  # once a step
     assert scaler.scale == LossScale(16.0, n_kept=0, n_skipped=0)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import BatchError, NotSupportedError, OptionError
-from autopar.module.batches.agreement import Given, Rows
+from autopar.module.agreement import Given, Rows
 from autopar.program import (
     Delivered,
     Program,

@@ -13,7 +13,7 @@ from collections import OrderedDict
 from collections.abc import Iterator
 from typing import Generic, TypeVar
 
-from autopar.module.batches import Given, fingerprints
+from autopar.module.agreement import Given, fingerprints
 from autopar.module.programs.compiled_step import Kind
 from autopar.module.programs.signatures import Signature
 

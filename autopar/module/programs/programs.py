@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autopar.capture import accumulation_of, capture, first_rows
 from autopar.errors import CaptureError, NotSupportedError, PlanError
-from autopar.module.batches import Fingerprint, Given
+from autopar.module.agreement import Fingerprint, Given, agreed_program, fingerprints
 from autopar.module.job import from_rank_0, own_rank
 from autopar.module.programs.compiled_step import TRAINS, Built, Kind, Links
 from autopar.module.programs.signatures import refuse_unlike, signature_of_call, warn_of_unread
@@ -38,6 +38,7 @@ class Programs:
     buffers        the module's buffers, by name; programs write those that they change
     live_buffers   names of the buffers that the planned step changes
     planned        the form of the planned batch
+    weights        where values of the model come from: "rank0", "init" or a path
     number         of the module, the same on every rank
     is_written     have parameters of the model been written to since the module copied them?
     """
@@ -49,6 +50,7 @@ class Programs:
     buffers: Mapping[str, Tensor]
     live_buffers: frozenset[str]
     planned: Mapping[str, Fingerprint]
+    weights: str
     number: int
     is_written: Callable[[], bool]
     variants: Variants = field(init=False)
@@ -74,6 +76,10 @@ class Programs:
         signature = signature_of_call(batch, self.target.options.precision)
         key = (training, kind, signature)
         is_new = self.variants.captures.is_new(signature)
+        if is_new:
+            forms = fingerprints(batch, with_content=False)
+            other = {path: f.form for path, f in forms.items() if self.planned.get(path) != f}
+            self.variants.agree_on_shapes(other)
 
         def compiled(program: Program) -> Built:
             scales = self._scales(program, batch) if kind == "step with outputs" else ()
@@ -146,7 +152,8 @@ class Programs:
     def _placed(self, program: Program, kind: Kind) -> Compilation:
         """The plan placed on another program: other shapes, with outputs, or evaluation."""
         bound = self.bound
-        given = self.target, bound.data, program
+        agreed = agreed_program(program, self.weights, self.links.device)
+        given = self.target, bound.data, agreed
         if kind in TRAINS:
             passes = other_shapes(bound.pipeline.n_blocks, kind == "step with outputs")
             return Compilation(passes, *given)

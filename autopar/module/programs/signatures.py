@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture import accepted
 from autopar.errors import AutoparError, BatchError, CaptureError
-from autopar.module.batches import Fingerprint, Given, fingerprints
+from autopar.module.agreement import Fingerprint, Given, fingerprints
 from autopar.program import Program, flatten_inputs
 
 Signature = tuple[tuple[str, Any], ...]

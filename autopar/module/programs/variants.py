@@ -8,7 +8,7 @@ to an earlier value finds the earlier one.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -131,6 +131,14 @@ class Variants:
                     hint="call autopar.parallelize again after such a change",
                 ) from error
         self.add(key, program, same)
+
+    def agree_on_shapes(self, given: Mapping[str, str]) -> None:
+        """All ranks meet a batch of new shapes; `given` says which, by path.
+
+        Raises `CaptureError` on a rank that meets it alone: the others run a step without it.
+        """
+        self._n_changes += 1
+        agree(f"{self._number}/{self._n_changes}", repr(given), given, "a new shape of")
 
     def _agree(self, changed: Changed, program: Program) -> None:
         """Raise `CaptureError` unless all ranks go on with the same graph and constants."""

@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autopar.module.batches.hashes import content_hash, digest, fingerprints
+from autopar.module.agreement.hashes import content_hash, digest, fingerprints
 
 DTYPES = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,
@@ -58,7 +58,7 @@ def test_integers_that_differ(values: list[int], data: st.DataObject) -> None:
 def test_large_tensors_are_hashed_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
     x = torch.randn(1000, generator=torch.Generator().manual_seed(0))
     whole = content_hash(x)
-    monkeypatch.setattr("autopar.module.batches.hashes._N_AT_ONCE", 7)
+    monkeypatch.setattr("autopar.module.agreement.hashes._N_AT_ONCE", 7)
     assert content_hash(x) == whole
 
 

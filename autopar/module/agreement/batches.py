@@ -1,15 +1,13 @@
-"""Do all ranks call the module with the same batch? Checked in the first calls, then trusted.
+"""Do all ranks call the module with the same batch?
 
 Every rank passes the same global batch, or with `batch="local"` the rows that `local_slice` names.
 A loader that gives each rank rows of its own (DistributedSampler) is wrong for a module that splits
 the batch itself: nothing would fail, and the gradients would be wrong. Such a habit shows in the
-first steps. They compare fingerprints (`hashes.py`) before anything is captured or run:
+first steps; a loader that drifts later shows in one of every `check_every` steps.
 
-    all ranks    all_gather of two int64: what is called, and a digest of the batch
-    different    the fingerprint of every input is gathered, and every rank raises the same error
-
-A local batch differs by rank. Its fingerprints are always gathered: ranks with the same rows of an
-input must have the same content.
+Fingerprints of every input (`hashes.py`) are compared before anything is captured or run. A local
+batch differs by rank. Its fingerprints are always gathered: ranks with the same rows of an input
+must have the same content.
 """
 
 from __future__ import annotations
@@ -19,11 +17,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import torch.distributed as dist
 
 from autopar.errors import BatchError
-from autopar.module.batches.hashes import Fingerprint, digest, fingerprints
-from autopar.runtime.groups import current_context
+from autopar.module.agreement.hashes import Fingerprint, fingerprints
+from autopar.module.agreement.meeting import CALLS, Due, compared, has_others
 from autopar.units import format_ranks
 
 Given = Mapping[str, Any] | Sequence[Any]
@@ -31,11 +28,6 @@ Given = Mapping[str, Any] | Sequence[Any]
 # A loader's habit shows at once. Three steps, because the first batches of two loaders may agree
 # by chance (a warm-up batch, equal padding); one evaluation, because its loader is another one.
 N_CHECKED = {"step": 3, "local step": 3, "evaluation": 1, "loss": 1}
-_KINDS = ("plan", "step", "local step", "evaluation", "loss")
-_CALLS = {
-    "plan": "planning", "step": "pm.step(...)", "local step": 'pm.step(..., batch="local")',
-    "evaluation": "pm(...)", "loss": "pm.loss(...)",
-}  # fmt: skip
 _WAYS_OUT = (
     "pass the same global batch on every rank (no DistributedSampler; seed the loader and "
     'its augmentation alike), or pm.step(..., batch="local") with the rows that '
@@ -59,68 +51,44 @@ class Rows:
 
 
 class Agreement:
-    """What this rank has compared with the others so far."""
+    """What this rank compares of the batches that it is called with.
 
-    def __init__(self, device: torch.device) -> None:
+    every   compare again each so many calls of a kind; None: only the first ones
+    """
+
+    def __init__(self, device: torch.device, every: int | None) -> None:
         self._device = device
-        self._n_calls: dict[str, int] = {}
+        self._is_due = Due(every)
 
     def check(self, kind: str, given: Given) -> None:
         """Compare a global batch; `kind` is a key of `N_CHECKED`, or "plan" (shapes only).
 
         Raises `BatchError` on every rank if the batches or the kinds of calls differ.
         """
-        if not self._is_early(kind):
+        if kind == "plan":
+            if not has_others():
+                return
+        elif not self._is_due(kind, N_CHECKED[kind]):
             return
-        found = fingerprints(given, with_content=kind != "plan")
-        if self._same_everywhere(kind, found):
-            return
-        _refuse_different(kind, _gathered(found))
+        every = compared(kind, fingerprints(given, with_content=kind != "plan"), self._device)
+        if every is not None:
+            _refuse_different(kind, every)
 
     def check_local(self, given: Given, rows: Mapping[str, Rows]) -> None:
         """Compare a local batch; `rows` are of the inputs that this rank reads, by path.
 
-        Raises `BatchError` if a rank passes another number of rows than it reads; in the first
-        steps on every rank, also if ranks that read the same rows have different ones.
+        Raises `BatchError` if a rank passes another number of rows than it reads; where batches are
+        compared on every rank, also if ranks that read the same rows have different ones.
         """
-        if not self._is_early("local step"):
+        kind = "local step"
+        if not self._is_due(kind, N_CHECKED[kind]):
             _refuse_other_numbers([rows])
             return
         found = {path: (rows[path], f) for path, f in fingerprints(given).items() if path in rows}
-        self._same_everywhere("local step", None)
-        of_ranks = _gathered(found)
-        _refuse_other_numbers([{p: r for p, (r, _) in found.items()} for found in of_ranks])
-        _refuse_different_rows(of_ranks)
-
-    def _is_early(self, kind: str) -> bool:
-        if not dist.is_initialized() or dist.get_world_size() == 1:
-            return False
-        self._n_calls[kind] = self._n_calls.get(kind, 0) + 1
-        return self._n_calls[kind] <= N_CHECKED.get(kind, self._n_calls[kind])
-
-    def _same_everywhere(self, kind: str, found: object) -> bool:
-        """Whether all ranks have found the same. Raises `BatchError` for different calls."""
-        n_ranks = dist.get_world_size()
-        mine = torch.tensor([_KINDS.index(kind), digest(found)], device=self._device)
-        everyone = torch.empty(2 * n_ranks, dtype=torch.int64, device=self._device)
-        with current_context().flight.meeting(f"comparing what ranks pass to {_CALLS[kind]}"):
-            dist.all_gather_single(everyone, mine)
-        kinds, digests = everyone.view(n_ranks, 2).T.tolist()
-        if len(set(kinds)) > 1:
-            calls = {_KINDS[k]: [r for r in range(n_ranks) if kinds[r] == k] for k in kinds}
-            raise BatchError(
-                "ranks call different things: "
-                + ", ".join(f"{_CALLS[k]} on {format_ranks(ranks)}" for k, ranks in calls.items()),
-                hint="every rank must make the same calls in the same order",
-            )
-        return len(set(digests)) == 1
-
-
-def _gathered(mine: Any) -> list[Any]:
-    everyone: list[Any] = [None] * dist.get_world_size()
-    with current_context().flight.meeting("comparing batches"):
-        dist.all_gather_object(everyone, mine)
-    return everyone
+        every = compared(kind, found, self._device, always=True)
+        assert every is not None
+        _refuse_other_numbers([{p: r for p, (r, _) in found.items()} for found in every])
+        _refuse_different_rows(every)
 
 
 def _refuse_different(kind: str, of_ranks: Sequence[Mapping[str, Fingerprint]]) -> None:
@@ -135,7 +103,7 @@ def _refuse_different(kind: str, of_ranks: Sequence[Mapping[str, Fingerprint]]) 
                 f"`{path}` on {format_ranks(others)} is not rank 0's: {_difference(here, there)}"
             )
     raise BatchError(
-        f"{_CALLS[kind]}: the batch differs between ranks:\n  " + "\n  ".join(lines), hint=_WAYS_OUT
+        f"{CALLS[kind]}: the batch differs between ranks:\n  " + "\n  ".join(lines), hint=_WAYS_OUT
     )
 
 

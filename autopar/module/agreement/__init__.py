@@ -1,0 +1,27 @@
+"""Do ranks agree? Each check is one small collective; if it fails, the rank that differs is named.
+
+Read `hashes.py` (a tensor as a number), `meeting.py` (one comparison), then what is compared:
+`settings.py` (how `autopar.parallelize` is called), `batches.py`, `constants.py` (tensors that are
+neither parameters nor inputs) and `hyperparameters.py` (of optimizers).
+It may import what lies below `module`.
+"""
+
+from autopar.module.agreement.batches import Agreement, Given, Rows
+from autopar.module.agreement.constants import agreed_program, agreed_values
+from autopar.module.agreement.hashes import Fingerprint, fingerprints
+from autopar.module.agreement.hyperparameters import compare_hyperparameters
+from autopar.module.agreement.meeting import Due
+from autopar.module.agreement.settings import compare_settings
+
+__all__ = [
+    "Agreement",
+    "Due",
+    "Fingerprint",
+    "Given",
+    "Rows",
+    "agreed_program",
+    "agreed_values",
+    "compare_hyperparameters",
+    "compare_settings",
+    "fingerprints",
+]

@@ -1,0 +1,57 @@
+"""Learning rates and other settings of optimizers: equal on ranks that hold the same parameters.
+
+A schedule that depends on the rank (by the length of its own loader) lets replicas drift apart.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from autopar.errors import DivergenceError
+from autopar.module.agreement.meeting import compared
+from autopar.module.agreement.settings import different
+
+N_FIRST = 3  # optimizer steps that are compared before every n-th is
+_MOST_ELEMENTS = 16  # of a tensor that is compared; a learning rate has one
+
+
+def compare_hyperparameters(
+    optimizer: Optimizer, stages: Sequence[Sequence[int]], device: torch.device
+) -> None:
+    """Raise `DivergenceError` on every rank if ranks of one stage have other settings.
+
+    stages   the ranks of each: a stage has parameters of its own, and may group them as it likes
+    """
+    mine = {"optimizer": type(optimizer).__qualname__}
+    for k, group in enumerate(optimizer.param_groups):
+        mine |= {
+            f"{name} of group {k}": _text(value)
+            for name, value in group.items()
+            if name != "params"
+        }
+    every = compared("optimizer", mine, device, stages)
+    if every is None:
+        return
+    lines = [line for ranks in stages for line in different({r: every[r] for r in ranks})]
+    raise DivergenceError(
+        f"{type(optimizer).__name__}.step() with other settings on other ranks:\n  "
+        + "\n  ".join(lines),
+        hint="give every rank the same schedule; one that counts the batches of a rank's own "
+        "loader differs by rank",
+    )
+
+
+def _text(value: Any) -> str:
+    """A setting as text that is equal in all processes; what is no number goes by its type."""
+    if isinstance(value, Tensor):
+        return repr(value.tolist()) if value.numel() <= _MOST_ELEMENTS else f"{value.shape}"
+    if isinstance(value, (tuple, list)):
+        return f"({', '.join(map(_text, value))})"
+    if isinstance(value, (bool, int, float, complex, str, type(None), torch.dtype)):
+        return repr(value)
+    return f"a {type(value).__qualname__}"

@@ -1,0 +1,206 @@
+"""Ranks that are set up or trained differently: refused on every rank, by name, with both values."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import autopar
+from autopar import BatchError, CaptureError, DivergenceError, Manual
+from autopar.module import job
+from autopar.runtime.launch.processes import WorkerPool
+from tests.helpers.jobs import machine, rank
+from tests.helpers.models.tiny_model import Tiny, batch
+
+Pool = Callable[[int], WorkerPool]
+MESH = machine((1, 2))
+PLANS = {"dp": Manual(dp=2), "tp": Manual(tp=2), "pp": Manual(pp=2)}
+
+
+class Drawn(nn.Module):
+    """Its constants are drawn at random: a buffer, one that is not saved, and a tensor attribute."""
+
+    offset: Tensor
+    gain: Tensor
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.inner = Tiny()
+        torch.manual_seed(seed)
+        self.register_buffer("offset", torch.randn(8))
+        self.register_buffer("gain", torch.randn(8), persistent=False)
+        self.shift = torch.randn(8)
+
+    def forward(self, x: Tensor, labels: Tensor) -> Any:
+        return self.inner((x + self.offset) * self.gain + self.shift, labels)
+
+
+# name -> (keyword arguments of this rank, what the error says)
+SETTINGS: dict[str, tuple[Callable[[], dict[str, Any]], str]] = {
+    "an option": (
+        lambda: {"manual": Manual(tp=2), "recompute": "full" if rank() else "none"},
+        r"recompute: 'full' on rank 1, 'none' on rank 0",
+    ),
+    "another recipe": (
+        lambda: {"manual": Manual(dp=2) if rank() else Manual(tp=2)},
+        r"manual: Manual\(dp=2.* on rank 1, Manual\(dp=1, tp=2",
+    ),
+    "where weights come from": (
+        lambda: {"weights": "init" if rank() else "rank0"}, "weights: init on rank 1, rank0 on",
+    ),
+    "no batch": (
+        lambda: {} if rank() else {"example_inputs": batch()},
+        "called with: neither on rank 1, example_inputs on rank 0",
+    ),
+    "a loss function": (
+        lambda: {"loss_fn": sum if rank() else max}, r"loss_fn: builtins.sum on rank 1",
+    ),
+}  # fmt: skip
+
+
+def other_settings(name: str) -> str:
+    given = SETTINGS[name][0]()
+    if "example_inputs" not in given and name != "no batch":
+        given["example_inputs"] = batch()
+    with pytest.raises(DivergenceError) as refusal:
+        autopar.parallelize(Tiny(), MESH, **given)
+    return str(refusal.value)
+
+
+@pytest.mark.parametrize("name", SETTINGS)
+def test_settings_that_differ_are_named(name: str, workers: Pool) -> None:
+    for message in workers(2).run(other_settings, name):
+        assert re.search(SETTINGS[name][1], message), message
+
+
+def progress_of_rank_0() -> None:
+    torch.manual_seed(0)
+    autopar.parallelize(Tiny(), MESH, batch(), manual=Manual(tp=2), progress=rank() == 0)
+
+
+def test_a_rank_may_show_progress_alone(workers: Pool) -> None:
+    workers(2).run(progress_of_rank_0)
+
+
+def losses_of(seed: int, plan: str) -> list[Any]:
+    module = autopar.parallelize(Drawn(seed), MESH, batch(), manual=PLANS[plan], precision="fp64")
+    found = [module.step(**batch()).item()]
+    found.append(module.step(**batch(0, 16)).item())  # another shape: captured again
+    module.eval()
+    found.append(module.loss(**batch()).item())
+    return [*found, module.offset.tolist()]
+
+
+@pytest.mark.parametrize("plan", PLANS)
+def test_constants_are_those_of_rank_0(plan: str, workers: Pool) -> None:
+    """Buffers and tensor attributes that were drawn by each rank, beside equal ones."""
+    assert workers(2).run(constants_drawn, plan) == workers(2).run(losses_of, 0, plan)
+
+
+def constants_drawn(plan: str) -> list[Any]:
+    return losses_of(rank(), plan)
+
+
+def other_constants() -> str:
+    torch.manual_seed(0)
+    with torch.device("meta"):
+        model: nn.Module = Drawn(0)
+    model.offset = torch.full((8,), float(rank()))
+    model.gain, model.shift = torch.ones(8), torch.ones(8)
+    with pytest.raises(DivergenceError) as refusal:
+        autopar.parallelize(model, MESH, batch(), manual=Manual(tp=2), weights="init")
+    return str(refusal.value)
+
+
+def test_constants_that_nobody_broadcasts_are_refused(workers: Pool) -> None:
+    for message in workers(2).run(other_constants):
+        assert re.search(r"offset`: float32 \(8,\) [0-9a-f]{16} on rank 1, float32", message)
+
+
+def drifting_rate(plan: str, check_every: int) -> tuple[int, str]:
+    """(optimizer steps before the refusal, what it says): the rate differs from step 5 on."""
+    torch.manual_seed(0)
+    module = autopar.parallelize(Tiny(), MESH, batch(), manual=PLANS[plan], check_every=check_every)
+    optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
+    for n in range(2 * check_every):
+        module.step(**batch())
+        optimizer.param_groups[0]["lr"] = 1e-3 * (1 + rank() * (n >= 4))
+        try:
+            optimizer.step()
+        except DivergenceError as error:
+            return n, str(error)
+        optimizer.zero_grad()
+    return -1, ""
+
+
+def test_learning_rates_that_drift_are_named(workers: Pool) -> None:
+    for n, message in workers(2).run(drifting_rate, "dp", 8):
+        assert n == 7
+        assert "lr of group 0: 0.002 on rank 1, 0.001 on rank 0" in message
+
+
+def test_stages_may_have_rates_of_their_own(workers: Pool) -> None:
+    """Layer-wise rates: a stage has the parameters of its layers."""
+    assert workers(2).run(drifting_rate, "pp", 8) == [(-1, "")] * 2
+
+
+def drifting_batches(check_every: int | None) -> tuple[int, str]:
+    torch.manual_seed(0)
+    module = autopar.parallelize(
+        Tiny(), MESH, batch(), manual=Manual(tp=2), check_every=check_every
+    )
+    for n in range(12):
+        try:
+            module.step(**batch(rank() if n >= 4 else 0))
+        except BatchError as error:
+            return n, str(error)
+    return -1, ""
+
+
+def test_batches_that_drift_are_found_at_every_nth_step(workers: Pool) -> None:
+    for n, message in workers(2).run(drifting_batches, 6):
+        assert n == 5 and "`x` on rank 1 is not rank 0's" in message
+    assert workers(2).run(drifting_batches, None) == [(-1, "")] * 2
+
+
+def new_shape_alone() -> str:
+    torch.manual_seed(0)
+    module = autopar.parallelize(Tiny(), MESH, batch(), manual=Manual(tp=2))
+    for _ in range(4):
+        module.step(**batch())
+    if rank() == 0:  # it would wait in its step for as long as the backend does
+        dist.distributed_c10d._get_default_store().wait(["autopar test: refused"])
+        return ""
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CaptureError) as refusal:
+        patch.setattr(job, "AGREE_TIMEOUT_S", 1.0)
+        module.step(**batch(0, 16))
+    dist.distributed_c10d._get_default_store().set("autopar test: refused", "")
+    return str(refusal.value)
+
+
+def test_a_rank_that_meets_a_new_shape_alone_says_so(workers: Pool) -> None:
+    message = workers(2).run(new_shape_alone)[1]
+    assert "rank 1 sees a new shape of" in message and "rank 0 does not" in message
+
+
+def old_optimizer() -> str:
+    torch.manual_seed(0)
+    model = Tiny()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    module = autopar.parallelize(model, MESH, batch(), manual=Manual(tp=2))
+    module.step(**batch())
+    with pytest.raises(autopar.OptionError) as refusal:
+        optimizer.step()
+    return str(refusal.value)
+
+
+def test_an_optimizer_of_the_old_parameters_is_refused(workers: Pool) -> None:
+    for message in workers(2).run(old_optimizer):
+        assert "build the optimizer from pm.parameters()" in message
