@@ -20,7 +20,7 @@ from autopar.passes.pipeline import PASSES
 from autopar.planning import Plan, planned, settled_heap
 from autopar.report import ComparedPlan, Comparison
 from autopar.runtime import checkpoints, state
-from autopar.runtime.groups import meet
+from autopar.runtime.groups import together_in
 
 
 @settled_heap()
@@ -113,8 +113,8 @@ def save(
     Every rank must call it; raises `AbsentRanksError`, which names those that do not.
     """
     held = module.checkpointed()
-    meet("autopar.save(...)")
-    checkpoints.save(held, optimizer, path, step, extra, states)
+    with together_in("autopar.save(...)"):
+        checkpoints.save(held, optimizer, path, step, extra, states)
 
 
 def load(
@@ -133,8 +133,8 @@ def load(
     `StateError`, with nothing changed on any rank, if the checkpoint is damaged or does not fit.
     """
     held = module.checkpointed()
-    meet("autopar.load(...)")
-    loaded = checkpoints.load(held, optimizer, path, states, verify)
+    with together_in("autopar.load(...)"):
+        loaded = checkpoints.load(held, optimizer, path, states, verify)
     module.note_seed()
     return loaded
 
@@ -148,10 +148,10 @@ def export_weights(
     `AbsentRanksError`, which names those that do not, and `StateError` for a folder that is there.
     """
     held = module.checkpointed()
-    meet("autopar.export_weights(...)")
-    state.export_weights(
-        held.place, module.shards, path, max_shard_bytes, module.persistent_buffers
-    )
+    with together_in("autopar.export_weights(...)"):
+        state.export_weights(
+            held.place, module.shards, path, max_shard_bytes, module.persistent_buffers
+        )
 
 
 def compare(*plans: Plan) -> Comparison:

@@ -20,7 +20,7 @@ from autopar.options import Options
 from autopar.planning import Bound, Plan
 from autopar.runtime import state
 from autopar.runtime.checkpoints import ModuleState, check_replicas
-from autopar.runtime.groups import meet
+from autopar.runtime.groups import together_in
 from autopar.runtime.state import (
     LossScale,
     LossScaler,
@@ -136,9 +136,9 @@ class HeldState(nn.Module):
         Every rank must call it; raises `AbsentRanksError`, which names those that do not.
         """
         place = self._placed
-        meet("pm.full_state_dict()")
-        self._originals.seen()
-        return state.full_state_dict(place, self.shards, self.persistent_buffers)
+        with together_in("pm.full_state_dict()"):
+            self._originals.seen()
+            return state.full_state_dict(place, self.shards, self.persistent_buffers)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Whole gradients on rank 0's CPU, by parameter name; {} on other ranks.
@@ -147,8 +147,8 @@ class HeldState(nn.Module):
         raises `AbsentRanksError`, which names those that do not.
         """
         place = self._placed
-        meet("pm.full_gradients()")
-        return state.full_gradients(place, self.shards)
+        with together_in("pm.full_gradients()"):
+            return state.full_gradients(place, self.shards)
 
     def state_dict(  # type: ignore[override]
         self, destination: Any = None, prefix: str = "", keep_vars: bool = False
@@ -183,8 +183,8 @@ class HeldState(nn.Module):
         error names parameter, ranks and hashes. Every byte that a rank stores is hashed once.
         """
         state = self.checkpointed()
-        meet("pm.check_replicas()")
-        check_replicas(state)
+        with together_in("pm.check_replicas()"):
+            check_replicas(state)
 
     def note_seed(self) -> None:
         """torch has the seed of a checkpoint now: that is no `torch.manual_seed` to warn of."""
@@ -205,11 +205,11 @@ class HeldState(nn.Module):
                 hint="leave assign out; the values are copied",
             )
         place = self._placed
-        meet("pm.load_state_dict(...)")
-        self._originals.seen()
-        return state.load_state_dict(
-            place, self.shards, state_dict, self.persistent_buffers, strict
-        )
+        with together_in("pm.load_state_dict(...)"):
+            self._originals.seen()
+            return state.load_state_dict(
+                place, self.shards, state_dict, self.persistent_buffers, strict
+            )
 
     def _scale_losses(self, scale: LossScale | None) -> None:
         """With float16, scale losses from now on."""

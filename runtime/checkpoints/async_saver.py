@@ -16,7 +16,7 @@ import os
 import warnings
 import weakref
 from collections.abc import Mapping
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor, wait
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -36,9 +36,11 @@ from autopar.runtime.checkpoints.saving import (
     snapshot,
     write_and_publish,
 )
-from autopar.runtime.groups import meet, new_group
+from autopar.runtime.groups import current_context, new_group, together_in
 from autopar.runtime.state import own_rank, together, world_size
 from autopar.runtime.storage import Piece, disk_faults, prune, step_folder
+
+_POLL_S = 0.25
 
 
 class Checkpointed(Protocol):
@@ -99,21 +101,25 @@ class AsyncSaver:
         if step < 0:
             raise OptionError(f"step is the number of steps done, not {step}")
         held = module.checkpointed()
-        meet("AsyncSaver.save(...)")
-        self.wait()
-        taken = snapshot(held, optimizer, step, extra, states)
-        folder = step_folder(self._path, step)
-        save_id = begin(folder)
-        if self._group is None and world_size() > 1:
-            self._group = new_group(range(world_size()), backend="gloo")
-        staged = replace(taken, files=self._staged(taken.files))
+        with together_in("AsyncSaver.save(...)"):
+            self.wait()
+            taken = snapshot(held, optimizer, step, extra, states)
+            folder = step_folder(self._path, step)
+            save_id = begin(folder)
+            if self._group is None and world_size() > 1:
+                self._group = new_group(range(world_size()), backend="gloo")
+            staged = replace(taken, files=self._staged(taken.files))
         write = partial(_write, folder, staged, save_id, self._group, self._keep)
         self._pending.append(self._thread.submit(write))
 
     def wait(self) -> None:
         """Wait until the last save is complete, and in its place; raises what it failed with."""
-        if self._pending:
-            self._pending.pop().result()
+        if not self._pending:
+            return
+        saved, flight = self._pending.pop(), current_context().flight
+        while not wait([saved], timeout=_POLL_S).done:
+            flight.progress_beside("the save before is written")
+        saved.result()
 
     def __enter__(self) -> AsyncSaver:
         return self

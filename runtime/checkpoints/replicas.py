@@ -16,6 +16,7 @@ from hashlib import blake2b
 
 from autopar.errors import DivergenceError
 from autopar.runtime.checkpoints.contents import ModuleState, part_of
+from autopar.runtime.groups import current_context
 from autopar.runtime.state import gathered
 from autopar.runtime.storage import bytes_of
 from autopar.runtime.tensors import Box
@@ -54,6 +55,7 @@ def _hashes(state: ModuleState) -> Iterator[tuple[str, str]]:
     place = state.place
     for p in place.parameters:
         part = part_of(place, p, state.locals_[p.name])
+        current_context().flight.progress(f"comparing `{p.name}`")
         digest = blake2b(digest_size=8)
         for piece in part.pieces:
             digest.update(bytes_of(piece.value))

@@ -14,7 +14,7 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from autopar.runtime.flight.record import N_NOTES, SLOT_BYTES, Note
+from autopar.runtime.flight.record import N_NOTES, SLOT_BYTES, TOGETHER, Note
 from autopar.units import format_ranks
 
 _NAME = re.compile(r"rank-(\d+)\.ring")
@@ -40,9 +40,17 @@ def read_notes(folder: Path) -> dict[int, list[Note]]:
 
 
 def longest_step_s(notes: Mapping[int, Sequence[Note]], now_s: float) -> float:
-    """Seconds since the last note of a rank that is in a step: the longest of all ranks."""
+    """For how long ranks have been stuck: seconds.
+
+    That is the time since the last note of a rank that is in a step, the longest of all ranks. Of
+    a call of all ranks besides a step (a save), one rank may wait while another writes. So there it
+    is the time since the last note of any rank.
+    """
     last = [of[-1] for of in notes.values() if of]
-    return max((now_s - n["time_s"] for n in last if n["action"] is not None), default=0.0)
+    in_step = [now_s - n["time_s"] for n in last if n["action"] not in (None, TOGETHER)]
+    if any(n["action"] == TOGETHER for n in last):
+        in_step.append(now_s - max(n["time_s"] for n in last))
+    return max(in_step, default=0.0)
 
 
 def diagnosis(notes: Mapping[int, Sequence[Note]], n_ranks: int, now_s: float) -> str:
@@ -78,7 +86,7 @@ def _text(note: Note, now_s: float) -> str:
         return ", ".join(x for x in (f"after {note['step']} steps", call, since) if x)
     at = f" at {note['line']}" if note["line"] else ""
     place = f"step {note['step']}, stage {note['stage']}, action {note['action']}"
-    if note["action"] == "meet":
+    if note["action"] in ("meet", TOGETHER):
         place = f"after {note['step']} steps"
     return ", ".join(x for x in (place, f"{call}{at}" if call else "", since) if x)
 
@@ -87,6 +95,6 @@ def _is_note(note: object) -> bool:
     """Is it a note? The folder may hold files that others wrote."""
     if not isinstance(note, dict):
         return False
-    numbers = all(isinstance(note.get(key), int) for key in ("n", "step", "calls"))
-    texts = all(isinstance(note.get(k), str | None) for k in ("action", "call", "line"))
+    numbers = all(isinstance(note.get(key), int) for key in ("n", "step", "calls", "pid"))
+    texts = all(isinstance(note.get(k), str | None) for k in ("action", "call", "line", "host"))
     return numbers and texts and isinstance(note.get("time_s"), float) and "stage" in note

@@ -11,8 +11,10 @@ A note is a dict:
 
     n, time_s         which note it is; seconds since 1970
     step, calls       steps begun so far; collectives and messages of this one
-    stage, action     where in the step: None outside of one, "meet" where ranks compare batches
+    stage, action     where in the step: None outside of one, "meet" where ranks compare batches,
+                      "together" in a call of all ranks besides a step, such as a save
     call, line        the call that begins, and where in a generated file
+    host, pid         the process
 """
 
 from __future__ import annotations
@@ -20,7 +22,9 @@ from __future__ import annotations
 import json
 import mmap
 import os
+import socket
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Iterator
@@ -31,8 +35,10 @@ from typing import Any
 from autopar.errors import OptionError
 
 FOLDER = "AUTOPAR_FLIGHT_DIR"
+TOGETHER = "together"  # the action of a call of all ranks besides a step
 N_NOTES, SLOT_BYTES = 64, 512
 _MOST_CHARACTERS = 120  # of an action and of a call, so that a note fits its slot
+HOST = socket.gethostname()[:40]
 _N_FRAMES = 8  # between a collective and the generated line that calls it
 
 Note = dict[str, Any]
@@ -45,6 +51,9 @@ class FlightRecord:
         self.notes: deque[Note] = deque(maxlen=N_NOTES)
         self._n = self._step = self._calls = 0
         self._where: tuple[int | None, str | None] = (None, None)
+        self._together = ""  # the call of all ranks that this rank is in
+        self._thread = 0  # that made it; others only count what they do
+        self._n_beside = self._n_beside_noted = 0
         self._ring = None if path is None else _mapped(path)
 
     @classmethod
@@ -90,9 +99,37 @@ class FlightRecord:
         before = self._where
         self._where = before[0], "meet"
         self.call(what)
-        yield
-        self._where = before
-        self._note(None)
+        try:
+            yield
+        finally:
+            self._where = before
+            self._note(None)
+
+    @contextmanager
+    def together(self, what: str) -> Iterator[None]:
+        """All ranks make a call besides a step, which may take long: a save."""
+        before = self._where
+        self._where, self._together = (before[0], TOGETHER), what
+        self._thread = threading.get_ident()
+        self._note(what[:_MOST_CHARACTERS])
+        try:
+            yield
+        finally:
+            self._where, self._together, self._thread = before, "", 0
+            self._note(None)
+
+    def progress(self, what: str) -> None:
+        """Inside `together`, this rank is not stuck: it goes on with `what`."""
+        if threading.get_ident() == self._thread:
+            self._note(f"{self._together}: {what}"[:_MOST_CHARACTERS])
+        else:
+            self._n_beside += 1
+
+    def progress_beside(self, what: str) -> None:
+        """Inside `together`, this rank waits for another thread: is that one not stuck?"""
+        if self._n_beside > self._n_beside_noted:
+            self._n_beside_noted = self._n_beside
+            self.progress(what)
 
     @property
     def last(self) -> Note | None:
@@ -105,6 +142,7 @@ class FlightRecord:
             "n": self._n, "time_s": time.time(), "step": self._step, "stage": stage,
             "action": action, "calls": self._calls, "call": call,
             "line": None if call is None else _generated_line(),
+            "host": HOST, "pid": os.getpid(),
         }  # fmt: skip
         self.notes.append(note)
         if self._ring is not None:

@@ -9,15 +9,17 @@ or starts all again (`--max-restarts`). Under `autopar.launch(..., timeout_s=)` 
 from __future__ import annotations
 
 import os
+import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from autopar.runtime.flight.environment import seconds_in
 from autopar.runtime.flight.ranks import diagnosis, longest_step_s, read_notes
-from autopar.runtime.flight.record import FOLDER, FlightRecord
+from autopar.runtime.flight.record import FOLDER, HOST, TOGETHER, FlightRecord, Note
 
 TIMEOUT = "AUTOPAR_STEP_TIMEOUT_S"
 EXIT_CODE = 124  # as of `timeout`
@@ -43,14 +45,45 @@ def _watch(
     end: Callable[[int], object] = os._exit,
 ) -> None:  # fmt: skip
     """Wait until the rank is stuck; then say so, and end."""
-    while longest_step_s({rank: [record.last] if record.last else []}, time.time()) <= timeout_s:
+    known = _known(record, rank, n_ranks)
+    while longest_step_s(known, time.time()) <= timeout_s:
         time.sleep(min(_POLL_S, timeout_s / 4))
-    folder = os.environ.get(FOLDER)
-    known = read_notes(Path(folder)) if folder else {}
-    if record.last is not None:
-        known.setdefault(rank, [record.last])
+        known = _known(record, rank, n_ranks)
+    known |= _notes_of_all()
     said = diagnosis(known, n_ranks, time.time())
     stuck = f"autopar: rank {rank} was in one action or call for more than {timeout_s:g} s"
     sys.stderr.write(f"{stuck}\n{said}\n")
     sys.stderr.flush()
+    _wake(known, rank)
     end(EXIT_CODE)
+
+
+def _known(record: FlightRecord, rank: int, n_ranks: int) -> dict[int, list[Note]]:
+    """What says whether this rank is stuck: its own notes; in a save, those of all ranks.
+
+    A rank that waits there for others of which nothing can be read is left to the timeout of the
+    process group.
+    """
+    last = record.last
+    if last is None:
+        return {}
+    if last["action"] != TOGETHER:
+        return {rank: [last]}
+    notes = _notes_of_all() | {rank: [last]}
+    return notes if len(notes) == n_ranks else {}
+
+
+def _notes_of_all() -> dict[int, list[Note]]:
+    folder = os.environ.get(FOLDER)
+    return read_notes(Path(folder)) if folder else {}
+
+
+def _wake(notes: Mapping[int, Sequence[Note]], rank: int) -> None:
+    """Continue ranks of this host that were stopped: a stopped process takes no SIGTERM, with which
+    torchrun ends them. Others do not notice.
+    """
+    last = [of[-1] for other, of in notes.items() if of and other != rank]
+    own = [note["pid"] for note in last if note.get("host") == HOST]
+    for pid in own:
+        with suppress(ProcessLookupError, PermissionError):
+            os.kill(int(pid), signal.SIGCONT)

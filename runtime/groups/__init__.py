@@ -4,7 +4,7 @@ Read `group.py` (primitives of a `Group`; records of its calls), `pending.py` (a
 `distributed.py` (groups over `torch.distributed`), then `rendezvous.py` (calls that all ranks must
 make). Of the runtime it imports `runtime/flight` alone, where each call is noted.
 
-Hands on `Group`, `make_groups`, `new_group`, `meet` and `phase`.
+Hands on `Group`, `make_groups`, `new_group`, `phase` and `together_in`.
 """
 
 from autopar.runtime.groups.distributed import (
@@ -28,7 +28,7 @@ from autopar.runtime.groups.group import (
     set_thread_context,
 )
 from autopar.runtime.groups.pending import Pending
-from autopar.runtime.groups.rendezvous import meet
+from autopar.runtime.groups.rendezvous import together_in
 
 __all__ = [
     "WORLD_AXIS",
@@ -44,9 +44,9 @@ __all__ = [
     "join",
     "make_edges",
     "make_groups",
-    "meet",
     "new_group",
     "phase",
     "set_thread_context",
+    "together_in",
     "world_group",
 ]

@@ -10,6 +10,8 @@ a millisecond.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from datetime import timedelta
 from weakref import WeakKeyDictionary
 
@@ -17,6 +19,7 @@ import torch.distributed as dist
 
 from autopar.errors import AbsentRanksError
 from autopar.runtime.flight import seconds_in
+from autopar.runtime.groups.group import current_context
 from autopar.units import format_ranks
 
 # Ranks may come late: one of them evaluates, or writes a file, before it joins.
@@ -25,12 +28,19 @@ TIMEOUT = "AUTOPAR_RENDEZVOUS_TIMEOUT_S"
 _n_meetings: WeakKeyDictionary[dist.ProcessGroup, int] = WeakKeyDictionary()
 
 
-def meet(what: str) -> None:
-    """Wait until every rank has called this, with the same `what`; a name for messages.
+@contextmanager
+def together_in(what: str) -> Iterator[None]:
+    """All ranks make the call `what`, once all have come: it is noted until the block is left.
 
     Raises `AbsentRanksError` if a rank does not come within the seconds that the environment
     variable `AUTOPAR_RENDEZVOUS_TIMEOUT_S` sets, or if it calls something else.
     """
+    with current_context().flight.together(what):
+        _meet(what)
+        yield
+
+
+def _meet(what: str) -> None:
     group = dist.group.WORLD if dist.is_initialized() else None
     if group is None or dist.get_world_size() == 1:
         return

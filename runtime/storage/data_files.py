@@ -28,6 +28,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from autopar.errors import StateError
+from autopar.runtime.groups import current_context
 from autopar.runtime.storage.faults import DamagedError
 from autopar.runtime.storage.pieces import Piece
 
@@ -70,6 +71,7 @@ class StoredPiece:
 
     def check(self) -> None:
         """Raise `DamagedError` unless the bytes on disk are those that were saved."""
+        current_context().flight.progress(f"reading `{self.name}`")
         hashed, left = sha256(), self.n_bytes
         with self.file.open("rb") as file:
             file.seek(self.first_byte)
@@ -145,6 +147,7 @@ def write_pieces(
     with path.open("wb") as file:
         file.write(header.encoded())
         for name in order:
+            current_context().flight.progress(f"writing `{name}`")
             content = bytes_of(pieces[name].value)
             header.digests[name] = sha256(content).hexdigest()
             file.write(content)

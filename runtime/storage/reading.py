@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from autopar.runtime.groups import current_context
 from autopar.runtime.storage.data_files import DataFile, StoredPiece, open_tensors, read_header
 from autopar.runtime.storage.faults import DamagedError, disk_faults
 from autopar.runtime.storage.manifest import Manifest
@@ -68,6 +69,7 @@ class Checkpoint:
 
     def fill(self, name: str, part: Part) -> None:
         """Copy the boxes of a part out of a tensor of the same shape."""
+        current_context().flight.progress(f"reading `{name}`")
         for box in part.boxes:
             target = part.local[box.of_shard]
             for piece in self.tensors[name].pieces:

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import autopar
 from autopar import AbsentRanksError, Manual, OptionError
-from autopar.runtime.groups import meet, rendezvous
+from autopar.runtime.groups import rendezvous, together_in
 from autopar.runtime.launch.processes import WorkerPool
 from tests.helpers.jobs import machine, rank
 from tests.helpers.models.tiny_model import Tiny, batch
@@ -56,10 +56,15 @@ def test_the_absent_rank_is_named(name: str, workers: Pool, tmp_path: Path) -> N
     assert names == {"up.weight", "up.bias", "down.weight", "down.bias"}
 
 
+def called(what: str) -> None:
+    with together_in(what):
+        pass
+
+
 def other_calls() -> str:
     with pytest.raises(AbsentRanksError) as refusal:
-        meet("this" if rank() == 0 else "that")
-    meet("both")
+        called("this" if rank() == 0 else "that")
+    called("both")
     return str(refusal.value).splitlines()[0]
 
 
@@ -73,7 +78,7 @@ def late() -> int:
     """Rank 1 comes later. The marks of earlier meetings are gone."""
     for _ in range(3):
         time.sleep(0.1 * rank())
-        meet("here")
+        called("here")
     world = dist.group.WORLD
     assert world is not None
     n = rendezvous._n_meetings[world]
@@ -91,7 +96,7 @@ def wrong_timeouts() -> None:
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv(rendezvous.TIMEOUT, text)
             with pytest.raises(OptionError, match=f"{text!r} is not a number of seconds"):
-                meet("here")
+                called("here")
 
 
 def test_a_timeout_that_is_no_number(workers: Pool) -> None:

@@ -1,4 +1,4 @@
-"""Ranks that are set up or trained differently: refused on every rank, by name, with both values."""
+"""Ranks that are set up or trained differently: refused by name, on every rank."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ PLANS = {"dp": Manual(dp=2), "tp": Manual(tp=2), "pp": Manual(pp=2)}
 
 
 class Drawn(nn.Module):
-    """Its constants are drawn at random: a buffer, one that is not saved, and a tensor attribute."""
+    """Constants drawn at random: a buffer, one that is not saved, and a tensor attribute."""
 
     offset: Tensor
     gain: Tensor
@@ -178,9 +178,10 @@ def new_shape_alone() -> str:
     if rank() == 0:  # it would wait in its step for as long as the backend does
         dist.distributed_c10d._get_default_store().wait(["autopar test: refused"])
         return ""
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(CaptureError) as refusal:
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(job, "AGREE_TIMEOUT_S", 1.0)
-        module.step(**batch(0, 16))
+        with pytest.raises(CaptureError) as refusal:
+            module.step(**batch(0, 16))
     dist.distributed_c10d._get_default_store().set("autopar test: refused", "")
     return str(refusal.value)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import threading
 import time
 from datetime import timedelta
 from pathlib import Path
@@ -18,6 +19,7 @@ import autopar
 from autopar import Device, Link, Manual
 from autopar.errors import LaunchError, OptionError, StepError, StepTimeoutError
 from autopar.mesh import LogicalMesh
+from autopar.runtime.checkpoints import saving
 from autopar.runtime.execute.executor import Executor
 from autopar.runtime.flight.ranks import diagnosis, longest_step_s, read_notes
 from autopar.runtime.flight.record import FOLDER, N_NOTES, SLOT_BYTES, FlightRecord
@@ -129,7 +131,7 @@ def fail_twice() -> list[str]:
 @pytest.mark.parametrize(
     ("n_steps", "where"),
     [
-        (1, "after 1 steps, comparing what ranks pass to pm.step(...)"),
+        (1, "after 1 steps, comparing ranks before pm.step(...)"),
         (4, "step 5, stage 0, action 0B0, all_reduce over dp"),
     ],
 )
@@ -216,3 +218,56 @@ def timeouts_of_groups() -> set[float]:
 
 def test_groups_have_the_users_timeout() -> None:
     assert autopar.launch(timeouts_of_groups, 4) == [{77.0}] * 4
+
+
+def stop_in_save(folder: str, when: str) -> None:
+    """Rank 1 is stopped before or while a checkpoint is saved."""
+    pm = parallel(Manual(dp=2))
+    pm.step(**batch())
+    if os.environ["RANK"] == "1":
+        if when == "before":
+            os.kill(os.getpid(), signal.SIGSTOP)
+        else:
+            stop = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)  # noqa: E731
+            setattr(saving, "gathered", stop)  # noqa: B010
+    autopar.save(pm, None, folder, step=1)
+
+
+@pytest.mark.parametrize(
+    ("when", "where"),
+    [("before", "after 1 steps, since"), ("in", "after 1 steps, autopar.save(...)")],
+)
+def test_a_rank_that_stops_in_a_save_is_named(when: str, where: str, tmp_path: Path) -> None:
+    with pytest.raises(StepTimeoutError) as raised:
+        autopar.launch(stop_in_save, 2, str(tmp_path / "c"), when, timeout_s=STEP_TIMEOUT_S)
+    (notes,) = raised.value.__notes__
+    assert "rank 0: after 1 steps, autopar.save(...)" in notes
+    assert f"rank 1: {where}" in notes
+
+
+def test_a_save_is_stuck_only_if_nobody_goes_on() -> None:
+    records = [FlightRecord() for _ in range(2)]
+    for record in records:
+        record._where = 0, "together"
+        record.call("autopar.save(...)")
+    notes = {rank: list(record.notes) for rank, record in enumerate(records)}
+    notes[1][-1] |= {"time_s": notes[0][-1]["time_s"] + 50.0}
+    assert longest_step_s(notes, notes[0][-1]["time_s"] + 60.0) == pytest.approx(10.0)
+    notes[0][-1] |= {"action": "0B0"}  # in a step, it waits for the other
+    assert longest_step_s(notes, notes[0][-1]["time_s"] + 60.0) == pytest.approx(60.0)
+
+
+def test_only_the_thread_that_saves_notes_its_progress() -> None:
+    record = FlightRecord()
+    with record.together("autopar.save(...)"):
+        record.progress("writing `a`")
+        thread = threading.Thread(target=record.progress, args=("writing `b`",))
+        thread.start()
+        thread.join()
+        record.progress_beside("the save before")
+        record.progress_beside("the save before")
+    calls = [note["call"] for note in record.notes]
+    assert calls == [
+        "autopar.save(...)", "autopar.save(...): writing `a`", "autopar.save(...): the save before",
+        None,
+    ]  # fmt: skip

@@ -35,7 +35,7 @@ class Normed(nn.Module):
         return ((found - labels) ** 2).mean()
 
 
-def good(seed: int = 0) -> dict[str, Tensor]:
+def good(seed: int = 0) -> dict[str, Any]:
     generator = torch.Generator().manual_seed(seed)
     return {
         "x": torch.randn(8, 8, generator=generator),
@@ -43,7 +43,7 @@ def good(seed: int = 0) -> dict[str, Tensor]:
     }
 
 
-def bad(value: float = torch.nan) -> dict[str, Tensor]:
+def bad(value: float = torch.nan) -> dict[str, Any]:
     batch = good(9)
     batch["x"][3, 2] = value
     return batch

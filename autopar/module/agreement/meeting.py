@@ -63,7 +63,7 @@ def compared(
     numbers = torch.tensor([_NUMBERS[kind], digest(mine)], device=device)
     everyone = torch.empty(2 * n_ranks, dtype=torch.int64, device=device)
     flight = current_context().flight
-    with flight.meeting(f"comparing ranks in {CALLS[kind]}"):
+    with flight.meeting(f"comparing ranks before {CALLS[kind]}"):
         dist.all_gather_single(everyone, numbers)
     kinds, digests = everyone.view(n_ranks, 2).T.tolist()
     if len(set(kinds)) > 1:
@@ -78,7 +78,7 @@ def compared(
     if not always and all(len({digests[r] for r in ranks}) == 1 for ranks in classes):
         return None
     values: list[T] = [mine] * n_ranks
-    with flight.meeting(f"naming what differs in {CALLS[kind]}"):
+    with flight.meeting(f"naming what differs before {CALLS[kind]}"):
         dist.all_gather_object(values, mine)
     return values
 
