@@ -37,6 +37,7 @@ from autopar.runtime.collectives import Crossings, Messenger, TiedGradients
 from autopar.runtime.execute.conversions import Conversions, Use, add_gradient
 from autopar.runtime.execute.delivery import deliver
 from autopar.runtime.execute.returns import Returns
+from autopar.runtime.flight import add_diagnosis
 from autopar.runtime.groups import Group, current_context, phase
 from autopar.schedule import Action, Kind
 
@@ -232,6 +233,8 @@ class Executor:
             last = self._flight.last
             where = "" if last is None else f"{last['action']} {last['call'] or ''}".rstrip()
             error.add_note(f"rank {self.rank}, stage {self.stage}, in action {where}")
+            self._flight.failed(error)
+            add_diagnosis(error)
             if messenger is not None and last is not None and last["calls"]:
                 messenger.failed = f"{type(error).__name__} on rank {self.rank}, {where}"
             raise

@@ -4,7 +4,9 @@ Ranks of one stage make the same calls. So those that have made fewer calls of a
 
     rank 1 is behind the others
       rank 0: step 7, stage 0, action 0B2, all_reduce over dp of 64 B at stage_0.py:214, since 3.2 s
-      rank 1: after 6 steps, since 3.4 s
+      rank 1: after 6 steps, since 3.4 s; its process is stopped
+
+What the system says of a process is added on the host where it runs.
 """
 
 from __future__ import annotations
@@ -14,9 +16,17 @@ import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from autopar.runtime.flight.record import N_NOTES, SLOT_BYTES, TOGETHER, Note
+from autopar.runtime.flight.record import HOST, N_NOTES, SLOT_BYTES, TOGETHER, Note
 from autopar.units import format_ranks
 
+_STATES = {
+    "T": "; its process is stopped",
+    "t": "; a debugger has stopped its process",
+    "D": "; its process waits for a disk or a device",
+    "Z": "; its process has ended",
+    "X": "; its process has ended",
+}
+_TEXTS = ("action", "call", "line", "raised", "host")
 _NAME = re.compile(r"rank-(\d+)\.ring")
 
 
@@ -47,21 +57,29 @@ def longest_step_s(notes: Mapping[int, Sequence[Note]], now_s: float) -> float:
     is the time since the last note of any rank.
     """
     last = [of[-1] for of in notes.values() if of]
-    in_step = [now_s - n["time_s"] for n in last if n["action"] not in (None, TOGETHER)]
-    if any(n["action"] == TOGETHER for n in last):
+    stuck = [n for n in last if n["action"] is not None and n["raised"] is None]
+    in_step = [now_s - n["time_s"] for n in stuck if n["action"] != TOGETHER]
+    if len(in_step) < len(stuck):
         in_step.append(now_s - max(n["time_s"] for n in last))
     return max(in_step, default=0.0)
 
 
-def diagnosis(notes: Mapping[int, Sequence[Note]], n_ranks: int, now_s: float) -> str:
-    """Which ranks are behind, then a line for each rank."""
+def diagnosis(
+    notes: Mapping[int, Sequence[Note]], n_ranks: int, now_s: float, processes: bool = True
+) -> str:
+    """Which ranks are behind, then a line for each rank.
+
+    processes   say what the system says of their processes; not if we have ended them
+    """
     last = {rank: of[-1] for rank, of in notes.items() if of}
     lines = [
         f"{format_ranks(behind)} {'is' if len(behind) == 1 else 'are'} behind the others"
         for behind in _behind(last)
     ]
     for rank in range(n_ranks):
-        text = _text(last[rank], now_s) if rank in last else "has noted nothing"
+        text = "has noted nothing"
+        if rank in last:
+            text = _text(last[rank], now_s) + (_process_state(last[rank]) if processes else "")
         lines.append(f"  rank {rank}: {text}")
     return "\n".join(lines)
 
@@ -79,16 +97,27 @@ def _behind(last: Mapping[int, Note]) -> list[list[int]]:
     return found
 
 
+def _process_state(note: Note) -> str:
+    """What is unusual about a process of this host, from proc(5)."""
+    if note.get("host") != HOST or not Path("/proc/self/stat").exists():
+        return ""
+    try:
+        state = Path(f"/proc/{note['pid']}/stat").read_text().rpartition(")")[2].split()[0]
+    except (OSError, IndexError):
+        state = "X"
+    return _STATES.get(state, "")
+
+
 def _text(note: Note, now_s: float) -> str:
     since = f"since {max(now_s - note['time_s'], 0.0):.1f} s"
-    call = note["call"] or ""
+    call, raised = note["call"] or "", f"raised {note['raised']}" if note["raised"] else ""
     if note["action"] is None:
         return ", ".join(x for x in (f"after {note['step']} steps", call, since) if x)
     at = f" at {note['line']}" if note["line"] else ""
     place = f"step {note['step']}, stage {note['stage']}, action {note['action']}"
     if note["action"] in ("meet", TOGETHER):
         place = f"after {note['step']} steps"
-    return ", ".join(x for x in (place, f"{call}{at}" if call else "", since) if x)
+    return ", ".join(x for x in (place, f"{call}{at}" if call else "", raised, since) if x)
 
 
 def _is_note(note: object) -> bool:
@@ -96,5 +125,5 @@ def _is_note(note: object) -> bool:
     if not isinstance(note, dict):
         return False
     numbers = all(isinstance(note.get(key), int) for key in ("n", "step", "calls", "pid"))
-    texts = all(isinstance(note.get(k), str | None) for k in ("action", "call", "line", "host"))
+    texts = all(isinstance(note.get(key), str | None) for key in _TEXTS)
     return numbers and texts and isinstance(note.get("time_s"), float) and "stage" in note

@@ -14,6 +14,7 @@ A note is a dict:
     stage, action     where in the step: None outside of one, "meet" where ranks compare batches,
                       "together" in a call of all ranks besides a step, such as a save
     call, line        the call that begins, and where in a generated file
+    raised            the type of an error that left the action or call; None
     host, pid         the process
 """
 
@@ -101,22 +102,33 @@ class FlightRecord:
         self.call(what)
         try:
             yield
-        finally:
-            self._where = before
-            self._note(None)
+        except BaseException as error:
+            self.failed(error)
+            raise
+        self._where = before
+        self._note(None)
 
     @contextmanager
     def together(self, what: str) -> Iterator[None]:
-        """All ranks make a call besides a step, which may take long: a save."""
+        """All ranks make a call besides a step, which may take long: a save.
+
+        Inside another one, or beside it in another thread, it notes nothing.
+        """
+        if self._together:
+            yield
+            return
         before = self._where
         self._where, self._together = (before[0], TOGETHER), what
         self._thread = threading.get_ident()
         self._note(what[:_MOST_CHARACTERS])
         try:
             yield
+        except BaseException as error:
+            self.failed(error)
+            raise
         finally:
             self._where, self._together, self._thread = before, "", 0
-            self._note(None)
+        self._note(None)
 
     def progress(self, what: str) -> None:
         """Inside `together`, this rank is not stuck: it goes on with `what`."""
@@ -131,6 +143,13 @@ class FlightRecord:
             self._n_beside_noted = self._n_beside
             self.progress(what)
 
+    def failed(self, error: BaseException) -> None:
+        """An error leaves the step, or the call of all ranks: note it where the rank was."""
+        last = self.last
+        if last is not None and last["action"] is not None and last["raised"] is None:
+            self._write({**last, "n": self._n, "raised": type(error).__name__[:_MOST_CHARACTERS]})
+        self._where = self._where[0], None
+
     @property
     def last(self) -> Note | None:
         """The last note; other threads may ask."""
@@ -142,8 +161,11 @@ class FlightRecord:
             "n": self._n, "time_s": time.time(), "step": self._step, "stage": stage,
             "action": action, "calls": self._calls, "call": call,
             "line": None if call is None else _generated_line(),
-            "host": HOST, "pid": os.getpid(),
+            "raised": None, "host": HOST, "pid": os.getpid(),
         }  # fmt: skip
+        self._write(note)
+
+    def _write(self, note: Note) -> None:
         self.notes.append(note)
         if self._ring is not None:
             text = json.dumps(note).encode()

@@ -37,7 +37,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import LaunchError, MeshError, StepTimeoutError
-from autopar.runtime.flight import FOLDER, diagnosis, longest_step_s, read_notes
+from autopar.runtime.flight import FOLDER, LAUNCHED, diagnosis, longest_step_s, read_notes
 from autopar.runtime.launch.travel import answer_of, dumps, importable_main, request_of
 
 _GRACE_S = 0.5
@@ -146,8 +146,11 @@ class WorkerPool:
                     pipe.send_bytes(request)
             return self._answers(self.timeout_s, "run")
         except LaunchError as error:
-            _kill(self._workers)  # then the notes are complete
-            error.add_note(self._diagnosis())
+            if isinstance(error, StepTimeoutError):
+                error.add_note(self._diagnosis(processes=True))
+            else:
+                _kill(self._workers)  # then the notes are complete
+                error.add_note(self._diagnosis(processes=False))
             self._abandon()
             raise
         except BaseException:  # Ctrl-C included
@@ -171,11 +174,11 @@ class WorkerPool:
         if self._flights is not None:
             shutil.rmtree(self._flights, ignore_errors=True)
 
-    def _diagnosis(self) -> str:
-        """What every rank did last."""
+    def _diagnosis(self, processes: bool) -> str:
+        """What every rank did last, and what the system says of their processes."""
         if self._flights is None:
             return ""
-        return diagnosis(read_notes(self._flights), self.n_ranks, time.time())
+        return diagnosis(read_notes(self._flights), self.n_ranks, time.time(), processes)
 
     def _check_step(self) -> None:
         """Raise `StepTimeoutError` if a rank has been in one action or call for too long."""
@@ -196,7 +199,7 @@ class WorkerPool:
             for rank in range(self.n_ranks):
                 ours, theirs = context.Pipe()
                 variables = _torchrun_variables(rank, self.n_ranks, self._store.port)
-                variables[FOLDER] = str(self._flights)
+                variables |= {FOLDER: str(self._flights), LAUNCHED: "1"}
                 worker = context.Process(
                     target=_work, args=(theirs, variables), name=f"autopar rank {rank}"
                 )

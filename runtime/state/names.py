@@ -9,7 +9,7 @@ others waiting in a collective.
 from __future__ import annotations
 
 from collections.abc import Collection, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -18,6 +18,7 @@ from torch import Tensor
 
 from autopar.errors import AutoparError, StateError
 from autopar.program import ChangedBuffer, StoredParameter
+from autopar.runtime.groups import current_context
 
 _SHOWN = 8
 Shape = tuple[int, ...]
@@ -37,7 +38,9 @@ def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
     if world_size() == 1:
         return [value]
     every: list[Any] = [None] * world_size()
-    dist.all_gather_object(every, value, group)
+    beside = nullcontext() if group else current_context().flight.together("gathering from ranks")
+    with beside:
+        dist.all_gather_object(every, value, group)
     return every
 
 
