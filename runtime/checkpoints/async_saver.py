@@ -36,6 +36,7 @@ from autopar.runtime.checkpoints.saving import (
     snapshot,
     write_and_publish,
 )
+from autopar.runtime.flight import explained
 from autopar.runtime.groups import current_context, new_group, together_in
 from autopar.runtime.state import own_rank, together, world_size
 from autopar.runtime.storage import Piece, disk_faults, prune, step_folder
@@ -117,9 +118,10 @@ class AsyncSaver:
         if not self._pending:
             return
         saved, flight = self._pending.pop(), current_context().flight
-        while not wait([saved], timeout=_POLL_S).done:
-            flight.progress_beside("the save before is written")
-        saved.result()
+        with explained(flight.together("AsyncSaver.wait()")):
+            while not wait([saved], timeout=_POLL_S).done:
+                flight.progress_beside("the save before is written")
+            saved.result()
 
     def __enter__(self) -> AsyncSaver:
         return self

@@ -5,12 +5,12 @@ Read `record.py` (what a rank notes, and where), `ranks.py` (the notes of all ra
 `environment.py` reads times that users set. This is the lowest room of the runtime: it imports no
 other room of it.
 
-Hands on `FlightRecord`, `FOLDER`, `LAUNCHED`, `add_diagnosis`, `read_notes`, `diagnosis`,
-`longest_step_s`, `seconds_in` and `watch`.
+Hands on `FlightRecord`, `FOLDER`, `LAUNCHED`, `add_diagnosis`, `explained`, `read_notes`,
+`diagnosis`, `longest_step_s`, `seconds_in` and `watch`.
 """
 
 from autopar.runtime.flight.environment import seconds_in
-from autopar.runtime.flight.explaining import LAUNCHED, add_diagnosis
+from autopar.runtime.flight.explaining import LAUNCHED, add_diagnosis, explained
 from autopar.runtime.flight.ranks import diagnosis, longest_step_s, read_notes
 from autopar.runtime.flight.record import FOLDER, FlightRecord
 from autopar.runtime.flight.watchdog import watch
@@ -21,6 +21,7 @@ __all__ = [
     "FlightRecord",
     "add_diagnosis",
     "diagnosis",
+    "explained",
     "longest_step_s",
     "read_notes",
     "seconds_in",

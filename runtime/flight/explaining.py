@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import time
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
 from pathlib import Path
 
 from autopar.errors import AutoparError
@@ -16,6 +18,17 @@ from autopar.runtime.flight.record import FOLDER
 
 LAUNCHED = "AUTOPAR_LAUNCHED"  # set in the processes of `autopar.launch`
 _SETTLE_S = 0.2  # until a peer that has just died is known as dead
+
+
+@contextmanager
+def explained(call: AbstractContextManager[None]) -> Iterator[None]:
+    """A call of all ranks (`FlightRecord.meeting`, `together`); its errors get the diagnosis."""
+    try:
+        with call:
+            yield
+    except Exception as error:
+        add_diagnosis(error)
+        raise
 
 
 def add_diagnosis(error: BaseException) -> None:

@@ -18,7 +18,7 @@ from weakref import WeakKeyDictionary
 import torch.distributed as dist
 
 from autopar.errors import AbsentRanksError
-from autopar.runtime.flight import add_diagnosis, seconds_in
+from autopar.runtime.flight import explained, seconds_in
 from autopar.runtime.groups.group import current_context
 from autopar.units import format_ranks
 
@@ -35,13 +35,9 @@ def together_in(what: str) -> Iterator[None]:
     Raises `AbsentRanksError` if a rank does not come within the seconds that the environment
     variable `AUTOPAR_RENDEZVOUS_TIMEOUT_S` sets, or if it calls something else.
     """
-    try:
-        with current_context().flight.together(what):
-            _meet(what)
-            yield
-    except Exception as error:
-        add_diagnosis(error)
-        raise
+    with explained(current_context().flight.together(what)):
+        _meet(what)
+        yield
 
 
 def _meet(what: str) -> None:

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from autopar.errors import AutoparError, StateError
 from autopar.program import ChangedBuffer, StoredParameter
+from autopar.runtime.flight import explained
 from autopar.runtime.groups import current_context
 
 _SHOWN = 8
@@ -39,7 +40,7 @@ def gathered(value: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
         return [value]
     every: list[Any] = [None] * world_size()
     beside = nullcontext() if group else current_context().flight.together("gathering from ranks")
-    with beside:
+    with explained(beside):
         dist.all_gather_object(every, value, group)
     return every
 

@@ -17,7 +17,7 @@ import torch.distributed as dist
 
 from autopar.errors import BatchError
 from autopar.module.agreement.hashes import digest
-from autopar.runtime.flight import add_diagnosis
+from autopar.runtime.flight import explained
 from autopar.runtime.groups import current_context
 from autopar.units import format_ranks
 
@@ -64,12 +64,8 @@ def compared(
     numbers = torch.tensor([_NUMBERS[kind], digest(mine)], device=device)
     everyone = torch.empty(2 * n_ranks, dtype=torch.int64, device=device)
     flight = current_context().flight
-    try:
-        with flight.meeting(f"comparing ranks before {CALLS[kind]}"):
-            dist.all_gather_single(everyone, numbers)
-    except RuntimeError as error:  # a peer has died
-        add_diagnosis(error)
-        raise
+    with explained(flight.meeting(f"comparing ranks before {CALLS[kind]}")):
+        dist.all_gather_single(everyone, numbers)
     kinds, digests = everyone.view(n_ranks, 2).T.tolist()
     if len(set(kinds)) > 1:
         names = list(CALLS)
