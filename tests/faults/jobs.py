@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import Manual
-from tests.faults.faults import Fault, arm
+from tests.faults.faults import Fault, arm, disarm
 from tests.helpers.jobs import machine
 
 N_RANKS, N_STEPS = 2, 8
@@ -57,6 +57,7 @@ def train(folder: str, layout: str, fault: Fault | None) -> str:
             saver.wait()
             autopar.save(pm, optimizer, checkpoints / f"step-{step + 1}", step=step + 1)
     saver.wait()
+    disarm()
     whole = pm.full_state_dict()
     hashed = hashlib.sha256()
     for name in sorted(whole):

@@ -125,6 +125,18 @@ def test_every_rank_refuses(name: str, plan: str, workers: Pool) -> None:
         assert n_built == 1
 
 
+def empty() -> str:
+    module = ready("dp")
+    with pytest.raises(BatchError) as refusal:
+        module.step(**{name: value[:0] for name, value in batch().items()})
+    return str(refusal.value)
+
+
+def test_an_empty_batch_is_refused(workers: Pool) -> None:
+    for message in workers(2).run(empty):
+        assert message.startswith("`x` is empty: its shape is (0, 8)\n  hint: leave empty")
+
+
 def plan_of_own() -> str:
     with pytest.raises(BatchError) as refusal:
         autopar.parallelize(Tiny(), MESH, batch(0, 8 + 8 * rank()))

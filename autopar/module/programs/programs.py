@@ -18,7 +18,12 @@ from autopar.errors import CaptureError, NotSupportedError, PlanError
 from autopar.module.agreement import Fingerprint, Given, agreed_program, fingerprints
 from autopar.module.job import from_rank_0, own_rank
 from autopar.module.programs.compiled_step import TRAINS, Built, Kind, Links
-from autopar.module.programs.signatures import refuse_unlike, signature_of_call, warn_of_unread
+from autopar.module.programs.signatures import (
+    refuse_empty,
+    refuse_unlike,
+    signature_of_call,
+    warn_of_unread,
+)
 from autopar.module.programs.variants import Variants
 from autopar.passes.analysis import microbatch_scales
 from autopar.passes.binding import planned_accumulation, planned_row_dims
@@ -77,6 +82,7 @@ class Programs:
         key = (training, kind, signature)
         is_new = self.variants.captures.is_new(signature)
         if is_new:
+            refuse_empty(batch)
             forms = fingerprints(batch, with_content=False)
             other = {path: f.form for path, f in forms.items() if self.planned.get(path) != f}
             self.variants.agree_on_shapes(other)

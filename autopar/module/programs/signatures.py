@@ -40,6 +40,16 @@ def signature_of_call(batch: Given, precision: str) -> Signature:
     return tuple(sorted((found | nested).items()))
 
 
+def refuse_empty(given: Given) -> None:
+    """Raise `BatchError` for an input without rows: its mean loss would be 0 / 0."""
+    for path, leaf in flatten_inputs(given).items():
+        if isinstance(leaf, Tensor) and leaf.numel() == 0:
+            raise BatchError(
+                f"`{path}` is empty: its shape is {tuple(leaf.shape)}",
+                hint="leave empty batches out, on every rank; drop_last=True of a loader does",
+            )
+
+
 def refuse_unlike(
     error: AutoparError, model: nn.Module, planned: Mapping[str, Fingerprint], given: Given
 ) -> AutoparError:

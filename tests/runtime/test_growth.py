@@ -1,0 +1,70 @@
+"""A long run holds no more memory, descriptors or threads after many steps than after some."""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+
+import autopar
+from autopar import Manual
+from autopar.runtime.launch.processes import WorkerPool
+from tests.helpers.jobs import machine
+from tests.helpers.models.tiny_model import Tiny, batch
+from tests.helpers.nightly import sampled
+
+# (steps, most new bytes of resident memory): an allocator's pools grow for some hundred steps.
+LENGTHS = [(150, 4 * 2**20), (2000, 2 * 2**20)]
+N_WARM = 0.5  # of the steps
+
+
+def held() -> dict[str, int]:
+    """What this process holds now."""
+    gc.collect()
+    resident_pages = int(Path("/proc/self/statm").read_text().split()[1])
+    return {
+        "bytes": resident_pages * os.sysconf("SC_PAGE_SIZE"),
+        "descriptors": len(os.listdir("/proc/self/fd")),
+        "threads": threading.active_count(),
+        "tensors": sum(isinstance(x, torch.Tensor) for x in gc.get_objects()),
+    }
+
+
+def trained(folder: str, layout: Manual, n_steps: int) -> list[dict[str, int]]:
+    """What is held when the run is warm, and at its end; it saves, evaluates and clips."""
+    torch.manual_seed(0)
+    pm = autopar.parallelize(Tiny(), machine((1, 4)), batch(), manual=layout)
+    optimizer = torch.optim.AdamW(pm.parameters(), lr=1e-3)
+    found = []
+    with autopar.AsyncSaver(folder, keep_last=1) as saver:
+        for step in range(n_steps):
+            pm.step(**batch(step))
+            pm.clip_grad_norm_(1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            if step % 50 == 9:
+                saver.save(pm, optimizer, step=step)
+                pm.eval()
+                pm(**batch(step))
+                pm.train()
+            if step in (int(n_steps * N_WARM), n_steps - 1):
+                saver.wait()
+                found.append(held())
+    return found
+
+
+@pytest.mark.parametrize(("n_steps", "most_bytes"), sampled(LENGTHS, LENGTHS[:1]))
+def test_nothing_grows(
+    n_steps: int, most_bytes: int, workers: Callable[[int], WorkerPool], tmp_path: Path
+) -> None:
+    for k, layout in enumerate((Manual(dp=4, zero=3), Manual(dp=2, pp=2, microbatch_size=2))):
+        for warm, end in workers(4).run(trained, str(tmp_path / str(k)), layout, n_steps):
+            assert end["bytes"] <= warm["bytes"] + most_bytes
+            assert end["tensors"] <= warm["tensors"]
+            assert end["descriptors"] <= warm["descriptors"]
+            assert end["threads"] <= warm["threads"]
