@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Processes draw hash seeds of their own, so that tests of equal plans compare different ones.
 export PYTHONHASHSEED :=
 
-.PHONY: demo compare bench-plan bench-runtime bench-checks bench-checkpoints bench-mixed same-plans validate-local test nightly lint golden docs parity test-gpu validate install clean
+.PHONY: demo compare bench-plan bench-runtime bench-checks bench-checkpoints bench-mixed same-plans validate-local test nightly faults lint golden docs parity test-gpu validate install clean
 
 # Trains on four processes; plans a Llama of 8 layers for 16 GPUs and draws it; a short comparison.
 demo: install
@@ -68,6 +68,11 @@ test: lint
 # and less memory, a Llama on 64 GPUs, GPT-175B on 384.
 nightly: install
 	$(BIN)/python -m pytest -m nightly --timeout=3600
+
+# 1,000 random faults of ranks (killed, stopped, raising, exiting) in small runs: does every process
+# end, is the rank named, does the run go on to the same bits. Some fifty minutes.
+faults: install
+	$(BIN)/python -m tests.faults.kills
 
 # On a machine with a GPU: its own tests (flash kernels, steps without waiting, NCCL on as many GPUs
 # as there are, calibration), then parity of random programs, whose ranks are threads on one GPU.
