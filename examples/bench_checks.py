@@ -2,7 +2,9 @@
 
 The demo's GPT-2 trains on two processes. Of every step of module and optimizer, the time inside
 the checks is taken: Python values that the trace read, the batch's signature, hooks and gradients
-handed to parameters, and the optimizer's parameters. So both are measured in the same steps.
+handed to parameters, the optimizer's parameters, and whether the loss is finite. So both are
+measured in the same steps. Then the same where ranks compare batches and learning rates in every
+step; by default they do in every hundredth.
 """
 
 from __future__ import annotations
@@ -12,6 +14,7 @@ import statistics
 import time
 from collections.abc import Callable
 from functools import wraps
+from itertools import product
 from typing import Any
 
 import torch
@@ -19,7 +22,15 @@ import torch
 import autopar
 from autopar import Manual
 from autopar.capture import Watch
-from autopar.module import feeding, layers, optimizers, originals, parameters
+from autopar.module import (
+    feeding,
+    finite,
+    layers,
+    optimizers,
+    originals,
+    parallel_module,
+    parameters,
+)
 from autopar.module.agreement import Agreement
 from autopar.module.programs import programs
 from examples.train_gpt2 import batches, make_model
@@ -37,6 +48,10 @@ CHECKS: tuple[tuple[Any, str], ...] = (
     (originals.ConstantBuffers, "check"),
     (parameters.StepGradients, "before"),
     (parameters.StepGradients, "after"),
+    (finite.FiniteCheck, "before"),
+    (finite.FiniteCheck, "after"),
+    (finite.FiniteCheck, "before_optimizer"),
+    (parallel_module, "compare_hyperparameters"),
     (optimizers, "_shadow"),
     (optimizers, "_check"),
     (optimizers, "_take_back"),
@@ -61,13 +76,14 @@ class Clock:
         return run
 
 
-def job(layout: str, n_steps: int) -> list[tuple[float, float]]:
+def job(layout: str, n_steps: int, check_every: int | None) -> list[tuple[float, float]]:
     """(seconds of a step, seconds of its checks) of every step after the first."""
     clock = Clock()
     for owner, name in CHECKS:
         setattr(owner, name, clock.timed(getattr(owner, name)))
     data: list[dict[str, Any]] = [*batches(N_FIRST + n_steps)]
-    module = autopar.parallelize(make_model(), (1, 2), data[0], manual=LAYOUTS[layout])
+    options: dict[str, Any] = {"manual": LAYOUTS[layout], "check_every": check_every}
+    module = autopar.parallelize(make_model(), (1, 2), data[0], **options)
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
     found = []
     for batch in data:
@@ -84,13 +100,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--steps", type=int, default=40)
     n_steps = parser.parse_args().steps
-    for layout in LAYOUTS:
-        found = autopar.launch(job, 2, layout, n_steps)[0]
+    for layout, check_every in product(LAYOUTS, (None, 1)):
+        found = autopar.launch(job, 2, layout, n_steps, check_every)[0]
         shares = sorted(100 * checks_s / step_s for step_s, checks_s in found)
         low, high = shares[len(shares) // 10], shares[-1 - len(shares) // 10]
         step_ms = 1e3 * statistics.median(step_s for step_s, _ in found)
+        what = f"{layout}, ranks compared" if check_every else layout
         print(
-            f"{layout}: checks take {statistics.median(shares):.2f}% of a step "
+            f"{what}: checks take {statistics.median(shares):.2f}% of a step "
             f"(80% of steps: {low:.2f} to {high:.2f}%), {step_ms:.0f} ms a step"
         )
 
