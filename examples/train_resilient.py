@@ -54,8 +54,8 @@ class Bytes(torch.utils.data.Dataset[dict[str, Tensor]]):
         return {"ids": self.text[index:end], "target": self.text[end]}
 
 
-def train(folder: Path, n_steps: int, save_every: int, kill: str | None) -> None:
-    """One rank's part of the job."""
+def train(folder: Path, n_steps: int, save_every: int, kill: str | None) -> str:
+    """One rank's part of the job; returns the digest of the final weights."""
     torch.manual_seed(0)
     dataset = Bytes()
     batch = torch.utils.data.default_collate([dataset[i] for i in range(16)])
@@ -73,7 +73,9 @@ def train(folder: Path, n_steps: int, save_every: int, kill: str | None) -> None
         schedule.step()
         tell(f"batch {run.n_steps + 1}  loss {loss.item():.12f}")
         kill_once(kill, run.n_steps + 1)
-    tell(f"weights {digest(run.pm.full_state_dict())} after {run.n_samples} samples")
+    found = digest(run.pm.full_state_dict())
+    tell(f"weights {found} after {run.n_samples} samples")
+    return found
 
 
 def tell(text: str) -> None:
