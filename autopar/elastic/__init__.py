@@ -1,8 +1,8 @@
 """Decides how a training run goes on after its processes ended, also on another number of ranks.
 
 Read `kept_plans.py` (the plan for the mesh that there is now), `progress.py` (how far a run is),
-then `run.py` (the loop). `pace.py` names slow ranks. May import `api` and what lies below it.
-It is not called `resilient`, because a package of that name would shadow the public function.
+`watched.py` (slow ranks are named), then `run.py` (the loop). May import `api` and what lies below
+it. It is not called `resilient`: a package of that name would shadow the public function.
 
 Hands on `resilient` and its result, `ResilientRun`.
 """

@@ -30,6 +30,7 @@ from torch.optim import Optimizer
 from autopar import api
 from autopar.elastic.kept_plans import find_plan, keep_plan, kept_name, of_file
 from autopar.elastic.progress import Progress
+from autopar.elastic.watched import Watched
 from autopar.errors import OptionError, PlanError
 from autopar.mesh import Mesh
 from autopar.module import ParallelModule
@@ -55,6 +56,7 @@ def resilient(
     mesh: Callable[[int], Any] | None = None,
     plans: str | os.PathLike[str] | None = None,
     weights: str = "rank0",
+    compare_every: int | None = 100,
     **options: Any,
 ) -> ResilientRun:
     """Shard `model` over the ranks that there are, for a loop that goes on after a restart.
@@ -68,12 +70,16 @@ def resilient(
                  one for this mesh is used; if there is none, or no folder is given, the run plans,
                  and keeps the plan for its restarts
     weights      of a run that begins, as of `parallelize`; `options` are those of `parallelize`
+    compare_every   batches between comparisons of how long ranks compute; a warning of rank 0 names
+                 a slow one. None: never
 
     Every rank must call it. Raises what `parallelize` raises, and `PlanError` for a plan of another
     model, with its file.
     """
-    if type(save_every) is not int or save_every < 1:
-        raise OptionError(f"save_every is a count of batches, 1 or more, not {save_every!r}")
+    for what, value in (("save_every", save_every), ("compare_every", compare_every)):
+        never = value is None and what == "compare_every"
+        if not never and (type(value) is not int or value < 1):
+            raise OptionError(f"{what} is a count of batches, 1 or more, not {value!r}")
     saver = AsyncSaver(folder, keep_last, keep_every)
     machine = Mesh.of(mesh(_n_ranks()) if mesh else _mesh_of_job())
     name = kept_name(machine, Options.of(**options), model, example_inputs)
@@ -82,14 +88,14 @@ def resilient(
     if found is None:
         pm = api.parallelize(model, machine, example_inputs, weights=weights, **options)
         keep_plan(pm.plan, kept)
-        return ResilientRun(pm, Path(folder), saver, save_every)
+        return ResilientRun(pm, Path(folder), saver, save_every, compare_every)
     plan, path = found
     beside = {k: v for k, v in options.items() if k in api.BESIDE_A_PLAN | _DTYPES}
     try:
         pm = api.parallelize(model, machine, example_inputs, plan=plan, weights=weights, **beside)
     except PlanError as error:
         raise of_file(error, path) from error
-    return ResilientRun(pm, Path(folder), saver, save_every)
+    return ResilientRun(pm, Path(folder), saver, save_every, compare_every)
 
 
 class ResilientRun:
@@ -102,11 +108,13 @@ class ResilientRun:
     """
 
     def __init__(
-        self, pm: ParallelModule, folder: Path, saver: AsyncSaver, save_every: int
-    ) -> None:
+        self, pm: ParallelModule, folder: Path, saver: AsyncSaver, save_every: int,
+        compare_every: int | None,
+    ) -> None:  # fmt: skip
         self.pm, self.folder, self.save_every = pm, folder, save_every
         self.resumed: int | None = None
         self._saver, self._progress = saver, Progress()
+        self._watched = Watched(compare_every, pm.checkpointed().place.stage)
         self._saved: int | None = None
 
     @property
@@ -178,8 +186,10 @@ class ResilientRun:
         while not progress.is_over(n_steps, epochs):
             n_before = progress.n_steps
             for batch in loader:
+                self._watched.before(progress.n_steps)
                 yield batch
                 progress.count(batch)
+                self._watched.after(progress.n_steps)
                 if progress.n_steps % self.save_every == 0:
                     self._save(optimizer, states)
                 if n_steps is not None and progress.n_steps == n_steps:

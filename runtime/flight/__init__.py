@@ -1,21 +1,26 @@
 """Decides what is known of a rank when it hangs, dies or raises: what it did last.
 
 Read `record.py` (what a rank notes, and where), `ranks.py` (the notes of all ranks, in words), then
-`watchdog.py` (a rank that hangs ends itself); `environment.py` reads times that users set. This is
-the lowest room of the runtime: it imports no other room of it.
+`watchdog.py` (a rank that hangs ends itself), `pace.py` (how long a rank computes) and `slow.py`
+(which ranks are slow); `environment.py` reads times that users set. This is the lowest room of the
+runtime: it imports no other room of it.
 
-Hands on `FlightRecord`, `FOLDER`, `read_notes`, `diagnosis`, `longest_step_s`, `seconds_in` and
-`watch`.
+Hands on `FlightRecord`, `FOLDER`, `read_notes`, `diagnosis`, `watch`, `Pace` and `Comparison`.
 """
 
 from autopar.runtime.flight.environment import seconds_in
+from autopar.runtime.flight.pace import Pace
 from autopar.runtime.flight.ranks import diagnosis, longest_step_s, read_notes
 from autopar.runtime.flight.record import FOLDER, FlightRecord
+from autopar.runtime.flight.slow import Comparison, OwnTimes
 from autopar.runtime.flight.watchdog import watch
 
 __all__ = [
     "FOLDER",
+    "Comparison",
     "FlightRecord",
+    "OwnTimes",
+    "Pace",
     "diagnosis",
     "longest_step_s",
     "read_notes",

@@ -29,6 +29,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import OptionError
+from autopar.runtime.flight.pace import Pace
 
 FOLDER = "AUTOPAR_FLIGHT_DIR"
 N_NOTES, SLOT_BYTES = 64, 512
@@ -39,13 +40,14 @@ Note = dict[str, Any]
 
 
 class FlightRecord:
-    """The notes of one rank. `path` is the file that they also go to."""
+    """The notes of one rank, and its pace. `path` is the file that the notes also go to."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.notes: deque[Note] = deque(maxlen=N_NOTES)
         self._n = self._step = self._calls = 0
         self._where: tuple[int | None, str | None] = (None, None)
         self._ring = None if path is None else _mapped(path)
+        self.pace = Pace()
 
     @classmethod
     def of_process(cls) -> FlightRecord:
@@ -68,11 +70,13 @@ class FlightRecord:
     def begin_step(self, stage: int) -> None:
         """A step, or an evaluation, of a stage begins."""
         self._step, self._calls = self._step + 1, 0
+        self.pace.drop()  # of a step that failed
         self.act("begin", stage)
 
     def act(self, action: str, stage: int) -> None:
         """An action of the schedule begins, or several messages."""
         self._where = stage, action[:_MOST_CHARACTERS]
+        self.pace.begin(action[:_MOST_CHARACTERS])
         self._note(None)
 
     def call(self, what: str) -> None:
@@ -81,6 +85,7 @@ class FlightRecord:
         self._note(what[:_MOST_CHARACTERS])
 
     def end_step(self) -> None:
+        self.pace.end()
         self._where = self._where[0], None
         self._note(None)
 
