@@ -4,8 +4,8 @@
 
 After a failure torchrun starts all ranks again; they load the newest whole checkpoint and go on.
 Run it again with another --nproc-per-node, and it plans for those ranks and goes on with the same
-global batches. `--kill RANK:STEP` kills a rank in its first life, when it has trained that many
-batches: the digest of the weights that is printed at the end stays the same.
+global batches. `--kill RANK:STEP` kills a rank once, when it has trained that many batches: the
+digest of the weights that is printed at the end stays the same.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ def train(folder: Path, n_steps: int, save_every: int, kill: str | None) -> str:
         optimizer.zero_grad()
         schedule.step()
         tell(f"batch {run.n_steps + 1}  loss {loss.item():.12f}")
-        kill_once(kill, run.n_steps + 1)
+        kill_once(kill, run.n_steps + 1, folder)
     found = digest(run.pm.full_state_dict())
     tell(f"weights {found} after {run.n_samples} samples")
     return found
@@ -83,10 +83,11 @@ def tell(text: str) -> None:
         print(text, flush=True)
 
 
-def kill_once(kill: str | None, n_done: int) -> None:
-    """End this process by SIGKILL, unless torchrun has started it again."""
-    own = f"{os.environ.get('RANK')}:{n_done}"
-    if own == kill and os.environ.get("TORCHELASTIC_RESTART_COUNT") == "0":
+def kill_once(kill: str | None, n_done: int, folder: Path) -> None:
+    """End this process by SIGKILL, unless that was done before in this run."""
+    mark = folder / "killed"
+    if f"{os.environ.get('RANK')}:{n_done}" == kill and not mark.exists():
+        mark.touch()
         os.kill(os.getpid(), signal.SIGKILL)
 
 

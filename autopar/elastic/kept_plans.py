@@ -9,6 +9,7 @@ runs the same plan, and a script that was changed makes another one.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Mapping
 from dataclasses import fields, is_dataclass, replace
 from hashlib import sha256
@@ -48,6 +49,11 @@ def find_plan(kept: Path, made_ahead: Path | None, mesh: Mesh) -> tuple[Plan, Pa
         if own_rank() == 0:
             if made_ahead is not None:
                 found = _of_mesh(made_ahead, mesh)
+                if found is None:
+                    warnings.warn(
+                        f"{made_ahead} has no plan for a mesh {mesh.shape}: the run plans itself",
+                        stacklevel=4,
+                    )
             if found is None and kept.exists():
                 found = Plan.load(kept), kept
     return gathered(found)[0]

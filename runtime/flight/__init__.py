@@ -11,7 +11,7 @@ Hands on `FlightRecord`, `FOLDER`, `read_notes`, `diagnosis`, `watch`, `Pace` an
 from autopar.runtime.flight.environment import seconds_in
 from autopar.runtime.flight.pace import Pace
 from autopar.runtime.flight.ranks import diagnosis, longest_step_s, read_notes
-from autopar.runtime.flight.record import FOLDER, FlightRecord
+from autopar.runtime.flight.record import FOLDER, FlightRecord, Note
 from autopar.runtime.flight.slow import Comparison, OwnTimes
 from autopar.runtime.flight.watchdog import watch
 
@@ -19,6 +19,7 @@ __all__ = [
     "FOLDER",
     "Comparison",
     "FlightRecord",
+    "Note",
     "OwnTimes",
     "Pace",
     "diagnosis",

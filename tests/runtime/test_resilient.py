@@ -120,6 +120,35 @@ def test_the_record_says_how_far_and_on_which_ranks(tmp_path: Path) -> None:
     assert (more.n_samples, more.epoch, list(trained)) == (120, 3, [10, 11, 12, 13, 14])
 
 
+class Drawn:
+    """A loader of a user's own: it draws rows without end, and its state is its generator's."""
+
+    def __init__(self) -> None:
+        self.rows, self.generator = Rows(), torch.Generator().manual_seed(11)
+
+    def __iter__(self) -> Iterator[Any]:
+        while True:
+            drawn = torch.randint(len(self.rows), (SIZE,), generator=self.generator)
+            yield torch.utils.data.default_collate([self.rows[i] for i in drawn.tolist()])
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"generator": self.generator.get_state()}
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.generator.set_state(state["generator"])
+
+
+def test_a_loader_of_a_users_own_goes_on(tmp_path: Path) -> None:
+    losses = []
+    for n_steps in (5, 9):
+        run = resilient(tmp_path)
+        for batch in run.batches(Drawn(), n_steps=n_steps):
+            losses.append(run.pm.loss(**batch).item())
+    run = resilient(tmp_path / "straight")
+    assert losses == [run.pm.loss(**batch).item() for batch in run.batches(Drawn(), n_steps=9)]
+    assert run.n_samples == 9 * SIZE
+
+
 def damage(folder: Path) -> None:
     (data,) = folder.glob("rank-*.safetensors")
     content = bytearray(data.read_bytes())
@@ -192,6 +221,9 @@ def test_a_plan_made_ahead_is_used_for_its_mesh(
     ahead.save(plans / "again.json")
     with pytest.raises(OptionError, match=r"again\.json and .*one\.json are both for a mesh"):
         resilient(tmp_path / "run", plans=plans)
+    flat: dict[str, Any] = {"mesh": lambda n: machine((1,))}
+    with pytest.warns(UserWarning, match=r"has no plan for a mesh \(1,\): the run plans itself"):
+        assert resilient(tmp_path / "run", plans=plans, **flat).pm.plan.stats is not None
     with pytest.raises(OptionError, match="is no folder"):
         resilient(tmp_path / "run", plans=tmp_path / "none")
 
