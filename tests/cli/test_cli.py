@@ -387,7 +387,7 @@ def test_diagnose_names_the_rank_that_is_behind(run: Run, tmp_path: Path) -> Non
     assert text[0] == "rank 1 is behind the others" and "rank 2: has noted nothing" in text[3]
     FlightRecord(tmp_path / "other" / "rank-2.ring").begin_step(0)
     joined = run("diagnose", "notes", "other").stdout.splitlines()
-    assert joined[0] == "ranks 1 and 2 are behind the others"
+    assert joined[0] == "ranks 1, 2 are behind the others"
     assert "left notes in notes and in a folder before" in refused(
         run("diagnose", "notes", "notes")
     )
