@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
 from typing import Any, Generic, Protocol, TypeVar
 
 from autopar.runtime.flight import Pace
@@ -43,8 +42,11 @@ class Pending(Generic[T]):
     def wait(self) -> T:
         """The result; must be called once."""
         if self._work is not None:
-            with nullcontext() if self._pace is None else self._pace.waiting():
+            if self._pace is None or not self._pace.is_on:
                 self._work.wait()
+            else:
+                with self._pace.waiting():
+                    self._work.wait()
         result: Any = self._result
         del self._result, self._work, self._held
         for change in self._changes:
