@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     from autopar.api import compare, export_weights, load, parallelize, plan, save
+    from autopar.elastic import ResilientRun, resilient
     from autopar.errors import (
         AbsentRanksError,
         AutoparError,
@@ -72,6 +73,7 @@ __all__ = [
     "Plan",
     "PlanError",
     "Report",
+    "ResilientRun",
     "StateError",
     "StepError",
     "StepTimeoutError",
@@ -84,6 +86,7 @@ __all__ = [
     "parallelize",
     "plan",
     "register_rule",
+    "resilient",
     "save",
     "verify",
 ]
@@ -114,6 +117,7 @@ _HOMES = {
     "Plan": "autopar.planning",
     "PlanError": "autopar.errors",
     "Report": "autopar.parity",
+    "ResilientRun": "autopar.elastic",
     "StateError": "autopar.errors",
     "StepError": "autopar.errors",
     "StepTimeoutError": "autopar.errors",
@@ -126,6 +130,7 @@ _HOMES = {
     "parallelize": "autopar.api",
     "plan": "autopar.api",
     "register_rule": "autopar.rules",
+    "resilient": "autopar.elastic",
     "save": "autopar.api",
     "verify": "autopar.parity",
 }

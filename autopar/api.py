@@ -70,14 +70,14 @@ def parallelize(
 
 
 # Options that a plan does not record: user code, or of planning alone.
-_BESIDE_A_PLAN = frozenset({"loss_fn", "optimizer_gather", "progress", "check_every"})
+BESIDE_A_PLAN = frozenset({"loss_fn", "optimizer_gather", "progress", "check_every"})
 
 
 _ABSENT = object()
 
 
 def _options_beside(plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options for running a plan: those of `_BESIDE_A_PLAN`, and the plan's dtypes."""
+    """The options for running a plan: those of `BESIDE_A_PLAN`, and the plan's dtypes."""
     data = plan.data
     of_plan = {
         "precision": data.precision,
@@ -87,7 +87,7 @@ def _options_beside(plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
     refused = [
         f"{name}={value!r}"
         for name, value in options.items()
-        if name not in _BESIDE_A_PLAN and of_plan.get(name, _ABSENT) != value
+        if name not in BESIDE_A_PLAN and of_plan.get(name, _ABSENT) != value
     ]
     if refused:
         raise OptionError(

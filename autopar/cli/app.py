@@ -425,7 +425,10 @@ def convert(
 @app.command()
 @prints_result
 def diagnose(
-    folder: Annotated[Path, typer.Argument(metavar="DIR", help="AUTOPAR_FLIGHT_DIR of the job.")],
+    folders: Annotated[
+        list[Path],
+        typer.Argument(metavar="DIR...", help="AUTOPAR_FLIGHT_DIR of the job, of each host."),
+    ],
     ranks: Annotated[
         int | None, typer.Option(min=1, help="How many ranks there were; default: those in DIR.")
     ] = None,
@@ -433,11 +436,12 @@ def diagnose(
     """Say what every rank did last.
 
     Reads the notes that the ranks of a job left in the folder AUTOPAR_FLIGHT_DIR, also while the
-    job runs. Names the ranks that are behind the others.
+    job runs. Names the ranks that are behind the others. With several hosts, copy their folders
+    to one and give all of them.
     """
     from autopar.cli.diagnose import diagnose_result
 
-    return diagnose_result(folder, ranks)
+    return diagnose_result(folders, ranks)
 
 
 @app.command()

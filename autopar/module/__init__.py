@@ -7,11 +7,14 @@ is compiled for which batch). Of the files, read `job.py` (the processes of the 
 `padding.py` (does padding count), `layers.py` (what users see of their layers), `originals.py` (the
 model that was given), `surface.py` (attributes of the user's model, hooks), `habits.py` (what is
 refused), then `parallel_module.py` (the module).
-May import `planning`, `passes`, `runtime` and what lies below them. Hands on `ParallelModule`.
+May import `planning`, `passes`, `runtime` and what lies below them. Hands on `ParallelModule`,
+and `Loaded`: what a loader says of its batches.
 """
 
+from autopar.module.batches import Loaded
 from autopar.module.parallel_module import ParallelModule
 
 __all__ = [
+    "Loaded",
     "ParallelModule",
 ]

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from autopar.program import Crossing, Local, Pipeline, Slice, crossing_slices, local_factors
 from autopar.runtime.collectives.p2p import Messenger, Posted
+from autopar.runtime.flight import Pace
 from autopar.schedule import Action
 
 Sends = list[tuple[Tensor, int]]
@@ -35,11 +36,13 @@ class _ReceivedBatch:
     """The tensors that one batch brings, in the order of its receives; taken ones become None."""
 
     posted: Posted
+    pace: Pace
     pieces: list[Tensor | None] | None = None
 
     def take(self, start: int, end: int) -> list[Tensor]:
         if self.pieces is None:
-            self.pieces = list(self.posted.wait_received())
+            with self.pace.waiting():
+                self.pieces = list(self.posted.wait_received())
         taken = [piece for piece in self.pieces[start:end] if piece is not None]
         self.pieces[start:end] = [None] * (end - start)
         return taken
@@ -65,6 +68,7 @@ class Crossings:
         self, pipeline: Pipeline, rank: int, messenger: Messenger, device: torch.device
     ) -> None:
         self.pipeline, self.rank, self.messenger, self.device = pipeline, rank, messenger, device
+        self._pace = messenger.context.flight.pace
         self._unfinished_sends: list[Posted] = []
         self._pending_receives: dict[Action, tuple[_ReceivedBatch, int, int]] = {}
         self._routes: dict[tuple[int, int], tuple[_Route, ...]] = {}
@@ -87,13 +91,14 @@ class Crossings:
                 receives += self._receives(action)
                 ends.append((action, start, len(receives)))
         posted = self.messenger.post(sends, receives)
-        batch = _ReceivedBatch(posted)
+        batch = _ReceivedBatch(posted, self._pace)
         self._pending_receives |= {action: (batch, start, end) for action, start, end in ends}
         if sends:
             self._unfinished_sends.append(posted)
         # Waiting cannot deadlock: the schedule was verified with batches that run in order.
         while len(self._unfinished_sends) > self.pipeline.n_stages:
-            self._unfinished_sends.pop(0).wait_sent()
+            with self._pace.waiting():
+                self._unfinished_sends.pop(0).wait_sent()
 
     def arrived(self, action: Action) -> dict[str, Tensor]:
         """The local tensors of one receive, by value name; waits for them."""
@@ -109,8 +114,9 @@ class Crossings:
 
     def finish(self) -> None:
         """Wait until everything this rank sent has left."""
-        for posted in self._unfinished_sends:
-            posted.wait_sent()
+        with self._pace.waiting():
+            for posted in self._unfinished_sends:
+                posted.wait_sent()
         self._unfinished_sends.clear()
 
     def _sizes(self) -> tuple[int, ...]:

@@ -102,9 +102,13 @@ class TiedGradients:
             "grad_sync",
         )
         out = own.new_zeros(share.shape)
-        for s, piece in zip(exchange.received, posted.wait_received(), strict=True):
+        pace = self.messenger.context.flight.pace
+        with pace.waiting():
+            received = posted.wait_received()
+        for s, piece in zip(exchange.received, received, strict=True):
             out[s.target] = piece
-        posted.wait_sent()
+        with pace.waiting():
+            posted.wait_sent()
         whole = out.view(own.shape)
         return self.groups[share.copies].all_reduce(whole) if share.copies else whole
 

@@ -1,6 +1,7 @@
 """The notes of all ranks in words: where each is, and which ranks the others wait for.
 
-Ranks of one stage make the same calls. So those that have made fewer calls of a step are behind:
+Ranks of one stage make the same calls. So those that have made fewer calls of a step are behind. If
+all ranks are in one call, that call does not end:
 
     rank 1 is behind the others
       rank 0: step 7, stage 0, action 0B2, all_reduce over dp of 64 B at stage_0.py:214, since 3.2 s
@@ -76,6 +77,8 @@ def diagnosis(
         f"{format_ranks(behind)} {'is' if len(behind) == 1 else 'are'} behind the others"
         for behind in _behind(last)
     ]
+    if _are_in_one_call(last, n_ranks):
+        lines.append("all ranks are in the same call: one has died in it, or a link is down")
     for rank in range(n_ranks):
         text = "has noted nothing"
         if rank in last:
@@ -106,6 +109,15 @@ def _process_state(note: Note) -> str:
     except (OSError, IndexError):
         state = "X"
     return _STATES.get(state, "")
+
+
+def _are_in_one_call(last: Mapping[int, Note], n_ranks: int) -> bool:
+    calls = {
+        tuple(note[k] for k in ("step", "stage", "action", "calls", "call"))
+        for note in last.values()
+    }
+    is_in_call = all(note["action"] and note["call"] for note in last.values())
+    return len(last) == n_ranks > 1 and len(calls) == 1 and is_in_call
 
 
 def _text(note: Note, now_s: float) -> str:

@@ -34,6 +34,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import OptionError
+from autopar.runtime.flight.pace import Pace
 
 FOLDER = "AUTOPAR_FLIGHT_DIR"
 TOGETHER = "together"  # the action of a call of all ranks besides a step
@@ -46,7 +47,7 @@ Note = dict[str, Any]
 
 
 class FlightRecord:
-    """The notes of one rank. `path` is the file that they also go to."""
+    """The notes of one rank, and its pace. `path` is the file that the notes also go to."""
 
     def __init__(self, path: Path | None = None) -> None:
         self.notes: deque[Note] = deque(maxlen=N_NOTES)
@@ -56,6 +57,7 @@ class FlightRecord:
         self._thread = 0  # that made it; others only count what they do
         self._n_beside = self._n_beside_noted = 0
         self._ring = None if path is None else _mapped(path)
+        self.pace = Pace()
 
     @classmethod
     def of_process(cls) -> FlightRecord:
@@ -78,11 +80,13 @@ class FlightRecord:
     def begin_step(self, stage: int) -> None:
         """A step, or an evaluation, of a stage begins."""
         self._step, self._calls = self._step + 1, 0
+        self.pace.drop()  # of a step that failed
         self.act("begin", stage)
 
     def act(self, action: str, stage: int) -> None:
         """An action of the schedule begins, or several messages."""
         self._where = stage, action[:_MOST_CHARACTERS]
+        self.pace.begin(action[:_MOST_CHARACTERS])
         self._note(None)
 
     def call(self, what: str) -> None:
@@ -91,6 +95,7 @@ class FlightRecord:
         self._note(what[:_MOST_CHARACTERS])
 
     def end_step(self) -> None:
+        self.pace.end()
         self._where = self._where[0], None
         self._note(None)
 

@@ -226,25 +226,25 @@ class Group(ABC):
 
     def _started_all_reduce(self, x: Tensor, op: ReduceOp, owns: bool = False) -> Pending[Tensor]:
         self._record("all_reduce", x.nbytes)
-        return self._all_reduce(x.detach(), op, owns)
+        return self._all_reduce(x.detach(), op, owns).timed(self.context.flight.pace)
 
     def _started_all_gather(self, x: Tensor, split: Split) -> Pending[Tensor]:
         _rest(x, split, 1)
         self._record("all_gather", x.nbytes * self.size)
         pending = self._all_gather(x.detach().contiguous(), split)
-        return pending.then(lambda stack: join(stack, split))
+        return pending.timed(self.context.flight.pace).then(lambda stack: join(stack, split))
 
     def _started_reduce_scatter(self, x: Tensor, split: Split) -> Pending[Tensor]:
         stack = cut(x.detach(), split, self.size)
         self._record("reduce_scatter", x.nbytes)
-        return self._reduce_scatter(stack, split)
+        return self._reduce_scatter(stack, split).timed(self.context.flight.pace)
 
     def _started_all_to_all(self, x: Tensor, source: Split, target: Split) -> Pending[Tensor]:
         stack = cut(x.detach(), target, self.size)
         _rest(stack[0], source, 1)
         self._record("all_to_all", x.nbytes)
         pending = self._all_to_all(stack, source, target)
-        return pending.then(lambda received: join(received, source))
+        return pending.timed(self.context.flight.pace).then(lambda got: join(got, source))
 
     def send_rows(self, rows: Tensor, n_sent: Sequence[int], n_received: Sequence[int]) -> Tensor:
         """Send `n_sent[r]` rows to every rank r; returns the rows received, in rank order.
@@ -253,7 +253,8 @@ class Group(ABC):
         rank must know how many rows it receives from every other.
         """
         self._record("all_to_all", rows.nbytes)
-        return self._all_to_all_rows(rows.detach().contiguous(), n_sent, n_received)
+        with self.context.flight.pace.waiting():
+            return self._all_to_all_rows(rows.detach().contiguous(), n_sent, n_received)
 
     def return_rows(self, rows: Tensor, n_sent: Sequence[int], n_received: Sequence[int]) -> Tensor:
         """Reverse `send_rows`: send one row back for each row received.
@@ -261,7 +262,8 @@ class Group(ABC):
         The call is recorded with the bytes that come back. So both directions record this rank's
         own rows.
         """
-        returned = self._all_to_all_rows(rows.detach().contiguous(), n_received, n_sent)
+        with self.context.flight.pace.waiting():
+            returned = self._all_to_all_rows(rows.detach().contiguous(), n_received, n_sent)
         self._record("all_to_all", returned.nbytes)
         return returned
 

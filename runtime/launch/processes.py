@@ -38,6 +38,7 @@ import torch.distributed as dist
 
 from autopar.errors import LaunchError, MeshError, StepTimeoutError
 from autopar.runtime.flight import FOLDER, LAUNCHED, diagnosis, longest_step_s, read_notes
+from autopar.runtime.launch.fresh_store import is_kept_store, store_of_torchrun
 from autopar.runtime.launch.travel import answer_of, dumps, importable_main, request_of
 
 _GRACE_S = 0.5
@@ -65,11 +66,14 @@ def init_from_environment() -> torch.device:
             hint="start the script with torchrun --nproc-per-node N, or use "
             "autopar.launch(fn, N) on one machine",
         )
-    if not torch.cuda.is_available():
-        dist.init_process_group("gloo")
-        return torch.device("cpu")
-    device = _own_device()
-    dist.init_process_group("nccl")
+    device = _own_device() if torch.cuda.is_available() else torch.device("cpu")
+    backend = "nccl" if torch.cuda.is_available() else "gloo"
+    if is_kept_store():
+        rank, n_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+        store = store_of_torchrun()
+        dist.init_process_group(backend, store=store, rank=rank, world_size=n_ranks)
+    else:
+        dist.init_process_group(backend)
     return device
 
 

@@ -375,7 +375,8 @@ def test_json_has_no_infinities() -> None:
 
 
 def test_diagnose_names_the_rank_that_is_behind(run: Run, tmp_path: Path) -> None:
-    (tmp_path / "notes").mkdir()
+    for name in ("notes", "other"):
+        (tmp_path / name).mkdir()
     records = [FlightRecord(tmp_path / "notes" / f"rank-{rank}.ring") for rank in range(2)]
     for record in records:
         record.begin_step(0)
@@ -384,6 +385,12 @@ def test_diagnose_names_the_rank_that_is_behind(run: Run, tmp_path: Path) -> Non
     assert found["ranks"]["0"][-1]["call"] == "all_reduce over dp of 64 B (grad_sync)"
     text = run("diagnose", "notes", "--ranks", "3").stdout.splitlines()
     assert text[0] == "rank 1 is behind the others" and "rank 2: has noted nothing" in text[3]
+    FlightRecord(tmp_path / "other" / "rank-2.ring").begin_step(0)
+    joined = run("diagnose", "notes", "other").stdout.splitlines()
+    assert joined[0] == "ranks 1, 2 are behind the others"
+    assert "left notes in notes and in a folder before" in refused(
+        run("diagnose", "notes", "notes")
+    )
 
 
 def test_diagnose_without_notes(run: Run) -> None:

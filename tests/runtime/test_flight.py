@@ -86,8 +86,14 @@ def test_the_rank_that_made_fewer_calls_is_behind() -> None:
     assert "rank 0: step 1, stage 0, action begin, all_gather over dp of 8 B (forward)" in lines[0]
     assert lines[2].endswith("since 60.0 s") and "noted nothing" in lines[3]
     assert longest_step_s(notes, now_s) == pytest.approx(60.0)
+    records[2].call("all_gather over dp of 8 B (forward)")
+    notes[2] = list(records[2].notes)
+    same = "all ranks are in the same call: one has died in it, or a link is down"
+    assert diagnosis(notes, 3, now_s).splitlines()[0] == same
+    assert "same call" not in diagnosis(notes, 4, now_s)
     for record in records:
         record.end_step()
+    assert "same call" not in diagnosis({r: list(x.notes) for r, x in enumerate(records)}, 3, now_s)
     assert longest_step_s({0: list(records[0].notes)}, time.time() + 60.0) == 0.0
 
 
