@@ -13,7 +13,6 @@ optimizer step after its own, when parameters have taken its gradients already.
 from __future__ import annotations
 
 import warnings
-from collections import deque
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Protocol
@@ -53,13 +52,18 @@ class Unguarded:
         return
 
 
-@dataclass
+@dataclass(eq=False)
 class _Seen:
-    """The loss of a step, on its way to the host. `arrived`: of a GPU, when it is there."""
+    """The loss of a step, on its way to the host.
+
+    arrived   of a GPU, when it is there
+    is_used   has an optimizer taken its gradients?
+    """
 
     step: int
     loss: Tensor
     arrived: torch.cuda.Event | None
+    is_used: bool = False
 
 
 @dataclass
@@ -70,31 +74,32 @@ class FiniteCheck:
     device: torch.device
     n_steps: int = 0
     n_skipped: int = 0
-    _seen: deque[_Seen] = field(default_factory=lambda: deque(maxlen=_MOST_SEEN))
+    _seen: list[_Seen] = field(default_factory=list)
 
     def before(self, leaves: Mapping[str, Tensor]) -> float:
         """Count the step. Losses whose gradients the user has dropped are forgotten."""
         self.n_steps += 1
         if all(leaf.grad is None for leaf in leaves.values()):
-            self._seen.clear()
+            self._seen = [seen for seen in self._seen if seen.is_used]
         return 1.0
 
     def after(self, leaves: Mapping[str, Tensor], loss: Tensor) -> None:
         """Keep the loss until an optimizer uses the gradients."""
         if loss.is_cpu:
             if not bool(loss.isfinite()):
-                self._seen.append(_Seen(self.n_steps, loss, None))
+                self._seen = [*self._seen, _Seen(self.n_steps, loss, None)][-_MOST_SEEN:]
             return
         copied = loss.to("cpu", non_blocking=True)
         arrived = torch.cuda.Event()
         arrived.record()
-        self._seen.append(_Seen(self.n_steps, copied, arrived))
+        self._seen = [*self._seen, _Seen(self.n_steps, copied, arrived)][-_MOST_SEEN:]
 
     def before_optimizer(self, leaves: Mapping[str, Tensor]) -> None:
         """Raise `NonFiniteError` on every rank if gradients that come with a bad loss are bad."""
-        due = []
-        while self._seen and (self._seen[0].arrived is None or self._seen[0].step < self.n_steps):
-            due.append(self._seen.popleft())
+        due = [seen for seen in self._seen if seen.arrived is None or seen.step < self.n_steps]
+        self._seen = [seen for seen in self._seen if seen not in due]
+        for seen in self._seen:
+            seen.is_used = True
         for seen in due:
             if seen.arrived is not None:
                 seen.arrived.synchronize()

@@ -25,6 +25,7 @@ from autopar.errors import (
 )
 from autopar.mesh import Mesh
 from autopar.module.agreement import (
+    N_FIRST,
     Agreement,
     Due,
     Given,
@@ -70,6 +71,7 @@ from autopar.passes.pipeline import PASSES
 from autopar.planning import Bound, Plan, settled_heap
 from autopar.plans import PlanData
 from autopar.program import Audit, Pipeline, Program, flatten_inputs
+from autopar.runtime.groups import DistGroup
 from autopar.runtime.state import (
     LossScale,
     LossScaler,
@@ -80,6 +82,7 @@ from autopar.runtime.state import (
     everyone,
     initial_buffers,
     initial_shards,
+    stage_group,
 )
 
 _NUMBERS = itertools.count()  # of the modules that this process made
@@ -210,9 +213,9 @@ class ParallelModule(PlannedModule, Feeding, Surface):
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of these parameters steps: what all ranks must agree on before it does."""
-        if self._is_due("optimizer", 3):
-            stages = [mesh.ranks for mesh in self._place.pipeline.meshes]
-            compare_hyperparameters(optimizer, stages, self._device)
+        stage = stage_group(self._place)
+        if isinstance(stage, DistGroup) and self._is_due("optimizer", N_FIRST):
+            compare_hyperparameters(optimizer, stage, self._device)
         if self._scaler is not None:
             self._scaler.decide()
         else:

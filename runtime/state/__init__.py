@@ -14,6 +14,7 @@ from autopar.runtime.state.access import (
     full_gradients,
     full_state_dict,
     load_state_dict,
+    stage_group,
 )
 from autopar.runtime.state.dtensors import stage_device_mesh, state_dict
 from autopar.runtime.state.export import export_weights
@@ -61,6 +62,7 @@ __all__ = [
     "open_newest",
     "own_rank",
     "stage_device_mesh",
+    "stage_group",
     "state_dict",
     "together",
     "world_size",

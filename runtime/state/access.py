@@ -327,6 +327,11 @@ def everyone(place: StageState) -> Group | None:
     if place.pipeline.n_stages > 1:
         assert place.world is not None, "stages without a group of all ranks"
         return place.world
+    return stage_group(place)
+
+
+def stage_group(place: StageState) -> Group | None:
+    """The group of all ranks of this rank's stage; None for a single rank."""
     axes = max(place.groups, key=len, default=())
     return place.groups[axes] if axes else None
 

@@ -72,7 +72,7 @@ class Agreement:
             return
         every = compared(kind, fingerprints(given, with_content=kind != "plan"), self._device)
         if every is not None:
-            _refuse_different(kind, every)
+            _refuse_different(kind, list(every.values()))
 
     def check_local(self, given: Given, rows: Mapping[str, Rows]) -> None:
         """Compare a local batch; `rows` are of the inputs that this rank reads, by path.
@@ -87,8 +87,9 @@ class Agreement:
         found = {path: (rows[path], f) for path, f in fingerprints(given).items() if path in rows}
         every = compared(kind, found, self._device, always=True)
         assert every is not None
-        _refuse_other_numbers([{p: r for p, (r, _) in found.items()} for found in every])
-        _refuse_different_rows(every)
+        of_ranks = list(every.values())
+        _refuse_other_numbers([{p: r for p, (r, _) in found.items()} for found in of_ranks])
+        _refuse_different_rows(of_ranks)
 
 
 def _refuse_different(kind: str, of_ranks: Sequence[Mapping[str, Fingerprint]]) -> None:

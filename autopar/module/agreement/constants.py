@@ -33,7 +33,7 @@ def agreed_program(program: Program, weights: str, device: torch.device) -> Prog
         return program
     graphs = compared("graph", program.hash(), device)
     if graphs is not None:
-        others = [rank for rank, found in enumerate(graphs) if found != graphs[0]]
+        others = [rank for rank, found in graphs.items() if found != graphs[0]]
         raise DivergenceError(
             f"{format_ranks(others)} captured another graph than rank 0: the model, its options or "
             "a Python value that its code reads is another there",
@@ -74,19 +74,19 @@ def _taken(
     same_forms = all(
         {name: text.rsplit(" ", 1)[0] for name, text in of_rank.items()}
         == {name: text.rsplit(" ", 1)[0] for name, text in every[0].items()}
-        for of_rank in every
+        for of_rank in every.values()
     )
     if weights != "rank0" or not same_forms:
         raise DivergenceError(
             "constants of the model differ between ranks (hashes of their values):\n  "
-            + "\n  ".join(different(dict(enumerate(every)))),
+            + "\n  ".join(different(every)),
             hint="build the model alike on every rank (one seed, one file), or register a value "
             'that is drawn as a buffer and take weights="rank0"',
         )
     taken = {}
     for name, value in values.items():
         key = f"`{name}`"
-        if any(of_rank[key] != every[0][key] for of_rank in every):
+        if any(of_rank[key] != every[0][key] for of_rank in every.values()):
             sent = value.detach().to(device).contiguous().clone()
             dist.broadcast(sent, src=0)
             taken[name] = sent.to(value.device)

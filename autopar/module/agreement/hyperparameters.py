@@ -5,7 +5,6 @@ A schedule that depends on the rank (by the length of its own loader) lets repli
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -15,17 +14,17 @@ from torch.optim import Optimizer
 from autopar.errors import DivergenceError
 from autopar.module.agreement.meeting import compared
 from autopar.module.agreement.settings import different
+from autopar.runtime.groups import DistGroup
 
 N_FIRST = 3  # optimizer steps that are compared before every n-th is
 _MOST_ELEMENTS = 16  # of a tensor that is compared; a learning rate has one
 
 
-def compare_hyperparameters(
-    optimizer: Optimizer, stages: Sequence[Sequence[int]], device: torch.device
-) -> None:
-    """Raise `DivergenceError` on every rank if ranks of one stage have other settings.
+def compare_hyperparameters(optimizer: Optimizer, stage: DistGroup, device: torch.device) -> None:
+    """Raise `DivergenceError` on every rank of a stage if one of them has other settings.
 
-    stages   the ranks of each: a stage has parameters of its own, and may group them as it likes
+    A stage has parameters of its own: scripts may group them as they like, and make an optimizer
+    for some stages only.
     """
     mine = {"optimizer": type(optimizer).__qualname__}
     for k, group in enumerate(optimizer.param_groups):
@@ -34,13 +33,12 @@ def compare_hyperparameters(
             for name, value in group.items()
             if name != "params"
         }
-    every = compared("optimizer", mine, device, stages)
+    every = compared("optimizer", mine, device, stage)
     if every is None:
         return
-    lines = [line for ranks in stages for line in different({r: every[r] for r in ranks})]
     raise DivergenceError(
         f"{type(optimizer).__name__}.step() with other settings on other ranks:\n  "
-        + "\n  ".join(lines),
+        + "\n  ".join(different(every)),
         hint="give every rank the same schedule; one that counts the batches of a rank's own "
         "loader differs by rank",
     )

@@ -8,7 +8,6 @@ Ranks that compare different things have made different calls: an error on every
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
@@ -18,7 +17,7 @@ import torch.distributed as dist
 from autopar.errors import BatchError
 from autopar.module.agreement.hashes import digest
 from autopar.runtime.flight import explained
-from autopar.runtime.groups import current_context
+from autopar.runtime.groups import DistGroup, current_context
 from autopar.units import format_ranks
 
 T = TypeVar("T")
@@ -48,40 +47,40 @@ def compared(
     kind: str,
     mine: T,
     device: torch.device,
-    alike: Sequence[Sequence[int]] | None = None,
+    among: DistGroup | None = None,
     always: bool = False,
-) -> list[T] | None:
-    """What every rank has, in rank order; None if that is the same.
+) -> dict[int, T] | None:
+    """Rank -> what it has; None if that is the same for all.
 
     kind     a key of `CALLS`
     mine     its `repr` is compared
-    alike    ranks that must have the same as each other; None: all of them
+    among    the ranks that are compared; None: all of them
     always   gather what ranks have also if it is the same
 
-    Every rank must call it. Raises `BatchError` on every rank if the kinds differ.
+    Each of these ranks must call it. Raises `BatchError` on every one if the kinds differ.
     """
-    n_ranks = dist.get_world_size()
+    ranks = among.ranks if among else range(dist.get_world_size())
+    group = among.process_group if among else None
     numbers = torch.tensor([_NUMBERS[kind], digest(mine)], device=device)
-    everyone = torch.empty(2 * n_ranks, dtype=torch.int64, device=device)
+    everyone = torch.empty(2 * len(ranks), dtype=torch.int64, device=device)
     flight = current_context().flight
     with explained(flight.meeting(f"comparing ranks before {CALLS[kind]}")):
-        dist.all_gather_single(everyone, numbers)
-    kinds, digests = everyone.view(n_ranks, 2).T.tolist()
+        dist.all_gather_single(everyone, numbers, group=group)
+    kinds, digests = everyone.view(len(ranks), 2).T.tolist()
     if len(set(kinds)) > 1:
         names = list(CALLS)
-        calls = {names[k]: [r for r in range(n_ranks) if kinds[r] == k] for k in kinds}
+        calls = {names[k]: [r for r, n in zip(ranks, kinds, strict=True) if n == k] for k in kinds}
         raise BatchError(
             "ranks call different things: "
-            + ", ".join(f"{CALLS[k]} on {format_ranks(ranks)}" for k, ranks in calls.items()),
+            + ", ".join(f"{CALLS[k]} on {format_ranks(found)}" for k, found in calls.items()),
             hint="every rank must make the same calls in the same order",
         )
-    classes = alike or [range(n_ranks)]
-    if not always and all(len({digests[r] for r in ranks}) == 1 for ranks in classes):
+    if not always and len(set(digests)) == 1:
         return None
-    values: list[T] = [mine] * n_ranks
+    values: list[T] = [mine] * len(ranks)
     with flight.meeting(f"naming what differs before {CALLS[kind]}"):
-        dist.all_gather_object(values, mine)
-    return values
+        dist.all_gather_object(values, mine, group)
+    return dict(zip(ranks, values, strict=True))
 
 
 @dataclass

@@ -47,7 +47,7 @@ def compare_settings(
     if every is not None:
         raise DivergenceError(
             "autopar.parallelize is called with other settings on other ranks:\n  "
-            + "\n  ".join(different(dict(enumerate(every)))),
+            + "\n  ".join(different(every)),
             hint="run one script, with the same arguments and the same environment, on every rank",
         )
 
