@@ -60,10 +60,7 @@ from autopar.program import (
     communications,
     free_name,
     group_name,
-    joint_reads,
-    joint_writes,
     numbered_module,
-    outs,
     reserved_names,
 )
 from autopar.units import format_seconds
@@ -91,7 +88,7 @@ class _Source:
         """The variables of both functions, and words that no variable may be called."""
         names = {*self.program.arguments, *reserved_names(self.program.axis_names)}
         for line in self._both():
-            names |= {*joint_reads(line), *joint_writes(line)}
+            names |= {*line.reads, *line.writes}
         return frozenset(names)
 
     @property
@@ -248,8 +245,8 @@ class _Source:
     @cached_property
     def _taken_at_end(self) -> list[str]:
         """The variables that the lines at the end of the step take from forward."""
-        made = {name for line in self._at_end for name in joint_writes(line)}
-        read = dict.fromkeys(name for line in self._at_end for name in joint_reads(line))
+        made = {name for line in self._at_end for name in line.writes}
+        read = dict.fromkeys(name for line in self._at_end for name in line.reads)
         return [name for name in read if name not in made]
 
     def _loss(self) -> list[str]:
@@ -316,7 +313,7 @@ class _Source:
                 case FunctionLine():
                     found |= {out.name: out for out in line.call.outs}
                 case CallLine() | MoveLine() | GatherLine() | DetachLine():
-                    found |= {out.name: out for out in outs(line)}
+                    found |= {out.name: out for out in line.outs}
         return found
 
     def _backward(self) -> list[str]:
@@ -343,8 +340,8 @@ class _Source:
     ) -> list[str]:
         """Backward as two functions: what others wait for, and the gradients of weights."""
         first, second = self.joint.backward[:at], self.joint.backward[at + 1 :]
-        there = there | {name for line in first for name in joint_writes(line)}
-        kept = [n for n in dict.fromkeys(n for x in second for n in joint_reads(x)) if n in there]
+        there = there | {name for line in first for name in line.writes}
+        kept = [n for n in dict.fromkeys(n for x in second for n in x.reads) if n in there]
         statements = self.folded.backward.statements
         one = printed(with_views_inside(statements[:at]))
         two = printed(with_views_inside(statements[at + 1 :]))
@@ -393,12 +390,12 @@ class _Source:
                     module = here
             rows += self.statements.lines(line, is_backward=bool(before))
             frees = line.names if isinstance(line, FreeLine) else ()
-            reads = frees or joint_reads(line)
+            reads = frees or line.reads
             is_move = bool(moves_of(line)) or isinstance(line, WaitLine)
             follows = isinstance(line, FreeLine | ReadyLine)
             out.append(
                 Statement(
-                    tuple(rows), reads, joint_writes(line), block, work, frees,
+                    tuple(rows), reads, line.writes, block, work, frees,
                     is_move=is_move, follows=follows, is_view=_is_view(line),
                 )
             )  # fmt: skip

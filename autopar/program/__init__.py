@@ -72,8 +72,6 @@ from autopar.program.joint_program import (
     WaitLine,
     WeightGradients,
     communications,
-    joint_reads,
-    joint_writes,
     taken_parameters,
 )
 from autopar.program.messages import (
@@ -130,10 +128,7 @@ from autopar.program.stage_program import (
     Workspace,
     batch_shards,
     most_batch_shards,
-    outs,
-    reads,
     storage_owners,
-    writes,
 )
 from autopar.program.strategy import OperatorStrategy, Period, Recomputed, Storage, Strategy
 
@@ -223,8 +218,6 @@ __all__ = [
     "group_name",
     "has_clashing_groups",
     "identifier",
-    "joint_reads",
-    "joint_writes",
     "kept_gathers",
     "leaves",
     "line_counts",
@@ -234,11 +227,9 @@ __all__ = [
     "name_sizes",
     "numbered_module",
     "operators_of",
-    "outs",
     "parameter_counts",
     "primitive_bytes",
     "rank_collectives",
-    "reads",
     "reduced_runs",
     "regathered",
     "rerun",
@@ -258,5 +249,4 @@ __all__ = [
     "tied_slices",
     "unify",
     "used_parameters",
-    "writes",
 ]

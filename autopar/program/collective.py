@@ -42,8 +42,6 @@ from autopar.program.stage_program import (
     ParameterUse,
     StageProgram,
     StoredParameter,
-    outs,
-    reads,
 )
 
 # "output": gathers of model outputs for the user; only in programs that return outputs.
@@ -229,7 +227,7 @@ def _tied(pipeline: Pipeline, stage: int, rank: int) -> list[Collective]:
 
 def used_parameters(program: StageProgram) -> frozenset[str]:
     """Variables that differentiated lines read, so that backward gives them a gradient."""
-    return frozenset(name for i in program.differentiated for name in reads(program.body[i]))
+    return frozenset(name for i in program.differentiated for name in program.body[i].reads)
 
 
 def conversion_buckets(program: StageProgram) -> tuple[ConvertedUses, tuple[ConversionBucket, ...]]:
@@ -323,11 +321,11 @@ def _origins(program: StageProgram) -> dict[str, str]:
     """Variable -> the operator or input whose value it holds, in some placement."""
     origin = {d.local.name: d.source for d in program.delivered}
     for line in program.body:
-        for out in outs(line):
+        for out in line.outs:
             if isinstance(line, CallLine):
                 origin[out.name] = line.key
             else:
-                origin.setdefault(out.name, origin.get(reads(line)[0], out.name))
+                origin.setdefault(out.name, origin.get(line.reads[0], out.name))
     return origin
 
 

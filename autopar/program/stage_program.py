@@ -13,7 +13,7 @@ import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -72,8 +72,27 @@ class Local:
         return math.prod(self.shape) * (self.gradient_dtype or self.dtype).itemsize
 
 
+class Assignment:
+    """A line that makes `out` of `source`."""
+
+    source: str
+    out: Any
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.source,)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return (self.out.name,)
+
+    @property
+    def outs(self) -> tuple[Any, ...]:
+        return (self.out,)
+
+
 @dataclass(frozen=True)
-class MoveLine:
+class MoveLine(Assignment):
     """One move of a reshard of `value`.
 
     Bytes are NCCL's accounting. Without gradient, bytes and seconds of backward are 0.
@@ -157,9 +176,13 @@ class CallLine:
         """The variables among the arguments, in order."""
         return (*names_in(self.args), *names_in(list(self.kwargs.values())))
 
+    @cached_property
+    def writes(self) -> tuple[str, ...]:
+        return named(self.outs)
+
 
 @dataclass(frozen=True)
-class DetachLine:
+class DetachLine(Assignment):
     """Detach an output that is returned to the user."""
 
     out: Local
@@ -167,7 +190,7 @@ class DetachLine:
 
 
 @dataclass(frozen=True)
-class GatherLine:
+class GatherLine(Assignment):
     """A ZeRO-3 parameter gathered for one operator, and again in backward `regathers` times.
 
     Neighbours are a run, which is gathered together (`gathers.py`). Backward gathers a run again
@@ -183,9 +206,12 @@ class GatherLine:
 
 @dataclass(frozen=True)
 class FreeLine:
-    """Drops variables after their last use."""
+    """Drops variables after their last use; that reads none."""
 
     names: tuple[str, ...]
+    reads: ClassVar[tuple[str, ...]] = ()
+    writes: ClassVar[tuple[str, ...]] = ()
+    outs: ClassVar[tuple[Local, ...]] = ()
 
 
 Line = MoveLine | CallLine | DetachLine | GatherLine | FreeLine
@@ -383,7 +409,7 @@ class StageProgram:
 
     def local(self, name: str) -> Local:
         """A variable of the body, as the last line that assigns it leaves it."""
-        results = (out for line in reversed(self.body) for out in outs(line))
+        results = (out for line in reversed(self.body) for out in line.outs)
         return next(out for out in results if out.name == name)
 
     @cached_property
@@ -397,10 +423,10 @@ class StageProgram:
         found: set[int] = set()
         for i in range(len(self.body) - 1, -1, -1):
             line = self.body[i]
-            if any(out.has_grad and out.name in needed for out in outs(line)):
+            if any(out.has_grad and out.name in needed for out in line.outs):
                 found.add(i)
                 # Reads without gradient do no harm: the lines that write them have none either.
-                needed.update(reads(line))
+                needed.update(line.reads)
         return frozenset(found)
 
     def moves(self) -> Iterator[MoveLine]:
@@ -448,23 +474,9 @@ def names_in(value: Any) -> list[str]:
     return []
 
 
-def reads(line: Line) -> tuple[str, ...]:
-    """The variables a line reads."""
-    if isinstance(line, CallLine):
-        return line.reads
-    return () if isinstance(line, FreeLine) else (line.source,)
-
-
-def outs(line: Line) -> tuple[Local, ...]:
-    """The variables that a line defines; unused results are called `_`."""
-    if isinstance(line, CallLine):
-        return line.outs
-    return () if isinstance(line, FreeLine) else (line.out,)
-
-
-def writes(line: Line) -> list[str]:
-    """Names of the variables that a line defines."""
-    return [out.name for out in outs(line) if out.name != UNUSED]
+def named(outs: Iterable[Any]) -> tuple[str, ...]:
+    """The names of results; an unused one has none."""
+    return tuple(out.name for out in outs if out.name != UNUSED)
 
 
 def storage_owners(body: Iterable[Line]) -> Iterator[dict[str, str]]:
