@@ -80,9 +80,7 @@ def _write_inside(found: list[Statement], at: int, name: str) -> bool:
     reads = tuple(n for n in dict.fromkeys((*maker.reads, *last.reads)) if n != name)
     found[-1] = last._replace(rows=(commented(new, comment) if mark else new,), reads=reads)
     if _hands_over(last):
-        found[-1] = found[-1]._replace(
-            work=maker.work, block=maker.block, follows=maker.follows
-        )
+        found[-1] = found[-1]._replace(work=maker.work, block=maker.block, follows=maker.follows)
     after = at + 1 if not found[at + 1].frees else len(found) - 1
     if _head(maker):
         rows = (*_head(maker), *found[after].rows)

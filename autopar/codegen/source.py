@@ -88,7 +88,7 @@ class _Source:
         """The variables of both functions, and words that no variable may be called."""
         names = {*self.program.arguments, *reserved_names(self.program.axis_names)}
         for line in self._both():
-            names |= {*line.reads, *line.writes}
+            names.update(line.reads, line.writes)
         return frozenset(names)
 
     @property
@@ -136,8 +136,10 @@ class _Source:
         needs_phase = False
         for line in self._both():
             needs_phase |= phase_of(line) != ""
-            moves |= {move.name for move in moves_of(line)}
+            moves.update(move.name for move in moves_of(line))
             match line:
+                case KernelLine() | FreeLine():
+                    pass
                 case CallLine(lowered=str(name)) | FunctionLine(call=CallLine(lowered=str(name))):
                     functions.add(name)
                 case FunctionLine():
@@ -354,11 +356,15 @@ class _Source:
             f"    backward_weight(backward_input({arguments}), ready, env)",
         ]
 
+    @cached_property
+    def _every_group(self) -> tuple[tuple[int, ...], ...]:
+        return self.program.group_axes()
+
     def _groups(self, rows: Sequence[str]) -> list[str]:
         """Rows that look up the groups that some rows read."""
-        program, found = self.program, dict[str, str]()
-        for group in program.group_axes():
-            name = group_name(program.axis_names, group)
+        found: dict[str, str] = {}
+        for group in self._every_group:
+            name = group_name(self.program.axis_names, group)
             if reads_word(name, rows):
                 found[name] = f"env.group({group})"
         row = f"    {', '.join(found)} = {', '.join(found.values())}"
@@ -423,7 +429,7 @@ class _Source:
             origin = parameter.name
             if parameter.cast is not None:
                 cast_s = format_seconds(parameter.cast_s)
-                origin += f"  cast from {dtype_text(parameter.stored)} {cast_s}"
+                origin += f"  cast from {dtype_text(parameter.stored.dtype)} {cast_s}"
             if parameter.period == "use":
                 out.append((parameter.shard, origin))
             out += [(use.local, origin) for use in parameter.uses]

@@ -13,6 +13,7 @@ reduce_scatters of their gradients. All others are calls of their own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import torch
 
@@ -27,6 +28,7 @@ def block_of(key: str) -> str | None:
     return numbered_module(key.rpartition("/")[0])
 
 
+@lru_cache(maxsize=1 << 14)
 def numbered_module(path: str) -> str | None:
     """`transformer.h.3.attn` -> `transformer.h.3`: the path of a module or a parameter up to its
     first number; None without one."""

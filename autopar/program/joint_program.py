@@ -290,6 +290,8 @@ def taken_parameters(stage: StageProgram) -> tuple[str, ...]:
 def communications(line: JointLine) -> tuple[GatherLine | GradientMove, ...]:
     """The gathers of parameters, or the moves of gradients, that a line makes, begins or ends."""
     match line:
+        case KernelLine() | FreeLine():
+            return ()
         case GatherLine() | GradientMove():
             return (line,)
         case FusedGathers() | FusedReductions():
