@@ -93,7 +93,7 @@ def without_wide_frees(statements: Sequence[Statement]) -> list[Statement]:
             found.append(s)
             continue
         found[-1] = found[-1]._replace(late=found[-1].late + late)
-        found += _freeing(name for name in s.frees if name not in wide)
+        found += freeing(name for name in s.frees if name not in wide)
     return found
 
 
@@ -101,11 +101,12 @@ def without_frees(s: Statement, names: Collection[str]) -> Statement:
     """A statement that does not free these names."""
     if not any(name in names for name in s.frees):
         return s
-    kept = _freeing(name for name in s.frees if name not in names)
+    kept = freeing(name for name in s.frees if name not in names)
     return kept[0] if kept else s._replace(rows=(), reads=(), frees=())
 
 
-def _freeing(names: Iterable[str]) -> list[Statement]:
+def freeing(names: Iterable[str]) -> list[Statement]:
+    """The statement that frees some names; none for no names."""
     kept = tuple(names)
     return [Statement((del_row(kept),), kept, (), None, frees=kept, follows=True)] if kept else []
 
@@ -276,6 +277,8 @@ class _Parts(NamedTuple):
 
 
 def _parts(s: Statement, known: frozenset[str]) -> _Parts:
+    if s.frees:
+        return _Parts(f"del {len(s.frees)}", s.frees, ())
     mine = {*s.reads, *s.writes}
     names: list[str] = []
     numbers: list[int] = []

@@ -7,11 +7,11 @@ the comment also has the bytes it moves and their predicted time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from autopar.codegen.blocks import Statement, Work, without_wide_frees
+from autopar.codegen.blocks import Statement, Work, freeing, without_wide_frees
 from autopar.codegen.calls import Main, UnfoldableError, printed
 from autopar.codegen.flow import BlockFunction, Part
 from autopar.codegen.fold import Folded, fold, outside_names, unfolded
@@ -87,7 +87,7 @@ class _Source:
     def _known_names(self) -> frozenset[str]:
         """The variables of both functions, and words that no variable may be called."""
         names = {*self.program.arguments, *reserved_names(self.program.axis_names)}
-        for line in self._both():
+        for line in self._lines:
             names.update(line.reads, line.writes)
         return frozenset(names)
 
@@ -126,20 +126,22 @@ class _Source:
             lines += ["", "", *_prologue(program)]
         return lines
 
-    def _both(self) -> Iterator[JointLine]:
-        yield from self.joint.forward
-        yield from self.joint.backward
+    @cached_property
+    def _lines(self) -> list[JointLine]:
+        """All lines but frees."""
+        both = (*self.joint.forward, *self.joint.backward)
+        return [line for line in both if not isinstance(line, FreeLine)]
 
     def _imports(self) -> list[str]:
         moves: set[str] = set()
         functions: set[str] = set()
         needs_phase = False
-        for line in self._both():
+        for line in self._lines:
+            if isinstance(line, KernelLine):
+                continue
             needs_phase |= phase_of(line) != ""
             moves.update(move.name for move in moves_of(line))
             match line:
-                case KernelLine() | FreeLine():
-                    pass
                 case CallLine(lowered=str(name)) | FunctionLine(call=CallLine(lowered=str(name))):
                     functions.add(name)
                 case FunctionLine():
@@ -155,15 +157,19 @@ class _Source:
 
     def _bindings(self) -> list[str]:
         """Operators, looked up once; a taped one has its backward with it."""
+        targets: set[str] = set()
         found: dict[str, str] = {}
-        for line in self._both():
+        for line in self._lines:
             match line:
-                case CallLine(lowered=None) | KernelLine():
-                    found[self.statements.operator_handle(line.target)] = f"torch.ops.{line.target}"
+                case KernelLine() | CallLine(lowered=None):
+                    targets.add(line.target)
                 case FunctionLine(call=CallLine(lowered=None)):
                     target, given = line.call.target, line.differentiable
                     handle = self.statements.function_handle(line)
                     found[handle] = f"taped(torch.ops.{target}, {given})"
+        found |= {
+            self.statements.operator_handle(target): f"torch.ops.{target}" for target in targets
+        }
         names = [name for name in sorted(found) if found[name].startswith("torch.ops.aten.")]
         out = ["aten = torch.ops.aten"] if names else []
         row: list[str] = []
@@ -377,6 +383,9 @@ class _Source:
         out: list[Statement] = []
         module = ""
         for line in lines:
+            if isinstance(line, FreeLine):
+                out += freeing(line.names)
+                continue
             rows: list[str] = []
             work, block = self._work(line)
             call = line.call if isinstance(line, FunctionLine | FunctionBackward) else line
@@ -395,13 +404,11 @@ class _Source:
                         rows += [f"    # {one_line(here)}  ({one_line(short_path(call.where))})"]
                     module = here
             rows += self.statements.lines(line, is_backward=bool(before))
-            frees = line.names if isinstance(line, FreeLine) else ()
-            reads = frees or line.reads
             is_move = bool(moves_of(line)) or isinstance(line, WaitLine)
-            follows = isinstance(line, FreeLine | ReadyLine)
+            follows = isinstance(line, ReadyLine)
             out.append(
                 Statement(
-                    tuple(rows), reads, line.writes, block, work, frees,
+                    tuple(rows), line.reads, line.writes, block, work,
                     is_move=is_move, follows=follows, is_view=_is_view(line),
                 )
             )  # fmt: skip

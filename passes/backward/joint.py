@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
 
@@ -148,7 +149,7 @@ class _Walk:
                 self._define(local, self.device)
 
     def _define(self, local: Local, device: str) -> None:
-        stride = torch.empty(local.shape, device="meta").stride()
+        stride = _contiguous_stride(local.shape)
         has_grad = local.has_grad and _is_continuous(local.dtype)
         self.metas[local.name] = Meta(local.shape, stride, local.dtype, device, has_grad)
         self.locals[local.name] = local
@@ -381,6 +382,7 @@ def _is_continuous(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
+@lru_cache(maxsize=1 << 12)
 def _sum_meta(a: Meta, b: Meta) -> Meta:
     total = torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device="meta") + (
         torch.empty_strided(b.shape, b.stride, dtype=b.dtype, device="meta")
@@ -389,8 +391,12 @@ def _sum_meta(a: Meta, b: Meta) -> Meta:
 
 
 def _contiguous(meta: Meta) -> Meta:
-    stride = torch.empty(meta.shape, device="meta").stride()
-    return meta._replace(stride=stride, has_grad=False)
+    return meta._replace(stride=_contiguous_stride(meta.shape), has_grad=False)
+
+
+@lru_cache(maxsize=1 << 12)
+def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
 
 
 def _stem(line: CallLine) -> str:

@@ -72,6 +72,10 @@ class Kernel:
     is_view: bool = False
 
     @cached_property
+    def name(self) -> str:
+        return str(self.target)
+
+    @cached_property
     def reads(self) -> tuple[int, ...]:
         return tuple(slots_in((self.args, self.kwargs)))
 

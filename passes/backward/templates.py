@@ -43,7 +43,7 @@ class Call:
     kwargs: Mapping[str, Any]
     metas: tuple[Meta, ...]
 
-    @property
+    @cached_property
     def key(self) -> tuple[Any, ...]:
         # As text, because 1, 1.0 and True are equal as dictionary keys.
         return self.target, repr((self.args, dict(self.kwargs))), self.metas
