@@ -84,8 +84,8 @@ def _write_inside(found: list[Statement], at: int, name: str) -> bool:
     after = at + 1 if not found[at + 1].frees else len(found) - 1
     if _head(maker):
         rows = (*_head(maker), *found[after].rows)
-        block = found[after].block or maker.block
-        found[after] = found[after]._replace(rows=rows, block=block)
+        own = found[after].block or maker.block
+        found[after] = found[after]._replace(rows=rows, block=own)
     if found[-2].frees:
         found[-2:] = [found[-1], found[-2]]
     del found[at]

@@ -2,7 +2,8 @@
 
 Read `program.py` (the captured graph), `audit.py` (what capture made of the module), `frozen.py`
 (Python values in the graph), `factors.py` (factors of its dims), `strategy.py` (the facts of a
-plan), `stage_program.py` (the lines of a stage), `rerun_lines.py` (what backward runs again),
+plan), `stage_program.py` (the lines of a stage), `variables.py` (what they read and
+define), `once.py` (facts of them), `rerun_lines.py` (what backward runs again),
 `gathers.py` (gathers that are one call), `joint_program.py` (forward and backward as they run),
 `abridged.py` (programs with few of their repeated blocks), `pipeline.py` (stages joined),
 `names.py` (names of variables in generated programs),
@@ -106,8 +107,6 @@ from autopar.program.program import (
 )
 from autopar.program.rerun_lines import kept_gathers, regathered, rerun
 from autopar.program.stage_program import (
-    DEVICE,
-    UNUSED,
     Boundary,
     CallLine,
     ChangedBuffer,
@@ -120,7 +119,6 @@ from autopar.program.stage_program import (
     Local,
     MoveLine,
     ParameterUse,
-    Ref,
     RepeatedLines,
     Segment,
     StageProgram,
@@ -131,6 +129,7 @@ from autopar.program.stage_program import (
     storage_owners,
 )
 from autopar.program.strategy import OperatorStrategy, Period, Recomputed, Storage, Strategy
+from autopar.program.variables import DEVICE, UNUSED, Ref
 
 __all__ = [
     "BUCKET_BYTES",

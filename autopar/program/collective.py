@@ -32,6 +32,7 @@ from autopar.program.abridged import every_parameter, line_counts
 from autopar.program.bucketing import BUCKET_BYTES, Bucket, buckets, sync_bucket_bytes
 from autopar.program.gathers import fused_gathers, gathers_at, reduced_runs, runs_of
 from autopar.program.messages import Messages, Piece, copy_axes, tie_exchanges
+from autopar.program.once import once
 from autopar.program.pipeline import Pipeline
 from autopar.program.rerun_lines import regathered, rerun
 from autopar.program.stage_program import (
@@ -225,6 +226,7 @@ def _tied(pipeline: Pipeline, stage: int, rank: int) -> list[Collective]:
     return [replace(call, count=count) for call, count in counts.items()]
 
 
+@once
 def used_parameters(program: StageProgram) -> frozenset[str]:
     """Variables that differentiated lines read, so that backward gives them a gradient."""
     return frozenset(name for i in program.differentiated for name in program.body[i].reads)

@@ -18,6 +18,7 @@ from functools import lru_cache
 import torch
 
 from autopar.program.bucketing import BUCKET_BYTES, buckets
+from autopar.program.once import once
 from autopar.program.stage_program import GatherLine, StageProgram
 
 _FUSED = ("all_gather", "reduce_scatter")
@@ -42,6 +43,7 @@ def _is_number(word: str) -> bool:
     return word.isascii() and word.isdigit() and str(int(word[:19])) == word
 
 
+@once
 def runs_of(program: StageProgram) -> dict[int, tuple[int, ...]]:
     """Position of a gather -> the positions of its run."""
     found: dict[int, tuple[int, ...]] = {}

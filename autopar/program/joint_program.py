@@ -19,17 +19,14 @@ import torch
 
 from autopar.placement import Spec
 from autopar.program.stage_program import (
-    UNUSED,
-    Assignment,
     CallLine,
     DetachLine,
     FreeLine,
     GatherLine,
     MoveLine,
     StageProgram,
-    named,
-    names_in,
 )
+from autopar.program.variables import UNUSED, Assignment, Operation, Results
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ class Variable:
 
 
 @dataclass(frozen=True)
-class KernelLine:
+class KernelLine(Operation):
     """One kernel of the operator `key`: of its backward, or of its forward, written out.
 
     A sum of gradients has no key. `is_view` says that its results view its first argument.
@@ -61,15 +58,6 @@ class KernelLine:
     where: str = ""
     is_forward: bool = False
     is_view: bool = False
-
-    @cached_property
-    def reads(self) -> tuple[str, ...]:
-        """The variables among the arguments, in order."""
-        return (*names_in(self.args), *names_in(list(self.kwargs.values())))
-
-    @cached_property
-    def writes(self) -> tuple[str, ...]:
-        return named(self.outs)
 
 
 @dataclass(frozen=True)
@@ -171,7 +159,7 @@ class FunctionLine:
 
 
 @dataclass(frozen=True)
-class FunctionBackward:
+class FunctionBackward(Results):
     """The backward of a `FunctionLine`.
 
     inputs      the arguments that it takes again
@@ -193,10 +181,6 @@ class FunctionBackward:
     def reads(self) -> tuple[str, ...]:
         given = (*self.inputs, *self.gradients)
         return (self.kept, *(name for name in given if name is not None))
-
-    @cached_property
-    def writes(self) -> tuple[str, ...]:
-        return named(self.outs)
 
 
 @dataclass(frozen=True)

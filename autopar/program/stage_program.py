@@ -21,24 +21,8 @@ from autopar.options import Recompute
 from autopar.placement import Move, PrimitiveKind, Spec, TensorType
 from autopar.program.program import Accumulation
 from autopar.program.strategy import Period
+from autopar.program.variables import Assignment, Operation
 from autopar.rules import own_rule
-
-# The variable of unused results.
-UNUSED = "_"
-
-
-@dataclass(frozen=True)
-class Ref:
-    """A variable of the generated program, as an argument."""
-
-    name: str
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-# The device of the rank, as an argument.
-DEVICE = Ref("env.device")
 
 
 @dataclass(frozen=True)
@@ -70,25 +54,6 @@ class Local:
     @property
     def gradient_bytes(self) -> int:
         return math.prod(self.shape) * (self.gradient_dtype or self.dtype).itemsize
-
-
-class Assignment:
-    """A line that makes `out` of `source`."""
-
-    source: str
-    out: Any
-
-    @property
-    def reads(self) -> tuple[str, ...]:
-        return (self.source,)
-
-    @property
-    def writes(self) -> tuple[str, ...]:
-        return (self.out.name,)
-
-    @property
-    def outs(self) -> tuple[Any, ...]:
-        return (self.out,)
 
 
 @dataclass(frozen=True)
@@ -132,7 +97,7 @@ class InnerCall:
 
 
 @dataclass(frozen=True)
-class CallLine:
+class CallLine(Operation):
     """One operator on local tensors.
 
     lowered       the function that replaces it, over the group along `lowered_axes`; or None
@@ -170,15 +135,6 @@ class CallLine:
         """Is it fused attention, which saves tensors besides its inputs and outputs?"""
         rule = own_rule(self.target)
         return rule is not None and rule.fused
-
-    @cached_property
-    def reads(self) -> tuple[str, ...]:
-        """The variables among the arguments, in order."""
-        return (*names_in(self.args), *names_in(list(self.kwargs.values())))
-
-    @cached_property
-    def writes(self) -> tuple[str, ...]:
-        return named(self.outs)
 
 
 @dataclass(frozen=True)
@@ -463,20 +419,6 @@ def batch_shards(item: Delivered, sizes: Sequence[int]) -> int:
 def most_batch_shards(items: Sequence[Delivered], sizes: Sequence[int]) -> int:
     """The most shards into which any of the items splits the batch."""
     return max((batch_shards(item, sizes) for item in items), default=1)
-
-
-def names_in(value: Any) -> list[str]:
-    """The variables in an argument, in order."""
-    if isinstance(value, Ref):
-        return [value.name]
-    if isinstance(value, (list, tuple)):
-        return [n for v in value for n in names_in(v)]
-    return []
-
-
-def named(outs: Iterable[Any]) -> tuple[str, ...]:
-    """The names of results; an unused one has none."""
-    return tuple(out.name for out in outs if out.name != UNUSED)
 
 
 def storage_owners(body: Iterable[Line]) -> Iterator[dict[str, str]]:

@@ -31,7 +31,8 @@ from autopar.program.joint_program import (
     WaitLine,
     communications,
 )
-from autopar.program.stage_program import CallLine, FreeLine, GatherLine, MoveLine, Ref
+from autopar.program.stage_program import CallLine, FreeLine, GatherLine, MoveLine
+from autopar.program.variables import Ref
 from autopar.verifier.joint_calls import gathers_parameters, line_calls
 
 Mutants = Iterator[tuple[str, JointProgram]]

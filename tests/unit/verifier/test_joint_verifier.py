@@ -30,7 +30,8 @@ from autopar.program.joint_program import (
     Variable,
     communications,
 )
-from autopar.program.stage_program import FreeLine, Ref
+from autopar.program.stage_program import FreeLine
+from autopar.program.variables import Ref
 from autopar.verifier.joint import verify_joint
 from tests.helpers.harness import (
     abstract_cost,

@@ -22,9 +22,9 @@ from autopar.program.stage_program import (
     GatherLine,
     Line,
     MoveLine,
-    Ref,
     StageProgram,
 )
+from autopar.program.variables import Ref
 from autopar.verifier.deadlock import GroupCall, check_rendezvous
 from autopar.verifier.stage import check_move, rank_sequences, verify_program
 from tests.helpers.harness import abstract_cost, free_problem, model_case, random_strategy
