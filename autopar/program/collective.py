@@ -130,20 +130,15 @@ class StepCalls:
                 yield call, count
 
 
-def step_calls(program: StageProgram, local_inputs: bool = False) -> StepCalls:
-    """The calls of one training step.
-
-    `local_inputs`: ranks get only their own rows of the batch, and all_reduce the divisors.
-    """
+@once
+def step_calls(program: StageProgram) -> StepCalls:
+    """The calls of one training step."""
     returned = {
         period: _bucket_calls(return_buckets(program, period), "grad_sync")
         for period in ("micro", "step")
     }
-    before = _bucket_calls(conversion_buckets(program), "param_gather") + (
-        _divisors(program) if local_inputs else []
-    )
     return StepCalls(
-        tuple(before),
+        tuple(_bucket_calls(conversion_buckets(program), "param_gather")),
         tuple(_forward(program)),
         (*_backward(program), *returned["micro"]),
         tuple(returned["step"]),
@@ -171,12 +166,17 @@ def rank_collectives(
 ) -> tuple[Collective, ...]:
     """The collectives and sends of one rank of the world in a step, one row per distinct call.
 
+    `local_inputs`: ranks get only their own rows of the batch, and all_reduce the divisors.
+
     All ranks of a stage make the same collectives, but not the same sends: of the ranks that hold
     the same shard only the first one sends. So the rank at coordinate 0 always takes part.
     """
     stage = pipeline.stage_of(rank)
     program = replace(pipeline.stages[stage], trains=pipeline.schedule.trains)
-    rows = list(summarise(step_calls(program, local_inputs), program.axis_names, stage))
+    calls = step_calls(program)
+    if local_inputs:
+        calls = replace(calls, before=(*calls.before, *_divisors(program)))
+    rows = list(summarise(calls, program.axis_names, stage))
     rows += _sends(pipeline, stage, rank)
     rows += _tied(pipeline, stage, rank)
     if pipeline.n_stages > 1 and pipeline.stages[-1].loss is not None:
