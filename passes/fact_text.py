@@ -29,7 +29,6 @@ from autopar.program import (
     MoveLine,
     Pipeline,
     Program,
-    outs,
 )
 from autopar.units import format_bytes, format_seconds
 
@@ -119,7 +118,7 @@ def _(pipeline: Pipeline) -> str:
     for k, stage in enumerate(pipeline.stages):
         found.append(f"stage {k}")
         for line in stage.body:
-            made = ", ".join(f"{o.name}{list(o.shape)} {o.spec}" for o in outs(line))
+            made = ", ".join(f"{o.name}{list(o.shape)} {o.spec}" for o in line.outs)
             match line:
                 case CallLine():
                     words = ", ".join(line.reads)

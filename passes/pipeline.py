@@ -320,7 +320,10 @@ class Differentiate(Pass):
     def run(self, facts: Compilation) -> Iterable[object]:
         pipeline, device = facts[Pipeline], facts[Target].device
         trains = pipeline.schedule.trains
-        stages = [differentiate(replace(s, trains=trains), device) for s in pipeline.stages]
+        stages = [
+            differentiate(s if s.trains == trains else replace(s, trains=trains), device)
+            for s in pipeline.stages
+        ]
         for stage in stages:
             verify_joint(stage)
         yield Differentiated(tuple(stages))

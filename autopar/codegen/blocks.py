@@ -13,18 +13,19 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
 
 WORD = re.compile(r"(?<![\w.])(?:[A-Za-z_]\w*|\d+(?![\w.]))")
+# Splits a text into what is between words and, at odd positions, the words.
+WORDS = re.compile(f"({WORD.pattern})")
 # Fewer pieces are easier to read one by one.
 LEAST_PIECES = 3
 
 Work = Literal["compute", "gather", "reduce"]
 
 
-@dataclass(frozen=True)
-class Statement:
+class Statement(NamedTuple):
     """A line as it is printed; `block` is that of its operator or of its parameters.
 
     It is empty for what is outside of blocks, and None for what is of no operator: sums, and moves
@@ -91,20 +92,21 @@ def without_wide_frees(statements: Sequence[Statement]) -> list[Statement]:
         if not late:
             found.append(s)
             continue
-        found[-1] = replace(found[-1], late=found[-1].late + late)
-        found += _freeing(name for name in s.frees if name not in wide)
+        found[-1] = found[-1]._replace(late=found[-1].late + late)
+        found += freeing(name for name in s.frees if name not in wide)
     return found
 
 
 def without_frees(s: Statement, names: Collection[str]) -> Statement:
     """A statement that does not free these names."""
-    if not s.frees or set(s.frees).isdisjoint(names):
+    if not any(name in names for name in s.frees):
         return s
-    kept = _freeing(name for name in s.frees if name not in names)
-    return kept[0] if kept else replace(s, rows=(), reads=(), frees=())
+    kept = freeing(name for name in s.frees if name not in names)
+    return kept[0] if kept else s._replace(rows=(), reads=(), frees=())
 
 
-def _freeing(names: Iterable[str]) -> list[Statement]:
+def freeing(names: Iterable[str]) -> list[Statement]:
+    """The statement that frees some names; none for no names."""
     kept = tuple(names)
     return [Statement((del_row(kept),), kept, (), None, frees=kept, follows=True)] if kept else []
 
@@ -275,23 +277,11 @@ class _Parts(NamedTuple):
 
 
 def _parts(s: Statement, known: frozenset[str]) -> _Parts:
-    mine = {*s.reads, *s.writes} & known
+    if s.frees:
+        return _Parts(f"del {len(s.frees)}", s.frees, ())
+    mine = {*s.reads, *s.writes}
     names: list[str] = []
     numbers: list[int] = []
-
-    def replaced(match: re.Match[str]) -> str:
-        word = match.group()
-        if word[0].isdigit():
-            numbers.append(int(word))
-            return "#"
-        if word in mine:
-            names.append(word)
-            return "$"
-        return "$" if word in known else word
-
-    def named(match: re.Match[str]) -> str:
-        return "$" if match.group() in known else match.group()
-
     block = s.block or ""
     rows: list[str] = []
     for row in s.rows:
@@ -299,10 +289,21 @@ def _parts(s: Statement, known: frozenset[str]) -> _Parts:
             rows.append(row.replace(block, starred_name(block)))
             continue
         code, mark, comment = row.partition("  # ")
-        rows += [WORD.sub(replaced, code), mark]
+        words = WORDS.split(code)
+        for k in range(1, len(words), 2):
+            word = words[k]
+            if word in known:
+                words[k] = "$"
+                if word in mine:
+                    names.append(word)
+            elif word[0].isdigit():
+                words[k] = "#"
+                numbers.append(int(word))
+        rows += ["".join(words), mark]
         # Types and bytes are equal as they are; the comment of a gradient names a variable.
-        is_named = comment.startswith("of ") or "  of " in comment
-        rows.append(WORD.sub(named, comment) if is_named else comment)
+        if comment.startswith("of ") or "  of " in comment:
+            comment = WORD.sub(lambda m: "$" if m.group() in known else m.group(), comment)
+        rows.append(comment)
     # Names differ in length, and so does the space around them.
     return _Parts(" ".join(" ".join(rows).split()), tuple(names), tuple(numbers))
 

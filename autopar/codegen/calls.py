@@ -32,13 +32,17 @@ class UnfoldableError(Exception):
 
 @dataclass(frozen=True)
 class _Call:
-    """A call, with the lists that statements fill before it, and take apart after it."""
+    """A call, with the lists that statements fill before it, and take apart after it.
+
+    `is_apart` says that statements stand between it and the call before.
+    """
 
     piece: Piece
     function: BlockFunction
     packed: tuple[Channel, ...]
     unpacked: tuple[Channel, ...]
     late: tuple[str, ...]
+    is_apart: bool
 
 
 @dataclass
@@ -55,7 +59,7 @@ class Main:
     live: set[Channel] = field(default_factory=set)
 
     def rows(self) -> list[str]:
-        calls = [self._call(piece, f) for piece, f in self.part.calls()]
+        calls = self._calls()
         out: list[str] = []
         at, k = 0, 0
         while k < len(calls):
@@ -67,7 +71,16 @@ class Main:
             at = every[-1].piece.stop
         return out + printed(self.part.statements[at:])
 
-    def _call(self, piece: Piece, f: BlockFunction) -> _Call:
+    def _calls(self) -> list[_Call]:
+        found: list[_Call] = []
+        at = 0
+        for piece, f in self.part.calls():
+            found.append(self._call(piece, f, at))
+            at = piece.stop
+        return found
+
+    def _call(self, piece: Piece, f: BlockFunction, at: int) -> _Call:
+        """The call of a piece; the one before ends at `at`."""
         own = self.part.statements[piece.start : piece.stop]
         packed = tuple(c for c in f.inputs if not is_handed_on(self.part, c, piece.i, "taker"))
         unpacked = []
@@ -79,7 +92,8 @@ class Main:
             if not is_whole:
                 unpacked.append(channel)
         late = tuple(name for s in own for name in s.late)
-        return _Call(piece, f, packed, tuple(unpacked), late)
+        is_apart = any(s.rows for s in self.part.statements[at : piece.start])
+        return _Call(piece, f, packed, tuple(unpacked), late, is_apart)
 
     def _loop(self, calls: Sequence[_Call], k: int) -> tuple[int, int, int]:
         """(first call, calls in the body, rounds) of the longest loop that begins about here."""
@@ -110,7 +124,7 @@ class Main:
                 step = next(iter(moved))
             if len(moved) != 1 or (count and (moved != {step * count} or abs(step) != 1)):
                 break
-            if any(self._is_apart(calls, j) for j in range(first + (count == 0), first + n_calls)):
+            if any(call.is_apart for call in own[count == 0 :]):
                 break
             if count and any(call.packed for call in own):
                 break
@@ -118,11 +132,6 @@ class Main:
             if any(call.unpacked or call.late for call in own):
                 break
         return count
-
-    def _is_apart(self, calls: Sequence[_Call], j: int) -> bool:
-        """Do statements stand between this call and the one before?"""
-        between = self.part.statements[calls[j - 1].piece.stop : calls[j].piece.start]
-        return any(s.rows for s in between)
 
     def _printed(self, calls: Sequence[_Call], n_calls: int) -> list[str]:
         """Calls, as a loop with `n_calls` in its body if there are more."""

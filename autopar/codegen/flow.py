@@ -65,8 +65,7 @@ class Channel:
     variable: str = ""
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Name `k` of the piece of `function` in block `i`."""
 
     function: BlockFunction

@@ -66,28 +66,28 @@ def fold(
         parts.append(Part(statements, block_functions(bare, found, position, word)))
     ahead, behind = parts
     held = route(ahead, {}, returned)
-    stored = {name: held[name] for name in saved if name in held}
-    route(behind, dict(stored))
-    ahead.targets |= {place: behind.targets.pop(place, None) for place in stored.values()}
-    link(ahead, behind, frozenset(stored.values()))
+    places = {name: held[name] for name in saved if name in held}
+    stored = frozenset(places.values())
+    route(behind, dict(places))
+    ahead.targets |= {place: behind.targets.pop(place, None) for place in places.values()}
+    link(ahead, behind, stored)
     counts: Counter[str] = Counter()
     for part in parts:
         name_channels(part, counts)
     taken_inside = {
         piece.names[k] for piece, f in behind.calls() for k in f.of_parameters
     } - outside_names(behind)
-    alone = tuple(n for n in saved if n not in stored and n not in taken_inside)
+    alone = tuple(n for n in saved if n not in places and n not in taken_inside)
     channels = tuple(c for f in ahead.functions for c in f.outputs if c.is_saved)
     unpacked = []
     for channel in channels:
         assert channel.maker is not None
         for piece in channel.maker.template.pieces:
-            places = [Place(channel.maker, piece.i, k) for k in channel.made]
-            is_whole = all(place in stored.values() for place in places)
+            is_whole = all(Place(channel.maker, piece.i, k) in stored for k in channel.made)
             if is_whole and not is_handed_on(ahead, channel, piece.i, "maker"):
                 names = tuple(piece.names[k] for k in channel.made)
                 unpacked.append((channel, piece.i, names))
-    return Folded(ahead, behind, alone, frozenset(stored.values()), channels, tuple(unpacked))
+    return Folded(ahead, behind, alone, stored, channels, tuple(unpacked))
 
 
 def outside_names(part: Part) -> set[str]:

@@ -13,9 +13,8 @@ from __future__ import annotations
 
 import re
 from collections.abc import Sequence
-from dataclasses import replace
 
-from autopar.codegen.blocks import WORD, Statement, del_row, is_comment
+from autopar.codegen.blocks import WORDS, Statement, del_row, is_comment
 from autopar.codegen.words import LINE_LENGTH, commented
 
 # Code of a statement with a view in it, by the names of its block's function; and with its frees.
@@ -69,22 +68,24 @@ def _write_inside(found: list[Statement], at: int, name: str) -> bool:
     inner = value.strip()[len(start) - 4 :]
     code, mark, comment = last.rows[0].partition("  # ")
     left, equals, right = ("", "", code) if _hands_over(last) else code.partition(" = ")
-    text = WORD.sub(lambda word: inner if word.group() == name else word.group(), right)
+    words = WORDS.split(right)
+    n_reads = words[1::2].count(name)
+    text = "".join(inner if word == name else word for word in words)
     new = f"{left}{equals}{text.rstrip()}"
     block = last.block or maker.block or ""
-    n_reads = sum(word.group() == name for word in WORD.finditer(right))
     if n_reads != 1 or not value.startswith(start) or _width(new, block) > _WIDTH:
         return False
     if _hands_over(last):
         comment = f"{type_of}  {comment}"
     reads = tuple(n for n in dict.fromkeys((*maker.reads, *last.reads)) if n != name)
-    found[-1] = replace(last, rows=(commented(new, comment) if mark else new,), reads=reads)
+    found[-1] = last._replace(rows=(commented(new, comment) if mark else new,), reads=reads)
     if _hands_over(last):
-        found[-1] = replace(found[-1], work=maker.work, block=maker.block, follows=maker.follows)
+        found[-1] = found[-1]._replace(work=maker.work, block=maker.block, follows=maker.follows)
     after = at + 1 if not found[at + 1].frees else len(found) - 1
     if _head(maker):
         rows = (*_head(maker), *found[after].rows)
-        found[after] = replace(found[after], rows=rows, block=found[after].block or maker.block)
+        own = found[after].block or maker.block
+        found[after] = found[after]._replace(rows=rows, block=own)
     if found[-2].frees:
         found[-2:] = [found[-1], found[-2]]
     del found[at]
@@ -117,7 +118,7 @@ def _merge_frees(found: list[Statement], inside: set[str]) -> None:
     kept = tuple(name for name in names if name not in inside)
     inside.difference_update(names)
     if kept:
-        found.append(replace(last, rows=(del_row(kept),), reads=kept, frees=kept))
+        found.append(last._replace(rows=(del_row(kept),), reads=kept, frees=kept))
 
 
 def joined(lines: Sequence[str]) -> list[str]:

@@ -7,11 +7,11 @@ the comment also has the bytes it moves and their predicted time.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from autopar.codegen.blocks import Statement, Work, without_wide_frees
+from autopar.codegen.blocks import Statement, Work, freeing, without_wide_frees
 from autopar.codegen.calls import Main, UnfoldableError, printed
 from autopar.codegen.flow import BlockFunction, Part
 from autopar.codegen.fold import Folded, fold, outside_names, unfolded
@@ -60,10 +60,7 @@ from autopar.program import (
     communications,
     free_name,
     group_name,
-    joint_reads,
-    joint_writes,
     numbered_module,
-    outs,
     reserved_names,
 )
 from autopar.units import format_seconds
@@ -90,8 +87,8 @@ class _Source:
     def _known_names(self) -> frozenset[str]:
         """The variables of both functions, and words that no variable may be called."""
         names = {*self.program.arguments, *reserved_names(self.program.axis_names)}
-        for line in self._both():
-            names |= {*joint_reads(line), *joint_writes(line)}
+        for line in self._lines:
+            names.update(line.reads, line.writes)
         return frozenset(names)
 
     @property
@@ -129,17 +126,21 @@ class _Source:
             lines += ["", "", *_prologue(program)]
         return lines
 
-    def _both(self) -> Iterator[JointLine]:
-        yield from self.joint.forward
-        yield from self.joint.backward
+    @cached_property
+    def _lines(self) -> list[JointLine]:
+        """All lines but frees."""
+        both = (*self.joint.forward, *self.joint.backward)
+        return [line for line in both if not isinstance(line, FreeLine)]
 
     def _imports(self) -> list[str]:
         moves: set[str] = set()
         functions: set[str] = set()
         needs_phase = False
-        for line in self._both():
+        for line in self._lines:
+            if isinstance(line, KernelLine):
+                continue
             needs_phase |= phase_of(line) != ""
-            moves |= {move.name for move in moves_of(line)}
+            moves.update(move.name for move in moves_of(line))
             match line:
                 case CallLine(lowered=str(name)) | FunctionLine(call=CallLine(lowered=str(name))):
                     functions.add(name)
@@ -156,15 +157,19 @@ class _Source:
 
     def _bindings(self) -> list[str]:
         """Operators, looked up once; a taped one has its backward with it."""
+        targets: set[str] = set()
         found: dict[str, str] = {}
-        for line in self._both():
+        for line in self._lines:
             match line:
-                case CallLine(lowered=None) | KernelLine():
-                    found[self.statements.operator_handle(line.target)] = f"torch.ops.{line.target}"
+                case KernelLine() | CallLine(lowered=None):
+                    targets.add(line.target)
                 case FunctionLine(call=CallLine(lowered=None)):
                     target, given = line.call.target, line.differentiable
                     handle = self.statements.function_handle(line)
                     found[handle] = f"taped(torch.ops.{target}, {given})"
+        found |= {
+            self.statements.operator_handle(target): f"torch.ops.{target}" for target in targets
+        }
         names = [name for name in sorted(found) if found[name].startswith("torch.ops.aten.")]
         out = ["aten = torch.ops.aten"] if names else []
         row: list[str] = []
@@ -248,8 +253,8 @@ class _Source:
     @cached_property
     def _taken_at_end(self) -> list[str]:
         """The variables that the lines at the end of the step take from forward."""
-        made = {name for line in self._at_end for name in joint_writes(line)}
-        read = dict.fromkeys(name for line in self._at_end for name in joint_reads(line))
+        made = {name for line in self._at_end for name in line.writes}
+        read = dict.fromkeys(name for line in self._at_end for name in line.reads)
         return [name for name in read if name not in made]
 
     def _loss(self) -> list[str]:
@@ -316,7 +321,7 @@ class _Source:
                 case FunctionLine():
                     found |= {out.name: out for out in line.call.outs}
                 case CallLine() | MoveLine() | GatherLine() | DetachLine():
-                    found |= {out.name: out for out in outs(line)}
+                    found |= {out.name: out for out in line.outs}
         return found
 
     def _backward(self) -> list[str]:
@@ -343,8 +348,8 @@ class _Source:
     ) -> list[str]:
         """Backward as two functions: what others wait for, and the gradients of weights."""
         first, second = self.joint.backward[:at], self.joint.backward[at + 1 :]
-        there = there | {name for line in first for name in joint_writes(line)}
-        kept = [n for n in dict.fromkeys(n for x in second for n in joint_reads(x)) if n in there]
+        there = there | {name for line in first for name in line.writes}
+        kept = [n for n in dict.fromkeys(n for x in second for n in x.reads) if n in there]
         statements = self.folded.backward.statements
         one = printed(with_views_inside(statements[:at]))
         two = printed(with_views_inside(statements[at + 1 :]))
@@ -357,11 +362,15 @@ class _Source:
             f"    backward_weight(backward_input({arguments}), ready, env)",
         ]
 
+    @cached_property
+    def _every_group(self) -> tuple[tuple[int, ...], ...]:
+        return self.program.group_axes()
+
     def _groups(self, rows: Sequence[str]) -> list[str]:
         """Rows that look up the groups that some rows read."""
-        program, found = self.program, dict[str, str]()
-        for group in program.group_axes():
-            name = group_name(program.axis_names, group)
+        found: dict[str, str] = {}
+        for group in self._every_group:
+            name = group_name(self.program.axis_names, group)
             if reads_word(name, rows):
                 found[name] = f"env.group({group})"
         row = f"    {', '.join(found)} = {', '.join(found.values())}"
@@ -374,6 +383,9 @@ class _Source:
         out: list[Statement] = []
         module = ""
         for line in lines:
+            if isinstance(line, FreeLine):
+                out += freeing(line.names)
+                continue
             rows: list[str] = []
             work, block = self._work(line)
             call = line.call if isinstance(line, FunctionLine | FunctionBackward) else line
@@ -392,13 +404,11 @@ class _Source:
                         rows += [f"    # {one_line(here)}  ({one_line(short_path(call.where))})"]
                     module = here
             rows += self.statements.lines(line, is_backward=bool(before))
-            frees = line.names if isinstance(line, FreeLine) else ()
-            reads = frees or joint_reads(line)
             is_move = bool(moves_of(line)) or isinstance(line, WaitLine)
-            follows = isinstance(line, FreeLine | ReadyLine)
+            follows = isinstance(line, ReadyLine)
             out.append(
                 Statement(
-                    tuple(rows), reads, joint_writes(line), block, work, frees,
+                    tuple(rows), line.reads, line.writes, block, work,
                     is_move=is_move, follows=follows, is_view=_is_view(line),
                 )
             )  # fmt: skip
@@ -426,7 +436,7 @@ class _Source:
             origin = parameter.name
             if parameter.cast is not None:
                 cast_s = format_seconds(parameter.cast_s)
-                origin += f"  cast from {dtype_text(parameter.stored)} {cast_s}"
+                origin += f"  cast from {dtype_text(parameter.stored.dtype)} {cast_s}"
             if parameter.period == "use":
                 out.append((parameter.shard, origin))
             out += [(use.local, origin) for use in parameter.uses]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, field
 
 from autopar.codegen.words import (
     assigned,
@@ -32,6 +33,7 @@ from autopar.program import (
     MoveLine,
     ReadyLine,
     StartLine,
+    Variable,
     WaitLine,
     WeightGradients,
     free_name,
@@ -46,11 +48,13 @@ class Statements:
 
     taken    the variables whose gradients backward hands over
     names    the variables and groups of the file, which no operator may be called
+    handles  the globals of operators that were asked for
     """
 
     axis_names: tuple[str, ...]
     taken: tuple[str, ...]
     names: frozenset[str]
+    handles: dict[str, str] = field(default_factory=dict, compare=False)
 
     def lines(self, line: JointLine, is_backward: bool) -> list[str]:
         """The statement, as lines of a function's body."""
@@ -65,6 +69,8 @@ class Statements:
     def _rows(self, line: JointLine) -> list[tuple[str, str]]:
         """The rows of a statement, each with its comment."""
         match line:
+            case KernelLine() | FreeLine() | CallLine():
+                return [self._text(line)]
             case LossAtEnd() | WeightGradients():
                 return []
             case FusedGathers() | FusedReductions():
@@ -96,15 +102,14 @@ class Statements:
     def _text(self, line: JointLine) -> tuple[str, str]:
         """A line, and its comment."""
         match line:
-            case CallLine():
-                return self._call(line)
             case KernelLine():
                 names = assigned([out.name for out in line.outs], line.target)
                 call = f"{self.operator_handle(line.target)}({call_words(line.args, line.kwargs)})"
-                named = (out for out in line.outs if out.name != UNUSED)
-                return f"{names} = {call}", ", ".join(
-                    dict.fromkeys(type_text(out) for out in named)
-                )
+                return f"{names} = {call}", _types(line.outs)
+            case FreeLine():
+                return f"del {', '.join(line.names)}", ""
+            case CallLine():
+                return self._call(line)
             case FunctionLine():
                 text, comment = self._call(line.call)
                 names, _, call = text.partition(" = ")
@@ -125,8 +130,7 @@ class Statements:
                     ]
                 )
                 comma = "," if len(line.outs) == 1 else ""
-                named = (out for out in line.outs if out.name != UNUSED)
-                types = ", ".join(dict.fromkeys(type_text(out) for out in named))
+                types = _types(line.outs)
                 inner = inner_calls(line.call, "backward")
                 comment = f"{types}  {inner}" if inner else types
                 return f"{names}{comma} = {self.function_handle(line)}.backward({words})", comment
@@ -159,8 +163,6 @@ class Statements:
             case ReadyLine():
                 given = f"{line.source}.clone()" if line.is_shared else line.source
                 return f"ready({line.position}, {given})", f"of {self.taken[line.position]}"
-            case FreeLine():
-                return f"del {', '.join(line.names)}", ""
         raise AssertionError(f"{type(line).__name__} has rows of its own")
 
     def _call(self, line: CallLine) -> tuple[str, str]:
@@ -191,7 +193,9 @@ class Statements:
 
     def operator_handle(self, target: str) -> str:
         """The global that holds an operator: `aten.add.Tensor` -> `aten_add_Tensor`."""
-        return free_name(_handle(target), self.names)
+        if target not in self.handles:
+            self.handles[target] = free_name(_handle(target), self.names)
+        return self.handles[target]
 
     def function_handle(self, line: FunctionLine | FunctionBackward) -> str:
         """The global that holds a function with its backward.
@@ -203,6 +207,11 @@ class Statements:
         flags = line.differentiable if isinstance(line, FunctionLine) else line.wanted
         taped = f"{_handle(line.call.target)}_taped_{''.join(str(int(flag)) for flag in flags)}"
         return free_name(taped, self.names)
+
+
+def _types(outs: Iterable[Variable]) -> str:
+    """The types of results, each once."""
+    return ", ".join(dict.fromkeys(type_text(out) for out in outs if out.name != UNUSED))
 
 
 def _names_of(line: FusedGathers | FusedReductions) -> list[tuple[str, str]]:
@@ -238,7 +247,7 @@ def _handle(target: str) -> str:
 def phase_of(line: JointLine) -> str:
     """The phase that a line's collectives belong to; empty for that of the function."""
     match line:
-        case MoveLine(phase="forward"):
+        case KernelLine() | FreeLine() | MoveLine(phase="forward"):
             return ""
         case MoveLine() | GradientMove():
             return line.phase
@@ -255,6 +264,8 @@ def phase_of(line: JointLine) -> str:
 def moves_of(line: JointLine) -> list[Move]:
     """The moves that a line calls."""
     match line:
+        case KernelLine() | FreeLine():
+            return []
         case MoveLine():
             return [line.move]
         case GatherLine():

@@ -6,6 +6,7 @@ import math
 import re
 import textwrap
 from collections.abc import Sequence
+from functools import lru_cache
 from pathlib import PurePath
 from typing import Any
 
@@ -100,6 +101,7 @@ def traffic(line: MoveLine, direction: str) -> str:
     return f"{kind} {format_bytes(size_bytes)} {format_seconds(time_s)}"
 
 
+@lru_cache(maxsize=1 << 12)
 def short_path(where: str) -> str:
     """A source location without what differs between machines: the path inside the package."""
     parts = PurePath(where).parts
@@ -117,16 +119,17 @@ def saved_text(variable: Local | Variable | None) -> str:
 
 
 def type_text(variable: Local | Variable) -> str:
-    text = f"{dtype_text(variable)}{list(variable.shape)}"
-    return text if variable.spec is None else f"{text} {placements(variable.spec)}"
+    return _type_text(variable.dtype, variable.shape, variable.spec)
 
 
-def dtype_text(variable: Local | Variable) -> str:
-    return _DTYPES.get(variable.dtype, str(variable.dtype).removeprefix("torch."))
+@lru_cache(maxsize=1 << 12)
+def _type_text(dtype: torch.dtype, shape: tuple[int, ...], spec: Spec | None) -> str:
+    text = f"{dtype_text(dtype)}{list(shape)}"
+    return text if spec is None else f"{text} {spec}"
 
 
-def placements(spec: Spec) -> str:
-    return str(spec)
+def dtype_text(dtype: torch.dtype) -> str:
+    return _DTYPES.get(dtype, str(dtype).removeprefix("torch."))
 
 
 def commented(code: str, comment: str) -> str:

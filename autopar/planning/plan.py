@@ -80,7 +80,8 @@ class Bound:
     @property
     def sources(self) -> dict[str, str]:
         """File name -> generated source."""
-        return self.compilation[Sources].files
+        with settled_heap():
+            return self.compilation[Sources].files
 
 
 def bind(

@@ -2,7 +2,8 @@
 
 Read `program.py` (the captured graph), `audit.py` (what capture made of the module), `frozen.py`
 (Python values in the graph), `factors.py` (factors of its dims), `strategy.py` (the facts of a
-plan), `stage_program.py` (the lines of a stage), `rerun_lines.py` (what backward runs again),
+plan), `stage_program.py` (the lines of a stage), `variables.py` (what they read and
+define), `once.py` (facts of them), `rerun_lines.py` (what backward runs again),
 `gathers.py` (gathers that are one call), `joint_program.py` (forward and backward as they run),
 `abridged.py` (programs with few of their repeated blocks), `pipeline.py` (stages joined),
 `names.py` (names of variables in generated programs),
@@ -72,8 +73,6 @@ from autopar.program.joint_program import (
     WaitLine,
     WeightGradients,
     communications,
-    joint_reads,
-    joint_writes,
     taken_parameters,
 )
 from autopar.program.messages import (
@@ -108,8 +107,6 @@ from autopar.program.program import (
 )
 from autopar.program.rerun_lines import kept_gathers, regathered, rerun
 from autopar.program.stage_program import (
-    DEVICE,
-    UNUSED,
     Boundary,
     CallLine,
     ChangedBuffer,
@@ -122,7 +119,6 @@ from autopar.program.stage_program import (
     Local,
     MoveLine,
     ParameterUse,
-    Ref,
     RepeatedLines,
     Segment,
     StageProgram,
@@ -130,12 +126,10 @@ from autopar.program.stage_program import (
     Workspace,
     batch_shards,
     most_batch_shards,
-    outs,
-    reads,
     storage_owners,
-    writes,
 )
 from autopar.program.strategy import OperatorStrategy, Period, Recomputed, Storage, Strategy
+from autopar.program.variables import DEVICE, UNUSED, Ref
 
 __all__ = [
     "BUCKET_BYTES",
@@ -223,8 +217,6 @@ __all__ = [
     "group_name",
     "has_clashing_groups",
     "identifier",
-    "joint_reads",
-    "joint_writes",
     "kept_gathers",
     "leaves",
     "line_counts",
@@ -234,11 +226,9 @@ __all__ = [
     "name_sizes",
     "numbered_module",
     "operators_of",
-    "outs",
     "parameter_counts",
     "primitive_bytes",
     "rank_collectives",
-    "reads",
     "reduced_runs",
     "regathered",
     "rerun",
@@ -258,5 +248,4 @@ __all__ = [
     "tied_slices",
     "unify",
     "used_parameters",
-    "writes",
 ]

@@ -32,6 +32,7 @@ from autopar.program.abridged import every_parameter, line_counts
 from autopar.program.bucketing import BUCKET_BYTES, Bucket, buckets, sync_bucket_bytes
 from autopar.program.gathers import fused_gathers, gathers_at, reduced_runs, runs_of
 from autopar.program.messages import Messages, Piece, copy_axes, tie_exchanges
+from autopar.program.once import once
 from autopar.program.pipeline import Pipeline
 from autopar.program.rerun_lines import regathered, rerun
 from autopar.program.stage_program import (
@@ -42,8 +43,6 @@ from autopar.program.stage_program import (
     ParameterUse,
     StageProgram,
     StoredParameter,
-    outs,
-    reads,
 )
 
 # "output": gathers of model outputs for the user; only in programs that return outputs.
@@ -131,20 +130,15 @@ class StepCalls:
                 yield call, count
 
 
-def step_calls(program: StageProgram, local_inputs: bool = False) -> StepCalls:
-    """The calls of one training step.
-
-    `local_inputs`: ranks get only their own rows of the batch, and all_reduce the divisors.
-    """
+@once
+def step_calls(program: StageProgram) -> StepCalls:
+    """The calls of one training step."""
     returned = {
         period: _bucket_calls(return_buckets(program, period), "grad_sync")
         for period in ("micro", "step")
     }
-    before = _bucket_calls(conversion_buckets(program), "param_gather") + (
-        _divisors(program) if local_inputs else []
-    )
     return StepCalls(
-        tuple(before),
+        tuple(_bucket_calls(conversion_buckets(program), "param_gather")),
         tuple(_forward(program)),
         (*_backward(program), *returned["micro"]),
         tuple(returned["step"]),
@@ -172,12 +166,17 @@ def rank_collectives(
 ) -> tuple[Collective, ...]:
     """The collectives and sends of one rank of the world in a step, one row per distinct call.
 
+    `local_inputs`: ranks get only their own rows of the batch, and all_reduce the divisors.
+
     All ranks of a stage make the same collectives, but not the same sends: of the ranks that hold
     the same shard only the first one sends. So the rank at coordinate 0 always takes part.
     """
     stage = pipeline.stage_of(rank)
     program = replace(pipeline.stages[stage], trains=pipeline.schedule.trains)
-    rows = list(summarise(step_calls(program, local_inputs), program.axis_names, stage))
+    calls = step_calls(program)
+    if local_inputs:
+        calls = replace(calls, before=(*calls.before, *_divisors(program)))
+    rows = list(summarise(calls, program.axis_names, stage))
     rows += _sends(pipeline, stage, rank)
     rows += _tied(pipeline, stage, rank)
     if pipeline.n_stages > 1 and pipeline.stages[-1].loss is not None:
@@ -227,9 +226,10 @@ def _tied(pipeline: Pipeline, stage: int, rank: int) -> list[Collective]:
     return [replace(call, count=count) for call, count in counts.items()]
 
 
+@once
 def used_parameters(program: StageProgram) -> frozenset[str]:
     """Variables that differentiated lines read, so that backward gives them a gradient."""
-    return frozenset(name for i in program.differentiated for name in reads(program.body[i]))
+    return frozenset(name for i in program.differentiated for name in program.body[i].reads)
 
 
 def conversion_buckets(program: StageProgram) -> tuple[ConvertedUses, tuple[ConversionBucket, ...]]:
@@ -323,11 +323,11 @@ def _origins(program: StageProgram) -> dict[str, str]:
     """Variable -> the operator or input whose value it holds, in some placement."""
     origin = {d.local.name: d.source for d in program.delivered}
     for line in program.body:
-        for out in outs(line):
+        for out in line.outs:
             if isinstance(line, CallLine):
                 origin[out.name] = line.key
             else:
-                origin.setdefault(out.name, origin.get(reads(line)[0], out.name))
+                origin.setdefault(out.name, origin.get(line.reads[0], out.name))
     return origin
 
 

@@ -13,10 +13,12 @@ reduce_scatters of their gradients. All others are calls of their own.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from functools import lru_cache
 
 import torch
 
 from autopar.program.bucketing import BUCKET_BYTES, buckets
+from autopar.program.once import once
 from autopar.program.stage_program import GatherLine, StageProgram
 
 _FUSED = ("all_gather", "reduce_scatter")
@@ -27,6 +29,7 @@ def block_of(key: str) -> str | None:
     return numbered_module(key.rpartition("/")[0])
 
 
+@lru_cache(maxsize=1 << 14)
 def numbered_module(path: str) -> str | None:
     """`transformer.h.3.attn` -> `transformer.h.3`: the path of a module or a parameter up to its
     first number; None without one."""
@@ -40,6 +43,7 @@ def _is_number(word: str) -> bool:
     return word.isascii() and word.isdigit() and str(int(word[:19])) == word
 
 
+@once
 def runs_of(program: StageProgram) -> dict[int, tuple[int, ...]]:
     """Position of a gather -> the positions of its run."""
     found: dict[int, tuple[int, ...]] = {}

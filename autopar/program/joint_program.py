@@ -13,23 +13,20 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from autopar.placement import Spec
 from autopar.program.stage_program import (
-    UNUSED,
     CallLine,
     DetachLine,
     FreeLine,
     GatherLine,
     MoveLine,
     StageProgram,
-    names_in,
-    outs,
-    reads,
 )
+from autopar.program.variables import UNUSED, Assignment, Operation, Results
 
 
 @dataclass(frozen=True)
@@ -47,7 +44,7 @@ class Variable:
 
 
 @dataclass(frozen=True)
-class KernelLine:
+class KernelLine(Operation):
     """One kernel of the operator `key`: of its backward, or of its forward, written out.
 
     A sum of gradients has no key. `is_view` says that its results view its first argument.
@@ -62,14 +59,9 @@ class KernelLine:
     is_forward: bool = False
     is_view: bool = False
 
-    @cached_property
-    def reads(self) -> tuple[str, ...]:
-        """The variables among the arguments, in order."""
-        return (*names_in(self.args), *names_in(list(self.kwargs.values())))
-
 
 @dataclass(frozen=True)
-class GradientMove:
+class GradientMove(Assignment):
     """The backward of one move: the gradient `source` of its result becomes that of its input."""
 
     out: Variable
@@ -81,15 +73,29 @@ class GradientMove:
         return "grad_sync" if self.move.phase == "param_gather" else "backward"
 
 
+class _Fused:
+    """Lines that run as one call."""
+
+    members: tuple[Any, ...]
+
+    @cached_property
+    def reads(self) -> tuple[str, ...]:
+        return tuple(member.source for member in self.members)
+
+    @cached_property
+    def writes(self) -> tuple[str, ...]:
+        return tuple(member.out.name for member in self.members)
+
+
 @dataclass(frozen=True)
-class FusedGathers:
+class FusedGathers(_Fused):
     """Gathers of parameters that run as one call (`gathers.py`)."""
 
     members: tuple[GatherLine, ...]
 
 
 @dataclass(frozen=True)
-class FusedReductions:
+class FusedReductions(_Fused):
     """Reductions of gradients that run as one call (`gathers.py`)."""
 
     members: tuple[GradientMove, ...]
@@ -105,6 +111,14 @@ class StartLine:
     move: Communication
     pending: str
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.move.reads
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return (self.pending,)
+
 
 @dataclass(frozen=True)
 class WaitLine:
@@ -112,6 +126,14 @@ class WaitLine:
 
     move: Communication
     pending: str
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.pending,)
+
+    @property
+    def writes(self) -> tuple[str, ...]:
+        return self.move.writes
 
 
 @dataclass(frozen=True)
@@ -127,9 +149,17 @@ class FunctionLine:
     kept: str
     differentiable: tuple[bool, ...]
 
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return self.call.reads
+
+    @cached_property
+    def writes(self) -> tuple[str, ...]:
+        return (*self.call.writes, self.kept)
+
 
 @dataclass(frozen=True)
-class FunctionBackward:
+class FunctionBackward(Results):
     """The backward of a `FunctionLine`.
 
     inputs      the arguments that it takes again
@@ -147,6 +177,11 @@ class FunctionBackward:
     def wanted(self) -> tuple[bool, ...]:
         return tuple(out.name != UNUSED for out in self.outs)
 
+    @cached_property
+    def reads(self) -> tuple[str, ...]:
+        given = (*self.inputs, *self.gradients)
+        return (self.kept, *(name for name in given if name is not None))
+
 
 @dataclass(frozen=True)
 class ReadyLine:
@@ -158,16 +193,27 @@ class ReadyLine:
     position: int
     source: str
     is_shared: bool
+    writes: ClassVar[tuple[str, ...]] = ()
+
+    @property
+    def reads(self) -> tuple[str, ...]:
+        return (self.source,)
 
 
 @dataclass(frozen=True)
 class LossAtEnd:
     """Parts forward: the lines after it make the loss, and run when the step ends (`loss.py`)."""
 
+    reads: ClassVar[tuple[str, ...]] = ()
+    writes: ClassVar[tuple[str, ...]] = ()
+
 
 @dataclass(frozen=True)
 class WeightGradients:
     """Parts backward: the lines after it only make gradients of parameters (`apart.py`)."""
+
+    reads: ClassVar[tuple[str, ...]] = ()
+    writes: ClassVar[tuple[str, ...]] = ()
 
 
 JointLine = (
@@ -228,6 +274,8 @@ def taken_parameters(stage: StageProgram) -> tuple[str, ...]:
 def communications(line: JointLine) -> tuple[GatherLine | GradientMove, ...]:
     """The gathers of parameters, or the moves of gradients, that a line makes, begins or ends."""
     match line:
+        case KernelLine() | FreeLine():
+            return ()
         case GatherLine() | GradientMove():
             return (line,)
         case FusedGathers() | FusedReductions():
@@ -236,49 +284,3 @@ def communications(line: JointLine) -> tuple[GatherLine | GradientMove, ...]:
             return communications(line.move)
         case _:
             return ()
-
-
-def joint_reads(line: JointLine) -> tuple[str, ...]:
-    """The names that a line reads; those of groups and the device are among them."""
-    match line:
-        case KernelLine():
-            return line.reads
-        case GradientMove() | ReadyLine():
-            return (line.source,)
-        case FusedGathers() | FusedReductions():
-            return tuple(member.source for member in line.members)
-        case StartLine():
-            return joint_reads(line.move)
-        case WaitLine():
-            return (line.pending,)
-        case LossAtEnd() | WeightGradients():
-            return ()
-        case FunctionLine():
-            return line.call.reads
-        case FunctionBackward():
-            read = (name for name in (*line.inputs, *line.gradients) if name is not None)
-            return (line.kept, *read)
-        case _:
-            return reads(line)
-
-
-def joint_writes(line: JointLine) -> tuple[str, ...]:
-    """The variables that a line defines."""
-    match line:
-        case KernelLine() | FunctionBackward():
-            made = [out.name for out in line.outs]
-        case GradientMove():
-            made = [line.out.name]
-        case ReadyLine() | LossAtEnd() | WeightGradients():
-            made = []
-        case StartLine():
-            made = [line.pending]
-        case FusedGathers() | FusedReductions():
-            made = [member.out.name for member in line.members]
-        case WaitLine():
-            return joint_writes(line.move)
-        case FunctionLine():
-            made = [*(out.name for out in line.call.outs), line.kept]
-        case _:
-            made = [out.name for out in outs(line)]
-    return tuple(name for name in made if name != UNUSED)

@@ -10,6 +10,7 @@ gathered (`kept_gathers`).
 from __future__ import annotations
 
 from autopar.program.gathers import gathers_at, runs_of
+from autopar.program.once import once
 from autopar.program.stage_program import (
     CallLine,
     FreeLine,
@@ -19,6 +20,7 @@ from autopar.program.stage_program import (
 )
 
 
+@once
 def rerun(program: StageProgram) -> dict[int, tuple[int, ...]]:
     """Position of a line -> positions of the lines that run again before its backward, in order."""
     return {
@@ -32,6 +34,7 @@ def rerun(program: StageProgram) -> dict[int, tuple[int, ...]]:
     }
 
 
+@once
 def regathered(program: StageProgram) -> dict[int, tuple[tuple[GatherLine, ...], ...]]:
     """Position of an operator -> the gathers that come before its backward, by run.
 
@@ -52,6 +55,7 @@ def regathered(program: StageProgram) -> dict[int, tuple[tuple[GatherLine, ...],
     return found
 
 
+@once
 def kept_gathers(program: StageProgram) -> frozenset[str]:
     """The gathered variables that backward finds as forward left them: those of the last run.
 
@@ -74,6 +78,7 @@ def _name(program: StageProgram, position: int) -> str:
     return line.out.name
 
 
+@once
 def _needed_again(program: StageProgram) -> dict[int, list[int]]:
     """Position of an operator -> positions of the gathers that its backward needs."""
     if not any(isinstance(line, GatherLine) for line in program.body):

@@ -13,7 +13,7 @@ import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -21,24 +21,8 @@ from autopar.options import Recompute
 from autopar.placement import Move, PrimitiveKind, Spec, TensorType
 from autopar.program.program import Accumulation
 from autopar.program.strategy import Period
+from autopar.program.variables import Assignment, Operation
 from autopar.rules import own_rule
-
-# The variable of unused results.
-UNUSED = "_"
-
-
-@dataclass(frozen=True)
-class Ref:
-    """A variable of the generated program, as an argument."""
-
-    name: str
-
-    def __repr__(self) -> str:
-        return self.name
-
-
-# The device of the rank, as an argument.
-DEVICE = Ref("env.device")
 
 
 @dataclass(frozen=True)
@@ -73,7 +57,7 @@ class Local:
 
 
 @dataclass(frozen=True)
-class MoveLine:
+class MoveLine(Assignment):
     """One move of a reshard of `value`.
 
     Bytes are NCCL's accounting. Without gradient, bytes and seconds of backward are 0.
@@ -113,7 +97,7 @@ class InnerCall:
 
 
 @dataclass(frozen=True)
-class CallLine:
+class CallLine(Operation):
     """One operator on local tensors.
 
     lowered       the function that replaces it, over the group along `lowered_axes`; or None
@@ -152,14 +136,9 @@ class CallLine:
         rule = own_rule(self.target)
         return rule is not None and rule.fused
 
-    @cached_property
-    def reads(self) -> tuple[str, ...]:
-        """The variables among the arguments, in order."""
-        return (*names_in(self.args), *names_in(list(self.kwargs.values())))
-
 
 @dataclass(frozen=True)
-class DetachLine:
+class DetachLine(Assignment):
     """Detach an output that is returned to the user."""
 
     out: Local
@@ -167,7 +146,7 @@ class DetachLine:
 
 
 @dataclass(frozen=True)
-class GatherLine:
+class GatherLine(Assignment):
     """A ZeRO-3 parameter gathered for one operator, and again in backward `regathers` times.
 
     Neighbours are a run, which is gathered together (`gathers.py`). Backward gathers a run again
@@ -183,9 +162,12 @@ class GatherLine:
 
 @dataclass(frozen=True)
 class FreeLine:
-    """Drops variables after their last use."""
+    """Drops variables after their last use; that reads none."""
 
     names: tuple[str, ...]
+    reads: ClassVar[tuple[str, ...]] = ()
+    writes: ClassVar[tuple[str, ...]] = ()
+    outs: ClassVar[tuple[Local, ...]] = ()
 
 
 Line = MoveLine | CallLine | DetachLine | GatherLine | FreeLine
@@ -383,7 +365,7 @@ class StageProgram:
 
     def local(self, name: str) -> Local:
         """A variable of the body, as the last line that assigns it leaves it."""
-        results = (out for line in reversed(self.body) for out in outs(line))
+        results = (out for line in reversed(self.body) for out in line.outs)
         return next(out for out in results if out.name == name)
 
     @cached_property
@@ -397,10 +379,10 @@ class StageProgram:
         found: set[int] = set()
         for i in range(len(self.body) - 1, -1, -1):
             line = self.body[i]
-            if any(out.has_grad and out.name in needed for out in outs(line)):
+            if any(out.has_grad and out.name in needed for out in line.outs):
                 found.add(i)
                 # Reads without gradient do no harm: the lines that write them have none either.
-                needed.update(reads(line))
+                needed.update(line.reads)
         return frozenset(found)
 
     def moves(self) -> Iterator[MoveLine]:
@@ -437,34 +419,6 @@ def batch_shards(item: Delivered, sizes: Sequence[int]) -> int:
 def most_batch_shards(items: Sequence[Delivered], sizes: Sequence[int]) -> int:
     """The most shards into which any of the items splits the batch."""
     return max((batch_shards(item, sizes) for item in items), default=1)
-
-
-def names_in(value: Any) -> list[str]:
-    """The variables in an argument, in order."""
-    if isinstance(value, Ref):
-        return [value.name]
-    if isinstance(value, (list, tuple)):
-        return [n for v in value for n in names_in(v)]
-    return []
-
-
-def reads(line: Line) -> tuple[str, ...]:
-    """The variables a line reads."""
-    if isinstance(line, CallLine):
-        return line.reads
-    return () if isinstance(line, FreeLine) else (line.source,)
-
-
-def outs(line: Line) -> tuple[Local, ...]:
-    """The variables that a line defines; unused results are called `_`."""
-    if isinstance(line, CallLine):
-        return line.outs
-    return () if isinstance(line, FreeLine) else (line.out,)
-
-
-def writes(line: Line) -> list[str]:
-    """Names of the variables that a line defines."""
-    return [out.name for out in outs(line) if out.name != UNUSED]
 
 
 def storage_owners(body: Iterable[Line]) -> Iterator[dict[str, str]]:

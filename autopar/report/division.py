@@ -16,7 +16,7 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.program import CallLine, Local, Pipeline, StageProgram, StoredParameter, outs, reads
+from autopar.program import CallLine, Local, Pipeline, StageProgram, StoredParameter
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ def products(program: StageProgram) -> Iterator[Product]:
             known[local.name] = local
             weights.add(local.name)
     for line in program.body:
-        operands = [name for name in reads(line) if name in known]  # leaves out groups of ranks
+        operands = [name for name in line.reads if name in known]  # leaves out groups of ranks
         of_weights = bool(operands) and weights.issuperset(operands)
         if isinstance(line, CallLine) and line.flops:
             placed = [*(known[name] for name in operands), *line.outs]
@@ -82,7 +82,7 @@ def products(program: StageProgram) -> Iterator[Product]:
                 line.flops,
                 any(map(is_sharded, own)) if own else None,
             )
-        for out in outs(line):
+        for out in line.outs:
             known[out.name] = out
             if of_weights:
                 weights.add(out.name)

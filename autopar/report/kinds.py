@@ -17,7 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.placement import Placement, Spec
-from autopar.program import GatherLine, Local, MoveLine, StageProgram, StoredParameter, outs, reads
+from autopar.program import GatherLine, Local, MoveLine, StageProgram, StoredParameter
 
 KINDS = ("data", "tensor", "sequence", "replicated", "partial")
 
@@ -73,11 +73,11 @@ def shard_kinds(program: StageProgram, batch_size: int | None = None) -> dict[st
                  for p in d.local.spec.placements)  # fmt: skip
         out[d.local.name] = tuple(kinds)
     for line in program.body:
-        for result in outs(line):
+        for result in line.outs:
             placements = result.spec.placements
             kinds = (
                 _shard_kind(line_reads, axis, out, parameters)
-                if p.is_shard and (line_reads := reads(line))
+                if p.is_shard and (line_reads := line.reads)
                 else _plain(p)
                 for axis, p in enumerate(placements)
             )

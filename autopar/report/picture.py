@@ -22,7 +22,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.program import CallLine, DetachLine, Local, MoveLine, StageProgram, reads
+from autopar.program import CallLine, DetachLine, Local, MoveLine, StageProgram
 from autopar.report.kinds import ParameterUsed, parameter_variables, shard_kinds
 
 _MATMULS = frozenset({"mm", "bmm", "addmm", "matmul", "linear", "baddbmm", "convolution"})
@@ -254,7 +254,7 @@ def _reads(program: StageProgram) -> dict[str, tuple[_Read, ...]]:
 
     for line in program.body:
         if isinstance(line, CallLine):
-            out[line.key] = tuple(trace(name) for name in dict.fromkeys(reads(line)))
+            out[line.key] = tuple(trace(name) for name in dict.fromkeys(line.reads))
         elif isinstance(line, MoveLine):
             before = trace(line.source)
             came[line.out.name] = _Read(line.out.name, before.root, (*before.moves, line))
@@ -327,7 +327,7 @@ def _node(
     core = [line for line in group.lines if operator_name(line) not in VIEWS] or group.lines
     result = core[-1].outs[0]
     used = {
-        name: parameters[name] for line in group.lines for name in reads(line) if name in parameters
+        name: parameters[name] for line in group.lines for name in line.reads if name in parameters
     }
     # If the node covers several modules, the last one made the result.
     module = core[-1].key.rpartition("/")[0]

@@ -29,7 +29,6 @@ from autopar.program import (
     StartLine,
     WaitLine,
     communications,
-    joint_writes,
     runs_of,
     taken_parameters,
 )
@@ -122,7 +121,7 @@ def _check_end(joint: JointProgram) -> None:
         return
     if len(ends) > 1:
         raise error("forward has ended already", place("forward", ends[1], joint.forward[ends[1]]))
-    late = {name for line in joint.forward[ends[0] :] for name in joint_writes(line)}
+    late = {name for line in joint.forward[ends[0] :] for name in line.writes}
     if early := late & {*joint.stage.held, *joint.saved}:
         raise error(f"{min(early)} is made when the step ends, and needed before", "forward")
     if joint.stage.loss not in late:

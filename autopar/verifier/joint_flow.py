@@ -47,8 +47,6 @@ from autopar.program import (
     WeightGradients,
     communications,
     group_name,
-    joint_reads,
-    joint_writes,
 )
 from autopar.verifier.stage import describe
 
@@ -96,14 +94,14 @@ class Flow:
                 self._free(name)
             return
         there, words = self.there, self.words
-        for name in joint_reads(line):
+        for name in line.reads:
             if name not in there:
                 if name in words:
                     continue
                 raise Fault(f"{name} is read {self._missing(name)}")
             if name in self.stale:
                 raise Fault(f"{name} is read after {self.stale[name]}")
-        made = joint_writes(line)
+        made = line.writes
         for name in made:
             if (name in there and not _renames(line)) or name in words:
                 raise Fault(f"{name} is defined twice")
@@ -125,7 +123,7 @@ class Flow:
                 self._define(line.out.name, None if copies else line.source)
             case StartLine():
                 there[line.pending] = line.pending
-                read = frozenset(there[name] for name in joint_reads(line))
+                read = frozenset(there[name] for name in line.reads)
                 self.under_way[line.pending] = line.move, read
             case WaitLine():
                 self._wait(line)
@@ -223,9 +221,9 @@ class Flow:
         if begun is None:
             raise Fault(f"{line.pending} was waited for, or never begun")
         if begun[0] != line.move:
-            names = [", ".join(joint_writes(move)) for move in (begun[0], line.move)]
+            names = [", ".join(move.writes) for move in (begun[0], line.move)]
             raise Fault(f"{line.pending} is of {names[0]}, not {names[1]}")
-        for name in joint_writes(line):
+        for name in line.writes:
             self._define(name)
         # It stays a name until it is freed, but nobody can wait for it again.
 
@@ -273,14 +271,14 @@ def described(line: JointLine) -> str:
         case LossAtEnd():
             return "the loss, when the step ends"
         case FunctionBackward():
-            return f"{', '.join(joint_writes(line))} = backward({', '.join(joint_reads(line))})"
+            return f"{', '.join(line.writes)} = backward({', '.join(line.reads)})"
         case MoveLine() | CallLine() | DetachLine() | GatherLine() | FreeLine():
             return describe(line)
         case ReadyLine():
             return f"ready({line.position}, {line.source})"
         case _:
-            made = ", ".join(joint_writes(line)) or UNUSED
-            return f"{made} = {_what(line)}({', '.join(joint_reads(line))})"
+            made = ", ".join(line.writes) or UNUSED
+            return f"{made} = {_what(line)}({', '.join(line.reads)})"
 
 
 def _what(line: JointLine) -> str:
@@ -332,7 +330,7 @@ def check_reruns(joint: JointProgram) -> None:
     others = [line for line in joint.backward if id(line) not in known and runs_again(line)]
     makers: dict[str, JointLine] = {}
     for line in joint.forward if others else ():
-        makers |= dict.fromkeys(joint_writes(line), line)
+        makers |= dict.fromkeys(line.writes, line)
         makers |= {x.out.name: x for x in communications(line)}
     strange = {id(line) for line in others if not _is_of_forward(line, makers)}
     n_moves: dict[str, int] = {}
@@ -349,11 +347,11 @@ def check_reruns(joint: JointProgram) -> None:
             raise error("it is no line of forward", place("backward", number, line))
         if not n_moves:
             continue
-        for name in joint_reads(line):
+        for name in line.reads:
             if name in n_moves and now.get(name, 0) != before.get(id(line), n_moves[name]):
                 where = place("backward", number, line)
                 raise error(f"{name} is not resharded as in forward", where)
-        for name in joint_writes(line):
+        for name in line.writes:
             if name in n_moves:
                 now[name] = now.get(name, -1) + 1
 
@@ -362,7 +360,7 @@ def _is_of_forward(line: JointLine, makers: Mapping[str, JointLine]) -> bool:
     """Is it equal to a line of forward, or a kernel there whose results only backward reads?"""
     if gathers := communications(line):
         return all(makers.get(x.out.name) == x for x in gathers)
-    found = [makers[name] for name in joint_writes(line) if name in makers]
+    found = [makers[name] for name in line.writes if name in makers]
     return line in found or (isinstance(line, KernelLine) and not found)
 
 

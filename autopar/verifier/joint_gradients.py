@@ -43,7 +43,6 @@ from autopar.program import (
     Variable,
     WaitLine,
     communications,
-    outs,
     used_parameters,
 )
 from autopar.verifier.joint_flow import Fault, error, place
@@ -308,7 +307,7 @@ def _variables(stage: StageProgram) -> dict[str, Local]:
         found[p.shard.name] = p.shard
         found |= {use.local.name: use.local for use in p.uses}
     for line in stage.body:
-        for out in outs(line):
+        for out in line.outs:
             found[out.name] = out
     return found
 
@@ -329,6 +328,6 @@ def _moves(stage: StageProgram) -> dict[int, tuple[MoveLine, Local]]:
             for move in line.moves:
                 found[id(move)] = move, at
                 at = move.out
-        for out in outs(line):
+        for out in line.outs:
             now[out.name] = out
     return found

@@ -48,9 +48,7 @@ from autopar.program import (
     Segment,
     StageProgram,
     StoredParameter,
-    reads,
     step_calls,
-    writes,
 )
 from autopar.verifier.deadlock import GroupCall, check_rendezvous
 
@@ -213,10 +211,10 @@ class _Checker:
                 isinstance(line, MoveLine) and line.phase != "forward"
             ):
                 raise _error(f"{describe(line)} cannot run again", where)
-        made = {name for line in lines for name in writes(line)}
+        made = {name for line in lines for name in line.writes}
         freed = {n for line in lines if isinstance(line, FreeLine) for n in line.names}
-        taken = {n for line in lines for n in reads(line) if n in self.known} - self.words
-        after = {n for line in body[segment.stop :] for n in reads(line)} | self.program.returned
+        taken = {n for line in lines for n in line.reads if n in self.known} - self.words
+        after = {n for line in body[segment.stop :] for n in line.reads} | self.program.returned
         for found, expected, what in (
             (set(segment.inputs), taken, "takes"),
             (set(segment.results), made & after, "returns"),
@@ -235,16 +233,16 @@ class _Checker:
             raise _error(f"keeps lines {sorted(segment.kept)} that do not run again", where)
         for i in segment.handed_on:
             line, others = body[i], [k for k in positions if k != i]
-            readers = [k for k in others if set(writes(line)) & set(reads(body[k]))]
+            readers = [k for k in others if set(line.writes) & set(body[k].reads)]
             if i not in positions or not all(
                 k in segment.kept and isinstance(body[k], MoveLine) for k in readers
             ):
                 raise _error(f"{describe(line)} is read by more than what is kept", where)
 
     def _call(self, line: CallLine, where: str) -> None:
-        inputs = [self._read(name, where) for name in reads(line) if name not in self.words]
+        inputs = [self._read(name, where) for name in line.reads if name not in self.words]
         for name in (*line.keeps, *(s for s in line.shares if s is not None)):
-            if name not in (*reads(line), *(out.name for out in line.outs)):
+            if name not in (*line.reads, *(out.name for out in line.outs)):
                 raise _error(f"{name} is neither read nor written here", where)
         if line.shares and len(line.shares) != len(line.outs):
             raise _error(f"{len(line.shares)} shares for {len(line.outs)} results", where)
@@ -476,7 +474,7 @@ def describe(line: Line) -> str:
         case CallLine():
             outs = ", ".join(out.name for out in line.outs)
             place = f" at {line.where}" if line.where else ""
-            return f"{outs} = {line.lowered or line.target}({', '.join(reads(line))}){place}"
+            return f"{outs} = {line.lowered or line.target}({', '.join(line.reads)}){place}"
 
 
 def _error(reason: str, where: str) -> VerificationError:

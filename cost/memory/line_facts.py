@@ -11,8 +11,6 @@ from autopar.program import (
     StageProgram,
     gathers_at,
     kept_gathers,
-    outs,
-    reads,
     reduced_runs,
     regathered,
     rerun,
@@ -39,7 +37,7 @@ class LineFacts:
         self.program = program
         self.owners = [
             # Only variables that the line touches: all of them per line would be quadratic.
-            {n: owner[n] for n in (*reads(line), *[o.name for o in outs(line)]) if n in owner}
+            {n: owner[n] for n in (*line.reads, *[o.name for o in line.outs]) if n in owner}
             for line, owner in zip(program.body, storage_owners(program.body), strict=True)
         ]
         self.reached, self.anew = program.differentiated, regathered(program)
@@ -53,7 +51,7 @@ class LineFacts:
             s.start: {
                 self.owners[i][out.name]
                 for i in (*self.again[s.last], *s.handed_on)
-                for out in outs(program.body[i])
+                for out in program.body[i].outs
                 if self.owners[i].get(out.name, "").endswith(f"@{i}")
             }
             for s in program.segments
@@ -81,8 +79,8 @@ class LineFacts:
             known.update((use.local.name, use.local) for use in parameter.uses)
         found = []
         for line in self.program.body:
-            found.append({name: known[name] for name in reads(line) if name in known})
-            known.update((out.name, out) for out in outs(line))
+            found.append({name: known[name] for name in line.reads if name in known})
+            known.update((out.name, out) for out in line.outs)
         return found
 
     def _leaves(self) -> dict[str, tuple[str, str, float]]:

@@ -34,8 +34,6 @@ from autopar.program import (
     Segment,
     StageProgram,
     gathers_at,
-    outs,
-    reads,
 )
 
 ACTIVATIONS, GRADIENTS = "activations", "activation gradients"
@@ -175,14 +173,14 @@ class MicrobatchMemory:
         Of its other saved bytes only attention's are held: those of a matmul are copies of its
         inputs, which are made again.
         """
-        self.kept[i] = [self.facts.owners[i][out.name] for out in outs(line) if out.name != UNUSED]
+        self.kept[i] = [self.facts.owners[i][out.name] for out in line.outs if out.name != UNUSED]
         for owner in self.kept[i]:
             self.storages.hold(owner)
         if isinstance(line, CallLine) and line.has_grad and line.is_attention:
             self.ledger.add(ACTIVATIONS, f"saved@{i}", line.saved_bytes)
 
     def _write(self, i: int, line: Line, variables: dict[str, str], again: bool = False) -> None:
-        for position, out in enumerate(outs(line)):
+        for position, out in enumerate(line.outs):
             owner = self.facts.owners[i].get(out.name, out.name)
             if out.name == UNUSED:
                 if isinstance(line, CallLine) and line.shares and line.shares[position]:
@@ -230,7 +228,7 @@ class MicrobatchMemory:
         """Run the differentiated lines in reverse, then free the rest with the graph."""
         loss = self.program.loss
         if loss is not None and self.facts.reached:
-            made = (out for line in self.program.body for out in outs(line) if out.name == loss)
+            made = (out for line in self.program.body for out in line.outs if out.name == loss)
             self._give(loss, "seed", float(next(made).size_bytes))
         for boundary in self.program.sent:
             if boundary.local.has_grad:
@@ -265,7 +263,7 @@ class MicrobatchMemory:
         waiting = Counter(
             self.facts.owners[i].get(name, name)
             for i in self.facts.again[segment.last]
-            for name in reads(self.program.body[i])
+            for name in self.program.body[i].reads
         )
         for i in range(segment.start, segment.last + 1):
             line = self.program.body[i]
@@ -286,7 +284,7 @@ class MicrobatchMemory:
                 self.ledger.mark(f"{_text(line)} again", self._forward_workspace(line))
             self._keep(i, line, again=True)
             if i in segment.rerun_range:
-                waiting.subtract(self.facts.owners[i].get(name, name) for name in reads(line))
+                waiting.subtract(self.facts.owners[i].get(name, name) for name in line.reads)
                 ended = [owner for owner in inputs if waiting[owner] <= 0]
                 inputs = [owner for owner in inputs if waiting[owner] > 0]
                 for owner in ended:
@@ -304,7 +302,7 @@ class MicrobatchMemory:
             self.storages.release(owner)
 
     def _write_known(self, i: int, line: Line, variables: dict[str, str]) -> None:
-        for out in outs(line):
+        for out in line.outs:
             if out.name != UNUSED:
                 owner = self.facts.owners[i][out.name]
                 self.storages.hold(owner)
@@ -439,4 +437,4 @@ def _text(line: Line) -> str:
         case MoveLine():
             return f"{line.move.name} of {line.value}"
         case _:
-            return ", ".join(out.name for out in outs(line))
+            return ", ".join(out.name for out in line.outs)

@@ -22,8 +22,6 @@ from autopar.program import (
     JointLine,
     KernelLine,
     WeightGradients,
-    joint_reads,
-    joint_writes,
 )
 
 
@@ -36,7 +34,7 @@ def with_weight_gradients_last(
     """
     readers: dict[str, list[int]] = {}
     for i, line in enumerate(lines):
-        for name in joint_reads(line):
+        for name in line.reads:
             readers.setdefault(name, []).append(i)
     last: set[int] = set()
     for i in range(len(lines) - 1, -1, -1):
@@ -45,7 +43,7 @@ def with_weight_gradients_last(
             continue
         if not isinstance(line, KernelLine | GradientMove | FusedReductions):
             continue
-        made = joint_writes(line)
+        made = line.writes
         users = [k for name in made for k in readers.get(name, ())]
         is_asked = bool(users) or not set(made).isdisjoint(of_parameters)
         is_asked |= isinstance(line, KernelLine)  # one that nobody reads is dropped later

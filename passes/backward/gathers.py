@@ -27,8 +27,6 @@ from autopar.program import (
     WaitLine,
     fused_gathers,
     gathers_at,
-    joint_reads,
-    joint_writes,
     runs_of,
 )
 
@@ -79,8 +77,8 @@ def with_reductions_behind(lines: Sequence[JointLine]) -> list[JointLine]:
     before = False
     for line in lines:
         is_reduction = _is_reduction(line)
-        made = {name for waiting in under_way for name in joint_writes(waiting)}
-        if (is_reduction and not before) or not made.isdisjoint(joint_reads(line)):
+        made = {name for waiting in under_way for name in waiting.writes}
+        if (is_reduction and not before) or not made.isdisjoint(line.reads):
             wait()
         before = is_reduction
         if isinstance(line, GradientMove | FusedReductions) and is_reduction and _is_one_call(line):
@@ -128,4 +126,4 @@ def _is_one_call(line: GatherLine | FusedGathers | GradientMove | FusedReduction
 
 
 def _handle(line: JointLine) -> str:
-    return f"{joint_writes(line)[0]}_coming"
+    return f"{line.writes[0]}_coming"

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 
 import torch
 
@@ -25,7 +26,7 @@ from autopar.passes.backward.kernels import KernelPrinter, call_of
 from autopar.passes.backward.names import Names
 from autopar.passes.backward.provision import finished
 from autopar.passes.backward.recording import Meta, run_on_fakes
-from autopar.passes.backward.templates import Template, result_metas, template
+from autopar.passes.backward.templates import Call, Template, result_metas, template
 from autopar.placement import gradient_spec
 from autopar.program import (
     UNUSED,
@@ -84,6 +85,8 @@ class _Walk:
     # its forward that come before its result, such as copies of its arguments.
     kept: dict[int, dict[int, str]] = field(default_factory=dict)
     copies: dict[int, list[JointLine]] = field(default_factory=dict)
+    # Position of an operator -> its call, and the variables of its slots.
+    calls: dict[int, tuple[Call, list[str]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         made = {name for line in self.stage.body for name in _names_of(line)}
@@ -97,7 +100,7 @@ class _Walk:
         for i, line in enumerate(stage.body):
             if not isinstance(line, FreeLine):
                 self.forward[i] = [line]
-                self._results(line)
+                self._results(i, line)
         if not stage.trains:
             return finished(stage, self._ordered(), [], (), ())
         cotangents = self._cotangents()
@@ -146,12 +149,12 @@ class _Walk:
                 self._define(local, self.device)
 
     def _define(self, local: Local, device: str) -> None:
-        stride = torch.empty(local.shape, device="meta").stride()
+        stride = _contiguous_stride(local.shape)
         has_grad = local.has_grad and _is_continuous(local.dtype)
         self.metas[local.name] = Meta(local.shape, stride, local.dtype, device, has_grad)
         self.locals[local.name] = local
 
-    def _results(self, line: object) -> None:
+    def _results(self, i: int, line: object) -> None:
         """What a line of forward makes, with strides."""
         match line:
             case MoveLine() | GatherLine():
@@ -160,7 +163,7 @@ class _Walk:
                 self.locals[line.out.name] = line.out
                 self.metas[line.out.name] = self.metas[line.source]._replace(has_grad=False)
             case CallLine(lowered=None):
-                call, _ = call_of(line, self.metas, self.device)
+                call, _ = self.calls[i] = call_of(line, self.metas, self.device)
                 for out, meta in zip(line.outs, result_metas(call), strict=True):
                     if out.name != UNUSED and meta is not None:
                         self.locals[out.name] = out
@@ -273,7 +276,7 @@ class _Walk:
         return _contiguous(before._replace(shape=member.out.shape))
 
     def _operator(self, i: int, line: CallLine, given: Sequence[str | None]) -> None:
-        call, inputs = call_of(line, self.metas, self.device)
+        call, inputs = self.calls[i]
         metas = [None if name is None else self.gradient_metas[name] for name in given]
         found = template(call, metas)
         if found is None:
@@ -289,13 +292,12 @@ class _Walk:
             if slot is not None and name is not None:
                 variables[slot] = name
         printer = KernelPrinter(line, self.names, f"grad_{_stem(line)}", made.metas, variables)
-        read = {slot for kernel in (*found.again, *made.backward) for slot in kernel.reads}
         last = {}
         for name, slot in zip(inputs, made.gradients, strict=True):
             if slot is not None and slot not in variables and slot not in last:
                 last[slot] = self._gradient_variable(name)
-        self.backward += printer.lines(found.again, {}, frozenset(read | last.keys()))
-        self.backward += printer.lines(made.backward, last, frozenset(read))
+        self.backward += printer.lines(found.again, {}, found.read | last.keys())
+        self.backward += printer.lines(made.backward, last, found.read)
         for name, slot in zip(inputs, made.gradients, strict=True):
             if slot is not None:
                 self._add(name, printer.variables[slot], made.metas[slot])
@@ -305,10 +307,9 @@ class _Walk:
     ) -> CallLine:
         """Write the forward of an operator; returns its line, whose read results have names."""
         made = found.recording
-        read = {slot for kernel in (*found.again, *made.backward) for slot in kernel.reads}
         outs = []
         for out, slot in zip(line.outs, made.outs, strict=True):
-            if out.name == UNUSED and slot is not None and slot in read:
+            if out.name == UNUSED and slot is not None and slot in found.read:
                 out = replace(out, name=self.names.new(f"{_stem(line)}_kept"))
             outs.append(out)
         if any(own is not out for own, out in zip(outs, line.outs, strict=True)):
@@ -325,8 +326,7 @@ class _Walk:
             for slot, out in zip(made.outs, outs, strict=True)
             if slot is not None and slot >= len(inputs) and out.name != UNUSED
         }
-        inner = {slot for kernel in found.forward for slot in kernel.reads} | found.kept
-        lines = printer.lines(found.forward, known, frozenset(inner))
+        lines = printer.lines(found.forward, known, found.read_ahead)
         self.forward[i] = [*lines]
         self.copies[i] = [
             line
@@ -382,6 +382,7 @@ def _is_continuous(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
 
+@lru_cache(maxsize=1 << 12)
 def _sum_meta(a: Meta, b: Meta) -> Meta:
     total = torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device="meta") + (
         torch.empty_strided(b.shape, b.stride, dtype=b.dtype, device="meta")
@@ -390,8 +391,12 @@ def _sum_meta(a: Meta, b: Meta) -> Meta:
 
 
 def _contiguous(meta: Meta) -> Meta:
-    stride = torch.empty(meta.shape, device="meta").stride()
-    return meta._replace(stride=stride, has_grad=False)
+    return meta._replace(stride=_contiguous_stride(meta.shape), has_grad=False)
+
+
+@lru_cache(maxsize=1 << 12)
+def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    return torch.empty(shape, device="meta").stride()
 
 
 def _stem(line: CallLine) -> str:

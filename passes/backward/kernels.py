@@ -66,13 +66,15 @@ class KernelPrinter:
         """
         found = []
         for kernel in kernels:
-            args = filled(self._with_occurrence(kernel.args), self._ref)
+            given = kernel.args
+            if self._occurrence is not None:
+                given = self._with_occurrence(given)
+            args = filled(given, self._ref)
             kwargs = {n: _no_device(filled(v, self._ref)) for n, v in kernel.kwargs.items()}
             made = tuple(self._made(kernel, k, known, read) for k in range(len(kernel.outs)))
-            target = str(kernel.target)
             key, where = self.line.key, self.line.where
             flags = self.is_forward, kernel.is_view
-            found.append(KernelLine(made, target, args, kwargs, key, where, *flags))
+            found.append(KernelLine(made, kernel.name, args, kwargs, key, where, *flags))
         return found
 
     def _ref(self, slot: int) -> Ref:

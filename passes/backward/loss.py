@@ -26,9 +26,6 @@ from autopar.program import (
     StartLine,
     Variable,
     WaitLine,
-    joint_reads,
-    joint_writes,
-    outs,
 )
 
 
@@ -48,9 +45,8 @@ def with_loss_at_end(
         if line.phase == "param_gather" or math.prod(line.out.shape) != 1:
             continue
         later = _dependents(lines, i)
-        if any(stage.loss in joint_writes(lines[k]) for k in later) and all(
-            _may_wait(lines[k], single) and set(joint_writes(lines[k])).isdisjoint(kept)
-            for k in later
+        if any(stage.loss in lines[k].writes for k in later) and all(
+            _may_wait(lines[k], single) and set(lines[k].writes).isdisjoint(kept) for k in later
         ):
             begun = StartLine(line, f"{line.out.name}_coming")
             between = [x for k, x in enumerate(lines) if k > i and k not in later]
@@ -62,17 +58,17 @@ def with_loss_at_end(
 def _single_elements(stage: StageProgram, lines: Sequence[JointLine]) -> frozenset[str]:
     """The variables of forward that have one element."""
     known: list[Local | Variable] = [d.local for d in stage.delivered]
-    known += [out for line in stage.body for out in outs(line)]
+    known += [out for line in stage.body for out in line.outs]
     known += [out for line in lines if isinstance(line, KernelLine) for out in line.outs]
     return frozenset(x.name for x in known if math.prod(x.shape) == 1)
 
 
 def _dependents(lines: Sequence[JointLine], first: int) -> list[int]:
     """The positions of `first`, and of what reads a result of it, directly or not; in order."""
-    made, found = set(joint_writes(lines[first])), [first]
+    made, found = set(lines[first].writes), [first]
     for k in range(first + 1, len(lines)):
-        if not made.isdisjoint(joint_reads(lines[k])):
-            made.update(joint_writes(lines[k]))
+        if not made.isdisjoint(lines[k].reads):
+            made.update(lines[k].writes)
             found.append(k)
     return found
 
@@ -82,6 +78,6 @@ def _may_wait(line: JointLine, single: Collection[str]) -> bool:
         case MoveLine():
             return line.source in single
         case CallLine(lowered=None) | KernelLine():
-            return all(name in single for name in joint_reads(line))
+            return all(name in single for name in line.reads)
         case _:
             return False

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from functools import lru_cache
 
 import torch
 
@@ -30,8 +31,14 @@ def result_word(kernel: torch._ops.OpOverload, position: int, stem: str) -> str:
     The name that the kernel's schema gives it (`logsumexp`), else the kernel's own (`view`), or
     "kept" where that would repeat the operator's (`layer_norm_kept`).
     """
-    named = kernel._schema.returns[min(position, len(kernel._schema.returns) - 1)].name
-    if named and not named.startswith("out"):
-        return str(named)
-    word = kernel._schema.name.split("::")[1].strip("_").removeprefix("native_")
-    return "kept" if word.split("_")[0] in stem else word
+    named, word = _words(kernel, position)
+    return named or ("kept" if word.split("_")[0] in stem else word)
+
+
+@lru_cache(maxsize=1 << 12)
+def _words(kernel: torch._ops.OpOverload, position: int) -> tuple[str, str]:
+    """The name that the schema gives to a result, if it says something, and the kernel's own."""
+    schema = kernel._schema
+    named = str(schema.returns[min(position, len(schema.returns) - 1)].name or "")
+    word = schema.name.split("::")[1].strip("_").removeprefix("native_")
+    return "" if named.startswith("out") else named, word

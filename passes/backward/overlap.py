@@ -23,8 +23,6 @@ from autopar.program import (
     ReadyLine,
     StartLine,
     WaitLine,
-    joint_reads,
-    joint_writes,
 )
 
 _MATMULS = ("aten.mm.", "aten.bmm.", "aten.addmm.", "aten.convolution_backward.")
@@ -83,9 +81,9 @@ def _divided(
     first: list[JointLine] = []
     later: list[JointLine] = []
     for line in reversed(lines):
-        if needed.isdisjoint(joint_writes(line)):
+        if needed.isdisjoint(line.writes):
             later.append(line)
         else:
             first.append(line)
-            needed.update(joint_reads(line))
+            needed.update(line.reads)
     return first[::-1], later[::-1]

@@ -34,8 +34,6 @@ from autopar.program import (
     StageProgram,
     WaitLine,
     gathers_at,
-    joint_reads,
-    joint_writes,
     kept_gathers,
     regathered,
     runs_of,
@@ -86,7 +84,7 @@ def _with_handovers(lines: Sequence[JointLine], gradients: Sequence[str | None])
     for position, name in enumerate(gradients):
         if name is not None:
             waiting.setdefault(name, []).append(position)
-    last_read = {name: i for i, line in enumerate(lines) for name in joint_reads(line)}
+    last_read = {name: i for i, line in enumerate(lines) for name in line.reads}
     found: list[JointLine] = []
 
     def hand_over(name: str, i: int) -> None:
@@ -95,12 +93,12 @@ def _with_handovers(lines: Sequence[JointLine], gradients: Sequence[str | None])
             is_shared = position != positions[-1] or last_read.get(name, -1) > i
             found.append(ReadyLine(position, name, is_shared))
 
-    made = {name for line in lines for name in joint_writes(line)}
+    made = {name for line in lines for name in line.writes}
     for name in [name for name in waiting if name not in made]:
         hand_over(name, -1)  # what backward is given is a gradient as it is
     for i, line in enumerate(lines):
         found.append(line)
-        for name in joint_writes(line):
+        for name in line.writes:
             hand_over(name, i)
     return found
 
@@ -108,24 +106,24 @@ def _with_handovers(lines: Sequence[JointLine], gradients: Sequence[str | None])
 def _with_sums_in_place(lines: Sequence[JointLine], given: Collection[str]) -> list[JointLine]:
     """A sum of gradients takes the first one's memory if nobody reads that again, as autograd's."""
     last_read = {
-        name: i for i, line in enumerate(lines) for name in (*joint_reads(line), *_under_way(line))
+        name: i for i, line in enumerate(lines) for name in (*line.reads, *_under_way(line))
     }
     owner = {name: name for name in given}  # of storages that backward has to itself
     readers: dict[str, int] = {}
     for line in lines:
         if isinstance(line, KernelLine) and line.is_view:
-            source = joint_reads(line)[0]
+            source = line.reads[0]
             if source in owner and not line.target.startswith("aten.expand"):
-                owner |= dict.fromkeys(joint_writes(line), owner[source])
+                owner |= dict.fromkeys(line.writes, owner[source])
         elif not isinstance(line, KernelLine) or not line.is_forward:
-            owner |= {name: name for name in joint_writes(line)}
+            owner |= {name: name for name in line.writes}
     for name, i in last_read.items():
         if name in owner:
             readers[owner[name]] = max(i, readers.get(owner[name], -1))
     found: list[JointLine] = []
     for i, line in enumerate(lines):
         if isinstance(line, KernelLine) and not line.key and line.target == "aten.add.Tensor":
-            first = joint_reads(line)[0]
+            first = line.reads[0]
             if first in owner and readers[owner[first]] == i:
                 line = replace(line, target="aten.add_.Tensor")
         found.append(line)
@@ -134,7 +132,7 @@ def _with_sums_in_place(lines: Sequence[JointLine], given: Collection[str]) -> l
 
 def _under_way(line: JointLine) -> tuple[str, ...]:
     """What a communication reads until this line, its wait."""
-    return joint_reads(line.move) if isinstance(line, WaitLine) else ()
+    return line.move.reads if isinstance(line, WaitLine) else ()
 
 
 def _variables(stage: StageProgram, forward: Sequence[JointLine]) -> Iterable[str]:
@@ -143,18 +141,18 @@ def _variables(stage: StageProgram, forward: Sequence[JointLine]) -> Iterable[st
     yield from (item.local.name for item in stage.delivered)
     yield from (boundary.local.name for boundary in stage.received)
     for line in forward:
-        yield from joint_writes(line)
+        yield from line.writes
 
 
 def _without_unread(lines: Sequence[JointLine], read: Collection[str]) -> list[JointLine]:
     """The lines without kernels whose results nobody reads."""
     alive, found = set(read), []
     for line in reversed(lines):
-        made = joint_writes(line)
+        made = line.writes
         if isinstance(line, KernelLine) and alive.isdisjoint(made):
             continue
         alive.difference_update(made)
-        alive.update(joint_reads(line))
+        alive.update(line.reads)
         found.append(line)
     return found[::-1]
 
@@ -194,16 +192,16 @@ def _with_gathers(
             found.extend(g for g in runs[name] if g.out.name not in there)
             there.update(g.out.name for g in runs[name])
             return
-        for read in joint_reads(line):
+        for read in line.reads:
             provide(read)
         found.append(line)
-        there.update(joint_writes(line))
+        there.update(line.writes)
 
     for line in backward:
-        for name in joint_reads(line):
+        for name in line.reads:
             provide(name)
         found.append(line)
-        there.update(joint_writes(line))
+        there.update(line.writes)
     return found
 
 
@@ -215,8 +213,8 @@ def _undefined(
     """The variables of forward, `known`, that lines read before they define them."""
     there, needed = set(given), set[str]()
     for line in lines:
-        needed.update(name for name in joint_reads(line) if name not in there)
-        there.update(joint_writes(line))
+        needed.update(name for name in line.reads if name not in there)
+        there.update(line.writes)
     return tuple(name for name in dict.fromkeys(known) if name in needed)
 
 
@@ -228,20 +226,20 @@ def with_frees(
     They free what they define themselves, and `given`. What an operator's backward reads is freed
     after all of its kernels, as autograd does, so that peaks are those that are predicted.
     """
-    own = {*given, *(name for line in lines for name in joint_writes(line))}
+    own = {*given, *(name for line in lines for name in line.writes)}
     alive, found = set(kept), list[JointLine]()
     for kernels in reversed(_by_operator(lines)):
-        made = {name for line in kernels for name in joint_writes(line)}
-        read = dict.fromkeys(name for line in kernels for name in joint_reads(line))
+        made = {name for line in kernels for name in line.writes}
+        read = dict.fromkeys(name for line in kernels for name in line.reads)
         taken = [name for name in read if name in own and name not in made]
         _free([name for name in taken if name not in alive], found)
         alive.update(taken)
         for line in reversed(kernels):
-            names = dict.fromkeys((*joint_reads(line), *joint_writes(line)))
+            names = dict.fromkeys((*line.reads, *line.writes))
             _free([n for n in names if n in made and n not in alive], found)
             found.append(line)
-            alive.difference_update(joint_writes(line))
-            alive.update(joint_reads(line))
+            alive.difference_update(line.writes)
+            alive.update(line.reads)
     return tuple(found[::-1])
 
 

@@ -14,6 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import Any, NamedTuple
 
 import torch
@@ -70,7 +71,11 @@ class Kernel:
     outs: tuple[int | None, ...]
     is_view: bool = False
 
-    @property
+    @cached_property
+    def name(self) -> str:
+        return str(self.target)
+
+    @cached_property
     def reads(self) -> tuple[int, ...]:
         return tuple(slots_in((self.args, self.kwargs)))
 

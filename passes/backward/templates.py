@@ -13,6 +13,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -42,7 +43,7 @@ class Call:
     kwargs: Mapping[str, Any]
     metas: tuple[Meta, ...]
 
-    @property
+    @cached_property
     def key(self) -> tuple[Any, ...]:
         # As text, because 1, 1.0 and True are equal as dictionary keys.
         return self.target, repr((self.args, dict(self.kwargs))), self.metas
@@ -67,6 +68,18 @@ class Template:
     kept: frozenset[int]
     again: tuple[Kernel, ...]
     copies: frozenset[int]
+
+    @cached_property
+    def read(self) -> frozenset[int]:
+        """The slots that backward reads."""
+        kernels = (*self.again, *self.recording.backward)
+        return frozenset(slot for kernel in kernels for slot in kernel.reads)
+
+    @cached_property
+    def read_ahead(self) -> frozenset[int]:
+        """The slots that the kernels of forward read, or hand on."""
+        kernels = self.forward or ()
+        return self.kept.union(slot for kernel in kernels for slot in kernel.reads)
 
 
 def operator_named(target: str) -> Callable[..., Any]:

@@ -11,10 +11,8 @@ from autopar.program import (
     GatherLine,
     Line,
     StageProgram,
-    reads,
     regathered,
     rerun,
-    writes,
 )
 
 
@@ -47,7 +45,7 @@ def with_frees(program: StageProgram) -> StageProgram:
     for i, line in enumerate(body):
         moved[i] = len(out)
         out.append(line)
-        dead = dict.fromkeys(n for n in (*reads(line), *writes(line)) if last.get(n) == i)
+        dead = dict.fromkeys(n for n in (*line.reads, *line.writes) if last.get(n) == i)
         segment = spans.get(i)
         if segment is None:
             out += _freed(dead)
@@ -76,8 +74,8 @@ def _last_uses(program: StageProgram) -> dict[str, int]:
     last: dict[str, int] = {}
     defined: set[str] = set()
     for i, line in enumerate(program.body):
-        defined.update(writes(line))
-        for name in (*reads(line), *writes(line)):
+        defined.update(line.writes)
+        for name in (*line.reads, *line.writes):
             last[name] = i
     defined -= program.returned
     return {name: i for name, i in last.items() if name in defined}

@@ -27,8 +27,6 @@ from autopar.program import (
     Ref,
     StoredParameter,
     Workspace,
-    reads,
-    writes,
 )
 from autopar.rules import FUSED
 
@@ -41,7 +39,7 @@ def fuse_bias(
     The body must have no frees yet. `kept` are the variables that are read after the body.
     """
     biases = _biases(body, parameters)
-    n_reads = Counter(name for line in body for name in reads(line))
+    n_reads = Counter(name for line in body for name in line.reads)
     matmuls: dict[str, int] = {}
     out: list[Line | None] = list(body)
     for i, line in enumerate(body):
@@ -53,8 +51,8 @@ def fuse_bias(
                 continue
             matmul = body[at]
             assert isinstance(matmul, CallLine)
-            moved_past = {n for between in body[at + 1 : i] for n in writes(between)}
-            if _is_bias(biases[bias], matmul, line) and moved_past.isdisjoint(reads(matmul)):
+            moved_past = {n for between in body[at + 1 : i] for n in between.writes}
+            if _is_bias(biases[bias], matmul, line) and moved_past.isdisjoint(matmul.reads):
                 out[at], out[i] = None, _fused(matmul, line, bias)
         if line.target in FUSED and line.lowered is None and len(line.args) == 2:
             matmuls[line.outs[0].name] = i

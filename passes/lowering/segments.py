@@ -33,10 +33,8 @@ from autopar.program import (
     StageProgram,
     free_name,
     identifier,
-    reads,
     reserved_names,
     storage_owners,
-    writes,
 )
 
 # A range of lines, as [start, stop).
@@ -51,7 +49,7 @@ def with_segments(
     The program must have no frees yet. Operators whose backward needs nothing make no segment.
     """
     found: list[Segment] = []
-    taken = {*program.arguments, *(name for line in program.body for name in writes(line))}
+    taken = {*program.arguments, *(name for line in program.body for name in line.writes)}
     taken |= reserved_names(program.axis_names)
     owners = _owners(program.body) if wanted else []
     for item in wanted:
@@ -79,7 +77,7 @@ def _span(body: Sequence[Line], keys: Collection[str]) -> _Span | None:
 def _owners(body: Sequence[Line]) -> list[Mapping[str, str]]:
     """Per line, the storage owners of the variables that it reads or writes."""
     return [
-        {n: owner[n] for n in (*reads(line), *writes(line)) if n in owner}
+        {n: owner[n] for n in (*line.reads, *line.writes) if n in owner}
         for line, owner in zip(body, storage_owners(body), strict=True)
     ]
 
@@ -106,9 +104,9 @@ def _made_in(owner: str, span: _Span) -> bool:
 
 def _segment(program: StageProgram, span: _Span, mode: Recompute, name: str) -> Segment:
     body, lines = program.body, range(*span)
-    made = dict.fromkeys(n for i in lines for n in writes(body[i]))
-    before = {n for line in body[: span[0]] for n in writes(line)} | program.arguments
-    after = {n for line in body[span[1] :] for n in reads(line)} | program.returned
+    made = dict.fromkeys(n for i in lines for n in body[i].writes)
+    before = {n for line in body[: span[0]] for n in line.writes} | program.arguments
+    after = {n for line in body[span[1] :] for n in line.reads} | program.returned
     last = body[span[1] - 1]
     assert isinstance(last, CallLine)
     kept = {i for i in lines[:-1] if mode == "selective" and _is_kept(body[i])}
@@ -119,7 +117,7 @@ def _segment(program: StageProgram, span: _Span, mode: Recompute, name: str) -> 
         span[0],
         span[1],
         span[1] - 1,
-        tuple(dict.fromkeys(n for i in lines for n in reads(body[i]) if n in before)),
+        tuple(dict.fromkeys(n for i in lines for n in body[i].reads if n in before)),
         tuple(n for n in made if n in after),
         frozenset(kept - handed_on),
         frozenset(handed_on),
@@ -135,8 +133,8 @@ def _is_kept(line: Line) -> bool:
 
 def _is_handed_on(body: Sequence[Line], lines: range, kept: Set[int], i: int) -> bool:
     """Is line `i` an operator whose results only kept reshards read?"""
-    made = set(writes(body[i]))
-    readers = [k for k in lines if k != i and not made.isdisjoint(reads(body[k]))]
+    made = set(body[i].writes)
+    readers = [k for k in lines if k != i and not made.isdisjoint(body[k].reads)]
     line = body[i]
     return (
         isinstance(line, CallLine)

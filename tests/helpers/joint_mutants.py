@@ -30,10 +30,9 @@ from autopar.program.joint_program import (
     Variable,
     WaitLine,
     communications,
-    joint_reads,
-    joint_writes,
 )
-from autopar.program.stage_program import CallLine, FreeLine, GatherLine, MoveLine, Ref
+from autopar.program.stage_program import CallLine, FreeLine, GatherLine, MoveLine
+from autopar.program.variables import Ref
 from autopar.verifier.joint_calls import gathers_parameters, line_calls
 
 Mutants = Iterator[tuple[str, JointProgram]]
@@ -102,13 +101,13 @@ def hoisted(joint: JointProgram) -> Mutants:
         lines = lines_of(joint, function)
         calling = [i for i, line in enumerate(lines) if _ordered_calls(line)]
         for i, k in itertools.pairwise(calling):
-            needed, first, later = set(joint_reads(lines[k])), [lines[k]], list[JointLine]()
+            needed, first, later = set(lines[k].reads), [lines[k]], list[JointLine]()
             for line in reversed(lines[i:k]):
-                if needed.isdisjoint(joint_writes(line)):
+                if needed.isdisjoint(line.writes):
                     later.append(line)
                 else:
                     first.append(line)
-                    needed.update(joint_reads(line))
+                    needed.update(line.reads)
             if lines[i] in later and _ordered_calls(lines[i]) != _ordered_calls(lines[k]):
                 found = [*lines[:i], *first[::-1], *later[::-1], *lines[k + 1 :]]
                 yield f"sooner {function} {k} {lines[k]}", edited(joint, function, found)
@@ -122,7 +121,7 @@ def communicating_otherwise(joint: JointProgram) -> Mutants:
             lines = line, twice, FreeLine(("again",))
             yield f"not priced {line}", with_line(joint, "backward", i, *lines)
         elif gathers_parameters(line) and not isinstance(line, StartLine):
-            names = joint_writes(line)
+            names = line.writes
             forward = tuple(
                 FreeLine(tuple(n for n in x.names if n not in names))
                 if isinstance(x, FreeLine)
@@ -141,7 +140,7 @@ def freed_early(joint: JointProgram) -> Mutants:
     for function, i, line in numbered(joint):
         for name in _freed(line):
             lines = list(lines_of(joint, function))
-            last = max((k for k in range(i) if name in joint_reads(lines[k])), default=None)
+            last = max((k for k in range(i) if name in lines[k].reads), default=None)
             if last is not None:
                 lines[i] = FreeLine(tuple(n for n in _freed(line) if n != name))
                 lines.insert(last, FreeLine((name,)))
@@ -229,7 +228,7 @@ def sourced_otherwise(joint: JointProgram) -> Mutants:
     for i, line in enumerate(joint.backward):
         match line:
             case GradientMove() | ReadyLine() | StartLine() | FusedReductions():
-                used = joint_reads(line)[0]
+                used = line.reads[0]
             case KernelLine(key="", is_forward=False):
                 used = line.reads[1]
             case FunctionBackward():
@@ -268,7 +267,7 @@ def written_in_place(joint: JointProgram) -> Mutants:
     for i, line in enumerate(joint.backward):
         if isinstance(line, KernelLine) and line.target in kinds and line.reads:
             first = line.args[0]
-            later = {name for other in joint.backward[i + 1 :] for name in joint_reads(other)}
+            later = {name for other in joint.backward[i + 1 :] for name in other.reads}
             if isinstance(first, Ref) and (first.name in joint.saved or first.name in later):
                 written = replace(line, target=kinds[line.target])
                 yield f"in place {i} {line}", with_line(joint, "backward", i, written)
@@ -313,8 +312,8 @@ MUTATIONS: tuple[Callable[[JointProgram], Mutants], ...] = (
 
 def _depend(a: JointLine, b: JointLine) -> bool:
     """May `b` not come before `a`?"""
-    made, freed = {*joint_writes(a), *_freed(a)}, {*joint_writes(b), *_freed(b)}
-    return not (made.isdisjoint({*joint_reads(b), *freed}) and freed.isdisjoint(joint_reads(a)))
+    made, freed = {*a.writes, *_freed(a)}, {*b.writes, *_freed(b)}
+    return not (made.isdisjoint({*b.reads, *freed}) and freed.isdisjoint(a.reads))
 
 
 def _freed(line: JointLine) -> Sequence[str]:

@@ -38,7 +38,6 @@ from autopar.program.stage_program import (
     MoveLine,
     Segment,
     StageProgram,
-    reads,
 )
 from autopar.runtime.groups import CollectiveCall
 from autopar.runtime.launch.processes import WorkerPool
@@ -332,7 +331,7 @@ def test_partial_sums_are_not_kept_besides_what_they_add_up_to() -> None:
         (at,) = segment.handed_on
         product = stage.body[at]
         assert isinstance(product, CallLine) and product.target == "aten.mm.default"
-        (reader,) = (i for i, line in enumerate(stage.body) if product.outs[0].name in reads(line))
+        (reader,) = (i for i, line in enumerate(stage.body) if product.outs[0].name in line.reads)
         summed = stage.body[reader]
         assert isinstance(summed, MoveLine) and summed.move.name == "p_to_s"
         assert reader in segment.kept

@@ -29,8 +29,6 @@ from autopar.program.joint_program import (
     ReadyLine,
     StartLine,
     WaitLine,
-    joint_reads,
-    joint_writes,
     taken_parameters,
 )
 from autopar.program.rerun_lines import kept_gathers
@@ -75,19 +73,19 @@ def check(joint: JointProgram) -> None:
     stage = joint.stage
     there = {*taken_parameters(stage), *(d.local.name for d in stage.delivered)}
     there |= {b.local.name for b in stage.received}
-    variables = there | {name for line in joint.forward for name in joint_writes(line)}
+    variables = there | {name for line in joint.forward for name in line.writes}
     made = run(joint.forward, there, variables)
     assert set(joint.saved) <= made | there, "what is saved is there at the end"
     assert stage.returned <= made | there
     assert made - stage.returned - set(joint.saved) == set(), "forward frees the rest"
 
     given = {name for name in joint.cotangents if name is not None}
-    variables |= given | {name for line in joint.backward for name in joint_writes(line)}
+    variables |= given | {name for line in joint.backward for name in line.writes}
     left = run(joint.backward, {*joint.saved, *given}, variables)
     assert left == set(), "backward frees everything"
     ready = [line.position for line in joint.backward if isinstance(line, ReadyLine)]
     assert len(set(ready)) == len(ready)
-    read = {name for line in joint.backward for name in joint_reads(line)}
+    read = {name for line in joint.backward for name in line.reads}
     assert set(joint.saved) <= read, "nothing is saved in vain"
 
 
@@ -100,9 +98,9 @@ def run(lines: Sequence[JointLine], given: set[str], variables: set[str]) -> set
             there.difference_update(line.names)
             defined.difference_update(line.names)
             continue
-        assert {name for name in joint_reads(line) if name in variables} <= there, line
-        there.update(joint_writes(line))
-        defined.update(joint_writes(line))
+        assert {name for name in line.reads if name in variables} <= there, line
+        there.update(line.writes)
+        defined.update(line.writes)
     return defined
 
 
@@ -177,7 +175,7 @@ def test_a_gradient_that_is_read_later_is_copied_when_it_is_handed_over() -> Non
     joint = of_shared()
     for i, line in enumerate(joint.backward):
         if isinstance(line, ReadyLine):
-            later = {name for other in joint.backward[i + 1 :] for name in joint_reads(other)}
+            later = {name for other in joint.backward[i + 1 :] for name in other.reads}
             assert line.is_shared == (line.source in later)
     assert {x.is_shared for x in joint.backward if isinstance(x, ReadyLine)} == {True, False}
 
@@ -189,8 +187,8 @@ def test_sums_of_gradients_take_the_memory_of_what_nobody_reads_again() -> None:
     for line in sums:
         if line.target == "aten.add_.Tensor":
             at = joint.backward.index(line)
-            first = joint_reads(line)[0]
-            later = {name for other in joint.backward[at + 1 :] for name in joint_reads(other)}
+            first = line.reads[0]
+            later = {name for other in joint.backward[at + 1 :] for name in other.reads}
             assert first not in later
 
 
@@ -226,7 +224,7 @@ def test_reductions_run_beside_matmuls_of_weight_gradients() -> None:
                 between = lines[i + 1 : waits[0]]
                 assert all(isinstance(x, KernelLine | ReadyLine | FreeLine) for x in between)
                 assert any(isinstance(x, KernelLine) and "mm" in x.target for x in between)
-                assert joint_reads(line)[0] not in {n for x in between for n in joint_writes(x)}
+                assert line.reads[0] not in {n for x in between for n in x.writes}
     assert n_begun > 0
 
 

@@ -17,10 +17,10 @@ from autopar.program.stage_program import (
     Line,
     Local,
     ParameterUse,
-    Ref,
     StoredParameter,
     Workspace,
 )
+from autopar.program.variables import Ref
 
 Step = tuple[str, str, tuple[Any, ...]]  # variable, operator, arguments
 ADD, MM, LINEAR = "aten.add.Tensor", "aten.mm.default", "aten.linear.default"

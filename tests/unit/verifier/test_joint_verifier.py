@@ -29,10 +29,9 @@ from autopar.program.joint_program import (
     StartLine,
     Variable,
     communications,
-    joint_reads,
-    joint_writes,
 )
-from autopar.program.stage_program import FreeLine, Ref
+from autopar.program.stage_program import FreeLine
+from autopar.program.variables import Ref
 from autopar.verifier.joint import verify_joint
 from tests.helpers.harness import (
     abstract_cost,
@@ -195,14 +194,14 @@ def test_what_others_hold_is_not_written() -> None:
         line = KernelLine((out,), "aten.mul_.Tensor", (Ref(name), 2.0), {}, "")
         return with_line(joint, "backward", at, joint.backward[at], line)
 
-    saved = next(name for name in joint_reads(kernel) if name in joint.saved)
+    saved = next(name for name in kernel.reads if name in joint.saved)
     refused(written(saved, at), f"{saved} is written, but others read it")
     ready = position(joint, lambda line: isinstance(line, ReadyLine) and not line.is_shared)
-    (source,) = joint_reads(joint.backward[ready])
+    (source,) = joint.backward[ready].reads
     refused(written(source, ready), "was handed over")
     (wide,) = planned("dp")
     at = position(wide, lambda line: isinstance(line, KernelLine) and "expand" in line.target)
-    (name,) = joint_writes(wide.backward[at])
+    (name,) = wide.backward[at].writes
     line = KernelLine((out,), "aten.mul_.Tensor", (Ref(name), 2.0), {}, "")
     refused(with_line(wide, "backward", at, wide.backward[at], line), "share memory")
 

@@ -22,10 +22,9 @@ from autopar.program.stage_program import (
     GatherLine,
     Line,
     MoveLine,
-    Ref,
     StageProgram,
-    reads,
 )
+from autopar.program.variables import Ref
 from autopar.verifier.deadlock import GroupCall, check_rendezvous
 from autopar.verifier.stage import check_move, rank_sequences, verify_program
 from tests.helpers.harness import abstract_cost, free_problem, model_case, random_strategy
@@ -173,7 +172,7 @@ def test_i_and_r_mixed_in_one_operator() -> None:
     def skipped(program: StageProgram) -> tuple[int, MoveLine] | None:
         for at, line in enumerate(program.body):
             if isinstance(line, MoveLine) and is_named("i_to_r")(line) and line.has_grad:
-                users = [x for x in program.body[at:] if line.out.name in reads(x)]
+                users = [x for x in program.body[at:] if line.out.name in x.reads]
                 if users and all(isinstance(u, CallLine | FreeLine) for u in users):
                     return at, line
         return None
