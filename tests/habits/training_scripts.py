@@ -248,3 +248,21 @@ def min_trainer(run: Run) -> None:
             callback(loss)
         run.update(optimizers)
     assert len(seen) == 5
+
+
+def ignored() -> Batch:
+    """Every label is ignored, so the mean loss is 0 / 0."""
+    batch = tokens_of(7)
+    return batch | {"targets": torch.full_like(batch["targets"], -100)}
+
+
+@habit(SECTION, "`if not loss.isfinite(): optimizer.zero_grad(); continue`", layouts=ALL)
+def skipped_by_hand(run: Run) -> None:
+    optimizers = run.optimizers()
+    run.train(optimizers, 1)
+    loss = run.pm.step(**ignored())
+    run.alone(**ignored()).backward()
+    assert loss.isnan()
+    for optimizer in optimizers:
+        optimizer.zero_grad()
+    run.train(optimizers, 2, first=1)
