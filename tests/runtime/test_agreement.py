@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -89,23 +90,27 @@ def test_a_rank_may_show_progress_alone(workers: Pool) -> None:
     workers(2).run(progress_of_rank_0)
 
 
-def losses_of(seed: int, plan: str) -> list[Any]:
+def losses_of(seed: int, plan: str, folder: str) -> list[Any]:
     module = autopar.parallelize(Drawn(seed), MESH, batch(), manual=PLANS[plan], precision="fp64")
     found = [module.step(**batch()).item()]
     found.append(module.step(**batch(0, 16)).item())  # another shape: captured again
     module.eval()
     found.append(module.loss(**batch()).item())
+    autopar.save(module, None, folder, step=1)
+    assert autopar.load(module, None, folder)[0] == 1  # it compares the buffers
     return [*found, module.offset.tolist()]
 
 
 @pytest.mark.parametrize("plan", PLANS)
-def test_constants_are_those_of_rank_0(plan: str, workers: Pool) -> None:
+def test_constants_are_those_of_rank_0(plan: str, workers: Pool, tmp_path: Path) -> None:
     """Buffers and tensor attributes that were drawn by each rank, beside equal ones."""
-    assert workers(2).run(constants_drawn, plan) == workers(2).run(losses_of, 0, plan)
+    folder = str(tmp_path / "c")
+    drawn = workers(2).run(constants_drawn, plan, folder)
+    assert drawn == workers(2).run(losses_of, 0, plan, folder)
 
 
-def constants_drawn(plan: str) -> list[Any]:
-    return losses_of(rank(), plan)
+def constants_drawn(plan: str, folder: str) -> list[Any]:
+    return losses_of(rank(), plan, folder)
 
 
 def other_constants() -> str:
