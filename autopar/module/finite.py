@@ -84,15 +84,15 @@ class FiniteCheck:
         return 1.0
 
     def after(self, leaves: Mapping[str, Tensor], loss: Tensor) -> None:
-        """Keep the loss until an optimizer uses the gradients."""
+        """Keep the loss until an optimizer uses the gradients; nothing is read here."""
+        arrived = None
         if loss.is_cpu:
-            if not bool(loss.isfinite()):
-                self._seen = [*self._seen, _Seen(self.n_steps, loss, None)][-_MOST_SEEN:]
-            return
-        copied = loss.to("cpu", non_blocking=True)
-        arrived = torch.cuda.Event()
-        arrived.record()
-        self._seen = [*self._seen, _Seen(self.n_steps, copied, arrived)][-_MOST_SEEN:]
+            kept = loss.clone()
+        else:
+            kept = loss.to("cpu", non_blocking=True)
+            arrived = torch.cuda.Event()
+            arrived.record()
+        self._seen = [*self._seen, _Seen(self.n_steps, kept, arrived)][-_MOST_SEEN:]
 
     def before_optimizer(self, leaves: Mapping[str, Tensor]) -> None:
         """Raise `NonFiniteError` on every rank if gradients that come with a bad loss are bad."""
