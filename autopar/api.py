@@ -12,7 +12,7 @@ from torch import nn
 from autopar.errors import OptionError
 from autopar.mesh import Mesh
 from autopar.module import ParallelModule
-from autopar.options import Options
+from autopar.options import BESIDE_A_PLAN, Options
 from autopar.passes.binding import ExampleInputs
 from autopar.passes.compilation import Compilation
 from autopar.passes.facts import Source, Target
@@ -51,8 +51,8 @@ def parallelize(
     example_inputs: one global batch, dict or tuple. Without it and without `plan`, planning waits
     for `pm.prepare(**batch)` or the first step. weights: "rank0" (rank 0's values), "init" (a model
     on meta, initialised shard by shard), or a path. The model object does not change. Options:
-    `autopar.options.Options`; with a `plan`, only `loss_fn`, `optimizer_gather`,
-    `progress` and `check_every`.
+    `autopar.options.Options`; with a `plan`, only `loss_fn`, `optimizer_gather`, `progress`
+    and `check_every`.
 
     Raises `MeshError` if the number of processes is not that of the mesh's ranks, `OptionError` for
     an option that conflicts with the plan, `DivergenceError` if ranks call it differently.
@@ -67,10 +67,6 @@ def parallelize(
     elif example_inputs is not None:
         module._make_plan(example_inputs)
     return module
-
-
-# Options that a plan does not record: user code, or of planning alone.
-BESIDE_A_PLAN = frozenset({"loss_fn", "optimizer_gather", "progress", "check_every"})
 
 
 _ABSENT = object()

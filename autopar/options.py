@@ -25,6 +25,8 @@ from autopar.precision import Precision
 #   attention-core   scores, softmax, dropout and matmul with the values, or fused attention
 Recompute = Literal["full", "selective", "attention-core"]
 _MODES: tuple[Recompute, ...] = get_args(Recompute)
+# Options that a plan does not record: user code, or of planning and running alone.
+BESIDE_A_PLAN = frozenset({"loss_fn", "optimizer_gather", "progress", "check_every"})
 OPTIMIZERS = ("adamw", "sgd", "adam")
 REDUCE_DTYPES = ("float32", "bfloat16", "float16")
 FORBIDDABLE = tuple("data tensor sequence expert pipeline zero1 zero2 zero3 recompute".split())
@@ -138,6 +140,10 @@ class Options:
             return Precision.of("fp64")
         return Precision(self.precision, self.reduce_dtype, self.master_weights)
 
+    def texts(self) -> dict[str, str]:
+        """Name -> value as text that is equal in all processes: of a function, its name."""
+        return {f.name: _text(getattr(self, f.name)) for f in fields(self)}
+
     @property
     def recompute_mode(self) -> Recompute | None:
         """How every repeated block is recomputed; None if the user does not say."""
@@ -185,6 +191,17 @@ class Options:
                 hint="give one of them",
             )
         return options
+
+
+def _text(value: Any) -> str:
+    if callable(value) and not isinstance(value, type):
+        name = getattr(value, "__qualname__", type(value).__qualname__)
+        return f"{getattr(value, '__module__', '')}.{name}"
+    if isinstance(value, frozenset):
+        return repr(sorted(value))
+    if isinstance(value, Mapping):
+        return repr(sorted(value.items()))
+    return repr(value)
 
 
 def _check_precision(options: Options) -> None:

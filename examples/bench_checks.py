@@ -28,10 +28,9 @@ from autopar.module import (
     layers,
     optimizers,
     originals,
-    parallel_module,
     parameters,
 )
-from autopar.module.agreement import Agreement
+from autopar.module.agreement import Agreement, Hyperparameters
 from autopar.module.programs import programs
 from examples.train_gpt2 import batches, make_model
 
@@ -51,7 +50,7 @@ CHECKS: tuple[tuple[Any, str], ...] = (
     (finite.FiniteCheck, "before"),
     (finite.FiniteCheck, "after"),
     (finite.FiniteCheck, "before_optimizer"),
-    (parallel_module, "compare_hyperparameters"),
+    (Hyperparameters, "check"),
     (optimizers, "_shadow"),
     (optimizers, "_check"),
     (optimizers, "_take_back"),

@@ -10,8 +10,6 @@ runs the same plan, and a script that was changed makes another one.
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping
-from dataclasses import fields, is_dataclass, replace
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -20,7 +18,7 @@ from torch import Tensor, nn
 
 from autopar.errors import OptionError, PlanError
 from autopar.mesh import Mesh
-from autopar.options import Options
+from autopar.options import BESIDE_A_PLAN, Options
 from autopar.planning import Plan
 from autopar.program import flatten_inputs
 from autopar.runtime.state import gathered, own_rank, together
@@ -29,12 +27,14 @@ from autopar.runtime.storage import disk_faults
 
 def kept_name(mesh: Mesh, options: Options, model: nn.Module, batch: Any) -> str:
     """`1x2-0123456789ab.json`: equal for equal questions to the planner."""
-    parameters = {n: [list(p.shape), str(p.dtype)] for n, p in model.named_parameters()}
-    asked = [
-        mesh, replace(options, loss_fn=None, progress=False), parameters,
-        flatten_inputs(batch),
-    ]  # fmt: skip
-    digest = sha256(_text(asked).encode()).hexdigest()[:12]
+    decided = {n: t for n, t in options.texts().items() if n not in BESIDE_A_PLAN}
+    parameters = {n: (tuple(p.shape), p.dtype) for n, p in model.named_parameters()}
+    inputs = {
+        path: (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+        for path, leaf in flatten_inputs(batch).items()
+    }
+    asked = repr((mesh, decided, parameters, inputs))
+    digest = sha256(asked.encode()).hexdigest()[:12]
     return f"{'x'.join(map(str, mesh.shape))}-{digest}.json"
 
 
@@ -90,19 +90,3 @@ def of_file(error: PlanError, path: Path) -> PlanError:
     return PlanError(
         f"{path} does not fit this model: {error}", hint="remove the file to plan anew"
     )
-
-
-def _text(value: Any) -> str:
-    """What a value says: the same in every process, which `repr` of a set is not."""
-    if isinstance(value, Tensor):
-        return f"{tuple(value.shape)} {value.dtype}"
-    if is_dataclass(value) and not isinstance(value, type):
-        named = {f.name: getattr(value, f.name) for f in fields(value)}
-        return f"{type(value).__name__}{_text(named)}"
-    if isinstance(value, Mapping):
-        return str(sorted((str(k), _text(v)) for k, v in value.items()))
-    if isinstance(value, set | frozenset):
-        return str(sorted(map(_text, value)))
-    if isinstance(value, list | tuple):
-        return str([_text(v) for v in value])
-    return repr(value)

@@ -34,7 +34,7 @@ from autopar.elastic.watched import Watched
 from autopar.errors import OptionError, PlanError
 from autopar.mesh import Mesh
 from autopar.module import ParallelModule
-from autopar.options import Options
+from autopar.options import BESIDE_A_PLAN, Options
 from autopar.passes.binding import ExampleInputs
 from autopar.runtime.checkpoints import AsyncSaver
 from autopar.runtime.launch import init_from_environment
@@ -90,7 +90,7 @@ def resilient(
         keep_plan(pm.plan, kept)
         return ResilientRun(pm, Path(folder), saver, save_every, compare_every)
     plan, path = found
-    beside = {k: v for k, v in options.items() if k in api.BESIDE_A_PLAN | _DTYPES}
+    beside = {k: v for k, v in options.items() if k in BESIDE_A_PLAN | _DTYPES}
     try:
         pm = api.parallelize(model, machine, example_inputs, plan=plan, weights=weights, **beside)
     except PlanError as error:

@@ -23,7 +23,7 @@ from torch import Tensor
 from autopar.errors import NonFiniteError
 from autopar.module.job import own_rank
 from autopar.runtime.groups import Group, phase
-from autopar.runtime.state import gathered
+from autopar.runtime.state import Aside, gathered
 from autopar.units import format_ranks
 
 _MOST_SHOWN = 5
@@ -137,15 +137,13 @@ class SkippedIfBad:
     def __init__(self, check: FiniteCheck, buffers: Mapping[str, Tensor]) -> None:
         self._check, self._buffers = check, buffers
         self._kept: dict[str, Tensor] = {}
-        self._earlier: dict[str, Tensor | None] = {}
+        self._aside = Aside()
 
     def before(self, leaves: Mapping[str, Tensor]) -> float:
         """Put earlier gradients aside, and keep the buffers that the step will change."""
         scale = self._check.before(leaves)
         self._kept = {name: buffer.clone() for name, buffer in self._buffers.items()}
-        self._earlier = {name: leaf.grad for name, leaf in leaves.items()}
-        for leaf in leaves.values():
-            leaf.grad = None
+        self._aside.put(leaves)
         return scale
 
     def after(self, leaves: Mapping[str, Tensor], loss: Tensor) -> None:
@@ -157,12 +155,7 @@ class SkippedIfBad:
             with phase("optimizer"):
                 found = check.everyone.all_reduce(found, "max")
         is_skipped = bool(found)
-        for name, leaf in leaves.items():
-            earlier = self._earlier[name]
-            if is_skipped or leaf.grad is None:
-                leaf.grad = earlier
-            elif earlier is not None:
-                leaf.grad = earlier.add_(leaf.grad)
+        self._aside.give_back(leaves, with_new=not is_skipped)
         if not is_skipped:
             return
         for name, buffer in self._buffers.items():

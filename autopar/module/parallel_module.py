@@ -25,13 +25,11 @@ from autopar.errors import (
 )
 from autopar.mesh import Mesh
 from autopar.module.agreement import (
-    N_FIRST,
     Agreement,
-    Due,
     Given,
+    Hyperparameters,
     agreed_program,
     agreed_values,
-    compare_hyperparameters,
     compare_settings,
     fingerprints,
 )
@@ -71,7 +69,6 @@ from autopar.passes.pipeline import PASSES
 from autopar.planning import Bound, Plan, settled_heap
 from autopar.plans import PlanData
 from autopar.program import Audit, Pipeline, Program, flatten_inputs
-from autopar.runtime.groups import DistGroup
 from autopar.runtime.state import (
     LossScale,
     LossScaler,
@@ -101,7 +98,6 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         self._device = join_process_group(mesh)
         compare_settings(mesh, options, weights, brings, self._device)
         self._agreement = Agreement(self._device, options.check_every)
-        self._is_due = Due(options.check_every)
         self._plan: Plan | None = None
         self._dtensor_mesh: DeviceMesh | None = None
         self._live_buffers: frozenset[str] = frozenset()
@@ -208,14 +204,14 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         self._show_layers()
 
     def _watch_optimizers(self) -> None:
+        every = self._options.check_every
+        self._hyperparameters = Hyperparameters(stage_group(self._place), self._device, every)
         self._finite = FiniteCheck(everyone(self._place), self._device)
         call_before_steps(self._stored.values(), self._before_optimizer)
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of these parameters steps: what all ranks must agree on before it does."""
-        stage = stage_group(self._place)
-        if isinstance(stage, DistGroup) and self._is_due("optimizer", N_FIRST):
-            compare_hyperparameters(optimizer, stage, self._device)
+        self._hyperparameters.check(optimizer)
         if self._scaler is not None:
             self._scaler.decide()
         else:

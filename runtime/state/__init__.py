@@ -3,7 +3,8 @@
 Read `names.py` (names, errors on all ranks), `stage_state.py` (one rank's part), `opening.py` (a
 checkpoint, opened by all ranks), `weights.py` and `initialise.py` (initial values), `access.py`
 (state dicts, the norm), `export.py` (files for others), `dcp.py` and `dtensors.py` (what PyTorch's
-tools see), then `loss_scale.py` (float16). What a training run saves is decided in `checkpoints`.
+tools see), then `aside.py` and `loss_scale.py` (gradients of earlier steps, float16). What a
+training run saves is decided in `checkpoints`.
 
 Hands on `StageState` and `initial_shards`.
 """
@@ -16,6 +17,7 @@ from autopar.runtime.state.access import (
     load_state_dict,
     stage_group,
 )
+from autopar.runtime.state.aside import Aside
 from autopar.runtime.state.dtensors import stage_device_mesh, state_dict
 from autopar.runtime.state.export import export_weights
 from autopar.runtime.state.loss_scale import LossScale, LossScaler
@@ -41,6 +43,7 @@ from autopar.runtime.state.weights import changed_buffers, initial_buffers, init
 __all__ = [
     "OPTIMIZER_PREFIX",
     "OWN_PREFIX",
+    "Aside",
     "LossScale",
     "LossScaler",
     "StageState",

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from autopar.runtime.groups import Group, phase
+from autopar.runtime.state.aside import Aside
 
 FIRST, GROWTH, BACKOFF, INTERVAL = 2.0**16, 2.0, 0.5, 2000
 
@@ -45,13 +46,11 @@ class LossScaler:
     drop: Callable[[], None]
     scale: LossScale = field(default_factory=LossScale)
     _found: Tensor | None = field(default=None, init=False)
-    _earlier: dict[str, Tensor] = field(default_factory=dict, init=False)
+    _aside: Aside = field(default_factory=Aside, init=False)
 
     def before(self, leaves: Mapping[str, Tensor]) -> float:
         """Put gradients of earlier steps aside: those of this one will be scaled. The scale."""
-        self._earlier = {n: leaf.grad for n, leaf in leaves.items() if leaf.grad is not None}
-        for leaf in leaves.values():
-            leaf.grad = None
+        self._aside.put(leaves)
         return self.scale.value
 
     @torch.no_grad()
@@ -63,10 +62,7 @@ class LossScaler:
         if gradients:
             inverse = torch.full((), 1.0 / self.scale.value, device=self.device)
             torch._amp_foreach_non_finite_check_and_unscale_(gradients, self._found, inverse)
-        for name, earlier in self._earlier.items():
-            leaf = leaves[name]
-            leaf.grad = earlier if leaf.grad is None else earlier.add_(leaf.grad)
-        self._earlier = {}
+        self._aside.give_back(leaves)
 
     def overflow(self) -> Tensor | None:
         """inf, 0-d, if a gradient of this rank was not finite, else 0; None before a step."""

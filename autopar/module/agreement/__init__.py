@@ -9,20 +9,17 @@ It may import what lies below `module`.
 from autopar.module.agreement.batches import Agreement, Given, Rows
 from autopar.module.agreement.constants import agreed_program, agreed_values
 from autopar.module.agreement.hashes import Fingerprint, fingerprints
-from autopar.module.agreement.hyperparameters import N_FIRST, compare_hyperparameters
-from autopar.module.agreement.meeting import Due
+from autopar.module.agreement.hyperparameters import Hyperparameters
 from autopar.module.agreement.settings import compare_settings
 
 __all__ = [
-    "N_FIRST",
     "Agreement",
-    "Due",
     "Fingerprint",
     "Given",
+    "Hyperparameters",
     "Rows",
     "agreed_program",
     "agreed_values",
-    "compare_hyperparameters",
     "compare_settings",
     "fingerprints",
 ]

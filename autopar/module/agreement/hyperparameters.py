@@ -12,36 +12,46 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from autopar.errors import DivergenceError
-from autopar.module.agreement.meeting import compared
+from autopar.module.agreement.meeting import Due, compared
 from autopar.module.agreement.settings import different
-from autopar.runtime.groups import DistGroup
+from autopar.runtime.groups import DistGroup, Group
 
 N_FIRST = 3  # optimizer steps that are compared before every n-th is
 _MOST_ELEMENTS = 16  # of a tensor that is compared; a learning rate has one
 
 
-def compare_hyperparameters(optimizer: Optimizer, stage: DistGroup, device: torch.device) -> None:
-    """Raise `DivergenceError` on every rank of a stage if one of them has other settings.
+class Hyperparameters:
+    """What this rank compares of the optimizers of one module.
 
-    A stage has parameters of its own: scripts may group them as they like, and make an optimizer
-    for some stages only.
+    stage   the ranks that are compared; None: this rank is alone in its stage. A stage has
+            parameters of its own: scripts may group them as they like, and make an optimizer for
+            some stages only
+    every   compare again each so many steps; None: only the first ones
     """
-    mine = {"optimizer": type(optimizer).__qualname__}
-    for k, group in enumerate(optimizer.param_groups):
-        mine |= {
-            f"{name} of group {k}": _text(value)
-            for name, value in group.items()
-            if name != "params"
-        }
-    every = compared("optimizer", mine, device, stage)
-    if every is None:
-        return
-    raise DivergenceError(
-        f"{type(optimizer).__name__}.step() with other settings on other ranks:\n  "
-        + "\n  ".join(different(every)),
-        hint="give every rank the same schedule; one that counts the batches of a rank's own "
-        "loader differs by rank",
-    )
+
+    def __init__(self, stage: Group | None, device: torch.device, every: int | None) -> None:
+        self._stage, self._device, self._is_due = stage, device, Due(every)
+
+    def check(self, optimizer: Optimizer) -> None:
+        """Raise `DivergenceError` on every rank of the stage if one has other settings."""
+        stage = self._stage
+        if not isinstance(stage, DistGroup) or not self._is_due("optimizer", N_FIRST):
+            return
+        mine = {"optimizer": type(optimizer).__qualname__}
+        for k, group in enumerate(optimizer.param_groups):
+            mine |= {
+                f"{name} of group {k}": _text(value)
+                for name, value in group.items()
+                if name != "params"
+            }
+        every = compared("optimizer", mine, self._device, stage)
+        if every is not None:
+            raise DivergenceError(
+                f"{type(optimizer).__name__}.step() with other settings on other ranks:\n  "
+                + "\n  ".join(different(every)),
+                hint="give every rank the same schedule; one that counts the batches of a rank's "
+                "own loader differs by rank",
+            )
 
 
 def _text(value: Any) -> str:

@@ -8,9 +8,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Mapping
-from dataclasses import fields
 from importlib import metadata
-from typing import Any
 
 import torch
 
@@ -41,8 +39,7 @@ def compare_settings(
         "weights": weights if weights in ("rank0", "init") else "a path",
         "called with": brings,
     }
-    values = {f.name: getattr(options, f.name) for f in fields(Options) if f.name not in _OWN}
-    mine |= {name: _text(value) for name, value in values.items()}
+    mine |= {name: text for name, text in options.texts().items() if name not in _OWN}
     every = compared("settings", mine, device)
     if every is not None:
         raise DivergenceError(
@@ -77,15 +74,3 @@ def _installed() -> str:
         return metadata.version("autopar")
     except metadata.PackageNotFoundError:  # run from its sources
         return "not installed"
-
-
-def _text(value: Any) -> str:
-    """A value as text that is equal in all processes: of a function, its name."""
-    if callable(value) and not isinstance(value, type):
-        kind = getattr(value, "__qualname__", type(value).__qualname__)
-        return f"{getattr(value, '__module__', '')}.{kind}"
-    if isinstance(value, frozenset):
-        return repr(sorted(value))
-    if isinstance(value, Mapping):
-        return repr(sorted(value.items()))
-    return repr(value)
