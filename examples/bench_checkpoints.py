@@ -49,13 +49,13 @@ def make_model(width: int, n_layers: int) -> nn.Module:
     return AutoModelForCausalLM.from_config(config)
 
 
-def job(folder: str, width: int, n_layers: int, n_steps: int, n_saves: int) -> Times:
+def job(folder: str, width: int, n_layers: int, n_steps: int, n_saves: int, zero: int) -> Times:
     """`n_saves` saves beside training, one every `n_steps` steps."""
     torch.manual_seed(0)
     tokens = torch.randint(8192, (8, 128))
     batch: dict[str, Any] = {"input_ids": tokens, "labels": tokens}
     module = autopar.parallelize(
-        make_model(width, n_layers), (1, 2), batch, manual=Manual(dp=2, zero=3)
+        make_model(width, n_layers), (1, 2), batch, manual=Manual(dp=2, zero=zero)
     )
     optimizer = torch.optim.AdamW(module.parameters(), lr=1e-3)
 
@@ -100,12 +100,12 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=10, help="measured between two saves")
     parser.add_argument("--every", type=int, default=100, help="steps of the interval in print")
     parser.add_argument("--saves", type=int, default=3)
+    parser.add_argument("--zero", type=int, default=3, help="0: parameters are replicas, compared")
     given = parser.parse_args()
     folder = tempfile.mkdtemp()
     try:
-        found = autopar.launch(job, 2, folder, given.width, given.layers, given.steps, given.saves)[
-            0
-        ]
+        sizes = given.width, given.layers, given.steps, given.saves, given.zero
+        found = autopar.launch(job, 2, folder, *sizes)[0]
     finally:
         shutil.rmtree(folder)
     seconds = format_seconds

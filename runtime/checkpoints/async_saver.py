@@ -1,7 +1,8 @@
 """Saves beside training: a step waits for a copy to host memory, never for the disk.
 
-    save     the save before is waited for; ranks agree on what is saved; every piece is copied to
-             host buffers, which the next save uses again; then training goes on
+    save     the save before is waited for; ranks agree on what is saved, and that replicas are
+             equal; every piece is copied to host buffers, which the next save uses again; then
+             training goes on
     thread   each rank writes its own files; when all have, rank 0 publishes (`saving.py`), and
              removes old steps
 
@@ -29,6 +30,7 @@ from torch.optim import Optimizer
 
 from autopar.errors import OptionError
 from autopar.runtime.checkpoints.contents import ModuleState
+from autopar.runtime.checkpoints.replicas import check_replicas
 from autopar.runtime.checkpoints.saving import (
     Snapshot,
     States,
@@ -104,6 +106,7 @@ class AsyncSaver:
         held = module.checkpointed()
         with together_in("AsyncSaver.save(...)"):
             self.wait()
+            check_replicas(held)
             taken = snapshot(held, optimizer, step, extra, states)
             folder = step_folder(self._path, step)
             save_id = begin(folder)

@@ -9,7 +9,7 @@ mean is decided in `state` and `checkpoints`.
 Hands on `Checkpoint`, `write_pieces` and `put_in_place`.
 """
 
-from autopar.runtime.storage.data_files import FileEntry, bytes_of, write_pieces
+from autopar.runtime.storage.data_files import FileEntry, as_bytes, bytes_of, write_pieces
 from autopar.runtime.storage.faults import DamagedError, disk_faults
 from autopar.runtime.storage.folders import (
     beside,
@@ -34,6 +34,7 @@ __all__ = [
     "Part",
     "Piece",
     "StoredTensor",
+    "as_bytes",
     "beside",
     "bytes_of",
     "candidates",

@@ -162,8 +162,13 @@ def write_pieces(
 
 def bytes_of(value: Tensor) -> memoryview:
     """The bytes of a tensor, as they are on disk."""
-    flat = value.detach().cpu().contiguous().reshape(-1)
-    return flat.view(torch.uint8).numpy().data
+    return as_bytes(value.cpu()).numpy().data
+
+
+def as_bytes(value: Tensor) -> Tensor:
+    """The bits of a tensor in row-major order, on its device."""
+    flat = value.detach().contiguous()
+    return flat.as_strided((flat.numel(),), (1,)).view(torch.uint8)  # one element has any stride
 
 
 def read_header(folder: Path, entry: FileEntry, save_id: str) -> DataFile:

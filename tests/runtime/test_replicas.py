@@ -14,6 +14,7 @@ from torch import nn
 import autopar
 from autopar import Manual
 from autopar.errors import DivergenceError
+from autopar.runtime.checkpoints.replicas import fingerprint
 from autopar.runtime.launch.processes import WorkerPool
 from autopar.runtime.tensors import local_of
 from tests.helpers.jobs import MlpWithLoss, machine
@@ -43,14 +44,20 @@ def said(do: Any) -> str:
     return ""
 
 
-def compared(manual: Manual, name: str | None, folder: str) -> tuple[str, str, bool]:
-    """What check_replicas and save say after rank 1 changed one bit of `name`; is it saved?"""
+def compared(manual: Manual, name: str | None, folder: str) -> tuple[set[str], bool]:
+    """What check and saves say after rank 1 changed one bit of `name`; is anything saved?"""
     pm = trained(manual)
     if name is not None and os.environ["RANK"] == "1":
         with torch.no_grad():
             local_of(dict(pm.named_parameters())[name]).view(torch.int32)[..., :1] ^= 1
-    found = said(pm.check_replicas), said(lambda: autopar.save(pm, None, folder, step=1))
-    return *found, Path(folder).exists()
+    beside = autopar.AsyncSaver(f"{folder}/beside")
+    found = {
+        said(pm.check_replicas),
+        said(lambda: autopar.save(pm, None, f"{folder}/alone", step=1)),
+        said(lambda: beside.save(pm, None, step=1)),
+    }
+    beside.wait()
+    return found, any(Path(folder).iterdir())
 
 
 def buffers_apart() -> str:
@@ -62,22 +69,42 @@ def buffers_apart() -> str:
 
 @pytest.mark.parametrize("manual", [Manual(dp=2), Manual(dp=2, zero=3), Manual(tp=2), Manual(pp=2)])
 def test_parity_equal_replicas_pass(manual: Manual, tmp_path: Path, workers: Workers) -> None:
-    for check, save, is_saved in workers(2).run(compared, manual, None, str(tmp_path / "c")):
-        assert check == save == "" and is_saved
+    for said_by_each, is_saved in workers(2).run(compared, manual, None, str(tmp_path)):
+        assert said_by_each == {""} and is_saved
 
 
 def test_parity_one_bit_of_one_rank_is_noticed(tmp_path: Path, workers: Workers) -> None:
-    for found in workers(2).run(compared, Manual(dp=2), "net.2.weight", str(tmp_path / "c")):
-        check, save, is_saved = found
-        assert "`net.2.weight`: rank 0 has" in check and ", rank 1 has" in check
-        assert "net.0" not in check and save == check and not is_saved
+    job = compared, Manual(dp=2), "net.2.weight", str(tmp_path)
+    for (said_by_each,), is_saved in workers(2).run(*job):
+        assert "`net.2.weight`: rank 0 has" in said_by_each and ", rank 1 has" in said_by_each
+        assert "net.0" not in said_by_each and not is_saved
 
 
 def test_parity_shards_that_one_rank_has_alone(tmp_path: Path, workers: Workers) -> None:
-    job = compared, Manual(dp=2, zero=3), "net.2.weight", str(tmp_path / "c")
-    assert [check for check, _, _ in workers(2).run(*job)] == ["", ""]
+    job = compared, Manual(dp=2, zero=3), "net.2.weight", str(tmp_path)
+    assert [said_by_each for said_by_each, _ in workers(2).run(*job)] == [{""}, {""}]
 
 
 def test_parity_buffers_that_steps_change(workers: Workers) -> None:
     for check in workers(2).run(buffers_apart):
         assert "`net.1.running_mean`: rank 0 has" in check
+
+
+@pytest.mark.parametrize("n", [1, 3, 8191, 8192, 100_001])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32, torch.float64])
+def test_a_hash_sees_each_bit_and_place(n: int, dtype: torch.dtype) -> None:
+    value = torch.randn(n, generator=torch.Generator().manual_seed(n)).to(dtype)
+    found = fingerprint(value)
+    assert found == fingerprint(value.clone())
+    assert found == fingerprint(torch.cat([value[:1], value])[1:])  # at another alignment
+    assert found == fingerprint(torch.stack([value, value], dim=1)[:, 0])  # strided
+    width = 8 * value.itemsize
+    for at in {0, n // 2, n - 1}:
+        for bit in (0, width // 2, width - 1):
+            changed = bytearray(value.clone().view(torch.uint8).numpy().tobytes())
+            changed[at * value.itemsize + bit // 8] ^= 1 << bit % 8
+            assert fingerprint(torch.frombuffer(changed, dtype=dtype)) != found
+        other = (at + 1) % n
+        swapped = value.clone()
+        swapped[at], swapped[other] = value[other], value[at]
+        assert (fingerprint(swapped) == found) == (n == 1)
