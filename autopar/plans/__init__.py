@@ -21,7 +21,7 @@ from autopar.plans.data import (
     recomputed_text,
     storage_text,
 )
-from autopar.plans.decisions import Choice, Decision, Option, RestOfStage
+from autopar.plans.decisions import Choice, Decision, Option, RestOfStage, RunnerUp
 from autopar.plans.json_values import Json, read_json
 from autopar.plans.predicted import Predicted
 from autopar.plans.reading import load_plan, parse_plan
@@ -37,6 +37,7 @@ __all__ = [
     "PlanData",
     "Predicted",
     "RestOfStage",
+    "RunnerUp",
     "StageRecord",
     "load_plan",
     "operator_text",

@@ -67,3 +67,12 @@ class Decision:
     read_by: tuple[str, ...]
     choice: Choice | None
     recipe: str = ""
+
+
+@dataclass(frozen=True)
+class RunnerUp:
+    """An option that the plan did not take, and the seconds a step that it costs more than the
+    fastest one; 0 means as fast."""
+
+    decided: Storage | OperatorStrategy
+    extra_s: float

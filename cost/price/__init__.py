@@ -2,24 +2,35 @@
 
 Read `overlap.py` (which collectives run beside compute), `stage_times.py` (seconds of each part of
 a step on one stage), `prediction.py` (the schedule simulated with those times, and the peak memory
-of every stage), then `hidden.py` (how much of each kind of communication is hidden).
+of every stage), then what reports show of it: `hidden.py` (how much of each kind of communication
+is hidden), `shares.py` (what a step is made of), `layers.py` (where a microbatch spends its time).
 
 The room may import `laws`, `memory`, `simulate` and `hardware`, and what lies below `cost`; not
 `transformer`, its neighbour. It hands on `predict` and `timeline_of`.
 """
 
 from autopar.cost.price.hidden import HiddenKind, hidden_of
+from autopar.cost.price.layers import LayerWork, layer_works
 from autopar.cost.price.overlap import HiddenShares, hidden_shares, slowdown_of
 from autopar.cost.price.prediction import collectives_of, link_between, predict, timeline_of
+from autopar.cost.price.shares import Share, StepShares, step_shares
+from autopar.cost.price.stage_times import backward_lines, forward_lines
 
 __all__ = [
     "HiddenKind",
     "HiddenShares",
+    "LayerWork",
+    "Share",
+    "StepShares",
+    "backward_lines",
     "collectives_of",
+    "forward_lines",
     "hidden_of",
     "hidden_shares",
+    "layer_works",
     "link_between",
     "predict",
     "slowdown_of",
+    "step_shares",
     "timeline_of",
 ]

@@ -16,6 +16,8 @@ collectives inside a lowered operator are priced with all others, from `step_cal
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable, Iterator
+from typing import NamedTuple
 
 import torch
 
@@ -42,12 +44,12 @@ def stage_times(program: StageProgram, cost: CostModel, optimizer: str) -> Stage
     """The times of one stage; all its ranks take the same time."""
     calls = overlap_of(program)
     converted_s, returned_s = _conversions_s(program)
-    backward_s = _backward_s(program) + returned_s["micro"]
+    backward_s = _total_s(backward_lines(program)) + returned_s["micro"]
     sync_s, last_s = calls_time_s(calls.step.overlapped, cost), calls_time_s(calls.last, cost)
     return StageTimes(
         n_ranks=cost.mesh.n_ranks,
         before=PartWork(converted_s, calls_time_s(calls.before, cost)),
-        forward=_work(_forward_s(program), calls.forward, cost),
+        forward=_work(_total_s(forward_lines(program)), calls.forward, cost),
         backward=_work(backward_s, calls.backward, cost),
         after=PartWork(returned_s["step"], calls_time_s(calls.step.waited, cost)),
         update_s=_update_s(program, cost, optimizer) if program.trains else 0.0,
@@ -62,10 +64,47 @@ def _work(compute_s: float, calls: Apart, cost: CostModel) -> PartWork:
     return PartWork(compute_s, waited_s, overlapped_s)
 
 
-def _forward_s(program: StageProgram) -> float:
-    """Compute of one microbatch's forward: operators and local parts of reshards."""
-    counted = zip(program.body, line_counts(program), strict=True)
-    return counted_sum((time_s, n) for line, n in counted for time_s in _line_s(line))
+class LineTime(NamedTuple):
+    """Seconds of compute of the line at `position`, `count` times in one microbatch."""
+
+    position: int
+    time_s: float
+    count: int
+
+
+def forward_lines(program: StageProgram) -> Iterator[LineTime]:
+    """Compute of one microbatch's forward: operators and local parts of reshards, in order."""
+    counts = line_counts(program)
+    for i, line in enumerate(program.body):
+        yield from (LineTime(i, time_s, counts[i]) for time_s in _line_s(line))
+
+
+def backward_lines(program: StageProgram) -> Iterator[LineTime]:
+    """Compute of its backward, last line first; recomputed lines and local parts of regathers come
+    before the line that needs them."""
+    anew, again, counts = regathered(program), rerun(program), line_counts(program)
+    for i in sorted(program.differentiated, reverse=True):
+        line, times = program.body[i], list[LineTime]()
+        gathers = (gather for run in anew.get(i, ()) for gather in run)
+        times += [
+            LineTime(i, _local_s(move), counts[i]) for gather in gathers for move in gather.moves
+        ]
+        times += [
+            LineTime(k, time_s, counts[i])
+            for k in again.get(i, ())
+            for time_s in _line_s(program.body[k])
+        ]
+        if isinstance(line, CallLine):
+            times.append(LineTime(i, line.backward_s, counts[i]))
+        elif isinstance(line, MoveLine):
+            times.append(LineTime(i, _local_backward_s(line), counts[i]))
+        elif isinstance(line, GatherLine):
+            times += [LineTime(i, _local_backward_s(move), counts[i]) for move in line.moves]
+        yield from times
+
+
+def _total_s(lines: Iterable[LineTime]) -> float:
+    return counted_sum((line.time_s, line.count) for line in lines)
 
 
 def _line_s(line: Line) -> list[float]:
@@ -74,25 +113,6 @@ def _line_s(line: Line) -> list[float]:
     if isinstance(line, MoveLine):
         return [_local_s(line)]
     return [_local_s(move) for move in line.moves] if isinstance(line, GatherLine) else []
-
-
-def _backward_s(program: StageProgram) -> float:
-    """Compute of its backward, with local parts of regathers and with recomputed lines."""
-    anew, again, counts = regathered(program), rerun(program), line_counts(program)
-    every: list[tuple[float, int]] = []
-    for i in program.differentiated:
-        line, times = program.body[i], list[float]()
-        if isinstance(line, CallLine):
-            times.append(line.backward_s)
-        elif isinstance(line, MoveLine):
-            times.append(_local_backward_s(line))
-        elif isinstance(line, GatherLine):
-            times += [_local_backward_s(move) for move in line.moves]
-        gathers = (gather for run in anew.get(i, ()) for gather in run)
-        times += [_local_s(move) for gather in gathers for move in gather.moves]
-        times += [time_s for k in again.get(i, ()) for time_s in _line_s(program.body[k])]
-        every += [(time_s, counts[i]) for time_s in times]
-    return counted_sum(every)
 
 
 def _local_s(line: MoveLine) -> float:

@@ -117,8 +117,8 @@ def _choice(
         else stage.strategy.operators[target.node]
     )
     for analysis, node, blocks in _programs(stage.analysis, target.node):
-        problem = _problem(analysis, stage.cost, data).under(None, depth)
-        of = _of_parameter if target.is_parameter else _of_operator
+        problem = stage_problem(analysis, stage.cost, data).under(None, depth)
+        of = of_parameter if target.is_parameter else of_operator
         options = of(problem, node)
         try:
             weighed = _Marginals.of(problem, options, _all(problem.numbers), limits)
@@ -129,7 +129,7 @@ def _choice(
     return _Marginals.of(problem, options, kept, TableLimits()).choice(own, "kept", blocks, n_shown)
 
 
-def _problem(analysis: Analysis, cost: CostModel, data: PlanData) -> IntraOpProblem:
+def stage_problem(analysis: Analysis, cost: CostModel, data: PlanData) -> IntraOpProblem:
     limits = Constraints(frozenset(data.forbid))
     return intra_op_problem(analysis, cost, data.microbatches, limits, data.optimizer)
 
@@ -143,7 +143,7 @@ def _programs(
     the decision's node there; `blocks` is (blocks kept, all blocks), None for the whole.
     """
     folded = fold(analysis, find_runs(analysis))
-    like = _stand_in(folded, node)
+    like = stand_in(folded, node)
     if like is None or len(analysis.operators) <= WHOLE_OPERATORS:
         yield analysis, node, None
     if like is not None:
@@ -151,7 +151,7 @@ def _programs(
         yield folded.analysis, like, (KEPT * len(runs), sum(run.count for run in runs))
 
 
-def _stand_in(folded: Folded, node: str) -> str | None:
+def stand_in(folded: Folded, node: str) -> str | None:
     """The folded node that stands for an operator or parameter of the whole.
 
     None if no block was left out, or if many blocks read the parameter or the operator's outputs: a
@@ -180,7 +180,7 @@ def _stand_in(folded: Folded, node: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class _Options:
+class Options:
     """The options of a decision: what each decides, and which choices of `variable` decide so."""
 
     variable: int
@@ -189,13 +189,13 @@ class _Options:
     parameter: str = ""
 
 
-def _of_parameter(problem: IntraOpProblem, name: str) -> _Options:
+def of_parameter(problem: IntraOpProblem, name: str) -> Options:
     storages = problem.storages[name]
     choices = tuple(np.array([i]) for i in range(len(storages)))
-    return _Options(problem.parameter_variables[name], storages, choices, name)
+    return Options(problem.parameter_variables[name], storages, choices, name)
 
 
-def _of_operator(problem: IntraOpProblem, name: str) -> _Options:
+def of_operator(problem: IntraOpProblem, name: str) -> Options:
     """The options of an operator; choices of its group that place its tensors alike are one."""
     v = next(
         v
@@ -210,7 +210,7 @@ def _of_operator(problem: IntraOpProblem, name: str) -> _Options:
         alike.setdefault(key, []).append(choice)
     choices = tuple(np.array(of) for of in alike.values())
     decided = tuple(candidates.strategies(int(of[0]))[name] for of in choices)
-    return _Options(v, decided, choices)
+    return Options(v, decided, choices)
 
 
 def _all(numbers: ChoiceProblem) -> list[NDArray[np.bool_]]:
@@ -245,7 +245,7 @@ class _Marginals:
     """The least cost of every option; `kept` maps choices of `numbers` to those of `problem`."""
 
     problem: IntraOpProblem
-    options: _Options
+    options: Options
     numbers: ChoiceProblem
     kept: tuple[Indices, ...]
     plan: EliminationPlan
@@ -255,7 +255,7 @@ class _Marginals:
     @staticmethod
     def of(
         problem: IntraOpProblem,
-        options: _Options,
+        options: Options,
         keep: Sequence[NDArray[np.bool_]],
         limits: TableLimits,
     ) -> _Marginals:

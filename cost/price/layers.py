@@ -1,0 +1,85 @@
+"""Where in a microbatch a stage spends its time: seconds by layer, forward and backward.
+
+A layer is a numbered module (`model.layers.3`); what is outside of those goes by its own module.
+Layers come in the order in which they run. Their compute adds up to that of the part, without what
+communication slows it by, and so do their collectives (`cost/price/stage_times.py`).
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+from autopar.cost.laws import CostModel
+from autopar.cost.price.overlap import Apart, calls_time_s, overlap_of
+from autopar.cost.price.stage_times import LineTime, backward_lines, forward_lines
+from autopar.program import CallLine, RankCall, StageProgram, numbered_module
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """Seconds of a run of lines of one layer in a microbatch, and of the collectives that are its:
+    those that compute waits for, and those that run beside it."""
+
+    layer: str
+    compute_s: float = 0.0
+    waited_s: float = 0.0
+    overlapped_s: float = 0.0
+
+
+def layer_works(
+    program: StageProgram, cost: CostModel
+) -> tuple[tuple[LayerWork, ...], tuple[LayerWork, ...]]:
+    """Of one microbatch's forward, and of its backward."""
+    calls, modules = overlap_of(program), _modules(program)
+    return (
+        _works(forward_lines(program), calls.forward, modules, cost),
+        _works(backward_lines(program), calls.backward, modules, cost),
+    )
+
+
+def _works(
+    lines: Iterable[LineTime], calls: Apart, modules: list[str], cost: CostModel
+) -> tuple[LayerWork, ...]:
+    compute_s: dict[str, float] = {}
+    for line in lines:
+        layer = modules[line.position]
+        compute_s[layer] = compute_s.get(layer, 0.0) + line.count * line.time_s
+    waited_s, overlapped_s = (
+        {layer: calls_time_s(of_layer, cost) for layer, of_layer in _by_layer(of).items()}
+        for of in calls
+    )
+    # The calls of a layer without operators of its own come last.
+    return tuple(
+        LayerWork(
+            layer, compute_s.get(layer, 0.0), waited_s.get(layer, 0.0), overlapped_s.get(layer, 0.0)
+        )
+        for layer in dict.fromkeys((*compute_s, *waited_s, *overlapped_s))
+    )
+
+
+def _by_layer(calls: Iterable[RankCall]) -> dict[str, list[RankCall]]:
+    found: dict[str, list[RankCall]] = defaultdict(list)
+    for call in calls:
+        found[_layer(call.tensor.split(", ")[0])].append(call)
+    return found
+
+
+def _modules(program: StageProgram) -> list[str]:
+    """The layer of each line; lines that are no operators go with the operator before."""
+    return list(_each_layer(program))
+
+
+def _each_layer(program: StageProgram) -> Iterator[str]:
+    layer = next((_layer(x.key) for x in program.body if isinstance(x, CallLine)), "")
+    for line in program.body:
+        if isinstance(line, CallLine):
+            layer = _layer(line.key)
+        yield layer
+
+
+def _layer(name: str) -> str:
+    """The layer of an operator (`model.layers.3.mlp/mm`) or a parameter (`lm_head.weight`)."""
+    path = name.rpartition("/")[0] if "/" in name else name.rpartition(".")[0]
+    return numbered_module(path) or path or "the model"

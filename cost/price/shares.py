@@ -1,0 +1,117 @@
+"""What a step is made of, on its busiest stage: seconds by kind, which add up to the step.
+
+    matmul, attention, pointwise    kernels of the lines, forward, backward and recomputed
+    conversion                      parameters made for use, and gradients brought back, on a rank
+    slowdown                        what compute takes longer beside communication
+    collective                      exposed ones, by the axes that they go over
+    other collective                of tied gradients and of the loss
+    wait, idle, optimizer           for messages under way; the bubble; the update
+
+    step = sum of all            (the accounting of `cost/simulate/simulation.py`)
+
+Where only a part of some collectives is hidden, each of them is hidden to the same share.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.cost.laws import CostModel
+from autopar.cost.price.overlap import Calls, overlap_of
+from autopar.cost.price.stage_times import backward_lines, forward_lines
+from autopar.cost.simulate import Timeline
+from autopar.program import CallLine, Line, Pipeline
+
+_KINDS = ("matmul", "attention", "pointwise")
+
+
+@dataclass(frozen=True)
+class Share:
+    """Seconds of a step; `axes` are those of a collective, as `dp+tp`."""
+
+    kind: str
+    time_s: float
+    axes: str = ""
+
+
+@dataclass(frozen=True)
+class StepShares:
+    """The step of the busiest stage: `parts` add up to it, `hidden` runs beside them."""
+
+    stage: int
+    step_time_s: float
+    parts: tuple[Share, ...]
+    hidden: tuple[Share, ...]
+
+
+def step_shares(pipeline: Pipeline, costs: Sequence[CostModel], timeline: Timeline) -> StepShares:
+    """The shares of a step; `timeline` is that of the pipeline, one device a stage."""
+    stage = max(range(len(timeline.devices)), key=lambda k: timeline.devices[k].busy_s)
+    program, totals = pipeline.stages[stage], timeline.devices[stage]
+    times = timeline.record.stages[stage]
+    n, backward = pipeline.n_microbatches, list(backward_lines(program))
+    by_kind: dict[str, float] = defaultdict(float)
+    for line in (*forward_lines(program), *backward):
+        by_kind[_kind(program.body[line.position])] += n * line.count * line.time_s
+    returned_s = times.of("backward").compute_s - math.fsum(x.count * x.time_s for x in backward)
+    converted_s = times.before.compute_s + times.after.compute_s + n * returned_s
+    slowdown_s = totals.compute_s - math.fsum(by_kind.values()) - converted_s
+    exposed, hidden = _by_axes(pipeline, stage, costs[stage], timeline)
+    other_s = totals.collectives_s - math.fsum(exposed.values())
+    parts = [
+        *(Share(kind, by_kind[kind]) for kind in _KINDS),
+        Share("conversion", converted_s),
+        Share("slowdown", slowdown_s),
+        *(Share("collective", time_s, axes) for axes, time_s in exposed.items()),
+        Share("other collective", other_s),
+        Share("wait", totals.waited_s),
+        Share("idle", timeline.idle_s(stage)),
+        Share("optimizer", totals.update_s),
+    ]
+    least_s = 1e-9 * timeline.step_time_s  # what is left of rounding
+    return StepShares(
+        stage,
+        timeline.step_time_s,
+        tuple(part for part in parts if part.time_s > least_s),
+        tuple(Share("collective", s, axes) for axes, s in hidden.items() if s > least_s),
+    )
+
+
+def _kind(line: Line) -> str:
+    if not isinstance(line, CallLine) or not line.flops:
+        return "pointwise"
+    return "attention" if line.is_attention else "matmul"
+
+
+def _by_axes(
+    pipeline: Pipeline, stage: int, cost: CostModel, timeline: Timeline
+) -> tuple[dict[str, float], dict[str, float]]:
+    """Axes -> seconds of a step of their collectives, exposed and hidden."""
+    program, n = pipeline.stages[stage], pipeline.n_microbatches
+    times, calls = timeline.record.stages[stage], overlap_of(program)
+    exposed: dict[str, float] = defaultdict(float)
+    hidden: dict[str, float] = defaultdict(float)
+
+    def add(to: dict[str, float], of: Calls, times_: float) -> None:
+        for call in of:
+            axes = "+".join(program.axis_names[axis] for axis in call.axes)
+            to[axes] += times_ * cost.primitive_time_s(call.kind, call.size_bytes, call.axes)
+
+    inside_s = 0.0
+    for part, apart in ((times.forward, calls.forward), (times.of("backward"), calls.backward)):
+        hidden_s = part.duration(times.overlap_slowdown_fraction).hidden_s
+        share = hidden_s / part.overlapped_s if part.overlapped_s else 0.0
+        add(exposed, apart.waited, n)
+        add(exposed, apart.overlapped, n * (1 - share))
+        add(hidden, apart.overlapped, n * share)
+        inside_s += n * hidden_s
+    sync_hidden_s = max(timeline.devices[stage].hidden_s - inside_s, 0.0)
+    share = sync_hidden_s / times.sync_s if times.sync_s else 0.0
+    add(exposed, calls.step.overlapped, 1 - share)
+    add(hidden, calls.step.overlapped, share)
+    add(exposed, calls.before, 1)
+    add(exposed, calls.step.waited, 1)
+    return exposed, hidden
