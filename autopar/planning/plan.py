@@ -22,7 +22,7 @@ from autopar.cost.hardware import Hardware, changed, profile_of, resolve, resolv
 from autopar.cost.laws import CostModel
 from autopar.cost.price import collectives_of, hidden_of, link_between, timeline_of
 from autopar.cost.simulate import Timeline
-from autopar.errors import PlanError
+from autopar.errors import OptionError, PlanError
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.analysis import Analysis, compute_dtype
@@ -35,7 +35,8 @@ from autopar.passes.pipeline import PASSES
 from autopar.passes.search import PlanningResult, PlanningStats
 from autopar.plans import PlanData, Predicted, load_plan, parse_storage
 from autopar.program import Collective, Pipeline, Program
-from autopar.report import ReportFiles, assumed, dot, explain, write_report
+from autopar.planning.page import subject_of
+from autopar.report import assumed, dot, explain, facts_json, memory_bar, page_html, time_bar
 
 
 @dataclass(frozen=True)
@@ -98,6 +99,14 @@ def bind(
     compilation = Compilation(PASSES, Target(mesh, Options()), data, analysis, *placed)
     _ = compilation[Placed]
     return Bound(compilation)
+
+
+@dataclass(frozen=True)
+class ReportFiles:
+    """The files of a report: the page, and the plan's graph as DOT text."""
+
+    page: Path
+    dot: Path
 
 
 @dataclass(frozen=True)
@@ -218,12 +227,8 @@ class Plan:
         bound = self._bound("explain()")
         weighed = decisions(bound.stages, self.data, name) if name is not None else ()
         collectives = self.collectives()
-        taken = assumed(
-            bound.hardware, compute_dtype(bound.analysis), self.data, bound.pipeline,
-            bound.predicted,
-        )  # fmt: skip
         return explain(
-            self.data, bound.pipeline, bound.predicted, collectives, name, weighed, taken,
+            self.data, bound.pipeline, bound.predicted, collectives, name, weighed, self._assumed(),
             hidden_of(bound.pipeline, bound.costs, self.simulate()) if name is None else (),
         )  # fmt: skip
 
@@ -231,17 +236,49 @@ class Plan:
         """The plan as a Graphviz graph."""
         return dot(self.data.model, self._bound("to_dot()").pipeline)
 
-    def report(self, path: str | Path) -> ReportFiles:
-        """Write the plan as one HTML page, and its graph beside it as `.dot`.
+    def to_json(self, replan: bool = True) -> str:
+        """The facts that the page shows, as JSON (`autopar/report/page/facts.py` says which).
 
-        The page shows the graph if the program `dot` is installed; else it says how to install it.
-        Raises `OptionError` if `path` cannot be written.
+        replan    plan again with half and twice the memory, and on twice the nodes, for at most
+                  ten seconds each
         """
-        bound = self._bound("report(path)")
-        timeline = self.simulate()
-        return write_report(
-            path, self.data, bound.pipeline, bound.predicted, self.collectives(), timeline
-        )
+        bound = self._bound("to_json()")
+        with settled_heap():
+            return facts_json(subject_of(self, bound, self._assumed(), replan))
+
+    def report(self, path: str | Path, replan: bool = True) -> ReportFiles:
+        """Write the plan as one HTML page, which needs no network and no other program.
+
+        Its graph is also written beside it as `.dot`, for Graphviz. `replan`: see `to_json`.
+        Raises `OptionError` if a file cannot be written, or if `path` itself ends in `.dot`.
+        """
+        target = Path(path)
+        graph = target.with_suffix(".dot")
+        if graph == target:
+            raise OptionError(f"{target} is the page's own graph", hint="name the page plan.html")
+        text = page_html(f"{self.data.model}: parallel plan", self.to_json(replan))
+        try:
+            target.write_text(text, encoding="utf-8")
+            graph.write_text(self.to_dot(), encoding="utf-8")
+        except OSError as error:
+            raise OptionError(f"cannot write {error.filename}: {error.strerror}") from error
+        return ReportFiles(target, graph)
+
+    def bars(self) -> dict[str, Any]:
+        """What the step and the peak memory are made of: `time` and `memory` of `to_json`."""
+        bound = self._bound("bars()")
+        limit_bytes = self.data.limit_bytes or bound.hardware.memory_limit_bytes
+        return {
+            "time": time_bar(bound.pipeline, bound.costs, self.simulate()),
+            "memory": memory_bar(bound.pipeline, self.data.optimizer, limit_bytes),
+        }
+
+    def _assumed(self) -> str:
+        bound = self._bound("explain()")
+        return assumed(
+            bound.hardware, compute_dtype(bound.analysis), self.data, bound.pipeline,
+            bound.predicted,
+        )  # fmt: skip
 
     def simulate(
         self,

@@ -4,35 +4,38 @@ Read in this order:
     tables, stages, division, next_best, assumptions,
     explanation                                               a plan as text
     kinds, picture, folding, boxes, stage_graph, graph_text   a plan as a Graphviz graph
-    page, html                                                a plan as an HTML page
+    page                                                      a plan as an HTML page
     comparison, simulation, scaling                           plans side by side; steps; scaling
 May import `cost`, `plans`, `program` and the rooms below them, but not `passes`.
-Hands on `explain`, `dot` and `write_report`.
+Hands on `explain`, `dot` and `page_html`.
 """
 
 from autopar.report.assumptions import assumed
 from autopar.report.comparison import ComparedPlan, Comparison
 from autopar.report.explanation import explain
-from autopar.report.graph_text import INSTALL_HINT, dot
-from autopar.report.html import ReportFiles, write_report
+from autopar.report.graph_text import dot
+from autopar.report.page import Help, Subject, facts_json, memory_bar, page_html, time_bar
 from autopar.report.scaling import scaling_svg, scaling_text
 from autopar.report.simulation import simulation_dict, simulation_text, what_if_dict, what_if_text
 from autopar.report.tables import headline
 
 __all__ = [
-    "INSTALL_HINT",
     "ComparedPlan",
     "Comparison",
-    "ReportFiles",
+    "Help",
+    "Subject",
     "assumed",
     "dot",
     "explain",
+    "facts_json",
     "headline",
+    "memory_bar",
+    "page_html",
     "scaling_svg",
     "scaling_text",
     "simulation_dict",
     "simulation_text",
+    "time_bar",
     "what_if_dict",
     "what_if_text",
-    "write_report",
 ]

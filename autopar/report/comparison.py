@@ -24,8 +24,7 @@ from autopar.errors import PlanError
 from autopar.placement import Spec
 from autopar.plans import PlanData, Predicted, StageRecord, parse_operator, parse_storage
 from autopar.program import Collective
-from autopar.report.boxes import escaped
-from autopar.report.page import document, html_table
+from autopar.report.page import page_html
 from autopar.report.stages import axes_text
 from autopar.report.tables import traffic_rows
 from autopar.units import format_bytes, format_count, format_seconds
@@ -61,11 +60,15 @@ _DECISIONS: dict[str, Callable[[PlanData], str]] = {
 
 @dataclass(frozen=True)
 class ComparedPlan:
-    """One plan; `predicted` and `collectives` are None if it is not bound to its model."""
+    """One plan; what follows `data` is None if it is not bound to its model.
+
+    bars     what time and memory are made of (`page/bars.py`)
+    """
 
     data: PlanData
     predicted: Predicted | None = None
     collectives: tuple[Collective, ...] | None = None
+    bars: Mapping[str, Any] | None = None
 
     @cached_property
     def traffic(self) -> dict[tuple[str, str], tuple[int, int]]:
@@ -146,16 +149,17 @@ class Comparison:
         return "\n\n".join(["\n".join(self._notes()), *tables]).lstrip("\n")
 
     def html(self) -> str:
-        """A self-contained HTML page."""
-        parts = [
-            f"<h1>{escaped(' and '.join(self.names))}</h1>",
-            *(f'<p class="note">{escaped(note)}</p>' for note in self._notes()),
-        ]
-        for table in (*self._summaries(), *self._differences()):
-            parts.append(f"<h2>{escaped(table.title)}</h2>")
-            if table.rows:
-                parts.append(html_table("", table.heads, table.rows))
-        return document("parallel plans side by side", parts)
+        """A self-contained HTML page: bars of all plans on one scale, then the tables."""
+        named = zip(self.names, self.plans, strict=True)
+        facts = {
+            "format": "autopar comparison",
+            "names": self.names,
+            "notes": self._notes(),
+            "bars": [{"name": name, **(plan.bars or {})} for name, plan in named],
+            "tables": [asdict(table) for table in (*self._summaries(), *self._differences())],
+        }
+        text = json.dumps(facts, ensure_ascii=False, allow_nan=False)
+        return page_html(" and ".join(self.names), text)
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False)

@@ -38,7 +38,6 @@ from autopar.report.tables import traffic_rows
 from autopar.schedule import Action
 from autopar.units import format_bytes
 
-INSTALL_HINT = "no picture: Graphviz's `dot` is not installed (apt install graphviz)"
 _MEANINGS = {
     "data": "sharded along the batch",
     "tensor": "sharded along a parameter's factor",
@@ -77,15 +76,6 @@ def dot(model: str, pipeline: Pipeline) -> str:
     if pipeline.n_stages > 1:
         graph.node("schedule", label=_schedule(pipeline))
     return str(graph.source)
-
-
-def render_svg(source: str) -> str | None:
-    """DOT text as an `<svg>` element; None if the program `dot` is not installed."""
-    try:
-        text = str(graphviz.pipe("dot", "svg", source.encode()).decode())
-    except graphviz.ExecutableNotFound:
-        return None
-    return text[text.index("<svg") :]
 
 
 def _stage_graphs(pipeline: Pipeline) -> list[StageGraph]:

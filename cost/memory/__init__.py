@@ -8,10 +8,11 @@ The room may import `hardware` and what lies below `cost`; not `laws` or `simula
 neighbours. It hands on `peak_memory`, `kept_bytes` and `static_bytes_per_param`.
 """
 
-from autopar.cost.memory.liveness import gradients_under_way, kept_bytes, peak_memory
+from autopar.cost.memory.liveness import PeakMemory, gradients_under_way, kept_bytes, peak_memory
 from autopar.cost.memory.state import StaticBytes, optimizer_time_s, static_bytes_per_param
 
 __all__ = [
+    "PeakMemory",
     "StaticBytes",
     "gradients_under_way",
     "kept_bytes",

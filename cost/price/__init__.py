@@ -12,7 +12,7 @@ The room may import `laws`, `memory`, `simulate` and `hardware`, and what lies b
 from autopar.cost.price.hidden import HiddenKind, hidden_of
 from autopar.cost.price.layers import LayerWork, layer_works
 from autopar.cost.price.overlap import HiddenShares, hidden_shares, slowdown_of
-from autopar.cost.price.prediction import collectives_of, link_between, predict, timeline_of
+from autopar.cost.price.prediction import collectives_of, link_between, peak_memory_of, predict, timeline_of
 from autopar.cost.price.shares import Share, StepShares, step_shares
 from autopar.cost.price.stage_times import backward_lines, forward_lines
 
@@ -29,6 +29,7 @@ __all__ = [
     "hidden_shares",
     "layer_works",
     "link_between",
+    "peak_memory_of",
     "predict",
     "slowdown_of",
     "step_shares",

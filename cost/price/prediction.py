@@ -24,7 +24,7 @@ from dataclasses import replace
 
 from autopar.cost.hardware import flat_group
 from autopar.cost.laws import CostModel, collective_time_s
-from autopar.cost.memory import gradients_under_way, kept_bytes, peak_memory
+from autopar.cost.memory import PeakMemory, gradients_under_way, kept_bytes, peak_memory
 from autopar.cost.price.stage_times import stage_times
 from autopar.cost.simulate import StageTimes, TieTimes, Timeline, simulate
 from autopar.errors import NotSupportedError
@@ -124,14 +124,18 @@ def predict(
 
 def peak_of_stage(pipeline: Pipeline, stage: int, optimizer: str) -> float:
     """Peak bytes on a rank of a stage, with the microbatches that its schedule keeps in flight."""
+    return float(peak_memory_of(pipeline, stage, optimizer).peak_bytes)
+
+
+def peak_memory_of(pipeline: Pipeline, stage: int, optimizer: str) -> PeakMemory:
+    """That peak, where it is reached, and what it is made of."""
     schedule = pipeline.schedule
     n_in_flight, n_under_way = in_flight(schedule, stage), gradients_under_way(schedule, stage)
     program, key = pipeline.stages[stage], ("peak", optimizer, n_in_flight, n_under_way)
     if key not in program.price_cache:
-        found = peak_memory(program, optimizer, n_in_flight, n_under_way)
-        program.price_cache[key] = float(found.peak_bytes)
-    size_bytes: float = program.price_cache[key]
-    return size_bytes
+        program.price_cache[key] = peak_memory(program, optimizer, n_in_flight, n_under_way)
+    found: PeakMemory = program.price_cache[key]
+    return found
 
 
 def timeline_of(

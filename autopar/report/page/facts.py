@@ -1,0 +1,102 @@
+"""All that the page shows, as JSON: `plan.to_json()`. The page computes nothing but sums of it.
+
+    model, chosen, headline     what was planned, and which candidate won
+    verdict, warnings           sentences
+    setting                     mesh, inputs, precision, optimizer, microbatches, schedule, hash
+    predicted                   `Predicted`, seconds and bytes
+    optimality, assumptions     lines
+    time, memory                the two bars (`bars.py`)
+    helps                       what other machines or batches would change (`subject.py`)
+    alternatives                candidates of the search; `chosen` marks the plan's own
+    stages                      the graph of each (`graph.py`)
+    timeline                    the simulated step (`timeline.py`)
+    parameters, collectives, crossings, ties, devices     tables (`tables.py`)
+    code                        generated files
+
+Times are seconds of one step, bytes are of one rank.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import asdict
+from typing import Any
+
+from autopar.report.page.bars import memory_bar, time_bar
+from autopar.report.page.graph import graphs
+from autopar.report.page.subject import Subject
+from autopar.report.page.tables import (
+    collective_table,
+    crossing_table,
+    device_map,
+    parameter_table,
+    tie_texts,
+)
+from autopar.report.page.timeline import timeline_facts
+from autopar.report.tables import headline, idle_warnings, optimality
+from autopar.report.verdict import verdict
+
+FORMAT, VERSION = "autopar plan facts", 1
+
+
+def plan_facts(subject: Subject) -> dict[str, Any]:
+    """The facts as plain data; this file's docstring says what each is."""
+    data = subject.data
+    return {
+        "format": FORMAT,
+        "version": VERSION,
+        "model": data.model,
+        "chosen": data.chosen,
+        "headline": headline(data),
+        "verdict": verdict(
+            data, subject.pipeline, subject.predicted, subject.timeline, subject.hardware
+        ),
+        "warnings": idle_warnings(data),
+        "setting": _setting(subject),
+        "predicted": asdict(subject.predicted),
+        "optimality": optimality(data),
+        "assumptions": subject.assumed.splitlines(),
+        "time": time_bar(subject.pipeline, subject.costs, subject.timeline),
+        "memory": memory_bar(subject.pipeline, data.optimizer, subject.limit_bytes),
+        "helps": [asdict(row) for row in subject.helps],
+        "alternatives": [
+            asdict(row) | {"chosen": row.name == data.chosen} for row in data.alternatives
+        ],
+        "stages": graphs(subject),
+        "timeline": timeline_facts(subject),
+        "parameters": parameter_table(subject),
+        "collectives": collective_table(subject),
+        "crossings": crossing_table(subject),
+        "ties": tie_texts(subject),
+        "devices": device_map(subject),
+        "code": dict(subject.sources),
+    }
+
+
+def facts_json(subject: Subject) -> str:
+    """The facts as JSON; a number that is not finite is null."""
+    return json.dumps(_finite(plan_facts(subject)), ensure_ascii=False, allow_nan=False)
+
+
+def _finite(value: Any) -> Any:
+    if isinstance(value, float):
+        return value if math.isfinite(value) else None
+    if isinstance(value, dict):
+        return {str(key): _finite(item) for key, item in value.items()}
+    return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _setting(subject: Subject) -> dict[str, Any]:
+    data = subject.data
+    return {
+        "mesh": list(data.mesh.shape),
+        "n_ranks": subject.pipeline.n_ranks,
+        "hardware": data.mesh.hardware,
+        "inputs": [f"{i.path} {i.dtype}{list(i.shape)}" for i in data.inputs],
+        "precision": data.precision,
+        "optimizer": data.optimizer,
+        "microbatches": data.microbatches,
+        "schedule": data.schedule,
+        "graph_hash": data.graph_hash,
+    }

@@ -1,0 +1,98 @@
+"""The tables of the page as rows of values: parameters, collectives, what crosses, devices."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import asdict
+from typing import Any
+
+from autopar.placement import COLLECTIVES
+from autopar.program import Collective, StageProgram, StoredParameter
+from autopar.report.page.subject import Subject
+from autopar.report.stages import crossing_rows, tie_text
+
+_NUMBER = re.compile(r"(?<=[.])\d+(?=[./]|$)|^\d+(?=[./])")
+
+
+def starred(name: str) -> str:
+    """`h.3.mlp.weight` -> `h.*.mlp.weight`."""
+    return _NUMBER.sub("*", name)
+
+
+def parameter_table(subject: Subject) -> list[dict[str, Any]]:
+    """Parameters that are stored and used alike, by pattern; bytes are of one rank, all together."""
+    groups: dict[tuple[Any, ...], list[StoredParameter]] = {}
+    for k, program in enumerate(subject.pipeline.stages):
+        for p in program.parameters:
+            uses = ", ".join(dict.fromkeys(str(u.local.spec) for u in p.uses)) or "gathered at use"
+            key = k, starred(p.name), tuple(p.shape), str(p.stored.spec), uses, p.period
+            groups.setdefault(key, []).append(p)
+    return [
+        {
+            "stage": stage, "parameter": pattern, "count": len(members), "shape": list(shape),
+            "stored": stored, "used": uses, "period": period,
+            "axes": " ".join(subject.pipeline.stages[stage].axis_names),
+            "stored_bytes": sum(p.stored.size_bytes for p in members),
+            "dtype": str(members[0].stored.dtype).removeprefix("torch."),
+        }
+        for (stage, pattern, shape, stored, uses, period), members in groups.items()
+    ]  # fmt: skip
+
+
+def collective_table(subject: Subject) -> list[dict[str, Any]]:
+    """Collectives of a step on one rank, of equal tensors together, dearest first.
+
+    `time_s` is alone, hidden or not; None of messages, which the timeline has.
+    """
+    groups: dict[tuple[Any, ...], list[Collective]] = {}
+    for c in subject.collectives:
+        first, *others = c.tensor.split(", ")
+        what = starred(first) + (f" and {len(others)} more" if others else "")
+        axis = c.axis if isinstance(c.axis, str) else "+".join(c.axis)
+        groups.setdefault((c.stage, c.phase, c.kind, axis, what), []).append(c)
+    rows = []
+    for (stage, phase, kind, axis, what), members in groups.items():
+        times_s = [_time_s(subject, c) for c in members]
+        rows.append(
+            {
+                "stage": stage, "phase": phase, "collective": kind, "axis": axis, "tensor": what,
+                "calls": sum(c.count for c in members),
+                "size_bytes": sum(c.count * c.size_bytes for c in members),
+                "time_s": None if None in times_s else sum(t for t in times_s if t is not None),
+            }
+        )  # fmt: skip
+    return sorted(rows, key=lambda row: -(row["time_s"] or 0.0))
+
+
+def _time_s(subject: Subject, c: Collective) -> float | None:
+    if c.kind not in COLLECTIVES or c.axis in ("pp", "world"):
+        return None
+    names = subject.pipeline.stages[c.stage].axis_names
+    axes = tuple(names.index(a) for a in ([c.axis] if isinstance(c.axis, str) else c.axis))
+    return c.count * subject.costs[c.stage].primitive_time_s(c.kind, c.size_bytes, axes)  # type: ignore[arg-type]
+
+
+def crossing_table(subject: Subject) -> list[dict[str, Any]]:
+    return [asdict(row) for row in crossing_rows(subject.pipeline)]
+
+
+def tie_texts(subject: Subject) -> list[str]:
+    return [tie_text(tie) for tie in subject.pipeline.ties]
+
+
+def device_map(subject: Subject) -> list[dict[str, Any]]:
+    """Every rank: its node, its stage, and its place on the axes of that."""
+    return list(_devices(subject))
+
+
+def _devices(subject: Subject) -> Iterator[dict[str, Any]]:
+    n_local = subject.data.mesh.shape[-1]
+    for stage, mesh in enumerate(subject.pipeline.meshes):
+        program: StageProgram = subject.pipeline.stages[stage]
+        for rank in mesh.ranks:
+            at = zip(program.axis_names, mesh.coordinate(rank), strict=True)
+            yield {
+                "rank": rank, "node": rank // n_local, "stage": stage,
+                "at": {name: place for name, place in at},
+            }  # fmt: skip

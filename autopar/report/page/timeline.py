@@ -1,0 +1,61 @@
+"""The simulated step as data: what each device does when, by layer, and the bytes it holds.
+
+    actions    names of actions, which events give by number
+    events     [device, lane, action, start_s, end_s]; lanes: 0 compute, 1 collectives, 2 messages
+    layers     names; of each stage, `forward` and `backward` of one microbatch as
+               [layer, compute_s, waited_s, overlapped_s] in the order in which they run
+    memory     of each device, [time_s, size_bytes] at every change
+
+An action `2F0` is stage 2's forward of microbatch 0. The page cuts it into its layers: each waits
+for its collectives, then computes. What compute is slowed by is spread evenly.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from autopar.cost.price import layer_works
+from autopar.report.page.subject import Subject
+
+_LANES = {"compute": 0, "collectives": 1, "p2p": 2}
+
+
+def timeline_facts(subject: Subject) -> dict[str, Any]:
+    timeline = subject.timeline
+    actions: dict[str, int] = {}
+    layers: dict[str, int] = {}
+
+    def number(of: dict[str, int], name: str) -> int:
+        return of.setdefault(name, len(of))
+
+    events = [
+        [
+            event.device, _LANES[event.lane], number(actions, event.action),
+            rounded(event.start_s), rounded(event.end_s),
+        ]
+        for event in timeline.events
+    ]  # fmt: skip
+    stages = []
+    for program, cost in zip(subject.pipeline.stages, subject.costs, strict=True):
+        forward, backward = (
+            [
+                [number(layers, w.layer), w.compute_s, w.waited_s, w.overlapped_s]
+                for w in works
+            ]
+            for works in layer_works(program, cost)
+        )
+        stages.append({"forward": forward, "backward": backward})
+    return {
+        "step_time_s": timeline.step_time_s,
+        "devices": timeline.names(),
+        "actions": list(actions),
+        "events": events,
+        "layers": list(layers),
+        "stages": stages,
+        "memory": [[list(point) for point in timeline.memory(k)] for k in range(len(timeline.devices))],
+    }
+
+
+def rounded(time_s: float) -> float:
+    """Nine digits: what two events differ by stays, and the page stays small."""
+    return float(f"{time_s:.9g}")
