@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar import report as reports  # its `verdict` is a file too, and files are no doors
 from autopar.cost.hardware import Hardware, changed, profile_of, resolve, resolve_on
 from autopar.cost.laws import CostModel
 from autopar.cost.price import collectives_of, hidden_of, link_between, timeline_of
@@ -35,7 +36,14 @@ from autopar.passes.pipeline import PASSES
 from autopar.passes.search import PlanningResult, PlanningStats
 from autopar.plans import PlanData, Predicted, load_plan, parse_storage
 from autopar.program import Collective, Pipeline, Program
-from autopar.report import ReportFiles, assumed, dot, explain, write_report
+from autopar.report import (
+    ReportFiles,
+    assumed,
+    dot,
+    explain,
+    explain_name,
+    write_report,
+)
 
 
 @dataclass(frozen=True)
@@ -210,21 +218,25 @@ class Plan:
         """File name -> generated source."""
         return dict(self._bound("code()").sources)
 
-    def explain(self, name: str | None = None) -> str:
-        """The plan in words; with a parameter or operator name, that decision and its alternatives.
+    def verdict(self) -> list[str]:
+        """The plan in two or three sentences: what it does, what it costs, what else would cost."""
+        bound, step = self._bound("verdict()"), self.simulate()
+        return reports.verdict(self.data, bound.pipeline, bound.predicted, step, bound.hardware)
 
-        The alternatives are listed with what they would cost.
+    def explain(self, name: str | None = None) -> str:
+        """The plan in words, its verdict first; with a name, what it is of and its alternatives.
+
+        `name` is a parameter, an operator or a module. The alternatives are listed with what they
+        would cost.
         """
         bound = self._bound("explain()")
-        weighed = decisions(bound.stages, self.data, name) if name is not None else ()
-        collectives = self.collectives()
-        taken = assumed(
-            bound.hardware, compute_dtype(bound.analysis), self.data, bound.pipeline,
-            bound.predicted,
-        )  # fmt: skip
+        on = self.data, bound.pipeline, bound.predicted
+        if name is not None:
+            return explain_name(*on, name, decisions(bound.stages, self.data, name))
+        step, dtype = self.simulate(), compute_dtype(bound.analysis)
         return explain(
-            self.data, bound.pipeline, bound.predicted, collectives, name, weighed, taken,
-            hidden_of(bound.pipeline, bound.costs, self.simulate()) if name is None else (),
+            *on, self.collectives(), reports.verdict(*on, step, bound.hardware),
+            assumed(bound.hardware, dtype, *on), hidden_of(bound.pipeline, bound.costs, step),
         )  # fmt: skip
 
     def to_dot(self) -> str:

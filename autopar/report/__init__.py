@@ -1,13 +1,13 @@
 """Reports: a plan as text, as a graph and as an HTML page; comparisons, simulations, scaling.
 
 Read in this order:
-    tables, stages, division, next_best, assumptions,
-    explanation                                               a plan as text
+    tables, stages, division, next_best, assumptions, ranges,
+    parallelism, verdict, explanation, named                  a plan as text
     kinds, picture, folding, boxes, stage_graph, graph_text   a plan as a Graphviz graph
     page, html                                                a plan as an HTML page
     comparison, simulation, scaling                           plans side by side; steps; scaling
 May import `cost`, `plans`, `program` and the rooms below them, but not `passes`.
-Hands on `explain`, `dot` and `write_report`.
+Hands on `explain`, `explain_name`, `verdict`, `dot` and `write_report`.
 """
 
 from autopar.report.assumptions import assumed
@@ -15,9 +15,11 @@ from autopar.report.comparison import ComparedPlan, Comparison
 from autopar.report.explanation import explain
 from autopar.report.graph_text import INSTALL_HINT, dot
 from autopar.report.html import ReportFiles, write_report
+from autopar.report.named import explain_name
 from autopar.report.scaling import scaling_svg, scaling_text
 from autopar.report.simulation import simulation_dict, simulation_text, what_if_dict, what_if_text
 from autopar.report.tables import headline
+from autopar.report.verdict import verdict
 
 __all__ = [
     "INSTALL_HINT",
@@ -27,11 +29,13 @@ __all__ = [
     "assumed",
     "dot",
     "explain",
+    "explain_name",
     "headline",
     "scaling_svg",
     "scaling_text",
     "simulation_dict",
     "simulation_text",
+    "verdict",
     "what_if_dict",
     "what_if_text",
     "write_report",
