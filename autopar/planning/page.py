@@ -1,7 +1,7 @@
 """Everything that a plan's page shows, computed: its costs, what it was chosen over, what helps.
 
-    helps   the same plan on a machine with one part twice as fast, or with twice the microbatches,
-            simulated; with half or twice the memory, or twice the nodes, planned again
+helps   the same plan on a machine with one part twice as fast, or with twice the microbatches,
+        simulated; with half or twice the memory, or twice the nodes, planned again
 """
 
 from __future__ import annotations

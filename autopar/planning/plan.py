@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar import report as reports  # its `verdict` is a file too, and files are no doors
 from autopar.cost.hardware import Hardware, changed, profile_of, resolve, resolve_on
 from autopar.cost.laws import CostModel
 from autopar.cost.price import collectives_of, hidden_of, link_between, timeline_of
@@ -36,7 +37,16 @@ from autopar.passes.search import PlanningResult, PlanningStats
 from autopar.plans import PlanData, Predicted, load_plan, parse_storage
 from autopar.program import Collective, Pipeline, Program
 from autopar.planning.page import subject_of
-from autopar.report import assumed, dot, explain, facts_json, memory_bar, page_html, time_bar
+from autopar.report import (
+    assumed,
+    dot,
+    explain,
+    explain_name,
+    facts_json,
+    memory_bar,
+    page_html,
+    time_bar,
+)
 
 
 @dataclass(frozen=True)
@@ -219,17 +229,25 @@ class Plan:
         """File name -> generated source."""
         return dict(self._bound("code()").sources)
 
-    def explain(self, name: str | None = None) -> str:
-        """The plan in words; with a parameter or operator name, that decision and its alternatives.
+    def verdict(self) -> list[str]:
+        """The plan in two or three sentences: what it does, what it costs, what else would cost."""
+        bound, step = self._bound("verdict()"), self.simulate()
+        return reports.verdict(self.data, bound.pipeline, bound.predicted, step, bound.hardware)
 
-        The alternatives are listed with what they would cost.
+    def explain(self, name: str | None = None) -> str:
+        """The plan in words, its verdict first; with a name, what it is of and its alternatives.
+
+        `name` is a parameter, an operator or a module. The alternatives are listed with what they
+        would cost.
         """
         bound = self._bound("explain()")
-        weighed = decisions(bound.stages, self.data, name) if name is not None else ()
-        collectives = self.collectives()
+        on = self.data, bound.pipeline, bound.predicted
+        if name is not None:
+            return explain_name(*on, name, decisions(bound.stages, self.data, name))
+        step = self.simulate()
         return explain(
-            self.data, bound.pipeline, bound.predicted, collectives, name, weighed, self._assumed(),
-            hidden_of(bound.pipeline, bound.costs, self.simulate()) if name is None else (),
+            *on, self.collectives(), reports.verdict(*on, step, bound.hardware),
+            self._assumed(), hidden_of(bound.pipeline, bound.costs, step),
         )  # fmt: skip
 
     def to_dot(self) -> str:

@@ -66,11 +66,19 @@ class MeshRecord:
 
 @dataclass(frozen=True)
 class Alternative:
-    """A plan that was considered: its predicted step time, or in `note` why it has none."""
+    """A plan that was considered, and what the search found out about it.
+
+    step_time_s   predicted; None if it has no plan that fits and may be the fastest
+    note          in words, what the numbers do not say
+    recipe        "data parallel", "ZeRO-3" or "Megatron"; empty for the search
+    peak_bytes    on one rank; without `step_time_s`, what the leanest placements need
+    """
 
     name: str
     step_time_s: float | None
     note: str = ""
+    recipe: str = ""
+    peak_bytes: float | None = None
 
 
 @dataclass(frozen=True)
@@ -98,6 +106,7 @@ class PlanData:
     objective_s   seconds of a step, as the solver minimised them
     stage_gap     the worst proven gap of a stage's own problem, relative; 0 for a recipe
     bound_s       no plan takes less; None where nothing is proven of all plans
+    limit_bytes   the memory limit per device that it was planned for; None in older files
     reduce_dtype  as the option of that name
     recipe        the recipe that placed it; empty for the search
     """
@@ -126,6 +135,7 @@ class PlanData:
     accumulates: bool = False
     recipe: str = ""
     bound_s: float | None = None
+    limit_bytes: float | None = None
     reduce_dtype: str | None = None
     master_weights: bool = False
 

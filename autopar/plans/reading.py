@@ -47,7 +47,8 @@ _KEYS = frozenset(
     "positional batch_dims forbid stages objective_s stage_gap chosen alternatives".split()
 )
 _OPTIONAL = frozenset(
-    "comments padded kept_whole accumulates recipe bound_s reduce_dtype master_weights".split()
+    "comments padded kept_whole accumulates recipe bound_s limit_bytes reduce_dtype "
+    "master_weights".split()
 )
 _TABLES = ("parameters", "operators", "received", "sent")
 
@@ -110,6 +111,7 @@ def _optional(raw: Mapping[str, Json], stages: Collection[StageRecord]) -> dict[
         "accumulates": Json.flag,
         "recipe": Json.text,
         "bound_s": lambda value: None if value.is_null else value.number(0, _MOST_SECONDS),
+        "limit_bytes": lambda value: None if value.is_null else value.number(0, _MOST_RATE),
         "reduce_dtype": lambda value: None if value.is_null else value.word(REDUCE_DTYPES),
         "master_weights": Json.flag,
     }
@@ -200,12 +202,14 @@ def _batch_dims(value: Json, inputs: tuple[InputSignature, ...]) -> dict[str, in
 
 
 def _alternative(value: Json) -> Alternative:
-    raw = value.record(["name", "step_time_s"], ["note"])
-    seconds = raw["step_time_s"]
+    raw = value.record(["name", "step_time_s"], ["note", "recipe", "peak_bytes"])
+    seconds, peak = raw["step_time_s"], raw.get("peak_bytes")
     return Alternative(
         raw["name"].text(),
         None if seconds.is_null else seconds.number(0, _MOST_SECONDS),
         raw["note"].text() if "note" in raw else "",
+        raw["recipe"].text() if "recipe" in raw else "",
+        None if peak is None or peak.is_null else peak.number(0, _MOST_RATE),
     )
 
 

@@ -1,23 +1,25 @@
 """Reports: a plan as text, as a graph and as an HTML page; comparisons, simulations, scaling.
 
 Read in this order:
-    tables, stages, division, next_best, assumptions,
-    explanation                                               a plan as text
+    tables, stages, division, next_best, assumptions, ranges,
+    parallelism, verdict, explanation, named                  a plan as text
     kinds, picture, folding, boxes, stage_graph, graph_text   a plan as a Graphviz graph
     page                                                      a plan as an HTML page
     comparison, simulation, scaling                           plans side by side; steps; scaling
 May import `cost`, `plans`, `program` and the rooms below them, but not `passes`.
-Hands on `explain`, `dot` and `page_html`.
+Hands on `explain`, `explain_name`, `verdict`, `dot` and `page_html`.
 """
 
 from autopar.report.assumptions import assumed
 from autopar.report.comparison import ComparedPlan, Comparison
 from autopar.report.explanation import explain
 from autopar.report.graph_text import dot
+from autopar.report.named import explain_name
 from autopar.report.page import Help, Subject, facts_json, memory_bar, page_html, time_bar
 from autopar.report.scaling import scaling_svg, scaling_text
 from autopar.report.simulation import simulation_dict, simulation_text, what_if_dict, what_if_text
 from autopar.report.tables import headline
+from autopar.report.verdict import verdict
 
 __all__ = [
     "ComparedPlan",
@@ -27,6 +29,7 @@ __all__ = [
     "assumed",
     "dot",
     "explain",
+    "explain_name",
     "facts_json",
     "headline",
     "memory_bar",
@@ -36,6 +39,7 @@ __all__ = [
     "simulation_dict",
     "simulation_text",
     "time_bar",
+    "verdict",
     "what_if_dict",
     "what_if_text",
 ]

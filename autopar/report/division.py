@@ -39,12 +39,18 @@ class Division:
 class Product:
     """One operator with FLOPs: those of the whole operator, and those of one rank.
 
-    `weight_is_sharded` is None if no operand is a weight.
+    `weights` are its operands that are weights, as it uses them.
     """
 
+    line: CallLine
     whole_flops: float
     rank_flops: float
-    weight_is_sharded: bool | None
+    weights: tuple[Local, ...]
+
+    @property
+    def weight_is_sharded(self) -> bool | None:
+        """Is a weight used in shards? None without a weight."""
+        return any(map(is_sharded, self.weights)) if self.weights else None
 
 
 def division(pipeline: Pipeline) -> Division:
@@ -52,7 +58,7 @@ def division(pipeline: Pipeline) -> Division:
     parameters = [p for s in pipeline.stages for p in s.parameters if p.mirror_of is None]
     found = [(p, mesh.n_ranks) for s, mesh in zip(pipeline.stages, pipeline.meshes, strict=True)
              for p in products(s)]  # fmt: skip
-    weighted = [p for p, _ in found if p.weight_is_sharded is not None]
+    weighted = [p for p, _ in found if p.weights]
     return Division(
         _share(sum(_size_bytes(p) for p in parameters if is_sharded(p.stored)),
                sum(map(_size_bytes, parameters))),
@@ -76,12 +82,9 @@ def products(program: StageProgram) -> Iterator[Product]:
         of_weights = bool(operands) and weights.issuperset(operands)
         if isinstance(line, CallLine) and line.flops:
             placed = [*(known[name] for name in operands), *line.outs]
-            own = [known[name] for name in operands if name in weights]
-            yield Product(
-                line.flops * _n_parts(placed, program.axis_sizes),
-                line.flops,
-                any(map(is_sharded, own)) if own else None,
-            )
+            own = tuple(known[name] for name in operands if name in weights)
+            whole_flops = line.flops * _n_parts(placed, program.axis_sizes)
+            yield Product(line, whole_flops, line.flops, own)
         for out in line.outs:
             known[out.name] = out
             if of_weights:

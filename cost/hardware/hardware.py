@@ -53,6 +53,7 @@ class Hardware:
     profile_name: str
     peak_flops_per_s: float
     memory_margin_fraction: float
+    is_gpu: bool = False
 
     @property
     def memory_limit_bytes(self) -> float:
@@ -108,7 +109,8 @@ def on_links(profile: Profile, links: tuple[Link, ...], dtype: torch.dtype) -> H
         tf32_flops_per_s=profile.rates_flops_per_s().get("tfloat32"),
     )
     margin = profile.value("device.memory_margin_fraction")
-    return Hardware(links, device, profile.name, peak[dtype], margin)
+    is_gpu = bool(profile.cuda_names)
+    return Hardware(links, device, profile.name, peak[dtype], margin, is_gpu)
 
 
 def _sharing_cores(profile: Profile, ranks_per_node: int) -> Profile:

@@ -12,7 +12,13 @@ The room may import `laws`, `memory`, `simulate` and `hardware`, and what lies b
 from autopar.cost.price.hidden import HiddenKind, hidden_of
 from autopar.cost.price.layers import LayerWork, layer_works
 from autopar.cost.price.overlap import HiddenShares, hidden_shares, slowdown_of
-from autopar.cost.price.prediction import collectives_of, link_between, peak_memory_of, predict, timeline_of
+from autopar.cost.price.prediction import (
+    collectives_of,
+    link_between,
+    peak_memory_of,
+    predict,
+    timeline_of,
+)
 from autopar.cost.price.shares import Share, StepShares, step_shares
 from autopar.cost.price.stage_times import backward_lines, forward_lines
 

@@ -26,7 +26,8 @@ class StageLayout:
 class Candidate:
     """A pipeline whose stages end after `ends` operators (`passes/analysis/cutting.py`).
 
-    `estimate_s` is the step time that the proposer estimates; 0 if it has no estimate.
+    `estimate_s` is the step time that the proposer estimates; 0 if it has no estimate. `recipe` is
+    the plain recipe that places it: "data parallel", "ZeRO-3" or "Megatron".
     """
 
     name: str
@@ -34,6 +35,7 @@ class Candidate:
     stages: tuple[StageLayout, ...]
     n_microbatches: int
     estimate_s: float = 0.0
+    recipe: str = ""
 
     @property
     def is_recipe(self) -> bool:

@@ -270,4 +270,5 @@ class _Recipe:
             tuple(StageLayout(v, self.limits) for v in views),
             m,
             cost_s,
+            "Megatron",
         )

@@ -47,23 +47,25 @@ def fastest_of(scored: Sequence[Scored], simulated: Simulated) -> Solved:
 
 def alternatives_of(scored: Sequence[Scored], simulated: Simulated) -> Iterator[Alternative]:
     """The rows: candidates by time, then those that do not fit, then those that were pruned."""
-    known = {solved.candidate.name: solved.step_time_s for solved in simulated.found}
+    known = {solved.candidate.name: solved for solved in simulated.found}
+    recipes = {one.candidate.name: one.candidate.recipe for one in scored}
     rows = []
     for one in scored:
-        name = one.candidate.name
+        name, recipe = one.candidate.name, one.candidate.recipe
         if name in known:
-            rows.append(Alternative(name, known[name]))
+            solved = known[name]
+            rows.append(Alternative(name, solved.step_time_s, "", recipe, solved.peak_bytes))
         elif name not in simulated.failed and name not in simulated.pruned_s:
-            rows.append(Alternative(name, one.score_s, "not simulated"))
+            rows.append(Alternative(name, one.score_s, "not simulated", recipe))
     yield from sorted(rows, key=lambda row: row.step_time_s or 0.0)
     for name, error in simulated.failed.items():
-        yield infeasible_row(name, error)
+        yield infeasible_row(name, recipes[name], error)
     for name, time_s in simulated.pruned_s.items():
         yield pruned_row(name, time_s)
 
 
-def infeasible_row(name: str, error: InfeasibleError) -> Alternative:
-    return Alternative(name, None, str(error).splitlines()[0])
+def infeasible_row(name: str, recipe: str, error: InfeasibleError) -> Alternative:
+    return Alternative(name, None, str(error).splitlines()[0], recipe, error.least_bytes)
 
 
 def pruned_row(name: str, time_s: float) -> Alternative:

@@ -148,7 +148,7 @@ class Planner:
                     found.append(best)
                 elif isinstance(best, InfeasibleError):
                     errors.append((best, candidates[-1]))
-                    notes.append(infeasible_row(name, best))
+                    notes.append(infeasible_row(name, candidates[0].recipe, best))
                 else:
                     notes.append(pruned_row(name, best))
             self._close_gaps()

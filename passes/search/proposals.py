@@ -63,9 +63,10 @@ class Proposals:
             layout = self._layout(view)
             yield self._all_counts(f"search on {axes_text(view)}", layout, self._counts(layout))
         if not self.options.force:
-            for name, view, limits in self._recipes(self.views(0, n_ranks)):
+            for recipe, view, limits in self._recipes(self.views(0, n_ranks)):
                 layout = StageLayout(view, limits)
-                yield self._all_counts(name, layout, self._counts(layout))
+                name = f"{recipe} on {axes_text(view)}"
+                yield self._all_counts(name, layout, self._counts(layout), recipe)
 
     def _counts(self, layout: StageLayout) -> list[int]:
         """Numbers of microbatches of one stage; a recipe also splits each over its data axes."""
@@ -76,10 +77,12 @@ class Proposals:
         )
         return microbatch_counts(self.analysis, self.options, self.mesh.n_ranks, n_splits)
 
-    def _all_counts(self, name: str, layout: StageLayout, counts: Sequence[int]) -> Proposal:
+    def _all_counts(
+        self, name: str, layout: StageLayout, counts: Sequence[int], recipe: str = ""
+    ) -> Proposal:
         """One stage, with every number of microbatches worth trying."""
         ends = (n_operators(self.analysis.program),)
-        return name, [Candidate(name, ends, (layout,), m) for m in counts]
+        return name, [Candidate(name, ends, (layout,), m, recipe=recipe) for m in counts]
 
     def given(self, stages: Sequence[StageOption], evaluator: Evaluator) -> Iterator[Proposal]:
         """The user's stages, each on the view that is fastest for it.
@@ -131,13 +134,9 @@ class Proposals:
             data: Role = "data"
             everywhere = (data,) * view.n_axes
             if "data" not in forbid:
-                yield (
-                    f"data parallel on {axes_text(view)}",
-                    view,
-                    Constraints(forbid, everywhere, 0),
-                )
+                yield "data parallel", view, Constraints(forbid, everywhere, 0)
                 if "zero3" not in forbid:
-                    yield f"ZeRO-3 on {axes_text(view)}", view, Constraints(forbid, everywhere, 3)
+                    yield "ZeRO-3", view, Constraints(forbid, everywhere, 3)
         for view in views:
             splits_batch = view.sizes[0] > 1
             if view.n_axes != 2 or view.sizes[1] == 1 or "tensor" in forbid:
@@ -145,7 +144,7 @@ class Proposals:
             if not (splits_batch and "data" in forbid):
                 roles: tuple[Role, ...] = ("data", "tensor")
                 limits = Constraints(forbid | {"sequence"}, roles, 0)
-                yield f"Megatron on {axes_text(view)}", view, limits
+                yield "Megatron", view, limits
 
     def manual(self, manual: Manual, report: Progress) -> Iterator[Proposal]:
         """The user's recipe.
@@ -160,7 +159,7 @@ class Proposals:
             search = JointSearch.of(*on, self.budget_bytes, report=report, prices=self.prices)
             for candidate in recipe_candidates(search, manual):
                 name = f"manual recipe, m={candidate.n_microbatches}"
-                yield name, [replace(candidate, name=name)]
+                yield name, [replace(candidate, name=name, recipe="")]
             return
         counts = recipe_counts(self.analysis, self.options, manual, self.mesh.n_ranks)
         links, device = self.hardware.links, self.hardware.device

@@ -31,9 +31,7 @@ _MEMORY = {
 }
 
 
-def time_bar(
-    pipeline: Pipeline, costs: Sequence[CostModel], timeline: Timeline
-) -> dict[str, Any]:
+def time_bar(pipeline: Pipeline, costs: Sequence[CostModel], timeline: Timeline) -> dict[str, Any]:
     """Seconds of the busiest stage, by kind: `parts` add up to the step, `hidden` runs beside."""
     shares = step_shares(pipeline, costs, timeline)
     return {

@@ -98,7 +98,8 @@ class _StageGraph:
         return {
             "lines": lines,
             "communicates": is_collective(edge.moves),
-            "time_s": n * sum(m.forward_s + (m.backward_s if m.has_grad else 0.0) for m in edge.moves),
+            "time_s": n
+            * sum(m.forward_s + (m.backward_s if m.has_grad else 0.0) for m in edge.moves),
         }
 
     def _detail(self, node: Node) -> dict[str, Any]:
@@ -197,7 +198,9 @@ def _line_seconds(program: StageProgram) -> dict[str, tuple[float, float]]:
                 forward_s, backward_s = found.get(line.key, (0.0, 0.0))
                 more_s = time.count * time.time_s
                 found[line.key] = (
-                    (forward_s + more_s, backward_s) if number == 0 else (forward_s, backward_s + more_s)
+                    (forward_s + more_s, backward_s)
+                    if number == 0
+                    else (forward_s, backward_s + more_s)
                 )
     return found
 

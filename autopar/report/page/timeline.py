@@ -38,10 +38,7 @@ def timeline_facts(subject: Subject) -> dict[str, Any]:
     stages = []
     for program, cost in zip(subject.pipeline.stages, subject.costs, strict=True):
         forward, backward = (
-            [
-                [number(layers, w.layer), w.compute_s, w.waited_s, w.overlapped_s]
-                for w in works
-            ]
+            [[number(layers, w.layer), w.compute_s, w.waited_s, w.overlapped_s] for w in works]
             for works in layer_works(program, cost)
         )
         stages.append({"forward": forward, "backward": backward})
@@ -52,7 +49,9 @@ def timeline_facts(subject: Subject) -> dict[str, Any]:
         "events": events,
         "layers": list(layers),
         "stages": stages,
-        "memory": [[list(point) for point in timeline.memory(k)] for k in range(len(timeline.devices))],
+        "memory": [
+            [list(point) for point in timeline.memory(k)] for k in range(len(timeline.devices))
+        ],
     }
 
 

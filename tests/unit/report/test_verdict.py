@@ -1,0 +1,200 @@
+"""The verdict: what a plan does is read off its placements, shares add up, alternatives compared.
+
+does        recipes of every kind, on one stage and on several, in words
+costs       percentages add up to 100; memory of the user's or of the hardware's limit
+compared    with the fastest recipe beside the plan, or the leanest that does not fit
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+import autopar
+from autopar import Manual, Mesh, Plan
+from autopar.placement import Spec
+from autopar.plans import Alternative, parse_plan
+from autopar.program import StoredParameter
+from autopar.report import verdict
+from autopar.report.verdict import rounded_shares, step_shares
+from tests.helpers.jobs import CASES
+
+GIB = 2**30
+
+
+def planned(case: str, mesh: Any = (2, 2), **options: Any) -> Plan:
+    job = CASES[case]
+    if job.loss_fn is not None:
+        options["loss_fn"] = job.loss_fn
+    return autopar.plan(job.model(), mesh, job.batch(0), **options)
+
+
+def compared(*others: Alternative, chosen: Alternative | None = None) -> list[str]:
+    """What the verdict says of alternatives to a plan of 1 s."""
+    plan = planned("mlp", manual=Manual(dp=4))
+    own = chosen or Alternative("search on dp=4", 1.0)
+    data = replace(plan.data, chosen=own.name, recipe="", alternatives=(own, *others))
+    return replace(plan, data=data).verdict()[2:]
+
+
+@pytest.mark.parametrize(
+    ("recipe", "words"),
+    [
+        (Manual(dp=4), "Data parallel over 4 devices, no recompute."),
+        (Manual(dp=4, zero=1), "ZeRO-1 over 4 devices, no recompute."),
+        (Manual(dp=4, zero=2), "ZeRO-2 over 4 devices, no recompute."),
+        (Manual(dp=4, zero=3), "ZeRO-3 over 4 devices, no recompute."),
+        (
+            Manual(dp=2, tp=2),
+            "Data parallel over 2 devices, all matmuls split in two, no recompute.",
+        ),
+        (
+            Manual(dp=2, tp=2, zero=3),
+            "ZeRO-3 over 2 devices, all matmuls split in two, no recompute.",
+        ),
+        (
+            Manual(tp=4, sp=True),
+            "All matmuls and embedding split in four, sequence parallel, no recompute.",
+        ),
+        (
+            Manual(pp=2, tp=2),
+            "Two stages of 2 devices, all matmuls split in two, no recompute.",
+        ),
+    ],
+)
+def test_a_recipe_is_recognised_by_its_placements(recipe: Manual, words: str) -> None:
+    assert planned("gpt2", manual=recipe).verdict()[0] == words
+
+
+def test_names_are_not_read() -> None:
+    """The same placements under another name have the same first sentence."""
+    plan = planned("gpt2", manual=Manual(dp=4, zero=3))
+    stages = tuple(
+        replace(stage, axes={f"x{i}": n for i, n in enumerate(stage.axes.values())})
+        for stage in plan.data.stages
+    )
+    renamed = replace(plan, data=replace(plan.data, chosen="Megatron", recipe="", stages=stages))
+    assert renamed.verdict()[0] == plan.verdict()[0]
+
+
+def test_microbatches_and_recompute_are_named() -> None:
+    plan = planned("gpt2", manual=Manual(dp=4, zero=3), microbatches=2, recompute="full")
+    words = "ZeRO-3 over 4 devices, full recompute of both blocks, 2 microbatches."
+    assert plan.verdict()[0] == words
+
+
+def test_part_of_the_matmuls() -> None:
+    """Attention's weights are used whole; those of the MLPs and the head in shards."""
+    plan = planned("gpt2", manual=Manual(dp=2, tp=2))
+    assert plan.bound is not None
+    pipeline = plan.bound.pipeline
+
+    def whole(parameter: StoredParameter) -> StoredParameter:
+        if ".attn." not in parameter.name:
+            return parameter
+        uses = (replace(u, local=replace(u.local, spec=Spec.parse("R I"))) for u in parameter.uses)
+        return replace(parameter, uses=tuple(uses))
+
+    (program,) = pipeline.stages
+    program = replace(program, parameters=tuple(map(whole, program.parameters)))
+    found = verdict(
+        plan.data, replace(pipeline, stages=(program,)), plan.predicted, plan.simulate(),
+        plan.bound.hardware,
+    )  # fmt: skip
+    words = "MLPs and output head split in two, no recompute."
+    assert found[0].startswith("Data parallel over 2 devices") and found[0].endswith(words)
+
+
+def test_one_device() -> None:
+    assert planned("gpt2", (1, 1)).verdict()[0] == ("One device, nothing is sharded, no recompute.")
+
+
+def test_work_that_is_repeated() -> None:
+    """On slow links, a tiny model is computed by every device."""
+    assert planned("mlp").verdict()[0].startswith("Every device repeats the same work")
+
+
+def test_devices_of_a_gpu_profile_are_gpus() -> None:
+    mesh = Mesh((2, 2), hardware="a100-40gb")
+    assert planned("gpt2", mesh, manual=Manual(dp=4)).verdict()[0] == (
+        "Data parallel over 4 GPUs, no recompute."
+    )
+
+
+@pytest.mark.parametrize("recipe", [Manual(dp=4), Manual(pp=2, tp=2), Manual(pp=4)])
+def test_shares_are_the_whole_step(recipe: Manual) -> None:
+    plan = planned("gpt2", manual=recipe)
+    step = plan.simulate()
+    shares = step_shares(step)
+    assert sum(shares.values()) == pytest.approx(1.0, abs=1e-12)
+    assert shares["bubble"] == pytest.approx(plan.predicted.bubble, abs=1e-9)
+    ranks = sum(device.n_ranks for device in step.devices)
+    compute_s = sum(device.n_ranks * device.compute_s for device in step.devices) / ranks
+    assert shares["compute"] * plan.predicted.step_time_s == pytest.approx(compute_s)
+    printed = plan.verdict()[1].partition(";")[0]
+    numbers = [int(word.rstrip("%,")) for word in printed.split() if "%" in word]
+    assert sum(numbers) == 100 and 0 not in numbers
+
+
+def test_percentages_add_up() -> None:
+    thirds = dict.fromkeys("abc", 1 / 3)
+    assert sum(rounded_shares(thirds).values()) == 100
+    assert rounded_shares({"a": 0.996, "b": 0.004}) == {"a": 100, "b": 0}
+    assert rounded_shares({}) == {}
+
+
+def test_memory_of_the_limit() -> None:
+    recipe = Manual(dp=4)
+    limited = planned("gpt2", manual=recipe, memory_limit=2 * GIB)
+    assert limited.verdict()[1].endswith("KiB of 2.0 GiB.")
+    assert parse_plan(limited.data.to_json()).limit_bytes == 2 * GIB
+    mesh = Mesh((2, 2), hardware="a100-40gb")
+    whole = planned("gpt2", mesh, manual=recipe)
+    assert whole.bound is not None
+    assert whole.data.limit_bytes == whole.bound.hardware.memory_limit_bytes
+    tight = replace(limited, data=replace(limited.data, limit_bytes=1024.0))
+    assert "more than the limit of 1.0 KiB" in tight.verdict()[1]
+
+
+def test_the_fastest_simple_plan_is_compared() -> None:
+    fast = Alternative("ZeRO-3 on dp=4", 1.012, recipe="ZeRO-3")
+    slow = Alternative("Megatron on tp=4", 1.4, recipe="Megatron")
+    assert compared(slow, fast) == ["Within 2% of plain ZeRO-3."]
+    assert compared(slow) == ["40% faster than plain Megatron on tp=4, the best simple plan."]
+    far = Alternative("data parallel on dp=4", 3.0, recipe="data parallel")
+    assert compared(far) == ["3 times as fast as plain data parallelism, the best simple plan."]
+    assert compared(replace(fast, step_time_s=1.001)) == ["As fast as plain ZeRO-3."]
+
+
+def test_no_simple_plan_fits() -> None:
+    big = Alternative("ZeRO-3 on dp=4", None, "", "ZeRO-3", 90 * GIB)
+    bigger = Alternative("data parallel on dp=4", None, "", "data parallel", 300 * GIB)
+    assert compared(bigger, big) == ["No simple plan fits: ZeRO-3 needs 90.0 GiB."]
+
+
+def test_without_simple_plans_nothing_is_compared() -> None:
+    assert compared(Alternative("search on tp=4", 1.5)) == []
+
+
+def test_the_plan_is_a_simple_one() -> None:
+    own = Alternative("ZeRO-3 on dp=4", 1.0, recipe="ZeRO-3")
+    assert compared(chosen=own) == ["It is plain ZeRO-3: the search found nothing faster."]
+    said = planned("mlp", manual=Manual(dp=4)).verdict()
+    assert said[2] == "It is the user's recipe: nothing else was tried."
+
+
+def test_the_search_records_recipes_and_what_they_need() -> None:
+    plan = planned("gpt2")
+    recipes = {a.recipe for a in plan.data.alternatives}
+    assert recipes == {"", "data parallel", "ZeRO-3", "Megatron"}
+    assert parse_plan(plan.data.to_json()) == plan.data
+    tight = planned("gpt2", memory_limit=600 * 1024, recompute="none", microbatches=1)
+    unfit = [a for a in tight.data.alternatives if a.recipe and a.step_time_s is None]
+    assert unfit and all(a.peak_bytes and a.peak_bytes > 600 * 1024 for a in unfit)
+
+
+def test_explain_begins_with_the_verdict() -> None:
+    plan = planned("gpt2")
+    assert plan.explain().split("\n\n")[0].splitlines() == plan.verdict()
