@@ -169,21 +169,22 @@ def report(
     output: Annotated[
         Path, typer.Option("--output", "-o", metavar="PAGE.html", help="Write the page here.")
     ] = Path("plan.html"),
+    replan: Annotated[
+        bool,
+        typer.Option(help="Plan again for half and twice the memory and for twice the nodes."),
+    ] = True,
 ) -> Result:
-    """Write a plan as an HTML page with its picture.
+    """Write a plan as an HTML page.
 
-    One self-contained file, and the graph beside it as .dot.
+    One self-contained file, and the graph beside it as .dot. It says what the plan does, what
+    limits it and what would help.
     """
     from autopar.cli.summary import plan_json
-    from autopar.report import INSTALL_HINT
 
     made = plan_of(subject, model, request, "report")
-    files = made.report(output)
-    if not files.picture:
-        note(f"{INSTALL_HINT}; its graph is in {files.dot}")
+    files = made.report(output, replan=replan)
     written = [str(files.page), str(files.dot)]
-    data = {"written": written, "picture": files.picture}
-    return Result("\n".join(written), plan_json(made) | data)
+    return Result("\n".join(written), plan_json(made) | {"written": written})
 
 
 @app.command()

@@ -34,9 +34,9 @@ from autopar.passes.facts import Placed, Source, Sources, Target
 from autopar.passes.lowering import PlacedStage
 from autopar.passes.pipeline import PASSES
 from autopar.passes.search import PlanningResult, PlanningStats
+from autopar.planning.page import subject_of
 from autopar.plans import PlanData, Predicted, load_plan, parse_storage
 from autopar.program import Collective, Pipeline, Program
-from autopar.planning.page import subject_of
 from autopar.report import (
     assumed,
     dot,

@@ -158,8 +158,7 @@ class Comparison:
             "bars": [{"name": name, **(plan.bars or {})} for name, plan in named],
             "tables": [asdict(table) for table in (*self._summaries(), *self._differences())],
         }
-        text = json.dumps(facts, ensure_ascii=False, allow_nan=False)
-        return page_html(" and ".join(self.names), text)
+        return page_html(" and ".join(self.names), json.dumps(facts, allow_nan=False))
 
     def to_json(self) -> str:
         return json.dumps(self.to_dict(), indent=1, ensure_ascii=False, allow_nan=False)

@@ -1,4 +1,4 @@
-"""What all decisions of a plan were chosen over, at once: less than `next_best` says of one of them.
+"""What all decisions of a plan were chosen over, at once; `next_best` says more of one of them.
 
 One elimination of a stage gives the least cost of every choice of every variable (min-marginals).
 So all options of all decisions are priced for the price of one. The stage is folded if it has
@@ -7,7 +7,7 @@ repeated blocks: one block stands for all, and what many blocks read is left out
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 from numpy.typing import NDArray
@@ -24,6 +24,7 @@ from autopar.passes.explain.next_best import (
     stage_problem,
     stand_in,
 )
+from autopar.passes.intra import IntraOpProblem
 from autopar.passes.lowering import PlacedStage
 from autopar.passes.search import depths
 from autopar.passes.solvers.eliminate import TooWide, min_marginals, minimise, plan_elimination
@@ -62,8 +63,9 @@ def _of_stage(stage: PlacedStage, k: int, data: PlanData, n_shown: int) -> Runne
         return {}
     ranked: dict[str, list[RunnerUp]] = {}
 
-    def options_of(node: str, options: Options) -> list[RunnerUp]:
+    def options_of(node: str, of: Callable[[IntraOpProblem, str], Options]) -> list[RunnerUp]:
         if node not in ranked:
+            options = of(problem, node)
             ranked[node] = list(_ranked(options, marginals[options.variable]))
         return ranked[node]
 
@@ -71,13 +73,13 @@ def _of_stage(stage: PlacedStage, k: int, data: PlanData, n_shown: int) -> Runne
     program, strategy = stage.analysis.program, stage.strategy
     for operator, at in zip(stage.analysis.operators, folded.stands_for, strict=True):
         node = folded.analysis.operators[at].name
-        every = options_of(node, of_operator(problem, node))
+        every = options_of(node, of_operator)
         own: Storage | OperatorStrategy = strategy.operators[operator.name]
         found[program.keys[operator.name]] = _others(every, own, n_shown)
     for node, info in program.parameters.items():
         like = stand_in(folded, node) if folded.runs else node
         if like is not None and like in problem.storages:
-            every = options_of(like, of_parameter(problem, like))
+            every = options_of(like, of_parameter)
             found[info.name] = _others(every, strategy.storage[node], n_shown)
     return found
 

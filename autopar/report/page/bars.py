@@ -70,6 +70,6 @@ def memory_bar(pipeline: Pipeline, optimizer: str, limit_bytes: float) -> dict[s
         "stage": stage,
         "peak_bytes": peak.peak_bytes,
         "limit_bytes": limit_bytes,
-        "at": peak.at,
+        "at": peak.at.replace("/", " ").partition("#")[0].strip(),
         "parts": parts,
     }

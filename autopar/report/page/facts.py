@@ -76,7 +76,7 @@ def plan_facts(subject: Subject) -> dict[str, Any]:
 
 def facts_json(subject: Subject) -> str:
     """The facts as JSON; a number that is not finite is null."""
-    return json.dumps(_finite(plan_facts(subject)), ensure_ascii=False, allow_nan=False)
+    return json.dumps(_finite(plan_facts(subject)), allow_nan=False)
 
 
 def _finite(value: Any) -> Any:

@@ -18,14 +18,13 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 from autopar.cost.price import backward_lines, forward_lines
-from autopar.placement import COLLECTIVES
 from autopar.plans import RunnerUp, operator_text, storage_text
-from autopar.program import CallLine, Local, MoveLine, Pipeline, StageProgram, Storage
+from autopar.program import CallLine, Local, Pipeline, StageProgram, Storage
 from autopar.report.boxes import traffic
 from autopar.report.folding import fold, is_collective
 from autopar.report.kinds import ParameterUsed, microbatch_rows
-from autopar.report.picture import VIEWS, Node, PictureEdge, operator_name, picture
 from autopar.report.page.subject import Subject
+from autopar.report.picture import VIEWS, Node, PictureEdge, operator_name, picture
 
 _NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 _HEADING = re.compile(r"\s*# (\S+)  \((.+)\)")

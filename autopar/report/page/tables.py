@@ -21,7 +21,7 @@ def starred(name: str) -> str:
 
 
 def parameter_table(subject: Subject) -> list[dict[str, Any]]:
-    """Parameters that are stored and used alike, by pattern; bytes are of one rank, all together."""
+    """Parameters that are stored and used alike, by pattern; bytes are of a rank, all together."""
     groups: dict[tuple[Any, ...], list[StoredParameter]] = {}
     for k, program in enumerate(subject.pipeline.stages):
         for p in program.parameters:
@@ -94,5 +94,5 @@ def _devices(subject: Subject) -> Iterator[dict[str, Any]]:
             at = zip(program.axis_names, mesh.coordinate(rank), strict=True)
             yield {
                 "rank": rank, "node": rank // n_local, "stage": stage,
-                "at": {name: place for name, place in at},
+                "at": dict(at),
             }  # fmt: skip

@@ -3,7 +3,8 @@
     actions    names of actions, which events give by number
     events     [device, lane, action, start_s, end_s]; lanes: 0 compute, 1 collectives, 2 messages
     layers     names; of each stage, `forward` and `backward` of one microbatch as
-               [layer, compute_s, waited_s, overlapped_s] in the order in which they run
+               [layer, compute_s, waited_s, overlapped_s] in the order in which they run; and
+               `slowdown`, by how much longer compute takes beside communication, as a fraction
     memory     of each device, [time_s, size_bytes] at every change
 
 An action `2F0` is stage 2's forward of microbatch 0. The page cuts it into its layers: each waits
@@ -36,12 +37,15 @@ def timeline_facts(subject: Subject) -> dict[str, Any]:
         for event in timeline.events
     ]  # fmt: skip
     stages = []
-    for program, cost in zip(subject.pipeline.stages, subject.costs, strict=True):
+    for program, cost, times in zip(
+        subject.pipeline.stages, subject.costs, timeline.record.stages, strict=True
+    ):
         forward, backward = (
             [[number(layers, w.layer), w.compute_s, w.waited_s, w.overlapped_s] for w in works]
             for works in layer_works(program, cost)
         )
-        stages.append({"forward": forward, "backward": backward})
+        slowdown = times.overlap_slowdown_fraction
+        stages.append({"forward": forward, "backward": backward, "slowdown": slowdown})
     return {
         "step_time_s": timeline.step_time_s,
         "devices": timeline.names(),

@@ -21,7 +21,7 @@ _FRAME = """<!DOCTYPE html>
 </style>
 </head>
 <body>
-<noscript>This page needs JavaScript, which it brings along. autopar explain says the same.</noscript>
+<noscript>This page needs JavaScript. autopar explain says the same as text.</noscript>
 <main id="page"></main>
 <script type="application/json" id="facts">{facts}</script>
 <script>

@@ -6,7 +6,6 @@ import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
-from xml.etree import ElementTree
 
 import pytest
 from torch import nn
@@ -17,6 +16,7 @@ from autopar.cli import app, shell
 from autopar.errors import OptionError, PlanError
 from autopar.report.comparison import UNKNOWN
 from tests.helpers.models.tiny_model import Tiny, batch
+from tests.helpers.page import page_facts
 
 MESH = autopar.Mesh((1, 2), hardware="a100-80gb")
 
@@ -144,11 +144,17 @@ def test_plans_without_their_model_have_placements_alone(
     ] == [UNKNOWN, "x 1"]
 
 
-def test_a_page_that_any_parser_reads(data_parallel: autopar.Plan, megatron: autopar.Plan) -> None:
-    named = replace(autopar.compare(data_parallel, megatron), names=("<a>", "b & c"))
-    page = ElementTree.fromstring(named.html().removeprefix("<!DOCTYPE html>\n"))
-    cells = [element.text for element in page.iter("td")] + [e.text for e in page.iter("th")]
-    assert {"up.weight", "S(0) on tp=2", "<a>", "b & c", "step time"} <= set(cells)
+def test_the_facts_of_the_page(data_parallel: autopar.Plan, megatron: autopar.Plan) -> None:
+    unbound = autopar.Plan(megatron.data)
+    named = replace(autopar.compare(data_parallel, megatron, unbound), names=("<a>", "b & c", "d"))
+    facts = page_facts(named.html())
+    assert facts["names"] == ["<a>", "b & c", "d"]
+    assert [bars.get("time", {}).get("step_time_s") for bars in facts["bars"]] == [
+        data_parallel.predicted.step_time_s, megatron.predicted.step_time_s, None,
+    ]  # fmt: skip
+    cells = {cell for table in facts["tables"] for row in table["rows"] for cell in row}
+    assert {"up.weight", "S(0) on tp=2", "step time"} <= cells
+    assert facts["notes"] == ["costs need the model, which is not given for d"]
 
 
 def test_two_plans_at_least(megatron: autopar.Plan) -> None:

@@ -1,18 +1,14 @@
-"""The picture and the page of a plan.
+"""The picture of a plan.
 
 goldens      the whole graph of a tiny MLP and of a 2-layer GPT-2
 folding      equal blocks are drawn once; a block that differs, or is read from elsewhere, apart
 traffic      every collective of activations is in the picture, with its bytes
-page         well-formed, self-contained, escaped; with and without the program `dot`
 """
 
 from __future__ import annotations
 
-import re
-import xml.etree.ElementTree as ET
 from collections import Counter
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,16 +16,14 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar import Manual, OptionError, Plan, PlanError
+from autopar import Manual, Plan, PlanError
 from autopar.placement.moves import COLLECTIVES
 from autopar.program.collective import step_calls
 from autopar.program.pipeline import Pipeline
 from autopar.program.stage_program import StageProgram
-from autopar.report import dot, html
+from autopar.report import dot
 from autopar.report.boxes import escaped
 from autopar.report.folding import fold
-from autopar.report.graph_text import INSTALL_HINT, render_svg
-from autopar.report.html import page
 from autopar.report.picture import Block, picture
 from tests.conftest import Golden
 from tests.helpers.jobs import CASES
@@ -202,73 +196,18 @@ def test_results_are_coloured_by_how_they_are_sharded() -> None:
     assert nodes["down"].shards == ("data", "partial")
 
 
-def parsed(text: str) -> ET.Element:
-    return ET.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
-
-
-def fake_dot(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A `dot` that draws nothing: tests need no Graphviz."""
-    program = folder / "dot"
-    program.write_text("#!/bin/sh\n/bin/cat > /dev/null\necho '<?xml?><svg><g>drawn</g></svg>'\n")
-    program.chmod(0o755)
-    monkeypatch.setenv("PATH", str(folder))
-
-
-def test_a_page_with_its_picture(
-    tiny: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake_dot(tmp_path, monkeypatch)
-    files = tiny.report(tmp_path / "page.html")
-    text = files.page.read_text()
-    assert files.picture and "<svg><g>drawn</g></svg>" in text
-    assert files.dot.read_text() == tiny.to_dot()
-    heads = [e.text for e in parsed(text).iter("h2")]
-    assert heads == [
-        "Predicted", "Alternatives considered", "Picture", "Parameters", "Communication",
-    ]  # fmt: skip
-    cells = {"".join(e.itertext()) for e in parsed(text).iter("td")}
-    assert {"up.weight", "down.bias", "all_reduce", "grad_sync", "manual recipe"} <= cells
-
-
-def test_a_page_without_dot(tiny: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("PATH", str(tmp_path))
-    assert render_svg(tiny.to_dot()) is None
-    files = tiny.report(tmp_path / "page.html")
-    notes = [e.text for e in parsed(files.page.read_text()).iter("p") if e.get("class") == "note"]
-    assert notes == [f"{INSTALL_HINT}; its graph is in page.dot"]
-    assert not files.picture and files.dot.exists()
-
-
-def test_a_page_loads_nothing(tiny: Plan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake_dot(tmp_path, monkeypatch)
-    text = tiny.report(tmp_path / "page.html").page.read_text()
-    assert not re.search(r"<(script|link|img|iframe|object)\b|\bsrc=|@import|url\(", text)
-
-
 def test_names_are_escaped(tiny: Plan) -> None:
-    """A hostile name stays text in the page and in the graph."""
+    """A hostile name stays text in the graph."""
     evil = '</td><script>"x"&\x07\ud800'
-    data = replace(tiny.data, model=evil, chosen=evil)
     program = program_of(tiny)
     first, *rest = program.parameters
     program = replace(program, parameters=(replace(first, name=evil), *rest))
-    pipeline = replace(pipeline_of(tiny), stages=(program,))
-    text = page(data, pipeline, tiny.predicted, tiny.collectives(), None, evil)
-    assert "<script>" not in text
-    assert evil[:-2] + "??" in "".join(parsed(text).itertext())
-    graph = dot(evil, pipeline)
+    graph = dot(evil, replace(pipeline_of(tiny), stages=(program,)))
     assert "<script>" not in graph and escaped(evil) in graph
     graph.encode()
 
 
 def test_an_unbound_plan_has_no_picture(tiny: Plan) -> None:
-    for call in (Plan(tiny.data).to_dot, lambda: Plan(tiny.data).report("page.html")):
+    for call in (Plan(tiny.data).to_dot, Plan(tiny.data).to_json):
         with pytest.raises(PlanError, match="needs the model"):
             call()
-
-
-def test_a_page_that_cannot_be_written(tiny: Plan, tmp_path: Path) -> None:
-    with pytest.raises(OptionError, match="cannot write"):
-        tiny.report(tmp_path / "nowhere" / "page.html")
-    with pytest.raises(OptionError, match="own graph"):
-        html.write_report(tmp_path / "a.dot", tiny.data, pipeline_of(tiny), tiny.predicted, [])

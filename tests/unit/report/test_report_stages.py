@@ -1,4 +1,4 @@
-"""Plans of several stages as text, as a graph and as a page.
+"""Plans of several stages as text and as a graph.
 
 golden      the graph and the text of a 4-layer GPT-2 on two stages
 modules     what a stage holds, folded; blocks that two stages share
@@ -9,12 +9,9 @@ schedule    the grid's clocks; the timeline's boxes
 from __future__ import annotations
 
 import re
-import xml.etree.ElementTree as ET
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import lru_cache
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -219,29 +216,3 @@ def test_grid() -> None:
     assert clocks.n_clocks == 2 * (4 + 1)
     texts = [[str(action) for action in row] for row in clocks.rows]
     assert texts == [["0F0", "0F1", "None", "0B0"], ["None", "1F0", "1B0", "1F1"]]
-
-
-def page_of(plan: Plan, folder: Path, monkeypatch: pytest.MonkeyPatch) -> ET.Element:
-    monkeypatch.setenv("PATH", str(folder))
-    text = plan.report(folder / "page.html").page.read_text()
-    return ET.fromstring(text.removeprefix("<!DOCTYPE html>\n"))
-
-
-def test_the_page_of_stages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = page_of(gpt2(), tmp_path, monkeypatch)
-    heads = [e.text for e in page.iter("h2")]
-    assert {"Stages", "Between stages", "Schedule"} <= set(heads)
-    cells = {"".join(e.itertext()) for e in page.iter("td")}
-    assert {"0 -> 1", "0F0", "p2p", "lm_head.weight"} <= cells
-
-
-def test_the_timeline_has_every_action(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    page = page_of(gpt2(), tmp_path, monkeypatch)
-    svg = "{http://www.w3.org/2000/svg}"
-    boxes: dict[str, Any] = {}
-    for box in page.iter(f"{svg}rect"):
-        if (title := box.find(f"{svg}title")) is not None and title.text:
-            boxes[title.text.partition(":")[0]] = box
-    computed = {str(a) for a in pipeline_of(gpt2()).schedule if a.is_compute or a.is_send}
-    assert computed <= set(boxes)
-    assert all(float(box.get("width")) >= 0 for box in boxes.values())

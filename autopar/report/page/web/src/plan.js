@@ -1,0 +1,159 @@
+// The page of one plan, from its verdict to its code.
+import { memoryBar, timeBar } from "./bars.js";
+import { details } from "./details.js";
+import { figure, h, section } from "./dom.js";
+import * as format from "./format.js";
+import { Graph } from "./graph.js";
+import { table } from "./table.js";
+import { themeButton } from "./theme.js";
+import { TimelineView } from "./timeline.js";
+
+export function planPage(facts) {
+  const isSeveral = facts.stages.length > 1;
+  const parts = [
+    section("made-of", "What the step and the memory are made of", bars(facts)),
+    section("helps", "What would help", helps(facts.helps)),
+    section("alternatives", "Alternatives", alternatives(facts)),
+    section("graph", "Graph", graph(facts)),
+    section("timeline", "Timeline", timeline(facts)),
+    section("parameters", "Parameters", parameters(facts, isSeveral)),
+    section("collectives", "Collectives", collectives(facts, isSeveral)),
+    isSeveral ? section("between", "Between stages", between(facts)) : null,
+    section("devices", "Devices", devices(facts)),
+    section("code", "Generated code", code(facts.code)),
+    section("assumptions", "Assumptions", assumptions(facts)),
+  ].filter(Boolean);
+  return [header(facts, parts), ...parts];
+}
+
+function header(facts, parts) {
+  const { setting, predicted } = facts;
+  const number = (name, value, text) => h("div", { class: "number" }, h("dt", {}, name), h("dd", {}, figure(value, text, { "data-predicted": name })));
+  return h("header", { id: "verdict" },
+    h("div", { class: "top" }, h("h1", {}, facts.model), themeButton()),
+    h("p", { class: "small" }, `${setting.mesh.join(" × ")} ${setting.hardware}; ${setting.inputs.join(", ")}; ${setting.precision === "model" ? "the model's dtypes" : setting.precision}, ${setting.optimizer}, `
+      + `${setting.microbatches} microbatch${setting.microbatches === 1 ? "" : "es"}${facts.stages.length > 1 ? `, ${setting.schedule}` : ""}; found by ${facts.chosen}`),
+    h("ul", { class: "verdict" }, facts.verdict.map((sentence) => h("li", {}, sentence))),
+    facts.warnings.map((text) => h("p", { class: "note" }, text)),
+    h("dl", { class: "numbers" },
+      number("step", predicted.step_time_s, format.seconds), number("tokens/s", predicted.tokens_per_s, format.count), number("samples/s", predicted.samples_per_s, format.count),
+      number("MFU", predicted.mfu, format.percent), number("peak memory", predicted.peak_bytes, format.bytes),
+      number("communication", predicted.comm_time_s, format.seconds), number("of it exposed", predicted.exposed_comm_s, format.seconds),
+      facts.stages.length > 1 ? number("bubble", predicted.bubble, format.percent) : null),
+    h("nav", { "aria-label": "parts of the page" }, parts.map((part) => h("a", { href: `#${part.id}` }, part.querySelector("h2").textContent))));
+}
+
+function bars(facts) {
+  const ofStage = (k) => (facts.stages.length > 1 ? ` of stage ${k}` : "");
+  return h("div", { class: "columns" },
+    h("div", {}, h("h3", {}, `Time${facts.stages.length > 1 ? ` of the busiest stage, ${facts.time.stage}` : ""}`), timeBar(facts.time)),
+    h("div", {}, h("h3", {}, `Peak memory of a rank${ofStage(facts.memory.stage)}`), memoryBar(facts.memory)));
+}
+
+function helps(rows) {
+  return h("div", { class: "scroll" }, h("table", { id: "help-rows" },
+    h("caption", {}, "gain: samples per second more. The same plan is simulated, unless it says that another was planned."),
+    h("thead", {}, h("tr", {}, ["what", "gain", "step", "", "to see it"].map((name, k) => h("th", { scope: "col", class: k === 1 || k === 2 ? "n" : null }, name)))),
+    h("tbody", {}, rows.map((row) => h("tr", {}, h("td", {}, row.what), h("td", { class: "n" }, figure(row.gain, format.gain)),
+      h("td", { class: "n" }, figure(row.step_time_s, format.seconds)), h("td", {}, row.note), h("td", {}, h("code", {}, row.command)))))));
+}
+
+function alternatives(facts) {
+  const rows = facts.alternatives;
+  if (!rows.length) return h("p", {}, `${facts.chosen}; no alternatives were tried`);
+  const times = rows.map((row) => row.step_time_s).filter((time) => time !== null);
+  const most = Math.min(Math.max(...times), 3 * Math.min(...times));
+  return h("div", {}, h("p", { class: "small" }, facts.optimality), h("div", { class: "alternatives" }, rows.map((row) => {
+    const wide = row.step_time_s === null ? 0 : Math.min(row.step_time_s / most, 1);
+    return h("details", { class: row.chosen ? "alternative chosen" : "alternative" },
+      h("summary", {}, h("span", { class: "name" }, row.name), h("span", { class: "track" }, h("span", { class: "fill", style: `width: ${100 * wide}%` })),
+        h("span", { class: "n" }, figure(row.step_time_s, format.seconds)), h("span", { class: "why" }, row.chosen ? "the plan" : row.note)),
+      difference(row, facts));
+  })));
+}
+
+/** How an alternative differs from the plan, as far as the search recorded it. */
+function difference(row, facts) {
+  const lines = [];
+  if (row.chosen) lines.push("This is the plan.");
+  else if (row.step_time_s !== null) lines.push(`${format.percent(row.step_time_s / facts.predicted.step_time_s - 1)} longer than the plan's step.`);
+  if (row.note && !row.chosen) lines.push(row.note);
+  return h("div", { class: "difference" }, lines.map((line) => h("p", {}, line)));
+}
+
+function graph(facts) {
+  const panel = h("aside", { class: "details", id: "details", "aria-live": "polite" }, h("p", {}, "Click a box to see what it is, what it costs, and what else could have been chosen."));
+  const drawn = new Graph(facts.stages, (shown) => panel.replaceChildren(...details(shown, facts.stages[shown.stageNumber].axes, openCode)));
+  const begin = new IntersectionObserver((entries) => {
+    if (entries.some((entry) => entry.isIntersecting)) { begin.disconnect(); drawn.draw(); }
+  }, { rootMargin: "600px" });
+  begin.observe(drawn.element);
+  return h("div", { class: "graph-and-details" }, drawn.element, panel);
+}
+
+function timeline(facts) {
+  return new TimelineView(facts.timeline, facts.memory.limit_bytes).element;
+}
+
+const stageColumn = { name: "stage", value: (row) => row.stage, show: (row) => String(row.stage), isNumber: true };
+
+function parameters(facts, isSeveral) {
+  const words = { step: "", use: "gathered at each use (ZeRO-3)", micro: "gathered once a step, gradients each microbatch (ZeRO-2)" };
+  const columns = [
+    ...(isSeveral ? [stageColumn] : []),
+    { name: "parameter", value: (r) => r.parameter, show: (r) => h("code", {}, r.parameter) },
+    { name: "count", value: (r) => r.count, show: (r) => String(r.count), isNumber: true },
+    { name: "shape", value: (r) => r.shape.reduce((a, b) => a * b, 1), show: (r) => `${r.dtype} ${format.shape(r.shape)}` },
+    { name: "stored", value: (r) => r.stored, show: (r) => r.stored },
+    { name: "used", value: (r) => r.used, show: (r) => r.used },
+    { name: "", value: (r) => r.period, show: (r) => words[r.period] },
+    { name: "bytes on a rank", value: (r) => r.stored_bytes, show: (r) => figure(r.stored_bytes, format.bytes), isNumber: true },
+  ];
+  const axes = [...new Set(facts.parameters.map((r) => r.axes))].join("; ");
+  return table("parameter-rows", `placements on ${axes}; * stands for a number`, columns, facts.parameters, (r) => Object.values(r).join(" "));
+}
+
+function collectives(facts, isSeveral) {
+  const columns = [
+    ...(isSeveral ? [stageColumn] : []),
+    ...["phase", "collective", "axis"].map((name) => ({ name, value: (r) => r[name], show: (r) => r[name] })),
+    { name: "of", value: (r) => r.tensor, show: (r) => h("code", {}, r.tensor) },
+    { name: "calls", value: (r) => r.calls, show: (r) => String(r.calls), isNumber: true },
+    { name: "bytes", value: (r) => r.size_bytes, show: (r) => figure(r.size_bytes, format.bytes), isNumber: true },
+    { name: "time", value: (r) => r.time_s, show: (r) => figure(r.time_s, format.seconds), isNumber: true },
+  ];
+  return table("collective-rows", "per step and rank, dearest first; time as if alone, hidden or not", columns, facts.collectives, (r) => Object.values(r).join(" "));
+}
+
+function between(facts) {
+  const columns = [
+    ...["value", "stages", "tensor", "sent", "received"].map((name) => ({ name, value: (r) => r[name], show: (r) => r[name] })),
+    { name: "forward", value: (r) => r.forward_bytes, show: (r) => figure(r.forward_bytes, format.bytes), isNumber: true },
+    { name: "backward", value: (r) => r.backward_bytes, show: (r) => figure(r.backward_bytes, format.bytes), isNumber: true },
+  ];
+  return h("div", {}, table("crossing-rows", "one microbatch, all ranks together", columns, facts.crossings, (r) => Object.values(r).join(" ")),
+    facts.ties.map((text) => h("p", {}, text)));
+}
+
+function devices(facts) {
+  const nodes = new Map();
+  for (const device of facts.devices) nodes.set(device.node, [...(nodes.get(device.node) ?? []), device]);
+  const at = (device) => Object.entries(device.at).map(([axis, place]) => `${axis} ${place}`).join(", ");
+  return h("div", { class: "scroll" }, h("p", { class: "small" }, "a row per node; each cell: rank, and its place on the axes"),
+    h("table", { class: "devices" }, h("tbody", {}, [...nodes].map(([node, members]) => h("tr", {}, h("th", { scope: "row" }, `node ${node}`),
+      members.map((d) => h("td", { class: `stage-${d.stage % 6}` }, h("b", {}, String(d.rank)), facts.stages.length > 1 ? ` stage ${d.stage}` : "", h("div", { class: "small" }, at(d)))))))));
+}
+
+function code(files) {
+  return h("div", {}, Object.entries(files).map(([name, text]) => h("details", { class: "file", id: name }, h("summary", {}, `${name}, ${text.split("\n").length - 1} lines`),
+    h("pre", {}, text.replace(/\n$/, "").split("\n").map((line, k) => h("span", { class: "line", id: `${name}-${k + 1}`, "data-line": k + 1 }, `${line}\n`))))));
+}
+
+/** Links into a closed file open it first. */
+function openCode(name) {
+  document.getElementById(name).open = true;
+}
+
+function assumptions(facts) {
+  return h("ul", { class: "assumptions" }, [...facts.assumptions, facts.optimality, `graph ${facts.setting.graph_hash}`].map((line) => h("li", {}, line)));
+}

@@ -1,0 +1,207 @@
+"""The facts of a page: sums that must hold, what a browser is given, and that the bundle is fresh.
+
+What a reader sees of them is tested in a browser (tests/browser).
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from dataclasses import asdict, replace
+from hashlib import sha256
+from pathlib import Path
+from typing import Any
+
+import pytest
+from transformers import AutoConfig, AutoModelForCausalLM
+
+import autopar
+from autopar import Manual, OptionError, Plan
+from autopar.cost.price import layer_works, step_shares
+from autopar.passes.explain import decisions, runners_up
+from autopar.report.folding import fold
+from autopar.report.page import page_html
+from autopar.report.picture import picture
+from tests.helpers.models.tiny_model import Tiny, batch
+from tests.helpers.page import page_facts
+
+WEB = Path(autopar.__file__).parent / "report" / "page" / "web"
+
+
+def gpt2(**options: Any) -> Plan:
+    import torch
+
+    config = AutoConfig.for_model(
+        "gpt2", n_layer=4, n_embd=64, n_head=4, vocab_size=256, n_positions=32
+    )
+    ids = torch.zeros(8, 32, dtype=torch.int64)
+    made = autopar.plan(
+        AutoModelForCausalLM.from_config(config),
+        autopar.Mesh((1, 4), hardware="a100-80gb"),
+        {"input_ids": ids, "labels": ids},
+        **options,
+    )
+    return made
+
+
+@pytest.fixture(scope="module", params=["search", "zero3", "stages", "recompute"])
+def plan(request: pytest.FixtureRequest) -> Plan:
+    return gpt2(
+        **{
+            "search": {},
+            "zero3": {"manual": Manual(dp=4, zero=3)},
+            "stages": {"stages": 2, "microbatches": 4},
+            "recompute": {"manual": Manual(tp=2, dp=2), "recompute": "full", "microbatches": 2},
+        }[request.param]
+    )
+
+
+@pytest.fixture(scope="module")
+def facts(plan: Plan) -> dict[str, Any]:
+    found: dict[str, Any] = json.loads(plan.to_json(replan=False))
+    return found
+
+
+def test_the_parts_add_up_to_the_step_and_the_peak(plan: Plan, facts: dict[str, Any]) -> None:
+    assert plan.bound is not None
+    shares = step_shares(plan.bound.pipeline, plan.bound.costs, plan.simulate())
+    parts = [part["time_s"] for part in facts["time"]["parts"]]
+    assert math.fsum(parts) == pytest.approx(plan.predicted.step_time_s, rel=1e-8)
+    assert min(parts) > 0 and facts["time"]["step_time_s"] == plan.predicted.step_time_s
+    exposed = [s.time_s for s in shares.parts if "collective" in s.kind or s.kind == "wait"]
+    assert math.fsum(exposed) == pytest.approx(plan.predicted.exposed_comm_s, rel=1e-6)
+    totals = plan.simulate().devices[shares.stage]
+    hidden = math.fsum(share.time_s for share in shares.hidden)
+    assert hidden == pytest.approx(totals.hidden_s, rel=1e-6, abs=1e-12)
+    sizes = [part["size_bytes"] for part in facts["memory"]["parts"]]
+    assert math.fsum(sizes) == pytest.approx(plan.predicted.peak_bytes) and min(sizes) > 0
+
+
+def test_layers_add_up_to_the_actions(plan: Plan) -> None:
+    assert plan.bound is not None
+    record = plan.simulate().record
+    for program, cost, times in zip(
+        plan.bound.pipeline.stages, plan.bound.costs, record.stages, strict=True
+    ):
+        for works, kind in zip(layer_works(program, cost), ("forward", "backward"), strict=True):
+            part = times.of(kind)  # type: ignore[arg-type]
+            conversions_s = part.compute_s - math.fsum(w.compute_s for w in works)
+            assert -1e-15 < conversions_s <= 0.2 * part.compute_s  # of gradients brought back
+            assert math.fsum(w.waited_s for w in works) == pytest.approx(part.collectives_s)
+            assert math.fsum(w.overlapped_s for w in works) == pytest.approx(part.overlapped_s)
+            layers = [w.layer for w in works]
+            assert len(set(layers)) == len(layers)
+            assert len([layer for layer in layers if layer.startswith("transformer.h.")]) >= 2
+
+
+def test_the_graph_has_the_edges_of_the_picture(plan: Plan, facts: dict[str, Any]) -> None:
+    """The page folds blocks by rules of its own; they must be those of `folding.py`."""
+    assert plan.bound is not None
+    for program, stage in zip(plan.bound.pipeline.stages, facts["stages"], strict=True):
+        sections, edges = fold(picture(program))
+        folded = {n for s in sections for copy in s.copies[1:] for n in copy}
+        last = {a: b for s in sections for a, b in zip(s.copies[-1], s.nodes, strict=True)}
+        drawn = {
+            (last.get(source, source), target, value)
+            for source, target, value, _ in stage["edges"]
+            if target not in folded and (source not in folded or source in last)
+        }
+        assert drawn == {(e.source, e.target, e.value) for e in edges}
+        assert {int(n) for n in stage["details"]} == {n for s in sections for n in s.nodes}
+        seconds = [d["forward_s"] + d["backward_s"] for d in stage["details"].values()]
+        assert max(seconds) > 0
+
+
+def test_generated_lines_are_of_the_module(facts: dict[str, Any]) -> None:
+    n_found = 0
+    for stage in facts["stages"]:
+        for detail in stage["details"].values():
+            if detail["generated"] is None:
+                continue
+            lines = facts["code"][detail["generated"]["file"]].splitlines()
+            heading = lines[detail["generated"]["line"] - 1]
+            assert re.sub(r"\.\d+", ".*", detail["module"]) == re.sub(
+                r"\.\d+", ".*", heading.split()[1]
+            )
+            n_found += 1
+    assert n_found > 5
+
+
+def test_runners_up_are_those_of_each_decision() -> None:
+    plan = gpt2()
+    assert plan.bound is not None
+    (found,) = runners_up(plan.bound.stages, plan.data)
+    for name in ("transformer.h.2.mlp.c_fc.weight", "transformer.wte.weight"):
+        (decision,) = decisions(plan.bound.stages, plan.data, name)
+        assert decision.choice is not None
+        assert [o.extra_s for o in found[name]] == pytest.approx(
+            [o.extra_s for o in decision.choice.others], rel=1e-6, abs=1e-12
+        )
+    assert len(found) > 100 and runners_up(plan.bound.stages, replace(plan.data, recipe="x")) == [
+        {}
+    ]
+
+
+def test_what_helps_is_what_it_would_be() -> None:
+    plan = gpt2()
+    rows = {row["what"]: row for row in json.loads(plan.to_json())["helps"]}
+    for row in rows.values():
+        if "--what-if" in row["command"]:
+            change = row["command"].partition("--what-if ")[2]
+            assert row["step_time_s"] == plan.what_if(change).simulate().step_time_s
+    assert "links between nodes twice as fast" not in rows
+    assert rows["half the memory"]["gain"] == 0.0
+    assert rows["twice the nodes, same batch"]["step_time_s"] < plan.predicted.step_time_s
+    tight = gpt2(memory_limit=int(plan.predicted.peak_bytes * 1.05))
+    row = {row["what"]: row for row in json.loads(tight.to_json())["helps"]}["half the memory"]
+    assert "the plan needs" in row["note"] or "no plan fits" in row["note"]
+    quick = {row["what"]: row for row in json.loads(tight.to_json(replan=False))["helps"]}
+    assert quick["half the memory"]["step_time_s"] is None
+
+
+def test_predicted_is_the_plans(plan: Plan, facts: dict[str, Any]) -> None:
+    assert facts["predicted"] == json.loads(json.dumps(asdict(plan.predicted)))
+    assert facts["verdict"] == plan.verdict()
+    calls = sum(row["calls"] for row in facts["collectives"])
+    assert calls == sum(c.count for c in plan.collectives())
+    assert sum(row["count"] for row in facts["parameters"]) == sum(
+        len(program.parameters)
+        for program in plan.bound.pipeline.stages  # type: ignore[union-attr]
+    )
+
+
+def test_a_page_loads_nothing_and_keeps_names_inert() -> None:
+    """A hostile name stays text: no `<` of it is in the page."""
+    evil = '</script><script>"x"&\ud800'
+    text = page_html(evil.encode("ascii", "replace").decode(), json.dumps({"model": evil}))
+    assert page_facts(text) == {"model": evil}
+    assert text.count("<script") == 2 and text.count("</script") == 2
+    assert not re.search(r"<(link|img|iframe|object)\b|\bsrc=\"|@import", text.split("<main")[0])
+
+
+def test_files_of_a_report(tmp_path: Path) -> None:
+    made = autopar.plan(Tiny(), (2, 2), batch(), manual=Manual(dp=2, tp=2))
+    files = made.report(tmp_path / "page.html", replan=False)
+    assert page_facts(files.page.read_text())["model"] == "Tiny"
+    assert files.dot.read_text() == made.to_dot()
+    with pytest.raises(OptionError, match="cannot write"):
+        made.report(tmp_path / "nowhere" / "page.html", replan=False)
+    with pytest.raises(OptionError, match="own graph"):
+        made.report(tmp_path / "a.dot", replan=False)
+
+
+def test_the_bundle_is_that_of_the_sources() -> None:
+    """`npm ci && npm run build` in autopar/report/page/web makes it anew."""
+    names = ["package-lock.json", "build.mjs", *sorted(f"src/{f.name}" for f in WEB.glob("src/*"))]
+    hashed = sha256()
+    for name in names:
+        hashed.update(name.encode() + b"\0" + (WEB / name).read_bytes() + b"\0")
+    for name in ("page.js", "page.css"):
+        head = (WEB / "bundle" / name).read_text(encoding="utf-8").splitlines()[0]
+        assert f"sources {hashed.hexdigest()}" in head
+    script = (WEB / "bundle" / "page.js").read_text(encoding="utf-8")
+    licences = (WEB / "bundle" / "LICENSES.txt").read_text(encoding="utf-8")
+    for library in ("@viz-js/viz", "@observablehq/plot", "d3-zoom"):
+        assert re.search(rf"^ \* {library} [\d.]+, (ISC|MIT)$", script[:4000], re.MULTILINE)
+        assert f"{library} " in licences
