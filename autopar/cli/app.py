@@ -212,7 +212,7 @@ def verify(model: ModelArgument, request: PlanRequest) -> Result:
         "chosen": found.plan.data.chosen,
     }  # fmt: skip
     # Show what was checked: equality of a plan that shards nothing proves little.
-    header = found.plan.explain().split("\n\n")[0]
+    header = "\n".join(found.plan.explain().split("\n\n")[:2])
     return Result(f"{found.text()}\n{header}", data, ok=found.ok)
 
 

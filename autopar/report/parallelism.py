@@ -50,6 +50,7 @@ class Way:
 class StageParallelism:
     """How one stage is parallel.
 
+    n_ranks       of the stage
     ways          how parameters of matmuls are shared, those of most bytes first
     tensor        kind of module -> the ranks that each such module is split over
     experts       the ranks that experts are divided over, each with whole ones; 1: none
@@ -57,6 +58,7 @@ class StageParallelism:
     norms_split   tensor parallel ranks compute norms on slices of the sequence
     """
 
+    n_ranks: int
     ways: tuple[Way, ...]
     tensor: Mapping[str, int]
     experts: int
@@ -98,7 +100,7 @@ def stage_parallelism(program: StageProgram) -> StageParallelism:
     sequence = _sequence_axes(program, weighted)
     sizes = program.axis_sizes
     return StageParallelism(
-        ways_of(program, weighted), tensor, experts,
+        math.prod(sizes), ways_of(program, weighted), tensor, experts,
         math.prod(sizes[a] for a in sequence if a not in n_tensor),
         any(a in n_tensor for a in sequence),
     )  # fmt: skip

@@ -110,7 +110,10 @@ def _placed(pipeline: Pipeline, device: str) -> Iterator[str]:
             outer[kind] = max(outer.get(kind, 1), stage.tensor[kind])
     head = _stages_text(pipeline, device)
     if len(groups) == 1:
-        yield from [head] if head else []
+        if head:
+            yield head
+        if all(stage.n_ranks == 1 for stage in stages):
+            return
         yield from _stage_words(replace(stages[0], tensor=tensor | outer), device)
     elif len(groups) <= _MOST_GROUPS:
         yield f"{head} ({'; '.join(f'{_stages(of)}: {text}' for text, of in groups.items())})"
@@ -141,7 +144,8 @@ def _stage_words(stage: StageParallelism, device: str) -> Iterator[str]:
     if stage.n_sequence > 1:
         yield f"sequences split in {_number(stage.n_sequence)}"
     if not (stage.ways or split or stage.experts > 1 or stage.n_sequence > 1):
-        yield f"every {device} repeats the same work"
+        alone = stage.n_ranks == 1
+        yield "nothing is sharded" if alone else f"every {device} repeats the same work"
 
 
 def _ways_text(ways: Sequence[Way], device: str) -> str:

@@ -82,7 +82,7 @@ def test_gpt2_on_two_stages_in_words(golden: Golden) -> None:
 
 
 def test_headline() -> None:
-    first = branched().explain().split("\n")[0]
+    first = branched().explain().split("\n\n")[1]
     middle = re.escape("(dp=1 x tp=1 | dp=1 x tp=1 | ")
     assert re.match(rf"Branched on 3 stages {middle}.*\), 4 microbatches, 1f1b: .", first)
 

@@ -58,6 +58,7 @@ def compared(*others: Alternative, chosen: Alternative | None = None) -> list[st
             Manual(tp=4, sp=True),
             "All matmuls and embedding split in four, sequence parallel, no recompute.",
         ),
+        (Manual(pp=4), "Four stages of 1 device, no recompute."),
         (
             Manual(pp=2, tp=2),
             "Two stages of 2 devices, all matmuls split in two, no recompute.",
