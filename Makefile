@@ -13,7 +13,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Processes draw hash seeds of their own, so that tests of equal plans compare different ones.
 export PYTHONHASHSEED :=
 
-.PHONY: demo compare bench-plan bench-runtime bench-checks bench-checkpoints bench-mixed same-plans validate-local test nightly faults lint golden docs parity test-gpu validate install clean
+.PHONY: demo compare bench-plan bench-runtime bench-checks bench-checkpoints bench-mixed same-plans validate-local test test-browser nightly faults lint golden docs page parity test-gpu validate install clean
 
 # Trains on four processes; plans a Llama of 8 layers for 16 GPUs and draws it; a short comparison.
 demo: install
@@ -63,6 +63,16 @@ validate-local: install
 # (tests/helpers/distribution.py), so pools are shared.
 test: lint
 	$(BIN)/python -m pytest -n 2 --dist loadfile
+
+# Pages in a headless Chromium (chromium and chromedriver; on Debian also chromium-driver): every
+# click, every number, and a Llama-70B on 128 GPUs, whose size and loading time it prints.
+test-browser: install
+	$(BIN)/python -m pytest -m browser tests/browser -rP -k 70b
+	$(BIN)/python -m pytest -m browser tests/browser -k "not 70b"
+
+# The page's bundle from its sources; needs Node.
+page:
+	cd autopar/report/page/web && npm ci --ignore-scripts && npm run build
 
 # Tests that take minutes, which no other target runs: whole ILPs, every plan of more machines, less
 # and less memory, a Llama on 64 GPUs, GPT-175B on 384.

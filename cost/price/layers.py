@@ -45,7 +45,7 @@ def _works(
     compute_s: dict[str, float] = {}
     for line in lines:
         layer = modules[line.position]
-        compute_s[layer] = compute_s.get(layer, 0.0) + line.count * line.time_s
+        compute_s[layer] = compute_s.get(layer, 0.0) + line.n * line.time_s
     waited_s, overlapped_s = (
         {layer: calls_time_s(of_layer, cost) for layer, of_layer in _by_layer(of).items()}
         for of in calls

@@ -55,8 +55,8 @@ def step_shares(pipeline: Pipeline, costs: Sequence[CostModel], timeline: Timeli
     n, backward = pipeline.n_microbatches, list(backward_lines(program))
     by_kind: dict[str, float] = defaultdict(float)
     for line in (*forward_lines(program), *backward):
-        by_kind[_kind(program.body[line.position])] += n * line.count * line.time_s
-    returned_s = times.of("backward").compute_s - math.fsum(x.count * x.time_s for x in backward)
+        by_kind[_kind(program.body[line.position])] += n * line.n * line.time_s
+    returned_s = times.of("backward").compute_s - math.fsum(x.n * x.time_s for x in backward)
     converted_s = times.before.compute_s + times.after.compute_s + n * returned_s
     slowdown_s = totals.compute_s - math.fsum(by_kind.values()) - converted_s
     exposed, hidden = _by_axes(pipeline, stage, costs[stage], timeline)

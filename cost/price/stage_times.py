@@ -65,11 +65,11 @@ def _work(compute_s: float, calls: Apart, cost: CostModel) -> PartWork:
 
 
 class LineTime(NamedTuple):
-    """Seconds of compute of the line at `position`, `count` times in one microbatch."""
+    """Seconds of compute of the line at `position`, `n` times in one microbatch."""
 
     position: int
     time_s: float
-    count: int
+    n: int
 
 
 def forward_lines(program: StageProgram) -> Iterator[LineTime]:
@@ -104,7 +104,7 @@ def backward_lines(program: StageProgram) -> Iterator[LineTime]:
 
 
 def _total_s(lines: Iterable[LineTime]) -> float:
-    return counted_sum((line.time_s, line.count) for line in lines)
+    return counted_sum((line.time_s, line.n) for line in lines)
 
 
 def _line_s(line: Line) -> list[float]:

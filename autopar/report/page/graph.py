@@ -61,7 +61,8 @@ class _StageGraph:
         shown = picture(self.program, batch_size)
         sections, _ = fold(shown)
         labels: dict[str, int] = {}
-        edges, texts = [], []
+        edges: list[list[Any]] = []
+        texts: list[dict[str, Any]] = []
         for edge in shown.edges:
             label = self._label(edge)
             if label is None:
@@ -195,7 +196,7 @@ def _line_seconds(program: StageProgram) -> dict[str, tuple[float, float]]:
             line = program.body[time.position]
             if isinstance(line, CallLine):
                 forward_s, backward_s = found.get(line.key, (0.0, 0.0))
-                more_s = time.count * time.time_s
+                more_s = time.n * time.time_s
                 found[line.key] = (
                     (forward_s + more_s, backward_s)
                     if number == 0

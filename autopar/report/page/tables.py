@@ -8,7 +8,7 @@ from dataclasses import asdict
 from typing import Any
 
 from autopar.placement import COLLECTIVES
-from autopar.program import Collective, StageProgram, StoredParameter
+from autopar.program import Collective, GatherLine, StageProgram, StoredParameter
 from autopar.report.page.subject import Subject
 from autopar.report.stages import crossing_rows, tie_text
 
@@ -24,8 +24,13 @@ def parameter_table(subject: Subject) -> list[dict[str, Any]]:
     """Parameters that are stored and used alike, by pattern; bytes are of a rank, all together."""
     groups: dict[tuple[Any, ...], list[StoredParameter]] = {}
     for k, program in enumerate(subject.pipeline.stages):
+        gathered: dict[str, dict[str, None]] = {}
+        for line in program.body:
+            if isinstance(line, GatherLine):
+                gathered.setdefault(line.parameter, {})[str(line.out.spec)] = None
         for p in program.parameters:
-            uses = ", ".join(dict.fromkeys(str(u.local.spec) for u in p.uses)) or "gathered at use"
+            specs = dict.fromkeys(str(u.local.spec) for u in p.uses) or gathered.get(p.name, {})
+            uses = ", ".join(specs) or "not used"
             key = k, starred(p.name), tuple(p.shape), str(p.stored.spec), uses, p.period
             groups.setdefault(key, []).append(p)
     return [
