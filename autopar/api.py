@@ -161,7 +161,7 @@ def compare(*plans: Plan) -> Comparison:
             hint="plan.explain() lists the alternatives to one",
         )
     compared = tuple(
-        ComparedPlan(made.data, made.predicted, tuple(made.collectives()), made.bars())
+        ComparedPlan(made.data, made.predicted, made.bound.collectives, made.bound.bars())
         if made.bound
         else ComparedPlan(made.data)
         for made in plans

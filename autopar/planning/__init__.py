@@ -1,11 +1,13 @@
 """What users get from `autopar.plan`: a `Plan`, and all that follows from it.
 
-`plan.py` has the public class, its view of the compilation (`Bound`), and how a plan is made.
+`plan.py` has the public class and how a plan is made, `bound.py` its view of the compilation, and
+`page.py` what its page shows.
 May import `passes`, `report`, `verifier`, `codegen`, `capture`, `cost`, `runtime` and what lies
 below them. Hands on `Plan`, `planned` and `Bound`.
 """
 
-from autopar.planning.plan import Bound, Plan, on_program, plan_program, planned, settled_heap
+from autopar.planning.bound import Bound, settled_heap
+from autopar.planning.plan import Plan, on_program, plan_program, planned
 
 __all__ = [
     "Bound",

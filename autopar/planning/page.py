@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
 from torch import nn
 
@@ -24,13 +23,11 @@ from autopar.passes.explain import runners_up
 from autopar.passes.facts import Placed, Source, Target, Unverified
 from autopar.passes.pipeline import PASSES
 from autopar.passes.search import PlanningResult
+from autopar.planning.bound import Bound
 from autopar.program import Pipeline, Program
 from autopar.report import Help, Subject
 from autopar.schedule import ORDERS
 from autopar.units import format_bytes
-
-if TYPE_CHECKING:
-    from autopar.planning.plan import Bound, Plan
 
 # Planning again stops after so many seconds; the row then shows the best plan so far.
 REPLAN_S = 10.0
@@ -42,95 +39,92 @@ _WORDS = {
 }
 
 
-def subject_of(plan: Plan, bound: Bound, assumed: str, with_replans: bool) -> Subject:
+def subject_of(bound: Bound, with_replans: bool) -> Subject:
     """What the page of a bound plan is made of."""
     return Subject(
-        plan.data,
+        bound.data,
         bound.pipeline,
         bound.predicted,
-        plan.collectives(),
+        bound.collectives,
         bound.costs,
-        plan.simulate(),
+        bound.timeline(),
         bound.hardware,
-        runners_up(bound.stages, plan.data),
+        runners_up(bound.stages, bound.data),
         [
-            *_faster_parts(plan, bound),
-            _more_microbatches(plan, bound),
-            *_memory(plan, bound, with_replans),
-            *_nodes(plan, bound, with_replans),
+            *_faster_parts(bound),
+            _more_microbatches(bound),
+            *_memory(bound, with_replans),
+            *_nodes(bound, with_replans),
         ],
         bound.sources,
-        assumed,
+        bound.assumed,
     )
 
 
-def _faster_parts(plan: Plan, bound: Bound) -> Iterator[Help]:
+def _faster_parts(bound: Bound) -> Iterator[Help]:
     """Each part of the machine twice as fast, with the same decisions."""
-    n_nodes, n_local = plan.data.mesh.shape if len(plan.data.mesh.shape) == 2 else (1, 0)
+    n_nodes, n_local = bound.data.mesh.shape if len(bound.data.mesh.shape) == 2 else (1, 0)
     for change in doublings(profile_of(bound.mesh)):
         key = change.partition("=")[0]
         is_alone = n_nodes == 1 if "inter_node" in key else n_local == 1 and "intra_node" in key
         if is_alone:
             continue
-        step_s = _changed_step_s(plan, bound, change)
+        step_s = _changed_step_s(bound, change)
         gain = bound.predicted.step_time_s / step_s - 1
         command = f"autopar simulate plan.json --model MODEL --what-if {change}"
         yield Help(_WORDS[key], step_s, gain, "", command)
 
 
-def _changed_step_s(plan: Plan, bound: Bound, change: str) -> float:
+def _changed_step_s(bound: Bound, change: str) -> float:
     """What `plan.what_if(change)` takes. Lines do not know links, and what is proved stays proved,
     so only what the change touches is made again."""
     profile = changed(profile_of(bound.mesh), change)
     hardware = resolve_on(profile, bound.mesh, compute_dtype(bound.analysis))
     target = Target(bound.mesh.with_links(hardware.links, hardware.device), Options())
-    other = Compilation(PASSES, target, plan.data, bound.analysis)
+    other = Compilation(PASSES, target, bound.data, bound.analysis)
     costs = [stage.cost for stage in other[Placed].stages]
     pipeline = bound.pipeline if change.startswith("link.") else other[Unverified].pipeline
     links = link_between(target.mesh, hardware.links)
-    return timeline_of(pipeline, costs, plan.data.optimizer, links).step_time_s
+    return timeline_of(pipeline, costs, bound.data.optimizer, links).step_time_s
 
 
-def _more_microbatches(plan: Plan, bound: Bound) -> Help:
+def _more_microbatches(bound: Bound) -> Help:
     """Twice the batch, as twice the microbatches of the same size."""
-    pipeline, n = bound.pipeline, 2 * plan.microbatches
+    pipeline, n = bound.pipeline, 2 * bound.data.microbatches
     programs = [replace(program, n_microbatches=n) for program in pipeline.stages]
-    doubled = Pipeline.of(programs, pipeline.meshes, ORDERS[plan.schedule])
+    doubled = Pipeline.of(programs, pipeline.meshes, ORDERS[bound.data.schedule])
     links = link_between(bound.mesh, bound.hardware.links)
-    step_s = timeline_of(doubled, bound.costs, plan.data.optimizer, links).step_time_s
+    step_s = timeline_of(doubled, bound.costs, bound.data.optimizer, links).step_time_s
     note = f"{n} microbatches of the same size; another plan may be faster"
     return Help(
         "twice the batch", step_s, 2 * bound.predicted.step_time_s / step_s - 1, note,
-        f"autopar plan MODEL {_machine(plan)} --batch {2 * _batch_size(plan)}",
+        f"autopar plan MODEL {_machine(bound)} --batch {2 * _batch_size(bound)}",
     )  # fmt: skip
 
 
-def _memory(plan: Plan, bound: Bound, with_replans: bool) -> Iterator[Help]:
+def _memory(bound: Bound, with_replans: bool) -> Iterator[Help]:
     """Half and twice the memory: the same plan where it fits and nothing binds, else another."""
-    peak_bytes, limit_bytes = bound.predicted.peak_bytes, _limit_bytes(plan, bound)
+    peak_bytes, limit_bytes = bound.predicted.peak_bytes, bound.limit_bytes
     for what, factor in (("half the memory", 0.5), ("twice the memory", 2.0)):
         other_bytes = int(limit_bytes * factor)
-        command = f"autopar plan MODEL {_machine(plan)} --memory-limit {other_bytes}"
+        command = f"autopar plan MODEL {_machine(bound)} --memory-limit {other_bytes}"
         limit = format_bytes(other_bytes)
         if factor < 1 and peak_bytes <= other_bytes:
             note = f"the plan fits in {limit} as it is: it needs {format_bytes(peak_bytes)}"
             yield Help(what, bound.predicted.step_time_s, 0.0, note, command)
             continue
         does_not = f"the plan needs {format_bytes(peak_bytes)} of {limit}" if factor < 1 else ""
-        yield _replanned(plan, bound, what, does_not, command, with_replans, limit=other_bytes)
+        yield _replanned(bound, what, does_not, command, with_replans, limit=other_bytes)
 
 
-def _nodes(plan: Plan, bound: Bound, with_replans: bool) -> Iterator[Help]:
+def _nodes(bound: Bound, with_replans: bool) -> Iterator[Help]:
     n_nodes, n_local = bound.mesh.shape
     mesh = replace(bound.mesh, shape=(2 * n_nodes, n_local))
-    command = f"autopar plan MODEL {_machine(plan, 2)}"
-    yield _replanned(
-        plan, bound, "twice the nodes, same batch", "", command, with_replans, mesh=mesh
-    )
+    command = f"autopar plan MODEL {_machine(bound, 2)}"
+    yield _replanned(bound, "twice the nodes, same batch", "", command, with_replans, mesh=mesh)
 
 
 def _replanned(
-    plan: Plan,
     bound: Bound,
     what: str,
     note: str,
@@ -151,7 +145,7 @@ def _replanned(
     )
     compilation = Compilation(
         PASSES,
-        Source(nn.Module(), example_of(plan.data)),
+        Source(nn.Module(), example_of(bound.data)),
         Target(mesh or bound.mesh, options),
         bound.compilation[Program],
     )
@@ -160,19 +154,15 @@ def _replanned(
     except AutoparError as error:
         return Help(what, None, None, str(error).splitlines()[0], command)
     name = found.candidate.name
-    words = [note, f"then: {name}" if name != plan.data.chosen else "with the same candidate"]
+    words = [note, f"then: {name}" if name != bound.data.chosen else "with the same candidate"]
     gain = bound.predicted.step_time_s / found.step_time_s - 1
     return Help(what, found.step_time_s, gain, "; ".join(filter(None, words)), command)
 
 
-def _machine(plan: Plan, more: int = 1) -> str:
-    n_nodes, n_local = plan.data.mesh.shape
-    return f"--mesh {more * n_nodes}x{n_local} --hardware {plan.data.mesh.hardware}"
+def _machine(bound: Bound, more: int = 1) -> str:
+    n_nodes, n_local = bound.data.mesh.shape
+    return f"--mesh {more * n_nodes}x{n_local} --hardware {bound.data.mesh.hardware}"
 
 
-def _limit_bytes(plan: Plan, bound: Bound) -> float:
-    return plan.data.limit_bytes or bound.hardware.memory_limit_bytes
-
-
-def _batch_size(plan: Plan) -> int:
-    return plan.data.inputs[0].shape[0]
+def _batch_size(bound: Bound) -> int:
+    return bound.data.inputs[0].shape[0]

@@ -7,9 +7,7 @@ lowered on first use (`Bound`). `Plan.load` gives an unbound plan; `Plan.bind` b
 
 from __future__ import annotations
 
-import gc
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,96 +17,30 @@ import torch
 from torch import nn
 
 from autopar import report as reports  # its `verdict` is a file too, and files are no doors
-from autopar.cost.hardware import Hardware, changed, profile_of, resolve, resolve_on
-from autopar.cost.laws import CostModel
-from autopar.cost.price import collectives_of, hidden_of, link_between, timeline_of
+from autopar.cost.hardware import changed, profile_of, resolve_on
+from autopar.cost.price import hidden_of
 from autopar.cost.simulate import Timeline
 from autopar.errors import OptionError, PlanError
 from autopar.mesh import Mesh
 from autopar.options import Options
-from autopar.passes.analysis import Analysis, compute_dtype
+from autopar.passes.analysis import compute_dtype
 from autopar.passes.binding import ExampleInputs, check_mesh, example_of, mesh_of
 from autopar.passes.compilation import Compilation
 from autopar.passes.explain import decisions
-from autopar.passes.facts import Placed, Source, Sources, Target
-from autopar.passes.lowering import PlacedStage
+from autopar.passes.facts import Placed, Source, Target
 from autopar.passes.pipeline import PASSES
 from autopar.passes.search import PlanningResult, PlanningStats
+from autopar.planning.bound import Bound, bind, settled_heap
 from autopar.planning.page import subject_of
 from autopar.plans import PlanData, Predicted, load_plan, parse_storage
-from autopar.program import Collective, Pipeline, Program
+from autopar.program import Collective, Program
 from autopar.report import (
-    assumed,
     dot,
     explain,
     explain_name,
     facts_json,
-    memory_bar,
     page_html,
-    time_bar,
 )
-
-
-@dataclass(frozen=True)
-class Bound:
-    """Everything that can be computed from a plan and its program."""
-
-    compilation: Compilation
-
-    @property
-    def data(self) -> PlanData:
-        return self.compilation[PlanData]
-
-    @property
-    def mesh(self) -> Mesh:
-        return self.compilation[Target].mesh
-
-    @property
-    def analysis(self) -> Analysis:
-        return self.compilation[Analysis]
-
-    @property
-    def stages(self) -> tuple[PlacedStage, ...]:
-        return self.compilation[Placed].stages
-
-    @property
-    def hardware(self) -> Hardware:
-        return resolve(self.mesh, compute_dtype(self.analysis))
-
-    @property
-    def costs(self) -> list[CostModel]:
-        return [stage.cost for stage in self.stages]
-
-    @property
-    def pipeline(self) -> Pipeline:
-        """The stages lowered, joined and verified."""
-        return self.compilation[Pipeline]
-
-    @property
-    def predicted(self) -> Predicted:
-        return self.compilation[Predicted]
-
-    @property
-    def sources(self) -> dict[str, str]:
-        """File name -> generated source."""
-        with settled_heap():
-            return self.compilation[Sources].files
-
-
-def bind(
-    data: PlanData,
-    analysis: Analysis,
-    mesh: Mesh,
-    stages: tuple[PlacedStage, ...] | None = None,
-) -> Bound:
-    """Place a plan on an analysed program, or take `stages` that are placed already.
-
-    Raises `PlanError` if the plan is for another graph, or is not legal on this one.
-    """
-    placed = () if stages is None else (Placed(stages),)
-    compilation = Compilation(PASSES, Target(mesh, Options()), data, analysis, *placed)
-    _ = compilation[Placed]
-    return Bound(compilation)
 
 
 @dataclass(frozen=True)
@@ -223,7 +155,7 @@ class Plan:
 
     def collectives(self) -> list[Collective]:
         """Every collective of one step."""
-        return list(collectives_of(self._bound("collectives()").pipeline, self.data.optimizer))
+        return list(self._bound("collectives()").collectives)
 
     def code(self) -> dict[str, str]:
         """File name -> generated source."""
@@ -231,8 +163,9 @@ class Plan:
 
     def verdict(self) -> list[str]:
         """The plan in two or three sentences: what it does, what it costs, what else would cost."""
-        bound, step = self._bound("verdict()"), self.simulate()
-        return reports.verdict(self.data, bound.pipeline, bound.predicted, step, bound.hardware)
+        bound = self._bound("verdict()")
+        on = self.data, bound.pipeline, bound.predicted
+        return reports.verdict(*on, bound.timeline(), bound.hardware)
 
     def explain(self, name: str | None = None) -> str:
         """The plan in words, its verdict first; with a name, what it is of and its alternatives.
@@ -244,10 +177,10 @@ class Plan:
         on = self.data, bound.pipeline, bound.predicted
         if name is not None:
             return explain_name(*on, name, decisions(bound.stages, self.data, name))
-        step = self.simulate()
+        step = bound.timeline()
         return explain(
-            *on, self.collectives(), reports.verdict(*on, step, bound.hardware),
-            self._assumed(), hidden_of(bound.pipeline, bound.costs, step),
+            *on, bound.collectives, reports.verdict(*on, step, bound.hardware), bound.assumed,
+            hidden_of(bound.pipeline, bound.costs, step),
         )  # fmt: skip
 
     def to_dot(self) -> str:
@@ -262,7 +195,7 @@ class Plan:
         """
         bound = self._bound("to_json()")
         with settled_heap():
-            return facts_json(subject_of(self, bound, self._assumed(), replan))
+            return facts_json(subject_of(bound, replan))
 
     def report(self, path: str | Path, replan: bool = True) -> ReportFiles:
         """Write the plan as one HTML page, which needs no network and no other program.
@@ -282,22 +215,6 @@ class Plan:
             raise OptionError(f"cannot write {error.filename}: {error.strerror}") from error
         return ReportFiles(target, graph)
 
-    def bars(self) -> dict[str, Any]:
-        """What the step and the peak memory are made of: `time` and `memory` of `to_json`."""
-        bound = self._bound("bars()")
-        limit_bytes = self.data.limit_bytes or bound.hardware.memory_limit_bytes
-        return {
-            "time": time_bar(bound.pipeline, bound.costs, self.simulate()),
-            "memory": memory_bar(bound.pipeline, self.data.optimizer, limit_bytes),
-        }
-
-    def _assumed(self) -> str:
-        bound = self._bound("explain()")
-        return assumed(
-            bound.hardware, compute_dtype(bound.analysis), self.data, bound.pipeline,
-            bound.predicted,
-        )  # fmt: skip
-
     def simulate(
         self,
         slow: tuple[int, float] | None = None,
@@ -309,16 +226,7 @@ class Plan:
         jitter    (fraction, seed): lengthens every compute by up to this fraction of itself, drawn
                   from the seed
         """
-        bound = self._bound("simulate()")
-        return timeline_of(
-            bound.pipeline,
-            bound.costs,
-            self.data.optimizer,
-            link_between(bound.mesh, bound.hardware.links),
-            with_memory=True,
-            slow=slow,
-            jitter=jitter,
-        )
+        return self._bound("simulate()").timeline(slow, jitter)
 
     def what_if(self, changes: str) -> Plan:
         """The same plan on a changed machine: `"link.inter_node.s_per_byte=0.5x"`.
@@ -372,31 +280,6 @@ class Plan:
                 hint="plan.bind(model), or pass it to autopar.parallelize(model, mesh, plan=plan)",
             )
         return self.bound
-
-
-# Objects made between garbage collections while planning. Up to a million live as long as planning
-# does. Collecting so rarely takes less than 1% of the time instead of 3%, for 0.4% more memory.
-_GC_EVERY = 300_000
-
-
-@contextmanager
-def settled_heap() -> Iterator[None]:
-    """Freeze existing objects and collect garbage rarely.
-
-    Planning makes many small objects. Without this, every full collection would walk torch, the
-    captured model and all else again.
-    """
-    if gc.get_freeze_count():  # whoever froze the heap unfreezes it
-        yield
-        return
-    thresholds = gc.get_threshold()
-    gc.freeze()
-    gc.set_threshold(max(_GC_EVERY, thresholds[0]) if thresholds[0] else 0, *thresholds[1:])
-    try:
-        yield
-    finally:
-        gc.set_threshold(*thresholds)
-        gc.unfreeze()
 
 
 @settled_heap()

@@ -1,12 +1,12 @@
 """What a decision of a plan was chosen over: the next best options and what they cost.
 
-Read `next_best.py` (one decision, with all that an option changes), then `runners_up.py` (the
+Read `next_best.py` (one decision, with all that an option changes), then `all_options.py` (the
 prices of all decisions at once). May import every other room of `passes`, and what lies below.
 Hands on `decisions` and `runners_up`.
 """
 
 from autopar.passes.explain.next_best import decisions
-from autopar.passes.explain.runners_up import RunnersUp, runners_up
+from autopar.passes.explain.all_options import RunnersUp, runners_up
 
 __all__ = [
     "RunnersUp",

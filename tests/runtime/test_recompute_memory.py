@@ -13,7 +13,7 @@ import autopar
 from autopar import Device, Link, Manual, Mesh, Plan
 from autopar.cost.price.prediction import peak_of_stage
 from autopar.options import Recompute
-from autopar.planning.plan import Bound, bind
+from autopar.planning.bound import Bound, bind
 from autopar.runtime.launch.processes import WorkerPool
 from tests.helpers.harness import generated_code, random_ranges
 from tests.helpers.models.recompute_models import recomputing

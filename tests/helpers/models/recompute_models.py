@@ -17,7 +17,7 @@ from autopar.passes.analysis.analysis import Analysis
 from autopar.passes.analysis.recompute import recomputed_operators
 from autopar.passes.binding.inputs import mesh_of
 from autopar.passes.lowering.replaying import stage_record
-from autopar.planning.plan import bind
+from autopar.planning.bound import bind
 from autopar.program.strategy import Recomputed
 from tests.helpers.jobs import WIDTH
 
