@@ -5,8 +5,8 @@ prices of all decisions at once). May import every other room of `passes`, and w
 Hands on `decisions` and `runners_up`.
 """
 
-from autopar.passes.explain.next_best import decisions
 from autopar.passes.explain.all_options import RunnersUp, runners_up
+from autopar.passes.explain.next_best import decisions
 
 __all__ = [
     "RunnersUp",
