@@ -1,8 +1,8 @@
 """Reports: a plan as text, as a graph and as an HTML page; comparisons, simulations, scaling.
 
 Read in this order:
-    tables, stages, division, next_best, assumptions, ranges,
-    parallelism, verdict, explanation, named                  a plan as text
+    ranges, tables, stages, division, next_best, assumptions,
+    legend, parallelism, verdict, explanation, matching, named   a plan as text
     kinds, picture, folding, boxes, stage_graph, graph_text   a plan as a Graphviz graph
     page, html                                                a plan as an HTML page
     comparison, simulation, scaling                           plans side by side; steps; scaling
@@ -15,7 +15,9 @@ from autopar.report.comparison import ComparedPlan, Comparison
 from autopar.report.explanation import explain
 from autopar.report.graph_text import INSTALL_HINT, dot
 from autopar.report.html import ReportFiles, write_report
+from autopar.report.matching import matching_names
 from autopar.report.named import explain_name
+from autopar.report.ranges import folded_names
 from autopar.report.scaling import scaling_svg, scaling_text
 from autopar.report.simulation import simulation_dict, simulation_text, what_if_dict, what_if_text
 from autopar.report.tables import headline
@@ -30,7 +32,9 @@ __all__ = [
     "dot",
     "explain",
     "explain_name",
+    "folded_names",
     "headline",
+    "matching_names",
     "scaling_svg",
     "scaling_text",
     "simulation_dict",

@@ -22,6 +22,7 @@ from autopar.report.stages import (
     tie_text,
 )
 from autopar.report.tables import (
+    alternative_note,
     alternative_rows,
     headline,
     idle_warnings,
@@ -216,7 +217,11 @@ def _alternatives(data: PlanData) -> str:
         return f"<p>{escaped(data.chosen)}; no alternatives were tried</p>"
     shown, others = alternative_rows(data)
     rows = [
-        (a.name, "–" if a.step_time_s is None else format_seconds(a.step_time_s), a.note)
+        (
+            a.name,
+            "–" if a.step_time_s is None else format_seconds(a.step_time_s),
+            alternative_note(a, data),
+        )
         for a in shown
     ]
     chosen = [i for i, a in enumerate(shown) if a.name == data.chosen]
