@@ -11,7 +11,7 @@ class AutoparError(Exception):
     """Base of everything autopar raises on purpose.
 
     `where` names the operator or source line, `hint` says what to do. Each gets a line of its own
-    below the message.
+    below `what`.
     """
 
     def __init__(self, what: str, *, where: str | None = None, hint: str | None = None) -> None:
@@ -21,6 +21,7 @@ class AutoparError(Exception):
         if hint:
             lines.append(f"  hint: {hint}")
         super().__init__("\n".join(lines))
+        self.what, self.where, self.hint = what, where, hint
 
 
 class NotSupportedError(AutoparError):

@@ -18,6 +18,13 @@ def format_bytes(size_bytes: float) -> str:
     return f"{value:.1f} TiB"
 
 
+def format_bytes_of(size_bytes: float, limit_bytes: float) -> str:
+    """`"56.5 of 72.0 GiB"`; each has its own unit where they differ."""
+    size, limit = format_bytes(size_bytes), format_bytes(limit_bytes)
+    number, unit = size.split()
+    return f"{number if limit.endswith(f' {unit}') else size} of {limit}"
+
+
 def format_seconds(time_s: float) -> str:
     """`0.00123` -> `"1.23 ms"`."""
     return "0 s" if time_s == 0.0 else _three_digits(time_s, _SECONDS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from dataclasses import asdict
 
 import torch
 
@@ -83,11 +84,13 @@ def _(space: SearchSpace) -> str:
 
 @text_of.register
 def _(result: PlanningResult) -> str:
-    """One line per candidate: its name, time and note."""
+    """One line per candidate: its name, and what is known of it."""
     lines = []
     for row in result.alternatives:
-        time = "-" if row.step_time_s is None else format_seconds(row.step_time_s)
-        lines.append(f"{row.name}: {time} {row.note}".rstrip())
+        known = {key: value for key, value in asdict(row).items() if value and key != "name"}
+        words = (f"{key}={value:.6g}" if isinstance(value, float) else f"{key}={value}"
+                 for key, value in known.items())  # fmt: skip
+        lines.append(f"{row.name}: {' '.join(words)}")
     return "\n".join(lines)
 
 

@@ -23,6 +23,7 @@ from autopar.cli.scaling import ScaleRequest, scale_flags
 from autopar.cli.shell import (
     ErrorGroup,
     JsonMayNameFile,
+    PanelledCommand,
     Result,
     note,
     prints_result,
@@ -69,7 +70,7 @@ def _root(
     """Plan, explain and check how a PyTorch model is sharded over devices."""
 
 
-@app.command()
+@app.command(cls=PanelledCommand)
 @prints_result
 @takes_planning_options
 def plan(
@@ -89,7 +90,7 @@ def plan(
     return Result(made.explain(), plan_json(made) | {"saved": saved})
 
 
-@app.command()
+@app.command(cls=PanelledCommand)
 @prints_result
 @takes_planning_options
 def explain(
@@ -113,7 +114,7 @@ def explain(
     return Result(text, plan_json(made) | {"text": text})
 
 
-@app.command()
+@app.command(cls=PanelledCommand)
 @prints_result
 @takes_planning_options
 def passes(
@@ -135,7 +136,7 @@ def passes(
     return ran_result(plan_of(subject, model, request, "passes"))
 
 
-@app.command()
+@app.command(cls=PanelledCommand)
 @prints_result
 @takes_planning_options
 def code(
@@ -159,7 +160,7 @@ def code(
     return Result(text, {"files": files, "written": written})
 
 
-@app.command()
+@app.command(cls=PanelledCommand)
 @prints_result
 @takes_planning_options
 def report(
@@ -187,7 +188,7 @@ def report(
     return Result("\n".join(written), plan_json(made) | {"written": written})
 
 
-@app.command()
+@app.command(cls=PanelledCommand)
 @prints_result
 @takes_planning_options
 def verify(model: ModelArgument, request: PlanRequest) -> Result:
@@ -216,7 +217,7 @@ def verify(model: ModelArgument, request: PlanRequest) -> Result:
     return Result(f"{found.text()}\n{header}", data, ok=found.ok)
 
 
-@app.command()
+@app.command(cls=PanelledCommand)
 @prints_result
 def ops(
     model: ModelArgument,
@@ -254,7 +255,7 @@ def ops(
     return ops_result(uses, dims, n_ranks, program.audit)
 
 
-@app.command()
+@app.command(cls=PanelledCommand)
 @prints_result
 @takes_flags("recipe", scale_flags)
 @takes_planning_options
@@ -300,7 +301,7 @@ def simulate(
     return simulate_plan(subject, request, play, what_if or (), scale, svg)
 
 
-@app.command()
+@app.command(cls=PanelledCommand)
 @prints_result
 @takes_planning_options
 def compare(
@@ -320,7 +321,7 @@ def compare(
     return compare_result(subjects, model, request, output)
 
 
-@app.command()
+@app.command(cls=PanelledCommand)
 @prints_result
 def cost(
     kind: Annotated[str, typer.Argument(metavar="COLLECTIVE", help="all_reduce, all_gather ...")],
@@ -342,7 +343,7 @@ def cost(
     return cost_result(kind, ranks, nodes, hardware, sizes_bytes)
 
 
-@app.command()
+@app.command(cls=PanelledCommand)
 @prints_result
 def calibrate(
     output: Annotated[
@@ -400,7 +401,7 @@ def validate(
     return result
 
 
-@app.command()
+@app.command(cls=PanelledCommand)
 @prints_result
 def convert(
     old: Annotated[Path, typer.Argument(metavar="OLD", help="A checkpoint you trust.")],
@@ -423,7 +424,7 @@ def convert(
     )
 
 
-@app.command()
+@app.command(cls=PanelledCommand)
 @prints_result
 def diagnose(
     folders: Annotated[
@@ -445,7 +446,7 @@ def diagnose(
     return diagnose_result(folders, ranks)
 
 
-@app.command()
+@app.command(cls=PanelledCommand)
 @prints_result
 def doctor() -> Result:
     """Check this machine.

@@ -16,6 +16,7 @@ import functools
 import inspect
 import re
 from collections.abc import Callable
+from copy import copy
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -125,9 +126,15 @@ def _planning_flags(
     return PlanRequest(mesh, hardware, batch, seq, loss, set_by_user)
 
 
-def takes_flags(name: str, read: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace a command's argument `name` by the flags of `read`, which returns its value."""
-    flags = inspect.signature(read, eval_str=True).parameters
+def takes_flags(
+    name: str, read: Callable[..., Any], panel: str | None = None
+) -> Callable[..., Any]:
+    """Replace a command's argument `name` by the flags of `read`, which returns its value.
+
+    `panel` is the section of the command's help that lists them.
+    """
+    signature = inspect.signature(read, eval_str=True)
+    flags = {key: _in_panel(flag, panel) for key, flag in signature.parameters.items()}
 
     def wrap(command: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(command)
@@ -143,9 +150,17 @@ def takes_flags(name: str, read: Callable[..., Any]) -> Callable[..., Any]:
     return wrap
 
 
+def _in_panel(flag: inspect.Parameter, panel: str | None) -> inspect.Parameter:
+    """The same flag, in a section of the help; other commands may list it elsewhere."""
+    kind, (option, *rest) = flag.annotation.__origin__, flag.annotation.__metadata__
+    option = copy(option)
+    option.rich_help_panel = panel
+    return flag.replace(annotation=Annotated[(kind, option, *rest)])
+
+
 def takes_planning_options(command: Callable[..., Any]) -> Callable[..., Any]:
-    """Replace a command's `request: PlanRequest` by the planning flags."""
-    return takes_flags("request", _planning_flags)(command)
+    """Replace a command's `request: PlanRequest` by the planning flags, a panel of its help."""
+    return takes_flags("request", _planning_flags, "Planning options")(command)
 
 
 def parse_mesh(text: str) -> tuple[int, ...]:

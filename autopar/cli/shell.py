@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, redirect_stdout
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, cast
 
 import typer
 from typer.core import TyperCommand, TyperGroup
@@ -25,6 +25,10 @@ from autopar.errors import AutoparError, OptionError
 
 GOOD, FAILED_CHECK, WRONG_USE = 0, 1, 2
 Progress = Callable[[str], None]
+# Where the root's context keeps whether `--json` was given, known before any flag is parsed.
+_AS_JSON = "autopar.json"
+# Of unknown flags, missing arguments and the like; typer does not export it.
+_UsageError = cast("type[Exception]", typer.BadParameter.__base__)
 
 JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object and nothing else.")]
 
@@ -39,17 +43,62 @@ class Result:
 
 
 class ErrorGroup(TyperGroup):
-    """Commands whose `AutoparError`s become a message on stderr and exit code 2."""
+    """Commands whose `AutoparError`s become a message on stderr and exit code 2.
+
+    With `--json`, they and errors of usage become one JSON object on stdout.
+    """
+
+    def parse_args(self, ctx: Any, args: list[str]) -> Any:
+        ctx.meta[_AS_JSON] = "--json" in args
+        return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
         try:
             return super().invoke(ctx)
         except AutoparError as error:
-            typer.echo(f"error: {error}", err=True)
+            if ctx.meta[_AS_JSON]:
+                typer.echo(to_json(_error_json(error)))
+            else:
+                typer.echo(f"error: {error}", err=True)
+            raise typer.Exit(WRONG_USE) from error
+        except _UsageError as error:
+            if not ctx.meta[_AS_JSON]:
+                raise
+            said = {
+                "type": "UsageError",
+                "message": cast(Any, error).format_message(),
+                "hint": None,
+            }
+            typer.echo(to_json({"error": said}))
             raise typer.Exit(WRONG_USE) from error
 
 
-class JsonMayNameFile(TyperCommand):
+def _error_json(error: AutoparError) -> dict[str, Any]:
+    """`where` is there only if it is known."""
+    where = {} if error.where is None else {"where": error.where}
+    said = {"type": type(error).__name__, "message": error.what, "hint": error.hint}
+    return {"error": said | where}
+
+
+class PanelledCommand(TyperCommand):
+    """A command whose help has its own options first, then those of each panel."""
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        sections: dict[str, list[tuple[str, str]]] = {"Arguments": [], "Options": []}
+        for parameter in self.get_params(ctx):
+            record = parameter.get_help_record(ctx)
+            if record is not None:
+                is_argument = parameter.param_type_name == "argument"
+                panel = getattr(parameter, "rich_help_panel", None)
+                name = "Arguments" if is_argument else panel or "Options"
+                sections.setdefault(name, []).append(record)
+        for name, records in sections.items():
+            if records:
+                with formatter.section(name):
+                    formatter.write_dl(records)
+
+
+class JsonMayNameFile(PanelledCommand):
     """A command with `--output` for which `--json OUT` means `--output OUT`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:

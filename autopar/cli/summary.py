@@ -5,8 +5,6 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
-from autopar.errors import OptionError
-
 if TYPE_CHECKING:
     from autopar.planning import Plan
     from autopar.plans import PlanData
@@ -60,30 +58,28 @@ def data_text(data: PlanData, name: str | None = None) -> str:
     With `name`, only that parameter, operator or module. Raises `OptionError` for a name that
     the plan does not have.
     """
+    from autopar.report import folded_names, headline, matching_names
+
+    several = len(data.stages) > 1
     if name is not None:
-        several = len(data.stages) > 1
-        found = [
-            f"{key}  {text}" + (f"  on stage {number}" if several else "")
+        entries = [
+            (key, text + (f"  on stage {number}" if several else ""))
             for number, stage in enumerate(data.stages)
             for key, text in (*stage.parameters.items(), *stage.operators.items())
-            if key == name or key.startswith(f"{name}/")
         ]
-        if not found:
-            raise OptionError(
-                f"the plan has no parameter, operator or module {name!r}",
-                hint="names are the keys of `parameters` and `operators` in the plan file",
-            )
-        return "\n".join(found)
-    from autopar.report import headline
-
+        meant = matching_names(name, [key for key, _ in entries])
+        within = tuple(f"{full}{mark}" for full in meant for mark in "/.")
+        found = [(key, text) for key, text in entries if key in meant or key.startswith(within)]
+        return "\n".join(f"{key}  {text}" for key, text in folded_names(found))
     tables = []
     for number, stage in enumerate(data.stages):
-        width = max((len(key) for key in stage.parameters), default=9)
+        rows = folded_names(stage.parameters.items())
+        width = max((len(key) for key, _ in rows), default=9)
         tables += [
             "",
-            *([f"stage {number}, from {stage.begins_at}"] if len(data.stages) > 1 else []),
+            *([f"stage {number}, from {stage.begins_at}"] if several else []),
             f"{'parameter':{width}}  stored (on {' '.join(stage.axes)})",
-            *(f"{key:{width}}  {text}" for key, text in stage.parameters.items()),
+            *(f"{key:{width}}  {text}" for key, text in rows),
         ]
     note = "costs and collectives need the model: --model MODEL"
     return "\n".join([headline(data), *tables, "", note])

@@ -170,17 +170,17 @@ class Plan:
     def explain(self, name: str | None = None) -> str:
         """The plan in words, its verdict first; with a name, what it is of and its alternatives.
 
-        `name` is a parameter, an operator or a module. The alternatives are listed with what they
-        would cost.
+        `name` is a parameter, an operator or a module: whole, starred (`h.*.mlp.c_fc.weight`) or
+        its end (`wte`). The alternatives are listed with what they would cost.
         """
         bound = self._bound("explain()")
         on = self.data, bound.pipeline, bound.predicted
         if name is not None:
-            return explain_name(*on, name, decisions(bound.stages, self.data, name))
+            return explain_name(*on, name, lambda n: decisions(bound.stages, self.data, n))
         step = bound.timeline()
         return explain(
             *on, bound.collectives, reports.verdict(*on, step, bound.hardware), bound.assumed,
-            hidden_of(bound.pipeline, bound.costs, step),
+            hidden_of(bound.pipeline, bound.costs, step), bound.hardware.peak_flops_per_s,
         )  # fmt: skip
 
     def to_dot(self) -> str:

@@ -72,6 +72,9 @@ class Alternative:
     note          in words, what the numbers do not say
     recipe        "data parallel", "ZeRO-3" or "Megatron"; empty for the search
     peak_bytes    on one rank; without `step_time_s`, what the leanest placements need
+    least_s       lower bound on its step, of what was ruled out by it
+    is_estimate   `step_time_s` is the search's estimate: it could not win, and was not simulated
+    slower_by     what makes it slower than the plan: `all_reduce across nodes`
     """
 
     name: str
@@ -79,6 +82,9 @@ class Alternative:
     note: str = ""
     recipe: str = ""
     peak_bytes: float | None = None
+    least_s: float | None = None
+    is_estimate: bool = False
+    slower_by: str = ""
 
 
 @dataclass(frozen=True)

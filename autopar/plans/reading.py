@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -110,8 +110,8 @@ def _optional(raw: Mapping[str, Json], stages: Collection[StageRecord]) -> dict[
         "kept_whole": lambda value: tuple(name.text() for name in value.items()),
         "accumulates": Json.flag,
         "recipe": Json.text,
-        "bound_s": lambda value: None if value.is_null else value.number(0, _MOST_SECONDS),
-        "limit_bytes": lambda value: None if value.is_null else value.number(0, _MOST_RATE),
+        "bound_s": lambda value: _optional_number(value, _MOST_SECONDS),
+        "limit_bytes": lambda value: _optional_number(value, _MOST_RATE),
         "reduce_dtype": lambda value: None if value.is_null else value.word(REDUCE_DTYPES),
         "master_weights": Json.flag,
     }
@@ -202,15 +202,19 @@ def _batch_dims(value: Json, inputs: tuple[InputSignature, ...]) -> dict[str, in
 
 
 def _alternative(value: Json) -> Alternative:
-    raw = value.record(["name", "step_time_s"], ["note", "recipe", "peak_bytes"])
-    seconds, peak = raw["step_time_s"], raw.get("peak_bytes")
-    return Alternative(
-        raw["name"].text(),
-        None if seconds.is_null else seconds.number(0, _MOST_SECONDS),
-        raw["note"].text() if "note" in raw else "",
-        raw["recipe"].text() if "recipe" in raw else "",
-        None if peak is None or peak.is_null else peak.number(0, _MOST_RATE),
-    )
+    more = "note recipe peak_bytes least_s is_estimate slower_by".split()
+    raw = value.record(["name", "step_time_s"], more)
+    readers: dict[str, Callable[[Json], Any]] = {
+        "step_time_s": lambda found: _optional_number(found, _MOST_SECONDS),
+        "peak_bytes": lambda found: _optional_number(found, _MOST_RATE),
+        "least_s": lambda found: _optional_number(found, _MOST_SECONDS),
+        "is_estimate": Json.flag,
+    }
+    return Alternative(**{key: readers.get(key, Json.text)(found) for key, found in raw.items()})
+
+
+def _optional_number(value: Json, most: float) -> float | None:
+    return None if value.is_null else value.number(0, most)
 
 
 def _stages(value: Json) -> tuple[StageRecord, ...]:

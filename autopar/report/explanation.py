@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 from autopar.cost.price import HiddenKind
@@ -9,8 +10,11 @@ from autopar.plans import PlanData, Predicted
 from autopar.program import (
     Collective,
     Pipeline,
+    Segment,
 )
 from autopar.report.division import division
+from autopar.report.legend import legend
+from autopar.report.ranges import block_set, every_block, modules_of_lines, starred
 from autopar.report.stages import (
     ParameterTable,
     crossing_rows,
@@ -20,6 +24,7 @@ from autopar.report.stages import (
     tie_text,
 )
 from autopar.report.tables import (
+    alternative_note,
     alternative_rows,
     headline,
     idle_warnings,
@@ -37,11 +42,12 @@ def explain(
     verdict: Sequence[str] = (),
     assumed: str = "",
     hidden: Sequence[HiddenKind] = (),
+    peak_flops_per_s: float | None = None,
 ) -> str:
     """The text of the whole plan.
 
     `verdict` comes first. `assumed` is what the prediction takes for granted, and `hidden` how much
-    of its communication compute hides.
+    of its communication compute hides. MFU counts `peak_flops_per_s` of every rank.
     """
     several = pipeline.n_stages > 1
     parts = [
@@ -52,7 +58,8 @@ def explain(
             (f"{table.title}\n" if several else "") + _parameters(table)
             for table in parameter_tables(pipeline)
         ),
-        "\n".join(f"{name}: {text}" for name, text in data.comments.items()),
+        legend(pipeline),
+        _comments(data),
         _crossings(pipeline),
         "\n".join(tie_text(tie) for tie in pipeline.ties),
         _recomputed(pipeline),
@@ -61,7 +68,12 @@ def explain(
         "\n".join(
             filter(
                 None,
-                [_prediction(predicted, pipeline), _hidden(hidden), optimality(data), assumed],
+                [
+                    _prediction(predicted, pipeline, peak_flops_per_s),
+                    _hidden(hidden),
+                    optimality(data),
+                    assumed,
+                ],
             )
         ),
         _alternatives(data),
@@ -89,11 +101,22 @@ def _stages(pipeline: Pipeline, predicted: Predicted) -> str:
 def _parameters(table: ParameterTable) -> str:
     if not table.rows:
         return "no parameters"
-    width = max(len(row.pattern) for row in table.rows)
+    width, stored, used = (
+        max(map(len, column))
+        for column in zip(
+            ("parameter", "stored", "used"),
+            *((r.pattern, r.stored, r.used) for r in table.rows),
+            strict=True,
+        )
+    )
     axes = " ".join(table.axis_names)
-    lines = [f"{'parameter':{width}}  count  {'stored':16} {'used':16} shape   (on {axes})"]
+    lines = [
+        f"{'parameter':{width}}  count  {'stored':{stored}}  {'used':{used}}  shape   (on {axes})"
+    ]
     lines += [
-        f"{r.pattern:{width}}  {r.count:5}  {r.stored:16} {r.used:16} {r.shape}" for r in table.rows
+        f"{r.pattern:{width}}  {r.count:5}  {r.stored:{stored}}  {r.used:{used}}  {r.shape}"
+        + (f"  {r.blocks}" if r.blocks else "")
+        for r in table.rows
     ]
     return "\n".join(lines)
 
@@ -130,7 +153,7 @@ def _communication(collectives: Sequence[Collective], several_stages: bool) -> s
     return "\n".join(lines)
 
 
-def _prediction(predicted: Predicted, pipeline: Pipeline) -> str:
+def _prediction(predicted: Predicted, pipeline: Pipeline, peak_flops_per_s: float | None) -> str:
     words = [
         f"predicted: step {format_seconds(predicted.step_time_s)} "
         f"(compute {format_seconds(predicted.compute_time_s)}, "
@@ -143,7 +166,8 @@ def _prediction(predicted: Predicted, pipeline: Pipeline) -> str:
     if predicted.tokens_per_s:
         words.append(f"{format_count(predicted.tokens_per_s)} tokens/s")
     if predicted.mfu:
-        words.append(f"MFU {predicted.mfu:.1%}")
+        peak = f" of {format_count(peak_flops_per_s)}FLOP/s" if peak_flops_per_s else ""
+        words.append(f"MFU {predicted.mfu:.1%}{peak}")
     return ", ".join(words)
 
 
@@ -165,20 +189,30 @@ def _alternatives(data: PlanData) -> str:
     for a in shown:
         mark = "->" if a.name == data.chosen else "  "
         time = "-" if a.step_time_s is None else format_seconds(a.step_time_s)
-        lines.append(f" {mark} {a.name:{width}}  {time:>9}  {a.note}".rstrip())
+        lines.append(f" {mark} {a.name:{width}}  {time:>9}  {alternative_note(a, data)}".rstrip())
     return "\n".join([*lines, f"    {others}"] if others else lines)
 
 
 def _recomputed(pipeline: Pipeline) -> str:
-    """The segments that backward recomputes, by mode, named as in the generated program."""
-    rows = []
+    """The segments that backward recomputes, by mode, and the blocks that they are of."""
+    rows, every = [], every_block(pipeline)
     for k, program in enumerate(pipeline.stages):
-        by_mode: dict[str, list[str]] = {}
+        by_mode: dict[str, list[Segment]] = {}
         for segment in program.segments:
-            by_mode.setdefault(segment.mode, []).append(segment.name)
+            by_mode.setdefault(segment.mode, []).append(segment)
         where = f"stage {k}, " if pipeline.n_stages > 1 else ""
-        rows += [
-            f"runs again in backward: {where}{len(names)} in mode {mode}: {', '.join(names)}"
-            for mode, names in by_mode.items()
-        ]
+        for mode, segments in by_mode.items():
+            lines = (line for s in segments for line in program.body[s.start : s.stop])
+            text = block_set(modules_of_lines(lines)).text(every)
+            rows.append(f"runs again in backward: {where}{len(segments)} in mode {mode}: {text}")
     return "\n".join(rows)
+
+
+def _comments(data: PlanData) -> str:
+    """Remarks on parameters; those of equal layers that say the same are one."""
+    counts = Counter((starred(name), starred(text)) for name, text in data.comments.items())
+    said = {(starred(n), starred(text)): (n, text) for n, text in data.comments.items()}
+    return "\n".join(
+        f"{pattern} ({n} parameters): {text}" if n > 1 else ": ".join(said[pattern, text])
+        for (pattern, text), n in counts.items()
+    )

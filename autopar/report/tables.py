@@ -2,26 +2,35 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.plans import Alternative, PlanData, StageRecord
 from autopar.program import Collective, StageProgram, StoredParameter
-from autopar.units import format_seconds
+from autopar.report.picture import Block
+from autopar.report.ranges import range_text, starred
+from autopar.units import format_bytes, format_bytes_of, format_seconds
 
 # A search over stages considers many more alternatives than a reader wants listed.
 N_ALTERNATIVES = 25
+# Plans are as fast as each other if their steps differ by less, relative.
+_AS_FAST_REL = 5e-4
 
 
 @dataclass(frozen=True)
 class ParameterRow:
-    """Parameters that are stored and used in the same way; `pattern` has `*` for numbers."""
+    """Parameters that are stored and used in the same way; `pattern` has `*` for numbers.
+
+    `blocks` says which, where other rows have the same pattern.
+    """
 
     pattern: str
     count: int
     stored: str
     used: str
     shape: str
+    blocks: str = ""
 
 
 @dataclass(frozen=True)
@@ -72,20 +81,58 @@ def alternative_rows(data: PlanData) -> tuple[list[Alternative], str]:
     return shown, f"and {len(rest)} more: {', '.join(words)}"
 
 
+def alternative_note(alternative: Alternative, data: PlanData) -> str:
+    """Why an alternative is not the plan: `slower by 12%: all_reduce across nodes`."""
+    if alternative.name == data.chosen:
+        return alternative.note
+    if alternative.step_time_s is not None:
+        return alternative.note or _slower(alternative, data)
+    if alternative.least_s is not None:
+        return f"ruled out: at least {format_seconds(alternative.least_s)}"
+    if alternative.peak_bytes is not None:
+        needs = format_bytes(alternative.peak_bytes)
+        if data.limit_bytes is not None:
+            needs = format_bytes_of(alternative.peak_bytes, data.limit_bytes)
+        return f"does not fit: needs {needs}"
+    return alternative.note
+
+
+def _slower(alternative: Alternative, data: PlanData) -> str:
+    own_s = next((a.step_time_s for a in data.alternatives if a.name == data.chosen), None)
+    if own_s is None or not own_s or alternative.step_time_s is None:
+        return ""
+    gain = alternative.step_time_s / own_s - 1
+    about = "about " if alternative.is_estimate else ""
+    if gain < _AS_FAST_REL:
+        return f"{about}as fast"
+    percent = f"{gain:.1%}" if gain < 0.1 else f"{gain:.0%}"
+    words = f"slower by {about}{percent}"
+    if gain >= 1:
+        words = f"takes {about}{gain + 1:.2g} times as long"
+    return f"{words}: {alternative.slower_by}" if alternative.slower_by else words
+
+
 def parameter_rows(program: StageProgram) -> list[ParameterRow]:
     """Parameters grouped by pattern and placement: `h.*.mlp.c_fc.weight`."""
     groups: dict[tuple[str, str, str, str], list[StoredParameter]] = {}
     for parameter in program.parameters:
         uses = ", ".join(dict.fromkeys(str(u.local.spec) for u in parameter.uses)) or "each use"
-        pattern = ".".join("*" if part.isdigit() else part for part in parameter.name.split("."))
-        key = (pattern, str(list(parameter.shape)), str(parameter.stored.spec), uses)
+        kept = str(parameter.stored.spec)
+        kept = kept if parameter.period == "step" else f"{kept} {parameter.period}"
+        key = (starred(parameter.name), str(list(parameter.shape)), kept, uses)
         groups.setdefault(key, []).append(parameter)
-    rows = []
-    for (pattern, shape, stored, uses), members in groups.items():
-        period = members[0].period
-        kept = stored if period == "step" else f"{stored} {period}"
-        rows.append(ParameterRow(pattern, len(members), kept, uses, shape))
-    return rows
+    patterns = Counter(pattern for pattern, *_ in groups)
+    return [
+        ParameterRow(pattern, len(members), kept, uses, shape,
+                     _blocks_text(members) if patterns[pattern] > 1 else "")
+        for (pattern, shape, kept, uses), members in groups.items()
+    ]  # fmt: skip
+
+
+def _blocks_text(members: Sequence[StoredParameter]) -> str:
+    """`blocks 0, 11`, of parameters of one pattern."""
+    indices = sorted({int(b.index) for p in members if (b := Block.of(p.name)).index})
+    return f"block{'s' if len(indices) > 1 else ''} {range_text(indices)}" if indices else ""
 
 
 def traffic_rows(collectives: Sequence[Collective]) -> list[TrafficRow]:

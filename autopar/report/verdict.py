@@ -21,7 +21,7 @@ from autopar.plans import Alternative, PlanData, Predicted
 from autopar.program import Pipeline
 from autopar.report.parallelism import MODULES, OUTER, StageParallelism, Way, stage_parallelism
 from autopar.report.ranges import block_set, every_block, modules_of_lines
-from autopar.units import format_bytes
+from autopar.units import format_bytes, format_bytes_of
 
 _NUMBERS = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six", 7: "seven", 8: "eight"}
 # Differences below are not worth a number; up to the second, plans are "within" each other.
@@ -76,11 +76,9 @@ def _costs(predicted: Predicted, timeline: Timeline, limit_bytes: float) -> str:
 
 def _memory(peak_bytes: float, limit_bytes: float) -> str:
     """`56.5 of 72.0 GiB`."""
-    peak, limit = format_bytes(peak_bytes), format_bytes(limit_bytes)
     if peak_bytes > limit_bytes:
-        return f"{peak}, more than the limit of {limit}"
-    number, unit = peak.split()
-    return f"{number if limit.endswith(f' {unit}') else peak} of {limit}"
+        return f"{format_bytes(peak_bytes)}, more than the limit of {format_bytes(limit_bytes)}"
+    return format_bytes_of(peak_bytes, limit_bytes)
 
 
 def _does(pipeline: Pipeline, device: str) -> str:
@@ -219,7 +217,7 @@ def _compared(data: PlanData) -> str:
     if data.recipe and not chosen.recipe:
         return "It is the user's recipe: nothing else was tried."
     if chosen.recipe:
-        return f"It is plain {_plain(chosen)}: the search found nothing faster."
+        return f"It is {_plain(chosen)}: the search found nothing faster."
     runs = [a for a in simple if a.step_time_s is not None]
     if runs:
         best = min(runs, key=lambda a: a.step_time_s or 0.0)
@@ -234,19 +232,19 @@ def _compared(data: PlanData) -> str:
 def _faster(gain: float, other: str) -> str:
     """`gain` is how much longer the other plan takes, relative."""
     if gain < _AS_FAST:
-        return f"As fast as plain {other}."
+        return f"As fast as the best simple plan, {other}."
     if gain <= _WITHIN:
-        return f"Within {math.ceil(100 * gain)}% of plain {other}."
+        return f"Within {math.ceil(100 * gain)}% of the best simple plan, {other}."
     if gain < 1:
-        return f"{gain:.0%} faster than plain {other}, the best simple plan."
-    return f"{1 + gain:.2g} times as fast as plain {other}, the best simple plan."
+        return f"{gain:.0%} faster than the best simple plan, {other}."
+    return f"{1 + gain:.2g} times as fast as the best simple plan, {other}."
 
 
 def _plain(alternative: Alternative) -> str:
-    """The recipe; Megatron with its view, because there are many."""
+    """`plain ZeRO-3`; Megatron with its view, because there are many."""
     if alternative.recipe == "Megatron":
         return alternative.name
-    return alternative.recipe.replace("data parallel", "data parallelism")
+    return f"plain {alternative.recipe.replace('data parallel', 'data parallelism')}"
 
 
 def _stages(numbers: Sequence[int]) -> str:

@@ -3,12 +3,14 @@
 Read `overlap.py` (which collectives run beside compute), `stage_times.py` (seconds of each part of
 a step on one stage), `prediction.py` (the schedule simulated with those times, and the peak memory
 of every stage), then what reports show of it: `hidden.py` (how much of each kind of communication
-is hidden), `shares.py` (what a step is made of), `layers.py` (where a microbatch spends its time).
+is hidden), `exposed.py` (which collectives are not), `shares.py` (what a step is made of) and
+`layers.py` (where a microbatch spends its time).
 
 The room may import `laws`, `memory`, `simulate` and `hardware`, and what lies below `cost`; not
 `transformer`, its neighbour. It hands on `predict` and `timeline_of`.
 """
 
+from autopar.cost.price.exposed import ExposedCalls, exposed_calls
 from autopar.cost.price.hidden import HiddenKind, hidden_of
 from autopar.cost.price.layers import LayerWork, layer_works
 from autopar.cost.price.overlap import HiddenShares, hidden_shares, slowdown_of
@@ -23,6 +25,7 @@ from autopar.cost.price.shares import Share, StepShares, step_shares
 from autopar.cost.price.stage_times import backward_lines, forward_lines
 
 __all__ = [
+    "ExposedCalls",
     "HiddenKind",
     "HiddenShares",
     "LayerWork",
@@ -30,6 +33,7 @@ __all__ = [
     "StepShares",
     "backward_lines",
     "collectives_of",
+    "exposed_calls",
     "forward_lines",
     "hidden_of",
     "hidden_shares",

@@ -3,7 +3,7 @@
 Reading order: `planner.py` (the order of the search), `proposals.py` (candidates that need no
 stage search), `refined.py` (the joint search, corrected by solving), `count_search.py` (the number
 of microbatches), `evaluator.py` (solves and scores), `simulator.py` (lowers and simulates),
-`outcome.py` and `stats.py` (the result).
+`slower.py` (why others are slower), `outcome.py` and `stats.py` (the result).
 May import `passes/inter`, `lowering`, the rooms below them, and what lies below `passes`.
 Hands on `Planner`, `PlanningResult` and `StepPricer`.
 """

@@ -3,16 +3,23 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 
 from autopar.cost.hardware import Hardware
 from autopar.errors import InfeasibleError
+from autopar.passes.inter import Candidate
 from autopar.passes.search.evaluator import Scored
 from autopar.passes.search.simulator import Simulated, Solved
 from autopar.passes.search.stats import PlanningStats
 from autopar.plans import Alternative
 from autopar.units import format_seconds
+
+# What makes so many candidates slower is found out, the fastest first: by simulating those that
+# were not.
+N_EXPLAINED = 25
+# (simulated or None, scored) -> what makes the candidate slower.
+Why = Callable[[Solved | None, Scored], str]
 
 
 @dataclass(frozen=True)
@@ -45,8 +52,13 @@ def fastest_of(scored: Sequence[Scored], simulated: Simulated) -> Solved:
     return next(known[name] for name in names if known[name].step_time_s <= least_s)
 
 
-def alternatives_of(scored: Sequence[Scored], simulated: Simulated) -> Iterator[Alternative]:
-    """The rows: candidates by time, then those that do not fit, then those that were pruned."""
+def alternatives_of(
+    scored: Sequence[Scored], simulated: Simulated, chosen: Solved, why: Why | None = None
+) -> Iterator[Alternative]:
+    """The rows: candidates by time, then those that do not fit, then those that were pruned.
+
+    `why` says of the first `N_EXPLAINED` what makes them slower; None: nothing is said.
+    """
     known = {solved.candidate.name: solved for solved in simulated.found}
     recipes = {one.candidate.name: one.candidate.recipe for one in scored}
     rows = []
@@ -54,19 +66,38 @@ def alternatives_of(scored: Sequence[Scored], simulated: Simulated) -> Iterator[
         name, recipe = one.candidate.name, one.candidate.recipe
         if name in known:
             solved = known[name]
-            rows.append(Alternative(name, solved.step_time_s, "", recipe, solved.peak_bytes))
+            row = Alternative(name, solved.step_time_s, "", recipe, solved.peak_bytes)
+            rows.append((row, one))
         elif name not in simulated.failed and name not in simulated.pruned_s:
-            rows.append(Alternative(name, one.score_s, "not simulated", recipe))
-    yield from sorted(rows, key=lambda row: row.step_time_s or 0.0)
+            rows.append((Alternative(name, one.score_s, "", recipe, is_estimate=True), one))
+    rows.sort(key=lambda pair: pair[0].step_time_s or 0.0)
+    for at, (row, one) in enumerate(rows):
+        if why is None or at >= N_EXPLAINED or row.name == chosen.candidate.name:
+            yield row
+        else:
+            yield replace(row, slower_by=why(known.get(row.name), one))
     for name, error in simulated.failed.items():
         yield infeasible_row(name, recipes[name], error)
     for name, time_s in simulated.pruned_s.items():
-        yield pruned_row(name, time_s)
+        yield pruned_row(name, time_s, recipes[name])
 
 
 def infeasible_row(name: str, recipe: str, error: InfeasibleError) -> Alternative:
-    return Alternative(name, None, str(error).splitlines()[0], recipe, error.least_bytes)
+    """A candidate that does not fit; the error is the reason where memory is not."""
+    note = str(error).splitlines()[0] if error.least_bytes is None else ""
+    return Alternative(name, None, note, recipe, error.least_bytes)
 
 
-def pruned_row(name: str, time_s: float) -> Alternative:
-    return Alternative(name, None, f"at least {format_seconds(time_s)}")
+def estimated_row(name: str, candidate: Candidate, best_s: float) -> Alternative:
+    """A candidate that its proposer's estimate ruled out; `best_s` is the best score before it."""
+    times = candidate.estimate_s / best_s
+    above = (
+        f"{times - 1:.0%} above the best one" if times < 2 else f"{times:.2g} times the best one"
+    )
+    note = f"ruled out: estimated at {format_seconds(candidate.estimate_s)}, {above}"
+    return Alternative(name, None, note, candidate.recipe)
+
+
+def pruned_row(name: str, time_s: float, recipe: str = "") -> Alternative:
+    """A candidate that takes at least `time_s`."""
+    return Alternative(name, None, "", recipe, least_s=time_s)

@@ -46,6 +46,7 @@ from autopar.passes.search.evaluator import Evaluator, Scored
 from autopar.passes.search.outcome import (
     PlanningResult,
     alternatives_of,
+    estimated_row,
     fastest_of,
     infeasible_row,
     pruned_row,
@@ -53,8 +54,9 @@ from autopar.passes.search.outcome import (
 from autopar.passes.search.proposals import Proposal, Proposals
 from autopar.passes.search.refined import PRUNE_RATIO, refined_candidates
 from autopar.passes.search.simulator import Simulator, StepPricer
+from autopar.passes.search.slower import WhySlower
 from autopar.plans import Alternative, InputSignature
-from autopar.units import format_bytes, format_seconds
+from autopar.units import format_bytes
 
 # Candidates of several stages that are solved: per round of the joint search, and of recipes.
 _N_SEARCHED, _N_RECIPES = 6, 3
@@ -132,8 +134,7 @@ class Planner:
             for name, candidates in self._candidates():
                 least_s = self._best_score_s
                 if self._is_pruned(candidates[0]):
-                    about = format_seconds(candidates[0].estimate_s)
-                    notes.append(Alternative(name, None, f"about {about}, not solved"))
+                    notes.append(estimated_row(name, candidates[0], least_s))
                     continue
                 self._announce(f"planning {name}")
                 self._evaluated.append((name, candidates))
@@ -150,7 +151,7 @@ class Planner:
                     errors.append((best, candidates[-1]))
                     notes.append(infeasible_row(name, candidates[0].recipe, best))
                 else:
-                    notes.append(pruned_row(name, best))
+                    notes.append(pruned_row(name, best, candidates[0].recipe))
             self._close_gaps()
             if not self._skips_recompute(self._best_score_s):
                 final = self.evaluator
@@ -168,13 +169,15 @@ class Planner:
             final = self.evaluator
             with suppress(_TimeUp):
                 self._add_recomputed(errors)
-        simulated = replace(self._simulator, evaluator=final).fastest(found)
+        simulator = replace(self._simulator, evaluator=final)
+        simulated = simulator.fastest(found)
         solved = fastest_of(found, simulated)
         bound_s = None
         if is_timed_out:  # a bound on all plans: every rank runs an equal share of every operator
             bound_s = least_step_s(self.analysis, CostModel(self._whole_view, self.evaluator.dtype))
         stats = self.evaluator.stats(sum(self._n_configurations))
-        rows = (*alternatives_of(found, simulated), *notes)
+        why = None if is_timed_out else WhySlower(simulator, solved, self.pricer.timeline)
+        rows = (*alternatives_of(found, simulated, solved, why), *notes)
         return PlanningResult(solved, self.hardware, rows, bound_s, stats)
 
     @cached_property

@@ -18,7 +18,8 @@ from dataclasses import dataclass, field, replace
 
 from autopar.cost.hardware import Hardware
 from autopar.cost.laws import CostModel
-from autopar.cost.price import link_between, predict
+from autopar.cost.price import link_between, predict, timeline_of
+from autopar.cost.simulate import Timeline
 from autopar.errors import InfeasibleError
 from autopar.identity import Same
 from autopar.mesh import LogicalMesh, Mesh
@@ -65,6 +66,11 @@ class StepPricer:
             peak_flops_per_s=self.hardware.peak_flops_per_s,
             n_samples=self.n_samples, n_tokens=self.n_tokens,
         )  # fmt: skip
+
+    def timeline(self, pipeline: Pipeline, costs: Sequence[CostModel]) -> Timeline:
+        """The step that the prediction is of."""
+        between = link_between(self.mesh, self.hardware.links)
+        return timeline_of(pipeline, costs, self.optimizer, between)
 
 
 # How far scores are from simulated times on large models (relative). Scores leave out that buckets
@@ -154,7 +160,7 @@ class Simulator:
 
     def simulated_if_fits(self, scored: Scored) -> Solved | None:
         """Simulate a candidate with these placements; None if its peak exceeds the budget."""
-        solved = self._simulated(scored)
+        solved = self.as_scored(scored)
         return solved if within(self._budget_bytes, solved.peak_bytes) else None
 
     def fit_to_budget(self, scored: Scored, limit_s: float) -> Solved | float:
@@ -166,7 +172,7 @@ class Simulator:
 
         Raises `InfeasibleError` if none fits.
         """
-        solved = self._simulated(scored)
+        solved = self.as_scored(scored)
         if within(self._budget_bytes, solved.peak_bytes):
             return solved
         # Smaller budgets restrict the problem, so its lower bound holds for them.
@@ -194,7 +200,7 @@ class Simulator:
                 continue
             size_bytes = leaner.size_bytes
             if size_bytes not in known:
-                known[size_bytes] = self._simulated(leaner)
+                known[size_bytes] = self.as_scored(leaner)
             solved = known[size_bytes]
             if within(self._budget_bytes, solved.peak_bytes):
                 best_fit, high = solved, at
@@ -222,11 +228,11 @@ class Simulator:
 
         Raises `InfeasibleError` if no placement satisfies the constraints.
         """
-        return self._simulated(
+        return self.as_scored(
             self.evaluator.scored(candidate, self.evaluator.least_bytes(candidate))
         )
 
-    def _simulated(self, scored: Scored) -> Solved:
+    def as_scored(self, scored: Scored) -> Solved:
         """Simulate a candidate once, whatever its peak."""
         candidate, choices = scored.candidate, scored.choices
         key = candidate.name, candidate.ends, candidate.n_microbatches, tuple(map(Same, choices))
@@ -241,10 +247,7 @@ class Simulator:
                 self.evaluator.parts(candidate.ends), candidate.stages, choices, strict=True
             )
         )
-        programs = [self._program(stage) for stage in stages]
-        order = ORDERS[schedule_name(self.evaluator.options)]
-        pipeline = Pipeline.of(programs, [s.cost.mesh for s in stages], order)
-        predicted = self.pricer(pipeline, [s.cost for s in stages])
+        predicted = self.pricer(self.pipeline(stages), [s.cost for s in stages])
         # A recipe is solved on an abstract machine, and only the simulator joins stages. So the
         # objective of both is the simulated time.
         abstract = candidate.is_recipe
@@ -252,6 +255,12 @@ class Simulator:
         objective_s = predicted.step_time_s if is_simulated else choices[0].objective_s
         gap = 0.0 if abstract else max(chosen.gap for chosen in choices)
         return Solved(candidate, stages, predicted, objective_s, gap)
+
+    def pipeline(self, stages: Sequence[PlacedStage]) -> Pipeline:
+        """The stages lowered, with few of their blocks, and joined."""
+        order = ORDERS[schedule_name(self.evaluator.options)]
+        programs = [self._program(stage) for stage in stages]
+        return Pipeline.of(programs, [stage.cost.mesh for stage in stages], order)
 
     def _program(self, stage: PlacedStage) -> StageProgram:
         """The lowered stage; equal stages of all candidates are lowered once."""

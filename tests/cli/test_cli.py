@@ -156,7 +156,7 @@ def test_plan_prints_json_alone(run: Run, capfd: pytest.CaptureFixture[str]) -> 
 def test_plan_explains(run: Run) -> None:
     result = run("plan", "tiny:mlp", "--mesh", "1x2", "--forbid", "zero3,tensor")
     assert result.exit_code == shell.GOOD, result.output
-    assert result.stdout.startswith("Mlp on (")
+    assert "\n\nMlp on (" in result.stdout
     assert "ZeRO-3" not in result.stdout
 
 
@@ -252,9 +252,10 @@ def test_verify_of_a_configuration_takes_random_weights(run: Run) -> None:
     precision = ("--precision", "fp64", "--manual", "dp=2")
     result = run("verify", "config.json", "--mesh", "2", *SIZES, *precision)
     assert result.exit_code == shell.GOOD, result.output
-    sharding, capture, plan = result.stdout.splitlines()[:3]
+    sharding, capture, does, *_, plan = result.stdout.splitlines()
     assert sharding.startswith("sharding: equal, worst error")
     assert capture.startswith("capture: equal, worst error")
+    assert does == "Data parallel over 2 devices, no recompute."
     assert plan == "GPT2LMHeadModel on (dp=2 x tp=1), 1 microbatch: manual recipe"
 
 
@@ -394,3 +395,49 @@ def test_diagnose_names_the_rank_that_is_behind(run: Run, tmp_path: Path) -> Non
 
 def test_diagnose_without_notes(run: Run) -> None:
     assert "has no notes of ranks" in refused(run("diagnose", "nowhere"))
+
+
+@pytest.mark.parametrize(
+    ("words", "type_", "said"),
+    [
+        (("explain", "plan.json", "nothing"), "OptionError", "no parameter, operator or module"),
+        (("plan", "lost.json", *SIZES, "--mesh", "2"), "PlanError", "cannot read"),
+        (("plan", "tiny:mlp", "--nosuch"), "UsageError", "--nosuch"),
+        (("plan",), "UsageError", "MODEL"),
+    ],
+)
+def test_a_refusal_is_json_if_asked(
+    run: Run, words: tuple[str, ...], type_: str, said: str
+) -> None:
+    good(run("plan", "tiny:mlp", "--mesh", "1x2", "-o", "plan.json", "--json"))
+    found = run(*words, "--json")
+    assert found.exit_code == 2
+    error = json.loads(found.stdout)["error"]
+    assert error["type"] == type_ and said in error["message"]
+    assert "error:" not in found.stderr
+    if type_ == "OptionError":
+        assert error["hint"] and "hint" not in error["message"]
+    plain = run(*words)
+    assert plain.exit_code == 2 and not plain.stdout and said in plain.stderr
+
+
+def test_help_has_a_commands_own_options_first(run: Run) -> None:
+    text = run("report", "--help").stdout
+    own, planning = text.split("\nOptions:\n")[1].split("\nPlanning options:\n")
+    assert "--output" in own and "--model" in own and "--json" in own and "--help" in own
+    assert "--mesh" in planning and "--manual" in planning
+    assert "--mesh" not in own and "--output" not in planning
+    assert "Planning options:" not in run("ops", "--help").stdout
+
+
+def test_a_saved_plan_folds_equal_layers(run: Run) -> None:
+    sizes = (*SIZES, "--mesh", "1x2", "--manual", "dp=2")
+    Path("two.json").write_text(json.dumps(CONFIG | {"n_layer": 2}))
+    good(run("plan", "two.json", *sizes, "-o", "plan.json", "--json"))
+    names = json.loads(Path("plan.json").read_text())["stages"][0]["parameters"]
+    text = run("explain", "plan.json").stdout
+    n_layers = len({name.split(".")[2] for name in names if ".h." in name})
+    assert n_layers > 1 and f"transformer.h.*.mlp.c_fc.weight ({n_layers})" in text
+    assert "transformer.h.0" not in text
+    found = run("explain", "plan.json", "mlp.c_fc.weight").stdout
+    assert found.startswith(f"transformer.h.*.mlp.c_fc.weight ({n_layers})  ")

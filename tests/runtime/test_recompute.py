@@ -353,7 +353,7 @@ def test_a_saved_plan_runs_the_same_again(mode: Recompute, tmp_path: Path) -> No
     assert again.code() == plan.code()
     assert "# again: transformer.h.1" in "".join(again.code().values())
     assert again.predicted == plan.predicted
-    assert f"runs again in backward: stage 1, 1 in mode {mode}: transformer_h_1" in plan.explain()
+    assert f"backward: stage 1, 1 in mode {mode}: block 1 of 2 (transformer.h.*)" in plan.explain()
 
 
 def test_a_plan_without_the_entry_recomputes_nothing(tmp_path: Path) -> None:

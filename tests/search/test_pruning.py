@@ -61,7 +61,10 @@ def regret(make: Callable[[], Plan]) -> float:
     with pytest.MonkeyPatch.context() as patch:
         widen(patch)
         wide = make()
-    n_simulated = [sum(not row.note for row in plan.data.alternatives) for plan in (pruned, wide)]
+    n_simulated = [
+        sum(row.step_time_s is not None and not row.is_estimate for row in plan.data.alternatives)
+        for plan in (pruned, wide)
+    ]
     assert n_simulated[1] > n_simulated[0], "nothing was widened"
     return pruned.predicted.step_time_s / wide.predicted.step_time_s - 1
 

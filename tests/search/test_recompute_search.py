@@ -107,7 +107,7 @@ def test_a_plan_that_chose_is_saved_and_explained(tmp_path: Path) -> None:
     assert again.code() == plan.code()
     assert again.predicted == plan.predicted
     for mode, count in modes_of(plan).items():
-        assert f"runs again in backward: {count} in mode {mode}: transformer_h_" in plan.explain()
+        assert f"runs again in backward: {count} in mode {mode}: " in plan.explain()
     several = planned_gpt2(2, int(0.7 * planned_gpt2(2, None).predicted.peak_bytes))
     words = several.explain("transformer.h.1.mlp.c_fc.weight")
     assert "recompute is not counted" in words

@@ -25,8 +25,8 @@ from autopar.passes.search.outcome import PlanningResult
 from autopar.passes.search.planner import Planner
 from autopar.passes.solvers.stages.problem import StageProblem
 from autopar.passes.solvers.stages.tables import least_span_s
+from autopar.plans import Alternative
 from autopar.schedule import ORDERS
-from autopar.units import format_seconds
 from tests.helpers.candidates import gpt2, joint_search_on, recipes
 from tests.helpers.captures import captured
 from tests.helpers.every_plan import Choices, choices_of
@@ -142,7 +142,7 @@ class Planned:
     """A plan, what is said of alternatives with stages, and whether such were searched."""
 
     result: PlanningResult
-    of_stages: dict[str, str]
+    of_stages: dict[str, Alternative]
     searched: bool
     recipes: bool
 
@@ -157,7 +157,7 @@ def planned(choices: Choices) -> Planned:
     result = Planner(*on, report=said.append).run()
     return Planned(
         result,
-        {row.name: row.note for row in result.alternatives if "stages" in row.name},
+        {row.name: row for row in result.alternatives if "stages" in row.name},
         any(text.startswith("searching stages with") for text in said),
         any(text.startswith("recipe of") for text in said),
     )
@@ -181,7 +181,7 @@ def test_no_stages_are_searched_where_bubbles_alone_take_too_long() -> None:
     assert not found.searched and not found.recipes
     assert list(found.of_stages) == ["several stages"]
     bound_s = search_of(choices).least_step_s(None)
-    assert found.of_stages["several stages"] == f"at least {format_seconds(bound_s)}"
+    assert found.of_stages["several stages"].least_s == bound_s
     assert found.step_time_s < bound_s <= min(times_with_stages_s(choices))
 
 
@@ -208,7 +208,8 @@ def test_a_plan_says_that_no_stages_were_found() -> None:
     options = Options.of(microbatches=4, memory_limit=200_000, recompute="none")
     choices = choices_of("gpt2", (2,), SLOW, options)
     found = planned(choices)
-    assert found.searched and found.of_stages == {"several stages": "none found that fits"}
+    none = Alternative("several stages", None, "none found that fits")
+    assert found.searched and found.of_stages == {"several stages": none}
     for candidate in choices.candidates():
         if len(candidate.stages) > 1:
             assert choices.evaluator.least_bytes(candidate) > 200_000
