@@ -1,0 +1,70 @@
+"""How Sphinx builds the site: `make docs-site`, into build/docs.
+
+Pages are Markdown (MyST). The reference is made of docstrings, which `docs/docstrings.py` turns into
+reStructuredText. A warning fails the build, and so does a link to a page, section or object that
+does not exist.
+
+Links into the documentation of Python and torch need their inventories, which are downloaded. So
+they are made only with AUTOPAR_DOCS_INTERSPHINX=1 in the environment.
+"""
+
+import os
+import sys
+from pathlib import Path
+
+from sphinx.application import Sphinx
+
+sys.path.insert(0, str(Path(__file__).parents[1]))
+
+import autopar
+from docs.docstrings import for_autodoc
+
+project = "autopar"
+author = "the authors of autopar"
+version = release = autopar.__version__
+
+extensions = ["myst_parser", "sphinx.ext.autodoc"]
+source_suffix = {".md": "markdown"}
+myst_enable_extensions = ["colon_fence", "deflist"]
+myst_heading_anchors = 3
+html_theme = "furo"
+html_title = f"autopar {version}"
+html_show_sphinx = False
+pygments_style = "friendly"
+
+# Docstrings put code between single backticks.
+default_role = "code"
+autodoc_member_order = "bysource"
+autodoc_typehints = "signature"
+autodoc_typehints_format = "short"
+autodoc_preserve_defaults = True
+python_use_unqualified_type_names = True
+python_maximum_signature_line_length = 80
+
+if os.environ.get("AUTOPAR_DOCS_INTERSPHINX") == "1":
+    extensions.append("sphinx.ext.intersphinx")
+    intersphinx_mapping = {
+        "python": ("https://docs.python.org/3", None),
+        "torch": ("https://docs.pytorch.org/docs/stable", None),
+    }
+
+# Classes that are passed on and never made by users; their docstrings are read in the source.
+PASSED_ON = (
+    "Bound Checkpointed Collective Comparison ExampleInputs Figures Loaded LocalBatches Localise "
+    "LossScale ModuleState Note OpCall OpRule Options Pin PlanData PlanningStats Precision Predicted "
+    "Recompute ReportFiles RuleReport Stage StageOption Stateful States Timeline"
+).split()
+# Names in annotations: those of other projects, and these.
+nitpick_ignore_regex = [
+    ("py:.*", r"(torch|nn|os|pathlib|typing|collections|typer)\..*"),
+    (
+        "py:.*",
+        r"(Any|Callable|Collection|Iterable|Iterator|Mapping|Path|PurePath|Sequence|Tensor|Optimizer"
+        r"|DataLoader|Dataset|DeviceMesh|Module|Parameter|Literal|Self|optional|TracebackType)",
+    ),
+    ("py:.*", rf"(autopar\..*\.)?({'|'.join(PASSED_ON)})"),
+]
+
+
+def setup(app: Sphinx) -> None:
+    app.connect("autodoc-process-docstring", for_autodoc)
