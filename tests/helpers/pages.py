@@ -34,7 +34,7 @@ from autopar.cli import app
 ROOT = Path(__file__).parents[2]
 # Errors of rounding are another machine's to choose; 1e-12 is what `check_rule` allows.
 _ROUNDING = re.compile(r"\b(?:0\.0e\+00|\d\.\de-(?:1[2-9]|[2-9]\d))\b")
-_BLOCK = re.compile(r"^(?P<fence>```+)(?P<kind>[\w-]*)\n(?P<body>.*?)^(?P=fence)$", re.M | re.S)
+_BLOCK = re.compile(r"^(?P<fence>```+)(?P<kind>[^`\n]*)\n(?P<body>.*?)^(?P=fence)$", re.M | re.S)
 _COMMAND = re.compile(r"(?:^|[;&|] *|do )autopar ([a-z]+(?: [^;&|#\n]*)?)", re.M)
 _NOTE = re.compile(r" {3,}\S.*")  # beside a command, what it does
 _EXAMPLE = re.compile(r"\bexamples(?:/\w+\.py|\.\w+)\b")
@@ -52,7 +52,7 @@ class Block:
 
 
 def blocks_of(page: Path) -> list[Block]:
-    """The fenced blocks of a page, without MyST's directives."""
+    """The fenced blocks of a page; the kind of a MyST directive is in braces."""
     text = page.read_text(encoding="utf-8")
     return [
         Block(m["kind"], m["body"], m.start("body"), text.count("\n", 0, m.start("body")))
@@ -115,7 +115,7 @@ def _console(block: Block) -> Iterator[Shown]:
         assert words[0] == "autopar", f"only commands of autopar are run, not {command}"
         result = CliRunner().invoke(app, words[1:], env={"COLUMNS": "200"})
         assert result.exit_code == 0, f"{command}: {result.output}{result.exception or ''}"
-        yield Shown(block, expected, re.sub(r"\(\S*/demo\.py", "(demo.py", result.output))
+        yield Shown(block, expected, re.sub(r"\(\S*/demo\.py", "(demo.py", result.stdout))
 
 
 def is_shown(expected: str, printed: str) -> bool:
