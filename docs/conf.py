@@ -12,12 +12,16 @@ import os
 import sys
 from pathlib import Path
 
+from docutils import nodes
 from sphinx.application import Sphinx
+from sphinx.util.docutils import SphinxDirective
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
 
 import autopar
 from docs.docstrings import for_autodoc
+from docs.generated import commands_help, profiles_table
+from docs.links import with_downloads
 
 project = "autopar"
 author = "the authors of autopar"
@@ -31,6 +35,7 @@ html_theme = "furo"
 html_title = f"autopar {version}"
 html_show_sphinx = False
 pygments_style = "friendly"
+highlight_language = "text"
 
 # Docstrings put code between single backticks.
 default_role = "code"
@@ -50,7 +55,7 @@ if os.environ.get("AUTOPAR_DOCS_INTERSPHINX") == "1":
 
 # Classes that are passed on and never made by users; their docstrings are read in the source.
 PASSED_ON = (
-    "Bound Checkpointed Collective Comparison ExampleInputs Figures Loaded LocalBatches Localise "
+    "Bound Checkpointed Collective Comparison ExampleInputs Figures Loaded Loader LocalBatches Localise "
     "LossScale ModuleState Note OpCall OpRule Options Pin PlanData PlanningStats Precision Predicted "
     "Recompute ReportFiles RuleReport Stage StageOption Stateful States Timeline"
 ).split()
@@ -66,5 +71,26 @@ nitpick_ignore_regex = [
 ]
 
 
+class CommandsHelp(SphinxDirective):
+    """`{autopar-help}`: every command with its help."""
+
+    def run(self) -> list[nodes.Node]:
+        return self.parse_text_to_nodes(commands_help(), allow_section_headings=True)
+
+
+class ProfilesTable(SphinxDirective):
+    """`{autopar-profiles}`: the shipped hardware profiles."""
+
+    def run(self) -> list[nodes.Node]:
+        return self.parse_text_to_nodes(profiles_table())
+
+
+def read_source(app: Sphinx, name: str, source: list[str]) -> None:
+    source[0] = with_downloads(source[0], app.env.doc2path(name, base=False))
+
+
 def setup(app: Sphinx) -> None:
+    app.connect("source-read", read_source)
     app.connect("autodoc-process-docstring", for_autodoc)
+    app.add_directive("autopar-help", CommandsHelp)
+    app.add_directive("autopar-profiles", ProfilesTable)

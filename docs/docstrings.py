@@ -7,7 +7,7 @@ Two of their forms mean something else there:
     pm.step(**batch)       code: a block that is indented, after a blank line
 
 A table becomes a definition list, code a literal block. Code between single backticks is Sphinx's
-business (`default_role`). Nothing here imports Sphinx.
+business (`default_role`), but a letter after it (`Spec`s) must be marked. Nothing here imports Sphinx.
 """
 
 from __future__ import annotations
@@ -15,6 +15,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
+_PLURAL = re.compile(r"(?<!`)(`[^`]+`)(?=\w)")
 _ROW = re.compile(r"(?P<words>\S+(?: \S+)*)(?P<gap> {2,})(?=\S)")
 
 
@@ -30,7 +31,7 @@ def restructured(lines: list[str]) -> list[str]:
     found: list[str] = []
     for block in blocks(lines):
         if not is_indented(block):
-            found += table(block) if is_table(block) else block
+            found += table(block) if is_table(block) else plain(block)
         elif is_table(dedented(block)):
             found += table(dedented(block))
         else:
@@ -53,6 +54,10 @@ def blocks(lines: list[str]) -> Iterator[list[str]]:
             block = []
         if line.strip():
             block.append(line.rstrip())
+
+
+def plain(block: list[str]) -> list[str]:
+    return [_PLURAL.sub(r"\1\\ ", line) for line in block]
 
 
 def is_indented(block: list[str]) -> bool:
@@ -83,7 +88,7 @@ def table(block: list[str]) -> list[str]:
         row = _ROW.match(line)
         if row is not None:
             words = row["words"].replace("`", "")
-            found += ["", f"``{words}``", f"    {line[row.end() :]}"]
+            found += ["", f"``{words}``", *plain([f"    {line[row.end() :]}"])]
         else:
-            found.append(f"    {line.strip()}")
+            found += plain([f"    {line.strip()}"])
     return found
