@@ -1,8 +1,8 @@
 """How Sphinx builds the site: `make docs-site`, into build/docs.
 
-Pages are Markdown (MyST). The reference is made of docstrings, which `docs/docstrings.py` turns into
-reStructuredText. A warning fails the build, and so does a link to a page, section or object that
-does not exist.
+Pages are Markdown (MyST). The reference is made of docstrings, which `docs/docstrings.py` turns
+into reStructuredText. A warning fails the build, and so does a link to a page, section or object
+that does not exist.
 
 Links into the documentation of Python and torch need their inventories, which are downloaded. So
 they are made only with AUTOPAR_DOCS_INTERSPHINX=1 in the environment.
@@ -55,9 +55,9 @@ if os.environ.get("AUTOPAR_DOCS_INTERSPHINX") == "1":
 
 # Classes that are passed on and never made by users; their docstrings are read in the source.
 PASSED_ON = (
-    "Bound Checkpointed Collective Comparison ExampleInputs Figures Loaded Loader LocalBatches Localise "
-    "LossScale ModuleState Note OpCall OpRule Options Pin PlanData PlanningStats Precision Predicted "
-    "Recompute ReportFiles RuleReport Stage StageOption Stateful States Timeline"
+    "Bound Checkpointed ExampleInputs Figures Loaded Loader LocalBatches Localise "
+    "LossScale ModuleState Note OpCall OpRule Options Pin PlanData PlanningStats Precision "
+    "Recompute StageOption Stateful States"
 ).split()
 # Names in annotations: those of other projects, and these.
 nitpick_ignore_regex = [

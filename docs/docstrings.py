@@ -7,7 +7,8 @@ Two of their forms mean something else there:
     pm.step(**batch)       code: a block that is indented, after a blank line
 
 A table becomes a definition list, code a literal block. Code between single backticks is Sphinx's
-business (`default_role`), but a letter after it (`Spec`s) must be marked. Nothing here imports Sphinx.
+business (`default_role`), but a letter after it (`Spec`s) must be marked. Nothing here imports
+Sphinx.
 """
 
 from __future__ import annotations

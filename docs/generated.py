@@ -21,7 +21,9 @@ def commands_help() -> str:
             command = group.get_command(context, name)  # type: ignore[attr-defined]
             with command.make_context(name, [], context, resilient_parsing=True) as own:
                 own.max_content_width = own.terminal_width = 100
-                parts.append(f"### autopar {name}\n\n```text\n{command.get_help(own).rstrip()}\n```\n")
+                parts.append(
+                    f"### autopar {name}\n\n```text\n{command.get_help(own).rstrip()}\n```\n"
+                )
     return "\n".join(parts)
 
 

@@ -1,8 +1,8 @@
-"""Write the pages of the gallery: `python -m docs.gallery.make [NAME ...]`; some three minutes in all.
+"""Write the pages of the gallery: `python -m docs.gallery.make [NAME ...]`.
 
-Each page of `docs/gallery/made` has a plan's picture, three sentences that say why, made of the plan's
-own figures, and `plan.explain()`. The pictures need Graphviz's `dot`; without it a page says so, and
-has the facts alone.
+All take some three minutes. Each page of `docs/gallery/made` has a plan's picture, three sentences
+that say why, made of the plan's own figures, and `plan.explain()`. Pictures need Graphviz's `dot`;
+without it a page says so, and has the facts alone.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ FOLDER = Path(__file__).parent / "made"
 
 @dataclass(frozen=True)
 class Planned:
-    """A plan on `meta`; `whole_bytes` are weights, gradients and AdamW's state of the whole model."""
+    """A plan on `meta`; `whole_bytes` are weights, gradients and AdamW's state, unsharded."""
 
     plan: autopar.Plan
     whole_bytes: int
@@ -74,9 +74,10 @@ def _memory(piece: Piece, found: Planned) -> str:
     """What each rank would hold of whole parameters, beside the memory of a device."""
     has = load_profile(piece.hardware).value("device.memory_bytes")
     verdict = "more than" if found.whole_bytes > has else "within"
+    whole = format_bytes(found.whole_bytes)
     return (
-        f"Whole, weights, gradients and optimizer state would take {format_bytes(found.whole_bytes)} "
-        f"on every rank, {verdict} the {format_bytes(has)} of a device; the plan's peak is "
+        f"Whole, weights, gradients and optimizer state would take {whole} on every rank, "
+        f"{verdict} the {format_bytes(has)} of a device; the plan's peak is "
         f"{format_bytes(found.plan.predicted.peak_bytes)}."
     )
 

@@ -1,9 +1,9 @@
 """The models of the gallery: sizes of their authors, on `meta`, and a machine for each.
 
-Sizes of the larger ones are those of `examples/bench_plan.py`, with their sources. GPT-2 XL: Radford et
-al., "Language Models are Unsupervised Multitask Learners", 2019, table 2. ResNet-50: He et al., CVPR
-2016, table 1. T5-3B: Raffel et al., JMLR 2020, section 3.7. ViT-L/16: Dosovitskiy et al., ICLR 2021,
-table 1.
+Sizes of the larger ones are those of `examples/bench_plan.py`, with their sources. GPT-2 XL:
+Radford et al., "Language Models are Unsupervised Multitask Learners", 2019, table 2. ResNet-50: He
+et al., CVPR 2016, table 1. T5-3B: Raffel et al., JMLR 2020, section 3.7. ViT-L/16: Dosovitskiy et
+al., ICLR 2021, table 1.
 """
 
 from __future__ import annotations

@@ -35,10 +35,10 @@ ROOT = Path(__file__).parents[2]
 # Errors of rounding are another machine's to choose; 1e-12 is what `check_rule` allows.
 _ROUNDING = re.compile(r"\b(?:0\.0e\+00|\d\.\de-(?:1[2-9]|[2-9]\d))\b")
 _BLOCK = re.compile(r"^(?P<fence>```+)(?P<kind>[^`\n]*)\n(?P<body>.*?)^(?P=fence)$", re.M | re.S)
-_COMMAND = re.compile(r"(?:^|[;&|] *|do )autopar ([a-z]+(?: [^;&|#\n]*)?)", re.M)
+_COMMAND = re.compile(r'(?:^|[;&|] *|do )autopar ([a-z]+(?:"[^"\n]*"|[^;&|#"\n])*)', re.M)
 _NOTE = re.compile(r" {3,}\S.*")  # beside a command, what it does
 _EXAMPLE = re.compile(r"\bexamples(?:/\w+\.py|\.\w+)\b")
-ELISION = "..."
+USAGE_ERROR = typer.BadParameter.__mro__[1]  # of the click that typer brings
 
 
 @dataclass(frozen=True)
@@ -158,7 +158,7 @@ def examples_of(page: Path) -> list[Path]:
 
 
 def check_command(command: str) -> None:
-    """Parse a command's words, and run nothing. Raises click's `UsageError`."""
+    """Parse a command's words, and run nothing. Raises `USAGE_ERROR` for a wrong one."""
     name, *words = shlex.split(command)
     group = typer.main.get_command(app)
     with group.make_context("autopar", [name], resilient_parsing=True) as context:
