@@ -13,7 +13,7 @@ _LINK = re.compile(r"\]\((?P<target>(?:\.\./)+[^)#:\s]+\.md)\)")
 
 
 def with_downloads(text: str, page: str) -> str:
-    """`text` of `page` (its path below `docs`) with MyST's mark of a file at links that leave `docs`."""
+    """Mark links of a page that leave `docs` as MyST marks files; `page` is its path below it."""
 
     def marked(match: re.Match[str]) -> str:
         target = match["target"]

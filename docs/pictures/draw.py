@@ -2,8 +2,8 @@
 
     placement-r, -i, -s, -p.svg   what two ranks hold of a tensor
     megatron-mlp.svg              placements through an MLP on two tensor-parallel ranks
-    mlp.svg                       `plan.to_dot()` of `examples/demo.py` in Megatron's layout, drawn by
-                                  Graphviz's `dot`; its first line has the hash of the DOT text
+    mlp.svg                       `plan.to_dot()` of `examples/demo.py` in Megatron's layout, drawn
+                                  by Graphviz's `dot`; line one has the hash of the DOT text
 
 A test fails where one is stale. The first two kinds are the same bytes everywhere. How `dot` lays
 boxes out depends on its version, so of the last only the hash is compared.

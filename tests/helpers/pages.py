@@ -5,8 +5,8 @@
     ```console   lines that begin with `$ autopar` are run; what follows one is what it prints
     ```sh, ```   is not run; but commands of autopar must parse, and examples must exist
 
-In what is printed, a line `...` stands for lines that are left out. Numbers below 1e-11 are rounding
-errors, which another machine chooses. Commands run in a folder of the page's own that has
+In what is printed, a line `...` stands for lines that are left out. Numbers below 1e-11 are
+rounding errors, which another machine chooses. Commands run in a folder of the page's own that has
 `examples/demo.py`.
 
 `python -m tests.helpers.pages PAGE.md ...` writes what blocks print into pages.
