@@ -104,7 +104,7 @@ docs: install
 	$(BIN)/python -m tests.habits.page
 	$(BIN)/python -m docs.pictures.draw
 
-# The site, in build/docs: plans of the gallery, some three minutes, then Sphinx; a warning or a link
+# The site, in build/docs: plans of the gallery, some four minutes, then Sphinx; a warning or a link
 # that leads nowhere fails. Pictures of plans need Graphviz's dot.
 docs-site: $(SITE)
 	$(BIN)/python -m docs.gallery.make

@@ -34,6 +34,7 @@ myst_heading_anchors = 3
 html_theme = "furo"
 html_title = f"autopar {version}"
 html_show_sphinx = False
+html_show_copyright = False
 pygments_style = "friendly"
 highlight_language = "text"
 

@@ -1,6 +1,6 @@
 """Write the pages of the gallery: `python -m docs.gallery.make [NAME ...]`.
 
-All take some three minutes. Each page of `docs/gallery/made` has a plan's picture, three sentences
+All take some four minutes. Each page of `docs/gallery/made` has a plan's picture, three sentences
 that say why, made of the plan's own figures, and `plan.explain()`. Pictures need Graphviz's `dot`;
 without it a page says so, and has the facts alone.
 """
