@@ -5,6 +5,7 @@ PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.autopar-installed
+SITE   := $(VENV)/.autopar-docs-installed
 
 # One thread per rank: ranks that share cores are several times slower with more.
 export OMP_NUM_THREADS := 1
@@ -13,7 +14,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Processes draw hash seeds of their own, so that tests of equal plans compare different ones.
 export PYTHONHASHSEED :=
 
-.PHONY: demo compare bench-plan bench-runtime bench-checks bench-checkpoints bench-mixed same-plans validate-local test test-browser nightly faults lint golden docs page parity test-gpu validate install clean
+.PHONY: demo compare bench-plan bench-runtime bench-checks bench-checkpoints bench-mixed same-plans validate-local test test-browser nightly faults lint golden docs docs-site page parity test-gpu validate install clean
 
 # Trains on four processes; plans a Llama of 8 layers for 16 GPUs and draws it; a short comparison.
 demo: install
@@ -106,11 +107,18 @@ lint: install
 golden: install
 	$(BIN)/python -m pytest --update-golden
 
-# Writes docs/rules.md from the rules and docs/habits.md from the habits; a test fails where one is
-# stale.
+# Writes docs/rules.md from the rules, docs/habits.md from the habits, docs/pictures; a test fails
+# where one is stale.
 docs: install
 	$(BIN)/python -m tests.rules.page
 	$(BIN)/python -m tests.habits.page
+	$(BIN)/python -m docs.pictures.draw
+
+# The site, in build/docs: plans of the gallery, some four minutes, then Sphinx; a warning or a link
+# that leads nowhere fails. Pictures of plans need Graphviz's dot.
+docs-site: $(SITE)
+	$(BIN)/python -m docs.gallery.make
+	$(BIN)/python -m sphinx -W --keep-going -n -q -b html docs build/docs
 
 # Models x meshes x plans x microbatches on real processes against one process: 126 cells of one
 # stage, 100 of pipelines; then the families of tests/parity/zoo x meshes x plans. Words choose cells:
@@ -132,8 +140,13 @@ $(STAMP): pyproject.toml constraints.txt
 	$(BIN)/python -m pip install -c constraints.txt -e '.[test,examples]'
 	@touch $@
 
+# Sphinx and its theme: only for the site.
+$(SITE): $(STAMP)
+	$(BIN)/python -m pip install -c constraints.txt -e '.[docs]'
+	@touch $@
+
 # Keeps .venv: remove that by hand.
 clean:
 	rm -rf build dist autopar.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache \
-	  .hypothesis $(STAMP)
-	find autopar passes cost runtime tests examples -name __pycache__ -type d -prune -exec rm -rf {} +
+	  .hypothesis docs/gallery/made $(STAMP) $(SITE)
+	find autopar passes cost runtime tests examples docs -name __pycache__ -type d -prune -exec rm -rf {} +

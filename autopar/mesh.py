@@ -144,14 +144,17 @@ class Mesh:
 
     @property
     def n_ranks(self) -> int:
+        """Devices of the whole machine; each is a rank."""
         return math.prod(self.shape)
 
     @property
     def nodes(self) -> int:
+        """Nodes; 1 for a shape of one axis."""
         return self.shape[0] if len(self.shape) == 2 else 1
 
     @property
     def devices_per_node(self) -> int:
+        """Devices of one node."""
         return self.shape[-1]
 
     def node_of(self, rank: int) -> int:

@@ -36,9 +36,12 @@ FORBIDDABLE = tuple("data tensor sequence expert pipeline zero1 zero2 zero3 reco
 class Manual:
     """The Megatron recipe in place of a search. Ranks vary fastest over tp, then dp, then pp.
 
-    `sp` shards activations between tensor-parallel regions; it has no effect without `tp > 1`.
-    `zero` is the ZeRO stage over dp; it has no effect without `dp > 1`. `microbatch_size` counts
-    samples of one data-parallel rank; None means one microbatch.
+    dp, tp, pp   sizes of data, tensor and pipeline parallelism; their product is the mesh's ranks
+    sp           shard activations between tensor-parallel regions; no effect without `tp > 1`
+    zero         the ZeRO stage over dp, 0 to 3; no effect without `dp > 1`
+    microbatch_size   samples of one data-parallel rank; None: one microbatch
+    recompute    none, or a mode of the option `recompute`, for every block
+    cp, ep, interleave   not built: 1
 
     Raises `OptionError` for a value that is not allowed, `NotSupportedError` for one that is not
     built.
@@ -77,6 +80,7 @@ class Manual:
 
     @property
     def n_ranks(self) -> int:
+        """The ranks that the recipe is for."""
         return self.dp * self.tp * self.pp * self.cp
 
 

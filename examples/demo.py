@@ -1,4 +1,4 @@
-"""Two layers with a plan that is easy to read. The README shows what this prints in this folder:
+"""Two layers with a plan that is easy to read. Pages of `docs` show what this prints here:
 
 autopar plan demo:mlp --mesh 1x4 --hardware a100-80gb
 """

@@ -119,14 +119,17 @@ class ResilientRun:
 
     @property
     def n_steps(self) -> int:
+        """Batches trained, of the whole run."""
         return self._progress.n_steps
 
     @property
     def n_samples(self) -> int:
+        """Rows of the global batches that were trained."""
         return self._progress.n_samples
 
     @property
     def epoch(self) -> int:
+        """Epochs complete."""
         return self._progress.epoch
 
     def batches(

@@ -44,11 +44,13 @@ class Report:
 
     @property
     def sharding_ok(self) -> bool:
+        """Is the sharded step that of the captured program on one process?"""
         lifted = (error <= self.lifted_tolerance for error in self.lifted_errors.values())
         return all(error <= self.tolerance for error in self.errors.values()) and all(lifted)
 
     @property
     def capture_ok(self) -> bool:
+        """Is the captured program the user's module? False if that was not compared."""
         errors = self.capture_errors.values()
         return self.not_compared is None and all(e <= self.capture_tolerance for e in errors)
 

@@ -53,7 +53,13 @@ class ReportFiles:
 
 @dataclass(frozen=True)
 class Stage:
-    """One pipeline stage: its ranks and the modules that run on them."""
+    """One pipeline stage: its ranks and the modules that run on them.
+
+    mesh_shape  (nodes, devices per node) of its ranks
+    ranks       numbers of its ranks, first to last
+    modules     names of the modules whose operators it runs
+    axes        logical axis -> its size, as the stage's placements name them
+    """
 
     mesh_shape: tuple[int, ...]
     ranks: tuple[int, ...]
@@ -121,6 +127,7 @@ class Plan:
 
     @property
     def microbatches(self) -> int:
+        """Into how many microbatches a step cuts the global batch."""
         return self.data.microbatches
 
     @property

@@ -48,6 +48,7 @@ class RuleReport:
 
     @property
     def ok(self) -> bool:
+        """Is the rule right on every strategy and mesh?"""
         return all(line.failure is None for line in self.lines)
 
     def text(self) -> str:

@@ -1,0 +1,1 @@
+"""Plans of known models as pages: `models.py` (which), `make.py` (the pages)."""

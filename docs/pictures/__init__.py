@@ -1,0 +1,1 @@
+"""Pictures of the documents: `draw.py` makes them all."""
