@@ -65,6 +65,21 @@ class MeshRecord:
 
 
 @dataclass(frozen=True)
+class PlanSummary:
+    """A plan in few words: what its step is made of, what it sends, how parameters are placed.
+
+    times_s         seconds of the busiest stage by kind (`cost/price/shares.py`), as
+                    `collective over dp`; they add up to the step
+    traffic_bytes   `all_gather over dp` -> bytes of a step, on the first rank of each stage
+    parameters      name with stars for numbers -> `S(0) on dp=8, used whole`
+    """
+
+    times_s: Mapping[str, float]
+    traffic_bytes: Mapping[str, float]
+    parameters: Mapping[str, str]
+
+
+@dataclass(frozen=True)
 class Alternative:
     """A plan that was considered, and what the search found out about it.
 
@@ -75,6 +90,7 @@ class Alternative:
     least_s       lower bound on its step, of what was ruled out by it
     is_estimate   `step_time_s` is the search's estimate: it could not win, and was not simulated
     slower_by     what makes it slower than the plan: `all_reduce across nodes`
+    summary       of the fastest ones; else None
     """
 
     name: str
@@ -85,6 +101,7 @@ class Alternative:
     least_s: float | None = None
     is_estimate: bool = False
     slower_by: str = ""
+    summary: PlanSummary | None = None
 
 
 @dataclass(frozen=True)

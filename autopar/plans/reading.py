@@ -10,6 +10,7 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -22,6 +23,7 @@ from autopar.plans.data import (
     InputSignature,
     MeshRecord,
     PlanData,
+    PlanSummary,
     StageRecord,
 )
 from autopar.plans.json_values import Json, parse_json, read_json
@@ -202,15 +204,28 @@ def _batch_dims(value: Json, inputs: tuple[InputSignature, ...]) -> dict[str, in
 
 
 def _alternative(value: Json) -> Alternative:
-    more = "note recipe peak_bytes least_s is_estimate slower_by".split()
+    more = "note recipe peak_bytes least_s is_estimate slower_by summary".split()
     raw = value.record(["name", "step_time_s"], more)
     readers: dict[str, Callable[[Json], Any]] = {
         "step_time_s": lambda found: _optional_number(found, _MOST_SECONDS),
         "peak_bytes": lambda found: _optional_number(found, _MOST_RATE),
         "least_s": lambda found: _optional_number(found, _MOST_SECONDS),
         "is_estimate": Json.flag,
+        "summary": _summary,
     }
     return Alternative(**{key: readers.get(key, Json.text)(found) for key, found in raw.items()})
+
+
+def _summary(value: Json) -> PlanSummary | None:
+    if value.is_null:
+        return None
+    raw = value.record([f.name for f in fields(PlanSummary)])
+    times = {key: found.number(0, _MOST_SECONDS) for key, found in raw["times_s"].members().items()}
+    traffic = raw["traffic_bytes"].members()
+    return PlanSummary(
+        times, {key: found.number(0, _MOST_RATE) for key, found in traffic.items()},
+        _texts(raw["parameters"]),
+    )  # fmt: skip
 
 
 def _optional_number(value: Json, most: float) -> float | None:

@@ -3,8 +3,8 @@
 Read `overlap.py` (which collectives run beside compute), `stage_times.py` (seconds of each part of
 a step on one stage), `prediction.py` (the schedule simulated with those times, and the peak memory
 of every stage), then what reports show of it: `hidden.py` (how much of each kind of communication
-is hidden), `exposed.py` (which collectives are not), `shares.py` (what a step is made of) and
-`layers.py` (where a microbatch spends its time).
+is hidden), `exposed.py` (which collectives are not), `shares.py` (what a step is made of),
+`layers.py` (where a microbatch spends its time) and `summary.py` (a plan in few words).
 
 The room may import `laws`, `memory`, `simulate` and `hardware`, and what lies below `cost`; not
 `transformer`, its neighbour. It hands on `predict` and `timeline_of`.
@@ -23,6 +23,7 @@ from autopar.cost.price.prediction import (
 )
 from autopar.cost.price.shares import Share, StepShares, step_shares
 from autopar.cost.price.stage_times import backward_lines, forward_lines
+from autopar.cost.price.summary import summary_of
 
 __all__ = [
     "ExposedCalls",
@@ -43,5 +44,6 @@ __all__ = [
     "predict",
     "slowdown_of",
     "step_shares",
+    "summary_of",
     "timeline_of",
 ]

@@ -32,7 +32,7 @@ def hidden_of(
     pipeline: Pipeline, costs: Sequence[CostModel], timeline: Timeline
 ) -> tuple[HiddenKind, ...]:
     """The kinds that the busiest device has; `timeline` is that of the pipeline."""
-    stage = max(range(len(timeline.devices)), key=lambda k: timeline.devices[k].busy_s)
+    stage = timeline.busiest_device
     cost, totals, m = costs[stage], timeline.devices[stage], pipeline.n_microbatches
     times, calls = timeline.record.stages[stage], overlap_of(pipeline.stages[stage])
 

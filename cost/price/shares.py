@@ -20,10 +20,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.cost.laws import CostModel
-from autopar.cost.price.overlap import Calls, overlap_of
+from autopar.cost.price.exposed import divided_calls
 from autopar.cost.price.stage_times import backward_lines, forward_lines
 from autopar.cost.simulate import Timeline
-from autopar.program import CallLine, Line, Pipeline
+from autopar.program import CallLine, Line, Pipeline, StageProgram
 
 _KINDS = ("matmul", "attention", "pointwise")
 
@@ -49,7 +49,7 @@ class StepShares:
 
 def step_shares(pipeline: Pipeline, costs: Sequence[CostModel], timeline: Timeline) -> StepShares:
     """The shares of a step; `timeline` is that of the pipeline, one device a stage."""
-    stage = max(range(len(timeline.devices)), key=lambda k: timeline.devices[k].busy_s)
+    stage = timeline.busiest_device
     program, totals = pipeline.stages[stage], timeline.devices[stage]
     times = timeline.record.stages[stage]
     n, backward = pipeline.n_microbatches, list(backward_lines(program))
@@ -59,7 +59,7 @@ def step_shares(pipeline: Pipeline, costs: Sequence[CostModel], timeline: Timeli
     returned_s = times.of("backward").compute_s - math.fsum(x.n * x.time_s for x in backward)
     converted_s = times.before.compute_s + times.after.compute_s + n * returned_s
     slowdown_s = totals.compute_s - math.fsum(by_kind.values()) - converted_s
-    exposed, hidden = _by_axes(pipeline, stage, costs[stage], timeline)
+    exposed, hidden = _by_axes(program, costs[stage], timeline, stage)
     other_s = totals.collectives_s - math.fsum(exposed.values())
     parts = [
         *(Share(kind, by_kind[kind]) for kind in _KINDS),
@@ -87,31 +87,13 @@ def _kind(line: Line) -> str:
 
 
 def _by_axes(
-    pipeline: Pipeline, stage: int, cost: CostModel, timeline: Timeline
+    program: StageProgram, cost: CostModel, timeline: Timeline, stage: int
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Axes -> seconds of a step of their collectives, exposed and hidden."""
-    program, n = pipeline.stages[stage], pipeline.n_microbatches
-    times, calls = timeline.record.stages[stage], overlap_of(program)
     exposed: dict[str, float] = defaultdict(float)
     hidden: dict[str, float] = defaultdict(float)
-
-    def add(to: dict[str, float], of: Calls, times_: float) -> None:
-        for call in of:
-            axes = "+".join(program.axis_names[axis] for axis in call.axes)
-            to[axes] += times_ * cost.primitive_time_s(call.kind, call.size_bytes, call.axes)
-
-    inside_s = 0.0
-    for part, apart in ((times.forward, calls.forward), (times.of("backward"), calls.backward)):
-        hidden_s = part.duration(times.overlap_slowdown_fraction).hidden_s
-        share = hidden_s / part.overlapped_s if part.overlapped_s else 0.0
-        add(exposed, apart.waited, n)
-        add(exposed, apart.overlapped, n * (1 - share))
-        add(hidden, apart.overlapped, n * share)
-        inside_s += n * hidden_s
-    sync_hidden_s = max(timeline.devices[stage].hidden_s - inside_s, 0.0)
-    share = sync_hidden_s / times.sync_s if times.sync_s else 0.0
-    add(exposed, calls.step.overlapped, 1 - share)
-    add(hidden, calls.step.overlapped, share)
-    add(exposed, calls.before, 1)
-    add(exposed, calls.step.waited, 1)
+    for divided in divided_calls(program, cost, timeline, stage):
+        axes = "+".join(program.axis_names[axis] for axis in divided.call.axes)
+        exposed[axes] += divided.exposed_s
+        hidden[axes] += divided.hidden_s
     return exposed, hidden

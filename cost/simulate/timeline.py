@@ -43,9 +43,13 @@ class Timeline:
         return max((ends[device] - starts[device] for device in ends), default=0.0)
 
     @property
-    def busiest(self) -> DeviceTotals:
+    def busiest_device(self) -> int:
         """The device with the most compute and communication."""
-        return max(self.devices, key=lambda device: device.busy_s)
+        return max(range(len(self.devices)), key=lambda k: self.devices[k].busy_s)
+
+    @property
+    def busiest(self) -> DeviceTotals:
+        return self.devices[self.busiest_device]
 
     @property
     def compute_time_s(self) -> float:

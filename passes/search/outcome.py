@@ -12,14 +12,14 @@ from autopar.passes.inter import Candidate
 from autopar.passes.search.evaluator import Scored
 from autopar.passes.search.simulator import Simulated, Solved
 from autopar.passes.search.stats import PlanningStats
-from autopar.plans import Alternative
+from autopar.plans import Alternative, PlanSummary
 from autopar.units import format_seconds
 
 # What makes so many candidates slower is found out, the fastest first: by simulating those that
 # were not.
-N_EXPLAINED = 25
+N_EXPLAINED = 6
 # (simulated or None, scored) -> what makes the candidate slower.
-Why = Callable[[Solved | None, Scored], str]
+Why = Callable[[Solved | None, Scored], tuple[str, PlanSummary]]
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,8 @@ def alternatives_of(
 ) -> Iterator[Alternative]:
     """The rows: candidates by time, then those that do not fit, then those that were pruned.
 
-    `why` says of the first `N_EXPLAINED` what makes them slower; None: nothing is said.
+    `why` says of the first `N_EXPLAINED` what makes them slower, and sums them up; None: nothing
+    is said.
     """
     known = {solved.candidate.name: solved for solved in simulated.found}
     recipes = {one.candidate.name: one.candidate.recipe for one in scored}
@@ -75,7 +76,8 @@ def alternatives_of(
         if why is None or at >= N_EXPLAINED or row.name == chosen.candidate.name:
             yield row
         else:
-            yield replace(row, slower_by=why(known.get(row.name), one))
+            slower_by, summary = why(known.get(row.name), one)
+            yield replace(row, slower_by=slower_by, summary=summary)
     for name, error in simulated.failed.items():
         yield infeasible_row(name, recipes[name], error)
     for name, time_s in simulated.pruned_s.items():

@@ -176,7 +176,7 @@ class Planner:
         if is_timed_out:  # a bound on all plans: every rank runs an equal share of every operator
             bound_s = least_step_s(self.analysis, CostModel(self._whole_view, self.evaluator.dtype))
         stats = self.evaluator.stats(sum(self._n_configurations))
-        why = None if is_timed_out else WhySlower(simulator, solved, self.pricer.timeline)
+        why = None if is_timed_out else WhySlower(simulator, solved, self.pricer)
         rows = (*alternatives_of(found, simulated, solved, why), *notes)
         return PlanningResult(solved, self.hardware, rows, bound_s, stats)
 

@@ -7,22 +7,19 @@ Communication is named by the collective that is waited for most, and by its lin
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.cost.laws import CostModel
-from autopar.cost.price import exposed_calls
+from autopar.cost.price import exposed_calls, summary_of
 from autopar.cost.simulate import Timeline
 from autopar.passes.search.evaluator import Scored
-from autopar.passes.search.simulator import Simulator, Solved
-from autopar.plans import Predicted
+from autopar.passes.search.simulator import Simulator, Solved, StepPricer
+from autopar.plans import PlanSummary, Predicted
 from autopar.program import CallLine, Pipeline, line_counts
 
 # FLOPs of two plans are equal up to this, relative.
 _FLOPS_REL = 0.02
-
-# (pipeline, cost models of its stages) -> its step.
-Simulate = Callable[[Pipeline, Sequence[CostModel]], Timeline]
 
 
 @dataclass(frozen=True)
@@ -31,23 +28,31 @@ class WhySlower:
 
     simulator: Simulator
     fastest: Solved
-    simulate: Simulate
+    pricer: StepPricer
 
-    def __call__(self, known: Solved | None, scored: Scored) -> str:
-        """`all_reduce across nodes`; empty if no part of the step takes longer.
+    def __call__(self, known: Solved | None, scored: Scored) -> tuple[str, PlanSummary]:
+        """`all_reduce across nodes`, empty if no part of the step takes longer; and the summary.
 
         A candidate that is not `known` is simulated as it was scored, within the budget or not.
         """
         slow = known or self.simulator.as_scored(scored)
+        pipeline, costs = self.simulator.pipeline(slow.stages), [s.cost for s in slow.stages]
+        timeline = self.pricer.timeline(pipeline, costs)
+        summary = summary_of(pipeline, costs, timeline, self.pricer.optimizer)
+        return self.reason(slow, pipeline, costs, timeline), summary
+
+    def reason(
+        self, slow: Solved, pipeline: Pipeline, costs: Sequence[CostModel], timeline: Timeline
+    ) -> str:
+        """What makes it slower; `pipeline` are its stages, `timeline` is a step of them."""
         own, best = _parts_s(slow.predicted), _parts_s(self.fastest.predicted)
         part = max(own, key=lambda name: own[name] - best[name])
         if own[part] <= best[part]:
             return ""
         if part not in ("communication", "compute"):
             return part
-        pipeline = self.simulator.pipeline(slow.stages)
         if part == "communication":
-            return _communication(slow, pipeline, self.simulate)
+            return _communication(pipeline, costs, timeline)
         if _recomputes(slow) and not _recomputes(self.fastest):
             return "recompute"
         return _compute(pipeline, self.simulator.pipeline(self.fastest.stages))
@@ -87,9 +92,7 @@ class _Work:
         return _Work(m * matmul_s, m * other_s, m * sum(flops for _, _, flops in rows))
 
 
-def _communication(slow: Solved, pipeline: Pipeline, simulate: Simulate) -> str:
-    costs = [stage.cost for stage in slow.stages]
-    timeline = simulate(pipeline, costs)
+def _communication(pipeline: Pipeline, costs: Sequence[CostModel], timeline: Timeline) -> str:
     calls, totals = exposed_calls(pipeline, costs, timeline), timeline.busiest
     if not calls or totals.waited_s > calls[0].time_s:
         return "messages between stages"

@@ -106,7 +106,11 @@ def test_alternatives_open(shown: Shown) -> None:
         assert row.find_element(By.CSS_SELECTOR, ".name").text == alternative.name
         shown.run("arguments[0].scrollIntoView({block: 'center'})", row)
         row.find_element(By.TAG_NAME, "summary").click()
-        assert row.find_element(By.CSS_SELECTOR, ".difference").text
+        said = row.find_element(By.CSS_SELECTOR, ".difference").text
+        assert said
+        if alternative.summary is not None and alternative.name != shown.plan.data.chosen:
+            assert all(kind in said for kind in alternative.summary.times_s)
+            assert all(kind in said for kind in alternative.summary.traffic_bytes)
     assert shown.errors() == []
 
 

@@ -49,8 +49,8 @@ def fast() -> Plan:
 
 def why(slow: Plan, fast: Plan) -> str:
     lowered = Lowered([(solved(slow), pipeline(slow)), (solved(fast), pipeline(fast))])
-    why = WhySlower(cast(Simulator, lowered), solved(fast), lambda *_: slow.simulate())
-    return why(solved(slow), cast(Any, None))
+    why, one = WhySlower(cast(Simulator, lowered), solved(fast), cast(Any, None)), solved(slow)
+    return why.reason(one, pipeline(slow), [stage.cost for stage in one.stages], slow.simulate())
 
 
 def test_nothing_is_slower_than_itself(fast: Plan) -> None:
@@ -83,7 +83,8 @@ def test_other_parts(part: str, field: str, fast: Plan) -> None:
     more = {field: 1.0 + getattr(one.predicted, field)} if field else {}
     longer = replace(one.predicted, step_time_s=one.predicted.step_time_s + 1.0, **more)
     explained = WhySlower(cast(Simulator, None), one, cast(Any, None))
-    assert explained(replace(one, predicted=longer), cast(Any, None)) == part
+    slow = replace(one, predicted=longer)
+    assert explained.reason(slow, pipeline(fast), [], cast(Any, None)) == part
 
 
 @pytest.mark.parametrize(
@@ -114,4 +115,5 @@ def test_compute(
     slow = replace(one, predicted=predicted, stages=tuple(map(replace, one.stages)))
     changed = replace(of, stages=(replace(program, body=body),))
     lowered = cast(Simulator, Lowered([(slow, changed), (one, of)]))
-    assert WhySlower(lowered, one, cast(Any, None))(slow, cast(Any, None)) == said
+    why = WhySlower(lowered, one, cast(Any, None))
+    assert why.reason(slow, changed, [], cast(Any, None)) == said

@@ -20,9 +20,11 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
+from autopar.cost.price import summary_of
+from autopar.plans import Alternative
 from autopar.report.page.bars import memory_bar, time_bar
 from autopar.report.page.graph import graphs
 from autopar.report.page.subject import Subject
@@ -34,7 +36,7 @@ from autopar.report.page.tables import (
     tie_texts,
 )
 from autopar.report.page.timeline import timeline_facts
-from autopar.report.tables import headline, idle_warnings, optimality
+from autopar.report.tables import alternative_note, headline, idle_warnings, optimality
 from autopar.report.verdict import verdict
 
 FORMAT, VERSION = "autopar plan facts", 1
@@ -60,9 +62,7 @@ def plan_facts(subject: Subject) -> dict[str, Any]:
         "time": time_bar(subject.pipeline, subject.costs, subject.timeline),
         "memory": memory_bar(subject.pipeline, data.optimizer, subject.limit_bytes),
         "helps": [asdict(row) for row in subject.helps],
-        "alternatives": [
-            asdict(row) | {"chosen": row.name == data.chosen} for row in data.alternatives
-        ],
+        "alternatives": [_alternative(row, subject) for row in data.alternatives],
         "stages": graphs(subject),
         "timeline": timeline_facts(subject),
         "parameters": parameter_table(subject),
@@ -85,6 +85,15 @@ def _finite(value: Any) -> Any:
     if isinstance(value, dict):
         return {str(key): _finite(item) for key, item in value.items()}
     return [_finite(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def _alternative(row: Alternative, subject: Subject) -> dict[str, Any]:
+    """What the search found out about it, and why it is not the plan; of the plan, its summary."""
+    is_chosen = row.name == subject.data.chosen
+    if is_chosen:
+        on = subject.pipeline, subject.costs, subject.timeline, subject.data.optimizer
+        row = replace(row, summary=summary_of(*on))
+    return asdict(row) | {"chosen": is_chosen, "why": alternative_note(row, subject.data)}
 
 
 def _setting(subject: Subject) -> dict[str, Any]:

@@ -153,12 +153,28 @@ def test_what_helps_is_what_it_would_be() -> None:
             assert row["step_time_s"] == plan.what_if(change).simulate().step_time_s
     assert "links between nodes twice as fast" not in rows
     assert rows["half the memory"]["gain"] == 0.0
-    assert rows["twice the nodes, same batch"]["step_time_s"] < plan.predicted.step_time_s
+    assert rows["twice the nodes, same batch"]["step_time_s"] <= plan.predicted.step_time_s
     tight = gpt2(1, memory_limit=int(plan.predicted.peak_bytes * 1.05))
     row = {row["what"]: row for row in json.loads(tight.to_json())["helps"]}["half the memory"]
     assert "the plan needs" in row["note"] or "no plan fits" in row["note"]
     quick = {row["what"]: row for row in json.loads(tight.to_json(replan=False))["helps"]}
     assert quick["half the memory"]["step_time_s"] is None
+
+
+def test_alternatives_are_summed_up(tmp_path: Path) -> None:
+    """Of the fastest, the summary adds up to the step; that of a plan on few blocks is its own."""
+    plan = gpt2(6)
+    assert plan.bound is not None
+    rows = json.loads(plan.to_json(replan=False))["alternatives"]
+    for row in rows:
+        if row["summary"] is not None and not row["is_estimate"]:
+            assert sum(row["summary"]["times_s"].values()) == pytest.approx(row["step_time_s"])
+    (own,) = [row for row in rows if row["chosen"]]
+    assert "transformer.h.*.mlp.c_fc.weight" in own["summary"]["parameters"]
+    recorded = [row for row in plan.data.alternatives if row.summary is not None]
+    assert len(recorded) >= 2 and all(row["why"] for row in rows if not row["chosen"])
+    plan.save(tmp_path / "plan.json")
+    assert Plan.load(tmp_path / "plan.json").data.alternatives == plan.data.alternatives
 
 
 def test_predicted_is_the_plans(plan: Plan, facts: dict[str, Any]) -> None:

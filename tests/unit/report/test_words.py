@@ -116,10 +116,9 @@ def test_every_alternative_says_why(found: Plan) -> None:
     rows = found.data.alternatives
     assert all(alternative_note(a, found.data) for a in rows if a.name != found.data.chosen)
     assert "not simulated" not in found.explain()
-    slow = next(a for a in rows if a.name == "Megatron on dp=1 x tp=4")
-    assert slow.is_estimate and slow.slower_by == "all_reduce across nodes"
-    inside = next(a for a in rows if a.name == "Megatron on dp=2 x tp=2")
-    assert inside.slower_by == "all_reduce"
+    explained = {a.name: a for a in rows if a.summary is not None}
+    assert len(explained) >= 3 and {a.is_estimate for a in explained.values()} == {True, False}
+    assert explained["Megatron on dp=2 x tp=2"].slower_by == "all_reduce"
 
 
 def test_the_record_keeps_what_the_search_knows(found: Plan) -> None:

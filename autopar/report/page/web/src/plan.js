@@ -67,18 +67,30 @@ function alternatives(facts) {
     const wide = row.step_time_s === null ? 0 : Math.min(row.step_time_s / most, 1);
     return h("details", { class: row.chosen ? "alternative chosen" : "alternative" },
       h("summary", {}, h("span", { class: "name" }, row.name), h("span", { class: "track" }, h("span", { class: "fill", style: `width: ${100 * wide}%` })),
-        h("span", { class: "n" }, figure(row.step_time_s, format.seconds)), h("span", { class: "why" }, row.chosen ? "the plan" : row.note)),
+        h("span", { class: "n" }, figure(row.step_time_s, format.seconds)), h("span", { class: "why" }, row.chosen ? "the plan" : row.why)),
       difference(row, facts));
   })));
 }
 
 /** How an alternative differs from the plan, as far as the search recorded it. */
 function difference(row, facts) {
-  const lines = [];
-  if (row.chosen) lines.push("This is the plan.");
-  else if (row.step_time_s !== null) lines.push(`${format.percent(row.step_time_s / facts.predicted.step_time_s - 1)} longer than the plan's step.`);
-  if (row.note && !row.chosen) lines.push(row.note);
-  return h("div", { class: "difference" }, lines.map((line) => h("p", {}, line)));
+  if (row.chosen) return h("div", { class: "difference" }, h("p", {}, "This is the plan."));
+  const own = facts.alternatives.find((one) => one.chosen)?.summary;
+  const known = row.peak_bytes === null ? "" : h("p", {}, "peak memory of a rank: ", figure(row.peak_bytes, format.bytes));
+  if (!row.summary || !own) {
+    return h("div", { class: "difference" }, h("p", {}, row.why || "nothing else is known of it"), known, h("p", { class: "small" }, "Placements are recorded of the fastest alternatives only."));
+  }
+  return h("div", { class: "difference" }, known,
+    sideBySide("seconds of a step", own.times_s, row.summary.times_s, format.seconds),
+    sideBySide("bytes of collectives", own.traffic_bytes, row.summary.traffic_bytes, format.bytes),
+    sideBySide("parameters that differ", own.parameters, row.summary.parameters, (text) => text ?? format.NONE, true));
+}
+
+function sideBySide(title, plan, other, text, onlyDifferent = false) {
+  const keys = [...new Set([...Object.keys(plan), ...Object.keys(other)])].filter((key) => !onlyDifferent || plan[key] !== other[key]);
+  const cell = (value) => h("td", { class: onlyDifferent ? null : "n" }, onlyDifferent ? text(value) : figure(value ?? null, text));
+  return h("table", {}, h("caption", {}, keys.length ? title : `${title}: none`), h("thead", {}, h("tr", {}, ["", "the plan", "this one"].map((name, k) => h("th", { class: k && !onlyDifferent ? "n" : null }, name)))),
+    h("tbody", {}, keys.map((key) => h("tr", {}, h("td", {}, key), cell(plan[key]), cell(other[key])))));
 }
 
 function graph(facts) {
