@@ -10,11 +10,11 @@ export function bytes(size) {
   let value = size;
   for (const unit of ["B", "KiB", "MiB", "GiB"]) {
     if (Math.abs(Number(value.toFixed(1))) < 1024) {
-      return unit === "B" ? `${value.toFixed(0)} B` : `${value.toFixed(1)} ${unit}`;
+      return unit === "B" ? `${fixed(value, 0)} B` : `${fixed(value, 1)} ${unit}`;
     }
     value /= 1024;
   }
-  return `${value.toFixed(1)} TiB`;
+  return `${fixed(value, 1)} TiB`;
 }
 
 export function seconds(time) {
@@ -27,7 +27,7 @@ export function count(value) {
 }
 
 export function percent(share, digits = 1) {
-  return share === null || share === undefined ? NONE : `${(100 * share).toFixed(digits)}%`;
+  return share === null || share === undefined ? NONE : `${fixed(100 * share, digits)}%`;
 }
 
 /** `+12.3%`, `-4.0%`. */
@@ -44,6 +44,15 @@ function threeDigits(value, scales) {
   const rounded = Number(value.toPrecision(3));
   const [scale, unit] = scales.find(([least]) => Math.abs(rounded) >= least) ?? scales.at(-1);
   const scaled = value / scale;
-  const digits = Math.abs(scaled) >= 999.5 ? scaled.toFixed(0) : String(Number(scaled.toPrecision(3)));
+  const decimals = Math.max(2 - Math.floor(Math.log10(Math.abs(scaled))), 0);
+  const digits = Math.abs(scaled) >= 999.5 ? fixed(scaled, 0) : String(Number(fixed(scaled, decimals)));
   return `${digits} ${unit}`.trimEnd();
+}
+
+/** Rounds halves to even, as Python does. A number is halfway only if it is odd / 2^(digits + 1). */
+function fixed(value, digits) {
+  const twice = value * 2 ** (digits + 1);
+  if (!Number.isInteger(twice) || twice % 2 === 0) return value.toFixed(digits);
+  const below = Math.floor(value * 10 ** digits);
+  return ((below % 2 === 0 ? below : below + 1) / 10 ** digits).toFixed(digits);
 }
