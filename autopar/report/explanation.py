@@ -166,8 +166,9 @@ def _prediction(predicted: Predicted, pipeline: Pipeline, peak_flops_per_s: floa
     if predicted.tokens_per_s:
         words.append(f"{format_count(predicted.tokens_per_s)} tokens/s")
     if predicted.mfu:
-        peak = f" of {format_count(peak_flops_per_s)}FLOP/s" if peak_flops_per_s else ""
-        words.append(f"MFU {predicted.mfu:.1%}{peak}")
+        number, _, prefix = format_count(peak_flops_per_s or 0.0).partition(" ")
+        of_peak = f" of {number} {prefix}FLOP/s" if peak_flops_per_s else ""
+        words.append(f"MFU {predicted.mfu:.1%}{of_peak}")
     return ", ".join(words)
 
 

@@ -214,7 +214,8 @@ def _tensor(
     found = {of: s.n_ranks for of, s in splits.items() if s.flops >= _LEAST_FLOPS * total}
     for line in program.body:
         if isinstance(line, CallLine) and kind(line) == "embedding":
-            found["embedding"] = math.prod(sizes[a] for a in _embedding_axes(program, line))
+            n_ranks = math.prod(sizes[a] for a in _embedding_axes(program, line))
+            found["embedding"] = max(found.get("embedding", 1), n_ranks)
     return {of: found[of] for of in MODULES if of in found}, experts.n_ranks
 
 

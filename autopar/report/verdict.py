@@ -183,6 +183,7 @@ def _tensor_words(tensor: Mapping[str, int]) -> Iterator[str]:
         if n > 1:
             by_size.setdefault(n, []).append(kind)
     for n, of in by_size.items():
+        of = [f"the {kind}" if kind in OUTER else kind for kind in of]
         yield f"{_and(of)} split in {_number(n)}"
 
 

@@ -16,8 +16,9 @@ import autopar
 from autopar import Manual, Mesh, Plan
 from autopar.placement import Spec
 from autopar.plans import Alternative, parse_plan
-from autopar.program import StoredParameter
+from autopar.program import CallLine, StoredParameter
 from autopar.report import verdict
+from autopar.report.parallelism import stage_parallelism
 from autopar.report.verdict import rounded_shares, step_shares
 from tests.helpers.jobs import CASES
 
@@ -48,20 +49,21 @@ def compared(*others: Alternative, chosen: Alternative | None = None) -> list[st
         (Manual(dp=4, zero=3), "ZeRO-3 over 4 devices, no recompute."),
         (
             Manual(dp=2, tp=2),
-            "Data parallel over 2 devices, all matmuls split in two, no recompute.",
+            "Data parallel over 2 devices, all matmuls and the embedding split in two, "
+            "no recompute.",
         ),
         (
             Manual(dp=2, tp=2, zero=3),
-            "ZeRO-3 over 2 devices, all matmuls split in two, no recompute.",
+            "ZeRO-3 over 2 devices, all matmuls and the embedding split in two, no recompute.",
         ),
         (
             Manual(tp=4, sp=True),
-            "All matmuls and embedding split in four, sequence parallel, no recompute.",
+            "All matmuls and the embedding split in four, sequence parallel, no recompute.",
         ),
         (Manual(pp=4), "Four stages of 1 device, no recompute."),
         (
             Manual(pp=2, tp=2),
-            "Two stages of 2 devices, all matmuls split in two, no recompute.",
+            "Two stages of 2 devices, all matmuls and the embedding split in two, no recompute.",
         ),
     ],
 )
@@ -104,8 +106,24 @@ def test_part_of_the_matmuls() -> None:
         plan.data, replace(pipeline, stages=(program,)), plan.predicted, plan.simulate(),
         plan.bound.hardware,
     )  # fmt: skip
-    words = "MLPs and output head split in two, no recompute."
+    words = "MLPs, the embedding and the output head split in two, no recompute."
     assert found[0].startswith("Data parallel over 2 devices") and found[0].endswith(words)
+
+
+def test_the_embedding_that_is_split_is_named() -> None:
+    """Tables of positions, or of relative ones in blocks, stay whole beside it."""
+    plan = planned("gpt2", manual=Manual(tp=4, sp=True))
+    assert plan.bound is not None
+    (program,) = plan.bound.pipeline.stages
+    tables = [
+        line for line in program.body if isinstance(line, CallLine) and "embedding" in line.key
+    ]
+    assert len(tables) == 2
+    swapped = {a.key: b for a, b in zip(tables, tables[::-1], strict=True)}
+    body = tuple(swapped.get(line.key, line) if isinstance(line, CallLine) else line
+                 for line in program.body)  # fmt: skip
+    assert stage_parallelism(program).tensor["embedding"] == 4
+    assert stage_parallelism(replace(program, body=body)).tensor["embedding"] == 4
 
 
 def test_one_device() -> None:
@@ -193,8 +211,9 @@ def test_the_search_records_recipes_and_what_they_need() -> None:
     assert recipes == {"", "data parallel", "ZeRO-3", "Megatron"}
     assert parse_plan(plan.data.to_json()) == plan.data
     tight = planned("gpt2", memory_limit=600 * 1024, recompute="none", microbatches=1)
-    unfit = [a for a in tight.data.alternatives if a.recipe and a.step_time_s is None]
-    assert unfit and all(a.peak_bytes and a.peak_bytes > 600 * 1024 for a in unfit)
+    unfit = [a for a in tight.data.alternatives if a.step_time_s is None and a.peak_bytes]
+    assert "data parallel" in {a.recipe for a in unfit}
+    assert all(a.peak_bytes and a.peak_bytes > 600 * 1024 for a in unfit)
 
 
 def test_explain_begins_with_the_verdict() -> None:
