@@ -29,7 +29,7 @@ def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
     """File names in a wheel built from a copy, so that no build folder lands in the tree."""
     source = tmp_path_factory.mktemp("source")
     for name in ("autopar", *LINKED):
-        ignored = shutil.ignore_patterns("__pycache__")
+        ignored = shutil.ignore_patterns("__pycache__", "node_modules")
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
     project = pyproject()["project"]
     for name in ("pyproject.toml", *project["license-files"], project.get("readme")):
@@ -59,8 +59,9 @@ def test_the_wheel_holds_every_source_profile_and_run(wheel_names: list[str]) ->
     expected = {
         path.relative_to(ROOT).as_posix()
         for package in (ROOT / "autopar", *(ROOT / "autopar" / name for name in LINKED))
-        for suffix in ("*.py", "*.toml", "*.json", "py.typed")
+        for suffix in ("*.py", "*.toml", "*.json", "py.typed", "web/bundle/*")
         for path in package.rglob(suffix)
+        if "web" not in path.parts or "bundle" in path.parts  # of the page, its bundle is shipped
     }
     assert expected <= set(wheel_names), sorted(expected - set(wheel_names))
 
