@@ -6,7 +6,8 @@ Read `app` (all commands), `shell` (exit codes, errors, JSON, progress), `option
 `validate`, `doctor`. `__main__` is `python -m autopar.cli`.
 May import every room; nothing imports it. Commands import torch and autopar lazily: help is quick.
 Exit codes: 0 good, 1 a failed check (unequal ranks, a missing rule, an unhealthy machine), 2 wrong
-use or an `AutoparError`, whose message goes to stderr. Hands on `app` and `main`.
+use or an `AutoparError`, whose message goes to stderr, or to stdout as JSON with `--json`.
+Hands on `app` and `main`.
 """
 
 from autopar.cli.app import app, main

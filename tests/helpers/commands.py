@@ -17,8 +17,14 @@ def good(result: Result) -> Any:
 
 
 def refused(result: Result) -> str:
-    """The message on stderr of a command that was used wrongly; stdout is empty."""
+    """The message of a command that was used wrongly: on stderr, stdout is empty.
+
+    With `--json` it is an object on stdout, and stderr has no message.
+    """
     assert result.exit_code == shell.WRONG_USE, result.output
-    assert result.stdout == ""
     assert "Traceback" not in result.stderr
+    if result.stdout:
+        error = json.loads(result.stdout)["error"]
+        assert "error:" not in result.stderr
+        return "\n".join(filter(None, [error["message"], error.get("where"), error["hint"]]))
     return result.stderr

@@ -10,6 +10,7 @@ import pytest
 
 import autopar
 from autopar import Manual, Mesh, Plan
+from autopar.cost.price import exposed_calls
 from autopar.passes.search.outcome import PlanningResult
 from autopar.passes.search.simulator import Simulator, Solved
 from autopar.passes.search.slower import WhySlower
@@ -74,6 +75,15 @@ def test_communication_is_named_with_its_links_and_the_bubble(
     manual: Manual, collective: str, fast: Plan
 ) -> None:
     assert why(planned(manual), fast) == collective
+
+
+@pytest.mark.parametrize("manual", [Manual(dp=4), Manual(dp=2, tp=2), Manual(dp=4, zero=3)])
+def test_exposed_calls_are_what_a_step_waits_for(manual: Manual) -> None:
+    plan = planned(manual)
+    step = plan.simulate()
+    calls = exposed_calls(pipeline(plan), [stage.cost for stage in solved(plan).stages], step)
+    assert sum(call.time_s for call in calls) == pytest.approx(step.busiest.collectives_s)
+    assert [call.time_s for call in calls] == sorted((c.time_s for c in calls), reverse=True)
 
 
 @pytest.mark.parametrize(("part", "field"), [("bubble", ""), ("optimizer", "optimizer_time_s")])
