@@ -31,6 +31,7 @@ from autopar.units import format_bytes
 
 # Planning again stops after so many seconds; the row then shows the best plan so far.
 REPLAN_S = 10.0
+_SAME_REL = 1e-6
 _WORDS = {
     "device.peak_flops_per_s": "matmuls twice as fast",
     "device.peak_bytes_per_s": "device memory twice as fast",
@@ -153,9 +154,9 @@ def _replanned(
         found = compilation[PlanningResult].solved
     except AutoparError as error:
         return Help(what, None, None, str(error).splitlines()[0], command)
-    name = found.candidate.name
-    words = [note, f"then: {name}" if name != bound.data.chosen else "with the same candidate"]
-    gain = bound.predicted.step_time_s / found.step_time_s - 1
+    name, gain = found.candidate.name, bound.predicted.step_time_s / found.step_time_s - 1
+    other = "the same view with other placements" if name == bound.data.chosen else name
+    words = [note, f"then: {other}" if abs(gain) > _SAME_REL else "nothing changes"]
     return Help(what, found.step_time_s, gain, "; ".join(filter(None, words)), command)
 
 

@@ -17,7 +17,7 @@ export function details(shown, axes, goToCode) {
       row("backward", figure(d.backward_s, format.seconds, { "data-what": "backward" }), " a step"),
       row("kept for backward", figure(d.kept_bytes, format.bytes, { "data-what": "kept" }), " a microbatch"),
       d.collectives.length ? row("inside", d.collectives.map((c) => `${c.kind} over ${c.axes}, ${format.bytes(c.size_bytes)}`).join("; ")) : "",
-      d.where.length ? row("source", d.where.map((where) => h("div", { class: "source" }, where))) : "",
+      d.where.length ? row("source", d.where.map((where) => h("div", { class: "source", title: where }, where.replace(/^.*\/(site|dist)-packages\//, "")))) : "",
       d.generated ? row("generated", h("a", { href: `#${d.generated.file}-${d.generated.line}`, onclick: () => goToCode(d.generated.file) }, `${d.generated.file}:${d.generated.line}`)) : "")),
     runnersUp(d.runners_up),
     d.parameters.map((p) => h("div", { class: "parameter" }, h("h4", {}, shown.named(p.name)),

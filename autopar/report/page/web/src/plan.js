@@ -122,7 +122,7 @@ function parameters(facts, isSeveral) {
     { name: "bytes on a rank", value: (r) => r.stored_bytes, show: (r) => figure(r.stored_bytes, format.bytes), isNumber: true },
   ];
   const axes = [...new Set(facts.parameters.map((r) => r.axes))].join("; ");
-  return table("parameter-rows", `placements on ${axes}; * stands for a number`, columns, facts.parameters, (r) => Object.values(r).join(" "));
+  return table("parameter-rows", `placements on ${axes}. S(d): sharded along dim d; R: whole, each rank has its own gradient, which are summed; I: whole, equal gradients; * stands for a number`, columns, facts.parameters, (r) => Object.values(r).join(" "));
 }
 
 function collectives(facts, isSeveral) {

@@ -76,7 +76,7 @@ export class TimelineView {
   draw() {
     if (!this.plots.clientWidth) return;
     const [from, to] = this.domain, pixel = (to - from) / this.inner;
-    const boxes = [...this.boxes(from, to, pixel)];
+    const boxes = [...this.boxes(from, to, pixel)].filter((b) => b.end > from && b.start < to);
     const rows = this.rows();
     const x = { domain: this.domain, label: null, tickFormat: (t) => format.seconds(t), ticks: 6 };
     const lanes = Plot.plot({
