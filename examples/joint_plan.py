@@ -56,8 +56,7 @@ def main() -> None:
     console.print(plan.explain(), markup=False)
     console.print(f"\nplanned in {format_seconds(time.monotonic() - start_s)} on this machine")
     files = plan.report(given.report)
-    drawn = "with" if files.picture else "without"
-    console.print(f"page {drawn} picture: {files.page}, graph: {files.dot}", markup=False)
+    console.print(f"page: {files.page}, graph: {files.dot}", markup=False)
 
 
 if __name__ == "__main__":

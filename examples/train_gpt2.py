@@ -69,8 +69,8 @@ def train(n_steps: int) -> None:
     console.print(f"\ngenerated code: {pm.code_path}", markup=False)
     if rank == 0:
         page = pm.code_path.with_name("plan.html")
-        pm.plan.report(page)
-        console.print(f"the plan as a page with its picture: {page}\n", markup=False)
+        pm.plan.report(page, replan=False)  # the other ranks wait
+        console.print(f"the plan as a page: {page}\n", markup=False)
     optimizer = torch.optim.AdamW(pm.parameters(), lr=1e-3)
     alone = torch.optim.AdamW(model.parameters(), lr=1e-3) if rank == 0 else None
     mixed = autopar.parallelize(make_model(), (1, 4), data[0], precision="bf16-mixed")
