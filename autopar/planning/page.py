@@ -6,6 +6,7 @@ helps   the same plan on a machine with one part twice as fast, or with twice th
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import replace
 
@@ -63,8 +64,14 @@ def subject_of(bound: Bound, with_replans: bool) -> Subject:
 
 
 def _faster_parts(bound: Bound) -> Iterator[Help]:
-    """Each part of the machine twice as fast, with the same decisions."""
-    n_nodes, n_local = bound.data.mesh.shape if len(bound.data.mesh.shape) == 2 else (1, 0)
+    """Each part of the machine twice as fast, with the same decisions.
+
+    Nothing of a machine whose links and device were given as numbers: it has no profile to change.
+    """
+    if bound.mesh.links is not None:
+        return
+    *nodes, n_local = bound.mesh.shape
+    n_nodes = math.prod(nodes)
     for change in doublings(profile_of(bound.mesh)):
         key = change.partition("=")[0]
         is_alone = n_nodes == 1 if "inter_node" in key else n_local == 1 and "intra_node" in key
@@ -99,7 +106,7 @@ def _more_microbatches(bound: Bound) -> Help:
     note = f"{n} microbatches of the same size; another plan may be faster"
     return Help(
         "twice the batch", step_s, 2 * bound.predicted.step_time_s / step_s - 1, note,
-        f"autopar plan MODEL {_machine(bound)} --batch {2 * _batch_size(bound)}",
+        f"autopar plan MODEL {_machine(bound.mesh, bound)} --batch {2 * _batch_size(bound)}",
     )  # fmt: skip
 
 
@@ -108,7 +115,7 @@ def _memory(bound: Bound, with_replans: bool) -> Iterator[Help]:
     peak_bytes, limit_bytes = bound.predicted.peak_bytes, bound.limit_bytes
     for what, factor in (("half the memory", 0.5), ("twice the memory", 2.0)):
         other_bytes = int(limit_bytes * factor)
-        command = f"autopar plan MODEL {_machine(bound)} --memory-limit {other_bytes}"
+        command = f"autopar plan MODEL {_machine(bound.mesh, bound)} --memory-limit {other_bytes}"
         limit = format_bytes(other_bytes)
         if factor < 1 and peak_bytes <= other_bytes:
             note = f"the plan fits in {limit} as it is: it needs {format_bytes(peak_bytes)}"
@@ -119,10 +126,12 @@ def _memory(bound: Bound, with_replans: bool) -> Iterator[Help]:
 
 
 def _nodes(bound: Bound, with_replans: bool) -> Iterator[Help]:
-    n_nodes, n_local = bound.mesh.shape
-    mesh = replace(bound.mesh, shape=(2 * n_nodes, n_local))
-    command = f"autopar plan MODEL {_machine(bound, 2)}"
-    yield _replanned(bound, "twice the nodes, same batch", "", command, with_replans, mesh=mesh)
+    """Twice the nodes; of a mesh of one axis, twice the devices."""
+    first, *others = bound.mesh.shape
+    mesh = replace(bound.mesh, shape=(2 * first, *others))
+    what = "twice the nodes, same batch" if others else "twice the devices, same batch"
+    command = f"autopar plan MODEL {_machine(mesh, bound)}"
+    yield _replanned(bound, what, "", command, with_replans, mesh=mesh)
 
 
 def _replanned(
@@ -144,14 +153,12 @@ def _replanned(
         time_limit_s=REPLAN_S,
         progress=False,
     )
-    compilation = Compilation(
-        PASSES,
-        Source(nn.Module(), example_of(bound.data)),
-        Target(mesh or bound.mesh, options),
-        bound.compilation[Program],
-    )
+    made = bound.compilation
+    program = made[Program] if Program in made else bound.analysis.program  # noqa: SIM401, no `get`
     try:
-        found = compilation[PlanningResult].solved
+        source = Source(nn.Module(), example_of(bound.data))
+        machine = Target(mesh or bound.mesh, options)
+        found = Compilation(PASSES, source, machine, program)[PlanningResult].solved
     except AutoparError as error:
         return Help(what, None, None, str(error).splitlines()[0], command)
     name, gain = found.candidate.name, bound.predicted.step_time_s / found.step_time_s - 1
@@ -160,10 +167,12 @@ def _replanned(
     return Help(what, found.step_time_s, gain, "; ".join(filter(None, words)), command)
 
 
-def _machine(bound: Bound, more: int = 1) -> str:
-    n_nodes, n_local = bound.data.mesh.shape
-    return f"--mesh {more * n_nodes}x{n_local} --hardware {bound.data.mesh.hardware}"
+def _machine(mesh: Mesh, bound: Bound) -> str:
+    """The flags of a mesh; links and devices given as numbers have none."""
+    shape = "x".join(map(str, mesh.shape))
+    profile = "PROFILE.toml" if mesh.links is not None else bound.data.mesh.hardware
+    return f"--mesh {shape} --hardware {profile}"
 
 
 def _batch_size(bound: Bound) -> int:
-    return bound.data.inputs[0].shape[0]
+    return bound.analysis.batch.size * bound.analysis.batch.n_accumulated

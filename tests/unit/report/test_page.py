@@ -161,6 +161,23 @@ def test_what_helps_is_what_it_would_be() -> None:
     assert quick["half the memory"]["step_time_s"] is None
 
 
+def test_every_bound_plan_has_facts(tmp_path: Path) -> None:
+    """Loaded, on a machine given as numbers, on a changed machine, of one axis."""
+    model, link = Tiny(), autopar.Link(latency_s=1e-6, s_per_byte=1e-10)
+    device = autopar.Device(flops_per_s=1e13, bytes_per_s=1e12, memory_bytes=1e10)
+    plan = autopar.plan(model, autopar.Mesh((4,), links=[link], device=device), batch())
+    plan.save(tmp_path / "plan.json")
+    loaded = Plan.load(tmp_path / "plan.json").bind(model)
+    changed = autopar.plan(model, (1, 2), batch()).what_if("device.peak_flops_per_s=2x")
+    for each in (plan, loaded, changed):
+        rows = {row["what"]: row for row in json.loads(each.to_json())["helps"]}
+        assert not any("what-if" in row["command"] for row in rows.values())
+        doubled = rows[
+            "twice the nodes, same batch" if each is changed else "twice the devices, same batch"
+        ]
+        assert doubled["step_time_s"] is not None or doubled["note"]
+
+
 def test_alternatives_are_summed_up(tmp_path: Path) -> None:
     """Of the fastest, the summary adds up to the step; that of a plan on few blocks is its own."""
     plan = gpt2(6)
