@@ -50,9 +50,9 @@ def test_the_page_opens_without_an_error(shown: Shown) -> None:
     shown.go_to_graph()
     assert shown.errors() == []
     heads = shown.run("return [...document.querySelectorAll('h2')].map(e => e.textContent)")
-    assert heads[:5] == [
-        "What the step and the memory are made of", "What would help", "Alternatives", "Graph",
-        "Timeline",
+    assert heads[:6] == [
+        "What the step and the memory are made of", "What would help", "Alternatives",
+        "Dearest operators", "Graph", "Timeline",
     ]  # fmt: skip
     assert shown.path.stat().st_size < MOST_BYTES
     loaded = shown.run("return performance.getEntriesByType('resource').map(e => e.name)")
@@ -211,6 +211,9 @@ def test_the_timeline_zooms_to_layers_and_is_saved(shown: Shown) -> None:
         "return [...document.querySelectorAll('.plots rect')].every(r => r.x.baseVal.value >= 0)"
     )
     assert shown.run(inside)
+    link = shown.browser.find_element(By.CSS_SELECTOR, ".plots a")
+    shown.run("arguments[0].dispatchEvent(new MouseEvent('click', {bubbles: true}))", link)
+    assert shown.wait("return document.querySelector('.line:target')?.closest('details').open")
     layers = {t.partition(": ")[0].partition(", ")[2] for t in shown.run(titles) if ", " in t}
     assert layers & set(shown.facts["timeline"]["layers"])
     shown.run("document.getElementById('time-fit').click()")
@@ -254,6 +257,25 @@ def test_tables_filter_and_sort(shown: Shown) -> None:
         len(shown.run("return [...document.querySelectorAll('.devices td')]"))
         == (shown.facts["setting"]["n_ranks"])
     )
+
+
+def test_the_dearest_operators(shown: Shown) -> None:
+    """Their compute adds up to that of the step, but for parameters made for use and slowdown."""
+    times = [float(value) for value, _, _ in figures(shown, "#operator-rows")]
+    assert times == sorted(times, reverse=True)
+    kinds = {"matmul", "attention", "pointwise"}
+    for number, stage in enumerate(shown.facts["stages"]):
+        of_stage = sum(
+            len(part["blocks"]) * (d["forward_s"] + d["backward_s"])
+            for part in stage["sections"]
+            for d in (stage["details"][str(node)] for node in part["copies"][0])
+        )
+        if number == shown.facts["time"]["stage"]:
+            parts = [p["time_s"] for p in shown.facts["time"]["parts"] if p["kind"] in kinds]
+            assert of_stage == pytest.approx(sum(parts), rel=0.05)
+    link = shown.browser.find_element(By.CSS_SELECTOR, "#operator-rows a")
+    shown.run("arguments[0].click()", link)
+    assert shown.wait("return document.querySelector('.line:target')?.closest('details').open")
 
 
 def test_light_dark_and_print(shown: Shown) -> None:

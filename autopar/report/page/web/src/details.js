@@ -2,7 +2,12 @@
 import { figure, h } from "./dom.js";
 import * as format from "./format.js";
 
-export function details(shown, axes, goToCode) {
+export const codeLink = ({ file, line }) => `#${file}-${line}`;
+
+/** A path without what comes before the installed packages. */
+export const shortPath = (path) => path.replace(/^.*\/(site|dist)-packages\//, "");
+
+export function details(shown, axes) {
   const d = shown.detail;
   const row = (name, ...value) => h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, ...value));
   const spec = (text) => `${text} on ${axes.map((a) => a.name).join(" ")}`;
@@ -17,8 +22,8 @@ export function details(shown, axes, goToCode) {
       row("backward", figure(d.backward_s, format.seconds, { "data-what": "backward" }), " a step"),
       row("kept for backward", figure(d.kept_bytes, format.bytes, { "data-what": "kept" }), " a microbatch"),
       d.collectives.length ? row("inside", d.collectives.map((c) => `${c.kind} over ${c.axes}, ${format.bytes(c.size_bytes)}`).join("; ")) : "",
-      d.where.length ? row("source", d.where.map((where) => h("div", { class: "source", title: where }, where.replace(/^.*\/(site|dist)-packages\//, "")))) : "",
-      d.generated ? row("generated", h("a", { href: `#${d.generated.file}-${d.generated.line}`, onclick: () => goToCode(d.generated.file) }, `${d.generated.file}:${d.generated.line}`)) : "")),
+      d.where.length ? row("source", d.where.map((where) => h("div", { class: "source", title: where }, shortPath(where)))) : "",
+      d.generated ? row("generated", h("a", { href: codeLink(d.generated) }, `${d.generated.file}:${d.generated.line}`)) : "")),
     runnersUp(d.runners_up),
     d.parameters.map((p) => h("div", { class: "parameter" }, h("h4", {}, shown.named(p.name)),
       h("p", {}, `${format.shape(p.shape)}, stored ${spec(p.stored)}${p.used === p.stored ? "" : `, used ${p.used}`}`,

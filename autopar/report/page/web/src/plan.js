@@ -1,6 +1,6 @@
 // The page of one plan, from its verdict to its code.
 import { memoryBar, timeBar } from "./bars.js";
-import { details } from "./details.js";
+import { codeLink, details, shortPath } from "./details.js";
 import { figure, h, section } from "./dom.js";
 import * as format from "./format.js";
 import { Graph } from "./graph.js";
@@ -14,6 +14,7 @@ export function planPage(facts) {
     section("made-of", "What the step and the memory are made of", bars(facts)),
     section("helps", "What would help", helps(facts.helps)),
     section("alternatives", "Alternatives", alternatives(facts)),
+    section("operators", "Dearest operators", operators(facts, isSeveral)),
     section("graph", "Graph", graph(facts)),
     section("timeline", "Timeline", timeline(facts)),
     section("parameters", "Parameters", parameters(facts, isSeveral)),
@@ -95,7 +96,7 @@ function sideBySide(title, plan, other, text, onlyDifferent = false) {
 
 function graph(facts) {
   const panel = h("aside", { class: "details", id: "details", "aria-live": "polite" }, h("p", {}, "Click a box to see what it is, what it costs, and what else could have been chosen."));
-  const drawn = new Graph(facts.stages, (shown) => panel.replaceChildren(...details(shown, facts.stages[shown.stageNumber].axes, openCode)));
+  const drawn = new Graph(facts.stages, (shown) => panel.replaceChildren(...details(shown, facts.stages[shown.stageNumber].axes)));
   const begin = new IntersectionObserver((entries) => {
     if (entries.some((entry) => entry.isIntersecting)) { begin.disconnect(); drawn.draw(); }
   }, { rootMargin: "600px" });
@@ -103,8 +104,43 @@ function graph(facts) {
   return h("div", { class: "graph-and-details" }, drawn.element, panel);
 }
 
+/** Layer -> where its first operators are printed. */
+function layerLinks(stages) {
+  const links = new Map();
+  for (const stage of stages) {
+    for (const { blocks, copies } of stage.sections) {
+      for (const node of copies[0]) {
+        const { generated, module } = stage.details[node];
+        if (!generated) continue;
+        for (const layer of blocks[0] ? blocks : [module]) if (!links.has(layer)) links.set(layer, codeLink(generated));
+      }
+    }
+  }
+  return links;
+}
+
 function timeline(facts) {
-  return new TimelineView(facts.timeline, facts.memory.limit_bytes).element;
+  return new TimelineView(facts.timeline, facts.memory.limit_bytes, layerLinks(facts.stages)).element;
+}
+
+/** Boxes of the graph by their time in all equal blocks together. */
+function operators(facts, isSeveral) {
+  const rows = facts.stages.flatMap((stage, number) => stage.sections.flatMap((part) => part.copies[0].map((node) => {
+    const d = stage.details[node], count = part.blocks.length;
+    const module = count > 1 ? part.blocks[0].replace(/\d+$/, "*") + d.module.slice(part.blocks[0].length) : d.module;
+    return { ...d, stage: number, module: module || d.name || d.kind, count, time: count * (d.forward_s + d.backward_s) };
+  }))).filter((row) => row.time > 0).sort((a, b) => b.time - a.time);
+  const columns = [
+    ...(isSeveral ? [stageColumn] : []),
+    { name: "module", value: (r) => r.module, show: (r) => h("code", {}, r.module) },
+    { name: "operators", value: (r) => r.operators.join(", "), show: (r) => r.operators.slice(0, 4).join(", ") + (r.operators.length > 4 ? ", …" : "") },
+    { name: "count", value: (r) => r.count, show: (r) => String(r.count), isNumber: true },
+    { name: "placement", value: (r) => r.placements.map((p) => p.placement).join(" "), show: (r) => r.placements.map((p) => `${p.axis} ${p.placement}`).join(", ") },
+    { name: "time of all", value: (r) => r.time, show: (r) => figure(r.time, format.seconds), isNumber: true },
+    { name: "source", value: (r) => r.where.join(" "), show: (r) => h("span", { title: r.where.join("\n") }, shortPath(r.where[0] ?? "")) },
+    { name: "generated", value: (r) => r.generated?.line ?? 0, show: (r) => (r.generated ? h("a", { href: codeLink(r.generated) }, `${r.generated.file}:${r.generated.line}`) : "") },
+  ];
+  return table("operator-rows", "compute of a step, forward and backward, equal blocks together", columns, rows, (r) => [r.module, ...r.operators, ...r.where].join(" "));
 }
 
 const stageColumn = { name: "stage", value: (row) => row.stage, show: (row) => String(row.stage), isNumber: true };
@@ -161,10 +197,15 @@ function code(files) {
     h("pre", {}, text.replace(/\n$/, "").split("\n").map((line, k) => h("span", { class: "line", id: `${name}-${k + 1}`, "data-line": k + 1 }, `${line}\n`))))));
 }
 
-/** Links into a closed file open it first. */
-function openCode(name) {
-  document.getElementById(name).open = true;
+/** A link into a closed file opens it, whoever follows it. */
+function openCode() {
+  const line = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  const file = line?.closest("details.file");
+  if (!file || file.open) return;
+  file.open = true;
+  line.scrollIntoView();
 }
+window.addEventListener("hashchange", openCode);
 
 function assumptions(facts) {
   return h("ul", { class: "assumptions" }, [...facts.assumptions, facts.optimality, `graph ${facts.setting.graph_hash}`].map((line) => h("li", {}, line)));

@@ -14,8 +14,9 @@ const LANES = ["compute", "collectives", "messages"];
 const LEAST_PIXELS = 3;
 
 export class TimelineView {
-  constructor(timeline, limitBytes, ondevice) {
+  constructor(timeline, limitBytes, links) {
     this.timeline = timeline;
+    this.links = links; // of layers, into the generated code
     this.limitBytes = limitBytes;
     this.domain = [0, timeline.step_time_s];
     const fullest = this.fullest();
@@ -84,7 +85,7 @@ export class TimelineView {
       y: { domain: rows, label: null, padding: 0.12 },
       color: { domain: Object.keys(COLOURS), range: Object.values(COLOURS) },
       marks: [
-        Plot.barX(boxes, { x1: (b) => Math.max(b.start, from), x2: (b) => Math.min(b.end, to), y: "row", fill: "kind", stroke: "var(--paper)", strokeWidth: 0.4, title: "title" }),
+        Plot.barX(boxes, { x1: (b) => Math.max(b.start, from), x2: (b) => Math.min(b.end, to), y: "row", fill: "kind", stroke: "var(--paper)", strokeWidth: 0.4, title: "title", href: "href" }),
         Plot.text(boxes.filter((b) => b.text && (b.end - b.start) / pixel > 7 * b.text.length + 6), { x: (b) => (Math.max(b.start, from) + Math.min(b.end, to)) / 2, y: "row", text: "text", fill: "#111", fontSize: 11, pointerEvents: "none" }),
       ],
     });
@@ -139,6 +140,7 @@ export class TimelineView {
     const stretch = compute ? (end - start - waited - exposed) / compute : 0;
     let now = start, free = start;
     for (const [layer, compute_s, waited_s, beside_s] of works) {
+      const href = this.links.get(this.timeline.layers[layer]);
       const title = `${part[0].replace("collectives of ", "")}, ${this.timeline.layers[layer]}`;
       if (waited_s) {
         yield { row: `${name} collectives`, start: now, end: now + waited_s, kind: "collectives", text: "", title: `${title}: ${format.seconds(waited_s)} of collectives, waited for` };
@@ -146,7 +148,7 @@ export class TimelineView {
       }
       if (compute_s) {
         const took = compute_s * stretch;
-        yield { row: `${name} compute`, start: now, end: now + took, kind: kindOf(part), text: this.timeline.layers[layer], title: `${title}: ${format.seconds(compute_s)} of compute` };
+        yield { row: `${name} compute`, start: now, end: now + took, kind: kindOf(part), text: this.timeline.layers[layer], href, title: `${title}: ${format.seconds(compute_s)} of compute` };
         if (beside_s) {
           free = Math.max(free, now);
           yield { row: `${name} collectives`, start: free, end: free + beside_s, kind: "collectives", text: "", title: `${title}: ${format.seconds(beside_s)} of collectives beside compute` };
