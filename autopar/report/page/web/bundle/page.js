@@ -1,4 +1,4 @@
-/*! sources 3b7d1fbf8dd12e1b9a4d257c4b48be75256c03c1d87a0cd09288efc589d7afb8
+/*! sources 2cb51ef8c7eb54cb5f60a8cb51baab61735852fe94854b948a01e90f8bf2cb59
  * with
  * @observablehq/plot 0.6.17, ISC
  * @viz-js/viz 3.31.0, MIT
