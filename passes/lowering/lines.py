@@ -83,6 +83,7 @@ class _Lowering:
     body: list[Line] = field(default_factory=list)
     produced: dict[str, Spec] = field(default_factory=dict)
     variables: dict[tuple[str, Spec], str] = field(default_factory=dict)
+    shards: dict[str, str] = field(default_factory=dict)  # parameter -> its stored variable
     taken: set[str] = field(default_factory=set)
     delivered: dict[tuple[str, Spec], Delivered] = field(default_factory=dict)
     constants: dict[tuple[Any, ...], str] = field(default_factory=dict)
@@ -212,6 +213,7 @@ class _Lowering:
     def _parameter(self, name: str) -> StoredParameter:
         info, storage = self.program.parameters[name], self._storage(name)
         base, uses = self._unique(info.name), self._uses[name]
+        self.shards[name] = base
         shard = self._local(base, name, storage.spec)
         stored, cast, cast_s = shard, None, 0.0
         if info.dtype != shard.dtype:
@@ -239,7 +241,7 @@ class _Lowering:
         return replace(storage, spec=canonical_spec(self.types[name], storage.spec, self.sizes))
 
     def _gather(self, name: str, spec: Spec, storage: Storage) -> str:
-        base = identifier(self.program.parameters[name].name)
+        base = self.shards[name]
         variable = self._unique(f"{base}_gathered")
         moves = self._moves(
             name, self.types[name], storage.spec, spec, base, variable, "param_gather", True

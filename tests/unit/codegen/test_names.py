@@ -138,3 +138,11 @@ def test_programs_of_models_with_odd_names(
     names: tuple[str, str, str], given_input: str | None, axis: str
 ) -> None:
     checked(*names, given_input, axis)
+
+
+def test_a_gathered_parameter_with_the_name_of_a_word_of_the_file() -> None:
+    """ZeRO-3 gathers the variable that the parameter has, not the one that it would like."""
+    torch.manual_seed(0)
+    model, x = Odd("torch", "env", "ready"), torch.randn(4, 8)
+    options: dict[str, Any] = {"precision": "fp64", "stages": 1, "manual": Manual(dp=2, zero=3)}
+    assert autopar.verify(model, machine((1, 2)), (x,), **options).ok
