@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 from typing import Annotated
 
@@ -41,6 +42,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100},
 )
+command = partial(app.command, cls=PanelledCommand)
 
 ModelArgument = Annotated[
     str, typer.Argument(metavar="MODEL", help="package.module:factory, or a config.json.")
@@ -70,7 +72,7 @@ def _root(
     """Plan, explain and check how a PyTorch model is sharded over devices."""
 
 
-@app.command(cls=PanelledCommand)
+@command()
 @prints_result
 @takes_planning_options
 def plan(
@@ -90,7 +92,7 @@ def plan(
     return Result(made.explain(), plan_json(made) | {"saved": saved})
 
 
-@app.command(cls=PanelledCommand)
+@command()
 @prints_result
 @takes_planning_options
 def explain(
@@ -114,7 +116,7 @@ def explain(
     return Result(text, plan_json(made) | {"text": text})
 
 
-@app.command(cls=PanelledCommand)
+@command()
 @prints_result
 @takes_planning_options
 def passes(
@@ -136,7 +138,7 @@ def passes(
     return ran_result(plan_of(subject, model, request, "passes"))
 
 
-@app.command(cls=PanelledCommand)
+@command()
 @prints_result
 @takes_planning_options
 def code(
@@ -160,7 +162,7 @@ def code(
     return Result(text, {"files": files, "written": written})
 
 
-@app.command(cls=PanelledCommand)
+@command()
 @prints_result
 @takes_planning_options
 def report(
@@ -188,7 +190,7 @@ def report(
     return Result("\n".join(written), plan_json(made) | {"written": written})
 
 
-@app.command(cls=PanelledCommand)
+@command()
 @prints_result
 @takes_planning_options
 def verify(model: ModelArgument, request: PlanRequest) -> Result:
@@ -217,7 +219,7 @@ def verify(model: ModelArgument, request: PlanRequest) -> Result:
     return Result(f"{found.text()}\n{header}", data, ok=found.ok)
 
 
-@app.command(cls=PanelledCommand)
+@command()
 @prints_result
 def ops(
     model: ModelArgument,
@@ -255,7 +257,7 @@ def ops(
     return ops_result(uses, dims, n_ranks, program.audit)
 
 
-@app.command(cls=PanelledCommand)
+@command()
 @prints_result
 @takes_flags("recipe", scale_flags)
 @takes_planning_options
@@ -301,7 +303,7 @@ def simulate(
     return simulate_plan(subject, request, play, what_if or (), scale, svg)
 
 
-@app.command(cls=PanelledCommand)
+@command()
 @prints_result
 @takes_planning_options
 def compare(
@@ -321,7 +323,7 @@ def compare(
     return compare_result(subjects, model, request, output)
 
 
-@app.command(cls=PanelledCommand)
+@command()
 @prints_result
 def cost(
     kind: Annotated[str, typer.Argument(metavar="COLLECTIVE", help="all_reduce, all_gather ...")],
@@ -343,7 +345,7 @@ def cost(
     return cost_result(kind, ranks, nodes, hardware, sizes_bytes)
 
 
-@app.command(cls=PanelledCommand)
+@command()
 @prints_result
 def calibrate(
     output: Annotated[
@@ -369,7 +371,7 @@ def calibrate(
     return Result(found.text(), found.to_json() | {"saved": str(output)})
 
 
-@app.command(cls=JsonMayNameFile)
+@command(cls=JsonMayNameFile)
 @prints_result
 def validate(
     runs: Annotated[
@@ -401,7 +403,7 @@ def validate(
     return result
 
 
-@app.command(cls=PanelledCommand)
+@command()
 @prints_result
 def convert(
     old: Annotated[Path, typer.Argument(metavar="OLD", help="A checkpoint you trust.")],
@@ -424,7 +426,7 @@ def convert(
     )
 
 
-@app.command(cls=PanelledCommand)
+@command()
 @prints_result
 def diagnose(
     folders: Annotated[
@@ -446,7 +448,7 @@ def diagnose(
     return diagnose_result(folders, ranks)
 
 
-@app.command(cls=PanelledCommand)
+@command()
 @prints_result
 def doctor() -> Result:
     """Check this machine.

@@ -18,7 +18,7 @@ from __future__ import annotations
 import itertools
 import math
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -169,6 +169,19 @@ class Spec:
         return tuple(
             a for a in order if self.placements[a].is_shard and self.placements[a].cell == cell
         )
+
+    def on(self, axes: Mapping[str, int]) -> str:
+        """`S(0) on dp=2, S(1) on tp=4`, outermost first, for axes by name and size.
+
+        `whole` if none of several ranks shards the tensor or leaves it partial.
+        """
+        placed = list(zip(self.placements, axes.items(), strict=True))
+        texts = [
+            f"{placement} on {axis}={size}"
+            for placement, (axis, size) in (placed[i] for i in self.order or range(len(placed)))
+            if size > 1 and placement.kind in "SP"
+        ]
+        return ", ".join(texts) or "whole"
 
     def __str__(self) -> str:
         text = " ".join(str(p) for p in self.placements)

@@ -91,6 +91,7 @@ from autopar.program.names import (
     has_clashing_groups,
     identifier,
     reserved_names,
+    starred,
     suffix,
 )
 from autopar.program.pipeline import Crossing, Pipeline, ScheduleFactory, Tie
@@ -237,6 +238,7 @@ __all__ = [
     "return_buckets",
     "row_dims",
     "runs_of",
+    "starred",
     "step_calls",
     "storage_owners",
     "suffix",

@@ -86,6 +86,16 @@ class Collective:
     size_bytes: int
     tensor: str
 
+    @property
+    def axes(self) -> tuple[str, ...]:
+        """The names of its axes."""
+        return (self.axis,) if isinstance(self.axis, str) else self.axis
+
+    @property
+    def axes_text(self) -> str:
+        """`dp`, `dp+tp`."""
+        return "+".join(self.axes)
+
 
 @dataclass(frozen=True)
 class RankCall:

@@ -1,4 +1,5 @@
-"""Names of variables in generated programs: readable, and never a word that the file uses.
+"""Names of variables in generated programs: readable, and never a word that the file uses. And the
+names of equal layers as one (`starred`).
 
 Names come from outside: of parameters, inputs, modules and mesh axes. Each becomes a Python
 identifier of ASCII letters, which is what `autopar/codegen` finds variables by.
@@ -25,6 +26,15 @@ _HANDED_ON = ("carried", "coming", "gathered", "gradients", "reducing")
 _LISTS = frozenset(
     {f"{word}_{n}" for word in ("saved", *_HANDED_ON) for n in range(1, 100)} | {*_HANDED_ON}
 )
+
+
+# A number that is a whole part of a path.
+_NUMBER = re.compile(r"(?<![^./ ])[0-9]+(?=[./])|(?<=\.)[0-9]+(?![^./ ])")
+
+
+def starred(text: str) -> str:
+    """`h.3.mlp.c_fc.weight` -> `h.*.mlp.c_fc.weight`: numbers of modules become `*`."""
+    return _NUMBER.sub("*", text)
 
 
 def identifier(name: str) -> str:

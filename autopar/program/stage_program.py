@@ -385,6 +385,15 @@ class StageProgram:
                 needed.update(line.reads)
         return frozenset(found)
 
+    @cached_property
+    def used_specs(self) -> Mapping[str, tuple[Spec, ...]]:
+        """Parameter -> the distinct specs that operators use it in; gathered at use or before."""
+        found = {p.name: {use.local.spec: None for use in p.uses} for p in self.parameters}
+        for line in self.body:
+            if isinstance(line, GatherLine):
+                found[line.parameter][line.out.spec] = None
+        return {name: tuple(specs) for name, specs in found.items()}
+
     def moves(self) -> Iterator[MoveLine]:
         """The moves of activations, in order."""
         for line in self.body:

@@ -14,7 +14,6 @@ says so. Costs need plans that are bound to their model.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from functools import cached_property
@@ -23,7 +22,7 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.placement import Spec
 from autopar.plans import PlanData, Predicted, StageRecord, parse_operator, parse_storage
-from autopar.program import Collective
+from autopar.program import Collective, starred
 from autopar.report.page import page_html
 from autopar.report.stages import axes_text
 from autopar.report.tables import traffic_rows
@@ -32,9 +31,6 @@ from autopar.units import format_bytes, format_count, format_seconds
 # Differences that the text lists; pages and JSON list all.
 N_DIFFERENCES = 25
 UNKNOWN = "–"
-
-# A number as a whole part of a path, such as `h.3.mlp` or `h.3/add`: the index of a block.
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^./])")
 
 _COSTS: dict[str, Callable[[Predicted], str]] = {
     "step time": lambda p: format_seconds(p.step_time_s),
@@ -257,16 +253,10 @@ def _traffic_text(plan: ComparedPlan, key: tuple[str, str]) -> str:
 
 
 def _cuts(spec: Spec, axes: Mapping[str, int]) -> str:
-    """`S(0) on dp=2, S(1) on tp=4`, outermost first; `whole` if no axis shards the tensor."""
+    """Where a tensor is cut (`Spec.on`). Raises `PlanError` for a spec of other axes."""
     if len(spec.placements) != len(axes):
         raise PlanError(f"{spec} places a tensor on {len(spec.placements)} axes, not {dict(axes)}")
-    placed = list(zip(spec.placements, axes.items(), strict=True))
-    texts = [
-        f"{placement} on {axis}={size}"
-        for placement, (axis, size) in (placed[i] for i in spec.order or range(len(placed)))
-        if size > 1 and placement.kind in "SP"
-    ]
-    return ", ".join(texts) or "whole"
+    return spec.on(axes)
 
 
 def _differing(of: Sequence[Mapping[str, str]]) -> Iterator[tuple[str, list[str]]]:
@@ -281,7 +271,7 @@ def _folded(differing: Mapping[str, Sequence[str]]) -> Iterator[tuple[str, ...]]
     """Rows of differences; names that differ only in numbers share a row if placements agree."""
     counts: dict[tuple[str, ...], int] = {}
     for name, texts in differing.items():
-        key = (_NUMBER.sub("*", name), *texts)
+        key = (starred(name), *texts)
         counts[key] = counts.get(key, 0) + 1
     for (pattern, *texts), count in counts.items():
         yield (f"{pattern} ({count})" if count > 1 else pattern), *texts

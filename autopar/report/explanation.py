@@ -11,10 +11,11 @@ from autopar.program import (
     Collective,
     Pipeline,
     Segment,
+    starred,
 )
 from autopar.report.division import division
 from autopar.report.legend import legend
-from autopar.report.ranges import block_set, every_block, modules_of_lines, starred
+from autopar.report.ranges import block_set, every_block, modules_of_lines
 from autopar.report.stages import (
     ParameterTable,
     crossing_rows,

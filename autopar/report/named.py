@@ -10,10 +10,18 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from autopar.plans import Decision, PlanData, Predicted, StageRecord
-from autopar.program import CallLine, GatherLine, MoveLine, Pipeline, StageProgram, StoredParameter
+from autopar.program import (
+    CallLine,
+    GatherLine,
+    MoveLine,
+    Pipeline,
+    StageProgram,
+    StoredParameter,
+    starred,
+)
 from autopar.report.matching import matching_names
 from autopar.report.next_best import next_best_lines
-from autopar.report.ranges import block_set, every_block, starred
+from autopar.report.ranges import block_set, every_block
 from autopar.report.stages import tie_text
 from autopar.units import format_seconds
 

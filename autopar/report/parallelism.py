@@ -21,9 +21,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.placement import Spec
-from autopar.program import CallLine, GatherLine, Local, StageProgram, StoredParameter
+from autopar.program import CallLine, Local, StageProgram, StoredParameter
 from autopar.report.division import Product, products
-from autopar.report.kinds import shard_kinds
+from autopar.report.kinds import parameter_variables, shard_kinds
 from autopar.report.picture import Block, kind_of, operator_name
 
 ZERO = {"step": 1, "micro": 2, "use": 3}
@@ -108,15 +108,11 @@ def stage_parallelism(program: StageProgram) -> StageParallelism:
 
 def ways_of(program: StageProgram, weighted: Iterable[Product]) -> tuple[Way, ...]:
     """The ways of the parameters that matmuls read, or of all if none do; of most bytes first."""
-    gathered: dict[str, list[Spec]] = {}
-    for line in program.body:
-        if isinstance(line, GatherLine):
-            gathered.setdefault(line.parameter, []).append(line.out.spec)
     read = _read_by(program, [p.line for p in weighted]) or {p.name for p in program.parameters}
     sizes: Counter[Way] = Counter()
     for parameter in program.parameters:
         if parameter.name in read:
-            uses = [use.local.spec for use in parameter.uses] or gathered.get(parameter.name, [])
+            uses = program.used_specs[parameter.name]
             size_bytes = math.prod(parameter.shape) * parameter.stored.dtype.itemsize
             sizes[_way(parameter, uses, program.axis_sizes)] += size_bytes
     least_bytes = _LEAST_BYTES * sum(sizes.values())
@@ -221,8 +217,7 @@ def _tensor(
 
 def _embedding_axes(program: StageProgram, line: CallLine) -> list[int]:
     """The axes that split the table of an embedding."""
-    tables: dict[str, Local] = {u.local.name: u.local for p in program.parameters for u in p.uses}
-    tables |= {g.out.name: g.out for g in program.body if isinstance(g, GatherLine)}
+    tables = parameter_variables(program)
     return next((_shards(tables[name].spec) for name in line.reads if name in tables), [])
 
 

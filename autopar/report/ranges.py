@@ -6,16 +6,13 @@ those that any stage runs.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from autopar.program import CallLine, Line, Pipeline, StageProgram
+from autopar.program import CallLine, Line, Pipeline, StageProgram, starred
 from autopar.report.picture import Block
 
-# A number that is a whole part of a path.
-_NUMBER = re.compile(r"(?<![^./ ])[0-9]+(?=[./])|(?<=\.)[0-9]+(?![^./ ])")
 # Prefix of a list of modules -> the indices of its blocks.
 Blocks = Mapping[str, tuple[int, ...]]
 
@@ -66,11 +63,6 @@ def modules_of_lines(lines: Iterable[Line]) -> Iterable[str]:
     """The modules of the operators among some lines, in order of first use."""
     keys = (line.key for line in lines if isinstance(line, CallLine))
     return dict.fromkeys(key.rpartition("/")[0] for key in keys)
-
-
-def starred(text: str) -> str:
-    """`h.3.mlp.c_fc.weight` -> `h.*.mlp.c_fc.weight`: numbers of modules become `*`."""
-    return _NUMBER.sub("*", text)
 
 
 def folded_names(entries: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:

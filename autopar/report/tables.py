@@ -1,15 +1,15 @@
-"""The tables of a plan as rows of values; `explanation.py` and `html.py` format them."""
+"""The tables of a plan as rows of values; `explanation.py` and the page format them."""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from autopar.plans import Alternative, PlanData, StageRecord
-from autopar.program import Collective, StageProgram, StoredParameter
+from autopar.program import Collective, StageProgram, StoredParameter, starred
 from autopar.report.picture import Block
-from autopar.report.ranges import range_text, starred
+from autopar.report.ranges import range_text
 from autopar.units import format_bytes, format_bytes_of, format_seconds
 
 # A search over stages considers many more alternatives than a reader wants listed.
@@ -31,6 +31,7 @@ class ParameterRow:
     used: str
     shape: str
     blocks: str = ""
+    members: tuple[StoredParameter, ...] = field(default=(), repr=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -124,7 +125,7 @@ def parameter_rows(program: StageProgram) -> list[ParameterRow]:
     patterns = Counter(pattern for pattern, *_ in groups)
     return [
         ParameterRow(pattern, len(members), kept, uses, shape,
-                     _blocks_text(members) if patterns[pattern] > 1 else "")
+                     _blocks_text(members) if patterns[pattern] > 1 else "", tuple(members))
         for (pattern, shape, kept, uses), members in groups.items()
     ]  # fmt: skip
 
@@ -139,8 +140,7 @@ def traffic_rows(collectives: Sequence[Collective]) -> list[TrafficRow]:
     """Collectives summed by stage, phase, kind and axis."""
     sums: dict[tuple[int, str, str, str], list[int]] = {}
     for c in collectives:
-        axis = c.axis if isinstance(c.axis, str) else "+".join(c.axis)
-        total = sums.setdefault((c.stage, c.phase, c.kind, axis), [0, 0])
+        total = sums.setdefault((c.stage, c.phase, c.kind, c.axes_text), [0, 0])
         total[0] += c.count
         total[1] += c.count * c.size_bytes
     return [TrafficRow(*key, count, size_bytes) for key, (count, size_bytes) in sums.items()]

@@ -47,7 +47,7 @@ def verdict(
     return [sentence for sentence in found if sentence]
 
 
-def step_shares(timeline: Timeline) -> dict[str, float]:
+def mean_shares(timeline: Timeline) -> dict[str, float]:
     """What a step is spent on -> its share, a mean over all ranks; they add up to 1."""
     seconds = dict.fromkeys(("compute", "exposed communication", "bubble", "optimizer"), 0.0)
     for k, device in enumerate(timeline.devices):
@@ -69,7 +69,7 @@ def rounded_shares(shares: Mapping[str, float]) -> dict[str, int]:
 
 
 def _costs(predicted: Predicted, timeline: Timeline, limit_bytes: float) -> str:
-    shares = rounded_shares(step_shares(timeline))
+    shares = rounded_shares(mean_shares(timeline))
     words = ", ".join(f"{what} {share}%" for what, share in shares.items() if share)
     return f"{words[:1].upper()}{words[1:]}; {_memory(predicted.peak_bytes, limit_bytes)}."
 

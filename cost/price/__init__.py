@@ -2,9 +2,9 @@
 
 Read `overlap.py` (which collectives run beside compute), `stage_times.py` (seconds of each part of
 a step on one stage), `prediction.py` (the schedule simulated with those times, and the peak memory
-of every stage), then what reports show of it: `hidden.py` (how much of each kind of communication
-is hidden), `exposed.py` (which collectives are not), `shares.py` (what a step is made of),
-`layers.py` (where a microbatch spends its time) and `summary.py` (a plan in few words).
+of every stage). Then what reports show of it: `divided.py` (how much of each collective is hidden),
+by kind of communication in `hidden.py` and by collective in `exposed.py`; `shares.py` (what a step
+is made of), `layers.py` (where a microbatch spends its time), `summary.py` (a plan in few words).
 
 The room may import `laws`, `memory`, `simulate` and `hardware`, and what lies below `cost`; not
 `transformer`, its neighbour. It hands on `predict` and `timeline_of`.

@@ -1,11 +1,9 @@
 """How much of each kind of communication is hidden on the busiest device of a simulated step.
 
-    gathers of parameters    once a step, and ZeRO-3's
-    gradient sync            once a step, per microbatch, and ZeRO-3's
-    activations              reshards inside a stage, forward and backward
-    messages                 to other stages; what is waited for of them is exposed
-
-What is hidden in one part of a step is divided among its collectives by their time.
+gathers of parameters    once a step, and ZeRO-3's
+gradient sync            once a step, per microbatch, and ZeRO-3's
+activations              reshards inside a stage, forward and backward
+messages                 to other stages; what is waited for of them is exposed
 """
 
 from __future__ import annotations
@@ -14,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.cost.laws import CostModel
-from autopar.cost.price.overlap import Calls, calls_time_s, overlap_of
+from autopar.cost.price.divided import divided_calls
 from autopar.cost.simulate import Timeline
 from autopar.program import Pipeline
 
@@ -33,26 +31,14 @@ def hidden_of(
 ) -> tuple[HiddenKind, ...]:
     """The kinds that the busiest device has; `timeline` is that of the pipeline."""
     stage = timeline.busiest_device
-    cost, totals, m = costs[stage], timeline.devices[stage], pipeline.n_microbatches
-    times, calls = timeline.record.stages[stage], overlap_of(pipeline.stages[stage])
-
-    def seconds(of: Calls, *phases: str) -> float:
-        return calls_time_s((c for c in of if c.phase in phases), cost)
-
+    totals = timeline.devices[stage]
     found = {name: [0.0, 0.0] for name in ("param_gather", "grad_sync", "activations")}
-    inside_s = 0.0
-    for part, apart in ((times.forward, calls.forward), (times.of("backward"), calls.backward)):
-        hidden_s = part.duration(times.overlap_slowdown_fraction).hidden_s
-        inside_s += m * hidden_s
-        share = hidden_s / part.overlapped_s if part.overlapped_s else 0.0
-        every = (*apart.waited, *apart.overlapped)
-        for phase in ("param_gather", "grad_sync"):
-            found[phase][0] += m * seconds(every, phase)
-            found[phase][1] += m * share * seconds(apart.overlapped, phase)
-        found["activations"][0] += m * seconds(every, "forward", "backward")
-    found["param_gather"][0] += seconds(calls.before, "param_gather")
-    found["grad_sync"][0] += times.sync_s + times.after.collectives_s
-    found["grad_sync"][1] += max(totals.hidden_s - inside_s, 0.0)
+    for divided in divided_calls(pipeline.stages[stage], costs[stage], timeline, stage):
+        phase = divided.call.phase
+        name = "activations" if phase in ("forward", "backward") else phase
+        if name in found:
+            found[name][0] += divided.exposed_s + divided.hidden_s
+            found[name][1] += divided.hidden_s
     sent_s = totals.sending_s
     rows = (
         HiddenKind("gathers of parameters", *found["param_gather"]),

@@ -20,7 +20,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.cost.laws import CostModel
-from autopar.cost.price.exposed import divided_calls
+from autopar.cost.price.divided import divided_calls
 from autopar.cost.price.stage_times import backward_lines, forward_lines
 from autopar.cost.simulate import Timeline
 from autopar.program import CallLine, Line, Pipeline, StageProgram

@@ -5,7 +5,6 @@ Axes differ between plans, so placements name them with their sizes: `S(0) on dp
 
 from __future__ import annotations
 
-import re
 from collections import defaultdict
 from collections.abc import Sequence
 
@@ -13,11 +12,8 @@ from autopar.cost.laws import CostModel
 from autopar.cost.price.prediction import collectives_of
 from autopar.cost.price.shares import step_shares
 from autopar.cost.simulate import Timeline
-from autopar.placement import Spec
 from autopar.plans import PlanSummary
-from autopar.program import GatherLine, Pipeline, StageProgram
-
-_NUMBER = re.compile(r"(?<![^.])\d+(?![^.])")
+from autopar.program import Pipeline, StageProgram, starred
 
 
 def summary_of(
@@ -27,8 +23,7 @@ def summary_of(
     shares = step_shares(pipeline, costs, timeline)
     size_bytes: dict[str, float] = defaultdict(float)
     for c in collectives_of(pipeline, optimizer):
-        axes = c.axis if isinstance(c.axis, str) else "+".join(c.axis)
-        names = f"{c.kind} over {axes}"
+        names = f"{c.kind} over {c.axes_text}"
         size_bytes[f"stage {c.stage}: {names}" if pipeline.n_stages > 1 else names] += (
             c.count * c.size_bytes
         )
@@ -45,24 +40,12 @@ def summary_of(
 
 def _placements(program: StageProgram) -> list[tuple[str, str]]:
     """(name with stars for numbers, how it is stored and used) of every parameter."""
-    gathered = {x.parameter: x.out.spec for x in program.body if isinstance(x, GatherLine)}
+    axes = dict(zip(program.axis_names, program.axis_sizes, strict=True))
     periods = {"use": ", at each use", "micro": ", gradients each microbatch", "step": ""}
     found = []
     for p in program.parameters:
-        stored = _cuts(p.stored.spec, program)
-        used = {_cuts(use.local.spec, program): None for use in p.uses}
-        if p.name in gathered:
-            used[_cuts(gathered[p.name], program)] = None
-        text = stored if list(used) == [stored] else f"{stored}, used {' and '.join(used)}"
-        found.append((_NUMBER.sub("*", p.name), text + periods[p.period]))
+        stored = p.stored.spec.on(axes)
+        used = list(dict.fromkeys(spec.on(axes) for spec in program.used_specs[p.name]))
+        text = stored if used == [stored] else f"{stored}, used {' and '.join(used)}"
+        found.append((starred(p.name), text + periods[p.period]))
     return found
-
-
-def _cuts(spec: Spec, program: StageProgram) -> str:
-    axes = zip(spec.placements, program.axis_names, program.axis_sizes, strict=True)
-    cut = [
-        f"{placed} on {name}={size}"
-        for placed, name, size in axes
-        if size > 1 and placed.kind in "SP"
-    ]
-    return ", ".join(cut) or "whole"

@@ -19,14 +19,13 @@ from typing import Any
 
 from autopar.cost.price import backward_lines, forward_lines
 from autopar.plans import RunnerUp, operator_text, storage_text
-from autopar.program import CallLine, Local, Pipeline, StageProgram, Storage
+from autopar.program import CallLine, Local, Pipeline, StageProgram, Storage, starred
 from autopar.report.boxes import traffic
 from autopar.report.folding import fold, is_collective
 from autopar.report.kinds import ParameterUsed, microbatch_rows
 from autopar.report.page.subject import Subject
 from autopar.report.picture import VIEWS, Node, PictureEdge, operator_name, picture
 
-_NUMBER = re.compile(r"(?<=\.)\d+(?=\.|$)|^\d+(?=\.)")
 _HEADING = re.compile(r"\s*# (\S+)  \((.+)\)")
 
 
@@ -170,7 +169,7 @@ class _StageGraph:
 
     def _generated(self, module: str) -> dict[str, Any] | None:
         """The file and line where the operators of a module are printed."""
-        for name in (module, _NUMBER.sub("*", module)):
+        for name in (module, starred(module)):
             if name in self.headings:
                 return {"file": self.file, "line": self.headings[name]}
         return None

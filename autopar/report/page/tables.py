@@ -2,46 +2,31 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 from autopar.placement import COLLECTIVES
-from autopar.program import Collective, GatherLine, StageProgram, StoredParameter
+from autopar.program import Collective, StageProgram, starred
 from autopar.report.page.subject import Subject
 from autopar.report.stages import crossing_rows, tie_text
-
-_NUMBER = re.compile(r"(?<=[.])\d+(?=[./]|$)|^\d+(?=[./])")
-
-
-def starred(name: str) -> str:
-    """`h.3.mlp.weight` -> `h.*.mlp.weight`."""
-    return _NUMBER.sub("*", name)
+from autopar.report.tables import parameter_rows
 
 
 def parameter_table(subject: Subject) -> list[dict[str, Any]]:
     """Parameters that are stored and used alike, by pattern; bytes are of a rank, all together."""
-    groups: dict[tuple[Any, ...], list[StoredParameter]] = {}
-    for k, program in enumerate(subject.pipeline.stages):
-        gathered: dict[str, dict[str, None]] = {}
-        for line in program.body:
-            if isinstance(line, GatherLine):
-                gathered.setdefault(line.parameter, {})[str(line.out.spec)] = None
-        for p in program.parameters:
-            specs = dict.fromkeys(str(u.local.spec) for u in p.uses) or gathered.get(p.name, {})
-            uses = ", ".join(specs) or "not used"
-            key = k, starred(p.name), tuple(p.shape), str(p.stored.spec), uses, p.period
-            groups.setdefault(key, []).append(p)
     return [
         {
-            "stage": stage, "parameter": pattern, "count": len(members), "shape": list(shape),
-            "stored": stored, "used": uses, "period": period,
-            "axes": " ".join(subject.pipeline.stages[stage].axis_names),
-            "stored_bytes": sum(p.stored.size_bytes for p in members),
-            "dtype": str(members[0].stored.dtype).removeprefix("torch."),
+            "stage": stage, "parameter": row.pattern, "count": row.count, "blocks": row.blocks,
+            "shape": list(first.shape), "stored": str(first.stored.spec),
+            "used": ", ".join(map(str, program.used_specs[first.name])) or "not used",
+            "period": first.period, "axes": " ".join(program.axis_names),
+            "stored_bytes": sum(p.stored.size_bytes for p in row.members),
+            "dtype": str(first.stored.dtype).removeprefix("torch."),
         }
-        for (stage, pattern, shape, stored, uses, period), members in groups.items()
+        for stage, program in enumerate(subject.pipeline.stages)
+        for row in parameter_rows(program)
+        for first in row.members[:1]
     ]  # fmt: skip
 
 
@@ -54,8 +39,7 @@ def collective_table(subject: Subject) -> list[dict[str, Any]]:
     for c in subject.collectives:
         first, *others = c.tensor.split(", ")
         what = starred(first) + (f" and {len(others)} more" if others else "")
-        axis = c.axis if isinstance(c.axis, str) else "+".join(c.axis)
-        groups.setdefault((c.stage, c.phase, c.kind, axis, what), []).append(c)
+        groups.setdefault((c.stage, c.phase, c.kind, c.axes_text, what), []).append(c)
     rows = []
     for (stage, phase, kind, axis, what), members in groups.items():
         times_s = [_time_s(subject, c) for c in members]
@@ -74,7 +58,7 @@ def _time_s(subject: Subject, c: Collective) -> float | None:
     if c.kind not in COLLECTIVES or c.axis in ("pp", "world"):
         return None
     names = subject.pipeline.stages[c.stage].axis_names
-    axes = tuple(names.index(a) for a in ([c.axis] if isinstance(c.axis, str) else c.axis))
+    axes = tuple(map(names.index, c.axes))
     return c.count * subject.costs[c.stage].primitive_time_s(c.kind, c.size_bytes, axes)  # type: ignore[arg-type]
 
 

@@ -19,7 +19,7 @@ from autopar.plans import Alternative, parse_plan
 from autopar.program import CallLine, StoredParameter
 from autopar.report import verdict
 from autopar.report.parallelism import stage_parallelism
-from autopar.report.verdict import rounded_shares, step_shares
+from autopar.report.verdict import mean_shares, rounded_shares
 from tests.helpers.jobs import CASES
 
 GIB = 2**30
@@ -146,7 +146,7 @@ def test_devices_of_a_gpu_profile_are_gpus() -> None:
 def test_shares_are_the_whole_step(recipe: Manual) -> None:
     plan = planned("gpt2", manual=recipe)
     step = plan.simulate()
-    shares = step_shares(step)
+    shares = mean_shares(step)
     assert sum(shares.values()) == pytest.approx(1.0, abs=1e-12)
     assert shares["bubble"] == pytest.approx(plan.predicted.bubble, abs=1e-9)
     ranks = sum(device.n_ranks for device in step.devices)

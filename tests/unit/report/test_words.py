@@ -19,8 +19,9 @@ import pytest
 import autopar
 from autopar import Manual, Mesh, Plan, PlanError
 from autopar.plans import Alternative, parse_plan
+from autopar.program import starred
 from autopar.report.legend import legend
-from autopar.report.ranges import block_set, folded_names, range_text, starred
+from autopar.report.ranges import block_set, folded_names, range_text
 from autopar.report.tables import alternative_note, parameter_rows
 from tests.helpers.jobs import CASES, gpt2
 

@@ -37,8 +37,8 @@ const libraries = [...used]
 // No text of a script may end its element.
 const script = made.outputFiles[0].text.replaceAll("</script", "<\\/script");
 writeFileSync("bundle/page.js", `/*! ${stamp}\n * with\n${libraries.join("\n")}\n */\n${script}`);
-const style = readFileSync("src/page.css", "utf8");
-writeFileSync("bundle/page.css", `/* ${stamp} */\n${style}`);
+const style = await build({ entryPoints: ["src/page.css"], bundle: true, minify: true, write: false });
+writeFileSync("bundle/page.css", `/* ${stamp} */\n${style.outputFiles[0].text}`);
 
 const texts = [...used].sort().map((name) => {
   const folder = `node_modules/${name}`;

@@ -1,4 +1,4 @@
-/*! sources 2cb51ef8c7eb54cb5f60a8cb51baab61735852fe94854b948a01e90f8bf2cb59
+/*! sources c38d16f804d54adb61124bda1ffe0afcad5e34595be7b6f3fd99b22660e64d6d
  * with
  * @observablehq/plot 0.6.17, ISC
  * @viz-js/viz 3.31.0, MIT
