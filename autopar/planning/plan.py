@@ -16,7 +16,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from autopar import report as reports  # its `verdict` is a file too, and files are no doors
 from autopar.cost.hardware import changed, profile_of, resolve_on
 from autopar.cost.price import hidden_of
 from autopar.cost.simulate import Timeline
@@ -40,6 +39,7 @@ from autopar.report import (
     explain_name,
     facts_json,
     page_html,
+    verdict,
 )
 
 
@@ -172,7 +172,7 @@ class Plan:
         """The plan in two or three sentences: what it does, what it costs, what else would cost."""
         bound = self._bound("verdict()")
         on = self.data, bound.pipeline, bound.predicted
-        return reports.verdict(*on, bound.timeline(), bound.hardware)
+        return verdict(*on, bound.timeline(), bound.hardware)
 
     def explain(self, name: str | None = None) -> str:
         """The plan in words, its verdict first; with a name, what it is of and its alternatives.
@@ -186,7 +186,7 @@ class Plan:
             return explain_name(*on, name, lambda n: decisions(bound.stages, self.data, n))
         step = bound.timeline()
         return explain(
-            *on, bound.collectives, reports.verdict(*on, step, bound.hardware), bound.assumed,
+            *on, bound.collectives, verdict(*on, step, bound.hardware), bound.assumed,
             hidden_of(bound.pipeline, bound.costs, step), bound.hardware.peak_flops_per_s,
         )  # fmt: skip
 

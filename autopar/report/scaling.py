@@ -11,7 +11,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from autopar.cost.transformer import ScalePoint, Scaling
-from autopar.report.boxes import FRAME, escaped
+from autopar.report.picture import FRAME, escaped
 from autopar.units import format_bytes, format_count, format_seconds
 
 # All lengths are in user units of the drawing, which is scaled to the page.

@@ -8,8 +8,7 @@ from dataclasses import dataclass, field
 
 from autopar.plans import Alternative, PlanData, StageRecord
 from autopar.program import Collective, StageProgram, StoredParameter, starred
-from autopar.report.picture import Block
-from autopar.report.ranges import range_text
+from autopar.report.blocks import Block, range_text
 from autopar.units import format_bytes, format_bytes_of, format_seconds
 
 # A search over stages considers many more alternatives than a reader wants listed.

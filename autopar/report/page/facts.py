@@ -37,7 +37,7 @@ from autopar.report.page.tables import (
 )
 from autopar.report.page.timeline import timeline_facts
 from autopar.report.tables import alternative_note, headline, idle_warnings, optimality
-from autopar.report.verdict import verdict
+from autopar.report.words import verdict
 
 FORMAT, VERSION = "autopar plan facts", 1
 

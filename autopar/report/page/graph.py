@@ -20,11 +20,19 @@ from typing import Any
 from autopar.cost.price import backward_lines, forward_lines
 from autopar.plans import RunnerUp, operator_text, storage_text
 from autopar.program import CallLine, Local, Pipeline, StageProgram, Storage, starred
-from autopar.report.boxes import traffic
-from autopar.report.folding import fold, is_collective
-from autopar.report.kinds import ParameterUsed, microbatch_rows
 from autopar.report.page.subject import Subject
-from autopar.report.picture import VIEWS, Node, PictureEdge, operator_name, picture
+from autopar.report.picture import (
+    VIEWS,
+    Node,
+    ParameterUsed,
+    PictureEdge,
+    fold,
+    is_collective,
+    microbatch_rows,
+    operator_name,
+    picture,
+    traffic,
+)
 
 _HEADING = re.compile(r"\s*# (\S+)  \((.+)\)")
 

@@ -26,7 +26,7 @@ from autopar.placement.spec import Spec
 from autopar.plans.data import parse_storage
 from autopar.plans.decisions import Choice, Option
 from autopar.program.strategy import OperatorStrategy, Storage
-from autopar.report.next_best import storage_words
+from autopar.report.words.next_best import storage_words
 from tests.helpers import jobs
 from tests.helpers.jobs import machine
 from tests.helpers.models.blocks import Block as ResidualBlock

@@ -22,9 +22,10 @@ from autopar.program.collective import step_calls
 from autopar.program.pipeline import Pipeline
 from autopar.program.stage_program import StageProgram
 from autopar.report import dot
-from autopar.report.boxes import escaped
-from autopar.report.folding import fold
-from autopar.report.picture import Block, picture
+from autopar.report.blocks import Block
+from autopar.report.picture.boxes import escaped
+from autopar.report.picture.folding import fold
+from autopar.report.picture.nodes import picture
 from tests.conftest import Golden
 from tests.helpers.jobs import CASES
 from tests.helpers.models.tiny_model import Tiny, batch

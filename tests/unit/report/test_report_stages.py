@@ -23,8 +23,8 @@ from autopar.plans.data import Alternative
 from autopar.program.cross_mesh import slices
 from autopar.program.pipeline import Pipeline
 from autopar.report import explain
-from autopar.report.folding import fold
-from autopar.report.picture import picture
+from autopar.report.picture.folding import fold
+from autopar.report.picture.nodes import picture
 from autopar.report.stages import crossing_rows, grid, ideal_bubble, parameter_tables, stage_rows
 from autopar.report.tables import N_ALTERNATIVES, alternative_rows
 from tests.conftest import Golden

@@ -18,8 +18,8 @@ from autopar.placement import Spec
 from autopar.plans import Alternative, parse_plan
 from autopar.program import CallLine, StoredParameter
 from autopar.report import verdict
-from autopar.report.parallelism import stage_parallelism
-from autopar.report.verdict import mean_shares, rounded_shares
+from autopar.report.words.parallelism import stage_parallelism
+from autopar.report.words.sentences import mean_shares, rounded_shares
 from tests.helpers.jobs import CASES
 
 GIB = 2**30

@@ -20,9 +20,9 @@ import autopar
 from autopar import Manual, Mesh, Plan, PlanError
 from autopar.plans import Alternative, parse_plan
 from autopar.program import starred
-from autopar.report.legend import legend
-from autopar.report.ranges import block_set, folded_names, range_text
+from autopar.report.blocks import block_set, folded_names, range_text
 from autopar.report.tables import alternative_note, parameter_rows
+from autopar.report.words.legend import legend
 from tests.helpers.jobs import CASES, gpt2
 
 GIB = 2**30

@@ -20,7 +20,7 @@ from collections import defaultdict
 import graphviz
 
 from autopar.program import Boundary, Crossing, Pipeline, StageProgram, step_calls, summarise
-from autopar.report.boxes import (
+from autopar.report.picture.boxes import (
     COLOURS,
     CROSSING,
     FRAME,
@@ -31,8 +31,8 @@ from autopar.report.boxes import (
     escaped,
     pill,
 )
-from autopar.report.kinds import microbatch_rows
-from autopar.report.stage_graph import StageGraph, frame
+from autopar.report.picture.kinds import microbatch_rows
+from autopar.report.picture.stage_graph import StageGraph, frame
 from autopar.report.stages import axes_text, crossing_bytes, grid, span
 from autopar.report.tables import traffic_rows
 from autopar.schedule import Action

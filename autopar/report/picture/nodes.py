@@ -23,7 +23,8 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from autopar.program import CallLine, DetachLine, Local, MoveLine, StageProgram
-from autopar.report.kinds import ParameterUsed, parameter_variables, shard_kinds
+from autopar.report.blocks import Block
+from autopar.report.picture.kinds import ParameterUsed, parameter_variables, shard_kinds
 
 _MATMULS = frozenset({"mm", "bmm", "addmm", "matmul", "linear", "baddbmm", "convolution"})
 _NORMS = frozenset({"layer_norm", "rms_norm", "group_norm", "batch_norm", "rsqrt"})
@@ -33,34 +34,6 @@ VIEWS = frozenset({
     "slice", "split", "split_with_sizes", "squeeze", "t", "transpose", "unbind", "unflatten",
     "unsqueeze", "view",
 })  # fmt: skip
-
-
-@dataclass(frozen=True)
-class Block:
-    """One of a list of modules, as `transformer.h` and `0` of `transformer.h.0.attn`."""
-
-    prefix: str = ""
-    index: str = ""
-
-    @property
-    def path(self) -> str:
-        return f"{self.prefix}.{self.index}" if self.prefix else self.index
-
-    def relative(self, name: str) -> str:
-        """`name` as seen from the block; the block itself is `""`."""
-        return name[len(self.path) :].removeprefix(".") if self.contains(name) else name
-
-    def contains(self, name: str) -> bool:
-        return bool(self.path) and (name == self.path or name.startswith(f"{self.path}."))
-
-    @staticmethod
-    def of(module: str) -> Block:
-        """The outermost repeated block that contains a module path; the empty block if none."""
-        parts = module.split(".")
-        for i, part in enumerate(parts):
-            if part.isdigit():
-                return Block(".".join(parts[:i]), part)
-        return Block()
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,14 @@ from autopar.cost.hardware import Hardware
 from autopar.cost.simulate import Timeline
 from autopar.plans import Alternative, PlanData, Predicted
 from autopar.program import Pipeline
-from autopar.report.parallelism import MODULES, OUTER, StageParallelism, Way, stage_parallelism
-from autopar.report.ranges import block_set, every_block, modules_of_lines
+from autopar.report.blocks import block_set, every_block, modules_of_lines
+from autopar.report.words.parallelism import (
+    MODULES,
+    OUTER,
+    StageParallelism,
+    Way,
+    stage_parallelism,
+)
 from autopar.units import format_bytes, format_bytes_of
 
 _NUMBERS = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six", 7: "seven", 8: "eight"}

@@ -19,7 +19,8 @@ from dataclasses import dataclass
 
 from autopar.placement import COLLECTIVES
 from autopar.program import MoveLine
-from autopar.report.picture import Block, Node, Picture, PictureEdge, operator_name
+from autopar.report.blocks import Block
+from autopar.report.picture.nodes import Node, Picture, PictureEdge, operator_name
 
 
 @dataclass(frozen=True)

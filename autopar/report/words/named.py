@@ -19,10 +19,10 @@ from autopar.program import (
     StoredParameter,
     starred,
 )
-from autopar.report.matching import matching_names
-from autopar.report.next_best import next_best_lines
-from autopar.report.ranges import block_set, every_block
+from autopar.report.blocks import block_set, every_block
 from autopar.report.stages import tie_text
+from autopar.report.words.matching import matching_names
+from autopar.report.words.next_best import next_best_lines
 from autopar.units import format_seconds
 
 # Name -> the decisions about it, stage by stage.

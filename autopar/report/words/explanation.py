@@ -13,9 +13,8 @@ from autopar.program import (
     Segment,
     starred,
 )
+from autopar.report.blocks import block_set, every_block, modules_of_lines
 from autopar.report.division import division
-from autopar.report.legend import legend
-from autopar.report.ranges import block_set, every_block, modules_of_lines
 from autopar.report.stages import (
     ParameterTable,
     crossing_rows,
@@ -32,6 +31,7 @@ from autopar.report.tables import (
     optimality,
     traffic_rows,
 )
+from autopar.report.words.legend import legend
 from autopar.units import format_bytes, format_count, format_seconds
 
 

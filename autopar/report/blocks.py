@@ -11,10 +11,37 @@ from dataclasses import dataclass
 from itertools import groupby
 
 from autopar.program import CallLine, Line, Pipeline, StageProgram, starred
-from autopar.report.picture import Block
 
 # Prefix of a list of modules -> the indices of its blocks.
 Blocks = Mapping[str, tuple[int, ...]]
+
+
+@dataclass(frozen=True)
+class Block:
+    """One of a list of modules, as `transformer.h` and `0` of `transformer.h.0.attn`."""
+
+    prefix: str = ""
+    index: str = ""
+
+    @property
+    def path(self) -> str:
+        return f"{self.prefix}.{self.index}" if self.prefix else self.index
+
+    def relative(self, name: str) -> str:
+        """`name` as seen from the block; the block itself is `""`."""
+        return name[len(self.path) :].removeprefix(".") if self.contains(name) else name
+
+    def contains(self, name: str) -> bool:
+        return bool(self.path) and (name == self.path or name.startswith(f"{self.path}."))
+
+    @staticmethod
+    def of(module: str) -> Block:
+        """The outermost repeated block that contains a module path; the empty block if none."""
+        parts = module.split(".")
+        for i, part in enumerate(parts):
+            if part.isdigit():
+                return Block(".".join(parts[:i]), part)
+        return Block()
 
 
 @dataclass(frozen=True)

@@ -22,9 +22,9 @@ from dataclasses import dataclass, field, replace
 
 from autopar.placement import Spec
 from autopar.program import CallLine, Local, StageProgram, StoredParameter
+from autopar.report.blocks import Block
 from autopar.report.division import Product, products
-from autopar.report.kinds import parameter_variables, shard_kinds
-from autopar.report.picture import Block, kind_of, operator_name
+from autopar.report.picture import kind_of, operator_name, parameter_variables, shard_kinds
 
 ZERO = {"step": 1, "micro": 2, "use": 3}
 # Kinds of modules in the order of a sentence; the first three are inside of repeated blocks.

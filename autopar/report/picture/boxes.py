@@ -9,8 +9,8 @@ from collections.abc import Sequence
 
 from autopar.placement import COLLECTIVES, Spec
 from autopar.program import MoveLine, StageProgram
-from autopar.report.kinds import ParameterUsed
-from autopar.report.picture import VIEWS, Node, operator_name
+from autopar.report.picture.kinds import ParameterUsed
+from autopar.report.picture.nodes import VIEWS, Node, operator_name
 from autopar.units import format_bytes
 
 COLOURS = {

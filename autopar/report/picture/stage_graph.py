@@ -14,9 +14,18 @@ from functools import cached_property
 import graphviz
 
 from autopar.program import MoveLine, StageProgram
-from autopar.report.boxes import CROSSING, FRAME, LOCAL, TRAFFIC, box_label, escaped, pill, traffic
-from autopar.report.folding import Section, fold, is_collective
-from autopar.report.picture import PictureEdge, picture
+from autopar.report.picture.boxes import (
+    CROSSING,
+    FRAME,
+    LOCAL,
+    TRAFFIC,
+    box_label,
+    escaped,
+    pill,
+    traffic,
+)
+from autopar.report.picture.folding import Section, fold, is_collective
+from autopar.report.picture.nodes import PictureEdge, picture
 
 
 class StageGraph:

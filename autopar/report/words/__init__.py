@@ -1,0 +1,22 @@
+"""A plan as text: its verdict, its tables in words, and one name of it.
+
+Read `parallelism.py` (how a plan is parallel, from its placements), `sentences.py` (the verdict),
+`assumptions.py` and `legend.py` (what is taken for granted, what letters mean), `explanation.py`
+(the whole plan); then `matching.py` (which names a user means), `next_best.py` (what a decision was
+chosen over) and `named.py` (one name). May import the files of `report` and `picture`.
+Hands on `explain`, `explain_name` and `verdict`.
+"""
+
+from autopar.report.words.assumptions import assumed
+from autopar.report.words.explanation import explain
+from autopar.report.words.matching import matching_names
+from autopar.report.words.named import explain_name
+from autopar.report.words.sentences import verdict
+
+__all__ = [
+    "assumed",
+    "explain",
+    "explain_name",
+    "matching_names",
+    "verdict",
+]
