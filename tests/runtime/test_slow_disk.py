@@ -21,7 +21,9 @@ from autopar.runtime.storage import data_files
 from tests.helpers.jobs import machine
 from tests.helpers.models.tiny_model import Tiny, batch
 
-TIMEOUT_S = 2.0
+# Ranks start up to some seconds apart on a busy machine, which must not be taken for a stop.
+TIMEOUT_S = 10.0
+PIECE_S = TIMEOUT_S / 8
 
 
 def trained() -> tuple[autopar.ParallelModule, torch.optim.Optimizer]:
@@ -53,7 +55,7 @@ def saves_slowly(folder: str) -> tuple[float, int, int]:
     """(seconds that a save took, the step that loads, the step that a saver beside it wrote)."""
     pm, optimizer = trained()
     with pytest.MonkeyPatch.context() as patch:
-        slow_writes(patch, 0.4)
+        slow_writes(patch, PIECE_S)
         begun = time.monotonic()
         autopar.save(pm, optimizer, f"{folder}/alone", step=1)
         took_s = time.monotonic() - begun
@@ -91,7 +93,7 @@ def test_a_disk_that_stands_still_ends_the_job(tmp_path: Path) -> None:
     begun = time.monotonic()
     with pytest.raises(LaunchError) as refusal:
         autopar.launch(stands_still, 2, folder, timeout_s=TIMEOUT_S)
-    assert time.monotonic() - begun < 60
+    assert time.monotonic() - begun < 120
     (notes,) = refusal.value.__notes__
     assert re.search(r"rank 1: .*autopar\.save\(\.\.\.\): writing `", notes), notes
     assert autopar.launch(loads, 2, folder) == [1, 1]
