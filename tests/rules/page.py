@@ -143,8 +143,8 @@ DERIVED = """
 ## Derived rules
 
 Pointwise operators (`torch.Tag.pointwise`) need no line, if they write to nothing and draw no
-random numbers: each dim may be sharded, and they are taken to be linear in nothing
-(`autopar/rules/derived.py`). The oracle has run these:
+random numbers. Each dim may be sharded, and they are taken to be linear in nothing
+(`autopar/rules/derived.py`). The rule oracle has checked these on shards:
 
 ```
 {names}
@@ -152,13 +152,16 @@ random numbers: each dim may be sharded, and they are taken to be linear in noth
 
 ## Operators that need no rule
 
-Capture writes many operators as others before rules are looked up:
+Capture writes many operators as others before rules are looked up
+(`autopar/capture/rewrites/decompose.py`). An operator with a rule of its own stays whole.
 
-- those that torch composes of differentiable ones (`CompositeImplicitAutograd`: `outer`, `movedim`,
-  `gru`, `fft_fftn`), and from torch's tables of decompositions {decomposed}
-  (`autopar/capture/rewrites/decompose.py`). One with a rule of its own stays whole;
-- means, as sums divided by a count; biases of products, as additions; writes in place, as the
-  functions they compute; random operators, as those of [random numbers](#random-numbers).
+- Operators that torch composes of differentiable ones (`CompositeImplicitAutograd`), such as
+  `outer`, `movedim`, `gru` and `fft_fftn`.
+- From torch's tables of decompositions: {decomposed}.
+- Means, as sums divided by a count.
+- Biases of products, as additions.
+- Writes in place, as the functions they compute.
+- Random operators, as those of [random numbers](#random-numbers).
 
 ## Operators without a rule
 
