@@ -46,17 +46,12 @@ from autopar.schedule import ORDERS, in_flight
 class Scored:
     """A candidate with every stage solved.
 
-    score_s        estimated step time
-    fallbacks      the same with more microbatches, in case the simulation does not fit
-    open_bound_s   lower bound on this candidate and on those rejected for it, if their gaps were
-                   left open; infinite if all are settled
+    `score_s` is the estimated step time.
     """
 
     candidate: Candidate
     choices: tuple[Chosen, ...]
     score_s: float
-    fallbacks: tuple[Candidate, ...] = ()
-    open_bound_s: float = math.inf
 
     @property
     def size_bytes(self) -> float:
@@ -115,7 +110,7 @@ class Evaluator:
     closes_gaps: bool = True
     prices: Prices = field(default_factory=Prices)
     _chosen: dict[object, Chosen] = field(default_factory=dict)
-    _choosers: dict[tuple[Analysis, bool], Chooser] = field(default_factory=dict)
+    _choosers: dict[tuple[Analysis, str], Chooser] = field(default_factory=dict)
     _parts: dict[tuple[int, ...], tuple[Analysis, ...]] = field(default_factory=dict)
     # Likeness -> the representative, which is the first part with it. A part -> its representative,
     # and names there -> names here (None: it is its own).
@@ -139,6 +134,20 @@ class Evaluator:
         if not is_searched(self.recomputable):
             return None
         return replace(self, options=replace(self.options, recompute="none"))
+
+    def recomputing(self, mode: str) -> Evaluator:
+        """The same where every block is recomputed in this mode. Both share solves.
+
+        Raises `NotSupportedError` if the mode has nothing to recompute.
+        """
+        return replace(self, options=replace(self.options, recompute=mode))
+
+    @cached_property
+    def recompute_key(self) -> str:
+        """What is recomputed: nothing, what the search chooses, or what the options say."""
+        if self.recomputable is None:
+            return "none"
+        return "searched" if is_searched(self.recomputable) else str(self.recomputable.modes)
 
     @cached_property
     def leaving_gaps(self) -> Evaluator:
@@ -178,9 +187,7 @@ class Evaluator:
     def _scored(self, candidate: Candidate, choices: Sequence[Chosen]) -> Scored:
         m = candidate.n_microbatches
         if len(choices) == 1:
-            (chosen,) = choices
-            open_bound_s = math.inf if chosen.settled else chosen.bound_s
-            return Scored(candidate, (chosen,), chosen.objective_s, open_bound_s=open_bound_s)
+            return Scored(candidate, tuple(choices), choices[0].objective_s)
         parts, loss = self.parts(candidate.ends), self.analysis.program.loss
         seconds = [stage_seconds(chosen, m) for chosen in choices]
         ends = [
@@ -192,16 +199,6 @@ class Evaluator:
         slowdown = slowdown_of(CostModel(candidate.stages[0].view, self.dtype))
         score_s = step_s(schedule, m, seconds, ends, links, loss_bytes, slowdown)
         return Scored(candidate, tuple(choices), score_s)
-
-    def bound_over_budget_s(self, candidate: Candidate) -> float | None:
-        """None if the fastest placements fit the budget; else a lower bound on those that fit.
-
-        The bound of a recipe is 0, because its placements are not the fastest.
-        """
-        choices = self._choices(candidate, None)
-        if all(chosen.size_bytes <= self.budget_bytes for chosen in choices):
-            return None
-        return 0.0 if candidate.is_recipe else max(chosen.objective_s for chosen in choices)
 
     def _choices(
         self, candidate: Candidate, budget_bytes: float | None, limit_s: float = math.inf
@@ -316,7 +313,7 @@ class Evaluator:
 
     def _chooser(self, part: Analysis) -> Chooser:
         recomputable = self.recomputable
-        key = part, recomputable is not None
+        key = part, self.recompute_key
         if key not in self._choosers:
             folded = fold(part, self.runs(part))
             arguments = self.options.optimizer, recomputable
@@ -363,7 +360,7 @@ class Evaluator:
             unlimited = no_recompute._choose(stage, None)
             if within(budget_bytes, unlimited.size_bytes):
                 return unlimited
-        key = stage.key, budget_bytes, recomputable is not None
+        key = stage.key, budget_bytes, self.recompute_key
         if key not in self._chosen:
             cost, constraints = CostModel(stage.layout.view, self.dtype), stage.layout.constraints
             request = PlacementRequest(cost, stage.n_microbatches, constraints, stage.depth)

@@ -11,9 +11,9 @@ block that is recomputed. If it exceeds the budget, placements are solved within
 from __future__ import annotations
 
 import math
-from bisect import bisect_left, insort
+from bisect import bisect_left
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.cost.hardware import Hardware
@@ -73,13 +73,6 @@ class StepPricer:
         return timeline_of(pipeline, costs, self.optimizer, between)
 
 
-# How far scores are from simulated times on large models (relative). Scores leave out that buckets
-# fill, that matmuls add biases, and launches of the optimizer.
-SCORE_REL = 0.02
-# How much more the scores of pipelines may be too high before one of them is simulated. Scores of
-# small pipelines leave out how a stage's time divides into forward and backward (up to 4% too much
-# was seen).
-UNSIMULATED_REL = 0.05
 # Number of smaller budgets to choose from when the simulated peak exceeds the budget.
 N_BUDGETS = 32
 # (pipeline, cost models of its stages) -> the prediction of a step: a `StepPricer`.
@@ -106,20 +99,6 @@ class Solved:
         return self.predicted.peak_bytes
 
 
-@dataclass(frozen=True)
-class Simulated:
-    """What became of many candidates.
-
-    found      those that were simulated
-    failed     name -> error, of those that do not fit
-    pruned_s   name -> lower bound, of those whose placements that may fit are slower than the best
-    """
-
-    found: Sequence[Solved]
-    failed: Mapping[str, InfeasibleError]
-    pruned_s: Mapping[str, float]
-
-
 @dataclass
 class Simulator:
     """Simulates the scored candidates of an evaluator with `pricer`.
@@ -130,7 +109,7 @@ class Simulator:
 
     evaluator: Evaluator
     pricer: Pricer
-    _abridgers: dict[tuple[Analysis, bool], Abridger] = field(default_factory=dict)
+    _abridgers: dict[tuple[Analysis, str], Abridger] = field(default_factory=dict)
     # By the stage's program and mesh.
     _lowered: defaultdict[tuple[Analysis, LogicalMesh], list[tuple[Strategy, StageProgram]]] = (
         field(default_factory=lambda: defaultdict(list))
@@ -277,59 +256,8 @@ class Simulator:
         known.append((stage.strategy, program))
         return program
 
-    def fastest(self, scored: Sequence[Scored]) -> Simulated:
-        """Simulate candidates best score first, until no remaining score can win.
-
-        A score cannot win if it exceeds the fastest simulated time by more than `SCORE_REL` plus a
-        margin. The margin is the largest excess of a score over its simulated time so far, among
-        candidates of the same kind; for the first pipeline of a kind it is `UNSIMULATED_REL`.
-        Optimistic scores are safe: they only cost extra simulations. Those of tiny models are up to
-        40% too low. Scores that are too high could hide a plan: of some 390 plans of tests, none
-        took less than its score by more than 6%. A candidate that does not fit is replaced by its
-        next fallback, with more microbatches.
-        """
-        found: list[Solved] = []
-        failed: dict[str, InfeasibleError] = {}
-        pruned_s: dict[str, float] = {}
-        excess_rel: dict[object, float] = {}
-        queue = sorted(scored, key=lambda s: s.score_s)
-        while queue:
-            one = queue.pop(0)
-            is_pipeline = len(one.candidate.stages) > 1
-            kind = is_pipeline, one.candidate.is_recipe
-            least_s = min((s.step_time_s for s in found), default=math.inf)
-            margin_rel = excess_rel.get(kind, UNSIMULATED_REL if is_pipeline else 0.0)
-            if least_s * (1 + SCORE_REL + margin_rel) <= one.score_s:
-                continue
-            try:
-                solved = self.fit_to_budget(one, least_s * (1 + margin_rel))
-            except InfeasibleError as error:
-                leaner = self._with_more_microbatches(one)
-                if leaner is None:
-                    failed[one.candidate.name] = error
-                else:
-                    insort(queue, leaner, key=lambda s: s.score_s)
-                continue
-            if isinstance(solved, float):
-                pruned_s[one.candidate.name] = solved
-                continue
-            found.append(solved)
-            excess = one.score_s / solved.step_time_s - 1
-            excess_rel[kind] = max(excess_rel.get(kind, 0.0), excess)
-        return Simulated(found, failed, pruned_s)
-
-    def _with_more_microbatches(self, scored: Scored) -> Scored | None:
-        """The first fallback with placements within the budget; None if there is none."""
-        for i, candidate in enumerate(scored.fallbacks):
-            try:
-                found = self.evaluator.scored(candidate, self._budget_bytes)
-            except InfeasibleError:
-                continue
-            return replace(found, fallbacks=scored.fallbacks[i + 1 :])
-        return None
-
     def _abridger(self, part: Analysis) -> Abridger:
-        key = part, self.evaluator.recomputable is not None
+        key = part, self.evaluator.recompute_key
         if key not in self._abridgers:
             self._abridgers[key] = Abridger(part, self.evaluator.runs(part))
         return self._abridgers[key]

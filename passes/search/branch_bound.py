@@ -1,0 +1,117 @@
+"""Best-first branch and bound over plans: the algorithm of the search.
+
+    open nodes = all plans, in a few nodes
+    while the least bound of an open node < incumbent x (1 - tolerance):
+        refine that node: into nodes with tighter bounds, and plans that are simulated
+
+A *node* is a set of plans, and its `bound_s` is a lower bound on the step of each. The *incumbent*
+is the fastest plan simulated so far. So when the loop ends, no plan of the space is faster than the
+incumbent by more than the tolerance. Bounds alone decide what is refined, never the order in which
+nodes are proposed.
+
+The *simplest* plan within `tie` of the incumbent is chosen, because predictions are off by more
+than that (`simplicity.py`). A node that may hold a simpler plan within the tie is refined, too.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, field, replace
+
+from autopar.passes.search.evaluator import Scored
+from autopar.passes.search.simplicity import Simplicity
+from autopar.passes.search.simulator import Solved
+
+
+@dataclass(frozen=True, eq=False)
+class Node:
+    """Plans that are not told apart yet.
+
+    name        what they have in common, as a user reads it
+    bound_s     none of them takes less, in seconds of a step
+    simplest    none of them is simpler
+    level       what the bound was computed from
+    refine      given seconds: nodes and plans that this node is divided into. What cannot be below
+                these seconds may come back as a node with that bound. None: nothing more is known
+    is_solved   it is the plan of `scored`, which is only to be simulated
+    recipe      the plain recipe that makes its plans; such plans are in other nodes, too
+    """
+
+    name: str
+    bound_s: float
+    simplest: Simplicity
+    level: str
+    refine: Callable[[float], Sequence[Node | Solved]] | None
+    is_solved: bool = False
+    scored: Scored | None = None
+    recipe: str = ""
+
+    def after(
+        self, level: str, bound_s: float, refine: Callable[[float], Sequence[Node | Solved]] | None
+    ) -> Node:
+        """The node's plans on another level; a bound once proved stays."""
+        return replace(
+            self, level=level, bound_s=max(bound_s, self.bound_s), refine=refine, is_solved=False
+        )
+
+
+@dataclass
+class BranchAndBound:
+    """The search. `found` are simulated plans, `nodes` what was ruled out or is still open.
+
+    tolerance, tie   relative; both as in `Options`
+    rank             how simple a simulated plan is
+    before           called before each refinement; may raise to end the search
+    """
+
+    tolerance: float
+    tie: float
+    rank: Callable[[Solved], Simplicity]
+    before: Callable[[Node], None] = lambda node: None
+    found: list[Solved] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)
+
+    def run(self, roots: Iterable[Node]) -> None:
+        """Refine until no node may hold a plan that matters."""
+        self.nodes.extend(roots)
+        while (work := self._next()) is not None:
+            node, limit_s = work
+            self.before(node)
+            self.nodes.remove(node)
+            assert node.refine is not None, "only such nodes are next"
+            for part in node.refine(limit_s):
+                (self.found if isinstance(part, Solved) else self.nodes).append(part)
+
+    @property
+    def incumbent_s(self) -> float:
+        """Seconds of the fastest plan so far; infinite before there is one."""
+        return min((solved.step_time_s for solved in self.found), default=math.inf)
+
+    @property
+    def bound_s(self) -> float:
+        """No plan of the space takes less."""
+        bounds = [node.bound_s for node in self.nodes if not node.recipe]
+        return min([*bounds, self.incumbent_s])
+
+    @property
+    def chosen(self) -> Solved:
+        """The simplest plan within the tie; of equally simple ones the fastest."""
+        near = [s for s in self.found if s.step_time_s <= self.incumbent_s * (1 + self.tie)]
+        return min(near, key=lambda s: (self.rank(s), s.step_time_s, s.candidate.name))
+
+    def _next(self) -> tuple[Node, float] | None:
+        """The node to refine next, and the seconds that its plans must be below to matter."""
+        able = [node for node in self.nodes if node.refine is not None]
+        worth_s = self.incumbent_s * (1 - self.tolerance)
+        able.sort(key=lambda node: (node.bound_s, node.name, node.level))
+        for node in able:
+            limit_s = self.incumbent_s if node.is_solved else worth_s
+            if node.bound_s < limit_s:
+                return node, limit_s
+        if not self.found or not self.tie:
+            return None
+        near_s, simplicity = self.incumbent_s * (1 + self.tie), self.rank(self.chosen)
+        simpler = (n for n in able if n.bound_s <= near_s and n.simplest < simplicity)
+        first = next(simpler, None)
+        return None if first is None else (first, near_s)

@@ -1,0 +1,52 @@
+"""How simple a plan is: of plans that are equally fast, the simplest is easiest to trust and tune.
+
+In this order, less is simpler:
+
+    searched      0: a plain recipe's own shape, 1: found by the search
+    axes          mesh axes in use in a stage, and one more for pipeline stages
+    collectives   kinds of collectives
+    storages      distinct ways of storing and using parameters
+    stages        pipeline stages
+    recomputes    0: nothing runs again
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from autopar.cost.price import collectives_of
+from autopar.passes.search.simulator import Solved
+from autopar.program import Pipeline
+
+
+class Simplicity(NamedTuple):
+    """A plan's simplicity, by the first part in which two plans differ; less is simpler."""
+
+    searched: int = 0
+    axes: int = 0
+    collectives: int = 0
+    storages: int = 0
+    stages: int = 1
+    recomputes: int = 0
+
+
+def simplicity_of(solved: Solved, pipeline: Pipeline, optimizer: str) -> Simplicity:
+    """The simplicity of a simulated plan; `pipeline` are its lowered stages."""
+    collectives = [c for c in collectives_of(pipeline, optimizer) if c.phase != "loss"]
+    axes = [set[str]() for _ in pipeline.stages]
+    for c in collectives:
+        axes[c.stage].update(set(c.axes) - {"pp", "world"})
+    storages = {
+        (parameter.stored.spec, parameter.period, *program.used_specs[parameter.name])
+        for program in pipeline.stages
+        for parameter in program.parameters
+    }
+    n_stages = len(pipeline.stages)
+    return Simplicity(
+        int(not solved.candidate.recipe),
+        max(map(len, axes)) + (n_stages > 1),
+        len({c.kind for c in collectives}),
+        len(storages),
+        n_stages,
+        int(any(stage.strategy.recomputed for stage in solved.stages)),
+    )
