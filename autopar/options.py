@@ -101,6 +101,8 @@ class Options:
     """Checked options; make them with `Options.of`.
 
     `memory_limit`   bytes per device; None: the hardware's memory less a margin
+    `tolerance`      relative; the search ends once no plan can be faster by more
+    `tie`            relative; among plans this close to the fastest the simplest is chosen
     `time_limit_s`   when it has passed, the best plan so far is returned, with its gap
     `batch_dims`     input path -> the dim that counts samples, None for an input without one;
                      inferred for inputs that are not named
@@ -130,6 +132,8 @@ class Options:
     forbid: frozenset[str] = frozenset()
     fallback: Literal["error", "replicate"] = "error"
     solver: Literal["auto", "ilp"] = "auto"
+    tolerance: float = 0.01
+    tie: float = 0.02
     time_limit_s: float | None = None
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
     optimizer_gather: tuple[str, ...] = ()
@@ -445,6 +449,12 @@ def _progress(value: Any) -> Any:
     return value
 
 
+def _share(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise OptionError(f"{name} is a share of the step, from 0 to below 1, not {value!r}")
+    return float(value)
+
+
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     "microbatches": _microbatches,
     "schedule": _words("schedule", "auto gpipe 1f1b", "interleaved zero-bubble"),
@@ -461,6 +471,8 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "forbid": _forbid,
     "fallback": _words("fallback", "error replicate"),
     "solver": _words("solver", "auto ilp"),
+    "tolerance": lambda value: _share("tolerance", value),
+    "tie": lambda value: _share("tie", value),
     "time_limit_s": lambda value: _positive("time_limit_s", value, "seconds"),
     "batch_dims": _batch_dims,
     "optimizer_gather": _names,

@@ -81,7 +81,10 @@ class BranchAndBound:
             self.nodes.remove(node)
             assert node.refine is not None, "only such nodes are next"
             for part in node.refine(limit_s):
-                (self.found if isinstance(part, Solved) else self.nodes).append(part)
+                if isinstance(part, Solved):
+                    self.found.append(part)
+                else:
+                    self.nodes.append(part)
 
     @property
     def incumbent_s(self) -> float:

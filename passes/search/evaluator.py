@@ -353,7 +353,7 @@ class Evaluator:
         Recompute is searched only if the fastest placements without it do not fit. Then it competes
         with placements that fit without it.
         """
-        recomputable, no_recompute = self.recomputable, self.without_recompute
+        no_recompute = self.without_recompute
         if no_recompute is not None:
             if budget_bytes is None:
                 return no_recompute._choose(stage, None, limit_s)

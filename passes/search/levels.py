@@ -53,10 +53,13 @@ class Levels:
         return self.simulator.evaluator.without_recompute or self.simulator.evaluator
 
     def root(self, candidate: Candidate, shared_s: float) -> Node:
-        """A candidate of which only the bound of all is known."""
+        """A candidate of which only the bound of all is known.
+
+        A plan that leaves an axis of a view idle is not looked for as a simpler one.
+        """
         n_axes = max(len(layout.view.active_axes) for layout in candidate.stages)
         n_stages = len(candidate.stages)
-        simplest = Simplicity(1, min(n_axes, 1) + (n_stages > 1), stages=n_stages)
+        simplest = Simplicity(1, n_axes + (n_stages > 1), stages=n_stages)
         node = Node(candidate.name, shared_s, simplest, "shared", None)
         return replace(node, refine=lambda limit_s: self._free(node, candidate, limit_s))
 
@@ -132,7 +135,7 @@ class Levels:
 
     def _placed(self, node: Node, scored: Scored, evaluator: Evaluator) -> Parts:
         """Solved placements, which are left to simulate."""
-        simulator = replace(self.simulator, evaluator=evaluator)
+        simulator = self.simulator.on(evaluator)
 
         def simulate(_: float) -> Parts:
             solved = simulator.simulated_if_fits(scored)

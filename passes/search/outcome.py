@@ -9,17 +9,19 @@ from dataclasses import dataclass, field, replace
 from autopar.cost.hardware import Hardware
 from autopar.errors import InfeasibleError
 from autopar.passes.inter import Candidate
+from autopar.passes.search.branch_bound import BranchAndBound, Node
 from autopar.passes.search.evaluator import Scored
-from autopar.passes.search.simulator import Simulated, Solved
+from autopar.passes.search.simulator import Solved
 from autopar.passes.search.stats import PlanningStats
 from autopar.plans import Alternative, PlanSummary
-from autopar.units import format_seconds
 
 # What makes so many candidates slower is found out, the fastest first: by simulating those that
 # were not.
 N_EXPLAINED = 6
-# (simulated or None, scored) -> what makes the candidate slower.
-Why = Callable[[Solved | None, Scored], tuple[str, PlanSummary]]
+# A candidate that is slower -> what makes it slower, and its summary.
+Why = Callable[[Solved | Scored], tuple[str, PlanSummary]]
+# Why candidates have no plan.
+Errors = Sequence[tuple[InfeasibleError, Candidate]]
 
 
 @dataclass(frozen=True)
@@ -37,67 +39,56 @@ class PlanningResult:
         return self.solved.candidate.stages[0].constraints.forbid
 
 
-def fastest_of(scored: Sequence[Scored], simulated: Simulated) -> Solved:
-    """The fastest simulated candidate; among equals the first of `scored`.
-
-    So a search wins over recipes that tie with it, and one stage over several.
-
-    Raises the `InfeasibleError` with the fewest missing bytes if nothing fits.
-    """
-    if not simulated.found:
-        raise min(simulated.failed.values(), key=lambda error: error.least_bytes or math.inf)
-    known = {solved.candidate.name: solved for solved in simulated.found}
-    least_s = min(solved.step_time_s for solved in known.values()) * (1 + 1e-9)
-    names = [one.candidate.name for one in scored if one.candidate.name in known]
-    return next(known[name] for name in names if known[name].step_time_s <= least_s)
-
-
 def alternatives_of(
-    scored: Sequence[Scored], simulated: Simulated, chosen: Solved, why: Why | None = None
+    search: BranchAndBound, errors: Errors, chosen: Solved, why: Why | None = None
 ) -> Iterator[Alternative]:
-    """The rows: candidates by time, then those that do not fit, then those that were pruned.
+    """A row per name: what was simulated or scored by time, what does not fit, what was ruled out.
 
     `why` says of the first `N_EXPLAINED` what makes them slower, and sums them up; None: nothing
     is said.
     """
-    known = {solved.candidate.name: solved for solved in simulated.found}
-    recipes = {one.candidate.name: one.candidate.recipe for one in scored}
-    rows = []
-    for one in scored:
-        name, recipe = one.candidate.name, one.candidate.recipe
-        if name in known:
-            solved = known[name]
-            row = Alternative(name, solved.step_time_s, "", recipe, solved.peak_bytes)
-            rows.append((row, one))
-        elif name not in simulated.failed and name not in simulated.pruned_s:
-            rows.append((Alternative(name, one.score_s, "", recipe, is_estimate=True), one))
+    rows, fastest, least = (
+        list[tuple[Alternative, Solved | Scored]](),
+        dict[str, Solved](),
+        dict[str, Node](),
+    )
+    for solved in sorted(search.found, key=lambda s: s.step_time_s):
+        fastest.setdefault(solved.candidate.name, solved)
+    fastest[chosen.candidate.name] = chosen
+    for name, solved in fastest.items():
+        recipe = solved.candidate.recipe
+        rows.append((Alternative(name, solved.step_time_s, "", recipe, solved.peak_bytes), solved))
+    for node in sorted(search.nodes, key=lambda n: n.bound_s):
+        if node.name not in fastest:
+            least.setdefault(node.name, node)
+    for name, node in least.items():
+        if node.scored is not None and node.recipe:
+            time_s = node.scored.score_s
+            row = Alternative(name, time_s, "", node.recipe, is_estimate=True)
+            rows.append((row, node.scored))
     rows.sort(key=lambda pair: pair[0].step_time_s or 0.0)
     for at, (row, one) in enumerate(rows):
         if why is None or at >= N_EXPLAINED or row.name == chosen.candidate.name:
             yield row
         else:
-            slower_by, summary = why(known.get(row.name), one)
+            slower_by, summary = why(one)
             yield replace(row, slower_by=slower_by, summary=summary)
-    for name, error in simulated.failed.items():
-        yield infeasible_row(name, recipes[name], error)
-    for name, time_s in simulated.pruned_s.items():
-        yield pruned_row(name, time_s, recipes[name])
+    timed = {row.name for row, _ in rows}
+    leanest = dict[str, tuple[InfeasibleError, str]]()
+    for error, candidate in sorted(errors, key=lambda e: e[0].least_bytes or math.inf):
+        leanest.setdefault(candidate.name, (error, candidate.recipe))
+    for name, (error, recipe) in leanest.items():
+        if name not in timed and name not in least:
+            yield infeasible_row(name, recipe, error)
+    for name, node in least.items():
+        if name not in timed:
+            yield pruned_row(name, node.bound_s, node.recipe)
 
 
 def infeasible_row(name: str, recipe: str, error: InfeasibleError) -> Alternative:
     """A candidate that does not fit; the error is the reason where memory is not."""
     note = str(error).splitlines()[0] if error.least_bytes is None else ""
     return Alternative(name, None, note, recipe, error.least_bytes)
-
-
-def estimated_row(name: str, candidate: Candidate, best_s: float) -> Alternative:
-    """A candidate that its proposer's estimate ruled out; `best_s` is the best score before it."""
-    times = candidate.estimate_s / best_s
-    above = (
-        f"{times - 1:.0%} above the best one" if times < 2 else f"{times:.2g} times the best one"
-    )
-    note = f"ruled out: estimated at {format_seconds(candidate.estimate_s)}, {above}"
-    return Alternative(name, None, note, candidate.recipe)
 
 
 def pruned_row(name: str, time_s: float, recipe: str = "") -> Alternative:

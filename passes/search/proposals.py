@@ -10,7 +10,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
@@ -37,11 +36,8 @@ from autopar.passes.inter import (
     views_text,
     with_pinned_axes,
 )
-from autopar.passes.intra import Constraints, Prices, Role
+from autopar.passes.intra import Constraints, Prices
 from autopar.passes.search.evaluator import Evaluator
-
-# A name, and candidates that differ only in their microbatches, fewest first. The best one counts.
-Proposal = tuple[str, list[Candidate]]
 
 
 @dataclass(frozen=True)
@@ -55,36 +51,18 @@ class Proposals:
     budget_bytes: float
     prices: Prices
 
-    def one_stage(self) -> Iterator[Proposal]:
-        """A search on every view, then the plain recipes (none with `force`)."""
-        n_ranks = self.mesh.n_ranks
-        views = distinct_views(self.mesh, self.hardware, self.options, [n_ranks])
+    def one_stage(self) -> Iterator[Candidate]:
+        """Every view with every number of microbatches worth trying."""
+        views = distinct_views(self.mesh, self.hardware, self.options, [self.mesh.n_ranks])
+        counts = microbatch_counts(self.analysis, self.options, self.mesh.n_ranks)
         for view in with_pinned_axes(self.options, views):
-            layout = self._layout(view)
-            yield self._all_counts(f"search on {axes_text(view)}", layout, self._counts(layout))
-        if not self.options.force:
-            for recipe, view, limits in self._recipes(self.views(0, n_ranks)):
-                layout = StageLayout(view, limits)
-                name = f"{recipe} on {axes_text(view)}"
-                yield self._all_counts(name, layout, self._counts(layout), recipe)
+            for m in counts:
+                yield self._of_one(f"search on {axes_text(view)}", self._layout(view), m)
 
-    def _counts(self, layout: StageLayout) -> list[int]:
-        """Numbers of microbatches of one stage; a recipe also splits each over its data axes."""
-        n_splits = math.prod(
-            size
-            for axis, size in enumerate(layout.view.sizes)
-            if layout.constraints.role(axis) == "data"
-        )
-        return microbatch_counts(self.analysis, self.options, self.mesh.n_ranks, n_splits)
+    def _of_one(self, name: str, layout: StageLayout, n_microbatches: int) -> Candidate:
+        return Candidate(name, (n_operators(self.analysis.program),), (layout,), n_microbatches)
 
-    def _all_counts(
-        self, name: str, layout: StageLayout, counts: Sequence[int], recipe: str = ""
-    ) -> Proposal:
-        """One stage, with every number of microbatches worth trying."""
-        ends = (n_operators(self.analysis.program),)
-        return name, [Candidate(name, ends, (layout,), m, recipe=recipe) for m in counts]
-
-    def given(self, stages: Sequence[StageOption], evaluator: Evaluator) -> Iterator[Proposal]:
+    def given(self, stages: Sequence[StageOption], evaluator: Evaluator) -> Iterator[Candidate]:
         """The user's stages, each on the view that is fastest for it.
 
         Raises `MeshError` if they do not add up to the mesh, `OptionError` if one has nothing to
@@ -115,7 +93,7 @@ class Proposals:
             except InfeasibleError:  # solving the candidate raises it, for its first views
                 layouts = tuple(of_stage[0] for of_stage in choices)
             name = f"{views_text([layout.view for layout in layouts])}, m={m}"
-            yield name, [Candidate(name, ends, layouts, m)]
+            yield Candidate(name, ends, layouts, m)
 
     def _layout(self, view: LogicalMesh) -> StageLayout:
         pins = pins_on(self.analysis, self.options, view)
@@ -124,30 +102,8 @@ class Proposals:
     def views(self, first_rank: int, n_ranks: int) -> list[LogicalMesh]:
         return views_of(self.mesh, self.hardware, self.options, first_rank, n_ranks)
 
-    def _recipes(
-        self, views: Sequence[LogicalMesh]
-    ) -> Iterator[tuple[str, LogicalMesh, Constraints]]:
-        """Plain data parallelism, ZeRO-3 and Megatron, without those that `forbid` excludes."""
-        forbid = self.options.forbid
-        views = [v for v in views if v.active_axes and self.analysis.batch.size]
-        for view in views[:1]:  # for data parallelism all views are the same
-            data: Role = "data"
-            everywhere = (data,) * view.n_axes
-            if "data" not in forbid:
-                yield "data parallel", view, Constraints(forbid, everywhere, 0)
-                if "zero3" not in forbid:
-                    yield "ZeRO-3", view, Constraints(forbid, everywhere, 3)
-        for view in views:
-            splits_batch = view.sizes[0] > 1
-            if view.n_axes != 2 or view.sizes[1] == 1 or "tensor" in forbid:
-                continue
-            if not (splits_batch and "data" in forbid):
-                roles: tuple[Role, ...] = ("data", "tensor")
-                limits = Constraints(forbid | {"sequence"}, roles, 0)
-                yield "Megatron", view, limits
-
-    def manual(self, manual: Manual, report: Progress) -> Iterator[Proposal]:
-        """The user's recipe.
+    def manual(self, manual: Manual, report: Progress) -> list[Candidate]:
+        """The user's recipe, with every number of microbatches, the fewest first.
 
         Raises `MeshError` if it does not use every rank, `OptionError` if `force` is given too.
         """
@@ -157,12 +113,12 @@ class Proposals:
         if manual.pp > 1:  # more microbatches: smaller bubble, more launches
             on = self.analysis, self.mesh, self.hardware, self.options
             search = JointSearch.of(*on, self.budget_bytes, report=report, prices=self.prices)
-            for candidate in recipe_candidates(search, manual):
-                name = f"manual recipe, m={candidate.n_microbatches}"
-                yield name, [replace(candidate, name=name, recipe="")]
-            return
+            return [
+                replace(found, name=f"manual recipe, m={found.n_microbatches}", recipe="")
+                for found in recipe_candidates(search, manual)
+            ]
         counts = recipe_counts(self.analysis, self.options, manual, self.mesh.n_ranks)
         links, device = self.hardware.links, self.hardware.device
         view = factored_view(self.mesh, links, device, {"dp": manual.dp, "tp": manual.tp})
         layout = StageLayout(view, recipe_limits(self.options, manual))
-        yield self._all_counts("manual recipe", layout, counts)
+        return [self._of_one("manual recipe", layout, m) for m in counts]

@@ -20,7 +20,6 @@ from autopar.cost.hardware import Hardware
 from autopar.cost.laws import CostModel
 from autopar.cost.price import link_between, predict, timeline_of
 from autopar.cost.simulate import Timeline
-from autopar.errors import InfeasibleError
 from autopar.identity import Same
 from autopar.mesh import LogicalMesh, Mesh
 from autopar.options import schedule_name
@@ -116,6 +115,10 @@ class Simulator:
     )
     # Name, cut, microbatches and the choices themselves -> result
     _solved: dict[object, Solved] = field(default_factory=dict)
+
+    def on(self, evaluator: Evaluator) -> Simulator:
+        """The simulator of another evaluator of the program; both share results."""
+        return self if evaluator is self.evaluator else replace(self, evaluator=evaluator)
 
     @property
     def _budget_bytes(self) -> float:

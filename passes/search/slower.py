@@ -30,12 +30,12 @@ class WhySlower:
     fastest: Solved
     pricer: StepPricer
 
-    def __call__(self, known: Solved | None, scored: Scored) -> tuple[str, PlanSummary]:
+    def __call__(self, found: Solved | Scored) -> tuple[str, PlanSummary]:
         """`all_reduce across nodes`, empty if no part of the step takes longer; and the summary.
 
-        A candidate that is not `known` is simulated as it was scored, within the budget or not.
+        What was only scored is simulated so, within the budget or not.
         """
-        slow = known or self.simulator.as_scored(scored)
+        slow = found if isinstance(found, Solved) else self.simulator.as_scored(found)
         pipeline, costs = self.simulator.pipeline(slow.stages), [s.cost for s in slow.stages]
         timeline = self.pricer.timeline(pipeline, costs)
         summary = summary_of(pipeline, costs, timeline, self.pricer.optimizer)

@@ -1,0 +1,139 @@
+"""The plain recipes as nodes: what a person would try first, and the first incumbents.
+
+    data parallel, ZeRO-1, 2, 3      every axis splits the batch
+    Megatron                         dp x tp, on every view of two axes
+    Megatron, SP and ZeRO-1 or 3     the same with activations split between matmuls, and shards
+
+A recipe is tried with the fewest microbatches that fit, first without recompute, then with
+selective and with full recompute. Its placements are in the search's space, too, so a recipe bounds
+nothing: its node's bound is that of its own score.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import partial
+
+from autopar.errors import InfeasibleError, NotSupportedError
+from autopar.mesh import LogicalMesh
+from autopar.passes.analysis import microbatch_counts
+from autopar.passes.inter import Candidate, StageLayout, axes_text, n_operators
+from autopar.passes.intra import Constraints, Role
+from autopar.passes.search.branch_bound import Node
+from autopar.passes.search.evaluator import Evaluator, Scored
+from autopar.passes.search.levels import Levels, Parts
+from autopar.passes.search.simplicity import Simplicity
+
+# How far a simulated step is below its score at most (relative). Scores leave out that matmuls add
+# biases, and how buckets fill. `tests/search/test_simulator.py` measures it.
+SCORE_REL = 0.02
+_MODES = ("selective", "full")
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """A recipe on one view: `family` is its plain name, `name` says all."""
+
+    family: str
+    name: str
+    layout: StageLayout
+
+
+def recipes_on(
+    views: Sequence[LogicalMesh], forbid: frozenset[str], has_batch: bool
+) -> Iterator[Recipe]:
+    """The recipes of one stage, without those that `forbid` excludes."""
+    views = [v for v in views if v.active_axes and has_batch]
+    for view in views[:1]:  # for data parallelism all views are the same
+        data: Role = "data"
+        for zero, family in enumerate(("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")):
+            if not forbid & {"data", f"zero{zero}"}:
+                limits = Constraints(forbid, (data,) * view.n_axes, zero)
+                name = f"{family} on {axes_text(view)}"
+                yield Recipe(family, name, StageLayout(view, limits))
+    for view in views:
+        splits_batch = view.sizes[0] > 1
+        if view.n_axes != 2 or view.sizes[1] == 1 or "tensor" in forbid:
+            continue
+        if splits_batch and "data" in forbid:
+            continue
+        roles: tuple[Role, ...] = ("data", "tensor")
+        limits = Constraints(forbid | {"sequence"}, roles, 0)
+        yield Recipe("Megatron", f"Megatron on {axes_text(view)}", StageLayout(view, limits))
+        for zero in (1, 3) if splits_batch else (0,):
+            if not forbid & {"sequence", f"zero{zero}"}:
+                limits = Constraints(forbid, roles, zero)
+                with_zero = f" and ZeRO-{zero}" if zero else ""
+                name = f"Megatron with SP{with_zero} on {axes_text(view)}"
+                yield Recipe("Megatron", name, StageLayout(view, limits))
+
+
+@dataclass(frozen=True)
+class RecipeNodes:
+    """Makes the nodes of recipes."""
+
+    levels: Levels
+
+    def root(self, name: str, recipe: str, attempts: Sequence[Candidate]) -> Node:
+        """A recipe, with candidates in the order in which they are tried."""
+        stages = attempts[0].stages
+        n_stages = len(stages)
+        simplest = Simplicity(0, n_stages > 1, stages=n_stages)
+        node = Node(name, 0.0, simplest, "recipe", None, recipe=recipe)
+        return node.after("recipe", 0.0, lambda _: self._tried(node, self._with_modes(attempts)))
+
+    def counted(self, recipe: Recipe) -> Node:
+        """A recipe of one stage, with every number of microbatches worth trying."""
+        evaluator, layout = self.levels.simulator.evaluator, recipe.layout
+        n_splits = math.prod(
+            size
+            for axis, size in enumerate(layout.view.sizes)
+            if layout.constraints.role(axis) == "data"
+        )
+        analysis = evaluator.analysis
+        counts = microbatch_counts(analysis, evaluator.options, layout.view.n_ranks, n_splits)
+        ends = (n_operators(analysis.program),)
+        attempts = [
+            Candidate(recipe.name, ends, (layout,), m, recipe=recipe.family) for m in counts
+        ]
+        return self.root(recipe.name, recipe.family, attempts)
+
+    def _with_modes(self, attempts: Sequence[Candidate]) -> Iterator[tuple[Evaluator, Candidate]]:
+        whole = self.levels.simulator.evaluator
+        plain = whole.without_recompute
+        yield from ((plain or whole, candidate) for candidate in attempts)
+        if plain is not None:
+            for mode in _MODES:
+                with suppress(NotSupportedError):
+                    evaluator = whole.recomputing(mode)
+                    yield from ((evaluator, candidate) for candidate in attempts)
+
+    def _tried(self, node: Node, attempts: Iterator[tuple[Evaluator, Candidate]]) -> Parts:
+        """The first attempt that fits by the solver's bytes."""
+        last: tuple[InfeasibleError, Candidate] | None = None
+        for evaluator, candidate in attempts:
+            try:
+                scored = evaluator.scored(candidate, evaluator.budget_bytes)
+            except InfeasibleError as error:
+                last = error, candidate
+                continue
+            refine = partial(self._simulated, node, scored, evaluator, attempts)
+            leaf = node.after("scored", scored.score_s / (1 + SCORE_REL), refine)
+            return [replace(leaf, is_solved=True, scored=scored)]
+        if last is not None:
+            self.levels.errors.append(last)
+        return []
+
+    def _simulated(
+        self, node: Node, scored: Scored, evaluator: Evaluator,
+        attempts: Iterator[tuple[Evaluator, Candidate]], _: float,
+    ) -> Parts:  # fmt: skip
+        """The attempt, if its simulated peak fits; else the next one."""
+        try:
+            return [self.levels.simulator.on(evaluator).simulated(scored)]
+        except InfeasibleError as error:
+            self.levels.errors.append((error, scored.candidate))
+            return self._tried(node, attempts)
