@@ -13,7 +13,8 @@ hand-written Megatron. Where several strategies fit:
     a table looked up by the model's inputs, and a loss over classes, shard the vocabulary;
     a table looked up by constants (positions) stays whole
 
-Recipes are solved on an abstract machine, where splitting always pays (`recipe_cost`).
+Recipes of role "tensor" are solved on an abstract machine, where splitting always pays
+(`recipe_cost`).
 """
 
 from __future__ import annotations
@@ -60,6 +61,11 @@ class Constraints:
 
     def role(self, axis: int) -> Role:
         return self.roles[axis] if self.roles else "any"
+
+    @property
+    def prefers_sharding(self) -> bool:
+        """Are placements chosen on the abstract machine? Data parallelism leaves nothing to it."""
+        return "tensor" in self.roles
 
     def n_static_shares(self, sizes: Sequence[int]) -> int:
         """Upper bound on the ranks that parameters and their state are divided over.

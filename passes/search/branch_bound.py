@@ -19,6 +19,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
+from autopar.identity import Same
 from autopar.passes.search.evaluator import Scored
 from autopar.passes.search.simplicity import Simplicity
 from autopar.passes.search.simulator import Solved
@@ -34,7 +35,7 @@ class Node:
     level       what the bound was computed from
     refine      given seconds: nodes and plans that this node is divided into. What cannot be below
                 these seconds may come back as a node with that bound. None: nothing more is known
-    is_solved   it is the plan of `scored`, which is only to be simulated
+    scored      its placements, if they are solved
     recipe      the plain recipe that makes its plans; such plans are in other nodes, too
     """
 
@@ -43,7 +44,6 @@ class Node:
     simplest: Simplicity
     level: str
     refine: Callable[[float], Sequence[Node | Solved]] | None
-    is_solved: bool = False
     scored: Scored | None = None
     recipe: str = ""
 
@@ -51,9 +51,7 @@ class Node:
         self, level: str, bound_s: float, refine: Callable[[float], Sequence[Node | Solved]] | None
     ) -> Node:
         """The node's plans on another level; a bound once proved stays."""
-        return replace(
-            self, level=level, bound_s=max(bound_s, self.bound_s), refine=refine, is_solved=False
-        )
+        return replace(self, level=level, bound_s=max(bound_s, self.bound_s), refine=refine)
 
 
 @dataclass
@@ -71,6 +69,7 @@ class BranchAndBound:
     before: Callable[[Node], None] = lambda node: None
     found: list[Solved] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
+    _ranks: dict[Same, Simplicity] = field(default_factory=dict)
 
     def run(self, roots: Iterable[Node]) -> None:
         """Refine until no node may hold a plan that matters."""
@@ -101,20 +100,23 @@ class BranchAndBound:
     def chosen(self) -> Solved:
         """The simplest plan within the tie; of equally simple ones the fastest."""
         near = [s for s in self.found if s.step_time_s <= self.incumbent_s * (1 + self.tie)]
-        return min(near, key=lambda s: (self.rank(s), s.step_time_s, s.candidate.name))
+        return min(near, key=lambda s: (self._rank(s), s.step_time_s, s.candidate.name))
 
     def _next(self) -> tuple[Node, float] | None:
         """The node to refine next, and the seconds that its plans must be below to matter."""
         able = [node for node in self.nodes if node.refine is not None]
         worth_s = self.incumbent_s * (1 - self.tolerance)
         able.sort(key=lambda node: (node.bound_s, node.name, node.level))
-        for node in able:
-            limit_s = self.incumbent_s if node.is_solved else worth_s
-            if node.bound_s < limit_s:
-                return node, limit_s
+        if able and able[0].bound_s < worth_s:
+            return able[0], worth_s
         if not self.found or not self.tie:
             return None
-        near_s, simplicity = self.incumbent_s * (1 + self.tie), self.rank(self.chosen)
-        simpler = (n for n in able if n.bound_s <= near_s and n.simplest < simplicity)
-        first = next(simpler, None)
-        return None if first is None else (first, near_s)
+        near_s, simplicity = self.incumbent_s * (1 + self.tie), self._rank(self.chosen)
+        simpler = [n for n in able if n.bound_s <= near_s and n.simplest < simplicity]
+        return (min(simpler, key=lambda n: n.simplest), near_s) if simpler else None
+
+    def _rank(self, solved: Solved) -> Simplicity:
+        key = Same(solved)
+        if key not in self._ranks:
+            self._ranks[key] = self.rank(solved)
+        return self._ranks[key]

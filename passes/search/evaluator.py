@@ -36,7 +36,15 @@ from autopar.passes.analysis import (
     is_searched,
 )
 from autopar.passes.inter import Candidate, StageBoundary, StageLayout, StageSeconds, step_s
-from autopar.passes.intra import Chooser, Chosen, PlacementRequest, Prices, least_bytes, recipe_cost
+from autopar.passes.intra import (
+    Chooser,
+    Chosen,
+    PlacementRequest,
+    Prices,
+    least_bytes,
+    recipe_cost,
+    too_little_memory,
+)
 from autopar.passes.search.stats import PlanningStats
 from autopar.passes.solvers.problem import within
 from autopar.schedule import ORDERS, in_flight
@@ -269,16 +277,17 @@ class Evaluator:
         n_solved = len(self._chosen)
         return PlanningStats(largest.n_written_out, largest.n_variables, n_configurations, n_solved)
 
-    def may_fit(self, candidate: Candidate) -> bool:
-        """False if a lower bound on the bytes of a stage exceeds the budget."""
-        return all(
+    def check_size(self, candidate: Candidate) -> None:
+        """Raises `InfeasibleError` if a lower bound on the bytes of a stage exceeds the budget."""
+        most = max(
             least_bytes(
                 stage.part, CostModel(stage.layout.view, self.dtype), stage.n_microbatches,
                 self.options.optimizer, stage.layout.constraints, stage.depth, self.recomputable,
             )
-            <= self.budget_bytes
             for stage in self._stages(candidate)
         )  # fmt: skip
+        if not within(self.budget_bytes, most):
+            raise too_little_memory(self.budget_bytes, most, candidate.name)
 
     def fastest_layouts(
         self,
@@ -364,7 +373,7 @@ class Evaluator:
         if key not in self._chosen:
             cost, constraints = CostModel(stage.layout.view, self.dtype), stage.layout.constraints
             request = PlacementRequest(cost, stage.n_microbatches, constraints, stage.depth)
-            if constraints.roles:
+            if constraints.prefers_sharding:
                 request = replace(request, cost=recipe_cost(cost), runs_on=cost)
             chosen = self._chooser(stage.part).choose(
                 request,

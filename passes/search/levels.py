@@ -5,9 +5,8 @@ what is recomputed are open, and found level by level:
 
     shared      every operator in equal shares, nothing else            a bound of all candidates
     free        the optimum without a memory limit                      bounds all of the candidate
-    solved      the optimum within the budget, without recompute
-    weightless  as if activations needed no bytes                       bounds what recomputes
-    recomputed  the optimum within the budget, with a choice of recompute
+    weightless  as if activations needed no bytes, and nothing ran again
+    solved      the optimum within the budget, with a choice of recompute
     gap         a wide gap that repeated blocks leave is closed
     simulated   the solved placements, event by event
 
@@ -44,13 +43,14 @@ class Levels:
     _free_s: dict[tuple[str, int], float] = field(default_factory=dict)
 
     @property
-    def _searches_recompute(self) -> bool:
-        return self.simulator.evaluator.without_recompute is not None
+    def _whole(self) -> Evaluator:
+        """With a choice of recompute, if there is one."""
+        return self.simulator.evaluator
 
     @property
     def _plain(self) -> Evaluator:
         """Without recompute, unless the user chose it."""
-        return self.simulator.evaluator.without_recompute or self.simulator.evaluator
+        return self._whole.without_recompute or self._whole
 
     def root(self, candidate: Candidate, shared_s: float) -> Node:
         """A candidate of which only the bound of all is known.
@@ -81,83 +81,61 @@ class Levels:
         self._free_s[node.name, candidate.n_microbatches] = bound_s
         known = node.after("free", bound_s, None)
         if within(self._plain.budget_bytes, free.size_bytes):
-            return self._placed(known, free, self._plain)
-        solved = known.after(
-            "free", bound_s, lambda limit_s: self._solved(known, candidate, self._plain, limit_s)
-        )
-        return [solved, *self._recomputing(known, candidate)]
-
-    def _recomputing(self, node: Node, candidate: Candidate) -> Parts:
-        """The plans of a candidate that run operators again."""
-        if not self._searches_recompute:
-            return []
-        simplest = node.simplest._replace(recomputes=1)
-        other = replace(node, simplest=simplest)
-        return [replace(other, refine=lambda limit_s: self._weightless(other, candidate, limit_s))]
+            return [self._placed(known, free)]
+        next_level = self._solved if self._plain is self._whole else self._weightless
+        return [replace(known, refine=lambda limit_s: next_level(known, candidate, limit_s))]
 
     def _weightless(self, node: Node, candidate: Candidate, limit_s: float) -> Parts:
-        whole = self.simulator.evaluator
         try:
-            least = whole.without_activations(candidate, limit_s)
+            least = self._whole.without_activations(candidate, limit_s)
         except InfeasibleError as error:
             return self._impossible(error, candidate)
         bound_s = self._bound_s(least, node)
         if bound_s >= limit_s > node.bound_s:
             return [node.after("weightless", bound_s, node.refine)]
         known = node.after("weightless", bound_s, None)
-        return [
-            replace(known, refine=lambda limit_s: self._solved(known, candidate, whole, limit_s))
-        ]
+        return [replace(known, refine=lambda limit_s: self._solved(known, candidate, limit_s))]
 
-    def _solved(
-        self, node: Node, candidate: Candidate, evaluator: Evaluator, limit_s: float
-    ) -> Parts:
+    def _solved(self, node: Node, candidate: Candidate, limit_s: float) -> Parts:
         """Within the budget; if gaps are left open, they are closed on another level."""
-        budget_bytes = evaluator.budget_bytes
-        level = "solved" if evaluator is self._plain else "recomputed"
+        evaluator, budget_bytes = self._whole, self._whole.budget_bytes
         try:
             scored = evaluator.leaving_gaps.scored(candidate, budget_bytes, limit_s)
         except InfeasibleError as error:
             return self._impossible(error, candidate)
         bound_s = self._bound_s(scored, node)
         if bound_s >= limit_s > node.bound_s:
-            return [node.after(level, bound_s, node.refine)]
-        placed = self._placed(node.after(level, bound_s, None), scored, evaluator)
+            return [node.after("solved", bound_s, node.refine)]
+        placed = self._placed(node.after("solved", bound_s, None), scored)
         if all(chosen.settled for chosen in scored.choices):
-            return placed
+            return [placed]
 
         def close(limit_s: float) -> Parts:
             closed = evaluator.scored(candidate, budget_bytes, limit_s)
-            after = node.after("gap", self._bound_s(closed, node), None)
-            return self._placed(after, closed, evaluator)
+            return [self._placed(node.after("gap", self._bound_s(closed, node), None), closed)]
 
-        return [*placed, node.after(level, bound_s, close)]
+        return [placed, node.after("solved", bound_s, close)]
 
-    def _placed(self, node: Node, scored: Scored, evaluator: Evaluator) -> Parts:
+    def _placed(self, node: Node, scored: Scored) -> Node:
         """Solved placements, which are left to simulate."""
-        simulator = self.simulator.on(evaluator)
 
         def simulate(_: float) -> Parts:
-            solved = simulator.simulated_if_fits(scored)
-            done = node.after("simulated", node.bound_s, None)
-            if solved is not None:
-                return [done, solved]
-            left = replace(done, level=node.level, refine=lean, is_solved=True)
-            if evaluator is self._plain:
-                return [left, *self._recomputing(node, scored.candidate)]
-            return [left]
+            solved = self.simulator.simulated_if_fits(scored)
+            if solved is None:
+                return [node.after(node.level, node.bound_s, lean)]
+            return [node.after("simulated", node.bound_s, None), solved]
 
         def lean(limit_s: float) -> Parts:
             """The simulated peak exceeds the budget: leaner placements are found."""
             try:
-                found = simulator.fit_to_budget(scored, limit_s)
+                found = self.simulator.fit_to_budget(scored, limit_s)
             except InfeasibleError as error:
                 return self._impossible(error, scored.candidate)
             if isinstance(found, Solved):
                 return [node.after("simulated", node.bound_s, None), found]
-            return [replace(node.after(node.level, found, lean), is_solved=True)]
+            return [node.after(node.level, found, lean)]
 
-        return [replace(node, refine=simulate, is_solved=True, scored=scored)]
+        return replace(node, refine=simulate, scored=scored)
 
     def _bound_s(self, scored: Scored, node: Node) -> float:
         """The solver's bound of a single stage; else the node's."""

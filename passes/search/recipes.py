@@ -79,11 +79,10 @@ class RecipeNodes:
 
     def root(self, name: str, recipe: str, attempts: Sequence[Candidate]) -> Node:
         """A recipe, with candidates in the order in which they are tried."""
-        stages = attempts[0].stages
-        n_stages = len(stages)
+        n_stages = len(attempts[0].stages)
         simplest = Simplicity(0, n_stages > 1, stages=n_stages)
         node = Node(name, 0.0, simplest, "recipe", None, recipe=recipe)
-        return node.after("recipe", 0.0, lambda _: self._tried(node, self._with_modes(attempts)))
+        return node.after("recipe", 0.0, lambda _: self._free(node, attempts))
 
     def counted(self, recipe: Recipe) -> Node:
         """A recipe of one stage, with every number of microbatches worth trying."""
@@ -100,6 +99,31 @@ class RecipeNodes:
             Candidate(recipe.name, ends, (layout,), m, recipe=recipe.family) for m in counts
         ]
         return self.root(recipe.name, recipe.family, attempts)
+
+    def _free(self, node: Node, attempts: Sequence[Candidate]) -> Parts:
+        """As if memory had no limit: fewest microbatches, nothing runs again. No attempt is faster.
+
+        Sizes are checked before, so that what is too large is not solved.
+        """
+        modes, error = list(self._with_modes(attempts)), None
+        small = list[tuple[Evaluator, Candidate]]()
+        for evaluator, candidate in modes:
+            try:
+                evaluator.check_size(candidate)
+                small.append((evaluator, candidate))
+            except InfeasibleError as too_large:
+                error = too_large, candidate
+        try:
+            evaluator, candidate = modes[0]
+            free = evaluator.scored(candidate, None) if small else None
+        except InfeasibleError as impossible:
+            error, free = (impossible, candidate), None
+        if free is None:
+            assert error is not None, "there is an attempt"
+            self.levels.errors.append(error)
+            return []
+        least_s = free.score_s / (1 + SCORE_REL)
+        return [node.after("free", least_s, lambda _: self._tried(node, iter(small)))]
 
     def _with_modes(self, attempts: Sequence[Candidate]) -> Iterator[tuple[Evaluator, Candidate]]:
         whole = self.levels.simulator.evaluator
@@ -122,7 +146,7 @@ class RecipeNodes:
                 continue
             refine = partial(self._simulated, node, scored, evaluator, attempts)
             leaf = node.after("scored", scored.score_s / (1 + SCORE_REL), refine)
-            return [replace(leaf, is_solved=True, scored=scored)]
+            return [replace(leaf, scored=scored)]
         if last is not None:
             self.levels.errors.append(last)
         return []

@@ -57,7 +57,10 @@ class SeveralStages:
         nodes = RecipeNodes(self.levels)
         evaluator = self.levels.simulator.evaluator
         return [
-            nodes.root(candidate.name, candidate.recipe, [candidate])
+            replace(
+                nodes.root(candidate.name, candidate.recipe, [candidate]),
+                bound_s=candidate.estimate_s / (1 + PIPELINE_SCORE_REL),
+            )
             for candidate in recipe_candidates(self.joint, None, _N_RECIPES, limit_s)
             if evaluator.stage_without_parameters(candidate.ends) is None
         ]
