@@ -21,6 +21,9 @@ from autopar.passes.intra.intra_op import (
     ProblemBatch,
     ProblemFamilies,
     intra_op_problem,
+)
+from autopar.passes.intra.least import (
+    LeastRerun,
     least_bytes,
     least_step_s,
     least_times_s,
@@ -36,6 +39,7 @@ __all__ = [
     "Chosen",
     "Constraints",
     "IntraOpProblem",
+    "LeastRerun",
     "PlacementRequest",
     "Prices",
     "ProblemBatch",

@@ -88,6 +88,7 @@ class Chosen:
     n_variables    variables of the solved problem; `n_written_out` counts every copy of a block
     settled        False if a better choice may exist: the solver stopped at `limit_s`, or the gap
                    was left open until the caller asks to close it
+    hidden_bound_s lower bound on the objective if all that can hide were hidden
     """
 
     objective_s: float
@@ -101,6 +102,7 @@ class Chosen:
     read: Callable[[], Strategy] = field(repr=False, compare=False)
     settled: bool = True
     solver_gap: float = 0.0
+    hidden_bound_s: float = 0.0
     sync: SyncSeconds = NO_SYNC
 
     @property
@@ -260,7 +262,8 @@ class Chooser:
                 return None
             return None if isinstance(found, Infeasible) else _found(found)
 
-        best = _best(_found(solution), hiding.parts, solve, runs_on.folded_problem, ask, limit_s)
+        first = _found(solution)
+        best = _best(first, hiding.parts, solve, runs_on.folded_problem, ask, limit_s)
         choice = best.choice
         once_s = replace(priced, only=runs_on.once_mask).evaluate(choice).cost_s
         return Chosen(
@@ -274,6 +277,7 @@ class Chooser:
             sent=whole.boundaries(choice, "sent"),
             read=lambda: _strategy(self.folded.whole, whole, choice, ask),
             settled=solution.settled and best.bound_s < limit_s,
+            hidden_bound_s=first.bound_s,
         )
 
 
@@ -383,6 +387,7 @@ def choose(
         received=problem.boundaries(choice, "received"),
         sent=problem.boundaries(choice, "sent"),
         read=lambda: _strategy(analysis, problem, choice, ask),
+        hidden_bound_s=first.bound_s,
     )
 
 

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-import torch
 from numpy.typing import NDArray
 
 from autopar.cost.laws import CostModel
@@ -26,73 +25,17 @@ from autopar.passes.intra.candidates import CandidateMaker
 from autopar.passes.intra.cases import Case, Cases
 from autopar.passes.intra.constraints import AppliedConstraints, Constraints
 from autopar.passes.intra.hiding import Hiding
-from autopar.passes.intra.member_prices import operator_times_s
 from autopar.passes.intra.parameters import ParameterMaker
 from autopar.passes.intra.priced import Prices
 from autopar.passes.intra.problem import IntraOpProblem, IntraOpProblems, ProblemBuilder
 from autopar.passes.intra.recompute_choice import add_recompute
 from autopar.passes.reshard import ReshardTable, priced_alike
-from autopar.rules import rule_for
 
 Array = NDArray[np.float64]
 # The most cases built at once. 72 keeps arrays at about 1 MB, small enough to cache, and builds few
 # cases that nobody requests. With recompute, problems are several times as large. One stage with
 # searched recompute gets the fewest, because it tries few numbers of microbatches.
 MOST_CASES, MOST_CASES_AGAIN, MOST_CASES_OF_ONE = 72, 32, 8
-
-
-def static_bytes(analysis: Analysis, dtype: torch.dtype, optimizer: str) -> float:
-    """Bytes of all parameters, with gradients and optimizer state for those that are trained."""
-    types = analysis.types.tensors
-    static = static_bytes_per_param(optimizer, dtype).total_bytes
-    return sum(
-        types[n].size_bytes
-        / types[n].itemsize
-        * (static if types[n].has_grad else types[n].stored_itemsize or types[n].itemsize)
-        for n in analysis.program.parameters
-    )
-
-
-def least_bytes(
-    analysis: Analysis, cost: CostModel, n_microbatches: int, optimizer: str,
-    constraints: Constraints, n_in_flight: int = 1, recomputable: Recomputable | None = None,
-) -> float:  # fmt: skip
-    """Lower bound on the bytes per device, from the best case: every rank that may share a tensor
-    has an equal share, and everything that may be recomputed is.
-
-    It costs nothing compared with solving, and rules out most numbers of microbatches that do not
-    fit.
-    """
-    parameters = static_bytes(analysis, stored_dtype(analysis), optimizer)
-    again = recomputable.operators_within(analysis) if recomputable else frozenset()
-    kept = n_in_flight * analysis.kept_bytes(n_microbatches, again)
-    return parameters / constraints.n_static_shares(cost.mesh.sizes) + kept / cost.mesh.n_ranks
-
-
-def least_step_s(analysis: Analysis, cost: CostModel) -> float:
-    """Lower bound on the step of any plan on as many devices.
-
-    Every operator runs once on the whole batch, in equal shares, without collectives, updates or
-    bubbles.
-    """
-    n_accumulated, (times_s, _) = analysis.batch.n_accumulated, least_times_s(analysis, cost)
-    return float(sum(times_s.tolist())) * n_accumulated / cost.mesh.n_ranks
-
-
-def least_times_s(analysis: Analysis, cost: CostModel) -> Array:
-    """[2, operators]: seconds on one device with the program's whole batch at once; and the part of
-    them that does not shrink with the share: launches."""
-    types, alike = analysis.types.tensors, dict[int, Array]()
-    for kind, item in analysis.placed_by_kind(analysis.batch.n_accumulated).items():
-        operator = item.operator
-        rule = rule_for(str(operator.call.op))
-        moved = sum(types[n].size_bytes for n in (*operator.inputs, *operator.outputs))
-        forward, backward = operator_times_s(
-            rule, operator, types.__getitem__, cost,
-            np.array([float(rule.flops_of(item.sizes)), 0.0]), np.array([float(moved), 0.0]),
-        )  # fmt: skip
-        alike[kind] = forward + backward
-    return np.stack([alike[analysis.kinds[o.name]] for o in analysis.operators], axis=1)
 
 
 def intra_op_problem(

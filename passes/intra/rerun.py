@@ -132,7 +132,7 @@ class RerunRanges:
         """Value -> the parties that may hold it."""
         found: dict[str, set[Party]] = {}
         for i in range(len(self.analysis.operators)):
-            for value in _kept(self.analysis, i):
+            for value in self.kept_by(i):
                 found.setdefault(self.owner(value), set()).add(self.party_of.get(i))
         for r, values in enumerate(self.taken):
             for value in values:
@@ -143,11 +143,20 @@ class RerunRanges:
     def kept(self) -> frozenset[str]:
         """The values that some operator saves for backward."""
         n = len(self.analysis.operators)
-        return frozenset(self.owner(v) for i in range(n) for v in _kept(self.analysis, i))
+        return frozenset(self.owner(v) for i in range(n) for v in self.kept_by(i))
 
     def is_only(self, value: str, r: int) -> bool:
         """Is range `r` the only party of a value?"""
         return self.parties.get(self.owner(value), frozenset()) <= {r}
+
+    def kept_by(self, i: int) -> Sequence[str]:
+        """The values that an operator saves for backward."""
+        operator = self.analysis.operators[i]
+        saved = self.analysis.saved.get(operator.name)
+        if saved is None:
+            return ()
+        inputs = [operator.inputs[k] for k in sorted(saved.inputs)]
+        return [*inputs, *(operator.outputs[k] for k in sorted(saved.outputs))]
 
     def _needed(self, positions: Positions) -> Positions:
         operators, saved = self.analysis.operators, self.analysis.saved
@@ -156,19 +165,10 @@ class RerunRanges:
             own = saved.get(operators[i].name)
             if own is None:
                 continue
-            kept = {self.owner(name) for name in _kept(self.analysis, i)}
+            kept = {self.owner(name) for name in self.kept_by(i)}
             if own.other_bytes or kept & made:
                 return range(positions.start, i + 1)
         return range(positions.start, positions.start)
-
-
-def _kept(analysis: Analysis, i: int) -> Sequence[str]:
-    """The values that an operator saves for backward."""
-    operator, saved = analysis.operators[i], analysis.saved.get(analysis.operators[i].name)
-    if saved is None:
-        return ()
-    inputs = [operator.inputs[k] for k in sorted(saved.inputs)]
-    return [*inputs, *(operator.outputs[k] for k in sorted(saved.outputs))]
 
 
 Array = NDArray[np.float64]

@@ -2,7 +2,8 @@
 
     open nodes = all plans, in a few nodes
     while the least bound of an open node < incumbent x (1 - tolerance):
-        refine that node: into nodes with tighter bounds, and plans that are simulated
+        refine a node with that bound, to the tolerance: into nodes with tighter bounds, and
+        simulated plans
 
 A *node* is a set of plans, and its `bound_s` is a lower bound on the step of each. The *incumbent*
 is the fastest plan simulated so far. So when the loop ends, no plan of the space is faster than the
@@ -31,7 +32,7 @@ class Node:
 
     name        what they have in common, as a user reads it
     bound_s     none of them takes less, in seconds of a step
-    simplest    none of them is simpler
+    simplest    no plan is looked for in it because it may be simpler than this
     level       what the bound was computed from
     refine      given seconds: nodes and plans that this node is divided into. What cannot be below
                 these seconds may come back as a node with that bound. None: nothing more is known
@@ -105,10 +106,13 @@ class BranchAndBound:
     def _next(self) -> tuple[Node, float] | None:
         """The node to refine next, and the seconds that its plans must be below to matter."""
         able = [node for node in self.nodes if node.refine is not None]
-        worth_s = self.incumbent_s * (1 - self.tolerance)
         able.sort(key=lambda node: (node.bound_s, node.name, node.level))
+        worth_s = self.incumbent_s * (1 - self.tolerance)
         if able and able[0].bound_s < worth_s:
-            return able[0], worth_s
+            # A solved plan may become the incumbent, and may end the search.
+            alike_s = min(worth_s, able[0].bound_s * (1 + self.tolerance))
+            solved = (n for n in able if n.scored is not None and n.bound_s < alike_s)
+            return next(solved, able[0]), worth_s
         if not self.found or not self.tie:
             return None
         near_s, simplicity = self.incumbent_s * (1 + self.tie), self._rank(self.chosen)

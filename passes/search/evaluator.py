@@ -34,15 +34,18 @@ from autopar.passes.analysis import (
     find_runs,
     fold,
     is_searched,
+    stored_dtype,
 )
 from autopar.passes.inter import Candidate, StageBoundary, StageLayout, StageSeconds, step_s
 from autopar.passes.intra import (
     Chooser,
     Chosen,
+    LeastRerun,
     PlacementRequest,
     Prices,
     least_bytes,
     recipe_cost,
+    static_bytes,
     too_little_memory,
 )
 from autopar.passes.search.stats import PlanningStats
@@ -126,6 +129,7 @@ class Evaluator:
     _representative_of: dict[Analysis, tuple[Analysis, Mapping[str, str] | None]] = field(
         default_factory=dict
     )
+    _least_rerun: dict[tuple[Analysis, LogicalMesh], LeastRerun] = field(default_factory=dict)
     _renamed: dict[tuple[Same, Same], Chosen] = field(default_factory=dict)
     # Equal parts have equal recompute ranges. The evaluator without recompute compares them too,
     # because both share the representatives.
@@ -288,6 +292,20 @@ class Evaluator:
         )  # fmt: skip
         if not within(self.budget_bytes, most):
             raise too_little_memory(self.budget_bytes, most, candidate.name)
+
+    def least_rerun_s(self, candidate: Candidate) -> float:
+        """Lower bound on the seconds of a step in which a candidate of one stage runs again."""
+        (stage,) = self._stages(candidate)
+        if self.recomputable is None:
+            return 0.0
+        sizes, limits = stage.layout.view.sizes, stage.layout.constraints
+        static = static_bytes(stage.part, stored_dtype(stage.part), self.options.optimizer)
+        left_bytes = self.budget_bytes - static / limits.n_static_shares(sizes)
+        key = stage.part, stage.layout.view.canonical
+        if key not in self._least_rerun:
+            cost = CostModel(stage.layout.view, self.dtype)
+            self._least_rerun[key] = LeastRerun(stage.part, self.recomputable, cost)
+        return self._least_rerun[key](stage.n_microbatches, stage.depth, left_bytes)
 
     def fastest_layouts(
         self,

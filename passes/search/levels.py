@@ -21,6 +21,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from autopar.errors import InfeasibleError
 from autopar.passes.inter import Candidate
@@ -53,13 +54,8 @@ class Levels:
         return self._whole.without_recompute or self._whole
 
     def root(self, candidate: Candidate, shared_s: float) -> Node:
-        """A candidate of which only the bound of all is known.
-
-        A plan that leaves an axis of a view idle is not looked for as a simpler one.
-        """
-        n_axes = max(len(layout.view.active_axes) for layout in candidate.stages)
-        n_stages = len(candidate.stages)
-        simplest = Simplicity(1, n_axes + (n_stages > 1), stages=n_stages)
+        """A candidate of which only the bound of all is known."""
+        simplest = Simplicity.searched_on(candidate)
         node = Node(candidate.name, shared_s, simplest, "shared", None)
         return replace(node, refine=lambda limit_s: self._free(node, candidate, limit_s))
 
@@ -82,30 +78,40 @@ class Levels:
         known = node.after("free", bound_s, None)
         if within(self._plain.budget_bytes, free.size_bytes):
             return [self._placed(known, free)]
-        next_level = self._solved if self._plain is self._whole else self._weightless
-        return [replace(known, refine=lambda limit_s: next_level(known, candidate, limit_s))]
+        if self._plain is self._whole:
+            return [replace(known, refine=partial(self._solved, self._whole, known, candidate))]
+        again = node.after("rerun", self._rerun_s(free, candidate), None)
+        return [replace(again, refine=partial(self._divided, again, candidate))]
+
+    def _divided(self, node: Node, candidate: Candidate, limit_s: float) -> Parts:
+        """The plans without recompute, solved; and all plans."""
+        every = replace(node, refine=partial(self._weightless, node, candidate))
+        return [*self._solved(self._plain, node, candidate, limit_s), every]
 
     def _weightless(self, node: Node, candidate: Candidate, limit_s: float) -> Parts:
         try:
             least = self._whole.without_activations(candidate, limit_s)
         except InfeasibleError as error:
             return self._impossible(error, candidate)
-        bound_s = self._bound_s(least, node)
+        bound_s = max(self._bound_s(least, node), self._rerun_s(least, candidate))
         if bound_s >= limit_s > node.bound_s:
             return [node.after("weightless", bound_s, node.refine)]
         known = node.after("weightless", bound_s, None)
-        return [replace(known, refine=lambda limit_s: self._solved(known, candidate, limit_s))]
+        return [replace(known, refine=partial(self._solved, self._whole, known, candidate))]
 
-    def _solved(self, node: Node, candidate: Candidate, limit_s: float) -> Parts:
+    def _solved(
+        self, evaluator: Evaluator, node: Node, candidate: Candidate, limit_s: float
+    ) -> Parts:
         """Within the budget; if gaps are left open, they are closed on another level."""
-        evaluator, budget_bytes = self._whole, self._whole.budget_bytes
+        budget_bytes = evaluator.budget_bytes
+        refine = partial(self._solved, evaluator, node, candidate)
         try:
             scored = evaluator.leaving_gaps.scored(candidate, budget_bytes, limit_s)
         except InfeasibleError as error:
             return self._impossible(error, candidate)
         bound_s = self._bound_s(scored, node)
         if bound_s >= limit_s > node.bound_s:
-            return [node.after("solved", bound_s, node.refine)]
+            return [node.after("solved", bound_s, refine)]
         placed = self._placed(node.after("solved", bound_s, None), scored)
         if all(chosen.settled for chosen in scored.choices):
             return [placed]
@@ -142,6 +148,10 @@ class Levels:
         if len(scored.choices) > 1:
             return node.bound_s
         return max(node.bound_s, scored.choices[0].bound_s)
+
+    def _rerun_s(self, least: Scored, candidate: Candidate) -> float:
+        """A bound with what must run again at least; `least` is the optimum if nothing did."""
+        return least.choices[0].hidden_bound_s + self._whole.least_rerun_s(candidate)
 
     def _impossible(self, error: InfeasibleError, candidate: Candidate) -> Parts:
         self.errors.append((error, candidate))

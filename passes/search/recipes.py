@@ -79,9 +79,7 @@ class RecipeNodes:
 
     def root(self, name: str, recipe: str, attempts: Sequence[Candidate]) -> Node:
         """A recipe, with candidates in the order in which they are tried."""
-        n_stages = len(attempts[0].stages)
-        simplest = Simplicity(0, n_stages > 1, stages=n_stages)
-        node = Node(name, 0.0, simplest, "recipe", None, recipe=recipe)
+        node = Node(name, 0.0, Simplicity.recipe_on(attempts[0]), "recipe", None, recipe=recipe)
         return node.after("recipe", 0.0, lambda _: self._free(node, attempts))
 
     def counted(self, recipe: Recipe) -> Node:

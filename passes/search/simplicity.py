@@ -12,9 +12,11 @@ In this order, less is simpler:
 
 from __future__ import annotations
 
+import sys
 from typing import NamedTuple
 
 from autopar.cost.price import collectives_of
+from autopar.passes.inter import Candidate
 from autopar.passes.search.simulator import Solved
 from autopar.program import Pipeline
 
@@ -28,6 +30,17 @@ class Simplicity(NamedTuple):
     storages: int = 0
     stages: int = 1
     recomputes: int = 0
+
+    @staticmethod
+    def recipe_on(candidate: Candidate) -> Simplicity:
+        """The least that a recipe's plans have."""
+        return Simplicity(0, _n_axes(candidate), stages=len(candidate.stages))
+
+    @staticmethod
+    def searched_on(candidate: Candidate) -> Simplicity:
+        """What a search aims at: fewer axes than these, or what differs after them, is found by
+        chance."""
+        return Simplicity(1, _n_axes(candidate), *[sys.maxsize] * 4)
 
 
 def simplicity_of(solved: Solved, pipeline: Pipeline, optimizer: str) -> Simplicity:
@@ -50,3 +63,8 @@ def simplicity_of(solved: Solved, pipeline: Pipeline, optimizer: str) -> Simplic
         n_stages,
         int(any(stage.strategy.recomputed for stage in solved.stages)),
     )
+
+
+def _n_axes(candidate: Candidate) -> int:
+    axes = max(len(layout.view.active_axes) for layout in candidate.stages)
+    return axes + (len(candidate.stages) > 1)

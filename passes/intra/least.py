@@ -1,0 +1,175 @@
+"""Lower bounds on one program's seconds and bytes that need no solver.
+
+They take the best case: every rank that may share something has an equal share, nothing waits, and
+no collective runs. `least_rerun_s` says what a memory budget costs at least in recompute.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from autopar.cost.laws import CostModel
+from autopar.cost.memory import static_bytes_per_param
+from autopar.options import Recompute
+from autopar.passes.analysis import Analysis, Recomputable, stored_dtype
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.member_prices import operator_times_s
+from autopar.passes.intra.rerun import RerunRanges
+from autopar.rules import rule_for
+
+Array = NDArray[np.float64]
+
+
+def static_bytes(analysis: Analysis, dtype: torch.dtype, optimizer: str) -> float:
+    """Bytes of all parameters, with gradients and optimizer state for those that are trained."""
+    types = analysis.types.tensors
+    static = static_bytes_per_param(optimizer, dtype).total_bytes
+    return sum(
+        types[n].size_bytes
+        / types[n].itemsize
+        * (static if types[n].has_grad else types[n].stored_itemsize or types[n].itemsize)
+        for n in analysis.program.parameters
+    )
+
+
+def least_bytes(
+    analysis: Analysis, cost: CostModel, n_microbatches: int, optimizer: str,
+    constraints: Constraints, n_in_flight: int = 1, recomputable: Recomputable | None = None,
+) -> float:  # fmt: skip
+    """Lower bound on the bytes per device, from the best case: every rank that may share a tensor
+    has an equal share, and everything that may be recomputed is.
+
+    It costs nothing compared with solving, and rules out most numbers of microbatches that do not
+    fit.
+    """
+    parameters = static_bytes(analysis, stored_dtype(analysis), optimizer)
+    again = recomputable.operators_within(analysis) if recomputable else frozenset()
+    kept = n_in_flight * analysis.kept_bytes(n_microbatches, again)
+    return parameters / constraints.n_static_shares(cost.mesh.sizes) + kept / cost.mesh.n_ranks
+
+
+def least_step_s(analysis: Analysis, cost: CostModel) -> float:
+    """Lower bound on the step of any plan on as many devices.
+
+    Every operator runs once on the whole batch, in equal shares, without collectives, updates or
+    bubbles.
+    """
+    n_accumulated, (times_s, _) = analysis.batch.n_accumulated, least_times_s(analysis, cost)
+    return float(sum(times_s.tolist())) * n_accumulated / cost.mesh.n_ranks
+
+
+def least_times_s(analysis: Analysis, cost: CostModel) -> Array:
+    """[2, operators]: seconds on one device with the program's whole batch at once; and the part of
+    them that does not shrink with the share: launches."""
+    return _least_times_s(analysis, cost).sum(axis=0)
+
+
+def _least_times_s(analysis: Analysis, cost: CostModel) -> Array:
+    """[forward and backward, 2, operators]: `least_times_s` in its phases."""
+    types, alike = analysis.types.tensors, dict[int, Array]()
+    for kind, item in analysis.placed_by_kind(analysis.batch.n_accumulated).items():
+        operator = item.operator
+        rule = rule_for(str(operator.call.op))
+        moved = sum(types[n].size_bytes for n in (*operator.inputs, *operator.outputs))
+        forward, backward = operator_times_s(
+            rule, operator, types.__getitem__, cost,
+            np.array([float(rule.flops_of(item.sizes)), 0.0]), np.array([float(moved), 0.0]),
+        )  # fmt: skip
+        alike[kind] = np.stack((forward, backward))
+    return np.stack([alike[analysis.kinds[o.name]] for o in analysis.operators], axis=2)
+
+
+@dataclass(frozen=True, eq=False)
+class LeastRerun:
+    """What a memory budget costs at least, because operators run again.
+
+    A plan must free some of the bytes that it would save. Every rank holds at least an equal share
+    of what a range saves, and takes at least an equal share of its seconds to run it again. So the
+    cheapest way to free enough is a knapsack over ranges and modes (`recompute_choice.py`). With
+    fractions allowed it is solved by taking the most bytes per second first, which is a bound.
+    """
+
+    analysis: Analysis
+    recomputable: Recomputable
+    cost: CostModel
+
+    def __call__(self, n_microbatches: int, n_in_flight: int, budget_bytes: float) -> float:
+        """Seconds of a step, if activations have `budget_bytes` on each device."""
+        n_ranks = self.cost.mesh.n_ranks
+        kept_bytes = n_in_flight * self.analysis.kept_bytes(n_microbatches)
+        missing_bytes, total_s = kept_bytes - n_ranks * budget_bytes, 0.0
+        for freed_bytes, time_s in self._steps(n_microbatches):
+            if missing_bytes <= 0:
+                break
+            freed_bytes *= n_in_flight
+            total_s += time_s * min(1.0, missing_bytes / freed_bytes)
+            missing_bytes -= freed_bytes
+        return total_s
+
+    def _steps(self, n_microbatches: int) -> list[tuple[float, float]]:
+        """(bytes freed, seconds) of each range from one mode to a leaner one, cheapest first."""
+        modes = [mode for mode in self.recomputable.modes if mode is not None]
+        steps = [
+            step
+            for r in range(len(self._ranges.every))
+            for step in _hull([self._mode(r, mode, n_microbatches) for mode in modes])
+        ]
+        return sorted(steps, key=lambda step: step[1] / step[0])
+
+    @cached_property
+    def _ranges(self) -> RerunRanges:
+        return RerunRanges(self.analysis, self.recomputable.within(self.analysis))
+
+    @cached_property
+    def _forward_s(self) -> Array:
+        """[2, operators]: as in `least_times_s`, of forward alone."""
+        forward_s: Array = _least_times_s(self.analysis, self.cost)[0]
+        return forward_s
+
+    def _mode(self, r: int, mode: Recompute, n_microbatches: int) -> tuple[float, float]:
+        """(bytes that a mode of a range frees at most, seconds that it takes at least)."""
+        ranges, types = self._ranges, self.analysis.microbatch_types(n_microbatches).tensors
+        held, freed = dict[str, int](), dict[str, int]()
+        other_bytes, again = 0.0, list[int]()
+        for value in ranges.taken[r]:
+            if ranges.is_only(value, r):
+                held[value] = types[value].size_bytes
+        for i in ranges.every[r]:
+            operator, is_kept = self.analysis.operators[i], self._is_kept(r, i, mode)
+            for value in ranges.kept_by(i):
+                if ranges.is_only(value, r) and value not in self.analysis.program.parameters:
+                    freed[value] = types[value].size_bytes
+            if is_kept:
+                held |= {v: types[v].size_bytes for v in operator.outputs if ranges.is_only(v, r)}
+            saved = self.analysis.saved.get(operator.name)
+            if saved is not None and not (is_kept and ranges.rule(i).fused):
+                other_bytes += saved.other_bytes
+            is_bias = mode == "selective" and ranges.matmul_of_bias_add(i) is not None
+            if ranges.runs_again(i) and not is_kept and not is_bias:
+                again.append(i)
+        other_bytes /= self.analysis.batch.n_splits(n_microbatches)
+        whole_s, launches_s = self._forward_s[:, again].sum(axis=1)
+        share = self.analysis.batch.n_accumulated / self.cost.mesh.n_ranks
+        time_s = (whole_s - launches_s) * share + launches_s * n_microbatches
+        return sum(freed.values()) + other_bytes - sum(held.values()), float(time_s)
+
+    def _is_kept(self, r: int, i: int, mode: Recompute) -> bool:
+        """Does a mode keep an operator's result, rather than run it again?"""
+        is_plain = not self._ranges.rule(i).lower
+        is_last = i == self._ranges.every[r][-1]
+        return mode == "selective" and self._ranges.is_matmul(i) and is_plain and not is_last
+
+
+def _hull(points: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:
+    """The steps along the lower convex hull of (bytes freed, seconds), from (0, 0) to the most."""
+    at, left = (0.0, 0.0), sorted(points)
+    while left := [p for p in left if p[0] > at[0]]:
+        best = min(left, key=lambda p: ((p[1] - at[1]) / (p[0] - at[0]), -p[0]))
+        yield best[0] - at[0], best[1] - at[1]
+        at = best
