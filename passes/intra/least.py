@@ -135,35 +135,33 @@ class LeastRerun:
     def _mode(self, r: int, mode: Recompute, n_microbatches: int) -> tuple[float, float]:
         """(bytes that a mode of a range frees at most, seconds that it takes at least)."""
         ranges, types = self._ranges, self.analysis.microbatch_types(n_microbatches).tensors
-        held, freed = dict[str, int](), dict[str, int]()
-        other_bytes, again = 0.0, list[int]()
-        for value in ranges.taken[r]:
-            if ranges.is_only(value, r):
-                held[value] = types[value].size_bytes
+        held = {v: types[v].size_bytes for v in ranges.taken[r] if ranges.is_only(v, r)}
+        freed, other_bytes, again = dict[str, int](), 0.0, list[int]()
         for i in ranges.every[r]:
-            operator, is_kept = self.analysis.operators[i], self._is_kept(r, i, mode)
+            operator, rule = self.analysis.operators[i], ranges.rule(i)
             for value in ranges.kept_by(i):
                 if ranges.is_only(value, r) and value not in self.analysis.program.parameters:
                     freed[value] = types[value].size_bytes
-            if is_kept:
-                held |= {v: types[v].size_bytes for v in operator.outputs if ranges.is_only(v, r)}
             saved = self.analysis.saved.get(operator.name)
-            if saved is not None and not (is_kept and ranges.rule(i).fused):
+            if saved is not None:
                 other_bytes += saved.other_bytes
-            is_bias = mode == "selective" and ranges.matmul_of_bias_add(i) is not None
-            if ranges.runs_again(i) and not is_kept and not is_bias:
+            is_kept = self._is_matmul(r, i) and mode == "selective"
+            is_added = ranges.matmul_of_bias_add(i) is not None and mode == "selective"
+            if ranges.runs_again(i) and not is_kept and not is_added:
                 again.append(i)
+            if is_kept and not rule.lower:  # some choices of a lowered operator keep nothing
+                held |= {v: types[v].size_bytes for v in operator.outputs if ranges.is_only(v, r)}
+                if saved is not None and rule.fused:
+                    other_bytes -= saved.other_bytes
         other_bytes /= self.analysis.batch.n_splits(n_microbatches)
         whole_s, launches_s = self._forward_s[:, again].sum(axis=1)
         share = self.analysis.batch.n_accumulated / self.cost.mesh.n_ranks
         time_s = (whole_s - launches_s) * share + launches_s * n_microbatches
         return sum(freed.values()) + other_bytes - sum(held.values()), float(time_s)
 
-    def _is_kept(self, r: int, i: int, mode: Recompute) -> bool:
-        """Does a mode keep an operator's result, rather than run it again?"""
-        is_plain = not self._ranges.rule(i).lower
-        is_last = i == self._ranges.every[r][-1]
-        return mode == "selective" and self._ranges.is_matmul(i) and is_plain and not is_last
+    def _is_matmul(self, r: int, i: int) -> bool:
+        """Is it a matmul whose result "selective" saves? The last operator's is not saved."""
+        return self._ranges.is_matmul(i) and i != self._ranges.every[r][-1]
 
 
 def _hull(points: Iterable[tuple[float, float]]) -> Iterator[tuple[float, float]]:

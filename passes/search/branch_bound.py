@@ -38,6 +38,7 @@ class Node:
                 these seconds may come back as a node with that bound. None: nothing more is known
     scored      its placements, if they are solved
     recipe      the plain recipe that makes its plans; such plans are in other nodes, too
+    note        what is said of it instead of its bound
     """
 
     name: str
@@ -47,6 +48,7 @@ class Node:
     refine: Callable[[float], Sequence[Node | Solved]] | None
     scored: Scored | None = None
     recipe: str = ""
+    note: str = ""
 
     def after(
         self, level: str, bound_s: float, refine: Callable[[float], Sequence[Node | Solved]] | None

@@ -128,8 +128,8 @@ class Levels:
         def simulate(_: float) -> Parts:
             solved = self.simulator.simulated_if_fits(scored)
             if solved is None:
-                return [node.after(node.level, node.bound_s, lean)]
-            return [node.after("simulated", node.bound_s, None), solved]
+                return [replace(leaf, refine=lean)]
+            return [leaf.after("simulated", leaf.bound_s, None), solved]
 
         def lean(limit_s: float) -> Parts:
             """The simulated peak exceeds the budget: leaner placements are found."""
@@ -138,10 +138,11 @@ class Levels:
             except InfeasibleError as error:
                 return self._impossible(error, scored.candidate)
             if isinstance(found, Solved):
-                return [node.after("simulated", node.bound_s, None), found]
-            return [node.after(node.level, found, lean)]
+                return [leaf.after("simulated", leaf.bound_s, None), found]
+            return [leaf.after(leaf.level, found, lean)]
 
-        return replace(node, refine=simulate, scored=scored)
+        leaf = replace(node, refine=simulate, scored=scored)
+        return leaf
 
     def _bound_s(self, scored: Scored, node: Node) -> float:
         """The solver's bound of a single stage; else the node's."""

@@ -81,8 +81,8 @@ def alternatives_of(
         if name not in timed and name not in least:
             yield infeasible_row(name, recipe, error)
     for name, node in least.items():
-        if name not in timed:
-            yield pruned_row(name, node.bound_s, node.recipe)
+        if name not in timed and (node.note or node.refine is not None):
+            yield pruned_row(name, node)
 
 
 def infeasible_row(name: str, recipe: str, error: InfeasibleError) -> Alternative:
@@ -91,6 +91,7 @@ def infeasible_row(name: str, recipe: str, error: InfeasibleError) -> Alternativ
     return Alternative(name, None, note, recipe, error.least_bytes)
 
 
-def pruned_row(name: str, time_s: float, recipe: str = "") -> Alternative:
-    """A candidate that takes at least `time_s`."""
-    return Alternative(name, None, "", recipe, least_s=time_s)
+def pruned_row(name: str, node: Node) -> Alternative:
+    """Candidates that take at least so long, or what else is known of them."""
+    least_s = None if node.note else node.bound_s
+    return Alternative(name, None, node.note, node.recipe, least_s=least_s)

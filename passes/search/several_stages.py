@@ -38,6 +38,7 @@ class SeveralStages:
     joint: JointSearch
     n_stages: int | None
     n_configurations: int = 0
+    n_scored: int = 0
     _tried: list[Candidate] = field(default_factory=list)
 
     def roots(self) -> list[Node]:
@@ -74,7 +75,8 @@ class SeveralStages:
         limit_s = min(limit_s, fastest_s)
         if plain is not None and self.joint.recomputes and self.joint.unlimited_s < limit_s:
             found += self._simulated(node, whole, limit_s)
-        return [replace(node, level="searched"), *found]
+        note = "" if self.n_scored else "none found that fits"
+        return [replace(node, level="searched", note=note), *found]
 
     def _simulated(self, node: Node, evaluator: Evaluator, limit_s: float) -> Iterator[Solved]:
         simulator, scored = self.levels.simulator.on(evaluator), list[Scored]()
@@ -112,6 +114,7 @@ class SeveralStages:
                 self.levels.errors.append((error, candidate))
                 return None
             scored.append(found)
+            self.n_scored += 1
             least_s = min(least_s, found.score_s)
             return found
 

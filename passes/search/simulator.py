@@ -161,10 +161,11 @@ class Simulator:
         bound_s, least_bytes = solved.objective_s * (1 - solved.gap), solved.peak_bytes
         if scored.candidate.is_recipe:
             limit_s = math.inf
-        least_s = solved.step_time_s * (1 - solved.gap)
+        # Steps are rarely below scores; if they are, then about as much for all placements.
+        time_per_score = min(1.0, solved.step_time_s / scored.score_s)
+        least_s = scored.score_s * (1 - solved.gap) * time_per_score
         if least_s >= limit_s:
             return least_s
-        time_per_score = solved.step_time_s / scored.score_s  # about the same for all placements
         size_bytes, known = scored.size_bytes, {scored.size_bytes: solved}
         budgets, best_fit, pruned_s = self._smaller_budgets(scored.candidate), None, None
         low, high = 0, len(budgets)

@@ -72,7 +72,7 @@ def check(
 def test_no_recipe_with_stages_is_predicted_faster() -> None:
     mesh, batch = two_tiers((2, 4), TIERED, 1e10), batch_of("mlp")
     model, precision = MODELS["mlp"](), "fp64"
-    plan = autopar.plan(model, mesh, batch, precision=precision)
+    plan = autopar.plan(model, mesh, batch, precision=precision, tolerance=0.0, tie=0.0)
     recipe = autopar.plan(
         model, mesh, batch, precision=precision, manual=Manual(dp=2, tp=2, pp=2), microbatches=8
     )

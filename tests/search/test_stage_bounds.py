@@ -179,7 +179,7 @@ def test_no_stages_are_searched_where_bubbles_alone_take_too_long() -> None:
     choices = one_microbatch()
     found = planned(choices)
     assert not found.searched and not found.recipes
-    assert list(found.of_stages) == ["several stages"]
+    assert set(found.of_stages) == {"several stages", "Megatron of several stages"}
     bound_s = search_of(choices).least_step_s(None)
     assert found.of_stages["several stages"].least_s == bound_s
     assert found.step_time_s < bound_s <= min(times_with_stages_s(choices))
@@ -194,22 +194,13 @@ def test_stages_are_searched_where_the_best_by_its_score_does_not_fit() -> None:
     assert found.result.solved.peak_bytes <= peak_bytes - 1
 
 
-def test_no_recipes_are_priced_where_no_stages_would_be_fast_without_a_limit() -> None:
-    """The fastest plan with stages takes 8% more time than the fastest with one."""
-    choices = choices_of("mlp", (4,), SLOW, Options.of(microbatches=4))
-    found = planned(choices)
-    assert not found.recipes and not any("Megatron" in name for name in found.of_stages)
-    assert search_of(choices).least_step_s(None) < found.step_time_s, "the bound alone is enough"
-    assert found.step_time_s < min(times_with_stages_s(choices))
-
-
 def test_a_plan_says_that_no_stages_were_found() -> None:
     """Both stages have the tied embedding, so none of them fits where shards of it do."""
     options = Options.of(microbatches=4, memory_limit=200_000, recompute="none")
     choices = choices_of("gpt2", (2,), SLOW, options)
     found = planned(choices)
     none = Alternative("several stages", None, "none found that fits")
-    assert found.searched and found.of_stages == {"several stages": none}
+    assert found.searched and found.of_stages["several stages"] == none
     for candidate in choices.candidates():
         if len(candidate.stages) > 1:
             assert choices.evaluator.least_bytes(candidate) > 200_000
