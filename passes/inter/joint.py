@@ -291,13 +291,20 @@ class JointSearch:
             self._least_s.setdefault(m, least_s)
             return least_s
 
-        first = FIRST_COUNT_PER_STAGE * (n_stages or 2)
-        fastest = climb_from(counts, first, lambda m: self.bound_s(m, n_stages))
+        fastest = self._fastest_count(n_stages)
         climb_from(counts, fastest, least_s)
         every = [plan for plans in self._found.values() for plan in plans]
         if not self._least_s and (unlimited := self._unlimited(fastest, n_stages)) is not None:
             every = [unlimited]
         return sorted(every, key=lambda plan: plan.estimate_s)
+
+    def estimate_s(self, n_stages: int | None) -> float:
+        """The least estimated step without a memory limit."""
+        return self.bound_s(self._fastest_count(n_stages), n_stages)
+
+    def _fastest_count(self, n_stages: int | None) -> int:
+        first = FIRST_COUNT_PER_STAGE * (n_stages or 2)
+        return climb_from(self.counts(), first, lambda m: self.bound_s(m, n_stages))
 
     def learn(self, plan: SearchedPlan, solved: Sequence[StageSeconds]) -> None:
         """Record what the stages of a plan take, each solved alone."""

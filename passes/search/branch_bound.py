@@ -1,14 +1,13 @@
 """Best-first branch and bound over plans: the algorithm of the search.
 
     open nodes = all plans, in a few nodes
-    while the least bound of an open node < incumbent x (1 - tolerance):
-        refine a node with that bound, to the tolerance: into nodes with tighter bounds, and
-        simulated plans
+    while the bound of an open node < incumbent x (1 - tolerance):
+        refine the one with the least bound: into nodes with tighter bounds, and simulated plans
 
 A *node* is a set of plans, and its `bound_s` is a lower bound on the step of each. The *incumbent*
 is the fastest plan simulated so far. So when the loop ends, no plan of the space is faster than the
-incumbent by more than the tolerance. Bounds alone decide what is refined, never the order in which
-nodes are proposed.
+incumbent by more than the tolerance. The order in which nodes are proposed does not matter. Of
+bounds that are equal to the tolerance, a solved plan is first, because it may end the search.
 
 The *simplest* plan within `tie` of the incumbent is chosen, because predictions are off by more
 than that (`simplicity.py`). A node that may hold a simpler plan within the tie is refined, too.
@@ -39,6 +38,7 @@ class Node:
     scored      its placements, if they are solved
     recipe      the plain recipe that makes its plans; such plans are in other nodes, too
     note        what is said of it instead of its bound
+    estimate_s  of its fastest plan; it only decides what is refined first
     """
 
     name: str
@@ -49,6 +49,12 @@ class Node:
     scored: Scored | None = None
     recipe: str = ""
     note: str = ""
+    estimate_s: float = 0.0
+
+    @property
+    def turn(self) -> tuple[float, str, str]:
+        """Nodes are refined in this order."""
+        return max(self.bound_s, self.estimate_s), self.name, self.level
 
     def after(
         self, level: str, bound_s: float, refine: Callable[[float], Sequence[Node | Solved]] | None
@@ -103,18 +109,19 @@ class BranchAndBound:
     def chosen(self) -> Solved:
         """The simplest plan within the tie; of equally simple ones the fastest."""
         near = [s for s in self.found if s.step_time_s <= self.incumbent_s * (1 + self.tie)]
-        return min(near, key=lambda s: (self._rank(s), s.step_time_s, s.candidate.name))
+        return min(near, key=lambda s: (self._rank(s), s.step_time_s, s.candidate.name, s.gap))
 
     def _next(self) -> tuple[Node, float] | None:
         """The node to refine next, and the seconds that its plans must be below to matter."""
         able = [node for node in self.nodes if node.refine is not None]
-        able.sort(key=lambda node: (node.bound_s, node.name, node.level))
+        able.sort(key=lambda node: node.turn)
         worth_s = self.incumbent_s * (1 - self.tolerance)
-        if able and able[0].bound_s < worth_s:
+        faster = [node for node in able if node.bound_s < worth_s]
+        if faster:
             # A solved plan may become the incumbent, and may end the search.
-            alike_s = min(worth_s, able[0].bound_s * (1 + self.tolerance))
-            solved = (n for n in able if n.scored is not None and n.bound_s < alike_s)
-            return next(solved, able[0]), worth_s
+            alike_s = faster[0].turn[0] * (1 + self.tolerance)
+            solved = (n for n in faster if n.scored is not None and n.bound_s < alike_s)
+            return next(solved, faster[0]), worth_s
         if not self.found or not self.tie:
             return None
         near_s, simplicity = self.incumbent_s * (1 + self.tie), self._rank(self.chosen)

@@ -45,7 +45,7 @@ class SeveralStages:
         """The recipes, and all plans."""
         least_s = self.joint.least_step_s(self.n_stages)
         every = Node("several stages", least_s, Simplicity(1, 2, stages=2), "shared", None)
-        nodes = [replace(every, refine=lambda limit_s: self._searched(every, limit_s))]
+        nodes = [replace(every, refine=lambda _: self._estimated(every))]
         if self.n_stages is None:
             megatron = Node(
                 "Megatron of several stages", least_s, Simplicity(0, 1, stages=2), "shared", None,
@@ -66,6 +66,13 @@ class SeveralStages:
             if evaluator.stage_without_parameters(candidate.ends) is None
         ]
 
+    def _estimated(self, node: Node) -> Parts:
+        """The estimate without a memory limit says when the search is worth its time."""
+        estimate_s = self.joint.without_recompute.estimate_s(self.n_stages)
+        bound_s = estimate_s / (1 + PIPELINE_SCORE_REL)
+        known = node.after("free", bound_s, lambda limit_s: self._searched(known, limit_s))
+        return [replace(known, estimate_s=estimate_s)]
+
     def _searched(self, node: Node, limit_s: float) -> Parts:
         """The plans of the joint search, then again with recompute if that may win."""
         whole = self.levels.simulator.evaluator
@@ -76,7 +83,7 @@ class SeveralStages:
         if plain is not None and self.joint.recomputes and self.joint.unlimited_s < limit_s:
             found += self._simulated(node, whole, limit_s)
         note = "" if self.n_scored else "none found that fits"
-        return [replace(node, level="searched", note=note), *found]
+        return [replace(node, level="searched", refine=None, note=note), *found]
 
     def _simulated(self, node: Node, evaluator: Evaluator, limit_s: float) -> Iterator[Solved]:
         simulator, scored = self.levels.simulator.on(evaluator), list[Scored]()

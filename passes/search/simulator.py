@@ -146,7 +146,9 @@ class Simulator:
         return solved if within(self._budget_bytes, solved.peak_bytes) else None
 
     def fit_to_budget(self, scored: Scored, limit_s: float) -> Solved | float:
-        """As `simulated`; or a lower bound on the step time, if that is at least `limit_s`.
+        """As `simulated`; or a lower bound on the step, if that is at least `limit_s`.
+
+        The bound is the score's; of several stages, whose scores are no bounds, it is an estimate.
 
         If the peak exceeds the budget, smaller budgets are searched: by the excess of the last
         simulation until one fits, then by bisection. Recipes have no lower bound, because their

