@@ -110,6 +110,12 @@ def _planning_flags(
         str | None, typer.Option(help="Operators without a rule: error, or replicate.")
     ] = None,
     solver: Annotated[str | None, typer.Option(help="auto, or ilp.")] = None,
+    tolerance: Annotated[
+        float | None, typer.Option(help="Share of the step by which a plan may be missed.")
+    ] = None,
+    tie: Annotated[
+        float | None, typer.Option(help="Of plans this close to the fastest, the simplest.")
+    ] = None,
     time_limit_s: Annotated[
         float | None, typer.Option(help="Seconds: then the best plan so far.")
     ] = None,
@@ -119,8 +125,8 @@ def _planning_flags(
         "mesh_shape": mesh_shape, "optimizer": optimizer, "precision": precision,
         "memory_limit": memory_limit, "recompute": recompute, "manual": manual,
         "force": force or None, "forbid": forbid or None, "fallback": fallback,
-        "solver": solver, "time_limit_s": time_limit_s, "reduce_dtype": reduce_dtype,
-        "master_weights": master_weights or None,
+        "solver": solver, "tolerance": tolerance, "tie": tie, "time_limit_s": time_limit_s,
+        "reduce_dtype": reduce_dtype, "master_weights": master_weights or None,
     }  # fmt: skip
     set_by_user = {name: value for name, value in given.items() if value is not None}
     return PlanRequest(mesh, hardware, batch, seq, loss, set_by_user)

@@ -145,4 +145,4 @@ def test_a_peak_over_the_budget_is_mended_or_bounded(speed: tuple[float, float],
                     assert limit_s <= found <= alone_s * (1 + REL), candidate.name
                     n_bounded += 1
     assert n_failed, "everything fits"
-    assert n_leaner and n_bounded
+    assert n_leaner and (n_bounded or m == 1)
