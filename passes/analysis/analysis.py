@@ -6,6 +6,7 @@ The facts are computed once for the whole program. A stage (`cutting.py`) or a f
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -227,6 +228,13 @@ class Analysis:
                     hint="choose fewer microbatches",
                 )
         return self.types.with_divided(self._with_rows, n_microbatches)
+
+    @cached_property
+    def n_divisible(self) -> int:
+        """The batch, as the model views it, divides by the divisors of this number alone; 0: by
+        all."""
+        sizes = (tensor.dims[dim][factor] for tensor, (dim, factor) in self._with_rows)
+        return math.gcd(*sizes)
 
     @cached_property
     def _with_rows(self) -> Mapping[tuple[TensorType, Cell], Sequence[str]]:

@@ -18,7 +18,8 @@ FIRST_COUNT = 2 * FIRST_COUNT_PER_STAGE
 def microbatch_counts(
     analysis: Analysis, options: Options, n_devices: int, n_splits: int = 1
 ) -> list[int]:
-    """Divisors of the batch, each at least 1.5 times the one before; or the number in `options`.
+    """Divisors of the batch, as the model views it too, each at least 1.5 times the one before; or
+    the number in `options`.
 
     `n_splits` ranks share each microbatch, so m * n_splits must divide the batch. If no m does, the
     answer is 1. Raises `BatchError` if the number in `options` does not divide the batch.
@@ -32,7 +33,8 @@ def microbatch_counts(
     limit = min(batch.size, max(_LEAST_LIMIT, _PER_DEVICE * n_devices))
     counts: list[int] = []
     for m in range(1, limit + 1):
-        if batch.size % (m * n_splits) == 0 and m >= 1.5 * (counts or [0])[-1]:
+        divides = batch.size % (m * n_splits) == 0 and analysis.n_divisible % m == 0
+        if divides and m >= 1.5 * (counts or [0])[-1]:
             counts.append(m)
     return counts or [1]
 
