@@ -299,13 +299,14 @@ def logical_views(
     mesh: Mesh,
     links: Sequence[Link],
     device: Device,
-    mesh_shape: str,
+    mesh_shape: str | Mapping[str, int],
     first_rank: int = 0,
     n_ranks: int | None = None,
 ) -> list[LogicalMesh]:
     """The candidate views of a stage's consecutive ranks; by default of all ranks.
 
-    `mesh_shape` "as-given": one view, with the axes of the mesh. "auto": every dp x tp.
+    `mesh_shape` "as-given": one view, with the axes of the mesh. "auto": every dp x tp. Degrees,
+    as {"tp": 4}: those that have them; none, if the ranks do not divide.
     """
     assert mesh.axis_names is not None
     n = mesh.n_ranks if n_ranks is None else n_ranks
@@ -314,6 +315,8 @@ def logical_views(
         every = [dict(zip(mesh.axis_names, shape, strict=True))]
     else:
         every = [{"dp": n // tp, "tp": tp} for tp in range(1, n + 1) if n % tp == 0]
+    if not isinstance(mesh_shape, str):
+        every = [axes for axes in every if mesh_shape.items() <= axes.items()]
     return [factored_view(mesh, links, device, axes, first_rank) for axes in every]
 
 

@@ -100,6 +100,7 @@ class StageOption:
 class Options:
     """Checked options; make them with `Options.of`.
 
+    `mesh_shape`     "auto", "as-given", or degrees that every stage has, as {"tp": 4}
     `memory_limit`   bytes per device; None: the hardware's memory less a margin
     `tolerance`      relative; the search ends once no plan can be faster by more
     `tie`            relative; among plans this close to the fastest the simplest is chosen
@@ -120,7 +121,7 @@ class Options:
     microbatches: int | str = "auto"
     schedule: str = "auto"
     stages: int | str | tuple[StageOption, ...] = "auto"
-    mesh_shape: str = "auto"
+    mesh_shape: str | Mapping[str, int] = "auto"
     optimizer: str = "adamw"
     precision: str = "model"
     reduce_dtype: torch.dtype | None = None
@@ -308,6 +309,17 @@ def _microbatches(value: Any) -> int | str:
     return _check_count("microbatches", value)
 
 
+def _mesh_shape(value: Any) -> str | Mapping[str, int]:
+    if not isinstance(value, Mapping):
+        return _check_word("mesh_shape", value, ("auto", "as-given"), ())
+    if not value or not value.keys() <= {"dp", "tp"}:
+        raise OptionError(
+            f"mesh_shape fixes the degrees dp and tp, or one of them, not {value!r}",
+            hint='mesh_shape={"tp": 4}; stages=2 fixes the number of stages',
+        )
+    return {name: _check_count(f"mesh_shape[{name!r}]", n) for name, n in value.items()}
+
+
 def _stages(value: Any) -> int | str | tuple[StageOption, ...]:
     if isinstance(value, str):
         return _check_word("stages", value, ("auto",), ())
@@ -459,7 +471,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "microbatches": _microbatches,
     "schedule": _words("schedule", "auto gpipe 1f1b", "interleaved zero-bubble"),
     "stages": _stages,
-    "mesh_shape": _words("mesh_shape", "auto as-given"),
+    "mesh_shape": _mesh_shape,
     "optimizer": _words("optimizer", " ".join(OPTIMIZERS), "adafactor"),
     "precision": _words("precision", "model bf16-mixed bf16-autocast fp16-mixed fp64"),
     "reduce_dtype": _reduce_dtype,

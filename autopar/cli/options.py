@@ -65,7 +65,7 @@ class PlanRequest:
         out = dict(self.given)
         readers: dict[str, Callable[[Any], Any]] = {
             "microbatches": parse_count, "stages": parse_stages,
-            "memory_limit": parse_bytes, "manual": parse_manual,
+            "mesh_shape": parse_degrees, "memory_limit": parse_bytes, "manual": parse_manual,
             "force": parse_force, "forbid": parse_forbid,
         }  # fmt: skip
         return out | {name: readers[name](out[name]) for name in readers if name in out}
@@ -83,7 +83,7 @@ def _planning_flags(
     stages: Annotated[
         str | None, typer.Option(help="auto, how many, or MODULES@1x2;MODULES@1x2.")
     ] = None,
-    mesh_shape: Annotated[str | None, typer.Option(help="auto, or as-given.")] = None,
+    mesh_shape: Annotated[str | None, typer.Option(help="auto, as-given, or dp=2,tp=4.")] = None,
     optimizer: Annotated[str | None, typer.Option(help="adamw, sgd or adam.")] = None,
     precision: Annotated[
         str | None, typer.Option(help="model, bf16-mixed, bf16-autocast, fp16-mixed or fp64.")
@@ -209,6 +209,14 @@ def parse_bytes(text: str) -> int:
     if match is None or match[2].upper() not in _BYTES:
         raise OptionError(f"{text!r} is not a number of bytes", hint="write 40GiB, 40GB or 1024")
     return int(float(match[1]) * _BYTES[match[2].upper()])
+
+
+def parse_degrees(text: str) -> str | dict[str, Any]:
+    """`dp=2,tp=4` -> {"dp": 2, "tp": 4}; words stay words."""
+    pairs = [word.partition("=") for word in text.split(",")]
+    if not any(equals for _, equals, _ in pairs):
+        return text
+    return {name.strip(): _scalar(value.strip()) for name, _, value in pairs}
 
 
 def parse_manual(text: str) -> Manual:

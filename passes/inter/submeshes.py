@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
 from autopar.cost.hardware import Hardware
-from autopar.errors import InfeasibleError, OptionError
+from autopar.errors import InfeasibleError, MeshError, OptionError
 from autopar.mesh import Link, LogicalMesh, Mesh, factored_view, logical_views
 from autopar.options import Options
 from autopar.passes.analysis import Analysis
@@ -62,6 +63,12 @@ def views_of(
     """The views of the `n_ranks` ranks from `first_rank` on."""
     shape = options.mesh_shape
     return logical_views(mesh, hardware.links, hardware.device, shape, first_rank, n_ranks)
+
+
+def has_degrees(options: Options, axes: Mapping[str, int]) -> bool:
+    """Does a view with these axes have the degrees that the user asks for?"""
+    shape = options.mesh_shape
+    return isinstance(shape, str) or shape.items() <= axes.items()
 
 
 def distinct_views(
@@ -144,6 +151,20 @@ def check_pinned_axes(options: Options, views: Sequence[LogicalMesh]) -> None:
                 where=f"force[{pin.parameter!r}] = {str(pin)!r}",
                 hint="pin another axis, give more ranks, or choose other stages or mesh_shape",
             )
+
+
+def check_degrees(mesh: Mesh, options: Options, sizes: Sequence[int]) -> None:
+    """Raises `MeshError` if stages of none of these sizes have the degrees asked for."""
+    shape = options.mesh_shape
+    if isinstance(shape, str):
+        return
+    each = math.prod(shape.values())
+    if not any(n == each if len(shape) == 2 else n % each == 0 for n in sizes):
+        raise MeshError(
+            f"mesh_shape={dict(shape)} fits no stage of {mesh.n_ranks} ranks; stages may have "
+            f"{', '.join(map(str, sorted(set(sizes))))}",
+            hint="choose degrees whose product divides the ranks of a stage",
+        )
 
 
 def views_text(views: Sequence[LogicalMesh]) -> str:

@@ -19,12 +19,13 @@ from functools import cached_property
 from autopar.cost.hardware import Hardware, resolve
 from autopar.cost.laws import CostModel
 from autopar.errors import InfeasibleError, MeshError, OptionError
-from autopar.mesh import LogicalMesh, Mesh
+from autopar.mesh import LogicalMesh, Mesh, factored_view
 from autopar.options import Options
 from autopar.passes.analysis import Analysis, compute_dtype, microbatch_counts
 from autopar.passes.inter import (
     Candidate,
     all_views,
+    check_degrees,
     check_pinned_axes,
     distinct_views,
     joint_search,
@@ -124,6 +125,7 @@ class Planner:
         ranks or operators.
         """
         self._check_stages()
+        self._check_degrees()
         options = self.options
         search = BranchAndBound(options.tolerance, options.tie, self._rank)
         found, is_timed_out = search.found, False
@@ -170,7 +172,11 @@ class Planner:
             )
         elif options.stages in ("auto", 1) and not options.force:
             views = self.proposals.views(0, self.mesh.n_ranks)
-            for recipe in recipes_on(views, options.forbid, bool(self.analysis.batch.size)):
+            has_batch, fixes = (
+                bool(self.analysis.batch.size),
+                not isinstance(options.mesh_shape, str),
+            )
+            for recipe in recipes_on(views, options.forbid, has_batch, fixes):
                 yield nodes.counted(recipe)
 
     def _roots(self) -> Iterator[Node]:
@@ -201,7 +207,9 @@ class Planner:
 
     @property
     def _whole_view(self) -> LogicalMesh:
-        return self.proposals.views(0, self.mesh.n_ranks)[0]
+        """Any view of all ranks, for what does not depend on axes."""
+        links, device = self.hardware.links, self.hardware.device
+        return factored_view(self.mesh, links, device, {"dp": self.mesh.n_ranks, "tp": 1})
 
     def _check_stages(self) -> None:
         """Raises `MeshError` or `OptionError` if there are more stages than ranks or operators.
@@ -219,6 +227,24 @@ class Planner:
         if n_stages > n_all:
             raise OptionError(f"{n_stages} stages of {n_all} operators")
 
+    def _check_degrees(self) -> None:
+        """Raises `MeshError` if no stage can have the degrees of `mesh_shape`."""
+        stages, shape = self.options.stages, self.options.mesh_shape
+        if isinstance(shape, str):
+            return
+        if self.options.manual is not None:
+            raise OptionError("manual is the whole recipe; mesh_shape cannot fix its degrees, too")
+        if isinstance(stages, tuple):
+            for stage in stages:
+                check_degrees(self.mesh, self.options, [stage.n_ranks])
+        else:
+            check_degrees(self.mesh, self.options, self._stage_sizes)
+
+    @property
+    def _stage_sizes(self) -> list[int]:
+        """As `_sizes`, without the whole mesh if there are several stages."""
+        return self._sizes if self.options.stages in ("auto", 1) else self._sizes[:-1]
+
     def _no_candidate(self) -> InfeasibleError:
         fits = f"fits in {format_bytes(self.budget_bytes)} per device"
         hint = "use other stages, more microbatches or devices, or raise memory_limit"
@@ -230,10 +256,8 @@ class Planner:
         return InfeasibleError(f"no plan of {self.options.stages} stages {fits}", hint=hint)
 
     def _check_pins(self) -> None:
-        stages, sizes = self.options.stages, self._sizes
-        if isinstance(stages, tuple):
-            sizes = [stage.n_ranks for stage in stages]
-        elif stages not in ("auto", 1):
-            sizes = sizes[:-1]
+        stages = self.options.stages
+        given = [stage.n_ranks for stage in stages] if isinstance(stages, tuple) else None
+        sizes = given or self._stage_sizes
         views = distinct_views(self.mesh, self.hardware, self.options, sizes)
         check_pinned_axes(self.options, views)

@@ -43,11 +43,12 @@ class Recipe:
 
 
 def recipes_on(
-    views: Sequence[LogicalMesh], forbid: frozenset[str], has_batch: bool
+    views: Sequence[LogicalMesh], forbid: frozenset[str], has_batch: bool, fixes_degrees: bool
 ) -> Iterator[Recipe]:
     """The recipes of one stage, without those that `forbid` excludes."""
     views = [v for v in views if v.active_axes and has_batch]
-    for view in views[:1]:  # for data parallelism all views are the same
+    plain = [v for v in views if not (fixes_degrees and v.axes["tp"] > 1)]
+    for view in plain[:1]:  # for data parallelism all views are the same
         data: Role = "data"
         for zero, family in enumerate(("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")):
             if not forbid & {"data", f"zero{zero}"}:
