@@ -74,7 +74,7 @@ from autopar.passes.facts import (
 from autopar.passes.inter import Candidate
 from autopar.passes.lowering import PlacedStage, join, stage_record
 from autopar.passes.search import Planner, PlanningResult, StepPricer
-from autopar.plans import PlanData, Predicted, StageRecord
+from autopar.plans import MANUAL, PlanData, Predicted, StageRecord
 from autopar.program import Pipeline, Program
 from autopar.schedule import ORDERS, forward_only
 from autopar.verifier import verify_joint, verify_pipeline
@@ -210,7 +210,7 @@ class Record(Pass):
 def _recipe(candidate: Candidate, options: Options) -> str:
     """The recipe that placed a candidate; empty for the search."""
     if options.manual is not None:
-        return "manual=Manual(...)"
+        return MANUAL
     return candidate.name if candidate.is_recipe else ""
 
 

@@ -8,6 +8,7 @@ It hands on `PlanData` (read by `load_plan`), `Predicted` and `Decision`.
 """
 
 from autopar.plans.data import (
+    MANUAL,
     Alternative,
     InputSignature,
     MeshRecord,
@@ -28,6 +29,7 @@ from autopar.plans.predicted import Predicted
 from autopar.plans.reading import load_plan, parse_plan
 
 __all__ = [
+    "MANUAL",
     "Alternative",
     "Choice",
     "Decision",

@@ -122,6 +122,10 @@ class StageRecord:
         return math.prod(self.axes.values())
 
 
+# `PlanData.recipe` of a plan with the option `manual`.
+MANUAL = "manual=Manual(...)"
+
+
 @dataclass(frozen=True)
 class PlanData:
     """The decisions of a plan. The docstring of this file explains the texts.
@@ -131,7 +135,7 @@ class PlanData:
     bound_s       no plan takes less; None where nothing is proven of all plans
     limit_bytes   the memory limit per device that it was planned for; None in older files
     reduce_dtype  as the option of that name
-    recipe        the recipe that placed it; empty for the search
+    recipe        the recipe that placed it, `MANUAL` for the user's; empty for the search
     """
 
     model: str
@@ -161,6 +165,11 @@ class PlanData:
     limit_bytes: float | None = None
     reduce_dtype: str | None = None
     master_weights: bool = False
+
+    @property
+    def is_manual(self) -> bool:
+        """Did the user decide, and not the search?"""
+        return self.recipe == MANUAL
 
     @property
     def dtypes(self) -> Precision:

@@ -41,10 +41,10 @@ def runners_up(
 ) -> list[RunnersUp]:
     """The next best options of every decision of each stage, fastest first.
 
-    None of a plan by a recipe, which decides without prices; none of a stage whose tables are too
+    None of the user's recipe, which decides without prices; none of a stage whose tables are too
     large. Costs are those of `decisions`: without a memory limit.
     """
-    if data.recipe:
+    if data.is_manual:
         return [{} for _ in stages]
     return [_of_stage(stage, k, data, n_shown) for k, stage in enumerate(stages)]
 

@@ -71,7 +71,7 @@ def decisions(
     for k, stage in enumerate(stages):
         target = _target(stage.analysis, name)
         if target is not None:
-            choice = None if data.recipe else _choice(stage, k, data, target, limits, n_shown)
+            choice = None if data.is_manual else _choice(stage, k, data, target, limits, n_shown)
             if choice is not None and stage.strategy.recomputed:
                 choice = replace(choice, runs_again=True)
             found.append(_decision(stage, k, target, choice, data.recipe))

@@ -57,7 +57,7 @@ class Levels:
         """A candidate of which only the bound of all is known."""
         simplest = Simplicity.searched_on(candidate)
         node = Node(candidate.name, shared_s, simplest, "shared", None)
-        return replace(node, refine=lambda limit_s: self._free(node, candidate, limit_s))
+        return replace(node, refine=partial(self._free, node, candidate))
 
     def _free(self, node: Node, candidate: Candidate, limit_s: float) -> Parts:
         bound_s = max(
@@ -65,23 +65,24 @@ class Levels:
              if name == node.name and candidate.n_microbatches % m == 0),
             default=0.0,
         )  # fmt: skip
+        again = partial(self._free, node, candidate)
         if bound_s >= limit_s > node.bound_s:
-            return [node.after(node.level, bound_s, node.refine)]
+            return [node.after(node.level, bound_s, again)]
         try:
             free = self._plain.leaving_gaps.scored(candidate, None, limit_s)
         except InfeasibleError as error:
             return self._impossible(error, candidate)
         bound_s = self._bound_s(free, node)
         if bound_s >= limit_s > node.bound_s:
-            return [node.after("free", bound_s, node.refine)]
+            return [node.after("free", bound_s, again)]
         self._free_s[node.name, candidate.n_microbatches] = bound_s
         known = node.after("free", bound_s, None)
         if within(self._plain.budget_bytes, free.size_bytes):
             return [self._placed(known, free)]
         if self._plain is self._whole:
             return [replace(known, refine=partial(self._solved, self._whole, known, candidate))]
-        again = node.after("rerun", self._rerun_s(free, candidate), None)
-        return [replace(again, refine=partial(self._divided, again, candidate))]
+        rerun = node.after("rerun", max(bound_s, self._rerun_s(free, candidate)), None)
+        return [replace(rerun, refine=partial(self._divided, rerun, candidate))]
 
     def _divided(self, node: Node, candidate: Candidate, limit_s: float) -> Parts:
         """The plans without recompute, solved; and all plans."""
@@ -95,7 +96,7 @@ class Levels:
             return self._impossible(error, candidate)
         bound_s = max(self._bound_s(least, node), self._rerun_s(least, candidate))
         if bound_s >= limit_s > node.bound_s:
-            return [node.after("weightless", bound_s, node.refine)]
+            return [node.after("weightless", bound_s, partial(self._weightless, node, candidate))]
         known = node.after("weightless", bound_s, None)
         return [replace(known, refine=partial(self._solved, self._whole, known, candidate))]
 

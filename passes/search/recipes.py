@@ -26,6 +26,7 @@ from autopar.passes.search.branch_bound import Node
 from autopar.passes.search.evaluator import Evaluator, Scored
 from autopar.passes.search.levels import Levels, Parts
 from autopar.passes.search.simplicity import Simplicity
+from autopar.passes.solvers.problem import within
 
 # How far a simulated step is below its score at most (relative). Scores leave out that matmuls add
 # biases, and how buckets fill. `tests/search/test_simulator.py` measures it.
@@ -106,10 +107,11 @@ class RecipeNodes:
         """
         modes, error = list(self._with_modes(attempts)), None
         small = list[tuple[Evaluator, Candidate]]()
-        for evaluator, candidate in modes:
+        for attempt in modes:
+            evaluator, candidate = attempt
             try:
                 evaluator.check_size(candidate)
-                small.append((evaluator, candidate))
+                small.append(attempt)
             except InfeasibleError as too_large:
                 error = too_large, candidate
         try:
@@ -122,6 +124,8 @@ class RecipeNodes:
             self.levels.errors.append(error)
             return []
         least_s = free.score_s / (1 + SCORE_REL)
+        if small[0] is modes[0] and within(evaluator.budget_bytes, free.size_bytes):
+            return [self._leaf(node, free, evaluator, iter(small[1:]))]
         return [node.after("free", least_s, lambda _: self._tried(node, iter(small)))]
 
     def _with_modes(self, attempts: Sequence[Candidate]) -> Iterator[tuple[Evaluator, Candidate]]:
@@ -143,12 +147,19 @@ class RecipeNodes:
             except InfeasibleError as error:
                 last = error, candidate
                 continue
-            refine = partial(self._simulated, node, scored, evaluator, attempts)
-            leaf = node.after("scored", scored.score_s / (1 + SCORE_REL), refine)
-            return [replace(leaf, scored=scored)]
+            return [self._leaf(node, scored, evaluator, attempts)]
         if last is not None:
             self.levels.errors.append(last)
         return []
+
+    def _leaf(
+        self, node: Node, scored: Scored, evaluator: Evaluator,
+        attempts: Iterator[tuple[Evaluator, Candidate]],
+    ) -> Node:  # fmt: skip
+        """A solved attempt, which is left to simulate."""
+        refine = partial(self._simulated, node, scored, evaluator, attempts)
+        leaf = node.after("scored", scored.score_s / (1 + SCORE_REL), refine)
+        return replace(leaf, scored=scored)
 
     def _simulated(
         self, node: Node, scored: Scored, evaluator: Evaluator,

@@ -8,6 +8,7 @@ In this order, less is simpler:
     storages      distinct ways of storing and using parameters
     stages        pipeline stages
     recomputes    0: nothing runs again
+    views         mesh axes of its views, in use or not
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ class Simplicity(NamedTuple):
     storages: int = 0
     stages: int = 1
     recomputes: int = 0
+    views: int = 0
 
     @staticmethod
     def recipe_on(candidate: Candidate) -> Simplicity:
@@ -40,7 +42,7 @@ class Simplicity(NamedTuple):
     def searched_on(candidate: Candidate) -> Simplicity:
         """What a search aims at: fewer axes than these, or what differs after them, is found by
         chance."""
-        return Simplicity(1, _n_axes(candidate), *[sys.maxsize] * 4)
+        return Simplicity(1, _n_axes(candidate), *[sys.maxsize] * 5)
 
 
 def simplicity_of(solved: Solved, pipeline: Pipeline, optimizer: str) -> Simplicity:
@@ -62,6 +64,7 @@ def simplicity_of(solved: Solved, pipeline: Pipeline, optimizer: str) -> Simplic
         len(storages),
         n_stages,
         int(any(stage.strategy.recomputed for stage in solved.stages)),
+        _n_axes(solved.candidate),
     )
 
 

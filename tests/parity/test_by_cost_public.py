@@ -32,6 +32,7 @@ MESH = Mesh(
 ZERO = ("zero1", "zero2", "zero3")
 OPTIONS: dict[str, Any] = {
     "stages": 1, "microbatches": 1, "mesh_shape": "as-given", "recompute": "none",
+    "tolerance": 0.0, "tie": 0.0,
 }  # fmt: skip
 N_LAYERS = 6
 LOSSES = ("sum", "mean", "mse", "loss_fn")

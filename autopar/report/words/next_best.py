@@ -45,7 +45,7 @@ def _choice(decision: Decision, choice: Choice, step_time_s: float, where: str) 
     elif choice.chosen.extra_s > 0:
         yield (
             f"chosen: one of {choice.n_options} {what}, not the fastest without a memory "
-            f"limit or force: {_price(choice.chosen, step_time_s, where)}"
+            f"limit, tie or force: {_price(choice.chosen, step_time_s, where)}"
         )
     else:
         equal = choice.n_as_fast - 1

@@ -224,7 +224,11 @@ def _compared(data: PlanData) -> str:
     if data.recipe and not chosen.recipe:
         return "It is the user's recipe: nothing else was tried."
     if chosen.recipe:
-        return f"It is {_plain(chosen)}: the search found nothing faster."
+        found = (a.step_time_s for a in data.alternatives if not a.is_estimate)
+        gain = chosen.step_time_s / min(s for s in found if s is not None) - 1
+        if gain < _AS_FAST:
+            return f"It is {_plain(chosen)}: the search found nothing faster."
+        return f"It is {_plain(chosen)}, within {math.ceil(100 * gain)}% of the fastest plan found."
     runs = [a for a in simple if a.step_time_s is not None]
     if runs:
         best = min(runs, key=lambda a: a.step_time_s or 0.0)
