@@ -125,7 +125,7 @@ class BranchAndBound:
         if not self.found or not self.tie:
             return None
         near_s, simplicity = self.incumbent_s * (1 + self.tie), self._rank(self.chosen)
-        simpler = [n for n in able if n.bound_s <= near_s and n.simplest < simplicity]
+        simpler = [n for n in able if n.bound_s < near_s and n.simplest < simplicity]
         return (min(simpler, key=lambda n: n.simplest), near_s) if simpler else None
 
     def _rank(self, solved: Solved) -> Simplicity:

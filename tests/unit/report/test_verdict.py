@@ -201,6 +201,10 @@ def test_without_simple_plans_nothing_is_compared() -> None:
 def test_the_plan_is_a_simple_one() -> None:
     own = Alternative("ZeRO-3 on dp=4", 1.0, recipe="ZeRO-3")
     assert compared(chosen=own) == ["It is plain ZeRO-3: the search found nothing faster."]
+    faster = Alternative("search on dp=4", 0.986)
+    assert compared(faster, chosen=own) == [
+        "It is plain ZeRO-3, within 2% of the fastest plan found."
+    ]
     said = planned("mlp", manual=Manual(dp=4)).verdict()
     assert said[2] == "It is the user's recipe: nothing else was tried."
 
@@ -208,7 +212,7 @@ def test_the_plan_is_a_simple_one() -> None:
 def test_the_search_records_recipes_and_what_they_need() -> None:
     plan = planned("gpt2")
     recipes = {a.recipe for a in plan.data.alternatives}
-    assert recipes == {"", "data parallel", "ZeRO-3", "Megatron"}
+    assert recipes == {"", "data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3", "Megatron"}
     assert parse_plan(plan.data.to_json()) == plan.data
     tight = planned("gpt2", memory_limit=600 * 1024, recompute="none", microbatches=1)
     unfit = [a for a in tight.data.alternatives if a.step_time_s is None and a.peak_bytes]
