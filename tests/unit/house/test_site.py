@@ -120,7 +120,7 @@ def test_a_page_of_the_gallery(
     assert text.startswith("# Mlp\n\nA small one, on 1 x 4 a100-80gb.\n")
     assert "would take 128.1 MiB on every rank, within the 80.0 GiB" in text
     assert "Most bytes are moved by all_reduce of forward, 2.0 MiB a step and rank" in text
-    assert "The winner is search on dp=4 x tp=1; next is" in text
+    assert "The winner is Megatron on dp=1 x tp=4; next is" in text
     assert "considered\n" in text
     assert ("![The plan of Mlp](mlp.svg)" in text) is has_dot
     assert ("apt install graphviz" in text) is not has_dot
