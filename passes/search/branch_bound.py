@@ -100,12 +100,6 @@ class BranchAndBound:
         return min((solved.step_time_s for solved in self.found), default=math.inf)
 
     @property
-    def bound_s(self) -> float:
-        """No plan of the space takes less."""
-        bounds = [node.bound_s for node in self.nodes if not node.recipe]
-        return min([*bounds, self.incumbent_s])
-
-    @property
     def chosen(self) -> Solved:
         """The simplest plan within the tie; of equally simple ones the fastest."""
         near = [s for s in self.found if s.step_time_s <= self.incumbent_s * (1 + self.tie)]

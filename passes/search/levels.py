@@ -3,9 +3,11 @@
 A candidate fixes the stages, the view of each, and the number of microbatches. Its placements and
 what is recomputed are open, and found level by level:
 
-    shared      every operator in equal shares, nothing else            a bound of all candidates
-    free        the optimum without a memory limit                      bounds all of the candidate
-    weightless  as if activations needed no bytes, and nothing ran again
+    shared      every operator in equal shares, nothing else
+    free        the optimum without a memory limit
+    rerun       free, and what must run again at least to fit (`passes/intra/least.py`)
+    solved      the optimum within the budget without recompute; its plans are apart from here
+    weightless  as if activations needed no bytes, and what must run again at least
     solved      the optimum within the budget, with a choice of recompute
     gap         a wide gap that repeated blocks leave is closed
     simulated   the solved placements, event by event

@@ -172,11 +172,9 @@ class Planner:
             )
         elif options.stages in ("auto", 1) and not options.force:
             views = self.proposals.views(0, self.mesh.n_ranks)
-            has_batch, fixes = (
-                bool(self.analysis.batch.size),
-                not isinstance(options.mesh_shape, str),
-            )
-            for recipe in recipes_on(views, options.forbid, has_batch, fixes):
+            has_batch = bool(self.analysis.batch.size)
+            fixes_degrees = not isinstance(options.mesh_shape, str)
+            for recipe in recipes_on(views, options.forbid, has_batch, fixes_degrees):
                 yield nodes.counted(recipe)
 
     def _roots(self) -> Iterator[Node]:

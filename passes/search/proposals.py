@@ -1,7 +1,6 @@
 """Candidates that need no stage search: one stage, the user's stages, or the user's recipe.
 
-    one stage     on every logical view of the mesh: a search (once for views that differ only in
-                  axis names), and the plain recipes (data parallelism, ZeRO-3, Megatron)
+    one stage     on every logical view of the mesh, once for views that differ only in axis names
     given         the user's stages, each on the view that is fastest for it
     manual        the user's recipe
 

@@ -3,7 +3,8 @@
 The bound is `JointSearch.least_step_s`: every operator in equal shares on the devices of its stage,
 with the bubble, layers that do not divide evenly, and launches. It holds for every pipeline.
 Refining solves and simulates the pipelines that the joint search and the recipes propose
-(`passes/inter`). No tighter bound of the others is known, so that of all stays.
+(`passes/inter`). No tighter bound of the others is known, so that of all stays. Which pipelines are
+solved is decided by scores, so nothing is proved of those that are not.
 """
 
 from __future__ import annotations
@@ -11,7 +12,8 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterator
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
+from functools import partial
 
 from autopar.errors import InfeasibleError
 from autopar.passes.inter import Candidate, JointSearch, recipe_candidates
@@ -39,7 +41,6 @@ class SeveralStages:
     n_stages: int | None
     n_configurations: int = 0
     n_scored: int = 0
-    _tried: list[Candidate] = field(default_factory=list)
 
     def roots(self) -> list[Node]:
         """The recipes, and all plans."""
@@ -69,9 +70,8 @@ class SeveralStages:
     def _estimated(self, node: Node) -> Parts:
         """The estimate without a memory limit says when the search is worth its time."""
         estimate_s = self.joint.without_recompute.estimate_s(self.n_stages)
-        bound_s = estimate_s / (1 + PIPELINE_SCORE_REL)
-        known = node.after("free", bound_s, lambda limit_s: self._searched(known, limit_s))
-        return [replace(known, estimate_s=estimate_s)]
+        refine = partial(self._searched, node)
+        return [replace(node, level="estimated", refine=refine, estimate_s=estimate_s)]
 
     def _searched(self, node: Node, limit_s: float) -> Parts:
         """The plans of the joint search, then again with recompute if that may win."""
