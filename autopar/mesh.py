@@ -315,9 +315,13 @@ def logical_views(
         every = [dict(zip(mesh.axis_names, shape, strict=True))]
     else:
         every = [{"dp": n // tp, "tp": tp} for tp in range(1, n + 1) if n % tp == 0]
-    if not isinstance(mesh_shape, str):
-        every = [axes for axes in every if mesh_shape.items() <= axes.items()]
-    return [factored_view(mesh, links, device, axes, first_rank) for axes in every]
+    wanted = (axes for axes in every if has_degrees(mesh_shape, axes))
+    return [factored_view(mesh, links, device, axes, first_rank) for axes in wanted]
+
+
+def has_degrees(mesh_shape: str | Mapping[str, int], axes: Mapping[str, int]) -> bool:
+    """Does a view with these axes have the degrees of `mesh_shape`, if it fixes any?"""
+    return isinstance(mesh_shape, str) or mesh_shape.items() <= axes.items()
 
 
 def factored_view(

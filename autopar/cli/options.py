@@ -111,10 +111,12 @@ def _planning_flags(
     ] = None,
     solver: Annotated[str | None, typer.Option(help="auto, or ilp.")] = None,
     tolerance: Annotated[
-        float | None, typer.Option(help="Share of the step by which a plan may be missed.")
+        float | None,
+        typer.Option(help="Search one stage until none is faster by more (0.01)."),
     ] = None,
     tie: Annotated[
-        float | None, typer.Option(help="Of plans this close to the fastest, the simplest.")
+        float | None,
+        typer.Option(help="Take the simplest plan this close to the fastest (0.02)."),
     ] = None,
     time_limit_s: Annotated[
         float | None, typer.Option(help="Seconds: then the best plan so far.")

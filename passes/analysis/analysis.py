@@ -231,8 +231,7 @@ class Analysis:
 
     @cached_property
     def n_divisible(self) -> int:
-        """The batch, as the model views it, divides by the divisors of this number alone; 0: by
-        all."""
+        """Numbers of microbatches divide this one: the model views its batch as factors. 0: any."""
         sizes = (tensor.dims[dim][factor] for tensor, (dim, factor) in self._with_rows)
         return math.gcd(*sizes)
 

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 
 from autopar.cost.hardware import Hardware
 from autopar.errors import BatchError, InfeasibleError, MeshError
-from autopar.mesh import LogicalMesh, Mesh, factored_view
+from autopar.mesh import LogicalMesh, Mesh, factored_view, has_degrees
 from autopar.options import Manual, Options
 from autopar.passes.analysis import (
     FIRST_COUNT_PER_STAGE,
@@ -35,13 +35,7 @@ from autopar.passes.inter.attribution import PARTS
 from autopar.passes.inter.candidate import Candidate, StageLayout
 from autopar.passes.inter.joint import JointSearch, climb
 from autopar.passes.inter.layers import MOST_LAYERS, balanced
-from autopar.passes.inter.submeshes import (
-    SubmeshPlace,
-    has_degrees,
-    places_of,
-    view_at,
-    views_text,
-)
+from autopar.passes.inter.submeshes import SubmeshPlace, places_of, view_at, views_text
 from autopar.passes.inter.tables import StageTable, TableMaker
 from autopar.passes.intra import Constraints, recipe_cost, static_bytes
 
@@ -131,7 +125,7 @@ def _splits(analysis: Analysis, mesh: Mesh, options: Options) -> Iterator[_Split
         each = mesh.n_ranks // n_stages
         for tp in (n for n in range(1, each + 1) if each % n == 0):
             dp = each // tp
-            if not has_degrees(options, {"dp": dp, "tp": tp}):
+            if not has_degrees(options.mesh_shape, {"dp": dp, "tp": tp}):
                 continue
             splits_batch = dp > 1 and ("data" in options.forbid or not analysis.batch.size)
             if not splits_batch and not (tp > 1 and "tensor" in options.forbid):

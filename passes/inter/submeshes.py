@@ -65,12 +65,6 @@ def views_of(
     return logical_views(mesh, hardware.links, hardware.device, shape, first_rank, n_ranks)
 
 
-def has_degrees(options: Options, axes: Mapping[str, int]) -> bool:
-    """Does a view with these axes have the degrees that the user asks for?"""
-    shape = options.mesh_shape
-    return isinstance(shape, str) or shape.items() <= axes.items()
-
-
 def distinct_views(
     mesh: Mesh, hardware: Hardware, options: Options, sizes: Sequence[int]
 ) -> tuple[LogicalMesh, ...]:

@@ -25,8 +25,10 @@ from autopar.passes.intra.intra_op import (
 from autopar.passes.intra.least import (
     LeastRerun,
     least_bytes,
+    least_static_bytes,
     least_step_s,
     least_times_s,
+    shared_s,
     static_bytes,
 )
 from autopar.passes.intra.member_prices import lowered_over, operator_times_s
@@ -48,11 +50,13 @@ __all__ = [
     "choose",
     "intra_op_problem",
     "least_bytes",
+    "least_static_bytes",
     "least_step_s",
     "least_times_s",
     "lowered_over",
     "operator_times_s",
     "recipe_cost",
+    "shared_s",
     "static_bytes",
     "too_little_memory",
 ]

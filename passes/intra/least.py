@@ -1,7 +1,7 @@
 """Lower bounds on one program's seconds and bytes that need no solver.
 
 They take the best case: every rank that may share something has an equal share, nothing waits, and
-no collective runs. `least_rerun_s` says what a memory budget costs at least in recompute.
+no collective runs. `LeastRerun` says what a memory budget costs at least in recompute.
 """
 
 from __future__ import annotations
@@ -48,10 +48,18 @@ def least_bytes(
     It costs nothing compared with solving, and rules out most numbers of microbatches that do not
     fit.
     """
-    parameters = static_bytes(analysis, stored_dtype(analysis), optimizer)
     again = recomputable.operators_within(analysis) if recomputable else frozenset()
     kept = n_in_flight * analysis.kept_bytes(n_microbatches, again)
-    return parameters / constraints.n_static_shares(cost.mesh.sizes) + kept / cost.mesh.n_ranks
+    parameters = least_static_bytes(analysis, cost, optimizer, constraints)
+    return parameters + kept / cost.mesh.n_ranks
+
+
+def least_static_bytes(
+    analysis: Analysis, cost: CostModel, optimizer: str, constraints: Constraints
+) -> float:
+    """Lower bound on the bytes per device of parameters, their gradients and optimizer state."""
+    whole = static_bytes(analysis, stored_dtype(analysis), optimizer)
+    return whole / constraints.n_static_shares(cost.mesh.sizes)
 
 
 def least_step_s(analysis: Analysis, cost: CostModel) -> float:
@@ -62,6 +70,19 @@ def least_step_s(analysis: Analysis, cost: CostModel) -> float:
     """
     n_accumulated, (times_s, _) = analysis.batch.n_accumulated, least_times_s(analysis, cost)
     return float(sum(times_s.tolist())) * n_accumulated / cost.mesh.n_ranks
+
+
+def shared_s(
+    times_s: Array, analysis: Analysis, n_ranks: int, n_microbatches: int, n_stages: int = 1
+) -> float:
+    """Seconds of a step in which `n_ranks` have equal shares of `times_s`.
+
+    `times_s` are those of `least_times_s`, [2]. Every rank launches the operators of its stage for
+    every microbatch.
+    """
+    whole_s, launches_s = times_s.tolist()
+    share = analysis.batch.n_accumulated / n_ranks
+    return float((whole_s - launches_s) * share + launches_s * n_microbatches / n_stages)
 
 
 def least_times_s(analysis: Analysis, cost: CostModel) -> Array:
@@ -154,10 +175,9 @@ class LeastRerun:
                 if saved is not None and rule.fused:
                     other_bytes -= saved.other_bytes
         other_bytes /= self.analysis.batch.n_splits(n_microbatches)
-        whole_s, launches_s = self._forward_s[:, again].sum(axis=1)
-        share = self.analysis.batch.n_accumulated / self.cost.mesh.n_ranks
-        time_s = (whole_s - launches_s) * share + launches_s * n_microbatches
-        return sum(freed.values()) + other_bytes - sum(held.values()), float(time_s)
+        times_s = self._forward_s[:, again].sum(axis=1)
+        time_s = shared_s(times_s, self.analysis, self.cost.mesh.n_ranks, n_microbatches)
+        return sum(freed.values()) + other_bytes - sum(held.values()), time_s
 
     def _is_matmul(self, r: int, i: int) -> bool:
         """Is it a matmul whose result "selective" saves? The last operator's is not saved."""

@@ -5,8 +5,9 @@
         refine the one with the least bound: into nodes with tighter bounds, and simulated plans
 
 A *node* is a set of plans, and its `bound_s` is a lower bound on the step of each. The *incumbent*
-is the fastest plan simulated so far. So when the loop ends, no plan of the space is faster than the
-incumbent by more than the tolerance. The order in which nodes are proposed does not matter. Of
+is the fastest plan simulated so far. So when the loop ends, no plan is faster than the incumbent by
+more than the tolerance, if the bounds hold. Left out are nodes that nothing refines further, as of
+pipelines (`several_stages.py`). The order in which nodes are proposed does not matter. Of
 bounds that are equal to the tolerance, a solved plan is first, because it may end the search.
 
 The *simplest* plan within `tie` of the incumbent is chosen, because predictions are off by more

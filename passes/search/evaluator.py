@@ -34,7 +34,6 @@ from autopar.passes.analysis import (
     find_runs,
     fold,
     is_searched,
-    stored_dtype,
 )
 from autopar.passes.inter import Candidate, StageBoundary, StageLayout, StageSeconds, step_s
 from autopar.passes.intra import (
@@ -44,8 +43,8 @@ from autopar.passes.intra import (
     PlacementRequest,
     Prices,
     least_bytes,
+    least_static_bytes,
     recipe_cost,
-    static_bytes,
     too_little_memory,
 )
 from autopar.passes.search.stats import PlanningStats
@@ -298,13 +297,13 @@ class Evaluator:
         (stage,) = self._stages(candidate)
         if self.recomputable is None:
             return 0.0
-        sizes, limits = stage.layout.view.sizes, stage.layout.constraints
-        static = static_bytes(stage.part, stored_dtype(stage.part), self.options.optimizer)
-        left_bytes = self.budget_bytes - static / limits.n_static_shares(sizes)
-        key = stage.part, stage.layout.view.canonical
+        part, view, limits = stage.part, stage.layout.view, stage.layout.constraints
+        cost = CostModel(view, self.dtype)
+        key = part, view.canonical
         if key not in self._least_rerun:
-            cost = CostModel(stage.layout.view, self.dtype)
-            self._least_rerun[key] = LeastRerun(stage.part, self.recomputable, cost)
+            self._least_rerun[key] = LeastRerun(part, self.recomputable, cost)
+        static = least_static_bytes(part, cost, self.options.optimizer, limits)
+        left_bytes = self.budget_bytes - static
         return self._least_rerun[key](stage.n_microbatches, stage.depth, left_bytes)
 
     def fastest_layouts(

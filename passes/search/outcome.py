@@ -47,11 +47,8 @@ def alternatives_of(
     `why` says of the first `N_EXPLAINED` what makes them slower, and sums them up; None: nothing
     is said.
     """
-    rows, fastest, least = (
-        list[tuple[Alternative, Solved | Scored]](),
-        dict[str, Solved](),
-        dict[str, Node](),
-    )
+    rows = list[tuple[Alternative, Solved | Scored]]()
+    fastest, least = dict[str, Solved](), dict[str, Node]()
     for solved in sorted(search.found, key=lambda s: s.step_time_s):
         fastest.setdefault(solved.candidate.name, solved)
     fastest[chosen.candidate.name] = chosen

@@ -32,7 +32,13 @@ from autopar.passes.inter import (
     n_operators,
     submesh_sizes,
 )
-from autopar.passes.intra import Prices, least_step_s, least_times_s, too_little_memory
+from autopar.passes.intra import (
+    Prices,
+    least_step_s,
+    least_times_s,
+    shared_s,
+    too_little_memory,
+)
 from autopar.passes.search.branch_bound import BranchAndBound, Node
 from autopar.passes.search.evaluator import Evaluator
 from autopar.passes.search.levels import Levels
@@ -127,16 +133,15 @@ class Planner:
         self._check_stages()
         self._check_degrees()
         options = self.options
-        search = BranchAndBound(options.tolerance, options.tie, self._rank)
-        found, is_timed_out = search.found, False
+        is_timed_out = False
 
         def before(node: Node) -> None:
             """Report what comes next; end the search if the time is up and there is a plan."""
-            if found and time.perf_counter() > self.evaluator.deadline:
+            if search.found and time.perf_counter() > self.evaluator.deadline:
                 raise _TimeUp
             self.report(f"planning {node.name}")
 
-        search.before = before
+        search = BranchAndBound(options.tolerance, options.tie, self._rank, before)
         notes = list[Alternative]()
         try:
             search.run(self._recipes())
@@ -145,9 +150,9 @@ class Planner:
             is_timed_out = True
             passed = f"not tried when time_limit_s={options.time_limit_s:g} had passed"
             notes.append(Alternative("the rest", None, passed))
-        if not found and not self.levels.errors:
+        if not search.found and not self.levels.errors:
             raise self._no_candidate()
-        if not found:
+        if not search.found:
             raise self._nothing_fits(self.levels.errors)
         chosen = search.chosen
         bound_s = None
@@ -185,13 +190,12 @@ class Planner:
             candidates = self.proposals.given(stages, self.evaluator)
         else:
             candidates = self.proposals.one_stage() if stages in ("auto", 1) else iter(())
-        whole_s, launches_s = least_times_s(
-            self.analysis, CostModel(self._whole_view, self.evaluator.dtype)
-        ).sum(axis=1)
-        shared_s = (whole_s - launches_s) * self.analysis.batch.n_accumulated / self.mesh.n_ranks
+        cost = CostModel(self._whole_view, self.evaluator.dtype)
+        times_s = least_times_s(self.analysis, cost).sum(axis=1)
         for candidate in candidates:
-            launched_s = candidate.n_microbatches * launches_s / len(candidate.stages)
-            yield self.levels.root(candidate, float(shared_s + launched_s))
+            counts = candidate.n_microbatches, len(candidate.stages)
+            least_s = shared_s(times_s, self.analysis, self.mesh.n_ranks, *counts)
+            yield self.levels.root(candidate, least_s)
         if self.pipelines is not None:
             yield from self.pipelines.roots()
 

@@ -6,7 +6,7 @@
 
 A recipe is tried with the fewest microbatches that fit, first without recompute, then with
 selective and with full recompute. Its placements are in the search's space, too, so a recipe bounds
-nothing: its node's bound is that of its own score.
+nothing: its node's bound is its own score, less what scores were seen to be off.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 
 from autopar.errors import InfeasibleError, NotSupportedError
 from autopar.mesh import LogicalMesh
@@ -105,38 +105,40 @@ class RecipeNodes:
 
         Sizes are checked before, so that what is too large is not solved.
         """
-        modes, error = list(self._with_modes(attempts)), None
-        small = list[tuple[Evaluator, Candidate]]()
-        for attempt in modes:
+        every = [(evaluator, c) for evaluator in self._evaluators for c in attempts]
+        small, error = list[tuple[Evaluator, Candidate]](), None
+        for attempt in every:
             evaluator, candidate = attempt
             try:
                 evaluator.check_size(candidate)
                 small.append(attempt)
             except InfeasibleError as too_large:
                 error = too_large, candidate
-        try:
-            evaluator, candidate = modes[0]
-            free = evaluator.scored(candidate, None) if small else None
-        except InfeasibleError as impossible:
-            error, free = (impossible, candidate), None
-        if free is None:
+        if not small:
             assert error is not None, "there is an attempt"
             self.levels.errors.append(error)
             return []
-        least_s = free.score_s / (1 + SCORE_REL)
-        if small[0] is modes[0] and within(evaluator.budget_bytes, free.size_bytes):
+        evaluator, candidate = every[0]
+        try:
+            free = evaluator.scored(candidate, None)
+        except InfeasibleError as impossible:
+            self.levels.errors.append((impossible, candidate))
+            return []
+        if small[0] is every[0] and within(evaluator.budget_bytes, free.size_bytes):
             return [self._leaf(node, free, evaluator, iter(small[1:]))]
+        least_s = free.score_s / (1 + SCORE_REL)
         return [node.after("free", least_s, lambda _: self._tried(node, iter(small)))]
 
-    def _with_modes(self, attempts: Sequence[Candidate]) -> Iterator[tuple[Evaluator, Candidate]]:
+    @cached_property
+    def _evaluators(self) -> list[Evaluator]:
+        """Without recompute, unless the user chose it; then with each mode that there is."""
         whole = self.levels.simulator.evaluator
         plain = whole.without_recompute
-        yield from ((plain or whole, candidate) for candidate in attempts)
-        if plain is not None:
-            for mode in _MODES:
-                with suppress(NotSupportedError):
-                    evaluator = whole.recomputing(mode)
-                    yield from ((evaluator, candidate) for candidate in attempts)
+        found = [plain or whole]
+        for mode in _MODES if plain is not None else ():
+            with suppress(NotSupportedError):
+                found.append(whole.recomputing(mode))
+        return found
 
     def _tried(self, node: Node, attempts: Iterator[tuple[Evaluator, Candidate]]) -> Parts:
         """The first attempt that fits by the solver's bytes."""
