@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import difflib
 import gc
+import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -66,13 +67,7 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> PoolsTogethe
 @pytest.fixture
 def nothing_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search sees no overlap: its objective is a sum, and an optimum is exact."""
-    from autopar.cost.price import HiddenShares
-    from autopar.passes.analysis import Analysis
-
-    # A property, because analyses keep what they computed.
-    monkeypatch.setattr(
-        Analysis, "hidden_shares", property(lambda analysis: HiddenShares(0.0, 0.0))
-    )
+    monkeypatch.setattr("autopar.passes.intra.intra_op.slowdown_of", lambda cost: math.inf)
 
 
 @pytest.fixture

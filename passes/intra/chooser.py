@@ -64,12 +64,11 @@ _Case = tuple[Repeated, int, int]
 
 
 class SyncSeconds(NamedTuple):
-    """Seconds of gradients on their way back once a step, in so many buckets. `paid_s` is what the
-    step takes longer for it."""
+    """Seconds of gradients that may return beside the last backward. `paid_s` is what the step
+    takes longer for it."""
 
     time_s: float = 0.0
     paid_s: float = 0.0
-    n_buckets: float = 1.0
 
 
 NO_SYNC = SyncSeconds()
@@ -81,7 +80,7 @@ class Chosen:
 
     objective_s    seconds of a step, in which compute hides communication (`hiding.py`)
     once_s         the part of them that is paid once, whatever the number of microbatches
-    sync           of what is paid once, gradients on their way back, hidden or not
+    sync           of what is paid once, gradients that may return beside the last backward
     gap            relative gap between the objective and its lower bound; `solver_gap` is that of
                    the problem in which all is hidden
     size_bytes     memory per device, as the solver counts it
@@ -268,7 +267,7 @@ class Chooser:
         once_s = replace(priced, only=runs_on.once_mask).evaluate(choice).cost_s
         return Chosen(
             **_seconds(
-                best, once_s, solution.gap, runs_on.folded_problem.hiding, self.folded.whole, ask
+                best, once_s, solution.gap, runs_on.folded_problem.hiding, ask
             ),
             size_bytes=best.size_bytes,
             n_variables=whole.n_variables,
@@ -313,21 +312,19 @@ def _seconds(
     once_s: float,
     solver_gap: float,
     hiding: Hiding,
-    analysis: Analysis,
     ask: PlacementRequest,
 ) -> _Seconds:
     """The numbers of a choice; `once_s` is what a step pays once if all is hidden."""
     m = ask.n_microbatches
     objective_s, sync_s = hiding.step_s(best.parts, m), best.parts.sync_s
     exposed_s = hiding.exposed_sync_s(best.parts, m)
-    n_buckets = 1 / max(1 - analysis.own_hidden_shares.sync, 1e-6)
     gap = 0.0 if best.bound_s >= objective_s * (1 - 1e-9) else 1 - best.bound_s / objective_s
     return {
         "objective_s": objective_s,
         "once_s": once_s + exposed_s,
         "gap": solver_gap if ask.runs_on is not None else gap,
         "solver_gap": solver_gap,
-        "sync": SyncSeconds(sync_s, hiding.sync_price * sync_s + exposed_s, n_buckets),
+        "sync": SyncSeconds(sync_s, hiding.price * sync_s + exposed_s),
     }
 
 
@@ -380,7 +377,7 @@ def choose(
     choice = best.choice
     once_s = priced.once_problem.evaluate(choice).cost_s
     return Chosen(
-        **_seconds(best, once_s, solution.gap, priced.hiding, analysis, ask),
+        **_seconds(best, once_s, solution.gap, priced.hiding, ask),
         size_bytes=best.size_bytes,
         n_variables=problem.numbers.n_variables,
         n_written_out=problem.numbers.n_variables,

@@ -3,26 +3,34 @@
 A choice of placements has, in seconds of a step on one stage,
 
     c    compute: the operators
-    z    ZeRO-3's gathers and reductions, and gradients returned per microbatch
-    s    gradients returned once a step
+    z    of ZeRO-3's gathers and reductions, and of gradients returned per microbatch, what may run
+         beside compute
+    s    of gradients returned once a step, the same
     r    all else, which compute waits for
 
-Of z a share a may run beside compute, of s a share h beside the last of m backwards, which is two
-thirds of a microbatch (`hidden_shares` of `cost/price/overlap.py`). A hidden second still costs p =
-f / (1 + f), because it slows compute by f (`cost/simulate/times.py`). So a step takes
+What may run beside compute is known before anything is placed (`passes/analysis/gathering.py`). A
+hidden second still costs p = f / (1 + f), because it slows compute by f (`cost/simulate/times.py`).
+Sync hides in the last of m backwards, which takes at most b = 4/5 of a microbatch: with recompute,
+an operator that takes 1 forward takes at most 1 + 3 backward (a matmul of three operands). So a
+step takes at least
 
-    all hidden   A = r + c + (1 - a (1 - p)) z + (1 - h (1 - p)) s             (`Hiding.*_price`)
-    exposed      x = max(0, a (1 - p) z - c)                                   (`exposed_blocks_s`)
-                 y = (1 - p) h max(0, s - 2/3 max(0, c - (1 - p) a z) / m)       (`exposed_sync_s`)
-    step         T = A + x + y                                                          (`step_s`)
+    all hidden   A = r + c + p z + p s
+    exposed      x = max(0, (1 - p) z - c)                               (`exposed_blocks_s`)
+                 y = max(0, (1 - p) s - b (r + c) / m)                     (`exposed_sync_s`)
+    step         T = A + x + y                                           (`step_s`)
 
-A is a sum over choices, and a lower bound on T. The problem's numbers are those of A, so where all
-is hidden, its optimum is that of T. Else x and y have a price, as bytes have. For t in [0, 1]
+Proof: a part of a step with compute c and overlapped o takes max(o, c + p o). Sync starts o after
+the last backward does, which takes at least o, and ends s later. So from the start of a backward
+that computes and waits for d, o + s or more pass; without sync it would take max(o, d + p o), which
+is at most o + d. Only the last bucket is in r, if it must be.
 
-    T >= A + t (a (1 - p) z - c)        T >= A + t (1 - p) h (s - 2/3 c / m)      (`Hiding.weights`)
+A is a sum over choices. The problem's numbers are those of A, so where all is hidden, its optimum
+is that of T. Else x and y have a price, as bytes have. For t in [0, 1]
 
-Both are sums over choices again. `least_exposed` solves them for a few t, and keeps the least T and
-the greatest bound.
+    T >= A + t ((1 - p) z - c)        T >= A + t ((1 - p) s - b (A - p z - p s) / m)
+
+Both are sums over choices again (`Hiding.weights`). `least_exposed` solves them for a few t, and
+keeps the least T and the greatest bound.
 """
 
 from __future__ import annotations
@@ -36,12 +44,10 @@ from typing import Generic, NamedTuple, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost.price import HiddenShares
-
 # A plan this close to its bound (relative) is not weighed again, and how often it is at most.
 EXPOSED_GAP_GOAL, MOST_PRICES = 1e-2, 2
-# A backward takes two thirds of a microbatch's compute (`passes/inter/score.py`).
-_BACKWARD = 2 / 3
+# The most of a microbatch that its backward takes: b of the docstring.
+_BACKWARD = 4 / 5
 Array = NDArray[np.float64]
 C = TypeVar("C")
 
@@ -58,7 +64,7 @@ HidableCosts = Callable[[int], Hidable]
 
 
 class Parts(NamedTuple):
-    """A choice's seconds of a step if all is hidden; of them, compute; s and z of the docstring."""
+    """A choice's A, c, s and z of the docstring, in seconds of a step."""
 
     hidden_s: float
     compute_s: float
@@ -67,8 +73,9 @@ class Parts(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """What is added to A: so many times compute, s and z."""
+    """What is added to A: so many times A, c, s and z."""
 
+    hidden: float
     compute: float
     sync: float
     blocks: float
@@ -76,31 +83,26 @@ class Weights(NamedTuple):
 
 @dataclass(frozen=True)
 class Hiding:
-    """The law of the docstring for one program: what may be hidden, and the slowdown f."""
+    """The law of the docstring; `slowdown` is f."""
 
-    shares: HiddenShares
     slowdown: float
+
+    @property
+    def price(self) -> float:
+        """Seconds that a hidden second costs: p."""
+        return 1 - self._saved
 
     @cached_property
     def _saved(self) -> float:
         """1 - p"""
         return 1 / (1 + self.slowdown)
 
-    @property
-    def sync_price(self) -> float:
-        return 1 - self.shares.sync * self._saved
-
-    @property
-    def blocks_price(self) -> float:
-        return 1 - self.shares.blocks * self._saved
-
     def exposed_blocks_s(self, parts: Parts) -> float:
-        return max(0.0, self.shares.blocks * self._saved * parts.blocks_s - parts.compute_s)
+        return max(0.0, self._saved * parts.blocks_s - parts.compute_s)
 
     def exposed_sync_s(self, parts: Parts, n_microbatches: int) -> float:
-        beside_s = max(0.0, parts.compute_s - self._saved * self.shares.blocks * parts.blocks_s)
-        left_s = parts.sync_s - _BACKWARD * beside_s / n_microbatches
-        return self._saved * self.shares.sync * max(0.0, left_s)
+        waited_s = parts.hidden_s - self.price * (parts.sync_s + parts.blocks_s)
+        return max(0.0, self._saved * parts.sync_s - _BACKWARD * waited_s / n_microbatches)
 
     def step_s(self, parts: Parts, n_microbatches: int) -> float:
         exposed_s = self.exposed_blocks_s(parts) + self.exposed_sync_s(parts, n_microbatches)
@@ -109,12 +111,14 @@ class Hiding:
     def weights(self, price: float, of_sync: bool, n_microbatches: int) -> Weights:
         """What is added to A at a price t of what is exposed."""
         if of_sync:
-            price *= self._saved * self.shares.sync
-            return Weights(-price * _BACKWARD / n_microbatches, price, 0.0)
-        return Weights(-price, 0.0, price * self._saved * self.shares.blocks)
+            beside = price * _BACKWARD / n_microbatches
+            paid = beside * self.price
+            return Weights(-beside, 0.0, price * self._saved + paid, paid)
+        return Weights(0.0, -price, 0.0, price * self._saved)
 
 
-NOTHING_HIDDEN = Hiding(HiddenShares(0.0, 0.0), 0.0)
+# Compute hides no second that it does not lose.
+NOTHING_HIDDEN = Hiding(math.inf)
 
 
 class Found(NamedTuple, Generic[C]):

@@ -101,8 +101,8 @@ def intra_op_problems(
     static = static_bytes_per_param(optimizer, dtype)
     # The optimizer updates many tensors in one launch, so a tensor pays for its elements alone.
     update = optimizer_time_s(1.0, optimizer, dtype, device, n_tensors=0) / dtype.itemsize
-    hiding = Hiding(analysis.hidden_shares, slowdown_of(every[0][0]))
-    parameters = ParameterMaker(stacked, limits, static, update, hiding)
+    hiding = Hiding(slowdown_of(every[0][0]))
+    parameters = ParameterMaker(stacked, limits, static, update, hiding, analysis.gathering)
     builder = ProblemBuilder(program, stacked, parameters, priced)
     builder.connect(candidates)
     if recomputable is not None:

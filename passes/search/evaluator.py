@@ -414,7 +414,7 @@ def stage_seconds(chosen: Chosen, n_microbatches: int) -> StageSeconds:
     """A stage's seconds, with gradient sync apart: how much of it hides, the schedule decides."""
     sync, m = chosen.sync, n_microbatches
     time_s = (chosen.objective_s - chosen.once_s) / m
-    return StageSeconds(time_s, chosen.once_s - sync.paid_s, sync.time_s, sync.n_buckets)
+    return StageSeconds(time_s, chosen.once_s - sync.paid_s, sync.time_s)
 
 
 def _solver_limit_s(candidate: Candidate, limit_s: float) -> float:

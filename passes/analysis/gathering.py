@@ -1,0 +1,86 @@
+"""What is known of the collectives of parameters before anything is placed.
+
+They are those of ZeRO, and the return of gradients. How they run, `cost/price/overlap.py` and
+`autopar/program/rerun_lines.py` say. All that is said here holds whatever is placed, except where a
+parameter of the first or the last block is not gathered: then its neighbours take its place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import NamedTuple
+
+from autopar.placement import TensorType
+from autopar.program import Operator, Program, block_of, numbered_module, sync_bucket_bytes
+
+
+class Gathering(NamedTuple):
+    """What is known of one parameter.
+
+    fused_bytes   of the parameters of its block: as much is gathered or reduced at once at most
+    is_first      no compute runs before the gathers of its block, nor after their reductions
+    returns_last  its gradient is in a bucket that no compute runs beside
+    again         the operators before whose backward it is gathered again
+    """
+
+    fused_bytes: int
+    is_first: bool
+    returns_last: bool
+    again: frozenset[str]
+
+
+def gathering_of(
+    program: Program,
+    operators: Sequence[Operator],
+    tensors: Mapping[str, TensorType],
+    every: Iterable[str],
+    saved_inputs: Mapping[str, Sequence[str]],
+) -> dict[str, Gathering]:
+    """Of every parameter of a program, which may stand for one with more blocks.
+
+    `every` are the parameters of that one, and `saved_inputs` what each operator saves for backward
+    of the tensors that it reads.
+    """
+    bytes_of = {n: _bytes(tensors[n]) for n in program.parameters}
+    blocks = {n: numbered_module(p.name) or p.name for n, p in program.parameters.items()}
+    total_bytes = sum(_bytes(tensors[name]) for name in every)
+    in_blocks: dict[str, int] = {}
+    for name, block in blocks.items():
+        in_blocks[block] = in_blocks.get(block, 0) + bytes_of[name]
+    readers = [(o, [n for n in o.inputs if n in blocks]) for o in operators]
+    read = [name for _, names in readers for name in names]
+    first = blocks[read[0]] if read else None
+    trained = [n for n in program.parameters if tensors[n].has_grad]
+    is_one_bucket = total_bytes <= sync_bucket_bytes(total_bytes)
+    again: dict[str, set[str]] = {}
+    stays = _stays_gathered(program, [o for o, names in readers if names])
+    for operator in operators:
+        for name in saved_inputs.get(operator.name, ()):
+            if name in blocks and operator.name not in stays:
+                again.setdefault(name, set()).add(operator.name)
+    return {
+        name: Gathering(
+            in_blocks[block] if numbered_module(program.parameters[name].name) else total_bytes,
+            block == first,
+            is_one_bucket or name in trained[:1],
+            frozenset(again.get(name, ())),
+        )
+        for name, block in blocks.items()
+    }
+
+
+def _stays_gathered(program: Program, readers: Sequence[Operator]) -> frozenset[str]:
+    """The operators of the last run, which may stay gathered; none of a stage among several.
+
+    `readers` are the operators that read parameters.
+    """
+    if not readers or program.received or program.sent:
+        return frozenset()
+    of = {o.name: block_of(program.keys[o.name]) for o in readers}
+    last = readers[-1].name
+    return frozenset(n for n, block in of.items() if n == last or (block and block == of[last]))
+
+
+def _bytes(tensor: TensorType) -> int:
+    """Of a parameter in use or of its gradient, whichever is larger."""
+    return max(tensor.size_bytes, int(tensor.gradient_bytes(tensor.size_bytes)))
