@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import gc
-import math
 import os
 import sys
 from collections.abc import Callable, Iterator
@@ -67,7 +66,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> PoolsTogethe
 @pytest.fixture
 def nothing_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search sees no overlap: its objective is a sum, and an optimum is exact."""
-    monkeypatch.setattr("autopar.passes.intra.intra_op.slowdown_of", lambda cost: math.inf)
+    from autopar.passes.intra.hiding import NOTHING_HIDDEN, Hiding
+
+    monkeypatch.setattr(Hiding, "of", staticmethod(lambda slowdown: NOTHING_HIDDEN))
 
 
 @pytest.fixture

@@ -1,8 +1,9 @@
 """What is known of a program before any mesh: types, batch, planning nodes, repeated blocks.
 
-Reading order: `groups.py` (planning nodes), `microbatch.py` (the batch), `gathering.py` (parameters'
-collectives), `analysis.py` (these facts in one object), `folding.py` (repeated blocks), `equal_parts.py` (equal stages), `cutting.py`
-(stages and what crosses between them), `counts.py` (numbers of microbatches),
+Reading order: `groups.py` (planning nodes), `microbatch.py` (the batch), `gathering.py` (what
+parameters cost), `analysis.py` (these facts in one object), `folding.py` (repeated blocks),
+`equal_parts.py` (equal stages), `cutting.py` (stages and what crosses between them), `counts.py`
+(numbers of microbatches),
 `recompute.py` (what may be recomputed), `padding.py` (vocabularies), `fallback.py` (operators
 without a rule), `row_counts.py` (outputs of microbatches), `arguments.py` (arguments of calls in
 generated programs).

@@ -3,8 +3,8 @@
 Operators i and i + p are *equal* if they are of one kind (`Analysis.kinds`) and read equal sources:
 where one reads operator k, the other reads k + p, or both read the same value. A *run* is a range
 of operators that are equal at one distance p, its period: repeated blocks that differ in
-names only (`find_runs`). A program with several stacks of layers has several runs. A run begins with
-a module of a list (`h.3`) if it can, as ZeRO-3's gathers do (`passes/lowering/gathers.py`).
+names only (`find_runs`). A program with several stacks of layers has several runs. A run begins
+with a module of a list (`h.3`) if it can, as ZeRO-3's gathers do (`passes/lowering/gathers.py`).
 
 Folding keeps some blocks of every run (`fold`), by default the first two and the last. A kept block
 that read a dropped one reads the kept block before it instead. Each dropped block takes the

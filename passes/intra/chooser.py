@@ -266,9 +266,7 @@ class Chooser:
         choice = best.choice
         once_s = replace(priced, only=runs_on.once_mask).evaluate(choice).cost_s
         return Chosen(
-            **_seconds(
-                best, once_s, solution.gap, runs_on.folded_problem.hiding, ask
-            ),
+            **_seconds(best, once_s, solution.gap, runs_on.folded_problem.hiding, ask),
             size_bytes=best.size_bytes,
             n_variables=whole.n_variables,
             n_written_out=whole.n_written_out,
@@ -324,7 +322,7 @@ def _seconds(
         "once_s": once_s + exposed_s,
         "gap": solver_gap if ask.runs_on is not None else gap,
         "solver_gap": solver_gap,
-        "sync": SyncSeconds(sync_s, hiding.price * sync_s + exposed_s),
+        "sync": SyncSeconds(sync_s, hiding.sync_price * sync_s + exposed_s),
     }
 
 

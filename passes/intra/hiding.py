@@ -9,27 +9,28 @@ A choice of placements has, in seconds of a step on one stage,
     r    all else, which compute waits for
 
 What may run beside compute is known before anything is placed (`passes/analysis/gathering.py`). A
-hidden second still costs p = f / (1 + f), because it slows compute by f (`cost/simulate/times.py`).
-Sync hides in the last of m backwards, which takes at most b = 4/5 of a microbatch: with recompute,
-an operator that takes 1 forward takes at most 1 + 3 backward (a matmul of three operands). So a
-step takes at least
+hidden second still costs p = f / (1 + f), because it slows compute by f (`cost/simulate/times.py`);
+one of sync costs q = p / (1 + p) at least. Sync hides in the last of m backwards, which takes at
+most b = 4/5 of a microbatch: with recompute, an operator that takes 1 forward takes at most 1 + 3
+backward (a matmul of three operands). So a step takes at least
 
-    all hidden   A = r + c + p z + p s
+    all hidden   A = r + c + p z + q s
     exposed      x = max(0, (1 - p) z - c)                               (`exposed_blocks_s`)
-                 y = max(0, (1 - p) s - b (r + c) / m)                     (`exposed_sync_s`)
+                 y = max(0, (1 - q) s - b (r + c) / m)                     (`exposed_sync_s`)
     step         T = A + x + y                                           (`step_s`)
 
 Proof: a part of a step with compute c and overlapped o takes max(o, c + p o). Sync starts o after
 the last backward does, which takes at least o, and ends s later. So from the start of a backward
 that computes and waits for d, o + s or more pass; without sync it would take max(o, d + p o), which
-is at most o + d. Only the last bucket is in r, if it must be.
+is at most o + d. If h of sync is beside that backward, max(s - h, p h) is left, which is q s or
+more.
 
 A is a sum over choices. The problem's numbers are those of A, so where all is hidden, its optimum
-is that of T. Else x and y have a price, as bytes have. For t in [0, 1]
+is that of T. Else x and y have prices, as bytes have. For t and u in [0, 1]
 
-    T >= A + t ((1 - p) z - c)        T >= A + t ((1 - p) s - b (A - p z - p s) / m)
+    T >= A + t ((1 - p) z - c) + u ((1 - q) s - b (A - p z - q s) / m)
 
-Both are sums over choices again (`Hiding.weights`). `least_exposed` solves them for a few t, and
+It is a sum over choices again (`Hiding.weights`). `least_exposed` solves it for a few prices, and
 keeps the least T and the greatest bound.
 """
 
@@ -38,14 +39,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
 # A plan this close to its bound (relative) is not weighed again, and how often it is at most.
-EXPOSED_GAP_GOAL, MOST_PRICES = 1e-2, 2
+EXPOSED_GAP_GOAL, MOST_PRICES = 1e-2, 3
 # The most of a microbatch that its backward takes: b of the docstring.
 _BACKWARD = 4 / 5
 Array = NDArray[np.float64]
@@ -81,44 +81,53 @@ class Weights(NamedTuple):
     blocks: float
 
 
+class Prices(NamedTuple):
+    """The prices u and t of exposed sync and of all else that is exposed."""
+
+    sync: float
+    blocks: float
+
+
 @dataclass(frozen=True)
 class Hiding:
-    """The law of the docstring; `slowdown` is f."""
+    """The law of the docstring: a hidden second costs q of sync, else p."""
 
-    slowdown: float
+    sync_price: float
+    blocks_price: float
 
-    @property
-    def price(self) -> float:
-        """Seconds that a hidden second costs: p."""
-        return 1 - self._saved
-
-    @cached_property
-    def _saved(self) -> float:
-        """1 - p"""
-        return 1 / (1 + self.slowdown)
+    @staticmethod
+    def of(slowdown: float) -> Hiding:
+        """The law for a slowdown f."""
+        price = slowdown / (1 + slowdown)
+        return Hiding(price / (1 + price), price)
 
     def exposed_blocks_s(self, parts: Parts) -> float:
-        return max(0.0, self._saved * parts.blocks_s - parts.compute_s)
+        return max(0.0, (1 - self.blocks_price) * parts.blocks_s - parts.compute_s)
 
     def exposed_sync_s(self, parts: Parts, n_microbatches: int) -> float:
-        waited_s = parts.hidden_s - self.price * (parts.sync_s + parts.blocks_s)
-        return max(0.0, self._saved * parts.sync_s - _BACKWARD * waited_s / n_microbatches)
+        hidden_s = self.sync_price * parts.sync_s + self.blocks_price * parts.blocks_s
+        beside_s = _BACKWARD * (parts.hidden_s - hidden_s) / n_microbatches
+        return max(0.0, (1 - self.sync_price) * parts.sync_s - beside_s)
+
+    def exposed_s(self, parts: Parts, n_microbatches: int) -> Prices:
+        """Seconds that are exposed, by what prices are for."""
+        return Prices(self.exposed_sync_s(parts, n_microbatches), self.exposed_blocks_s(parts))
 
     def step_s(self, parts: Parts, n_microbatches: int) -> float:
-        exposed_s = self.exposed_blocks_s(parts) + self.exposed_sync_s(parts, n_microbatches)
-        return parts.hidden_s + exposed_s
+        return parts.hidden_s + sum(self.exposed_s(parts, n_microbatches))
 
-    def weights(self, price: float, of_sync: bool, n_microbatches: int) -> Weights:
-        """What is added to A at a price t of what is exposed."""
-        if of_sync:
-            beside = price * _BACKWARD / n_microbatches
-            paid = beside * self.price
-            return Weights(-beside, 0.0, price * self._saved + paid, paid)
-        return Weights(0.0, -price, 0.0, price * self._saved)
+    def weights(self, prices: Prices, n_microbatches: int) -> Weights:
+        """What is added to A at these prices of what is exposed."""
+        beside = prices.sync * _BACKWARD / n_microbatches
+        return Weights(
+            -beside,
+            -prices.blocks,
+            prices.sync * (1 - self.sync_price) + beside * self.sync_price,
+            prices.blocks * (1 - self.blocks_price) + beside * self.blocks_price,
+        )
 
 
-# Compute hides no second that it does not lose.
-NOTHING_HIDDEN = Hiding(math.inf)
+NOTHING_HIDDEN = Hiding(1.0, 1.0)
 
 
 class Found(NamedTuple, Generic[C]):
@@ -152,15 +161,18 @@ def least_exposed(
     `limit_s`, nothing more is solved.
     """
     best = LeastExposed(first.choice, first.size_bytes, parts_of(first.choice), first.bound_s)
-    parts = best.parts
-    exposed_s = hiding.exposed_blocks_s(parts), hiding.exposed_sync_s(parts, n_microbatches)
-    if max(exposed_s) <= EXPOSED_GAP_GOAL * parts.hidden_s or first.bound_s >= limit_s:
+    exposed_s = hiding.exposed_s(best.parts, n_microbatches)
+    if max(exposed_s) <= EXPOSED_GAP_GOAL * best.parts.hidden_s or first.bound_s >= limit_s:
         return best
-    of_sync, low, high = exposed_s[1] > exposed_s[0], 0.0, 1.0
-    best_s = hiding.step_s(parts, n_microbatches)
+    best_s = hiding.step_s(best.parts, n_microbatches)
+    # Per price, an interval; a price is 0 until something is exposed.
+    intervals: list[tuple[float, float] | None] = [None, None]
     for _ in range(MOST_PRICES):
-        price = (low + high) / 2
-        found = solve(hiding.weights(price, of_sync, n_microbatches))
+        for k, seconds in enumerate(exposed_s):
+            if intervals[k] is None and seconds > 0:
+                intervals[k] = 0.0, 1.0
+        prices = Prices(*(sum(of) / 2 if of else 0.0 for of in intervals))
+        found = solve(hiding.weights(prices, n_microbatches))
         if found is None:
             break
         parts, bound_s = parts_of(found.choice), max(best.bound_s, found.bound_s)
@@ -170,10 +182,9 @@ def least_exposed(
         best = best._replace(bound_s=bound_s)
         if best_s * (1 - EXPOSED_GAP_GOAL) <= bound_s or bound_s >= limit_s:
             break
-        left_s = (
-            hiding.exposed_sync_s(parts, n_microbatches)
-            if of_sync
-            else hiding.exposed_blocks_s(parts)
-        )
-        low, high = (price, high) if left_s else (low, price)
+        exposed_s = hiding.exposed_s(parts, n_microbatches)
+        for k, (price, seconds) in enumerate(zip(prices, exposed_s, strict=True)):
+            of = intervals[k]
+            if of is not None:
+                intervals[k] = (price, of[1]) if seconds else (of[0], price)
     return best

@@ -24,7 +24,7 @@ from autopar.passes.analysis import FIRST_COUNT, Analysis, Recomputable, is_sear
 from autopar.passes.intra.candidates import CandidateMaker
 from autopar.passes.intra.cases import Case, Cases
 from autopar.passes.intra.constraints import AppliedConstraints, Constraints
-from autopar.passes.intra.hiding import Hiding
+from autopar.passes.intra.hiding import NOTHING_HIDDEN, Hiding
 from autopar.passes.intra.parameters import ParameterMaker
 from autopar.passes.intra.priced import Prices
 from autopar.passes.intra.problem import IntraOpProblem, IntraOpProblems, ProblemBuilder
@@ -101,7 +101,8 @@ def intra_op_problems(
     static = static_bytes_per_param(optimizer, dtype)
     # The optimizer updates many tensors in one launch, so a tensor pays for its elements alone.
     update = optimizer_time_s(1.0, optimizer, dtype, device, n_tensors=0) / dtype.itemsize
-    hiding = Hiding(slowdown_of(every[0][0]))
+    machine = every[0][0]
+    hiding = Hiding.of(slowdown_of(machine)) if machine.hides else NOTHING_HIDDEN
     parameters = ParameterMaker(stacked, limits, static, update, hiding, analysis.gathering)
     builder = ProblemBuilder(program, stacked, parameters, priced)
     builder.connect(candidates)

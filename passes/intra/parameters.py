@@ -171,12 +171,15 @@ class ParameterMaker:
         time_s, tie, size_bytes = conversion_costs(
             paths, self.cases.mesh_of, self.cases.n_microbatches, at, periods, allowed & fits,
             self._local_bytes(tables.tensors[0], uses), *_kept_per_byte(tables.tensors[0]),
-            self.hiding.price, *use.numbers,
+            self.hiding.sync_price, self.hiding.blocks_price,
+            use.n, use.n_again, use.is_first, use.returns_last,
         )  # fmt: skip
 
         def hidable(case: int) -> Hidable:
             of_case = paths[self.cases.mesh_of[case], at]
-            return Hidable(*hidable_costs(of_case, self.cases.counts[case], periods, *use.numbers))
+            m = self.cases.counts[case]
+            flags = use.is_first, use.returns_last
+            return Hidable(*hidable_costs(of_case, m, periods, use.n, use.n_again, *flags))
 
         return time_s, tie, size_bytes, hidable
 
@@ -197,10 +200,6 @@ class Uses(NamedTuple):
     fused_bytes: int
     is_first: bool
     returns_last: bool
-
-    @property
-    def numbers(self) -> tuple[int, int, bool, bool]:
-        return self.n, self.n_again, self.is_first, self.returns_last
 
 
 @dataclass(frozen=True, eq=False)
@@ -251,7 +250,7 @@ def _apart(
 ) -> tuple[float, float, float]:  # fmt: skip
     """Seconds of a step in one conversion: waited for; beside compute once a step, and otherwise.
 
-    `of` is a row of `path_costs`, `period` an index of `PERIODS`; the rest are `Uses.numbers`.
+    `of` is a row of `path_costs`, `period` an index of `PERIODS`; the rest are of `Uses`.
     """
     gathered_s, returned_s, fused_s, reduced_s = of[0], of[1], of[2], of[3]
     if period == 2:
@@ -269,15 +268,15 @@ def _apart(
 @compiled
 def conversion_costs(
     sums: Array, mesh_of: Indices, n_microbatches: Array, rows: Indices, periods: Indices,
-    allowed: NDArray[np.bool_], use_bytes: Array, cast: float, gradient: float, price: float,
-    n: int, n_again: int, is_first: bool, returns_last: bool,
+    allowed: NDArray[np.bool_], use_bytes: Array, cast: float, gradient: float, sync_price: float,
+    blocks_price: float, n: int, n_again: int, is_first: bool, returns_last: bool,
 ) -> tuple[Array, Ties, Array]:  # fmt: skip
     """`ParameterMaker.conversions`, from sums over paths (`path_costs`): [cases, storages, uses].
 
     `rows` [storages] are places in the sums, `periods` [storages] are indices of `PERIODS`,
     `allowed` [2, storages, uses] is without and with a gather, and `use_bytes` is [cases, uses].
     `cast` is 1 if the parameter is cast for use, `gradient` the bytes of its gradient per byte. A
-    hidden second costs `price` (`hiding.py`). The rest are `Uses.numbers`.
+    hidden second costs a price (`hiding.py`). The rest are of `Uses`.
     """
     shape = (len(mesh_of), len(rows), sums.shape[2])
     time_s, size_bytes = np.empty(shape), np.empty(shape)
@@ -301,7 +300,8 @@ def conversion_costs(
                 waited_s, sync_s, blocks_s = _apart(
                     of, m, periods[i], n, n_again, is_first, returns_last
                 )
-                time_s[case, i, j] = waited_s + price * (sync_s + blocks_s) if may else np.inf
+                seconds = waited_s + sync_price * sync_s + blocks_price * blocks_s
+                time_s[case, i, j] = seconds if may else np.inf
                 tie[case, i, j] = calls * times
                 size_bytes[case, i, j] = use_bytes[case, j] * n_kept
     return time_s, tie, size_bytes
