@@ -68,7 +68,7 @@ def nothing_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search sees no overlap: its objective is a sum, and an optimum is exact."""
     from autopar.passes.intra.hiding import NOTHING_HIDDEN, Hiding
 
-    monkeypatch.setattr(Hiding, "of", staticmethod(lambda slowdown: NOTHING_HIDDEN))
+    monkeypatch.setattr(Hiding, "of", staticmethod(lambda slowdown, share: NOTHING_HIDDEN))
 
 
 @pytest.fixture

@@ -11,7 +11,14 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from autopar.placement import TensorType
-from autopar.program import Operator, Program, block_of, numbered_module, sync_bucket_bytes
+from autopar.program import (
+    Operator,
+    Program,
+    block_of,
+    buckets,
+    numbered_module,
+    sync_bucket_bytes,
+)
 
 
 class Gathering(NamedTuple):
@@ -19,13 +26,14 @@ class Gathering(NamedTuple):
 
     fused_bytes   of the parameters of its block: as much is gathered or reduced at once at most
     is_first      no compute runs before the gathers of its block, nor after their reductions
-    returns_last  its gradient is in a bucket that no compute runs beside
+    last_share    what returns of its gradient in a bucket that no compute runs beside: all of the
+                  first parameter; of the others on average, if all return once a step
     again         the operators before whose backward it is gathered again
     """
 
     fused_bytes: int
     is_first: bool
-    returns_last: bool
+    last_share: float
     again: frozenset[str]
 
 
@@ -50,8 +58,9 @@ def gathering_of(
     readers = [(o, [n for n in o.inputs if n in blocks]) for o in operators]
     read = [name for _, names in readers for name in names]
     first = blocks[read[0]] if read else None
-    trained = [n for n in program.parameters if tensors[n].has_grad]
-    is_one_bucket = total_bytes <= sync_bucket_bytes(total_bytes)
+    returned = [(name, _bytes(tensors[name])) for name in every if tensors[name].has_grad]
+    first_returned = {name for name, _ in returned[:1]}
+    last_share = _last_share([size_bytes for _, size_bytes in returned])
     again: dict[str, set[str]] = {}
     stays = _stays_gathered(program, [o for o, names in readers if names])
     for operator in operators:
@@ -62,11 +71,21 @@ def gathering_of(
         name: Gathering(
             in_blocks[block] if numbered_module(program.parameters[name].name) else total_bytes,
             block == first,
-            is_one_bucket or name in trained[:1],
+            1.0 if name in first_returned else last_share,
             frozenset(again.get(name, ())),
         )
         for name, block in blocks.items()
     }
+
+
+def _last_share(sizes: Sequence[int]) -> float:
+    """Of what returns in the last bucket, without the first parameter, as a share of all others."""
+    total, others = sum(sizes), sum(sizes[1:])
+    if not others:
+        return 1.0
+    steps = [[("gradient", size_bytes)] for size_bytes in reversed(sizes)]
+    *_, last = buckets(steps, sync_bucket_bytes(total))
+    return (last.size_bytes - sizes[0]) / others
 
 
 def _stays_gathered(program: Program, readers: Sequence[Operator]) -> frozenset[str]:

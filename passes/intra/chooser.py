@@ -81,8 +81,8 @@ class Chosen:
     objective_s    seconds of a step, in which compute hides communication (`hiding.py`)
     once_s         the part of them that is paid once, whatever the number of microbatches
     sync           of what is paid once, gradients that may return beside the last backward
-    gap            relative gap between the objective and its lower bound; `solver_gap` is that of
-                   the problem in which all is hidden
+    gap            relative gap between the objective and a lower bound on the step; `solver_gap` is
+                   that of the problem in which all is hidden
     size_bytes     memory per device, as the solver counts it
     n_variables    variables of the solved problem; `n_written_out` counts every copy of a block
     settled        False if a better choice may exist: the solver stopped at `limit_s`, or the gap
@@ -239,6 +239,8 @@ class Chooser:
             problem = whole.problems.of(place, ask.n_in_flight)
             self._solvers[key] = RepeatedSolver(problem, whole.plan)
         solver = self._solvers[key]
+        slack_s = whole.folded_problem.slack_s(place)
+        limit_s += slack_s
         try:
             solution = solver.solve(budget_bytes, time_limit_s, ask.gap_goal, limit_s)
         except TooWide:
@@ -266,7 +268,7 @@ class Chooser:
         choice = best.choice
         once_s = replace(priced, only=runs_on.once_mask).evaluate(choice).cost_s
         return Chosen(
-            **_seconds(best, once_s, solution.gap, runs_on.folded_problem.hiding, ask),
+            **_seconds(best, once_s, solution.gap, slack_s, runs_on.folded_problem.hiding, ask),
             size_bytes=best.size_bytes,
             n_variables=whole.n_variables,
             n_written_out=whole.n_written_out,
@@ -274,7 +276,7 @@ class Chooser:
             sent=whole.boundaries(choice, "sent"),
             read=lambda: _strategy(self.folded.whole, whole, choice, ask),
             settled=solution.settled and best.bound_s < limit_s,
-            hidden_bound_s=first.bound_s,
+            hidden_bound_s=first.bound_s - slack_s,
         )
 
 
@@ -309,14 +311,19 @@ def _seconds(
     best: LeastExposed[C_],
     once_s: float,
     solver_gap: float,
+    slack_s: float,
     hiding: Hiding,
     ask: PlacementRequest,
 ) -> _Seconds:
-    """The numbers of a choice; `once_s` is what a step pays once if all is hidden."""
+    """The numbers of a choice; `once_s` is what a step pays once if all is hidden.
+
+    `slack_s` is how far the objective may be above the step (`IntraOpProblem.slack_s`).
+    """
     m = ask.n_microbatches
     objective_s, sync_s = hiding.step_s(best.parts, m), best.parts.sync_s
     exposed_s = hiding.exposed_sync_s(best.parts, m)
-    gap = 0.0 if best.bound_s >= objective_s * (1 - 1e-9) else 1 - best.bound_s / objective_s
+    bound_s = best.bound_s - slack_s
+    gap = 0.0 if bound_s >= objective_s * (1 - 1e-9) else 1 - bound_s / objective_s
     return {
         "objective_s": objective_s,
         "once_s": once_s + exposed_s,
@@ -372,17 +379,17 @@ def choose(
 
     first = Found(solution.choice, solution.bound_s, solution.bytes)
     best = _best(first, priced.parts, again, priced, ask)
-    choice = best.choice
+    choice, slack_s = best.choice, priced.slack_s(priced.case)
     once_s = priced.once_problem.evaluate(choice).cost_s
     return Chosen(
-        **_seconds(best, once_s, solution.gap, priced.hiding, ask),
+        **_seconds(best, once_s, solution.gap, slack_s, priced.hiding, ask),
         size_bytes=best.size_bytes,
         n_variables=problem.numbers.n_variables,
         n_written_out=problem.numbers.n_variables,
         received=problem.boundaries(choice, "received"),
         sent=problem.boundaries(choice, "sent"),
         read=lambda: _strategy(analysis, problem, choice, ask),
-        hidden_bound_s=first.bound_s,
+        hidden_bound_s=first.bound_s - slack_s,
     )
 
 

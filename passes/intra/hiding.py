@@ -10,13 +10,12 @@ A choice of placements has, in seconds of a step on one stage,
 
 What may run beside compute is known before anything is placed (`passes/analysis/gathering.py`). A
 hidden second still costs p = f / (1 + f), because it slows compute by f (`cost/simulate/times.py`);
-one of sync costs q = p / (1 + p) at least. Sync hides in the last of m backwards, which takes at
-most b = 4/5 of a microbatch: with recompute, an operator that takes 1 forward takes at most 1 + 3
-backward (a matmul of three operands). So a step takes at least
+one of sync costs q = p / (1 + p) at least. Sync hides in the last of m backwards, which has at most
+a share b of a microbatch's compute (`backward_share` of `intra_op.py`). So a step takes at least
 
     all hidden   A = r + c + p z + q s
     exposed      x = max(0, (1 - p) z - c)                               (`exposed_blocks_s`)
-                 y = max(0, (1 - q) s - b (r + c) / m)                     (`exposed_sync_s`)
+                 y = max(0, (1 - q) s - (r + b c) / m)                     (`exposed_sync_s`)
     step         T = A + x + y                                           (`step_s`)
 
 Proof: a part of a step with compute c and overlapped o takes max(o, c + p o). Sync starts o after
@@ -28,7 +27,7 @@ more.
 A is a sum over choices. The problem's numbers are those of A, so where all is hidden, its optimum
 is that of T. Else x and y have prices, as bytes have. For t and u in [0, 1]
 
-    T >= A + t ((1 - p) z - c) + u ((1 - q) s - b (A - p z - q s) / m)
+    T >= A + t ((1 - p) z - c) + u ((1 - q) s - (A - (1 - b) c - p z - q s) / m)
 
 It is a sum over choices again (`Hiding.weights`). `least_exposed` solves it for a few prices, and
 keeps the least T and the greatest bound.
@@ -45,9 +44,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 # A plan this close to its bound (relative) is not weighed again, and how often it is at most.
-EXPOSED_GAP_GOAL, MOST_PRICES = 1e-2, 3
-# The most of a microbatch that its backward takes: b of the docstring.
-_BACKWARD = 4 / 5
+EXPOSED_GAP_GOAL, MOST_PRICES = 1e-2, 4
 Array = NDArray[np.float64]
 C = TypeVar("C")
 
@@ -90,24 +87,25 @@ class Prices(NamedTuple):
 
 @dataclass(frozen=True)
 class Hiding:
-    """The law of the docstring: a hidden second costs q of sync, else p."""
+    """The law of the docstring: a hidden second costs q of sync, else p; backward has b of c."""
 
     sync_price: float
     blocks_price: float
+    backward_share: float = 1.0
 
     @staticmethod
-    def of(slowdown: float) -> Hiding:
+    def of(slowdown: float, backward_share: float) -> Hiding:
         """The law for a slowdown f."""
         price = slowdown / (1 + slowdown)
-        return Hiding(price / (1 + price), price)
+        return Hiding(price / (1 + price), price, backward_share)
 
     def exposed_blocks_s(self, parts: Parts) -> float:
         return max(0.0, (1 - self.blocks_price) * parts.blocks_s - parts.compute_s)
 
     def exposed_sync_s(self, parts: Parts, n_microbatches: int) -> float:
         hidden_s = self.sync_price * parts.sync_s + self.blocks_price * parts.blocks_s
-        beside_s = _BACKWARD * (parts.hidden_s - hidden_s) / n_microbatches
-        return max(0.0, (1 - self.sync_price) * parts.sync_s - beside_s)
+        beside_s = parts.hidden_s - hidden_s - (1 - self.backward_share) * parts.compute_s
+        return max(0.0, (1 - self.sync_price) * parts.sync_s - beside_s / n_microbatches)
 
     def exposed_s(self, parts: Parts, n_microbatches: int) -> Prices:
         """Seconds that are exposed, by what prices are for."""
@@ -118,10 +116,10 @@ class Hiding:
 
     def weights(self, prices: Prices, n_microbatches: int) -> Weights:
         """What is added to A at these prices of what is exposed."""
-        beside = prices.sync * _BACKWARD / n_microbatches
+        beside = prices.sync / n_microbatches
         return Weights(
             -beside,
-            -prices.blocks,
+            beside * (1 - self.backward_share) - prices.blocks,
             prices.sync * (1 - self.sync_price) + beside * self.sync_price,
             prices.blocks * (1 - self.blocks_price) + beside * self.blocks_price,
         )

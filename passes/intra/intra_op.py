@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.cost.hardware import attention_flops_per_s
 from autopar.cost.laws import CostModel
 from autopar.cost.memory import optimizer_time_s, static_bytes_per_param
 from autopar.cost.price import slowdown_of
@@ -30,6 +31,7 @@ from autopar.passes.intra.priced import Prices
 from autopar.passes.intra.problem import IntraOpProblem, IntraOpProblems, ProblemBuilder
 from autopar.passes.intra.recompute_choice import add_recompute
 from autopar.passes.reshard import ReshardTable, priced_alike
+from autopar.rules import rule_for
 
 Array = NDArray[np.float64]
 # The most cases built at once. 72 keeps arrays at about 1 MB, small enough to cache, and builds few
@@ -102,13 +104,31 @@ def intra_op_problems(
     # The optimizer updates many tensors in one launch, so a tensor pays for its elements alone.
     update = optimizer_time_s(1.0, optimizer, dtype, device, n_tensors=0) / dtype.itemsize
     machine = every[0][0]
-    hiding = Hiding.of(slowdown_of(machine)) if machine.hides else NOTHING_HIDDEN
-    parameters = ParameterMaker(stacked, limits, static, update, hiding, analysis.gathering)
+    hiding = NOTHING_HIDDEN
+    if machine.hides:
+        share = backward_share(analysis, machine, recomputable is not None)
+        hiding = Hiding.of(slowdown_of(machine), share)
+    parameters = ParameterMaker(
+        stacked, limits, static, update, hiding, analysis.gathering, analysis.parameter_bytes
+    )
     builder = ProblemBuilder(program, stacked, parameters, priced)
     builder.connect(candidates)
     if recomputable is not None:
         add_recompute(builder, candidates, maker, analysis, recomputable)
     return builder.finished(candidates)
+
+
+def backward_share(analysis: Analysis, cost: CostModel, recomputes: bool) -> float:
+    """The most of a microbatch's compute that its backward takes (`operator_times_s`).
+
+    A backward takes at most twice its forward, that of fused attention by its rates; with recompute
+    its forward, too.
+    """
+    ratio = 2.0
+    if any(rule_for(str(operator.call.op)).fused for operator in analysis.operators):
+        forward, backward = attention_flops_per_s(cost.mesh.device, cost.dtype)
+        ratio = max(ratio, 2.5 * forward / backward)
+    return (ratio + recomputes) / (1 + ratio + recomputes)
 
 
 def alike_counts(analysis: Analysis, counts: Sequence[int]) -> list[tuple[int, ...]]:

@@ -49,7 +49,7 @@ class ParameterMaker:
     `update_s_per_byte` is the optimizer's time per stored byte; `static` has its bytes per element.
     In mixed precision, the shard is cast once a step. Gathered at each use, the cast is kept for
     the step; else what it is converted to is kept. `gathering` is what is known of each parameter's
-    collectives.
+    collectives, `parameter_bytes` are those of all together.
     """
 
     cases: Cases
@@ -58,6 +58,7 @@ class ParameterMaker:
     update_s_per_byte: float
     hiding: Hiding
     gathering: Mapping[str, Gathering]
+    parameter_bytes: int
 
     @cached_property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
@@ -172,14 +173,14 @@ class ParameterMaker:
             paths, self.cases.mesh_of, self.cases.n_microbatches, at, periods, allowed & fits,
             self._local_bytes(tables.tensors[0], uses), *_kept_per_byte(tables.tensors[0]),
             self.hiding.sync_price, self.hiding.blocks_price,
-            use.n, use.n_again, use.is_first, use.returns_last,
+            use.n, use.n_again, use.is_first, use.last_share,
         )  # fmt: skip
 
         def hidable(case: int) -> Hidable:
             of_case = paths[self.cases.mesh_of[case], at]
             m = self.cases.counts[case]
-            flags = use.is_first, use.returns_last
-            return Hidable(*hidable_costs(of_case, m, periods, use.n, use.n_again, *flags))
+            of_use = use.n, use.n_again, use.is_first, use.last_share
+            return Hidable(*hidable_costs(of_case, m, periods, *of_use))
 
         return time_s, tie, size_bytes, hidable
 
@@ -199,7 +200,7 @@ class Uses(NamedTuple):
     n_again: int
     fused_bytes: int
     is_first: bool
-    returns_last: bool
+    last_share: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -246,7 +247,7 @@ def _kept_per_byte(tensor: TensorType) -> tuple[float, float]:
 @compiled
 def _apart(
     of: Array, n_microbatches: int, period: int, n: int, n_again: int, is_first: bool,
-    returns_last: bool,
+    last_share: float,
 ) -> tuple[float, float, float]:  # fmt: skip
     """Seconds of a step in one conversion: waited for; beside compute once a step, and otherwise.
 
@@ -257,19 +258,18 @@ def _apart(
         once_s = fused_s + reduced_s if is_first else 0.0
         every_s = (n + n_again) * fused_s + n * reduced_s
         return n_microbatches * once_s, 0.0, n_microbatches * (every_s - once_s)
-    often = n_microbatches if period == 1 else 1
-    if returns_last:
-        return gathered_s + often * returned_s, 0.0, 0.0
-    if period == 1:
-        return gathered_s, 0.0, often * returned_s
-    return gathered_s, returned_s, 0.0
+    if period == 1:  # which of them are in the last bucket is not known
+        returned_s *= n_microbatches
+        last_s = returned_s if last_share == 1 else 0.0
+        return gathered_s + last_s, 0.0, returned_s - last_s
+    return gathered_s + last_share * returned_s, (1 - last_share) * returned_s, 0.0
 
 
 @compiled
 def conversion_costs(
     sums: Array, mesh_of: Indices, n_microbatches: Array, rows: Indices, periods: Indices,
     allowed: NDArray[np.bool_], use_bytes: Array, cast: float, gradient: float, sync_price: float,
-    blocks_price: float, n: int, n_again: int, is_first: bool, returns_last: bool,
+    blocks_price: float, n: int, n_again: int, is_first: bool, last_share: float,
 ) -> tuple[Array, Ties, Array]:  # fmt: skip
     """`ParameterMaker.conversions`, from sums over paths (`path_costs`): [cases, storages, uses].
 
@@ -298,7 +298,7 @@ def conversion_costs(
                     times, n_kept = m, 0.0
                 may = exists > 0 and allowed[int(gathers > 0), i, j]
                 waited_s, sync_s, blocks_s = _apart(
-                    of, m, periods[i], n, n_again, is_first, returns_last
+                    of, m, periods[i], n, n_again, is_first, last_share
                 )
                 seconds = waited_s + sync_price * sync_s + blocks_price * blocks_s
                 time_s[case, i, j] = seconds if may else np.inf
@@ -310,7 +310,7 @@ def conversion_costs(
 @compiled
 def hidable_costs(
     paths: Array, n_microbatches: int, periods: Indices,
-    n: int, n_again: int, is_first: bool, returns_last: bool,
+    n: int, n_again: int, is_first: bool, last_share: float,
 ) -> tuple[Array, Array]:  # fmt: skip
     """What compute may hide in one case, [storages, uses]: once a step, and all other seconds.
 
@@ -320,7 +320,7 @@ def hidable_costs(
     for i in range(paths.shape[0]):
         for j in range(paths.shape[1]):
             _, sync_s[i, j], blocks_s[i, j] = _apart(
-                paths[i, j], n_microbatches, periods[i], n, n_again, is_first, returns_last
+                paths[i, j], n_microbatches, periods[i], n, n_again, is_first, last_share
             )
     return sync_s, blocks_s
 

@@ -163,7 +163,7 @@ class Priced:
             alike = all_alike(uses)
             all_uses = each_use[0]._replace(
                 n=sum(use.n for use in each_use), n_again=sum(use.n_again for use in each_use),
-                returns_last=each_use[-1].returns_last,
+                last_share=each_use[-1].last_share,
             )  # fmt: skip
             together = self.conversions(maker, tables, storages, uses[0], all_uses)
             apart = [

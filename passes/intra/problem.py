@@ -109,8 +109,10 @@ class RangeMode:
 class IntraOpProblem:
     """A choice problem, and what the choices of its variables mean.
 
-    `hidable` maps the variable of a parameter to what compute may hide of its conversions. `case`
-    is the problem's place among those built with it, and `counts` are their microbatches.
+    `hidable` maps the variable of a parameter to what compute may hide of its conversions;
+    `may_be_last` to what all parameters wait at most for their last bucket (`slack_s`), as a
+    multiple of its own sync. `case` is the problem's place among those built with it, and `counts`
+    are their microbatches.
     """
 
     numbers: ChoiceProblem
@@ -123,6 +125,7 @@ class IntraOpProblem:
     hiding: Hiding = NOTHING_HIDDEN
     counts: tuple[int, ...] = (1,)
     hidable: Mapping[int, HidableCosts] = field(default_factory=dict)
+    may_be_last: Mapping[int, float] = field(default_factory=dict)
     case: int = 0
 
     def under(self, budget_bytes: float | None, n_in_flight: int = 1) -> IntraOpProblem:
@@ -164,6 +167,18 @@ class IntraOpProblem:
         """The variables that choose what runs again; their costs and those of their edges are
         compute."""
         return frozenset(of.variable for of in self.modes if of.variable is not None)
+
+    def slack_s(self, case: int) -> float:
+        """How far a choice's objective is above its simulated step at most.
+
+        Which gradients are in the last bucket is known on average (`Gathering.last_share`). If
+        they are not, they may be hidden.
+        """
+        waits_s = (
+            share * float(self.hidable[v](case).sync_s.max())
+            for v, share in self.may_be_last.items()
+        )
+        return (1 - self.hiding.sync_price) * max(waits_s, default=0.0)
 
     @property
     def computes(self) -> tuple[int, ...]:
@@ -273,6 +288,7 @@ class ProblemBuilder:
     reshards: list[ReshardEdge] = field(default_factory=list)
     modes: list[RangeMode] = field(default_factory=list)
     hidable: dict[int, HidableCosts] = field(default_factory=dict)
+    may_be_last: dict[int, float] = field(default_factory=dict)
 
     def connect(self, candidates: Sequence[GroupCandidates]) -> None:
         """Make all variables and edges."""
@@ -315,7 +331,7 @@ class ProblemBuilder:
         first = IntraOpProblem(
             numbers.of(0), tuple(candidates), dict(self.storages), dict(self.parameter_variables),
             dict(self.boundary_variables), crossing, tuple(self.modes), self.maker.hiding,
-            self.cases.counts, dict(self.hidable),
+            self.cases.counts, dict(self.hidable), dict(self.may_be_last),
         )  # fmt: skip
         return IntraOpProblems(numbers, first, self.tables)
 
@@ -493,8 +509,7 @@ class ProblemBuilder:
         each_use = tuple(
             Uses(
                 len(readers), sum(not of.again.isdisjoint(r.operators) for r in readers),
-                of.fused_bytes, of.is_first and k == 0,
-                of.returns_last and k == len(clusters) - 1,
+                of.fused_bytes, of.is_first and k == 0, of.last_share,
             )
             for k, readers in enumerate(clusters)
         )  # fmt: skip
@@ -505,3 +520,6 @@ class ProblemBuilder:
             found = self.priced.shared_conversions(*known, uses, each_use)
             self.edges.append(Edge(index, target, *found.arrays))
         self.hidable[index] = found.hidable
+        if 0 < of.last_share < 1:
+            share = self.maker.parameter_bytes / self.cases.type(name).size_bytes
+            self.may_be_last[index] = of.last_share / (1 - of.last_share) * share
