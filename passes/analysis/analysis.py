@@ -136,16 +136,17 @@ class Analysis:
         names = self.parameter_names or self.program.parameters
         return sum(self.types.tensors[n].size_bytes for n in names)
 
-    @cached_property
-    def gathering(self) -> Mapping[str, Gathering]:
-        """What is known of every parameter's collectives."""
+    def gathering(self, averages: bool = False) -> Mapping[str, Gathering]:
+        """What is known of every parameter's collectives; `averages` for stages among several."""
         saved = {
             o.name: [self.storage_owners.get(o.inputs[k], o.inputs[k]) for k in found.inputs]
             for o in self.operators
             if (found := self.saved.get(o.name)) is not None
         }
         every = self.parameter_names or self.program.parameters
-        return gathering_of(self.program, self.operators, self.types.tensors, every, saved)
+        return gathering_of(
+            self.program, self.operators, self.types.tensors, every, saved, averages
+        )
 
     def kept_bytes(self, n_microbatches: int, again: frozenset[int] = frozenset()) -> float:
         """Bytes saved for backward by one microbatch, unsharded, without the operators `again`."""

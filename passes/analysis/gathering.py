@@ -2,7 +2,8 @@
 
 They are those of ZeRO, and the return of gradients. How they run, `cost/price/overlap.py` and
 `autopar/program/rerun_lines.py` say. All that is said here holds whatever is placed, except where a
-parameter of the first or the last block is not gathered: then its neighbours take its place.
+parameter of the first or the last block is not gathered: then its neighbours take its place. Of
+stages of a pipeline, averages over all parameters are known instead: a stage has few blocks.
 """
 
 from __future__ import annotations
@@ -25,14 +26,17 @@ class Gathering(NamedTuple):
     """What is known of one parameter.
 
     fused_bytes   of the parameters of its block: as much is gathered or reduced at once at most
-    is_first      no compute runs before the gathers of its block, nor after their reductions
+    first_share   of its gathers and reductions that compute waits for, because none runs before the
+                  first block's gathers, nor after their reductions
+    again_share   of its gathers for backward, that compute waits for
     last_share    what returns of its gradient in a bucket that no compute runs beside: all of the
                   first parameter; of the others on average, if all return once a step
     again         the operators before whose backward it is gathered again
     """
 
     fused_bytes: int
-    is_first: bool
+    first_share: float
+    again_share: float
     last_share: float
     again: frozenset[str]
 
@@ -43,11 +47,12 @@ def gathering_of(
     tensors: Mapping[str, TensorType],
     every: Iterable[str],
     saved_inputs: Mapping[str, Sequence[str]],
+    averages: bool,
 ) -> dict[str, Gathering]:
     """Of every parameter of a program, which may stand for one with more blocks.
 
     `every` are the parameters of that one, and `saved_inputs` what each operator saves for backward
-    of the tensors that it reads.
+    of the tensors that it reads. If `averages`, all have the same shares.
     """
     bytes_of = {n: _bytes(tensors[n]) for n in program.parameters}
     blocks = {n: numbered_module(p.name) or p.name for n, p in program.parameters.items()}
@@ -60,9 +65,13 @@ def gathering_of(
     first = blocks[read[0]] if read else None
     returned = [(name, _bytes(tensors[name])) for name in every if tensors[name].has_grad]
     first_returned = {name for name, _ in returned[:1]}
-    last_share = _last_share([size_bytes for _, size_bytes in returned])
+    sizes = [size_bytes for _, size_bytes in returned]
+    last_share = _last_share(sizes)
+    if averages and sizes:
+        last_share = (last_share * sum(sizes[1:]) + sizes[0]) / sum(sizes)
+    average = in_blocks[first] / total_bytes if averages and first is not None else None
     again: dict[str, set[str]] = {}
-    stays = _stays_gathered(program, [o for o, names in readers if names])
+    stays = _stays_gathered(program, [o for o, names in readers if names], averages)
     for operator in operators:
         for name in saved_inputs.get(operator.name, ()):
             if name in blocks and operator.name not in stays:
@@ -70,8 +79,9 @@ def gathering_of(
     return {
         name: Gathering(
             in_blocks[block] if numbered_module(program.parameters[name].name) else total_bytes,
-            block == first,
-            1.0 if name in first_returned else last_share,
+            float(block == first) if average is None else average,
+            average or 0.0,
+            1.0 if name in first_returned and not averages else last_share,
             frozenset(again.get(name, ())),
         )
         for name, block in blocks.items()
@@ -88,12 +98,14 @@ def _last_share(sizes: Sequence[int]) -> float:
     return (last.size_bytes - sizes[0]) / others
 
 
-def _stays_gathered(program: Program, readers: Sequence[Operator]) -> frozenset[str]:
+def _stays_gathered(
+    program: Program, readers: Sequence[Operator], is_stage: bool
+) -> frozenset[str]:
     """The operators of the last run, which may stay gathered; none of a stage among several.
 
     `readers` are the operators that read parameters.
     """
-    if not readers or program.received or program.sent:
+    if not readers or is_stage:
         return frozenset()
     of = {o.name: block_of(program.keys[o.name]) for o in readers}
     last = readers[-1].name

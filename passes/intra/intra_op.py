@@ -71,11 +71,12 @@ def intra_op_problems(
     n_like: Mapping[str, int] | None = None,
     recomputable: Recomputable | None = None,
     prices: Prices | None = None,
+    is_stage: bool = False,
 ) -> IntraOpProblems:
     """`intra_op_problem` in several cases.
 
     Their meshes use the same axes of the same devices. Their numbers of microbatches offer the same
-    strategies (`alike_counts`).
+    strategies (`alike_counts`). `is_stage`: of a stage among several (`Analysis.gathering`).
     """
     program = analysis.program
     every = tuple((cost.for_parameters(analysis.parameter_bytes), m) for cost, m in cases)
@@ -109,8 +110,9 @@ def intra_op_problems(
         share = backward_share(analysis, machine, recomputable is not None)
         hiding = Hiding.of(slowdown_of(machine), share)
     parameters = ParameterMaker(
-        stacked, limits, static, update, hiding, analysis.gathering, analysis.parameter_bytes
-    )
+        stacked, limits, static, update, hiding, analysis.gathering(is_stage),
+        analysis.parameter_bytes, is_stage,
+    )  # fmt: skip
     builder = ProblemBuilder(program, stacked, parameters, priced)
     builder.connect(candidates)
     if recomputable is not None:
@@ -177,6 +179,7 @@ class ProblemFamilies:
     recomputable: Recomputable | None = None
     most_kept: float = math.inf
     prices: Prices = field(default_factory=Prices)
+    is_stage: bool = False
     _built: dict[object, ProblemBatch] = field(default_factory=dict)
     _starts: dict[Hashable, int] = field(default_factory=dict)
 
@@ -228,7 +231,7 @@ class ProblemFamilies:
             cases = tuple((c, m) for m in counts for c in costs)
             problems = intra_op_problems(
                 self.analysis, cases, constraints, self.optimizer, self.n_like(n_microbatches),
-                self.recomputable, self.prices,
+                self.recomputable, self.prices, self.is_stage,
             )  # fmt: skip
             self._built[key] = ProblemBatch(cases, problems)
             if len(self._built) > self.most_kept:

@@ -49,7 +49,8 @@ class ParameterMaker:
     `update_s_per_byte` is the optimizer's time per stored byte; `static` has its bytes per element.
     In mixed precision, the shard is cast once a step. Gathered at each use, the cast is kept for
     the step; else what it is converted to is kept. `gathering` is what is known of each parameter's
-    collectives, `parameter_bytes` are those of all together.
+    collectives, `parameter_bytes` are those of all together. `is_stage`: of a stage among
+    several.
     """
 
     cases: Cases
@@ -59,6 +60,7 @@ class ParameterMaker:
     hiding: Hiding
     gathering: Mapping[str, Gathering]
     parameter_bytes: int
+    is_stage: bool
 
     @cached_property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
@@ -173,14 +175,14 @@ class ParameterMaker:
             paths, self.cases.mesh_of, self.cases.n_microbatches, at, periods, allowed & fits,
             self._local_bytes(tables.tensors[0], uses), *_kept_per_byte(tables.tensors[0]),
             self.hiding.sync_price, self.hiding.blocks_price,
-            use.n, use.n_again, use.is_first, use.last_share,
+            use.n, use.n_again, use.first_share, use.again_share, use.last_share,
         )  # fmt: skip
 
         def hidable(case: int) -> Hidable:
             of_case = paths[self.cases.mesh_of[case], at]
             m = self.cases.counts[case]
-            of_use = use.n, use.n_again, use.is_first, use.last_share
-            return Hidable(*hidable_costs(of_case, m, periods, *of_use))
+            shares = use.first_share, use.again_share, use.last_share
+            return Hidable(*hidable_costs(of_case, m, periods, use.n, use.n_again, *shares))
 
         return time_s, tie, size_bytes, hidable
 
@@ -199,7 +201,8 @@ class Uses(NamedTuple):
     n: int
     n_again: int
     fused_bytes: int
-    is_first: bool
+    first_share: float
+    again_share: float
     last_share: float
 
 
@@ -246,8 +249,8 @@ def _kept_per_byte(tensor: TensorType) -> tuple[float, float]:
 
 @compiled
 def _apart(
-    of: Array, n_microbatches: int, period: int, n: int, n_again: int, is_first: bool,
-    last_share: float,
+    of: Array, n_microbatches: int, period: int, n: int, n_again: int, first_share: float,
+    again_share: float, last_share: float,
 ) -> tuple[float, float, float]:  # fmt: skip
     """Seconds of a step in one conversion: waited for; beside compute once a step, and otherwise.
 
@@ -255,7 +258,7 @@ def _apart(
     """
     gathered_s, returned_s, fused_s, reduced_s = of[0], of[1], of[2], of[3]
     if period == 2:
-        once_s = fused_s + reduced_s if is_first else 0.0
+        once_s = first_share * (fused_s + reduced_s) + again_share * n_again * fused_s
         every_s = (n + n_again) * fused_s + n * reduced_s
         return n_microbatches * once_s, 0.0, n_microbatches * (every_s - once_s)
     if period == 1:  # which of them are in the last bucket is not known
@@ -269,7 +272,8 @@ def _apart(
 def conversion_costs(
     sums: Array, mesh_of: Indices, n_microbatches: Array, rows: Indices, periods: Indices,
     allowed: NDArray[np.bool_], use_bytes: Array, cast: float, gradient: float, sync_price: float,
-    blocks_price: float, n: int, n_again: int, is_first: bool, last_share: float,
+    blocks_price: float, n: int, n_again: int, first_share: float, again_share: float,
+    last_share: float,
 ) -> tuple[Array, Ties, Array]:  # fmt: skip
     """`ParameterMaker.conversions`, from sums over paths (`path_costs`): [cases, storages, uses].
 
@@ -298,7 +302,7 @@ def conversion_costs(
                     times, n_kept = m, 0.0
                 may = exists > 0 and allowed[int(gathers > 0), i, j]
                 waited_s, sync_s, blocks_s = _apart(
-                    of, m, periods[i], n, n_again, is_first, last_share
+                    of, m, periods[i], n, n_again, first_share, again_share, last_share
                 )
                 seconds = waited_s + sync_price * sync_s + blocks_price * blocks_s
                 time_s[case, i, j] = seconds if may else np.inf
@@ -310,7 +314,7 @@ def conversion_costs(
 @compiled
 def hidable_costs(
     paths: Array, n_microbatches: int, periods: Indices,
-    n: int, n_again: int, is_first: bool, last_share: float,
+    n: int, n_again: int, first_share: float, again_share: float, last_share: float,
 ) -> tuple[Array, Array]:  # fmt: skip
     """What compute may hide in one case, [storages, uses]: once a step, and all other seconds.
 
@@ -320,7 +324,14 @@ def hidable_costs(
     for i in range(paths.shape[0]):
         for j in range(paths.shape[1]):
             _, sync_s[i, j], blocks_s[i, j] = _apart(
-                paths[i, j], n_microbatches, periods[i], n, n_again, is_first, last_share
+                paths[i, j],
+                n_microbatches,
+                periods[i],
+                n,
+                n_again,
+                first_share,
+                again_share,
+                last_share,
             )
     return sync_s, blocks_s
 

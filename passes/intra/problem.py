@@ -509,7 +509,7 @@ class ProblemBuilder:
         each_use = tuple(
             Uses(
                 len(readers), sum(not of.again.isdisjoint(r.operators) for r in readers),
-                of.fused_bytes, of.is_first and k == 0, of.last_share,
+                of.fused_bytes, 0.0 if k else of.first_share, of.again_share, of.last_share,
             )
             for k, readers in enumerate(clusters)
         )  # fmt: skip
@@ -520,6 +520,6 @@ class ProblemBuilder:
             found = self.priced.shared_conversions(*known, uses, each_use)
             self.edges.append(Edge(index, target, *found.arrays))
         self.hidable[index] = found.hidable
-        if 0 < of.last_share < 1:
+        if 0 < of.last_share < 1 and not self.maker.is_stage:
             share = self.maker.parameter_bytes / self.cases.type(name).size_bytes
             self.may_be_last[index] = of.last_share / (1 - of.last_share) * share

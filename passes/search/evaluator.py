@@ -351,13 +351,18 @@ class Evaluator:
             folded = fold(part, self.runs(part))
             arguments = self.options.optimizer, recomputable
             if is_searched(recomputable) and part is not self.analysis:  # few requests
-                self._choosers[key] = Chooser(folded, *arguments, prices=self.prices)
+                self._choosers[key] = Chooser(folded, *arguments, prices=self.prices, is_stage=True)
             else:
                 real = tuple(CostModel(view, self.dtype) for view in self.views)
                 plain = tuple(replace(cost, hides=False) for cost in real)
                 families = (real, tuple(map(recipe_cost, real)), plain)
                 self._choosers[key] = Chooser(
-                    folded, *arguments, families, self.counts, self.prices
+                    folded,
+                    *arguments,
+                    families,
+                    self.counts,
+                    self.prices,
+                    part is not self.analysis,
                 )
         return self._choosers[key]
 

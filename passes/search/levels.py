@@ -119,7 +119,8 @@ class Levels:
         bound_s = self._bound_s(scored, node)
         if bound_s >= limit_s > node.bound_s:
             return [node.after("solved", bound_s, refine)]
-        placed = self._placed(node.after("solved", bound_s, None), scored, evaluator)
+        solver = evaluator.leaving_gaps
+        placed = self._placed(node.after("solved", bound_s, None), scored, solver)
         if all(chosen.settled for chosen in scored.choices):
             return [placed]
 

@@ -81,7 +81,7 @@ def test_a_score_of_one_stage_is_a_lower_bound(model: str, speed: tuple[float, f
             step_time_s = choices.simulator.as_scored(scored).step_time_s
             assert scored.score_s <= step_time_s * (1 + REL), candidate.name
             nearest = max(nearest, scored.score_s / step_time_s)
-    assert nearest > 0.97
+    assert nearest > 0.9
 
 
 @cache
