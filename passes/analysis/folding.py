@@ -3,7 +3,8 @@
 Operators i and i + p are *equal* if they are of one kind (`Analysis.kinds`) and read equal sources:
 where one reads operator k, the other reads k + p, or both read the same value. A *run* is a range
 of operators that are equal at one distance p, its period: repeated blocks that differ in
-names only (`find_runs`). A program with several stacks of layers has several runs.
+names only (`find_runs`). A program with several stacks of layers has several runs. A run begins
+with a module of a list (`h.3`) if it can, as ZeRO-3's gathers do (`passes/lowering/gathers.py`).
 
 Folding keeps some blocks of every run (`fold`), by default the first two and the last. A kept block
 that read a dropped one reads the kept block before it instead. Each dropped block takes the
@@ -23,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.passes.analysis.analysis import Analysis
+from autopar.program import block_of
 
 _BEFORE, _AFTER = 2, 1
 KEPT = _BEFORE + _AFTER
@@ -206,6 +208,7 @@ class _Finder:
         for i, operator in enumerate(analysis.operators):
             self.sources.append(tuple(made.get(n, n) for n in operator.inputs))
             made |= {name: (i, k) for k, name in enumerate(operator.outputs)}
+        self.blocks = [block_of(program.keys[operator.name]) for operator in analysis.operators]
         codes = [analysis.kinds[operator.name] for operator in analysis.operators]
         self.codes: NDArray[np.int64] = np.array(codes, dtype=np.int64)
 
@@ -232,11 +235,22 @@ class _Finder:
                 break
             wired = np.array([self._alike(i, period) for i in range(first, end)])
             for a, b in _true_ranges(wired):
-                run = Run(first + a, period, (b - a) // period + 1)
+                run = self._aligned(Run(first + a, period, (b - a) // period + 1), first + b)
                 better = best is None or self._gain(run) > self._gain(best)
                 if run.count >= self.least and better:
                     best = run
         return best
+
+    def _aligned(self, run: Run, end: int) -> Run:
+        """The run, beginning with a numbered module. Operators up to `end` have an equal one a
+        period later, so the run may begin a bit later with as many blocks."""
+        latest = end - run.period * (run.count - 1)
+        starts = (i for i in range(run.start, latest + 1) if self._begins_block(i))
+        return replace(run, start=next(starts, run.start))
+
+    def _begins_block(self, i: int) -> bool:
+        before = self.blocks[i - 1] if i else None
+        return self.blocks[i] is not None and self.blocks[i] != before
 
     def _gain(self, run: Run) -> int:
         """Operators in the blocks beyond the first `least - 1`."""

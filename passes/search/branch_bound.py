@@ -40,6 +40,7 @@ class Node:
     recipe      the plain recipe that makes its plans; such plans are in other nodes, too
     note        what is said of it instead of its bound
     estimate_s  of its fastest plan; it only decides what is refined first
+    given_up_s  refining finds none below these seconds; that there is none is not proven
     """
 
     name: str
@@ -51,11 +52,17 @@ class Node:
     recipe: str = ""
     note: str = ""
     estimate_s: float = 0.0
+    given_up_s: float = 0.0
 
     @property
     def turn(self) -> tuple[float, str, str]:
         """Nodes are refined in this order."""
-        return max(self.bound_s, self.estimate_s), self.name, self.level
+        return max(self.least_s, self.estimate_s), self.name, self.level
+
+    @property
+    def least_s(self) -> float:
+        """Refining finds no plan below these seconds."""
+        return max(self.bound_s, self.given_up_s)
 
     def after(
         self, level: str, bound_s: float, refine: Callable[[float], Sequence[Node | Solved]] | None
@@ -111,16 +118,16 @@ class BranchAndBound:
         able = [node for node in self.nodes if node.refine is not None]
         able.sort(key=lambda node: node.turn)
         worth_s = self.incumbent_s * (1 - self.tolerance)
-        faster = [node for node in able if node.bound_s < worth_s]
+        faster = [node for node in able if node.least_s < worth_s]
         if faster:
             # A solved plan may become the incumbent, and may end the search.
             alike_s = faster[0].turn[0] * (1 + self.tolerance)
-            solved = (n for n in faster if n.scored is not None and n.bound_s < alike_s)
+            solved = (n for n in faster if n.scored is not None and n.least_s < alike_s)
             return next(solved, faster[0]), worth_s
         if not self.found or not self.tie:
             return None
         near_s, simplicity = self.incumbent_s * (1 + self.tie), self._rank(self.chosen)
-        simpler = [n for n in able if n.bound_s < near_s and n.simplest < simplicity]
+        simpler = [n for n in able if n.least_s < near_s and n.simplest < simplicity]
         return (min(simpler, key=lambda n: n.simplest), near_s) if simpler else None
 
     def _rank(self, solved: Solved) -> Simplicity:

@@ -142,7 +142,7 @@ class Levels:
                 return self._impossible(error, scored.candidate)
             if isinstance(found, Solved):
                 return [leaf.after("simulated", leaf.bound_s, None), found]
-            return [leaf.after(leaf.level, found, lean)]
+            return [replace(leaf, refine=lean, given_up_s=found)]
 
         leaf = replace(node, refine=simulate, scored=scored)
         return leaf

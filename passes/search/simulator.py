@@ -146,9 +146,10 @@ class Simulator:
         return solved if within(self._budget_bytes, solved.peak_bytes) else None
 
     def fit_to_budget(self, scored: Scored, limit_s: float) -> Solved | float:
-        """As `simulated`; or a lower bound on the step, if that is at least `limit_s`.
+        """As `simulated`; or seconds, at least `limit_s`, below which nothing is found here.
 
-        The bound is the score's; of several stages, whose scores are no bounds, it is an estimate.
+        They are the score's bound on placements within a smaller budget. Others may fit, too: their
+        peaks may be nearer to the solver's bytes.
 
         If the peak exceeds the budget, smaller budgets are searched: by the excess of the last
         simulation until one fits, then by bisection. Recipes have no lower bound, because their

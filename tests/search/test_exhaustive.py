@@ -1,0 +1,223 @@
+"""The planner's choice against every plan of small models, without any part of the search.
+
+A case is a random program, machine, set of options and memory limit. Its plans are every view of
+the devices with every number of microbatches, and all placements on it
+(`tests/helpers/every_placement.py`).
+
+`make nightly` takes 300 cases. In `MISSED` the search does not find the optimum.
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import numpy as np
+import pytest
+import torch
+from _pytest.mark import ParameterSet
+from torch import Tensor, nn
+from torch.nn import functional
+
+from autopar import Device, Link, Mesh
+from autopar.cost.hardware import resolve
+from autopar.cost.laws import CostModel
+from autopar.options import Options
+from autopar.passes.analysis import Analysis, compute_dtype, microbatch_counts
+from autopar.passes.inter import distinct_views
+from autopar.passes.search import Planner, PlanningResult, StepPricer
+from autopar.passes.search.levels import Levels
+from tests.helpers.captures import captured
+from tests.helpers.every_placement import REL, Plan, Space
+from tests.helpers.nightly import nightly
+
+N_CASES, N_NIGHTLY = 40, 300
+# Seeds whose plan is slower than the optimum by more than the tolerance, and by how much: of two
+# parameters, one alone is gathered at use, and compute hides less of that than the solver expects;
+# or weighing what is exposed leaves a gap.
+MISSED: dict[int, float] = {9: 0.085, 18: 0.072}
+FORBID = ("data", "tensor", "sequence", "zero1", "zero2", "zero3")
+
+
+class Net(nn.Module):
+    """One or two linear layers with an activation, under a mean of squares."""
+
+    def __init__(self, width: int, hidden: int | None, bias: bool, activation: str) -> None:
+        super().__init__()
+        self.up = nn.Linear(width, hidden or width, bias=bias)
+        self.down = nn.Linear(hidden, width, bias=bias) if hidden else nn.Identity()
+        self.activation = activation
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        inner = getattr(functional, self.activation)(self.up(x))
+        return (self.down(inner) - y).pow(2).mean()
+
+
+# -- random cases ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Case:
+    """A program, a machine and options; `spaces` are all plans with one stage."""
+
+    analysis: Analysis
+    mesh: Mesh
+    options: Options
+    spaces: tuple[Space, ...]
+
+    def best(self, limit_bytes: float, known: Plan | None = None) -> Plan:
+        for space in self.spaces:
+            known = space.best(limit_bytes, known)
+        assert known is not None
+        return known
+
+    def planner(self, limit_bytes: float) -> Planner:
+        options = replace(self.options, memory_limit=math.floor(limit_bytes))
+        return Planner(self.analysis, self.mesh, options)
+
+
+def case_of(seed: int) -> Case:
+    """One linear layer on all views of 2 or 4 devices, or two of them on one axis of up to 8.
+
+    Even seeds often have several numbers of microbatches.
+    """
+    rng = random.Random(seed)
+    has_two = rng.random() < 0.6
+    n_ranks = rng.choice((2, 4, 8) if has_two else (2, 4))
+    width, hidden = (rng.choice((8, 16, 32, 64)) for _ in range(2))
+    bias = rng.random() < 0.4 and not has_two and n_ranks == 2
+    model = Net(width, hidden if has_two else None, bias, rng.choice(("gelu", "relu")))
+    rows = rng.choice((8, 16, 32, 64))
+    batch = {name: torch.zeros(rows, width, dtype=torch.float64) for name in ("x", "y")}
+    analysis = Analysis.of(captured(model, batch, precision="fp64"))
+    options = Options.of(
+        stages=1,
+        recompute="none",
+        tie=0.0,
+        microbatches=rng.choice((1, 2, 4) if seed % 2 else (1, 2, "auto")),
+        mesh_shape=rng.choice(({"dp": 1}, {"tp": 1})) if has_two else "auto",
+        forbid=tuple(word for word in FORBID if rng.random() < 0.15),
+    )
+    mesh = machine(rng, n_ranks)
+    return Case(analysis, mesh, options, tuple(spaces_of(analysis, mesh, options)))
+
+
+def machine(rng: random.Random, n_ranks: int) -> Mesh:
+    """Compute, launches, latencies and bytes sent all matter in some cases."""
+    shape = rng.choice([(n_ranks,), (2, n_ranks // 2)] if n_ranks > 2 else [(n_ranks,)])
+    links = [Link(10 ** rng.uniform(-8, -5), 10 ** rng.uniform(-11, -8)) for _ in shape]
+    links.sort(key=lambda link: -link.s_per_byte)
+    device = Device(
+        10 ** rng.uniform(9, 12), 10 ** rng.uniform(10, 12), 1e12, 10 ** rng.uniform(-8, -6)
+    )
+    return Mesh(shape, links=links, device=device)
+
+
+def spaces_of(analysis: Analysis, mesh: Mesh, options: Options) -> Iterator[Space]:
+    dtype = compute_dtype(analysis)
+    hardware = resolve(mesh, dtype)
+    pricer = StepPricer(mesh, hardware, options.optimizer)
+    for view in distinct_views(mesh, hardware, options, [mesh.n_ranks]):
+        for m in microbatch_counts(analysis, options, mesh.n_ranks):
+            yield Space(analysis, CostModel(view, dtype), m, options.forbid, pricer)
+
+
+@dataclass(frozen=True)
+class Answer:
+    """The optimum of a case within a memory limit."""
+
+    seed: int
+    case: Case
+    limit_bytes: float
+    best: Plan
+
+
+@lru_cache(maxsize=64)
+def answer_of(seed: int) -> Answer:
+    """Every other case has a limit between the leanest and the fastest plan's peak."""
+    case = case_of(seed)
+    fastest, limit_bytes = case.best(math.inf), 1e12
+    if seed % 2 == 0:
+        return Answer(seed, case, limit_bytes, fastest)
+    lean = min((space.leanest() for space in case.spaces), key=lambda plan: plan.peak_bytes)
+    share = random.Random(seed).uniform(0.1, 0.9)
+    if lean.peak_bytes < fastest.peak_bytes:
+        limit_bytes = math.ceil(lean.peak_bytes * (1 - share) + fastest.peak_bytes * share)
+    return Answer(seed, case, limit_bytes, case.best(limit_bytes, lean))
+
+
+# -- the search against the optimum ----------------------------------------------------------------
+
+
+@lru_cache(maxsize=64)
+def planned(seed: int) -> PlanningResult:
+    """What the search finds."""
+    answer = answer_of(seed)
+    return answer.case.planner(answer.limit_bytes).run()
+
+
+def is_near(found: PlanningResult, answer: Answer) -> bool:
+    """Is the chosen plan within the tolerance of the optimum?"""
+    most_s = answer.best.step_time_s * (1 + answer.case.options.tolerance)
+    return found.solved.step_time_s <= most_s
+
+
+def marked(known: Mapping[int, float]) -> list[ParameterSet]:
+    """All seeds; those that are known to fail must."""
+    marks = {s: [nightly] for s in range(N_CASES, N_NIGHTLY)}
+    for seed, loss in known.items():
+        marks.setdefault(seed, []).append(
+            pytest.mark.xfail(strict=True, reason=f"{loss:.1%} slower than the optimum")
+        )
+    return [pytest.param(s, marks=marks.get(s, [])) for s in range(N_NIGHTLY)]
+
+
+@pytest.mark.parametrize("seed", marked(MISSED))
+def test_no_plan_is_faster_by_more_than_the_tolerance(seed: int) -> None:
+    answer, found = answer_of(seed), planned(seed)
+    best, found_s = answer.best, found.solved.step_time_s
+    said = f"seed {seed}: optimum {best.step_time_s:.6g} s, chosen {found_s:.6g} s, {best}"
+    assert found_s >= best.step_time_s * (1 - REL), f"not all plans were tried; {said}"
+    assert is_near(found, answer), said
+
+
+@pytest.mark.parametrize("seed", marked({}))
+def test_no_bound_is_above_the_optimum(seed: int) -> None:
+    """Of a search that a time limit stops; others report none."""
+    answer = answer_of(seed)
+    planner = answer.case.planner(answer.limit_bytes)
+    limited = replace(planner, options=replace(planner.options, time_limit_s=1e-9))
+    found, best = limited.run(), answer.best
+    said = f"seed {seed}: optimum {best.step_time_s:.6g} s, bound {found.bound_s} s, {best}"
+    if found.bound_s is None:
+        assert "the rest" not in [row.name for row in found.alternatives], "it was stopped"
+    else:
+        assert 0 < found.bound_s <= best.step_time_s * (1 + REL), said
+
+
+def test_floors_leave_out_no_optimum() -> None:
+    n_checked = 0
+    for answer in map(answer_of, range(N_CASES)):
+        legal = [np.argwhere(np.isfinite(space.floor_s)) for space in answer.case.spaces]
+        if sum(map(len, legal)) > 300:
+            continue
+        every = (
+            space.plan(tuple(choice))
+            for space, choices in zip(answer.case.spaces, legal, strict=True)
+            for choice in choices.tolist()
+        )
+        fit = [plan.step_time_s for plan in every if plan.peak_bytes <= answer.limit_bytes]
+        assert answer.best.step_time_s == min(fit), f"seed {answer.seed}: {answer.best}"
+        n_checked += 1
+    assert n_checked >= 4
+
+
+def test_a_bound_that_is_too_high_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Bounds of one stage are a fifth too high, so some view is ruled out that has the optimum."""
+    right = [a for a in map(answer_of, range(N_CASES)) if is_near(planned(a.seed), a)]
+    bound_s = Levels._bound_s
+    monkeypatch.setattr(Levels, "_bound_s", lambda *args: 1.2 * bound_s(*args))
+    assert not all(is_near(a.case.planner(a.limit_bytes).run(), a) for a in right)
