@@ -24,8 +24,8 @@ from tests.helpers.machines import SLOW, TIERED
 REL = 1e-9
 # What a score leaves out: how a stage's time divides into forward and backward, and for a parameter
 # that two stages share, its gradients. A score may be too low by more: shards of gradients fill
-# fewer buckets than whole ones; and a stage that gathers one of two blocks waits for all of it, where
-# half is expected.
+# fewer buckets than whole ones; and a stage that gathers one of two blocks waits for all of it,
+# where half is expected.
 PLAYED_REL, HIDDEN_REL, TIED_REL = 0.01, 0.1, 0.06
 
 
