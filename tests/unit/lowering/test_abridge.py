@@ -121,7 +121,7 @@ MISPRICED = {
     ],
 )
 def test_every_block_gathers_its_parameters(family: str) -> None:
-    """T5's blocks are equal from the middle of its first layer on, gathers come first in one."""
+    """T5's equal blocks could begin inside of a layer, whose gathers all come first in it."""
     program, cost = folded(family), balanced_cost((4,))
     limits = Constraints(roles=("data",), zero=3)
     chosen = Chooser(program, "adamw").choose(PlacementRequest(cost, 1, limits), None)
