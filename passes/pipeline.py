@@ -195,6 +195,7 @@ class Record(Pass):
             accumulates=program.accumulation is not None,
             recipe=_recipe(solved.candidate, options),
             bound_s=result.bound_s,
+            ruled_out=result.ruled_out,
             limit_bytes=options.memory_limit or result.hardware.memory_limit_bytes,
             reduce_dtype=str(options.reduce_dtype).removeprefix("torch.")
             if options.reduce_dtype

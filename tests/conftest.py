@@ -66,13 +66,9 @@ def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> PoolsTogethe
 @pytest.fixture
 def nothing_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
     """The search sees no overlap: its objective is a sum, and an optimum is exact."""
-    from autopar.cost.price import HiddenShares
-    from autopar.passes.analysis import Analysis
+    from autopar.passes.intra.hiding import NOTHING_HIDDEN, Hiding
 
-    # A property, because analyses keep what they computed.
-    monkeypatch.setattr(
-        Analysis, "hidden_shares", property(lambda analysis: HiddenShares(0.0, 0.0))
-    )
+    monkeypatch.setattr(Hiding, "of", staticmethod(lambda slowdown, share: NOTHING_HIDDEN))
 
 
 @pytest.fixture

@@ -139,18 +139,23 @@ class Plan:
     def stage_gap(self) -> float:
         """Bound on the distance of each stage from its optimum, relative; 0 for a recipe.
 
-        It does not cover cuts, views and numbers of microbatches, which are chosen by estimates.
+        It does not cover cuts, views and numbers of microbatches; `gap` does.
         """
         return self.data.stage_gap
 
     @property
     def bound_s(self) -> float | None:
-        """Lower bound on every plan, seconds per step; None if there is no such proof."""
+        """Lower bound on every plan that was searched, seconds per step; None with `manual`.
+
+        Searched are numbers of microbatches that divide the batch, cuts between layers, views of
+        the mesh, placements, storages, and recompute of whole blocks, as the options allow.
+        """
         return self.data.bound_s
 
     @property
     def gap(self) -> float | None:
-        """1 - bound / predicted step, over all plans; None if there is no bound."""
+        """1 - bound / predicted step: no plan that was searched is faster by more; None if there is
+        no bound."""
         if self.bound_s is None:
             return None
         return max(0.0, 1 - self.bound_s / self.predicted.step_time_s)

@@ -133,6 +133,7 @@ class PlanData:
     objective_s   seconds of a step, as the solver minimised them
     stage_gap     the worst proven gap of a stage's own problem, relative; 0 for a recipe
     bound_s       no plan takes less; None where nothing is proven of all plans
+    ruled_out     level of the search -> how many sets of plans got no further
     limit_bytes   the memory limit per device that it was planned for; None in older files
     reduce_dtype  as the option of that name
     recipe        the recipe that placed it, `MANUAL` for the user's; empty for the search
@@ -162,6 +163,7 @@ class PlanData:
     accumulates: bool = False
     recipe: str = ""
     bound_s: float | None = None
+    ruled_out: Mapping[str, int] = field(default_factory=dict)
     limit_bytes: float | None = None
     reduce_dtype: str | None = None
     master_weights: bool = False

@@ -37,6 +37,7 @@ MOST_STAGES = 10_000
 MOST_MICROBATCHES = 2**20
 MOST_DIMS = 64
 MOST_ELEMENTS = 2**48
+MOST_COUNTED = 2**40
 # Of seconds, and of rates and bytes; a rate has a least value, because times are divided by it.
 _MOST_SECONDS, _LEAST_RATE, _MOST_RATE = 1e12, 1e-6, 1e40
 
@@ -50,7 +51,7 @@ _KEYS = frozenset(
 )
 _OPTIONAL = frozenset(
     "comments padded kept_whole accumulates recipe bound_s limit_bytes reduce_dtype "
-    "master_weights".split()
+    "master_weights ruled_out".split()
 )
 _TABLES = ("parameters", "operators", "received", "sent")
 
@@ -113,11 +114,16 @@ def _optional(raw: Mapping[str, Json], stages: Collection[StageRecord]) -> dict[
         "accumulates": Json.flag,
         "recipe": Json.text,
         "bound_s": lambda value: _optional_number(value, _MOST_SECONDS),
+        "ruled_out": lambda value: _counts(value),
         "limit_bytes": lambda value: _optional_number(value, _MOST_RATE),
         "reduce_dtype": lambda value: None if value.is_null else value.word(REDUCE_DTYPES),
         "master_weights": Json.flag,
     }
     return {key: read(raw[key]) for key, read in readers.items() if key in raw}
+
+
+def _counts(value: Json) -> dict[str, int]:
+    return {key: count.whole(0, MOST_COUNTED) for key, count in value.members().items()}
 
 
 def _mesh(value: Json) -> MeshRecord:

@@ -15,6 +15,14 @@ from autopar.units import format_bytes, format_bytes_of, format_seconds
 N_ALTERNATIVES = 25
 # Plans are as fast as each other if their steps differ by less, relative.
 _AS_FAST_REL = 5e-4
+# Level of the search (`passes/search/levels.py`) -> how it rules plans out.
+_LEVELS = {
+    "shared": "by equal shares",
+    "free": "without a memory limit",
+    "rerun": "by what must run again",
+    "weightless": "as if activations had no bytes",
+    "gap": "solved to the end",
+}
 
 
 @dataclass(frozen=True)
@@ -172,15 +180,15 @@ def _placement(spec: str, position: int) -> str:
     return words[position] if position < len(words) else ""
 
 
-def optimality(data: PlanData) -> str:
-    """What is proven of the choice, and what is not."""
-    if data.recipe:
-        text = f"proven: nothing; laid out by a recipe ({data.recipe})"
-    else:
-        text = (
-            f"proven: each stage within {data.stage_gap:.1%} of its optimum; "
-            "cuts, views and counts by estimate"
-        )
-    if data.bound_s is not None:
-        text += f"; no plan takes less than {format_seconds(data.bound_s)}"
+def optimality(data: PlanData, step_time_s: float) -> str:
+    """What is proven of the choice, which takes `step_time_s`, and what is not."""
+    if data.bound_s is None:
+        if data.recipe:
+            return f"proven: nothing; laid out by a recipe ({data.recipe})"
+        return f"proven: each stage within {data.stage_gap:.1%} of its optimum"
+    gap = max(0.0, 1 - data.bound_s / step_time_s)
+    text = f"proven: no plan takes less than {format_seconds(data.bound_s)}, {gap:.1%} below this"
+    if data.ruled_out:
+        levels = ", ".join(f"{n} {_LEVELS.get(k, k)}" for k, n in data.ruled_out.items())
+        text += f"; ruled out: {levels}"
     return text

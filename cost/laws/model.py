@@ -83,11 +83,15 @@ def product_efficiency(m: int, n: int, k: int, device: Device, dtype: torch.dtyp
 
 @dataclass(frozen=True)
 class CostModel:
-    """Prices what a stage does; `mesh` carries its links and device."""
+    """Prices what a stage does; `mesh` carries its links and device.
+
+    Unless it `hides`, it is an abstract machine where compute hides no communication.
+    """
 
     mesh: LogicalMesh
     dtype: torch.dtype = torch.float32
     bucket_bytes: int = BUCKET_BYTES
+    hides: bool = True
 
     def primitive_time_s(
         self, kind: PrimitiveKind, size_bytes: int, axes: tuple[int, ...]

@@ -13,7 +13,7 @@ The room may import `laws`, `memory`, `simulate` and `hardware`, and what lies b
 from autopar.cost.price.exposed import ExposedCalls, exposed_calls
 from autopar.cost.price.hidden import HiddenKind, hidden_of
 from autopar.cost.price.layers import LayerWork, layer_works
-from autopar.cost.price.overlap import HiddenShares, hidden_shares, slowdown_of
+from autopar.cost.price.overlap import slowdown_of
 from autopar.cost.price.prediction import (
     collectives_of,
     link_between,
@@ -28,7 +28,6 @@ from autopar.cost.price.summary import summary_of
 __all__ = [
     "ExposedCalls",
     "HiddenKind",
-    "HiddenShares",
     "LayerWork",
     "Share",
     "StepShares",
@@ -37,7 +36,6 @@ __all__ = [
     "exposed_calls",
     "forward_lines",
     "hidden_of",
-    "hidden_shares",
     "layer_works",
     "link_between",
     "peak_memory_of",

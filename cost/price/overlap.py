@@ -36,12 +36,10 @@ from autopar.cost.laws import CostModel
 from autopar.program import (
     RankCall,
     StageProgram,
-    buckets,
     kept_gathers,
     numbered_module,
     return_buckets,
     step_calls,
-    sync_bucket_bytes,
 )
 
 Calls = tuple[RankCall, ...]
@@ -92,33 +90,6 @@ def overlap_of(program: StageProgram) -> Overlap:
         _apart(calls.after, step_waits),
         tuple(step_last),
     )
-
-
-class HiddenShares(NamedTuple):
-    """Shares of collectives that may run beside compute, before anything is placed: of gradient
-    sync once a step, and of ZeRO-3's gathers and reductions."""
-
-    sync: float
-    blocks: float
-
-
-def hidden_shares(parameters: Sequence[tuple[str, int]]) -> HiddenShares:
-    """The shares by bytes, of the (name, bytes) of trained parameters in order.
-
-    All wait for the last bucket; and with ZeRO-3 for the gathers and the reductions of the first
-    block, which are 2 of 3 times all.
-    """
-    total = sum(size_bytes for _, size_bytes in parameters)
-    if not total:
-        return HiddenShares(0.0, 0.0)
-    steps = [[("gradient", size_bytes)] for _, size_bytes in reversed(parameters)]
-    *_, last = buckets(steps, sync_bucket_bytes(total))
-    of_blocks: dict[str, int] = {}
-    for name, size_bytes in parameters:
-        block = _block_of(name)
-        of_blocks[block] = of_blocks.get(block, 0) + size_bytes
-    each = list(of_blocks.values())
-    return HiddenShares(1 - last.size_bytes / total, 1 - 2 * each[0] / (3 * total))
 
 
 def slowdown_of(cost: CostModel) -> float:

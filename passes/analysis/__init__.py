@@ -1,8 +1,9 @@
 """What is known of a program before any mesh: types, batch, planning nodes, repeated blocks.
 
-Reading order: `groups.py` (planning nodes), `microbatch.py` (the batch), `analysis.py` (these facts
-in one object), `folding.py` (repeated blocks), `equal_parts.py` (equal stages), `cutting.py`
-(stages and what crosses between them), `counts.py` (numbers of microbatches),
+Reading order: `groups.py` (planning nodes), `microbatch.py` (the batch), `gathering.py` (what
+parameters cost), `analysis.py` (these facts in one object), `folding.py` (repeated blocks),
+`equal_parts.py` (equal stages), `cutting.py` (stages and what crosses between them), `counts.py`
+(numbers of microbatches),
 `recompute.py` (what may be recomputed), `padding.py` (vocabularies), `fallback.py` (operators
 without a rule), `row_counts.py` (outputs of microbatches), `arguments.py` (arguments of calls in
 generated programs).
@@ -22,6 +23,7 @@ from autopar.passes.analysis.cutting import Side, boundary_specs, cut, cuts, is_
 from autopar.passes.analysis.equal_parts import Numbered, lowered_as, renamed
 from autopar.passes.analysis.fallback import accept_missing, keep_whole_as_planned
 from autopar.passes.analysis.folding import KEPT, Folded, Run, find_runs, fold
+from autopar.passes.analysis.gathering import Gathering
 from autopar.passes.analysis.groups import JointStrategy, OperatorGroup, PlacedOperator
 from autopar.passes.analysis.microbatch import batch_of
 from autopar.passes.analysis.padding import Paddings, find_paddings, pad, padded_for
@@ -34,6 +36,7 @@ __all__ = [
     "KEPT",
     "Analysis",
     "Folded",
+    "Gathering",
     "JointStrategy",
     "Numbered",
     "OperatorGroup",

@@ -14,7 +14,6 @@ from typing import Any
 
 import torch
 
-from autopar.cost.price import HiddenShares, hidden_shares
 from autopar.errors import BatchError
 from autopar.identity import Same
 from autopar.measured import (
@@ -25,6 +24,7 @@ from autopar.measured import (
     storage_owners,
     temporaries,
 )
+from autopar.passes.analysis.gathering import Gathering, gathering_of
 from autopar.passes.analysis.groups import (
     OperatorGroup,
     PlacedOperator,
@@ -136,18 +136,17 @@ class Analysis:
         names = self.parameter_names or self.program.parameters
         return sum(self.types.tensors[n].size_bytes for n in names)
 
-    @cached_property
-    def hidden_shares(self) -> HiddenShares:
-        """What may run beside compute of the whole program's returns of gradients, and of ZeRO-3's
-        collectives. Stages have the same, so that they share prices."""
-        return self.whole.hidden_shares if self.whole else self.own_hidden_shares
-
-    @cached_property
-    def own_hidden_shares(self) -> HiddenShares:
-        """The same of this program, which may be a stage."""
-        tensors = self.types.tensors
-        trained = ((p.name, tensors[n]) for n, p in self.program.parameters.items())
-        return hidden_shares([(name, t.size_bytes) for name, t in trained if t.has_grad])
+    def gathering(self, averages: bool = False) -> Mapping[str, Gathering]:
+        """What is known of every parameter's collectives; `averages` for stages among several."""
+        saved = {
+            o.name: [self.storage_owners.get(o.inputs[k], o.inputs[k]) for k in found.inputs]
+            for o in self.operators
+            if (found := self.saved.get(o.name)) is not None
+        }
+        every = self.parameter_names or self.program.parameters
+        return gathering_of(
+            self.program, self.operators, self.types.tensors, every, saved, averages
+        )
 
     def kept_bytes(self, n_microbatches: int, again: frozenset[int] = frozenset()) -> float:
         """Bytes saved for backward by one microbatch, unsharded, without the operators `again`."""

@@ -36,18 +36,19 @@ from autopar.placement import Spec, TensorType, local_bytes
 from autopar.schedule import ORDERS, Action, Script, Transfer, place
 
 _FORWARD = 1 / 3
+# So many that the last one takes no time.
+_N_BUCKETS = 1e9
 # Microbatches per stage that are simulated.
 _STEADY = 8
 
 
 class StageSeconds(NamedTuple):
     """Seconds of a stage: per microbatch, and once per step; of gradient sync, which is not among
-    them, and in how many buckets."""
+    them, what may run beside the last backward."""
 
     time_s: float
     once_s: float
     sync_s: float = 0.0
-    n_sync_buckets: float = 1.0
 
 
 class MessageSeconds(NamedTuple):
@@ -210,7 +211,7 @@ def _simulated_s(
             after=PartWork(one.once_s),
             update_s=0.0,
             sync_s=one.sync_s,
-            n_sync_buckets=one.n_sync_buckets,
+            n_sync_buckets=_N_BUCKETS,
             overlap_slowdown_fraction=slowdown,
         )
         for one in stages

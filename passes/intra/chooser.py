@@ -64,12 +64,11 @@ _Case = tuple[Repeated, int, int]
 
 
 class SyncSeconds(NamedTuple):
-    """Seconds of gradients on their way back once a step, in so many buckets. `paid_s` is what the
-    step takes longer for it."""
+    """Seconds of gradients that may return beside the last backward. `paid_s` is what the step
+    takes longer for it."""
 
     time_s: float = 0.0
     paid_s: float = 0.0
-    n_buckets: float = 1.0
 
 
 NO_SYNC = SyncSeconds()
@@ -81,9 +80,9 @@ class Chosen:
 
     objective_s    seconds of a step, in which compute hides communication (`hiding.py`)
     once_s         the part of them that is paid once, whatever the number of microbatches
-    sync           of what is paid once, gradients on their way back, hidden or not
-    gap            relative gap between the objective and its lower bound; `solver_gap` is that of
-                   the problem in which all is hidden
+    sync           of what is paid once, gradients that may return beside the last backward
+    gap            relative gap between the objective and a lower bound on the step; `solver_gap` is
+                   that of the problem in which all is hidden
     size_bytes     memory per device, as the solver counts it
     n_variables    variables of the solved problem; `n_written_out` counts every copy of a block
     settled        False if a better choice may exist: the solver stopped at `limit_s`, or the gap
@@ -150,6 +149,7 @@ class Chooser:
 
     `families` and `counts` are the cost models and numbers of microbatches that requests will have,
     as in `ProblemFamilies`. `prices` is shared with other choosers of the same planning.
+    `is_stage`: the program is a stage among several.
     """
 
     folded: Folded
@@ -158,6 +158,7 @@ class Chooser:
     families: Sequence[tuple[CostModel, ...]] = ()
     counts: Sequence[int] = ()
     prices: Prices = field(default_factory=Prices)
+    is_stage: bool = False
     _repeated: dict[ProblemBatch, Repeated | None] = field(default_factory=dict)
     _solvers: dict[_Case, RepeatedSolver] = field(default_factory=dict)
 
@@ -170,6 +171,7 @@ class Chooser:
             recomputable=self.recomputable,
             most_kept=MOST_KNOWN,
             prices=self.prices,
+            is_stage=self.is_stage,
         )
 
     @cached_property
@@ -179,7 +181,7 @@ class Chooser:
 
         return ProblemFamilies(
             self.folded.analysis, self.optimizer, self.families, self.counts, n_like,
-            self.recomputable, prices=self.prices,
+            self.recomputable, prices=self.prices, is_stage=self.is_stage,
         )  # fmt: skip
 
     def choose(
@@ -240,6 +242,8 @@ class Chooser:
             problem = whole.problems.of(place, ask.n_in_flight)
             self._solvers[key] = RepeatedSolver(problem, whole.plan)
         solver = self._solvers[key]
+        slack_s = whole.folded_problem.slack_s(place)
+        limit_s += slack_s
         try:
             solution = solver.solve(budget_bytes, time_limit_s, ask.gap_goal, limit_s)
         except TooWide:
@@ -267,9 +271,7 @@ class Chooser:
         choice = best.choice
         once_s = replace(priced, only=runs_on.once_mask).evaluate(choice).cost_s
         return Chosen(
-            **_seconds(
-                best, once_s, solution.gap, runs_on.folded_problem.hiding, self.folded.whole, ask
-            ),
+            **_seconds(best, once_s, solution.gap, slack_s, runs_on.folded_problem.hiding, ask),
             size_bytes=best.size_bytes,
             n_variables=whole.n_variables,
             n_written_out=whole.n_written_out,
@@ -277,7 +279,7 @@ class Chooser:
             sent=whole.boundaries(choice, "sent"),
             read=lambda: _strategy(self.folded.whole, whole, choice, ask),
             settled=solution.settled and best.bound_s < limit_s,
-            hidden_bound_s=first.bound_s,
+            hidden_bound_s=first.bound_s - slack_s,
         )
 
 
@@ -312,22 +314,25 @@ def _seconds(
     best: LeastExposed[C_],
     once_s: float,
     solver_gap: float,
+    slack_s: float,
     hiding: Hiding,
-    analysis: Analysis,
     ask: PlacementRequest,
 ) -> _Seconds:
-    """The numbers of a choice; `once_s` is what a step pays once if all is hidden."""
+    """The numbers of a choice; `once_s` is what a step pays once if all is hidden.
+
+    `slack_s` is how far the objective may be above the step (`IntraOpProblem.slack_s`).
+    """
     m = ask.n_microbatches
     objective_s, sync_s = hiding.step_s(best.parts, m), best.parts.sync_s
     exposed_s = hiding.exposed_sync_s(best.parts, m)
-    n_buckets = 1 / max(1 - analysis.own_hidden_shares.sync, 1e-6)
-    gap = 0.0 if best.bound_s >= objective_s * (1 - 1e-9) else 1 - best.bound_s / objective_s
+    bound_s = best.bound_s - slack_s
+    gap = 0.0 if bound_s >= objective_s * (1 - 1e-9) else 1 - bound_s / objective_s
     return {
         "objective_s": objective_s,
         "once_s": once_s + exposed_s,
         "gap": solver_gap if ask.runs_on is not None else gap,
         "solver_gap": solver_gap,
-        "sync": SyncSeconds(sync_s, hiding.sync_price * sync_s + exposed_s, n_buckets),
+        "sync": SyncSeconds(sync_s, hiding.sync_price * sync_s + exposed_s),
     }
 
 
@@ -377,17 +382,17 @@ def choose(
 
     first = Found(solution.choice, solution.bound_s, solution.bytes)
     best = _best(first, priced.parts, again, priced, ask)
-    choice = best.choice
+    choice, slack_s = best.choice, priced.slack_s(priced.case)
     once_s = priced.once_problem.evaluate(choice).cost_s
     return Chosen(
-        **_seconds(best, once_s, solution.gap, priced.hiding, analysis, ask),
+        **_seconds(best, once_s, solution.gap, slack_s, priced.hiding, ask),
         size_bytes=best.size_bytes,
         n_variables=problem.numbers.n_variables,
         n_written_out=problem.numbers.n_variables,
         received=problem.boundaries(choice, "received"),
         sent=problem.boundaries(choice, "sent"),
         read=lambda: _strategy(analysis, problem, choice, ask),
-        hidden_bound_s=first.bound_s,
+        hidden_bound_s=first.bound_s - slack_s,
     )
 
 

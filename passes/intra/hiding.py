@@ -3,26 +3,34 @@
 A choice of placements has, in seconds of a step on one stage,
 
     c    compute: the operators
-    z    ZeRO-3's gathers and reductions, and gradients returned per microbatch
-    s    gradients returned once a step
+    z    of ZeRO-3's gathers and reductions, and of gradients returned per microbatch, what may run
+         beside compute
+    s    of gradients returned once a step, the same
     r    all else, which compute waits for
 
-Of z a share a may run beside compute, of s a share h beside the last of m backwards, which is two
-thirds of a microbatch (`hidden_shares` of `cost/price/overlap.py`). A hidden second still costs p =
-f / (1 + f), because it slows compute by f (`cost/simulate/times.py`). So a step takes
+What may run beside compute is known before anything is placed (`passes/analysis/gathering.py`). A
+hidden second still costs p = f / (1 + f), because it slows compute by f (`cost/simulate/times.py`);
+one of sync costs q = p / (1 + p) at least. Sync hides in the last of m backwards, which has at most
+a share b of a microbatch's compute (`backward_share` of `intra_op.py`). So a step takes at least
 
-    all hidden   A = r + c + (1 - a (1 - p)) z + (1 - h (1 - p)) s             (`Hiding.*_price`)
-    exposed      x = max(0, a (1 - p) z - c)                                   (`exposed_blocks_s`)
-                 y = (1 - p) h max(0, s - 2/3 max(0, c - (1 - p) a z) / m)       (`exposed_sync_s`)
-    step         T = A + x + y                                                          (`step_s`)
+    all hidden   A = r + c + p z + q s
+    exposed      x = max(0, (1 - p) z - c)                               (`exposed_blocks_s`)
+                 y = max(0, (1 - q) s - (r + b c) / m)                     (`exposed_sync_s`)
+    step         T = A + x + y                                           (`step_s`)
 
-A is a sum over choices, and a lower bound on T. The problem's numbers are those of A, so where all
-is hidden, its optimum is that of T. Else x and y have a price, as bytes have. For t in [0, 1]
+Proof: a part of a step with compute c and overlapped o takes max(o, c + p o). Sync starts o after
+the last backward does, which takes at least o, and ends s later. So from the start of a backward
+that computes and waits for d, o + s or more pass; without sync it would take max(o, d + p o), which
+is at most o + d. If h of sync is beside that backward, max(s - h, p h) is left, which is q s or
+more.
 
-    T >= A + t (a (1 - p) z - c)        T >= A + t (1 - p) h (s - 2/3 c / m)      (`Hiding.weights`)
+A is a sum over choices. The problem's numbers are those of A, so where all is hidden, its optimum
+is that of T. Else x and y have prices, as bytes have. For t and u in [0, 1]
 
-Both are sums over choices again. `least_exposed` solves them for a few t, and keeps the least T and
-the greatest bound.
+    T >= A + t ((1 - p) z - c) + u ((1 - q) s - (A - (1 - b) c - p z - q s) / m)
+
+It is a sum over choices again (`Hiding.weights`). `least_exposed` solves it for a few prices, and
+keeps the least T and the greatest bound.
 """
 
 from __future__ import annotations
@@ -30,18 +38,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from functools import cached_property
 from typing import Generic, NamedTuple, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost.price import HiddenShares
-
 # A plan this close to its bound (relative) is not weighed again, and how often it is at most.
-EXPOSED_GAP_GOAL, MOST_PRICES = 1e-2, 2
-# A backward takes two thirds of a microbatch's compute (`passes/inter/score.py`).
-_BACKWARD = 2 / 3
+EXPOSED_GAP_GOAL, MOST_PRICES = 1e-2, 3
 Array = NDArray[np.float64]
 C = TypeVar("C")
 
@@ -58,7 +61,7 @@ HidableCosts = Callable[[int], Hidable]
 
 
 class Parts(NamedTuple):
-    """A choice's seconds of a step if all is hidden; of them, compute; s and z of the docstring."""
+    """A choice's A, c, s and z of the docstring, in seconds of a step."""
 
     hidden_s: float
     compute_s: float
@@ -67,54 +70,62 @@ class Parts(NamedTuple):
 
 
 class Weights(NamedTuple):
-    """What is added to A: so many times compute, s and z."""
+    """What is added to A: so many times A, c, s and z."""
 
+    hidden: float
     compute: float
+    sync: float
+    blocks: float
+
+
+class Prices(NamedTuple):
+    """The prices u and t of exposed sync and of all else that is exposed."""
+
     sync: float
     blocks: float
 
 
 @dataclass(frozen=True)
 class Hiding:
-    """The law of the docstring for one program: what may be hidden, and the slowdown f."""
+    """The law of the docstring: a hidden second costs q of sync, else p; backward has b of c."""
 
-    shares: HiddenShares
-    slowdown: float
+    sync_price: float
+    blocks_price: float
+    backward_share: float = 1.0
 
-    @cached_property
-    def _saved(self) -> float:
-        """1 - p"""
-        return 1 / (1 + self.slowdown)
-
-    @property
-    def sync_price(self) -> float:
-        return 1 - self.shares.sync * self._saved
-
-    @property
-    def blocks_price(self) -> float:
-        return 1 - self.shares.blocks * self._saved
+    @staticmethod
+    def of(slowdown: float, backward_share: float) -> Hiding:
+        """The law for a slowdown f."""
+        price = slowdown / (1 + slowdown)
+        return Hiding(price / (1 + price), price, backward_share)
 
     def exposed_blocks_s(self, parts: Parts) -> float:
-        return max(0.0, self.shares.blocks * self._saved * parts.blocks_s - parts.compute_s)
+        return max(0.0, (1 - self.blocks_price) * parts.blocks_s - parts.compute_s)
 
     def exposed_sync_s(self, parts: Parts, n_microbatches: int) -> float:
-        beside_s = max(0.0, parts.compute_s - self._saved * self.shares.blocks * parts.blocks_s)
-        left_s = parts.sync_s - _BACKWARD * beside_s / n_microbatches
-        return self._saved * self.shares.sync * max(0.0, left_s)
+        hidden_s = self.sync_price * parts.sync_s + self.blocks_price * parts.blocks_s
+        beside_s = parts.hidden_s - hidden_s - (1 - self.backward_share) * parts.compute_s
+        return max(0.0, (1 - self.sync_price) * parts.sync_s - beside_s / n_microbatches)
+
+    def exposed_s(self, parts: Parts, n_microbatches: int) -> Prices:
+        """Seconds that are exposed, by what prices are for."""
+        return Prices(self.exposed_sync_s(parts, n_microbatches), self.exposed_blocks_s(parts))
 
     def step_s(self, parts: Parts, n_microbatches: int) -> float:
-        exposed_s = self.exposed_blocks_s(parts) + self.exposed_sync_s(parts, n_microbatches)
-        return parts.hidden_s + exposed_s
+        return parts.hidden_s + sum(self.exposed_s(parts, n_microbatches))
 
-    def weights(self, price: float, of_sync: bool, n_microbatches: int) -> Weights:
-        """What is added to A at a price t of what is exposed."""
-        if of_sync:
-            price *= self._saved * self.shares.sync
-            return Weights(-price * _BACKWARD / n_microbatches, price, 0.0)
-        return Weights(-price, 0.0, price * self._saved * self.shares.blocks)
+    def weights(self, prices: Prices, n_microbatches: int) -> Weights:
+        """What is added to A at these prices of what is exposed."""
+        beside = prices.sync / n_microbatches
+        return Weights(
+            -beside,
+            beside * (1 - self.backward_share) - prices.blocks,
+            prices.sync * (1 - self.sync_price) + beside * self.sync_price,
+            prices.blocks * (1 - self.blocks_price) + beside * self.blocks_price,
+        )
 
 
-NOTHING_HIDDEN = Hiding(HiddenShares(0.0, 0.0), 0.0)
+NOTHING_HIDDEN = Hiding(1.0, 1.0)
 
 
 class Found(NamedTuple, Generic[C]):
@@ -148,15 +159,18 @@ def least_exposed(
     `limit_s`, nothing more is solved.
     """
     best = LeastExposed(first.choice, first.size_bytes, parts_of(first.choice), first.bound_s)
-    parts = best.parts
-    exposed_s = hiding.exposed_blocks_s(parts), hiding.exposed_sync_s(parts, n_microbatches)
-    if max(exposed_s) <= EXPOSED_GAP_GOAL * parts.hidden_s or first.bound_s >= limit_s:
+    exposed_s = hiding.exposed_s(best.parts, n_microbatches)
+    if max(exposed_s) <= EXPOSED_GAP_GOAL * best.parts.hidden_s or first.bound_s >= limit_s:
         return best
-    of_sync, low, high = exposed_s[1] > exposed_s[0], 0.0, 1.0
-    best_s = hiding.step_s(parts, n_microbatches)
+    best_s = hiding.step_s(best.parts, n_microbatches)
+    # Per price, an interval; a price is 0 until something is exposed.
+    intervals: list[tuple[float, float] | None] = [None, None]
     for _ in range(MOST_PRICES):
-        price = (low + high) / 2
-        found = solve(hiding.weights(price, of_sync, n_microbatches))
+        for k, seconds in enumerate(exposed_s):
+            if intervals[k] is None and seconds > 0:
+                intervals[k] = 0.0, 1.0
+        prices = Prices(*(sum(of) / 2 if of else 0.0 for of in intervals))
+        found = solve(hiding.weights(prices, n_microbatches))
         if found is None:
             break
         parts, bound_s = parts_of(found.choice), max(best.bound_s, found.bound_s)
@@ -166,10 +180,9 @@ def least_exposed(
         best = best._replace(bound_s=bound_s)
         if best_s * (1 - EXPOSED_GAP_GOAL) <= bound_s or bound_s >= limit_s:
             break
-        left_s = (
-            hiding.exposed_sync_s(parts, n_microbatches)
-            if of_sync
-            else hiding.exposed_blocks_s(parts)
-        )
-        low, high = (price, high) if left_s else (low, price)
+        exposed_s = hiding.exposed_s(parts, n_microbatches)
+        for k, (price, seconds) in enumerate(zip(prices, exposed_s, strict=True)):
+            of = intervals[k]
+            if of is not None:
+                intervals[k] = (price, of[1]) if seconds else (of[0], price)
     return best

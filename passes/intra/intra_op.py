@@ -16,6 +16,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.cost.hardware import attention_flops_per_s
 from autopar.cost.laws import CostModel
 from autopar.cost.memory import optimizer_time_s, static_bytes_per_param
 from autopar.cost.price import slowdown_of
@@ -24,12 +25,13 @@ from autopar.passes.analysis import FIRST_COUNT, Analysis, Recomputable, is_sear
 from autopar.passes.intra.candidates import CandidateMaker
 from autopar.passes.intra.cases import Case, Cases
 from autopar.passes.intra.constraints import AppliedConstraints, Constraints
-from autopar.passes.intra.hiding import Hiding
+from autopar.passes.intra.hiding import NOTHING_HIDDEN, Hiding
 from autopar.passes.intra.parameters import ParameterMaker
 from autopar.passes.intra.priced import Prices
 from autopar.passes.intra.problem import IntraOpProblem, IntraOpProblems, ProblemBuilder
 from autopar.passes.intra.recompute_choice import add_recompute
 from autopar.passes.reshard import ReshardTable, priced_alike
+from autopar.rules import rule_for
 
 Array = NDArray[np.float64]
 # The most cases built at once. 72 keeps arrays at about 1 MB, small enough to cache, and builds few
@@ -69,11 +71,12 @@ def intra_op_problems(
     n_like: Mapping[str, int] | None = None,
     recomputable: Recomputable | None = None,
     prices: Prices | None = None,
+    is_stage: bool = False,
 ) -> IntraOpProblems:
     """`intra_op_problem` in several cases.
 
     Their meshes use the same axes of the same devices. Their numbers of microbatches offer the same
-    strategies (`alike_counts`).
+    strategies (`alike_counts`). `is_stage`: of a stage among several (`Analysis.gathering`).
     """
     program = analysis.program
     every = tuple((cost.for_parameters(analysis.parameter_bytes), m) for cost, m in cases)
@@ -101,13 +104,33 @@ def intra_op_problems(
     static = static_bytes_per_param(optimizer, dtype)
     # The optimizer updates many tensors in one launch, so a tensor pays for its elements alone.
     update = optimizer_time_s(1.0, optimizer, dtype, device, n_tensors=0) / dtype.itemsize
-    hiding = Hiding(analysis.hidden_shares, slowdown_of(every[0][0]))
-    parameters = ParameterMaker(stacked, limits, static, update, hiding)
+    machine = every[0][0]
+    hiding = NOTHING_HIDDEN
+    if machine.hides:
+        share = backward_share(analysis, machine, recomputable is not None)
+        hiding = Hiding.of(slowdown_of(machine), share)
+    parameters = ParameterMaker(
+        stacked, limits, static, update, hiding, analysis.gathering(is_stage),
+        analysis.parameter_bytes, is_stage,
+    )  # fmt: skip
     builder = ProblemBuilder(program, stacked, parameters, priced)
     builder.connect(candidates)
     if recomputable is not None:
         add_recompute(builder, candidates, maker, analysis, recomputable)
     return builder.finished(candidates)
+
+
+def backward_share(analysis: Analysis, cost: CostModel, recomputes: bool) -> float:
+    """The most of a microbatch's compute that its backward takes (`operator_times_s`).
+
+    A backward takes at most twice its forward, that of fused attention by its rates; with recompute
+    its forward, too.
+    """
+    ratio = 2.0
+    if any(rule_for(str(operator.call.op)).fused for operator in analysis.operators):
+        forward, backward = attention_flops_per_s(cost.mesh.device, cost.dtype)
+        ratio = max(ratio, 2.5 * forward / backward)
+    return (ratio + recomputes) / (1 + ratio + recomputes)
 
 
 def alike_counts(analysis: Analysis, counts: Sequence[int]) -> list[tuple[int, ...]]:
@@ -156,6 +179,7 @@ class ProblemFamilies:
     recomputable: Recomputable | None = None
     most_kept: float = math.inf
     prices: Prices = field(default_factory=Prices)
+    is_stage: bool = False
     _built: dict[object, ProblemBatch] = field(default_factory=dict)
     _starts: dict[Hashable, int] = field(default_factory=dict)
 
@@ -207,7 +231,7 @@ class ProblemFamilies:
             cases = tuple((c, m) for m in counts for c in costs)
             problems = intra_op_problems(
                 self.analysis, cases, constraints, self.optimizer, self.n_like(n_microbatches),
-                self.recomputable, self.prices,
+                self.recomputable, self.prices, self.is_stage,
             )  # fmt: skip
             self._built[key] = ProblemBatch(cases, problems)
             if len(self._built) > self.most_kept:

@@ -9,15 +9,17 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.laws import CostModel
 from autopar.cost.memory import StaticBytes
+from autopar.passes.analysis import Gathering
 from autopar.passes.intra.cases import Cases
 from autopar.passes.intra.constraints import AppliedConstraints
 from autopar.passes.intra.hiding import Hidable, HidableCosts, Hiding
@@ -46,7 +48,9 @@ class ParameterMaker:
 
     `update_s_per_byte` is the optimizer's time per stored byte; `static` has its bytes per element.
     In mixed precision, the shard is cast once a step. Gathered at each use, the cast is kept for
-    the step; else what it is converted to is kept.
+    the step; else what it is converted to is kept. `gathering` is what is known of each parameter's
+    collectives, `parameter_bytes` are those of all together. `is_stage`: of a stage among
+    several.
     """
 
     cases: Cases
@@ -54,6 +58,9 @@ class ParameterMaker:
     static: StaticBytes
     update_s_per_byte: float
     hiding: Hiding
+    gathering: Mapping[str, Gathering]
+    parameter_bytes: int
+    is_stage: bool
 
     @cached_property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
@@ -142,20 +149,20 @@ class ParameterMaker:
         return (tensor.size_bytes // n_shards).astype(np.float64)
 
     def conversions(
-        self, tables: ReshardTables, storages: Sequence[Storage], uses: Sequence[Spec], n_uses: int
+        self, tables: ReshardTables, storages: Sequence[Storage], uses: Sequence[Spec], use: Uses
     ) -> tuple[Array, Ties, Array, HidableCosts]:
         """(seconds per step, tie, bytes) of converting storages to uses: [cases, storages, uses].
         Last, what of the seconds compute may hide; the seconds are as if all of it were hidden.
 
-        Seconds are infinite if the constraints forbid the conversion. ZeRO-3 gathers at each of
-        `n_uses` uses, forward and backward; the other periods convert once per distinct use.
+        Seconds are infinite if the constraints forbid the conversion. ZeRO-3 gathers at each use,
+        forward and where backward needs it; the other periods convert once per distinct use.
         """
         rows = [
             tables.index[canonical_spec(tables.tensors[0], s.spec, self.sizes[0])] for s in storages
         ]
         distinct = {row: i for i, row in enumerate(dict.fromkeys(rows))}
         columns = [tables.index[u] for u in uses]
-        paths = path_costs(tables, self.cases.meshes, tuple(distinct), columns)
+        paths = path_costs(tables, self.cases.meshes, tuple(distinct), columns, use.fused_bytes)
         allowed = np.array([self._periods_allowed(storages, g) for g in (False, True)])
         fits = np.ones((len(storages), len(uses)), dtype=bool)
         if self.limits.constraints.zero is not None:
@@ -166,14 +173,16 @@ class ParameterMaker:
         periods = np.array([PERIODS.index(s.period) for s in storages])
         time_s, tie, size_bytes = conversion_costs(
             paths, self.cases.mesh_of, self.cases.n_microbatches, at, periods, allowed & fits,
-            n_uses, self._local_bytes(tables.tensors[0], uses),
-            *_kept_per_byte(tables.tensors[0]), self.hiding.sync_price, self.hiding.blocks_price,
+            self._local_bytes(tables.tensors[0], uses), *_kept_per_byte(tables.tensors[0]),
+            self.hiding.sync_price, self.hiding.blocks_price,
+            use.n, use.n_again, use.first_share, use.again_share, use.last_share,
         )  # fmt: skip
 
         def hidable(case: int) -> Hidable:
-            return hidable_costs(
-                paths[self.cases.mesh_of[case], at], self.cases.counts[case], periods, n_uses
-            )
+            of_case = paths[self.cases.mesh_of[case], at]
+            m = self.cases.counts[case]
+            shares = use.first_share, use.again_share, use.last_share
+            return Hidable(*hidable_costs(of_case, m, periods, use.n, use.n_again, *shares))
 
         return time_s, tie, size_bytes, hidable
 
@@ -181,6 +190,20 @@ class ParameterMaker:
         """[storages, 1]: may a parameter be converted with the storage's period?"""
         may = self.limits.period_allowed
         return np.array([[may(s.period, gathers)] for s in storages], dtype=bool)
+
+
+class Uses(NamedTuple):
+    """The uses of a parameter that are placed alike; `n_again` are gathered again for backward.
+
+    The rest is as in `Gathering`.
+    """
+
+    n: int
+    n_again: int
+    fused_bytes: int
+    first_share: float
+    again_share: float
+    last_share: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -225,17 +248,39 @@ def _kept_per_byte(tensor: TensorType) -> tuple[float, float]:
 
 
 @compiled
+def _apart(
+    of: Array, n_microbatches: int, period: int, n: int, n_again: int, first_share: float,
+    again_share: float, last_share: float,
+) -> tuple[float, float, float]:  # fmt: skip
+    """Seconds of a step in one conversion: waited for; beside compute once a step, and otherwise.
+
+    `of` is a row of `path_costs`, `period` an index of `PERIODS`; the rest are of `Uses`.
+    """
+    gathered_s, returned_s, fused_s, reduced_s = of[0], of[1], of[2], of[3]
+    if period == 2:
+        once_s = first_share * (fused_s + reduced_s) + again_share * n_again * fused_s
+        every_s = (n + n_again) * fused_s + n * reduced_s
+        return n_microbatches * once_s, 0.0, n_microbatches * (every_s - once_s)
+    if period == 1:  # which of them are in the last bucket is not known
+        returned_s *= n_microbatches
+        last_s = returned_s if last_share == 1 else 0.0
+        return gathered_s + last_s, 0.0, returned_s - last_s
+    return gathered_s + last_share * returned_s, (1 - last_share) * returned_s, 0.0
+
+
+@compiled
 def conversion_costs(
     sums: Array, mesh_of: Indices, n_microbatches: Array, rows: Indices, periods: Indices,
-    allowed: NDArray[np.bool_], n_uses: int, use_bytes: Array, cast: float, gradient: float,
-    sync_price: float, blocks_price: float,
+    allowed: NDArray[np.bool_], use_bytes: Array, cast: float, gradient: float, sync_price: float,
+    blocks_price: float, n: int, n_again: int, first_share: float, again_share: float,
+    last_share: float,
 ) -> tuple[Array, Ties, Array]:  # fmt: skip
     """`ParameterMaker.conversions`, from sums over paths (`path_costs`): [cases, storages, uses].
 
     `rows` [storages] are places in the sums, `periods` [storages] are indices of `PERIODS`,
     `allowed` [2, storages, uses] is without and with a gather, and `use_bytes` is [cases, uses].
     `cast` is 1 if the parameter is cast for use, `gradient` the bytes of its gradient per byte. A
-    hidden second costs `sync_price` once a step, else `blocks_price` (`hiding.py`).
+    hidden second costs a price (`hiding.py`). The rest are of `Uses`.
     """
     shape = (len(mesh_of), len(rows), sums.shape[2])
     time_s, size_bytes = np.empty(shape), np.empty(shape)
@@ -245,47 +290,61 @@ def conversion_costs(
         for i in range(shape[1]):
             for j in range(shape[2]):
                 of = sums[mesh_of[case], rows[i], j]
-                forward_s, backward_s, gathered_s, returned_s = of[0], of[1], of[2], of[3]
                 calls, moves, copies, gathers, exists = of[4], of[5], of[6], of[7], of[8]
                 calls += 1e-3 * moves
                 copied = 1.0 if copies > 0 else cast
                 moved = gradient if moves > 0 else 0.0
                 if periods[i] == 0:
-                    seconds = gathered_s + sync_price * returned_s
                     times, n_kept = 0.01, copied + moved
                 elif periods[i] == 1:
-                    seconds = forward_s + m * blocks_price * backward_s
                     times, n_kept = m, copied
                 else:
-                    seconds = m * n_uses * blocks_price * (2 * forward_s + backward_s)
                     times, n_kept = m, 0.0
                 may = exists > 0 and allowed[int(gathers > 0), i, j]
+                waited_s, sync_s, blocks_s = _apart(
+                    of, m, periods[i], n, n_again, first_share, again_share, last_share
+                )
+                seconds = waited_s + sync_price * sync_s + blocks_price * blocks_s
                 time_s[case, i, j] = seconds if may else np.inf
                 tie[case, i, j] = calls * times
                 size_bytes[case, i, j] = use_bytes[case, j] * n_kept
     return time_s, tie, size_bytes
 
 
-def hidable_costs(paths: Array, n_microbatches: int, periods: Indices, n_uses: int) -> Hidable:
-    """What compute may hide in one case, from its sums over paths [storages, uses, 9]: gradients
-    returned once a step; gradients returned per microbatch, and all of ZeRO-3's collectives."""
-    forward_s, backward_s, returned_s = paths[..., 0], paths[..., 1], paths[..., 3]
-    period = periods[:, None]
-    often_s = np.where(period == 1, backward_s, n_uses * (2 * forward_s + backward_s))
-    return Hidable(
-        np.where(period == 0, returned_s, 0.0),
-        np.where(period == 0, 0.0, n_microbatches * often_s),
-    )
+@compiled
+def hidable_costs(
+    paths: Array, n_microbatches: int, periods: Indices,
+    n: int, n_again: int, first_share: float, again_share: float, last_share: float,
+) -> tuple[Array, Array]:  # fmt: skip
+    """What compute may hide in one case, [storages, uses]: once a step, and all other seconds.
+
+    `paths` are the case's sums over paths, [storages, uses, 9]; the rest as in `conversion_costs`.
+    """
+    sync_s, blocks_s = np.empty(paths.shape[:2]), np.empty(paths.shape[:2])
+    for i in range(paths.shape[0]):
+        for j in range(paths.shape[1]):
+            _, sync_s[i, j], blocks_s[i, j] = _apart(
+                paths[i, j],
+                n_microbatches,
+                periods[i],
+                n,
+                n_again,
+                first_share,
+                again_share,
+                last_share,
+            )
+    return sync_s, blocks_s
 
 
 def path_costs(
     tables: ReshardTables, costs: tuple[CostModel, ...], sources: Sequence[int],
-    targets: Sequence[int],
+    targets: Sequence[int], fused_bytes: int,
 ) -> Array:  # fmt: skip
     """Sums over the cheapest paths of a parameter's type: [meshes, sources, targets, 9].
 
-    The 9 are seconds forward and backward, the same in buckets, then collectives, moves, copies,
-    gathers; the last is 1 if there is a path.
+    The 9 are seconds forward and backward in buckets, the same where `fused_bytes` are the most
+    that is moved at once; then collectives, moves, copies, gathers; the last is 1 if there is a
+    path.
     """
     graph, size_bytes, gradient_bytes = tables.graph, tables.size_bytes, tables.gradient_bytes
     calls, kinds = graph.calls, np.array([p.kind for p in graph.primitives])
@@ -293,8 +352,7 @@ def path_costs(
     copies, gathers = kinds != "identity", np.isin(kinds, ("all_gather", "all_reduce"))
     forward, backward = graph.forward, graph.backward
     lines = primitive_lines(graph, costs)
-    seconds, bucketed = lines.seconds(size_bytes), lines.bucketed(size_bytes)
-    back_s, bucketed_back_s = lines.seconds(gradient_bytes), lines.bucketed(gradient_bytes)
+    once, often = math.inf, float(max(fused_bytes, 1))
     n_meshes, n_moves = len(costs), len(forward)
     on_all = [
         calls[forward] + calls[backward],
@@ -304,10 +362,10 @@ def path_costs(
     ]
     values = np.stack(
         [
-            seconds[:, forward],
-            back_s[:, backward],
-            bucketed[:, forward],
-            bucketed_back_s[:, backward],
+            lines.bucketed(size_bytes, once)[:, forward],
+            lines.bucketed(gradient_bytes, once)[:, backward],
+            lines.bucketed(size_bytes, often)[:, forward],
+            lines.bucketed(gradient_bytes, often)[:, backward],
             *(np.broadcast_to(value, (n_meshes, n_moves)) for value in on_all),
         ],
         axis=1,

@@ -20,7 +20,7 @@ from autopar.passes.intra.candidates import ChoiceTable
 from autopar.passes.intra.cases import Cases
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.hiding import Hidable, HidableCosts
-from autopar.passes.intra.parameters import ParameterMaker, Storages
+from autopar.passes.intra.parameters import ParameterMaker, Storages, Uses
 from autopar.passes.reshard import (
     ReshardTables,
     SpecColumn,
@@ -140,31 +140,35 @@ class Priced:
 
     def conversions(
         self, maker: ParameterMaker, tables: ReshardTables, storages: tuple[Storage, ...],
-        uses: SpecColumn, n_uses: int,
+        uses: SpecColumn, use: Uses,
     ) -> ConversionCosts:  # fmt: skip
         """Seconds, ties and bytes of converting every storage to every spec that is used."""
-        key = (tables, Same(storages), Same(uses.distinct), n_uses)
+        key = (tables, Same(storages), Same(uses.distinct), use)
         if key not in self._conversions:
-            found = maker.conversions(tables, storages, uses.distinct, n_uses)
+            found = maker.conversions(tables, storages, uses.distinct, use)
             arrays, hidable = found[:3], found[3]
             self._conversions[key] = ConversionCosts(*arrays, storages, (uses,), hidable)
         return self._conversions[key]
 
     def shared_conversions(
         self, maker: ParameterMaker, tables: ReshardTables, storages: tuple[Storage, ...],
-        uses: tuple[SpecColumn, ...], n_uses: tuple[int, ...],
+        uses: tuple[SpecColumn, ...], each_use: tuple[Uses, ...],
     ) -> ConversionCosts:  # fmt: skip
         """The same for choices of several kinds of uses: [cases, storages, choices].
 
         If a choice places the parameter alike for all kinds, it is converted once.
         """
-        key = (tables, Same(storages), uses, n_uses)
+        key = (tables, Same(storages), uses, each_use)
         if key not in self._conversions:
             alike = all_alike(uses)
-            together = self.conversions(maker, tables, storages, uses[0], sum(n_uses))
+            all_uses = each_use[0]._replace(
+                n=sum(use.n for use in each_use), n_again=sum(use.n_again for use in each_use),
+                last_share=each_use[-1].last_share,
+            )  # fmt: skip
+            together = self.conversions(maker, tables, storages, uses[0], all_uses)
             apart = [
-                self.conversions(maker, tables, storages, column, n)
-                for column, n in zip(uses, n_uses, strict=True)
+                self.conversions(maker, tables, storages, column, use)
+                for column, use in zip(uses, each_use, strict=True)
             ]
 
             def joined(shared: NDArray[Any], each: Sequence[NDArray[Any]]) -> NDArray[Any]:

@@ -33,7 +33,7 @@ from autopar.passes.analysis import Side, boundary_specs
 from autopar.passes.intra.candidates import GroupCandidates
 from autopar.passes.intra.cases import Cases
 from autopar.passes.intra.hiding import NOTHING_HIDDEN, HidableCosts, Hiding, Parts, Weights
-from autopar.passes.intra.parameters import ParameterMaker
+from autopar.passes.intra.parameters import ParameterMaker, Uses
 from autopar.passes.intra.priced import Priced
 from autopar.passes.reshard import ReshardTables, SpecColumn
 from autopar.passes.solvers.problem import (
@@ -52,10 +52,12 @@ MAX_PAIRS = 1500  # the largest domain of a reuse variable over pairs of placeme
 
 @dataclass(frozen=True)
 class Consumer:
-    """A group that reads a value, with the operator and the argument that read it."""
+    """A group that reads a value, with the operator and the argument that read it first, and the
+    names of all its operators that do."""
 
     variable: int
     kind: tuple[str, int]
+    operators: tuple[str, ...]
 
 
 @dataclass
@@ -107,8 +109,10 @@ class RangeMode:
 class IntraOpProblem:
     """A choice problem, and what the choices of its variables mean.
 
-    `hidable` maps the variable of a parameter to what compute may hide of its conversions. `case`
-    is the problem's place among those built with it, and `counts` are their microbatches.
+    `hidable` maps the variable of a parameter to what compute may hide of its conversions;
+    `may_be_last` to what all parameters wait at most for their last bucket (`slack_s`), as a
+    multiple of its own sync. `case` is the problem's place among those built with it, and `counts`
+    are their microbatches.
     """
 
     numbers: ChoiceProblem
@@ -121,6 +125,7 @@ class IntraOpProblem:
     hiding: Hiding = NOTHING_HIDDEN
     counts: tuple[int, ...] = (1,)
     hidable: Mapping[int, HidableCosts] = field(default_factory=dict)
+    may_be_last: Mapping[int, float] = field(default_factory=dict)
     case: int = 0
 
     def under(self, budget_bytes: float | None, n_in_flight: int = 1) -> IntraOpProblem:
@@ -163,6 +168,18 @@ class IntraOpProblem:
         compute."""
         return frozenset(of.variable for of in self.modes if of.variable is not None)
 
+    def slack_s(self, case: int) -> float:
+        """How far a choice's objective is above its simulated step at most.
+
+        Which gradients are in the last bucket is known on average (`Gathering.last_share`). If
+        they are not, they may be hidden.
+        """
+        waits_s = (
+            share * float(self.hidable[v](case).sync_s.max())
+            for v, share in self.may_be_last.items()
+        )
+        return (1 - self.hiding.sync_price) * max(waits_s, default=0.0)
+
     @property
     def computes(self) -> tuple[int, ...]:
         """The variables whose own costs are compute."""
@@ -195,19 +212,20 @@ class IntraOpProblem:
 
     def weighed(self, weights: Weights) -> ChoiceProblem:
         """The problem in which exposed communication has a price."""
-        numbers, again, factor = self.numbers, self.runs_again, 1 + weights.compute
+        numbers, again = self.numbers, self.runs_again
+        all_factor, factor = 1 + weights.hidden, 1 + weights.hidden + weights.compute
         edges = []
         for e, sync, blocks in zip(
             numbers.edges, *(p.edges for p in self._hidden_apart), strict=True
         ):
-            cost_s = e.cost_s * factor if e.is_of(again) else e.cost_s
+            cost_s = e.cost_s * (factor if e.is_of(again) else all_factor)
             cost_s = cost_s + weights.sync * sync.cost_s + weights.blocks * blocks.cost_s
             edges.append(replace(e, cost_s=np.maximum(cost_s, 0.0)))
-        own = list(numbers.cost_s)
-        for v in self.computes:
-            own[v] = own[v] * factor
-        cost_s = own
-        return replace(numbers, cost_s=tuple(cost_s), edges=tuple(edges))
+        computes = set(self.computes)
+        own = (
+            of * (factor if v in computes else all_factor) for v, of in enumerate(numbers.cost_s)
+        )
+        return replace(numbers, cost_s=tuple(own), edges=tuple(edges))
 
     def boundaries(self, choice: Sequence[int], side: Side) -> dict[str, Spec]:
         """Value -> its spec, for the values that cross on one side."""
@@ -270,6 +288,7 @@ class ProblemBuilder:
     reshards: list[ReshardEdge] = field(default_factory=list)
     modes: list[RangeMode] = field(default_factory=list)
     hidable: dict[int, HidableCosts] = field(default_factory=dict)
+    may_be_last: dict[int, float] = field(default_factory=dict)
 
     def connect(self, candidates: Sequence[GroupCandidates]) -> None:
         """Make all variables and edges."""
@@ -312,7 +331,7 @@ class ProblemBuilder:
         first = IntraOpProblem(
             numbers.of(0), tuple(candidates), dict(self.storages), dict(self.parameter_variables),
             dict(self.boundary_variables), crossing, tuple(self.modes), self.maker.hiding,
-            self.cases.counts, dict(self.hidable),
+            self.cases.counts, dict(self.hidable), dict(self.may_be_last),
         )  # fmt: skip
         return IntraOpProblems(numbers, first, self.tables)
 
@@ -346,9 +365,10 @@ class ProblemBuilder:
         out: dict[str, list[Consumer]] = {}
         for index, c in enumerate(candidates):
             for value in c.group.inputs:
-                first = next(m for m in c.group.members if value in m.operator.inputs)
-                kind = (str(first.operator.call.op), first.operator.inputs.index(value))
-                out.setdefault(value, []).append(Consumer(index, kind))
+                members = [m.operator for m in c.group.members if value in m.operator.inputs]
+                kind = (str(members[0].call.op), members[0].inputs.index(value))
+                names = tuple(operator.name for operator in members)
+                out.setdefault(value, []).append(Consumer(index, kind, names))
         return out
 
     def _connect_value(self, value: str, source: int, readers: Sequence[Consumer]) -> None:
@@ -444,17 +464,17 @@ class ProblemBuilder:
         self.storages[name], self.parameter_variables[name] = storages.every, index
         if len(members) == 1:
             uses = (self.variables[members[0]].specs[name],)
-            self._conversion_edge(name, index, members[0], uses, (1,))
+            self._conversion_edge(name, index, members[0], uses, [readers])
         elif members:
             self._connect_shared_parameter(name, index, readers)
 
     def _connect_shared_parameter(self, name: str, index: int, readers: Sequence[Consumer]) -> None:
         """Equal uses agree; uses of two kinds choose a pair, converted once where they agree."""
-        alike: dict[tuple[str, int], list[int]] = {}
+        alike: dict[tuple[str, int], list[Consumer]] = {}
         for reader in readers:
-            alike.setdefault(reader.kind, []).append(reader.variable)
+            alike.setdefault(reader.kind, []).append(reader)
         clusters = list(alike.values())
-        domains = [self.variables[c[0]].specs[name].distinct for c in clusters]
+        domains = [self.variables[c[0].variable].specs[name].distinct for c in clusters]
         if len(clusters) == 2 and len(domains[0]) * len(domains[1]) <= MAX_PAIRS:
             columns: tuple[SpecColumn, ...] = self.priced.placed.pairs(*domains)
         else:
@@ -467,25 +487,39 @@ class ProblemBuilder:
         )
         # On the first reader, because a pair without costs of its own is a mere view
         # (`passes/solvers/problem/tables.py`).
-        first = self.variables[clusters[0][0]]
+        first = self.variables[clusters[0][0].variable]
         read = first.specs[name]
         preference = [sum(PREFERENCE[p.kind] for p in s.placements) * 1e-5 for s in read.distinct]
         first.tie = first.tie + np.array(preference)[read.code]
         for column, cluster in zip(columns, clusters, strict=True):
-            for member in cluster:
+            for member in (reader.variable for reader in cluster):
                 self._equality_edge(shared, column, member, self.variables[member].specs[name])
-        self._conversion_edge(name, index, shared, columns, tuple(len(c) for c in clusters))
+        self._conversion_edge(name, index, shared, columns, clusters)
 
     def _conversion_edge(
         self, name: str, index: int, target: int,
-        uses: tuple[SpecColumn, ...], n_uses: tuple[int, ...],
+        uses: tuple[SpecColumn, ...], clusters: Sequence[Sequence[Consumer]],
     ) -> None:  # fmt: skip
-        """Add the edge from storage to use(s); every distinct use is converted once."""
+        """Add the edge from storage to use(s); every distinct use is converted once.
+
+        `clusters` are the readers of each.
+        """
         known = self.maker, self.tables(name), self.storages[name]
+        of = self.maker.gathering[name]
+        each_use = tuple(
+            Uses(
+                len(readers), sum(not of.again.isdisjoint(r.operators) for r in readers),
+                of.fused_bytes, 0.0 if k else of.first_share, of.again_share, of.last_share,
+            )
+            for k, readers in enumerate(clusters)
+        )  # fmt: skip
         if len(uses) == 1:
-            found = self.priced.conversions(*known, uses[0], n_uses[0])
+            found = self.priced.conversions(*known, uses[0], each_use[0])
             self.edges.append(Edge(index, target, *found.arrays, None, uses[0].code))
         else:
-            found = self.priced.shared_conversions(*known, uses, n_uses)
+            found = self.priced.shared_conversions(*known, uses, each_use)
             self.edges.append(Edge(index, target, *found.arrays))
         self.hidable[index] = found.hidable
+        if 0 < of.last_share < 1 and not self.maker.is_stage:
+            share = self.maker.parameter_bytes / self.cases.type(name).size_bytes
+            self.may_be_last[index] = of.last_share / (1 - of.last_share) * share

@@ -73,11 +73,11 @@ class HidingProblem:
     def weighed(self, weights: Weights) -> RepeatedProblem:
         """The problem in which exposed communication has a price."""
         cost_s = self.problem.row.cost_s[0]
-        allowed = np.isfinite(cost_s)
+        allowed, (hidden, *others) = np.isfinite(cost_s), weights
         added = sum(
-            w * np.where(allowed, of, 0.0) for w, of in zip(weights, self.apart, strict=True)
+            w * np.where(allowed, of, 0.0) for w, of in zip(others, self.apart, strict=True)
         )
-        return replace(self.problem, costs=np.maximum(cost_s + added, 0.0))
+        return replace(self.problem, costs=np.maximum(cost_s * (1 + hidden) + added, 0.0))
 
 
 @dataclass(frozen=True, eq=False)

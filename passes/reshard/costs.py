@@ -223,6 +223,7 @@ def clear_tables() -> None:
 
 @lru_cache(maxsize=1024)
 def priced_alike(cost: CostModel) -> CostModel:
-    """A cost model with the same prices of moves: names and the first rank do not matter."""
+    """A cost model with the same prices: names and the first rank do not matter."""
     names = tuple(f"axis_{i}" for i in range(cost.mesh.n_axes))
-    return CostModel(replace(cost.mesh, names=names, first_rank=0), cost.dtype)
+    mesh = replace(cost.mesh, names=names, first_rank=0)
+    return CostModel(mesh, cost.dtype, hides=cost.hides)

@@ -6,6 +6,7 @@ primitive takes the minimum over its algorithms (`CostModel.lines`).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -44,9 +45,11 @@ class PrimitiveLines:
         """[meshes, primitives]: seconds for tensors of `size_bytes` [meshes], unsharded."""
         return self._of_local(size_bytes[:, None] / self.n_shards)
 
-    def bucketed(self, size_bytes: Array) -> Array:
-        """The same for tensors that share each collective with a full bucket."""
-        sent, bucket = size_bytes[:, None] / self.n_shards, self.bucket_bytes[:, None]
+    def bucketed(self, size_bytes: Array, most_bytes: float = math.inf) -> Array:
+        """The same for tensors that share each collective with a full bucket, of `most_bytes` at
+        most."""
+        sent = size_bytes[:, None] / self.n_shards
+        bucket = np.minimum(self.bucket_bytes, most_bytes)[:, None]
         shares = self.is_collective & (sent < bucket)
         full_s = self._of_local(np.where(shares, bucket, sent))
         return np.where(shares, full_s * sent / bucket, full_s)

@@ -7,8 +7,9 @@
 A *node* is a set of plans, and its `bound_s` is a lower bound on the step of each. The *incumbent*
 is the fastest plan simulated so far. So when the loop ends, no plan is faster than the incumbent by
 more than the tolerance, if the bounds hold. Left out are nodes that nothing refines further, as of
-pipelines (`several_stages.py`). The order in which nodes are proposed does not matter. Of
-bounds that are equal to the tolerance, a solved plan is first, because it may end the search.
+pipelines (`several_stages.py`); `BranchAndBound.bound_s` counts them. The order in which nodes are
+proposed does not matter. Of bounds that are equal to the tolerance, a solved plan is first, because
+it may end the search.
 
 The *simplest* plan within `tie` of the incumbent is chosen, because predictions are off by more
 than that (`simplicity.py`). A node that may hold a simpler plan within the tie is refined, too.
@@ -17,6 +18,7 @@ than that (`simplicity.py`). A node that may hold a simpler plan within the tie 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -106,6 +108,21 @@ class BranchAndBound:
     def incumbent_s(self) -> float:
         """Seconds of the fastest plan so far; infinite before there is one."""
         return min((solved.step_time_s for solved in self.found), default=math.inf)
+
+    @property
+    def bound_s(self) -> float | None:
+        """Lower bound on every plan's step; None if there are recipes alone.
+
+        A recipe's plans are in other nodes, too.
+        """
+        bounds = [node.bound_s for node in self.nodes if not node.recipe]
+        return min(*bounds, self.incumbent_s) if bounds else None
+
+    @property
+    def ruled_out(self) -> dict[str, int]:
+        """Level -> how many nodes got no further, most first; without recipes."""
+        levels = Counter(node.level for node in self.nodes if not node.recipe)
+        return dict(sorted(levels.items(), key=lambda item: (-item[1], item[0])))
 
     @property
     def chosen(self) -> Solved:

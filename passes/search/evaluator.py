@@ -107,6 +107,7 @@ class Evaluator:
     deadline        solves close their gaps until then, but each has a second at least; on the clock
                     of `time.perf_counter`
     closes_gaps     if False, wide gaps that repeated blocks leave stay open
+    hides           if False, placements are chosen as if compute hid no communication
     prices          what problems share, for as long as this planning lasts
     """
 
@@ -118,6 +119,7 @@ class Evaluator:
     counts: Sequence[int] = ()
     deadline: float = math.inf
     closes_gaps: bool = True
+    hides: bool = True
     prices: Prices = field(default_factory=Prices)
     _chosen: dict[object, Chosen] = field(default_factory=dict)
     _choosers: dict[tuple[Analysis, str], Chooser] = field(default_factory=dict)
@@ -164,6 +166,11 @@ class Evaluator:
     def leaving_gaps(self) -> Evaluator:
         """The same with `closes_gaps=False`. Both share solves."""
         return replace(self, closes_gaps=False)
+
+    @cached_property
+    def hiding_nothing(self) -> Evaluator:
+        """The same with `hides=False`. Both share solves."""
+        return replace(self, hides=False)
 
     def parts(self, ends: tuple[int, ...]) -> tuple[Analysis, ...]:
         """The analyses of the stages that end before these operators."""
@@ -344,12 +351,18 @@ class Evaluator:
             folded = fold(part, self.runs(part))
             arguments = self.options.optimizer, recomputable
             if is_searched(recomputable) and part is not self.analysis:  # few requests
-                self._choosers[key] = Chooser(folded, *arguments, prices=self.prices)
+                self._choosers[key] = Chooser(folded, *arguments, prices=self.prices, is_stage=True)
             else:
                 real = tuple(CostModel(view, self.dtype) for view in self.views)
-                families = (real, tuple(map(recipe_cost, real)))
+                plain = tuple(replace(cost, hides=False) for cost in real)
+                families = (real, tuple(map(recipe_cost, real)), plain)
                 self._choosers[key] = Chooser(
-                    folded, *arguments, families, self.counts, self.prices
+                    folded,
+                    *arguments,
+                    families,
+                    self.counts,
+                    self.prices,
+                    part is not self.analysis,
                 )
         return self._choosers[key]
 
@@ -386,12 +399,14 @@ class Evaluator:
             unlimited = no_recompute._choose(stage, None)
             if within(budget_bytes, unlimited.size_bytes):
                 return unlimited
-        key = stage.key, budget_bytes, self.recompute_key
+        key = stage.key, budget_bytes, self.recompute_key, self.hides
         if key not in self._chosen:
             cost, constraints = CostModel(stage.layout.view, self.dtype), stage.layout.constraints
             request = PlacementRequest(cost, stage.n_microbatches, constraints, stage.depth)
             if constraints.prefers_sharding:
                 request = replace(request, cost=recipe_cost(cost), runs_on=cost)
+            elif not self.hides:
+                request = replace(request, cost=replace(cost, hides=False), runs_on=cost)
             chosen = self._chooser(stage.part).choose(
                 request,
                 budget_bytes,
@@ -414,7 +429,7 @@ def stage_seconds(chosen: Chosen, n_microbatches: int) -> StageSeconds:
     """A stage's seconds, with gradient sync apart: how much of it hides, the schedule decides."""
     sync, m = chosen.sync, n_microbatches
     time_s = (chosen.objective_s - chosen.once_s) / m
-    return StageSeconds(time_s, chosen.once_s - sync.paid_s, sync.time_s, sync.n_buckets)
+    return StageSeconds(time_s, chosen.once_s - sync.paid_s, sync.time_s)
 
 
 def _solver_limit_s(candidate: Candidate, limit_s: float) -> float:

@@ -11,6 +11,10 @@ what is recomputed are open, and found level by level:
     solved      the optimum within the budget, with a choice of recompute
     gap         a wide gap that repeated blocks leave is closed
     simulated   the solved placements, event by event
+    exposed     placements that are the best if compute hides nothing; the bound stays
+
+A simulated step may be above the bound that it was solved with: what may be hidden is not always.
+The last level finds placements that do not rely on it.
 
 Where the free optimum fits, it is simulated at once. More microbatches allow no other placements
 and cost more time, so the free bound of m microbatches bounds every multiple of m.
@@ -80,7 +84,7 @@ class Levels:
         self._free_s[node.name, candidate.n_microbatches] = bound_s
         known = node.after("free", bound_s, None)
         if within(self._plain.budget_bytes, free.size_bytes):
-            return [self._placed(known, free)]
+            return [self._placed(known, free, self._plain)]
         if self._plain is self._whole:
             return [replace(known, refine=partial(self._solved, self._whole, known, candidate))]
         rerun = node.after("rerun", max(bound_s, self._rerun_s(free, candidate)), None)
@@ -115,36 +119,54 @@ class Levels:
         bound_s = self._bound_s(scored, node)
         if bound_s >= limit_s > node.bound_s:
             return [node.after("solved", bound_s, refine)]
-        placed = self._placed(node.after("solved", bound_s, None), scored)
+        solver = evaluator.leaving_gaps
+        placed = self._placed(node.after("solved", bound_s, None), scored, solver)
         if all(chosen.settled for chosen in scored.choices):
             return [placed]
 
         def close(limit_s: float) -> Parts:
             closed = evaluator.scored(candidate, budget_bytes, limit_s)
-            return [self._placed(node.after("gap", self._bound_s(closed, node), None), closed)]
+            known = node.after("gap", self._bound_s(closed, node), None)
+            return [self._placed(known, closed, evaluator)]
 
         return [placed, node.after("solved", bound_s, close)]
 
-    def _placed(self, node: Node, scored: Scored) -> Node:
-        """Solved placements, which are left to simulate."""
+    def _placed(self, node: Node, scored: Scored, solver: Evaluator | None) -> Node:
+        """Solved placements, which are left to simulate.
+
+        After that, the `solver` finds those that rely on nothing hidden; None: it has.
+        """
 
         def simulate(_: float) -> Parts:
-            solved = self.simulator.simulated_if_fits(scored)
-            if solved is None:
-                return [replace(leaf, refine=lean)]
-            return [leaf.after("simulated", leaf.bound_s, None), solved]
+            solved = simulator.simulated_if_fits(scored)
+            return [done, replace(leaf, refine=lean) if solved is None else solved]
 
         def lean(limit_s: float) -> Parts:
             """The simulated peak exceeds the budget: leaner placements are found."""
             try:
-                found = self.simulator.fit_to_budget(scored, limit_s)
+                found = simulator.fit_to_budget(scored, limit_s)
             except InfeasibleError as error:
                 return self._impossible(error, scored.candidate)
             if isinstance(found, Solved):
-                return [leaf.after("simulated", leaf.bound_s, None), found]
+                return [found]
             return [replace(leaf, refine=lean, given_up_s=found)]
 
+        def expose(_: float) -> Parts:
+            assert solver is not None, "only then is this refined"
+            try:
+                found = solver.hiding_nothing.scored(scored.candidate, solver.budget_bytes)
+            except InfeasibleError as error:
+                return self._impossible(error, scored.candidate)
+            (chosen,) = found.choices
+            gap = max(0.0, 1 - node.bound_s / chosen.objective_s)
+            exposed = replace(found, choices=(replace(chosen, gap=gap),))
+            return [self._placed(node.after("exposed", node.bound_s, None), exposed, None)]
+
+        whole = self._whole if solver is not None else self._whole.hiding_nothing
+        simulator = self.simulator.on(whole)
         leaf = replace(node, refine=simulate, scored=scored)
+        may_expose = solver is not None and len(scored.choices) == 1
+        done = node.after("simulated", node.bound_s, expose if may_expose else None)
         return leaf
 
     def _bound_s(self, scored: Scored, node: Node) -> float:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.cost.hardware import Hardware
@@ -26,12 +26,17 @@ Errors = Sequence[tuple[InfeasibleError, Candidate]]
 
 @dataclass(frozen=True)
 class PlanningResult:
-    """The best plan, its alternatives and statistics; `bound_s` is a lower bound on every plan."""
+    """The best plan, its alternatives and statistics.
+
+    bound_s    lower bound on every plan that was searched; None if one recipe was asked for
+    ruled_out  level of the search -> how many sets of plans got no further
+    """
 
     solved: Solved
     hardware: Hardware
     alternatives: tuple[Alternative, ...] = ()
     bound_s: float | None = None
+    ruled_out: Mapping[str, int] = field(default_factory=dict)
     stats: PlanningStats = field(default_factory=PlanningStats)
 
     @property

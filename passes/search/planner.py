@@ -125,8 +125,6 @@ class Planner:
     def run(self) -> PlanningResult:
         """The best plan; once `time_limit_s` has passed, the best so far.
 
-        The best so far has a `bound_s`, a lower bound on every plan.
-
         Raises `InfeasibleError` if nothing fits, `MeshError` or `OptionError` for more stages than
         ranks or operators.
         """
@@ -155,14 +153,16 @@ class Planner:
         if not search.found:
             raise self._nothing_fits(self.levels.errors)
         chosen = search.chosen
-        bound_s = None
-        if is_timed_out:  # a bound on all plans: every rank runs an equal share of every operator
+        bound_s = search.bound_s
+        if is_timed_out and bound_s is None:  # only recipes were tried
             bound_s = least_step_s(self.analysis, CostModel(self._whole_view, self.evaluator.dtype))
         n_configurations = self.pipelines.n_configurations if self.pipelines else 0
         why = None if is_timed_out else WhySlower(self.simulator, chosen, self.pricer)
         rows = alternatives_of(search, self.levels.errors, chosen, why)
         stats = self.evaluator.stats(n_configurations)
-        return PlanningResult(chosen, self.hardware, (*rows, *notes), bound_s, stats)
+        return PlanningResult(
+            chosen, self.hardware, (*rows, *notes), bound_s, search.ruled_out, stats
+        )
 
     def _rank(self, solved: Solved) -> Simplicity:
         pipeline = self.simulator.pipeline(solved.stages)

@@ -28,8 +28,8 @@ from autopar.passes.search.levels import Levels, Parts
 from autopar.passes.search.simplicity import Simplicity
 from autopar.passes.solvers.problem import within
 
-# How far a simulated step is below its score at most (relative). Scores leave out that matmuls add
-# biases, and how buckets fill. `tests/search/test_simulator.py` measures it.
+# How far a simulated step is below its score at most (relative). The score of one stage is a bound,
+# up to what `passes/analysis/gathering.py` says. `tests/search/test_simulator.py` measures it.
 SCORE_REL = 0.02
 _MODES = ("selective", "full")
 

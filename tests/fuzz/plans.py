@@ -126,5 +126,5 @@ def meaning(data: PlanData) -> PlanData:
     """A plan without what is only for the reader, and without the order of names."""
     return replace(
         data, objective_s=0.0, stage_gap=0.0, bound_s=None, chosen="", alternatives=(),
-        comments={}, recipe="", model="", forbid=tuple(sorted(set(data.forbid))),
+        comments={}, recipe="", model="", forbid=tuple(sorted(set(data.forbid))), ruled_out={},
     )  # fmt: skip

@@ -4,7 +4,8 @@ A case is a random program, machine, set of options and memory limit. Its plans 
 the devices with every number of microbatches, and all placements on it
 (`tests/helpers/every_placement.py`).
 
-`make nightly` takes 300 cases. In `MISSED` the search does not find the optimum.
+`make nightly` takes 300 cases. In `MISSED` the search does not find the optimum. Its bound is below
+it in all.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from tests.helpers.every_placement import REL, Plan, Space
 from tests.helpers.nightly import nightly
 
 N_CASES, N_NIGHTLY = 40, 300
-# Seeds whose plan is slower than the optimum by more than the tolerance, and by how much: of two
-# parameters, one alone is gathered at use, and compute hides less of that than the solver expects;
-# or weighing what is exposed leaves a gap.
-MISSED: dict[int, float] = {9: 0.085, 18: 0.072}
+# Seeds whose plan is slower than the optimum by more than the tolerance, and by how much. The
+# solver minimises a bound; where its plan is slower than that, one that relies on nothing hidden is
+# tried. These are neither, or fit although the solver counts more bytes than there are.
+MISSED: dict[int, float] = {8: 0.074, 29: 0.012}
 FORBID = ("data", "tensor", "sequence", "zero1", "zero2", "zero3")
 
 
@@ -186,16 +187,9 @@ def test_no_plan_is_faster_by_more_than_the_tolerance(seed: int) -> None:
 
 @pytest.mark.parametrize("seed", marked({}))
 def test_no_bound_is_above_the_optimum(seed: int) -> None:
-    """Of a search that a time limit stops; others report none."""
-    answer = answer_of(seed)
-    planner = answer.case.planner(answer.limit_bytes)
-    limited = replace(planner, options=replace(planner.options, time_limit_s=1e-9))
-    found, best = limited.run(), answer.best
-    said = f"seed {seed}: optimum {best.step_time_s:.6g} s, bound {found.bound_s} s, {best}"
-    if found.bound_s is None:
-        assert "the rest" not in [row.name for row in found.alternatives], "it was stopped"
-    else:
-        assert 0 < found.bound_s <= best.step_time_s * (1 + REL), said
+    best, bound_s = answer_of(seed).best, planned(seed).bound_s
+    said = f"seed {seed}: optimum {best.step_time_s:.6g} s, bound {bound_s} s, {best}"
+    assert bound_s is not None and 0 < bound_s <= best.step_time_s * (1 + REL), said
 
 
 def test_floors_leave_out_no_optimum() -> None:

@@ -115,7 +115,7 @@ def test_a_folded_search_is_near_the_whole() -> None:
     whole, *_ = stage_costs(gpt2(6), {"dp": 2, "tp": 2}, 2)
     folded, *_ = stage_costs(gpt2(6), {"dp": 2, "tp": 2}, 2, folded=True)
     few_s, every_s = (2 * of.total("time") + of.total("once") for of in (folded, whole))
-    assert few_s == pytest.approx(every_s, rel=0.05)
+    assert few_s == pytest.approx(every_s, rel=0.1)
 
 
 @pytest.mark.parametrize("folded", [False, True])

@@ -68,6 +68,22 @@ def test_scores_are_near_what_is_simulated(
     assert scored.score_s == pytest.approx(step_time_s, rel=SCORE_REL)
 
 
+@pytest.mark.parametrize("speed", [FAST, SLOW, TIERED])
+@pytest.mark.parametrize("model", ["mlp", "gpt2"])
+def test_a_score_of_one_stage_is_a_lower_bound(model: str, speed: tuple[float, float]) -> None:
+    """With the fastest placements and with leaner ones."""
+    options = Options.of(stages=1, recompute="none", microbatches=4)
+    choices, nearest = choices_of(model, (2, 2), speed, options), 0.0
+    for candidate in choices.candidates():
+        least_bytes = choices.evaluator.least_bytes(candidate)
+        for budget_bytes in (None, least_bytes, 1.3 * least_bytes):
+            scored = choices.evaluator.scored(candidate, budget_bytes)
+            step_time_s = choices.simulator.as_scored(scored).step_time_s
+            assert scored.score_s <= step_time_s * (1 + REL), candidate.name
+            nearest = max(nearest, scored.score_s / step_time_s)
+    assert nearest > 0.9
+
+
 @cache
 def scored_mlp() -> tuple[Choices, tuple[Scored, ...]]:
     """Every plan of an MLP on two nodes, with one, two, three and four stages."""

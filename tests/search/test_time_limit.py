@@ -34,7 +34,8 @@ def test_after_the_limit_there_is_the_best_plan_so_far_and_its_gap() -> None:
     assert limited.bound_s is not None and limited.bound_s <= whole.predicted.step_time_s
     assert json.loads(limited.data.to_json())["bound_s"] == limited.bound_s
     assert "no plan takes less than" in limited.explain()
-    assert whole.gap is whole.bound_s is None
+    assert whole.bound_s is not None and limited.bound_s <= whole.bound_s
+    assert whole.gap is not None and 0 <= whole.gap < limited.gap
 
 
 @pytest.mark.parametrize("stages", [2, "auto"])

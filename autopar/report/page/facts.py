@@ -57,7 +57,7 @@ def plan_facts(subject: Subject) -> dict[str, Any]:
         "warnings": idle_warnings(data),
         "setting": _setting(subject),
         "predicted": asdict(subject.predicted),
-        "optimality": optimality(data),
+        "optimality": optimality(data, subject.predicted.step_time_s),
         "assumptions": subject.assumed.splitlines(),
         "time": time_bar(subject.pipeline, subject.costs, subject.timeline),
         "memory": memory_bar(subject.pipeline, data.optimizer, subject.limit_bytes),

@@ -72,7 +72,7 @@ def explain(
                 [
                     _prediction(predicted, pipeline, peak_flops_per_s),
                     _hidden(hidden),
-                    optimality(data),
+                    optimality(data, predicted.step_time_s),
                     assumed,
                 ],
             )
