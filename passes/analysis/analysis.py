@@ -78,6 +78,8 @@ class Analysis:
     whole: Analysis | None = field(default=None, repr=False, compare=False)
     # In a folded program: the parameters of all blocks, because they fill buckets together.
     parameter_names: frozenset[str] | None = field(default=None, repr=False, compare=False)
+    # One of several stages, or a program of which they are made.
+    in_stages: bool = False
 
     @staticmethod
     def of(program: Program, batch_dims: Mapping[str, int | None] | None = None) -> Analysis:
@@ -100,7 +102,13 @@ class Analysis:
             program=program,
             operators=tuple(o for o in self.operators if o.name in names),
             whole=self,
+            in_stages=True,
         )
+
+    @cached_property
+    def as_stages(self) -> Analysis:
+        """The same program, of which stages are to be made."""
+        return replace(self, whole=self, in_stages=True)
 
     @cached_property
     def storage_owners(self) -> Mapping[str, str]:
@@ -136,8 +144,9 @@ class Analysis:
         names = self.parameter_names or self.program.parameters
         return sum(self.types.tensors[n].size_bytes for n in names)
 
-    def gathering(self, averages: bool = False) -> Mapping[str, Gathering]:
-        """What is known of every parameter's collectives; `averages` for stages among several."""
+    @cached_property
+    def gathering(self) -> Mapping[str, Gathering]:
+        """What is known of every parameter's collectives."""
         saved = {
             o.name: [self.storage_owners.get(o.inputs[k], o.inputs[k]) for k in found.inputs]
             for o in self.operators
@@ -145,7 +154,7 @@ class Analysis:
         }
         every = self.parameter_names or self.program.parameters
         return gathering_of(
-            self.program, self.operators, self.types.tensors, every, saved, averages
+            self.program, self.operators, self.types.tensors, every, saved, self.in_stages
         )
 
     def kept_bytes(self, n_microbatches: int, again: frozenset[int] = frozenset()) -> float:

@@ -3,11 +3,12 @@
 They are those of ZeRO, and the return of gradients. How they run, `cost/price/overlap.py` and
 `autopar/program/rerun_lines.py` say. All that is said here holds whatever is placed, except where a
 parameter of the first or the last block is not gathered: then its neighbours take its place. Of
-stages of a pipeline, averages over all parameters are known instead: a stage has few blocks.
+stages, averages over all parameters are known instead: which blocks are in one is open.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
@@ -31,6 +32,9 @@ class Gathering(NamedTuple):
     again_share   of its gathers for backward, that compute waits for
     last_share    what returns of its gradient in a bucket that no compute runs beside: all of the
                   first parameter; of the others on average, if all return once a step
+    may_be_last   what all gradients together wait for in that bucket, where each of them takes as
+                  long per byte as this one: as a multiple of what of this one does not wait. 0 if
+                  the last share is no average, or in stages
     again         the operators before whose backward it is gathered again
     """
 
@@ -38,6 +42,7 @@ class Gathering(NamedTuple):
     first_share: float
     again_share: float
     last_share: float
+    may_be_last: float
     again: frozenset[str]
 
 
@@ -47,65 +52,75 @@ def gathering_of(
     tensors: Mapping[str, TensorType],
     every: Iterable[str],
     saved_inputs: Mapping[str, Sequence[str]],
-    averages: bool,
+    in_stages: bool,
 ) -> dict[str, Gathering]:
     """Of every parameter of a program, which may stand for one with more blocks.
 
     `every` are the parameters of that one, and `saved_inputs` what each operator saves for backward
-    of the tensors that it reads. If `averages`, all have the same shares.
+    of the tensors that it reads. Those `in_stages` all have the same shares.
     """
-    bytes_of = {n: _bytes(tensors[n]) for n in program.parameters}
     blocks = {n: numbered_module(p.name) or p.name for n, p in program.parameters.items()}
-    total_bytes = sum(_bytes(tensors[name]) for name in every)
-    in_blocks: dict[str, int] = {}
+    in_blocks = Counter[str]()
     for name, block in blocks.items():
-        in_blocks[block] = in_blocks.get(block, 0) + bytes_of[name]
-    readers = [(o, [n for n in o.inputs if n in blocks]) for o in operators]
-    read = [name for _, names in readers for name in names]
-    first = blocks[read[0]] if read else None
-    returned = [(name, _bytes(tensors[name])) for name in every if tensors[name].has_grad]
-    first_returned = {name for name, _ in returned[:1]}
-    sizes = [size_bytes for _, size_bytes in returned]
-    last_share = _last_share(sizes)
-    if averages and sizes:
-        last_share = (last_share * sum(sizes[1:]) + sizes[0]) / sum(sizes)
-    average = in_blocks[first] / total_bytes if averages and first is not None else None
-    again: dict[str, set[str]] = {}
-    stays = _stays_gathered(program, [o for o, names in readers if names], averages)
-    for operator in operators:
-        for name in saved_inputs.get(operator.name, ()):
-            if name in blocks and operator.name not in stays:
-                again.setdefault(name, set()).add(operator.name)
-    return {
-        name: Gathering(
-            in_blocks[block] if numbered_module(program.parameters[name].name) else total_bytes,
-            float(block == first) if average is None else average,
-            average or 0.0,
-            1.0 if name in first_returned and not averages else last_share,
-            frozenset(again.get(name, ())),
+        in_blocks[block] += _bytes(tensors[name])
+    total_bytes = sum(_bytes(tensors[name]) for name in every)
+    readers = [o for o in operators if not blocks.keys().isdisjoint(o.inputs)]
+    first = next((blocks[n] for o in readers for n in o.inputs if n in blocks), None)
+    average = in_blocks[first] / total_bytes if in_stages and first else 0.0
+    returned = {n: _bytes(tensors[n]) for n in every if tensors[n].has_grad}
+    last_share = _last_share([*returned.values()], in_stages)
+    again = _gathered_again(operators, saved_inputs, _stays_gathered(program, readers, in_stages))
+
+    def of(name: str) -> Gathering:
+        is_numbered = bool(numbered_module(program.parameters[name].name))
+        is_last = not in_stages and name == next(iter(returned), None)
+        last = 1.0 if is_last else last_share
+        may_be_last = 0.0
+        if 0 < last < 1 and not in_stages:
+            may_be_last = last / (1 - last) * total_bytes / _bytes(tensors[name])
+        return Gathering(
+            in_blocks[blocks[name]] if is_numbered else total_bytes,
+            average if in_stages else float(blocks[name] == first),
+            average,
+            last,
+            may_be_last,
+            again.get(name, frozenset()),
         )
-        for name, block in blocks.items()
-    }
+
+    return {name: of(name) for name in blocks}
 
 
-def _last_share(sizes: Sequence[int]) -> float:
-    """Of what returns in the last bucket, without the first parameter, as a share of all others."""
+def _last_share(sizes: Sequence[int], in_stages: bool) -> float:
+    """What returns in the last bucket, as a share; without the first parameter, or in stages with
+    it. `sizes` are the bytes of gradients, in order of parameters."""
     total, others = sum(sizes), sum(sizes[1:])
     if not others:
         return 1.0
     steps = [[("gradient", size_bytes)] for size_bytes in reversed(sizes)]
     *_, last = buckets(steps, sync_bucket_bytes(total))
-    return (last.size_bytes - sizes[0]) / others
+    return last.size_bytes / total if in_stages else (last.size_bytes - sizes[0]) / others
+
+
+def _gathered_again(
+    operators: Sequence[Operator], saved: Mapping[str, Sequence[str]], stays: frozenset[str]
+) -> dict[str, frozenset[str]]:
+    """Value -> the operators that save it for backward, without those where it `stays`."""
+    found: dict[str, set[str]] = {}
+    for operator in operators:
+        if operator.name not in stays:
+            for name in saved.get(operator.name, ()):
+                found.setdefault(name, set()).add(operator.name)
+    return {name: frozenset(of) for name, of in found.items()}
 
 
 def _stays_gathered(
-    program: Program, readers: Sequence[Operator], is_stage: bool
+    program: Program, readers: Sequence[Operator], in_stages: bool
 ) -> frozenset[str]:
-    """The operators of the last run, which may stay gathered; none of a stage among several.
+    """The operators of the last run, which may stay gathered; none of those in stages.
 
     `readers` are the operators that read parameters.
     """
-    if not readers or is_stage:
+    if not readers or in_stages:
         return frozenset()
     of = {o.name: block_of(program.keys[o.name]) for o in readers}
     last = readers[-1].name

@@ -141,7 +141,7 @@ class JointSearch:
         layers = find_layers(analysis, runs, n_least)
         sizes = [*submesh_sizes(mesh), mesh.n_ranks]  # one stage has all ranks; it shares prices
         maker = TableMaker(
-            fold(analysis, runs), layers, compute_dtype(analysis), options.optimizer,
+            fold(analysis.as_stages, runs), layers, compute_dtype(analysis), options.optimizer,
             all_views(mesh, hardware, options, sizes),
             tuple(microbatch_counts(analysis, options, mesh.n_ranks)), recomputable=recomputable,
             prices=prices or Prices(),

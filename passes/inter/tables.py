@@ -194,7 +194,7 @@ class TableMaker:
         abstract = tuple(map(self.pricing, real)) if self.pricing is not None else ()
         return ProblemFamilies(
             self.folded.analysis, self.optimizer, (real, abstract), self.counts,
-            recomputable=recomputable, prices=self.prices, is_stage=True,
+            recomputable=recomputable, prices=self.prices,
         )  # fmt: skip
 
     def recipe(

@@ -149,7 +149,6 @@ class Chooser:
 
     `families` and `counts` are the cost models and numbers of microbatches that requests will have,
     as in `ProblemFamilies`. `prices` is shared with other choosers of the same planning.
-    `is_stage`: the program is a stage among several.
     """
 
     folded: Folded
@@ -158,7 +157,6 @@ class Chooser:
     families: Sequence[tuple[CostModel, ...]] = ()
     counts: Sequence[int] = ()
     prices: Prices = field(default_factory=Prices)
-    is_stage: bool = False
     _repeated: dict[ProblemBatch, Repeated | None] = field(default_factory=dict)
     _solvers: dict[_Case, RepeatedSolver] = field(default_factory=dict)
 
@@ -171,7 +169,6 @@ class Chooser:
             recomputable=self.recomputable,
             most_kept=MOST_KNOWN,
             prices=self.prices,
-            is_stage=self.is_stage,
         )
 
     @cached_property
@@ -181,7 +178,7 @@ class Chooser:
 
         return ProblemFamilies(
             self.folded.analysis, self.optimizer, self.families, self.counts, n_like,
-            self.recomputable, prices=self.prices, is_stage=self.is_stage,
+            self.recomputable, prices=self.prices,
         )  # fmt: skip
 
     def choose(

@@ -22,13 +22,14 @@ from autopar.cost.memory import optimizer_time_s, static_bytes_per_param
 from autopar.cost.price import slowdown_of
 from autopar.errors import BatchError
 from autopar.passes.analysis import FIRST_COUNT, Analysis, Recomputable, is_searched, stored_dtype
+from autopar.passes.intra.builder import ProblemBuilder
 from autopar.passes.intra.candidates import CandidateMaker
 from autopar.passes.intra.cases import Case, Cases
 from autopar.passes.intra.constraints import AppliedConstraints, Constraints
 from autopar.passes.intra.hiding import NOTHING_HIDDEN, Hiding
 from autopar.passes.intra.parameters import ParameterMaker
 from autopar.passes.intra.priced import Prices
-from autopar.passes.intra.problem import IntraOpProblem, IntraOpProblems, ProblemBuilder
+from autopar.passes.intra.problem import IntraOpProblem, IntraOpProblems
 from autopar.passes.intra.recompute_choice import add_recompute
 from autopar.passes.reshard import ReshardTable, priced_alike
 from autopar.rules import rule_for
@@ -71,12 +72,11 @@ def intra_op_problems(
     n_like: Mapping[str, int] | None = None,
     recomputable: Recomputable | None = None,
     prices: Prices | None = None,
-    is_stage: bool = False,
 ) -> IntraOpProblems:
     """`intra_op_problem` in several cases.
 
     Their meshes use the same axes of the same devices. Their numbers of microbatches offer the same
-    strategies (`alike_counts`). `is_stage`: of a stage among several (`Analysis.gathering`).
+    strategies (`alike_counts`).
     """
     program = analysis.program
     every = tuple((cost.for_parameters(analysis.parameter_bytes), m) for cost, m in cases)
@@ -109,10 +109,7 @@ def intra_op_problems(
     if machine.hides:
         share = backward_share(analysis, machine, recomputable is not None)
         hiding = Hiding.of(slowdown_of(machine), share)
-    parameters = ParameterMaker(
-        stacked, limits, static, update, hiding, analysis.gathering(is_stage),
-        analysis.parameter_bytes, is_stage,
-    )  # fmt: skip
+    parameters = ParameterMaker(stacked, limits, static, update, hiding, analysis.gathering)
     builder = ProblemBuilder(program, stacked, parameters, priced)
     builder.connect(candidates)
     if recomputable is not None:
@@ -179,7 +176,6 @@ class ProblemFamilies:
     recomputable: Recomputable | None = None
     most_kept: float = math.inf
     prices: Prices = field(default_factory=Prices)
-    is_stage: bool = False
     _built: dict[object, ProblemBatch] = field(default_factory=dict)
     _starts: dict[Hashable, int] = field(default_factory=dict)
 
@@ -231,7 +227,7 @@ class ProblemFamilies:
             cases = tuple((c, m) for m in counts for c in costs)
             problems = intra_op_problems(
                 self.analysis, cases, constraints, self.optimizer, self.n_like(n_microbatches),
-                self.recomputable, self.prices, self.is_stage,
+                self.recomputable, self.prices,
             )  # fmt: skip
             self._built[key] = ProblemBatch(cases, problems)
             if len(self._built) > self.most_kept:

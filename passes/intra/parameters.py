@@ -49,8 +49,7 @@ class ParameterMaker:
     `update_s_per_byte` is the optimizer's time per stored byte; `static` has its bytes per element.
     In mixed precision, the shard is cast once a step. Gathered at each use, the cast is kept for
     the step; else what it is converted to is kept. `gathering` is what is known of each parameter's
-    collectives, `parameter_bytes` are those of all together. `is_stage`: of a stage among
-    several.
+    collectives.
     """
 
     cases: Cases
@@ -59,8 +58,6 @@ class ParameterMaker:
     update_s_per_byte: float
     hiding: Hiding
     gathering: Mapping[str, Gathering]
-    parameter_bytes: int
-    is_stage: bool
 
     @cached_property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
@@ -174,15 +171,12 @@ class ParameterMaker:
         time_s, tie, size_bytes = conversion_costs(
             paths, self.cases.mesh_of, self.cases.n_microbatches, at, periods, allowed & fits,
             self._local_bytes(tables.tensors[0], uses), *_kept_per_byte(tables.tensors[0]),
-            self.hiding.sync_price, self.hiding.blocks_price,
-            use.n, use.n_again, use.first_share, use.again_share, use.last_share,
+            self.hiding.sync_price, self.hiding.blocks_price, use,
         )  # fmt: skip
 
         def hidable(case: int) -> Hidable:
             of_case = paths[self.cases.mesh_of[case], at]
-            m = self.cases.counts[case]
-            shares = use.first_share, use.again_share, use.last_share
-            return Hidable(*hidable_costs(of_case, m, periods, use.n, use.n_again, *shares))
+            return Hidable(*hidable_costs(of_case, self.cases.counts[case], periods, use))
 
         return time_s, tie, size_bytes, hidable
 
@@ -248,39 +242,35 @@ def _kept_per_byte(tensor: TensorType) -> tuple[float, float]:
 
 
 @compiled
-def _apart(
-    of: Array, n_microbatches: int, period: int, n: int, n_again: int, first_share: float,
-    again_share: float, last_share: float,
-) -> tuple[float, float, float]:  # fmt: skip
+def _apart(of: Array, n_microbatches: int, period: int, use: Uses) -> tuple[float, float, float]:
     """Seconds of a step in one conversion: waited for; beside compute once a step, and otherwise.
 
-    `of` is a row of `path_costs`, `period` an index of `PERIODS`; the rest are of `Uses`.
+    `of` is a row of `path_costs`, `period` an index of `PERIODS`.
     """
     gathered_s, returned_s, fused_s, reduced_s = of[0], of[1], of[2], of[3]
     if period == 2:
-        once_s = first_share * (fused_s + reduced_s) + again_share * n_again * fused_s
-        every_s = (n + n_again) * fused_s + n * reduced_s
+        once_s = use.first_share * (fused_s + reduced_s) + use.again_share * use.n_again * fused_s
+        every_s = (use.n + use.n_again) * fused_s + use.n * reduced_s
         return n_microbatches * once_s, 0.0, n_microbatches * (every_s - once_s)
     if period == 1:  # which of them are in the last bucket is not known
         returned_s *= n_microbatches
-        last_s = returned_s if last_share == 1 else 0.0
+        last_s = returned_s if use.last_share == 1 else 0.0
         return gathered_s + last_s, 0.0, returned_s - last_s
-    return gathered_s + last_share * returned_s, (1 - last_share) * returned_s, 0.0
+    return gathered_s + use.last_share * returned_s, (1 - use.last_share) * returned_s, 0.0
 
 
 @compiled
 def conversion_costs(
     sums: Array, mesh_of: Indices, n_microbatches: Array, rows: Indices, periods: Indices,
     allowed: NDArray[np.bool_], use_bytes: Array, cast: float, gradient: float, sync_price: float,
-    blocks_price: float, n: int, n_again: int, first_share: float, again_share: float,
-    last_share: float,
+    blocks_price: float, use: Uses,
 ) -> tuple[Array, Ties, Array]:  # fmt: skip
     """`ParameterMaker.conversions`, from sums over paths (`path_costs`): [cases, storages, uses].
 
     `rows` [storages] are places in the sums, `periods` [storages] are indices of `PERIODS`,
     `allowed` [2, storages, uses] is without and with a gather, and `use_bytes` is [cases, uses].
     `cast` is 1 if the parameter is cast for use, `gradient` the bytes of its gradient per byte. A
-    hidden second costs a price (`hiding.py`). The rest are of `Uses`.
+    hidden second costs a price (`hiding.py`).
     """
     shape = (len(mesh_of), len(rows), sums.shape[2])
     time_s, size_bytes = np.empty(shape), np.empty(shape)
@@ -301,9 +291,7 @@ def conversion_costs(
                 else:
                     times, n_kept = m, 0.0
                 may = exists > 0 and allowed[int(gathers > 0), i, j]
-                waited_s, sync_s, blocks_s = _apart(
-                    of, m, periods[i], n, n_again, first_share, again_share, last_share
-                )
+                waited_s, sync_s, blocks_s = _apart(of, m, periods[i], use)
                 seconds = waited_s + sync_price * sync_s + blocks_price * blocks_s
                 time_s[case, i, j] = seconds if may else np.inf
                 tie[case, i, j] = calls * times
@@ -313,9 +301,8 @@ def conversion_costs(
 
 @compiled
 def hidable_costs(
-    paths: Array, n_microbatches: int, periods: Indices,
-    n: int, n_again: int, first_share: float, again_share: float, last_share: float,
-) -> tuple[Array, Array]:  # fmt: skip
+    paths: Array, n_microbatches: int, periods: Indices, use: Uses
+) -> tuple[Array, Array]:
     """What compute may hide in one case, [storages, uses]: once a step, and all other seconds.
 
     `paths` are the case's sums over paths, [storages, uses, 9]; the rest as in `conversion_costs`.
@@ -323,16 +310,7 @@ def hidable_costs(
     sync_s, blocks_s = np.empty(paths.shape[:2]), np.empty(paths.shape[:2])
     for i in range(paths.shape[0]):
         for j in range(paths.shape[1]):
-            _, sync_s[i, j], blocks_s[i, j] = _apart(
-                paths[i, j],
-                n_microbatches,
-                periods[i],
-                n,
-                n_again,
-                first_share,
-                again_share,
-                last_share,
-            )
+            _, sync_s[i, j], blocks_s[i, j] = _apart(paths[i, j], n_microbatches, periods[i], use)
     return sync_s, blocks_s
 
 

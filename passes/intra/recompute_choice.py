@@ -33,10 +33,11 @@ from numpy.typing import NDArray
 
 from autopar.options import Recompute
 from autopar.passes.analysis import Analysis, Recomputable
+from autopar.passes.intra.builder import ProblemBuilder, ReshardEdge, Variable
 from autopar.passes.intra.candidates import CandidateMaker, ChoiceTable, GroupCandidates
 from autopar.passes.intra.cases import Cases
 from autopar.passes.intra.member_prices import MemberPrice
-from autopar.passes.intra.problem import ProblemBuilder, RangeMode, ReshardEdge, Variable
+from autopar.passes.intra.problem import RangeMode
 from autopar.passes.intra.rerun import RerunCosts, RerunRanges, n_shards_of, rerun_costs
 from autopar.passes.reshard import ReshardTables, SpecColumn
 from autopar.passes.solvers.problem import Edge

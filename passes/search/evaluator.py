@@ -351,18 +351,13 @@ class Evaluator:
             folded = fold(part, self.runs(part))
             arguments = self.options.optimizer, recomputable
             if is_searched(recomputable) and part is not self.analysis:  # few requests
-                self._choosers[key] = Chooser(folded, *arguments, prices=self.prices, is_stage=True)
+                self._choosers[key] = Chooser(folded, *arguments, prices=self.prices)
             else:
                 real = tuple(CostModel(view, self.dtype) for view in self.views)
                 plain = tuple(replace(cost, hides=False) for cost in real)
                 families = (real, tuple(map(recipe_cost, real)), plain)
                 self._choosers[key] = Chooser(
-                    folded,
-                    *arguments,
-                    families,
-                    self.counts,
-                    self.prices,
-                    part is not self.analysis,
+                    folded, *arguments, families, self.counts, self.prices
                 )
         return self._choosers[key]
 

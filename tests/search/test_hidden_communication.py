@@ -108,7 +108,7 @@ def test_llama_3_8b_hides_nine_tenths_of_zero_3() -> None:
 def test_what_is_known_of_collectives_before_placement() -> None:
     """A tied embedding is gathered first and last; its lookup needs no weight in backward."""
     program = captured(wide_gpt2(4, 64, 16, 128), random_tokens(0), precision="model")
-    known = Analysis.of(program).gathering()
+    known = Analysis.of(program).gathering
     of = {program.parameters[name].name: found for name, found in known.items()}
     assert {name for name, found in of.items() if found.first_share} == {"transformer.wte.weight"}
     last_block = {name for name in of if name.startswith("transformer.h.3.")}

@@ -63,7 +63,9 @@ def stage_costs(
     view = factored_view(mesh, hardware.links, hardware.device, axes)
     runs = find_runs(analysis)
     layers = find_layers(analysis, runs)
-    maker = TableMaker(fold(analysis, runs if folded else ()), layers, torch.float64, "adamw")
+    maker = TableMaker(
+        fold(analysis.as_stages, runs if folded else ()), layers, torch.float64, "adamw"
+    )
     wanted = TableRequest(view, constraints or Constraints())
     ((costs,),) = maker.tables_for([wanted], m)
     return costs, maker, CostModel(view, torch.float64)
@@ -75,7 +77,7 @@ def stage_costs(
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("dp", "tp", "m"), [(2, 2, 4), (1, 4, 2), (1, 1, 1)])
 def test_totals_are_the_solved_objective(model: str, dp: int, tp: int, m: int) -> None:
-    analysis = model_case(model).analysis
+    analysis = model_case(model).analysis.as_stages
     costs, _, cost = stage_costs(analysis, {"dp": dp, "tp": tp}, m)
     problem = intra_op_problem(analysis, cost, m, Constraints(), "adamw")
     solved = solve(problem.numbers)
@@ -115,7 +117,7 @@ def test_a_folded_search_is_near_the_whole() -> None:
     whole, *_ = stage_costs(gpt2(6), {"dp": 2, "tp": 2}, 2)
     folded, *_ = stage_costs(gpt2(6), {"dp": 2, "tp": 2}, 2, folded=True)
     few_s, every_s = (2 * of.total("time") + of.total("once") for of in (folded, whole))
-    assert few_s == pytest.approx(every_s, rel=0.1)
+    assert few_s == pytest.approx(every_s, rel=0.05)
 
 
 @pytest.mark.parametrize("folded", [False, True])

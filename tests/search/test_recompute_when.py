@@ -12,8 +12,8 @@ from autopar import Device, Link, Mesh, Plan
 from autopar.errors import InfeasibleError
 from autopar.passes.analysis import Analysis, Recomputable
 from autopar.passes.intra import intra_op
+from autopar.passes.intra.builder import ProblemBuilder
 from autopar.passes.intra.candidates import CandidateMaker, GroupCandidates
-from autopar.passes.intra.problem import ProblemBuilder
 from autopar.passes.intra.recompute_choice import add_recompute
 from tests.helpers.machines import one_node
 from tests.helpers.recompute_plans import batch, model, modes_of
