@@ -32,6 +32,8 @@ class Gathering(NamedTuple):
     again_share   of its gathers for backward, that compute waits for
     last_share    what returns of its gradient in a bucket that no compute runs beside: all of the
                   first parameter; of the others on average, if all return once a step
+    micro_share   the same if it returns per microbatch: how much else does is open, so of a whole
+                  program the least
     may_be_last   what all gradients together wait for in that bucket, where each of them takes as
                   long per byte as this one: as a multiple of what of this one does not wait. 0 if
                   the last share is no average, or in stages
@@ -42,6 +44,7 @@ class Gathering(NamedTuple):
     first_share: float
     again_share: float
     last_share: float
+    micro_share: float
     may_be_last: float
     again: frozenset[str]
 
@@ -83,6 +86,7 @@ def gathering_of(
             average if in_stages else float(blocks[name] == first),
             average,
             last,
+            last if in_stages or last == 1 else 0.0,
             may_be_last,
             again.get(name, frozenset()),
         )

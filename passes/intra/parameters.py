@@ -198,6 +198,7 @@ class Uses(NamedTuple):
     first_share: float
     again_share: float
     last_share: float
+    micro_share: float
 
 
 @dataclass(frozen=True, eq=False)
@@ -252,9 +253,9 @@ def _apart(of: Array, n_microbatches: int, period: int, use: Uses) -> tuple[floa
         once_s = use.first_share * (fused_s + reduced_s) + use.again_share * use.n_again * fused_s
         every_s = (use.n + use.n_again) * fused_s + use.n * reduced_s
         return n_microbatches * once_s, 0.0, n_microbatches * (every_s - once_s)
-    if period == 1:  # which of them are in the last bucket is not known
+    if period == 1:
         returned_s *= n_microbatches
-        last_s = returned_s if use.last_share == 1 else 0.0
+        last_s = use.micro_share * returned_s
         return gathered_s + last_s, 0.0, returned_s - last_s
     return gathered_s + use.last_share * returned_s, (1 - use.last_share) * returned_s, 0.0
 

@@ -163,7 +163,6 @@ class Priced:
             alike = all_alike(uses)
             all_uses = each_use[0]._replace(
                 n=sum(use.n for use in each_use), n_again=sum(use.n_again for use in each_use),
-                last_share=each_use[-1].last_share,
             )  # fmt: skip
             together = self.conversions(maker, tables, storages, uses[0], all_uses)
             apart = [

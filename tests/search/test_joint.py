@@ -113,6 +113,7 @@ def test_a_folded_program_costs_what_the_whole_does(zero: int) -> None:
         np.testing.assert_allclose(folded.ranges(part), whole.ranges(part), rtol=1e-6)
 
 
+@pytest.mark.usefixtures("nothing_hidden")
 def test_a_folded_search_is_near_the_whole() -> None:
     whole, *_ = stage_costs(gpt2(6), {"dp": 2, "tp": 2}, 2)
     folded, *_ = stage_costs(gpt2(6), {"dp": 2, "tp": 2}, 2, folded=True)

@@ -24,9 +24,8 @@ from tests.helpers.machines import SLOW, TIERED
 REL = 1e-9
 # What a score leaves out: how a stage's time divides into forward and backward, and for a parameter
 # that two stages share, its gradients. A score may be too low by more: shards of gradients fill
-# fewer buckets than whole ones; and a stage that gathers one of two blocks waits for all of it,
-# where half is expected.
-PLAYED_REL, HIDDEN_REL, TIED_REL = 0.01, 0.1, 0.06
+# fewer buckets than whole ones, so less of a small stage's sync is hidden.
+PLAYED_REL, BUCKETS_REL, TIED_REL = 0.01, 0.03, 0.06
 
 
 def choices(model: str, shape: tuple[int, ...], speed: tuple[float, float], m: int) -> Choices:
@@ -62,7 +61,7 @@ def test_messages_and_steps_are_those_of_the_lowered_stages(speed: tuple[float, 
         scored = every.evaluator.scored(candidate, None)
         solved = every.simulator.simulated(scored)
         excess = scored.score_s / solved.step_time_s - 1
-        assert -HIDDEN_REL <= excess <= PLAYED_REL, candidate.name
+        assert -BUCKETS_REL <= excess <= PLAYED_REL, candidate.name
         lowered = Messages(join(solved.stages, ORDERS["1f1b"]))
         found = messages(every.evaluator, scored)
         for message in found:

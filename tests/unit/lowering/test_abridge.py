@@ -129,6 +129,7 @@ def test_every_block_gathers_its_parameters(family: str) -> None:
     assert check(program.whole, chosen.strategy, cost).repeats
 
 
+@pytest.mark.usefixtures("nothing_hidden")
 def test_blocks_that_are_placed_in_several_ways() -> None:
     kinds = set()
     for strategy in within_budgets(deep(), (0.05, 0.2, 0.4, 0.65)):
