@@ -6,8 +6,9 @@ everything else on the stage is chosen anew. With x the choices of the stage's p
 
     cost of option k = min over x with x_v in k of the objective        (`_Marginals`)
 
-There is no memory limit here, because a budget would need a search per option. For the best few
-options, x itself is found too: it says how a parameter is then used, and what is kept. If the
+There is no memory limit here, because a budget would need a search per option. All that compute may
+hide is hidden (`passes/intra/hiding.py`): what an option exposes is not in its cost. For the best
+few options, x itself is found too: it says how a parameter is then used, and what is kept. If the
 tables would be too large, all other operators and storages stay as in the plan (`_kept`).
 
 A large program with repeated blocks is folded (`passes/analysis/folding.py`), so one block stands

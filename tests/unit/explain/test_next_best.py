@@ -104,6 +104,7 @@ def least_s(problem: IntraOpProblem, keep: dict[int, Keep]) -> float:
     return found.objective_s if isinstance(found, Solution) else math.inf
 
 
+@pytest.mark.usefixtures("nothing_hidden")
 @pytest.mark.parametrize("name", ["up.weight", "down.bias"])
 def test_a_storage_costs_what_planning_with_it_forced_does(name: str) -> None:
     plan = planned()

@@ -7,7 +7,6 @@ blocks. Blocks are tested with and without recompute.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from functools import cache
 
@@ -18,7 +17,6 @@ from autopar.cost.laws.model import CostModel
 from autopar.cost.memory.liveness import PeakMemory, peak_memory
 from autopar.cost.price.prediction import predict
 from autopar.cost.price.stage_times import stage_times
-from autopar.errors import InfeasibleError
 from autopar.options import Recompute
 from autopar.passes.analysis.analysis import Analysis
 from autopar.passes.analysis.cutting import cut
@@ -29,6 +27,7 @@ from autopar.passes.intra.constraints import Constraints
 from autopar.passes.lowering.abridger import Abridger
 from autopar.passes.lowering.lines import lower
 from autopar.program.abridged import every_parameter
+from autopar.program.gathers import numbered_module
 from autopar.program.pipeline import Pipeline
 from autopar.program.stage_program import StageProgram
 from autopar.program.strategy import Recomputed, Strategy
@@ -52,24 +51,6 @@ def strategy_of(program: Folded, sizes: tuple[int, ...]) -> Strategy:
     """The fastest strategy."""
     ask = PlacementRequest(balanced_cost(sizes), 1, Constraints())
     return Chooser(program, "adamw").choose(ask, None).strategy
-
-
-def within_budgets(program: Folded, shares: Sequence[float]) -> Iterator[Strategy]:
-    """The fastest strategies on four ranks, each within a memory budget.
-
-    A share of 0 is the least bytes that any strategy needs, 1 those of the fastest strategy.
-    """
-    chooser, ask = (
-        Chooser(program, "adamw"),
-        PlacementRequest(balanced_cost((4,)), 4, Constraints()),
-    )
-    free = chooser.choose(ask, None)
-    with pytest.raises(InfeasibleError) as caught:
-        chooser.choose(ask, 1.0)
-    least = caught.value.least_bytes
-    assert least is not None
-    for share in shares:
-        yield chooser.choose(ask, least + share * (free.size_bytes - least)).strategy
 
 
 def check(analysis: Analysis, strategy: Strategy, cost: CostModel) -> StageProgram:
@@ -129,12 +110,24 @@ def test_every_block_gathers_its_parameters(family: str) -> None:
     assert check(program.whole, chosen.strategy, cost).repeats
 
 
-@pytest.mark.usefixtures("nothing_hidden")
 def test_blocks_that_are_placed_in_several_ways() -> None:
-    kinds = set()
-    for strategy in within_budgets(deep(), (0.05, 0.2, 0.4, 0.65)):
-        kinds.add(len(check(deep().whole, strategy, balanced_cost((4,))).repeats))
-    assert kinds == {1, 2}
+    """Half of the blocks gather their parameters at use."""
+    program, cost = deep(), balanced_cost((4,))
+    ddp, gathered = (
+        Chooser(program, "adamw")
+        .choose(PlacementRequest(cost, 4, Constraints(roles=("data",), zero=zero)), None)
+        .strategy
+        for zero in (0, 3)
+    )
+    assert ddp.operators == gathered.operators
+    late = {f"transformer.h.{block}" for block in range(N_BLOCKS // 2, N_BLOCKS)}
+    parameters = program.whole.program.parameters
+    storage = {
+        name: (gathered if numbered_module(parameters[name].name) in late else ddp).storage[name]
+        for name in parameters
+    }
+    few = check(program.whole, replace(ddp, storage=storage), cost)
+    assert len(few.repeats) == 2
 
 
 @pytest.mark.parametrize("mode", MODES)
