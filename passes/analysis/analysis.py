@@ -107,7 +107,8 @@ class Analysis:
 
     @cached_property
     def as_stages(self) -> Analysis:
-        """The same program, of which stages are to be made."""
+        """The same program, of which stages are to be made. It is folded later."""
+        assert self.parameter_names is None, "folded already"
         return replace(self, whole=self, in_stages=True)
 
     @cached_property
@@ -147,15 +148,14 @@ class Analysis:
     @cached_property
     def gathering(self) -> Mapping[str, Gathering]:
         """What is known of every parameter's collectives."""
+        if self.parameter_names is not None and self.whole is not None:
+            return {name: self.whole.gathering[name] for name in self.program.parameters}
         saved = {
             o.name: [self.storage_owners.get(o.inputs[k], o.inputs[k]) for k in found.inputs]
             for o in self.operators
             if (found := self.saved.get(o.name)) is not None
         }
-        every = self.parameter_names or self.program.parameters
-        return gathering_of(
-            self.program, self.operators, self.types.tensors, every, saved, self.in_stages
-        )
+        return gathering_of(self.program, self.operators, self.types.tensors, saved, self.in_stages)
 
     def kept_bytes(self, n_microbatches: int, again: frozenset[int] = frozenset()) -> float:
         """Bytes saved for backward by one microbatch, unsharded, without the operators `again`."""

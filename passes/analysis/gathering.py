@@ -9,7 +9,7 @@ stages, averages over all parameters are known instead: which blocks are in one 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from autopar.placement import TensorType
@@ -53,24 +53,23 @@ def gathering_of(
     program: Program,
     operators: Sequence[Operator],
     tensors: Mapping[str, TensorType],
-    every: Iterable[str],
     saved_inputs: Mapping[str, Sequence[str]],
     in_stages: bool,
 ) -> dict[str, Gathering]:
-    """Of every parameter of a program, which may stand for one with more blocks.
+    """Of every parameter of a program, with all of its blocks.
 
-    `every` are the parameters of that one, and `saved_inputs` what each operator saves for backward
-    of the tensors that it reads. Those `in_stages` all have the same shares.
+    `saved_inputs` are what each operator saves for backward of the tensors that it reads. All
+    parameters `in_stages` have the same shares.
     """
     blocks = {n: numbered_module(p.name) or p.name for n, p in program.parameters.items()}
     in_blocks = Counter[str]()
     for name, block in blocks.items():
         in_blocks[block] += _bytes(tensors[name])
-    total_bytes = sum(_bytes(tensors[name]) for name in every)
+    total_bytes = in_blocks.total()
     readers = [o for o in operators if not blocks.keys().isdisjoint(o.inputs)]
     first = next((blocks[n] for o in readers for n in o.inputs if n in blocks), None)
     average = in_blocks[first] / total_bytes if in_stages and first else 0.0
-    returned = {n: _bytes(tensors[n]) for n in every if tensors[n].has_grad}
+    returned = {n: _bytes(tensors[n]) for n in blocks if tensors[n].has_grad}
     last_share = _last_share([*returned.values()], in_stages)
     again = _gathered_again(operators, saved_inputs, _stays_gathered(program, readers, in_stages))
 

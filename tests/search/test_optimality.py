@@ -30,6 +30,8 @@ pytestmark = pytest.mark.usefixtures("nothing_hidden")
 REL = 1e-6
 # Sums of the same numbers in another order.
 ROUNDING_REL = 1e-9
+# The optimum is proven long before; breaking ties takes longest.
+SOLVER_S = 1000.0
 NO_ZERO = "zero1 zero2 zero3 sequence"
 BY_ROWS = f"{NO_ZERO} tensor"
 Case = tuple[str, ...]
@@ -58,8 +60,10 @@ RESTRICTED: list[Case] = [
     (family, "2x2", forbid) for family in FAMILIES for forbid in (NO_ZERO, BY_ROWS)
 ]
 BUDGETS: list[Case] = [
-    *((family, "4", "", "0.75") for family in FAMILIES if family not in ("t5", "mixtral")),
-    *((family, "4", "", share) for family in ("gpt2", "llama") for share in ("0.85", "0.6")),
+    *((family, "4", "", "0.75") for family in ("gpt2", "llama", "resnet")),
+    ("gpt2", "4", "", "0.8"),
+    ("llama", "4", "", "0.72"),
+    ("frozen resnet", "4", "", "0.65"),
     *((family, "4", "zero1 zero2 sequence", "0.9") for family in ("gpt2", "frozen resnet")),
 ]
 
@@ -106,7 +110,7 @@ def test_folded_is_the_whole_ilp(family: str, axes: str, forbid: str) -> None:
     ("family", "axes", "forbid", "share"),
     sampled(
         BUDGETS,
-        [("llama", "4", "", "0.75"), ("frozen resnet", "4", "zero1 zero2 sequence", "0.9")],
+        [("gpt2", "4", "", "0.8"), ("frozen resnet", "4", "zero1 zero2 sequence", "0.9")],
     ),
 )
 def test_the_gap_covers_the_optimum_within_a_budget(
@@ -117,7 +121,7 @@ def test_the_gap_covers_the_optimum_within_a_budget(
     free = by_blocks(family, sizes, forbid)
     budget_bytes = float(share) * free.size_bytes
     chosen = by_blocks(family, sizes, forbid, budget_bytes)
-    whole = solved(solve(whole_problem(family, sizes, forbid, budget_bytes), "ilp"))
+    whole = solved(solve(whole_problem(family, sizes, forbid, budget_bytes), "ilp", SOLVER_S))
     assert whole.gap == 0
     assert whole.objective_s > free.objective_s * (1 + REL), "the budget does not bind"
     assert whole.objective_s <= chosen.objective_s * (1 + ROUNDING_REL)
