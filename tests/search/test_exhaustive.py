@@ -39,7 +39,7 @@ N_CASES, N_NIGHTLY = 40, 300
 # Seeds whose plan is slower than the optimum by more than the tolerance, and by how much. The
 # solver minimises a bound; where its plan is slower than that, one that relies on nothing hidden is
 # tried. These are neither, or fit although the solver counts more bytes than there are.
-MISSED: dict[int, float] = {8: 0.074, 29: 0.012}
+MISSED: dict[int, float] = {}
 FORBID = ("data", "tensor", "sequence", "zero1", "zero2", "zero3")
 
 
@@ -210,8 +210,12 @@ def test_floors_leave_out_no_optimum() -> None:
 
 
 def test_a_bound_that_is_too_high_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bounds of one stage are a fifth too high, so some view is ruled out that has the optimum."""
-    right = [a for a in map(answer_of, range(N_CASES)) if is_near(planned(a.seed), a)]
+    """Bounds of one stage are too high by 5%."""
     bound_s = Levels._bound_s
-    monkeypatch.setattr(Levels, "_bound_s", lambda *args: 1.2 * bound_s(*args))
-    assert not all(is_near(a.case.planner(a.limit_bytes).run(), a) for a in right)
+    monkeypatch.setattr(Levels, "_bound_s", lambda *args: 1.05 * bound_s(*args))
+    for answer in map(answer_of, range(N_CASES)):
+        found = answer.case.planner(answer.limit_bytes).run()
+        assert found.bound_s is not None
+        if found.bound_s > answer.best.step_time_s * (1 + REL):
+            return
+    pytest.fail("no bound is above the optimum")
