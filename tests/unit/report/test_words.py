@@ -119,7 +119,7 @@ def test_every_alternative_says_why(found: Plan) -> None:
     assert "not simulated" not in found.explain()
     explained = {a.name: a for a in rows if a.summary is not None}
     assert len(explained) >= 3 and {a.is_estimate for a in explained.values()} == {True, False}
-    assert explained["Megatron on dp=2 x tp=2"].slower_by == "all_reduce"
+    assert explained["ZeRO-1 on dp=4 x tp=1"].slower_by == "all_reduce across nodes"
 
 
 def test_the_record_keeps_what_the_search_knows(found: Plan) -> None:
