@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.errors import MeshError, OptionError
 from autopar.mesh import LogicalMesh, Mesh
@@ -36,6 +36,14 @@ class Candidate:
     n_microbatches: int
     estimate_s: float = 0.0
     recipe: str = ""
+
+    def forbidding(self, word: str) -> Candidate:
+        """The same with one more word in `forbid`."""
+        stages = (
+            replace(s, constraints=replace(s.constraints, forbid=s.constraints.forbid | {word}))
+            for s in self.stages
+        )
+        return replace(self, stages=tuple(stages))
 
     @property
     def is_recipe(self) -> bool:

@@ -25,7 +25,7 @@ several stages stay on the level "shared".
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -131,15 +131,18 @@ class Levels:
 
         return [placed, node.after("solved", bound_s, close)]
 
-    def _placed(self, node: Node, scored: Scored, solver: Evaluator | None) -> Node:
-        """Solved placements, which are left to simulate.
+    def _placed(
+        self, node: Node, scored: Scored, solver: Evaluator | None, leaner: Evaluator | None = None
+    ) -> Node:
+        """Solved placements, which are left to simulate; `leaner` finds leaner ones.
 
-        After that, the `solver` finds those that rely on nothing hidden; None: it has.
+        After that, the `solver` finds their rivals; None: these are some.
         """
 
         def simulate(_: float) -> Parts:
             solved = simulator.simulated_if_fits(scored)
-            return [done, replace(leaf, refine=lean) if solved is None else solved]
+            first = replace(leaf, refine=lean) if solved is None else solved
+            return [done, first, *(self._rivals(node, scored, solver) if solver else ())]
 
         def lean(limit_s: float) -> Parts:
             """The simulated peak exceeds the budget: leaner placements are found."""
@@ -151,23 +154,40 @@ class Levels:
                 return [found]
             return [replace(leaf, refine=lean, given_up_s=found)]
 
-        def expose(_: float) -> Parts:
-            assert solver is not None, "only then is this refined"
+        simulator = self.simulator.on(leaner or self._whole)
+        leaf = replace(node, refine=simulate, scored=scored)
+        done = node.after("simulated", node.bound_s, None)
+        return leaf
+
+    def _rivals(self, node: Node, scored: Scored, solver: Evaluator) -> Iterator[Node]:
+        """Placements of one stage that rely on less than these do.
+
+        Their bounds are those of all placements, because these may be faster than they.
+        """
+        if len(scored.choices) > 1:
+            return
+        candidate = scored.candidate
+        storages = scored.choices[0].strategy.storage.values()
+        if any(storage.period == "use" for storage in storages):
+            kept = candidate.forbidding("zero3")
+            yield self._rival(node, "ungathered", kept, solver, self._whole)
+        exposed = solver.hiding_nothing, self._whole.hiding_nothing
+        yield self._rival(node, "exposed", candidate, *exposed)
+
+    def _rival(
+        self, node: Node, level: str, candidate: Candidate, solver: Evaluator, leaner: Evaluator
+    ) -> Node:
+        def refine(limit_s: float) -> Parts:
             try:
-                found = solver.hiding_nothing.scored(scored.candidate, solver.budget_bytes)
+                found = solver.scored(candidate, solver.budget_bytes, limit_s)
             except InfeasibleError as error:
-                return self._impossible(error, scored.candidate)
+                return self._impossible(error, candidate)
             (chosen,) = found.choices
             gap = max(0.0, 1 - node.bound_s / chosen.objective_s)
-            exposed = replace(found, choices=(replace(chosen, gap=gap),))
-            return [self._placed(node.after("exposed", node.bound_s, None), exposed, None)]
+            rival = replace(found, choices=(replace(chosen, gap=gap),))
+            return [self._placed(node.after(level, node.bound_s, None), rival, None, leaner)]
 
-        whole = self._whole if solver is not None else self._whole.hiding_nothing
-        simulator = self.simulator.on(whole)
-        leaf = replace(node, refine=simulate, scored=scored)
-        may_expose = solver is not None and len(scored.choices) == 1
-        done = node.after("simulated", node.bound_s, expose if may_expose else None)
-        return leaf
+        return node.after(level, node.bound_s, refine)
 
     def _bound_s(self, scored: Scored, node: Node) -> float:
         """The solver's bound of a single stage; else the node's."""
