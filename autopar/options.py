@@ -102,6 +102,7 @@ class Options:
 
     `mesh_shape`     "auto", "as-given", or degrees that every stage has, as {"tp": 4}
     `memory_limit`   bytes per device; None: the hardware's memory less a margin
+    `memory_margin`  the margin, a share of the device's memory; None: the one of the hardware
     `tolerance`      relative; one stage is searched until no plan can be faster by more
     `tie`            relative; among plans this close to the fastest the simplest is chosen
     `time_limit_s`   when it has passed, the best plan so far is returned, with its gap
@@ -127,6 +128,7 @@ class Options:
     reduce_dtype: torch.dtype | None = None
     master_weights: bool = False
     memory_limit: int | None = None
+    memory_margin: float | None = None
     recompute: str = "auto"
     manual: Manual | None = None
     force: tuple[Pin, ...] = ()
@@ -192,6 +194,11 @@ class Options:
         if options.recompute_mode is not None and "recompute" in options.forbid:
             raise OptionError(
                 f"recompute={options.recompute_mode!r} asks for what forbid='recompute' forbids",
+                hint="give one of them",
+            )
+        if options.memory_limit is not None and options.memory_margin is not None:
+            raise OptionError(
+                "memory_limit says what a plan may use, memory_margin what it leaves free",
                 hint="give one of them",
             )
         if _n_stages(options.stages) > 1 and "pipeline" in options.forbid:
@@ -461,10 +468,14 @@ def _progress(value: Any) -> Any:
     return value
 
 
-def _share(name: str, value: Any) -> float:
+def _share(name: str, value: Any, of: str = "the step") -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-        raise OptionError(f"{name} is a share of the step, from 0 to below 1, not {value!r}")
+        raise OptionError(f"{name} is a share of {of}, from 0 to below 1, not {value!r}")
     return float(value)
+
+
+def _memory_margin(value: Any) -> float | None:
+    return None if value is None else _share("memory_margin", value, "the device's memory")
 
 
 _CHECKS: dict[str, Callable[[Any], Any]] = {
@@ -477,6 +488,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "reduce_dtype": _reduce_dtype,
     "master_weights": _master_weights,
     "memory_limit": _memory_limit,
+    "memory_margin": _memory_margin,
     "recompute": _words("recompute", f"auto none {' '.join(_MODES)}"),
     "manual": _manual,
     "force": parse_pins,

@@ -196,7 +196,7 @@ class Record(Pass):
             recipe=_recipe(solved.candidate, options),
             bound_s=result.bound_s,
             ruled_out=result.ruled_out,
-            limit_bytes=options.memory_limit or result.hardware.memory_limit_bytes,
+            limit_bytes=result.hardware.limit_bytes(options.memory_limit, options.memory_margin),
             reduce_dtype=str(options.reduce_dtype).removeprefix("torch.")
             if options.reduce_dtype
             else None,

@@ -96,6 +96,9 @@ def _planning_flags(
         typer.Option("--master-weights", help="A half-precision model's in float32."),
     ] = False,
     memory_limit: Annotated[str | None, typer.Option(help="Per device, as 40GiB.")] = None,
+    memory_margin: Annotated[
+        float | None, typer.Option(help="A share of the device to leave free, as 0.1.")
+    ] = None,
     recompute: Annotated[
         str | None, typer.Option(help="auto, none, selective, attention-core or full.")
     ] = None,
@@ -125,8 +128,8 @@ def _planning_flags(
     given = {
         "microbatches": microbatches, "schedule": schedule, "stages": stages,
         "mesh_shape": mesh_shape, "optimizer": optimizer, "precision": precision,
-        "memory_limit": memory_limit, "recompute": recompute, "manual": manual,
-        "force": force or None, "forbid": forbid or None, "fallback": fallback,
+        "memory_limit": memory_limit, "memory_margin": memory_margin, "recompute": recompute,
+        "manual": manual, "force": force or None, "forbid": forbid or None, "fallback": fallback,
         "solver": solver, "tolerance": tolerance, "tie": tie, "time_limit_s": time_limit_s,
         "reduce_dtype": reduce_dtype, "master_weights": master_weights or None,
     }  # fmt: skip

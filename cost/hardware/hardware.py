@@ -58,7 +58,14 @@ class Hardware:
     @property
     def memory_limit_bytes(self) -> float:
         """The default memory limit of a plan, per device."""
-        return self.device.memory_bytes * (1.0 - self.memory_margin_fraction)
+        return self.limit_bytes(None, None)
+
+    def limit_bytes(self, memory_limit: int | None, memory_margin: float | None) -> float:
+        """The memory limit of a plan, per device, from the options of these names."""
+        if memory_limit is not None:
+            return memory_limit
+        margin = self.memory_margin_fraction if memory_margin is None else memory_margin
+        return self.device.memory_bytes * (1.0 - margin)
 
 
 def resolve(mesh: Mesh, dtype: torch.dtype = torch.float32) -> Hardware:

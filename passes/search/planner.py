@@ -81,7 +81,8 @@ class Planner:
 
     @cached_property
     def budget_bytes(self) -> float:
-        return self.options.memory_limit or self.hardware.memory_limit_bytes
+        options = self.options
+        return self.hardware.limit_bytes(options.memory_limit, options.memory_margin)
 
     @cached_property
     def evaluator(self) -> Evaluator:

@@ -53,6 +53,7 @@ class TestValues:
             ("optimizer", "adam"),
             ("precision", "fp64"),
             ("memory_limit", 2**30),
+            ("memory_margin", 0.25),
             ("recompute", "none"),
             ("recompute", "selective"),
             ("recompute", "attention-core"),
@@ -75,6 +76,10 @@ class TestValues:
             default = getattr(Options(), option.name)
             if option.name != "force":
                 assert getattr(Options.of(**{option.name: default}), option.name) == default
+
+    def test_a_margin_beside_a_limit_is_refused(self) -> None:
+        with pytest.raises(OptionError, match="give one of them"):
+            Options.of(memory_limit=2**30, memory_margin=0.1)
 
     def test_memory_limit_is_whole_bytes(self) -> None:
         assert Options.of(memory_limit=40e9).memory_limit == 40_000_000_000
@@ -99,6 +104,7 @@ class TestValues:
             ("memory_limit", -1, "positive"),
             ("memory_limit", 0.5, r"less than one byte(.|\n)*2\*\*30"),
             ("memory_limit", float("inf"), "positive number"),
+            ("memory_margin", 1, "share of the device's memory, from 0 to below 1, not 1"),
             ("recompute", True, "recompute is one of"),
             ("manual", {"dp": 2}, r"manual is an autopar.Manual(.|\n)*hint: manual="),
             ("solver", "cbc", "solver is one of 'auto', 'ilp'"),

@@ -173,6 +173,8 @@ def test_memory_of_the_limit() -> None:
     whole = planned("gpt2", mesh, manual=recipe)
     assert whole.bound is not None
     assert whole.data.limit_bytes == whole.bound.hardware.memory_limit_bytes
+    half = planned("gpt2", mesh, manual=recipe, memory_margin=0.5)
+    assert half.data.limit_bytes == 0.5 * whole.bound.hardware.device.memory_bytes
     tight = replace(limited, data=replace(limited.data, limit_bytes=1024.0))
     assert "more than the limit of 1.0 KiB" in tight.verdict()[1]
 
