@@ -78,6 +78,7 @@ class ProblemBuilder:
     cases: Cases
     maker: ParameterMaker
     priced: Priced
+    launches_s: float = 0.0
     variables: list[Variable] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     storages: dict[str, tuple[Storage, ...]] = field(default_factory=dict)
@@ -129,7 +130,7 @@ class ProblemBuilder:
         first = IntraOpProblem(
             numbers.of(0), tuple(candidates), dict(self.storages), dict(self.parameter_variables),
             dict(self.boundary_variables), crossing, tuple(self.modes), self.maker.hiding,
-            self.cases.counts, dict(self.hidable), dict(self.may_be_last),
+            self.cases.counts, dict(self.hidable), dict(self.may_be_last), self.launches_s,
         )  # fmt: skip
         return IntraOpProblems(numbers, first, self.tables)
 

@@ -20,7 +20,6 @@ from autopar.passes.analysis import Analysis, Folded, Recomputable, Side, is_sea
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.hiding import (
     Found,
-    Hiding,
     LeastExposed,
     Parts,
     Weights,
@@ -240,7 +239,7 @@ class Chooser:
             self._solvers[key] = RepeatedSolver(problem, whole.plan)
         solver = self._solvers[key]
         slack_s = whole.folded_problem.slack_s(place)
-        limit_s += slack_s
+        limit_s += slack_s - whole.folded_problem.launches_s
         try:
             solution = solver.solve(budget_bytes, time_limit_s, ask.gap_goal, limit_s)
         except TooWide:
@@ -268,7 +267,7 @@ class Chooser:
         choice = best.choice
         once_s = replace(priced, only=runs_on.once_mask).evaluate(choice).cost_s
         return Chosen(
-            **_seconds(best, once_s, solution.gap, slack_s, runs_on.folded_problem.hiding, ask),
+            **_seconds(best, once_s, solution.gap, slack_s, runs_on.folded_problem, ask),
             size_bytes=best.size_bytes,
             n_variables=whole.n_variables,
             n_written_out=whole.n_written_out,
@@ -276,7 +275,7 @@ class Chooser:
             sent=whole.boundaries(choice, "sent"),
             read=lambda: _strategy(self.folded.whole, whole, choice, ask),
             settled=solution.settled and best.bound_s < limit_s,
-            hidden_bound_s=first.bound_s - slack_s,
+            hidden_bound_s=first.bound_s - slack_s + whole.folded_problem.launches_s,
         )
 
 
@@ -312,21 +311,21 @@ def _seconds(
     once_s: float,
     solver_gap: float,
     slack_s: float,
-    hiding: Hiding,
+    problem: IntraOpProblem,
     ask: PlacementRequest,
 ) -> _Seconds:
-    """The numbers of a choice; `once_s` is what a step pays once if all is hidden.
+    """The numbers of a choice; `once_s` is what it pays once a step if all is hidden.
 
     `slack_s` is how far the objective may be above the step (`IntraOpProblem.slack_s`).
     """
-    m = ask.n_microbatches
-    objective_s, sync_s = hiding.step_s(best.parts, m), best.parts.sync_s
+    m, hiding, launches_s = ask.n_microbatches, problem.hiding, problem.launches_s
+    objective_s, sync_s = hiding.step_s(best.parts, m) + launches_s, best.parts.sync_s
     exposed_s = hiding.exposed_sync_s(best.parts, m)
-    bound_s = best.bound_s - slack_s
+    bound_s = best.bound_s - slack_s + launches_s
     gap = 0.0 if bound_s >= objective_s * (1 - 1e-9) else 1 - bound_s / objective_s
     return {
         "objective_s": objective_s,
-        "once_s": once_s + exposed_s,
+        "once_s": once_s + exposed_s + launches_s,
         "gap": solver_gap if ask.runs_on is not None else gap,
         "solver_gap": solver_gap,
         "sync": SyncSeconds(sync_s, hiding.sync_price * sync_s + exposed_s),
@@ -382,14 +381,14 @@ def choose(
     choice, slack_s = best.choice, priced.slack_s(priced.case)
     once_s = priced.once_problem.evaluate(choice).cost_s
     return Chosen(
-        **_seconds(best, once_s, solution.gap, slack_s, priced.hiding, ask),
+        **_seconds(best, once_s, solution.gap, slack_s, priced, ask),
         size_bytes=best.size_bytes,
         n_variables=problem.numbers.n_variables,
         n_written_out=problem.numbers.n_variables,
         received=problem.boundaries(choice, "received"),
         sent=problem.boundaries(choice, "sent"),
         read=lambda: _strategy(analysis, problem, choice, ask),
-        hidden_bound_s=first.bound_s - slack_s,
+        hidden_bound_s=first.bound_s - slack_s + priced.launches_s,
     )
 
 

@@ -102,15 +102,17 @@ def intra_op_problems(
     candidates = [maker.make(group, savers) for group in analysis.groups(counts[0])]
     device, dtype = every[0][0].mesh.device, stored_dtype(analysis)
     static = static_bytes_per_param(optimizer, dtype)
-    # The optimizer updates many tensors in one launch, so a tensor pays for its elements alone.
+    # The optimizer updates all tensors of a dtype at once, so a tensor pays for its elements alone.
     update = optimizer_time_s(1.0, optimizer, dtype, device, n_tensors=0) / dtype.itemsize
+    dtypes = {info.dtype for info in program.parameters.values() if info.requires_grad}
+    launches_s = math.fsum(optimizer_time_s(0.0, optimizer, of, device) for of in dtypes)
     machine = every[0][0]
     hiding = NOTHING_HIDDEN
     if machine.hides:
         share = backward_share(analysis, machine, recomputable is not None)
         hiding = Hiding.of(slowdown_of(machine), share)
     parameters = ParameterMaker(stacked, limits, static, update, hiding, analysis.gathering)
-    builder = ProblemBuilder(program, stacked, parameters, priced)
+    builder = ProblemBuilder(program, stacked, parameters, priced, launches_s)
     builder.connect(candidates)
     if recomputable is not None:
         add_recompute(builder, candidates, maker, analysis, recomputable)

@@ -62,7 +62,8 @@ class IntraOpProblem:
 
     `hidable` maps the variable of a parameter to what compute may hide of its conversions;
     `may_be_last` to what all parameters wait at most for their last bucket (`slack_s`), as a
-    multiple of its own sync. `case` is the problem's place among those built with it, and `counts`
+    multiple of its own sync. `launches_s` are of the optimizer in every step, and not among the
+    numbers. `case` is the problem's place among those built with it, and `counts`
     are their microbatches.
     """
 
@@ -77,6 +78,7 @@ class IntraOpProblem:
     counts: tuple[int, ...] = (1,)
     hidable: Mapping[int, HidableCosts] = field(default_factory=dict)
     may_be_last: Mapping[int, float] = field(default_factory=dict)
+    launches_s: float = 0.0
     case: int = 0
 
     def under(self, budget_bytes: float | None, n_in_flight: int = 1) -> IntraOpProblem:

@@ -142,7 +142,7 @@ class Levels:
         def simulate(_: float) -> Parts:
             solved = simulator.simulated_if_fits(scored)
             first = replace(leaf, refine=lean) if solved is None else solved
-            return [done, first, *(self._rivals(node, scored, solver) if solver else ())]
+            return [first] if solver is None else [done, first, *self._rivals(node, scored, solver)]
 
         def lean(limit_s: float) -> Parts:
             """The simulated peak exceeds the budget: leaner placements are found."""
