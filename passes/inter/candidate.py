@@ -37,10 +37,10 @@ class Candidate:
     estimate_s: float = 0.0
     recipe: str = ""
 
-    def forbidding(self, word: str) -> Candidate:
-        """The same with one more word in `forbid`."""
+    def forbidding(self, *words: str) -> Candidate:
+        """The same with more words in `forbid`."""
         stages = (
-            replace(s, constraints=replace(s.constraints, forbid=s.constraints.forbid | {word}))
+            replace(s, constraints=replace(s.constraints, forbid=s.constraints.forbid.union(words)))
             for s in self.stages
         )
         return replace(self, stages=tuple(stages))

@@ -167,10 +167,13 @@ class Levels:
         if len(scored.choices) > 1:
             return
         candidate = scored.candidate
-        storages = scored.choices[0].strategy.storage.values()
-        if any(storage.period == "use" for storage in storages):
+        gathered = {of.period == "use" for of in scored.choices[0].strategy.storage.values()}
+        if True in gathered:
             kept = candidate.forbidding("zero3")
             yield self._rival(node, "ungathered", kept, solver, self._whole)
+        if len(gathered) == 2:
+            alike = candidate.forbidding("zero1", "zero2")
+            yield self._rival(node, "gathered", alike, solver, self._whole)
         exposed = solver.hiding_nothing, self._whole.hiding_nothing
         yield self._rival(node, "exposed", candidate, *exposed)
 
