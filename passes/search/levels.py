@@ -37,6 +37,8 @@ from autopar.passes.search.simplicity import Simplicity
 from autopar.passes.search.simulator import Simulator, Solved
 from autopar.passes.solvers.problem import within
 
+# A simulated step further above its bound (relative) relies on what cannot be hidden.
+EXPOSED_REL = 5e-3
 Parts = Sequence[Node | Solved]
 
 
@@ -141,22 +143,27 @@ class Levels:
 
         def simulate(_: float) -> Parts:
             solved = simulator.simulated_if_fits(scored)
-            first = replace(leaf, refine=lean) if solved is None else solved
-            return [first] if solver is None else [done, first, *self._rivals(node, scored, solver)]
+            if solved is None:
+                return [*done, replace(leaf, refine=lean)]
+            relies = solved.step_time_s > node.bound_s * (1 + EXPOSED_REL)
+            return [*done, solved, *(rivals() if relies else ())]
 
         def lean(limit_s: float) -> Parts:
             """The simulated peak exceeds the budget: leaner placements are found."""
             try:
                 found = simulator.fit_to_budget(scored, limit_s)
             except InfeasibleError as error:
-                return self._impossible(error, scored.candidate)
+                return [*self._impossible(error, scored.candidate), *rivals()]
             if isinstance(found, Solved):
-                return [found]
+                return [found, *rivals()]
             return [replace(leaf, refine=lean, given_up_s=found)]
+
+        def rivals() -> Iterator[Node]:
+            return iter(()) if solver is None else self._rivals(node, scored, solver)
 
         simulator = self.simulator.on(leaner or self._whole)
         leaf = replace(node, refine=simulate, scored=scored)
-        done = node.after("simulated", node.bound_s, None)
+        done = () if solver is None else (node.after("simulated", node.bound_s, None),)
         return leaf
 
     def _rivals(self, node: Node, scored: Scored, solver: Evaluator) -> Iterator[Node]:
