@@ -25,6 +25,7 @@ several stages stay on the level "shared".
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -187,17 +188,24 @@ class Levels:
     def _rival(
         self, node: Node, level: str, candidate: Candidate, solver: Evaluator, leaner: Evaluator
     ) -> Node:
+        # Where nothing is hidden, the solver's bound is none on the step.
+        hides = solver.hides
+
         def refine(limit_s: float) -> Parts:
+            within_s = limit_s if hides else math.inf
             try:
-                found = solver.scored(candidate, solver.budget_bytes, limit_s)
+                found = solver.scored(candidate, solver.budget_bytes, within_s)
             except InfeasibleError as error:
                 return self._impossible(error, candidate)
             (chosen,) = found.choices
+            if chosen.bound_s >= within_s:
+                return [replace(rival, given_up_s=chosen.bound_s)]
             gap = max(0.0, 1 - node.bound_s / chosen.objective_s)
-            rival = replace(found, choices=(replace(chosen, gap=gap),))
-            return [self._placed(node.after(level, node.bound_s, None), rival, None, leaner)]
+            found = replace(found, choices=(replace(chosen, gap=gap),))
+            return [self._placed(replace(rival, refine=None), found, None, leaner)]
 
-        return node.after(level, node.bound_s, refine)
+        rival = node.after(level, node.bound_s, refine)
+        return rival
 
     def _bound_s(self, scored: Scored, node: Node) -> float:
         """The solver's bound of a single stage; else the node's."""
