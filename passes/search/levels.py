@@ -39,7 +39,7 @@ from autopar.passes.search.simulator import Simulator, Solved
 from autopar.passes.solvers.problem import within
 
 # A simulated step further above its bound (relative) relies on what cannot be hidden.
-EXPOSED_REL = 5e-3
+EXPOSED_REL = 0.03
 Parts = Sequence[Node | Solved]
 
 
@@ -146,8 +146,7 @@ class Levels:
             solved = simulator.simulated_if_fits(scored)
             if solved is None:
                 return [*done, replace(leaf, refine=lean)]
-            relies = solved.step_time_s > node.bound_s * (1 + EXPOSED_REL)
-            return [*done, solved, *(rivals() if relies else ())]
+            return [*done, solved, *rivals()]
 
         def lean(limit_s: float) -> Parts:
             """The simulated peak exceeds the budget: leaner placements are found."""
@@ -160,20 +159,23 @@ class Levels:
             return [replace(leaf, refine=lean, given_up_s=found)]
 
         def rivals() -> Iterator[Node]:
-            return iter(()) if solver is None else self._rivals(node, scored, solver)
+            if solver is not None and len(scored.choices) == 1:
+                exposed_rel = simulator.as_scored(scored).step_time_s / node.bound_s - 1
+                yield from self._rivals(node, scored, solver, exposed_rel)
 
         simulator = self.simulator.on(leaner or self._whole)
         leaf = replace(node, refine=simulate, scored=scored)
         done = () if solver is None else (node.after("simulated", node.bound_s, None),)
         return leaf
 
-    def _rivals(self, node: Node, scored: Scored, solver: Evaluator) -> Iterator[Node]:
+    def _rivals(
+        self, node: Node, scored: Scored, solver: Evaluator, exposed_rel: float
+    ) -> Iterator[Node]:
         """Placements of one stage that rely on less than these do.
 
-        Their bounds are those of all placements, because these may be faster than they.
+        `exposed_rel` is how far the simulated step is above the bound. The bounds of rivals are
+        those of all placements, because these may be faster than they.
         """
-        if len(scored.choices) > 1:
-            return
         candidate = scored.candidate
         gathered = {of.period == "use" for of in scored.choices[0].strategy.storage.values()}
         if True in gathered:
@@ -182,8 +184,9 @@ class Levels:
         if len(gathered) == 2:
             alike = candidate.forbidding("zero1", "zero2")
             yield self._rival(node, "gathered", alike, solver, self._whole)
-        exposed = solver.hiding_nothing, self._whole.hiding_nothing
-        yield self._rival(node, "exposed", candidate, *exposed)
+        if exposed_rel > EXPOSED_REL:
+            exposed = solver.hiding_nothing, self._whole.hiding_nothing
+            yield self._rival(node, "exposed", candidate, *exposed)
 
     def _rival(
         self, node: Node, level: str, candidate: Candidate, solver: Evaluator, leaner: Evaluator
