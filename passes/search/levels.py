@@ -38,8 +38,8 @@ from autopar.passes.search.simplicity import Simplicity
 from autopar.passes.search.simulator import Simulator, Solved
 from autopar.passes.solvers.problem import within
 
-# A simulated step further above its bound (relative) relies on what cannot be hidden.
-EXPOSED_REL = 0.03
+# Placements whose simulated step is further above the bound (relative) get rivals.
+RIVAL_REL = 0.02
 Parts = Sequence[Node | Solved]
 
 
@@ -146,35 +146,33 @@ class Levels:
             solved = simulator.simulated_if_fits(scored)
             if solved is None:
                 return [*done, replace(leaf, refine=lean)]
-            return [*done, solved, *rivals()]
+            return [*done, solved, *rivals(solved)]
 
         def lean(limit_s: float) -> Parts:
             """The simulated peak exceeds the budget: leaner placements are found."""
             try:
                 found = simulator.fit_to_budget(scored, limit_s)
             except InfeasibleError as error:
-                return [*self._impossible(error, scored.candidate), *rivals()]
+                return [*self._impossible(error, scored.candidate), *rivals(None)]
             if isinstance(found, Solved):
-                return [found, *rivals()]
+                return [found, *rivals(found)]
             return [replace(leaf, refine=lean, given_up_s=found)]
 
-        def rivals() -> Iterator[Node]:
-            if solver is not None and len(scored.choices) == 1:
-                exposed_rel = simulator.as_scored(scored).step_time_s / node.bound_s - 1
-                yield from self._rivals(node, scored, solver, exposed_rel)
+        def rivals(found: Solved | None) -> Iterator[Node]:
+            if solver is None or len(scored.choices) > 1:
+                return
+            if found is None or found.step_time_s > node.bound_s * (1 + RIVAL_REL):
+                yield from self._rivals(node, scored, solver)
 
         simulator = self.simulator.on(leaner or self._whole)
         leaf = replace(node, refine=simulate, scored=scored)
         done = () if solver is None else (node.after("simulated", node.bound_s, None),)
         return leaf
 
-    def _rivals(
-        self, node: Node, scored: Scored, solver: Evaluator, exposed_rel: float
-    ) -> Iterator[Node]:
+    def _rivals(self, node: Node, scored: Scored, solver: Evaluator) -> Iterator[Node]:
         """Placements of one stage that rely on less than these do.
 
-        `exposed_rel` is how far the simulated step is above the bound. The bounds of rivals are
-        those of all placements, because these may be faster than they.
+        Their bounds are those of all placements, because these may be faster than they.
         """
         candidate = scored.candidate
         gathered = {of.period == "use" for of in scored.choices[0].strategy.storage.values()}
@@ -184,9 +182,8 @@ class Levels:
         if len(gathered) == 2:
             alike = candidate.forbidding("zero1", "zero2")
             yield self._rival(node, "gathered", alike, solver, self._whole)
-        if exposed_rel > EXPOSED_REL:
-            exposed = solver.hiding_nothing, self._whole.hiding_nothing
-            yield self._rival(node, "exposed", candidate, *exposed)
+        exposed = solver.hiding_nothing, self._whole.hiding_nothing
+        yield self._rival(node, "exposed", candidate, *exposed)
 
     def _rival(
         self, node: Node, level: str, candidate: Candidate, solver: Evaluator, leaner: Evaluator

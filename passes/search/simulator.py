@@ -11,7 +11,6 @@ block that is recomputed. If it exceeds the budget, placements are solved within
 from __future__ import annotations
 
 import math
-from bisect import bisect_left
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
@@ -151,9 +150,8 @@ class Simulator:
         They are the score's bound on placements within a smaller budget. Others may fit, too: their
         peaks may be nearer to the solver's bytes.
 
-        If the peak exceeds the budget, smaller budgets are searched: by the excess of the last
-        simulation until one fits, then by bisection. Recipes have no lower bound, because their
-        placements are not the fastest.
+        If the peak exceeds the budget, smaller ones are searched until one fits. Recipes have no
+        lower bound, because their placements are not the fastest.
 
         Raises `InfeasibleError` if none fits.
         """
@@ -169,35 +167,20 @@ class Simulator:
         least_s = scored.score_s * (1 - solved.gap) * time_per_score
         if least_s >= limit_s:
             return least_s
-        size_bytes, known = scored.size_bytes, {scored.size_bytes: solved}
-        budgets, best_fit, pruned_s = self._smaller_budgets(scored.candidate), None, None
-        low, high = 0, len(budgets)
-        while low < high:
-            if best_fit is None:  # assume the same excess over the solver's bytes as here
-                target_bytes = self._budget_bytes - (solved.peak_bytes - size_bytes)
-                at = bisect_left(budgets, -target_bytes, low, high - 1, key=lambda b: -b)
-            else:
-                at = (low + high) // 2
-            leaner = self.evaluator.scored(scored.candidate, budgets[at])
-            gap = max(chosen.gap for chosen in leaner.choices)
-            least_s = leaner.score_s * (1 - gap) * time_per_score
+        for budget_bytes in self._smaller_budgets(scored.candidate):
+            if budget_bytes >= scored.size_bytes:
+                continue  # the same placements
+            scored = self.evaluator.scored(scored.candidate, budget_bytes)
+            gap = max(chosen.gap for chosen in scored.choices)
+            least_s = scored.score_s * (1 - gap) * time_per_score
             if least_s >= limit_s:  # smaller budgets are no faster
-                pruned_s, high = least_s, at
-                continue
-            size_bytes = leaner.size_bytes
-            if size_bytes not in known:
-                known[size_bytes] = self.as_scored(leaner)
-            solved = known[size_bytes]
+                return least_s
+            solved = self.as_scored(scored)
             if within(self._budget_bytes, solved.peak_bytes):
-                best_fit, high = solved, at
-            else:
-                least_bytes, low = min(least_bytes, solved.peak_bytes), at + 1
-        if best_fit is None and pruned_s is not None:
-            return pruned_s
-        if best_fit is None:
-            raise too_little_memory(self._budget_bytes, least_bytes, scored.candidate.name)
-        gap = max(best_fit.gap, 1 - bound_s / best_fit.objective_s)
-        return replace(best_fit, gap=0.0 if best_fit.candidate.is_recipe else gap)
+                gap = max(solved.gap, 1 - bound_s / solved.objective_s)
+                return replace(solved, gap=0.0 if solved.candidate.is_recipe else gap)
+            least_bytes = min(least_bytes, solved.peak_bytes)
+        raise too_little_memory(self._budget_bytes, least_bytes, scored.candidate.name)
 
     def _smaller_budgets(self, candidate: Candidate) -> list[float]:
         """Budgets to try, descending, between the fastest placements and the leanest.
