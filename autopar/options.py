@@ -7,15 +7,15 @@ is not built raises `NotSupportedError`. No option is ignored.
 
 from __future__ import annotations
 
-import difflib
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Literal, get_args
 
 import torch
 
 from autopar.errors import NotSupportedError, OptionError
+from autopar.option_values import check_count, check_word, closest, is_int, one_of, positive, share
 from autopar.placement import Pin, parse_pins
 from autopar.precision import Precision
 
@@ -60,12 +60,12 @@ class Manual:
 
     def __post_init__(self) -> None:
         for name in ("dp", "tp", "pp", "cp", "ep", "interleave"):
-            _check_count(f"Manual.{name}", getattr(self, name))
+            check_count(f"Manual.{name}", getattr(self, name))
         if self.microbatch_size is not None:
-            _check_count("Manual.microbatch_size", self.microbatch_size)
+            check_count("Manual.microbatch_size", self.microbatch_size)
         if not isinstance(self.sp, bool):
             raise OptionError(f"Manual.sp is True or False, not {self.sp!r}")
-        if not _is_int(self.zero) or self.zero not in range(4):
+        if not is_int(self.zero) or self.zero not in range(4):
             raise OptionError(
                 f"Manual.zero is a ZeRO stage, 0 to 3, not {self.zero!r}",
                 hint="0 is plain data parallelism",
@@ -76,7 +76,7 @@ class Manual:
                     f"Manual.{name}={getattr(self, name)} is not supported yet",
                     hint="use dp, tp, pp, sp and zero",
                 )
-        _check_word("Manual.recompute", self.recompute, ("none", *_MODES), ())
+        check_word("Manual.recompute", self.recompute, ("none", *_MODES), ())
 
     @property
     def n_ranks(self) -> int:
@@ -185,7 +185,7 @@ class Options:
             if name not in valid:
                 raise OptionError(
                     f"there is no option {name!r}; the options are {', '.join(valid)}",
-                    hint=_closest(name, valid),
+                    hint=closest(name, valid),
                 )
         options = Options(**{name: _CHECKS[name](value) for name, value in kwargs.items()})
         _check_precision(options)
@@ -277,62 +277,29 @@ def _check_recipe(options: Options, manual: Manual) -> None:
             )
 
 
-def _is_int(value: Any) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
-
-
-def _closest(word: str, words: Iterable[str]) -> str | None:
-    close = difflib.get_close_matches(word, list(words), n=1)
-    return f"did you mean {close[0]!r}?" if close else None
-
-
-def _check_count(name: str, value: Any) -> int:
-    if not _is_int(value) or value < 1:
-        raise OptionError(f"{name} is a whole number of at least 1, not {value!r}")
-    return int(value)
-
-
-def _check_word(name: str, value: Any, built: Sequence[str], later: Sequence[str]) -> str:
-    """`value` if it is in `built`; values in `later` are documented, but refused."""
-    if not isinstance(value, str) or value not in (*built, *later):
-        words = ", ".join(repr(w) for w in (*built, *later))
-        hint = _closest(value, (*built, *later)) if isinstance(value, str) else None
-        raise OptionError(f"{name} is one of {words}, not {value!r}", hint=hint)
-    if value in later:
-        raise NotSupportedError(
-            f"{name}={value!r} is not supported yet",
-            hint="use " + " or ".join(repr(w) for w in built),
-        )
-    return value
-
-
-def _words(name: str, built: str, later: str = "") -> Callable[[Any], str]:
-    return lambda value: _check_word(name, value, built.split(), later.split())
-
-
 def _microbatches(value: Any) -> int | str:
     if isinstance(value, str):
-        return _check_word("microbatches", value, ("auto",), ())
-    return _check_count("microbatches", value)
+        return check_word("microbatches", value, ("auto",), ())
+    return check_count("microbatches", value)
 
 
 def _mesh_shape(value: Any) -> str | Mapping[str, int]:
     if not isinstance(value, Mapping):
-        return _check_word("mesh_shape", value, ("auto", "as-given"), ())
+        return check_word("mesh_shape", value, ("auto", "as-given"), ())
     if not value or not value.keys() <= {"dp", "tp"}:
         raise OptionError(
             f"mesh_shape fixes the degrees dp and tp, or one of them, not {value!r}",
             hint='mesh_shape={"tp": 4}; stages=2 fixes the number of stages',
         )
-    return {name: _check_count(f"mesh_shape[{name!r}]", n) for name, n in value.items()}
+    return {name: check_count(f"mesh_shape[{name!r}]", n) for name, n in value.items()}
 
 
 def _stages(value: Any) -> int | str | tuple[StageOption, ...]:
     if isinstance(value, str):
-        return _check_word("stages", value, ("auto",), ())
+        return check_word("stages", value, ("auto",), ())
     if isinstance(value, Iterable):
         return _stage_list(tuple(value))
-    return _check_count("stages", value)
+    return check_count("stages", value)
 
 
 def _tuple(value: Any) -> tuple[Any, ...]:
@@ -354,8 +321,8 @@ def _stage_list(value: tuple[Any, ...]) -> tuple[StageOption, ...]:
         modules = (names,) if isinstance(names, str) else _tuple(names)
         if not modules or not all(isinstance(m, str) and m for m in modules):
             raise OptionError(f"a stage needs names of modules, not {names!r}", hint=hint)
-        sizes = (1, shape) if _is_int(shape) else _tuple(shape)
-        if len(sizes) != 2 or not all(_is_int(n) and n >= 1 for n in sizes):
+        sizes = (1, shape) if is_int(shape) else _tuple(shape)
+        if len(sizes) != 2 or not all(is_int(n) and n >= 1 for n in sizes):
             raise OptionError(f"{shape!r} is no submesh (nodes, devices per node)", hint=hint)
         twice = named & set(modules)
         if twice:
@@ -367,17 +334,8 @@ def _stage_list(value: tuple[Any, ...]) -> tuple[StageOption, ...]:
     return tuple(found)
 
 
-def _positive(name: str, value: Any, unit: str) -> float | None:
-    if value is None:
-        return None
-    number = _is_int(value) or isinstance(value, float)
-    if not number or not math.isfinite(value) or value <= 0:
-        raise OptionError(f"{name} is a positive number of {unit}, not {value!r}")
-    return value
-
-
 def _memory_limit(value: Any) -> int | None:
-    size_bytes = _positive("memory_limit", value, "bytes per device")
+    size_bytes = positive("memory_limit", value, "bytes per device")
     if size_bytes is not None and size_bytes < 1:
         raise OptionError(
             f"memory_limit={value!r} is less than one byte per device",
@@ -402,7 +360,7 @@ def _forbid(value: Any) -> frozenset[str]:
         raise OptionError(
             f"forbid is a word or several, not {value!r}", hint=f"one of {', '.join(FORBIDDABLE)}"
         )
-    return frozenset(_check_word("forbid", word, FORBIDDABLE, ()) for word in words)
+    return frozenset(check_word("forbid", word, FORBIDDABLE, ()) for word in words)
 
 
 def _batch_dims(value: Any) -> dict[str, int | None]:
@@ -419,7 +377,7 @@ def _batch_dims(value: Any) -> dict[str, int | None]:
                 f"batch_dims is keyed by input paths, not {path!r}",
                 hint='a positional input is "0", a nested one "mask.0"',
             )
-        if dim is not None and (not _is_int(dim) or dim < 0):
+        if dim is not None and (not is_int(dim) or dim < 0):
             raise OptionError(
                 f"batch_dims[{path!r}] is a dim, counted from 0, or None, not {dim!r}",
                 hint="None says that the input has no batch dim",
@@ -468,41 +426,35 @@ def _progress(value: Any) -> Any:
     return value
 
 
-def _share(name: str, value: Any, of: str = "the step") -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
-        raise OptionError(f"{name} is a share of {of}, from 0 to below 1, not {value!r}")
-    return float(value)
-
-
 def _memory_margin(value: Any) -> float | None:
-    return None if value is None else _share("memory_margin", value, "the device's memory")
+    return None if value is None else share("memory_margin", value, "the device's memory")
 
 
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     "microbatches": _microbatches,
-    "schedule": _words("schedule", "auto gpipe 1f1b", "interleaved zero-bubble"),
+    "schedule": one_of("schedule", "auto gpipe 1f1b", "interleaved zero-bubble"),
     "stages": _stages,
     "mesh_shape": _mesh_shape,
-    "optimizer": _words("optimizer", " ".join(OPTIMIZERS), "adafactor"),
-    "precision": _words("precision", "model bf16-mixed bf16-autocast fp16-mixed fp64"),
+    "optimizer": one_of("optimizer", " ".join(OPTIMIZERS), "adafactor"),
+    "precision": one_of("precision", "model bf16-mixed bf16-autocast fp16-mixed fp64"),
     "reduce_dtype": _reduce_dtype,
     "master_weights": _master_weights,
     "memory_limit": _memory_limit,
     "memory_margin": _memory_margin,
-    "recompute": _words("recompute", f"auto none {' '.join(_MODES)}"),
+    "recompute": one_of("recompute", f"auto none {' '.join(_MODES)}"),
     "manual": _manual,
     "force": parse_pins,
     "forbid": _forbid,
-    "fallback": _words("fallback", "error replicate"),
-    "solver": _words("solver", "auto ilp"),
-    "tolerance": lambda value: _share("tolerance", value),
-    "tie": lambda value: _share("tie", value),
-    "time_limit_s": lambda value: _positive("time_limit_s", value, "seconds"),
+    "fallback": one_of("fallback", "error replicate"),
+    "solver": one_of("solver", "auto ilp"),
+    "tolerance": lambda value: share("tolerance", value),
+    "tie": lambda value: share("tie", value),
+    "time_limit_s": lambda value: positive("time_limit_s", value, "seconds"),
     "batch_dims": _batch_dims,
     "optimizer_gather": _names,
     "loss_fn": _loss_fn,
     "progress": _progress,
-    "check_every": lambda value: None if value is None else _check_count("check_every", value),
+    "check_every": lambda value: None if value is None else check_count("check_every", value),
 }
 
 

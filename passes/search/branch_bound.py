@@ -39,7 +39,8 @@ class Node:
     refine      given seconds: nodes and plans that this node is divided into. What cannot be below
                 these seconds may come back as a node with that bound. None: nothing more is known
     scored      its placements, if they are solved
-    recipe      the plain recipe that makes its plans; such plans are in other nodes, too
+    recipe      the plain recipe that makes its plans
+    is_rival    its plans are some of another node, looked for in another way
     note        what is said of it instead of its bound
     estimate_s  of its fastest plan; it only decides what is refined first
     given_up_s  refining finds none below these seconds; that there is none is not proven
@@ -52,6 +53,7 @@ class Node:
     refine: Callable[[float], Sequence[Node | Solved]] | None
     scored: Scored | None = None
     recipe: str = ""
+    is_rival: bool = False
     note: str = ""
     estimate_s: float = 0.0
     given_up_s: float = 0.0
@@ -60,6 +62,11 @@ class Node:
     def turn(self) -> tuple[float, str, str]:
         """Nodes are refined in this order."""
         return max(self.least_s, self.estimate_s), self.name, self.level
+
+    @property
+    def is_part(self) -> bool:
+        """Are its plans in other nodes, too?"""
+        return self.is_rival or bool(self.recipe)
 
     @property
     def least_s(self) -> float:
@@ -111,17 +118,14 @@ class BranchAndBound:
 
     @property
     def bound_s(self) -> float | None:
-        """Lower bound on every plan's step; None if there are recipes alone.
-
-        A recipe's plans are in other nodes, too.
-        """
-        bounds = [node.bound_s for node in self.nodes if not node.recipe]
+        """Lower bound on every plan's step; None if there are recipes alone."""
+        bounds = [node.bound_s for node in self.nodes if not node.is_part]
         return min(*bounds, self.incumbent_s) if bounds else None
 
     @property
     def ruled_out(self) -> dict[str, int]:
-        """Level -> how many nodes got no further, most first; without recipes."""
-        levels = Counter(node.level for node in self.nodes if not node.recipe)
+        """Level -> how many nodes got no further, most first; none whose plans are in others."""
+        levels = Counter(node.level for node in self.nodes if not node.is_part)
         return dict(sorted(levels.items(), key=lambda item: (-item[1], item[0])))
 
     @property

@@ -11,10 +11,15 @@ what is recomputed are open, and found level by level:
     solved      the optimum within the budget, with a choice of recompute
     gap         a wide gap that repeated blocks leave is closed
     simulated   the solved placements, event by event
-    exposed     placements that are the best if compute hides nothing; the bound stays
 
-A simulated step may be above the bound that it was solved with: what may be hidden is not always.
-The last level finds placements that do not rely on it.
+A simulated step may be above the bound that it was solved with, because what may be hidden is not
+always; and a peak above the solver's bytes. So other placements are tried as well, its *rivals*,
+whose bound stays that of all placements (`Levels._rivals`):
+
+    lean        within less memory, until a peak fits
+    ungathered  the best of those that gather nothing at each use
+    gathered    the best of those that gather at each use all that is sharded
+    exposed     the best if compute hid nothing
 
 Where the free optimum fits, it is simulated at once. More microbatches allow no other placements
 and cost more time, so the free bound of m microbatches bounds every multiple of m.
@@ -145,7 +150,7 @@ class Levels:
         def simulate(_: float) -> Parts:
             solved = simulator.simulated_if_fits(scored)
             if solved is None:
-                return [*done, replace(leaf, refine=lean)]
+                return [*done, replace(leaf, refine=lean, is_rival=True)]
             return [*done, solved, *rivals(solved)]
 
         def lean(limit_s: float) -> Parts:
@@ -156,7 +161,7 @@ class Levels:
                 return [*self._impossible(error, scored.candidate), *rivals(None)]
             if isinstance(found, Solved):
                 return [found, *rivals(found)]
-            return [replace(leaf, refine=lean, given_up_s=found)]
+            return [replace(leaf, refine=lean, is_rival=True, given_up_s=found)]
 
         def rivals(found: Solved | None) -> Iterator[Node]:
             if solver is None or len(scored.choices) > 1:
@@ -204,7 +209,7 @@ class Levels:
             found = replace(found, choices=(replace(chosen, gap=gap),))
             return [self._placed(replace(rival, refine=None), found, None, leaner)]
 
-        rival = node.after(level, node.bound_s, refine)
+        rival = replace(node.after(level, node.bound_s, refine), is_rival=True)
         return rival
 
     def _bound_s(self, scored: Scored, node: Node) -> float:

@@ -72,7 +72,7 @@ class StepPricer:
 
 
 # Number of smaller budgets to choose from when the simulated peak exceeds the budget.
-N_BUDGETS = 32
+N_BUDGETS = 24
 # (pipeline, cost models of its stages) -> the prediction of a step: a `StepPricer`.
 Pricer = Callable[[Pipeline, Sequence[CostModel]], Predicted]
 

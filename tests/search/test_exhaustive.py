@@ -36,14 +36,13 @@ from tests.helpers.every_placement import REL, Plan, Space
 from tests.helpers.nightly import nightly
 
 N_CASES, N_NIGHTLY = 40, 300
-# Seeds whose plan is slower than the optimum by more than the tolerance, and by how much. The
-# solver minimises a bound; where its plan is slower than that, one that relies on nothing hidden is
-# tried. These are neither, or fit although the solver counts more bytes than there are.
+# Seeds whose plan is slower than the optimum by more than the tolerance, and by how much. In all but
+# one memory is limited. Peaks are above the solver's bytes by what is gathered at a time, and leaner
+# placements are looked for along those bytes alone.
 MISSED: dict[int, float] = {
-    8: 0.074, 29: 0.012, 75: 0.151, 83: 0.431, 115: 0.037, 127: 0.861, 133: 1.454, 139: 0.055,
-    143: 0.019, 148: 0.132, 153: 0.016, 163: 0.2, 169: 0.021, 185: 0.02, 199: 0.443, 205: 0.037,
-    213: 0.164, 219: 0.032, 225: 0.025, 227: 0.05, 229: 0.03, 233: 0.03, 263: 0.055, 267: 0.079,
-    287: 0.048, 293: 0.055, 297: 0.038,
+    29: 0.012, 83: 0.431, 115: 0.037, 127: 0.861, 139: 0.055, 143: 0.019, 153: 0.016, 169: 0.021,
+    185: 0.02, 199: 0.017, 219: 0.037, 225: 0.025, 227: 0.05, 233: 0.03, 263: 0.055, 267: 0.079,
+    287: 0.048,
 }  # fmt: skip
 FORBID = ("data", "tensor", "sequence", "zero1", "zero2", "zero3")
 
@@ -166,9 +165,9 @@ def planned(seed: int) -> PlanningResult:
 
 
 def is_near(found: PlanningResult, answer: Answer) -> bool:
-    """Is the chosen plan within the tolerance of the optimum?"""
-    most_s = answer.best.step_time_s * (1 + answer.case.options.tolerance)
-    return found.solved.step_time_s <= most_s
+    """Is the optimum faster than the chosen plan by no more than the tolerance?"""
+    least_s = found.solved.step_time_s * (1 - answer.case.options.tolerance)
+    return answer.best.step_time_s >= least_s
 
 
 def marked(known: Mapping[int, float]) -> list[ParameterSet]:

@@ -1,0 +1,62 @@
+"""Checks of option values that know nothing of any option.
+
+They raise `OptionError` for a value that is not allowed, and `NotSupportedError` for a documented
+one that is not built.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+from autopar.errors import NotSupportedError, OptionError
+
+
+def is_int(value: Any) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def closest(word: str, words: Iterable[str]) -> str | None:
+    close = difflib.get_close_matches(word, list(words), n=1)
+    return f"did you mean {close[0]!r}?" if close else None
+
+
+def check_count(name: str, value: Any) -> int:
+    if not is_int(value) or value < 1:
+        raise OptionError(f"{name} is a whole number of at least 1, not {value!r}")
+    return int(value)
+
+
+def check_word(name: str, value: Any, built: Sequence[str], later: Sequence[str]) -> str:
+    """`value` if it is in `built`; values in `later` are documented, but refused."""
+    if not isinstance(value, str) or value not in (*built, *later):
+        words = ", ".join(repr(w) for w in (*built, *later))
+        hint = closest(value, (*built, *later)) if isinstance(value, str) else None
+        raise OptionError(f"{name} is one of {words}, not {value!r}", hint=hint)
+    if value in later:
+        raise NotSupportedError(
+            f"{name}={value!r} is not supported yet",
+            hint="use " + " or ".join(repr(w) for w in built),
+        )
+    return value
+
+
+def one_of(name: str, built: str, later: str = "") -> Callable[[Any], str]:
+    return lambda value: check_word(name, value, built.split(), later.split())
+
+
+def positive(name: str, value: Any, unit: str) -> float | None:
+    if value is None:
+        return None
+    number = is_int(value) or isinstance(value, float)
+    if not number or not math.isfinite(value) or value <= 0:
+        raise OptionError(f"{name} is a positive number of {unit}, not {value!r}")
+    return value
+
+
+def share(name: str, value: Any, of: str = "the step") -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
+        raise OptionError(f"{name} is a share of {of}, from 0 to below 1, not {value!r}")
+    return float(value)
