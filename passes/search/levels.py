@@ -167,24 +167,25 @@ class Levels:
             if solver is None or len(scored.choices) > 1:
                 return
             if found is None or found.step_time_s > node.bound_s * (1 + RIVAL_REL):
-                yield from self._rivals(node, scored, solver)
+                fits = within(self._whole.budget_bytes, simulator.as_scored(scored).peak_bytes)
+                yield from self._rivals(node, scored, solver, fits)
 
         simulator = self.simulator.on(leaner or self._whole)
         leaf = replace(node, refine=simulate, scored=scored)
         done = () if solver is None else (node.after("simulated", node.bound_s, None),)
         return leaf
 
-    def _rivals(self, node: Node, scored: Scored, solver: Evaluator) -> Iterator[Node]:
-        """Placements of one stage that rely on less than these do.
+    def _rivals(self, node: Node, scored: Scored, solver: Evaluator, fits: bool) -> Iterator[Node]:
+        """Placements of one stage that rely on less than these do, or than leaner ones.
 
         Their bounds are those of all placements, because these may be faster than they.
         """
         candidate = scored.candidate
         gathered = {of.period == "use" for of in scored.choices[0].strategy.storage.values()}
-        if True in gathered:
+        if True in gathered or not fits:
             kept = candidate.forbidding("zero3")
             yield self._rival(node, "ungathered", kept, solver, self._whole)
-        if len(gathered) == 2:
+        if len(gathered) == 2 or not fits:
             alike = candidate.forbidding("zero1", "zero2")
             yield self._rival(node, "gathered", alike, solver, self._whole)
         exposed = solver.hiding_nothing, self._whole.hiding_nothing
