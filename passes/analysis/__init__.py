@@ -23,7 +23,7 @@ from autopar.passes.analysis.cutting import Side, boundary_specs, cut, cuts, is_
 from autopar.passes.analysis.equal_parts import Numbered, lowered_as, renamed
 from autopar.passes.analysis.fallback import accept_missing, keep_whole_as_planned
 from autopar.passes.analysis.folding import KEPT, Folded, Run, find_runs, fold
-from autopar.passes.analysis.gathering import Gathering
+from autopar.passes.analysis.gathering import Gathering, Gathers
 from autopar.passes.analysis.groups import JointStrategy, OperatorGroup, PlacedOperator
 from autopar.passes.analysis.microbatch import batch_of
 from autopar.passes.analysis.padding import Paddings, find_paddings, pad, padded_for
@@ -37,6 +37,7 @@ __all__ = [
     "Analysis",
     "Folded",
     "Gathering",
+    "Gathers",
     "JointStrategy",
     "Numbered",
     "OperatorGroup",

@@ -24,7 +24,7 @@ from autopar.measured import (
     storage_owners,
     temporaries,
 )
-from autopar.passes.analysis.gathering import Gathering, gathering_of
+from autopar.passes.analysis.gathering import Gathering, Gathers, gathering_of
 from autopar.passes.analysis.groups import (
     OperatorGroup,
     PlacedOperator,
@@ -79,7 +79,7 @@ class Analysis:
     # In a folded program: the parameters of all blocks, because they fill buckets together.
     parameter_names: frozenset[str] | None = field(default=None, repr=False, compare=False)
     # One of several stages, or a program of which they are made.
-    in_stages: bool = False
+    gathers: Gathers = "whole"
 
     @staticmethod
     def of(program: Program, batch_dims: Mapping[str, int | None] | None = None) -> Analysis:
@@ -102,14 +102,13 @@ class Analysis:
             program=program,
             operators=tuple(o for o in self.operators if o.name in names),
             whole=self,
-            in_stages=True,
+            gathers="stages",
         )
 
-    @cached_property
-    def as_stages(self) -> Analysis:
+    def gathering_as(self, gathers: Gathers) -> Analysis:
         """The same program, of which stages are to be made. It is folded later."""
         assert self.parameter_names is None, "folded already"
-        return replace(self, whole=self, in_stages=True)
+        return replace(self, whole=self, gathers=gathers)
 
     @cached_property
     def storage_owners(self) -> Mapping[str, str]:
@@ -155,7 +154,7 @@ class Analysis:
             for o in self.operators
             if (found := self.saved.get(o.name)) is not None
         }
-        return gathering_of(self.program, self.operators, self.types.tensors, saved, self.in_stages)
+        return gathering_of(self.program, self.operators, self.types.tensors, saved, self.gathers)
 
     def kept_bytes(self, n_microbatches: int, again: frozenset[int] = frozenset()) -> float:
         """Bytes saved for backward by one microbatch, unsharded, without the operators `again`."""

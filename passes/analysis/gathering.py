@@ -2,15 +2,15 @@
 
 They are those of ZeRO, and the return of gradients. How they run, `cost/price/overlap.py` and
 `autopar/program/rerun_lines.py` say. All that is said here holds whatever is placed, except where a
-parameter of the first or the last block is not gathered: then its neighbours take its place. Of
-stages, averages over all parameters are known instead: which blocks are in one is open.
+parameter of the first or the last block is not gathered: then its neighbours take its place. Which
+blocks are in a stage is open, so averages over all parameters are known instead, or the least.
 """
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 from autopar.placement import TensorType
 from autopar.program import (
@@ -21,6 +21,9 @@ from autopar.program import (
     numbered_module,
     sync_bucket_bytes,
 )
+
+# What is known: of a whole program all; of stages averages, or what holds for any stage at least.
+Gathers = Literal["whole", "stages", "least"]
 
 
 class Gathering(NamedTuple):
@@ -36,7 +39,7 @@ class Gathering(NamedTuple):
                   program the least
     may_be_last   what all gradients together wait for in that bucket, where each of them takes as
                   long per byte as this one: as a multiple of what of this one does not wait. 0 if
-                  the last share is no average, or in stages
+                  the last share is no average, or of stages
     again         the operators before whose backward it is gathered again
     """
 
@@ -54,12 +57,12 @@ def gathering_of(
     operators: Sequence[Operator],
     tensors: Mapping[str, TensorType],
     saved_inputs: Mapping[str, Sequence[str]],
-    in_stages: bool,
+    gathers: Gathers,
 ) -> dict[str, Gathering]:
     """Of every parameter of a program, with all of its blocks.
 
     `saved_inputs` are what each operator saves for backward of the tensors that it reads. All
-    parameters `in_stages` have the same shares.
+    parameters of stages have the same shares.
     """
     blocks = {n: numbered_module(p.name) or p.name for n, p in program.parameters.items()}
     in_blocks = Counter[str]()
@@ -68,6 +71,10 @@ def gathering_of(
     total_bytes = in_blocks.total()
     readers = [o for o in operators if not blocks.keys().isdisjoint(o.inputs)]
     first = next((blocks[n] for o in readers for n in o.inputs if n in blocks), None)
+    if gathers == "least":
+        none = 0.0, 0.0, 0.0, 0.0, 0.0, frozenset[str]()
+        return {name: Gathering(max(total_bytes, 1), *none) for name in blocks}
+    in_stages = gathers == "stages"
     average = in_blocks[first] / total_bytes if in_stages and first else 0.0
     returned = {n: _bytes(tensors[n]) for n in blocks if tensors[n].has_grad}
     last_share = _last_share([*returned.values()], in_stages)

@@ -14,7 +14,7 @@ step is below it.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -46,9 +46,7 @@ class StageBounds:
         whole_s, launches_s = least_times_s(analysis, cost)
         parts = np.stack((whole_s - launches_s, launches_s))
         of_layers = np.add.reduceat(parts, [0, *layers.ends[:-1]], axis=1)
-        n = layers.n_layers
-        sums = np.stack([np.cumsum(np.triu(np.tile(p, (n, 1))), axis=1) for p in of_layers])
-        return StageBounds(sums[0], sums[1])
+        return StageBounds(*map(_of_ranges, of_layers))
 
     def times_s(self, n_ranks: int, n_microbatches: int) -> Array:
         """Least seconds of one microbatch on `n_ranks` devices, [first layer, last layer]."""
@@ -62,16 +60,34 @@ class StageBounds:
         return float((before_s + n_microbatches * times_s).max())
 
     def step_s(
-        self, mesh: Mesh, sizes: Sequence[int], n_microbatches: int, n_stages: int | None
+        self,
+        mesh: Mesh,
+        sizes: Sequence[int],
+        n_microbatches: int,
+        n_stages: int | None,
+        layers_s: Callable[[int, int], Array] | None = None,
     ) -> float:
         """Lower bound on a step of all pipelines whose stages have `sizes` devices.
 
-        None for `n_stages` allows any number of stages. Infinite if there is no such pipeline.
+        None for `n_stages` allows any number of stages. `layers_s` has what layers take at least in
+        a step (`LayerBounds.steps_s`); without it, that is m microbatches in equal shares. Infinite
+        if there is no such pipeline.
         """
-        time_s = np.stack([self.times_s(n, n_microbatches) for n in sizes], axis=-1)
+        m = n_microbatches
+        time_s = np.stack([self.times_s(n, m) for n in sizes], axis=-1)
         nothing = np.zeros_like(time_s)
+        own_s = m * time_s
+        if layers_s is not None:
+            own_s = np.stack([_of_ranges(layers_s(n, m)) for n in sizes], axis=-1)
         problem = StageProblem(
             time_s, nothing, nothing, nothing, tuple(sizes), mesh.n_ranks, n_microbatches,
             n_stages=n_stages, node_devices=mesh.devices_per_node,
         )  # fmt: skip
-        return least_span_s(problem)
+        return least_span_s(problem, own_s)
+
+
+def _of_ranges(of_layers: Array) -> Array:
+    """[first layer, last layer]: sums over ranges of what is known of every layer."""
+    n = len(of_layers)
+    sums: Array = np.cumsum(np.triu(np.tile(of_layers, (n, 1))), axis=1)
+    return sums

@@ -47,6 +47,7 @@ from autopar.passes.analysis import (
 from autopar.passes.inter.bounds import StageBounds
 from autopar.passes.inter.candidate import Candidate, StageLayout
 from autopar.passes.inter.estimates import Estimates
+from autopar.passes.inter.layer_bounds import LayerBounds
 from autopar.passes.inter.layers import MOST_LAYERS, Layers, find_layers
 from autopar.passes.inter.score import StageSeconds
 from autopar.passes.inter.stage_search import SearchedPlan, StageSearch
@@ -59,7 +60,7 @@ from autopar.passes.inter.submeshes import (
     views_text,
 )
 from autopar.passes.inter.tables import StageTable, TableMaker, TableRequest, undominated
-from autopar.passes.intra import Constraints, Prices
+from autopar.passes.intra import Constraints, Prices, ProblemFamilies, least_times_s
 from autopar.passes.solvers.stages import StageProblem
 
 Progress = Callable[[str], None]
@@ -141,8 +142,8 @@ class JointSearch:
         layers = find_layers(analysis, runs, n_least)
         sizes = [*submesh_sizes(mesh), mesh.n_ranks]  # one stage has all ranks; it shares prices
         maker = TableMaker(
-            fold(analysis.as_stages, runs), layers, compute_dtype(analysis), options.optimizer,
-            all_views(mesh, hardware, options, sizes),
+            fold(analysis.gathering_as("stages"), runs), layers, compute_dtype(analysis),
+            options.optimizer, all_views(mesh, hardware, options, sizes),
             tuple(microbatch_counts(analysis, options, mesh.n_ranks)), recomputable=recomputable,
             prices=prices or Prices(),
         )  # fmt: skip
@@ -177,6 +178,19 @@ class JointSearch:
     def bounds(self) -> StageBounds:
         cost = CostModel(self.maker.views[0], self.maker.dtype)
         return StageBounds.of(self.analysis, cost, self.layers)
+
+    @cached_property
+    def layer_bounds(self) -> LayerBounds:
+        maker, cost = self.maker, CostModel(self.maker.views[0], self.maker.dtype)
+        folded = fold(self.analysis.gathering_as("least"), maker.folded.runs)
+        family = tuple(CostModel(view, maker.dtype) for view in self.views)
+        problems = ProblemFamilies(
+            folded.analysis, maker.optimizer, (family,), maker.counts, prices=maker.prices
+        )
+        shared_s = least_times_s(self.analysis, cost)
+        return LayerBounds(
+            folded, self.layers, maker.dtype, problems, self.constraints, self.views, shared_s
+        )
 
     def tables(self, m: int) -> list[StageTable]:
         """Every useful configuration of a stage, with `m` microbatches."""
@@ -242,6 +256,20 @@ class JointSearch:
             least_s = min(least_s, self.bounds.step_s(self.mesh, sizes, m, n_stages))
             if least_s <= limit_s:
                 break
+        return least_s
+
+    def layered_step_s(self, n_stages: int | None, limit_s: float) -> float:
+        """`least_step_s` with what layers take at least (`layer_bounds.py`).
+
+        Plans that take `limit_s` by equal shares are bounded by these.
+        """
+        sizes, least_s = submesh_sizes(self.mesh), math.inf
+        for m in self.counts():
+            step_s = self.bounds.step_s(self.mesh, sizes, m, n_stages)
+            if step_s < min(limit_s, least_s):
+                layers_s = self.layer_bounds.steps_s
+                step_s = self.bounds.step_s(self.mesh, sizes, m, n_stages, layers_s)
+            least_s = min(least_s, step_s)
         return least_s
 
     def _unlimited(self, m: int, n_stages: int | None) -> SearchedPlan | None:

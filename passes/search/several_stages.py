@@ -46,7 +46,7 @@ class SeveralStages:
         """The recipes, and all plans."""
         least_s = self.joint.least_step_s(self.n_stages)
         every = Node("several stages", least_s, Simplicity(1, 2, stages=2), "shared", None)
-        nodes = [replace(every, refine=lambda _: self._estimated(every))]
+        nodes = [replace(every, refine=partial(self._layered, every))]
         if self.n_stages is None:
             megatron = Node(
                 "Megatron of several stages", least_s, Simplicity(0, 1, stages=2), "shared", None,
@@ -66,6 +66,11 @@ class SeveralStages:
             for candidate in recipe_candidates(self.joint, None, _N_RECIPES, limit_s)
             if evaluator.stage_without_parameters(candidate.ends) is None
         ]
+
+    def _layered(self, node: Node, limit_s: float) -> Parts:
+        bound_s = self.joint.layered_step_s(self.n_stages, limit_s)
+        known = node.after("layers", bound_s, None)
+        return [replace(known, refine=lambda _: self._estimated(known))]
 
     def _estimated(self, node: Node) -> Parts:
         """The estimate without a memory limit says when the search is worth its time."""

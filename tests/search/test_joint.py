@@ -64,7 +64,10 @@ def stage_costs(
     runs = find_runs(analysis)
     layers = find_layers(analysis, runs)
     maker = TableMaker(
-        fold(analysis.as_stages, runs if folded else ()), layers, torch.float64, "adamw"
+        fold(analysis.gathering_as("stages"), runs if folded else ()),
+        layers,
+        torch.float64,
+        "adamw",
     )
     wanted = TableRequest(view, constraints or Constraints())
     ((costs,),) = maker.tables_for([wanted], m)
@@ -77,7 +80,7 @@ def stage_costs(
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(("dp", "tp", "m"), [(2, 2, 4), (1, 4, 2), (1, 1, 1)])
 def test_totals_are_the_solved_objective(model: str, dp: int, tp: int, m: int) -> None:
-    analysis = model_case(model).analysis.as_stages
+    analysis = model_case(model).analysis.gathering_as("stages")
     costs, _, cost = stage_costs(analysis, {"dp": dp, "tp": tp}, m)
     problem = intra_op_problem(analysis, cost, m, Constraints(), "adamw")
     solved = solve(problem.numbers)

@@ -144,7 +144,7 @@ def cost_to_go(levels: Levels, cost: FloatArray) -> FloatArray:
 
     `cost` is [stages].
     """
-    return _table(levels, cost[:, None], 0.0, 1.0)
+    return _table(levels, cost[:, None], cost[:, None])
 
 
 def least_memory_bytes(problem: StageProblem) -> float:
@@ -152,30 +152,32 @@ def least_memory_bytes(problem: StageProblem) -> float:
     levels = Levels.unlimited(problem)
     after = np.arange(levels.n_levels)
     size = problem.stage_bytes(after, tuple(at[:, None] for at in levels.stages))
-    return least_total(levels, _table(levels, size, 1.0, 0.0))
+    return least_total(levels, _table(levels, size, np.zeros_like(size)))
 
 
-def least_span_s(problem: StageProblem) -> float:
+def least_span_s(problem: StageProblem, own_s: FloatArray | None = None) -> float:
     """Lower bound on the time of a step, whatever the schedule.
 
     The first microbatch passes every stage before s, then s works on B microbatches, then the
     gradient of the last one passes back. The bound is the least, over all plans, of
 
-        max_s  (sum of time_r over r < s)  +  B time_s
+        max_s  (sum of time_r over r < s)  +  own_s
 
+    `own_s` is what a stage takes at least in a step, [first, last, config]; B time_s if not given.
     It is at most the closed form of `problem.py`. Schedules undercut that form: stages after a slow
     one work on the last microbatch while the slow one is still busy with the one before. Infinite:
     there is no plan.
     """
     levels = Levels.of(problem)
     time_s = problem.time_s[levels.stages][:, None]
-    return least_total(levels, _table(levels, time_s, float(problem.n_microbatches), 1.0))
+    own = problem.n_microbatches * time_s if own_s is None else own_s[levels.stages][:, None]
+    return least_total(levels, _table(levels, own, time_s))
 
 
-def _table(levels: Levels, cost: FloatArray, alone: float, added: float) -> FloatArray:
+def _table(levels: Levels, own: FloatArray, added: FloatArray) -> FloatArray:
     return _recurrence(
-        cost, levels.last, levels.kinds[levels.config], levels.n_fitting, levels.starts,
-        levels.sizes, levels.begins, levels.n_levels, levels.exact, alone, added,
+        own, added, levels.last, levels.kinds[levels.config], levels.n_fitting, levels.starts,
+        levels.sizes, levels.begins, levels.n_levels, levels.exact,
     )  # fmt: skip
 
 
@@ -205,15 +207,15 @@ def _n_fitting(
 
 @compiled
 def _recurrence(
-    cost: FloatArray, lasts: IntArray, kinds: IntArray, n_fitting: IntArray, starts: IntArray,
-    sizes: IntArray, begins: BoolArray, n_levels: int, exact: bool, alone: float, added: float,
+    own: FloatArray, added: FloatArray, lasts: IntArray, kinds: IntArray, n_fitting: IntArray,
+    starts: IntArray, sizes: IntArray, begins: BoolArray, n_levels: int, exact: bool,
 ) -> FloatArray:  # fmt: skip
     """[first layer, devices, level]: the least total of stages, where one stage and what follows it
-    total max(alone * cost, added * cost + rest). (alone, added) = (0, 1) is the sum, (1, 0) the
-    maximum.
+    total max(own, added + rest). With `added` = `own` that is the sum, with 0 the maximum.
 
-    `cost` is [stages, levels], or [stages, 1] for all levels; `lasts`, `kinds` and `n_fitting` are
-    [stages]; the others are those of `Levels`.
+    `own` and `added` are [stages, levels], or [stages, 1] for all levels; `lasts`, `kinds` and
+    `n_fitting` are [stages]; the others are those of `Levels`. Of configurations with equally many
+    devices each takes the least.
     """
     n_layers, n_kinds, n_devices = len(starts) - 1, len(sizes), begins.shape[1] - 1
     out = np.full((n_layers + 1, n_devices + 1, n_levels + 1), np.inf)
@@ -233,19 +235,21 @@ def _recurrence(
         while start < starts[first + 1]:
             last = lasts[start]
             top = min(n_levels, n_layers - last)  # a stage has at least one layer
-            least = np.full((n_kinds, top), np.inf)
+            least = np.full((2, n_kinds, top), np.inf)
             while start < starts[first + 1] and lasts[start] == last:
-                here = least[kinds[start]]
+                kind = kinds[start]
                 for j in range(min(top, n_fitting[start])):
-                    here[j] = min(here[j], cost[start, min(j, cost.shape[1] - 1)])
+                    at = min(j, own.shape[1] - 1)
+                    least[0, kind, j] = min(least[0, kind, j], own[start, at])
+                    least[1, kind, j] = min(least[1, kind, j], added[start, at])
                 start += 1
             for kind in range(n_kinds):
-                if least[kind, 0] < np.inf:
+                if least[0, kind, 0] < np.inf:
                     for devices in may_begin[kind, : n_begins[kind]]:
                         left = devices - sizes[kind]
                         for j in range(top):
-                            paid, rest = least[kind, j], follow[last + 1, left, j]
-                            both = max(alone * paid, added * paid + rest)
+                            rest = follow[last + 1, left, j]
+                            both = max(least[0, kind, j], least[1, kind, j] + rest)
                             out[first, devices, j + 1] = min(out[first, devices, j + 1], both)
         for devices in range(n_devices + 1):
             for j in range(n_levels):
