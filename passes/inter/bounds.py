@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from autopar.cost.laws import CostModel
 from autopar.mesh import Mesh
 from autopar.passes.analysis import Analysis
-from autopar.passes.inter.layers import Layers
+from autopar.passes.inter.layers import Layers, sums_of_ranges
 from autopar.passes.intra import least_times_s
 from autopar.passes.solvers.stages import StageProblem, least_span_s
 
@@ -46,7 +46,7 @@ class StageBounds:
         whole_s, launches_s = least_times_s(analysis, cost)
         parts = np.stack((whole_s - launches_s, launches_s))
         of_layers = np.add.reduceat(parts, [0, *layers.ends[:-1]], axis=1)
-        return StageBounds(*map(_of_ranges, of_layers))
+        return StageBounds(*map(sums_of_ranges, of_layers))
 
     def times_s(self, n_ranks: int, n_microbatches: int) -> Array:
         """Least seconds of one microbatch on `n_ranks` devices, [first layer, last layer]."""
@@ -65,29 +65,22 @@ class StageBounds:
         sizes: Sequence[int],
         n_microbatches: int,
         n_stages: int | None,
-        layers_s: Callable[[int, int], Array] | None = None,
+        own_s: Callable[[int, Array], Array] | None = None,
     ) -> float:
         """Lower bound on a step of all pipelines whose stages have `sizes` devices.
 
-        None for `n_stages` allows any number of stages. `layers_s` has what layers take at least in
-        a step (`LayerBounds.steps_s`); without it, that is m microbatches in equal shares. Infinite
-        if there is no such pipeline.
+        None for `n_stages` allows any number of stages. `own_s` has what a stage on so many devices
+        takes at least in a step, by the number of stages after it: [first layer, last layer,
+        numbers]; without it, its microbatches in equal shares. Infinite if there is no such
+        pipeline.
         """
-        m = n_microbatches
-        time_s = np.stack([self.times_s(n, m) for n in sizes], axis=-1)
+        time_s = np.stack([self.times_s(n, n_microbatches) for n in sizes], axis=-1)
         nothing = np.zeros_like(time_s)
-        own_s = m * time_s
-        if layers_s is not None:
-            own_s = np.stack([_of_ranges(layers_s(n, m)) for n in sizes], axis=-1)
         problem = StageProblem(
             time_s, nothing, nothing, nothing, tuple(sizes), mesh.n_ranks, n_microbatches,
             n_stages=n_stages, node_devices=mesh.devices_per_node,
         )  # fmt: skip
-        return least_span_s(problem, own_s)
-
-
-def _of_ranges(of_layers: Array) -> Array:
-    """[first layer, last layer]: sums over ranges of what is known of every layer."""
-    n = len(of_layers)
-    sums: Array = np.cumsum(np.triu(np.tile(of_layers, (n, 1))), axis=1)
-    return sums
+        if own_s is None:
+            return least_span_s(problem)
+        n_after = np.arange(problem.n_levels, dtype=float)
+        return least_span_s(problem, np.stack([own_s(n, n_after) for n in sizes], axis=2))

@@ -24,7 +24,7 @@ import itertools
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 
 import numpy as np
 from numpy.typing import NDArray
@@ -48,7 +48,8 @@ from autopar.passes.inter.bounds import StageBounds
 from autopar.passes.inter.candidate import Candidate, StageLayout
 from autopar.passes.inter.estimates import Estimates
 from autopar.passes.inter.layer_bounds import LayerBounds
-from autopar.passes.inter.layers import MOST_LAYERS, Layers, find_layers
+from autopar.passes.inter.layers import MOST_LAYERS, Layers, find_layers, sums_of_ranges
+from autopar.passes.inter.rerun_bounds import RerunBounds
 from autopar.passes.inter.score import StageSeconds
 from autopar.passes.inter.stage_search import SearchedPlan, StageSearch
 from autopar.passes.inter.submeshes import (
@@ -60,7 +61,7 @@ from autopar.passes.inter.submeshes import (
     views_text,
 )
 from autopar.passes.inter.tables import StageTable, TableMaker, TableRequest, undominated
-from autopar.passes.intra import Constraints, Prices, ProblemFamilies, least_times_s
+from autopar.passes.intra import Constraints, LeastRerun, Prices, ProblemFamilies, least_times_s
 from autopar.passes.solvers.stages import StageProblem
 
 Progress = Callable[[str], None]
@@ -192,6 +193,14 @@ class JointSearch:
             folded, self.layers, maker.dtype, problems, self.constraints, self.views, shared_s
         )
 
+    @cached_property
+    def rerun_bounds(self) -> RerunBounds:
+        cost = CostModel(self.maker.views[0], self.maker.dtype)
+        found = Recomputable.of(self.analysis, self.options)
+        rerun = None if found is None else LeastRerun(self.analysis, found, cost)
+        on = self.analysis, self.layers, self.maker.optimizer
+        return RerunBounds(*on, self.budget_bytes, rerun)
+
     def tables(self, m: int) -> list[StageTable]:
         """Every useful configuration of a stage, with `m` microbatches."""
         if m not in self._tables:
@@ -259,7 +268,7 @@ class JointSearch:
         return least_s
 
     def layered_step_s(self, n_stages: int | None, limit_s: float) -> float:
-        """`least_step_s` with what layers take at least (`layer_bounds.py`).
+        """`least_step_s` with what layers take at least, and what runs again at least to fit.
 
         Plans that take `limit_s` by equal shares are bounded by these.
         """
@@ -267,10 +276,16 @@ class JointSearch:
         for m in self.counts():
             step_s = self.bounds.step_s(self.mesh, sizes, m, n_stages)
             if step_s < min(limit_s, least_s):
-                layers_s = self.layer_bounds.steps_s
-                step_s = self.bounds.step_s(self.mesh, sizes, m, n_stages, layers_s)
+                own_s = partial(self._own_s, m)
+                step_s = self.bounds.step_s(self.mesh, sizes, m, n_stages, own_s)
             least_s = min(least_s, step_s)
         return least_s
+
+    def _own_s(self, m: int, n_ranks: int, n_after: NDArray[np.float64]) -> NDArray[np.float64]:
+        """[first layer, last layer, `n_after`]: what stages take at least in a step."""
+        depths = np.full_like(n_after, m) if self._is_gpipe else np.minimum(n_after + 1, m)
+        layers_s = sums_of_ranges(self.layer_bounds.steps_s(n_ranks, m))[:, :, None]
+        return layers_s + self.rerun_bounds.seconds(n_ranks, m, depths)
 
     def _unlimited(self, m: int, n_stages: int | None) -> SearchedPlan | None:
         if m not in self.unlimited:

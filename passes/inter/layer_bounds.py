@@ -74,14 +74,14 @@ class LayerBounds:
         cost, n_ranks = CostModel(view, self.dtype), view.n_ranks
         whole_s, launches_s = self.shared_s
         shares_s = (whole_s - launches_s) / n_ranks + m * launches_s
-        equal_s = np.array([shares_s[first:end].sum() for first, end in self._ranges])
+        equal_s = np.array([shares_s[first:end].sum() for first, end in self.layers.ranges])
         try:
             problem = self.problems.of(cost, m, self.constraints(view)).of(cost, m)
         except (InfeasibleError, BatchError):
             return equal_s  # a stage may have less than what makes the whole impossible
         optima = {kept: self._optimum(problem, kept) for kept in self._distinct}
         out = []
-        for (first, end), parts in zip(self._ranges, self._parts, strict=True):
+        for (first, end), parts in zip(self.layers.ranges, self._parts, strict=True):
             inside = {f for kept, _ in parts for f in optima[kept][1]}
             rest_s = sum(
                 shares_s[i] for i in range(first, end) if self.folded.stands_for[i] not in inside
@@ -111,14 +111,9 @@ class LayerBounds:
         return found_s, frozenset(names[name] for name in members)
 
     @cached_property
-    def _ranges(self) -> list[tuple[int, int]]:
-        """The operators of each layer."""
-        return list(zip((0, *self.layers.ends[:-1]), self.layers.ends, strict=True))
-
-    @cached_property
     def _parts(self) -> list[list[Part]]:
         out = []
-        for first, end in self._ranges:
+        for first, end in self.layers.ranges:
             times = Counter(self.folded.stands_for[first:end])
             by_count: dict[int, set[int]] = {}
             for f, n in times.items():

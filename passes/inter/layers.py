@@ -21,6 +21,9 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autopar.passes.analysis import Analysis, Run
 from autopar.passes.inter.candidate import crossing_bytes
 from autopar.passes.solvers.problem import Infeasible
@@ -28,6 +31,7 @@ from autopar.passes.solvers.stages import cluster_operators, least_flops
 from autopar.program import Program
 from autopar.rules import rule_for
 
+Array = NDArray[np.float64]
 N_WANTED = 32
 # The stage search takes 0.1 s for 48 layers, and 2 s for 96. With this limit, half blocks can be
 # layers in models of up to 24 blocks, and blocks are joined in models of more than 48.
@@ -53,6 +57,11 @@ class Layers:
     @property
     def n_layers(self) -> int:
         return len(self.ends)
+
+    @property
+    def ranges(self) -> list[tuple[int, int]]:
+        """The operators of each layer: the first, and the one after the last."""
+        return list(zip((0, *self.ends[:-1]), self.ends, strict=True))
 
     def ends_of(self, last_layers: Sequence[int]) -> tuple[int, ...]:
         """After how many operators the stages end, given the last layer of each."""
@@ -201,3 +210,10 @@ def _crossing(analysis: Analysis, ends: Sequence[int]) -> list[tuple[str, ...]]:
             for at in range(bisect_right(ends, i), bisect_right(ends, last_read.get(name, i))):
                 found[at].append(name)
     return [tuple(values) for values in found]
+
+
+def sums_of_ranges(of_layers: Array) -> Array:
+    """[first layer, last layer]: sums of what is known of every layer; 0 if first > last."""
+    n = len(of_layers)
+    sums: Array = np.cumsum(np.triu(np.tile(of_layers, (n, 1))), axis=1)
+    return sums

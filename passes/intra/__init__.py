@@ -31,6 +31,7 @@ from autopar.passes.intra.least import (
     least_times_s,
     shared_s,
     static_bytes,
+    static_bytes_of,
 )
 from autopar.passes.intra.member_prices import lowered_over, operator_times_s
 from autopar.passes.intra.priced import Prices
@@ -59,5 +60,6 @@ __all__ = [
     "recipe_cost",
     "shared_s",
     "static_bytes",
+    "static_bytes_of",
     "too_little_memory",
 ]

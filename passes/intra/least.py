@@ -21,6 +21,7 @@ from autopar.passes.analysis import Analysis, Recomputable, stored_dtype
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.member_prices import operator_times_s
 from autopar.passes.intra.rerun import RerunRanges
+from autopar.placement import TensorType
 from autopar.rules import rule_for
 
 Array = NDArray[np.float64]
@@ -29,13 +30,14 @@ Array = NDArray[np.float64]
 def static_bytes(analysis: Analysis, dtype: torch.dtype, optimizer: str) -> float:
     """Bytes of all parameters, with gradients and optimizer state for those that are trained."""
     types = analysis.types.tensors
-    static = static_bytes_per_param(optimizer, dtype).total_bytes
-    return sum(
-        types[n].size_bytes
-        / types[n].itemsize
-        * (static if types[n].has_grad else types[n].stored_itemsize or types[n].itemsize)
-        for n in analysis.program.parameters
-    )
+    each = static_bytes_per_param(optimizer, dtype).total_bytes
+    return sum(static_bytes_of(types[n], each) for n in analysis.program.parameters)
+
+
+def static_bytes_of(tensor: TensorType, bytes_per_element: float) -> float:
+    """Bytes of one parameter; of a trained one, so many per element."""
+    each = bytes_per_element if tensor.has_grad else tensor.stored_itemsize or tensor.itemsize
+    return tensor.size_bytes / tensor.itemsize * each
 
 
 def least_bytes(
@@ -133,6 +135,19 @@ class LeastRerun:
             missing_bytes -= freed_bytes
         return total_s
 
+    def shares(self, n_microbatches: int) -> Iterator[tuple[int, float, float]]:
+        """(first operator, bytes of one microbatch, device-seconds of a step without launches) of
+        each range's way from one mode to a leaner one, cheapest first."""
+        n_accumulated = self.analysis.batch.n_accumulated
+        modes = [mode for mode in self.recomputable.modes if mode is not None]
+        for r, operators in enumerate(self._ranges.every):
+            points = []
+            for mode in modes:
+                freed_bytes, (whole_s, launches_s) = self._again(r, mode, n_microbatches)
+                points.append((freed_bytes, float(whole_s - launches_s) * n_accumulated))
+            for freed_bytes, device_s in _hull(points):
+                yield operators[0], freed_bytes, device_s
+
     def _steps(self, n_microbatches: int) -> list[tuple[float, float]]:
         """(bytes freed, seconds) of each range from one mode to a leaner one, cheapest first."""
         modes = [mode for mode in self.recomputable.modes if mode is not None]
@@ -155,6 +170,12 @@ class LeastRerun:
 
     def _mode(self, r: int, mode: Recompute, n_microbatches: int) -> tuple[float, float]:
         """(bytes that a mode of a range frees at most, seconds that it takes at least)."""
+        freed_bytes, times_s = self._again(r, mode, n_microbatches)
+        n_ranks = self.cost.mesh.n_ranks
+        return freed_bytes, shared_s(times_s, self.analysis, n_ranks, n_microbatches)
+
+    def _again(self, r: int, mode: Recompute, n_microbatches: int) -> tuple[float, Array]:
+        """(bytes that a mode of a range frees at most, [2] `least_times_s` of what runs again)."""
         ranges, types = self._ranges, self.analysis.microbatch_types(n_microbatches).tensors
         held = {v: types[v].size_bytes for v in ranges.taken[r] if ranges.is_only(v, r)}
         freed, other_bytes, again = dict[str, int](), 0.0, list[int]()
@@ -176,8 +197,7 @@ class LeastRerun:
                     other_bytes -= saved.other_bytes
         other_bytes /= self.analysis.batch.n_splits(n_microbatches)
         times_s = self._forward_s[:, again].sum(axis=1)
-        time_s = shared_s(times_s, self.analysis, self.cost.mesh.n_ranks, n_microbatches)
-        return sum(freed.values()) + other_bytes - sum(held.values()), time_s
+        return sum(freed.values()) + other_bytes - sum(held.values()), times_s
 
     def _is_matmul(self, r: int, i: int) -> bool:
         """Is it a matmul whose result "selective" saves? The last operator's is not saved."""

@@ -115,15 +115,20 @@ def test_no_simulated_step_is_below_its_bound(
 ) -> None:
     """Of every plan with stages: the bound of its cuts, of its number of stages, and of all."""
     choices = choices_of(model, shape, s_per_byte, Options.of(microbatches=m))
-    search, nearest = search_of(choices), 0.0
+    search, nearest, nearest_layered = search_of(choices), 0.0, 0.0
     for candidate in choices.candidates():
         n_stages = len(candidate.stages)
         if n_stages == 1:
             continue
         step_time_s = choices.simulator.solve(candidate).step_time_s
         sizes = sorted({stage.view.n_ranks for stage in candidate.stages})
-        bound_s = search.bounds.step_s(choices.mesh, sizes, m, n_stages)
+        on = choices.mesh, sizes, m, n_stages
+        bound_s = search.bounds.step_s(*on)
         assert search.least_step_s(None) <= search.least_step_s(n_stages) <= bound_s
+        layered_s = search.bounds.step_s(*on, search.layer_bounds.steps_s)
+        assert bound_s <= layered_s * (1 + REL) and layered_s <= step_time_s, candidate.name
+        assert search.layered_step_s(n_stages, math.inf) <= layered_s * (1 + REL)
+        nearest_layered = max(nearest_layered, layered_s / step_time_s)
         if len(sizes) == 1:
             last = [search.layers.ends.index(end) for end in candidate.ends]
             balanced_s = search.bounds.balanced_s(last, sizes[0], m)
@@ -131,7 +136,7 @@ def test_no_simulated_step_is_below_its_bound(
             bound_s = balanced_s
         assert bound_s <= step_time_s, candidate.name
         nearest = max(nearest, bound_s / step_time_s)
-    assert nearest > 0.75, "the bound says next to nothing"
+    assert nearest > 0.75 and nearest_layered > 0.75, "the bound says next to nothing"
 
 
 # -- what the planner leaves out -------------------------------------------------------------------

@@ -131,6 +131,11 @@ class StageProblem:
         return len(self.time_s)
 
     @property
+    def n_levels(self) -> int:
+        """So many numbers of stages after one are told apart."""
+        return self.n_stages or max(1, min(self.max_stages, self.n_microbatches))
+
+    @property
     def max_stages(self) -> int:
         """An upper bound on the stages of a plan: each takes a layer, and devices."""
         return min(self.n_layers, self.n_devices // min(self.config_devices))

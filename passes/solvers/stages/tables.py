@@ -73,7 +73,7 @@ class Levels:
     @staticmethod
     def unlimited(problem: StageProblem) -> Levels:
         """All stages at all levels, as if everything fitted."""
-        n_levels = problem.n_stages or max(1, min(problem.max_stages, problem.n_microbatches))
+        n_levels = problem.n_levels
         found: dict[object, int] = {}
         every = [(n, problem.offsets(c)) for c, n in enumerate(problem.config_devices)]
         kinds = [found.setdefault(kind, len(found)) for kind in every]
@@ -163,15 +163,18 @@ def least_span_s(problem: StageProblem, own_s: FloatArray | None = None) -> floa
 
         max_s  (sum of time_r over r < s)  +  own_s
 
-    `own_s` is what a stage takes at least in a step, [first, last, config]; B time_s if not given.
+    `own_s` is what a stage takes at least in a step, [first, last, config, number of stages after
+    it]; B time_s if not given.
     It is at most the closed form of `problem.py`. Schedules undercut that form: stages after a slow
     one work on the last microbatch while the slow one is still busy with the one before. Infinite:
     there is no plan.
     """
-    levels = Levels.of(problem)
+    levels = Levels.of(problem) if own_s is None else Levels.unlimited(problem)
     time_s = problem.time_s[levels.stages][:, None]
-    own = problem.n_microbatches * time_s if own_s is None else own_s[levels.stages][:, None]
-    return least_total(levels, _table(levels, own, time_s))
+    if own_s is None:
+        return least_total(levels, _table(levels, problem.n_microbatches * time_s, time_s))
+    own_s = np.ascontiguousarray(own_s[levels.stages])
+    return least_total(levels, _table(levels, own_s, np.repeat(time_s, own_s.shape[1], axis=1)))
 
 
 def _table(levels: Levels, own: FloatArray, added: FloatArray) -> FloatArray:
