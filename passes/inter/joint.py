@@ -276,12 +276,12 @@ class JointSearch:
         for m in self.counts():
             step_s = self.bounds.step_s(self.mesh, sizes, m, n_stages)
             if step_s < min(limit_s, least_s):
-                own_s = partial(self._own_s, m)
+                own_s = partial(self.own_s, m)
                 step_s = self.bounds.step_s(self.mesh, sizes, m, n_stages, own_s)
             least_s = min(least_s, step_s)
         return least_s
 
-    def _own_s(self, m: int, n_ranks: int, n_after: NDArray[np.float64]) -> NDArray[np.float64]:
+    def own_s(self, m: int, n_ranks: int, n_after: NDArray[np.float64]) -> NDArray[np.float64]:
         """[first layer, last layer, `n_after`]: what stages take at least in a step."""
         depths = np.full_like(n_after, m) if self._is_gpipe else np.minimum(n_after + 1, m)
         layers_s = sums_of_ranges(self.layer_bounds.steps_s(n_ranks, m))[:, :, None]

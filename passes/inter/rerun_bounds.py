@@ -6,8 +6,7 @@ A stage of layers k to l, on n devices and with d microbatches in flight, holds 
 
 where every device has an equal share. What exceeds the budget is freed by running blocks of the
 stage again, the cheapest bytes first (`LeastRerun.shares`); d microbatches are freed at once, and n
-devices share the work. Without a choice of recompute, or if all blocks free too little, such a
-stage is impossible.
+devices share the work. Without a choice of recompute such a stage is impossible.
 """
 
 from __future__ import annotations
@@ -25,8 +24,6 @@ from autopar.passes.inter.layers import Layers, sums_of_ranges
 from autopar.passes.intra import LeastRerun, static_bytes_of
 
 Array = NDArray[np.float64]
-# Bytes of a stage that are rounding, of all that it keeps.
-ROUNDING_REL = 1e-9
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,13 +45,20 @@ class RerunBounds:
         microbatches in flight. Infinite: impossible."""
         kept = sums_of_ranges(self._kept_bytes(n_microbatches))[:, :, None]
         static = sums_of_ranges(self._static_bytes)[:, :, None]
-        missing = np.maximum(static + depths * kept - n_ranks * self.budget_bytes, 0.0) / depths
-        out = np.zeros_like(missing)
-        for price, freed in self._freed_bytes(n_microbatches):
-            taken = np.minimum(missing, sums_of_ranges(freed)[:, :, None])
+        missing = (static + depths * kept - n_ranks * self.budget_bytes) / depths
+        if self.rerun is None:
+            return np.where(missing > 0, np.inf, 0.0)
+        every = self._freed_bytes(n_microbatches)
+        freed_of = [(price, sums_of_ranges(freed)[:, :, None]) for price, freed in every]
+        # What no block frees alone may vanish at no cost, if several blocks run again.
+        missing = np.maximum(missing - (kept - sum(freed for _, freed in freed_of)), 0.0)
+        out = np.where(static > n_ranks * self.budget_bytes, np.inf, np.zeros_like(missing))
+        for price, freed in freed_of:
+            taken = np.minimum(missing, freed)
             out += taken * price / n_ranks
             missing -= taken
-        return np.where(missing > kept * ROUNDING_REL, np.inf, out)
+        seconds: Array = out
+        return seconds
 
     def _freed_bytes(self, m: int) -> list[tuple[float, Array]]:
         """(device-seconds of a step per byte, bytes of one microbatch at that price in each layer),
@@ -62,7 +66,8 @@ class RerunBounds:
         if m not in self._freed:
             found: dict[float, Array] = {}
             ends = self.layers.ends
-            for first, freed_bytes, device_s in self.rerun.shares(m) if self.rerun else ():
+            assert self.rerun is not None, "only then is it asked"
+            for first, freed_bytes, device_s in self.rerun.shares(m):
                 price = float(f"{device_s / freed_bytes:.9g}")  # equal blocks have one price
                 of = found.setdefault(price, np.zeros(len(ends)))
                 of[bisect_right(ends, first)] += freed_bytes

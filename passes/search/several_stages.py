@@ -1,8 +1,13 @@
 """Pipelines as nodes: all plans of the joint search, and the Megatron pipelines.
 
-The bound is `JointSearch.least_step_s`: every operator in equal shares on the devices of its stage,
-with the bubble, layers that do not divide evenly, and launches. It holds for every pipeline.
-Refining solves and simulates the pipelines that the joint search and the recipes propose
+Levels, each with a bound that holds for every pipeline:
+
+    shared   every operator in equal shares on the devices of its stage, with the bubble, layers
+             that do not divide evenly, and launches (`JointSearch.least_step_s`)
+    layers   with what layers take at least on the best view, and what must run again at least to
+             fit (`JointSearch.layered_step_s`)
+
+After that, the pipelines that the joint search and the recipes propose are solved and simulated
 (`passes/inter`). No tighter bound of the others is known, so that of all stays. Which pipelines are
 solved is decided by scores, so nothing is proved of those that are not.
 """
@@ -70,6 +75,8 @@ class SeveralStages:
     def _layered(self, node: Node, limit_s: float) -> Parts:
         bound_s = self.joint.layered_step_s(self.n_stages, limit_s)
         known = node.after("layers", bound_s, None)
+        if math.isinf(bound_s):
+            return [replace(known, note="none fits")]
         return [replace(known, refine=lambda _: self._estimated(known))]
 
     def _estimated(self, node: Node) -> Parts:
