@@ -75,7 +75,7 @@ class SeveralStages:
     def _layered(self, node: Node, limit_s: float) -> Parts:
         bound_s = self.joint.layered_step_s(self.n_stages, limit_s)
         known = node.after("layers", bound_s, None)
-        if math.isinf(bound_s):
+        if math.isinf(bound_s) and math.isfinite(limit_s):
             return [replace(known, note="none fits")]
         return [replace(known, refine=lambda _: self._estimated(known))]
 
