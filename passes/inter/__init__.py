@@ -3,8 +3,8 @@
 Reading order: `submeshes.py` (devices of a stage), `layers.py` (where stages may begin),
 `candidate.py` (a plan before it is solved), `crossings.py`, `attribution.py` and `tables.py` (what
 a range of layers costs), `estimates.py` (what solved stages teach), `score.py` (a step's time),
-`bounds.py` (lower bounds), `stage_search.py` (one microbatch count), `joint.py` (all counts),
-`recipes.py` (Megatron pipelines).
+`bounds.py`, `layer_bounds.py` and `rerun_bounds.py` (lower bounds), `stage_search.py` (one
+microbatch count), `joint.py` (all counts), `recipes.py` (Megatron pipelines).
 May import `passes/intra`, `analysis`, `reshard` and `solvers`, and what lies below `passes`.
 Hands on `joint_search`, `recipe_candidates` and `step_s`.
 """

@@ -9,7 +9,8 @@ With m microbatches on n devices, layers k to l take at least
 seconds per microbatch (`StageBounds.times_s`). From these times, `least_span_s` of
 `passes/solvers/stages/tables.py` bounds the step (`StageBounds.step_s`). The bound thus includes
 the bubble, layers that do not divide evenly, and the launches of small microbatches. No simulated
-step is below it.
+step is below it. It is tighter with what stages take at least by their layers (`layer_bounds.py`)
+and by memory (`rerun_bounds.py`).
 """
 
 from __future__ import annotations
