@@ -24,8 +24,8 @@ whose bound stays that of all placements (`Levels._rivals`):
 Where the free optimum fits, it is simulated at once. More microbatches allow no other placements
 and cost more time, so the free bound of m microbatches bounds every multiple of m.
 
-The bounds are those of one stage's solver (`passes/intra`), and hold for its objective. Those of
-several stages stay on the level "shared".
+The bounds are those of one stage's solver (`passes/intra`): its objective is one on the step. Of
+several stages that the user gives, they stay on the level "shared".
 """
 
 from __future__ import annotations
@@ -43,7 +43,8 @@ from autopar.passes.search.simplicity import Simplicity
 from autopar.passes.search.simulator import Simulator, Solved
 from autopar.passes.solvers.problem import within
 
-# Placements whose simulated step is further above the bound (relative) get rivals.
+# Placements whose simulated step is further above the bound (relative) get rivals. With less, large
+# models are solved again for nothing; with more, small ones lose plans (`test_exhaustive.py`).
 RIVAL_REL = 0.02
 Parts = Sequence[Node | Solved]
 
@@ -140,18 +141,25 @@ class Levels:
         return [placed, node.after("solved", bound_s, close)]
 
     def _placed(
-        self, node: Node, scored: Scored, solver: Evaluator | None, leaner: Evaluator | None = None
+        self,
+        node: Node,
+        scored: Scored,
+        solver: Evaluator | None,
+        leaner: Evaluator | None = None,
+        rival_of: Candidate | None = None,
     ) -> Node:
         """Solved placements, which are left to simulate; `leaner` finds leaner ones.
 
-        After that, the `solver` finds their rivals; None: these are some.
+        After that, the `solver` finds their rivals; None: these are some, of a candidate that
+        forbids less.
         """
+        candidate = rival_of or scored.candidate
 
         def simulate(_: float) -> Parts:
             solved = simulator.simulated_if_fits(scored)
             if solved is None:
                 return [*done, replace(leaf, refine=lean, is_rival=True)]
-            return [*done, solved, *rivals(solved)]
+            return [*done, replace(solved, candidate=candidate), *rivals(solved)]
 
         def lean(limit_s: float) -> Parts:
             """The simulated peak exceeds the budget: leaner placements are found."""
@@ -160,7 +168,7 @@ class Levels:
             except InfeasibleError as error:
                 return [*self._impossible(error, scored.candidate), *rivals(None)]
             if isinstance(found, Solved):
-                return [found, *rivals(found)]
+                return [replace(found, candidate=candidate), *rivals(found)]
             return [replace(leaf, refine=lean, is_rival=True, given_up_s=found)]
 
         def rivals(found: Solved | None) -> Iterator[Node]:
@@ -183,24 +191,24 @@ class Levels:
         candidate = scored.candidate
         gathered = {of.period == "use" for of in scored.choices[0].strategy.storage.values()}
         if True in gathered or not fits:
-            kept = candidate.forbidding("zero3")
-            yield self._rival(node, "ungathered", kept, solver, self._whole)
+            yield self._rival(node, "ungathered", candidate, ("zero3",), solver, self._whole)
         if len(gathered) == 2 or not fits:
-            alike = candidate.forbidding("zero1", "zero2")
-            yield self._rival(node, "gathered", alike, solver, self._whole)
+            words = "zero1", "zero2"
+            yield self._rival(node, "gathered", candidate, words, solver, self._whole)
         exposed = solver.hiding_nothing, self._whole.hiding_nothing
-        yield self._rival(node, "exposed", candidate, *exposed)
+        yield self._rival(node, "exposed", candidate, (), *exposed)
 
     def _rival(
-        self, node: Node, level: str, candidate: Candidate, solver: Evaluator, leaner: Evaluator
-    ) -> Node:
+        self, node: Node, level: str, candidate: Candidate, forbid: Sequence[str],
+        solver: Evaluator, leaner: Evaluator,
+    ) -> Node:  # fmt: skip
         # Where nothing is hidden, the solver's bound is none on the step.
         hides = solver.hides
 
         def refine(limit_s: float) -> Parts:
             within_s = limit_s if hides else math.inf
             try:
-                found = solver.scored(candidate, solver.budget_bytes, within_s)
+                found = solver.scored(candidate.forbidding(*forbid), solver.budget_bytes, within_s)
             except InfeasibleError as error:
                 return self._impossible(error, candidate)
             (chosen,) = found.choices
@@ -208,7 +216,7 @@ class Levels:
                 return [replace(rival, given_up_s=chosen.bound_s)]
             gap = max(0.0, 1 - node.bound_s / chosen.objective_s)
             found = replace(found, choices=(replace(chosen, gap=gap),))
-            return [self._placed(replace(rival, refine=None), found, None, leaner)]
+            return [self._placed(replace(rival, refine=None), found, None, leaner, candidate)]
 
         rival = replace(node.after(level, node.bound_s, refine), is_rival=True)
         return rival

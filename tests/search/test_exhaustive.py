@@ -186,6 +186,8 @@ def test_no_plan_is_faster_by_more_than_the_tolerance(seed: int) -> None:
     said = f"seed {seed}: optimum {best.step_time_s:.6g} s, chosen {found_s:.6g} s, {best}"
     assert found_s >= best.step_time_s * (1 - REL), f"not all plans were tried; {said}"
     assert is_near(found, answer), said
+    if not found.solved.candidate.recipe:
+        assert found.forbid == answer.case.options.forbid, "a rival forbids more"
 
 
 @pytest.mark.parametrize("seed", marked({}))
