@@ -20,7 +20,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
 
 import numpy as np
 import torch
@@ -63,11 +63,13 @@ class LayerBounds:
     _known: dict[tuple[int, int], Array] = field(default_factory=dict, init=False)
 
     def steps_s(self, n_ranks: int, n_microbatches: int) -> Array:
-        """[layers]: of the best view of so many devices for each."""
+        """[layers]: of the best view of so many devices for each; infinite if there is no view."""
         key = n_ranks, n_microbatches
         if key not in self._known:
+            none = np.full(self.layers.n_layers, np.inf)
             views = (view for view in self.views if view.n_ranks == n_ranks)
-            self._known[key] = np.min([self._on_view(v, n_microbatches) for v in views], axis=0)
+            found = (self._on_view(view, n_microbatches) for view in views)
+            self._known[key] = reduce(np.minimum, found, none)
         return self._known[key]
 
     def _on_view(self, view: LogicalMesh, m: int) -> Array:
