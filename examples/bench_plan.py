@@ -14,7 +14,7 @@ Columns of the table:
                   x numbers of microbatches), and how many of them were solved
     plans         plans that were considered
     objective     predicted seconds of a step, which were minimised
-    gap           the proven optimality gap
+    gap           how far the step is above the bound on every plan (`plan.gap`)
     memory        peak memory of the process, and how much of it was added by planning
     phases        seconds in each part of planning
 
@@ -191,7 +191,7 @@ def measure(name: str) -> Measured:
     phases("done")
     return Measured(
         name, plan_s, phases.spent_s, len(plan.data.alternatives), plan.data.chosen,
-        plan.objective_s, plan.stage_gap, _most_held_bytes() - before_bytes, wall_s,
+        plan.objective_s, plan.gap or 0.0, _most_held_bytes() - before_bytes, wall_s,
         _most_held_bytes(), plan.stats or PlanningStats(),
     )  # fmt: skip
 
