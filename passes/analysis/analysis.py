@@ -68,7 +68,7 @@ class Analysis:
     _groups: dict[int, tuple[OperatorGroup, ...]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
-    _kept_bytes: dict[tuple[int, frozenset[int]], float] = field(
+    _kept_bytes: dict[tuple[int, frozenset[int]], Sequence[float]] = field(
         default_factory=dict, init=False, repr=False, compare=False
     )
     # The runs of each request to `folding.find_runs`.
@@ -158,17 +158,26 @@ class Analysis:
 
     def kept_bytes(self, n_microbatches: int, again: frozenset[int] = frozenset()) -> float:
         """Bytes saved for backward by one microbatch, unsharded, without the operators `again`."""
+        return sum(self.kept_by_operator(n_microbatches, again))
+
+    def kept_by_operator(
+        self, n_microbatches: int, again: frozenset[int] = frozenset()
+    ) -> Sequence[float]:
+        """`kept_bytes` of each operator; what several of them save counts for the first."""
         key = n_microbatches, again
         if key not in self._kept_bytes:
             types = self.microbatch_types(n_microbatches).tensors
-            operators = (o for i, o in enumerate(self.operators) if i not in again)
-            found = [(o, self.saved[o.name]) for o in operators if o.name in self.saved]
-            kept = {o.inputs[i] for o, saved in found for i in saved.inputs}
-            kept |= {o.outputs[i] for o, saved in found for i in saved.outputs}
-            other_bytes = sum(saved.other_bytes for _, saved in found)
-            self._kept_bytes[key] = sum(
-                types[n].size_bytes for n in kept - self.program.parameters.keys()
-            ) + other_bytes / self.batch.n_splits(n_microbatches)
+            n_splits, seen = self.batch.n_splits(n_microbatches), {*self.program.parameters}
+            out = [0.0] * len(self.operators)
+            for i, o in enumerate(self.operators):
+                saved = self.saved.get(o.name)
+                if saved is None or i in again:
+                    continue
+                new = {o.inputs[k] for k in saved.inputs} | {o.outputs[k] for k in saved.outputs}
+                new -= seen
+                seen |= new
+                out[i] = sum(types[n].size_bytes for n in new) + saved.other_bytes / n_splits
+            self._kept_bytes[key] = out
         return self._kept_bytes[key]
 
     def microbatch_types(self, n_microbatches: int) -> Types:

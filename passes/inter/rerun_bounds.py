@@ -76,21 +76,8 @@ class RerunBounds:
 
     def _kept_bytes(self, m: int) -> Array:
         """[layers]: of one microbatch, each value in the first layer that saves it."""
-        types = self.analysis.microbatch_types(m).tensors
-        seen = set(self.analysis.program.parameters)
-        n_splits = self.analysis.batch.n_splits(m)
-        out = np.zeros(self.layers.n_layers)
-        for layer, (first, end) in enumerate(self.layers.ranges):
-            for operator in self.analysis.operators[first:end]:
-                saved = self.analysis.saved.get(operator.name)
-                if saved is None:
-                    continue
-                names = [operator.inputs[i] for i in saved.inputs]
-                names += [operator.outputs[i] for i in saved.outputs]
-                new = set(names) - seen
-                seen |= new
-                out[layer] += sum(types[n].size_bytes for n in new) + saved.other_bytes / n_splits
-        return out
+        kept = self.analysis.kept_by_operator(m)
+        return np.add.reduceat(kept, [first for first, _ in self.layers.ranges])
 
     @cached_property
     def _static_bytes(self) -> Array:

@@ -238,8 +238,8 @@ class Chooser:
             problem = whole.problems.of(place, ask.n_in_flight)
             self._solvers[key] = RepeatedSolver(problem, whole.plan)
         solver = self._solvers[key]
-        slack_s = whole.folded_problem.slack_s(place)
-        limit_s += slack_s - whole.folded_problem.launches_s
+        beside_s = whole.folded_problem.beside_s(place)
+        limit_s -= beside_s
         try:
             solution = solver.solve(budget_bytes, time_limit_s, ask.gap_goal, limit_s)
         except TooWide:
@@ -267,7 +267,7 @@ class Chooser:
         choice = best.choice
         once_s = replace(priced, only=runs_on.once_mask).evaluate(choice).cost_s
         return Chosen(
-            **_seconds(best, once_s, solution.gap, slack_s, runs_on.folded_problem, ask),
+            **_seconds(best, once_s, solution.gap, beside_s, runs_on.folded_problem, ask),
             size_bytes=best.size_bytes,
             n_variables=whole.n_variables,
             n_written_out=whole.n_written_out,
@@ -275,7 +275,7 @@ class Chooser:
             sent=whole.boundaries(choice, "sent"),
             read=lambda: _strategy(self.folded.whole, whole, choice, ask),
             settled=solution.settled and best.bound_s < limit_s,
-            hidden_bound_s=first.bound_s - slack_s + whole.folded_problem.launches_s,
+            hidden_bound_s=first.bound_s + beside_s,
         )
 
 
@@ -310,18 +310,18 @@ def _seconds(
     best: LeastExposed[C_],
     once_s: float,
     solver_gap: float,
-    slack_s: float,
+    beside_s: float,
     problem: IntraOpProblem,
     ask: PlacementRequest,
 ) -> _Seconds:
     """The numbers of a choice; `once_s` is what it pays once a step if all is hidden.
 
-    `slack_s` is how far the objective may be above the step (`IntraOpProblem.slack_s`).
+    `beside_s` is that of `IntraOpProblem`.
     """
     m, hiding, launches_s = ask.n_microbatches, problem.hiding, problem.launches_s
     objective_s, sync_s = hiding.step_s(best.parts, m) + launches_s, best.parts.sync_s
     exposed_s = hiding.exposed_sync_s(best.parts, m)
-    bound_s = best.bound_s - slack_s + launches_s
+    bound_s = best.bound_s + beside_s
     gap = 0.0 if bound_s >= objective_s * (1 - 1e-9) else 1 - bound_s / objective_s
     return {
         "objective_s": objective_s,
@@ -378,17 +378,17 @@ def choose(
 
     first = Found(solution.choice, solution.bound_s, solution.bytes)
     best = _best(first, priced.parts, again, priced, ask)
-    choice, slack_s = best.choice, priced.slack_s(priced.case)
+    choice, beside_s = best.choice, priced.beside_s(priced.case)
     once_s = priced.once_problem.evaluate(choice).cost_s
     return Chosen(
-        **_seconds(best, once_s, solution.gap, slack_s, priced, ask),
+        **_seconds(best, once_s, solution.gap, beside_s, priced, ask),
         size_bytes=best.size_bytes,
         n_variables=problem.numbers.n_variables,
         n_written_out=problem.numbers.n_variables,
         received=problem.boundaries(choice, "received"),
         sent=problem.boundaries(choice, "sent"),
         read=lambda: _strategy(analysis, problem, choice, ask),
-        hidden_bound_s=first.bound_s - slack_s + priced.launches_s,
+        hidden_bound_s=first.bound_s + beside_s,
     )
 
 

@@ -133,6 +133,10 @@ class IntraOpProblem:
         )
         return (1 - self.hiding.sync_price) * max(waits_s, default=0.0)
 
+    def beside_s(self, case: int) -> float:
+        """What makes a bound on the numbers one on the step, if it is added."""
+        return self.launches_s - self.slack_s(case)
+
     @property
     def computes(self) -> tuple[int, ...]:
         """The variables whose own costs are compute."""
