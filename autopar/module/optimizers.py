@@ -18,8 +18,8 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Iterable
-from typing import Any
-from weakref import WeakMethod, WeakSet
+from typing import Any, TypeVar
+from weakref import WeakSet, ref
 
 from torch import Tensor, nn, optim
 from torch.nn.utils import clip_grad
@@ -36,6 +36,7 @@ from autopar.errors import NotSupportedError, OptionError, StateError
 from autopar.module.parameters import shard_of
 from autopar.runtime.tensors import Sharded, local_of
 
+Module = TypeVar("Module", bound=nn.Module)
 # Class name -> why its update is not elementwise.
 _NEEDS_WHOLE = {
     "Muon": "it orthogonalises matrices",
@@ -75,10 +76,17 @@ def watch_optimizers(model: nn.Module) -> None:
         _is_watching = True
 
 
-def call_before_steps(parameters: Iterable[Tensor], method: Callable[[Optimizer], None]) -> None:
-    """Call a bound method before each step of an optimizer of these parameters, once a step."""
+def call_before_steps(
+    parameters: Iterable[Tensor], module: Module, method: Callable[[Module, Optimizer], None]
+) -> None:
+    """Call a method of a module before each step of an optimizer of these parameters, once a step.
+
+    Nothing is called for a module that is gone.
+    """
+    # Not a WeakMethod: one that dies with its module fails in its callback (CPython 3.11).
+    listener = ref(module), method
     for parameter in parameters:
-        _listeners[parameter] = WeakMethod(method)
+        _listeners[parameter] = listener
 
 
 def has_trained(parameter: Tensor) -> bool:
@@ -91,9 +99,9 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if optimizer not in _checked:
         _check(optimizer)
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    for listener in {heard for p in parameters if (heard := _listeners.get(p)) is not None}:
-        if (method := listener()) is not None:
-            method(optimizer)
+    for gone_or_not, method in {of for p in parameters if (of := _listeners.get(p)) is not None}:
+        if (module := gone_or_not()) is not None:
+            method(module, optimizer)
     if type(optimizer) in _ELEMENTWISE and args[0] is optimizer and not _has_hooks(optimizer):
         has_closure = len(args) > 1 or kwargs.get("closure") is not None
         groups = optimizer.param_groups
