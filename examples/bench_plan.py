@@ -10,8 +10,8 @@ Columns of the table:
     wall, target  seconds of wall-clock time; CPU seconds that planning should take on two cores
     variables     of the largest problem solved: with all blocks written out -> with one block
                   that represents its copies
-    stages        stages that the joint search chose from (ranges of layers x placements on a view
-                  x numbers of microbatches), and how many of them were solved
+    stages        stages that pipelines were searched of (ranges of layers x views x numbers of
+                  microbatches), and how many problems were solved
     plans         plans that were considered
     objective     predicted seconds of a step, which were minimised
     gap           how far the step is above the bound on every plan (`plan.gap`)
@@ -162,7 +162,7 @@ class Measured:
 
 
 class Phases:
-    """CPU seconds by phase of planning, from progress texts; all candidates are one phase."""
+    """CPU seconds by phase of planning, from progress texts; all pipelines are one phase."""
 
     def __init__(self) -> None:
         self.spent_s: dict[str, float] = {}
@@ -172,7 +172,7 @@ class Phases:
         ended_s = time.process_time()
         self.spent_s[self._now] = self.spent_s.get(self._now, 0.0) + ended_s - self._began_s
         words = text.split()
-        self._now = " ".join(words[: 2 if words[0] == "searching" else 1])
+        self._now = "pipelines" if "stages" in words or "stages:" in words else words[0]
         self._began_s = ended_s
 
 

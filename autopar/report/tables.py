@@ -18,7 +18,7 @@ _AS_FAST_REL = 5e-4
 # Level of the search (`passes/search/levels.py`) -> how it rules plans out.
 _LEVELS = {
     "shared": "by equal shares",
-    "layers": "by what layers take",
+    "stages": "by what stages take",
     "free": "without a memory limit",
     "rerun": "by what must run again",
     "weightless": "as if activations had no bytes",

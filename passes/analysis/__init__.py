@@ -15,11 +15,10 @@ from autopar.passes.analysis.analysis import Analysis, compute_dtype, stored_dty
 from autopar.passes.analysis.arguments import override, prologue_lines
 from autopar.passes.analysis.counts import (
     FIRST_COUNT,
-    FIRST_COUNT_PER_STAGE,
     microbatch_counts,
     recipe_counts,
 )
-from autopar.passes.analysis.cutting import Side, boundary_specs, cut, cuts, is_boundary_spec, n_cut
+from autopar.passes.analysis.cutting import Side, boundary_specs, cut, is_boundary_spec
 from autopar.passes.analysis.equal_parts import Numbered, lowered_as, renamed
 from autopar.passes.analysis.fallback import accept_missing, keep_whole_as_planned
 from autopar.passes.analysis.folding import KEPT, Folded, Run, find_runs, fold
@@ -32,7 +31,6 @@ from autopar.passes.analysis.row_counts import microbatch_scales
 
 __all__ = [
     "FIRST_COUNT",
-    "FIRST_COUNT_PER_STAGE",
     "KEPT",
     "Analysis",
     "Folded",
@@ -52,7 +50,6 @@ __all__ = [
     "boundary_specs",
     "compute_dtype",
     "cut",
-    "cuts",
     "find_paddings",
     "find_runs",
     "fold",
@@ -62,7 +59,6 @@ __all__ = [
     "lowered_as",
     "microbatch_counts",
     "microbatch_scales",
-    "n_cut",
     "override",
     "pad",
     "padded_for",

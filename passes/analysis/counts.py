@@ -9,10 +9,8 @@ from autopar.passes.analysis.analysis import Analysis
 # The limit per device: beyond it a microbatch has next to no compute.
 _PER_DEVICE = 16
 _LEAST_LIMIT = 64
-# Where the search over microbatches of a pipeline begins: m = 8p keeps the bubble (p - 1) / m below
-# 1/8. `FIRST_COUNT` is m for two stages.
-FIRST_COUNT_PER_STAGE = 8
-FIRST_COUNT = 2 * FIRST_COUNT_PER_STAGE
+# Pipelines mostly have at least so many: m = 8p keeps the bubble (p - 1) / m of p stages below 1/8.
+FIRST_COUNT = 16
 
 
 def microbatch_counts(

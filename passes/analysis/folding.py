@@ -18,7 +18,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
@@ -72,15 +71,6 @@ class Folded:
     runs: tuple[Run, ...]
     kept: tuple[int, ...]
     stands_for: tuple[int, ...]
-
-    @cached_property
-    def value_for(self) -> dict[str, str]:
-        """Value of the whole program -> the folded program's value that stands for it."""
-        return {
-            name: self.analysis.operators[f].outputs[k]
-            for i, f in enumerate(self.stands_for)
-            for k, name in enumerate(self.whole.operators[i].outputs)
-        }
 
     def block_of(self, f: int) -> tuple[int, int] | None:
         """(run, block) of folded operator f; None outside all runs."""

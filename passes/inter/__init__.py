@@ -1,12 +1,11 @@
 """Which stages a pipeline has: the cuts, submeshes, views and microbatch counts worth solving.
 
 Reading order: `submeshes.py` (devices of a stage), `layers.py` (where stages may begin),
-`candidate.py` (a plan before it is solved), `crossings.py`, `attribution.py` and `tables.py` (what
-a range of layers costs), `estimates.py` (what solved stages teach), `score.py` (a step's time),
-`bounds.py`, `layer_bounds.py` and `rerun_bounds.py` (lower bounds), `stage_search.py` (one
-microbatch count), `joint.py` (all counts), `recipes.py` (Megatron pipelines).
-May import `passes/intra`, `analysis`, `reshard` and `solvers`, and what lies below `passes`.
-Hands on `joint_search`, `recipe_candidates` and `step_s`.
+`candidate.py` (a plan before it is solved), `bounds.py` and `layer_bounds.py` (lower bounds on
+stages), `space.py` (all pipelines), `stage_search.py` (those with one number of microbatches, best
+first), `recipes.py` (Megatron pipelines), `score.py` (a step's time).
+May import `passes/intra`, `analysis` and `solvers`, and what lies below `passes`.
+Hands on `PipelineSpace`, `StageSearch`, `megatron_pipelines` and `step_s`.
 """
 
 from autopar.passes.inter.candidate import (
@@ -17,10 +16,15 @@ from autopar.passes.inter.candidate import (
     ends_by_stage,
     n_operators,
 )
-from autopar.passes.inter.joint import JointSearch, Progress, different, joint_search
-from autopar.passes.inter.recipes import check_ranks, recipe_candidates, recipe_limits
+from autopar.passes.inter.recipes import (
+    Megatron,
+    check_ranks,
+    megatron_pipelines,
+    recipe_limits,
+)
 from autopar.passes.inter.score import StageBoundary, StageSeconds, step_s
-from autopar.passes.inter.stage_search import SearchedPlan
+from autopar.passes.inter.space import PipelineSpace
+from autopar.passes.inter.stage_search import StageBound, StagePlan, StageSearch
 from autopar.passes.inter.submeshes import (
     all_views,
     axes_text,
@@ -36,11 +40,13 @@ from autopar.passes.inter.submeshes import (
 
 __all__ = [
     "Candidate",
-    "JointSearch",
-    "Progress",
-    "SearchedPlan",
+    "Megatron",
+    "PipelineSpace",
+    "StageBound",
     "StageBoundary",
     "StageLayout",
+    "StagePlan",
+    "StageSearch",
     "StageSeconds",
     "all_views",
     "axes_text",
@@ -48,14 +54,12 @@ __all__ = [
     "check_pinned_axes",
     "check_ranks",
     "check_submesh",
-    "different",
     "distinct_views",
     "ends_by_modules",
     "ends_by_stage",
-    "joint_search",
+    "megatron_pipelines",
     "n_operators",
     "pins_on",
-    "recipe_candidates",
     "recipe_limits",
     "step_s",
     "submesh_sizes",

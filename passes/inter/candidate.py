@@ -26,15 +26,13 @@ class StageLayout:
 class Candidate:
     """A pipeline whose stages end after `ends` operators (`passes/analysis/cutting.py`).
 
-    `estimate_s` is the step time that the proposer estimates; 0 if it has no estimate. `recipe` is
-    the plain recipe that places it: "data parallel", "ZeRO-3" or "Megatron".
+    `recipe` is the plain recipe that places it: "data parallel", "ZeRO-3" or "Megatron".
     """
 
     name: str
     ends: tuple[int, ...]
     stages: tuple[StageLayout, ...]
     n_microbatches: int
-    estimate_s: float = 0.0
     recipe: str = ""
 
     def forbidding(self, *words: str) -> Candidate:

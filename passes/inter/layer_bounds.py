@@ -1,15 +1,24 @@
-"""What layers take at least in a step on some devices, whatever lies beside them.
+"""What layers take at least on a view of a stage's devices, whatever lies beside them.
 
-The problem of all operators on a view (`passes/intra/builder.py`) is cut into one of each layer:
+The problem of all operators on the view (`passes/intra/builder.py`) is cut into one of each layer:
 
     groups     whose operators are all in the layer
-    and        the parameters and shared placements that only these groups read
+    and        the parameters and shared placements that only these groups have
+    and        the modes of recompute of its operators; two layers may choose them differently
     left out   reshards from and to other layers
 
-A pipeline's stage has whole layers. Its placements are a choice of each of these problems, and what
-is left out costs nothing or more. So the sum of the layers' optima is at most what the stage takes.
-Operators of groups that reach into another layer have equal shares (`least_times_s`). All that can
-hide is hidden ("least" in `passes/analysis/gathering.py`).
+A stage has whole layers. Its placements are a choice of each of these problems, and what is left
+out costs nothing or more. So the sum of the layers' optima is at most what the stage takes
+(`LayerBounds.free`). Operators of groups that reach into another layer have equal shares
+(`least_times_s`). All that can hide is hidden ("least" in `passes/analysis/gathering.py`).
+
+A stage must fit, too. For any price of a byte,
+
+    sum over layers of min (seconds + price x bytes)  -  price x budget
+
+is at most what the stage takes, because its bytes are at most the budget (weak duality of the
+Lagrangian). `LayerBounds.within_budget` takes the best of a few prices. These problems have a
+choice of recompute, if the plans have.
 
 Equal blocks have equal problems. So the problem is that of the folded program, and a layer of c
 equal blocks takes c times the optimum of one.
@@ -18,9 +27,10 @@ equal blocks takes c times the optimum of one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, reduce
+from functools import cached_property
+from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
@@ -30,90 +40,189 @@ from autopar.cost.laws import CostModel
 from autopar.errors import BatchError, InfeasibleError
 from autopar.mesh import LogicalMesh
 from autopar.passes.analysis import Folded
-from autopar.passes.inter.layers import Layers
+from autopar.passes.inter.layers import Layers, sums_of_ranges
 from autopar.passes.intra import Constraints, IntraOpProblem, ProblemFamilies
 from autopar.passes.solvers.eliminate import (
+    EliminationPlan,
     TableLimits,
     TooWide,
-    minimise,
+    minima,
     plan_elimination,
 )
-from autopar.passes.solvers.problem import ChoiceProblem, Potentials, Weights
+from autopar.passes.solvers.problem import (
+    BUDGET_REL,
+    ChoiceProblem,
+    ChoiceProblems,
+    Numbers,
+    Potentials,
+    Weights,
+)
 
 Array = NDArray[np.float64]
 # Kept operators of a layer that occur equally often in it, and how often.
-Part = tuple[frozenset[int], int]
+Alike = tuple[frozenset[int], int]
+Part = Literal["whole_s", "work_s"]
+# Prices of bytes, in steps per budget. On GPT-39B, further ones raise no bound by 0.1%.
+_STEPS_PER_BUDGET = (1 / 32, 1 / 12, 1 / 5)
+
+
+class LeastSeconds(NamedTuple):
+    """Least seconds of a step: all of them, and those of its microbatches alone."""
+
+    whole_s: Array
+    work_s: Array
+
+
+class _Groups(NamedTuple):
+    """The problem of some groups, how to solve it, and which kept operators are in the groups."""
+
+    problems: ChoiceProblems
+    plan: EliminationPlan
+    operators: frozenset[int]
 
 
 @dataclass(frozen=True, eq=False)
 class LayerBounds:
-    """Least seconds of a step in every layer, by devices and numbers of microbatches.
+    """The bounds of one program's layers, by view and number of microbatches.
 
-    `folded` knows of parameters what holds at least; `problems` are its problems. `shared_s` are
-    the equal shares of whole operators, [2, operators] as in `least_times_s`.
+    `folded` knows of parameters what holds at least. `plain` are its problems without recompute,
+    unless the user chose it; `recomputing` those with the choice, if there is one. `constraints`
+    hold on every view, in every block. `shared_s` are the equal shares of whole operators,
+    [2, operators] as in `least_times_s`.
     """
 
     folded: Folded
     layers: Layers
     dtype: torch.dtype
-    problems: ProblemFamilies
-    constraints: Callable[[LogicalMesh], Constraints]
-    views: Sequence[LogicalMesh]
+    plain: ProblemFamilies
+    recomputing: ProblemFamilies
+    constraints: Constraints
     shared_s: Array
-    _known: dict[tuple[int, int], Array] = field(default_factory=dict, init=False)
+    _free: dict[tuple[LogicalMesh, int], LeastSeconds] = field(default_factory=dict, init=False)
+    _kept: dict[Hashable, list[_Groups | None]] = field(default_factory=dict, init=False)
 
-    def steps_s(self, n_ranks: int, n_microbatches: int) -> Array:
-        """[layers]: of the best view of so many devices for each; infinite if there is no view."""
-        key = n_ranks, n_microbatches
-        if key not in self._known:
-            none = np.full(self.layers.n_layers, np.inf)
-            views = (view for view in self.views if view.n_ranks == n_ranks)
-            found = (self._on_view(view, n_microbatches) for view in views)
-            self._known[key] = reduce(np.minimum, found, none)
-        return self._known[key]
+    def free(self, view: LogicalMesh, m: int) -> LeastSeconds:
+        """[layers]: without a memory limit, with `m` microbatches."""
+        if (view, m) not in self._free:
+            self._free[view, m] = self._without_limit(view, m)
+        return self._free[view, m]
 
-    def _on_view(self, view: LogicalMesh, m: int) -> Array:
-        cost, n_ranks = CostModel(view, self.dtype), view.n_ranks
-        whole_s, launches_s = self.shared_s
-        shares_s = (whole_s - launches_s) / n_ranks + m * launches_s
-        equal_s = np.array([shares_s[first:end].sum() for first, end in self.layers.ranges])
-        try:
-            problem = self.problems.of(cost, m, self.constraints(view)).of(cost, m)
-        except (InfeasibleError, BatchError):
-            return equal_s  # a stage may have less than what makes the whole impossible
-        optima = {kept: self._optimum(problem, kept) for kept in self._distinct}
+    def within_budget(
+        self, view: LogicalMesh, m: int, depth: int, budget_bytes: float, step_s: float, part: Part
+    ) -> Array:
+        """[first layer, last layer]: one of `LeastSeconds` within a budget, with `depth`
+        microbatches in flight; infinite if a stage cannot fit. `step_s` is about what stages take.
+        """
+        n, problem = self.layers.n_layers, self._problem(self.recomputing, view, m)
+        if problem is None:
+            return np.zeros((n, n))
+        prices = [step_s / budget_bytes * share for share in _STEPS_PER_BUDGET]
+        weights = [*(Weights(size=price) for price in prices), Weights(cost=0.0, size=1.0)]
+        groups, found = self._groups_of(self.recomputing, view, m, problem, part), []
+        for of in groups:
+            if of is None:
+                found.append(np.zeros(len(weights)))
+                continue
+            numbers = Numbers.of(of.problems.some([0], [depth]))
+            rows = np.concatenate([numbers.at(weighing).rows for weighing in weights])
+            found.append(minima(of.plan, Potentials(numbers.layout, rows)))
+        *priced, least_bytes = np.array(self._sums(found)).T
+        rest_s, limit_bytes = self._rest_s(view, m, groups), budget_bytes * (1 + BUDGET_REL)
+        best = np.zeros((n, n))
+        for price, of_layers in zip(prices, priced, strict=True):
+            best = np.maximum(best, sums_of_ranges(of_layers + rest_s) - price * limit_bytes)
+        is_too_large = np.triu(sums_of_ranges(least_bytes) > limit_bytes)
+        return np.where(is_too_large, np.inf, best)
+
+    def _without_limit(self, view: LogicalMesh, m: int) -> LeastSeconds:
+        problem, shares_s = self._problem(self.plain, view, m), self._shares_s(view, m)
+        equal_s = np.add.reduceat(shares_s, [first for first, _ in self.layers.ranges])
+        if problem is None:
+            return LeastSeconds(equal_s, equal_s)
         out = []
-        for (first, end), parts in zip(self.layers.ranges, self._parts, strict=True):
-            inside = {f for kept, _ in parts for f in optima[kept][1]}
-            rest_s = sum(
-                shares_s[i] for i in range(first, end) if self.folded.stands_for[i] not in inside
-            )
-            out.append(rest_s + sum(n * optima[kept][0] for kept, n in parts))
-        return np.maximum(out, equal_s)
+        for part in get_args(Part):
+            groups = self._groups_of(self.plain, view, m, problem, part)
+            found = [
+                np.zeros(1)
+                if of is None
+                else minima(of.plan, Numbers.of(of.problems.some([0])).at(Weights()))
+                for of in groups
+            ]
+            least_s = np.concatenate(self._sums(found)) + self._rest_s(view, m, groups)
+            out.append(np.maximum(least_s, equal_s))
+        return LeastSeconds(*out)
 
-    def _optimum(
-        self, problem: IntraOpProblem, kept: frozenset[int]
-    ) -> tuple[float, frozenset[int]]:
-        """The least seconds of the groups within these operators, and which of the operators are in
-        such groups."""
+    def _problem(
+        self, families: ProblemFamilies, view: LogicalMesh, m: int
+    ) -> IntraOpProblem | None:
+        """None if the whole program is impossible on the view; a stage may have less of it."""
+        cost = CostModel(view, self.dtype)
+        try:
+            return families.of(cost, m, self.constraints).of(cost, m)
+        except (InfeasibleError, BatchError):
+            return None
+
+    def _groups_of(
+        self, families: ProblemFamilies, view: LogicalMesh, m: int, problem: IntraOpProblem,
+        part: Part,
+    ) -> list[_Groups | None]:  # fmt: skip
+        """The problem of each of `_distinct`; None if it is too large to solve."""
+        key = families is self.plain, view, m, part
+        if key not in self._kept:
+            self._kept[key] = [self._groups(problem, kept, part) for kept in self._distinct]
+        return self._kept[key]
+
+    def _groups(self, problem: IntraOpProblem, kept: frozenset[int], part: Part) -> _Groups | None:
         names = {self.folded.analysis.operators[f].name: f for f in kept}
         groups = [
             v
             for v, c in enumerate(problem.candidates)
             if all(member.name in names for member in c.group.members)
         ]
-        part = _within(problem.numbers, frozenset(groups), len(problem.candidates))
+        modes = (of.variable for of in problem.modes if not names.keys().isdisjoint(of.operators))
+        inside = {*groups, *(v for v in modes if v is not None)}
+        variables = _variables_within(problem.numbers, inside, len(problem.candidates))
+        numbers = _of_variables(problem.numbers, variables)
+        if part == "work_s":
+            numbers = _without(numbers, _of_variables(problem.once_problem, variables))
+        stored = set(problem.parameter_variables.values())
+        inside_stored = frozenset(i for i, v in enumerate(variables) if v in stored)
+        problems = replace(ChoiceProblems.alone(numbers), stored=inside_stored)
         try:
-            found_s, _ = minimise(
-                plan_elimination(part, TableLimits()), Potentials.of(part, Weights())
-            )
+            plan = plan_elimination(problems.some([0]), TableLimits())
         except TooWide:
-            return 0.0, frozenset()
+            return None
         members = (m.name for v in groups for m in problem.candidates[v].group.members)
-        return found_s, frozenset(names[name] for name in members)
+        return _Groups(problems, plan, frozenset(names[name] for name in members))
+
+    def _sums(self, of_distinct: Sequence[Array]) -> list[Array]:
+        """Per layer, the sum of what is known of each part of `_distinct`."""
+        place = {kept: i for i, kept in enumerate(self._distinct)}
+        nothing = np.zeros_like(of_distinct[0])
+        return [
+            sum((n * of_distinct[place[kept]] for kept, n in parts), start=nothing)
+            for parts in self._parts
+        ]
+
+    def _rest_s(self, view: LogicalMesh, m: int, found: Sequence[_Groups | None]) -> Array:
+        """[layers]: equal shares of the operators that are in no group of the layer's parts."""
+        of_kept, out = dict(zip(self._distinct, found, strict=True)), []
+        shares_s = self._shares_s(view, m)
+        for layer, parts in zip(self.layers.ranges, self._parts, strict=True):
+            groups = (of_kept[kept] for kept, _ in parts)
+            inside = {f for of in groups if of is not None for f in of.operators}
+            rest = (shares_s[i] for i in range(*layer) if self.folded.stands_for[i] not in inside)
+            out.append(sum(rest))
+        return np.array(out, dtype=np.float64)
+
+    def _shares_s(self, view: LogicalMesh, m: int) -> Array:
+        """[operators]: seconds of a step in equal shares."""
+        whole_s, launches_s = self.shared_s
+        shares_s: Array = (whole_s - launches_s) / view.n_ranks + m * launches_s
+        return shares_s
 
     @cached_property
-    def _parts(self) -> list[list[Part]]:
+    def _parts(self) -> list[list[Alike]]:
         out = []
         for first, end in self.layers.ranges:
             times = Counter(self.folded.stands_for[first:end])
@@ -128,27 +237,47 @@ class LayerBounds:
         return list(dict.fromkeys(kept for parts in self._parts for kept, _ in parts))
 
 
-def _within(numbers: ChoiceProblem, groups: frozenset[int], n_groups: int) -> ChoiceProblem:
-    """The problem of these groups, and of the other variables that only they are joined to."""
-    beside: dict[int, set[int]] = {}
+def _variables_within(numbers: ChoiceProblem, inside: set[int], n_groups: int) -> list[int]:
+    """These variables, and all that are joined to some of them and to no other group."""
+    near: dict[int, set[int]] = {}
     for edge in numbers.edges:
-        beside.setdefault(edge.u, set()).add(edge.v)
-        beside.setdefault(edge.v, set()).add(edge.u)
-    inside = set(groups)
-    inside.update(
-        v
-        for v in range(n_groups, numbers.n_variables)
-        if (near := beside.get(v, set())) & groups and {u for u in near if u < n_groups} <= groups
-    )
-    order = sorted(inside)
-    place = {v: i for i, v in enumerate(order)}
+        near.setdefault(edge.u, set()).add(edge.v)
+        near.setdefault(edge.v, set()).add(edge.u)
+    found, n_before = set(inside), -1
+    while len(found) > n_before:  # some are joined to others alone
+        n_before = len(found)
+        for v in range(n_groups, numbers.n_variables):
+            of_v = near.get(v, set())
+            if of_v & found and {u for u in of_v if u < n_groups} <= inside:
+                found.add(v)
+    return sorted(found)
+
+
+def _of_variables(numbers: ChoiceProblem, variables: Sequence[int]) -> ChoiceProblem:
+    """The problem of some variables, and of the edges between them."""
+    place = {v: i for i, v in enumerate(variables)}
     edges = (
         replace(edge, u=place[edge.u], v=place[edge.v])
         for edge in numbers.edges
         if edge.u in place and edge.v in place
     )
     return ChoiceProblem(
-        tuple(numbers.names[v] for v in order), tuple(numbers.cost_s[v] for v in order),
-        tuple(numbers.tie[v] for v in order), tuple(numbers.bytes[v] for v in order),
+        tuple(numbers.names[v] for v in variables), tuple(numbers.cost_s[v] for v in variables),
+        tuple(numbers.tie[v] for v in variables), tuple(numbers.bytes[v] for v in variables),
         tuple(edges), is_checked=True,
     )  # fmt: skip
+
+
+def _without(numbers: ChoiceProblem, once: ChoiceProblem) -> ChoiceProblem:
+    """The problem without the costs of another; what is forbidden stays so."""
+
+    def less(cost_s: Array, once_s: Array) -> Array:
+        out = np.full(cost_s.shape, np.inf)
+        return np.subtract(cost_s, once_s, out=out, where=np.isfinite(cost_s))
+
+    pairs = zip(numbers.edges, once.edges, strict=True)
+    return replace(
+        numbers,
+        cost_s=tuple(less(*pair) for pair in zip(numbers.cost_s, once.cost_s, strict=True)),
+        edges=tuple(replace(a, cost_s=less(a.cost_s, b.cost_s)) for a, b in pairs),
+    )

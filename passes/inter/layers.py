@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -47,12 +46,11 @@ class Layers:
     """Consecutive operators, grouped into layers.
 
     Layers 0 to l hold the first `ends[l]` operators. `flops[l]` are the forward FLOPs of layer l
-    for the global batch. `crossing[b]` are the values that cross between layers b and b + 1.
+    for the global batch.
     """
 
     ends: tuple[int, ...]
     flops: tuple[float, ...]
-    crossing: tuple[tuple[str, ...], ...]
 
     @property
     def n_layers(self) -> int:
@@ -89,7 +87,6 @@ def find_layers(
     return Layers(
         ends,
         tuple(math.fsum(flops[a:b]) for a, b in itertools.pairwise((0, *ends))),
-        tuple(_crossing(analysis, ends[:-1])),
     )
 
 
@@ -197,19 +194,6 @@ def _fewer(
     # Each part joins two layers, or three, and so on: parts are as even as the layers are.
     n_parts = math.ceil(len(weights) / math.ceil(len(weights) / n_most))
     return [chosen[last] for last in balanced(weights, max(n_parts, n_least))[:-1]]
-
-
-def _crossing(analysis: Analysis, ends: Sequence[int]) -> list[tuple[str, ...]]:
-    """Per end, the values made in the first `end` operators and read later; `ends` must rise."""
-    last_read: dict[str, int] = {}
-    for i, operator in enumerate(analysis.operators):
-        last_read |= dict.fromkeys(operator.inputs, i)
-    found: list[list[str]] = [[] for _ in ends]
-    for i, operator in enumerate(analysis.operators):
-        for name in operator.outputs:
-            for at in range(bisect_right(ends, i), bisect_right(ends, last_read.get(name, i))):
-                found[at].append(name)
-    return [tuple(values) for values in found]
 
 
 def sums_of_ranges(of_layers: Array) -> Array:

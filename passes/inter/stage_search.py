@@ -1,159 +1,319 @@
-"""The stage search for one number of microbatches: the best plans, ranked by score.
+"""The pipelines with one number of microbatches, and bounds on stages, made where they matter.
 
-A configuration is a placement of the whole program on a view, with the cost of every range of
-layers as a stage (`tables.py`). It is offered at every place that it may have in its node, because
-a stage waits for what its neighbours send: a stage smaller than a node receives over the link
-inside the node, unless it is the first or the last of its node (`submeshes.py`).
+    for plan in search.plans(limit_s):      best first, by the bounds of its stages
+        search.tighten(plan, solve)         until the best plan's stages are all solved
 
-The search is exact for the closed form over these numbers (`passes/solvers/stages/search.py`). The
-plans found are ranked by their scores (`score.py`).
+What a stage takes at least is known on four levels. Each holds for every placement of it:
+
+    shared    equal shares of operators and parameters (`bounds.py`)
+    free      the optima of its layers on its view, without a memory limit (`layer_bounds.py`)
+    budget    the same with a price for bytes, and with recompute
+    solved    the bound of its own problem (`passes/intra`)
+
+A level is computed for a stage only if the stage is in the best plan of the levels before. Whatever
+it says holds for all stages alike: of equal layers on the same view, with as many microbatches in
+flight, or more. A stage has the view on which it is the fastest, and is solved once no other view
+may be faster.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass, field
+import math
+from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
+from typing import NamedTuple, get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost.hardware import Hardware
-from autopar.mesh import LogicalMesh, Mesh
-from autopar.passes.inter.estimates import Estimates
-from autopar.passes.inter.layers import Layers
-from autopar.passes.inter.score import MessageSeconds, score_s
-from autopar.passes.inter.submeshes import SubmeshPlace, places_of
-from autopar.passes.inter.tables import StageTable
-from autopar.passes.solvers.problem import Infeasible
-from autopar.passes.solvers.stages import StagePlan, StageProblem, solve_stages
+from autopar.passes.inter.candidate import Candidate
+from autopar.passes.inter.layer_bounds import Part
+from autopar.passes.inter.layers import sums_of_ranges
+from autopar.passes.inter.space import PipelineSpace
+from autopar.passes.solvers.stages import CostToGo, StageChoice, StageProblem, least_span_s, plans
 
-# How many plans one search returns, and how far (relative) they may be from the best. Both are
-# small, because proving the order of many nearly equal plans takes long.
-_PLANS_PER_COUNT = 6
-_WITHIN = 0.02
-# Small problems are fast to search, so they return more plans. Scores are up to 10% below the
-# closed form, because with few microbatches unequal stages wait less for each other.
-_FEW_STAGES = 500
-_PLANS_OF_FEW, _WITHIN_OF_FEW = 12, 0.1
-# The numbers are estimates, so plans closer than this (relative) need not be told apart.
-_GAP_GOAL = 1e-3
+# Plans whose bounds are closer than this (relative) are in no order.
+_STEP_REL = 1e-3
+Array = NDArray[np.float64]
+# A view, a level, and what is bounded.
+Key = tuple[int, int, Part]
 
 
-@dataclass(frozen=True)
-class SearchedPlan:
-    """A plan of the stage search: the last layer, view and configuration of every stage.
+class StageBound(NamedTuple):
+    """Least seconds of a stage in a step: all, and those of its microbatches alone. Infinite: it
+    does not fit. `is_settled`: nothing more can be known."""
 
-    `objective_s` is its step time by the closed form, `estimate_s` its score with the same numbers.
+    whole_s: float
+    work_s: float
+    is_settled: bool = True
+
+
+# (pipeline, stage) -> what the stage takes, solved alone.
+Solve = Callable[[Candidate, int], StageBound]
+
+
+class StagePlan(NamedTuple):
+    """A pipeline by its stages. No step of it is below `bound_s`, by the bounds of its stages."""
+
+    bound_s: float
+    stages: tuple[StageChoice, ...]
+
+
+class StageSearch:
+    """The pipelines of `space` with `m` microbatches. Only stages that alone may be below `most_s`
+    are kept.
+
+    bound_s     no plan is below it, but those that were tried
+    tried       plans that are left out, by layers and devices of their stages
+    given_up_s  the least bound of those whose step is not known
+    n_in_vain   how many of them were tried last in a row; the caller counts both
+
+    There is a row for every range of layers on every view. At level j, j stages come after it, at
+    the last level j or more. A *cell* is a range on a number of devices.
     """
 
-    n_microbatches: int
-    last_layers: tuple[int, ...]
-    views: tuple[LogicalMesh, ...]
-    configs: tuple[int, ...] = field(compare=False)
-    objective_s: float = field(compare=False)
-    estimate_s: float = field(compare=False)
+    def __init__(self, space: PipelineSpace, m: int, most_s: float) -> None:
+        self.space, self.m = space, m
+        self.bound_s, self.given_up_s, self.n_in_vain = 0.0, math.inf, 0
+        self.tried: set[tuple[StageChoice, ...]] = set()
+        self._free, self._in_budget = set[int](), set[Key]()
+        columns = []
+        for view, mesh in enumerate(space.views):
+            each_s = space.bounds.each_s(mesh.n_ranks, m)
+            may_be = space.bounds.may_be(mesh.n_ranks) & (m * each_s <= most_s)
+            first, last = np.nonzero(may_be)
+            size = np.full_like(first, space.sizes.index(mesh.n_ranks))
+            columns.append((first, last, size, np.full_like(first, view), each_s[may_be]))
+        *keys, each_s = map(np.concatenate, zip(*columns, strict=True))
+        order = np.lexsort(np.stack(keys[::-1]))
+        self._first, self._last, self._size, self._view = (key[order] for key in keys)
+        most = min(space.layers.n_layers, space.mesh.n_ranks // min(space.sizes), m)
+        self._n_levels = space.n_stages or (1 if space.is_gpipe else most)
+        self._added_s = np.repeat(each_s[order][:, None], self._n_levels, axis=1)
+        self._work_s = m * self._added_s
+        self._whole_s = m * self._added_s
+        self._is_solved = np.zeros_like(self._whole_s, dtype=bool)
 
     @property
-    def ranges(self) -> tuple[tuple[int, int], ...]:
-        """First and last layer of each stage."""
-        firsts = (0, *(last + 1 for last in self.last_layers))
-        return tuple(zip(firsts, self.last_layers, strict=False))
+    def n_stages(self) -> int:
+        """How many ranges of layers on views may be stages."""
+        return len(self._first)
 
+    @property
+    def least_s(self) -> float:
+        """Lower bound on all plans whose step is not known; infinite: there is none."""
+        return min(self.bound_s, self.given_up_s)
 
-@dataclass(frozen=True, eq=False)
-class StageSearch:
-    """The search for plans with `n_microbatches` whose stages are among `configs`.
+    def plans(self, limit_s: float) -> Iterator[StagePlan]:
+        """Plans that may be below `limit_s`, the best first, up to `_STEP_REL`.
 
-    `learns[first layer, last layer]` says whether a stage has a parameter to optimise.
-    """
-
-    mesh: Mesh
-    hardware: Hardware
-    schedule: str
-    layers: Layers
-    learns: NDArray[np.bool_]
-    estimates: Estimates
-    n_microbatches: int
-    configs: Sequence[StageTable]
-
-    def problem(self, n_stages: int | None, budget_bytes: float) -> StageProblem | None:
-        """The stage problem, with every configuration at every possible place.
-
-        None if there is no configuration.
+        A plan takes at least as long as each of its stages, and at least the span of their work.
+        So plans within some seconds have only stages within them, and the recurrence says whether
+        there are any. These seconds rise from the bound that is proven. A plan that is given out
+        counts as tried, unless it is tightened.
         """
-        configs, placed, m = self.configs, self._placed, self.n_microbatches
-        if not configs:
-            return None
-        at = [c for c, _ in placed]
-        static, activation = (
-            np.stack([configs[c].ranges(part) for c in at], axis=-1)
-            for part in ("static", "activation")
-        )
-        if self.schedule == "gpipe":  # all microbatches are in flight at once, on every stage
-            static, activation = static + m * activation, np.zeros_like(activation)
-        tables = [self.estimates.tables(m, config) for config in configs]
-        time = [tables[c][0] + configs[c].messages(p.before, p.after) for c, p in placed]
-        return StageProblem(
-            np.where(self.learns[:, :, None], np.stack(time, axis=-1), np.inf),
-            np.stack([tables[c][1] for c in at], axis=-1),
-            static,
-            activation,
-            tuple(configs[c].view.n_ranks for c in at),
-            self.mesh.n_ranks,
-            m,
-            budget_bytes,
-            n_stages,
-            self.mesh.devices_per_node,
-            tuple(place.offsets for _, place in placed),
+        if not self.n_stages:
+            self.bound_s = math.inf
+            return
+        self.bound_s = max(self.bound_s, least_span_s(self._problem(math.inf)))
+        while self.bound_s < limit_s:
+            within_s = min(self.bound_s * (1 + _STEP_REL), limit_s)
+            problem = self._problem(within_s)
+            to_go = CostToGo(problem)
+            for span_s, found in plans(to_go, within_s):
+                stages = tuple(map(problem.choice, found))
+                if stages not in self.tried:
+                    self.tried.add(stages)
+                    yield StagePlan(max(span_s, self.bound_s), self._on_views(found))
+            if to_go.least_s > within_s:
+                within_s = self._next_s(within_s)
+            elif within_s >= self._most_of_all_s:
+                within_s = math.inf
+            self.bound_s = within_s
+
+    def _next_s(self, within_s: float) -> float:
+        """The least bound of any plan, if none is within these seconds; infinite: there is none.
+
+        The more seconds stages may take, the shorter is the least span. Where it meets them is the
+        bound.
+        """
+        whole_s, *_ = self._of_cells
+        longer_s = np.unique(whole_s[(whole_s > within_s) & np.isfinite(whole_s)])
+        low, high = 0, len(longer_s)
+        while low < high:
+            middle = (low + high) // 2
+            most_s = float(longer_s[middle])
+            if least_span_s(self._problem(most_s)) <= most_s:
+                high = middle
+            else:
+                low = middle + 1
+        before_s = float(longer_s[low - 1]) if low else within_s
+        next_s = float(longer_s[low]) if low < len(longer_s) else math.inf
+        return min(next_s, least_span_s(self._problem(before_s)))
+
+    def tighten(self, plan: StagePlan, solve: Solve) -> bool:
+        """Put stages of a plan on a further level; False if all are solved."""
+        is_known = self._is_known(plan, solve)
+        if not is_known:
+            self.tried.discard(self._cells_of(plan))
+        return not is_known
+
+    def solve_all(self, plan: StagePlan, solve: Solve, limit_s: float) -> bool:
+        """Solve the stages of a plan, which then counts as tried; False if it is not below
+        `limit_s`."""
+        while self.least_of(plan.stages) < limit_s:
+            if self._is_known(plan, solve):
+                self.tried.add(self._cells_of(plan))
+                return True
+        return False
+
+    def _cells_of(self, plan: StagePlan) -> tuple[StageChoice, ...]:
+        """Its stages by their number of devices, in place of a view."""
+        views, sizes = self.space.views, self.space.sizes
+        return tuple(
+            stage._replace(config=sizes.index(views[stage.config].n_ranks)) for stage in plan.stages
         )
 
-    def plans(self, n_stages: int | None, budget_bytes: float) -> list[SearchedPlan]:
-        """The best plans with at least two stages, or with exactly `n_stages`."""
-        problem = self.problem(n_stages, budget_bytes)
-        if problem is None:
-            return []
-        n_best, within = _PLANS_PER_COUNT, _WITHIN
-        if problem.time_s.size <= _FEW_STAGES:
-            n_best, within = max(n_best, _PLANS_OF_FEW), max(within, _WITHIN_OF_FEW)
-        found = solve_stages(problem, n_best, _GAP_GOAL, within)
-        if isinstance(found, Infeasible):
-            return []
-        return list(dict.fromkeys(map(self._planned, found)))
+    def _is_known(self, plan: StagePlan, solve: Solve) -> bool:
+        """As `tighten`, the other way round."""
+        views, (rows, levels) = [s.config for s in plan.stages], self._places(plan.stages)
+        if unknown := set(views) - self._free:
+            for view in sorted(unknown):
+                self._add_free(view)
+            return False
+        for part in get_args(Part):
+            wanted = {(*at, part) for at in zip(views, levels, strict=True)}
+            if new := wanted - self._in_budget:
+                for key in sorted(new):
+                    self._add_budget(key, plan.bound_s)
+                return False
+        unsolved = [
+            (float(self._whole_s[row, level]), k)
+            for k, (row, level) in enumerate(zip(rows, levels, strict=True))
+            if not self._is_solved[row, level]
+        ]
+        if not unsolved:
+            return True
+        _, k = max(unsolved)  # the longest: if it alone is too slow, no other needs to be solved
+        found = solve(self.space.candidate(self.m, plan.stages), k)
+        alike, level = self._alike == self._alike[rows[k]], levels[k]
+        self._is_solved[alike, level] = found.is_settled
+        self._raise(self._whole_s, alike, slice(level, None), found.whole_s)
+        self._raise(self._work_s, alike, slice(level, None), found.work_s)
+        if math.isfinite(found.work_s):
+            self._raise(self._added_s, alike, slice(level, level + 1), found.work_s / self.m)
+        return False
+
+    def least_of(self, stages: Sequence[StageChoice]) -> float:
+        """The bound on one plan so far."""
+        at = self._places(stages)
+        each_s = np.minimum(self._added_s, self._work_s)[at]
+        before_s = np.cumsum(each_s) - each_s
+        return float(max(self._whole_s[at].max(), (before_s + self._work_s[at]).max()))
+
+    def _places(self, stages: Sequence[StageChoice]) -> tuple[list[int], list[int]]:
+        """The row and the level of every stage."""
+        n = len(stages)
+        levels = [min(n - 1 - k, self._n_levels - 1) for k in range(n)]
+        return [self._rows[stage] for stage in stages], levels
+
+    def _add_free(self, view: int) -> None:
+        found = self.space.layer_bounds.free(self.space.views[view], self.m)
+        rows = self._view == view
+        at = self._first[rows], self._last[rows]
+        whole_s, work_s = (sums_of_ranges(of_layers)[at][:, None] for of_layers in found)
+        self._raise(self._whole_s, rows, slice(None), whole_s)
+        self._raise(self._work_s, rows, slice(None), work_s)
+        self._raise(self._added_s, rows, slice(None), work_s / self.m)
+        self._free.add(view)
+
+    def _add_budget(self, key: Key, step_s: float) -> None:
+        (view, level, part), space = key, self.space
+        depth, rows = space.depth(self.m, level + 1), self._view == view
+        found = space.layer_bounds.within_budget(
+            space.views[view], self.m, depth, space.budget_bytes, step_s, part
+        )
+        seconds = found[self._first[rows], self._last[rows]][:, None]
+        of = self._whole_s if part == "whole_s" else self._work_s
+        # More microbatches in flight need more memory, so they take no less.
+        self._raise(of, rows, slice(level, None), seconds)
+        self._in_budget.add(key)
+
+    def _raise(
+        self, of: Array, rows: NDArray[np.bool_], levels: slice, seconds: Array | float
+    ) -> None:
+        of[rows, levels] = np.maximum(of[rows, levels], seconds)
+        self.__dict__.pop("_of_cells", None)
 
     @cached_property
-    def _placed(self) -> list[tuple[int, SubmeshPlace]]:
-        """Every configuration, by index, at every place."""
-        return [
-            (c, place)
-            for c, config in enumerate(self.configs)
-            for place in places_of(self.mesh, self.hardware, config.view.n_ranks)
-        ]
+    def _of_cells(self) -> tuple[Array, Array, Array]:
+        """What each cell takes at least: all, its work, and what it adds, [cells, levels] each.
 
-    def _planned(self, plan: StagePlan) -> SearchedPlan:
-        configs = tuple(self._placed[stage.config][0] for stage in plan.stages)
-        return SearchedPlan(
-            self.n_microbatches,
-            tuple(stage.last for stage in plan.stages),
-            tuple(self.configs[c].view for c in configs),
-            configs,
-            plan.objective_s,
-            self._score_s(plan),
-        )
+        The latter two are those of its fastest view, if that is solved.
+        """
+        starts = self._cells
+        whole_s = np.minimum.reduceat(self._whole_s, starts)
+        is_best = self._whole_s == np.repeat(whole_s, np.diff([*starts, self.n_stages]), axis=0)
+        counts = is_best & self._is_solved
+        work_s, added_s = (_least(of, starts, counts) for of in (self._work_s, self._added_s))
+        return whole_s, work_s, added_s
 
-    def _score_s(self, plan: StagePlan) -> float:
-        """The score of a plan; of two neighbours, the one with the slower messages counts."""
-        every, m = self.configs, self.n_microbatches
-        at = [(*self._placed[stage.config], stage.last) for stage in plan.stages]
-        seconds = [
-            self.estimates.of(m, every[c], stage.first, stage.last)
-            for (c, _, _), stage in zip(at, plan.stages, strict=True)
+    def _problem(self, within_s: float) -> StageProblem:
+        """The cells that alone take at most so long."""
+        space, starts, (whole_s, work_s, added_s) = self.space, self._cells, self._of_cells
+        work_s = np.where(whole_s <= within_s, work_s, np.inf)
+        return StageProblem(
+            self._first[starts], self._last[starts], self._size[starts], work_s,
+            np.minimum(added_s, work_s), tuple(space.sizes), space.layers.n_layers,
+            space.mesh.n_ranks, space.n_stages, space.mesh.devices_per_node,
+        )  # fmt: skip
+
+    def _on_views(self, cells: Sequence[int]) -> tuple[StageChoice, ...]:
+        """The stages of some cells, each on its fastest view; a solved one, if several are."""
+        out, ends = [], [*self._cells[1:], self.n_stages]
+        for k, cell in enumerate(cells):
+            level, start = min(len(cells) - 1 - k, self._n_levels - 1), self._cells[cell]
+            of_views = self._whole_s[start : ends[cell], level]
+            solved = self._is_solved[start : ends[cell], level]
+            row = start + int(np.lexsort((~solved, of_views))[0])
+            columns = self._first[row], self._last[row], self._view[row]
+            out.append(StageChoice(*map(int, columns)))
+        return tuple(out)
+
+    @property
+    def _most_of_all_s(self) -> float:
+        """No plan that may fit takes longer, or has a longer span."""
+        whole_s, work_s, added_s = self._of_cells
+        fits = np.isfinite(whole_s)
+        spans_s = work_s[fits].max(initial=0.0) + self._n_levels * added_s[fits].max(initial=0.0)
+        return float(max(spans_s, whole_s[fits].max(initial=0.0)))
+
+    @cached_property
+    def _cells(self) -> NDArray[np.intp]:
+        """The first row of each cell."""
+        keys = np.stack((self._first, self._last, self._size))
+        is_new = np.any(keys[:, 1:] != keys[:, :-1], axis=0)
+        return np.flatnonzero(np.concatenate(([True], is_new)))
+
+    @cached_property
+    def _rows(self) -> dict[StageChoice, int]:
+        columns = zip(self._first.tolist(), self._last.tolist(), self._view.tolist(), strict=True)
+        return {StageChoice(*of): row for row, of in enumerate(columns)}
+
+    @cached_property
+    def _alike(self) -> NDArray[np.int64]:
+        """[rows]: equal numbers for stages of equal layers on the same view."""
+        kinds = self.space.kinds
+        known: dict[object, int] = {}
+        out = [
+            known.setdefault((*kinds[first : last + 1], view), len(known))
+            for first, last, view in self._rows
         ]
-        messages = []
-        for k, ((c, place, last), (other, _, _)) in enumerate(itertools.pairwise(at)):
-            traffic = [every[i].traffic for i in (c, other)]
-            forward_s = max(float(t.forward_s(place.after)[last]) for t in traffic)
-            backward_s = max(float(t.backward_s(place.after)[last]) for t in traffic)
-            messages.append(MessageSeconds(k, k + 1, forward_s, backward_s))
-        return score_s(self.schedule, m, seconds, messages)
+        return np.array(out, dtype=np.int64)
+
+
+def _least(of_rows: Array, starts: NDArray[np.intp], counts: NDArray[np.bool_]) -> Array:
+    """[cells, levels]: the least of the rows that count, or of all if none does."""
+    some = np.minimum.reduceat(np.where(counts, of_rows, np.inf), starts)
+    found: Array = np.where(np.isfinite(some), some, np.minimum.reduceat(of_rows, starts))
+    return found

@@ -132,7 +132,7 @@ class ProblemBuilder:
             dict(self.boundary_variables), crossing, tuple(self.modes), self.maker.hiding,
             self.cases.counts, dict(self.hidable), dict(self.may_be_last), self.launches_s,
         )  # fmt: skip
-        return IntraOpProblems(numbers, first, self.tables)
+        return IntraOpProblems(numbers, first)
 
     def _add_boundary(self, value: str, side: Side) -> int:
         """Add a variable for the spec of a crossing value; all specs cost the same to send."""

@@ -31,7 +31,7 @@ from autopar.passes.intra.parameters import ParameterMaker
 from autopar.passes.intra.priced import Prices
 from autopar.passes.intra.problem import IntraOpProblem, IntraOpProblems
 from autopar.passes.intra.recompute_choice import add_recompute
-from autopar.passes.reshard import ReshardTable, priced_alike
+from autopar.passes.reshard import priced_alike
 from autopar.rules import rule_for
 
 Array = NDArray[np.float64]
@@ -279,7 +279,3 @@ class ProblemBatch:
         if case not in self._of:
             self._of[case] = self.problems.of(self.cases.index(case))
         return self._of[case]
-
-    def table(self, value: str, cost: CostModel, n_microbatches: int) -> ReshardTable:
-        """The priced reshards of a value that is not a parameter."""
-        return self.problems.tables_of(value).of(self.place(cost, n_microbatches))

@@ -7,7 +7,7 @@ no collective runs. `LeastRerun` says what a memory budget costs at least in rec
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
@@ -121,32 +121,25 @@ class LeastRerun:
     analysis: Analysis
     recomputable: Recomputable
     cost: CostModel
+    _known: dict[int, list[tuple[float, float]]] = field(default_factory=dict, init=False)
 
     def __call__(self, n_microbatches: int, n_in_flight: int, budget_bytes: float) -> float:
-        """Seconds of a step, if activations have `budget_bytes` on each device."""
+        """Seconds of a step, if activations have `budget_bytes` on each device.
+
+        They are the same on all views of as many devices.
+        """
         n_ranks = self.cost.mesh.n_ranks
         kept_bytes = n_in_flight * self.analysis.kept_bytes(n_microbatches)
         missing_bytes, total_s = kept_bytes - n_ranks * budget_bytes, 0.0
-        for freed_bytes, time_s in self._steps(n_microbatches):
+        if n_microbatches not in self._known:
+            self._known[n_microbatches] = self._steps(n_microbatches)
+        for freed_bytes, time_s in self._known[n_microbatches]:
             if missing_bytes <= 0:
                 break
             freed_bytes *= n_in_flight
             total_s += time_s * min(1.0, missing_bytes / freed_bytes)
             missing_bytes -= freed_bytes
         return total_s
-
-    def shares(self, n_microbatches: int) -> Iterator[tuple[int, float, float]]:
-        """(first operator, bytes of one microbatch, device-seconds of a step without launches) of
-        each range's way from one mode to a leaner one, cheapest first."""
-        n_accumulated = self.analysis.batch.n_accumulated
-        modes = [mode for mode in self.recomputable.modes if mode is not None]
-        for r, operators in enumerate(self._ranges.every):
-            points = []
-            for mode in modes:
-                freed_bytes, (whole_s, launches_s) = self._again(r, mode, n_microbatches)
-                points.append((freed_bytes, float(whole_s - launches_s) * n_accumulated))
-            for freed_bytes, device_s in _hull(points):
-                yield operators[0], freed_bytes, device_s
 
     def _steps(self, n_microbatches: int) -> list[tuple[float, float]]:
         """(bytes freed, seconds) of each range from one mode to a leaner one, cheapest first."""

@@ -14,7 +14,7 @@ together (`builder.py`), and every array of numbers starts with an axis of cases
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -25,13 +25,12 @@ from autopar.options import Recompute
 from autopar.passes.analysis import Side
 from autopar.passes.intra.candidates import GroupCandidates
 from autopar.passes.intra.hiding import NOTHING_HIDDEN, HidableCosts, Hiding, Parts, Weights
-from autopar.passes.reshard import ReshardTables, SpecColumn
+from autopar.passes.reshard import SpecColumn
 from autopar.passes.solvers.problem import (
     BoolArray,
     ChoiceProblem,
     ChoiceProblems,
     Edge,
-    SomeProblems,
 )
 from autopar.placement import Spec
 from autopar.program import OperatorStrategy, Recomputed, Storage
@@ -218,11 +217,6 @@ class IntraOpProblems:
 
     numbers: ChoiceProblems
     first: IntraOpProblem
-    tables_of: Callable[[str], ReshardTables]
-
-    def in_flight(self, cases: Sequence[int], depths: Sequence[int]) -> SomeProblems:
-        """The numbers of some cases, each with its number of microbatches in flight."""
-        return self.numbers.some(cases, depths)
 
     def of(self, case: int) -> IntraOpProblem:
         """The problem of one case."""

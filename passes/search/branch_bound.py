@@ -6,8 +6,8 @@
 
 A *node* is a set of plans, and its `bound_s` is a lower bound on the step of each. The *incumbent*
 is the fastest plan simulated so far. So when the loop ends, no plan is faster than the incumbent by
-more than the tolerance, if the bounds hold. Left out are nodes that nothing refines further, as of
-pipelines (`several_stages.py`); `BranchAndBound.bound_s` counts them. The order in which nodes are
+more than the tolerance, if the bounds hold. Left out are nodes that nothing refines further, and
+those that were given up; `BranchAndBound.bound_s` counts them. The order in which nodes are
 proposed does not matter. Of bounds that are equal to the tolerance, a solved plan is first, because
 it may end the search.
 
@@ -42,7 +42,6 @@ class Node:
     recipe      the plain recipe that makes its plans
     is_rival    its plans are some of another node, looked for in another way
     note        what is said of it instead of its bound
-    estimate_s  of its fastest plan; it only decides what is refined first
     given_up_s  refining finds none below these seconds; that there is none is not proven
     """
 
@@ -55,13 +54,12 @@ class Node:
     recipe: str = ""
     is_rival: bool = False
     note: str = ""
-    estimate_s: float = 0.0
     given_up_s: float = 0.0
 
     @property
     def turn(self) -> tuple[float, str, str]:
         """Nodes are refined in this order."""
-        return max(self.least_s, self.estimate_s), self.name, self.level
+        return self.least_s, self.name, self.level
 
     @property
     def is_part(self) -> bool:

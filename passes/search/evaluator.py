@@ -130,7 +130,7 @@ class Evaluator:
     _representative_of: dict[Analysis, tuple[Analysis, Mapping[str, str] | None]] = field(
         default_factory=dict
     )
-    _least_rerun: dict[tuple[Analysis, LogicalMesh], LeastRerun] = field(default_factory=dict)
+    _least_rerun: dict[tuple[Analysis, int], LeastRerun] = field(default_factory=dict)
     _renamed: dict[tuple[Same, Same], Chosen] = field(default_factory=dict)
     # Equal parts have equal recompute ranges. The evaluator without recompute compares them too,
     # because both share the representatives.
@@ -192,6 +192,16 @@ class Evaluator:
         """
         return self._scored(candidate, self._choices(candidate, budget_bytes, limit_s))
 
+    def solved_stage(self, candidate: Candidate, k: int, limit_s: float) -> Chosen:
+        """The placements of one stage within the budget.
+
+        If it alone cannot be below `limit_s`, the solver stops early. Raises `InfeasibleError` if
+        nothing fits.
+        """
+        layout = candidate.stages[k]
+        stage = self._stage(candidate.ends, k, layout, candidate.n_microbatches)
+        return self._choose(stage, self.budget_bytes, limit_s)
+
     def without_activations(self, candidate: Candidate, limit_s: float = math.inf) -> Scored:
         """A lower bound on all choices of recompute: activations need no bytes, nothing runs again.
 
@@ -204,6 +214,10 @@ class Evaluator:
 
     def _scored(self, candidate: Candidate, choices: Sequence[Chosen]) -> Scored:
         m = candidate.n_microbatches
+        if not all(math.isfinite(chosen.objective_s) for chosen in choices):
+            raise InfeasibleError(  # chosen on the abstract machine
+                "this machine forbids what the recipe does", hint="choose other degrees"
+            )
         if len(choices) == 1:
             return Scored(candidate, tuple(choices), choices[0].objective_s)
         parts, loss = self.parts(candidate.ends), self.analysis.program.loss
@@ -306,7 +320,7 @@ class Evaluator:
             return 0.0
         part, view, limits = stage.part, stage.layout.view, stage.layout.constraints
         cost = CostModel(view, self.dtype)
-        key = part, view.canonical
+        key = part, view.n_ranks
         if key not in self._least_rerun:
             self._least_rerun[key] = LeastRerun(part, self.recomputable, cost)
         static = least_static_bytes(part, cost, self.options.optimizer, limits)

@@ -20,15 +20,17 @@ from autopar.cost.hardware import Hardware, resolve
 from autopar.cost.laws import CostModel
 from autopar.errors import InfeasibleError, MeshError, OptionError
 from autopar.mesh import LogicalMesh, Mesh, factored_view
-from autopar.options import Options
+from autopar.options import Manual, Options
 from autopar.passes.analysis import Analysis, compute_dtype, microbatch_counts
 from autopar.passes.inter import (
     Candidate,
+    PipelineSpace,
     all_views,
     check_degrees,
     check_pinned_axes,
+    check_ranks,
     distinct_views,
-    joint_search,
+    megatron_pipelines,
     n_operators,
     submesh_sizes,
 )
@@ -109,19 +111,22 @@ class Planner:
 
     @cached_property
     def proposals(self) -> Proposals:
-        on = self.analysis, self.mesh, self.hardware, self.options
-        return Proposals(*on, self.budget_bytes, self._prices)
+        return Proposals(self.analysis, self.mesh, self.hardware, self.options)
 
     @cached_property
     def pipelines(self) -> SeveralStages | None:
         """The nodes of several stages; None if there are none to search."""
-        stages = self.options.stages
-        if isinstance(stages, tuple) or self.options.manual is not None:
+        stages, is_manual = self.options.stages, self.options.manual is not None
+        if isinstance(stages, tuple) or is_manual or self.mesh.n_ranks < 2:
+            return None
+        if stages == 1 or "pipeline" in self.options.forbid:
             return None
         n_stages = None if stages == "auto" else int(stages)
+        return SeveralStages(self.levels, self._space(n_stages))
+
+    def _space(self, n_stages: int | None) -> PipelineSpace:
         on = self.analysis, self.mesh, self.hardware, self.options
-        joint = joint_search(*on, self.budget_bytes, n_stages, self.report, self._prices)
-        return None if joint is None else SeveralStages(self.levels, joint, n_stages)
+        return PipelineSpace.of(*on, self.budget_bytes, n_stages, self._prices)
 
     def run(self) -> PlanningResult:
         """The best plan; once `time_limit_s` has passed, the best so far.
@@ -154,7 +159,7 @@ class Planner:
         if not search.found:
             raise self._nothing_fits(self.levels.errors)
         chosen = search.chosen
-        bound_s = search.bound_s
+        bound_s = None if options.manual is not None else search.bound_s
         if is_timed_out and bound_s is None:  # only recipes were tried
             bound_s = least_step_s(self.analysis, CostModel(self._whole_view, self.evaluator.dtype))
         n_configurations = self.pipelines.n_configurations if self.pipelines else 0
@@ -173,15 +178,25 @@ class Planner:
         """The first incumbents; none with `force`, which pins what recipes decide."""
         options, nodes = self.options, RecipeNodes(self.levels)
         if options.manual is not None:
-            yield nodes.root(
-                "manual recipe", "", self.proposals.manual(options.manual, self.report)
-            )
+            yield from self._manual(options.manual)
         elif options.stages in ("auto", 1) and not options.force:
             views = self.proposals.views(0, self.mesh.n_ranks)
             has_batch = bool(self.analysis.batch.size)
             fixes_degrees = not isinstance(options.mesh_shape, str)
             for recipe in recipes_on(views, options.forbid, has_batch, fixes_degrees):
                 yield nodes.counted(recipe)
+
+    def _manual(self, manual: Manual) -> Iterator[Node]:
+        """The user's recipe; with stages, more microbatches mean a smaller bubble."""
+        check_ranks(manual, self.mesh)
+        if self.options.force:
+            raise OptionError("manual is the whole recipe; force cannot be combined with it")
+        if manual.pp == 1:
+            yield RecipeNodes(self.levels).root("manual recipe", "", self.proposals.manual(manual))
+            return
+        space = self._space(manual.pp)
+        several = SeveralStages(self.levels, space)
+        yield from several.megatron(megatron_pipelines(space, manual))
 
     def _roots(self) -> Iterator[Node]:
         stages = self.options.stages

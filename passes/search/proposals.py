@@ -10,7 +10,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from autopar.cost.hardware import Hardware
 from autopar.errors import InfeasibleError, MeshError, OptionError
@@ -19,8 +19,6 @@ from autopar.options import Manual, Options, StageOption
 from autopar.passes.analysis import Analysis, microbatch_counts, recipe_counts
 from autopar.passes.inter import (
     Candidate,
-    JointSearch,
-    Progress,
     StageLayout,
     axes_text,
     check_ranks,
@@ -29,13 +27,12 @@ from autopar.passes.inter import (
     ends_by_modules,
     n_operators,
     pins_on,
-    recipe_candidates,
     recipe_limits,
     views_of,
     views_text,
     with_pinned_axes,
 )
-from autopar.passes.intra import Constraints, Prices
+from autopar.passes.intra import Constraints
 from autopar.passes.search.evaluator import Evaluator
 
 
@@ -47,8 +44,6 @@ class Proposals:
     mesh: Mesh
     hardware: Hardware
     options: Options
-    budget_bytes: float
-    prices: Prices
 
     def one_stage(self) -> Iterator[Candidate]:
         """Every view with every number of microbatches worth trying."""
@@ -101,21 +96,12 @@ class Proposals:
     def views(self, first_rank: int, n_ranks: int) -> list[LogicalMesh]:
         return views_of(self.mesh, self.hardware, self.options, first_rank, n_ranks)
 
-    def manual(self, manual: Manual, report: Progress) -> list[Candidate]:
-        """The user's recipe, with every number of microbatches, the fewest first.
+    def manual(self, manual: Manual) -> list[Candidate]:
+        """The user's recipe of one stage, with every number of microbatches, the fewest first.
 
         Raises `MeshError` if it does not use every rank, `OptionError` if `force` is given too.
         """
         check_ranks(manual, self.mesh)
-        if self.options.force:
-            raise OptionError("manual is the whole recipe; force cannot be combined with it")
-        if manual.pp > 1:  # more microbatches: smaller bubble, more launches
-            on = self.analysis, self.mesh, self.hardware, self.options
-            search = JointSearch.of(*on, self.budget_bytes, report=report, prices=self.prices)
-            return [
-                replace(found, name=f"manual recipe, m={found.n_microbatches}", recipe="")
-                for found in recipe_candidates(search, manual)
-            ]
         counts = recipe_counts(self.analysis, self.options, manual, self.mesh.n_ranks)
         links, device = self.hardware.links, self.hardware.device
         view = factored_view(self.mesh, links, device, {"dp": manual.dp, "tp": manual.tp})

@@ -75,9 +75,10 @@ def recipes_on(
 
 @dataclass(frozen=True)
 class RecipeNodes:
-    """Makes the nodes of recipes."""
+    """Makes the nodes of recipes. Simulated steps are at most so far below their scores."""
 
     levels: Levels
+    score_rel: float = SCORE_REL
 
     def root(self, name: str, recipe: str, attempts: Sequence[Candidate]) -> Node:
         """A recipe, with candidates in the order in which they are tried."""
@@ -126,7 +127,7 @@ class RecipeNodes:
             return []
         if small[0] is every[0] and within(evaluator.budget_bytes, free.size_bytes):
             return [self._leaf(node, free, evaluator, iter(small[1:]))]
-        least_s = free.score_s / (1 + SCORE_REL)
+        least_s = free.score_s / (1 + self.score_rel)
         return [node.after("free", least_s, lambda _: self._tried(node, iter(small)))]
 
     @cached_property
@@ -160,7 +161,7 @@ class RecipeNodes:
     ) -> Node:  # fmt: skip
         """A solved attempt, which is left to simulate."""
         refine = partial(self._simulated, node, scored, evaluator, attempts)
-        leaf = node.after("scored", scored.score_s / (1 + SCORE_REL), refine)
+        leaf = node.after("scored", scored.score_s / (1 + self.score_rel), refine)
         return replace(leaf, scored=scored)
 
     def _simulated(

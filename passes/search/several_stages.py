@@ -1,157 +1,158 @@
-"""Pipelines as nodes: all plans of the joint search, and the Megatron pipelines.
+"""Pipelines as nodes: those with each number of microbatches, and the Megatron pipelines.
 
-Levels, each with a bound that holds for every pipeline:
+The first have two levels, each with a bound that holds for every pipeline:
 
-    shared   every operator in equal shares on the devices of its stage, with the bubble, layers
-             that do not divide evenly, and launches (`JointSearch.least_step_s`)
-    layers   with what layers take at least on the best view, and what must run again at least to
-             fit (`JointSearch.layered_step_s`)
+    shared      every operator in equal shares on the devices of its stage, with the bubble, layers
+                that do not divide evenly, and launches (`passes/inter/bounds.py`)
+    stages      the span of the best plan by what is known of its stages. Each time the node is
+                refined, one of these stages gets known better (`passes/inter/stage_search.py`)
 
-After that, the pipelines that the joint search and the recipes propose are solved and simulated
-(`passes/inter`). No tighter bound of the others is known, so that of all stays. Which pipelines are
-solved is decided by scores, so nothing is proved of those that are not.
+Once all stages of the best plan are solved, it is scored: its schedule is played, with messages
+(`passes/inter/score.py`). A plan is simulated if its score may be below the limit, and then the
+next one is the best. Plans whose scores are too high are given up, but the bound counts them: a
+span bounds the step, a score estimates it. So is the rest after many plans in vain.
+
+Megatron pipelines are in this space, too. Their bounds are those of their own restricted stages.
 """
 
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
 
 from autopar.errors import InfeasibleError
-from autopar.passes.inter import Candidate, JointSearch, recipe_candidates
+from autopar.passes.inter import (
+    Candidate,
+    Megatron,
+    PipelineSpace,
+    StageBound,
+    StagePlan,
+    StageSearch,
+    megatron_pipelines,
+)
 from autopar.passes.search.branch_bound import Node
-from autopar.passes.search.evaluator import Evaluator, Scored
+from autopar.passes.search.evaluator import Evaluator
 from autopar.passes.search.levels import Levels, Parts
 from autopar.passes.search.recipes import SCORE_REL, RecipeNodes
-from autopar.passes.search.refined import PRUNE_RATIO, refined_candidates
 from autopar.passes.search.simplicity import Simplicity
 from autopar.passes.search.simulator import Solved
 
-# Pipelines that are solved: per round of the joint search, and of recipes.
-_N_SEARCHED, _N_RECIPES = 6, 3
 # How far a simulated pipeline is below its score at most (relative): scores of small ones leave out
 # how a stage's time divides into forward and backward (up to 4% was seen).
 PIPELINE_SCORE_REL = SCORE_REL + 0.05
+# So many plans in a row are solved in vain: too slow by their scores, or too large by their peaks.
+# Then the rest is given up. Where messages are slow, many spans are far below.
+_MOST_IN_VAIN = 24
+_NONE, _GIVEN_UP = "none fits", f"given up after {_MOST_IN_VAIN} plans in vain"
 
 
 @dataclass
 class SeveralStages:
-    """The nodes of plans with at least two stages, or with exactly `n_stages`."""
+    """The nodes of `space`. `n_configurations` are the stages that bounds were kept of."""
 
     levels: Levels
-    joint: JointSearch
-    n_stages: int | None
+    space: PipelineSpace
     n_configurations: int = 0
-    n_scored: int = 0
+    _n_solved: int = 0
 
-    def roots(self) -> list[Node]:
-        """The recipes, and all plans."""
-        least_s = self.joint.least_step_s(self.n_stages)
-        every = Node("several stages", least_s, Simplicity(1, 2, stages=2), "shared", None)
-        nodes = [replace(every, refine=partial(self._layered, every))]
-        if self.n_stages is None:
-            megatron = Node(
-                "Megatron of several stages", least_s, Simplicity(0, 1, stages=2), "shared", None,
-                recipe="Megatron",
-            )  # fmt: skip
-            nodes.append(replace(megatron, refine=self._recipes))
-        return nodes
+    def roots(self) -> Iterator[Node]:
+        simplest = Simplicity(1, 2, stages=2)
+        for m in self.space.counts:
+            node = Node("several stages", self.space.least_step_s(m), simplest, "shared", None)
+            if math.isfinite(node.bound_s):
+                yield replace(node, refine=partial(self._begun, node, m))
+            else:
+                yield replace(node, note=_NONE)
+        if self.space.n_stages is None:
+            yield from self.megatron(megatron_pipelines(self.space))
 
-    def _recipes(self, limit_s: float) -> Parts:
-        nodes = RecipeNodes(self.levels)
-        evaluator = self.levels.simulator.evaluator
-        return [
-            replace(
-                nodes.root(candidate.name, candidate.recipe, [candidate]),
-                bound_s=candidate.estimate_s / (1 + PIPELINE_SCORE_REL),
-            )
-            for candidate in recipe_candidates(self.joint, None, _N_RECIPES, limit_s)
-            if evaluator.stage_without_parameters(candidate.ends) is None
-        ]
+    def megatron(self, pipelines: list[Megatron]) -> Iterator[Node]:
+        """The nodes of recipes."""
+        for pipeline in pipelines:
+            candidate = pipeline.candidate
+            name = candidate.name if pipeline.is_manual else "Megatron of several stages"
+            simplest = Simplicity.recipe_on(candidate)
+            node = Node(name, pipeline.shared_s, simplest, "shared", None, recipe=candidate.recipe)
+            yield replace(node, refine=partial(self._layered, node, pipeline))
 
-    def _layered(self, node: Node, limit_s: float) -> Parts:
-        bound_s = self.joint.layered_step_s(self.n_stages, limit_s)
-        known = node.after("layers", bound_s, None)
-        if math.isinf(bound_s) and math.isfinite(limit_s):
-            return [replace(known, note="none fits")]
-        return [replace(known, refine=lambda _: self._estimated(known))]
+    def _layered(self, node: Node, pipeline: Megatron, limit_s: float) -> Parts:
+        candidate = pipeline.candidate
+        is_idle = self._evaluator.stage_without_parameters(candidate.ends) is not None
+        if is_idle and not pipeline.is_manual:
+            return []
+        nodes = RecipeNodes(self.levels, PIPELINE_SCORE_REL)
+        recipe = nodes.root(candidate.name, candidate.recipe, [candidate])
+        bound_s = max(node.bound_s, pipeline.layered_s)
+        if bound_s >= limit_s:  # its name would be one of many
+            return [node.after("layers", bound_s, recipe.refine)]
+        return [replace(recipe, bound_s=bound_s)]
 
-    def _estimated(self, node: Node) -> Parts:
-        """The estimate without a memory limit says when the search is worth its time."""
-        estimate_s = self.joint.without_recompute.estimate_s(self.n_stages)
-        refine = partial(self._searched, node)
-        return [replace(node, level="estimated", refine=refine, estimate_s=estimate_s)]
+    def _begun(self, node: Node, m: int, limit_s: float) -> Parts:
+        options = self._evaluator.options
+        # No plan that matters later takes longer (`BranchAndBound`).
+        most_s = limit_s * (1 + options.tie) / (1 - options.tolerance)
+        search = StageSearch(self.space, m, most_s)
+        self.n_configurations += search.n_stages
+        return self._refined(node, search, limit_s)
 
-    def _searched(self, node: Node, limit_s: float) -> Parts:
-        """The plans of the joint search, then again with recompute if that may win."""
-        whole = self.levels.simulator.evaluator
-        plain = whole.without_recompute
-        found = [*self._simulated(node, plain or whole, limit_s)]
-        fastest_s = min((s.step_time_s for s in found), default=math.inf)
-        limit_s = min(limit_s, fastest_s)
-        if plain is not None and self.joint.recomputes and self.joint.unlimited_s < limit_s:
-            found += self._simulated(node, whole, limit_s)
-        note = "" if self.n_scored else "none found that fits"
-        return [replace(node, level="searched", refine=None, note=note), *found]
-
-    def _simulated(self, node: Node, evaluator: Evaluator, limit_s: float) -> Iterator[Solved]:
-        simulator, scored = self.levels.simulator.on(evaluator), list[Scored]()
-        every = list(_distinct_names(self._proposed(evaluator, limit_s, scored)))
-        names = {_kind(candidate): candidate.name for candidate in every}
-        for one in sorted(scored, key=lambda s: s.score_s):
-            if one.score_s >= limit_s * (1 + PIPELINE_SCORE_REL):
-                continue
-            candidate = replace(one.candidate, name=names[_kind(one.candidate)])
-            try:
-                found = simulator.fit_to_budget(replace(one, candidate=candidate), limit_s)
-            except InfeasibleError as error:
-                self.levels.errors.append((error, candidate))
-                continue
+    def _refined(self, node: Node, search: StageSearch, limit_s: float) -> Parts:
+        again, solve = partial(self._refined, node, search), partial(self.solved, limit_s=limit_s)
+        n_solved = self._n_solved
+        for plan in search.plans(limit_s):
+            known = node.after("stages", search.least_s, again)
+            known = replace(known, simplest=self._simplest(search, plan))
+            if search.tighten(plan, solve):
+                # The first that gets so far may be an early incumbent.
+                is_first = not n_solved and self._n_solved
+                if not (is_first and search.solve_all(plan, solve, limit_s)):
+                    return [known]
+            found = self._simulated(search.space.candidate(search.m, plan.stages), limit_s)
             if isinstance(found, Solved):
-                limit_s = min(limit_s, found.step_time_s)
-                yield found
+                search.n_in_vain = 0
+                return [known, found]
+            if found is not None:
+                search.given_up_s = min(search.given_up_s, plan.bound_s)
+            search.n_in_vain += 1
+            if search.n_in_vain >= _MOST_IN_VAIN:
+                return [replace(known, refine=None, note=_GIVEN_UP)]
+        if math.isinf(search.least_s):
+            return [replace(node.after("stages", math.inf, None), note=_NONE)]
+        known = node.after("stages", search.least_s, again)
+        return [replace(known, given_up_s=search.bound_s)]
 
-    def _proposed(
-        self, evaluator: Evaluator, limit_s: float, scored: list[Scored]
-    ) -> Iterator[Candidate]:
-        """Candidates of the joint search, with recompute if the evaluator has it."""
-        is_whole = evaluator is self.levels.simulator.evaluator
-        search = self.joint if is_whole else self.joint.without_recompute
-        least_s = limit_s
+    def _simplest(self, search: StageSearch, plan: StagePlan) -> Simplicity:
+        """What the best plan may be; that others are simpler is found by chance."""
+        return Simplicity.searched_on(search.space.candidate(search.m, plan.stages))
 
-        def score(candidate: Candidate) -> Scored | None:
-            """None if the candidate does not fit or is pruned."""
-            nonlocal least_s
-            if candidate.estimate_s > PRUNE_RATIO * least_s:
-                return None
-            try:
-                found = evaluator.scored(candidate, evaluator.budget_bytes)
-            except InfeasibleError as error:
+    def solved(self, candidate: Candidate, stage: int, limit_s: float = math.inf) -> StageBound:
+        """What a stage takes at least by its own problem; not settled if that is `limit_s`."""
+        self._n_solved += 1
+        try:
+            chosen = self._evaluator.solved_stage(candidate, stage, limit_s)
+        except InfeasibleError as error:
+            if error.least_bytes is not None:  # else the constraints: nothing can be said of one
                 self.levels.errors.append((error, candidate))
-                return None
-            scored.append(found)
-            self.n_scored += 1
-            least_s = min(least_s, found.score_s)
-            return found
+            return StageBound(math.inf, math.inf)
+        if not chosen.settled:
+            return StageBound(max(chosen.bound_s, limit_s), 0.0, is_settled=False)
+        return StageBound(chosen.bound_s, max(0.0, chosen.bound_s - chosen.once_s))
 
-        yield from refined_candidates(
-            search, self.n_stages, _N_SEARCHED, score, lambda: PRUNE_RATIO * least_s
-        )
-        self.n_configurations += search.n_configurations
+    def _simulated(self, candidate: Candidate, limit_s: float) -> Solved | float | None:
+        """A solved pipeline, or seconds that none of its steps was found below; None if none fits.
 
+        The seconds are at least `limit_s`.
+        """
+        scored = self._evaluator.scored(candidate, self._evaluator.budget_bytes)
+        if scored.score_s >= limit_s * (1 + PIPELINE_SCORE_REL):
+            return scored.score_s
+        try:
+            return self.levels.simulator.fit_to_budget(scored, limit_s)
+        except InfeasibleError as error:
+            self.levels.errors.append((error, candidate))
+            return None
 
-def _kind(candidate: Candidate) -> object:
-    views = tuple(layout.view for layout in candidate.stages)
-    return candidate.ends, views, candidate.n_microbatches
-
-
-def _distinct_names(candidates: Iterator[Candidate]) -> Iterator[Candidate]:
-    """The candidates, with a suffix to the names of those that differ only in their cuts."""
-    seen: Counter[str] = Counter()
-    for candidate in candidates:
-        seen[candidate.name] += 1
-        nth = seen[candidate.name]
-        yield candidate if nth == 1 else replace(candidate, name=f"{candidate.name}, cut {nth}")
+    @property
+    def _evaluator(self) -> Evaluator:
+        return self.levels.simulator.evaluator

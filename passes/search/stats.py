@@ -11,8 +11,8 @@ class PlanningStats:
 
     n_written_out      variables of the largest problem solved, counting every copy of a block
     n_variables        variables of that problem as solved, with one block for its copies
-    n_configurations   stages in the tables of the joint search and of its bounds: ranges of
-                       layers x placements on a view x numbers of microbatches
+    n_configurations   stages that pipelines were searched of: ranges of layers x views x numbers
+                       of microbatches
     n_solved           stages and whole programs that were solved
     """
 

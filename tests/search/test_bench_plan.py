@@ -66,9 +66,9 @@ def test_every_case_has_a_model() -> None:
 
 def test_phases_are_by_what_planning_says_it_does() -> None:
     phases = Phases()
-    for text in ("planning search on dp=2", "searching stages with 4 microbatches", "done"):
+    for text in ("planning search on dp=2", "planning several stages", "done"):
         phases(text)
-    assert list(phases.spent_s) == ["analysis", "planning", "searching stages"]
+    assert list(phases.spent_s) == ["analysis", "planning", "pipelines"]
 
 
 def test_unknown_cases_are_refused(capsys: pytest.CaptureFixture[str]) -> None:

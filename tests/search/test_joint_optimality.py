@@ -57,7 +57,7 @@ def test_no_plan_is_faster_by_more_than_the_bound(
 def check(
     model: str, shape: tuple[int, ...], s_per_byte: tuple[float, float], microbatches: int | None
 ) -> None:
-    options = Options.of(microbatches=microbatches or "auto")
+    options = Options.of(microbatches=microbatches or "auto", tie=0.0)
     choices = choices_of(model, shape, s_per_byte, options)
     found = choices.step_times_s()
     best = min(found, key=found.__getitem__)

@@ -9,7 +9,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.passes.solvers.choice.hull import hull_corners, hull_corners_of
 from autopar.passes.solvers.eliminate import conditioning
 from autopar.passes.solvers.eliminate.conditioning import (
     ConditionedPlan,
@@ -24,7 +23,6 @@ from autopar.passes.solvers.eliminate.elimination_order import (
 )
 from autopar.passes.solvers.problem import ChoiceProblem, Edge
 from autopar.passes.solvers.problem.potentials import Potentials, Weights
-from autopar.passes.solvers.problem.problems import ChoiceProblems
 from autopar.passes.solvers.problem.tables import axes_of
 from autopar.passes.solvers.repeats import order as repeats_plan
 from autopar.passes.solvers.repeats.elimination import RepeatedElimination
@@ -146,21 +144,3 @@ def test_repeated_blocks(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
                     summed += weights.size * totals.bytes
                     assert summed == pytest.approx(value, rel=REL, abs=1e-15)
     assert n_conditioned > 5
-
-
-@pytest.mark.usefixtures("small_tables")
-def test_several_problems_of_one_plan(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Corners of their hulls, walked where elimination without hubs is not quick."""
-    rng = np.random.default_rng(0)
-    one = chain_with_hubs(3, n=6, k=3)
-    several = ChoiceProblems.alone(one)
-    scaled = tuple(cost * (0.5 + rng.random((3, 1))) for cost in several.cost_s)
-    problems = ChoiceProblems(3, several.names, scaled, several.tie, several.bytes, several.edges)
-    alone = [hull_corners(problems.of(i), 5) for i in range(3)]
-    monkeypatch.setattr("autopar.passes.solvers.choice.hull.QUICK", TableLimits(table_entries=3**3))
-    together = hull_corners_of(problems.some(range(3)), 5)
-    for i, (found, wanted) in enumerate(zip(together, alone, strict=True)):
-        assert isinstance(found, list) and isinstance(wanted, list)
-        of = problems.of(i)
-        totals = [[(t.cost_s, t.bytes) for t in map(of.evaluate, c)] for c in (found, wanted)]
-        assert np.allclose(totals[0], totals[1], rtol=REL)

@@ -2,12 +2,11 @@
 
 Read `brute_force.py` and `ilp.py` (the definition of the optimum), `reductions.py` (choices that
 cannot matter), `lagrangian.py` (the budget as a price per byte), `select.py` (which solver
-answers), `hull.py` (cost against bytes). May import `passes/solvers/eliminate` and
-`passes/solvers/problem`. Hands on `solve`, `solve_ilp`, `search` and `hull_corners_of`.
+answers). May import `passes/solvers/eliminate` and `passes/solvers/problem`. Hands on `solve`,
+`solve_ilp` and `search`.
 """
 
 from autopar.passes.solvers.choice.brute_force import solve_brute_force
-from autopar.passes.solvers.choice.hull import hull_corners_of
 from autopar.passes.solvers.choice.ilp import WorkLimit, most_columns, solve_ilp
 from autopar.passes.solvers.choice.lagrangian import Bracket, Hull, Point, search
 from autopar.passes.solvers.choice.reductions import reduce
@@ -27,7 +26,6 @@ __all__ = [
     "Point",
     "Solver",
     "WorkLimit",
-    "hull_corners_of",
     "least_tie",
     "most_columns",
     "reduce",

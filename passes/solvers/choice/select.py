@@ -60,8 +60,6 @@ C = TypeVar("C")
 TIE_WEIGHT_REL = 1e-11
 # About a tenth of a second.
 QUICK = TableLimits(2**26, 2**22, 2**27, branches=1)
-# For plans with hubs: of equal copies of a block only one is eliminated.
-QUICK_BRANCH = TableLimits(2**26, 2**23, 2**28, branches=1)
 
 
 class _Clock:

@@ -1,60 +1,42 @@
-"""All pipelines enumerated: the definition that the stage search is tested against."""
+"""All pipelines enumerated: what the recurrence and the listing are tested against."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterator
 
-from autopar.passes.solvers.problem import Infeasible, ProblemError
-from autopar.passes.solvers.stages.problem import (
-    StageChoice,
-    StagePlan,
-    StageProblem,
-    too_little_memory,
-)
+from autopar.passes.solvers.problem import ProblemError
+from autopar.passes.solvers.stages.problem import StageProblem
 
 MAX_PLANS = 2**16
 
 
-def solve_stages_brute_force(
-    problem: StageProblem, n_best: int = 1
-) -> tuple[StagePlan, ...] | Infeasible:
-    """The `n_best` cheapest plans; ties by number of stages, then the smallest stages.
+def every_plan(problem: StageProblem) -> list[tuple[float, list[int]]]:
+    """(span, indices of the stages) of every plan, best first.
 
     Raises `ProblemError` above `MAX_PLANS` plans.
     """
-    found: list[StagePlan] = []
-    bytes_before = [problem.stage_bytes(n_after) for n_after in range(problem.n_layers)]
-    min_bytes = math.inf
+    found = []
     for n_plans, stages in enumerate(_covers(problem, 0, problem.n_devices)):
         if n_plans == MAX_PLANS:
             raise ProblemError(
                 f"more than {MAX_PLANS} plans are too many to enumerate",
-                hint="use autopar.passes.solvers.stages.solve_stages",
+                hint="use autopar.passes.solvers.stages.plans",
             )
-        if problem.n_stages not in (None, len(stages)):
-            continue
-        after = zip(reversed(stages), bytes_before, strict=False)
-        most_bytes = max(float(sizes[stage]) for stage, sizes in after)
-        min_bytes = min(min_bytes, most_bytes)
-        if most_bytes <= problem.limit_bytes:
-            found.append(problem.evaluate(stages))
-    if not found:
-        return too_little_memory(problem, min_bytes)
-    found.sort(key=lambda plan: (plan.objective_s, len(plan.stages), plan.stages))
-    best_s = found[0].objective_s
-    return tuple(problem.evaluate(plan.stages, best_s) for plan in found[:n_best])
+        span_s = problem.span_s(stages)
+        if problem.n_stages in (None, len(stages)) and math.isfinite(span_s):
+            found.append((span_s, stages))
+    return sorted(found)
 
 
-def _covers(problem: StageProblem, first: int, n_devices: int) -> Iterator[tuple[StageChoice, ...]]:
-    """All ways to cut the layers from `first` on into stages on exactly `n_devices`."""
+def _covers(problem: StageProblem, first: int, n_left: int) -> Iterator[list[int]]:
+    """All ways to cut the layers from `first` on into stages on exactly `n_left` devices."""
     if first == problem.n_layers:
-        if n_devices == 0:
-            yield ()
+        if n_left == 0:
+            yield []
         return
-    for last in range(first, problem.n_layers):
-        for config, size in enumerate(problem.config_devices):
-            may_begin = problem.may_begin(config, n_devices)
-            if may_begin and math.isfinite(problem.time_s[first, last, config]):
-                for rest in _covers(problem, last + 1, n_devices - size):
-                    yield (StageChoice(first, last, config), *rest)
+    for stage in range(*problem.starts[first : first + 2].tolist()):
+        _, last, config = problem.choice(stage)
+        if problem.may_begin(config, n_left):
+            for rest in _covers(problem, last + 1, n_left - problem.config_devices[config]):
+                yield [stage, *rest]

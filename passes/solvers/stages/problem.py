@@ -1,44 +1,36 @@
 """The pipeline problem on plain numbers: layers cut into stages, a configuration for each.
 
-With S stages, stage s holding layers first..last under configuration c, B microbatches and 1F1B's
-in-flight count of min(B, S - s) microbatches on stage s (counted from 0):
+A plan's stages hold consecutive layers and consecutive devices, in order. Its *span* is
 
-    minimise  sum_s time_s + (B - 1) max_s time_s + max_s once_s
-    such that static_bytes + min(B, S - s) activation_bytes <= memory_bytes  on every stage
-              the stages cover the layers in order, and use exactly n_devices together
+    max_s  (sum of added_r over r < s)  +  work_s                        (`StageProblem.span_s`)
 
-(`StageProblem.evaluate`, `StageProblem.stage_bytes`). A configuration is anything that has a number
-of devices: a submesh, how it is viewed, what is recomputed. Stages hold consecutive devices in
-their order.
+The first microbatch passes every stage before s, then s works on all of its microbatches, then the
+gradient of the last one passes back. `work` is what they take on a stage, `added` what one of them
+takes, forward and backward. So no schedule has a faster step. What a stage does once per step is
+not among them: it may do so while it waits. A configuration
+is anything that has a number of devices: a submesh, and how it is viewed.
+
+Both numbers may depend on how many stages come after one, because that decides how many
+microbatches are in flight.
 
 With `node_devices`, a stage smaller than a node lies inside one, and a larger one begins with a
 node (`StageProblem.may_begin`). Power-of-two shares of a node and whole nodes can always be ordered
-so (Zheng et al., "Alpa", OSDI 2022, appendix A). Only such orders are plans. What a stage costs may
-depend on where in its node it begins (`config_offsets`), since that decides whether its neighbours
-are on other nodes.
+so (Zheng et al., "Alpa", OSDI 2022, appendix A). Only such orders are plans.
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from types import EllipsisType
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.passes.solvers.problem import (
-    BUDGET_REL,
-    SAME_OPTIMUM_REL,
-    BoolArray,
-    FloatArray,
-    Infeasible,
-    ProblemError,
-)
+from autopar.passes.solvers.problem import FloatArray, ProblemError
 
-Index = tuple[NDArray[np.intp] | int, ...] | EllipsisType
+IntArray = NDArray[np.int64]
 
 
 class StageChoice(NamedTuple):
@@ -49,154 +41,85 @@ class StageChoice(NamedTuple):
     config: int
 
 
-@dataclass(frozen=True)
-class StagePlan:
-    """Stages in order, what they cost and what is proven about it.
-
-    `t_max_s` is the slowest stage's time, `once_s` the largest cost per step, `peak_bytes` the
-    largest need of one device. `bound_s` is a proven lower bound on every feasible plan, `gap` the
-    relative distance of `objective_s` to it.
-    """
-
-    stages: tuple[StageChoice, ...]
-    objective_s: float
-    t_max_s: float
-    once_s: float
-    peak_bytes: float
-    bound_s: float
-    gap: float
-
-
 @dataclass(frozen=True, eq=False)
 class StageProblem:
-    """The problem of the module docstring. Arrays are [first, last, config]; last < first is not
-    read.
+    """The problem of the module docstring.
 
-    `time_s` is the time of one microbatch, `once_s` what a stage adds to each step, whatever the
-    number of microbatches. `activation_bytes` are those of one microbatch in flight. Bytes are per
-    device. An infinite `time_s` forbids a stage; the other arrays are not read there.
-    `memory_bytes` None: no limit. `n_stages` None: any number. `node_devices` None: stages may
-    begin anywhere. `config_offsets`: how many devices of its node may precede a stage of a
-    configuration; None: any number that leaves it room.
+    first, last, config   [stages]: all that may be a stage, ordered by the first two
+    work_s, added_s        [stages, levels]: seconds, at level j if j stages come after it. The last
+                          level stands for all above it. `added_s` is at most `work_s`; infinite
+                          ones forbid a stage
+    config_devices        devices of each configuration
 
-    Raises `ProblemError` for wrong shapes, NaN, negative or infinite numbers, counts below 1.
+    `n_stages` None: any number; else there are as many levels. `node_devices` None: stages may
+    begin anywhere.
+
+    Raises `ProblemError` for wrong shapes, NaN, negative numbers, counts below 1, and more added
+    than own.
     """
 
-    time_s: FloatArray
-    once_s: FloatArray
-    static_bytes: FloatArray
-    activation_bytes: FloatArray
+    first: IntArray
+    last: IntArray
+    config: IntArray
+    work_s: FloatArray
+    added_s: FloatArray
     config_devices: tuple[int, ...]
+    n_layers: int
     n_devices: int
-    n_microbatches: int
-    memory_bytes: float | None = None
     n_stages: int | None = None
     node_devices: int | None = None
-    config_offsets: tuple[frozenset[int] | None, ...] | None = None
 
     def __post_init__(self) -> None:
         given = [n for n in (self.n_stages, self.node_devices) if n is not None]
-        counts = (self.n_devices, self.n_microbatches, *self.config_devices, *given)
-        if not self.config_devices or min(counts) < 1:
+        if min(self.n_layers, self.n_devices, *self.config_devices, *given) < 1:
             raise ProblemError(
-                f"devices {self.n_devices}, microbatches {self.n_microbatches}, devices per"
-                f" configuration {self.config_devices}, stages {self.n_stages} and devices per"
-                f" node {self.node_devices} must be at least 1"
+                f"layers {self.n_layers}, devices {self.n_devices}, devices per configuration "
+                f"{self.config_devices}, stages {self.n_stages} and devices per node "
+                f"{self.node_devices} must be at least 1"
             )
-        if self.memory_bytes is not None and not self.memory_bytes >= 0:
-            raise ProblemError(f"memory_bytes must be at least 0: {self.memory_bytes}")
-        if self.config_offsets is not None and (
-            self.node_devices is None or len(self.config_offsets) != len(self.config_devices)
-        ):
-            raise ProblemError("config_offsets needs node_devices, and one entry per configuration")
-        n = len(self.time_s)
-        shape = (n, n, len(self.config_devices))
-        upper = np.triu(np.ones((n, n), dtype=bool))[:, :, None]
-        for name in ("time_s", "once_s", "static_bytes", "activation_bytes"):
+        shape = len(self.first), self.n_stages or self.work_s.shape[-1]
+        for name in ("work_s", "added_s"):
             array = getattr(self, name)
-            if array.shape != shape or n == 0:
+            if array.shape != shape:
                 raise ProblemError(f"{name}: an array of shape {array.shape} should be {shape}")
-            read = upper if name == "time_s" else upper & np.isfinite(self.time_s)
-            values = array[np.broadcast_to(read, shape)]
-            if np.isnan(values).any() or (values < 0).any():
+            if np.isnan(array).any() or (array < 0).any():
                 raise ProblemError(
                     f"{name}: a value is NaN or negative",
-                    hint="an estimate failed; forbid a stage with time_s = inf instead",
+                    hint="an estimate failed; forbid a stage with work_s = inf instead",
                 )
-            if name != "time_s" and np.isinf(values).any():
-                raise ProblemError(f"{name}: infinite", hint="forbid a stage with time_s = inf")
-
-    @property
-    def n_layers(self) -> int:
-        return len(self.time_s)
+        if (self.added_s > self.work_s).any():
+            raise ProblemError("added_s: more than work_s, which has every microbatch")
 
     @property
     def n_levels(self) -> int:
-        """So many numbers of stages after one are told apart."""
-        return self.n_stages or max(1, min(self.max_stages, self.n_microbatches))
+        return self.work_s.shape[1]
 
     @property
-    def max_stages(self) -> int:
-        """An upper bound on the stages of a plan: each takes a layer, and devices."""
-        return min(self.n_layers, self.n_devices // min(self.config_devices))
+    def is_exact(self) -> bool:
+        """Is each level one number of stages?"""
+        return self.n_stages is not None
 
-    def offsets(self, config: int) -> frozenset[int] | None:
-        return None if self.config_offsets is None else self.config_offsets[config]
+    @cached_property
+    def starts(self) -> IntArray:
+        """[first layer]: the index of the first stage that begins there; then the end."""
+        return np.searchsorted(self.first, np.arange(self.n_layers + 1))
 
     def may_begin(self, config: int, n_left: int) -> bool:
         """May a stage of this configuration come next when `n_left` devices are left?"""
-        size, offsets = self.config_devices[config], self.offsets(config)
+        size = self.config_devices[config]
         if size > n_left or self.node_devices is None:
             return size <= n_left
         before = (self.n_devices - n_left) % self.node_devices
-        has_room = before == 0 or before + size <= self.node_devices
-        return has_room and (offsets is None or before in offsets)
+        return before == 0 or before + size <= self.node_devices
 
-    def stage_bytes(self, n_after: int | NDArray[np.int64], stages: Index = ...) -> FloatArray:
-        """[first, last, config]: the bytes per device of a stage that `n_after` stages follow; or
-        those that `stages` index."""
-        n_in_flight = np.minimum(self.n_microbatches, n_after + 1)
-        size: FloatArray = self.static_bytes[stages] + n_in_flight * self.activation_bytes[stages]
-        return size
+    def choice(self, stage: int) -> StageChoice:
+        return StageChoice(int(self.first[stage]), int(self.last[stage]), int(self.config[stage]))
 
-    @property
-    def limit_bytes(self) -> float:
-        """The most bytes that a device may hold: the memory, to `BUDGET_REL`."""
-        return math.inf if self.memory_bytes is None else self.memory_bytes * (1 + BUDGET_REL)
-
-    def possible(self) -> BoolArray:
-        """[first, last, config]: is the stage allowed, whatever the memory?"""
-        n = self.n_layers
-        upper = np.triu(np.ones((n, n), dtype=bool))[:, :, None]
-        enough = np.array(self.config_devices) <= self.n_devices
-        return upper & enough & np.isfinite(self.time_s)
-
-    def evaluate(self, stages: Sequence[StageChoice], bound_s: float | None = None) -> StagePlan:
-        """The cost of a legal plan, summed exactly. `bound_s` None: it is proven optimal."""
-        times = [float(self.time_s[s]) for s in stages]
-        once_s = max(float(self.once_s[s]) for s in stages)
-        objective = math.fsum([*times, (self.n_microbatches - 1) * max(times), once_s])
-        sizes = [float(self.stage_bytes(n_after, s)) for n_after, s in enumerate(reversed(stages))]
-        assert math.isfinite(objective) and max(sizes) <= self.limit_bytes, stages
-        bound, gap = objective, 0.0
-        if bound_s is not None and bound_s < objective * (1 - SAME_OPTIMUM_REL):
-            bound, gap = bound_s, 1 - bound_s / objective
-        return StagePlan(tuple(stages), objective, max(times), once_s, max(sizes), bound, gap)
-
-
-def too_little_memory(problem: StageProblem, min_bytes: float) -> Infeasible:
-    """The `Infeasible` of a problem without plans. `min_bytes` is the least device memory with
-    which some plan fits (infinite: none ever does)."""
-    if math.isinf(min_bytes):
-        count = "no stages" if problem.n_stages is None else f"no {problem.n_stages} stages"
-        return Infeasible(
-            f"{count} of {sorted(set(problem.config_devices))} devices cover"
-            f" {problem.n_layers} layers on exactly {problem.n_devices} devices",
-            None,
-        )
-    assert problem.memory_bytes is not None
-    return Infeasible(
-        f"the leanest pipeline needs {min_bytes:.0f} bytes per device, the memory is"
-        f" {problem.memory_bytes:.0f}: {min_bytes - problem.memory_bytes:.0f} are missing",
-        min_bytes,
-    )
+    def span_s(self, stages: Sequence[int]) -> float:
+        """The span of a plan, given by the indices of its stages."""
+        before_s, span_s = 0.0, 0.0
+        for k, stage in enumerate(stages):
+            level = min(len(stages) - 1 - k, self.n_levels - 1)
+            span_s = max(span_s, before_s + float(self.work_s[stage, level]))
+            before_s += float(self.added_s[stage, level])
+        return span_s

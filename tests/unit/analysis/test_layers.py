@@ -128,7 +128,8 @@ def test_layers_end_where_the_residual_stream_alone_crosses(
     analysis = language_model(make, N_BLOCKS)
     layers = layers_of(analysis)
     assert layers.n_layers == 2 * N_BLOCKS + 1
-    assert all(len(values) == 1 for values in layers.crossing)
+    stages = cut(analysis.program, layers.ends)
+    assert all(len(stage.received) == 1 for stage in stages[1:])
     assert all(flops > 0 for flops in layers.flops)
     assert math.fsum(layers.flops) == pytest.approx(math.fsum(operator_flops(analysis)))
     # Equal blocks have equal layers.
@@ -149,16 +150,11 @@ def test_fewer_layers_keep_the_boundaries_between_blocks() -> None:
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("n_least", [2, 4, 6])
-def test_crossing_values_are_those_that_stages_receive(model: str, n_least: int) -> None:
+def test_every_layer_may_be_a_stage(model: str, n_least: int) -> None:
     analysis = model_case(model).analysis
     layers = layers_of(analysis, n_least)
     assert layers.n_layers >= n_least
-    stages = cut(analysis.program, layers.ends)  # the loss is on the last stage, or this raises
-    for b, values in enumerate(layers.crossing):
-        made = {o.name for o in analysis.operators[: layers.ends[b]]}
-        received = {v for stage in stages[b + 1 :] for v in stage.received}
-        producer = {n: o.name for o in analysis.operators for n in o.outputs}
-        assert set(values) == {v for v in received if producer[v] in made}
+    cut(analysis.program, layers.ends)  # the loss is on the last stage, or this raises
 
 
 def test_balanced_parts_equal_every_partition_counted_out() -> None:

@@ -1,0 +1,79 @@
+"""Plans in the order of their spans, read off the recurrence (`recurrence.py`).
+
+A plan is extended stage by stage from the front. Its least span is
+
+    max(span of its stages so far, their `added` + f of what is left)
+
+and f is exact, so complete plans leave the heap best first (A*, Hart et al., 1968). Of equal spans,
+the plan with more layers placed comes first.
+"""
+
+from __future__ import annotations
+
+import heapq
+import math
+from collections.abc import Iterator
+from typing import NamedTuple
+
+import numpy as np
+
+from autopar.passes.solvers.stages.recurrence import CostToGo
+
+
+class _Begun(NamedTuple):
+    """The first stages of a plan, in the order in which they are extended.
+
+    least_s    of all plans that begin so
+    n_left     layers
+    before_s   what the stages add together
+    stages     their indices
+    span_s     of these stages
+    level      of the next stage
+    n_devices  that are left, in units of `CostToGo`
+    """
+
+    least_s: float
+    n_left: int
+    before_s: float
+    stages: tuple[int, ...]
+    span_s: float
+    level: int
+    n_devices: int
+
+
+def plans(to_go: CostToGo, limit_s: float = math.inf) -> Iterator[tuple[float, list[int]]]:
+    """(span, indices of the stages) of every plan whose span is at most `limit_s`, best first."""
+    problem, n_devices = to_go.problem, to_go.problem.n_devices // to_go.unit
+    heap = [
+        _Begun(least_s, problem.n_layers, 0.0, (), 0.0, level, n_devices)
+        for level in to_go.first_levels
+        if (least_s := float(to_go.table[0, -1, level + 1])) <= limit_s and math.isfinite(least_s)
+    ]
+    heapq.heapify(heap)
+    while heap:
+        begun = heapq.heappop(heap)
+        if begun.n_left == 0:
+            yield begun.least_s, list(begun.stages)
+            continue
+        for longer in _extended(to_go, begun, limit_s):
+            heapq.heappush(heap, longer)
+
+
+def _extended(to_go: CostToGo, begun: _Begun, limit_s: float) -> Iterator[_Begun]:
+    """The plan with each possible next stage."""
+    problem, first = to_go.problem, to_go.problem.n_layers - begun.n_left
+    start, end = problem.starts[first : first + 2].tolist()
+    last, config = problem.last[start:end], problem.config[start:end]
+    left = begun.n_devices - to_go.sizes[config]
+    begins = (left >= 0) & to_go.begins[config, begun.n_devices]
+    work_s, added_s = (of[start:end, begun.level] for of in (problem.work_s, problem.added_s))
+    span_s = np.maximum(begun.span_s, begun.before_s + work_s)
+    before_s = begun.before_s + added_s
+    for level in to_go.levels_after(begun.level):
+        rest_s = to_go.table[last + 1, np.maximum(left, 0), level + 1]
+        least_s = np.where(begins, np.maximum(span_s, before_s + rest_s), np.inf)
+        for i in np.flatnonzero(np.isfinite(least_s) & (least_s <= limit_s)).tolist():
+            yield _Begun(
+                float(least_s[i]), problem.n_layers - 1 - int(last[i]), float(before_s[i]),
+                (*begun.stages, start + i), float(span_s[i]), level, int(left[i]),
+            )  # fmt: skip

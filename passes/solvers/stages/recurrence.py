@@ -1,0 +1,123 @@
+"""The least span of what is left, for every layer, number of devices and number of stages.
+
+Stages are counted from the end: at level j, j stages come after one. With stage i holding layers
+k..l, n_i devices, and d devices left (`cost_to_go`):
+
+    f(j, k, d) = min over i that begin at k of  max(work_i, added_i + f(j-1, l+1, d - n_i))
+    f(-1, L, 0) = 0                       i may begin with d devices left (`StageProblem.may_begin`)
+
+The last level stands for all above it, so a stage there is followed by one there or at the level
+below (`levels_after`). When the number of stages is given, each level is one number, and plans
+begin at the last.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from autopar.passes.solvers.problem import BoolArray, FloatArray, compiled
+from autopar.passes.solvers.stages.problem import IntArray, StageProblem
+
+
+class CostToGo:
+    """f of the module docstring: `table` is [first layer, devices, level + 1], and 0 there is the
+    end of the pipeline. Infinite where there is no plan. Devices are counted in `unit`, the largest
+    that divides all stages: no other number is ever left.
+    """
+
+    def __init__(self, problem: StageProblem) -> None:
+        self.problem = problem
+        self.sizes = np.array(problem.config_devices)
+        used = np.unique(problem.config[np.isfinite(problem.work_s[:, 0])])
+        self.unit = math.gcd(problem.n_devices, *self.sizes[used].tolist())
+        lefts = range(0, problem.n_devices + 1, self.unit)
+        self.sizes = self.sizes // self.unit
+        self.begins = np.array(
+            [[problem.may_begin(c, n) for n in lefts] for c in range(len(self.sizes))]
+        )
+        self.table = _recurrence(
+            problem.work_s, problem.added_s, problem.last, problem.config, problem.starts,
+            self.sizes, self.begins, problem.is_exact,
+        )  # fmt: skip
+
+    @property
+    def first_levels(self) -> range:
+        """The possible levels of a plan's first stage."""
+        n_levels = self.problem.n_levels
+        return range(n_levels - 1 if self.problem.is_exact else 0, n_levels)
+
+    def levels_after(self, level: int) -> tuple[int, ...]:
+        """The possible levels of the stage after one at `level`; -1: none comes."""
+        is_last = level == self.problem.n_levels - 1 and not self.problem.is_exact
+        return (level - 1, level) if is_last else (level - 1,)
+
+    @property
+    def least_s(self) -> float:
+        """The least span of all plans."""
+        return float(self.table[0, -1, [level + 1 for level in self.first_levels]].min())
+
+
+def least_span_s(problem: StageProblem) -> float:
+    """Lower bound on the step of every plan, whatever the schedule; infinite: there is none."""
+    return CostToGo(problem).least_s
+
+
+@compiled
+def _recurrence(
+    work: FloatArray, added: FloatArray, lasts: IntArray, configs: IntArray, starts: IntArray,
+    sizes: IntArray, begins: BoolArray, is_exact: bool,
+) -> FloatArray:  # fmt: skip
+    """`CostToGo.table`. `sizes` and `begins` are [configurations] and [configurations, devices]."""
+    n_layers, n_devices, n_levels = len(starts) - 1, begins.shape[1] - 1, work.shape[1]
+    out = np.full((n_layers + 1, n_devices + 1, n_levels + 1), np.inf)
+    out[n_layers, 0, 0] = 0.0
+    # follow[..., j]: the least span of what comes after a stage at level j.
+    follow = np.full((n_layers + 1, n_devices + 1, n_levels), np.inf)
+    follow[n_layers, 0, 0] = 0.0
+    for first in range(n_layers - 1, -1, -1):
+        start = starts[first]
+        while start < starts[first + 1]:
+            last, stop = lasts[start], start
+            while stop < starts[first + 1] and lasts[stop] == last:
+                stop += 1
+            top = min(n_levels, n_layers - last)  # a stage has at least one layer
+            for i in range(start, stop):
+                if _is_dominated(work, added, configs, sizes, start, stop, i, top):
+                    continue
+                size = sizes[configs[i]]
+                for devices in range(size, n_devices + 1):
+                    if begins[configs[i], devices]:
+                        for j in range(top):
+                            rest = follow[last + 1, devices - size, j]
+                            both = max(work[i, j], added[i, j] + rest)
+                            out[first, devices, j + 1] = min(out[first, devices, j + 1], both)
+            start = stop
+        for devices in range(n_devices + 1):
+            for j in range(n_levels):
+                follow[first, devices, j] = out[first, devices, j]
+            if not is_exact:
+                ends = min(out[first, devices, n_levels - 1], out[first, devices, n_levels])
+                follow[first, devices, n_levels - 1] = ends
+    return out
+
+
+@compiled
+def _is_dominated(
+    work: FloatArray, added: FloatArray, configs: IntArray, sizes: IntArray, start: int, stop: int,
+    i: int, n_levels: int,
+) -> bool:  # fmt: skip
+    """Is another stage of these as good as stage i at every level? Of equal ones, the first is."""
+    if not work[i, 0] < np.inf:
+        return True
+    for k in range(start, stop):
+        if k == i or sizes[configs[k]] != sizes[configs[i]]:
+            continue
+        is_worse, is_better = False, k < i
+        for j in range(n_levels):
+            is_worse |= work[k, j] > work[i, j] or added[k, j] > added[i, j]
+            is_better |= work[k, j] < work[i, j] or added[k, j] < added[i, j]
+        if is_better and not is_worse:
+            return True
+    return False
