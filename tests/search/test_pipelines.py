@@ -20,6 +20,7 @@ from autopar.passes.inter.candidate import Candidate
 from autopar.passes.inter.space import PipelineSpace
 from autopar.passes.inter.stage_search import Solve, StageBound, StagePlan, StageSearch
 from autopar.passes.inter.submeshes import submesh_sizes
+from autopar.passes.search.branch_bound import Node
 from autopar.passes.search.evaluator import Evaluator
 from autopar.passes.search.planner import Planner
 from autopar.passes.search.several_stages import _MOST_IN_VAIN, SeveralStages
@@ -189,7 +190,9 @@ def test_many_plans_in_vain_end_a_search_and_count_in_its_bound(
     monkeypatch.setattr(SeveralStages, "_simulated", never)
     node, first_s = next(planner.pipelines.roots()), 0.0
     while node.refine is not None:
-        (node,) = node.refine(1e9)
+        (part,) = node.refine(1e9)
+        assert isinstance(part, Node)
+        node = part
         first_s = first_s or (node.bound_s if tried else 0.0)
     assert len(tried) == _MOST_IN_VAIN == len({(c.ends, c.name) for c in tried})
     assert 0 < node.bound_s <= first_s * (1 + 1e-9) < 1e9
