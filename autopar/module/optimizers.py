@@ -99,8 +99,8 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     if optimizer not in _checked:
         _check(optimizer)
     parameters = (p for group in optimizer.param_groups for p in group["params"])
-    for gone_or_not, method in {of for p in parameters if (of := _listeners.get(p)) is not None}:
-        if (module := gone_or_not()) is not None:
+    for owner, method in {of for p in parameters if (of := _listeners.get(p)) is not None}:
+        if (module := owner()) is not None:
             method(module, optimizer)
     if type(optimizer) in _ELEMENTWISE and args[0] is optimizer and not _has_hooks(optimizer):
         has_closure = len(args) > 1 or kwargs.get("closure") is not None

@@ -21,13 +21,12 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.cost.laws import CostModel
 from autopar.cost.memory import static_bytes_per_param
 from autopar.mesh import Mesh
 from autopar.passes.analysis import Analysis, stored_dtype
 from autopar.passes.inter.layers import Layers, sums_of_ranges
-from autopar.passes.intra import least_times_s, static_bytes_of
-from autopar.passes.solvers.stages import StageProblem, least_span_s
+from autopar.passes.intra import static_bytes_of
+from autopar.passes.solvers.stages import StageProblem, least_span_s, span_s
 
 Array = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
@@ -50,9 +49,10 @@ class StageBounds:
 
     @staticmethod
     def of(
-        analysis: Analysis, cost: CostModel, layers: Layers, optimizer: str, budget_bytes: float
+        analysis: Analysis, times_s: Array, layers: Layers, optimizer: str, budget_bytes: float
     ) -> StageBounds:
-        whole_s, launches_s = least_times_s(analysis, cost)
+        """`times_s` are the `least_times_s` of the program."""
+        whole_s, launches_s = times_s
         parts = np.stack((whole_s - launches_s, launches_s))
         of_layers = np.add.reduceat(parts, [0, *layers.ends[:-1]], axis=1)
         static, learns = _parameters(analysis, layers, optimizer)
@@ -70,12 +70,11 @@ class StageBounds:
         fits: BoolArray = self.static_bytes / n_ranks <= self.budget_bytes
         return self.is_possible & fits
 
-    def span_s(self, last_layers: Sequence[int], n_ranks: int, n_microbatches: int) -> float:
+    def span_of(self, last_layers: Sequence[int], n_ranks: int, n_microbatches: int) -> float:
         """Lower bound on a step whose stages end with these layers and have `n_ranks` devices."""
         firsts = [0, *(last + 1 for last in last_layers[:-1])]
         each_s = self.each_s(n_ranks, n_microbatches)[firsts, last_layers]
-        before_s = np.cumsum(each_s) - each_s
-        return float((before_s + n_microbatches * each_s).max())
+        return span_s(n_microbatches * each_s, each_s)
 
     def step_s(
         self, mesh: Mesh, sizes: Sequence[int], n_microbatches: int, n_stages: int | None

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.errors import MeshError
+from autopar.errors import MeshError, OptionError
 from autopar.mesh import LogicalMesh, Mesh, factored_view, has_degrees
 from autopar.options import Manual, Options
 from autopar.passes.analysis import Analysis, microbatch_counts, recipe_counts
@@ -22,6 +22,7 @@ from autopar.passes.inter.layers import MOST_LAYERS, balanced
 from autopar.passes.inter.space import PipelineSpace
 from autopar.passes.inter.submeshes import view_at, views_text
 from autopar.passes.intra import Constraints
+from autopar.passes.solvers.stages import span_s
 
 
 @dataclass(frozen=True)
@@ -39,16 +40,15 @@ class Megatron:
     def shared_s(self) -> float:
         """Lower bound on its step: every operator in equal shares; it costs nothing."""
         n_ranks, bounds = self.view.n_ranks, self.space.bounds
-        return bounds.span_s(self.last_layers, n_ranks, self.n_microbatches)
+        return bounds.span_of(self.last_layers, n_ranks, self.n_microbatches)
 
     @property
     def layered_s(self) -> float:
         """Lower bound on its step: its span by what layers take at least on its view."""
         whole_s, work_s = self.space.layer_bounds.free(self.view, self.n_microbatches)
         firsts = [0, *(last + 1 for last in self.last_layers[:-1])]
-        of_stages_s = np.add.reduceat(work_s, firsts)
-        before_s = (np.cumsum(of_stages_s) - of_stages_s) / self.n_microbatches
-        return float(max(np.add.reduceat(whole_s, firsts).max(), (before_s + of_stages_s).max()))
+        whole_s, work_s = (np.add.reduceat(of_layers, firsts) for of_layers in (whole_s, work_s))
+        return max(float(whole_s.max()), span_s(work_s, work_s / self.n_microbatches))
 
     @property
     def candidate(self) -> Candidate:
@@ -69,8 +69,8 @@ def megatron_pipelines(space: PipelineSpace, manual: Manual | None = None) -> li
     """The Megatron pipelines for the program and machine of `space`, with every number of
     microbatches; with `manual` those of the recipe asked for.
 
-    Raises `MeshError` if `manual` does not place every rank, and `OptionError` or `BatchError` if
-    the batch does not divide as it says.
+    Raises `MeshError` if `manual` does not place every rank, `OptionError` if the model cannot be
+    cut so often, and `OptionError` or `BatchError` if the batch does not divide as it says.
     """
     analysis, mesh, options = space.analysis, space.mesh, space.options
     if manual is None:
@@ -90,6 +90,10 @@ def megatron_pipelines(space: PipelineSpace, manual: Manual | None = None) -> li
     }
     found = []
     for n_stages, dp, tp in splits:
+        if n_stages not in cuts and manual is not None:
+            raise OptionError(
+                f"Manual(pp={n_stages}): the model can be cut into {space.layers.n_layers} stages"
+            )
         if n_stages not in cuts:
             continue
         axes = {"dp": dp, "tp": tp}

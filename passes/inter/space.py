@@ -17,6 +17,9 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
+import numpy as np
+from numpy.typing import NDArray
+
 from autopar.cost.hardware import Hardware
 from autopar.cost.laws import CostModel
 from autopar.mesh import LogicalMesh, Mesh, factored_view
@@ -45,6 +48,8 @@ from autopar.passes.inter.submeshes import (
 )
 from autopar.passes.intra import Constraints, Prices, ProblemFamilies, least_times_s
 from autopar.passes.solvers.stages import StageChoice
+
+Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -133,7 +138,7 @@ class PipelineSpace:
     def bounds(self) -> StageBounds:
         optimizer = self.options.optimizer
         return StageBounds.of(
-            self.analysis, self._any_cost, self.layers, optimizer, self.budget_bytes
+            self.analysis, self._times_s, self.layers, optimizer, self.budget_bytes
         )
 
     @cached_property
@@ -142,11 +147,10 @@ class PipelineSpace:
         plain = self._problems(folded, None if is_searched(recomputable) else recomputable)
         searches = is_searched(recomputable) and self.limits is None
         recomputing = self._problems(folded, recomputable) if searches else plain
-        shared_s = least_times_s(self.analysis, self._any_cost)
         # Without pins, because one block stands for others.
         constraints = self.limits or Constraints(self.options.forbid)
         on = folded, self.layers, self._any_cost.dtype, plain, recomputing
-        return LayerBounds(*on, constraints, shared_s)
+        return LayerBounds(*on, constraints, self._times_s)
 
     def least_step_s(self, m: int) -> float:
         """Lower bound on every pipeline with `m` microbatches; it builds no placement problem.
@@ -176,6 +180,10 @@ class PipelineSpace:
         links, device = self.hardware.links, self.hardware.device
         view = factored_view(self.mesh, links, device, {"dp": self.mesh.n_ranks, "tp": 1})
         return CostModel(view, compute_dtype(self.analysis))
+
+    @cached_property
+    def _times_s(self) -> Array:
+        return least_times_s(self.analysis, self._any_cost)
 
     @cached_property
     def _folded(self) -> tuple[Folded, Recomputable | None]:

@@ -30,7 +30,14 @@ from autopar.passes.inter.candidate import Candidate
 from autopar.passes.inter.layer_bounds import Part
 from autopar.passes.inter.layers import sums_of_ranges
 from autopar.passes.inter.space import PipelineSpace
-from autopar.passes.solvers.stages import CostToGo, StageChoice, StageProblem, least_span_s, plans
+from autopar.passes.solvers.stages import (
+    CostToGo,
+    StageChoice,
+    StageProblem,
+    least_span_s,
+    plans,
+    span_s,
+)
 
 # Plans whose bounds are closer than this (relative) are in no order.
 _STEP_REL = 1e-3
@@ -120,11 +127,11 @@ class StageSearch:
             within_s = min(self.bound_s * (1 + _STEP_REL), limit_s)
             problem = self._problem(within_s)
             to_go = CostToGo(problem)
-            for span_s, found in plans(to_go, within_s):
+            for plan_s, found in plans(to_go, within_s):
                 stages = tuple(map(problem.choice, found))
                 if stages not in self.tried:
                     self.tried.add(stages)
-                    yield StagePlan(max(span_s, self.bound_s), self._on_views(found))
+                    yield StagePlan(max(plan_s, self.bound_s), self._on_views(found))
             if to_go.least_s > within_s:
                 within_s = self._next_s(within_s)
             elif within_s >= self._most_of_all_s:
@@ -151,19 +158,10 @@ class StageSearch:
         next_s = float(longer_s[low]) if low < len(longer_s) else math.inf
         return min(next_s, least_span_s(self._problem(before_s)))
 
-    def tighten(self, plan: StagePlan, solve: Solve) -> bool:
-        """Put stages of a plan on a further level; False if all are solved."""
-        is_known = self._is_known(plan, solve)
-        if not is_known:
-            self.tried.discard(self._cells_of(plan))
-        return not is_known
-
     def solve_all(self, plan: StagePlan, solve: Solve, limit_s: float) -> bool:
-        """Solve the stages of a plan, which then counts as tried; False if it is not below
-        `limit_s`."""
+        """Solve the stages of a plan; False if it is not below `limit_s`."""
         while self.least_of(plan.stages) < limit_s:
-            if self._is_known(plan, solve):
-                self.tried.add(self._cells_of(plan))
+            if not self.tighten(plan, solve):
                 return True
         return False
 
@@ -174,26 +172,29 @@ class StageSearch:
             stage._replace(config=sizes.index(views[stage.config].n_ranks)) for stage in plan.stages
         )
 
-    def _is_known(self, plan: StagePlan, solve: Solve) -> bool:
-        """As `tighten`, the other way round."""
+    def tighten(self, plan: StagePlan, solve: Solve) -> bool:
+        """Put stages of a plan on a further level; False if all are solved, so that it is tried."""
         views, (rows, levels) = [s.config for s in plan.stages], self._places(plan.stages)
+        cells = self._cells_of(plan)
+        self.tried.discard(cells)
         if unknown := set(views) - self._free:
             for view in sorted(unknown):
                 self._add_free(view)
-            return False
+            return True
         for part in get_args(Part):
             wanted = {(*at, part) for at in zip(views, levels, strict=True)}
             if new := wanted - self._in_budget:
                 for key in sorted(new):
                     self._add_budget(key, plan.bound_s)
-                return False
+                return True
         unsolved = [
             (float(self._whole_s[row, level]), k)
             for k, (row, level) in enumerate(zip(rows, levels, strict=True))
             if not self._is_solved[row, level]
         ]
         if not unsolved:
-            return True
+            self.tried.add(cells)
+            return False
         _, k = max(unsolved)  # the longest: if it alone is too slow, no other needs to be solved
         found = solve(self.space.candidate(self.m, plan.stages), k)
         alike, level = self._alike == self._alike[rows[k]], levels[k]
@@ -202,14 +203,13 @@ class StageSearch:
         self._raise(self._work_s, alike, slice(level, None), found.work_s)
         if math.isfinite(found.work_s):
             self._raise(self._added_s, alike, slice(level, level + 1), found.work_s / self.m)
-        return False
+        return True
 
     def least_of(self, stages: Sequence[StageChoice]) -> float:
         """The bound on one plan so far."""
         at = self._places(stages)
-        each_s = np.minimum(self._added_s, self._work_s)[at]
-        before_s = np.cumsum(each_s) - each_s
-        return float(max(self._whole_s[at].max(), (before_s + self._work_s[at]).max()))
+        work_s, added_s = self._work_s[at], np.minimum(self._added_s, self._work_s)[at]
+        return max(float(self._whole_s[at].max()), span_s(work_s, added_s))
 
     def _places(self, stages: Sequence[StageChoice]) -> tuple[list[int], list[int]]:
         """The row and the level of every stage."""

@@ -28,7 +28,6 @@ from autopar.passes.inter import (
     all_views,
     check_degrees,
     check_pinned_axes,
-    check_ranks,
     distinct_views,
     megatron_pipelines,
     n_operators,
@@ -188,7 +187,6 @@ class Planner:
 
     def _manual(self, manual: Manual) -> Iterator[Node]:
         """The user's recipe; with stages, more microbatches mean a smaller bubble."""
-        check_ranks(manual, self.mesh)
         if self.options.force:
             raise OptionError("manual is the whole recipe; force cannot be combined with it")
         if manual.pp == 1:

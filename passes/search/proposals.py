@@ -99,7 +99,7 @@ class Proposals:
     def manual(self, manual: Manual) -> list[Candidate]:
         """The user's recipe of one stage, with every number of microbatches, the fewest first.
 
-        Raises `MeshError` if it does not use every rank, `OptionError` if `force` is given too.
+        Raises `MeshError` if it does not use every rank.
         """
         check_ranks(manual, self.mesh)
         counts = recipe_counts(self.analysis, self.options, manual, self.mesh.n_ranks)

@@ -35,7 +35,9 @@ class Simplicity(NamedTuple):
 
     @staticmethod
     def recipe_on(candidate: Candidate) -> Simplicity:
-        """The least that a recipe's plans have."""
+        """The least that a recipe's plans have; what the user asked for is as if searched."""
+        if not candidate.recipe:
+            return Simplicity.searched_on(candidate)
         return Simplicity(0, _n_axes(candidate), stages=len(candidate.stages))
 
     @staticmethod

@@ -59,7 +59,7 @@ def test_the_bound_is_the_least_of_all_plans() -> None:
 
     found = bounds.step_s(cluster(4), (1, 2), m, None)
     assert found == pytest.approx(min(map(span_s, plans())))
-    assert bounds.span_s((1, 2), 2, m) == pytest.approx(span_s([(0, 2, 2), (2, 3, 2)]))
+    assert bounds.span_of((1, 2), 2, m) == pytest.approx(span_s([(0, 2, 2), (2, 3, 2)]))
 
 
 @hypothesis.given(

@@ -71,7 +71,7 @@ def test_every_plan_is_listed_best_first(chunk: int) -> None:
         n_some += bool(expected)
         assert [span_s for span_s, _ in found] == [span_s for span_s, _ in expected]
         assert sorted(stages for _, stages in found) == sorted(stages for _, stages in expected)
-        assert all(problem.span_s(stages) == span_s for span_s, stages in found)
+        assert all(problem.span_of(stages) == span_s for span_s, stages in found)
         least_s = expected[0][0] if expected else math.inf
         assert least_span_s(problem) == least_s
     assert n_some > 10

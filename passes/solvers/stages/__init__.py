@@ -3,12 +3,12 @@
 Read `clustering.py` (operators into layers), `problem.py` (stages, and the span of a plan),
 `recurrence.py` (the least span), `listing.py` (plans best first), `brute_force.py` (all plans
 enumerated). May import `passes/solvers/problem`. Hands on `cluster_operators`, `StageProblem`,
-`CostToGo`, `least_span_s` and `plans`.
+`CostToGo`, `least_span_s`, `span_s` and `plans`.
 """
 
 from autopar.passes.solvers.stages.clustering import cluster_operators, least_flops
 from autopar.passes.solvers.stages.listing import plans
-from autopar.passes.solvers.stages.problem import StageChoice, StageProblem
+from autopar.passes.solvers.stages.problem import StageChoice, StageProblem, span_s
 from autopar.passes.solvers.stages.recurrence import CostToGo, least_span_s
 
 __all__ = [
@@ -19,4 +19,5 @@ __all__ = [
     "least_flops",
     "least_span_s",
     "plans",
+    "span_s",
 ]

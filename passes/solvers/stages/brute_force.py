@@ -23,7 +23,7 @@ def every_plan(problem: StageProblem) -> list[tuple[float, list[int]]]:
                 f"more than {MAX_PLANS} plans are too many to enumerate",
                 hint="use autopar.passes.solvers.stages.plans",
             )
-        span_s = problem.span_s(stages)
+        span_s = problem.span_of(stages)
         if problem.n_stages in (None, len(stages)) and math.isfinite(span_s):
             found.append((span_s, stages))
     return sorted(found)

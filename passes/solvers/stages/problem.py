@@ -2,7 +2,7 @@
 
 A plan's stages hold consecutive layers and consecutive devices, in order. Its *span* is
 
-    max_s  (sum of added_r over r < s)  +  work_s                        (`StageProblem.span_s`)
+    max_s  (sum of added_r over r < s)  +  work_s                        (`span_s`)
 
 The first microbatch passes every stage before s, then s works on all of its microbatches, then the
 gradient of the last one passes back. `work` is what they take on a stage, `added` what one of them
@@ -115,11 +115,14 @@ class StageProblem:
     def choice(self, stage: int) -> StageChoice:
         return StageChoice(int(self.first[stage]), int(self.last[stage]), int(self.config[stage]))
 
-    def span_s(self, stages: Sequence[int]) -> float:
+    def span_of(self, stages: Sequence[int]) -> float:
         """The span of a plan, given by the indices of its stages."""
-        before_s, span_s = 0.0, 0.0
-        for k, stage in enumerate(stages):
-            level = min(len(stages) - 1 - k, self.n_levels - 1)
-            span_s = max(span_s, before_s + float(self.work_s[stage, level]))
-            before_s += float(self.added_s[stage, level])
-        return span_s
+        levels = [min(k, self.n_levels - 1) for k in reversed(range(len(stages)))]
+        at = list(stages), levels
+        return span_s(self.work_s[at], self.added_s[at])
+
+
+def span_s(work_s: FloatArray, added_s: FloatArray) -> float:
+    """The span of stages in order, [stages] each; the module docstring has the formula."""
+    before_s = np.concatenate(([0.0], np.cumsum(added_s)[:-1]))
+    return float((before_s + work_s).max())

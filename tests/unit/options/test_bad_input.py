@@ -181,6 +181,10 @@ STAGES: dict[str, tuple[Callable[[], Any], type[AutoparError], str]] = {
     "a recipe that is not the mesh": (
         lambda: plan(manual=Manual(pp=3)), MeshError, r"Manual\(dp=1, tp=1, pp=3\) places 3 ranks",
     ),
+    "more stages of a recipe than cuts": (
+        lambda: autopar.plan(Tiny(), machine((1, 16)), batch(), manual=Manual(pp=16)), OptionError,
+        r"Manual\(pp=16\): the model can be cut into \d stages",
+    ),
     "microbatches that do not divide": (
         lambda: staged(2, microbatches=3), BatchError, r"16 rows does not divide into 3 micro",
     ),
