@@ -103,7 +103,7 @@ class Options:
     `mesh_shape`     "auto", "as-given", or degrees that every stage has, as {"tp": 4}
     `memory_limit`   bytes per device; None: the hardware's memory less a margin
     `memory_margin`  the margin, a share of the device's memory; None: the one of the hardware
-    `tolerance`      relative; one stage is searched until no plan can be faster by more
+    `tolerance`      relative; the search ends once no plan can be faster by more
     `tie`            relative; among plans this close to the fastest the simplest is chosen
     `time_limit_s`   when it has passed, the best plan so far is returned, with its gap
     `batch_dims`     input path -> the dim that counts samples, None for an input without one;

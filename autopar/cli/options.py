@@ -115,7 +115,7 @@ def _planning_flags(
     solver: Annotated[str | None, typer.Option(help="auto, or ilp.")] = None,
     tolerance: Annotated[
         float | None,
-        typer.Option(help="Search one stage until none is faster by more (0.01)."),
+        typer.Option(help="Search until no plan is faster by more (0.01)."),
     ] = None,
     tie: Annotated[
         float | None,
