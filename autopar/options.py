@@ -145,6 +145,13 @@ class Options:
     check_every: int | None = 100
 
     @property
+    def n_stages(self) -> int | None:
+        """How many stages the user asks for; None for "auto"."""
+        if isinstance(self.stages, tuple):
+            return len(self.stages)
+        return self.stages if isinstance(self.stages, int) else None
+
+    @property
     def dtypes(self) -> Precision:
         """The dtypes that the options ask for."""
         if self.precision == "fp64":
@@ -201,7 +208,7 @@ class Options:
                 "memory_limit says what a plan may use, memory_margin what it leaves free",
                 hint="give one of them",
             )
-        if _n_stages(options.stages) > 1 and "pipeline" in options.forbid:
+        if (options.n_stages or 1) > 1 and "pipeline" in options.forbid:
             raise OptionError(
                 f"stages={kwargs['stages']!r} asks for what forbid='pipeline' forbids",
                 hint="give one of them",
@@ -234,13 +241,6 @@ def _check_precision(options: Options) -> None:
             "gradients are of the parameters' dtype",
             hint="precision='bf16-mixed', or master_weights=True for a half-precision model",
         )
-
-
-def _n_stages(stages: int | str | tuple[StageOption, ...]) -> int:
-    """How many stages the user asks for; 1 for "auto"."""
-    if isinstance(stages, tuple):
-        return len(stages)
-    return stages if isinstance(stages, int) else 1
 
 
 def _check_recipe(options: Options, manual: Manual) -> None:

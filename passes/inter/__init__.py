@@ -1,28 +1,26 @@
 """Which stages a pipeline has: the cuts, submeshes, views and microbatch counts worth solving.
 
 Reading order: `submeshes.py` (devices of a stage), `layers.py` (where stages may begin),
-`candidate.py` (a plan before it is solved), `bounds.py` and `layer_bounds.py` (lower bounds on
-stages), `space.py` (all pipelines), `stage_search.py` (those with one number of microbatches, best
-first), `recipes.py` (Megatron pipelines), `score.py` (a step's time).
+`given.py` (the user's stages), `candidate.py` (a plan before it is solved), `bounds.py` and
+`layer_bounds.py` (lower bounds on stages), `space.py` (all pipelines), `stage_search.py` (those
+with one number of microbatches, best first), `recipes.py` (Megatron pipelines).
 May import `passes/intra`, `analysis` and `solvers`, and what lies below `passes`.
-Hands on `PipelineSpace`, `StageSearch`, `megatron_pipelines` and `step_s`.
+Hands on `PipelineSpace`, `StageSearch`, `megatron_pipelines` and `step_bound_s`.
 """
 
+from autopar.passes.inter.bounds import step_bound_s
 from autopar.passes.inter.candidate import (
     Candidate,
     StageLayout,
-    check_submesh,
-    ends_by_modules,
-    ends_by_stage,
     n_operators,
 )
+from autopar.passes.inter.given import ends_by_stage, given_ends
 from autopar.passes.inter.recipes import (
     Megatron,
     check_ranks,
     megatron_pipelines,
     recipe_limits,
 )
-from autopar.passes.inter.score import StageBoundary, StageSeconds, step_s
 from autopar.passes.inter.space import PipelineSpace
 from autopar.passes.inter.stage_search import StageBound, StagePlan, StageSearch
 from autopar.passes.inter.submeshes import (
@@ -43,25 +41,22 @@ __all__ = [
     "Megatron",
     "PipelineSpace",
     "StageBound",
-    "StageBoundary",
     "StageLayout",
     "StagePlan",
     "StageSearch",
-    "StageSeconds",
     "all_views",
     "axes_text",
     "check_degrees",
     "check_pinned_axes",
     "check_ranks",
-    "check_submesh",
     "distinct_views",
-    "ends_by_modules",
     "ends_by_stage",
+    "given_ends",
     "megatron_pipelines",
     "n_operators",
     "pins_on",
     "recipe_limits",
-    "step_s",
+    "step_bound_s",
     "submesh_sizes",
     "views_of",
     "views_text",

@@ -32,13 +32,22 @@ Array = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 
 
+def step_bound_s(whole_s: Array, work_s: Array, n_microbatches: int) -> float:
+    """No step of these stages, [stages], is faster: `whole_s` is all that each takes in a step,
+    `work_s` what its microbatches take.
+
+    A stage does the rest once a step. It may do so while it waits for its neighbours.
+    """
+    return max(float(whole_s.max()), span_s(work_s, work_s / n_microbatches))
+
+
 @dataclass(frozen=True, eq=False)
 class StageBounds:
     """Least seconds and bytes of every range of layers of one program, [first layer, last layer].
 
     `shared_s` is divided by devices and microbatches, `static_bytes` by devices. `launches_s` is
     paid in full on every device for every microbatch. `is_possible` has the ranges with a parameter
-    to optimise.
+    to optimise. `given` has the devices of each stage, if the user gave them: every layer is one.
     """
 
     shared_s: Array
@@ -46,11 +55,13 @@ class StageBounds:
     static_bytes: Array
     is_possible: BoolArray
     budget_bytes: float
+    given: Sequence[int] = ()
 
     @staticmethod
     def of(
-        analysis: Analysis, times_s: Array, layers: Layers, optimizer: str, budget_bytes: float
-    ) -> StageBounds:
+        analysis: Analysis, times_s: Array, layers: Layers, optimizer: str, budget_bytes: float,
+        given: Sequence[int] = (),
+    ) -> StageBounds:  # fmt: skip
         """`times_s` are the `least_times_s` of the program."""
         whole_s, launches_s = times_s
         parts = np.stack((whole_s - launches_s, launches_s))
@@ -59,7 +70,7 @@ class StageBounds:
         ranges = np.triu(np.ones_like(sums_of_ranges(static), dtype=bool))
         is_possible = ranges & (sums_of_ranges(learns) > 0)
         shared_s, launched_s, static = map(sums_of_ranges, (*of_layers, static))
-        return StageBounds(shared_s, launched_s, static, is_possible, budget_bytes)
+        return StageBounds(shared_s, launched_s, static, is_possible, budget_bytes, given)
 
     def each_s(self, n_ranks: int, n_microbatches: int) -> Array:
         """Least seconds of one microbatch on `n_ranks` devices, [first layer, last layer]."""
@@ -68,6 +79,8 @@ class StageBounds:
     def may_be(self, n_ranks: int) -> BoolArray:
         """[first layer, last layer]: may it be a stage of `n_ranks` devices?"""
         fits: BoolArray = self.static_bytes / n_ranks <= self.budget_bytes
+        if self.given:
+            fits &= np.diag(np.equal(self.given, n_ranks))
         return self.is_possible & fits
 
     def span_of(self, last_layers: Sequence[int], n_ranks: int, n_microbatches: int) -> float:

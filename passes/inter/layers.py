@@ -24,7 +24,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.passes.analysis import Analysis, Run
-from autopar.passes.inter.candidate import crossing_bytes
 from autopar.passes.solvers.problem import Infeasible
 from autopar.passes.solvers.stages import cluster_operators, least_flops
 from autopar.program import Program
@@ -52,6 +51,12 @@ class Layers:
     ends: tuple[int, ...]
     flops: tuple[float, ...]
 
+    @staticmethod
+    def of(analysis: Analysis, ends: Sequence[int]) -> Layers:
+        flops = operator_flops(analysis)
+        each = (math.fsum(flops[a:b]) for a, b in itertools.pairwise((0, *ends)))
+        return Layers(tuple(ends), tuple(each))
+
     @property
     def n_layers(self) -> int:
         return len(self.ends)
@@ -75,7 +80,7 @@ def find_layers(
     `n_least` if that is more.
     """
     flops = operator_flops(analysis)
-    bytes_after, depths = _allowed(analysis, crossing_bytes(analysis)), _depths(analysis.program)
+    bytes_after, depths = _allowed(analysis, _crossing_bytes(analysis)), _depths(analysis.program)
     thin = _thin(bytes_after, _block_limit(bytes_after, runs))
     if not runs or len(_distinct(depths, thin, flops, bytes_after)) + 1 < n_least:
         thin = _thin(bytes_after, _clustered_limit(flops, bytes_after, max(n_least, N_WANTED)))
@@ -83,11 +88,7 @@ def find_layers(
     if len(chosen) + 1 < n_least:
         chosen = [b for b, size in enumerate(bytes_after) if math.isfinite(size)]
     chosen = _fewer(depths, chosen, flops, n_least, n_most)
-    ends = (*(b + 1 for b in chosen), len(flops))
-    return Layers(
-        ends,
-        tuple(math.fsum(flops[a:b]) for a, b in itertools.pairwise((0, *ends))),
-    )
+    return Layers.of(analysis, [*(b + 1 for b in chosen), len(flops)])
 
 
 def operator_flops(analysis: Analysis) -> list[float]:
@@ -95,6 +96,22 @@ def operator_flops(analysis: Analysis) -> list[float]:
     alike = analysis.placed_by_kind(1)
     flops = {k: rule_for(str(p.operator.call.op)).flops_of(p.sizes) for k, p in alike.items()}
     return [flops[analysis.kinds[operator.name]] for operator in analysis.operators]
+
+
+def _crossing_bytes(analysis: Analysis) -> list[float]:
+    """Bytes that cross between operators i and i + 1, for the global batch; [operators - 1]."""
+    operators, types = analysis.operators, analysis.types.tensors
+    made: dict[str, int] = {}
+    last_read: dict[str, int] = {}
+    for i, operator in enumerate(operators):
+        made |= dict.fromkeys(operator.outputs, i)
+        last_read |= dict.fromkeys(operator.inputs, i)
+    change = [0.0] * (len(operators) + 1)
+    for value, first in made.items():
+        if value in last_read:
+            change[first] += types[value].size_bytes
+            change[last_read[value]] -= types[value].size_bytes
+    return list(itertools.accumulate(change))[: len(operators) - 1]
 
 
 def balanced(weights: Sequence[float], n_parts: int) -> tuple[int, ...]:

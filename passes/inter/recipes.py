@@ -17,12 +17,12 @@ from autopar.errors import MeshError, OptionError
 from autopar.mesh import LogicalMesh, Mesh, factored_view, has_degrees
 from autopar.options import Manual, Options
 from autopar.passes.analysis import Analysis, microbatch_counts, recipe_counts
+from autopar.passes.inter.bounds import step_bound_s
 from autopar.passes.inter.candidate import Candidate, StageLayout
 from autopar.passes.inter.layers import MOST_LAYERS, balanced
 from autopar.passes.inter.space import PipelineSpace
 from autopar.passes.inter.submeshes import view_at, views_text
 from autopar.passes.intra import Constraints
-from autopar.passes.solvers.stages import span_s
 
 
 @dataclass(frozen=True)
@@ -46,9 +46,17 @@ class Megatron:
     def layered_s(self) -> float:
         """Lower bound on its step: its span by what layers take at least on its view."""
         whole_s, work_s = self.space.layer_bounds.free(self.view, self.n_microbatches)
-        firsts = [0, *(last + 1 for last in self.last_layers[:-1])]
-        whole_s, work_s = (np.add.reduceat(of_layers, firsts) for of_layers in (whole_s, work_s))
-        return max(float(whole_s.max()), span_s(work_s, work_s / self.n_microbatches))
+        whole_s, work_s = (np.add.reduceat(s, self._firsts) for s in (whole_s, work_s))
+        return step_bound_s(whole_s, work_s, self.n_microbatches)
+
+    @property
+    def is_idle(self) -> bool:
+        """Has a stage no parameter to optimise?"""
+        return not self.space.bounds.is_possible[self._firsts, self.last_layers].all()
+
+    @property
+    def _firsts(self) -> list[int]:
+        return [0, *(last + 1 for last in self.last_layers[:-1])]
 
     @property
     def candidate(self) -> Candidate:

@@ -37,6 +37,7 @@ from autopar.passes.analysis import (
 )
 from autopar.passes.inter.bounds import StageBounds
 from autopar.passes.inter.candidate import Candidate, StageLayout
+from autopar.passes.inter.given import given_ends
 from autopar.passes.inter.layer_bounds import LayerBounds
 from autopar.passes.inter.layers import MOST_LAYERS, Layers, find_layers
 from autopar.passes.inter.submeshes import (
@@ -82,9 +83,14 @@ class PipelineSpace:
         """The space over the layers and repeated blocks of a program.
 
         There are at least `n_stages` layers if the program has enough operators, and at most
-        `MOST_LAYERS`, or `n_stages` if that is more.
+        `MOST_LAYERS`, or `n_stages` if that is more. Stages that the user gives are the layers.
+
+        Raises the errors of `given_ends`.
         """
-        layers = find_layers(analysis, find_runs(analysis), n_stages or 2)
+        if isinstance(options.stages, tuple):
+            layers = Layers.of(analysis, given_ends(analysis, mesh, options.stages))
+        else:
+            layers = find_layers(analysis, find_runs(analysis), n_stages or 2)
         on = analysis, mesh, hardware, options
         return PipelineSpace(*on, budget_bytes, layers, n_stages, prices=prices or Prices())
 
@@ -111,7 +117,14 @@ class PipelineSpace:
     @cached_property
     def views(self) -> tuple[LogicalMesh, ...]:
         """The views of all submeshes, each as if it began at the first rank."""
-        return distinct_views(self.mesh, self.hardware, self.options, submesh_sizes(self.mesh))
+        sizes = sorted(set(self._given)) or submesh_sizes(self.mesh)
+        return distinct_views(self.mesh, self.hardware, self.options, sizes)
+
+    @property
+    def _given(self) -> tuple[int, ...]:
+        """The devices of each stage, if the user gave them."""
+        stages = self.options.stages
+        return tuple(stage.n_ranks for stage in stages) if isinstance(stages, tuple) else ()
 
     def depth(self, m: int, n_left: int) -> int:
         """Microbatches in flight on a stage; `n_left` counts it and the stages after it."""
@@ -136,10 +149,10 @@ class PipelineSpace:
 
     @cached_property
     def bounds(self) -> StageBounds:
-        optimizer = self.options.optimizer
         return StageBounds.of(
-            self.analysis, self._times_s, self.layers, optimizer, self.budget_bytes
-        )
+            self.analysis, self._times_s, self.layers, self.options.optimizer, self.budget_bytes,
+            self._given,
+        )  # fmt: skip
 
     @cached_property
     def layer_bounds(self) -> LayerBounds:

@@ -5,11 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import NamedTuple
 
 from autopar.cost.hardware import Hardware
 from autopar.errors import InfeasibleError, MeshError, OptionError
-from autopar.mesh import Link, LogicalMesh, Mesh, factored_view, logical_views
+from autopar.mesh import LogicalMesh, Mesh, factored_view, logical_views
 from autopar.options import Options
 from autopar.passes.analysis import Analysis
 from autopar.passes.intra import AxisPin
@@ -25,36 +24,6 @@ def submesh_sizes(mesh: Mesh) -> list[int]:
     parts = [n for n in range(1, each + 1) if each % n == 0]
     groups = [k * each for k in range(2, nodes) if nodes % k == 0 or k & (k - 1) == 0]
     return [n for n in (*parts, *groups) if n < mesh.n_ranks]
-
-
-class SubmeshPlace(NamedTuple):
-    """Where a stage may begin in its node, and its links to the stages before and after it.
-
-    `offsets` counts the devices of the node in front of the stage; None: anywhere.
-    """
-
-    offsets: frozenset[int] | None
-    before: Link
-    after: Link
-
-
-def places_of(mesh: Mesh, hardware: Hardware, n_ranks: int) -> tuple[SubmeshPlace, ...]:
-    """The places of a stage of `n_ranks` devices.
-
-    A stage smaller than a node has a neighbour on another node only if it is the first or the last
-    of its node.
-    """
-    across, inside, each = hardware.links[0], hardware.links[-1], mesh.devices_per_node
-    if n_ranks >= each or mesh.nodes == 1:
-        link = inside if mesh.nodes == 1 else across
-        return (SubmeshPlace(None, link, link),)
-    last = each - n_ranks
-    within = SubmeshPlace(frozenset(range(1, last)), inside, inside)
-    edges = (
-        SubmeshPlace(frozenset({0}), across, inside),
-        SubmeshPlace(frozenset({last}), inside, across),
-    )
-    return (*edges, within) if within.offsets else edges
 
 
 def views_of(

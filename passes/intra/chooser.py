@@ -12,7 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import NamedTuple, Protocol, TypedDict, TypeVar
+from typing import Protocol, TypedDict, TypeVar
 
 from autopar.cost.laws import CostModel
 from autopar.errors import InfeasibleError
@@ -62,24 +62,12 @@ C_ = TypeVar("C_")
 _Case = tuple[Repeated, int, int]
 
 
-class SyncSeconds(NamedTuple):
-    """Seconds of gradients that may return beside the last backward. `paid_s` is what the step
-    takes longer for it."""
-
-    time_s: float = 0.0
-    paid_s: float = 0.0
-
-
-NO_SYNC = SyncSeconds()
-
-
 @dataclass(frozen=True)
 class Chosen:
     """A solved stage. `read` makes the strategy.
 
     objective_s    seconds of a step, in which compute hides communication (`hiding.py`)
     once_s         the part of them that is paid once, whatever the number of microbatches
-    sync           of what is paid once, gradients that may return beside the last backward
     gap            relative gap between the objective and a lower bound on the step; `solver_gap` is
                    that of the problem in which all is hidden
     size_bytes     memory per device, as the solver counts it
@@ -95,13 +83,10 @@ class Chosen:
     size_bytes: float
     n_variables: int
     n_written_out: int
-    received: Mapping[str, Spec]
-    sent: Mapping[str, Spec]
     read: Callable[[], Strategy] = field(repr=False, compare=False)
     settled: bool = True
     solver_gap: float = 0.0
     hidden_bound_s: float = 0.0
-    sync: SyncSeconds = NO_SYNC
 
     @property
     def bound_s(self) -> float:
@@ -115,12 +100,7 @@ class Chosen:
 
     def named(self, names: Mapping[str, str]) -> Chosen:
         """The same choice, renamed for an equal program (`passes/analysis/equal_parts.py`)."""
-        return replace(
-            self,
-            received={names[n]: spec for n, spec in self.received.items()},
-            sent={names[n]: spec for n, spec in self.sent.items()},
-            read=lambda: renamed(self.strategy, names),
-        )
+        return replace(self, read=lambda: renamed(self.strategy, names))
 
 
 @dataclass(frozen=True)
@@ -271,8 +251,6 @@ class Chooser:
             size_bytes=best.size_bytes,
             n_variables=whole.n_variables,
             n_written_out=whole.n_written_out,
-            received=whole.boundaries(choice, "received"),
-            sent=whole.boundaries(choice, "sent"),
             read=lambda: _strategy(self.folded.whole, whole, choice, ask),
             settled=solution.settled and best.bound_s < limit_s,
             hidden_bound_s=first.bound_s + beside_s,
@@ -303,7 +281,6 @@ class _Seconds(TypedDict):
     once_s: float
     gap: float
     solver_gap: float
-    sync: SyncSeconds
 
 
 def _seconds(
@@ -319,7 +296,7 @@ def _seconds(
     `beside_s` is that of `IntraOpProblem`.
     """
     m, hiding, launches_s = ask.n_microbatches, problem.hiding, problem.launches_s
-    objective_s, sync_s = hiding.step_s(best.parts, m) + launches_s, best.parts.sync_s
+    objective_s = hiding.step_s(best.parts, m) + launches_s
     exposed_s = hiding.exposed_sync_s(best.parts, m)
     bound_s = best.bound_s + beside_s
     gap = 0.0 if bound_s >= objective_s * (1 - 1e-9) else 1 - bound_s / objective_s
@@ -328,7 +305,6 @@ def _seconds(
         "once_s": once_s + exposed_s + launches_s,
         "gap": solver_gap if ask.runs_on is not None else gap,
         "solver_gap": solver_gap,
-        "sync": SyncSeconds(sync_s, hiding.sync_price * sync_s + exposed_s),
     }
 
 
@@ -385,8 +361,6 @@ def choose(
         size_bytes=best.size_bytes,
         n_variables=problem.numbers.n_variables,
         n_written_out=problem.numbers.n_variables,
-        received=problem.boundaries(choice, "received"),
-        sent=problem.boundaries(choice, "sent"),
         read=lambda: _strategy(analysis, problem, choice, ask),
         hidden_bound_s=first.bound_s + beside_s,
     )

@@ -74,17 +74,15 @@ def least_step_s(analysis: Analysis, cost: CostModel) -> float:
     return float(sum(times_s.tolist())) * n_accumulated / cost.mesh.n_ranks
 
 
-def shared_s(
-    times_s: Array, analysis: Analysis, n_ranks: int, n_microbatches: int, n_stages: int = 1
-) -> float:
+def shared_s(times_s: Array, analysis: Analysis, n_ranks: int, n_microbatches: int) -> float:
     """Seconds of a step in which `n_ranks` have equal shares of `times_s`.
 
-    `times_s` are those of `least_times_s`, [2]. Every rank launches the operators of its stage for
-    every microbatch.
+    `times_s` are those of `least_times_s`, [2]. Every rank launches all operators for every
+    microbatch.
     """
     whole_s, launches_s = times_s.tolist()
     share = analysis.batch.n_accumulated / n_ranks
-    return float((whole_s - launches_s) * share + launches_s * n_microbatches / n_stages)
+    return float((whole_s - launches_s) * share + launches_s * n_microbatches)
 
 
 def least_times_s(analysis: Analysis, cost: CostModel) -> Array:

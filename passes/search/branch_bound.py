@@ -23,7 +23,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.identity import Same
-from autopar.passes.search.evaluator import Scored
+from autopar.passes.search.evaluator import Placed
 from autopar.passes.search.simplicity import Simplicity
 from autopar.passes.search.simulator import Solved
 
@@ -38,7 +38,7 @@ class Node:
     level       what the bound was computed from
     refine      given seconds: nodes and plans that this node is divided into. What cannot be below
                 these seconds may come back as a node with that bound. None: nothing more is known
-    scored      its placements, if they are solved
+    placed      its placements, if they are solved
     recipe      the plain recipe that makes its plans
     is_rival    its plans are some of another node, looked for in another way
     note        what is said of it instead of its bound
@@ -50,7 +50,7 @@ class Node:
     simplest: Simplicity
     level: str
     refine: Callable[[float], Sequence[Node | Solved]] | None
-    scored: Scored | None = None
+    placed: Placed | None = None
     recipe: str = ""
     is_rival: bool = False
     note: str = ""
@@ -141,7 +141,7 @@ class BranchAndBound:
         if faster:
             # A solved plan may become the incumbent, and may end the search.
             alike_s = faster[0].turn[0] * (1 + self.tolerance)
-            solved = (n for n in faster if n.scored is not None and n.least_s < alike_s)
+            solved = (n for n in faster if n.placed is not None and n.least_s < alike_s)
             return next(solved, faster[0]), worth_s
         if not self.found or not self.tie:
             return None

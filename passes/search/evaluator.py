@@ -1,14 +1,12 @@
-"""Solve candidates: the placements of every stage, and the score of all stages together.
+"""Solve candidates: the placements of every stage, and what a step of them takes at least.
 
-The *score* of a candidate estimates its step time from the optima of its stages. With one stage, it
-is the solver's objective. With several, it is the schedule, simulated with the stages' times and
-messages (`passes/inter/score.py`). A score costs little more than the solves. The most promising
-candidates are then lowered and simulated (`simulator.py`).
+With one stage, that is the solver's objective. With several, it is the span of the stages, without
+messages between them (`step_bound_s`). Candidates that may be the fastest are then lowered and
+simulated (`simulator.py`).
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
@@ -16,9 +14,10 @@ from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
+import numpy as np
+
 from autopar.cost.hardware import Hardware
 from autopar.cost.laws import CostModel
-from autopar.cost.price import slowdown_of
 from autopar.errors import InfeasibleError
 from autopar.identity import Same
 from autopar.mesh import LogicalMesh
@@ -35,7 +34,7 @@ from autopar.passes.analysis import (
     fold,
     is_searched,
 )
-from autopar.passes.inter import Candidate, StageBoundary, StageLayout, StageSeconds, step_s
+from autopar.passes.inter import Candidate, StageLayout, step_bound_s
 from autopar.passes.intra import (
     Chooser,
     Chosen,
@@ -53,15 +52,31 @@ from autopar.schedule import ORDERS, in_flight
 
 
 @dataclass(frozen=True)
-class Scored:
-    """A candidate with every stage solved.
-
-    `score_s` is the estimated step time.
-    """
+class Placed:
+    """A candidate whose stages have placements."""
 
     candidate: Candidate
     choices: tuple[Chosen, ...]
-    score_s: float
+
+    @cached_property
+    def least_s(self) -> float:
+        """A step of these placements takes no less, in seconds."""
+        return self._step_s([chosen.objective_s for chosen in self.choices])
+
+    @cached_property
+    def bound_s(self) -> float:
+        """No placements of these stages take less, in seconds of a step."""
+        return self._step_s([chosen.bound_s for chosen in self.choices])
+
+    def _step_s(self, each_s: Sequence[float]) -> float:
+        if len(each_s) == 1:
+            return each_s[0]
+        whole_s, once_s = np.array(each_s), [chosen.once_s for chosen in self.choices]
+        return step_bound_s(whole_s, np.maximum(whole_s - once_s, 0.0), self.n_microbatches)
+
+    @property
+    def n_microbatches(self) -> int:
+        return self.candidate.n_microbatches
 
     @property
     def size_bytes(self) -> float:
@@ -181,16 +196,16 @@ class Evaluator:
             self._parts[ends] = tuple(self.analysis.part(p) for p in programs)
         return self._parts[ends]
 
-    def scored(
+    def placed(
         self, candidate: Candidate, budget_bytes: float | None, limit_s: float = math.inf
-    ) -> Scored:
-        """Solve and score a candidate within a budget, or without one.
+    ) -> Placed:
+        """Solve a candidate within a budget, or without one.
 
         If a single searched stage cannot be below `limit_s`, its solver stops early.
 
         Raises `InfeasibleError` if a stage does not fit, `BatchError` if rows do not divide.
         """
-        return self._scored(candidate, self._choices(candidate, budget_bytes, limit_s))
+        return self._checked(candidate, self._choices(candidate, budget_bytes, limit_s))
 
     def solved_stage(self, candidate: Candidate, k: int, limit_s: float) -> Chosen:
         """The placements of one stage within the budget.
@@ -202,7 +217,7 @@ class Evaluator:
         stage = self._stage(candidate.ends, k, layout, candidate.n_microbatches)
         return self._choose(stage, self.budget_bytes, limit_s)
 
-    def without_activations(self, candidate: Candidate, limit_s: float = math.inf) -> Scored:
+    def without_activations(self, candidate: Candidate, limit_s: float = math.inf) -> Placed:
         """A lower bound on all choices of recompute: activations need no bytes, nothing runs again.
 
         `limit_s` is that of `scored`. Raises `InfeasibleError` if a stage does not fit even so.
@@ -210,27 +225,14 @@ class Evaluator:
         no_recompute, limit_s = self.without_recompute or self, _solver_limit_s(candidate, limit_s)
         stages = (replace(stage, depth=0) for stage in self._stages(candidate))
         choices = [no_recompute._choose_named(s, self.budget_bytes, limit_s) for s in stages]
-        return self._scored(candidate, choices)
+        return self._checked(candidate, choices)
 
-    def _scored(self, candidate: Candidate, choices: Sequence[Chosen]) -> Scored:
-        m = candidate.n_microbatches
+    def _checked(self, candidate: Candidate, choices: Sequence[Chosen]) -> Placed:
         if not all(math.isfinite(chosen.objective_s) for chosen in choices):
             raise InfeasibleError(  # chosen on the abstract machine
                 "this machine forbids what the recipe does", hint="choose other degrees"
             )
-        if len(choices) == 1:
-            return Scored(candidate, tuple(choices), choices[0].objective_s)
-        parts, loss = self.parts(candidate.ends), self.analysis.program.loss
-        seconds = [stage_seconds(chosen, m) for chosen in choices]
-        ends = [
-            StageBoundary(layout.view, c.sent, c.received, part.microbatch_types(m).tensors)
-            for part, layout, c in zip(parts, candidate.stages, choices, strict=True)
-        ]
-        loss_bytes = self.analysis.types.tensors[loss].itemsize if loss is not None else 0
-        schedule, links = schedule_name(self.options), self.hardware.links
-        slowdown = slowdown_of(CostModel(candidate.stages[0].view, self.dtype))
-        score_s = step_s(schedule, m, seconds, ends, links, loss_bytes, slowdown)
-        return Scored(candidate, tuple(choices), score_s)
+        return Placed(candidate, tuple(choices))
 
     def _choices(
         self, candidate: Candidate, budget_bytes: float | None, limit_s: float = math.inf
@@ -285,16 +287,6 @@ class Evaluator:
                 raise
             return error.least_bytes * (1 + 1e-9)
 
-    def stage_without_parameters(self, ends: tuple[int, ...]) -> int | None:
-        """The first of several stages that no optimizer can be made for; None if there is none."""
-        operators, parameters = self.analysis.operators, self.analysis.program.parameters
-        learns = {name for name, info in parameters.items() if info.requires_grad}
-        for k, (first, end) in enumerate(itertools.pairwise((0, *ends))):
-            read = (name for operator in operators[first:end] for name in operator.inputs)
-            if len(ends) > 1 and learns.isdisjoint(read):
-                return k
-        return None
-
     def stats(self, n_configurations: int) -> PlanningStats:
         """What was solved so far; `n_configurations` as in `PlanningStats`."""
         largest = max(self._chosen.values(), key=lambda c: (c.n_written_out, c.n_variables))
@@ -326,32 +318,6 @@ class Evaluator:
         static = least_static_bytes(part, cost, self.options.optimizer, limits)
         left_bytes = self.budget_bytes - static
         return self._least_rerun[key](stage.n_microbatches, stage.depth, left_bytes)
-
-    def fastest_layouts(
-        self,
-        ends: tuple[int, ...],
-        choices: Sequence[Sequence[StageLayout]],
-        n_microbatches: int,
-    ) -> tuple[StageLayout, ...]:
-        """For each stage, the fastest of its layouts (`choices`).
-
-        Raises `InfeasibleError` if none of a stage's layouts fits.
-        """
-        picked = []
-        for k, layouts in enumerate(choices):
-            found: list[tuple[float, int]] = []
-            failure: InfeasibleError | None = None
-            for i, layout in enumerate(layouts):
-                try:
-                    stage = self._stage(ends, k, layout, n_microbatches)
-                    chosen = self._choose(stage, self.budget_bytes)
-                    found.append((chosen.objective_s, i))
-                except InfeasibleError as error:
-                    failure = error
-            if failure is not None and not found:
-                raise failure
-            picked.append(layouts[min(found)[1]])
-        return tuple(picked)
 
     def runs(self, part: Analysis) -> tuple[Run, ...]:
         """The repeated blocks of a program or stage, aligned with what may be recomputed."""
@@ -434,15 +400,8 @@ class Evaluator:
         return self._chosen[key]
 
 
-def stage_seconds(chosen: Chosen, n_microbatches: int) -> StageSeconds:
-    """A stage's seconds, with gradient sync apart: how much of it hides, the schedule decides."""
-    sync, m = chosen.sync, n_microbatches
-    time_s = (chosen.objective_s - chosen.once_s) / m
-    return StageSeconds(time_s, chosen.once_s - sync.paid_s, sync.time_s)
-
-
 def _solver_limit_s(candidate: Candidate, limit_s: float) -> float:
-    """`limit_s` for a single searched stage; other scores are not the solver's objective."""
+    """`limit_s` for a single searched stage; others have no single objective."""
     return limit_s if len(candidate.stages) == 1 and not candidate.is_recipe else math.inf
 
 

@@ -38,7 +38,7 @@ from functools import partial
 from autopar.errors import InfeasibleError
 from autopar.passes.inter import Candidate
 from autopar.passes.search.branch_bound import Node
-from autopar.passes.search.evaluator import Evaluator, Scored
+from autopar.passes.search.evaluator import Evaluator, Placed
 from autopar.passes.search.simplicity import Simplicity
 from autopar.passes.search.simulator import Simulator, Solved
 from autopar.passes.solvers.problem import within
@@ -84,7 +84,7 @@ class Levels:
         if bound_s >= limit_s > node.bound_s:
             return [node.after(node.level, bound_s, again)]
         try:
-            free = self._plain.leaving_gaps.scored(candidate, None, limit_s)
+            free = self._plain.leaving_gaps.placed(candidate, None, limit_s)
         except InfeasibleError as error:
             return self._impossible(error, candidate)
         bound_s = self._bound_s(free, node)
@@ -93,7 +93,7 @@ class Levels:
         self._free_s[node.name, candidate.n_microbatches] = bound_s
         known = node.after("free", bound_s, None)
         if within(self._plain.budget_bytes, free.size_bytes):
-            return [self._placed(known, free, self._plain)]
+            return [self._leaf(known, free, self._plain)]
         if self._plain is self._whole:
             return [replace(known, refine=partial(self._solved, self._whole, known, candidate))]
         rerun = node.after("rerun", max(bound_s, self._rerun_s(free, candidate)), None)
@@ -122,28 +122,28 @@ class Levels:
         budget_bytes = evaluator.budget_bytes
         refine = partial(self._solved, evaluator, node, candidate)
         try:
-            scored = evaluator.leaving_gaps.scored(candidate, budget_bytes, limit_s)
+            placed = evaluator.leaving_gaps.placed(candidate, budget_bytes, limit_s)
         except InfeasibleError as error:
             return self._impossible(error, candidate)
-        bound_s = self._bound_s(scored, node)
+        bound_s = self._bound_s(placed, node)
         if bound_s >= limit_s > node.bound_s:
             return [node.after("solved", bound_s, refine)]
         solver = evaluator.leaving_gaps
-        placed = self._placed(node.after("solved", bound_s, None), scored, solver)
-        if all(chosen.settled for chosen in scored.choices):
-            return [placed]
+        leaf = self._leaf(node.after("solved", bound_s, None), placed, solver)
+        if all(chosen.settled for chosen in placed.choices):
+            return [leaf]
 
         def close(limit_s: float) -> Parts:
-            closed = evaluator.scored(candidate, budget_bytes, limit_s)
+            closed = evaluator.placed(candidate, budget_bytes, limit_s)
             known = node.after("gap", self._bound_s(closed, node), None)
-            return [self._placed(known, closed, evaluator)]
+            return [self._leaf(known, closed, evaluator)]
 
-        return [placed, node.after("solved", bound_s, close)]
+        return [leaf, node.after("solved", bound_s, close)]
 
-    def _placed(
+    def _leaf(
         self,
         node: Node,
-        scored: Scored,
+        placed: Placed,
         solver: Evaluator | None,
         leaner: Evaluator | None = None,
         rival_of: Candidate | None = None,
@@ -153,10 +153,10 @@ class Levels:
         After that, the `solver` finds their rivals; None: these are some, of a candidate that
         forbids less.
         """
-        candidate = rival_of or scored.candidate
+        candidate = rival_of or placed.candidate
 
         def simulate(_: float) -> Parts:
-            solved = simulator.simulated_if_fits(scored)
+            solved = simulator.simulated_if_fits(placed)
             if solved is None:
                 return [*done, replace(leaf, refine=lean, is_rival=True)]
             return [*done, replace(solved, candidate=candidate), *rivals(solved)]
@@ -164,32 +164,32 @@ class Levels:
         def lean(limit_s: float) -> Parts:
             """The simulated peak exceeds the budget: leaner placements are found."""
             try:
-                found = simulator.fit_to_budget(scored, limit_s)
+                found = simulator.fit_to_budget(placed, limit_s)
             except InfeasibleError as error:
-                return [*self._impossible(error, scored.candidate), *rivals(None)]
+                return [*self._impossible(error, placed.candidate), *rivals(None)]
             if isinstance(found, Solved):
                 return [replace(found, candidate=candidate), *rivals(found)]
             return [replace(leaf, refine=lean, is_rival=True, given_up_s=found)]
 
         def rivals(found: Solved | None) -> Iterator[Node]:
-            if solver is None or len(scored.choices) > 1:
+            if solver is None or len(placed.choices) > 1:
                 return
             if found is None or found.step_time_s > node.bound_s * (1 + RIVAL_REL):
-                fits = within(self._whole.budget_bytes, simulator.as_scored(scored).peak_bytes)
-                yield from self._rivals(node, scored, solver, fits)
+                fits = within(self._whole.budget_bytes, simulator.as_placed(placed).peak_bytes)
+                yield from self._rivals(node, placed, solver, fits)
 
         simulator = self.simulator.on(leaner or self._whole)
-        leaf = replace(node, refine=simulate, scored=scored)
+        leaf = replace(node, refine=simulate, placed=placed)
         done = () if solver is None else (node.after("simulated", node.bound_s, None),)
         return leaf
 
-    def _rivals(self, node: Node, scored: Scored, solver: Evaluator, fits: bool) -> Iterator[Node]:
+    def _rivals(self, node: Node, placed: Placed, solver: Evaluator, fits: bool) -> Iterator[Node]:
         """Placements of one stage that rely on less than these do, or than leaner ones.
 
         Their bounds are those of all placements, because these may be faster than they.
         """
-        candidate = scored.candidate
-        gathered = {of.period == "use" for of in scored.choices[0].strategy.storage.values()}
+        candidate = placed.candidate
+        gathered = {of.period == "use" for of in placed.choices[0].strategy.storage.values()}
         if True in gathered or not fits:
             yield self._rival(node, "ungathered", candidate, ("zero3",), solver, self._whole)
         if len(gathered) == 2 or not fits:
@@ -208,7 +208,7 @@ class Levels:
         def refine(limit_s: float) -> Parts:
             within_s = limit_s if hides else math.inf
             try:
-                found = solver.scored(candidate.forbidding(*forbid), solver.budget_bytes, within_s)
+                found = solver.placed(candidate.forbidding(*forbid), solver.budget_bytes, within_s)
             except InfeasibleError as error:
                 return self._impossible(error, candidate)
             (chosen,) = found.choices
@@ -216,18 +216,18 @@ class Levels:
                 return [replace(rival, given_up_s=chosen.bound_s)]
             gap = max(0.0, 1 - node.bound_s / chosen.objective_s)
             found = replace(found, choices=(replace(chosen, gap=gap),))
-            return [self._placed(replace(rival, refine=None), found, None, leaner, candidate)]
+            return [self._leaf(replace(rival, refine=None), found, None, leaner, candidate)]
 
         rival = replace(node.after(level, node.bound_s, refine), is_rival=True)
         return rival
 
-    def _bound_s(self, scored: Scored, node: Node) -> float:
+    def _bound_s(self, placed: Placed, node: Node) -> float:
         """The solver's bound of a single stage; else the node's."""
-        if len(scored.choices) > 1:
+        if len(placed.choices) > 1:
             return node.bound_s
-        return max(node.bound_s, scored.choices[0].bound_s)
+        return max(node.bound_s, placed.choices[0].bound_s)
 
-    def _rerun_s(self, least: Scored, candidate: Candidate) -> float:
+    def _rerun_s(self, least: Placed, candidate: Candidate) -> float:
         """A bound with what must run again at least; `least` is the optimum if nothing did."""
         return least.choices[0].hidden_bound_s + self._whole.least_rerun_s(candidate)
 

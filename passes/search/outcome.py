@@ -10,7 +10,7 @@ from autopar.cost.hardware import Hardware
 from autopar.errors import InfeasibleError
 from autopar.passes.inter import Candidate
 from autopar.passes.search.branch_bound import BranchAndBound, Node
-from autopar.passes.search.evaluator import Scored
+from autopar.passes.search.evaluator import Placed
 from autopar.passes.search.simulator import Solved
 from autopar.passes.search.stats import PlanningStats
 from autopar.plans import Alternative, PlanSummary
@@ -19,7 +19,7 @@ from autopar.plans import Alternative, PlanSummary
 # were not.
 N_EXPLAINED = 6
 # A candidate that is slower -> what makes it slower, and its summary.
-Why = Callable[[Solved | Scored], tuple[str, PlanSummary]]
+Why = Callable[[Solved | Placed], tuple[str, PlanSummary]]
 # Why candidates have no plan.
 Errors = Sequence[tuple[InfeasibleError, Candidate]]
 
@@ -47,12 +47,12 @@ class PlanningResult:
 def alternatives_of(
     search: BranchAndBound, errors: Errors, chosen: Solved, why: Why | None = None
 ) -> Iterator[Alternative]:
-    """A row per name: what was simulated or scored by time, what does not fit, what was ruled out.
+    """A row per name: what was simulated or solved by time, what does not fit, what was ruled out.
 
     `why` says of the first `N_EXPLAINED` what makes them slower, and sums them up; None: nothing
     is said.
     """
-    rows = list[tuple[Alternative, Solved | Scored]]()
+    rows = list[tuple[Alternative, Solved | Placed]]()
     fastest, least = dict[str, Solved](), dict[str, Node]()
     for solved in sorted(search.found, key=lambda s: s.step_time_s):
         fastest.setdefault(solved.candidate.name, solved)
@@ -64,10 +64,10 @@ def alternatives_of(
         if node.name not in fastest:
             least.setdefault(node.name, node)
     for name, node in least.items():
-        if node.scored is not None and node.recipe:
-            time_s = node.scored.score_s
+        if node.placed is not None and node.recipe:
+            time_s = node.placed.least_s
             row = Alternative(name, time_s, "", node.recipe, is_estimate=True)
-            rows.append((row, node.scored))
+            rows.append((row, node.placed))
     rows.sort(key=lambda pair: pair[0].step_time_s or 0.0)
     for at, (row, one) in enumerate(rows):
         if why is None or at >= N_EXPLAINED or row.name == chosen.candidate.name:

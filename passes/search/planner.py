@@ -1,9 +1,9 @@
 """The planner: the space of plans as nodes, and the plan that branch and bound finds in it.
 
     one stage        every logical view of the mesh x numbers of microbatches (`levels.py`)
-    more stages      the pipelines of the joint search (`several_stages.py`)
+    more stages      pipelines, or those of the stages that the user gives (`several_stages.py`)
     recipes          plain plans, evaluated first (`recipes.py`)
-    the user's own   `stages=[...]` or `manual=`: these alone
+    the user's own   `manual=`: this alone
 
 The search is `BranchAndBound.run` (`branch_bound.py`).
 """
@@ -29,6 +29,7 @@ from autopar.passes.inter import (
     check_degrees,
     check_pinned_axes,
     distinct_views,
+    given_ends,
     megatron_pipelines,
     n_operators,
     submesh_sizes,
@@ -115,13 +116,12 @@ class Planner:
     @cached_property
     def pipelines(self) -> SeveralStages | None:
         """The nodes of several stages; None if there are none to search."""
-        stages, is_manual = self.options.stages, self.options.manual is not None
-        if isinstance(stages, tuple) or is_manual or self.mesh.n_ranks < 2:
+        options = self.options
+        if options.manual is not None or self.mesh.n_ranks < 2:
             return None
-        if stages == 1 or "pipeline" in self.options.forbid:
+        if options.n_stages == 1 or "pipeline" in options.forbid:
             return None
-        n_stages = None if stages == "auto" else int(stages)
-        return SeveralStages(self.levels, self._space(n_stages))
+        return SeveralStages(self.levels, self._space(options.n_stages))
 
     def _space(self, n_stages: int | None) -> PipelineSpace:
         on = self.analysis, self.mesh, self.hardware, self.options
@@ -178,7 +178,7 @@ class Planner:
         options, nodes = self.options, RecipeNodes(self.levels)
         if options.manual is not None:
             yield from self._manual(options.manual)
-        elif options.stages in ("auto", 1) and not options.force:
+        elif options.n_stages in (None, 1) and not options.force:
             views = self.proposals.views(0, self.mesh.n_ranks)
             has_batch = bool(self.analysis.batch.size)
             fixes_degrees = not isinstance(options.mesh_shape, str)
@@ -197,19 +197,13 @@ class Planner:
         yield from several.megatron(megatron_pipelines(space, manual))
 
     def _roots(self) -> Iterator[Node]:
-        stages = self.options.stages
         if self.options.manual is not None:
             return
-        if isinstance(stages, tuple):
-            candidates = self.proposals.given(stages, self.evaluator)
-        else:
-            candidates = self.proposals.one_stage() if stages in ("auto", 1) else iter(())
         cost = CostModel(self._whole_view, self.evaluator.dtype)
         times_s = least_times_s(self.analysis, cost).sum(axis=1)
-        for candidate in candidates:
-            counts = candidate.n_microbatches, len(candidate.stages)
-            least_s = shared_s(times_s, self.analysis, self.mesh.n_ranks, *counts)
-            yield self.levels.root(candidate, least_s)
+        for candidate in self.proposals.one_stage() if self.options.n_stages in (None, 1) else ():
+            on = self.mesh.n_ranks, candidate.n_microbatches
+            yield self.levels.root(candidate, shared_s(times_s, self.analysis, *on))
         if self.pipelines is not None:
             yield from self.pipelines.roots()
 
@@ -230,11 +224,14 @@ class Planner:
     def _check_stages(self) -> None:
         """Raises `MeshError` or `OptionError` if there are more stages than ranks or operators.
 
-        Raises `InfeasibleError` if no stage can have an axis that `force` shards over.
+        Raises the errors of `given_ends`, and `InfeasibleError` if no stage can have an axis that
+        `force` shards over.
         """
         n_stages, n_ranks = self.options.stages, self.mesh.n_ranks
         if self.options.force and self.options.manual is None:
             self._check_pins()
+        if isinstance(n_stages, tuple):
+            given_ends(self.analysis, self.mesh, n_stages)
         if not isinstance(n_stages, int):
             return
         if n_stages > n_ranks:
@@ -269,7 +266,8 @@ class Planner:
                 f"no view of the mesh honours {', '.join(pins)} together and {fits}",
                 hint=f"relax force; or {hint}",
             )
-        return InfeasibleError(f"no plan of {self.options.stages} stages {fits}", hint=hint)
+        n_stages = self.options.n_stages or "any number of"
+        return InfeasibleError(f"no plan of {n_stages} stages {fits}", hint=hint)
 
     def _check_pins(self) -> None:
         stages = self.options.stages

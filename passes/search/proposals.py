@@ -1,39 +1,28 @@
-"""Candidates that need no stage search: one stage, the user's stages, or the user's recipe.
-
-    one stage     on every logical view of the mesh, once for views that differ only in axis names
-    given         the user's stages, each on the view that is fastest for it
-    manual        the user's recipe
-
-`Proposals` has a method for each.
-"""
+"""Candidates of one stage: on every logical view of the mesh, once for views that differ only in
+axis names; or the user's recipe. `Proposals` has a method for each."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.cost.hardware import Hardware
-from autopar.errors import InfeasibleError, MeshError, OptionError
 from autopar.mesh import LogicalMesh, Mesh, factored_view
-from autopar.options import Manual, Options, StageOption
+from autopar.options import Manual, Options
 from autopar.passes.analysis import Analysis, microbatch_counts, recipe_counts
 from autopar.passes.inter import (
     Candidate,
     StageLayout,
     axes_text,
     check_ranks,
-    check_submesh,
     distinct_views,
-    ends_by_modules,
     n_operators,
     pins_on,
     recipe_limits,
     views_of,
-    views_text,
     with_pinned_axes,
 )
 from autopar.passes.intra import Constraints
-from autopar.passes.search.evaluator import Evaluator
 
 
 @dataclass(frozen=True)
@@ -55,39 +44,6 @@ class Proposals:
 
     def _of_one(self, name: str, layout: StageLayout, n_microbatches: int) -> Candidate:
         return Candidate(name, (n_operators(self.analysis.program),), (layout,), n_microbatches)
-
-    def given(self, stages: Sequence[StageOption], evaluator: Evaluator) -> Iterator[Candidate]:
-        """The user's stages, each on the view that is fastest for it.
-
-        Raises `MeshError` if they do not add up to the mesh, `OptionError` if one has nothing to
-        optimise.
-        """
-        held = sum(s.n_ranks for s in stages)
-        if held != self.mesh.n_ranks:
-            raise MeshError(
-                f"stages= hold {held} ranks, the mesh has {self.mesh.n_ranks}",
-                hint="make the submeshes add up to the mesh",
-            )
-        ends = ends_by_modules(self.analysis.program, stages)
-        idle = evaluator.stage_without_parameters(ends)
-        if idle is not None:
-            raise OptionError(
-                f"stage {idle} of stages= has no parameter that learns, so nothing to optimise",
-                hint="give it a module with parameters",
-            )
-        first_rank, choices = 0, []
-        for stage in stages:
-            check_submesh(self.mesh, first_rank, stage)
-            views = self.views(first_rank, stage.n_ranks)
-            choices.append([self._layout(view) for view in views])
-            first_rank += stage.n_ranks
-        for m in microbatch_counts(self.analysis, self.options, self.mesh.n_ranks):
-            try:
-                layouts = evaluator.fastest_layouts(ends, choices, m)
-            except InfeasibleError:  # solving the candidate raises it, for its first views
-                layouts = tuple(of_stage[0] for of_stage in choices)
-            name = f"{views_text([layout.view for layout in layouts])}, m={m}"
-            yield Candidate(name, ends, layouts, m)
 
     def _layout(self, view: LogicalMesh) -> StageLayout:
         pins = pins_on(self.analysis, self.options, view)

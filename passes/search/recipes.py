@@ -6,7 +6,7 @@
 
 A recipe is tried with the fewest microbatches that fit, first without recompute, then with
 selective and with full recompute. Its placements are in the search's space, too, so a recipe bounds
-nothing: its node's bound is its own score, less what scores were seen to be off.
+nothing: its node's bound is that of its own placements.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from autopar.passes.analysis import microbatch_counts
 from autopar.passes.inter import Candidate, StageLayout, axes_text, n_operators
 from autopar.passes.intra import Constraints, Role
 from autopar.passes.search.branch_bound import Node
-from autopar.passes.search.evaluator import Evaluator, Scored
+from autopar.passes.search.evaluator import Evaluator, Placed
 from autopar.passes.search.levels import Levels, Parts
 from autopar.passes.search.simplicity import Simplicity
 from autopar.passes.solvers.problem import within
 
-# How far a simulated step is below its score at most (relative). The score of one stage is a bound,
-# up to what `passes/analysis/gathering.py` says. `tests/search/test_simulator.py` measures it.
-SCORE_REL = 0.02
+# How far a simulated step is below what its placements take at least (`Placed.least_s`), relative,
+# for what `passes/analysis/gathering.py` says. `tests/search/test_simulator.py` measures it.
+SLACK_REL = 0.02
 _MODES = ("selective", "full")
 
 
@@ -75,10 +75,10 @@ def recipes_on(
 
 @dataclass(frozen=True)
 class RecipeNodes:
-    """Makes the nodes of recipes. Simulated steps are at most so far below their scores."""
+    """Makes the nodes of recipes. Steps are at most so far below what their placements take."""
 
     levels: Levels
-    score_rel: float = SCORE_REL
+    slack_rel: float = SLACK_REL
 
     def root(self, name: str, recipe: str, attempts: Sequence[Candidate]) -> Node:
         """A recipe, with candidates in the order in which they are tried."""
@@ -121,13 +121,13 @@ class RecipeNodes:
             return []
         evaluator, candidate = every[0]
         try:
-            free = evaluator.scored(candidate, None)
+            free = evaluator.placed(candidate, None)
         except InfeasibleError as impossible:
             self.levels.errors.append((impossible, candidate))
             return []
         if small[0] is every[0] and within(evaluator.budget_bytes, free.size_bytes):
             return [self._leaf(node, free, evaluator, iter(small[1:]))]
-        least_s = free.score_s / (1 + self.score_rel)
+        least_s = free.least_s / (1 + self.slack_rel)
         return [node.after("free", least_s, lambda _: self._tried(node, iter(small)))]
 
     @cached_property
@@ -146,31 +146,31 @@ class RecipeNodes:
         last: tuple[InfeasibleError, Candidate] | None = None
         for evaluator, candidate in attempts:
             try:
-                scored = evaluator.scored(candidate, evaluator.budget_bytes)
+                placed = evaluator.placed(candidate, evaluator.budget_bytes)
             except InfeasibleError as error:
                 last = error, candidate
                 continue
-            return [self._leaf(node, scored, evaluator, attempts)]
+            return [self._leaf(node, placed, evaluator, attempts)]
         if last is not None:
             self.levels.errors.append(last)
         return []
 
     def _leaf(
-        self, node: Node, scored: Scored, evaluator: Evaluator,
+        self, node: Node, placed: Placed, evaluator: Evaluator,
         attempts: Iterator[tuple[Evaluator, Candidate]],
     ) -> Node:  # fmt: skip
         """A solved attempt, which is left to simulate."""
-        refine = partial(self._simulated, node, scored, evaluator, attempts)
-        leaf = node.after("scored", scored.score_s / (1 + self.score_rel), refine)
-        return replace(leaf, scored=scored)
+        refine = partial(self._simulated, node, placed, evaluator, attempts)
+        leaf = node.after("solved", placed.least_s / (1 + self.slack_rel), refine)
+        return replace(leaf, placed=placed)
 
     def _simulated(
-        self, node: Node, scored: Scored, evaluator: Evaluator,
+        self, node: Node, placed: Placed, evaluator: Evaluator,
         attempts: Iterator[tuple[Evaluator, Candidate]], _: float,
     ) -> Parts:  # fmt: skip
         """The attempt, if its simulated peak fits; else the next one."""
         try:
-            return [self.levels.simulator.on(evaluator).simulated(scored)]
+            return [self.levels.simulator.on(evaluator).simulated(placed)]
         except InfeasibleError as error:
-            self.levels.errors.append((error, scored.candidate))
+            self.levels.errors.append((error, placed.candidate))
             return self._tried(node, attempts)

@@ -7,10 +7,9 @@ The first have two levels, each with a bound that holds for every pipeline:
     stages      the span of the best plan by what is known of its stages. Each time the node is
                 refined, one of these stages gets known better (`passes/inter/stage_search.py`)
 
-Once all stages of the best plan are solved, it is scored: its schedule is played, with messages
-(`passes/inter/score.py`). A plan is simulated if its score may be below the limit, and then the
-next one is the best. Plans whose scores are too high are given up, but the bound counts them: a
-span bounds the step, a score estimates it. So is the rest after many plans in vain.
+Once all stages of the best plan are solved, it is simulated, and then the next one is the best.
+Plans whose placements take too long are given up, but the bound counts them: other placements may
+take as little as the solver's bound. So is the rest after many plans in vain.
 
 Megatron pipelines are in this space, too. Their bounds are those of their own restricted stages.
 """
@@ -35,15 +34,12 @@ from autopar.passes.inter import (
 from autopar.passes.search.branch_bound import Node
 from autopar.passes.search.evaluator import Evaluator
 from autopar.passes.search.levels import Levels, Parts
-from autopar.passes.search.recipes import SCORE_REL, RecipeNodes
+from autopar.passes.search.recipes import RecipeNodes
 from autopar.passes.search.simplicity import Simplicity
 from autopar.passes.search.simulator import Solved
 
-# How far a simulated pipeline is below its score at most (relative): scores of small ones leave out
-# how a stage's time divides into forward and backward (up to 4% was seen).
-PIPELINE_SCORE_REL = SCORE_REL + 0.05
-# So many plans in a row are solved in vain: too slow by their scores, or too large by their peaks.
-# Then the rest is given up. Where messages are slow, many spans are far below.
+# So many plans in a row are solved in vain: too slow, or too large by their peaks. Then the rest is
+# given up. Where messages are slow, many spans are far below.
 _MOST_IN_VAIN = 24
 _NONE, _GIVEN_UP = "none fits", f"given up after {_MOST_IN_VAIN} plans in vain"
 
@@ -79,10 +75,9 @@ class SeveralStages:
 
     def _layered(self, node: Node, pipeline: Megatron, limit_s: float) -> Parts:
         candidate = pipeline.candidate
-        is_idle = self._evaluator.stage_without_parameters(candidate.ends) is not None
-        if is_idle and not pipeline.is_manual:
+        if pipeline.is_idle and not pipeline.is_manual:
             return []
-        nodes = RecipeNodes(self.levels, PIPELINE_SCORE_REL)
+        nodes = RecipeNodes(self.levels, slack_rel=0.0)
         recipe = nodes.root(candidate.name, candidate.recipe, [candidate])
         bound_s = max(node.bound_s, pipeline.layered_s)
         if bound_s >= limit_s:  # its name would be one of many
@@ -144,11 +139,11 @@ class SeveralStages:
 
         The seconds are at least `limit_s`.
         """
-        scored = self._evaluator.scored(candidate, self._evaluator.budget_bytes)
-        if scored.score_s >= limit_s * (1 + PIPELINE_SCORE_REL):
-            return scored.score_s
+        placed = self._evaluator.placed(candidate, self._evaluator.budget_bytes)
+        if placed.least_s >= limit_s:
+            return placed.least_s
         try:
-            return self.levels.simulator.fit_to_budget(scored, limit_s)
+            return self.levels.simulator.fit_to_budget(placed, limit_s)
         except InfeasibleError as error:
             self.levels.errors.append((error, candidate))
             return None

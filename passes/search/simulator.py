@@ -26,7 +26,7 @@ from autopar.passes.analysis import Analysis, lowered_as, renamed
 from autopar.passes.inter import Candidate
 from autopar.passes.intra import Chosen, too_little_memory
 from autopar.passes.lowering import Abridger, PlacedStage
-from autopar.passes.search.evaluator import Evaluator, Scored
+from autopar.passes.search.evaluator import Evaluator, Placed
 from autopar.passes.solvers.problem import within
 from autopar.plans import InputSignature, Predicted
 from autopar.program import Pipeline, StageProgram, Strategy
@@ -99,7 +99,7 @@ class Solved:
 
 @dataclass
 class Simulator:
-    """Simulates the scored candidates of an evaluator with `pricer`.
+    """Simulates the solved candidates of an evaluator with `pricer`.
 
     `dataclasses.replace` gives a simulator for another evaluator of the same program; both share
     what was lowered and simulated.
@@ -128,26 +128,26 @@ class Simulator:
 
         Raises `InfeasibleError` if a stage does not fit, `BatchError` if rows do not divide.
         """
-        return self.simulated(self.evaluator.scored(candidate, self._budget_bytes))
+        return self.simulated(self.evaluator.placed(candidate, self._budget_bytes))
 
-    def simulated(self, scored: Scored) -> Solved:
+    def simulated(self, placed: Placed) -> Solved:
         """Simulate a candidate; if its peak exceeds the budget, with leaner placements.
 
         Raises `InfeasibleError` if none fits.
         """
-        found = self.fit_to_budget(scored, math.inf)
+        found = self.fit_to_budget(placed, math.inf)
         assert isinstance(found, Solved)
         return found
 
-    def simulated_if_fits(self, scored: Scored) -> Solved | None:
+    def simulated_if_fits(self, placed: Placed) -> Solved | None:
         """Simulate a candidate with these placements; None if its peak exceeds the budget."""
-        solved = self.as_scored(scored)
+        solved = self.as_placed(placed)
         return solved if within(self._budget_bytes, solved.peak_bytes) else None
 
-    def fit_to_budget(self, scored: Scored, limit_s: float) -> Solved | float:
+    def fit_to_budget(self, placed: Placed, limit_s: float) -> Solved | float:
         """As `simulated`; or seconds, at least `limit_s`, below which nothing is found here.
 
-        They are the score's bound on placements within a smaller budget. Others may fit, too: their
+        They are the solver's bound within a smaller budget. Other placements may fit, too: their
         peaks may be nearer to the solver's bytes.
 
         If the peak exceeds the budget, smaller ones are searched until one fits. Recipes have no
@@ -155,32 +155,29 @@ class Simulator:
 
         Raises `InfeasibleError` if none fits.
         """
-        solved = self.as_scored(scored)
+        solved = self.as_placed(placed)
         if within(self._budget_bytes, solved.peak_bytes):
             return solved
         # Smaller budgets restrict the problem, so its lower bound holds for them.
         bound_s, least_bytes = solved.objective_s * (1 - solved.gap), solved.peak_bytes
-        if scored.candidate.is_recipe:
+        if placed.candidate.is_recipe:
             limit_s = math.inf
-        # Steps are rarely below scores; if they are, then about as much for all placements.
-        time_per_score = min(1.0, solved.step_time_s / scored.score_s)
-        least_s = scored.score_s * (1 - solved.gap) * time_per_score
-        if least_s >= limit_s:
-            return least_s
-        for budget_bytes in self._smaller_budgets(scored.candidate):
-            if budget_bytes >= scored.size_bytes:
+        # Steps are rarely below their bounds; if they are, then about as much for all placements.
+        share = min(1.0, solved.step_time_s / placed.least_s)
+        if placed.bound_s * share >= limit_s:
+            return placed.bound_s * share
+        for budget_bytes in self._smaller_budgets(placed.candidate):
+            if budget_bytes >= placed.size_bytes:
                 continue  # the same placements
-            scored = self.evaluator.scored(scored.candidate, budget_bytes)
-            gap = max(chosen.gap for chosen in scored.choices)
-            least_s = scored.score_s * (1 - gap) * time_per_score
-            if least_s >= limit_s:  # smaller budgets are no faster
-                return least_s
-            solved = self.as_scored(scored)
+            placed = self.evaluator.placed(placed.candidate, budget_bytes)
+            if placed.bound_s * share >= limit_s:  # smaller budgets are no faster
+                return placed.bound_s * share
+            solved = self.as_placed(placed)
             if within(self._budget_bytes, solved.peak_bytes):
                 gap = max(solved.gap, 1 - bound_s / solved.objective_s)
                 return replace(solved, gap=0.0 if solved.candidate.is_recipe else gap)
             least_bytes = min(least_bytes, solved.peak_bytes)
-        raise too_little_memory(self._budget_bytes, least_bytes, scored.candidate.name)
+        raise too_little_memory(self._budget_bytes, least_bytes, placed.candidate.name)
 
     def _smaller_budgets(self, candidate: Candidate) -> list[float]:
         """Budgets to try, descending, between the fastest placements and the leanest.
@@ -197,13 +194,13 @@ class Simulator:
 
         Raises `InfeasibleError` if no placement satisfies the constraints.
         """
-        return self.as_scored(
-            self.evaluator.scored(candidate, self.evaluator.least_bytes(candidate))
+        return self.as_placed(
+            self.evaluator.placed(candidate, self.evaluator.least_bytes(candidate))
         )
 
-    def as_scored(self, scored: Scored) -> Solved:
+    def as_placed(self, placed: Placed) -> Solved:
         """Simulate a candidate once, whatever its peak."""
-        candidate, choices = scored.candidate, scored.choices
+        candidate, choices = placed.candidate, placed.choices
         key = candidate.name, candidate.ends, candidate.n_microbatches, tuple(map(Same, choices))
         if key not in self._solved:
             self._solved[key] = self._simulate(candidate, choices)

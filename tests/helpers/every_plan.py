@@ -25,6 +25,7 @@ from autopar.passes.analysis.analysis import Analysis, compute_dtype
 from autopar.passes.analysis.counts import microbatch_counts
 from autopar.passes.analysis.folding import find_runs
 from autopar.passes.inter.candidate import Candidate, StageLayout
+from autopar.passes.inter.given import stage_without_parameters
 from autopar.passes.inter.layers import find_layers
 from autopar.passes.inter.submeshes import submesh_sizes, views_of
 from autopar.passes.intra.constraints import Constraints
@@ -104,7 +105,7 @@ class Choices:
         for sizes in self.submeshes():
             for inner in itertools.combinations(ends[:-1], len(sizes) - 1):
                 cuts = (*inner, ends[-1])
-                if self.evaluator.stage_without_parameters(cuts) is not None:
+                if stage_without_parameters(self.analysis, cuts) is not None:
                     continue
                 for views, m in itertools.product(self.views(sizes), counts):
                     yield self._candidate(cuts, views, m)

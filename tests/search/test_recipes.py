@@ -131,7 +131,7 @@ def test_what_the_real_machine_forbids_has_no_plan() -> None:
 
     def score_s(manual: Manual) -> float:
         candidate = recipes(analysis, mesh, hardware_of(mesh), options, manual)[0]
-        return evaluator.scored(candidate, None).score_s
+        return evaluator.placed(candidate, None).least_s
 
     assert score_s(inside) > 0
     with pytest.raises(InfeasibleError, match="this machine forbids what the recipe does"):

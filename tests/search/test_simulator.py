@@ -18,8 +18,8 @@ from autopar.passes.analysis.analysis import Analysis
 from autopar.passes.inter.candidate import Candidate, StageLayout, n_operators
 from autopar.passes.inter.recipes import recipe_limits
 from autopar.passes.intra.constraints import Constraints
-from autopar.passes.search.evaluator import Evaluator, Scored
-from autopar.passes.search.recipes import SCORE_REL
+from autopar.passes.search.evaluator import Evaluator, Placed
+from autopar.passes.search.recipes import SLACK_REL
 from autopar.passes.search.simulator import Simulator, Solved
 from autopar.plans.predicted import Predicted
 from autopar.program.pipeline import Pipeline
@@ -63,9 +63,9 @@ def test_scores_are_near_what_is_simulated(
         for k in range(pp)
     )
     ends = (n,) if pp == 1 else (n // 2, n)
-    scored = evaluator.scored(Candidate("", ends, stages, m), None)
-    step_time_s = Simulator(evaluator, predicted).simulated(scored).step_time_s
-    assert scored.score_s == pytest.approx(step_time_s, rel=SCORE_REL)
+    placed = evaluator.placed(Candidate("", ends, stages, m), None)
+    step_time_s = Simulator(evaluator, predicted).simulated(placed).step_time_s
+    assert placed.least_s == pytest.approx(step_time_s, rel=SLACK_REL)
 
 
 @pytest.mark.parametrize("speed", [FAST, SLOW, TIERED])
@@ -77,31 +77,31 @@ def test_a_score_of_one_stage_is_a_lower_bound(model: str, speed: tuple[float, f
     for candidate in choices.candidates():
         least_bytes = choices.evaluator.least_bytes(candidate)
         for budget_bytes in (None, least_bytes, 1.3 * least_bytes):
-            scored = choices.evaluator.scored(candidate, budget_bytes)
-            step_time_s = choices.simulator.as_scored(scored).step_time_s
-            assert scored.score_s <= step_time_s * (1 + REL), candidate.name
-            nearest = max(nearest, scored.score_s / step_time_s)
+            placed = choices.evaluator.placed(candidate, budget_bytes)
+            step_time_s = choices.simulator.as_placed(placed).step_time_s
+            assert placed.least_s <= step_time_s * (1 + REL), candidate.name
+            nearest = max(nearest, placed.least_s / step_time_s)
     assert nearest > 0.9
 
 
 @cache
-def scored_mlp() -> tuple[Choices, tuple[Scored, ...]]:
+def placed_mlp() -> tuple[Choices, tuple[Placed, ...]]:
     """Every plan of an MLP on two nodes, with one, two, three and four stages."""
     choices = choices_of("mlp", (2, 2), TIERED, Options.of(microbatches=16))
-    return choices, tuple(choices.evaluator.scored(c, None) for c in choices.candidates())
+    return choices, tuple(choices.evaluator.placed(c, None) for c in choices.candidates())
 
 
 def test_a_simulator_gives_each_candidate_what_a_new_one_does() -> None:
     """Candidates share stages; each is simulated with its fastest placements and its leanest."""
-    choices, fastest = scored_mlp()
+    choices, fastest = placed_mlp()
     evaluator, pricer = choices.evaluator, choices.simulator.pricer
     every = list(fastest)
-    for scored in fastest:
-        leanest_bytes = evaluator.least_bytes(scored.candidate)
-        every.append(evaluator.scored(scored.candidate, leanest_bytes))
+    for placed in fastest:
+        leanest_bytes = evaluator.least_bytes(placed.candidate)
+        every.append(evaluator.placed(placed.candidate, leanest_bytes))
     one = Simulator(evaluator, pricer)
-    found = [one.simulated(scored) for scored in every]
-    assert found == [Simulator(evaluator, pricer).simulated(scored) for scored in every]
+    found = [one.simulated(placed) for placed in every]
+    assert found == [Simulator(evaluator, pricer).simulated(placed) for placed in every]
     assert len({solved.step_time_s for solved in found}) > len(fastest)
 
 
@@ -118,15 +118,15 @@ def limits_of(speed: tuple[float, float], m: int) -> list[float]:
     peaks: set[float] = set()
     for candidate in choices.candidates():
         for budget_bytes in (None, choices.evaluator.least_bytes(candidate)):
-            scored = choices.evaluator.scored(candidate, budget_bytes)
-            peaks.add(choices.simulator.simulated(scored).peak_bytes)
+            placed = choices.evaluator.placed(candidate, budget_bytes)
+            peaks.add(choices.simulator.simulated(placed).peak_bytes)
     return [peak_bytes - 1 for peak_bytes in sorted(peaks)[::2]]
 
 
-def step_time_s(simulator: Simulator, scored: Scored) -> float:
+def step_time_s(simulator: Simulator, placed: Placed) -> float:
     """Infinite if it does not fit."""
     try:
-        return simulator.simulated(scored).step_time_s
+        return simulator.simulated(placed).step_time_s
     except InfeasibleError:
         return math.inf
 
@@ -142,19 +142,19 @@ def test_a_peak_over_the_budget_is_mended_or_bounded(speed: tuple[float, float],
         choices = choices_of("mlp", (4,), speed, options)
         for candidate in choices.candidates():
             try:
-                scored = choices.evaluator.scored(candidate, budget_bytes)
+                placed = choices.evaluator.placed(candidate, budget_bytes)
             except InfeasibleError:
                 continue
-            alone_s = step_time_s(choices.simulator, scored)
+            alone_s = step_time_s(choices.simulator, placed)
             n_failed += math.isinf(alone_s)
-            first = choices.simulator.as_scored(scored)
+            first = choices.simulator.as_placed(placed)
             if math.isinf(alone_s) or first.peak_bytes <= budget_bytes:
                 continue
             simulator = Simulator(choices.evaluator, choices.simulator.pricer)
-            assert simulator.simulated(scored).peak_bytes <= budget_bytes
+            assert simulator.simulated(placed).peak_bytes <= budget_bytes
             n_leaner += 1
-            for limit_s in (0.99 * scored.score_s, scored.score_s, alone_s):
-                found = simulator.fit_to_budget(scored, limit_s)
+            for limit_s in (0.99 * placed.least_s, placed.least_s, alone_s):
+                found = simulator.fit_to_budget(placed, limit_s)
                 if isinstance(found, Solved):
                     assert found.step_time_s == alone_s
                 elif len(candidate.stages) == 1:

@@ -11,13 +11,13 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from autopar.cost.simulate import PartWork, StageTimes, simulate
 from autopar.errors import InfeasibleError
 from autopar.mesh import LogicalMesh, Mesh
 from autopar.options import Options
 from autopar.passes.inter.bounds import StageBounds
 from autopar.passes.inter.candidate import Candidate
 from autopar.passes.inter.recipes import megatron_pipelines
-from autopar.passes.inter.score import MessageSeconds, StageSeconds, score_s
 from autopar.passes.inter.space import PipelineSpace
 from autopar.passes.inter.stage_search import StagePlan, StageSearch
 from autopar.passes.search.outcome import PlanningResult
@@ -26,7 +26,7 @@ from autopar.passes.search.several_stages import SeveralStages
 from autopar.passes.solvers.stages.problem import StageChoice, StageProblem
 from autopar.passes.solvers.stages.recurrence import least_span_s
 from autopar.plans import Alternative
-from autopar.schedule import ORDERS
+from autopar.schedule import ORDERS, Transfer, place
 from tests.helpers.candidates import gpt2, pipeline_space
 from tests.helpers.every_plan import Choices, choices_of
 from tests.helpers.machines import FAST, SLOW, TIERED, cluster, hardware_of
@@ -63,23 +63,32 @@ def test_the_bound_is_the_least_of_all_plans() -> None:
 
 
 @hypothesis.given(
-    st.lists(st.floats(0.0, 10.0), min_size=2, max_size=5),
+    st.lists(st.tuples(st.floats(0.0, 10.0), st.floats(0.0, 1.0)), min_size=2, max_size=5),
     st.integers(1, 12),
     st.sampled_from(sorted(ORDERS)),
 )
-def test_no_schedule_is_faster_than_the_span(times: list[float], m: int, schedule: str) -> None:
-    """Even if stages differ much: then Alpa's closed form is above the simulated step."""
-    n, each_s = len(times), np.array(times)[:, None]
+def test_no_schedule_is_faster_than_the_span(
+    times: list[tuple[float, float]], m: int, schedule: str
+) -> None:
+    """However much stages differ, and however their seconds divide into forward and backward."""
+    n, each_s = len(times), np.array([time_s for time_s, _ in times])[:, None]
     layers = np.arange(n)
     problem = StageProblem(layers, layers, 0 * layers, m * each_s, each_s, (1,), n, n)
-    messages = [MessageSeconds(k, k + 1, 0.0, 0.0) for k in range(n - 1)]
-    step_s = score_s(schedule, m, [StageSeconds(t, 0.0) for t in times], messages)
+    script = place(ORDERS[schedule](n, m), [Transfer(k, k + 1, True) for k in range(n - 1)])
+    stages = [
+        StageTimes(
+            n_ranks=1, before=PartWork(), forward=PartWork(time_s * share), after=PartWork(),
+            backward=PartWork(time_s * (1 - share)), update_s=0.0,
+        )
+        for time_s, share in times
+    ]  # fmt: skip
+    step_s = simulate(script, stages, lambda send: 0.0).step_time_s
     assert least_span_s(problem) <= step_s * (1 + 1e-9) + 1e-12
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_recipe_is_bounded_by_its_layers(shape: tuple[int, ...]) -> None:
-    """Its own bounds are at least those of all pipelines, and not above what it scores."""
+    """Its own bounds are at least those of all pipelines, and not above what its placements take."""
     mesh = cluster(*shape)
     space = pipeline_space(gpt2(), mesh, hardware_of(mesh), Options.of(recompute="none"))
     choices = Choices(gpt2(), mesh, Options.of(recompute="none"))
@@ -89,8 +98,8 @@ def test_a_recipe_is_bounded_by_its_layers(shape: tuple[int, ...]) -> None:
         assert 0 < recipe.shared_s <= recipe.layered_s * (1 + REL) < math.inf
         if recipe.view.n_ranks in space.sizes and recipe.space.layers == space.layers:
             assert space.least_step_s(recipe.n_microbatches) <= recipe.shared_s * (1 + REL)
-        scored = choices.evaluator.scored(recipe.candidate, None)
-        assert recipe.layered_s <= scored.score_s, recipe.candidate.name
+        placed = choices.evaluator.placed(recipe.candidate, None)
+        assert recipe.layered_s <= placed.least_s * (1 + REL), recipe.candidate.name
 
 
 Case = tuple[str, tuple[int, ...], tuple[float, float], int]
@@ -161,12 +170,12 @@ def test_no_simulated_step_within_little_memory_is_below_its_bound() -> None:
         spans = spans_of(choices, space, candidate)
         n_raised += math.inf > spans[2] > spans[1]
         try:
-            scored = choices.evaluator.scored(candidate, limit)
+            placed = choices.evaluator.placed(candidate, limit)
         except InfeasibleError:
             assert math.isinf(spans[-1])
             continue
         n_fit += 1
-        assert spans[-1] <= choices.simulator.as_scored(scored).step_time_s, candidate.name
+        assert spans[-1] <= choices.simulator.as_placed(placed).step_time_s, candidate.name
     assert n_fit >= 2 and n_raised
 
 
