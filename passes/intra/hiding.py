@@ -44,7 +44,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 # A plan this close to its bound (relative) is not weighed again, and how often it is at most.
-EXPOSED_GAP_GOAL, MOST_PRICES = 1e-2, 3
+EXPOSED_GAP_GOAL, MOST_PRICES = 2e-3, 3
 Array = NDArray[np.float64]
 C = TypeVar("C")
 

@@ -104,11 +104,11 @@ class SeveralStages:
                 if not (is_first and search.solve_all(plan, solve, limit_s)):
                     return [known]
             found = self._simulated(search.space.candidate(search.m, plan.stages), limit_s)
+            if found is not None:
+                search.given_up_s = min(search.given_up_s, search.least_of(plan.stages))
             if isinstance(found, Solved):
                 search.n_in_vain = 0
                 return [known, found]
-            if found is not None:
-                search.given_up_s = min(search.given_up_s, plan.bound_s)
             search.n_in_vain += 1
             if search.n_in_vain >= _MOST_IN_VAIN:
                 return [replace(known, refine=None, note=_GIVEN_UP)]
