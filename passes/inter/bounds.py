@@ -32,13 +32,18 @@ Array = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 
 
-def step_bound_s(whole_s: Array, work_s: Array, n_microbatches: int) -> float:
+def step_bound_s(
+    whole_s: Array, work_s: Array, n_microbatches: int, is_1f1b: bool, once_s: float = 0.0
+) -> float:
     """No step of these stages, [stages], is faster: `whole_s` is all that each takes in a step,
     `work_s` what its microbatches take.
 
-    A stage does the rest once a step. It may do so while it waits for its neighbours.
+    A stage does the rest once a step. It may do so while it waits for its neighbours, but the first
+    stage does its `once_s` before its first microbatch and after its last.
     """
-    return max(float(whole_s.max()), span_s(work_s, work_s / n_microbatches))
+    added_s, first = work_s / n_microbatches, np.arange(len(work_s)) == 0
+    m = n_microbatches if is_1f1b else None
+    return max(float(whole_s.max()), span_s(work_s + once_s * first, added_s + once_s * first, m))
 
 
 @dataclass(frozen=True, eq=False)
@@ -47,7 +52,8 @@ class StageBounds:
 
     `shared_s` is divided by devices and microbatches, `static_bytes` by devices. `launches_s` is
     paid in full on every device for every microbatch. `is_possible` has the ranges with a parameter
-    to optimise. `given` has the devices of each stage, if the user gave them: every layer is one.
+    to optimise. `is_1f1b` is the order of microbatches. `given` has the devices of each stage, if
+    the user gave them: every layer is one.
     """
 
     shared_s: Array
@@ -55,12 +61,13 @@ class StageBounds:
     static_bytes: Array
     is_possible: BoolArray
     budget_bytes: float
+    is_1f1b: bool = True
     given: Sequence[int] = ()
 
     @staticmethod
     def of(
         analysis: Analysis, times_s: Array, layers: Layers, optimizer: str, budget_bytes: float,
-        given: Sequence[int] = (),
+        is_1f1b: bool = True, given: Sequence[int] = (),
     ) -> StageBounds:  # fmt: skip
         """`times_s` are the `least_times_s` of the program."""
         whole_s, launches_s = times_s
@@ -70,7 +77,7 @@ class StageBounds:
         ranges = np.triu(np.ones_like(sums_of_ranges(static), dtype=bool))
         is_possible = ranges & (sums_of_ranges(learns) > 0)
         shared_s, launched_s, static = map(sums_of_ranges, (*of_layers, static))
-        return StageBounds(shared_s, launched_s, static, is_possible, budget_bytes, given)
+        return StageBounds(shared_s, launched_s, static, is_possible, budget_bytes, is_1f1b, given)
 
     def each_s(self, n_ranks: int, n_microbatches: int) -> Array:
         """Least seconds of one microbatch on `n_ranks` devices, [first layer, last layer]."""
@@ -87,7 +94,11 @@ class StageBounds:
         """Lower bound on a step whose stages end with these layers and have `n_ranks` devices."""
         firsts = [0, *(last + 1 for last in last_layers[:-1])]
         each_s = self.each_s(n_ranks, n_microbatches)[firsts, last_layers]
-        return span_s(n_microbatches * each_s, each_s)
+        return span_s(n_microbatches * each_s, each_s, n_microbatches if self.is_1f1b else None)
+
+    def most_stages(self, mesh: Mesh, least_ranks: int, n_microbatches: int) -> int:
+        """No plan that is worth a try has more stages, of at least `least_ranks` devices each."""
+        return min(len(self.shared_s), mesh.n_ranks // least_ranks, n_microbatches)
 
     def step_s(
         self, mesh: Mesh, sizes: Sequence[int], n_microbatches: int, n_stages: int | None
@@ -99,12 +110,13 @@ class StageBounds:
         may_be = np.stack([self.may_be(n) for n in sizes], axis=2)
         each_s = np.stack([self.each_s(n, n_microbatches) for n in sizes], axis=2)[may_be]
         first, last, config = (np.ascontiguousarray(at) for at in np.nonzero(may_be))
-        shape = len(each_s), n_stages or 1
+        m = n_microbatches if self.is_1f1b else None
+        shape = len(each_s), n_stages or (1 if m is None else self.most_stages(mesh, min(sizes), m))
         added_s = np.ascontiguousarray(np.broadcast_to(each_s[:, None], shape))
         return least_span_s(
             StageProblem(
                 first, last, config, n_microbatches * added_s, added_s, tuple(sizes),
-                len(may_be), mesh.n_ranks, n_stages, mesh.devices_per_node,
+                len(may_be), mesh.n_ranks, n_stages, mesh.devices_per_node, m,
             )
         )  # fmt: skip
 

@@ -128,11 +128,12 @@ class PipelineSpace:
 
     def depth(self, m: int, n_left: int) -> int:
         """Microbatches in flight on a stage; `n_left` counts it and the stages after it."""
-        return m if self.is_gpipe else min(m, n_left)
+        return min(m, n_left) if self.is_1f1b else m
 
     @property
-    def is_gpipe(self) -> bool:
-        return schedule_name(self.options) == "gpipe"
+    def is_1f1b(self) -> bool:
+        """Else the order of microbatches is that of gpipe."""
+        return schedule_name(self.options) == "1f1b"
 
     def constraints(self, view: LogicalMesh) -> Constraints:
         if self.limits is not None:
@@ -151,7 +152,7 @@ class PipelineSpace:
     def bounds(self) -> StageBounds:
         return StageBounds.of(
             self.analysis, self._times_s, self.layers, self.options.optimizer, self.budget_bytes,
-            self._given,
+            self.is_1f1b, self._given,
         )  # fmt: skip
 
     @cached_property

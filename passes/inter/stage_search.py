@@ -94,8 +94,8 @@ class StageSearch:
         *keys, each_s = map(np.concatenate, zip(*columns, strict=True))
         order = np.lexsort(np.stack(keys[::-1]))
         self._first, self._last, self._size, self._view = (key[order] for key in keys)
-        most = min(space.layers.n_layers, space.mesh.n_ranks // min(space.sizes), m)
-        self._n_levels = space.n_stages or (1 if space.is_gpipe else most)
+        most = space.bounds.most_stages(space.mesh, min(space.sizes), m)
+        self._n_levels = space.n_stages or (most if space.is_1f1b else 1)
         self._added_s = np.repeat(each_s[order][:, None], self._n_levels, axis=1)
         self._work_s = m * self._added_s
         self._whole_s = m * self._added_s
@@ -203,13 +203,24 @@ class StageSearch:
         self._raise(self._work_s, alike, slice(level, None), found.work_s)
         if math.isfinite(found.work_s):
             self._raise(self._added_s, alike, slice(level, level + 1), found.work_s / self.m)
+        if found.is_settled and found.whole_s < math.inf:
+            # A first stage does not wait before its first microbatch, nor after its last.
+            first, once_s = alike & (self._first == 0), found.whole_s - found.work_s
+            self._raise(self._work_s, first, slice(level, None), found.whole_s)
+            added_s = found.work_s / self.m + once_s
+            self._raise(self._added_s, first, slice(level, level + 1), added_s)
         return True
 
     def least_of(self, stages: Sequence[StageChoice]) -> float:
         """The bound on one plan so far."""
         at = self._places(stages)
         work_s, added_s = self._work_s[at], np.minimum(self._added_s, self._work_s)[at]
-        return max(float(self._whole_s[at].max()), span_s(work_s, added_s))
+        return max(float(self._whole_s[at].max()), span_s(work_s, added_s, self._drains_m))
+
+    @property
+    def _drains_m(self) -> int | None:
+        """`StageProblem.n_microbatches`."""
+        return self.m if self.space.is_1f1b else None
 
     def _places(self, stages: Sequence[StageChoice]) -> tuple[list[int], list[int]]:
         """The row and the level of every stage."""
@@ -265,7 +276,7 @@ class StageSearch:
         return StageProblem(
             self._first[starts], self._last[starts], self._size[starts], work_s,
             np.minimum(added_s, work_s), tuple(space.sizes), space.layers.n_layers,
-            space.mesh.n_ranks, space.n_stages, space.mesh.devices_per_node,
+            space.mesh.n_ranks, space.n_stages, space.mesh.devices_per_node, self._drains_m,
         )  # fmt: skip
 
     def _on_views(self, cells: Sequence[int]) -> tuple[StageChoice, ...]:
@@ -285,7 +296,8 @@ class StageSearch:
         """No plan that may fit takes longer, or has a longer span."""
         whole_s, work_s, added_s = self._of_cells
         fits = np.isfinite(whole_s)
-        spans_s = work_s[fits].max(initial=0.0) + self._n_levels * added_s[fits].max(initial=0.0)
+        most_added_s = 2 * self._n_levels * added_s[fits].max(initial=0.0)
+        spans_s = work_s[fits].max(initial=0.0) + most_added_s
         return float(max(spans_s, whole_s[fits].max(initial=0.0)))
 
     @cached_property

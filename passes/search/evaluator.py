@@ -53,10 +53,11 @@ from autopar.schedule import ORDERS, in_flight
 
 @dataclass(frozen=True)
 class Placed:
-    """A candidate whose stages have placements."""
+    """A candidate whose stages have placements. Microbatches run in the order of 1F1B, or not."""
 
     candidate: Candidate
     choices: tuple[Chosen, ...]
+    is_1f1b: bool
 
     @cached_property
     def least_s(self) -> float:
@@ -72,7 +73,8 @@ class Placed:
         if len(each_s) == 1:
             return each_s[0]
         whole_s, once_s = np.array(each_s), [chosen.once_s for chosen in self.choices]
-        return step_bound_s(whole_s, np.maximum(whole_s - once_s, 0.0), self.n_microbatches)
+        work_s, m = np.maximum(whole_s - once_s, 0.0), self.n_microbatches
+        return step_bound_s(whole_s, work_s, m, self.is_1f1b, once_s[0])
 
     @property
     def n_microbatches(self) -> int:
@@ -232,7 +234,7 @@ class Evaluator:
             raise InfeasibleError(  # chosen on the abstract machine
                 "this machine forbids what the recipe does", hint="choose other degrees"
             )
-        return Placed(candidate, tuple(choices))
+        return Placed(candidate, tuple(choices), schedule_name(self.options) == "1f1b")
 
     def _choices(
         self, candidate: Candidate, budget_bytes: float | None, limit_s: float = math.inf

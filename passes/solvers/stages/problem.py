@@ -2,13 +2,22 @@
 
 A plan's stages hold consecutive layers and consecutive devices, in order. Its *span* is
 
-    max_s  (sum of added_r over r < s)  +  work_s                        (`span_s`)
+    max_s  (sum of added_r over r < s)  +  max(work_s,  drained_s + 2 (sum of added_r over r > s))
 
-The first microbatch passes every stage before s, then s works on all of its microbatches, then the
-gradient of the last one passes back. `work` is what they take on a stage, `added` what one of them
-takes, forward and backward. So no schedule has a faster step. What a stage does once per step is
-not among them: it may do so while it waits. A configuration
-is anything that has a number of devices: a submesh, and how it is viewed.
+(`span_s`). `work` is what all microbatches take on a stage, `added` what one of them takes, forward
+and backward. No step is faster. The first microbatch passes every stage before s, then s works,
+then the gradient of the last one passes back. With 1F1B (`n_microbatches` m), a stage with j stages
+after it begins j + 1 forwards before its first backward. So a step takes one after the other
+
+    the first microbatch    from the first stage to the last, and back to s
+    s                       up to the forward of the last microbatch; without the j forwards and the
+                            j backwards that it does during the two others
+    the last microbatch     from s to the last stage, and back to the first
+
+On s that is work - j (work - added) / (m - 1), `drained`. What a stage does once per step is not in
+the span: it may do so while it waits. The first stage never waits before its first microbatch, nor
+after its last. So `work` and `added` of a first stage may include it. A configuration is anything
+that has a number of devices: a submesh, and how it is viewed.
 
 Both numbers may depend on how many stages come after one, because that decides how many
 microbatches are in flight.
@@ -50,9 +59,10 @@ class StageProblem:
                           level stands for all above it. `added_s` is at most `work_s`; infinite
                           ones forbid a stage
     config_devices        devices of each configuration
+    n_microbatches        of 1F1B; None: nothing is known of the schedule
 
     `n_stages` None: any number; else there are as many levels. `node_devices` None: stages may
-    begin anywhere.
+    begin anywhere. With `n_microbatches`, no plan has more stages than levels.
 
     Raises `ProblemError` for wrong shapes, NaN, negative numbers, counts below 1, and more added
     than own.
@@ -68,6 +78,7 @@ class StageProblem:
     n_devices: int
     n_stages: int | None = None
     node_devices: int | None = None
+    n_microbatches: int | None = None
 
     def __post_init__(self) -> None:
         given = [n for n in (self.n_stages, self.node_devices) if n is not None]
@@ -87,6 +98,10 @@ class StageProblem:
                     f"{name}: a value is NaN or negative",
                     hint="an estimate failed; forbid a stage with work_s = inf instead",
                 )
+        least = min(self.config_devices)
+        most = min(self.n_layers, self.n_devices // least, self.n_microbatches or 0)
+        if self.n_stages is None and shape[1] < most:
+            raise ProblemError(f"{shape[1]} levels, but plans have up to {most} stages")
         if (self.added_s > self.work_s).any():
             raise ProblemError("added_s: more than work_s, which has every microbatch")
 
@@ -104,6 +119,11 @@ class StageProblem:
         """[first layer]: the index of the first stage that begins there; then the end."""
         return np.searchsorted(self.first, np.arange(self.n_layers + 1))
 
+    @cached_property
+    def drained_s(self) -> FloatArray:
+        """[stages, levels]: the part of `work_s` that comes on top of twice all later stages."""
+        return drained_s(self.work_s, self.added_s, np.arange(self.n_levels), self.n_microbatches)
+
     def may_begin(self, config: int, n_left: int) -> bool:
         """May a stage of this configuration come next when `n_left` devices are left?"""
         size = self.config_devices[config]
@@ -119,10 +139,24 @@ class StageProblem:
         """The span of a plan, given by the indices of its stages."""
         levels = [min(k, self.n_levels - 1) for k in reversed(range(len(stages)))]
         at = list(stages), levels
-        return span_s(self.work_s[at], self.added_s[at])
+        return span_s(self.work_s[at], self.added_s[at], self.n_microbatches)
 
 
-def span_s(work_s: FloatArray, added_s: FloatArray) -> float:
+def span_s(work_s: FloatArray, added_s: FloatArray, n_microbatches: int | None = None) -> float:
     """The span of stages in order, [stages] each; the module docstring has the formula."""
-    before_s = np.concatenate(([0.0], np.cumsum(added_s)[:-1]))
-    return float((before_s + work_s).max())
+    done_s = np.cumsum(added_s)
+    after = np.arange(len(work_s))[::-1]
+    waits_s = drained_s(work_s, added_s, after, n_microbatches) + 2 * (done_s[-1] - done_s)
+    return float((done_s - added_s + np.maximum(work_s, waits_s)).max())
+
+
+def drained_s(
+    work_s: FloatArray, added_s: FloatArray, n_after: IntArray, n_microbatches: int | None
+) -> FloatArray:
+    """The part of stages' work that comes on top of twice all later stages, [..., n_after].
+
+    Minus infinity where the first microbatch is not back before the forward of the last one.
+    """
+    m = n_microbatches or 0
+    share = np.minimum(n_after / max(m - 1, 1), 0.5 if m < 3 else 1 - 1 / (m - 1))
+    return np.where(n_after + 1 < m, (1 - share) * work_s + share * added_s, -np.inf)

@@ -3,8 +3,12 @@
 Stages are counted from the end: at level j, j stages come after one. With stage i holding layers
 k..l, n_i devices, and d devices left (`cost_to_go`):
 
-    f(j, k, d) = min over i that begin at k of  max(work_i, added_i + f(j-1, l+1, d - n_i))
-    f(-1, L, 0) = 0                       i may begin with d devices left (`StageProblem.may_begin`)
+    g(j, k, d) = min over i that begin at k of  added_i + g(j-1, l+1, d - n_i)
+    f(j, k, d) = min over i that begin at k of  max(work_i, drained_i + 2 g, added_i + f)
+    f(-1, L, 0) = g(-1, L, 0) = 0         i may begin with d devices left (`StageProblem.may_begin`)
+
+where f and g on the right are those of what is left, as in the first line. g is the least that
+stages add. A plan may not have both at once, so f is a lower bound with 1F1B, and exact without.
 
 The last level stands for all above it, so a stage there is followed by one there or at the level
 below (`levels_after`). When the number of stages is given, each level is one number, and plans
@@ -22,8 +26,8 @@ from autopar.passes.solvers.stages.problem import IntArray, StageProblem
 
 
 class CostToGo:
-    """f of the module docstring: `table` is [first layer, devices, level + 1], and 0 there is the
-    end of the pipeline. Infinite where there is no plan. Devices are counted in `unit`, the largest
+    """f and g of the module docstring: `table` and `added` are [first layer, devices, level + 1],
+    and 0 there is the end of the pipeline. Infinite where there is no plan. Devices are counted in `unit`, the largest
     that divides all stages: no other number is ever left.
     """
 
@@ -37,8 +41,8 @@ class CostToGo:
         self.begins = np.array(
             [[problem.may_begin(c, n) for n in lefts] for c in range(len(self.sizes))]
         )
-        self.table = _recurrence(
-            problem.work_s, problem.added_s, problem.last, problem.config, problem.starts,
+        self.table, self.added = _recurrence(
+            problem.work_s, problem.added_s, problem.drained_s, problem.last, problem.config, problem.starts,
             self.sizes, self.begins, problem.is_exact,
         )  # fmt: skip
 
@@ -55,27 +59,27 @@ class CostToGo:
 
     @property
     def least_s(self) -> float:
-        """The least span of all plans."""
+        """Lower bound on the span of all plans."""
         return float(self.table[0, -1, [level + 1 for level in self.first_levels]].min())
 
 
 def least_span_s(problem: StageProblem) -> float:
-    """Lower bound on the step of every plan, whatever the schedule; infinite: there is none."""
+    """Lower bound on the step of every plan; infinite: there is none."""
     return CostToGo(problem).least_s
 
 
 @compiled
 def _recurrence(
-    work: FloatArray, added: FloatArray, lasts: IntArray, configs: IntArray, starts: IntArray,
-    sizes: IntArray, begins: BoolArray, is_exact: bool,
-) -> FloatArray:  # fmt: skip
-    """`CostToGo.table`. `sizes` and `begins` are [configurations] and [configurations, devices]."""
+    work: FloatArray, added: FloatArray, drained: FloatArray, lasts: IntArray, configs: IntArray,
+    starts: IntArray, sizes: IntArray, begins: BoolArray, is_exact: bool,
+) -> tuple[FloatArray, FloatArray]:  # fmt: skip
+    """f and g; `sizes` are [configurations], `begins` [configurations, devices]."""
     n_layers, n_devices, n_levels = len(starts) - 1, begins.shape[1] - 1, work.shape[1]
-    out = np.full((n_layers + 1, n_devices + 1, n_levels + 1), np.inf)
-    out[n_layers, 0, 0] = 0.0
-    # follow[..., j]: the least span of what comes after a stage at level j.
-    follow = np.full((n_layers + 1, n_devices + 1, n_levels), np.inf)
-    follow[n_layers, 0, 0] = 0.0
+    # 0: f, 1: g. follow[..., j]: the least of what comes after a stage at level j.
+    out = np.full((2, n_layers + 1, n_devices + 1, n_levels + 1), np.inf)
+    follow = np.full((2, n_layers + 1, n_devices + 1, n_levels), np.inf)
+    out[:, n_layers, 0, 0] = 0.0
+    follow[:, n_layers, 0, 0] = 0.0
     for first in range(n_layers - 1, -1, -1):
         start = starts[first]
         while start < starts[first + 1]:
@@ -90,17 +94,22 @@ def _recurrence(
                 for devices in range(size, n_devices + 1):
                     if begins[configs[i], devices]:
                         for j in range(top):
-                            rest = follow[last + 1, devices - size, j]
-                            both = max(work[i, j], added[i, j] + rest)
-                            out[first, devices, j + 1] = min(out[first, devices, j + 1], both)
+                            rest = follow[0, last + 1, devices - size, j]
+                            after = follow[1, last + 1, devices - size, j]
+                            if rest == np.inf or work[i, j] == np.inf:
+                                continue
+                            own = max(work[i, j], drained[i, j] + 2.0 * after)
+                            at = out[:, first, devices, j + 1]
+                            at[0] = min(at[0], max(own, added[i, j] + rest))
+                            at[1] = min(at[1], added[i, j] + after)
             start = stop
         for devices in range(n_devices + 1):
-            for j in range(n_levels):
-                follow[first, devices, j] = out[first, devices, j]
-            if not is_exact:
-                ends = min(out[first, devices, n_levels - 1], out[first, devices, n_levels])
-                follow[first, devices, n_levels - 1] = ends
-    return out
+            for k in range(2):
+                at = out[k, first, devices]
+                follow[k, first, devices] = at[:n_levels]
+                if not is_exact:
+                    follow[k, first, devices, n_levels - 1] = min(at[n_levels - 1], at[n_levels])
+    return out[0], out[1]
 
 
 @compiled
