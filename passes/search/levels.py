@@ -155,7 +155,9 @@ class Levels:
         """
         candidate = rival_of or placed.candidate
 
-        def simulate(_: float) -> Parts:
+        def simulate(limit_s: float) -> Parts:
+            if placed.least_s >= limit_s:
+                return [replace(leaf, given_up_s=placed.least_s)]
             solved = simulator.simulated_if_fits(placed)
             if solved is None:
                 return [*done, replace(leaf, refine=lean, is_rival=True)]

@@ -147,8 +147,8 @@ class Simulator:
     def fit_to_budget(self, placed: Placed, limit_s: float) -> Solved | float:
         """As `simulated`; or seconds, at least `limit_s`, below which nothing is found here.
 
-        They are the solver's bound within a smaller budget. Other placements may fit, too: their
-        peaks may be nearer to the solver's bytes.
+        They are what the placements within a smaller budget take at least. Others may fit, too:
+        their peaks may be nearer to the solver's bytes.
 
         If the peak exceeds the budget, smaller ones are searched until one fits. Recipes have no
         lower bound, because their placements are not the fastest.
@@ -164,14 +164,14 @@ class Simulator:
             limit_s = math.inf
         # Steps are rarely below their bounds; if they are, then about as much for all placements.
         share = min(1.0, solved.step_time_s / placed.least_s)
-        if placed.bound_s * share >= limit_s:
-            return placed.bound_s * share
+        if placed.least_s * share >= limit_s:
+            return placed.least_s * share
         for budget_bytes in self._smaller_budgets(placed.candidate):
             if budget_bytes >= placed.size_bytes:
                 continue  # the same placements
             placed = self.evaluator.placed(placed.candidate, budget_bytes)
-            if placed.bound_s * share >= limit_s:  # smaller budgets are no faster
-                return placed.bound_s * share
+            if placed.least_s * share >= limit_s:  # smaller budgets are no faster
+                return placed.least_s * share
             solved = self.as_placed(placed)
             if within(self._budget_bytes, solved.peak_bytes):
                 gap = max(solved.gap, 1 - bound_s / solved.objective_s)
