@@ -167,10 +167,13 @@ class LayerBounds:
         part: Part,
     ) -> list[_Groups | None]:  # fmt: skip
         """The problem of each of `_distinct`; None if it is too large to solve."""
-        key = families is self.plain, view, m, part
-        if key not in self._kept:
-            self._kept[key] = [self._groups(problem, kept, part) for kept in self._distinct]
-        return self._kept[key]
+        key = view, m, part
+        if families is self.recomputing and key in self._kept:
+            return self._kept[key]
+        found = [self._groups(problem, kept, part) for kept in self._distinct]
+        if families is self.recomputing:  # for other numbers of microbatches in flight
+            self._kept[key] = found
+        return found
 
     def _groups(self, problem: IntraOpProblem, kept: frozenset[int], part: Part) -> _Groups | None:
         names = {self.folded.analysis.operators[f].name: f for f in kept}

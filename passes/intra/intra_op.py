@@ -35,10 +35,10 @@ from autopar.passes.reshard import priced_alike
 from autopar.rules import rule_for
 
 Array = NDArray[np.float64]
-# The most cases built at once. 72 keeps arrays at about 1 MB, small enough to cache, and builds few
-# cases that nobody requests. With recompute, problems are several times as large. One stage with
-# searched recompute gets the fewest, because it tries few numbers of microbatches.
-MOST_CASES, MOST_CASES_AGAIN, MOST_CASES_OF_ONE = 72, 32, 8
+# The most cases built at once. 72 keeps arrays at about 1 MB, small enough to cache. Fewer of those
+# of stages are requested, and fewest of one stage with searched recompute, whose problems are
+# several times as large.
+MOST_CASES, MOST_CASES_OF_STAGES, MOST_CASES_AGAIN = 72, 12, 8
 
 
 def intra_op_problem(
@@ -237,10 +237,9 @@ class ProblemFamilies:
         return self._built[key]
 
     def _most_cases(self, is_whole: bool) -> int:
-        if self.recomputable is None:
-            return MOST_CASES
-        is_one = is_whole and is_searched(self.recomputable)
-        return MOST_CASES_OF_ONE if is_one else MOST_CASES_AGAIN
+        if not is_whole:
+            return MOST_CASES_OF_STAGES
+        return MOST_CASES_AGAIN if is_searched(self.recomputable) else MOST_CASES
 
     def _counts_with(self, n_microbatches: int, first: int, n_most: int) -> tuple[int, ...]:
         """The numbers of microbatches that are built together with `n_microbatches`.

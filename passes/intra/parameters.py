@@ -174,8 +174,10 @@ class ParameterMaker:
             self.hiding.sync_price, self.hiding.blocks_price, use,
         )  # fmt: skip
 
+        seconds = paths[..., :4].copy()  # without the rest, which is larger
+
         def hidable(case: int) -> Hidable:
-            of_case = paths[self.cases.mesh_of[case], at]
+            of_case = seconds[self.cases.mesh_of[case], at]
             return Hidable(*hidable_costs(of_case, self.cases.counts[case], periods, use))
 
         return time_s, tie, size_bytes, hidable
@@ -306,7 +308,8 @@ def hidable_costs(
 ) -> tuple[Array, Array]:
     """What compute may hide in one case, [storages, uses]: once a step, and all other seconds.
 
-    `paths` are the case's sums over paths, [storages, uses, 9]; the rest as in `conversion_costs`.
+    `paths` are the case's seconds of `path_costs`, [storages, uses, 4]; the rest as in
+    `conversion_costs`.
     """
     sync_s, blocks_s = np.empty(paths.shape[:2]), np.empty(paths.shape[:2])
     for i in range(paths.shape[0]):

@@ -38,6 +38,8 @@ from autopar.program import OperatorStrategy, Recomputed, Storage
 
 # (run, block) of a folded operator or variable; None: outside all runs, or in several blocks.
 Place = tuple[int, int] | None
+# Cases whose seconds are kept apart; several budgets are tried in one case after the other.
+MOST_APART = 4
 _FIRST, _COPIED, _LAST = 0, 1, 2
 
 
@@ -135,6 +137,8 @@ class Repeated:
                             assert table.shape == shape, "a conversion has an edge of its own"
                             row[at : at + math.prod(shape)] = table.ravel()
             self._apart[case] = of
+            if len(self._apart) > MOST_APART:
+                del self._apart[next(iter(self._apart))]
         return self._apart[case]
 
     def operators(self, choice: RepeatedChoice) -> dict[str, OperatorStrategy]:
