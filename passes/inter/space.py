@@ -117,11 +117,11 @@ class PipelineSpace:
     @cached_property
     def views(self) -> tuple[LogicalMesh, ...]:
         """The views of all submeshes, each as if it began at the first rank."""
-        sizes = sorted(set(self._given)) or submesh_sizes(self.mesh)
+        sizes = sorted(set(self.given)) or submesh_sizes(self.mesh)
         return distinct_views(self.mesh, self.hardware, self.options, sizes)
 
     @property
-    def _given(self) -> tuple[int, ...]:
+    def given(self) -> tuple[int, ...]:
         """The devices of each stage, if the user gave them."""
         stages = self.options.stages
         return tuple(stage.n_ranks for stage in stages) if isinstance(stages, tuple) else ()
@@ -152,7 +152,7 @@ class PipelineSpace:
     def bounds(self) -> StageBounds:
         return StageBounds.of(
             self.analysis, self._times_s, self.layers, self.options.optimizer, self.budget_bytes,
-            self.is_1f1b, self._given,
+            self.is_1f1b, self.given,
         )  # fmt: skip
 
     @cached_property

@@ -47,11 +47,12 @@ Key = tuple[int, int, Part]
 
 
 class StageBound(NamedTuple):
-    """Least seconds of a stage in a step: all, and those of its microbatches alone. Infinite: it
-    does not fit. `is_settled`: nothing more can be known."""
+    """Least seconds of a stage in a step: all; of these, those of its microbatches alone, and those
+    of once a step. Infinite: it does not fit. `is_settled`: nothing more can be known."""
 
     whole_s: float
     work_s: float
+    once_s: float = 0.0
     is_settled: bool = True
 
 
@@ -200,15 +201,13 @@ class StageSearch:
         alike, level = self._alike == self._alike[rows[k]], levels[k]
         self._is_solved[alike, level] = found.is_settled
         self._raise(self._whole_s, alike, slice(level, None), found.whole_s)
-        self._raise(self._work_s, alike, slice(level, None), found.work_s)
-        if math.isfinite(found.work_s):
-            self._raise(self._added_s, alike, slice(level, level + 1), found.work_s / self.m)
-        if found.is_settled and found.whole_s < math.inf:
-            # A first stage does not wait before its first microbatch, nor after its last.
-            first, once_s = alike & (self._first == 0), found.whole_s - found.work_s
-            self._raise(self._work_s, first, slice(level, None), found.whole_s)
-            added_s = found.work_s / self.m + once_s
-            self._raise(self._added_s, first, slice(level, level + 1), added_s)
+        # A first stage does not wait before its first microbatch, nor after its last.
+        is_first = self._first == 0
+        for rows_of, once_s in ((alike & ~is_first, 0.0), (alike & is_first, found.once_s)):
+            self._raise(self._work_s, rows_of, slice(level, None), found.work_s + once_s)
+            if math.isfinite(found.work_s):
+                added_s = found.work_s / self.m + once_s
+                self._raise(self._added_s, rows_of, slice(level, level + 1), added_s)
         return True
 
     def least_of(self, stages: Sequence[StageChoice]) -> float:

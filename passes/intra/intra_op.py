@@ -35,10 +35,9 @@ from autopar.passes.reshard import priced_alike
 from autopar.rules import rule_for
 
 Array = NDArray[np.float64]
-# The most cases built at once. 72 keeps arrays at about 1 MB, small enough to cache. Fewer of those
-# of stages are requested, and fewest of one stage with searched recompute, whose problems are
-# several times as large.
-MOST_CASES, MOST_CASES_OF_STAGES, MOST_CASES_AGAIN = 72, 12, 8
+# The most cases built at once. 72 keeps arrays at about 1 MB, small enough to cache. Of stages, and
+# with searched recompute, few are requested, and the latter are several times as large.
+MOST_CASES, FEW_CASES = 72, 8
 
 
 def intra_op_problem(
@@ -195,9 +194,9 @@ class ProblemFamilies:
             for family, of in zip(self._families, kinds, strict=True)
         ]
 
-    def _kind(self, cost: CostModel) -> tuple[tuple[int, ...], bool]:
-        """The axes that a mesh uses, and whether it has all ranks (one stage) or fewer."""
-        return cost.mesh.active_axes, cost.mesh.n_ranks >= self._n_ranks
+    def _kind(self, cost: CostModel) -> tuple[tuple[int, ...], int]:
+        """The axes that a mesh uses, and how many ranks it has."""
+        return cost.mesh.active_axes, cost.mesh.n_ranks
 
     @cached_property
     def _n_ranks(self) -> int:
@@ -220,8 +219,9 @@ class ProblemFamilies:
             costs = (cost,)  # pins are of one mesh; for pure data parallelism all meshes are equal
         # Equally many counts for all families, so that their problems offer the same choices.
         n_most = max(map(len, (*every, costs)))
-        _, is_whole = kind
-        n_cases = self._most_cases(is_whole)
+        is_whole = cost.mesh.n_ranks >= self._n_ranks
+        is_few = not is_whole or is_searched(self.recomputable)
+        n_cases = FEW_CASES if is_few else MOST_CASES
         first = 1 if is_whole else FIRST_COUNT
         counts = self._counts_with(n_microbatches, first, max(1, n_cases // n_most))
         key = (costs, counts, repr(constraints))
@@ -235,11 +235,6 @@ class ProblemFamilies:
             if len(self._built) > self.most_kept:
                 del self._built[next(iter(self._built))]
         return self._built[key]
-
-    def _most_cases(self, is_whole: bool) -> int:
-        if not is_whole:
-            return MOST_CASES_OF_STAGES
-        return MOST_CASES_AGAIN if is_searched(self.recomputable) else MOST_CASES
 
     def _counts_with(self, n_microbatches: int, first: int, n_most: int) -> tuple[int, ...]:
         """The numbers of microbatches that are built together with `n_microbatches`.

@@ -1,7 +1,7 @@
-"""The levels of a candidate: from a bound that costs nothing to a simulated plan.
+"""The levels of a candidate of one stage: from a bound that costs nothing to a simulated plan.
 
-A candidate fixes the stages, the view of each, and the number of microbatches. Its placements and
-what is recomputed are open, and found level by level:
+A candidate fixes the view and the number of microbatches. Its placements and what is recomputed are
+open, and found level by level:
 
     shared      every operator in equal shares, nothing else
     free        the optimum without a memory limit
@@ -24,8 +24,7 @@ whose bound stays that of all placements (`Levels._rivals`):
 Where the free optimum fits, it is simulated at once. More microbatches allow no other placements
 and cost more time, so the free bound of m microbatches bounds every multiple of m.
 
-The bounds are those of one stage's solver (`passes/intra`): its objective is one on the step. Of
-several stages that the user gives, they stay on the level "shared".
+The bounds are those of the stage's solver (`passes/intra`): its objective is one on the step.
 """
 
 from __future__ import annotations
@@ -87,7 +86,7 @@ class Levels:
             free = self._plain.leaving_gaps.placed(candidate, None, limit_s)
         except InfeasibleError as error:
             return self._impossible(error, candidate)
-        bound_s = self._bound_s(free, node)
+        bound_s = max(free.bound_s, node.bound_s)
         if bound_s >= limit_s > node.bound_s:
             return [node.after("free", bound_s, again)]
         self._free_s[node.name, candidate.n_microbatches] = bound_s
@@ -109,7 +108,7 @@ class Levels:
             least = self._whole.without_activations(candidate, limit_s)
         except InfeasibleError as error:
             return self._impossible(error, candidate)
-        bound_s = max(self._bound_s(least, node), self._rerun_s(least, candidate))
+        bound_s = max(node.bound_s, least.bound_s, self._rerun_s(least, candidate))
         if bound_s >= limit_s > node.bound_s:
             return [node.after("weightless", bound_s, partial(self._weightless, node, candidate))]
         known = node.after("weightless", bound_s, None)
@@ -125,7 +124,7 @@ class Levels:
             placed = evaluator.leaving_gaps.placed(candidate, budget_bytes, limit_s)
         except InfeasibleError as error:
             return self._impossible(error, candidate)
-        bound_s = self._bound_s(placed, node)
+        bound_s = max(placed.bound_s, node.bound_s)
         if bound_s >= limit_s > node.bound_s:
             return [node.after("solved", bound_s, refine)]
         solver = evaluator.leaving_gaps
@@ -135,7 +134,7 @@ class Levels:
 
         def close(limit_s: float) -> Parts:
             closed = evaluator.placed(candidate, budget_bytes, limit_s)
-            known = node.after("gap", self._bound_s(closed, node), None)
+            known = node.after("gap", closed.bound_s, None)
             return [self._leaf(known, closed, evaluator)]
 
         return [leaf, node.after("solved", bound_s, close)]
@@ -174,7 +173,7 @@ class Levels:
             return [replace(leaf, refine=lean, is_rival=True, given_up_s=found)]
 
         def rivals(found: Solved | None) -> Iterator[Node]:
-            if solver is None or len(placed.choices) > 1:
+            if solver is None:
                 return
             if found is None or found.step_time_s > node.bound_s * (1 + RIVAL_REL):
                 fits = within(self._whole.budget_bytes, simulator.as_placed(placed).peak_bytes)
@@ -222,12 +221,6 @@ class Levels:
 
         rival = replace(node.after(level, node.bound_s, refine), is_rival=True)
         return rival
-
-    def _bound_s(self, placed: Placed, node: Node) -> float:
-        """The solver's bound of a single stage; else the node's."""
-        if len(placed.choices) > 1:
-            return node.bound_s
-        return max(node.bound_s, placed.choices[0].bound_s)
 
     def _rerun_s(self, least: Placed, candidate: Candidate) -> float:
         """A bound with what must run again at least; `least` is the optimum if nothing did."""

@@ -262,8 +262,9 @@ class Planner:
         fits = f"fits in {format_bytes(self.budget_bytes)} per device"
         hint = "use other stages, more microbatches or devices, or raise memory_limit"
         if pins := [f"{pin.parameter}={pin}" for pin in self.options.force if pin.shards]:
+            together = " together" if len(pins) > 1 else ""
             return InfeasibleError(
-                f"no view of the mesh honours {', '.join(pins)} together and {fits}",
+                f"no view of the mesh honours {', '.join(pins)}{together} and {fits}",
                 hint=f"relax force; or {hint}",
             )
         n_stages = self.options.n_stages or "any number of"

@@ -132,7 +132,8 @@ class SeveralStages:
             return StageBound(math.inf, math.inf)
         if not chosen.settled:
             return StageBound(max(chosen.bound_s, limit_s), 0.0, is_settled=False)
-        return StageBound(chosen.bound_s, max(0.0, chosen.bound_s - chosen.once_s))
+        whole_s, once_s = chosen.bound_s, chosen.once_s
+        return StageBound(whole_s, max(0.0, whole_s - once_s), once_s)
 
     def _simulated(self, candidate: Candidate, limit_s: float) -> Solved | float | None:
         """A solved pipeline, or seconds that none of its steps was found below; None if none fits.

@@ -101,7 +101,8 @@ def test_families_are_problems_alone(
     limits: str, n_most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """However many problems are built at once."""
-    monkeypatch.setattr(intra_op, "MOST_CASES", n_most)
+    for name in ("MOST_CASES", "FEW_CASES"):
+        monkeypatch.setattr(intra_op, name, n_most)
     assert_families_are_alone(model_case("mlp").analysis, SHAPES, (1, 2, 4), LIMITS[limits])
 
 
@@ -110,8 +111,7 @@ def test_families_with_recompute_are_problems_alone(
     n_most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Under a budget that some blocks must run again for."""
-    for name in ("MOST_CASES_OF_ONE", "MOST_CASES_AGAIN"):
-        monkeypatch.setattr(intra_op, name, n_most)
+    monkeypatch.setattr(intra_op, "FEW_CASES", n_most)
     analysis = language_model(tiny_gpt2, 2)
     again = Recomputable.of(analysis, Options())
     assert again is not None

@@ -15,7 +15,7 @@ from autopar.cost.simulate import PartWork, StageTimes, simulate
 from autopar.errors import InfeasibleError
 from autopar.mesh import LogicalMesh, Mesh
 from autopar.options import Options
-from autopar.passes.inter.bounds import StageBounds
+from autopar.passes.inter.bounds import StageBounds, step_bound_s
 from autopar.passes.inter.candidate import Candidate
 from autopar.passes.inter.recipes import megatron_pipelines
 from autopar.passes.inter.space import PipelineSpace
@@ -23,8 +23,7 @@ from autopar.passes.inter.stage_search import StagePlan, StageSearch
 from autopar.passes.search.outcome import PlanningResult
 from autopar.passes.search.planner import Planner
 from autopar.passes.search.several_stages import SeveralStages
-from autopar.passes.solvers.stages.problem import StageChoice, StageProblem
-from autopar.passes.solvers.stages.recurrence import least_span_s
+from autopar.passes.solvers.stages.problem import StageChoice
 from autopar.plans import Alternative
 from autopar.schedule import ORDERS, Transfer, place
 from tests.helpers.candidates import gpt2, pipeline_space
@@ -44,7 +43,7 @@ def test_the_bound_is_the_least_of_all_plans() -> None:
     """Of three layers on four devices, as stages of one or two devices each."""
     shared = np.triu(np.cumsum([[8.0, 4.0, 16.0]] * 3, axis=1) - [[0.0], [8.0], [12.0]])
     launches, possible = np.triu(np.ones((3, 3))), np.triu(np.ones((3, 3), dtype=bool))
-    m, bounds = 4, StageBounds(shared, launches, 0 * shared, possible, math.inf)
+    m, bounds = 4, StageBounds(shared, launches, 0 * shared, possible, math.inf, is_1f1b=False)
 
     def plans() -> Iterator[list[tuple[int, int, int]]]:
         for n_stages in (2, 3):
@@ -66,29 +65,40 @@ def test_the_bound_is_the_least_of_all_plans() -> None:
     st.lists(st.tuples(st.floats(0.0, 10.0), st.floats(0.0, 1.0)), min_size=2, max_size=5),
     st.integers(1, 12),
     st.sampled_from(sorted(ORDERS)),
+    st.floats(0.0, 20.0),
 )
 def test_no_schedule_is_faster_than_the_span(
-    times: list[tuple[float, float]], m: int, schedule: str
+    times: list[tuple[float, float]], m: int, schedule: str, once_s: float
 ) -> None:
-    """However much stages differ, and however their seconds divide into forward and backward."""
-    n, each_s = len(times), np.array([time_s for time_s, _ in times])[:, None]
-    layers = np.arange(n)
-    problem = StageProblem(layers, layers, 0 * layers, m * each_s, each_s, (1,), n, n)
+    """However much stages differ, and however their seconds divide into forward and backward; with
+    work of once a step on the first."""
+    n, each_s = len(times), np.array([time_s for time_s, _ in times])
     script = place(ORDERS[schedule](n, m), [Transfer(k, k + 1, True) for k in range(n - 1)])
     stages = [
         StageTimes(
-            n_ranks=1, before=PartWork(), forward=PartWork(time_s * share), after=PartWork(),
-            backward=PartWork(time_s * (1 - share)), update_s=0.0,
+            n_ranks=1, before=PartWork(0.0 if k else once_s / 4),
+            forward=PartWork(time_s * share), after=PartWork(0.0 if k else once_s / 4),
+            backward=PartWork(time_s * (1 - share)), update_s=0.0 if k else once_s / 2,
         )
-        for time_s, share in times
+        for k, (time_s, share) in enumerate(times)
     ]  # fmt: skip
     step_s = simulate(script, stages, lambda send: 0.0).step_time_s
-    assert least_span_s(problem) <= step_s * (1 + 1e-9) + 1e-12
+    found = step_bound_s(m * each_s, m * each_s, m, schedule == "1f1b", once_s)
+    assert found <= step_s * (1 + 1e-9) + 1e-12
+
+
+@pytest.mark.parametrize("n", [2, 3, 5])
+def test_equal_stages_take_their_span(n: int) -> None:
+    """m + n - 1 microbatches in 1F1B (Narayanan et al., SC 2021), with more microbatches than
+    stages."""
+    each_s, m = np.full(n, 3.0), n + 1
+    assert step_bound_s(m * each_s, m * each_s, m, True) == pytest.approx((m + n - 1) * 3.0)
+    assert step_bound_s(m * each_s, m * each_s, m, False) == pytest.approx((m + n - 1) * 3.0)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_recipe_is_bounded_by_its_layers(shape: tuple[int, ...]) -> None:
-    """Its own bounds are at least those of all pipelines, and not above what its placements take."""
+    """Its own bounds are at least those of all pipelines, and at most what its placements take."""
     mesh = cluster(*shape)
     space = pipeline_space(gpt2(), mesh, hardware_of(mesh), Options.of(recompute="none"))
     choices = Choices(gpt2(), mesh, Options.of(recompute="none"))

@@ -27,6 +27,7 @@ def stages_problem(
     n_stages: int | None = None,
     node_devices: int | None = None,
     n_levels: int = 3,
+    m: int | None = None,
 ) -> StageProblem:
     """Every range of layers in every configuration, with whole numbers of seconds.
 
@@ -40,12 +41,11 @@ def stages_problem(
     work_s = np.cumsum(rng.integers(0, 9, shape), axis=1).astype(float)
     work_s[(rng.random(shape) < 0.1).cumsum(axis=1) > 0] = math.inf
     added_s = np.minimum(rng.integers(0, 4, shape), work_s)
-    return StageProblem(
-        first, last, config, work_s, added_s, sizes, n_layers, n_devices, n_stages, node_devices
-    )
+    on = n_layers, n_devices, n_stages, node_devices, m
+    return StageProblem(first, last, config, work_s, added_s, sizes, *on)
 
 
-def problems(chunk: int) -> list[StageProblem]:
+def problems(chunk: int, is_1f1b: bool = False) -> list[StageProblem]:
     out = []
     for seed in range(chunk * 40, chunk * 40 + 40):
         rng = np.random.default_rng(1000 + seed)
@@ -57,7 +57,8 @@ def problems(chunk: int) -> list[StageProblem]:
                 int(rng.choice([n for n in (1, 2, 3, 4) if n_devices % n == 0]))
                 if seed % 2
                 else None,
-                int(rng.integers(1, 4)),
+                6 if is_1f1b else int(rng.integers(1, 4)),
+                int(rng.integers(1, 7)) if is_1f1b else None,
             )
         )  # fmt: skip
     return out
@@ -75,6 +76,26 @@ def test_every_plan_is_listed_best_first(chunk: int) -> None:
         least_s = expected[0][0] if expected else math.inf
         assert least_span_s(problem) == least_s
     assert n_some > 10
+
+
+@pytest.mark.parametrize("chunk", range(3))
+def test_every_plan_of_1f1b_is_listed_best_first(chunk: int) -> None:
+    """Its span is at least the one of any schedule, and the least of all is not known exactly."""
+    n_longer = n_exact = 0
+    for problem in problems(chunk, is_1f1b=True):
+        expected, found = every_plan(problem), list(plans(CostToGo(problem)))
+        spans = [span_s for span_s, _ in found]
+        assert spans == pytest.approx([span_s for span_s, _ in expected])
+        assert sorted(stages for _, stages in found) == sorted(stages for _, stages in expected)
+        of_any = replace(problem, n_microbatches=None)
+        for span_s, stages in found:
+            assert problem.span_of(stages) == pytest.approx(span_s)
+            assert span_s >= of_any.span_of(stages) * (1 - 1e-12)
+            n_longer += span_s > of_any.span_of(stages) * (1 + 1e-9)
+        least_s = min(spans, default=math.inf)
+        assert least_span_s(of_any) <= least_span_s(problem) <= least_s * (1 + 1e-12)
+        n_exact += bool(found) and least_span_s(problem) == pytest.approx(least_s)
+    assert n_longer > 5 and n_exact > 5
 
 
 def test_plans_end_at_the_limit() -> None:
@@ -125,6 +146,8 @@ def test_bad_problems() -> None:
         replace(good, added_s=good.work_s - 100)
     with pytest.raises(ProblemError, match="added_s: more than work_s"):
         replace(good, added_s=good.work_s + 1)
+    with pytest.raises(ProblemError, match="1 levels, but plans have up to 2 stages"):
+        replace(stages_problem(2, (1,), 2, 0, n_levels=1), n_microbatches=4)
     with pytest.raises(ProblemError, match="at least 1"):
         replace(good, n_devices=0)
 

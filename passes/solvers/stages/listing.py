@@ -83,5 +83,6 @@ def _extended(to_go: CostToGo, begun: _Begun, limit_s: float) -> Iterator[_Begun
         for i in np.flatnonzero(np.isfinite(least_s) & (least_s <= limit_s)).tolist():
             yield _Begun(
                 float(least_s[i]), problem.n_layers - 1 - int(last[i]), float(before_s[i]),
-                (*begun.stages, start + i), float(span_s[i]), float(waits_s[i]), level, int(left[i]),
+                (*begun.stages, start + i), float(span_s[i]), float(waits_s[i]), level,
+                int(left[i]),
             )  # fmt: skip

@@ -27,8 +27,8 @@ from autopar.passes.solvers.stages.problem import IntArray, StageProblem
 
 class CostToGo:
     """f and g of the module docstring: `table` and `added` are [first layer, devices, level + 1],
-    and 0 there is the end of the pipeline. Infinite where there is no plan. Devices are counted in `unit`, the largest
-    that divides all stages: no other number is ever left.
+    and 0 there is the end of the pipeline. Infinite where there is no plan. Devices are counted in
+    `unit`, the largest that divides all stages: no other number is ever left.
     """
 
     def __init__(self, problem: StageProblem) -> None:
@@ -42,8 +42,8 @@ class CostToGo:
             [[problem.may_begin(c, n) for n in lefts] for c in range(len(self.sizes))]
         )
         self.table, self.added = _recurrence(
-            problem.work_s, problem.added_s, problem.drained_s, problem.last, problem.config, problem.starts,
-            self.sizes, self.begins, problem.is_exact,
+            problem.work_s, problem.added_s, problem.drained_s,
+            problem.last, problem.config, problem.starts, self.sizes, self.begins, problem.is_exact,
         )  # fmt: skip
 
     @property
