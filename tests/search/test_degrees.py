@@ -46,7 +46,7 @@ def test_degrees_that_no_stage_can_have_are_refused() -> None:
         planned((2, 4), mesh_shape={"dp": 2, "tp": 2}, stages=1)
     with pytest.raises(MeshError, match="fits no stage"):
         planned((2, 4), mesh_shape={"tp": 8}, stages=2)
-    stages = [(("layers.0", "layers.1"), (1, 4)), (("layers.2", "layers.3"), (1, 4))]
+    stages = [(("net.0", "net.1", "net.2"), (1, 4)), (("net.3", "net.4", "net.5"), (1, 4))]
     with pytest.raises(MeshError, match="fits no stage"):
         planned((2, 4), mesh_shape={"tp": 8}, stages=stages)
 

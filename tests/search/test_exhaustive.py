@@ -29,8 +29,8 @@ from autopar.cost.laws import CostModel
 from autopar.options import Options
 from autopar.passes.analysis import Analysis, compute_dtype, microbatch_counts
 from autopar.passes.inter import distinct_views
+from autopar.passes.intra import Chosen
 from autopar.passes.search import Planner, PlanningResult, StepPricer
-from autopar.passes.search.levels import Levels
 from tests.helpers.captures import captured
 from tests.helpers.every_placement import REL, Plan, Space
 from tests.helpers.nightly import nightly
@@ -216,9 +216,9 @@ def test_floors_leave_out_no_optimum() -> None:
 
 
 def test_a_bound_that_is_too_high_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Bounds of one stage are too high by 5%."""
-    bound_s = Levels._bound_s
-    monkeypatch.setattr(Levels, "_bound_s", lambda *args: 1.05 * bound_s(*args))
+    """The solver's bounds are too high by 5%."""
+    bound_s = property(lambda chosen: 1.05 * chosen.objective_s * (1 - chosen.gap))
+    monkeypatch.setattr(Chosen, "bound_s", bound_s)
     for answer in map(answer_of, range(N_CASES)):
         found = answer.case.planner(answer.limit_bytes).run()
         assert found.bound_s is not None
