@@ -189,6 +189,10 @@ def optimality(data: PlanData, step_time_s: float) -> str:
         return f"proven: each stage within {data.stage_gap:.1%} of its optimum"
     gap = max(0.0, 1 - data.bound_s / step_time_s)
     text = f"proven: no plan takes less than {format_seconds(data.bound_s)}, {gap:.1%} below this"
+    found_s = [row.step_time_s for row in data.alternatives if not row.is_estimate]
+    fastest_s = min((s for s in found_s if s is not None), default=step_time_s)
+    if fastest_s < step_time_s * (1 - _AS_FAST_REL):
+        text += f" (the fastest found, not as simple: {1 - fastest_s / step_time_s:.1%})"
     if data.ruled_out:
         levels = ", ".join(f"{n} {_LEVELS.get(k, k)}" for k, n in data.ruled_out.items())
         text += f"; ruled out: {levels}"

@@ -5,7 +5,7 @@
     views        of each stage, alone
     counts       of microbatches, those worth trying
 
-Placements within a stage are the solver's (`tests/search/test_optimality.py`).
+Placements within a stage are the solver's (`tests/intra/test_optimality.py`).
 """
 
 from __future__ import annotations

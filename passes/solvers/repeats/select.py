@@ -170,6 +170,8 @@ class RepeatedSolver:
                 found = exchanges.fitted(start)
                 if found is not None and found.totals.cost_s < best.totals.cost_s:
                     best = found
+                if _gap(best, bracket.bound_s) <= gap_goal:
+                    break
         return best, bracket.bound_s
 
     def _parted(

@@ -1,0 +1,1 @@
+"""Placements of one program on one mesh: the choice problem, its prices, recompute, hiding."""

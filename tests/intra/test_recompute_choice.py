@@ -1,0 +1,247 @@
+"""Recompute as a choice of the intra-operator problem: optimum, numbers, repeated blocks."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+
+from autopar.cost.memory.liveness import kept_bytes
+from autopar.cost.price.stage_times import stage_times
+from autopar.cost.simulate import PartWork
+from autopar.errors import InfeasibleError
+from autopar.options import Options, Recompute
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis.cutting import cut
+from autopar.passes.analysis.folding import fold
+from autopar.passes.analysis.recompute import SEARCHED, Recomputable, aligned_runs
+from autopar.passes.intra.chooser import Chooser, PlacementRequest, choose
+from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra.intra_op import intra_op_problem
+from autopar.passes.intra.priced import Prices
+from autopar.passes.intra.problem import IntraOpProblem
+from autopar.passes.lowering.lines import lower
+from autopar.passes.solvers.choice import solve
+from autopar.passes.solvers.eliminate.elimination_order import plan_elimination
+from autopar.passes.solvers.problem import Infeasible
+from tests.helpers.captures import captured
+from tests.helpers.harness import abstract_cost, language_model, tiny_gpt2, tiny_llama
+from tests.helpers.jobs import rows
+from tests.helpers.models.recompute_models import Blocks
+
+MODES: tuple[Recompute, ...] = ("selective", "full")
+
+
+@cache
+def analysis_of(name: str) -> Analysis:
+    torch.manual_seed(0)
+    if name == "blocks":
+        return Analysis.of(captured(Blocks(n_blocks=3), rows(0, "x"), precision="fp64"))
+    if name == "chain":
+        return Analysis.of(captured(Blocks(n_blocks=6), rows(0, "x"), precision="fp64"))
+    return language_model({"gpt2": tiny_gpt2, "llama": tiny_llama}[name], 6)
+
+
+def ranges_of(analysis: Analysis) -> tuple[tuple[str, ...], ...]:
+    found = Recomputable.of(analysis, Options())
+    assert found is not None and found.modes == SEARCHED
+    return found.ranges
+
+
+@cache
+def problem_of_blocks(sizes: tuple[int, ...], recomputable: Recomputable) -> IntraOpProblem:
+    analysis, cost = analysis_of("blocks"), abstract_cost(sizes)
+    return intra_op_problem(analysis, cost, 1, Constraints(), "adamw", None, recomputable)
+
+
+def least_s(sizes: tuple[int, ...], recomputable: Recomputable, budget_bytes: float) -> float:
+    """The proven optimum."""
+    found = solve(problem_of_blocks(sizes, recomputable).under(budget_bytes).numbers)
+    if isinstance(found, Infeasible):
+        return float("inf")
+    assert found.gap == 0
+    return found.objective_s
+
+
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("sizes", [(1,), (2,)])
+def test_the_joint_optimum_is_the_best_of_every_choice_of_blocks(
+    mode: Recompute, sizes: tuple[int, ...]
+) -> None:
+    """Each choice is a problem of its own, in which the chosen blocks always run again."""
+    analysis = analysis_of("blocks")
+    ranges = ranges_of(analysis)
+    assert len(ranges) == 3
+    ask = PlacementRequest(abstract_cost(sizes), 1, Constraints())
+    free = choose(analysis, ask, "adamw", None)
+    lean = choose(analysis, ask, "adamw", None, recomputable=Recomputable(ranges, (mode,)))
+    n_tight = 0
+    for share in (0.25, 0.7):
+        budget_bytes = free.size_bytes + share * (lean.size_bytes - free.size_bytes)
+        joint_s = least_s(sizes, Recomputable(ranges, (None, mode)), budget_bytes)
+        every = [
+            least_s(sizes, Recomputable(some, (mode,)), budget_bytes)
+            for n in range(4)
+            for some in itertools.combinations(ranges, n)
+        ]
+        assert joint_s == pytest.approx(min(every), rel=1e-6)
+        n_tight += min(every) < every[0] * (1 - 1e-6)
+        both_s = least_s(sizes, Recomputable(ranges, SEARCHED), budget_bytes)
+        assert both_s <= joint_s * (1 + 1e-9)
+    assert n_tight, "recompute is of no use"
+
+
+@pytest.mark.parametrize("sizes", [(1,), (2,)])
+def test_recompute_is_no_faster_than_activations_that_need_no_bytes(sizes: tuple[int, ...]) -> None:
+    """The bound by which the planner skips recompute (`Evaluator.without_activations`)."""
+    analysis, cost = analysis_of("blocks"), abstract_cost(sizes)
+    ask, without = (
+        PlacementRequest(cost, 1, Constraints()),
+        PlacementRequest(cost, 1, Constraints(), n_in_flight=0),
+    )
+    recomputable = Recomputable(ranges_of(analysis), SEARCHED)
+    free = choose(analysis, ask, "adamw", None)
+    with pytest.raises(InfeasibleError) as least:
+        choose(analysis, ask, "adamw", 0.0, recomputable=recomputable)
+    assert least.value.least_bytes is not None
+    n_paid = 0
+    for share in (0.0, 0.1, 0.4, 0.8):
+        budget_bytes = least.value.least_bytes * (1 + 1e-9)
+        budget_bytes += share * (free.size_bytes - budget_bytes)
+        best = choose(analysis, ask, "adamw", budget_bytes, recomputable=recomputable)
+        bound = choose(analysis, without, "adamw", budget_bytes)
+        assert bound.bound_s <= best.objective_s
+        n_paid += bound.objective_s < best.objective_s * (1 - 1e-6)
+    assert n_paid, "the bound is what recompute attains"
+
+
+CASES: list[tuple[str, tuple[int, ...], str]] = [
+    ("gpt2", (1,), ""),
+    ("gpt2", (2,), "data"),
+    ("llama", (2,), ""),
+    ("llama", (2,), "data sequence"),
+    ("chain", (2, 2), ""),
+]
+
+
+@pytest.mark.usefixtures("nothing_hidden")
+@pytest.mark.parametrize(("name", "sizes", "forbid"), CASES)
+def test_bytes_and_seconds_are_those_of_the_lines(
+    name: str, sizes: tuple[int, ...], forbid: str
+) -> None:
+    """With the same placements, modes differ by as much as their lowered lines do."""
+    analysis, cost, limits = (
+        analysis_of(name),
+        abstract_cost(sizes),
+        Constraints(frozenset(forbid.split())),
+    )
+    ranges = ranges_of(analysis)
+    problems = [
+        intra_op_problem(analysis, cost, 1, limits, "adamw", None, Recomputable(ranges, (mode,)))
+        for mode in SEARCHED
+    ]
+    for fastest in problems:
+        found = solve(fastest.numbers)
+        assert not isinstance(found, Infeasible)
+        strategy = choose(analysis, PlacementRequest(cost, 1, limits), "adamw", None).strategy
+        strategy = replace(
+            strategy,
+            operators=fastest.operators(found.choice),
+            storage=fastest.storage(found.choice),
+        )
+        foretold, counted = [], []
+        for problem in problems:
+            totals = problem.numbers.evaluate(found.choice)
+            foretold.append((totals.bytes, totals.cost_s))
+            again = replace(strategy, recomputed=problem.recomputed(found.choice))
+            program = lower(analysis, again, cost)
+            backward = stage_times(program, cost, "adamw").backward
+            assert isinstance(backward, PartWork)
+            every_s = backward.compute_s + backward.collectives_s + backward.overlapped_s
+            counted.append((kept_bytes(program, "adamw"), every_s))
+        (_, none_s), (selective, selective_s), (full, full_s) = foretold
+        (_, none), (kept_selective, selective_again), (kept_full, full_again) = counted
+        # Without recompute the problem counts values twice that views share.
+        assert selective - full == pytest.approx(kept_selective - kept_full, rel=1e-6)
+        assert selective_s - none_s == pytest.approx(selective_again - none, rel=1e-6)
+        assert full_s - none_s == pytest.approx(full_again - none, rel=1e-6)
+        assert selective > full and none_s <= selective_s < full_s
+
+
+def test_pairs_of_choices_are_seen_through() -> None:
+    """Such pairs price reshards that may run again, and two kinds of uses of a tied embedding."""
+    analysis = analysis_of("gpt2")
+    again = Recomputable(ranges_of(analysis), SEARCHED)
+    cost = abstract_cost((2, 2))
+    numbers = intra_op_problem(analysis, cost, 1, Constraints(), "adamw", None, again).numbers
+    problem = numbers.merged()
+    views = [step.variable for step in plan_elimination(problem).steps if step.is_view]
+    ends = {problem.names[v].rsplit(" ", 1)[1] for v in views}
+    pairs = [name for name in problem.names if name.rsplit(" ", 1)[1:] in (["again"], ["used"])]
+    assert ends == {"again", "used"} and sorted(problem.names[v] for v in views) == sorted(pairs)
+
+
+@pytest.mark.usefixtures("nothing_hidden")
+@pytest.mark.parametrize("name", ["gpt2", "llama", "chain"])
+def test_repeated_blocks_are_those_of_the_whole_program(name: str) -> None:
+    """A few blocks represent all; each block has its own mode."""
+    analysis, ask = analysis_of(name), PlacementRequest(abstract_cost((2,)), 1, Constraints())
+    ranges = ranges_of(analysis)
+    lean = choose(analysis, ask, "adamw", None, recomputable=Recomputable(ranges, ("full",)))
+    for modes in ((None, "selective", "full"), ("full",), ("selective",)):
+        recomputable = Recomputable(ranges, modes)
+        folded = fold(analysis, aligned_runs(analysis, recomputable))
+        assert folded.runs
+        chooser = Chooser(folded, "adamw", recomputable=recomputable)
+        between = (lean.size_bytes + chooser.choose(ask, None).size_bytes) / 2
+        for budget_bytes in (None, between) if None in modes else (None,):
+            chosen = chooser.choose(ask, budget_bytes)
+            whole = choose(analysis, ask, "adamw", budget_bytes, recomputable=recomputable)
+            assert chosen.n_variables < whole.n_variables
+            assert chosen.objective_s * (1 - chosen.gap) <= whole.objective_s * (1 + 1e-9)
+            assert whole.objective_s * (1 - whole.gap) <= chosen.objective_s * (1 + 1e-9)
+            again = chosen.strategy.recomputed
+            assert {item.operators for item in again} <= set(ranges)
+            assert _in_order(again_names(again), ranges)
+            if budget_bytes is None:
+                assert chosen.objective_s == pytest.approx(whole.objective_s, rel=1e-6)
+                assert len(again) == (0 if None in modes else len(ranges))
+            else:
+                assert again and chosen.size_bytes <= budget_bytes * (1 + 1e-9)
+
+
+def again_names(again: Sequence[Any]) -> list[tuple[str, ...]]:
+    return [item.operators for item in again]
+
+
+def _in_order(some: Sequence[tuple[str, ...]], every: Sequence[tuple[str, ...]]) -> bool:
+    places = [every.index(names) for names in some]
+    return places == sorted(places)
+
+
+def test_stages_share_prices() -> None:
+    """Groups of one stage reuse the prices of equal groups of another, under other names."""
+    analysis, cost = analysis_of("chain"), abstract_cost((2,))
+    recomputable = Recomputable(ranges_of(analysis), ("full",))
+    starts = [positions.start for positions in recomputable.within(analysis)]
+    ends = (starts[2], starts[4], len(analysis.operators))
+    _, first, second = (analysis.part(program) for program in cut(analysis.program, ends))
+    assert first.parameter_bytes == second.parameter_bytes
+
+    def seconds(part: Analysis, prices: Prices) -> float:
+        problem = intra_op_problem(
+            part, cost, 1, Constraints(), "adamw", None, recomputable, prices
+        )
+        assert len(problem.modes) == 2
+        found = solve(problem.numbers)
+        assert not isinstance(found, Infeasible)
+        return found.objective_s
+
+    apart_s, shared = seconds(second, Prices()), Prices()
+    seconds(first, shared)
+    assert seconds(second, shared) == apart_s
