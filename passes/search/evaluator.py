@@ -222,7 +222,7 @@ class Evaluator:
     def without_activations(self, candidate: Candidate, limit_s: float = math.inf) -> Placed:
         """A lower bound on all choices of recompute: activations need no bytes, nothing runs again.
 
-        `limit_s` is that of `scored`. Raises `InfeasibleError` if a stage does not fit even so.
+        `limit_s` is that of `placed`. Raises `InfeasibleError` if a stage does not fit even so.
         """
         no_recompute, limit_s = self.without_recompute or self, _solver_limit_s(candidate, limit_s)
         stages = (replace(stage, depth=0) for stage in self._stages(candidate))

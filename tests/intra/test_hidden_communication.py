@@ -1,4 +1,4 @@
-"""Laws of communication beside compute: of predictions, of scores, and of the prices that the
+"""Laws of communication beside compute: of predictions, of objectives, and of the prices that the
 search gives to what is exposed.
 """
 

@@ -177,7 +177,7 @@ def test_a_stage_that_does_not_fit_is_in_no_plan() -> None:
 def test_many_plans_in_vain_end_a_search_and_count_in_its_bound(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As if no score were below the limit: the bound stays that of the first of them."""
+    """As if no step were below the limit: the bound stays that of the first of them."""
     options = Options.of(microbatches=16, recompute="none")
     planner = Planner(gpt2(), cluster(4), options)
     assert planner.pipelines is not None

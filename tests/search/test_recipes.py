@@ -129,10 +129,10 @@ def test_what_the_real_machine_forbids_has_no_plan() -> None:
     across, inside = Manual(dp=16, tp=3, pp=2), Manual(dp=8, tp=6, pp=2)
     evaluator = Evaluator(analysis, options, hardware_of(mesh), math.inf)
 
-    def score_s(manual: Manual) -> float:
+    def least_s(manual: Manual) -> float:
         candidate = recipes(analysis, mesh, hardware_of(mesh), options, manual)[0]
         return evaluator.placed(candidate, None).least_s
 
-    assert score_s(inside) > 0
+    assert least_s(inside) > 0
     with pytest.raises(InfeasibleError, match="this machine forbids what the recipe does"):
-        score_s(across)
+        least_s(across)

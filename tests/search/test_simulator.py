@@ -1,4 +1,5 @@
-"""Scores and simulations of candidates: scores are near, and peaks over the budget are mended."""
+"""Simulations of candidates: steps are near what placements take at least, and never below it on
+one stage; peaks over the budget are mended."""
 
 from __future__ import annotations
 
@@ -46,7 +47,7 @@ def llama() -> Analysis:
         (1, 4, 2, 8, True),
     ],
 )
-def test_scores_are_near_what_is_simulated(
+def test_steps_are_near_what_placements_take_at_least(
     dp: int, tp: int, pp: int, m: int, is_recipe: bool
 ) -> None:
     mesh = Mesh((1, 8), hardware=A100)
@@ -70,7 +71,9 @@ def test_scores_are_near_what_is_simulated(
 
 @pytest.mark.parametrize("speed", [FAST, SLOW, TIERED])
 @pytest.mark.parametrize("model", ["mlp", "gpt2"])
-def test_a_score_of_one_stage_is_a_lower_bound(model: str, speed: tuple[float, float]) -> None:
+def test_no_step_of_one_stage_is_below_what_its_placements_take_at_least(
+    model: str, speed: tuple[float, float]
+) -> None:
     """With the fastest placements and with leaner ones."""
     options = Options.of(stages=1, recompute="none", microbatches=4)
     choices, nearest = choices_of(model, (2, 2), speed, options), 0.0

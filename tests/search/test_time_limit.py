@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from functools import cache
 
 import pytest
@@ -10,6 +11,8 @@ import torch
 
 import autopar
 from autopar.planning.plan import Plan
+from autopar.plans.data import Alternative
+from autopar.report.tables import optimality
 from tests.helpers.harness import Mlp
 
 
@@ -36,6 +39,20 @@ def test_after_the_limit_there_is_the_best_plan_so_far_and_its_gap() -> None:
     assert "no plan takes less than" in limited.explain()
     assert whole.bound_s is not None and limited.bound_s <= whole.bound_s
     assert whole.gap is not None and 0 <= whole.gap < limited.gap
+
+
+def test_what_the_tie_gives_is_told_from_what_is_not_known() -> None:
+    data = undisturbed().data
+    step_s = undisturbed().predicted.step_time_s
+    said = optimality(data, step_s)
+    faster = Alternative("faster", 0.99 * step_s)
+    estimated = Alternative("estimated", 0.5 * step_s, is_estimate=True)
+    alternatives = (*data.alternatives, faster, estimated)
+    now = optimality(replace(data, alternatives=alternatives), step_s)
+    assert "not as simple" not in said
+    assert now == said.replace(
+        " below this", " below this (the fastest found, not as simple: 1.0%)"
+    )
 
 
 @pytest.mark.parametrize("stages", [2, "auto"])
