@@ -111,13 +111,16 @@ class LayerBounds:
         self, view: LogicalMesh, m: int, depth: int, budget_bytes: float, step_s: float, part: Part
     ) -> Array:
         """[first layer, last layer]: one of `LeastSeconds` within a budget, with `depth`
-        microbatches in flight; infinite if a stage cannot fit. `step_s` is about what stages take.
+        microbatches in flight. `whole_s` is infinite if a stage cannot fit. `step_s` is about what
+        stages take.
         """
         n, problem = self.layers.n_layers, self._problem(self.recomputing, view, m)
         if problem is None:
             return np.zeros((n, n))
         prices = [step_s / budget_bytes * share for share in _STEPS_PER_BUDGET]
-        weights = [*(Weights(size=price) for price in prices), Weights(cost=0.0, size=1.0)]
+        weights = [Weights(size=price) for price in prices]
+        if part == "whole_s":  # else it is known which stages cannot fit
+            weights.append(Weights(cost=0.0, size=1.0))
         groups, found = self._groups_of(self.recomputing, view, m, problem, part), []
         for of in groups:
             if of is None:
@@ -126,7 +129,8 @@ class LayerBounds:
             numbers = Numbers.of(of.problems.some([0], [depth]))
             rows = np.concatenate([numbers.at(weighing).rows for weighing in weights])
             found.append(minima(of.plan, Potentials(numbers.layout, rows)))
-        *priced, least_bytes = np.array(self._sums(found)).T
+        priced = list(np.array(self._sums(found)).T)
+        least_bytes = priced.pop() if part == "whole_s" else np.zeros(n)
         rest_s, limit_bytes = self._rest_s(view, m, groups), budget_bytes * (1 + BUDGET_REL)
         best = np.zeros((n, n))
         for price, of_layers in zip(prices, priced, strict=True):

@@ -66,7 +66,8 @@ class Placed:
 
     @cached_property
     def bound_s(self) -> float:
-        """No placements of these stages take less, in seconds of a step."""
+        """The same of stages that attain the solver's bounds: no placements that do as much once a
+        step take less."""
         return self._step_s([chosen.bound_s for chosen in self.choices])
 
     def _step_s(self, each_s: Sequence[float]) -> float:
