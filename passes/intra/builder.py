@@ -88,6 +88,7 @@ class ProblemBuilder:
     modes: list[RangeMode] = field(default_factory=list)
     hidable: dict[int, HidableCosts] = field(default_factory=dict)
     may_be_last: dict[int, float] = field(default_factory=dict)
+    waits_per_sync: float = 0.0
 
     def connect(self, candidates: Sequence[GroupCandidates]) -> None:
         """Make all variables and edges."""
@@ -130,7 +131,8 @@ class ProblemBuilder:
         first = IntraOpProblem(
             numbers.of(0), tuple(candidates), dict(self.storages), dict(self.parameter_variables),
             dict(self.boundary_variables), crossing, tuple(self.modes), self.maker.hiding,
-            self.cases.counts, dict(self.hidable), dict(self.may_be_last), self.launches_s,
+            self.cases.counts, dict(self.hidable), dict(self.may_be_last), self.waits_per_sync,
+            self.launches_s,
         )  # fmt: skip
         return IntraOpProblems(numbers, first)
 
@@ -321,3 +323,5 @@ class ProblemBuilder:
             self.edges.append(Edge(index, target, *found.arrays))
         self.hidable[index] = found.hidable
         self.may_be_last[index] = of.may_be_last
+        if of.may_be_last:  # alike for all of them
+            self.waits_per_sync = of.last_share / (1 - of.last_share)

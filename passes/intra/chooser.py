@@ -19,6 +19,7 @@ from autopar.errors import InfeasibleError
 from autopar.passes.analysis import Analysis, Folded, Recomputable, Side, is_searched, renamed
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.hiding import (
+    EXPOSED_GAP_GOAL,
     Found,
     LeastExposed,
     Parts,
@@ -244,17 +245,21 @@ class Chooser:
 
         first = _found(solution)
         best = _best(first, hiding.parts, solve, runs_on.folded_problem, ask, limit_s)
+        floor_s = _floor_s(best, solve, whole.folded_problem, place, ask, limit_s)
         choice = best.choice
         once_s = replace(priced, only=runs_on.once_mask).evaluate(choice).cost_s
         return Chosen(
-            **_seconds(best, once_s, solution.gap, beside_s, runs_on.folded_problem, ask),
+            **_seconds(
+                best, once_s, solution.gap, max(floor_s, best.bound_s + beside_s),
+                runs_on.folded_problem, ask,
+            ),
             size_bytes=best.size_bytes,
             n_variables=whole.n_variables,
             n_written_out=whole.n_written_out,
             read=lambda: _strategy(self.folded.whole, whole, choice, ask),
             settled=solution.settled and best.bound_s < limit_s,
-            hidden_bound_s=first.bound_s + beside_s,
-        )
+            hidden_bound_s=max(floor_s, first.bound_s + beside_s),
+        )  # fmt: skip
 
 
 def _found(solution: RepeatedSolution) -> Found[RepeatedChoice]:
@@ -276,6 +281,23 @@ def _best(
     return least_exposed(first, parts_of, solve, problem.hiding, ask.n_microbatches, limit_s)
 
 
+def _floor_s(
+    best: LeastExposed[C_],
+    solve: Callable[[Weights], Found[C_] | None],
+    problem: IntraOpProblem,
+    case: int,
+    ask: PlacementRequest,
+    limit_s: float = math.inf,
+) -> float:
+    """A lower bound on the step that needs no slack; 0 if the other one is nearly as good, or is at
+    least `limit_s`. Recipes have none."""
+    is_near = problem.slack_s(case) <= EXPOSED_GAP_GOAL * best.bound_s
+    if is_near or best.bound_s >= limit_s or ask.runs_on is not None:
+        return 0.0
+    found = solve(problem.without_last)
+    return 0.0 if found is None else found.bound_s + problem.launches_s
+
+
 class _Seconds(TypedDict):
     objective_s: float
     once_s: float
@@ -287,18 +309,16 @@ def _seconds(
     best: LeastExposed[C_],
     once_s: float,
     solver_gap: float,
-    beside_s: float,
+    bound_s: float,
     problem: IntraOpProblem,
     ask: PlacementRequest,
 ) -> _Seconds:
-    """The numbers of a choice; `once_s` is what it pays once a step if all is hidden.
-
-    `beside_s` is that of `IntraOpProblem`.
+    """The numbers of a choice; `once_s` is what it pays once a step if all is hidden, `bound_s` a
+    lower bound on all choices.
     """
     m, hiding, launches_s = ask.n_microbatches, problem.hiding, problem.launches_s
     objective_s = hiding.step_s(best.parts, m) + launches_s
     exposed_s = hiding.exposed_sync_s(best.parts, m)
-    bound_s = best.bound_s + beside_s
     gap = 0.0 if bound_s >= objective_s * (1 - 1e-9) else 1 - bound_s / objective_s
     return {
         "objective_s": objective_s,
@@ -355,14 +375,15 @@ def choose(
     first = Found(solution.choice, solution.bound_s, solution.bytes)
     best = _best(first, priced.parts, again, priced, ask)
     choice, beside_s = best.choice, priced.beside_s(priced.case)
+    floor_s = _floor_s(best, again, priced, priced.case, ask)
     once_s = priced.once_problem.evaluate(choice).cost_s
     return Chosen(
-        **_seconds(best, once_s, solution.gap, beside_s, priced, ask),
+        **_seconds(best, once_s, solution.gap, max(floor_s, best.bound_s + beside_s), priced, ask),
         size_bytes=best.size_bytes,
         n_variables=problem.numbers.n_variables,
         n_written_out=problem.numbers.n_variables,
         read=lambda: _strategy(analysis, problem, choice, ask),
-        hidden_bound_s=first.bound_s + beside_s,
+        hidden_bound_s=max(floor_s, first.bound_s + beside_s),
     )
 
 

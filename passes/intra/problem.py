@@ -61,7 +61,8 @@ class IntraOpProblem:
 
     `hidable` maps the variable of a parameter to what compute may hide of its conversions;
     `may_be_last` to what all parameters wait at most for their last bucket (`slack_s`), as a
-    multiple of its own sync. `launches_s` are of the optimizer in every step, and not among the
+    multiple of its own sync. `waits_per_sync` is what a parameter that may be hidden waits for in
+    that bucket on average, as a multiple of its sync. `launches_s` are of the optimizer in every step, and not among the
     numbers. `case` is the problem's place among those built with it, and `counts`
     are their microbatches.
     """
@@ -77,6 +78,7 @@ class IntraOpProblem:
     counts: tuple[int, ...] = (1,)
     hidable: Mapping[int, HidableCosts] = field(default_factory=dict)
     may_be_last: Mapping[int, float] = field(default_factory=dict)
+    waits_per_sync: float = 0.0
     launches_s: float = 0.0
     case: int = 0
 
@@ -135,6 +137,12 @@ class IntraOpProblem:
     def beside_s(self, case: int) -> float:
         """What makes a bound on the numbers one on the step, if it is added."""
         return self.launches_s - self.slack_s(case)
+
+    @property
+    def without_last(self) -> Weights:
+        """The weights with which the numbers are a bound on the step without `slack_s`: what waits
+        on average for the last bucket is hidden, too."""
+        return Weights(0.0, 0.0, -(1 - self.hiding.sync_price) * self.waits_per_sync, 0.0)
 
     @property
     def computes(self) -> tuple[int, ...]:
