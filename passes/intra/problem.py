@@ -62,9 +62,9 @@ class IntraOpProblem:
     `hidable` maps the variable of a parameter to what compute may hide of its conversions;
     `may_be_last` to what all parameters wait at most for their last bucket (`slack_s`), as a
     multiple of its own sync. `waits_per_sync` is what a parameter that may be hidden waits for in
-    that bucket on average, as a multiple of its sync. `launches_s` are of the optimizer in every step, and not among the
-    numbers. `case` is the problem's place among those built with it, and `counts`
-    are their microbatches.
+    that bucket on average, as a multiple of its sync. `launches_s` are of the optimizer in every
+    step, and not among the numbers. `case` is the problem's place among those built with it, and
+    `counts` are their microbatches.
     """
 
     numbers: ChoiceProblem

@@ -44,7 +44,6 @@ from autopar.passes.intra import (
     least_bytes,
     least_static_bytes,
     recipe_cost,
-    too_little_memory,
 )
 from autopar.passes.search.stats import PlanningStats
 from autopar.passes.solvers.problem import within
@@ -296,17 +295,15 @@ class Evaluator:
         n_solved = len(self._chosen)
         return PlanningStats(largest.n_written_out, largest.n_variables, n_configurations, n_solved)
 
-    def check_size(self, candidate: Candidate) -> None:
-        """Raises `InfeasibleError` if a lower bound on the bytes of a stage exceeds the budget."""
-        most = max(
+    def size_bound_bytes(self, candidate: Candidate) -> float:
+        """Lower bound on the bytes per device of the largest stage; nothing is solved."""
+        return max(
             least_bytes(
                 stage.part, CostModel(stage.layout.view, self.dtype), stage.n_microbatches,
                 self.options.optimizer, stage.layout.constraints, stage.depth, self.recomputable,
             )
             for stage in self._stages(candidate)
         )  # fmt: skip
-        if not within(self.budget_bytes, most):
-            raise too_little_memory(self.budget_bytes, most, candidate.name)
 
     def least_rerun_s(self, candidate: Candidate) -> float:
         """Lower bound on the seconds of a step in which a candidate of one stage runs again."""

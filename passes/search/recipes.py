@@ -12,6 +12,7 @@ nothing: its node's bound is that of its own placements.
 from __future__ import annotations
 
 import math
+from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -21,7 +22,7 @@ from autopar.errors import InfeasibleError, NotSupportedError
 from autopar.mesh import LogicalMesh
 from autopar.passes.analysis import microbatch_counts
 from autopar.passes.inter import Candidate, StageLayout, axes_text, n_operators
-from autopar.passes.intra import Constraints, Role
+from autopar.passes.intra import Constraints, Role, too_little_memory
 from autopar.passes.search.branch_bound import Node
 from autopar.passes.search.evaluator import Evaluator, Placed
 from autopar.passes.search.levels import Levels, Parts
@@ -104,28 +105,26 @@ class RecipeNodes:
     def _free(self, node: Node, attempts: Sequence[Candidate]) -> Parts:
         """As if memory had no limit: fewest microbatches, nothing runs again. No attempt is faster.
 
-        Sizes are checked before, so that what is too large is not solved.
+        Sizes are checked before, so that what is too large is not solved. More microbatches need no
+        more bytes.
         """
-        every = [(evaluator, c) for evaluator in self._evaluators for c in attempts]
-        small, error = list[tuple[Evaluator, Candidate]](), None
-        for attempt in every:
-            evaluator, candidate = attempt
-            try:
-                evaluator.check_size(candidate)
-                small.append(attempt)
-            except InfeasibleError as too_large:
-                error = too_large, candidate
+        small = list[tuple[Evaluator, Candidate]]()
+        for evaluator in self._evaluators:
+            first = bisect_left(attempts, True, key=partial(_may_fit, evaluator))
+            small += [(evaluator, candidate) for candidate in attempts[first:]]
         if not small:
-            assert error is not None, "there is an attempt"
-            self.levels.errors.append(error)
+            least_bytes = evaluator.size_bound_bytes(attempts[-1])
+            error = too_little_memory(evaluator.budget_bytes, least_bytes, attempts[-1].name)
+            self.levels.errors.append((error, attempts[-1]))
             return []
-        evaluator, candidate = every[0]
+        evaluator, candidate = self._evaluators[0], attempts[0]
         try:
             free = evaluator.placed(candidate, None)
         except InfeasibleError as impossible:
             self.levels.errors.append((impossible, candidate))
             return []
-        if small[0] is every[0] and within(evaluator.budget_bytes, free.size_bytes):
+        is_small = small[0][0] is evaluator and small[0][1] is candidate
+        if is_small and within(evaluator.budget_bytes, free.size_bytes):
             return [self._leaf(node, free, evaluator, iter(small[1:]))]
         least_s = free.least_s / (1 + self.slack_rel)
         return [node.after("free", least_s, lambda _: self._tried(node, iter(small)))]
@@ -174,3 +173,7 @@ class RecipeNodes:
         except InfeasibleError as error:
             self.levels.errors.append((error, placed.candidate))
             return self._tried(node, attempts)
+
+
+def _may_fit(evaluator: Evaluator, candidate: Candidate) -> bool:
+    return within(evaluator.budget_bytes, evaluator.size_bound_bytes(candidate))
