@@ -13,11 +13,12 @@ import torch
 from autopar.cost.laws.model import CostModel
 from autopar.cost.price.prediction import link_between, predict
 from autopar.errors import InfeasibleError
-from autopar.mesh import Mesh, factored_view
+from autopar.mesh import Device, Link, Mesh, factored_view
 from autopar.options import Options
 from autopar.passes.analysis.analysis import Analysis
 from autopar.passes.inter.candidate import Candidate, StageLayout, n_operators
 from autopar.passes.inter.recipes import recipe_limits
+from autopar.passes.intra import chooser
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.search.evaluator import Evaluator, Placed
 from autopar.passes.search.recipes import SLACK_REL
@@ -27,7 +28,7 @@ from autopar.program.pipeline import Pipeline
 from tests.helpers.captures import captured
 from tests.helpers.every_plan import Choices, choices_of
 from tests.helpers.machines import A100, FAST, SLOW, TIERED, hardware_of
-from tests.helpers.models.wide_models import meta_tokens, wide_llama
+from tests.helpers.models.wide_models import meta_tokens, wide_gpt2, wide_llama
 
 REL = 1e-9
 
@@ -85,6 +86,36 @@ def test_no_step_of_one_stage_is_below_what_its_placements_take_at_least(
             assert placed.least_s <= step_time_s * (1 + REL), candidate.name
             nearest = max(nearest, placed.least_s / step_time_s)
     assert nearest > 0.9
+
+
+@pytest.mark.parametrize(
+    ("s_per_byte", "is_raised"), [(2e-11, True), (1e-10, True), (5e-10, False)]
+)
+def test_no_step_is_below_the_bound_of_all_placements(
+    s_per_byte: float, is_raised: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Gradients are in many buckets. What is in the last one is known on average: the tighter of
+    two bounds holds, the one with slack for that or the one as if it were hidden."""
+    device = Device(1e13, 1e11, 1e12, 1e-9)
+    mesh = Mesh((1, 4), links=[Link(1e-6, s_per_byte)] * 2, device=device)
+    analysis = Analysis.of(captured(wide_gpt2(4, 256, 64, 1024), meta_tokens(16, 64)))
+    n_raised = 0
+    for n_microbatches in (1, 2):
+        options = Options.of(stages=1, recompute="none", microbatches=n_microbatches)
+        choices = Choices(analysis, mesh, options)
+        for candidate in choices.candidates():
+            bound_s = choices.evaluator.placed(candidate, None).bound_s
+            for words in ((), ("zero3",), ("zero1", "zero2"), ("zero1", "zero2", "zero3")):
+                placed = choices.evaluator.placed(candidate.forbidding(*words), None)
+                step_time_s = choices.simulator.as_placed(placed).step_time_s
+                assert bound_s <= step_time_s * (1 + REL), (candidate.name, words)
+        with monkeypatch.context() as patched:
+            patched.setattr(chooser, "_floor_s", lambda *args: 0.0)
+            slack = Choices(analysis, mesh, options)
+            for candidate in slack.candidates():
+                found = choices.evaluator.placed(candidate, None).bound_s
+                n_raised += slack.evaluator.placed(candidate, None).bound_s < found * (1 - REL)
+    assert bool(n_raised) == is_raised
 
 
 @cache
