@@ -158,5 +158,6 @@ def drained_s(
     Minus infinity where the first microbatch is not back before the forward of the last one.
     """
     m = n_microbatches or 0
-    share = np.minimum(n_after / max(m - 1, 1), 0.5 if m < 3 else 1 - 1 / (m - 1))
-    return np.where(n_after + 1 < m, (1 - share) * work_s + share * added_s, -np.inf)
+    is_back = n_after + 1 < m
+    share = np.where(is_back, n_after, 0) / max(m - 1, 1)
+    return np.where(is_back, (1 - share) * work_s + share * added_s, -np.inf)
