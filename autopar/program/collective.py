@@ -99,13 +99,18 @@ class Collective:
 
 @dataclass(frozen=True)
 class RankCall:
-    """One call of a collective by one rank, over the group along `axes`."""
+    """One call of a collective by one rank, over the group along `axes`.
+
+    `in_place`: a call of ZeRO-3 that cannot begin early, or that is waited for at once, because
+    the parameter needs several moves (`passes/backward/gathers.py`).
+    """
 
     kind: PrimitiveKind
     axes: tuple[int, ...]
     phase: str
     size_bytes: int
     tensor: str
+    in_place: bool = False
 
 
 @dataclass(frozen=True)
@@ -414,9 +419,11 @@ def _gathered(lines: Sequence[GatherLine]) -> list[RankCall]:
     found: list[RankCall] = []
     for fused in fused_gathers(lines):
         names = ", ".join(line.parameter for line in fused)
+        in_place = len(fused[0].moves) > 1
         for moves in zip(*(line.moves for line in fused), strict=True):
             size_bytes = sum(move.forward_bytes for move in moves)
-            found += _call(moves[0].move.forward, moves[0], "param_gather", size_bytes, names)
+            kind = moves[0].move.forward
+            found += _call(kind, moves[0], "param_gather", size_bytes, names, in_place)
     return found
 
 
@@ -425,15 +432,23 @@ def _reduced(positions: Sequence[int], program: StageProgram) -> list[RankCall]:
     found: list[RankCall] = []
     for fused in fused_gathers(gathers_at(program, positions)[::-1], backward=True):
         names = ", ".join(line.parameter for line in fused)
+        n_left = len(fused[0].moves)
         for moves in zip(*(line.moves[::-1] for line in fused), strict=True):
+            n_left -= 1
             size_bytes = sum(move.backward_bytes for move in moves)
-            found += _call(moves[0].move.backward, moves[0], "grad_sync", size_bytes, names)
+            kind = moves[0].move.backward
+            found += _call(kind, moves[0], "grad_sync", size_bytes, names, n_left > 0)
     return found
 
 
 def _call(
-    kind: PrimitiveKind, line: MoveLine, phase: str, size_bytes: int, tensor: str
+    kind: PrimitiveKind,
+    line: MoveLine,
+    phase: str,
+    size_bytes: int,
+    tensor: str,
+    in_place: bool = False,
 ) -> list[RankCall]:
     if kind not in COLLECTIVES:
         return []
-    return [RankCall(kind, line.move.axes, phase, size_bytes, tensor)]
+    return [RankCall(kind, line.move.axes, phase, size_bytes, tensor, in_place)]

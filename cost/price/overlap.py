@@ -3,12 +3,15 @@
     what                                     begins                            waited for
     ZeRO-3 gathers of a block                a block ahead, both ways          at the block
     ZeRO-3 reductions of a block             after its backward                a block later
+    both, of a parameter of several moves    in their place, but its last      in their place
+                                             reduction
     gradients returned per microbatch        with a bucket's last gradient     after backward
     gradients returned once a step           the same, in the last backward    at the end of a step
     all others                               in their place                    in their place
 
 A block is a module path up to its first number (`numbered_module`). No compute runs before the
-first block's gathers, nor after the reductions of the last one: they are waited for. So is the
+first block's gathers, nor after the reductions of the last one: they are waited for. A parameter of
+several blocks (a tied embedding) is gathered in each of them, and so waited for in the first alone. So is the
 last bucket of each kind, which ends with the first parameters. No gather of backward is, where the
 block that it begins with stays gathered (`kept_gathers`). The rest is overlapped: it runs beside
 the compute of its part, and is exposed where it takes longer (`cost/simulate/times.py`):
@@ -78,10 +81,10 @@ def overlap_of(program: StageProgram) -> Overlap:
     ends = [
         *_first_block(gathers),
         *_first_block([c for c in inside[::-1] if c.phase == "grad_sync"]),
-        *(c for c in inside if c.phase not in ("param_gather", "grad_sync")),
+        *(c for c in inside if c.in_place or c.phase not in ("param_gather", "grad_sync")),
     ]
     first = _first_block([c for c in calls.forward if c.phase == "param_gather"])
-    others = [c for c in calls.forward if c.phase != "param_gather"]
+    others = [c for c in calls.forward if c.in_place or c.phase != "param_gather"]
     within, sync = _apart(inside, ends), _apart(returned, [*micro_waits, *micro_last])
     return Overlap(
         calls.before,
@@ -103,15 +106,20 @@ def calls_time_s(calls: Iterable[RankCall], cost: CostModel) -> float:
     return math.fsum(cost.primitive_time_s(c.kind, c.size_bytes, c.axes) for c in calls)
 
 
-def _block_of(parameter: str) -> str:
-    """The block of a parameter; its own path if it has none."""
+def _block_of(call: RankCall) -> str:
+    """The block of a call's first parameter; its own path if it has none."""
+    parameter = call.tensor.split(", ")[0]
     return numbered_module(parameter) or parameter
 
 
 def _first_block(calls: Sequence[RankCall]) -> list[RankCall]:
-    """The calls of the first one's block, each once: an abridged program repeats equal calls."""
-    blocks = [_block_of(c.tensor.split(", ")[0]) for c in calls[:1]]
-    return [c for c in dict.fromkeys(calls) if _block_of(c.tensor.split(", ")[0]) in blocks]
+    """The first calls, of one block, each once: an abridged program repeats equal calls."""
+    found: list[RankCall] = []
+    for call in calls:
+        if call in found or _block_of(call) != _block_of(calls[0]):
+            break
+        found.append(call)
+    return found
 
 
 def _returned(

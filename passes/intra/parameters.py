@@ -174,7 +174,7 @@ class ParameterMaker:
             self.hiding.sync_price, self.hiding.blocks_price, use,
         )  # fmt: skip
 
-        seconds = paths[..., :4].copy()  # without the rest, which is larger
+        seconds = paths[..., :5].copy()  # without the rest, which is as large
 
         def hidable(case: int) -> Hidable:
             of_case = seconds[self.cases.mesh_of[case], at]
@@ -248,12 +248,15 @@ def _kept_per_byte(tensor: TensorType) -> tuple[float, float]:
 def _apart(of: Array, n_microbatches: int, period: int, use: Uses) -> tuple[float, float, float]:
     """Seconds of a step in one conversion: waited for; beside compute once a step, and otherwise.
 
-    `of` is a row of `path_costs`, `period` an index of `PERIODS`.
+    `of` is a row of `path_costs`, `period` an index of `PERIODS`. Gathers of several moves do not
+    begin early (`passes/backward/gathers.py`).
     """
-    gathered_s, returned_s, fused_s, reduced_s = of[0], of[1], of[2], of[3]
+    gathered_s, returned_s, fused_s, reduced_s, moves = of[0], of[1], of[2], of[3], of[4]
     if period == 2:
-        once_s = use.first_share * (fused_s + reduced_s) + use.again_share * use.n_again * fused_s
-        every_s = (use.n + use.n_again) * fused_s + use.n * reduced_s
+        gathers_s = (use.n + use.n_again) * fused_s
+        first_s = (use.first_share + use.again_share * use.n_again) * fused_s
+        once_s = use.first_share * reduced_s + (gathers_s if moves > 1 else first_s)
+        every_s = gathers_s + use.n * reduced_s
         return n_microbatches * once_s, 0.0, n_microbatches * (every_s - once_s)
     if period == 1:
         returned_s *= n_microbatches
@@ -283,7 +286,7 @@ def conversion_costs(
         for i in range(shape[1]):
             for j in range(shape[2]):
                 of = sums[mesh_of[case], rows[i], j]
-                calls, moves, copies, gathers, exists = of[4], of[5], of[6], of[7], of[8]
+                moves, calls, copies, gathers, exists = of[4], of[5], of[6], of[7], of[8]
                 calls += 1e-3 * moves
                 copied = 1.0 if copies > 0 else cast
                 moved = gradient if moves > 0 else 0.0
@@ -308,7 +311,7 @@ def hidable_costs(
 ) -> tuple[Array, Array]:
     """What compute may hide in one case, [storages, uses]: once a step, and all other seconds.
 
-    `paths` are the case's seconds of `path_costs`, [storages, uses, 4]; the rest as in
+    `paths` are the first 5 of `path_costs` in the case, [storages, uses, 5]; the rest as in
     `conversion_costs`.
     """
     sync_s, blocks_s = np.empty(paths.shape[:2]), np.empty(paths.shape[:2])
@@ -325,7 +328,7 @@ def path_costs(
     """Sums over the cheapest paths of a parameter's type: [meshes, sources, targets, 9].
 
     The 9 are seconds forward and backward in buckets, the same where `fused_bytes` are the most
-    that is moved at once; then collectives, moves, copies, gathers; the last is 1 if there is a
+    that is moved at once; then moves, collectives, copies, gathers; the last is 1 if there is a
     path.
     """
     graph, size_bytes, gradient_bytes = tables.graph, tables.size_bytes, tables.gradient_bytes
@@ -337,8 +340,8 @@ def path_costs(
     once, often = math.inf, float(max(fused_bytes, 1))
     n_meshes, n_moves = len(costs), len(forward)
     on_all = [
-        calls[forward] + calls[backward],
         np.ones(n_moves),
+        calls[forward] + calls[backward],
         copies[forward].astype(float),
         gathers[forward].astype(float),
     ]
