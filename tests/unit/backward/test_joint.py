@@ -14,6 +14,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import Manual
+from autopar.cost.price.overlap import overlap_of
 from autopar.options import Recompute
 from autopar.passes.analysis.recompute import MODES
 from autopar.passes.backward import differentiate
@@ -320,3 +321,37 @@ def test_lowered_operators_hand_on_what_their_backward_needs() -> None:
             elif isinstance(line, CallLine):
                 assert not (line.lowered and line.has_grad)
     assert len(kinds) >= 2
+
+
+def begun_early(lines: Sequence[JointLine]) -> Counter[str]:
+    """The names of parameters of each call that gathers, and begins early."""
+    calls = [members([line], GatherLine) for line in lines if isinstance(line, StartLine)]
+    return Counter(", ".join(one.parameter for one in call) for call in calls if call)
+
+
+def test_predictions_hide_no_gather_that_does_not_begin_early() -> None:
+    """Those of several moves do not, nor the first; a tied embedding for the head does."""
+    n_in_place = 0
+    for stage in (*random_stages(), *planned_stages(None)):
+        joint, calls = differentiate(stage), overlap_of(stage)
+        for lines, apart in ((joint.forward, calls.forward), (joint.backward, calls.backward)):
+            hidden = Counter(c.tensor for c in apart.overlapped if c.phase == "param_gather")
+            assert hidden <= begun_early(lines)
+            n_in_place += sum(call.in_place for call in apart.waited)
+    assert n_in_place > 0, "some need several moves"
+
+
+def test_all_gathers_but_the_first_are_hidden() -> None:
+    plan = autopar.plan(
+        dropped_gpt2(4), machine((1, 4)), tokens(0), manual=Manual(dp=2, tp=2, zero=3)
+    )
+    assert plan.bound is not None
+    (stage,) = plan.bound.pipeline.stages
+    calls = overlap_of(stage).forward
+    assert [c.tensor for c in calls.waited if c.phase == "param_gather"] == [
+        "transformer.wte.weight"
+    ]
+    assert begun_early(differentiate(stage).forward) == Counter(
+        c.tensor for c in calls.overlapped if c.phase == "param_gather"
+    )
+    assert begun_early(differentiate(stage).forward)["transformer.wte.weight"] == 1, "for the head"
