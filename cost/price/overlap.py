@@ -10,11 +10,11 @@
     all others                               in their place                    in their place
 
 A block is a module path up to its first number (`numbered_module`). No compute runs before the
-first block's gathers, nor after the reductions of the last one: they are waited for. A parameter of
-several blocks (a tied embedding) is gathered in each of them, and so waited for in the first alone. So is the
-last bucket of each kind, which ends with the first parameters. No gather of backward is, where the
-block that it begins with stays gathered (`kept_gathers`). The rest is overlapped: it runs beside
-the compute of its part, and is exposed where it takes longer (`cost/simulate/times.py`):
+first block's gathers, nor after the reductions of the last one: they are waited for. A tied
+embedding is gathered for the lookup and again for the head, and waited for once. So is the last
+bucket of each kind, which ends with the first parameters. No gather of backward is, where the block
+that it begins with stays gathered (`kept_gathers`). The rest is overlapped: it runs beside the
+compute of its part, and is exposed where it takes longer (`cost/simulate/times.py`):
 
     waited      first gathers + last reductions + last buckets + all others
     overlapped  the other gathers, reductions and buckets
