@@ -137,7 +137,9 @@ class OpenSearch(Pass):
         program, target = facts[Program], facts[Target]
         options = options_for(program, target.options)
         longer, paddings = padded_for(program, target.mesh.n_ranks)
-        yield SearchSpace(Analysis.of(longer, options.batch_dims or None), paddings, options)
+        analysis = Analysis.of(longer, options.batch_dims or None)
+        all_in_flight = schedule_name(options) == "gpipe"
+        yield SearchSpace(replace(analysis, all_in_flight=all_in_flight), paddings, options)
 
 
 @dataclass(frozen=True)

@@ -29,7 +29,7 @@ def evaluate(formula: str, sizes: Mapping[str, float]) -> float:
 
 
 def evaluate_all(formula: str, sizes: Mapping[str, int | Sizes]) -> NDArray[np.float64]:
-    """`evaluate` for arrays of sizes, which broadcast. The formula must not use `Max`."""
+    """`evaluate` for arrays of sizes, which broadcast."""
     names, function = _compiled(formula)
     lead = reduce(mul, (size for name, size in sizes.items() if name.startswith("_")), 1)
     known = {LEAD: lead, **sizes}
@@ -49,4 +49,5 @@ def leading(sizes: Mapping[str, float]) -> float:
 def _compiled(formula: str) -> tuple[tuple[str, ...], Callable[..., float]]:
     expression = sympy.sympify(formula, locals={n: sympy.Symbol(n) for n in _NAMES})
     names = tuple(sorted(str(s) for s in expression.free_symbols))
-    return names, sympy.lambdify([sympy.Symbol(n) for n in names], expression, "math")
+    symbols, most = [sympy.Symbol(n) for n in names], {"Max": lambda *of: reduce(np.maximum, of)}
+    return names, sympy.lambdify(symbols, expression, [most, "math"])

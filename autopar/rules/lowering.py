@@ -88,7 +88,7 @@ class Lowering:
     def values(
         self, formula: str, sizes: Mapping[str, Sizes], itemsize: int, n_ranks: Sizes
     ) -> NDArray[np.float64]:
-        """`value` for arrays of sizes, which broadcast. The formula must not use `Max`."""
+        """`value` for arrays of sizes, which broadcast."""
         widths = {"item": itemsize, "width": width_bytes(itemsize)}
         return evaluate_all(formula, {**sizes, **widths, "ranks": n_ranks})
 

@@ -11,7 +11,7 @@ May import the solvers and everything below `passes`, but not `passes/reshard`.
 Hands on `Analysis`, `cut` and `fold`.
 """
 
-from autopar.passes.analysis.analysis import Analysis, compute_dtype, stored_dtype
+from autopar.passes.analysis.analysis import Analysis, Neediest, compute_dtype, stored_dtype
 from autopar.passes.analysis.arguments import override, prologue_lines
 from autopar.passes.analysis.counts import (
     FIRST_COUNT,
@@ -37,6 +37,7 @@ __all__ = [
     "Gathering",
     "Gathers",
     "JointStrategy",
+    "Neediest",
     "Numbered",
     "OperatorGroup",
     "Paddings",

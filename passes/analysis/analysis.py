@@ -10,7 +10,7 @@ import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -35,6 +35,26 @@ from autopar.passes.analysis.microbatch import Batch, find_batch
 from autopar.placement import TensorType
 from autopar.program import Cell, Operator, Program, Types, operators_of, tensor_types
 from autopar.rules import rule_for
+
+
+class Neediest(NamedTuple):
+    """An operator, and what it needs beside all that is saved, unsharded.
+
+    temporaries   those of forward and of backward
+    made          the inputs whose gradients it makes, and `made_bytes` of them
+    later_bytes   what later operators save, which is freed when its backward begins
+    """
+
+    operator: str
+    temporaries: Temporaries
+    made: tuple[int, ...]
+    made_bytes: float
+    later_bytes: float
+
+    @property
+    def total_bytes(self) -> float:
+        forward, backward = self.temporaries.forward_bytes, self.temporaries.backward_bytes
+        return max(forward, backward + self.made_bytes) - self.later_bytes
 
 
 @dataclass(frozen=True, eq=False)
@@ -80,6 +100,8 @@ class Analysis:
     parameter_names: frozenset[str] | None = field(default=None, repr=False, compare=False)
     # One of several stages, or a program of which they are made.
     gathers: Gathers = "whole"
+    # Does every stage hold the activations of all microbatches at once (GPipe)?
+    all_in_flight: bool = False
 
     @staticmethod
     def of(program: Program, batch_dims: Mapping[str, int | None] | None = None) -> Analysis:
@@ -128,6 +150,25 @@ class Analysis:
         if self.whole:
             return self.whole.temporaries
         return temporaries(self.program, self._calls)
+
+    @cached_property
+    def neediest(self) -> Neediest:
+        """The operator that needs most when its backward begins; mostly the loss."""
+        if self.whole and self.operators[-1] is self.whole.operators[-1]:
+            return self.whole.neediest
+        needs, later_bytes, tensors = list[Neediest](), 0.0, self.types.tensors
+        kept = self.kept_by_operator(self.batch.n_accumulated)
+        for operator, kept_bytes in zip(self.operators[::-1], kept[::-1], strict=True):
+            needed = self.temporaries[operator.name]
+            made = tuple(
+                i
+                for i, name in enumerate(operator.inputs)
+                if tensors[name].has_grad and i not in needed.passed
+            )
+            made_bytes = sum(tensors[operator.inputs[i]].size_bytes for i in made)
+            needs.append(Neediest(operator.name, needed, made, made_bytes, later_bytes))
+            later_bytes += kept_bytes
+        return max(needs, key=lambda of: of.total_bytes)
 
     @cached_property
     def parameter_views(self) -> frozenset[str]:

@@ -41,6 +41,7 @@ class Gathering(NamedTuple):
                   long per byte as this one: as a multiple of what of this one does not wait. 0 if
                   the last share is no average, or of stages
     again         the operators before whose backward it is gathered again
+    stays         the operators for whose backward it stays gathered, or comes as the loss's begins
     """
 
     fused_bytes: int
@@ -50,6 +51,7 @@ class Gathering(NamedTuple):
     micro_share: float
     may_be_last: float
     again: frozenset[str]
+    stays: frozenset[str]
 
 
 def gathering_of(
@@ -72,13 +74,14 @@ def gathering_of(
     readers = [o for o in operators if not blocks.keys().isdisjoint(o.inputs)]
     first = next((blocks[n] for o in readers for n in o.inputs if n in blocks), None)
     if gathers == "least":
-        none = 0.0, 0.0, 0.0, 0.0, 0.0, frozenset[str]()
+        none = 0.0, 0.0, 0.0, 0.0, 0.0, frozenset[str](), frozenset[str]()
         return {name: Gathering(max(total_bytes, 1), *none) for name in blocks}
     in_stages = gathers == "stages"
     average = in_blocks[first] / total_bytes if in_stages and first else 0.0
     returned = {n: _bytes(tensors[n]) for n in blocks if tensors[n].has_grad}
     last_share = _last_share([*returned.values()], in_stages)
-    again = _gathered_again(operators, saved_inputs, _stays_gathered(program, readers, in_stages))
+    last_run = _last_run(program, readers, in_stages)
+    saving = _savers(operators, saved_inputs)
 
     def of(name: str) -> Gathering:
         is_numbered = bool(numbered_module(program.parameters[name].name))
@@ -94,7 +97,8 @@ def gathering_of(
             last,
             last if in_stages or last == 1 else 0.0,
             may_be_last,
-            again.get(name, frozenset()),
+            saving.get(name, frozenset()) - last_run,
+            saving.get(name, frozenset()) & last_run,
         )
 
     return {name: of(name) for name in blocks}
@@ -111,22 +115,19 @@ def _last_share(sizes: Sequence[int], in_stages: bool) -> float:
     return last.size_bytes / total if in_stages else (last.size_bytes - sizes[0]) / others
 
 
-def _gathered_again(
-    operators: Sequence[Operator], saved: Mapping[str, Sequence[str]], stays: frozenset[str]
+def _savers(
+    operators: Sequence[Operator], saved: Mapping[str, Sequence[str]]
 ) -> dict[str, frozenset[str]]:
-    """Value -> the operators that save it for backward, without those where it `stays`."""
+    """Value -> the operators that save it for backward."""
     found: dict[str, set[str]] = {}
     for operator in operators:
-        if operator.name not in stays:
-            for name in saved.get(operator.name, ()):
-                found.setdefault(name, set()).add(operator.name)
+        for name in saved.get(operator.name, ()):
+            found.setdefault(name, set()).add(operator.name)
     return {name: frozenset(of) for name, of in found.items()}
 
 
-def _stays_gathered(
-    program: Program, readers: Sequence[Operator], in_stages: bool
-) -> frozenset[str]:
-    """The operators of the last run, which may stay gathered; none of those in stages.
+def _last_run(program: Program, readers: Sequence[Operator], in_stages: bool) -> frozenset[str]:
+    """The operators of the last run, whose parameters may stay gathered; none of those in stages.
 
     `readers` are the operators that read parameters.
     """

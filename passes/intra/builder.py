@@ -311,7 +311,7 @@ class ProblemBuilder:
             Uses(
                 len(readers), sum(not of.again.isdisjoint(r.operators) for r in readers),
                 of.fused_bytes, 0.0 if k else of.first_share, of.again_share, of.last_share,
-                of.micro_share,
+                of.micro_share, any(not of.stays.isdisjoint(r.operators) for r in readers),
             )
             for k, readers in enumerate(clusters)
         )  # fmt: skip

@@ -19,6 +19,7 @@ from numpy.typing import NDArray
 from autopar.errors import InfeasibleError
 from autopar.measured import Saved
 from autopar.passes.analysis import JointStrategy, OperatorGroup, PlacedOperator
+from autopar.passes.intra.at_loss import AtLoss
 from autopar.passes.intra.cases import Cases
 from autopar.passes.intra.constraints import AppliedConstraints
 from autopar.passes.intra.member_prices import MemberPrice, MemberPricer, lowered_over
@@ -141,6 +142,7 @@ class CandidateMaker:
     cases: Cases
     sizes_at: Sequence[Mapping[str, Mapping[str, int]]]
     saved: Mapping[str, Saved]
+    at_loss: AtLoss
     limits: AppliedConstraints
     n_like: Mapping[str, int] = field(default_factory=dict)
     tables_of_machine: dict[ChoiceTable, ChoiceTable] = field(default_factory=dict)
@@ -155,7 +157,12 @@ class CandidateMaker:
     def _pricer(self) -> MemberPricer:
         limits = self.limits
         return MemberPricer(
-            self.cases, self.sizes_at, self.saved, limits.batch_cells, limits.parameters
+            self.cases,
+            self.sizes_at,
+            self.saved,
+            limits.batch_cells,
+            limits.parameters,
+            self.at_loss,
         )
 
     def make(self, group: OperatorGroup, first_savers: set[str]) -> GroupCandidates:
@@ -179,9 +186,14 @@ class CandidateMaker:
 
         Types and batch positions are compared in one case; the other cases follow from them.
         """
+        neediest = self.at_loss.neediest
         members = tuple(
-            (self.saved.get(item.name), self.n_like.get(item.name, 1)) for item in group.members
-        )
+            (
+                self.saved.get(item.name), self.n_like.get(item.name, 1),
+                neediest if neediest and item.name == neediest.operator else None,
+            )
+            for item in group.members
+        )  # fmt: skip
         values = tuple((self.limits.facts_of(n), n in first_savers) for n in group.values)
         return group.likeness, members, values
 
@@ -285,7 +297,8 @@ class CandidateMaker:
     def _price(
         self, group: OperatorGroup, picked: NDArray[np.int64], first_savers: set[str]
     ) -> tuple[Array, Array]:
-        """[cases, choices]: seconds of a step, and bytes saved for backward by one microbatch."""
+        """[cases, choices]: seconds of a step, and bytes saved for backward by one microbatch, with
+        what is needed at the loss."""
         shape = len(self.cases), picked.shape[1]
         time_s, kept_bytes = np.zeros(shape), np.zeros(shape)
         prices = self._pricer.members(group, picked, first_savers)
@@ -293,7 +306,7 @@ class CandidateMaker:
             n_like = self.n_stood_for(item)
             time_s += n_like * (price.forward_s + price.backward_s)
             time_s += n_like * (price.inner_s + price.inner_backward_s)
-            kept_bytes += n_like * price.kept_bytes
+            kept_bytes += n_like * price.kept_bytes + price.at_once_bytes
         return time_s * self.cases.n_microbatches[:, None], kept_bytes
 
     def members(self, candidates: GroupCandidates) -> tuple[MemberPrice, ...]:

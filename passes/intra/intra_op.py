@@ -22,6 +22,7 @@ from autopar.cost.memory import optimizer_time_s, static_bytes_per_param
 from autopar.cost.price import slowdown_of
 from autopar.errors import BatchError
 from autopar.passes.analysis import FIRST_COUNT, Analysis, Recomputable, is_searched, stored_dtype
+from autopar.passes.intra.at_loss import AtLoss
 from autopar.passes.intra.builder import ProblemBuilder
 from autopar.passes.intra.candidates import CandidateMaker
 from autopar.passes.intra.cases import Case, Cases
@@ -90,11 +91,12 @@ def intra_op_problems(
         {m: of_count.tensors for m, of_count in types.items()},
         {m: analysis.batch.n_splits(m) for m in counts},
     )
+    at_loss = AtLoss.of(analysis, stacked)
     prices = prices or Prices()
-    priced = prices.of(stacked, constraints, optimizer)
+    priced = prices.of(stacked, constraints, optimizer, at_loss)
     sizes_at = [analysis.notation_sizes(m) for m in counts]
     maker = CandidateMaker(
-        stacked, sizes_at, analysis.saved, limits, n_like or {}, priced.groups,
+        stacked, sizes_at, analysis.saved, at_loss, limits, n_like or {}, priced.groups,
         priced.placed.groups, prices.columns,
     )  # fmt: skip
     savers: set[str] = set()
@@ -110,7 +112,10 @@ def intra_op_problems(
     if machine.hides:
         share = backward_share(analysis, machine, recomputable is not None)
         hiding = Hiding.of(slowdown_of(machine), share)
-    parameters = ParameterMaker(stacked, limits, static, update, hiding, analysis.gathering)
+    counted = np.array(at_loss.gradients, dtype=np.float64)
+    parameters = ParameterMaker(
+        stacked, limits, static, update, hiding, analysis.gathering, counted
+    )
     builder = ProblemBuilder(program, stacked, parameters, priced, launches_s)
     builder.connect(candidates)
     if recomputable is not None:

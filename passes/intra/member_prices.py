@@ -14,7 +14,8 @@ from numpy.typing import NDArray
 
 from autopar.cost.laws import CostModel, Kind
 from autopar.measured import Saved
-from autopar.passes.analysis import OperatorGroup, PlacedOperator
+from autopar.passes.analysis import Neediest, OperatorGroup, PlacedOperator
+from autopar.passes.intra.at_loss import AtLoss
 from autopar.passes.intra.cases import Cases, array_of
 from autopar.placement import PrimitiveKind, TensorType
 from autopar.program import Operator
@@ -30,7 +31,8 @@ class MemberPrice:
 
     Seconds are of one microbatch; `inner` ones are of the collectives inside the operator. Bytes
     are saved for backward: `own_bytes` besides values, and `kept` by the number of the value in its
-    group, for values that no operator saved before.
+    group, for values that no operator saved before. `at_once_bytes` are what it needs when backward
+    begins (`at_loss.py`).
     """
 
     forward_s: Array
@@ -39,6 +41,7 @@ class MemberPrice:
     inner_backward_s: Array
     own_bytes: Array
     kept: Mapping[int, Array]
+    at_once_bytes: Array
 
     @property
     def kept_bytes(self) -> Array:
@@ -46,6 +49,25 @@ class MemberPrice:
         for size_bytes in self.kept.values():
             total = total + size_bytes
         return total
+
+
+@dataclass(frozen=True, eq=False)
+class LoweredChoices:
+    """Choices `at` which an operator is replaced by one function over some axes; [cases, 1] ranks.
+
+    `sizes` maps names of the notation -> their sizes on one rank, [cases, choices].
+    """
+
+    lowering: Lowering
+    axes: tuple[int, ...]
+    at: Sequence[int]
+    sizes: Mapping[str, NDArray[np.int64]]
+    n_ranks: NDArray[np.int64]
+    itemsize: int
+
+    def values(self, formula: str) -> Array:
+        """The values of a formula of the function: [cases, choices], or as broadcast to it."""
+        return self.lowering.values(formula, self.sizes, self.itemsize, self.n_ranks)
 
 
 @dataclass(frozen=True)
@@ -60,6 +82,7 @@ class MemberPricer:
     saved: Mapping[str, Saved]
     batch_cells: Mapping[str, tuple[int, int]]
     parameters: Set[str]
+    at_loss: AtLoss
 
     def members(
         self, group: OperatorGroup, picked: NDArray[np.int64], first_savers: set[str]
@@ -106,40 +129,58 @@ class MemberPricer:
                 rule, item.operator, self.cases.type, self.cases.costs[0], flops, moved,
                 share(is_lowered[chosen]) if rule.fused and rule.lower else 1.0,
             )  # fmt: skip
-            inner = self._inner_times_s(rule, item, chosen[picked])
+            lowered = self._lowered(rule, item, chosen[picked])
+            inner = self._inner_times_s(lowered, item, shape)
             own_bytes = self._own_bytes(item, labelled)
             kept = self._kept_values(group, item, local_bytes, first_savers)
-            yield MemberPrice(forward, backward, *inner, own_bytes, kept)
+            at_once_bytes = _NOTHING
+            neediest = self.at_loss.neediest
+            if neediest is not None and item.name == neediest.operator:
+                at_once_bytes = self._at_once_bytes(neediest, lowered, item, labelled, local_bytes)
+            yield MemberPrice(forward, backward, *inner, own_bytes, kept, at_once_bytes)
 
-    def _inner_times_s(
+    def _lowered(
         self, rule: OpRule, item: PlacedOperator, chosen: NDArray[np.int64]
-    ) -> tuple[Array, Array]:
-        """(forward, backward) seconds of the collectives inside a lowered operator.
+    ) -> tuple[LoweredChoices, ...]:
+        """The choices with which an operator is replaced, by the function.
 
-        `chosen` [active axes, choices] are indices of the operator's strategies. Results are
-        [cases, choices], or [1, 1] if there are no collectives.
+        `chosen` [active axes, choices] are indices of the operator's strategies.
         """
-        if not any(lowering.inner for lowering in rule.lower.values()):
-            return _NOTHING, _NOTHING
-        shape = len(self.cases), chosen.shape[1]
-        time_s = {"forward": np.zeros(shape), "backward": np.zeros(shape)}
-        types = [self.cases.type(n) for n in item.operator.inputs]
-        itemsize, grads = types[0].itemsize, [t.has_grad for t in types]
-        sizes = self._local_sizes(item, chosen)
+        if not rule.lower:
+            return ()
+        itemsize = self.cases.type(item.operator.inputs[0]).itemsize
         alike: dict[tuple[Lowering, tuple[int, ...]], list[int]] = {}
         for c, indices in enumerate(chosen.T.tolist()):
             strategies = [item.strategies[i] for i in indices]
             lowering, axes = lowered_over(strategies, self.cases.active_axes)
             if lowering is not None:
                 alike.setdefault((lowering, axes), []).append(c)
-        for (lowering, axes), at in alike.items():
-            local = {name: of[:, at] for name, of in sizes.items()}
-            n_ranks = self.cases.sizes[:, axes].prod(axis=1)[:, None]
-            for inner in lowering.inner:
+        sizes = self._local_sizes(item, chosen) if alike else {}
+        return tuple(
+            LoweredChoices(
+                lowering, axes, at, {name: of[:, at] for name, of in sizes.items()},
+                self.cases.sizes[:, axes].prod(axis=1)[:, None], itemsize,
+            )
+            for (lowering, axes), at in alike.items()
+        )  # fmt: skip
+
+    def _inner_times_s(
+        self, lowered: Sequence[LoweredChoices], item: PlacedOperator, shape: tuple[int, int]
+    ) -> tuple[Array, Array]:
+        """(forward, backward) seconds of the collectives inside a lowered operator.
+
+        Results are [cases, choices], or [1, 1] if there are no collectives.
+        """
+        if not any(of.lowering.inner for of in lowered):
+            return _NOTHING, _NOTHING
+        time_s = {"forward": np.zeros(shape), "backward": np.zeros(shape)}
+        grads = [self.cases.type(n).has_grad for n in item.operator.inputs]
+        for of in lowered:
+            for inner in of.lowering.inner:
                 if inner.runs(grads):
-                    size_bytes = lowering.values(inner.size_bytes, local, itemsize, n_ranks)
-                    inner_s = self._collective_times_s(inner.kind, size_bytes, axes)
-                    time_s[inner.phase][:, at] += inner_s
+                    size_bytes = of.values(inner.size_bytes)
+                    inner_s = self._collective_times_s(inner.kind, size_bytes, of.axes)
+                    time_s[inner.phase][:, of.at] += inner_s
         return time_s["forward"], time_s["backward"]
 
     def _local_sizes(
@@ -180,7 +221,33 @@ class MemberPricer:
         saved = self.saved.get(item.name)
         if saved is None or not saved.other_bytes:
             return _NOTHING
-        total = saved.other_bytes * labelled
+        return self._of_rank(saved.other_bytes, item, labelled)
+
+    def _at_once_bytes(
+        self, neediest: Neediest, lowered: Sequence[LoweredChoices], item: PlacedOperator,
+        labelled: Array, local_bytes: Callable[[str], Array],
+    ) -> Array:  # fmt: skip
+        """[cases, choices]: what the operator needs when backward begins.
+
+        Forward it needs temporaries; backward gradients of its inputs as well. They are those of
+        `passes/lowering/line_costs.py`.
+        """
+        needed = neediest.temporaries
+        forward = self._of_rank(needed.forward_bytes, item, labelled)
+        backward = self._of_rank(needed.backward_bytes, item, labelled)
+        for of in lowered:
+            for total, formula in (
+                (forward, of.lowering.forward_bytes), (backward, of.lowering.backward_bytes)
+            ):  # fmt: skip
+                total[:, of.at] = of.values(formula) + total[:, of.at] * of.lowering.wraps
+        for i in neediest.made:
+            backward += local_bytes(item.operator.inputs[i])
+        at_once: Array = np.maximum(forward, backward) - neediest.later_bytes
+        return np.maximum(at_once, 0.0) * np.array(self.at_loss.needs)[:, None]
+
+    def _of_rank(self, total_bytes: float, item: PlacedOperator, labelled: Array) -> Array:
+        """[cases, choices]: one rank's part of bytes at the program's global shapes."""
+        total = total_bytes * labelled
         batch = self.batch_cells
         if any(n in batch for n in item.operator.outputs + item.operator.inputs):
             of_counts = [self.cases.n_splits[m] for m in self.cases.distinct_counts]

@@ -49,7 +49,7 @@ class ParameterMaker:
     `update_s_per_byte` is the optimizer's time per stored byte; `static` has its bytes per element.
     In mixed precision, the shard is cast once a step. Gathered at each use, the cast is kept for
     the step; else what it is converted to is kept. `gathering` is what is known of each parameter's
-    collectives.
+    collectives. `counted` [cases] is 1 where gradients count among the bytes (`at_loss.py`).
     """
 
     cases: Cases
@@ -58,6 +58,7 @@ class ParameterMaker:
     update_s_per_byte: float
     hiding: Hiding
     gathering: Mapping[str, Gathering]
+    counted: Array
 
     @cached_property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
@@ -129,7 +130,10 @@ class ParameterMaker:
             ]
         )
         if tensor.has_grad:
-            time_s, size_bytes = stored * self.update_s_per_byte, n_local * self.static.total_bytes
+            kept_bytes = self.static.parameter_bytes + self.static.optimizer_bytes
+            gradient_bytes = self.static.gradient_bytes * self.counted[:, None]
+            time_s = stored * self.update_s_per_byte
+            size_bytes = n_local * (kept_bytes + gradient_bytes)
         else:
             time_s, size_bytes = np.zeros_like(stored), stored
         if tensor.stored_itemsize:
@@ -168,9 +172,13 @@ class ParameterMaker:
             fits[:] = [of[s.spec] for s in storages]
         at = np.array([distinct[row] for row in rows])
         periods = np.array([PERIODS.index(s.period) for s in storages])
+        tensor = tables.tensors[0]
+        stored = self._local_bytes(tensor, [s.spec for s in storages])
+        stored *= self.static.gradient_bytes / tensor.itemsize * self.counted[:, None]
+        is_cast, gradient = _kept_per_byte(tensor)
         time_s, tie, size_bytes = conversion_costs(
             paths, self.cases.mesh_of, self.cases.n_microbatches, at, periods, allowed & fits,
-            self._local_bytes(tables.tensors[0], uses), *_kept_per_byte(tables.tensors[0]),
+            self._local_bytes(tensor, uses), stored, is_cast, gradient * self.counted,
             self.hiding.sync_price, self.hiding.blocks_price, use,
         )  # fmt: skip
 
@@ -191,7 +199,7 @@ class ParameterMaker:
 class Uses(NamedTuple):
     """The uses of a parameter that are placed alike; `n_again` are gathered again for backward.
 
-    The rest is as in `Gathering`.
+    `stays`: one of them stays gathered. The rest is as in `Gathering`.
     """
 
     n: int
@@ -201,6 +209,7 @@ class Uses(NamedTuple):
     again_share: float
     last_share: float
     micro_share: float
+    stays: bool
 
 
 @dataclass(frozen=True, eq=False)
@@ -268,15 +277,17 @@ def _apart(of: Array, n_microbatches: int, period: int, use: Uses) -> tuple[floa
 @compiled
 def conversion_costs(
     sums: Array, mesh_of: Indices, n_microbatches: Array, rows: Indices, periods: Indices,
-    allowed: NDArray[np.bool_], use_bytes: Array, cast: float, gradient: float, sync_price: float,
-    blocks_price: float, use: Uses,
+    allowed: NDArray[np.bool_], use_bytes: Array, stored_bytes: Array, cast: float,
+    gradient: Array, sync_price: float, blocks_price: float, use: Uses,
 ) -> tuple[Array, Ties, Array]:  # fmt: skip
     """`ParameterMaker.conversions`, from sums over paths (`path_costs`): [cases, storages, uses].
 
     `rows` [storages] are places in the sums, `periods` [storages] are indices of `PERIODS`,
     `allowed` [2, storages, uses] is without and with a gather, and `use_bytes` is [cases, uses].
-    `cast` is 1 if the parameter is cast for use, `gradient` the bytes of its gradient per byte. A
-    hidden second costs a price (`hiding.py`).
+    `cast` is 1 if the parameter is cast for use, `gradient` [cases] the bytes of its gradient per
+    byte. A gradient that returns once a step stays as its use makes it; `stored_bytes` [cases,
+    storages] of the stored one come when nothing else is live. A hidden second costs a price
+    (`hiding.py`).
     """
     shape = (len(mesh_of), len(rows), sums.shape[2])
     time_s, size_bytes = np.empty(shape), np.empty(shape)
@@ -289,19 +300,21 @@ def conversion_costs(
                 moves, calls, copies, gathers, exists = of[4], of[5], of[6], of[7], of[8]
                 calls += 1e-3 * moves
                 copied = 1.0 if copies > 0 else cast
-                moved = gradient if moves > 0 else 0.0
+                moved = gradient[case] if moves > 0 else 0.0
                 if periods[i] == 0:
                     times, n_kept = 0.01, copied + moved
                 elif periods[i] == 1:
                     times, n_kept = m, copied
                 else:
-                    times, n_kept = m, 0.0
+                    times, n_kept = m, 1.0 if use.stays else 0.0
                 may = exists > 0 and allowed[int(gathers > 0), i, j]
                 waited_s, sync_s, blocks_s = _apart(of, m, periods[i], use)
                 seconds = waited_s + sync_price * sync_s + blocks_price * blocks_s
                 time_s[case, i, j] = seconds if may else np.inf
                 tie[case, i, j] = calls * times
                 size_bytes[case, i, j] = use_bytes[case, j] * n_kept
+                if periods[i] == 0 and moved > 0:
+                    size_bytes[case, i, j] -= min(stored_bytes[case, i], use_bytes[case, j] * moved)
     return time_s, tie, size_bytes
 
 

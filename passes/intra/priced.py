@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.identity import Same
+from autopar.passes.intra.at_loss import AtLoss
 from autopar.passes.intra.candidates import ChoiceTable
 from autopar.passes.intra.cases import Cases
 from autopar.passes.intra.constraints import Constraints
@@ -163,6 +164,7 @@ class Priced:
             alike = all_alike(uses)
             all_uses = each_use[0]._replace(
                 n=sum(use.n for use in each_use), n_again=sum(use.n_again for use in each_use),
+                stays=any(use.stays for use in each_use),
             )  # fmt: skip
             together = self.conversions(maker, tables, storages, uses[0], all_uses)
             apart = [
@@ -227,9 +229,10 @@ class Prices:
     _parameters: dict[Hashable, dict[Hashable, ReshardTables]] = field(default_factory=dict)
     _priced: dict[Hashable, Priced] = field(default_factory=dict)
 
-    def of(self, cases: Cases, constraints: Constraints, optimizer: str) -> Priced:
+    def of(self, cases: Cases, constraints: Constraints, optimizer: str, at_loss: AtLoss) -> Priced:
         """The prices of some cases."""
-        limits, meshes = repr(constraints), cases.move_costs
+        limits = repr(constraints), at_loss.needs, at_loss.gradients
+        meshes = cases.move_costs
         sizes = tuple((cost.mesh.sizes, m) for cost, m in cases.every)
         alike = meshes, tuple(cases.mesh_of.tolist()), cases.counts
         key = alike, tuple(cost.bucket_bytes for cost in cases.costs), limits, optimizer

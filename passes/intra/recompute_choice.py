@@ -114,6 +114,7 @@ class _Adder:
         prices = self._prices(candidates)
         for item, price, i in zip(candidates.group.members, prices, positions, strict=True):
             n_like, r = self.maker.n_stood_for(item), self.ranges.party_of.get(i)
+            always += price.at_once_bytes
             if r is None:
                 always += n_like * price.kept_bytes
                 continue

@@ -1,0 +1,51 @@
+"""What is live when the first backward begins, beside all that a microbatch saves.
+
+It begins with the loss. That needs temporaries, and makes gradients of its inputs: of a language
+model both are as large as the logits. So a peak is at least
+
+    parameters + state + saved for backward + needed at once + gradients of parameters
+
+From the second microbatch on, the gradients of those before are there. If a step has one, there are
+none yet. Then a step's peak may also be at its end, where they all are and nothing is saved. No sum
+of choices has both. So if the loss surely needs more than all gradients, it counts, and they do
+not; else they count, and the loss does not.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.passes.analysis import Analysis, Neediest
+from autopar.passes.intra.cases import Cases
+
+
+@dataclass(frozen=True)
+class AtLoss:
+    """What counts in several cases.
+
+    neediest    the operator that needs most; None: it is in a later stage, or microbatches that are
+                in flight together would multiply what it needs
+    needs       [cases]: does what it needs count?
+    gradients   [cases]: do gradients of parameters count?
+    """
+
+    neediest: Neediest | None
+    needs: tuple[bool, ...]
+    gradients: tuple[bool, ...]
+
+    @staticmethod
+    def of(analysis: Analysis, cases: Cases) -> AtLoss:
+        if analysis.program.sent or analysis.all_in_flight or not analysis.program.training:
+            return AtLoss(None, (False,) * len(cases), (True,) * len(cases))
+        n_ranks = cases.costs[0].mesh.n_ranks
+        is_most = analysis.neediest.total_bytes / n_ranks >= _gradient_bytes(analysis)
+        needs = tuple(m > 1 or is_most for m in cases.counts)
+        gradients = tuple(m > 1 or not is_most for m in cases.counts)
+        return AtLoss(analysis.neediest, needs, gradients)
+
+
+def _gradient_bytes(analysis: Analysis) -> float:
+    """Bytes of the gradients of all parameters, unsharded."""
+    names = analysis.parameter_names or analysis.program.parameters
+    trained = (t for n in names if (t := analysis.types.tensors[n]).has_grad)
+    return sum(max(t.size_bytes, t.gradient_bytes(t.size_bytes)) for t in trained)
