@@ -140,6 +140,20 @@ class Analysis:
         return storage_owners(self.program, self._calls)
 
     @cached_property
+    def kept_owners(self) -> Mapping[str, str]:
+        """View -> the value of this program that owns its storage; without those that own theirs.
+
+        What is saved for backward is a storage, even if a view shows a part of it.
+        """
+        own = {*self.program.parameters, *self.program.received}
+        own |= {name for operator in self.operators for name in operator.outputs}
+        return {
+            name: owner
+            for name, owner in self.storage_owners.items()
+            if name != owner and name in own and owner in own
+        }
+
+    @cached_property
     def dtypes(self) -> Mapping[str, torch.dtype]:
         """Value -> dtype; cached because reading the dtype of a fake tensor is slow."""
         return self.whole.dtypes if self.whole else _dtypes(self.program)
@@ -207,15 +221,18 @@ class Analysis:
         """`kept_bytes` of each operator; what several of them save counts for the first."""
         key = n_microbatches, again
         if key not in self._kept_bytes:
-            types = self.microbatch_types(n_microbatches).tensors
+            types, owners = self.microbatch_types(n_microbatches).tensors, self.kept_owners
             n_splits, seen = self.batch.n_splits(n_microbatches), {*self.program.parameters}
             out = [0.0] * len(self.operators)
             for i, o in enumerate(self.operators):
                 saved = self.saved.get(o.name)
                 if saved is None or i in again:
                     continue
-                new = {o.inputs[k] for k in saved.inputs} | {o.outputs[k] for k in saved.outputs}
-                new -= seen
+                names = (
+                    *(o.inputs[k] for k in saved.inputs),
+                    *(o.outputs[k] for k in saved.outputs),
+                )
+                new = {owners.get(name, name) for name in names} - seen
                 seen |= new
                 out[i] = sum(types[n].size_bytes for n in new) + saved.other_bytes / n_splits
             self._kept_bytes[key] = out

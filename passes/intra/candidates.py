@@ -142,6 +142,7 @@ class CandidateMaker:
     cases: Cases
     sizes_at: Sequence[Mapping[str, Mapping[str, int]]]
     saved: Mapping[str, Saved]
+    owners: Mapping[str, str]
     at_loss: AtLoss
     limits: AppliedConstraints
     n_like: Mapping[str, int] = field(default_factory=dict)
@@ -160,6 +161,7 @@ class CandidateMaker:
             self.cases,
             self.sizes_at,
             self.saved,
+            self.owners,
             limits.batch_cells,
             limits.parameters,
             self.at_loss,
@@ -168,7 +170,7 @@ class CandidateMaker:
     def make(self, group: OperatorGroup, first_savers: set[str]) -> GroupCandidates:
         """All legal choices of `group`; raises `InfeasibleError` if the constraints leave none.
 
-        `first_savers` collects the values whose saving for backward is already charged.
+        `first_savers` collects the owners of storages whose saving for backward is already charged.
         """
         key = self._likeness(group, first_savers)
         placed = self.tables_of_sizes.get(key)
@@ -178,7 +180,7 @@ class CandidateMaker:
         elif placed not in self.tables_of_machine:
             self.tables_of_machine[placed] = self._repriced(placed, group, first_savers)
         table = self.tables_of_machine[placed]
-        first_savers |= {group.values[number] for number in table.saved}
+        first_savers |= {self._owner(group.values[number]) for number in table.saved}
         return GroupCandidates(group, table)
 
     def _likeness(self, group: OperatorGroup, first_savers: Set[str]) -> Hashable:
@@ -195,7 +197,16 @@ class CandidateMaker:
             for item in group.members
         )  # fmt: skip
         values = tuple((self.limits.facts_of(n), n in first_savers) for n in group.values)
-        return group.likeness, members, values
+        owners = [self._owner(name) for name in group.values]
+        views = tuple(
+            (i, owners.index(owner), self.cases.type(owner), owner in first_savers)
+            for i, owner in enumerate(owners)
+            if owner != group.values[i]
+        )
+        return group.likeness, members, values, views
+
+    def _owner(self, value: str) -> str:
+        return self.owners.get(value, value)
 
     def _table(self, group: OperatorGroup, first_savers: Set[str]) -> ChoiceTable:
         factors = self._factors(group)
@@ -211,14 +222,12 @@ class CandidateMaker:
                 hint="relax forbid, force or the recipe for the tensors it uses",
             )
         legal, picked = legal[:, index], np.ascontiguousarray(picked[:, index])
-        savers = set(first_savers)
-        time_s, size_bytes = self._price(group, picked, savers)
+        time_s, size_bytes, saved = self._price(group, picked, set(first_savers))
         time_s[~legal] = np.inf
         preferences = np.array([self._preference(joint) for joint in group.strategies])
         preference = np.zeros(len(index))
         for picks in picked:
             preference += preferences[picks]
-        saved = frozenset(group.number[name] for name in savers - set(first_savers))
         return ChoiceTable(
             group, picked, self._active, self.cases.costs[0].mesh.n_axes,
             legal, time_s, size_bytes, preference, saved, self.columns,
@@ -228,7 +237,7 @@ class CandidateMaker:
         self, table: ChoiceTable, group: OperatorGroup, first_savers: Set[str]
     ) -> ChoiceTable:
         """A table from another machine of the same sizes, with the times of this machine."""
-        time_s, _ = self._price(group, table.picked, set(first_savers))
+        time_s, *_ = self._price(group, table.picked, set(first_savers))
         time_s[~table.legal] = np.inf
         return replace(table, time_s=time_s)
 
@@ -296,23 +305,25 @@ class CandidateMaker:
 
     def _price(
         self, group: OperatorGroup, picked: NDArray[np.int64], first_savers: set[str]
-    ) -> tuple[Array, Array]:
+    ) -> tuple[Array, Array, frozenset[int]]:
         """[cases, choices]: seconds of a step, and bytes saved for backward by one microbatch, with
-        what is needed at the loss."""
+        what is needed at the loss. Last, the numbers of the values that are charged."""
         shape = len(self.cases), picked.shape[1]
-        time_s, kept_bytes = np.zeros(shape), np.zeros(shape)
+        time_s, kept_bytes, saved = np.zeros(shape), np.zeros(shape), set[int]()
         prices = self._pricer.members(group, picked, first_savers)
         for item, price in zip(group.members, prices, strict=True):
             n_like = self.n_stood_for(item)
             time_s += n_like * (price.forward_s + price.backward_s)
             time_s += n_like * (price.inner_s + price.inner_backward_s)
             kept_bytes += n_like * price.kept_bytes + price.at_once_bytes
-        return time_s * self.cases.n_microbatches[:, None], kept_bytes
+            saved |= price.kept.keys()
+        return time_s * self.cases.n_microbatches[:, None], kept_bytes, frozenset(saved)
 
     def members(self, candidates: GroupCandidates) -> tuple[MemberPrice, ...]:
         """The price of each operator of a group; their `kept` is what the group is charged for."""
         group, table = candidates.group, candidates.table
-        charged = {name for i, name in enumerate(group.values) if i not in table.saved}
+        own = {self._owner(group.values[i]) for i in table.saved}
+        charged = {self._owner(name) for name in group.values} - own
         return tuple(self._pricer.members(group, table.picked, charged))
 
     def n_stood_for(self, item: PlacedOperator) -> int:

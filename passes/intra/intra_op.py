@@ -96,8 +96,8 @@ def intra_op_problems(
     priced = prices.of(stacked, constraints, optimizer, at_loss)
     sizes_at = [analysis.notation_sizes(m) for m in counts]
     maker = CandidateMaker(
-        stacked, sizes_at, analysis.saved, at_loss, limits, n_like or {}, priced.groups,
-        priced.placed.groups, prices.columns,
+        stacked, sizes_at, analysis.saved, analysis.kept_owners, at_loss, limits, n_like or {},
+        priced.groups, priced.placed.groups, prices.columns,
     )  # fmt: skip
     savers: set[str] = set()
     candidates = [maker.make(group, savers) for group in analysis.groups(counts[0])]

@@ -31,8 +31,8 @@ class MemberPrice:
 
     Seconds are of one microbatch; `inner` ones are of the collectives inside the operator. Bytes
     are saved for backward: `own_bytes` besides values, and `kept` by the number of the value in its
-    group, for values that no operator saved before. `at_once_bytes` are what it needs when backward
-    begins (`at_loss.py`).
+    group, of storages that no operator saved before. `at_once_bytes` are what it needs when the
+    first backward begins (`at_loss.py`).
     """
 
     forward_s: Array
@@ -75,11 +75,13 @@ class MemberPricer:
     """Prices operators in several cases.
 
     `sizes_at` has, per number in `cases.distinct_counts`, operator -> the sizes of its names.
+    `owners` maps views -> the values that own their storages (`Analysis.kept_owners`).
     """
 
     cases: Cases
     sizes_at: Sequence[Mapping[str, Mapping[str, int]]]
     saved: Mapping[str, Saved]
+    owners: Mapping[str, str]
     batch_cells: Mapping[str, tuple[int, int]]
     parameters: Set[str]
     at_loss: AtLoss
@@ -90,7 +92,7 @@ class MemberPricer:
         """The price of each operator of a group, under the choices of a table.
 
         `picked` [active axes, choices] are indices of the group's joint strategies. `first_savers`
-        collects the values whose saving is charged.
+        collects the owners of storages whose saving is charged.
         """
         shape = len(self.cases), picked.shape[1]
         shares: dict[bytes, Array] = {}
@@ -132,7 +134,7 @@ class MemberPricer:
             lowered = self._lowered(rule, item, chosen[picked])
             inner = self._inner_times_s(lowered, item, shape)
             own_bytes = self._own_bytes(item, labelled)
-            kept = self._kept_values(group, item, local_bytes, first_savers)
+            kept = self._kept_values(group, item, share, first_savers)
             at_once_bytes = _NOTHING
             neediest = self.at_loss.neediest
             if neediest is not None and item.name == neediest.operator:
@@ -255,19 +257,22 @@ class MemberPricer:
         return total
 
     def _kept_values(
-        self, group: OperatorGroup, item: PlacedOperator, local_bytes: Callable[[str], Array],
-        first_savers: set[str],
+        self, group: OperatorGroup, item: PlacedOperator,
+        share: Callable[[NDArray[np.bool_]], Array], first_savers: set[str],
     ) -> dict[int, Array]:  # fmt: skip
-        """Number of a value in the group -> its bytes, if this operator is the first to save it."""
+        """Number of a value in the group -> the bytes of its storage, if this operator is the first
+        to save that."""
         saved, found = self.saved.get(item.name), dict[int, Array]()
         if saved is None:
             return found
         names = [item.operator.inputs[i] for i in sorted(saved.inputs)]
         names += [item.operator.outputs[i] for i in sorted(saved.outputs)]
         for name in names:
-            if name not in first_savers and name not in self.parameters:
-                first_savers.add(name)
-                found[group.number[name]] = local_bytes(name)
+            owner = self.owners.get(name, name)
+            if owner not in first_savers and owner not in self.parameters:
+                first_savers.add(owner)
+                of_rank = share(group.is_cut[group.number[name]])
+                found[group.number[name]] = self.cases.size_bytes(owner)[:, None] * of_rank
         return found
 
 

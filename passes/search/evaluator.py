@@ -276,10 +276,6 @@ class Evaluator:
         """
         return max(map(self._least_bytes_of, self._stages(candidate)))
 
-    def unlimited_bytes(self, candidate: Candidate) -> float:
-        """Bytes per device of the fastest placements without a budget, as the solver counts."""
-        return max(chosen.size_bytes for chosen in self._choices(candidate, None))
-
     def _least_bytes_of(self, stage: _Stage) -> float:
         """A budget of 0 bytes fails without a search, and the error names the fewest bytes."""
         try:

@@ -71,8 +71,6 @@ class StepPricer:
         return timeline_of(pipeline, costs, self.optimizer, between)
 
 
-# Number of smaller budgets to choose from when the simulated peak exceeds the budget.
-N_BUDGETS = 24
 # (pipeline, cost models of its stages) -> the prediction of a step: a `StepPricer`.
 Pricer = Callable[[Pipeline, Sequence[CostModel]], Predicted]
 
@@ -150,8 +148,9 @@ class Simulator:
         They are what the placements within a smaller budget take at least. Others may fit, too:
         their peaks may be nearer to the solver's bytes.
 
-        If the peak exceeds the budget, smaller ones are searched until one fits. Recipes have no
-        lower bound, because their placements are not the fastest.
+        If the peak exceeds the budget, the solver's budget is cut by as much, and by twice as much
+        each time that this does not do. Recipes have no lower bound, because their placements are
+        not the fastest.
 
         Raises `InfeasibleError` if none fits.
         """
@@ -166,10 +165,12 @@ class Simulator:
         share = min(1.0, solved.step_time_s / placed.least_s)
         if placed.least_s * share >= limit_s:
             return placed.least_s * share
-        for budget_bytes in self._smaller_budgets(placed.candidate):
-            if budget_bytes >= placed.size_bytes:
-                continue  # the same placements
-            placed = self.evaluator.placed(placed.candidate, budget_bytes)
+        fewest_bytes = self.evaluator.least_bytes(placed.candidate)
+        cut_bytes = 0.0
+        while placed.size_bytes > fewest_bytes:
+            cut_bytes = max(2 * cut_bytes, solved.peak_bytes - self._budget_bytes)
+            smaller_bytes = max(placed.size_bytes - cut_bytes, fewest_bytes)
+            placed = self.evaluator.placed(placed.candidate, smaller_bytes)
             if placed.least_s * share >= limit_s:  # smaller budgets are no faster
                 return placed.least_s * share
             solved = self.as_placed(placed)
@@ -178,16 +179,6 @@ class Simulator:
                 return replace(solved, gap=0.0 if solved.candidate.is_recipe else gap)
             least_bytes = min(least_bytes, solved.peak_bytes)
         raise too_little_memory(self._budget_bytes, least_bytes, placed.candidate.name)
-
-    def _smaller_budgets(self, candidate: Candidate) -> list[float]:
-        """Budgets to try, descending, between the fastest placements and the leanest.
-
-        The steps do not depend on the budget, so that no plan is faster with less memory.
-        """
-        most = self.evaluator.unlimited_bytes(candidate)
-        least = self.evaluator.least_bytes(candidate)
-        steps = (most + (least - most) * k / N_BUDGETS for k in range(1, N_BUDGETS + 1))
-        return [budget_bytes for budget_bytes in steps if budget_bytes <= self._budget_bytes]
 
     def with_least_memory(self, candidate: Candidate) -> Solved:
         """Simulate a candidate with its leanest placements.
