@@ -138,8 +138,7 @@ class OpenSearch(Pass):
         options = options_for(program, target.options)
         longer, paddings = padded_for(program, target.mesh.n_ranks)
         analysis = Analysis.of(longer, options.batch_dims or None)
-        all_in_flight = schedule_name(options) == "gpipe"
-        yield SearchSpace(replace(analysis, all_in_flight=all_in_flight), paddings, options)
+        yield SearchSpace(analysis.in_schedule(schedule_name(options)), paddings, options)
 
 
 @dataclass(frozen=True)

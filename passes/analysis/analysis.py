@@ -56,6 +56,11 @@ class Neediest(NamedTuple):
         forward, backward = self.temporaries.forward_bytes, self.temporaries.backward_bytes
         return max(forward, backward + self.made_bytes) - self.later_bytes
 
+    @property
+    def least_bytes(self) -> float:
+        """As `total_bytes`, whatever replaces the operator on shards."""
+        return max(self.made_bytes - self.later_bytes, 0.0)
+
 
 @dataclass(frozen=True, eq=False)
 class Analysis:
@@ -100,7 +105,7 @@ class Analysis:
     parameter_names: frozenset[str] | None = field(default=None, repr=False, compare=False)
     # One of several stages, or a program of which they are made.
     gathers: Gathers = "whole"
-    # Does every stage hold the activations of all microbatches at once (GPipe)?
+    # Does every stage hold the activations of all microbatches at once?
     all_in_flight: bool = False
 
     @staticmethod
@@ -126,6 +131,12 @@ class Analysis:
             whole=self,
             gathers="stages",
         )
+
+    def in_schedule(self, name: str) -> Analysis:
+        """The same program, planned for a schedule."""
+        all_in_flight = name == "gpipe"
+        is_other = all_in_flight != self.all_in_flight
+        return replace(self, all_in_flight=all_in_flight) if is_other else self
 
     def gathering_as(self, gathers: Gathers) -> Analysis:
         """The same program, of which stages are to be made. It is folded later."""

@@ -35,13 +35,28 @@ class AtLoss:
 
     @staticmethod
     def of(analysis: Analysis, cases: Cases) -> AtLoss:
-        if analysis.program.sent or analysis.all_in_flight or not analysis.program.training:
+        if _is_elsewhere(analysis):
             return AtLoss(None, (False,) * len(cases), (True,) * len(cases))
         n_ranks = cases.costs[0].mesh.n_ranks
         is_most = analysis.neediest.total_bytes / n_ranks >= _gradient_bytes(analysis)
         needs = tuple(m > 1 or is_most for m in cases.counts)
         gradients = tuple(m > 1 or not is_most for m in cases.counts)
         return AtLoss(analysis.neediest, needs, gradients)
+
+
+def least_at_loss_bytes(analysis: Analysis, n_microbatches: int, n_ranks: int) -> float:
+    """What one of `n_ranks` ranks needs at least beside gradients and all that is saved."""
+    if _is_elsewhere(analysis):
+        return 0.0
+    n_splits = analysis.batch.n_splits(n_microbatches)
+    least_bytes = analysis.neediest.least_bytes / n_splits / n_ranks
+    if n_microbatches > 1:
+        return least_bytes
+    return max(0.0, least_bytes - _gradient_bytes(analysis))
+
+
+def _is_elsewhere(analysis: Analysis) -> bool:
+    return bool(analysis.program.sent) or analysis.all_in_flight or not analysis.program.training
 
 
 def _gradient_bytes(analysis: Analysis) -> float:

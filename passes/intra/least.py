@@ -18,6 +18,7 @@ from autopar.cost.laws import CostModel
 from autopar.cost.memory import static_bytes_per_param
 from autopar.options import Recompute
 from autopar.passes.analysis import Analysis, Recomputable, stored_dtype
+from autopar.passes.intra.at_loss import least_at_loss_bytes
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.member_prices import operator_times_s
 from autopar.passes.intra.rerun import RerunRanges
@@ -53,7 +54,8 @@ def least_bytes(
     again = recomputable.operators_within(analysis) if recomputable else frozenset()
     kept = n_in_flight * analysis.kept_bytes(n_microbatches, again)
     parameters = least_static_bytes(analysis, cost, optimizer, constraints)
-    return parameters + kept / cost.mesh.n_ranks
+    needed = least_at_loss_bytes(analysis, n_microbatches, cost.mesh.n_ranks)
+    return parameters + kept / cost.mesh.n_ranks + needed
 
 
 def least_static_bytes(
@@ -122,12 +124,13 @@ class LeastRerun:
     _known: dict[int, list[tuple[float, float]]] = field(default_factory=dict, init=False)
 
     def __call__(self, n_microbatches: int, n_in_flight: int, budget_bytes: float) -> float:
-        """Seconds of a step, if activations have `budget_bytes` on each device.
+        """Seconds of a step, if activations and the loss have `budget_bytes` on each device.
 
         They are the same on all views of as many devices.
         """
         n_ranks = self.cost.mesh.n_ranks
         kept_bytes = n_in_flight * self.analysis.kept_bytes(n_microbatches)
+        budget_bytes -= least_at_loss_bytes(self.analysis, n_microbatches, n_ranks)
         missing_bytes, total_s = kept_bytes - n_ranks * budget_bytes, 0.0
         if n_microbatches not in self._known:
             self._known[n_microbatches] = self._steps(n_microbatches)

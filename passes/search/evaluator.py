@@ -154,6 +154,8 @@ class Evaluator:
     _shared_recomputable: Recomputable | None = None
 
     def __post_init__(self) -> None:
+        known = self.analysis.in_schedule(schedule_name(self.options))
+        assert known is self.analysis, "analysed for another schedule"
         self.dtype = compute_dtype(self.analysis)
         self.recomputable = Recomputable.of(self.analysis, self.options)
         self._shared_recomputable = self._shared_recomputable or self.recomputable

@@ -20,7 +20,7 @@ import torch
 from autopar.cost.hardware.hardware import Hardware, resolve
 from autopar.errors import BatchError, InfeasibleError
 from autopar.mesh import LogicalMesh, Mesh
-from autopar.options import Options
+from autopar.options import Options, schedule_name
 from autopar.passes.analysis.analysis import Analysis, compute_dtype
 from autopar.passes.analysis.counts import microbatch_counts
 from autopar.passes.analysis.folding import find_runs
@@ -57,7 +57,8 @@ def choices_of(
 ) -> Choices:
     """Devices are slower for GPT-2, whose matmuls are smaller."""
     mesh = two_tiers(shape, s_per_byte, 1e10 if model == "mlp" else 1e9)
-    return Choices(analysis_of(model), mesh, options)
+    analysis = analysis_of(model).in_schedule(schedule_name(options))
+    return Choices(analysis, mesh, options)
 
 
 @dataclass(frozen=True)

@@ -79,10 +79,11 @@ def test_the_joint_optimum_is_the_best_of_every_choice_of_blocks(
     assert len(ranges) == 3
     ask = PlacementRequest(abstract_cost(sizes), 1, Constraints())
     free = choose(analysis, ask, "adamw", None)
-    lean = choose(analysis, ask, "adamw", None, recomputable=Recomputable(ranges, (mode,)))
+    leanest = solve(problem_of_blocks(sizes, Recomputable(ranges, (None, mode))).under(0.0).numbers)
+    assert isinstance(leanest, Infeasible) and leanest.min_bytes is not None
     n_tight = 0
-    for share in (0.25, 0.7):
-        budget_bytes = free.size_bytes + share * (lean.size_bytes - free.size_bytes)
+    for share in (0.1, 0.3, 0.75):
+        budget_bytes = leanest.min_bytes + share * (free.size_bytes - leanest.min_bytes)
         joint_s = least_s(sizes, Recomputable(ranges, (None, mode)), budget_bytes)
         every = [
             least_s(sizes, Recomputable(some, (mode,)), budget_bytes)
@@ -164,13 +165,16 @@ def test_bytes_and_seconds_are_those_of_the_lines(
             assert isinstance(backward, PartWork)
             every_s = backward.compute_s + backward.collectives_s + backward.overlapped_s
             counted.append((kept_bytes(program, "adamw"), every_s))
-        (_, none_s), (selective, selective_s), (full, full_s) = foretold
-        (_, none), (kept_selective, selective_again), (kept_full, full_again) = counted
-        # Without recompute the problem counts values twice that views share.
+        (none, none_s), (selective, selective_s), (full, full_s) = foretold
+        (kept_none, never), (kept_selective, selective_again), (kept_full, full_again) = counted
+        # A view that is resharded has a storage of its own, which the problem leaves out.
+        is_copied = (name, forbid) == ("gpt2", "data")
+        assert none - full <= (kept_none - kept_full) * (1 + 1e-6)
+        assert is_copied or none - full == pytest.approx(kept_none - kept_full, rel=1e-6)
         assert selective - full == pytest.approx(kept_selective - kept_full, rel=1e-6)
-        assert selective_s - none_s == pytest.approx(selective_again - none, rel=1e-6)
-        assert full_s - none_s == pytest.approx(full_again - none, rel=1e-6)
-        assert selective > full and none_s <= selective_s < full_s
+        assert selective_s - none_s == pytest.approx(selective_again - never, rel=1e-6)
+        assert full_s - none_s == pytest.approx(full_again - never, rel=1e-6)
+        assert none > selective > full and none_s <= selective_s < full_s
 
 
 def test_pairs_of_choices_are_seen_through() -> None:

@@ -11,15 +11,19 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
+from autopar.cost.laws import CostModel
 from autopar.cost.simulate import PartWork, StageTimes, simulate
 from autopar.errors import InfeasibleError
 from autopar.mesh import LogicalMesh, Mesh
 from autopar.options import Options
+from autopar.passes.analysis.analysis import Analysis
 from autopar.passes.inter.bounds import StageBounds, step_bound_s
 from autopar.passes.inter.candidate import Candidate
+from autopar.passes.inter.layers import sums_of_ranges
 from autopar.passes.inter.recipes import megatron_pipelines
 from autopar.passes.inter.space import PipelineSpace
 from autopar.passes.inter.stage_search import StagePlan, StageSearch
+from autopar.passes.intra.chooser import PlacementRequest, choose
 from autopar.passes.search.outcome import PlanningResult
 from autopar.passes.search.planner import Planner
 from autopar.passes.search.several_stages import SeveralStages
@@ -27,8 +31,10 @@ from autopar.passes.solvers.stages.problem import StageChoice
 from autopar.plans import Alternative
 from autopar.schedule import ORDERS, Transfer, place
 from tests.helpers.candidates import gpt2, pipeline_space
+from tests.helpers.captures import captured
 from tests.helpers.every_plan import Choices, choices_of
 from tests.helpers.machines import FAST, SLOW, TIERED, cluster, hardware_of
+from tests.helpers.models.wide_models import meta_tokens, wide_gpt2
 
 REL = 1e-9
 SHAPES = [(4,), (2, 2), (2, 4)]
@@ -175,10 +181,9 @@ def test_no_simulated_step_within_little_memory_is_below_its_bound() -> None:
     limit = int(0.6 * min(free.simulator.solve(c).peak_bytes for c in few))
     choices = choices_of("gpt2", (2, 2), TIERED, Options.of(memory_limit=limit, **options))
     space = space_of(choices, limit)
-    n_fit = n_raised = 0
+    n_fit = 0
     for candidate in few:
         spans = spans_of(choices, space, candidate)
-        n_raised += math.inf > spans[2] > spans[1]
         try:
             placed = choices.evaluator.placed(candidate, limit)
         except InfeasibleError:
@@ -186,7 +191,37 @@ def test_no_simulated_step_within_little_memory_is_below_its_bound() -> None:
             continue
         n_fit += 1
         assert spans[-1] <= choices.simulator.as_placed(placed).step_time_s, candidate.name
-    assert n_fit >= 2 and n_raised
+    assert 2 <= n_fit < len(few)
+
+
+def test_layers_within_little_memory_are_bounded_by_more_than_those_without_a_limit() -> None:
+    """Where layers are blocks, the bound is above the free one, and at most the stage's optimum."""
+    analysis = Analysis.of(captured(wide_gpt2(12, 512, 256, 1024), meta_tokens(32, 256)))
+    choices, m = Choices(analysis, cluster(2, 2), Options.of(microbatches=8)), 8
+    space, evaluator, raised = space_of(choices), choices.evaluator, 0.0
+    candidate = next(c for c in choices.candidates() if len(c.stages) == 2)
+    chosen = stages_of(StageSearch(space, m, math.inf), candidate)
+    for k, (first, last, at) in enumerate(chosen):
+        layout, view = candidate.stages[k], space.views[at]
+        part = evaluator.parts(candidate.ends)[k]
+        ask = PlacementRequest(CostModel(view, evaluator.dtype), m, layout.constraints, 2 - k)
+        free = choose(part, ask, "adamw", None, recomputable=evaluator.recomputable)
+        with pytest.raises(InfeasibleError) as error:
+            choose(part, ask, "adamw", 0.0, recomputable=evaluator.recomputable)
+        fewest_bytes = error.value.least_bytes
+        assert fewest_bytes is not None
+        free_s = sums_of_ranges(space.layer_bounds.free(view, m).whole_s)[first, last]
+        for share in (0.05, 0.2, 0.5):
+            budget_bytes = error.value.least_bytes + share * (
+                free.size_bytes - error.value.least_bytes
+            )
+            best = choose(part, ask, "adamw", budget_bytes, recomputable=evaluator.recomputable)
+            found = space.layer_bounds.within_budget(
+                view, m, 2 - k, budget_bytes, best.objective_s, "whole_s"
+            )[first, last]
+            assert found <= best.objective_s * (1 + REL)
+            raised = max(raised, found / free_s)
+    assert raised > 1.03
 
 
 # -- what the planner leaves out -------------------------------------------------------------------
