@@ -71,6 +71,8 @@ class StepPricer:
         return timeline_of(pipeline, costs, self.optimizer, between)
 
 
+# How often the solver's bytes are cut at most, when the simulated peak exceeds the budget.
+MOST_CUTS = 24
 # (pipeline, cost models of its stages) -> the prediction of a step: a `StepPricer`.
 Pricer = Callable[[Pipeline, Sequence[CostModel]], Predicted]
 
@@ -148,9 +150,8 @@ class Simulator:
         They are what the placements within a smaller budget take at least. Others may fit, too:
         their peaks may be nearer to the solver's bytes.
 
-        If the peak exceeds the budget, the solver's budget is cut by as much, and by twice as much
-        each time that this does not do. Recipes have no lower bound, because their placements are
-        not the fastest.
+        If the peak exceeds the budget, the solver's bytes are cut by as much, until a peak fits;
+        by half as much if that is too slow. Recipes have no lower bound, because their placements are not the fastest.
 
         Raises `InfeasibleError` if none fits.
         """
@@ -166,14 +167,18 @@ class Simulator:
         if placed.least_s * share >= limit_s:
             return placed.least_s * share
         fewest_bytes = self.evaluator.least_bytes(placed.candidate)
-        cut_bytes = 0.0
+        least_cut_bytes = (placed.size_bytes - fewest_bytes) / MOST_CUTS
+        cut_bytes = solved.peak_bytes - self._budget_bytes
         while placed.size_bytes > fewest_bytes:
-            cut_bytes = max(2 * cut_bytes, solved.peak_bytes - self._budget_bytes)
             smaller_bytes = max(placed.size_bytes - cut_bytes, fewest_bytes)
-            placed = self.evaluator.placed(placed.candidate, smaller_bytes)
-            if placed.least_s * share >= limit_s:  # smaller budgets are no faster
-                return placed.least_s * share
-            solved = self.as_placed(placed)
+            leaner = self.evaluator.placed(placed.candidate, smaller_bytes)
+            if leaner.least_s * share >= limit_s and cut_bytes <= least_cut_bytes:
+                return leaner.least_s * share  # smaller budgets are no faster
+            if leaner.least_s * share >= limit_s:
+                cut_bytes = max(least_cut_bytes, cut_bytes / 2)
+                continue
+            placed, solved = leaner, self.as_placed(leaner)
+            cut_bytes = max(least_cut_bytes, solved.peak_bytes - self._budget_bytes)
             if within(self._budget_bytes, solved.peak_bytes):
                 gap = max(solved.gap, 1 - bound_s / solved.objective_s)
                 return replace(solved, gap=0.0 if solved.candidate.is_recipe else gap)
