@@ -27,7 +27,7 @@ equal blocks takes c times the optimum of one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Hashable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
@@ -73,12 +73,29 @@ class LeastSeconds(NamedTuple):
     work_s: Array
 
 
-class _Groups(NamedTuple):
-    """The problem of some groups, how to solve it, and which kept operators are in the groups."""
+@dataclass(frozen=True, eq=False)
+class _Groups:
+    """The problem of some groups, how to solve it, and which kept operators are in the groups.
 
-    problems: ChoiceProblems
+    `whole` has all costs, `once` those that a step pays once. `stored` are the variables whose
+    bytes are the same for all microbatches.
+    """
+
+    whole: ChoiceProblem
+    once: Callable[[], ChoiceProblem]
+    stored: frozenset[int]
     plan: EliminationPlan
     operators: frozenset[int]
+
+    def numbers(self, part: Part, depth: int = 1) -> Numbers:
+        """The numbers of a part, with as many microbatches in flight."""
+        numbers = self.whole if part == "whole_s" else self._work
+        problems = replace(ChoiceProblems.alone(numbers), stored=self.stored)
+        return Numbers.of(problems.some([0], [depth] if depth > 1 else None))
+
+    @cached_property
+    def _work(self) -> ChoiceProblem:
+        return _without(self.whole, self.once())
 
 
 @dataclass(frozen=True, eq=False)
@@ -121,12 +138,12 @@ class LayerBounds:
         weights = [Weights(size=price) for price in prices]
         if part == "whole_s":  # else it is known which stages cannot fit
             weights.append(Weights(cost=0.0, size=1.0))
-        groups, found = self._groups_of(self.recomputing, view, m, problem, part), []
+        groups, found = self._groups_of(self.recomputing, view, m, problem), []
         for of in groups:
             if of is None:
                 found.append(np.zeros(len(weights)))
                 continue
-            numbers = Numbers.of(of.problems.some([0], [depth]))
+            numbers = of.numbers(part, depth)
             rows = np.concatenate([numbers.at(weighing).rows for weighing in weights])
             found.append(minima(of.plan, Potentials(numbers.layout, rows)))
         priced = list(np.array(self._sums(found)).T)
@@ -143,18 +160,15 @@ class LayerBounds:
         equal_s = np.add.reduceat(shares_s, [first for first, _ in self.layers.ranges])
         if problem is None:
             return LeastSeconds(equal_s, equal_s)
-        out = []
-        for part in get_args(Part):
-            groups = self._groups_of(self.plain, view, m, problem, part)
-            found = [
-                np.zeros(1)
-                if of is None
-                else minima(of.plan, Numbers.of(of.problems.some([0])).at(Weights()))
-                for of in groups
-            ]
-            least_s = np.concatenate(self._sums(found)) + self._rest_s(view, m, groups)
-            out.append(np.maximum(least_s, equal_s))
-        return LeastSeconds(*out)
+        groups, found = self._groups_of(self.plain, view, m, problem), []
+        for of in groups:
+            if of is None:
+                found.append(np.zeros(2))
+                continue
+            potentials = (of.numbers(part).at(Weights()) for part in get_args(Part))
+            found.append(np.concatenate([minima(of.plan, each) for each in potentials]))
+        least_s = np.array(self._sums(found)).T + self._rest_s(view, m, groups)
+        return LeastSeconds(*np.maximum(least_s, equal_s))
 
     def _problem(
         self, families: ProblemFamilies, view: LogicalMesh, m: int
@@ -167,19 +181,18 @@ class LayerBounds:
             return None
 
     def _groups_of(
-        self, families: ProblemFamilies, view: LogicalMesh, m: int, problem: IntraOpProblem,
-        part: Part,
-    ) -> list[_Groups | None]:  # fmt: skip
+        self, families: ProblemFamilies, view: LogicalMesh, m: int, problem: IntraOpProblem
+    ) -> list[_Groups | None]:
         """The problem of each of `_distinct`; None if it is too large to solve."""
-        key = view, m, part
+        key = view, m
         if families is self.recomputing and key in self._kept:
             return self._kept[key]
-        found = [self._groups(problem, kept, part) for kept in self._distinct]
+        found = [self._groups(problem, kept) for kept in self._distinct]
         if families is self.recomputing:  # for other numbers of microbatches in flight
             self._kept[key] = found
         return found
 
-    def _groups(self, problem: IntraOpProblem, kept: frozenset[int], part: Part) -> _Groups | None:
+    def _groups(self, problem: IntraOpProblem, kept: frozenset[int]) -> _Groups | None:
         names = {self.folded.analysis.operators[f].name: f for f in kept}
         groups = [
             v
@@ -189,18 +202,18 @@ class LayerBounds:
         modes = (of.variable for of in problem.modes if not names.keys().isdisjoint(of.operators))
         inside = {*groups, *(v for v in modes if v is not None)}
         variables = _variables_within(problem.numbers, inside, len(problem.candidates))
-        numbers = _of_variables(problem.numbers, variables)
-        if part == "work_s":
-            numbers = _without(numbers, _of_variables(problem.once_problem, variables))
+        whole = _of_variables(problem.numbers, variables)
         stored = set(problem.parameter_variables.values())
         inside_stored = frozenset(i for i, v in enumerate(variables) if v in stored)
-        problems = replace(ChoiceProblems.alone(numbers), stored=inside_stored)
         try:
-            plan = plan_elimination(problems.some([0]), TableLimits())
+            plan = plan_elimination(ChoiceProblems.alone(whole).some([0]), TableLimits())
         except TooWide:
             return None
         members = (m.name for v in groups for m in problem.candidates[v].group.members)
-        return _Groups(problems, plan, frozenset(names[name] for name in members))
+        return _Groups(
+            whole, lambda: _of_variables(problem.once_problem, variables), inside_stored, plan,
+            frozenset(names[name] for name in members),
+        )  # fmt: skip
 
     def _sums(self, of_distinct: Sequence[Array]) -> list[Array]:
         """Per layer, the sum of what is known of each part of `_distinct`."""

@@ -151,7 +151,8 @@ class Simulator:
         their peaks may be nearer to the solver's bytes.
 
         If the peak exceeds the budget, the solver's bytes are cut by as much, until a peak fits;
-        by half as much if that is too slow. Recipes have no lower bound, because their placements are not the fastest.
+        by half as much if that is too slow. Recipes have no lower bound, because their placements
+        are not the fastest.
 
         Raises `InfeasibleError` if none fits.
         """
