@@ -32,7 +32,7 @@ from autopar.passes.solvers.problem import (
     codes_of,
     within,
 )
-from autopar.passes.solvers.repeats.repeats import RepeatedChoice, RepeatedProblem
+from autopar.passes.solvers.repeats.repeats import RepeatedChoice, RepeatedProblem, RepeatedProblems
 
 # (repeat, choices handed, choices made): copies of one kind have the same exchanges.
 _Kind = tuple[int, Choice, Choice]
@@ -154,17 +154,13 @@ class Exchanges:
         if (base, kind) not in self._known_offers:
             r, before, row = kind
             block = self._blocks[r]
-            saved_s, more_bytes = [], []
-            for i in block.inner:
-                cost_s, size_bytes = block.around(base, before, row, i)
-                saved_s.append(cost_s[row[i]] - cost_s)
-                more_bytes.append(size_bytes - size_bytes[row[i]])
+            saved_s, more_bytes = block.exchanged(base, before, row)
             now_s, now_bytes = block.total(base, before, row)
             known = [block.total(base, before, new) for new in self._known_rows(kind)]
-            saved_s.append(np.array([now_s - new_s for new_s, _ in known]))
-            more_bytes.append(np.array([new_bytes - now_bytes for _, new_bytes in known]))
             self._known_offers[base, kind] = _Offers.of(
-                np.concatenate(saved_s), np.concatenate(more_bytes), SAME_OPTIMUM_REL * now_s
+                np.concatenate((saved_s, [now_s - new_s for new_s, _ in known])),
+                np.concatenate((more_bytes, [new_bytes - now_bytes for _, new_bytes in known])),
+                SAME_OPTIMUM_REL * now_s,
             )
         return self._known_offers[base, kind]
 
@@ -227,8 +223,26 @@ class _Copies:
                     where, at = "handed", handed[other]
                 self.joints[self.place[v]].append(_Joint(along + table_at, places, where, at))
 
-        sizes = ((i, every.sizes[self.block[i]]) for i in self.inner)
-        self.changes = [(i, k) for i, n in sizes for k in range(n)]
+        self._lay_out(every)
+
+    def _lay_out(self, every: RepeatedProblems) -> None:
+        """Where the numbers of each change of an inner variable lie: `own`, and of its joints at
+        `along` plus the places of what is chosen at their other ends."""
+        self.sizes = np.array([every.sizes[self.block[i]] for i in self.inner], dtype=np.int64)
+        self.changes = [
+            (i, k) for i, n in zip(self.inner, self.sizes.tolist(), strict=True) for k in range(n)
+        ]
+        starts = np.cumsum(self.sizes) - self.sizes
+        self.starts = np.repeat(starts, self.sizes)
+        own_at = np.array([every.layout.own_at[self.block[i]] for i in self.inner], dtype=np.int64)
+        self.own = np.repeat(own_at - starts, self.sizes) + np.arange(len(self.changes))
+        joints = [(n, j) for n, i in enumerate(self.inner) for j in self.joints[i]]
+        self.inner_joints = [joint for _, joint in joints]
+        self.lengths = [len(joint.along) for joint in self.inner_joints]
+        none = np.zeros(0, dtype=np.int64)
+        self.along = np.concatenate([none, *(joint.along for joint in self.inner_joints)])
+        changes = [np.arange(self.sizes[n]) + starts[n] for n, _ in joints]
+        self.change_of = np.concatenate([none, *changes])
 
     def handed_on(self, row: Choice) -> Choice:
         """The choices in a row that a copy hands on."""
@@ -241,22 +255,19 @@ class _Copies:
             out.setdefault(self.handed_on(row), []).append(row)
         return out
 
-    def around(
-        self, base: Choice, before: Choice, row: Choice, i: int
-    ) -> tuple[FloatArray, FloatArray]:
-        """([choices], [choices]) of variable i of the block: the seconds and bytes of everything it
-        takes part in, all else kept."""
-        v, numbers, layout = self.block[i], self.row, self.problem.every.layout
-        own = slice(layout.own_at[v], layout.own_at[v] + layout.n_choices[v])
-        cost_s, size_bytes = numbers.cost_s[0, own], numbers.size_bytes[0, own]
+    def exchanged(self, base: Choice, before: Choice, row: Choice) -> tuple[FloatArray, FloatArray]:
+        """[changes]: the seconds that each saves, and the bytes that it adds, all else kept."""
         of = {"inside": row, "handed": before, "outside": base}
-        for joint in self.joints[i]:
-            at = joint.along + joint.places[of[joint.where][joint.at]]
-            cost_s, size_bytes = (
-                cost_s + numbers.cost_s[0, at],
-                size_bytes + numbers.size_bytes[0, at],
-            )
-        return cost_s, size_bytes
+        places = [joint.places[of[joint.where][joint.at]] for joint in self.inner_joints]
+        at = self.along + np.repeat(np.array(places, dtype=np.int64), self.lengths)
+        chosen = np.array([row[i] for i in self.inner], dtype=np.int64)
+        now = self.starts + np.repeat(chosen, self.sizes)
+        saved = []
+        for numbers in (self.row.cost_s[0], self.row.size_bytes[0]):
+            each = np.bincount(self.change_of, numbers[at], len(self.own)) + numbers[self.own]
+            saved.append(each[now] - each)
+        saved_s, saved_bytes = saved
+        return saved_s, -saved_bytes
 
     def total(self, base: Choice, before: Choice, row: Choice) -> tuple[float, float]:
         """(seconds, bytes) of a whole copy."""
