@@ -1,11 +1,11 @@
 """How one program is placed on one logical mesh: the fastest strategies within a memory budget.
 
-Reading order: `cases.py`, `constraints.py` (what is allowed; recipes), `member_prices.py`,
-`candidates.py` (choices of groups), `parameters.py` (storage), `priced.py` (what problems share),
-`hiding.py` (what compute hides), `problem.py` (the choice problem), `builder.py` (builds it),
-`rerun.py` and `recompute_choice.py` (recompute in it), `intra_op.py` (many problems at once),
-`least.py` (bounds without a solver), `repeated.py` (repeated blocks), `chooser.py` (solve and read
-back).
+Reading order: `cases.py`, `constraints.py` (what is allowed; recipes), `at_loss.py` (what is live
+there), `member_prices.py`, `candidates.py` (choices of groups), `parameters.py` (storage),
+`priced.py` (what problems share), `hiding.py` (what compute hides), `problem.py` (the choice
+problem), `builder.py` (builds it), `rerun.py` and `recompute_choice.py` (recompute in it),
+`intra_op.py` (many problems at once), `least.py` (bounds without a solver), `repeated.py` (repeated
+blocks), `chooser.py` (solve and read back).
 May import `passes/analysis`, `passes/reshard`, the solvers and everything below `passes`.
 Hands on `Chooser`, `choose` and `intra_op_problem`.
 """

@@ -182,7 +182,7 @@ class ParameterMaker:
             self.hiding.sync_price, self.hiding.blocks_price, use,
         )  # fmt: skip
 
-        seconds = paths[..., :5].copy()  # without the rest, which is as large
+        seconds = paths[..., :6].copy()  # without the rest, which is as large
 
         def hidable(case: int) -> Hidable:
             of_case = seconds[self.cases.mesh_of[case], at]
@@ -258,20 +258,22 @@ def _apart(of: Array, n_microbatches: int, period: int, use: Uses) -> tuple[floa
     """Seconds of a step in one conversion: waited for; beside compute once a step, and otherwise.
 
     `of` is a row of `path_costs`, `period` an index of `PERIODS`. Gathers of several moves do not
-    begin early (`passes/backward/gathers.py`).
+    begin early (`passes/backward/gathers.py`), and what returns in later rounds is waited for.
     """
-    gathered_s, returned_s, fused_s, reduced_s, moves = of[0], of[1], of[2], of[3], of[4]
+    gathered_s, first_s, later_s = of[0], of[1] - of[5], of[5]
+    fused_s, reduced_s, moves = of[2], of[3], of[4]
     if period == 2:
         gathers_s = (use.n + use.n_again) * fused_s
-        first_s = (use.first_share + use.again_share * use.n_again) * fused_s
-        once_s = use.first_share * reduced_s + (gathers_s if moves > 1 else first_s)
+        waited_s = (use.first_share + use.again_share * use.n_again) * fused_s
+        once_s = use.first_share * reduced_s + (gathers_s if moves > 1 else waited_s)
         every_s = gathers_s + use.n * reduced_s
         return n_microbatches * once_s, 0.0, n_microbatches * (every_s - once_s)
     if period == 1:
-        returned_s *= n_microbatches
-        last_s = use.micro_share * returned_s
-        return gathered_s + last_s, 0.0, returned_s - last_s
-    return gathered_s + use.last_share * returned_s, (1 - use.last_share) * returned_s, 0.0
+        last_s = use.micro_share * first_s
+        waited_s = gathered_s + n_microbatches * (later_s + last_s)
+        return waited_s, 0.0, n_microbatches * (first_s - last_s)
+    waited_s = gathered_s + later_s + use.last_share * first_s
+    return waited_s, (1 - use.last_share) * first_s, 0.0
 
 
 @compiled
@@ -297,7 +299,7 @@ def conversion_costs(
         for i in range(shape[1]):
             for j in range(shape[2]):
                 of = sums[mesh_of[case], rows[i], j]
-                moves, calls, copies, gathers, exists = of[4], of[5], of[6], of[7], of[8]
+                moves, calls, copies, gathers, exists = of[4], of[6], of[7], of[8], of[9]
                 calls += 1e-3 * moves
                 copied = 1.0 if copies > 0 else cast
                 moved = gradient[case] if moves > 0 else 0.0
@@ -324,7 +326,7 @@ def hidable_costs(
 ) -> tuple[Array, Array]:
     """What compute may hide in one case, [storages, uses]: once a step, and all other seconds.
 
-    `paths` are the first 5 of `path_costs` in the case, [storages, uses, 5]; the rest as in
+    `paths` are the first 6 of `path_costs` in the case, [storages, uses, 6]; the rest as in
     `conversion_costs`.
     """
     sync_s, blocks_s = np.empty(paths.shape[:2]), np.empty(paths.shape[:2])
@@ -338,11 +340,11 @@ def path_costs(
     tables: ReshardTables, costs: tuple[CostModel, ...], sources: Sequence[int],
     targets: Sequence[int], fused_bytes: int,
 ) -> Array:  # fmt: skip
-    """Sums over the cheapest paths of a parameter's type: [meshes, sources, targets, 9].
+    """Sums over the cheapest paths of a parameter's type: [meshes, sources, targets, 10].
 
-    The 9 are seconds forward and backward in buckets, the same where `fused_bytes` are the most
-    that is moved at once; then moves, collectives, copies, gathers; the last is 1 if there is a
-    path.
+    The 10 are seconds forward and backward in buckets, the same where `fused_bytes` are the most
+    that is moved at once; moves; of the seconds backward in buckets those after the first
+    collective; then collectives, copies, gathers; the last is 1 if there is a path.
     """
     graph, size_bytes, gradient_bytes = tables.graph, tables.size_bytes, tables.gradient_bytes
     calls, kinds = graph.calls, np.array([p.kind for p in graph.primitives])
@@ -370,5 +372,8 @@ def path_costs(
     )
     time_s, _ = tables.between(sources, targets)
     sums = tables.along_paths(sources, targets, values)
-    every = np.concatenate((sums, np.isfinite(time_s)[:, None]), axis=1)
+    first_s = tables.last_along_paths(sources, targets, values[:, 1] * calls[backward])
+    later_s = np.where(first_s > 0, sums[:, 1] - first_s, 0.0)[:, None]
+    exists = np.isfinite(time_s)[:, None]
+    every = np.concatenate((sums[:, :5], later_s, sums[:, 5:], exists), axis=1)
     return np.ascontiguousarray(np.moveaxis(every, 1, -1))

@@ -21,6 +21,7 @@ from autopar.passes.reshard.paths import (
     LastMoves,
     Ties,
     find_paths,
+    last_along,
     move_weights,
     path_seconds,
     sum_along,
@@ -114,6 +115,15 @@ class ReshardTables:
         rows, at = self._found(sources), np.array(targets, dtype=np.int64)
         values = np.ascontiguousarray(move_values)  # the loops are compiled once per layout
         return sum_along(self.graph.source, self._last, rows, at, values)
+
+    def last_along_paths(
+        self, sources: Sequence[int], targets: Sequence[int], move_values: Array
+    ) -> Array:
+        """Of the last move of each path whose value is not 0: [cases, moves] -> [cases, sources,
+        targets]."""
+        rows, at = self._found(sources), np.array(targets, dtype=np.int64)
+        values = np.ascontiguousarray(move_values)
+        return last_along(self.graph.source, self._last, rows, at, values)
 
     def last_moves(self, source: int, case: int) -> LastMoves:
         """[specs]: the last moves of the paths from `source`, which minimise time, then tie."""

@@ -78,6 +78,25 @@ def sum_along(
 
 
 @compiled
+def last_along(
+    before: Indices, last: LastMoves, rows: Indices, targets: Indices, values: Array
+) -> Array:
+    """[cases, rows, targets]: the value of the last move of each path that has any; 0 if none.
+
+    `values` are [cases, moves]; the rest as in `sum_along`.
+    """
+    found = np.zeros((len(last), len(rows), len(targets)))
+    for case in range(len(last)):
+        for i in range(len(rows)):
+            for j in range(len(targets)):
+                move = last[case, rows[i], targets[j]]
+                while move >= 0 and found[case, i, j] == 0:
+                    found[case, i, j] = values[case, move]
+                    move = last[case, rows[i], before[move]]
+    return found
+
+
+@compiled
 def path_seconds(
     before: Indices, last: LastMoves, rows: Indices, targets: Indices,
     forward: Indices, backward: Indices, seconds: Array, ties: Array,

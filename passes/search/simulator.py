@@ -150,9 +150,9 @@ class Simulator:
         They are what the placements within a smaller budget take at least. Others may fit, too:
         their peaks may be nearer to the solver's bytes.
 
-        If the peak exceeds the budget, the solver's bytes are cut by as much, until a peak fits;
-        by half as much if that is too slow. Recipes have no lower bound, because their placements
-        are not the fastest.
+        If the peak exceeds the budget, the solver's bytes are cut by as much, until a peak fits.
+        If larger ones may be faster by more than the tolerance, the largest that fit are searched
+        by halves. Recipes have no lower bound, because their placements are not the fastest.
 
         Raises `InfeasibleError` if none fits.
         """
@@ -167,24 +167,33 @@ class Simulator:
         share = min(1.0, solved.step_time_s / placed.least_s)
         if placed.least_s * share >= limit_s:
             return placed.least_s * share
+        found: Solved | float | None = None
         fewest_bytes = self.evaluator.least_bytes(placed.candidate)
         least_cut_bytes = (placed.size_bytes - fewest_bytes) / MOST_CUTS
         cut_bytes = solved.peak_bytes - self._budget_bytes
         while placed.size_bytes > fewest_bytes:
             smaller_bytes = max(placed.size_bytes - cut_bytes, fewest_bytes)
             leaner = self.evaluator.placed(placed.candidate, smaller_bytes)
-            if leaner.least_s * share >= limit_s and cut_bytes <= least_cut_bytes:
-                return leaner.least_s * share  # smaller budgets are no faster
-            if leaner.least_s * share >= limit_s:
-                cut_bytes = max(least_cut_bytes, cut_bytes / 2)
+            if leaner.least_s * share >= limit_s:  # smaller budgets are no faster
+                fewest_bytes = smaller_bytes
+                if not isinstance(found, Solved):
+                    found = leaner.least_s * share
+            elif within(self._budget_bytes, (solved := self.as_placed(leaner)).peak_bytes):
+                found, fewest_bytes = solved, smaller_bytes
+                limit_s = min(limit_s, solved.step_time_s * (1 - self.evaluator.options.tolerance))
+            else:
+                least_bytes, placed = min(least_bytes, solved.peak_bytes), leaner
+                cut_bytes = max(least_cut_bytes, solved.peak_bytes - self._budget_bytes)
                 continue
-            placed, solved = leaner, self.as_placed(leaner)
-            cut_bytes = max(least_cut_bytes, solved.peak_bytes - self._budget_bytes)
-            if within(self._budget_bytes, solved.peak_bytes):
-                gap = max(solved.gap, 1 - bound_s / solved.objective_s)
-                return replace(solved, gap=0.0 if solved.candidate.is_recipe else gap)
-            least_bytes = min(least_bytes, solved.peak_bytes)
-        raise too_little_memory(self._budget_bytes, least_bytes, placed.candidate.name)
+            cut_bytes = (placed.size_bytes - fewest_bytes) / 2
+            if cut_bytes < least_cut_bytes or placed.least_s * share >= limit_s:
+                break
+        if found is None:
+            raise too_little_memory(self._budget_bytes, least_bytes, placed.candidate.name)
+        if isinstance(found, Solved):
+            gap = max(found.gap, 1 - bound_s / found.objective_s)
+            return replace(found, gap=0.0 if found.candidate.is_recipe else gap)
+        return found
 
     def with_least_memory(self, candidate: Candidate) -> Solved:
         """Simulate a candidate with its leanest placements.

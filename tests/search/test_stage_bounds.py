@@ -212,9 +212,7 @@ def test_layers_within_little_memory_are_bounded_by_more_than_those_without_a_li
         assert fewest_bytes is not None
         free_s = sums_of_ranges(space.layer_bounds.free(view, m).whole_s)[first, last]
         for share in (0.05, 0.2, 0.5):
-            budget_bytes = error.value.least_bytes + share * (
-                free.size_bytes - error.value.least_bytes
-            )
+            budget_bytes = fewest_bytes + share * (free.size_bytes - fewest_bytes)
             best = choose(part, ask, "adamw", budget_bytes, recomputable=evaluator.recomputable)
             found = space.layer_bounds.within_budget(
                 view, m, 2 - k, budget_bytes, best.objective_s, "whole_s"

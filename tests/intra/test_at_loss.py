@@ -1,0 +1,96 @@
+"""The solver's bytes against simulated peaks: what the loss needs, gradients, shared storages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import cache
+
+import pytest
+
+from autopar.cost.laws import CostModel
+from autopar.options import Options
+from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.intra.at_loss import AtLoss, least_at_loss_bytes
+from autopar.passes.intra.cases import Cases
+from autopar.passes.search.evaluator import Placed
+from tests.helpers.captures import captured
+from tests.helpers.every_plan import Choices
+from tests.helpers.machines import cluster
+from tests.helpers.models.wide_models import meta_tokens, wide_gpt2, wide_llama
+
+MODELS = {
+    "gpt2": lambda: (wide_gpt2(4, 256, 128, 8192), meta_tokens(32, 128)),
+    "llama": lambda: (wide_llama(2, 32000), meta_tokens(32, 4096)),
+}
+
+
+@cache
+def analysis_of(model: str) -> Analysis:
+    return Analysis.of(captured(*MODELS[model]()))
+
+
+@cache
+def choices_of(model: str, m: int) -> Choices:
+    options = Options.of(stages=1, recompute="none", microbatches=m)
+    return Choices(analysis_of(model), cluster(4), options)
+
+
+def at_loss(analysis: Analysis, *counts: int) -> AtLoss:
+    """On four ranks."""
+    (*_, candidate) = choices_of("gpt2", 1).candidates()
+    cost = CostModel(candidate.stages[0].view, choices_of("gpt2", 1).evaluator.dtype)
+    types = {m: analysis.microbatch_types(m).tensors for m in counts}
+    splits = {m: analysis.batch.n_splits(m) for m in counts}
+    return AtLoss.of(analysis, Cases(tuple((cost, m) for m in counts), types, splits))
+
+
+def every_placed(choices: Choices) -> Iterator[Placed]:
+    """The fastest placements on every view, leaner ones, and those that store parameters alike."""
+    evaluator = choices.evaluator
+    for candidate in choices.candidates():
+        least_bytes = evaluator.least_bytes(candidate)
+        for words in ((), ("zero3",), ("zero1", "zero2"), ("zero1", "zero2", "zero3")):
+            yield evaluator.placed(candidate.forbidding(*words), None)
+        for factor in (1.0, 1.1):
+            yield evaluator.placed(candidate, factor * least_bytes)
+
+
+@pytest.mark.parametrize("m", [2, 8])
+@pytest.mark.parametrize("model", MODELS)
+def test_bytes_are_near_the_peak(model: str, m: int) -> None:
+    """And hardly above it: else plans that fit would be left out."""
+    choices, nearest = choices_of(model, m), []
+    for placed in every_placed(choices):
+        peak_bytes = choices.simulator.as_placed(placed).peak_bytes
+        share = placed.size_bytes / peak_bytes
+        assert share < 1.01, (placed.candidate.name, placed.size_bytes, peak_bytes)
+        nearest.append(share)
+    assert sorted(nearest)[len(nearest) // 2] > 0.95, "those of most placements"
+
+
+def test_in_a_step_of_one_microbatch_either_the_loss_or_gradients_count() -> None:
+    """Of a small model the loss needs more than all gradients; of one with few rows it does not."""
+    small = at_loss(analysis_of("gpt2"), 1, 2)
+    assert small.needs == (True, True) and small.gradients == (False, True)
+    few_rows = Analysis.of(captured(wide_gpt2(4, 256, 128, 8192), meta_tokens(4, 8)))
+    few = at_loss(few_rows, 1, 2)
+    assert few.needs == (False, True) and few.gradients == (True, True)
+    assert least_at_loss_bytes(few_rows, 1, 4) == 0 < least_at_loss_bytes(few_rows, 2, 4)
+
+
+def test_the_neediest_operator_is_the_loss() -> None:
+    for model in MODELS:
+        analysis = analysis_of(model)
+        neediest, tensors = analysis.neediest, analysis.types.tensors
+        assert neediest.operator.startswith("cross_entropy_loss")
+        (logits,) = (
+            tensors[o.inputs[0]] for o in analysis.operators if o.name == neediest.operator
+        )
+        assert neediest.made_bytes == logits.size_bytes
+        assert neediest.total_bytes >= neediest.least_bytes > 0.99 * logits.size_bytes
+
+
+def test_with_all_microbatches_in_flight_the_loss_does_not_count() -> None:
+    """They would multiply what it needs, which it needs once."""
+    found = at_loss(analysis_of("gpt2").in_schedule("gpipe"), 1, 2)
+    assert found.neediest is None and found.gradients == (True, True)
