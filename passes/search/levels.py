@@ -155,6 +155,7 @@ class Levels:
         candidate = rival_of or placed.candidate
 
         def simulate(limit_s: float) -> Parts:
+            # Farther above the bound, rivals may be below the limit.
             if limit_s <= placed.least_s <= node.bound_s * (1 + RIVAL_REL):
                 return [replace(leaf, given_up_s=placed.least_s)]
             solved = simulator.simulated_if_fits(placed)

@@ -118,7 +118,7 @@ def test_folded_is_the_whole_ilp(family: str, axes: str, forbid: str) -> None:
     ("family", "axes", "forbid", "share"),
     sampled(
         BUDGETS,
-        [("gpt2", "4", "", "0.8"), ("frozen resnet", "4", "zero1 zero2 sequence", "0.9")],
+        [("resnet", "4", "", "0.75"), ("frozen resnet", "4", "zero1 zero2 sequence", "0.9")],
     ),
 )
 def test_the_gap_covers_the_optimum_within_a_budget(
