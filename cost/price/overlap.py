@@ -3,8 +3,9 @@
     what                                     begins                            waited for
     ZeRO-3 gathers of a block                a block ahead, both ways          at the block
     ZeRO-3 reductions of a block             after its backward                a block later
-    both, of a parameter of several moves    in their place, but its last      in their place
-                                             reduction
+    gathers of several moves                 in their place                    in their place
+    reductions of several moves              after the block's backward        in their place; the
+                                                                               last a block later
     gradients returned per microbatch        with a bucket's last gradient     after backward
     gradients returned once a step           the same, in the last backward    at the end of a step
     all others                               in their place                    in their place

@@ -5,10 +5,10 @@ model both are as large as the logits. So a peak is at least
 
     parameters + state + saved for backward + needed at once + gradients of parameters
 
-From the second microbatch on, the gradients of those before are there. If a step has one, there are
-none yet. Then a step's peak may also be at its end, where they all are and nothing is saved. No sum
-of choices has both. So if the loss surely needs more than all gradients, it counts, and they do
-not; else they count, and the loss does not.
+From the second microbatch on, the gradients of those before are there. In a step of one microbatch
+there are none yet. Its peak may then also be at its end, with all gradients and nothing saved. A
+sum over choices cannot say which is higher. So if the loss surely needs more than all gradients, it
+counts, and they do not; else they count, and the loss does not.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from autopar.passes.intra.cases import Cases
 class AtLoss:
     """What counts in several cases.
 
-    neediest    the operator that needs most; None: it is in a later stage, or microbatches that are
-                in flight together would multiply what it needs
+    neediest    the operator that needs most; None: it is in a later stage, or may be in one whose
+                microbatches in flight would multiply what it needs
     needs       [cases]: does what it needs count?
     gradients   [cases]: do gradients of parameters count?
     """
@@ -56,7 +56,9 @@ def least_at_loss_bytes(analysis: Analysis, n_microbatches: int, n_ranks: int) -
 
 
 def _is_elsewhere(analysis: Analysis) -> bool:
-    return bool(analysis.program.sent) or analysis.all_in_flight or not analysis.program.training
+    """Does what it needs not count? Problems of any stage ("least") do not know which has it."""
+    program, is_any_stage = analysis.program, analysis.gathers == "least"
+    return bool(program.sent) or is_any_stage or analysis.all_in_flight or not program.training
 
 
 def _gradient_bytes(analysis: Analysis) -> float:

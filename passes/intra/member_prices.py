@@ -53,9 +53,11 @@ class MemberPrice:
 
 @dataclass(frozen=True, eq=False)
 class LoweredChoices:
-    """Choices `at` which an operator is replaced by one function over some axes; [cases, 1] ranks.
+    """The choices with which an operator is replaced by one function, over the same axes.
 
-    `sizes` maps names of the notation -> their sizes on one rank, [cases, choices].
+    at        the indices of these choices
+    sizes     name of the notation -> its size on one rank, [cases, choices]
+    n_ranks   [cases, 1]: ranks along the axes
     """
 
     lowering: Lowering
