@@ -163,7 +163,8 @@ class ParameterMaker:
         ]
         distinct = {row: i for i, row in enumerate(dict.fromkeys(rows))}
         columns = [tables.index[u] for u in uses]
-        paths = path_costs(tables, self.cases.meshes, tuple(distinct), columns, use.fused_bytes)
+        on = self.cases.meshes, tuple(distinct), tuple(columns), use.fused_bytes
+        paths = tables.once(on, lambda: path_costs(tables, *on))
         allowed = np.array([self._periods_allowed(storages, g) for g in (False, True)])
         fits = np.ones((len(storages), len(uses)), dtype=bool)
         if self.limits.constraints.zero is not None:
@@ -182,10 +183,8 @@ class ParameterMaker:
             self.hiding.sync_price, self.hiding.blocks_price, use,
         )  # fmt: skip
 
-        seconds = paths[..., :6].copy()  # without the rest, which is as large
-
         def hidable(case: int) -> Hidable:
-            of_case = seconds[self.cases.mesh_of[case], at]
+            of_case = paths[self.cases.mesh_of[case], at, :, :6]
             return Hidable(*hidable_costs(of_case, self.cases.counts[case], periods, use))
 
         return time_s, tie, size_bytes, hidable
@@ -337,8 +336,8 @@ def hidable_costs(
 
 
 def path_costs(
-    tables: ReshardTables, costs: tuple[CostModel, ...], sources: Sequence[int],
-    targets: Sequence[int], fused_bytes: int,
+    tables: ReshardTables, costs: tuple[CostModel, ...], sources: tuple[int, ...],
+    targets: tuple[int, ...], fused_bytes: int,
 ) -> Array:  # fmt: skip
     """Sums over the cheapest paths of a parameter's type: [meshes, sources, targets, 10].
 

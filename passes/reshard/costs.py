@@ -8,7 +8,7 @@ start with an axis of *cases*, one tensor on one mesh each.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
@@ -52,6 +52,7 @@ class ReshardTables:
     backward: NDArray[np.int64] = field(init=False)
     _last: LastMoves = field(init=False)
     _row: dict[int, int] = field(default_factory=dict, init=False)
+    _known: dict[Hashable, Array] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.backward = self.graph.backward + len(self.graph.primitives)
@@ -124,6 +125,12 @@ class ReshardTables:
         rows, at = self._found(sources), np.array(targets, dtype=np.int64)
         values = np.ascontiguousarray(move_values)
         return last_along(self.graph.source, self._last, rows, at, values)
+
+    def once(self, key: Hashable, compute: Callable[[], Array]) -> Array:
+        """What was computed from these tables for `key`: several problems ask for the same."""
+        if key not in self._known:
+            self._known[key] = compute()
+        return self._known[key]
 
     def last_moves(self, source: int, case: int) -> LastMoves:
         """[specs]: the last moves of the paths from `source`, which minimise time, then tie."""

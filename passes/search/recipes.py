@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import chain
 
 from autopar.errors import InfeasibleError, NotSupportedError
 from autopar.mesh import LogicalMesh
@@ -105,14 +106,12 @@ class RecipeNodes:
     def _free(self, node: Node, attempts: Sequence[Candidate]) -> Parts:
         """As if memory had no limit: fewest microbatches, nothing runs again. No attempt is faster.
 
-        Sizes are checked before, so that what is too large is not solved. More microbatches need no
-        more bytes.
+        Sizes are checked before, so that what is too large is not solved.
         """
-        small = list[tuple[Evaluator, Candidate]]()
-        for evaluator in self._evaluators:
-            first = bisect_left(attempts, True, key=partial(_may_fit, evaluator))
-            small += [(evaluator, candidate) for candidate in attempts[first:]]
-        if not small:
+        small = self._small(attempts)
+        first = next(small, None)
+        if first is None:
+            evaluator = self._evaluators[-1]
             least_bytes = evaluator.size_bound_bytes(attempts[-1])
             error = too_little_memory(evaluator.budget_bytes, least_bytes, attempts[-1].name)
             self.levels.errors.append((error, attempts[-1]))
@@ -123,11 +122,17 @@ class RecipeNodes:
         except InfeasibleError as impossible:
             self.levels.errors.append((impossible, candidate))
             return []
-        is_small = small[0][0] is evaluator and small[0][1] is candidate
+        is_small = first[0] is evaluator and first[1] is candidate
         if is_small and within(evaluator.budget_bytes, free.size_bytes):
-            return [self._leaf(node, free, evaluator, iter(small[1:]))]
+            return [self._leaf(node, free, evaluator, small)]
         least_s = free.least_s / (1 + self.slack_rel)
-        return [node.after("free", least_s, lambda _: self._tried(node, iter(small)))]
+        return [node.after("free", least_s, lambda _: self._tried(node, chain([first], small)))]
+
+    def _small(self, attempts: Sequence[Candidate]) -> Iterator[tuple[Evaluator, Candidate]]:
+        """The attempts that may fit by their sizes. More microbatches need no more bytes."""
+        for evaluator in self._evaluators:
+            first = bisect_left(attempts, True, key=partial(_may_fit, evaluator))
+            yield from ((evaluator, candidate) for candidate in attempts[first:])
 
     @cached_property
     def _evaluators(self) -> list[Evaluator]:
