@@ -190,7 +190,7 @@ class Planner:
         if self.options.force:
             raise OptionError("manual is the whole recipe; force cannot be combined with it")
         if manual.pp == 1:
-            yield RecipeNodes(self.levels).root("manual recipe", "", self.proposals.manual(manual))
+            yield RecipeNodes(self.levels).root(self.proposals.manual(manual))
             return
         space = self._space(manual.pp)
         several = SeveralStages(self.levels, space)

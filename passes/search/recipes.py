@@ -2,22 +2,23 @@
 
     data parallel, ZeRO-1, 2, 3      every axis splits the batch
     Megatron                         dp x tp, on every view of two axes
-    Megatron, SP and ZeRO-1 or 3     the same with activations split between matmuls, and shards
+    Megatron with SP and ZeRO        the same with activations split between matmuls, and shards
 
 A recipe is tried with the fewest microbatches that fit, first without recompute, then with
-selective and with full recompute. Its placements are in the search's space, too, so a recipe bounds
-nothing: its node's bound is that of its own placements.
+selective and with full recompute; beside Megatron, ZeRO-3 is tried where ZeRO-1 does not fit. Its
+placements are in the search's space, too, so a recipe bounds nothing: its node's bound is that of
+its own placements.
 """
 
 from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
-from itertools import chain
+from itertools import chain, product, starmap
 
 from autopar.errors import InfeasibleError, NotSupportedError
 from autopar.mesh import LogicalMesh
@@ -38,11 +39,12 @@ _MODES = ("selective", "full")
 
 @dataclass(frozen=True)
 class Recipe:
-    """A recipe on one view: `family` is its plain name, `name` says all."""
+    """A recipe on one view: `family` is its plain name, `names` say all. There is a name for each
+    of its constraints, in the order in which they are tried."""
 
     family: str
-    name: str
-    layout: StageLayout
+    view: LogicalMesh
+    names: Mapping[str, Constraints]
 
 
 def recipes_on(
@@ -56,8 +58,7 @@ def recipes_on(
         for zero, family in enumerate(("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")):
             if not forbid & {"data", f"zero{zero}"}:
                 limits = Constraints(forbid, (data,) * view.n_axes, zero)
-                name = f"{family} on {axes_text(view)}"
-                yield Recipe(family, name, StageLayout(view, limits))
+                yield Recipe(family, view, {family: limits})
     for view in views:
         splits_batch = view.sizes[0] > 1
         if view.n_axes != 2 or view.sizes[1] == 1 or "tensor" in forbid:
@@ -65,14 +66,13 @@ def recipes_on(
         if splits_batch and "data" in forbid:
             continue
         roles: tuple[Role, ...] = ("data", "tensor")
-        limits = Constraints(forbid | {"sequence"}, roles, 0)
-        yield Recipe("Megatron", f"Megatron on {axes_text(view)}", StageLayout(view, limits))
-        for zero in (1, 3) if splits_batch else (0,):
-            if not forbid & {"sequence", f"zero{zero}"}:
-                limits = Constraints(forbid, roles, zero)
-                with_zero = f" and ZeRO-{zero}" if zero else ""
-                name = f"Megatron with SP{with_zero} on {axes_text(view)}"
-                yield Recipe("Megatron", name, StageLayout(view, limits))
+        whole = Constraints(forbid | {"sequence"}, roles, 0)
+        yield Recipe("Megatron", view, {"Megatron": whole})
+        zeros = [z for z in (1, 3) if f"zero{z}" not in forbid] if splits_batch else [0]
+        if zeros and "sequence" not in forbid:
+            name = "Megatron with SP and ZeRO-{}" if splits_batch else "Megatron with SP"
+            sharded = {name.format(zero): Constraints(forbid, roles, zero) for zero in zeros}
+            yield Recipe("Megatron", view, sharded)
 
 
 @dataclass(frozen=True)
@@ -82,41 +82,45 @@ class RecipeNodes:
     levels: Levels
     slack_rel: float = SLACK_REL
 
-    def root(self, name: str, recipe: str, attempts: Sequence[Candidate]) -> Node:
-        """A recipe, with candidates in the order in which they are tried."""
-        node = Node(name, 0.0, Simplicity.recipe_on(attempts[0]), "recipe", None, recipe=recipe)
-        return node.after("recipe", 0.0, lambda _: self._free(node, attempts))
+    def root(self, *series: Sequence[Candidate]) -> Node:
+        """A recipe, with candidates in the order in which they are tried. Of a series, each has
+        more microbatches than the one before."""
+        first = series[0][0]
+        simplest = Simplicity.recipe_on(first)
+        node = Node(first.name, 0.0, simplest, "recipe", None, recipe=first.recipe)
+        return node.after("recipe", 0.0, lambda _: self._free(node, series))
 
     def counted(self, recipe: Recipe) -> Node:
         """A recipe of one stage, with every number of microbatches worth trying."""
-        evaluator, layout = self.levels.simulator.evaluator, recipe.layout
+        evaluator, view = self.levels.simulator.evaluator, recipe.view
+        (roles,) = {limits.roles for limits in recipe.names.values()}
         n_splits = math.prod(
-            size
-            for axis, size in enumerate(layout.view.sizes)
-            if layout.constraints.role(axis) == "data"
+            size for size, role in zip(view.sizes, roles, strict=True) if role == "data"
         )
         analysis = evaluator.analysis
-        counts = microbatch_counts(analysis, evaluator.options, layout.view.n_ranks, n_splits)
+        counts = microbatch_counts(analysis, evaluator.options, view.n_ranks, n_splits)
         ends = (n_operators(analysis.program),)
-        attempts = [
-            Candidate(recipe.name, ends, (layout,), m, recipe=recipe.family) for m in counts
-        ]
-        return self.root(recipe.name, recipe.family, attempts)
 
-    def _free(self, node: Node, attempts: Sequence[Candidate]) -> Parts:
-        """As if memory had no limit: fewest microbatches, nothing runs again. No attempt is faster.
+        def with_each(name: str, limits: Constraints) -> list[Candidate]:
+            on = f"{name} on {axes_text(view)}", ends, (StageLayout(view, limits),)
+            return [Candidate(*on, m, recipe=recipe.family) for m in counts]
+
+        return self.root(*starmap(with_each, recipe.names.items()))
+
+    def _free(self, node: Node, series: Sequence[Sequence[Candidate]]) -> Parts:
+        """As if memory had no limit: fewest microbatches, nothing runs again.
 
         Sizes are checked before, so that what is too large is not solved.
         """
-        small = self._small(attempts)
+        small = self._small(series)
         first = next(small, None)
         if first is None:
-            evaluator = self._evaluators[-1]
-            least_bytes = evaluator.size_bound_bytes(attempts[-1])
-            error = too_little_memory(evaluator.budget_bytes, least_bytes, attempts[-1].name)
-            self.levels.errors.append((error, attempts[-1]))
+            evaluator, leanest = self._evaluators[-1], series[-1][-1]
+            least_bytes = evaluator.size_bound_bytes(leanest)
+            error = too_little_memory(evaluator.budget_bytes, least_bytes, leanest.name)
+            self.levels.errors.append((error, leanest))
             return []
-        evaluator, candidate = self._evaluators[0], attempts[0]
+        evaluator, candidate = self._evaluators[0], series[0][0]
         try:
             free = evaluator.placed(candidate, None)
         except InfeasibleError as impossible:
@@ -128,11 +132,13 @@ class RecipeNodes:
         least_s = free.least_s / (1 + self.slack_rel)
         return [node.after("free", least_s, lambda _: self._tried(node, chain([first], small)))]
 
-    def _small(self, attempts: Sequence[Candidate]) -> Iterator[tuple[Evaluator, Candidate]]:
+    def _small(
+        self, series: Sequence[Sequence[Candidate]]
+    ) -> Iterator[tuple[Evaluator, Candidate]]:
         """The attempts that may fit by their sizes. More microbatches need no more bytes."""
-        for evaluator in self._evaluators:
-            first = bisect_left(attempts, True, key=partial(_may_fit, evaluator))
-            yield from ((evaluator, candidate) for candidate in attempts[first:])
+        for evaluator, candidates in product(self._evaluators, series):
+            first = bisect_left(candidates, True, key=partial(_may_fit, evaluator))
+            yield from ((evaluator, candidate) for candidate in candidates[first:])
 
     @cached_property
     def _evaluators(self) -> list[Evaluator]:

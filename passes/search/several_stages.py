@@ -78,7 +78,7 @@ class SeveralStages:
         if pipeline.is_idle and not pipeline.is_manual:
             return []
         nodes = RecipeNodes(self.levels, slack_rel=0.0)
-        recipe = nodes.root(candidate.name, candidate.recipe, [candidate])
+        recipe = nodes.root([candidate])
         bound_s = max(node.bound_s, pipeline.layered_s)
         if bound_s >= limit_s:  # its name would be one of many
             return [node.after("layers", bound_s, recipe.refine)]

@@ -15,9 +15,11 @@ Among equals, the one that cuts earliest from the back is taken. Source: Zheng e
 
 from __future__ import annotations
 
+import itertools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 
 import numpy as np
 
@@ -101,7 +103,9 @@ def least_flops(flops: Sequence[float], n_layers: int) -> float:
 
 
 def _prefix(work: FloatArray) -> FloatArray:
-    return np.array([math.fsum(work[:k]) for k in range(len(work) + 1)])
+    """[operators + 1]: flops of the first k operators, each sum rounded once."""
+    exact = itertools.accumulate(map(Fraction, work.tolist()), initial=Fraction(0))
+    return np.array([float(total) for total in exact])
 
 
 def _window(prefix: FloatArray, limit_flops: float) -> list[int]:
