@@ -53,7 +53,7 @@ bench-mixed: install
 # Plans and generated programs of this tree beside those of another commit, byte for byte, in some
 # 95 cases: make same-plans BASE=main~1. Some ten minutes.
 same-plans: install
-	$(BIN)/python -m tests.search.same_plans --against $(BASE)
+	$(BIN)/python -m tests.parity.same_plans --against $(BASE)
 
 # Predicted beside measured on this machine: a GPT-2 and a Llama on 2 and 4 processes, step times
 # and peak memory, after the machine was measured. Some six minutes; nothing else should run.

@@ -32,6 +32,7 @@ from dataclasses import dataclass, replace
 import autopar.passes.fact_text  # noqa: F401  (registers how facts are printed)
 from autopar.codegen import emit, file_name
 from autopar.cost.hardware import Hardware, resolve
+from autopar.cost.price import StepPricer
 from autopar.mesh import Mesh
 from autopar.options import Options, schedule_name
 from autopar.passes.analysis import (
@@ -73,7 +74,7 @@ from autopar.passes.facts import (
 )
 from autopar.passes.inter import Candidate
 from autopar.passes.lowering import PlacedStage, join, stage_record
-from autopar.passes.search import Planner, PlanningResult, StepPricer
+from autopar.passes.search import Planner, PlanningResult
 from autopar.plans import MANUAL, PlanData, Predicted, StageRecord
 from autopar.program import Pipeline, Program
 from autopar.schedule import ORDERS, forward_only
@@ -306,7 +307,8 @@ class Price(Pass):
     def run(self, facts: Compilation) -> Iterable[object]:
         data, mesh, analysis = facts[PlanData], facts[Target].mesh, facts[Analysis]
         hardware = _hardware(mesh, analysis)
-        pricer = StepPricer.of(analysis, mesh, hardware, data.optimizer, data.inputs)
+        n_samples = analysis.batch.n_samples
+        pricer = StepPricer.of(mesh, hardware, data.optimizer, n_samples, data.inputs)
         yield pricer(facts[Pipeline], [stage.cost for stage in facts[Placed].stages])
 
 

@@ -2,9 +2,10 @@
 
 Read `overlap.py` (which collectives run beside compute), `stage_times.py` (seconds of each part of
 a step on one stage), `prediction.py` (the schedule simulated with those times, and the peak memory
-of every stage). Then what reports show of it: `divided.py` (how much of each collective is hidden),
-by kind of communication in `hidden.py` and by collective in `exposed.py`; `shares.py` (what a step
-is made of), `layers.py` (where a microbatch spends its time), `summary.py` (a plan in few words).
+of every stage), `step_pricer.py` (both, for any pipeline on one machine). Then what reports show of
+it: `divided.py` (how much of each collective is hidden), by kind of communication in `hidden.py`
+and by collective in `exposed.py`; `shares.py` (what a step is made of), `layers.py` (where a
+microbatch spends its time), `summary.py` (a plan in few words).
 
 The room may import `laws`, `memory`, `simulate` and `hardware`, and what lies below `cost`; not
 `transformer`, its neighbour. It hands on `predict` and `timeline_of`.
@@ -23,6 +24,7 @@ from autopar.cost.price.prediction import (
 )
 from autopar.cost.price.shares import Share, StepShares, step_shares
 from autopar.cost.price.stage_times import backward_lines, forward_lines
+from autopar.cost.price.step_pricer import StepPricer
 from autopar.cost.price.summary import summary_of
 
 __all__ = [
@@ -30,6 +32,7 @@ __all__ = [
     "HiddenKind",
     "LayerWork",
     "Share",
+    "StepPricer",
     "StepShares",
     "backward_lines",
     "collectives_of",

@@ -2,8 +2,8 @@
 
 Reading order: `groups.py` (planning nodes), `microbatch.py` (the batch), `gathering.py` (what
 parameters cost), `analysis.py` (these facts in one object), `folding.py` (repeated blocks),
-`equal_parts.py` (equal stages), `cutting.py` (stages and what crosses between them), `counts.py`
-(numbers of microbatches),
+`equal_parts.py` (equal stages), `cutting.py` (stages and what crosses between them),
+`given_stages.py` (where the stages that the user gives end), `counts.py` (numbers of microbatches),
 `recompute.py` (what may be recomputed), `padding.py` (vocabularies), `fallback.py` (operators
 without a rule), `row_counts.py` (outputs of microbatches), `arguments.py` (arguments of calls in
 generated programs).
@@ -23,6 +23,11 @@ from autopar.passes.analysis.equal_parts import Numbered, lowered_as, renamed
 from autopar.passes.analysis.fallback import accept_missing, keep_whole_as_planned
 from autopar.passes.analysis.folding import KEPT, Folded, Run, find_runs, fold
 from autopar.passes.analysis.gathering import Gathering, Gathers
+from autopar.passes.analysis.given_stages import (
+    ends_by_stage,
+    given_ends,
+    stage_without_parameters,
+)
 from autopar.passes.analysis.groups import JointStrategy, OperatorGroup, PlacedOperator
 from autopar.passes.analysis.microbatch import batch_of
 from autopar.passes.analysis.padding import Paddings, find_paddings, pad, padded_for
@@ -51,9 +56,11 @@ __all__ = [
     "boundary_specs",
     "compute_dtype",
     "cut",
+    "ends_by_stage",
     "find_paddings",
     "find_runs",
     "fold",
+    "given_ends",
     "is_boundary_spec",
     "is_searched",
     "keep_whole_as_planned",
@@ -66,5 +73,6 @@ __all__ = [
     "prologue_lines",
     "recipe_counts",
     "renamed",
+    "stage_without_parameters",
     "stored_dtype",
 ]

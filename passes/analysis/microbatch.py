@@ -47,6 +47,11 @@ class Batch:
     broken_at: str | None
     n_accumulated: int = 1
 
+    @property
+    def n_samples(self) -> int:
+        """Rows of all microbatches of a step."""
+        return self.size * self.n_accumulated
+
     def n_splits(self, n_microbatches: int) -> int:
         """The number of parts into which that many microbatches split the rows of the graph."""
         return n_microbatches // self.n_accumulated

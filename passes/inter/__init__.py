@@ -1,7 +1,7 @@
 """Which stages a pipeline has: the cuts, submeshes, views and microbatch counts worth solving.
 
 Reading order: `submeshes.py` (devices of a stage), `layers.py` (where stages may begin),
-`given.py` (the user's stages), `candidate.py` (a plan before it is solved), `bounds.py` and
+`candidate.py` (a plan before it is solved), `bounds.py` and
 `layer_bounds.py` (lower bounds on stages), `space.py` (all pipelines), `stage_search.py` (those
 with one number of microbatches, best first), `recipes.py` (Megatron pipelines).
 May import `passes/intra`, `analysis` and `solvers`, and what lies below `passes`.
@@ -14,7 +14,6 @@ from autopar.passes.inter.candidate import (
     StageLayout,
     n_operators,
 )
-from autopar.passes.inter.given import ends_by_stage, given_ends
 from autopar.passes.inter.recipes import (
     Megatron,
     check_ranks,
@@ -50,8 +49,6 @@ __all__ = [
     "check_pinned_axes",
     "check_ranks",
     "distinct_views",
-    "ends_by_stage",
-    "given_ends",
     "megatron_pipelines",
     "n_operators",
     "pins_on",

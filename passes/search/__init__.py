@@ -6,19 +6,17 @@ Reading order: `branch_bound.py` (the algorithm), `planner.py` (the space of pla
 `evaluator.py` (solves), `simulator.py` (lowers and simulates), `slower.py` (why others
 are slower), `outcome.py` and `stats.py` (the result).
 May import `passes/inter`, `lowering`, the rooms below them, and what lies below `passes`.
-Hands on `Planner`, `PlanningResult` and `StepPricer`.
+Hands on `Planner` and `PlanningResult`.
 """
 
 from autopar.passes.search.evaluator import depths
 from autopar.passes.search.outcome import PlanningResult
 from autopar.passes.search.planner import Planner
-from autopar.passes.search.simulator import StepPricer
 from autopar.passes.search.stats import PlanningStats
 
 __all__ = [
     "Planner",
     "PlanningResult",
     "PlanningStats",
-    "StepPricer",
     "depths",
 ]

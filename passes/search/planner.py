@@ -18,10 +18,11 @@ from functools import cached_property
 
 from autopar.cost.hardware import Hardware, resolve
 from autopar.cost.laws import CostModel
+from autopar.cost.price import StepPricer
 from autopar.errors import InfeasibleError, MeshError, OptionError
 from autopar.mesh import LogicalMesh, Mesh, factored_view
 from autopar.options import Manual, Options
-from autopar.passes.analysis import Analysis, compute_dtype, microbatch_counts
+from autopar.passes.analysis import Analysis, compute_dtype, given_ends, microbatch_counts
 from autopar.passes.inter import (
     Candidate,
     PipelineSpace,
@@ -29,7 +30,6 @@ from autopar.passes.inter import (
     check_degrees,
     check_pinned_axes,
     distinct_views,
-    given_ends,
     megatron_pipelines,
     n_operators,
     submesh_sizes,
@@ -49,7 +49,7 @@ from autopar.passes.search.proposals import Proposals
 from autopar.passes.search.recipes import RecipeNodes, recipes_on
 from autopar.passes.search.several_stages import SeveralStages
 from autopar.passes.search.simplicity import Simplicity, simplicity_of
-from autopar.passes.search.simulator import Simulator, Solved, StepPricer
+from autopar.passes.search.simulator import Simulator, Solved
 from autopar.passes.search.slower import WhySlower
 from autopar.plans import Alternative, InputSignature
 from autopar.units import format_bytes
@@ -78,8 +78,8 @@ class Planner:
 
     @cached_property
     def pricer(self) -> StepPricer:
-        on = self.analysis, self.mesh, self.hardware
-        return StepPricer.of(*on, self.options.optimizer, self.inputs)
+        on = self.mesh, self.hardware, self.options.optimizer
+        return StepPricer.of(*on, self.analysis.batch.n_samples, self.inputs)
 
     @cached_property
     def budget_bytes(self) -> float:

@@ -4,8 +4,6 @@ A simulated candidate has a predicted step time and a predicted peak. The peak i
 that the solver counts: it includes gathered parameters, buckets, the workspace of operators, and a
 block that is recomputed. If it exceeds the budget, placements are solved within smaller budgets
 (`fit_to_budget`).
-
-`StepPricer` predicts the step of any pipeline: its lines are priced, its schedule is simulated.
 """
 
 from __future__ import annotations
@@ -15,12 +13,9 @@ from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
-from autopar.cost.hardware import Hardware
 from autopar.cost.laws import CostModel
-from autopar.cost.price import link_between, predict, timeline_of
-from autopar.cost.simulate import Timeline
 from autopar.identity import Same
-from autopar.mesh import LogicalMesh, Mesh
+from autopar.mesh import LogicalMesh
 from autopar.options import schedule_name
 from autopar.passes.analysis import Analysis, lowered_as, renamed
 from autopar.passes.inter import Candidate
@@ -28,48 +23,9 @@ from autopar.passes.intra import Chosen, too_little_memory
 from autopar.passes.lowering import Abridger, PlacedStage
 from autopar.passes.search.evaluator import Evaluator, Placed
 from autopar.passes.solvers.problem import within
-from autopar.plans import InputSignature, Predicted
+from autopar.plans import Predicted
 from autopar.program import Pipeline, StageProgram, Strategy
 from autopar.schedule import ORDERS
-
-
-@dataclass(frozen=True)
-class StepPricer:
-    """Prices any pipeline of one program on one machine.
-
-    `n_samples` and `n_tokens` are those of a global batch; None if not known.
-    """
-
-    mesh: Mesh
-    hardware: Hardware
-    optimizer: str
-    n_samples: int | None = None
-    n_tokens: int | None = None
-
-    @staticmethod
-    def of(
-        analysis: Analysis, mesh: Mesh, hardware: Hardware, optimizer: str,
-        inputs: Sequence[InputSignature],
-    ) -> StepPricer:  # fmt: skip
-        """`inputs` are one global batch; its tokens are its largest 2-d tensor of integers."""
-        integers = [i for i in inputs if i.dtype.startswith("int") and len(i.shape) == 2]
-        n_tokens = max((math.prod(i.shape) for i in integers), default=0)
-        n_samples = analysis.batch.size * analysis.batch.n_accumulated
-        return StepPricer(mesh, hardware, optimizer, n_samples or None, n_tokens or None)
-
-    def __call__(self, pipeline: Pipeline, costs: Sequence[CostModel]) -> Predicted:
-        """The prediction of a step; `costs` are the cost models of the stages."""
-        return predict(
-            pipeline, costs, self.optimizer, link_between(self.mesh, self.hardware.links),
-            peak_flops_per_s=self.hardware.peak_flops_per_s,
-            n_samples=self.n_samples, n_tokens=self.n_tokens,
-        )  # fmt: skip
-
-    def timeline(self, pipeline: Pipeline, costs: Sequence[CostModel]) -> Timeline:
-        """The step that the prediction is of."""
-        between = link_between(self.mesh, self.hardware.links)
-        return timeline_of(pipeline, costs, self.optimizer, between)
-
 
 # How often the solver's bytes are cut at most, when the simulated peak exceeds the budget.
 MOST_CUTS = 24

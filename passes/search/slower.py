@@ -11,10 +11,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.cost.laws import CostModel
-from autopar.cost.price import exposed_calls, summary_of
+from autopar.cost.price import StepPricer, exposed_calls, summary_of
 from autopar.cost.simulate import Timeline
 from autopar.passes.search.evaluator import Placed
-from autopar.passes.search.simulator import Simulator, Solved, StepPricer
+from autopar.passes.search.simulator import Simulator, Solved
 from autopar.plans import PlanSummary, Predicted
 from autopar.program import CallLine, Pipeline, line_counts
 

@@ -28,11 +28,11 @@ from numpy.typing import NDArray
 
 from autopar.cost.laws import CostModel
 from autopar.cost.memory import optimizer_time_s, static_bytes_per_param
+from autopar.cost.price import StepPricer
 from autopar.passes.analysis import Analysis, compute_dtype
 from autopar.passes.intra import Constraints, IntraOpProblem, intra_op_problem
 from autopar.passes.lowering import PlacedStage, join
 from autopar.passes.reshard import reshard_table, step_time_s
-from autopar.passes.search import StepPricer
 from autopar.placement import COLLECTIVES, I, Spec, local_shape
 from autopar.program import CallLine, OperatorStrategy, Storage, Strategy
 from autopar.schedule import ORDERS

@@ -1,7 +1,7 @@
 """Do two versions of autopar make the same plans? Writes them as text, to compare byte for byte.
 
-    python -m tests.search.same_plans FOLDER [WORDS ...]           writes the plans of this version
-    python -m tests.search.same_plans --against REV [WORDS ...]    and of another; says what differs
+    python -m tests.parity.same_plans FOLDER [WORDS ...]           writes the plans of this version
+    python -m tests.parity.same_plans --against REV [WORDS ...]    and of another; says what differs
 
 A change that should not move numbers proves it so. Of every case it writes the plan (JSON), the
 generated program of each stage, what is predicted, and every collective. Cases: each family of the
@@ -109,7 +109,7 @@ def against(revision: str, words: Sequence[str]) -> list[str]:
         there, then, now = (Path(folder) / name for name in ("clone", "then", "now"))
         subprocess.run(["git", "clone", "-q", ".", str(there)], check=True)
         subprocess.run(["git", "checkout", "-q", revision], cwd=there, check=True)
-        command = [sys.executable, "-m", "tests.search.same_plans", str(then), *words]
+        command = [sys.executable, "-m", "tests.parity.same_plans", str(then), *words]
         environment = os.environ | {"PYTHONPATH": str(there)}
         subprocess.run(command, cwd=there, env=environment, check=True)
         write_all(now, words)

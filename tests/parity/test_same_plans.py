@@ -5,8 +5,8 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+from tests.parity.same_plans import differences, every_case, write, zoo_plan
 from tests.parity.zoo.cells import ZooCell
-from tests.search.same_plans import differences, every_case, write, zoo_plan
 
 
 def test_it_has_cases_of_every_kind() -> None:
