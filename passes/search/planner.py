@@ -22,19 +22,33 @@ from autopar.cost.price import StepPricer
 from autopar.errors import InfeasibleError, MeshError, OptionError
 from autopar.mesh import LogicalMesh, Mesh, factored_view
 from autopar.options import Manual, Options
-from autopar.passes.analysis import Analysis, compute_dtype, given_ends, microbatch_counts
+from autopar.passes.analysis import (
+    Analysis,
+    compute_dtype,
+    given_ends,
+    microbatch_counts,
+    recipe_counts,
+)
 from autopar.passes.inter import (
     Candidate,
     PipelineSpace,
+    StageLayout,
     all_views,
+    axes_text,
     check_degrees,
     check_pinned_axes,
+    check_ranks,
     distinct_views,
     megatron_pipelines,
     n_operators,
+    pins_on,
+    recipe_limits,
     submesh_sizes,
+    views_of,
+    with_pinned_axes,
 )
 from autopar.passes.intra import (
+    Constraints,
     Prices,
     least_step_s,
     least_times_s,
@@ -45,7 +59,6 @@ from autopar.passes.search.branch_bound import BranchAndBound, Node
 from autopar.passes.search.evaluator import Evaluator
 from autopar.passes.search.levels import Levels
 from autopar.passes.search.outcome import PlanningResult, alternatives_of
-from autopar.passes.search.proposals import Proposals
 from autopar.passes.search.recipes import RecipeNodes, recipes_on
 from autopar.passes.search.several_stages import SeveralStages
 from autopar.passes.search.simplicity import Simplicity, simplicity_of
@@ -110,10 +123,6 @@ class Planner:
         return Levels(self.simulator)
 
     @cached_property
-    def proposals(self) -> Proposals:
-        return Proposals(self.analysis, self.mesh, self.hardware, self.options)
-
-    @cached_property
     def pipelines(self) -> SeveralStages | None:
         """The nodes of several stages; None if there are none to search."""
         options = self.options
@@ -160,7 +169,7 @@ class Planner:
         chosen = search.chosen
         bound_s = None if options.manual is not None else search.bound_s
         if is_timed_out and bound_s is None:  # only recipes were tried
-            bound_s = least_step_s(self.analysis, CostModel(self._whole_view, self.evaluator.dtype))
+            bound_s = least_step_s(self.analysis, CostModel(self._any_view, self.evaluator.dtype))
         n_configurations = self.pipelines.n_configurations if self.pipelines else 0
         why = None if is_timed_out else WhySlower(self.simulator, chosen, self.pricer)
         rows = alternatives_of(search, self.levels.errors, chosen, why)
@@ -179,7 +188,7 @@ class Planner:
         if options.manual is not None:
             yield from self._manual(options.manual)
         elif options.n_stages in (None, 1) and not options.force:
-            views = self.proposals.views(0, self.mesh.n_ranks)
+            views = views_of(self.mesh, self.hardware, options, 0, self.mesh.n_ranks)
             has_batch = bool(self.analysis.batch.size)
             fixes_degrees = not isinstance(options.mesh_shape, str)
             for recipe in recipes_on(views, options.forbid, has_batch, fixes_degrees):
@@ -190,20 +199,35 @@ class Planner:
         if self.options.force:
             raise OptionError("manual is the whole recipe; force cannot be combined with it")
         if manual.pp == 1:
-            yield RecipeNodes(self.levels).root(self.proposals.manual(manual))
+            check_ranks(manual, self.mesh)
+            limits, view = recipe_limits(self.options, manual), self._view(manual.dp, manual.tp)
+            counts = recipe_counts(self.analysis, self.options, manual, self.mesh.n_ranks)
+            named = [self._of_one("manual recipe", view, limits, m) for m in counts]
+            yield RecipeNodes(self.levels).root(named)
             return
         space = self._space(manual.pp)
         several = SeveralStages(self.levels, space)
         yield from several.megatron(megatron_pipelines(space, manual))
 
+    def _of_one(self, name: str, view: LogicalMesh, limits: Constraints, m: int) -> Candidate:
+        return Candidate(
+            name, (n_operators(self.analysis.program),), (StageLayout(view, limits),), m
+        )
+
     def _roots(self) -> Iterator[Node]:
         if self.options.manual is not None:
             return
-        cost = CostModel(self._whole_view, self.evaluator.dtype)
+        cost = CostModel(self._any_view, self.evaluator.dtype)
         times_s = least_times_s(self.analysis, cost).sum(axis=1)
-        for candidate in self.proposals.one_stage() if self.options.n_stages in (None, 1) else ():
-            on = self.mesh.n_ranks, candidate.n_microbatches
-            yield self.levels.root(candidate, shared_s(times_s, self.analysis, *on))
+        sizes = [self.mesh.n_ranks] if self.options.n_stages in (None, 1) else []
+        views = distinct_views(self.mesh, self.hardware, self.options, sizes)
+        for view in with_pinned_axes(self.options, views):
+            pins = pins_on(self.analysis, self.options, view)
+            limits = Constraints(self.options.forbid, pins=pins)
+            for m in self.evaluator.counts:
+                candidate = self._of_one(f"search on {axes_text(view)}", view, limits, m)
+                bound_s = shared_s(times_s, self.analysis, self.mesh.n_ranks, m)
+                yield self.levels.root(candidate, bound_s)
         if self.pipelines is not None:
             yield from self.pipelines.roots()
 
@@ -216,10 +240,13 @@ class Planner:
         return too_little_memory(self.budget_bytes, leanest.peak_bytes, candidate.name)
 
     @property
-    def _whole_view(self) -> LogicalMesh:
-        """Any view of all ranks, for what does not depend on axes."""
+    def _any_view(self) -> LogicalMesh:
+        """For what does not depend on axes."""
+        return self._view(self.mesh.n_ranks, 1)
+
+    def _view(self, dp: int, tp: int) -> LogicalMesh:
         links, device = self.hardware.links, self.hardware.device
-        return factored_view(self.mesh, links, device, {"dp": self.mesh.n_ranks, "tp": 1})
+        return factored_view(self.mesh, links, device, {"dp": dp, "tp": tp})
 
     def _check_stages(self) -> None:
         """Raises `MeshError` or `OptionError` if there are more stages than ranks or operators.

@@ -54,7 +54,7 @@ class SeveralStages:
     _n_solved: int = 0
 
     def roots(self) -> Iterator[Node]:
-        simplest = Simplicity(1, 2, stages=2)
+        simplest = Simplicity.of_search(2)  # an axis in some stage, and the stages
         for m in self.space.counts:
             node = Node("several stages", self.space.least_step_s(m), simplest, "shared", None)
             if math.isfinite(node.bound_s):

@@ -42,9 +42,13 @@ class Simplicity(NamedTuple):
 
     @staticmethod
     def searched_on(candidate: Candidate) -> Simplicity:
+        return Simplicity.of_search(_n_axes(candidate))
+
+    @staticmethod
+    def of_search(n_axes: int) -> Simplicity:
         """What a search aims at: fewer axes than these, or what differs after them, is found by
         chance."""
-        return Simplicity(1, _n_axes(candidate), *[sys.maxsize] * 5)
+        return Simplicity(1, n_axes, *[sys.maxsize] * 5)
 
 
 def simplicity_of(solved: Solved, pipeline: Pipeline, optimizer: str) -> Simplicity:
