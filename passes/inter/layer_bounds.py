@@ -89,13 +89,19 @@ class _Groups:
 
     def numbers(self, part: Part, depth: int = 1) -> Numbers:
         """The numbers of a part, with as many microbatches in flight."""
-        numbers = self.whole if part == "whole_s" else self._work
-        problems = replace(ChoiceProblems.alone(numbers), stored=self.stored)
-        return Numbers.of(problems.some([0], [depth] if depth > 1 else None))
+        problems = self._every if part == "whole_s" else self._work
+        return Numbers.of(problems.some([0], [depth]))
 
     @cached_property
-    def _work(self) -> ChoiceProblem:
-        return _without(self.whole, self.once())
+    def _every(self) -> ChoiceProblems:
+        return self._alone(self.whole)
+
+    @cached_property
+    def _work(self) -> ChoiceProblems:
+        return self._alone(_without(self.whole, self.once()))
+
+    def _alone(self, problem: ChoiceProblem) -> ChoiceProblems:
+        return replace(ChoiceProblems.alone(problem), stored=self.stored)
 
 
 @dataclass(frozen=True, eq=False)
@@ -291,9 +297,15 @@ def _of_variables(numbers: ChoiceProblem, variables: Sequence[int]) -> ChoicePro
 def _without(numbers: ChoiceProblem, once: ChoiceProblem) -> ChoiceProblem:
     """The problem without the costs of another; what is forbidden stays so."""
 
+    found: dict[tuple[int, int], Array] = {}
+
     def less(cost_s: Array, once_s: Array) -> Array:
-        out = np.full(cost_s.shape, np.inf)
-        return np.subtract(cost_s, once_s, out=out, where=np.isfinite(cost_s))
+        """Equal arrays stay one array, which has one place in a row of numbers."""
+        key = id(cost_s), id(once_s)
+        if key not in found:
+            out = np.full(cost_s.shape, np.inf)
+            found[key] = np.subtract(cost_s, once_s, out=out, where=np.isfinite(cost_s))
+        return found[key]
 
     pairs = zip(numbers.edges, once.edges, strict=True)
     return replace(
