@@ -22,7 +22,6 @@ _LEVELS = {
     "free": "without a memory limit",
     "rerun": "by what must run again",
     "weightless": "as if activations had no bytes",
-    "gap": "solved to the end",
 }
 
 

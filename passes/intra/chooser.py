@@ -73,8 +73,7 @@ class Chosen:
                    that of the problem in which all is hidden
     size_bytes     memory per device, as the solver counts it
     n_variables    variables of the solved problem; `n_written_out` counts every copy of a block
-    settled        False if a better choice may exist: the solver stopped at `limit_s`, or the gap
-                   was left open until the caller asks to close it
+    settled        False if the solver stopped at `limit_s`, so that a better choice may exist
     hidden_bound_s lower bound on the objective if all that can hide were hidden
     """
 
@@ -168,13 +167,11 @@ class Chooser:
         solver: Solver = "auto",
         time_limit_s: float | None = None,
         limit_s: float = math.inf,
-        closes: bool = True,
     ) -> Chosen:
         """`choose` for the whole program, from its folded problem where that is exact.
 
         Pins name single parameters, so with pins blocks are not equal. If no objective can be below
-        `limit_s`, the solver stops there. Unless it `closes` gaps, a wide gap is left open. Both
-        give a choice that is not `settled`.
+        `limit_s`, the solver stops there, with a choice that is not `settled`.
         """
         whole = self.folded.whole, ask, self.optimizer, budget_bytes, solver, time_limit_s
         if not self.folded.runs or solver != "auto" or ask.constraints.pins:
@@ -187,12 +184,10 @@ class Chooser:
             return choose(*whole, self.recomputable, self._written_out)
         is_coarse = is_searched(self.recomputable)
         enough = max(ask.gap_goal, MODES_GAP_GOAL if is_coarse else FOLDED_GAP_GOAL)
-        if by_copies.solver_gap <= enough:
+        if by_copies.solver_gap <= enough or not by_copies.settled:
             return by_copies
         if repeated.problems.unrolled_size(most_columns) > CLOSE_GAP.most_columns:
             return by_copies
-        if not (by_copies.settled and closes):
-            return replace(by_copies, settled=False)
         other = choose(*whole, self.recomputable, self._written_out)
         return min(by_copies, other, key=lambda c: c.gap)
 

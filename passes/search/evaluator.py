@@ -123,7 +123,6 @@ class Evaluator:
                     together
     deadline        solves close their gaps until then, but each has a second at least; on the clock
                     of `time.perf_counter`
-    closes_gaps     if False, wide gaps that repeated blocks leave stay open
     hides           if False, placements are chosen as if compute hid no communication
     prices          what problems share, for as long as this planning lasts
     """
@@ -135,7 +134,6 @@ class Evaluator:
     views: Sequence[LogicalMesh] = ()
     counts: Sequence[int] = ()
     deadline: float = math.inf
-    closes_gaps: bool = True
     hides: bool = True
     prices: Prices = field(default_factory=Prices)
     _chosen: dict[object, Chosen] = field(default_factory=dict)
@@ -180,11 +178,6 @@ class Evaluator:
         if self.recomputable is None:
             return "none"
         return "searched" if is_searched(self.recomputable) else str(self.recomputable.modes)
-
-    @cached_property
-    def leaving_gaps(self) -> Evaluator:
-        """The same with `closes_gaps=False`. Both share solves."""
-        return replace(self, closes_gaps=False)
 
     @cached_property
     def hiding_nothing(self) -> Evaluator:
@@ -381,12 +374,7 @@ class Evaluator:
             elif not self.hides:
                 request = replace(request, cost=replace(cost, hides=False), runs_on=cost)
             chosen = self._chooser(stage.part).choose(
-                request,
-                budget_bytes,
-                self.options.solver,
-                self._time_left_s(),
-                limit_s,
-                self.closes_gaps,
+                request, budget_bytes, self.options.solver, self._time_left_s(), limit_s
             )
             if not chosen.settled:
                 return chosen

@@ -9,7 +9,6 @@ open, and found level by level:
     solved      the optimum within the budget without recompute; its plans are apart from here
     weightless  as if activations needed no bytes, and what must run again at least
     solved      the optimum within the budget, with a choice of recompute
-    gap         a wide gap that repeated blocks leave is closed
     simulated   the solved placements, event by event
 
 A simulated step may be above the bound that it was solved with, because what may be hidden is not
@@ -83,7 +82,7 @@ class Levels:
         if bound_s >= limit_s > node.bound_s:
             return [node.after(node.level, bound_s, again)]
         try:
-            free = self._plain.leaving_gaps.placed(candidate, None, limit_s)
+            free = self._plain.placed(candidate, None, limit_s)
         except InfeasibleError as error:
             return self._impossible(error, candidate)
         bound_s = max(free.bound_s, node.bound_s)
@@ -117,27 +116,16 @@ class Levels:
     def _solved(
         self, evaluator: Evaluator, node: Node, candidate: Candidate, limit_s: float
     ) -> Parts:
-        """Within the budget; if gaps are left open, they are closed on another level."""
-        budget_bytes = evaluator.budget_bytes
-        refine = partial(self._solved, evaluator, node, candidate)
+        """Within the budget."""
         try:
-            placed = evaluator.leaving_gaps.placed(candidate, budget_bytes, limit_s)
+            placed = evaluator.placed(candidate, evaluator.budget_bytes, limit_s)
         except InfeasibleError as error:
             return self._impossible(error, candidate)
         bound_s = max(placed.bound_s, node.bound_s)
         if bound_s >= limit_s > node.bound_s:
+            refine = partial(self._solved, evaluator, node, candidate)
             return [node.after("solved", bound_s, refine)]
-        solver = evaluator.leaving_gaps
-        leaf = self._leaf(node.after("solved", bound_s, None), placed, solver)
-        if all(chosen.settled for chosen in placed.choices):
-            return [leaf]
-
-        def close(limit_s: float) -> Parts:
-            closed = evaluator.placed(candidate, budget_bytes, limit_s)
-            known = node.after("gap", closed.bound_s, None)
-            return [self._leaf(known, closed, evaluator)]
-
-        return [leaf, node.after("solved", bound_s, close)]
+        return [self._leaf(node.after("solved", bound_s, None), placed, evaluator)]
 
     def _leaf(
         self,
