@@ -21,7 +21,6 @@ _LEVELS = {
     "stages": "by what stages take",
     "free": "without a memory limit",
     "rerun": "by what must run again",
-    "weightless": "as if activations had no bytes",
 }
 
 

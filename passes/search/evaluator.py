@@ -214,16 +214,6 @@ class Evaluator:
         stage = self._stage(candidate.ends, k, layout, candidate.n_microbatches)
         return self._choose(stage, self.budget_bytes, limit_s)
 
-    def without_activations(self, candidate: Candidate, limit_s: float = math.inf) -> Placed:
-        """A lower bound on all choices of recompute: activations need no bytes, nothing runs again.
-
-        `limit_s` is that of `placed`. Raises `InfeasibleError` if a stage does not fit even so.
-        """
-        no_recompute, limit_s = self.without_recompute or self, _solver_limit_s(candidate, limit_s)
-        stages = (replace(stage, depth=0) for stage in self._stages(candidate))
-        choices = [no_recompute._choose_named(s, self.budget_bytes, limit_s) for s in stages]
-        return self._checked(candidate, choices)
-
     def _checked(self, candidate: Candidate, choices: Sequence[Chosen]) -> Placed:
         if not all(math.isfinite(chosen.objective_s) for chosen in choices):
             raise InfeasibleError(  # chosen on the abstract machine

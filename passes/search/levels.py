@@ -7,7 +7,6 @@ open, and found level by level:
     free        the optimum without a memory limit
     rerun       free, and what must run again at least to fit (`passes/intra/least.py`)
     solved      the optimum within the budget without recompute; its plans are apart from here
-    weightless  as if activations needed no bytes, and what must run again at least
     solved      the optimum within the budget, with a choice of recompute
     simulated   the solved placements, event by event
 
@@ -99,19 +98,8 @@ class Levels:
 
     def _divided(self, node: Node, candidate: Candidate, limit_s: float) -> Parts:
         """The plans without recompute, solved; and all plans."""
-        every = replace(node, refine=partial(self._weightless, node, candidate))
+        every = replace(node, refine=partial(self._solved, self._whole, node, candidate))
         return [*self._solved(self._plain, node, candidate, limit_s), every]
-
-    def _weightless(self, node: Node, candidate: Candidate, limit_s: float) -> Parts:
-        try:
-            least = self._whole.without_activations(candidate, limit_s)
-        except InfeasibleError as error:
-            return self._impossible(error, candidate)
-        bound_s = max(node.bound_s, least.bound_s, self._rerun_s(least, candidate))
-        if bound_s >= limit_s > node.bound_s:
-            return [node.after("weightless", bound_s, partial(self._weightless, node, candidate))]
-        known = node.after("weightless", bound_s, None)
-        return [replace(known, refine=partial(self._solved, self._whole, known, candidate))]
 
     def _solved(
         self, evaluator: Evaluator, node: Node, candidate: Candidate, limit_s: float

@@ -59,7 +59,6 @@ def test_no_optimum_within_a_budget_is_below_the_bound(
     recomputable = Recomputable.of(analysis, Options())
     assert recomputable is not None
     ask = PlacementRequest(cost, n_microbatches, Constraints())
-    without = PlacementRequest(cost, n_microbatches, Constraints(), n_in_flight=0)
     least_rerun_s = LeastRerun(analysis, recomputable, cost)
     static = static_bytes(analysis, stored_dtype(analysis), "adamw") / cost.mesh.n_ranks
     free = choose(analysis, ask, "adamw", None)
@@ -71,10 +70,7 @@ def test_no_optimum_within_a_budget_is_below_the_bound(
         budget_bytes = leanest_bytes + share * (free.size_bytes - leanest_bytes)
         best = choose(analysis, ask, "adamw", budget_bytes, recomputable=recomputable)
         again_s = least_rerun_s(n_microbatches, 1, budget_bytes - static)
-        weightless = choose(analysis, without, "adamw", budget_bytes)
-        for least in (free, weightless):
-            bound_s = least.hidden_bound_s + again_s
-            assert bound_s <= best.objective_s * (1 + 1e-9), share
+        assert free.hidden_bound_s + again_s <= best.objective_s * (1 + 1e-9), share
         if best.strategy.recomputed:
             nearest = max(nearest, again_s / (best.objective_s - free.objective_s))
     assert nearest > 0.3, "the bound says next to nothing"

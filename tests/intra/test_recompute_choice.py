@@ -14,7 +14,6 @@ import torch
 from autopar.cost.memory.liveness import kept_bytes
 from autopar.cost.price.stage_times import stage_times
 from autopar.cost.simulate import PartWork
-from autopar.errors import InfeasibleError
 from autopar.options import Options, Recompute
 from autopar.passes.analysis.analysis import Analysis
 from autopar.passes.analysis.cutting import cut
@@ -95,30 +94,6 @@ def test_the_joint_optimum_is_the_best_of_every_choice_of_blocks(
         both_s = least_s(sizes, Recomputable(ranges, SEARCHED), budget_bytes)
         assert both_s <= joint_s * (1 + 1e-9)
     assert n_tight, "recompute is of no use"
-
-
-@pytest.mark.parametrize("sizes", [(1,), (2,)])
-def test_recompute_is_no_faster_than_activations_that_need_no_bytes(sizes: tuple[int, ...]) -> None:
-    """The bound by which the planner skips recompute (`Evaluator.without_activations`)."""
-    analysis, cost = analysis_of("blocks"), abstract_cost(sizes)
-    ask, without = (
-        PlacementRequest(cost, 1, Constraints()),
-        PlacementRequest(cost, 1, Constraints(), n_in_flight=0),
-    )
-    recomputable = Recomputable(ranges_of(analysis), SEARCHED)
-    free = choose(analysis, ask, "adamw", None)
-    with pytest.raises(InfeasibleError) as least:
-        choose(analysis, ask, "adamw", 0.0, recomputable=recomputable)
-    assert least.value.least_bytes is not None
-    n_paid = 0
-    for share in (0.0, 0.1, 0.4, 0.8):
-        budget_bytes = least.value.least_bytes * (1 + 1e-9)
-        budget_bytes += share * (free.size_bytes - budget_bytes)
-        best = choose(analysis, ask, "adamw", budget_bytes, recomputable=recomputable)
-        bound = choose(analysis, without, "adamw", budget_bytes)
-        assert bound.bound_s <= best.objective_s
-        n_paid += bound.objective_s < best.objective_s * (1 - 1e-6)
-    assert n_paid, "the bound is what recompute attains"
 
 
 CASES: list[tuple[str, tuple[int, ...], str]] = [
