@@ -187,11 +187,9 @@ class Planner:
         options, nodes = self.options, RecipeNodes(self.levels)
         if options.manual is not None:
             yield from self._manual(options.manual)
-        elif options.n_stages in (None, 1) and not options.force:
+        elif options.n_stages in (None, 1) and not options.force and self.analysis.batch.size:
             views = views_of(self.mesh, self.hardware, options, 0, self.mesh.n_ranks)
-            has_batch = bool(self.analysis.batch.size)
-            fixes_degrees = not isinstance(options.mesh_shape, str)
-            for recipe in recipes_on(views, options.forbid, has_batch, fixes_degrees):
+            for recipe in recipes_on(views, options):
                 yield nodes.counted(recipe)
 
     def _manual(self, manual: Manual) -> Iterator[Node]:

@@ -22,6 +22,7 @@ from itertools import chain, product, starmap
 
 from autopar.errors import InfeasibleError, NotSupportedError
 from autopar.mesh import LogicalMesh
+from autopar.options import Options
 from autopar.passes.analysis import microbatch_counts
 from autopar.passes.inter import Candidate, StageLayout, axes_text, n_operators
 from autopar.passes.intra import Constraints, Role, too_little_memory
@@ -47,11 +48,10 @@ class Recipe:
     names: Mapping[str, Constraints]
 
 
-def recipes_on(
-    views: Sequence[LogicalMesh], forbid: frozenset[str], has_batch: bool, fixes_degrees: bool
-) -> Iterator[Recipe]:
+def recipes_on(views: Sequence[LogicalMesh], options: Options) -> Iterator[Recipe]:
     """The recipes of one stage, without those that `forbid` excludes."""
-    views = [v for v in views if v.active_axes and has_batch]
+    views, forbid = [v for v in views if v.active_axes], options.forbid
+    fixes_degrees = not isinstance(options.mesh_shape, str)
     plain = [v for v in views if not (fixes_degrees and v.axes["tp"] > 1)]
     for view in plain[:1]:  # for data parallelism all views are the same
         data: Role = "data"
