@@ -33,7 +33,8 @@ class StepPricer:
         mesh: Mesh, hardware: Hardware, optimizer: str, n_samples: int,
         inputs: Sequence[InputSignature],
     ) -> StepPricer:  # fmt: skip
-        """`inputs` are one global batch; its tokens are its largest 2-d tensor of integers."""
+        """`inputs` are one global batch of `n_samples` rows (0: not known); its tokens are its
+        largest 2-d tensor of integers."""
         integers = [i for i in inputs if i.dtype.startswith("int") and len(i.shape) == 2]
         n_tokens = max((math.prod(i.shape) for i in integers), default=0)
         return StepPricer(mesh, hardware, optimizer, n_samples or None, n_tokens or None)

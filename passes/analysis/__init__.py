@@ -3,7 +3,7 @@
 Reading order: `groups.py` (planning nodes), `microbatch.py` (the batch), `gathering.py` (what
 parameters cost), `analysis.py` (these facts in one object), `folding.py` (repeated blocks),
 `equal_parts.py` (equal stages), `cutting.py` (stages and what crosses between them),
-`given_stages.py` (where the stages that the user gives end), `counts.py` (numbers of microbatches),
+`given_stages.py` (where the user's stages end), `counts.py` (numbers of microbatches),
 `recompute.py` (what may be recomputed), `padding.py` (vocabularies), `fallback.py` (operators
 without a rule), `row_counts.py` (outputs of microbatches), `arguments.py` (arguments of calls in
 generated programs).

@@ -172,7 +172,7 @@ class RecipeNodes:
         """A solved attempt, which is left to simulate."""
         refine = partial(self._simulated, node, placed, evaluator, attempts)
         leaf = node.after("solved", placed.least_s / (1 + self.slack_rel), refine)
-        return replace(leaf, placed=placed)
+        return replace(leaf, placed=placed, name=placed.candidate.name)
 
     def _simulated(
         self, node: Node, placed: Placed, evaluator: Evaluator,

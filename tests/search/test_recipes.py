@@ -19,9 +19,15 @@ from autopar.passes.analysis.folding import find_runs
 from autopar.passes.binding.step_capture import capture_step
 from autopar.passes.inter.candidate import Candidate
 from autopar.passes.inter.layers import find_layers
+from autopar.passes.inter.submeshes import views_of
 from autopar.passes.intra.constraints import Constraints, recipe_cost
 from autopar.passes.intra.intra_op import intra_op_problem
+from autopar.passes.search.branch_bound import BranchAndBound
 from autopar.passes.search.evaluator import Evaluator
+from autopar.passes.search.planner import Planner
+from autopar.passes.search.recipes import RecipeNodes, recipes_on
+from autopar.passes.search.simplicity import Simplicity
+from autopar.passes.search.simulator import Solved
 from tests.helpers.candidates import assert_covers, gpt2, recipes
 from tests.helpers.harness import Mlp, random_rows
 from tests.helpers.machines import A100, cluster, hardware_of
@@ -136,3 +142,32 @@ def test_what_the_real_machine_forbids_has_no_plan() -> None:
     assert least_s(inside) > 0
     with pytest.raises(InfeasibleError, match="this machine forbids what the recipe does"):
         least_s(across)
+
+
+def test_zero_3_is_tried_where_zero_1_does_not_fit() -> None:
+    """Beside Megatron with sequence parallelism; each is named as what it is."""
+    mesh = Mesh((1, 4), hardware="a100-80gb")
+    rows = random_rows(0, "x", "y")
+    analysis = Analysis.of(capture(Mlp(n_layers=2), rows, precision="fp64"))
+
+    def found(limit: float | None = None, *forbid: str) -> Solved:
+        only = {"recompute": "none", "stages": 1, "microbatches": 1}
+        options = Options.of(memory_limit=limit, forbid=forbid, **only)
+        planner = Planner(analysis, mesh, options)
+        views = views_of(mesh, planner.hardware, options, 0, 4)
+        (recipe,) = (
+            recipe
+            for recipe in recipes_on(views, options)
+            if recipe.view.sizes == (2, 2) and "Megatron" not in recipe.names
+        )
+        search = BranchAndBound(0.0, 0.0, lambda solved: Simplicity())
+        search.run([RecipeNodes(planner.levels).counted(recipe)])
+        (solved,) = search.found
+        return solved
+
+    alone = found(None, "zero1")
+    free, lean = found(), found(alone.peak_bytes + 1)
+    name = "Megatron with SP and ZeRO-{} on dp=2 x tp=2"
+    assert (free.candidate.name, lean.candidate.name) == (name.format(1), name.format(3))
+    assert lean.predicted == alone.predicted
+    assert lean.peak_bytes < free.peak_bytes
