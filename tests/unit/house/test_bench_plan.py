@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 from dataclasses import replace
+from itertools import chain, repeat
 from types import SimpleNamespace
 
 import pytest
@@ -32,7 +33,10 @@ def small_case(monkeypatch: pytest.MonkeyPatch) -> str:
     return "small"
 
 
-def test_a_case_is_planned_and_shown(small_case: str) -> None:
+def test_a_case_is_planned_and_shown(small_case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    # A process that held more before this test would hide what planning holds.
+    held_bytes = chain([2 * 2**30], repeat(3 * 2**30))
+    monkeypatch.setattr(bench_plan, "_most_held_bytes", lambda: next(held_bytes))
     row = measure(small_case)
     assert row.n_considered > 5
     assert row.objective_s > 0 and row.gap < 0.01
@@ -41,7 +45,7 @@ def test_a_case_is_planned_and_shown(small_case: str) -> None:
     stats = row.stats
     assert stats.n_written_out > stats.n_variables > 0
     assert stats.n_solved > 5
-    assert row.peak_bytes > row.memory_bytes > 0 and row.wall_s > 0
+    assert (row.peak_bytes, row.memory_bytes) == (3 * 2**30, 2**30) and row.wall_s > 0
     console = Console(width=260, record=True, file=io.StringIO())
     console.print(table_of([row]))
     text = console.export_text()
