@@ -56,6 +56,7 @@ from autopar.passes.solvers.problem import (
     Numbers,
     Potentials,
     Weights,
+    memory,
 )
 
 Array = NDArray[np.float64]
@@ -296,12 +297,11 @@ def _of_variables(numbers: ChoiceProblem, variables: Sequence[int]) -> ChoicePro
 
 def _without(numbers: ChoiceProblem, once: ChoiceProblem) -> ChoiceProblem:
     """The problem without the costs of another; what is forbidden stays so."""
-
-    found: dict[tuple[int, int], Array] = {}
+    found: dict[Hashable, Array] = {}
 
     def less(cost_s: Array, once_s: Array) -> Array:
-        """Equal arrays stay one array, which has one place in a row of numbers."""
-        key = id(cost_s), id(once_s)
+        """Arrays of one memory stay so, because they share a place in a row of numbers."""
+        key = memory(cost_s, once_s)
         if key not in found:
             out = np.full(cost_s.shape, np.inf)
             found[key] = np.subtract(cost_s, once_s, out=out, where=np.isfinite(cost_s))

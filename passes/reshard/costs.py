@@ -41,7 +41,7 @@ class ReshardTables:
     on the tensor, then on its gradient, which may be of another dtype; infinite for a primitive
     that may not be used. `backward` is the place there of each move's backward. To save memory,
     only the last moves of the paths are kept: `_last` is [cases, sources, specs], and `_row` maps
-    source -> its place there.
+    source -> its place there. `_known` is what was computed `once`.
     """
 
     tensors: tuple[TensorType, ...]
