@@ -30,7 +30,7 @@ hypothesis.settings.load_profile("autopar")
 gc.set_threshold(10_000, 20, 20)
 
 if TYPE_CHECKING:
-    from autopar.runtime.launch.processes import WorkerPool
+    from autopar.runtime.launch import WorkerPool
 
 GOLDEN_DIR = Path(__file__).parent / "golden"
 

@@ -20,7 +20,7 @@ from autopar.cli.models import is_plan_file
 from autopar.cli.options import parse_bytes, parse_force, parse_manual, parse_mesh, parse_stages
 from autopar.errors import OptionError
 from autopar.options import Manual
-from autopar.runtime.flight.record import FlightRecord
+from autopar.runtime.flight import FlightRecord
 from tests.conftest import Golden
 from tests.helpers.commands import good, refused
 from tests.helpers.page import page_facts

@@ -9,9 +9,9 @@ import pytest
 from typer.testing import CliRunner
 
 from autopar.cli import app, shell
-from autopar.cost.hardware.profile import load_profile
-from autopar.cost.hardware.topology import even_group
-from autopar.cost.laws.collectives import algorithms_of, collective_time_s
+from autopar.cost.hardware import even_group, load_profile
+from autopar.cost.laws import collective_time_s
+from autopar.cost.laws.collectives import algorithms_of
 from autopar.cost.laws.formulas import KINDS, algorithms
 
 HARDWARE = ("--hardware", "a100-80gb")

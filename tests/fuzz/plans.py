@@ -23,7 +23,7 @@ from autopar import Manual, Plan
 from autopar.cli.summary import data_json, data_text
 from autopar.cost.hardware.profile import PROFILE_FOLDER
 from autopar.mesh import Mesh
-from autopar.plans.data import PlanData
+from autopar.plans import PlanData
 from tests.fuzz.trees import damaged, mutated, to_json, tree_of
 from tests.fuzz.watch import never_opening, touching_only
 from tests.helpers.jobs import machine

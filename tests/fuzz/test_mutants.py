@@ -14,10 +14,9 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from autopar.cli import shell
-from autopar.cli.app import app
+from autopar.cli import app, shell
 from autopar.errors import AutoparError
-from autopar.plans.reading import load_plan
+from autopar.plans import load_plan
 from tests.fuzz import plans, profiles
 from tests.fuzz.watch import Tally
 from tests.helpers.nightly import nightly

@@ -10,7 +10,7 @@ from torch import Tensor
 from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from autopar import NotSupportedError
-from autopar.runtime.tensors.sharded import Sharded
+from autopar.runtime.tensors import Sharded
 from tests.habits.table import ALL, Run, habit
 
 SECTION = "Parameters and gradients"

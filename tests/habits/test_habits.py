@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from tests.habits.jobs import try_all
 from tests.habits.page import PAGE, page
 from tests.habits.table import HABITS

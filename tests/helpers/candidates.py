@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from typing import Any
 
-from autopar.cost.hardware.hardware import Hardware
+from autopar.cost.hardware import Hardware
 from autopar.mesh import Mesh
 from autopar.options import Options
-from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.inter.candidate import Candidate
-from autopar.passes.inter.recipes import megatron_pipelines
-from autopar.passes.inter.space import PipelineSpace
+from autopar.passes.analysis import Analysis
+from autopar.passes.inter import Candidate, PipelineSpace, megatron_pipelines
 from tests.helpers.harness import language_model, tiny_gpt2
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from autopar.capture import capture, reference_step, whole_buffers
-from autopar.program.program import Program, flatten_inputs
+from autopar.program import Program, flatten_inputs
 
 aten = torch.ops.aten
 

@@ -12,10 +12,10 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.optim import AdamW, Optimizer
 
-from autopar.program.stage_program import StoredParameter
+from autopar.program import StoredParameter
 from autopar.runtime.checkpoints import ModuleState, load, save
-from autopar.runtime.state.weights import initial_buffers, initial_shards
-from autopar.runtime.tensors.sharding import gather_whole, local_shard
+from autopar.runtime.state import initial_buffers, initial_shards
+from autopar.runtime.tensors import gather_whole, local_shard
 from tests.helpers.state_model import (
     CPU,
     Shapes,

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from autopar.placement.moves import Move
+from autopar.placement import Move
 from autopar.runtime.collectives import moves
-from autopar.runtime.groups.group import Group, phase
+from autopar.runtime.groups import Group, phase
 
 
 def moved(name: str, x: Tensor, g: Group, *args: Any) -> Tensor:

@@ -17,22 +17,23 @@ from functools import cache, cached_property
 
 import torch
 
-from autopar.cost.hardware.hardware import Hardware, resolve
+from autopar.cost.hardware import Hardware, resolve
 from autopar.cost.price import StepPricer
 from autopar.errors import BatchError, InfeasibleError
 from autopar.mesh import LogicalMesh, Mesh
 from autopar.options import Options, schedule_name
-from autopar.passes.analysis import stage_without_parameters
-from autopar.passes.analysis.analysis import Analysis, compute_dtype
-from autopar.passes.analysis.counts import microbatch_counts
-from autopar.passes.analysis.folding import find_runs
-from autopar.passes.inter.candidate import Candidate, StageLayout
+from autopar.passes.analysis import (
+    Analysis,
+    compute_dtype,
+    find_runs,
+    microbatch_counts,
+    stage_without_parameters,
+)
+from autopar.passes.inter import Candidate, StageLayout, submesh_sizes, views_of
 from autopar.passes.inter.layers import find_layers
-from autopar.passes.inter.submeshes import submesh_sizes, views_of
-from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra import Constraints
+from autopar.passes.search import Planner, PlanningResult
 from autopar.passes.search.evaluator import Evaluator
-from autopar.passes.search.outcome import PlanningResult
-from autopar.passes.search.planner import Planner
 from autopar.passes.search.simulator import Simulator
 from tests.helpers.captures import captured
 from tests.helpers.harness import Mlp, random_tokens, tiny_gpt2

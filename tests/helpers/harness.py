@@ -22,21 +22,30 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from autopar.cost.laws.model import CostModel
+from autopar.cost.laws import CostModel
 from autopar.mesh import Device, Link, LogicalMesh
-from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis import Analysis
 from autopar.passes.analysis.recompute import MODES
-from autopar.passes.intra.chooser import PlacementRequest, choose
-from autopar.passes.intra.constraints import Constraints
-from autopar.passes.intra.intra_op import intra_op_problem
-from autopar.passes.intra.problem import IntraOpProblem
+from autopar.passes.intra import (
+    Constraints,
+    IntraOpProblem,
+    PlacementRequest,
+    choose,
+    intra_op_problem,
+)
 from autopar.passes.lowering.lines import lower
-from autopar.placement.spec import Spec
-from autopar.program.collective import step_calls
-from autopar.program.pipeline import Pipeline
-from autopar.program.stage_program import StageProgram
-from autopar.program.strategy import OperatorStrategy, Period, Recomputed, Storage, Strategy
-from autopar.runtime.groups.group import CollectiveCall
+from autopar.placement import Spec
+from autopar.program import (
+    OperatorStrategy,
+    Period,
+    Pipeline,
+    Recomputed,
+    StageProgram,
+    Storage,
+    Strategy,
+    step_calls,
+)
+from autopar.runtime.groups import CollectiveCall
 from tests.helpers.captures import captured
 from tests.helpers.machines import AXIS_NAMES
 from tests.helpers.ranks import TOLERANCE, Batch, pipeline_step

@@ -23,7 +23,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import autopar
 from autopar import Device, Link, Manual, Mesh
 from autopar.capture import reference_step, whole_buffers
-from autopar.operators.random import Stream
+from autopar.operators import Stream
 from tests.helpers.captures import captured
 from tests.helpers.models import tiny_model
 

@@ -13,26 +13,28 @@ from typing import Any
 
 import torch
 
-from autopar.placement.moves import COLLECTIVES
-from autopar.placement.spec import I, P, R, Spec
-from autopar.program.joint_program import (
+from autopar.placement import COLLECTIVES, I, P, R, Spec
+from autopar.program import (
+    CallLine,
+    FreeLine,
     FunctionBackward,
     FunctionLine,
     FusedGathers,
     FusedReductions,
+    GatherLine,
     GradientMove,
     JointLine,
     JointProgram,
     KernelLine,
     LossAtEnd,
+    MoveLine,
     ReadyLine,
+    Ref,
     StartLine,
     Variable,
     WaitLine,
     communications,
 )
-from autopar.program.stage_program import CallLine, FreeLine, GatherLine, MoveLine
-from autopar.program.variables import Ref
 from autopar.verifier.joint_calls import gathers_parameters, line_calls
 
 Mutants = Iterator[tuple[str, JointProgram]]

@@ -6,8 +6,8 @@ from functools import cache
 
 import torch
 
-from autopar.cost.hardware.hardware import Hardware, resolve
-from autopar.cost.laws.model import CostModel
+from autopar.cost.hardware import Hardware, resolve
+from autopar.cost.laws import CostModel
 from autopar.mesh import Device, Link, LogicalMesh, Mesh
 
 A100 = "a100-80gb"

@@ -13,18 +13,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from autopar.cost.laws.model import CostModel
+from autopar.cost.laws import CostModel
 from autopar.mesh import Device, Link, LogicalMesh
-from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.analysis.cutting import boundary_specs, cut
-from autopar.passes.intra.constraints import Constraints
-from autopar.passes.intra.intra_op import intra_op_problem
-from autopar.passes.intra.problem import IntraOpProblem
+from autopar.passes.analysis import Analysis, boundary_specs, cut
+from autopar.passes.intra import Constraints, IntraOpProblem, intra_op_problem
 from autopar.passes.lowering.lines import lower
-from autopar.program.pipeline import Pipeline
-from autopar.program.program import Program
-from autopar.program.stage_program import StageProgram
-from autopar.program.strategy import Period, Strategy
+from autopar.program import Period, Pipeline, Program, StageProgram, Strategy
 from autopar.schedule import ORDERS, forward_only
 from autopar.verifier.stage import verify_program
 from tests.helpers.harness import legal_storages, random_strategy

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch.distributed as dist
 
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from tests.helpers.captures import share_captures
 
 MOST_RANKS = 4

@@ -8,9 +8,8 @@ import numpy as np
 import pytest
 
 from autopar.passes.solvers.choice import solve_brute_force
-from autopar.passes.solvers.problem import ChoiceProblem, Edge, Infeasible, Solution
-from autopar.passes.solvers.problem.potentials import Weights
-from autopar.passes.solvers.repeats.repeats import Repeat, RepeatedProblem
+from autopar.passes.solvers.problem import ChoiceProblem, Edge, Infeasible, Solution, Weights
+from autopar.passes.solvers.repeats import Repeat, RepeatedProblem
 
 REL = 1e-9
 WEIGHTS = (Weights(), Weights(1.0, 1e-5), Weights(1.0, 0.0, 2e-4), Weights(0.0, 0.0, 1.0))

@@ -20,15 +20,12 @@ from torch import Tensor
 from autopar.capture.reference import change_buffers, reference_step
 from autopar.codegen import emit
 from autopar.passes.backward import differentiate
-from autopar.placement.shards import difference, gather
-from autopar.placement.spec import TensorType
-from autopar.program.pipeline import Pipeline
-from autopar.program.program import Program
-from autopar.runtime.execute import delivery
-from autopar.runtime.execute.executor import Environment, Executor
-from autopar.runtime.execute.load import load_code
-from autopar.runtime.groups.group import CollectiveCall, Recorder
-from autopar.runtime.launch.threads import ThreadWorld, run_threads
+from autopar.placement import TensorType, difference, gather
+from autopar.program import Pipeline, Program
+from autopar.runtime.execute import Environment, Executor, delivery, load_code
+from autopar.runtime.groups import CollectiveCall
+from autopar.runtime.groups.group import Recorder
+from autopar.runtime.launch import ThreadWorld, run_threads
 
 TOLERANCE = 1e-10
 DEVICE = torch.device(os.environ.get("AUTOPAR_TEST_DEVICE", "cpu"))

@@ -10,8 +10,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
-from autopar.measured.saved import Saved, saved_for_backward
-from autopar.program.program import Program
+from autopar.measured import Saved, saved_for_backward
+from autopar.program import Program
 
 
 class Draft:

@@ -9,13 +9,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from autopar.placement.spec import I, Placement, S, Spec, TensorType, local_shape
-from autopar.program.pipeline import Pipeline
-from autopar.program.stage_program import Local, StageProgram, StoredParameter
-from autopar.runtime.collectives.p2p import DistMessenger
-from autopar.runtime.groups.distributed import make_groups, world_group
-from autopar.runtime.launch.threads import ThreadWorld
-from autopar.runtime.state.stage_state import StageState
+from autopar.placement import I, Placement, S, Spec, TensorType, local_shape
+from autopar.program import Local, Pipeline, StageProgram, StoredParameter
+from autopar.runtime.collectives import DistMessenger
+from autopar.runtime.groups import make_groups, world_group
+from autopar.runtime.launch import ThreadWorld
+from autopar.runtime.state import StageState
 from tests.helpers.machines import mesh_of
 
 Sizes = tuple[int, ...]

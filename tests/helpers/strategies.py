@@ -10,8 +10,17 @@ from hypothesis import strategies as st
 
 from autopar.cost.simulate import PartWork, SplitBackward, StageTimes
 from autopar.passes.solvers.problem import ChoiceProblem, Edge
-from autopar.placement.notation import ELLIPSIS, Dim, Notation, Term
-from autopar.placement.spec import Placement, S, Spec, TensorType, all_specs
+from autopar.placement import (
+    ELLIPSIS,
+    Dim,
+    Notation,
+    Placement,
+    S,
+    Spec,
+    TensorType,
+    Term,
+    all_specs,
+)
 from autopar.schedule import ORDERS, Schedule, Transfer, forward_only, interleaved, zero_bubble
 
 PLAIN_ORDERS = (*ORDERS.values(), zero_bubble, forward_only)

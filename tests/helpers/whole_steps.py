@@ -16,12 +16,10 @@ from torch import Tensor
 from autopar.codegen import emit
 from autopar.measured.live_bytes import LiveBytes
 from autopar.passes.backward import differentiate
-from autopar.program.pipeline import Pipeline
-from autopar.program.program import Program
-from autopar.runtime.collectives.p2p import DistMessenger
-from autopar.runtime.execute.executor import Environment, Executor
-from autopar.runtime.execute.load import load_code
-from autopar.runtime.groups.distributed import make_groups, world_group
+from autopar.program import Pipeline, Program
+from autopar.runtime.collectives import DistMessenger
+from autopar.runtime.execute import Environment, Executor, load_code
+from autopar.runtime.groups import make_groups, world_group
 
 # Gloo's threads hold what a collective read and wrote for a moment after it is done.
 LET_GO_S = 0.002

@@ -9,7 +9,7 @@ import pytest
 
 from autopar.cost.laws import CostModel
 from autopar.options import Options
-from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis import Analysis
 from autopar.passes.intra.at_loss import AtLoss, least_at_loss_bytes
 from autopar.passes.intra.cases import Cases
 from autopar.passes.search.evaluator import Placed

@@ -22,16 +22,13 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.cost.laws.model import CostModel
+from autopar.cost.laws import CostModel
 from autopar.mesh import Device, Link, LogicalMesh
-from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.intra.chooser import PlacementRequest, choose
-from autopar.passes.intra.constraints import Constraints
+from autopar.passes.analysis import Analysis
+from autopar.passes.intra import Constraints, PlacementRequest, choose
 from autopar.passes.lowering.lines import lower
-from autopar.placement.spec import I, Placement, R, S
-from autopar.program.collective import step_calls
-from autopar.program.stage_program import StageProgram
-from autopar.program.strategy import Strategy
+from autopar.placement import I, Placement, R, S
+from autopar.program import StageProgram, Strategy, step_calls
 from tests.helpers.harness import Bert, generated_code, thread_step
 
 __all__ = ["generated_code"]

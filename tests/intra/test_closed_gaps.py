@@ -7,10 +7,11 @@ from typing import Any
 import pytest
 
 import autopar
-from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis import Analysis
+from autopar.passes.intra import Chosen, PlacementRequest
 from autopar.passes.intra import chooser as choose
-from autopar.passes.intra.chooser import FOLDED_GAP_GOAL, Chosen, PlacementRequest
-from autopar.plans.data import PlanData
+from autopar.passes.intra.chooser import FOLDED_GAP_GOAL
+from autopar.plans import PlanData
 from tests.helpers.harness import random_tokens, tiny_gpt2
 
 N_BLOCKS = 4  # as many as are folded

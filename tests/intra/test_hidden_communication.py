@@ -16,15 +16,8 @@ from hypothesis import strategies as st
 import autopar
 from autopar import Device, Link, Manual, Mesh, Plan
 from autopar.cost.simulate import PartWork, StageTimes, simulate
-from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.intra.hiding import (
-    Found,
-    Hiding,
-    Parts,
-    Prices,
-    Weights,
-    least_exposed,
-)
+from autopar.passes.analysis import Analysis
+from autopar.passes.intra.hiding import Found, Hiding, Parts, Prices, Weights, least_exposed
 from autopar.plans import Predicted
 from autopar.schedule import ORDERS, place
 from tests.helpers.captures import captured

@@ -16,9 +16,7 @@ from functools import cache
 
 import pytest
 
-from autopar.passes.intra.chooser import Chooser, Chosen, PlacementRequest
-from autopar.passes.intra.constraints import Constraints
-from autopar.passes.intra.intra_op import intra_op_problem
+from autopar.passes.intra import Chooser, Chosen, Constraints, PlacementRequest, intra_op_problem
 from autopar.passes.solvers.choice import solve, solve_by_elimination
 from autopar.passes.solvers.problem import ChoiceProblem, Infeasible, Solution
 from tests.helpers.machines import balanced_cost

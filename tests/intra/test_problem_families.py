@@ -9,24 +9,26 @@ import numpy as np
 import pytest
 import torch
 
-from autopar.cost.laws.model import CostModel
+from autopar.cost.laws import CostModel
 from autopar.errors import BatchError
 from autopar.mesh import Link, Mesh, factored_view
 from autopar.options import Options
-from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.analysis.cutting import cut
-from autopar.passes.analysis.recompute import Recomputable
-from autopar.passes.inter.candidate import n_operators
-from autopar.passes.intra import intra_op
-from autopar.passes.intra.constraints import Constraints, recipe_cost
-from autopar.passes.intra.intra_op import ProblemFamilies, intra_op_problem, intra_op_problems
-from autopar.passes.intra.priced import Prices
-from autopar.passes.intra.problem import IntraOpProblem
+from autopar.passes.analysis import Analysis, Recomputable, cut
+from autopar.passes.inter import n_operators
+from autopar.passes.intra import (
+    Constraints,
+    IntraOpProblem,
+    Prices,
+    ProblemFamilies,
+    intra_op,
+    intra_op_problem,
+    recipe_cost,
+)
+from autopar.passes.intra.intra_op import intra_op_problems
+from autopar.passes.reshard import primitive_lines
 from autopar.passes.reshard.move_graph import move_graph
-from autopar.passes.reshard.primitive_costs import primitive_lines
 from autopar.passes.solvers.choice import solve
-from autopar.placement.moves import COLLECTIVES
-from autopar.placement.spec import TensorType
+from autopar.placement import COLLECTIVES, TensorType
 from tests.helpers.harness import abstract_cost, language_model, model_case, tiny_gpt2
 from tests.helpers.machines import hardware_of
 from tests.helpers.problems import solved

@@ -11,22 +11,24 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.cost.memory.liveness import kept_bytes
+from autopar.cost.memory import kept_bytes
 from autopar.cost.price.stage_times import stage_times
 from autopar.cost.simulate import PartWork
 from autopar.options import Options, Recompute
-from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.analysis.cutting import cut
-from autopar.passes.analysis.folding import fold
-from autopar.passes.analysis.recompute import SEARCHED, Recomputable, aligned_runs
-from autopar.passes.intra.chooser import Chooser, PlacementRequest, choose
-from autopar.passes.intra.constraints import Constraints
-from autopar.passes.intra.intra_op import intra_op_problem
-from autopar.passes.intra.priced import Prices
-from autopar.passes.intra.problem import IntraOpProblem
+from autopar.passes.analysis import Analysis, Recomputable, aligned_runs, cut, fold
+from autopar.passes.analysis.recompute import SEARCHED
+from autopar.passes.intra import (
+    Chooser,
+    Constraints,
+    IntraOpProblem,
+    PlacementRequest,
+    Prices,
+    choose,
+    intra_op_problem,
+)
 from autopar.passes.lowering.lines import lower
 from autopar.passes.solvers.choice import solve
-from autopar.passes.solvers.eliminate.elimination_order import plan_elimination
+from autopar.passes.solvers.eliminate import plan_elimination
 from autopar.passes.solvers.problem import Infeasible
 from tests.helpers.captures import captured
 from tests.helpers.harness import abstract_cost, language_model, tiny_gpt2, tiny_llama

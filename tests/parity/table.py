@@ -23,7 +23,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar import AutoparError
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import PLANS, AnyCell, Cell, errors, train, train_alone
 from tests.helpers.pipeline_jobs import pipeline_cells
 from tests.parity.zoo import cells as zoo

@@ -15,8 +15,8 @@ from autopar import Device, Link, Manual, Mesh
 from autopar.capture import whole_buffers
 from autopar.errors import BatchError, NotSupportedError
 from autopar.parity import reference, whole_parameters
-from autopar.program.program import flatten_inputs
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.program import flatten_inputs
+from autopar.runtime.launch import WorkerPool
 
 # A slow device with fast links: all sharding pays.
 MESH = Mesh((1, 2), links=[Link(1e-9, 1e-15)] * 2, device=Device(1e6, 1e6, 1e12))

@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor
 
 import autopar
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from tests.helpers import functions
 from tests.helpers.jobs import Batch, error, machine
 from tests.parity.table import TOLERANCE

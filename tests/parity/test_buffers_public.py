@@ -19,7 +19,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.capture import capture, reference_step, whole_buffers
 from autopar.errors import StateError
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import (
     Batch,
     Case,

@@ -11,10 +11,8 @@ from torch import Tensor, nn
 import autopar
 from autopar import Manual, Plan
 from autopar.options import Options
-from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.analysis.folding import Run, find_runs
-from autopar.passes.analysis.recompute import Recomputable, aligned_runs
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.passes.analysis import Analysis, Recomputable, Run, aligned_runs, find_runs
+from autopar.runtime.launch import WorkerPool
 from tests.helpers.captures import captured
 from tests.helpers.jobs import Batch, Case, error, errors, gpt2, machine, tokens, train_alone
 from tests.helpers.models import checkpointed as models

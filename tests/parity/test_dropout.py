@@ -18,15 +18,11 @@ from torch import Tensor
 import autopar
 from autopar.capture import capture, reference_step, rewrites
 from autopar.errors import MissingRuleError, NotSupportedError
-from autopar.operators import ATTENTION_DROPOUT
-from autopar.operators.random import DROPOUT, Stream
-from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.analysis.folding import find_runs
-from autopar.passes.intra.constraints import Constraints
-from autopar.passes.intra.intra_op import intra_op_problem
-from autopar.program import Program
-from autopar.program.strategy import Period
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.operators import ATTENTION_DROPOUT, DROPOUT, Stream
+from autopar.passes.analysis import Analysis, find_runs
+from autopar.passes.intra import Constraints, intra_op_problem
+from autopar.program import Period, Program
+from autopar.runtime.launch import WorkerPool
 from tests.helpers.capture_harness import Module
 from tests.helpers.harness import abstract_cost, generated_code, random_strategy, thread_step
 from tests.helpers.jobs import Case, errors, tokens, train_alone

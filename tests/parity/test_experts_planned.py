@@ -19,18 +19,14 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.cost.laws.model import CostModel
+from autopar.cost.laws import CostModel
 from autopar.errors import NotSupportedError
 from autopar.mesh import Device, Link, LogicalMesh
-from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.intra.chooser import PlacementRequest, choose
-from autopar.passes.intra.constraints import AxisPin, Constraints
-from autopar.passes.intra.intra_op import intra_op_problem
+from autopar.passes.analysis import Analysis
+from autopar.passes.intra import AxisPin, Constraints, PlacementRequest, choose, intra_op_problem
 from autopar.passes.lowering.lines import lower
-from autopar.placement.spec import S
-from autopar.program.collective import step_calls
-from autopar.program.stage_program import StageProgram
-from autopar.program.strategy import Strategy
+from autopar.placement import S
+from autopar.program import StageProgram, Strategy, step_calls
 from tests.helpers.harness import (
     Case,
     abstract_cost,

@@ -18,11 +18,8 @@ from torch import Tensor
 
 from autopar.passes.reshard import costs as reshard
 from autopar.passes.reshard import move_graph
-from autopar.placement import moves
-from autopar.placement.moves import TABLE, PrimitiveKind, Split
-from autopar.placement.spec import I, R, Spec, TensorType
-from autopar.program.stage_program import Delivered, batch_shards
-from autopar.program.strategy import Strategy
+from autopar.placement import TABLE, I, PrimitiveKind, R, Spec, Split, TensorType, moves
+from autopar.program import Delivered, Strategy, batch_shards
 from autopar.runtime.execute import delivery, executor
 from tests.helpers.harness import (
     abstract_cost,

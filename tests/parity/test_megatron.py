@@ -13,7 +13,7 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from examples.compare import (
     AUTO,
     BY_HAND,

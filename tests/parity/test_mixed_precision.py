@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 import autopar
 from autopar import Manual, NotSupportedError, OptionError
 from autopar.capture import capture
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import CASES, SEQUENCE, VOCABULARY, Case, machine
 from tests.parity.zoo import FAMILIES
 

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import pytest
 
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import CASES, PLANS, Cell, reference
 from tests.parity.table import MODELS, SHAPES, cells, wrong
 

@@ -12,7 +12,7 @@ from torch.nn.utils import parametrizations, parametrize
 
 import autopar
 from autopar import Manual
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import Batch, error, machine
 from tests.parity.table import TOLERANCE
 

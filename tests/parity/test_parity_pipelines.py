@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import pytest
 
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import train_alone
 from tests.helpers.pipeline_jobs import (
     CASES,

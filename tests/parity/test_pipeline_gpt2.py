@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from autopar.capture import capture, reference_step
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from examples.compare import Size
 from examples.compare_pipeline import AUTOPAR, TORCH, disagreements, stages
 from examples.pipeline_gpt2 import N_STAGES, PipelineGPT2, ScheduleName

@@ -16,7 +16,7 @@ from torch import Tensor
 
 import autopar
 from autopar.capture import reference_step
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from tests.helpers.captures import captured
 from tests.helpers.jobs import Batch, error, gradient, machine
 from tests.helpers.pipeline_jobs import CASES, LAYOUTS, ROWS

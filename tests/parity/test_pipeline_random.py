@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 import pytest
 
-from autopar.program.pipeline import Pipeline
-from autopar.runtime.groups.group import WORLD_AXIS, CollectiveCall
+from autopar.program import Pipeline
+from autopar.runtime.groups import WORLD_AXIS, CollectiveCall
 from tests.helpers.harness import MODELS, foretold_calls, generated_code, model_case
 from tests.helpers.pipeline_harness import Layout, Shapes, random_ends, random_pipeline
 from tests.helpers.ranks import TOLERANCE, pipeline_step

@@ -12,13 +12,10 @@ from functools import cache
 
 import pytest
 
-from autopar.passes.intra.chooser import PlacementRequest, choose
-from autopar.passes.intra.constraints import Constraints, recipe_cost
+from autopar.passes.intra import Constraints, PlacementRequest, choose, recipe_cost
 from autopar.passes.lowering.lines import lower
-from autopar.placement.moves import Move
-from autopar.placement.spec import I, R, Spec
-from autopar.program.stage_program import StageProgram
-from autopar.program.strategy import Period, Strategy
+from autopar.placement import I, Move, R, Spec
+from autopar.program import Period, StageProgram, Strategy
 from tests.helpers.harness import Case, abstract_cost, generated_code, model_case, thread_step
 
 __all__ = ["generated_code"]

@@ -16,10 +16,8 @@ from torch import Tensor, nn
 import autopar
 from autopar import Manual, NotPlannedError, VerificationError
 from autopar.capture import reference_step
-from autopar.runtime.execute.executor import Environment, Executor
-from autopar.runtime.execute.load import load_code
-from autopar.runtime.launch.processes import WorkerPool
-from autopar.runtime.launch.threads import ThreadWorld, run_threads
+from autopar.runtime.execute import Environment, Executor, load_code
+from autopar.runtime.launch import ThreadWorld, WorkerPool, run_threads
 from tests.helpers.captures import captured
 from tests.helpers.jobs import CASES, Batch, error, gpt2, gradient, machine, rows, tokens
 from tests.parity.table import TOLERANCE

@@ -20,9 +20,8 @@ import pytest
 from autopar.capture import capture, reference_step, whole_buffers
 from autopar.errors import BatchError, NotSupportedError
 from autopar.parity import whole_parameters
-from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.intra.constraints import Constraints
-from autopar.passes.intra.intra_op import intra_op_problem
+from autopar.passes.analysis import Analysis
+from autopar.passes.intra import Constraints, intra_op_problem
 from tests.helpers.harness import abstract_cost, generated_code, random_strategy, thread_step
 from tests.helpers.pipeline_harness import Layout, random_ends, random_pipeline
 from tests.helpers.random_models.graphs import Graph, random_batch, random_graph

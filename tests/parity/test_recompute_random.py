@@ -13,7 +13,7 @@ from dataclasses import replace
 import pytest
 
 from autopar.passes.lowering.lines import lower
-from autopar.program.strategy import Period
+from autopar.program import Period
 from autopar.verifier.stage import verify_program
 from tests.helpers.harness import (
     abstract_cost,

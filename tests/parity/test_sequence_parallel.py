@@ -19,14 +19,13 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import autopar
-from autopar.cost.laws.model import CostModel
+from autopar.cost.laws import CostModel
 from autopar.mesh import Device
-from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.intra.chooser import PlacementRequest, choose
-from autopar.passes.intra.constraints import Constraints
-from autopar.placement.spec import S, Spec
-from autopar.planning.plan import Plan
-from autopar.program.strategy import Strategy
+from autopar.passes.analysis import Analysis
+from autopar.passes.intra import Constraints, PlacementRequest, choose
+from autopar.placement import S, Spec
+from autopar.planning import Plan
+from autopar.program import Strategy
 from tests.helpers.captures import captured
 from tests.helpers.harness import (
     Step,

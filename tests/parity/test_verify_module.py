@@ -23,7 +23,7 @@ from autopar.errors import BatchError, VerificationError
 from autopar.parity import Report, sharded
 from autopar.parity.captured import tolerance_of
 from autopar.runtime.execute import load_code
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from tests.helpers.captures import captured
 from tests.helpers.models import dropout_models
 from tests.parity.zoo.entries import masked, tokens

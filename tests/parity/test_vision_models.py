@@ -17,14 +17,18 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis import Analysis
 from autopar.passes.inter.layers import operator_flops
-from autopar.passes.intra.chooser import PlacementRequest, choose
-from autopar.passes.intra.constraints import Constraints, recipe_cost
-from autopar.passes.intra.intra_op import intra_op_problem
-from autopar.passes.intra.problem import IntraOpProblem
+from autopar.passes.intra import (
+    Constraints,
+    IntraOpProblem,
+    PlacementRequest,
+    choose,
+    intra_op_problem,
+    recipe_cost,
+)
 from autopar.passes.lowering.lines import lower
-from autopar.program.stage_program import CallLine
+from autopar.program import CallLine
 from tests.helpers.harness import abstract_cost, generated_code, random_strategy, thread_step
 
 __all__ = ["generated_code"]

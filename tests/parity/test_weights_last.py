@@ -11,7 +11,7 @@ from torch import Tensor
 import autopar
 from autopar import Manual
 from autopar.passes.backward import differentiate
-from autopar.program.joint_program import (
+from autopar.program import (
     FusedReductions,
     JointProgram,
     KernelLine,

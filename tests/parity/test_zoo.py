@@ -12,7 +12,7 @@ import pytest
 from torch import nn
 
 from autopar.report.division import Division
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import Batch, Mlp, rows
 from tests.parity.table import Verdict, by_family, off_by
 from tests.parity.zoo import FAMILIES

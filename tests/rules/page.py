@@ -15,13 +15,12 @@ from typing import NamedTuple
 import torch
 
 from autopar.capture.rewrites.decompose import PYTHON_DECOMPOSITIONS
-from autopar.placement.notation import Notation
-from autopar.rules import OpCall, OpRule, find_operator, own_rule, rule_for, tables
+from autopar.placement import Notation
+from autopar.rules import Lowering, OpCall, OpRule, find_operator, own_rule, rule_for, tables
 from autopar.rules.convolutions import CONVOLUTIONAL
 from autopar.rules.experts import EXPERT_MATMULS
 from autopar.rules.indexing import INDEXING
 from autopar.rules.losses import LOSSES
-from autopar.rules.lowering import Lowering
 from autopar.rules.normalisation import NORMALISATION
 from autopar.rules.random import RANDOM
 from tests.helpers.samples.place_samples import PLACE_SAMPLES

@@ -18,16 +18,15 @@ from torch.autograd.graph import saved_tensors_hooks
 
 import autopar
 from autopar.capture import capture
-from autopar.cost.laws.model import CostModel
-from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.intra.chooser import PlacementRequest, choose
-from autopar.passes.intra.constraints import Constraints
-from autopar.passes.intra.intra_op import intra_op_problem
-from autopar.placement.moves import Split
-from autopar.program.strategy import OperatorStrategy, Strategy
+from autopar.cost.laws import CostModel
+from autopar.passes.analysis import Analysis
+from autopar.passes.intra import Constraints, PlacementRequest, choose, intra_op_problem
+from autopar.placement import Split
+from autopar.program import OperatorStrategy, Strategy
 from autopar.rules.lowering import CAUSAL_ATTENTION
-from autopar.runtime.groups.group import Group, Recorder
-from autopar.runtime.launch.threads import ThreadWorld, run_threads
+from autopar.runtime.groups import Group
+from autopar.runtime.groups.group import Recorder
+from autopar.runtime.launch import ThreadWorld, run_threads
 from autopar.runtime.lowered import causal_attention
 from tests.helpers.harness import (
     abstract_cost,

@@ -14,8 +14,9 @@ from autopar import operators
 from autopar.errors import VerificationError
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.rules import rule_for
-from autopar.runtime.groups.group import CollectiveCall, Group, Recorder
-from autopar.runtime.launch.threads import ThreadWorld, run_threads
+from autopar.runtime.groups import CollectiveCall, Group
+from autopar.runtime.groups.group import Recorder
+from autopar.runtime.launch import ThreadWorld, run_threads
 from autopar.verifier.oracle import OracleCase as OracleCase
 from autopar.verifier.oracle import check_strategy, combinations
 from tests.helpers.capture_harness import Module, check, targets

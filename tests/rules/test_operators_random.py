@@ -9,8 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from autopar.operators import random
-from autopar.operators.random import DROPOUT, UNIFORM, Stream, seed_tensor, step_seed
+from autopar.operators import DROPOUT, UNIFORM, Stream, random, seed_tensor, step_seed
 
 # 2^18 numbers: a mean or a correlation of independent numbers has sigma 1 / sqrt(n) = 0.002.
 SHAPE = (8, 32, 1024)

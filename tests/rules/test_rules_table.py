@@ -21,7 +21,7 @@ from autopar.errors import (
 )
 from autopar.mesh import Mesh
 from autopar.options import Manual, Options
-from autopar.planning.plan import plan_program
+from autopar.planning import plan_program
 from autopar.rules import (
     OpCall,
     OpRule,
@@ -32,8 +32,9 @@ from autopar.rules import (
     register_rule,
     rule_for,
 )
+from autopar.verifier import check_rule
 from autopar.verifier.oracle import OracleCase
-from autopar.verifier.rule_report import check_rule, report_case
+from autopar.verifier.rule_report import report_case
 from tests.conftest import Golden
 from tests.helpers.samples.rule_samples import ints, x
 

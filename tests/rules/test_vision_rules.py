@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 from torch.utils.flop_counter import FlopCounterMode
 
-from autopar.placement.notation import Notation
-from autopar.program.factors import name_sizes
+from autopar.placement import Notation
+from autopar.program import name_sizes
 from autopar.rules import OpCall, find_operator, rule_for
 from autopar.rules.convolutions import CONVOLUTIONS
 from autopar.verifier.oracle import OracleCase

@@ -13,7 +13,7 @@ import torch.distributed as dist
 import autopar
 from autopar import AbsentRanksError, Manual, OptionError
 from autopar.runtime.groups import rendezvous, together_in
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine, rank
 from tests.helpers.models.tiny_model import Tiny, batch
 

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import autopar
 from autopar import BatchError, CaptureError, DivergenceError, Manual
 from autopar.module import job
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine, rank
 from tests.helpers.models.tiny_model import Tiny, batch
 

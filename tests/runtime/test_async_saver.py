@@ -18,8 +18,8 @@ from torch.optim import AdamW
 
 from autopar import AsyncSaver
 from autopar.errors import OptionError, StateError
-from autopar.runtime.launch.processes import WorkerPool
-from autopar.runtime.state.weights import initial_shards
+from autopar.runtime.launch import WorkerPool
+from autopar.runtime.state import initial_shards
 from autopar.runtime.storage import write_pieces
 from tests.helpers.checkpoint_jobs import Rank, assert_same
 from tests.helpers.state_model import ONE, Shapes, seeded_model

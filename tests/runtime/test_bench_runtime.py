@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autopar.placement import Split
 from autopar.runtime.groups import DistGroup, Pending
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from examples import bench_runtime
 from examples.bench_delays import Delays
 from examples.bench_runtime import N_LOSSES, ROWS, Launch, Measured, Overlap, disagreements

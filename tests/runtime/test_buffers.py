@@ -13,11 +13,9 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.errors import NotSupportedError
-from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.analysis.cutting import cut
+from autopar.passes.analysis import Analysis, cut
 from autopar.passes.inter.layers import find_layers
-from autopar.passes.intra.constraints import Constraints
-from autopar.passes.intra.intra_op import intra_op_problem
+from autopar.passes.intra import Constraints, intra_op_problem
 from tests.helpers.harness import abstract_cost, generated_code, random_strategy, thread_step
 from tests.helpers.pipeline_harness import Layout, ends_before, random_pipeline
 from tests.helpers.ranks import TOLERANCE, pipeline_step

@@ -18,10 +18,9 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from autopar.errors import AutoparError, OptionError, StateError
 from autopar.runtime.checkpoints import save
-from autopar.runtime.launch.processes import WorkerPool
-from autopar.runtime.state.access import full_state_dict
-from autopar.runtime.state.dtensors import dtensor_placements, state_dict
-from autopar.runtime.state.weights import initial_shards
+from autopar.runtime.launch import WorkerPool
+from autopar.runtime.state import full_state_dict, initial_shards, state_dict
+from autopar.runtime.state.dtensors import dtensor_placements
 from tests.helpers.checkpoint_jobs import (
     Rank,
     assert_same,

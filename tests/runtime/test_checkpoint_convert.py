@@ -19,7 +19,7 @@ from typer.testing import CliRunner
 from autopar.cli import app
 from autopar.errors import StateError
 from autopar.runtime.checkpoints import convert
-from autopar.runtime.state.weights import initial_shards
+from autopar.runtime.state import initial_shards
 from autopar.runtime.storage import Checkpoint
 from tests.helpers.checkpoint_jobs import Rank, assert_same
 from tests.helpers.state_model import ONE, seeded_model

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import autopar
 from autopar import Manual
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine
 
 N_STEPS, N_SAVED = 6, 3

@@ -14,10 +14,14 @@ from torch.optim import AdamW
 
 from autopar.errors import StateError
 from autopar.runtime.checkpoints import ModuleState, load, save
-from autopar.runtime.launch.processes import WorkerPool
-from autopar.runtime.state.access import clip_grad_norm_, full_state_dict
-from autopar.runtime.state.dtensors import stage_device_mesh, state_dict
-from autopar.runtime.state.weights import initial_shards
+from autopar.runtime.launch import WorkerPool
+from autopar.runtime.state import (
+    clip_grad_norm_,
+    full_state_dict,
+    initial_shards,
+    stage_device_mesh,
+    state_dict,
+)
 from tests.helpers.checkpoint_jobs import (
     Rank,
     assert_same,

@@ -18,7 +18,7 @@ from torch.optim import AdamW, lr_scheduler
 from autopar.errors import OptionError, StateError
 from autopar.runtime.checkpoints import load, save
 from autopar.runtime.checkpoints.trees import decoded, encoded
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from tests.helpers.checkpoint_jobs import Rank
 from tests.helpers.state_model import ONE, Shapes
 

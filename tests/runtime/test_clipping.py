@@ -9,10 +9,9 @@ import torch
 from torch import Tensor
 
 from autopar.errors import OptionError
-from autopar.runtime.launch.threads import ThreadWorld, run_threads
-from autopar.runtime.state.access import clip_grad_norm_
-from autopar.runtime.state.weights import initial_shards
-from autopar.runtime.tensors.sharding import local_shard
+from autopar.runtime.launch import ThreadWorld, run_threads
+from autopar.runtime.state import clip_grad_norm_, initial_shards
+from autopar.runtime.tensors import local_shard
 from tests.helpers.state_model import (
     DIMS,
     FROZEN,

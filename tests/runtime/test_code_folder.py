@@ -9,7 +9,8 @@ from pathlib import Path
 import pytest
 
 from autopar.errors import LaunchError
-from autopar.runtime.execute.load import MAX_AGE_S, code_directory, load_code, write_code
+from autopar.runtime.execute import load_code
+from autopar.runtime.execute.load import MAX_AGE_S, code_directory, write_code
 
 SOURCE = "def forward():\n    return (None,), []\n"
 

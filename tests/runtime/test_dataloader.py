@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, Subset
 
 import autopar
 from autopar import Manual, OptionError, ParallelModule
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine
 from tests.helpers.loading import (
     PLANS,

@@ -12,7 +12,7 @@ from torch.utils.data import DataLoader, Dataset
 
 import autopar
 from autopar import BatchError
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import gpt2, machine, tokens
 from tests.helpers.loading import (
     FILLS,

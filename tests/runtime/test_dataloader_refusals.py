@@ -14,8 +14,8 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import autopar
 from autopar import BatchError, Manual, NotSupportedError, OptionError, ParallelModule
-from autopar.module.batches.loaded import Loaded
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.module.batches import Loaded
+from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine
 from tests.helpers.loading import (
     FILLS,

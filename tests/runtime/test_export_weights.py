@@ -15,10 +15,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import autopar
 from autopar.errors import OptionError, StateError
-from autopar.runtime.launch.processes import WorkerPool
-from autopar.runtime.state import export
-from autopar.runtime.state.access import full_state_dict
-from autopar.runtime.state.weights import initial_shards
+from autopar.runtime.launch import WorkerPool
+from autopar.runtime.state import export, full_state_dict, initial_shards
 from tests.helpers.checkpoint_jobs import Rank, assert_same
 from tests.helpers.state_model import ONE, SHAPES_OF_4, Shapes, seeded_model
 

@@ -20,11 +20,18 @@ from autopar import Device, Link, Manual
 from autopar.errors import LaunchError, OptionError, StepError, StepTimeoutError
 from autopar.mesh import LogicalMesh
 from autopar.runtime.checkpoints import saving
-from autopar.runtime.execute.executor import Executor
-from autopar.runtime.flight.ranks import diagnosis, longest_step_s, read_notes
-from autopar.runtime.flight.record import FOLDER, N_NOTES, SLOT_BYTES, FlightRecord
-from autopar.runtime.flight.watchdog import EXIT_CODE, TIMEOUT, _watch, watch
-from autopar.runtime.groups.distributed import DistGroup, make_edges, make_groups
+from autopar.runtime.execute import Executor
+from autopar.runtime.flight import (
+    FOLDER,
+    FlightRecord,
+    diagnosis,
+    longest_step_s,
+    read_notes,
+    watch,
+)
+from autopar.runtime.flight.record import N_NOTES, SLOT_BYTES
+from autopar.runtime.flight.watchdog import EXIT_CODE, TIMEOUT, _watch
+from autopar.runtime.groups import DistGroup, make_edges, make_groups
 from autopar.runtime.launch.processes import _own_store
 from tests.helpers.jobs import MlpWithLoss, machine
 

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import autopar
 from autopar import CaptureError, Manual
 from autopar.module import job
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import Batch, error, machine
 from tests.parity.table import TOLERANCE
 

@@ -12,7 +12,7 @@ import torch
 
 import autopar
 from autopar import Manual, StateError
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine
 from tests.helpers.models.tiny_model import Tiny, batch
 

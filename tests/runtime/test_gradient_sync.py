@@ -11,9 +11,9 @@ from torch import Tensor
 
 import autopar
 from autopar import Manual
-from autopar.program import bucketing
-from autopar.program.collective import rank_collectives
-from autopar.runtime.groups.group import CollectiveCall, Recorder
+from autopar.program import bucketing, rank_collectives
+from autopar.runtime.groups import CollectiveCall
+from autopar.runtime.groups.group import Recorder
 from tests.helpers.harness import generated_code
 from tests.helpers.jobs import machine, tokens
 from tests.helpers.models.dropout_models import dropped_gpt2

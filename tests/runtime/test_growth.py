@@ -13,7 +13,7 @@ import torch
 
 import autopar
 from autopar import Manual
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine
 from tests.helpers.models.tiny_model import Tiny, batch
 from tests.helpers.nightly import sampled

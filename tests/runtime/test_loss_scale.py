@@ -17,8 +17,9 @@ from torch.func import functional_call
 import autopar
 from autopar import Manual, ParallelModule
 from autopar.runtime.groups import Group
-from autopar.runtime.launch.processes import WorkerPool
-from autopar.runtime.state.loss_scale import FIRST, INTERVAL, LossScale, LossScaler
+from autopar.runtime.launch import WorkerPool
+from autopar.runtime.state import LossScale, LossScaler
+from autopar.runtime.state.loss_scale import FIRST, INTERVAL
 from tests.helpers.jobs import CASES, machine
 
 Pool = Callable[[int], WorkerPool]

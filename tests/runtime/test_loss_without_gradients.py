@@ -14,7 +14,7 @@ from torch.nn import functional as F
 
 import autopar
 from autopar import BatchError, Manual, NotPlannedError
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine, rank
 
 Pool = Callable[[int], WorkerPool]

@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import Manual, NonFiniteError
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine, rank
 
 Pool = Callable[[int], WorkerPool]

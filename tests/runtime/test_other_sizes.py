@@ -16,7 +16,7 @@ from torch.nn import functional as F
 import autopar
 from autopar import BatchError, Manual
 from autopar.module.programs import captures
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine
 from tests.helpers.models.tiny_model import Tiny, batch
 

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from autopar.errors import MeshError, VerificationError
-from autopar.runtime.collectives.p2p import DistMessenger, Messenger, Receive
-from autopar.runtime.groups.distributed import make_edges, world_group
-from autopar.runtime.groups.group import CollectiveCall, Recorder
-from autopar.runtime.launch.processes import WorkerPool
-from autopar.runtime.launch.threads import ThreadWorld, run_threads
+from autopar.runtime.collectives import DistMessenger, Messenger, Receive
+from autopar.runtime.groups import CollectiveCall, make_edges, world_group
+from autopar.runtime.groups.group import Recorder
+from autopar.runtime.launch import ThreadWorld, WorkerPool, run_threads
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool)
 N_LARGE = 2**21  # float32 elements: 8 MiB, more than any socket buffers

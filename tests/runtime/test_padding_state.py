@@ -17,11 +17,11 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar import Manual
 from autopar.capture import capture, reference_step
-from autopar.placement.spec import I, S, Spec
-from autopar.program.stage_program import StoredParameter
-from autopar.runtime.launch.threads import ThreadWorld, run_threads
+from autopar.placement import I, S, Spec
+from autopar.program import StoredParameter
+from autopar.runtime.launch import ThreadWorld, run_threads
 from autopar.runtime.state.dtensors import dtensor_of
-from autopar.runtime.tensors.sharding import boxes, gather_whole, local_shard
+from autopar.runtime.tensors import boxes, gather_whole, local_shard
 from tests.helpers.harness import generated_code  # noqa: F401
 from tests.helpers.jobs import adamw, error, machine
 from tests.helpers.machines import mesh_of

@@ -18,15 +18,11 @@ from torch import Tensor
 from autopar.capture.reference import reference_step
 from autopar.errors import VerificationError
 from autopar.mesh import LogicalMesh
-from autopar.passes.analysis.analysis import Analysis
-from autopar.placement.spec import Spec
-from autopar.program import cross_mesh
-from autopar.program.cross_mesh import Slice
-from autopar.program.pipeline import Pipeline
-from autopar.program.stage_program import Local, most_batch_shards
-from autopar.runtime.collectives.crossings import Crossings
-from autopar.runtime.collectives.ties import TiedGradients
-from autopar.runtime.execute.executor import Executor
+from autopar.passes.analysis import Analysis
+from autopar.placement import Spec
+from autopar.program import Local, Pipeline, Slice, cross_mesh, most_batch_shards
+from autopar.runtime.collectives import Crossings, TiedGradients
+from autopar.runtime.execute import Executor
 from autopar.schedule import Action
 from tests.helpers.harness import generated_code, model_case
 from tests.helpers.models.pipeline_models import Skip, Tied, analysis_of, batch_of

@@ -18,9 +18,9 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.passes.analysis.analysis import Analysis
-from autopar.program.pipeline import Pipeline
-from autopar.runtime.execute.executor import Executor
+from autopar.passes.analysis import Analysis
+from autopar.program import Pipeline
+from autopar.runtime.execute import Executor
 from tests.helpers.harness import generated_code, model_case
 from tests.helpers.models.pipeline_models import Skip, analysis_of, batch_of
 from tests.helpers.pipeline_harness import Layout, random_ends, random_pipeline

@@ -15,15 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture.reference import reference_step
-from autopar.passes.analysis.analysis import Analysis
-from autopar.placement.shards import gather
-from autopar.placement.spec import TensorType
-from autopar.program.messages import message_edges
-from autopar.program.pipeline import Pipeline
-from autopar.program.program import Program
-from autopar.program.strategy import Period
-from autopar.runtime.collectives.p2p import Messenger, Posted, Send
-from autopar.runtime.execute.executor import Executor
+from autopar.passes.analysis import Analysis
+from autopar.placement import TensorType, gather
+from autopar.program import Period, Pipeline, Program, message_edges
+from autopar.runtime.collectives import Messenger, Posted, Send
+from autopar.runtime.execute import Executor
 from tests.helpers.harness import generated_code, model_case
 from tests.helpers.models.pipeline_models import (
     Frozen,

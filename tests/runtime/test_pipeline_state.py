@@ -16,7 +16,7 @@ import torch.distributed.checkpoint as dcp
 from torch import Tensor
 
 import autopar
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import CASES, adamw, error, machine
 
 Pools = Callable[[int], WorkerPool]

@@ -25,22 +25,22 @@ from autopar import Manual, Plan
 from autopar.capture import reference_step
 from autopar.errors import NotSupportedError, PlanError, VerificationError
 from autopar.options import Recompute
-from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis import Analysis
 from autopar.passes.analysis.recompute import MODES, blocks, recomputed_operators
-from autopar.program.collective import rank_collectives
-from autopar.program.pipeline import Pipeline
-from autopar.program.rerun_lines import rerun
-from autopar.program.stage_program import (
+from autopar.program import (
     CallLine,
     FreeLine,
     GatherLine,
     Line,
     MoveLine,
+    Pipeline,
     Segment,
     StageProgram,
+    rank_collectives,
+    rerun,
 )
 from autopar.runtime.groups import CollectiveCall
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from autopar.schedule import forward_only
 from autopar.verifier.stage import verify_program
 from tests.conftest import Golden

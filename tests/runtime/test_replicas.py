@@ -15,7 +15,7 @@ import autopar
 from autopar import Manual
 from autopar.errors import DivergenceError
 from autopar.runtime.checkpoints.replicas import fingerprint
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from autopar.runtime.tensors import local_of
 from tests.helpers.jobs import MlpWithLoss, machine
 

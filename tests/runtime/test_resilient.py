@@ -18,7 +18,7 @@ import torch
 import autopar
 from autopar import Manual, OptionError, PlanError, StateError
 from autopar.elastic import ResilientRun
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from examples import train_resilient
 from tests.helpers.jobs import machine
 from tests.helpers.loading import Rows, make, optimizer_of

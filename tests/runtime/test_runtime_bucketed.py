@@ -7,11 +7,12 @@ from typing import cast
 import pytest
 import torch
 
-from autopar.placement.moves import COLLECTIVES, PrimitiveKind, Split
-from autopar.runtime.collectives.moves import apply_primitive
+from autopar.placement import COLLECTIVES, PrimitiveKind, Split
+from autopar.runtime.collectives import apply_primitive
 from autopar.runtime.execute.bucketed import BucketItem, bucketed_apply
-from autopar.runtime.groups.group import Group, Recorder
-from autopar.runtime.launch.threads import ThreadWorld, run_threads
+from autopar.runtime.groups import Group
+from autopar.runtime.groups.group import Recorder
+from autopar.runtime.launch import ThreadWorld, run_threads
 from tests.helpers.machines import mesh_of
 from tests.helpers.tensors import random_tensor
 

@@ -16,11 +16,10 @@ import torch
 from torch import Tensor
 
 from autopar.errors import VerificationError
-from autopar.placement.moves import TABLE, Split
-from autopar.runtime.groups.distributed import make_groups
-from autopar.runtime.groups.group import CollectiveCall, Group, Recorder, cut, join, phase
-from autopar.runtime.launch.processes import WorkerPool
-from autopar.runtime.launch.threads import ThreadWorld, run_threads
+from autopar.placement import TABLE, Split
+from autopar.runtime.groups import CollectiveCall, Group, cut, join, make_groups, phase
+from autopar.runtime.groups.group import Recorder
+from autopar.runtime.launch import ThreadWorld, WorkerPool, run_threads
 from tests.helpers.differentiable import moved
 from tests.helpers.machines import mesh_of
 from tests.helpers.tensors import random_tensor

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 
 from autopar.errors import LaunchError, MeshError
-from autopar.runtime.launch.processes import WorkerPool, init_from_environment, launch
+from autopar.runtime.launch import WorkerPool, init_from_environment, launch
 
 ROOT = Path(__file__).parents[2]
 

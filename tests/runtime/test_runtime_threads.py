@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from autopar.errors import MeshError, VerificationError
-from autopar.placement.moves import Split
-from autopar.runtime.groups.group import Group
-from autopar.runtime.launch.threads import ThreadWorld, run_threads
+from autopar.placement import Split
+from autopar.runtime.groups import Group
+from autopar.runtime.launch import ThreadWorld, run_threads
 from tests.helpers.machines import mesh_of
 
 MESH = mesh_of(2, 2)

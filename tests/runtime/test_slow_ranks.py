@@ -15,7 +15,7 @@ from torch import Tensor
 import autopar
 from autopar import Manual
 from autopar.runtime.flight import Comparison, OwnTimes, Pace
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine
 from tests.helpers.loading import SIZE, Rows, make
 

@@ -17,21 +17,21 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import StateError
-from autopar.placement.shards import scatter
-from autopar.placement.spec import Spec, TensorType, all_specs
-from autopar.runtime.launch.processes import WorkerPool
-from autopar.runtime.launch.threads import ThreadWorld, run_threads
-from autopar.runtime.state.access import full_gradients, full_state_dict, load_state_dict
-from autopar.runtime.state.dtensors import (
-    dtensor_of,
-    dtensor_placements,
+from autopar.placement import Spec, TensorType, all_specs, scatter
+from autopar.runtime.launch import ThreadWorld, WorkerPool, run_threads
+from autopar.runtime.state import (
+    StageState,
+    all_names,
+    full_gradients,
+    full_state_dict,
+    initial_buffers,
+    initial_shards,
+    load_state_dict,
     stage_device_mesh,
     state_dict,
 )
-from autopar.runtime.state.names import all_names
-from autopar.runtime.state.stage_state import StageState
-from autopar.runtime.state.weights import initial_buffers, initial_shards
-from autopar.runtime.tensors.sharding import boxes, gather_whole, local_shard
+from autopar.runtime.state.dtensors import dtensor_of, dtensor_placements
+from autopar.runtime.tensors import boxes, gather_whole, local_shard
 from tests.helpers.machines import mesh_of
 from tests.helpers.state_model import (
     CPU,

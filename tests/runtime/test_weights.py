@@ -13,11 +13,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from autopar.errors import StateError
-from autopar.runtime.launch.processes import WorkerPool
-from autopar.runtime.state.access import full_state_dict
+from autopar.runtime.launch import WorkerPool
+from autopar.runtime.state import full_state_dict, initial_buffers, initial_shards
 from autopar.runtime.state.initialise import initial_values
-from autopar.runtime.state.weights import initial_buffers, initial_shards
-from autopar.runtime.tensors.sharding import local_shard
+from autopar.runtime.tensors import local_shard
 from tests.helpers.state_model import (
     CPU,
     DIMS,

@@ -13,9 +13,8 @@ import torch
 from torch import Tensor
 
 from autopar.errors import NotSupportedError
-from autopar.runtime.launch.threads import ThreadWorld, run_threads
-from autopar.runtime.tensors.sharded import OfParameter, Sharded, stored_parameter
-from autopar.runtime.tensors.spread import Spread
+from autopar.runtime.launch import ThreadWorld, run_threads
+from autopar.runtime.tensors import OfParameter, Sharded, Spread, stored_parameter
 from tests.helpers.state_model import DIMS, Sizes, pipeline_of, seeded_model, thread_place
 
 MESHES: list[tuple[Sizes, ...]] = [((1, 1),), ((1, 2),), ((2, 2),), ((4,),), ((1, 3),)]

@@ -10,9 +10,9 @@ import pytest
 
 import autopar
 from autopar import Mesh
+from autopar.passes.search import Planner
 from autopar.passes.search.branch_bound import Node
-from autopar.passes.search.planner import Planner
-from autopar.plans.data import PlanData
+from autopar.plans import PlanData
 from tests.helpers.harness import random_tokens, tiny_gpt2, tiny_llama
 from tests.helpers.recompute_plans import batch, model
 

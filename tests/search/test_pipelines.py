@@ -10,22 +10,26 @@ from functools import lru_cache
 import pytest
 import torch
 
-from autopar.cost.price.prediction import link_between, predict
+from autopar.cost.price import link_between, predict
 from autopar.errors import BatchError, OptionError
 from autopar.mesh import Mesh
 from autopar.options import Options
-from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.analysis.cutting import cut
-from autopar.passes.inter.candidate import Candidate
-from autopar.passes.inter.space import PipelineSpace
-from autopar.passes.inter.stage_search import Solve, StageBound, StagePlan, StageSearch
-from autopar.passes.inter.submeshes import submesh_sizes
+from autopar.passes.analysis import Analysis, cut
+from autopar.passes.inter import (
+    Candidate,
+    PipelineSpace,
+    StageBound,
+    StagePlan,
+    StageSearch,
+    submesh_sizes,
+)
+from autopar.passes.inter.stage_search import Solve
+from autopar.passes.search import Planner
 from autopar.passes.search.branch_bound import Node
 from autopar.passes.search.evaluator import Evaluator
-from autopar.passes.search.planner import Planner
 from autopar.passes.search.several_stages import _MOST_IN_VAIN, SeveralStages
 from autopar.passes.search.simulator import Simulator
-from autopar.plans.predicted import Predicted
+from autopar.plans import Predicted
 from tests.helpers.candidates import assert_covers, gpt2, pipeline_space
 from tests.helpers.captures import captured
 from tests.helpers.harness import Mlp

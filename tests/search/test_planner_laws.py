@@ -19,8 +19,8 @@ import torch
 import autopar
 from autopar import Mesh, Plan
 from autopar.errors import InfeasibleError
-from autopar.plans.data import parse_storage
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.plans import parse_storage
+from autopar.runtime.launch import WorkerPool
 from tests.helpers.harness import random_tokens, tiny_gpt2
 from tests.helpers.jobs import rank
 from tests.helpers.machines import A100, cluster

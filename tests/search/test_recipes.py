@@ -10,21 +10,18 @@ import pytest
 import torch
 
 from autopar.capture import capture
-from autopar.cost.laws.model import CostModel
+from autopar.cost.laws import CostModel
 from autopar.errors import InfeasibleError, MeshError, OptionError
 from autopar.mesh import LogicalMesh, Mesh, factored_view
 from autopar.options import Manual, Options
-from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.analysis.folding import find_runs
-from autopar.passes.binding.step_capture import capture_step
-from autopar.passes.inter.candidate import Candidate
+from autopar.passes.analysis import Analysis, find_runs
+from autopar.passes.binding import capture_step
+from autopar.passes.inter import Candidate, views_of
 from autopar.passes.inter.layers import find_layers
-from autopar.passes.inter.submeshes import views_of
-from autopar.passes.intra.constraints import Constraints, recipe_cost
-from autopar.passes.intra.intra_op import intra_op_problem
+from autopar.passes.intra import Constraints, intra_op_problem, recipe_cost
+from autopar.passes.search import Planner
 from autopar.passes.search.branch_bound import BranchAndBound
 from autopar.passes.search.evaluator import Evaluator
-from autopar.passes.search.planner import Planner
 from autopar.passes.search.recipes import RecipeNodes, recipes_on
 from autopar.passes.search.simplicity import Simplicity
 from autopar.passes.search.simulator import Solved

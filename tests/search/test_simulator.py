@@ -10,21 +10,19 @@ from functools import cache
 import pytest
 import torch
 
-from autopar.cost.laws.model import CostModel
-from autopar.cost.price.prediction import link_between, predict
+from autopar.cost.laws import CostModel
+from autopar.cost.price import link_between, predict
 from autopar.errors import InfeasibleError
 from autopar.mesh import Device, Link, Mesh, factored_view
 from autopar.options import Options
-from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.inter.candidate import Candidate, StageLayout, n_operators
-from autopar.passes.inter.recipes import recipe_limits
-from autopar.passes.intra import chooser
-from autopar.passes.intra.constraints import Constraints
+from autopar.passes.analysis import Analysis
+from autopar.passes.inter import Candidate, StageLayout, n_operators, recipe_limits
+from autopar.passes.intra import Constraints, chooser
 from autopar.passes.search.evaluator import Evaluator, Placed
 from autopar.passes.search.recipes import SLACK_REL
 from autopar.passes.search.simulator import Simulator, Solved
-from autopar.plans.predicted import Predicted
-from autopar.program.pipeline import Pipeline
+from autopar.plans import Predicted
+from autopar.program import Pipeline
 from tests.helpers.captures import captured
 from tests.helpers.every_plan import Choices, choices_of
 from tests.helpers.machines import A100, FAST, SLOW, TIERED, hardware_of

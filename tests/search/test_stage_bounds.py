@@ -16,18 +16,21 @@ from autopar.cost.simulate import PartWork, StageTimes, simulate
 from autopar.errors import InfeasibleError
 from autopar.mesh import LogicalMesh, Mesh
 from autopar.options import Options
-from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.inter.bounds import StageBounds, step_bound_s
-from autopar.passes.inter.candidate import Candidate
+from autopar.passes.analysis import Analysis
+from autopar.passes.inter import (
+    Candidate,
+    PipelineSpace,
+    StagePlan,
+    StageSearch,
+    megatron_pipelines,
+    step_bound_s,
+)
+from autopar.passes.inter.bounds import StageBounds
 from autopar.passes.inter.layers import sums_of_ranges
-from autopar.passes.inter.recipes import megatron_pipelines
-from autopar.passes.inter.space import PipelineSpace
-from autopar.passes.inter.stage_search import StagePlan, StageSearch
-from autopar.passes.intra.chooser import PlacementRequest, choose
-from autopar.passes.search.outcome import PlanningResult
-from autopar.passes.search.planner import Planner
+from autopar.passes.intra import PlacementRequest, choose
+from autopar.passes.search import Planner, PlanningResult
 from autopar.passes.search.several_stages import SeveralStages
-from autopar.passes.solvers.stages.problem import StageChoice
+from autopar.passes.solvers.stages import StageChoice
 from autopar.plans import Alternative
 from autopar.schedule import ORDERS, Transfer, place
 from tests.helpers.candidates import gpt2, pipeline_space

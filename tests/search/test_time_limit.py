@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import autopar
-from autopar.planning.plan import Plan
-from autopar.plans.data import Alternative
+from autopar.planning import Plan
+from autopar.plans import Alternative
 from autopar.report.tables import optimality
 from tests.helpers.harness import Mlp
 

@@ -9,24 +9,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.passes.solvers.eliminate import conditioning
-from autopar.passes.solvers.eliminate.conditioning import (
+from autopar.passes.solvers.eliminate import (
     ConditionedPlan,
-    minimise_conditioned,
-    plan_conditioned,
-)
-from autopar.passes.solvers.eliminate.elimination import minimise
-from autopar.passes.solvers.eliminate.elimination_order import (
     TableLimits,
     TooWide,
+    conditioning,
+    minimise,
+    minimise_conditioned,
+    plan_conditioned,
     plan_elimination,
 )
-from autopar.passes.solvers.problem import ChoiceProblem, Edge
-from autopar.passes.solvers.problem.potentials import Potentials, Weights
-from autopar.passes.solvers.problem.tables import axes_of
+from autopar.passes.solvers.problem import ChoiceProblem, Edge, Potentials, Weights, axes_of
+from autopar.passes.solvers.repeats import RepeatedProblem
 from autopar.passes.solvers.repeats import order as repeats_plan
 from autopar.passes.solvers.repeats.elimination import RepeatedElimination
-from autopar.passes.solvers.repeats.repeats import RepeatedProblem
 from tests.helpers.problems import REL, WEIGHTS, random_problem, random_repeated
 
 

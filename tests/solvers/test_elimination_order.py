@@ -9,18 +9,18 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from autopar.passes.solvers.eliminate import conditioning, elimination_order
-from autopar.passes.solvers.eliminate.conditioning import plan_conditioned
-from autopar.passes.solvers.eliminate.elimination_order import (
+from autopar.passes.solvers.eliminate import (
     EliminationPlan,
     TableLimits,
     TooWide,
+    conditioning,
+    elimination_order,
+    plan_conditioned,
     plan_elimination,
     plan_order,
 )
 from autopar.passes.solvers.eliminate.greedy_order import InteractionGraph, greedy_order
-from autopar.passes.solvers.problem.partitions import Partitions
-from autopar.passes.solvers.problem.tables import Axes, axes_of
+from autopar.passes.solvers.problem import Axes, Partitions, axes_of
 from tests.helpers.problems import clique
 
 # Per variable of a table, the code of every choice.

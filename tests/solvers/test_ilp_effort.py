@@ -9,8 +9,8 @@ from types import SimpleNamespace
 import pulp
 import pytest
 
-from autopar.passes.solvers.choice import solve
-from autopar.passes.solvers.choice.ilp import WorkLimit, minimise_cost, most_columns, solve_ilp
+from autopar.passes.solvers.choice import WorkLimit, most_columns, solve, solve_ilp
+from autopar.passes.solvers.choice.ilp import minimise_cost
 from autopar.passes.solvers.problem import ChoiceProblem, Solution, TimeLimitError
 from tests.helpers.problems import REL, chain_with_residuals
 

@@ -8,21 +8,26 @@ import numpy as np
 import pytest
 
 from autopar.passes.solvers.choice import solve
-from autopar.passes.solvers.eliminate.elimination import minimise
-from autopar.passes.solvers.eliminate.elimination_order import (
+from autopar.passes.solvers.eliminate import (
     EliminationPlan,
     TableLimits,
     TooWide,
+    min_marginals,
+    minimise,
     plan_elimination,
     plan_order,
 )
-from autopar.passes.solvers.eliminate.marginals import min_marginals
-from autopar.passes.solvers.problem import ChoiceProblem, ChoiceTotals, Edge
-from autopar.passes.solvers.problem.potentials import Potentials, Weights
-from autopar.passes.solvers.problem.problem import Choice
-from autopar.passes.solvers.problem.tables import axes_of
+from autopar.passes.solvers.problem import (
+    Choice,
+    ChoiceProblem,
+    ChoiceTotals,
+    Edge,
+    Potentials,
+    Weights,
+    axes_of,
+)
+from autopar.passes.solvers.repeats import Repeat, RepeatedProblem
 from autopar.passes.solvers.repeats.elimination import RepeatedElimination
-from autopar.passes.solvers.repeats.repeats import Repeat, RepeatedProblem
 from tests.helpers.problems import WEIGHTS, check_same, random_problem
 
 

@@ -7,10 +7,8 @@ from functools import cache
 import pytest
 import torch
 
-from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.analysis.folding import Folded, find_runs, fold
-from autopar.passes.intra.chooser import Chooser, PlacementRequest, choose
-from autopar.passes.intra.constraints import Constraints
+from autopar.passes.analysis import Analysis, Folded, find_runs, fold
+from autopar.passes.intra import Chooser, Constraints, PlacementRequest, choose
 from autopar.passes.intra.intra_op import intra_op_problems
 from autopar.passes.intra.repeated import Repeated, placed_once, repeated_problems
 from tests.helpers.captures import captured

@@ -9,20 +9,20 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.passes.solvers.choice import solve, solve_brute_force
-from autopar.passes.solvers.choice.ilp import most_columns
-from autopar.passes.solvers.eliminate.elimination import minimise
-from autopar.passes.solvers.eliminate.elimination_order import (
-    TableLimits,
-    TooWide,
-    plan_elimination,
+from autopar.passes.solvers.choice import most_columns, solve, solve_brute_force
+from autopar.passes.solvers.eliminate import TableLimits, TooWide, minimise, plan_elimination
+from autopar.passes.solvers.problem import (
+    Choice,
+    ChoiceProblem,
+    Edge,
+    Infeasible,
+    Potentials,
+    ProblemError,
+    Weights,
 )
-from autopar.passes.solvers.problem import ChoiceProblem, Edge, Infeasible, ProblemError
-from autopar.passes.solvers.problem.potentials import Potentials, Weights
-from autopar.passes.solvers.problem.problem import Choice
+from autopar.passes.solvers.repeats import Repeat, RepeatedChoice, RepeatedProblem
 from autopar.passes.solvers.repeats.elimination import RepeatedElimination
 from autopar.passes.solvers.repeats.powers import Power
-from autopar.passes.solvers.repeats.repeats import Repeat, RepeatedChoice, RepeatedProblem
 from autopar.passes.solvers.repeats.select import solve_repeated
 from tests.helpers.problems import REL, WEIGHTS, random_repeated
 

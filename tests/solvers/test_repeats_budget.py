@@ -8,19 +8,19 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from autopar.passes.solvers.choice import solve
-from autopar.passes.solvers.choice.lagrangian import Point
-from autopar.passes.solvers.problem import ChoiceProblem, Edge, Infeasible
-from autopar.passes.solvers.problem.potentials import Weights
-from autopar.passes.solvers.repeats.elimination import Branch, RepeatedElimination
-from autopar.passes.solvers.repeats.exchange import Exchanges
-from autopar.passes.solvers.repeats.repeats import Repeat, RepeatedChoice, RepeatedProblem
-from autopar.passes.solvers.repeats.select import (
+from autopar.passes.solvers.choice import Point, solve
+from autopar.passes.solvers.problem import ChoiceProblem, Edge, Infeasible, Weights
+from autopar.passes.solvers.repeats import (
+    Repeat,
+    RepeatedChoice,
+    RepeatedProblem,
     RepeatedSolution,
     RepeatedSolver,
     quick_plan,
-    solve_repeated,
 )
+from autopar.passes.solvers.repeats.elimination import Branch, RepeatedElimination
+from autopar.passes.solvers.repeats.exchange import Exchanges
+from autopar.passes.solvers.repeats.select import solve_repeated
 from tests.helpers.problems import REL, WEIGHTS, random_repeated
 
 NONE = np.zeros(2)

@@ -13,26 +13,31 @@ from hypothesis import given, settings
 from autopar.errors import OptionError
 from autopar.passes.solvers.choice import (
     ilp,
+    reduce,
     solve,
     solve_brute_force,
     solve_by_elimination,
     solve_ilp,
 )
-from autopar.passes.solvers.choice.reductions import reduce
-from autopar.passes.solvers.eliminate import TableLimits, TooWide
-from autopar.passes.solvers.eliminate.elimination import minimise
-from autopar.passes.solvers.eliminate.elimination_order import plan_elimination
-from autopar.passes.solvers.eliminate.marginals import min_marginals
+from autopar.passes.solvers.eliminate import (
+    TableLimits,
+    TooWide,
+    min_marginals,
+    minimise,
+    plan_elimination,
+)
 from autopar.passes.solvers.problem import (
     ChoiceProblem,
     Edge,
     Infeasible,
+    Potentials,
     ProblemError,
     Solution,
     TimeLimitError,
+    Weights,
+    make_solution,
 )
-from autopar.passes.solvers.problem.potentials import Potentials, Weights
-from autopar.passes.solvers.problem.problem import make_solution, merged
+from autopar.passes.solvers.problem.problem import merged
 from tests.helpers.problems import REL, chain_with_residuals, check_same, clique, random_problem
 from tests.helpers.strategies import choice_problems
 

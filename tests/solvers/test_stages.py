@@ -10,11 +10,8 @@ import numpy as np
 import pytest
 
 from autopar.passes.solvers.problem import ProblemError
-from autopar.passes.solvers.stages import brute_force
+from autopar.passes.solvers.stages import CostToGo, StageProblem, brute_force, least_span_s, plans
 from autopar.passes.solvers.stages.brute_force import every_plan
-from autopar.passes.solvers.stages.listing import plans
-from autopar.passes.solvers.stages.problem import StageProblem
-from autopar.passes.solvers.stages.recurrence import CostToGo, least_span_s
 
 SIZES = [(1,), (1, 2), (1, 2, 4), (2, 2, 4), (1, 1, 2, 3)]
 

@@ -14,8 +14,7 @@ from transformers import (
     AutoModelForSeq2SeqLM,
 )
 
-from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.analysis.folding import Folded, find_runs, fold
+from autopar.passes.analysis import Analysis, Folded, find_runs, fold
 from tests.helpers.captures import captured
 from tests.helpers.harness import random_tokens, tiny_gpt2, tiny_llama
 

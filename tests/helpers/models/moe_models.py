@@ -12,7 +12,7 @@ from typing import Any
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis import Analysis
 from tests.helpers.captures import captured
 from tests.helpers.harness import HEADS, SEQUENCE, VOCABULARY, WIDTH, Case, random_tokens
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForMaskedLM
 
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from tests.helpers.harness import generated_code  # noqa: F401
 
 VOCABULARY, WIDTH, LENGTH, N_ROWS = 61, 16, 4, 8

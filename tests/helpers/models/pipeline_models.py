@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor, nn
 
-from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis import Analysis
 from tests.helpers.captures import captured
 
 N_ROWS, WIDTH = 16, 8

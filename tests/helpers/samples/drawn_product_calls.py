@@ -9,7 +9,7 @@ import torch
 from hypothesis import assume
 from hypothesis import strategies as st
 
-from autopar.operators.random import seed_tensor
+from autopar.operators import seed_tensor
 from tests.helpers.samples.drawn_calls import (
     MOST_ELEMENTS,
     Call,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from autopar.operators.random import seed_tensor
+from autopar.operators import seed_tensor
 from tests.helpers.samples.rule_samples import Sample, bools, call, fixed, x
 
 

@@ -18,9 +18,9 @@ from typing import Any, NamedTuple
 
 import autopar
 from autopar import Device, Link, Manual, Mesh, Plan
+from autopar.report import headline
 from autopar.report.division import Division, division
-from autopar.report.tables import headline
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import Case, Trained, errors, train_alone, train_module
 from tests.parity.zoo import FAMILIES
 from tests.parity.zoo.entries import Entry

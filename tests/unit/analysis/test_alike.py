@@ -7,17 +7,12 @@ from functools import cache
 
 import torch
 
-from autopar.cost.memory.liveness import peak_memory
+from autopar.cost.memory import peak_memory
 from autopar.cost.price.stage_times import stage_times
-from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.analysis.cutting import cut
-from autopar.passes.analysis.equal_parts import Numbered, lowered_as, renamed
-from autopar.passes.analysis.folding import find_runs
-from autopar.passes.intra.chooser import PlacementRequest, choose
-from autopar.passes.intra.constraints import Constraints
+from autopar.passes.analysis import Analysis, Numbered, cut, find_runs, lowered_as, renamed
+from autopar.passes.intra import Constraints, PlacementRequest, choose
 from autopar.passes.lowering.lines import lower
-from autopar.program.pipeline import Pipeline
-from autopar.program.strategy import Strategy
+from autopar.program import Pipeline, Strategy
 from autopar.schedule import one_f_one_b
 from tests.helpers.captures import captured
 from tests.helpers.harness import random_tokens, tiny_gpt2

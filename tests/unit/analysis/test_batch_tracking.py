@@ -24,10 +24,8 @@ from transformers import (
 
 from autopar.capture import capture
 from autopar.errors import NotSupportedError
-from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.intra.chooser import PlacementRequest, choose
-from autopar.passes.intra.constraints import Constraints
-from autopar.passes.intra.intra_op import intra_op_problem
+from autopar.passes.analysis import Analysis
+from autopar.passes.intra import Constraints, PlacementRequest, choose, intra_op_problem
 from tests.helpers.harness import (
     BATCH,
     HEADS,

@@ -13,8 +13,8 @@ from torch import Tensor, fx, nn
 from autopar.capture import capture
 from autopar.capture.reference import as_graph_module, reference_step, run_prologue
 from autopar.errors import OptionError
-from autopar.passes.analysis.cutting import cut
-from autopar.program.program import Program
+from autopar.passes.analysis import cut
+from autopar.program import Program
 from tests.helpers.harness import MODELS, model_case
 from tests.helpers.models.pipeline_models import SideOutput, Tied, analysis_of, batch_of
 from tests.helpers.pipeline_harness import ends_before, random_ends

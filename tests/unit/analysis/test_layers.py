@@ -10,9 +10,7 @@ import numpy as np
 import pytest
 from torch import Tensor, nn
 
-from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.analysis.cutting import cut
-from autopar.passes.analysis.folding import KEPT, find_runs, fold
+from autopar.passes.analysis import KEPT, Analysis, cut, find_runs, fold
 from autopar.passes.inter.layers import Layers, balanced, find_layers, operator_flops
 from tests.helpers.captures import captured
 from tests.helpers.harness import (

@@ -17,10 +17,9 @@ from transformers import AutoConfig, BertForMaskedLM
 
 from autopar.capture import capture, reference_step
 from autopar.capture.rewrites import gathers
-from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.intra.chooser import PlacementRequest, choose
-from autopar.passes.intra.constraints import Constraints, recipe_cost
-from autopar.program.program import Program
+from autopar.passes.analysis import Analysis
+from autopar.passes.intra import Constraints, PlacementRequest, choose, recipe_cost
+from autopar.program import Program
 from autopar.rules import has_rule
 from tests.helpers.capture_harness import assert_same, eager, run
 from tests.helpers.harness import (

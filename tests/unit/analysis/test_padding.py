@@ -17,10 +17,10 @@ from torch import Tensor, nn
 import autopar
 from autopar import Manual, PlanError
 from autopar.capture import capture, reference_step
-from autopar.passes.analysis.padding import find_paddings, pad
-from autopar.plans.reading import parse_plan
-from autopar.program.program import Program
-from autopar.runtime.launch.threads import ThreadWorld, run_threads
+from autopar.passes.analysis import find_paddings, pad
+from autopar.plans import parse_plan
+from autopar.program import Program
+from autopar.runtime.launch import ThreadWorld, run_threads
 from autopar.runtime.lowered import vocab_parallel_cross_entropy, vocab_parallel_embedding
 from tests.helpers.captures import captured
 from tests.helpers.harness import generated_code  # noqa: F401

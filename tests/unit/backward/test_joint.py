@@ -19,27 +19,25 @@ from autopar.options import Recompute
 from autopar.passes.analysis.recompute import MODES
 from autopar.passes.backward import differentiate
 from autopar.passes.lowering.lines import lower
-from autopar.program.joint_program import (
+from autopar.program import (
+    Boundary,
+    CallLine,
+    FreeLine,
     FunctionLine,
     FusedGathers,
     FusedReductions,
+    GatherLine,
     GradientMove,
     JointLine,
     JointProgram,
     KernelLine,
+    MoveLine,
     ReadyLine,
+    StageProgram,
     StartLine,
     WaitLine,
+    kept_gathers,
     taken_parameters,
-)
-from autopar.program.rerun_lines import kept_gathers
-from autopar.program.stage_program import (
-    Boundary,
-    CallLine,
-    FreeLine,
-    GatherLine,
-    MoveLine,
-    StageProgram,
 )
 from tests.helpers.harness import abstract_cost, free_problem, model_case, random_strategy
 from tests.helpers.jobs import llama, machine, tokens

@@ -13,8 +13,15 @@ from autopar import Manual
 from autopar.codegen import emit
 from autopar.errors import VerificationError
 from autopar.passes.backward import differentiate
-from autopar.program.joint_program import JointProgram, LossAtEnd, StartLine, WaitLine
-from autopar.program.stage_program import CallLine, MoveLine, StageProgram
+from autopar.program import (
+    CallLine,
+    JointProgram,
+    LossAtEnd,
+    MoveLine,
+    StageProgram,
+    StartLine,
+    WaitLine,
+)
 from autopar.verifier import verify_joint
 from tests.helpers.jobs import MlpWithLoss, llama, machine, tokens
 

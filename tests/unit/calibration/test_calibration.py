@@ -14,15 +14,12 @@ from hypothesis import strategies as st
 from torch import nn
 
 import autopar
-from autopar.calibration import calibrate
+from autopar.calibration import Calibration, calibrate
 from autopar.calibration.fit import fit_link, fit_memory, fit_products, fit_steps, median_error
 from autopar.calibration.machine import LocalMachine
-from autopar.calibration.result import Calibration
 from autopar.calibration.samples import CPU, OperatorSample, Samples, StepSample, TransferSample
-from autopar.cost.hardware.hardware import resolve
-from autopar.cost.hardware.profile import load_profile
-from autopar.cost.hardware.topology import flat_group
-from autopar.cost.laws.collectives import collective_time_s
+from autopar.cost.hardware import flat_group, load_profile, resolve
+from autopar.cost.laws import collective_time_s
 from autopar.errors import CalibrationError, OptionError
 from autopar.mesh import Link, Mesh
 

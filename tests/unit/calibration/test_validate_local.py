@@ -10,8 +10,8 @@ import pytest
 import torch.distributed as dist
 
 import autopar
-from autopar.cost.hardware.profile import load_profile
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.cost.hardware import load_profile
+from autopar.runtime.launch import WorkerPool
 from examples import validate_local
 from examples.validate_local import Measured, Training, rank_correlation, verdict
 

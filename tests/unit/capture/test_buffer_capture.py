@@ -12,7 +12,7 @@ from torch.nn.utils.parametrizations import spectral_norm
 
 from autopar.capture import capture
 from autopar.errors import NotSupportedError
-from autopar.program.program import Program
+from autopar.program import Program
 from tests.helpers.capture_harness import Module, check, targets, x
 
 

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM
 
 from autopar.capture import capture
-from autopar.program.program import Program
+from autopar.program import Program
 from tests.helpers.capture_harness import assert_same, eager, loss_of, run
 
 VOCABULARY = 61

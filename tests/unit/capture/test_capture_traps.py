@@ -13,8 +13,8 @@ from torch.nn import functional as F
 
 from autopar.capture import capture, reference_step
 from autopar.errors import BatchError, CaptureError, NotSupportedError
-from autopar.operators.random import DROPOUT, UNIFORM
-from autopar.program.program import flatten_inputs
+from autopar.operators import DROPOUT, UNIFORM
+from autopar.program import flatten_inputs
 from tests.helpers.capture_harness import Module, check, targets, x
 
 aten = torch.ops.aten

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.errors import MissingRuleError
-from autopar.program.factors import operators_of
+from autopar.program import operators_of
 from autopar.rules import has_rule
 from tests.helpers.capture_harness import check, targets
 

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import Manual, MeshError
-from autopar.program.names import free_name, group_name, identifier, reserved_names
+from autopar.program import free_name, group_name, identifier, reserved_names
 from tests.helpers.jobs import machine
 
 # Words that a generated file uses, Python's own, and texts that end a comment or a string.

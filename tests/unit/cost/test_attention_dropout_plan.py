@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import autopar
 from autopar import Mesh, Plan
 from autopar.program import CallLine
-from autopar.report.picture.nodes import kind_of
+from autopar.report.picture import kind_of
 
 
 def planned(p: float, attention: str = "sdpa") -> Plan:

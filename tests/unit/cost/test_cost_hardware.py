@@ -11,8 +11,15 @@ from typing import Any
 import pytest
 import torch
 
-from autopar.cost.hardware.hardware import Hardware, attention_flops_per_s, detect, resolve
-from autopar.cost.hardware.profile import DEFAULTS, PROFILE_FOLDER, available_profiles, load_profile
+from autopar.cost.hardware import (
+    Hardware,
+    attention_flops_per_s,
+    available_profiles,
+    detect,
+    load_profile,
+    resolve,
+)
+from autopar.cost.hardware.profile import DEFAULTS, PROFILE_FOLDER
 from autopar.cost.laws.formulas import alpha, beta, formula, gamma, n, on_one_level, p
 from autopar.errors import NotSupportedError, OptionError
 from autopar.mesh import Device, Link, Mesh

@@ -7,9 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost.hardware.hardware import flops_per_s, resolve
-from autopar.cost.laws.model import op_time_s
-from autopar.cost.memory.state import OPTIMIZERS, POLICIES, optimizer_time_s, static_bytes_per_param
+from autopar.cost.hardware import flops_per_s, resolve
+from autopar.cost.laws import op_time_s
+from autopar.cost.memory import optimizer_time_s, static_bytes_per_param
+from autopar.cost.memory.state import OPTIMIZERS, POLICIES
 from autopar.errors import NotSupportedError, OptionError
 from autopar.mesh import Device, Mesh
 

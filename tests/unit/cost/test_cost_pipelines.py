@@ -9,22 +9,14 @@ from collections.abc import Callable, Iterable
 import pytest
 import torch
 
-from autopar.cost.hardware.topology import flat_group
-from autopar.cost.laws.collectives import collective_time_s
-from autopar.cost.laws.model import CostModel
-from autopar.cost.price.prediction import (
-    collectives_of,
-    link_between,
-    predict,
-    timeline_of,
-    transfer_s,
-)
+from autopar.cost.hardware import flat_group
+from autopar.cost.laws import CostModel, collective_time_s
+from autopar.cost.price import collectives_of, link_between, predict, timeline_of
+from autopar.cost.price.prediction import transfer_s
 from autopar.cost.price.stage_times import stage_times
 from autopar.mesh import Link, Mesh
-from autopar.program.collective import Collective, rank_collectives
-from autopar.program.messages import Messages, Piece
-from autopar.program.pipeline import Pipeline
-from autopar.runtime.groups.group import CollectiveCall
+from autopar.program import Collective, Messages, Piece, Pipeline, rank_collectives
+from autopar.runtime.groups import CollectiveCall
 from autopar.schedule import Action
 from tests.helpers.harness import generated_code, model_case
 from tests.helpers.pipeline_harness import Layout, Shapes, random_ends, random_pipeline

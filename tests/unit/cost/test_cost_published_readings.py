@@ -10,11 +10,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.cost.hardware.hardware import attention_flops_per_s, on_links, resolve
-from autopar.cost.hardware.profile import load_profile
-from autopar.cost.hardware.topology import flat_group
-from autopar.cost.laws.collectives import bus_bytes_per_s, collective_time_s
-from autopar.cost.laws.model import op_time_s
+from autopar.cost.hardware import attention_flops_per_s, flat_group, load_profile, on_links, resolve
+from autopar.cost.laws import bus_bytes_per_s, collective_time_s, op_time_s
 from autopar.cost.published.fit import at_priors
 from autopar.mesh import Link, Mesh
 

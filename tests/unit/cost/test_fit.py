@@ -9,7 +9,8 @@ from typing import Any
 
 import pytest
 
-from autopar.cost.hardware.profile import Profile, available_profiles, load_profile
+from autopar.cost.hardware import Profile, available_profiles, load_profile
+from autopar.cost.published import read_runs
 from autopar.cost.published.fit import (
     PRIORS,
     Constant,
@@ -22,7 +23,6 @@ from autopar.cost.published.fit import (
 )
 from autopar.cost.published.predict import step_model
 from autopar.cost.published.rows import PublishedRun, read_row
-from autopar.cost.published.runs import read_runs
 
 PROFILE = "a100-80gb"
 RATE = ("device.achieved_flops_fraction.float16", "device.achieved_flops_fraction.bfloat16")

@@ -12,19 +12,16 @@ import torch
 from torch import Tensor
 from transformers import GPT2Config, GPT2LMHeadModel
 
-from autopar.cost.laws.model import CostModel
-from autopar.cost.memory.liveness import peak_memory
+from autopar.cost.laws import CostModel
+from autopar.cost.memory import peak_memory
 from autopar.cost.price.prediction import peak_of_stage
 from autopar.measured.live_bytes import LiveBytes
 from autopar.mesh import Device, Link, LogicalMesh
-from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.analysis.cutting import cut
-from autopar.passes.intra.chooser import PlacementRequest, choose
-from autopar.passes.intra.constraints import Constraints
+from autopar.passes.analysis import Analysis, cut
+from autopar.passes.intra import Constraints, PlacementRequest, choose
 from autopar.passes.lowering.lines import lower
-from autopar.program.pipeline import Pipeline
-from autopar.program.strategy import Strategy
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.program import Pipeline, Strategy
+from autopar.runtime.launch import WorkerPool
 from autopar.schedule import ORDERS, in_flight
 from tests.helpers.captures import captured
 from tests.helpers.harness import (

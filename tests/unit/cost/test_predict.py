@@ -13,28 +13,30 @@ import torch
 from torch import Tensor
 
 from autopar.codegen import emit
-from autopar.cost.laws.model import CostModel
-from autopar.cost.memory.liveness import peak_memory
-from autopar.cost.price.prediction import collectives_of, predict
+from autopar.cost.laws import CostModel
+from autopar.cost.memory import peak_memory
+from autopar.cost.price import collectives_of, predict
 from autopar.errors import NotSupportedError
 from autopar.mesh import LogicalMesh
-from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis import Analysis
 from autopar.passes.backward import differentiate
-from autopar.passes.intra.chooser import PlacementRequest, choose
-from autopar.passes.intra.constraints import Constraints
+from autopar.passes.intra import Constraints, PlacementRequest, choose
 from autopar.passes.lowering.lines import lower
-from autopar.plans.predicted import Predicted
-from autopar.program.bucketing import BUCKET_BYTES, buckets, primitive_bytes
-from autopar.program.collective import step_calls
-from autopar.program.pipeline import Pipeline
-from autopar.program.rerun_lines import regathered
-from autopar.program.stage_program import StageProgram, batch_shards
-from autopar.program.strategy import Strategy
-from autopar.runtime.execute import delivery
-from autopar.runtime.execute.executor import Environment, Executor
-from autopar.runtime.execute.load import load_code
+from autopar.plans import Predicted
+from autopar.program import (
+    BUCKET_BYTES,
+    Pipeline,
+    StageProgram,
+    Strategy,
+    batch_shards,
+    buckets,
+    primitive_bytes,
+    regathered,
+    step_calls,
+)
+from autopar.runtime.execute import Environment, Executor, delivery, load_code
 from autopar.runtime.groups.group import Recorder
-from autopar.runtime.launch.threads import ThreadWorld, run_threads
+from autopar.runtime.launch import ThreadWorld, run_threads
 from tests.helpers.harness import (
     abstract_cost,
     free_problem,

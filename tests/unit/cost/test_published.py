@@ -12,10 +12,19 @@ from typer.testing import CliRunner, Result
 
 from autopar.cli import app, shell
 from autopar.cli.validate import score_text
-from autopar.cost.published.accuracy import AccuracyTarget, ErrorSummary, errors_of, ordering
+from autopar.cost.published import (
+    AccuracyTarget,
+    Entry,
+    ErrorSummary,
+    PublishedFigure,
+    Score,
+    read_runs,
+    score,
+)
+from autopar.cost.published.accuracy import errors_of, ordering
 from autopar.cost.published.rows import read_row
-from autopar.cost.published.runs import RunsFile, read_runs
-from autopar.cost.published.scoring import Entry, PublishedFigure, Score, entry_of, score
+from autopar.cost.published.runs import RunsFile
+from autopar.cost.published.scoring import entry_of
 from autopar.cost.published.tables import activation_memory, layer_passes_s, layer_times
 from autopar.errors import OptionError
 from tests.helpers.commands import refused

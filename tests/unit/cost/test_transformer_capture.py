@@ -31,13 +31,11 @@ import pytest
 
 import autopar
 from autopar import Manual, Mesh, Plan
-from autopar.cost.transformer.chunks import Chunk, parameters_of
-from autopar.cost.transformer.configs import shape_of
+from autopar.cost.transformer import Chunk, LayerModel, Recipe, Software, shape_of
+from autopar.cost.transformer.chunks import parameters_of
 from autopar.cost.transformer.ends import embedding_items, head_items
-from autopar.cost.transformer.layer import LayerModel
-from autopar.cost.transformer.recipe import Recipe, Software
 from autopar.cost.transformer.work import Exchange, Item, Kernel
-from autopar.program.stage_program import CallLine
+from autopar.program import CallLine
 from tests.helpers.jobs import BATCH, CASES, SEQUENCE, WIDTH
 
 N_LAYERS, TP, FLOAT32 = 2, 2, 4

@@ -12,19 +12,23 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.cost.hardware.hardware import flops_per_s, on_links
-from autopar.cost.hardware.profile import Profile, load_profile
-from autopar.cost.hardware.what_if import changed, doublings
+from autopar.cost.hardware import Profile, changed, doublings, flops_per_s, load_profile, on_links
+from autopar.cost.published import read_runs
 from autopar.cost.published.fit import log_error
 from autopar.cost.published.rows import read_row
-from autopar.cost.published.runs import read_runs
-from autopar.cost.transformer.chunks import Chunk, chunks_of, parameters_of
-from autopar.cost.transformer.estimate import StepModel
-from autopar.cost.transformer.layer import LayerModel
-from autopar.cost.transformer.machine import TransformerMachine
-from autopar.cost.transformer.memory import KeptBytes, kept_of_layer
-from autopar.cost.transformer.recipe import Order, Recipe, Software
-from autopar.cost.transformer.shape import TransformerShape
+from autopar.cost.transformer import (
+    Chunk,
+    LayerModel,
+    Order,
+    Recipe,
+    Software,
+    StepModel,
+    TransformerMachine,
+    TransformerShape,
+    kept_of_layer,
+)
+from autopar.cost.transformer.chunks import chunks_of, parameters_of
+from autopar.cost.transformer.memory import KeptBytes
 from autopar.cost.transformer.work import Exchange
 
 # As arXiv 2205.05198 counts: scores are stored, and dropout keeps its masks.

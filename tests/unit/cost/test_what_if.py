@@ -14,8 +14,15 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar.cli import app, shell
-from autopar.cost.hardware.profile import PROFILE_FOLDER, available_profiles, load_profile
-from autopar.cost.hardware.what_if import Change, changed, doublings, parse_changes
+from autopar.cost.hardware import (
+    available_profiles,
+    changed,
+    doublings,
+    load_profile,
+    parse_changes,
+)
+from autopar.cost.hardware.profile import PROFILE_FOLDER
+from autopar.cost.hardware.what_if import Change
 from autopar.errors import OptionError
 from tests.helpers.models.tiny_model import Tiny, batch
 

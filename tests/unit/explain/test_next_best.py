@@ -14,18 +14,14 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import Manual, Plan, PlanError
-from autopar.passes.explain import next_best
-from autopar.passes.explain.next_best import decisions
-from autopar.passes.intra.constraints import Constraints
-from autopar.passes.intra.intra_op import intra_op_problem
-from autopar.passes.intra.problem import IntraOpProblem
+from autopar.passes.explain import decisions, next_best
+from autopar.passes.intra import Constraints, IntraOpProblem, intra_op_problem
 from autopar.passes.solvers.choice import solve
 from autopar.passes.solvers.eliminate import TableLimits
 from autopar.passes.solvers.problem import Solution
-from autopar.placement.spec import Spec
-from autopar.plans.data import parse_storage
-from autopar.plans.decisions import Choice, Option
-from autopar.program.strategy import OperatorStrategy, Storage
+from autopar.placement import Spec
+from autopar.plans import Choice, Option, parse_storage
+from autopar.program import OperatorStrategy, Storage
 from autopar.report.words.next_best import storage_words
 from tests.helpers import jobs
 from tests.helpers.jobs import machine

@@ -11,7 +11,7 @@ import pytest
 import autopar
 from autopar import Manual, Mesh, Plan
 from autopar.cost.price import exposed_calls
-from autopar.passes.search.outcome import PlanningResult
+from autopar.passes.search import PlanningResult
 from autopar.passes.search.simulator import Simulator, Solved
 from autopar.passes.search.slower import WhySlower
 from autopar.program import CallLine, Pipeline

@@ -13,24 +13,24 @@ from functools import cache
 import pytest
 import torch
 
-from autopar.cost.laws.model import CostModel
-from autopar.cost.memory.liveness import PeakMemory, peak_memory
-from autopar.cost.price.prediction import predict
+from autopar.cost.laws import CostModel
+from autopar.cost.memory import PeakMemory, peak_memory
+from autopar.cost.price import predict
 from autopar.cost.price.stage_times import stage_times
 from autopar.options import Recompute
-from autopar.passes.analysis.analysis import Analysis
-from autopar.passes.analysis.cutting import cut
-from autopar.passes.analysis.folding import Folded, find_runs, fold
+from autopar.passes.analysis import Analysis, Folded, cut, find_runs, fold
 from autopar.passes.analysis.recompute import MODES, recomputed_operators
-from autopar.passes.intra.chooser import Chooser, PlacementRequest
-from autopar.passes.intra.constraints import Constraints
-from autopar.passes.lowering.abridger import Abridger
+from autopar.passes.intra import Chooser, Constraints, PlacementRequest
+from autopar.passes.lowering import Abridger
 from autopar.passes.lowering.lines import lower
-from autopar.program.abridged import every_parameter
-from autopar.program.gathers import numbered_module
-from autopar.program.pipeline import Pipeline
-from autopar.program.stage_program import StageProgram
-from autopar.program.strategy import Recomputed, Strategy
+from autopar.program import (
+    Pipeline,
+    Recomputed,
+    StageProgram,
+    Strategy,
+    every_parameter,
+    numbered_module,
+)
 from tests.helpers.captures import captured
 from tests.helpers.harness import random_tokens, tiny_gpt2
 from tests.helpers.machines import balanced_cost

@@ -11,16 +11,8 @@ import torch
 from torch import Tensor
 
 from autopar.passes.lowering.fusion import fuse_bias
-from autopar.placement.spec import R, Spec
-from autopar.program.stage_program import (
-    CallLine,
-    Line,
-    Local,
-    ParameterUse,
-    StoredParameter,
-    Workspace,
-)
-from autopar.program.variables import Ref
+from autopar.placement import R, Spec
+from autopar.program import CallLine, Line, Local, ParameterUse, Ref, StoredParameter, Workspace
 
 Step = tuple[str, str, tuple[Any, ...]]  # variable, operator, arguments
 ADD, MM, LINEAR = "aten.add.Tensor", "aten.mm.default", "aten.linear.default"

@@ -16,9 +16,10 @@ from transformers import GPT2Config, GPT2LMHeadModel
 import autopar.measured.saved
 from autopar.capture import capture, reference_step
 from autopar.errors import NotSupportedError
+from autopar.measured import Saved, saved_for_backward, storage_owners
 from autopar.measured.fake_calls import PerCall
-from autopar.measured.saved import Saved, activation_bytes, saved_for_backward, storage_owners
-from autopar.program.program import Program
+from autopar.measured.saved import activation_bytes
+from autopar.program import Program
 from tests.helpers.saved import Draft, address, really_saved, saved_of
 
 aten = torch.ops.aten

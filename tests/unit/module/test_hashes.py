@@ -8,7 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autopar.module.agreement.hashes import content_hash, digest, fingerprints
+from autopar.module.agreement import fingerprints
+from autopar.module.agreement.hashes import content_hash, digest
 
 DTYPES = (
     torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64, torch.float16,

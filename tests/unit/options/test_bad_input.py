@@ -31,7 +31,7 @@ from autopar import (
     OptionError,
     Plan,
 )
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import gpt2, machine, tokens
 from tests.helpers.models.tiny_model import Tiny, batch
 

@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from autopar.errors import NotSupportedError, OptionError
 from autopar.options import FORBIDDABLE, Manual, Options, StageOption
-from autopar.placement.pins import Pin
-from autopar.placement.spec import I, Placement, R, S
+from autopar.placement import I, Pin, Placement, R, S
 
 WEIGHT = "h.0.mlp.c_fc.weight"
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 
 from autopar.errors import NotationError
-from autopar.placement.notation import ELLIPSIS, Notation
+from autopar.placement import ELLIPSIS, Notation
 from tests.conftest import Golden
 from tests.helpers.strategies import notations
 

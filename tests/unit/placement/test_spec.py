@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.errors import OptionError
-from autopar.placement.shards import gather, gradient_spec, scatter
-from autopar.placement.spec import (
+from autopar.placement import (
     I,
     P,
     Placement,
@@ -22,10 +21,13 @@ from autopar.placement.spec import (
     Spec,
     TensorType,
     all_specs,
+    gather,
+    gradient_spec,
     illegal_reason,
     local_bytes,
     local_dims,
     local_shape,
+    scatter,
     without_gradient,
 )
 from tests.helpers.strategies import AXIS_SIZES, placements, reshards, specs, tensor_types

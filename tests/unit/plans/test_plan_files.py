@@ -21,11 +21,11 @@ from torch import nn
 
 import autopar
 from autopar import BatchError, CaptureError, MeshError, OptionError, Plan, PlanError
-from autopar.cost.hardware.hardware import resolve
+from autopar.cost.hardware import resolve
 from autopar.mesh import Device, Link, Mesh
-from autopar.passes.binding.inputs import mesh_of, record_of
-from autopar.plans.reading import parse_plan
-from autopar.runtime.launch.processes import WorkerPool
+from autopar.passes.binding import mesh_of, record_of
+from autopar.plans import parse_plan
+from autopar.runtime.launch import WorkerPool
 from tests.conftest import Golden
 from tests.helpers.jobs import (
     CASES,

@@ -19,11 +19,11 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar import Mesh, OptionError, Plan, PlanError
-from autopar.cli import shell
-from autopar.cli.app import app
-from autopar.cost.hardware.profile import PROFILE_FOLDER, load_profile
+from autopar.cli import app, shell
+from autopar.cost.hardware import load_profile
+from autopar.cost.hardware.profile import PROFILE_FOLDER
+from autopar.plans import parse_plan
 from autopar.plans.json_values import MOST_FILE_BYTES
-from autopar.plans.reading import parse_plan
 from tests.helpers.models.tiny_model import Tiny, batch
 
 PLAN = (Path(__file__).parents[2] / "golden" / "tiny_plan.json").read_text()

@@ -8,10 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.placement.notation import Notation
-from autopar.placement.spec import TensorType
-from autopar.program.factors import Atom, Factors, Types, leaves, name_sizes, unify
-from autopar.rules.pattern import resolve
+from autopar.placement import Notation, TensorType
+from autopar.program import Atom, Factors, Types, leaves, name_sizes, unify
+from autopar.rules import resolve
 from autopar.rules.views import view_notation
 
 Shape = tuple[int, ...]

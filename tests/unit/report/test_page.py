@@ -23,8 +23,7 @@ from autopar.cost.price import layer_works, step_shares
 from autopar.passes.explain import decisions, runners_up
 from autopar.plans import MANUAL
 from autopar.report.page import page_html
-from autopar.report.picture.folding import fold
-from autopar.report.picture.nodes import picture
+from autopar.report.picture import fold, picture
 from tests.helpers.models.tiny_model import Tiny, batch
 from tests.helpers.page import page_facts
 

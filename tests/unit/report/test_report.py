@@ -17,15 +17,11 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import Manual, Plan, PlanError
-from autopar.placement.moves import COLLECTIVES
-from autopar.program.collective import step_calls
-from autopar.program.pipeline import Pipeline
-from autopar.program.stage_program import StageProgram
+from autopar.placement import COLLECTIVES
+from autopar.program import Pipeline, StageProgram, step_calls
 from autopar.report import dot
 from autopar.report.blocks import Block
-from autopar.report.picture.boxes import escaped
-from autopar.report.picture.folding import fold
-from autopar.report.picture.nodes import picture
+from autopar.report.picture import escaped, fold, picture
 from tests.conftest import Golden
 from tests.helpers.jobs import CASES
 from tests.helpers.models.tiny_model import Tiny, batch

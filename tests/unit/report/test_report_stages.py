@@ -19,12 +19,11 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import OptionError, Plan
-from autopar.plans.data import Alternative
+from autopar.plans import Alternative
+from autopar.program import Pipeline
 from autopar.program.cross_mesh import slices
-from autopar.program.pipeline import Pipeline
 from autopar.report import explain
-from autopar.report.picture.folding import fold
-from autopar.report.picture.nodes import picture
+from autopar.report.picture import fold, picture
 from autopar.report.stages import crossing_rows, grid, ideal_bubble, parameter_tables, stage_rows
 from autopar.report.tables import N_ALTERNATIVES, alternative_rows
 from tests.conftest import Golden

@@ -15,14 +15,18 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 from autopar.cli import app, shell
-from autopar.cost.hardware.profile import load_profile
-from autopar.cost.hardware.what_if import changed
-from autopar.cost.transformer.configs import shape_of
-from autopar.cost.transformer.recipe import Recipe
-from autopar.cost.transformer.scaling import Scaling, default_nodes, training_dtype, weak_scaling
-from autopar.cost.transformer.shape import TransformerShape
+from autopar.cost.hardware import changed, load_profile
+from autopar.cost.transformer import (
+    Recipe,
+    Scaling,
+    TransformerShape,
+    default_nodes,
+    shape_of,
+    training_dtype,
+    weak_scaling,
+)
 from autopar.errors import NotSupportedError, OptionError
-from autopar.report.scaling import scaling_svg, scaling_text
+from autopar.report import scaling_svg, scaling_text
 
 SMALL = TransformerShape(
     layers=8, hidden=1024, heads=16, kv_heads=4, head_dim=64, ffn=2816, seq=2048, vocab=32000,

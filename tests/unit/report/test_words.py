@@ -20,7 +20,8 @@ import autopar
 from autopar import Manual, Mesh, Plan, PlanError
 from autopar.plans import Alternative, parse_plan
 from autopar.program import starred
-from autopar.report.blocks import block_set, folded_names, range_text
+from autopar.report import folded_names
+from autopar.report.blocks import block_set, range_text
 from autopar.report.tables import alternative_note, parameter_rows
 from autopar.report.words.legend import legend
 from tests.helpers.jobs import CASES, gpt2

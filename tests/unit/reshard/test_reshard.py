@@ -14,19 +14,28 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autopar.passes.reshard.costs import ReshardTable, ReshardTables
-from autopar.passes.reshard.move_graph import (
-    MoveStep,
-    PrimitiveTime,
-    move_graph,
-    moves_from,
-    step_time_s,
+from autopar.passes.reshard import MoveStep, ReshardTable, ReshardTables, step_time_s
+from autopar.passes.reshard.move_graph import PrimitiveTime, move_graph, moves_from
+from autopar.placement import (
+    COLLECTIVES,
+    TABLE,
+    I,
+    Move,
+    P,
+    PrimitiveKind,
+    R,
+    S,
+    Spec,
+    TensorType,
+    all_specs,
+    gather,
+    gradient_spec,
+    local_shape,
+    scatter,
 )
-from autopar.placement.moves import COLLECTIVES, TABLE, Move, PrimitiveKind
-from autopar.placement.shards import gather, gradient_spec, scatter
-from autopar.placement.spec import I, P, R, S, Spec, TensorType, all_specs, local_shape
-from autopar.runtime.groups.group import Group, Recorder
-from autopar.runtime.launch.threads import ThreadWorld, run_threads
+from autopar.runtime.groups import Group
+from autopar.runtime.groups.group import Recorder
+from autopar.runtime.launch import ThreadWorld, run_threads
 from tests.helpers.differentiable import moved
 from tests.helpers.machines import mesh_of
 from tests.helpers.strategies import AXIS_SIZES, reshards, tensor_types

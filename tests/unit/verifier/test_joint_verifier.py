@@ -20,19 +20,19 @@ from autopar.options import Recompute
 from autopar.passes import pipeline
 from autopar.passes.backward import differentiate
 from autopar.passes.lowering.lines import lower
-from autopar.program.joint_program import (
+from autopar.program import (
+    FreeLine,
     GradientMove,
     JointLine,
     JointProgram,
     KernelLine,
     ReadyLine,
+    Ref,
     StartLine,
     Variable,
     communications,
 )
-from autopar.program.stage_program import FreeLine
-from autopar.program.variables import Ref
-from autopar.verifier.joint import verify_joint
+from autopar.verifier import verify_joint
 from tests.helpers.harness import (
     abstract_cost,
     free_problem,

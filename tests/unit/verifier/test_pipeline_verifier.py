@@ -12,12 +12,12 @@ import pytest
 import torch
 
 from autopar.errors import VerificationError
-from autopar.placement.spec import P, Spec
-from autopar.program.pipeline import Crossing, Pipeline
-from autopar.program.stage_program import Boundary
+from autopar.placement import P, Spec
+from autopar.program import Boundary, Crossing, Pipeline
 from autopar.schedule import Action, Schedule
+from autopar.verifier import verify_pipeline
 from autopar.verifier.deadlock import check_rendezvous
-from autopar.verifier.pipeline import pipeline_sequences, verify_pipeline
+from autopar.verifier.pipeline import pipeline_sequences
 from tests.helpers.harness import model_case
 from tests.helpers.pipeline_harness import Layout, Shapes, random_ends, random_pipeline
 

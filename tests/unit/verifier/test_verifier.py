@@ -14,17 +14,8 @@ from hypothesis import strategies as st
 from autopar.errors import VerificationError
 from autopar.passes.lowering.lines import lower
 from autopar.passes.reshard.move_graph import moves_from
-from autopar.placement.moves import Split
-from autopar.placement.spec import I, P, R, Spec, TensorType, all_specs
-from autopar.program.stage_program import (
-    CallLine,
-    FreeLine,
-    GatherLine,
-    Line,
-    MoveLine,
-    StageProgram,
-)
-from autopar.program.variables import Ref
+from autopar.placement import I, P, R, Spec, Split, TensorType, all_specs
+from autopar.program import CallLine, FreeLine, GatherLine, Line, MoveLine, Ref, StageProgram
 from autopar.verifier.deadlock import GroupCall, check_rendezvous
 from autopar.verifier.stage import check_move, rank_sequences, verify_program
 from tests.helpers.harness import abstract_cost, free_problem, model_case, random_strategy
