@@ -11,8 +11,14 @@ Hands on `app` and `main`.
 """
 
 from autopar.cli.app import app, main
+from autopar.cli.options import parse_degrees
+from autopar.cli.shell import FAILED_CHECK, GOOD, WRONG_USE
 
 __all__ = [
+    "FAILED_CHECK",
+    "GOOD",
+    "WRONG_USE",
     "app",
     "main",
+    "parse_degrees",
 ]

@@ -7,10 +7,12 @@ It hands on `saved_for_backward`, `storage_owners` and `temporaries`.
 """
 
 from autopar.measured.fake_calls import description
+from autopar.measured.live_bytes import LiveBytes
 from autopar.measured.saved import Saved, saved_for_backward, storage_owners
 from autopar.measured.workspace import Temporaries, temporaries
 
 __all__ = [
+    "LiveBytes",
     "Saved",
     "Temporaries",
     "description",

@@ -11,12 +11,9 @@ May import every room except `cli` and `calibration`. Hands on `verify` and `Rep
 """
 
 from autopar.parity.alone import reference, whole_parameters
+from autopar.parity.captured import tolerance_of
 from autopar.parity.report import Report
+from autopar.parity.sharded import thread_errors
 from autopar.parity.verify_step import verify
 
-__all__ = [
-    "Report",
-    "reference",
-    "verify",
-    "whole_parameters",
-]
+__all__ = ["Report", "reference", "thread_errors", "tolerance_of", "verify", "whole_parameters"]

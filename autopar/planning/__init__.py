@@ -6,14 +6,7 @@ May import `passes`, `report`, `verifier`, `codegen`, `capture`, `cost`, `runtim
 below them. Hands on `Plan`, `planned` and `Bound`.
 """
 
-from autopar.planning.bound import Bound, settled_heap
+from autopar.planning.bound import Bound, bind, settled_heap
 from autopar.planning.plan import Plan, on_program, plan_program, planned
 
-__all__ = [
-    "Bound",
-    "Plan",
-    "on_program",
-    "plan_program",
-    "planned",
-    "settled_heap",
-]
+__all__ = ["Bound", "Plan", "bind", "on_program", "plan_program", "planned", "settled_heap"]

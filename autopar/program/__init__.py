@@ -34,7 +34,7 @@ from autopar.program.collective import (
     summarise,
     used_parameters,
 )
-from autopar.program.cross_mesh import Slice, local_factors
+from autopar.program.cross_mesh import Slice, local_factors, slices
 from autopar.program.factors import (
     Atom,
     Cell,
@@ -238,6 +238,7 @@ __all__ = [
     "return_buckets",
     "row_dims",
     "runs_of",
+    "slices",
     "starred",
     "step_calls",
     "storage_owners",

@@ -9,19 +9,22 @@ Hands on `explain`, `explain_name`, `verdict`, `dot` and `page_html`.
 
 from autopar.report.blocks import folded_names
 from autopar.report.comparison import ComparedPlan, Comparison
+from autopar.report.division import Division, division
 from autopar.report.page import Help, Subject, facts_json, memory_bar, page_html, time_bar
 from autopar.report.picture import dot
 from autopar.report.scaling import scaling_svg, scaling_text
 from autopar.report.simulation import simulation_dict, simulation_text, what_if_dict, what_if_text
-from autopar.report.tables import headline
+from autopar.report.tables import headline, optimality
 from autopar.report.words import assumed, explain, explain_name, matching_names, verdict
 
 __all__ = [
     "ComparedPlan",
     "Comparison",
+    "Division",
     "Help",
     "Subject",
     "assumed",
+    "division",
     "dot",
     "explain",
     "explain_name",
@@ -30,6 +33,7 @@ __all__ = [
     "headline",
     "matching_names",
     "memory_bar",
+    "optimality",
     "page_html",
     "scaling_svg",
     "scaling_text",

@@ -27,6 +27,7 @@ from autopar.rules.registry import (
 )
 from autopar.rules.rule import OpCall, OpRule
 from autopar.rules.tables import FUSED, MATMULS, VIEWS
+from autopar.rules.views import view_notation
 
 __all__ = [
     "FUSED",
@@ -53,4 +54,5 @@ __all__ = [
     "register_rule",
     "resolve",
     "rule_for",
+    "view_notation",
 ]

@@ -8,12 +8,26 @@ May import `cost`, `runtime` and the layers below them.
 Hands on `verify_pipeline`, `verify_joint`, and `check_rule` for users who write rules.
 """
 
+from autopar.verifier.deadlock import GroupCall, check_rendezvous
 from autopar.verifier.joint import verify_joint
+from autopar.verifier.joint_calls import gathers_parameters, line_calls
+from autopar.verifier.oracle import MESHES, OracleCase, check_strategy, combinations
 from autopar.verifier.pipeline import verify_pipeline
-from autopar.verifier.rule_report import check_rule
+from autopar.verifier.rule_report import check_rule, report_case
+from autopar.verifier.stage import verify_program
 
 __all__ = [
+    "MESHES",
+    "GroupCall",
+    "OracleCase",
+    "check_rendezvous",
     "check_rule",
+    "check_strategy",
+    "combinations",
+    "gathers_parameters",
+    "line_calls",
+    "report_case",
     "verify_joint",
     "verify_pipeline",
+    "verify_program",
 ]

@@ -22,6 +22,7 @@ from autopar.cost.hardware.hardware import (
 )
 from autopar.cost.hardware.profile import (
     MEASURED_RATIOS,
+    PROFILE_FOLDER,
     Profile,
     Quantity,
     available_profiles,
@@ -34,6 +35,7 @@ from autopar.cost.hardware.what_if import changed, doublings, parse_changes, pro
 __all__ = [
     "DEFAULT_PROFILE",
     "MEASURED_RATIOS",
+    "PROFILE_FOLDER",
     "Hardware",
     "LinkGroup",
     "Profile",

@@ -10,19 +10,23 @@ its neighbours. It hands on `CostModel`, `collective_time_s` and `op_time_s`.
 
 from autopar.cost.laws.collectives import (
     Explained,
+    algorithms_of,
     bus_bytes_per_s,
     cheapest_algorithm,
     collective_time_s,
     explain,
 )
-from autopar.cost.laws.formulas import LEGEND, require_kind
+from autopar.cost.laws.formulas import KINDS, LEGEND, algorithms, require_kind
 from autopar.cost.laws.model import CostModel, Kind, op_time_s
 
 __all__ = [
+    "KINDS",
     "LEGEND",
     "CostModel",
     "Explained",
     "Kind",
+    "algorithms",
+    "algorithms_of",
     "bus_bytes_per_s",
     "cheapest_algorithm",
     "collective_time_s",

@@ -14,16 +14,17 @@ The room may import `laws`, `memory`, `simulate` and `hardware`, and what lies b
 from autopar.cost.price.exposed import ExposedCalls, exposed_calls
 from autopar.cost.price.hidden import HiddenKind, hidden_of
 from autopar.cost.price.layers import LayerWork, layer_works
-from autopar.cost.price.overlap import slowdown_of
+from autopar.cost.price.overlap import overlap_of, slowdown_of
 from autopar.cost.price.prediction import (
     collectives_of,
     link_between,
     peak_memory_of,
+    peak_of_stage,
     predict,
     timeline_of,
 )
 from autopar.cost.price.shares import Share, StepShares, step_shares
-from autopar.cost.price.stage_times import backward_lines, forward_lines
+from autopar.cost.price.stage_times import backward_lines, forward_lines, stage_times
 from autopar.cost.price.step_pricer import StepPricer
 from autopar.cost.price.summary import summary_of
 
@@ -41,9 +42,12 @@ __all__ = [
     "hidden_of",
     "layer_works",
     "link_between",
+    "overlap_of",
     "peak_memory_of",
+    "peak_of_stage",
     "predict",
     "slowdown_of",
+    "stage_times",
     "step_shares",
     "summary_of",
     "timeline_of",

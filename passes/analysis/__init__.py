@@ -31,12 +31,22 @@ from autopar.passes.analysis.given_stages import (
 from autopar.passes.analysis.groups import JointStrategy, OperatorGroup, PlacedOperator
 from autopar.passes.analysis.microbatch import batch_of
 from autopar.passes.analysis.padding import Paddings, find_paddings, pad, padded_for
-from autopar.passes.analysis.recompute import Recomputable, aligned_runs, is_searched
+from autopar.passes.analysis.recompute import (
+    MODES,
+    SEARCHED,
+    Recomputable,
+    aligned_runs,
+    blocks,
+    is_searched,
+    recomputed_operators,
+)
 from autopar.passes.analysis.row_counts import microbatch_scales
 
 __all__ = [
     "FIRST_COUNT",
     "KEPT",
+    "MODES",
+    "SEARCHED",
     "Analysis",
     "Folded",
     "Gathering",
@@ -53,6 +63,7 @@ __all__ = [
     "accept_missing",
     "aligned_runs",
     "batch_of",
+    "blocks",
     "boundary_specs",
     "compute_dtype",
     "cut",
@@ -72,6 +83,7 @@ __all__ = [
     "padded_for",
     "prologue_lines",
     "recipe_counts",
+    "recomputed_operators",
     "renamed",
     "stage_without_parameters",
     "stored_dtype",

@@ -14,6 +14,7 @@ from autopar.passes.inter.candidate import (
     StageLayout,
     n_operators,
 )
+from autopar.passes.inter.layers import Layers, balanced, find_layers, operator_flops
 from autopar.passes.inter.recipes import (
     Megatron,
     check_ranks,
@@ -37,6 +38,7 @@ from autopar.passes.inter.submeshes import (
 
 __all__ = [
     "Candidate",
+    "Layers",
     "Megatron",
     "PipelineSpace",
     "StageBound",
@@ -45,12 +47,15 @@ __all__ = [
     "StageSearch",
     "all_views",
     "axes_text",
+    "balanced",
     "check_degrees",
     "check_pinned_axes",
     "check_ranks",
     "distinct_views",
+    "find_layers",
     "megatron_pipelines",
     "n_operators",
+    "operator_flops",
     "pins_on",
     "recipe_limits",
     "step_bound_s",

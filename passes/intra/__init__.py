@@ -22,6 +22,7 @@ from autopar.passes.intra.intra_op import (
     ProblemBatch,
     ProblemFamilies,
     intra_op_problem,
+    intra_op_problems,
 )
 from autopar.passes.intra.least import (
     LeastRerun,
@@ -36,6 +37,7 @@ from autopar.passes.intra.least import (
 from autopar.passes.intra.member_prices import lowered_over, operator_times_s
 from autopar.passes.intra.priced import Prices
 from autopar.passes.intra.problem import IntraOpProblem
+from autopar.passes.intra.repeated import Repeated, placed_once, repeated_problems
 
 __all__ = [
     "AxisPin",
@@ -48,16 +50,20 @@ __all__ = [
     "Prices",
     "ProblemBatch",
     "ProblemFamilies",
+    "Repeated",
     "Role",
     "choose",
     "intra_op_problem",
+    "intra_op_problems",
     "least_bytes",
     "least_static_bytes",
     "least_step_s",
     "least_times_s",
     "lowered_over",
     "operator_times_s",
+    "placed_once",
     "recipe_cost",
+    "repeated_problems",
     "shared_s",
     "static_bytes",
     "static_bytes_of",

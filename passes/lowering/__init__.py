@@ -9,14 +9,7 @@ Hands on `join`, `Abridger` and `replay`.
 """
 
 from autopar.passes.lowering.abridger import Abridger
-from autopar.passes.lowering.lines import PlacedStage, join
+from autopar.passes.lowering.lines import PlacedStage, join, lower
 from autopar.passes.lowering.replaying import replay, replay_ends, stage_record
 
-__all__ = [
-    "Abridger",
-    "PlacedStage",
-    "join",
-    "replay",
-    "replay_ends",
-    "stage_record",
-]
+__all__ = ["Abridger", "PlacedStage", "join", "lower", "replay", "replay_ends", "stage_record"]

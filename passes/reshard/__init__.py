@@ -14,7 +14,7 @@ from autopar.passes.reshard.costs import (
     reshard_table,
     reshard_tables,
 )
-from autopar.passes.reshard.move_graph import MoveStep, step_time_s
+from autopar.passes.reshard.move_graph import MoveStep, moves_from, step_time_s
 from autopar.passes.reshard.paths import Ties
 from autopar.passes.reshard.primitive_costs import primitive_lines
 from autopar.passes.reshard.spec_column import SpecColumn, SpecColumns, all_alike
@@ -27,6 +27,7 @@ __all__ = [
     "SpecColumns",
     "Ties",
     "all_alike",
+    "moves_from",
     "priced_alike",
     "primitive_lines",
     "reshard_table",

@@ -8,14 +8,21 @@ May import `passes/inter`, `lowering`, the rooms below them, and what lies below
 Hands on `Planner` and `PlanningResult`.
 """
 
-from autopar.passes.search.evaluator import depths
+from autopar.passes.search.evaluator import Evaluator, Placed, depths
 from autopar.passes.search.outcome import PlanningResult
 from autopar.passes.search.planner import Planner
+from autopar.passes.search.simulator import Simulator, Solved
+from autopar.passes.search.slower import WhySlower
 from autopar.passes.search.stats import PlanningStats
 
 __all__ = [
+    "Evaluator",
+    "Placed",
     "Planner",
     "PlanningResult",
     "PlanningStats",
+    "Simulator",
+    "Solved",
+    "WhySlower",
     "depths",
 ]

@@ -15,11 +15,12 @@ from autopar.runtime.flight.pace import Pace
 from autopar.runtime.flight.ranks import diagnosis, longest_step_s, read_notes
 from autopar.runtime.flight.record import FOLDER, FlightRecord, Note
 from autopar.runtime.flight.slow import Comparison, OwnTimes
-from autopar.runtime.flight.watchdog import watch
+from autopar.runtime.flight.watchdog import TIMEOUT, watch
 
 __all__ = [
     "FOLDER",
     "LAUNCHED",
+    "TIMEOUT",
     "Comparison",
     "FlightRecord",
     "Note",

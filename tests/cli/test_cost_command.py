@@ -10,9 +10,7 @@ from typer.testing import CliRunner
 
 from autopar.cli import app, shell
 from autopar.cost.hardware import even_group, load_profile
-from autopar.cost.laws import collective_time_s
-from autopar.cost.laws.collectives import algorithms_of
-from autopar.cost.laws.formulas import KINDS, algorithms
+from autopar.cost.laws import KINDS, algorithms, algorithms_of, collective_time_s
 
 HARDWARE = ("--hardware", "a100-80gb")
 

@@ -37,9 +37,8 @@ from typing import Any
 
 import autopar
 from autopar.errors import LaunchError
-from autopar.runtime.flight import FOLDER, diagnosis, read_notes
+from autopar.runtime.flight import FOLDER, TIMEOUT, diagnosis, read_notes
 from autopar.runtime.flight.ranks import _text
-from autopar.runtime.flight.watchdog import TIMEOUT
 from autopar.runtime.launch import processes
 from tests.faults.faults import FIRED, Fault, drawn
 from tests.faults.jobs import LAYOUTS, N_RANKS, Model, batch, train

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 import autopar
 from autopar import Manual, Plan
 from autopar.cli.summary import data_json, data_text
-from autopar.cost.hardware.profile import PROFILE_FOLDER
+from autopar.cost.hardware import PROFILE_FOLDER
 from autopar.mesh import Mesh
 from autopar.plans import PlanData
 from tests.fuzz.trees import damaged, mutated, to_json, tree_of

@@ -11,8 +11,7 @@ from random import Random
 from typing import Any
 
 from autopar import Plan
-from autopar.cost.hardware import load_profile
-from autopar.cost.hardware.profile import PROFILE_FOLDER
+from autopar.cost.hardware import PROFILE_FOLDER, load_profile
 from autopar.mesh import Mesh
 from tests.fuzz.plans import Original
 from tests.fuzz.trees import Members, Raw, damaged, mutated, tree_of

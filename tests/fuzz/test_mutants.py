@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from autopar.cli import app, shell
+from autopar.cli import WRONG_USE, app
 from autopar.errors import AutoparError
 from autopar.plans import load_plan
 from tests.fuzz import plans, profiles
@@ -87,7 +87,7 @@ def run_commands(n_files: int, profile: Path, folder: Path) -> None:
             words = [command, *files, "--model", f"{plans.__name__}:no_such_model"]
             result = CliRunner().invoke(app, words, prog_name="autopar")
             assert isinstance(result.exception, SystemExit), (number, command, result.exception)
-            assert (result.exit_code, result.stdout) == (shell.WRONG_USE, ""), (number, command)
+            assert (result.exit_code, result.stdout) == (WRONG_USE, ""), (number, command)
             assert result.stderr.startswith("error: "), (number, command)
 
 

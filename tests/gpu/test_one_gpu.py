@@ -14,8 +14,7 @@ from autopar import Manual
 from autopar.calibration import calibrate
 from autopar.capture import whole_buffers
 from autopar.options import Options
-from autopar.parity import reference, whole_parameters
-from autopar.parity.sharded import thread_errors
+from autopar.parity import reference, thread_errors, whole_parameters
 from autopar.planning import plan_program
 from tests.helpers.captures import captured
 from tests.helpers.jobs import CASES, machine

@@ -7,12 +7,12 @@ from typing import Any
 
 from typer.testing import Result
 
-from autopar.cli import shell
+from autopar.cli import GOOD, WRONG_USE
 
 
 def good(result: Result) -> Any:
     """The JSON object of a command that succeeds; stdout has nothing else."""
-    assert result.exit_code == shell.GOOD, result.output
+    assert result.exit_code == GOOD, result.output
     return json.loads(result.stdout)
 
 
@@ -21,7 +21,7 @@ def refused(result: Result) -> str:
 
     With `--json` it is an object on stdout, and stderr has no message.
     """
-    assert result.exit_code == shell.WRONG_USE, result.output
+    assert result.exit_code == WRONG_USE, result.output
     assert "Traceback" not in result.stderr
     if result.stdout:
         error = json.loads(result.stdout)["error"]

@@ -29,12 +29,9 @@ from autopar.passes.analysis import (
     microbatch_counts,
     stage_without_parameters,
 )
-from autopar.passes.inter import Candidate, StageLayout, submesh_sizes, views_of
-from autopar.passes.inter.layers import find_layers
+from autopar.passes.inter import Candidate, StageLayout, find_layers, submesh_sizes, views_of
 from autopar.passes.intra import Constraints
-from autopar.passes.search import Planner, PlanningResult
-from autopar.passes.search.evaluator import Evaluator
-from autopar.passes.search.simulator import Simulator
+from autopar.passes.search import Evaluator, Planner, PlanningResult, Simulator
 from tests.helpers.captures import captured
 from tests.helpers.harness import Mlp, random_tokens, tiny_gpt2
 from tests.helpers.machines import two_tiers

@@ -24,8 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from autopar.cost.laws import CostModel
 from autopar.mesh import Device, Link, LogicalMesh
-from autopar.passes.analysis import Analysis
-from autopar.passes.analysis.recompute import MODES
+from autopar.passes.analysis import MODES, Analysis
 from autopar.passes.intra import (
     Constraints,
     IntraOpProblem,
@@ -33,7 +32,7 @@ from autopar.passes.intra import (
     choose,
     intra_op_problem,
 )
-from autopar.passes.lowering.lines import lower
+from autopar.passes.lowering import lower
 from autopar.placement import Spec
 from autopar.program import (
     OperatorStrategy,

@@ -35,7 +35,7 @@ from autopar.program import (
     WaitLine,
     communications,
 )
-from autopar.verifier.joint_calls import gathers_parameters, line_calls
+from autopar.verifier import gathers_parameters, line_calls
 
 Mutants = Iterator[tuple[str, JointProgram]]
 FUNCTIONS = ("forward", "backward")

@@ -17,10 +17,10 @@ from autopar.cost.laws import CostModel
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.passes.analysis import Analysis, boundary_specs, cut
 from autopar.passes.intra import Constraints, IntraOpProblem, intra_op_problem
-from autopar.passes.lowering.lines import lower
+from autopar.passes.lowering import lower
 from autopar.program import Period, Pipeline, Program, StageProgram, Strategy
 from autopar.schedule import ORDERS, forward_only
-from autopar.verifier.stage import verify_program
+from autopar.verifier import verify_program
 from tests.helpers.harness import legal_storages, random_strategy
 
 Shapes = Sequence[tuple[int, ...]]

@@ -23,8 +23,7 @@ from autopar.passes.backward import differentiate
 from autopar.placement import TensorType, difference, gather
 from autopar.program import Pipeline, Program
 from autopar.runtime.execute import Environment, Executor, delivery, load_code
-from autopar.runtime.groups import CollectiveCall
-from autopar.runtime.groups.group import Recorder
+from autopar.runtime.groups import CollectiveCall, Recorder
 from autopar.runtime.launch import ThreadWorld, run_threads
 
 TOLERANCE = 1e-10

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.codegen import emit
-from autopar.measured.live_bytes import LiveBytes
+from autopar.measured import LiveBytes
 from autopar.passes.backward import differentiate
 from autopar.program import Pipeline, Program
 from autopar.runtime.collectives import DistMessenger

@@ -12,7 +12,7 @@ from autopar.options import Options
 from autopar.passes.analysis import Analysis
 from autopar.passes.intra.at_loss import AtLoss, least_at_loss_bytes
 from autopar.passes.intra.cases import Cases
-from autopar.passes.search.evaluator import Placed
+from autopar.passes.search import Placed
 from tests.helpers.captures import captured
 from tests.helpers.every_plan import Choices
 from tests.helpers.machines import cluster

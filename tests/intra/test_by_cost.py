@@ -26,7 +26,7 @@ from autopar.cost.laws import CostModel
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.passes.analysis import Analysis
 from autopar.passes.intra import Constraints, PlacementRequest, choose
-from autopar.passes.lowering.lines import lower
+from autopar.passes.lowering import lower
 from autopar.placement import I, Placement, R, S
 from autopar.program import StageProgram, Strategy, step_calls
 from tests.helpers.harness import Bert, generated_code, thread_step

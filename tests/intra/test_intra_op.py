@@ -9,7 +9,7 @@ import pytest
 from autopar.mesh import Device, Link, Mesh
 from autopar.options import Options
 from autopar.passes.intra import Constraints, PlacementRequest, choose, intra_op_problem
-from autopar.passes.lowering.lines import lower
+from autopar.passes.lowering import lower
 from autopar.passes.search import Planner
 from autopar.passes.solvers.choice import solve, solve_brute_force
 from tests.helpers.harness import MODELS, abstract_cost, free_problem, model_case

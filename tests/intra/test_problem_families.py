@@ -22,9 +22,9 @@ from autopar.passes.intra import (
     ProblemFamilies,
     intra_op,
     intra_op_problem,
+    intra_op_problems,
     recipe_cost,
 )
-from autopar.passes.intra.intra_op import intra_op_problems
 from autopar.passes.reshard import primitive_lines
 from autopar.passes.reshard.move_graph import move_graph
 from autopar.passes.solvers.choice import solve

@@ -12,11 +12,10 @@ import pytest
 import torch
 
 from autopar.cost.memory import kept_bytes
-from autopar.cost.price.stage_times import stage_times
+from autopar.cost.price import stage_times
 from autopar.cost.simulate import PartWork
 from autopar.options import Options, Recompute
-from autopar.passes.analysis import Analysis, Recomputable, aligned_runs, cut, fold
-from autopar.passes.analysis.recompute import SEARCHED
+from autopar.passes.analysis import SEARCHED, Analysis, Recomputable, aligned_runs, cut, fold
 from autopar.passes.intra import (
     Chooser,
     Constraints,
@@ -26,7 +25,7 @@ from autopar.passes.intra import (
     choose,
     intra_op_problem,
 )
-from autopar.passes.lowering.lines import lower
+from autopar.passes.lowering import lower
 from autopar.passes.solvers.choice import solve
 from autopar.passes.solvers.eliminate import plan_elimination
 from autopar.passes.solvers.problem import Infeasible

@@ -11,8 +11,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import Manual
-from autopar.codegen import source
-from autopar.codegen.fold import Folded, unfolded
+from autopar.codegen import Folded, source, unfolded
 from autopar.options import Recompute
 from tests.helpers.jobs import llama, machine, tokens
 from tests.helpers.models.dropout_models import dropped_gpt2

@@ -24,7 +24,7 @@ from autopar.errors import NotSupportedError
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.passes.analysis import Analysis
 from autopar.passes.intra import AxisPin, Constraints, PlacementRequest, choose, intra_op_problem
-from autopar.passes.lowering.lines import lower
+from autopar.passes.lowering import lower
 from autopar.placement import S
 from autopar.program import StageProgram, Strategy, step_calls
 from tests.helpers.harness import (

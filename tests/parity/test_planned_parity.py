@@ -13,7 +13,7 @@ from functools import cache
 import pytest
 
 from autopar.passes.intra import Constraints, PlacementRequest, choose, recipe_cost
-from autopar.passes.lowering.lines import lower
+from autopar.passes.lowering import lower
 from autopar.placement import I, Move, R, Spec
 from autopar.program import Period, StageProgram, Strategy
 from tests.helpers.harness import Case, abstract_cost, generated_code, model_case, thread_step

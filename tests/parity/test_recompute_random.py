@@ -12,9 +12,9 @@ from dataclasses import replace
 
 import pytest
 
-from autopar.passes.lowering.lines import lower
+from autopar.passes.lowering import lower
 from autopar.program import Period
-from autopar.verifier.stage import verify_program
+from autopar.verifier import verify_program
 from tests.helpers.harness import (
     abstract_cost,
     free_problem,

@@ -20,8 +20,7 @@ from autopar import Manual
 from autopar.capture.builder import Builder, TracedCall
 from autopar.capture.rewrites import table
 from autopar.errors import BatchError, VerificationError
-from autopar.parity import Report, sharded
-from autopar.parity.captured import tolerance_of
+from autopar.parity import Report, sharded, tolerance_of
 from autopar.runtime.execute import load_code
 from autopar.runtime.launch import WorkerPool
 from tests.helpers.captures import captured

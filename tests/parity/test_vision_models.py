@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.passes.analysis import Analysis
-from autopar.passes.inter.layers import operator_flops
+from autopar.passes.inter import operator_flops
 from autopar.passes.intra import (
     Constraints,
     IntraOpProblem,
@@ -27,7 +27,7 @@ from autopar.passes.intra import (
     intra_op_problem,
     recipe_cost,
 )
-from autopar.passes.lowering.lines import lower
+from autopar.passes.lowering import lower
 from autopar.program import CallLine
 from tests.helpers.harness import abstract_cost, generated_code, random_strategy, thread_step
 

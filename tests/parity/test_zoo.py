@@ -11,7 +11,7 @@ from dataclasses import replace
 import pytest
 from torch import nn
 
-from autopar.report.division import Division
+from autopar.report import Division
 from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import Batch, Mlp, rows
 from tests.parity.table import Verdict, by_family, off_by

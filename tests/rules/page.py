@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from autopar.capture.rewrites.decompose import PYTHON_DECOMPOSITIONS
+from autopar.capture.rewrites import PYTHON_DECOMPOSITIONS
 from autopar.placement import Notation
 from autopar.rules import Lowering, OpCall, OpRule, find_operator, own_rule, rule_for, tables
 from autopar.rules.convolutions import CONVOLUTIONAL

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd.graph import saved_tensors_hooks
 
-from autopar.measured.live_bytes import LiveBytes
+from autopar.measured import LiveBytes
 from autopar.operators import (
     ATTENTION_DROPOUT,
     DROPOUT,

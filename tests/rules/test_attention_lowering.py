@@ -24,8 +24,7 @@ from autopar.passes.intra import Constraints, PlacementRequest, choose, intra_op
 from autopar.placement import Split
 from autopar.program import OperatorStrategy, Strategy
 from autopar.rules.lowering import CAUSAL_ATTENTION
-from autopar.runtime.groups import Group
-from autopar.runtime.groups.group import Recorder
+from autopar.runtime.groups import Group, Recorder
 from autopar.runtime.launch import ThreadWorld, run_threads
 from autopar.runtime.lowered import causal_attention
 from tests.helpers.harness import (

@@ -12,8 +12,7 @@ from autopar.errors import VerificationError
 from autopar.rules import has_rule, own_rule, rule_for
 from autopar.rules.derived import derived_rule
 from autopar.rules.operators import lookup
-from autopar.verifier.oracle import OracleCase
-from autopar.verifier.rule_report import report_case
+from autopar.verifier import OracleCase, report_case
 from tests.helpers.samples.rule_samples import bools, fixed, ints, positive, x
 
 

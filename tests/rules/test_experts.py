@@ -14,11 +14,10 @@ from autopar import operators
 from autopar.errors import VerificationError
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.rules import rule_for
-from autopar.runtime.groups import CollectiveCall, Group
-from autopar.runtime.groups.group import Recorder
+from autopar.runtime.groups import CollectiveCall, Group, Recorder
 from autopar.runtime.launch import ThreadWorld, run_threads
-from autopar.verifier.oracle import OracleCase as OracleCase
-from autopar.verifier.oracle import check_strategy, combinations
+from autopar.verifier import OracleCase as OracleCase
+from autopar.verifier import check_strategy, combinations
 from tests.helpers.capture_harness import Module, check, targets
 from tests.helpers.models.moe_models import FAMILIES, moe_model
 from tests.helpers.samples.rule_samples import call, x

@@ -13,9 +13,7 @@ from autopar.errors import MissingRuleError, VerificationError
 from autopar.placement import I, P, R, S
 from autopar.rules import AxisStrategy, OpRule, all_rules, find_operator, has_rule, rule_for
 from autopar.rules.lowering import VOCABULARY_CROSS_ENTROPY
-from autopar.verifier import check_rule
-from autopar.verifier.oracle import OracleCase, check_strategy, combinations
-from autopar.verifier.rule_report import report_case
+from autopar.verifier import OracleCase, check_rule, check_strategy, combinations, report_case
 from tests.helpers.samples.place_samples import PLACE_SAMPLES
 from tests.helpers.samples.random_samples import RANDOM_SAMPLES
 from tests.helpers.samples.rule_samples import SAMPLES as GENERAL_SAMPLES

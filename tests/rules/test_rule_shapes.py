@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from autopar.rules import find_operator, rule_for
-from autopar.verifier.oracle import MESHES, OracleCase, check_strategy, combinations
+from autopar.verifier import MESHES, OracleCase, check_strategy, combinations
 from tests.helpers.samples.drawn_calls import FAMILIES as GENERAL
 from tests.helpers.samples.drawn_calls import Call
 from tests.helpers.samples.drawn_place_calls import FAMILIES as PLACES

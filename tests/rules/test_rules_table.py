@@ -32,9 +32,7 @@ from autopar.rules import (
     register_rule,
     rule_for,
 )
-from autopar.verifier import check_rule
-from autopar.verifier.oracle import OracleCase
-from autopar.verifier.rule_report import report_case
+from autopar.verifier import OracleCase, check_rule, report_case
 from tests.conftest import Golden
 from tests.helpers.samples.rule_samples import ints, x
 

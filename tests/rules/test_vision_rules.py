@@ -13,8 +13,7 @@ from autopar.placement import Notation
 from autopar.program import name_sizes
 from autopar.rules import OpCall, find_operator, rule_for
 from autopar.rules.convolutions import CONVOLUTIONS
-from autopar.verifier.oracle import OracleCase
-from autopar.verifier.rule_report import report_case
+from autopar.verifier import OracleCase, report_case
 from tests.helpers.samples.rule_samples import Sample, call, x
 from tests.helpers.samples.vision_samples import CONV_1D, CONV_2D, TRANSPOSED_2D, VISION_SAMPLES
 from tests.helpers.saved import really_saved, saved_of

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import autopar
 from autopar import BatchError, Manual
-from autopar.module.agreement.batches import N_CHECKED
+from autopar.module.agreement import N_CHECKED
 from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine, rank
 from tests.helpers.models.tiny_model import Tiny, batch

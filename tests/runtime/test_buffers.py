@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autopar.capture import capture
 from autopar.errors import NotSupportedError
 from autopar.passes.analysis import Analysis, cut
-from autopar.passes.inter.layers import find_layers
+from autopar.passes.inter import find_layers
 from autopar.passes.intra import Constraints, intra_op_problem
 from tests.helpers.harness import abstract_cost, generated_code, random_strategy, thread_step
 from tests.helpers.pipeline_harness import Layout, ends_before, random_pipeline

@@ -23,6 +23,7 @@ from autopar.runtime.checkpoints import saving
 from autopar.runtime.execute import Executor
 from autopar.runtime.flight import (
     FOLDER,
+    TIMEOUT,
     FlightRecord,
     diagnosis,
     longest_step_s,
@@ -30,7 +31,7 @@ from autopar.runtime.flight import (
     watch,
 )
 from autopar.runtime.flight.record import N_NOTES, SLOT_BYTES
-from autopar.runtime.flight.watchdog import EXIT_CODE, TIMEOUT, _watch
+from autopar.runtime.flight.watchdog import EXIT_CODE, _watch
 from autopar.runtime.groups import DistGroup, make_edges, make_groups
 from autopar.runtime.launch.processes import _own_store
 from tests.helpers.jobs import MlpWithLoss, machine

@@ -12,8 +12,7 @@ from torch import Tensor
 import autopar
 from autopar import Manual
 from autopar.program import bucketing, rank_collectives
-from autopar.runtime.groups import CollectiveCall
-from autopar.runtime.groups.group import Recorder
+from autopar.runtime.groups import CollectiveCall, Recorder
 from tests.helpers.harness import generated_code
 from tests.helpers.jobs import machine, tokens
 from tests.helpers.models.dropout_models import dropped_gpt2

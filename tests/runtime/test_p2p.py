@@ -13,8 +13,7 @@ from torch import Tensor
 
 from autopar.errors import MeshError, VerificationError
 from autopar.runtime.collectives import DistMessenger, Messenger, Receive
-from autopar.runtime.groups import CollectiveCall, make_edges, world_group
-from autopar.runtime.groups.group import Recorder
+from autopar.runtime.groups import CollectiveCall, Recorder, make_edges, world_group
 from autopar.runtime.launch import ThreadWorld, WorkerPool, run_threads
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool)

@@ -25,8 +25,7 @@ from autopar import Manual, Plan
 from autopar.capture import reference_step
 from autopar.errors import NotSupportedError, PlanError, VerificationError
 from autopar.options import Recompute
-from autopar.passes.analysis import Analysis
-from autopar.passes.analysis.recompute import MODES, blocks, recomputed_operators
+from autopar.passes.analysis import MODES, Analysis, blocks, recomputed_operators
 from autopar.program import (
     CallLine,
     FreeLine,
@@ -42,7 +41,7 @@ from autopar.program import (
 from autopar.runtime.groups import CollectiveCall
 from autopar.runtime.launch import WorkerPool
 from autopar.schedule import forward_only
-from autopar.verifier.stage import verify_program
+from autopar.verifier import verify_program
 from tests.conftest import Golden
 from tests.helpers.captures import captured
 from tests.helpers.harness import foretold_calls, generated_code

@@ -11,10 +11,9 @@ import pytest
 
 import autopar
 from autopar import Device, Link, Manual, Mesh, Plan
-from autopar.cost.price.prediction import peak_of_stage
+from autopar.cost.price import peak_of_stage
 from autopar.options import Recompute
-from autopar.planning import Bound
-from autopar.planning.bound import bind
+from autopar.planning import Bound, bind
 from autopar.runtime.launch import WorkerPool
 from tests.helpers.harness import generated_code, random_ranges
 from tests.helpers.models.recompute_models import recomputing

@@ -10,8 +10,7 @@ import torch
 from autopar.placement import COLLECTIVES, PrimitiveKind, Split
 from autopar.runtime.collectives import apply_primitive
 from autopar.runtime.execute.bucketed import BucketItem, bucketed_apply
-from autopar.runtime.groups import Group
-from autopar.runtime.groups.group import Recorder
+from autopar.runtime.groups import Group, Recorder
 from autopar.runtime.launch import ThreadWorld, run_threads
 from tests.helpers.machines import mesh_of
 from tests.helpers.tensors import random_tensor

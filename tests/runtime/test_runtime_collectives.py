@@ -17,8 +17,7 @@ from torch import Tensor
 
 from autopar.errors import VerificationError
 from autopar.placement import TABLE, Split
-from autopar.runtime.groups import CollectiveCall, Group, cut, join, make_groups, phase
-from autopar.runtime.groups.group import Recorder
+from autopar.runtime.groups import CollectiveCall, Group, Recorder, cut, join, make_groups, phase
 from autopar.runtime.launch import ThreadWorld, WorkerPool, run_threads
 from tests.helpers.differentiable import moved
 from tests.helpers.machines import mesh_of

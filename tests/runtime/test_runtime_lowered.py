@@ -8,8 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.placement import Split
-from autopar.runtime.groups import Group
-from autopar.runtime.groups.group import Recorder
+from autopar.runtime.groups import Group, Recorder
 from autopar.runtime.launch import ThreadWorld, run_threads
 from autopar.runtime.lowered import vocab_parallel_cross_entropy, vocab_parallel_embedding
 from tests.helpers.differentiable import moved

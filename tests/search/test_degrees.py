@@ -9,7 +9,7 @@ import torch
 
 import autopar
 from autopar import Manual, Mesh, Plan
-from autopar.cli.options import parse_degrees
+from autopar.cli import parse_degrees
 from autopar.errors import MeshError, OptionError
 from tests.helpers.harness import Mlp
 

@@ -24,11 +24,9 @@ from autopar.passes.inter import (
     submesh_sizes,
 )
 from autopar.passes.inter.stage_search import Solve
-from autopar.passes.search import Planner
+from autopar.passes.search import Evaluator, Planner, Simulator
 from autopar.passes.search.branch_bound import Node
-from autopar.passes.search.evaluator import Evaluator
 from autopar.passes.search.several_stages import _MOST_IN_VAIN, SeveralStages
-from autopar.passes.search.simulator import Simulator
 from autopar.plans import Predicted
 from tests.helpers.candidates import assert_covers, gpt2, pipeline_space
 from tests.helpers.captures import captured

@@ -16,15 +16,12 @@ from autopar.mesh import LogicalMesh, Mesh, factored_view
 from autopar.options import Manual, Options
 from autopar.passes.analysis import Analysis, find_runs
 from autopar.passes.binding import capture_step
-from autopar.passes.inter import Candidate, views_of
-from autopar.passes.inter.layers import find_layers
+from autopar.passes.inter import Candidate, find_layers, views_of
 from autopar.passes.intra import Constraints, intra_op_problem, recipe_cost
-from autopar.passes.search import Planner
+from autopar.passes.search import Evaluator, Planner, Solved
 from autopar.passes.search.branch_bound import BranchAndBound
-from autopar.passes.search.evaluator import Evaluator
 from autopar.passes.search.recipes import RecipeNodes, recipes_on
 from autopar.passes.search.simplicity import Simplicity
-from autopar.passes.search.simulator import Solved
 from tests.helpers.candidates import assert_covers, gpt2, recipes
 from tests.helpers.harness import Mlp, random_rows
 from tests.helpers.machines import A100, cluster, hardware_of

@@ -18,9 +18,8 @@ from autopar.options import Options
 from autopar.passes.analysis import Analysis
 from autopar.passes.inter import Candidate, StageLayout, n_operators, recipe_limits
 from autopar.passes.intra import Constraints, chooser
-from autopar.passes.search.evaluator import Evaluator, Placed
+from autopar.passes.search import Evaluator, Placed, Simulator, Solved
 from autopar.passes.search.recipes import SLACK_REL
-from autopar.passes.search.simulator import Simulator, Solved
 from autopar.plans import Predicted
 from autopar.program import Pipeline
 from tests.helpers.captures import captured

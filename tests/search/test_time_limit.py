@@ -12,7 +12,7 @@ import torch
 import autopar
 from autopar.planning import Plan
 from autopar.plans import Alternative
-from autopar.report.tables import optimality
+from autopar.report import optimality
 from tests.helpers.harness import Mlp
 
 

@@ -8,9 +8,16 @@ import pytest
 import torch
 
 from autopar.passes.analysis import Analysis, Folded, find_runs, fold
-from autopar.passes.intra import Chooser, Constraints, PlacementRequest, choose
-from autopar.passes.intra.intra_op import intra_op_problems
-from autopar.passes.intra.repeated import Repeated, placed_once, repeated_problems
+from autopar.passes.intra import (
+    Chooser,
+    Constraints,
+    PlacementRequest,
+    Repeated,
+    choose,
+    intra_op_problems,
+    placed_once,
+    repeated_problems,
+)
 from tests.helpers.captures import captured
 from tests.helpers.harness import (
     WIDTH,

@@ -8,12 +8,8 @@ Hands on `rewrite_of` and `decomposition` for `capture/normalise.py`, and `RANDO
 operators that draw by position, for `capture/positional.py`.
 """
 
-from autopar.capture.rewrites.decompose import decomposition
+from autopar.capture.rewrites.decompose import PYTHON_DECOMPOSITIONS, decomposition
 from autopar.capture.rewrites.random import RANDOM_REWRITES
 from autopar.capture.rewrites.table import rewrite_of
 
-__all__ = [
-    "RANDOM_REWRITES",
-    "decomposition",
-    "rewrite_of",
-]
+__all__ = ["PYTHON_DECOMPOSITIONS", "RANDOM_REWRITES", "decomposition", "rewrite_of"]

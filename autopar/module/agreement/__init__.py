@@ -6,13 +6,14 @@ neither parameters nor inputs) and `hyperparameters.py` (of optimizers).
 It may import what lies below `module`.
 """
 
-from autopar.module.agreement.batches import Agreement, Given, Rows
+from autopar.module.agreement.batches import N_CHECKED, Agreement, Given, Rows
 from autopar.module.agreement.constants import agreed_program, agreed_values
 from autopar.module.agreement.hashes import Fingerprint, fingerprints
 from autopar.module.agreement.hyperparameters import Hyperparameters
 from autopar.module.agreement.settings import compare_settings
 
 __all__ = [
+    "N_CHECKED",
     "Agreement",
     "Fingerprint",
     "Given",

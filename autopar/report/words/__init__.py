@@ -11,12 +11,7 @@ from autopar.report.words.assumptions import assumed
 from autopar.report.words.explanation import explain
 from autopar.report.words.matching import matching_names
 from autopar.report.words.named import explain_name
+from autopar.report.words.next_best import storage_words
 from autopar.report.words.sentences import verdict
 
-__all__ = [
-    "assumed",
-    "explain",
-    "explain_name",
-    "matching_names",
-    "verdict",
-]
+__all__ = ["assumed", "explain", "explain_name", "matching_names", "storage_words", "verdict"]

@@ -13,11 +13,10 @@ from torch import Tensor, nn
 
 from autopar import Plan
 from autopar.options import Recompute
-from autopar.passes.analysis import Analysis
-from autopar.passes.analysis.recompute import recomputed_operators
+from autopar.passes.analysis import Analysis, recomputed_operators
 from autopar.passes.binding import mesh_of
 from autopar.passes.lowering import stage_record
-from autopar.planning.bound import bind
+from autopar.planning import bind
 from autopar.program import Recomputed
 from tests.helpers.jobs import WIDTH
 

@@ -18,8 +18,7 @@ from typing import Any, NamedTuple
 
 import autopar
 from autopar import Device, Link, Manual, Mesh, Plan
-from autopar.report import headline
-from autopar.report.division import Division, division
+from autopar.report import Division, division, headline
 from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import Case, Trained, errors, train_alone, train_module
 from tests.parity.zoo import FAMILIES

@@ -8,10 +8,10 @@ from functools import cache
 import torch
 
 from autopar.cost.memory import peak_memory
-from autopar.cost.price.stage_times import stage_times
+from autopar.cost.price import stage_times
 from autopar.passes.analysis import Analysis, Numbered, cut, find_runs, lowered_as, renamed
 from autopar.passes.intra import Constraints, PlacementRequest, choose
-from autopar.passes.lowering.lines import lower
+from autopar.passes.lowering import lower
 from autopar.program import Pipeline, Strategy
 from autopar.schedule import one_f_one_b
 from tests.helpers.captures import captured

@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor, nn
 
 from autopar.passes.analysis import KEPT, Analysis, cut, find_runs, fold
-from autopar.passes.inter.layers import Layers, balanced, find_layers, operator_flops
+from autopar.passes.inter import Layers, balanced, find_layers, operator_flops
 from tests.helpers.captures import captured
 from tests.helpers.harness import (
     MODELS,

@@ -14,11 +14,11 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import Manual
-from autopar.cost.price.overlap import overlap_of
+from autopar.cost.price import overlap_of
 from autopar.options import Recompute
-from autopar.passes.analysis.recompute import MODES
+from autopar.passes.analysis import MODES
 from autopar.passes.backward import differentiate
-from autopar.passes.lowering.lines import lower
+from autopar.passes.lowering import lower
 from autopar.program import (
     Boundary,
     CallLine,

@@ -10,15 +10,17 @@ from hypothesis import strategies as st
 from autopar.cost.hardware import LinkGroup, even_group, flat_group
 from autopar.cost.hardware.topology import group_of
 from autopar.cost.laws import (
+    KINDS,
     LEGEND,
+    algorithms,
+    algorithms_of,
     bus_bytes_per_s,
     cheapest_algorithm,
     collective_time_s,
     explain,
     formulas,
 )
-from autopar.cost.laws.collectives import algorithms_of
-from autopar.cost.laws.formulas import FORMULAS, KINDS, SYMBOLS, algorithms, formula
+from autopar.cost.laws.formulas import FORMULAS, SYMBOLS, formula
 from autopar.errors import OptionError
 from autopar.mesh import Link
 

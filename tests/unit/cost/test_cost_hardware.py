@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from autopar.cost.hardware import (
+    PROFILE_FOLDER,
     Hardware,
     attention_flops_per_s,
     available_profiles,
@@ -19,7 +20,7 @@ from autopar.cost.hardware import (
     load_profile,
     resolve,
 )
-from autopar.cost.hardware.profile import DEFAULTS, PROFILE_FOLDER
+from autopar.cost.hardware.profile import DEFAULTS
 from autopar.cost.laws.formulas import alpha, beta, formula, gamma, n, on_one_level, p
 from autopar.errors import NotSupportedError, OptionError
 from autopar.mesh import Device, Link, Mesh

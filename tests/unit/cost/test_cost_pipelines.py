@@ -11,9 +11,8 @@ import torch
 
 from autopar.cost.hardware import flat_group
 from autopar.cost.laws import CostModel, collective_time_s
-from autopar.cost.price import collectives_of, link_between, predict, timeline_of
+from autopar.cost.price import collectives_of, link_between, predict, stage_times, timeline_of
 from autopar.cost.price.prediction import transfer_s
-from autopar.cost.price.stage_times import stage_times
 from autopar.mesh import Link, Mesh
 from autopar.program import Collective, Messages, Piece, Pipeline, rank_collectives
 from autopar.runtime.groups import CollectiveCall

@@ -14,12 +14,12 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from autopar.cost.laws import CostModel
 from autopar.cost.memory import peak_memory
-from autopar.cost.price.prediction import peak_of_stage
-from autopar.measured.live_bytes import LiveBytes
+from autopar.cost.price import peak_of_stage
+from autopar.measured import LiveBytes
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.passes.analysis import Analysis, cut
 from autopar.passes.intra import Constraints, PlacementRequest, choose
-from autopar.passes.lowering.lines import lower
+from autopar.passes.lowering import lower
 from autopar.program import Pipeline, Strategy
 from autopar.runtime.launch import WorkerPool
 from autopar.schedule import ORDERS, in_flight

@@ -21,7 +21,7 @@ from autopar.mesh import LogicalMesh
 from autopar.passes.analysis import Analysis
 from autopar.passes.backward import differentiate
 from autopar.passes.intra import Constraints, PlacementRequest, choose
-from autopar.passes.lowering.lines import lower
+from autopar.passes.lowering import lower
 from autopar.plans import Predicted
 from autopar.program import (
     BUCKET_BYTES,
@@ -35,7 +35,7 @@ from autopar.program import (
     step_calls,
 )
 from autopar.runtime.execute import Environment, Executor, delivery, load_code
-from autopar.runtime.groups.group import Recorder
+from autopar.runtime.groups import Recorder
 from autopar.runtime.launch import ThreadWorld, run_threads
 from tests.helpers.harness import (
     abstract_cost,

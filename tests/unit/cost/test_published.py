@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner, Result
 
-from autopar.cli import app, shell
+from autopar.cli import FAILED_CHECK, GOOD, app
 from autopar.cli.validate import score_text
 from autopar.cost.published import (
     AccuracyTarget,
@@ -262,7 +262,7 @@ def validate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., R
 
 def test_a_list_of_runs(validate: Callable[..., Result]) -> None:
     result = validate("runs.json", "--json")
-    assert result.exit_code == shell.GOOD, result.output
+    assert result.exit_code == GOOD, result.output
     data = json.loads(result.stdout)
     assert set(data) == {
         "rows", "mape", "max_error", "groups", "ordering", "memory", "activation_memory_pct",
@@ -296,7 +296,7 @@ def test_order_in_a_file(validate: Callable[..., Result]) -> None:
 def test_json_may_name_a_file(validate: Callable[..., Result], words: tuple[str, ...]) -> None:
     printed = json.loads(validate("runs.json", "--json").stdout)
     result = validate("runs.json", *words)
-    assert result.exit_code == shell.GOOD, result.output
+    assert result.exit_code == GOOD, result.output
     assert json.loads(Path("out.json").read_text()) == printed
     assert result.stdout.startswith("arXiv 2104.04473\n")
     assert "  odd: tp is unknown\n" in result.stdout
@@ -323,17 +323,17 @@ def test_files_that_are_not_there(
 
 def test_a_file_of_which_nothing_is_predicted_fails(validate: Callable[..., Result]) -> None:
     Path("odd.json").write_text(json.dumps(THREE[2:]))
-    assert validate("odd.json").exit_code == shell.FAILED_CHECK
+    assert validate("odd.json").exit_code == FAILED_CHECK
 
 
 def test_shipped_runs_must_meet_the_targets(
     validate: Callable[..., Result], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The same file fails if it is the shipped one: one skipped run of three exceeds 5%."""
-    assert validate(str(Path("runs.json").resolve())).exit_code == shell.GOOD
+    assert validate(str(Path("runs.json").resolve())).exit_code == GOOD
     monkeypatch.setattr("autopar.cli.validate.SHIPPED", Path("runs.json"))
     result = validate()
-    assert result.exit_code == shell.FAILED_CHECK
+    assert result.exit_code == FAILED_CHECK
     assert "runs skipped" in result.stdout and "MISSED" in result.stdout
 
 

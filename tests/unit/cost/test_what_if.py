@@ -13,15 +13,15 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import autopar
-from autopar.cli import app, shell
+from autopar.cli import WRONG_USE, app
 from autopar.cost.hardware import (
+    PROFILE_FOLDER,
     available_profiles,
     changed,
     doublings,
     load_profile,
     parse_changes,
 )
-from autopar.cost.hardware.profile import PROFILE_FOLDER
 from autopar.cost.hardware.what_if import Change
 from autopar.errors import OptionError
 from tests.helpers.models.tiny_model import Tiny, batch
@@ -156,7 +156,7 @@ def run(*words: str) -> Any:
 
 def refused(*words: str) -> str:
     result = run(*words)
-    assert (result.exit_code, result.stdout) == (shell.WRONG_USE, ""), result.output
+    assert (result.exit_code, result.stdout) == (WRONG_USE, ""), result.output
     return result.stderr
 
 

@@ -22,7 +22,7 @@ from autopar.passes.solvers.problem import Solution
 from autopar.placement import Spec
 from autopar.plans import Choice, Option, parse_storage
 from autopar.program import OperatorStrategy, Storage
-from autopar.report.words.next_best import storage_words
+from autopar.report.words import storage_words
 from tests.helpers import jobs
 from tests.helpers.jobs import machine
 from tests.helpers.models.blocks import Block as ResidualBlock

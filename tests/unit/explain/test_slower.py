@@ -11,9 +11,7 @@ import pytest
 import autopar
 from autopar import Manual, Mesh, Plan
 from autopar.cost.price import exposed_calls
-from autopar.passes.search import PlanningResult
-from autopar.passes.search.simulator import Simulator, Solved
-from autopar.passes.search.slower import WhySlower
+from autopar.passes.search import PlanningResult, Simulator, Solved, WhySlower
 from autopar.program import CallLine, Pipeline
 from tests.helpers.jobs import CASES, gpt2
 

@@ -15,14 +15,19 @@ import torch
 
 from autopar.cost.laws import CostModel
 from autopar.cost.memory import PeakMemory, peak_memory
-from autopar.cost.price import predict
-from autopar.cost.price.stage_times import stage_times
+from autopar.cost.price import predict, stage_times
 from autopar.options import Recompute
-from autopar.passes.analysis import Analysis, Folded, cut, find_runs, fold
-from autopar.passes.analysis.recompute import MODES, recomputed_operators
+from autopar.passes.analysis import (
+    MODES,
+    Analysis,
+    Folded,
+    cut,
+    find_runs,
+    fold,
+    recomputed_operators,
+)
 from autopar.passes.intra import Chooser, Constraints, PlacementRequest
-from autopar.passes.lowering import Abridger
-from autopar.passes.lowering.lines import lower
+from autopar.passes.lowering import Abridger, lower
 from autopar.program import (
     Pipeline,
     Recomputed,

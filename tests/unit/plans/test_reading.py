@@ -19,9 +19,8 @@ from typer.testing import CliRunner
 
 import autopar
 from autopar import Mesh, OptionError, Plan, PlanError
-from autopar.cli import app, shell
-from autopar.cost.hardware import load_profile
-from autopar.cost.hardware.profile import PROFILE_FOLDER
+from autopar.cli import GOOD, WRONG_USE, app
+from autopar.cost.hardware import PROFILE_FOLDER, load_profile
 from autopar.plans import parse_plan
 from autopar.plans.json_values import MOST_FILE_BYTES
 from tests.helpers.models.tiny_model import Tiny, batch
@@ -249,11 +248,11 @@ def test_a_saved_plan_is_priced_on_hardware_that_is_given(tmp_path: Path) -> Non
     own.write_text(OWN)
     words = ("explain", str(file), "--model", f"{__name__}:tiny")
     refused = run(*words)
-    assert refused.exit_code == shell.WRONG_USE
+    assert refused.exit_code == WRONG_USE
     assert "--hardware" in refused.stderr
     with pytest.warns(UserWarning, match="made for gone.toml; it runs on our box"):
         priced = run(*words, "--hardware", str(own))
-    assert priced.exit_code == shell.GOOD, priced.stderr
+    assert priced.exit_code == GOOD, priced.stderr
     alone = run("explain", str(file), "--hardware", "h100-sxm")
-    assert (alone.exit_code, alone.stdout) == (shell.WRONG_USE, "")
+    assert (alone.exit_code, alone.stdout) == (WRONG_USE, "")
     assert "give --model MODEL too" in alone.stderr

@@ -15,8 +15,7 @@ from torch import Tensor
 from autopar.errors import VerificationError
 from autopar.mesh import LogicalMesh
 from autopar.placement import I, P, Placement, R, S, Spec, TensorType, all_specs, local_shape
-from autopar.program import Slice, local_factors
-from autopar.program.cross_mesh import slices
+from autopar.program import Slice, local_factors, slices
 from autopar.runtime.execute import shard
 from tests.helpers.machines import mesh_of
 

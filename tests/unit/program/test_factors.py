@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 
 from autopar.placement import Notation, TensorType
 from autopar.program import Atom, Factors, Types, leaves, name_sizes, unify
-from autopar.rules import resolve
-from autopar.rules.views import view_notation
+from autopar.rules import resolve, view_notation
 
 Shape = tuple[int, ...]
 

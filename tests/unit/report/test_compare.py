@@ -12,7 +12,7 @@ from torch import nn
 from typer.testing import CliRunner
 
 import autopar
-from autopar.cli import app, shell
+from autopar.cli import WRONG_USE, app
 from autopar.errors import OptionError, PlanError
 from autopar.report.comparison import UNKNOWN
 from tests.helpers.models.tiny_model import Tiny, batch
@@ -177,7 +177,7 @@ def run(*words: str) -> Any:
 
 def refused(*words: str) -> str:
     result = run(*words)
-    assert (result.exit_code, result.stdout) == (shell.WRONG_USE, ""), result.output
+    assert (result.exit_code, result.stdout) == (WRONG_USE, ""), result.output
     return result.stderr
 
 

@@ -20,8 +20,7 @@ from torch import Tensor, nn
 import autopar
 from autopar import OptionError, Plan
 from autopar.plans import Alternative
-from autopar.program import Pipeline
-from autopar.program.cross_mesh import slices
+from autopar.program import Pipeline, slices
 from autopar.report import explain
 from autopar.report.picture import fold, picture
 from autopar.report.stages import crossing_rows, grid, ideal_bubble, parameter_tables, stage_rows

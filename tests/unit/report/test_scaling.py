@@ -14,7 +14,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from typer.testing import CliRunner
 
-from autopar.cli import app, shell
+from autopar.cli import WRONG_USE, app
 from autopar.cost.hardware import changed, load_profile
 from autopar.cost.transformer import (
     Recipe,
@@ -215,7 +215,7 @@ def test_scale_of_a_configuration(config: str, tmp_path: Path) -> None:
 )
 def test_wrong_use_of_scale(config: str, words: tuple[str, ...], said: str) -> None:
     result = run(config, *words)
-    assert (result.exit_code, result.stdout) == (shell.WRONG_USE, ""), result.output
+    assert (result.exit_code, result.stdout) == (WRONG_USE, ""), result.output
     assert said in result.stderr
 
 

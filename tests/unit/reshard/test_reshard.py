@@ -14,8 +14,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from autopar.passes.reshard import MoveStep, ReshardTable, ReshardTables, step_time_s
-from autopar.passes.reshard.move_graph import PrimitiveTime, move_graph, moves_from
+from autopar.passes.reshard import MoveStep, ReshardTable, ReshardTables, moves_from, step_time_s
+from autopar.passes.reshard.move_graph import PrimitiveTime, move_graph
 from autopar.placement import (
     COLLECTIVES,
     TABLE,
@@ -33,8 +33,7 @@ from autopar.placement import (
     local_shape,
     scatter,
 )
-from autopar.runtime.groups import Group
-from autopar.runtime.groups.group import Recorder
+from autopar.runtime.groups import Group, Recorder
 from autopar.runtime.launch import ThreadWorld, run_threads
 from tests.helpers.differentiable import moved
 from tests.helpers.machines import mesh_of

@@ -34,7 +34,7 @@ from autopar.schedule import (
     validate,
     zero_bubble,
 )
-from autopar.verifier.deadlock import GroupCall, check_rendezvous
+from autopar.verifier import GroupCall, check_rendezvous
 from tests.conftest import Golden
 from tests.helpers.strategies import schedules, transfers
 

@@ -19,7 +19,7 @@ from autopar.errors import VerificationError
 from autopar.options import Recompute
 from autopar.passes import pipeline
 from autopar.passes.backward import differentiate
-from autopar.passes.lowering.lines import lower
+from autopar.passes.lowering import lower
 from autopar.program import (
     FreeLine,
     GradientMove,

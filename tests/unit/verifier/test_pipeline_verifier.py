@@ -15,8 +15,7 @@ from autopar.errors import VerificationError
 from autopar.placement import P, Spec
 from autopar.program import Boundary, Crossing, Pipeline
 from autopar.schedule import Action, Schedule
-from autopar.verifier import verify_pipeline
-from autopar.verifier.deadlock import check_rendezvous
+from autopar.verifier import check_rendezvous, verify_pipeline
 from autopar.verifier.pipeline import pipeline_sequences
 from tests.helpers.harness import model_case
 from tests.helpers.pipeline_harness import Layout, Shapes, random_ends, random_pipeline

@@ -12,12 +12,12 @@ import pytest
 from hypothesis import strategies as st
 
 from autopar.errors import VerificationError
-from autopar.passes.lowering.lines import lower
-from autopar.passes.reshard.move_graph import moves_from
+from autopar.passes.lowering import lower
+from autopar.passes.reshard import moves_from
 from autopar.placement import I, P, R, Spec, Split, TensorType, all_specs
 from autopar.program import CallLine, FreeLine, GatherLine, Line, MoveLine, Ref, StageProgram
-from autopar.verifier.deadlock import GroupCall, check_rendezvous
-from autopar.verifier.stage import check_move, rank_sequences, verify_program
+from autopar.verifier import GroupCall, check_rendezvous, verify_program
+from autopar.verifier.stage import check_move, rank_sequences
 from tests.helpers.harness import abstract_cost, free_problem, model_case, random_strategy
 
 
