@@ -6,6 +6,8 @@ VENV   := .venv
 BIN    := $(VENV)/bin
 STAMP  := $(VENV)/.autopar-installed
 SITE   := $(VENV)/.autopar-docs-installed
+PYTEST := $(BIN)/python -m pytest -p tests.helpers.tiers
+SHARD  := 1/1
 
 # One thread per rank: ranks that share cores are several times slower with more.
 export OMP_NUM_THREADS := 1
@@ -14,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Processes draw hash seeds of their own, so that tests of equal plans compare different ones.
 export PYTHONHASHSEED :=
 
-.PHONY: demo compare bench-plan bench-runtime bench-checks bench-checkpoints bench-mixed same-plans validate-local test test-browser nightly faults lint golden docs docs-site page parity test-gpu validate install clean
+.PHONY: demo compare bench-plan bench-runtime bench-checks bench-checkpoints bench-mixed same-plans validate-local test first-tier test-browser nightly faults lint golden docs docs-site page parity test-gpu validate install clean
 
 # Trains on four processes; plans a Llama of 8 layers for 16 GPUs and draws it; a short comparison.
 demo: install
@@ -60,10 +62,15 @@ same-plans: install
 validate-local: install
 	$(BIN)/python -m examples.validate_local
 
+# The first tier: lint, types, doors, and the tests that find most faults per second; at most ten
+# minutes on two cores. Lint runs beside the tests: both are run to their end, or either fails.
+test: install
+	$(MAKE) --jobs=2 --keep-going --no-print-directory lint first-tier
+
 # Two workers: one core each. A file stays with one; all files that start processes with the same
-# (tests/helpers/distribution.py), so pools are shared.
-test: lint
-	$(BIN)/python -m pytest -n 2 --dist loadfile
+# (tests/helpers/distribution.py), so pools are shared. What a test may take: tests/helpers/tiers.py.
+first-tier: install
+	$(PYTEST) --first-tier -n 2 --dist loadfile
 
 # Pages in a headless Chromium (chromium and chromedriver; on Debian also chromium-driver): every
 # click, every number, and a Llama-70B on 128 GPUs, whose size and loading time it prints.
@@ -75,10 +82,10 @@ test-browser: install
 page:
 	cd autopar/report/page/web && npm ci --ignore-scripts && npm run build
 
-# Tests that take minutes, which no other target runs: whole ILPs, every plan of more machines, less
-# and less memory, a Llama on 64 GPUs, GPT-175B on 384.
+# The second tier: more seeds, layouts and models of the same, and what takes long: whole ILPs, two
+# hosts, killed ranks, a Llama on 64 GPUs. In parts: make nightly SHARD=1/4.
 nightly: install
-	$(BIN)/python -m pytest -m nightly --timeout=3600
+	$(PYTEST) -m nightly --shard=$(SHARD) -n 2 --dist worksteal --timeout=3600
 
 # 1,000 random faults of ranks (killed, stopped, raising, exiting) in small runs: does every process
 # end, is the rank named, does the run go on to the same bits. Some fifty minutes.

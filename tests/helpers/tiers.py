@@ -1,0 +1,161 @@
+"""The two tiers of tests: what the first may take, and the shards of the second.
+
+    first     `make test`: all tests without a mark, within `SUM_S` CPU seconds
+    second    `make nightly SHARD=i/n`: the tests marked `nightly`, dealt to n shards
+
+A test's CPU seconds are those of its call, with the processes it uses. A test of the first tier
+above `LIMIT_S` fails the run, unless `LISTED` says why it stays. It runs a second time before: the
+first call may pay for an import, a capture or processes that others share. On a machine that is
+slower at that moment than the one where the limits were set, they are as much higher.
+
+This is a plugin of pytest: `-p tests.helpers.tiers`, with `--first-tier` or `--shard=i/n`.
+"""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Generator
+from typing import Any
+
+import psutil
+import pytest
+from _pytest.runner import runtestprotocol
+from _pytest.terminal import TerminalReporter
+
+LIMIT_S = 3.0
+SUM_S = 1000.0
+LOOP_S = 0.045  # `_loop_s` of an idle core where the limits were set: Xeon, Python 3.11
+N_SHOWN = 10
+LISTED: dict[str, str] = {}  # test, without its parameters -> why it may take more than `LIMIT_S`
+
+_CALL = "CPU seconds of the call"
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--first-tier", action="store_true", help="fail where tests take too long")
+    parser.addoption("--shard", metavar="I/N", help="the I-th of N parts of the tests")
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    config.pluginmanager.register(_Tier(config))
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Deal the tests round: neighbours, which are alike, go to different shards."""
+    if (shard := config.getoption("--shard")) is None:
+        return
+    match = re.fullmatch(r"(\d+)/(\d+)", shard)
+    if match is None or not 1 <= int(match[1]) <= int(match[2]):
+        raise pytest.UsageError(f"--shard={shard}: give I/N with 1 <= I <= N, such as 1/4")
+    dealt = set(sorted(item.nodeid for item in items)[int(match[1]) - 1 :: int(match[2])])
+    config.hook.pytest_deselected(items=[item for item in items if item.nodeid not in dealt])
+    items[:] = [item for item in items if item.nodeid in dealt]
+
+
+class _Tier:
+    """Each of pytest's workers measures; the process that controls them adds up and judges."""
+
+    def __init__(self, config: pytest.Config) -> None:
+        self.limited = bool(config.getoption("--first-tier"))
+        self.call_s: dict[str, float] = {}
+        self.sum_s = 0.0
+        self.slowness: list[float] = []
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        start_s = _cpu_s()
+        try:
+            return (yield)
+        finally:
+            item.user_properties[:] = [(_CALL, _cpu_s() - start_s)]
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool:
+        """As pytest's own, and once more where the call took too long."""
+        hook = item.ihook
+        hook.pytest_runtest_logstart(nodeid=item.nodeid, location=item.location)
+        reports = runtestprotocol(item, log=False, nextitem=nextitem)
+        if self.limited and _call_s(item) > LIMIT_S and all(report.passed for report in reports):
+            item._initrequest()  # type: ignore[attr-defined]  # new fixtures
+            reports = runtestprotocol(item, log=False, nextitem=nextitem)
+            item.user_properties[:] = [(_CALL, _call_s(item) / _slowness())]
+        for report in reports:
+            report.user_properties = list(item.user_properties)
+            hook.pytest_runtest_logreport(report=report)
+        hook.pytest_runtest_logfinish(nodeid=item.nodeid, location=item.location)
+        return True
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.when == "call":
+            self.call_s[report.nodeid] = _call_s(report)
+
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        measured = {"cpu_s": _cpu_s(), "slowness": _slowness()}
+        if hasattr(session.config, "workeroutput"):
+            session.config.workeroutput |= measured
+            return
+        self._add(measured)
+        if self._faults() and session.exitstatus == pytest.ExitCode.OK:
+            session.exitstatus = pytest.ExitCode.TESTS_FAILED
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        self._add(getattr(node, "workeroutput", {}))
+
+    def _add(self, measured: dict[str, float]) -> None:
+        """What one process took in all, with the processes that it started."""
+        if "cpu_s" in measured:
+            self.sum_s += measured["cpu_s"]
+            self.slowness.append(measured["slowness"])
+
+    def _faults(self) -> list[str]:
+        """What is above its limit, a line each."""
+        if not self.limited:
+            return []
+        limit_s = SUM_S * max(self.slowness)
+        over = [f"all tests: {self.sum_s:.0f} CPU s, more than {limit_s:.0f}"]
+        return over[: self.sum_s > limit_s] + [
+            f"{test}: {call_s:.1f} CPU s; make it cheaper, or nightly, or list it"
+            for test, call_s in self.call_s.items()
+            if call_s > LIMIT_S and test.partition("[")[0] not in LISTED
+        ]
+
+    def pytest_terminal_summary(self, terminalreporter: TerminalReporter) -> None:
+        dearest = sorted(self.call_s.items(), key=lambda row: -row[1])[:N_SHOWN]
+        terminalreporter.section(f"CPU seconds: {self.sum_s:.0f}")
+        for test, call_s in dearest:
+            terminalreporter.line(f"{call_s:7.1f}  {test}")
+        for fault in self._faults():
+            terminalreporter.line(f"ABOVE ITS LIMIT  {fault}", red=True)
+
+
+def _call_s(test: pytest.Item | pytest.TestReport) -> float:
+    properties: dict[str, Any] = dict(test.user_properties)
+    return float(properties.get(_CALL, 0.0))
+
+
+def _cpu_s() -> float:
+    """CPU seconds of this process and of those below it, ended ones included."""
+    me = psutil.Process()
+    total_s = sum(me.cpu_times()[:4])
+    for process in me.children(recursive=True):
+        try:
+            total_s += sum(process.cpu_times()[:4])
+        except psutil.NoSuchProcess:  # it has just ended; its parent has its seconds now
+            continue
+    return total_s
+
+
+def _loop_s() -> float:
+    """CPU seconds of a million additions."""
+    start_s, total = time.process_time(), 0
+    for i in range(1_000_000):
+        total += i * i
+    return time.process_time() - start_s
+
+
+def _slowness() -> float:
+    """How much slower this machine is now than that where the limits were set; at least 1."""
+    return max(1.0, min(_loop_s() for _ in range(3)) / LOOP_S)
