@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from autopar.passes.pipeline import PASSES
-from tests.helpers.pages import blocks_of
+from tests.helpers.pages import blocks_of, is_shown
 from tests.rules import page as rules_page
 
 ROOT = Path(__file__).parents[3]
@@ -45,13 +45,13 @@ def test_files_that_are_named_exist(page: str) -> None:
 
 
 def test_the_readme_is_short_and_its_snippet_runs_as_it_is_pasted(tmp_path: Path) -> None:
-    """Into an interactive Python, where a blank line ends a block."""
+    """Into an interactive Python, where a blank line ends a block; it prints what is shown below."""
     readme = ROOT / "README.md"
     assert len(readme.read_text().splitlines()) <= 200
     source = next(block.body for block in blocks_of(readme) if block.kind == "python")
     ran = subprocess.run(
         [sys.executable, "-i", "-q"],
-        input=source,
+        input=f'{source}print(plan.code()["stage_0.py"])\n',
         cwd=tmp_path,
         env=os.environ | {"PYTHONPATH": str(ROOT)},
         capture_output=True,
@@ -60,9 +60,12 @@ def test_the_readme_is_short_and_its_snippet_runs_as_it_is_pasted(tmp_path: Path
     )
     assert "Error" not in ran.stderr, ran.stderr
     assert "considered" in ran.stdout
-    losses = [float(line.split()[-1]) for line in ran.stdout.splitlines() if "loss" in line[:15]]
+    losses = [float(line.split()[-1]) for line in ran.stdout.splitlines() if line.startswith("step ")]
     assert len(losses) == 5
     assert losses[-1] < losses[0]
+    shown = [block.body for block in blocks_of(readme) if block.kind == "text"]
+    assert len(shown) == 2
+    assert [text for text in shown if not is_shown(f"...\n{text}", ran.stdout)] == []
 
 
 def test_the_map_fits_on_its_page_and_lists_the_passes() -> None:
