@@ -3,12 +3,14 @@
 Read: `pipeline.py` (all steps in order); `accumulate.py`; `trace/` (the module as one graph);
 `names.py`, `findings.py` (the audit); `python_state/` (Python values in the graph, and hooks);
 `buffers.py`, `inplace.py`, `view_writes.py` (functional);
-`builder.py`, `normalise.py` with `rewrites/`, `outputs.py` (canonical operators);
-`dependence.py`, `constants.py`, `prologue.py` (cut); `reference.py` (run the result);
-`positional.py` (run the module itself, on the result's random numbers).
+`builder.py`, `autocast.py` (its casts), `normalise.py` with `rewrites/`, `masks.py`, `outputs.py`
+(canonical operators);
+`dependence.py`, `constants.py`, `prologue.py` (cut); `lift.py` (all in float64);
+`reference.py` (run the result); `positional.py` (run the module itself, on the result's random
+numbers).
 May import `cost`, `runtime` and the layers below them.
-Hands on `capture` (model -> `Program`), `Watch` (has what it froze changed?), `reference_step`
-(the program on one process), and what runs the module itself in the same way.
+Mainly hands on `capture` (model -> `Program`), `Watch` (has what it froze changed?),
+`reference_step` (the program on one process), and what runs the module itself in the same way.
 """
 
 from autopar.capture.accumulate import accumulation_of, first_rows, microbatch

@@ -80,7 +80,7 @@ def read_outputs(
 
 
 def _rebuilt(leaves: tuple[Any, ...], spec: pytree.TreeSpec) -> tuple[Any, list[Any]]:
-    """The output around unique stand-ins for its tensors, and its leaves with them."""
+    """The output with a meta tensor for each value of the graph, and its leaves, the same way."""
     stand_ins = [
         torch.empty((), device="meta") if isinstance(leaf, fx.Node) else leaf for leaf in leaves
     ]

@@ -3,7 +3,7 @@
 Read `fake_calls.py` (one run for all equal calls), `live_bytes.py` (a counter of live storages),
 `saved.py` (what autograd keeps for backward), `workspace.py` (temporaries).
 It may import `program`, `rules`, `options`, `placement`, `schedule`, `mesh` and the files below.
-It hands on `saved_for_backward`, `storage_owners` and `temporaries`.
+It mainly hands on `saved_for_backward`, `storage_owners` and `temporaries`.
 """
 
 from autopar.measured.fake_calls import description

@@ -1,8 +1,9 @@
 """The parallel module: the `nn.Module` that `autopar.parallelize` returns.
 
 Every rank captures the graph, and rank 0 plans. The other ranks take rank 0's plan as data, check
-the hash of their graph and place the plan on it. Parameters are the stored shards, under the user's
-names. Every other input shape, and evaluation, is a program of its own over the same shards.
+the hash of their graph and place the plan on it. Parameters are whole tensors under the user's
+names, of which the rank keeps a shard. Every other input shape, and evaluation, is a program of its
+own over the same shards.
 """
 
 from __future__ import annotations

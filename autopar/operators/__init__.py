@@ -5,8 +5,8 @@ Read `random.py` (random numbers by global index), `attention.py` (attention wit
 `experts.py` (matmuls per expert), `functions.py` and `function_probe.py` (operators made of
 `torch.autograd.Function` classes).
 It imports torch and `precision` only.
-It hands on `ATTENTION_DROPOUT`, `DROPOUT`, `UNIFORM`, `Stream`, `function_call`, and the module
-`experts`.
+It mainly hands on `ATTENTION_DROPOUT`, `DROPOUT`, `UNIFORM`, `Stream`, `function_call`, and the
+module `experts`.
 """
 
 from autopar.operators import attention, experts, random

@@ -7,7 +7,7 @@
 Read: `report.py` (errors and tolerances), `alone.py` (the captured program on one process),
 `eager.py` (the module itself), `captured.py` (the second line), `sharded.py` (the first line on
 threads), `verify_step.py` (both, on threads or in a job).
-May import every room except `cli` and `calibration`. Hands on `verify` and `Report`.
+May import every room except `cli` and `calibration`. Mainly hands on `verify` and `Report`.
 """
 
 from autopar.parity.alone import reference, whole_parameters

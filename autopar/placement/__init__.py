@@ -4,7 +4,7 @@ Read `spec.py` (placements and specs), `moves.py` (one-axis changes, with their 
 `notation.py` (which dims of an operator's tensors are the same), `pins.py` (what `force` demands),
 `shards.py` (the definition of a placement, on real tensors).
 It imports only rooms below it; it uses `errors`, and torch only in `shards.py`.
-It hands on `Spec`, `Move` and `Notation`.
+It mainly hands on `Spec`, `Move` and `Notation`.
 """
 
 from autopar.placement.moves import COLLECTIVES, TABLE, Move, PrimitiveKind, Split

@@ -3,7 +3,7 @@
 `plan.py` has the public class and how a plan is made, `bound.py` its view of the compilation, and
 `page.py` what its page shows.
 May import `passes`, `report`, `verifier`, `codegen`, `capture`, `cost`, `runtime` and what lies
-below them. Hands on `Plan`, `planned` and `Bound`.
+below them. Mainly hands on `Plan`, `planned` and `Bound`.
 """
 
 from autopar.planning.bound import Bound, bind, settled_heap

@@ -4,7 +4,7 @@ Read `data.py` (a plan as editable JSON), `json_values.py` (JSON from outside, v
 `reading.py` (a plan read and checked), `predicted.py` (predictions for one step), `decisions.py`
 (one decision and its alternatives).
 It may import `program`, `rules`, `options`, `placement`, `schedule`, `mesh` and the files below.
-It hands on `PlanData` (read by `load_plan`), `Predicted` and `Decision`.
+It mainly hands on `PlanData` (read by `load_plan`), `Predicted` and `Decision`.
 """
 
 from autopar.plans.data import (

@@ -10,7 +10,7 @@ define), `once.py` (facts of them), `rerun_lines.py` (what backward runs again),
 `cross_mesh.py`, `messages.py` (what crosses between stages), `bucketing.py`, `collective.py` (the
 collectives of a step).
 It may import `rules`, `options`, `placement`, `schedule`, `mesh` and the files below.
-It hands on `Program`, `StageProgram`, `JointProgram` and `Pipeline`.
+It mainly hands on `Program`, `StageProgram`, `JointProgram` and `Pipeline`.
 """
 
 from autopar.program.abridged import (

@@ -4,7 +4,7 @@ Read `blocks.py` (names of equal layers), `tables.py`, `stages.py` and `division
 plan as rows). Then the rooms: `words` (a plan as text), `picture` (as a graph), `page` (as an HTML
 page); and `comparison.py`, `simulation.py`, `scaling.py` (plans side by side; steps; scaling).
 May import `cost`, `plans`, `program` and the rooms below them, but not `passes`.
-Hands on `explain`, `explain_name`, `verdict`, `dot` and `page_html`.
+Mainly hands on `explain`, `explain_name`, `verdict`, `dot` and `page_html`.
 """
 
 from autopar.report.blocks import folded_names

@@ -6,7 +6,7 @@ Read `rule.py` (a rule), `pattern.py` (strategies from notation), `lowering.py`,
 `padded.py`; then `tables.py` (all rules), `operators.py`, `signature.py`, `derived.py` (what torch
 knows of an operator), `functions.py` (`autograd.Function`s), `registry.py` (the look-up).
 It may import `placement`, `schedule`, `mesh` and the files and rooms below them.
-It hands on `OpCall`, `rule_for` and `axis_strategies`.
+It mainly hands on `OpCall`, `rule_for` and `axis_strategies`.
 """
 
 from autopar.rules.derived import is_pure

@@ -45,7 +45,7 @@ def _tiles(call: OpCall, kernel: Sequence[int], whole: Shape, stride: Any) -> li
 
 
 def _windows(tiles: Sequence[bool]) -> tuple[Term, Term, Term, frozenset[str]]:
-    """Spatial terms of the image, of the windows and of the kernel; and the frozen names."""
+    """Spatial terms of image, windows and kernel; and the names that may not be sharded."""
     x, y, k = (names(len(tiles), prefix) for prefix in ("x", "_y", "_k"))
     whole = tuple((y[i], k[i]) if tile else (x[i],) for i, tile in enumerate(tiles))
     held = {name for i, tile in enumerate(tiles) if not tile for name in (x[i], y[i])}
@@ -66,12 +66,12 @@ def convolution(call: OpCall) -> Notation:
     n, transposed = len(kernel) - 2, _is_transposed(call)
     whole = (out if transposed else source)[-n:]
     tiles = _tiles(call, kernel[2:], whole, call.args["stride"])
-    x, y, k, held = _windows(tiles)
+    x, y, k, frozen = _windows(tiles)
     batch = named_term(source[: -n - 1], ("_b",)[: len(source) - n - 1])
     into, outof = ("_g", "_i"), ("_g", "_o")
     weight: Term = (into, ("_o",), *k) if transposed else (outof, ("_i",), *k)
     before, after = (y, x) if transposed else (x, y)
-    return Notation(((*batch, into, *before), weight), ((*batch, outof, *after),), held)
+    return Notation(((*batch, into, *before), weight), ((*batch, outof, *after),), frozen)
 
 
 def _localise_groups(
@@ -112,9 +112,9 @@ def pooled(n: int) -> Family:
         shape, kernel = call.inputs[0], _per_dim(call.args["kernel_size"], n)
         # An empty stride means the kernel size.
         tiles = _tiles(call, kernel, shape[-n:], call.args["stride"] or kernel)
-        x, y, _, held = _windows(tiles)
+        x, y, _, frozen = _windows(tiles)
         lead = named_term(shape[:-n], names(len(shape) - n))
-        return Notation(((*lead, *x),), ((*lead, *y),), held)
+        return Notation(((*lead, *x),), ((*lead, *y),), frozen)
 
     return notation
 

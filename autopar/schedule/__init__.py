@@ -5,7 +5,7 @@ action runs; why one simulation proves that a schedule finishes), `legality.py` 
 must satisfy), `orders.py` (gpipe, 1f1b, interleaved, zero_bubble), `lowering.py` and `script.py`
 (where sends and receives go).
 May import `errors`, `units`, `operators` and `precision`.
-Hands on `Schedule`, `lower`, `validate` and `script_of`: the simulator, the verifier and the
+Mainly hands on `Schedule`, `lower`, `validate` and `script_of`: the simulator, the verifier and the
 runtime read the same schedule.
 """
 

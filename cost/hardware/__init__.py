@@ -5,8 +5,8 @@ links of a group of ranks), then `what_if.py` (profiles with changed figures). T
 are TOML files in `profiles/`.
 
 This is the lowest room of `cost`: it may import no other room of it, only what lies below
-`cost`, such as `mesh.py`. It hands on `Profile`, `Hardware` (made by `resolve`) and `LinkGroup`
-(made by `group_on`).
+`cost`, such as `mesh.py`. It mainly hands on `Profile`, `Hardware` (made by `resolve`) and
+`LinkGroup` (made by `group_on`).
 """
 
 from autopar.cost.hardware.hardware import (

@@ -5,7 +5,7 @@ formulas as functions, and the fastest algorithm of a group), and `model.py` (a 
 operators; both laws on the mesh of one stage).
 
 The room may import `hardware` and what lies below `cost`; not `memory` or `simulate`, which are
-its neighbours. It hands on `CostModel`, `collective_time_s` and `op_time_s`.
+its neighbours. It mainly hands on `CostModel`, `collective_time_s` and `op_time_s`.
 """
 
 from autopar.cost.laws.collectives import (

@@ -1,11 +1,11 @@
 """How many bytes a rank of a stage needs: state between steps, and the peak within a step.
 
 Read `state.py` (bytes and update time per parameter), then `ledger.py` (a count of live bytes),
-`live_microbatch.py` (live bytes of one microbatch, line by line), and `liveness.py` (the peak over
-a whole step).
+`line_facts.py` (what the lines say), `gathering.py` (ZeRO-3's buffers), `live_microbatch.py` (live
+bytes of one microbatch, line by line), and `liveness.py` (the peak over a whole step).
 
 The room may import `hardware` and what lies below `cost`; not `laws` or `simulate`, which are its
-neighbours. It hands on `peak_memory`, `kept_bytes` and `static_bytes_per_param`.
+neighbours. It mainly hands on `peak_memory`, `kept_bytes` and `static_bytes_per_param`.
 """
 
 from autopar.cost.memory.liveness import PeakMemory, gradients_under_way, kept_bytes, peak_memory

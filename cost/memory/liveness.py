@@ -189,7 +189,7 @@ def _bring_back(program: StageProgram, period: str, ledger: Ledger) -> None:
     for bucket in found:
         if bucket.round == 0:
             ledger.mark(
-                "gradient sync", _start_bytes(bucket, [waiting[i][1] for i in bucket.members])
+                "gradient sync", _sync_buffer_bytes(bucket, [waiting[i][1] for i in bucket.members])
             )
             if bucket.key[0] != "all_reduce":  # an all_reduce has its result in the buffer
                 for i in bucket.members:
@@ -219,8 +219,8 @@ def _bring_back(program: StageProgram, period: str, ledger: Ledger) -> None:
     ledger.clear("synced")
 
 
-def _start_bytes(bucket: ConversionBucket, uses: Sequence[ParameterUse]) -> float:
-    """What beginning a bucket's call needs besides its gradients and its results.
+def _sync_buffer_bytes(bucket: ConversionBucket, uses: Sequence[ParameterUse]) -> float:
+    """Buffers of a bucket's call, besides its gradients and its results.
 
     Its gradients are copied into one buffer. Those that are not cut along rows are cut first.
     """

@@ -8,7 +8,7 @@ and by collective in `exposed.py`; `shares.py` (what a step is made of), `layers
 microbatch spends its time), `summary.py` (a plan in few words).
 
 The room may import `laws`, `memory`, `simulate` and `hardware`, and what lies below `cost`; not
-`transformer`, its neighbour. It hands on `predict` and `timeline_of`.
+`transformer`, its neighbour. It mainly hands on `predict` and `timeline_of`.
 """
 
 from autopar.cost.price.exposed import ExposedCalls, exposed_calls

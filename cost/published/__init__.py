@@ -5,8 +5,8 @@ Read `runs.py` (a file of runs, the shipped `published_runs.json` or a user's ow
 `accuracy.py` (errors and targets), `scoring.py` (all runs of a file), and `fit.py` (constants of a
 hardware profile from runs).
 
-This is the highest room of `cost`: it may import all the others. It hands on `read_runs`, `score`
-and `Score`.
+This is the highest room of `cost`: it may import all the others. It mainly hands on `read_runs`,
+`score` and `Score`.
 """
 
 from autopar.cost.published.accuracy import AccuracyTarget, ErrorSummary, Ordering

@@ -5,7 +5,7 @@ that run and wait), `events.py` (the record, and bytes over time), `timeline.py`
 its outputs `trace.py` and `drawing.py`.
 
 The room may import `hardware` and what lies below `cost`, such as `schedule`; not `laws` or
-`memory`, which are its neighbours. It hands on `simulate`, `StageTimes` and `Timeline`.
+`memory`, which are its neighbours. It mainly hands on `simulate`, `StageTimes` and `Timeline`.
 """
 
 from autopar.cost.simulate.events import Event

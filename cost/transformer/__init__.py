@@ -6,7 +6,7 @@ embedding and loss), `chunks.py` (where layers are), `machine.py` (seconds of it
 and `memory.py` (bytes), `orders.py` (schedules), `estimate.py` (a step), `scaling.py` (more nodes).
 
 May import `laws`, `memory`, `simulate`, `hardware`, and what lies below `cost`; not `price`, its
-neighbour. Hands on `StepModel`, `LayerModel` and `weak_scaling`.
+neighbour. Mainly hands on `StepModel`, `LayerModel` and `weak_scaling`.
 """
 
 from autopar.cost.transformer.chunks import Chunk

@@ -8,7 +8,7 @@ parameters cost), `analysis.py` (these facts in one object), `folding.py` (repea
 without a rule), `row_counts.py` (outputs of microbatches), `arguments.py` (arguments of calls in
 generated programs).
 May import the solvers and everything below `passes`, but not `passes/reshard`.
-Hands on `Analysis`, `cut` and `fold`.
+Mainly hands on `Analysis`, `cut` and `fold`.
 """
 
 from autopar.passes.analysis.analysis import Analysis, Neediest, compute_dtype, stored_dtype

@@ -4,7 +4,7 @@ Reading order: `inputs.py` (inputs and mesh as data, and back), `step_capture.py
 training step), `placing.py` (a plan's stages on that graph), `evaluation.py` (a forward program
 over the same shards).
 May import `passes/inter`, `lowering`, the rooms below them, and what lies below `passes`.
-Hands on `capture_step`, `place_stages` and `signature_of`; `passes/pipeline.py` calls them.
+Mainly hands on `capture_step`, `place_stages` and `signature_of`; `passes/pipeline.py` calls them.
 """
 
 from autopar.passes.binding.evaluation import evaluation_parts, place_evaluation, plan_evaluation

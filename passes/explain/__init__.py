@@ -2,7 +2,7 @@
 
 Read `next_best.py` (one decision, with all that an option changes), then `all_options.py` (the
 prices of all decisions at once). May import every other room of `passes`, and what lies below.
-Hands on `decisions` and `runners_up`.
+Mainly hands on `decisions` and `runners_up`.
 """
 
 from autopar.passes.explain.all_options import RunnersUp, runners_up

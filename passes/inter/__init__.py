@@ -5,7 +5,7 @@ Reading order: `submeshes.py` (devices of a stage), `layers.py` (where stages ma
 stages), `space.py` (all pipelines), `stage_search.py` (those with one number of microbatches, best
 first), `recipes.py` (Megatron pipelines).
 May import `passes/intra`, `analysis` and `solvers`, and what lies below `passes`.
-Hands on `PipelineSpace`, `StageSearch`, `megatron_pipelines` and `step_bound_s`.
+Mainly hands on `PipelineSpace`, `StageSearch`, `megatron_pipelines` and `step_bound_s`.
 """
 
 from autopar.passes.inter.bounds import step_bound_s

@@ -7,7 +7,7 @@ problem), `builder.py` (builds it), `rerun.py` and `recompute_choice.py` (recomp
 `intra_op.py` (many problems at once), `least.py` (bounds without a solver), `repeated.py` (repeated
 blocks), `chooser.py` (solve and read back).
 May import `passes/analysis`, `passes/reshard`, the solvers and everything below `passes`.
-Hands on `Chooser`, `choose` and `intra_op_problem`.
+Mainly hands on `Chooser`, `choose` and `intra_op_problem`.
 """
 
 from autopar.passes.intra.chooser import (

@@ -5,7 +5,7 @@ line costs), `fusion.py` (bias into matmul), `gathers.py` (a block's gathers sid
 `segments.py` (lines that run again), `frees.py` (where values end), `abridger.py` (few of the
 repeated blocks, to price them), `replaying.py` (plans read back).
 May import `passes/intra`, `analysis` and `reshard`, and what lies below `passes`.
-Hands on `join`, `Abridger` and `replay`.
+Mainly hands on `join`, `Abridger` and `replay`.
 """
 
 from autopar.passes.lowering.abridger import Abridger

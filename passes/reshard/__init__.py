@@ -4,7 +4,7 @@ Reading order: `move_graph.py` (specs and single moves as a graph), `primitive_c
 the moves), `paths.py` (shortest paths), `costs.py` (tables of the cheapest reshards) and
 `spec_column.py` (the specs of a variable's choices).
 May import the solvers and everything below `passes`, but not `passes/analysis`.
-Hands on `reshard_tables`, `ReshardTable` and `SpecColumn`.
+Mainly hands on `reshard_tables`, `ReshardTable` and `SpecColumn`.
 """
 
 from autopar.passes.reshard.costs import (

@@ -5,7 +5,7 @@ Reading order: `branch_bound.py` (the algorithm), `planner.py` (the space of pla
 `simplicity.py` (which of equals), `evaluator.py` (solves), `simulator.py` (lowers and simulates),
 `slower.py` (why others are slower), `outcome.py` and `stats.py` (the result).
 May import `passes/inter`, `lowering`, the rooms below them, and what lies below `passes`.
-Hands on `Planner` and `PlanningResult`.
+Mainly hands on `Planner` and `PlanningResult`.
 """
 
 from autopar.passes.search.evaluator import Evaluator, Placed, depths

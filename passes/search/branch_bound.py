@@ -42,7 +42,7 @@ class Node:
     recipe      the plain recipe that makes its plans
     is_rival    its plans are some of another node, looked for in another way
     note        what is said of it instead of its bound
-    given_up_s  refining finds none below these seconds; that there is none is not proven
+    given_up_s  heuristic floor, not a bound: refining found nothing faster than these seconds
     """
 
     name: str

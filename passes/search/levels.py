@@ -123,7 +123,7 @@ class Levels:
         leaner: Evaluator | None = None,
         rival_of: Candidate | None = None,
     ) -> Node:
-        """Solved placements, which are left to simulate; `leaner` finds leaner ones.
+        """A node that simulates solved placements; `leaner` finds ones that need less memory.
 
         After that, the `solver` finds their rivals; None: these are some, of a candidate that
         forbids less.
@@ -162,9 +162,9 @@ class Levels:
         return leaf
 
     def _rivals(self, node: Node, placed: Placed, solver: Evaluator, fits: bool) -> Iterator[Node]:
-        """Placements of one stage that rely on less than these do, or than leaner ones.
+        """Alternatives to the placements of one stage that gather less, or assume less overlap.
 
-        Their bounds are those of all placements, because these may be faster than they.
+        Their bound stays that of all placements: those that are left out may be faster.
         """
         candidate = placed.candidate
         gathered = {of.period == "use" for of in placed.choices[0].strategy.storage.values()}

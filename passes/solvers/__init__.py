@@ -3,8 +3,9 @@
 Read `problem` (the choice problem and its numbers), `eliminate` (exact variable elimination),
 `choice` (one problem: elimination, prices, ILP), `repeats` (problems with repeated blocks),
 `stages` (the cut into pipeline stages). May import `autopar.errors`, numpy, numba and the ILP
-solvers; no torch, no other room. Hands on `solve`, `ChoiceProblem` and `Solution`. `solve_ilp`
-defines the optimum; `solve_brute_force` is what both are tested against on small problems.
+solvers; no torch, no other room. Mainly hands on `solve`, `ChoiceProblem` and `Solution`.
+`solve_ilp` defines the optimum; `solve_brute_force` is what both are tested against on small
+problems.
 """
 
 from autopar.passes.solvers.choice import (

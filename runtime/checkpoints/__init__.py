@@ -5,7 +5,7 @@ Read `contents.py` (what a module gives, and which rank writes which part), `opt
 `loading.py` and `async_saver.py`; `replicas.py` compares ranks, `converting.py` reads old formats.
 It is the top room of the runtime and may import all the others.
 
-Hands on `save`, `load`, `AsyncSaver`, `check_replicas` and `convert`.
+Mainly hands on `save`, `load`, `AsyncSaver`, `check_replicas` and `convert`.
 """
 
 from autopar.runtime.checkpoints.async_saver import AsyncSaver

@@ -5,7 +5,7 @@ Read `moves.py` (one function per move), `fused.py` (one call for many tensors),
 shared parameters).
 It imports `runtime/groups`, and may not import `lowered`, its neighbour.
 
-Hands on the moves (`p_to_s`, ...), `Messenger` and `Crossings`.
+Mainly hands on the moves (`p_to_s`, ...), `Messenger` and `Crossings`.
 """
 
 from autopar.runtime.collectives.crossings import Crossings

@@ -1,10 +1,11 @@
 """Decides how one rank executes its stage's generated program for a training step.
 
-Read `executor.py` (the step), `delivery.py` (inputs per microbatch), `conversions.py` and
-`bucketed.py` (parameters and gradients between storage and use), then `load.py` (generated files).
+Read `executor.py` (the step), `delivery.py` (inputs per microbatch), `conversions.py`,
+`bucketed.py` and `returns.py` (parameters and gradients between storage and use), then `load.py`
+(generated files).
 It imports `runtime/collectives` and `runtime/groups`, and may not import `launch`, its neighbour.
 
-Hands on `Executor`, `Environment` and `load_code`.
+Mainly hands on `Executor`, `Environment` and `load_code`.
 """
 
 from autopar.runtime.execute.delivery import batch_index, shard

@@ -5,7 +5,7 @@ Read `record.py` (what a rank notes, and where), `ranks.py` (the notes of all ra
 long a rank computes) and `slow.py` (which ranks are slow). `environment.py` reads times that users
 set. This is the lowest room of the runtime: it imports no other room of it.
 
-Hands on `FlightRecord`, `FOLDER`, `LAUNCHED`, `add_diagnosis`, `explained`, `read_notes`,
+Mainly hands on `FlightRecord`, `FOLDER`, `LAUNCHED`, `add_diagnosis`, `explained`, `read_notes`,
 `diagnosis`, `watch`, `Pace` and `Comparison`.
 """
 

@@ -4,7 +4,7 @@ Read `group.py` (primitives of a `Group`; records of its calls), `pending.py` (a
 `distributed.py` (groups over `torch.distributed`), then `rendezvous.py` (calls that all ranks must
 make). Of the runtime it imports `runtime/flight` alone, where each call is noted.
 
-Hands on `Group`, `make_groups`, `new_group`, `phase` and `together_in`.
+Mainly hands on `Group`, `make_groups`, `new_group`, `phase` and `together_in`.
 """
 
 from autopar.runtime.groups.distributed import (

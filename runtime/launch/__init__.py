@@ -6,7 +6,7 @@ threads, the in-process oracle of tests), then `thread_messages.py` (messages be
 It imports the rooms of the runtime below it (`flight`, `groups`, `collectives`), and may not import
 `execute`, its neighbour.
 
-Hands on `launch`, `init_from_environment` and `run_threads`.
+Mainly hands on `launch`, `init_from_environment` and `run_threads`.
 """
 
 from autopar.runtime.launch.processes import WorkerPool, init_from_environment, launch

@@ -6,8 +6,8 @@ ranks that share the dim: to communicate, forward and backward, or only to know 
 Each is a pair, forward and backward (`lowered.py`), that needs no autograd. Read `vocabulary.py`,
 `normalisation.py`, `experts.py`, `attention.py`, in any order, then `tape.py`. This room
 imports `runtime/groups`, `operators`, `placement` and `precision`, and may not import
-`collectives`, its neighbour. It hands on functions such as `vocab_parallel_cross_entropy`, all of
-them by name as `LOWERED`, and `taped`.
+`collectives`, its neighbour. It mainly hands on functions such as `vocab_parallel_cross_entropy`,
+all of them by name as `LOWERED`, and `taped`.
 """
 
 from autopar.runtime.lowered.attention import causal_attention

@@ -6,7 +6,7 @@ checkpoint, opened by all ranks), `weights.py` and `initialise.py` (initial valu
 tools see), then `aside.py` and `loss_scale.py` (gradients of earlier steps, float16). What a
 training run saves is decided in `checkpoints`.
 
-Hands on `StageState` and `initial_shards`.
+Mainly hands on `StageState` and `initial_shards`.
 """
 
 from autopar.runtime.state.access import (

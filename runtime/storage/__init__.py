@@ -6,7 +6,7 @@ tensor is in which file), `data_files.py` (safetensors files with a checksum per
 side) and `faults.py` (errors of the disk, in words). It knows names, boxes and bytes; what they
 mean is decided in `state` and `checkpoints`.
 
-Hands on `Checkpoint`, `write_pieces` and `put_in_place`.
+Mainly hands on `Checkpoint`, `write_pieces` and `put_in_place`.
 """
 
 from autopar.runtime.storage.data_files import FileEntry, as_bytes, bytes_of, write_pieces

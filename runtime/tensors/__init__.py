@@ -2,9 +2,10 @@
 
 Read `sharding.py` (shards and boxes of a stored parameter), `spread.py` (the same, seen from one
 rank), `operators.py` (what an operator needs of a shard), `sharded.py` (the tensors that
-`pm.parameters()` are), `boxed.py` (checkpoint files). It may import `execute` and `groups`.
+`pm.parameters()` are), `memory.py` (their `data`, `numpy()` and pickles), `boxed.py` (checkpoint
+files). It may import `execute` and `groups`.
 
-Hands on `Sharded`, `Spread` and `local_shard`.
+Mainly hands on `Sharded`, `Spread` and `local_shard`.
 """
 
 from autopar.runtime.tensors.boxed import Boxed, Chunks

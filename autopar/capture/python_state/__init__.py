@@ -4,7 +4,7 @@ Read: `frozen.py` (recorded at capture, compared before each step); `reads.py` (
 modules that a trace reads); `observe.py` with `code.py` (what else the code depends on);
 `snapshot.py` (values as a flat list); `hooks.py` (hooks: traced, or refused).
 May import `findings.py` of `capture`, and what `capture` may import.
-Hands on `checked_trace`, `check_hooks` and `freeze` for a capture, `Watch` and
+Mainly hands on `checked_trace`, `check_hooks` and `freeze` for a capture, `Watch` and
 `version_of` for what comes later.
 """
 

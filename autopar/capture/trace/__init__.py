@@ -4,7 +4,7 @@ Read: `isolate.py`, `norms.py` (the fake copy); `export.py` (the trace); `exchan
 `functions.py` and `checkpointed.py` (`autograd.Function` and `torch.utils.checkpoint` in the
 trace); `regions.py` (gradients off, autocast off).
 May import `names.py`, `findings.py` and `python_state` of `capture`, and what `capture` may import.
-Hands on `export_model` for `capture/pipeline.py`, and what later steps ask of a traced node.
+Mainly hands on `export_model` for `capture/pipeline.py`, and what later steps ask of a traced node.
 """
 
 from autopar.capture.trace.checkpointed import REGION, checkpointed_regions, note_regions

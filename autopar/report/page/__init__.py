@@ -3,7 +3,7 @@
 Read `subject.py` (what the page is made of), `facts.py` (the JSON, all of it), then its parts:
 `bars.py`, `graph.py`, `timeline.py`, `tables.py`; then `writing.py` (the file). `web/` has the
 page's own sources, its lock file, and the bundle that is shipped.
-It hands on `Subject`, `Help`, `facts_json` and `page_html`.
+It mainly hands on `Subject`, `Help`, `facts_json` and `page_html`.
 """
 
 from autopar.report.page.bars import memory_bar, time_bar

@@ -1,7 +1,7 @@
 """The graph of each stage as data: nodes, edges, and which blocks are equal.
 
-The page lays it out. Nodes and edges are those of `picture.py`, and equal blocks those of
-`folding.py`. What a node is is said once for all copies of its block (`details`):
+The page lays it out. Nodes, edges and equal blocks are those of `autopar/report/picture`. What a
+node is is said once for all copies of its block (`details`):
 
     nodes      how many there are; they go by number
     sections   blocks: paths of equal blocks, [""] outside of them; copies: nodes of each block

@@ -31,7 +31,7 @@ def parameter_table(subject: Subject) -> list[dict[str, Any]]:
 
 
 def collective_table(subject: Subject) -> list[dict[str, Any]]:
-    """Collectives of a step on one rank, of equal tensors together, dearest first.
+    """Collectives of a step on one rank, of equal tensors together, most expensive first.
 
     `time_s` is alone, hidden or not; None of messages, which the timeline has.
     """

@@ -2,7 +2,7 @@
 
 Read `kinds.py` (how a result is sharded, as a colour), `nodes.py` (lines grouped into few nodes),
 `folding.py` (equal blocks, drawn once); then what Graphviz draws: `boxes.py`, `stage_graph.py` and
-`graph_text.py`. May import the files of `report`. Hands on `picture`, `fold` and `dot`.
+`graph_text.py`. May import the files of `report`. Mainly hands on `picture`, `fold` and `dot`.
 """
 
 from autopar.report.picture.boxes import FRAME, escaped, traffic

@@ -67,7 +67,9 @@ def shard_kinds(program: StageProgram, batch_size: int | None = None) -> dict[st
     out: dict[str, tuple[str, ...]] = {}
     for received in program.received:
         local = received.local
-        out[local.name] = tuple(_moved(local, p, batch_size) for p in local.spec.placements)
+        out[local.name] = tuple(
+            _kind_after_reshard(local, p, batch_size) for p in local.spec.placements
+        )
     for d in program.delivered:
         kinds = ("data" if p.is_shard and p.cell == d.batch_cell else _plain(p)
                  for p in d.local.spec.placements)  # fmt: skip
@@ -84,7 +86,7 @@ def shard_kinds(program: StageProgram, batch_size: int | None = None) -> dict[st
             found = list(kinds)
             if isinstance(line, MoveLine):
                 for axis in line.move.axes:
-                    found[axis] = _moved(result, placements[axis], batch_size)
+                    found[axis] = _kind_after_reshard(result, placements[axis], batch_size)
             out[result.name] = tuple(found)
     return out
 
@@ -106,7 +108,7 @@ def _shard_kind(
     return next((kind for kind in KINDS[:3] if kind in found), "sequence")
 
 
-def _moved(result: Local, placement: Placement, batch_size: int) -> str:
+def _kind_after_reshard(result: Local, placement: Placement, batch_size: int) -> str:
     """The kind of a reshard's result; the batch is the outermost factor of the first dim."""
     is_batch = placement.cell == (0, 0) and bool(result.dims and result.dims[0])
     if placement.is_shard and is_batch and result.dims[0][0] == batch_size:

@@ -4,7 +4,7 @@ Read `parallelism.py` (how a plan is parallel, from its placements), `sentences.
 `assumptions.py` and `legend.py` (what is taken for granted, what letters mean), `explanation.py`
 (the whole plan); then `matching.py` (which names a user means), `next_best.py` (what a decision was
 chosen over) and `named.py` (one name). May import the files of `report` and `picture`.
-Hands on `explain`, `explain_name` and `verdict`.
+Mainly hands on `explain`, `explain_name` and `verdict`.
 """
 
 from autopar.report.words.assumptions import assumed

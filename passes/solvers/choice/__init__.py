@@ -2,8 +2,8 @@
 
 Read `brute_force.py` and `ilp.py` (the definition of the optimum), `reductions.py` (choices that
 cannot matter), `lagrangian.py` (the budget as a price per byte), `select.py` (which solver
-answers). May import `passes/solvers/eliminate` and `passes/solvers/problem`. Hands on `solve`,
-`solve_ilp` and `search`.
+answers). May import `passes/solvers/eliminate` and `passes/solvers/problem`. Mainly hands on
+`solve`, `solve_ilp` and `search`.
 """
 
 from autopar.passes.solvers.choice.brute_force import solve_brute_force

@@ -3,8 +3,8 @@
 Read `elimination.py` (the recurrence), `elimination_order.py` and `greedy_order.py` (the order, and
 how large tables become), `elimination_code.py` and `elimination_loops.py` (a plan as arrays for
 compiled loops), `conditioning.py` (branch and bound over hubs), `marginals.py` (the least total per
-choice). May import `passes/solvers/problem`. Hands on `plan_elimination`, `minimise`, `project`,
-`minimise_conditioned` and `min_marginals`.
+choice). May import `passes/solvers/problem`. Mainly hands on `plan_elimination`, `minimise`,
+`project`, `minimise_conditioned` and `min_marginals`.
 """
 
 from autopar.passes.solvers.eliminate.conditioning import (

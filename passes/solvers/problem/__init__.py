@@ -3,7 +3,7 @@
 Read `problem.py` (the definition), `problems.py` (several that differ only in numbers), `layout.py`
 and `potentials.py` (their numbers as rows), `partitions.py` and `tables.py` (what elimination
 joins), `machine_code.py` (the numba decorator). May import `autopar.errors`; it is the lowest room
-of `passes/solvers`. Hands on `ChoiceProblem`, `ChoiceProblems`, `Potentials` and `Solution`.
+of `passes/solvers`. Mainly hands on `ChoiceProblem`, `ChoiceProblems`, `Potentials` and `Solution`.
 """
 
 from autopar.passes.solvers.problem.layout import Layout, Shape

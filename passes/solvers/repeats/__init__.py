@@ -3,7 +3,7 @@
 Read `repeats.py` (the problem), `powers.py` (min-plus powers of a table), `order.py` (plans, which
 do not depend on numbers), `elimination.py` (the optimum at given weights), `exchange.py` (changes
 of single copies under a budget), `select.py` (the solver). May import `passes/solvers/choice`,
-`passes/solvers/eliminate` and `passes/solvers/problem`. Hands on `RepeatedProblems`,
+`passes/solvers/eliminate` and `passes/solvers/problem`. Mainly hands on `RepeatedProblems`,
 `RepeatedSolver` and `quick_plan`.
 """
 

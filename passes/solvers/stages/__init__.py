@@ -2,8 +2,8 @@
 
 Read `clustering.py` (operators into layers), `problem.py` (stages, and the span of a plan),
 `recurrence.py` (the least span), `listing.py` (plans best first), `brute_force.py` (all plans
-enumerated). May import `passes/solvers/problem`. Hands on `cluster_operators`, `StageProblem`,
-`CostToGo`, `least_span_s`, `span_s` and `plans`.
+enumerated). May import `passes/solvers/problem`. Mainly hands on `cluster_operators`,
+`StageProblem`, `CostToGo`, `least_span_s`, `span_s` and `plans`.
 """
 
 from autopar.passes.solvers.stages.clustering import cluster_operators, least_flops

@@ -24,6 +24,13 @@ PAGES = sorted(
     for page in [*ROOT.glob("*.md"), *ROOT.glob("docs/**/*.md")]
     if page.name != "CHANGELOG.md" and page.parent.name != "made"
 )
+# All rooms but the package itself, whose modules are in ARCHITECTURE.md.
+ROOMS = sorted(
+    door.parent.relative_to(ROOT).as_posix()
+    for wing in ("autopar", "passes", "cost", "runtime")
+    for door in (ROOT / wing).glob("*/**/__init__.py")
+    if not any((ROOT / "autopar" / link) in door.parents for link in ("passes", "cost", "runtime"))
+)
 
 
 def test_the_rules_in_print_are_the_rules() -> None:
@@ -45,7 +52,7 @@ def test_files_that_are_named_exist(page: str) -> None:
 
 
 def test_the_readme_is_short_and_its_snippet_runs_as_it_is_pasted(tmp_path: Path) -> None:
-    """Into an interactive Python, where a blank line ends a block; it prints what is shown below."""
+    """Into an interactive Python, where a blank line ends a block. It prints what is shown."""
     readme = ROOT / "README.md"
     assert len(readme.read_text().splitlines()) <= 200
     source = next(block.body for block in blocks_of(readme) if block.kind == "python")
@@ -60,12 +67,22 @@ def test_the_readme_is_short_and_its_snippet_runs_as_it_is_pasted(tmp_path: Path
     )
     assert "Error" not in ran.stderr, ran.stderr
     assert "considered" in ran.stdout
-    losses = [float(line.split()[-1]) for line in ran.stdout.splitlines() if line.startswith("step ")]
+    steps = [line for line in ran.stdout.splitlines() if line.startswith("step ")]
+    losses = [float(line.split()[-1]) for line in steps]
     assert len(losses) == 5
     assert losses[-1] < losses[0]
     shown = [block.body for block in blocks_of(readme) if block.kind == "text"]
     assert len(shown) == 2
     assert [text for text in shown if not is_shown(f"...\n{text}", ran.stdout)] == []
+
+
+@pytest.mark.parametrize("room", ROOMS)
+def test_a_room_names_its_files(room: str) -> None:
+    """In its reading order, as `file.py` or as `file`."""
+    folder = ROOT / room
+    order = (folder / "__init__.py").read_text().split('"""')[1]
+    stems = sorted(path.stem for path in folder.glob("*.py") if path.name != "__init__.py")
+    assert [name for name in stems if not re.search(rf"[`\s]{name}(\.py)?[`\s]", order)] == []
 
 
 def test_the_map_fits_on_its_page_and_lists_the_passes() -> None:

@@ -1,7 +1,8 @@
 // The graph of the stages: laid out by Graphviz (viz.js), drawn here, folded or not.
 //
-// Edges between shown nodes follow autopar/report/folding.py: of a folded block the first copy is
-// shown, what leaves the fold leaves from its last copy, and edges into other copies are left out.
+// Edges between shown nodes follow autopar/report/picture/folding.py: of a folded block the first
+// copy is shown, what leaves the fold leaves from its last copy, and edges into other copies are
+// left out.
 import { instance } from "@viz-js/viz";
 import { select } from "d3-selection";
 import { zoom, zoomIdentity } from "d3-zoom";

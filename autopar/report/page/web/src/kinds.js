@@ -12,7 +12,7 @@ export const MEMORY = {
   "gathered weights": "#cc79a7", buffers: "#8a8a8a",
 };
 
-// How a result is placed on an axis (autopar/report/kinds.py).
+// How a result is placed on an axis (autopar/report/picture/kinds.py).
 export const PLACED = {
   data: "sharded along the batch",
   tensor: "sharded along a parameter's factor",

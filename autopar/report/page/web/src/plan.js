@@ -170,7 +170,7 @@ function collectives(facts, isSeveral) {
     { name: "bytes", value: (r) => r.size_bytes, show: (r) => figure(r.size_bytes, format.bytes), isNumber: true },
     { name: "time", value: (r) => r.time_s, show: (r) => figure(r.time_s, format.seconds), isNumber: true },
   ];
-  return table("collective-rows", "per step and rank, dearest first; time as if alone, hidden or not", columns, facts.collectives, (r) => Object.values(r).join(" "));
+  return table("collective-rows", "per step and rank, most expensive first; time as if alone, hidden or not", columns, facts.collectives, (r) => Object.values(r).join(" "));
 }
 
 function between(facts) {
