@@ -2,13 +2,14 @@
 
     precision      stored     used       gradients reduced    loss scale
     model          as it is   as it is   as it is
-    bf16-mixed     as it is   bfloat16   float32
-    fp16-mixed     as it is   float16    float32              dynamic
-    bf16-autocast  as it is   by operator: torch.autocast's lists; float32
+    bf16-mixed     float32    bfloat16   float32
+    fp16-mixed     float32    float16    float32              dynamic
+    bf16-autocast  float32    by operator: torch.autocast's lists; float32
     fp64           float64    float64    float64
 
-The mixed policies are those of FSDP2 (`MixedPrecisionPolicy`): floating parameters and inputs are
-cast once at the door, buffers stay. `lifted` makes every floating dtype of a captured program
+Mixed precision stores half-precision models in float32, too; float64 stays. The mixed policies are
+those of FSDP2 (`MixedPrecisionPolicy`): floating parameters and inputs are cast once at the door,
+buffers stay. `lifted` makes every floating dtype of a captured program
 float64, to verify a plan of any precision.
 """
 
@@ -31,7 +32,7 @@ class Precision:
 
     reduce_dtype     of gradients across ranks and microbatches; float32 if None. Only where
                      parameters are used in another dtype than they are stored in
-    master_weights   parameters of a half-precision model are stored in float32
+    master_weights   parameters of a half-precision model are stored in float32, without a policy
     is_lifted        everything floating is float64
     """
 
@@ -71,17 +72,20 @@ class Precision:
 
     @property
     def casts(self) -> bool:
-        """May parameters be used in another dtype than they are stored in?"""
+        """May parameters be used in another dtype than they are stored in? Then none is stored in
+        half precision."""
         used = self.door_dtype or self.autocast_dtype
         return used is not None or self.master_weights
 
     def used(self, dtype: torch.dtype) -> torch.dtype:
-        """The dtype in which a parameter of `dtype` is used."""
+        """The dtype in which a parameter of `dtype` is used; autocast casts it per operator."""
+        if self.autocast_dtype is not None:
+            return self.stored(dtype)
         return (self.door_dtype or dtype) if dtype.is_floating_point else dtype
 
     def stored(self, dtype: torch.dtype) -> torch.dtype:
         """The dtype in which a parameter of `dtype` is stored."""
-        return working_dtype(dtype) if self.master_weights else dtype
+        return working_dtype(dtype) if self.casts else dtype
 
     def reduced(self, dtype: torch.dtype) -> torch.dtype | None:
         """The dtype in which its gradients are reduced; None: that of use."""

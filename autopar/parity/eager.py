@@ -75,7 +75,7 @@ def module_step(
 
     In mixed precision it runs on casts of its parameters (`torch.func.functional_call`).
 
-    parameters, buffers   values by name; other buffers keep the model's
+    parameters, buffers   values by name, parameters as stored; other buffers keep the model's
     seed                  of the step (`Stream.seed`)
 
     Raises `VerificationError` if the module fails, or if its state cannot be copied.
@@ -83,9 +83,10 @@ def module_step(
     with _kept(model, loss_fn) as own:
         try:
             twin, loss_fn = _twin(model, loss_fn, parameters, buffers)
+            used = {name: precision.used(parameter.dtype) for name, parameter in own.items()}
             before = {name: value.detach().clone() for name, value in twin.named_buffers()}
             cast_at_door(twin, precision)
-            total, draws = _run(twin, example_inputs, loss_fn, accumulation, seed, precision)
+            total, draws = _run(twin, example_inputs, loss_fn, accumulation, seed, precision, used)
         except AutoparError:
             raise
         except Exception as error:
@@ -120,22 +121,28 @@ def _run(
     accumulation: Accumulation | None,
     seed: int,
     precision: Precision,
+    used: Mapping[str, torch.dtype],
 ) -> tuple[Tensor, list[PositionalRandom]]:
-    """The loss, and the random numbers of each run; the gradients are in `twin`."""
+    """The loss, and the random numbers of each run; the gradients are in `twin`.
+
+    used   parameter -> the dtype it is used in
+    """
     n = accumulation.n if accumulation else 1
     draws, losses = [], []
     for i in range(n):
         rows = microbatch(example_inputs, accumulation, i) if accumulation else example_inputs
         with PositionalRandom(step_seed(seed, i) if accumulation else seed, precision) as draw:
             with precision.autocast():
-                loss = _loss(twin, rows, loss_fn, precision) / n
+                loss = _loss(twin, rows, loss_fn, used) / n
             loss.backward()
         draws.append(draw)
         losses.append(loss.detach())
     return torch.stack(losses).sum(), draws
 
 
-def _loss(twin: nn.Module, batch: Batch, loss_fn: LossFn | None, precision: Precision) -> Tensor:
+def _loss(
+    twin: nn.Module, batch: Batch, loss_fn: LossFn | None, used: Mapping[str, torch.dtype]
+) -> Tensor:
     tree = dict(batch) if isinstance(batch, Mapping) else tuple(batch)
     tree = pytree.tree_map_only(Tensor, lambda t: t.detach().cpu().clone(), tree)
     args, kwargs = ((), tree) if isinstance(tree, dict) else (tree, {})
@@ -143,12 +150,12 @@ def _loss(twin: nn.Module, batch: Batch, loss_fn: LossFn | None, precision: Prec
     if loss_fn is not None:
         target, prefix = WithLoss(twin, loss_fn), "model."
         target.training = twin.training
-    used = {
-        prefix + name: parameter.to(precision.used(parameter.dtype))
+    casts = {
+        prefix + name: parameter.to(used[name])
         for name, parameter in twin.named_parameters()
-        if precision.used(parameter.dtype) != parameter.dtype
+        if used[name] != parameter.dtype
     }
-    outputs = functional_call(target, used, args, kwargs) if used else target(*args, **kwargs)
+    outputs = functional_call(target, casts, args, kwargs) if casts else target(*args, **kwargs)
     loss: Tensor | None = outputs[0] if loss_fn is not None else loss_of(outputs)
     if loss is None:
         raise VerificationError(f"{type(twin).__name__} itself returns no scalar loss")
@@ -164,7 +171,7 @@ def _twin(
     """A copy of the model with these values, and the loss of the copy."""
     memo: dict[int, Any] = {}
     for name, parameter in model.named_parameters():
-        value = parameters[name].detach().to("cpu", parameter.dtype).clone()
+        value = parameters[name].detach().to("cpu").clone()
         twin = nn.Parameter(value, parameter.requires_grad)
         twin.__dict__.update(parameter.__dict__)
         for hook in (parameter._backward_hooks or {}).values() if twin.requires_grad else ():

@@ -11,6 +11,7 @@ bytes (with TF32 as many), and communication stays. It is an estimate; plan with
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -18,11 +19,14 @@ import torch
 from autopar.cost.hardware import Hardware, ProfiledDevice
 from autopar.cost.memory import static_bytes_per_param
 from autopar.plans import PlanData, Predicted
-from autopar.program import CallLine, Pipeline, StageProgram, every_parameter, line_counts
+from autopar.program import CallLine, Pipeline, StageProgram, every_parameter, line_counts, starred
 from autopar.units import format_seconds
 
 _LEAST_GAIN = 1.1  # below, advice is noise
 _TERA = 1e12
+_N_NAMES = 3  # of parameters whose state a line is about
+# Half precision of a model -> the policy that computes in it and keeps state in float32.
+_KEPT_WIDE = {torch.bfloat16: "bf16-mixed", torch.float16: "fp16-mixed"}
 
 
 def assumed(
@@ -59,21 +63,32 @@ def _slowed(hardware: Hardware) -> str:
 
 
 def _state(data: PlanData, pipeline: Pipeline) -> Iterator[str]:
-    """Bytes of a trained parameter's state, per combination of dtypes."""
-    n_elements: dict[str, int] = {}
+    """Bytes of a trained parameter's state; a line, with names, per combination of dtypes."""
+    kinds: dict[tuple[torch.dtype, torch.dtype], Counter[str]] = {}
     for program in pipeline.stages:
         for p in every_parameter(program):
             if p.requires_grad:
-                of = static_bytes_per_param(data.optimizer, p.stored.dtype)
-                text = (
-                    f"{of.total_bytes:g} bytes a parameter: {of.parameter_bytes:g} stored, "
-                    f"{of.gradient_bytes:g} of its gradient, {of.optimizer_bytes:g} of "
-                    f"{data.optimizer}"
-                )
-                if p.cast is not None:
-                    text += f"; and {p.cast.dtype.itemsize} of its cast while a step runs"
-                n_elements[text] = n_elements.get(text, 0) + math.prod(p.shape)
-    yield from (f"state: {text}" for text in sorted(n_elements, key=lambda t: -n_elements[t]))
+                kind = p.stored.dtype, (p.cast or p.stored).dtype
+                kinds.setdefault(kind, Counter())[starred(p.name)] += math.prod(p.shape)
+    for (stored, used), n_elements in sorted(kinds.items(), key=lambda item: -item[1].total()):
+        of = static_bytes_per_param(data.optimizer, stored)
+        which = f" of {_largest(n_elements)}" if len(kinds) > 1 else ""
+        text = (
+            f"state: {of.total_bytes:g} bytes a parameter{which}: {of.parameter_bytes:g} stored, "
+            f"{of.gradient_bytes:g} of its gradient, {of.optimizer_bytes:g} of {data.optimizer}"
+        )
+        if used != stored:
+            text += f"; and {used.itemsize} of its cast while a step runs"
+        if stored in _KEPT_WIDE:
+            text += f', all in {_name(stored)}; precision="{_KEPT_WIDE[stored]}" keeps float32'
+        yield text
+
+
+def _largest(n_elements: Counter[str]) -> str:
+    """The names with most elements, and how many more there are."""
+    names = [name for name, _ in n_elements.most_common(_N_NAMES)]
+    n_more = len(n_elements) - len(names)
+    return ", ".join(names) + (f" and {n_more} more" if n_more else "")
 
 
 def _times_s(program: StageProgram) -> list[float]:
