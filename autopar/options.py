@@ -111,8 +111,8 @@ class Options:
     `fallback`       what to do with operators without a rule (`passes/analysis/fallback.py`)
     `reduce_dtype`   of gradients across ranks and microbatches, where parameters are used in
                      another dtype than they are stored in; None: float32
-    `master_weights`  parameters of a half-precision model are stored, reduced and optimised in
-                     float32
+    `master_weights`  with precision="model": parameters of a half-precision model are stored,
+                     reduced and optimised in float32, as in mixed precision
     `optimizer_gather`  names or patterns (`*`) of parameters that operators of an optimizer, or of
                      user code, may gather whole (`runtime/tensors`)
     `check_every`    ranks compare batches and learning rates in the first steps, then in every
@@ -231,9 +231,9 @@ def _check_precision(options: Options) -> None:
     """Raises `OptionError` for options about dtypes that would change nothing."""
     if options.master_weights and options.precision != "model":
         raise OptionError(
-            f"master_weights=True with precision={options.precision!r}",
-            hint="it is for models that are bfloat16 or float16 themselves (precision='model'); "
-            "mixed precision stores parameters as the model has them",
+            f"master_weights=True with precision={options.precision!r}, which stores parameters in "
+            f"{'float64' if options.precision == 'fp64' else 'float32'} already",
+            hint="leave it out; it is for half-precision models with precision='model'",
         )
     if options.reduce_dtype is not None and not options.dtypes.casts:
         raise OptionError(

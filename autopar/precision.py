@@ -32,7 +32,7 @@ class Precision:
 
     reduce_dtype     of gradients across ranks and microbatches; float32 if None. Only where
                      parameters are used in another dtype than they are stored in
-    master_weights   parameters of a half-precision model are stored in float32, without a policy
+    master_weights   of "model": parameters in half precision are stored in float32
     is_lifted        everything floating is float64
     """
 

@@ -24,7 +24,7 @@ from autopar.units import format_seconds
 
 _LEAST_GAIN = 1.1  # below, advice is noise
 _TERA = 1e12
-_N_NAMES = 3  # of parameters whose state a line is about
+_N_NAMES = 2  # of parameters whose state a line is about
 # Half precision of a model -> the policy that computes in it and keeps state in float32.
 _KEPT_WIDE = {torch.bfloat16: "bf16-mixed", torch.float16: "fp16-mixed"}
 
@@ -72,16 +72,15 @@ def _state(data: PlanData, pipeline: Pipeline) -> Iterator[str]:
                 kinds.setdefault(kind, Counter())[starred(p.name)] += math.prod(p.shape)
     for (stored, used), n_elements in sorted(kinds.items(), key=lambda item: -item[1].total()):
         of = static_bytes_per_param(data.optimizer, stored)
-        which = f" of {_largest(n_elements)}" if len(kinds) > 1 else ""
         text = (
-            f"state: {of.total_bytes:g} bytes a parameter{which}: {of.parameter_bytes:g} stored, "
+            f"state: {of.total_bytes:g} bytes a parameter: {of.parameter_bytes:g} stored, "
             f"{of.gradient_bytes:g} of its gradient, {of.optimizer_bytes:g} of {data.optimizer}"
         )
         if used != stored:
             text += f"; and {used.itemsize} of its cast while a step runs"
         if stored in _KEPT_WIDE:
             text += f', all in {_name(stored)}; precision="{_KEPT_WIDE[stored]}" keeps float32'
-        yield text
+        yield f"{text} ({_largest(n_elements)})" if len(kinds) > 1 else text
 
 
 def _largest(n_elements: Counter[str]) -> str:
