@@ -9,8 +9,8 @@
 
 Mixed precision stores half-precision models in float32, too; float64 stays. The mixed policies are
 those of FSDP2 (`MixedPrecisionPolicy`): floating parameters and inputs are cast once at the door,
-buffers stay. `lifted` makes every floating dtype of a captured program
-float64, to verify a plan of any precision.
+buffers stay. `lifted` makes every floating dtype of a captured program float64, to verify a plan of
+any precision.
 """
 
 from __future__ import annotations
@@ -72,8 +72,7 @@ class Precision:
 
     @property
     def casts(self) -> bool:
-        """May parameters be used in another dtype than they are stored in? Then none is stored in
-        half precision."""
+        """Are parameters stored in float32 (or float64), and cast for use where that is narrower?"""
         used = self.door_dtype or self.autocast_dtype
         return used is not None or self.master_weights
 

@@ -248,6 +248,21 @@ def test_verify_compares_with_one_process(run: Run) -> None:
     assert set(found["errors"]) == {"loss", "up.weight", "up.bias", "down.weight", "down.bias"}
 
 
+@pytest.mark.parametrize(
+    ("flags", "n_bytes"),
+    [((), 8), (("--master-weights",), 16), (("--precision", "bf16-mixed"), 16)],
+)
+def test_state_of_a_published_configuration_in_bfloat16(
+    run: Run, flags: tuple[str, ...], n_bytes: int
+) -> None:
+    Path("config.json").write_text(json.dumps(CONFIG | {"torch_dtype": "bfloat16"}))
+    result = run("plan", "config.json", "--mesh", "1x2", *SIZES, "--manual", "dp=2", *flags)
+    assert result.exit_code == shell.GOOD, result.output
+    (line,) = (text for text in result.stdout.splitlines() if text.startswith("state:"))
+    assert line.startswith(f"state: {n_bytes} bytes a parameter:")
+    assert ('precision="bf16-mixed" keeps float32' in line) == (n_bytes == 8)
+
+
 def test_verify_of_a_configuration_takes_random_weights(run: Run) -> None:
     precision = ("--precision", "fp64", "--manual", "dp=2")
     result = run("verify", "config.json", "--mesh", "2", *SIZES, *precision)

@@ -212,6 +212,18 @@ def test_verify(half: torch.dtype, precision: str) -> None:
     assert report.lifted_errors and report.lifted_tolerance == 1e-10
 
 
+def test_verify_of_stages_that_share_a_parameter() -> None:
+    """The embedding is frozen on the first stage in one model, and learns in the other."""
+    for learns in (True, False):
+        model = gpt2().bfloat16()
+        model.get_parameter("transformer.wte.weight").requires_grad_(learns)
+        report = autopar.verify(
+            model, (1, 2), tokens(0), precision="bf16-mixed", manual=Manual(pp=2), microbatches=2
+        )
+        assert report.ok, report.text()
+        assert ("transformer.wte.weight" in report.errors) == learns
+
+
 def test_verify_of_a_model_on_meta() -> None:
     """Its random weights are float32, and not of the model's dtype first."""
     with torch.device("meta"):
