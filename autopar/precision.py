@@ -72,7 +72,7 @@ class Precision:
 
     @property
     def casts(self) -> bool:
-        """Are parameters stored in float32 (or float64), and cast for use where that is narrower?"""
+        """Are parameters stored in float32 at least, and cast for use where that is narrower?"""
         used = self.door_dtype or self.autocast_dtype
         return used is not None or self.master_weights
 
