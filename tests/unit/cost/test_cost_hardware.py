@@ -78,14 +78,6 @@ def test_a100_figures_are_the_datasheets() -> None:
     assert 15e9 < 1 / profile.link("inter_node").s_per_byte < 25e9
 
 
-def test_cpu_local_ring_reproduces_the_measured_all_reduce() -> None:
-    link = load_profile("cpu-local").link("intra_node")
-    known = {p: 4, alpha: link.latency_s, beta: link.s_per_byte, gamma: 0}
-    ring = on_one_level(formula("all_reduce", "ring")).subs(known)
-    assert float(ring.subs(n, 0)) == pytest.approx(1311e-6, rel=1e-4)
-    assert float(ring.diff(n)) == pytest.approx(1.3e-9, rel=1e-4)
-
-
 def test_unknown_profile_and_missing_file_are_wrong_options(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match="unknown hardware profile 'tpu'") as caught:
         resolve(Mesh((1, 4), hardware="tpu"))
@@ -129,14 +121,6 @@ def test_malformed_files_are_refused(tmp_path: Path, old: str, new: str, message
     with pytest.raises(OptionError, match=pattern) as caught:
         load_profile(path)
     assert str(path) in str(caught.value)
-
-
-def test_a_profile_file_of_ones_own(tmp_path: Path) -> None:
-    path = tmp_path / "box.toml"
-    path.write_text(CPU_TEXT.replace('name = "cpu-local"', 'name = "box"'))
-    hardware = resolve(Mesh((2, 2), hardware=str(path)))
-    assert hardware.profile_name == "box"
-    assert hardware.device.launch_s == 4e-6
 
 
 @pytest.mark.parametrize("name", available_profiles())

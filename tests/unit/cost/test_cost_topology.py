@@ -39,31 +39,6 @@ def test_a_group_is_counted_by_nodes(
     assert group_of(members, ranks_per_node, FAST, SLOW) == LinkGroup(*expected, FAST, SLOW)
 
 
-def test_levels() -> None:
-    assert flat_group(4, FAST).is_one_level
-    assert even_group(4, 1, FAST, SLOW).is_one_level
-    assert even_group(4, 2, FAST, SLOW).is_two_levels
-    uneven = group_of(range(3), 2, FAST, SLOW)
-    assert not uneven.is_one_level
-    assert not uneven.is_two_levels
-
-
-@pytest.mark.parametrize(("per_node", "s_per_byte"), [(1, 1e-9), (8, 1e-9 / 8), (200, 1e-11)])
-def test_members_of_a_node_share_their_ports(per_node: int, s_per_byte: float) -> None:
-    """A ring of 400 has the bandwidth of all ports of a node, at most that of links inside."""
-    group = even_group(400, per_node, Link(0.0, 1e-11), Link(0.0, 1e-9))
-    known = dict(zip(SYMBOLS, (400, *group.numbers, 0), strict=True))
-    ring_s = float(formula("all_gather", "ring").subs(known))
-    assert ring_s == pytest.approx(399 * s_per_byte)
-
-
-def test_axes_of_a_view() -> None:
-    mesh = view((4, 8), dp=8, tp=4)
-    assert group_on(mesh, (1,)) == LinkGroup(4, 1, 4, FAST, SLOW)
-    assert group_on(mesh, (0,)) == LinkGroup(8, 4, 2, FAST, SLOW)
-    assert group_on(mesh, (0, 1)) == group_on(mesh, (1, 0)) == LinkGroup(32, 4, 8, FAST, SLOW)
-
-
 def test_a_stage_that_begins_inside_a_node() -> None:
     # Ranks 4 to 11 on nodes of 8: tensor-parallel groups stay in a node, data-parallel cross.
     mesh = view((2, 8), 4, dp=2, tp=4)

@@ -1,200 +1,55 @@
-"""Predictions: every collective as it is recorded in a real step, buckets, and step times."""
+"""Prices of a step by hand: stages and pipelines, buckets, messages, ZeRO."""
 
 from __future__ import annotations
 
 import math
 import random
-from collections import Counter
-from collections.abc import Mapping
 from functools import lru_cache
 
 import pytest
 import torch
-from torch import Tensor
 
-from autopar.codegen import emit
-from autopar.cost.laws import CostModel
+from autopar.cost.hardware import flat_group
+from autopar.cost.laws import CostModel, collective_time_s
 from autopar.cost.memory import peak_memory
-from autopar.cost.price import collectives_of, predict
+from autopar.cost.price import collectives_of, link_between, predict, stage_times
+from autopar.cost.price.prediction import transfer_s
 from autopar.errors import NotSupportedError
-from autopar.mesh import LogicalMesh
-from autopar.passes.analysis import Analysis
-from autopar.passes.backward import differentiate
+from autopar.mesh import Link, Mesh
 from autopar.passes.intra import Constraints, PlacementRequest, choose
 from autopar.passes.lowering import lower
 from autopar.plans import Predicted
 from autopar.program import (
     BUCKET_BYTES,
+    Messages,
+    Piece,
     Pipeline,
     StageProgram,
     Strategy,
-    batch_shards,
     buckets,
     primitive_bytes,
-    regathered,
-    step_calls,
 )
-from autopar.runtime.execute import Environment, Executor, delivery, load_code
-from autopar.runtime.groups import Recorder
-from autopar.runtime.launch import ThreadWorld, run_threads
-from tests.helpers.harness import (
-    abstract_cost,
-    free_problem,
-    generated_code,
-    model_case,
-    random_strategy,
-    zero_strategy_of,
-)
+from tests.helpers.harness import abstract_cost, model_case, zero_strategy_of
+from tests.helpers.pipeline_harness import Layout, random_ends, random_pipeline
 
-__all__ = ["generated_code"]
-
-Row = tuple[str, str, str | tuple[str, ...], int]
-
-
-def recorded(
-    analysis: Analysis, program: StageProgram, cost: CostModel, batch: Mapping[str, Tensor],
-    local_rows: bool = False,
-) -> list[Counter[Row]]:  # fmt: skip
-    """The collectives that each thread rank records in one step."""
-    code, _ = load_code("stage_0.py", emit(differentiate(program)))
-    captured = analysis.program
-    inputs = {name: batch[info.path] for name, info in captured.inputs.items()}
-    constants = {name: compute() for name, compute in captured.constants.items()}
-    sizes = cost.mesh.sizes
-
-    def work(world: ThreadWorld) -> Counter[Row]:
-        at = cost.mesh.coordinate(world.rank)
-        stored = {p.name: _shard(p.shape, p.stored.shape) for p in program.parameters}
-        environment = Environment(torch.device("cpu"), world.make_groups(cost.mesh))
-        executor = Executor(
-            Pipeline.single(program, cost.mesh), world.rank, code, environment, constants
-        )
-        mine = inputs
-        if local_rows:
-            mine = {name: _own_rows(program, name, x, sizes, at) for name, x in inputs.items()}
-        with Recorder() as recorder:
-            executor.step(stored, mine, is_local=local_rows)
-        return Counter(
-            (c.kind, c.phase, c.axes[0] if len(c.axes) == 1 else c.axes, c.size_bytes)
-            for c in recorder.calls
-        )
-
-    found: list[Counter[Row]] = run_threads(work, cost.mesh.n_ranks)
-    return found
-
-
-def _shard(shape: tuple[int, ...], local: tuple[int, ...]) -> Tensor:
-    generator = torch.Generator().manual_seed(math.prod(shape))
-    values = torch.randn(local, dtype=torch.float64, generator=generator) * 0.3
-    return values.requires_grad_()
-
-
-def _own_rows(
-    program: StageProgram, name: str, whole: Tensor, sizes: tuple[int, ...], at: tuple[int, ...]
-) -> Tensor:
-    """The contiguous block of rows that a rank is given."""
-    item = next(d for d in program.delivered if d.source == name)
-    n_blocks = batch_shards(item, sizes)
-    return whole.chunk(n_blocks)[delivery.batch_index(item, sizes, at)]
-
-
-def mesh_of(program: StageProgram) -> LogicalMesh:
-    return abstract_cost(program.axis_sizes).mesh
-
-
-def predicted_rows(program: StageProgram, local_inputs: bool = False) -> Counter[Row]:
-    rows: Counter[Row] = Counter()
-    pipeline = Pipeline.single(program, mesh_of(program))
-    for c in collectives_of(pipeline, local_inputs=local_inputs):
-        rows[c.kind, c.phase, c.axis, c.size_bytes] += c.count
-    return rows
-
-
-@pytest.mark.parametrize("n_microbatches", [1, 4])
-@pytest.mark.parametrize("sizes", [(2,), (2, 2)])
-@pytest.mark.parametrize("model", ["mlp", "gpt2"])
-def test_recorded_collectives_are_the_predicted_ones(
-    model: str, sizes: tuple[int, ...], n_microbatches: int
-) -> None:
-    case, cost = model_case(model), abstract_cost(sizes)
-    problem = free_problem(model, sizes, n_microbatches)
-    for seed in range(4):
-        rng = random.Random(seed)
-        strategy = random_strategy(case.analysis, problem, n_microbatches, rng)
-        program = lower(case.analysis, strategy, cost)
-        wanted = predicted_rows(program)
-        assert recorded(case.analysis, program, cost, case.batch(seed)) == (
-            [wanted] * cost.mesh.n_ranks
-        )
+FAST, SLOW = Link(1e-6, 1e-9), Link(1e-4, 1e-7)
 
 
 @lru_cache
-def zero_strategy(model: str, stage: int, n_microbatches: int, n_ranks: int = 2) -> Strategy:
-    """Data parallelism with ZeRO `stage` for every parameter that can be sharded."""
-    analysis, cost = model_case(model).analysis, abstract_cost((n_ranks,))
+def zero_strategy(model: str, stage: int, n_microbatches: int) -> Strategy:
+    """Data parallelism on two ranks, with ZeRO `stage` where a parameter can be sharded."""
+    analysis, cost = model_case(model).analysis, abstract_cost((2,))
     return zero_strategy_of(analysis, cost, stage, n_microbatches)
 
 
-@pytest.mark.parametrize("n_microbatches", [1, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("model", ["mlp", "gpt2"])
-def test_recorded_collectives_of_zero(model: str, stage: int, n_microbatches: int) -> None:
-    case, cost = model_case(model), abstract_cost((2,))
-    strategy = zero_strategy(model, stage, n_microbatches)
-    program = lower(case.analysis, strategy, cost)
-    wanted = predicted_rows(program)
-    assert recorded(case.analysis, program, cost, case.batch(0)) == [wanted] * 2
-    kinds: Counter[tuple[str, str]] = Counter()
-    for (kind, phase, _, _), count in wanted.items():
-        kinds[kind, phase] += count
-    gathers, scatters = kinds["all_gather", "param_gather"], kinds["reduce_scatter", "grad_sync"]
-    # Small parameters of one dtype share a bucket; ZeRO-3 gathers those of a block together.
-    if stage < 3:
-        assert kinds["all_reduce", "grad_sync"] == (stage == 0)
-        assert gathers == (stage > 0)
-        assert scatters == {0: 0, 1: 1, 2: n_microbatches}[stage]
-    else:
-        # Three numbered layers; the two embeddings, a block, the last norm, and the head.
-        n_runs = {"mlp": 3, "gpt2": 5}[model]
-        n_again = sum(map(len, regathered(program).values()))
-        assert scatters == n_microbatches * n_runs
-        assert gathers == n_microbatches * (n_runs + n_again)
-        assert 0 < n_again < n_runs
-
-
-def test_own_rows_add_up_the_divisors() -> None:
-    case, cost = model_case("gpt2"), abstract_cost((2,))
-    program = lower(case.analysis, zero_strategy("gpt2", 0, 2), cost)
-    wanted = predicted_rows(program, local_inputs=True)
-    found = recorded(case.analysis, program, cost, case.batch(0), local_rows=True)
-    assert found == [wanted] * 2
-    extra = wanted - predicted_rows(program)
-    assert [(kind, phase, count) for (kind, phase, _, _), count in extra.items()] == (
-        [("all_reduce", "loss", 1)]
-    )
-
-
-def test_collectives_name_tensors_axes_and_the_stage() -> None:
-    case, cost = model_case("mlp"), abstract_cost((2, 2))
-    problem = free_problem("mlp", (2, 2), 1)
-    strategy = random_strategy(case.analysis, problem, 1, random.Random(3))
-    program = lower(case.analysis, strategy, cost)
-    rows = collectives_of(Pipeline.single(program, cost.mesh))
-    parameters = {p.name for p in program.parameters}
-    assert rows
-    for row in rows:
-        assert row.stage == 0
-        assert row.count >= 1
-        assert row.axis in ("dp", "tp", ("dp", "tp"))
-        if row.phase in ("param_gather", "grad_sync"):
-            assert set(row.tensor.split(", ")) <= parameters
-    assert sum(row.count for row in rows) == len(list(step_calls(program)))
+def one_stage(program: StageProgram, cost: CostModel, optimizer: str) -> Predicted:
+    return predict(Pipeline.single(program, cost.mesh), [cost], optimizer)
 
 
 def test_an_optimizer_with_collectives_of_its_own_is_refused() -> None:
     program = lower(model_case("mlp").analysis, zero_strategy("mlp", 0, 1), abstract_cost((2,)))
     with pytest.raises(NotSupportedError, match="adafactor"):
-        collectives_of(Pipeline.single(program, mesh_of(program)), "adafactor")
+        collectives_of(Pipeline.single(program, abstract_cost((2,)).mesh), "adafactor")
 
 
 def test_buckets_keep_order_keys_apart_and_the_bound() -> None:
@@ -217,10 +72,6 @@ def test_sizes_of_primitives() -> None:
     assert primitive_bytes("reduce_scatter", 8, 4) == (8, 2)
     assert primitive_bytes("all_to_all", 8, 4) == (8, 8)
     assert primitive_bytes("zero_pad", 8, 4) == (8, 32)
-
-
-def one_stage(program: StageProgram, cost: CostModel, optimizer: str) -> Predicted:
-    return predict(Pipeline.single(program, cost.mesh), [cost], optimizer)
 
 
 def test_a_step_is_compute_then_collectives_then_the_update() -> None:
@@ -274,3 +125,66 @@ def test_more_zero_is_less_memory_and_more_communication() -> None:
         assert zero.parts["parameters"] == plain.parts["parameters"] / 2
     assert zeros[-1].peak_bytes < plain.peak_bytes
     assert "converted" not in zeros[-1].parts
+
+
+def test_a_message_takes_as_long_as_its_slowest_rank() -> None:
+    between = link_between(Mesh((2, 2)), (SLOW, FAST))
+    pieces = [Piece(0, 1, 1000, "x"), Piece(0, 2, 1000, "x"), Piece(3, 2, 1000, "x")]
+    fast_s, slow_s = 1e-6 + 1e-6, 1e-4 + 1e-4
+    assert transfer_s(pieces[:1], between) == pytest.approx(fast_s)
+    # First rank 0 sends both pieces one by one, then rank 2 receives both one by one.
+    assert transfer_s(pieces[:2], between) == pytest.approx(fast_s + slow_s)
+    assert transfer_s(pieces[1:], between) == pytest.approx(slow_s + fast_s)
+    assert transfer_s([], between) == 0.0
+
+
+def random_stages(model: str, shapes: tuple[tuple[int, int], ...], seed: int) -> Pipeline:
+    """One microbatch; cut and placed at random."""
+    analysis, rng = model_case(model).analysis, random.Random(seed)
+    ends = random_ends(analysis.program, len(shapes), rng)
+    return random_pipeline(analysis, ends, Layout(shapes, 1), rng)
+
+
+def costs_of(pipeline: Pipeline) -> list[CostModel]:
+    return [CostModel(mesh, torch.float64) for mesh in pipeline.meshes]
+
+
+def test_a_pipeline_of_two_by_hand() -> None:
+    """With one microbatch nothing overlaps, so a step is the sum of its parts."""
+    pipeline = random_stages("mlp", ((1, 1), (1, 1)), 0)
+    costs = costs_of(pipeline)
+    found = predict(pipeline, costs, "sgd", lambda a, b: FAST, n_samples=16)
+    stages = [stage_times(p, c, "sgd") for p, c in zip(pipeline.stages, costs, strict=True)]
+    messages = Messages(pipeline)
+    sent = [transfer_s(messages.of(a), lambda a, b: FAST) for a in pipeline.schedule if a.is_send]
+    assert len(sent) == 2
+    assert sent[0] == pytest.approx(
+        sum(FAST.latency_s + c.sent.local.size_bytes * FAST.s_per_byte for c in pipeline.crossings)
+    )
+    loss_s = collective_time_s("all_reduce", 8, flat_group(2, FAST))
+    busy_s = [s.forward.total_s + s.of("backward").total_s for s in stages]
+    update_s = max(s.update_s for s in stages)
+    assert found.step_time_s == pytest.approx(sum(busy_s) + sum(sent) + loss_s + update_s)
+    assert found.compute_time_s == pytest.approx(max(busy_s))
+    assert found.exposed_comm_s == pytest.approx(sent[0] + loss_s)
+    assert found.samples_per_s == pytest.approx(16 / found.step_time_s)
+    flops = sum(getattr(line, "model_flops", 0) for p in pipeline.stages for line in p.body)
+    assert found.mfu == pytest.approx(flops / (2 * found.step_time_s))
+    assert found.bubble == pytest.approx(
+        1 - (sum(busy_s) + 2 * loss_s + sum(sent) + sum(s.update_s for s in stages))
+        / (2 * found.step_time_s)
+    )  # fmt: skip
+
+
+def test_slower_links_never_make_a_faster_step() -> None:
+    pipeline = random_stages("gpt2", ((2, 1), (1, 2), (1, 1)), 0)
+    costs = costs_of(pipeline)
+    fast, slow = (
+        predict(pipeline, costs, "adamw", lambda a, b, k=k: k)  # type: ignore[misc]
+        for k in (FAST, Link(1e2, 1e0))
+    )
+    assert fast.step_time_s < slow.step_time_s
+    assert fast.compute_time_s <= fast.step_time_s
+    assert 0 <= slow.bubble < 1
+    assert slow.peak_bytes == max(slow.peak_bytes_per_stage)
+    assert len(slow.peak_bytes_per_stage) == 3

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -14,16 +13,13 @@ from hypothesis import strategies as st
 from autopar.cost.simulate import PartWork, SplitBackward, StageTimes, TieTimes, Timeline, simulate
 from autopar.schedule import (
     ORDERS,
-    Action,
     Schedule,
-    Transfer,
     chain,
     interleaved,
     lower,
     one_f_one_b,
     parse_schedule,
     script_of,
-    start_times,
     zero_bubble,
 )
 from tests.helpers.strategies import schedules
@@ -55,25 +51,6 @@ def events_of(timeline: Timeline, action: str) -> tuple[float, float]:
     return next((e.start_s, e.end_s) for e in timeline.events if e.action == action)
 
 
-@pytest.mark.parametrize("order", ["gpipe", "1f1b"])
-@pytest.mark.parametrize(("n_stages", "n_microbatches"), [(2, 1), (2, 4), (4, 8), (3, 2)])
-def test_the_bubble_of_the_textbook(order: str, n_stages: int, n_microbatches: int) -> None:
-    stages = [stage(1.0, 2.0)] * n_stages
-    found = simulate(lowered(order, n_stages, n_microbatches), stages)
-    assert found.step_time_s == pytest.approx(3 * (n_stages + n_microbatches - 1))
-    assert found.bubble == pytest.approx((n_stages - 1) / (n_microbatches + n_stages - 1))
-    adds_up(found)
-
-
-def test_the_bubble_of_interleaved_chunks() -> None:
-    for p, v, rounds in [(2, 2, 1), (4, 2, 2), (3, 4, 2), (1, 3, 2), (4, 1, 2)]:
-        m = rounds * p
-        found = simulate(interleaved(p, v, m), [stage(1.0, 2.0)] * (p * v))
-        assert found.step_time_s == pytest.approx(3 * (v * m + p - 1))
-        assert found.bubble == pytest.approx((p - 1) / (v * m + p - 1))
-        adds_up(found)
-
-
 def test_parts_of_a_backward() -> None:
     whole = stage(1.0, 3.0)
     halves = replace(whole, backward=SplitBackward(PartWork(1.5), PartWork(1.5)))
@@ -83,11 +60,6 @@ def test_parts_of_a_backward() -> None:
     # A schedule that does not split backward runs the sum of its parts.
     plain = simulate(lowered("1f1b", 4, 8), [whole] * 4)
     assert simulate(lowered("1f1b", 4, 8), [halves] * 4).step_time_s == plain.step_time_s
-
-
-def test_an_unsplit_backward_has_no_parts() -> None:
-    with pytest.raises(AssertionError, match="needs a backward in two parts"):
-        simulate(zero_bubble(2, 2), [stage(1.0, 2.0)] * 2)
 
 
 def test_one_stage_is_the_sum() -> None:
@@ -168,16 +140,6 @@ def test_the_bubble_weighs_stages_by_their_ranks() -> None:
     assert found.busiest.compute_s == 6.0
 
 
-def test_a_thousand_devices_worth_of_steps() -> None:
-    """As for 1T parameters on 3,072 devices: 64 stages and 512 microbatches."""
-    found = simulate(one_f_one_b(64, 512), [stage(1.0, 2.0)] * 64, 0.0)
-    assert found.step_time_s == 3 * (64 + 512 - 1)
-    steps = [step for row in found.record.script.rows for step in row]
-    assert sum(step.compute is not None for step in steps) == 2 * 64 * 512
-    assert sum(len(starts) for starts in found.record.starts) == len(steps)
-    assert len(found.record.arrived_at) == 2 * 63 * 512
-
-
 SHARES = st.floats(0.0, 0.9)
 
 
@@ -244,29 +206,7 @@ def lane_of(timeline: Timeline, lane: str) -> list[tuple[int, float, float]]:
     return [(e.device, e.start_s, e.end_s) for e in timeline.events if e.lane == lane]
 
 
-@hypothesis.given(st.floats(0, 9), st.integers(1, 9), SHARES, st.floats(0, 9), SHARES)
-def test_more_sync_never_makes_a_faster_step(
-    sync_s: float, n_buckets: int, slowdown: float, more_s: float, slower: float
-) -> None:
-    fields = {"n_sync_buckets": n_buckets, "overlap_slowdown_fraction": slowdown}
-    found = one_device(2, sync_s=sync_s, **fields)
-    more = one_device(2, sync_s=sync_s + more_s, **fields)
-    fields["overlap_slowdown_fraction"] = slowdown + slower
-    slow = one_device(2, sync_s=sync_s, **fields)
-    fewer = one_device(2, sync_s=sync_s, n_sync_buckets=1)
-    free = one_device(2)
-    assert free.step_time_s - 1e-9 <= found.step_time_s <= more.step_time_s + 1e-9
-    assert found.step_time_s <= slow.step_time_s + 1e-9
-    if not slowdown:
-        assert found.step_time_s <= fewer.step_time_s + 1e-9
-    for timeline in (found, more, slow, fewer):
-        adds_up(timeline)
-
-
-# Some stages also send past their neighbour.
-SKIPS = (frozenset[Transfer](), frozenset({Transfer(0, 3)}), frozenset({Transfer(1, 3, False)}))
 SECONDS = st.floats(0.1, 10.0)
-FOUR_STAGES = st.lists(st.tuples(SECONDS, SECONDS), min_size=4, max_size=4)
 
 
 def durations(draw: st.DataObject, schedule: Schedule) -> list[StageTimes]:
@@ -300,58 +240,3 @@ def test_messages_need_not_be_written_out(
         assert sum(e.lane == "p2p" for e in timeline.events) == kept.n_messages
     free = simulate(schedule, stages)
     assert free.step_time_s <= min(found.step_time_s, as_made.step_time_s) + 1e-9
-
-
-@hypothesis.settings(deadline=None, max_examples=60)
-@hypothesis.given(
-    st.sampled_from(sorted(ORDERS)), st.integers(1, 6), FOUR_STAGES, SECONDS, st.sampled_from(SKIPS)
-)
-def test_what_holds_for_any_durations(
-    order: str,
-    n_microbatches: int,
-    times: Sequence[tuple[float, float]],
-    message_s: float,
-    skips: frozenset[Transfer],
-) -> None:
-    plain = ORDERS[order](4, n_microbatches)
-    schedule = lower(plain, chain(4) | skips)
-    stages = [stage(*t, comm_s=0.1) for t in times]
-
-    def own_s(action: Action) -> float:
-        return 0.1 + times[action.stage][action.kind == "backward"]
-
-    free = simulate(schedule, stages)
-    slow = simulate(schedule, stages, lambda action: message_s)
-    starts = start_times(plain, own_s)
-    bound_s = max(
-        start + own_s(action)
-        for line, actions in zip(starts, plain.stages, strict=True)
-        for start, action in zip(line, actions, strict=True)
-    )
-    assert bound_s <= free.step_time_s + 1e-9
-    assert free.step_time_s <= slow.step_time_s + 1e-9
-    assert all(s.waited_s == 0 for s in free.devices)
-    for timeline in (free, slow):
-        adds_up(timeline)
-        lanes = Counter(e.lane for e in timeline.events)
-        assert lanes["compute"] == lanes["collectives"] == sum(a.is_compute for a in schedule)
-        assert lanes["p2p"] == sum(a.is_send for a in schedule)
-        # A stage waits at most for one message per action.
-        assert all(s.waited_s <= len(schedule.stages[0]) * message_s for s in timeline.devices)
-
-
-@pytest.mark.parametrize("order", sorted(ORDERS))
-def test_posted_sends_take_no_longer_than_blocking_ones(order: str) -> None:
-    """With backward = 2 forward and a skip over four stages (see `schedule/lowering.py`)."""
-    schedule = lower(ORDERS[order](4, 8), chain(4) | {Transfer(0, 3)})
-
-    def own_s(action: Action) -> float:
-        return {"forward": 1.0, "backward": 2.0}.get(action.kind, 0.0)
-
-    blocking_s = max(
-        start + own_s(action)
-        for line, actions in zip(start_times(schedule, own_s), schedule.stages, strict=True)
-        for start, action in zip(line, actions, strict=True)
-    )
-    found = simulate(schedule, [stage(1.0, 2.0)] * 4)
-    assert 33.0 <= found.step_time_s <= blocking_s

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import autopar
 from autopar import OptionError, Plan
 from autopar.cost.simulate import Event, PartWork, SplitBackward, StageTimes, Timeline, simulate
-from autopar.schedule import Action, in_flight, interleaved, one_f_one_b, zero_bubble
+from autopar.schedule import in_flight, interleaved, one_f_one_b, zero_bubble
 from tests.helpers.jobs import machine
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -201,17 +201,6 @@ def test_a_plan_is_simulated_as_it_was_priced(n_stages: int) -> None:
     bytes_held = [size_bytes for _, size_bytes in timeline.memory(0)]
     assert 0 < min(bytes_held) < max(bytes_held)
     assert bytes_held[0] == pytest.approx(bytes_held[-1])
-
-
-def test_a_plan_on_a_slow_machine(tmp_path: Path) -> None:
-    plan = planned(2)
-    before_s = plan.simulate().step_time_s
-    assert plan.simulate(slow=(1, 2.0)).step_time_s > before_s
-    assert plan.simulate(jitter=(0.2, 3)).step_time_s > before_s
-    with pytest.raises(OptionError, match="not one of 2 devices"):
-        plan.simulate(slow=(5, 2.0))
-    plan.simulate().to_svg(tmp_path / "plan.svg")
-    assert str(Action("forward", 0, 0)) in (tmp_path / "plan.svg").read_text()
 
 
 def test_a_device_is_at_it_from_its_first_event_to_its_last() -> None:

@@ -1,0 +1,163 @@
+"""Collectives and messages of a step: what every thread rank records is what is predicted."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections import Counter
+from collections.abc import Callable, Iterable
+from functools import lru_cache
+
+import pytest
+
+from autopar.cost.price import collectives_of
+from autopar.passes.lowering import lower
+from autopar.program import Collective, Pipeline, Strategy, rank_collectives, regathered
+from autopar.runtime.groups import CollectiveCall, Recorder
+from tests.helpers.harness import abstract_cost, generated_code, model_case, zero_strategy_of
+from tests.helpers.nightly import sampled
+from tests.helpers.pipeline_harness import Layout, Shapes, random_ends, random_pipeline
+from tests.helpers.ranks import Rank, named_inputs, pipeline_step, random_parameters, run_ranks
+
+__all__ = ["generated_code"]
+
+Row = tuple[str, str, str | tuple[str, ...], int]
+SHAPES: tuple[Shapes, ...] = (
+    ((1, 2),),
+    ((2, 2),),
+    ((1, 2), (1, 2)),
+    ((1, 1), (1, 3)),
+    ((2, 2), (1, 1)),
+    ((2, 1), (1, 2), (1, 1)),
+    ((1, 1),) * 4,
+)
+MODELS, ORDERS = ("mlp", "gpt2", "llama"), (("gpipe", 1), ("gpipe", 4), ("1f1b", 4))
+EVERY = list(itertools.product(MODELS, SHAPES, ORDERS))
+# Every shape once, with models and orders in turn.
+FEW = [(MODELS[i % 3], shapes, ORDERS[(i + i // 3) % 3]) for i, shapes in enumerate(SHAPES)]
+
+
+def drawn(
+    model: str, shapes: Shapes, n_microbatches: int, seed: int, order: str = "1f1b"
+) -> Pipeline:
+    analysis = model_case(model).analysis
+    rng = random.Random(seed)
+    ends = random_ends(analysis.program, len(shapes), rng)
+    return random_pipeline(analysis, ends, Layout(shapes, n_microbatches, order), rng)
+
+
+def first_with(wanted: Callable[[Pipeline], bool], model: str, shapes: Shapes) -> Pipeline:
+    """The first drawn pipeline that has what a test needs."""
+    pipelines = (drawn(model, shapes, 2, seed) for seed in range(40))
+    pipeline = next((p for p in pipelines if wanted(p)), None)
+    assert pipeline is not None, "no drawn pipeline has it"
+    return pipeline
+
+
+def predicted_rows(rows: Iterable[Collective]) -> Counter[Row]:
+    counts: Counter[Row] = Counter()
+    for c in rows:
+        counts[c.kind, c.phase, c.axis, c.size_bytes] += c.count
+    return counts
+
+
+def recorded_rows(calls: Iterable[CollectiveCall]) -> Counter[Row]:
+    return Counter(
+        (c.kind, c.phase, c.axes[0] if len(c.axes) == 1 else c.axes, c.size_bytes) for c in calls
+    )
+
+
+def check(model: str, pipeline: Pipeline) -> None:
+    """Of every rank, and of the first rank of each stage as a plan lists them."""
+    case = model_case(model)
+    _, calls = pipeline_step(case.analysis.program, pipeline, case.batch(0), 0)
+    for rank, of_rank in enumerate(calls):
+        assert recorded_rows(of_rank) == predicted_rows(rank_collectives(pipeline, rank)), rank
+    firsts = [calls[mesh.first_rank] for mesh in pipeline.meshes]
+    total = predicted_rows(collectives_of(pipeline))
+    assert total == sum(map(recorded_rows, firsts), Counter())
+
+
+@pytest.mark.parametrize(("model", "shapes", "order"), sampled(EVERY, FEW))
+def test_random_placements(model: str, shapes: Shapes, order: tuple[str, int]) -> None:
+    check(model, drawn(model, shapes, order[1], order[1] // 4, order[0]))
+
+
+def test_ties_and_skips() -> None:
+    check("gpt2", first_with(lambda p: bool(p.ties), "gpt2", ((2, 1), (1, 2), (1, 1))))
+    skips = first_with(
+        lambda p: any(c.target - c.source > 1 for c in p.crossings), "llama", ((1, 1),) * 4
+    )
+    check("llama", skips)
+
+
+@lru_cache
+def zero_pipeline(model: str, stage: int, n_microbatches: int) -> Pipeline:
+    """Data parallelism on two ranks, with ZeRO `stage` where a parameter can be sharded."""
+    analysis, cost = model_case(model).analysis, abstract_cost((2,))
+    strategy: Strategy = zero_strategy_of(analysis, cost, stage, n_microbatches)
+    return Pipeline.single(lower(analysis, strategy, cost), cost.mesh)
+
+
+@pytest.mark.parametrize("n_microbatches", [1, 4])
+@pytest.mark.parametrize("stage", [0, 1, 2, 3])
+@pytest.mark.parametrize("model", ["mlp", "gpt2"])
+def test_zero(model: str, stage: int, n_microbatches: int) -> None:
+    pipeline = zero_pipeline(model, stage, n_microbatches)
+    check(model, pipeline)
+    (program,) = pipeline.stages
+    rows = collectives_of(pipeline)
+    kinds: Counter[tuple[str, str]] = Counter()
+    for row in rows:
+        kinds[row.kind, row.phase] += row.count
+    gathers, scatters = kinds["all_gather", "param_gather"], kinds["reduce_scatter", "grad_sync"]
+    # Small parameters of one dtype share a bucket; ZeRO-3 gathers those of a block together.
+    if stage < 3:
+        assert kinds["all_reduce", "grad_sync"] == (stage == 0)
+        assert gathers == (stage > 0)
+        assert scatters == {0: 0, 1: 1, 2: n_microbatches}[stage]
+    else:
+        # Three numbered layers; the two embeddings, a block, the last norm, and the head.
+        n_runs = {"mlp": 3, "gpt2": 5}[model]
+        n_again = sum(map(len, regathered(program).values()))
+        assert scatters == n_microbatches * n_runs
+        assert gathers == n_microbatches * (n_runs + n_again)
+        assert 0 < n_again < n_runs
+    named = {name for row in rows if row.phase == "grad_sync" for name in row.tensor.split(", ")}
+    assert named == {p.name for p in program.parameters}
+
+
+def test_own_rows_add_up_the_divisors() -> None:
+    case, pipeline = model_case("gpt2"), zero_pipeline("gpt2", 0, 2)
+    program = case.analysis.program
+    inputs = named_inputs(program, case.batch(0))
+
+    def work(rank: Rank) -> Counter[Row]:
+        own = {name: value.chunk(2)[rank.world.rank] for name, value in inputs.items()}
+        with Recorder() as recorder:
+            rank.executor.step(rank.stored, own, is_local=True)
+        return recorded_rows(recorder.calls)
+
+    wanted = predicted_rows(collectives_of(pipeline, local_inputs=True))
+    assert run_ranks(program, pipeline, random_parameters(program, 0), work) == [wanted] * 2
+    extra = wanted - predicted_rows(collectives_of(pipeline))
+    assert [(kind, phase, count) for (kind, phase, _, _), count in extra.items()] == (
+        [("all_reduce", "loss", 1)]
+    )
+
+
+def test_rows_of_a_pipeline_are_named() -> None:
+    pipeline = first_with(lambda p: bool(p.ties), "gpt2", ((1, 2), (1, 2)))
+    rows = collectives_of(pipeline)
+    sent = [r for r in rows if (r.kind, r.phase) == ("send", "p2p")]
+    assert {r.tensor for r in sent} == {c.sent.key for c in pipeline.crossings}
+    # Activations from stage 0, their gradients from stage 1, for both microbatches.
+    with_gradient = {c.sent.key for c in pipeline.crossings if c.has_grad}
+    assert {r.tensor for r in sent if r.stage == 1} == with_gradient
+    assert all(r.axis == "pp" and r.count % 2 == 0 for r in sent)
+    tied = [(r.stage, r.tensor) for r in rows if (r.kind, r.phase) == ("send", "grad_sync")]
+    assert set(tied) == set(pipeline.ties[0].places)
+    loss = [r for r in rows if r.axis == "world"]
+    assert [(r.kind, r.phase, r.stage, r.count, r.size_bytes) for r in loss] == [
+        ("all_reduce", "loss", stage, 1, 8) for stage in range(2)
+    ]
