@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import json
 import re
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -30,14 +29,17 @@ Raw = dict[str, Any]
 
 
 def at(place: str, value: Any) -> Callable[[Raw], None]:
-    """Sets the value at a place such as `stages.0.axes.dp`."""
+    """Sets the value at a place such as `stages.0.axes.dp`; `...` removes it."""
 
     def edit(raw: Raw) -> None:
         *parents, last = place.split(".")
         holder: Any = raw
         for key in parents:
             holder = holder[int(key)] if isinstance(holder, list) else holder[key]
-        holder[int(last) if isinstance(holder, list) else last] = value
+        if value is ...:
+            holder.pop(last)
+        else:
+            holder[int(last) if isinstance(holder, list) else last] = value
 
     return edit
 
@@ -84,6 +86,23 @@ WRONG: dict[str, tuple[str, Any, str]] = {
     "a link's fields": ("mesh.links.0", [1.0], "mesh.links[0] is a list of 1; expected a list of"),
     "another mesh": ("mesh.shape", [1, 4], "stages hold 2 ranks, the mesh has 4"),
     "a placement": ("stages.0.parameters", {"up.bias": 1}, "stages[0].parameters['up.bias'] is 1"),
+    "a newline in a name": ("stages.0.operators", {"/relu#0\nimport os": "I"}, "one line of text"),
+    "a newline in a text": ("stages.0.operators", {"/relu#0": "I R ->\nI R"}, "one line of text"),
+    "a newline of a model": ("model", "A\nB", "model is 'A\\nB'; expected one line"),
+    "an axis that is no name": ("stages.0.axes", {"dp": 1, "t p": 2}, "stages[0].axes is 't p'"),
+    "no microbatch": ("microbatches", 0, "microbatches is 0; expected"),
+    "another version": ("version", 99, "version 99"),
+    "an unknown key": ("code", "import os", "unknown keys ['code']"),
+    "a missing key": ("stages", ..., "missing keys ['stages']"),
+    "an unknown key of a stage": ("stages.0.code", "x", "unknown keys ['code']"),
+    "a missing key of a stage": ("stages.0.operators", ..., "missing keys ['operators']"),
+    "a missing boundary": ("stages.0.received", ..., "missing keys ['received']"),
+    "a table that is none": ("stages.0.operators", [1], "operators is a list of 1"),
+    "a boundary that is none": ("stages.0.sent", [1], "stages[0].sent is a list of 1;"),
+    "no stage": ("stages", [], "stages is a list of 0; expected"),
+    "stages that are none": ("stages", [1], "stages[0] is 1; expected"),
+    "where a stage begins": ("stages.0.begins_at", 3, "stages[0].begins_at is 3; expected"),
+    "another schedule": ("schedule", "2f2b", "'2f2b'; expected one of 1f1b"),
 }  # fmt: skip
 
 
@@ -118,6 +137,8 @@ BROKEN = {
     ),
     "the end is missing": (PLAN.encode()[:-20], "is not JSON"),
     "a list": (b"[]", "the document is a list of 0"),
+    "nothing": (b"", "is not JSON"),
+    "keys that are missing": (b'{"version": 1}', "missing keys"),
 }
 
 
@@ -126,10 +147,8 @@ def test_a_broken_document_is_refused(name: str, tmp_path: Path) -> None:
     content, message = BROKEN[name]
     file = tmp_path / "plan.json"
     file.write_bytes(content)
-    start = time.process_time()
     with pytest.raises(PlanError, match=re.escape(message)) as refusal:
         Plan.load(file)
-    assert time.process_time() - start < 5
     assert "plan.json" in str(refusal.value)
 
 
