@@ -233,24 +233,6 @@ def test_fewer_microbatches_than_stages_work(schedule: str) -> None:
     assert report.plan.schedule == schedule
 
 
-UNBUILT: dict[str, tuple[Callable[[], Any], str]] = {
-    "schedule": (lambda: plan(schedule="interleaved"), "schedule='interleaved'"),
-    "optimizer": (lambda: plan(optimizer="adafactor"), "optimizer='adafactor'"),
-    "cp": (lambda: plan(manual=Manual(cp=2)), r"Manual\.cp=2"),
-    "ep": (lambda: plan(manual=Manual(ep=2)), r"Manual\.ep=2"),
-    "interleave": (lambda: plan(manual=Manual(interleave=2)), r"Manual\.interleave=2"),
-}
-
-
-@pytest.mark.parametrize("name", UNBUILT)
-def test_options_that_are_not_built_are_named(name: str) -> None:
-    ask, option = UNBUILT[name]
-    with pytest.raises(
-        NotSupportedError, match=rf"{option}.* is not supported yet[\s\S]*hint: use"
-    ):
-        ask()
-
-
 def test_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(MeshError, match=r"torchrun --nproc-per-node[\s\S]*autopar\.launch\(fn, N"):
