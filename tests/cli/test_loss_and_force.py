@@ -95,24 +95,3 @@ def test_scaling_takes_no_loss(run: Run) -> None:
     Path("config.json").write_text(json.dumps({"model_type": "gpt2"}))
     message = refused(run("simulate", "config.json", "--scale", "--seq", "8", *LOSS))
     assert "--loss: --scale makes no plan" in message
-
-
-def forced(run: Run, *pins: str) -> Result:
-    texts = [word for pin in pins for word in ("--force", pin)]
-    return run("plan", "small:mlp", *LOSS, *MESH, *texts)
-
-
-@pytest.mark.parametrize("axis", ["dp", "tp"])
-def test_a_pin_chooses_the_view(run: Run, axis: str) -> None:
-    found = good(forced(run, f"0.weight=S(0)@{axis}"))
-    sizes = found["stages"][0]["axes"]
-    assert sizes[axis] == 2
-    stored = found["stages"][0]["parameters"]["0.weight"].split()[: len(sizes)]
-    assert dict(zip(sizes, stored, strict=True))[axis] == "S(0)"
-
-
-def test_pins_that_no_view_honours(run: Run) -> None:
-    message = refused(forced(run, "0.weight=S(0)@tp", "2.weight=S(0)@dp"))
-    assert "no view of the mesh" in message
-    assert "0.weight" in message
-    assert "2.weight" in message

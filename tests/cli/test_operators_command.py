@@ -180,13 +180,3 @@ def test_a_call_that_its_rule_refuses() -> None:
     assert not result.ok
     assert result.data["missing"] == ["aten.embedding.default"]
     assert "sparse gradients of an embedding are not supported" in result.text
-
-
-def test_wrong_use() -> None:
-    for flags, message in (
-        (("--fallback", "hope"), "fallback is one of"),
-        (("--mesh", "two"), "'two' is not a mesh"),
-    ):
-        result = run(of("words"), *flags)
-        assert result.exit_code == shell.WRONG_USE
-        assert message in result.stderr
