@@ -22,6 +22,7 @@ from autopar.cost.hardware import flat_group, load_profile, resolve
 from autopar.cost.laws import collective_time_s
 from autopar.errors import CalibrationError, OptionError
 from autopar.mesh import Link, Mesh
+from tests.helpers.nightly import nightly
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv")
 CPU_MACHINE = LocalMachine("a CPU", False, 2, 16 << 30, 300 << 20)
@@ -235,6 +236,7 @@ def test_group_sizes_that_cannot_be_measured_are_refused() -> None:
         calibrate([1])
 
 
+@nightly
 def test_this_machine(tmp_path: Path) -> None:
     """Measure a profile, save it, load it, resolve it, and plan with it."""
     phases: list[str] = []

@@ -14,6 +14,7 @@ from autopar.cost.hardware import load_profile
 from autopar.runtime.launch import WorkerPool
 from examples import validate_local
 from examples.validate_local import Measured, Training, rank_correlation, verdict
+from tests.helpers.nightly import nightly
 
 ROW = Measured("GPT-2", 2, "dp", 0.1, (0.1, 0.09, 0.2), (100.0, 50.0), (99.0, 55.0))
 
@@ -26,6 +27,7 @@ def one_plan() -> Measured:
     return training.described()
 
 
+@nightly
 def test_peaks_of_a_plan_that_runs(workers: Callable[[int], WorkerPool]) -> None:
     for row in workers(2).run(one_plan):
         assert (row.model, row.n_ranks, row.plan) == ("Llama", 2, "tp")
@@ -41,6 +43,7 @@ def products_alone() -> tuple[float, float]:
     return yardstick.described().predicted_s, yardstick.step_time_s()
 
 
+@nightly
 def test_yardstick(workers: Callable[[int], WorkerPool]) -> None:
     flops = 8 * 2 * math.prod(validate_local.YARDSTICK)
     rate = load_profile("cpu-local").rates_flops_per_s()["float32"]

@@ -21,7 +21,6 @@ from autopar.cost.hardware import (
     resolve,
 )
 from autopar.cost.hardware.profile import DEFAULTS
-from autopar.cost.laws.formulas import alpha, beta, formula, gamma, n, on_one_level, p
 from autopar.errors import NotSupportedError, OptionError
 from autopar.mesh import Device, Link, Mesh
 

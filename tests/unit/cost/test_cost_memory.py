@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import pytest
 import torch
-from hypothesis import given
-from hypothesis import strategies as st
 
 from autopar.cost.hardware import flops_per_s, resolve
 from autopar.cost.laws import op_time_s

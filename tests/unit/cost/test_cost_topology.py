@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost.hardware import LinkGroup, even_group, flat_group, group_on
+from autopar.cost.hardware import LinkGroup, flat_group, group_on
 from autopar.cost.hardware.topology import group_of
 from autopar.cost.laws import CostModel
-from autopar.cost.laws.formulas import SYMBOLS, formula
 from autopar.mesh import Device, Link, LogicalMesh, Mesh, factored_view
 
 SLOW, FAST = Link(1e-5, 1e-9), Link(1e-6, 1e-11)

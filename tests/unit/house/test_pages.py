@@ -9,6 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from tests.helpers.nightly import nightly
 from tests.helpers.pages import (
     ROOT,
     USAGE_ERROR,
@@ -27,6 +28,8 @@ PAGES = [
 ]
 # The README's snippet is pasted (`test_docs.py`).
 RUN = [p for p in PAGES[1:] if any(b.kind in ("python", "console") for b in blocks_of(p))]
+# They plan or train for seconds.
+SLOW = ("calibrate.md", "constrain.md", "megatron.md", "plan.md", "train.md")
 
 
 def name_of(page: Path) -> str:
@@ -45,7 +48,9 @@ def alone(registry: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> It
         dist.destroy_process_group()
 
 
-@pytest.mark.parametrize("page", RUN, ids=name_of)
+@pytest.mark.parametrize(
+    "page", [pytest.param(p, marks=nightly) if p.name in SLOW else p for p in RUN], ids=name_of
+)
 def test_a_page_prints_what_it_shows(page: Path, alone: Path) -> None:
     for shown in run(page, alone):
         where = f"{page}:{shown.block.line}"

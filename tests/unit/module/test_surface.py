@@ -46,25 +46,17 @@ def made() -> tuple[Any, Any]:
     return model, autopar.parallelize(model, (1, 1), X)
 
 
-def test_plain_data_is_the_models() -> None:
+def test_plain_data_is_the_models_and_parts_are_not_shown() -> None:
     model, module = made()
     assert module.config is model.config
     assert (module.beta, module.gain) == (0.5, 2.0)
     assert module.stream is not model.stream
-
-
-def test_methods_are_refused_even_to_hasattr() -> None:
-    _, module = made()
+    assert not hasattr(module, "unknown")
     with pytest.raises(NotSupportedError, match="part or method of"):
         hasattr(module, "helper")
-
-
-@pytest.mark.parametrize("name", ["act", "device"])
-def test_parts_are_not_shown(name: str) -> None:
-    _, module = made()
-    with pytest.raises(AttributeError, match=f"has no `{name}`: it is a part or method of"):
-        getattr(module, name)
-    assert not hasattr(module, "unknown")
+    for name in ("act", "device"):
+        with pytest.raises(AttributeError, match=f"has no `{name}`: it is a part or method of"):
+            getattr(module, name)
 
 
 @pytest.mark.filterwarnings("ignore:.*captured again")
@@ -79,15 +71,11 @@ def test_setting_changes_the_next_step(name: str, value: float) -> None:
     assert module.step(**X) != before
 
 
-def test_other_names_stay_here() -> None:
+def test_other_names_stay_here_and_parts_cannot_be_set() -> None:
     model, module = made()
     module.my_note = 1
     assert module.my_note == 1
     assert not hasattr(model, "my_note")
-
-
-def test_a_part_cannot_be_set() -> None:
-    _, module = made()
     with pytest.raises(NotSupportedError, match="a new module `head` in a parallel module"):
         module.head = nn.Linear(4, 4)
 

@@ -7,7 +7,6 @@ that none is left waiting. Killed workers are tested in `tests/runtime/test_runt
 from __future__ import annotations
 
 import inspect
-import multiprocessing
 import re
 from collections.abc import Callable
 from typing import Any
@@ -22,7 +21,6 @@ from autopar import (
     BatchError,
     CaptureError,
     InfeasibleError,
-    LaunchError,
     Manual,
     MeshError,
     MissingRuleError,
@@ -326,14 +324,3 @@ def test_every_rank_raises_the_same(name: str, workers: Pool) -> None:
     assert all(kind == first_kind and first in message for kind, message in others)
     assert first_kind == wanted.__name__ or wanted is AutoparError
     assert re.search(pattern, first), first
-
-
-def raise_uncaught(name: str) -> None:
-    JOBS[name][0]()
-
-
-def test_what_a_job_raises_ends_it_and_reaches_the_caller() -> None:
-    before = set(multiprocessing.active_children())
-    with pytest.raises(LaunchError, match=r"rank 0 of 1 raised[\s\S]*MeshError: the mesh \(1, 4\)"):
-        autopar.launch(raise_uncaught, 1, "a world of another size")
-    assert set(multiprocessing.active_children()) <= before
