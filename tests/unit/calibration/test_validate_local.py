@@ -52,19 +52,6 @@ def test_yardstick(workers: Callable[[int], WorkerPool]) -> None:
         assert time_s > 0
 
 
-def test_errors_of_a_row() -> None:
-    assert ROW.time_s == 0.1
-    assert ROW.time_error == 0.0
-    assert ROW.memory_error == pytest.approx(50 / 55 - 1)
-
-
-@pytest.mark.parametrize(("load", "warns"), [(0.1, False), (7.5, True)])
-def test_a_busy_machine_is_told(load: float, warns: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("os.getloadavg", lambda: (load, 0.0, 0.0))
-    monkeypatch.setattr("os.cpu_count", lambda: 2)
-    assert ("load 7.5 on 2 cores" in validate_local.other_work()) is warns
-
-
 def test_rank_correlation_sees_order_only() -> None:
     values = [0.1, 0.4, 0.2, 0.9]
     assert rank_correlation(values, [math.exp(v) for v in values]) == pytest.approx(1.0)

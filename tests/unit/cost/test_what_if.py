@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from typer.testing import CliRunner
 
 import autopar
-from autopar.cli import WRONG_USE, app
+from autopar.cli import app
 from autopar.cost.hardware import (
-    PROFILE_FOLDER,
     available_profiles,
     changed,
     doublings,
@@ -24,6 +23,7 @@ from autopar.cost.hardware import (
 )
 from autopar.cost.hardware.what_if import Change
 from autopar.errors import OptionError
+from tests.helpers.commands import good, refused
 from tests.helpers.models.tiny_model import Tiny, batch
 
 ALL_TWICE_AS_FAST = (
@@ -134,16 +134,6 @@ def test_explicit_links_have_no_profile_to_change() -> None:
         autopar.plan(Tiny(), mesh, batch()).what_if("device.launch_s=2x")
 
 
-def test_a_plan_on_a_profile_of_ones_own_finds_it_again(tmp_path: Path) -> None:
-    measured = tmp_path / "measured.toml"
-    measured.write_text((PROFILE_FOLDER / "h100-sxm.toml").read_text())
-    made = autopar.plan(Tiny(), autopar.Mesh((1, 2), hardware=str(measured)), batch())
-    made.save(tmp_path / "plan.json")
-    loaded = autopar.Plan.load(tmp_path / "plan.json").bind(Tiny())
-    assert loaded.predicted == made.predicted
-    assert loaded.what_if("device.launch_s=2x").predicted.step_time_s > made.predicted.step_time_s
-
-
 TINY = (
     "simulate", f"{__name__}:tiny", "--mesh", "2x1", "--hardware", "h100-sxm", "--stages",
     "up@1;down@1x1", "--microbatches", "2",
@@ -154,16 +144,10 @@ def run(*words: str) -> Any:
     return CliRunner().invoke(app, list(words), prog_name="autopar")
 
 
-def refused(*words: str) -> str:
-    result = run(*words)
-    assert (result.exit_code, result.stdout) == (WRONG_USE, ""), result.output
-    return result.stderr
-
-
 def test_simulate_writes_what_it_draws(tmp_path: Path) -> None:
     drawing, trace = tmp_path / "step.svg", tmp_path / "step.json"
     words = ("--svg", str(drawing), "--trace", str(trace), "--scale")
-    found = json.loads(run(*TINY, *words, "--what-if", "device.launch_s=0x", "--json").stdout)
+    found = good(run(*TINY, *words, "--what-if", "device.launch_s=0x", "--json"))
     assert found["written"] == [str(drawing), str(trace)]
     assert drawing.read_text().startswith("<svg ")
     assert json.loads(trace.read_text())["traceEvents"]
@@ -179,8 +163,8 @@ def test_simulate_writes_what_it_draws(tmp_path: Path) -> None:
 
 
 def test_a_slow_stage_and_jitter_make_a_step_longer() -> None:
-    plain = json.loads(run(*TINY, "--json").stdout)
-    slow = json.loads(run(*TINY, "--slow", "1:2.5", "--jitter", "0.2:7", "--json").stdout)
+    plain = good(run(*TINY, "--json"))
+    slow = good(run(*TINY, "--slow", "1:2.5", "--jitter", "0.2:7", "--json"))
     assert slow["step_time_s"] > plain["step_time_s"]
     assert slow["stages"][1]["compute_s"] > 2.5 * plain["stages"][1]["compute_s"]
     assert slow["stages"][0]["compute_s"] <= 1.2 * plain["stages"][0]["compute_s"]
@@ -210,12 +194,12 @@ def test_the_text_has_a_row_per_stage_and_machine() -> None:
     ],
 )
 def test_wrong_use_of_simulate(words: tuple[str, ...], said: str) -> None:
-    assert said in refused(*TINY, *words)
+    assert said in refused(run(*TINY, *words))
 
 
 def test_a_plan_file_needs_its_model(tmp_path: Path, plan: autopar.Plan) -> None:
     path = tmp_path / "plan.json"
     plan.save(path)
-    assert f"autopar simulate {path} --model MODEL" in refused("simulate", str(path))
-    found = json.loads(run("simulate", str(path), "--model", f"{__name__}:tiny", "--json").stdout)
+    assert f"autopar simulate {path} --model MODEL" in refused(run("simulate", str(path)))
+    found = good(run("simulate", str(path), "--model", f"{__name__}:tiny", "--json"))
     assert found["step_time_s"] == plan.predicted.step_time_s

@@ -204,6 +204,7 @@ def test_a_plan_carries_the_figures_of_ones_own_profile(tmp_path: Path) -> None:
     assert json.loads(text)["mesh"]["hardware"] == "our box"
     loaded = Plan.load(tmp_path / "plan.json").bind(Tiny())
     assert loaded.predicted == made.predicted
+    assert loaded.what_if("device.launch_s=2x").predicted.step_time_s > made.predicted.step_time_s
 
 
 def test_a_mesh_of_ones_own_profile_fits_its_plan(tmp_path: Path) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from collections.abc import Callable
 from dataclasses import replace
 
@@ -11,7 +10,6 @@ import hypothesis
 import pytest
 from hypothesis import strategies as st
 
-from autopar.cost.simulate import PartWork, SplitBackward, StageTimes, simulate
 from autopar.errors import AutoparError, OptionError, PlanError, VerificationError
 from autopar.schedule import (
     ORDERS,
@@ -34,7 +32,6 @@ from autopar.schedule import (
     validate,
     zero_bubble,
 )
-from autopar.verifier import GroupCall, check_rendezvous
 from tests.conftest import Golden
 from tests.helpers.strategies import schedules, transfers
 
@@ -117,29 +114,9 @@ def test_reference_results_of_eager_zero_bubble(n: int) -> None:
             assert clocks(schedule, 1, 1, 1) <= clocks(zero_bubble(n, m), 1, 1, 1)
 
 
-@pytest.mark.parametrize("n", [1, 2, 4])
-def test_eager_zero_bubble_with_messages_is_simulated_alike(n: int) -> None:
-    """With free messages, a step is one stage's work and n - 1 forwards to fill the pipeline."""
-    part = PartWork(0.5)
-    stage = StageTimes(1, PartWork(), part, SplitBackward(part, part), PartWork(), 0.0)
-    m = 2 * n
-    timeline = simulate(zero_bubble(n, m, zb_h2=True), [stage] * n, sends_as_made=True)
-    assert timeline.step_time_s == pytest.approx(0.5 * (3 * m + n - 1))
-
-
 def test_microbatches_come_in_rounds() -> None:
     with pytest.raises(OptionError, match="6 microbatches are not in whole rounds of 4"):
         interleaved(4, 2, 6)
-
-
-def test_fewer_microbatches_than_stages() -> None:
-    schedule = one_f_one_b(4, 2)
-    assert str(schedule).splitlines() == [
-        "0F0 0F1 0B0 0B1",
-        "1F0 1F1 1B0 1B1",
-        "2F0 2F1 2B0 2B1",
-        "3F0 3B0 3F1 3B1",
-    ]
 
 
 @pytest.mark.parametrize("order", [*ORDERS.values(), forward_only])
@@ -179,51 +156,6 @@ def test_lowering_is_valid_and_keeps_the_order(case: tuple[Schedule, Schedule]) 
     assert clocks(with_messages) <= clocks(schedule)
 
 
-@hypothesis.given(lowered())
-def test_another_checker_agrees(case: tuple[Schedule, Schedule]) -> None:
-    """`check_rendezvous` sees only group calls, no schedule."""
-    calls = {
-        device: [_call(case[1], action) for action in line if not action.is_compute]
-        for device, line in enumerate(case[1].rows)
-    }
-    check_rendezvous(calls)
-
-
-def _call(schedule: Schedule, action: Action) -> GroupCall:
-    send = action if action.is_send else action.partner
-    ends = schedule.device_of(send.stage), schedule.device_of(send.partner.stage)
-    return GroupCall(ends, str(send))
-
-
-@hypothesis.given(lowered(), st.randoms(use_true_random=False))
-def test_runs_of_messages_may_be_one_batch(
-    case: tuple[Schedule, Schedule], rng: random.Random
-) -> None:
-    """A stage posts a run of messages at once and goes on when all are done.
-
-    Stages that can go on do so in any order.
-    """
-    runs = [
-        [tuple(run) for _, run in itertools.groupby(line, key=lambda a: a.is_compute)]
-        for line in case[1].rows
-    ]
-    at, posted = [0] * len(runs), set[Action]()
-    waiting = {stage for stage, line in enumerate(runs) if line}
-    while waiting:
-        for stage in waiting:
-            posted.update(runs[stage][at[stage]])
-        able = [
-            stage
-            for stage in sorted(waiting)
-            if all(a.is_compute or a.partner in posted for a in runs[stage][at[stage]])
-        ]
-        assert able, "stages wait for each other for ever"
-        stage = rng.choice(able)
-        at[stage] += 1
-        if at[stage] == len(runs[stage]):
-            waiting.remove(stage)
-
-
 def test_neighbours_lose_no_clock() -> None:
     for n, m in itertools.product((1, 2, 3, 5, 8), (1, 2, 4, 7, 12)):
         for schedule in (one_f_one_b(n, m), gpipe(n, m)):
@@ -235,13 +167,6 @@ def test_neighbours_lose_no_clock() -> None:
 def test_durations_of_messages_count() -> None:
     times = start_times(lower(gpipe(2, 1), chain(2)), lambda a: 10 if a.is_send else 1)
     assert times == ((0, 1, 12 + 1, 23), (1, 11, 12, 13))
-
-
-def test_steady_state_exchange_is_one_run() -> None:
-    """As Megatron's send_backward_recv_forward: both messages, between two computes, on both."""
-    first, last = lower(one_f_one_b(2, 4), chain(2)).stages
-    assert "0F1 0RB0<1 0SF1>1 0B0 0F2" in " ".join(map(str, first))
-    assert "1B0 1SB0>0 1RF1<0 1F1" in " ".join(map(str, last))
 
 
 def naive(schedule: Schedule) -> Schedule:
