@@ -123,7 +123,7 @@ def test_malformed_files_are_refused(tmp_path: Path, old: str, new: str, message
 
 
 @pytest.mark.parametrize("name", available_profiles())
-@pytest.mark.parametrize("shape", [(1,), (4,), (1, 1), (1, 8), (2, 1), (2, 8), (64, 8)])
+@pytest.mark.parametrize("shape", [(4,), (1, 8), (2, 1), (64, 8)])
 def test_every_mesh_shape_gets_a_link_per_axis(name: str, shape: tuple[int, ...]) -> None:
     profile = load_profile(name)
     mesh = Mesh(shape, hardware=name)
@@ -153,17 +153,11 @@ def test_every_dtype_of_a_profile_has_its_rates(name: str, shape: tuple[int, int
 
 
 @pytest.mark.parametrize("key", DEFAULTS)
-@pytest.mark.parametrize(
-    ("source", "message"),
-    [("", "needs exactly value and source"), ('source = " "', "has an empty source")],
-)
-def test_what_may_be_left_out_needs_a_source_where_it_is_given(
-    tmp_path: Path, key: str, source: str, message: str
-) -> None:
+def test_what_may_be_left_out_needs_a_source_where_it_is_given(tmp_path: Path, key: str) -> None:
     path = tmp_path / "my.toml"
     text = re.sub(rf"(?s)\[{re.escape(key)}\].*?\n\n", "", CPU_TEXT)
-    path.write_text(f"{text}\n[{key}]\nvalue = 1\n{source}\n")
-    with pytest.raises(OptionError, match=re.escape(f"[{key}] {message}")):
+    path.write_text(f"{text}\n[{key}]\nvalue = 1\n")
+    with pytest.raises(OptionError, match=re.escape(f"[{key}] needs exactly value and source")):
         load_profile(path)
     path.write_text(f'{text}\n[{key}]\nvalue = 1\nsource = "a test"\n')
     assert load_profile(path).optional(key) == 1
@@ -191,48 +185,32 @@ def test_a_dtype_without_rate_is_refused() -> None:
         resolve(Mesh((1, 4), hardware="cpu-local"), torch.int8)
 
 
-@pytest.mark.parametrize(
-    ("cuda_name", "profile_name"),
-    [
-        ("Tesla V100-SXM2-16GB", "v100-16gb"),
-        ("Tesla V100-SXM2-32GB", "v100-32gb"),
-        ("Tesla V100-SXM3-32GB", "v100-32gb"),
-        ("NVIDIA A100-SXM4-40GB", "a100-40gb"),
-        ("A100-SXM4-40GB", "a100-40gb"),
-        ("NVIDIA A100-SXM4-80GB", "a100-80gb"),
-        ("NVIDIA H100 80GB HBM3", "h100-sxm"),
-        ("NVIDIA H100", "h100-96gb"),
-        ("NVIDIA H200", "h200"),
-        ("NVIDIA B200", "b200"),
-    ],
-)
-def test_a_device_is_detected_by_its_name(
-    monkeypatch: pytest.MonkeyPatch, cuda_name: str, profile_name: str
-) -> None:
+DETECTED = {
+    "Tesla V100-SXM2-16GB": "v100-16gb",
+    "Tesla V100-SXM2-32GB": "v100-32gb",
+    "Tesla V100-SXM3-32GB": "v100-32gb",
+    "NVIDIA A100-SXM4-40GB": "a100-40gb",
+    "A100-SXM4-40GB": "a100-40gb",
+    "NVIDIA A100-SXM4-80GB": "a100-80gb",
+    "NVIDIA H100 80GB HBM3": "h100-sxm",
+    "NVIDIA H100": "h100-96gb",
+    "NVIDIA H200": "h200",
+    "NVIDIA B200": "b200",
+}
+OTHERS = "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA A100-PCIE-40GB", "Z9000"
+
+
+def test_a_device_is_detected_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A GPU without a profile is planned for as a CPU, with a warning."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: cuda_name)
-    assert detect() == profile_name
-    assert resolve(Mesh((1, 4))).profile_name == profile_name
-
-
-@pytest.mark.parametrize(
-    "cuda_name",
-    ["NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA A100-PCIE-40GB", "Z9000"],
-)
-def test_a_device_without_profile_is_planned_for_as_cpu_with_a_warning(
-    monkeypatch: pytest.MonkeyPatch, cuda_name: str
-) -> None:
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: cuda_name)
-    with pytest.warns(UserWarning, match=f"no hardware profile matches '{cuda_name}'"):
-        assert detect() == "cpu-local"
-
-
-def test_no_device_is_cpu_local_and_no_two_profiles_share_a_name(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    for cuda_name, profile_name in DETECTED.items():
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index, name=cuda_name: name)
+        assert detect() == resolve(Mesh((1, 4))).profile_name == profile_name
+    for cuda_name in OTHERS:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda index, name=cuda_name: name)
+        with pytest.warns(UserWarning, match=f"no hardware profile matches '{cuda_name}'"):
+            assert detect() == "cpu-local"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    assert detect() == "cpu-local"
-    assert resolve(Mesh((1, 4))).profile_name == "cpu-local"
+    assert detect() == resolve(Mesh((1, 4))).profile_name == "cpu-local"
     names = [known for name in SHIPPED for known in load_profile(name).cuda_names]
     assert len(names) == len(set(names))
