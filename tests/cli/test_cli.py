@@ -8,95 +8,28 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
 
 import autopar
-from autopar.cli import app, doctor, shell
+from autopar.cli import doctor, shell
 from autopar.cli.options import parse_bytes, parse_force, parse_manual, parse_mesh, parse_stages
 from autopar.errors import OptionError
 from autopar.options import Manual
 from autopar.runtime.flight import FlightRecord
+from tests.cli.factories import CONFIG, SIZES, Run, run
 from tests.conftest import Golden
 from tests.helpers.commands import good, refused
 from tests.helpers.nightly import nightly
 from tests.helpers.page import page_facts
 
-Run = Callable[..., Result]
+__all__ = ["run"]
 
-FACTORIES = """
-import os
-import torch
-from torch import nn
-
-
-class Mlp(nn.Module):
-    def __init__(self):
-        super().__init__()
-        self.up, self.down = nn.Linear(16, 32), nn.Linear(32, 16)
-
-    def forward(self, x):
-        return self.down(torch.relu(self.up(x))).square().mean()
-
-
-class Rare(Mlp):
-    dim = 0
-
-    def forward(self, x):
-        return torch.renorm(self.up(x), 2, self.dim, 0.1).mean()
-
-
-def mlp():
-    print("printed by the factory")
-    os.write(1, b"written by a library\\n")
-    torch.manual_seed(0)
-    return Mlp(), {"x": torch.randn(8, 16)}
-
-
-def rare():
-    return Rare(), {"x": torch.randn(8, 16)}
-
-
-def columns():
-    model, batch = rare()
-    model.dim = 1
-    return model, batch
-
-
-def broken():
-    return 1 / 0
-
-
-def alone():
-    return Mlp()
-"""
-CONFIG = {
-    "model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_layer": 1, "n_embd": 32,
-    "n_head": 4, "vocab_size": 64, "n_positions": 16, "bos_token_id": 0, "eos_token_id": 0,
-    "loss_type": "ForCausalLM",
-}  # fmt: skip
-SIZES = ("--batch", "4", "--seq", "16")
 HELPED = (
     (), ("plan",), ("explain",), ("simulate",), ("compare",), ("cost",), ("validate",), ("doctor",),
 )  # fmt: skip
-
-
-@pytest.fixture
-def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
-    """Runs one command in a folder with `tiny.py` and `config.json`."""
-    (tmp_path / "tiny.py").write_text(FACTORIES)
-    (tmp_path / "config.json").write_text(json.dumps(CONFIG))
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr(sys, "path", list(sys.path))
-
-    def invoke(*args: str) -> Result:
-        return CliRunner().invoke(app, list(args), prog_name="autopar", env={"COLUMNS": "100"})
-
-    yield invoke
-    sys.modules.pop("tiny", None)
 
 
 def test_help_is_what_it_was(run: Run, golden: Golden) -> None:

@@ -161,46 +161,26 @@ def test_hierarchical_is_flat_in_one_node_and_with_one_rank_in_each(kind: str, f
         assert sympy.simplify(hierarchical.subs(place).subs(alike) - expected) == 0
 
 
-@given(kind=kinds, size_bytes=sizes_bytes, more=sizes_bytes, group=groups())
-def test_time_grows_with_bytes(kind: str, size_bytes: int, more: int, group: LinkGroup) -> None:
-    less_s = collective_time_s(kind, size_bytes, group)
-    assert less_s <= collective_time_s(kind, size_bytes + more, group) * (1 + 1e-12)
-
-
-@given(
-    kind=kinds,
-    size_bytes=sizes_bytes,
-    pair=placed_links(in_switch=False),
-    n_ranks=st.integers(1, 512),
-    more=st.integers(1, 512),
-)
-def test_time_grows_with_ranks_of_one_node(
-    kind: str, size_bytes: int, pair: tuple[Link, Link], n_ranks: int, more: int
-) -> None:
-    """Not with a summing switch, which is faster with more ranks."""
-    few_s, many_s = (
-        collective_time_s(kind, size_bytes, flat_group(n, pair[0]))
-        for n in (n_ranks, n_ranks + more)
-    )
-    assert few_s <= many_s * (1 + 1e-12)
-
-
 @given(
     kind=kinds,
     size_bytes=sizes_bytes,
     pair=placed_links(),
-    per_node=st.integers(1, 16),
-    n_nodes=st.integers(1, 64),
-    more=st.integers(1, 64),
+    counts=st.tuples(st.integers(1, 16), st.integers(1, 64)),
+    more=st.integers(1, 512),
 )
-def test_time_grows_with_nodes(
-    kind: str, size_bytes: int, pair: tuple[Link, Link], per_node: int, n_nodes: int, more: int
+def test_time_grows_with_bytes_nodes_and_ranks_of_a_node(
+    kind: str, size_bytes: int, pair: tuple[Link, Link], counts: tuple[int, int], more: int
 ) -> None:
-    few_s, many_s = (
-        collective_time_s(kind, size_bytes, even_group(n * per_node, per_node, *pair))
-        for n in (n_nodes, n_nodes + more)
-    )
-    assert few_s <= many_s * (1 + 1e-12)
+    (per_node, n_nodes), inside = counts, pair[0]
+    group = even_group(n_nodes * per_node, per_node, *pair)
+    on_more_nodes = even_group((n_nodes + more) * per_node, per_node, *pair)
+    least_s = collective_time_s(kind, size_bytes, group)
+    assert least_s <= collective_time_s(kind, size_bytes * more, group) * (1 + 1e-12)
+    assert least_s <= collective_time_s(kind, size_bytes, on_more_nodes) * (1 + 1e-12)
+    if inside.in_switch_s_per_byte is None:  # more ranks are faster with a summing switch
+        few, many = flat_group(per_node, inside), flat_group(per_node + more, inside)
+        few_s, many_s = (collective_time_s(kind, size_bytes, one) for one in (few, many))
+        assert few_s <= many_s * (1 + 1e-12)
 
 
 @given(kind=kinds, size_bytes=st.integers(1, 2**40), group=groups(), faster=st.floats(1, 1e3))

@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from autopar.cost.hardware import Profile, available_profiles, load_profile
-from autopar.cost.published import read_runs
 from autopar.cost.published.fit import (
     PRIORS,
     Constant,
@@ -163,17 +162,6 @@ def test_a_paper_is_predicted_without_its_own_runs() -> None:
 
 
 FITTED = tuple(tomllib.loads(PRIORS.read_text())["profile"])
-# Runs that simulate quickly, of every device; of the A100 from as many papers as there are.
-QUICK = {
-    "v100-32gb": ("meg20_v100_1B", "meg20_v100_4B"),
-    "a100-40gb": ("meg20_a100_1B", "meg20_a100_4B"),
-    "a100-80gb": ("meg21_f11_pp8_B8", "meg21_f14_pp8_dp8_B32", "seqsel_t5_22B_full",
-                  "mosaic_7b_A100_8"),
-    "h100-96gb": ("titan_8B_8_FSDP", "titan_8B_8_FSDP+compile", "titan_8B_64_bf16_tp8"),
-    "h100-sxm": ("mosaic_7b_H100_8", "mosaic_13b_H100_8"),
-    "b200": ("simumax_b200_llama3_70b_l12_tp1_pp2_dp4_mbc4",
-             "simumax_b200_llama3_70b_l12_tp8_pp1_dp1_mbc4"),
-}  # fmt: skip
 
 
 @pytest.mark.parametrize("name", FITTED)
@@ -189,19 +177,7 @@ def test_constants_are_keys_of_their_profile(name: str) -> None:
 
 
 def test_no_other_profile_says_it_was_fitted() -> None:
-    assert set(FITTED) == set(QUICK)
     for name in set(available_profiles()) - set(FITTED):
         assert constants_of(name) == ()
         sources = [found.source for found in load_profile(name).quantities.values()]
         assert not any(source.startswith("fit to") for source in sources)
-
-
-@pytest.mark.parametrize("name", FITTED)
-def test_shipped_constants_fit_better_than_priors(name: str) -> None:
-    runs = [read_row(run) for run in read_runs().runs if run["id"] in QUICK[name]]
-    assert len(runs) == len(QUICK[name])
-    prior, shipped = at_priors(name), load_profile(name)
-    before, after = (
-        sum(log_error(row, profile) ** 2 for row in runs) for profile in (prior, shipped)
-    )
-    assert after < before

@@ -99,17 +99,6 @@ def test_flops_of_products(family: str) -> None:
 
 
 @FAMILIES
-def test_flops_of_one_layer(family: str) -> None:
-    plan, layer = planned(family)
-    per_layer = sum(
-        one.flops for item in layer.items() for one in item.forward if isinstance(one, Kernel)
-    )
-    for k in range(N_LAYERS):
-        of_layer = [line.flops for line in lines(plan) if f".{k}." in line.key]
-        assert sum(of_layer) == per_layer > 0
-
-
-@FAMILIES
 def test_collectives(family: str) -> None:
     plan, layer = planned(family)
     found = calls_of_plan(plan)

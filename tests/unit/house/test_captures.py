@@ -79,24 +79,3 @@ def test_programs_that_may_differ_are_captured_each(what: str) -> None:
     found = OTHERS[what]()
     assert found.graph is not of(Scaled()).graph
     assert found.graph is OTHERS[what]().graph
-
-
-def test_a_class_that_is_made_again_is_another() -> None:
-    def made() -> type[nn.Module]:
-        namespace = {"__module__": __name__, "forward": lambda self, x: Scaled.forward(self, x)}
-        return type("Again", (Scaled,), namespace)
-
-    programs = []
-    with pytest.MonkeyPatch.context() as patch:
-        for _ in range(2):
-            patch.setitem(globals(), "Again", made())
-            programs.append(of(globals()["Again"]()))
-            assert of(globals()["Again"]()).graph is programs[-1].graph
-    assert programs[0].graph is not programs[1].graph
-
-
-def test_what_cannot_be_pickled_is_captured_each_time() -> None:
-    class Local(Scaled):
-        pass
-
-    assert of(Local()).graph is not of(Local()).graph

@@ -11,7 +11,6 @@ from dataclasses import fields
 from pathlib import Path
 
 import pytest
-import torch
 
 import autopar
 from autopar.cost.hardware import available_profiles
@@ -119,14 +118,3 @@ def test_a_page_of_the_gallery(
     assert ("![The plan of Mlp](mlp.svg)" in text) is has_dot
     assert ("apt install graphviz" in text) is not has_dot
     assert (tmp_path / "mlp.svg").exists() is has_dot
-
-
-def test_a_plan_of_one_rank_moves_nothing() -> None:
-    with torch.device("meta"):
-        model, batch = mlp()
-    plan = autopar.plan(model, autopar.Mesh((1, 1), hardware="a100-80gb"), batch)
-    piece = Piece("Mlp", "alone", lambda: (model, batch, None), (1, 1), "a100-80gb")
-    memory, communication, second = make.why(piece, make.Planned(plan, 2**40, 1.0))
-    assert "more than the 80.0 GiB" in memory
-    assert communication == "No rank waits for another."
-    assert second.startswith("The winner is ")

@@ -281,92 +281,72 @@ def test_modes_of_the_capture_stay() -> None:
     torch.testing.assert_close(loss, squares(made()(**half), half).detach())
 
 
-class Counting(Net):
-    def __init__(self) -> None:
+class Acting(Net):
+    """Its output is scaled by what `act` returns."""
+
+    def __init__(self, act: Callable[[Any, Tensor], float]) -> None:
         super().__init__()
-        self.n_calls = 0
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.n_calls += 1
-        return super().forward(x)
-
-
-class Remembering(Net):
-    def __init__(self) -> None:
-        super().__init__()
+        self.act, self.n_calls, self.rows = act, 0, None
         self.shapes: list[int] = []
-
-    def forward(self, x: Tensor) -> Tensor:
-        self.shapes.append(len(x))
-        return super().forward(x)
-
-
-class Writing(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        self.last_rows = len(x)
-        self.gelu, before = True, self.gelu
-        out = super().forward(x)
-        self.gelu = before
-        return out
-
-
-class Settling(Net):
-    """Its first call finds a setting, as of transformers' classifiers, and later calls keep it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.rows: int | None = None
         self.config.problem = None
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.rows is None:
-            self.rows = 2
-        if self.config.problem is None:
-            self.config.problem = "regression"
-        return super().forward(x) * self.rows
+        return super().forward(x) * self.act(self, x)
 
 
-class First(Settling):
-    """Its first call is another."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        scale = 3.0 if self.rows is None else 1.0
-        return super().forward(x) * scale
+def counting(model: Any, x: Tensor) -> float:
+    model.n_calls += 1
+    return 1.0
 
 
-class Drawing(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * (2 if random.random() < 0.5 else 3)
+def remembering(model: Any, x: Tensor) -> float:
+    model.shapes.append(len(x))
+    return 1.0
 
 
-class DrawingNumpy(Net):
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * float(np.random.rand())
+def settling(model: Any, x: Tensor) -> float:
+    """The first call finds a setting, as of transformers' classifiers, and later calls keep it."""
+    if model.rows is None:
+        model.rows = 2
+    if model.config.problem is None:
+        model.config.problem = "regression"
+    return float(model.rows)
+
+
+def first(model: Any, x: Tensor) -> float:
+    scale = 3.0 if model.rows is None else 1.0
+    return scale * settling(model, x)
+
+
+def writing(model: Any, x: Tensor) -> float:
+    model.last_rows = len(x)
+    model.gelu, before = True, model.gelu
+    model.gelu = before
+    return 1.0
 
 
 @pytest.mark.parametrize(
-    ("kind", "message"),
+    ("act", "message"),
     [
-        (Counting, "reads and changes `n_calls` of the model"),
-        (First, "reads and changes `rows` of the model"),
-        (Remembering, "reads and changes `shapes` of the model"),
-        (Drawing, "draws from Python's `random`"),
-        (DrawingNumpy, "draws from Python's `numpy.random`"),
+        (counting, "reads and changes `n_calls` of the model"),
+        (first, "reads and changes `rows` of the model"),
+        (remembering, "reads and changes `shapes` of the model"),
+        (lambda model, x: 2 if random.random() < 0.5 else 3, "draws from Python's `random`"),
+        (lambda model, x: float(np.random.rand()), "draws from Python's `numpy.random`"),
     ],
 )
-def test_state_that_forward_changes_is_refused(kind: type[Net], message: str) -> None:
-    model, drawn = made(kind), random.getstate()
+def test_state_that_forward_changes_is_refused(act: Any, message: str) -> None:
+    model, drawn = made(partial(Acting, act)), random.getstate()
     with pytest.raises(CaptureError, match=message) as caught:
         autopar.plan(model, (1, 1), batch(), loss_fn=squares)
     assert f"{__file__}:" in str(caught.value)
     assert "hint" in str(caught.value)
     assert random.getstate() == drawn
-    assert vars(model).get("n_calls", 0) == 0
-    assert vars(model).get("shapes", []) == []
+    assert (model.n_calls, model.shapes) == (0, [])
 
 
 def test_an_attribute_that_is_only_written_is_harmless() -> None:
-    model = made(Writing)
+    model = made(partial(Acting, writing))
     autopar.plan(model, (1, 1), batch(), loss_fn=squares)
     assert not hasattr(model, "last_rows")
 
@@ -374,7 +354,10 @@ def test_an_attribute_that_is_only_written_is_harmless() -> None:
 def test_state_that_is_set_once() -> None:
     """A second trace says that nothing else changes; the user's model is as it was."""
     seen: list[Any] = []
-    check([lambda m: None, lambda m: seen.append((m.rows, m.config.problem))], kind=Settling)
+    check(
+        [lambda m: None, lambda m: seen.append((m.rows, m.config.problem))],
+        kind=partial(Acting, settling),
+    )
     assert seen == [(None, None), (2, "regression")]
 
 

@@ -19,7 +19,6 @@ import autopar
 from autopar import (
     AutoparError,
     BatchError,
-    CaptureError,
     InfeasibleError,
     Manual,
     MeshError,
@@ -30,7 +29,7 @@ from autopar import (
     Plan,
 )
 from autopar.runtime.launch import WorkerPool
-from tests.helpers.jobs import gpt2, machine, tokens
+from tests.helpers.jobs import machine
 from tests.helpers.models.tiny_model import Tiny, batch
 
 MESH = machine((1, 2))
@@ -78,20 +77,6 @@ def test_an_operator_without_a_rule(registry: None) -> None:
     assert report.tolerance == 1e-10
 
 
-class Branching(Tiny):
-    def forward(self, x: Tensor, labels: Tensor) -> Tensor:
-        if x.sum() > 0:
-            x = -x
-        return super().forward(x, labels)
-
-
-def test_control_flow_that_depends_on_data() -> None:
-    first = inspect.getsourcelines(Branching.forward)[1]
-    with pytest.raises(CaptureError, match=r"cannot trace Branching[\s\S]*torch\.where") as refusal:
-        plan(Branching())
-    assert f"{__file__}:{first + 1}" in str(refusal.value)
-
-
 INDIVISIBLE: dict[str, tuple[int, dict[str, Any], str]] = {
     "dp": (15, {"manual": Manual(dp=2)}, "15 rows does not divide over dp=2 ranks"),
     "ZeRO": (15, {"manual": Manual(dp=2, zero=3)}, "15 rows does not divide over dp=2 ranks"),
@@ -115,11 +100,11 @@ def test_a_batch_that_does_not_divide(name: str) -> None:
     "options", [{}, {"manual": Manual(dp=2)}, {"solver": "ilp", "stages": 1}], ids=str
 )
 def test_a_memory_limit_that_nothing_fits(options: dict[str, Any]) -> None:
-    limit_bytes = 20_000
+    limit_bytes = 1536
     with pytest.raises(InfeasibleError) as refusal:
-        autopar.plan(gpt2(1), MESH, tokens(0), memory_limit=limit_bytes, **options)
+        plan(memory_limit=limit_bytes, **options)
     message = str(refusal.value)
-    assert "no plan fits in 19.5 KiB per device" in message
+    assert "no plan fits in 1.5 KiB per device" in message
     found = re.search(r"the leanest needs ([\d.]+) KiB, ([\d.]+) KiB more", message)
     assert found is not None
     needs, more = map(float, found.groups())
@@ -183,9 +168,6 @@ STAGES: dict[str, tuple[Callable[[], Any], type[AutoparError], str]] = {
         lambda: autopar.plan(Tiny(), machine((1, 16)), batch(), manual=Manual(pp=16)), OptionError,
         r"Manual\(pp=16\): the model can be cut into \d stages",
     ),
-    "microbatches that do not divide": (
-        lambda: staged(2, microbatches=3), BatchError, r"16 rows does not divide into 3 micro",
-    ),
     "microbatches of a recipe": (
         lambda: autopar.plan(
             Tiny(), machine((1, 4)), batch(0, 6), manual=Manual(pp=2, dp=2), microbatches=2
@@ -218,17 +200,6 @@ def test_stages_that_cannot_be(name: str) -> None:
     ask, kind, message = STAGES[name]
     with pytest.raises(kind, match=message):
         ask()
-
-
-@pytest.mark.parametrize("schedule", ["gpipe", "1f1b"])
-def test_fewer_microbatches_than_stages_work(schedule: str) -> None:
-    report = autopar.verify(
-        Tiny(), machine((1, 4)), batch(), precision="fp64", manual=Manual(pp=4), microbatches=2,
-        schedule=schedule,
-    )  # fmt: skip
-    report.raise_if_wrong()
-    assert (len(report.plan.stages), report.plan.microbatches) == (4, 2)
-    assert report.plan.schedule == schedule
 
 
 def test_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
