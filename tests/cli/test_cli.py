@@ -101,21 +101,15 @@ def test_plan_explains(run: Run) -> None:
 
 def test_options_reach_the_planner(run: Run) -> None:
     manual = ("--manual", "dp=1,tp=2", "--microbatches", "2", "--memory-limit", "1GiB")
-    pin = ("--force", "up.weight=S(1)@tp")
-    found = good(run("plan", "tiny:mlp", "--mesh", "1x2", *manual, *pin, "--json"))
-    assert found["parameters"]["up.weight"].endswith("S(1)")
+    found = good(run("plan", "tiny:mlp", "--mesh", "1x2", *manual, "--json"))
     (stage,) = found["stages"]
     assert stage["axes"] == {"dp": 1, "tp": 2}
     assert stage["ranks"] == [0, 1] and stage["modules"] == ["up", "down"]
     assert found["microbatches"] == 2
     assert found["chosen"] == "manual recipe"
-
-
-def test_plan_of_a_configuration(run: Run) -> None:
-    manual = ("--manual", "tp=2")
-    found = good(run("plan", "config.json", "--mesh", "1x2", *SIZES, *manual, "--json"))
-    assert found["model"] == "GPT2LMHeadModel"
-    assert "transformer.wte.weight" in found["parameters"]
+    pin = ("--force", "up.weight=S(1)@tp")
+    found = good(run("plan", "tiny:mlp", "--mesh", "1x2", *pin, "--json"))
+    assert found["parameters"]["up.weight"] == "I S(1)"
 
 
 def test_saved_plans_are_explained_and_emitted(run: Run) -> None:
@@ -131,14 +125,6 @@ def test_saved_plans_are_explained_and_emitted(run: Run) -> None:
     assert "--model MODEL" in refused(run("code", "plan.json"))
     assert "--solver" in refused(run("explain", "plan.json", "--solver", "ilp"))
     assert "no parameter" in refused(run("explain", "plan.json", "nothing"))
-
-
-def test_code_is_printed_or_written(run: Run) -> None:
-    printed = run("code", "tiny:mlp", "--mesh", "1x2")
-    assert "def forward" in printed.stdout
-    written = run("code", "tiny:mlp", "--mesh", "1x2", "-o", "out")
-    assert written.stdout == f"{Path('out/stage_0.py')}\n"
-    assert Path("out/stage_0.py").read_text() == printed.stdout
 
 
 STAGES = ("tiny:mlp", "--mesh", "1x2", "--stages", "up@1;down@1x1", "--microbatches", "2")
@@ -162,7 +148,8 @@ def test_stages_are_explained_and_saved(run: Run) -> None:
 def test_a_file_per_stage(run: Run) -> None:
     found = run("code", *STAGES, "-o", "out")
     assert found.stdout == f"{Path('out/stage_0.py')}\n{Path('out/stage_1.py')}\n"
-    assert run("code", *STAGES).stdout.count("def forward") == 2
+    printed = run("code", *STAGES).stdout
+    assert all(Path(f"out/stage_{k}.py").read_text() in printed for k in range(2))
 
 
 def test_verify_compares_with_one_process(run: Run) -> None:

@@ -100,15 +100,6 @@ def test_dims_that_four_ranks_cannot_share(answer: Any) -> None:
     assert dims["down.weight", 1]["most_ranks"] == 2
 
 
-def test_what_capture_froze(answer: Any) -> None:
-    notes = {note["what"]: note["why"] for note in answer["captured"]["frozen"]}
-    assert notes["`eps` of `norm`"] == "1e-05"
-    assert "`between` of the model" not in notes  # a function
-    result = run(of("words"))
-    assert "frozen (Python values in the graph):" in result.stdout
-    assert "  `eps` of `norm`: 1e-05" in result.stdout
-
-
 def test_a_vocabulary_that_is_not_padded_says_why() -> None:
     class Summed(Words):
         def forward(self, ids: Tensor) -> Tensor:

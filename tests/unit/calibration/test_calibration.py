@@ -20,7 +20,7 @@ from autopar.calibration.machine import LocalMachine
 from autopar.calibration.samples import CPU, OperatorSample, Samples, StepSample, TransferSample
 from autopar.cost.hardware import flat_group, load_profile, resolve
 from autopar.cost.laws import collective_time_s
-from autopar.errors import CalibrationError, OptionError
+from autopar.errors import CalibrationError
 from autopar.mesh import Link, Mesh
 from tests.helpers.nightly import nightly
 
@@ -229,11 +229,6 @@ def test_every_number_of_a_profile_says_where_it_was_measured() -> None:
     text = found.text()
     assert "all_reduce over 4" in text
     assert "median error of the fit 0%" in text
-
-
-def test_group_sizes_that_cannot_be_measured_are_refused() -> None:
-    with pytest.raises(OptionError, match="a group of 1 has no collectives"):
-        calibrate([1])
 
 
 @nightly

@@ -1,4 +1,4 @@
-"""What dropout in attention costs a plan of the published GPT-2, on a device as it is sold."""
+"""What dropout in attention costs a plan of layers of GPT-2, on a device as it is sold."""
 
 from __future__ import annotations
 
@@ -13,7 +13,14 @@ from autopar.program import CallLine
 
 def planned(p: float, attention: str = "sdpa") -> Plan:
     config = AutoConfig.for_model(
-        "gpt2", n_layer=2, attn_pdrop=p, use_cache=False, attn_implementation=attention
+        "gpt2",
+        n_layer=2,
+        vocab_size=1024,
+        attn_pdrop=p,
+        use_cache=False,
+        attn_implementation=attention,
+        bos_token_id=0,
+        eos_token_id=0,
     )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)

@@ -315,7 +315,8 @@ def settling(model: Any, x: Tensor) -> float:
 
 def first(model: Any, x: Tensor) -> float:
     scale = 3.0 if model.rows is None else 1.0
-    return scale * settling(model, x)
+    model.rows = 2
+    return scale
 
 
 def writing(model: Any, x: Tensor) -> float:

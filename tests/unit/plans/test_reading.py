@@ -138,7 +138,7 @@ BROKEN = {
     "the end is missing": (PLAN.encode()[:-20], "is not JSON"),
     "a list": (b"[]", "the document is a list of 0"),
     "nothing": (b"", "is not JSON"),
-    "keys that are missing": (b'{"version": 1}', "missing keys"),
+    "keys that are missing": (b'{"version": 2}', "missing keys"),
 }
 
 
