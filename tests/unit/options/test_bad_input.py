@@ -208,61 +208,63 @@ def test_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
         autopar.parallelize(Tiny(), MESH, batch())
 
 
-def ready(n_rows: int = 16, **options: Any) -> autopar.ParallelModule:
-    return autopar.parallelize(Tiny(), MESH, batch(0, n_rows), **options)
+def ready(shape: tuple[int, int] = (1, 1), **options: Any) -> autopar.ParallelModule:
+    return autopar.parallelize(Tiny(), machine(shape), batch(), **options)
 
 
-def in_evaluation(module: autopar.ParallelModule) -> autopar.ParallelModule:
-    module.eval()
-    return module
+def unplanned() -> autopar.ParallelModule:
+    return autopar.parallelize(Tiny(), machine((1, 1)))
 
 
-def one_row_more(**options: Any) -> Tensor:
-    return ready(**options).step(**batch(0, 17))
-
-
-JOBS: dict[str, tuple[Callable[[], Any], type[AutoparError], str]] = {
-    "a world of another size": (
-        lambda: autopar.parallelize(Tiny(), machine((1, 4)), batch()),
-        MeshError,
-        r"4 ranks, this job runs 2[\s\S]*--nproc-per-node 4[\s\S]*autopar\.launch\(fn, 4\)",
-    ),
-    "a batch that does not divide over dp": (
-        lambda: one_row_more(manual=Manual(dp=2)), BatchError, r"17 rows[\s\S]*drop_last",
-    ),
+WRONG_USE: dict[str, tuple[Callable[[], Any], type[AutoparError], str]] = {
     "a batch that does not divide into microbatches": (
-        lambda: one_row_more(manual=Manual(tp=2), microbatches=4), BatchError,
-        r"17 rows[\s\S]*drop_last",
-    ),
-    "planning fails on rank 0": (
-        lambda: ready(memory_limit=10), InfeasibleError, r"no plan fits in 10 B",
+        lambda: ready(microbatches=4).step(**batch(0, 17)), BatchError, r"17 rows[\s\S]*drop_last",
     ),
     "an input is missing": (
         lambda: ready().step(x=batch()["x"]), BatchError, r"lacks \['labels'\]",
     ),
     "a step in evaluation mode": (
-        lambda: in_evaluation(ready()).step(**batch()), AutoparError, r"evaluation mode[\s\S]*pm\.",
+        lambda: ready().eval().step(**batch()), AutoparError, r"evaluation mode[\s\S]*pm\.",
     ),
     "a call in training mode": (
         lambda: ready()(**batch()), NotSupportedError, r"training mode[\s\S]*pm\.step",
     ),
     "no plan yet": (
-        lambda: list(autopar.parallelize(Tiny(), MESH).parameters()), NotPlannedError,
-        r"no plan yet[\s\S]*pm\.prepare",
+        lambda: list(unplanned().parameters()), NotPlannedError, r"no plan yet[\s\S]*pm\.prepare",
     ),
     "a local batch before the plan": (
-        lambda: autopar.parallelize(Tiny(), MESH).step(batch="local", **batch()), NotPlannedError,
-        r"pm\.prepare",
+        lambda: unplanned().step(batch="local", **batch()), NotPlannedError, r"pm\.prepare",
     ),
     "generate": (
         lambda: ready().generate(), NotSupportedError, r"full_state_dict\(\) into the original",
     ),
     "weights of a model on meta": (
-        lambda: autopar.parallelize(Tiny().to("meta"), MESH, batch()), AutoparError,
+        lambda: autopar.parallelize(Tiny().to("meta"), machine((1, 1)), batch()), AutoparError,
         r'on meta[\s\S]*weights="init"',
     ),
     "a slice of an unknown input": (
         lambda: ready().local_slice("mask"), AutoparError, r"no input 'mask'",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WRONG_USE)
+def test_wrong_use_of_a_module(name: str) -> None:
+    use, kind, message = WRONG_USE[name]
+    with pytest.raises(kind, match=message):
+        use()
+
+
+JOBS: dict[str, tuple[Callable[[], Any], str]] = {
+    "a world of another size": (
+        lambda: ready((1, 4)),
+        r"4 ranks, this job runs 2[\s\S]*--nproc-per-node 4[\s\S]*autopar\.launch\(fn, 4\)",
+    ),
+    "a batch that does not divide": (
+        lambda: ready((1, 2), manual=Manual(dp=2)).step(**batch(0, 17)), r"17 rows[\s\S]*drop_last",
+    ),
+    "planning fails on rank 0": (
+        lambda: ready((1, 2), memory_limit=10), r"no plan fits in 10 B",
     ),
 }  # fmt: skip
 
@@ -278,9 +280,7 @@ def caught(name: str) -> tuple[str, str]:
 
 @pytest.mark.parametrize("name", JOBS)
 def test_every_rank_raises_the_same(name: str, workers: Pool) -> None:
-    _, wanted, pattern = JOBS[name]
-    (first_kind, first), *others = workers(2).run(caught, name)
+    (kind, first), *others = workers(2).run(caught, name)
     # An error that only rank 0 can see reaches the others as "rank 0 failed: ...".
-    assert all(kind == first_kind and first in message for kind, message in others)
-    assert first_kind == wanted.__name__ or wanted is AutoparError
-    assert re.search(pattern, first), first
+    assert all(other == kind and first in message for other, message in others)
+    assert re.search(JOBS[name][1], first), first
