@@ -150,17 +150,6 @@ def test_an_operator_without_a_rule(fallback: str, status: Status, code: int) ->
         assert result.stdout.endswith(" covered, 1 replicated\n")
 
 
-def test_a_random_operator_is_not_replicated() -> None:
-    """Replicated, it would draw different numbers on every rank."""
-
-    def poisson(x: Tensor) -> Tensor:
-        return torch.poisson(x.abs())
-
-    program = capture(Words(poisson), words()[1])
-    statuses = {use.op: use.status for use in operator_uses(program, "replicate")}
-    assert statuses["aten.poisson.default"] == "missing"
-
-
 def test_a_call_that_its_rule_refuses() -> None:
     class Sparse(Words):
         def __init__(self) -> None:

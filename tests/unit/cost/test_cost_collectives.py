@@ -181,6 +181,7 @@ def test_time_grows_with_bytes_nodes_and_ranks_of_a_node(
         few, many = flat_group(per_node, inside), flat_group(per_node + more, inside)
         few_s, many_s = (collective_time_s(kind, size_bytes, one) for one in (few, many))
         assert few_s <= many_s * (1 + 1e-12)
+    assert collective_time_s(kind, size_bytes, even_group(1, 1, *pair)) == 0.0
 
 
 @given(kind=kinds, size_bytes=st.integers(1, 2**40), group=groups(), faster=st.floats(1, 1e3))
@@ -217,11 +218,6 @@ def test_all_to_all_is_no_dearer_than_gathering_everything(
     swap_s = collective_time_s("all_to_all", size_bytes, group)
     gather_s = collective_time_s("all_gather", size_bytes * group.n_ranks, group)
     assert swap_s <= gather_s * (1 + 1e-12)
-
-
-@given(kind=kinds, size_bytes=sizes_bytes, pair=placed_links())
-def test_one_rank_costs_nothing(kind: str, size_bytes: int, pair: tuple[Link, Link]) -> None:
-    assert collective_time_s(kind, size_bytes, even_group(1, 1, *pair)) == 0.0
 
 
 def test_summing_costs_gamma_where_something_is_summed() -> None:

@@ -1,17 +1,14 @@
-"""Which links a group crosses: examples, and any view against a count of ranks per node."""
+"""Which links a group crosses: any view against a count of ranks per node."""
 
 from __future__ import annotations
 
 from collections import Counter
 from math import prod
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.cost.hardware import LinkGroup, flat_group, group_on
-from autopar.cost.hardware.topology import group_of
-from autopar.cost.laws import CostModel
 from autopar.mesh import Device, Link, LogicalMesh, Mesh, factored_view
 
 SLOW, FAST = Link(1e-5, 1e-9), Link(1e-6, 1e-11)
@@ -20,22 +17,6 @@ DEVICE = Device(flops_per_s=1e12, bytes_per_s=1e11, memory_bytes=1e9)
 
 def view(shape: tuple[int, int], first_rank: int = 0, **axes: int) -> LogicalMesh:
     return factored_view(Mesh(shape), (SLOW, FAST), DEVICE, axes, first_rank)
-
-
-@pytest.mark.parametrize(
-    ("members", "ranks_per_node", "expected"),
-    [
-        (range(8), 8, (8, 1, 8)),
-        (range(16), 8, (16, 2, 8)),
-        (range(0, 16, 4), 8, (4, 2, 2)),
-        (range(0, 32, 8), 8, (4, 4, 1)),
-        (range(6, 14), 8, (8, 2, 2)),
-    ],
-)
-def test_a_group_is_counted_by_nodes(
-    members: range, ranks_per_node: int, expected: tuple[int, int, int]
-) -> None:
-    assert group_of(members, ranks_per_node, FAST, SLOW) == LinkGroup(*expected, FAST, SLOW)
 
 
 def test_a_stage_that_begins_inside_a_node() -> None:
@@ -72,12 +53,3 @@ def test_the_group_of_an_axis_spans_most_nodes(
     most = max(len(counts) for counts in held)
     fewest = min(min(counts) for counts in held if len(counts) == most)
     assert group_on(mesh, axes) == LinkGroup(mesh.group_size(axes), most, fewest, FAST, SLOW)
-
-
-def test_equal_placements_cost_the_same_and_others_do_not() -> None:
-    def sync_s(first_rank: int) -> float:
-        model = CostModel(view((4, 8), first_rank, dp=2, tp=4))
-        return model.primitive_time_s("all_reduce", 10**8, (1,))
-
-    assert sync_s(0) == sync_s(4) == sync_s(12)
-    assert sync_s(0) < sync_s(6) < sync_s(5)

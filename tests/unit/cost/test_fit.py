@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from autopar.cost.hardware import Profile, available_profiles, load_profile
+from autopar.cost.hardware import Profile, load_profile
 from autopar.cost.published.fit import (
     PRIORS,
     Constant,
@@ -174,10 +174,3 @@ def test_constants_are_keys_of_their_profile(name: str) -> None:
     said = {key for key, found in quantities.items() if found.source.startswith("fit to")}
     assert said <= set(keys)
     assert RATE[0] in said
-
-
-def test_no_other_profile_says_it_was_fitted() -> None:
-    for name in set(available_profiles()) - set(FITTED):
-        assert constants_of(name) == ()
-        sources = [found.source for found in load_profile(name).quantities.values()]
-        assert not any(source.startswith("fit to") for source in sources)

@@ -253,20 +253,6 @@ def test_larger_microbatches_take_longer_and_less_per_row(recipe: Recipe) -> Non
     assert once_s < twice_s <= 2 * once_s
 
 
-@given(st.sampled_from([2, 4]), st.integers(1, 4), st.sampled_from([1, 2, 4]))
-def test_interleaving_is_never_slower_where_messages_are_free(
-    pp: int, rounds: int, tp: int
-) -> None:
-    shape = replace(SMALL, layers=16)
-    plain = Recipe(pp=pp, tp=tp, global_batch=pp * rounds)
-    times_s = [
-        step(shape, replace(plain, interleave=v, order="interleaved"), FREE_LINKS).step_time_s()
-        for v in (1, 2, 4)
-    ]
-    assert times_s[0] == step(shape, plain, FREE_LINKS).step_time_s()
-    assert all(later <= earlier * (1 + 1e-12) for earlier, later in pairwise(times_s))
-
-
 @settings(max_examples=50)
 @given(recipes(), st.sampled_from([4, 8]), st.booleans())
 def test_every_degree_of_zero_needs_less(recipe: Recipe, dp: int, is_plain: bool) -> None:
@@ -279,13 +265,6 @@ def test_every_degree_of_zero_needs_less(recipe: Recipe, dp: int, is_plain: bool
         for zero in (3, 2, 1, 0)
     ]  # fmt: skip
     assert all(more > less for less, more in pairwise(needed))
-
-
-@settings(max_examples=50)
-@given(recipes().filter(lambda recipe: recipe.recompute != "none"))
-def test_recompute_takes_time(recipe: Recipe) -> None:
-    without = step(SMALL, replace(recipe, recompute="none"))
-    assert step(SMALL, recipe).step_time_s() > without.step_time_s()
 
 
 @pytest.mark.parametrize("overlapped", [False, True])

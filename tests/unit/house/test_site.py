@@ -48,11 +48,6 @@ def test_tables_and_code_of_docstrings() -> None:
     assert "::\n\n    for x in y:\n        save(x)\n" in text
 
 
-def test_text_stays_text() -> None:
-    lines = ["One sentence about `x`.", "", "- a list", "- of two"]
-    assert [line for line in restructured(lines) if line] == [line for line in lines if line]
-
-
 @pytest.mark.parametrize(
     ("text", "page", "there"),
     [

@@ -90,25 +90,21 @@ def test_before_a_plan_and_in_a_bare_copy() -> None:
         copy.copy(module)
 
 
-@pytest.mark.parametrize(
-    ("kind", "way_out"),
-    [
-        ("forward", "outputs="),
-        ("forward_pre", "outputs="),
-        ("full_backward", ".grad"),
-        ("full_backward_pre", ".grad"),
-        ("backward", ".grad"),
-        ("state_dict_pre", "pm.state_dict()"),
-        ("state_dict_post", "pm.state_dict()"),
-        ("load_state_dict_pre", "pm.load_state_dict"),
-        ("load_state_dict_post", "pm.load_state_dict"),
-    ],
-)
-def test_hooks_are_refused(kind: str, way_out: str) -> None:
+WAYS_OUT = {
+    "outputs=": ("forward", "forward_pre"),
+    ".grad": ("full_backward", "full_backward_pre", "backward"),
+    "pm.state_dict()": ("state_dict_pre", "state_dict_post"),
+    "pm.load_state_dict": ("load_state_dict_pre", "load_state_dict_post"),
+}
+
+
+@pytest.mark.parametrize("way_out", WAYS_OUT)
+def test_hooks_are_refused(way_out: str) -> None:
     _, module = made()
-    with pytest.raises(NotSupportedError, match=r"would not run in pm.step") as caught:
-        getattr(module, f"register_{kind}_hook")(print)
-    assert way_out in str(caught.value)
+    for kind in WAYS_OUT[way_out]:
+        with pytest.raises(NotSupportedError, match=r"would not run in pm.step") as caught:
+            getattr(module, f"register_{kind}_hook")(print)
+        assert way_out in str(caught.value)
 
 
 def test_a_short_report_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:

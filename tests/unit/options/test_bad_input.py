@@ -132,10 +132,6 @@ STAGES: dict[str, tuple[Callable[[], Any], type[AutoparError], str]] = {
         lambda: staged(("up", 2), ("side", 2)), OptionError,
         r"stages= names 'side', which is no module of the model[\s\S]*such as up, down",
     ),
-    "a parameter in place of a module": (
-        lambda: staged(("up", 2), ("down.weight", 2)), OptionError,
-        r"names 'down\.weight', which is no module of the model",
-    ),
     "modules out of order": (
         lambda: staged(("down", 2), ("up", 2)), OptionError,
         r"down/linear#0 \(.*tiny_model\.py:20\) belongs to stage 0, but runs after stage 1 has "

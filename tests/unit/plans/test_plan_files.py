@@ -129,11 +129,6 @@ def test_no_path_of_this_machine_is_written() -> None:
         assert str(Path(torch.__file__).parents[1]) not in text
 
 
-def test_no_file(tmp_path: Path) -> None:
-    with pytest.raises(PlanError, match=r"cannot read .*plan\.json: No such file"):
-        Plan.load(tmp_path / "plan.json")
-
-
 def test_another_model_is_refused(tiny: Plan) -> None:
     wider = Tiny()
     wider.up, wider.down = nn.Linear(8, 32), nn.Linear(32, 4)

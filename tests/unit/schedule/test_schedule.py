@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from autopar.errors import AutoparError, OptionError, PlanError, VerificationError
 from autopar.schedule import (
     ORDERS,
-    Action,
     Schedule,
     Transfer,
     chain,
@@ -169,33 +168,6 @@ def test_durations_of_messages_count() -> None:
     assert times == ((0, 1, 12 + 1, 23), (1, 11, 12, 13))
 
 
-def naive(schedule: Schedule) -> Schedule:
-    """Send as soon as a tensor is made, receive right before it is read."""
-    last = schedule.n_stages - 1
-    stages = []
-    for stage, line in enumerate(schedule.stages):
-        before, after = Transfer(stage - 1, stage), Transfer(stage, stage + 1)
-        actions: list[Action] = []
-        for a in line:
-            k = a.microbatch
-            if a.kind == "forward":
-                receives = [before.forward(k)[1]] if stage > 0 else []
-                sends = [after.forward(k)[0]] if stage < last else []
-            else:
-                receives = [after.backward(k)[1]] if stage < last else []
-                sends = [before.backward(k)[0]] if stage > 0 else []
-            actions += [*receives, a, *sends]
-        stages.append(tuple(actions))
-    return replace(schedule, rows=tuple(stages), transfers=chain(schedule.n_stages))
-
-
-def test_naive_messages_deadlock_in_1f1b_alone() -> None:
-    for n, m in itertools.product(range(2, 6), range(2, 6)):
-        validate(naive(gpipe(n, m)))
-        with pytest.raises(VerificationError, match=r"stage \d in \d+S\S+ waits for stage"):
-            prove_deadlock_free(naive(one_f_one_b(n, m)))
-
-
 def edited(schedule: Schedule, stage: int, old: str, new: str) -> Schedule:
     """`schedule` with `old` replaced by `new` in one stage's text."""
     line = " ".join(map(str, schedule.stages[stage]))
@@ -215,7 +187,6 @@ FAULTS: dict[str, Callable[[], Schedule]] = {
     "order of forwards": lambda: edited(gpipe(2, 2), 0, "0F0 0F1", "0F1 0F0"),
     "order of backwards": lambda: edited(gpipe(2, 2), 0, "0B0 0B1", "0B1 0B0"),
     "cycle of computes": lambda: edited(gpipe(2, 2), 0, "0F1 0B0", "0B0 0F1"),
-    "naive 1f1b": lambda: naive(one_f_one_b(3, 4)),
     "lost receive": lambda: edited(lower(gpipe(2, 2), chain(2)), 1, "1RF1<0", ""),
     "stray message": lambda: edited(lower(gpipe(3, 1), chain(3)), 0, "0SF0>1", "0SF0>1 0SF0>2"),
     "sent before made": lambda: edited(lower(gpipe(2, 1), chain(2)), 0, "0F0 0SF0>1", "0SF0>1 0F0"),
