@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
@@ -31,6 +32,7 @@ from autopar import (
 from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine
 from tests.helpers.models.tiny_model import Tiny, batch
+from tests.helpers.nightly import nightly
 
 MESH = machine((1, 2))
 Pool = Callable[[int], WorkerPool]
@@ -204,6 +206,16 @@ def test_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
         autopar.parallelize(Tiny(), MESH, batch())
 
 
+def test_a_world_of_another_size() -> None:
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    words = r"4 ranks, this job runs 1[\s\S]*--nproc-per-node 4[\s\S]*autopar\.launch\(fn, 4\)"
+    try:
+        with pytest.raises(MeshError, match=words):
+            autopar.parallelize(Tiny(), machine((1, 4)), batch())
+    finally:
+        dist.destroy_process_group()
+
+
 def ready(shape: tuple[int, int] = (1, 1), **options: Any) -> autopar.ParallelModule:
     return autopar.parallelize(Tiny(), machine(shape), batch(), **options)
 
@@ -252,10 +264,6 @@ def test_wrong_use_of_a_module(name: str) -> None:
 
 
 JOBS: dict[str, tuple[Callable[[], Any], str]] = {
-    "a world of another size": (
-        lambda: ready((1, 4)),
-        r"4 ranks, this job runs 2[\s\S]*--nproc-per-node 4[\s\S]*autopar\.launch\(fn, 4\)",
-    ),
     "a batch that does not divide": (
         lambda: ready((1, 2), manual=Manual(dp=2)).step(**batch(0, 17)), r"17 rows[\s\S]*drop_last",
     ),
@@ -274,6 +282,7 @@ def caught(name: str) -> tuple[str, str]:
     return "nothing", ""
 
 
+@nightly
 @pytest.mark.parametrize("name", JOBS)
 def test_every_rank_raises_the_same(name: str, workers: Pool) -> None:
     (kind, first), *others = workers(2).run(caught, name)
