@@ -50,11 +50,9 @@ def test_products(
     assert predicted == pytest.approx(published_tflops, rel=0.18)
 
 
-# Bus bandwidth in GB/s of an all_reduce of 8 GiB: Azure AI-benchmarking-guide (8 A100, H100, H200;
+# Bus bandwidth in GB/s of an all_reduce of 8 GiB: Azure AI-benchmarking-guide (8 H200;
 # 4 GB200, whose NVLink is B200's, by a ring), nccl issue 1807 (8 B200).
 BUS_GB_PER_S = [
-    ("a100-80gb", 8, False, 231.6),
-    ("h100-sxm", 8, True, 478.9),
     ("h200", 8, True, 480.0),
     ("b200", 8, True, 830.0),
     ("b200", 4, False, 679.6),

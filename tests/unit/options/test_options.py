@@ -180,11 +180,6 @@ def test_one_word_or_several() -> None:
     assert Options.of(forbid=FORBIDDABLE).forbid == frozenset(FORBIDDABLE)
 
 
-def test_ranks() -> None:
-    assert Manual(dp=2, tp=4).n_ranks == 8
-    assert Manual(dp=2, tp=4, pp=3).n_ranks == 24
-
-
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
