@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from transformers import (
     AutoConfig,
-    BertForMaskedLM,
     GPT2ForSequenceClassification,
     T5ForConditionalGeneration,
 )
@@ -25,7 +24,13 @@ from transformers import (
 from autopar.capture import capture
 from autopar.errors import NotSupportedError
 from autopar.passes.analysis import Analysis
-from autopar.passes.intra import Constraints, PlacementRequest, choose, intra_op_problem
+from autopar.passes.intra import (
+    Constraints,
+    PlacementRequest,
+    choose,
+    intra_op_problem,
+    recipe_cost,
+)
 from tests.helpers.harness import (
     BATCH,
     HEADS,
@@ -38,7 +43,11 @@ from tests.helpers.harness import (
     random_strategy,
     random_tokens,
     thread_step,
+    tiny_gpt2,
+    tiny_llama,
 )
+from tests.helpers.models.sequence_models import packed, padded, tiny_bert, with_types
+from tests.helpers.nightly import sampled
 
 __all__ = ["generated_code"]
 
@@ -46,21 +55,12 @@ MEGATRON = Constraints(frozenset({"sequence"}), ("data", "tensor"), 0)
 DECODER_SEQUENCE = 6  # differs from the encoder's, so that a mix-up shows
 
 
-def tiny_bert() -> nn.Module:
-    config = AutoConfig.for_model(
-        "bert", num_hidden_layers=1, hidden_size=WIDTH, intermediate_size=2 * WIDTH,
-        num_attention_heads=HEADS, vocab_size=VOCABULARY, max_position_embeddings=SEQUENCE,
-        hidden_dropout_prob=0, attention_probs_dropout_prob=0,
-    )  # fmt: skip
-    return BertForMaskedLM(config)
-
-
-def tiny_t5(n_layers: int = 1, feed_forward: str = "relu") -> nn.Module:
+def tiny_t5(n_layers: int = 1) -> nn.Module:
     """Later blocks read the position bias of the first."""
     config = AutoConfig.for_model(
         "t5", num_layers=n_layers, d_model=WIDTH, d_kv=WIDTH // HEADS, d_ff=2 * WIDTH,
         num_heads=HEADS, vocab_size=VOCABULARY, relative_attention_num_buckets=8,
-        relative_attention_max_distance=16, dropout_rate=0.0, feed_forward_proj=feed_forward,
+        relative_attention_max_distance=16, dropout_rate=0.0,
         decoder_start_token_id=0,
     )  # fmt: skip
     return T5ForConditionalGeneration(config)
@@ -147,8 +147,10 @@ BODIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tensor]]]] = {
     "bert": (tiny_bert, random_tokens),
+    "bert, types": (tiny_bert, with_types),
+    "gpt2, padded": (tiny_gpt2, padded),
+    "llama, packed": (tiny_llama, packed),
     "t5": (lambda: tiny_t5(n_layers=2), sequences),
-    "t5-gated": (lambda: tiny_t5(feed_forward="gated-gelu"), sequences),
     "t5-padded": (tiny_t5, padded_sequences),
     "t5-labels": (tiny_t5, only_labels),
     "gpt2-classifier": (tiny_classifier, labelled_sequences),
@@ -170,12 +172,18 @@ def analysis(name: str) -> Analysis:
 def test_the_batch_reaches_the_loss(name: str) -> None:
     found = analysis(name)
     assert found.batch.broken_at is None
+    assert set(found.program.inputs) <= set(found.batch.cells)
     for value, (dim, factor) in found.batch.cells.items():
         assert found.types.tensors[value].dims[dim][factor] == BATCH
 
 
-@pytest.mark.parametrize(("sizes", "n_microbatches"), [((1,), 8), ((2,), 4)])
-@pytest.mark.parametrize("name", CASES)
+DRAWN = [(name, *how) for name in CASES for how in (((1,), 8), ((2,), 4))]
+
+
+@pytest.mark.parametrize(
+    ("name", "sizes", "n_microbatches"),
+    sampled(DRAWN, [case for case in DRAWN if (case[0] in BODIES) == (case[1] == (1,))]),
+)
 def test_parity_of_random_assignments(
     name: str, sizes: tuple[int, ...], n_microbatches: int
 ) -> None:
@@ -187,10 +195,17 @@ def test_parity_of_random_assignments(
     assert step.wrong == {}
 
 
-@pytest.mark.parametrize("name", ["bert", "t5", "t5-gated", "t5-padded", "t5-labels"])
-def test_parity_of_the_best_plan_that_splits_rows_and_tensors(name: str) -> None:
+PLANNED = [(name, limits) for name in CASES if name not in BODIES for limits in (None, MEGATRON)]
+
+
+@pytest.mark.parametrize(
+    ("name", "limits"), sampled(PLANNED, [("bert, types", None), ("t5-padded", MEGATRON)])
+)
+def test_parity_of_the_best_plan(name: str, limits: Constraints | None) -> None:
+    """Megatron's splits rows, sequences and tensors."""
     found, cost = analysis(name), abstract_cost((2, 2))
-    chosen = choose(found, PlacementRequest(cost, 4, MEGATRON), "adamw", None)
+    request = PlacementRequest(recipe_cost(cost) if limits else cost, 4, limits or Constraints())
+    chosen = choose(found, request, "adamw", None)
     step = thread_step(found, cost, chosen.strategy, CASES[name][1](3), 3)
     assert step.wrong == {}
 

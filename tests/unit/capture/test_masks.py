@@ -1,4 +1,4 @@
-"""Masks of attention that no input reaches: which become a flag, which stay, and why it matters."""
+"""Masks of attention: which become a flag, which are made for one row, which stay; their memory."""
 
 from __future__ import annotations
 
@@ -9,10 +9,11 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar import PlanError
-from autopar.capture import capture, masks
+from autopar.capture import capture
 from autopar.operators import ATTENTION_DROPOUT
 from tests.helpers.capture_harness import Module, check
 from tests.helpers.jobs import CASES
@@ -74,6 +75,8 @@ CAUSAL: dict[str, Callable[..., Any]] = {
     "expanded": lambda self, x: lower(x).expand(len(x), 1, N, N),
     "a buffer": lambda self, x: self.get_buffer("shape")[: x.shape[1], : x.shape[1]],
 }
+# Masks are looked at in blocks of 2**20 elements: these have two.
+TWO_BLOCKS = 1100
 
 
 def flags(model: nn.Module, *batch: Tensor) -> list[tuple[Any, ...]]:
@@ -91,12 +94,12 @@ def with_buffer(model: nn.Module) -> nn.Module:
     return model
 
 
-@pytest.mark.parametrize("name", CAUSAL)
-@pytest.mark.parametrize("rows_at_once", [1, 2, 64])
-def test_causal(name: str, rows_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "_BLOCK_ELEMENTS", rows_at_once * N)
+@pytest.mark.parametrize(
+    ("name", "n"), [*((name, N) for name in CAUSAL), ("per row", TWO_BLOCKS), ("-inf", TWO_BLOCKS)]
+)
+def test_causal(name: str, n: int) -> None:
     model = with_buffer(attending(CAUSAL[name]))
-    assert flags(model, xs()) == [(None, True)]
+    assert flags(model, xs(n)) == [(None, True)]
 
 
 FULL: dict[str, Callable[..., Any]] = {
@@ -113,12 +116,12 @@ def test_full(name: str) -> None:
 
 def window(self: nn.Module, x: Tensor) -> Tensor:
     at = torch.arange(x.shape[1])
-    return by_position(self, x) & (at[:, None] - at[None, :] < N - 1)
+    return by_position(self, x) & (at[:, None] - at[None, :] < len(at) - 1)
 
 
 def last_shows_more(self: nn.Module, x: Tensor) -> Tensor:
     at = torch.arange(x.shape[1])
-    return by_position(self, x) | (at[:, None] == N - 2)
+    return by_position(self, x) | (at[:, None] == len(at) - 2)
 
 
 OTHERS: dict[str, Callable[..., Any]] = {
@@ -134,11 +137,11 @@ OTHERS: dict[str, Callable[..., Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", OTHERS)
-@pytest.mark.parametrize("rows_at_once", [1, 64])
-def test_others_stay(name: str, rows_at_once: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "_BLOCK_ELEMENTS", rows_at_once * N)
-    ((mask, *is_causal),) = flags(attending(OTHERS[name]), xs())
+@pytest.mark.parametrize(
+    ("name", "n"), [*((name, N) for name in OTHERS), ("one element more", TWO_BLOCKS)]
+)
+def test_others_stay(name: str, n: int) -> None:
+    ((mask, *is_causal),) = flags(attending(OTHERS[name]), xs(n))
     assert mask is not None and not any(is_causal)
 
 
@@ -163,9 +166,8 @@ def test_more_keys_than_queries_stay() -> None:
     assert mask is not None and not any(is_causal)
 
 
-def test_dropout() -> None:
-    model = attending(by_position, dropout_p=0.5)
-    program = capture(model, (xs().float(),))
+def test_attention_with_dropout_has_the_flag_too() -> None:
+    program = capture(attending(by_position, dropout_p=0.5), (xs().float(),))
     (node,) = (n for n in program.operators if n.target == ATTENTION_DROPOUT)
     assert (node.args[3], node.args[8]) == (None, True)
 
@@ -181,11 +183,18 @@ def test_a_buffer_that_was_read_is_watched() -> None:
         pm.step(xs().float())
 
 
-def test_a_model_on_meta() -> None:
+@pytest.mark.parametrize("n", [N, 2**16 + 1])
+def test_a_model_on_meta(n: int) -> None:
+    """A mask of more than 2**32 elements is not looked at."""
     with torch.device("meta"):
         model = attending(by_position)
-    program = capture(model, (torch.empty(2, N, WIDTH, device="meta"),))
-    assert [n.args[3:] for n in program.operators if n.target == ATTENTION] == [(None, 0.0, True)]
+    program = capture(model, (torch.empty(2, n, WIDTH, device="meta"),))
+    ((mask, *others),) = (n.args[3:] for n in program.operators if n.target == ATTENTION)
+    if n == N:
+        assert (mask, others) == (None, [0.0, True])
+    else:
+        assert mask is not None and not any(others)
+        assert "too large" in program.audit.kept[0].why
 
 
 def test_the_audit_says_so() -> None:
@@ -193,27 +202,26 @@ def test_the_audit_says_so() -> None:
     assert [(n.what, n.why) for n in audit.replaced] == [("a causal mask", "`is_causal`")]
 
 
-def test_too_large_to_be_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(masks, "_MAX_ELEMENTS", N * N - 1)
-    program = capture(attending(by_position), (xs().float(),))
-    assert [n.args[3] for n in program.operators if n.target == ATTENTION] != [None]
-    assert "too large" in program.audit.kept[0].why
+class Largest(TorchDispatchMode):
+    """Bytes of the largest tensor that is computed, fake ones apart."""
+
+    n_bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if type(result) is Tensor and result.device.type == "cpu":
+            self.n_bytes = max(self.n_bytes, result.untyped_storage().nbytes())
+        return result
 
 
-def test_nothing_quadratic_is_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A mask of 64 rows of 512 tokens has 16 MiB; blocks and parts have less than 1."""
-    monkeypatch.setattr(masks, "_BLOCK_ELEMENTS", 1 << 14)
-    sizes = []
-    plain = masks._Mask._block
-
-    def block(*args: Any) -> Tensor:
-        value = plain(*args)
-        sizes.append(value.untyped_storage().nbytes())
-        return value
-
-    monkeypatch.setattr(masks._Mask, "_block", block)
-    capture(attending(per_row), (torch.randn(64, 512, WIDTH),))
-    assert len(sizes) == 16 and max(sizes) <= 1 << 14
+@pytest.mark.parametrize(("rows", "n"), [(64, 512), (1, 4096)])
+def test_nothing_quadratic_is_made(rows: int, n: int) -> None:
+    """These masks have 16 MiB; a block has 1."""
+    model, x = attending(per_row), torch.randn(rows, n, WIDTH)
+    with Largest() as largest:
+        program = capture(model, (x,))
+    assert [n.args[3:] for n in program.operators if n.target == ATTENTION] == [(None, 0.0, True)]
+    assert 0 < largest.n_bytes <= 2**20
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
@@ -225,7 +233,72 @@ def test_models_that_make_their_own(family: str) -> None:
     assert all(make().numel() < 1000 for make in program.constants.values())
 
 
-TOKENS, HEADS = 8192, 2
+# -- learned masks: made for one row of the batch where all rows are the same ----------------------
+
+ROWS, HEADS = 3, 2
+
+
+class Biased(nn.Module):
+    """Attention of several heads with a learned bias, under `make_mask(bias, x)`."""
+
+    def __init__(self, make_mask: Callable[..., Tensor], dropout: float = 0.0) -> None:
+        super().__init__()
+        self.linear, self.dropout = nn.Linear(WIDTH, HEADS * WIDTH), dropout
+        self.bias = nn.Parameter(torch.randn(1, HEADS, N, N))
+        self.make_mask = make_mask
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.linear(x).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2)
+        mask = self.make_mask(self.bias, x)
+        return F.scaled_dot_product_attention(h, h, h, mask, self.dropout).sin().sum()
+
+
+REPEATED: dict[str, Callable[..., Tensor]] = {
+    "mask of the batch": lambda bias, x: torch.where(
+        lower(x).view(1, 1, N, N).expand(len(x), 1, N, N), bias, -1e9
+    ),
+    "mask without heads": lambda bias, x: torch.where(lower(x).expand(len(x), 1, N, N), bias, -1e9),
+    "mask of queries": lambda bias, x: torch.where(
+        (torch.arange(N) > 0).view(1, 1, N, 1).expand(len(x), 1, N, N), bias, -1e9
+    ),
+    "bias": lambda bias, x: bias.expand(len(x), HEADS, N, N).masked_fill(~lower(x), -1e9),
+    "both, and more": lambda bias, x: (
+        bias.expand(len(x), -1, -1, -1) * lower(x).expand(len(x), 1, N, N).to(bias.dtype)
+    ).sin(),
+}
+OF_EACH_ROW: dict[str, Callable[..., Tensor]] = {
+    "input": lambda bias, x: bias + x.mean(-1).view(len(x), 1, 1, N),
+    "padding": lambda bias, x: torch.where((x[..., 0] > 0).view(len(x), 1, 1, N), bias, -1e9),
+    "rows differ": lambda bias, x: torch.where(
+        (torch.arange(len(x)) > 0).view(-1, 1, 1, 1), bias, 2 * bias
+    ),
+}
+
+
+@pytest.mark.parametrize("name", [*REPEATED, *OF_EACH_ROW])
+def test_a_learned_mask_that_repeats_is_made_once(name: str) -> None:
+    program = check(Biased((REPEATED | OF_EACH_ROW)[name]), (xs(rows=ROWS),))
+    (mask,) = (n.args[3] for n in program.operators if n.target == ATTENTION)
+    assert isinstance(mask, torch.fx.Node)
+    assert mask.meta["val"].shape == (1 if name in REPEATED else ROWS, HEADS, N, N)
+
+
+def test_attention_with_dropout_and_a_learned_mask_is_written_as_its_parts() -> None:
+    model = Biased(REPEATED["mask of the batch"], 0.5)
+    program = capture(model, (xs(rows=ROWS).float(),))
+    shapes = {n.target: tuple(n.meta["val"].shape) for n in program.operators}
+    assert shapes[torch.ops.aten.where.ScalarOther] == (1, HEADS, N, N)
+    assert shapes[torch.ops.aten._safe_softmax.default] == (ROWS, HEADS, N, N)
+
+
+@pytest.mark.parametrize("precision", ["model", "bf16-autocast"])
+def test_nothing_of_the_bias_is_made_per_row(precision: str) -> None:
+    program = capture(Biased(REPEATED["bias"]), (xs(rows=ROWS).float(),), precision=precision)
+    sizes = {n.meta["val"].numel() for n in program.operators if n.meta["val"].shape[-2:] == (N, N)}
+    assert sizes == {HEADS * N * N}
+
+
+TOKENS = 4096
 
 
 class Long(nn.Module):
@@ -233,20 +306,16 @@ class Long(nn.Module):
 
     def __init__(self, make_mask: Callable[..., Any]) -> None:
         super().__init__()
-        self.q, self.k, self.v = (nn.Linear(WIDTH, HEADS * WIDTH) for _ in range(3))
+        self.layers = nn.ModuleList(nn.Linear(WIDTH, HEADS * WIDTH) for _ in range(3))
         self.make_mask = make_mask
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (
-            layer(x).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2)
-            for layer in (self.q, self.k, self.v)
-        )
-        mask = self.make_mask(self, x)
-        return F.scaled_dot_product_attention(q, k, v, mask).sin().sum()
+        q, k, v = (m(x).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2) for m in self.layers)
+        return F.scaled_dot_product_attention(q, k, v, self.make_mask(self, x)).sin().sum()
 
 
 def peaks(make_mask: Callable[..., Any]) -> tuple[float, float]:
-    """(predicted, measured) peak of live bytes of a step with 8,192 tokens."""
+    """(predicted, measured) peak of live bytes of a step with many tokens."""
     batch = {"x": torch.randn(1, TOKENS, WIDTH)}
     plan = autopar.plan(Long(make_mask), (1, 1), batch, microbatches=1)
     bound = plan.bound
@@ -256,11 +325,11 @@ def peaks(make_mask: Callable[..., Any]) -> tuple[float, float]:
     return plan.predicted.peak_bytes, step.bytes()[0] + constants
 
 
-def test_memory_of_8192_tokens() -> None:
-    """A mask that stays has 64 MiB; a step without one needs less than 8."""
+def test_memory_of_4096_tokens() -> None:
+    """A mask that stays has 16 MiB; a step without one needs less than 4."""
     predicted, measured = peaks(by_position)
     assert predicted == pytest.approx(measured, rel=0.03)
-    assert measured < 8 * 2**20
+    assert measured < 4 * 2**20
     predicted, measured = peaks(lambda self, x: by_position(self, x) | (torch.arange(TOKENS) == 1))
     assert predicted == pytest.approx(measured, rel=0.03)
-    assert measured > 64 * 2**20
+    assert measured > 16 * 2**20
