@@ -75,18 +75,6 @@ def test_stages_are_the_whole(model: str) -> None:
         assert outputs == ()
 
 
-def test_one_stage_is_the_whole() -> None:
-    whole = model_case("gpt2").analysis.program
-    (stage,) = cut(whole, [len(names(whole))], with_outputs=True)
-    assert [n.name for n in stage.graph.nodes] == [n.name for n in whole.graph.nodes]
-    assert (stage.received, stage.sent) == ((), ())
-    assert (stage.parameters, stage.outputs, stage.loss) == (
-        whole.parameters,
-        whole.outputs,
-        whole.loss,
-    )
-
-
 def test_what_crosses() -> None:
     """A value goes from its stage once to each reader; inputs and constants never cross."""
     case = model_case("llama")
@@ -148,25 +136,9 @@ def test_the_first_user_owns_a_tied_parameter() -> None:
         [],
         [("d.weight", (), "a.weight")],
     ]
-
-
-def test_names_within_a_stage_stay_with_it() -> None:
-    whole = analysis_of(Tied).program
     first, last = cut(whole, ends_before(whole, "d"))
     assert first.parameters["p_a_weight"].aliases == ("b.weight",)
     assert last.parameters["p_a_weight"].name == "d.weight"
-    owners = {p.name for p in first.parameters.values()} | {
-        p.name for p in last.parameters.values()
-    }
-    assert owners >= {"a.weight", "d.weight", "c.weight", "a.bias", "d.bias"}
-
-
-def test_every_name_is_kept_once() -> None:
-    whole = model_case("gpt2").analysis.program
-    wanted = sorted(n for p in whole.parameters.values() for n in (p.name, *p.aliases))
-    stages = cut(whole, ends_before(whole, "transformer.h", "lm_head"))
-    found = sorted(n for s in stages for p in s.parameters.values() for n in (p.name, *p.aliases))
-    assert found == wanted
 
 
 class Idle(nn.Module):
@@ -217,13 +189,6 @@ def test_outputs_are_received_by_the_last_stage() -> None:
     _, outputs = run_stages(whole, (first, middle, last), 0, batch)
     found = whole.rebuild(outputs)
     assert all(torch.equal(found[name], expected[name]) for name in ("loss", "z", "extra"))
-
-
-def test_without_outputs_only_the_loss_is_returned() -> None:
-    whole = analysis_of(SideOutput).program
-    *_, last = cut(whole, ends_before(whole, "b", "c"))
-    assert last.outputs == ()
-    assert [n.name for n in last.graph.output_node().all_input_nodes] == [whole.loss]
 
 
 @pytest.mark.parametrize("ends", [[], [0, 12], [4, 4, 12], [7, 4, 12], [4, 11], [4, 13]])

@@ -106,8 +106,6 @@ def test_a_block_that_reads_otherwise_ends_the_run() -> None:
 
     analysis = analysis_of(Skip([Block(WIDTH) for _ in range(7)]))
     for run in find_runs(analysis):
-        inside = [o for i, o in enumerate(analysis.operators) if run.start <= i < run.end]
-        assert len({str(o.call.op) for o in inside[: run.period]}) >= 1
         for i in range(run.start, run.end - run.period):
             a, b = analysis.operators[i], analysis.operators[i + run.period]
             assert a.call.op == b.call.op and len(a.inputs) == len(b.inputs)
@@ -147,12 +145,12 @@ def test_fewer_layers_keep_the_boundaries_between_blocks() -> None:
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("n_least", [2, 4, 6])
-def test_every_layer_may_be_a_stage(model: str, n_least: int) -> None:
+def test_every_layer_may_be_a_stage(model: str) -> None:
     analysis = model_case(model).analysis
-    layers = layers_of(analysis, n_least)
-    assert layers.n_layers >= n_least
-    cut(analysis.program, layers.ends)  # the loss is on the last stage, or this raises
+    for n_least in (2, 4, 6):
+        layers = layers_of(analysis, n_least)
+        assert layers.n_layers >= n_least
+        cut(analysis.program, layers.ends)  # the loss is on the last stage, or this raises
 
 
 def test_balanced_parts_equal_every_partition_counted_out() -> None:

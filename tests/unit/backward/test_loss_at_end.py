@@ -51,24 +51,16 @@ def test_the_loss_is_waited_for_when_the_step_ends() -> None:
     assert source.count(f"{first.pending}.wait()") == 1
 
 
-def test_a_loss_without_collectives_is_returned_by_forward() -> None:
+def test_a_loss_is_returned_by_forward() -> None:
+    """Without collectives, as an output, and in evaluation."""
     torch.manual_seed(0)
     joint = differentiate(planned(llama(2), Manual(tp=2)))
     assert at_end(joint) == () and "def loss" not in emit(joint)
-
-
-def test_a_loss_that_is_also_an_output_is_returned_by_forward() -> None:
-    torch.manual_seed(0)
     stage = planned(llama(2), Manual(dp=2))
     assert stage.loss is not None
     with_output = replace(stage, outputs=(*stage.outputs, stage.loss))
     assert at_end(differentiate(with_output)) == ()
-
-
-def test_evaluation_waits_in_forward() -> None:
-    torch.manual_seed(0)
-    stage = replace(planned(llama(2), Manual(dp=2)), trains=False)
-    assert at_end(differentiate(stage)) == ()
+    assert at_end(differentiate(replace(stage, trains=False))) == ()
 
 
 class Penalised(MlpWithLoss):

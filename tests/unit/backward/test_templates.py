@@ -1,4 +1,7 @@
-"""What stands for an operator: whole, written as its kernels, or taped."""
+"""What stands for an operator: whole, written as its kernels, or taped.
+
+That the kernels have the bits of autograd is `tests/parity/test_bitwise.py`'s question.
+"""
 
 from __future__ import annotations
 
@@ -19,7 +22,7 @@ from autopar.passes.backward.recording import (
     filled,
     record,
 )
-from autopar.passes.backward.templates import OCCURRENCE, Call, operator_named, template
+from autopar.passes.backward.templates import OCCURRENCE, Call, template
 
 aten = torch.ops.aten
 ROWS, WIDTH = 6, 8
@@ -75,48 +78,6 @@ def test_what_stands_for_an_operator(target: str) -> None:
     for kernel in (*found.again, *made.backward):
         assert set(kernel.reads) <= known
         known |= set(kernel.outs)
-
-
-@pytest.mark.parametrize("target", CASES)
-def test_the_kernels_compute_what_autograd_does(target: str) -> None:
-    """On real tensors, bit for bit."""
-    call, gradients = call_of(target)
-    made = template(call, gradients)
-    assert made is not None
-    generator = torch.Generator().manual_seed(0)
-    inputs = [
-        torch.randn(m.shape, generator=generator)
-        if m.dtype.is_floating_point
-        else torch.randint(WIDTH, m.shape, generator=generator)
-        for m in call.metas
-    ]
-    leaves = [x.clone().requires_grad_(m.has_grad) for x, m in zip(inputs, call.metas, strict=True)]
-    expected = call.operator(*filled(call.args, leaves.__getitem__))
-    upstream = torch.randn(expected.shape, generator=generator)
-    expected.backward(upstream)
-
-    values = dict(enumerate(inputs))
-    run(made.recording.forward, values)
-    (out,), (cotangent,) = made.recording.outs, made.recording.cotangents
-    assert out is not None and cotangent is not None
-    assert torch.equal(values[out], expected)
-    values[cotangent] = upstream
-    run(made.recording.backward, values)
-    for leaf, slot in zip(leaves, made.recording.gradients, strict=True):
-        if slot is None:
-            assert leaf.grad is None
-        else:
-            assert leaf.grad is not None and torch.equal(values[slot], leaf.grad)
-
-
-def run(kernels: Sequence[Kernel], values: dict[int, Tensor]) -> None:
-    for kernel in kernels:
-        kwargs = {name: filled(v, values.__getitem__) for name, v in kernel.kwargs.items()}
-        result = kernel.target(*filled(kernel.args, values.__getitem__), **kwargs)
-        results = result if isinstance(result, (tuple, list)) else (result,)
-        for slot, value in zip(kernel.outs, results, strict=True):
-            if slot is not None:
-                values[slot] = value
 
 
 def recorded(function: Callable[..., Tensor], *metas: Meta) -> Recording:
@@ -207,8 +168,3 @@ def test_draws_of_other_layers_share_a_template() -> None:
     assert first is not None and first is again
     other = replace(call, args=(*args[:3], 0.2, OCCURRENCE))
     assert template(other, [X._replace(has_grad=False)]) is not first
-
-
-def test_operators_are_found_by_name() -> None:
-    assert operator_named("aten.add.Tensor") is aten.add.Tensor
-    assert operator_named("aten.relu.default") is aten.relu.default

@@ -178,40 +178,6 @@ def test_a_program_may_read_what_another_changes() -> None:
     assert program.updates == () and not program.constants
 
 
-def _writes_a_parameter(self: Any, a: Tensor) -> Tensor:
-    with torch.no_grad():
-        self.linear.weight.mul_(0.5)
-    return self.linear(a).sum()
-
-
-def _writes_where_gradient_flows(self: Any, a: Tensor) -> Tensor:
-    y = self.linear(a)
-    with torch.no_grad():
-        y.mul_(2)
-    return y.sum()
-
-
-def _writes_a_part_where_gradient_flows(self: Any, a: Tensor) -> Tensor:
-    y = self.linear(a)
-    with torch.no_grad():
-        y[0] = 0.0
-    return y.sum()
-
-
-@pytest.mark.parametrize(
-    ("body", "message"),
-    [
-        (_writes_a_parameter, "parameter `linear.weight`"),
-        (_writes_where_gradient_flows, "without gradients"),
-        (_writes_a_part_where_gradient_flows, "without gradients"),
-    ],
-)
-def test_other_writes_are_refused(body: Callable[..., Any], message: str) -> None:
-    with pytest.raises(NotSupportedError, match=message) as error:
-        capture(Module(body), (torch.randn(2, 4),))
-    assert "capture_harness.py:" in str(error.value)
-
-
 def test_a_buffer_that_is_part_of_another_is_refused() -> None:
     model = Changing(_counter)
     model.register_buffer("part", model.get_buffer("count").view(1))

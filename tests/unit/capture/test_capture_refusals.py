@@ -7,10 +7,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from autopar.capture import capture
-from autopar.errors import AutoparError, CaptureError, OptionError
+from autopar.errors import AutoparError, CaptureError, NotSupportedError, OptionError
 from tests.helpers.capture_harness import Module
 
 
@@ -19,10 +20,6 @@ def _branches(self: Any, a: torch.Tensor) -> torch.Tensor:
     if y.sum() > 0:
         return y.sum()
     return y.mean()
-
-
-def _selects(self: Any, a: torch.Tensor) -> torch.Tensor:
-    return self.linear(a)[a[:, 0] > 0].sum()
 
 
 def _reads_a_number(self: Any, a: torch.Tensor) -> torch.Tensor:
@@ -38,26 +35,88 @@ def _fails(self: Any, a: torch.Tensor) -> torch.Tensor:
     return self.no_such_thing(a)
 
 
+def _takes_labels_from_parameters(self: Any, a: torch.Tensor) -> torch.Tensor:
+    y = self.linear(a)
+    return F.cross_entropy(y, y.argmax(-1))
+
+
+def _mutates_input(self: Any, a: torch.Tensor) -> torch.Tensor:
+    a.add_(1)
+    return self.linear(a).sum()
+
+
+def _mutates_a_copy_or_not(self: Any, a: torch.Tensor) -> torch.Tensor:
+    y = self.linear(a)
+    maybe_a_view = y.reshape(-1)
+    y.mul_(2)
+    return maybe_a_view.sum()
+
+
+def _mutates_through_a_permutation(self: Any, a: torch.Tensor) -> torch.Tensor:
+    y = self.linear(a)
+    y.t().mul_(2)
+    return y.sum()
+
+
+def _mutates_without_gradient(self: Any, a: torch.Tensor) -> torch.Tensor:
+    y = self.linear(a)
+    y.detach().mul_(2)
+    return y.sum()
+
+
+def _writes_a_parameter(self: Any, a: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        self.linear.weight.mul_(0.5)
+    return self.linear(a).sum()
+
+
+def _writes_where_gradient_flows(self: Any, a: torch.Tensor) -> torch.Tensor:
+    y = self.linear(a)
+    with torch.no_grad():
+        y.mul_(2)
+    return y.sum()
+
+
+def _writes_a_part_where_gradient_flows(self: Any, a: torch.Tensor) -> torch.Tensor:
+    y = self.linear(a)
+    with torch.no_grad():
+        y[0] = 0.0
+    return y.sum()
+
+
+# The reason; the file of the line that is named: the body's here, or that of forward.
+HERE, FORWARD = __file__, "capture_harness.py"
+
+
 @pytest.mark.parametrize(
-    ("body", "reason", "has_line"),
+    ("body", "reason", "file"),
     [
-        (_branches, "depend", True),
-        (_selects, "depends on the data", False),
-        (_reads_a_number, "depends on the data", False),
-        (_keeps_a_tensor, "self.kept", False),
-        (_fails, "no_such_thing", True),
+        (_branches, "depend", HERE),
+        (_reads_a_number, "depends on the data", ""),
+        (_keeps_a_tensor, "self.kept", ""),
+        (_fails, "no_such_thing", HERE),
+        (_takes_labels_from_parameters, "labels", FORWARD),
+        (_mutates_input, "in-place", FORWARD),
+        (_mutates_a_copy_or_not, "in-place", FORWARD),
+        (_mutates_through_a_permutation, "in-place", FORWARD),
+        (_mutates_without_gradient, "in-place", FORWARD),
+        (_writes_a_parameter, "parameter `linear.weight`", FORWARD),
+        (_writes_where_gradient_flows, "without gradients", FORWARD),
+        (_writes_a_part_where_gradient_flows, "without gradients", FORWARD),
     ],
 )
-def test_what_cannot_be_traced_names_the_line(
-    body: Callable[..., Any], reason: str, has_line: bool
+def test_what_cannot_be_captured_names_the_line(
+    body: Callable[..., Any], reason: str, file: str
 ) -> None:
-    with pytest.raises(CaptureError, match=reason) as error:
+    kind = NotSupportedError if file == FORWARD else CaptureError
+    with pytest.raises(kind, match=reason) as error:
         capture(Module(body), (torch.randn(2, 4),))
     assert "hint: " in str(error.value)
-    if has_line:
+    if file == HERE:
         first = body.__code__.co_firstlineno
-        lines = range(first + 1, first + 4)
-        assert any(f"{__file__}:{line}\n" in str(error.value) for line in lines)
+        assert any(f"{HERE}:{line}\n" in str(error.value) for line in range(first + 1, first + 4))
+    elif file:
+        assert f"{file}:" in str(error.value)
 
 
 class Selects(nn.Linear):

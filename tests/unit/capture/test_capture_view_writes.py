@@ -1,4 +1,4 @@
-"""Writes through views: the base and its other views read what was written."""
+"""Writes in place and through views: the base and its other views read what was written."""
 
 from __future__ import annotations
 
@@ -10,6 +10,23 @@ import torch
 from torch import Tensor
 
 from tests.helpers.capture_harness import Module, check, targets, x
+
+
+def _in_place(self: Any, a: Tensor) -> Tensor:
+    y = self.linear(a)
+    y += 1
+    torch.relu_(y)
+    z = y.clone()
+    z.mul_(2).masked_fill_(a > 0, 0.5)
+    best, which = z.topk(2)
+    best /= best.sum(-1, keepdim=True) + which
+    return (y * z).sum() + best.sum()
+
+
+def _in_place_in_another_dtype(self: Any, a: Tensor) -> Tensor:
+    y = self.linear(a).float()
+    y += a  # float64 into float32
+    return y.sum()
 
 
 def _one_element(self: Any, a: Tensor) -> Tensor:
@@ -74,6 +91,8 @@ def _dead_views_do_not_matter(self: Any, a: Tensor) -> Tensor:
 @pytest.mark.parametrize(
     "body",
     [
+        _in_place,
+        _in_place_in_another_dtype,
         _one_element,
         _through_two_views,
         _another_view_of_a_written_base,
@@ -84,7 +103,7 @@ def _dead_views_do_not_matter(self: Any, a: Tensor) -> Tensor:
         _dead_views_do_not_matter,
     ],
 )
-def test_writes_through_views_equal_eager(body: Callable[..., Any]) -> None:
+def test_writes_equal_eager(body: Callable[..., Any]) -> None:
     torch.manual_seed(0)
     program = check(Module(body), {"a": x()})
     assert not any(t._schema.is_mutable for t in targets(program))

@@ -49,11 +49,11 @@ def test_a_region_is_what_the_call_runs() -> None:
 
 
 def test_gradient_checkpointing_of_transformers() -> None:
-    model = gpt2(2).train()
+    model = gpt2(1).train()
     assert capture(model, tokens(0)).checkpointed == ()
     model.activation_checkpointing_enable()  # type: ignore[operator]
     found = regions(capture(model, tokens(0)))
-    assert [first for first, _ in found] == [f"transformer.h.{i}.ln_1/layer_norm#0" for i in (0, 1)]
+    assert [first for first, _ in found] == ["transformer.h.0.ln_1/layer_norm#0"]
     assert capture(model, tokens(0), training=False).checkpointed == ()
 
 

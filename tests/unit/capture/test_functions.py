@@ -16,7 +16,7 @@ from autopar.errors import AutoparError, NotSupportedError
 from autopar.operators import function_call, function_of
 from autopar.program import Program
 from tests.helpers import functions
-from tests.helpers.capture_harness import Module, check
+from tests.helpers.capture_harness import Module, check, dtypes_of_floats
 
 
 def names(program: Program) -> list[str]:
@@ -56,11 +56,7 @@ def test_the_audit_says_what_a_function_costs_and_the_way_out() -> None:
 
 def test_float64_reaches_the_results() -> None:
     program = capture(functions.model("gated").float(), functions.batch(), precision="fp64")
-    floats = {
-        n.meta["val"].dtype for n in program.graph.nodes
-        if isinstance(n.meta.get("val"), Tensor) and n.meta["val"].is_floating_point()
-    }  # fmt: skip
-    assert floats == {torch.float64}
+    assert dtypes_of_floats(program) == {torch.float64}
 
 
 class ToFloat(torch.autograd.Function):

@@ -61,6 +61,7 @@ BACKWARD: dict[str, tuple[Callable[[Net], Any], str]] = {
 
 @pytest.mark.parametrize("name", BACKWARD)
 def test_hooks_on_gradients_are_refused(name: str) -> None:
+    """Also those that come when the plan is made."""
     register, message = BACKWARD[name]
     model = made()
     handle = register(model)
@@ -70,13 +71,6 @@ def test_hooks_on_gradients_are_refused(name: str) -> None:
     assert "pm.parameters() after pm.step" in str(caught.value)
     capture(model, X, training=False)  # evaluation has no gradients
     handle.remove()
-    autopar.plan(model, (1, 1), X)
-
-
-@pytest.mark.parametrize("name", BACKWARD)
-def test_hooks_on_gradients_that_come_later_are_refused(name: str) -> None:
-    register, message = BACKWARD[name]
-    model = made()
     module = autopar.parallelize(model, (1, 1), X)
     module.step(**X)
     register(model)
@@ -87,17 +81,10 @@ def test_hooks_on_gradients_that_come_later_are_refused(name: str) -> None:
         module.step(**X)
 
 
-@pytest.mark.parametrize(
-    ("name", "register"),
-    [
-        ("global forward hook", torch_module.register_module_forward_hook),
-        ("global forward pre hook", torch_module.register_module_forward_pre_hook),
-        ("global backward hook", torch_module.register_module_full_backward_hook),
-        ("global backward pre hook", torch_module.register_module_full_backward_pre_hook),
-    ],
-)
-def test_hooks_of_all_modules_are_refused(name: str, register: Callable[..., Any]) -> None:
-    handle = register(watching)
+@pytest.mark.parametrize("kind", ["forward", "forward_pre", "full_backward", "full_backward_pre"])
+def test_hooks_of_all_modules_are_refused(kind: str) -> None:
+    handle = getattr(torch_module, f"register_module_{kind}_hook")(watching)
+    name = f"global {kind.removeprefix('full_').replace('_', ' ')} hook"
     try:
         with pytest.raises(NotSupportedError, match=f"{name} `watching` for all modules"):
             autopar.plan(made(), (1, 1), X)

@@ -20,19 +20,21 @@ from tests.helpers.jobs import CASES
 from tests.helpers.whole_steps import WholeStep
 
 ATTENTION = torch.ops.aten.scaled_dot_product_attention.default
-N, WIDTH = 5, 4
+N, WIDTH, HEADS, ROWS = 5, 4, 2, 3
 LOWEST = torch.finfo(torch.float32).min
 
 
 def attending(make_mask: Callable[..., Any], **options: Any) -> nn.Module:
-    """Attention of x to itself, under `make_mask(self, x)`."""
+    """Attention of x to itself, with two heads, under `make_mask(self, x)`."""
 
     def body(self: Any, x: Tensor, *rest: Tensor) -> Tensor:
-        h = self.linear(x).unsqueeze(1)
+        h = self.linear(x).unflatten(-1, (HEADS, -1)).transpose(1, 2)
         mask = make_mask(self, x, *rest)
         return F.scaled_dot_product_attention(h, h, h, mask, **options).sin().sum()
 
-    return Module(body)
+    model = Module(body)
+    model.register_buffer("shape", torch.ones(2 * N, 2 * N, dtype=torch.bool).tril())
+    return model
 
 
 def xs(n: int = N, rows: int = 2) -> Tensor:
@@ -89,16 +91,11 @@ def flags(model: nn.Module, *batch: Tensor) -> list[tuple[Any, ...]]:
     return found
 
 
-def with_buffer(model: nn.Module) -> nn.Module:
-    model.register_buffer("shape", torch.ones(2 * N, 2 * N, dtype=torch.bool).tril())
-    return model
-
-
 @pytest.mark.parametrize(
     ("name", "n"), [*((name, N) for name in CAUSAL), ("per row", TWO_BLOCKS), ("-inf", TWO_BLOCKS)]
 )
 def test_causal(name: str, n: int) -> None:
-    model = with_buffer(attending(CAUSAL[name]))
+    model = attending(CAUSAL[name])
     assert flags(model, xs(n)) == [(None, True)]
 
 
@@ -174,7 +171,7 @@ def test_attention_with_dropout_has_the_flag_too() -> None:
 
 def test_a_buffer_that_was_read_is_watched() -> None:
     """The mask is gone, but a write to its buffer still asks for another plan."""
-    model = with_buffer(attending(CAUSAL["a buffer"]))
+    model = attending(CAUSAL["a buffer"])
     pm = autopar.parallelize(model, (1, 1), (xs().float(),))
     pm.step(xs().float())
     model.get_buffer("shape")[0, 1] = True
@@ -235,22 +232,12 @@ def test_models_that_make_their_own(family: str) -> None:
 
 # -- learned masks: made for one row of the batch where all rows are the same ----------------------
 
-ROWS, HEADS = 3, 2
 
-
-class Biased(nn.Module):
-    """Attention of several heads with a learned bias, under `make_mask(bias, x)`."""
-
-    def __init__(self, make_mask: Callable[..., Tensor], dropout: float = 0.0) -> None:
-        super().__init__()
-        self.linear, self.dropout = nn.Linear(WIDTH, HEADS * WIDTH), dropout
-        self.bias = nn.Parameter(torch.randn(1, HEADS, N, N))
-        self.make_mask = make_mask
-
-    def forward(self, x: Tensor) -> Tensor:
-        h = self.linear(x).unflatten(-1, (HEADS, WIDTH)).transpose(1, 2)
-        mask = self.make_mask(self.bias, x)
-        return F.scaled_dot_product_attention(h, h, h, mask, self.dropout).sin().sum()
+def biased(make_mask: Callable[..., Tensor], **options: Any) -> nn.Module:
+    """With a learned bias per head, under `make_mask(bias, x)`."""
+    model = attending(lambda self, x: make_mask(self.bias, x), **options)
+    model.bias = nn.Parameter(torch.randn(1, HEADS, N, N))
+    return model
 
 
 REPEATED: dict[str, Callable[..., Tensor]] = {
@@ -277,14 +264,14 @@ OF_EACH_ROW: dict[str, Callable[..., Tensor]] = {
 
 @pytest.mark.parametrize("name", [*REPEATED, *OF_EACH_ROW])
 def test_a_learned_mask_that_repeats_is_made_once(name: str) -> None:
-    program = check(Biased((REPEATED | OF_EACH_ROW)[name]), (xs(rows=ROWS),))
+    program = check(biased((REPEATED | OF_EACH_ROW)[name]), (xs(rows=ROWS),))
     (mask,) = (n.args[3] for n in program.operators if n.target == ATTENTION)
     assert isinstance(mask, torch.fx.Node)
     assert mask.meta["val"].shape == (1 if name in REPEATED else ROWS, HEADS, N, N)
 
 
 def test_attention_with_dropout_and_a_learned_mask_is_written_as_its_parts() -> None:
-    model = Biased(REPEATED["mask of the batch"], 0.5)
+    model = biased(REPEATED["mask of the batch"], dropout_p=0.5)
     program = capture(model, (xs(rows=ROWS).float(),))
     shapes = {n.target: tuple(n.meta["val"].shape) for n in program.operators}
     assert shapes[torch.ops.aten.where.ScalarOther] == (1, HEADS, N, N)
@@ -293,7 +280,7 @@ def test_attention_with_dropout_and_a_learned_mask_is_written_as_its_parts() -> 
 
 @pytest.mark.parametrize("precision", ["model", "bf16-autocast"])
 def test_nothing_of_the_bias_is_made_per_row(precision: str) -> None:
-    program = capture(Biased(REPEATED["bias"]), (xs(rows=ROWS).float(),), precision=precision)
+    program = capture(biased(REPEATED["bias"]), (xs(rows=ROWS).float(),), precision=precision)
     sizes = {n.meta["val"].numel() for n in program.operators if n.meta["val"].shape[-2:] == (N, N)}
     assert sizes == {HEADS * N * N}
 

@@ -37,6 +37,7 @@ ODD = (
 NAMES = st.sampled_from(ODD) | st.text(min_size=1, max_size=8).filter(lambda t: "." not in t)
 
 
+@settings(max_examples=30)
 @given(st.text(max_size=20))
 @example("²")
 @example("")
@@ -57,16 +58,14 @@ def test_a_variable_is_no_word_of_the_file(text: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["class", "a b", "a-b", "", "1st", "é", "ﬁ", "x\nimport os", "a.b"]
+    "name", ["class", "a b", "a-b", "", "1st", "é", "ﬁ", "x\nimport os", "a.b", 3]
 )
-def test_a_mesh_refuses_names_that_are_no_variables(name: str) -> None:
-    with pytest.raises(MeshError, match=r"axis name .*[\s\S]*hint: take ASCII letters"):
+def test_a_mesh_refuses_names_that_are_no_variables(name: Any) -> None:
+    message = (
+        "axis name .*[\\s\\S]*hint: take ASCII letters" if name != 3 else "axis_names are texts"
+    )
+    with pytest.raises(MeshError, match=message):
         autopar.Mesh((1, 2), axis_names=("node", name))
-
-
-def test_a_mesh_refuses_names_that_are_no_texts() -> None:
-    with pytest.raises(MeshError, match="axis_names are texts"):
-        autopar.Mesh((1, 2), axis_names=("node", 3))  # type: ignore[arg-type]
 
 
 AXES = st.sampled_from("torch torch_2 env i _ a a_a a_b b saved_1 r_to_s float dp".split())
@@ -128,12 +127,10 @@ FIELDS = st.tuples(NAMES, NAMES, NAMES).filter(
 )
 
 
-@settings(max_examples=3)
+@settings(max_examples=1)
 @given(FIELDS, st.none() | INPUTS, st.sampled_from(["device", "torch", "env", "i", "aten_relu"]))
-@example(("torch", "env", "ready"), "torch", "torch")
 @example(("h", "aten_relu", "h_forward"), "forward_", "device")
 @example(("²", "é", "x\nimport os"), 'q"""q', "i")
-@example(('q"""q', "saved_1", "aten_mul_Tensor"), None, "_")
 def test_programs_of_models_with_odd_names(
     names: tuple[str, str, str], given_input: str | None, axis: str
 ) -> None:

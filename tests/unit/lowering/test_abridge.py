@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -30,7 +31,6 @@ from autopar.passes.intra import Chooser, Constraints, PlacementRequest
 from autopar.passes.lowering import Abridger, lower
 from autopar.program import (
     Pipeline,
-    Recomputed,
     StageProgram,
     Strategy,
     every_parameter,
@@ -40,9 +40,11 @@ from tests.helpers.captures import captured
 from tests.helpers.harness import random_tokens, tiny_gpt2
 from tests.helpers.machines import balanced_cost
 from tests.helpers.models.families import FAMILIES, folded
+from tests.helpers.nightly import sampled
 
 N_BLOCKS = 10
 REPEATED = [name for name in FAMILIES if name != "resnet"]
+FASTEST = [*((name, (4,)) for name in REPEATED), ("gpt2", (2, 2)), ("t5", (2, 2))]
 
 
 @cache
@@ -78,9 +80,7 @@ def same(few: PeakMemory, whole: PeakMemory) -> None:
 
 
 @pytest.mark.usefixtures("nothing_hidden")
-@pytest.mark.parametrize(
-    ("family", "sizes"), [*((name, (4,)) for name in REPEATED), ("gpt2", (2, 2)), ("t5", (2, 2))]
-)
+@pytest.mark.parametrize(("family", "sizes"), sampled(FASTEST, [("gpt2", (2, 2)), ("llama", (4,))]))
 def test_the_fastest_placements(family: str, sizes: tuple[int, ...]) -> None:
     program = folded(family)
     few = check(program.whole, strategy_of(program, sizes), balanced_cost(sizes))
@@ -94,18 +94,13 @@ MISPRICED = {
 }
 
 
-@pytest.mark.parametrize(
-    "family",
-    [
-        pytest.param(
-            name,
-            marks=[pytest.mark.xfail(strict=True, reason=MISPRICED[name])]
-            if name in MISPRICED
-            else [],
-        )
-        for name in REPEATED
-    ],
-)
+def expected(family: str) -> Any:
+    if family not in MISPRICED:
+        return family
+    return pytest.param(family, marks=pytest.mark.xfail(strict=True, reason=MISPRICED[family]))
+
+
+@pytest.mark.parametrize("family", [expected(family) for family in REPEATED])
 def test_every_block_gathers_its_parameters(family: str) -> None:
     """T5's equal blocks could begin inside of a layer, whose gathers all come first in it."""
     program, cost = folded(family), balanced_cost((4,))
@@ -150,13 +145,8 @@ def test_some_blocks_run_again() -> None:
     full = recomputed_operators(analysis, "full")
     selective = recomputed_operators(analysis, "selective")
 
-    def checked(*items: tuple[Recomputed, ...]) -> None:
-        found = tuple(one for of in items for one in of)
-        check(analysis, replace(strategy, recomputed=found), balanced_cost((4,)))
-
-    checked(full[:3])
-    checked(full[3:])
-    checked(full[:5], selective[5:])
+    for some in (full[:3], full[3:], (*full[:5], *selective[5:])):
+        check(analysis, replace(strategy, recomputed=some), balanced_cost((4,)))
 
 
 @pytest.mark.parametrize("shift", [0, 5])

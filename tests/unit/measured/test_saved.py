@@ -10,12 +10,12 @@ import pytest
 import torch
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from transformers import GPT2Config, GPT2LMHeadModel
 
 from autopar.capture import capture, reference_step
 from autopar.errors import NotSupportedError
 from autopar.measured import Saved, saved_for_backward, storage_owners
 from autopar.measured.saved import activation_bytes
+from tests.helpers.jobs import gpt2, tokens
 from tests.helpers.saved import Draft, address, really_saved, saved_of
 
 aten = torch.ops.aten
@@ -221,32 +221,6 @@ class TestViews:
         assert activation_bytes(draft.program(value)) == 3 * 8
 
 
-def gpt2(n_layers: int, dropout: float = 0.0) -> nn.Module:
-    config = GPT2Config(
-        n_layer=n_layers,
-        n_embd=64,
-        n_head=4,
-        vocab_size=97,
-        n_positions=32,
-        resid_pdrop=dropout,
-        embd_pdrop=dropout,
-        attn_pdrop=dropout,
-        bos_token_id=0,
-        eos_token_id=0,
-        use_cache=False,
-        loss_type="ForCausalLMLoss",
-    )
-    return GPT2LMHeadModel(config)
-
-
-def batch() -> dict[str, torch.Tensor]:
-    """With padding, so that eager also needs an explicit mask."""
-    tokens = torch.randint(1, 97, (4, 32))
-    mask = torch.ones_like(tokens)
-    mask[1, 20:] = 0
-    return {"input_ids": tokens, "attention_mask": mask, "labels": tokens}
-
-
 def really_kept_bytes(model: nn.Module, run: Callable[[], object]) -> int:
     """Bytes of the distinct storages that autograd saves in a run, without parameters."""
     packed: dict[int, torch.Tensor] = {}
@@ -264,7 +238,11 @@ def really_kept_bytes(model: nn.Module, run: Callable[[], object]) -> int:
 class TestModel:
     @pytest.mark.parametrize("dropout", [0.0, 0.1])
     def test_gpt2_against_real_runs(self, dropout: float) -> None:
-        model, inputs = gpt2(2, dropout), batch()
+        drop = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), dropout)
+        model, inputs = gpt2(2, use_cache=False, **drop), tokens(0)
+        mask = torch.ones_like(inputs["input_ids"])
+        mask[1, 5:] = 0  # so that eager also needs an explicit mask
+        inputs["attention_mask"] = mask
         program = capture(model, inputs)
         predicted_bytes = activation_bytes(program)
         parameters = dict(model.named_parameters())

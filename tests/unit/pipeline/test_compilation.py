@@ -84,9 +84,6 @@ def test_what_is_given_is_not_made() -> None:
     compilation = Compilation(BAKERY, Dough(7))
     assert compilation[Bread].grams == 7
     assert names(compilation) == ["bake-bread"]
-
-
-def test_fields_are_options() -> None:
     assert Compilation((Knead(water=5), BakeBread()), Flour(1))[Bread].grams == 6
 
 

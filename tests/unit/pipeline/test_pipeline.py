@@ -9,7 +9,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import nn
 
 import autopar
 from autopar import Manual, Plan
@@ -99,13 +98,3 @@ def test_printed_facts_are_whole(
     plan = planned()
     text = capsys.readouterr().err.split("# PlanData after record\n")[1].split("\n# ")[0]
     assert json.loads(text) == json.loads(plan.data.to_json())
-
-
-@pytest.mark.filterwarnings("ignore:captured a batch")
-def test_other_shapes_and_evaluation_run_their_lists() -> None:
-    module = autopar.parallelize(MlpWithLoss(), (1, 1), rows(0, "x", "y"))
-    half = {name: value[:4] for name, value in rows(0, "x", "y").items()}
-    module.step(**half)
-    assert isinstance(module, nn.Module)
-    module.eval()
-    assert module(**half) is not None

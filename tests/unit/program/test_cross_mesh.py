@@ -14,7 +14,7 @@ from torch import Tensor
 
 from autopar.errors import VerificationError
 from autopar.mesh import LogicalMesh
-from autopar.placement import I, P, Placement, R, S, Spec, TensorType, all_specs, local_shape
+from autopar.placement import I, P, Placement, R, S, Spec, TensorType, all_specs
 from autopar.program import Slice, local_factors, slices
 from autopar.runtime.execute import shard
 from tests.helpers.machines import mesh_of
@@ -142,49 +142,6 @@ def test_every_element_crosses_once_between_owners(case: Crossing) -> None:
     for piece in found:
         assert owns(case.source, case.source_mesh.coordinate(piece.source_rank))
         assert owns(case.target, case.target_mesh.coordinate(piece.target_rank))
-
-
-@given(crossings())
-def test_local_factors_are_the_local_shape(case: Crossing) -> None:
-    view = local_factors(case.dims, case.target, case.target_mesh.sizes)
-    tensor = TensorType(case.dims, 8, True)
-    assert len(view) == len(tensor.cells)
-    assert math.prod(view) == math.prod(local_shape(tensor, case.target, case.target_mesh.sizes))
-
-
-def test_heads_of_a_fused_projection_cross_strided() -> None:
-    """(3, 4 heads, 2): two ranks hold two heads each, four ranks one each."""
-    found = slices(
-        ((3, 4, 2),),
-        Spec.parse("S(0.1)"),
-        mesh_of(2),
-        Spec.parse("S(0.1)"),
-        mesh_of(4, first_rank=2),
-    )  # fmt: skip
-    assert [(p.source_rank, p.target_rank) for p in found] == [(0, 2), (0, 3), (1, 4), (1, 5)]
-    assert found[1].source == (slice(0, 3), slice(1, 2), slice(0, 2))
-    assert found[1].target == (slice(0, 3), slice(0, 1), slice(0, 2))
-    assert {p.shape for p in found} == {(3, 1, 2)}
-
-
-def test_the_order_of_axes_on_one_factor_decides_who_sends_what() -> None:
-    def senders(text: str) -> list[int]:
-        """The rank of (2, 2) that sends to each rank of a mesh of four."""
-        found = slices(
-            ((4,),), Spec.parse(text), mesh_of(2, 2), Spec.parse("S(0)"), mesh_of(4, first_rank=4)
-        )
-        return [p.source_rank for p in sorted(found, key=lambda p: p.target_rank)]
-
-    assert senders("S(0) S(0)") == [0, 1, 2, 3]
-    assert senders("S(0) S(0) order 1,0") == [0, 2, 1, 3]
-
-
-def test_a_tensor_without_dims_is_one_slice() -> None:
-    (found,) = slices(
-        (), Spec.parse("R R"), mesh_of(2, 2), Spec.parse("P"), mesh_of(3, first_rank=4)
-    )
-    assert found == Slice(0, 4, (), (), ())
-    assert found.n_elements == 1
 
 
 def test_a_tensor_without_elements_does_not_cross() -> None:

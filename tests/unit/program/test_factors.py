@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.placement import Notation, TensorType
-from autopar.program import Atom, Factors, Types, leaves, name_sizes, unify
+from autopar.program import Factors, Types, name_sizes
 from autopar.rules import resolve, view_notation
 
 Shape = tuple[int, ...]
@@ -107,14 +107,6 @@ def test_views_as_notation(source: Shape, target: Shape, text: str) -> None:
 def test_sizes_of_names_inside_products_are_solved() -> None:
     notation = Notation.parse("(a b) c, b -> (c a)")
     assert name_sizes(notation, [(6, 4), (3,)], [(8,)]) == {"a": 2, "b": 3, "c": 4}
-
-
-def test_unify_splits_both_sides() -> None:
-    left, right = [Atom(4), Atom(6)], [Atom(2), Atom(12)]
-    unify(left, right)
-    sides = [[leaf for atom in side for leaf in leaves(atom)] for side in (left, right)]
-    assert [[leaf.size for leaf in side] for side in sides] == [[2, 2, 6], [2, 2, 6]]
-    assert all(a is b for a, b in zip(*sides, strict=True))
 
 
 def reshaped(sizes: list[int], data: st.DataObject) -> Shape:

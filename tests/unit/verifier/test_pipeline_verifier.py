@@ -12,7 +12,6 @@ import pytest
 import torch
 
 from autopar.errors import VerificationError
-from autopar.placement import P, Spec
 from autopar.program import Boundary, Crossing, Pipeline
 from autopar.schedule import Action, Schedule
 from autopar.verifier import check_rendezvous, verify_pipeline
@@ -111,17 +110,6 @@ def test_a_crossing_that_is_missing_or_doubled() -> None:
     refused(replace(pipeline, crossings=pipeline.crossings[1:]), "crosses 0 times")
     doubled = (*pipeline.crossings, pipeline.crossings[0])
     refused(replace(pipeline, crossings=doubled), "crosses 2 times")
-
-
-def test_a_layout_that_cannot_cross() -> None:
-    pipeline = drawn("mlp", SHAPES[1], "1f1b", 0)
-
-    def partial(crossing: Crossing) -> Crossing:
-        local = crossing.sent.local
-        spec = Spec((P,) * len(local.spec.placements))
-        return replace(crossing, sent=replace(crossing.sent, local=replace(local, spec=spec)))
-
-    refused(with_crossing(pipeline, partial), "does not send it")
 
 
 def test_a_transfer_without_its_gradient() -> None:

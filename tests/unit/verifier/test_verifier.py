@@ -15,7 +15,15 @@ from autopar.errors import VerificationError
 from autopar.passes.lowering import lower
 from autopar.passes.reshard import moves_from
 from autopar.placement import I, P, R, Spec, Split, TensorType, all_specs
-from autopar.program import CallLine, FreeLine, GatherLine, Line, MoveLine, Ref, StageProgram
+from autopar.program import (
+    CallLine,
+    FreeLine,
+    GatherLine,
+    Line,
+    MoveLine,
+    StageProgram,
+    StoredParameter,
+)
 from autopar.verifier import GroupCall, check_rendezvous, verify_program
 from autopar.verifier.stage import check_move, rank_sequences
 from tests.helpers.harness import abstract_cost, free_problem, model_case, random_strategy
@@ -78,15 +86,12 @@ def is_named(*names: str) -> Callable[[MoveLine], bool]:
     return lambda line: line.move.name in names
 
 
-def test_a_variable_read_before_its_definition() -> None:
+def test_variables_that_are_not_there_or_there_twice() -> None:
     program = drawn("gpt2", (2, 2), 1, 0)
     at = position(program, CallLine, lambda c: c.has_grad)
     assert at is not None
     refused(with_line(program, at), "is read before it is defined")
-
-
-def test_a_variable_read_after_it_was_freed() -> None:
-    program = drawn("gpt2", (2, 2), 1, 0)
+    refused(with_line(program, at, program.body[at], program.body[at]), "is defined twice")
     at = position(program, FreeLine, lambda line: True)
     assert at is not None
     refused(with_line(program, at - 1, program.body[at], program.body[at - 1]), "read")
@@ -94,109 +99,81 @@ def test_a_variable_read_after_it_was_freed() -> None:
     refused(late, r"is read after it was freed\n  at line \d+: del ")
 
 
-def test_a_variable_defined_twice() -> None:
-    program = drawn("gpt2", (2, 2), 1, 0)
-    at = position(program, CallLine, lambda c: True)
-    assert at is not None
-    refused(with_line(program, at, program.body[at], program.body[at]), "is defined twice")
+def with_second_axis(line: MoveLine) -> MoveLine:
+    placements = list(line.out.spec.placements)
+    placements[1] = R if placements[1] == I else I
+    return replace(line, out=replace(line.out, spec=Spec(tuple(placements))))
 
 
-def test_a_move_of_another_name() -> None:
-    test = is_named("p_to_i")
-    wrong = changed_move(test, lambda m: replace(m, move=replace(m.move, name="p_to_r")))
-    refused(wrong, "p_to_r is no move from P to I on axis")
+def with_contiguous_cuts(line: MoveLine) -> MoveLine:
+    splits = tuple(Split(s.dim, 1) for s in line.move.splits)
+    return replace(line, move=replace(line.move, splits=splits))
 
 
-def test_a_move_over_another_axis() -> None:
-    wrong = changed_move(
-        lambda m: m.move.axes == (0,), lambda m: replace(m, move=replace(m.move, axes=(1,)))
-    )
-    refused(wrong, r"axis|axes")
+# The move that is changed, the change, and the reason.
+MOVES: dict[str, tuple[Callable[[MoveLine], bool], Callable[[MoveLine], MoveLine], str]] = {
+    "name": (
+        is_named("p_to_i"),
+        lambda m: replace(m, move=replace(m.move, name="p_to_r")),
+        "p_to_r is no move from P to I on axis",
+    ),
+    "axis": (
+        lambda m: m.move.axes == (0,),
+        lambda m: replace(m, move=replace(m.move, axes=(1,))),
+        "axis|axes",
+    ),
+    "a second axis": (
+        lambda m: m.move.axes == (0,) and m.out.spec.placements[1] in (R, I),
+        with_second_axis,
+        r"over axes \(0,\) changes axis 1",
+    ),
+    "a strided cut": (
+        lambda m: any(s.outer > 1 for s in m.move.splits),
+        with_contiguous_cuts,
+        "cuts dim . outer 1",
+    ),
+    "local shape": (
+        lambda m: len(m.out.shape) > 0,
+        lambda m: replace(m, out=replace(m.out, shape=(*m.out.shape[:-1], 7))),
+        "has local shape",
+    ),
+    "bytes": (
+        is_named("p_to_r", "s_to_r"),
+        lambda m: replace(m, forward_bytes=m.forward_bytes + 1),
+        "moves .* bytes",
+    ),
+    "gradient": (
+        lambda m: m.has_grad,
+        lambda m: replace(m, has_grad=False, backward_bytes=0),
+        "has_grad is False",
+    ),
+}
 
 
-def test_a_move_that_changes_a_second_axis() -> None:
-    def change(line: MoveLine) -> MoveLine:
-        placements = list(line.out.spec.placements)
-        placements[1] = R if placements[1] == I else I
-        return replace(line, out=replace(line.out, spec=Spec(tuple(placements))))
-
-    wrong = changed_move(
-        lambda m: m.move.axes == (0,) and m.out.spec.placements[1] in (R, I), change
-    )
-    refused(wrong, r"over axes \(0,\) changes axis 1")
-
-
-def test_a_strided_cut_taken_for_a_contiguous_one() -> None:
-    def flattened(line: MoveLine) -> MoveLine:
-        splits = tuple(Split(s.dim, 1) for s in line.move.splits)
-        return replace(line, move=replace(line.move, splits=splits))
-
-    strided = changed_move(lambda m: any(s.outer > 1 for s in m.move.splits), flattened)
-    refused(strided, "cuts dim . outer 1")
-
-
-def test_a_local_shape_that_does_not_follow() -> None:
-    def grown(line: MoveLine) -> MoveLine:
-        return replace(line, out=replace(line.out, shape=(*line.out.shape[:-1], 7)))
-
-    wrong = changed_move(lambda m: len(m.out.shape) > 0, grown)
-    refused(wrong, "has local shape")
-
-
-def test_bytes_that_do_not_follow() -> None:
-    wrong = changed_move(
-        is_named("p_to_r", "s_to_r"), lambda m: replace(m, forward_bytes=m.forward_bytes + 1)
-    )
-    refused(wrong, "moves .* bytes")
-
-
-def test_a_move_that_forgets_the_gradient() -> None:
-    wrong = changed_move(
-        lambda m: m.has_grad, lambda m: replace(m, has_grad=False, backward_bytes=0)
-    )
-    refused(wrong, "has_grad is False")
+@pytest.mark.parametrize("what", MOVES)
+def test_a_move_that_is_changed(what: str) -> None:
+    test, change, reason = MOVES[what]
+    with pytest.raises(VerificationError, match=reason) as raised:
+        verify_program(changed_move(test, change))
+    _, where, hint = str(raised.value).splitlines()
+    assert where.startswith("  at line ") and "_to_" in where
+    assert hint.startswith("  hint: ")
 
 
 def test_i_and_r_mixed_in_one_operator() -> None:
     """A layer norm's scale left Invariant beside Replicate activations: the loss stays right."""
 
-    def skipped(program: StageProgram) -> tuple[int, MoveLine] | None:
-        for at, line in enumerate(program.body):
-            if isinstance(line, MoveLine) and is_named("i_to_r")(line) and line.has_grad:
-                users = [x for x in program.body[at:] if line.out.name in x.reads]
-                if users and all(isinstance(u, CallLine | FreeLine) for u in users):
-                    return at, line
-        return None
+    def is_moved(parameter: StoredParameter) -> bool:
+        moves = [m for use in parameter.uses for m in use.moves]
+        return bool(moves) and {m.move.name for m in moves} == {"i_to_r"}
 
-    program = program_with(lambda p: skipped(p) is not None)
-    found = skipped(program)
-    assert found is not None
-    at, move = found
-    # Without the move, the consumer reads a value that is still Invariant.
-    body = tuple(_renamed(line, move.out.name, move.source) for line in program.body[at + 1 :])
-    kept = tuple(x for x in program.body[:at] if not _frees(x, move.source))
-    refused(replace(program, body=(*kept, *body)), r"is I and .* on axis")
-
-
-def _frees(line: Line, name: str) -> bool:
-    return isinstance(line, FreeLine) and name in line.names
-
-
-def _renamed(line: Line, old: str, new: str) -> Line:
-    def swap(value: object) -> object:
-        if isinstance(value, Ref) and value.name == old:
-            return Ref(new)
-        return [swap(v) for v in value] if isinstance(value, list) else value
-
-    if isinstance(line, FreeLine):
-        return FreeLine(tuple(n for n in line.names if n not in (old, new)))
-    if not isinstance(line, CallLine):
-        return line
-    names = tuple(new if n == old else n for n in line.keeps)
-    shares = tuple(new if n == old else n for n in line.shares)
-    passed = replace(line.workspace, passed=())
-    args = tuple(swap(a) for a in line.args)
-    return replace(line, args=args, keeps=names, shares=shares, workspace=passed)
+    program = program_with(lambda p: any(map(is_moved, p.parameters)))
+    moved = next(filter(is_moved, program.parameters))
+    stored = moved.stored.spec
+    uses = (replace(u, moves=(), local=replace(u.local, spec=stored)) for u in moved.uses)
+    wrong = replace(moved, uses=tuple(uses))
+    parameters = tuple(wrong if p is moved else p for p in program.parameters)
+    refused(replace(program, parameters=parameters), r"is I and .* on axis")
 
 
 def test_a_parameter_stored_partial() -> None:
@@ -239,20 +216,9 @@ def test_a_loss_that_is_not_invariant() -> None:
     program = program_with(lambda p: last_move(p) is not None)
     last = last_move(program)
     assert last is not None
-    body = tuple(x for x in program.body if x is not last and not _frees(x, last.source))
+    freed = FreeLine((last.source,))
+    body = tuple(x for x in program.body if x is not last and x != freed)
     refused(replace(program, body=body, loss=last.source), r"ends . on axis \w+, not I")
-
-
-def test_messages_name_the_line_and_the_way_out() -> None:
-    test = is_named("p_to_i")
-    wrong = changed_move(test, lambda m: replace(m, move=replace(m.move, name="p_to_r")))
-    with pytest.raises(VerificationError) as raised:
-        verify_program(wrong)
-    what, where, hint = str(raised.value).splitlines()
-    assert "p_to_r" in what
-    assert where.startswith("  at line ")
-    assert "p_to_r(" in where
-    assert hint.startswith("  hint: ")
 
 
 TENSORS = [
