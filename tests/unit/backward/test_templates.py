@@ -54,22 +54,15 @@ CASES: dict[str, tuple[tuple[Any, ...], Sequence[Meta], str, int]] = {
 }  # fmt: skip
 
 
-def call_of(target: str) -> tuple[Call, list[Meta | None]]:
-    args, metas, _, _ = CASES[target]
+@pytest.mark.parametrize("target", CASES)
+def test_what_stands_for_an_operator(target: str) -> None:
+    args, metas, kind, n_kept = CASES[target]
     call = Call(target, args, {}, tuple(metas))
     with torch.device("meta"):
         given = [torch.empty_strided(m.shape, m.stride, dtype=m.dtype) for m in metas]
-        results = call.operator(*filled(args, given.__getitem__))
-    results = results if isinstance(results, tuple) else (results,)
-    return call, [Meta.of(r)._replace(device="cpu") for r in results]
-
-
-@pytest.mark.parametrize("target", CASES)
-def test_what_stands_for_an_operator(target: str) -> None:
-    call, gradients = call_of(target)
-    found = template(call, gradients)
+        result = call.operator(*filled(args, given.__getitem__))
+    found = template(call, [Meta.of(result)._replace(device="cpu")])
     assert found is not None
-    _, _, kind, n_kept = CASES[target]
     assert (found.forward is not None) == (kind == "written")
     assert len(found.kept) == n_kept
     # Backward reads arguments, results, what is handed on, and views that it makes again.

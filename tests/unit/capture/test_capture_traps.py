@@ -142,7 +142,7 @@ def test_label_counts_come_from_the_prologue(ignored: str, smoothing: float) -> 
 
 
 LABELS = torch.tensor([0, 1, 2, 0, 3, 1])
-WEIGHTS = [1.0, 2.0, 3.0, 4.0]
+WEIGHTS = torch.tensor([1.0, 2.0, 3.0, 4.0], dtype=torch.float64)
 # What is divided by, and whether it is computed from inputs before the step.
 DIVIDED: dict[str, tuple[Callable[..., torch.Tensor], dict[str, torch.Tensor], bool]] = {
     "labels, some ignored": (
@@ -159,7 +159,7 @@ DIVIDED: dict[str, tuple[Callable[..., torch.Tensor], dict[str, torch.Tensor], b
         False,
     ),
     "class weights": (
-        lambda self, a, y: F.cross_entropy(self.linear(a), y, torch.tensor(WEIGHTS, dtype=torch.float64)),
+        lambda self, a, y: F.cross_entropy(self.linear(a), y, WEIGHTS),
         {"y": LABELS},
         False,
     ),

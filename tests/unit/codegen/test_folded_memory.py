@@ -8,11 +8,12 @@ import autopar
 from autopar import Manual
 from autopar.cost.price import peak_of_stage
 from tests.helpers.jobs import machine
+from tests.helpers.nightly import nightly
 from tests.helpers.recompute_plans import batch, model
 from tests.helpers.whole_steps import WholeStep
 
 
-@pytest.mark.parametrize("recompute", ["none", "full"])
+@pytest.mark.parametrize("recompute", ["none", pytest.param("full", marks=nightly)])
 def test_live_bytes_of_a_step(recompute: str) -> None:
     manual = Manual(recompute=recompute)
     plan = autopar.plan(model("plain"), machine((1, 1)), batch(), manual=manual)
