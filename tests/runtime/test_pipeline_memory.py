@@ -8,7 +8,7 @@ under 1f1b, and all under gpipe. After the step nothing is left.
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,13 +18,12 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.passes.analysis import Analysis
 from autopar.program import Pipeline
 from autopar.runtime.execute import Executor
 from tests.helpers.harness import generated_code, model_case
 from tests.helpers.models.pipeline_models import Skip, analysis_of, batch_of
 from tests.helpers.pipeline_harness import Layout, random_ends, random_pipeline
-from tests.helpers.ranks import Batch, Rank, named_inputs, random_parameters, run_ranks
+from tests.helpers.ranks import Rank, named_inputs, random_parameters, run_ranks
 
 __all__ = ["generated_code"]
 
@@ -68,18 +67,25 @@ class Watched:
     def __init__(self, executor: Executor) -> None:
         self.microbatches: list[Watch] = []
         self.seen: list[set[int]] = []
-        self._code = executor.code.forward
+        code = self._code = executor.code
+        executor.code = replace(code, forward=self.forward, backward=self.backward)
 
     def look(self) -> set[int]:
         return {k for k, watch in enumerate(self.microbatches) if watch.is_alive}
 
     def forward(self, *args: Any) -> Any:
+        self.seen.append(self.look())
         watch = Watch()
         self.microbatches.append(watch)
         for received in args[2] if len(args) == 4 else ():
             watch.add(received)
         with watch:
-            return self._code(*args)
+            return self._code.forward(*args)
+
+    def backward(self, *args: Any) -> None:
+        self.seen.append(self.look())
+        assert self._code.backward is not None
+        self._code.backward(*args)
 
 
 @dataclass(frozen=True)
@@ -88,32 +94,6 @@ class Held:
 
     seen: list[set[int]]
     left: set[int]
-
-
-def run_watched(
-    analysis: Analysis, pipeline: Pipeline, batch: Batch, monkeypatch: pytest.MonkeyPatch
-) -> list[Held]:
-    """What each rank holds in one step."""
-    program = analysis.program
-    watched: dict[Executor, Watched] = {}
-
-    def looking(run: Callable[..., None]) -> Callable[..., None]:
-        def wrapped(self: Executor, index: int, step: Any) -> None:
-            watched[self].seen.append(watched[self].look())
-            run(self, index, step)
-
-        return wrapped
-
-    monkeypatch.setattr(Executor, "_forward", looking(Executor._forward))
-    monkeypatch.setattr(Executor, "_backward", looking(Executor._backward))
-
-    def work(rank: Rank) -> Held:
-        mine = watched[rank.executor] = Watched(rank.executor)
-        rank.executor.code = replace(rank.executor.code, forward=mine.forward)
-        rank.executor.step(rank.stored, named_inputs(program, batch))
-        return Held(mine.seen, mine.look())
-
-    return run_ranks(program, pipeline, random_parameters(program, 0), work)
 
 
 def in_flight_before_each(pipeline: Pipeline, stage: int) -> list[set[int]]:
@@ -129,16 +109,24 @@ def in_flight_before_each(pipeline: Pipeline, stage: int) -> list[set[int]]:
 
 @pytest.mark.parametrize("order", ["gpipe", "1f1b"])
 @pytest.mark.parametrize("model", ["gpt2", "skip"])
-def test_held_microbatches(model: str, order: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_held_microbatches(model: str, order: str) -> None:
     if model == "skip":
         analysis, batch = analysis_of(Skip), batch_of(Skip, 0)
     else:
         case = model_case(model)
         analysis, batch = case.analysis, case.batch(0)
-    layout = Layout((ALONE,) * N_STAGES, N_MICROBATCHES, order)
-    ends = random_ends(analysis.program, N_STAGES, random.Random(3))
+    program, layout = analysis.program, Layout((ALONE,) * N_STAGES, N_MICROBATCHES, order)
+    ends = random_ends(program, N_STAGES, random.Random(3))
     pipeline = random_pipeline(analysis, ends, layout, random.Random(0))
-    for stage, held in enumerate(run_watched(analysis, pipeline, batch, monkeypatch)):
+
+    def work(rank: Rank) -> Held:
+        mine = Watched(rank.executor)
+        rank.executor.step(rank.stored, named_inputs(program, batch))
+        return Held(mine.seen, mine.look())
+
+    for stage, held in enumerate(
+        run_ranks(program, pipeline, random_parameters(program, 0), work)
+    ):
         assert held.seen == in_flight_before_each(pipeline, stage)
         assert held.left == set()
         n_most = N_STAGES - stage if order == "1f1b" else N_MICROBATCHES

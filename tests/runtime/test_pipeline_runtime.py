@@ -343,23 +343,3 @@ def test_evaluation(model: str, everywhere: bool) -> None:
         for mine, wanted in zip(outputs, tensors, strict=True):
             assert isinstance(mine, Tensor)
             assert relative_error(mine, wanted.detach()) <= TOLERANCE
-
-
-def test_a_step_leaves_nothing_behind() -> None:
-    """No message is awaited or on its way."""
-    analysis, pipeline = made(Skip, "b c d", Layout(FOUR[1], 4))
-
-    def work(rank: Rank) -> None:
-        rank.executor.step(rank.stored, named_inputs(analysis.program, batch_of(Skip, 0)))
-        assert is_idle(rank.executor)
-
-    run_ranks(analysis.program, pipeline, random_parameters(analysis.program, 0), work)
-
-
-def is_idle(executor: Executor) -> bool:
-    crossings = executor.crossings
-    return (
-        crossings is not None
-        and not crossings._pending_receives
-        and not crossings._unfinished_sends
-    )
