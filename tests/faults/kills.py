@@ -38,7 +38,6 @@ from typing import Any
 import autopar
 from autopar.errors import LaunchError
 from autopar.runtime.flight import FOLDER, TIMEOUT, diagnosis, read_notes
-from autopar.runtime.flight.ranks import _text
 from autopar.runtime.launch import processes
 from tests.faults.faults import FIRED, Fault, drawn
 from tests.faults.jobs import LAYOUTS, N_RANKS, Model, batch, train
@@ -122,7 +121,8 @@ def _is_named(said: str, fault: Fault, note: dict[str, Any] | None) -> bool:
     own = [line for line in lines if line.startswith(f"rank {r}: ")]
     known = [line for line in own if "step" in line]
     if note is not None:  # its last note
-        place = _text(note, note["time_s"]).rpartition(", since")[0]
+        alone = diagnosis({r: [note]}, r + 1, note["time_s"], processes=False)
+        place = alone.splitlines()[-1].partition(f"rank {r}: ")[2].rpartition(", since")[0]
         known = [line for line in own if place in line]
     how = {
         "SIGKILL": (rf"rank {r} of 2 was ended by SIGKILL", rf"rank +: {r} .*\n +exitcode +: -9"),

@@ -7,9 +7,12 @@ import subprocess
 import sys
 from pathlib import Path
 
+from tests.helpers.nightly import nightly
+
 N_RUNS, SEED = 10, 5
 
 
+@nightly
 def test_ranks_that_fail(tmp_path: Path) -> None:
     """In a process of its own, which forks: that takes one without threads."""
     out = tmp_path / "runs.jsonl"

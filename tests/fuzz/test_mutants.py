@@ -29,9 +29,11 @@ def profile(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return plans.write_profile(tmp_path_factory.mktemp("outside"))
 
 
-def run_plans(n_mutants: int, profile: Path, folder: Path) -> None:
+@pytest.mark.parametrize("n_mutants", [300, pytest.param(10_000, marks=nightly)])
+@pytest.mark.timeout(7200)
+def test_mutants_of_plans(n_mutants: int, profile: Path, tmp_path: Path) -> None:
     tally, every = Tally("plans"), plans.originals(profile)
-    file = folder / "plan.json"
+    file = tmp_path / "plan.json"
     for number, original in zip(range(n_mutants), itertools.cycle(every), strict=False):
         file.write_bytes(plans.mutant(original, number, profile))
         name = f"{original.name} {number}"
@@ -39,47 +41,30 @@ def run_plans(n_mutants: int, profile: Path, folder: Path) -> None:
     tally.check()
 
 
-def run_profiles(n_mutants: int, profile: Path, folder: Path) -> None:
+@pytest.mark.parametrize("n_mutants", [60, pytest.param(500, marks=nightly)])
+@pytest.mark.timeout(3600)
+def test_mutants_of_profiles(n_mutants: int, profile: Path, tmp_path: Path) -> None:
     tally, original = Tally("profiles"), plans.originals(profile)[0]
-    file = folder / "profile.toml"
+    file = tmp_path / "profile.toml"
     for number in range(n_mutants):
         file.write_bytes(profiles.mutant(number))
         tally.take(f"profile {number}", functools.partial(profiles.used, original, file))
     tally.check()
 
 
-def test_mutants_of_plans(profile: Path, tmp_path: Path) -> None:
-    run_plans(300, profile, tmp_path)
-
-
-def test_mutants_of_profiles(profile: Path, tmp_path: Path) -> None:
-    run_profiles(60, profile, tmp_path)
-
-
-@nightly
-@pytest.mark.timeout(7200)
-def test_ten_thousand_mutants_of_plans(profile: Path, tmp_path: Path) -> None:
-    run_plans(10_000, profile, tmp_path)
-
-
-@nightly
-@pytest.mark.timeout(3600)
-def test_five_hundred_mutants_of_profiles(profile: Path, tmp_path: Path) -> None:
-    run_profiles(500, profile, tmp_path)
-
-
-def run_commands(n_files: int, profile: Path, folder: Path) -> None:
+@pytest.mark.parametrize("n_files", [10, pytest.param(200, marks=nightly)])
+@pytest.mark.timeout(1800)
+def test_commands_refuse_damaged_files(n_files: int, profile: Path, tmp_path: Path) -> None:
     """Every command on the first mutants that cannot be read."""
-    original, found = plans.originals(profile)[1], 0
-    file = folder / "plan.json"
+    original, file, n_damaged = plans.originals(profile)[1], tmp_path / "plan.json", 0
     for number in itertools.count():
-        if found == n_files:
+        if n_damaged == n_files:
             return
         file.write_bytes(plans.mutant(original, number, profile))
         try:
             load_plan(file)
         except AutoparError:
-            found += 1
+            n_damaged += 1
         else:
             continue
         for command in COMMANDS:
@@ -89,13 +74,3 @@ def run_commands(n_files: int, profile: Path, folder: Path) -> None:
             assert isinstance(result.exception, SystemExit), (number, command, result.exception)
             assert (result.exit_code, result.stdout) == (WRONG_USE, ""), (number, command)
             assert result.stderr.startswith("error: "), (number, command)
-
-
-def test_commands_refuse_damaged_files(profile: Path, tmp_path: Path) -> None:
-    run_commands(10, profile, tmp_path)
-
-
-@nightly
-@pytest.mark.timeout(1800)
-def test_commands_refuse_many_damaged_files(profile: Path, tmp_path: Path) -> None:
-    run_commands(200, profile, tmp_path)

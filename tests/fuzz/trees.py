@@ -193,7 +193,7 @@ def damaged(content: bytes, random: Random) -> bytes:
             deep = random.choice((b"[", b"{", b'{"a":', b"[[", b"a."))
             return content[:at] + deep * random.choice((3, 1000, 100_000)) + content[at:]
         case 6:
-            text = content.decode("utf-8")
+            text = content.decode("utf-8", "replace")
             codecs = ("utf-16", "utf-32", "utf-8-sig", "utf-7")
             return text.encode(random.choice(codecs))
         case _:

@@ -9,12 +9,10 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
-from autopar import BatchError, CaptureError, DivergenceError, Manual
-from autopar.module import job
+from autopar import BatchError, DivergenceError, Manual
 from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine, rank
 from tests.helpers.models.tiny_model import Tiny, batch
@@ -156,44 +154,26 @@ def test_stages_may_have_rates_of_their_own(workers: Pool) -> None:
     assert workers(2).run(drifting_rate, "pp", 8) == [(-1, "")] * 2
 
 
-def drifting_batches(check_every: int | None) -> tuple[int, str]:
+def drifting_batches(check_every: int | None, first: int) -> tuple[int, str]:
+    """(steps before the refusal, what it says): batches differ from step `first` on."""
     torch.manual_seed(0)
     module = autopar.parallelize(
         Tiny(), MESH, batch(), manual=Manual(tp=2), check_every=check_every
     )
     for n in range(12):
         try:
-            module.step(**batch(rank() if n >= 4 else 0))
+            module.step(**batch(rank() if n >= first else 0))
         except BatchError as error:
             return n, str(error)
     return -1, ""
 
 
 def test_batches_that_drift_are_found_at_every_nth_step(workers: Pool) -> None:
-    for n, message in workers(2).run(drifting_batches, 6):
-        assert n == 5 and "`x` on rank 1 is not rank 0's" in message
-    assert workers(2).run(drifting_batches, None) == [(-1, "")] * 2
-
-
-def new_shape_alone() -> str:
-    torch.manual_seed(0)
-    module = autopar.parallelize(Tiny(), MESH, batch(), manual=Manual(tp=2))
-    for _ in range(4):
-        module.step(**batch())
-    if rank() == 0:  # it would wait in its step for as long as the backend does
-        dist.distributed_c10d._get_default_store().wait(["autopar test: refused"])
-        return ""
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "AGREE_TIMEOUT_S", 1.0)
-        with pytest.raises(CaptureError) as refusal:
-            module.step(**batch(0, 16))
-    dist.distributed_c10d._get_default_store().set("autopar test: refused", "")
-    return str(refusal.value)
-
-
-def test_a_rank_that_meets_a_new_shape_alone_says_so(workers: Pool) -> None:
-    message = workers(2).run(new_shape_alone)[1]
-    assert "rank 1 sees a new shape of" in message and "rank 0 does not" in message
+    """The first three are compared anyway."""
+    for check_every, first, wanted in ((6, 4, 5), (None, 2, 2)):
+        for n, message in workers(2).run(drifting_batches, check_every, first):
+            assert n == wanted and "`x` on rank 1 is not rank 0's" in message
+    assert workers(2).run(drifting_batches, None, 3) == [(-1, "")] * 2
 
 
 def old_optimizer() -> str:

@@ -15,10 +15,12 @@ import torch
 from torch import Tensor
 from torch.optim import AdamW
 
-from autopar.errors import StateError
+from autopar.errors import AutoparError, StateError
 from autopar.runtime.launch import WorkerPool
 from autopar.runtime.state import initial_shards
+from tests.fuzz.trees import damaged
 from tests.helpers.checkpoint_jobs import Rank, assert_same
+from tests.helpers.nightly import nightly
 from tests.helpers.state_model import ONE, Shapes, seeded_model
 
 N_FLIPS = 150
@@ -66,24 +68,6 @@ def test_every_bit_that_flips_is_noticed(saved: Path, tmp_path: Path) -> None:
     assert rank.load(str(copy)) == (7, {"epoch": 1})
 
 
-@pytest.mark.parametrize(
-    ("field", "old", "new"),
-    [
-        ("step", '"step": 7', '"step": 8'),
-        ("lr", '"lr": 0.01', '"lr": 0.02'),
-        ("extra", '"epoch": 1', '"epoch": 2'),
-        ("name", '"gain"', '"pain"'),
-    ],
-)
-def test_an_edited_record_is_refused(
-    saved: Path, tmp_path: Path, field: str, old: str, new: str
-) -> None:
-    record = copy_of(saved, tmp_path) / "autopar.json"
-    assert old in record.read_text()
-    record.write_text(record.read_text().replace(old, new))
-    refuses(Rank(ONE, 5, AdamW), record.parent, r"autopar\.json is damaged")
-
-
 def data_files(folder: Path) -> list[Path]:
     return sorted(f for f in folder.iterdir() if f.name not in ("autopar.json", ".metadata"))
 
@@ -97,6 +81,70 @@ def test_files_of_two_saves_do_not_mix(saved: Path, tmp_path: Path) -> None:
     for file in data_files(copy):
         shutil.copy(later / file.name, file)
     refuses(Rank(ONE, 5, AdamW), copy, "of another save")
+
+
+Mutation = Callable[[random.Random, Path], None]
+
+
+def any_file(draw: random.Random, folder: Path) -> Path:
+    return draw.choice(sorted(folder.iterdir()))
+
+
+def damage(draw: random.Random, folder: Path) -> None:
+    file = any_file(draw, folder)
+    file.write_bytes(damaged(file.read_bytes(), draw))
+
+
+def edit_a_digit(draw: random.Random, folder: Path) -> None:
+    """Of the record, or of the header of a data file."""
+    file = any_file(draw, folder)
+    content = bytearray(file.read_bytes())
+    content[draw.choice([k for k, c in enumerate(content[:4000]) if chr(c).isdigit()])] ^= 1
+    file.write_bytes(content)
+
+
+def swap(draw: random.Random, folder: Path) -> None:
+    one, two = draw.sample(sorted(folder.iterdir()), 2)
+    content = one.read_bytes()
+    one.write_bytes(two.read_bytes())
+    two.write_bytes(content)
+
+
+def add(draw: random.Random, folder: Path) -> None:
+    (folder / draw.choice([".metadata", "rank-00009-0.safetensors", "x"])).write_bytes(b"\x80\x04")
+
+
+def replace_by_a_folder(draw: random.Random, folder: Path) -> None:
+    file = any_file(draw, folder)
+    file.unlink()
+    file.mkdir()
+
+
+MUTATIONS: tuple[Mutation, ...] = (
+    *(damage, damage, damage, edit_a_digit, swap, add, replace_by_a_folder),
+    lambda draw, folder: any_file(draw, folder).unlink(),
+)
+
+
+@pytest.mark.parametrize("n_mutants", [160, pytest.param(2000, marks=nightly)])
+def test_mutants(n_mutants: int, saved: Path, tmp_path: Path) -> None:
+    """Each is refused, and changes nothing, or loads what was saved."""
+    rank, trained, draw, n_refused = Rank(ONE, 5, AdamW), Rank(ONE, 0, AdamW), random.Random(0), 0
+    trained.train(0, 7)
+    before = rank.whole()
+    for k in range(n_mutants):
+        mutant = copy_of(saved, tmp_path)
+        MUTATIONS[k % len(MUTATIONS)](draw, mutant)
+        try:
+            loaded = rank.load(str(mutant))
+        except AutoparError:
+            n_refused += 1
+            assert_same(rank.whole(), before)
+        else:
+            assert loaded == (7, {"epoch": 1})
+            assert_same(rank.whole(), trained.whole())
+            rank = Rank(ONE, 5, AdamW)
+    assert n_refused > 0.7 * n_mutants
 
 
 class Payload:

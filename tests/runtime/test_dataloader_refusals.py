@@ -14,7 +14,7 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 import autopar
 from autopar import BatchError, Manual, NotSupportedError, OptionError, ParallelModule
-from autopar.module.batches import Loaded
+from autopar.module import Loaded
 from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine
 from tests.helpers.loading import (

@@ -47,11 +47,15 @@ def made() -> Scaled:
     return Scaled().double()
 
 
-def changing(manual: Manual) -> tuple[list[Tensor], dict[str, Tensor]]:
+def ready(manual: Manual) -> tuple[Scaled, autopar.ParallelModule]:
     model = made()
-    module = autopar.parallelize(
+    return model, autopar.parallelize(
         model, machine((1, 2)), batch(), loss_fn=squares, manual=manual, microbatches=1
     )
+
+
+def changing(manual: Manual) -> tuple[list[Tensor], dict[str, Tensor]]:
+    model, module = ready(manual)
     losses = []
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -84,10 +88,7 @@ def test_changes_are_followed_by_all_ranks(manual: Manual, workers: Pool) -> Non
 
 
 def differing() -> str:
-    model = made()
-    module = autopar.parallelize(
-        model, machine((1, 2)), batch(), loss_fn=squares, manual=Manual(dp=2), microbatches=1
-    )
+    model, module = ready(Manual(dp=2))
     model.beta = 0.25 + dist.get_rank()
     with warnings.catch_warnings(record=True) as notices:
         warnings.simplefilter("always")
@@ -103,26 +104,28 @@ def test_ranks_that_change_to_other_values_are_refused(workers: Pool) -> None:
     assert "differs between ranks: 1.25 on rank 1, 0.25 on rank 0" in messages[1]
 
 
-def alone() -> str:
-    """Rank 0 changes a value; rank 1 would wait in the collectives of its step."""
-    model = made()
-    module = autopar.parallelize(
-        model, machine((1, 2)), batch(), loss_fn=squares, manual=Manual(dp=2), microbatches=1
-    )
+def alone(what: str) -> str:
+    """Rank 0 sees a change; rank 1 would wait in the collectives of its step."""
+    model, module = ready(Manual(dp=2))
     for _ in range(3):  # which compare the batch between ranks
         module.step(**batch())
     if dist.get_rank() == 1:
         return ""
-    model.beta, job.AGREE_TIMEOUT_S = 0.25, 1.0
-    try:
-        with pytest.warns(UserWarning, match="again"), pytest.raises(CaptureError) as caught:
-            module.step(**batch())
-    finally:
-        job.AGREE_TIMEOUT_S = 300.0
+    given = batch()
+    if what == "shape":
+        given = {"x": given["x"].repeat(2, 1)}
+    else:
+        model.beta = 0.25
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(CaptureError) as caught:
+        patch.setattr(job, "AGREE_TIMEOUT_S", 1.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            module.step(**given)
     return str(caught.value)
 
 
-def test_a_change_on_one_rank_alone_is_refused(workers: Pool) -> None:
-    message = workers(2).run(alone)[0]
-    assert "rank 0 sees a change of `beta` of the model, rank 1 does not" in message
-    assert "hint: change it on every rank" in message
+@pytest.mark.parametrize("what", ["a change of `beta` of the model", "a new shape of"])
+def test_a_change_on_one_rank_alone_is_refused(what: str, workers: Pool) -> None:
+    message = workers(2).run(alone, what.split()[2])[0]
+    assert f"rank 0 sees {what}" in message and "rank 1 does not" in message
+    assert "hint: " in message

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import warnings
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -15,7 +14,7 @@ from torch.nn import functional as F
 
 import autopar
 from autopar import BatchError, Manual
-from autopar.module.programs import captures
+from autopar.runtime.execute import Executor
 from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine
 from tests.helpers.models.tiny_model import Tiny, batch
@@ -139,27 +138,38 @@ def test_a_new_shape_is_announced_once() -> None:
         module.step(**batch(1, 4))
 
 
-def test_programs_are_dropped_and_freed(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The planned one and the last ones used stay. A dropped one is captured again."""
-    monkeypatch.setattr(captures, "MOST_KEPT", 2)
-    module = alone()
-    kept: dict[int, Any] = {}
+class One(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(4, 4)
 
-    def train_on(*sizes: int) -> None:
-        for n_rows in sizes:
-            module.step(**batch(0, n_rows))
-            kept[n_rows] = weakref.ref(list(module._programs.variants.captures)[-1][0].built)
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(x).square().mean()
 
-    with pytest.warns(UserWarning, match="captured a batch") as told:
-        train_on(6, 4, 6, 2, 3, 5, 4)
-    assert len(module._programs.variants.captures) == 3
+
+def n_executors() -> int:
     gc.collect()
-    assert {n: ref() is not None for n, ref in kept.items()} == {
-        6: False, 4: True, 2: False, 3: False, 5: True,
-    }  # fmt: skip
-    texts = [str(w.message) for w in told]
-    assert ["buckets" in text for text in texts] == [False] * 5 + [True]
-    assert "6 so far, at most 2 are kept (1 of them again): if shapes keep changing" in texts[-1]
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        module.step(**batch())
+    return sum(isinstance(thing, Executor) for thing in gc.get_objects())
+
+
+def test_programs_are_dropped_and_freed() -> None:
+    """The planned one and the last 16 used stay. A dropped one is captured again."""
+    before = n_executors()
+    module = autopar.parallelize(One(), machine((1, 1)), {"x": torch.ones(40, 4)})
+
+    def train_on(*sizes: int) -> list[str]:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            for n_rows in sizes:
+                module.step(x=torch.ones(n_rows, 4))
+        return [str(w.message) for w in told]
+
+    texts = train_on(*range(1, 17))
+    assert ["buckets" in text for text in texts] == [False] * 5 + [True] * 11
+    assert train_on(40, 1) == []
+    assert len(train_on(17)) == 1  # drops that of 2 rows: 1 row was used later
+    assert train_on(1, *range(3, 18), 40) == []
+    assert n_executors() == before + 17
+    (again,) = train_on(2)
+    assert "18 so far, at most 16 are kept (1 of them again): if shapes keep changing" in again
+    assert n_executors() == before + 17
