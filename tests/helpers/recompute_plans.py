@@ -16,13 +16,13 @@ from tests.helpers.machines import one_node
 N_LAYERS, BATCH, SEQUENCE, WIDTH, WORDS = 4, 16, 32, 64, 256
 
 
-def model(kind: str) -> torch.nn.Module:
+def model(kind: str, n_layers: int = N_LAYERS) -> torch.nn.Module:
     """Attention is fused if `kind` is "plain", fused with dropout of its weights if "dropped", and
     primitives with dropout if "eager"."""
     torch.manual_seed(0)
     drop = 0.0 if kind == "plain" else 0.1
     config = AutoConfig.for_model(
-        "gpt2", n_layer=N_LAYERS, n_embd=WIDTH, n_head=4, vocab_size=WORDS, n_positions=SEQUENCE,
+        "gpt2", n_layer=n_layers, n_embd=WIDTH, n_head=4, vocab_size=WORDS, n_positions=SEQUENCE,
         resid_pdrop=drop, embd_pdrop=drop, attn_pdrop=drop, bos_token_id=0, eos_token_id=0,
         attn_implementation="eager" if kind == "eager" else "sdpa",
     )  # fmt: skip

@@ -16,6 +16,7 @@ from autopar import BatchError, DivergenceError, Manual
 from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine, rank
 from tests.helpers.models.tiny_model import Tiny, batch
+from tests.helpers.nightly import nightly
 
 Pool = Callable[[int], WorkerPool]
 MESH = machine((1, 2))
@@ -99,7 +100,9 @@ def losses_of(seed: int, plan: str, folder: str) -> list[Any]:
     return [*found, module.offset.tolist()]
 
 
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    "plan", ["tp", *(pytest.param(plan, marks=nightly) for plan in ("dp", "pp"))]
+)
 def test_constants_are_those_of_rank_0(plan: str, workers: Pool, tmp_path: Path) -> None:
     """Buffers and tensor attributes that were drawn by each rank, beside equal ones."""
     folder = str(tmp_path / "c")

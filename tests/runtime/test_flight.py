@@ -4,9 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import random
 import signal
+import subprocess
+import sys
 import threading
 import time
+from collections.abc import Callable
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -17,10 +22,8 @@ import torch.distributed as dist
 
 import autopar
 from autopar import Device, Link, Manual
-from autopar.errors import LaunchError, OptionError, StepError, StepTimeoutError
+from autopar.errors import OptionError, StepError, StepTimeoutError, VerificationError
 from autopar.mesh import LogicalMesh
-from autopar.runtime.checkpoints import saving
-from autopar.runtime.execute import Executor
 from autopar.runtime.flight import (
     FOLDER,
     TIMEOUT,
@@ -31,11 +34,15 @@ from autopar.runtime.flight import (
     watch,
 )
 from autopar.runtime.flight.record import N_NOTES, SLOT_BYTES
-from autopar.runtime.flight.watchdog import EXIT_CODE, _watch
 from autopar.runtime.groups import DistGroup, make_edges, make_groups
-from autopar.runtime.launch.processes import _own_store
+from autopar.runtime.launch import WorkerPool
+from tests.helpers.harness import model_case
 from tests.helpers.jobs import MlpWithLoss, machine
+from tests.helpers.nightly import nightly
+from tests.helpers.pipeline_harness import Layout, ends_before, random_pipeline
+from tests.helpers.ranks import Rank, named_inputs, random_parameters, run_ranks
 
+Pool = Callable[[int], WorkerPool]
 STEP_TIMEOUT_S = 4.0
 
 
@@ -114,34 +121,7 @@ def sleep_after(n_steps: int) -> None:
     pm.step(**batch())
 
 
-def die_in_backward() -> None:
-    pm = parallel(Manual(dp=2))
-    pm.step(**batch())
-    if os.environ["RANK"] == "1":
-        Executor._cotangents = lambda *_: os.kill(os.getpid(), signal.SIGKILL)  # type: ignore[assignment,method-assign]
-    pm.step(**batch())
-
-
-def fail_twice() -> list[str]:
-    """A stage of a pipeline fails in its second microbatch; then another step is tried."""
-    pm = parallel(Manual(pp=2, microbatch_size=4))
-    forward = Executor._forward
-
-    def failing(self: Executor, index: int, step: Any) -> None:
-        if index == 1:
-            raise RuntimeError("no more memory")
-        forward(self, index, step)
-
-    Executor._forward = failing  # type: ignore[method-assign]
-    found = []
-    for _ in range(2):
-        try:
-            pm.step(**batch())
-        except (RuntimeError, StepError) as error:
-            found += [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
-    return found
-
-
+@nightly
 @pytest.mark.parametrize(
     ("n_steps", "where"),
     [
@@ -157,45 +137,71 @@ def test_a_rank_that_sleeps_is_named_after_the_timeout(n_steps: int, where: str)
     assert f"rank 0: {where}" in notes and f"rank 1: after {n_steps} steps, since" in notes
 
 
-def test_a_death_is_reported_with_what_every_rank_did() -> None:
-    with pytest.raises(LaunchError, match="rank 1 of 2 was ended by SIGKILL") as raised:
-        autopar.launch(die_in_backward, 2)
-    (notes,) = raised.value.__notes__
-    assert "rank 1: step 2, stage 0, action 0B0" in notes and "rank 0: step 2" in notes
-
-
 def test_a_pipeline_that_failed_half_way_takes_no_step() -> None:
-    for stage, found in enumerate(autopar.launch(fail_twice, 2)):
-        first, where, second = found
-        assert first == "RuntimeError: no more memory"
-        assert where.startswith(f"rank {stage}, stage {stage}, in action {stage}F1")
-        assert second.startswith("StepError: an earlier step failed half-way: RuntimeError")
+    """The last stage fails in its second microbatch, then another step is tried."""
+    case, told = model_case("mlp"), list[list[str]]()
+    program = case.analysis.program
+    layout, ends = Layout(((1, 1), (1, 1)), 2), ends_before(program, "net.2")
+    pipeline = random_pipeline(case.analysis, ends, layout, random.Random(0))
+
+    def work(rank: Rank) -> None:
+        executor, n_left = rank.executor, [1]
+        inputs, code = named_inputs(program, case.batch(0)), rank.executor.code
+
+        def forward(*args: Any) -> Any:
+            if n_left.pop() == 0:
+                raise RuntimeError("no more memory")
+            n_left.append(0)
+            return code.forward(*args)
+
+        if executor.stage == 0:
+            executor.step(rank.stored, inputs)  # waits for gradients in vain
+        executor.code = replace(code, forward=forward)
+        for _ in range(2):
+            with pytest.raises((RuntimeError, StepError)) as raised:
+                executor.step(rank.stored, inputs)
+            told.append([f"{type(raised.value).__name__}: {raised.value}"])
+            told[-1] += getattr(raised.value, "__notes__", [])
+
+    with pytest.raises(VerificationError, match="1 of 2 ranks have returned"):
+        run_ranks(program, pipeline, random_parameters(program, 0), work)
+    (first, where, *_), (second, *_) = told
+    assert first == "RuntimeError: no more memory"
+    assert where.startswith("rank 1, stage 1, in action 1F1")
+    assert second.startswith("StepError: an earlier step failed half-way: RuntimeError")
 
 
-def test_the_store_of_local_ranks_is_on_the_loopback_address() -> None:
-    store = _own_store(2)
+def addresses() -> list[str]:
+    """At which addresses of this machine somebody listens at the port of the ranks' store."""
     rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
-    listening = [row[1] for row in rows if row[3] == "0A"]  # TCP_LISTEN
-    assert f"0100007F:{store.port:04X}" in listening
-    assert f"00000000:{store.port:04X}" not in listening
-    store.set("key", "value")
-    assert store.get("key") == b"value"
+    listening = [row[1].split(":") for row in rows if row[3] == "0A"]  # TCP_LISTEN
+    return [ip for ip, port in listening if int(port, 16) == int(os.environ["MASTER_PORT"])]
 
 
-def test_the_watchdog_ends_a_rank_that_hangs(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    monkeypatch.setenv(FOLDER, str(tmp_path))
-    other, own = (FlightRecord(tmp_path / f"rank-{rank}.ring") for rank in range(2))
-    for record in (other, own):
-        record.begin_step(0)
-    own.call("all_reduce over dp of 8 B (backward)")
-    codes: list[int] = []
-    _watch(own, 1, 2, 0.05, codes.append)
-    assert codes == [EXIT_CODE]
-    said = capsys.readouterr().err
-    assert "rank 1 was in one action or call for more than 0.05 s" in said
-    assert "rank 0 is behind the others" in said
+def test_the_store_of_local_ranks_is_on_the_loopback_address(workers: Pool) -> None:
+    assert workers(2).run(addresses) == [["0100007F"]] * 2
+
+
+WATCHED = """
+import sys, time
+from autopar.runtime.flight import FlightRecord, watch
+record = FlightRecord.of_process()
+record.begin_step(0)
+record.call("all_reduce over dp of 8 B (backward)")
+watch(record, 1, 2)
+time.sleep(60)
+"""
+
+
+def test_the_watchdog_ends_a_rank_that_hangs(tmp_path: Path) -> None:
+    FlightRecord(tmp_path / "rank-0.ring").begin_step(0)
+    env = os.environ | {FOLDER: str(tmp_path), TIMEOUT: "0.05", "RANK": "1"}
+    ended = subprocess.run(
+        [sys.executable, "-c", WATCHED], env=env, text=True, capture_output=True, check=False
+    )
+    assert ended.returncode == 124
+    assert "rank 1 was in one action or call for more than 0.05 s" in ended.stderr
+    assert "rank 0 is behind the others" in ended.stderr
 
 
 def test_the_watchdog_refuses_what_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -230,41 +236,34 @@ def timeouts_of_groups() -> set[float]:
     return found
 
 
+@nightly
 def test_groups_have_the_users_timeout() -> None:
     assert autopar.launch(timeouts_of_groups, 4) == [{77.0}] * 4
 
 
-def stop_in_save(folder: str, when: str) -> None:
-    """Rank 1 is stopped before or while a checkpoint is saved."""
+def stop_before_a_save(folder: str) -> None:
     pm = parallel(Manual(dp=2))
     pm.step(**batch())
     if os.environ["RANK"] == "1":
-        if when == "before":
-            os.kill(os.getpid(), signal.SIGSTOP)
-        else:
-            stop = lambda *_: os.kill(os.getpid(), signal.SIGSTOP)  # noqa: E731
-            setattr(saving, "gathered", stop)  # noqa: B010
+        os.kill(os.getpid(), signal.SIGSTOP)
     autopar.save(pm, None, folder, step=1)
 
 
-@pytest.mark.parametrize(
-    ("when", "where"),
-    [("before", "after 1 steps, since"), ("in", "after 1 steps, autopar.save(...)")],
-)
-def test_a_rank_that_stops_in_a_save_is_named(when: str, where: str, tmp_path: Path) -> None:
+@nightly
+def test_a_rank_that_stops_before_a_save_is_named(tmp_path: Path) -> None:
     with pytest.raises(StepTimeoutError) as raised:
-        autopar.launch(stop_in_save, 2, str(tmp_path / "c"), when, timeout_s=STEP_TIMEOUT_S)
+        autopar.launch(stop_before_a_save, 2, str(tmp_path / "c"), timeout_s=STEP_TIMEOUT_S)
     (notes,) = raised.value.__notes__
     assert "rank 0: after 1 steps, autopar.save(...)" in notes
-    assert f"rank 1: {where}" in notes
+    assert "rank 1: after 1 steps, since" in notes
 
 
 def test_a_save_is_stuck_only_if_nobody_goes_on() -> None:
     records = [FlightRecord() for _ in range(2)]
     for record in records:
-        record._where = 0, "together"
-        record.call("autopar.save(...)")
-    notes = {rank: list(record.notes) for rank, record in enumerate(records)}
+        with record.together("autopar.save(...)"):
+            pass
+    notes = {rank: list(record.notes)[:1] for rank, record in enumerate(records)}
     notes[1][-1] |= {"time_s": notes[0][-1]["time_s"] + 50.0}
     assert longest_step_s(notes, notes[0][-1]["time_s"] + 60.0) == pytest.approx(10.0)
     notes[0][-1] |= {"action": "0B0"}  # in a step, it waits for the other
