@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import random
 import warnings
@@ -29,7 +30,7 @@ from tests.helpers.loading import (
     optimizer_of,
     parallel,
 )
-from tests.helpers.nightly import nightly
+from tests.helpers.nightly import nightly, sampled
 
 Pool = Callable[[int], WorkerPool]
 N_EPOCHS = 2
@@ -42,10 +43,10 @@ def epoch_order(n: int, epoch: int) -> list[int]:
     return torch.randperm(n, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
 
 
-def seen(plan: str, n_workers: int) -> tuple[list[dict[str, Any]], dict[str, Any], int]:
+def seen(plan: str) -> tuple[list[dict[str, Any]], dict[str, Any], int]:
     """The batches of an epoch on this rank, the slices that it reads, and how many rows it read."""
     pm, data = parallel(plan), Rows()
-    loader = pm.dataloader(data, SIZE, shuffle=True, seed=SEED, num_workers=n_workers)
+    loader = pm.dataloader(data, SIZE, shuffle=True, seed=SEED)
     batches = [dict(batch) for batch in loader]
     return batches, {name: pm.local_slice(name) for name in ("x", "labels")}, data.n_read
 
@@ -53,7 +54,7 @@ def seen(plan: str, n_workers: int) -> tuple[list[dict[str, Any]], dict[str, Any
 @pytest.mark.parametrize("plan", PLANS)
 def test_ranks_have_the_rows_they_read(plan: str, workers: Pool) -> None:
     """Together they are the global batch, in the order of seed and epoch."""
-    of_ranks, data = workers(2).run(seen, plan, 0), Rows()
+    of_ranks, data = workers(2).run(seen, plan), Rows()
     splits = PLANS[plan]["manual"].dp == 2
     for k, first in enumerate(range(0, len(data), SIZE)):
         index = epoch_order(len(data), 0)[first : first + SIZE]
@@ -69,11 +70,11 @@ def test_ranks_have_the_rows_they_read(plan: str, workers: Pool) -> None:
         assert found == {"x": {*range(SIZE)}, "labels": {*range(SIZE)}}
 
 
-def train(plan: str, n_workers: int = 0, **how: Any) -> tuple[list[float], dict[str, Tensor]]:
+def train(plan: str, **how: Any) -> tuple[list[float], dict[str, Tensor]]:
     """Epochs with rows on a last, shorter batch, and an evaluation after each."""
     pm = parallel(plan)
     optimizer, losses = optimizer_of(pm), []
-    loader = pm.dataloader(Rows(44), SIZE, shuffle=True, seed=SEED, num_workers=n_workers, **how)
+    loader = pm.dataloader(Rows(44), SIZE, shuffle=True, seed=SEED, **how)
     held_out = pm.dataloader(Rows(13), SIZE)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="captured a batch")
@@ -105,12 +106,17 @@ def train_alone() -> tuple[list[float], dict[str, Tensor]]:
     return losses, model.state_dict()
 
 
-@pytest.mark.parametrize("rows", ["auto", "global"])
-@pytest.mark.parametrize("plan", PLANS)
+@pytest.mark.parametrize(
+    ("rows", "plan"),
+    sampled(
+        [*itertools.product(("auto", "global"), PLANS)],
+        [("auto", "dp"), ("auto", "zero-3, microbatches"), ("auto", "pp"), ("global", "dp")],
+    ),
+)
 def test_training_is_that_of_one_process(plan: str, rows: str, workers: Pool) -> None:
     """With a plain DataLoader; the last batch has 4 rows."""
     wanted_losses, wanted = train_alone()
-    of_ranks = workers(2).run(train, plan, 0) if rows == "auto" else workers(2).run(whole, plan)
+    of_ranks = workers(2).run(train, plan) if rows == "auto" else workers(2).run(whole, plan)
     for losses, _ in of_ranks:
         assert losses == pytest.approx(wanted_losses, rel=0, abs=1e-10)
     assert_near(of_ranks[0][1], wanted)
@@ -120,21 +126,13 @@ def whole(plan: str) -> tuple[list[float], dict[str, Tensor]]:
     return train(plan, rows="global")
 
 
-@nightly  # half a minute; resuming tests workers, too
-def test_workers_change_nothing(workers: Pool) -> None:
-    one, two = workers(2).run(train, "dp", 0), workers(2).run(train, "dp", 2)
-    assert one[0][0] == two[0][0]
-    for name, value in one[0][1].items():
-        assert torch.equal(value, two[0][1][name])
-
-
 # -- resume ----------------------------------------------------------------------------------------
 
 
-def train_and_stop(path: str, stop: int | None, **how: Any) -> dict[str, Tensor]:
+def train_and_stop(path: str, stop: int | None, n_workers: int) -> dict[str, Tensor]:
     """Two epochs of noisy rows; a checkpoint in the middle of the second."""
     pm = parallel("dp")
-    optimizer, loader = optimizer_of(pm), noisy(pm, **how)
+    optimizer, loader = optimizer_of(pm), noisy(pm, num_workers=n_workers)
     for _ in range(N_EPOCHS):
         for k, batch in enumerate(loader):
             pm.step(**batch)
@@ -167,22 +165,24 @@ def resume(plan: str, path: str, rows: str) -> tuple[dict[str, Any], dict[str, T
     return loader.state_dict(), pm.full_state_dict(), n_left
 
 
-def test_resume_in_the_middle_of_an_epoch(workers: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("n_workers", "plans"),
+    [(0, ("pp",)), pytest.param(2, ("tp", "zero-3, microbatches", "pp"), marks=nightly)],
+)
+def test_resume_in_the_middle_of_an_epoch(
+    n_workers: int, plans: tuple[str, ...], workers: Pool, tmp_path: Path
+) -> None:
     """Bitwise; on another layout to 1e-10. The rows' random numbers are those of the first run."""
     path = str(tmp_path / "checkpoint")
-    wanted = workers(2).run(train_and_stop, path, None)[0]
-    stopped = workers(2).run(stopped_with_workers, path)[0]
+    wanted = workers(2).run(train_and_stop, path, None, 0)[0]
+    stopped = workers(2).run(train_and_stop, path, 2, n_workers)[0]
     assert any(not torch.equal(stopped[name], wanted[name]) for name in wanted)
     for rows in ("auto", "global"):
         state, found, n_left = workers(2).run(resume, "dp", path, rows)[0]
         assert (state["epoch"], state["next_batch"], n_left) == (2, 0, 3)
         assert all(torch.equal(found[name], wanted[name]) for name in wanted), rows
-    for plan in ("tp", "zero-3, microbatches", "pp"):
+    for plan in plans:
         assert_near(workers(2).run(resume, plan, path, "auto")[0][1], wanted)
-
-
-def stopped_with_workers(path: str) -> dict[str, Tensor]:
-    return train_and_stop(path, 2, num_workers=2)
 
 
 def first_of(loader: Any) -> Tensor:

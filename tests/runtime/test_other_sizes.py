@@ -18,6 +18,7 @@ from autopar.runtime.execute import Executor
 from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine
 from tests.helpers.models.tiny_model import Tiny, batch
+from tests.helpers.nightly import nightly
 
 Pool = Callable[[int], WorkerPool]
 PLANS: dict[str, tuple[Manual, int, tuple[int, ...]]] = {
@@ -152,6 +153,7 @@ def n_executors() -> int:
     return sum(issubclass(type(thing), Executor) for thing in gc.get_objects())
 
 
+@nightly
 def test_programs_are_dropped_and_freed() -> None:
     """The planned one and the last 16 used stay. A dropped one is captured again."""
     before = n_executors()

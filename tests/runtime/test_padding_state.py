@@ -31,6 +31,7 @@ from tests.helpers.models.padding_models import (
     SoftmaxWhenEvaluated,
     batch,
 )
+from tests.helpers.nightly import nightly
 from tests.helpers.state_model import stored
 
 
@@ -169,20 +170,23 @@ def off(found: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
     return [n for n, (a, b) in pairs.items() if a.shape != b.shape or not error(a, b) <= TOLERANCE]
 
 
-def test_training_and_checkpoints_on_processes(workers: Pool, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "manual", [Manual(tp=2), pytest.param(Manual(dp=2, zero=3), marks=nightly)]
+)
+def test_training_and_checkpoints_on_processes(
+    manual: Manual, workers: Pool, tmp_path: Path
+) -> None:
     """Saved by a plan that pads, read by one that shards no parameter, then by one that pads."""
     folder = str(tmp_path)
-    first = workers(2).run(trained, folder, Manual(tp=2), None, "a")
+    first = workers(2).run(trained, folder, manual, None, "a")
     second = workers(2).run(trained, folder, Manual(dp=2), "a", "b")
-    third = workers(2).run(trained, folder, Manual(tp=2), "b", None)
-    zero = workers(2).run(trained, folder, Manual(dp=2, zero=3), "b", None)
+    third = workers(2).run(trained, folder, manual, "b", None)
     padded = {EMBEDDING: (62, WIDTH)}
-    of_plans = [results[0]["padded"] for results in (first, second, third, zero)]
-    assert of_plans == [padded, {}, padded, padded]
-    for results in (first, third, zero):
+    assert [results[0]["padded"] for results in (first, second, third)] == [padded, {}, padded]
+    for results in (first, third):
         assert [r["local"].shape for r in results] == [(31, WIDTH)] * 2
         assert not results[1]["local"][30].any()
-    assert all("logits" in found for found in [*third, *zero])
-    for n_steps, results in ((2, first), (4, second), (6, third), (6, zero)):
+    assert all("logits" in found for found in third)
+    for n_steps, results in ((2, first), (4, second), (6, third)):
         assert set(results[0]["whole"]) == set(alone(n_steps)["whole"])
         assert [off(found, alone(n_steps)) for found in results] == [[], []]

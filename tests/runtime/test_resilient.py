@@ -22,6 +22,7 @@ from autopar.runtime.launch import WorkerPool
 from examples import train_resilient
 from tests.helpers.jobs import machine
 from tests.helpers.loading import Rows, make, optimizer_of
+from tests.helpers.nightly import nightly
 
 ROOT = Path(__file__).parents[2]
 SIZE, N_STEPS, N_BEFORE, SAVE_EVERY = 8, 8, 5, 2
@@ -61,6 +62,7 @@ def train(folder: str, n_steps: int, save_every: int) -> str:
     return train_resilient.train(Path(folder), n_steps, save_every, None)
 
 
+@nightly
 def test_a_killed_rank_leads_to_the_same_bits(
     workers: Callable[[int], WorkerPool], tmp_path: Path
 ) -> None:
