@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import errno
 import json
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,7 @@ from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
-from autopar.errors import AutoparError, OptionError, StateError
+from autopar.errors import OptionError, StateError
 from autopar.runtime.checkpoints import save
 from autopar.runtime.launch import WorkerPool
 from autopar.runtime.state import full_state_dict, initial_shards, state_dict
@@ -28,6 +27,7 @@ from tests.helpers.checkpoint_jobs import (
     load_train_and_save,
     train_and_save,
 )
+from tests.helpers.full_disk import files_of_at_most
 from tests.helpers.state_model import (
     DIMS,
     ONE,
@@ -103,39 +103,24 @@ def test_other_readers(pool4: WorkerPool, tmp_path: Path) -> None:
     pool4.run(load_with_dcp, path)
 
 
-def save_and_die(path: str, where: str) -> str:
-    """A save that fails on rank 0 in the function `where`; the error message on this rank."""
+def save_on_a_full_disk(path: str, size_bytes: int) -> str:
+    """A save whose files cannot grow on rank 0; the error message on this rank."""
     rank = Rank(PAIR, 0, AdamW)
     rank.train(0, 1)
-
-    def fail(*_: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    with pytest.MonkeyPatch.context() as patch:
-        if rank.place.rank == 0:
-            patch.setattr(where, fail)
-        try:
-            rank.save(path, 9)
-        except AutoparError as error:
-            return str(error)
-    return ""
+    most_bytes = size_bytes if rank.place.rank == 0 else 10**9
+    with files_of_at_most(most_bytes), pytest.raises(StateError) as caught:
+        rank.save(path, 9, {"note": "x" * 100_000})
+    return str(caught.value)
 
 
-@pytest.mark.parametrize(
-    "where",
-    [
-        "autopar.runtime.checkpoints.saving.write_pieces",
-        "autopar.runtime.storage.Manifest.write",
-        "autopar.runtime.checkpoints.saving.put_in_place",
-    ],
-)
+@pytest.mark.parametrize("size_bytes", [100, 50_000], ids=["data", "record"])
 def test_a_full_disk_leaves_the_checkpoint_before(
-    pool2: WorkerPool, tmp_path: Path, where: str
+    pool2: WorkerPool, tmp_path: Path, size_bytes: int
 ) -> None:
     path = str(tmp_path / "ckpt")
-    for message in pool2.run(save_and_die, path, where):
+    for message in pool2.run(save_on_a_full_disk, path, size_bytes):
         assert message.startswith("rank 0 failed: writing ")
-        assert "No space left on device" in message
+        assert "File too large" in message
         assert "are free there: free space or save elsewhere" in message
     assert not list(tmp_path.iterdir())  # the draft takes no space
     alone = Rank(ONE, 3, AdamW)
@@ -143,7 +128,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(
     with pytest.raises(StateError, match=r"no whole checkpoint"):
         alone.load(path)
     alone.save(path, 1)
-    pool2.run(save_and_die, path, where)
+    pool2.run(save_on_a_full_disk, path, size_bytes)
     again = Rank(ONE, 5, AdamW)
     assert again.load(path)[0] == 1
     assert_same(again.whole(), before)

@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import OneCycleLR
@@ -19,16 +21,21 @@ from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine
 
 N_STEPS, N_SAVED = 6, 3
+LAYOUTS: dict[str, dict[str, Any]] = {"tp": {"tp": 2}, "zero-3": {"dp": 2, "zero": 3}, "pp": {"pp": 2}}
+Pool = Callable[[int], WorkerPool]
 
 
 class Noisy(nn.Module):
+    """The first weight is used again at the end, so two stages hold it."""
+
     def __init__(self) -> None:
         super().__init__()
         self.up, self.drop, self.down = nn.Linear(8, 16), nn.Dropout(0.3), nn.Linear(16, 8)
         self.norm = nn.BatchNorm1d(8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.norm(self.down(self.drop(self.up(x).relu()))).square().mean()
+        hidden = self.norm(self.down(self.drop(self.up(x).relu())))
+        return F.linear(hidden, self.up.weight).square().mean()
 
 
 class Script:
@@ -46,6 +53,7 @@ class Script:
         losses = []
         for _ in range(n_steps):
             losses.append(self.pm.step(x=draw()).item())
+            losses.append(self.pm.clip_grad_norm_(0.5).item())
             self.optimizer.step()
             self.optimizer.zero_grad()
             self.states["schedule"].step()
@@ -58,7 +66,7 @@ def draw() -> Tensor:
 
 
 def stop_and_resume(path: str, before: dict[str, Any], after: dict[str, Any]) -> list[Any]:
-    """The losses of the last steps, without a stop and with; the step that was loaded."""
+    """The losses and norms of the last steps, without a stop and with; the step that was loaded."""
     script = Script(0, Manual(**before))
     with autopar.AsyncSaver(path, keep_last=1) as saver:
         script.train(N_SAVED - 1)
@@ -71,17 +79,16 @@ def stop_and_resume(path: str, before: dict[str, Any], after: dict[str, Any]) ->
     return [straight, again.train(N_STEPS - step), step]
 
 
-def test_the_same_bits(workers: Callable[[int], WorkerPool], tmp_path: Path) -> None:
-    for k, layout in enumerate(({"tp": 2}, {"dp": 2, "zero": 3}, {"pp": 2})):
-        for straight, resumed, step in workers(2).run(
-            stop_and_resume, str(tmp_path / str(k)), layout, layout
-        ):
-            assert step == N_SAVED
-            assert resumed == straight
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_the_same_bits(layout: str, workers: Pool, tmp_path: Path) -> None:
+    job = workers(2).run(stop_and_resume, str(tmp_path), LAYOUTS[layout], LAYOUTS[layout])
+    for straight, resumed, step in job:
+        assert step == N_SAVED
+        assert resumed == straight
 
 
-def test_onto_another_plan(workers: Callable[[int], WorkerPool], tmp_path: Path) -> None:
-    job = workers(2).run(stop_and_resume, str(tmp_path / "c"), {"tp": 2}, {"dp": 2, "zero": 3})
+@pytest.mark.parametrize(("before", "after"), [("tp", "zero-3"), ("zero-3", "pp"), ("pp", "tp")])
+def test_onto_another_plan(before: str, after: str, workers: Pool, tmp_path: Path) -> None:
+    job = workers(2).run(stop_and_resume, str(tmp_path / "c"), LAYOUTS[before], LAYOUTS[after])
     for straight, resumed, _ in job:
-        assert resumed == [torch.tensor(loss).item() for loss in resumed]
         torch.testing.assert_close(resumed, straight, rtol=1e-5, atol=0)
