@@ -21,7 +21,11 @@ from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine
 
 N_STEPS, N_SAVED = 6, 3
-LAYOUTS: dict[str, dict[str, Any]] = {"tp": {"tp": 2}, "zero-3": {"dp": 2, "zero": 3}, "pp": {"pp": 2}}
+LAYOUTS: dict[str, dict[str, Any]] = {
+    "tp": {"tp": 2},
+    "zero-3": {"dp": 2, "zero": 3},
+    "pp": {"pp": 2},
+}
 Pool = Callable[[int], WorkerPool]
 
 
@@ -65,16 +69,16 @@ def draw() -> Tensor:
     return torch.randn(8, 8) * scale
 
 
-def stop_and_resume(path: str, before: dict[str, Any], after: dict[str, Any]) -> list[Any]:
+def stop_and_resume(path: str, before: Manual, after: Manual) -> list[Any]:
     """The losses and norms of the last steps, without a stop and with; the step that was loaded."""
-    script = Script(0, Manual(**before))
+    script = Script(0, before)
     with autopar.AsyncSaver(path, keep_last=1) as saver:
         script.train(N_SAVED - 1)
         saver.save(script.pm, script.optimizer, step=N_SAVED - 1, states=script.states)
         script.train(1)
         saver.save(script.pm, script.optimizer, step=N_SAVED, states=script.states)
         straight = script.train(N_STEPS - N_SAVED)
-    again = Script(1, Manual(**after))
+    again = Script(1, after)
     step, _ = autopar.load(again.pm, again.optimizer, path, states=again.states)
     return [straight, again.train(N_STEPS - step), step]
 

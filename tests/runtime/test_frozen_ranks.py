@@ -116,10 +116,10 @@ def alone(what: str) -> str:
         given = {"x": given["x"].repeat(2, 1)}
     else:
         model.beta = 0.25
-    with pytest.MonkeyPatch.context() as patch, pytest.raises(CaptureError) as caught:
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings():
         patch.setattr(job, "AGREE_TIMEOUT_S", 1.0)
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")
+        warnings.simplefilter("ignore")
+        with pytest.raises(CaptureError) as caught:
             module.step(**given)
     return str(caught.value)
 

@@ -34,7 +34,6 @@ from tests.helpers.models.padding_models import (
 from tests.helpers.nightly import nightly
 from tests.helpers.state_model import stored
 
-
 EMBEDDING = "embed.weight"
 
 
@@ -106,7 +105,7 @@ def test_dtensors_are_uneven(workers: Pool) -> None:
 
 
 def model() -> nn.Module:
-    """Training pads its classes; evaluation takes their softmax, which training does not foresee."""
+    """Training pads its classes; evaluation takes their softmax."""
     torch.manual_seed(0)
     return SoftmaxWhenEvaluated()
 

@@ -124,9 +124,7 @@ def test_held_microbatches(model: str, order: str) -> None:
         rank.executor.step(rank.stored, named_inputs(program, batch))
         return Held(mine.seen, mine.look())
 
-    for stage, held in enumerate(
-        run_ranks(program, pipeline, random_parameters(program, 0), work)
-    ):
+    for stage, held in enumerate(run_ranks(program, pipeline, random_parameters(program, 0), work)):
         assert held.seen == in_flight_before_each(pipeline, stage)
         assert held.left == set()
         n_most = N_STAGES - stage if order == "1f1b" else N_MICROBATCHES

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,7 @@ import torch.distributed as dist
 
 from autopar.errors import LaunchError, MeshError
 from autopar.runtime.launch import WorkerPool, init_from_environment, launch
+from tests.helpers.nightly import nightly
 
 ROOT = Path(__file__).parents[2]
 
@@ -63,20 +65,8 @@ def die_on(rank: int, pid_dir: str) -> None:
     dist.all_reduce(torch.ones(1))
 
 
-def leave_early(code: int) -> None:
-    os._exit(code)
-
-
 def write_at_exit(path: str) -> None:
     atexit.register(Path(path).write_text, "written")
-
-
-def sleep() -> None:
-    time.sleep(600)
-
-
-def unpicklable_result() -> object:
-    return threading.Lock()
 
 
 def is_running(pid: int) -> bool:
@@ -96,56 +86,62 @@ def gone(pids: list[int]) -> bool:
     return False
 
 
-def test_pool_reuses_workers_and_starts_new_ones_after_a_failure(tmp_path: Path) -> None:
+def test_results_come_by_rank(workers: Callable[[int], WorkerPool]) -> None:
+    pool = workers(2)
+    results = pool.run(environment_and_sum, 10)
+    assert [r["rank"] for r in results] == [0, 1]
+    assert [r["local_rank"] for r in results] == ["0", "1"]
+    assert {r["world"] for r in results} == {"2"}
+    assert {r["omp"] for r in results} == {os.environ.get("OMP_NUM_THREADS", "1")}
+    assert {r["device"] for r in results} == {"cpu"}
+    assert all(r["sum"].tolist() == [21.0] for r in results)
+    again = pool.run(environment_and_sum, 0)
+    assert [r["pid"] for r in again] == [r["pid"] for r in results]
+    narrow, weight, product, expanded, flag = pool.run(tensors)[1]
+    assert narrow.untyped_storage().nbytes() == 16
+    assert narrow.tolist() == [10.0, 11.0]
+    assert type(weight) is torch.Tensor
+    assert not weight.requires_grad
+    assert product.tolist() == [2.0] * 3
+    assert not product.requires_grad
+    assert expanded.tolist() == [1.0] * 4
+    assert flag.item() is True
+
+
+def test_a_rank_that_raises_ends_all() -> None:
     with WorkerPool(2) as pool:
-        results = pool.run(environment_and_sum, 10)
-        assert [r["rank"] for r in results] == [0, 1]
-        assert [r["local_rank"] for r in results] == ["0", "1"]
-        assert {r["world"] for r in results} == {"2"}
-        assert {r["omp"] for r in results} == {os.environ.get("OMP_NUM_THREADS", "1")}
-        assert {r["device"] for r in results} == {"cpu"}
-        assert all(r["sum"].tolist() == [21.0] for r in results)
-        first = [r["pid"] for r in results]
-        assert [r["pid"] for r in pool.run(environment_and_sum, 0)] == first
-
-        narrow, weight, product, expanded, flag = pool.run(tensors)[1]
-        assert narrow.untyped_storage().nbytes() == 16
-        assert narrow.tolist() == [10.0, 11.0]
-        assert type(weight) is torch.Tensor
-        assert not weight.requires_grad
-        assert product.tolist() == [2.0] * 3
-        assert not product.requires_grad
-        assert expanded.tolist() == [1.0] * 4
-        assert flag.item() is True
-
+        first = pool.run(os.getpid)
         with pytest.raises(LaunchError, match=r"rank 1 of 2 raised[\s\S]*fail_on[\s\S]*planted"):
             pool.run(fail_on, 1)
         assert gone(first)
 
+
+@nightly
+def test_a_pool_starts_new_workers_after_a_death(tmp_path: Path) -> None:
+    with WorkerPool(2) as pool:
         with pytest.raises(LaunchError, match="rank 1 of 2 was ended by SIGKILL"):
             pool.run(die_on, 1, str(tmp_path))
-        second = [int(path.name) for path in tmp_path.iterdir()]
-        assert len(second) == 4
-        assert not set(first) & set(second)
-        assert gone(second)
+        first = [int(path.name) for path in tmp_path.iterdir()]
+        assert len(first) == 4
+        assert gone(first)
+        assert not {*pool.run(os.getpid)} & {*first}
 
 
+@nightly
 def test_other_ends_of_a_worker(tmp_path: Path) -> None:
     with WorkerPool(1) as pool:
         with pytest.raises(LaunchError, match="rank 0 of 1 exited with code 7"):
-            pool.run(leave_early, 7)
+            pool.run(os._exit, 7)
         with pytest.raises(LaunchError, match=r"rank 0 of 1 raised[\s\S]*pickle"):
-            pool.run(unpicklable_result)
+            pool.run(threading.Lock)
         # For this job only: others may need seconds, since a new worker first imports this module.
         pool.timeout_s = 1.0
         with pytest.raises(LaunchError, match=r"ranks \[0\] of 1 did not run within 1 s"):
-            pool.run(sleep)
+            pool.run(time.sleep, 600)
         pool.timeout_s = None
         # A worker ends with its pool, and then runs what its jobs registered with `atexit`.
         pool.run(write_at_exit, str(tmp_path / "note"))
-        (worker,) = pool._workers
         pool.close()
-        assert worker.exitcode == 0
         assert (tmp_path / "note").read_text() == "written"
 
 
@@ -178,6 +174,7 @@ assert autopar.launch(lambda: BONUS, 1) == [3]
 """
 
 
+@nightly
 @pytest.mark.parametrize("how", ["-c", "stdin"])
 def test_functions_that_no_worker_can_import_travel_by_value(how: str) -> None:
     code, text = (["-c", NOTEBOOK], "") if how == "-c" else (["-"], NOTEBOOK)
@@ -210,6 +207,7 @@ if __name__ == "__main__":
 """
 
 
+@nightly
 @pytest.mark.parametrize("end", [signal.SIGINT, signal.SIGKILL], ids=["ctrl-c", "killed"])
 def test_workers_end_with_their_caller(tmp_path: Path, end: signal.Signals) -> None:
     script, pid_dir = tmp_path / "caller.py", tmp_path / "pids"

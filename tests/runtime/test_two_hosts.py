@@ -14,8 +14,10 @@ from pathlib import Path
 import pytest
 
 from examples import train_resilient
+from tests.helpers.nightly import nightly
 from tests.helpers.two_hosts import LINK, TwoHosts, why_impossible
 
+pytestmark = nightly
 ROOT = Path(__file__).parents[2]
 N_STEPS, SAVE_EVERY, STEP_TIMEOUT_S = 8, 3, 6
 # Ranks notice a cut link after STEP_TIMEOUT_S, torchrun when TCP gives up: after 13 s or so.
