@@ -17,6 +17,7 @@ import torch.distributed as dist
 from autopar.runtime.launch import WorkerPool
 from tests.helpers.captures import share_captures
 
+Pool = Callable[[int], WorkerPool]  # the fixture `workers`: number of ranks -> their pool
 MOST_RANKS = 4
 TIMEOUT_S = 240.0
 _n_joined = 0  # in a worker: which change it has made last

@@ -10,9 +10,11 @@ from typing import Any
 import pytest
 
 import autopar
+from tests.helpers.nightly import nightly
 from tests.integrations.loop_jobs import EXAMPLES, LAYOUTS, REFUSED, alone, parallel
 from tests.integrations.weights import check_equal
 
+pytestmark = nightly
 Ranks = list[dict[Any, Any]]
 
 

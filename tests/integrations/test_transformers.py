@@ -9,9 +9,11 @@ import pytest
 from transformers import AutoModelForCausalLM
 
 import autopar
-from tests.integrations.trainer_jobs import LAYOUTS, REFUSED, WAYS, job
+from tests.helpers.nightly import nightly
+from tests.integrations.trainer_jobs import LAYOUTS, WAYS, job
 from tests.integrations.weights import check_equal
 
+pytestmark = nightly
 # The loss of Hugging Face's language models is float32, also for a model in float64. Two ranks
 # that share a vocabulary add it up in another order.
 FLOAT32, FLOAT64 = 2e-6, 1e-10
@@ -69,10 +71,3 @@ def test_example(alone: Results, parallel: Results) -> None:
     for rank in parallel[1]:
         check_equal(rank["example"]["weights"], wanted["weights"], 1e-5)
         assert rank["example"]["losses"] == pytest.approx(wanted["losses"], abs=1e-5)
-
-
-@pytest.mark.parametrize("words", REFUSED)
-def test_refused(words: str, alone: Results) -> None:
-    text = alone[1][0]["refused"][words]
-    assert words in text
-    assert "hint:" in text

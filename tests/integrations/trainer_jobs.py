@@ -124,9 +124,10 @@ def make_trainer(name: str, folder: str, layout: str | None, **more: Any) -> Tra
     if layout is None:
         trainer = Trainer(make(), TrainingArguments(folder, **arguments), **given)
     else:
+        manual = Manual() if layout == "alone" else LAYOUTS[layout]
         trainer = AutoparTrainer(
             make(), TrainingArguments(folder, **arguments),
-            mesh=(1, 2), options={"manual": LAYOUTS[layout]}, **given,
+            mesh=(1, manual.n_ranks), options={"manual": manual}, **given,
         )  # fmt: skip
     trainer.remove_callback(PrinterCallback)
     return trainer
@@ -207,6 +208,4 @@ def job(folder: str, layouts: list[str | None]) -> dict[Any, Any]:
     out["resumed"] = resumed(f"{folder}/resumed", "zero3" if parallel else None)
     mesh, options = ((1, 2), {"manual": LAYOUTS["tp"]}) if parallel else (None, None)
     out["example"] = train_transformers.train(4, mesh, options)
-    if not parallel:
-        out["refused"] = refusals(f"{folder}/refused")
     return out

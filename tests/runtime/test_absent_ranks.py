@@ -7,17 +7,15 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-import torch
 import torch.distributed as dist
 
 import autopar
-from autopar import AbsentRanksError, Manual, OptionError
+from autopar import AbsentRanksError, Manual
 from autopar.runtime.groups import rendezvous, together_in
-from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine, rank
 from tests.helpers.models.tiny_model import Tiny, batch
+from tests.helpers.pools import Pool
 
-Pool = Callable[[int], WorkerPool]
 CALLS: dict[str, Callable[[autopar.ParallelModule, str], object]] = {
     "pm.full_state_dict()": lambda pm, _: pm.full_state_dict(),
     "pm.full_gradients()": lambda pm, _: pm.full_gradients(),
@@ -89,22 +87,3 @@ def late() -> int:
 
 def test_late_ranks_are_waited_for(workers: Pool) -> None:
     assert workers(2).run(late) == [0, 0]
-
-
-def wrong_timeouts() -> None:
-    for text in ("soon", "0", "-1", "nan"):
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setenv(rendezvous.TIMEOUT, text)
-            with pytest.raises(OptionError, match=f"{text!r} is not a number of seconds"):
-                called("here")
-
-
-def test_a_timeout_that_is_no_number(workers: Pool) -> None:
-    workers(2).run(wrong_timeouts)
-
-
-def test_alone_nobody_is_waited_for() -> None:
-    module = autopar.parallelize(Tiny(), machine((1, 1)), batch())
-    assert torch.equal(
-        module.full_state_dict()["up.bias"], dict(module.named_parameters())["up.bias"]
-    )

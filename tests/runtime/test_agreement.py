@@ -13,12 +13,11 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import BatchError, DivergenceError, Manual
-from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine, rank
 from tests.helpers.models.tiny_model import Tiny, batch
 from tests.helpers.nightly import nightly
+from tests.helpers.pools import Pool
 
-Pool = Callable[[int], WorkerPool]
 MESH = machine((1, 2))
 PLANS = {"dp": Manual(dp=2), "tp": Manual(tp=2), "pp": Manual(pp=2)}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 import time
 import weakref
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,11 +16,11 @@ from torch.optim import AdamW
 
 from autopar import AsyncSaver
 from autopar.errors import OptionError, StateError
-from autopar.runtime.launch import WorkerPool
 from autopar.runtime.state import initial_shards
 from autopar.runtime.storage import write_pieces
 from tests.helpers.checkpoint_jobs import Rank, assert_same
 from tests.helpers.full_disk import files_of_at_most
+from tests.helpers.pools import Pool
 from tests.helpers.state_model import ONE, Shapes, seeded_model
 
 PAIR: Shapes = ((1, 2),)
@@ -106,7 +105,7 @@ def train_beside(path: str) -> tuple[list[float], bool, bool]:
     return losses, is_beside and is_first_done, is_as_then
 
 
-def test_training_goes_on(workers: Callable[[int], WorkerPool], tmp_path: Path) -> None:
+def test_training_goes_on(workers: Pool, tmp_path: Path) -> None:
     for losses, is_beside, is_as_then in workers(2).run(train_beside, str(tmp_path / "run")):
         assert losses == [2.0 * step + 1 for step in range(1, 20)]
         assert is_beside
@@ -132,7 +131,7 @@ def fail_beside(path: str) -> list[str]:
     return told
 
 
-def test_errors_surface(workers: Callable[[int], WorkerPool], tmp_path: Path) -> None:
+def test_errors_surface(workers: Pool, tmp_path: Path) -> None:
     path = tmp_path / "run"
     for told in workers(2).run(fail_beside, str(path)):
         for message in told:

@@ -12,11 +12,10 @@ import torch
 
 import autopar
 from autopar import BatchError, Manual
-from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine, rank
 from tests.helpers.models.tiny_model import Tiny, batch
+from tests.helpers.pools import Pool
 
-Pool = Callable[[int], WorkerPool]
 MESH = machine((1, 2))
 PLANS = {"dp": Manual(dp=2), "tp": Manual(tp=2), "pp": Manual(pp=2)}
 WAYS_OUT = r'same global batch on every rank.*\n?.*batch="local"'

@@ -14,11 +14,11 @@ from torch import Tensor
 
 from autopar.placement import Split
 from autopar.runtime.groups import DistGroup, Pending
-from autopar.runtime.launch import WorkerPool
 from examples import bench_runtime
 from examples.bench_delays import Delays
 from examples.bench_runtime import N_LOSSES, ROWS, Launch, Measured, Overlap, disagreements
 from tests.helpers.nightly import nightly
+from tests.helpers.pools import Pool
 
 TINY = ["--pairs", "2", "--layers", "2", "--width", "32"]
 
@@ -30,7 +30,7 @@ def measured() -> dict[str, Any]:
 
 
 @pytest.fixture
-def launch(workers: Callable[[int], WorkerPool], measured: dict[str, Any]) -> Launch:
+def launch(workers: Pool, measured: dict[str, Any]) -> Launch:
     """`autopar.launch` on processes that other tests use too."""
 
     def run(job: Callable[..., Any], n_ranks: int, name: str, *args: Any) -> list[Any]:

@@ -17,6 +17,7 @@ from autopar.passes.analysis import Analysis, cut
 from autopar.passes.inter import find_layers
 from autopar.passes.intra import Constraints, intra_op_problem
 from tests.helpers.harness import abstract_cost, generated_code, random_strategy, thread_step
+from tests.helpers.nightly import nightly
 from tests.helpers.pipeline_harness import Layout, ends_before, random_pipeline
 from tests.helpers.ranks import TOLERANCE, pipeline_step
 
@@ -102,7 +103,7 @@ def analysis_of(model: str) -> Analysis:
     return Analysis.of(capture(MODELS[model](), batch(0), precision="fp64"))
 
 
-@pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)])
+@pytest.mark.parametrize("sizes", [(2,), pytest.param((4,), marks=nightly), (2, 2)])
 @pytest.mark.parametrize(
     ("model", "n_microbatches"), [("normed", 1), ("averaging", 1), ("counting", 1), ("counting", 2)]
 )
@@ -130,15 +131,6 @@ def test_random_pipelines(model: str, last: str, n_microbatches: int) -> None:
         pipeline = random_pipeline(analysis, ends, layout, random.Random(f"{model} {seed}"))
         errors, _ = pipeline_step(analysis.program, pipeline, batch(seed), seed)
         assert {name: e for name, e in errors.items() if not e <= TOLERANCE} == {}
-
-
-def test_each_stage_has_the_buffers_that_it_changes() -> None:
-    analysis = analysis_of("normed")
-    stages = cut(analysis.program, ends_before(analysis.program, "second"))
-    for stage, block in zip(stages, ("first", "second"), strict=True):
-        kinds = ("running_mean", "running_var", "num_batches_tracked")
-        assert {b.name for b in stage.buffers.values()} == {f"{block}.norm.{k}" for k in kinds}
-        assert stage.updates == tuple(b.update for b in stage.buffers.values())
 
 
 def test_a_buffer_that_two_stages_want_is_named() -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from autopar.errors import OptionError, StateError
 from autopar.runtime.checkpoints import save
-from autopar.runtime.launch import WorkerPool
 from autopar.runtime.state import full_state_dict, initial_shards, state_dict
 from autopar.runtime.state.dtensors import dtensor_placements
 from tests.helpers.checkpoint_jobs import (
@@ -28,6 +26,7 @@ from tests.helpers.checkpoint_jobs import (
     train_and_save,
 )
 from tests.helpers.full_disk import files_of_at_most
+from tests.helpers.pools import Pool
 from tests.helpers.state_model import (
     DIMS,
     ONE,
@@ -41,26 +40,16 @@ from tests.helpers.state_model import (
 PAIR: Shapes = ((1, 2),)
 
 
-@pytest.fixture
-def pool2(workers: Callable[[int], WorkerPool]) -> WorkerPool:
-    return workers(2)
-
-
-@pytest.fixture
-def pool4(workers: Callable[[int], WorkerPool]) -> WorkerPool:
-    return workers(4)
-
-
-def test_onto_other_meshes_and_back(pool2: WorkerPool, pool4: WorkerPool, tmp_path: Path) -> None:
+def test_onto_other_meshes_and_back(workers: Pool, tmp_path: Path) -> None:
     """(1, 2) -> (2, 2) -> (1, 2) -> one process -> (4,); training continues identically."""
     paths = [str(tmp_path / f"ckpt{i}") for i in range(5)]
-    first = pool2.run(train_and_save, PAIR, paths[0])[0]
+    first = workers(2).run(train_and_save, PAIR, paths[0])[0]
     assert {"embed.weight/value", "qkv.weight/exp_avg", "gain/step"} < first.keys()
     assert "norm.bias/exp_avg" not in first  # frozen
-    there = pool4.run(load_train_and_save, ((2, 2),), paths[0], 1, paths[1])[0]
-    back = pool2.run(load_train_and_save, PAIR, paths[1], 1, paths[2])[0]
+    there = workers(4).run(load_train_and_save, ((2, 2),), paths[0], 1, paths[1])[0]
+    back = workers(2).run(load_train_and_save, PAIR, paths[1], 1, paths[2])[0]
     alone = load_train_and_save(ONE, paths[2], 1, paths[3])
-    line = pool4.run(load_train_and_save, ((4,),), paths[3], 1, paths[4])[0]
+    line = workers(4).run(load_train_and_save, ((4,),), paths[3], 1, paths[4])[0]
     for loaded, _ in (there, back, alone, line):
         assert_same(loaded, first)
     for _, trained in (there, back, line):
@@ -93,14 +82,17 @@ def load_with_dcp(path: str) -> None:
         assert torch.equal(again[name], original[name]), name
 
 
-def test_other_readers(pool4: WorkerPool, tmp_path: Path) -> None:
+def test_other_readers(workers: Pool, tmp_path: Path) -> None:
     path = str(tmp_path / "ckpt")
     expected = train_and_save(ONE, path)
     meshes: tuple[Shapes, ...] = (((2, 2),), ((1, 1), (1, 3)))
-    for whole in (weights_from(ONE, path), *(pool4.run(weights_from, m, path)[0] for m in meshes)):
+    for whole in (
+        weights_from(ONE, path),
+        *(workers(4).run(weights_from, m, path)[0] for m in meshes),
+    ):
         assert torch.equal(whole.pop("head.weight"), whole["embed.weight"])
         assert_same(whole, {n: expected[f"{n}/value"] for n in whole})
-    pool4.run(load_with_dcp, path)
+    workers(4).run(load_with_dcp, path)
 
 
 def save_on_a_full_disk(path: str, size_bytes: int) -> str:
@@ -115,10 +107,10 @@ def save_on_a_full_disk(path: str, size_bytes: int) -> str:
 
 @pytest.mark.parametrize("size_bytes", [100, 50_000], ids=["data", "record"])
 def test_a_full_disk_leaves_the_checkpoint_before(
-    pool2: WorkerPool, tmp_path: Path, size_bytes: int
+    workers: Pool, tmp_path: Path, size_bytes: int
 ) -> None:
     path = str(tmp_path / "ckpt")
-    for message in pool2.run(save_on_a_full_disk, path, size_bytes):
+    for message in workers(2).run(save_on_a_full_disk, path, size_bytes):
         assert message.startswith("rank 0 failed: writing ")
         assert "File too large" in message
         assert "are free there: free space or save elsewhere" in message
@@ -128,7 +120,7 @@ def test_a_full_disk_leaves_the_checkpoint_before(
     with pytest.raises(StateError, match=r"no whole checkpoint"):
         alone.load(path)
     alone.save(path, 1)
-    pool2.run(save_on_a_full_disk, path, size_bytes)
+    workers(2).run(save_on_a_full_disk, path, size_bytes)
     again = Rank(ONE, 5, AdamW)
     assert again.load(path)[0] == 1
     assert_same(again.whole(), before)
@@ -230,11 +222,11 @@ def save_momentum(path: str) -> dict[str, Tensor]:
     return rank.whole()
 
 
-def test_optimizers(pool2: WorkerPool, tmp_path: Path) -> None:
+def test_optimizers(workers: Pool, tmp_path: Path) -> None:
     """Momentum and a tensor learning rate are restored; factored state is refused."""
     path = str(tmp_path / "ckpt")
-    assert "row_var" in pool2.run(save_adafactor, path)[1]
-    expected = pool2.run(save_momentum, path)[0]
+    assert "row_var" in workers(2).run(save_adafactor, path)[1]
+    expected = workers(2).run(save_momentum, path)[0]
     alone = Rank(ONE, 5, momentum)
     alone.load(path)
     assert_same(alone.whole(), expected)

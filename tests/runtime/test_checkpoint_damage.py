@@ -16,11 +16,11 @@ from torch import Tensor
 from torch.optim import AdamW
 
 from autopar.errors import AutoparError, StateError
-from autopar.runtime.launch import WorkerPool
 from autopar.runtime.state import initial_shards
 from tests.fuzz.trees import damaged
 from tests.helpers.checkpoint_jobs import Rank, assert_same
 from tests.helpers.nightly import nightly
+from tests.helpers.pools import Pool
 from tests.helpers.state_model import ONE, Shapes, seeded_model
 
 N_FLIPS = 150
@@ -190,9 +190,7 @@ def load_damaged(path: str) -> tuple[str, list[Tensor]]:
     return "", []
 
 
-def test_damage_seen_by_one_rank_stops_all(
-    saved: Path, tmp_path: Path, workers: Callable[[int], WorkerPool]
-) -> None:
+def test_damage_seen_by_one_rank_stops_all(saved: Path, tmp_path: Path, workers: Pool) -> None:
     copy = copy_of(saved, tmp_path)
     for file in data_files(copy):
         bad = bytearray(file.read_bytes())

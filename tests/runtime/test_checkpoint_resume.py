@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,8 +16,8 @@ from torch.optim.lr_scheduler import OneCycleLR
 
 import autopar
 from autopar import Manual
-from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine
+from tests.helpers.pools import Pool
 
 N_STEPS, N_SAVED = 6, 3
 LAYOUTS: dict[str, dict[str, Any]] = {
@@ -26,7 +25,6 @@ LAYOUTS: dict[str, dict[str, Any]] = {
     "zero-3": {"dp": 2, "zero": 3},
     "pp": {"pp": 2},
 }
-Pool = Callable[[int], WorkerPool]
 
 
 class Noisy(nn.Module):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -14,7 +13,6 @@ from torch.optim import AdamW
 
 from autopar.errors import StateError
 from autopar.runtime.checkpoints import ModuleState, load, save
-from autopar.runtime.launch import WorkerPool
 from autopar.runtime.state import (
     clip_grad_norm_,
     full_state_dict,
@@ -29,17 +27,8 @@ from tests.helpers.checkpoint_jobs import (
     load_train_and_save,
     train_and_save,
 )
+from tests.helpers.pools import Pool
 from tests.helpers.state_model import ONE, STAGES, pipeline_of, process_place, seeded_model
-
-
-@pytest.fixture
-def pool2(workers: Callable[[int], WorkerPool]) -> WorkerPool:
-    return workers(2)
-
-
-@pytest.fixture
-def pool4(workers: Callable[[int], WorkerPool]) -> WorkerPool:
-    return workers(4)
 
 
 def owned(whole: dict[str, Tensor]) -> dict[str, Tensor]:
@@ -52,15 +41,15 @@ def owned(whole: dict[str, Tensor]) -> dict[str, Tensor]:
 
 
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process reads too
-def test_onto_other_stages_and_back(pool2: WorkerPool, pool4: WorkerPool, tmp_path: Path) -> None:
+def test_onto_other_stages_and_back(workers: Pool, tmp_path: Path) -> None:
     """2 stages -> 2 unequal -> 3 -> 1 stage of 4 ranks -> one process -> 2 stages."""
     paths = [str(tmp_path / f"ckpt{i}") for i in range(6)]
-    first = owned(pool2.run(train_and_save, ((1, 1), (1, 1)), paths[0])[0])
-    unequal = pool4.run(load_train_and_save, ((1, 1), (1, 3)), paths[0], 1, paths[1])[0]
-    three = pool4.run(load_train_and_save, ((1, 1), (1, 2), (1, 1)), paths[1], 1, paths[2])[0]
-    square = pool4.run(load_train_and_save, ((2, 2),), paths[2], 1, paths[3])[0]
+    first = owned(workers(2).run(train_and_save, ((1, 1), (1, 1)), paths[0])[0])
+    unequal = workers(4).run(load_train_and_save, ((1, 1), (1, 3)), paths[0], 1, paths[1])[0]
+    three = workers(4).run(load_train_and_save, ((1, 1), (1, 2), (1, 1)), paths[1], 1, paths[2])[0]
+    square = workers(4).run(load_train_and_save, ((2, 2),), paths[2], 1, paths[3])[0]
     alone = load_train_and_save(ONE, paths[3], 1, paths[4])
-    two = pool4.run(load_train_and_save, ((1, 2), (2, 1)), paths[4], 1, paths[5])[0]
+    two = workers(4).run(load_train_and_save, ((1, 2), (2, 1)), paths[4], 1, paths[5])[0]
     for loaded, trained in (unequal, three, square, alone, two):
         assert_same(owned(loaded), first)
         assert_same(owned(trained), alone[1])
@@ -94,9 +83,9 @@ def save_beside_an_empty_stage(path: str) -> dict[str, Tensor]:
     return whole
 
 
-def test_a_stage_without_parameters(pool2: WorkerPool, tmp_path: Path) -> None:
+def test_a_stage_without_parameters(workers: Pool, tmp_path: Path) -> None:
     path = str(tmp_path / "ckpt")
-    whole, nothing = pool2.run(save_beside_an_empty_stage, path)
+    whole, nothing = workers(2).run(save_beside_an_empty_stage, path)
     assert not nothing
     place = process_place(pipeline_of(ONE))
     shards = initial_shards(place, path, seeded_model(5))
@@ -115,7 +104,7 @@ def save_with_drifting_mirror(path: str) -> str:
     return ""
 
 
-def test_a_mirror_with_other_options_is_refused(pool2: WorkerPool, tmp_path: Path) -> None:
-    for message in pool2.run(save_with_drifting_mirror, str(tmp_path / "ckpt")):
+def test_a_mirror_with_other_options_is_refused(workers: Pool, tmp_path: Path) -> None:
+    for message in workers(2).run(save_with_drifting_mirror, str(tmp_path / "ckpt")):
         assert "is tied to `qkv.weight` of an earlier stage" in message
     assert not (tmp_path / "ckpt").exists()

@@ -18,8 +18,8 @@ from torch.optim import AdamW, lr_scheduler
 from autopar.errors import OptionError, StateError
 from autopar.runtime.checkpoints import load, save
 from autopar.runtime.checkpoints.trees import decoded, encoded
-from autopar.runtime.launch import WorkerPool
 from tests.helpers.checkpoint_jobs import Rank
+from tests.helpers.pools import Pool
 from tests.helpers.state_model import ONE, Shapes
 
 PAIR: Shapes = ((1, 2),)
@@ -130,7 +130,7 @@ def kept_generators() -> Any:
 
 
 @pytest.mark.usefixtures("kept_generators")
-def test_every_rank_draws_on(workers: Callable[[int], WorkerPool], tmp_path: Path) -> None:
+def test_every_rank_draws_on(workers: Pool, tmp_path: Path) -> None:
     both = workers(2).run(draws_again, str(tmp_path / "ckpt"))
     for rank, (expected, again, held) in enumerate(both):
         assert again == expected

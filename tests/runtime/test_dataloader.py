@@ -6,7 +6,6 @@ import itertools
 import json
 import random
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,6 @@ from torch.utils.data import DataLoader, Subset
 
 import autopar
 from autopar import Manual, OptionError, ParallelModule
-from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine
 from tests.helpers.loading import (
     PLANS,
@@ -31,8 +29,8 @@ from tests.helpers.loading import (
     parallel,
 )
 from tests.helpers.nightly import nightly, sampled
+from tests.helpers.pools import Pool
 
-Pool = Callable[[int], WorkerPool]
 N_EPOCHS = 2
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,7 +12,6 @@ from torch.utils.data import DataLoader, default_collate
 
 import autopar
 from autopar import BatchError
-from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine
 from tests.helpers.loading import (
     FILLS,
@@ -26,8 +24,7 @@ from tests.helpers.loading import (
     make,
     parallel,
 )
-
-Pool = Callable[[int], WorkerPool]
+from tests.helpers.pools import Pool
 
 
 def padded(plan: str, n_rows: int, how: dict[str, Any], pad: Any) -> tuple[Any, ...]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,7 +14,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 import autopar
 from autopar import BatchError, Manual, NotSupportedError, OptionError, ParallelModule
 from autopar.module import Loaded
-from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine
 from tests.helpers.loading import (
     FILLS,
@@ -25,8 +23,7 @@ from tests.helpers.loading import (
     make,
     parallel,
 )
-
-Pool = Callable[[int], WorkerPool]
+from tests.helpers.pools import Pool
 
 
 class Stream(IterableDataset[Any]):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -15,10 +14,10 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import autopar
 from autopar.errors import OptionError, StateError
-from autopar.runtime.launch import WorkerPool
 from autopar.runtime.state import export, full_state_dict, initial_shards
 from tests.helpers.checkpoint_jobs import Rank, assert_same
 from tests.helpers.full_disk import files_of_at_most
+from tests.helpers.pools import Pool
 from tests.helpers.state_model import ONE, SHAPES_OF_4, Shapes, seeded_model
 
 MOST_BYTES = 600
@@ -31,7 +30,7 @@ def exported(shapes: Shapes, path: str) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("shapes", SHAPES_OF_4)
-def test_out_and_back(shapes: Shapes, workers: Callable[[int], WorkerPool], tmp_path: Path) -> None:
+def test_out_and_back(shapes: Shapes, workers: Pool, tmp_path: Path) -> None:
     folder = tmp_path / "weights"
     expected = workers(4).run(exported, shapes, str(folder))[0]
     index = json.loads((folder / export.INDEX).read_text())

@@ -10,7 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
@@ -35,14 +34,13 @@ from autopar.runtime.flight import (
 )
 from autopar.runtime.flight.record import N_NOTES, SLOT_BYTES
 from autopar.runtime.groups import DistGroup, make_edges, make_groups
-from autopar.runtime.launch import WorkerPool
 from tests.helpers.harness import model_case
 from tests.helpers.jobs import MlpWithLoss, machine
 from tests.helpers.nightly import nightly
 from tests.helpers.pipeline_harness import Layout, ends_before, random_pipeline
+from tests.helpers.pools import Pool
 from tests.helpers.ranks import Rank, named_inputs, random_parameters, run_ranks
 
-Pool = Callable[[int], WorkerPool]
 STEP_TIMEOUT_S = 4.0
 
 
@@ -204,9 +202,10 @@ def test_the_watchdog_ends_a_rank_that_hangs(tmp_path: Path) -> None:
     assert "rank 0 is behind the others" in ended.stderr
 
 
-def test_the_watchdog_refuses_what_is_no_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv(TIMEOUT, "soon")
-    with pytest.raises(OptionError, match="AUTOPAR_STEP_TIMEOUT_S='soon' is not a number"):
+@pytest.mark.parametrize("text", ["soon", "0", "-1", "nan"])
+def test_the_watchdog_refuses_what_is_no_time(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(TIMEOUT, text)
+    with pytest.raises(OptionError, match=f"AUTOPAR_STEP_TIMEOUT_S={text!r} is not a number"):
         watch(FlightRecord(), 0, 1)
 
 

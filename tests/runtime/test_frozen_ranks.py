@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -14,11 +13,10 @@ from torch import Tensor, nn
 import autopar
 from autopar import CaptureError, Manual
 from autopar.module import job
-from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import Batch, error, machine
+from tests.helpers.pools import Pool
 from tests.parity.table import TOLERANCE
 
-Pool = Callable[[int], WorkerPool]
 VALUES = (0.5, 0.25, 0.5, 0.125)
 SCALE = {"loss": 1.0}
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import os
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,10 +12,10 @@ import torch
 
 import autopar
 from autopar import Manual
-from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine
 from tests.helpers.models.tiny_model import Tiny, batch
 from tests.helpers.nightly import sampled
+from tests.helpers.pools import Pool
 
 # (ranks, steps, most new bytes of resident memory): an allocator's pools grow for some hundred
 # steps, so by day only the other counts tell something.
@@ -64,7 +63,7 @@ def test_nothing_grows(
     n_ranks: int,
     n_steps: int,
     most_bytes: int,
-    workers: Callable[[int], WorkerPool],
+    workers: Pool,
     tmp_path: Path,
 ) -> None:
     layouts = [Manual(dp=4, zero=3), Manual(dp=2, pp=2, microbatch_size=2)]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import itertools
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,13 +15,12 @@ from torch.func import functional_call
 
 import autopar
 from autopar import Manual, ParallelModule
-from autopar.runtime.launch import WorkerPool
 from autopar.runtime.state import LossScale, LossScaler
 from autopar.runtime.state.loss_scale import FIRST, INTERVAL
 from tests.helpers.jobs import CASES, machine
 from tests.helpers.nightly import nightly, sampled
+from tests.helpers.pools import Pool
 
-Pool = Callable[[int], WorkerPool]
 CASE = CASES["mlp with loss"]
 LAYOUTS = {"tp": Manual(tp=2), "zero-3": Manual(dp=2, zero=3), "stages": Manual(pp=2)}
 

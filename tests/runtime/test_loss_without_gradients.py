@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import pytest
@@ -14,10 +14,9 @@ from torch.nn import functional as F
 
 import autopar
 from autopar import BatchError, Manual, NotPlannedError
-from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine, rank
+from tests.helpers.pools import Pool
 
-Pool = Callable[[int], WorkerPool]
 MESH = machine((1, 2))
 PLANS = {"dp": Manual(dp=2), "tp": Manual(tp=2), "zero-3": Manual(dp=2, zero=3), "pp": Manual(pp=2)}
 

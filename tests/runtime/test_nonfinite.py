@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -13,10 +12,9 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import Manual, NonFiniteError
-from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine, rank
+from tests.helpers.pools import Pool
 
-Pool = Callable[[int], WorkerPool]
 MESH = machine((1, 2))
 PLANS = {"dp": Manual(dp=2), "zero3": Manual(dp=2, zero=3), "tp": Manual(tp=2), "pp": Manual(pp=2)}
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import warnings
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,12 +14,11 @@ from torch.nn import functional as F
 import autopar
 from autopar import BatchError, Manual
 from autopar.runtime.execute import Executor
-from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine
 from tests.helpers.models.tiny_model import Tiny, batch
 from tests.helpers.nightly import nightly
+from tests.helpers.pools import Pool
 
-Pool = Callable[[int], WorkerPool]
 PLANS: dict[str, tuple[Manual, int, tuple[int, ...]]] = {
     "dp": (Manual(dp=2), 1, (8, 6, 2)),
     "dp, microbatches": (Manual(dp=2), 2, (8, 12, 4)),

@@ -14,11 +14,11 @@ from torch import Tensor
 from autopar.errors import MeshError, VerificationError
 from autopar.runtime.collectives import DistMessenger, Messenger, Receive
 from autopar.runtime.groups import CollectiveCall, Recorder, make_edges, world_group
-from autopar.runtime.launch import ThreadWorld, WorkerPool, run_threads
+from autopar.runtime.launch import ThreadWorld, run_threads
+from tests.helpers.pools import Pool
 
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.float16, torch.int64, torch.bool)
 N_LARGE = 2**21  # float32 elements: 8 MiB, more than any socket buffers
-Workers = Callable[[int], WorkerPool]
 
 
 def vector(*values: float) -> Tensor:
@@ -112,24 +112,13 @@ def test_both_directions_at_once(run_pair: Run) -> None:
         assert_equal(received, wanted)
 
 
-@pytest.mark.parametrize("place", ["threads", "processes"])
-def test_skip_connections_of_several_dtypes(place: str, workers: Workers) -> None:
-    found = (
-        run_on_threads(skip_connections, False)
-        if place == "threads"
-        else workers(2).run(on_process, skip_connections)
-    )
-    assert_equal(found[1], of_dtypes(0))
+def test_skip_connections_of_several_dtypes(run_pair: Run) -> None:
+    assert_equal(run_pair(skip_connections)[1], of_dtypes(0))
 
 
-@pytest.mark.parametrize("place", ["threads", "processes"])
-def test_large_tensors_cross_without_blocking(place: str, workers: Workers) -> None:
-    found = (
-        run_on_threads(large_both_ways, False)
-        if place == "threads"
-        else workers(2).run(on_process, large_both_ways)
-    )
-    assert found == [2.0, 1.0]
+def test_large_tensors_cross_without_blocking(workers: Pool) -> None:
+    assert run_on_threads(large_both_ways, False) == [2.0, 1.0]
+    assert workers(2).run(on_process, large_both_ways) == [2.0, 1.0]
 
 
 def total_of_ranks() -> tuple[str, float]:
@@ -137,7 +126,7 @@ def total_of_ranks() -> tuple[str, float]:
     return g.label, g.all_reduce(torch.tensor(float(g.rank + 1))).item()
 
 
-def test_the_world_is_a_group(workers: Workers) -> None:
+def test_the_world_is_a_group(workers: Pool) -> None:
     """This holds even if jobs of other numbers of ranks run on the same workers."""
 
     def work(world: ThreadWorld) -> tuple[str, float]:

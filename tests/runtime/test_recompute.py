@@ -39,7 +39,6 @@ from autopar.program import (
     rerun,
 )
 from autopar.runtime.groups import CollectiveCall
-from autopar.runtime.launch import WorkerPool
 from autopar.schedule import forward_only
 from autopar.verifier import verify_program
 from tests.conftest import Golden
@@ -58,6 +57,7 @@ from tests.helpers.jobs import (
 from tests.helpers.models.dropout_models import dropped_gpt2, eager_gpt2
 from tests.helpers.models.recompute_models import Blocks, recomputing
 from tests.helpers.nightly import nightly, sampled
+from tests.helpers.pools import Pool
 from tests.helpers.ranks import (
     TOLERANCE,
     Rank,
@@ -70,7 +70,6 @@ from tests.helpers.ranks import (
 
 __all__ = ["generated_code"]
 
-Pool = Callable[[int], WorkerPool]
 
 # Name -> (mesh, recipe).
 HOW: dict[str, tuple[tuple[int, int], Manual]] = {

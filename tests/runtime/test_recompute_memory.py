@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable
 from dataclasses import replace
 from functools import lru_cache
 
@@ -15,10 +14,10 @@ from autopar import Device, Link, Manual, Mesh, Plan
 from autopar.cost.price import peak_of_stage
 from autopar.options import Recompute
 from autopar.planning import Bound, bind
-from autopar.runtime.launch import WorkerPool
 from tests.helpers.harness import generated_code, random_ranges
 from tests.helpers.models.recompute_models import recomputing
 from tests.helpers.nightly import nightly, sampled
+from tests.helpers.pools import Pool
 from tests.helpers.recompute_plans import batch, model
 from tests.helpers.whole_steps import WholeStep, bytes_of_each
 
@@ -26,7 +25,6 @@ __all__ = ["generated_code"]
 
 CLOSE = 0.03
 ALONE = Manual()
-Pool = Callable[[int], WorkerPool]
 
 
 @lru_cache

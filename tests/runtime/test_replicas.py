@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,11 +14,9 @@ import autopar
 from autopar import Manual
 from autopar.errors import DivergenceError
 from autopar.runtime.checkpoints.replicas import fingerprint
-from autopar.runtime.launch import WorkerPool
 from autopar.runtime.tensors import local_of
 from tests.helpers.jobs import MlpWithLoss, machine
-
-Workers = Callable[[int], WorkerPool]
+from tests.helpers.pools import Pool
 
 
 def trained(manual: Manual, norm: bool = False) -> autopar.ParallelModule:
@@ -68,24 +65,24 @@ def buffers_apart() -> str:
 
 
 @pytest.mark.parametrize("manual", [Manual(dp=2), Manual(dp=2, zero=3), Manual(tp=2), Manual(pp=2)])
-def test_parity_equal_replicas_pass(manual: Manual, tmp_path: Path, workers: Workers) -> None:
+def test_parity_equal_replicas_pass(manual: Manual, tmp_path: Path, workers: Pool) -> None:
     for said_by_each, is_saved in workers(2).run(compared, manual, None, str(tmp_path)):
         assert said_by_each == {""} and is_saved
 
 
-def test_parity_one_bit_of_one_rank_is_noticed(tmp_path: Path, workers: Workers) -> None:
+def test_parity_one_bit_of_one_rank_is_noticed(tmp_path: Path, workers: Pool) -> None:
     job = compared, Manual(dp=2), "net.2.weight", str(tmp_path)
     for (said_by_each,), is_saved in workers(2).run(*job):
         assert "`net.2.weight`: rank 0 has" in said_by_each and ", rank 1 has" in said_by_each
         assert "net.0" not in said_by_each and not is_saved
 
 
-def test_parity_shards_that_one_rank_has_alone(tmp_path: Path, workers: Workers) -> None:
+def test_parity_shards_that_one_rank_has_alone(tmp_path: Path, workers: Pool) -> None:
     job = compared, Manual(dp=2, zero=3), "net.2.weight", str(tmp_path)
     assert [said_by_each for said_by_each, _ in workers(2).run(*job)] == [{""}, {""}]
 
 
-def test_parity_buffers_that_steps_change(workers: Workers) -> None:
+def test_parity_buffers_that_steps_change(workers: Pool) -> None:
     for check in workers(2).run(buffers_apart):
         assert "`net.1.running_mean`: rank 0 has" in check
 

@@ -6,7 +6,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from hashlib import sha256
 from pathlib import Path
 from typing import Any
@@ -17,11 +17,11 @@ import torch
 import autopar
 from autopar import Manual, OptionError, PlanError, StateError
 from autopar.elastic import ResilientRun
-from autopar.runtime.launch import WorkerPool
 from examples import train_resilient
 from tests.helpers.jobs import machine
 from tests.helpers.loading import Rows, make, optimizer_of
 from tests.helpers.nightly import nightly
+from tests.helpers.pools import Pool
 
 ROOT = Path(__file__).parents[2]
 SIZE, N_STEPS, N_BEFORE, SAVE_EVERY = 8, 8, 5, 2
@@ -62,9 +62,7 @@ def train(folder: str, n_steps: int, save_every: int) -> str:
 
 
 @nightly
-def test_a_killed_rank_leads_to_the_same_bits(
-    workers: Callable[[int], WorkerPool], tmp_path: Path
-) -> None:
+def test_a_killed_rank_leads_to_the_same_bits(workers: Pool, tmp_path: Path) -> None:
     # The save of batch 6 waits for that of batch 3; nothing waits for it before the kill.
     (wanted, _) = workers(2).run(train, str(tmp_path / "straight"), 8, 3)
     command = [
@@ -85,9 +83,7 @@ def test_a_killed_rank_leads_to_the_same_bits(
     assert said[-1] == f"weights {wanted} after 128 samples"
 
 
-def test_other_numbers_of_ranks_train_the_same_batches(
-    workers: Callable[[int], WorkerPool], tmp_path: Path
-) -> None:
+def test_other_numbers_of_ranks_train_the_same_batches(workers: Pool, tmp_path: Path) -> None:
     straight = workers(2).run(job, str(tmp_path / "straight"), N_STEPS)[0]
     assert list(straight) == list(range(N_STEPS))
     folder = str(tmp_path / "moved")

@@ -18,9 +18,10 @@ from torch import Tensor
 from autopar.errors import VerificationError
 from autopar.placement import TABLE, Split
 from autopar.runtime.groups import CollectiveCall, Group, Recorder, cut, join, make_groups, phase
-from autopar.runtime.launch import ThreadWorld, WorkerPool, run_threads
+from autopar.runtime.launch import ThreadWorld, run_threads
 from tests.helpers.differentiable import moved
 from tests.helpers.machines import mesh_of
+from tests.helpers.pools import Pool
 from tests.helpers.tensors import random_tensor
 
 SHAPE = (12, 144, 2)
@@ -193,7 +194,7 @@ def on_gloo() -> tuple[int, list[Any], list[Tensor]]:
     return rank, rows, primitives(groups, rank)
 
 
-def test_rows_and_primitives_on_gloo_processes(workers: Callable[[int], WorkerPool]) -> None:
+def test_rows_and_primitives_on_gloo_processes(workers: Pool) -> None:
     mesh = mesh_of(2, 2)
     results = workers(4).run(on_gloo)
     for axes in ((0,), (1,), (0, 1)):

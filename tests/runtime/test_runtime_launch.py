@@ -9,7 +9,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,6 +18,7 @@ import torch.distributed as dist
 from autopar.errors import LaunchError, MeshError
 from autopar.runtime.launch import WorkerPool, init_from_environment, launch
 from tests.helpers.nightly import nightly
+from tests.helpers.pools import Pool
 
 ROOT = Path(__file__).parents[2]
 
@@ -86,7 +86,7 @@ def gone(pids: list[int]) -> bool:
     return False
 
 
-def test_results_come_by_rank(workers: Callable[[int], WorkerPool]) -> None:
+def test_results_come_by_rank(workers: Pool) -> None:
     pool = workers(2)
     results = pool.run(environment_and_sum, 10)
     assert [r["rank"] for r in results] == [0, 1]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ import autopar
 from autopar import Manual
 from autopar.runtime.flight import Comparison, OwnTimes, Pace
 from autopar.runtime.groups import current_context
-from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine
 from tests.helpers.loading import SIZE, Rows, make
+from tests.helpers.pools import Pool
 
 
 class Clock:
@@ -115,7 +114,7 @@ def slowed(folder: str, manual: dict[str, Any], slow_rank: int) -> list[str]:
 
 @pytest.mark.parametrize(("manual", "stage"), [({"dp": 2}, 0), ({"pp": 2}, 1)])
 def test_a_rank_that_becomes_slow_is_named(
-    workers: Callable[[int], WorkerPool], tmp_path: Path, manual: dict[str, Any], stage: int
+    workers: Pool, tmp_path: Path, manual: dict[str, Any], stage: int
 ) -> None:
     said, of_others = workers(2).run(slowed, str(tmp_path), manual, 1)
     assert of_others == []

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from autopar.errors import StateError
 from autopar.placement import Spec, TensorType, all_specs, scatter
-from autopar.runtime.launch import ThreadWorld, WorkerPool, run_threads
+from autopar.runtime.launch import ThreadWorld, run_threads
 from autopar.runtime.state import (
     StageState,
     all_names,
@@ -33,6 +32,7 @@ from autopar.runtime.state import (
 from autopar.runtime.state.dtensors import dtensor_of, dtensor_placements
 from autopar.runtime.tensors import boxes, gather_whole, local_shard
 from tests.helpers.machines import mesh_of
+from tests.helpers.pools import Pool
 from tests.helpers.state_model import (
     CPU,
     DIMS,
@@ -63,11 +63,6 @@ def storage_specs(dims: tuple[tuple[int, ...], ...], sizes: tuple[int, ...]) -> 
 def counting(dims: tuple[tuple[int, ...], ...]) -> Tensor:
     shape = TensorType(dims, 8, True).shape
     return torch.arange(math.prod(shape), dtype=torch.float64).view(shape)
-
-
-@pytest.fixture
-def pool(workers: Callable[[int], WorkerPool]) -> WorkerPool:
-    return workers(4)
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
@@ -131,13 +126,13 @@ def check_dtensors(sizes: tuple[int, ...]) -> tuple[int, int]:
     return n_specs, n_gathered
 
 
-def test_dtensors_of_one_axis(pool: WorkerPool) -> None:
+def test_dtensors_of_one_axis(workers: Pool) -> None:
     for sizes in ((4,), (1, 4), (4, 1)):
-        assert pool.run(check_dtensors, sizes)[0][1] == 0
+        assert workers(4).run(check_dtensors, sizes)[0][1] == 0
 
 
-def test_dtensors_of_two_axes(pool: WorkerPool) -> None:
-    n_specs, n_gathered = pool.run(check_dtensors, (2, 2))[0]
+def test_dtensors_of_two_axes(workers: Pool) -> None:
+    n_specs, n_gathered = workers(4).run(check_dtensors, (2, 2))[0]
     # A gather is needed only if both axes cut one dim and the first cut is strided.
     assert 0 < n_gathered < n_specs / 4
 
@@ -185,13 +180,13 @@ def check_state_dicts(shapes: Shapes, path: str) -> None:
 
 
 @pytest.mark.parametrize("shapes", SHAPES_OF_4, ids=str)
-def test_state_dicts(pool: WorkerPool, tmp_path: Path, shapes: Shapes) -> None:
-    pool.run(check_state_dicts, shapes, str(tmp_path / "ckpt"))
+def test_state_dicts(workers: Pool, tmp_path: Path, shapes: Shapes) -> None:
+    workers(4).run(check_state_dicts, shapes, str(tmp_path / "ckpt"))
 
 
-def test_state_dict_of_other_stages(pool: WorkerPool) -> None:
+def test_state_dict_of_other_stages(workers: Pool) -> None:
     """An error names the parameter that a rank stores and its state dict lacks."""
-    messages = pool.run(load_from_other_cut)
+    messages = workers(4).run(load_from_other_cut)
     for message, name in zip(messages, ["norm.weight"] * 2 + ["qkv.bias"] * 2, strict=True):
         assert f"lacks `{name}`, which other ranks have" in message
 
@@ -235,8 +230,8 @@ def there_and_back(shapes: Shapes) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("shapes", SHAPES_OF_4, ids=str)
-def test_full_state_dict(pool: WorkerPool, shapes: Shapes) -> None:
-    whole, *others = pool.run(there_and_back, shapes)
+def test_full_state_dict(workers: Pool, shapes: Shapes) -> None:
+    whole, *others = workers(4).run(there_and_back, shapes)
     assert others == [{}, {}, {}]
     expected = seeded_model().state_dict()
     assert whole.keys() == expected.keys()
@@ -307,8 +302,8 @@ def load_what_does_not_fit(shapes: Shapes) -> tuple[str, Any, list[bool]]:
     return message, tuple(keys), right
 
 
-def test_strictness_is_that_of_all_stages(pool: WorkerPool) -> None:
-    for message, keys, right in pool.run(load_what_does_not_fit, ((1, 1), (1, 3))):
+def test_strictness_is_that_of_all_stages(workers: Pool) -> None:
+    for message, keys, right in workers(4).run(load_what_does_not_fit, ((1, 1), (1, 3))):
         assert "1 missing:\n    gain" in message
         assert "unexpected" not in message
         assert keys == (["gain"], ["other"])

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,10 +12,10 @@ from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from autopar.errors import StateError
-from autopar.runtime.launch import WorkerPool
 from autopar.runtime.state import full_state_dict, initial_buffers, initial_shards
 from autopar.runtime.state.initialise import initial_values
 from autopar.runtime.tensors import local_shard
+from tests.helpers.pools import Pool
 from tests.helpers.state_model import (
     CPU,
     DIMS,
@@ -29,11 +28,6 @@ from tests.helpers.state_model import (
     process_place,
     seeded_model,
 )
-
-
-@pytest.fixture
-def pool(workers: Callable[[int], WorkerPool]) -> WorkerPool:
-    return workers(4)
 
 
 def same_shards(shapes: Shapes, weights: str, mine: Any, truth: nn.Module) -> None:
@@ -75,11 +69,11 @@ def meta_on_rank0() -> str:
     return ""
 
 
-def test_weights_of_rank0(pool: WorkerPool) -> None:
+def test_weights_of_rank0(workers: Pool) -> None:
     for shapes in SHAPES_OF_4:
-        pool.run(broadcast_weights, shapes)
+        workers(4).run(broadcast_weights, shapes)
     same_shards(ONE, "rank0", seeded_model(0), seeded_model(0))
-    first, *others = pool.run(meta_on_rank0)
+    first, *others = workers(4).run(meta_on_rank0)
     assert "on meta: embed.weight" in first
     assert all(message.startswith("rank 0 failed: ") for message in others)
 
@@ -93,13 +87,13 @@ def without_buffers(model: nn.Module) -> dict[str, Tensor]:
     return {n: v.detach() for n, v in model.named_parameters()}
 
 
-def test_weights_from_safetensors(pool: WorkerPool, tmp_path: Path) -> None:
+def test_weights_from_safetensors(workers: Pool, tmp_path: Path) -> None:
     values = without_buffers(seeded_model(0))
     values["head.weight"] = values.pop("embed.weight")  # a tied parameter may have any of its names
     file = tmp_path / "model.safetensors"
     save_file(values, file)
     for shapes in SHAPES_OF_4:
-        pool.run(file_weights, shapes, str(file))
+        workers(4).run(file_weights, shapes, str(file))
     file_weights(ONE, str(tmp_path))
     folder = tmp_path / "sharded"
     folder.mkdir()
@@ -111,7 +105,7 @@ def test_weights_from_safetensors(pool: WorkerPool, tmp_path: Path) -> None:
     (folder / "model.safetensors.index.json").write_text(
         str({"weight_map": index}).replace("'", '"')
     )
-    pool.run(file_weights, ((2, 2),), str(folder))
+    workers(4).run(file_weights, ((2, 2),), str(folder))
     (folder / "b.safetensors").unlink()
     with pytest.raises(StateError, match=r"lists files that are not there: b\.safetensors"):
         file_weights(ONE, str(folder))
@@ -170,10 +164,10 @@ def initialised_shards(shapes: Shapes, seed: int) -> dict[str, Tensor]:
 
 
 @pytest.mark.parametrize("shapes", SHAPES_OF_4, ids=str)
-def test_weights_initialised_on_meta(pool: WorkerPool, shapes: Shapes) -> None:
+def test_weights_initialised_on_meta(workers: Pool, shapes: Shapes) -> None:
     with torch.random.fork_rng(devices=()):
         one = initialised_shards(ONE, 3)
-        four = pool.run(initialised_shards, shapes, 3)[0]
+        four = workers(4).run(initialised_shards, shapes, 3)[0]
     for name in (*DIMS, "head.weight"):
         assert torch.equal(one[name], four[name]), name
     assert torch.equal(one["qkv.weight"], torch.full((24, 8), 3.0))

@@ -1,0 +1,37 @@
+"""Frameworks on one rank train what they train without autopar. Two ranks are nightly."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.integrations import loop_jobs, trainer_jobs
+from tests.integrations.weights import check_equal
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # of the frameworks
+
+
+@pytest.mark.parametrize("name", ["accelerate", "lightning"])
+def test_loops(name: str, tmp_path: Path) -> None:
+    wanted = loop_jobs.example(name, None, None, None)
+    trained = loop_jobs.example(name, (1, 1), str(tmp_path), {})
+    check_equal(trained["weights"], wanted["weights"], 1e-10)
+    assert trained["losses"] == pytest.approx(wanted["losses"], abs=1e-10)
+
+
+def test_trainer(tmp_path: Path) -> None:
+    wanted, trained = (
+        trainer_jobs.make_trainer("means", str(tmp_path), layout) for layout in (None, "alone")
+    )
+    for trainer in (wanted, trained):
+        trainer.train()
+    logs = [trainer_jobs.result(trainer)["logs"] for trainer in (trained, wanted)]
+    check_equal(trained.model.state_dict(), wanted.model.state_dict(), 1e-10)
+    assert logs[0] == pytest.approx(logs[1], abs=1e-6)
+
+
+def test_refused(tmp_path: Path) -> None:
+    for words, text in trainer_jobs.refusals(str(tmp_path)).items():
+        assert words in text
+        assert "hint:" in text
