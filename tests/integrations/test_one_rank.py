@@ -26,9 +26,10 @@ def test_trainer(tmp_path: Path) -> None:
     )
     for trainer in (wanted, trained):
         trainer.train()
-    logs = [trainer_jobs.result(trainer)["logs"] for trainer in (trained, wanted)]
     check_equal(trained.model.state_dict(), wanted.model.state_dict(), 1e-10)
-    assert logs[0] == pytest.approx(logs[1], abs=1e-6)
+    logs = (trainer_jobs.result(trainer)["logs"] for trainer in (trained, wanted))
+    for of_one, of_other in zip(*logs, strict=True):
+        assert of_one == pytest.approx(of_other, abs=1e-6)
 
 
 def test_refused(tmp_path: Path) -> None:
