@@ -5,7 +5,7 @@ Losses of every row agree before it is timed. No time is compared.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -108,47 +108,24 @@ class Alone(DistGroup):
         return Pending(x)
 
 
-@pytest.fixture
-def clock() -> Clock:
-    return Clock()
-
-
-@pytest.fixture
-def delays(clock: Clock) -> Iterator[Delays]:
-    """A second a call, and a quarter of a second a byte."""
-    before = dict(vars(DistGroup))
-    with Delays(1.0, 0.25, clock, clock.sleep) as delays:
-        yield delays
-    assert dict(vars(DistGroup)) == before
-
-
-def test_a_blocking_call_sleeps(delays: Delays, clock: Clock) -> None:
-    """Two calls of 8 and 16 bytes: 3 and 5 seconds. What does not communicate takes no time."""
-    group = Alone(0, 1)
-    group.all_reduce(torch.zeros(2))
-    assert clock.now_s == 3.0
-    group.all_reduce(torch.zeros(4))
-    assert group.slice(torch.zeros(4), Split(0)).shape == (2,)
-    assert clock.now_s == 8.0
-    assert (delays.n_calls, delays.size_bytes, delays.delay_s) == (2, 24, 8.0)
-    delays.clear()
-    assert (delays.n_calls, delays.size_bytes, delays.delay_s) == (0, 0, 0.0)
-
-
-def test_a_handle_sleeps_in_its_wait(delays: Delays, clock: Clock) -> None:
-    """Work meanwhile hides the delay; calls of one group follow each other."""
+def test_delays_last_unless_a_rank_works_meanwhile() -> None:
+    """A second a call, and a quarter of a second a byte; calls of one group follow each other."""
+    before, clock = dict(vars(DistGroup)), Clock()
     group, other, x = Alone(0, 1), Alone(0, 2), torch.ones(2)
-    first, second = (group.start("all_reduce", x).then(lambda y: 2 * y) for _ in range(2))
-    elsewhere = other.start("all_reduce", x)
-    assert clock.now_s == 0.0
-    clock.now_s = 4.0  # the rank works, longer than the first call takes
-    assert first.wait().tolist() == [2.0, 2.0]
-    elsewhere.wait()
-    assert clock.now_s == 4.0
-    second.wait()
-    assert clock.now_s == 6.0
-    later = group.start("all_reduce", x)
-    group.all_reduce(x)  # waits for the network, which carries `later` first
-    assert clock.now_s == 12.0
-    later.wait()
-    assert clock.now_s == 12.0
+    with Delays(1.0, 0.25, clock, clock.sleep) as delays:
+        group.all_reduce(torch.zeros(4))
+        assert clock.now_s == 5.0
+        assert group.slice(x, Split(0)).shape == (1,)  # does not communicate
+        first, second = (group.start("all_reduce", x).then(lambda y: 2 * y) for _ in range(2))
+        elsewhere = other.start("all_reduce", x)
+        assert clock.now_s == 5.0
+        clock.now_s = 9.0  # the rank works, longer than the first call takes
+        assert first.wait().tolist() == [2.0, 2.0]
+        elsewhere.wait()
+        assert clock.now_s == 9.0
+        second.wait()
+        assert clock.now_s == 11.0
+        assert (delays.n_calls, delays.size_bytes, delays.delay_s) == (4, 40, 14.0)
+        delays.clear()
+        assert (delays.n_calls, delays.size_bytes, delays.delay_s) == (0, 0, 0.0)
+    assert dict(vars(DistGroup)) == before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +16,14 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from autopar.errors import OptionError, StateError
-from autopar.runtime.checkpoints import save
-from autopar.runtime.state import full_state_dict, initial_shards, state_dict
+from autopar.runtime.checkpoints import ModuleState, load, save
+from autopar.runtime.state import (
+    clip_grad_norm_,
+    full_state_dict,
+    initial_shards,
+    stage_device_mesh,
+    state_dict,
+)
 from autopar.runtime.state.dtensors import dtensor_placements
 from tests.helpers.checkpoint_jobs import (
     Rank,
@@ -30,6 +37,7 @@ from tests.helpers.pools import Pool
 from tests.helpers.state_model import (
     DIMS,
     ONE,
+    STAGES,
     Shapes,
     Tied,
     pipeline_of,
@@ -40,22 +48,61 @@ from tests.helpers.state_model import (
 PAIR: Shapes = ((1, 2),)
 
 
-def test_onto_other_meshes_and_back(workers: Pool, tmp_path: Path) -> None:
-    """(1, 2) -> (2, 2) -> (1, 2) -> one process -> (4,); training continues identically."""
-    paths = [str(tmp_path / f"ckpt{i}") for i in range(5)]
-    first = workers(2).run(train_and_save, PAIR, paths[0])[0]
+def owned(whole: dict[str, Tensor]) -> dict[str, Tensor]:
+    """`Rank.whole` without mirrors, after a check that mirrors equal their owners."""
+    for name, value in whole.items():
+        if name[0].isdigit():
+            owner = name[1:].replace("head.weight", "embed.weight")
+            assert torch.equal(value, whole[owner]), name
+    return {name: value for name, value in whole.items() if not name[0].isdigit()}
+
+
+# Each saves for the next; the first trains before. One process is between them.
+CHAINS: dict[str, tuple[Shapes, ...]] = {
+    "meshes": (PAIR, ((2, 2),), PAIR, ONE, ((4,),)),
+    "stages": (
+        ((1, 1), (1, 1)),
+        ((1, 1), (1, 3)),
+        ((1, 1), (1, 2), (1, 1)),
+        ((2, 2),),
+        ONE,
+        ((1, 2), (2, 1)),
+    ),
+}
+
+
+def on_ranks(workers: Pool, shapes: Shapes, job: Callable[..., Any], *args: Any) -> Any:
+    """What rank 0 returns."""
+    n_ranks = pipeline_of(shapes).n_ranks
+    return job(shapes, *args) if n_ranks == 1 else workers(n_ranks).run(job, shapes, *args)[0]
+
+
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process reads too
+@pytest.mark.parametrize("chain", CHAINS)
+def test_onto_other_ranks_and_back(chain: str, workers: Pool, tmp_path: Path) -> None:
+    """Training continues identically. Both names of a tied parameter are in every checkpoint."""
+    begun, *others = CHAINS[chain]
+    paths = [str(tmp_path / f"ckpt{i}") for i in range(len(others) + 1)]
+    first = owned(on_ranks(workers, begun, train_and_save, paths[0]))
     assert {"embed.weight/value", "qkv.weight/exp_avg", "gain/step"} < first.keys()
     assert "norm.bias/exp_avg" not in first  # frozen
-    there = workers(4).run(load_train_and_save, ((2, 2),), paths[0], 1, paths[1])[0]
-    back = workers(2).run(load_train_and_save, PAIR, paths[1], 1, paths[2])[0]
-    alone = load_train_and_save(ONE, paths[2], 1, paths[3])
-    line = workers(4).run(load_train_and_save, ((4,),), paths[3], 1, paths[4])[0]
-    for loaded, _ in (there, back, alone, line):
-        assert_same(loaded, first)
-    for _, trained in (there, back, line):
-        assert_same(trained, alone[1])
-    assert not torch.equal(alone[1]["qkv.weight/value"], first["qkv.weight/value"])
+    results = [
+        on_ranks(workers, shapes, load_train_and_save, before, 1, after)
+        for shapes, before, after in zip(others, paths, paths[1:], strict=False)
+    ]
+    alone = results[others.index(ONE)][1]
+    for loaded, trained in results:
+        assert_same(owned(loaded), first)
+        assert_same(owned(trained), alone)
+    assert not torch.equal(alone["qkv.weight/value"], first["qkv.weight/value"])
     assert not list(tmp_path.glob(".*"))
+    for path in paths:
+        values = checkpoint_values(path)
+        assert_same(values, {n: first.get(f"{n}/value", v) for n, v in values.items()})
+        assert torch.equal(values["head.weight"], values["embed.weight"])
+        assert (
+            len(json.loads((Path(path) / "autopar.json").read_text())["optimizer"]["groups"]) == 2
+        )
 
 
 def weights_from(shapes: Shapes, path: str) -> dict[str, Tensor]:
@@ -231,3 +278,50 @@ def test_optimizers(workers: Pool, tmp_path: Path) -> None:
     alone.load(path)
     assert_same(alone.whole(), expected)
     assert isinstance(alone.optimizer.param_groups[0]["lr"], Tensor)
+
+
+def save_beside_an_empty_stage(path: str) -> dict[str, Tensor]:
+    """The last stage has no parameters, so no optimizer; without buffers it has no state."""
+    place = process_place(pipeline_of(((1, 1), (1, 1)), [*STAGES[1], {}]))
+    locals_ = initial_shards(place, "rank0", seeded_model(0))
+    optimizer = AdamW(locals_.values()) if locals_ else None
+    save(ModuleState(place, locals_), optimizer, path, 1)
+    whole = full_state_dict(place, locals_)
+    for local in locals_.values():
+        local.detach().zero_()
+    load(ModuleState(place, locals_), optimizer, path)
+    clip_grad_norm_(place, locals_, 1.0)
+    again = full_state_dict(place, locals_)
+    assert_same(again, whole)
+    mesh = stage_device_mesh(place.pipeline, place.rank, "cpu")
+    held = state_dict(place, locals_, mesh)
+    dcp.save(held, checkpoint_id=f"{path}-again")
+    dcp.load(held, checkpoint_id=f"{path}-again")
+    return whole
+
+
+def test_a_stage_without_parameters(workers: Pool, tmp_path: Path) -> None:
+    path = str(tmp_path / "ckpt")
+    whole, nothing = workers(2).run(save_beside_an_empty_stage, path)
+    assert not nothing
+    place = process_place(pipeline_of(ONE))
+    shards = initial_shards(place, path, seeded_model(5))
+    assert_same(full_state_dict(place, shards), whole)
+
+
+def save_with_drifting_mirror(path: str) -> str:
+    """The last stage decays the tied head; the first does not decay the embedding."""
+    rank = Rank(((1, 1), (1, 1)), 0, AdamW)
+    if rank.place.stage == 0:
+        rank.optimizer = AdamW(rank.locals.values(), weight_decay=0.0)
+    try:
+        rank.save(path, 1)
+    except StateError as error:
+        return str(error)
+    return ""
+
+
+def test_a_mirror_with_other_options_is_refused(workers: Pool, tmp_path: Path) -> None:
+    for message in workers(2).run(save_with_drifting_mirror, str(tmp_path / "ckpt")):
+        assert "is tied to `qkv.weight` of an earlier stage" in message
+    assert not (tmp_path / "ckpt").exists()

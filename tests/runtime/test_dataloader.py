@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import random
-import warnings
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import DataLoader, Subset
+from torch.utils.data import Subset
 
 import autopar
 from autopar import Manual, OptionError, ParallelModule
@@ -28,13 +26,13 @@ from tests.helpers.loading import (
     optimizer_of,
     parallel,
 )
-from tests.helpers.nightly import nightly, sampled
+from tests.helpers.nightly import nightly
 from tests.helpers.pools import Pool
 
 N_EPOCHS = 2
 
 
-# -- rows and training ---------------------------------------------------------------------------
+# -- rows ---------------------------------------------------------------------------
 
 
 def epoch_order(n: int, epoch: int) -> list[int]:
@@ -66,62 +64,6 @@ def test_ranks_have_the_rows_they_read(plan: str, workers: Pool) -> None:
                 torch.testing.assert_close(batches[k][name], whole[of], rtol=0, atol=0)
                 found[name] |= {*range(SIZE)[of]}
         assert found == {"x": {*range(SIZE)}, "labels": {*range(SIZE)}}
-
-
-def train(plan: str, **how: Any) -> tuple[list[float], dict[str, Tensor]]:
-    """Epochs with rows on a last, shorter batch, and an evaluation after each."""
-    pm = parallel(plan)
-    optimizer, losses = optimizer_of(pm), []
-    loader = pm.dataloader(Rows(44), SIZE, shuffle=True, seed=SEED, **how)
-    held_out = pm.dataloader(Rows(13), SIZE)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="captured a batch")
-        for epoch in range(N_EPOCHS):
-            loader.set_epoch(epoch)
-            for batch in loader:
-                losses.append(pm.step(**batch).item())
-                optimizer.step()
-                optimizer.zero_grad()
-            pm.eval()
-            losses += [pm.loss(**batch).item() for batch in held_out]
-            pm.train()
-    return losses, pm.full_state_dict()
-
-
-def train_alone() -> tuple[list[float], dict[str, Tensor]]:
-    model, data = make(), Rows(44)
-    optimizer, losses = optimizer_of(model), []
-    for epoch in range(N_EPOCHS):
-        order: Any = epoch_order(len(data), epoch)
-        for batch in DataLoader(data, batch_size=SIZE, sampler=order):
-            loss = model(**batch)
-            loss.backward()
-            losses.append(loss.item())
-            optimizer.step()
-            optimizer.zero_grad()
-        with torch.no_grad():
-            losses += [model(**b).item() for b in DataLoader(Rows(13), batch_size=SIZE)]
-    return losses, model.state_dict()
-
-
-@pytest.mark.parametrize(
-    ("rows", "plan"),
-    sampled(
-        [*itertools.product(("auto", "global"), PLANS)],
-        [("auto", "dp"), ("auto", "zero-3, microbatches"), ("auto", "pp"), ("global", "dp")],
-    ),
-)
-def test_training_is_that_of_one_process(plan: str, rows: str, workers: Pool) -> None:
-    """With a plain DataLoader; the last batch has 4 rows."""
-    wanted_losses, wanted = train_alone()
-    of_ranks = workers(2).run(train, plan) if rows == "auto" else workers(2).run(whole, plan)
-    for losses, _ in of_ranks:
-        assert losses == pytest.approx(wanted_losses, rel=0, abs=1e-10)
-    assert_near(of_ranks[0][1], wanted)
-
-
-def whole(plan: str) -> tuple[list[float], dict[str, Tensor]]:
-    return train(plan, rows="global")
 
 
 # -- resume ----------------------------------------------------------------------------------------

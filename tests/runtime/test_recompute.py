@@ -44,20 +44,14 @@ from autopar.verifier import verify_program
 from tests.conftest import Golden
 from tests.helpers.harness import foretold_calls, generated_code
 from tests.helpers.jobs import (
-    Case,
-    Trained,
-    errors,
     llama,
     machine,
     rows,
     tokens,
-    train_alone,
-    train_module,
 )
 from tests.helpers.models.dropout_models import dropped_gpt2, eager_gpt2
 from tests.helpers.models.recompute_models import Blocks, recomputing
 from tests.helpers.nightly import nightly, sampled
-from tests.helpers.pools import Pool
 from tests.helpers.ranks import (
     TOLERANCE,
     Rank,
@@ -133,18 +127,11 @@ CELLS = [
     *itertools.product(MODES, HOW, MODELS),
     *(("attention-core", how, "eager gpt2") for how in HOW),
 ]
-# Each layout with each mode or model once.
-BY_DAY = [
-    ("full", "dp", "gpt2"),
-    ("selective", "tp", "llama"),
-    ("attention-core", "sp", "gpt2"),
-    ("full", "sp", "llama"),
-    ("selective", "zero-2", "gpt2"),
+# Each layout once, by turns with each mode and model; and modes that need more of a layout.
+BY_DAY: list[tuple[str, str, str]] = [
+    *zip(itertools.cycle(MODES), HOW, itertools.cycle(MODELS)),
     ("full", "zero-3", "llama"),
-    ("attention-core", "zero-3", "gpt2"),
-    ("attention-core", "1f1b", "llama"),
-    ("full", "1f1b", "gpt2"),
-    ("selective", "dp, tp, 1f1b", "gpt2"),
+    ("full", "dp, tp, 1f1b", "gpt2"),
     ("attention-core", "alone", "eager gpt2"),
 ]
 
@@ -453,23 +440,3 @@ def _line(stage: StageProgram, at: int, line: Line) -> StageProgram:
 
 def _with(stage: StageProgram, first: Segment, others: Sequence[Segment]) -> StageProgram:
     return replace(stage, segments=(first, *others))
-
-
-def train_recomputed(mode: str, manual: Manual) -> Trained:
-    """The job of one rank, by the public call."""
-    module = autopar.parallelize(
-        dropped_gpt2(), machine((1, manual.n_ranks)), tokens(0), precision="fp64", manual=manual,
-        recompute=mode,
-    )  # fmt: skip
-    return train_module(module, tokens)
-
-
-@nightly
-@pytest.mark.parametrize(
-    ("mode", "manual"),
-    [("full", Manual(dp=2, zero=3, microbatch_size=4)), ("selective", Manual(tp=2, sp=True))],
-)
-def test_parity_on_processes(mode: Recompute, manual: Manual, workers: Pool) -> None:
-    trained = workers(2).run(train_recomputed, mode, manual)
-    wrong = errors(trained, train_alone(Case(dropped_gpt2, tokens)))
-    assert {name: e for name, e in wrong.items() if not e <= TOLERANCE} == {}
