@@ -1,4 +1,4 @@
-"""The page of a plan as a reader uses it: every click, and every number."""
+"""The page of a plan as a reader uses it: every click, and every number; two plans on one page."""
 
 from __future__ import annotations
 
@@ -6,12 +6,15 @@ import json
 import re
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
+from selenium import webdriver
 from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
+import autopar
 from autopar.units import format_bytes, format_count, format_seconds
 from tests.browser.conftest import Shown
 
@@ -302,3 +305,23 @@ def test_a_70b_on_128_gpus(made: Made) -> None:
     shown.go_to_graph()
     assert "80 blocks" in shown.browser.find_element(By.CSS_SELECTOR, ".verdict").text
     assert shown.errors() == []
+
+
+def test_bars_share_a_scale(
+    made: Callable[[str], Shown], browser: webdriver.Chrome, tmp_path: Path
+) -> None:
+    plans = [made(name).plan for name in ("gpt2", "t5")]
+    page = tmp_path / "both.html"
+    page.write_text(autopar.compare(*plans).html(), encoding="utf-8")
+    browser.get_log("browser")
+    browser.get(page.as_uri())
+    assert browser.execute_script("return document.documentElement.dataset.ready")
+    lengths = browser.execute_script(
+        "return [...document.querySelectorAll('#time .bar:not(.hidden-part)')].map(bar =>"
+        " [...bar.children].reduce((sum, piece) => sum + parseFloat(piece.style.width), 0))"
+    )
+    steps = [plan.predicted.step_time_s for plan in plans]
+    assert lengths == pytest.approx([100 * step / max(steps) for step in steps], abs=0.01)
+    notes = browser.execute_script("return document.querySelector('.note').textContent")
+    assert "these are plans of different graphs" in notes
+    assert not [line for line in browser.get_log("browser") if line["level"] != "INFO"]

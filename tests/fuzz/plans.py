@@ -25,7 +25,7 @@ from autopar.cost.hardware import PROFILE_FOLDER
 from autopar.mesh import Mesh
 from autopar.plans import PlanData
 from tests.fuzz.trees import damaged, mutated, to_json, tree_of
-from tests.fuzz.watch import never_opening, touching_only
+from tests.fuzz.watch import opening_only
 from tests.helpers.jobs import machine
 from tests.helpers.models.tiny_model import Tiny, batch
 
@@ -105,13 +105,14 @@ def used(original: Original, file: Path, profile: Path) -> str | None:
 
     Raises what reading and binding raise.
     """
-    with touching_only(file):
+    with opening_only(str(file).__eq__):
         plan = Plan.load(file)
         data_text(plan.data)
         json.dumps(data_json(plan.data))
     if meaning(plan.data) == meaning(original.data):
         return None
-    with never_opening(profile.parent), warnings.catch_warnings():
+    outside = str(profile.parent)
+    with opening_only(lambda path: not path.startswith(outside)), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         bound = plan.bind(original.model())
         assert bound.bound is not None

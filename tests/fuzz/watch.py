@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from autopar.errors import AutoparError
@@ -30,32 +29,8 @@ class TouchedError(Exception):
 
 
 @contextmanager
-def touching_only(file: Path) -> Iterator[None]:
+def opening_only(may_open: Callable[[str], bool]) -> Iterator[None]:
     """Raises `TouchedError` if another file is opened, or anything is started or changed."""
-    with _watched() as events:
-        try:
-            yield
-        finally:
-            for event, what in events:
-                if event != "open" or what != str(file):
-                    raise TouchedError(f"{event} {what}")
-
-
-@contextmanager
-def never_opening(folder: Path) -> Iterator[None]:
-    """Raises `TouchedError` if a file of `folder` is opened, or anything is started or changed."""
-    with _watched() as events:
-        try:
-            yield
-        finally:
-            for event, what in events:
-                if event != "open" or what.startswith(str(folder)):
-                    raise TouchedError(f"{event} {what}")
-
-
-@contextmanager
-def _watched() -> Iterator[list[tuple[str, str]]]:
-    """Collects (event, first argument) of what is opened, started, removed or renamed."""
     global _seen, _is_hooked
     if not _is_hooked:  # such a hook stays for good
         sys.addaudithook(_hook)
@@ -63,9 +38,12 @@ def _watched() -> Iterator[list[tuple[str, str]]]:
     events: list[tuple[str, str]] = []
     _seen = events
     try:
-        yield events
+        yield
     finally:
         _seen = None
+        for event, what in events:
+            if event != "open" or not may_open(what):
+                raise TouchedError(f"{event} {what}")
 
 
 @dataclass

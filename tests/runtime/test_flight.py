@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 import autopar
-from autopar import Device, Link, Manual
+from autopar import AsyncSaver, Device, Link, Manual
 from autopar.errors import OptionError, StepError, StepTimeoutError, VerificationError
 from autopar.mesh import LogicalMesh
 from autopar.runtime.flight import (
@@ -34,6 +34,7 @@ from autopar.runtime.flight import (
 )
 from autopar.runtime.flight.record import N_NOTES, SLOT_BYTES
 from autopar.runtime.groups import DistGroup, make_edges, make_groups
+from autopar.runtime.storage import data_files
 from tests.helpers.harness import model_case
 from tests.helpers.jobs import MlpWithLoss, machine
 from tests.helpers.nightly import nightly
@@ -42,6 +43,9 @@ from tests.helpers.pools import Pool
 from tests.helpers.ranks import Rank, named_inputs, random_parameters, run_ranks
 
 STEP_TIMEOUT_S = 4.0
+# Ranks start up to some seconds apart on a busy machine, which must not be taken for a stop.
+SLOW_TIMEOUT_S = 10.0
+PIECE_S = SLOW_TIMEOUT_S / 8
 
 
 def batch() -> dict[str, Any]:
@@ -283,3 +287,43 @@ def test_only_the_thread_that_saves_notes_its_progress() -> None:
         "autopar.save(...)", "autopar.save(...): writing `a`", "autopar.save(...): the save before",
         None,
     ]  # fmt: skip
+
+
+def slow_writes(patch: pytest.MonkeyPatch) -> None:
+    """Each piece takes `PIECE_S` longer, and so does the disk's end: no slow file system can be
+    mounted everywhere."""
+    bytes_of = data_files.bytes_of
+
+    def slowly(value: torch.Tensor) -> Any:
+        time.sleep(PIECE_S)
+        return bytes_of(value)
+
+    patch.setattr(data_files, "bytes_of", slowly)
+    patch.setattr(os, "fsync", lambda _: time.sleep(PIECE_S))
+
+
+def saves_slowly(folder: str) -> tuple[float, int, int]:
+    """(seconds that a save took, the step that loads, the step that a saver beside it wrote)."""
+    pm = parallel(Manual(dp=2, zero=3))
+    optimizer = torch.optim.AdamW(pm.parameters(), lr=1e-3)
+    pm.step(**batch())
+    optimizer.step()
+    with pytest.MonkeyPatch.context() as patch:
+        slow_writes(patch)
+        begun = time.monotonic()
+        autopar.save(pm, optimizer, f"{folder}/alone", step=1)
+        took_s = time.monotonic() - begun
+        with AsyncSaver(f"{folder}/beside") as saver:
+            saver.save(pm, optimizer, step=2)
+            pm.step(**batch())
+    alone, _ = autopar.load(pm, optimizer, f"{folder}/alone")
+    return took_s, alone, autopar.load(pm, optimizer, f"{folder}/beside")[0]
+
+
+@nightly
+def test_a_slow_disk_is_waited_for(tmp_path: Path) -> None:
+    for took_s, alone, beside in autopar.launch(
+        saves_slowly, 2, str(tmp_path), timeout_s=SLOW_TIMEOUT_S
+    ):
+        assert took_s > 1.5 * SLOW_TIMEOUT_S
+        assert (alone, beside) == (1, 2)

@@ -1,18 +1,25 @@
-"""Fused reshards equal the unfused ones, in fewer calls."""
+"""Fused reshards equal the unfused ones, in fewer calls; gradient sync begins beside backward."""
 
 from __future__ import annotations
 
+from collections import Counter
 from typing import cast
 
 import pytest
 import torch
 
+import autopar
+from autopar import Manual
 from autopar.placement import COLLECTIVES, PrimitiveKind, Split
+from autopar.program import rank_collectives, sync_bucket_bytes
 from autopar.runtime.collectives import apply_primitive
 from autopar.runtime.execute.bucketed import BucketItem, bucketed_apply
 from autopar.runtime.groups import Group, Recorder
 from autopar.runtime.launch import ThreadWorld, run_threads
+from tests.helpers.harness import generated_code
+from tests.helpers.jobs import MlpWithLoss, machine
 from tests.helpers.machines import mesh_of
+from tests.helpers.ranks import TOLERANCE, pipeline_step
 from tests.helpers.tensors import random_tensor
 
 SPLITS: dict[str, list[tuple[Split, ...]]] = {
@@ -98,3 +105,41 @@ def test_a_number_is_fused_with_a_tensor() -> None:
             assert torch.equal(found, g.all_reduce(x))
 
     run_threads(work, 2)
+
+
+__all__ = ["generated_code"]
+
+MIB = 2**20
+WIDTH, N_LAYERS = 512, 4  # a weight has 2 MiB, so it fills buckets of its own
+# Period of the sync -> recipe: once a step, and once a microbatch.
+PLANS = {
+    "step": Manual(dp=2, tp=2),
+    "step of four microbatches": Manual(dp=2, tp=2, microbatch_size=2),
+    "microbatch": Manual(dp=2, tp=2, zero=2, microbatch_size=4),
+}
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_it_begins_beside_backward(name: str) -> None:
+    """Gradients are those of one process, and the calls are those foretold."""
+    torch.manual_seed(0)
+    batch = {key: torch.randn(16, WIDTH, dtype=torch.float64) for key in ("x", "y")}
+    plan = autopar.plan(
+        MlpWithLoss(WIDTH, N_LAYERS), machine((1, 4)), batch, precision="fp64", manual=PLANS[name]
+    )
+    assert plan.bound is not None
+    pipeline = plan.bound.pipeline
+    errors, calls = pipeline_step(plan.bound.analysis.program, pipeline, batch, 0)
+    assert {name: error for name, error in errors.items() if not error <= TOLERANCE} == {}
+    for rank, made in enumerate(calls):
+        foretold: Counter[tuple[str, str, int]] = Counter()
+        for c in rank_collectives(pipeline, rank):
+            foretold[c.kind, c.phase, c.size_bytes] += c.count
+        assert Counter((c.kind, c.phase, c.size_bytes) for c in made) == foretold
+        phases = [c.phase for c in made]
+        assert any(p == "grad_sync" and "backward" in phases[i:] for i, p in enumerate(phases))
+
+
+def test_buckets_are_an_eighth_within_bounds() -> None:
+    sizes = [sync_bucket_bytes(n * MIB) for n in (1, 8, 40, 4000)]
+    assert sizes == [MIB, MIB, 5 * MIB, 25 * MIB]

@@ -1,4 +1,4 @@
-"""Shards in and out: weights, DTensors, whole state dicts."""
+"""Shards in and out: weights, DTensors, whole state dicts; the global norm of gradients."""
 
 from __future__ import annotations
 
@@ -15,12 +15,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
-from autopar.errors import StateError
+from autopar.errors import OptionError, StateError
 from autopar.placement import Spec, TensorType, all_specs, scatter
 from autopar.runtime.launch import ThreadWorld, run_threads
 from autopar.runtime.state import (
     StageState,
     all_names,
+    clip_grad_norm_,
     full_gradients,
     full_state_dict,
     initial_buffers,
@@ -40,6 +41,7 @@ from tests.helpers.state_model import (
     ONE,
     SHAPES_OF_4,
     Shapes,
+    Sizes,
     Tied,
     gradient,
     pipeline_of,
@@ -308,3 +310,72 @@ def test_strictness_is_that_of_all_stages(workers: Pool) -> None:
         assert "unexpected" not in message
         assert keys == (["gain"], ["other"])
         assert all(right)  # `gain` is 0.5 in both models
+
+
+TRAINED = [n for n in DIMS if n not in FROZEN and n != "qkv.bias"]  # qkv.bias has no gradient
+
+
+@pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
+@pytest.mark.parametrize(
+    "shapes",
+    [
+        ((1, 1),),
+        ((1, 2),),
+        ((2, 2),),
+        ((4,),),
+        ((1, 1), (1, 1)),
+        ((1, 1), (1, 3)),
+        ((2, 2), (2, 1)),
+        ((1, 1), (1, 2), (1, 1)),
+    ],
+    ids=str,
+)
+def test_clipping(shapes: tuple[Sizes, ...], norm_type: float) -> None:
+    model, pipeline = seeded_model(), pipeline_of(shapes)
+    values = dict(model.named_parameters(remove_duplicate=False))
+    for name in TRAINED:
+        values[name].grad = gradient(name, values[name].shape, 0)
+    expected = torch.nn.utils.clip_grad_norm_(model.parameters(), 0.7, norm_type)
+
+    def work(world: ThreadWorld) -> Tensor:
+        place = thread_place(pipeline, world)
+        locals_ = initial_shards(place, "rank0", seeded_model())
+        for p in place.parameters:
+            name = p.mirror_of or p.name
+            if name in TRAINED:
+                whole = gradient(name, p.shape, 0)
+                locals_[p.name].grad = local_shard(whole, p, place.sizes, place.coordinate)
+        norm = clip_grad_norm_(place, locals_, 0.7, norm_type)
+        for p in place.parameters:
+            clipped, found = values[p.name].grad, locals_[p.name].grad
+            assert (clipped is None) == (found is None)
+            if clipped is not None and found is not None:
+                part = local_shard(clipped, p, place.sizes, place.coordinate)
+                torch.testing.assert_close(found, part, rtol=1e-6, atol=1e-8)
+        return norm
+
+    norms = run_threads(work, pipeline.n_ranks)
+    for norm in norms:
+        assert norm.dtype == torch.float32
+        assert torch.equal(norm, norms[0])
+        torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+
+
+@pytest.mark.parametrize("shapes", [((1, 2),), ((1, 1), (1, 1))], ids=str)
+def test_clipping_a_norm_that_is_not_finite(shapes: tuple[Sizes, ...]) -> None:
+    pipeline = pipeline_of(shapes)
+
+    def work(world: ThreadWorld) -> list[float]:
+        place = thread_place(pipeline, world)
+        locals_ = initial_shards(place, "rank0", seeded_model())
+        norm = locals_.get("norm.weight", locals_.get("gain"))
+        assert norm is not None
+        norm.grad = torch.full_like(norm, math.nan if world.rank else 1.0)
+        norms = [float(clip_grad_norm_(place, locals_, 1.0, q)) for q in (2.0, math.inf)]
+        with pytest.raises(RuntimeError, match="cannot be clipped"):
+            clip_grad_norm_(place, locals_, 1.0, error_if_nonfinite=True)
+        with pytest.raises(OptionError, match="must be positive"):
+            clip_grad_norm_(place, locals_, 1.0, 0.0)
+        return norms
+
+    assert all(math.isnan(norm) for norms in run_threads(work, 2) for norm in norms)
