@@ -316,13 +316,6 @@ def thread_errors(
     return thread_step(analysis, cost, strategy, batch, seed).errors
 
 
-def thread_parity(
-    analysis: Analysis, cost: CostModel, strategy: Strategy, batch: Batch, seed: int
-) -> float:
-    """The worst of `thread_errors`."""
-    return max(thread_errors(analysis, cost, strategy, batch, seed).values())
-
-
 @pytest.fixture(autouse=True)
 def generated_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Generated programs go to the test's own folder (import this fixture to use it)."""

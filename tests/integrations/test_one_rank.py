@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -36,3 +38,17 @@ def test_refused(tmp_path: Path) -> None:
     for words, text in trainer_jobs.refusals(str(tmp_path)).items():
         assert words in text
         assert "hint:" in text
+
+
+_SCRIPT = """
+import sys
+for name in ("accelerate", "lightning", "pytorch_lightning", "transformers"):
+    sys.modules[name] = None  # importing it raises
+import autopar, autopar.integrations
+for name in autopar.__all__:
+    getattr(autopar, name)
+"""
+
+
+def test_autopar_needs_no_framework() -> None:
+    subprocess.run([sys.executable, "-c", _SCRIPT], check=True)

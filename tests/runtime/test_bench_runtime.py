@@ -77,13 +77,6 @@ def test_losses_that_differ_are_told(capsys: pytest.CaptureFixture[str]) -> None
     assert "losses of step 1 differ: autopar 1.0, torch DDP 1.1" in capsys.readouterr().out
 
 
-def test_the_ratio_of_a_delayed_step() -> None:
-    """Communication is the longer in one pair, compute in the other two."""
-    seen = Overlap([(1.0, 3.0), (4.0, 6.0), (3.0, 6.0)], 1, 8, 2.0)
-    assert seen.compute_s == 3.0
-    assert seen.ratio()[0] == 1.5
-
-
 class Clock:
     """Time that passes only in `sleep` and by hand."""
 

@@ -154,14 +154,6 @@ def test_frozen_parameters_and_a_stage_without_any(shapes: Shapes) -> None:
     assert set().union(*found) == {"b.weight", "c.weight", "c.bias"}
 
 
-@pytest.mark.parametrize("shape", [(1, 2), (2, 2)])
-def test_frozen_parameters_on_one_mesh(shape: tuple[int, ...]) -> None:
-    for seed in range(2):
-        analysis, pipeline = made(Frozen, "", Layout([shape], 2), seed)
-        errors, _ = pipeline_step(analysis.program, pipeline, batch_of(Frozen, seed), seed)
-        assert wrong(errors) == {}
-
-
 @pytest.mark.parametrize(
     "shapes", [((1, 3), (1, 1)), ((1, 1), (1, 3)), ((2, 1), (1, 1)), ((1, 1), (1, 2))], ids=str
 )
@@ -262,7 +254,7 @@ def test_gradients_of_several_steps_add_up() -> None:
             loss.backward()
 
         def work(
-            rank: Rank, program: Program = program, batches: list[Batch] = batches
+            rank: Rank, program: Program = program, batches: Sequence[Batch] = batches
         ) -> dict[str, Tensor]:
             for batch in batches:
                 rank.executor.step(rank.stored, named_inputs(program, batch))

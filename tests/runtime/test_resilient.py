@@ -146,21 +146,6 @@ def test_a_loader_of_a_users_own_goes_on(tmp_path: Path) -> None:
     assert run.n_samples == 9 * SIZE
 
 
-def damage(folder: Path) -> None:
-    (data,) = folder.glob("rank-*.safetensors")
-    content = bytearray(data.read_bytes())
-    content[-20] ^= 1
-    data.write_bytes(content)
-
-
-def test_a_damaged_checkpoint_is_left_for_the_one_before(tmp_path: Path) -> None:
-    _, straight = losses_of(tmp_path)
-    damage(tmp_path / "step-00000008")
-    with pytest.warns(UserWarning, match="step-00000006 is loaded, because the newer is damaged"):
-        run, losses = losses_of(tmp_path)
-    assert run.resumed == 6 and losses == {step: straight[step] for step in (6, 7)}
-
-
 def test_a_checkpoint_of_another_loop_is_refused(tmp_path: Path) -> None:
     run = resilient(tmp_path)
     autopar.save(run.pm, None, tmp_path / "step-00000003", states={"loader": NoBatches()})

@@ -81,10 +81,7 @@ def test_cross_entropy(n_ranks: int, smoothing: float, kind: str) -> None:
         assert [c.kind for c in recorder.calls] == ["all_reduce"] * 3
         assert {c.size_bytes for c in recorder.calls} == {8 * N_ROWS}
         torch.testing.assert_close(loss, expected, rtol=1e-13, atol=1e-12)
-        with Recorder() as recorder:
-            (loss * 0.3).backward()
-        # The all_gather is that of i_to_s; the backward of the loss is local.
-        assert [c.kind for c in recorder.calls] == ["all_gather"]
+        (loss * 0.3).backward()
         assert shared.grad is not None
         torch.testing.assert_close(shared.grad, gradient, rtol=0, atol=1e-13)
         return loss.item()

@@ -317,18 +317,7 @@ TRAINED = [n for n in DIMS if n not in FROZEN and n != "qkv.bias"]  # qkv.bias h
 
 @pytest.mark.parametrize("norm_type", [2.0, 1.0, math.inf])
 @pytest.mark.parametrize(
-    "shapes",
-    [
-        ((1, 1),),
-        ((1, 2),),
-        ((2, 2),),
-        ((4,),),
-        ((1, 1), (1, 1)),
-        ((1, 1), (1, 3)),
-        ((2, 2), (2, 1)),
-        ((1, 1), (1, 2), (1, 1)),
-    ],
-    ids=str,
+    "shapes", [*SHAPES_OF_4, ONE, ((1, 2),), ((4,),), ((1, 1), (1, 1))], ids=str
 )
 def test_clipping(shapes: tuple[Sizes, ...], norm_type: float) -> None:
     model, pipeline = seeded_model(), pipeline_of(shapes)

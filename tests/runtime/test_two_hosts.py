@@ -25,14 +25,9 @@ TCP_RETRIES, BOUND_S = 5, 60.0
 _LOSS = re.compile(r"batch (\d+)  loss (\S+)")
 
 
-@pytest.fixture(scope="module")
-def reason() -> str | None:
-    return why_impossible()
-
-
 @pytest.fixture
-def hosts(reason: str | None) -> Iterator[TwoHosts]:
-    if reason is not None:
+def hosts() -> Iterator[TwoHosts]:
+    if (reason := why_impossible()) is not None:
         pytest.skip(reason)
     both = TwoHosts()
     try:
