@@ -1,4 +1,4 @@
-"""Frameworks on one rank train what they train without autopar. Two ranks are nightly."""
+"""Frameworks on one rank train what they train without autopar, which imports none of them."""
 
 from __future__ import annotations
 

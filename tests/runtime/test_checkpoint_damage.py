@@ -1,4 +1,7 @@
-"""Damaged checkpoints: every flipped bit is noticed, nothing is unpickled, nothing is changed."""
+"""Damaged checkpoints: every flipped bit is noticed, nothing is unpickled, nothing is changed.
+
+Ranks that hold the same values are compared by hash: on request, and at every save.
+"""
 
 from __future__ import annotations
 
