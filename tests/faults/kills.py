@@ -31,7 +31,6 @@ import tempfile
 import time
 from collections import Counter
 from dataclasses import asdict, dataclass
-from multiprocessing.process import BaseProcess
 from pathlib import Path
 from typing import Any
 
@@ -147,16 +146,12 @@ def _in_own_process(launcher: str, folder: Path, layout: str, fault: Fault | Non
 
     process = multiprocessing.get_context("fork").Process(target=body)
     process.start()
-    _await(process)
-    return answer.read_text() if answer.exists() else "no answer: the run hung or died"
-
-
-def _await(process: BaseProcess) -> None:
     process.join(STUCK_S)
     if process.is_alive():
         assert process.pid is not None
         os.killpg(process.pid, signal.SIGKILL)
         process.join()
+    return answer.read_text() if answer.exists() else "no answer: the run hung or died"
 
 
 def _by_launch(folder: Path, layout: str, fault: Fault | None) -> str:

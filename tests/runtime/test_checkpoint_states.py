@@ -165,11 +165,7 @@ def test_states_that_are_not_there(tmp_path: Path) -> None:
 
 
 N_STEPS, N_SAVED = 6, 3
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "tp": {"tp": 2},
-    "zero-3": {"dp": 2, "zero": 3},
-    "pp": {"pp": 2},
-}
+LAYOUTS = {"tp": Manual(tp=2), "zero-3": Manual(dp=2, zero=3), "pp": Manual(pp=2)}
 
 
 class Noisy(nn.Module):
