@@ -140,14 +140,14 @@ def random_tokens(seed: int) -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": labels}
 
 
-_MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tensor]]]] = {
+TEXT_MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tensor]]]] = {
     "mlp": (Mlp, lambda seed: random_rows(seed, "x", "y")),
     "bert-view": (Bert, lambda seed: random_rows(seed, "x")),
     "bert-chunk": (lambda: Bert(by="chunk"), lambda seed: random_rows(seed, "x")),
     "gpt2": (tiny_gpt2, random_tokens),
     "llama": (tiny_llama, random_tokens),
 }
-MODELS = tuple(_MODELS)
+MODELS = tuple(TEXT_MODELS)
 # ZeRO stage -> how long gathered parameters are kept.
 ZERO: dict[int, Period] = {1: "step", 2: "micro", 3: "use"}
 
@@ -163,7 +163,7 @@ class Case:
 @lru_cache
 def model_case(name: str) -> Case:
     """The analysis of one of `MODELS`."""
-    make_model, batch = _MODELS[name]
+    make_model, batch = TEXT_MODELS[name]
     program = captured(make_model(), batch(0), precision="fp64")
     return Case(Analysis.of(program), batch)
 
@@ -307,13 +307,6 @@ def foretold_calls(stage: StageProgram) -> tuple[CollectiveCall, ...]:
         CollectiveCall(c.kind, tuple(names[a] for a in c.axes), c.size_bytes, c.phase)
         for c in step_calls(stage)
     )
-
-
-def thread_errors(
-    analysis: Analysis, cost: CostModel, strategy: Strategy, batch: Batch, seed: int
-) -> Mapping[str, float]:
-    """`Step.errors` of `thread_step`."""
-    return thread_step(analysis, cost, strategy, batch, seed).errors
 
 
 @pytest.fixture(autouse=True)

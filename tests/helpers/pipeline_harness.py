@@ -21,7 +21,8 @@ from autopar.passes.lowering import lower
 from autopar.program import Period, Pipeline, Program, StageProgram, Strategy
 from autopar.schedule import ORDERS, forward_only
 from autopar.verifier import verify_program
-from tests.helpers.harness import legal_storages, random_strategy
+from tests.helpers.harness import legal_storages, random_ranges, random_strategy
+from tests.helpers.machines import AXIS_NAMES
 
 Shapes = Sequence[tuple[int, ...]]
 # One flop per second and no bandwidth limit: every time is a count.
@@ -42,11 +43,11 @@ class Layout:
 
 
 def stage_meshes(shapes: Shapes) -> tuple[LogicalMesh, ...]:
-    """(dp, tp) meshes of consecutive ranks."""
+    """Meshes of consecutive ranks."""
     meshes, first = [], 0
     for shape in shapes:
         links = (Link(1.0, 1.0),) * len(shape)
-        meshes.append(LogicalMesh(shape, ("dp", "tp"), links, DEVICE, first))
+        meshes.append(LogicalMesh(shape, AXIS_NAMES[len(shape)], links, DEVICE, first))
         first += meshes[-1].n_ranks
     return tuple(meshes)
 
@@ -58,17 +59,23 @@ def random_pipeline(
     rng: random.Random,
     with_outputs: bool = False,
     period: Period | None = None,
+    recomputes: bool = False,
+    constraints: Constraints | None = None,
 ) -> Pipeline:
     """A legal assignment of every stage; `period` for every parameter that may have it.
 
-    A program captured for evaluation runs forward only.
+    If it `recomputes`, random ranges of operators run again in backward. A program captured for
+    evaluation runs forward only.
     """
     meshes = stage_meshes(layout.shapes)
     parts = [analysis.part(program) for program in cut(analysis.program, ends, with_outputs)]
     stages = [
-        _random_stage(part, mesh, layout.n_microbatches, rng, with_outputs, period)
+        _random_stage(
+            part, mesh, layout.n_microbatches, rng, with_outputs, period, recomputes,
+            constraints or Constraints(),
+        )
         for part, mesh in zip(parts, meshes, strict=True)
-    ]
+    ]  # fmt: skip
     order = ORDERS[layout.order] if analysis.program.training else forward_only
     return Pipeline.of(stages, meshes, order)
 
@@ -80,9 +87,11 @@ def _random_stage(
     rng: random.Random,
     with_outputs: bool,
     period: Period | None,
+    recomputes: bool,
+    constraints: Constraints,
 ) -> StageProgram:
     cost = CostModel(mesh, torch.float64)
-    problem = intra_op_problem(part, cost, n_microbatches, Constraints(), "adamw")
+    problem = intra_op_problem(part, cost, n_microbatches, constraints, "adamw")
     strategy = random_strategy(part, problem, n_microbatches, rng)
     program = part.program
     strategy = replace(
@@ -98,6 +107,8 @@ def _random_stage(
     )
     if period is not None:
         strategy = _with_period(part, problem, strategy, period, rng)
+    if recomputes:
+        strategy = replace(strategy, recomputed=random_ranges(part, rng))
     stage = lower(part, strategy, cost, with_outputs and bool(program.outputs))
     verify_program(stage)
     return stage

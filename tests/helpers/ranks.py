@@ -87,16 +87,17 @@ def run_ranks(
     parameters: Mapping[str, Tensor],
     work: Callable[[Rank], T],
     buffers: Mapping[str, Tensor] | None = None,
+    weights_last: bool = False,
 ) -> list[T]:
     """`work` on every rank of a pipeline: the stages emitted, `parameters` dealt out.
 
     Every rank has its own copies of `buffers`.
     """
     n_stages = pipeline.n_stages
-    codes = [
-        load_code(f"stage_{k}.py", emit(differentiate(stage, DEVICE.type), k, n_stages))[0]
-        for k, stage in enumerate(pipeline.stages)
-    ]
+    codes = []
+    for k, stage in enumerate(pipeline.stages):
+        joint = differentiate(stage, DEVICE.type, weights_last=weights_last)
+        codes.append(load_code(f"stage_{k}.py", emit(joint, k, n_stages))[0])
     constants = {name: compute() for name, compute in program.constants.items()}
 
     def run(world: ThreadWorld) -> T:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from functools import partial
-
 import pytest
 import torch
 from torch import Tensor
 
 import autopar
 from autopar import Manual
+from autopar.options import Recompute
 from autopar.passes.backward import differentiate
 from autopar.program import (
     FusedReductions,
@@ -23,6 +22,7 @@ from tests.helpers import ranks
 from tests.helpers.jobs import llama, machine, tokens
 from tests.helpers.models.dropout_models import dropped_gpt2
 from tests.helpers.models.recompute_models import recomputing
+from tests.helpers.nightly import sampled
 
 LAYOUTS = {
     "alone": (Manual(), (1, 1)),
@@ -32,6 +32,12 @@ LAYOUTS = {
     "stages": (Manual(pp=2, microbatch_size=2), (1, 2)),
 }
 MODELS = {"gpt2": dropped_gpt2, "llama": llama}
+MODES: tuple[Recompute | None, ...] = (None, "full")
+CASES = [(model, layout, mode) for model in MODELS for layout in LAYOUTS for mode in MODES]
+BY_DAY = [
+    *(("gpt2", layout, None) for layout in LAYOUTS),
+    *(("llama", layout, "full") for layout in ("alone", "zero-3", "stages")),
+]
 
 
 def planned(model: str, layout: str) -> autopar.Plan:
@@ -40,7 +46,7 @@ def planned(model: str, layout: str) -> autopar.Plan:
     return autopar.plan(MODELS[model](2), machine(shape), tokens(0), manual=manual)
 
 
-def results(plan: autopar.Plan) -> list[dict[str, Tensor]]:
+def results(plan: autopar.Plan, weights_last: bool) -> list[dict[str, Tensor]]:
     """The loss and the gradients of every rank."""
     assert plan.bound is not None
     program, batch = plan.bound.analysis.program, tokens(0)
@@ -50,22 +56,18 @@ def results(plan: autopar.Plan) -> list[dict[str, Tensor]]:
         return {"loss": loss, **{n: ranks.gradient_of(p) for n, p in rank.stored.items()}}
 
     parameters = {n: p.detach().float() for n, p in ranks.random_parameters(program, 0).items()}
-    return ranks.run_ranks(program, plan.bound.pipeline, parameters, work)
+    return ranks.run_ranks(
+        program, plan.bound.pipeline, parameters, work, weights_last=weights_last
+    )
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("model", MODELS)
-def test_all_bits_stay(model: str, layout: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("model", "layout", "mode"), sampled(CASES, BY_DAY))
+def test_all_bits_stay(model: str, layout: str, mode: Recompute | None) -> None:
     plan = planned(model, layout)
-    for mode in (None, "full"):
-        plan = plan if mode is None else recomputing(plan, "full")
-        found = results(plan)
-        with monkeypatch.context() as patch:
-            patch.setattr(ranks, "differentiate", partial(differentiate, weights_last=True))
-            parted = results(plan)
-        for a, b in zip(found, parted, strict=True):
-            assert a.keys() == b.keys()
-            assert [n for n in a if not torch.equal(a[n], b[n])] == []
+    plan = plan if mode is None else recomputing(plan, mode)
+    for a, b in zip(results(plan, False), results(plan, True), strict=True):
+        assert a.keys() == b.keys()
+        assert [n for n in a if not torch.equal(a[n], b[n])] == []
 
 
 def parted(plan: autopar.Plan) -> list[JointProgram]:

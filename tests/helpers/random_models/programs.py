@@ -1,0 +1,207 @@
+"""Random programs beside one process: a kind of model, a layout and legal placements, from a seed.
+
+    random_program(kind, seed)    placed at random on one stage or several, ready to run
+    faults(program)               what a step on thread ranks does that one process does not
+
+Every draw is legal: any strategy of each operator that the planner could choose, any storage of
+each parameter, cuts anywhere, any range of operators recomputed. Kinds are named models, captured
+once, and "graph": a new graph of operators for each seed (`graphs.py`).
+"""
+
+from __future__ import annotations
+
+import math
+import random
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from autopar.capture import reference_step, whole_buffers
+from autopar.errors import BatchError, NotSupportedError
+from autopar.parity import whole_parameters
+from autopar.passes.analysis import Analysis
+from autopar.passes.intra import Constraints
+from autopar.program import Period, Pipeline
+from autopar.runtime.groups import WORLD_AXIS, CollectiveCall
+from tests.helpers.captures import captured
+from tests.helpers.harness import TEXT_MODELS, foretold_calls, random_tokens
+from tests.helpers.models import dropout_models, odd_models
+from tests.helpers.models.moe_models import moe_model
+from tests.helpers.pipeline_harness import Layout, Shapes, random_ends, random_pipeline
+from tests.helpers.random_models.graphs import random_batch, random_graph
+from tests.helpers.ranks import TOLERANCE, pipeline_step, relative_error
+from tests.parity.zoo import FAMILIES
+
+Draw = Callable[[int], Mapping[str, Any]]
+Call = CollectiveCall
+
+
+@dataclass(frozen=True)
+class Kind:
+    """A model, its batches by seed, and what capture cannot infer."""
+
+    make: Callable[[], nn.Module]
+    batch: Draw
+    batch_dims: Mapping[str, int | None] | None = None
+
+
+SMALL: dict[str, Kind] = {
+    **{name: Kind(*model) for name, model in TEXT_MODELS.items()},
+    **{name: Kind(*model) for name, model in odd_models.MODELS.items()},
+    "noisy": Kind(dropout_models.Noisy, dropout_models.rows),
+    "mixtral, one layer": Kind(lambda: moe_model("mixtral"), random_tokens),
+    "gpt_oss": Kind(lambda: moe_model("gpt_oss"), random_tokens),
+}
+ZOO: dict[str, Kind] = {
+    f"zoo {name}": Kind(entry.make, entry.batch, entry.options.get("batch_dims"))
+    for name, entry in FAMILIES.items()
+}
+NAMED = SMALL | ZOO
+GRAPH = "graph"
+KINDS = (*NAMED, GRAPH)
+
+# Meshes of one stage, or of several; reshard tables of three axes take long to build.
+LAYOUTS: tuple[Shapes, ...] = (
+    ((2,),),
+    ((1, 2), (1, 2)),
+    ((2, 2),),
+    ((2, 1), (1, 1)),
+    ((4,),),
+    ((1, 1), (1, 3)),
+    ((1, 4),),
+    ((1, 1),) * 4,
+    ((2, 1), (2, 1)),
+    ((2, 1), (1, 2), (1, 1)),
+    ((2, 2), (1, 1)),
+)
+THREE_AXES: Shapes = ((2, 2, 2),)
+COUNTS = (1, 2, 4, 8)
+
+
+@dataclass(frozen=True)
+class RandomProgram:
+    """A pipeline of a captured model; `text` says what was drawn."""
+
+    analysis: Analysis
+    pipeline: Pipeline
+    batch: Mapping[str, Tensor]
+    seed: int
+    text: str = field(compare=False)
+
+
+def random_program(kind: str, seed: int, constraints: Constraints | None = None) -> RandomProgram:
+    """The same program for the same arguments; the layouts of a kind come in turn."""
+    rng = random.Random(f"{kind} {seed}")
+    analysis = graph_analysis(seed) if kind == GRAPH else named_analysis(kind)
+    layouts = (*LAYOUTS, THREE_AXES) if kind == "mlp" else LAYOUTS
+    n_operators = len(analysis.operators)
+    shapes = layouts[seed % len(layouts)][:n_operators]
+    layout = Layout(shapes, rng.choice(exact_counts(analysis)), rng.choice(("gpipe", "1f1b")))
+    period: Period | None = rng.choice((None, None, "micro", "use"))
+    recomputes = rng.random() < 0.4
+    ends = random_ends(analysis.program, layout.n_stages, rng)
+    pipeline = random_pipeline(
+        analysis, ends, layout, rng, period=period, recomputes=recomputes, constraints=constraints
+    )
+    batch = random_batch(seed) if kind == GRAPH else named_batch(kind, seed)
+    text = f"{kind}, {layout}, stages end at {ends}, {period=}, {recomputes=}"
+    return RandomProgram(analysis, pipeline, batch, seed, text)
+
+
+@lru_cache
+def named_analysis(kind: str) -> Analysis:
+    torch.manual_seed(0)
+    one = NAMED[kind]
+    return Analysis.of(
+        captured(one.make().double(), named_batch(kind, 0), precision="fp64"), one.batch_dims
+    )
+
+
+def named_batch(kind: str, seed: int) -> dict[str, Any]:
+    batch = NAMED[kind].batch(seed)
+    return {n: v.double() if _is_real(v) else v for n, v in batch.items()}
+
+
+def _is_real(value: object) -> bool:
+    return isinstance(value, Tensor) and value.is_floating_point()
+
+
+def graph_analysis(seed: int) -> Analysis:
+    """A random graph, after a check that the captured program computes what the model does."""
+    model, batch = random_graph(seed), random_batch(seed)
+    program = captured(model, batch, precision="fp64")
+    if program.seed is None:  # no random numbers
+        parameters = whole_parameters(program, model)
+        loss, _ = reference_step(program, parameters, batch, whole_buffers(program, model))
+        assert loss is not None
+        assert relative_error(loss, model(**batch)) <= TOLERANCE, model.text()
+    return Analysis.of(program)
+
+
+def exact_counts(analysis: Analysis) -> list[int]:
+    """The numbers of microbatches that compute the same step."""
+    counts = []
+    for n in COUNTS:
+        try:
+            analysis.microbatch_types(n)
+        except (BatchError, NotSupportedError):
+            continue
+        counts.append(n)
+    return counts
+
+
+def faults(program: RandomProgram) -> dict[str, Any]:
+    """Values that differ from one process's, and calls that differ from those foretold; by name."""
+    errors, calls = pipeline_step(
+        program.analysis.program, program.pipeline, program.batch, program.seed
+    )
+    wrong: dict[str, Any] = {n: error for n, error in errors.items() if not error <= TOLERANCE}
+    sent = sum(c.size_bytes for of_rank in calls for c in of_rank if c.kind == "send")
+    if sent != (crossing := crossing_bytes(program.pipeline)):
+        wrong["bytes sent"] = f"{sent}, not {crossing}"
+    for rank, of_rank in enumerate(calls):
+        if unforetold := unforetold_calls(program.pipeline, rank, of_rank):
+            wrong[f"calls of rank {rank}"] = unforetold
+    return wrong
+
+
+def crossing_bytes(pipeline: Pipeline) -> int:
+    """Bytes of every value and its gradient, per microbatch and reader; and gradients of ties."""
+    n = 0
+    for crossing in pipeline.crossings:
+        local = crossing.sent.local
+        whole = math.prod(size for dim in local.dims for size in dim) * local.dtype.itemsize
+        n += pipeline.n_microbatches * whole * (1 + crossing.has_grad)
+    for tie in pipeline.ties:
+        p = pipeline.parameter(*tie.places[0])
+        n_pairs = len(tie.places) * (len(tie.places) - 1)
+        n += n_pairs * math.prod(p.shape) * p.stored.dtype.itemsize
+    return n
+
+
+def unforetold_calls(pipeline: Pipeline, rank: int, calls: Sequence[Call]) -> list[str]:
+    """How a rank's collectives differ from those of its stage's program.
+
+    Several stages add one call for the loss. Each partner of a tied parameter adds at most one
+    all_reduce of its summed gradient. The order may differ: autograd picks which of an operator's
+    two parameters it gathers again first.
+    """
+    stage = pipeline.stage_of(rank)
+    foretold = Counter(foretold_calls(pipeline.stages[stage]))
+    inside = Counter(c for c in calls if c.kind != "send" and c.axes != (WORLD_AXIS,))
+    n_partners = sum(len(t.places) - 1 for t in pipeline.ties if stage in dict(t.places))
+    more = inside - foretold
+    differences = [f"missing {call} x {n}" for call, n in (foretold - inside).items()]
+    if more.total() > n_partners or any(
+        (c.kind, c.phase) != ("all_reduce", "grad_sync") for c in more
+    ):
+        differences += [f"more {call} x {n}" for call, n in more.items()]
+    n_world = sum(c.axes == (WORLD_AXIS,) for c in calls)
+    if n_world != (pipeline.n_stages > 1):
+        differences.append(f"{n_world} calls of all ranks")
+    return differences
