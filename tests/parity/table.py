@@ -54,11 +54,6 @@ def run(cell: AnyCell, pool: WorkerPool) -> dict[str, float]:
     return dict(sorted(found.items(), key=lambda item: -item[1]))
 
 
-def wrong(cell: AnyCell, pool: WorkerPool) -> dict[str, float]:
-    """Errors of a cell above the tolerance, worst first."""
-    return {name: error for name, error in run(cell, pool).items() if not error <= TOLERANCE}
-
-
 @dataclass(frozen=True)
 class Verdict:
     """The result of one cell.

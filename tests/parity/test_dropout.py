@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-import random
 from collections.abc import Callable
-from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -16,15 +14,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import autopar
-from autopar.capture import capture, reference_step, rewrites
+from autopar.capture import capture, reference_step
 from autopar.errors import MissingRuleError, NotSupportedError
 from autopar.operators import ATTENTION_DROPOUT, DROPOUT, Stream
 from autopar.passes.analysis import Analysis, find_runs
-from autopar.passes.intra import Constraints, intra_op_problem
-from autopar.program import Period, Program
+from autopar.program import Program
 from autopar.runtime.launch import WorkerPool
 from tests.helpers.capture_harness import Module
-from tests.helpers.harness import abstract_cost, generated_code, random_strategy, thread_step
 from tests.helpers.jobs import Case, errors, tokens, train_alone
 from tests.helpers.models.dropout_models import (
     BATCH,
@@ -35,46 +31,15 @@ from tests.helpers.models.dropout_models import (
     train_gpt2,
     train_interrupted,
 )
-from tests.helpers.pipeline_harness import Layout, random_ends, random_pipeline
-from tests.helpers.ranks import TOLERANCE, pipeline_step
-
-__all__ = ["generated_code"]
-
-
-@lru_cache
-def noisy() -> Analysis:
-    torch.manual_seed(0)
-    return Analysis.of(capture(Noisy(), rows(0), precision="fp64"))
+from tests.helpers.ranks import TOLERANCE
 
 
 def test_rows_of_masks_are_rows_of_the_batch() -> None:
     """Vectors of positions along the batch dim are cut as the batch; equally long ones are not."""
-    analysis = noisy()
+    analysis = Analysis.of(capture(Noisy(), rows(0), precision="fp64"))
     assert analysis.batch.broken_at is None
     cut = [name for name in analysis.program.constants if name in analysis.batch.cells]
     assert 0 < len(cut) < len(analysis.program.constants)
-
-
-@pytest.mark.parametrize(("sizes", "n_microbatches"), [((2,), 2), ((4,), 1), ((2, 2), 4)])
-@pytest.mark.parametrize("seed", range(3))
-def test_any_placement(sizes: tuple[int, ...], n_microbatches: int, seed: int) -> None:
-    """Random legal assignments compute what one process computes."""
-    analysis, cost = noisy(), abstract_cost(sizes)
-    problem = intra_op_problem(analysis, cost, n_microbatches, Constraints(), "adamw")
-    rng = random.Random(f"{sizes} {n_microbatches} {seed}")
-    strategy = random_strategy(analysis, problem, n_microbatches, rng)
-    assert thread_step(analysis, cost, strategy, rows(seed), seed).wrong == {}
-
-
-@pytest.mark.parametrize("period", ["micro", "use"])
-@pytest.mark.parametrize("shapes", [((1, 2), (1, 2)), ((2, 1), (1, 1), (1, 1))])
-def test_any_pipeline(shapes: tuple[tuple[int, int], ...], period: Period) -> None:
-    """Stages cut anywhere, with ZeRO-2 ("micro") and ZeRO-3 ("use")."""
-    analysis, rng = noisy(), random.Random(f"{shapes} {period}")
-    ends = random_ends(analysis.program, len(shapes), rng)
-    pipeline = random_pipeline(analysis, ends, Layout(shapes, 4), rng, period=period)
-    found, _ = pipeline_step(analysis.program, pipeline, rows(1), 1)
-    assert {name: e for name, e in found.items() if not e <= TOLERANCE} == {}
 
 
 def test_equal_positions_are_delivered_once() -> None:
@@ -229,6 +194,23 @@ class Attention(torch.nn.Module):
         return x * self.attended(self.p)
 
 
+class InParts(Attention):
+    """The same as a formula: products, a softmax, and dropout of the weights."""
+
+    def attended(self, p: float) -> Tensor:
+        mask = self.options.get("attn_mask")
+        if self.options.get("is_causal"):
+            mask = torch.ones(5, 6, dtype=torch.bool).tril()
+        n = self.q.shape[1] // self.k.shape[1]
+        k, v = (t.repeat_interleave(n, 1) for t in (self.k, self.v))
+        scores = self.q @ k.mT * self.options.get("scale", self.q.shape[-1] ** -0.5)
+        if mask is not None and mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        elif mask is not None:
+            scores = scores + mask
+        return F.dropout(scores.softmax(-1).nan_to_num(0.0), p) @ v
+
+
 X = torch.randn(3, 4, 5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
 
 
@@ -242,35 +224,20 @@ def loss_and_gradients(program: Program, model: Attention) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
 
-def keep_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rewrites.attention, "_obstacle", lambda *_: "this test wants them")
-
-
 @pytest.mark.parametrize("name", MASKS)
-@pytest.mark.parametrize("form", ["fused", "parts"])
-def test_attention_that_drops_nothing(
-    form: str, name: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Values and gradients equal those of torch's attention."""
-    if form == "parts":
-        keep_parts(monkeypatch)
-    model = Attention(NEVER, name)
-    program = captured_attention(model)
-    targets = [n.target for n in program.operators]
-    assert (ATTENTION_DROPOUT in targets, DROPOUT in targets) == (form == "fused", form == "parts")
-    loss = (model.attended(0) * X).sum()
-    wanted = [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
-    torch.testing.assert_close(loss_and_gradients(program, model), wanted, rtol=1e-12, atol=1e-12)
-
-
-@pytest.mark.parametrize("name", MASKS)
-def test_both_forms_of_attention_train_alike(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With dropout: the same seed and occurrence drop the same weights."""
-    model = Attention(P, name)
-    found = loss_and_gradients(captured_attention(model), model)
-    keep_parts(monkeypatch)
-    wanted = loss_and_gradients(captured_attention(model), model)
-    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+@pytest.mark.parametrize("p", [NEVER, P])
+def test_attention_is_its_parts(p: float, name: str) -> None:
+    """Values and gradients are those of the formula; the same seed drops the same weights."""
+    model = Attention(p, name)
+    program, parts = captured_attention(model), captured_attention(InParts(p, name))
+    targets = [[n.target for n in one.operators] for one in (program, parts)]
+    assert ATTENTION_DROPOUT in targets[0] and DROPOUT in targets[1]
+    found = loss_and_gradients(program, model)
+    torch.testing.assert_close(found, loss_and_gradients(parts, model), rtol=1e-12, atol=1e-12)
+    if p == NEVER:
+        loss = (model.attended(0) * X).sum()
+        wanted = [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
 
 
 def test_the_audit_says_what_became_of_attention() -> None:

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
-from functools import cache
 
 import pytest
 
+from autopar.passes.inter import operator_flops
 from autopar.passes.intra import Constraints, PlacementRequest, choose, recipe_cost
 from autopar.passes.lowering import lower
 from autopar.placement import I, Move, R, Spec
-from autopar.program import Period, StageProgram, Strategy
+from autopar.program import CallLine, Period, StageProgram, Strategy
 from tests.helpers.harness import Case, abstract_cost, generated_code, model_case, thread_step
+from tests.helpers.nightly import sampled
+from tests.helpers.random_models.programs import NAMED, named_analysis
 
 __all__ = ["generated_code"]
 
@@ -33,6 +35,11 @@ RECIPES = {
     "zero-2": Constraints(frozenset(), ("data", "data"), 2),
     "zero-3": Constraints(frozenset(), ("data", "data"), 3),
     "megatron zero-3": Constraints(frozenset({"sequence"}), ("data", "tensor"), 3),
+}
+# On one axis.
+RECIPES_OF_IMAGES = {
+    "tensor": Constraints(forbid=frozenset({"data"})),
+    "zero-3 over all": Constraints(roles=("data",), zero=3),
 }
 PERIODS: dict[int, Period] = {1: "step", 2: "micro", 3: "use"}
 
@@ -77,11 +84,10 @@ class Planned:
         )
 
 
-@cache
-def plan(model: str, sizes: tuple[int, ...], n_microbatches: int, recipe: str) -> Planned:
-    constraints, cost = RECIPES[recipe], abstract_cost(sizes)
-    pricing = recipe_cost(cost) if constraints.roles else cost
-    case = model_case(model)
+def plan(case: Case, sizes: tuple[int, ...], n_microbatches: int, recipe: str) -> Planned:
+    constraints = (RECIPES | RECIPES_OF_IMAGES)[recipe]
+    cost = abstract_cost(sizes)
+    pricing = recipe_cost(cost) if recipe != "auto" else cost
     chosen = choose(
         case.analysis, PlacementRequest(pricing, n_microbatches, constraints), "adamw", None
     )
@@ -149,24 +155,48 @@ def check_recipe(planned: Planned, recipe: str) -> None:
         check_storage(planned, constraints.zero or 0, data)
 
 
-@pytest.mark.parametrize("recipe", RECIPES)
-@pytest.mark.parametrize(("sizes", "n_microbatches"), PLACES, ids=str)
-@pytest.mark.parametrize("model", MODELS)
+CASES = [(m, sizes, n, r) for m in MODELS for sizes, n in PLACES for r in RECIPES]
+# Every recipe, and every model on every place.
+BY_DAY = [
+    ("mlp", (1, 2), 1, "auto"),
+    ("gpt2", (1, 2), 1, "sequence"),
+    ("llama", (1, 2), 1, "zero-3"),
+    ("mlp", (2, 2), 1, "zero-1"),
+    ("gpt2", (2, 2), 1, "megatron zero-3"),
+    ("llama", (2, 2), 1, "sequence"),
+    ("mlp", (2, 2), 4, "megatron"),
+    ("gpt2", (2, 2), 4, "zero-2"),
+    ("llama", (2, 2), 4, "ddp"),
+    ("mlp", (1, 4), 4, "zero-3"),
+    ("gpt2", (1, 4), 4, "auto"),
+    ("llama", (1, 4), 4, "megatron"),
+]
+
+
+@pytest.mark.parametrize(("model", "sizes", "n_microbatches", "recipe"), sampled(CASES, BY_DAY))
 def test_plan(model: str, sizes: tuple[int, ...], n_microbatches: int, recipe: str) -> None:
-    """The plan follows its recipe and is right to 1e-10."""
-    planned = plan(model, sizes, n_microbatches, recipe)
+    """The plan follows its recipe and is right; forbidden, reduce_scatters are absent."""
+    planned = plan(model_case(model), sizes, n_microbatches, recipe)
     check_recipe(planned, recipe)
-    case, cost = planned.case, abstract_cost(sizes)
+    if "sequence" in RECIPES[recipe].forbid:
+        assert planned.reduce_scatters == []
+    check_step(planned)
+
+
+def check_step(planned: Planned) -> None:
+    case, cost = planned.case, abstract_cost(planned.sizes)
     step = thread_step(case.analysis, cost, planned.strategy, case.batch(3), 3)
     assert step.wrong == {}
     assert Counter(step.calls) == Counter(step.foretold)
 
 
-@pytest.mark.parametrize("recipe", [n for n, c in RECIPES.items() if "sequence" in c.forbid])
-@pytest.mark.parametrize(("sizes", "n_microbatches"), PLACES, ids=str)
-@pytest.mark.parametrize("model", MODELS)
-def test_forbidden_sequence(
-    model: str, sizes: tuple[int, ...], n_microbatches: int, recipe: str
-) -> None:
-    """`forbid="sequence"`: activations never reduce_scatter."""
-    assert plan(model, sizes, n_microbatches, recipe).reduce_scatters == []
+@pytest.mark.parametrize("recipe", ["tensor", "zero-3 over all"])
+@pytest.mark.parametrize("kind", ["frozen batch norms", "down and up"])
+def test_every_convolution_is_sharded(kind: str, recipe: str) -> None:
+    """Where sharding always pays, and over 4 ranks."""
+    case = Case(named_analysis(kind), NAMED[kind].batch)
+    planned = plan(case, (4,), 2, recipe)
+    lines = planned.program.body
+    flops = sum(line.flops for line in lines if isinstance(line, CallLine))
+    assert flops == sum(operator_flops(case.analysis)) / (4 * 2)
+    check_step(planned)

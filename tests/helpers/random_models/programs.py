@@ -94,13 +94,14 @@ class RandomProgram:
     text: str = field(compare=False)
 
 
-def random_program(kind: str, seed: int, constraints: Constraints | None = None) -> RandomProgram:
-    """The same program for the same arguments; the layouts of a kind come in turn."""
+def random_program(
+    kind: str, seed: int, shapes: Shapes | None = None, constraints: Constraints | None = None
+) -> RandomProgram:
+    """The same program for the same arguments; without `shapes`, layouts come in turn."""
     rng = random.Random(f"{kind} {seed}")
     analysis = graph_analysis(seed) if kind == GRAPH else named_analysis(kind)
     layouts = (*LAYOUTS, THREE_AXES) if kind == "mlp" else LAYOUTS
-    n_operators = len(analysis.operators)
-    shapes = layouts[seed % len(layouts)][:n_operators]
+    shapes = shapes or layouts[(seed + KINDS.index(kind)) % len(layouts)]
     layout = Layout(shapes, rng.choice(exact_counts(analysis)), rng.choice(("gpipe", "1f1b")))
     period: Period | None = rng.choice((None, None, "micro", "use"))
     recomputes = rng.random() < 0.4
