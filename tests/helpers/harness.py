@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
@@ -65,38 +65,54 @@ class Mlp(nn.Module):
 
 
 class BertBlock(nn.Module):
-    """Post-norm attention and MLP; the fused QKV is taken apart by a view, or by chunks."""
+    """Attention and an MLP; `by` says how the fused QKV is taken apart, `norm` where norms are."""
 
-    def __init__(self, width: int, n_heads: int, by: str) -> None:
+    def __init__(self, width: int, n_heads: int, by: str, norm: str) -> None:
         super().__init__()
         self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
         self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
         self.norm_1, self.norm_2 = nn.LayerNorm(width), nn.LayerNorm(width)
-        self.n_heads, self.by = n_heads, by
+        self.n_heads, self.by, self.norm = n_heads, by, norm
+
+    def heads(self, fused: Tensor) -> Sequence[Tensor]:
+        """q, k, v as [batch, heads, sequence, size]."""
+        b, s, h = *fused.shape[:2], fused.shape[2] // 3
+        if self.by in ("view", "index"):
+            seen = fused.view(b, s, 3, self.n_heads, -1)
+            if self.by == "view":
+                return seen.permute(2, 0, 3, 1, 4).unbind(0)
+            return [seen.transpose(1, 3)[:, :, i] for i in range(3)]
+        parts = {
+            "chunk": lambda: fused.chunk(3, -1),
+            "split": lambda: fused.split(h, -1),
+            "slice": lambda: [fused[..., i * h : (i + 1) * h] for i in range(3)],
+        }[self.by]()
+        return [part.view(b, s, self.n_heads, -1).transpose(1, 2) for part in parts]
+
+    def attend(self, x: Tensor) -> Tensor:
+        mixed = F.scaled_dot_product_attention(*self.heads(self.qkv(x)))
+        return self.out(mixed.transpose(1, 2).reshape(x.shape))
+
+    def widen(self, x: Tensor) -> Tensor:
+        return self.down(F.gelu(self.up(x)))
 
     def forward(self, x: Tensor) -> Tensor:
-        b, s, h = x.shape
-        size = h // self.n_heads
-        fused = self.qkv(x)
-        if self.by == "view":
-            q, k, v = fused.view(b, s, 3, self.n_heads, size).permute(2, 0, 3, 1, 4).unbind(0)
-        else:
-            q, k, v = (
-                part.view(b, s, self.n_heads, size).transpose(1, 2) for part in fused.chunk(3, -1)
-            )
-        mixed = F.scaled_dot_product_attention(q, k, v).transpose(1, 2).reshape(b, s, h)
-        x = self.norm_1(x + self.out(mixed))
-        return self.norm_2(x + self.down(F.gelu(self.up(x))))
+        if self.norm == "pre":
+            x = x + self.attend(self.norm_1(x))
+            return x + self.widen(self.norm_2(x))
+        x = self.norm_1(x + self.attend(x))
+        return self.norm_2(x + self.widen(x))
 
 
 class Bert(nn.Module):
     """BERT blocks under a mean of squares."""
 
     def __init__(
-        self, width: int = WIDTH, n_heads: int = HEADS, n_layers: int = 1, by: str = "view"
-    ) -> None:
+        self, width: int = WIDTH, n_heads: int = HEADS, n_layers: int = 1, by: str = "view",
+        norm: str = "post",
+    ) -> None:  # fmt: skip
         super().__init__()
-        self.blocks = nn.Sequential(*(BertBlock(width, n_heads, by) for _ in range(n_layers)))
+        self.blocks = nn.Sequential(*(BertBlock(width, n_heads, by, norm) for _ in range(n_layers)))
 
     def forward(self, x: Tensor) -> Tensor:
         return self.blocks(x).pow(2).mean()

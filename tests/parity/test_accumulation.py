@@ -17,6 +17,7 @@ from autopar.errors import BatchError, NotSupportedError
 from autopar.parity import reference, whole_parameters
 from autopar.program import flatten_inputs
 from autopar.runtime.launch import WorkerPool
+from tests.helpers.nightly import nightly, sampled
 
 # A slow device with fast links: all sharding pays.
 MESH = Mesh((1, 2), links=[Link(1e-9, 1e-15)] * 2, device=Device(1e6, 1e6, 1e12))
@@ -83,8 +84,19 @@ def loop(model: nn.Module, batch: dict[str, Tensor], n: int) -> tuple[Tensor, nn
     return total, alone
 
 
-@pytest.mark.parametrize("plan", PLANS)
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    ("case", "plan"),
+    sampled(
+        [(case, plan) for case in CASES for plan in PLANS],
+        [
+            ("normalised", "searched"),
+            ("contrastive", "tensor"),
+            ("normalised", "data"),
+            ("contrastive", "zero-3"),
+            ("normalised", "stages"),
+        ],
+    ),
+)
 def test_one_process_with_as_many_parts(case: str, plan: str) -> None:
     model, batch = CASES[case]()
     with pytest.warns(UserWarning, match="the mean of the losses of 4 parts"):
@@ -160,7 +172,7 @@ def _train(rank_case: str) -> tuple[list[Tensor], dict[str, Tensor]]:
     return losses, module.full_state_dict()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", ["normalised", pytest.param("contrastive", marks=nightly)])
 def test_training_on_processes(case: str, workers: Any) -> None:
     pool: WorkerPool = workers(2)
     losses, state = pool.run(_train, case)[0]

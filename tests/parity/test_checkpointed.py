@@ -14,8 +14,20 @@ from autopar.options import Options
 from autopar.passes.analysis import Analysis, Recomputable, Run, aligned_runs, find_runs
 from autopar.runtime.launch import WorkerPool
 from tests.helpers.captures import captured
-from tests.helpers.jobs import Batch, Case, error, errors, gpt2, machine, tokens, train_alone
+from tests.helpers.jobs import (
+    Batch,
+    Case,
+    Trained,
+    error,
+    errors,
+    gpt2,
+    machine,
+    tokens,
+    train_alone,
+    train_module,
+)
 from tests.helpers.models import checkpointed as models
+from tests.helpers.nightly import nightly, sampled
 from tests.parity.table import TOLERANCE
 
 MESH = machine((1, 2))
@@ -45,17 +57,24 @@ def recomputed(plan: Plan) -> dict[str, str]:
 
 def test_transformers_models_are_planned_as_with_recompute_full() -> None:
     def plan(model: nn.Module, **options: Any) -> Plan:
-        return autopar.plan(model, MESH, tokens(0), **options)
+        return autopar.plan(model, MESH, tokens(0), manual=Manual(dp=2), **options)
 
-    on = gpt2(6).train()
+    on = gpt2(2).train()
     on.activation_checkpointing_enable()  # type: ignore[operator]
-    asked, full, none = plan(on), plan(gpt2(6), recompute="full"), plan(gpt2(6))
+    asked, none = plan(on), plan(gpt2(2))
+    full = autopar.plan(gpt2(2), MESH, tokens(0), manual=Manual(dp=2, recompute="full"))
     assert recomputed(asked) == recomputed(full)
-    assert len(recomputed(asked)) == 6 and not recomputed(none)
+    assert len(recomputed(asked)) == 2 and not recomputed(none)
     assert asked.predicted.peak_bytes == full.predicted.peak_bytes < none.predicted.peak_bytes
-    assert not recomputed(plan(on, recompute="none"))
-    assert not recomputed(plan(on, forbid=("recompute",)))
-    assert set(recomputed(plan(on, recompute="selective")).values()) != {*recomputed(full).values()}
+
+
+def test_options_come_before_the_users_regions() -> None:
+    def modes(**options: Any) -> set[str]:
+        plan = autopar.plan(models.stack("blocks"), MESH, models.batch(), **options)
+        return set(recomputed(plan).values())
+
+    assert modes() == modes(recompute="full") != modes(recompute="selective")
+    assert modes(recompute="none") == modes(forbid=("recompute",)) == set()
 
 
 def test_only_the_users_blocks_run_again() -> None:
@@ -85,21 +104,24 @@ def test_blocks_stand_for_blocks_with_equal_regions_only(how: str, n_own: int) -
     assert found[0].count in (16 // n_own - 1, 16 // n_own)
 
 
-@pytest.mark.parametrize("how", ["second", "pairs"])
-def test_folded_or_not_the_plan_is_the_same(how: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    from autopar.passes.search import evaluator, simulator
+@pytest.mark.parametrize(
+    ("how", "n_blocks"), sampled([("pairs", 8), ("pairs", 12), ("second", 12)], [("pairs", 8)])
+)
+def test_folded_or_not_the_plan_is_the_same(how: str, n_blocks: int) -> None:
+    """The whole ILP has every block for itself."""
 
-    def plan() -> Plan:
-        return autopar.plan(models.stack(how, 12), MESH, models.batch(), mesh_shape="as-given")
+    def plan(solver: str) -> Plan:
+        return autopar.plan(
+            models.stack(how, n_blocks), MESH, models.batch(), mesh_shape="as-given", solver=solver
+        )
 
-    folded = plan()
-    monkeypatch.setattr(evaluator, "aligned_runs", lambda *_: ())
-    whole = plan()
-    assert simulator is not None and recomputed(folded) == recomputed(whole)
+    folded, whole = plan("auto"), plan("ilp")
+    assert recomputed(folded) == recomputed(whole)
     assert folded.predicted.step_time_s == pytest.approx(whole.predicted.step_time_s, rel=1e-9)
     assert folded.predicted.peak_bytes == whole.predicted.peak_bytes
 
 
+@nightly
 def test_dropout_draws_the_same_again(workers: Callable[[int], WorkerPool]) -> None:
     """Positional random numbers: a region that runs again drops the same elements."""
     found = workers(2).run(_train_dropped)
@@ -118,9 +140,7 @@ def _dropped(on: bool) -> nn.Module:
 DROPPED = Case(lambda: _dropped(False), tokens)
 
 
-def _train_dropped() -> Any:
-    from tests.helpers.jobs import train_module
-
+def _train_dropped() -> Trained:
     case = Case(lambda: _dropped(True), tokens)
     module = autopar.parallelize(case.model(), MESH, case.batch(0), precision="fp64")
     assert len(module.plan.data.stages[0].recomputed) == 2

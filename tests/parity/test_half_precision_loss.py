@@ -13,6 +13,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.capture import capture, reference_step
 from tests.helpers.jobs import gpt2, llama
+from tests.helpers.nightly import sampled
 
 ROUND_OFF = 2.0**-8  # of bfloat16
 VOCABULARY, WIDTH, SEQUENCE = 320, 64, 16
@@ -66,8 +67,10 @@ def _made(name: str, seed: int) -> tuple[nn.Module, Any, dict[str, Any], Tensor]
     return model, None, batch, outputs[0] if isinstance(outputs, tuple) else outputs.loss
 
 
-@pytest.mark.parametrize("name", MODELS)
-@pytest.mark.parametrize("seed", range(N_SEEDS))
+@pytest.mark.parametrize(
+    ("name", "seed"),
+    sampled([(n, s) for n in MODELS for s in range(N_SEEDS)], [(n, 0) for n in MODELS]),
+)
 def test_the_captured_program_and_a_step_give_eagers_bits(name: str, seed: int) -> None:
     model, loss_fn, batch, eager = _made(name, seed)
     program = capture(model, batch, loss_fn=loss_fn)
@@ -80,8 +83,13 @@ def test_the_captured_program_and_a_step_give_eagers_bits(name: str, seed: int) 
         assert torch.equal(outputs[1], model(**batch)[1])
 
 
-@pytest.mark.parametrize("name", ["by hand", "gpt2, bfloat16 logits"])
-@pytest.mark.parametrize("n", [4, 16])
+@pytest.mark.parametrize(
+    ("name", "n"),
+    sampled(
+        [(name, n) for name in ("by hand", "gpt2, bfloat16 logits") for n in (4, 16)],
+        [("by hand", 16), ("gpt2, bfloat16 logits", 4)],
+    ),
+)
 def test_microbatches_add_up_in_float32(name: str, n: int) -> None:
     """The sum of the parts' losses, each as torch rounds it, rounds once."""
     model, loss_fn, batch, _ = _made(name, 0)

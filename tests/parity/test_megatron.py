@@ -27,6 +27,7 @@ from examples.compare import (
 )
 from examples.megatron_gpt2 import Call
 from tests.helpers.jobs import BATCH, HEADS, N_STEPS, SEQUENCE, VOCABULARY, WIDTH, tokens
+from tests.helpers.nightly import nightly
 
 TINY = Size(2, WIDTH, HEADS, VOCABULARY, SEQUENCE)
 SIZES = {
@@ -61,7 +62,9 @@ def megatron_calls(size: Size, itemsize: int = 8) -> Counter[Call]:
     )
 
 
-@pytest.mark.parametrize("name", SIZES)
+@pytest.mark.parametrize(
+    "name", ["tiny", *(pytest.param(n, marks=nightly) for n in SIZES if n != "tiny")]
+)
 def test_parity_with_hand_written_megatron(name: str, workers: Callable[[int], WorkerPool]) -> None:
     size = SIZES[name]
     ranks = trained(size, workers(2))

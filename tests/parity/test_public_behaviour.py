@@ -14,12 +14,12 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from autopar import Manual, NotPlannedError, VerificationError
+from autopar import Manual, NotPlannedError
 from autopar.capture import reference_step
-from autopar.runtime.execute import Environment, Executor, load_code
-from autopar.runtime.launch import ThreadWorld, WorkerPool, run_threads
+from autopar.runtime.launch import WorkerPool
 from tests.helpers.captures import captured
-from tests.helpers.jobs import CASES, Batch, error, gpt2, gradient, machine, rows, tokens
+from tests.helpers.jobs import CASES, Batch, error, gradient, machine, tokens
+from tests.helpers.nightly import nightly
 from tests.parity.table import TOLERANCE
 
 MESH = machine((1, 2))
@@ -59,32 +59,6 @@ def off(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]
     return {name: e for name, e in errors.items() if not e <= TOLERANCE}
 
 
-SHAPES = {"fewer, shorter rows": (8, 4), "more rows": (32, 8)}
-
-
-def reshaped(name: str) -> Batch:
-    n_rows, length = SHAPES[name]
-    return {k: v[:, :length] for k, v in tokens(3, n_rows).items()}
-
-
-def step_on_other_shapes() -> list[tuple[Tensor, dict[str, Tensor]]]:
-    module = ready(DP, microbatches=2)
-    module.step(**tokens(0))
-    out = []
-    for name in SHAPES:
-        module.zero_grad()
-        out.append((module.step(**reshaped(name)), module.full_gradients()))
-    return out
-
-
-def test_another_shape_runs_the_same_plan(workers: Pool) -> None:
-    found = workers(2).run(step_on_other_shapes)
-    for i, name in enumerate(SHAPES):
-        loss, _, values = reference(reshaped(name))
-        assert all(error(of_rank[i][0], loss) <= TOLERANCE for of_rank in found)
-        assert off(found[0][i][1], {n: gradient(v) for n, v in values.items()}) == {}
-
-
 def step_locally(microbatches: int) -> dict[str, Any]:
     module = ready(DP, microbatches=microbatches)
     batch, parts = tokens(0), {name: module.local_slice(name) for name in tokens(0)}
@@ -97,7 +71,7 @@ def step_locally(microbatches: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.mark.parametrize("microbatches", [1, 4])
+@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=nightly), 4])
 def test_a_local_batch_is_the_global_one(microbatches: int, workers: Pool) -> None:
     """This holds even if one rank's rows have fewer labels than the other's."""
     found = workers(2).run(step_locally, microbatches)
@@ -107,26 +81,6 @@ def test_a_local_batch_is_the_global_one(microbatches: int, workers: Pool) -> No
         assert error(*of_rank["losses"]) <= TOLERANCE
     assert off(*found[0]["gradients"]) == {}
     assert error(found[0]["losses"][0], reference_of(0)[0]) <= TOLERANCE
-
-
-def replicated_rows() -> Any:
-    return ready(TP).local_slice("input_ids")
-
-
-def test_a_replicated_batch_is_read_whole(workers: Pool) -> None:
-    assert workers(2).run(replicated_rows) == [slice(0, 16), slice(0, 16)]
-
-
-def rows_by_stage() -> dict[str, slice | None]:
-    module = ready(Manual(pp=2))
-    return {name: module.local_slice(name) for name in tokens(0)}
-
-
-def test_a_stage_has_no_slice_of_what_it_does_not_read(workers: Pool) -> None:
-    """The first stage reads ids, the last one labels."""
-    first, last = workers(2).run(rows_by_stage)
-    assert first == {"input_ids": slice(0, 16), "labels": None}
-    assert last == {"input_ids": None, "labels": slice(0, 16)}
 
 
 def accumulate() -> dict[str, Tensor]:
@@ -176,7 +130,11 @@ def evaluate(manual: Manual, gather: str) -> dict[str, Any]:
 
 @pytest.mark.parametrize(
     ("manual", "gather"),
-    [(DP, "last"), (Manual(dp=2, zero=3), "all"), (Manual(tp=2, sp=True), "last")],
+    [
+        pytest.param(DP, "last", marks=nightly),
+        pytest.param(Manual(dp=2, zero=3), "all", marks=nightly),
+        (Manual(tp=2, sp=True), "last"),
+    ],
     ids=["data parallel", "ZeRO-3", "sequence parallel"],
 )
 def test_evaluation_returns_the_models_own_output(
@@ -203,7 +161,9 @@ def see_outputs(manual: Manual) -> tuple[list[Tensor], list[Tensor], Tensor]:
     return [o.logits for o in seen], [o.loss for o in seen], loss
 
 
-@pytest.mark.parametrize("manual", [DP, TP], ids=["data parallel", "tensor parallel"])
+@pytest.mark.parametrize(
+    "manual", [DP, pytest.param(TP, marks=nightly)], ids=["data parallel", "tensor parallel"]
+)
 def test_outputs_of_each_microbatch(manual: Manual, workers: Pool) -> None:
     """Rows of a microbatch: a contiguous part of the batch, or one part of each rank's rows."""
     whole = reference_of(0)[1].logits.detach()
@@ -214,88 +174,6 @@ def test_outputs_of_each_microbatch(manual: Manual, workers: Pool) -> None:
         for found, wanted in zip(logits, parts, strict=True):
             assert error(found, wanted) <= TOLERANCE
         assert error(sum(losses, torch.zeros(())) / 2, loss) <= TOLERANCE
-
-
-def verify_in_job() -> tuple[bool, str, set[str]]:
-    report = autopar.verify(model(), MESH, tokens(0), precision="fp64", manual=TP)
-    return report.ok, report.text(), set(report.errors)
-
-
-def test_verifying_in_a_job(workers: Pool) -> None:
-    """Every rank has the report; a tied parameter is in it once."""
-    names = {"loss", *(n for n, _ in model().named_parameters())}
-    for is_ok, text, found in workers(2).run(verify_in_job):
-        assert is_ok, text
-        assert found == names
-
-
-def start_on_meta(manual: Manual) -> tuple[dict[str, Tensor], Tensor]:
-    torch.manual_seed(5)
-    with torch.device("meta"):
-        empty = gpt2()
-    module = autopar.parallelize(empty, MESH, tokens(0), weights="init", manual=manual)
-    assert all(p.is_meta for p in empty.parameters())
-    return module.full_state_dict(), module.step(**tokens(0))
-
-
-def test_weights_of_a_model_on_meta(workers: Pool) -> None:
-    """Weights are initialised shard by shard, to the same values under every plan."""
-    (first, loss), (_, other_loss) = workers(2).run(start_on_meta, TP)
-    (second, _), _ = workers(2).run(start_on_meta, Manual(dp=2, zero=3))
-    assert first.keys() == second.keys()
-    assert all(torch.equal(value, second[name]) for name, value in first.items())
-    assert first.keys() == model().state_dict().keys()
-    assert torch.equal(loss, other_loss)
-    deviation = first["transformer.wte.weight"].std().item()
-    assert deviation == pytest.approx(0.02, rel=0.1)  # GPT2Config.initializer_range
-    assert torch.equal(first["transformer.ln_f.weight"], torch.ones(32))
-    assert abs(loss.item() - torch.tensor(32.0).log().item()) < 0.1
-
-
-def keys_and_values() -> dict[str, Any]:
-    module = ready()
-    whole, held = module.full_state_dict(), module.state_dict()
-    tied = ("lm_head.weight", "transformer.wte.weight")
-    return {
-        "whole": {n: v for n, v in whole.items() if n in tied}, "names": list(whole),
-        "held": {n: (type(v).__name__, tuple(v.shape)) for n, v in held.items()},
-        "n_parameters": len(list(module.parameters())),
-    }  # fmt: skip
-
-
-def test_tied_weights_keep_both_names(workers: Pool) -> None:
-    own = model()
-    first, second = workers(2).run(keys_and_values)
-    assert set(first["names"]) == set(own.state_dict())
-    assert second["names"] == []
-    embedding, head = first["whole"].values()
-    assert torch.equal(embedding, head)
-    for found in (first, second):
-        assert found["held"].keys() == own.state_dict().keys()
-        for name, (kind, shape) in found["held"].items():
-            assert (kind, shape) == ("DTensor", tuple(own.state_dict()[name].shape))
-        assert found["n_parameters"] == len(list(own.parameters()))
-
-
-def clip(manual: Manual, max_norm: float) -> tuple[Tensor, dict[str, Tensor]]:
-    module = ready(manual)
-    module.step(**tokens(0))
-    return module.clip_grad_norm_(max_norm), module.full_gradients()
-
-
-@pytest.mark.parametrize(
-    ("manual", "max_norm"),
-    [(TP, 0.1), (Manual(dp=2, zero=1), 0.1), (DP, 1e6)],
-    ids=["tensor parallel", "ZeRO-1", "nothing to clip"],
-)
-def test_clipping_is_torchs(manual: Manual, max_norm: float, workers: Pool) -> None:
-    values = {n: v.detach().clone().requires_grad_() for n, v in reference_of(0)[2].items()}
-    for name, value in values.items():
-        value.grad = gradient(reference_of(0)[2][name]).clone()
-    norm = torch.nn.utils.clip_grad_norm_(values.values(), max_norm)
-    found = workers(2).run(clip, manual, max_norm)
-    assert all(error(of_rank, norm) <= TOLERANCE for of_rank, _ in found)
-    assert off(found[0][1], {n: gradient(v) for n, v in values.items()}) == {}
 
 
 def train_beside_the_model() -> bool:
@@ -318,68 +196,3 @@ def train_beside_the_model() -> bool:
 
 def test_the_users_model_is_left_untouched(workers: Pool) -> None:
     assert workers(2).run(train_beside_the_model) == [True, True]
-
-
-class TwoBranches(nn.Module):
-    """Two all_reduces of different sizes that do not depend on each other."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32))
-        self.b = nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 16))
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.a(x).relu().sum() + self.b(y).relu().sum()
-
-
-def run_with(change: Callable[[str], str]) -> None:
-    """One step on two thread ranks; the second runs changed code."""
-    batch = rows(0, "x", "y")
-    plan = autopar.plan(TwoBranches(), MESH, batch, manual=TP, microbatches=1)
-    assert plan.bound is not None
-    pipeline, program = plan.bound.pipeline, plan.bound.analysis.program
-    (stage,), (mesh,) = pipeline.stages, pipeline.meshes
-    (source,) = plan.code().values()
-    constants = {name: make() for name, make in program.constants.items()}
-
-    def run(world: ThreadWorld) -> Tensor:
-        code, _ = load_code("stage_0.py", change(source) if world.rank == 1 else source)
-        environment = Environment(torch.device("cpu"), world.make_groups(mesh))
-        stored = {p.name: torch.zeros(p.stored.shape, requires_grad=True) for p in stage.parameters}
-        executor = Executor(pipeline, world.rank, code, environment, constants)
-        return executor.step(stored, {n: batch[i.path] for n, i in program.inputs.items()})
-
-    run_threads(run, 2)
-
-
-def swapped(source: str) -> str:
-    """The code with the second branch computed first."""
-    lines = source.splitlines()
-    (start,) = [i for i, line in enumerate(lines) if line.startswith("    # a.0  ")]
-    (middle,) = [i for i, line in enumerate(lines) if line.startswith("    # b.0  ")]
-    (last,) = [i for i, line in enumerate(lines) if " add" in line and "sum" in line]
-    end = max(i for i in range(last) if not lines[i].strip())
-    order = lines[:start] + lines[middle:end] + [""] + lines[start:middle] + lines[end:]
-    return "\n".join(order)
-
-
-def without_one(source: str) -> str:
-    """The code without its first all_reduce."""
-    lines = source.splitlines()
-    at = next(i for i, line in enumerate(lines) if "= p_to_i(" in line)
-    lines[at] = lines[at].replace("p_to_i(", "(lambda x, group: x)(")
-    return "\n".join(lines)
-
-
-def test_equal_ranks_agree() -> None:
-    run_with(lambda source: source)
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [(swapped, "ranks of one group call different collectives"), (without_one, "ranks|rank")],
-    ids=["another order", "one call less"],
-)
-def test_ranks_that_disagree_are_noticed(change: Callable[[str], str], message: str) -> None:
-    with pytest.raises(VerificationError, match=rf"{message}[\s\S]*same order"):
-        run_with(change)
