@@ -13,8 +13,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar import CaptureError, NotSupportedError, PlanError
-from tests.habits.table import ALL, Block, Run, Small, adamw, habit
-from tests.habits.tasks import learning
+from tests.habits.table import ALL, Block, Run, Small, habit
+from tests.habits.tasks import of_learning, trains
 
 SECTION = "Adapter libraries"
 RANK = 2
@@ -79,6 +79,7 @@ class LoraLinear(nn.Module):
         return result.to(dtype)
 
 
+@trains(SECTION, "LoRA layers with `ModuleDict` of adapters and a dict of scales")
 class Wrapped(nn.Module):
     """The base model of a `PeftModel`: every `up` and `down` has adapters of these names."""
 
@@ -117,35 +118,11 @@ class TwoAdapters(Wrapped):
     names = ("first", "second")
 
 
-class Referenced(Wrapped):
-    """Its reference is itself, without its adapters."""
-
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        with torch.no_grad(), self.disable_adapter():
-            reference = self.base_model.body(ids).log_softmax(-1)
-        logits = self.base_model.body(ids)
-        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
-        kl = (reference.exp() * (reference - logits.log_softmax(-1))).sum(-1).mean()
-        return loss + 0.1 * kl
-
-
-def of_learning(run: Run) -> list[torch.optim.Optimizer]:
-    """Stages may have nothing that learns, and torch takes no empty list."""
-    has_stages = run.layout == "pp"
-    return [adamw(m.parameters() if has_stages else learning(m)) for m in run.both()]
-
-
 @contextmanager
 def captured_again() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*captured again")
         yield
-
-
-@habit(SECTION, "LoRA layers with `ModuleDict` of adapters and a dict of scales", kind=Wrapped,
-       layouts=ALL)  # fmt: skip
-def lora_layers(run: Run) -> None:
-    run.train(of_learning(run))
 
 
 @habit(SECTION, "another adapter later: `model.set_adapter(name)`",
@@ -192,10 +169,19 @@ def adapter_frozen(run: Run) -> None:
     run.pm.step(**run.batch(0))
 
 
-@habit(SECTION, "a reference without adapters in one forward: `with self.disable_adapter():`",
-       "a switch that is put back", kind=Referenced, layouts=ALL)  # fmt: skip
-def reference_without_adapters(run: Run) -> None:
-    run.train(of_learning(run))
+@trains(SECTION,
+        "a reference without adapters in one forward: `with self.disable_adapter():`",
+        "a switch that is put back")  # fmt: skip
+class Referenced(Wrapped):
+    """Its reference is itself, without its adapters."""
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        with torch.no_grad(), self.disable_adapter():
+            reference = self.base_model.body(ids).log_softmax(-1)
+        logits = self.base_model.body(ids)
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
+        kl = (reference.exp() * (reference - logits.log_softmax(-1))).sum(-1).mean()
+        return loss + 0.1 * kl
 
 
 @habit(SECTION, "evaluation `with model.disable_adapter():`", "captured again", kind=Wrapped,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -10,8 +11,8 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autopar import CaptureError
-from tests.habits.table import ALL, LENGTH, VOCABULARY, Batch, Run, Small, habit
-from tests.habits.tasks import train
+from tests.habits.table import BOTH, LENGTH, VOCABULARY, Batch, Small
+from tests.habits.tasks import trains
 
 SECTION = "Alignment"
 ROWS = 8
@@ -45,6 +46,9 @@ def few(*names: str) -> Any:
     return lambda seed: {n: v for n, v in batch_of(seed).items() if n in ("ids", "mask", *names)}
 
 
+of_policy = partial(trains, SECTION, kind=Policy, batches=batch_of)
+
+
 def logps_of(logits: Tensor, ids: Tensor) -> Tensor:
     """trl's `selective_log_softmax`."""
     logits, index = logits[:, :-1], ids[:, 1:]
@@ -59,11 +63,13 @@ def logps_by_row(logits: Tensor, ids: Tensor) -> Tensor:
     return picked - torch.stack([torch.logsumexp(row, dim=-1) for row in logits])
 
 
+@of_policy("labels of completions alone: `-100` elsewhere")
 def sft(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     labels = batch["ids"].masked_fill(batch["mask"] == 0, -100)
     return F.cross_entropy(logits[:, :-1].flatten(0, 1), labels[:, 1:].flatten(), ignore_index=-100)
 
 
+@of_policy("GRPO: clipped ratios of given log-probabilities, a KL term, means by row")
 def grpo(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     logps, mask = logps_of(logits, batch["ids"]), batch["mask"][:, 1:]
     ratio = torch.exp(logps - batch["old_logps"])
@@ -75,6 +81,7 @@ def grpo(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     return ((per_token * mask).sum(-1) / mask.sum(-1).clamp(min=1.0)).mean()
 
 
+@of_policy("the mean over tokens, `torch.stack([logsumexp(row) for row in logits])`")
 def bnpo(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     logps, mask = logps_by_row(logits, batch["ids"]), batch["mask"][:, 1:]
     ratio = torch.exp(logps - logps.detach())
@@ -82,12 +89,15 @@ def bnpo(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     return (per_token * mask).sum() / mask.sum().clamp(min=1.0)
 
 
+@of_policy("a sum over tokens divided by `per_token.size(0) * length`, with microbatches",
+           microbatches=2)  # fmt: skip
 def dr_grpo(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     logps, mask = logps_of(logits, batch["ids"]), batch["mask"][:, 1:]
     per_token = -torch.exp(logps - batch["old_logps"]) * batch["advantages"].unsqueeze(1)
     return (per_token * mask).sum() / (per_token.size(0) * 16)
 
 
+@of_policy("GSPO: ratios of whole sequences")
 def sequence_level(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     logps, mask = logps_of(logits, batch["ids"]), batch["mask"][:, 1:]
     ratio = logps - batch["old_logps"]
@@ -95,6 +105,7 @@ def sequence_level(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     return -(weights * batch["advantages"].unsqueeze(1) * mask).sum(-1).mean()
 
 
+@of_policy("advantages normalised by group: `rewards.view(-1, G).std(1)`", layouts=BOTH)
 def rloo(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     """Advantages of groups of two, normalised in the loss."""
     logps, mask = logps_of(logits, batch["ids"]), batch["mask"][:, 1:]
@@ -105,6 +116,7 @@ def rloo(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     return -((logps * mask).sum(1) * advantages).mean()
 
 
+@of_policy("PPO: advantages whitened over all tokens of the batch")
 def whitened(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     """PPO: advantages of unit variance over all tokens of the batch."""
     logps, mask = logps_of(logits, batch["ids"]), batch["mask"][:, 1:]
@@ -129,12 +141,15 @@ def entropies(logits: Tensor) -> Tensor:
     return torch.cat(found, dim=0).reshape(logits.shape[:-1])
 
 
+@of_policy("an entropy bonus, in chunks: `logits.split(n)`, `torch.cat`")
 def with_entropy(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     mask = batch["mask"][:, 1:]
     bonus = (entropies(logits[:, :-1]) * mask).sum() / mask.sum()
     return bnpo(logits, batch) - 0.01 * bonus
 
 
+@of_policy("a mask up to the first end: `eos_idx[is_eos.any(1)] = ...`",
+           "`torch.where`", refused=(CaptureError, "torch.where"), layouts=BOTH)  # fmt: skip
 def up_to_eos(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     """GRPO's mask: everything after the first end of sequence."""
     ids = batch["ids"][:, 1:]
@@ -146,6 +161,7 @@ def up_to_eos(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     return -(logps_of(logits, batch["ids"]) * mask).sum() / mask.sum()
 
 
+@of_policy("the same with `torch.where(is_eos.any(1), is_eos.int().argmax(1), n)`")
 def up_to_eos_where(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     ids = batch["ids"][:, 1:]
     is_eos = ids % 5 == 0
@@ -155,6 +171,8 @@ def up_to_eos_where(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     return -(logps_of(logits, batch["ids"]) * mask).sum() / mask.sum()
 
 
+@of_policy("tokens of high entropy: `torch.quantile(entropy[mask], 0.8)`",
+           "masks of fixed shape", refused=(CaptureError, "torch.where"), layouts=BOTH)  # fmt: skip
 def top_entropy(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     """Tokens of the highest entropy only: a quantile of a selection."""
     mask, found = batch["mask"][:, 1:], entropies(logits[:, :-1]).detach()
@@ -169,6 +187,7 @@ def pair_logps(logits: Tensor, batch: Mapping[str, Any]) -> tuple[Tensor, Tensor
     return chosen, rejected
 
 
+@of_policy("DPO: `logps.chunk(2)` of chosen and rejected rows, the reference in the batch")
 def dpo_given(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     """The logps of the reference are part of the batch."""
     chosen, rejected = pair_logps(logits, batch)
@@ -177,6 +196,7 @@ def dpo_given(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     return (-F.logsigmoid(0.1 * delta) * 0.9 - F.logsigmoid(-0.1 * delta) * 0.1).mean()
 
 
+@of_policy("ORPO: odds of means by length, beside a cross-entropy of half of the rows")
 def orpo(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     logps, mask = logps_of(logits, batch["ids"]), batch["mask"][:, 1:]
     mean = (logps * mask).sum(1) / mask.sum(1)
@@ -191,6 +211,7 @@ def orpo(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     return nll - 0.1 * F.logsigmoid(odds).mean()
 
 
+@of_policy("AOT: `torch.sort(logratios, dim=0)` over the rows of the batch")
 def aot(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     chosen, rejected = pair_logps(logits, batch)
     ref = (batch["ref_logps"] * batch["mask"][:, 1:]).sum(1)
@@ -199,6 +220,7 @@ def aot(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     return -F.logsigmoid(0.1 * (one - other)).mean()
 
 
+@of_policy("KTO: a baseline `ratio.mean().detach().clamp(min=0)`, `torch.where` by label")
 def kto(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     """A baseline over the batch, without gradient; desirable rows by sign."""
     mask = batch["mask"][:, 1:]
@@ -209,123 +231,11 @@ def kto(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     return losses.nanmean()
 
 
+@of_policy("KTO with `ratio[good]`, `ratio[~good]`", "`torch.where`",
+           refused=(CaptureError, "torch.where"), layouts=BOTH)  # fmt: skip
 def kto_selected(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     mask = batch["mask"][:, 1:]
     ratio = ((logps_of(logits, batch["ids"]) - batch["ref_logps"]) * mask).sum(1)
     good = batch["advantages"] > 0
     losses = torch.cat((1 - torch.sigmoid(ratio[good]), torch.sigmoid(ratio[~good])))
     return losses.mean()
-
-
-def try_loss(run: Run, loss_fn: Any, *names: str, **options: Any) -> None:
-    train(run, few(*names), loss_fn, **options)
-
-
-@habit(SECTION, "labels of completions alone: `-100` elsewhere", kind=Policy, layouts=ALL)
-def completions_only(run: Run) -> None:
-    try_loss(run, sft)
-
-
-@habit(SECTION, "GRPO: clipped ratios of given log-probabilities, a KL term, means by row",
-       kind=Policy, layouts=ALL)  # fmt: skip
-def group_relative(run: Run) -> None:
-    try_loss(run, grpo, "old_logps", "ref_logps", "advantages")
-
-
-@habit(SECTION, "the mean over tokens, `torch.stack([logsumexp(row) for row in logits])`",
-       kind=Policy, layouts=ALL)  # fmt: skip
-def token_mean(run: Run) -> None:
-    try_loss(run, bnpo, "advantages")
-
-
-@habit(SECTION, "a sum over tokens divided by `per_token.size(0) * length`, with microbatches",
-       kind=Policy, layouts=ALL)  # fmt: skip
-def fixed_divisor(run: Run) -> None:
-    try_loss(run, dr_grpo, "old_logps", "advantages", microbatches=2)
-
-
-@habit(SECTION, "GSPO: ratios of whole sequences", kind=Policy, layouts=ALL)
-def sequence_ratio(run: Run) -> None:
-    try_loss(run, sequence_level, "old_logps", "advantages")
-
-
-@habit(SECTION, "advantages normalised by group: `rewards.view(-1, G).std(1)`",
-       kind=Policy)  # fmt: skip
-def grouped_advantages(run: Run) -> None:
-    try_loss(run, rloo, "advantages")
-
-
-@habit(SECTION, "PPO: advantages whitened over all tokens of the batch", kind=Policy, layouts=ALL)
-def whitening(run: Run) -> None:
-    try_loss(run, whitened, "old_logps", "ref_logps", "advantages")
-
-
-@habit(
-    SECTION, "an entropy bonus, in chunks: `logits.split(n)`, `torch.cat`", kind=Policy, layouts=ALL
-)
-def entropy_bonus(run: Run) -> None:
-    try_loss(run, with_entropy, "advantages")
-
-
-@habit(SECTION, "a mask up to the first end: `eos_idx[is_eos.any(1)] = ...`",
-       "`torch.where`", kind=Policy, refused=(CaptureError, "torch.where"))  # fmt: skip
-def eos_assigned(run: Run) -> None:
-    try_loss(run, up_to_eos)
-
-
-@habit(
-    SECTION,
-    "the same with `torch.where(is_eos.any(1), is_eos.int().argmax(1), n)`",
-    kind=Policy,
-    layouts=ALL,
-)
-def eos_where(run: Run) -> None:
-    try_loss(run, up_to_eos_where)
-
-
-@habit(SECTION, "tokens of high entropy: `torch.quantile(entropy[mask], 0.8)`",
-       "masks of fixed shape", kind=Policy, refused=(CaptureError, "torch.where"))  # fmt: skip
-def entropy_quantile(run: Run) -> None:
-    try_loss(run, top_entropy)
-
-
-@habit(
-    SECTION,
-    "DPO: `logps.chunk(2)` of chosen and rejected rows, the reference in the batch",
-    kind=Policy,
-    layouts=ALL,
-)
-def preference_given(run: Run) -> None:
-    try_loss(run, dpo_given, "ref_logps")
-
-
-@habit(SECTION, "ORPO: odds of means by length, beside a cross-entropy of half of the rows",
-       kind=Policy, layouts=ALL)  # fmt: skip
-def odds_ratio(run: Run) -> None:
-    try_loss(run, orpo)
-
-
-@habit(
-    SECTION,
-    "AOT: `torch.sort(logratios, dim=0)` over the rows of the batch",
-    kind=Policy,
-    layouts=ALL,
-)
-def sorted_rows(run: Run) -> None:
-    try_loss(run, aot, "ref_logps")
-
-
-@habit(
-    SECTION,
-    "KTO: a baseline `ratio.mean().detach().clamp(min=0)`, `torch.where` by label",
-    kind=Policy,
-    layouts=ALL,
-)
-def desirable_rows(run: Run) -> None:
-    try_loss(run, kto, "ref_logps", "advantages")
-
-
-@habit(SECTION, "KTO with `ratio[good]`, `ratio[~good]`", "`torch.where`", kind=Policy,
-       refused=(CaptureError, "torch.where"))  # fmt: skip
-def selected_rows(run: Run) -> None:
-    try_loss(run, kto_selected, "ref_logps", "advantages")

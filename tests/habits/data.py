@@ -17,7 +17,8 @@ from torch.utils.data import (
 )
 
 from autopar import BatchError, NotSupportedError, OptionError
-from tests.habits.table import ALL, BOTH, ROWS, Run, Small, habit
+from tests.habits.table import BOTH, ROWS, Run, Small, habit
+from tests.habits.table import ZERO_FIRST as ALL
 
 SECTION = "Batches and losses"
 

@@ -9,8 +9,9 @@ import torch
 from torch import Tensor, nn
 
 from autopar import NotSupportedError
-from tests.habits.adapters import RANK, SECTION, Wrapped, of_learning
-from tests.habits.table import ALL, WIDTH, Run, Small, habit
+from tests.habits.adapters import RANK, SECTION, Wrapped
+from tests.habits.table import ALL, BOTH, WIDTH, Run, Small, habit
+from tests.habits.tasks import of_learning, trains
 
 
 class HadaWeight(torch.autograd.Function):
@@ -80,17 +81,13 @@ class Lokr(nn.Module):
         )
 
 
+@trains(SECTION, "LoKr: `torch.kron(w1, w2)`")
 class LokrModel(Small):
     def __init__(self) -> None:
         super().__init__()
         self.requires_grad_(False)
         for b in self.blocks:
             b.up, b.down = Lokr(b.up), Lokr(b.down)
-
-
-@habit(SECTION, "LoKr: `torch.kron(w1, w2)`", kind=LokrModel, layouts=ALL)
-def lokr(run: Run) -> None:
-    run.train(of_learning(run))
 
 
 class Oft(nn.Module):
@@ -109,22 +106,13 @@ class Oft(nn.Module):
         return nn.functional.linear(x, self.base_layer.weight @ rot, self.base_layer.bias)
 
 
+@trains(SECTION, "OFT: a rotation by `torch.linalg.solve`, `torch.block_diag`")
 class OftModel(Small):
     def __init__(self) -> None:
         super().__init__()
         self.requires_grad_(False)
         for b in self.blocks:
             b.up = Oft(b.up)
-
-
-@habit(
-    SECTION,
-    "OFT: a rotation by `torch.linalg.solve`, `torch.block_diag`",
-    kind=OftModel,
-    layouts=ALL,
-)
-def oft(run: Run) -> None:
-    run.train(of_learning(run))
 
 
 class AdaLora(nn.Module):
@@ -167,20 +155,13 @@ class AdaModel(Small):
         return loss + 0.1 * regu / num
 
 
+@trains(SECTION,
+        "AdaLoRA: its penalty, with `torch.eye(..., out=torch.empty_like(cov))`",
+        "`torch.eye(...)`",
+        refused=(NotSupportedError, "aten.eye.m_out"), layouts=BOTH)  # fmt: skip
 class AdaOut(AdaModel):
     def eye(self, like: Any) -> Any:
         return torch.eye(*like.size(), out=torch.empty_like(like))
-
-
-@habit(
-    SECTION,
-    "AdaLoRA: its penalty, with `torch.eye(..., out=torch.empty_like(cov))`",
-    "`torch.eye(...)`",
-    kind=AdaOut,
-    refused=(NotSupportedError, "aten.eye.m_out"),
-)
-def adalora(run: Run) -> None:
-    run.train(of_learning(run))
 
 
 @habit(SECTION, "AdaLoRA: `p.masked_fill_((p * p.grad).abs() <= c, 0)`", kind=AdaModel, layouts=ALL)
@@ -272,6 +253,7 @@ class LoraEmbedding(nn.Module):
         return base(x) + (after_A @ B) * 0.5
 
 
+@trains(SECTION, "LoRA of an embedding: `F.embedding(x, A.T) @ B.T`; `Conv1D`")
 class EmbModel(Small):
     def __init__(self) -> None:
         super().__init__()
@@ -279,16 +261,6 @@ class EmbModel(Small):
             b.up = Conv1D(2 * WIDTH, WIDTH)
         self.requires_grad_(False)
         self.embed = LoraEmbedding(self.embed)  # type: ignore[assignment]
-
-
-@habit(
-    SECTION,
-    "LoRA of an embedding: `F.embedding(x, A.T) @ B.T`; `Conv1D`",
-    kind=EmbModel,
-    layouts=ALL,
-)
-def lora_embedding(run: Run) -> None:
-    run.train(of_learning(run))
 
 
 @habit(

@@ -12,7 +12,8 @@ from torch.distributed.fsdp import FullyShardedDataParallel, fully_shard
 from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from autopar import NotSupportedError
-from tests.habits.table import ALL, Run, habit
+from tests.habits.table import STAGES_FIRST as ALL
+from tests.habits.table import Run, habit
 
 SECTION = "Wrappers and frameworks"
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import warnings
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,8 +15,18 @@ from transformers import AutoConfig, AutoModelForCausalLM, get_cosine_schedule_w
 from transformers.trainer_pt_utils import get_parameter_names
 
 from autopar import CaptureError, NotSupportedError
-from tests.habits.table import ALL, VOCABULARY, WIDTH, Batch, Run, Small, batch_of, habit
-from tests.habits.tasks import backward, parallelize, train
+from tests.habits.table import (
+    BOTH,
+    VOCABULARY,
+    WIDTH,
+    Batch,
+    Run,
+    Small,
+    batch_of,
+    habit,
+)
+from tests.habits.table import STAGES_FIRST as ALL
+from tests.habits.tasks import backward, parallelize, train, trains
 
 SECTION = "Language models"
 
@@ -32,22 +43,16 @@ def padded(seed: int) -> Batch:
     }
 
 
+of_tokens = partial(trains, SECTION, batches=padded)
+
+
+@trains(SECTION, "tied weights: `head.weight = embed.weight`",
+        "one parameter, on every stage that uses it")  # fmt: skip
 class Tied(Small):
     def __init__(self) -> None:
         super().__init__()
         self.head = nn.Linear(WIDTH, VOCABULARY, bias=False)
         self.head.weight = self.embed.weight
-
-
-@habit(
-    SECTION,
-    "tied weights: `head.weight = embed.weight`",
-    "one parameter, on every stage that uses it",
-    kind=Tied,
-    layouts=ALL,
-)
-def tied(run: Run) -> None:
-    run.train(run.optimizers())
 
 
 @habit(SECTION, "the same later, on the original model", "tie them before",
@@ -59,6 +64,7 @@ def tied_later(run: Run) -> None:
     run.pm.step(**run.batch(0))
 
 
+@trains(SECTION, "a layer that runs several times, as in ALBERT")
 class Shared(Small):
     """One block, several times, as ALBERT."""
 
@@ -67,11 +73,6 @@ class Shared(Small):
         for _ in range(3):
             h = self.blocks[0](h)
         return self.head(self.blocks[1](h))
-
-
-@habit(SECTION, "a layer that runs several times, as in ALBERT", kind=Shared, layouts=ALL)
-def shared_layer(run: Run) -> None:
-    run.train(run.optimizers())
 
 
 def resize(model: Any, n: int) -> None:
@@ -84,7 +85,9 @@ def resize(model: Any, n: int) -> None:
 
 
 @habit(
-    SECTION, "`resize_token_embeddings` before: new rows are the mean of the others", layouts=ALL
+    SECTION,
+    "`resize_token_embeddings` before: new rows are the mean of the others",
+    layouts=ALL,
 )
 def resized(run: Run) -> None:
     for m in (run.model, run.alone):
@@ -144,6 +147,13 @@ def counted_int(run: Run) -> None:
         train(run, of, n_steps=3)
 
 
+class Masked(Small):
+    def forward(self, ids: Tensor, mask: Tensor) -> Any:
+        return self.body(ids)
+
+
+@of_tokens("`LabelSmoother`: `nll.masked_fill_(padding, 0)`, a count of what is no padding",
+           kind=Masked)  # fmt: skip
 def label_smoothed(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     """transformers' LabelSmoother"""
     log_probs = -F.log_softmax(logits, dim=-1)
@@ -158,37 +168,12 @@ def label_smoothed(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     return 0.9 * nll.sum() / n + 0.1 * smooth.sum() / (n * log_probs.shape[-1])
 
 
-class Masked(Small):
-    def forward(self, ids: Tensor, mask: Tensor) -> Any:
-        return self.body(ids)
-
-
-@habit(
-    SECTION,
-    "`LabelSmoother`: `nll.masked_fill_(padding, 0)`, a count of what is no padding",
-    kind=Masked,
-    layouts=ALL,
-)
-def smoother(run: Run) -> None:
-    train(run, padded, label_smoothed)
-
-
+@of_tokens("z-loss: `logsumexp(logits).pow(2)` over tokens that count", kind=Masked)
 def z_loss(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     ce = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten())
     keep = batch["labels"] != -100
     z = (torch.logsumexp(logits, -1).pow(2) * keep).sum() / keep.sum()
     return ce + 1e-2 * z
-
-
-@habit(
-    SECTION, "z-loss: `logsumexp(logits).pow(2)` over tokens that count", kind=Masked, layouts=ALL
-)
-def router_z(run: Run) -> None:
-    train(run, padded, z_loss)
-
-
-def several(outputs: Any, batch: Mapping[str, Any]) -> Any:
-    return sum(outputs.values())
 
 
 class Several(Small):
@@ -206,25 +191,16 @@ def several_losses(run: Run) -> None:
     parallelize(run, padded(0))
 
 
-@habit(
-    SECTION,
-    "the same with `loss_fn=lambda losses, batch: sum(losses.values())`",
-    kind=Several,
-    layouts=ALL,
-)
-def several_summed(run: Run) -> None:
-    train(run, padded, several)
+@of_tokens("the same with `loss_fn=lambda losses, batch: sum(losses.values())`", kind=Several)
+def several(outputs: Any, batch: Mapping[str, Any]) -> Any:
+    return sum(outputs.values())
 
 
+@of_tokens("masked positions alone: `logits[labels != -100]`", "`ignore_index`",
+           kind=Masked, refused=(CaptureError, "torch.where"), layouts=BOTH)  # fmt: skip
 def mlm_selected(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     keep = batch["labels"] != -100
     return F.cross_entropy(logits[keep], batch["labels"][keep])
-
-
-@habit(SECTION, "masked positions alone: `logits[labels != -100]`", "`ignore_index`", kind=Masked,
-       refused=(CaptureError, "torch.where"))  # fmt: skip
-def masked_selection(run: Run) -> None:
-    train(run, padded, mlm_selected)
 
 
 class Contrast(Small):
@@ -262,6 +238,7 @@ def contrastive(run: Run) -> None:
                 m.logit_scale.clamp_(0, 2.5)
 
 
+@of_tokens("multiple choice: `ids.view(-1, n)`, scores `.view(-1, choices)`", layouts=BOTH)
 class Choice(Small):
     def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Any:  # type: ignore[override]
         n = ids.shape[1] // 2
@@ -270,11 +247,7 @@ class Choice(Small):
         return F.cross_entropy(scores, labels[:, 0].clamp(min=0) % 2)
 
 
-@habit(SECTION, "multiple choice: `ids.view(-1, n)`, scores `.view(-1, choices)`", kind=Choice)
-def multiple_choice(run: Run) -> None:
-    train(run, padded)
-
-
+@of_tokens("T5: labels shifted into a new tensor, `shifted[..., 1:] = ...`, `masked_fill_`")
 class Shifted(Small):
     def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Any:  # type: ignore[override]
         shifted = labels.new_zeros(labels.shape)
@@ -282,16 +255,6 @@ class Shifted(Small):
         shifted[..., 0] = 1
         shifted.masked_fill_(shifted == -100, 0)
         return F.cross_entropy(self.body(shifted).flatten(0, 1), labels.flatten())
-
-
-@habit(
-    SECTION,
-    "T5: labels shifted into a new tensor, `shifted[..., 1:] = ...`, `masked_fill_`",
-    kind=Shifted,
-    layouts=ALL,
-)
-def shifted_right(run: Run) -> None:
-    train(run, padded)
 
 
 @habit(SECTION, "`get_parameter_names(pm, [nn.LayerNorm])`, `get_cosine_schedule_with_warmup`")

@@ -8,7 +8,8 @@ import torch
 from torch import Tensor, nn
 
 import autopar
-from tests.habits.table import ALL, LENGTH, VOCABULARY, WIDTH, Block, Run, Small, adamw, habit, make
+from tests.habits.table import LENGTH, VOCABULARY, WIDTH, Block, Run, Small, adamw, habit, make
+from tests.habits.table import STAGES_FIRST as ALL
 from tests.helpers.jobs import machine
 
 SECTION = "Fine-tuning"

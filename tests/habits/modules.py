@@ -9,7 +9,8 @@ from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar import NotSupportedError
-from tests.habits.table import ALL, Run, Small, habit
+from tests.habits.table import STAGES_FIRST as ALL
+from tests.habits.table import Run, Small, habit
 
 SECTION = "The module"
 

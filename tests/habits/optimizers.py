@@ -12,7 +12,8 @@ from torch import Tensor
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from autopar import NotSupportedError, OptionError, ParallelModule
-from tests.habits.table import ALL, Run, adamw, habit
+from tests.habits.table import ZERO_FIRST as ALL
+from tests.habits.table import Run, adamw, habit
 
 SECTION = "Optimizers"
 Make = Callable[[Any], torch.optim.Optimizer]

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.habits.adapters import RANK, SECTION, Wrapped, of_learning
+from tests.habits.adapters import RANK, SECTION, Wrapped
 from tests.habits.table import ALL, WIDTH, Run, Small, habit
+from tests.habits.tasks import of_learning, trains
 
 
 class ModulesToSave(nn.Module):
@@ -50,6 +51,7 @@ def modules_to_save(run: Run) -> None:
     assert "base_model.head.original_module.weight" in dict(run.alone.named_parameters())
 
 
+@trains(SECTION, "prompt tuning: learned rows before the sequence, labels `-100` for them")
 class Prompted(Small):
     def __init__(self) -> None:
         super().__init__()
@@ -68,16 +70,6 @@ class Prompted(Small):
         for b in self.blocks:
             h = b(h)
         return nn.functional.cross_entropy(self.head(h).flatten(0, 1), labels.flatten())
-
-
-@habit(
-    SECTION,
-    "prompt tuning: learned rows before the sequence, labels `-100` for them",
-    kind=Prompted,
-    layouts=ALL,
-)
-def prompt_tuning(run: Run) -> None:
-    run.train(of_learning(run))
 
 
 class Attending(nn.Module):
@@ -99,6 +91,7 @@ class Attending(nn.Module):
         return h + self.o(out.transpose(1, 2).flatten(2))
 
 
+@trains(SECTION, "prefix tuning: learned keys and values of every layer")
 class Prefixed(Small):
     def __init__(self) -> None:
         super().__init__()
@@ -113,11 +106,6 @@ class Prefixed(Small):
         for i, b in enumerate(self.blocks):
             h = b(self.attention[i](h, past[i]))
         return self.head(h)
-
-
-@habit(SECTION, "prefix tuning: learned keys and values of every layer", kind=Prefixed, layouts=ALL)
-def prefix_tuning(run: Run) -> None:
-    run.train(of_learning(run))
 
 
 class IA3(nn.Module):
@@ -141,22 +129,13 @@ class IA3(nn.Module):
         return (result * ia3_scaling).to(result.dtype)
 
 
+@trains(SECTION, "IA3: learned scales of inputs and outputs, `scaling = 1; scaling *= p`")
 class Scaled(Small):
     def __init__(self) -> None:
         super().__init__()
         self.requires_grad_(False)
         for b in self.blocks:
             b.up, b.down = IA3(b.up, False), IA3(b.down, True)
-
-
-@habit(
-    SECTION,
-    "IA3: learned scales of inputs and outputs, `scaling = 1; scaling *= p`",
-    kind=Scaled,
-    layouts=ALL,
-)
-def ia3(run: Run) -> None:
-    run.train(of_learning(run))
 
 
 class Dora(nn.Module):
@@ -194,17 +173,13 @@ class Dora(nn.Module):
         )
 
 
+@trains(SECTION, "DoRA: magnitudes over a detached norm of `W + BA`")
 class DoraModel(Small):
     def __init__(self) -> None:
         super().__init__()
         self.requires_grad_(False)
         for b in self.blocks:
             b.up, b.down = Dora(b.up), Dora(b.down)
-
-
-@habit(SECTION, "DoRA: magnitudes over a detached norm of `W + BA`", kind=DoraModel, layouts=ALL)
-def dora(run: Run) -> None:
-    run.train(of_learning(run))
 
 
 class Vera(nn.Module):
@@ -232,6 +207,7 @@ class BufferDict(nn.Module):
         return self._buffers[k]
 
 
+@trains(SECTION, "VeRA: random buffers that layers share, learned vectors")
 class VeraModel(Small):
     def __init__(self) -> None:
         super().__init__()
@@ -244,13 +220,7 @@ class VeraModel(Small):
             b.up, b.down = Vera(b.up, A, B), Vera(b.down, A, B)
 
 
-@habit(
-    SECTION, "VeRA: random buffers that layers share, learned vectors", kind=VeraModel, layouts=ALL
-)
-def vera(run: Run) -> None:
-    run.train(of_learning(run))
-
-
+@trains(SECTION, "some tokens train: `weight.index_copy(0, tokens, delta)`")
 class NewTokens(Small):
     def __init__(self) -> None:
         super().__init__()
@@ -266,10 +236,3 @@ class NewTokens(Small):
         for b in self.blocks:
             h = b(h)
         return self.head(h)
-
-
-@habit(
-    SECTION, "some tokens train: `weight.index_copy(0, tokens, delta)`", kind=NewTokens, layouts=ALL
-)
-def trainable_tokens(run: Run) -> None:
-    run.train(of_learning(run))

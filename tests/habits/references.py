@@ -14,9 +14,16 @@ from autopar import CaptureError, NotSupportedError, PlanError
 from tests.habits.adapters import captured_again
 from tests.habits.alignment import SECTION, Policy, batch_of, few, logps_of, whitened
 from tests.habits.table import ALL, WIDTH, Batch, Run, Small, habit, make
-from tests.habits.tasks import LossFn, parallelize, train
+from tests.habits.tasks import LossFn, parallelize, train, trains
 
 
+def pairs(seed: int) -> Batch:
+    one, two = batch_of(seed), batch_of(seed + 100)
+    return {"chosen": one["ids"], "rejected": two["ids"], "c_mask": one["mask"],
+            "r_mask": two["mask"]}  # fmt: skip
+
+
+@trains(SECTION, "a reward model: pairs, `scores[arange, last]`, a centering term", batches=pairs)
 class Scored(Small):
     """A reward model: the score of the last token that is no padding."""
 
@@ -37,18 +44,6 @@ class Scored(Small):
         good, bad = self.rewards(chosen, c_mask), self.rewards(rejected, r_mask)
         loss = -F.logsigmoid(good - bad - 0.1).mean() + 0.01 * ((good + bad) ** 2).mean()
         return {"loss": loss, "chosen": good, "rejected": bad}
-
-
-def pairs(seed: int) -> Batch:
-    one, two = batch_of(seed), batch_of(seed + 100)
-    return {"chosen": one["ids"], "rejected": two["ids"], "c_mask": one["mask"],
-            "r_mask": two["mask"]}  # fmt: skip
-
-
-@habit(SECTION, "a reward model: pairs, `scores[arange, last]`, a centering term", kind=Scored,
-       layouts=ALL)  # fmt: skip
-def reward_model(run: Run) -> None:
-    train(run, pairs)
 
 
 class Together(Policy):

@@ -23,7 +23,8 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 import autopar
 from autopar import NotSupportedError, StateError
-from tests.habits.table import ALL, BOTH, Run, adamw, habit
+from tests.habits.table import BOTH, Run, adamw, habit
+from tests.habits.table import STAGES_FIRST as ALL
 
 SECTION = "State and checkpoints"
 LAYERS = "Layers of the module"

@@ -34,6 +34,8 @@ LAYOUTS: Mapping[str, Manual] = {
 }
 BOTH = ("tp", "zero3")
 ALL = tuple(LAYOUTS)
+# Others than the first run at night, so it is the one that a file's habits may break most easily.
+ZERO_FIRST, STAGES_FIRST = ("zero3", "tp", "pp"), ("pp", "tp", "zero3")
 Batch = dict[str, Any]
 
 

@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from inspect import signature
-from typing import Any
+from typing import Any, TypeVar
 
+import torch
 from torch import Tensor
 
 import autopar
-from tests.habits.table import LAYOUTS, Batch, Run
+from tests.habits.table import ALL, LAYOUTS, Batch, Run, adamw, habit
 from tests.helpers.jobs import machine
 
 LossFn = Callable[[Any, Mapping[str, Any]], Tensor]
+T = TypeVar("T", bound=Callable[..., Any])
 
 
 def parallelize(run: Run, batch: Batch, **options: Any) -> None:
@@ -58,3 +60,37 @@ def train(
 
 def learning(module: Any) -> list[Any]:
     return [p for p in module.parameters() if p.requires_grad]
+
+
+def of_learning(run: Run) -> list[torch.optim.Optimizer]:
+    """Stages may have nothing that learns, and torch takes no empty list."""
+    has_stages = run.layout == "pp"
+    return [adamw(m.parameters() if has_stages else learning(m)) for m in run.both()]
+
+
+def trains(
+    *line: str,
+    batches: Callable[[int], Batch] | None = None,
+    layouts: tuple[str, ...] = ALL,
+    **options: Any,
+) -> Callable[[T], T]:
+    """Enter a habit that is all in a model or in a loss, which is decorated: steps of both sides.
+
+    Without `batches` they are the table's; `options` are those of `habit`.
+    """
+
+    def enter(part: T) -> T:
+        is_model = isinstance(part, type)
+
+        def steps(run: Run) -> None:
+            if batches is None:
+                run.train(of_learning(run))
+            else:
+                train(run, batches, None if is_model else part)
+
+        steps.__name__ = part.__name__
+        given = options | ({"kind": part} if is_model else {})
+        habit(*line, layouts=layouts, **given)(steps)
+        return part
+
+    return enter

@@ -16,7 +16,8 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 import autopar
 from autopar import CaptureError, NotSupportedError, OptionError
 from tests.habits.state import in_layout, shared_folder
-from tests.habits.table import ALL, LENGTH, ROWS, VOCABULARY, Batch, Run, Small, habit, make
+from tests.habits.table import LENGTH, ROWS, VOCABULARY, Batch, Run, Small, habit, make
+from tests.habits.table import STAGES_FIRST as ALL
 
 SECTION = "Training scripts: nanoGPT, minGPT"
 

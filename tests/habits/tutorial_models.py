@@ -23,6 +23,7 @@ from autopar import CaptureError, NotSupportedError, PlanError
 from tests.habits.data import Logits, cross_entropy
 from tests.habits.table import (
     ALL,
+    BOTH,
     LAYOUTS,
     ROWS,
     VOCABULARY,
@@ -33,6 +34,7 @@ from tests.habits.table import (
     adamw,
     habit,
 )
+from tests.habits.tasks import trains
 from tests.helpers.jobs import machine
 
 SECTION = "Models and losses of tutorials"
@@ -54,6 +56,10 @@ def layers(width: int) -> nn.Sequential:
     return nn.Sequential(nn.Linear(WIDTH, 16), nn.ReLU(), nn.Linear(16, width))
 
 
+@trains(SECTION,
+        "label smoothing, class weights, `ignore_index`, `reduction=`, focal, hardest "
+        "examples, distillation, InfoNCE",
+        layouts=BOTH)  # fmt: skip
 class Losses(Small):
     """The sum of losses that tutorials use, each over all rows."""
 
@@ -76,12 +82,6 @@ class Losses(Small):
             + F.binary_cross_entropy_with_logits(x, hot)
             + F.cross_entropy(units @ units.flip(0).T / 0.1, torch.arange(len(x)))
         )
-
-
-@habit(SECTION, "label smoothing, class weights, `ignore_index`, `reduction=`, focal, hardest "
-       "examples, distillation, InfoNCE", kind=Losses)  # fmt: skip
-def losses(run: Run) -> None:
-    run.train(run.optimizers())
 
 
 class Gan(nn.Module):
@@ -229,6 +229,9 @@ def truncated(run: Run) -> None:
         ours, alone = {"h": h, "c": c}, dict(zip("hc", (t.detach() for t in hidden), strict=True))
 
 
+@trains(SECTION,
+        "`checkpoint_sequential`, `use_reentrant=True`, `context_fn=`, only in training",
+        layouts=BOTH)  # fmt: skip
 class Regions(Small):
     """Every form of `torch.utils.checkpoint`."""
 
@@ -246,12 +249,6 @@ class Regions(Small):
         if self.training and torch.is_grad_enabled():
             h = checkpoint(second, h, use_reentrant=False)
         return self.head(h)
-
-
-@habit(SECTION, "`checkpoint_sequential`, `use_reentrant=True`, `context_fn=`, only in training",
-       kind=Regions)  # fmt: skip
-def regions(run: Run) -> None:
-    run.train(run.optimizers())
 
 
 class Symmetric(nn.Module):

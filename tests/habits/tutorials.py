@@ -14,7 +14,8 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 
 from autopar import NotSupportedError
-from tests.habits.table import ALL, WIDTH, Run, Small, adamw, habit
+from tests.habits.table import WIDTH, Run, Small, adamw, habit
+from tests.habits.table import ZERO_FIRST as ALL
 
 SECTION = "Schedules, averages and optimizers of tutorials"
 BY_HAND = "Weights and gradients by hand"

@@ -12,7 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar import NotSupportedError
-from tests.habits.table import ALL, Run, adamw, habit
+from tests.habits.table import ZERO_FIRST as ALL
+from tests.habits.table import Run, adamw, habit
 from tests.habits.tasks import backward, parallelize, train
 from tests.habits.vision import SECTION, Convs, Vit, cross_entropy, images
 

@@ -10,7 +10,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autopar import CaptureError, NotSupportedError
-from tests.habits.table import ALL, Run, Small, habit
+from tests.habits.table import ZERO_FIRST as ALL
+from tests.habits.table import Run, Small, habit
+from tests.habits.tasks import trains
 from tests.helpers.functions import Reverse
 
 SECTION = "What the model does in Python"
@@ -32,14 +34,6 @@ class Reversed(Small):
         return self.head(h)
 
 
-class Checkpointed(Small):
-    def body(self, ids: Tensor) -> Tensor:
-        h = self.embed(ids)
-        for block in self.blocks:
-            h = checkpoint(block, h, use_reentrant=False)
-        return self.head(h)
-
-
 class Counting(Small):
     n_calls = 0
 
@@ -56,14 +50,6 @@ class Skipping(Small):
         for block in self.blocks:
             h = h if random.random() < 0.1 else block(h)
         return self.head(h)
-
-
-class Penalised(Small):
-    """A penalty on its own weights, inside."""
-
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        penalty = sum(p.pow(2).sum() for p in self.parameters())
-        return super().forward(ids, targets) + 1e-2 * penalty
 
 
 class Contained(Small):
@@ -116,11 +102,13 @@ def function(run: Run) -> None:
         run.train(run.optimizers())
 
 
-@habit(
-    SECTION, "`torch.utils.checkpoint`", "runs again in backward", kind=Checkpointed, layouts=ALL
-)
-def checkpointed(run: Run) -> None:
-    run.train(run.optimizers())
+@trains(SECTION, "`torch.utils.checkpoint`", "runs again in backward")
+class Checkpointed(Small):
+    def body(self, ids: Tensor) -> Tensor:
+        h = self.embed(ids)
+        for block in self.blocks:
+            h = checkpoint(block, h, use_reentrant=False)
+        return self.head(h)
 
 
 @habit(SECTION, "a counter in forward: `self.n_calls += 1`", "refused: it would be frozen",
@@ -135,10 +123,14 @@ def python_random(run: Run) -> None:
     run.pm.step(**run.batch(0))
 
 
-@habit(SECTION, "a penalty on weights in forward: `sum(p.pow(2).sum() ...)`", kind=Penalised,
-       layouts=("tp", "zero3"))  # fmt: skip
-def penalty_inside(run: Run) -> None:
-    run.train(run.optimizers())
+@trains(SECTION, "a penalty on weights in forward: `sum(p.pow(2).sum() ...)`",
+        layouts=("tp", "zero3"))  # fmt: skip
+class Penalised(Small):
+    """A penalty on its own weights, inside."""
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        penalty = sum(p.pow(2).sum() for p in self.parameters())
+        return super().forward(ids, targets) + 1e-2 * penalty
 
 
 @habit(SECTION, "a forward hook that changes what a module returns", "traced", layouts=ALL)

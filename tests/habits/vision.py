@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from autopar import NotSupportedError
 from autopar.errors import StateError
 from tests.habits.table import ALL, Batch, Run, habit
-from tests.habits.tasks import backward, parallelize, train
+from tests.habits.tasks import backward, parallelize, train, trains
 
 SECTION = "Vision"
 CLASSES, ROWS, SIDE = 6, 8, 8
@@ -125,6 +126,9 @@ def images(seed: int) -> Batch:
     return {"x": x, "target": torch.randint(CLASSES, (ROWS,), generator=g)}
 
 
+of_images = partial(trains, SECTION, kind=Vit, batches=images)
+
+
 def mixed(seed: int) -> Batch:
     """timm's `Mixup` with cut-out boxes: images mixed with the batch backwards, soft targets."""
     batch, lam = images(seed), 0.3 + 0.1 * seed
@@ -142,10 +146,22 @@ def mixed(seed: int) -> Batch:
     return {"x": x, "target": one_hot(target) * lam + one_hot(target.flip(0)) * (1.0 - lam)}
 
 
+@of_images("`Mixup` and `CutMix` in the loader, soft targets", batches=mixed)
 def soft_cross_entropy(x: Tensor, batch: Mapping[str, Any]) -> Tensor:
     return torch.sum(-batch["target"] * F.log_softmax(x, dim=-1), dim=-1).mean()
 
 
+@of_images("mixing inside of forward: `0.7 * x + 0.3 * x.flip(0)`")
+class Mixing(Vit):
+    """Mixes the batch with itself."""
+
+    def forward(self, x: Tensor, target: Any) -> Any:  # type: ignore[override]
+        x = 0.7 * x + 0.3 * x.flip(0)
+        logits = super().forward(x)
+        return 0.7 * F.cross_entropy(logits, target) + 0.3 * F.cross_entropy(logits, target.flip(0))
+
+
+@of_images("label smoothing by hand: `gather`, `logprobs.mean(-1)`")
 def smoothed(x: Tensor, batch: Mapping[str, Any]) -> Tensor:
     """timm's `LabelSmoothingCrossEntropy`."""
     logprobs = F.log_softmax(x, dim=-1)
@@ -153,6 +169,7 @@ def smoothed(x: Tensor, batch: Mapping[str, Any]) -> Tensor:
     return (0.9 * nll - 0.1 * logprobs.mean(dim=-1)).mean()
 
 
+@of_images("BCE of mixed targets, summed over classes: `target.gt(0.2)`", batches=mixed)
 def binary(x: Tensor, batch: Mapping[str, Any]) -> Tensor:
     """timm's `BinaryCrossEntropy` of dense targets, summed over classes."""
     target = batch["target"].gt(0.2).to(dtype=x.dtype)
@@ -160,6 +177,7 @@ def binary(x: Tensor, batch: Mapping[str, Any]) -> Tensor:
     return loss.sum(-1).mean()
 
 
+@of_images("BCE of labels: `torch.full(...).scatter_(1, labels, on)`")
 def binary_of_labels(x: Tensor, batch: Mapping[str, Any]) -> Tensor:
     off = 0.1 / CLASSES
     target = torch.full((x.size()[0], CLASSES), off, dtype=x.dtype).scatter_(
@@ -168,10 +186,7 @@ def binary_of_labels(x: Tensor, batch: Mapping[str, Any]) -> Tensor:
     return F.binary_cross_entropy_with_logits(x, target)
 
 
-def cross_entropy(x: Tensor, batch: Mapping[str, Any]) -> Tensor:
-    return F.cross_entropy(x, batch["target"])
-
-
+@of_images("AugMix: `torch.split` of the batch, a divergence of the parts")
 def jsd(x: Tensor, batch: Mapping[str, Any]) -> Tensor:
     """AugMix: the batch is two splits of the same images."""
     one, two = torch.split(x, x.shape[0] // 2)
@@ -182,57 +197,9 @@ def jsd(x: Tensor, batch: Mapping[str, Any]) -> Tensor:
     return loss + 6 * apart / 2
 
 
-class Mixing(Vit):
-    """Mixes the batch with itself."""
-
-    def forward(self, x: Tensor, target: Any) -> Any:  # type: ignore[override]
-        x = 0.7 * x + 0.3 * x.flip(0)
-        logits = super().forward(x)
-        return 0.7 * F.cross_entropy(logits, target) + 0.3 * F.cross_entropy(logits, target.flip(0))
-
-
-@habit(SECTION, "`Mixup` and `CutMix` in the loader, soft targets", kind=Vit, layouts=ALL)
-def soft_targets(run: Run) -> None:
-    train(run, mixed, soft_cross_entropy)
-
-
-@habit(SECTION, "mixing inside of forward: `0.7 * x + 0.3 * x.flip(0)`", kind=Mixing, layouts=ALL)
-def mixed_in_forward(run: Run) -> None:
-    train(run, images)
-
-
-@habit(SECTION, "label smoothing by hand: `gather`, `logprobs.mean(-1)`", kind=Vit, layouts=ALL)
-def label_smoothing(run: Run) -> None:
-    train(run, images, smoothed)
-
-
-@habit(
-    SECTION, "BCE of mixed targets, summed over classes: `target.gt(0.2)`", kind=Vit, layouts=ALL
-)
-def binary_dense(run: Run) -> None:
-    train(run, mixed, binary)
-
-
-@habit(SECTION, "BCE of labels: `torch.full(...).scatter_(1, labels, on)`", kind=Vit, layouts=ALL)
-def binary_labels(run: Run) -> None:
-    train(run, images, binary_of_labels)
-
-
-@habit(
-    SECTION, "AugMix: `torch.split` of the batch, a divergence of the parts", kind=Vit, layouts=ALL
-)
-def augmix(run: Run) -> None:
-    train(run, images, jsd)
-
-
-@habit(
-    SECTION,
-    "`checkpoint_seq(self.blocks, x)`: checkpointed closures over slices of layers",
-    kind=CheckpointSeq,
-    layouts=ALL,
-)
-def checkpoint_seq(run: Run) -> None:
-    train(run, images, cross_entropy)
+@of_images("`checkpoint_seq(self.blocks, x)`: checkpointed closures over slices of layers")
+def cross_entropy(x: Tensor, batch: Mapping[str, Any]) -> Tensor:
+    return F.cross_entropy(x, batch["target"])
 
 
 class Convs(nn.Module):
