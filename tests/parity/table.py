@@ -9,8 +9,7 @@ steps, every gradient, and every parameter after three AdamW steps.
 
 Each cell prints one line. Cells of the zoo also print their plan and how much of it is sharded, and
 a summary by family follows. Words on the command line select the cells whose text has all of them:
-`python -m tests.parity.table llama zero-3`. Some cells of the zoo are listed as unable to pass.
-They run too: their line says why, and they fail if they pass. The exit code is 1 if a cell fails.
+`python -m tests.parity.table llama zero-3`. The exit code is 1 if a cell fails.
 """
 
 from __future__ import annotations
@@ -60,7 +59,6 @@ class Verdict:
 
     worst     the largest error, infinite if the cell did not run
     reason    why it failed, if it did
-    listed    why it was known to fail, if it was
     shown     its plan
     """
 
@@ -68,21 +66,14 @@ class Verdict:
     worst: float
     reason: str | None
     time_s: float
-    listed: str | None = None
     shown: str = ""
 
     @property
     def kind(self) -> str:
-        if self.listed is None:
-            return "failed" if self.reason else "passed"
-        return "listed" if self.reason else "failed"
+        return "failed" if self.reason else "passed"
 
     def __str__(self) -> str:
-        how = {
-            "passed": f"passed, off by {self.worst:.1e}",
-            "listed": f"listed: {self.listed}",
-            "failed": f"FAILED: {self.reason or 'passes, but is listed: ' + str(self.listed)}",
-        }[self.kind]
+        how = f"FAILED: {self.reason}" if self.reason else f"passed, off by {self.worst:.1e}"
         plan = f"\n    {self.shown}" if self.shown else ""
         return f"{self.cell!s:50} {self.time_s:5.1f} s  {how}{plan}"
 
@@ -97,7 +88,6 @@ def verdicts(table: Sequence[AnyCell]) -> Iterator[Verdict]:
 def verdict(cell: AnyCell, pool: WorkerPool) -> Verdict:
     start_s = time.monotonic()
     worst, shown, lacks = float("inf"), "", None
-    listed = cell.listed if isinstance(cell, ZooCell) else None
     try:
         if isinstance(cell, ZooCell):
             found, shown, lacks = zoo.run(cell, pool)
@@ -107,7 +97,7 @@ def verdict(cell: AnyCell, pool: WorkerPool) -> Verdict:
         reason = lacks or off_by(found)
     except Exception as error:  # noqa: BLE001  the other cells must still run
         reason = str(error) if isinstance(error, AutoparError) else repr(error)
-    return Verdict(cell, worst, reason, time.monotonic() - start_s, listed, shown)
+    return Verdict(cell, worst, reason, time.monotonic() - start_s, shown)
 
 
 def off_by(found: Mapping[str, float]) -> str | None:
@@ -117,7 +107,7 @@ def off_by(found: Mapping[str, float]) -> str | None:
 
 
 def by_family(found: Sequence[Verdict]) -> list[str]:
-    """One line per family of the zoo: how many of its cells passed, are listed, failed."""
+    """One line per family of the zoo: how many of its cells passed and failed."""
     families: dict[str, Counter[str]] = {}
     for v in found:
         if isinstance(v.cell, ZooCell):
@@ -139,8 +129,7 @@ def main(words: Sequence[str]) -> int:
     for line in by_family(found):
         print(line)  # noqa: T201
     print(  # noqa: T201
-        f"{counts['passed']} passed, off by at most {worst:.1e}; {counts['listed']} listed as "
-        f"unable to; {counts['failed']} failed"
+        f"{counts['passed']} passed, off by at most {worst:.1e}; {counts['failed']} failed"
     )
     return int(counts["failed"] > 0 or not found)
 

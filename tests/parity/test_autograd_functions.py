@@ -1,53 +1,23 @@
-"""`torch.autograd.Function`s on two ranks train what one process trains by the user's module."""
+"""`torch.autograd.Function`s on two ranks compute what the user's module does on one process."""
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 from torch import Tensor
 
 import autopar
+from autopar.parity import Report
 from autopar.runtime.launch import WorkerPool
 from tests.helpers import functions
-from tests.helpers.jobs import Batch, error, machine
+from tests.helpers.jobs import error, machine
 from tests.parity.table import TOLERANCE
 
 NAMES = tuple(f"/{function.__name__}#" for function in functions.RULES)
-
-
-class Stepped(NamedTuple):
-    """`placed`: the placements of the functions; `audit`: what capture notes of them."""
-
-    gradients: dict[str, Tensor]
-    microbatches: int
-    placed: tuple[str, ...]
-    audit: str
-
-
-def step(of: str, has_rule: bool, saved: str | None, options: dict[str, Any]) -> Stepped:
-    """The job of one rank: one step."""
-    if has_rule:
-        register()
-    plan = autopar.Plan.load(saved) if saved else None
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*kept whole")
-        module = autopar.parallelize(
-            functions.model(of), machine((1, 2)), None if saved else functions.batch(), plan=plan,
-            **options,
-        )  # fmt: skip
-    batch: Batch = functions.batch()
-    loss = module.step(**batch)
-    data = module.plan.data
-    return Stepped(
-        {"loss": loss, **module.full_gradients()},
-        data.microbatches,
-        tuple(spec for key, spec in data.operators.items() if key.startswith(NAMES)),
-        module.captured().text(full=True),
-    )
+DATA = autopar.Manual(dp=2)
 
 
 def register() -> None:
@@ -55,29 +25,48 @@ def register() -> None:
         autopar.register_rule(function, notation)
 
 
-def wrong(found: list[Stepped], of: str) -> dict[str, float]:
-    right = functions.gradients(functions.model(of))
-    off = {name: error(found[0].gradients[name], value) for name, value in right.items()}
-    return {name: value for name, value in off.items() if not value <= TOLERANCE}
+def verified(of: str, **options: Any) -> Report:
+    report = autopar.verify(
+        functions.model(of), machine((1, 2)), functions.batch(), precision="fp64", **options
+    )
+    report.raise_if_wrong()
+    assert report.tolerance == report.capture_tolerance == TOLERANCE
+    return report
+
+
+def placed(plan: autopar.Plan) -> list[str]:
+    """The placements of the functions."""
+    return [spec for key, spec in plan.data.operators.items() if key.startswith(NAMES)]
 
 
 @pytest.mark.parametrize("of", functions.MODELS)
-def test_without_a_rule_a_function_is_whole_and_exact(
-    of: str, workers: Callable[[int], WorkerPool]
-) -> None:
-    found = workers(2).run(step, of, False, None, {})
-    assert wrong(found, of) == {}
-    assert found[0].placed and not any("S(" in spec for spec in found[0].placed)
-    assert "register_rule" in found[0].audit
+@pytest.mark.filterwarnings("ignore:.*kept whole")
+def test_without_a_rule_a_function_is_whole_and_exact(of: str) -> None:
+    report = verified(of)
+    assert report.plan.bound is not None
+    specs = placed(report.plan)
+    assert specs and not any("S(" in spec for spec in specs)
+    assert "register_rule" in report.plan.bound.analysis.program.audit.text(full=True)
 
 
 @pytest.mark.parametrize("of", functions.MODELS)
-def test_with_a_rule_it_is_sharded_and_exact(of: str, workers: Callable[[int], WorkerPool]) -> None:
-    options = {"manual": autopar.Manual(dp=2), "microbatches": 2}
-    found = workers(2).run(step, of, True, None, options)
-    assert wrong(found, of) == {}
-    assert found[0].placed and all("S(0)" in spec for spec in found[0].placed)
-    assert found[0].microbatches == 2
+@pytest.mark.usefixtures("registry")
+def test_with_a_rule_it_is_sharded_and_exact(of: str) -> None:
+    register()
+    report = verified(of, manual=DATA, microbatches=2)
+    specs = placed(report.plan)
+    assert specs and all("S(0)" in spec for spec in specs)
+    assert report.plan.data.microbatches == 2
+
+
+def step(saved: str) -> tuple[dict[str, Tensor], list[str]]:
+    """The job of one rank: one step by a saved plan, and the placements of the functions."""
+    register()
+    module = autopar.parallelize(
+        functions.model("gated"), machine((1, 2)), plan=autopar.Plan.load(saved)
+    )
+    loss = module.step(**functions.batch())
+    return {"loss": loss, **module.full_gradients()}, placed(module.plan)
 
 
 @pytest.mark.usefixtures("registry")
@@ -85,12 +74,14 @@ def test_a_saved_plan_finds_the_functions_in_other_processes(
     tmp_path: Path, workers: Callable[[int], WorkerPool]
 ) -> None:
     register()
-    manual = autopar.Manual(dp=2)
-    made = autopar.plan(functions.model("gated"), machine((1, 2)), functions.batch(), manual=manual)
-    made.save(tmp_path / "plan.json")
-    found = workers(2).run(step, "gated", True, str(tmp_path / "plan.json"), {})
-    assert wrong(found, "gated") == {}
-    assert all("S(0)" in spec for spec in found[0].placed)
+    plan = autopar.plan(functions.model("gated"), machine((1, 2)), functions.batch(), manual=DATA)
+    plan.save(tmp_path / "plan.json")
+    found, specs = workers(2).run(step, str(tmp_path / "plan.json"))[0]
+    right = functions.gradients(functions.model("gated"))
+    assert {name: error(found[name], value) <= TOLERANCE for name, value in right.items()} == (
+        dict.fromkeys(right, True)
+    )
+    assert all("S(0)" in spec for spec in specs)
 
 
 def test_without_a_rule_there_is_a_warning_with_the_line_to_write() -> None:

@@ -1,14 +1,13 @@
 """Buffers through the public calls on two processes: batch norms, a moving average, a count.
 
-Training, evaluation after it, state dicts, and checkpoints onto another layout equal one process
-in float64 to 1e-10. Buffers are state, as parameters are.
+Training and evaluation after it equal one process in float64 to 1e-10. Buffers are state, as
+parameters are: tests of state have them, too.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from functools import lru_cache
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
@@ -30,6 +29,7 @@ from tests.helpers.jobs import (
     train_alone,
     train_module,
 )
+from tests.helpers.nightly import nightly
 from tests.helpers.ranks import TOLERANCE
 
 Pool = Callable[[int], WorkerPool]
@@ -112,28 +112,11 @@ def evaluated(module: Any) -> Tensor:
     return scores
 
 
-def train(layout: str, path: str) -> Found:
+def train(layout: str) -> Found:
     module = module_of(layout)
     trained = train_module(module, images)
-    autopar.save(module, None, path)
     buffers = {name: b.clone() for name, b in module.named_buffers()}
     return Found(trained, buffers, evaluated(module), module.full_state_dict())
-
-
-def restore(layout: str, path: str, how: str) -> tuple[Tensor, dict[str, Tensor]]:
-    """Load a checkpoint into a fresh module on another layout; its scores and full state."""
-    if how == "weights":
-        module = module_of(layout, weights=path)
-    else:
-        module = module_of(layout)
-        source = module_of(layout, weights=path)
-        if how == "load":
-            autopar.load(module, None, path)
-        elif how == "full state":
-            module.load_state_dict(source.full_state_dict())
-        else:
-            module.load_state_dict(source.state_dict())
-    return evaluated(module), module.full_state_dict()
 
 
 @lru_cache
@@ -152,20 +135,10 @@ def off(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]
     return {name: e for name, e in each.items() if not e <= TOLERANCE}
 
 
-@pytest.fixture(scope="module")
-def checkpoint(workers: Pool, tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The path of a checkpoint that a pipeline of two stages saved."""
-    path = str(tmp_path_factory.mktemp("saved") / "stages")
-    workers(2).run(train, "stages", path)
-    return path
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_training_and_evaluation_equal_one_process(
-    workers: Pool, tmp_path: Path, layout: str
-) -> None:
+@pytest.mark.parametrize("layout", [pytest.param("auto", marks=nightly), "tensor", "stages"])
+def test_training_and_evaluation_equal_one_process(workers: Pool, layout: str) -> None:
     trained, buffers, scores = alone()
-    ranks = workers(2).run(train, layout, str(tmp_path / "saved"))
+    ranks = workers(2).run(train, layout)
     found = errors([r.trained for r in ranks], trained)
     assert {name: e for name, e in found.items() if not e <= TOLERANCE} == {}
     assert CHANGED | {"centre", "scale"} <= ranks[0].trained.values.keys()
@@ -181,15 +154,7 @@ def test_training_and_evaluation_equal_one_process(
         assert not {n for n in held[1] if n.startswith("first")}
 
 
-@pytest.mark.parametrize("how", ["load", "weights", "full state", "own state"])
-def test_buffers_are_loaded_onto_another_layout(workers: Pool, checkpoint: str, how: str) -> None:
-    trained, _, scores = alone()
-    ranks = workers(2).run(restore, "tensor", checkpoint, how)
-    assert all(error(found, scores) <= TOLERANCE for found, _ in ranks)
-    assert off(trained.values, ranks[0][1]) == {}
-
-
-def refused(path: str) -> list[str]:
+def refused() -> list[str]:
     module = module_of("stages")
     whole = {n: v.double() for n, v in CASE.model().state_dict().items()}
     messages = []
@@ -205,8 +170,8 @@ def refused(path: str) -> list[str]:
     return messages
 
 
-def test_state_that_does_not_fit_is_refused_on_every_rank(workers: Pool, tmp_path: Path) -> None:
-    for missing, shaped, constant in workers(2).run(refused, str(tmp_path)):
+def test_state_that_does_not_fit_is_refused_on_every_rank(workers: Pool) -> None:
+    for missing, shaped, constant in workers(2).run(refused):
         assert "missing" in missing and "first.norm.running_mean" in missing
         assert "second.norm.running_var: (5,)" in shaped
         assert "buffer `scale`" in constant

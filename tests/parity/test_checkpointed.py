@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
-from torch import Tensor, nn
+from torch import nn
 
 import autopar
 from autopar import Manual, Plan
@@ -15,10 +15,8 @@ from autopar.passes.analysis import Analysis, Recomputable, Run, aligned_runs, f
 from autopar.runtime.launch import WorkerPool
 from tests.helpers.captures import captured
 from tests.helpers.jobs import (
-    Batch,
     Case,
     Trained,
-    error,
     errors,
     gpt2,
     machine,
@@ -33,22 +31,14 @@ from tests.parity.table import TOLERANCE
 MESH = machine((1, 2))
 
 
-def step(how: str, options: dict[str, Any]) -> dict[str, Tensor]:
-    """The job of one rank: one step."""
-    module = autopar.parallelize(models.stack(how), MESH, models.batch(), **options)
-    assert module.plan.data.stages[0].recomputed or how == "first"
-    batch: Batch = models.batch()
-    loss = module.step(**batch)
-    return {"loss": loss, **module.full_gradients()}
-
-
 @pytest.mark.parametrize("how", models.HOWS)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_parity_with_the_users_module(how: str, workers: Callable[[int], WorkerPool]) -> None:
-    found = workers(2).run(step, how, {"manual": Manual(dp=2)} if how == "part" else {})
-    right = models.gradients(models.stack(how))
-    off = {name: error(found[0][name], value) for name, value in right.items()}
-    assert {name: value for name, value in off.items() if not value <= TOLERANCE} == {}
+def test_parity_with_the_users_module(how: str) -> None:
+    options = {"manual": Manual(dp=2)} if how == "part" else {}
+    report = autopar.verify(models.stack(how), MESH, models.batch(), precision="fp64", **options)
+    report.raise_if_wrong()
+    assert report.tolerance == report.capture_tolerance == TOLERANCE
+    assert recomputed(report.plan) or how == "first"
 
 
 def recomputed(plan: Plan) -> dict[str, str]:

@@ -21,17 +21,15 @@ from autopar.passes.analysis import Analysis, find_runs
 from autopar.program import Program
 from autopar.runtime.launch import WorkerPool
 from tests.helpers.capture_harness import Module
-from tests.helpers.jobs import Case, errors, tokens, train_alone
+from tests.helpers.jobs import tokens
 from tests.helpers.models.dropout_models import (
     BATCH,
     Noisy,
     P,
     dropped_gpt2,
     rows,
-    train_gpt2,
     train_interrupted,
 )
-from tests.helpers.ranks import TOLERANCE
 
 
 def test_rows_of_masks_are_rows_of_the_batch() -> None:
@@ -259,22 +257,9 @@ def test_what_is_not_fused_is_said(p: float, learned: bool) -> None:
     assert all(g.isfinite().all() for g in loss_and_gradients(program, model))
 
 
-@pytest.fixture
-def pool2(workers: Callable[[int], WorkerPool]) -> WorkerPool:
-    return workers(2)
-
-
-@pytest.mark.parametrize("forbidden", ["data", "tensor"])
-def test_gpt2_with_its_own_dropout(pool2: WorkerPool, forbidden: str) -> None:
-    """Three steps on two processes equal one process, gradients included: tensor parallel where
-    data parallelism is forbidden, and the other way round."""
-    found = pool2.run(train_gpt2, forbidden)
-    wrong = errors(found, train_alone(Case(dropped_gpt2, tokens)))
-    assert {name: e for name, e in wrong.items() if not e <= TOLERANCE} == {}
-    assert len(set(found[0].losses)) == len(found[0].losses)
-
-
-def test_a_resumed_run_draws_what_it_would_have(pool2: WorkerPool, tmp_path: Any) -> None:
+def test_a_resumed_run_draws_what_it_would_have(
+    workers: Callable[[int], WorkerPool], tmp_path: Any
+) -> None:
     """The module that resumes was made under another seed, which makes no difference."""
-    for straight, resumed in pool2.run(train_interrupted, 5, str(tmp_path / "checkpoint")):
+    for straight, resumed in workers(2).run(train_interrupted, 5, str(tmp_path / "checkpoint")):
         assert straight == resumed

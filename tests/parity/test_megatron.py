@@ -62,9 +62,8 @@ def megatron_calls(size: Size, itemsize: int = 8) -> Counter[Call]:
     )
 
 
-@pytest.mark.parametrize(
-    "name", ["tiny", *(pytest.param(n, marks=nightly) for n in SIZES if n != "tiny")]
-)
+@nightly
+@pytest.mark.parametrize("name", SIZES)
 def test_parity_with_hand_written_megatron(name: str, workers: Callable[[int], WorkerPool]) -> None:
     size = SIZES[name]
     ranks = trained(size, workers(2))

@@ -59,30 +59,6 @@ def off(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]
     return {name: e for name, e in errors.items() if not e <= TOLERANCE}
 
 
-def step_locally(microbatches: int) -> dict[str, Any]:
-    module = ready(DP, microbatches=microbatches)
-    batch, parts = tokens(0), {name: module.local_slice(name) for name in tokens(0)}
-    whole, gradients = module.step(**batch), module.full_gradients()
-    module.zero_grad()
-    mine = {name: value[parts[name]] for name, value in batch.items()}
-    local = module.step(batch="local", **mine)
-    return {
-        "parts": parts, "losses": (whole, local), "gradients": (gradients, module.full_gradients()),
-    }  # fmt: skip
-
-
-@pytest.mark.parametrize("microbatches", [pytest.param(1, marks=nightly), 4])
-def test_a_local_batch_is_the_global_one(microbatches: int, workers: Pool) -> None:
-    """This holds even if one rank's rows have fewer labels than the other's."""
-    found = workers(2).run(step_locally, microbatches)
-    for rank, of_rank in enumerate(found):
-        mine = slice(8 * rank, 8 * rank + 8)
-        assert of_rank["parts"] == {"input_ids": mine, "labels": mine}
-        assert error(*of_rank["losses"]) <= TOLERANCE
-    assert off(*found[0]["gradients"]) == {}
-    assert error(found[0]["losses"][0], reference_of(0)[0]) <= TOLERANCE
-
-
 def accumulate() -> dict[str, Tensor]:
     module = ready(Manual(dp=2, zero=2), microbatches=2)
     module.step(**tokens(0))
@@ -152,28 +128,6 @@ def test_evaluation_returns_the_models_own_output(
         assert error(found["without labels"], output.logits.detach()) <= TOLERANCE
         assert not found["requires_grad"]
         assert error(found["after"], reference_of(0)[0]) <= TOLERANCE
-
-
-def see_outputs(manual: Manual) -> tuple[list[Tensor], list[Tensor], Tensor]:
-    module = ready(manual, microbatches=2)
-    seen: list[Any] = []
-    loss = module.step(outputs=seen.append, **tokens(0))
-    return [o.logits for o in seen], [o.loss for o in seen], loss
-
-
-@pytest.mark.parametrize(
-    "manual", [DP, pytest.param(TP, marks=nightly)], ids=["data parallel", "tensor parallel"]
-)
-def test_outputs_of_each_microbatch(manual: Manual, workers: Pool) -> None:
-    """Rows of a microbatch: a contiguous part of the batch, or one part of each rank's rows."""
-    whole = reference_of(0)[1].logits.detach()
-    n_blocks = manual.dp
-    parts = whole.view(n_blocks, 2, -1, *whole.shape[1:]).transpose(0, 1).flatten(1, 2)
-    for logits, losses, loss in workers(2).run(see_outputs, manual):
-        assert len(logits) == 2
-        for found, wanted in zip(logits, parts, strict=True):
-            assert error(found, wanted) <= TOLERANCE
-        assert error(sum(losses, torch.zeros(())) / 2, loss) <= TOLERANCE
 
 
 def train_beside_the_model() -> bool:

@@ -12,7 +12,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import T5Config, T5ForConditionalGeneration
 
 import autopar
 from autopar import Manual
@@ -21,9 +20,8 @@ from autopar.parity import Report, tolerance_of
 from autopar.runtime.launch import WorkerPool
 from tests.helpers.captures import captured
 from tests.helpers.models import dropout_models
-from tests.helpers.nightly import nightly
-from tests.parity.zoo.entries import masked, tokens
-from tests.parity.zoo.text import bert_with_dropout, gpt2_with_dropout
+from tests.parity.zoo.entries import tokens
+from tests.parity.zoo.text import gpt2_with_dropout
 
 Pool = Callable[[int], WorkerPool]
 MESH, TP = (1, 2), Manual(tp=2)
@@ -138,30 +136,13 @@ def test_a_wrong_sharding() -> None:
     assert "\ncapture: equal" in report.text()
 
 
-def t5() -> nn.Module:
-    config = T5Config(
-        vocab_size=64, d_model=32, d_kv=8, d_ff=64, num_layers=2, num_heads=4,
-        dropout_rate=0.1, decoder_start_token_id=0,
-    )  # fmt: skip
-    return T5ForConditionalGeneration(config)
-
-
-def translated(seed: int) -> dict[str, Tensor]:
-    given: dict[str, Tensor] = tokens(seed)
-    return {"input_ids": given["input_ids"], "labels": given["labels"]}
-
-
 RANDOM: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tensor]]]] = {
     "gpt2": (gpt2_with_dropout, tokens),
-    "bert": (bert_with_dropout, masked),
-    "t5": (t5, translated),
     "every draw": (lambda: dropout_models.Noisy().double(), dropout_models.rows),
 }
 
 
-@pytest.mark.parametrize(
-    "name", ["gpt2", "every draw", *(pytest.param(n, marks=nightly) for n in ("bert", "t5"))]
-)
+@pytest.mark.parametrize("name", RANDOM)
 def test_models_that_draw_random_numbers(name: str) -> None:
     make, rows = RANDOM[name]
     torch.manual_seed(0)

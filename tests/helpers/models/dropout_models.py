@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from tests.helpers.jobs import N_STEPS, Trained, adamw, gpt2, machine, squares, tokens, train_module
+from tests.helpers.jobs import N_STEPS, adamw, gpt2, machine, squares
 
 BATCH = SEQUENCE = WIDTH = 16  # equal, so that lengths do not tell which dim positions are of
 HEADS, KEY_HEADS = 4, 2
@@ -75,15 +75,6 @@ def dropped_gpt2(n_layers: int = 2, attention: str = "sdpa") -> nn.Module:
 def eager_gpt2(n_layers: int = 2) -> nn.Module:
     """Its attention is matmuls, softmax and dropout, as the model writes them."""
     return dropped_gpt2(n_layers, "eager")
-
-
-def train_gpt2(forbidden: str) -> Trained:
-    """Two processes, without "data" or "tensor" parallelism."""
-    module = autopar.parallelize(
-        dropped_gpt2(), machine((1, 2)), tokens(0), precision="fp64", forbid=(forbidden,),
-        microbatches=2,
-    )  # fmt: skip
-    return train_module(module, tokens)
 
 
 def parallel_mlp(seed: int) -> autopar.ParallelModule:

@@ -74,11 +74,6 @@ class ZooCell(NamedTuple):
     def machine(self) -> Mesh:
         return Mesh(self.shape, links=[BETWEEN, INSIDE], device=SLOW)
 
-    @property
-    def listed(self) -> str | None:
-        """Why this cell cannot pass; None if it must."""
-        return self.entry.reason(str(self))
-
     def options(self) -> dict[str, Any]:
         n_stages = PLACES[self.place].n_stages
         several = n_stages > 1 and self.entry.microbatches > 1

@@ -1,4 +1,4 @@
-"""An entry of the zoo: a small model of one family, its batches, and the cells it cannot pass.
+"""An entry of the zoo: a small model of one family, and its batches.
 
 Sizes divide over four ranks where a real model's would: hidden 64, 4 heads, 2 key heads,
 feed-forward 256, vocabulary 64, sequences of 8, batches of 8 rows, 4 experts. Weights are larger
@@ -32,7 +32,6 @@ class Entry:
     microbatches   of a step; 1 if the loss is no sum over rows, with the reason in `why`
     plans          those of `PLANS` that apply
     options        of `parallelize`, for what cannot be inferred
-    listed         words of a cell's name -> why it cannot pass; a listed cell still runs
     """
 
     make: Callable[[], nn.Module]
@@ -41,22 +40,13 @@ class Entry:
     why: str = ""
     plans: tuple[str, ...] = PLANS
     options: Mapping[str, Any] = field(default_factory=dict)
-    listed: Mapping[str, str] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
         assert (self.microbatches == 1) == bool(self.why), self
-        assert all(self.listed.values()), self
 
     @property
     def case(self) -> Case:
         return Case(self.make, self.batch)
-
-    def reason(self, cell: str) -> str | None:
-        """Why this cell is listed as unable to pass; None if it must pass."""
-        found = (
-            why for words, why in self.listed.items() if set(words.split()) <= set(cell.split())
-        )
-        return next(found, None)
 
 
 def config(kind: str, **values: Any) -> PreTrainedConfig:
