@@ -16,7 +16,9 @@ from transformers.trainer_pt_utils import get_parameter_names
 
 from autopar import CaptureError, NotSupportedError
 from tests.habits.table import (
+    ALL,
     BOTH,
+    STAGES_FIRST,
     VOCABULARY,
     WIDTH,
     Batch,
@@ -25,7 +27,6 @@ from tests.habits.table import (
     batch_of,
     habit,
 )
-from tests.habits.table import STAGES_FIRST as ALL
 from tests.habits.tasks import backward, parallelize, train, trains
 
 SECTION = "Language models"
@@ -47,7 +48,7 @@ of_tokens = partial(trains, SECTION, batches=padded)
 
 
 @trains(SECTION, "tied weights: `head.weight = embed.weight`",
-        "one parameter, on every stage that uses it")  # fmt: skip
+        "one parameter, on every stage that uses it", layouts=STAGES_FIRST)  # fmt: skip
 class Tied(Small):
     def __init__(self) -> None:
         super().__init__()
@@ -276,7 +277,7 @@ def decay_names(run: Run) -> None:
             s.step()
 
 
-@habit(SECTION, "frozen embeddings that are tied to the head", kind=Tied, layouts=ALL)
+@habit(SECTION, "frozen embeddings that are tied to the head", kind=Tied, layouts=STAGES_FIRST)
 def frozen_tied(run: Run) -> None:
     for m in (run.model, run.alone):
         m.embed.requires_grad_(False)

@@ -91,7 +91,7 @@ def reference_in_loss(run: Run) -> None:
 def reference_moves(run: Run) -> None:
     reference, dpo = reference_and_loss()
     with captured_again():
-        for _ in range(3):
+        for _ in range(2):
             train(run, few(), dpo, n_steps=1)
             with torch.no_grad():
                 for p in reference.parameters():

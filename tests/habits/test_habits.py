@@ -7,8 +7,8 @@ from collections.abc import Callable
 import pytest
 
 from autopar.runtime.launch import WorkerPool
-from tests.habits.page import HABITS, PAGE, page
-from tests.habits.table import try_habit
+from tests.habits.page import PAGE, page
+from tests.habits.table import HABITS, try_habit
 from tests.helpers.nightly import sampled
 
 CASES = [(name, layout) for name, one in HABITS.items() for layout in one.layouts]

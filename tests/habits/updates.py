@@ -165,33 +165,6 @@ def ema_v3_buffers(run: Run) -> None:
     ema_of(run, V3NoBuffers)
 
 
-class Sam(torch.optim.Optimizer):
-    def __init__(self, params: Any, base: Any, rho: float = 0.05) -> None:
-        super().__init__(params, {"rho": rho})
-        self.base = base(self.param_groups)
-        self.param_groups = self.base.param_groups
-
-    @torch.no_grad()
-    def first_step(self) -> None:
-        norm = torch.norm(
-            torch.stack([p.grad.norm(p=2) for g in self.param_groups for p in g["params"]]), p=2
-        )
-        for group in self.param_groups:
-            scale = group["rho"] / (norm + 1e-12)
-            for p in group["params"]:
-                self.state[p]["old_p"] = p.data.clone()
-                p.add_(p.grad * scale.to(p))
-        self.zero_grad()
-
-    @torch.no_grad()
-    def second_step(self) -> None:
-        for group in self.param_groups:
-            for p in group["params"]:
-                p.data = self.state[p]["old_p"]
-        self.base.step()
-        self.zero_grad()
-
-
 class Lookahead(torch.optim.Optimizer):
     def __init__(self, base: Any, alpha: float = 0.5, k: int = 2) -> None:
         self._backward_hooks: dict[str, Any] = {}

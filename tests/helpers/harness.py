@@ -90,7 +90,8 @@ class BertBlock(nn.Module):
         return [part.view(b, s, self.n_heads, -1).transpose(1, 2) for part in parts]
 
     def attend(self, x: Tensor) -> Tensor:
-        mixed = F.scaled_dot_product_attention(*self.heads(self.qkv(x)))
+        q, k, v = self.heads(self.qkv(x))
+        mixed = F.scaled_dot_product_attention(q, k, v)
         return self.out(mixed.transpose(1, 2).reshape(x.shape))
 
     def widen(self, x: Tensor) -> Tensor:

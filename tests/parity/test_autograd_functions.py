@@ -13,7 +13,7 @@ import autopar
 from autopar.parity import Report
 from autopar.runtime.launch import WorkerPool
 from tests.helpers import functions
-from tests.helpers.jobs import error, machine
+from tests.helpers.jobs import Batch, error, machine
 from tests.parity.table import TOLERANCE
 
 NAMES = tuple(f"/{function.__name__}#" for function in functions.RULES)
@@ -65,7 +65,8 @@ def step(saved: str) -> tuple[dict[str, Tensor], list[str]]:
     module = autopar.parallelize(
         functions.model("gated"), machine((1, 2)), plan=autopar.Plan.load(saved)
     )
-    loss = module.step(**functions.batch())
+    batch: Batch = functions.batch()
+    loss = module.step(**batch)
     return {"loss": loss, **module.full_gradients()}, placed(module.plan)
 
 

@@ -1,4 +1,4 @@
-"""A bfloat16 model's loss on one process: eager's bit by bit, or within the bound of its sums."""
+"""A bfloat16 model's loss on one process: eager's bit by bit, and the sum of parts in float32."""
 
 from __future__ import annotations
 
@@ -15,7 +15,6 @@ from autopar.capture import capture, reference_step
 from tests.helpers.jobs import gpt2, llama
 from tests.helpers.nightly import sampled
 
-ROUND_OFF = 2.0**-8  # of bfloat16
 VOCABULARY, WIDTH, SEQUENCE = 320, 64, 16
 
 
@@ -105,15 +104,3 @@ def test_microbatches_add_up_in_float32(name: str, n: int) -> None:
     loss = module.step(**batch)
     assert loss.dtype == torch.bfloat16
     assert torch.equal(loss, torch.stack(parts).sum().to(torch.bfloat16))
-
-
-@pytest.mark.parametrize("n", [1, 16])
-def test_the_bound(n: int) -> None:
-    """Each part sums 256 / n rows: on the CPU that is two levels of at most 16 additions."""
-    model, _, batch, _ = _made("by hand", 1)
-    module = autopar.parallelize(model, (1, 1), batch, microbatches=n)
-    logits = model(**batch)[1]
-    losses = F.cross_entropy(logits.flatten(0, 1), batch["labels"].flatten(), reduction="none")
-    exact = losses.double().sum() / (batch["labels"] != -100).sum()
-    off = (module.step(**batch).double() - exact).abs() / exact
-    assert off <= (2 * 16 + 3 + 1) * ROUND_OFF

@@ -105,16 +105,6 @@ def test_parity_with_one_process(
     assert len(set(alone.losses)) == N_STEPS
 
 
-def test_uneven_microbatches_are_refused(workers: Callable[[int], WorkerPool]) -> None:
-    assert workers(2).run(refusal) == ["3 microbatches do not divide 16 rows"] * 2
-
-
-def refusal() -> str:
-    with pytest.raises(ValueError, match="do not divide") as caught:
-        PipelineGPT2(weights(), HEADS, BATCH, SEQUENCE, 3)
-    return str(caught.value)
-
-
 def test_every_parameter_is_in_one_stage() -> None:
     size = Size(n_layers=3, width=8, n_heads=2, vocabulary=8, n_positions=4, tied=False)
     (first, _), (second, _) = stages(size)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import dataclass
+from functools import partial
 
 import pytest
 
@@ -18,7 +19,7 @@ from autopar.placement import I, Move, R, Spec
 from autopar.program import CallLine, Period, StageProgram, Strategy
 from tests.helpers.harness import Case, abstract_cost, generated_code, model_case, thread_step
 from tests.helpers.nightly import sampled
-from tests.helpers.random_models.programs import NAMED, named_analysis
+from tests.helpers.random_models.programs import named_analysis, named_batch
 
 __all__ = ["generated_code"]
 
@@ -194,7 +195,7 @@ def check_step(planned: Planned) -> None:
 @pytest.mark.parametrize("kind", ["frozen batch norms", "down and up"])
 def test_every_convolution_is_sharded(kind: str, recipe: str) -> None:
     """Where sharding always pays, and over 4 ranks."""
-    case = Case(named_analysis(kind), NAMED[kind].batch)
+    case = Case(named_analysis(kind), partial(named_batch, kind))
     planned = plan(case, (4,), 2, recipe)
     lines = planned.program.body
     flops = sum(line.flops for line in lines if isinstance(line, CallLine))

@@ -15,12 +15,11 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import Manual, NotPlannedError
-from autopar.capture import reference_step
 from autopar.runtime.launch import WorkerPool
-from tests.helpers.captures import captured
-from tests.helpers.jobs import CASES, Batch, error, gradient, machine, tokens
+from tests.helpers.jobs import CASES, error, machine, tokens
 from tests.helpers.nightly import nightly
 from tests.parity.table import TOLERANCE
+from tests.parity.test_pipeline_public import Step, off, reference_of
 
 MESH = machine((1, 2))
 DP, TP = Manual(dp=2), Manual(tp=2)
@@ -36,27 +35,10 @@ def ready(manual: Manual = TP, **options: Any) -> autopar.ParallelModule:
     return autopar.parallelize(model(), MESH, tokens(0), precision="fp64", manual=manual, **options)
 
 
-def reference(batch: Batch, training: bool = True) -> tuple[Tensor, Any, dict[str, Tensor]]:
-    """(loss, outputs, parameters with gradient) of the captured program on one process."""
-    own = model()
-    program = captured(own, batch, training=training, precision="fp64")
-    values = {n: p.detach().double().requires_grad_() for n, p in own.named_parameters()}
-    loss, outputs = reference_step(program, values, batch)
-    assert loss is not None
-    loss.backward()
-    return loss.detach(), outputs, values
-
-
 @lru_cache
-def reference_of(seed: int) -> tuple[Tensor, Any, dict[str, Tensor]]:
-    """`reference` of a batch of `tokens`."""
-    return reference(tokens(seed))
-
-
-def off(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]:
-    assert found.keys() == wanted.keys()
-    errors = {name: error(tensor, wanted[name]) for name, tensor in found.items()}
-    return {name: e for name, e in errors.items() if not e <= TOLERANCE}
+def reference(seed: int, training: bool = True) -> Step:
+    """(loss, outputs, gradients) of one process."""
+    return reference_of("gpt2", tokens(seed), training)
 
 
 def accumulate() -> dict[str, Tensor]:
@@ -67,8 +49,8 @@ def accumulate() -> dict[str, Tensor]:
 
 
 def test_gradients_add_up_over_steps(workers: Pool) -> None:
-    first, second = reference_of(0)[2], reference_of(1)[2]
-    wanted = {name: gradient(p) + gradient(second[name]) for name, p in first.items()}
+    first, second = reference(0)[2], reference(1)[2]
+    wanted = {name: gradient + second[name] for name, gradient in first.items()}
     assert off(workers(2).run(accumulate)[0], wanted) == {}
 
 
@@ -87,7 +69,7 @@ def plan_late() -> tuple[str, Tensor, bool]:
 def test_planning_waits_for_the_first_step(workers: Pool) -> None:
     for message, loss, is_ready in workers(2).run(plan_late):
         assert "pm.prepare(**batch)" in message
-        assert error(loss, reference_of(0)[0]) <= TOLERANCE
+        assert error(loss, reference(0)[0]) <= TOLERANCE
         assert is_ready
 
 
@@ -117,7 +99,7 @@ def test_evaluation_returns_the_models_own_output(
     manual: Manual, gather: str, workers: Pool
 ) -> None:
     """Logits are whole on every rank, and training continues afterwards."""
-    loss, output, _ = reference(tokens(1), training=False)
+    loss, output, _ = reference(1, training=False)
     for found in workers(2).run(evaluate, manual, gather):
         assert found["type"] == type(output).__name__ == "CausalLMOutputWithCrossAttentions"
         assert found["keys"] == ["loss", "logits"]
@@ -127,7 +109,7 @@ def test_evaluation_returns_the_models_own_output(
         assert error(found["logits"], output.logits.detach()) <= TOLERANCE
         assert error(found["without labels"], output.logits.detach()) <= TOLERANCE
         assert not found["requires_grad"]
-        assert error(found["after"], reference_of(0)[0]) <= TOLERANCE
+        assert error(found["after"], reference(0)[0]) <= TOLERANCE
 
 
 def train_beside_the_model() -> bool:

@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 import autopar
-from autopar import Manual
 from autopar.options import Recompute
 from autopar.passes.backward import differentiate
 from autopar.program import (
@@ -19,31 +18,16 @@ from autopar.program import (
     WeightGradients,
 )
 from tests.helpers import ranks
-from tests.helpers.jobs import llama, machine, tokens
-from tests.helpers.models.dropout_models import dropped_gpt2
-from tests.helpers.models.recompute_models import recomputing
+from tests.helpers.jobs import tokens
 from tests.helpers.nightly import sampled
+from tests.parity.test_equal_blocks import LAYOUTS, MODELS, planned
 
-LAYOUTS = {
-    "alone": (Manual(), (1, 1)),
-    "tensor": (Manual(tp=2, sp=True), (1, 2)),
-    "data": (Manual(dp=2), (1, 2)),
-    "zero-3": (Manual(dp=2, zero=3), (1, 2)),
-    "stages": (Manual(pp=2, microbatch_size=2), (1, 2)),
-}
-MODELS = {"gpt2": dropped_gpt2, "llama": llama}
 MODES: tuple[Recompute | None, ...] = (None, "full")
 CASES = [(model, layout, mode) for model in MODELS for layout in LAYOUTS for mode in MODES]
 BY_DAY = [
     *(("gpt2", layout, None) for layout in LAYOUTS),
     *(("llama", layout, "full") for layout in ("alone", "zero-3", "stages")),
 ]
-
-
-def planned(model: str, layout: str) -> autopar.Plan:
-    torch.manual_seed(0)
-    manual, shape = LAYOUTS[layout]
-    return autopar.plan(MODELS[model](2), machine(shape), tokens(0), manual=manual)
 
 
 def results(plan: autopar.Plan, weights_last: bool) -> list[dict[str, Tensor]]:
@@ -63,8 +47,7 @@ def results(plan: autopar.Plan, weights_last: bool) -> list[dict[str, Tensor]]:
 
 @pytest.mark.parametrize(("model", "layout", "mode"), sampled(CASES, BY_DAY))
 def test_all_bits_stay(model: str, layout: str, mode: Recompute | None) -> None:
-    plan = planned(model, layout)
-    plan = plan if mode is None else recomputing(plan, mode)
+    plan = planned(model, layout, 2, mode)
     for a, b in zip(results(plan, False), results(plan, True), strict=True):
         assert a.keys() == b.keys()
         assert [n for n in a if not torch.equal(a[n], b[n])] == []
@@ -79,7 +62,7 @@ def parted(plan: autopar.Plan) -> list[JointProgram]:
 def test_the_first_part_is_what_others_wait_for(layout: str) -> None:
     """It hands over the gradients of received tensors; the second one those of all weights that
     have a matmul, and their reductions."""
-    for joint in parted(planned("llama", layout)):
+    for joint in parted(planned("llama", layout, 2, None)):
         n_parameters = len(joint.taken) - len(joint.stage.received)
         (at,) = (i for i, x in enumerate(joint.backward) if isinstance(x, WeightGradients))
         first, second = joint.backward[:at], joint.backward[at + 1 :]
