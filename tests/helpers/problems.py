@@ -3,20 +3,48 @@
 from __future__ import annotations
 
 import itertools
+from typing import Any
 
 import numpy as np
 import pytest
 
 from autopar.passes.solvers.choice import solve_brute_force
-from autopar.passes.solvers.problem import ChoiceProblem, Edge, Infeasible, Solution, Weights
+from autopar.passes.solvers.eliminate import minimise, plan_order
+from autopar.passes.solvers.problem import (
+    ChoiceProblem,
+    ChoiceTotals,
+    Edge,
+    Infeasible,
+    Potentials,
+    Solution,
+    Weights,
+    axes_of,
+)
 from autopar.passes.solvers.repeats import Repeat, RepeatedProblem
+from tests.helpers.nightly import nightly
 
 REL = 1e-9
 WEIGHTS = (Weights(), Weights(1.0, 1e-5), Weights(1.0, 0.0, 2e-4), Weights(0.0, 0.0, 1.0))
 
 
+def seeds(n_by_day: int, n: int) -> list[Any]:
+    """Parameters of a test: the first seeds in ordinary runs, the rest of `n` at night."""
+    return [*range(n_by_day), *(pytest.param(s, marks=nightly) for s in range(n_by_day, n))]
+
+
+def weighed(totals: ChoiceTotals, weights: Weights) -> float:
+    return weights.cost * totals.cost_s + weights.tie * totals.tie + weights.size * totals.bytes
+
+
+def least(problem: ChoiceProblem, weights: Weights) -> float:
+    """The optimum, by plain elimination of all variables."""
+    merged = problem.merged()
+    plan = plan_order(merged.sizes, axes_of(merged.edges))
+    return minimise(plan, Potentials.of(merged, weights))[0]
+
+
 def random_problem(seed: int, n_max: int = 6, k_max: int = 4) -> ChoiceProblem:
-    """Like `choice_problems`, drawn evenly: whole, random and zero costs, each 0-30% forbidden."""
+    """Whole, random and zero costs, each 0-30% forbidden; parallel edges, bytes on edges."""
     rng = np.random.default_rng(seed)
     n = int(rng.integers(1, n_max + 1))
     sizes = rng.integers(1, k_max + 1, n)

@@ -5,11 +5,9 @@ from __future__ import annotations
 import itertools
 import math
 
-import numpy as np
 from hypothesis import strategies as st
 
 from autopar.cost.simulate import PartWork, SplitBackward, StageTimes
-from autopar.passes.solvers.problem import ChoiceProblem, Edge
 from autopar.placement import (
     ELLIPSIS,
     Dim,
@@ -127,39 +125,4 @@ def stage_times(draw: st.DrawFn, splits_backward: bool = False) -> StageTimes:
         sync_s=draw(seconds),
         n_sync_buckets=draw(st.integers(1, 4)),
         overlap_slowdown_fraction=draw(st.sampled_from((0.0, 0.3, 1.0))),
-    )
-
-
-@st.composite
-def choice_problems(draw: st.DrawFn, budget: bool | None = None) -> ChoiceProblem:
-    """Small problems: forbidden choices and pairs, zero costs, ties, parallel edges, parts.
-
-    `budget` True or False: with or without one; None: either.
-    """
-    sizes = draw(st.lists(st.integers(1, 4), min_size=1, max_size=6))
-    n = len(sizes)
-    few = st.integers(0, 4).map(float)
-    # Never closer than 1e-6 relative without being equal, so that what is a tie is certain.
-    uneven = st.integers(100, 100_000).map(lambda k: k * 1e-7)
-    cost = st.sampled_from((0.0, 1e-3, 2e-3, 3e-3, 5e-3, math.inf)) | uneven
-
-    def array(values: st.SearchStrategy[float], *shape: int) -> np.ndarray:
-        count = math.prod(shape)
-        drawn = draw(st.lists(values, min_size=count, max_size=count))
-        return np.array(drawn).reshape(shape)
-
-    pairs = st.tuples(st.integers(0, n - 1), st.integers(0, n - 1)).filter(lambda p: p[0] != p[1])
-    edges = []
-    for u, v in draw(st.lists(pairs, max_size=2 * n)) if n > 1 else []:
-        shape = (sizes[u], sizes[v])
-        size = array(few, *shape) if draw(st.booleans()) else None
-        edges.append(Edge(u, v, array(cost, *shape), array(few, *shape), size))
-    limited = draw(st.booleans()) if budget is None else budget
-    return ChoiceProblem(
-        names=tuple(f"v{i}" for i in range(n)),
-        cost_s=tuple(array(cost, k) for k in sizes),
-        tie=tuple(array(few, k) for k in sizes),
-        bytes=tuple(array(few, k) for k in sizes),
-        edges=tuple(edges),
-        budget_bytes=float(draw(st.integers(0, 4 * n))) if limited else None,
     )

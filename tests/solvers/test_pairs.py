@@ -17,18 +17,10 @@ from autopar.passes.solvers.eliminate import (
     plan_elimination,
     plan_order,
 )
-from autopar.passes.solvers.problem import (
-    Choice,
-    ChoiceProblem,
-    ChoiceTotals,
-    Edge,
-    Potentials,
-    Weights,
-    axes_of,
-)
+from autopar.passes.solvers.problem import ChoiceProblem, Edge, Potentials, Weights, axes_of
 from autopar.passes.solvers.repeats import Repeat, RepeatedProblem
 from autopar.passes.solvers.repeats.elimination import RepeatedElimination
-from tests.helpers.problems import WEIGHTS, check_same, random_problem
+from tests.helpers.problems import WEIGHTS, check_same, least, random_problem, weighed
 
 
 def equality(n: int) -> tuple[np.ndarray, np.ndarray]:
@@ -79,54 +71,34 @@ def views_of(plan: EliminationPlan) -> list[int]:
     return [step.variable for step in plan.steps if step.is_view]
 
 
-def weighed(totals: ChoiceTotals, weights: Weights) -> float:
-    return weights.cost * totals.cost_s + weights.tie * totals.tie + weights.size * totals.bytes
-
-
-def least(problem: ChoiceProblem, weights: Weights) -> tuple[float, Choice]:
-    """By elimination of all variables."""
-    plan = plan_order(problem.sizes, axes_of(problem.edges))
-    assert not views_of(plan)
-    return minimise(plan, Potentials.of(problem, weights))
-
-
-@pytest.mark.parametrize("first", range(0, 200, 20))
-def test_the_optimum_is_the_same(first: int) -> None:
-    n_views = 0
-    for seed in range(first, first + 20):
+def test_the_optimum_is_the_same() -> None:
+    """With hubs, pairs are variables like others."""
+    n_views = n_hubs = 0
+    for seed in range(60):
         problem = with_pairs(seed).merged()
         plan = plan_elimination(problem)
         n_views += len(views_of(plan))
         for weights in WEIGHTS:
             value, choice = minimise(plan, Potentials.of(problem, weights))
-            expected, _ = least(problem, weights)
-            assert value == pytest.approx(expected, rel=1e-12), seed
+            assert value == pytest.approx(least(problem, weights), rel=1e-12), seed
             if value < np.inf:
                 summed = weighed(problem.evaluate(choice), weights)
                 assert summed == pytest.approx(value, rel=1e-12, abs=1e-15), seed
         check_same(problem, solve(problem))
-    assert n_views > 10, n_views
-
-
-def test_with_hubs_pairs_are_variables_like_others() -> None:
-    n_hubs = 0
-    for seed in range(60):
-        problem = with_pairs(seed).merged()
-        limits = TableLimits(table_entries=max(plan_elimination(problem).largest - 1, 1))
         try:
-            plan = plan_elimination(problem, limits)
+            plan = plan_elimination(problem, TableLimits(table_entries=max(plan.largest - 1, 1)))
         except TooWide:
             continue
         if plan.hubs:
             assert not views_of(plan)
             value, _ = minimise(plan, Potentials.of(problem, Weights()))
-            assert value == pytest.approx(least(problem, Weights())[0], rel=1e-12), seed
+            assert value == pytest.approx(least(problem, Weights()), rel=1e-12), seed
             n_hubs += 1
-    assert n_hubs > 10, n_hubs
+    assert n_views > 30 and n_hubs > 10, (n_views, n_hubs)
 
 
 def test_min_marginals_see_through_pairs() -> None:
-    for seed in range(40):
+    for seed in range(30):
         problem = with_pairs(seed).merged()
         potentials = Potentials.of(problem, Weights())
         found = min_marginals(plan_elimination(problem), potentials)
@@ -161,7 +133,7 @@ def test_what_is_no_pair() -> None:
         check_same(other, solve(other))
 
 
-@pytest.mark.parametrize("seed", range(20))
+@pytest.mark.parametrize("seed", range(5))
 def test_pairs_in_repeated_blocks(seed: int) -> None:
     """In each copy, a pair shares a table with the outputs of the copy before."""
     rng = np.random.default_rng(seed)
@@ -186,5 +158,5 @@ def test_pairs_in_repeated_blocks(seed: int) -> None:
     written, _ = problem.unrolled()
     for weights in WEIGHTS:
         value, point = elimination.at(weights)
-        assert value == pytest.approx(least(written.merged(), weights)[0], rel=1e-12)
+        assert value == pytest.approx(least(written, weights), rel=1e-12)
         assert weighed(point.totals, weights) == pytest.approx(value, rel=1e-12)

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.util
 import math
 from dataclasses import replace
+from types import SimpleNamespace
 
 import numpy as np
 import pulp
 import pytest
-from hypothesis import given, settings
 
 from autopar.errors import OptionError
 from autopar.passes.solvers.choice import (
-    ilp,
+    WorkLimit,
+    most_columns,
     reduce,
     solve,
     solve_brute_force,
@@ -38,63 +40,54 @@ from autopar.passes.solvers.problem import (
     make_solution,
 )
 from autopar.passes.solvers.problem.problem import merged
-from tests.helpers.problems import REL, chain_with_residuals, check_same, clique, random_problem
-from tests.helpers.strategies import choice_problems
+from tests.helpers.problems import (
+    REL,
+    chain_with_residuals,
+    check_same,
+    clique,
+    random_problem,
+    seeds,
+    solved,
+)
 
 # Tables of a few entries: every graph with a cycle needs a hub, or is too wide.
 TINY = TableLimits(table_entries=16)
 NO_TABLES = TableLimits(table_entries=0)
 
 
-@pytest.mark.parametrize("seed", range(240))
+@pytest.mark.parametrize("seed", seeds(60, 240))
 def test_every_solver_finds_the_optimum(seed: int) -> None:
+    """Also where tables are too wide, so that hubs or the ILP are needed."""
     problem = random_problem(seed)
-    check_same(problem, solve(problem))
-    check_same(problem, solve(problem, "ilp"))
+    for found in (
+        solve(problem),
+        solve(problem, limits=TINY),
+        solve(problem, limits=NO_TABLES),
+        solve(problem, "ilp"),
+    ):
+        check_same(problem, found)
     unlimited = replace(problem, budget_bytes=None)
     check_same(unlimited, solve_by_elimination(unlimited))
 
 
-@given(choice_problems())
-@settings(max_examples=80)
-def test_auto_finds_the_optimum(problem: ChoiceProblem) -> None:
-    check_same(problem, solve(problem))
-
-
-@given(choice_problems())
-@settings(max_examples=40)
-def test_ilp_finds_the_optimum(problem: ChoiceProblem) -> None:
-    check_same(problem, solve_ilp(problem))
-
-
-@given(choice_problems(budget=False))
-@settings(max_examples=60)
-def test_elimination_finds_the_optimum(problem: ChoiceProblem) -> None:
-    check_same(problem, solve_by_elimination(problem))
-
-
-@given(choice_problems())
-@settings(max_examples=40)
-def test_reductions_keep_an_optimum(problem: ChoiceProblem) -> None:
-    reduced = reduce(problem)
-    expected = solve_brute_force(problem)
-    if reduced is None:
-        assert isinstance(expected, Infeasible)
-        return
-    found = solve_brute_force(reduced.problem)
-    if isinstance(found, Infeasible):
-        assert isinstance(expected, Infeasible) and found.min_bytes == expected.min_bytes
-        return
-    lifted = reduced.lift(found.choice)
-    assert reduced.lower(lifted) == found.choice
-    check_same(problem, make_solution(problem, lifted, None, "reduced"))
-
-
-@pytest.mark.parametrize("seed", range(60))
-@pytest.mark.parametrize("limits", [TINY, NO_TABLES], ids=["hubs", "ilp"])
-def test_too_wide_graphs_give_the_same_optimum(seed: int, limits: TableLimits) -> None:
-    problem = random_problem(seed)
-    check_same(problem, solve(problem, limits=limits))
+def test_reductions_keep_an_optimum() -> None:
+    n_choices = n_left = 0
+    for seed in range(60):
+        problem = random_problem(seed)
+        reduced, expected = reduce(problem), solve_brute_force(problem)
+        if reduced is None:
+            assert isinstance(expected, Infeasible)
+            continue
+        n_choices += sum(problem.sizes)
+        n_left += sum(reduced.problem.sizes)
+        found = solve_brute_force(reduced.problem)
+        if isinstance(found, Infeasible):
+            assert isinstance(expected, Infeasible) and found.min_bytes == expected.min_bytes
+            continue
+        lifted = reduced.lift(found.choice)
+        assert reduced.lower(lifted) == found.choice
+        check_same(problem, make_solution(problem, lifted, None, "reduced"))
+    assert n_left < 0.75 * n_choices, (n_left, n_choices)
 
 
 def test_hubs_are_conditioned_on() -> None:
@@ -109,14 +102,14 @@ def test_too_wide_is_raised_and_then_solved_by_the_ilp() -> None:
     problem = clique(7, 3, seed=1)
     with pytest.raises(TooWide, match="hint"):
         solve_by_elimination(problem, TINY)
-    found = solve(problem, limits=TINY)
-    assert isinstance(found, Solution) and found.method == "reduced ilp"
+    found = solved(solve(problem, limits=TINY))
+    assert found.method == "reduced ilp"
     check_same(problem, found)
 
 
 @pytest.mark.parametrize("limits", [None, TableLimits(table_entries=4**4)], ids=["plain", "hubs"])
 def test_min_marginals_are_the_least_totals_with_each_choice(limits: TableLimits | None) -> None:
-    problems = [replace(random_problem(s), budget_bytes=None) for s in range(60)]
+    problems = [replace(random_problem(s), budget_bytes=None) for s in range(30)]
     for problem in (p.merged() for p in [*problems, clique(6, 4, seed=2)]):
         potentials = Potentials.of(problem, Weights())
         marginals = min_marginals(plan_elimination(problem, limits), potentials)
@@ -136,33 +129,12 @@ def test_elimination_in_blocks_is_elimination() -> None:
     assert value == pytest.approx(problem.evaluate(choice).cost_s, rel=1e-12)
 
 
-def test_no_random_choice_beats_the_solver() -> None:
-    problem = chain_with_residuals(40, 8, seed=0)
-    free = solve(problem)
-    assert isinstance(free, Solution)
-    limited = replace(problem, budget_bytes=0.8 * free.bytes)
-    found = solve(limited)
-    assert isinstance(found, Solution) and found.gap == 0
-    assert free.objective_s <= found.objective_s and found.bytes <= 0.8 * free.bytes * (1 + REL)
-    rng = np.random.default_rng(1)
-    for _ in range(300):
-        # Near the solutions, where a random choice has a chance.
-        choice = [int(rng.integers(8)) if rng.random() < 0.1 else k for k in found.choice]
-        totals = problem.evaluate(choice)
-        assert totals.cost_s >= free.objective_s * (1 - REL)
-        if limited.fits(totals.bytes):
-            assert totals.cost_s >= found.objective_s * (1 - REL)
-
-
 @pytest.mark.parametrize("share", [None, 0.9, 0.6])
 def test_auto_agrees_with_the_whole_ilp_on_a_larger_graph(share: float | None) -> None:
     problem = chain_with_residuals(30, 10, seed=4)
     if share is not None:
-        free = solve(problem)
-        assert isinstance(free, Solution)
-        problem = replace(problem, budget_bytes=share * free.bytes)
-    auto, whole = solve(problem), solve(problem, "ilp")
-    assert isinstance(auto, Solution) and isinstance(whole, Solution)
+        problem = replace(problem, budget_bytes=share * solved(solve(problem)).bytes)
+    auto, whole = solved(solve(problem)), solved(solve(problem, "ilp"))
     assert auto.objective_s == pytest.approx(whole.objective_s, rel=REL, abs=0)
     assert auto.gap == whole.gap == 0
     assert auto.tie == whole.tie
@@ -187,13 +159,6 @@ def test_parallel_edges_are_summed_once_by_what_they_tell_apart() -> None:
         assert edge.cost_s.shape == (4, 4), "six choices, of which four are told apart"
         assert edge.tie.dtype == np.float32 and edge.columns is None
     assert first.cost_s is second.cost_s
-
-
-def test_equal_runs_give_equal_solutions() -> None:
-    problem = chain_with_residuals(60, 10, seed=5)
-    assert solve(problem) == solve(problem)
-    limited = replace(problem, budget_bytes=4e10)
-    assert solve(limited) == solve(limited)
 
 
 def two_variables(tie: list[float], budget_bytes: float | None = None) -> ChoiceProblem:
@@ -221,13 +186,13 @@ def two_variables(tie: list[float], budget_bytes: float | None = None) -> Choice
 def test_least_tie_among_the_cheapest_that_fit(
     solver: str, tie: list[float], budget_bytes: float | None, expected: int
 ) -> None:
-    found = solve(two_variables(tie, budget_bytes), solver)  # type: ignore[arg-type]
-    assert isinstance(found, Solution) and found.choice == (expected, 0)
+    found = solved(solve(two_variables(tie, budget_bytes), solver))  # type: ignore[arg-type]
+    assert found.choice == (expected, 0)
 
 
 @pytest.mark.parametrize("scale", [0.0, 1e-12, 1e-3, 1e9])
 def test_ties_break_alike_at_every_scale_of_cost(scale: float) -> None:
-    for seed in range(20):
+    for seed in range(10):
         problem = random_problem(seed)
         scaled = replace(
             problem,
@@ -254,38 +219,49 @@ def test_infeasible_says_the_least_bytes(solver: str) -> None:
 
 def test_a_problem_without_variables_costs_nothing() -> None:
     empty = ChoiceProblem((), (), (), ())
-    for found in (solve(empty), solve(empty, "ilp"), solve_brute_force(empty)):
-        assert isinstance(found, Solution) and found.choice == () and found.objective_s == 0
+    for found in map(solved, (solve(empty), solve(empty, "ilp"), solve_brute_force(empty))):
+        assert found.choice == () and found.objective_s == 0
 
 
 def test_cbc_is_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(ilp, "_has_highs", lambda: False)
+    """As where highspy is not installed."""
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(pulp, "HiGHS", None)
     for seed in range(8):
         problem = random_problem(seed)
         check_same(problem, solve_ilp(problem))
 
 
-def test_out_of_time_keeps_the_best_choice_and_its_gap(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The trap: at a time limit PuLP's `status` says Optimal."""
-    problem = chain_with_residuals(20, 6, seed=6)
-    optimum = solve(problem)
-    assert isinstance(optimum, Solution)
+# -- limits of time and work -----------------------------------------------------------------------
 
-    def stop_early(program: pulp.LpProblem, solver: object) -> int:
+
+def stop_at_once(patch: pytest.MonkeyPatch, choice: int | None) -> None:
+    """The trap: at a limit PuLP's `status` says Optimal. HiGHS knows no bound above 0 then, and an
+    infinite objective if there is no choice."""
+    objective = math.inf if choice is None else 0.0
+
+    def stopped(program: pulp.LpProblem, solver: object) -> int:
+        program.solverModel = SimpleNamespace(
+            getInfo=lambda: SimpleNamespace(objective_function_value=objective, mip_dual_bound=0.0)
+        )
         for variable in program.variables():
-            variable.varValue = float(variable.name.endswith("_0"))
+            if choice is not None:
+                variable.varValue = float(variable.name.endswith(f"_{choice}"))
         program.assignStatus(pulp.LpStatusOptimal, pulp.LpSolutionIntegerFeasible)
         return pulp.LpStatusOptimal
 
-    monkeypatch.setattr(pulp.LpProblem, "solve", stop_early)
-    monkeypatch.setattr(ilp, "_dual_bound", lambda program: 0.0)
-    found = solve(problem, "ilp", time_limit_s=10.0)
-    assert isinstance(found, Solution)
+    patch.setattr(pulp.LpProblem, "solve", stopped)
+
+
+def test_out_of_time_keeps_the_best_choice_and_its_gap(monkeypatch: pytest.MonkeyPatch) -> None:
+    problem = chain_with_residuals(20, 6, seed=6)
+    optimum = solved(solve(problem))
+    stop_at_once(monkeypatch, 0)
+    found = solved(solve(problem, "ilp", time_limit_s=10.0))
     assert found.choice == (0,) * 20 and found.gap == 1.0 and found.bound_s == 0.0
     assert found.objective_s >= optimum.objective_s
     limited = replace(problem, budget_bytes=0.85 * optimum.bytes)
-    from_lagrangian = solve(limited, time_limit_s=10.0)
-    assert isinstance(from_lagrangian, Solution)
+    from_lagrangian = solved(solve(limited, time_limit_s=10.0))
     assert from_lagrangian.objective_s <= found.objective_s and from_lagrangian.gap < 0.1
     assert from_lagrangian.bound_s >= optimum.objective_s * (1 - REL)
 
@@ -293,6 +269,38 @@ def test_out_of_time_keeps_the_best_choice_and_its_gap(monkeypatch: pytest.Monke
 def test_out_of_time_with_nothing_found_is_an_error() -> None:
     with pytest.raises(TimeLimitError, match="hint: raise time_limit_s"):
         solve(chain_with_residuals(20, 6, seed=7), "ilp", time_limit_s=0.0)
+
+
+def test_out_of_work_with_nothing_found_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    stop_at_once(monkeypatch, None)
+    with pytest.raises(TimeLimitError, match="found no feasible choice in 3 nodes"):
+        solve_ilp(chain_with_residuals(16, 6, 0), work_limit=WorkLimit(None, 3))
+
+
+@pytest.mark.parametrize("seed", range(2))
+def test_what_a_work_limit_leaves_is_in_the_gap(seed: int) -> None:
+    """A budget of a share of what the optimum needs."""
+    problem = chain_with_residuals(16, 6, seed)
+    problem = replace(problem, budget_bytes=0.8 * solved(solve(problem)).bytes)
+    best = solved(solve(problem, "ilp"))
+    assert best.gap == 0
+    for work_limit in (WorkLimit(0, 1), WorkLimit(None, 1), WorkLimit(None, 10**6)):
+        found = solved(solve(problem, work_limit=work_limit))
+        assert found == solve(problem, work_limit=work_limit)
+        assert found.objective_s >= best.objective_s * (1 - REL)
+        assert found.bound_s <= best.objective_s * (1 + REL)
+        if work_limit.n_nodes > 1:
+            assert found.gap == 0 and found.objective_s == pytest.approx(best.objective_s, rel=REL)
+
+
+def test_programs_with_many_columns_are_not_solved() -> None:
+    problem = chain_with_residuals(16, 6, 0)
+    assert most_columns(problem.sizes, [e.cost_s.shape for e in problem.edges]) > 10
+    with pytest.raises(TimeLimitError):
+        solve_ilp(problem, work_limit=WorkLimit(10, 10**6))
+
+
+# -- what is refused -------------------------------------------------------------------------------
 
 
 def test_an_unknown_solver_is_refused() -> None:

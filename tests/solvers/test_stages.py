@@ -10,8 +10,9 @@ import numpy as np
 import pytest
 
 from autopar.passes.solvers.problem import ProblemError
-from autopar.passes.solvers.stages import CostToGo, StageProblem, brute_force, least_span_s, plans
+from autopar.passes.solvers.stages import CostToGo, StageProblem, least_span_s, plans
 from autopar.passes.solvers.stages.brute_force import every_plan
+from tests.helpers.problems import seeds
 
 SIZES = [(1,), (1, 2), (1, 2, 4), (2, 2, 4), (1, 1, 2, 3)]
 
@@ -61,7 +62,7 @@ def problems(chunk: int, is_1f1b: bool = False) -> list[StageProblem]:
     return out
 
 
-@pytest.mark.parametrize("chunk", range(5))
+@pytest.mark.parametrize("chunk", seeds(2, 5))
 def test_every_plan_is_listed_best_first(chunk: int) -> None:
     n_some = 0
     for problem in problems(chunk):
@@ -75,7 +76,7 @@ def test_every_plan_is_listed_best_first(chunk: int) -> None:
     assert n_some > 10
 
 
-@pytest.mark.parametrize("chunk", range(3))
+@pytest.mark.parametrize("chunk", seeds(2, 3))
 def test_every_plan_of_1f1b_is_listed_best_first(chunk: int) -> None:
     """Its span is at least the one of any schedule, and the least of all is not known exactly."""
     n_longer = n_exact = 0
@@ -147,9 +148,3 @@ def test_bad_problems() -> None:
         replace(stages_problem(2, (1,), 2, 0, n_levels=1), n_microbatches=4)
     with pytest.raises(ProblemError, match="at least 1"):
         replace(good, n_devices=0)
-
-
-def test_brute_force_has_a_limit(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(brute_force, "MAX_PLANS", 3)
-    with pytest.raises(ProblemError, match="more than 3 plans"):
-        every_plan(stages_problem(4, (1, 2), 4, 0))
