@@ -10,7 +10,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import autopar
-from autopar import Plan
+from autopar import Device, Link, Mesh, Plan
 from tests.helpers.machines import one_node
 
 N_LAYERS, BATCH, SEQUENCE, WIDTH, WORDS = 4, 16, 32, 64, 256
@@ -35,12 +35,22 @@ def batch() -> dict[str, Tensor]:
     return {"input_ids": ids, "labels": ids}
 
 
+def slow_links(n_ranks: int) -> Mesh:
+    """Shards of parameters are expensive to gather."""
+    device = Device(1e12, 1e11, 1e10, 1e-9)
+    return Mesh((1, n_ranks), links=[Link(1e-7, 1e-9)] * 2, device=device)
+
+
 @cache
-def planned_gpt2(n: int, limit: int | None, recompute: str = "auto", forbid: str = "") -> Plan:
-    """With one microbatch, so that more of them cannot save memory."""
+def planned_gpt2(
+    n: int, limit: int | None, recompute: str = "auto", forbid: str = "", n_layers: int = 2
+) -> Plan:
+    """On one device, or on several with slow links. With one microbatch, so that more of them
+    cannot save memory."""
     return autopar.plan(
-        model("plain"), one_node(n), batch(), precision="fp64", stages=1, microbatches=1,
-        memory_limit=limit, recompute=recompute, forbid=forbid.split(),
+        model("plain", n_layers), one_node(1) if n == 1 else slow_links(n), batch(),
+        precision="fp64", stages=1, microbatches=1, memory_limit=limit, recompute=recompute,
+        forbid=forbid.split(),
     )  # fmt: skip
 
 

@@ -29,7 +29,13 @@ from autopar.passes.intra import Constraints, PlacementRequest, choose
 from autopar.passes.lowering import lower
 from autopar.placement import I, Placement, R, S
 from autopar.program import StageProgram, Strategy, step_calls
-from tests.helpers.harness import Bert, generated_code, thread_step
+from tests.helpers.harness import (
+    Bert,
+    abstract_cost,
+    generated_code,
+    model_case,
+    thread_step,
+)
 
 __all__ = ["generated_code"]
 
@@ -138,3 +144,13 @@ def test_bert_is_megatron(by: str, precision: str) -> None:
     assert dims[0] == (3, 8, 16)
     if precision == "fp64":
         planned.check_runs()
+
+
+def test_equal_consumers_share_one_reshard() -> None:
+    """Megatron's f after a norm: q, k and v of a Llama block read one reshard."""
+    analysis, cost = model_case("llama").analysis, abstract_cost((2,))
+    limits = Constraints(frozenset({"sequence"}), ("tensor",), 0)
+    chosen = choose(analysis, PlacementRequest(cost, 1, limits), "adamw", None)
+    program = lower(analysis, chosen.strategy, cost)
+    read = [m.source for m in program.moves() if m.move.name == "i_to_r"]
+    assert read and len(set(read)) == len(read), "a tensor is resharded twice to one placement"

@@ -96,6 +96,8 @@ BUDGETS: list[Case] = [
     ("llama", "4", "", "0.72"),
     ("frozen resnet", "4", "", "0.65"),
     *((name, "4", "zero1 zero2 sequence", "0.9") for name in ("gpt2", "frozen resnet")),
+    ("chain", "4", "", "0.75"),
+    ("chain", "2x2", "", "0.5"),
 ]
 
 
@@ -137,7 +139,7 @@ def test_folded_is_the_whole_ilp(name: str, axes: str, forbid: str) -> None:
     assert chosen.objective_s == pytest.approx(whole.objective_s + problem.launches_s, rel=REL)
 
 
-@pytest.mark.parametrize(("name", "axes", "forbid", "share"), sampled(BUDGETS, [BUDGETS[-1]]))
+@pytest.mark.parametrize(("name", "axes", "forbid", "share"), sampled(BUDGETS, BUDGETS[-3:]))
 def test_the_gap_covers_the_optimum_within_a_budget(
     name: str, axes: str, forbid: str, share: str
 ) -> None:
@@ -153,6 +155,13 @@ def test_the_gap_covers_the_optimum_within_a_budget(
     assert chosen.bound_s <= optimum_s * (1 + ROUNDING_REL)
     assert 0 <= chosen.gap < 1
     assert chosen.size_bytes <= budget_bytes * (1 + ROUNDING_REL)
+
+
+def test_a_gap_that_copies_leave_is_closed_with_all_blocks_apart() -> None:
+    budget_bytes = 0.75 * by_blocks("chain", "4", "").size_bytes
+    chosen = by_blocks("chain", "4", "", budget_bytes)
+    assert chosen.gap <= 1e-3
+    assert chosen.n_variables == chosen.n_written_out, "copies alone leave no gap"
 
 
 def test_blocks_that_share_weights_are_not_copies() -> None:

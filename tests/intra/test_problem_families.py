@@ -158,14 +158,18 @@ def test_machines_of_several_families_offer_the_same_choices(
             assert here.storage(chosen) == there.storage(chosen)
 
 
-def test_stages_that_share_prices_are_stages_alone() -> None:
+@pytest.mark.parametrize("recomputes", [False, True])
+def test_stages_that_share_prices_are_stages_alone(recomputes: bool) -> None:
     """Both halves of a chain of equal blocks."""
     analysis, cost = language_model(tiny_gpt2, 6), abstract_cost((2, 2))
+    again = Recomputable.of(analysis, Options()) if recomputes else None
     n = n_operators(analysis.program)
     parts = [analysis.part(program) for program in cut(analysis.program, (n // 2, n))]
     prices, limits = Prices(), Constraints()
-    found = [intra_op_problem(p, cost, 1, limits, "adamw", prices=prices) for p in parts]
-    assert [*map(optimum, found)] == [optimum(alone(p, cost, 1, limits, None)) for p in parts]
+    found = [
+        intra_op_problem(p, cost, 1, limits, "adamw", None, again, prices=prices) for p in parts
+    ]
+    assert [*map(optimum, found)] == [optimum(alone(p, cost, 1, limits, again)) for p in parts]
 
 
 @pytest.mark.parametrize("shape", [(1, 8), (4, 8)])
