@@ -97,7 +97,6 @@ BUDGETS: list[Case] = [
     ("frozen resnet", "4", "", "0.65"),
     *((name, "4", "zero1 zero2 sequence", "0.9") for name in ("gpt2", "frozen resnet")),
     ("chain", "4", "", "0.75"),
-    ("chain", "2x2", "", "0.5"),
 ]
 
 
@@ -139,7 +138,7 @@ def test_folded_is_the_whole_ilp(name: str, axes: str, forbid: str) -> None:
     assert chosen.objective_s == pytest.approx(whole.objective_s + problem.launches_s, rel=REL)
 
 
-@pytest.mark.parametrize(("name", "axes", "forbid", "share"), sampled(BUDGETS, BUDGETS[-3:]))
+@pytest.mark.parametrize(("name", "axes", "forbid", "share"), sampled(BUDGETS, BUDGETS[-2:]))
 def test_the_gap_covers_the_optimum_within_a_budget(
     name: str, axes: str, forbid: str, share: str
 ) -> None:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import random
 from collections.abc import Sequence
 
-import numpy as np
 import pytest
 import torch
 
@@ -20,15 +19,11 @@ from autopar.passes.intra import (
     IntraOpProblem,
     Prices,
     ProblemFamilies,
-    intra_op,
     intra_op_problem,
     intra_op_problems,
     recipe_cost,
 )
-from autopar.passes.reshard import primitive_lines
-from autopar.passes.reshard.move_graph import move_graph
 from autopar.passes.solvers.choice import solve
-from autopar.placement import COLLECTIVES, TensorType
 from tests.helpers.harness import abstract_cost, language_model, model_case, tiny_gpt2
 from tests.helpers.machines import hardware_of
 from tests.helpers.problems import solved
@@ -56,8 +51,8 @@ def alone(
     return intra_op_problem(analysis, cost, m, limits, "adamw", None, again)
 
 
-@pytest.mark.parametrize("limits", ["free", "no ZeRO", "Megatron"])
-@pytest.mark.parametrize("model", ["llama", "bert-view", "mlp"])
+@pytest.mark.parametrize("limits", ["free", "Megatron"])
+@pytest.mark.parametrize("model", ["llama", "mlp"])
 def test_meshes_together_are_meshes_alone(model: str, limits: str) -> None:
     """Some sizes allow what others do not: 4 divides the heads, and 8 does not."""
     analysis, constraints = model_case(model).analysis, LIMITS[limits]
@@ -98,22 +93,13 @@ def assert_families_are_alone(
 
 
 @pytest.mark.parametrize("limits", LIMITS)
-@pytest.mark.parametrize("n_most", [1, 5, 72])
-def test_families_are_problems_alone(
-    limits: str, n_most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """However many problems are built at once."""
-    for name in ("MOST_CASES", "FEW_CASES"):
-        monkeypatch.setattr(intra_op, name, n_most)
+def test_families_are_problems_alone(limits: str) -> None:
+    """Many problems are built at once for all devices, few for a part of them."""
     assert_families_are_alone(model_case("mlp").analysis, SHAPES, (1, 2, 4), LIMITS[limits])
 
 
-@pytest.mark.parametrize("n_most", [1, 3])
-def test_families_with_recompute_are_problems_alone(
-    n_most: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_families_with_recompute_are_problems_alone() -> None:
     """Under a budget that some blocks must run again for."""
-    monkeypatch.setattr(intra_op, "FEW_CASES", n_most)
     analysis = language_model(tiny_gpt2, 2)
     again = Recomputable.of(analysis, Options())
     assert again is not None
@@ -133,11 +119,9 @@ def test_numbers_of_microbatches_that_do_not_divide_the_batch_are_refused() -> N
         problems.of(cost, 3, Constraints())
 
 
-def test_machines_of_several_families_offer_the_same_choices(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_machines_of_several_families_offer_the_same_choices() -> None:
     """Meshes that differ in their links alone are one abstract machine. What is chosen there is
-    read on the real one, however many problems are built at once."""
+    read on the real one."""
     mesh, (slow, fast) = Mesh((2, 4), hardware="cpu-local"), (Link(1e-5, 1e-9), Link(1e-6, 1e-10))
     analysis, hardware = model_case("llama").analysis, hardware_of(mesh)
     shapes = [{"dp": 2, "tp": 4}, {"dp": 4, "tp": 2}]
@@ -147,7 +131,6 @@ def test_machines_of_several_families_offer_the_same_choices(
         for links in ((slow, fast), (fast, slow))
     ]
     abstract = tuple(map(recipe_cost, real))
-    monkeypatch.setattr(intra_op, "MOST_CASES", 8)  # of two numbers of microbatches
     problems = ProblemFamilies(analysis, "adamw", (tuple(real), abstract), (1, 2, 4))
     for cost, other in zip(real, abstract, strict=True):
         for m in (1, 2, 4):
@@ -170,31 +153,3 @@ def test_stages_that_share_prices_are_stages_alone(recomputes: bool) -> None:
         intra_op_problem(p, cost, 1, limits, "adamw", None, again, prices=prices) for p in parts
     ]
     assert [*map(optimum, found)] == [optimum(alone(p, cost, 1, limits, again)) for p in parts]
-
-
-@pytest.mark.parametrize("shape", [(1, 8), (4, 8)])
-def test_primitives_are_lines_in_their_bytes(shape: tuple[int, int]) -> None:
-    """Groups inside a node and across nodes, with a switch that sums and without one."""
-    for name in ("a100-80gb", "h100-sxm"):
-        mesh = Mesh(shape, hardware=name)
-        hardware = hardware_of(mesh, torch.bfloat16)
-        costs = tuple(
-            CostModel(
-                factored_view(mesh, hardware.links, hardware.device, {"dp": dp, "tp": tp}),
-                torch.bfloat16,
-            )
-            for dp, tp in ((2, 4), (4, 2))
-        )
-        tensor = TensorType(((64, 64), (64,)), 2, True)
-        graph = move_graph(tensor, costs[0].mesh.sizes)
-        assert {p.kind for p in graph.primitives} >= COLLECTIVES
-        lines = primitive_lines(graph, costs)
-        for size_bytes in (1 << 13, 1 << 20, 1 << 28):
-            sizes = np.full(len(costs), float(size_bytes))
-            seconds, bucketed = lines.seconds(sizes), lines.bucketed(sizes)
-            for b, cost in enumerate(costs):
-                for p, primitive in enumerate(graph.primitives):
-                    local = size_bytes // int(lines.n_shards[b, p])
-                    args = primitive.kind, local, primitive.axes
-                    assert seconds[b, p] == pytest.approx(cost.primitive_time_s(*args), rel=1e-9)
-                    assert bucketed[b, p] == pytest.approx(cost.bucketed_time_s(*args), rel=1e-9)

@@ -51,18 +51,15 @@ def test_no_plan_is_faster_by_more_than_the_bound(
     s_per_byte: tuple[float, float],
     microbatches: int | None,
 ) -> None:
-    check(model, shape, s_per_byte, microbatches)
-
-
-def check(
-    model: str, shape: tuple[int, ...], s_per_byte: tuple[float, float], microbatches: int | None
-) -> None:
+    """And the bound is below all."""
     options = Options.of(microbatches=microbatches or "auto", tie=0.0)
     choices = choices_of(model, shape, s_per_byte, options)
     found = choices.step_times_s()
     best = min(found, key=found.__getitem__)
     assert len(found) >= 6, "too little to choose from"
-    solved = choices.planned().solved
+    result = choices.planned()
+    solved = result.solved
+    assert result.bound_s is not None and 0 < result.bound_s <= found[best] * (1 + REL)
     lost = solved.step_time_s / found[best] - 1
     assert lost <= REGRET, f"{solved.candidate.name} {solved.candidate.ends} loses to {best}"
     if " | " not in best:

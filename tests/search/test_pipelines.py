@@ -1,36 +1,19 @@
-"""The space of pipelines, and the order in which a search goes through it."""
+"""The space of pipelines: cuts, submeshes, views and numbers of microbatches."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
 from dataclasses import replace
-from functools import lru_cache
 
 import pytest
-import torch
 
-from autopar.cost.price import link_between, predict
 from autopar.errors import BatchError, OptionError
 from autopar.mesh import Mesh
 from autopar.options import Options
-from autopar.passes.analysis import Analysis, cut
-from autopar.passes.inter import (
-    Candidate,
-    PipelineSpace,
-    StageBound,
-    StagePlan,
-    StageSearch,
-    submesh_sizes,
-)
-from autopar.passes.inter.stage_search import Solve
-from autopar.passes.search import Evaluator, Planner, Simulator
-from autopar.passes.search.branch_bound import Node
-from autopar.passes.search.several_stages import _MOST_IN_VAIN, SeveralStages
-from autopar.plans import Predicted
+from autopar.passes.analysis import cut
+from autopar.passes.inter import Candidate, PipelineSpace, StageBound, StageSearch, submesh_sizes
+from autopar.passes.search import Planner
 from tests.helpers.candidates import assert_covers, gpt2, pipeline_space
-from tests.helpers.captures import captured
-from tests.helpers.harness import Mlp
 from tests.helpers.machines import cluster, hardware_of
 
 GIB = 2.0**30
@@ -120,112 +103,8 @@ def test_submeshes_share_nodes_or_have_whole_ones() -> None:
     assert submesh_sizes(cluster(6)) == [1, 2, 3]
 
 
-# -- the order -------------------------------------------------------------------------------------
-
-
-def solve_with(evaluator: Evaluator, asked: list[object]) -> Solve:
-    def solve(candidate: Candidate, k: int) -> StageBound:
-        asked.append((candidate.ends, k, candidate.stages[k].view.canonical))
-        chosen = evaluator.solved_stage(candidate, k, math.inf)
-        return StageBound(chosen.bound_s, max(0.0, chosen.bound_s - chosen.once_s))
-
-    return solve
-
-
-def solved_plan(search: StageSearch, solve: Solve, seen: Callable[[StagePlan], None]) -> StagePlan:
-    """The first plan whose stages are all solved."""
-    while True:
-        plan = next(search.plans(math.inf))
-        seen(plan)
-        if not search.tighten(plan, solve):
-            return plan
-
-
-def test_few_stages_are_solved_until_the_best_plan_is_known() -> None:
-    """Spans only rise, and no plan whose stages are solved then has a lower one."""
-    mesh, m = cluster(4), 4
-    space = space_on(mesh, microbatches=m)
-    evaluator = Evaluator(gpt2(), space.options, space.hardware, space.budget_bytes)
-    search, asked, spans = StageSearch(space, m, math.inf), list[object](), list[float]()
-    best = solved_plan(search, solve_with(evaluator, asked), lambda p: spans.append(p.bound_s))
-    assert spans == sorted(spans) and spans[0] < spans[-1] == best.bound_s
-    assert len(asked) == len(set(asked)) < search.n_stages / 4
-    others = StageSearch(space, m, math.inf)
-    for plan in list(others.plans(math.inf))[::40]:
-        while others.tighten(plan, solve_with(evaluator, [])):
-            pass
-        assert others.least_of(plan.stages) >= best.bound_s * (1 - 2e-3)
-
-
-def test_plans_that_were_tried_are_left_out() -> None:
-    search = StageSearch(space_on(cluster(4)), 4, math.inf)
-    first, second, *_ = search.plans(math.inf)
-    again = StageSearch(search.space, 4, math.inf)
-    assert next(again.plans(math.inf)) == first
-    assert next(again.plans(math.inf)).stages == second.stages
-
-
 def test_a_stage_that_does_not_fit_is_in_no_plan() -> None:
     search = StageSearch(space_on(cluster(2), 2), 4, math.inf)
-
-    def solve(candidate: Candidate, k: int) -> StageBound:
-        return StageBound(math.inf, math.inf)
-
     while (plan := next(search.plans(math.inf), None)) is not None:
-        assert search.tighten(plan, solve)
+        assert search.tighten(plan, lambda candidate, k: StageBound(math.inf, math.inf))
     assert math.isinf(search.bound_s)
-
-
-def test_many_plans_in_vain_end_a_search_and_count_in_its_bound(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    """As if no step were below the limit: the bound stays that of the first of them."""
-    options = Options.of(microbatches=16, recompute="none")
-    planner = Planner(gpt2(), cluster(4), options)
-    assert planner.pipelines is not None
-    tried = list[Candidate]()
-
-    def never(self: SeveralStages, candidate: Candidate, limit_s: float) -> float:
-        tried.append(candidate)
-        return limit_s
-
-    monkeypatch.setattr(SeveralStages, "_simulated", never)
-    node, first_s = next(planner.pipelines.roots()), 0.0
-    while node.refine is not None:
-        (part,) = node.refine(1e9)
-        assert isinstance(part, Node)
-        node = part
-        first_s = first_s or (node.bound_s if tried else 0.0)
-    assert len(tried) == _MOST_IN_VAIN == len({(c.ends, c.name) for c in tried})
-    assert 0 < node.bound_s <= first_s * (1 + 1e-9) < 1e9
-
-
-@lru_cache
-def wide_mlp() -> Analysis:
-    """Matmuls that take longer than launches."""
-    model = Mlp(width=256, n_layers=6)
-    batch = {name: torch.randn(256, 256, dtype=torch.float64) for name in ("x", "y")}
-    return Analysis.of(captured(model, batch, precision="fp64"))
-
-
-@pytest.mark.parametrize("hardware_name", ["cpu-local", "a100-80gb"])
-def test_the_plan_is_near_the_best_of_all_cuts(hardware_name: str) -> None:
-    """Every cut in two between layers, solved and simulated."""
-    analysis, options = wide_mlp(), Options.of(stages=2, tie=0.0)
-    mesh = Mesh((2,), hardware=hardware_name)
-    hardware = hardware_of(mesh)
-
-    def predicted(pipeline: object, costs: object) -> Predicted:
-        between = link_between(mesh, hardware.links)
-        return predict(pipeline, costs, "adamw", between)  # type: ignore[arg-type]
-
-    simulator = Simulator(Evaluator(analysis, options, hardware, 64 * GIB), predicted)
-    best = Planner(analysis, mesh, options).run().solved
-    space = pipeline_space(analysis, mesh, hardware, options, 64 * GIB, 2)
-    every = [
-        simulator.solve(space.candidate(m, plan.stages)).step_time_s
-        for m in space.counts
-        for plan in StageSearch(space, m, math.inf).plans(math.inf)
-    ]
-    assert len(every) > 20
-    assert best.step_time_s <= min(every) * (1 + options.tolerance)

@@ -17,7 +17,7 @@ from autopar.mesh import Device, Link, Mesh, factored_view
 from autopar.options import Options
 from autopar.passes.analysis import Analysis
 from autopar.passes.inter import Candidate, StageLayout, n_operators, recipe_limits
-from autopar.passes.intra import Constraints, chooser
+from autopar.passes.intra import Constraints
 from autopar.passes.search import Evaluator, Placed, Simulator, Solved
 from autopar.passes.search.recipes import SLACK_REL
 from autopar.plans import Predicted
@@ -85,34 +85,23 @@ def test_no_step_of_one_stage_is_below_what_its_placements_take_at_least(
     assert nearest > 0.9
 
 
-@pytest.mark.parametrize(
-    ("s_per_byte", "is_raised"), [(2e-11, True), (1e-10, True), (5e-10, False)]
-)
-def test_no_step_is_below_the_bound_of_all_placements(
-    s_per_byte: float, is_raised: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("s_per_byte", [2e-11, 5e-10])
+def test_no_step_is_below_the_bound_of_all_placements(s_per_byte: float) -> None:
     """Gradients are in many buckets. What is in the last one is known on average: the tighter of
     two bounds holds, the one with slack for that or the one as if it were hidden."""
     device = Device(1e13, 1e11, 1e12, 1e-9)
     mesh = Mesh((1, 4), links=[Link(1e-6, s_per_byte)] * 2, device=device)
     analysis = Analysis.of(captured(wide_gpt2(4, 256, 64, 1024), meta_tokens(16, 64)))
-    n_raised = 0
-    for n_microbatches in (1, 2):
-        options = Options.of(stages=1, recompute="none", microbatches=n_microbatches)
-        choices = Choices(analysis, mesh, options)
-        for candidate in choices.candidates():
-            bound_s = choices.evaluator.placed(candidate, None).bound_s
-            for words in ((), ("zero3",), ("zero1", "zero2"), ("zero1", "zero2", "zero3")):
-                placed = choices.evaluator.placed(candidate.forbidding(*words), None)
-                step_time_s = choices.simulator.as_placed(placed).step_time_s
-                assert bound_s <= step_time_s * (1 + REL), (candidate.name, words)
-        with monkeypatch.context() as patched:
-            patched.setattr(chooser, "_floor_s", lambda *args: 0.0)
-            slack = Choices(analysis, mesh, options)
-            for candidate in slack.candidates():
-                found = choices.evaluator.placed(candidate, None).bound_s
-                n_raised += slack.evaluator.placed(candidate, None).bound_s < found * (1 - REL)
-    assert bool(n_raised) == is_raised
+    options = Options.of(stages=1, recompute="none", microbatches=1)
+    choices, nearest = Choices(analysis, mesh, options), 0.0
+    for candidate in choices.candidates():
+        bound_s = choices.evaluator.placed(candidate, None).bound_s
+        for words in ((), ("zero3",), ("zero1", "zero2"), ("zero1", "zero2", "zero3")):
+            placed = choices.evaluator.placed(candidate.forbidding(*words), None)
+            step_time_s = choices.simulator.as_placed(placed).step_time_s
+            assert bound_s <= step_time_s * (1 + REL), (candidate.name, words)
+            nearest = max(nearest, bound_s / step_time_s)
+    assert nearest > 0.9
 
 
 @cache

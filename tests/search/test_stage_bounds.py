@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Iterator
 
 import hypothesis
 import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from autopar.cost.laws import CostModel
 from autopar.cost.simulate import PartWork, StageTimes, simulate
 from autopar.errors import InfeasibleError
 from autopar.mesh import LogicalMesh, Mesh
 from autopar.options import Options
-from autopar.passes.analysis import Analysis
 from autopar.passes.inter import (
     Candidate,
     PipelineSpace,
@@ -25,19 +21,14 @@ from autopar.passes.inter import (
     megatron_pipelines,
     step_bound_s,
 )
-from autopar.passes.inter.bounds import StageBounds
-from autopar.passes.inter.layers import sums_of_ranges
-from autopar.passes.intra import PlacementRequest, choose
 from autopar.passes.search import Planner, PlanningResult
 from autopar.passes.search.several_stages import SeveralStages
 from autopar.passes.solvers.stages import StageChoice
 from autopar.plans import Alternative
 from autopar.schedule import ORDERS, Transfer, place
 from tests.helpers.candidates import gpt2, pipeline_space
-from tests.helpers.captures import captured
 from tests.helpers.every_plan import Choices, choices_of
 from tests.helpers.machines import FAST, SLOW, TIERED, cluster, hardware_of
-from tests.helpers.models.wide_models import meta_tokens, wide_gpt2
 
 REL = 1e-9
 SHAPES = [(4,), (2, 2), (2, 4)]
@@ -46,28 +37,6 @@ SHAPES = [(4,), (2, 2), (2, 4)]
 def space_of(choices: Choices, budget_bytes: float | None = None) -> PipelineSpace:
     on = choices.analysis, choices.mesh, choices.hardware, choices.options
     return pipeline_space(*on, budget_bytes)
-
-
-def test_the_bound_is_the_least_of_all_plans() -> None:
-    """Of three layers on four devices, as stages of one or two devices each."""
-    shared = np.triu(np.cumsum([[8.0, 4.0, 16.0]] * 3, axis=1) - [[0.0], [8.0], [12.0]])
-    launches, possible = np.triu(np.ones((3, 3))), np.triu(np.ones((3, 3), dtype=bool))
-    m, bounds = 4, StageBounds(shared, launches, 0 * shared, possible, math.inf, is_1f1b=False)
-
-    def plans() -> Iterator[list[tuple[int, int, int]]]:
-        for n_stages in (2, 3):
-            for cuts in itertools.combinations((1, 2), n_stages - 1):
-                for sizes in itertools.product((1, 2), repeat=n_stages):
-                    if sum(sizes) == 4:
-                        yield list(zip((0, *cuts), (*cuts, 3), sizes, strict=True))
-
-    def span_s(plan: list[tuple[int, int, int]]) -> float:
-        times = [shared[a, b - 1] / (m * n) + 1.0 for a, b, n in plan]
-        return max(sum(times[:k]) + m * time_s for k, time_s in enumerate(times))
-
-    found = bounds.step_s(cluster(4), (1, 2), m, None)
-    assert found == pytest.approx(min(map(span_s, plans())))
-    assert bounds.span_of((1, 2), 2, m) == pytest.approx(span_s([(0, 2, 2), (2, 3, 2)]))
 
 
 @hypothesis.given(
@@ -195,34 +164,6 @@ def test_no_simulated_step_within_little_memory_is_below_its_bound() -> None:
         n_fit += 1
         assert spans[-1] <= choices.simulator.as_placed(placed).step_time_s, candidate.name
     assert 2 <= n_fit < len(few)
-
-
-def test_layers_within_little_memory_are_bounded_by_more_than_those_without_a_limit() -> None:
-    """Where layers are blocks, the bound is above the free one, and at most the stage's optimum."""
-    analysis = Analysis.of(captured(wide_gpt2(12, 512, 256, 1024), meta_tokens(32, 256)))
-    choices, m = Choices(analysis, cluster(2, 2), Options.of(microbatches=8)), 8
-    space, evaluator, raised = space_of(choices), choices.evaluator, 0.0
-    candidate = next(c for c in choices.candidates() if len(c.stages) == 2)
-    chosen = stages_of(StageSearch(space, m, math.inf), candidate)
-    for k, (first, last, at) in enumerate(chosen):
-        layout, view = candidate.stages[k], space.views[at]
-        part = evaluator.parts(candidate.ends)[k]
-        ask = PlacementRequest(CostModel(view, evaluator.dtype), m, layout.constraints, 2 - k)
-        free = choose(part, ask, "adamw", None, recomputable=evaluator.recomputable)
-        with pytest.raises(InfeasibleError) as error:
-            choose(part, ask, "adamw", 0.0, recomputable=evaluator.recomputable)
-        fewest_bytes = error.value.least_bytes
-        assert fewest_bytes is not None
-        free_s = sums_of_ranges(space.layer_bounds.free(view, m).whole_s)[first, last]
-        for share in (0.05, 0.2, 0.5):
-            budget_bytes = fewest_bytes + share * (free.size_bytes - fewest_bytes)
-            best = choose(part, ask, "adamw", budget_bytes, recomputable=evaluator.recomputable)
-            found = space.layer_bounds.within_budget(
-                view, m, 2 - k, budget_bytes, best.objective_s, "whole_s"
-            )[first, last]
-            assert found <= best.objective_s * (1 + REL)
-            raised = max(raised, found / free_s)
-    assert raised > 1.03
 
 
 # -- what the planner leaves out -------------------------------------------------------------------
