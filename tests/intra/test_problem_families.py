@@ -20,7 +20,6 @@ from autopar.passes.intra import (
     Prices,
     ProblemFamilies,
     intra_op_problem,
-    intra_op_problems,
     recipe_cost,
 )
 from autopar.passes.solvers.choice import solve
@@ -49,25 +48,6 @@ def alone(
 ) -> IntraOpProblem:
     """Shares prices with no other problem."""
     return intra_op_problem(analysis, cost, m, limits, "adamw", None, again)
-
-
-@pytest.mark.parametrize("limits", ["free", "Megatron"])
-@pytest.mark.parametrize("model", ["llama", "mlp"])
-def test_meshes_together_are_meshes_alone(model: str, limits: str) -> None:
-    """Some sizes allow what others do not: 4 divides the heads, and 8 does not."""
-    analysis, constraints = model_case(model).analysis, LIMITS[limits]
-    costs = [abstract_cost(sizes) for sizes in ((2, 2), (4, 2), (2, 4), (2, 8))]
-    cases = [(cost, 1) for cost in costs]
-    together = intra_op_problems(analysis, cases, constraints, "adamw")
-    for b, cost in enumerate(costs):
-        one, other = alone(analysis, cost, 1, constraints, None), together.of(b)
-        wanted, found = solved(solve(one.numbers)), solved(solve(other.numbers))
-        assert found.objective_s == pytest.approx(wanted.objective_s, rel=REL)
-        assert found.tie == pytest.approx(wanted.tie, rel=1e-6)
-        # Choices that tie may differ in bytes: the fewer must be enough for both.
-        fewer_bytes = min(found.bytes, wanted.bytes)
-        for problem in (one, other):
-            assert optimum(problem, fewer_bytes)[0] == pytest.approx(wanted.objective_s, rel=REL)
 
 
 def assert_families_are_alone(
@@ -108,8 +88,10 @@ def test_families_with_recompute_are_problems_alone() -> None:
 
 
 def test_numbers_of_microbatches_together_are_each_alone() -> None:
-    """Also where rows of a microbatch, two of eight, no longer divide over four ranks."""
-    assert_families_are_alone(model_case("llama").analysis, ((2, 4),), (1, 2, 4, 8), Constraints())
+    """Also where rows of a microbatch, two of eight, no longer divide over four ranks; four ranks
+    divide the heads, and eight do not."""
+    shapes = ((2, 4), (2, 8))
+    assert_families_are_alone(model_case("llama").analysis, shapes, (1, 8), Constraints())
 
 
 def test_numbers_of_microbatches_that_do_not_divide_the_batch_are_refused() -> None:

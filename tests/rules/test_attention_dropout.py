@@ -120,37 +120,17 @@ def with_gradients(function: Any, tensors: tuple[Tensor, ...], call: Call) -> li
     return [out.detach(), *torch.autograd.grad(out, tensors, upstream)]
 
 
-@pytest.mark.parametrize("blocks", BLOCKS)
 @pytest.mark.parametrize("name", CALLS)
-def test_values_and_gradients(
-    name: str, blocks: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_blocks(monkeypatch, *blocks)
+def test_values_and_gradients(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of the parts, so that bits are those of dropout."""
     call = CALLS[name]
     tensors = call.tensors()
-    found = with_gradients(ATTENTION_DROPOUT, tensors, call)
-    for mine, wanted in zip(found, with_gradients(by_parts, tensors, call), strict=True):
-        torch.testing.assert_close(mine, wanted, rtol=0, atol=1e-12)
-
-
-@pytest.mark.parametrize("blocks", BLOCKS)
-@pytest.mark.parametrize("name", CALLS)
-def test_bits_are_those_of_dropout(
-    name: str, blocks: tuple[int, int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Values that are the unit matrix give the weights; equal scores make all of them positive."""
-    set_blocks(monkeypatch, *blocks)
-    call = CALLS[name]
-    if call.mask is not None:
-        call = Call(call.query, call.key, None, call.is_causal, call.grouped)
-    q, k, _ = (torch.zeros_like(x) for x in call.tensors())
-    unit = torch.eye(k.shape[-2], dtype=torch.float64).expand(*k.shape[:-1], k.shape[-2])
-    kept = ATTENTION_DROPOUT(q, k, unit, *call.options()) != 0
-    ones = torch.ones([len(vector) for vector in call.positions()], dtype=torch.float64)
-    wanted = DROPOUT(ones, SEED, call.positions(), P, OCCURRENCE) != 0
-    if call.is_causal:
-        wanted &= torch.ones(wanted.shape[-2:], dtype=torch.bool).tril()
-    assert torch.equal(kept, wanted) and kept.any() and not kept.all()
+    wanted = with_gradients(by_parts, tensors, call)
+    for blocks in BLOCKS:
+        set_blocks(monkeypatch, *blocks)
+        found = with_gradients(ATTENTION_DROPOUT, tensors, call)
+        for mine, right in zip(found, wanted, strict=True):
+            torch.testing.assert_close(mine, right, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])

@@ -1,4 +1,4 @@
-"""Rows times the matrices of their experts: the operator, its rule, and how capture finds it."""
+"""Rows times the matrices of their experts: the operator, its messages, how capture finds it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,11 @@ from torch import Tensor, nn
 from autopar import operators
 from autopar.errors import VerificationError
 from autopar.mesh import Device, Link, LogicalMesh
-from autopar.rules import rule_for
 from autopar.runtime.groups import CollectiveCall, Group, Recorder
 from autopar.runtime.launch import ThreadWorld, run_threads
-from autopar.verifier import OracleCase as OracleCase
-from autopar.verifier import check_strategy, combinations
 from tests.helpers.capture_harness import Module, check, targets
 from tests.helpers.models.moe_models import FAMILIES, moe_model
-from tests.helpers.samples.rule_samples import call, x
+from tests.helpers.samples.rule_samples import x
 
 expert_linear = operators.experts.expert_linear._opoverload
 IDS = torch.tensor([3, 0, 0, 1, 2, 3, 3, 0])
@@ -64,17 +61,6 @@ class TestOperator:
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")
         for sample in ((x(8, 6), x(4, 3, 6), IDS), (x(8, 6), x(4, 6, 3), IDS, True)):
             torch.library.opcheck(expert_linear, sample, test_utils=checks)
-
-
-class TestRule:
-    @pytest.mark.parametrize("refine", [False, True], ids=["whole", "strided"])
-    @pytest.mark.parametrize("sizes", [(2,), (4,), (2, 2)])
-    def test_every_strategy(self, sizes: tuple[int, ...], refine: bool) -> None:
-        for sample in (call(x(8, 4), x(4, 4, 4), IDS), call(x(8, 4), x(4, 4, 8), IDS, True)):
-            case = OracleCase.of(rule_for(str(expert_linear)), expert_linear, *sample, refine)
-            for strategies in combinations(case, sizes):
-                if not refine or any(s.lowering for s in strategies):
-                    check_strategy(case, strategies, sizes)
 
 
 def exchanged(world: ThreadWorld, n_received: Callable[[int], int]) -> list[CollectiveCall]:

@@ -16,7 +16,7 @@ from autopar import Manual
 from autopar.options import Options
 from tests.helpers.every_plan import MODELS, batch_of, choices_of
 from tests.helpers.machines import FAST, SLOW, TIERED, two_tiers
-from tests.helpers.nightly import sampled
+from tests.helpers.nightly import nightly, sampled
 
 # How much slower (relative, simulated) the plan may be than the best of all plans.
 REGRET = 0.01
@@ -25,7 +25,6 @@ REL = 1e-9
 
 Case = tuple[str, tuple[int, ...], tuple[float, float], int | None]
 FEW: list[Case] = [
-    ("mlp", (4,), SLOW, None),
     ("mlp", (2, 2), TIERED, 16),
     # Messages into a part of a node; stages whose boundary specs are not those of one stage.
     ("mlp", (2, 4), TIERED, 16),
@@ -33,6 +32,7 @@ FEW: list[Case] = [
     ("gpt2", (2,), SLOW, 4),
 ]
 MANY: list[Case] = [
+    ("mlp", (4,), SLOW, None),
     ("gpt2", (2,), SLOW, None),
     ("mlp", (2, 2), SLOW, None),
     *(("mlp", shape, speed, None) for shape in ((4,), (2, 2)) for speed in (TIERED, FAST)),
@@ -66,6 +66,7 @@ def test_no_plan_is_faster_by_more_than_the_bound(
         assert lost <= REL, f"{solved.candidate.name} loses to {best}"
 
 
+@nightly
 def test_no_recipe_with_stages_is_predicted_faster() -> None:
     mesh, batch = two_tiers((2, 4), TIERED, 1e10), batch_of("mlp")
     model, precision = MODELS["mlp"](), "fp64"

@@ -21,7 +21,7 @@ from autopar import Mesh, Plan
 from autopar.errors import InfeasibleError
 from autopar.plans import parse_storage
 from autopar.runtime.launch import WorkerPool
-from tests.helpers.harness import random_tokens, tiny_gpt2
+from tests.helpers.harness import Mlp
 from tests.helpers.jobs import rank
 from tests.helpers.machines import A100, cluster
 from tests.helpers.models.wide_models import meta_tokens, wide_gpt2
@@ -146,11 +146,12 @@ def test_a_plan_is_predicted_to_keep_the_memory_limit() -> None:
 
 def plan_stages() -> Plan:
     torch.manual_seed(0)
-    return autopar.plan(tiny_gpt2(2), cluster(2, 2), random_tokens(0), microbatches=4)
+    batch = {name: torch.zeros(16, 64) for name in ("x", "y")}
+    return autopar.plan(Mlp(width=64, n_layers=4), cluster(2, 2), batch, microbatches=4)
 
 
 def plan_within_a_budget() -> Plan:
-    return small((1, 4), stages=1, mesh_shape="as-given", memory_limit=440_000_000)
+    return small((1, 4), memory_limit=440_000_000, **AS_GIVEN)
 
 
 def save_plan(make: Callable[[], Plan], path: str) -> int:

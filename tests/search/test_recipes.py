@@ -7,17 +7,14 @@ import math
 from dataclasses import replace
 
 import pytest
-import torch
 
 from autopar.capture import capture
-from autopar.cost.laws import CostModel
 from autopar.errors import InfeasibleError, MeshError, OptionError
-from autopar.mesh import LogicalMesh, Mesh, factored_view
+from autopar.mesh import LogicalMesh, Mesh
 from autopar.options import Manual, Options
 from autopar.passes.analysis import Analysis, find_runs
 from autopar.passes.binding import capture_step
 from autopar.passes.inter import Candidate, find_layers, views_of
-from autopar.passes.intra import Constraints, intra_op_problem, recipe_cost
 from autopar.passes.search import Evaluator, Planner, Solved
 from autopar.passes.search.branch_bound import BranchAndBound
 from autopar.passes.search.recipes import RecipeNodes, recipes_on
@@ -88,31 +85,6 @@ def test_stages_of_a_recipe_have_balanced_flops() -> None:
         bounds = itertools.pairwise([-1, *last])
         flops = [math.fsum(layers.flops[a + 1 : b + 1]) for a, b in bounds]
         assert max(flops) <= math.fsum(flops) / len(flops) + max(layers.flops)
-
-
-def test_without_zero_what_is_stored_in_data_shards_is_not_made_whole() -> None:
-    """Neither by an all_gather, nor as a sum of shards padded with zeros, which is cheap on
-    abstract machines."""
-    mesh, hardware = cluster(4, 8), hardware_of(cluster(4, 8))
-    view = factored_view(mesh, hardware.links, hardware.device, {"dp": 8, "tp": 4})
-    limits = Constraints(frozenset({"sequence"}), ("data", "tensor"), 0)
-    n_seen = 0
-    for cost in (CostModel(view, torch.float64), recipe_cost(CostModel(view, torch.float64))):
-        problem = intra_op_problem(gpt2(), cost, 1, limits, "adamw")
-        names = {v: name for name, v in problem.parameter_variables.items()}
-        for edge in problem.numbers.edges:
-            if edge.u not in names or edge.v >= len(problem.candidates):
-                continue
-            uses, name = problem.candidates[edge.v].specs(names[edge.u]), names[edge.u]
-            for i, storage in enumerate(problem.storages[name]):
-                for k, code in enumerate(uses.code.tolist()):
-                    used = uses.distinct[code].placements[0]
-                    if storage.spec.placements[0].is_shard and used.kind in "RI":
-                        n_seen += 1
-                        choice = [0] * problem.numbers.n_variables
-                        choice[edge.u], choice[edge.v] = i, k
-                        assert math.isinf(edge.cost_s[edge.at(choice)]), (name, storage, used)
-    assert n_seen > 0
 
 
 def test_stages_may_lie_on_two_nodes() -> None:

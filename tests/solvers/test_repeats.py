@@ -142,16 +142,3 @@ def test_under_a_budget() -> None:
         if found.gap == 0:
             n_more_tie += found.totals.tie > wanted.tie
     assert n_more_tie <= 2  # the tie of one of two equal optima may be the other's
-
-
-@pytest.mark.parametrize("budget_bytes", [0.0, 3.0, 6.5, 10.0])
-def test_copies_share_what_a_budget_leaves(budget_bytes: float) -> None:
-    """Each of ten copies costs a second or a byte; all change at the same price of bytes."""
-    pay, none = np.array([1.0, 0.0]), np.zeros(2)
-    numbers = ChoiceProblem(("copy",), (pay,), (none,), (1.0 - pay,), (), budget_bytes)
-    problem = RepeatedProblem.alone(numbers, (Repeat((0,), {}, frozenset(), 10),))
-    found = solve_repeated(problem)
-    assert not isinstance(found, Infeasible)
-    assert found.totals.bytes == math.floor(budget_bytes)
-    assert found.totals.cost_s == 10 - math.floor(budget_bytes)
-    assert found.gap <= 0.5 / max(found.totals.cost_s, 1.0) + REL

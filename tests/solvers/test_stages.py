@@ -117,19 +117,6 @@ def test_stages_keep_to_nodes() -> None:
             assert first // 3 == (first + size - 1) // 3
 
 
-def test_stages_that_are_dominated_change_no_span() -> None:
-    """A copy of every stage, slower or equal: the least span stays."""
-    problem = stages_problem(4, (1, 2), 4, 7)
-    twice = np.repeat(np.arange(len(problem.first)), 2)
-    slower = np.tile([0.0, 1.0], len(problem.first))[:, None]
-    more = replace(
-        problem, first=problem.first[twice], last=problem.last[twice],
-        config=problem.config[twice], work_s=problem.work_s[twice] + slower,
-        added_s=problem.added_s[twice],
-    )  # fmt: skip
-    assert least_span_s(more) == least_span_s(problem)
-
-
 def test_there_may_be_no_plan() -> None:
     problem = stages_problem(2, (4,), 6, 0)
     assert list(plans(CostToGo(problem))) == [] == every_plan(problem)
