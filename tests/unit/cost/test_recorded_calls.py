@@ -99,9 +99,11 @@ def zero_pipeline(model: str, stage: int, n_microbatches: int) -> Pipeline:
     return Pipeline.single(lower(analysis, strategy, cost), cost.mesh)
 
 
-@pytest.mark.parametrize("n_microbatches", [1, 4])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-@pytest.mark.parametrize("model", ["mlp", "gpt2"])
+EVERY_ZERO = list(itertools.product(("mlp", "gpt2"), range(4), (1, 4)))
+FEW_ZERO = [("mlp", 0, 1), ("mlp", 1, 4), ("mlp", 2, 4), ("mlp", 3, 1), ("gpt2", 3, 4)]
+
+
+@pytest.mark.parametrize(("model", "stage", "n_microbatches"), sampled(EVERY_ZERO, FEW_ZERO))
 def test_zero(model: str, stage: int, n_microbatches: int) -> None:
     pipeline = zero_pipeline(model, stage, n_microbatches)
     check(model, pipeline)

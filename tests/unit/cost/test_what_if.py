@@ -131,7 +131,7 @@ def test_explicit_links_have_no_profile_to_change() -> None:
     device = autopar.Device(flops_per_s=1e12, bytes_per_s=1e11, memory_bytes=1e10)
     mesh = autopar.Mesh((1, 2), links=[autopar.Link(1e-6, 1e-10)] * 2, device=device)
     with pytest.raises(OptionError, match="no profile to change"):
-        autopar.plan(Tiny(), mesh, batch()).what_if("device.launch_s=2x")
+        autopar.plan(Tiny(), mesh, batch(), stages=1).what_if("device.launch_s=2x")
 
 
 TINY = (

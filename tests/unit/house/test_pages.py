@@ -29,7 +29,7 @@ PAGES = [
 # The README's snippet is pasted (`test_docs.py`).
 RUN = [p for p in PAGES[1:] if any(b.kind in ("python", "console") for b in blocks_of(p))]
 # They plan or train for seconds.
-SLOW = ("calibrate.md", "constrain.md", "megatron.md", "plan.md", "train.md")
+SLOW = "calibrate constrain index megatron plan precision read_a_plan train".split()
 
 
 def name_of(page: Path) -> str:
@@ -49,7 +49,7 @@ def alone(registry: None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> It
 
 
 @pytest.mark.parametrize(
-    "page", [pytest.param(p, marks=nightly) if p.name in SLOW else p for p in RUN], ids=name_of
+    "page", [pytest.param(p, marks=nightly) if p.stem in SLOW else p for p in RUN], ids=name_of
 )
 def test_a_page_prints_what_it_shows(page: Path, alone: Path) -> None:
     for shown in run(page, alone):
