@@ -29,6 +29,12 @@ _MODES: tuple[Recompute, ...] = get_args(Recompute)
 BESIDE_A_PLAN = frozenset({"loss_fn", "optimizer_gather", "progress", "check_every"})
 OPTIMIZERS = ("adamw", "sgd", "adam")
 REDUCE_DTYPES = ("float32", "bfloat16", "float16")
+# Sizes of `Manual` that are not built -> what a user can do.
+_INSTEAD_OF = {
+    "cp": "leave manual out: the search cuts sequences by itself and gathers keys; ring attention "
+    "is not built",
+    "ep": "leave manual out: the search divides experts by itself",
+}
 FORBIDDABLE = tuple("data tensor sequence expert pipeline zero1 zero2 zero3 recompute".split())
 
 
@@ -74,7 +80,7 @@ class Manual:
             if getattr(self, name) > 1:
                 raise NotSupportedError(
                     f"Manual.{name}={getattr(self, name)} is not supported yet",
-                    hint="use dp, tp, pp, sp and zero",
+                    hint=_INSTEAD_OF.get(name, "use dp, tp, pp, sp and zero"),
                 )
         check_word("Manual.recompute", self.recompute, ("none", *_MODES), ())
 

@@ -13,7 +13,7 @@ import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Literal
 
 import torch
 
@@ -24,13 +24,22 @@ from autopar.program.strategy import Period
 from autopar.program.variables import Assignment, Operation
 from autopar.rules import own_rule
 
+# What a factor of a tensor's dim counts:
+#   data       rows of the batch
+#   tensor     what a factor of a weight counts, such as features, heads or experts
+#   sequence   anything else, such as positions
+FactorKind = Literal["data", "tensor", "sequence"]
+# The kind of the factor that is sharded; R or I; P.
+ShardKind = Literal["data", "tensor", "sequence", "replicated", "partial"]
+
 
 @dataclass(frozen=True)
 class Local:
     """A variable on one rank, with its local shape and its spec.
 
     `dims` are the global factor sizes, of one microbatch. `gradient_dtype` is that of the gradient
-    if it is another one, as of a parameter in mixed precision.
+    if it is another one, as of a parameter in mixed precision. `factor_kinds` has a `FactorKind`
+    per factor of `dims`.
     """
 
     name: str
@@ -40,6 +49,15 @@ class Local:
     dims: tuple[tuple[int, ...], ...] = ()
     has_grad: bool = False
     gradient_dtype: torch.dtype | None = None
+    factor_kinds: tuple[tuple[FactorKind, ...], ...] = field(default=(), compare=False, repr=False)
+
+    def shard_kind(self, axis: int) -> ShardKind:
+        """What the ranks of a mesh axis have of this tensor."""
+        placement = self.spec.placements[axis]
+        if placement.is_shard:
+            dim, factor = placement.cell
+            return self.factor_kinds[dim][factor]
+        return "partial" if placement.kind == "P" else "replicated"
 
     @cached_property
     def tensor(self) -> TensorType:

@@ -1,11 +1,11 @@
 """How much of a plan is sharded: the bytes of its parameters and the FLOPs of its matmuls.
 
 A matmul here is any operator with FLOPs: contractions, attention, convolutions. FLOPs are those of
-the forward of one microbatch. Three fractions over all stages (`division`):
+the forward of one microbatch. Fractions over all stages (`division`):
 
     stored       bytes of parameters that are stored in shards / bytes of all parameters
-    products     FLOPs of the model / FLOPs of all ranks together: 1 if no rank repeats work of
-                 another, 1 / ranks if every rank does everything
+    products     FLOPs of matmuls that no two ranks repeat / FLOPs of all matmuls
+    repeated     FLOPs of ranks that repeat those of another rank / FLOPs of all ranks together
     by_weights   FLOPs of matmuls whose weight is used in shards / FLOPs of matmuls with a weight.
                  A weight is a parameter, or computed from parameters alone
 """
@@ -16,36 +16,50 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.program import CallLine, Local, Pipeline, StageProgram, StoredParameter
+from autopar.program import CallLine, Local, Pipeline, ShardKind, StageProgram, StoredParameter
 
 
 @dataclass(frozen=True)
 class Division:
-    """Three fractions; each is 1.0 at best, and 1.0 if there is nothing to shard."""
+    """The fractions; of what is sharded, each is 1.0 at best, and if there is nothing to shard."""
 
     stored: float
     products: float
     by_weights: float
+    repeated: float = 0.0
 
     def __str__(self) -> str:
-        return (
+        text = (
             f"Parameter bytes sharded: {self.stored:.0%}. "
-            f"Matmul FLOPs sharded: {self.products:.0%}; "
-            f"through sharded weights: {self.by_weights:.0%}"
+            f"Matmul FLOPs sharded: {share_text(self.products)}; "
+            f"through sharded weights: {share_text(self.by_weights)}"
         )
+        if self.repeated:
+            text += (
+                f". Of the FLOPs of all ranks, {share_text(self.repeated)} repeat another rank's"
+            )
+        return text
 
 
 @dataclass(frozen=True)
 class Product:
     """One operator with FLOPs: those of the whole operator, and those of one rank.
 
-    `weights` are its operands that are weights, as it uses them.
+    `placed` are its operands and results, `weights` its operands that are weights, as it uses them.
     """
 
     line: CallLine
     whole_flops: float
     rank_flops: float
     weights: tuple[Local, ...]
+    placed: tuple[Local, ...]
+
+    def axes_of(self, kind: ShardKind) -> frozenset[int]:
+        """The axes whose ranks share it along factors of a kind."""
+        axes = range(len(self.placed[0].spec.placements))
+        return frozenset(
+            a for a in axes if any(local.shard_kind(a) == kind for local in self.placed)
+        )
 
     @property
     def weight_is_sharded(self) -> bool | None:
@@ -54,17 +68,20 @@ class Product:
 
 
 def division(pipeline: Pipeline) -> Division:
-    """The three fractions of a plan."""
+    """The fractions of a plan."""
     parameters = [p for s in pipeline.stages for p in s.parameters if p.mirror_of is None]
     found = [(p, mesh.n_ranks) for s, mesh in zip(pipeline.stages, pipeline.meshes, strict=True)
              for p in products(s)]  # fmt: skip
     weighted = [p for p, _ in found if p.weights]
+    whole = sum(p.whole_flops for p, _ in found)
     return Division(
         _share(sum(_size_bytes(p) for p in parameters if is_sharded(p.stored)),
                sum(map(_size_bytes, parameters))),
-        _share(sum(p.whole_flops for p, _ in found), sum(p.rank_flops * n for p, n in found)),
+        _share(sum(p.whole_flops for p, n in found if _is_once(p, n)), whole),
         _share(sum(p.whole_flops for p in weighted if p.weight_is_sharded),
                sum(p.whole_flops for p in weighted)),
+        _share(sum(p.rank_flops * n - p.whole_flops for p, n in found if not _is_once(p, n)),
+               sum(p.rank_flops * n for p, n in found)) if whole else 0.0,
     )  # fmt: skip
 
 
@@ -84,7 +101,7 @@ def products(program: StageProgram) -> Iterator[Product]:
             placed = [*(known[name] for name in operands), *line.outs]
             own = tuple(known[name] for name in operands if name in weights)
             whole_flops = line.flops * _n_parts(placed, program.axis_sizes)
-            yield Product(line, whole_flops, line.flops, own)
+            yield Product(line, whole_flops, line.flops, own, tuple(placed))
         for out in line.outs:
             known[out.name] = out
             if of_weights:
@@ -103,6 +120,18 @@ def _n_parts(placed: Iterable[Local], sizes: Sequence[int]) -> int:
 
 def _size_bytes(parameter: StoredParameter) -> int:
     return math.prod(parameter.shape) * parameter.stored.dtype.itemsize
+
+
+def _is_once(product: Product, n_ranks: int) -> bool:
+    """Does no rank repeat what another computes?"""
+    return product.rank_flops * n_ranks <= product.whole_flops * (1 + 1e-9)
+
+
+def share_text(share: float) -> str:
+    """A share in whole percent; 100% and 0% are exact."""
+    if share in (0.0, 1.0):
+        return f"{share:.0%}"
+    return "over 99%" if share > 0.99 else "under 1%" if share < 0.01 else f"{share:.0%}"
 
 
 def _share(part: float, whole: float) -> float:

@@ -33,6 +33,7 @@ from autopar.passes.intra.least import (
     shared_s,
     static_bytes,
     static_bytes_of,
+    unpadded_static_bytes,
 )
 from autopar.passes.intra.member_prices import lowered_over, operator_times_s
 from autopar.passes.intra.priced import Prices
@@ -68,4 +69,5 @@ __all__ = [
     "static_bytes",
     "static_bytes_of",
     "too_little_memory",
+    "unpadded_static_bytes",
 ]

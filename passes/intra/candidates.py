@@ -9,6 +9,7 @@ choice that is not legal in a case takes infinite time there.
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Hashable, Mapping, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -217,10 +218,7 @@ class CandidateMaker:
         legal = self._legal(group, fitting, picked, factors)
         index = np.flatnonzero(legal.any(axis=0))
         if not len(index):
-            raise InfeasibleError(
-                f"no allowed placement is left for operator {group.name}",
-                hint="relax forbid, force or the recipe for the tensors it uses",
-            )
+            raise self._no_placement(group)
         legal, picked = legal[:, index], np.ascontiguousarray(picked[:, index])
         time_s, size_bytes, saved = self._price(group, picked, set(first_savers))
         time_s[~legal] = np.inf
@@ -232,6 +230,23 @@ class CandidateMaker:
             group, picked, self._active, self.cases.costs[0].mesh.n_axes,
             legal, time_s, size_bytes, preference, saved, self.columns,
         )  # fmt: skip
+
+    def _no_placement(self, group: OperatorGroup) -> InfeasibleError:
+        """The error that names rows that do not divide, if a recipe must split them."""
+        role, cells = self.limits.constraints.role, self.limits.batch_cells
+        n_ranks = math.prod(
+            int(self.cases.sizes[0, axis]) for axis in self._active if role(axis) == "data"
+        )
+        rows = [int(self.cases.factor(v, *cells[v])[0]) for v in group.values if v in cells]
+        if rows and rows[0] % n_ranks:
+            what = f"{rows[0]} rows of a microbatch do not divide over {n_ranks} ranks"
+            return InfeasibleError(
+                what, where=group.name, hint="use fewer microbatches, or less dp"
+            )
+        return InfeasibleError(
+            f"no allowed placement is left for operator {group.name}",
+            hint="relax forbid, force or the recipe for the tensors it uses",
+        )
 
     def _repriced(
         self, table: ChoiceTable, group: OperatorGroup, first_savers: Set[str]

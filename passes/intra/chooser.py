@@ -420,11 +420,16 @@ def _infeasible(found: Infeasible, budget_bytes: float | None, cost: CostModel) 
     return too_little_memory(budget_bytes, found.min_bytes, f"mesh ({axes})")
 
 
-def too_little_memory(budget_bytes: float, least_bytes: float, where: str) -> InfeasibleError:
-    """The error that names the missing bytes and what would help."""
+def too_little_memory(
+    budget_bytes: float, least_bytes: float, where: str, leanest: str = "its leanest placement"
+) -> InfeasibleError:
+    """The error that names the missing bytes and what would help.
+
+    `leanest` needs `least_bytes`: it says what they are of.
+    """
     missing = least_bytes - budget_bytes
     return InfeasibleError(
-        f"no plan fits in {format_bytes(budget_bytes)} per device; the leanest needs "
+        f"no plan fits in {format_bytes(budget_bytes)} per device; {leanest} needs "
         f"{format_bytes(least_bytes)}, {format_bytes(missing)} more",
         where=where,
         hint="use more microbatches or devices, allow ZeRO and recompute, or raise memory_limit",

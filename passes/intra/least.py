@@ -6,6 +6,7 @@ no collective runs. `LeastRerun` says what a memory budget costs at least in rec
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -33,6 +34,16 @@ def static_bytes(analysis: Analysis, dtype: torch.dtype, optimizer: str) -> floa
     types = analysis.types.tensors
     each = static_bytes_per_param(optimizer, dtype).total_bytes
     return sum(static_bytes_of(types[n], each) for n in analysis.program.parameters)
+
+
+def unpadded_static_bytes(analysis: Analysis, optimizer: str) -> float:
+    """As `static_bytes`, of the user's shapes: a plan drops paddings that it does not use."""
+    program, types = analysis.program, analysis.types.tensors
+    each = static_bytes_per_param(optimizer, stored_dtype(analysis)).total_bytes
+    return sum(
+        math.prod(info.shape) * (each if types[name].has_grad else info.dtype.itemsize)
+        for name, info in program.parameters.items()
+    )
 
 
 def static_bytes_of(tensor: TensorType, bytes_per_element: float) -> float:

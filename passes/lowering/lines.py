@@ -41,6 +41,7 @@ from autopar.program import (
     ChangedBuffer,
     Delivered,
     DetachLine,
+    FactorKind,
     GatherLine,
     Line,
     Local,
@@ -161,8 +162,35 @@ class _Lowering:
         info = self.program.parameters.get(value)
         return Local(
             name, self.shapes[key], self.analysis.dtypes[value], spec, tensor.dims,
-            tensor.has_grad, info.reduce_dtype if info else None,
+            tensor.has_grad, info.reduce_dtype if info else None, self._factor_kinds(value),
         )  # fmt: skip
+
+    def _factor_kinds(self, value: str) -> tuple[tuple[FactorKind, ...], ...]:
+        classes = self.analysis.types.classes[value]
+        return tuple(tuple(self._kinds.get(c, "sequence") for c in dim) for dim in classes)
+
+    @cached_property
+    def _kinds(self) -> Mapping[int, FactorKind]:
+        """Class of factors (`program/factors.py`) -> its kind, if that is not "sequence"."""
+        classes, rows = self.analysis.types.classes, self.strategy.batch_cells
+        weights = self._weights or tuple(self.program.parameters)
+        kinds = dict[int, FactorKind]((c, "tensor") for n in weights for d in classes[n] for c in d)
+        return kinds | {classes[v][dim][k]: "data" for v, (dim, k) in rows.items() if v in classes}
+
+    @property
+    def _weights(self) -> tuple[str, ...]:
+        """The parameters, or views of them, that matmuls and embeddings read.
+
+        Positions that are added to activations have factors of their own, which are no features.
+        """
+        of_parameters = {*self.program.parameters, *self.analysis.parameter_views}
+        return tuple(
+            value
+            for operator in self.analysis.operators
+            if (rule := rule_for(str(operator.call.op))).flops is not None or rule.lower
+            for value in operator.inputs
+            if value in of_parameters
+        )
 
     def _moves(
         self, value: str, tensor: TensorType, source: Spec, target: Spec,

@@ -54,6 +54,7 @@ from autopar.passes.intra import (
     least_times_s,
     shared_s,
     too_little_memory,
+    unpadded_static_bytes,
 )
 from autopar.passes.search.branch_bound import BranchAndBound, Node
 from autopar.passes.search.evaluator import Evaluator
@@ -64,9 +65,12 @@ from autopar.passes.search.several_stages import SeveralStages
 from autopar.passes.search.simplicity import Simplicity, simplicity_of
 from autopar.passes.search.simulator import Simulator, Solved
 from autopar.passes.search.slower import WhySlower
+from autopar.passes.solvers.problem import within
 from autopar.plans import Alternative, InputSignature
 from autopar.units import format_bytes
 
+# So many candidates that do not fit are simulated at most, to say how much the leanest needs.
+_MOST_LEANEST = 8
 Progress = Callable[[str], None]
 
 
@@ -144,6 +148,7 @@ class Planner:
         """
         self._check_stages()
         self._check_degrees()
+        self._check_state()
         options = self.options
         is_timed_out = False
 
@@ -230,12 +235,60 @@ class Planner:
             yield from self.pipelines.roots()
 
     def _nothing_fits(self, errors: Sequence[tuple[InfeasibleError, Candidate]]) -> InfeasibleError:
-        """The error for the leanest candidate, with its simulated peak."""
-        error, candidate = min(errors, key=lambda pair: pair[0].least_bytes or math.inf)
-        if error.least_bytes is None:
-            return error
-        leanest = self.simulator.with_least_memory(candidate)
-        return too_little_memory(self.budget_bytes, leanest.peak_bytes, candidate.name)
+        """The error for the leanest plan of all that were simulated.
+
+        Those that need least by their placements are simulated for it, until no other needs less.
+        """
+        by_name = dict[str, tuple[float, Candidate]]()
+        for error, candidate in errors:
+            if error.least_bytes is not None:
+                known_bytes, _ = by_name.get(candidate.name, (math.inf, candidate))
+                if error.least_bytes < known_bytes:
+                    by_name[candidate.name] = error.least_bytes, candidate
+        by_size = sorted(by_name.values(), key=lambda pair: pair[0])
+        for least_bytes, candidate in by_size[:_MOST_LEANEST]:
+            seen_bytes = min((s.peak_bytes for s in self.simulator.every_solved), default=math.inf)
+            if least_bytes < seen_bytes:
+                self._simulate_leanest(candidate)
+        if not self.simulator.every_solved:
+            return errors[0][0]
+        leanest = min(self.simulator.every_solved, key=lambda solved: solved.peak_bytes)
+        m = leanest.candidate.n_microbatches
+        where = f"{leanest.candidate.name}, {m} microbatch{'es' if m > 1 else ''}"
+        what = f"{self._state_text}, and the leanest plan seen"
+        return too_little_memory(self.budget_bytes, leanest.peak_bytes, where, what)
+
+    def _simulate_leanest(self, candidate: Candidate) -> None:
+        try:
+            self.simulator.with_least_memory(candidate)
+        except InfeasibleError as error:  # its constraints leave no placement at all
+            self.report(f"{candidate.name}: {error.what}")
+
+    def _check_state(self) -> None:
+        """Raises `InfeasibleError` if not even an equal share of parameters and state fits."""
+        least_bytes, budget_bytes = self._state_bytes, self.budget_bytes
+        if within(budget_bytes, least_bytes):
+            return
+        raise InfeasibleError(
+            f"no plan fits in {format_bytes(budget_bytes)} per device; {self._state_text}",
+            hint="use more devices, a leaner optimizer or dtype, or raise memory_limit",
+            least_bytes=least_bytes,
+        )
+
+    @property
+    def _state_bytes(self) -> float:
+        """Lower bound on the bytes per device of any plan."""
+        return unpadded_static_bytes(self.analysis, self.options.optimizer) / self.mesh.n_ranks
+
+    @property
+    def _state_text(self) -> str:
+        what = (
+            "parameters, gradients and optimizer"
+            if self.analysis.program.training
+            else "parameters"
+        )
+        over = f", divided over {self.mesh.n_ranks} ranks," if self.mesh.n_ranks > 1 else ""
+        return f"{what} alone{over} need at least {format_bytes(self._state_bytes)}"
 
     @property
     def _any_view(self) -> LogicalMesh:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.cost.laws import CostModel
@@ -159,6 +159,11 @@ class Simulator:
         return self.as_placed(
             self.evaluator.placed(candidate, self.evaluator.least_bytes(candidate))
         )
+
+    @property
+    def every_solved(self) -> Collection[Solved]:
+        """All that was simulated, whatever its peak."""
+        return self._solved.values()
 
     def as_placed(self, placed: Placed) -> Solved:
         """Simulate a candidate once, whatever its peak."""

@@ -28,7 +28,6 @@ from autopar.report.picture import (
     PictureEdge,
     fold,
     is_collective,
-    microbatch_rows,
     operator_name,
     picture,
     traffic,
@@ -39,10 +38,9 @@ _HEADING = re.compile(r"\s*# (\S+)  \((.+)\)")
 
 def graphs(subject: Subject) -> list[dict[str, Any]]:
     """The graph of every stage."""
-    rows = microbatch_rows(subject.pipeline.stages)
     files = list(subject.sources.items())
     return [
-        _StageGraph(program, subject.pipeline, k, subject.runners_up[k], files[k]).data(rows)
+        _StageGraph(program, subject.pipeline, k, subject.runners_up[k], files[k]).data()
         for k, program in enumerate(subject.pipeline.stages)
     ]
 
@@ -64,8 +62,8 @@ class _StageGraph:
         self.kept = {name for x in program.body if isinstance(x, CallLine) for name in x.keeps}
         self.axes = [i for i, size in enumerate(program.axis_sizes) if size > 1]
 
-    def data(self, batch_size: int) -> dict[str, Any]:
-        shown = picture(self.program, batch_size)
+    def data(self) -> dict[str, Any]:
+        shown = picture(self.program)
         sections, _ = fold(shown)
         labels: dict[str, int] = {}
         edges: list[list[Any]] = []

@@ -10,7 +10,6 @@ from autopar.report.picture.folding import fold, is_collective
 from autopar.report.picture.graph_text import dot
 from autopar.report.picture.kinds import (
     ParameterUsed,
-    microbatch_rows,
     parameter_variables,
     shard_kinds,
 )
@@ -27,7 +26,6 @@ __all__ = [
     "fold",
     "is_collective",
     "kind_of",
-    "microbatch_rows",
     "operator_name",
     "parameter_variables",
     "picture",

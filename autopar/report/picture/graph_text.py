@@ -31,7 +31,6 @@ from autopar.report.picture.boxes import (
     escaped,
     pill,
 )
-from autopar.report.picture.kinds import microbatch_rows
 from autopar.report.picture.stage_graph import StageGraph, frame
 from autopar.report.stages import axes_text, crossing_bytes, grid, span
 from autopar.report.tables import traffic_rows
@@ -85,9 +84,8 @@ def _stage_graphs(pipeline: Pipeline) -> list[StageGraph]:
         name = _crossing_name(number)
         received[crossing.target][crossing.value] = [name]
         sent[crossing.source][crossing.value].append(name)
-    batch_size = microbatch_rows(pipeline.stages)
     return [
-        StageGraph(program, f"s{stage}_", batch_size, received[stage], sent[stage])
+        StageGraph(program, f"s{stage}_", received[stage], sent[stage])
         for stage, program in enumerate(pipeline.stages)
     ]
 

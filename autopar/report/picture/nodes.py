@@ -43,7 +43,7 @@ class Node:
     kind      input, received, arrived, sent, loss value; or projection, attention, embedding,
               norm, loss, view, elementwise
     name      for a crossing its value, which is the same on both sides
-    shards    how `result` is sharded: one of `KINDS` per mesh axis
+    shards    how `result` is sharded: a `ShardKind` per mesh axis
     """
 
     kind: str
@@ -121,15 +121,12 @@ def kind_of(lines: Iterable[CallLine]) -> str:
     return "view" if names <= VIEWS else "elementwise"
 
 
-def picture(program: StageProgram, batch_size: int | None = None) -> Picture:
-    """The nodes and edges of one stage.
-
-    batch_size: rows of a microbatch; by default those of the stage's own inputs.
-    """
+def picture(program: StageProgram) -> Picture:
+    """The nodes and edges of one stage."""
     parameters = parameter_variables(program)
     found = _reads(program)
     groups = _joined(_runs(program, found), found)
-    shards = shard_kinds(program, batch_size)
+    shards = shard_kinds(program)
     nodes, home = _sources(program, found, shards)
     arrivals, found = _arrivals(nodes, home, found)
     for group in groups:

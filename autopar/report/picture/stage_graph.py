@@ -38,12 +38,11 @@ class StageGraph:
         self,
         program: StageProgram,
         prefix: str,
-        batch_size: int,
         received: Mapping[str, Sequence[str]],
         sent: Mapping[str, Sequence[str]],
     ) -> None:
         self.program, self.prefix = program, prefix
-        self.shown = picture(program, batch_size)
+        self.shown = picture(program)
         self.sections, self.edges = fold(self.shown)
         self.edges_across: list[tuple[str, str, dict[str, str]]] = []
         self._across = {

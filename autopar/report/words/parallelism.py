@@ -8,9 +8,12 @@ On one axis of the mesh, a parameter is
     data      stored whole, its gradients summed                          stored R or I, used R
 
 The sizes of its axes of a kind multiply (`ways_of`). The words are those of most bytes: a way that
-holds less than a tenth of a stage's parameters is left out. What is tensor parallel is said by kind
-of module (`module_kinds`), by FLOPs. The sequence is split on an axis if most norms, or without
-norms most matmuls, compute slices of it (`_sequence_axes`).
+holds less than a tenth of a stage's parameters is left out.
+
+What a matmul shares on an axis follows from the factors that are sharded on it (`FactorKind`): rows
+of the batch, a factor of a weight ("tensor"), or positions ("sequence"). What is tensor parallel is
+said by kind of module (`module_kinds`), with its share of the FLOPs (`Split`). Sequences are split
+on an axis if most norms, or without norms most matmuls, compute slices of them (`_sequence_axes`).
 """
 
 from __future__ import annotations
@@ -18,20 +21,20 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 from autopar.placement import Spec
-from autopar.program import CallLine, Local, StageProgram, StoredParameter
+from autopar.program import CallLine, StageProgram, StoredParameter
 from autopar.report.blocks import Block
 from autopar.report.division import Product, products
-from autopar.report.picture import kind_of, operator_name, parameter_variables, shard_kinds
+from autopar.report.picture import kind_of, operator_name, parameter_variables
 
 ZERO = {"step": 1, "micro": 2, "use": 3}
 # Kinds of modules in the order of a sentence; the first three are inside of repeated blocks.
 MODULES = ("attention", "MLPs", "experts", "matmuls", "embedding", "output head")
 OUTER = frozenset({"embedding", "output head"})
 # Ways and kinds with a smaller share of the bytes or FLOPs are left out.
-_LEAST_BYTES, _LEAST_FLOPS = 0.1, 0.01
+_LEAST_BYTES, LEAST_FLOPS = 0.1, 0.01
 
 
 @dataclass(frozen=True)
@@ -52,58 +55,89 @@ class StageParallelism:
 
     n_ranks       of the stage
     ways          how parameters of matmuls are shared, those of most bytes first
-    tensor        kind of module -> the ranks that each such module is split over
+    tensor        kind of module -> how its matmuls are split along factors of weights
     experts       the ranks that experts are divided over, each with whole ones; 1: none
-    n_sequence    ranks that a sequence is split over, without tensor parallelism
+    sequence      axes that split sequences and no weights: context parallelism
+    n_sequence    ranks of these axes
     norms_split   tensor parallel ranks compute norms on slices of the sequence
+    repeated      share of the FLOPs of matmuls that every rank computes whole
     """
 
     n_ranks: int
     ways: tuple[Way, ...]
-    tensor: Mapping[str, int]
+    tensor: Mapping[str, Split]
     experts: int
+    sequence: tuple[int, ...]
     n_sequence: int
     norms_split: bool
+    repeated: float
 
     @property
     def inner(self) -> StageParallelism:
         """The same without what only the first and the last stage have."""
-        kept = {kind: n for kind, n in self.tensor.items() if kind not in OUTER}
-        return replace(self, tensor=kept)
+        inside = {kind: split for kind, split in self.tensor.items() if kind not in OUTER}
+        return replace(self, tensor=inside)
 
 
-@dataclass
-class _Split:
-    """FLOPs of a kind of module: all, and by the ranks that split them."""
+@dataclass(frozen=True)
+class Split:
+    """How matmuls of a kind of module are split along factors of weights.
 
-    flops: float = 0.0
-    by_ranks: dict[int, float] = field(default_factory=dict)
+    flops        FLOPs of the kind
+    by_ranks     FLOPs by the ranks that split them
+    undivided    heads of attention that is not split
+    """
 
-    def add(self, flops: float, n_ranks: int) -> None:
-        self.flops += flops
-        self.by_ranks[n_ranks] = self.by_ranks.get(n_ranks, 0.0) + flops
+    flops: float
+    by_ranks: Mapping[int, float]
+    undivided: frozenset[int] = frozenset()
 
     @property
     def n_ranks(self) -> int:
-        """The ranks of most FLOPs; 1 if most are not split."""
-        n, flops = max(self.by_ranks.items(), key=lambda item: item[1], default=(1, 0.0))
-        return n if flops > self.flops / 2 else 1
+        """The ranks that most of what is split is split over; 1: hardly anything is."""
+        several = {
+            n: f for n, f in self.by_ranks.items() if n > 1 and f >= LEAST_FLOPS * self.flops
+        }
+        return max(several, key=lambda n: several[n], default=1)
+
+    @property
+    def split_flops(self) -> float:
+        """Those that `n_ranks` split."""
+        return self.by_ranks.get(self.n_ranks, 0.0)
+
+    @staticmethod
+    def of(parts: Iterable[Split]) -> Split:
+        """All parts together."""
+        parts, by_ranks = list(parts), dict[int, float]()
+        for part in parts:
+            for n, flops in part.by_ranks.items():
+                by_ranks[n] = by_ranks.get(n, 0.0) + flops
+        undivided = frozenset(heads for part in parts for heads in part.undivided)
+        return Split(sum(part.flops for part in parts), by_ranks, undivided)
 
 
 def stage_parallelism(program: StageProgram) -> StageParallelism:
     """How the ranks of one stage share its work."""
-    found = list(products(program))
-    weighted = [p for p in found if p.weights]
-    kind = module_kinds(program, weighted)
-    tensor, experts = _tensor(program, weighted, kind)
-    n_tensor = {a for p in weighted for local in p.weights for a in _shards(local.spec)}
-    sequence = _sequence_axes(program, weighted)
+    every = list(products(program))
+    weighted = [p for p in every if p.weights]
+    tensor, experts = _tensor(program, every, module_kinds(program))
+    sequence, tensor_axes = _sequence_axes(program, every), _tensor_axes(program, weighted)
+    alone = tuple(a for a in sequence if a not in tensor_axes)
     sizes = program.axis_sizes
     return StageParallelism(
         math.prod(sizes), ways_of(program, weighted), tensor, experts,
-        math.prod(sizes[a] for a in sequence if a not in n_tensor),
-        any(a in n_tensor for a in sequence),
+        alone, math.prod(sizes[a] for a in alone), len(alone) < len(sequence), _repeated(every),
     )  # fmt: skip
+
+
+def _repeated(every: Sequence[Product]) -> float:
+    total = sum(p.whole_flops for p in every)
+    return sum(p.whole_flops for p in every if p.whole_flops <= p.rank_flops) / (total or 1.0)
+
+
+def context_axes(program: StageProgram) -> tuple[int, ...]:
+    """The axes that split sequences and no weights."""
+    return stage_parallelism(program).sequence
 
 
 def ways_of(program: StageProgram, weighted: Iterable[Product]) -> tuple[Way, ...]:
@@ -149,8 +183,8 @@ def _shards(spec: Spec) -> list[int]:
     return [axis for axis, placement in enumerate(spec.placements) if placement.is_shard]
 
 
-def module_kinds(program: StageProgram, weighted: Iterable[Product]) -> Callable[[CallLine], str]:
-    """The kind of a matmul with a weight, or of an embedding: one of `MODULES`.
+def module_kinds(program: StageProgram) -> Callable[[CallLine], str]:
+    """The kind of a matmul, or of an embedding: one of `MODULES`.
 
     Attention is what is inside of a module that attends. A repeated block's other matmuls are its
     MLP, if the model has attention. Matmuls after all blocks are the output head.
@@ -188,31 +222,55 @@ def _module(line: CallLine) -> str:
 
 
 def _tensor(
-    program: StageProgram, weighted: Sequence[Product], kind: Callable[[CallLine], str]
-) -> tuple[dict[str, int], int]:
-    """Kind of module -> ranks that split it, and the ranks that experts are divided over."""
+    program: StageProgram, every: Sequence[Product], kind: Callable[[CallLine], str]
+) -> tuple[dict[str, Split], int]:
+    """Kind of module -> how it is split, and the ranks that experts are divided over."""
     sizes = program.axis_sizes
-    splits: dict[str, _Split] = {}
-    experts = _Split()
-    for product in weighted:
-        of = kind(product.line)
-        axes = {a for local in product.weights for a in _shards(local.spec)}
-        if of == "experts":  # a weight of [experts, ...]
-            whole = {
+    parts: dict[str, list[Split]] = {}
+    experts = []
+    for product in every:
+        name, flops = kind(product.line), product.whole_flops
+        axes = product.axes_of("tensor")
+        if name == "experts":  # a weight of [experts, ...]
+            whole = frozenset(
                 a for a in axes for w in product.weights
                 if w.spec.placements[a].cell == (0, 0) and len(w.shape) == 3
-            }  # fmt: skip
-            experts.add(product.whole_flops, math.prod(sizes[a] for a in whole))
+            )  # fmt: skip
+            experts.append(Split(flops, {math.prod(sizes[a] for a in whole): flops}))
             axes -= whole
         n_ranks = math.prod(sizes[a] for a in axes)
-        splits.setdefault(of, _Split()).add(product.whole_flops, n_ranks)
-    total = sum(split.flops for split in splits.values())
-    found = {of: s.n_ranks for of, s in splits.items() if s.flops >= _LEAST_FLOPS * total}
+        undivided = _heads(product) if name == "attention" and n_ranks == 1 else None
+        heads = frozenset([undivided]) if undivided else frozenset[int]()
+        parts.setdefault(name, []).append(Split(flops, {n_ranks: flops}, heads))
+    splits = {name: Split.of(of) for name, of in parts.items()}
     for line in program.body:
         if isinstance(line, CallLine) and kind(line) == "embedding":
             n_ranks = math.prod(sizes[a] for a in _embedding_axes(program, line))
-            found["embedding"] = max(found.get("embedding", 1), n_ranks)
-    return {of: found[of] for of in MODULES if of in found}, experts.n_ranks
+            if n_ranks > 1 or "embedding" not in splits:
+                splits["embedding"] = Split(1.0, {n_ranks: 1.0})
+    return {name: splits[name] for name in MODULES if name in splits}, Split.of(experts).n_ranks
+
+
+def _heads(product: Product) -> int | None:
+    """Heads of a matmul without weights: the first factor of a weight in its result."""
+    if product.weights:
+        return None
+    result = product.line.outs[0]
+    factors = (
+        size for dims, kinds in zip(result.dims, result.factor_kinds, strict=True)
+        for size, kind in zip(dims, kinds, strict=True) if kind == "tensor"
+    )  # fmt: skip
+    return next(factors, None)
+
+
+def _tensor_axes(program: StageProgram, weighted: Sequence[Product]) -> frozenset[int]:
+    """The axes on which most FLOPs of matmuls with weights are split along weights."""
+    total = sum(p.whole_flops for p in weighted)
+    return frozenset(
+        axis
+        for axis in range(len(program.axis_sizes))
+        if 2 * sum(p.whole_flops for p in weighted if axis in p.axes_of("tensor")) > total
+    )
 
 
 def _embedding_axes(program: StageProgram, line: CallLine) -> list[int]:
@@ -221,22 +279,15 @@ def _embedding_axes(program: StageProgram, line: CallLine) -> list[int]:
     return next((_shards(tables[name].spec) for name in line.reads if name in tables), [])
 
 
-def _sequence_axes(program: StageProgram, weighted: Sequence[Product]) -> list[int]:
+def _sequence_axes(program: StageProgram, every: Sequence[Product]) -> list[int]:
     """The axes on which most norms compute slices of a sequence; without norms, most matmuls."""
     norms = [
         line for line in program.body if isinstance(line, CallLine) and kind_of([line]) == "norm"
     ]
-    results = [line.outs[0] for line in norms or [p.line for p in weighted] if line.outs]
-    kinds = shard_kinds(program)
+    results = [line.outs[0] for line in norms or [p.line for p in every] if line.outs]
     return [
         axis
         for axis, size in enumerate(program.axis_sizes)
         if size > 1
-        and 2 * sum(_is_slice(local, kinds[local.name], axis) for local in results) > len(results)
+        and 2 * sum(result.shard_kind(axis) == "sequence" for result in results) > len(results)
     ]
-
-
-def _is_slice(local: Local, kinds: Sequence[str], axis: int) -> bool:
-    """Is it cut along a dim that is neither the batch nor the features, which are last?"""
-    placement = local.spec.placements[axis]
-    return kinds[axis] == "sequence" and placement.dim < len(local.shape) - 1

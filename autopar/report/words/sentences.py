@@ -20,18 +20,23 @@ from autopar.cost.simulate import Timeline
 from autopar.plans import Alternative, PlanData, Predicted
 from autopar.program import Pipeline
 from autopar.report.blocks import block_set, every_block, modules_of_lines
+from autopar.report.division import share_text
 from autopar.report.words.parallelism import (
+    LEAST_FLOPS,
     MODULES,
     OUTER,
+    Split,
     StageParallelism,
     Way,
     stage_parallelism,
 )
-from autopar.units import format_bytes, format_bytes_of
+from autopar.units import format_bytes, format_bytes_of, format_seconds
 
 _NUMBERS = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six", 7: "seven", 8: "eight"}
-# Differences below are not worth a number; up to the second, plans are "within" each other.
-_AS_FAST, _WITHIN = 0.005, 0.05
+# A difference below is not worth a number.
+_AS_FAST = 0.005
+# Peaks above this share of the limit are near it.
+_NEAR_LIMIT = 0.9
 # Stages that differ are described up to this many groups of equal ones.
 _MOST_GROUPS = 3
 
@@ -49,8 +54,9 @@ def verdict(
     """
     device = "GPU" if hardware.is_gpu else "device"
     limit_bytes = data.limit_bytes or hardware.memory_limit_bytes
-    found = [_does(pipeline, device), _costs(predicted, timeline, limit_bytes), _compared(data)]
-    return [sentence for sentence in found if sentence]
+    memory = _memory(predicted.peak_bytes, limit_bytes, hardware.device.memory_bytes)
+    sentences = _does(pipeline, device), _costs(timeline, memory), _compared(data)
+    return [sentence for sentence in sentences if sentence]
 
 
 def mean_shares(timeline: Timeline) -> dict[str, float]:
@@ -74,17 +80,20 @@ def rounded_shares(shares: Mapping[str, float]) -> dict[str, int]:
     return found
 
 
-def _costs(predicted: Predicted, timeline: Timeline, limit_bytes: float) -> str:
+def _costs(timeline: Timeline, memory: str) -> str:
     shares = rounded_shares(mean_shares(timeline))
     words = ", ".join(f"{what} {share}%" for what, share in shares.items() if share)
-    return f"{words[:1].upper()}{words[1:]}; {_memory(predicted.peak_bytes, limit_bytes)}."
+    return f"{words[:1].upper()}{words[1:]}; {memory}."
 
 
-def _memory(peak_bytes: float, limit_bytes: float) -> str:
-    """`56.5 of 72.0 GiB`."""
+def _memory(peak_bytes: float, limit_bytes: float, device_bytes: float) -> str:
+    """`56.5 of 72.0 GiB`; near the limit, also what that leaves free."""
     if peak_bytes > limit_bytes:
         return f"{format_bytes(peak_bytes)}, more than the limit of {format_bytes(limit_bytes)}"
-    return format_bytes_of(peak_bytes, limit_bytes)
+    text, free = format_bytes_of(peak_bytes, limit_bytes), 1 - limit_bytes / device_bytes
+    if peak_bytes < _NEAR_LIMIT * limit_bytes or round(100 * free) < 1:
+        return text
+    return f"{text}: {free:.0%} of {format_bytes(device_bytes)} is kept free"
 
 
 def _does(pipeline: Pipeline, device: str) -> str:
@@ -106,22 +115,21 @@ def _placed(pipeline: Pipeline, device: str) -> Iterator[str]:
     groups: dict[str, list[int]] = {}
     for k, stage in enumerate(stages):
         groups.setdefault(", ".join(_stage_words(stage.inner, device)), []).append(k)
-    # Another stage has the embedding or the head whole where one has it split: a tied weight.
-    tensor = {kind: n for stage in stages for kind, n in stage.inner.tensor.items()}
-    outer: dict[str, int] = {}
-    for stage in stages:
-        for kind in OUTER & stage.tensor.keys():
-            outer[kind] = max(outer.get(kind, 1), stage.tensor[kind])
     head = _stages_text(pipeline, device)
     if len(groups) == 1:
         if head:
             yield head
         if all(stage.n_ranks == 1 for stage in stages):
             return
-        yield from _stage_words(replace(stages[0], tensor=tensor | outer), device)
+        tensor = _joined_splits([stage.tensor for stage in stages])
+        yield from _stage_words(replace(stages[0], tensor=tensor), device)
     elif len(groups) <= _MOST_GROUPS:
-        yield f"{head} ({'; '.join(f'{_stages(of)}: {text}' for text, of in groups.items())})"
-        yield from _tensor_words(outer)
+        texts = []
+        for of in groups.values():
+            tensor = _joined_splits([stages[k].tensor for k in of])
+            words = _stage_words(replace(stages[of[0]], tensor=tensor), device)
+            texts.append(f"{_stages(of)}: {', '.join(words)}")
+        yield f"{head} ({'; '.join(texts)})"
     else:
         yield f"{head}, each sharded in its own way"
 
@@ -148,8 +156,15 @@ def _stage_words(stage: StageParallelism, device: str) -> Iterator[str]:
     if stage.n_sequence > 1:
         yield f"sequences split in {_number(stage.n_sequence)}"
     if not (stage.ways or split or stage.experts > 1 or stage.n_sequence > 1):
-        alone = stage.n_ranks == 1
-        yield "nothing is sharded" if alone else f"every {device} repeats the same work"
+        yield _repeats(stage, device)
+
+
+def _repeats(stage: StageParallelism, device: str) -> str:
+    if stage.n_ranks == 1:
+        return "nothing is sharded"
+    if stage.repeated == 1:
+        return f"every {device} repeats the same work"
+    return f"every {device} repeats {share_text(stage.repeated)} of the matmul FLOPs"
 
 
 def _ways_text(ways: Sequence[Way], device: str) -> str:
@@ -174,23 +189,55 @@ def _way_text(way: Way, device: str) -> str:
     return f"ZeRO-{way.zero} over {_devices(way.n_zero, device)}{copies}"
 
 
-def _tensor_words(tensor: Mapping[str, int]) -> Iterator[str]:
-    """`attention and MLPs split in four`; one phrase per number of ranks."""
-    matmuls = {kind: n for kind, n in tensor.items() if kind != "embedding"}
-    sizes = set(matmuls.values())
-    if len(matmuls) > 1 and len(sizes) == 1:
-        kinds = {"all matmuls": sizes.pop()}
-        if "embedding" in tensor:
-            kinds["embedding"] = tensor["embedding"]
-    else:
-        kinds = {kind: tensor[kind] for kind in MODULES if kind in tensor}
+def _joined_splits(stages: Sequence[Mapping[str, Split]]) -> dict[str, Split]:
+    """The splits of all stages together.
+
+    Another stage has the embedding whole where one has it split: a tied weight.
+    """
+    names = [kind for kind in MODULES if any(kind in of for of in stages)]
+    every = {kind: [of[kind] for of in stages if kind in of] for kind in names}
+    if "embedding" in every:
+        every["embedding"] = [max(every["embedding"], key=lambda split: split.n_ranks)]
+    return {kind: Split.of(splits) for kind, splits in every.items()}
+
+
+def _tensor_words(tensor: Mapping[str, Split]) -> Iterator[str]:
+    """`attention and MLPs split in four`; one phrase per number of ranks.
+
+    Kinds with hardly any FLOPs are not named, but count for "all matmuls".
+    """
+    matmuls = {kind: split for kind, split in tensor.items() if kind != "embedding"}
+    together = Split.of(matmuls.values())
+    named = {k: s for k, s in matmuls.items() if s.flops >= LEAST_FLOPS * together.flops}
+    if len(named) > 1 and len({split.n_ranks for split in named.values()}) == 1:
+        named = {"all matmuls": together}
+    if "embedding" in tensor:
+        named["embedding"] = tensor["embedding"]
     by_size: dict[int, list[str]] = {}
-    for kind, n in kinds.items():
+    undivided: dict[int, set[int]] = {}
+    for kind in sorted(named, key=("all matmuls", *MODULES).index):
+        n = named[kind].n_ranks
         if n > 1:
-            by_size.setdefault(n, []).append(kind)
+            by_size.setdefault(n, []).append(_split_kind(kind, named[kind]))
+            undivided.setdefault(n, set()).update(h for h in named[kind].undivided if h % n)
     for n, of in by_size.items():
-        of = [f"the {kind}" if kind in OUTER else kind for kind in of]
-        yield f"{_and(of)} split in {_number(n)}"
+        why = (
+            f" ({_and(sorted(map(str, h)))} heads do not divide by {n})"
+            if (h := undivided[n])
+            else ""
+        )
+        yield f"{_and(of)} split in {_number(n)}{why}"
+
+
+def _split_kind(kind: str, split: Split) -> str:
+    """`attention`, or `67% of the FLOPs of attention` if not all of it is split alike."""
+    share = split.split_flops / split.flops
+    what = f"the {kind}" if kind in OUTER else kind
+    if share >= 1 - 1e-9:
+        return what
+    if kind.endswith("matmuls"):
+        return f"{share_text(share)} of matmul FLOPs"
+    return f"{share_text(share)} of the FLOPs of {what}"
 
 
 def _recompute(pipeline: Pipeline) -> str:
@@ -224,15 +271,23 @@ def _compared(data: PlanData) -> str:
     if data.recipe and not chosen.recipe:
         return "It is the user's recipe: nothing else was tried."
     if chosen.recipe:
-        found = (a.step_time_s for a in data.alternatives if not a.is_estimate)
-        gain = chosen.step_time_s / min(s for s in found if s is not None) - 1
-        if gain < _AS_FAST:
+        simulated_s = (a.step_time_s for a in data.alternatives if not a.is_estimate)
+        gain = chosen.step_time_s / min(s for s in simulated_s if s is not None) - 1
+        if gain <= 0:
             return f"It is {_plain(chosen)}: the search found nothing faster."
-        return f"It is {_plain(chosen)}, within {math.ceil(100 * gain)}% of the fastest plan found."
-    runs = [a for a in simple if a.step_time_s is not None]
-    if runs:
-        best = min(runs, key=lambda a: a.step_time_s or 0.0)
-        return _faster((best.step_time_s or 0.0) / chosen.step_time_s - 1, _plain(best))
+        if gain < _AS_FAST:
+            return f"It is {_plain(chosen)}, as fast as the fastest plan found."
+        return f"It is {_plain(chosen)}, {_percent(gain)} slower than the fastest plan found."
+    timed = [a for a in simple if a.step_time_s is not None]
+    bounds_s = [a.least_s for a in simple if a.least_s is not None]
+    if timed:
+        best = min(timed, key=lambda a: a.step_time_s or 0.0)
+        best_s = best.step_time_s or 0.0
+        tried = " tried" if min(bounds_s, default=best_s) < best_s else ""
+        words = _faster(chosen.step_time_s, best_s, "about " if best.is_estimate else "")
+        return f"{words[:1].upper()}{words[1:]} the best simple plan{tried}, {_plain(best)}."
+    if bounds_s:
+        return f"Every simple plan takes at least {format_seconds(min(bounds_s))}, or does not fit."
     lean = [a for a in simple if a.peak_bytes is not None]
     if not lean:
         return ""
@@ -240,15 +295,19 @@ def _compared(data: PlanData) -> str:
     return f"No simple plan fits: {_plain(best)} needs {format_bytes(best.peak_bytes or 0.0)}."
 
 
-def _faster(gain: float, other: str) -> str:
-    """`gain` is how much longer the other plan takes, relative."""
-    if gain < _AS_FAST:
-        return f"As fast as the best simple plan, {other}."
-    if gain <= _WITHIN:
-        return f"Within {math.ceil(100 * gain)}% of the best simple plan, {other}."
-    if gain < 1:
-        return f"{gain:.0%} faster than the best simple plan, {other}."
-    return f"{1 + gain:.2g} times as fast as the best simple plan, {other}."
+def _faster(own_s: float, other_s: float, about: str) -> str:
+    """`4.0% faster than`, of a plan that takes `own_s`."""
+    if abs(other_s / own_s - 1) < _AS_FAST:
+        return f"{about}as fast as"
+    if own_s > other_s:
+        return f"{about}{_percent(own_s / other_s - 1)} slower than"
+    if other_s < 2 * own_s:
+        return f"{about}{_percent(other_s / own_s - 1)} faster than"
+    return f"{about}{other_s / own_s:.2g} times as fast as"
+
+
+def _percent(share: float) -> str:
+    return f"{share:.1%}" if share < 0.0995 else f"{share:.0%}"
 
 
 def _plain(alternative: Alternative) -> str:
