@@ -15,7 +15,14 @@ from autopar.report.picture import dot
 from autopar.report.scaling import scaling_svg, scaling_text
 from autopar.report.simulation import simulation_dict, simulation_text, what_if_dict, what_if_text
 from autopar.report.tables import headline, optimality
-from autopar.report.words import assumed, explain, explain_name, matching_names, verdict
+from autopar.report.words import (
+    assumed,
+    context_axes,
+    explain,
+    explain_name,
+    matching_names,
+    verdict,
+)
 
 __all__ = [
     "ComparedPlan",
@@ -24,6 +31,7 @@ __all__ = [
     "Help",
     "Subject",
     "assumed",
+    "context_axes",
     "division",
     "dot",
     "explain",

@@ -45,20 +45,25 @@ class PlanningResult:
 
 
 def alternatives_of(
-    search: BranchAndBound, errors: Errors, chosen: Solved, why: Why | None = None
+    search: BranchAndBound,
+    errors: Errors,
+    chosen: Solved,
+    named: Callable[[Solved], Solved],
+    why: Why | None = None,
 ) -> Iterator[Alternative]:
     """A row per name: what was simulated or solved by time, what does not fit, what was ruled out.
 
-    `why` says of the first `N_EXPLAINED` what makes them slower, and sums them up; None: nothing
-    is said.
+    `named` names the axes of what was simulated. `why` says of the first `N_EXPLAINED` what makes
+    them slower, and sums them up; None: nothing is said.
     """
     rows = list[tuple[Alternative, Solved | Placed]]()
     fastest, least = dict[str, Solved](), dict[str, Node]()
     for solved in sorted(search.found, key=lambda s: s.step_time_s):
         fastest.setdefault(solved.candidate.name, solved)
     fastest[chosen.candidate.name] = chosen
-    for name, solved in fastest.items():
-        recipe = solved.candidate.recipe
+    timed, chosen_name = {*fastest}, named(chosen).candidate.name
+    for solved in map(named, fastest.values()):
+        name, recipe = solved.candidate.name, solved.candidate.recipe
         rows.append((Alternative(name, solved.step_time_s, "", recipe, solved.peak_bytes), solved))
     for node in sorted(search.nodes, key=lambda n: n.bound_s):
         if node.name not in fastest:
@@ -68,14 +73,14 @@ def alternatives_of(
             time_s = node.placed.least_s
             row = Alternative(name, time_s, "", node.recipe, is_estimate=True)
             rows.append((row, node.placed))
+            timed.add(name)
     rows.sort(key=lambda pair: pair[0].step_time_s or 0.0)
     for at, (row, one) in enumerate(rows):
-        if why is None or at >= N_EXPLAINED or row.name == chosen.candidate.name:
+        if why is None or at >= N_EXPLAINED or row.name == chosen_name:
             yield row
         else:
             slower_by, summary = why(one)
             yield replace(row, slower_by=slower_by, summary=summary)
-    timed = {row.name for row, _ in rows}
     leanest = dict[str, tuple[InfeasibleError, str]]()
     for error, candidate in sorted(errors, key=lambda e: e[0].least_bytes or math.inf):
         leanest.setdefault(candidate.name, (error, candidate.recipe))

@@ -56,6 +56,7 @@ from autopar.passes.intra import (
     too_little_memory,
     unpadded_static_bytes,
 )
+from autopar.passes.search.axis_names import AxisNames
 from autopar.passes.search.branch_bound import BranchAndBound, Node
 from autopar.passes.search.evaluator import Evaluator
 from autopar.passes.search.levels import Levels
@@ -177,10 +178,11 @@ class Planner:
             bound_s = least_step_s(self.analysis, CostModel(self._any_view, self.evaluator.dtype))
         n_configurations = self.pipelines.n_configurations if self.pipelines else 0
         why = None if is_timed_out else WhySlower(self.simulator, chosen, self.pricer)
-        rows = alternatives_of(search, self.levels.errors, chosen, why)
+        named = AxisNames(self.simulator, options).named
+        rows = alternatives_of(search, self.levels.errors, chosen, named, why)
         stats = self.evaluator.stats(n_configurations)
         return PlanningResult(
-            chosen, self.hardware, (*rows, *notes), bound_s, search.ruled_out, stats
+            named(chosen), self.hardware, (*rows, *notes), bound_s, search.ruled_out, stats
         )
 
     def _rank(self, solved: Solved) -> Simplicity:

@@ -4,7 +4,7 @@ Read `parallelism.py` (how a plan is parallel, from its placements), `sentences.
 `assumptions.py` and `legend.py` (what is taken for granted, what letters mean), `explanation.py`
 (the whole plan); then `matching.py` (which names a user means), `next_best.py` (what a decision was
 chosen over) and `named.py` (one name). May import the files of `report` and `picture`.
-Mainly hands on `explain`, `explain_name` and `verdict`.
+Mainly hands on `explain`, `explain_name`, `verdict` and `context_axes`.
 """
 
 from autopar.report.words.assumptions import assumed
@@ -12,6 +12,15 @@ from autopar.report.words.explanation import explain
 from autopar.report.words.matching import matching_names
 from autopar.report.words.named import explain_name
 from autopar.report.words.next_best import storage_words
+from autopar.report.words.parallelism import context_axes
 from autopar.report.words.sentences import verdict
 
-__all__ = ["assumed", "explain", "explain_name", "matching_names", "storage_words", "verdict"]
+__all__ = [
+    "assumed",
+    "context_axes",
+    "explain",
+    "explain_name",
+    "matching_names",
+    "storage_words",
+    "verdict",
+]

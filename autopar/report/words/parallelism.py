@@ -5,7 +5,7 @@ On one axis of the mesh, a parameter is
     tensor    used in shards: its operators are split                     used S
     zero      stored in shards, whole in use: gathered; the stage is the period
                                                                           stored S, used R or I
-    data      stored whole, its gradients summed                          stored R or I, used R
+    data      stored whole, and rows of the batch are split                stored R or I, used R
 
 The sizes of its axes of a kind multiply (`ways_of`). The words are those of most bytes: a way that
 holds less than a tenth of a stage's parameters is left out.
@@ -24,9 +24,9 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.placement import Spec
-from autopar.program import CallLine, StageProgram, StoredParameter
+from autopar.program import CallLine, ShardKind, StageProgram, StoredParameter
 from autopar.report.blocks import Block
-from autopar.report.division import Product, products
+from autopar.report.division import Product, is_sharded, products
 from autopar.report.picture import kind_of, operator_name, parameter_variables
 
 ZERO = {"step": 1, "micro": 2, "use": 3}
@@ -41,7 +41,7 @@ _LEAST_BYTES, LEAST_FLOPS = 0.1, 0.01
 class Way:
     """How ranks share a parameter: `zero` is the stage of ZeRO, 0 without.
 
-    `n_zero` ranks hold its shards, in `n_data` copies.
+    `n_zero` ranks hold its shards, in `n_data` copies. Without shards, `n_data` ranks split rows.
     """
 
     zero: int
@@ -57,20 +57,22 @@ class StageParallelism:
     ways          how parameters of matmuls are shared, those of most bytes first
     tensor        kind of module -> how its matmuls are split along factors of weights
     experts       the ranks that experts are divided over, each with whole ones; 1: none
-    sequence      axes that split sequences and no weights: context parallelism
-    n_sequence    ranks of these axes
+    context       axes that split sequences and no weight of a matmul: context parallelism
+    n_sequence    ranks that sequences are split over, where most weights are not
     norms_split   tensor parallel ranks compute norms on slices of the sequence
     repeated      share of the FLOPs of matmuls that every rank computes whole
+    is_idle       every rank computes everything whole
     """
 
     n_ranks: int
     ways: tuple[Way, ...]
     tensor: Mapping[str, Split]
     experts: int
-    sequence: tuple[int, ...]
+    context: tuple[int, ...]
     n_sequence: int
     norms_split: bool
     repeated: float
+    is_idle: bool
 
     @property
     def inner(self) -> StageParallelism:
@@ -121,12 +123,16 @@ def stage_parallelism(program: StageProgram) -> StageParallelism:
     every = list(products(program))
     weighted = [p for p in every if p.weights]
     tensor, experts = _tensor(program, every, module_kinds(program))
-    sequence, tensor_axes = _sequence_axes(program, every), _tensor_axes(program, weighted)
-    alone = tuple(a for a in sequence if a not in tensor_axes)
+    sequence = _sequence_axes(program, every)
+    on_weights = _axes_of_most(program, weighted, "tensor")
+    alone = [a for a in sequence if a not in on_weights]
+    split = {a for p in weighted for a in p.axes_of("tensor")}
     sizes = program.axis_sizes
     return StageParallelism(
-        math.prod(sizes), ways_of(program, weighted), tensor, experts,
-        alone, math.prod(sizes[a] for a in alone), len(alone) < len(sequence), _repeated(every),
+        math.prod(sizes), ways_of(program, every), tensor, experts,
+        tuple(a for a in sequence if a not in split),
+        math.prod(sizes[a] for a in alone), len(alone) < len(sequence), _repeated(every),
+        not any(is_sharded(out) for line in program.body for out in line.outs),
     )  # fmt: skip
 
 
@@ -136,19 +142,21 @@ def _repeated(every: Sequence[Product]) -> float:
 
 
 def context_axes(program: StageProgram) -> tuple[int, ...]:
-    """The axes that split sequences and no weights."""
-    return stage_parallelism(program).sequence
+    """The axes that split sequences and no weight of a matmul."""
+    return stage_parallelism(program).context
 
 
-def ways_of(program: StageProgram, weighted: Iterable[Product]) -> tuple[Way, ...]:
+def ways_of(program: StageProgram, every: Sequence[Product]) -> tuple[Way, ...]:
     """The ways of the parameters that matmuls read, or of all if none do; of most bytes first."""
-    read = _read_by(program, [p.line for p in weighted]) or {p.name for p in program.parameters}
+    rows = _axes_of_most(program, every, "data")
+    weighted = [p.line for p in every if p.weights]
+    read = _read_by(program, weighted) or {p.name for p in program.parameters}
     sizes: Counter[Way] = Counter()
     for parameter in program.parameters:
         if parameter.name in read:
             uses = program.used_specs[parameter.name]
             size_bytes = math.prod(parameter.shape) * parameter.stored.dtype.itemsize
-            sizes[_way(parameter, uses, program.axis_sizes)] += size_bytes
+            sizes[_way(parameter, uses, program.axis_sizes, rows)] += size_bytes
     least_bytes = _LEAST_BYTES * sum(sizes.values())
     kept = (way for way, size_bytes in sizes.most_common() if size_bytes >= least_bytes)
     return tuple(way for way in kept if way.n_zero * way.n_data > 1)
@@ -167,15 +175,19 @@ def _read_by(program: StageProgram, lines: Iterable[CallLine]) -> set[str]:
     return {name for line in lines for read in line.reads for name in of.get(read, ())}
 
 
-def _way(parameter: StoredParameter, uses: Sequence[Spec], sizes: Sequence[int]) -> Way:
+def _way(
+    parameter: StoredParameter, uses: Sequence[Spec], sizes: Sequence[int], rows: Sequence[int]
+) -> Way:
     stored = parameter.stored.spec.placements
-    n_zero = n_data = 1
-    for axis, size in enumerate(sizes):
-        used = [spec.placements[axis] for spec in uses]
-        if stored[axis].is_shard and not (used and all(p.is_shard for p in used)):
-            n_zero *= size
-        elif not stored[axis].is_shard and any(p.kind == "R" for p in used):
-            n_data *= size
+    sharded = [axis for axis in range(len(sizes)) if stored[axis].is_shard]
+    zero = [a for a in sharded if not uses or not all(u.placements[a].is_shard for u in uses)]
+    summed = [
+        a for a in range(len(sizes))
+        if a not in sharded and any(u.placements[a].kind == "R" for u in uses)
+    ]  # fmt: skip
+    if not zero:
+        return Way(0, 1, math.prod(sizes[a] for a in summed if a in rows))
+    n_zero, n_data = (math.prod(sizes[a] for a in axes) for axes in (zero, summed))
     return Way(ZERO[parameter.period] if n_zero > 1 else 0, n_zero, n_data)
 
 
@@ -263,14 +275,14 @@ def _heads(product: Product) -> int | None:
     return next(factors, None)
 
 
-def _tensor_axes(program: StageProgram, weighted: Sequence[Product]) -> frozenset[int]:
-    """The axes on which most FLOPs of matmuls with weights are split along weights."""
-    total = sum(p.whole_flops for p in weighted)
-    return frozenset(
+def _axes_of_most(program: StageProgram, some: Sequence[Product], kind: ShardKind) -> list[int]:
+    """The axes whose ranks share most FLOPs of some matmuls along factors of a kind."""
+    total = sum(p.whole_flops for p in some)
+    return [
         axis
         for axis in range(len(program.axis_sizes))
-        if 2 * sum(p.whole_flops for p in weighted if axis in p.axes_of("tensor")) > total
-    )
+        if 2 * sum(p.whole_flops for p in some if axis in p.axes_of(kind)) > total
+    ]
 
 
 def _embedding_axes(program: StageProgram, line: CallLine) -> list[int]:

@@ -37,6 +37,8 @@ _NUMBERS = {2: "two", 3: "three", 4: "four", 5: "five", 6: "six", 7: "seven", 8:
 _AS_FAST = 0.005
 # Peaks above this share of the limit are near it.
 _NEAR_LIMIT = 0.9
+# A limit that leaves more free is no margin.
+_MOST_MARGIN = 0.5
 # Stages that differ are described up to this many groups of equal ones.
 _MOST_GROUPS = 3
 
@@ -91,7 +93,7 @@ def _memory(peak_bytes: float, limit_bytes: float, device_bytes: float) -> str:
     if peak_bytes > limit_bytes:
         return f"{format_bytes(peak_bytes)}, more than the limit of {format_bytes(limit_bytes)}"
     text, free = format_bytes_of(peak_bytes, limit_bytes), 1 - limit_bytes / device_bytes
-    if peak_bytes < _NEAR_LIMIT * limit_bytes or round(100 * free) < 1:
+    if peak_bytes < _NEAR_LIMIT * limit_bytes or not 0.005 <= free <= _MOST_MARGIN:
         return text
     return f"{text}: {free:.0%} of {format_bytes(device_bytes)} is kept free"
 
@@ -162,9 +164,12 @@ def _stage_words(stage: StageParallelism, device: str) -> Iterator[str]:
 def _repeats(stage: StageParallelism, device: str) -> str:
     if stage.n_ranks == 1:
         return "nothing is sharded"
-    if stage.repeated == 1:
+    if stage.is_idle:
         return f"every {device} repeats the same work"
-    return f"every {device} repeats {share_text(stage.repeated)} of the matmul FLOPs"
+    matmuls = (
+        "all matmuls" if stage.repeated == 1 else f"{share_text(stage.repeated)} of matmul FLOPs"
+    )
+    return f"every {device} repeats {matmuls}"
 
 
 def _ways_text(ways: Sequence[Way], device: str) -> str:
@@ -218,26 +223,30 @@ def _tensor_words(tensor: Mapping[str, Split]) -> Iterator[str]:
     for kind in sorted(named, key=("all matmuls", *MODULES).index):
         n = named[kind].n_ranks
         if n > 1:
-            by_size.setdefault(n, []).append(_split_kind(kind, named[kind]))
+            others = [_named(other) for other in matmuls if other != kind]
+            by_size.setdefault(n, []).append(_split_kind(kind, named[kind], others))
             undivided.setdefault(n, set()).update(h for h in named[kind].undivided if h % n)
     for n, of in by_size.items():
-        why = (
-            f" ({_and(sorted(map(str, h)))} heads do not divide by {n})"
-            if (h := undivided[n])
-            else ""
-        )
+        heads = _and(list(map(str, sorted(undivided[n]))))
+        why = f" ({heads} heads do not divide by {n})" if heads else ""
         yield f"{_and(of)} split in {_number(n)}{why}"
 
 
-def _split_kind(kind: str, split: Split) -> str:
-    """`attention`, or `67% of the FLOPs of attention` if not all of it is split alike."""
+def _split_kind(kind: str, split: Split, others: Sequence[str]) -> str:
+    """`attention`, or `67% of the FLOPs of attention` if not all of it is split alike.
+
+    `others` are the other kinds of matmuls: what has no name is all but these.
+    """
     share = split.split_flops / split.flops
-    what = f"the {kind}" if kind in OUTER else kind
-    if share >= 1 - 1e-9:
-        return what
-    if kind.endswith("matmuls"):
-        return f"{share_text(share)} of matmul FLOPs"
-    return f"{share_text(share)} of the FLOPs of {what}"
+    is_whole = share >= 1 - 1e-9
+    if kind == "all matmuls" or (kind == "matmuls" and not others):
+        return kind if is_whole else f"{share_text(share)} of matmul FLOPs"
+    what = f"all matmuls but {_and(others)}" if kind == "matmuls" else _named(kind)
+    return what if is_whole else f"{share_text(share)} of the FLOPs of {what}"
+
+
+def _named(kind: str) -> str:
+    return f"the {kind}" if kind in OUTER else kind
 
 
 def _recompute(pipeline: Pipeline) -> str:
