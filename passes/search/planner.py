@@ -255,8 +255,9 @@ class Planner:
         if not self.simulator.every_solved:
             return errors[0][0]
         leanest = min(self.simulator.every_solved, key=lambda solved: solved.peak_bytes)
-        m = leanest.candidate.n_microbatches
-        where = f"{leanest.candidate.name}, {m} microbatch{'es' if m > 1 else ''}"
+        where, m = leanest.candidate.name, leanest.candidate.n_microbatches
+        if len(leanest.stages) == 1:  # the name of a pipeline says it
+            where += f", {m} microbatch{'es' if m > 1 else ''}"
         what = f"{self._state_text}, and the leanest plan seen"
         return too_little_memory(self.budget_bytes, leanest.peak_bytes, where, what)
 

@@ -95,7 +95,9 @@ def small(shape: tuple[int, ...], **options: Any) -> Plan:
 
 def least_bytes(error: InfeasibleError) -> float:
     """The bytes that the message asks for, rounded up."""
-    said = re.search(r"the leanest needs ([\d.]+) ([KMG]?i?B), ([\d.]+) [KMG]?i?B more", str(error))
+    said = re.search(
+        r"leanest plan seen needs ([\d.]+) ([KMG]?i?B), ([\d.]+) [KMG]?i?B more", str(error)
+    )
     assert said is not None, error
     assert "hint: use more microbatches or devices" in str(error)
     digits = len(said[1].partition(".")[2])

@@ -102,12 +102,12 @@ def test_a_batch_that_does_not_divide(name: str) -> None:
     "options", [{}, {"manual": Manual(dp=2)}, {"solver": "ilp", "stages": 1}], ids=str
 )
 def test_a_memory_limit_that_nothing_fits(options: dict[str, Any]) -> None:
-    limit_bytes = 500
+    limit_bytes = 2048  # the state alone needs 1,696
     with pytest.raises(InfeasibleError) as refusal:
         plan(memory_limit=limit_bytes, **options)
     message = str(refusal.value)
-    assert "no plan fits in 500 B per device" in message
-    found = re.search(r"the leanest needs ([\d.]+) KiB, ([\d.]+) KiB more", message)
+    assert "no plan fits in 2.0 KiB per device" in message
+    found = re.search(r"leanest plan seen needs ([\d.]+) KiB, ([\d.]+) KiB more", message)
     assert found is not None
     needs, more = map(float, found.groups())
     assert needs - limit_bytes / 1024 == pytest.approx(more, abs=0.11)
@@ -177,8 +177,12 @@ STAGES: dict[str, tuple[Callable[[], Any], type[AutoparError], str]] = {
         r"microbatch_size=4 does not divide the 15 rows",
     ),
     "a memory limit that no stage fits": (
+        lambda: staged(2, memory_limit=900), InfeasibleError,
+        r"no plan of 2 stages fits in 900 B per device",
+    ),
+    "a memory limit below the state": (
         lambda: staged(2, memory_limit=100), InfeasibleError,
-        r"no plan of 2 stages fits in 100 B per device",
+        r"100 B per device; .* alone, divided over 4 ranks, need at least 848 B\n",
     ),
     "a pin on an axis that no stage has": (
         lambda: staged(2, force={"up.weight": "S(0)@node"}), OptionError,

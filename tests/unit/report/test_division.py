@@ -45,7 +45,9 @@ def test_all_do_all(n_ranks: int) -> None:
     """Links are so slow that every rank computes everything."""
     slow = Link(1e9, 1e9)
     mesh = Mesh((1, n_ranks), links=[slow, slow], device=Device(1e12, 1e12, 1e12))
-    assert division(planned("mlp", mesh)) == Division(0.0, 1 / n_ranks, 0.0)
+    assert division(planned("mlp", mesh)) == Division(
+        0.0, float(n_ranks == 1), 0.0, repeated=1 - 1 / n_ranks
+    )
 
 
 def test_tensor_parallel() -> None:
@@ -92,7 +94,10 @@ def test_a_gathered_weight_is_a_weight() -> None:
 
 
 def test_text() -> None:
-    text = str(Division(0.5, 0.25, 1.0))
-    assert text == (
-        "Parameter bytes sharded: 50%. Matmul FLOPs sharded: 25%; through sharded weights: 100%"
+    text = (
+        "Parameter bytes sharded: 50%. Matmul FLOPs sharded: over 99%; through sharded weights: 0%"
+    )
+    assert str(Division(0.05, 0.999, 0.0)) == text
+    assert str(Division(0.05, 0.999, 0.0, 0.004)) == (
+        f"{text}; under 1% of all ranks' FLOPs repeat another rank's"
     )
