@@ -10,7 +10,6 @@ partial      P
 from __future__ import annotations
 
 from dataclasses import dataclass
-from itertools import chain
 
 from autopar.placement import Spec
 from autopar.program import GatherLine, MoveLine, ShardKind, StageProgram, StoredParameter
@@ -42,7 +41,8 @@ def parameter_variables(program: StageProgram) -> dict[str, ParameterUsed]:
 
 def shard_kinds(program: StageProgram) -> dict[str, tuple[ShardKind, ...]]:
     """Variable -> on each axis, its kind of sharding."""
-    results = (out for line in program.body for out in line.outs)
-    arguments = (item.local for item in (*program.received, *program.delivered))
+    placed = [item.local for item in program.received]
+    placed += [item.local for item in program.delivered]
+    placed += [out for line in program.body for out in line.outs]
     axes = range(len(program.axis_sizes))
-    return {local.name: tuple(map(local.shard_kind, axes)) for local in chain(arguments, results)}
+    return {local.name: tuple(map(local.shard_kind, axes)) for local in placed}

@@ -42,7 +42,7 @@ MODULES = {
 class Net(nn.Module):
     """Layers, and a head of its own: an MLP, convolutions, or the blocks of a GPT."""
 
-    def __init__(self, start: nn.Module, net: list[nn.Module], out: nn.Module) -> None:
+    def __init__(self, start: nn.Module, net: Sequence[nn.Module], out: nn.Module) -> None:
         super().__init__()
         self.start, self.net, self.out = start, nn.Sequential(*net), out
 
@@ -79,6 +79,7 @@ class Case:
 
     def __init__(self, seed: int, how: str) -> None:
         draw = random.Random(seed)
+        self.heads = 0
         rows, share = draw.choice((1, 2, 4, 8, 12)), None
         if how in ("limit", "tight"):  # a bound model with much to choose takes minutes
             share = draw.choice((0.5, 1.02, 1.3) if how == "tight" else (3.0, 8.0))
@@ -92,14 +93,14 @@ class Case:
             )
         elif family == "conv":
             sizes = [min(size, 16) for size in sizes[:3]]
-            layers = [nn.Conv2d(a, b, 3, padding=1) for a, b in pairwise(sizes)]
-            self.model = Net(nn.ReLU(), [*layers, nn.Flatten()], nn.Linear(64 * sizes[-1], 10))
+            convs = [nn.Conv2d(a, b, 3, padding=1) for a, b in pairwise(sizes)]
+            self.model = Net(nn.ReLU(), [*convs, nn.Flatten()], nn.Linear(64 * sizes[-1], 10))
             self.x = torch.zeros(rows, sizes[0], 8, 8)
         else:
             heads, length = draw.choice((1, 2, 3, 4, 5, 6)), draw.choice((8, 64, 1024))
             width, n_words = heads * draw.choice((4, 16)), draw.choice((30, 64))
-            blocks: list[nn.Module] = [Block(width, heads) for _ in range(draw.choice((1, 2)))]
-            out = nn.Linear(width, n_words, bias=False)
+            blocks = [Block(width, heads) for _ in range(draw.choice((1, 2)))]
+            self.heads, out = heads, nn.Linear(width, n_words, bias=False)
             self.model = Net(Embedded(n_words, length, width), blocks, out)
             self.x = torch.zeros(rows, length, dtype=torch.int64)
         n_shapes = 5 if how == "manual" else 3 if (share or 0) < 1 else 1
@@ -148,7 +149,7 @@ class Facts:
         for key, (inputs, (out, *_)) in self.specs.items():
             module, _, name = key.partition("/")
             if "attention" in name:
-                heads = int(self.case.model.get_submodule(module).heads)
+                heads = self.case.heads
                 flops = 4.0 * n_tokens * self.case.x.shape[1] * self.shapes[f"{module}.q.weight"][0]
                 yield module, flops, cut(out, 1), cut(out, 2), heads
             elif re.match("linear|conv2d", name):
@@ -366,6 +367,6 @@ def check(case: Case, monkeypatch: pytest.MonkeyPatch) -> Plan | None:
 EVERY = [(seed, HOW[seed % len(HOW)]) for seed in range(500)]
 
 
-@pytest.mark.parametrize(("seed", "how"), sampled(EVERY, EVERY[:25]))
+@pytest.mark.parametrize(("seed", "how"), sampled(EVERY, [*EVERY[:24], EVERY[36]]))
 def test_sentences_are_true(seed: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(Case(seed, how), monkeypatch)
