@@ -17,8 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import autopar
 from autopar import AutoparError, Device, InfeasibleError, Link, Manual, Mesh, Plan
@@ -26,6 +25,7 @@ from autopar.passes.search.simulator import Simulator
 from autopar.placement import Spec
 from autopar.plans import StageRecord, parse_operator, parse_storage
 from autopar.report import tables
+from tests.helpers.models.plain_models import Block, Embedded, Net
 from tests.helpers.nightly import sampled
 
 NUMBERS = dict(zip("two three four five six seven eight".split(), range(2, 9), strict=True))
@@ -37,41 +37,6 @@ MODULES = {
     "all matmuls": "", "matmul": "", "matmuls": "", "all matmuls but the output head": r"net",
     "MLPs": "up|down", "the output head": "out", "attention": r"net\.\d+($|\.[qkv]$|\.proj)",
 }  # fmt: skip
-
-
-class Net(nn.Module):
-    """Layers, and a head of its own: an MLP, convolutions, or the blocks of a GPT."""
-
-    def __init__(self, start: nn.Module, net: Sequence[nn.Module], out: nn.Module) -> None:
-        super().__init__()
-        self.start, self.net, self.out = start, nn.Sequential(*net), out
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.out(self.net(self.start(x))).square().mean()
-
-
-class Embedded(nn.Module):
-    def __init__(self, n_words: int, length: int, width: int) -> None:
-        super().__init__()
-        self.words = nn.Embedding(n_words, width)
-        self.positions = nn.Parameter(torch.zeros(length, width))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.words(x) + self.positions
-
-
-class Block(nn.Module):
-    def __init__(self, width: int, heads: int) -> None:
-        super().__init__()
-        self.heads, self.norm_1, self.norm_2 = heads, nn.LayerNorm(width), nn.LayerNorm(width)
-        self.q, self.k, self.v, self.proj = (nn.Linear(width, width) for _ in range(4))
-        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
-
-    def forward(self, x: Tensor) -> Tensor:
-        each = [f(self.norm_1(x)).unflatten(-1, (self.heads, -1)) for f in (self.q, self.k, self.v)]
-        attended = F.scaled_dot_product_attention(*(t.transpose(1, 2) for t in each))
-        x = x + self.proj(attended.transpose(1, 2).flatten(2))
-        return x + self.down(F.gelu(self.up(self.norm_2(x))))
 
 
 class Case:
@@ -87,10 +52,8 @@ class Case:
         sizes = [draw.choice((6, 8, 64, 256)) for _ in range(draw.choice((3, 4)))]
         if family == "mlp":
             layers = [layer for a, b in pairwise(sizes) for layer in (nn.Linear(a, b), nn.ReLU())]
-            self.model, self.x = (
-                Net(nn.ReLU(), layers, nn.Linear(b := sizes[-1], b)),
-                torch.zeros(rows, sizes[0]),
-            )
+            self.model = Net(nn.ReLU(), layers, nn.Linear(sizes[-1], sizes[-1]))
+            self.x = torch.zeros(rows, sizes[0])
         elif family == "conv":
             sizes = [min(size, 16) for size in sizes[:3]]
             convs = [nn.Conv2d(a, b, 3, padding=1) for a, b in pairwise(sizes)]
@@ -126,8 +89,7 @@ class Case:
 
     def _search(self, draw: random.Random) -> dict[str, Any]:
         if draw.random() < 0.4:
-            forbid = draw.choice(("data", "tensor", "sequence", "zero3"))
-            return {"stages": 1, "forbid": forbid}
+            return {"stages": 1, "forbid": draw.choice(("data", "tensor", "sequence", "zero3"))}
         if draw.random() < 0.3:
             names = [name for name, p in self.model.named_parameters() if p.ndim > 1]
             return {"stages": 1, "force": {draw.choice(names): draw.choice(("I@1", "I@0"))}}
@@ -196,11 +158,6 @@ class Facts:
                 found.add((ZERO[stored.period] if n_zero > 1 else 0, n_zero, n_data))
         return found
 
-    @property
-    def rows(self) -> set[int]:
-        """The axes on which inputs are cut along rows."""
-        return {a for inputs, _ in self.specs.values() for spec in inputs[:1] for a in cut(spec, 0)}
-
 
 def cut(spec: Spec, *dims: int) -> frozenset[int]:
     """The axes on which a tensor is sharded along any of some dims."""
@@ -213,8 +170,8 @@ def number(text: str) -> float:
 
 
 def check_stage(words: str, facts: Facts) -> None:
-    said = re.search(r"sequences split in (\w+)", words)
-    assert (NUMBERS[said[1]] if said else 1) == facts.ranks(facts.sequence - facts.tensor), words
+    said = NUMBERS[m[1]] if (m := re.search(r"sequences split in (\w+)", words)) else 1
+    assert said == facts.ranks(facts.sequence - facts.tensor), words
     assert ("sequence parallel" in words) == bool(facts.sequence & facts.tensor), words
     phrases = [p for p in re.findall(r"([^,;:]*) split in (\w+)", words) if "sequences" not in p[0]]
     for phrase, n in phrases:
@@ -228,13 +185,11 @@ def check_stage(words: str, facts: Facts) -> None:
     for zero, n in re.findall(r"ZeRO-(\d) over (\d+)", words):
         assert (int(zero), int(n)) in {way[:2] for way in facts.ways}, (words, facts.ways)
     for n in re.findall(r"ata parallel over (\d+)", words):
-        assert (0, 1, int(n)) in facts.ways and facts.ranks(facts.rows) == int(n), words
-    shards = [
-        p for i, o in facts.specs.values() for s in (*i, *o) for p in s.placements if p.is_shard
-    ]
-    assert not shards or "repeats the same work" not in words, words
-    if "repeats all matmuls" in words:
-        assert not any(m[2] or m[3] for m in facts.matmuls), words
+        rows = {a for inputs, _ in facts.specs.values() for a in cut(inputs[0], 0)}
+        assert (0, 1, int(n)) in facts.ways and facts.ranks(rows) == int(n), words
+    every = [p for i, o in facts.specs.values() for spec in (*i, *o) for p in spec.placements]
+    assert "repeats the same work" not in words or not any(p.is_shard for p in every), words
+    assert "repeats all" not in words or not any(m[2] or m[3] for m in facts.matmuls), words
 
 
 def check_split(kind: str, n: int, facts: Facts) -> None:

@@ -78,12 +78,6 @@ def test_names_are_not_read() -> None:
     assert renamed.verdict()[0] == plan.verdict()[0]
 
 
-def test_microbatches_and_recompute_are_named() -> None:
-    plan = planned("gpt2", manual=Manual(dp=4, zero=3), microbatches=2, recompute="full")
-    words = "ZeRO-3 over 4 devices, full recompute of both blocks, 2 microbatches."
-    assert plan.verdict()[0] == words
-
-
 def test_one_device() -> None:
     assert planned("gpt2", (1, 1)).verdict()[0] == ("One device, nothing is sharded, no recompute.")
 
