@@ -173,7 +173,7 @@ def test_the_batch_reaches_the_loss(name: str) -> None:
 
 
 DRAWN = [(name, *how) for name in CASES for how in (((1,), 8), ((2,), 4))]
-MODELS = ("bert, types", "gpt2, padded", "llama, packed", "t5", "gpt2-classifier")
+MODELS = ("bert, types", "gpt2, padded", "llama, packed", "gpt2-classifier")
 BY_DAY = [*((name, (1,), 8) for name in BODIES), *((name, (2,), 4) for name in MODELS)]
 
 

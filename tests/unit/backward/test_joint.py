@@ -60,7 +60,7 @@ def drawn() -> tuple[JointProgram, ...]:
     joints, cost = list[JointProgram](), abstract_cost((2, 2))
     for model in ("bert-view", "gpt2"):
         analysis, problem = model_case(model).analysis, free_problem(model, (2, 2), 1)
-        for seed in range(6):
+        for seed in range(3):
             strategy = random_strategy(analysis, problem, 1, random.Random(seed))
             joints.append(differentiate(lower(analysis, strategy, cost)))
     return tuple(joints)
