@@ -21,7 +21,7 @@ from torch import nn
 
 import autopar
 from autopar import AutoparError, Device, InfeasibleError, Link, Manual, Mesh, Plan
-from autopar.passes.search.simulator import Simulator
+from autopar.passes.search import Simulator
 from autopar.placement import Spec
 from autopar.plans import StageRecord, parse_operator, parse_storage
 from autopar.report import tables
