@@ -20,6 +20,7 @@ from tests.helpers.machines import mesh_of
 Sizes = tuple[int, ...]
 Shapes = tuple[Sizes, ...]
 ONE: Shapes = ((1, 1),)
+PAIR: Shapes = ((1, 2),)
 # One stage, and stages of unlike meshes, of which the first is one rank or several.
 SHAPES_OF_4: tuple[Shapes, ...] = (
     ((2, 2),),

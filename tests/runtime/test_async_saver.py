@@ -21,9 +21,8 @@ from autopar.runtime.storage import write_pieces
 from tests.helpers.checkpoint_jobs import Rank, assert_same
 from tests.helpers.full_disk import files_of_at_most
 from tests.helpers.pools import Pool
-from tests.helpers.state_model import ONE, Shapes, seeded_model
+from tests.helpers.state_model import ONE, PAIR, seeded_model
 
-PAIR: Shapes = ((1, 2),)
 WRITES = "autopar.runtime.checkpoints.saving.write_pieces"
 
 

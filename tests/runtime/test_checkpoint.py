@@ -37,6 +37,7 @@ from tests.helpers.pools import Pool
 from tests.helpers.state_model import (
     DIMS,
     ONE,
+    PAIR,
     STAGES,
     Shapes,
     Tied,
@@ -44,8 +45,6 @@ from tests.helpers.state_model import (
     process_place,
     seeded_model,
 )
-
-PAIR: Shapes = ((1, 2),)
 
 
 def owned(whole: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -29,10 +29,9 @@ from tests.helpers.checkpoint_jobs import Rank, assert_same
 from tests.helpers.jobs import MlpWithLoss, machine
 from tests.helpers.nightly import nightly
 from tests.helpers.pools import Pool
-from tests.helpers.state_model import ONE, Shapes, seeded_model
+from tests.helpers.state_model import ONE, PAIR, seeded_model
 
 N_FLIPS = 150
-PAIR: Shapes = ((1, 2),)
 
 
 @pytest.fixture(scope="module")

@@ -28,9 +28,8 @@ from autopar.runtime.checkpoints.trees import decoded, encoded
 from tests.helpers.checkpoint_jobs import Rank
 from tests.helpers.jobs import machine
 from tests.helpers.pools import Pool
-from tests.helpers.state_model import ONE, Shapes
+from tests.helpers.state_model import ONE, PAIR
 
-PAIR: Shapes = ((1, 2),)
 SCHEDULERS: dict[str, Callable[[Any], Any]] = {
     "StepLR": lambda o: lr_scheduler.StepLR(o, 2),
     "MultiStepLR": lambda o: lr_scheduler.MultiStepLR(o, [2, 2, 4]),

@@ -19,8 +19,7 @@ from tests.helpers.pools import Pool
 
 # (ranks, steps, most new bytes of resident memory): an allocator's pools grow for some hundred
 # steps, so by day only the other counts tell something.
-LENGTHS = [(1, 24, 2**30), (4, 150, 4 * 2**20), (4, 2000, 2 * 2**20)]
-N_WARM = 0.5  # of the steps
+LENGTHS = [(1, 15, 2**30), (4, 150, 4 * 2**20), (4, 2000, 2 * 2**20)]
 
 
 def held() -> dict[str, int]:
@@ -52,7 +51,7 @@ def trained(layout: Manual, folder: str, n_steps: int) -> list[dict[str, int]]:
                 pm.eval()
                 pm(**batch(step))
                 pm.train()
-            if step in (int(n_steps * N_WARM), n_steps - 1):
+            if step in (n_steps // 2, n_steps - 1):
                 saver.wait()
                 found.append([held() for _ in range(3)][-1])  # the first looks take memory
     return found

@@ -82,19 +82,17 @@ def by_edges(job: Callable[[Messenger], object]) -> object:
     return job(DistMessenger(torch.device("cpu"), make_edges([(0, 1), (1, 0)])))
 
 
+Run = Callable[[Callable[[Messenger], object]], list[object]]
+
+
 @pytest.fixture(params=["threads", "threads as nccl", "processes", "processes by edges"])
-def run_pair(
-    request: pytest.FixtureRequest,
-) -> Callable[[Callable[[Messenger], object]], list[object]]:
+def run_pair(request: pytest.FixtureRequest) -> Run:
     """Runs a job on two ranks; the results by rank."""
     if request.param.startswith("processes"):
         pool = request.getfixturevalue("workers")(2)
         on_rank = on_process if request.param == "processes" else by_edges
         return lambda job: list(pool.run(on_rank, job))
     return lambda job: run_on_threads(job, request.param == "threads as nccl")
-
-
-Run = Callable[[Callable[[Messenger], object]], list[object]]
 
 
 def assert_equal(found: object, wanted: list[Tensor]) -> None:
