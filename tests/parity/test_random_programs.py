@@ -33,7 +33,7 @@ CHOSEN = os.environ.get("AUTOPAR_PROGRAMS")
 LIGHT = "distilbert resnet t5 attention-by-position encoder-dropout group-norm tied einsum".split()
 BY_DAY = {GRAPH: 24, **dict.fromkeys(SMALL, 5), **{f"zoo {name}": 1 for name in LIGHT}}
 AT_NIGHT = {GRAPH: 300, **dict.fromkeys(SMALL, 60)}
-ZOO_AT_NIGHT = 11
+ZOO_AT_NIGHT = 6
 
 
 def programs() -> list[Any]:
