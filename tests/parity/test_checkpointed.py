@@ -95,7 +95,7 @@ def test_blocks_stand_for_blocks_with_equal_regions_only(how: str, n_own: int) -
 
 
 @pytest.mark.parametrize(
-    ("how", "n_blocks"), sampled([("pairs", 8), ("pairs", 12), ("second", 12)], [("pairs", 8)])
+    ("how", "n_blocks"), sampled([("pairs", 6), ("pairs", 12), ("second", 12)], [("pairs", 6)])
 )
 def test_folded_or_not_the_plan_is_the_same(how: str, n_blocks: int) -> None:
     """The whole ILP has every block for itself."""
