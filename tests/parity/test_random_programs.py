@@ -30,7 +30,7 @@ __all__ = ["generated_code"]
 
 CHOSEN = os.environ.get("AUTOPAR_PROGRAMS")
 # Numbers of seeds. A larger model's capture takes a second, so few of the zoo run by day.
-LIGHT = "distilbert resnet t5 attention-by-position encoder-dropout group-norm tied einsum".split()
+LIGHT = "distilbert resnet attention-by-position encoder-dropout group-norm tied einsum".split()
 BY_DAY = {GRAPH: 24, **dict.fromkeys(SMALL, 5), **{f"zoo {name}": 1 for name in LIGHT}}
 AT_NIGHT = {GRAPH: 300, **dict.fromkeys(SMALL, 60)}
 ZOO_AT_NIGHT = 6
