@@ -82,7 +82,10 @@ def outputs_of(model: str, layout: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
-@pytest.fixture(scope="module", params=["pp2 dp2 zero-3", pytest.param("4 x (1,1)", marks=nightly)])
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(layout, marks=nightly) for layout in ("pp2 dp2 zero-3", "4 x (1,1)")],
+)
 def t5_outputs(request: pytest.FixtureRequest, workers: Pool) -> list[dict[str, Any]]:
     """`outputs_of` T5 on every rank of a layout."""
     return workers(N_RANKS).run(outputs_of, "t5", request.param)
