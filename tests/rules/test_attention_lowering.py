@@ -76,19 +76,6 @@ def test_rows_beside_torch(n_ranks: int, n_keys: int, n_key_heads: int) -> None:
     torch.testing.assert_close(sum(of_values), whole_v.grad, rtol=0, atol=1e-13)
 
 
-def test_keys_that_no_row_sees_are_not_read() -> None:
-    q, k = random_tensor(0, 2, 8, 4), random_tensor(1, 2, 8, 4)
-
-    def work(world: ThreadWorld) -> None:
-        g = group(world)
-        later = k.clone()
-        later[:, (g.rank + 1) * 4 :] = torch.nan
-        out = causal_attention(g.slice(q, Split(1)), later, later, g, None, False)
-        assert out.isfinite().all()
-
-    run_threads(work, 2)
-
-
 def own_kept_bytes(q: Tensor, k: Tensor, v: Tensor, g: Group | None) -> int:
     """Bytes that autograd saves for attention besides its inputs and its result."""
     kept: dict[int, int] = {}

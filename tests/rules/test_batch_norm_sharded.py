@@ -58,15 +58,3 @@ def test_chosen_where_only_rows_divide(keeps_statistics: bool) -> None:
     assert len(calls(report.plan, FUNCTIONS[keeps_statistics])) == 2
     report.raise_if_wrong()
     assert report.worst <= 1e-10
-
-
-def test_chosen_for_many_images() -> None:
-    """Large images and narrow layers on eight GPUs: rows are sharded, ranks share statistics."""
-    with torch.device("meta"):
-        model = Images(64)
-    mesh = Mesh((1, 8), hardware="a100-80gb")
-    plan = autopar.plan(model, mesh, batch(256, 64, "meta"), stages=1)
-    found = calls(plan, FUNCTIONS[True])
-    assert len(found) == 2
-    assert all("1 all_gather of 4.0 KiB" in line for line in found)
-    assert plan.code()["stage_0.py"].count("1 all_reduce of 512 B") == 2

@@ -10,10 +10,9 @@ import pytest
 from autopar.errors import BatchError, OptionError
 from autopar.mesh import Mesh
 from autopar.options import Options
-from autopar.passes.analysis import cut
 from autopar.passes.inter import Candidate, PipelineSpace, StageBound, StageSearch, submesh_sizes
 from autopar.passes.search import Planner
-from tests.helpers.candidates import assert_covers, gpt2, pipeline_space
+from tests.helpers.candidates import gpt2, pipeline_space
 from tests.helpers.machines import cluster, hardware_of
 
 GIB = 2.0**30
@@ -30,24 +29,6 @@ def candidates(space: PipelineSpace, m: int = 4, n_most: int = 6) -> list[Candid
     """The best by what is known without solving anything."""
     found = StageSearch(space, m, math.inf).plans(math.inf)
     return [space.candidate(m, plan.stages) for plan, _ in zip(found, range(n_most), strict=False)]
-
-
-@pytest.mark.parametrize(
-    ("shape", "n_stages"),
-    [((4,), None), ((4,), 2), ((2, 2), 3), ((2, 2), 4), ((2, 4), None), ((2, 4), 3)],
-)
-def test_candidates_hold_every_rank_in_as_many_stages_as_asked(
-    shape: tuple[int, ...], n_stages: int | None
-) -> None:
-    mesh = cluster(*shape)
-    found = candidates(space_on(mesh, n_stages))
-    kinds = {(c.ends, tuple(stage.view for stage in c.stages)) for c in found}
-    assert len(found) == 6 == len(kinds)
-    for candidate in found:
-        assert_covers(candidate, mesh)
-        cut(gpt2().program, candidate.ends)
-        assert len(candidate.ends) == (n_stages or max(2, len(candidate.ends)))
-        assert candidate.name.endswith("m=4")
 
 
 def test_as_given_meshes_keep_their_axes() -> None:

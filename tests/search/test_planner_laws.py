@@ -83,6 +83,29 @@ def test_shards_are_kept_where_the_batch_is_large_and_gathered_at_each_use_where
     assert {("all_gather", "param_gather"), ("reduce_scatter", "grad_sync")} <= kinds
 
 
+@pytest.mark.parametrize(
+    ("n_layers", "n_nodes", "n_rows", "microbatches"),
+    [(4, 2, 48, 4), pytest.param(96, 48, 1536, "auto", marks=nightly)],
+)
+def test_gpt_175b_is_split_inside_nodes_and_has_stages_across(
+    n_layers: int, n_nodes: int, n_rows: int, microbatches: int | str
+) -> None:
+    """As Narayanan et al. (SC 2021, section 5.1) train GPT-3 by hand on nodes of eight A100,
+    without ZeRO; and a few blocks of its width."""
+    plan = autopar.plan(
+        wide_gpt2(n_layers, 12288, 2048, 51200), Mesh((n_nodes, 8), hardware=A100),
+        meta_tokens(n_rows, 2048), forbid=["zero1", "zero2", "zero3"], microbatches=microbatches,
+    )  # fmt: skip
+    for stage in plan.stages:
+        assert 1 < stage.axes["tp"] <= 8 and 8 % stage.axes["tp"] == 0, stage.axes
+        assert len(stage.ranks) % 8 == 0 or 8 % len(stage.ranks) == 0
+    for call in plan.collectives():
+        if call.phase in ("forward", "backward") and call.size_bytes > 2**20:
+            assert call.axis == "tp", call
+    assert n_layers == 4 or len(plan.stages) > 1
+    assert plan.predicted.peak_bytes <= 80e9
+
+
 # -- memory --------------------------------------------------------------------------------------
 
 SMALL = (wide_gpt2(4, 1024, 128, 16384), meta_tokens(64, 128))

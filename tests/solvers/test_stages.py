@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from dataclasses import replace
 
@@ -103,18 +102,6 @@ def test_plans_end_at_the_limit() -> None:
     below = [span_s for span_s in every if span_s <= limit_s]
     assert 0 < len(below) < len(every)
     assert [span_s for span_s, _ in plans(CostToGo(problem), limit_s)] == below
-
-
-def test_stages_keep_to_nodes() -> None:
-    """On nodes of three devices, two stages of two devices cannot follow each other in a node."""
-    problem = stages_problem(4, (1, 2), 6, 5, node_devices=3)
-    found = list(plans(CostToGo(problem)))
-    assert found
-    for _, stages in found:
-        sizes = [problem.config_devices[problem.choice(s).config] for s in stages]
-        firsts = [0, *itertools.accumulate(sizes)]
-        for first, size in zip(firsts, sizes, strict=False):
-            assert first // 3 == (first + size - 1) // 3
 
 
 def test_there_may_be_no_plan() -> None:
