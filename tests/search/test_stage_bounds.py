@@ -29,9 +29,9 @@ from autopar.schedule import ORDERS, Transfer, place
 from tests.helpers.candidates import gpt2, pipeline_space
 from tests.helpers.every_plan import Choices, choices_of
 from tests.helpers.machines import FAST, SLOW, TIERED, cluster, hardware_of
+from tests.helpers.nightly import nightly
 
 REL = 1e-9
-SHAPES = [(4,), (2, 2), (2, 4)]
 
 
 def space_of(choices: Choices, budget_bytes: float | None = None) -> PipelineSpace:
@@ -74,7 +74,9 @@ def test_equal_stages_take_their_span(n: int) -> None:
     assert step_bound_s(m * each_s, m * each_s, m, False) == pytest.approx((m + n - 1) * 3.0)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize(
+    "shape", [(2, 2), *(pytest.param(shape, marks=nightly) for shape in ((4,), (2, 4)))]
+)
 def test_a_recipe_is_bounded_by_its_layers(shape: tuple[int, ...]) -> None:
     """Its own bounds are at least those of all pipelines, and at most what its placements take."""
     mesh = cluster(*shape)
@@ -145,6 +147,7 @@ def test_no_simulated_step_is_below_its_bound(
     assert 0.75 < nearest[0] <= nearest[1] <= nearest[2] and nearest[2] > 0.9
 
 
+@nightly
 def test_no_simulated_step_within_little_memory_is_below_its_bound() -> None:
     """Most stages must run again: with gpipe, they keep all microbatches."""
     options = {"microbatches": 8, "schedule": "gpipe"}
@@ -193,6 +196,7 @@ def test_no_stages_are_searched_where_bubbles_alone_take_too_long() -> None:
     assert result.solved.step_time_s < bound_s <= min(times_with_stages_s(choices))
 
 
+@nightly
 def test_a_plan_says_that_no_stages_were_found() -> None:
     """Both stages have the tied embedding, so none of them fits where shards of it do."""
     options = Options.of(microbatches=4, memory_limit=200_000, recompute="none")
