@@ -99,9 +99,9 @@ test-gpu: install
 	$(BIN)/python -m pytest -m gpu tests/gpu
 	$(BIN)/python -m pytest $(PARITY_ON_THREADS)
 
-PARITY_ON_THREADS := $(addprefix tests/parity/test_, dropout.py vision_models.py random_assignments.py \
-  pipeline_random.py recompute_random.py experts_planned.py random_graphs.py sequence_parallel.py \
-  planned_parity.py) tests/runtime/test_recompute.py tests/runtime/test_pipeline_runtime.py \
+PARITY_ON_THREADS := $(addprefix tests/parity/test_, random_programs.py experts_planned.py \
+  sequence_parallel.py planned_parity.py equal_blocks.py weights_last.py) \
+  tests/runtime/test_recompute.py tests/runtime/test_pipeline_runtime.py \
   tests/rules/test_attention_lowering.py
 
 lint: install
