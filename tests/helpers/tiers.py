@@ -27,7 +27,21 @@ LIMIT_S = 3.0
 SUM_S = 1000.0
 LOOP_S = 0.045  # `_loop_s` of an idle core where the limits were set: Xeon, Python 3.11
 N_SHOWN = 10
-LISTED: dict[str, str] = {}  # test, without its parameters -> why it may take more than `LIMIT_S`
+# Test, without its parameters -> why it may take more than `LIMIT_S`.
+LISTED = {
+    "tests/integrations/test_one_rank.py::test_autopar_needs_no_framework": (
+        "a new interpreter must import autopar"
+    ),
+    "tests/runtime/test_growth.py::test_nothing_grows": (
+        "fifteen steps: the one check by day for tensors, threads and files that leak"
+    ),
+    "tests/runtime/test_runtime_launch.py::test_a_rank_that_raises_ends_all": (
+        "processes that start and end: the one proof by day that a failing rank ends the others"
+    ),
+    "tests/unit/house/test_docs.py::test_the_readme_snippet_runs_as_it_is_pasted": (
+        "the first thing that a reader runs"
+    ),
+}
 
 _CALL = "CPU seconds of the call"
 
@@ -96,7 +110,8 @@ class _Tier:
         if hasattr(session.config, "workeroutput"):
             session.config.workeroutput |= measured
             return
-        self._add(measured)
+        if not self.slowness:  # no workers: xdist is off
+            self._add(measured)
         if self._faults() and session.exitstatus == pytest.ExitCode.OK:
             session.exitstatus = pytest.ExitCode.TESTS_FAILED
 

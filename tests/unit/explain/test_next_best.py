@@ -206,7 +206,7 @@ def test_a_forced_storage_is_not_called_the_fastest() -> None:
     choice = choice_of(plan, "up.weight")
     assert choice.chosen is not None and choice.chosen.extra_s > 0
     assert choice.others[0].extra_s == 0
-    assert "not the fastest without a memory limit, tie or force: +" in plan.explain("up.weight")
+    assert "for its memory, a tie or force: the fastest takes" in plan.explain("up.weight")
 
 
 def stack(model: nn.Module, n_nodes: int = 2, forbid: Sequence[str] = ()) -> Plan:

@@ -51,7 +51,7 @@ def test_files_that_are_named_exist(page: str) -> None:
     assert [name for name in named if not (ROOT / name).exists()] == []
 
 
-def test_the_readme_is_short_and_its_snippet_runs_as_it_is_pasted(tmp_path: Path) -> None:
+def test_the_readme_snippet_runs_as_it_is_pasted(tmp_path: Path) -> None:
     """Into an interactive Python, where a blank line ends a block. It prints what is shown."""
     readme = ROOT / "README.md"
     assert len(readme.read_text().splitlines()) <= 200

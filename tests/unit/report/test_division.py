@@ -97,7 +97,7 @@ def test_text() -> None:
     text = (
         "Parameter bytes sharded: 50%. Matmul FLOPs sharded: over 99%; through sharded weights: 0%"
     )
-    assert str(Division(0.05, 0.999, 0.0)) == text
-    assert str(Division(0.05, 0.999, 0.0, 0.004)) == (
+    assert str(Division(0.5, 0.999, 0.0)) == text
+    assert str(Division(0.5, 0.999, 0.0, 0.004)) == (
         f"{text}; under 1% of all ranks' FLOPs repeat another rank's"
     )

@@ -25,6 +25,7 @@ from autopar.plans import MANUAL
 from autopar.report.page import page_html
 from autopar.report.picture import fold, picture
 from tests.helpers.models.tiny_model import Tiny, batch
+from tests.helpers.nightly import nightly
 from tests.helpers.page import page_facts
 
 WEB = Path(autopar.__file__).parent / "report" / "page" / "web"
@@ -128,6 +129,7 @@ def test_generated_lines_are_of_the_module(facts: dict[str, Any]) -> None:
     assert n_found > 5
 
 
+@nightly
 def test_runners_up_are_those_of_each_decision() -> None:
     """Of a program without blocks to fold, where both price the same problem."""
     plan = gpt2(2)
@@ -143,6 +145,7 @@ def test_runners_up_are_those_of_each_decision() -> None:
     assert runners_up(plan.bound.stages, replace(plan.data, recipe=MANUAL)) == [{}]
 
 
+@nightly
 def test_what_helps_is_what_it_would_be() -> None:
     plan = gpt2(1)
     rows = {row["what"]: row for row in json.loads(plan.to_json())["helps"]}
@@ -160,6 +163,7 @@ def test_what_helps_is_what_it_would_be() -> None:
     assert quick["half the memory"]["step_time_s"] is None
 
 
+@nightly
 def test_every_bound_plan_has_facts(tmp_path: Path) -> None:
     """Loaded, on a machine given as numbers, on a changed machine, of one axis."""
     model, link = Tiny(), autopar.Link(latency_s=1e-6, s_per_byte=1e-10)
@@ -177,6 +181,7 @@ def test_every_bound_plan_has_facts(tmp_path: Path) -> None:
         assert doubled["step_time_s"] is not None or doubled["note"]
 
 
+@nightly
 def test_alternatives_are_summed_up(tmp_path: Path) -> None:
     """Of the fastest, the summary adds up to the step; that of a plan on few blocks is its own."""
     plan = gpt2(6)

@@ -17,6 +17,7 @@ from autopar import Manual, Mesh, Plan
 from autopar.plans import Alternative, parse_plan
 from autopar.report.words.sentences import mean_shares, rounded_shares
 from tests.helpers.jobs import CASES
+from tests.helpers.nightly import nightly
 
 GIB = 2**30
 
@@ -165,6 +166,7 @@ def test_the_plan_is_a_simple_one() -> None:
     assert said[2] == "It is the user's recipe: nothing else was tried."
 
 
+@nightly
 def test_the_search_records_recipes_and_what_they_need() -> None:
     plan = planned("gpt2")
     recipes = {a.recipe for a in plan.data.alternatives}
@@ -177,5 +179,5 @@ def test_the_search_records_recipes_and_what_they_need() -> None:
 
 
 def test_explain_begins_with_the_verdict() -> None:
-    plan = planned("gpt2")
+    plan = planned("gpt2", manual=Manual(dp=4))
     assert plan.explain().split("\n\n")[0].splitlines() == plan.verdict()

@@ -25,6 +25,7 @@ from autopar.report.blocks import block_set, range_text
 from autopar.report.tables import alternative_note, parameter_rows
 from autopar.report.words.legend import legend
 from tests.helpers.jobs import CASES, gpt2
+from tests.helpers.nightly import nightly
 
 GIB = 2**30
 
@@ -140,6 +141,7 @@ def test_the_record_keeps_what_the_search_knows(found: Plan) -> None:
         parse_plan(json.dumps(raw))
 
 
+@nightly
 def test_a_limited_search_says_what_does_not_fit() -> None:
     plan = planned(memory_limit=600 * 1024, recompute="none", microbatches=1)
     assert "does not fit: needs " in plan.explain() and " of 600.0 KiB" in plan.explain()
