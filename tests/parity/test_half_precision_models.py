@@ -27,6 +27,7 @@ from autopar.precision import Precision
 from autopar.runtime.launch import WorkerPool
 from autopar.runtime.tensors import local_of
 from tests.helpers.jobs import CASES, VOCABULARY, gpt2, machine, tokens
+from tests.helpers.nightly import first_by_day, nightly
 
 Pool = Callable[[int], WorkerPool]
 HALF = (torch.bfloat16, torch.float16)
@@ -60,8 +61,8 @@ def alone(
     return loss
 
 
-@pytest.mark.parametrize("half", HALF)
-@pytest.mark.parametrize("precision", MIXED)
+@pytest.mark.parametrize("half", first_by_day(HALF))
+@pytest.mark.parametrize("precision", first_by_day(MIXED))
 def test_one_process_on_float32_copies_has_the_same_bits(precision: str, half: torch.dtype) -> None:
     case = CASES["gpt2"]
     model, other = case.model().to(half), case.model().to(half)
@@ -139,13 +140,13 @@ def held_tensors(
     }
 
 
-@pytest.mark.parametrize("precision", MIXED)
+@pytest.mark.parametrize("precision", first_by_day(MIXED))
 def test_state_on_one_rank(precision: str) -> None:
     check_bytes(precision, Manual())
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("precision", USED)
+@pytest.mark.parametrize("layout", first_by_day(LAYOUTS))
+@pytest.mark.parametrize("precision", first_by_day(USED))
 def test_parity_state_on_two_ranks(precision: str, layout: str, workers: Pool) -> None:
     workers(2).run(check_bytes, precision, LAYOUTS[layout])
 
@@ -171,7 +172,7 @@ class Kinds(nn.Module):
         return ((x @ self.a) @ self.b @ self.tied * self.c * self.d * self.n).float().sum()
 
 
-@pytest.mark.parametrize("precision", MIXED)
+@pytest.mark.parametrize("precision", first_by_day(MIXED))
 def test_dtypes_of_each_parameter(precision: str) -> None:
     program = capture(Kinds(), {"x": torch.ones(2, 4)}, precision=precision)
     infos = program.parameters.values()
@@ -199,8 +200,8 @@ def test_reduce_dtype_is_that_of_the_option() -> None:
     }
 
 
-@pytest.mark.parametrize("precision", MIXED)
-@pytest.mark.parametrize("half", HALF)
+@pytest.mark.parametrize("precision", first_by_day(MIXED))
+@pytest.mark.parametrize("half", first_by_day(HALF))
 def test_verify(half: torch.dtype, precision: str) -> None:
     case = CASES["gpt2"]
     report = autopar.verify(
@@ -212,6 +213,7 @@ def test_verify(half: torch.dtype, precision: str) -> None:
     assert report.lifted_errors and report.lifted_tolerance == 1e-10
 
 
+@nightly
 def test_verify_of_stages_that_share_a_parameter() -> None:
     """The embedding is frozen on the first stage in one model, and learns in the other."""
     for learns in (True, False):
@@ -239,7 +241,7 @@ def mixed(model: nn.Module, **options: Any) -> ParallelModule:
     )
 
 
-@pytest.mark.parametrize("half", HALF)
+@pytest.mark.parametrize("half", first_by_day(HALF))
 def test_weights_of_a_file_are_not_rounded(half: torch.dtype, tmp_path: Path) -> None:
     """A file in bfloat16 or float32 is read into float32, whatever the model's dtype."""
     torch.manual_seed(0)

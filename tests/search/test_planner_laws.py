@@ -153,7 +153,8 @@ def test_less_memory_is_never_faster(
     assert n_slower >= max(1, len(limits) - 1), "memory does not bind"
 
 
-@pytest.mark.parametrize("options", [AS_GIVEN, pytest.param({"stages": 1}, marks=nightly)])
+@nightly
+@pytest.mark.parametrize("options", [AS_GIVEN, {"stages": 1}])
 def test_the_bytes_that_are_said_to_be_missing_are_enough(options: dict[str, Any]) -> None:
     with pytest.raises(InfeasibleError, match="no plan fits in") as caught:
         small((1, 4), memory_limit=236_000_000, **options)
@@ -186,7 +187,8 @@ def save_plan(make: Callable[[], Plan], path: str) -> int:
     return hash("seed")
 
 
-@pytest.mark.parametrize("make", [plan_stages, pytest.param(plan_within_a_budget, marks=nightly)])
+@nightly
+@pytest.mark.parametrize("make", [plan_stages, plan_within_a_budget])
 def test_another_hash_seed_gives_the_same_bytes(
     make: Callable[[], Plan], tmp_path: Path, workers: Callable[[int], WorkerPool]
 ) -> None:

@@ -27,6 +27,7 @@ from tests.helpers import jobs
 from tests.helpers.jobs import machine
 from tests.helpers.models.blocks import Block as ResidualBlock
 from tests.helpers.models.blocks import Chain, SharedBlock
+from tests.helpers.nightly import nightly
 
 WIDTH, ROWS, EVERY = 16, 16, 1000
 REL = 1e-7
@@ -115,6 +116,7 @@ def test_a_storage_costs_what_planning_with_it_forced_does(name: str) -> None:
         assert plan.objective_s + extra_s == pytest.approx(wanted_s, rel=REL), placements
 
 
+@nightly
 def test_a_storage_costs_what_the_ilp_says_period_by_period() -> None:
     plan, name = planned(), "up.weight"
     problem = problem_of(plan)

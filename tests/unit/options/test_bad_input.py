@@ -99,7 +99,9 @@ def test_a_batch_that_does_not_divide(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "options", [{}, {"manual": Manual(dp=2)}, {"solver": "ilp", "stages": 1}], ids=str
+    "options",
+    [{}, {"manual": Manual(dp=2)}, pytest.param({"solver": "ilp", "stages": 1}, marks=nightly)],
+    ids=str,
 )
 def test_a_memory_limit_that_nothing_fits(options: dict[str, Any]) -> None:
     limit_bytes = 2048  # the state alone needs 1,696

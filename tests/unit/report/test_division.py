@@ -99,5 +99,5 @@ def test_text() -> None:
     )
     assert str(Division(0.5, 0.999, 0.0)) == text
     assert str(Division(0.5, 0.999, 0.0, 0.004)) == (
-        f"{text}; under 1% of all ranks' FLOPs repeat another rank's"
+        f"{text}. Of the FLOPs of all ranks, under 1% repeat another rank's"
     )

@@ -53,7 +53,10 @@ OPTIONS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(scope="module", params=list(OPTIONS))
+@pytest.fixture(
+    scope="module",
+    params=[pytest.param(o, marks=nightly) if o == "search" else o for o in OPTIONS],
+)
 def plan(request: pytest.FixtureRequest) -> Plan:
     return gpt2(**OPTIONS[request.param])
 

@@ -324,9 +324,14 @@ def check(case: Case, monkeypatch: pytest.MonkeyPatch) -> Plan | None:
     return plan
 
 
+BY_DAY = [
+    *(seed for seed in range(24) if seed not in (2, 6, 10, 11)),
+    36,
+    121,
+]  # the others are slow
 EVERY = [(seed, HOW[seed % len(HOW)]) for seed in range(500)]
 
 
-@pytest.mark.parametrize(("seed", "how"), sampled(EVERY, [*EVERY[:24], EVERY[36], EVERY[121]]))
+@pytest.mark.parametrize(("seed", "how"), sampled(EVERY, [EVERY[seed] for seed in BY_DAY]))
 def test_sentences_are_true(seed: int, how: str, monkeypatch: pytest.MonkeyPatch) -> None:
     check(Case(seed, how), monkeypatch)

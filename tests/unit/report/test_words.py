@@ -115,6 +115,7 @@ def found() -> Plan:
     return planned(mesh=Mesh((2, 2), hardware="cpu-local"))
 
 
+@nightly
 def test_every_alternative_says_why(found: Plan) -> None:
     rows = found.data.alternatives
     assert all(alternative_note(a, found.data) for a in rows if a.name != found.data.chosen)
@@ -124,6 +125,7 @@ def test_every_alternative_says_why(found: Plan) -> None:
     assert explained["ZeRO-1 on dp=4 x tp=1"].slower_by == "all_reduce across nodes"
 
 
+@nightly
 def test_the_record_keeps_what_the_search_knows(found: Plan) -> None:
     assert parse_plan(found.data.to_json()) == found.data
     simulated = [a for a in found.data.alternatives if a.step_time_s and not a.is_estimate]
