@@ -312,7 +312,12 @@ def _faster(own_s: float, other_s: float, about: str) -> str:
         return f"{about}{_percent(own_s / other_s - 1)} slower than"
     if other_s < 2 * own_s:
         return f"{about}{_percent(other_s / own_s - 1)} faster than"
-    return f"{about}{other_s / own_s:.2g} times as fast as"
+    times = other_s / own_s
+    return (
+        f"{about}{times:.2g} times as fast as"
+        if times < 10
+        else f"{about}{times:.0f} times as fast as"
+    )
 
 
 def _percent(share: float) -> str:
