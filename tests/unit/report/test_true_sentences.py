@@ -185,8 +185,11 @@ def check_stage(words: str, facts: Facts) -> None:
     for zero, n in re.findall(r"ZeRO-(\d) over (\d+)", words):
         assert (int(zero), int(n)) in {way[:2] for way in facts.ways}, (words, facts.ways)
     for n in re.findall(r"ata parallel over (\d+)", words):
-        rows = {a for key, (inputs, _) in facts.specs.items() if "/reshape" not in key
-                for a in cut(inputs[0], 0)}  # fmt: skip  # reshapes are of biases, too
+        # The first input of an embedding is its table, and of a reshape it may be a bias.
+        of_rows = [
+            s for key, s in facts.specs.items() if not re.search("/(embedding|reshape)", key)
+        ]
+        rows = {a for inputs, _ in of_rows for a in cut(inputs[0], 0)}
         assert (0, 1, int(n)) in facts.ways and facts.ranks(rows) == int(n), words
     every = [p for i, o in facts.specs.values() for spec in (*i, *o) for p in spec.placements]
     assert "repeats the same work" not in words or not any(p.is_shard for p in every), words
