@@ -216,7 +216,7 @@ def module_kinds(program: StageProgram) -> Callable[[CallLine], str]:
 
     def kind(line: CallLine) -> str:
         module = _module(line)
-        if operator_name(line) == "embedding":
+        if operator_name(line).endswith("embedding"):  # of padded tables, too
             return "embedding"
         if operator_name(line).startswith("expert"):
             return "experts"
