@@ -25,13 +25,16 @@ from _pytest.runner import runtestprotocol
 from _pytest.terminal import TerminalReporter
 
 LIMIT_S = 3.0
-SUM_S = 1000.0
-LOOP_S = 0.08  # `_loop_s` of an idle core where the limits were set, which had 0.05 to 0.11
+SUM_S = 800.0
+LOOP_S = 0.05  # least `_loop_s` where the limits were set; within hours it was 0.11, too
 N_SHOWN = 10
-# Test, without its parameters -> why it may take more than `LIMIT_S`.
+# Test, with or without its parameters -> why it may take more than `LIMIT_S`.
 LISTED = {
     "tests/integrations/test_one_rank.py::test_autopar_needs_no_framework": (
         "a new interpreter must import autopar"
+    ),
+    "tests/rules/test_rule_oracle.py::test_rule[autopar.attention_dropout.default]": (
+        "every strategy of attention with dropout, both ways: nothing else by day asks that"
     ),
     "tests/runtime/test_growth.py::test_nothing_grows": (
         "fifteen steps: the one check by day for tensors, threads and files that leak"
@@ -95,9 +98,10 @@ class _Tier:
         reports = runtestprotocol(item, log=False, nextitem=nextitem)
         is_over = self.limited and _call_s(item) > LIMIT_S and not _is_listed(item.nodeid)
         if is_over and all(report.passed for report in reports):
+            first_s = _call_s(item)
             item._initrequest()  # type: ignore[attr-defined]  # new fixtures
             reports = runtestprotocol(item, log=False, nextitem=nextitem)
-            item.user_properties[:] = [(_CALL, _call_s(item) / _slowness())]
+            item.user_properties[:] = [(_CALL, min(first_s, _call_s(item)) / _slowness())]
         for report in reports:
             report.user_properties = list(item.user_properties)
             hook.pytest_runtest_logreport(report=report)
@@ -150,7 +154,7 @@ class _Tier:
 
 
 def _is_listed(test: str) -> bool:
-    return test.partition("[")[0] in LISTED
+    return test in LISTED or test.partition("[")[0] in LISTED
 
 
 def _call_s(test: pytest.Item | pytest.TestReport) -> float:
