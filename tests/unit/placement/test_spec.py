@@ -165,3 +165,9 @@ def test_gradients_of_specs() -> None:
     spec = Spec.of((S(0), R, P, I, S(0)), (4, 1, 2, 3, 0))
     assert str(gradient_spec(spec)) == "S(0) P R I S(0) order 4,1,2,3,0"
     assert gradient_spec(gradient_spec(spec)) == spec
+
+
+@pytest.mark.parametrize(("own", "gradient", "itemsize"), [(2, 4, 4), (4, 2, 2), (2, 0, 2)])
+def test_bytes_of_a_gradient_in_another_precision(own: int, gradient: int, itemsize: int) -> None:
+    tensor = TensorType(((6,), (8,)), own, True, gradient)
+    assert tensor.gradient_bytes(24 * own) == 24 * itemsize

@@ -22,6 +22,7 @@ from autopar.program import Pipeline, StageProgram, step_calls
 from autopar.report import dot
 from autopar.report.blocks import Block
 from autopar.report.picture import escaped, fold, picture
+from autopar.report.picture.nodes import is_reshard
 from tests.conftest import Golden
 from tests.helpers.jobs import CASES
 from tests.helpers.models.tiny_model import Tiny, batch
@@ -183,6 +184,14 @@ def test_every_collective_of_activations_is_in_the_picture(options: dict[str, An
     phases = ("forward", "backward", "loss")
     assert drawn == Counter((c.kind, c.size_bytes) for c in calls if c.phase in phases)
     assert drawn
+
+
+def test_a_reshard_acts_forward_or_backward() -> None:
+    edges = picture(program_of(stack(nn.ReLU(), **MEGATRON))).edges
+    moves = {(m.move.forward, m.move.backward): m for edge in edges for m in edge.moves}
+    backward = moves["identity", "all_reduce"]
+    assert is_reshard(backward) and is_reshard(moves["all_reduce", "identity"])
+    assert not is_reshard(replace(backward, has_grad=False))
 
 
 def test_results_are_coloured_by_how_they_are_sharded() -> None:
