@@ -1,7 +1,4 @@
-"""The command line: exit codes, JSON on a clean stdout, errors on stderr, and help.
-
-Commands run in this process on a tiny MLP and a tiny GPT-2 configuration.
-"""
+"""The command line: exit codes, JSON on a clean stdout, errors on stderr, and help."""
 
 from __future__ import annotations
 

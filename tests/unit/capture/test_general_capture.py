@@ -1,7 +1,4 @@
-"""Operators without a rule of their own: capture makes operators with rules that equal eager.
-
-Each model is a sum of many results, so that one capture covers a family of operators.
-"""
+"""Operators without a rule of their own: capture makes operators with rules that equal eager."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Names from outside become safe variables of generated programs.
-
-identifiers       any text is an ASCII identifier, and keywords and words of the file stay free
-axes              a mesh refuses what is no variable; words of the file are numbered
-whole programs    models with odd names of parameters, modules and inputs give a file that
-                  compiles, and whose step is that of the captured program
-"""
+"""Names from outside become safe variables of generated programs."""
 
 from __future__ import annotations
 

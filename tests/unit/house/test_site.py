@@ -1,7 +1,4 @@
-"""What the site is made of besides pages: docstrings, links, tables, pictures, the gallery.
-
-Sphinx itself runs in `make docs-site`, which fails at a warning.
-"""
+"""What the site is made of besides pages: docstrings, links, tables, pictures, the gallery."""
 
 from __future__ import annotations
 

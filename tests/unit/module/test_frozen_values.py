@@ -1,8 +1,4 @@
-"""A Python value that changes during training has the effect that it has on one process.
-
-Each case trains once by the parallel module on one rank and once eagerly, changes a value between
-steps, and compares losses and gradients.
-"""
+"""A Python value that changes during training has the effect that it has on one process."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Bad input: one clear error each, with a hint, and no process left behind.
-
-`JOBS` holds, by name, the calls that fail in a job. Every rank must raise the same error, so
-that none is left waiting. Killed workers are tested in `tests/runtime/test_runtime_launch.py`.
-"""
+"""Bad input: one clear error each, with a hint, and no process left behind."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Hand edits of plan files: legal ones run with parity, illegal ones are refused with the reason.
-
-The plans have one stage, or two whose beginnings, boundary tensors and order may be edited too.
-What needs no model to be refused is in `test_reading.py`.
-"""
+"""Hand edits of plan files: legal ones run with parity, illegal ones are refused with a reason."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""Plan files: a saved plan runs unchanged, and is refused by another model, mesh or option.
-
-save, load, run        bitwise the losses of the run that made the plan
-generated code         the same text from the plan, planned again, loaded, and in another process
-golden files           a whole program and a whole plan of `tests/helpers/models/tiny_model.py`
-"""
+"""Plan files: a saved plan runs unchanged, and is refused by another model, mesh or option."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""What is in a plan file is checked value by value, and its place is named where it is wrong.
-
-values       types, ranges and words; an error has the place, the value, and what is expected
-documents    keys that occur twice, what is no JSON, nesting and numbers without end, sizes
-hardware     a plan names a shipped profile or carries figures; it never makes us open a file
-"""
+"""What is in a plan file is checked value by value, and its place is named where it is wrong."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""The facts of a page: sums that must hold, what a browser is given, and that the bundle is fresh.
-
-What a reader sees of them is tested in a browser (tests/browser).
-"""
+"""The facts of a page: sums that must hold, what a browser is given, a bundle that is fresh."""
 
 from __future__ import annotations
 

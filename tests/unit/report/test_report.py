@@ -1,9 +1,4 @@
-"""The picture of a plan.
-
-goldens      the whole graph of a tiny MLP and of a 2-layer GPT-2
-folding      equal blocks are drawn once; a block that differs, or is read from elsewhere, apart
-traffic      every collective of activations is in the picture, with its bytes
-"""
+"""The picture of a plan: goldens, equal blocks folded, every collective of activations in it."""
 
 from __future__ import annotations
 

@@ -1,10 +1,4 @@
-"""Plans of several stages as text and as a graph.
-
-golden      the graph and the text of a 4-layer GPT-2 on two stages
-modules     what a stage holds, folded; blocks that two stages share
-crossings   bytes are those of the slices that cross; graph edges join the right boxes
-schedule    the grid's clocks; the timeline's boxes
-"""
+"""Plans of several stages as text and as a graph: goldens, modules, crossings, the schedule."""
 
 from __future__ import annotations
 

@@ -1,9 +1,4 @@
-"""The verdict: what a plan does is read off its placements, shares add up, alternatives compared.
-
-does        recipes of every kind, on one stage and on several, in words
-costs       percentages add up to 100; memory of the user's or of the hardware's limit
-compared    with the fastest recipe beside the plan, or the leanest that does not fit
-"""
+"""The verdict: what a plan does by its placements, shares that add up, alternatives compared."""
 
 from __future__ import annotations
 

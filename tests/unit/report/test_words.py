@@ -1,12 +1,4 @@
-"""Words of reports: equal layers as ranges, why alternatives lost, what tables abbreviate.
-
-ranges          consecutive numbers are one range; all blocks of a list are `all n blocks`
-recompute       segments are named by their blocks
-comments        remarks on equal layers are one line
-alternatives    slower by how much and because of what, ruled out, or too large; never no reason
-record          what the search knows is in the plan file; files without it are read
-legend          is there only for what occurs
-"""
+"""Words of reports: equal layers as ranges, why alternatives lost, what tables abbreviate."""
 
 from __future__ import annotations
 
