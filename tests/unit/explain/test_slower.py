@@ -14,6 +14,7 @@ from autopar.cost.price import exposed_calls
 from autopar.passes.search import PlanningResult, Simulator, Solved, WhySlower
 from autopar.program import CallLine, Pipeline
 from tests.helpers.jobs import CASES, gpt2
+from tests.helpers.plans import bound_of, pipeline_of
 
 
 @dataclass(frozen=True)
@@ -27,13 +28,7 @@ class Lowered:
 
 
 def solved(plan: Plan) -> Solved:
-    assert plan.bound is not None
-    return plan.bound.compilation[PlanningResult].solved
-
-
-def pipeline(plan: Plan) -> Pipeline:
-    assert plan.bound is not None
-    return plan.bound.pipeline
+    return bound_of(plan).compilation[PlanningResult].solved
 
 
 def planned(manual: Manual, recompute: str = "none") -> Plan:
@@ -47,9 +42,9 @@ def fast() -> Plan:
 
 
 def why(slow: Plan, fast: Plan) -> str:
-    lowered = Lowered([(solved(slow), pipeline(slow)), (solved(fast), pipeline(fast))])
+    lowered = Lowered([(solved(slow), pipeline_of(slow)), (solved(fast), pipeline_of(fast))])
     why, one = WhySlower(cast(Simulator, lowered), solved(fast), cast(Any, None)), solved(slow)
-    return why.reason(one, pipeline(slow), [stage.cost for stage in one.stages], slow.simulate())
+    return why.reason(one, pipeline_of(slow), [stage.cost for stage in one.stages], slow.simulate())
 
 
 def test_nothing_is_slower_than_itself(fast: Plan) -> None:
@@ -79,7 +74,7 @@ def test_communication_is_named_with_its_links_and_the_bubble(
 def test_exposed_calls_are_what_a_step_waits_for(manual: Manual) -> None:
     plan = planned(manual)
     step = plan.simulate()
-    calls = exposed_calls(pipeline(plan), [stage.cost for stage in solved(plan).stages], step)
+    calls = exposed_calls(pipeline_of(plan), [stage.cost for stage in solved(plan).stages], step)
     assert sum(call.time_s for call in calls) == pytest.approx(step.busiest.collectives_s)
     assert [call.time_s for call in calls] == sorted((c.time_s for c in calls), reverse=True)
 
@@ -92,7 +87,7 @@ def test_other_parts(part: str, field: str, fast: Plan) -> None:
     longer = replace(one.predicted, step_time_s=one.predicted.step_time_s + 1.0, **more)
     explained = WhySlower(cast(Simulator, None), one, cast(Any, None))
     slow = replace(one, predicted=longer)
-    assert explained.reason(slow, pipeline(fast), [], cast(Any, None)) == part
+    assert explained.reason(slow, pipeline_of(fast), [], cast(Any, None)) == part
 
 
 @pytest.mark.parametrize(
@@ -107,7 +102,7 @@ def test_compute(
     of_matmuls: bool, time_factor: float, flops_factor: float, said: str, fast: Plan
 ) -> None:
     """A program whose matmuls, or whose other operators, take longer."""
-    one, of = solved(fast), pipeline(fast)
+    one, of = solved(fast), pipeline_of(fast)
     (program,) = of.stages
     body = tuple(
         replace(

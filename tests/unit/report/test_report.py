@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import autopar
 from autopar import Manual, Plan, PlanError
 from autopar.placement import COLLECTIVES
-from autopar.program import Pipeline, StageProgram, step_calls
+from autopar.program import step_calls
 from autopar.report import dot
 from autopar.report.blocks import Block
 from autopar.report.picture import escaped, fold, picture
@@ -21,6 +21,7 @@ from autopar.report.picture.nodes import is_reshard
 from tests.conftest import Golden
 from tests.helpers.jobs import CASES
 from tests.helpers.models.tiny_model import Tiny, batch
+from tests.helpers.plans import pipeline_of, program_of
 
 WIDTH = 16
 MEGATRON = {"manual": Manual(dp=2, tp=2)}
@@ -72,17 +73,6 @@ def gpt2() -> Plan:
     return autopar.plan(case.model(), (2, 2), case.batch(0), **MEGATRON)
 
 
-def pipeline_of(plan: Plan) -> Pipeline:
-    assert plan.bound is not None
-    return plan.bound.pipeline
-
-
-def program_of(plan: Plan) -> StageProgram:
-    """The program of a plan with one stage."""
-    (program,) = pipeline_of(plan).stages
-    return program
-
-
 def copies(plan: Plan) -> list[int]:
     """How many blocks each section of the picture stands for."""
     sections, _ = fold(picture(program_of(plan)))
@@ -97,14 +87,13 @@ def test_the_graph_of_gpt2(gpt2: Plan, golden: Golden) -> None:
     golden("gpt2_2_layers.dot", gpt2.to_dot())
 
 
-def test_equal_blocks_fold() -> None:
+def test_equal_blocks_fold_and_others_are_drawn_apart() -> None:
+    """Others have another operator, or are read from elsewhere."""
     plan = stack(nn.ReLU(), nn.ReLU(), nn.ReLU(), nn.ReLU())
     assert copies(plan) == [4]
     assert "layers.0 … 3" in plan.to_dot() and "× 4" in plan.to_dot()
-
-
-def test_other_operators_are_drawn_apart() -> None:
     assert copies(stack(nn.ReLU(), nn.Tanh(), nn.Tanh())) == [1, 2]
+    assert copies(stack(nn.ReLU(), nn.ReLU(), nn.ReLU(), skip=True)) == [1, 2]
 
 
 def test_other_placements_are_drawn_apart() -> None:
@@ -113,10 +102,6 @@ def test_other_placements_are_drawn_apart() -> None:
     assert found.placements["layers.2.up.weight"][1] == "S(0)"
     assert found.placements["layers.1.up.weight"] != found.placements["layers.2.up.weight"]
     assert len(copies(found)) > 1
-
-
-def test_a_block_that_is_read_from_elsewhere_is_drawn_apart() -> None:
-    assert copies(stack(nn.ReLU(), nn.ReLU(), nn.ReLU(), skip=True)) == [1, 2]
 
 
 def test_a_block_of_one_box_has_no_frame() -> None:

@@ -18,6 +18,7 @@ from autopar.report.tables import alternative_note, parameter_rows
 from autopar.report.words.legend import legend
 from tests.helpers.jobs import CASES, gpt2
 from tests.helpers.nightly import nightly
+from tests.helpers.plans import pipeline_of, program_of
 
 GIB = 2**30
 
@@ -54,10 +55,8 @@ def test_only_numbers_of_modules_are_starred() -> None:
     assert starred("0.weight") == "*.weight" and starred("net.12") == "net.*"
     assert starred("dim 0 of 61 over 4 ranks") == "dim 0 of 61 over 4 ranks"
     assert starred("h.0.ln_1/add#1") == "h.*.ln_1/add#1"
-    assert folded_names([("h.0.w", "I"), ("h.1.w", "I"), ("h.2.w", "R")]) == [
-        ("h.*.w (2)", "I"),
-        ("h.2.w", "R"),
-    ]
+    found = folded_names([("h.0.w", "I"), ("h.1.w", "I"), ("h.2.w", "R")])
+    assert found == [("h.*.w (2)", "I"), ("h.2.w", "R")]
 
 
 def test_recomputed_blocks_are_ranges() -> None:
@@ -142,8 +141,7 @@ def test_a_limited_search_says_what_does_not_fit() -> None:
 
 
 def lines(plan: Plan) -> list[str]:
-    assert plan.bound is not None
-    return [line.partition("  ")[0] for line in legend(plan.bound.pipeline).splitlines()]
+    return [line.partition("  ")[0] for line in legend(pipeline_of(plan)).splitlines()]
 
 
 def test_the_legend_has_what_occurs() -> None:
@@ -151,25 +149,22 @@ def test_the_legend_has_what_occurs() -> None:
     assert lines(planned(manual=Manual(dp=4, zero=2))) == ["*", "S(d)", "R", "I", "micro"]
     zero3 = planned(manual=Manual(dp=4, zero=3))
     assert "each use" in lines(zero3) and "micro" not in lines(zero3)
-    assert legend(zero3.bound.pipeline) in zero3.explain()  # type: ignore[union-attr]
+    assert legend(pipeline_of(zero3)) in zero3.explain()
 
 
 def test_the_legend_explains_an_order() -> None:
     plan = planned(manual=Manual(dp=2, tp=2, zero=3))
-    assert plan.bound is not None
-    (program,) = plan.bound.pipeline.stages
+    program = program_of(plan)
     first, *rest = program.parameters
     spec = autopar.placement.Spec.parse("S(0) S(0) order 1,0")
     first = replace(first, stored=replace(first.stored, spec=spec))
     program = replace(program, parameters=(first, *rest))
-    text = legend(replace(plan.bound.pipeline, stages=(program,)))
+    text = legend(replace(pipeline_of(plan), stages=(program,)))
     assert text.splitlines()[-1] == "order 1,0  tp cuts the dim first, then dp"
 
 
 def test_rows_of_one_pattern_say_their_blocks() -> None:
-    plan = planned(4, manual=Manual(dp=4, zero=3))
-    assert plan.bound is not None
-    (program,) = plan.bound.pipeline.stages
+    program = program_of(planned(4, manual=Manual(dp=4, zero=3)))
 
     def changed(name: str) -> bool:
         return name in ("transformer.h.0.ln_1.weight", "transformer.h.3.ln_1.weight")
