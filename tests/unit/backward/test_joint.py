@@ -7,6 +7,7 @@ from collections import Counter
 from collections.abc import Sequence
 from dataclasses import replace
 from functools import cache
+from itertools import pairwise
 from typing import TypeVar
 
 import torch
@@ -36,6 +37,7 @@ from autopar.program import (
 from tests.helpers.harness import abstract_cost, free_problem, model_case, random_strategy
 from tests.helpers.jobs import llama, machine, tokens
 from tests.helpers.models.dropout_models import dropped_gpt2
+from tests.helpers.plans import pipeline_of, program_of
 
 M = TypeVar("M", bound=JointLine)
 
@@ -49,8 +51,7 @@ def planned() -> tuple[JointProgram, ...]:
     ):  # fmt: skip
         torch.manual_seed(0)
         plan = autopar.plan(make(2), machine((1, 2)), tokens(0), manual=manual)
-        assert plan.bound is not None
-        joints += map(differentiate, plan.bound.pipeline.stages)
+        joints += map(differentiate, pipeline_of(plan).stages)
     return tuple(joints)
 
 
@@ -100,8 +101,7 @@ class Shared(nn.Module):
 
 def of_shared() -> JointProgram:
     plan = autopar.plan(Shared(), (1, 1), {"x": torch.ones(4, 4)}, manual=Manual())
-    assert plan.bound is not None
-    return differentiate(plan.bound.pipeline.stages[0])
+    return differentiate(program_of(plan))
 
 
 def test_a_gradient_that_is_read_later_is_copied_when_it_is_handed_over() -> None:
@@ -186,13 +186,10 @@ def test_gradients_are_reduced_one_block_behind() -> None:
     """A call for a block, waited for when the next one's begins, or at the end."""
     for joint in zero_3():
         lines = joint.backward
-        starts = {
-            i: x
-            for i, x in enumerate(lines)
-            if isinstance(x, StartLine) and members([x], GradientMove)
-        }
-        assert len(starts) >= 4
-        for (i, start), following in zip(starts.items(), [*[*starts][1:], len(lines)], strict=True):
+        calls = [x for x in lines if isinstance(x, StartLine) and members([x], GradientMove)]
+        assert len(calls) >= 4
+        starts = [*map(lines.index, calls), len(lines)]
+        for start, (i, following) in zip(calls, pairwise(starts), strict=True):
             at = wait_of(lines, start)
             assert i < at < following
             late = lines[at + 1 : following]
@@ -206,8 +203,7 @@ def test_a_run_is_reduced_where_its_last_parameter_is_frozen() -> None:
     for name, parameter in model.named_parameters():
         parameter.requires_grad_("down_proj" not in name and "layernorm" not in name)
     plan = autopar.plan(model, machine((1, 2)), tokens(0), manual=Manual(dp=2, zero=3))
-    assert plan.bound is not None
-    joint = differentiate(plan.bound.pipeline.stages[0])
+    joint = differentiate(program_of(plan))
     reduced = Counter(x.move.value for x in members(joint.backward, GradientMove))
     trained = [p.name for p in joint.stage.parameters if p.requires_grad]
     assert reduced.total() == len(trained)
@@ -235,12 +231,10 @@ def test_all_gathers_but_the_first_are_hidden() -> None:
     plan = autopar.plan(
         dropped_gpt2(4), machine((1, 4)), tokens(0), manual=Manual(dp=2, tp=2, zero=3)
     )
-    assert plan.bound is not None
-    (stage,) = plan.bound.pipeline.stages
+    stage = program_of(plan)
     calls = overlap_of(stage).forward
-    assert [c.tensor for c in calls.waited if c.phase == "param_gather"] == [
-        "transformer.wte.weight"
-    ]
+    waited = [c.tensor for c in calls.waited if c.phase == "param_gather"]
+    assert waited == ["transformer.wte.weight"]
     begun = begun_early(differentiate(stage).forward)
     assert begun == Counter(c.tensor for c in calls.overlapped if c.phase == "param_gather")
     assert begun["transformer.wte.weight"] == 1, "for the head"

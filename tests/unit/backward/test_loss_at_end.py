@@ -24,12 +24,12 @@ from autopar.program import (
 )
 from autopar.verifier import verify_joint
 from tests.helpers.jobs import MlpWithLoss, llama, machine, tokens
+from tests.helpers.plans import program_of
 
 
 def planned(model: nn.Module, manual: Manual) -> StageProgram:
     plan = autopar.plan(model, machine((1, 2)), tokens(0), manual=manual)
-    assert plan.bound is not None
-    return plan.bound.pipeline.stages[-1]
+    return program_of(plan)
 
 
 def at_end(joint: JointProgram) -> tuple[object, ...]:
@@ -75,8 +75,7 @@ def test_what_the_loss_does_not_need_stays_in_forward() -> None:
     torch.manual_seed(0)
     batch = {"x": torch.randn(16, 32), "y": torch.randn(16, 32)}
     plan = autopar.plan(Penalised(), machine((1, 2)), batch, manual=Manual(dp=2))
-    assert plan.bound is not None
-    joint = differentiate(plan.bound.pipeline.stages[0])
+    joint = differentiate(program_of(plan))
     verify_joint(joint)
     later = at_end(joint)
     assert isinstance(later[0], WaitLine)

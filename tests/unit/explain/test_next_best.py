@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 
@@ -28,6 +28,7 @@ from tests.helpers.jobs import machine
 from tests.helpers.models.blocks import Block as ResidualBlock
 from tests.helpers.models.blocks import Chain, SharedBlock
 from tests.helpers.nightly import nightly
+from tests.helpers.plans import bound_of
 
 WIDTH, ROWS, EVERY = 16, 16, 1000
 REL = 1e-7
@@ -46,24 +47,23 @@ class Net(nn.Module):
         return self.down(self.up(x).relu()).square().mean()
 
 
-@cache
-def planned(**options: object) -> Plan:
-    """A plan on 2 x 2 ranks; one stage and one microbatch, unless `options` say otherwise."""
+def plan_of(
+    model: nn.Module | None = None, shape: tuple[int, int] = (2, 2), **options: object
+) -> Plan:
+    """One stage and one microbatch, unless `options` say otherwise."""
     given = {"stages": 1, "microbatches": 1, "mesh_shape": "as-given"} | options
-    return autopar.plan(Net(), machine((2, 2)), {"x": torch.zeros(ROWS, WIDTH)}, **given)
+    return autopar.plan(model or Net(), machine(shape), {"x": torch.zeros(ROWS, WIDTH)}, **given)
+
+
+planned = cache(plan_of)
 
 
 def forced(name: str, placements: tuple[str, ...]) -> Plan:
-    pins = [f"{placement}@{axis}" for axis, placement in enumerate(placements)]
-    return autopar.plan(
-        Net(), machine((2, 2)), {"x": torch.zeros(ROWS, WIDTH)}, stages=1, microbatches=1,
-        mesh_shape="as-given", force={name: pins},
-    )  # fmt: skip
+    return plan_of(force={name: [f"{placement}@{a}" for a, placement in enumerate(placements)]})
 
 
 def choice_of(plan: Plan, name: str, limits: TableLimits = next_best.LIMITS) -> Choice:
-    assert plan.bound is not None
-    (decision,) = decisions(plan.bound.stages, plan.data, name, limits, EVERY)
+    (decision,) = decisions(bound_of(plan).stages, plan.data, name, limits, EVERY)
     assert decision.choice is not None
     return decision.choice
 
@@ -75,8 +75,7 @@ def options_of(choice: Choice) -> tuple[Option, ...]:
 
 def problem_of(plan: Plan) -> IntraOpProblem:
     """The planner's problem of the only stage, without constraints."""
-    assert plan.bound is not None
-    (stage,) = plan.bound.stages
+    (stage,) = bound_of(plan).stages
     return intra_op_problem(stage.analysis, stage.cost, 1, Constraints(), "adamw")
 
 
@@ -135,9 +134,8 @@ def test_a_storage_costs_what_the_ilp_says_period_by_period() -> None:
 @pytest.mark.parametrize("key", ["up/linear#0", "/relu#0", "down/linear#0"])
 def test_a_strategy_costs_what_the_ilp_says_with_it_alone(key: str) -> None:
     plan = planned()
-    assert plan.bound is not None
     problem = problem_of(plan)
-    keys = plan.bound.analysis.program.keys
+    keys = bound_of(plan).analysis.program.keys
     key = next(k for k in keys.values() if key.split("#")[0].split(".")[0] in k)
     node = next(n for n, k in keys.items() if k == key)
     v = next(
@@ -147,7 +145,7 @@ def test_a_strategy_costs_what_the_ilp_says_with_it_alone(key: str) -> None:
     )
     options = options_of(choice_of(plan, key))
     assert len(options) > 3 and options[-1].extra_s > 1e-3 * plan.objective_s
-    assert options[0].strategy == plan.bound.stages[0].strategy.operators[node]
+    assert options[0].strategy == bound_of(plan).stages[0].strategy.operators[node]
     for option in (options[0], options[1], options[len(options) // 2], options[-1]):
         assert option.strategy is not None
         found_s = least_s(problem, {v: strategies_of(problem, v, {node: option.strategy})})
@@ -156,13 +154,12 @@ def test_a_strategy_costs_what_the_ilp_says_with_it_alone(key: str) -> None:
 
 def test_options_are_counted_ordered_and_shown_with_one_that_is_slower() -> None:
     plan = planned()
-    assert plan.bound is not None
     every = choice_of(plan, "up.weight")
     times = [option.extra_s for option in every.others]
     assert times == pytest.approx(sorted(times), rel=REL)
     assert every.chosen is not None and every.chosen.extra_s == 0 == every.chosen.extra_bytes
     assert every.n_as_fast == 1 + sum(t == 0 for t in times)
-    (decision,) = decisions(plan.bound.stages, plan.data, "up.weight", n_shown=1)
+    (decision,) = decisions(bound_of(plan).stages, plan.data, "up.weight", n_shown=1)
     assert decision.choice is not None and len(decision.choice.others) == 1
     assert decision.choice.others[0].extra_s == min(t for t in times if t > 0)
     assert decision.choice.n_options == every.n_options
@@ -170,8 +167,7 @@ def test_options_are_counted_ordered_and_shown_with_one_that_is_slower() -> None
 
 def test_where_tables_are_too_large_all_else_stays() -> None:
     plan, name = planned(), "up.weight"
-    assert plan.bound is not None
-    (stage,) = plan.bound.stages
+    (stage,) = bound_of(plan).stages
     anew = {o.storage: o for o in options_of(choice_of(plan, name))}
     choice = choice_of(plan, name, TableLimits(table_entries=1))
     assert (choice.rest, choice_of(plan, name).rest) == ("kept", "anew")
@@ -211,20 +207,12 @@ def test_a_forced_storage_is_not_called_the_fastest() -> None:
     assert "for its memory, a tie or force: the fastest takes" in plan.explain("up.weight")
 
 
-def stack(model: nn.Module, n_nodes: int = 2, forbid: Sequence[str] = ()) -> Plan:
-    return autopar.plan(
-        model, machine((n_nodes, 2)), {"x": torch.zeros(ROWS, WIDTH)}, stages=1, microbatches=1,
-        mesh_shape="as-given", forbid=forbid,
-    )  # fmt: skip
-
-
 @pytest.mark.usefixtures("nothing_hidden")
 def test_few_blocks_stand_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
     """Of a plan that gathers at each use; how many buckets gradients fill depends on all blocks."""
     model = Chain([ResidualBlock(WIDTH) for _ in range(6)])
-    plan = stack(model, forbid=("zero1", "zero2"))
-    assert plan.bound is not None
-    keys = plan.bound.analysis.program.keys.values()
+    plan = plan_of(model, forbid=("zero1", "zero2"))
+    keys = bound_of(plan).analysis.program.keys.values()
     names = ["blocks.3.up.weight", "blocks.0.down.bias", "blocks.5.down.weight"]
     names += [next(k for k in keys if k.startswith(f"blocks.{i}/relu")) for i in (2, 3)]
     whole = [choice_of(plan, name) for name in names]
@@ -244,7 +232,7 @@ def costs_of(choice: Choice) -> dict[object, float]:
 
 
 def test_what_all_blocks_read_is_weighed_in_the_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    plan = stack(SharedBlock(), 1)
+    plan = plan_of(SharedBlock(), (1, 2))
     monkeypatch.setattr(next_best, "WHOLE_OPERATORS", 0)
     assert choice_of(plan, "blocks.0.up.weight").blocks is None
 
@@ -271,9 +259,8 @@ def test_a_parameter_says_why_what_is_next_and_where() -> None:
 
 def test_an_operator_says_why_what_is_next_and_where() -> None:
     plan = planned()
-    assert plan.bound is not None
-    keys = [k for k in plan.bound.analysis.program.keys.values() if "relu" in k]
-    text = plan.explain(keys[0])
+    keys = bound_of(plan).analysis.program.keys.values()
+    text = plan.explain(next(k for k in keys if "relu" in k))
     assert text.count(line_of("self.down(self.up(x)")) == 1
     assert "chosen: the fastest of " in text and " strategies" in text and "next best: " in text
 
@@ -286,19 +273,14 @@ def test_a_recipe_was_weighed_against_nothing() -> None:
 
 def test_a_stage_speaks_for_itself() -> None:
     stages = [(["up"], (1, 2)), (["down"], (1, 2))]
-    plan = autopar.plan(
-        Net(), machine((1, 4)), {"x": torch.zeros(ROWS, WIDTH)}, stages=stages, microbatches=4
-    )
+    plan = plan_of(shape=(1, 4), stages=stages, microbatches=4, mesh_shape="auto")
     text = plan.explain("down.weight")
     assert " a step of stage 1, " in text and "re-optimizing all else of stage 1, without" in text
     assert "%" not in text
 
 
 def test_what_runs_again_is_not_weighed() -> None:
-    plan = autopar.plan(
-        Chain([ResidualBlock(WIDTH) for _ in range(4)]), machine((1, 2)),
-        {"x": torch.zeros(ROWS, WIDTH)}, stages=1, recompute="full",
-    )  # fmt: skip
+    plan = plan_of(Chain([ResidualBlock(WIDTH) for _ in range(4)]), (1, 2), recompute="full")
     assert "; recompute is not counted)" in plan.explain("blocks.1.up.weight")
 
 
@@ -310,8 +292,7 @@ def test_a_module_of_several_operators_has_no_one_decision() -> None:
 
 
 def test_one_rank_leaves_no_choice() -> None:
-    plan = autopar.plan(Net(), machine((1, 1)), {"x": torch.zeros(ROWS, WIDTH)})
-    text = plan.explain("up.weight")
+    text = plan_of(shape=(1, 1)).explain("up.weight")
     assert text.endswith("no alternatives: no other storages are possible")
 
 

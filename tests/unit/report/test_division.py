@@ -14,6 +14,7 @@ from autopar.program import Pipeline
 from autopar.report import Division, division
 from autopar.report.division import is_sharded, products
 from tests.helpers.jobs import CASES, VOCABULARY, WIDTH, machine
+from tests.helpers.plans import pipeline_of
 
 
 @lru_cache
@@ -23,8 +24,7 @@ def planned(model: str, mesh: Mesh, manual: Manual | None = None) -> Pipeline:
     plan = autopar.plan(
         case.model(), mesh, case.batch(0), loss_fn=case.loss_fn, microbatches=1, **options
     )
-    assert plan.bound is not None
-    return plan.bound.pipeline
+    return pipeline_of(plan)
 
 
 @pytest.mark.parametrize(

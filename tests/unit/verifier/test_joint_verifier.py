@@ -47,6 +47,7 @@ from tests.helpers.models.dropout_models import dropped_gpt2
 from tests.helpers.models.moe_models import moe_model
 from tests.helpers.models.recompute_models import Blocks, recomputing
 from tests.helpers.nightly import nightly
+from tests.helpers.plans import bound_of, pipeline_of, program_of
 
 Planned = tuple[
     Callable[[], nn.Module], Callable[[int], dict[str, Any]], Manual, Recompute | None, str
@@ -79,8 +80,7 @@ def planned(name: str) -> tuple[JointProgram, ...]:
     torch.manual_seed(0)
     plan = autopar.plan(make(), machine((1, 2)), batch(0), manual=manual, precision=precision)
     plan = plan if mode is None else recomputing(plan, mode)
-    assert plan.bound is not None
-    return tuple(differentiate(stage) for stage in plan.bound.pipeline.stages)
+    return tuple(map(differentiate, pipeline_of(plan).stages))
 
 
 @cache
@@ -215,10 +215,7 @@ def test_a_program_that_does_not_train_has_no_backward() -> None:
 def test_compilation_verifies_what_it_differentiates() -> None:
     """Here, of a stage that returns what no line makes."""
     plan = autopar.plan(MlpWithLoss(), machine((1, 2)), x_and_y(0), manual=Manual(dp=2))
-    assert plan.bound is not None
-    pipeline = plan.bound.pipeline
-    (stage,) = pipeline.stages
-    wrong = replace(pipeline, stages=(replace(stage, outputs=("nothing",)),))
-    compilation = Compilation((Differentiate(),), wrong, plan.bound.compilation[Target])
+    wrong = replace(pipeline_of(plan), stages=(replace(program_of(plan), outputs=("nothing",)),))
+    compilation = Compilation((Differentiate(),), wrong, bound_of(plan).compilation[Target])
     with pytest.raises(VerificationError, match="nothing"):
         _ = compilation[Differentiated]
