@@ -29,18 +29,11 @@ def moves_of(gather: Callable[[Tensor], Tensor], *shape: int) -> list[Any]:
     return [t for t in targets(check(Module(body), (x,))) if t in (INDEX, PERMUTE, RESHAPE)]
 
 
-def rows(*shape: int) -> Tensor:
-    return torch.arange(4).view(shape)
+def places(n: int) -> Callable[..., Tensor]:
+    return lambda *shape: torch.arange(n).view(shape)
 
 
-def columns(*shape: int) -> Tensor:
-    return torch.arange(3).view(shape)
-
-
-def layers(*shape: int) -> Tensor:
-    return torch.arange(5).view(shape)
-
-
+rows, columns, layers = map(places, (4, 3, 5))
 INDEX, PERMUTE, RESHAPE = aten.index.Tensor, aten.permute.default, aten.reshape.default
 VIEWS: dict[str, tuple[Callable[[Tensor], Tensor], list[Any]]] = {
     "one dim": (lambda x: x[rows(4)], []),

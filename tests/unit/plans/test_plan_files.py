@@ -20,15 +20,7 @@ from autopar.passes.binding import mesh_of, record_of
 from autopar.plans import parse_plan
 from autopar.runtime.launch import WorkerPool
 from tests.conftest import Golden
-from tests.helpers.jobs import (
-    CASES,
-    Cell,
-    Trained,
-    gpt2,
-    machine,
-    train,
-    train_planned,
-)
+from tests.helpers.jobs import CASES, Cell, Trained, gpt2, machine, train, train_planned
 from tests.helpers.models.tiny_model import Tiny
 from tests.helpers.nightly import nightly
 
@@ -74,12 +66,21 @@ def test_on_processes(cell: Cell, tmp_path: Path, workers: Pool) -> None:
 
 
 def test_a_file_is_read_back_whole(tiny: Plan, tmp_path: Path) -> None:
+    """Unbound, it says what it lacks; bound, it has that anew."""
     tiny.save(tmp_path / "plan.json")
     loaded = Plan.load(tmp_path / "plan.json")
     assert loaded.data == tiny.data
     assert loaded.placements == tiny.placements
     loaded.save(tmp_path / "again.json")
     assert (tmp_path / "again.json").read_bytes() == (tmp_path / "plan.json").read_bytes()
+    for ask in (loaded.code, loaded.collectives, lambda: loaded.predicted, lambda: loaded.uses):
+        with pytest.raises(PlanError, match=r"only loaded[\s\S]*plan\.bind\(model\)"):
+            ask()
+    bound = loaded.bind(CASES["tiny"].model())
+    assert bound.code() == tiny.code() == make_plan(TINY).code()
+    assert bound.collectives() == tiny.collectives()
+    assert bound.predicted == tiny.predicted
+    assert bound.uses == tiny.uses
 
 
 def test_a_switch_that_sums_is_read_back(tiny: Plan) -> None:
@@ -89,30 +90,10 @@ def test_a_switch_that_sums_is_read_back(tiny: Plan) -> None:
     assert mesh_of(parse_plan(data.to_json()).mesh) == mesh
 
 
-def test_an_unbound_plan_says_what_it_lacks(tiny: Plan, tmp_path: Path) -> None:
-    tiny.save(tmp_path / "plan.json")
-    loaded = Plan.load(tmp_path / "plan.json")
-    for ask in (loaded.code, loaded.collectives, lambda: loaded.predicted, lambda: loaded.uses):
-        with pytest.raises(PlanError, match=r"only loaded[\s\S]*plan\.bind\(model\)"):
-            ask()
-
-
-def test_binding_computes_the_costs_anew(tiny: Plan, tmp_path: Path) -> None:
-    tiny.save(tmp_path / "plan.json")
-    bound = Plan.load(tmp_path / "plan.json").bind(CASES["tiny"].model())
-    assert bound.code() == tiny.code() == make_plan(TINY).code()
-    assert bound.collectives() == tiny.collectives()
-    assert bound.predicted == tiny.predicted
-    assert bound.uses == tiny.uses
-
-
-def test_golden_program(tiny: Plan, golden: Golden) -> None:
+def test_golden_program_and_plan(tiny: Plan, golden: Golden) -> None:
     ((name, source),) = tiny.code().items()
     assert name == "stage_0.py"
     golden("tiny_stage_0.txt", source)
-
-
-def test_golden_plan(tiny: Plan, golden: Golden) -> None:
     golden("tiny_plan.json", tiny.data.to_json())
 
 

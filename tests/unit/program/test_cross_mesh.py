@@ -20,15 +20,9 @@ from autopar.runtime.execute import shard
 from tests.helpers.machines import mesh_of
 
 MESHES = (
-    ((1, 1), (1, 3)),
-    ((2, 2), (1, 4)),
-    ((2, 1), (1, 2)),
-    ((1, 4), (2, 2)),
-    ((2, 3), (3, 2)),
-    ((4,), (2,)),
-    ((2, 2, 2), (2, 1, 2)),
-    ((1, 2, 3), (2, 2, 2)),
-)
+    ((1, 1), (1, 3)), ((2, 2), (1, 4)), ((2, 1), (1, 2)), ((1, 4), (2, 2)), ((2, 3), (3, 2)),
+    ((4,), (2,)), ((2, 2, 2), (2, 1, 2)), ((1, 2, 3), (2, 2, 2)),
+)  # fmt: skip
 Dims = tuple[tuple[int, ...], ...]
 
 
@@ -99,11 +93,15 @@ def numbered(shape: Sequence[int]) -> Tensor:
 
 
 @given(crossings())
-def test_slices_take_every_part_to_its_owner(case: Crossing) -> None:
-    sent = parts(numbered(case.shape), case.dims, case.source, case.source_mesh, owned=False)
-    wanted = parts(numbered(case.shape), case.dims, case.target, case.target_mesh, owned=True)
-    found = {rank: torch.zeros_like(part) for rank, part in wanted.items()}
-    covered = {rank: torch.zeros_like(part) for rank, part in wanted.items()}
+def test_slices_take_every_part_to_its_owner_and_gradients_back(case: Crossing) -> None:
+    """Received P has gradient R, sent R has gradient P: whole on one rank, zeros on others."""
+    source = case.dims, case.source, case.source_mesh
+    target = case.dims, case.target, case.target_mesh
+    sent, sent_back = (parts(numbered(case.shape), *end, owned=False) for end in (source, target))
+    back, wanted = (parts(numbered(case.shape), *end, owned=True) for end in (source, target))
+    found, covered, found_back = (
+        {rank: torch.zeros_like(part) for rank, part in of.items()} for of in (wanted, wanted, back)
+    )
     source_view = local_factors(case.dims, case.source, case.source_mesh.sizes)
     target_view = local_factors(case.dims, case.target, case.target_mesh.sizes)
     for piece in case.slices():
@@ -112,36 +110,16 @@ def test_slices_take_every_part_to_its_owner(case: Crossing) -> None:
         assert piece.n_elements == value.numel() > 0
         found[piece.target_rank].view(target_view)[piece.target].copy_(value)
         covered[piece.target_rank].view(target_view)[piece.target].add_(1)
+        gradient = sent_back[piece.target_rank].view(target_view)[piece.target]
+        found_back[piece.source_rank].view(source_view)[piece.source].add_(gradient)
     for rank, part in wanted.items():
         assert torch.equal(found[rank], part)
         is_owner = owns(case.target, case.target_mesh.coordinate(rank))
         assert torch.equal(covered[rank], torch.full_like(part, int(is_owner)))
-
-
-@given(crossings())
-def test_gradients_return_by_the_same_slices(case: Crossing) -> None:
-    """Received P has gradient R, sent R has gradient P: whole on one rank, zeros on others."""
-    sent = parts(numbered(case.shape), case.dims, case.target, case.target_mesh, owned=False)
-    wanted = parts(numbered(case.shape), case.dims, case.source, case.source_mesh, owned=True)
-    found = {rank: torch.zeros_like(part) for rank, part in wanted.items()}
-    source_view = local_factors(case.dims, case.source, case.source_mesh.sizes)
-    target_view = local_factors(case.dims, case.target, case.target_mesh.sizes)
-    for piece in case.slices():
-        value = sent[piece.target_rank].view(target_view)[piece.target]
-        found[piece.source_rank].view(source_view)[piece.source].add_(value)
-    for rank, part in wanted.items():
-        assert torch.equal(found[rank], part)
-
-
-@given(crossings())
-def test_every_element_crosses_once_between_owners(case: Crossing) -> None:
-    found = case.slices()
-    assert sum(piece.n_elements for piece in found) == math.prod(case.shape)
-    pairs = [(piece.source_rank, piece.target_rank) for piece in found]
+    for rank, part in back.items():
+        assert torch.equal(found_back[rank], part)
+    pairs = [(piece.source_rank, piece.target_rank) for piece in case.slices()]
     assert pairs == sorted(set(pairs))  # at most one slice per pair of ranks, in order
-    for piece in found:
-        assert owns(case.source, case.source_mesh.coordinate(piece.source_rank))
-        assert owns(case.target, case.target_mesh.coordinate(piece.target_rank))
 
 
 def test_a_tensor_without_elements_does_not_cross() -> None:
@@ -161,11 +139,6 @@ def test_a_tensor_without_elements_does_not_cross() -> None:
     ],
 )
 def test_specs_that_cannot_cross_are_refused(source: str, target: str, message: str) -> None:
+    ends = Spec.parse(source), mesh_of(2), Spec.parse(target), mesh_of(2, first_rank=2)
     with pytest.raises(VerificationError, match=message):
-        slices(
-            ((4,), (3,)),
-            Spec.parse(source),
-            mesh_of(2),
-            Spec.parse(target),
-            mesh_of(2, first_rank=2),
-        )
+        slices(((4,), (3,)), *ends)
