@@ -8,9 +8,9 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner, Result
+from typer.testing import Result
 
-from autopar.cli import app
+from tests.helpers.commands import command
 
 Run = Callable[..., Result]
 
@@ -92,9 +92,5 @@ def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Run]:
     (tmp_path / "config.json").write_text(json.dumps(CONFIG))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-
-    def invoke(*args: str) -> Result:
-        return CliRunner().invoke(app, list(args), prog_name="autopar", env={"COLUMNS": "100"})
-
-    yield invoke
+    yield command
     sys.modules.pop("tiny", None)

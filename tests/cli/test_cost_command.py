@@ -2,32 +2,24 @@
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
-from autopar.cli import app, shell
 from autopar.cost.hardware import even_group, load_profile
 from autopar.cost.laws import KINDS, algorithms_of, collective_time_s
-from tests.helpers.commands import refused
+from tests.helpers.commands import command, good, refused
 
 HARDWARE = ("--hardware", "a100-80gb")
 
 
-def printed(*args: str) -> str:
-    result = CliRunner().invoke(app, ["cost", *args], prog_name="autopar")
-    assert result.exit_code == shell.GOOD, result.output
-    return result.stdout
-
-
 def found(*args: str) -> Any:
-    return json.loads(printed(*args, "--json"))
+    return good(command("cost", *args, "--json"))
 
 
 def test_text_has_formulas_sources_symbols_and_times() -> None:
-    lines = printed("all_reduce", "--ranks", "16", "--nodes", "2", *HARDWARE).splitlines()
+    words = ("all_reduce", "--ranks", "16", "--nodes", "2", *HARDWARE)
+    lines = command("cost", *words).stdout.splitlines()
     assert lines[0] == "all_reduce of 16 ranks, 8 in each of 2 nodes of a100-80gb"
     assert "g                  ranks in each node; here 8" in lines
     assert [line.split()[2] for line in lines[-2:]] == ["ring", "ring"]
@@ -76,4 +68,4 @@ def test_without_hardware_it_is_the_detected_one(monkeypatch: pytest.MonkeyPatch
     ],
 )
 def test_wrong_use_is_refused(args: tuple[str, ...], message: str) -> None:
-    assert message in refused(CliRunner().invoke(app, ["cost", *args], prog_name="autopar"))
+    assert message in refused(command("cost", *args))

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
-from typer.testing import CliRunner
 
 from autopar.capture import capture
-from autopar.cli import app, shell
+from autopar.cli import shell
 from autopar.cli.operators import Status, UnevenDim, operator_uses, ops_result, uneven_dims
+from tests.helpers.capture_harness import Module
+from tests.helpers.commands import command, good
 
 N_IDS, WIDTH = 97, 12
 
@@ -48,20 +48,10 @@ def rare_words() -> tuple[nn.Module, dict[str, Tensor]]:
     return Words(renormed), words()[1]
 
 
-def run(*words: str) -> Any:
-    return CliRunner().invoke(app, ["ops", *words])
-
-
-def of(factory: str) -> str:
-    return f"{__name__}:{factory}"
-
-
 @pytest.fixture(scope="module")
 def answer() -> Any:
     """The JSON of `autopar ops` on four ranks."""
-    result = run(of("words"), "--mesh", "1x4", "--json")
-    assert result.exit_code == shell.GOOD, result.output
-    return json.loads(result.stdout)
+    return good(command("ops", f"{__name__}:words", "--mesh", "1x4", "--json"))
 
 
 def test_rules_are_own_or_derived(answer: Any) -> None:
@@ -83,10 +73,9 @@ def test_what_is_replaced_when_sharded(answer: Any) -> None:
         "vocab_parallel_embedding": ("v", []),
         "vocab_parallel_cross_entropy": ("v", ["3 all_reduce forward"]),
         "synchronised_batch_norm_with_statistics": (
-            "n",
-            ["1 all_gather forward", "1 all_reduce backward"],
+            "n", ["1 all_gather forward", "1 all_reduce backward"],
         ),
-    }
+    }  # fmt: skip
 
 
 def test_dims_that_four_ranks_cannot_share(answer: Any) -> None:
@@ -105,33 +94,22 @@ def test_a_vocabulary_that_is_not_padded_says_why() -> None:
         def forward(self, ids: Tensor) -> Tensor:
             return super().forward(ids) + torch.logsumexp(self.head.weight, 0).mean()
 
-    (row,) = [
-        d
-        for d in uneven_dims(capture(Summed(), words()[1]), 4)
-        if (d.parameter, d.dim) == ("table.weight", 0)
-    ]
+    dims = uneven_dims(capture(Summed(), words()[1]), 4)
+    (row,) = [d for d in dims if (d.parameter, d.dim) == ("table.weight", 0)]
     assert row.padded_to is None
     assert row.reason.startswith("aten.logsumexp.default meets it at ")
 
 
 def test_two_axes_can_share_what_one_cannot() -> None:
     """A dim of factors 2 x 6 divides over 2 x 2 ranks, but not over one axis of 4."""
-    kept = nn.Linear(12, 2 * 6)
-
-    class Split(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.proj = kept
-
-        def forward(self, x: Tensor) -> Tensor:
-            return self.proj(x).unflatten(-1, (2, 6)).sum()
-
-    program = capture(Split(), {"x": torch.ones(8, 12)})
+    split = Module(lambda self, x: self.linear(x).unflatten(-1, (2, 6)).sum())
+    split.linear, why = nn.Linear(12, 2 * 6), "8 ranks do not divide 12"
+    program = capture(split, {"x": torch.ones(8, 12)})
     assert uneven_dims(program, 4) == []
     assert uneven_dims(program, 8) == [
-        UnevenDim("proj.weight", 0, 12, (2, 6), 4, None, "8 ranks do not divide 12"),
-        UnevenDim("proj.weight", 1, 12, (12,), 4, None, "8 ranks do not divide 12"),
-        UnevenDim("proj.bias", 0, 12, (2, 6), 4, None, "8 ranks do not divide 12"),
+        UnevenDim("linear.weight", 0, 12, (2, 6), 4, None, why),
+        UnevenDim("linear.weight", 1, 12, (12,), 4, None, why),
+        UnevenDim("linear.bias", 0, 12, (2, 6), 4, None, why),
     ]
 
 
@@ -140,7 +118,7 @@ def test_two_axes_can_share_what_one_cannot() -> None:
     [("error", "missing", shell.FAILED_CHECK), ("replicate", "replicated", shell.GOOD)],
 )
 def test_an_operator_without_a_rule(fallback: str, status: Status, code: int) -> None:
-    result = run(of("rare_words"), "--fallback", fallback, "--mesh", "4")
+    result = command("ops", f"{__name__}:rare_words", "--fallback", fallback, "--mesh", "4")
     assert result.exit_code == code
     assert result.stdout.splitlines()[1].split() == ["aten.renorm.default", "1", status]
     if fallback == "error":

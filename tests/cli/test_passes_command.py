@@ -2,34 +2,25 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
-from typer.testing import CliRunner
-
-from autopar.cli import app, shell
 from autopar.passes.pipeline import PASSES
+from tests.helpers.commands import command, good
 
 MODEL = "examples.demo:mlp"
 MESH = ("--mesh", "1x2", "--hardware", "a100-80gb")
 
 
-def printed(*args: str) -> str:
-    result = CliRunner().invoke(app, list(args), prog_name="autopar")
-    assert result.exit_code == shell.GOOD, result.output
-    return result.stdout
-
-
 def rows(*args: str) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads(printed("passes", *args, "--json"))["passes"]
+    found: list[dict[str, Any]] = good(command("passes", *args, "--json"))["passes"]
     return found
 
 
 def test_without_a_model_it_is_the_list() -> None:
     listed = rows()
     assert [row["name"] for row in listed] == [one.name() for one in PASSES]
-    text = printed("passes")
+    text = command("passes").stdout
     for row in listed:
         assert f"{', '.join(row['requires'])} -> {', '.join(row['provides'])}" in text
         assert row["purpose"] in text
@@ -48,7 +39,7 @@ def test_of_a_model_it_is_what_each_took() -> None:
 
 def test_of_a_saved_plan_nothing_is_searched(tmp_path: Path) -> None:
     plan = str(tmp_path / "plan.json")
-    printed("plan", MODEL, *MESH, "-o", plan)
+    good(command("plan", MODEL, *MESH, "-o", plan, "--json"))
     listed = {row["name"]: row["seconds"] for row in rows(plan, "--model", MODEL)}
     assert listed["search"] is listed["record"] is None
     assert listed["place"] > 0 and listed["price"] > 0

@@ -1,13 +1,17 @@
-"""What a command of `autopar` said: its JSON, or the message of a refusal."""
+"""A command of `autopar`, and what it said: its JSON, or the message of a refusal."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from typer.testing import Result
+from typer.testing import CliRunner, Result
 
-from autopar.cli import GOOD, WRONG_USE
+from autopar.cli import GOOD, WRONG_USE, app
+
+
+def command(*words: str) -> Result:
+    return CliRunner().invoke(app, words, prog_name="autopar", env={"COLUMNS": "100"})
 
 
 def good(result: Result) -> Any:

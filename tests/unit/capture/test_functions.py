@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -16,7 +17,7 @@ from autopar.errors import AutoparError, NotSupportedError
 from autopar.operators import function_call, function_of
 from autopar.program import Program
 from tests.helpers import functions
-from tests.helpers.capture_harness import Module, check, dtypes_of_floats
+from tests.helpers.capture_harness import Module, check, dtypes_of_floats, x
 
 
 def names(program: Program) -> list[str]:
@@ -59,74 +60,48 @@ def test_float64_reaches_the_results() -> None:
     assert dtypes_of_floats(program) == {torch.float64}
 
 
-class ToFloat(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return x.float()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0]
+def function(
+    forward: Callable[..., Any], backward: Callable[..., Any] = lambda ctx, grad: grad
+) -> type[torch.autograd.Function]:
+    """A class of these, whose gradient is by default its argument's."""
+    methods = {"forward": staticmethod(forward), "backward": staticmethod(backward)}
+    return type("Named", (torch.autograd.Function,), {"__module__": __name__, **methods})
 
 
 def test_a_function_that_casts_keeps_its_cast_but_its_result_is_lifted() -> None:
     def body(self: Any, a: Tensor) -> Tensor:
-        return ToFloat.apply(self.linear(a)).sum()
+        return function(lambda ctx, x: x.float()).apply(self.linear(a)).sum()
 
     program = capture(Module(body), (torch.randn(2, 4),), precision="fp64")
     assert program.loss is not None
     assert program.node(program.loss).meta["val"].dtype == torch.float64
 
 
-class OnDevice(torch.autograd.Function):
-    @staticmethod
+def test_a_device_is_that_of_the_tensors() -> None:
     def forward(ctx: Any, x: Tensor, device: torch.device) -> Tensor:
         return x + torch.ones(x.shape[-1], device=device, dtype=x.dtype)
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
-
-
-def test_a_device_is_that_of_the_tensors() -> None:
-    call = function_call(OnDevice, (torch.randn(2, 4), torch.device("cpu")), {})
+    on_device = function(forward, lambda ctx, grad: (grad, None))
+    call = function_call(on_device, (torch.randn(2, 4), torch.device("cpu")), {})
     assert call.function.op(torch.empty(2, 4, device="meta")).device.type == "meta"
 
 
-class Named(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, argument: Any) -> Tensor:
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return grads[0], None
-
-
 def test_names_are_equal_in_every_process_and_differ_with_plain_arguments() -> None:
+    named = function(lambda ctx, x, argument: x.clone(), lambda ctx, grad: (grad, None))
+
     def name(*args: Any) -> str:
-        return function_call(Named, (torch.randn(2), *args), {}).function.name
+        return function_call(named, (torch.randn(2), *args), {}).function.name
 
     assert name(0.5) == name(0.5) == "Named_bf94b48f"
     assert len({name(0.5), name(2.0), name(2), name("2.0"), name([2.0]), name((2.0,))}) == 6
 
 
-def _made(scale: float) -> type[torch.autograd.Function]:
-    class Made(torch.autograd.Function):
-        @staticmethod
-        def forward(ctx: Any, x: Tensor) -> Tensor:
-            return x.clone()
-
-        @staticmethod
-        def backward(ctx: Any, *grads: Any) -> Any:
-            return scale * grads[0]
-
-    return Made
-
-
 def test_classes_of_one_name_are_one_operator_only_if_they_do_the_same() -> None:
+    def made(scale: float) -> type[torch.autograd.Function]:
+        return function(lambda ctx, x: x.clone(), lambda ctx, grad: scale * grad)
+
     x = torch.randn(2)
-    ops = [function_call(_made(s), (x,), {}).function.op for s in (2.0, 3.0, 2.0)]
+    ops = [function_call(made(s), (x,), {}).function.op for s in (2.0, 3.0, 2.0)]
     assert ops[0] == ops[2] != ops[1]
     leaf = x.requires_grad_()
     assert torch.autograd.grad(ops[1](leaf).sum(), leaf)[0].tolist() == [3.0, 3.0]
@@ -214,23 +189,12 @@ def test_other_threads_are_not_traced() -> None:
     assert found.get().tolist() == [-0.5, -0.5]
 
 
-class Nested(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return functions.reverse(x, 2.0) * 3
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Any) -> Any:
-        return 5 * grads[0]
+Nested = function(lambda ctx, x: functions.reverse(x, 2.0) * 3, lambda ctx, grad: 5 * grad)
 
 
 def test_a_function_inside_a_function_is_its_own_affair() -> None:
-    program = check(Module(lambda self, a: Nested.apply(self.linear(a)).sum()), (a(),))
-    assert names(program) == ["Nested"]
-
-
-def a() -> Tensor:
-    return torch.randn(2, 4, dtype=torch.float64)
+    program = check(Module(lambda self, a: Nested.apply(self.linear(a)).sum()), (x(2),))
+    assert names(program) == ["Named"]
 
 
 # -- rules -----------------------------------------------------------------------------------------
@@ -256,11 +220,11 @@ def test_a_wrong_rule_is_found() -> None:
 
 
 def test_arguments_of_a_function_cannot_be_lowered() -> None:
-    with pytest.raises(autopar.OptionError, match="lower= cannot change arguments of Nested"):
+    with pytest.raises(autopar.OptionError, match="lower= cannot change arguments of Named"):
         autopar.register_rule(Nested, "... -> ...", lower=lambda *_: {})
 
 
 def test_a_function_without_a_rule_cannot_be_checked() -> None:
-    with pytest.raises(autopar.MissingRuleError, match=r"autograd\.Function Nested") as error:
+    with pytest.raises(autopar.MissingRuleError, match=r"autograd\.Function Named") as error:
         autopar.check_rule(Nested, torch.randn(4, 4))
-    assert 'autopar.register_rule(Nested, "... -> ...")' in str(error.value)
+    assert 'autopar.register_rule(Named, "... -> ...")' in str(error.value)

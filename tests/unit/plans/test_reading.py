@@ -9,14 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from typer.testing import CliRunner
 
 import autopar
 from autopar import Mesh, OptionError, Plan, PlanError
-from autopar.cli import GOOD, WRONG_USE, app
 from autopar.cost.hardware import PROFILE_FOLDER, load_profile
 from autopar.plans import parse_plan
 from autopar.plans.json_values import MOST_FILE_BYTES
+from tests.helpers.commands import command, good, refused
 from tests.helpers.models.tiny_model import Tiny, batch
 
 PLAN = (Path(__file__).parents[2] / "golden" / "tiny_plan.json").read_text()
@@ -244,10 +243,6 @@ def test_errors_do_not_show_what_is_in_a_profile(own_profile: Path, tmp_path: Pa
 # -- the command line --------------------------------------------------------------------------
 
 
-def run(*words: str) -> Any:
-    return CliRunner().invoke(app, list(words), prog_name="autopar")
-
-
 def tiny() -> tuple[Tiny, Any]:
     return Tiny(), batch()
 
@@ -256,18 +251,13 @@ def test_a_saved_plan_is_priced_on_hardware_that_is_given(tmp_path: Path) -> Non
     file, own = tmp_path / "plan.json", tmp_path / "here.toml"
     raw = json.loads(PLAN)
     raw["mesh"]["hardware"] = "gone.toml"
-    raw["graph_hash"] = autopar.plan(
-        *tiny()[:1], (1, 2), tiny()[1], precision="fp64"
-    ).data.graph_hash
+    made = autopar.plan(Tiny(), (1, 2), batch(), precision="fp64")
+    raw["graph_hash"] = made.data.graph_hash
     file.write_text(json.dumps(raw))
     own.write_text(OWN)
     words = ("explain", str(file), "--model", f"{__name__}:tiny")
-    refused = run(*words)
-    assert refused.exit_code == WRONG_USE
-    assert "--hardware" in refused.stderr
+    assert "--hardware" in refused(command(*words))
     with pytest.warns(UserWarning, match="made for gone.toml; it runs on our box"):
-        priced = run(*words, "--hardware", str(own))
-    assert priced.exit_code == GOOD, priced.stderr
-    alone = run("explain", str(file), "--hardware", "h100-sxm")
-    assert (alone.exit_code, alone.stdout) == (WRONG_USE, "")
-    assert "give --model MODEL too" in alone.stderr
+        good(command(*words, "--hardware", str(own), "--json"))
+    alone = command("explain", str(file), "--hardware", "h100-sxm")
+    assert "give --model MODEL too" in refused(alone)

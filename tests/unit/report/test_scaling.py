@@ -12,9 +12,7 @@ import torch
 import transformers
 from hypothesis import given
 from hypothesis import strategies as st
-from typer.testing import CliRunner
 
-from autopar.cli import WRONG_USE, app
 from autopar.cost.hardware import changed, load_profile
 from autopar.cost.transformer import (
     Recipe,
@@ -27,6 +25,7 @@ from autopar.cost.transformer import (
 )
 from autopar.errors import NotSupportedError, OptionError
 from autopar.report import scaling_svg, scaling_text
+from tests.helpers.commands import command, good, refused
 
 SMALL = TransformerShape(
     layers=8, hidden=1024, heads=16, kv_heads=4, head_dim=64, ffn=2816, seq=2048, vocab=32000,
@@ -175,10 +174,6 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(path)
 
 
-def run(*words: str) -> Any:
-    return CliRunner().invoke(app, ["simulate", *words], prog_name="autopar")
-
-
 GIVEN = ("--scale", "--seq", "128", "--hardware", "a100-80gb")
 
 
@@ -187,14 +182,14 @@ def test_scale_of_a_configuration(config: str, tmp_path: Path) -> None:
     recipe = ("--tp", "2", "--pp", "3", "--zero", "1", "--microbatch", "2", "--sp")
     what_if = ("--what-if", "link.inter_node.s_per_byte=0.5x")
     words = (*GIVEN, *recipe, *what_if, "--nodes", "3,6", "--svg", str(plot))
-    found = json.loads(run(config, *words, "--json").stdout)
+    found = good(command("simulate", config, *words, "--json"))
     assert found["recipe"] == found["recipe"] | {"tp": 2, "pp": 3, "zero": 1, "sp": True}
     assert [p["n_devices"] for p in found["scalings"][0]["points"]] == [24, 48]
     assert [s["hardware"] for s in found["scalings"]] == [
         "a100-80gb", "a100-80gb with link.inter_node.s_per_byte=0.5x",
     ]  # fmt: skip
     assert found["written"] == [str(plot)] and plot.read_text().startswith("<svg ")
-    text = run(config, *words).stdout
+    text = command("simulate", config, *words).stdout
     assert text.startswith("config.json: tp=2, pp=3, sp, zero=1, microbatch 2, 1f1b, bfloat16")
 
 
@@ -214,10 +209,9 @@ def test_scale_of_a_configuration(config: str, tmp_path: Path) -> None:
     ],
 )
 def test_wrong_use_of_scale(config: str, words: tuple[str, ...], said: str) -> None:
-    result = run(config, *words)
-    assert (result.exit_code, result.stdout) == (WRONG_USE, ""), result.output
-    assert said in result.stderr
+    assert said in refused(command("simulate", config, *words))
 
 
 def test_only_a_configuration_has_dims_to_scale() -> None:
-    assert "no config.json" in run("tests.unit.cost.test_what_if:tiny", *GIVEN).stderr
+    words = ("simulate", "tests.unit.cost.test_what_if:tiny", *GIVEN)
+    assert "no config.json" in refused(command(*words))
