@@ -38,14 +38,6 @@ def test_version(run: Run) -> None:
     assert run("--version").stdout == f"{autopar.__version__}\n"
 
 
-@pytest.mark.parametrize(
-    ("ranks", "said"), [("two", "'two' is not a list of counts"), ("2,1", "a group of 1 has no")]
-)
-def test_groups_that_cannot_be_measured(run: Run, ranks: str, said: str) -> None:
-    assert said in refused(run("calibrate", "--ranks", ranks))
-    assert not Path("profile.toml").exists()
-
-
 def test_no_torch_is_imported_for_the_options() -> None:
     """`autopar.cli` alone does not import torch; `import autopar` is left out of the test."""
     code = (
@@ -234,11 +226,15 @@ def test_doctor_fails_on_a_problem(run: Run, monkeypatch: pytest.MonkeyPatch) ->
         (("plan", "tiny:rare", "--mesh", "2"), "aten.renorm.default"),
         (("plan", "tiny:mlp", "--no-such-flag"), "--no-such-flag"),
         (("explain", "tiny:mlp", "--model", "tiny:mlp", "--mesh", "2"), "is a model"),
+        (("calibrate", "--ranks", "two"), "'two' is not a list of counts"),
+        (("calibrate", "--ranks", "2,1"), "a group of 1 has no"),
+        (("diagnose", "nowhere"), "has no notes of ranks"),
         ((), "Usage"),
     ],
 )
 def test_wrong_use_is_told_on_stderr(run: Run, args: tuple[str, ...], message: str) -> None:
     assert message in refused(run(*args))
+    assert {path.name for path in Path().iterdir()} <= {"tiny.py", "config.json", "__pycache__"}
 
 
 def test_an_unknown_architecture_is_refused(run: Run, tmp_path: Path) -> None:
@@ -246,15 +242,9 @@ def test_an_unknown_architecture_is_refused(run: Run, tmp_path: Path) -> None:
     assert "GPT2Model" in refused(run("ops", "vit.json", *SIZES))
 
 
-@pytest.mark.parametrize(
-    ("text", "size_bytes"),
-    [("40GiB", 40 * 2**30), ("1.5 kb", 1500), ("7", 7), ("2TB", 2 * 10**12), ("1024B", 1024)],
-)
-def test_bytes(text: str, size_bytes: int) -> None:
-    assert parse_bytes(text) == size_bytes
-
-
-def test_meshes_recipes_and_pins() -> None:
+def test_bytes_meshes_recipes_and_pins() -> None:
+    sizes = {"40GiB": 40 * 2**30, "1.5 kb": 1500, "7": 7, "2TB": 2 * 10**12, "1024B": 1024}
+    assert {text: parse_bytes(text) for text in sizes} == sizes
     assert parse_mesh("2x8") == (2, 8)
     assert parse_mesh("4") == (4,)
     assert parse_manual("dp=2, tp=4,sp,zero=1") == Manual(dp=2, tp=4, sp=True, zero=1)
@@ -268,17 +258,11 @@ def test_meshes_recipes_and_pins() -> None:
 @pytest.mark.parametrize(
     ("parse", "text"),
     [
-        (parse_bytes, "40 apples"),
-        (parse_bytes, "GiB"),
-        (parse_manual, "dd=2"),
-        (parse_manual, "dp=two"),
-        (parse_manual, "dp"),
-        (parse_mesh, "2x"),
-        (parse_mesh, ""),
-        (parse_stages, "a@"),
-        (lambda text: parse_force([text]), "h.0.weight"),
+        (parse_bytes, "40 apples"), (parse_bytes, "GiB"), (parse_manual, "dd=2"),
+        (parse_manual, "dp=two"), (parse_manual, "dp"), (parse_mesh, "2x"), (parse_mesh, ""),
+        (parse_stages, "a@"), (lambda text: parse_force([text]), "h.0.weight"),
     ],
-)
+)  # fmt: skip
 def test_malformed_texts_are_refused(parse: Callable[[str], object], text: str) -> None:
     with pytest.raises(OptionError):
         parse(text)
@@ -306,10 +290,6 @@ def test_diagnose_names_the_rank_that_is_behind(run: Run, tmp_path: Path) -> Non
     assert "left notes in notes and in a folder before" in refused(
         run("diagnose", "notes", "notes")
     )
-
-
-def test_diagnose_without_notes(run: Run) -> None:
-    assert "has no notes of ranks" in refused(run("diagnose", "nowhere"))
 
 
 @pytest.mark.parametrize(

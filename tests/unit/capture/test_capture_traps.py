@@ -48,11 +48,7 @@ def test_unused_inputs_and_parameters_stay() -> None:
     model.idle = nn.Parameter(torch.ones(2))
     program = capture(model, {"a": torch.randn(2, 4), "unused": torch.randn(3)})
     assert {i.path for i in program.inputs.values()} == {"a", "unused"}
-    assert {p.name for p in program.parameters.values()} == {
-        "linear.weight",
-        "linear.bias",
-        "idle",
-    }
+    assert {p.name for p in program.parameters.values()} == {"linear.weight", "linear.bias", "idle"}
 
 
 def test_other_inputs_are_baked_in_and_nested_ones_have_paths() -> None:

@@ -8,15 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from examples.bench_plan import (
-    CASES,
-    DEPTHS,
-    Case,
-    depths_text,
-    llama,
-    measure,
-    table_of,
-)
+from examples.bench_plan import CASES, DEPTHS, Case, depths_text, llama, measure, table_of
 from examples.joint_plan import LLAMA_3_8B
 from tests.helpers.nightly import nightly
 

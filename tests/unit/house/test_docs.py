@@ -38,17 +38,11 @@ def test_the_rules_in_print_are_the_rules() -> None:
 
 
 @pytest.mark.parametrize("page", PAGES)
-def test_links_lead_somewhere(page: str) -> None:
-    path = ROOT / page
-    for target in _LINK.findall(path.read_text()):
-        assert (path.parent / target).exists(), target
-
-
-@pytest.mark.parametrize("page", PAGES)
-def test_files_that_are_named_exist(page: str) -> None:
-    text = _LINK.sub("", (ROOT / page).read_text())
-    named = sorted(set(_FILE.findall(text)))
-    assert [name for name in named if not (ROOT / name).exists()] == []
+def test_links_and_files_that_are_named_exist(page: str) -> None:
+    folder, text = (ROOT / page).parent, (ROOT / page).read_text()
+    named = {folder / target for target in _LINK.findall(text)}
+    named |= {ROOT / name for name in _FILE.findall(_LINK.sub("", text))}
+    assert [path for path in sorted(named) if not path.exists()] == []
 
 
 def test_the_readme_snippet_runs_as_it_is_pasted(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import warnings
 from collections.abc import Callable
 from functools import lru_cache, partial
 from types import SimpleNamespace
@@ -138,10 +137,8 @@ def test_unread_attributes_are_not_watched() -> None:
     model = made()
     model.n_steps = 0
     module = autopar.parallelize(model, (1, 1), batch(), loss_fn=squares)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        model.n_steps = 1
-        module.step(**batch())
+    model.n_steps = 1
+    module.step(**batch())  # a warning would be an error
 
 
 @pytest.mark.filterwarnings("ignore:.*captured again")
@@ -229,6 +226,9 @@ def test_losses_that_hold_values(how: str) -> None:
     check([change, lambda m: setattr(settings, "GAMMA", 2.5)], loss)
 
 
+NO_GRADIENT = "`requires_grad` of `linear.weight` changed from True"
+
+
 @pytest.mark.filterwarnings("ignore:.*captured again")
 @pytest.mark.parametrize(
     ("change", "kind", "message"),
@@ -236,11 +236,7 @@ def test_losses_that_hold_values(how: str) -> None:
         (setting("gelu", True), PlanError, "`gelu` of the model changed from False to True; the"),
         (setting("norm.training", False), PlanError, "`training` of `norm` changed from True to"),
         (setting("norm", nn.Identity()), CaptureError, "class of `norm` changed"),
-        (
-            lambda model: model.linear.requires_grad_(False),
-            CaptureError,
-            "`requires_grad` of `linear.weight` changed from True",
-        ),
+        (setting("linear.weight.requires_grad", False), CaptureError, NO_GRADIENT),
     ],
 )
 def test_changes_that_the_plan_does_not_fit(
@@ -255,12 +251,13 @@ def test_changes_that_the_plan_does_not_fit(
 
 def test_a_part_in_eval_mode_stays_there_beside_a_loss() -> None:
     """Statistics of `norm` are fixed: wrapping the model with its loss changes no mode."""
-    model, own = made(), made()
-    model.norm.eval()
-    own.norm.eval()
-    module = autopar.parallelize(model, (1, 1), batch(), loss_fn=squares)
-    wanted = squares(own(**batch()), batch())
-    torch.testing.assert_close(module.step(**batch()), wanted.detach(), rtol=1e-12, atol=1e-12)
+
+    def partly_fixed() -> Net:
+        net = Net()
+        net.norm.eval()
+        return net
+
+    check([], kind=partly_fixed)
 
 
 def test_modes_of_the_capture_stay() -> None:
@@ -268,9 +265,7 @@ def test_modes_of_the_capture_stay() -> None:
     model = made()
     module = autopar.parallelize(model, (1, 1), batch(), loss_fn=squares)
     model.eval()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        module.step(**batch())
+    module.step(**batch())
     half = {"x": batch()["x"][:4]}
     with pytest.warns(UserWarning, match="captured a batch unlike the planned one"):
         loss = module.step(**half)
@@ -419,6 +414,4 @@ def test_a_notice_where_the_capture_was_in_eval_mode() -> None:
         module.train()
     assert caught[0].filename == __file__
     module = autopar.parallelize(made(), (1, 1), batch(), loss_fn=squares)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        module.eval().train()
+    module.eval().train()

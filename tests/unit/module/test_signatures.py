@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Mapping
 from typing import Any
 
@@ -126,6 +125,7 @@ def test_a_key_that_is_missing() -> None:
         module.step(batch()["idx"], labels=batch()["labels"])
 
 
+@pytest.mark.filterwarnings("error")  # of a capture
 def test_lifted_inputs_are_alike() -> None:
     """With precision="fp64" a float32 batch and a float64 one run the same program."""
     model = nn.Sequential(nn.Linear(4, 2))
@@ -133,9 +133,7 @@ def test_lifted_inputs_are_alike() -> None:
     module = autopar.parallelize(
         model, ALONE, (x,), precision="fp64", loss_fn=lambda y, _: y.square().mean()
     )
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # of a capture
-        assert module.step(x) == module.step(x.double())
+    assert module.step(x) == module.step(x.double())
 
 
 @pytest.mark.parametrize("mode", [torch.no_grad, torch.inference_mode], ids=lambda m: m.__name__)

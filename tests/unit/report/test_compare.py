@@ -46,8 +46,8 @@ def planned(model: nn.Module | None = None, n_rows: int = 8, **options: Any) -> 
 
 
 @cache
-def recipe(**degrees: int) -> autopar.Plan:
-    return planned(manual=autopar.Manual(**degrees))
+def recipe(dp: int = 1, tp: int = 1) -> autopar.Plan:
+    return planned(manual=autopar.Manual(dp=dp, tp=tp))
 
 
 def section(text: str, title: str) -> dict[str, list[str]]:
@@ -134,9 +134,8 @@ def test_plans_without_their_model_have_placements_alone(tmp_path: Path) -> None
 
 def test_the_facts_of_the_page() -> None:
     unbound = autopar.Plan(recipe(tp=2).data)
-    named = replace(
-        autopar.compare(recipe(dp=2), recipe(tp=2), unbound), names=("<a>", "b & c", "d")
-    )
+    compared = autopar.compare(recipe(dp=2), recipe(tp=2), unbound)
+    named = replace(compared, names=("<a>", "b & c", "d"))
     facts = page_facts(named.html())
     assert facts["names"] == ["<a>", "b & c", "d"]
     assert [bars.get("time", {}).get("step_time_s") for bars in facts["bars"]] == [

@@ -328,11 +328,7 @@ def check(case: Case, monkeypatch: pytest.MonkeyPatch) -> Plan | None:
     return plan
 
 
-BY_DAY = [
-    *(seed for seed in range(24) if seed not in (2, 6, 10, 11)),
-    36,
-    121,
-]  # the others are slow
+BY_DAY = [*(seed for seed in range(24) if seed not in (2, 6, 10, 11)), 36, 121]  # others are slow
 EVERY = [(seed, HOW[seed % len(HOW)]) for seed in range(500)]
 
 
