@@ -23,7 +23,7 @@ from autopar.errors import (
     NotPlannedError,
     NotSupportedError,
     OptionError,
-)  # fmt: skip
+)
 from autopar.runtime.launch import WorkerPool
 from tests.helpers.jobs import machine
 from tests.helpers.models.tiny_model import Tiny, batch
