@@ -54,13 +54,8 @@ class LohaModel(Small):
             b.up, b.down = Loha(b.up), Loha(b.down)
 
 
-@habit(
-    SECTION,
-    "LoHa: a Hadamard product in an `autograd.Function`",
-    "with tensor parallelism",
-    kind=LohaModel,
-    layouts=("tp",),
-)
+@habit(SECTION, "LoHa: a Hadamard product in an `autograd.Function`", "with tensor parallelism",
+       kind=LohaModel, layouts=("tp",))  # fmt: skip
 def loha(run: Run) -> None:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message=".*HadaWeight")
@@ -181,12 +176,8 @@ def adalora_mask(run: Run) -> None:
             o.zero_grad()
 
 
-@habit(
-    SECTION,
-    "`enable_input_require_grads`: a hook that calls `output.requires_grad_(True)`",
-    kind=Wrapped,
-    layouts=ALL,
-)
+@habit(SECTION, "`enable_input_require_grads`: a hook that calls `output.requires_grad_(True)`",
+       kind=Wrapped, layouts=ALL)  # fmt: skip
 def input_grads(run: Run) -> None:
     models: tuple[Any, ...] = (run.model, run.alone)
     for m in models:
@@ -263,11 +254,8 @@ class EmbModel(Small):
         self.embed = LoraEmbedding(self.embed)  # type: ignore[assignment]
 
 
-@habit(
-    SECTION,
-    'LoRA as a parametrization: `register_parametrization(layer, "weight", lora)`',
-    layouts=ALL,
-)
+@habit(SECTION, 'LoRA as a parametrization: `register_parametrization(layer, "weight", lora)`',
+       layouts=ALL)  # fmt: skip
 def lora_parametrized(run: Run) -> None:
     class P(nn.Module):
         def __init__(self, i: Any, o: Any) -> None:

@@ -73,9 +73,8 @@ def compiled(run: Run) -> None:
     run.losses.append((pm(**batch).item(), run.alone(**batch).item()))
 
 
-@habit(
-    SECTION, 'the loss: `f"{loss:.3f}"`, `copy.deepcopy(loss)`, `torch.stack(losses)`', layouts=ALL
-)
+@habit(SECTION, 'the loss: `f"{loss:.3f}"`, `copy.deepcopy(loss)`, `torch.stack(losses)`',
+       layouts=ALL)  # fmt: skip
 def loss_kept(run: Run) -> None:
     found = run.pm.step(**run.batch(0))
     losses = torch.stack([copy.deepcopy(found), found, found.clone()])

@@ -85,11 +85,8 @@ def resize(model: Any, n: int) -> None:
     model.embed = new
 
 
-@habit(
-    SECTION,
-    "`resize_token_embeddings` before: new rows are the mean of the others",
-    layouts=ALL,
-)
+@habit(SECTION, "`resize_token_embeddings` before: new rows are the mean of the others",
+       layouts=ALL)  # fmt: skip
 def resized(run: Run) -> None:
     for m in (run.model, run.alone):
         resize(m, VOCABULARY + 3)
@@ -118,12 +115,8 @@ class Counted(Small):
         return loss / num_items_in_batch
 
 
-@habit(
-    SECTION,
-    "sums over accumulated batches over `num_items_in_batch`, a tensor",
-    kind=Counted,
-    layouts=ALL,
-)
+@habit(SECTION, "sums over accumulated batches over `num_items_in_batch`, a tensor", kind=Counted,
+       layouts=ALL)  # fmt: skip
 def counted(run: Run) -> None:
     def of(seed: int, n: int) -> Batch:
         return {**padded(seed), "num_items_in_batch": torch.tensor(n)}
@@ -311,12 +304,8 @@ def tokens(seed: int) -> Batch:
     return {"input_ids": batch_of(seed, rows=8)["ids"]}
 
 
-@habit(
-    SECTION,
-    "`model.gradient_checkpointing_enable()`, `model.config.use_cache = False`",
-    kind=Gpt2,
-    layouts=ALL,
-)
+@habit(SECTION, "`model.gradient_checkpointing_enable()`, `model.config.use_cache = False`",
+       kind=Gpt2, layouts=ALL)  # fmt: skip
 def checkpointing(run: Run) -> None:
     for m in models_of(run):
         m.gradient_checkpointing_enable({"use_reentrant": False})
@@ -324,12 +313,8 @@ def checkpointing(run: Run) -> None:
     train(run, tokens, shifted_loss)
 
 
-@habit(
-    SECTION,
-    "the same with `use_reentrant=True`, `model.enable_input_require_grads()`",
-    kind=Gpt2,
-    layouts=ALL,
-)
+@habit(SECTION, "the same with `use_reentrant=True`, `model.enable_input_require_grads()`",
+       kind=Gpt2, layouts=ALL)  # fmt: skip
 def input_grads_gpt2(run: Run) -> None:
     for m in models_of(run):
         m.gradient_checkpointing_enable({"use_reentrant": True})

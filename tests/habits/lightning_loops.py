@@ -57,9 +57,8 @@ def turns(run: Run, toggles: bool) -> None:
                 m.requires_grad_(True).zero_grad()
 
 
-@habit(
-    SECTION, "two optimizers in turns, the turn a tensor: `torch.where(turn == 0, ...)`", kind=Gan
-)
+@habit(SECTION, "two optimizers in turns, the turn a tensor: `torch.where(turn == 0, ...)`",
+       kind=Gan)  # fmt: skip
 def two_optimizers(run: Run) -> None:
     turns(run, toggles=False)
 

@@ -33,9 +33,8 @@ def moved(run: Run) -> None:
     run.train(run.optimizers())
 
 
-@habit(
-    SECTION, "`pm.apply(fn)`, `for m in pm.modules(): if isinstance(m, nn.LayerNorm)`", layouts=ALL
-)
+@habit(SECTION, "`pm.apply(fn)`, `for m in pm.modules(): if isinstance(m, nn.LayerNorm)`",
+       layouts=ALL)  # fmt: skip
 def applied(run: Run) -> None:
     def zero_bias(module: torch.nn.Module) -> None:
         if isinstance(module, torch.nn.LayerNorm) and hasattr(module, "bias"):

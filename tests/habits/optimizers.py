@@ -72,12 +72,9 @@ WHOLE: dict[str, Make] = {
 }
 
 
-@habit(
-    SECTION,
-    "Muon, Adafactor, Shampoo: updates of whole matrices",
-    "refused before anything changes",
-    refused=(NotSupportedError, "optimizer_gather="),
-)
+@habit(SECTION, "Muon, Adafactor, Shampoo: updates of whole matrices",
+       "refused before anything changes",
+       refused=(NotSupportedError, "optimizer_gather="))  # fmt: skip
 def whole_matrices(run: Run) -> None:
     before = copy.deepcopy(run.pm.full_state_dict())
     errors = []
@@ -94,12 +91,8 @@ def whole_matrices(run: Run) -> None:
     raise errors[0]
 
 
-@habit(
-    SECTION,
-    'the same with `optimizer_gather=["*"]`',
-    "gathered for the update",
-    optimizer_gather=["*"],
-)
+@habit(SECTION, 'the same with `optimizer_gather=["*"]`', "gathered for the update",
+       optimizer_gather=["*"])  # fmt: skip
 def whole_matrices_gathered(run: Run) -> None:
     for make in WHOLE.values():
         run.train(run.optimizers(make), 2)
@@ -121,12 +114,9 @@ class Whitening(torch.optim.Optimizer):
                     p.sub_(1e-2 * (q if p.shape[0] >= p.shape[1] else q.T))
 
 
-@habit(
-    SECTION,
-    "an unknown optimizer that needs whole tensors",
-    "refused by its first such operator",
-    refused=(NotSupportedError, "optimizer_gather="),
-)
+@habit(SECTION, "an unknown optimizer that needs whole tensors",
+       "refused by its first such operator",
+       refused=(NotSupportedError, "optimizer_gather="))  # fmt: skip
 def unknown(run: Run) -> None:
     run.train(run.optimizers(Whitening))
 
@@ -157,26 +147,18 @@ def lbfgs(run: Run) -> None:
     second.step(of_one)
 
 
-@habit(
-    SECTION,
-    "an optimizer built before: `AdamW(model.parameters())`",
-    "build it from `pm.parameters()`",
-    refused=(OptionError, "pm.parameters()"),
-    layouts=ALL,
-)
+@habit(SECTION, "an optimizer built before: `AdamW(model.parameters())`",
+       "build it from `pm.parameters()`", refused=(OptionError, "pm.parameters()"),
+       layouts=ALL)  # fmt: skip
 def built_before(run: Run) -> None:
     optimizer = torch.optim.AdamW(run.model.parameters())
     run.pm.step(**run.batch(0))
     optimizer.step()
 
 
-@habit(
-    SECTION,
-    "`clip_grad_norm_(model.parameters(), c)` of the original model",
-    "use `pm.parameters()`",
-    refused=(OptionError, "pm.clip_grad_norm_"),
-    layouts=ALL,
-)
+@habit(SECTION, "`clip_grad_norm_(model.parameters(), c)` of the original model",
+       "use `pm.parameters()`", refused=(OptionError, "pm.clip_grad_norm_"),
+       layouts=ALL)  # fmt: skip
 def clip_of_the_original(run: Run) -> None:
     run.pm.step(**run.batch(0))
     torch.nn.utils.clip_grad_norm_(run.model.parameters(), 1.0)

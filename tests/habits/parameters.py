@@ -30,13 +30,9 @@ def clip_norm(run: Run) -> None:
         run.update(optimizers)
 
 
-@habit(
-    SECTION,
-    "`clip_grad_norm_(pm.parameters(), c)` with pipeline stages",
-    "use `pm.clip_grad_norm_(c)`",
-    layouts=("pp",),
-    refused=(NotSupportedError, "pm.clip_grad_norm_(c)"),
-)
+@habit(SECTION, "`clip_grad_norm_(pm.parameters(), c)` with pipeline stages",
+       "use `pm.clip_grad_norm_(c)`", layouts=("pp",),
+       refused=(NotSupportedError, "pm.clip_grad_norm_(c)"))  # fmt: skip
 def clip_norm_of_a_stage(run: Run) -> None:
     run.backward(run.batch(0))
     clip_grad_norm_(run.pm.parameters(), 0.1)
@@ -83,13 +79,8 @@ def norm_by_hand(run: Run) -> None:
     run.update(optimizers)
 
 
-@habit(
-    SECTION,
-    "the same with pipeline stages",
-    "use `pm.clip_grad_norm_(c)`",
-    layouts=("pp",),
-    refused=(NotSupportedError, "pipeline stages"),
-)
+@habit(SECTION, "the same with pipeline stages", "use `pm.clip_grad_norm_(c)`", layouts=("pp",),
+       refused=(NotSupportedError, "pipeline stages"))  # fmt: skip
 def norm_by_hand_of_a_stage(run: Run) -> None:
     run.backward(run.batch(0))
     _ = sum(g.pow(2).sum().item() for g in gradients(run.pm)) ** 0.5
@@ -184,35 +175,23 @@ def copied(run: Run) -> None:
     run.train(run.optimizers())
 
 
-@habit(
-    SECTION,
-    "random numbers into a parameter: `nn.init.normal_(p)`",
-    "initialise the model before",
-    refused=(NotSupportedError, "other numbers"),
-)
+@habit(SECTION, "random numbers into a parameter: `nn.init.normal_(p)`",
+       "initialise the model before", refused=(NotSupportedError, "other numbers"))  # fmt: skip
 def initialised_later(run: Run) -> None:
     torch.nn.init.normal_(next(iter(run.pm.parameters())))
 
 
-@habit(
-    SECTION,
-    "`p[0] = 0`, `p.svd()`, `p.T @ p`: operators on the whole of a sharded parameter",
-    "refused, unless `optimizer_gather=` names it",
-    refused=(NotSupportedError, "optimizer_gather="),
-)
+@habit(SECTION, "`p[0] = 0`, `p.svd()`, `p.T @ p`: operators on the whole of a sharded parameter",
+       "refused, unless `optimizer_gather=` names it",
+       refused=(NotSupportedError, "optimizer_gather="))  # fmt: skip
 def whole_operator(run: Run) -> None:
     for p in run.pm.parameters():
         with torch.no_grad():
             p[0] = 0.0
 
 
-@habit(
-    SECTION,
-    'the same with `optimizer_gather=["*"]`',
-    "gathered, and written back",
-    layouts=ALL,
-    optimizer_gather=["*"],
-)
+@habit(SECTION, 'the same with `optimizer_gather=["*"]`', "gathered, and written back", layouts=ALL,
+       optimizer_gather=["*"])  # fmt: skip
 def whole_operator_gathered(run: Run) -> None:
     for m in run.both():
         with torch.no_grad():
@@ -265,9 +244,8 @@ def accumulation(run: Run) -> None:
         run.update(optimizers)
 
 
-@habit(
-    SECTION, "freezing later: `p.requires_grad_(False)`", "no gradient from then on", layouts=ALL
-)
+@habit(SECTION, "freezing later: `p.requires_grad_(False)`", "no gradient from then on",
+       layouts=ALL)  # fmt: skip
 def frozen_later(run: Run) -> None:
     optimizers = run.optimizers()
     run.train(optimizers, 1)
@@ -277,12 +255,8 @@ def frozen_later(run: Run) -> None:
     run.train(optimizers, 2, first=1)
 
 
-@habit(
-    SECTION,
-    "unfreezing later",
-    "set `requires_grad` before",
-    refused=(NotSupportedError, "requires grad now"),
-)
+@habit(SECTION, "unfreezing later", "set `requires_grad` before",
+       refused=(NotSupportedError, "requires grad now"))  # fmt: skip
 def unfrozen_later(run: Run) -> None:
     for p in run.model.blocks.parameters():  # type: ignore[union-attr]
         p.requires_grad_(False)
@@ -319,12 +293,8 @@ def norm_hook(run: Run) -> None:
     run.train(run.optimizers(), 2)
 
 
-@habit(
-    SECTION,
-    "optimizers in backward: `p.register_post_accumulate_grad_hook(step)`",
-    "called after the step",
-    layouts=ALL,
-)
+@habit(SECTION, "optimizers in backward: `p.register_post_accumulate_grad_hook(step)`",
+       "called after the step", layouts=ALL)  # fmt: skip
 def optimizer_in_backward(run: Run) -> None:
     for m in run.both():
         own = {p: torch.optim.AdamW([p], lr=1e-2) for p in m.parameters()}

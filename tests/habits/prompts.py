@@ -43,9 +43,8 @@ class Saved(Wrapped):
         self.base_model.head = ModulesToSave(self.base_model.head)  # type: ignore[assignment]
 
 
-@habit(
-    SECTION, "`modules_to_save`: a trained copy beside the frozen original", kind=Saved, layouts=ALL
-)
+@habit(SECTION, "`modules_to_save`: a trained copy beside the frozen original", kind=Saved,
+       layouts=ALL)  # fmt: skip
 def modules_to_save(run: Run) -> None:
     run.train(of_learning(run))
     assert "base_model.head.original_module.weight" in dict(run.alone.named_parameters())

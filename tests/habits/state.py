@@ -64,13 +64,8 @@ def saved_shards(run: Run) -> None:
         saved_by_every_rank(run, weights_only=weights_only)
 
 
-@habit(
-    SECTION,
-    "the file of rank 0 loaded by all ranks",
-    "it has the shards of one rank",
-    layouts=ALL,
-    refused=(StateError, ""),
-)
+@habit(SECTION, "the file of rank 0 loaded by all ranks", "it has the shards of one rank",
+       layouts=ALL, refused=(StateError, ""))  # fmt: skip
 def saved_shards_of_one(run: Run) -> None:
     path = shared_folder() / "model.pt"
     values = run.pm.state_dict()
@@ -344,13 +339,8 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 }
 
 
-@habit(
-    LAYERS,
-    ", ".join(f"`{change}`" for change in CHANGES),
-    "change the model before",
-    layouts=ALL,
-    refused=(NotSupportedError, "program is generated"),
-)
+@habit(LAYERS, ", ".join(f"`{change}`" for change in CHANGES), "change the model before",
+       layouts=ALL, refused=(NotSupportedError, "program is generated"))  # fmt: skip
 def changed_layers(run: Run) -> None:
     errors = []
     for change in CHANGES.values():

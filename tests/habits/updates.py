@@ -46,9 +46,8 @@ def agc(run: Run) -> None:
     adaptive_clip_grad(run.pm.parameters())
 
 
-@habit(
-    SECTION, 'the same with `optimizer_gather=["*"]`', "gathered", kind=Vit, optimizer_gather=["*"]
-)
+@habit(SECTION, 'the same with `optimizer_gather=["*"]`', "gathered", kind=Vit,
+       optimizer_gather=["*"])  # fmt: skip
 def agc_gathered(run: Run) -> None:
     parallelize(run, images(0), loss_fn=cross_entropy)
     optimizers = run.optimizers()
@@ -59,13 +58,8 @@ def agc_gathered(run: Run) -> None:
         run.update(optimizers)
 
 
-@habit(
-    SECTION,
-    'gradients centred by row, with `optimizer_gather=["*"]`',
-    "gathered",
-    kind=Vit,
-    optimizer_gather=["*"],
-)
+@habit(SECTION, 'gradients centred by row, with `optimizer_gather=["*"]`', "gathered", kind=Vit,
+       optimizer_gather=["*"])  # fmt: skip
 def centralized(run: Run) -> None:
     parallelize(run, images(0), loss_fn=cross_entropy)
     optimizers = run.optimizers()
@@ -138,29 +132,20 @@ def ema_of(run: Run, kind: Any) -> None:
     )
 
 
-@habit(
-    SECTION,
-    "`ModelEmaV2(pm)`: `state_dict().values()` of a copy, batch norm included",
-    kind=Convs,
-    layouts=ALL,
-)
+@habit(SECTION, "`ModelEmaV2(pm)`: `state_dict().values()` of a copy, batch norm included",
+       kind=Convs, layouts=ALL)  # fmt: skip
 def ema_v2(run: Run) -> None:
     ema_of(run, ModelEmaV2)
 
 
-@habit(
-    SECTION, "`ModelEmaV3(pm)`: `_foreach_lerp_` of `state_dict().values()`", kind=Vit, layouts=ALL
-)
+@habit(SECTION, "`ModelEmaV3(pm)`: `_foreach_lerp_` of `state_dict().values()`", kind=Vit,
+       layouts=ALL)  # fmt: skip
 def ema_v3(run: Run) -> None:
     ema_of(run, ModelEmaV3)
 
 
-@habit(
-    SECTION,
-    "`ModelEmaV3(pm, exclude_buffers=True)`: `_foreach_lerp_` of parameters",
-    kind=Convs,
-    layouts=ALL,
-)
+@habit(SECTION, "`ModelEmaV3(pm, exclude_buffers=True)`: `_foreach_lerp_` of parameters",
+       kind=Convs, layouts=ALL)  # fmt: skip
 def ema_v3_buffers(run: Run) -> None:
     ema_of(run, V3NoBuffers)
 

@@ -217,12 +217,8 @@ class Convs(nn.Module):
         return self.fc(F.adaptive_avg_pool2d(x, 1).flatten(1))
 
 
-@habit(
-    SECTION,
-    "`dist.all_reduce(loss.clone())`, divided by the number of ranks",
-    kind=Vit,
-    layouts=ALL,
-)
+@habit(SECTION, "`dist.all_reduce(loss.clone())`, divided by the number of ranks", kind=Vit,
+       layouts=ALL)  # fmt: skip
 def reduced_loss(run: Run) -> None:
     train(run, images, cross_entropy)
     loss: Any = run.pm.step(**images(3))
@@ -241,12 +237,8 @@ def distribute_bn(run: Run) -> None:
     train(run, images, cross_entropy)
 
 
-@habit(
-    SECTION,
-    "`model.to(memory_format=torch.channels_last)`, and the images",
-    kind=Convs,
-    layouts=ALL,
-)
+@habit(SECTION, "`model.to(memory_format=torch.channels_last)`, and the images", kind=Convs,
+       layouts=ALL)  # fmt: skip
 def channels_last(run: Run) -> None:
     for m in (run.model, run.alone):
         m.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
@@ -265,12 +257,8 @@ def features(run: Run) -> None:
     run.pm.forward_features(images(0)["x"])
 
 
-@habit(
-    SECTION,
-    "batch norm frozen before: `bn.eval()`, `requires_grad_(False)`",
-    kind=Convs,
-    layouts=ALL,
-)
+@habit(SECTION, "batch norm frozen before: `bn.eval()`, `requires_grad_(False)`", kind=Convs,
+       layouts=ALL)  # fmt: skip
 def frozen_bn(run: Run) -> None:
     for m in (run.model, run.alone):
         for mod in m.modules():
@@ -305,12 +293,8 @@ def init_after(run: Run) -> None:
     run.pm.step(**images(0))
 
 
-@habit(
-    SECTION,
-    "masks on gradients: `p.grad.mul_(rows)`, `p.grad = p.grad * columns`",
-    kind=Vit,
-    layouts=ALL,
-)
+@habit(SECTION, "masks on gradients: `p.grad.mul_(rows)`, `p.grad = p.grad * columns`", kind=Vit,
+       layouts=ALL)  # fmt: skip
 def grad_mask(run: Run) -> None:
     parallelize(run, images(0), loss_fn=cross_entropy)
     optimizers = run.optimizers()
