@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar import CaptureError, NotSupportedError, PlanError
-from tests.habits.table import ALL, Block, Run, Small, habit
+from tests.habits.table import ALL, Block, Run, Small, captured_again, habit
 from tests.habits.tasks import of_learning, trains
 
 SECTION = "Adapter libraries"
@@ -114,15 +114,23 @@ class Wrapped(nn.Module):
         return self.base_model(ids, targets)
 
 
+class Adapted(Small):
+    """Frozen, with layers of one kind around those of its blocks."""
+
+    layer: Any
+    down = True
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.requires_grad_(False)
+        for block in self.blocks:
+            block.up = self.layer(block.up)
+            if self.down:
+                block.down = self.layer(block.down)
+
+
 class TwoAdapters(Wrapped):
     names = ("first", "second")
-
-
-@contextmanager
-def captured_again() -> Iterator[None]:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*captured again")
-        yield
 
 
 @habit(SECTION, "another adapter later: `model.set_adapter(name)`",

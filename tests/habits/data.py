@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
@@ -17,7 +16,7 @@ from torch.utils.data import (
 )
 
 from autopar import BatchError, NotSupportedError, OptionError
-from tests.habits.table import BOTH, ROWS, Run, Small, habit
+from tests.habits.table import BOTH, ROWS, Run, Small, captured_anew, habit
 from tests.habits.table import ZERO_FIRST as ALL
 
 SECTION = "Batches and losses"
@@ -226,8 +225,7 @@ def loader_of_a_stream(run: Run) -> None:
 @habit(SECTION, "a last, shorter batch", "captured anew, with a notice")
 def shorter(run: Run) -> None:
     optimizers = run.optimizers()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="captured a batch")
+    with captured_anew():
         for rows in (ROWS, ROWS // 2, ROWS):
             run.backward(run.batch(rows, rows=rows))
             run.update(optimizers)
@@ -236,8 +234,7 @@ def shorter(run: Run) -> None:
 @habit(SECTION, "a last batch that does not divide", "`drop_last=True`, or the sizes it names",
        layouts=("zero3",), refused=(BatchError, "drop_last"))  # fmt: skip
 def indivisible(run: Run) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="captured a batch")
+    with captured_anew():
         run.pm.step(**run.batch(0, rows=ROWS - 1))
 
 
@@ -245,8 +242,7 @@ def indivisible(run: Run) -> None:
        layouts=ALL)  # fmt: skip
 def lengths(run: Run) -> None:
     optimizers = run.optimizers()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="captured a batch")
+    with captured_anew():
         for length in (3, 6, 3):
             run.backward(run.batch(length, length=length))
             run.update(optimizers)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import warnings
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autopar import NotSupportedError
-from tests.habits.adapters import RANK, SECTION, Wrapped
-from tests.habits.table import ALL, BOTH, WIDTH, Run, Small, habit
+from tests.habits.adapters import RANK, SECTION, Adapted, Wrapped
+from tests.habits.table import ALL, BOTH, WIDTH, Run, Small, habit, quiet
 from tests.habits.tasks import of_learning, trains
 
 
@@ -46,19 +45,14 @@ class Loha(nn.Module):
         return self.base_layer(x) + nn.functional.linear(x, w)
 
 
-class LohaModel(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
-        for b in self.blocks:
-            b.up, b.down = Loha(b.up), Loha(b.down)
+class LohaModel(Adapted):
+    layer = Loha
 
 
 @habit(SECTION, "LoHa: a Hadamard product in an `autograd.Function`", "with tensor parallelism",
        kind=LohaModel, layouts=("tp",))  # fmt: skip
 def loha(run: Run) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*HadaWeight")
+    with quiet(".*HadaWeight"):
         run.train(of_learning(run))
 
 
@@ -77,12 +71,8 @@ class Lokr(nn.Module):
 
 
 @trains(SECTION, "LoKr: `torch.kron(w1, w2)`")
-class LokrModel(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
-        for b in self.blocks:
-            b.up, b.down = Lokr(b.up), Lokr(b.down)
+class LokrModel(Adapted):
+    layer = Lokr
 
 
 class Oft(nn.Module):
@@ -102,12 +92,9 @@ class Oft(nn.Module):
 
 
 @trains(SECTION, "OFT: a rotation by `torch.linalg.solve`, `torch.block_diag`")
-class OftModel(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
-        for b in self.blocks:
-            b.up = Oft(b.up)
+class OftModel(Adapted):
+    layer = Oft
+    down = False
 
 
 class AdaLora(nn.Module):
@@ -127,17 +114,13 @@ class AdaLora(nn.Module):
         )
 
 
-class AdaModel(Small):
+class AdaModel(Adapted):
     """With AdaLoRA's penalty on factors that are not orthogonal."""
+
+    layer = AdaLora
 
     def eye(self, like: Any) -> Any:
         return torch.eye(*like.size()).to(like)
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
-        for b in self.blocks:
-            b.up, b.down = AdaLora(b.up), AdaLora(b.down)
 
     def forward(self, ids: Tensor, targets: Tensor) -> Any:
         loss = super().forward(ids, targets)
@@ -232,15 +215,8 @@ class LoraEmbedding(nn.Module):
     def forward(self, x: Tensor) -> Any:
         A, B = self.lora_embedding_A["default"].T, self.lora_embedding_B["default"].T
         base = self.base_layer
-        after_A = nn.functional.embedding(
-            x,
-            A,
-            padding_idx=base.padding_idx,
-            max_norm=base.max_norm,
-            norm_type=base.norm_type,
-            scale_grad_by_freq=base.scale_grad_by_freq,
-            sparse=base.sparse,
-        )
+        names = "padding_idx max_norm norm_type scale_grad_by_freq sparse".split()
+        after_A = nn.functional.embedding(x, A, **{name: getattr(base, name) for name in names})
         return base(x) + (after_A @ B) * 0.5
 
 

@@ -25,6 +25,8 @@ from tests.habits.table import (
     Run,
     Small,
     batch_of,
+    captured_again,
+    captured_anew,
     habit,
 )
 from tests.habits.tasks import backward, parallelize, train, trains
@@ -136,8 +138,7 @@ def counted_int(run: Run) -> None:
     def of(seed: int) -> Batch:
         return {**padded(seed), "num_items_in_batch": 30 + seed}
 
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="captured a batch")
+    with captured_anew():
         train(run, of, n_steps=3)
 
 
@@ -206,9 +207,7 @@ class Contrast(Small):
         self.logit_scale = nn.Parameter(torch.tensor(math.log(1 / 0.07)))
 
     def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Any:  # type: ignore[override]
-        h = self.embed(ids)
-        for block in self.blocks:
-            h = block(h)
+        h = self.hidden(self.embed(ids))
         m = mask.unsqueeze(-1)
         pooled = (h * m).sum(1) / m.sum(1).clamp(min=1e-9)
         a = F.normalize(pooled, dim=-1)
@@ -264,10 +263,7 @@ def decay_names(run: Run) -> None:
 
     optimizers = [make(m) for m in run.both()]
     schedules = [get_cosine_schedule_with_warmup(o, 1, 4) for o in optimizers]
-    for seed in range(3):
-        run.train(optimizers, 1, first=seed)
-        for s in schedules:
-            s.step()
+    run.train(optimizers, 3, plans=schedules)
 
 
 @habit(SECTION, "frozen embeddings that are tied to the head", kind=Tied, layouts=STAGES_FIRST)
@@ -327,8 +323,7 @@ def input_grads_gpt2(run: Run) -> None:
 @habit(SECTION, "`model.config.use_cache = False` later", kind=Gpt2, layouts=ALL)
 def use_cache_later(run: Run) -> None:
     train(run, tokens, shifted_loss)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*captured again")
+    with captured_again():
         for m in models_of(run):
             m.config.use_cache = False
         train(run, tokens, shifted_loss)

@@ -45,9 +45,7 @@ class Probe(Small):
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         with torch.no_grad():
-            h = self.embed(ids)
-            for block in self.blocks:
-                h = block(h)
+            h = self.hidden(self.embed(ids))
         logits = self.head(h.detach())
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import warnings
-
 import torch
 from torch import Tensor
 from torch.nn.parallel import DistributedDataParallel
 
 from autopar import NotSupportedError
 from tests.habits.table import STAGES_FIRST as ALL
-from tests.habits.table import Run, Small, habit
+from tests.habits.table import Run, Small, captured_again, habit
 
 SECTION = "The module"
 
@@ -80,8 +78,7 @@ def buffer_of_the_original(run: Run) -> None:
     run.train(optimizers, 1)
     for model in (run.model, run.alone):
         model.scale.fill_(0.5)  # type: ignore[operator]
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*captured again")
+    with captured_again():
         run.train(optimizers, 1, first=1)
     run.alone.scale.fill_(1.0)  # type: ignore[operator]
     found = run.pm.full_state_dict()

@@ -182,11 +182,7 @@ def zero_grad_of_the_original(run: Run) -> None:
 def schedulers(run: Run) -> None:
     optimizers = run.optimizers()
     plans = [torch.optim.lr_scheduler.OneCycleLR(o, 1e-2, total_steps=4) for o in optimizers]
-    for seed in range(3):
-        run.backward(run.batch(seed))
-        run.update(optimizers)
-        for plan in plans:
-            plan.step()
+    run.train(optimizers, 3, plans=plans)
 
 
 @habit(SECTION, "`optimizer.state_dict()` and `load_state_dict` in one job", layouts=ALL)
@@ -217,8 +213,7 @@ def average_by_hand(run: Run) -> None:
     optimizers = run.optimizers()
     averages = [{n: p.detach().clone() for n, p in m.named_parameters()} for m in run.both()]
     for seed in range(2):
-        run.backward(run.batch(seed))
-        run.update(optimizers)
+        run.train(optimizers, 1, first=seed)
         for m, ema in zip(run.both(), averages, strict=True):
             for name, p in m.named_parameters():
                 ema[name].lerp_(p.detach(), 0.1)
@@ -233,8 +228,7 @@ def averaged(run: Run) -> None:
     optimizers = run.optimizers()
     averages = [AveragedModel(m, multi_avg_fn=get_ema_multi_avg_fn(0.5)) for m in run.both()]
     for seed in range(3):
-        run.backward(run.batch(seed))
-        run.update(optimizers)
+        run.train(optimizers, 1, first=seed)
         for average, m in zip(averages, run.both(), strict=True):
             average.update_parameters(m)
     found, wanted = (average.module for average in averages)

@@ -60,11 +60,7 @@ def own_clip(run: Run) -> None:
 
 @habit(SECTION, "`clip_grad_value_(pm.parameters(), c)`", layouts=ALL)
 def clip_value(run: Run) -> None:
-    optimizers = run.optimizers()
-    run.backward(run.batch(0))
-    for m in run.both():
-        clip_grad_value_(m.parameters(), 1e-2)
-    run.update(optimizers)
+    run.train(run.optimizers(), 1, change=lambda m: clip_grad_value_(m.parameters(), 1e-2))
 
 
 @habit(SECTION, "a norm by hand: `sum(p.grad.pow(2).sum() for p in ...)`")
@@ -221,11 +217,10 @@ def groups(run: Run) -> None:
 
 @habit(SECTION, "an L2 term outside the model: `(0.1 * sum(p.pow(2).sum() ...)).backward()`")
 def penalty(run: Run) -> None:
-    optimizers = run.optimizers()
-    run.backward(run.batch(0))
-    for m in run.both():
+    def decay(m: Any) -> None:
         sum(0.1 * p.pow(2).sum() for p in m.parameters()).backward()
-    run.update(optimizers)
+
+    run.train(run.optimizers(), 1, change=decay)
 
 
 @habit(SECTION, "`loss.backward()` after `pm.step`", "`pm.step` has run it",

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from tests.habits.adapters import RANK, SECTION, Wrapped
+from tests.habits.adapters import RANK, SECTION, Adapted, Wrapped
 from tests.habits.table import ALL, WIDTH, Run, Small, habit
 from tests.habits.tasks import of_learning, trains
 
@@ -66,9 +66,8 @@ class Prompted(Small):
         h = torch.cat((prompts, self.embed(ids)), dim=1)
         prefix = torch.full((ids.shape[0], 2), -100).to(targets.device)
         labels = torch.cat((prefix, targets), dim=1)
-        for b in self.blocks:
-            h = b(h)
-        return nn.functional.cross_entropy(self.head(h).flatten(0, 1), labels.flatten())
+        logits = self.head(self.hidden(h))
+        return nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
 
 class Attending(nn.Module):
@@ -173,12 +172,8 @@ class Dora(nn.Module):
 
 
 @trains(SECTION, "DoRA: magnitudes over a detached norm of `W + BA`")
-class DoraModel(Small):
-    def __init__(self) -> None:
-        super().__init__()
-        self.requires_grad_(False)
-        for b in self.blocks:
-            b.up, b.down = Dora(b.up), Dora(b.down)
+class DoraModel(Adapted):
+    layer = Dora
 
 
 class Vera(nn.Module):
@@ -231,7 +226,4 @@ class NewTokens(Small):
         W = self.embed.weight
         index = torch.tensor(self.token_indices).to(W.device)
         W = W.index_copy(dim=0, index=index, source=self.delta.to(W.dtype))
-        h = nn.functional.embedding(ids, W)
-        for b in self.blocks:
-            h = b(h)
-        return self.head(h)
+        return self.head(self.hidden(nn.functional.embedding(ids, W)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,9 +10,18 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from autopar import CaptureError, NotSupportedError, PlanError
-from tests.habits.adapters import captured_again
 from tests.habits.alignment import SECTION, Policy, batch_of, few, logps_of, whitened
-from tests.habits.table import ALL, WIDTH, Batch, Run, Small, habit, make
+from tests.habits.table import (
+    ALL,
+    WIDTH,
+    Batch,
+    Run,
+    Small,
+    captured_again,
+    captured_anew,
+    habit,
+    make,
+)
 from tests.habits.tasks import LossFn, parallelize, train, trains
 
 
@@ -32,9 +40,7 @@ class Scored(Small):
         self.score = nn.Linear(WIDTH, 1, bias=False)
 
     def rewards(self, ids: Tensor, mask: Tensor) -> Tensor:
-        h = self.embed(ids)
-        for block in self.blocks:
-            h = block(h)
+        h = self.hidden(self.embed(ids))
         last = mask.sum(dim=1) - 1
         return self.score(h)[torch.arange(ids.shape[0], device=ids.device), last].squeeze(-1)
 
@@ -128,9 +134,7 @@ class ActorCritic(Policy):
         self.value = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh(), nn.Linear(WIDTH, 1))
 
     def forward(self, ids: Tensor, mask: Tensor) -> Any:
-        h = self.embed(ids)
-        for block in self.blocks:
-            h = block(h)
+        h = self.hidden(self.embed(ids))
         return self.head(h), self.value(self.dropout(h.detach())).squeeze(-1)
 
 
@@ -211,9 +215,7 @@ class Kept(Small):
     """Its head sees the last positions only."""
 
     def forward(self, ids: Tensor, mask: Tensor, logits_to_keep: int = 0) -> Any:
-        h = self.embed(ids)
-        for block in self.blocks:
-            h = block(h)
+        h = self.hidden(self.embed(ids))
         logits, labels = self.head(h[:, -logits_to_keep:]), ids[:, -logits_to_keep:]
         return F.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
@@ -221,7 +223,6 @@ class Kept(Small):
 @habit(SECTION, "`logits_to_keep`: a Python number in the batch", "captured anew", kind=Kept,
        layouts=ALL)  # fmt: skip
 def logits_to_keep(run: Run) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message="captured a batch")
+    with captured_anew():
         for keep in (3, 2, 3):
             train(run, lambda seed, n=keep: {**few()(seed), "logits_to_keep": n})  # type: ignore[misc]

@@ -6,6 +6,7 @@ import copy
 import pickle
 import tempfile
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +24,7 @@ from torch.distributed.checkpoint.stateful import Stateful
 
 import autopar
 from autopar import NotSupportedError, StateError
-from tests.habits.table import BOTH, Run, adamw, habit
+from tests.habits.table import BOTH, Run, adamw, all_refused, habit
 from tests.habits.table import STAGES_FIRST as ALL
 
 SECTION = "State and checkpoints"
@@ -342,14 +343,7 @@ CHANGES: dict[str, Callable[[Any], Any]] = {
 @habit(LAYERS, ", ".join(f"`{change}`" for change in CHANGES), "change the model before",
        layouts=ALL, refused=(NotSupportedError, "program is generated"))  # fmt: skip
 def changed_layers(run: Run) -> None:
-    errors = []
-    for change in CHANGES.values():
-        try:
-            change(run.pm)
-        except NotSupportedError as error:
-            errors.append(error)
-    assert len(errors) == len(CHANGES)
-    raise errors[0]
+    all_refused(NotSupportedError, *(partial(change, run.pm) for change in CHANGES.values()))
 
 
 @habit(LAYERS, "`pm.get_submodule(n).eval()`: one layer in another mode",

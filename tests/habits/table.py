@@ -12,11 +12,14 @@ A habit runs under each of its `layouts`, on two ranks.
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping, Sequence
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any
 
+import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
@@ -37,6 +40,7 @@ ALL = tuple(LAYOUTS)
 # Others than the first run at night, so it is the one that a file's habits may break most easily.
 ZERO_FIRST, STAGES_FIRST = ("zero3", "tp", "pp"), ("pp", "tp", "zero3")
 Batch = dict[str, Any]
+Change = Callable[[Any], object]
 
 
 class Block(nn.Module):
@@ -59,10 +63,12 @@ class Small(nn.Module):
         self.head = nn.Linear(WIDTH, VOCABULARY)
 
     def body(self, ids: Tensor) -> Tensor:
-        h = self.embed(ids)
+        return self.head(self.hidden(self.embed(ids)))
+
+    def hidden(self, h: Tensor) -> Tensor:
         for block in self.blocks:
             h = block(h)
-        return self.head(h)
+        return h
 
     def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
         return nn.functional.cross_entropy(self.body(ids).flatten(0, 1), targets.flatten())
@@ -82,6 +88,28 @@ def batch_of(seed: int, rows: int = ROWS, length: int = LENGTH) -> Batch:
 
 def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2)
+
+
+@contextmanager
+def quiet(message: str) -> Iterator[None]:
+    """Without warnings that begin so."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=message)
+        yield
+
+
+captured_again = partial(quiet, ".*captured again")
+captured_anew = partial(quiet, "captured a batch")
+
+
+def all_refused(kind: type[AutoparError], *calls: Callable[[], object], words: str = "") -> None:
+    """Raise the error of the first call, if every call raises one."""
+    errors = []
+    for call in calls:
+        with pytest.raises(kind, match=words) as error:
+            call()
+        errors.append(error.value)
+    raise errors[0]
 
 
 @dataclass
@@ -126,10 +154,22 @@ class Run:
     def optimizers(self, make: Callable[[Any], Any] = adamw) -> tuple[Any, Any]:
         return make(self.pm.parameters()), make(self.alone.parameters())
 
-    def train(self, optimizers: Sequence[Any], n_steps: int = 2, first: int = 0) -> None:
+    def train(
+        self,
+        optimizers: Sequence[Any],
+        n_steps: int = 2,
+        first: int = 0,
+        change: Change = lambda m: None,
+        plans: Iterable[Any] = (),
+    ) -> None:
+        """`change` comes between gradients and update, on both sides; `plans` step at the end."""
         for seed in range(first, first + n_steps):
             self.backward(self.batch(seed))
+            for m in self.both():
+                change(m)
             self.update(optimizers)
+            for plan in plans:
+                plan.step()
 
     def update(self, optimizers: Sequence[Any]) -> None:
         for optimizer in optimizers:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 import autopar
-from tests.habits.table import ALL, LAYOUTS, Batch, Run, adamw, habit
+from tests.habits.table import ALL, LAYOUTS, Batch, Change, Run, adamw, habit
 from tests.helpers.jobs import machine
 
 LossFn = Callable[[Any, Mapping[str, Any]], Tensor]
@@ -47,14 +47,17 @@ def train(
     optimizers: Sequence[Any] | None = None,
     n_steps: int = 2,
     first: int = 0,
+    change: Change = lambda m: None,
     **options: Any,
 ) -> None:
-    """Steps of both on batches of one kind; makes `run.pm` for the first."""
+    """Steps of both on batches of one kind, as `Run.train`; makes `run.pm` for the first."""
     if "pm" not in vars(run):
         parallelize(run, batches(0), **options, **({"loss_fn": loss_fn} if loss_fn else {}))
     optimizers = optimizers or run.optimizers()
     for seed in range(first, first + n_steps):
         backward(run, batches(seed), loss_fn)
+        for m in run.both():
+            change(m)
         run.update(optimizers)
 
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.autograd.graph import register_multi_grad_hook
 
 from autopar import NotSupportedError
-from tests.habits.table import ALL, Run, Small, habit
+from tests.habits.table import ALL, Run, Small, all_refused, habit, quiet
 
 SECTION = "Tools of torch"
 
@@ -105,19 +105,13 @@ def per_sample(run: Run) -> None:
 def exported(run: Run) -> None:
     batch = run.batch(0)
     run.pm.eval()
-    errors = []
-    for export in (
+    all_refused(
+        NotSupportedError,
         lambda: torch.jit.script(run.pm),
         lambda: torch.jit.trace(run.pm, example_kwarg_inputs=batch),
         lambda: torch.export.export(run.pm, (), batch),
-    ):
-        try:
-            export()
-        except NotSupportedError as error:
-            errors.append(error)
-    assert all("which this rank has a part" in str(error) for error in errors)
-    assert len(errors) == 3
-    raise errors[0]
+        words="which this rank has a part",
+    )
 
 
 @habit(SECTION, "Hogwild: `pm.share_memory()`", "torchrun starts the processes",
@@ -132,8 +126,7 @@ def debugging(run: Run) -> None:
     optimizers = run.optimizers()
     torch.use_deterministic_algorithms(True)
     try:
-        with torch.autograd.set_detect_anomaly(True), warnings.catch_warnings():
-            warnings.filterwarnings("ignore", message="Anomaly Detection")
+        with torch.autograd.set_detect_anomaly(True), quiet("Anomaly Detection"):
             run.train(optimizers)
     finally:
         torch.use_deterministic_algorithms(False)

@@ -16,7 +16,7 @@ from torch.utils.data import DataLoader, RandomSampler, TensorDataset
 import autopar
 from autopar import CaptureError, NotSupportedError, OptionError
 from tests.habits.state import in_layout, shared_folder
-from tests.habits.table import LENGTH, ROWS, VOCABULARY, Batch, Run, Small, habit, make
+from tests.habits.table import LENGTH, ROWS, VOCABULARY, Batch, Run, Small, all_refused, habit, make
 from tests.habits.table import STAGES_FIRST as ALL
 
 SECTION = "Training scripts: nanoGPT, minGPT"
@@ -31,10 +31,8 @@ class Gpt(Small):
         self.head.weight = self.embed.weight
 
     def body(self, ids: Tensor) -> Tensor:
-        h = self.embed(ids) + self.positions(torch.arange(ids.shape[1]))
-        for block in self.blocks:
-            h = block(h)
-        return self.head(h)
+        positions = self.positions(torch.arange(ids.shape[1]))
+        return self.head(self.hidden(self.embed(ids) + positions))
 
     def get_num_params(self, non_embedding: bool = True) -> int:
         n = sum(p.numel() for p in self.parameters())
@@ -153,17 +151,15 @@ def no_context(run: Run) -> None:
        '`precision="bf16-mixed"`', kind=Gpt, layouts=ALL,
        refused=(OptionError, "precision="))  # fmt: skip
 def autocast(run: Run) -> None:
-    run.pm.step(**run.batch(0))
-    errors = []
+    batch = run.batch(0)
+    run.pm.step(**batch)
     with torch.autocast("cpu", dtype=torch.bfloat16):
-        for call in (run.pm.step, run.pm.loss, run.pm):
-            run.pm.train(call is not run.pm)
-            try:
-                call(**run.batch(0))
-            except OptionError as error:
-                errors.append(error)
-    assert len(errors) == 3
-    raise errors[0]
+        all_refused(
+            OptionError,
+            lambda: run.pm.step(**batch),
+            lambda: run.pm.loss(**batch),
+            lambda: run.pm.eval()(**batch),
+        )
 
 
 @habit(SECTION, "`raw_model = pm.module`, `pm.no_sync()`", "leave them out", kind=Gpt, layouts=ALL,

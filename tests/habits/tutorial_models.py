@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import warnings
 from functools import partial
 from typing import Any
 
@@ -32,6 +31,7 @@ from tests.habits.table import (
     Run,
     Small,
     adamw,
+    captured_again,
     habit,
 )
 from tests.habits.tasks import trains
@@ -118,8 +118,7 @@ class GanOfBoth(Gan):
 def gan(run: Run) -> None:
     planned(run, numbers(0, "noise", "real"))
     run.pm.step(**numbers(0, "noise", "real"))
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*captured again")
+    with captured_again():
         run.model.turn = "g"  # type: ignore[assignment]
         run.pm.step(**numbers(0, "noise", "real"))
 

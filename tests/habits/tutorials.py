@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections import defaultdict
+from functools import partial
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from torch.optim import lr_scheduler
 from torch.optim.swa_utils import SWALR, AveragedModel, update_bn
 
 from autopar import NotSupportedError
-from tests.habits.table import WIDTH, Run, Small, adamw, habit
+from tests.habits.table import WIDTH, Run, Small, adamw, all_refused, habit
 from tests.habits.table import ZERO_FIRST as ALL
 
 SECTION = "Schedules, averages and optimizers of tutorials"
@@ -29,10 +30,7 @@ class Normed(Small):
         self.bn = nn.BatchNorm1d(WIDTH)
 
     def body(self, ids: Tensor) -> Tensor:
-        h = self.bn(self.embed(ids).transpose(1, 2)).transpose(1, 2)
-        for block in self.blocks:
-            h = block(h)
-        return self.head(h)
+        return self.head(self.hidden(self.bn(self.embed(ids).transpose(1, 2)).transpose(1, 2)))
 
 
 @habit(SECTION, "`ReduceLROnPlateau`: `scheduler.step(val_loss)`", layouts=ALL)
@@ -85,10 +83,7 @@ def sequential(run: Run) -> None:
 def tensor_rate(run: Run) -> None:
     optimizers = run.optimizers(lambda p: torch.optim.AdamW(p, lr=torch.tensor(1e-2)))
     plans = [lr_scheduler.ExponentialLR(o, 0.5) for o in optimizers]
-    for seed in range(3):
-        run.train(optimizers, 1, first=seed)
-        for plan in plans:
-            plan.step()
+    run.train(optimizers, 3, plans=plans)
 
 
 @habit(SECTION, "gradual unfreezing: `optimizer.add_param_group(...)` later")
@@ -248,14 +243,13 @@ def vector_read(run: Run) -> None:
 @habit(BY_HAND, "`p.grad = p.grad.clamp(...)`, `p.grad.data = ...`, `p.grad = whole tensor`",
        layouts=ALL)  # fmt: skip
 def gradients_set(run: Run) -> None:
+    def clamp(m: Any) -> None:
+        for p in m.parameters():
+            p.grad = p.grad.clamp(-0.01, 0.01)
+            p.grad.data = p.grad.data * 2
+
     optimizers = run.optimizers()
-    for seed in range(2):
-        run.backward(run.batch(seed))
-        for m in run.both():
-            for p in m.parameters():
-                p.grad = p.grad.clamp(-0.01, 0.01)
-                p.grad.data = p.grad.data * 2
-        run.update(optimizers)
+    run.train(optimizers, change=clamp)
     for m in run.both():
         for p in m.parameters():
             p.grad = torch.full(p.shape, 0.1, dtype=p.dtype)
@@ -293,15 +287,8 @@ def gradient_noise(run: Run) -> None:
        "use `pm.full_state_dict()`", layouts=ALL,
        refused=(NotSupportedError, "pm.full_state_dict()"))  # fmt: skip
 def histogram(run: Run) -> None:
-    errors = []
     weight = next(iter(run.pm.parameters())).detach()
-    for read in (lambda: weight.cpu().numpy(), weight.tolist):
-        try:
-            read()
-        except NotSupportedError as error:
-            errors.append(error)
-    assert len(errors) == 2
-    raise errors[0]
+    all_refused(NotSupportedError, lambda: weight.cpu().numpy(), weight.tolist)
 
 
 @habit(BY_HAND, "SAM: weights moved by `grad * rho / norm`, a second step, moved back")
@@ -345,13 +332,13 @@ def ewc(run: Run) -> None:
 
 @habit(BY_HAND, "`torch.autograd.grad(l1_penalty, parameters)`")
 def penalty_gradients(run: Run) -> None:
-    run.backward(run.batch(0))
-    for m in run.both():
+    def add(m: Any) -> None:
         parameters = list(m.parameters())
         penalty = sum(p.abs().sum() for p in parameters)
         for p, g in zip(parameters, torch.autograd.grad(penalty, parameters), strict=True):
             p.grad.add_(g, alpha=0.01)
-    run.update(run.optimizers())
+
+    run.train(run.optimizers(), 1, change=add)
 
 
 @habit(BY_HAND, "pruning by hand: `p.mul_(mask)` after each step", layouts=ALL)
@@ -370,12 +357,6 @@ def pruned_by_hand(run: Run) -> None:
        "leave them out", layouts=ALL, refused=(NotSupportedError, "leave it out"))  # fmt: skip
 def averaged_by_hand(run: Run) -> None:
     run.pm.step(**run.batch(0))
-    errors = []
-    for p in run.pm.parameters():
-        for collective in (lambda p=p: dist.all_reduce(p.grad), lambda p=p: dist.broadcast(p, 0)):
-            try:
-                collective()
-            except NotSupportedError as error:
-                errors.append(error)
-    assert len(errors) == 2 * len(list(run.pm.parameters()))
-    raise errors[0]
+    parameters = list(run.pm.parameters())
+    reduced = (partial(dist.all_reduce, p.grad) for p in parameters)
+    all_refused(NotSupportedError, *reduced, *(partial(dist.broadcast, p, 0) for p in parameters))

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from autopar import NotSupportedError
 from tests.habits.table import ZERO_FIRST as ALL
 from tests.habits.table import Run, adamw, habit
-from tests.habits.tasks import backward, parallelize, train
+from tests.habits.tasks import parallelize, train
 from tests.habits.vision import SECTION, Convs, Vit, cross_entropy, images
 
 
@@ -49,27 +49,18 @@ def agc(run: Run) -> None:
 @habit(SECTION, 'the same with `optimizer_gather=["*"]`', "gathered", kind=Vit,
        optimizer_gather=["*"])  # fmt: skip
 def agc_gathered(run: Run) -> None:
-    parallelize(run, images(0), loss_fn=cross_entropy)
-    optimizers = run.optimizers()
-    for seed in range(2):
-        backward(run, images(seed), cross_entropy)
-        for m in run.both():
-            adaptive_clip_grad(m.parameters())
-        run.update(optimizers)
+    train(run, images, cross_entropy, change=lambda m: adaptive_clip_grad(m.parameters()))
 
 
 @habit(SECTION, 'gradients centred by row, with `optimizer_gather=["*"]`', "gathered", kind=Vit,
        optimizer_gather=["*"])  # fmt: skip
 def centralized(run: Run) -> None:
-    parallelize(run, images(0), loss_fn=cross_entropy)
-    optimizers = run.optimizers()
-    for seed in range(2):
-        backward(run, images(seed), cross_entropy)
-        for m in run.both():
-            for p in m.parameters():
-                if p.dim() > 1:
-                    p.grad.add_(-p.grad.mean(dim=tuple(range(1, p.grad.dim())), keepdim=True))
-        run.update(optimizers)
+    def center(m: Any) -> None:
+        for p in m.parameters():
+            if p.dim() > 1:
+                p.grad.add_(-p.grad.mean(dim=tuple(range(1, p.grad.dim())), keepdim=True))
+
+    train(run, images, cross_entropy, change=center)
 
 
 class ModelEmaV2(nn.Module):
@@ -187,13 +178,8 @@ class Lookahead(torch.optim.Optimizer):
 @habit(SECTION, "Lookahead around another optimizer", kind=Vit, layouts=ALL)
 def lookahead(run: Run) -> None:
     parallelize(run, images(0), loss_fn=cross_entropy)
-    train(
-        run,
-        images,
-        cross_entropy,
-        [Lookahead(adamw(m.parameters())) for m in run.both()],
-        n_steps=5,
-    )
+    optimizers = [Lookahead(adamw(m.parameters())) for m in run.both()]
+    train(run, images, cross_entropy, optimizers, n_steps=5)
 
 
 def decay_groups(model: Any) -> Any:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-import warnings
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,7 +10,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar import CaptureError, NotSupportedError
 from tests.habits.table import ZERO_FIRST as ALL
-from tests.habits.table import Run, Small, habit
+from tests.habits.table import Run, Small, captured_again, habit, quiet
 from tests.habits.tasks import trains
 from tests.helpers.functions import Reverse
 
@@ -74,8 +73,7 @@ def container(run: Run) -> None:
        kind=Weighted, layouts=ALL)  # fmt: skip
 def attribute(run: Run) -> None:
     optimizers = run.optimizers()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*captured again")
+    with captured_again():
         for seed, beta in enumerate((1.0, 0.5, 1.0)):
             for model in (run.model, run.alone):
                 model.beta = beta  # type: ignore[assignment]
@@ -86,8 +84,7 @@ def attribute(run: Run) -> None:
        kind=Weighted)  # fmt: skip
 def attribute_of_pm(run: Run) -> None:
     optimizers = run.optimizers()
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*captured again")
+    with captured_again():
         for seed, beta in enumerate((1.0, 0.25)):
             for model in run.both():
                 model.beta = beta
@@ -97,8 +94,7 @@ def attribute_of_pm(run: Run) -> None:
 @habit(SECTION, "a `torch.autograd.Function`", "one operator with its own backward", kind=Reversed,
        layouts=ALL)  # fmt: skip
 def function(run: Run) -> None:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*Reversal")
+    with quiet(".*Reversal"):
         run.train(run.optimizers())
 
 

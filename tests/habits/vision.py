@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 from autopar import NotSupportedError
 from autopar.errors import StateError
 from tests.habits.table import ALL, Batch, Run, habit
-from tests.habits.tasks import backward, parallelize, train, trains
+from tests.habits.tasks import parallelize, train, trains
 
 SECTION = "Vision"
 CLASSES, ROWS, SIDE = 6, 8, 8
@@ -296,20 +296,17 @@ def init_after(run: Run) -> None:
 @habit(SECTION, "masks on gradients: `p.grad.mul_(rows)`, `p.grad = p.grad * columns`", kind=Vit,
        layouts=ALL)  # fmt: skip
 def grad_mask(run: Run) -> None:
-    parallelize(run, images(0), loss_fn=cross_entropy)
-    optimizers = run.optimizers()
-    for seed in range(2):
-        backward(run, images(seed), cross_entropy)
-        for m in run.both():
-            for p in m.parameters():
-                if p.ndim == 2:
-                    g = torch.Generator().manual_seed(p.numel())
-                    mask = (torch.rand(p.shape[0], 1, generator=g) < 0.5).double()
-                    mask2 = (torch.rand(p.shape[1], generator=g) < 0.5).double()
-                    p.grad.mul_(mask)
-                    p.grad = p.grad * mask2
-                    p.grad *= (torch.rand(p.shape, generator=g) < 0.9).double()
-        run.update(optimizers)
+    def mask(m: Any) -> None:
+        for p in m.parameters():
+            if p.ndim == 2:
+                g = torch.Generator().manual_seed(p.numel())
+                rows = (torch.rand(p.shape[0], 1, generator=g) < 0.5).double()
+                columns = (torch.rand(p.shape[1], generator=g) < 0.5).double()
+                p.grad.mul_(rows)
+                p.grad = p.grad * columns
+                p.grad *= (torch.rand(p.shape, generator=g) < 0.9).double()
+
+    train(run, images, cross_entropy, change=mask)
 
 
 @habit(SECTION, "`torch.jit.trace(model, x)` given to autopar", "pass the Python module", kind=Vit,
