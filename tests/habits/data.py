@@ -7,13 +7,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils.data import (
-    DataLoader,
-    Dataset,
-    DistributedSampler,
-    IterableDataset,
-    TensorDataset,
-)
+from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 from autopar import BatchError, NotSupportedError, OptionError
 from tests.habits.table import BOTH, ROWS, Run, Small, captured_anew, habit

@@ -28,10 +28,7 @@ class ModulesToSave(nn.Module):
         except AttributeError:
             pass
         modules = self.__dict__["_modules"]
-        return getattr(
-            modules["modules_to_save"][self._active_adapter[0]],
-            name,
-        )
+        return getattr(modules["modules_to_save"][self._active_adapter[0]], name)
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         return self.modules_to_save[self._active_adapter[0]](*args, **kwargs)

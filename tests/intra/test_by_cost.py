@@ -29,13 +29,7 @@ from autopar.passes.intra import Constraints, PlacementRequest, choose
 from autopar.passes.lowering import lower
 from autopar.placement import I, Placement, R, S
 from autopar.program import StageProgram, Strategy, step_calls
-from tests.helpers.harness import (
-    Bert,
-    abstract_cost,
-    generated_code,
-    model_case,
-    thread_step,
-)
+from tests.helpers.harness import Bert, abstract_cost, generated_code, model_case, thread_step
 
 __all__ = ["generated_code"]
 

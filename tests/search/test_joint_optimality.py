@@ -46,10 +46,7 @@ MANY: list[Case] = [
     ("model", "shape", "s_per_byte", "microbatches"), sampled([*FEW, *MANY], FEW)
 )
 def test_no_plan_is_faster_by_more_than_the_bound(
-    model: str,
-    shape: tuple[int, ...],
-    s_per_byte: tuple[float, float],
-    microbatches: int | None,
+    model: str, shape: tuple[int, ...], s_per_byte: tuple[float, float], microbatches: int | None
 ) -> None:
     """And the bound is below all."""
     options = Options.of(microbatches=microbatches or "auto", tie=0.0)

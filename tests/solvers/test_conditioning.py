@@ -22,14 +22,7 @@ from autopar.passes.solvers.problem import ChoiceProblem, Edge, Potentials, Weig
 from autopar.passes.solvers.repeats import RepeatedProblem
 from autopar.passes.solvers.repeats import order as repeats_plan
 from autopar.passes.solvers.repeats.elimination import RepeatedElimination
-from tests.helpers.problems import (
-    REL,
-    WEIGHTS,
-    least,
-    random_problem,
-    random_repeated,
-    weighed,
-)
+from tests.helpers.problems import REL, WEIGHTS, least, random_problem, random_repeated, weighed
 
 
 @pytest.fixture(autouse=True)

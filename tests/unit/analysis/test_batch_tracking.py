@@ -15,11 +15,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    GPT2ForSequenceClassification,
-    T5ForConditionalGeneration,
-)
+from transformers import AutoConfig, GPT2ForSequenceClassification, T5ForConditionalGeneration
 
 from autopar.capture import capture
 from autopar.errors import NotSupportedError

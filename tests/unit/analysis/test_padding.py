@@ -197,8 +197,7 @@ RUN: dict[str, tuple[Model, tuple[int, int], dict[str, Any]]] = {
 
 
 @pytest.mark.parametrize(
-    "name",
-    [n if n == "bert, both" else pytest.param(n, marks=nightly) for n in RUN],
+    "name", [n if n == "bert, both" else pytest.param(n, marks=nightly) for n in RUN]
 )
 def test_parity(name: str) -> None:
     """On thread ranks. A nonzero gradient of the padding would count as an error."""

@@ -52,11 +52,7 @@ def test_products(
 
 # Bus bandwidth in GB/s of an all_reduce of 8 GiB: Azure AI-benchmarking-guide (8 H200;
 # 4 GB200, whose NVLink is B200's, by a ring), nccl issue 1807 (8 B200).
-BUS_GB_PER_S = [
-    ("h200", 8, True, 480.0),
-    ("b200", 8, True, 830.0),
-    ("b200", 4, False, 679.6),
-]
+BUS_GB_PER_S = [("h200", 8, True, 480.0), ("b200", 8, True, 830.0), ("b200", 4, False, 679.6)]
 
 
 @pytest.mark.parametrize(("name", "n_ranks", "in_switch", "published"), BUS_GB_PER_S)

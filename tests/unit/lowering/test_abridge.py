@@ -29,13 +29,7 @@ from autopar.passes.analysis import (
 )
 from autopar.passes.intra import Chooser, Constraints, PlacementRequest
 from autopar.passes.lowering import Abridger, lower
-from autopar.program import (
-    Pipeline,
-    StageProgram,
-    Strategy,
-    every_parameter,
-    numbered_module,
-)
+from autopar.program import Pipeline, StageProgram, Strategy, every_parameter, numbered_module
 from tests.helpers.captures import captured
 from tests.helpers.harness import random_tokens, tiny_gpt2
 from tests.helpers.machines import balanced_cost
