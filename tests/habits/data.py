@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -10,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, IterableDataset, TensorDataset
 
 from autopar import BatchError, NotSupportedError, OptionError
-from tests.habits.table import BOTH, ROWS, Run, Small, captured_anew, habit
+from tests.habits.table import BOTH, ROWS, Batch, Run, Small, captured_anew, habit
 from tests.habits.table import ZERO_FIRST as ALL
 
 SECTION = "Batches and losses"
@@ -44,36 +45,29 @@ def cross_entropy(outputs: Tensor, batch: dict[str, Tensor]) -> Tensor:
     return nn.functional.cross_entropy(outputs.flatten(0, 1), batch["targets"].flatten())
 
 
-def backward(run: Run, loss: Tensor, seed: int = 0) -> None:
-    """A step of the module, and backward of the loss of the model alone."""
-    run.losses.append((run.pm.step(**run.batch(seed)).item(), loss.item()))
-    loss.backward()
+def train(run: Run, loss_alone: Callable[[Batch], Tensor]) -> None:
+    optimizers = run.optimizers()
+    for batch in map(run.batch, range(2)):
+        wanted = loss_alone(batch)
+        wanted.backward()
+        run.losses.append((run.pm.step(**batch).item(), wanted.item()))
+        run.update(optimizers)
 
 
 @habit(SECTION, "a model that returns `(logits, loss)`", kind=Pair, layouts=ALL)
 def logits_and_loss(run: Run) -> None:
-    optimizers = run.optimizers()
-    for seed in range(2):
-        backward(run, run.alone(**run.batch(seed))[1], seed)
-        run.update(optimizers)
+    train(run, lambda batch: run.alone(**batch)[1])
 
 
 @habit(SECTION, "a model that returns a dict with one scalar that requires grad", kind=Named)
 def loss_in_a_dict(run: Run) -> None:
-    optimizers = run.optimizers()
-    for seed in range(2):
-        backward(run, run.alone(**run.batch(seed))["objective"], seed)
-        run.update(optimizers)
+    train(run, lambda batch: run.alone(**batch)["objective"])
 
 
 @habit(SECTION, "`criterion(model(x), y)`", "`loss_fn=(outputs, batch) -> loss`", kind=Logits,
        layouts=ALL, loss_fn=cross_entropy)  # fmt: skip
 def loss_beside_the_model(run: Run) -> None:
-    optimizers = run.optimizers()
-    for seed in range(2):
-        batch = run.batch(seed)
-        backward(run, cross_entropy(run.alone(batch["ids"]), batch), seed)
-        run.update(optimizers)
+    train(run, lambda batch: cross_entropy(run.alone(batch["ids"]), batch))
     run.pm.eval()
     with torch.no_grad():
         batch = run.batch(7)
@@ -100,11 +94,8 @@ def local_rows(run: Run) -> None:
     optimizers = run.optimizers()
     for seed in range(2):
         batch = run.batch(seed)
-        own = {
-            name: batch[name][rows]
-            for name in batch
-            if (rows := run.pm.local_slice(name)) is not None
-        }
+        slices = {name: run.pm.local_slice(name) for name in batch}
+        own = {name: batch[name][rows] for name, rows in slices.items() if rows is not None}
         wanted = run.alone(**batch)
         wanted.backward()
         run.losses.append((run.pm.step(**own, batch="local").item(), wanted.item()))
@@ -157,15 +148,15 @@ def loader_of_the_module(run: Run) -> None:
         loader.set_epoch(epoch)
         plain: Any = DataLoader(data, ROWS, sampler=order_of(len(data), 5, epoch))
         for batch, whole in zip(loader, plain, strict=True):
-            step_on(run, batch, whole)
-            run.update(optimizers)
+            step_on(run, optimizers, batch, whole)
 
 
-def step_on(run: Run, batch: dict[str, Any], whole: dict[str, Tensor]) -> None:
+def step_on(run: Run, optimizers: Any, batch: Batch, whole: Batch) -> None:
     """A step on a batch of the module's loader, and one alone on the same rows."""
     wanted = run.alone(**whole)
     wanted.backward()
     run.losses.append((run.pm.step(**batch).item(), wanted.item()))
+    run.update(optimizers)
 
 
 @habit(SECTION, "a last batch that does not divide, with labels that the loss ignores",
@@ -176,8 +167,7 @@ def last_batch_padded(run: Run) -> None:
     optimizers = run.optimizers()
     loader = run.pm.dataloader(data, ROWS, pad={"ids": 0, "targets": -100})
     for batch, whole in zip(loader, DataLoader(data, ROWS), strict=True):
-        step_on(run, batch, whole)
-        run.update(optimizers)
+        step_on(run, optimizers, batch, whole)
 
 
 @habit(SECTION, "padding that the loss counts", "`drop_last=True`", layouts=ALL,
@@ -196,13 +186,11 @@ def loader_resumed(run: Run) -> None:
     first, second = (run.pm.dataloader(data, ROWS, shuffle=True, seed=5) for _ in range(2))
     plain: Any = DataLoader(data, ROWS, sampler=order_of(len(data), 5, 0))
     for batch, whole in zip(first, plain, strict=False):
-        step_on(run, batch, whole)
-        run.update(optimizers)
+        step_on(run, optimizers, batch, whole)
         break
     second.load_state_dict(first.state_dict())
     for batch, whole in zip(second, list(plain)[1:], strict=True):
-        step_on(run, batch, whole)
-        run.update(optimizers)
+        step_on(run, optimizers, batch, whole)
 
 
 @habit(SECTION, "`pm.dataloader` of an `IterableDataset`",

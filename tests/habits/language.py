@@ -171,6 +171,8 @@ def z_loss(logits: Tensor, batch: Mapping[str, Any]) -> Tensor:
     return ce + 1e-2 * z
 
 
+@of_tokens("several losses in a dict", "`loss_fn=`", layouts=BOTH,
+           refused=(CaptureError, "could be the loss"))  # fmt: skip
 class Several(Small):
     def forward(self, ids: Tensor, mask: Tensor, labels: Tensor) -> Any:  # type: ignore[override]
         logits = self.body(ids)
@@ -178,12 +180,6 @@ class Several(Small):
             "loss_ce": F.cross_entropy(logits.flatten(0, 1), labels.flatten()),
             "loss_z": 1e-2 * torch.logsumexp(logits, -1).pow(2).mean(),
         }
-
-
-@habit(SECTION, "several losses in a dict", "`loss_fn=`", kind=Several,
-       refused=(CaptureError, "could be the loss"))  # fmt: skip
-def several_losses(run: Run) -> None:
-    parallelize(run, padded(0))
 
 
 @of_tokens("the same with `loss_fn=lambda losses, batch: sum(losses.values())`", kind=Several)

@@ -13,7 +13,7 @@ from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 from autopar import NotSupportedError, OptionError, ParallelModule
 from tests.habits.table import ZERO_FIRST as ALL
-from tests.habits.table import Run, adamw, habit
+from tests.habits.table import Run, adamw, all_refused, habit
 
 SECTION = "Optimizers"
 Make = Callable[[Any], torch.optim.Optimizer]
@@ -77,18 +77,13 @@ WHOLE: dict[str, Make] = {
        refused=(NotSupportedError, "optimizer_gather="))  # fmt: skip
 def whole_matrices(run: Run) -> None:
     before = copy.deepcopy(run.pm.full_state_dict())
-    errors = []
-    for make in WHOLE.values():
-        optimizer = make(run.pm.parameters())
-        run.pm.step(**run.batch(0))
-        try:
-            optimizer.step()
-        except NotSupportedError as error:
-            errors.append(error)
-    assert len(errors) == len(WHOLE)
-    after = run.pm.full_state_dict()
-    assert all(torch.equal(after[name], value) for name, value in before.items())
-    raise errors[0]
+    optimizers = [make(run.pm.parameters()) for make in WHOLE.values()]
+    run.pm.step(**run.batch(0))
+    try:
+        all_refused(NotSupportedError, *(optimizer.step for optimizer in optimizers))
+    finally:
+        after = run.pm.full_state_dict()
+        assert all(torch.equal(after[name], value) for name, value in before.items())
 
 
 @habit(SECTION, 'the same with `optimizer_gather=["*"]`', "gathered for the update",

@@ -13,6 +13,7 @@ from autopar import CaptureError, NotSupportedError, PlanError
 from tests.habits.alignment import SECTION, Policy, batch_of, few, logps_of, whitened
 from tests.habits.table import (
     ALL,
+    BOTH,
     WIDTH,
     Batch,
     Run,
@@ -52,6 +53,8 @@ class Scored(Small):
         return {"loss": loss, "chosen": good, "rejected": bad}
 
 
+@trains(SECTION, "a frozen reference inside of the model, `with torch.no_grad():`",
+        batches=few())  # fmt: skip
 class Together(Policy):
     """A policy with a frozen reference inside."""
 
@@ -66,12 +69,6 @@ class Together(Policy):
         ratio = ((logps - ref) * mask[:, 1:]).sum(1)
         chosen, rejected = ratio.chunk(2)
         return -F.logsigmoid(0.1 * (chosen - rejected)).mean()
-
-
-@habit(SECTION, "a frozen reference inside of the model, `with torch.no_grad():`", kind=Together,
-       layouts=ALL)  # fmt: skip
-def reference_inside(run: Run) -> None:
-    train(run, few())
 
 
 def reference_and_loss() -> tuple[Any, LossFn]:
@@ -179,6 +176,10 @@ def dropout_of_pm(run: Run) -> None:
     disable_dropout(run.pm)
 
 
+@trains(SECTION,
+        "running moments of rewards in a plain tensor: `self.mean = 0.9 * self.mean + ...`",
+        "a registered buffer", refused=(CaptureError, "self.mean"), batches=few(),
+        layouts=BOTH)  # fmt: skip
 class Moments(Small):
     """Keeps a running mean in an attribute."""
 
@@ -192,23 +193,13 @@ class Moments(Small):
         return ((score - self.mean) ** 2).mean()
 
 
-@habit(SECTION, "running moments of rewards in a plain tensor: `self.mean = 0.9 * self.mean + ...`",
-       "a registered buffer", kind=Moments, refused=(CaptureError, "self.mean"))  # fmt: skip
-def running_mean(run: Run) -> None:
-    train(run, few())
-
-
+@trains(SECTION, "the same in a registered buffer", batches=few())
 class BufferedMoments(Small):
     def __init__(self) -> None:
         super().__init__()
         self.register_buffer("mean", torch.zeros(()))
 
     forward: Any = Moments.forward
-
-
-@habit(SECTION, "the same in a registered buffer", kind=BufferedMoments, layouts=ALL)
-def running_mean_buffer(run: Run) -> None:
-    train(run, few())
 
 
 class Kept(Small):

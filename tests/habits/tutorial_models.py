@@ -17,13 +17,11 @@ from torch.utils.checkpoint import (
     create_selective_checkpoint_contexts,
 )
 
-import autopar
 from autopar import CaptureError, NotSupportedError, PlanError
 from tests.habits.data import Logits, cross_entropy
 from tests.habits.table import (
     ALL,
     BOTH,
-    LAYOUTS,
     ROWS,
     VOCABULARY,
     WIDTH,
@@ -34,16 +32,9 @@ from tests.habits.table import (
     captured_again,
     habit,
 )
-from tests.habits.tasks import trains
-from tests.helpers.jobs import machine
+from tests.habits.tasks import parallelize, trains
 
 SECTION = "Models and losses of tutorials"
-
-
-def planned(run: Run, batch: Batch) -> None:
-    """Let the run train on batches like this one."""
-    manual = LAYOUTS[run.layout]
-    run.pm = autopar.parallelize(run.model, machine((1, 2)), batch, manual=manual)
 
 
 def numbers(seed: int, *names: str) -> Batch:
@@ -105,9 +96,12 @@ class Gan(nn.Module):
 
 
 class GanOfBoth(Gan):
-    """The same, with the turn as a tensor."""
+    """The same, with the turn as an input: a tensor, or a name."""
 
-    def forward(self, noise: Tensor, real: Tensor, turn: Tensor) -> Tensor:  # type: ignore[override]
+    def forward(self, noise: Tensor, real: Tensor, turn: Any) -> Tensor:  # type: ignore[override]
+        if isinstance(turn, str):
+            self.turn = turn
+            return super().forward(noise, real)
         fake = self.g(noise)
         return torch.where(turn, self.of_d(fake, real), self.of_g(fake))
 
@@ -116,29 +110,47 @@ class GanOfBoth(Gan):
        "both losses, and a tensor that says which", kind=Gan, layouts=ALL,
        refused=(PlanError, "`turn` of the model changed"))  # fmt: skip
 def gan(run: Run) -> None:
-    planned(run, numbers(0, "noise", "real"))
+    parallelize(run, numbers(0, "noise", "real"))
     run.pm.step(**numbers(0, "noise", "real"))
     with captured_again():
         run.model.turn = "g"  # type: ignore[assignment]
         run.pm.step(**numbers(0, "noise", "real"))
 
 
-@habit(SECTION, "a GAN of `torch.where(turn, loss_d, loss_g)`, with two optimizers",
-       kind=GanOfBoth)  # fmt: skip
-def gan_of_both(run: Run) -> None:
+def turns(run: Run, toggles: bool = False) -> None:
+    """Two optimizers step in turns; a toggled one freezes what is not its own."""
+
     def batch(seed: int, turn: str) -> Batch:
         return numbers(seed, "noise", "real") | {"turn": torch.tensor(turn == "d")}
 
-    planned(run, batch(0, "d"))
+    parallelize(run, batch(0, "d"))
     pairs = {t: [adamw(getattr(m, t).parameters()) for m in run.both()] for t in "dg"}
     for seed in range(2):
         for turn, optimizers in pairs.items():
             for m in run.both():
-                m.zero_grad()
+                for name, p in m.named_parameters():
+                    p.requires_grad = not toggles or name.startswith(turn)
             run.backward(batch(seed, turn))
-            run.update(optimizers)
+            for optimizer in optimizers:
+                optimizer.step()
+            for m in run.both():
+                m.requires_grad_(True).zero_grad()
 
 
+@habit(SECTION, "a GAN of `torch.where(turn, loss_d, loss_g)`, with two optimizers",
+       kind=GanOfBoth)  # fmt: skip
+def gan_of_both(run: Run) -> None:
+    turns(run)
+
+
+def played(seed: int) -> Batch:
+    state = numbers(seed, "state")
+    return state | {"action": torch.arange(len(state["state"])) % 4, "reward": state["state"][:, 0]}
+
+
+@trains(SECTION, "REINFORCE: `Categorical(logits=...)` in forward", "`validate_args=False`",
+        batches=played, layouts=BOTH,
+        refused=(CaptureError, "validate_args=False"))  # fmt: skip
 class Policy(nn.Module):
     """REINFORCE with an entropy bonus; torch checks arguments until `torch.compile` is called."""
 
@@ -153,28 +165,9 @@ class Policy(nn.Module):
         return -(policy.log_prob(action) * reward).mean() - 0.01 * policy.entropy().mean()
 
 
+@trains(SECTION, "the same with `validate_args=False`", batches=played)
 class Unchecked(Policy):
     checks = False
-
-
-def played(seed: int) -> Batch:
-    state = numbers(seed, "state")
-    return state | {"action": torch.arange(len(state["state"])) % 4, "reward": state["state"][:, 0]}
-
-
-@habit(SECTION, "REINFORCE: `Categorical(logits=...)` in forward", "`validate_args=False`",
-       kind=Policy, refused=(CaptureError, "validate_args=False"))  # fmt: skip
-def reinforce(run: Run) -> None:
-    planned(run, played(0))
-
-
-@habit(SECTION, "the same with `validate_args=False`", kind=Unchecked, layouts=ALL)
-def reinforce_unchecked(run: Run) -> None:
-    planned(run, played(0))
-    optimizers = run.optimizers()
-    for seed in range(2):
-        run.backward(played(seed))
-        run.update(optimizers)
 
 
 @habit(SECTION, "DQN: a soft update, `target[k] = tau * policy[k] + (1 - tau) * target[k]`",
@@ -214,7 +207,7 @@ def truncated(run: Run) -> None:
     zero = torch.zeros(1, ROWS, WIDTH, dtype=torch.float64)
     ours: Batch = {"h": zero, "c": zero}
     alone = ours
-    planned(run, run.batch(0) | ours)
+    parallelize(run, run.batch(0) | ours)
     optimizers = run.optimizers()
     for seed in range(3):
         run.pm.eval()
@@ -289,17 +282,13 @@ def pruned_later(run: Run) -> None:
     prune.l1_unstructured(run.pm.head, "weight", 0.3)
 
 
+@trains(SECTION, "a part of the loss in an attribute: `loss + model.penalty`", "return it",
+        layouts=BOTH, refused=(CaptureError, "return the tensor"))  # fmt: skip
 class Kept(Small):
     def body(self, ids: Tensor) -> Tensor:
         h = self.embed(ids)
         self.penalty = h.pow(2).mean()
         return self.head(self.blocks[0](h))
-
-
-@habit(SECTION, "a part of the loss in an attribute: `loss + model.penalty`", "return it",
-       kind=Kept, refused=(CaptureError, "return the tensor"))  # fmt: skip
-def kept_in_attribute(run: Run) -> None:
-    run.pm.step(**run.batch(0))
 
 
 class Scaled(nn.Module):
@@ -334,7 +323,7 @@ def decay_in_criterion(run: Run) -> None:
        "make them parts of the model", kind=Unchecked, layouts=ALL,
        refused=(NotSupportedError, "input `state` requires grad"))  # fmt: skip
 def input_gradient(run: Run) -> None:
-    planned(run, played(0))
+    parallelize(run, played(0))
     batch = played(0)
     batch["state"].requires_grad_(True)
     run.pm.step(**batch)

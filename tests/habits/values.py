@@ -9,8 +9,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from autopar import CaptureError, NotSupportedError
+from tests.habits.table import BOTH, Run, Small, captured_again, habit, quiet
 from tests.habits.table import ZERO_FIRST as ALL
-from tests.habits.table import Run, Small, captured_again, habit, quiet
 from tests.habits.tasks import trains
 from tests.helpers.functions import Reverse
 
@@ -33,24 +33,9 @@ class Reversed(Small):
         return self.head(h)
 
 
-class Counting(Small):
-    n_calls = 0
-
-    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
-        self.n_calls += 1
-        return super().forward(ids, targets) * (2.0 if self.n_calls > 1 else 1.0)
-
-
-class Skipping(Small):
-    """LayerDrop with Python's random numbers."""
-
-    def body(self, ids: Tensor) -> Tensor:
-        h = self.embed(ids)
-        for block in self.blocks:
-            h = h if random.random() < 0.1 else block(h)
-        return self.head(h)
-
-
+@trains(SECTION, "a parameter read from a plain dict or list of the module",
+        "read the attribute, or use `nn.ParameterDict`", layouts=BOTH,
+        refused=(CaptureError, "plain container"))  # fmt: skip
 class Contained(Small):
     """Keeps a parameter in a plain dict, too."""
 
@@ -60,13 +45,6 @@ class Contained(Small):
 
     def body(self, ids: Tensor) -> Tensor:
         return super().body(ids) + self.held["bias"]
-
-
-@habit(SECTION, "a parameter read from a plain dict or list of the module",
-       "read the attribute, or use `nn.ParameterDict`", kind=Contained,
-       refused=(CaptureError, "plain container"))  # fmt: skip
-def container(run: Run) -> None:
-    run.pm.step(**run.batch(0))
 
 
 @habit(SECTION, "a weight that changes: `model.beta = 0.5`", "captured again, with a notice",
@@ -107,16 +85,26 @@ class Checkpointed(Small):
         return self.head(h)
 
 
-@habit(SECTION, "a counter in forward: `self.n_calls += 1`", "refused: it would be frozen",
-       kind=Counting, refused=(CaptureError, "n_calls"))  # fmt: skip
-def counter(run: Run) -> None:
-    run.pm.step(**run.batch(0))
+@trains(SECTION, "a counter in forward: `self.n_calls += 1`", "refused: it would be frozen",
+        layouts=BOTH, refused=(CaptureError, "n_calls"))  # fmt: skip
+class Counting(Small):
+    n_calls = 0
+
+    def forward(self, ids: Tensor, targets: Tensor) -> Tensor:
+        self.n_calls += 1
+        return super().forward(ids, targets) * (2.0 if self.n_calls > 1 else 1.0)
 
 
-@habit(SECTION, "Python's random numbers in forward: LayerDrop", "refused: they would be frozen",
-       kind=Skipping, refused=(CaptureError, "random"))  # fmt: skip
-def python_random(run: Run) -> None:
-    run.pm.step(**run.batch(0))
+@trains(SECTION, "Python's random numbers in forward: LayerDrop", "refused: they would be frozen",
+        layouts=BOTH, refused=(CaptureError, "random"))  # fmt: skip
+class Skipping(Small):
+    """LayerDrop with Python's random numbers."""
+
+    def body(self, ids: Tensor) -> Tensor:
+        h = self.embed(ids)
+        for block in self.blocks:
+            h = h if random.random() < 0.1 else block(h)
+        return self.head(h)
 
 
 @trains(SECTION, "a penalty on weights in forward: `sum(p.pow(2).sum() ...)`",
