@@ -25,11 +25,18 @@ from tests.helpers.machines import A100, cluster, hardware_of
 from tests.helpers.models.wide_models import meta_tokens, wide_gpt2
 
 
+def recipes_of(mesh: Mesh, *forbid: str) -> list[Candidate]:
+    return list(recipes(gpt2(), mesh, hardware_of(mesh), Options.of(forbid=forbid)))
+
+
+def splits(found: list[Candidate]) -> set[tuple[int, ...]]:
+    return {(len(c.ends), *c.stages[0].view.sizes) for c in found}
+
+
 def test_recipes_are_equal_stages_in_every_split() -> None:
     mesh = cluster(2, 2)
-    found = recipes(gpt2(), mesh, hardware_of(mesh), Options.of())
-    splits = {(len(c.ends), *c.stages[0].view.sizes) for c in found}
-    assert splits == {(2, 2, 1), (2, 1, 2), (4, 1, 1)}
+    found = recipes_of(mesh)
+    assert splits(found) == {(2, 2, 1), (2, 1, 2), (4, 1, 1)}
     for candidate in found:
         assert_covers(candidate, mesh)
         assert len({stage.view.sizes for stage in candidate.stages}) == 1
@@ -41,16 +48,9 @@ def test_recipes_are_equal_stages_in_every_split() -> None:
 
 def test_recipes_respect_forbid() -> None:
     mesh = cluster(4)
-    hardware = hardware_of(mesh)
-
-    def splits(*forbid: str) -> set[tuple[int, ...]]:
-        options = Options.of(forbid=forbid)
-        found = recipes(gpt2(), mesh, hardware, options)
-        return {(len(c.ends), *c.stages[0].view.sizes) for c in found}
-
-    assert splits("pipeline") == set()
-    assert splits("tensor") == {(2, 2, 1), (4, 1, 1)}
-    assert splits("data") == {(2, 1, 2), (4, 1, 1)}
+    assert recipes_of(mesh, "pipeline") == []
+    assert splits(recipes_of(mesh, "tensor")) == {(2, 2, 1), (4, 1, 1)}
+    assert splits(recipes_of(mesh, "data")) == {(2, 1, 2), (4, 1, 1)}
 
 
 def views(candidate: Candidate) -> list[LogicalMesh]:
@@ -88,9 +88,7 @@ def test_stages_of_a_recipe_have_balanced_flops() -> None:
 
 
 def test_stages_may_lie_on_two_nodes() -> None:
-    mesh = cluster(3, 4)
-    found = recipes(gpt2(), mesh, hardware_of(mesh), Options.of())
-    assert {3, 4} <= {c.stages[0].view.n_ranks for c in found}
+    assert {3, 4} <= {c.stages[0].view.n_ranks for c in recipes_of(cluster(3, 4))}
 
 
 def test_what_the_real_machine_forbids_has_no_plan() -> None:

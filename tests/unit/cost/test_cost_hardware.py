@@ -26,16 +26,8 @@ from autopar.mesh import Device, Link, Mesh
 
 CPU_TEXT = (PROFILE_FOLDER / "cpu-local.toml").read_text()
 UNITS = "_s|_per_s|_per_byte|_bytes|_fraction|_ratio|_count"
-SHIPPED = (
-    "a100-40gb",
-    "a100-80gb",
-    "b200",
-    "cpu-local",
-    "h100-96gb",
-    "h100-sxm",
-    "h200",
-    "v100-16gb",
-    "v100-32gb",
+SHIPPED = tuple(
+    "a100-40gb a100-80gb b200 cpu-local h100-96gb h100-sxm h200 v100-16gb v100-32gb".split()
 )
 DEVICE = Device(flops_per_s=1e12, bytes_per_s=1e11, memory_bytes=1e10)
 

@@ -19,16 +19,6 @@ def view(shape: tuple[int, int], first_rank: int = 0, **axes: int) -> LogicalMes
     return factored_view(Mesh(shape), (SLOW, FAST), DEVICE, axes, first_rank)
 
 
-def test_a_stage_that_begins_inside_a_node() -> None:
-    # Ranks 4 to 11 on nodes of 8: tensor-parallel groups stay in a node, data-parallel cross.
-    mesh = view((2, 8), 4, dp=2, tp=4)
-    assert group_on(mesh, (1,)) == LinkGroup(4, 1, 4, FAST, SLOW)
-    assert group_on(mesh, (0,)) == LinkGroup(2, 2, 1, FAST, SLOW)
-    # From rank 6 on, some groups of four span two nodes: the axis is as slow as those.
-    assert group_on(view((2, 8), 6, dp=2, tp=4), (1,)) == LinkGroup(4, 2, 2, FAST, SLOW)
-    assert group_on(view((2, 8), 5, dp=2, tp=4), (1,)) == LinkGroup(4, 2, 1, FAST, SLOW)
-
-
 def test_a_view_without_nodes_has_its_slowest_axis() -> None:
     mesh = LogicalMesh((2, 2, 1), ("a", "b", "c"), (SLOW, FAST, SLOW), DEVICE)
     assert group_on(mesh, (0, 1)) == flat_group(4, SLOW)

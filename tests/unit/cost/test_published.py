@@ -294,17 +294,9 @@ def test_runs_are_not_overwritten(validate: Callable[..., Result]) -> None:
     assert json.loads(Path("runs.json").read_text()) == THREE
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (("nowhere.json",), "cannot read nowhere.json"),
-        (("runs.json", "--json", "no/out.json"), "cannot write no/out.json"),
-    ],
-)
-def test_files_that_are_not_there(
-    validate: Callable[..., Result], words: tuple[str, ...], message: str
-) -> None:
-    assert message in refused(validate(*words))
+def test_files_that_are_not_there(validate: Callable[..., Result]) -> None:
+    assert "cannot read nowhere.json" in refused(validate("nowhere.json"))
+    assert "cannot write no/out.json" in refused(validate("runs.json", "--json", "no/out.json"))
 
 
 def test_a_file_of_which_nothing_is_predicted_fails(validate: Callable[..., Result]) -> None:

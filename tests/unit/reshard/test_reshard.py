@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import heapq
-import itertools
 import math
 from collections.abc import Mapping, Sequence
 
@@ -228,15 +227,6 @@ def test_paths_are_the_same_whatever_they_are_found_with(
 
 MATRIX = TensorType(((8,), (8,)), 4, True)
 FUSED = TensorType(((3, 4, 2),), 4, True)
-
-
-def test_paths_without_reduce_scatter() -> None:
-    table = table_of(MATRIX, (2, 2), ring_time_s, no_reduce_scatter=True)
-    for source, target in itertools.product(table.specs, repeat=2):
-        steps = table.path(source, target)
-        assert (steps[-1].target if steps else source) == target
-        kinds = {kind for s in steps for kind in (s.move.forward, s.move.backward)}
-        assert "reduce_scatter" not in kinds
 
 
 @pytest.mark.parametrize(
