@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor, nn
 
 import autopar
 from tests.habits.table import LENGTH, VOCABULARY, WIDTH, Block, Run, Small, adamw, habit, make
 from tests.habits.table import STAGES_FIRST as ALL
+from tests.habits.tasks import learning
 from tests.helpers.jobs import machine
 
 SECTION = "Fine-tuning"
@@ -50,13 +49,9 @@ class Probe(Small):
         return nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten())
 
 
-def of_trained(module: Any) -> torch.optim.Optimizer:
-    return adamw([p for p in module.parameters() if p.requires_grad])
-
-
 def check_frozen(run: Run) -> None:
     """No gradient and no optimizer state for what is frozen."""
-    optimizers = [of_trained(m) for m in run.both()]
+    optimizers = [adamw(learning(m)) for m in run.both()]
     run.train(optimizers, 1)
     run.backward(run.batch(1))
     for name, p in run.pm.named_parameters():
@@ -72,7 +67,7 @@ def lora(run: Run) -> None:
 
 @habit(SECTION, "LoRA merged: `pm.full_state_dict()` into the model", layouts=ALL, kind=Adapted)
 def lora_merged(run: Run) -> None:
-    run.train([of_trained(m) for m in run.both()])
+    run.train([adamw(learning(m)) for m in run.both()])
     whole = run.pm.full_state_dict()
     if whole:
         run.model.load_state_dict(whole)
@@ -88,7 +83,7 @@ def adapters_alone(run: Run) -> None:
     values = {n: torch.randn_like(p) for n, p in run.alone.named_parameters() if p.requires_grad}
     for m in run.both():
         assert not m.load_state_dict(values, strict=False).unexpected_keys
-    run.train([of_trained(m) for m in run.both()])
+    run.train([adamw(learning(m)) for m in run.both()])
 
 
 @habit(SECTION, "BitFit: only biases train", layouts=ALL)

@@ -11,7 +11,8 @@ from torch.nn.utils import clip_grad_norm_, clip_grad_value_, get_total_norm
 
 from autopar import NotSupportedError
 from autopar.runtime.tensors import Sharded
-from tests.habits.table import ALL, Run, habit
+from tests.habits.table import ALL, Run, adamw, habit
+from tests.habits.tasks import learning
 
 SECTION = "Parameters and gradients"
 
@@ -265,11 +266,7 @@ def frozen(run: Run) -> None:
     for m in (run.model, run.alone):
         for p in m.embed.parameters():  # type: ignore[union-attr]
             p.requires_grad_(False)
-    run.train([adamw_of_trained(m) for m in run.both()])
-
-
-def adamw_of_trained(module: torch.nn.Module) -> torch.optim.Optimizer:
-    return torch.optim.AdamW([p for p in module.parameters() if p.requires_grad], lr=1e-2)
+    run.train([adamw(learning(m)) for m in run.both()])
 
 
 @habit(SECTION, "a hook on a gradient: `p.register_hook(lambda g: g.clamp(-c, c))`", layouts=ALL)

@@ -47,22 +47,18 @@ def in_layout(run: Run, layout: str) -> Run:
     return other
 
 
-def saved_by_every_rank(run: Run, **how: Any) -> None:
-    path = shared_folder() / f"rank{dist.get_rank()}.pt"
-    optimizers = run.optimizers()
-    run.train(optimizers, 1)
-    torch.save(run.pm.state_dict(), path)
-    kept = copy.deepcopy(run.alone.state_dict())
-    run.train(optimizers, 1)
-    run.pm.load_state_dict(torch.load(path, **how))
-    run.alone.load_state_dict(kept)
-    run.train(run.optimizers())
-
-
 @habit(SECTION, '`torch.save(pm.state_dict(), f"rank{r}.pt")` on every rank, and back', layouts=ALL)
 def saved_shards(run: Run) -> None:
     for weights_only in (True, False):
-        saved_by_every_rank(run, weights_only=weights_only)
+        path = shared_folder() / f"rank{dist.get_rank()}.pt"
+        optimizers = run.optimizers()
+        run.train(optimizers, 1)
+        torch.save(run.pm.state_dict(), path)
+        kept = copy.deepcopy(run.alone.state_dict())
+        run.train(optimizers, 1)
+        run.pm.load_state_dict(torch.load(path, weights_only=weights_only))
+        run.alone.load_state_dict(kept)
+        run.train(run.optimizers())
 
 
 @habit(SECTION, "the file of rank 0 loaded by all ranks", "it has the shards of one rank",

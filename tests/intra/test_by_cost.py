@@ -1,14 +1,5 @@
-"""Plans follow from costs, not from patterns: three models on one abstract machine.
-
-On four ranks with unit links and one flop per second, the same layers are planned as tensor
-parallel or data parallel by their shapes alone:
-
-    6 x Linear(256, 256) + ReLU, batch 8      alternating column and row, 5 all_reduces
-    6 x Linear(32, 32) + ReLU, batch 256      data parallel, one bucketed gradient all_reduce
-    2 x BERT layer, width 128, 2 x 8 tokens   Megatron, 7 all_reduces, QKV sharded by head
-
-Counts are of the forward and backward of activations and of gradient sync; the loss has its
-own phase.
+"""Plans follow from costs, not from patterns: by their shapes alone, the same layers are planned as
+tensor parallel or data parallel, on four ranks with unit links and one flop per second.
 """
 
 from __future__ import annotations

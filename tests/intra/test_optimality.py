@@ -4,9 +4,7 @@ whole program's problem, and by the whole ILP, which defines it.
 Each program has at least five blocks. A ResNet learns its batch statistics, so folding finds no two
 equal blocks in it. A frozen one has equal blocks.
 
-Most whole ILPs on two axes or under a budget take up to a minute each; those of T5 and Mixtral
-under a budget take many. Ordinary runs solve the cheapest of each kind, `make nightly` all of them
-(ten minutes).
+Ordinary runs solve the cheapest ILPs of each kind, `make nightly` all of them (ten minutes).
 """
 
 from __future__ import annotations
