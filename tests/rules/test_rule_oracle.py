@@ -13,35 +13,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopar.errors import MissingRuleError, VerificationError
 from autopar.placement import I, Notation, P, R, S
 from autopar.program import name_sizes
-from autopar.rules import (
-    AxisStrategy,
-    OpCall,
-    OpRule,
-    all_rules,
-    find_operator,
-    has_rule,
-    rule_for,
-)
+from autopar.rules import AxisStrategy, OpCall, OpRule, all_rules, find_operator, has_rule, rule_for
 from autopar.rules.convolutions import CONVOLUTIONS
 from autopar.rules.lowering import VOCABULARY_CROSS_ENTROPY
 from autopar.verifier import OracleCase, check_rule, check_strategy, combinations, report_case
-from tests.helpers.samples.place_samples import PLACE_SAMPLES
-from tests.helpers.samples.random_samples import RANDOM_SAMPLES
-from tests.helpers.samples.rule_samples import SAMPLES as GENERAL_SAMPLES
+from tests.helpers.samples.every_sample import SAMPLES
 from tests.helpers.samples.rule_samples import Sample, bools, call, ints, x
 from tests.helpers.samples.vision_samples import CONV_1D, CONV_2D, TRANSPOSED_2D, VISION_SAMPLES
 from tests.helpers.saved import really_saved, saved_of
 
-EXPERTS = torch.tensor([3, 0, 0, 1, 2, 3, 3, 0])
-EXPERT_SAMPLES = {
-    "autopar.expert_linear.default": [
-        call(x(8, 4), x(4, 4, 4), EXPERTS),
-        call(x(8, 4), x(4, 4, 8), EXPERTS, True),
-    ]
-}
-SAMPLES = {
-    **GENERAL_SAMPLES, **PLACE_SAMPLES, **VISION_SAMPLES, **RANDOM_SAMPLES, **EXPERT_SAMPLES,
-}  # fmt: skip
 RULES = {rule.op: rule for rule in all_rules() if rule.op.startswith("aten.")}
 
 
@@ -124,144 +104,94 @@ def _overlapping(call: OpCall) -> Notation:
 
 PLANTED: Mapping[str, tuple[str, Sample, dict[str, Any], str]] = {
     "groups of a convolution not localised": (
-        "aten.conv1d.default",
-        CONV_1D[1],
-        {"localise": None},
-        "Given groups=4",
+        "aten.conv1d.default", CONV_1D[1], {"localise": None}, "Given groups=4",
     ),
     "groups of a transposed convolution not localised": (
-        "aten.conv_transpose2d.input",
-        TRANSPOSED_2D[1],
-        {"localise": None},
+        "aten.conv_transpose2d.input", TRANSPOSED_2D[1], {"localise": None},
         "outputs have shapes (2, 8, 4, 4)",
     ),
     "a kernel sharded": (
-        "aten.conv2d.default",
-        CONV_2D[3],
-        {"notation": _kernel_summed},
+        "aten.conv2d.default", CONV_2D[3], {"notation": _kernel_summed},
         "outputs have shapes (2, 4, 2, 2)",
     ),
     "overlapping windows sharded": (
-        "aten.conv2d.default",
-        call(CONV_2D[4][0][0], x(4, 4, 3, 3), None, [1], [1]),
-        {"notation": _overlapping},
-        "output 0 under S(2)",
+        "aten.conv2d.default", call(CONV_2D[4][0][0], x(4, 4, 3, 3), None, [1], [1]),
+        {"notation": _overlapping}, "output 0 under S(2)",
     ),
     "groups of a norm not localised": (
-        "aten.group_norm.default",
-        VISION_SAMPLES["aten.group_norm.default"][0],
-        {"localise": None},
+        "aten.group_norm.default", VISION_SAMPLES["aten.group_norm.default"][0], {"localise": None},
         "output 0 under S(1)",
     ),
     "a batch with statistics of its own sharded": (
-        "aten.batch_norm.default",
-        VISION_SAMPLES["aten.batch_norm.default"][3],
-        {"notation": "b c s! -> b c s"},
-        "output 0 under S(0)",
+        "aten.batch_norm.default", VISION_SAMPLES["aten.batch_norm.default"][3],
+        {"notation": "b c s! -> b c s"}, "output 0 under S(0)",
     ),
     "a maximum taken for linear": (
-        "aten.max_pool2d.default",
-        VISION_SAMPLES["aten.max_pool2d.default"][0],
-        {"linear": ((0,),)},
-        "output 0 under P",
+        "aten.max_pool2d.default", VISION_SAMPLES["aten.max_pool2d.default"][0],
+        {"linear": ((0,),)}, "output 0 under P",
     ),
     "places of maxima in sharded rows": (
         "aten.max_pool2d_with_indices.default",
         VISION_SAMPLES["aten.max_pool2d_with_indices.default"][1],
-        {"notation": "b c (h k!) (w l!) -> b c h w, b c h w"},
-        "output 1 under S(2)",
+        {"notation": "b c (h k!) (w l!) -> b c h w, b c h w"}, "output 1 under S(2)",
     ),
     "softmax over a sharded dim": (
-        "aten.softmax.int",
-        call(x(4, 8), -1),
-        {"notation": "... d -> ... d"},
+        "aten.softmax.int", call(x(4, 8), -1), {"notation": "... d -> ... d"},
         "output 0 under S(1)",
     ),
     "mul linear in both inputs at once": (
-        "aten.mul.Tensor",
-        call(x(4, 8), x(8)),
-        {"linear": ((0, 1),)},
-        "output 0 under P",
+        "aten.mul.Tensor", call(x(4, 8), x(8)), {"linear": ((0, 1),)}, "output 0 under P",
     ),
     "a scalar added once per rank": (
-        "aten.add.Tensor",
-        call(x(4, 8), 3),
-        {"linear": ((0,),)},
-        "output 0 under P",
+        "aten.add.Tensor", call(x(4, 8), 3), {"linear": ((0,),)}, "output 0 under P",
     ),
-    "relu linear": (
-        "aten.relu.default",
-        call(x(4, 8)),
-        {"linear": ((0,),)},
-        "output 0 under P",
-    ),
+    "relu linear": ("aten.relu.default", call(x(4, 8)), {"linear": ((0,),)}, "output 0 under P"),
     "a mean over a sharded dim": (
-        "aten.mean.dim",
-        call(x(4, 8), [1]),
-        {"notation": "a b -> a"},
-        "output 0 under P",
+        "aten.mean.dim", call(x(4, 8), [1]), {"notation": "a b -> a"}, "output 0 under P",
     ),
     "a maximum over a sharded dim": (
-        "aten.amax.default",
-        call(x(4, 8), [1]),
-        {"notation": "a b -> a"},
-        "output 0 under P",
+        "aten.amax.default", call(x(4, 8), [1]), {"notation": "a b -> a"}, "output 0 under P",
     ),
     "a normalised dim sharded": (
-        "aten.layer_norm.default",
-        call(x(4, 8), [8], x(8), x(8)),
-        {"notation": "a b, b, b -> a b"},
+        "aten.layer_norm.default", call(x(4, 8), [8], x(8), x(8)), {"notation": "a b, b, b -> a b"},
         "normalized_shape",
     ),
     "a vocabulary without its lowering": (
-        "aten.embedding.default",
-        call(x(8, 4), torch.tensor([0, 5])),
-        {"lower": {}},
+        "aten.embedding.default", call(x(8, 4), torch.tensor([0, 5])), {"lower": {}},
         "index out of range",
     ),
     "classes without their lowering": (
-        "aten.cross_entropy_loss.default",
-        call(x(4, 8), ints(8, 4), None, 2),
-        {"lower": {}},
+        "aten.cross_entropy_loss.default", call(x(4, 8), ints(8, 4), None, 2), {"lower": {}},
         "out of bounds",
     ),
     "a loss that is summed twice": (
-        "aten.cross_entropy_loss.default",
-        call(x(4, 8), ints(8, 4), None, 2),
+        "aten.cross_entropy_loss.default", call(x(4, 8), ints(8, 4), None, 2),
         {"lower": {"v": dataclasses.replace(VOCABULARY_CROSS_ENTROPY, outputs=("P",))}},
         "output 0 under P",
     ),
     "keys of attention sharded": (
         "aten.scaled_dot_product_attention.default",
         call(x(2, 2, 4, 2), x(2, 2, 4, 2), x(2, 2, 4, 2)),
-        {"notation": "b h s e!, b h t e, b h t f -> b h s f"},
-        "output 0 under P",
+        {"notation": "b h s e!, b h t e, b h t f -> b h s f"}, "output 0 under P",
     ),
     "a causal mask on a sharded query": (
         "aten.scaled_dot_product_attention.default",
         call(x(2, 2, 4, 2), x(2, 2, 4, 2), x(2, 2, 4, 2), is_causal=True),
-        {"notation": "b h s e!, b h t! e, b h t f! -> b h s f"},
-        "output 0 under S(2)",
+        {"notation": "b h s e!, b h t! e, b h t f! -> b h s f"}, "output 0 under S(2)",
     ),
     "sizes of a view not localised": (
-        "aten.view.default",
-        call(x(4, 8), [4, 2, 4]),
-        {"localise": None},
+        "aten.view.default", call(x(4, 8), [4, 2, 4]), {"localise": None},
         "invalid for input of size",
     ),
     "a slice of a sharded dim not localised": (
-        "aten.slice.Tensor",
-        call(x(4, 8), 1, 4, 8),
-        {"localise": None},
+        "aten.slice.Tensor", call(x(4, 8), 1, 4, 8), {"localise": None},
         "outputs have shapes (4, 0), S(1) means (4, 2)",
     ),
     "a fused projection split as one factor": (
-        "aten.split.Tensor",
-        call(x(4, 12), 4, 1),
-        {"notation": "b d -> b e, b e, b e"},
+        "aten.split.Tensor", call(x(4, 12), 4, 1), {"notation": "b d -> b e, b e, b e"},
         "outputs have shapes (4, 4), (4, 2), P, P, P means (4, 4), (4, 4), (4, 4)",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", PLANTED)
@@ -276,54 +206,35 @@ NORM = call(x(4, 8), [8], x(8), x(8))
 MISPLACED: Mapping[str, tuple[str, Sample, AxisStrategy, str]] = {
     # The loss would be right; only the gradient is wrong.
     "a scale left I under sharded activations": (
-        "aten.layer_norm.default",
-        NORM,
-        AxisStrategy((S(0), I, I), (S(0),)),
+        "aten.layer_norm.default", NORM, AxisStrategy((S(0), I, I), (S(0),)),
         "gradient of input 1 under I is wrong .*; ranks differ",
     ),
     "a product's sum that claims to be complete": (
-        "aten.mm.default",
-        call(x(4, 8), x(8, 4)),
-        AxisStrategy((S(1), S(0)), (R,)),
+        "aten.mm.default", call(x(4, 8), x(8, 4)), AxisStrategy((S(1), S(0)), (R,)),
         "output 0 under R",
     ),
     "a product's sum that claims an invariant output": (
-        "aten.mm.default",
-        call(x(4, 8), x(8, 4)),
-        AxisStrategy((S(1), S(0)), (I,)),
+        "aten.mm.default", call(x(4, 8), x(8, 4)), AxisStrategy((S(1), S(0)), (I,)),
         "output 0 under I",
     ),
     "I and R in one operator": (
-        "aten.mul.Tensor",
-        call(x(4, 8), x(4, 8)),
-        AxisStrategy((I, R), (R,)),
+        "aten.mul.Tensor", call(x(4, 8), x(4, 8)), AxisStrategy((I, R), (R,)),
         "gradient of input 0 under I",
     ),
     "R taken for I": (
-        "aten.relu.default",
-        call(x(4, 8)),
-        AxisStrategy((R,), (I,)),
-        "gradient of input 0 under P",
+        "aten.relu.default", call(x(4, 8)), AxisStrategy((R,), (I,)), "gradient of input 0 under P",
     ),
     "I taken for R": (
-        "aten.relu.default",
-        call(x(4, 8)),
-        AxisStrategy((I,), (R,)),
-        "gradient of input 0 under I",
+        "aten.relu.default", call(x(4, 8)), AxisStrategy((I,), (R,)), "gradient of input 0 under I",
     ),
     "a bias added on every rank of a partial sum": (
-        "aten.add.Tensor",
-        call(x(4, 8), x(8)),
-        AxisStrategy((P, R), (P,)),
-        "output 0 under P",
+        "aten.add.Tensor", call(x(4, 8), x(8)), AxisStrategy((P, R), (P,)), "output 0 under P",
     ),
     "an output that is larger than claimed": (
-        "aten.relu.default",
-        call(x(4, 8)),
-        AxisStrategy((R,), (S(0),)),
+        "aten.relu.default", call(x(4, 8)), AxisStrategy((R,), (S(0),)),
         r"outputs have shapes \(4, 8\), S\(0\) means \(2, 8\)",
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("fault", MISPLACED)

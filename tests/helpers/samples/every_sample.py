@@ -1,0 +1,21 @@
+"""The sample calls of all operators together."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+
+from tests.helpers.samples.place_samples import PLACE_SAMPLES
+from tests.helpers.samples.random_samples import RANDOM_SAMPLES
+from tests.helpers.samples.rule_samples import SAMPLES as GENERAL_SAMPLES
+from tests.helpers.samples.rule_samples import Sample, call, x
+from tests.helpers.samples.vision_samples import VISION_SAMPLES
+
+EXPERTS = torch.tensor([3, 0, 0, 1, 2, 3, 3, 0])
+SAMPLES: Mapping[str, Sequence[Sample]] = {
+    **GENERAL_SAMPLES, **PLACE_SAMPLES, **VISION_SAMPLES, **RANDOM_SAMPLES,
+    "autopar.expert_linear.default": [
+        call(x(8, 4), x(4, 4, 4), EXPERTS), call(x(8, 4), x(4, 4, 8), EXPERTS, True),
+    ],
+}  # fmt: skip
