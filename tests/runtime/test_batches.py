@@ -25,13 +25,16 @@ from tests.helpers.nightly import nightly
 from tests.helpers.pools import Pool
 
 MESH = machine((1, 2))
-PLANS = {"dp": Manual(dp=2), "tp": Manual(tp=2), "pp": Manual(pp=2)}
+PLANS = {"dp": Manual(dp=2), "tp": Manual(tp=2), "pp": Manual(pp=2), "parts": Manual(dp=2)}
 WAYS_OUT = r'same global batch on every rank.*\n?.*batch="local"'
 
 
 def ready(plan: str) -> autopar.ParallelModule:
     torch.manual_seed(0)
-    return autopar.parallelize(Tiny(), MESH, batch(), manual=PLANS[plan], precision="fp64")
+    return autopar.parallelize(
+        Tiny(), MESH, batch(), manual=PLANS[plan], precision="fp64",
+        microbatches=2 if plan == "parts" else "auto",
+    )  # fmt: skip
 
 
 def with_own(name: str) -> dict[str, Any]:
@@ -99,6 +102,15 @@ CASES: dict[str, tuple[tuple[str, ...], Callable[[], dict[str, Any]], Call, str]
         ("tp",), batch, other_calls,
         r"different things: pm\.step\(\.\.\.\) on rank 0, pm\(\.\.\.\) on rank 1",
     ),
+    "no rows": (
+        ("dp",), lambda: {name: value[:0] for name, value in batch().items()}, own_step,
+        r"^`x` is empty: its shape is \(0, 8\)\n  hint: leave empty",
+    ),
+    "rows that do not divide": (
+        ("parts",), lambda: batch(0, 6), own_step,
+        r"6 rows does not divide by 4: 2 microbatches x 2 ranks[\s\S]*4 and 8 would"
+        r"[\s\S]*drop_last=True",
+    ),
     "local: all rows": (
         ("dp",), batch, local_step,
         r"`x` on rank 1: 8 rows, where pm\.local_slice\('x'\) says rows 4 to 8, which are 4",
@@ -113,10 +125,9 @@ CASES: dict[str, tuple[tuple[str, ...], Callable[[], dict[str, Any]], Call, str]
 def refused(plan: str, name: str) -> tuple[str, list[torch.Tensor | None]]:
     _, make, call, _ = CASES[name]
     module = ready(plan)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")  # what captures a batch says so
-        with pytest.raises(BatchError) as refusal:
-            call(module, make())
+    # What captures a batch says so.
+    with warnings.catch_warnings(action="error"), pytest.raises(BatchError) as refusal:
+        call(module, make())
     return str(refusal.value), [p.grad for p in module.parameters()]
 
 
@@ -126,18 +137,6 @@ def test_every_rank_refuses(name: str, plan: str, workers: Pool) -> None:
     for message, gradients in workers(2).run(refused, plan, name):
         assert re.search(CASES[name][3], message), message
         assert gradients == [None] * len(gradients)
-
-
-def empty() -> str:
-    module = ready("dp")
-    with pytest.raises(BatchError) as refusal:
-        module.step(**{name: value[:0] for name, value in batch().items()})
-    return str(refusal.value)
-
-
-def test_an_empty_batch_is_refused(workers: Pool) -> None:
-    for message in workers(2).run(empty):
-        assert message.startswith("`x` is empty: its shape is (0, 8)\n  hint: leave empty")
 
 
 def plan_of_own() -> str:
@@ -216,23 +215,6 @@ def test_a_shorter_last_batch(plan: str, workers: Pool) -> None:
             torch.testing.assert_close(gradient, right, rtol=0, atol=1e-12)
 
 
-def refused_size() -> str:
-    manual, microbatches, _ = SIZES["dp, microbatches"]
-    module = autopar.parallelize(
-        Tiny(), machine((1, 2)), batch(), manual=manual, microbatches=microbatches
-    )
-    with pytest.raises(BatchError) as refusal:
-        module.step(**batch(0, 6))
-    return str(refusal.value)
-
-
-def test_sizes_that_do_not_divide(workers: Pool) -> None:
-    for message in workers(2).run(refused_size):
-        assert "a batch of 6 rows does not divide by 4: 2 microbatches x 2 ranks" in message
-        assert "4 and 8 would" in message
-        assert "drop_last=True" in message
-
-
 class Table(nn.Module):
     """Takes a table that has no rows of the batch."""
 
@@ -271,8 +253,7 @@ def alone() -> autopar.ParallelModule:
 
 def test_a_new_shape_is_announced_once() -> None:
     module = alone()
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         module.step(**batch())
         module.step(outputs=lambda _: None, **batch())
         module.eval()
@@ -282,8 +263,7 @@ def test_a_new_shape_is_announced_once() -> None:
         module.step(**batch(0, 6))
     with pytest.warns(UserWarning, match=r"x float32 \(4, 8\), labels int64 \(4,\).* 2 so far"):
         module.loss(**batch(0, 4))
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
+    with warnings.catch_warnings(action="error"):
         module.step(**batch(1, 6))
         module.step(**batch(1, 4))
 
@@ -309,8 +289,7 @@ def test_programs_are_dropped_and_freed() -> None:
     module = autopar.parallelize(One(), machine((1, 1)), {"x": torch.ones(40, 4)})
 
     def train_on(*sizes: int) -> list[str]:
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
+        with warnings.catch_warnings(record=True, action="always") as told:
             for n_rows in sizes:
                 module.step(x=torch.ones(n_rows, 4))
         return [str(w.message) for w in told]
