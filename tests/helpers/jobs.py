@@ -212,6 +212,13 @@ def adamw(parameters: Any) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=LEARNING_RATE, eps=1e-6)
 
 
+def advance(*optimizers: torch.optim.Optimizer) -> None:
+    """One step of each, and no gradients after it."""
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+
+
 def train(cell: AnyCell) -> Trained:
     """The job of one rank; gradients and values are on rank 0."""
     case, mesh = cell.case, machine(cell.shape)
@@ -236,8 +243,7 @@ def train_module(module: autopar.ParallelModule, batch: Callable[[int], Batch]) 
         losses.append(module.step(**batch(step)).item())
         if step == 0:
             gradients = module.full_gradients()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(optimizer)
     return Trained(tuple(losses), gradients, module.full_state_dict())
 
 
@@ -268,8 +274,7 @@ def train_alone(case: Case) -> Trained:
         losses.append(loss.item())
         if step == 0:
             gradients = {n: gradient(p).clone() for n, p in learned.items()}
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(optimizer)
     kept = {b.name: buffers[b.name] for b in program.buffers.values() if b.persistent}
     return Trained(tuple(losses), gradients, {n: p.detach() for n, p in values.items()} | kept)
 

@@ -7,6 +7,7 @@ measured on every rank, and are those that the plan says.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -26,8 +27,8 @@ from autopar.cost.memory import peak_memory
 from autopar.precision import Precision
 from autopar.runtime.launch import WorkerPool
 from autopar.runtime.tensors import local_of
-from tests.helpers.jobs import CASES, VOCABULARY, gpt2, machine, tokens
-from tests.helpers.nightly import first_by_day, nightly
+from tests.helpers.jobs import CASES, VOCABULARY, adamw, advance, gpt2, machine, tokens
+from tests.helpers.nightly import first_by_day, nightly, sampled
 
 Pool = Callable[[int], WorkerPool]
 HALF = (torch.bfloat16, torch.float16)
@@ -39,10 +40,6 @@ STATE = re.compile(r"(\d+) stored, (\d+) of its gradient, (\d+) of adamw")
 N_STEPS = 3
 
 
-def adamw(parameters: Any) -> torch.optim.AdamW:
-    return torch.optim.AdamW(parameters, lr=1e-2)
-
-
 def wide_copies(model: nn.Module) -> dict[str, Tensor]:
     """What one process trains."""
     return {name: p.detach().float().requires_grad_() for name, p in model.named_parameters()}
@@ -52,21 +49,24 @@ def alone(
     model: nn.Module, copies: Mapping[str, Tensor], batch: dict[str, Any], precision: str
 ) -> Tensor:
     """The loss of one process on float32 copies of the parameters."""
-    if precision not in USED:
-        with torch.autocast("cpu", torch.bfloat16):
-            loss: Tensor = functional_call(model, dict(copies), (), batch).loss
-        return loss
-    casts = {name: p.to(USED[precision]) for name, p in copies.items()}
-    loss = functional_call(model, casts, (), batch).loss
+    used = dict(copies)
+    if precision != "bf16-autocast":
+        used = {name: p.to(USED.get(precision, torch.bfloat16)) for name, p in copies.items()}
+    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-autocast"):
+        loss: Tensor = functional_call(model, used, (), batch).loss
     return loss
 
 
-@pytest.mark.parametrize("half", first_by_day(HALF))
-@pytest.mark.parametrize("precision", first_by_day(MIXED))
+@pytest.mark.parametrize(
+    ("precision", "half"),
+    [("master_weights", torch.bfloat16),
+     *sampled(list(itertools.product(MIXED, HALF)), [(MIXED[0], HALF[0])])],
+)  # fmt: skip
 def test_one_process_on_float32_copies_has_the_same_bits(precision: str, half: torch.dtype) -> None:
     case = CASES["gpt2"]
     model, other = case.model().to(half), case.model().to(half)
-    pm = autopar.parallelize(model, (1, 1), case.batch(0), precision=precision, microbatches=1)
+    options: Any = {"precision": precision} if precision in MIXED else {"master_weights": True}
+    pm = autopar.parallelize(model, (1, 1), case.batch(0), microbatches=1, **options)
     copies = wide_copies(other)
     scale = SCALE if precision == "fp16-mixed" else 1.0
     mine, theirs = adamw(pm.parameters()), adamw(copies.values())
@@ -81,9 +81,7 @@ def test_one_process_on_float32_copies_has_the_same_bits(precision: str, half: t
             p.grad /= scale
             assert gradients[name].dtype == torch.float32
             assert torch.equal(gradients[name], p.grad), name
-        for optimizer in (mine, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
+        advance(mine, theirs)
     found = pm.full_state_dict()
     for name, value in copies.items():
         assert found[name].dtype == torch.float32
@@ -110,9 +108,8 @@ def check_bytes(precision: str, manual: Manual, n_words: int = VOCABULARY) -> No
         assert {t.dtype for tensors in held.values() for t in tensors} == {torch.float32}
         held_bytes = {what: sum(t.nbytes for t in tensors) for what, tensors in held.items()}
         n_elements = held_bytes["parameters"] // 4
-        lines = [line for line in pm.plan.explain().splitlines() if line.startswith("state:")]
-        assert lines
-        for line in lines:
+        assert state_lines(pm.plan)
+        for line in state_lines(pm.plan):
             (in_text,) = STATE.findall(line)
             assert [int(n) * n_elements for n in in_text] == [*held_bytes.values()], dtype
         assert pm.plan.bound is not None
@@ -296,9 +293,10 @@ def test_a_checkpoint_of_half_precision_is_loaded_into_float32(tmp_path: Path) -
     assert all(torch.equal(goes_on[name], value) for name, value in pm.full_state_dict().items())
 
 
-def test_evaluation_uses_half_precision() -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
+def test_evaluation_uses_half_precision(dtype: torch.dtype) -> None:
     case = CASES["gpt2"]
-    model = case.model().half()
+    model = case.model().to(dtype)
     pm = mixed(model)
     pm.eval()
     used = {name: p.float().bfloat16() for name, p in model.named_parameters()}

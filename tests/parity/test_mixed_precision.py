@@ -23,17 +23,13 @@ from autopar import Manual, NotSupportedError, OptionError
 from autopar.capture import capture
 from autopar.parity import Report
 from autopar.runtime.launch import WorkerPool
-from tests.helpers.jobs import CASES, Case, machine
+from tests.helpers.jobs import CASES, Case, adamw, advance, machine
 from tests.helpers.nightly import nightly, sampled
 from tests.parity.zoo import FAMILIES
 
 Pool = Callable[[int], WorkerPool]
 DTYPES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
 N_STEPS = 3
-
-
-def adamw(parameters: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2)
 
 
 def alone(case: Case, model: nn.Module, batch: dict[str, Any], dtype: torch.dtype) -> Tensor:
@@ -83,9 +79,7 @@ def test_one_process_has_every_bit_of_the_reference(name: str, precision: str) -
             assert p.grad is not None
             p.grad /= scale
         assert torch.equal(loss, wanted)
-        for optimizer in (mine, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
+        advance(mine, theirs)
     found, expected = pm.full_state_dict(), other.state_dict()
     for key, value in expected.items():
         assert found[key].dtype == torch.float32
@@ -270,38 +264,6 @@ def test_memory_follows_the_dtypes() -> None:
     # Backward holds the largest gradient in bfloat16 beside that in float32.
     assert 10 * n - 4096 <= mixed <= 10 * n + 2 * 256 * 256 + 4096
     assert 8 * n <= peak() <= 8 * n + 8192
-
-
-def test_master_weights_of_a_bfloat16_model() -> None:
-    case = CASES["gpt2"]
-    model, other = case.model().bfloat16(), case.model().bfloat16()
-    pm = autopar.parallelize(model, (1, 1), case.batch(0), master_weights=True, microbatches=1)
-    masters = {n: p.detach().float().requires_grad_() for n, p in other.named_parameters()}
-    mine, theirs = adamw(pm.parameters()), adamw(masters.values())
-    for seed in range(N_STEPS):
-        loss = pm.step(**case.batch(seed))
-        used = {name: p.bfloat16() for name, p in masters.items()}
-        wanted = functional_call(other, used, (), case.batch(seed)).loss
-        wanted.backward()
-        assert torch.equal(loss, wanted)
-        for optimizer in (mine, theirs):
-            optimizer.step()
-            optimizer.zero_grad()
-    found = pm.full_state_dict()
-    assert all(torch.equal(found[name], value) for name, value in masters.items())
-
-
-def test_evaluation_casts_too() -> None:
-    case = CASES["gpt2"]
-    model = case.model()
-    pm = autopar.parallelize(model, (1, 1), case.batch(0), precision="bf16-mixed", microbatches=1)
-    pm.eval()
-    used = {name: p.bfloat16() for name, p in model.named_parameters()}
-    with torch.no_grad():
-        wanted = functional_call(model.eval(), used, (), case.batch(0))
-    found = pm(**case.batch(0))
-    assert found.logits.dtype == torch.bfloat16
-    assert torch.equal(found.logits, wanted.logits) and torch.equal(found.loss, wanted.loss)
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from autopar.runtime.launch import WorkerPool
 from examples.compare import Size
 from examples.compare_pipeline import AUTOPAR, TORCH, disagreements, stages
 from examples.pipeline_gpt2 import N_STAGES, PipelineGPT2, ScheduleName
-from tests.helpers.jobs import BATCH, HEADS, N_STEPS, SEQUENCE, gpt2, gradient, tokens
+from tests.helpers.jobs import BATCH, HEADS, N_STEPS, SEQUENCE, advance, gpt2, gradient, tokens
 from tests.helpers.nightly import sampled
 
 TOLERANCE = 1e-10
@@ -54,8 +54,7 @@ def one_process() -> Trained:
         loss.backward()
         losses.append(loss.item())
         gradients = gradients or {name: gradient(p).clone() for name, p in values.items()}
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(optimizer)
     return Trained(losses, gradients)
 
 
@@ -75,8 +74,7 @@ def in_a_pipeline(
             # Gradients are cut as weights are, so `expected` holds this rank's part of them.
             pairs = zip(pipeline.module.parameters(), expected.module.parameters(), strict=True)
             worst = max((gradient(p) - q).abs().max().item() for p, q in pairs)
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(optimizer)
     return losses, worst
 
 

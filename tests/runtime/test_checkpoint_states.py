@@ -26,7 +26,7 @@ from autopar.errors import OptionError, StateError
 from autopar.runtime.checkpoints import load, save
 from autopar.runtime.checkpoints.trees import decoded, encoded
 from tests.helpers.checkpoint_jobs import Rank
-from tests.helpers.jobs import machine
+from tests.helpers.jobs import advance, machine
 from tests.helpers.pools import Pool
 from tests.helpers.state_model import ONE, PAIR
 
@@ -196,8 +196,7 @@ class Script:
         for _ in range(n_steps):
             losses.append(self.pm.step(x=drawn()).item())
             losses.append(self.pm.clip_grad_norm_(0.5).item())
-            self.optimizer.step()
-            self.optimizer.zero_grad()
+            advance(self.optimizer)
             self.states["schedule"].step()
         return losses
 

@@ -17,7 +17,7 @@ from torch.utils.data import DataLoader, IterableDataset, Subset, TensorDataset
 import autopar
 from autopar import BatchError, Manual, NotSupportedError, OptionError, ParallelModule
 from autopar.module import Loaded
-from tests.helpers.jobs import machine
+from tests.helpers.jobs import advance, machine
 from tests.helpers.loading import (
     FILLS,
     PLANS,
@@ -80,8 +80,7 @@ def train_and_stop(path: str, stop: int | None, n_workers: int) -> dict[str, Ten
     for _ in range(N_EPOCHS):
         for k, batch in enumerate(loader):
             pm.step(**batch)
-            optimizer.step()
-            optimizer.zero_grad()
+            advance(optimizer)
             if loader.state_dict()["epoch"] == 1 and k + 1 == stop:
                 extra = {"loader": loader.state_dict()}
                 autopar.save(pm, optimizer, path, step=k, extra=extra)
@@ -103,8 +102,7 @@ def resume(plan: str, path: str, rows: str) -> tuple[dict[str, Any], dict[str, T
     n_left = 0
     for batch in loader:
         pm.step(**batch)
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(optimizer)
         n_left += 1
     return loader.state_dict(), pm.full_state_dict(), n_left
 

@@ -12,7 +12,7 @@ import torch
 
 import autopar
 from autopar import Manual
-from tests.helpers.jobs import machine
+from tests.helpers.jobs import advance, machine
 from tests.helpers.models.tiny_model import Tiny, batch
 from tests.helpers.nightly import sampled
 from tests.helpers.pools import Pool
@@ -44,8 +44,7 @@ def trained(layout: Manual, folder: str, n_steps: int) -> list[dict[str, int]]:
         for step in range(n_steps):
             pm.step(**batch(step))
             pm.clip_grad_norm_(1.0)
-            optimizer.step()
-            optimizer.zero_grad()
+            advance(optimizer)
             if step % min(50, n_steps // 3) == 1:
                 saver.save(pm, optimizer, step=step)
                 pm.eval()

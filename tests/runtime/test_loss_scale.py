@@ -22,7 +22,7 @@ import autopar
 from autopar import Manual, NonFiniteError, ParallelModule
 from autopar.runtime.state import LossScale, LossScaler
 from autopar.runtime.state.loss_scale import FIRST, INTERVAL
-from tests.helpers.jobs import Case, MlpWithLoss, machine, rank, rows
+from tests.helpers.jobs import Case, MlpWithLoss, advance, machine, rank, rows
 from tests.helpers.nightly import nightly, sampled
 from tests.helpers.pools import Pool
 
@@ -172,8 +172,7 @@ def resumed(layout: Manual, path: str) -> None:
         if seed == 1:
             overflow(pm, 0)
         pm.step(**CASE.batch(seed))
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(optimizer)
     autopar.save(pm, optimizer, path)
     other = module(layout)
     again = adamw(other)
@@ -184,8 +183,7 @@ def resumed(layout: Manual, path: str) -> None:
             if seed == 2:
                 overflow(one, 1)
             one.step(**CASE.batch(seed))
-            its.step()
-            its.zero_grad()
+            advance(its)
     assert scale_of(other) == scale_of(pm) == LossScale(FIRST / 4, n_kept=1, n_skipped=2)
     for name, shard in weights(other).items():
         assert torch.equal(shard, pm.shards[name]), name
@@ -271,8 +269,7 @@ def held(module: autopar.ParallelModule) -> dict[str, Any]:
 def refused(plan: str) -> tuple[str, bool]:
     module, optimizer = made(plan)
     module.step(**good())
-    optimizer.step()
-    optimizer.zero_grad()
+    advance(optimizer)
     before = {name: shard.tolist() for name, shard in module.shards.items()}
     assert module.step(**bad()).isnan()
     with pytest.raises(NonFiniteError) as refusal:
@@ -317,8 +314,7 @@ def trained(plan: str, with_bad: bool) -> dict[str, Any]:
         module.step(**good(n), skip_nonfinite=True)
         if with_bad:
             module.step(**bad(torch.inf), skip_nonfinite=True)
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(optimizer)
     return held(module)
 
 
@@ -346,8 +342,7 @@ def bad_gradient_alone() -> tuple[str, float]:
     module.step(**good())
     if rank() == 0:
         next(iter(module.shards.values())).grad.fill_(torch.nan)  # type: ignore[union-attr]
-    optimizer.step()
-    optimizer.zero_grad()
+    advance(optimizer)
     module.step(**good())
     with pytest.raises(NonFiniteError) as refusal:
         optimizer.step()

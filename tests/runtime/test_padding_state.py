@@ -22,7 +22,7 @@ from autopar.runtime.launch import ThreadWorld, run_threads
 from autopar.runtime.state.dtensors import dtensor_of
 from autopar.runtime.tensors import boxes, gather_whole, local_shard
 from tests.helpers.harness import generated_code  # noqa: F401
-from tests.helpers.jobs import adamw, error, machine
+from tests.helpers.jobs import adamw, advance, error, machine
 from tests.helpers.machines import mesh_of
 from tests.helpers.models.padding_models import (
     TOLERANCE,
@@ -126,8 +126,7 @@ def trained(folder: str, manual: Manual, first: str | None, last: str | None) ->
     for step in range(2):
         losses.append(module.step(**drawn(step)).item())
         norm = module.clip_grad_norm_(1e3)
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(optimizer)
     if last is not None:
         autopar.save(module, optimizer, f"{folder}/{last}")
     whole = module.full_state_dict()
@@ -151,8 +150,7 @@ def alone(n_steps: int) -> dict[str, Any]:
         loss.backward()
         losses.append(loss.item())
         norm = torch.nn.utils.clip_grad_norm_(net.parameters(), 1e3)
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(optimizer)
     net.eval()
     logits = net(**drawn())["logits"].detach()
     return {"losses": losses[-2:], "norm": norm, "whole": net.state_dict(), "logits": logits}

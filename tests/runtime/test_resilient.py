@@ -18,7 +18,7 @@ import autopar
 from autopar import Manual, OptionError, PlanError, StateError
 from autopar.elastic import ResilientRun
 from examples import train_resilient
-from tests.helpers.jobs import machine
+from tests.helpers.jobs import advance, machine
 from tests.helpers.loading import Rows, make, optimizer_of
 from tests.helpers.nightly import nightly
 from tests.helpers.pools import Pool
@@ -45,8 +45,7 @@ def losses_of(
     losses: dict[int, float] = {}
     for batch in run.batches(loader, optimizer, n_steps=n_steps, epochs=epochs):
         losses[run.n_steps] = run.pm.step(**batch).item()
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(optimizer)
         if stop_at == len(losses):
             break
     run._saver.wait()

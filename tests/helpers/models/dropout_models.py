@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
-from tests.helpers.jobs import N_STEPS, adamw, gpt2, machine, squares
+from tests.helpers.jobs import N_STEPS, adamw, advance, gpt2, machine, squares
 
 BATCH = SEQUENCE = WIDTH = 16  # equal, so that lengths do not tell which dim positions are of
 HEADS, KEY_HEADS = 4, 2
@@ -107,6 +107,5 @@ def _steps(
     losses = []
     for step in numbers:
         losses.append(module.step(rows(step)["x"][0]).item())
-        optimizer.step()
-        optimizer.zero_grad()
+        advance(optimizer)
     return losses
