@@ -20,7 +20,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from transformers import AutoConfig, AutoModelForCausalLM
 
 from autopar.cost.laws import CostModel
 from autopar.mesh import Device, Link, LogicalMesh
@@ -46,8 +45,9 @@ from autopar.program import (
 )
 from autopar.runtime.groups import CollectiveCall
 from tests.helpers.captures import captured
+from tests.helpers.jobs import gpt2, llama, tokens
 from tests.helpers.machines import AXIS_NAMES
-from tests.helpers.ranks import TOLERANCE, Batch, pipeline_step
+from tests.helpers.ranks import Batch, above, pipeline_step
 
 BATCH, SEQUENCE, WIDTH, HEADS, VOCABULARY = 16, 4, 16, 4, 16
 
@@ -120,25 +120,11 @@ class Bert(nn.Module):
 
 
 def tiny_gpt2(n_layers: int = 1) -> nn.Module:
-    """A language model whose head is tied to its embedding."""
-    config = AutoConfig.for_model(
-        "gpt2", n_layer=n_layers, n_embd=WIDTH, n_head=HEADS, vocab_size=VOCABULARY,
-        n_positions=SEQUENCE, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0,
-        bos_token_id=0, eos_token_id=0,
-    )  # fmt: skip
-    model: nn.Module = AutoModelForCausalLM.from_config(config)
-    return model
+    return gpt2(n_layers, n_embd=WIDTH, vocab_size=VOCABULARY, n_positions=SEQUENCE)
 
 
 def tiny_llama(n_layers: int = 1) -> nn.Module:
-    """Rotary embedding, RMSNorm, a gated MLP, and two query heads per key head."""
-    config = AutoConfig.for_model(
-        "llama", num_hidden_layers=n_layers, hidden_size=WIDTH, intermediate_size=2 * WIDTH,
-        num_attention_heads=HEADS, num_key_value_heads=HEADS // 2, vocab_size=VOCABULARY,
-        max_position_embeddings=SEQUENCE,
-    )  # fmt: skip
-    model: nn.Module = AutoModelForCausalLM.from_config(config)
-    return model
+    return llama(n_layers, WIDTH, VOCABULARY, SEQUENCE)
 
 
 def random_rows(seed: int, *names: str) -> dict[str, Tensor]:
@@ -149,12 +135,7 @@ def random_rows(seed: int, *names: str) -> dict[str, Tensor]:
 
 
 def random_tokens(seed: int) -> dict[str, Tensor]:
-    """Token ids, and labels that are ignored unevenly: one whole row, and some elsewhere."""
-    generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, VOCABULARY, (BATCH, SEQUENCE), generator=generator)
-    labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.4, -100)
-    labels[0], labels[1] = -100, ids[1]
-    return {"input_ids": ids, "labels": labels}
+    return tokens(seed, BATCH, SEQUENCE, VOCABULARY)
 
 
 TEXT_MODELS: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tensor]]]] = {
@@ -302,7 +283,7 @@ class Step:
     @property
     def wrong(self) -> dict[str, float]:
         """Errors above the tolerance; NaN is one."""
-        return {name: error for name, error in self.errors.items() if not error <= TOLERANCE}
+        return above(self.errors)
 
 
 def thread_step(

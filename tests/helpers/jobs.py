@@ -78,21 +78,24 @@ def squares(outputs: Tensor, batch: Mapping[str, Any]) -> Tensor:
 
 def gpt2(n_layers: int = 2, **options: Any) -> nn.Module:
     """A language model whose head is tied to its embedding."""
-    probabilities = dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), 0.0)
-    config = AutoConfig.for_model(
-        "gpt2", n_layer=n_layers, n_embd=WIDTH, n_head=HEADS, vocab_size=VOCABULARY,
-        n_positions=SEQUENCE, bos_token_id=0, eos_token_id=0, **(probabilities | options),
-    )  # fmt: skip
+    given: dict[str, Any] = {
+        "n_embd": WIDTH, "n_head": HEADS, "vocab_size": VOCABULARY, "n_positions": SEQUENCE,
+        "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0, "bos_token_id": 0,
+        "eos_token_id": 0, **options,
+    }  # fmt: skip
+    config = AutoConfig.for_model("gpt2", n_layer=n_layers, **given)
     model: nn.Module = AutoModelForCausalLM.from_config(config)
     return model
 
 
-def llama(n_layers: int = 2) -> nn.Module:
+def llama(
+    n_layers: int = 2, width: int = WIDTH, vocabulary: int = VOCABULARY, length: int = SEQUENCE
+) -> nn.Module:
     """Rotary embedding, RMSNorm, a gated MLP, and two query heads per key head."""
     config = AutoConfig.for_model(
-        "llama", num_hidden_layers=n_layers, hidden_size=WIDTH, intermediate_size=2 * WIDTH,
-        num_attention_heads=HEADS, num_key_value_heads=HEADS // 2, vocab_size=VOCABULARY,
-        max_position_embeddings=SEQUENCE,
+        "llama", num_hidden_layers=n_layers, hidden_size=width, intermediate_size=2 * width,
+        num_attention_heads=HEADS, num_key_value_heads=HEADS // 2, vocab_size=vocabulary,
+        max_position_embeddings=length,
     )  # fmt: skip
     model: nn.Module = AutoModelForCausalLM.from_config(config)
     return model
@@ -103,10 +106,12 @@ def rows(seed: int, *names: str, n_rows: int = BATCH) -> Batch:
     return {name: torch.randn(n_rows, WIDTH, generator=generator) for name in names}
 
 
-def tokens(seed: int, n_rows: int = BATCH) -> Batch:
+def tokens(
+    seed: int, n_rows: int = BATCH, length: int = SEQUENCE, vocabulary: int = VOCABULARY
+) -> Batch:
     """Ids, and labels ignored unevenly: a whole row, no label of another, some elsewhere."""
     generator = torch.Generator().manual_seed(seed)
-    ids = torch.randint(0, VOCABULARY, (n_rows, SEQUENCE), generator=generator)
+    ids = torch.randint(0, vocabulary, (n_rows, length), generator=generator)
     labels = ids.masked_fill(torch.rand(ids.shape, generator=generator) < 0.4, -100)
     labels[0], labels[1] = -100, ids[1]
     return {"input_ids": ids, "labels": labels}

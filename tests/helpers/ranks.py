@@ -61,6 +61,18 @@ def pipeline_step(
     return errors, [r.calls for r in results]
 
 
+def wrong_in_step(
+    program: Program, pipeline: Pipeline, batch: Batch, seed: int
+) -> dict[str, float]:
+    """What one step gets wrong beside one process."""
+    return above(pipeline_step(program, pipeline, batch, seed)[0])
+
+
+def above(errors: Mapping[str, float]) -> dict[str, float]:
+    """Errors above the tolerance; NaN is one."""
+    return {name: error for name, error in errors.items() if not error <= TOLERANCE}
+
+
 @dataclass(frozen=True)
 class _Result:
     """What a step gave one rank."""

@@ -12,6 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import autopar
 from autopar import Device, Link, Mesh, Plan
 from tests.helpers.machines import one_node
+from tests.helpers.models.recompute_models import bound_of
 
 N_LAYERS, BATCH, SEQUENCE, WIDTH, WORDS = 4, 16, 32, 64, 256
 
@@ -55,5 +56,4 @@ def planned_gpt2(
 
 
 def modes_of(plan: Plan) -> Counter[str]:
-    assert plan.bound is not None
-    return Counter(item.mode for s in plan.bound.stages for item in s.strategy.recomputed)
+    return Counter(item.mode for s in bound_of(plan).stages for item in s.strategy.recomputed)

@@ -14,9 +14,9 @@ from autopar.options import Recompute
 from tests.helpers.harness import generated_code
 from tests.helpers.jobs import llama, machine, tokens
 from tests.helpers.models.dropout_models import dropped_gpt2
-from tests.helpers.models.recompute_models import recomputing
+from tests.helpers.models.recompute_models import bound_of, recomputing
 from tests.helpers.nightly import sampled
-from tests.helpers.ranks import TOLERANCE, pipeline_step
+from tests.helpers.ranks import wrong_in_step
 
 __all__ = ["generated_code"]
 
@@ -56,9 +56,8 @@ def planned(
 def test_a_step_is_one_processs(model: str, layout: str, mode: Recompute | None) -> None:
     plan = planned(model, layout, 12 if layout == "stages" else 6, mode, "fp64")
     assert all("for i in range(" in text for text in plan.code().values())
-    assert plan.bound is not None
-    errors, _ = pipeline_step(plan.bound.analysis.program, plan.bound.pipeline, tokens(0), 0)
-    assert {name: e for name, e in errors.items() if not e <= TOLERANCE} == {}
+    bound = bound_of(plan)
+    assert wrong_in_step(bound.analysis.program, bound.pipeline, tokens(0), 0) == {}
 
 
 @pytest.mark.parametrize(

@@ -19,6 +19,7 @@ from autopar.program import (
 )
 from tests.helpers import ranks
 from tests.helpers.jobs import tokens
+from tests.helpers.models.recompute_models import bound_of
 from tests.helpers.nightly import sampled
 from tests.parity.test_equal_blocks import LAYOUTS, MODELS, planned
 
@@ -32,17 +33,15 @@ BY_DAY = [
 
 def results(plan: autopar.Plan, weights_last: bool) -> list[dict[str, Tensor]]:
     """The loss and the gradients of every rank."""
-    assert plan.bound is not None
-    program, batch = plan.bound.analysis.program, tokens(0)
+    bound, batch = bound_of(plan), tokens(0)
+    program = bound.analysis.program
 
     def work(rank: ranks.Rank) -> dict[str, Tensor]:
         loss = rank.executor.step(rank.stored, ranks.named_inputs(program, batch), seed=3)
         return {"loss": loss, **{n: ranks.gradient_of(p) for n, p in rank.stored.items()}}
 
     parameters = {n: p.detach().float() for n, p in ranks.random_parameters(program, 0).items()}
-    return ranks.run_ranks(
-        program, plan.bound.pipeline, parameters, work, weights_last=weights_last
-    )
+    return ranks.run_ranks(program, bound.pipeline, parameters, work, weights_last=weights_last)
 
 
 @pytest.mark.parametrize(("model", "layout", "mode"), sampled(CASES, BY_DAY))
@@ -54,8 +53,7 @@ def test_all_bits_stay(model: str, layout: str, mode: Recompute | None) -> None:
 
 
 def parted(plan: autopar.Plan) -> list[JointProgram]:
-    assert plan.bound is not None
-    return [differentiate(stage, weights_last=True) for stage in plan.bound.pipeline.stages]
+    return [differentiate(stage, weights_last=True) for stage in bound_of(plan).pipeline.stages]
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

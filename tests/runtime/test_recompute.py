@@ -1,8 +1,4 @@
-"""Recomputed blocks: what they compute, what they communicate, and how plans record them.
-
-On thread ranks, every mode under every parallelism computes what one process computes, dropout
-included, and runs the collectives that its plan predicts.
-"""
+"""Recomputed blocks on thread ranks: what they compute and communicate; how plans record them."""
 
 from __future__ import annotations
 
@@ -25,7 +21,7 @@ from autopar import Manual, Plan
 from autopar.capture import reference_step
 from autopar.errors import NotSupportedError, PlanError, VerificationError
 from autopar.options import Recompute
-from autopar.passes.analysis import MODES, Analysis, recomputed_operators
+from autopar.passes.analysis import MODES, recomputed_operators
 from autopar.program import (
     CallLine,
     FreeLine,
@@ -33,6 +29,7 @@ from autopar.program import (
     Line,
     MoveLine,
     Pipeline,
+    Program,
     Segment,
     StageProgram,
     rank_collectives,
@@ -43,18 +40,14 @@ from autopar.schedule import forward_only
 from autopar.verifier import verify_program
 from tests.conftest import Golden
 from tests.helpers.harness import foretold_calls, generated_code
-from tests.helpers.jobs import (
-    llama,
-    machine,
-    rows,
-    tokens,
-)
+from tests.helpers.jobs import llama, machine, rows, tokens
 from tests.helpers.models.dropout_models import dropped_gpt2, eager_gpt2
-from tests.helpers.models.recompute_models import Blocks, recomputing
+from tests.helpers.models.recompute_models import Blocks, bound_of, recomputing
 from tests.helpers.nightly import nightly, sampled
 from tests.helpers.ranks import (
     TOLERANCE,
     Rank,
+    above,
     named_inputs,
     pipeline_step,
     random_parameters,
@@ -91,29 +84,24 @@ def planned(model: str, how: str, mode: Recompute | None = None) -> Plan:
     )
 
 
-def analysis_of(model: str) -> Analysis:
-    bound = planned(model, "alone").bound
-    assert bound is not None
-    return bound.analysis
-
-
 def pipeline_of(plan: Plan) -> Pipeline:
-    assert plan.bound is not None
-    return plan.bound.pipeline
+    return bound_of(plan).pipeline
+
+
+def program_of(plan: Plan) -> Program:
+    return bound_of(plan).analysis.program
 
 
 def step(plan: Plan, seed: int = 0) -> tuple[dict[str, float], list[Counter[Any]]]:
     """Errors above the tolerance, and every rank's collectives."""
-    assert plan.bound is not None
-    program = plan.bound.analysis.program
-    found, calls = pipeline_step(program, plan.bound.pipeline, tokens(seed), seed)
+    found, calls = pipeline_step(program_of(plan), pipeline_of(plan), tokens(seed), seed)
     rows = [
         Counter(
             (c.kind, c.phase, c.axes[0] if len(c.axes) == 1 else c.axes, c.size_bytes) for c in made
         )
         for made in calls
     ]
-    return {name: error for name, error in found.items() if not error <= TOLERANCE}, rows
+    return above(found), rows
 
 
 def foretold(plan: Plan, rank: int) -> Counter[Any]:
@@ -151,9 +139,8 @@ def test_calls_are_in_the_order_foretold() -> None:
     ]  # fmt: skip
     for how, mode in cases:
         plan = planned("llama", how, mode)
-        assert plan.bound is not None
-        (stage,) = plan.bound.pipeline.stages
-        _, calls = pipeline_step(plan.bound.analysis.program, plan.bound.pipeline, tokens(0), 0)
+        (stage,) = pipeline_of(plan).stages
+        _, calls = pipeline_step(program_of(plan), pipeline_of(plan), tokens(0), 0)
         found, wanted = list(calls[0]), list(foretold_calls(stage))
         assert Counter(found) == Counter(wanted)
         # Parameters are gathered ahead, and their gradients reduced behind.
@@ -169,7 +156,7 @@ def of_parameters(call: CollectiveCall) -> bool:
 @pytest.mark.parametrize("model", ATTENTIONS)
 def test_cores_are_attention(model: str) -> None:
     """Fused, with dropout in GPT-2, but for the model that writes the primitives itself."""
-    analysis = analysis_of(model)
+    analysis = bound_of(planned(model, "alone")).analysis
     found = recomputed_operators(analysis, "attention-core")
     operators = {o.name: str(o.call.op) for o in analysis.operators}
     for item in found:
@@ -202,11 +189,10 @@ def test_statistics_change_once() -> None:
     """A recomputed batch norm reads the same statistics again and changes them only once."""
     for manual in (Manual(dp=2), Manual(pp=2)):
         plan = plan_blocks("full", manual, norm=nn.BatchNorm1d)
-        assert plan.bound is not None and all(s.segments for s in pipeline_of(plan).stages)
-        program = plan.bound.analysis.program
-        found, _ = pipeline_step(program, pipeline_of(plan), rows(0, "x"), 0)
+        assert all(s.segments for s in pipeline_of(plan).stages)
+        found, _ = pipeline_step(program_of(plan), pipeline_of(plan), rows(0, "x"), 0)
         assert any("running_mean" in name for name in found)
-        assert {name: error for name, error in found.items() if not error <= TOLERANCE} == {}
+        assert above(found) == {}
 
 
 def test_nothing_to_recompute_is_said() -> None:
@@ -232,15 +218,14 @@ class Kernels(TorchDispatchMode):
 
 def kernels(plan: Plan) -> Counter[str]:
     """The counts of a step on rank 0."""
-    assert plan.bound is not None
-    program, pipeline = plan.bound.analysis.program, plan.bound.pipeline
+    program = program_of(plan)
 
     def work(rank: Rank) -> Counter[str]:
         with Kernels() as found:
             rank.executor.step(rank.stored, named_inputs(program, tokens(0)))
         return found.counts
 
-    return run_ranks(program, pipeline, random_parameters(program, 0), work)[0]
+    return run_ranks(program, pipeline_of(plan), random_parameters(program, 0), work)[0]
 
 
 # Kernels of a layer that recompute adds to a step. The last dropout and the last matmul come after
@@ -299,10 +284,7 @@ def test_time_is_that_of_the_lines() -> None:
 
 
 def test_gathers_of_a_block_are_done_once_for_its_backward() -> None:
-    """ZeRO-3 gathers every parameter of a block twice: for forward, and once more for backward.
-
-    Backward reads what was gathered for the recompute.
-    """
+    """ZeRO-3 gathers a block's parameters once more; backward reads what recompute gathered."""
     (stage,) = pipeline_of(planned("gpt2", "zero-3", "full")).stages
     inside = {i for s in stage.segments for i in s.rerun_range}
     gathers = [x for i, x in enumerate(stage.body) if i in inside and isinstance(x, GatherLine)]
@@ -376,13 +358,12 @@ def test_an_edited_plan_is_refused(edit: Callable[[str, str], Any], reason: str)
 def test_evaluation_runs_nothing_again() -> None:
     """Without gradients a segment runs once."""
     plan = plan_blocks("full", Manual())
-    assert plan.bound is not None
-    program, pipeline = plan.bound.analysis.program, plan.bound.pipeline
+    program, whole = program_of(plan), pipeline_of(plan)
 
     def work(rank: Rank) -> tuple[Any, ...]:
         return rank.executor.forward(rank.stored, named_inputs(program, rows(0, "x")))
 
-    pipeline = Pipeline.of(pipeline.stages, pipeline.meshes, forward_only)
+    pipeline = Pipeline.of(whole.stages, whole.meshes, forward_only)
     parameters = random_parameters(program, 0)
     loss, *_ = run_ranks(program, pipeline, parameters, work)[0]
     wanted, _ = reference_step(program, parameters, rows(0, "x"))

@@ -15,7 +15,7 @@ from autopar.cost.price import peak_of_stage
 from autopar.options import Recompute
 from autopar.planning import Bound, bind
 from tests.helpers.harness import generated_code, random_ranges
-from tests.helpers.models.recompute_models import recomputing
+from tests.helpers.models.recompute_models import bound_of, recomputing
 from tests.helpers.nightly import nightly, sampled
 from tests.helpers.pools import Pool
 from tests.helpers.recompute_plans import batch, model
@@ -34,11 +34,9 @@ def planned(kind: str, manual: Manual) -> Plan:
     return autopar.plan(model(kind, n_layers=2), mesh, batch(), manual=manual)
 
 
-def bound_of(kind: str, mode: Recompute | None, manual: Manual) -> Bound:
+def bound(kind: str, mode: Recompute | None, manual: Manual) -> Bound:
     plan = planned(kind, manual)
-    bound = (recomputing(plan, mode) if mode else plan).bound
-    assert bound is not None
-    return bound
+    return bound_of(recomputing(plan, mode) if mode else plan)
 
 
 def whole_step(bound: Bound) -> WholeStep:
@@ -54,7 +52,7 @@ def peaks(bound: Bound) -> tuple[float, float]:
 def measured_and_predicted(
     kind: str, mode: Recompute | None, manual: Manual
 ) -> tuple[float, float]:
-    return peaks(bound_of(kind, mode, manual))
+    return peaks(bound(kind, mode, manual))
 
 
 # Mode -> upper bound on its peak / the peak without recompute, for attention by primitives.
@@ -88,14 +86,13 @@ def test_less_is_held_and_as_much_as_is_predicted(mode: Recompute, kind: str) ->
 )
 def test_any_operators(seed: int, kind: str) -> None:
     """Ranges begin and end anywhere and have different modes."""
-    bound = planned(kind, ALONE).bound
-    assert bound is not None
-    (stage,) = bound.stages
-    ranges = random_ranges(bound.analysis, random.Random(seed))
+    plain = bound(kind, None, ALONE)
+    (stage,) = plain.stages
+    ranges = random_ranges(plain.analysis, random.Random(seed))
     stage = replace(stage, strategy=replace(stage.strategy, recomputed=ranges))
-    bound = bind(bound.data, bound.analysis, bound.mesh, (stage,))
-    assert bound.pipeline.stages[0].segments
-    measured, predicted = peaks(bound)
+    again = bind(plain.data, plain.analysis, plain.mesh, (stage,))
+    assert again.pipeline.stages[0].segments
+    measured, predicted = peaks(again)
     assert predicted == pytest.approx(measured, rel=0.01)
 
 
@@ -113,12 +110,12 @@ def test_peaks_of_two_processes(workers: Pool) -> None:
     cases = [(manual, mode) for manual, modes in CASES.items() for mode in modes]
     pipelines, steps = [], []
     for manual, mode in cases:
-        bound = bound_of("eager", mode, manual)
-        pipelines.append(bound.pipeline)
-        steps.append(whole_step(bound))
-    for rank, found in enumerate(workers(2).run(bytes_of_each, steps)):
+        found = bound("eager", mode, manual)
+        pipelines.append(found.pipeline)
+        steps.append(whole_step(found))
+    for rank, sizes in enumerate(workers(2).run(bytes_of_each, steps)):
         peaks: dict[Manual, list[float]] = {}
-        for (manual, mode), pipeline, (measured, _) in zip(cases, pipelines, found, strict=True):
+        for (manual, mode), pipeline, (measured, _) in zip(cases, pipelines, sizes, strict=True):
             predicted = peak_of_stage(pipeline, pipeline.stage_of(rank), "adamw")
             assert predicted == pytest.approx(measured, rel=CLOSE), (rank, manual, mode)
             peaks.setdefault(manual, []).append(measured)

@@ -16,7 +16,7 @@ from autopar.options import Recompute
 from autopar.passes.analysis import Analysis, recomputed_operators
 from autopar.passes.binding import mesh_of
 from autopar.passes.lowering import stage_record
-from autopar.planning import bind
+from autopar.planning import Bound, bind
 from autopar.program import Recomputed
 from tests.helpers.jobs import WIDTH
 
@@ -53,14 +53,18 @@ def _within(part: Analysis, wanted: Sequence[Recomputed]) -> tuple[Recomputed, .
     return tuple(item for item in found if item.operators)
 
 
+def bound_of(plan: Plan) -> Bound:
+    assert plan.bound is not None
+    return plan.bound
+
+
 def recomputing(plan: Plan, mode: Recompute) -> Plan:
     """A plan without recompute, and its blocks recomputed: placements that do not know of it."""
-    assert plan.bound is not None
-    analysis, mesh = plan.bound.analysis, mesh_of(plan.data.mesh)
+    analysis, mesh = bound_of(plan).analysis, mesh_of(plan.data.mesh)
     wanted = recomputed_operators(analysis, mode)
     stages = tuple(
         replace(s, strategy=replace(s.strategy, recomputed=_within(s.analysis, wanted)))
-        for s in plan.bound.stages
+        for s in bound_of(plan).stages
     )
     records = tuple(
         stage_record(s.analysis, s.strategy, s.cost.mesh, record.mesh_shape)

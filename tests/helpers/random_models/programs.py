@@ -34,7 +34,7 @@ from tests.helpers.models import dropout_models, odd_models
 from tests.helpers.models.moe_models import moe_model
 from tests.helpers.pipeline_harness import Layout, Shapes, random_ends, random_pipeline
 from tests.helpers.random_models.graphs import random_batch, random_graph
-from tests.helpers.ranks import TOLERANCE, pipeline_step, relative_error
+from tests.helpers.ranks import TOLERANCE, above, pipeline_step, relative_error
 from tests.parity.zoo import FAMILIES
 
 Draw = Callable[[int], Mapping[str, Any]]
@@ -161,7 +161,7 @@ def faults(program: RandomProgram) -> dict[str, Any]:
     errors, calls = pipeline_step(
         program.analysis.program, program.pipeline, program.batch, program.seed
     )
-    wrong: dict[str, Any] = {n: error for n, error in errors.items() if not error <= TOLERANCE}
+    wrong: dict[str, Any] = {**above(errors)}
     sent = sum(c.size_bytes for of_rank in calls for c in of_rank if c.kind == "send")
     if sent != (crossing := crossing_bytes(program.pipeline)):
         wrong["bytes sent"] = f"{sent}, not {crossing}"
