@@ -1,8 +1,4 @@
-"""Mutants of plan files, and whether what they say is right.
-
-A mutant is right if it says what its original says, or if it is a plan: it binds to its model, the
-verifier proves its program, and its prediction and its words can be made.
-"""
+"""Mutants of plan files, and whether what they say is right: as their original, or a valid plan."""
 
 from __future__ import annotations
 
@@ -101,10 +97,7 @@ def mutant(original: Original, number: int, profile: Path) -> bytes:
 
 
 def used(original: Original, file: Path, profile: Path) -> str | None:
-    """Use a mutant in `file`; says what is wrong, None if it is right.
-
-    Raises what reading and binding raise.
-    """
+    """What is wrong with a mutant in `file`, None if it is right; raises what binding it raises."""
     with opening_only(str(file).__eq__):
         plan = Plan.load(file)
         data_text(plan.data)

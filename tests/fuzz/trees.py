@@ -1,10 +1,4 @@
-"""Documents as trees of Python values, and mutations of them, drawn from a `random.Random`.
-
-trees    a value changes its type or range; a member or item is removed, doubled, renamed,
-         moved or swapped with another
-texts    bytes are flipped, cut out, doubled or inserted; the file ends early; brackets without
-         end; other encodings
-"""
+"""Documents as trees of Python values, or as bytes, and mutations drawn from a `random.Random`."""
 
 from __future__ import annotations
 

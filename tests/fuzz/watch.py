@@ -57,10 +57,7 @@ class Tally:
     slowest_s: float = 0.0
 
     def take(self, name: str, use: Callable[[], str | None]) -> None:
-        """Use a mutant: `use` raises an `AutoparError`, or says what is wrong; None: it is right.
-
-        Time is of the CPU, because other work may share it.
-        """
+        """Use a mutant: `use` raises an `AutoparError`, or says what is wrong, None if nothing."""
         start = time.process_time()
         try:
             fault = use()

@@ -21,10 +21,7 @@ def good(result: Result) -> Any:
 
 
 def refused(result: Result) -> str:
-    """The message of a command that was used wrongly: on stderr, stdout is empty.
-
-    With `--json` it is an object on stdout, and stderr has no message.
-    """
+    """The message of a command that was used wrongly: on stderr; with `--json`, on stdout."""
     assert result.exit_code == WRONG_USE, result.output
     assert "Traceback" not in result.stderr
     if result.stdout:

@@ -1,9 +1,5 @@
-"""Which of pytest's workers runs a file: files that use worker processes share one, and come first.
-
-A process of a `WorkerPool` imports for several seconds, so pools are started once, not once by
-each of pytest's workers. While one of those waits for its pools, the others run other files. Files
-that capture the same models of many blocks go to one worker too: it captures them once.
-"""
+"""Which of pytest's workers runs a file: files that use worker processes share one, and come first,
+since a pool's processes import for seconds; files that capture the same large models share one."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Plan:
 
 @dataclass(eq=False)
 class Space:
-    """The plans on one view with `m` microbatches; a choice has an index per group and parameter.
+    """The plans on one view with `m` microbatches; a choice: an index per group and parameter.
 
     Every parameter, and every value that a group makes, is read by one group.
     """

@@ -1,12 +1,5 @@
-"""All plans that the planner may choose from, solved and simulated, to test its choice against.
-
-    cuts         at any boundary between layers
-    submeshes    of the sizes that stages may have, in any order that straddles no node
-    views        of each stage, alone
-    counts       of microbatches, those worth trying
-
-Placements within a stage are the solver's (`tests/intra/test_optimality.py`).
-"""
+"""All plans that the planner may choose from, solved and simulated, to test its choice against:
+cuts between layers, submeshes, views and microbatches; placements in a stage are the solver's."""
 
 from __future__ import annotations
 

@@ -1,10 +1,7 @@
 """Whole programs on thread ranks against one process: what the tests of the algebra share.
 
-    model_case         a small model captured in float64, its batch and its analysis
-    random_strategy    a legal assignment of it
-    thread_step        lowered, emitted and run on n thread ranks: errors and collectives
-
-How it runs, and the parity law: `tests/helpers/ranks.py`.
+`model_case` captures a small model, `random_strategy` draws a legal assignment, `thread_step` runs
+it on thread ranks (`tests/helpers/ranks.py`).
 """
 
 from __future__ import annotations
@@ -270,11 +267,7 @@ def _is_sharded(storage: Storage) -> bool:
 
 @dataclass(frozen=True)
 class Step:
-    """One step on thread ranks.
-
-    `errors` by the parity law: of "loss", and of the gradient of every parameter, by name.
-    `calls` are the collectives rank 0 executed, `foretold` those read off its program.
-    """
+    """Errors by the parity law; the collectives rank 0 executed, and those read off its program."""
 
     errors: Mapping[str, float]
     calls: tuple[CollectiveCall, ...]
@@ -289,10 +282,7 @@ class Step:
 def thread_step(
     analysis: Analysis, cost: CostModel, strategy: Strategy, batch: Batch, seed: int
 ) -> Step:
-    """Lower, emit and run one step of a strategy, and compare it with one process.
-
-    Parameters are drawn from `seed`. Ranks that should agree and do not are an error too.
-    """
+    """Lower, emit and run one step of a strategy; parameters are drawn from `seed`."""
     stage = lower(analysis, strategy, cost)
     errors, calls = pipeline_step(analysis.program, Pipeline.single(stage, cost.mesh), batch, seed)
     return Step(errors, calls[0], foretold_calls(stage))

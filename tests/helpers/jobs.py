@@ -1,11 +1,7 @@
 """What tests run on real processes: small models, their batches, plans by name, and workers.
 
-A worker imports this module, so whatever it runs stands here at the top level. `train` is the
-job of parity: a few optimizer steps of a parallel module, and `reference` the same steps of
-the captured program on one process.
-
-The machine is abstract (`machine`): unit links and one flop per second, so that the planner
-shards even models this small.
+A worker imports this module, so whatever it runs stands here at the top level. The machine is
+abstract (`machine`), so that the planner shards even models this small.
 """
 
 from __future__ import annotations

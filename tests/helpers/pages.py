@@ -74,10 +74,7 @@ class Shown:
 
 
 def run(page: Path, folder: Path) -> Iterator[Shown]:
-    """Run a page's blocks in `folder`; what each block shows beside what was printed.
-
-    Raises what a Python block raises, and `AssertionError` for a command that fails.
-    """
+    """Run a page's blocks in `folder`; what each block shows beside what was printed."""
     namespace: dict[str, object] = {"__name__": page.stem, "__file__": str(page)}
     printed = io.StringIO()
     shutil.copy(ROOT / "examples" / "demo.py", folder)

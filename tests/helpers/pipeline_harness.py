@@ -1,9 +1,4 @@
-"""Pipelines of captured models, with random legal assignments of every stage.
-
-random_pipeline    cut at `ends`, each stage on a mesh of its own, random placements inside
-                   and at the boundaries
-ends_before        cuts named by modules
-"""
+"""Pipelines of captured models, with random legal assignments of every stage."""
 
 from __future__ import annotations
 
@@ -62,11 +57,8 @@ def random_pipeline(
     recomputes: bool = False,
     constraints: Constraints | None = None,
 ) -> Pipeline:
-    """A legal assignment of every stage; `period` for every parameter that may have it.
-
-    If it `recomputes`, random ranges of operators run again in backward. A program captured for
-    evaluation runs forward only.
-    """
+    """A legal assignment of every stage; `period` for every parameter that may have it; if it
+    `recomputes`, random ranges run again. A program captured for evaluation runs forward only."""
     meshes = stage_meshes(layout.shapes)
     parts = [analysis.part(program) for program in cut(analysis.program, ends, with_outputs)]
     stages = [

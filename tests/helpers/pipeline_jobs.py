@@ -1,8 +1,4 @@
-"""Cells of the parity table with pipeline stages: models cut by module names, or by a recipe.
-
-Everything is four ranks: as two stages or four, on equal submeshes or not, seen by the planner
-as it likes, as they are given, or laid out by hand.
-"""
+"""Cells of the parity table with stages on four ranks: cut by module names, or by a recipe."""
 
 from __future__ import annotations
 

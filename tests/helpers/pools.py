@@ -1,8 +1,5 @@
-"""Worker processes that tests share: one pool, whose first ranks serve jobs of fewer ranks too.
-
-A process imports for several seconds and captures each model that it runs, so few are started. If
-a job has another number of ranks than the job before, its ranks first join a new process group.
-"""
+"""Worker processes that tests share: one pool, whose first ranks serve jobs of fewer ranks too,
+in a new process group; a process imports for several seconds, so few are started."""
 
 from __future__ import annotations
 

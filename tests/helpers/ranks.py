@@ -1,8 +1,5 @@
 """Pipelines on thread ranks, beside one process: what every test that runs a program shares.
 
-    run_ranks          any work on the ranks of a pipeline, each ready to step
-    pipeline_step      one step, and the errors of its loss, its gradients and its buffers
-
 The parity law: max|a - b| <= 1e-10 max(1, max|b|), on every rank. The one process is on the CPU.
 The ranks share the device that `AUTOPAR_TEST_DEVICE` names (`make test-gpu`: "cuda"), else the CPU.
 """
@@ -101,10 +98,7 @@ def run_ranks(
     buffers: Mapping[str, Tensor] | None = None,
     weights_last: bool = False,
 ) -> list[T]:
-    """`work` on every rank of a pipeline: the stages emitted, `parameters` dealt out.
-
-    Every rank has its own copies of `buffers`.
-    """
+    """`work` on every rank: the stages emitted, `parameters` dealt out, copies of `buffers`."""
     n_stages = pipeline.n_stages
     codes = []
     for k, stage in enumerate(pipeline.stages):
@@ -136,9 +130,9 @@ def run_ranks(
 def compare_with(
     pipeline: Pipeline, found: Sequence[Mapping[str, Tensor]], expected: Mapping[str, Tensor]
 ) -> dict[str, float]:
-    """Errors of what each rank has of every stage's parameters, or of their gradients.
+    """Errors of every rank's parameters or gradients; `expected` is whole, by owner's name.
 
-    `expected` is whole, by owner's name. Ranks that should agree and do not are an error too.
+    Ranks that should agree and do not are an error too.
     """
     errors = {}
     for k, (stage, mesh) in enumerate(zip(pipeline.stages, pipeline.meshes, strict=True)):

@@ -55,10 +55,7 @@ class TwoHosts:
         return _run(*self.command(host, *words), check=False)
 
     def slow_down(self) -> str | None:
-        """Make the link slow: a delay if the kernel has netem, else little bandwidth.
-
-        Returns why that is impossible, None if it is done.
-        """
+        """Make the link slow, by netem or by little bandwidth; why not, None if it is done."""
         said = ""
         for how in (["netem", "delay", "20ms"], "tbf rate 20mbit burst 32kb latency 1s".split()):
             done = [

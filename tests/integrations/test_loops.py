@@ -1,7 +1,4 @@
-"""Loops of torch, Accelerate and Lightning on two ranks train what they train on one process.
-
-Each is an example, run with the framework alone and with autopar, under three plans.
-"""
+"""Loops of torch, Accelerate and Lightning on two ranks train what they train on one process."""
 
 from __future__ import annotations
 

@@ -1,15 +1,7 @@
-"""The whole parity table, on real processes: `python -m tests.parity.table`.
+"""The whole parity table, on real processes: `python -m tests.parity.table [WORDS]`.
 
-    one stage    models x meshes x plans x microbatches
-    pipelines    models x stages x schedules x microbatches (`tests.helpers.pipeline_jobs`)
-    zoo          families x meshes x plans (`tests.parity.zoo.cells`)
-
-Each cell is compared with one process in float64 (`tests.helpers.jobs.errors`): the losses of three
-steps, every gradient, and every parameter after three AdamW steps.
-
-Each cell prints one line. Cells of the zoo also print their plan and how much of it is sharded, and
-a summary by family follows. Words on the command line select the cells whose text has all of them:
-`python -m tests.parity.table llama zero-3`. The exit code is 1 if a cell fails.
+Cells are of one stage, of pipelines and of the zoo; words select those whose text has all of them.
+Losses of three steps, all gradients and all parameters after them are compared with one process.
 """
 
 from __future__ import annotations
@@ -55,12 +47,7 @@ def run(cell: AnyCell, pool: WorkerPool) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class Verdict:
-    """The result of one cell.
-
-    worst     the largest error, infinite if the cell did not run
-    reason    why it failed, if it did
-    shown     its plan
-    """
+    """One cell: its largest error (infinite if it did not run), why it failed, and its plan."""
 
     cell: AnyCell
     worst: float

@@ -1,9 +1,4 @@
-"""On one rank a step has the bits of autograd: the loss, all gradients, all buffers.
-
-The generated program runs without autograd. It is compared with the captured program, which runs
-under autograd; `test_verify_module.py` and `test_mixed_precision.py` compare that one with the
-user's module.
-"""
+"""On one rank a step has the bits of autograd: the loss, all gradients, all buffers."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Buffers through the public calls on two processes: batch norms, a moving average, a count.
-
-Training and evaluation after it equal one process in float64 to 1e-10. Buffers are state, as
-parameters are: tests of state have them, too.
-"""
+"""Buffers through the public calls on two processes: batch norms, a moving average, a count."""
 
 from __future__ import annotations
 

@@ -1,12 +1,6 @@
 """`autopar.plan` finds textbook layouts by cost, not by pattern, where they are the cheapest.
 
-On four ranks with unit links and one FLOP per second:
-
-    6 x Linear(256, 256), batch 32    activations are small: columns and rows alternate
-    6 x Linear(32, 32), batch 256     parameters are small: data parallelism
-    BERT block, fused QKV             Megatron; QKV sharded by head, however the model splits it
-
-Layouts are the same however the loss is written. Counts are calls per step on one rank.
+Four ranks, unit links and one FLOP per second. Counts are calls per step on one rank.
 """
 
 from __future__ import annotations
@@ -124,9 +118,8 @@ def plan_bert(by: str = "view", norm: str = "post", solver: str = "auto") -> Pla
 def check_megatron(plan: Plan, norm: str = "post") -> None:
     """Two all_reduces forward and two backward per block; the model's input needs none in backward.
 
-    If a norm comes first, its parameters have a gradient although the input has none. It is
-    cheaper to all_reduce the parameters' gradients (1 KiB) than the gradient of the activations
-    (32 KiB), so every rank computes them from a partial gradient of the activations.
+    If a norm comes first, it is cheaper to all_reduce its parameters' gradients (1 KiB) than the
+    gradient of the activations (32 KiB).
     """
     counts = calls(plan)
     if norm == "pre":

@@ -1,11 +1,4 @@
-"""Mixtures of experts on several ranks: every legal placement is right, and plans are as expected.
-
-What is planned on an abstract machine (unit links, one FLOP per second):
-
-    many small experts, 8 ranks     rows go to the rank of their expert and back
-    rows whole, odd features        ranks compute their own experts' rows, then sum
-    experts as a dim of einsums     an all_to_all from rows sharded to experts sharded, and back
-"""
+"""Mixtures of experts: every legal placement is right, and plans are as expected."""
 
 from __future__ import annotations
 
@@ -87,10 +80,7 @@ def code_of(program: RandomProgram) -> str:
 
 
 def test_a_balancing_loss_is_exact_in_one_microbatch() -> None:
-    """The loss is a product of means over the batch.
-
-    Partial sums over ranks are exact. Microbatches are refused, since it is no sum over rows.
-    """
+    """A product of means over the batch; microbatches are refused, since it is no sum over rows."""
     model = moe_model("mixtral", output_router_logits=True)
     case = Case(Analysis.of(capture(model, random_tokens(0), precision="fp64")), random_tokens)
     assert random_step(case, (2,)).wrong == {}
@@ -157,10 +147,7 @@ class Planned:
 
 
 def plan(case: Case, n_ranks: int, *forbid: str, by: int | None = None) -> Planned:
-    """The best plan without ZeRO on `n_ranks`, after a check against one process.
-
-    `by` = 1: the experts' matrices must be sharded by experts.
-    """
+    """The best right plan without ZeRO; `by`: the axis that must shard matrices by experts."""
     device = Device(1, 1e30, 1e15, 0)
     mesh = LogicalMesh((1, n_ranks), ("node", "device"), (Link(1, 1),) * 2, device)
     cost = CostModel(mesh, torch.float64)

@@ -1,8 +1,6 @@
 """Mixed precision of models that are half precision themselves: their state is float32, too.
 
-One process trains float32 copies of the parameters: it casts them for use, or runs under autocast.
-On one rank every bit is that process's. Bytes of parameters, gradients and AdamW's moments are
-measured on every rank, and are those that the plan says.
+On one rank every bit is that of a process that trains float32 copies. Bytes of state are measured.
 """
 
 from __future__ import annotations

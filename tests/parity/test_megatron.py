@@ -1,9 +1,5 @@
-"""autopar's Megatron recipe against tensor-parallel GPT-2 written by hand and with DTensor.
-
-With the same weights and batches on two processes, losses are equal in float64. Collectives are
-equal in number and in bytes. The hand-written model has to pass the parity check too: it is a
-baseline only if it is right.
-"""
+"""autopar's Megatron recipe against tensor-parallel GPT-2 written by hand and with DTensor: losses,
+and collectives in number and bytes. The hand-written model has to pass the parity check too."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
-"""Mixed precision: stored and reduced in float32, used in half precision.
+"""Mixed precision: on one process, every bit is that of a step on casts of the parameters.
 
-On one process every bit is that of `torch.func.functional_call` on casts of the parameters. On many
-ranks bfloat16 sums are cut elsewhere, so they round elsewhere. The same plan with all casts lifted
-to float64 obeys the parity law.
+Many ranks cut sums elsewhere; with all casts lifted to float64 they obey the parity law.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""`step(outputs=fn)`: fn sees what a loop over `batch.chunk(m)` on one process sees.
-
-The models return means, sums, counts and combinations of them beside the loss.
-"""
+"""`step(outputs=fn)`: fn sees what a loop over `batch.chunk(m)` on one process sees."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""A module of several stages beyond training on one shape: outputs and batches, on four processes.
-
-T5 returns the encoder's states, made by its first stage, with the logits of its last. Jobs return
-plain values. Tests compare them with one process, in float64 to 1e-10.
-"""
+"""A module of several stages on four processes: outputs, evaluation, batches of other shapes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Chosen plans follow their recipe and compute what one process computes.
-
-Recipes are placed as the planner does it, on its abstract machine. "auto" is the unconstrained
-optimum on unit links.
-"""
+"""Chosen plans follow their recipe and compute what one process computes."""
 
 from __future__ import annotations
 

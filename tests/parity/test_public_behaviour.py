@@ -1,7 +1,4 @@
-"""A parallel module beyond training on one shape: batches, outputs and state, on two processes.
-
-Jobs return plain values. Tests compare them with one process, in float64 to 1e-10.
-"""
+"""A parallel module beyond training on one shape: batches, outputs and state, on two processes."""
 
 from __future__ import annotations
 

@@ -1,8 +1,6 @@
 """A sharded step of a random program is one process's: its loss, gradients, buffers and calls.
 
-A program is any kind of model, on one stage or several, under any legal placements, storages and
-recomputed ranges (`tests/helpers/random_models/programs.py`). `AUTOPAR_PROGRAMS=N` runs the seeds
-0 .. N-1 of every kind, and `AUTOPAR_PROGRAMS=M:N` the seeds M .. N-1.
+`AUTOPAR_PROGRAMS=M:N` runs the seeds M .. N-1 of every kind.
 """
 
 from __future__ import annotations

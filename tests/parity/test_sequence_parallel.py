@@ -1,9 +1,7 @@
-"""The planner finds sequence parallelism, on a real machine and on thread ranks.
+"""The planner finds sequence parallelism where the batch cannot be sharded: one sequence, 8 A100.
 
-One sequence runs on eight A100, so the batch cannot be sharded. Between blocks the residual stream
-is sharded by rows of the sequence. Norms and residual sums are then computed once, not on every
-rank. An all_reduce becomes a reduce_scatter and an all_gather of the same bytes (Korthikanti et
-al., arXiv:2205.05198). With `forbid="sequence"` there are Megatron's four all_reduces per layer.
+An all_reduce becomes a reduce_scatter and an all_gather of the same bytes (Korthikanti et al.,
+arXiv:2205.05198). With `forbid="sequence"` there are Megatron's four all_reduces per layer.
 """
 
 from __future__ import annotations
@@ -120,10 +118,7 @@ def test_lowered_operators_are_chosen(function: str) -> None:
 
 @dataclass(frozen=True)
 class Small:
-    """The fastest plan of a small model on one sequence.
-
-    On its machine a byte costs as much to touch as to send.
-    """
+    """The fastest plan of a small model on one sequence; bytes cost as much to touch as to send."""
 
     analysis: Analysis
     cost: CostModel

@@ -1,8 +1,4 @@
-"""Parity on real processes: a fixed sample of the table that `make parity` runs whole.
-
-Losses, every gradient, and every parameter after three AdamW steps equal one process in float64 to
-1e-10. A cell of the zoo also fails if its plan repeats work on every rank.
-"""
+"""Parity on real processes: a fixed sample of the table that `make parity` runs whole."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Attention on shards: a causal query sharded by rows, and grouped-query heads over two axes.
-
-The lowered function runs on thread ranks against torch's. What it saves for backward is compared
-with its formula. Plans that choose it, or that shard heads, have parity with one process.
-"""
+"""Attention on shards: a causal query sharded by rows, and grouped-query heads over two axes."""
 
 from __future__ import annotations
 

@@ -48,10 +48,7 @@ def test_share_of_zeros(p: float) -> None:
 
 
 def test_no_correlation_along_a_dim() -> None:
-    """Hashed sums of elements one index apart differ by the same number everywhere.
-
-    The numbers drawn must be uncorrelated all the same.
-    """
+    """Though hashed sums of elements one index apart differ by the same number everywhere."""
     u = drawn()
     for dim, step in itertools.product(range(3), (1, 2, 4)):
         n = u.shape[dim] - step

@@ -1,8 +1,6 @@
 """Every family of rules on random shapes and arguments: shards against the whole.
 
-`test_rule_oracle.py` checks all strategies of fixed calls. Here calls are random, and a few
-placements of each are checked. `AUTOPAR_EXAMPLES=N` draws N new calls of every family and checks
-every placement of each. A call runs on two ranks, four ranks, or two axes of two ranks.
+`AUTOPAR_EXAMPLES=N` draws N new calls of every family and checks every placement of each.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Ranks that are set up or trained differently, or absent: refused by name, on every rank.
-
-Python values that change during training are followed by all ranks, or refused.
-"""
+"""Ranks that are set up, trained or changed differently, or absent: refused by name, on all."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Ranks that pass other batches: refused on every rank, by name, before anything runs.
-
-Batches of other sizes than the planned one: exact, or refused with the sizes that work.
-"""
+"""Batches that differ by rank, or of other sizes: exact, or refused before anything runs."""
 
 from __future__ import annotations
 

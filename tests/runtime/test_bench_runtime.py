@@ -1,7 +1,4 @@
-"""What `make bench-runtime` prints of a tiny model, and delayed collectives by a clock of the test.
-
-Losses of every row agree before it is timed. No time is compared.
-"""
+"""What `make bench-runtime` prints of a tiny model, and collectives delayed by a clock."""
 
 from __future__ import annotations
 

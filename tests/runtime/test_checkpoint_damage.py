@@ -1,7 +1,4 @@
-"""Damaged checkpoints: every flipped bit is noticed, nothing is unpickled, nothing is changed.
-
-Ranks that hold the same values are compared by hash: on request, and at every save.
-"""
+"""Damaged checkpoints and replicas: every flipped bit is noticed, nothing unpickled or changed."""
 
 from __future__ import annotations
 

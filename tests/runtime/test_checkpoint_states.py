@@ -1,7 +1,4 @@
-"""Schedulers, loaders and generators in checkpoints: without pickle, and bitwise.
-
-A script that is stopped and resumed has the same bits as one that is not, with all it draws.
-"""
+"""Schedulers, loaders and generators in checkpoints: without pickle, and resumed bitwise."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Dynamic loss scaling: the steps of `GradScaler`; one overflow anywhere skips everywhere.
-
-Losses and gradients that are not finite: refused before parameters change, or left out.
-"""
+"""Loss scaling as `GradScaler`'s; what is not finite is skipped on all ranks, or refused."""
 
 from __future__ import annotations
 

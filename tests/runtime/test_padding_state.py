@@ -94,10 +94,7 @@ def export() -> dict[str, tuple[bool, bool]]:
 
 
 def test_dtensors_are_uneven(workers: Pool) -> None:
-    """DTensors share memory if shards are cut as by `torch.chunk`; otherwise they are copies.
-
-    A dim that is padded for 4 ranks and cut by 2 is not cut as by `torch.chunk`.
-    """
+    """DTensors share memory if shards are cut as by `torch.chunk`; otherwise they are copies."""
     for found in workers(2).run(export):
         assert all(is_right for is_right, _ in found.values()), found
         copied = [case for case, (_, shares) in found.items() if not shares]

@@ -1,9 +1,5 @@
-"""A stage holds microbatches between their forward and their backward, and nothing else.
-
-Every storage that a forward makes or receives is watched. Before each computation, the microbatches
-with live storages are those in flight in the schedule. On stage i of n these are at most n - i
-under 1f1b, and all under gpipe. After the step nothing is left.
-"""
+"""A stage holds microbatches between their forward and their backward, and nothing else: before
+each computation, those in flight; on stage i of n at most n - i under 1f1b, all under gpipe."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Pipelines beyond a plain chain of stages: each feature on a model made for it.
-
-Every test cuts before named modules and draws a random legal assignment. It compares loss,
-gradients, and parameters after optimizer steps with one process.
-"""
+"""Pipelines beyond a plain chain of stages: each feature on a model made for it."""
 
 from __future__ import annotations
 

@@ -1,8 +1,7 @@
 """Every row of the reshard table against the definition of placements, on threads and gloo.
 
-A row takes placement a to b. Inputs are made from one global tensor X by the definition of a.
-Outputs must be X by the definition of b. Upstream gradients are made from one global G under the
-gradient placement of b. The gradients of the inputs must be G under that of a (R <-> P, I, S).
+A row takes placement a to b: inputs are one global tensor by a, outputs by b; gradients the other
+way, under the gradient placements (R <-> P, I, S).
 """
 
 from __future__ import annotations

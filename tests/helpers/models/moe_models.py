@@ -1,7 +1,4 @@
-"""Small mixtures of experts of transformers: what the tests of experts share.
-
-One layer each; sizes divide over four ranks. The batch is that of the harness.
-"""
+"""Small mixtures of experts of one layer, whose sizes divide over four ranks."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""Models with less usual operators: transposed convolutions, frozen norms, FFTs, sorts.
-
-MODELS    name -> (a model, its batches by seed)
-"""
+"""Models with less usual operators: transposed convolutions, frozen norms, FFTs, sorts."""
 
 from __future__ import annotations
 

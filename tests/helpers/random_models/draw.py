@@ -1,8 +1,4 @@
-"""What random models are drawn from: values so far, weights, steps that may follow.
-
-Step    a function of some values, with its weights
-Draw    a graph so far; `value`, `width`, `dim` and `weight` draw what a step needs
-"""
+"""What random models are drawn from: values so far, weights, steps that may follow."""
 
 from __future__ import annotations
 

@@ -1,11 +1,7 @@
 """Random models: graphs of a few operators of all families, drawn from a seed.
 
-    random_graph(seed)    a model; its batches are `random_batch`
-
-A graph begins with its inputs and adds one step after the other (`random_steps.py`), each of
-values that are there: recent ones rather, so that graphs are deep, but any, so that a value has
-several consumers. Weights are new or those of an earlier step. What nothing reads ends in the
-loss, as a mean, a sum or a cross-entropy. `Graph.text` says what was drawn.
+Each step takes values that are there, recent ones rather, with new or earlier weights. What nothing
+reads ends in the loss. `Graph.text` says what was drawn.
 """
 
 from __future__ import annotations

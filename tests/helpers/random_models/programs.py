@@ -1,11 +1,7 @@
 """Random programs beside one process: a kind of model, a layout and legal placements, from a seed.
 
-    random_program(kind, seed)    placed at random on one stage or several, ready to run
-    faults(program)               what a step on thread ranks does that one process does not
-
-Every draw is legal: any strategy of each operator that the planner could choose, any storage of
-each parameter, cuts anywhere, any range of operators recomputed. Kinds are named models, captured
-once, and "graph": a new graph of operators for each seed (`graphs.py`).
+Every draw is legal: any strategy of each operator, any storage of each parameter, cuts anywhere,
+any range recomputed. Kinds are named models, and "graph": a new one for each seed (`graphs.py`).
 """
 
 from __future__ import annotations
@@ -186,11 +182,9 @@ def crossing_bytes(pipeline: Pipeline) -> int:
 
 
 def unforetold_calls(pipeline: Pipeline, rank: int, calls: Sequence[Call]) -> list[str]:
-    """How a rank's collectives differ from those of its stage's program.
+    """How a rank's collectives differ from those of its stage's program, in any order.
 
-    Several stages add one call for the loss. Each partner of a tied parameter adds at most one
-    all_reduce of its summed gradient. The order may differ: autograd picks which of an operator's
-    two parameters it gathers again first.
+    Several stages add one call for the loss; each partner of a tie at most one all_reduce.
     """
     stage = pipeline.stage_of(rank)
     foretold = Counter(foretold_calls(pipeline.stages[stage]))

@@ -1,8 +1,4 @@
-"""Steps of random models, of all families of operators (`random_draw.py`).
-
-MAKERS    each draws a step, or None where no value fits
-loss      what a value adds to the loss
-"""
+"""Steps of random models, of all families of operators; a maker draws one, or None if none fits."""
 
 from __future__ import annotations
 

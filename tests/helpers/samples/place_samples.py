@@ -1,8 +1,4 @@
-"""Calls of operators that look up, write, sort and move by place, and of losses and transforms.
-
-For the rule oracle, as `rule_samples.py`. Index tensors of several ranks, adjacent and apart;
-scatters whose index is shorter than its target.
-"""
+"""Calls of operators that look up, write, sort and move by place, and of losses and transforms."""
 
 from __future__ import annotations
 

@@ -1,8 +1,4 @@
-"""Calls of convolutions, pools, resizing and the norms of images, for the rule oracle.
-
-Strides, paddings, dilations, groups, depthwise kernels, tiles, inputs without a batch; spatial
-sizes that do and do not divide.
-"""
+"""Calls of convolutions, pools, resizing and the norms of images, for the rule oracle."""
 
 from __future__ import annotations
 

@@ -27,12 +27,7 @@ PLANS = ("auto", "tensor", "zero3")
 
 @dataclass(frozen=True)
 class Entry:
-    """One family.
-
-    microbatches   of a step; 1 if the loss is no sum over rows, with the reason in `why`
-    plans          those of `PLANS` that apply
-    options        of `parallelize`, for what cannot be inferred
-    """
+    """One family: its microbatches (`why` only one), the `PLANS` that apply, other options."""
 
     make: Callable[[], nn.Module]
     batch: Callable[[int], Batch]
@@ -74,10 +69,7 @@ def ids(seed: int, n_ids: int = VOCABULARY) -> Tensor:
 
 
 def unevenly(labels: Tensor, seed: int) -> Tensor:
-    """Ignore all labels of row 0, and in other rows the more, the later the row.
-
-    The mean over all labels then differs from the mean of the rows' means.
-    """
+    """Ignore all labels of row 0, and in other rows the more, the later the row."""
     chance = torch.arange(len(labels))[:, None] / len(labels)
     out = labels.masked_fill(torch.rand(labels.shape, generator=draw(seed)) < chance, IGNORED)
     out[0] = IGNORED
