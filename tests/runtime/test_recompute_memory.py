@@ -31,7 +31,8 @@ ALONE = Manual()
 def planned(kind: str, manual: Manual) -> Plan:
     device = Device(1e12, 1e11, 1e10, 1e-6)
     mesh = Mesh((1, manual.n_ranks), links=[Link(1e-6, 1e-9)] * 2, device=device)
-    return autopar.plan(model(kind, n_layers=2), mesh, batch(), manual=manual)
+    # Two blocks a stage: with one, the rerun of a whole block may hold as much as of its parts.
+    return autopar.plan(model(kind, n_layers=2 * manual.pp), mesh, batch(), manual=manual)
 
 
 def bound(kind: str, mode: Recompute | None, manual: Manual) -> Bound:
