@@ -4,9 +4,8 @@
     python -m tests.faults.injected 3 7          these
     python -m tests.faults.injected --nightly 3  beside the second tier
 
-Each runs on a copy of the committed tree: first the tests that name the changed file or its room,
-then all others, until one fails. `injected.toml` was written before the tests were cut to two
-tiers: a file, what stands there once, and what stands there instead.
+Each runs on a copy of the committed tree: first the tests that `injected.toml` names, then all,
+until one fails. The faults were written before the tests were cut to two tiers.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from pathlib import Path
 
 ROOT = Path(__file__).parents[2]
 TABLE = Path(__file__).with_suffix(".toml")
-N_NEAR = 60  # files of tests that run first
 
 
 def main(words: list[str]) -> int:
@@ -37,30 +35,14 @@ def main(words: list[str]) -> int:
             text = (tree / file).read_text(encoding="utf-8")
             assert text.count(before) == 1, f"{file} has changed: {before}"
             (tree / file).write_text(text.replace(before, after), encoding="utf-8")
-            near, others = _by_closeness(tree, file)
-            finder = _first_failure(tree, near, mark) or _first_failure(tree, others, mark)
+            near = [f"tests/{name}" for name in faults[number]["tests"]]
+            finder = _first_failure(tree, near, mark) or _first_failure(tree, ["tests"], mark)
             missed += finder is None
             sys.stdout.write(f"{number:2} {file}: {finder or 'NOT FOUND'}\n")
             sys.stdout.flush()
             (tree / file).write_text(text, encoding="utf-8")
     sys.stdout.write(f"{len(numbers) - missed} of {len(numbers)} found\n")
     return missed
-
-
-def _by_closeness(tree: Path, file: str) -> tuple[list[str], list[str]]:
-    """Files of tests, those first that name the changed file, its room or its wing most closely."""
-    parts = Path(file).with_suffix("").parts
-    module = ".".join(parts if parts[0] == "autopar" else ("autopar", *parts))
-    room = module.rpartition(".")[0]
-
-    def distance(test: Path) -> int:
-        text = test.read_text(encoding="utf-8")
-        near = [module in text, room.rpartition(".")[2] in test.parts, f"{room} " in text]
-        return near.index(True) if any(near) else len(near)
-
-    tests = sorted(sorted(tree.glob("tests/**/test_*.py")), key=distance)
-    names = [str(test.relative_to(tree)) for test in tests]
-    return names[:N_NEAR], names[N_NEAR:]
 
 
 def _first_failure(tree: Path, tests: list[str], mark: str) -> str | None:
