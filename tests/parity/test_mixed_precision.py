@@ -6,6 +6,7 @@ Many ranks cut sums elsewhere; with all casts lifted to float64 they obey the pa
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -126,6 +127,8 @@ def test_autocast_of_families_of_the_zoo(family: str, mesh: tuple[int, int]) -> 
 def test_families_of_the_zoo(family: str) -> None:
     report = verified(family, (1, 2), "bf16-mixed", Manual(dp=2, zero=3))
     assert report.lifted_errors and report.errors.keys() == report.lifted_errors.keys()
+    wrong = replace(report, lifted_errors={**report.lifted_errors, "loss": 1e-3})
+    assert not wrong.sharding_ok
 
 
 class Twice(nn.Module):

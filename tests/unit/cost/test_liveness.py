@@ -9,9 +9,11 @@ from functools import lru_cache
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import GPT2Config, GPT2LMHeadModel
 
+import autopar
+from autopar import Manual
 from autopar.cost.laws import CostModel
 from autopar.cost.memory import peak_memory
 from autopar.cost.price import peak_of_stage
@@ -177,6 +179,28 @@ def test_earlier_stages_hold_more_microbatches() -> None:
     assert steps[0] > 0
     # No more microbatches are in flight than there are.
     assert peak_memory(program, "adamw", 99) == peak_memory(program, "adamw", n_microbatches)
+
+
+class Shared(nn.Module):
+    """The gradient of a sum is that of both terms, and one of them gets another one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.ones(512)), nn.Parameter(torch.ones(512))
+
+    def forward(self, x: Tensor) -> Tensor:
+        first, second = x * self.a, x * self.b
+        return (first.sin() * (first + second)).sum()
+
+
+def test_a_gradient_of_two_tensors_is_not_added_in_place() -> None:
+    x = torch.ones(64, 512)
+    plan = autopar.plan(Shared(), (1, 1), {"x": x}, manual=Manual())
+    assert plan.bound is not None
+    step = WholeStep.of(plan.bound.analysis.program, plan.bound.pipeline, {"x": x})
+    assert peak_of_stage(plan.bound.pipeline, 0, "adamw") == pytest.approx(
+        step.bytes()[0], rel=CLOSE
+    )
 
 
 @pytest.mark.parametrize("model", ["mlp", "gpt2"])

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from autopar.errors import VerificationError
 from autopar.passes.lowering import lower
 from autopar.passes.reshard import moves_from
-from autopar.placement import I, P, R, Spec, Split, TensorType, all_specs
+from autopar.placement import I, P, Placement, R, Spec, Split, TensorType, all_specs
 from autopar.program import (
     CallLine,
     FreeLine,
@@ -176,7 +176,8 @@ def test_i_and_r_mixed_in_one_operator() -> None:
     refused(replace(program, parameters=parameters), r"is I and .* on axis")
 
 
-def test_a_parameter_stored_partial() -> None:
+@pytest.mark.parametrize("placement", [P, R])
+def test_a_trained_parameter_is_stored_invariant_or_sharded(placement: Placement) -> None:
     program = program_with(
         lambda p: (
             all(x.period == "step" for x in p.parameters[:1])
@@ -184,7 +185,8 @@ def test_a_parameter_stored_partial() -> None:
         )
     )
     first = program.parameters[0]
-    spec = Spec((P, *first.stored.spec.placements[1:]))
+    assert first.stored.has_grad
+    spec = Spec((placement, *first.stored.spec.placements[1:]))
     wrong = replace(first, stored=replace(first.stored, spec=spec))
     refused(replace(program, parameters=(wrong, *program.parameters[1:])), "only I and S can be")
 
