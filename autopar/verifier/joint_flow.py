@@ -190,7 +190,10 @@ class Flow:
             if why is not None:
                 self.locked |= dict.fromkeys(made, why)
         elif _writes_in_place(line.target):
-            self._write(line.reads[0], made)
+            first, *others = line.reads
+            if any(self.there[name] == self.there[first] for name in others):
+                raise Fault(f"{first} is written while another name of its storage is read")
+            self._write(first, made)
         else:
             self.there.update(zip(made, made, strict=True))
 

@@ -11,7 +11,7 @@ Kernels that nobody reads are dropped; collectives never are, because every rank
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.passes.backward.gathers import (
@@ -25,6 +25,7 @@ from autopar.passes.backward.overlap import with_overlap
 from autopar.program import (
     CallLine,
     FreeLine,
+    FunctionBackward,
     GatherLine,
     JointLine,
     JointProgram,
@@ -50,9 +51,9 @@ def finished(
 ) -> JointProgram:
     """The program of these lines, with what they need; `gradients` are those of `taken`."""
     read = {name for name in gradients if name is not None}
-    needed = with_reductions_behind(_without_unread(backward, read))
-    needed = with_overlap(_with_handovers(needed, gradients))
     given = {name for name in cotangents if name is not None}
+    needed = with_reductions_behind(_without_unread(backward, read))
+    needed = with_overlap(_with_handovers(needed, gradients, given))
     runs = runs_by_name(stage)
     kept_whole = kept_gathers(stage)
     alone = gathers_at(stage, runs_of(stage))
@@ -78,19 +79,33 @@ def finished(
     )
 
 
-def _with_handovers(lines: Sequence[JointLine], gradients: Sequence[str | None]) -> list[JointLine]:
-    """The lines of backward; a gradient is handed over after the line that completes it."""
+def _with_handovers(
+    lines: Sequence[JointLine], gradients: Sequence[str | None], given: Collection[str]
+) -> list[JointLine]:
+    """The lines of backward; a gradient is handed over after the line that completes it.
+
+    It is shared if its memory is read later, except a view, which whoever gets it copies anyway.
+    """
     waiting: dict[str, list[int]] = {}
     for position, name in enumerate(gradients):
         if name is not None:
             waiting.setdefault(name, []).append(position)
-    last_read = {name: i for i, line in enumerate(lines) for name in line.reads}
+    storages, _ = _storages(lines, given)
+    in_storage, last_read = _last_reads(lines, storages), _last_reads(lines, {})
+    views = {
+        name
+        for line in lines
+        if isinstance(line, KernelLine) and line.is_view
+        for name in line.writes
+    }
     found: list[JointLine] = []
 
     def hand_over(name: str, i: int) -> None:
         positions = waiting.pop(name, [])
+        last = last_read if name in views else in_storage
+        is_read_later = last.get(name if name in views else storages.get(name, name), -1) > i
         for position in positions:
-            is_shared = position != positions[-1] or last_read.get(name, -1) > i
+            is_shared = position != positions[-1] or is_read_later
             found.append(ReadyLine(position, name, is_shared))
 
     made = {name for line in lines for name in line.writes}
@@ -104,30 +119,56 @@ def _with_handovers(lines: Sequence[JointLine], gradients: Sequence[str | None])
 
 
 def _with_sums_in_place(lines: Sequence[JointLine], given: Collection[str]) -> list[JointLine]:
-    """A sum of gradients takes the first one's memory if nobody reads that again, as autograd's."""
-    last_read = {
-        name: i for i, line in enumerate(lines) for name in (*line.reads, *_under_way(line))
-    }
-    owner = {name: name for name in given}  # of storages that backward has to itself
-    readers: dict[str, int] = {}
-    for line in lines:
-        if isinstance(line, KernelLine) and line.is_view:
-            source = line.reads[0]
-            if source in owner and not line.target.startswith("aten.expand"):
-                owner |= dict.fromkeys(line.writes, owner[source])
-        elif not isinstance(line, KernelLine) or not line.is_forward:
-            owner |= {name: name for name in line.writes}
-    for name, i in last_read.items():
-        if name in owner:
-            readers[owner[name]] = max(i, readers.get(owner[name], -1))
+    """A sum of gradients takes the first one's memory if nobody reads that again, as autograd's.
+
+    Not where the second one lies in that memory too, or elements of the first share memory.
+    """
+    storages, repeated = _storages(lines, given)
+    last_read = _last_reads(lines, storages)
     found: list[JointLine] = []
     for i, line in enumerate(lines):
         if isinstance(line, KernelLine) and not line.key and line.target == "aten.add.Tensor":
-            first = line.reads[0]
-            if first in owner and readers[owner[first]] == i:
+            first, second = (ref.name for ref in line.args)
+            storage = storages.get(first)
+            is_free = storage is not None and last_read[storage] == i and first not in repeated
+            if is_free and storages.get(second) != storage:
                 line = replace(line, target="aten.add_.Tensor")
         found.append(line)
     return found
+
+
+def _storages(
+    lines: Sequence[JointLine], given: Collection[str]
+) -> tuple[dict[str, str], set[str]]:
+    """What lies in memory that backward has to itself: name -> who made that; and repeated views.
+
+    What a function's backward returns may be what it is given, or one tensor twice.
+    """
+    storages, repeated = {name: name for name in given}, set[str]()
+    for line in lines:
+        if isinstance(line, KernelLine) and line.is_view:
+            source = line.reads[0]
+            if source in storages:
+                storages |= dict.fromkeys(line.writes, storages[source])
+            if source in repeated or line.target.startswith("aten.expand"):
+                repeated.update(line.writes)
+        elif isinstance(line, FunctionBackward):
+            alike = [name for name in line.gradients if name is not None] + [*line.writes]
+            same = {storages.get(name, name) for name in alike}
+            storages |= dict.fromkeys(alike, alike[0])
+            storages |= {name: alike[0] for name, of in storages.items() if of in same}
+        elif not isinstance(line, KernelLine) or not line.is_forward:
+            storages |= {name: name for name in line.writes}
+    return storages, repeated
+
+
+def _last_reads(lines: Sequence[JointLine], storages: Mapping[str, str]) -> dict[str, int]:
+    """Storage -> the last line that reads anything in it."""
+    return {
+        storages.get(name, name): i
+        for i, line in enumerate(lines)
+        for name in (*line.reads, *_under_way(line))
+    }
 
 
 def _under_way(line: JointLine) -> tuple[str, ...]:
