@@ -40,7 +40,8 @@ class Metrics(nn.Module):
         }
         return {
             "loss": losses[self.of], "twice": 2 * losses[self.of], "auxiliary": squares.mean(),
-            "sum": z.sum(), "by hand": squares.sum() / len(x), "per class": z.mean(0),
+            "sum": z.sum(), "by hand": squares.sum() / len(x),
+            "by a tensor": squares.sum() / torch.tensor(float(len(x))), "per class": z.mean(0),
             "sums per class": z.sum(0), "right": right.sum(), "accuracy": right.double().mean(),
             "weights": self.head.weight.square().mean(), "detached": squares.mean().detach(),
             "variance": squares.sum() / (len(x) * z.shape[1]) - 0.5 * squares.mean(), "scores": z,

@@ -189,8 +189,9 @@ class Shared(nn.Module):
         self.a, self.b = nn.Parameter(torch.ones(512)), nn.Parameter(torch.ones(512))
 
     def forward(self, x: Tensor) -> Tensor:
-        first, second = x * self.a, x * self.b
-        return (first.sin() * (first + second)).sum()
+        first, second = self.a.expand(64, 512), x * self.b
+        read = (first * x).sum()
+        return read + ((first + second) * x).sum()
 
 
 def test_a_gradient_of_two_tensors_is_not_added_in_place() -> None:
