@@ -1,6 +1,6 @@
 """Faults injected into the source one by one: does a test of the first tier fail, and which?
 
-    python -m tests.faults.injected              all of them: some forty minutes on two cores
+    python -m tests.faults.injected              all of them: some twenty minutes on one core
     python -m tests.faults.injected 3 7          these
     python -m tests.faults.injected --nightly 3  beside the second tier
 
@@ -47,7 +47,8 @@ def main(words: list[str]) -> int:
 
 def _first_failure(tree: Path, tests: list[str], mark: str) -> str | None:
     """The first test that fails or does not start; None if all pass."""
-    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-m", mark]
+    command = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider"]
+    command += ["--timeout=3600", "-m", mark]
     environment = {**os.environ, "PYTHONPATH": str(tree), "OMP_NUM_THREADS": "1"}
     run = subprocess.run(
         [*command, *tests], cwd=tree, env=environment, capture_output=True, text=True
