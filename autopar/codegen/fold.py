@@ -67,27 +67,31 @@ def fold(
     ahead, behind = parts
     held = route(ahead, {}, returned)
     places = {name: held[name] for name in saved if name in held}
-    stored = frozenset(places.values())
+    places_held = frozenset(places.values())
     route(behind, dict(places))
     ahead.targets |= {place: behind.targets.pop(place, None) for place in places.values()}
-    link(ahead, behind, stored)
+    link(ahead, behind, places_held)
     counts: Counter[str] = Counter()
     for part in parts:
         name_channels(part, counts)
     taken_inside = {
         piece.names[k] for piece, f in behind.calls() for k in f.of_parameters
     } - outside_names(behind)
-    alone = tuple(n for n in saved if n not in places and n not in taken_inside)
     channels = tuple(c for f in ahead.functions for c in f.outputs if c.is_saved)
-    unpacked = []
+    stored, unpacked = set[Place](), []
     for channel in channels:
         assert channel.maker is not None
         for piece in channel.maker.template.pieces:
-            is_whole = all(Place(channel.maker, piece.i, k) in stored for k in channel.made)
-            if is_whole and not is_handed_on(ahead, channel, piece.i, "maker"):
+            of_block = [Place(channel.maker, piece.i, k) for k in channel.made]
+            # Forward takes a list apart of which it reads a value itself; then all go one by one.
+            if not places_held.issuperset(of_block):
+                continue
+            stored.update(of_block)
+            if not is_handed_on(ahead, channel, piece.i, "maker"):
                 names = tuple(piece.names[k] for k in channel.made)
                 unpacked.append((channel, piece.i, names))
-    return Folded(ahead, behind, alone, stored, channels, tuple(unpacked))
+    alone = tuple(n for n in saved if places.get(n) not in stored and n not in taken_inside)
+    return Folded(ahead, behind, alone, frozenset(stored), channels, tuple(unpacked))
 
 
 def outside_names(part: Part) -> set[str]:

@@ -99,3 +99,65 @@ def test_names_of_the_model_may_be_those_of_a_loop() -> None:
     assert report.plan is not None
     assert "for i in range(4):" in next(iter(report.plan.code().values()))
     assert max(report.errors.values()) == 0.0
+
+
+class Small(nn.Module):
+    """A block of three operators; returns its result and what is inside."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.up, self.down = nn.LayerNorm(8), nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        inner = torch.relu(self.up(self.norm(x)))
+        return x + self.down(inner), inner
+
+
+# What the model makes of the results of its blocks and of what is inside of them.
+READS: dict[str, Callable[[list[Tensor], list[Tensor]], Tensor]] = {
+    "one": lambda xs, _: torch.cat([xs[-1], xs[1]], -1).square().mean(),
+    "two": lambda xs, _: (xs[-1] + xs[0] * xs[3]).square().mean(),
+    "all": lambda xs, _: torch.stack(xs).square().mean(),
+    "most": lambda xs, _: torch.stack([*xs[:2], *xs[3:]]).square().mean(),
+    "inside of one": lambda xs, inner: xs[-1].square().mean() + inner[2].square().mean(),
+    "inside of all": lambda xs, inner: xs[-1].square().mean() + torch.stack(inner).sin().mean(),
+    "without gradient": lambda xs, _: (xs[-1] * xs[2].detach()).square().mean(),
+}
+
+
+class Skipping(nn.Module):
+    """`over`: each block also reads the result that many blocks before, or its mirror's (0)."""
+
+    def __init__(self, reads: str, over: int | None = None) -> None:
+        super().__init__()
+        self.blocks, self.over = nn.ModuleList(Small() for _ in range(6)), over
+        self.reads = READS[reads]
+
+    def forward(self, x: Tensor) -> Tensor:
+        results, inner = [x], list[Tensor]()
+        for i, block in enumerate(self.blocks):
+            back = 2 * i - len(self.blocks) if self.over == 0 else (self.over or len(results))
+            if 0 < back < len(results):
+                x = x + results[-1 - back]
+            x, inside = block(x)
+            results.append(x)
+            inner.append(inside)
+        return self.reads(results[1:], inner)
+
+
+SKIPS = [*((reads, None) for reads in READS), *(("one", over) for over in (0, 1, 2, 3))]
+SKIP_CASES = [(*skip, layout) for skip in SKIPS for layout in LAYOUTS]
+
+
+@pytest.mark.parametrize(
+    ("reads", "over", "layout"),
+    sampled(
+        SKIP_CASES, [case for i, case in enumerate(SKIP_CASES) if case[2] == "alone" or not i % 5]
+    ),
+)
+def test_values_that_leave_blocks(reads: str, over: int | None, layout: str) -> None:
+    torch.manual_seed(0)
+    manual, shape = LAYOUTS[layout]
+    batch = {"x": torch.randn(8, 8)}
+    report = autopar.verify(Skipping(reads, over), shape, batch, manual=manual, precision="fp64")
+    assert report.ok, report.text()
