@@ -167,7 +167,7 @@ def test_every_collective_of_activations_is_in_the_picture(options: dict[str, An
 
 
 def test_a_reshard_acts_forward_or_backward() -> None:
-    edges = picture(program_of(stack(nn.ReLU(), **MEGATRON))).edges
+    edges = picture(program_of(stack(nn.ReLU()))).edges
     moves = {(m.move.forward, m.move.backward): m for edge in edges for m in edge.moves}
     backward = moves["identity", "all_reduce"]
     assert is_reshard(backward) and is_reshard(moves["all_reduce", "identity"])
