@@ -225,7 +225,7 @@ class Modes:
         """Raise `NotSupportedError` for a layer in another mode than it was captured in."""
         for name, layer in layers.items():
             wanted = self._of_training.get(name, training) if training else False
-            if layer.__dict__["training"] is not wanted:
+            if layer.training is not wanted:
                 now, then = ("training", "evaluation") if not wanted else ("evaluation", "training")
                 raise NotSupportedError(
                     f"`{name}` is in {now} mode, and was captured in {then} mode",

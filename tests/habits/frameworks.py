@@ -14,8 +14,14 @@ from torch.nn.parallel import DataParallel, DistributedDataParallel
 from autopar import NotSupportedError
 from tests.habits.table import STAGES_FIRST as ALL
 from tests.habits.table import Run, habit
+from tests.habits.tasks import trains
 
 SECTION = "Wrappers and frameworks"
+
+
+def rows(seed: int) -> dict[str, Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    return {"x": torch.randn(8, 8, generator=generator, dtype=torch.float64)}
 
 
 class Holder(nn.Module):
@@ -71,6 +77,20 @@ def compiled(run: Run) -> None:
         m.eval()
     batch = run.batch(3)
     run.losses.append((pm(**batch).item(), run.alone(**batch).item()))
+
+
+@trains(SECTION, "`model.layers[i] = torch.compile(model.layers[i])`, as torchtitan",
+        batches=rows, layouts=ALL)  # fmt: skip
+class CompiledLayer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+        self.layers[1] = torch.compile(self.layers[1], backend="eager")  # type: ignore[assignment]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = layer(x).relu()
+        return x.square().mean()
 
 
 @habit(SECTION, 'the loss: `f"{loss:.3f}"`, `copy.deepcopy(loss)`, `torch.stack(losses)`',

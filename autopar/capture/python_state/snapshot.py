@@ -124,6 +124,7 @@ class Snapshot:
 
     items       (mapping or list, key, what was there)
     attributes  (object, attribute, what was there); of a closure cell, its contents
+    inherited   (object, attribute) of those that its class, or a base, keeps
     missing     (mapping, key) of what was not there
     measures    (function, object, result): lengths, members of sets, versions of tensors
     contents    (container, a copy)
@@ -133,6 +134,7 @@ class Snapshot:
     values: dict[str, object] = field(default_factory=dict)
     items: list[tuple[Any, Any, Any]] = field(default_factory=list)
     attributes: list[tuple[Any, str, Any]] = field(default_factory=list)
+    inherited: list[tuple[Any, str]] = field(default_factory=list)
     missing: list[tuple[dict[str, Any], str]] = field(default_factory=list)
     measures: list[tuple[Callable[[Any], object], Any, object]] = field(default_factory=list)
     contents: list[tuple[Any, Any]] = field(default_factory=list)
@@ -147,9 +149,13 @@ class Snapshot:
     def attribute(self, holder: Any, name: str, text: str, place: str, depth: int = 0) -> None:
         """Record an attribute that is not in the object's own dictionary."""
         value = getattr(holder, name, ABSENT)
-        if isinstance(value, MethodType):
+        if isinstance(value, MethodType) or getattr(holder, name, ABSENT) is not value:
             return  # made anew at each read
         self.attributes.append((holder, name, value))
+        kind = _class_that_keeps(holder, name)
+        if kind is not None:
+            self.attributes.append((kind, name, value))
+            self.inherited.append((holder, name))
         self.value(value, text, place, depth)
 
     def absent(self, holder: dict[str, Any], key: str, text: str, place: str) -> None:
@@ -277,9 +283,22 @@ class Snapshot:
                     holder[key] = value
             elif isinstance(holder, list) and holder[key] is not value:
                 holder[key] = value
+        for holder, name in self.inherited:
+            if name in getattr(holder, "__dict__", ()):
+                delattr(holder, name)
         for holder, name, value in self.attributes:
             if value is not ABSENT and getattr(holder, name, ABSENT) is not value:
                 setattr(holder, name, value)
+
+
+def _class_that_keeps(holder: Any, name: str) -> type | None:
+    """The class from which an object or class has an attribute; None if it keeps that itself."""
+    if name in getattr(holder, "__dict__", ()):
+        return None
+    for kind in (holder if isinstance(holder, type) else type(holder)).__mro__:
+        if name in vars(kind):
+            return None if hasattr(type(vars(kind)[name]), "__set__") else kind
+    return None
 
 
 def _has_own_parts(value: Any) -> bool:

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from functools import lru_cache
 from typing import Any
 
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from autopar.passes.analysis import Analysis
-from tests.helpers.captures import captured
-from tests.helpers.harness import HEADS, SEQUENCE, VOCABULARY, WIDTH, Case, random_tokens
+from tests.helpers.harness import HEADS, SEQUENCE, VOCABULARY, WIDTH
 
 N_EXPERTS = 4
 COMMON: dict[str, Any] = {
@@ -42,9 +39,3 @@ def moe_model(family: str, **changes: Any) -> nn.Module:
     config = AutoConfig.for_model(family, **{**COMMON, **FAMILIES[family], **changes})
     model: nn.Module = AutoModelForCausalLM.from_config(config)
     return model
-
-
-@lru_cache
-def moe_case(family: str) -> Case:
-    program = captured(moe_model(family), random_tokens(0), precision="fp64")
-    return Case(Analysis.of(program), random_tokens)
