@@ -191,7 +191,7 @@ class Flow:
                 self.locked |= dict.fromkeys(made, why)
         elif _writes_in_place(line.target):
             first, *others = line.reads
-            if any(self.there[name] == self.there[first] for name in others):
+            if any(n != first and self.there[n] == self.there[first] for n in others):
                 raise Fault(f"{first} is written while another name of its storage is read")
             self._write(first, made)
         else:
