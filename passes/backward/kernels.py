@@ -12,6 +12,10 @@ from autopar.passes.backward.recording import Kernel, Meta, Slot, filled
 from autopar.passes.backward.templates import OCCURRENCE, Call
 from autopar.program import DEVICE, UNUSED, CallLine, KernelLine, Ref, Variable
 
+# Recorded results may have other strides than real ones (`softplus_backward`), which a view of them
+# may not fit. A reshape is the same view where it fits.
+_PRINTED = {"aten.view.default": "aten.reshape.default"}
+
 
 def call_of(line: CallLine, metas: Mapping[str, Meta], device: str) -> tuple[Call, list[str]]:
     """The operator of a line as a call, and the variables that its slots stand for."""
@@ -74,7 +78,8 @@ class KernelPrinter:
             made = tuple(self._made(kernel, k, known, read) for k in range(len(kernel.outs)))
             key, where = self.line.key, self.line.where
             flags = self.is_forward, kernel.is_view
-            found.append(KernelLine(made, kernel.name, args, kwargs, key, where, *flags))
+            target = _PRINTED.get(kernel.name, kernel.name)
+            found.append(KernelLine(made, target, args, kwargs, key, where, *flags))
         return found
 
     def _ref(self, slot: int) -> Ref:

@@ -41,5 +41,4 @@ def _words(kernel: torch._ops.OpOverload, position: int) -> tuple[str, str]:
     schema = kernel._schema
     named = str(schema.returns[min(position, len(schema.returns) - 1)].name or "")
     word = schema.name.split("::")[1].strip("_").removeprefix("native_")
-    word = "view" if word == "reshape" else word  # shorter, and what it is
     return "" if named.startswith("out") else named, word

@@ -91,19 +91,15 @@ def _with_handovers(
         if name is not None:
             waiting.setdefault(name, []).append(position)
     storages, _ = _storages(lines, given)
-    in_storage, last_read = _last_reads(lines, storages), _last_reads(lines, {})
-    views = {
-        name
-        for line in lines
-        if isinstance(line, KernelLine) and line.is_view
-        for name in line.writes
-    }
+    last_read = _last_reads(lines, {}) | _last_reads(lines, storages)
+    for line in lines:
+        if isinstance(line, KernelLine) and line.is_view:
+            storages |= {name: name for name in line.writes}
     found: list[JointLine] = []
 
     def hand_over(name: str, i: int) -> None:
         positions = waiting.pop(name, [])
-        last = last_read if name in views else in_storage
-        is_read_later = last.get(name if name in views else storages.get(name, name), -1) > i
+        is_read_later = last_read.get(storages.get(name, name), -1) > i
         for position in positions:
             is_shared = position != positions[-1] or is_read_later
             found.append(ReadyLine(position, name, is_shared))
@@ -121,17 +117,24 @@ def _with_handovers(
 def _with_sums_in_place(lines: Sequence[JointLine], given: Collection[str]) -> list[JointLine]:
     """A sum of gradients takes the first one's memory if nobody reads that again, as autograd's.
 
-    Not where the second one lies in that memory too, or elements of the first share memory.
+    Not where the second one lies in that memory too, elements of the first share memory, or a part
+    of it was handed over.
     """
     storages, repeated = _storages(lines, given)
     last_read = _last_reads(lines, storages)
+    handed_over = {
+        storages.get(line.source)
+        for line in lines
+        if isinstance(line, ReadyLine) and not line.is_shared
+    }
     found: list[JointLine] = []
     for i, line in enumerate(lines):
         if isinstance(line, KernelLine) and not line.key and line.target == "aten.add.Tensor":
             first, second = (ref.name for ref in line.args)
             storage = storages.get(first)
-            is_free = storage is not None and last_read[storage] == i and first not in repeated
-            if is_free and storages.get(second) != storage:
+            others = {*handed_over, storages.get(second)}
+            is_own = storage not in others and first not in repeated
+            if storage is not None and is_own and last_read[storage] == i:
                 line = replace(line, target="aten.add_.Tensor")
         found.append(line)
     return found

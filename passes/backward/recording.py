@@ -26,9 +26,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 aten = torch.ops.aten
 # A saved tensor is unpacked through a detach: the same tensor for a program without autograd.
 _SAME = (aten.detach.default, aten.alias.default)
-# Fake results may have other strides than real ones (`softplus_backward`), which a view of them may
-# not fit. A reshape is the same view where it fits.
-_WRITTEN = {aten.view.default: aten.reshape.default}
 
 
 class UntraceableError(Exception):
@@ -243,8 +240,7 @@ class _Recorder(TorchDispatchMode):
             if isinstance(r, Tensor) and not viewed
         }
         is_view = all(views) and not func._schema.is_mutable
-        written = _WRITTEN.get(func, func)
-        self.kernels.append(Kernel(written, read[0], read[1], outs, is_view))
+        self.kernels.append(Kernel(func, read[0], read[1], outs, is_view))
         return result
 
     def _same(self, view: Tensor) -> bool:

@@ -12,7 +12,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import autopar
 from autopar import Device, Link, Mesh, Plan
 from tests.helpers.machines import one_node
-from tests.helpers.models.recompute_models import bound_of
+from tests.helpers.plans import bound_of
 
 N_LAYERS, BATCH, SEQUENCE, WIDTH, WORDS = 4, 16, 32, 64, 256
 

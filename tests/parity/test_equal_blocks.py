@@ -14,8 +14,9 @@ from autopar.options import Recompute
 from tests.helpers.harness import generated_code
 from tests.helpers.jobs import llama, machine, tokens
 from tests.helpers.models.dropout_models import dropped_gpt2
-from tests.helpers.models.recompute_models import bound_of, recomputing
+from tests.helpers.models.recompute_models import recomputing
 from tests.helpers.nightly import sampled
+from tests.helpers.plans import bound_of
 from tests.helpers.ranks import wrong_in_step
 
 __all__ = ["generated_code"]

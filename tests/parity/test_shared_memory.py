@@ -11,9 +11,22 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import Manual
-from tests.helpers.models.twice import Twice
 
 N = 4
+
+
+class Twice(torch.autograd.Function):
+    """A sum whose backward returns one tensor for both terms."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor, b: Tensor) -> Tensor:
+        return a + b
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        return grad, grad
+
+
 BODIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "transposed": lambda m, z: z + z.transpose(1, 2),
     "transposed, read again": lambda m, z: (z + z.transpose(1, 2)) * z,
@@ -42,6 +55,29 @@ class Net(nn.Module):
         return self.out(self.body(self, self.into(x))).pow(2).mean()
 
 
+class Recurrent(nn.Module):
+    """Gradients of all states are views of one tensor; a cut hands over one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.Linear(16, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h, states = x[:, 0], list[Tensor]()
+        for k in range(6):
+            h = torch.tanh(self.cell(torch.cat([h, x[:, k]], -1)))
+            states.append(h)
+        scores = self.head(torch.stack(states, 1))
+        return nn.functional.cross_entropy(scores.flatten(0, 1), y.flatten())
+
+
+def test_stages_that_end_inside_of_a_recurrent_loop() -> None:
+    batch = {"x": torch.randn(4, 6, 8), "y": torch.randint(3, (4, 6))}
+    report = autopar.verify(Recurrent(), (1, 2), batch, precision="fp64", manual=Manual(pp=2))
+    assert report.ok, report.text()
+    assert report.plan.code()  # verified
+
+
 @pytest.mark.filterwarnings("ignore:autograd.Function Twice has no sharding rule")
 @pytest.mark.parametrize("name", BODIES)
 def test_a_step_is_eagers(name: str) -> None:
@@ -49,3 +85,4 @@ def test_a_step_is_eagers(name: str) -> None:
     for mesh, manual in (((1, 1), Manual()), ((1, 2), Manual(tp=2)), ((1, 2), Manual(dp=2))):
         report = autopar.verify(net, mesh, {"x": x}, precision="fp64", manual=manual)
         assert report.ok, report.text()
+        assert report.plan.code()  # verified

@@ -19,8 +19,8 @@ from autopar.program import (
 )
 from tests.helpers import ranks
 from tests.helpers.jobs import tokens
-from tests.helpers.models.recompute_models import bound_of
 from tests.helpers.nightly import sampled
+from tests.helpers.plans import bound_of
 from tests.parity.test_equal_blocks import LAYOUTS, MODELS, planned
 
 MODES: tuple[Recompute | None, ...] = (None, "full")

@@ -42,8 +42,9 @@ from tests.conftest import Golden
 from tests.helpers.harness import foretold_calls, generated_code
 from tests.helpers.jobs import llama, machine, rows, tokens
 from tests.helpers.models.dropout_models import dropped_gpt2, eager_gpt2
-from tests.helpers.models.recompute_models import Blocks, bound_of, recomputing
+from tests.helpers.models.recompute_models import Blocks, recomputing
 from tests.helpers.nightly import nightly, sampled
+from tests.helpers.plans import bound_of
 from tests.helpers.ranks import (
     TOLERANCE,
     Rank,

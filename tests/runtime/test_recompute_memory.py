@@ -15,8 +15,9 @@ from autopar.cost.price import peak_of_stage
 from autopar.options import Recompute
 from autopar.planning import Bound, bind
 from tests.helpers.harness import generated_code, random_ranges
-from tests.helpers.models.recompute_models import bound_of, recomputing
+from tests.helpers.models.recompute_models import recomputing
 from tests.helpers.nightly import nightly, sampled
+from tests.helpers.plans import bound_of
 from tests.helpers.pools import Pool
 from tests.helpers.recompute_plans import batch, model
 from tests.helpers.whole_steps import WholeStep, bytes_of_each

@@ -16,9 +16,10 @@ from autopar.options import Recompute
 from autopar.passes.analysis import Analysis, recomputed_operators
 from autopar.passes.binding import mesh_of
 from autopar.passes.lowering import stage_record
-from autopar.planning import Bound, bind
+from autopar.planning import bind
 from autopar.program import Recomputed
 from tests.helpers.jobs import WIDTH
+from tests.helpers.plans import bound_of
 
 
 class Blocks(nn.Module):
@@ -51,11 +52,6 @@ def _within(part: Analysis, wanted: Sequence[Recomputed]) -> tuple[Recomputed, .
     own = {operator.name for operator in part.operators}
     found = (Recomputed(item.mode, tuple(n for n in item.operators if n in own)) for item in wanted)
     return tuple(item for item in found if item.operators)
-
-
-def bound_of(plan: Plan) -> Bound:
-    assert plan.bound is not None
-    return plan.bound
 
 
 def recomputing(plan: Plan, mode: Recompute) -> Plan:

@@ -97,11 +97,11 @@ def test_names_are_equal_in_every_process_and_differ_with_plain_arguments() -> N
 
 
 def test_classes_of_one_name_are_one_operator_only_if_they_do_the_same() -> None:
-    def made(scale: float) -> type[torch.autograd.Function]:
+    def scaled_gradient(scale: float) -> type[torch.autograd.Function]:
         return function(lambda ctx, x: x.clone(), lambda ctx, grad: scale * grad)
 
     x = torch.randn(2)
-    ops = [function_call(made(s), (x,), {}).function.op for s in (2.0, 3.0, 2.0)]
+    ops = [function_call(scaled_gradient(s), (x,), {}).function.op for s in (2.0, 3.0, 2.0)]
     assert ops[0] == ops[2] != ops[1]
     leaf = x.requires_grad_()
     assert torch.autograd.grad(ops[1](leaf).sum(), leaf)[0].tolist() == [3.0, 3.0]

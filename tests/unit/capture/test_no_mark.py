@@ -19,7 +19,7 @@ class Kind:
         self.own = 1.0
 
     @classmethod
-    def made(cls) -> float:
+    def unit(cls) -> float:
         return 1.0
 
     @property
@@ -44,7 +44,7 @@ def of_backends() -> float:
 
 
 def of_inherited() -> float:
-    return Other.scale + Other.made() + KIND.scale + KIND.twice
+    return Other.scale + Other.unit() + KIND.scale + KIND.twice
 
 
 def of_changed() -> float:
