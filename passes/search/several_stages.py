@@ -106,12 +106,13 @@ class SeveralStages:
             found = self._simulated(search.space.candidate(search.m, plan.stages), limit_s)
             if found is not None:
                 search.given_up_s = min(search.given_up_s, search.least_of(plan.stages))
-            if isinstance(found, Solved):
-                search.n_in_vain = 0
-                return [known, found]
-            search.n_in_vain += 1
+            solved = [found] if isinstance(found, Solved) else []
+            is_faster = any(one.step_time_s < limit_s for one in solved)
+            search.n_in_vain = 0 if is_faster else search.n_in_vain + 1
             if search.n_in_vain >= _MOST_IN_VAIN:
-                return [replace(known, refine=None, note=_GIVEN_UP)]
+                return [replace(known, refine=None, note=_GIVEN_UP), *solved]
+            if solved:
+                return [known, *solved]
         if math.isinf(search.least_s):
             return [replace(node.after("stages", math.inf, None), note=_NONE)]
         known = node.after("stages", search.least_s, again)

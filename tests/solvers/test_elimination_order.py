@@ -14,12 +14,21 @@ from autopar.passes.solvers.eliminate import (
     TableLimits,
     TooWide,
     elimination_order,
+    minimise,
     plan_conditioned,
     plan_elimination,
     plan_order,
 )
 from autopar.passes.solvers.eliminate.greedy_order import InteractionGraph, greedy_order
-from autopar.passes.solvers.problem import Axes, Partitions, axes_of
+from autopar.passes.solvers.problem import (
+    Axes,
+    ChoiceProblem,
+    Edge,
+    Partitions,
+    Potentials,
+    Weights,
+    axes_of,
+)
 from tests.helpers.problems import clique
 
 # Per variable of a table, the code of every choice.
@@ -145,3 +154,22 @@ def test_a_hub_is_the_best_of_those_tried() -> None:
         entries, h, order = min(found, key=lambda of: of[:2])
         assert (plan.entries * plan.branches, plan.hubs, plan.order) == (entries, (h,), order)
     assert n_hubs > 20, n_hubs
+
+
+def test_a_variable_joined_to_many_that_do_not_matter() -> None:
+    """A concatenation of the logits of 80 layers costs the same whatever the layers choose."""
+    rng, n = np.random.default_rng(0), 80
+    no_ties, of_both = np.zeros((3, 1)), np.zeros(2, dtype=np.intp)
+    edges = [Edge(0, v, rng.random((3, 1)), no_ties, columns=of_both) for v in range(1, n + 1)]
+    chain = [Edge(v, v + 1, rng.random((2, 2)), np.zeros((2, 2))) for v in range(1, n)]
+    own = (rng.random(3), *(rng.random(2) for _ in range(n)))
+    zeros = tuple(np.zeros_like(of) for of in own)
+    names = tuple(map(str, range(n + 1)))
+    problem = ChoiceProblem(names, own, zeros, zeros, (*edges, *chain))
+    value, choice = minimise(plan_elimination(problem), Potentials.of(problem, Weights()))
+    along = own[1]
+    for edge, after in zip(chain, own[2:], strict=True):
+        along = (along[:, None] + edge.cost_s).min(axis=0) + after
+    concatenated = own[0] + sum((e.cost_s[:, 0] for e in edges), np.zeros(3))
+    assert value == pytest.approx(concatenated.min() + along.min(), rel=1e-12)
+    assert problem.evaluate(choice).cost_s == pytest.approx(value, rel=1e-12)

@@ -63,6 +63,12 @@ class Edge:
     rows: Codes | None = None
     columns: Codes | None = None
 
+    @property
+    def shape(self) -> tuple[int, int]:
+        """Rows and columns, also where arrays hold several problems."""
+        n_rows, n_columns = self.cost_s.shape[-2:]
+        return n_rows, n_columns
+
     def bytes_or_zero(self) -> FloatArray:
         return np.zeros_like(self.cost_s) if self.bytes is None else self.bytes
 

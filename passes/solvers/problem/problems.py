@@ -95,7 +95,8 @@ class ChoiceProblems:
 
     @cached_property
     def axes(self) -> tuple[Axes, ...]:
-        """The axes of every edge's table."""
+        """The axes of every edge's table. A variable is joined only to what tells its choices
+        apart: else a concatenation of 66 layers would be a table of 66 axes."""
         return axes_of(self.edges, self.cost_s, self.tie, self.bytes)
 
     @cached_property
@@ -104,7 +105,12 @@ class ChoiceProblems:
         own = zip(self.cost_s, self.tie, self.bytes, strict=True)
         keys = [(v in self.stored, memory(*kinds)) for v, kinds in enumerate(own)]
         keys += [(e.is_of(self.stored), memory(e.cost_s, e.tie, e.bytes)) for e in self.edges]
-        return Layout.of(self.cost_s, [e.cost_s for e in self.edges], keys)
+        layout = Layout.of(self.cost_s, [e.cost_s for e in self.edges], keys)
+        shapes = (
+            tuple(n for v, n in zip((e.u, e.v), e.shape, strict=True) if v in axes.scope)
+            for e, axes in zip(self.edges, self.axes, strict=True)
+        )
+        return replace(layout, shapes=tuple(shapes))
 
     @cached_property
     def placed(self) -> tuple[ArraysByOffset, ArraysByOffset, ArraysByOffset]:

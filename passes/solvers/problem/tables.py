@@ -53,20 +53,22 @@ class Axes:
 
 
 def axes_of(edges: Iterable[Edge], *own: Sequence[FloatArray]) -> tuple[Axes, ...]:
-    """The axes of edges. `own` are the costs, ties and bytes of all variables; without them no
-    variable follows an equality."""
+    """The axes of edges' tables; those of length 1 only where a variable follows an equality. `own`
+    are the costs, ties and bytes of all variables; without them no variable follows."""
     free = {v for v, of in enumerate(zip(*own, strict=True)) if not any(a.any() for a in of)}
     out = []
     for e in edges:
         ends = tuple(v for v in (e.u, e.v) if v in free)
         follows = ends if ends and _is_equality(e) else ()
-        out.append(Axes((e.u, e.v), (e.rows, e.columns), follows))
+        lengths = zip((e.u, e.v), (e.rows, e.columns), e.shape, strict=True)
+        kept = [(v, codes) for v, codes, n in lengths if n > 1 or follows]
+        out.append(Axes(tuple(v for v, _ in kept), tuple(of for _, of in kept), follows))
     return tuple(out)
 
 
 def _is_equality(edge: Edge) -> bool:
     """Does it allow only equal indices, at no cost, in all problems?"""
-    n, n_columns = edge.cost_s.shape[-2:]
+    n, n_columns = edge.shape
     if n != n_columns or edge.cost_s.size != n * n:
         return False
     if edge.tie.any() or (edge.bytes is not None and edge.bytes.any()):

@@ -139,7 +139,7 @@ class RepeatedProblems:
     def tables(self, places: Iterable[int]) -> Iterator[tuple[Edge, int, Shape]]:
         """The edges at some indices, with the offset of their table in a row, and its shape."""
         layout, edges = self.layout, self.numbers.edges
-        return ((edges[i], layout.table_at[i], layout.shapes[i]) for i in places)
+        return ((edges[i], layout.table_at[i], edges[i].shape) for i in places)
 
     @cached_property
     def outside(self) -> list[tuple[int, ...]]:
@@ -170,7 +170,7 @@ class RepeatedProblems:
     def unrolled_size(self, size: Callable[[Iterable[int], Iterable[Shape]], int]) -> int:
         """A size of the problem written out. `size` takes numbers of choices and shapes of tables,
         and must be additive."""
-        sizes, shapes = self.sizes, self.layout.shapes
+        sizes, shapes = self.sizes, [edge.shape for edge in self.numbers.edges]
         total = size(
             [k for v, k in enumerate(sizes) if v not in self.owner], [shapes[i] for i in self.once]
         )
@@ -231,7 +231,7 @@ class RepeatedProblem:
         """The problem with every block written down once."""
         every, layout = self.every.numbers, self.every.layout
         own_at = list(zip(layout.own_at, layout.n_choices, strict=True))
-        table_at = list(zip(layout.table_at, layout.shapes, strict=True))
+        table_at = list(zip(layout.table_at, (e.shape for e in every.edges), strict=True))
         row = self.row
         own, tables = [], []
         for kind in (row.cost_s[0], row.tie[0], row.size_bytes[0]):

@@ -29,6 +29,7 @@ so (Zheng et al., "Alpa", OSDI 2022, appendix A). Only such orders are plans.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -144,6 +145,8 @@ class StageProblem:
 
 def span_s(work_s: FloatArray, added_s: FloatArray, n_microbatches: int | None = None) -> float:
     """The span of stages in order, [stages] each; the module docstring has the formula."""
+    if not np.isfinite(work_s).all():
+        return math.inf
     done_s = np.cumsum(added_s)
     after = np.arange(len(work_s))[::-1]
     waits_s = drained_s(work_s, added_s, after, n_microbatches) + 2 * (done_s[-1] - done_s)
