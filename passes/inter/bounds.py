@@ -1,16 +1,16 @@
 """Lower bounds on the step time of pipelines, known before any placement problem is built.
 
 The bound assumes that every operator of a stage is shared equally by all devices of the stage, and
-that there are no collectives, updates or messages (`least_times_s` of `passes/intra/intra_op.py`).
+that there are no collectives and updates (`least_times_s` of `passes/intra/intra_op.py`).
 With m microbatches on n devices, layers k to l take at least
 
     each(k, l, n) = sum over their operators of  (whole - launches) / (m n)  +  launches
 
 seconds per microbatch (`StageBounds.each_s`), and hold at least an equal share of their parameters,
 gradients and optimizer state. From these, the least span of all plans bounds the step
-(`StageBounds.step_s`). The bound thus includes the bubble, layers that do not divide evenly, and
-the launches of small microbatches. No simulated step is below it. It is tighter with what stages
-take at least on a view (`layer_bounds.py`).
+(`StageBounds.step_s`). The bound thus includes the bubble, layers that do not divide evenly, the
+launches of small microbatches, and messages (`messages.py`). No simulated step is below it. It is
+tighter with what stages take at least on a view (`layer_bounds.py`).
 """
 
 from __future__ import annotations
@@ -22,9 +22,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.memory import static_bytes_per_param
-from autopar.mesh import Mesh
+from autopar.mesh import Link, Mesh
 from autopar.passes.analysis import Analysis, stored_dtype
 from autopar.passes.inter.layers import Layers, sums_of_ranges
+from autopar.passes.inter.messages import LeastMessages
 from autopar.passes.intra import static_bytes_of
 from autopar.passes.solvers.stages import StageProblem, least_span_s, span_s
 
@@ -33,17 +34,23 @@ BoolArray = NDArray[np.bool_]
 
 
 def step_bound_s(
-    whole_s: Array, work_s: Array, n_microbatches: int, is_1f1b: bool, once_s: float = 0.0
+    whole_s: Array,
+    work_s: Array,
+    n_microbatches: int,
+    is_1f1b: bool,
+    once_s: float = 0.0,
+    passed_s: Array | float = 0.0,
 ) -> float:
     """No step of these stages, [stages], is faster: `whole_s` is all that each takes in a step,
-    `work_s` what its microbatches take.
+    `work_s` what its microbatches take, `passed_s` a message to the next stage, and back.
 
     A stage does the rest once a step. It may do so while it waits for its neighbours, but the first
     stage does its `once_s` before its first microbatch and after its last.
     """
     added_s, first = work_s / n_microbatches, np.arange(len(work_s)) == 0
     m = n_microbatches if is_1f1b else None
-    return max(float(whole_s.max()), span_s(work_s + once_s * first, added_s + once_s * first, m))
+    added_s = added_s + once_s * first + passed_s
+    return max(float(whole_s.max()), span_s(work_s + once_s * first, added_s, m))
 
 
 @dataclass(frozen=True, eq=False)
@@ -59,6 +66,7 @@ class StageBounds:
     shared_s: Array
     launches_s: Array
     static_bytes: Array
+    messages: LeastMessages
     is_possible: BoolArray
     budget_bytes: float
     is_1f1b: bool = True
@@ -66,8 +74,8 @@ class StageBounds:
 
     @staticmethod
     def of(
-        analysis: Analysis, times_s: Array, layers: Layers, optimizer: str, budget_bytes: float,
-        is_1f1b: bool = True, given: Sequence[int] = (),
+        analysis: Analysis, times_s: Array, layers: Layers, links: Sequence[Link], optimizer: str,
+        budget_bytes: float, is_1f1b: bool = True, given: Sequence[int] = (),
     ) -> StageBounds:  # fmt: skip
         """`times_s` are the `least_times_s` of the program."""
         whole_s, launches_s = times_s
@@ -77,7 +85,9 @@ class StageBounds:
         ranges = np.triu(np.ones_like(sums_of_ranges(static), dtype=bool))
         is_possible = ranges & (sums_of_ranges(learns) > 0)
         shared_s, launched_s, static = map(sums_of_ranges, (*of_layers, static))
-        return StageBounds(shared_s, launched_s, static, is_possible, budget_bytes, is_1f1b, given)
+        messages = LeastMessages.of(analysis, layers, links)
+        least = shared_s, launched_s, static, messages
+        return StageBounds(*least, is_possible, budget_bytes, is_1f1b, given)
 
     def each_s(self, n_ranks: int, n_microbatches: int) -> Array:
         """Least seconds of one microbatch on `n_ranks` devices, [first layer, last layer]."""
@@ -94,7 +104,9 @@ class StageBounds:
         """Lower bound on a step whose stages end with these layers and have `n_ranks` devices."""
         firsts = [0, *(last + 1 for last in last_layers[:-1])]
         each_s = self.each_s(n_ranks, n_microbatches)[firsts, last_layers]
-        return span_s(n_microbatches * each_s, each_s, n_microbatches if self.is_1f1b else None)
+        passed_s = self.messages.passed_s(n_ranks, n_microbatches)[firsts, last_layers]
+        m = n_microbatches if self.is_1f1b else None
+        return span_s(n_microbatches * each_s, each_s + passed_s, m)
 
     def most_stages(self, mesh: Mesh, least_ranks: int, n_microbatches: int) -> int:
         """No plan that is worth a try has more stages, of at least `least_ranks` devices each."""
@@ -108,14 +120,18 @@ class StageBounds:
         None for `n_stages` allows any number of stages. Infinite if there is no such pipeline.
         """
         may_be = np.stack([self.may_be(n) for n in sizes], axis=2)
-        each_s = np.stack([self.each_s(n, n_microbatches) for n in sizes], axis=2)[may_be]
+        each_s, passed_s = (
+            np.stack([of(n, n_microbatches) for n in sizes], axis=2)[may_be]
+            for of in (self.each_s, self.messages.passed_s)
+        )
         first, last, config = (np.ascontiguousarray(at) for at in np.nonzero(may_be))
         m = n_microbatches if self.is_1f1b else None
         shape = len(each_s), n_stages or (1 if m is None else self.most_stages(mesh, min(sizes), m))
-        added_s = np.ascontiguousarray(np.broadcast_to(each_s[:, None], shape))
+        work_s = np.ascontiguousarray(np.broadcast_to(n_microbatches * each_s[:, None], shape))
+        added_s = np.ascontiguousarray(np.broadcast_to((each_s + passed_s)[:, None], shape))
         return least_span_s(
             StageProblem(
-                first, last, config, n_microbatches * added_s, added_s, tuple(sizes),
+                first, last, config, work_s, added_s, tuple(sizes),
                 len(may_be), mesh.n_ranks, n_stages, mesh.devices_per_node, m,
             )
         )  # fmt: skip

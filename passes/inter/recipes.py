@@ -47,7 +47,10 @@ class Megatron:
         """Lower bound on its step: its span by what layers take at least on its view."""
         whole_s, work_s = self.space.layer_bounds.free(self.view, self.n_microbatches)
         whole_s, work_s = (np.add.reduceat(s, self._firsts) for s in (whole_s, work_s))
-        return step_bound_s(whole_s, work_s, self.n_microbatches, self.space.is_1f1b)
+        of_ranges = self.space.bounds.messages.passed_s(self.view.n_ranks, self.n_microbatches)
+        passed_s = of_ranges[self._firsts, self.last_layers]
+        on = self.n_microbatches, self.space.is_1f1b
+        return step_bound_s(whole_s, work_s, *on, passed_s=passed_s)
 
     @property
     def is_idle(self) -> bool:

@@ -151,8 +151,8 @@ class PipelineSpace:
     @cached_property
     def bounds(self) -> StageBounds:
         return StageBounds.of(
-            self.analysis, self._times_s, self.layers, self.options.optimizer, self.budget_bytes,
-            self.is_1f1b, self.given,
+            self.analysis, self._times_s, self.layers, self.hardware.links, self.options.optimizer,
+            self.budget_bytes, self.is_1f1b, self.given,
         )  # fmt: skip
 
     @cached_property

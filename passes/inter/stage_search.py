@@ -88,12 +88,19 @@ class StageSearch:
         columns = []
         for view, mesh in enumerate(space.views):
             each_s = space.bounds.each_s(mesh.n_ranks, m)
-            may_be = space.bounds.may_be(mesh.n_ranks) & (m * each_s <= most_s)
+            passed_s, sent_s = (
+                of(mesh.n_ranks, m)
+                for of in (space.bounds.messages.passed_s, space.bounds.messages.sent_s)
+            )
+            least_s = np.maximum(m * each_s, sent_s)
+            may_be = space.bounds.may_be(mesh.n_ranks) & (least_s <= most_s)
             first, last = np.nonzero(may_be)
             size = np.full_like(first, space.sizes.index(mesh.n_ranks))
-            columns.append((first, last, size, np.full_like(first, view), each_s[may_be]))
-        *keys, each_s = map(np.concatenate, zip(*columns, strict=True))
+            seconds = (of[may_be] for of in (each_s, passed_s, sent_s))
+            columns.append((first, last, size, np.full_like(first, view), *seconds))
+        *keys, each_s, passed_s, sent_s = map(np.concatenate, zip(*columns, strict=True))
         order = np.lexsort(np.stack(keys[::-1]))
+        self._passed_s, self._sent_s = passed_s[order][:, None], sent_s[order][:, None]
         self._first, self._last, self._size, self._view = (key[order] for key in keys)
         most = space.bounds.most_stages(space.mesh, min(space.sizes), m)
         self._n_levels = space.n_stages or (most if space.is_1f1b else 1)
@@ -213,8 +220,11 @@ class StageSearch:
     def least_of(self, stages: Sequence[StageChoice]) -> float:
         """The bound on one plan so far."""
         at = self._places(stages)
-        work_s, added_s = self._work_s[at], np.minimum(self._added_s, self._work_s)[at]
-        return max(float(self._whole_s[at].max()), span_s(work_s, added_s, self._drains_m))
+        work_s, added_s = self._work_s[at], np.minimum(self._added_s[at], self._work_s[at])
+        rows, _ = at
+        sent_s, added_s = self._sent_s[rows, 0], added_s + self._passed_s[rows, 0]
+        longest_s = float(np.maximum(self._whole_s[at], sent_s).max())
+        return max(longest_s, span_s(work_s, added_s, self._drains_m))
 
     @property
     def _drains_m(self) -> int | None:
@@ -257,7 +267,8 @@ class StageSearch:
 
     @cached_property
     def _of_cells(self) -> tuple[Array, Array, Array]:
-        """What each cell takes at least: all, its work, and what it adds, [cells, levels] each.
+        """What each cell takes at least: all or all that it sends, its work, and what it adds with
+        its messages, [cells, levels] each.
 
         The latter two are those of its fastest view, if that is solved.
         """
@@ -266,7 +277,8 @@ class StageSearch:
         is_best = self._whole_s == np.repeat(whole_s, np.diff([*starts, self.n_stages]), axis=0)
         counts = is_best & self._is_solved
         work_s, added_s = (_least(of, starts, counts) for of in (self._work_s, self._added_s))
-        return whole_s, work_s, added_s
+        added_s = np.minimum(added_s, work_s) + self._passed_s[starts]
+        return np.maximum(whole_s, self._sent_s[starts]), work_s, added_s
 
     def _problem(self, within_s: float) -> StageProblem:
         """The cells that alone take at most so long."""
@@ -274,7 +286,7 @@ class StageSearch:
         work_s = np.where(whole_s <= within_s, work_s, np.inf)
         return StageProblem(
             self._first[starts], self._last[starts], self._size[starts], work_s,
-            np.minimum(added_s, work_s), tuple(space.sizes), space.layers.n_layers,
+            added_s, tuple(space.sizes), space.layers.n_layers,
             space.mesh.n_ranks, space.n_stages, space.mesh.devices_per_node, self._drains_m,
         )  # fmt: skip
 

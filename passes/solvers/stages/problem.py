@@ -5,9 +5,10 @@ A plan's stages hold consecutive layers and consecutive devices, in order. Its *
     max_s  (sum of added_r over r < s)  +  max(work_s,  drained_s + 2 (sum of added_r over r > s))
 
 (`span_s`). `work` is what all microbatches take on a stage, `added` what one of them takes, forward
-and backward. No step is faster. The first microbatch passes every stage before s, then s works,
-then the gradient of the last one passes back. With 1F1B (`n_microbatches` m), a stage with j stages
-after it begins j + 1 forwards before its first backward. So a step takes one after the other
+and backward, with its messages to the next stage and back. No step is faster. The first microbatch
+passes every stage before s, then s works, then the gradient of the last one passes back. With 1F1B
+(`n_microbatches` m), a stage with j stages after it begins j + 1 forwards before its first
+backward. So a step takes one after the other
 
     the first microbatch    from the first stage to the last, and back to s
     s                       up to the forward of the last microbatch; without the j forwards and the
@@ -57,16 +58,14 @@ class StageProblem:
 
     first, last, config   [stages]: all that may be a stage, ordered by the first two
     work_s, added_s        [stages, levels]: seconds, at level j if j stages come after it. The last
-                          level stands for all above it. `added_s` is at most `work_s`; infinite
-                          ones forbid a stage
+                          level stands for all above it. Infinite ones forbid a stage
     config_devices        devices of each configuration
     n_microbatches        of 1F1B; None: nothing is known of the schedule
 
     `n_stages` None: any number; else there are as many levels. `node_devices` None: stages may
     begin anywhere. With `n_microbatches`, no plan has more stages than levels.
 
-    Raises `ProblemError` for wrong shapes, NaN, negative numbers, counts below 1, and more added
-    than own.
+    Raises `ProblemError` for wrong shapes, NaN, negative numbers and counts below 1.
     """
 
     first: IntArray
@@ -103,8 +102,6 @@ class StageProblem:
         most = min(self.n_layers, self.n_devices // least, self.n_microbatches or 0)
         if self.n_stages is None and shape[1] < most:
             raise ProblemError(f"{shape[1]} levels, but plans have up to {most} stages")
-        if (self.added_s > self.work_s).any():
-            raise ProblemError("added_s: more than work_s, which has every microbatch")
 
     @property
     def n_levels(self) -> int:
