@@ -135,6 +135,15 @@ def whole(call: OpCall) -> Notation:
     return _free_leading(call, ())
 
 
+def counted_in_bins(call: OpCall) -> Notation:
+    """Elements of each bin: counts of parts add up, if the bins do not depend on the elements."""
+    if call.args["min"] == call.args["max"]:  # from the least element to the greatest
+        return whole(call)
+    counts = named_term(call.outputs[0], ("n",))
+    elements = named_term(call.inputs[0], names(len(call.inputs[0])))
+    return Notation((elements,), (counts,), frozenset({"n"}))
+
+
 def matrices(call: OpCall) -> Notation:
     """Operators on each matrix of a batch (tril, inverse, solve): only batch dims are free."""
     return _free_leading(call, call.inputs[0][:-2])

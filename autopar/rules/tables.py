@@ -126,8 +126,9 @@ REDUCTIONS = (
     OpRule("aten._euclidean_dist.default", f.outer_pairs),
     *(
         OpRule(f"aten.{name}.default", f.whole)
-        for name in ("histc", "bincount", "dist")
+        for name in ("bincount", "dist")
     ),
+    OpRule("aten.histc.default", f.counted_in_bins),
     OpRule("aten.repeat_interleave.Tensor", f.whole),
 )  # fmt: skip
 

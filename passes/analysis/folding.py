@@ -1,10 +1,12 @@
 """Find the repeated blocks of a program, and build the same program with only a few of them.
 
 Operators i and i + p are *equal* if they are of one kind (`Analysis.kinds`) and read equal sources:
-where one reads operator k, the other reads k + p, or both read the same value. A *run* is a range
-of operators that are equal at one distance p, its period: repeated blocks that differ in
-names only (`find_runs`). A program with several stacks of layers has several runs. A run begins
-with a module of a list (`h.3`) if it can, as ZeRO-3's gathers do (`passes/lowering/gathers.py`).
+where one reads operator k, the other reads k + p, or both read the same value. An operator whose
+value is sent to another stage is equal to none after it: of equal blocks, only the last one sends.
+A *run* is a range of operators that are equal at one distance p, its period: repeated blocks that
+differ in names only (`find_runs`). A program with several stacks of layers has several runs. A run
+begins with a module of a list (`h.3`) if it can, as ZeRO-3's gathers do
+(`passes/lowering/gathers.py`).
 
 Folding keeps some blocks of every run (`fold`), by default the first two and the last. A kept block
 that read a dropped one reads the kept block before it instead. Each dropped block takes the
@@ -193,12 +195,13 @@ class _Finder:
         self.own = [frozenset(program.parameters), frozenset(program.constants)]
         if own_buffers:
             self.own.append(frozenset(program.buffers))
-        made: dict[str, tuple[int, int]] = {}
+        made, sent = dict[str, tuple[int, int]](), frozenset(program.sent)
         self.sources: list[tuple[tuple[int, int] | str, ...]] = []
         for i, operator in enumerate(analysis.operators):
             self.sources.append(tuple(made.get(n, n) for n in operator.inputs))
             made |= {name: (i, k) for k, name in enumerate(operator.outputs)}
         self.blocks = [block_of(program.keys[operator.name]) for operator in analysis.operators]
+        self.sends = [not sent.isdisjoint(operator.outputs) for operator in analysis.operators]
         codes = [analysis.kinds[operator.name] for operator in analysis.operators]
         self.codes: NDArray[np.int64] = np.array(codes, dtype=np.int64)
 
@@ -247,8 +250,8 @@ class _Finder:
         return run.period * (run.count - self.least + 1)
 
     def _alike(self, i: int, period: int) -> bool:
-        """Do operators i and i + period read equal sources?"""
-        return all(
+        """Do operators i and i + period read equal sources, and does only the later one send?"""
+        return not self.sends[i] and all(
             self._same_source(a, b, period)
             for a, b in zip(self.sources[i], self.sources[i + period], strict=True)
         )

@@ -74,16 +74,26 @@ def _with_unit_dims(moved: list[int], shape: tuple[int, ...]) -> list[int]:
 
 def constant_values(indices: tuple[fx.Node, ...]) -> tuple[torch.Tensor, ...] | None:
     """The values of the index tensors; None if they are large or not constant."""
-    graph, leaves = subgraph(indices)
-    operators = [node for node in graph.nodes if node.op == "call_function"]
-    if leaves or any(is_random(node) for node in operators):
+    if sum(map(_size, indices)) > MAX_ELEMENTS or not _is_small_constant(indices):
         return None
-    sizes = [sum(map(_size, indices)), *map(_size, operators)]
-    if max(sizes) > MAX_ELEMENTS:
-        return None
+    graph, _ = subgraph(indices)
     with torch.no_grad():
         found: tuple[torch.Tensor, ...] = fx.Interpreter(fx.GraphModule(nn.Module(), graph)).run()
     return found
+
+
+def _is_small_constant(indices: Sequence[fx.Node]) -> bool:
+    """Are they computed from small values alone, and from no placeholder?"""
+    stack, seen = list(indices), set[fx.Node]()
+    while stack:
+        node = stack.pop()
+        if node in seen:
+            continue
+        if node.op == "placeholder" or is_random(node) or _size(node) > MAX_ELEMENTS:
+            return False
+        seen.add(node)
+        stack.extend(node.all_input_nodes)
+    return True
 
 
 def _size(node: fx.Node) -> int:

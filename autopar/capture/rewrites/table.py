@@ -130,6 +130,23 @@ def linear(b: Builder, call: TracedCall) -> fx.Node | None:
     return b.op(aten.add.Tensor, matmul, bound["bias"])
 
 
+def add(b: Builder, call: TracedCall) -> fx.Node | None:
+    """Sums begin with zeros (`x = torch.zeros(n)`): partial sums add to nothing else in place."""
+    bound = call.bind()
+    for zeros, other in (("self", "other"), ("other", "self")):
+        first, second = bound[zeros], bound[other]
+        if _is_zeros(first) and isinstance(second, fx.Node) and bound["alpha"] == 1:
+            value = second.meta["val"]
+            if (tuple(value.shape), value.dtype) == (call.shape, call.origin.meta["val"].dtype):
+                return second
+    return None
+
+
+def _is_zeros(value: Any) -> bool:
+    made = {aten.zeros.default, aten.zeros_like.default}
+    return value == 0 if not isinstance(value, fx.Node) else value.target in made
+
+
 def scaled(b: Builder, node: fx.Node, factor: Any) -> fx.Node:
     return node if factor == 1 else b.op(aten.mul.Tensor, node, factor)
 
@@ -188,6 +205,7 @@ REWRITES: dict[Any, Rewrite] = {
     aten.copy.default: copied,
     aten.fill: filled,
     aten.broadcast_tensors: broadcast_tensors,
+    aten.add.Tensor: add,
     aten.linear: linear,
     aten.addmm.default: add_matmul(aten.mm.default, "mat1", "mat2"),
     aten.baddbmm.default: add_matmul(aten.bmm.default, "batch1", "batch2"),
