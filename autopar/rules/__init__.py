@@ -2,9 +2,10 @@
 
 Read `rule.py` (a rule), `pattern.py` (strategies from notation), `lowering.py`, `formulas.py`
 (functions that replace operators, and their costs); then the notations: `families.py`, `views.py`,
-`indexing.py`, `convolutions.py`, `normalisation.py`, `losses.py`, `experts.py`, `random.py`,
-`padded.py`; then `tables.py` (all rules), `operators.py`, `signature.py`, `derived.py` (what torch
-knows of an operator), `functions.py` (`autograd.Function`s), `registry.py` (the look-up).
+`indexing.py`, `bags.py`, `convolutions.py`, `normalisation.py`, `losses.py`, `experts.py`,
+`random.py`, `padded.py`; then `tables.py` (all rules), `operators.py`, `signature.py`, `derived.py`
+(what torch knows of an operator), `functions.py` (`autograd.Function`s), `registry.py` (the
+look-up).
 It may import `placement`, `schedule`, `mesh` and the files and rooms below them.
 It mainly hands on `OpCall`, `rule_for` and `axis_strategies`.
 """

@@ -160,6 +160,13 @@ def _reduces_jointly(call: OpCall) -> LinearSets:
     return _ends_jointly(call) if call.args.get("reduce", "sum") in SUMS else ()
 
 
+def refuse_sparse(call: OpCall) -> str | None:
+    """Gradients of a table are dense."""
+    if not call.args["sparse"]:
+        return None
+    return "sparse gradients of an embedding are not supported\nset sparse=False"
+
+
 def _writes_zero(call: OpCall) -> LinearSets:
     return ((0,),) if call.args["value"] == 0 else ()
 
@@ -176,6 +183,6 @@ INDEXING = (
     OpRule("aten.index_copy.default", along_index, linear=_ends_jointly),
     OpRule("aten.index_fill.int_Scalar", along_index, linear=_writes_zero),
     OpRule("aten.index_fill.int_Tensor", along_index, linear=_ends_jointly),
-    OpRule("aten._embedding_bag.default", whole),
+    OpRule("aten._embedding_bag.default", whole, check=refuse_sparse),
     OpRule("aten.masked_scatter.default", whole, linear=((0, 2),)),
 )

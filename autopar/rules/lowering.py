@@ -101,6 +101,18 @@ VOCABULARY_EMBEDDING = Lowering(
     backward_bytes="lead*h*width",  # the masked gradient
 )
 
+VOCABULARY_BAGS = Lowering(
+    "vocab_parallel_bags",
+    ("weight", "ids", GROUP, "starts", "ends", "factors", "padding_idx"),
+    saved_bytes="(8 + item)*b*l + 16*b",  # local ids (int64), their factors, starts and ends
+    forward_bytes="10*b*l",  # flags of ids of other ranks, and ids bag by bag
+    backward_bytes="8*b*l",
+)
+# Factors that learn need the table for their gradients.
+VOCABULARY_WEIGHTED_BAGS = replace(
+    VOCABULARY_BAGS, function="vocab_parallel_weighted_bags", keeps=("weight",)
+)
+
 CAUSAL_ATTENTION = Lowering(
     "causal_attention",
     ("query", "key", "value", GROUP, "scale", "enable_gqa"),

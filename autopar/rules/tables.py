@@ -10,9 +10,10 @@ from dataclasses import replace
 
 from autopar.rules import families as f
 from autopar.rules import views as v
+from autopar.rules.bags import BAGS
 from autopar.rules.convolutions import CONVOLUTIONAL
 from autopar.rules.experts import EXPERT_MATMULS
-from autopar.rules.indexing import INDEXING
+from autopar.rules.indexing import INDEXING, refuse_sparse
 from autopar.rules.losses import LOSSES, refuse_mean
 from autopar.rules.lowering import CAUSAL_ATTENTION, VOCABULARY_CROSS_ENTROPY, VOCABULARY_EMBEDDING
 from autopar.rules.normalisation import NORMALISATION
@@ -43,10 +44,6 @@ def _sum_over_classes(call: OpCall) -> str | None:
     if scores == labels:
         return "class probabilities as labels of cross_entropy, which capture did not rewrite"
     return refuse_mean(call)
-
-
-def _dense_gradient(call: OpCall) -> str | None:
-    return "sparse gradients of an embedding are not supported" if call.args["sparse"] else None
 
 
 def _where_zero(call: OpCall) -> LinearSets:
@@ -167,7 +164,7 @@ NETWORK = (
         f.embedding,
         linear=ALONE,
         lower={"v": VOCABULARY_EMBEDDING},
-        check=_dense_gradient,
+        check=refuse_sparse,
     ),
     OpRule(
         "aten.cross_entropy_loss.default",
@@ -233,5 +230,5 @@ VIEWS = (
 
 RULES = (
     *POINTWISE, *REDUCTIONS, *MATRICES, *MATMULS, *NETWORK, *OVER_PADDING, *LOSSES, *INDEXING,
-    *VIEWS, *CONVOLUTIONAL, *NORMALISATION, *EXPERT_MATMULS, *RANDOM,
+    *BAGS, *VIEWS, *CONVOLUTIONAL, *NORMALISATION, *EXPERT_MATMULS, *RANDOM,
 )  # fmt: skip

@@ -4,13 +4,14 @@ Planning knows these functions by name (`autopar/rules/lowering.py`). Each takes
 ranks that share the dim: to communicate, forward and backward, or only to know its position.
 
 Each is a pair, forward and backward (`lowered.py`), that needs no autograd. Read `vocabulary.py`,
-`normalisation.py`, `experts.py`, `attention.py`, in any order, then `tape.py`. This room
+`bags.py`, `normalisation.py`, `experts.py`, `attention.py`, in any order, then `tape.py`. This room
 imports `runtime/groups`, `operators`, `placement` and `precision`, and may not import
 `collectives`, its neighbour. It mainly hands on functions such as `vocab_parallel_cross_entropy`,
 all of them by name as `LOWERED`, and `taped`.
 """
 
 from autopar.runtime.lowered.attention import causal_attention
+from autopar.runtime.lowered.bags import vocab_parallel_bags, vocab_parallel_weighted_bags
 from autopar.runtime.lowered.experts import expert_exchange_linear, expert_parallel_linear
 from autopar.runtime.lowered.lowered import Lowered
 from autopar.runtime.lowered.normalisation import (
@@ -29,8 +30,10 @@ LOWERED: dict[str, Lowered] = {
     "expert_parallel_linear": expert_parallel_linear,
     "synchronised_batch_norm": synchronised_batch_norm,
     "synchronised_batch_norm_with_statistics": synchronised_batch_norm_with_statistics,
+    "vocab_parallel_bags": vocab_parallel_bags,
     "vocab_parallel_cross_entropy": vocab_parallel_cross_entropy,
     "vocab_parallel_embedding": vocab_parallel_embedding,
+    "vocab_parallel_weighted_bags": vocab_parallel_weighted_bags,
 }
 
 __all__ = [
@@ -42,6 +45,8 @@ __all__ = [
     "synchronised_batch_norm",
     "synchronised_batch_norm_with_statistics",
     "taped",
+    "vocab_parallel_bags",
     "vocab_parallel_cross_entropy",
     "vocab_parallel_embedding",
+    "vocab_parallel_weighted_bags",
 ]

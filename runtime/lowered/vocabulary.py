@@ -34,7 +34,7 @@ from autopar.runtime.groups import Group
 from autopar.runtime.lowered.lowered import Kept, Lowered
 
 
-def _localised(ids: Tensor, n_local: int, n_valid: int, g: Group) -> tuple[Tensor, Tensor]:
+def localised(ids: Tensor, n_local: int, n_valid: int, g: Group) -> tuple[Tensor, Tensor]:
     """(ids as local row numbers, which ids belong to other ranks); the latter become row 0.
 
     Ids outside the vocabulary, or in its padding, are out of range on every rank. So the
@@ -49,6 +49,12 @@ def _localised(ids: Tensor, n_local: int, n_valid: int, g: Group) -> tuple[Tenso
     return local, others
 
 
+def local_padding(padding_idx: int, n_local: int, g: Group) -> int:
+    """`padding_idx` as a local row number; -1 if there is none, or another rank has it."""
+    padding = padding_idx - g.rank * n_local
+    return padding if padding_idx >= 0 and 0 <= padding < n_local else -1
+
+
 def _embedding(
     weight_local: Tensor, ids: Tensor, g: Group, padding_idx: int = -1, n_valid: int | None = None
 ) -> tuple[Tensor, Kept]:
@@ -59,10 +65,8 @@ def _embedding(
     """
     n_local = weight_local.shape[0]
     n_valid = n_local * g.size if n_valid is None else n_valid
-    local, others = _localised(ids, n_local, n_valid, g)
-    padding = padding_idx - g.rank * n_local
-    if padding_idx < 0 or not 0 <= padding < n_local:
-        padding = -1
+    local, others = localised(ids, n_local, n_valid, g)
+    padding = local_padding(padding_idx, n_local, g)
     rows = torch.ops.aten.embedding.default(weight_local, local, padding)
     return rows.masked_fill(others.unsqueeze(-1), 0), (local, others, n_local, padding)
 
@@ -94,7 +98,7 @@ def _cross_entropy(
     n_valid = n_local * g.size if n_valid is None else n_valid
     counted = labels != ignore_index
     # Ignored labels become label 0, so that only invalid labels are out of range.
-    local, others = _localised(labels.where(counted, 0), n_local, n_valid, g)
+    local, others = localised(labels.where(counted, 0), n_local, n_valid, g)
     local = local.unsqueeze(1)
 
     n_own = min(max(n_valid - g.rank * n_local, 0), n_local)

@@ -15,6 +15,7 @@ import torch
 from autopar.capture.rewrites import PYTHON_DECOMPOSITIONS
 from autopar.placement import Notation
 from autopar.rules import Lowering, OpCall, OpRule, find_operator, own_rule, rule_for, tables
+from autopar.rules.bags import BAGS
 from autopar.rules.convolutions import CONVOLUTIONAL
 from autopar.rules.experts import EXPERT_MATMULS
 from autopar.rules.indexing import INDEXING
@@ -63,6 +64,12 @@ SECTIONS = (
         "Reading and writing at places", INDEXING,
         "Dims that are addressed stay whole; places that are read may be sharded, those that are "
         "written may not.",
+    ),
+    Section(
+        "Bags of embeddings", BAGS,
+        "Sums and maxima over looked-up rows. Ids are in rows, or in a list with starts and ends. "
+        "Means have become sums in capture. Tables are sharded by columns, or by rows as a "
+        "vocabulary.",
     ),
     Section(
         "Views and rearranging", tables.VIEWS,

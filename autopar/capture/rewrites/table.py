@@ -11,6 +11,7 @@
     bias          `linear(x, w, b)` = `linear(x, w) + b`, `addmm(b, x, w)` = `mm(x, w) + b`, so
                   that partial sums do not add the bias once per rank
     images        convolutions and global pools: `images.py`
+    bags          of embeddings: `bags.py`
     experts       a matmul with a looked-up matrix per row: `experts.py`
     means         mean(x) = sum(x) / n with n a Python number, because a sum can be sharded
     mean losses   `losses.py`
@@ -31,6 +32,7 @@ from torch import fx
 
 from autopar.capture.builder import Builder, TracedCall
 from autopar.capture.rewrites.attention import attention
+from autopar.capture.rewrites.bags import BAG_REWRITES
 from autopar.capture.rewrites.experts import expert_matmul
 from autopar.capture.rewrites.images import IMAGE_REWRITES
 from autopar.capture.rewrites.losses import LOSS_REWRITES, mean_of
@@ -38,7 +40,7 @@ from autopar.capture.rewrites.places import PLACE_REWRITES, expanded
 from autopar.capture.rewrites.random import RANDOM_REWRITES
 
 aten = torch.ops.aten
-Rewrite = Callable[[Builder, TracedCall], fx.Node | tuple[fx.Node, ...] | None]
+Rewrite = Callable[[Builder, TracedCall], fx.Node | tuple[fx.Node | None, ...] | None]
 
 
 def same_value(b: Builder, call: TracedCall) -> fx.Node | None:
@@ -217,6 +219,7 @@ REWRITES: dict[Any, Rewrite] = {
     **LOSS_REWRITES,
     **IMAGE_REWRITES,
     **PLACE_REWRITES,
+    **BAG_REWRITES,
     **RANDOM_REWRITES,
     aten.scaled_dot_product_attention: attention,
 }

@@ -85,6 +85,7 @@ LIKELIHOODS = [
     call(x(4, 8), holes(ints(8, 4)), fixed(8), 0),
     call(x(8), ints(8, 1)[0], None, 2),
 ]
+BAGS = (torch.tensor([0, 2, 2, 5]), torch.tensor([2, 2, 5, 6]))  # the second is empty
 
 PLACE_SAMPLES: dict[str, list[Sample]] = {
     "aten.index.Tensor": INDEXED,
@@ -112,6 +113,19 @@ PLACE_SAMPLES: dict[str, list[Sample]] = {
         call(x(8, 4), ints(8, 6), torch.tensor([0, 2, 3, 5])),
         call(x(8, 4), ints(8, 6), torch.tensor([0, 2]), False, 0, False, x(6)),
         call(x(8, 4), ints(8, 6), torch.tensor([0, 2]), False, 2),
+    ],
+    "autopar.embedding_bag.default": [
+        call(x(8, 4), ints(8, 4, 2)),
+        call(x(8, 4), ints(8, 8, 4), None, None, None, 3),
+        call(x(8, 4), ints(8, 4, 2), None, None, x(4, 2)),
+        call(x(8, 4), ints(8, 4, 2), None, None, fixed(4, 2), 0),
+        call(x(8, 4), ints(8, 6), *BAGS),
+        call(x(8, 4), ints(8, 6), *BAGS, x(6), 5),
+    ],
+    "autopar.embedding_bag_max.default": [
+        call(x(8, 4), ints(8, 4, 2)),
+        call(x(8, 4), ints(8, 8, 4), None, None, 3),
+        call(x(8, 4), ints(8, 6), *BAGS),
     ],
     "aten.masked_scatter.default": [call(x(4, 8), bools(4, 1), x(32))],
     "aten.sort.default": SORTED,

@@ -1,0 +1,100 @@
+"""Operators that capture rewrites, in small models under drawn placements, against one process."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import autopar
+from autopar.passes.analysis import Analysis
+from autopar.passes.intra import Constraints, intra_op_problem
+from tests.helpers.captures import captured
+from tests.helpers.harness import abstract_cost, generated_code, random_strategy, thread_step
+
+__all__ = ["generated_code"]
+N_DRAWN = 6
+
+
+@dataclass(frozen=True)
+class Case:
+    model: nn.Module
+    batch: Mapping[str, Tensor]
+
+
+class Bags(nn.Module):
+    """Bags of a table under a linear layer."""
+
+    def __init__(self, mode: str, learns_factors: bool = False, **kwargs: Any) -> None:
+        super().__init__()
+        self.table, self.head = nn.EmbeddingBag(8, 4, mode=mode, **kwargs), nn.Linear(4, 4)
+        self.factors = nn.Parameter(torch.rand(8)) if learns_factors else None
+
+    def forward(self, ids: Tensor, y: Tensor, offsets: Tensor | None = None) -> Tensor:
+        factors = None if self.factors is None else self.factors[ids]
+        bags = self.table(ids, offsets, per_sample_weights=factors)
+        return F.mse_loss(self.head(bags), y, reduction="sum")
+
+
+def bags(mode: str, form: str = "rows", **kwargs: Any) -> Case:
+    batch = {"ids": torch.randint(8, (4, 4) if form == "rows" else (12,)), "y": torch.randn(4, 4)}
+    if form != "rows":
+        last = [12] if form == "last" else []
+        batch["offsets"] = torch.tensor([0, 2, 2, 7, *last])
+    return Case(Bags(mode, include_last_offset=form == "last", **kwargs), batch)
+
+
+CASES = {
+    "bags of a sum": lambda: bags("sum"),
+    "bags of a sum, in a list": lambda: bags("sum", "list", padding_idx=3),
+    "bags of a sum, with factors": lambda: bags("sum", learns_factors=True),
+    "bags of a sum, in a list with factors": lambda: bags("sum", "last", learns_factors=True),
+    "bags of a mean": lambda: bags("mean"),
+    "bags of a mean, with padding": lambda: bags("mean", padding_idx=-2),
+    "bags of a mean, in a list": lambda: bags("mean", "list"),
+    "bags of a mean, in a list with padding": lambda: bags("mean", "last", padding_idx=3),
+    "bags of a maximum": lambda: bags("max", padding_idx=3),
+    "bags of a maximum, in a list": lambda: bags("max", "list"),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_drawn_placements(name: str) -> None:
+    torch.manual_seed(0)
+    case, rng = CASES[name](), random.Random(name)
+    batch = {k: v.double() if v.is_floating_point() else v for k, v in case.batch.items()}
+    analysis = Analysis.of(captured(case.model, batch, precision="fp64"))
+    cost = abstract_cost((2,))
+    batched = analysis.batch.size and analysis.batch.broken_at is None
+    for n_microbatches in (1, 2) if batched else (1,):
+        problem = intra_op_problem(analysis, cost, n_microbatches, Constraints(), "adamw")
+        for seed in range(N_DRAWN):
+            strategy = random_strategy(analysis, problem, n_microbatches, rng)
+            assert thread_step(analysis, cost, strategy, batch, seed).wrong == {}
+    assert batched or "in a list" in name
+
+
+def test_tables_of_bags_are_never_gathered() -> None:
+    class Tables(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.tables = nn.ModuleList(nn.EmbeddingBag(100_000, 128, mode="sum") for _ in range(3))
+            self.head = nn.Linear(3 * 128, 1)
+
+        def forward(self, ids: Tensor, y: Tensor) -> Tensor:
+            bags = [table(ids[:, i]) for i, table in enumerate(self.tables)]
+            return (self.head(torch.cat(bags, 1)).squeeze(1) - y).pow(2).mean()
+
+    with torch.device("meta"):
+        model = Tables()
+        batch = {"ids": torch.empty(8192, 3, 4, dtype=torch.int64), "y": torch.empty(8192)}
+    plan = autopar.plan(model, autopar.Mesh((1, 4), hardware="a100-80gb"), batch)
+    assert all("S(" in str(plan.uses[f"tables.{i}.weight"]) for i in range(3))
+    gathered = [c.size_bytes for c in plan.collectives() if c.phase == "param_gather"]
+    assert max(gathered, default=0) < 100_000 * 128
