@@ -46,6 +46,11 @@ def _sum_over_classes(call: OpCall) -> str | None:
     return refuse_mean(call)
 
 
+def _pads_with_zero(call: OpCall) -> LinearSets:
+    """Or with elements of the tensor (reflected, repeated)."""
+    return () if call.args.get("value") else ALONE
+
+
 def _where_zero(call: OpCall) -> LinearSets:
     return ((1,),) if call.args["other"] == 0 else ()
 
@@ -213,8 +218,8 @@ VIEWS = (
     _view("slice.Tensor", v.slice_, v.localise_slice),
     OpRule("aten.slice_scatter.default", v.scattered, linear=_all_jointly),
     OpRule("aten.select_scatter.default", v.scattered, linear=_all_jointly),
-    OpRule("aten.pad.default", v.pad),
-    OpRule("aten.constant_pad_nd.default", v.pad),
+    OpRule("aten.pad.default", v.pad, linear=_pads_with_zero),
+    OpRule("aten.constant_pad_nd.default", v.pad, linear=_pads_with_zero),
     OpRule("aten.diag_embed.default", v.diagonal_embedded, linear=ALONE),
     OpRule("aten.cat.default", v.cat, linear=_all_jointly),
     OpRule("aten.stack.default", v.stack, linear=_all_jointly),

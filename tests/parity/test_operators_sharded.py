@@ -50,7 +50,36 @@ def bags(mode: str, form: str = "rows", **kwargs: Any) -> Case:
     return Case(Bags(mode, include_last_offset=form == "last", **kwargs), batch)
 
 
+class Padded(nn.Module):
+    """A padded image, or a convolution that pads it."""
+
+    def __init__(self, mode: Any, amounts: Any, n_spatial: int = 0) -> None:
+        super().__init__()
+        self.mode, self.amounts, self.first = mode, amounts, nn.Linear(4, 4)
+        conv: Any = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}.get(n_spatial)
+        self.conv = conv and conv(2, 4, 3, padding=amounts, padding_mode=mode)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        x = self.conv(x) if self.conv else F.pad(x, self.amounts, mode=self.mode)
+        return x.pow(2).sum()
+
+
+def padded(mode: str, *amounts: int, convolves: bool = False) -> Case:
+    n_spatial = len(amounts) if convolves else len(amounts) // 2
+    x = torch.randn(4, 2, *[5] * (n_spatial - 1), 4)
+    return Case(Padded(mode, amounts, n_spatial if convolves else 0), {"x": x})
+
+
 CASES = {
+    "circular padding": lambda: padded("circular", 1, 2),
+    "circular padding that crops": lambda: padded("circular", 2, -1, 0, 1),
+    "circular padding of volumes": lambda: padded("circular", 4, 0, 1, 1, 0, 5),
+    "circular padding of a 1-d convolution": lambda: padded("circular", 2, convolves=True),
+    "circular padding of a 2-d convolution": lambda: padded("circular", 1, 2, convolves=True),
+    "circular padding of a 3-d convolution": lambda: padded("circular", 1, 1, 1, convolves=True),
+    "reflected padding": lambda: padded("reflect", 1, 2, 0, 1),
+    "repeated padding of volumes": lambda: padded("replicate", 1, 2, 0, 0, 1, 1),
     "bags of a sum": lambda: bags("sum"),
     "bags of a sum, in a list": lambda: bags("sum", "list", padding_idx=3),
     "bags of a sum, with factors": lambda: bags("sum", learns_factors=True),
@@ -69,7 +98,7 @@ def test_drawn_placements(name: str) -> None:
     torch.manual_seed(0)
     case, rng = CASES[name](), random.Random(name)
     batch = {k: v.double() if v.is_floating_point() else v for k, v in case.batch.items()}
-    analysis = Analysis.of(captured(case.model, batch, precision="fp64"))
+    analysis = Analysis.of(captured(case.model.double(), batch))
     cost = abstract_cost((2,))
     batched = analysis.batch.size and analysis.batch.broken_at is None
     for n_microbatches in (1, 2) if batched else (1,):
