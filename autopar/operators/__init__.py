@@ -2,14 +2,14 @@
 
 Capture puts them in place of ATen operators that hide what is needed to shard them.
 Read `random.py` (random numbers by global index), `attention.py` (attention with dropout),
-`experts.py` (matmuls per expert), `bags.py` (sums of looked-up rows), `functions.py` and
-`function_probe.py` (operators made of `torch.autograd.Function` classes).
+`experts.py` (matmuls per expert), `bags.py` (sums of looked-up rows), `ctc.py` (a loss per row),
+`functions.py` and `function_probe.py` (operators made of `torch.autograd.Function` classes).
 It imports torch and `precision` only.
 It mainly hands on `ATTENTION_DROPOUT`, `DROPOUT`, `UNIFORM`, `Stream`, `function_call`, and the
-modules `bags` and `experts`.
+modules `bags`, `ctc` and `experts`.
 """
 
-from autopar.operators import attention, bags, experts, random
+from autopar.operators import attention, bags, ctc, experts, random
 from autopar.operators.attention import (
     ATTENTION_DROPOUT,
     ATTENTION_DROPOUT_KERNEL,
@@ -37,6 +37,7 @@ __all__ = [
     "UnsupportedFunctionError",
     "attention",
     "bags",
+    "ctc",
     "experts",
     "full_name",
     "function_call",

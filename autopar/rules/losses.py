@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import torch
 
+from autopar import operators
 from autopar.placement import Notation
 from autopar.rules.families import broadcast_term, named_term, names, pointwise
 from autopar.rules.rule import LinearSets, OpCall, OpRule
@@ -47,8 +48,21 @@ def negative_log_likelihood(call: OpCall) -> Notation:
     )
 
 
+def _ctc(call: OpCall) -> Notation:
+    """Rows are free: `t! n c!, n s!, n, n -> n`, or with targets in a list `s!`, and starts."""
+    is_listed = call.args["starts"] is not None
+    targets = ("s",) if is_listed else ("n", "s")
+    terms = [("t", "n", "c"), targets, *[("n",)] * (len(call.inputs) - 2)]
+    return Notation(
+        tuple(named_term(s, t) for s, t in zip(call.inputs, terms, strict=True)),
+        (named_term(call.outputs[0], ("n",)),),
+        frozenset({"t", "c", "s"}),
+    )
+
+
 LINEAR: LinearSets = ((0,),)
 LOSSES = (
+    OpRule(str(operators.ctc.ctc_loss._opoverload), _ctc),
     *(
         OpRule(f"aten.{name}.default", elementwise, check=refuse_mean)
         for name in (

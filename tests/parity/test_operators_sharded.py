@@ -71,7 +71,39 @@ def padded(mode: str, *amounts: int, convolves: bool = False) -> Case:
     return Case(Padded(mode, amounts, n_spatial if convolves else 0), {"x": x})
 
 
+class Ctc(nn.Module):
+    """A linear layer under CTC; without `n` and `m`, lengths are lists."""
+
+    def __init__(self, reduction: Any, zero_infinity: bool = False, blank: int = 0) -> None:
+        super().__init__()
+        self.head, self.loss = nn.Linear(4, 5), nn.CTCLoss(blank, reduction, zero_infinity)
+
+    def forward(
+        self, x: Tensor, y: Tensor, n: Tensor | None = None, m: Tensor | None = None
+    ) -> Tensor:
+        read = [x.shape[1]] * len(x) if n is None else n
+        written = [3, 2, 3, 0] if m is None else m
+        log_probs = self.head(x).log_softmax(-1).transpose(0, 1)
+        return self.loss(log_probs, y, read, written).sum()
+
+
+def ctc(*, n_targets: tuple[int, ...] = (4, 3), has_lengths: bool = True, **kwargs: Any) -> Case:
+    batch = {"x": torch.randn(4, 6, 4), "y": torch.randint(1, 4, n_targets)}
+    if has_lengths:  # the third row has more targets than inputs: its loss is infinite
+        longest = 3 if kwargs.get("zero_infinity") else 6
+        batch |= {"n": torch.tensor([6, 5, longest, 6]), "m": torch.tensor([3, 2, 3, 1])}
+        if longest == 3:
+            batch["y"][2] = 1
+    return Case(Ctc(kwargs.pop("reduction", "mean"), **kwargs), batch)
+
+
 CASES = {
+    "ctc": lambda: ctc(),
+    "ctc of targets in a list": lambda: ctc(n_targets=(9,)),
+    "ctc, summed": lambda: ctc(reduction="sum", blank=4),
+    "ctc per row": lambda: ctc(reduction="none"),
+    "ctc of infinite losses": lambda: ctc(zero_infinity=True),
+    "ctc with lengths in a list": lambda: ctc(has_lengths=False),
     "circular padding": lambda: padded("circular", 1, 2),
     "circular padding that crops": lambda: padded("circular", 2, -1, 0, 1),
     "circular padding of volumes": lambda: padded("circular", 4, 0, 1, 1, 0, 5),

@@ -25,6 +25,7 @@ from autopar.capture.python_state import check_hooks, checked_trace
 from autopar.capture.trace.checkpointed import regions_marked
 from autopar.capture.trace.functions import functions_kept
 from autopar.capture.trace.isolate import fake_copy, fake_inputs, fake_mode
+from autopar.capture.trace.replaced import Replaced
 from autopar.errors import CaptureError, NotSupportedError
 from autopar.operators import UnsupportedFunctionError
 from autopar.precision import AS_IT_IS, Precision
@@ -133,10 +134,11 @@ def export_model(
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                with functions_kept(), regions_marked(), precision.autocast():
+                with functions_kept(), regions_marked(), Replaced(), precision.autocast():
                     made = torch.export.export(target, args, kwargs, strict=False)
-            except NotSupportedError:
-                raise
+            except NotSupportedError as error:
+                where = error.where or _user_line(error)
+                raise NotSupportedError(error.what, where=where, hint=error.hint) from error
             except UnsupportedFunctionError as error:
                 where = _user_line(error)
                 raise NotSupportedError(str(error), where=where, hint=error.hint) from error

@@ -79,6 +79,8 @@ def losses(*inputs: Tensor, **kwargs: object) -> list[Sample]:
 
 CHANCES = (positive(4, 8).detach() / 2).requires_grad_()
 PAIR = (x(4, 8), fixed(4, 8))
+SPOKEN = x(8, 4, 3).detach().log_softmax(-1).requires_grad_()
+LENGTHS = (torch.tensor([8, 6, 7, 8]), torch.tensor([3, 2, 3, 1]))
 LIKELIHOODS = [
     call(x(4, 8), holes(ints(8, 4)), None, 2),
     call(x(4, 8), ints(8, 4), fixed(8), 2, 1),
@@ -209,6 +211,11 @@ PLACE_SAMPLES: dict[str, list[Sample]] = {
         *losses(x(4, 8), bools(4, 8).double()),
         call(x(4, 8), fixed(4, 8), None, fixed(8), 2),
         call(x(4, 8), fixed(4, 8), fixed(4, 1), fixed(8), 0),
+    ],
+    "autopar.ctc_loss.default": [
+        call(SPOKEN, ints(2, 4, 3) + 1, *LENGTHS),
+        call(SPOKEN, ints(2, 9) + 1, *LENGTHS, LENGTHS[1].cumsum(0) - LENGTHS[1]),
+        call(SPOKEN, ints(2, 4, 3), *LENGTHS, None, 2, True),
     ],
     "aten.nll_loss.default": LIKELIHOODS,
     "aten.nll_loss_nd.default": [*LIKELIHOODS, call(x(4, 8, 2), ints(8, 4, 2), fixed(8), 2)],

@@ -84,6 +84,11 @@ def _writes_a_part_where_gradient_flows(self: Any, a: torch.Tensor) -> torch.Ten
     return y.sum()
 
 
+def _packs(self: Any, a: torch.Tensor) -> torch.Tensor:
+    y = self.linear(a)[None]
+    return nn.utils.rnn.pack_padded_sequence(y, torch.tensor([2]), batch_first=True).data.sum()
+
+
 # The reason; the file of the line that is named: the body's here, or that of forward.
 HERE, FORWARD = __file__, "capture_harness.py"
 
@@ -117,6 +122,13 @@ def test_what_cannot_be_captured_names_the_line(
         assert any(f"{HERE}:{line}\n" in str(error.value) for line in range(first + 1, first + 4))
     elif file:
         assert f"{file}:" in str(error.value)
+
+
+def test_a_packed_sequence_is_refused_with_advice() -> None:
+    with pytest.raises(NotSupportedError, match="packed sequence") as error:
+        capture(Module(_packs), (torch.randn(2, 4),))
+    assert f"{__file__}:{_packs.__code__.co_firstlineno + 2}\n" in str(error.value)
+    assert "hint: run the RNN over the padding" in str(error.value)
 
 
 class Selects(nn.Linear):
