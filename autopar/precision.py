@@ -105,6 +105,18 @@ def no_autocast() -> AbstractContextManager[Any]:
     return torch.autocast("cpu", enabled=False)
 
 
+def lifted_dtype(dtype: torch.dtype) -> torch.dtype:
+    """float64 for any floating dtype, complex128 for any complex one; others stay."""
+    if dtype.is_complex:
+        return torch.complex128
+    return torch.float64 if dtype.is_floating_point else dtype
+
+
+def widened(value: torch.Tensor) -> torch.Tensor:
+    """The tensor in its `lifted_dtype`."""
+    return value.to(lifted_dtype(value.dtype))
+
+
 def working_dtype(dtype: torch.dtype) -> torch.dtype:
     """float32 for float16 and bfloat16, as inside ATen's reductions; others stay."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

@@ -19,15 +19,9 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.builder import COPIED_META, is_differentiable
 from autopar.operators import function_of
+from autopar.precision import lifted_dtype
 
 aten = torch.ops.aten
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """float64 for any floating dtype, complex128 for any complex one; others stay."""
-    if dtype.is_complex:
-        return torch.complex128
-    return torch.float64 if dtype.is_floating_point else dtype
 
 
 def lift(
@@ -47,7 +41,8 @@ def lift(
             node.meta["val"] = node.args[0].meta["val"][node.args[1]]
         else:
             node.args, node.kwargs = pytree.tree_map(
-                lambda v: wide(v) if isinstance(v, torch.dtype) else v, (node.args, node.kwargs)
+                lambda v: lifted_dtype(v) if isinstance(v, torch.dtype) else v,
+                (node.args, node.kwargs),
             )
             if not keeps_casts and _changes_nothing(node):
                 replaced[node] = node.args[0]
@@ -66,7 +61,7 @@ def lift(
 def _widened(mode: FakeTensorMode, value: torch.Tensor) -> torch.Tensor:
     with mode:
         return torch.empty_strided(
-            tuple(value.shape), value.stride(), dtype=wide(value.dtype), device=value.device
+            tuple(value.shape), value.stride(), dtype=lifted_dtype(value.dtype), device=value.device
         )
 
 
@@ -119,5 +114,6 @@ def _is_function(node: fx.Node) -> bool:
 
 def _is_low(value: Any) -> bool:
     return any(
-        isinstance(v, torch.Tensor) and v.dtype != wide(v.dtype) for v in pytree.tree_leaves(value)
+        isinstance(v, torch.Tensor) and v.dtype != lifted_dtype(v.dtype)
+        for v in pytree.tree_leaves(value)
     )

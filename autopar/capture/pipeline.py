@@ -31,7 +31,7 @@ from autopar.capture.builder import Builder
 from autopar.capture.constants import ConstantStore, Leaf, buffer, literal
 from autopar.capture.dependence import Cut, Depends, cut, dependences, merge_equal
 from autopar.capture.findings import Findings
-from autopar.capture.lift import lift, wide
+from autopar.capture.lift import lift
 from autopar.capture.masks import replace_masks
 from autopar.capture.names import operator_keys, source_line
 from autopar.capture.normalise import normalise
@@ -47,7 +47,7 @@ from autopar.capture.trace import (
     note_regions,
 )
 from autopar.errors import CaptureError, NotSupportedError, OptionError
-from autopar.precision import WORDS, Precision
+from autopar.precision import WORDS, Precision, lifted_dtype
 from autopar.program import (
     Accumulation,
     BufferInfo,
@@ -171,7 +171,7 @@ def _lifted(
     every: tuple[dict[fx.Node, Any], ...] = (roles.parameters, roles.inputs, roles.buffers)
     for infos in every:
         for node, info in infos.items():
-            infos[node] = replace(info, dtype=wide(info.dtype))
+            infos[node] = replace(info, dtype=lifted_dtype(info.dtype))
     widened = {make: _widened(make) for make in builder.constants.values()}  # shared ones stay so
     builder.constants = {n: widened[make] for n, make in builder.constants.items()}
     builder.divisors = {now(node) for node in builder.divisors}
@@ -183,7 +183,7 @@ def _lifted(
 def _widened(make: Leaf) -> Leaf:
     def made() -> torch.Tensor:
         value = make()
-        return value.to(wide(value.dtype))
+        return value.to(lifted_dtype(value.dtype))
 
     return made
 

@@ -51,11 +51,14 @@ class PerCall(Generic[T]):
             try:
                 found = self._run(program, node, FakeTensorMode())
             except Exception as error:
+                is_torchs = str(node.target).startswith("aten.")
                 raise NotSupportedError(
                     f"{node.target} does not run on fake tensors, so {self._measures} is unknown: "
                     f"{error}",
                     where=program.where(node.name),
-                    hint="give a custom operator a fake kernel: torch.library.register_fake",
+                    hint="compute the same with other operators, which torch can differentiate"
+                    if is_torchs
+                    else "give a custom operator a fake kernel: torch.library.register_fake",
                 ) from error
             self._known[key] = found
             if len(self._known) > _MAX_KNOWN:

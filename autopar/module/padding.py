@@ -26,6 +26,7 @@ from torch import Tensor
 from autopar.errors import AutoparError, BatchError
 from autopar.module.agreement import Given
 from autopar.module.programs import Built
+from autopar.precision import widened
 from autopar.program import flatten_inputs
 
 _TOLERANCE = 1e-10  # relative to the largest element of a tensor, and to that of all gradients
@@ -92,13 +93,13 @@ class PaddingCheck:
 
     def _step(self, batch: Given) -> dict[str, Tensor]:
         """The loss, gradients and new buffers of a step that leaves no trace; on the CPU."""
-        buffers = {name: _wide(buffer.clone()) for name, buffer in self.buffers.items()}
+        buffers = {name: widened(buffer.clone()) for name, buffer in self.buffers.items()}
         built = self.compiled(batch, buffers)
         leaves = {
-            name: _wide(shard.detach().clone()).requires_grad_(shard.requires_grad)
+            name: widened(shard.detach().clone()).requires_grad_(shard.requires_grad)
             for name, shard in self.shards.items()
         }
-        inputs = {name: _wide(value) for name, value in self.inputs(built, batch).items()}
+        inputs = {name: widened(value) for name, value in self.inputs(built, batch).items()}
         loss = built.executor.step(leaves, inputs, seed=self.seed)
         found = {"the loss": loss.detach()}
         for name, leaf in leaves.items():
@@ -114,7 +115,7 @@ class PaddingCheck:
         for name, value in alone.items():
             other = padded[name]
             slack = _TOLERANCE * largest if "gradient" in name else 0.0
-            off = _largest(value.double() - other.double())
+            off = _largest(widened(value) - widened(other))
             if not off <= _TOLERANCE * _largest(value) + slack:
                 found[name] = (off, _largest(value))
         everyone: list[Any] = [found]
@@ -128,10 +129,6 @@ class PaddingCheck:
                 merged.items(), key=lambda item: (item[0] != "the loss", item[0])
             )
         ]
-
-
-def _wide(value: Tensor) -> Tensor:
-    return value.double() if value.is_floating_point() else value
 
 
 def _largest(value: Tensor) -> float:

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from autopar.errors import VerificationError
 from autopar.planning import Plan
+from autopar.precision import widened
 
 
 @dataclass(frozen=True)
@@ -80,8 +81,8 @@ def relative_error(value: Tensor, wanted: Tensor, least_scale: float = 1.0) -> f
     """max|a - b| / max(least_scale, max|b|); infinite for anything that is not finite."""
     if value.numel() == 0:
         return 0.0
-    error = (value.double() - wanted.double()).abs().max().item()
-    scale = max(least_scale, wanted.double().abs().max().item())
+    error = (widened(value) - widened(wanted)).abs().double().max().item()
+    scale = max(least_scale, widened(wanted).abs().double().max().item())
     return error / scale if error == error else float("inf")
 
 

@@ -24,7 +24,7 @@ from autopar.parity.report import Report, relative_error
 from autopar.parity.sharded import thread_errors
 from autopar.passes.binding import capture_step
 from autopar.planning import Plan, on_program, plan_program
-from autopar.precision import Precision
+from autopar.precision import Precision, widened
 from autopar.program import Program, flatten_inputs
 
 # In float64 only a wrong program differs; in the model's own dtypes casts and sums round.
@@ -88,9 +88,9 @@ def _lifted_errors(
     """The errors of the plan's placements on the same graph with every float as float64."""
     program = capture_step(model, example_inputs, options, options.dtypes.lifted())
     lifted = on_program(plan, program, example_inputs, options)
-    wide = {n: p.detach().double().requires_grad_(p.requires_grad) for n, p in parameters.items()}
-    held = {n: b.double() if b.is_floating_point() else b for n, b in buffers.items()}
-    given = {n: t.double() if t.is_floating_point() else t for n, t in inputs.items()}
+    wide = {n: widened(p.detach()).requires_grad_(p.requires_grad) for n, p in parameters.items()}
+    held = {n: widened(b) for n, b in buffers.items()}
+    given = {n: widened(t) for n, t in inputs.items()}
     wanted = reference(program, wide, given, held, plan.data.microbatches)
     return thread_errors(lifted, wide, held, given, wanted)
 

@@ -164,7 +164,7 @@ def optimizer_time_s(
 
 
 def _policy_row(policy: str, dtype: torch.dtype) -> PolicyRow:
-    if not dtype.is_floating_point:
+    if not (dtype.is_floating_point or dtype.is_complex):
         raise OptionError(f"a parameter of {dtype} has no gradient and no optimizer state")
     if policy == "model":
         width = dtype.itemsize

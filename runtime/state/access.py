@@ -310,7 +310,7 @@ def _global_norm(
     result = torch.float32
     for parameter in place.owners:  # so that all stages return one dtype
         if parameter.requires_grad:
-            result = torch.promote_types(result, parameter.stored.dtype)
+            result = torch.promote_types(result, parameter.stored.dtype.to_real())
     group = everyone(place)
     if not math.isinf(order):
         return (group.all_reduce(total) if group else total).pow(1.0 / order).to(result)

@@ -18,6 +18,7 @@ from autopar.capture.reference import change_buffers, reference_step
 from autopar.codegen import emit
 from autopar.passes.backward import differentiate
 from autopar.placement import TensorType, difference, gather
+from autopar.precision import lifted_dtype
 from autopar.program import Pipeline, Program
 from autopar.runtime.execute import Environment, Executor, delivery, load_code
 from autopar.runtime.groups import CollectiveCall, Recorder
@@ -155,7 +156,7 @@ def random_parameters(program: Program, seed: int) -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     return {
         p.name: (
-            torch.randn(p.shape, dtype=torch.float64, generator=generator) * 0.3
+            torch.randn(p.shape, dtype=lifted_dtype(p.dtype), generator=generator) * 0.3
         ).requires_grad_(p.requires_grad)
         for p in program.parameters.values()
     }

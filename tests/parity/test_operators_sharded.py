@@ -17,9 +17,10 @@ from autopar.passes.analysis import Analysis
 from autopar.passes.intra import Constraints, intra_op_problem
 from tests.helpers.captures import captured
 from tests.helpers.harness import abstract_cost, generated_code, random_strategy, thread_step
+from tests.helpers.nightly import nightly
 
 __all__ = ["generated_code"]
-N_DRAWN = 6
+N_DRAWN = 4
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,49 @@ def ctc(*, n_targets: tuple[int, ...] = (4, 3), has_lengths: bool = True, **kwar
     return Case(Ctc(kwargs.pop("reduction", "mean"), **kwargs), batch)
 
 
+class Fourier(nn.Module):
+    """A layer of a Fourier neural operator: low frequencies are written into slices of zeros."""
+
+    def __init__(self, n_spatial: int, n_modes: int = 2) -> None:
+        super().__init__()
+        shape = (4, 4, *[n_modes] * n_spatial)
+        self.weights = nn.ParameterList(
+            torch.randn(shape, dtype=torch.complex128) for _ in range(2 ** (n_spatial - 1))
+        )
+        self.first, self.dims, self.n_modes = nn.Linear(8, 8), [-2, -1][-n_spatial:], n_modes
+
+    def forward(self, x: Tensor) -> Tensor:
+        h = self.first(x)
+        spectrum = torch.fft.rfftn(h, dim=self.dims)
+        out = torch.zeros_like(spectrum)
+        low, high = slice(self.n_modes), slice(-self.n_modes, None)
+        for weight, rows in zip(self.weights, (low, high), strict=False):
+            part: Any = (..., *[rows][: len(self.dims) - 1], low)
+            out[part] = torch.einsum("bi...,io...->bo...", spectrum[part], weight)
+        return (torch.fft.irfftn(out, h.shape[-len(self.dims) :], self.dims) + h).pow(2).sum()
+
+
+class ComplexWrites(nn.Module):
+    """Other writes into a complex tensor: rows, steps, sums and reals."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        spectrum = torch.fft.fft(self.first(x))
+        out = torch.zeros_like(spectrum)
+        out[:, 1] = spectrum[:, 0]
+        out[:, ::2] += spectrum[:, 1::2].conj()
+        out[..., 1::3].copy_(spectrum[..., :3].real)
+        out[:, 3, -1] = 0.5
+        return torch.view_as_real(out).pow(2).sum()
+
+
 CASES = {
+    "fourier layer of a signal": lambda: Case(Fourier(1), {"x": torch.randn(4, 4, 8)}),
+    "fourier layer of an image": lambda: Case(Fourier(2), {"x": torch.randn(4, 4, 6, 8)}),
+    "writes into complex tensors": lambda: Case(ComplexWrites(), {"x": torch.randn(4, 4, 8)}),
     "ctc": lambda: ctc(),
     "ctc of targets in a list": lambda: ctc(n_targets=(9,)),
     "ctc, summed": lambda: ctc(reduction="sum", blank=4),
@@ -159,3 +202,33 @@ def test_tables_of_bags_are_never_gathered() -> None:
     assert all("S(" in str(plan.uses[f"tables.{i}.weight"]) for i in range(3))
     gathered = [c.size_bytes for c in plan.collectives() if c.phase == "param_gather"]
     assert max(gathered, default=0) < 100_000 * 128
+
+
+def complex_training() -> tuple[list[float], list[float], float]:
+    """Norms and weights after three steps of a model with complex weights, sharded and alone."""
+    torch.manual_seed(0)
+    model, alone = Fourier(2).double(), Fourier(2).double()
+    alone.load_state_dict(model.state_dict())
+    batch: dict[str, Any] = {"x": torch.randn(4, 4, 6, 8, dtype=torch.float64)}
+    pm = autopar.parallelize(model, (1, 2), batch, manual=autopar.Manual(dp=2, zero=3))
+    optimizers = [torch.optim.AdamW(m.parameters()) for m in (pm, alone)]
+    norms: list[float] = []
+    expected: list[float] = []
+    for _ in range(3):
+        pm.step(**batch)
+        alone(**batch).backward()
+        norms.append(pm.clip_grad_norm_(0.1).item())
+        expected.append(nn.utils.clip_grad_norm_(alone.parameters(), 0.1).item())
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    whole = pm.full_state_dict()
+    off = [(whole[n] - p).abs().max().item() for n, p in alone.named_parameters() if whole]
+    return norms, expected, max(off, default=0.0)
+
+
+@nightly
+def test_parity_of_complex_weights() -> None:
+    for norms, expected, off in autopar.launch(complex_training, 2):
+        assert norms == pytest.approx(expected, rel=1e-10)
+        assert off < 1e-10

@@ -18,6 +18,7 @@ from torch import fx
 
 from autopar.capture.builder import Builder, TracedCall
 from autopar.capture.rewrites.losses import mean_of
+from autopar.capture.rewrites.slices import cut
 
 aten = torch.ops.aten
 
@@ -50,19 +51,13 @@ def circular_pad(b: Builder, call: TracedCall) -> fx.Node | None:
     x, amounts = bound["self"], bound["pad"]
     for i, (before, after) in enumerate(zip(amounts[::2], amounts[1::2], strict=True)):
         dim = len(x.meta["val"].shape) - 1 - i
-        x = _cut(b, x, dim, max(-before, 0), x.meta["val"].shape[dim] - max(-after, 0))
+        x = cut(b, x, dim, max(-before, 0), x.meta["val"].shape[dim] - max(-after, 0))
         size = x.meta["val"].shape[dim]
-        head = [_cut(b, x, dim, size - before, size)] if before > 0 else []
-        tail = [_cut(b, x, dim, 0, after)] if after > 0 else []
+        head = [cut(b, x, dim, size - before, size)] if before > 0 else []
+        tail = [cut(b, x, dim, 0, after)] if after > 0 else []
         if head or tail:
             x = b.op(aten.cat.default, [*head, x, *tail], dim)
     return x
-
-
-def _cut(b: Builder, x: fx.Node, dim: int, start: int, end: int) -> fx.Node:
-    if (start, end) == (0, x.meta["val"].shape[dim]):
-        return x
-    return b.op(aten.slice.Tensor, x, dim, start, end, 1)
 
 
 IMAGE_REWRITES: dict[Any, Callable[[Builder, TracedCall], fx.Node | None]] = {

@@ -1,12 +1,13 @@
 """The canonical forms: one small function per rewrite, and the table of all (`REWRITES`).
 
     no-ops        removed: casts to the same dtype, aliases, copies (there is no mutation),
-                  views and slices of the whole
+                  views of the whole
     casts         every other cast is `to.dtype`
     views         `view`, `flatten`, ... are `reshape` with explicit sizes. A view of a shard, or
                   of a tensor whose copy was removed, may need a copy. `squeeze` would also drop
                   a dim of which a shard has one element.
     writes        functional `copy` and `fill` are the written value, expanded
+    slices        also of complex tensors: `slices.py`
     places        repeats, look-ups, writes by mask, uninitialised memory: `places.py`
     bias          `linear(x, w, b)` = `linear(x, w) + b`, `addmm(b, x, w)` = `mm(x, w) + b`, so
                   that partial sums do not add the bias once per rank
@@ -24,7 +25,7 @@ the call.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ from autopar.capture.rewrites.images import IMAGE_REWRITES
 from autopar.capture.rewrites.losses import LOSS_REWRITES, mean_of
 from autopar.capture.rewrites.places import PLACE_REWRITES, expanded
 from autopar.capture.rewrites.random import RANDOM_REWRITES
+from autopar.capture.rewrites.slices import SLICE_REWRITES
 
 aten = torch.ops.aten
 Rewrite = Callable[[Builder, TracedCall], fx.Node | tuple[fx.Node | None, ...] | None]
@@ -76,32 +78,6 @@ def broadcast_tensors(b: Builder, call: TracedCall) -> tuple[fx.Node, ...]:
     sources = call.args[0]
     shape = torch.broadcast_shapes(*(source.meta["val"].shape for source in sources))
     return tuple(expanded(b, source, shape) for source in sources)
-
-
-def slice_(b: Builder, call: TracedCall) -> fx.Node | None:
-    """Remove slices of the whole; others get a non-negative dim and bounds."""
-    source = call.args[0]
-    dim, start, end, step = _bounds(call.bind(), source)
-    if (start, end, step) == (0, source.meta["val"].shape[dim], 1):
-        return source
-    return b.op(aten.slice.Tensor, source, dim, start, end, step)
-
-
-def _bounds(bound: Mapping[str, Any], source: fx.Node) -> tuple[int, int, int, int]:
-    """(dim, start, end, step) of a slice, all non-negative."""
-    shape = tuple(source.meta["val"].shape)
-    dim = bound["dim"] % len(shape)
-    cut = slice(bound["start"], bound["end"], bound["step"])
-    return (dim, *cut.indices(shape[dim]))
-
-
-def slice_scatter(b: Builder, call: TracedCall) -> fx.Node | None:
-    """Bounds as in `slice_`; a write over the whole becomes the written value."""
-    bound, source = call.bind(), call.args[0]
-    dim, start, end, step = _bounds(bound, source)
-    if (start, end, step) == (0, source.meta["val"].shape[dim], 1):
-        return bound["src"]
-    return b.op(aten.slice_scatter.default, source, bound["src"], dim, start, end, step)
 
 
 def copied(b: Builder, call: TracedCall) -> fx.Node | None:
@@ -202,8 +178,6 @@ REWRITES: dict[Any, Rewrite] = {
     aten.expand_as: expand,
     aten.broadcast_to: expand,
     aten.squeeze: reshape,
-    aten.slice.Tensor: slice_,
-    aten.slice_scatter: slice_scatter,
     aten.copy.default: copied,
     aten.fill: filled,
     aten.broadcast_tensors: broadcast_tensors,
@@ -219,6 +193,7 @@ REWRITES: dict[Any, Rewrite] = {
     **LOSS_REWRITES,
     **IMAGE_REWRITES,
     **PLACE_REWRITES,
+    **SLICE_REWRITES,
     **BAG_REWRITES,
     **RANDOM_REWRITES,
     aten.scaled_dot_product_attention: attention,

@@ -13,13 +13,13 @@ import warnings
 from collections.abc import Mapping
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 from torch.utils import _pytree as pytree
 
 from autopar.capture import accepted
 from autopar.errors import AutoparError, BatchError, CaptureError
 from autopar.module.agreement import Fingerprint, Given, fingerprints
+from autopar.precision import lifted_dtype
 from autopar.program import Program, flatten_inputs
 
 Signature = tuple[tuple[str, Any], ...]
@@ -30,8 +30,7 @@ def signature_of_call(batch: Given, precision: str) -> Signature:
     found: dict[str, Any] = {}
     for path, leaf in flatten_inputs(batch).items():
         if isinstance(leaf, Tensor):
-            lifted = precision == "fp64" and leaf.is_floating_point()
-            dtype = torch.float64 if lifted else leaf.dtype
+            dtype = lifted_dtype(leaf.dtype) if precision == "fp64" else leaf.dtype
             found[path] = (tuple(leaf.shape), str(dtype))
         else:
             found[path] = repr(leaf)
