@@ -31,7 +31,38 @@ aten = torch.ops.aten
 # Meta key: the result must be cast back to the dtype the mutated tensor had.
 WAS_IN_PLACE = "was_in_place"
 # Composites that may return their input itself although their schema does not say so.
-MAY_RETURN_INPUT = frozenset({aten.dropout, aten.type_as, aten.feature_dropout})
+MAY_RETURN_INPUT = frozenset(
+    {
+        aten.dropout,
+        aten.type_as,
+        aten.feature_dropout,
+        aten.unsafe_chunk,
+        aten.unsafe_split,
+        aten.unsafe_split_with_sizes,
+    }
+)
+# Their results are parts of one tensor that have no element in common.
+CUTS_APART = frozenset(
+    {
+        aten.chunk,
+        aten.split,
+        aten.split_with_sizes,
+        aten.tensor_split,
+        aten.unbind,
+        aten.unsafe_chunk,
+        aten.unsafe_split,
+        aten.unsafe_split_with_sizes,
+    }
+)
+# They change the shape of their input in place, and no element.
+RESHAPES: dict[Any, torch._ops.OpOverload] = {
+    aten.transpose_.default: aten.transpose.int,
+    aten.t_.default: aten.t.default,
+    aten.squeeze_.default: aten.squeeze.default,
+    aten.squeeze_.dim: aten.squeeze.dim,
+    aten.squeeze_.dims: aten.squeeze.dims,
+    aten.unsqueeze_.default: aten.unsqueeze.default,
+}
 # In-place operators whose functional form has another name.
 OTHER_NAMES = {
     aten.bernoulli_.float: aten.bernoulli.p,
@@ -76,6 +107,9 @@ class _Functionaliser:
                 if node.target == aten.batch_norm.default and self._keeps_statistics(node):
                     self._batch_norm(node)
                     continue
+                if node.target in RESHAPES and node.all_input_nodes[0].op == "call_function":
+                    self._reshape(node)
+                    continue
                 if node.target._schema.is_mutable:
                     self._in_place(node)
                     continue
@@ -92,6 +126,14 @@ class _Functionaliser:
         node.kwargs = {k: v for k, v in node.kwargs.items() if k != "out"}
         node.meta[WAS_IN_PLACE] = True
         self._write(node, written, node)
+
+    def _reshape(self, node: fx.Node) -> None:
+        """`x.transpose_(0, 1)`: later uses of x read the view."""
+        (source,) = node.all_input_nodes
+        node.target = RESHAPES[node.target]
+        self.aliases.union(source, node)
+        later = {user for user in source.users if self.order.get(user, -1) > self.order[node]}
+        source.replace_all_uses_with(node, delete_user_cb=later.__contains__)
 
     def _batch_norm(self, node: fx.Node) -> None:
         """Make the new running statistics results; the first result stays the normalised tensor."""
@@ -130,7 +172,11 @@ class _Functionaliser:
             old.replace_all_uses_with(new, delete_user_cb=is_later)
 
         held = [m for m in members if m in self.contents]
-        to_rebuild = [m for m in members if m in held or any(map(is_later, m.users))]
+        to_rebuild = [
+            m
+            for m in members
+            if m in held or (any(map(is_later, m.users)) and not _are_apart(m, target))
+        ]
         if all(member is target for member in to_rebuild):
             new = {target: value}
         else:
@@ -188,6 +234,34 @@ def _is_fresh_output(node: fx.Node) -> bool:
         return False
     returns = source.target._schema.returns
     return len(returns) > 1 and all(r.alias_info is None for r in returns)
+
+
+def _parts(node: fx.Node) -> dict[fx.Node, Any]:
+    """The calls that cut tensors apart to which a value belongs -> which part it is of."""
+    found = {}
+    while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
+        source = node.args[0]
+        is_cut = getattr(source.target, "overloadpacket", None) in CUTS_APART
+        if is_cut and node.target is operator.getitem and not _overlaps(source.all_input_nodes[0]):
+            found[source] = node.args[1]
+        node = source
+    return found
+
+
+def _overlaps(node: fx.Node) -> bool:
+    """May two elements share memory, as in an expanded tensor or in windows?"""
+    value, reach = node.meta["val"], 1
+    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
+        if size > 1 and stride < reach:
+            return True
+        reach += (size - 1) * stride
+    return False
+
+
+def _are_apart(a: fx.Node, b: fx.Node) -> bool:
+    """Are they (views of) two parts of one cut?"""
+    ours, theirs = _parts(a), _parts(b)
+    return any(theirs.get(call, part) != part for call, part in ours.items())
 
 
 def functional_form(target: object) -> torch._ops.OpOverload | None:

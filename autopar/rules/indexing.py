@@ -151,6 +151,15 @@ def along_index(call: OpCall) -> Notation:
     )
 
 
+def searched(call: OpCall) -> Notation:
+    """`searchsorted`: the sequences stay whole; they are one, or one for each row of values."""
+    sequence, values = call.inputs[:2]
+    labels = names(len(values))
+    rows = labels[:-1] if len(sequence) > 1 else ()
+    term, found = named_term(sequence, (*rows, "v")), named_term(values, labels)
+    return Notation((term, found, *[term] * len(call.inputs[2:])), (found,), frozenset({"v"}))
+
+
 def _ends_jointly(call: OpCall) -> LinearSets:
     """Linear in the tensor that is written into (the first) and the values (the last)."""
     return ((0, len(call.inputs) - 1),)
@@ -184,5 +193,6 @@ INDEXING = (
     OpRule("aten.index_fill.int_Scalar", along_index, linear=_writes_zero),
     OpRule("aten.index_fill.int_Tensor", along_index, linear=_ends_jointly),
     OpRule("aten._embedding_bag.default", whole, check=refuse_sparse),
+    OpRule("aten.searchsorted.Tensor", searched),
     OpRule("aten.masked_scatter.default", whole, linear=((0, 2),)),
 )

@@ -220,6 +220,10 @@ VIEWS = (
     OpRule("aten.select_scatter.default", v.scattered, linear=_all_jointly),
     OpRule("aten.pad.default", v.pad, linear=_pads_with_zero),
     OpRule("aten.constant_pad_nd.default", v.pad, linear=_pads_with_zero),
+    OpRule(
+        "aten.unfold_backward.default", v.folded, linear=ALONE,
+        localise=v.localise_size("input_sizes"),
+    ),
     OpRule("aten.diag_embed.default", v.diagonal_embedded, linear=ALONE),
     OpRule("aten.cat.default", v.cat, linear=_all_jointly),
     OpRule("aten.stack.default", v.stack, linear=_all_jointly),

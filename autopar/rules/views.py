@@ -312,6 +312,18 @@ def diagonal_embedded(call: OpCall) -> Notation:
     return Notation(((*rest, last),), (target,), frozenset({"x", *(labels[i] for i in new)}))
 
 
+def folded(call: OpCall) -> Notation:
+    """`unfold_backward`: windows, whose elements are the last dim, are added up along a dim."""
+    shape, dim = call.outputs[0], call.dim("dim", len(call.outputs[0]))
+    labels = names(len(shape))
+    windows = (*labels[:dim], "w", *labels[dim + 1 :], "x")
+    return Notation(
+        (named_term(call.inputs[0], windows),),
+        (named_term(shape, labels),),
+        frozenset({"w", "x", labels[dim]}),
+    )
+
+
 def unfold(call: OpCall) -> Notation:
     """Windows along a dim, which stays whole. Their elements become the last dim."""
     shape, out, dim = call.inputs[0], call.outputs[0], call.dim("dimension")

@@ -137,7 +137,63 @@ class ComplexWrites(nn.Module):
         return torch.view_as_real(out).pow(2).sum()
 
 
+class Recurrent(nn.Module):
+    """A cell in a loop."""
+
+    def __init__(self, cell: nn.Module) -> None:
+        super().__init__()
+        self.cell = cell
+
+    def forward(self, x: Tensor) -> Tensor:
+        state, out = None, []
+        for step in x.unbind(1):
+            state = self.cell(step, state)
+            out.append(state[0] if isinstance(state, tuple) else state)
+        return torch.stack(out).pow(2).sum()
+
+
+class Spectral(nn.Module):
+    """Sound through its short-time spectrum, and back if asked."""
+
+    def __init__(self, returns: bool, **kwargs: Any) -> None:
+        super().__init__()
+        self.first, self.returns, self.kwargs = nn.Linear(32, 32), returns, kwargs
+        self.register_buffer("window", torch.hann_window(8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        kwargs = {"n_fft": 8, "hop_length": 4, "window": self.window, **self.kwargs}
+        found = torch.stft(x, return_complex=True, **kwargs)
+        if self.returns:
+            return torch.istft(found, length=32, **kwargs).pow(3).sum()
+        return torch.view_as_real(found).pow(2).sum()
+
+
+class Searched(nn.Module):
+    """Features scaled by the bin that they fall into."""
+
+    def __init__(self, per_row: bool) -> None:
+        super().__init__()
+        self.first, self.per_row = nn.Linear(4, 4), per_row
+
+    def forward(self, x: Tensor) -> Tensor:
+        one = torch.linspace(-1, 1, 5, dtype=x.dtype)
+        edges = x.detach().sort()[0] if self.per_row else one
+        return (self.first(x) * torch.searchsorted(edges, x.detach() + 0.1)).pow(2).sum()
+
+
+def sound(returns: bool, **kwargs: Any) -> Case:
+    return Case(Spectral(returns, **kwargs), {"x": torch.randn(4, 32)})
+
+
 CASES = {
+    "gru cell": lambda: Case(Recurrent(nn.GRUCell(4, 4)), {"x": torch.randn(4, 3, 4)}),
+    "lstm cell": lambda: Case(Recurrent(nn.LSTMCell(4, 4)), {"x": torch.randn(4, 3, 4)}),
+    "rnn cell": lambda: Case(Recurrent(nn.RNNCell(4, 4)), {"x": torch.randn(4, 3, 4)}),
+    "stft": lambda: sound(returns=False),
+    "stft and back": lambda: sound(returns=True),
+    "searchsorted": lambda: Case(Searched(per_row=False), {"x": torch.randn(4, 4)}),
+    "searchsorted per row": lambda: Case(Searched(per_row=True), {"x": torch.randn(4, 4)}),
     "fourier layer of a signal": lambda: Case(Fourier(1), {"x": torch.randn(4, 4, 8)}),
     "fourier layer of an image": lambda: Case(Fourier(2), {"x": torch.randn(4, 4, 6, 8)}),
     "writes into complex tensors": lambda: Case(ComplexWrites(), {"x": torch.randn(4, 4, 8)}),

@@ -158,6 +158,11 @@ def mean(b: Builder, call: TracedCall) -> fx.Node | None:
     )
 
 
+def same_as(target: torch._ops.OpOverload) -> Rewrite:
+    """Another operator with the same arguments."""
+    return lambda b, call: b.emit(target, call.args, call.kwargs)
+
+
 REWRITES: dict[Any, Rewrite] = {
     aten.alias: same_value,
     aten.clone: same_value,
@@ -178,6 +183,9 @@ REWRITES: dict[Any, Rewrite] = {
     aten.expand_as: expand,
     aten.broadcast_to: expand,
     aten.squeeze: reshape,
+    aten.unsafe_chunk: same_as(aten.chunk.default),
+    aten.unsafe_split: same_as(aten.split.Tensor),
+    aten.unsafe_split_with_sizes: same_as(aten.split_with_sizes.default),
     aten.copy.default: copied,
     aten.fill: filled,
     aten.broadcast_tensors: broadcast_tensors,

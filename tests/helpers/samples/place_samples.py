@@ -87,6 +87,7 @@ LIKELIHOODS = [
     call(x(4, 8), holes(ints(8, 4)), fixed(8), 0),
     call(x(8), ints(8, 1)[0], None, 2),
 ]
+BEFORE = fixed(4, 3)
 BAGS = (torch.tensor([0, 2, 2, 5]), torch.tensor([2, 2, 5, 6]))  # the second is empty
 
 PLACE_SAMPLES: dict[str, list[Sample]] = {
@@ -148,6 +149,10 @@ PLACE_SAMPLES: dict[str, list[Sample]] = {
     "aten.diagonal.default": [call(x(4, 8)), call(x(4, 2, 8), 1, 2, 0), call(x(4, 2), 1)],
     "aten.diag_embed.default": [call(x(4, 8)), call(x(4, 8), 1, 0, -1), call(x(4, 1))],
     "aten.unfold.default": [call(x(4, 8), 1, 4, 2), call(x(8, 4), 0, 2, 2), call(x(), 0, 1, 1)],
+    "aten.unfold_backward.default": [
+        call(x(4, 3, 4), [4, 8], 1, 4, 2),
+        call(x(4, 4, 2), [8, 4], 0, 2, 2),
+    ],
     "aten.tril.default": [*MATRICES, call(x(4, 3, 3), -1)],
     "aten.triu.default": [*MATRICES, call(bools(4, 3, 3), 1)],
     "aten.linalg_inv_ex.default": MATRICES,
@@ -183,6 +188,12 @@ PLACE_SAMPLES: dict[str, list[Sample]] = {
     "aten.bincount.default": [call(ints(4, 8), None, 4)],
     "aten.repeat_interleave.Tensor": [call(ints(3, 8), output_size=None)],
     "aten.bucketize.Tensor": [call(fixed(4, 8), fixed(4).sort()[0])],
+    "aten.searchsorted.Tensor": [
+        call(fixed(4).sort()[0], fixed(4, 8)),
+        call(fixed(4, 2, 3).sort()[0], fixed(4, 2, 8), right=True),
+        call(BEFORE, fixed(4, 8), sorter=BEFORE.argsort()),
+        call(fixed(4).sort()[0], fixed()),
+    ],
     "aten.isin.Tensor_Tensor": [call(ints(9, 4, 8), ints(9, 3))],
     "aten.aminmax.default": [call(x(4, 8), dim=1), call(x(4, 8))],
     "aten.nansum.default": REDUCED,

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from autopar.errors import NotSupportedError
 from tests.helpers.capture_harness import Module, check, targets, x
 
 
@@ -88,6 +89,42 @@ def _dead_views_do_not_matter(self: Any, a: Tensor) -> Tensor:
     return total
 
 
+def _gates(self: Any, a: Tensor) -> Tensor:
+    """As torch's recurrent cells: parts of one tensor, each written."""
+    first, second = self.linear(a).unsafe_chunk(2, -1)
+    first.sigmoid_()
+    second.add_(1).tanh_()
+    left, right = a.clone().split(2, -1)
+    left.mul_(2)
+    right.t().exp()
+    right[0].add_(1)
+    return (first * left).sum() + (second * right).sum()
+
+
+def _turned_in_place(self: Any, a: Tensor) -> Tensor:
+    y = self.linear(a)
+    y.transpose_(0, 1).unsqueeze_(0)
+    return (y.squeeze_(0) @ a).pow(2).sum()
+
+
+def _writes_a_part_of_what_is_read(self: Any, a: Tensor) -> Tensor:
+    base = a.clone()
+    base.chunk(2, -1)[0].mul_(2)
+    return (self.linear(a) * base).sum()
+
+
+def _writes_one_of_equal_parts(self: Any, a: Tensor) -> Tensor:
+    first, second = a[:1].clone().expand(2, -1).chunk(2)
+    first.mul_(2)  # second is the same memory
+    return (self.linear(a[:1]) * second).sum()
+
+
+@pytest.mark.parametrize("body", [_writes_a_part_of_what_is_read, _writes_one_of_equal_parts])
+def test_writes_that_other_views_read_are_refused(body: Callable[..., Any]) -> None:
+    with pytest.raises(NotSupportedError, match="reads through another view"):
+        check(Module(body), {"a": x()})
+
+
 @pytest.mark.parametrize(
     "body",
     [
@@ -101,6 +138,8 @@ def _dead_views_do_not_matter(self: Any, a: Tensor) -> Tensor:
         _labels_shifted_as_by_t5,
         _a_step_and_a_cast,
         _dead_views_do_not_matter,
+        _gates,
+        _turned_in_place,
     ],
 )
 def test_writes_equal_eager(body: Callable[..., Any]) -> None:
