@@ -23,7 +23,7 @@ from autopar.capture.rewrites import decomposition, rewrite_of
 from autopar.capture.trace import GRAD_ENABLED, substitute
 from autopar.errors import NotSupportedError
 from autopar.operators import function_of
-from autopar.rules import has_rule
+from autopar.rules import OpCall, has_rule, register_line
 
 aten = torch.ops.aten
 ASSERTIONS = frozenset(
@@ -109,7 +109,8 @@ def _note_function(builder: Builder, node: fx.Node) -> None:
     if not has_rule(str(node.target)):
         why += (
             ", whole on every rank and without microbatches, for want of a rule: "
-            f'autopar.register_rule({name}, "... -> ...") shards it'
+            f"{register_line(str(node.target), OpCall.of_node(node))}, without the ! of names that "
+            "may be sharded"
         )
     builder.findings.add("kept", f"autograd.Function {name}", why, source_line(node))
 

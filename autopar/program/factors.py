@@ -215,7 +215,7 @@ def operators_of(program: Program) -> tuple[Operator, ...]:
         call = OpCall.of_node(node)
         found = known.get(call.likeness)
         if found is None:
-            rule = rule_for(str(node.target), program.where(node.name))
+            rule = rule_for(str(node.target), program.where(node.name), call)
             check_call(rule, call, program.where(node.name))
             found = known[call.likeness] = rule.notation_of(call), len(known)
         inputs = tuple(t.name for t in call.tensors)

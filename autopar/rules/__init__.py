@@ -23,6 +23,7 @@ from autopar.rules.registry import (
     keep_whole,
     missing_rule,
     own_rule,
+    register_line,
     register_rule,
     rule_for,
 )
@@ -52,6 +53,7 @@ __all__ = [
     "keep_whole",
     "missing_rule",
     "own_rule",
+    "register_line",
     "register_rule",
     "resolve",
     "rule_for",

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
+from string import ascii_lowercase
 from typing import Any
 
 import torch
 
 from autopar.errors import MissingRuleError, NotSupportedError, OptionError
 from autopar.operators import function_of
-from autopar.placement import Notation
+from autopar.placement import Notation, Term
 from autopar.rules.derived import derived_rule, is_pure
 from autopar.rules.families import whole
 from autopar.rules.functions import function_rule, is_function, register_function
-from autopar.rules.operators import find_operator
-from autopar.rules.rule import Localise, OpCall, OpRule
+from autopar.rules.operators import find_operator, lookup
+from autopar.rules.rule import Localise, OpCall, OpRule, Shape
 from autopar.rules.signature import check_flops, check_notation, check_operator
 from autopar.rules.tables import RULES
 
@@ -36,8 +38,8 @@ def own_rule(op: str) -> OpRule | None:
     return _registry.get(op) or function_rule(op)
 
 
-def rule_for(op: str, where: str = "") -> OpRule:
-    """The rule of an overload; raises `MissingRuleError`, whose hint is the line to write.
+def rule_for(op: str, where: str = "", call: OpCall | None = None) -> OpRule:
+    """The rule of an overload; raises `MissingRuleError`, whose hint is a line for `call`.
 
     An `autograd.Function` without a rule is kept whole.
     """
@@ -45,26 +47,50 @@ def rule_for(op: str, where: str = "") -> OpRule:
     if rule is None and is_function(op):
         return OpRule(op, whole, whole_gradients=True)
     if rule is None:
-        raise missing_rule(op, where)
+        raise missing_rule(op, where, call)
     return rule
 
 
-def missing_rule(op: str, where: str = "") -> MissingRuleError:
+def missing_rule(op: str, where: str = "", call: OpCall | None = None) -> MissingRuleError:
+    """The error for an operator without a rule, with a line that gives `call` one."""
     function = function_of(op)
+    described = f"operator {op}"
     if function is not None:
-        return MissingRuleError(
-            f"autograd.Function {function.cls.__qualname__} has no sharding rule",
-            where=where,
-            hint=f'autopar.register_rule({function.cls.__qualname__}, "... -> ...") '
-            "with the notation of its tensors in order",
-        )
+        described = f"autograd.Function {function.cls.__qualname__}"
+    found = lookup(op)
+    try:
+        if found is not None:
+            check_operator(found)
+        means = "keeps it whole; drop the ! of a name that may be sharded"
+        hint = f"{register_line(op, call)} {means if call else 'with one term for each tensor'}"
+    except NotSupportedError as error:
+        hint = error.hint or ""
+    return MissingRuleError(f"{described} has no sharding rule", where=where, hint=hint)
+
+
+def register_line(op: str, call: OpCall | None) -> str:
+    """A call of `register_rule` that fits `call`, with all names frozen."""
+    function = function_of(op)
     public = op.removesuffix(".default").replace(".", "::", 1)
-    return MissingRuleError(
-        f"operator {op} has no sharding rule",
-        where=where,
-        hint=f'autopar.register_rule("{public}", "b s h, h f -> b s f") '
-        "with the notation of its tensors in order",
-    )
+    name = f'"{public}"' if function is None else function.cls.__qualname__
+    return f"autopar.register_rule({name}, {_frozen_notation(call) if call else 'notation'})"
+
+
+def _frozen_notation(call: OpCall) -> str:
+    """`"a! b!, a c! -> a c"`: dims of equal size at the same place of two tensors have one name."""
+    known: dict[tuple[int, int], str] = {}
+    letters = (f"{letter}{n or ''}" for n in itertools.count() for letter in ascii_lowercase)
+
+    def name(place: tuple[int, int]) -> str:
+        if place not in known:
+            known[place] = next(letters)
+        return known[place]
+
+    def term(shape: Shape) -> Term:
+        return tuple(() if place[1] == 1 else (name(place),) for place in enumerate(shape))
+
+    inputs, outputs = (tuple(map(term, shapes)) for shapes in (call.inputs, call.outputs))
+    return f'"{Notation(inputs, outputs, frozenset(known.values()))}"'
 
 
 def keep_whole(op: str, where: str = "") -> None:

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autopar.errors import NotSupportedError, VerificationError
 from autopar.operators import UnsupportedFunctionError, function_call
-from autopar.rules import find_operator, has_rule, missing_rule, rule_for
+from autopar.rules import OpCall, find_operator, has_rule, is_pure, missing_rule, rule_for
 from autopar.verifier.oracle import MESHES, OracleCase, StrategyErrors, check_strategy, combinations
 
 
@@ -94,10 +94,12 @@ def check_rule(op: str | Callable[..., Any], *inputs: Any, **options: Any) -> Ru
     args, kwargs = torch.utils._pytree.tree_map(_lifted, (inputs, options))
     if isinstance(op, type) and issubclass(op, torch.autograd.Function):
         overload, args, kwargs = *_as_operator(op, args, kwargs), {}
-        if not has_rule(str(overload)):
-            raise missing_rule(str(overload))
     else:
         overload = find_operator(op)
+    if not has_rule(str(overload)) and is_pure(overload):
+        with torch.no_grad():
+            result = overload(*args, **kwargs)
+        raise missing_rule(str(overload), call=OpCall.of(overload, args, kwargs, result))
     return report_case(OracleCase.of(rule_for(str(overload)), overload, args, kwargs))
 
 

@@ -19,7 +19,14 @@ from typing import Literal
 
 from autopar.operators import NAMESPACE, function_of
 from autopar.program import Program
-from autopar.rules import has_rule, is_function, keep_whole, missing_rule
+from autopar.rules import (
+    OpCall,
+    has_rule,
+    is_function,
+    keep_whole,
+    missing_rule,
+    register_line,
+)
 
 Fallback = Literal["error", "replicate"]
 
@@ -30,19 +37,21 @@ def accept_missing(program: Program, fallback: Fallback) -> tuple[str, ...]:
     Raises `MissingRuleError` for an operator without a rule that may not be kept whole.
     """
     places: dict[str, list[str]] = {}
+    calls: dict[str, OpCall] = {}
     for node in program.operators:
         if not has_rule(str(node.target)):
             places.setdefault(str(node.target), []).append(program.where(node.name))
+            calls.setdefault(str(node.target), OpCall.of_node(node))
     for op, where in places.items():
         if fallback == "error" and not is_function(op):
-            raise missing_rule(op, where[0])
+            raise missing_rule(op, where[0], calls[op])
         keep_whole(op, where[0])
         more = f" and {len(where) - 1} more" if len(where) > 1 else ""
         warnings.warn(
             f"{_described(op)} has no sharding rule and is kept whole: every rank gathers its "
             "inputs and spends the full time on it, and the batch is not split into microbatches\n"
             f"  at {where[0]}{more}\n"
-            f"  hint: {_hint(op)} says how it may be sharded",
+            f"  hint: {register_line(op, calls[op])}, without the ! of names that may be sharded",
             stacklevel=2,
         )
     return tuple(places)
@@ -60,10 +69,3 @@ def _described(op: str) -> str:
     if function is None:
         return f"operator {op}"
     return f"autograd.Function {function.cls.__qualname__}"
-
-
-def _hint(op: str) -> str:
-    function = function_of(op)
-    if function is None:
-        return "autopar.register_rule"
-    return f'autopar.register_rule({function.cls.__qualname__}, "... -> ...")'

@@ -89,5 +89,5 @@ def test_without_a_rule_there_is_a_warning_with_the_line_to_write() -> None:
     with pytest.warns(UserWarning, match="Function Reverse has no sharding rule") as all_:
         plan = autopar.plan(functions.model("reverse"), (1, 2), functions.batch())
     (warning,) = (w for w in all_ if "Reverse" in str(w.message))
-    assert 'autopar.register_rule(Reverse, "... -> ...")' in str(warning.message)
+    assert 'autopar.register_rule(Reverse, "a! b! -> a b")' in str(warning.message)
     assert plan.data.microbatches == 1

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import autopar
 from autopar.capture import capture
 from autopar.errors import (
     AutoparError,
@@ -117,6 +118,43 @@ def test_every_notation_in_text_is_canonical() -> None:
 )
 def test_find_operator(op: Any, found: str) -> None:
     assert str(find_operator(op)) == found
+
+
+WITHOUT_RULE: tuple[tuple[Any, tuple[Any, ...]], ...] = (
+    ("aten::lu_solve", (torch.rand(4, 3, 2), torch.eye(3).repeat(4, 1, 1), torch.ones(4, 3).int())),
+    ("aten::renorm", (torch.rand(4, 8), 2.0, 0, 0.5)),
+    ("aten::_linalg_eigvals", (torch.eye(3),)),
+    (
+        "aten::_foreach_add.List",
+        ([torch.ones(4), torch.ones(1, 8)], [torch.ones(4), torch.ones(8)]),
+    ),
+    (scaled_rows, (torch.ones(4, 1), torch.ones(4))),
+    (row_blocks, (torch.ones(4, 8), 4)),
+    (shifted_peak, (torch.rand(8, 4), torch.tensor([3, 1]), torch.rand(4))),
+    (shifted_peak, (torch.rand(8, 4), torch.tensor([3, 1]), None)),
+)
+
+
+@pytest.mark.parametrize(("op", "args"), WITHOUT_RULE)
+def test_the_line_in_the_hint_gives_the_call_a_rule(op: Any, args: tuple[Any, ...]) -> None:
+    operator = find_operator(op)
+    call = OpCall.of(operator, args, {}, operator(*args))
+    with pytest.raises(MissingRuleError, match="has no sharding rule") as error:
+        rule_for(str(operator), call=call)
+    line = str(error.value).split("hint: ")[1].split(" keeps it whole")[0]
+    exec(line, {"autopar": autopar})
+    notation = rule_for(str(operator)).notation_of(call)
+    assert notation.frozen == {*notation.names}
+    assert [len(term) for term in notation.inputs] == [len(shape) for shape in call.inputs]
+
+
+def test_the_hint_of_an_operator_that_no_rule_describes_is_a_way_out() -> None:
+    for op, hint in (
+        ("aten.relu_.default", "returns what it computes"),
+        ("aten.poisson.default", "draw them"),
+    ):
+        with pytest.raises(MissingRuleError, match=hint):
+            rule_for(op)
 
 
 class TestRegister:

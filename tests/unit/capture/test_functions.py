@@ -51,7 +51,7 @@ def test_the_audit_says_what_a_function_costs_and_the_way_out() -> None:
     program = capture(functions.model("rounded"), functions.batch())
     (note,) = program.audit.kept
     assert note.what == "autograd.Function RoundStraight"
-    assert 'autopar.register_rule(RoundStraight, "... -> ...")' in note.why
+    assert 'autopar.register_rule(RoundStraight, "a! b! -> a b")' in note.why
     assert note.where is not None and "tests/helpers/functions.py" in note.where
 
 
@@ -227,4 +227,4 @@ def test_arguments_of_a_function_cannot_be_lowered() -> None:
 def test_a_function_without_a_rule_cannot_be_checked() -> None:
     with pytest.raises(autopar.MissingRuleError, match=r"autograd\.Function Named") as error:
         autopar.check_rule(Nested, torch.randn(4, 4))
-    assert 'autopar.register_rule(Named, "... -> ...")' in str(error.value)
+    assert 'autopar.register_rule(Named, "a! b! -> a b")' in str(error.value)
