@@ -67,6 +67,16 @@ RESHAPES: dict[Any, torch._ops.OpOverload] = {
 OTHER_NAMES = {
     aten.bernoulli_.float: aten.bernoulli.p,
     aten.normal_.default: aten.normal_functional.default,
+    aten.__iand__.Tensor: aten.bitwise_and.Tensor,
+    aten.__iand__.Scalar: aten.bitwise_and.Scalar,
+    aten.__ior__.Tensor: aten.bitwise_or.Tensor,
+    aten.__ior__.Scalar: aten.bitwise_or.Scalar,
+    aten.__ixor__.Tensor: aten.bitwise_xor.Tensor,
+    aten.__ixor__.Scalar: aten.bitwise_xor.Scalar,
+    aten.__ilshift__.Tensor: aten.bitwise_left_shift.Tensor,
+    aten.__ilshift__.Scalar: aten.bitwise_left_shift.Tensor_Scalar,
+    aten.__irshift__.Tensor: aten.bitwise_right_shift.Tensor,
+    aten.__irshift__.Scalar: aten.bitwise_right_shift.Tensor_Scalar,
 }
 # The functional form of batch norm in training, and the positions of the new statistics.
 BATCH_NORM = aten._native_batch_norm_legit_functional.default
@@ -274,10 +284,10 @@ def functional_form(target: object) -> torch._ops.OpOverload | None:
         return None
     if schema.arguments[-1].is_out:
         return _with_arguments(target.overloadpacket, _described(schema.arguments[:-1]))
-    if not _is_written(schema.arguments[0]) or not name.endswith("_") or name.endswith("__"):
-        return None
     if target in OTHER_NAMES:
         return OTHER_NAMES[target]
+    if not _is_written(schema.arguments[0]) or not name.endswith("_") or name.endswith("__"):
+        return None
     packet = getattr(aten, name[:-1], None)
     return getattr(packet, target._overloadname, None) if packet is not None else None
 
@@ -312,6 +322,15 @@ def _bound(node: fx.Node) -> dict[str, Any]:
 
 
 def _refusal(node: fx.Node, why: str) -> NotSupportedError:
+    if getattr(node.target, "overloadpacket", None) in (
+        aten.embedding_renorm,
+        aten.embedding_renorm_,
+    ):
+        return NotSupportedError(
+            "max_norm= of an embedding changes its table in forward",
+            where=source_line(node),
+            hint="leave it out, and renormalise the table after the optimizer, under no_grad",
+        )
     return NotSupportedError(
         f"in-place operator `{node.target}` {why}",
         where=source_line(node),

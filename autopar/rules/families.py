@@ -149,6 +149,26 @@ def matrices(call: OpCall) -> Notation:
     return _free_leading(call, call.inputs[0][:-2])
 
 
+def systems(call: OpCall) -> Notation:
+    """Two batches of matrices that broadcast (a triangular matrix, right-hand sides)."""
+    out = call.outputs[0]
+    labels = names(len(out) - 2)
+    held: set[str] = set()
+    terms = []
+    for k, shape in enumerate((*call.inputs, *call.outputs)):
+        matrix = names(2, f"x{k}_")
+        held |= set(matrix)
+        terms.append(broadcast_term(shape[:-2], out[:-2], labels) + named_term(shape[-2:], matrix))
+    return Notation(tuple(terms[:2]), tuple(terms[2:]), frozenset(held))
+
+
+def along_others(call: OpCall) -> Notation:
+    """`renorm`: each slice along a dim by itself; the other dims stay whole."""
+    labels, dim = names(len(call.inputs[0])), call.dim()
+    term = named_term(call.inputs[0], labels)
+    return Notation((term,), (term,), frozenset({*labels} - {labels[dim]}))
+
+
 def pointwise_along_dim(call: OpCall) -> Notation:
     """Elementwise with broadcasting, except along one dim, which stays whole.
 

@@ -160,6 +160,20 @@ def searched(call: OpCall) -> Notation:
     return Notation((term, found, *[term] * len(call.inputs[2:])), (found,), frozenset({"v"}))
 
 
+def segments(call: OpCall) -> Notation:
+    """`segment_reduce`: what the segments are of stays whole; so do all dims before it."""
+    data, *others = call.inputs
+    axis = int(call.args["axis"]) % len(data)
+    labels = names(len(data))
+    held = [names(len(s), f"s{k}_") for k, s in enumerate(others)]
+    out = (*labels[:axis], "y", *labels[axis + 1 :])
+    return Notation(
+        (named_term(data, labels), *(named_term(s, t) for s, t in zip(others, held, strict=True))),
+        (named_term(call.outputs[0], out),),
+        frozenset({"y", *labels[: axis + 1], *(n for t in held for n in t)}),
+    )
+
+
 def _ends_jointly(call: OpCall) -> LinearSets:
     """Linear in the tensor that is written into (the first) and the values (the last)."""
     return ((0, len(call.inputs) - 1),)
@@ -193,6 +207,7 @@ INDEXING = (
     OpRule("aten.index_fill.int_Scalar", along_index, linear=_writes_zero),
     OpRule("aten.index_fill.int_Tensor", along_index, linear=_ends_jointly),
     OpRule("aten._embedding_bag.default", whole, check=refuse_sparse),
+    OpRule("aten.segment_reduce.default", segments),
     OpRule("aten.searchsorted.Tensor", searched),
     OpRule("aten.masked_scatter.default", whole, linear=((0, 2),)),
 )

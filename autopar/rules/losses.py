@@ -60,8 +60,22 @@ def _ctc(call: OpCall) -> Notation:
     )
 
 
+def _margins(call: OpCall) -> Notation:
+    """Rows are free: `n c!, n -> n` (or `n c!, n c! -> n, n c`), or summed."""
+    scores, labels, *weights = call.inputs
+    rows = ("n",) if len(scores) == 2 else ()
+    target = named_term(labels, (*rows, "c")[: len(labels)] if rows else names(len(labels), "c"))
+    term = named_term(scores, (*rows, "c"))
+    out = named_term(call.outputs[0], rows) if call.outputs[0] else ()
+    more = (target,) if len(call.outputs) == 2 else ()
+    others = tuple(named_term(s, ("c",)) for s in weights)
+    return Notation((term, target, *others), (out, *more), frozenset({"c", "c0"}))
+
+
 LINEAR: LinearSets = ((0,),)
 LOSSES = (
+    OpRule("aten.multi_margin_loss.default", _margins, check=refuse_mean),
+    OpRule("aten.multilabel_margin_loss_forward.default", _margins, check=refuse_mean),
     OpRule(str(operators.ctc.ctc_loss._opoverload), _ctc),
     *(
         OpRule(f"aten.{name}.default", elementwise, check=refuse_mean)

@@ -103,7 +103,8 @@ REDUCTIONS = (
             "all.default", "var.correction", "std.correction", "var.dim", "std.dim",
             "var_mean.correction", "std_mean.correction", "logsumexp.default", "prod.dim_int",
             "prod.default", "count_nonzero.dim_IntList", "count_nonzero.default",
-            "linalg_vector_norm.default", "norm.Scalar", "norm.ScalarOpt_dim", "trace.default",
+            "linalg_vector_norm.default", "nanmedian.dim", "nanmedian.default", "norm.Scalar",
+            "norm.ScalarOpt_dim", "trace.default",
         )
     ),
     *(
@@ -128,10 +129,11 @@ REDUCTIONS = (
     OpRule("aten._euclidean_dist.default", f.outer_pairs),
     *(
         OpRule(f"aten.{name}.default", f.whole)
-        for name in ("bincount", "dist")
+        for name in ("bincount", "dist", "_pdist_forward")
     ),
     OpRule("aten.histc.default", f.counted_in_bins),
     OpRule("aten.repeat_interleave.Tensor", f.whole),
+    OpRule("aten.renorm.default", f.along_others),
 )  # fmt: skip
 
 MATRICES = (
@@ -140,8 +142,12 @@ MATRICES = (
         for name in (
             "linalg_inv_ex", "linalg_cholesky_ex", "linalg_qr", "linalg_matrix_exp",
             "_linalg_det", "_linalg_slogdet", "_linalg_eigh", "_linalg_svd", "_linalg_solve_ex",
+            "linalg_lu", "linalg_householder_product",
         )
     ),
+    OpRule("aten.linalg_pinv.atol_rtol_tensor", f.matrices),
+    OpRule("aten.cholesky_solve.default", f.systems),
+    OpRule("aten.linalg_solve_triangular.default", f.systems),
     OpRule("aten.tril.default", f.matrices, linear=ALONE),
     OpRule("aten.triu.default", f.matrices, linear=ALONE),
 )  # fmt: skip

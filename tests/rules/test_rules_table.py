@@ -122,7 +122,7 @@ def test_find_operator(op: Any, found: str) -> None:
 
 WITHOUT_RULE: tuple[tuple[Any, tuple[Any, ...]], ...] = (
     ("aten::lu_solve", (torch.rand(4, 3, 2), torch.eye(3).repeat(4, 1, 1), torch.ones(4, 3).int())),
-    ("aten::renorm", (torch.rand(4, 8), 2.0, 0, 0.5)),
+    ("aten::geqrf", (torch.rand(4, 8, 3),)),
     ("aten::_linalg_eigvals", (torch.eye(3),)),
     (
         "aten::_foreach_add.List",

@@ -107,6 +107,19 @@ def fused_elementwise(b: Builder, call: TracedCall) -> fx.Node | None:
     return b.op(aten.div.Tensor, with_sum(b, call, bound), count)
 
 
+def row_mean(b: Builder, call: TracedCall) -> fx.Node | tuple[fx.Node, ...] | None:
+    """Margin losses: the sum divided by the number of rows."""
+    bound = call.bind()
+    if bound["reduction"] != MEAN:
+        return None
+    shape = bound["self"].meta["val"].shape
+    n_rows = shape[0] if len(shape) == 2 else 1
+    total = with_sum(b, call, bound)
+    if call.target is not aten.multilabel_margin_loss_forward.default:
+        return b.op(aten.div.Tensor, total, n_rows)
+    return b.op(aten.div.Tensor, b.getitem(total, 0), n_rows), b.getitem(total, 1)
+
+
 def label_mean(b: Builder, call: TracedCall) -> fx.Node | None:
     """Cross-entropy and nll: the sum divided by the class weights of the labels not ignored."""
     bound = call.bind()
@@ -147,7 +160,9 @@ def probability_loss(b: Builder, bound: dict[str, Any]) -> fx.Node:
     return b.op(aten.div.Tensor, total, math.prod(shape) // shape[dim])
 
 
-LOSS_REWRITES: dict[Any, Callable[[Builder, TracedCall], fx.Node | None]] = {
+LOSS_REWRITES: dict[Any, Callable[[Builder, TracedCall], fx.Node | tuple[fx.Node, ...] | None]] = {
+    aten.multi_margin_loss: row_mean,
+    aten.multilabel_margin_loss_forward: row_mean,
     aten.mse_loss: elementwise(squared_difference),
     aten.l1_loss: elementwise(absolute_difference),
     aten.smooth_l1_loss: fused_elementwise,

@@ -35,11 +35,14 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = (str(Path(__file__).parents[1]), str(Path(operators.__file__).parent))
+_DATA_DEPENDENT_HINT = "use masks and torch.where, so that every shape is known before the step"
 _HINTS: tuple[tuple[str, str], ...] = (
     (
         "GuardOnDataDependent",
         "a branch depends on tensor values; use torch.where or tensor arithmetic instead",
     ),
+    ("DynamicOutputShape", _DATA_DEPENDENT_HINT),
+    ("PendingUnbackedSymbol", _DATA_DEPENDENT_HINT),
     (
         "DataDependentOutput",
         "a Python number is read from a tensor; keep the computation in tensors",
@@ -62,7 +65,6 @@ _HINTS_OF_FILES: tuple[tuple[str, str], ...] = (
 )
 _DEFAULT_HINT = "check that the model runs on these inputs without autopar"
 _SIDE_EFFECT = "was assigned during export"
-_DATA_DEPENDENT_HINT = "use masks and torch.where, so that every shape is known before the step"
 
 
 class WithLoss(nn.Module):

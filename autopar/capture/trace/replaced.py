@@ -1,11 +1,13 @@
 """Replaces functions of torch that cannot be traced, or refuses them with advice.
 
 `ctc_loss` becomes autopar's operator (`operators/ctc.py`), reduced as torch does. Lists of lengths
-become tensors, and targets without a batch a batch of one.
+become tensors, and targets without a batch a batch of one. `gaussian_nll_loss`, `cov` and
+`corrcoef` ask for values, and are written without that.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
@@ -70,6 +72,53 @@ def _lengths(lengths: Any, n_rows: int) -> Tensor:
     return torch.tensor(values)
 
 
+def _gaussian_nll_loss(
+    input: Tensor, target: Tensor, var: Any, full: bool = False, eps: float = 1e-6,
+    reduction: str = "mean",
+) -> Tensor:  # fmt: skip
+    """What `torch.nn.functional.gaussian_nll_loss` computes, without asking for the sign of `var`.
+
+    torch clamps `var` in place with gradients off, so its gradient passes through.
+    """
+    reduced = torch.nn._reduction.get_enum(reduction)
+    if not isinstance(var, Tensor):
+        return F.gaussian_nll_loss(input, target, var, full, eps, reduction)
+    if var.shape != input.shape and var.shape == input.shape[:-1]:
+        var = var.unsqueeze(-1)
+    lengths = zip(input.shape, var.shape, strict=False)
+    differ = [n for length, n in lengths if length != n]
+    if var.dim() != input.dim() or differ not in ([], [1]):
+        raise ValueError("var is of incorrect size")
+    var = torch.where(var < eps, eps + (var - var.detach()), var)
+    loss = 0.5 * (torch.log(var) + (input - target) ** 2 / var)
+    if full:
+        loss = loss + 0.5 * math.log(2 * math.pi)
+    if reduced == NONE:
+        return loss
+    return loss.mean() if reduced == MEAN else loss.sum()
+
+
+def _cov(
+    x: Tensor, *, correction: int = 1, fweights: Tensor | None = None,
+    aweights: Tensor | None = None,
+) -> Tensor:  # fmt: skip
+    """What `torch.cov` computes."""
+    if fweights is not None or aweights is not None or x.dim() > 2:
+        return torch.cov(x, correction=correction, fweights=fweights, aweights=aweights)
+    rows = x.reshape(1, -1) if x.dim() < 2 else x
+    centred = rows - rows.mean(1, keepdim=True)
+    return (centred @ centred.mH / max(rows.shape[1] - correction, 0)).squeeze()
+
+
+def _corrcoef(x: Tensor) -> Tensor:
+    """What `torch.corrcoef` computes."""
+    found = _cov(x)
+    if found.dim() == 0 or found.is_complex():
+        return found / found if found.dim() == 0 else torch.corrcoef(x)
+    deviations = found.diagonal().sqrt()
+    return (found / deviations[:, None] / deviations[None, :]).clip(-1, 1)
+
+
 def _pack(*args: Any, **kwargs: Any) -> NoReturn:
     raise NotSupportedError(
         "the shape of a packed sequence depends on the lengths",
@@ -80,6 +129,11 @@ def _pack(*args: Any, **kwargs: Any) -> NoReturn:
 
 _REPLACED: dict[Any, Callable[..., Any]] = {
     F.ctc_loss: _functional_ctc_loss,
+    F.gaussian_nll_loss: _gaussian_nll_loss,
     torch.ctc_loss: _ctc_loss,
+    torch.cov: _cov,
+    torch.corrcoef: _corrcoef,
+    torch.Tensor.cov: _cov,
+    torch.Tensor.corrcoef: _corrcoef,
     torch._VF._pack_padded_sequence: _pack,
 }
