@@ -23,6 +23,7 @@ from autopar.capture.findings import Findings
 from autopar.capture.names import source_line
 from autopar.capture.python_state import check_hooks, checked_trace
 from autopar.capture.trace.checkpointed import regions_marked
+from autopar.capture.trace.checks import checks_passed, without_checks
 from autopar.capture.trace.functions import functions_kept
 from autopar.capture.trace.isolate import fake_copy, fake_inputs, fake_mode
 from autopar.capture.trace.replaced import Replaced
@@ -136,7 +137,10 @@ def export_model(
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             try:
-                with functions_kept(), regions_marked(), Replaced(), precision.autocast():
+                with (
+                    functions_kept(), regions_marked(), checks_passed(findings), Replaced(),
+                    precision.autocast(),
+                ):  # fmt: skip
                     made = torch.export.export(target, args, kwargs, strict=False)
             except NotSupportedError as error:
                 where = error.where or _user_line(error)
@@ -154,6 +158,7 @@ def export_model(
         if isinstance(module, torch.fx.GraphModule):
             if loss_fn is not None:
                 _point_to_loss(module.graph, loss_fn)
+            without_checks(module.graph)
             _check_static(model, module.graph)
     return exported, reads
 
