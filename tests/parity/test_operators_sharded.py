@@ -88,6 +88,26 @@ class Ctc(nn.Module):
         return self.loss(log_probs, y, read, written).sum()
 
 
+class SelectedCtc(Ctc):
+    """As transformers computes it: labels are selected by a mask, and counted."""
+
+    def forward(
+        self, x: Tensor, y: Tensor, n: Tensor | None = None, m: Tensor | None = None
+    ) -> Tensor:
+        if y.max() >= 5:
+            raise ValueError("a label is out of range")
+        known = y >= 0
+        return super().forward(x, y.masked_select(known), n, known.sum(-1))
+
+
+def selected_ctc() -> Case:
+    case = ctc()
+    labels = torch.tensor([[1, 2, 3], [2, -100, -100], [-100, 1, 3], [3, 3, -100]])
+    batch = {**case.batch, "y": labels}
+    del batch["m"]
+    return Case(SelectedCtc("mean"), batch)
+
+
 def ctc(*, n_targets: tuple[int, ...] = (4, 3), has_lengths: bool = True, **kwargs: Any) -> Case:
     batch = {"x": torch.randn(4, 6, 4), "y": torch.randint(1, 4, n_targets)}
     if has_lengths:  # the third row has more targets than inputs: its loss is infinite
@@ -243,6 +263,7 @@ CASES = {
     "writes into complex tensors": lambda: Case(ComplexWrites(), {"x": torch.randn(4, 4, 8)}),
     "ctc": lambda: ctc(),
     "ctc of targets in a list": lambda: ctc(n_targets=(9,)),
+    "ctc of selected targets": selected_ctc,
     "ctc, summed": lambda: ctc(reduction="sum", blank=4),
     "ctc per row": lambda: ctc(reduction="none"),
     "ctc of infinite losses": lambda: ctc(zero_infinity=True),

@@ -147,13 +147,19 @@ def _position(node: ast.expr | ast.stmt) -> Position:
 
 
 def without_checks(graph: fx.Graph) -> None:
-    """Erase what nothing reads of the numbers and flags that only checks asked for."""
+    """Erase what nothing reads of the values that depend on data: only checks asked for them."""
     for node in reversed(graph.nodes):
         values = pytree.tree_leaves(node.meta.get("val"))
-        symbolic = [isinstance(v, (torch.SymInt, torch.SymFloat, torch.SymBool)) for v in values]
-        is_check = node.op == "call_function" and (any(symbolic) or _asserts(node))
+        is_check = node.op == "call_function" and (any(map(_is_open, values)) or _asserts(node))
         if is_check and not node.users:
             graph.erase_node(node)
+
+
+def _is_open(value: Any) -> bool:
+    """Is it a number, or a tensor of a shape, that depends on the data?"""
+    if isinstance(value, torch.Tensor):
+        return any(isinstance(size, torch.SymInt) for size in value.shape)
+    return isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool))
 
 
 def _asserts(node: fx.Node) -> bool:

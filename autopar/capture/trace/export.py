@@ -26,7 +26,7 @@ from autopar.capture.trace.checkpointed import regions_marked
 from autopar.capture.trace.checks import checks_passed, without_checks
 from autopar.capture.trace.functions import functions_kept
 from autopar.capture.trace.isolate import fake_copy, fake_inputs, fake_mode
-from autopar.capture.trace.replaced import Replaced
+from autopar.capture.trace.replaced import Replaced, targets_in_rows
 from autopar.errors import CaptureError, NotSupportedError
 from autopar.operators import UnsupportedFunctionError
 from autopar.precision import AS_IT_IS, Precision
@@ -158,6 +158,7 @@ def export_model(
         if isinstance(module, torch.fx.GraphModule):
             if loss_fn is not None:
                 _point_to_loss(module.graph, loss_fn)
+            targets_in_rows(module.graph)
             without_checks(module.graph)
             _check_static(model, module.graph)
     return exported, reads

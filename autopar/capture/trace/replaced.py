@@ -1,24 +1,26 @@
 """Replaces functions of torch that cannot be traced, or refuses them with advice.
 
 `ctc_loss` becomes autopar's operator (`operators/ctc.py`), reduced as torch does. Lists of lengths
-become tensors, and targets without a batch a batch of one. `gaussian_nll_loss`, `cov` and
-`corrcoef` ask for values, and are written without that.
+become tensors, targets without a batch a batch of one, targets that a mask selects rows again.
+`gaussian_nll_loss`, `cov` and `corrcoef` ask for values, and are written without that.
 """
 
 from __future__ import annotations
 
 import math
+import operator
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NoReturn
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
 from autopar.errors import NotSupportedError
 from autopar.operators.ctc import ctc_loss
 
+aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2  # torch's at::Reduction
 
 
@@ -137,3 +139,47 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     torch.Tensor.corrcoef: _corrcoef,
     torch._VF._pack_padded_sequence: _pack,
 }
+
+
+def targets_in_rows(graph: fx.Graph) -> None:
+    """`labels.masked_select(mask)` as targets of CTC, with `mask.sum(-1)` as their lengths, becomes
+    rows of labels: the selected ones of each row first. So the shape is known, and rows are free.
+    """
+    for node in list(graph.nodes):
+        if node.target is not ctc_loss._opoverload:
+            continue
+        log_probs, selected, read, written, *rest = node.args  # defaults at the end are left out
+        lengths = _before_casts(written)
+        if selected.target is not aten.masked_select.default or len(lengths.args) < 2:
+            continue
+        labels, mask = selected.args
+        shape = labels.meta["val"].shape
+        is_table = len(shape) == 2 and shape == mask.meta["val"].shape
+        if not is_table or (lengths.target, *lengths.args[:2]) not in _counts_of(mask):
+            continue
+        with graph.inserting_before(selected):
+            others = _insert(graph, selected, aten.logical_not.default, mask)
+            order = _insert(graph, selected, aten.sort.stable, others, stable=True, dim=-1)
+            places = _insert(graph, selected, operator.getitem, order, 1)
+            rows = _insert(graph, selected, aten.gather.default, labels, 1, places)
+        node.args = (log_probs, rows, read, written, None, *rest[1:])
+
+
+def _counts_of(mask: fx.Node) -> list[tuple[Any, ...]]:
+    return [(aten.sum.dim_IntList, mask, [dim]) for dim in (-1, 1)]
+
+
+def _before_casts(node: fx.Node) -> fx.Node:
+    same = (aten.to, aten._to_copy, aten.reshape, aten.view)
+    while getattr(node.target, "overloadpacket", None) in same:
+        node = node.all_input_nodes[0]
+    return node
+
+
+def _insert(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+    """A call at the place of `like`, with its fake value."""
+    node = graph.call_function(target, args, kwargs)
+    values = fx.node.map_arg(args, lambda n: n.meta["val"])
+    with like.meta["val"].fake_mode:
+        node.meta = {**like.meta, "val": target(*values, **kwargs)}
+    return node
