@@ -58,7 +58,8 @@ class PerCall(Generic[T]):
                     where=program.where(node.name),
                     hint="compute the same with other operators, which torch can differentiate"
                     if is_torchs
-                    else "give a custom operator a fake kernel: torch.library.register_fake",
+                    else "give a custom operator a fake kernel (torch.library.register_fake), and "
+                    "a backward that reads no values",
                 ) from error
             self._known[key] = found
             if len(self._known) > _MAX_KNOWN:

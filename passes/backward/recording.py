@@ -7,7 +7,8 @@ sees every kernel of both, in the order in which autograd runs them. Tensors bec
     further slots    results of kernels, and the gradients of the operator's results
 
 A kernel that writes in place makes a new slot. It may only write to what an earlier kernel of the
-recording made.
+recording made. What can't be written down is raised once the operator has run, not from the mode:
+torch's C++ calls it where an exception ends the process.
 """
 
 from __future__ import annotations
@@ -140,7 +141,8 @@ def record(
 ) -> Recording:
     """Record a call and its derivative; `gradients` are like those of its results.
 
-    `Slot(i)` in the arguments stands for a tensor like `metas[i]`. Raises `UntraceableError`.
+    `Slot(i)` in the arguments stands for a tensor like `metas[i]`. Raises `UntraceableError`, also
+    for whatever the operator or its derivative raises on fake tensors.
     """
     mode = FakeTensorMode()
     try:
@@ -151,6 +153,7 @@ def record(
         call = {name: filled(value, fakes.__getitem__) for name, value in kwargs.items()}
         with mode, recorder, torch.enable_grad():
             results = results_of(function(*filled(args, fakes.__getitem__), **call))
+        recorder.check()
         outs = tuple(recorder.slot(r) if isinstance(r, Tensor) else None for r in results)
         forward = tuple(recorder.kernels)
         recorder.kernels.clear()
@@ -169,9 +172,10 @@ def record(
                 found = torch.autograd.grad(
                     [r for _, r, _ in pairs], leaves, [g for _, _, g in pairs], allow_unused=True
                 )
+        recorder.check()
         slots = iter([None if g is None else recorder.slot(g) for g in found])
-    except (RuntimeError, TypeError, NotImplementedError) as error:
-        raise UntraceableError(str(error)) from error
+    except Exception as error:  # Python of the user's may be behind an operator
+        raise UntraceableError(f"`{function}`: {error}") from error
     return Recording(
         tuple(recorder.metas), forward, outs, tuple(cotangents), tuple(recorder.kernels),
         tuple(next(slots) if fake.requires_grad else None for fake in fakes),
@@ -193,6 +197,7 @@ class _Recorder(TorchDispatchMode):
         self._places: dict[tuple[object, ...], int] = {}
         self._stale: set[int] = set()
         self._owned: set[int] = set()  # storages that kernels of the recording made
+        self._failed: UntraceableError | None = None
         for tensor in self.given:
             self.add(tensor)
 
@@ -218,19 +223,38 @@ class _Recorder(TorchDispatchMode):
         self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
     ) -> Any:
         kwargs = dict(kwargs or {})
-        read = pytree.tree_map_only(Tensor, lambda t: Slot(self.slot(t)), (tuple(args), kwargs))
         result = func(*args, **kwargs)
+        results = results_of(result)
+        # Without tensors it is a question about a fake tensor, as `prim.device`.
+        if self._failed is None and any(isinstance(r, Tensor) for r in results):
+            try:
+                self._write_down(func, tuple(args), kwargs, result)
+            except UntraceableError as error:
+                self._failed = error
+        return result
+
+    def check(self) -> None:
+        """Raise `UntraceableError` if a kernel that ran can't be written down."""
+        if self._failed is not None:
+            raise self._failed
+
+    def _write_down(
+        self,
+        func: torch._ops.OpOverload,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        result: Any,
+    ) -> None:
+        read = pytree.tree_map_only(Tensor, lambda t: Slot(self.slot(t)), (args, kwargs))
         if func in _SAME:
             self._alive.append(result)
             self._slots[id(result)] = read[0][0].number
-            return result
+            return
         results = results_of(result)
-        if not any(isinstance(r, Tensor) for r in results):
-            return result  # a question about a fake tensor, as `prim.device`
         if func._schema.is_mutable:
             self._written(args[0], results)
         elif isinstance(result, Tensor) and self._same(result):
-            return result
+            return
         mine = {_storage(t) for t in pytree.tree_leaves((args, kwargs)) if isinstance(t, Tensor)}
         views = [isinstance(r, Tensor) and _storage(r) in mine for r in results]
         outs = tuple(self.add(r) if isinstance(r, Tensor) else None for r in results)
@@ -241,7 +265,6 @@ class _Recorder(TorchDispatchMode):
         }
         is_view = all(views) and not func._schema.is_mutable
         self.kernels.append(Kernel(func, read[0], read[1], outs, is_view))
-        return result
 
     def _same(self, view: Tensor) -> bool:
         """Is it a known tensor again, as `t(t(x))` is? Then it has that one's slot."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar.passes.backward.recording import (
     Kernel,
@@ -110,12 +110,30 @@ def test_a_write_makes_a_new_tensor() -> None:
         lambda x: x * x.sum().item(),
         lambda x: x + OUTSIDE,
         lambda x: read_after_a_write(x),
+        # Its backward asks for the device of a stale view, where torch's C++ takes no exception.
+        lambda x: nn.functional.pad(x[None], (1, 1), mode="circular")[0, :, 1:-1],
+        lambda x: raises_in_backward(x),
     ],
-    ids=["values", "a tensor from outside", "a stale view"],
+    ids=["values", "a tensor from outside", "a stale view", "circular padding", "raises"],
 )
 def test_what_cannot_be_recorded(function: Callable[[Tensor], Tensor]) -> None:
     with pytest.raises(UntraceableError):
         record(function, (Slot(0),), {}, [X], [X._replace(has_grad=False)])
+
+
+class Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Any) -> Any:
+        raise LookupError("no such row")
+
+
+def raises_in_backward(x: Tensor) -> Tensor:
+    found: Tensor = Raises.apply(x)
+    return found
 
 
 def read_after_a_write(x: Tensor) -> Tensor:
