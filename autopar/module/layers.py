@@ -8,13 +8,14 @@ module has a tree of `Layer`s, one for each module of the user's model:
     pm.blocks[0].norm.weight     the parameter that trains; absent if another stage has it
 
 What would change the training of one process is refused: calling a layer, setting its attributes,
-adding to it, hooks on it. Modes may change, and the next step checks that they are those captured.
+adding to it, hooks on it, pairing parameters of layers by position where other stages have some.
+Modes may change, and the next step checks that they are those captured.
 """
 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, NoReturn
 
@@ -90,6 +91,7 @@ class Layer(Guarded):
 
     _path: str
     _elsewhere: frozenset[str]
+    _walked: list[Layer]  # those of the model whose parameters or buffers are being gone through
 
     @property
     def _is_shown(self) -> bool:
@@ -114,6 +116,35 @@ class Layer(Guarded):
 
     def __delattr__(self, name: str) -> None:
         self._refuse(f"`del {self._path}.{name}` on a layer of a parallel module")
+
+    def _named_members(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, Any]]:
+        """Behind `parameters`, `buffers` and the like.
+
+        Raises `NotSupportedError` where two layers are gone through in step, as a teacher and its
+        student are, and this rank lacks tensors of one that it has of the other.
+        """
+        if not self._is_shown:
+            yield from super()._named_members(*args, **kwargs)
+            return
+        for other in self._walked:
+            self._check_pairs(other)
+        self._walked.append(self)
+        try:
+            yield from super()._named_members(*args, **kwargs)
+        finally:
+            self._walked.remove(self)
+
+    def _check_pairs(self, other: Layer) -> None:
+        if self._path.startswith(f"{other._path}.") or other._path.startswith(f"{self._path}."):
+            return
+        held = [{n: layer._names() for n, layer in each.named_modules()} for each in (self, other)]
+        layers = [m for each in (self, other) for m in each.modules() if isinstance(m, Layer)]
+        if held[0] != held[1] and any(layer._elsewhere for layer in layers):
+            raise NotSupportedError(
+                f"tensors of `{other._path}` and `{self._path}` paired by position: a rank has "
+                "those of its own pipeline stage only, so pairs would be left out, or be of others",
+                hint="forbid=['pipeline'] plans without stages",
+            )
 
     def extra_repr(self) -> str:
         try:
@@ -174,6 +205,7 @@ class Shown:
     ) -> None:
         self._parameters, self._buffers = parameters, buffers
         self._made: dict[int, Layer] = {}
+        self._walked: list[Layer] = []
         self.children = self._children(model, "")
         self.root_parameters = self._held(model._parameters, "", parameters)
         self.root_buffers = self._held(model._buffers, "", buffers)
@@ -210,7 +242,7 @@ class Shown:
             *state["_parameters"],
             *state["_buffers"],
         }
-        state |= {"_path": path, "_elsewhere": frozenset(absent)}
+        state |= {"_path": path, "_elsewhere": frozenset(absent), "_walked": self._walked}
         layer.__dict__.update(state)
         return layer
 

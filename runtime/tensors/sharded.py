@@ -3,7 +3,9 @@
 It behaves as the whole tensor does in one process, so that code of users means what it says:
 
     shape, numel          of the whole tensor
-    elementwise           on the shard alone: no communication
+    elementwise           on the shard alone: no communication. An operand that is whole on every
+                          rank is cut as the result is; one that is cut otherwise is gathered, as
+                          below
     sum, norm, max, ...   of the whole tensor: one all_reduce of one number
     anything else         needs the whole tensor: gathered if the user allows it for this
                           parameter (`optimizer_gather=`), else refused
@@ -13,15 +15,12 @@ the whole gradient, and an optimizer that multiplies matrices is refused or exac
 optimizers decides that. A plain tensor beside a `Sharded` one is whole, equal on every rank, and is
 cut to the shard.
 
-With several stages, no rank has all parameters. A value computed from one parameter is then an
-`OfParameter`. Two of them are never combined, and none becomes a Python number, because a sum over
-the parameters of one stage is not the sum over all.
+A value computed from one parameter may be an `OfParameter` (`of_parameter.py`).
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,8 +32,17 @@ from torch.utils import _pytree as pytree
 from autopar.errors import NotSupportedError
 from autopar.runtime.tensors.boxed import Boxed, Chunks
 from autopar.runtime.tensors.memory import Memory
+from autopar.runtime.tensors.of_parameter import (
+    Gathered,
+    OfParameter,
+    check_one_parameter,
+    is_view,
+    of_one_stage,
+    of_parameter,
+    written,
+)
 from autopar.runtime.tensors.operators import Kind, Reduction, kind_of, reduction_of, step_of_norm
-from autopar.runtime.tensors.spread import Spread
+from autopar.runtime.tensors.spread import Spread, spread_of_result
 
 aten = torch.ops.aten
 
@@ -107,97 +115,6 @@ class Sharded(Memory, Boxed):
         return memo[id(self)]
 
 
-@dataclass
-class _Gathered:
-    """A gathered copy of a shard's whole tensor, of which views exist; both have equal values."""
-
-    base: Sharded
-    whole: Tensor
-    version: int
-
-    def refresh(self) -> None:
-        """Gather again if the shard has changed."""
-        if self.base.local._version != self.version:
-            self.whole.copy_(self.base.spread.whole(self.base.local.detach()))
-            self.version = self.base.local._version
-
-    def write_back(self) -> None:
-        local = self.base.local.detach()
-        local.copy_(self.base.spread.local(self.whole))
-        increment_version(self.base.local)
-        self.version = self.base.local._version
-
-
-class OfParameter(Tensor):
-    """A whole value computed from the parameter `name`: a norm, or a view of the gathered tensor.
-
-    gathered   what it is a view of: written to, it changes the shard
-    n_stages   with several, it is not combined with values of other parameters
-    """
-
-    value: Tensor
-    name_of: str
-    n_stages: int
-    gathered: _Gathered | None
-
-    @staticmethod
-    def __new__(
-        cls, value: Tensor, name_of: str, n_stages: int, gathered: _Gathered | None = None
-    ) -> OfParameter:
-        self = Tensor._make_wrapper_subclass(
-            cls, value.shape, strides=value.stride(), dtype=value.dtype, device=value.device
-        )
-        self.value, self.name_of = value, name_of
-        self.n_stages, self.gathered = n_stages, gathered
-        return self
-
-    def __init__(
-        self, value: Tensor, name_of: str, n_stages: int, gathered: _Gathered | None = None
-    ) -> None:
-        """`__new__` sets everything, as tensor subclasses require."""
-
-    __torch_function__ = torch._C._disabled_torch_function_impl  # type: ignore[assignment]
-
-    def __repr__(  # type: ignore[override]
-        self, *, tensor_contents: object = None
-    ) -> str:
-        return f"of `{self.name_of}`: {self.current()!r}"
-
-    def current(self) -> Tensor:
-        """The value; of a view, as its shard is now."""
-        if self.gathered is not None:
-            self.gathered.refresh()
-        return self.value
-
-    @classmethod
-    def __torch_dispatch__(  # type: ignore[override]
-        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
-    ) -> Any:
-        kwargs = kwargs or {}
-        if any(issubclass(t, Sharded) for t in types):
-            return NotImplemented
-        own = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, OfParameter)]
-        first = own[0]
-        if first.n_stages > 1:
-            _check_one_parameter(func, {v.name_of for v in own})
-            if func is aten._local_scalar_dense.default:
-                raise _of_one_stage(f"a Python number from `{first.name_of}`")
-        plain_args, plain_kwargs = pytree.tree_map_only(
-            OfParameter, lambda v: v.current(), (tuple(args), kwargs)
-        )
-        result = func(*plain_args, **plain_kwargs)
-        if func._schema.is_mutable:
-            for target in _written(func, args, kwargs):
-                if isinstance(target, OfParameter):
-                    if target.gathered is not None:
-                        target.gathered.write_back()
-                elif first.n_stages > 1:
-                    raise _of_one_stage(f"`{func}` into a plain tensor")
-            return args[0] if func._schema.returns else None
-        gathered = first.gathered if _is_view(func) else None
-        return _of_parameter(result, first.name_of, first.n_stages, gathered)
-
-
 def as_parameter(tensor: Sharded, requires_grad: bool) -> torch.nn.Parameter:
     """A `Sharded` leaf that modules and optimizers take for a parameter."""
     made = torch.nn.Parameter(tensor, requires_grad)
@@ -220,31 +137,17 @@ def _spreads(values: Any) -> list[Spread]:
     return [v.spread for v in pytree.tree_leaves(values) if isinstance(v, Sharded)]
 
 
-def _written(func: Any, args: Any, kwargs: Any) -> list[Any]:
-    """The tensors that an operator changes, flat."""
-    found: list[Any] = []
-    for i, argument in enumerate(func._schema.arguments):
-        if argument.alias_info is not None and argument.alias_info.is_write:
-            value = args[i] if i < len(args) else kwargs.get(argument.name)
-            found += value if isinstance(value, (list, tuple)) else [value]
-    return found
-
-
 def _cut_to(spread: Spread, func: Any) -> Callable[[Any], Any]:
     """How an elementwise operator on shards of `spread` takes each of its arguments."""
 
     def cut(value: Any) -> Any:
         if isinstance(value, Sharded):
-            if value.spread is not spread and value.spread.cut != spread.cut:
-                raise NotSupportedError(
-                    f"`{func}` of `{spread.name}` and `{value.spread.name}`, which are cut "
-                    f"differently: {spread}; {value.spread}",
-                    hint="combine them as whole tensors: pm.full_state_dict()",
-                )
-            return value.local
+            if value.spread is spread or value.spread.cut == spread.cut:
+                return value.local
+            value = _whole_to_cut(value, spread, func)
         if isinstance(value, OfParameter):
             if value.n_stages > 1:
-                _check_one_parameter(func, {spread.name, value.name_of})
+                check_one_parameter(func, {spread.name, value.name_of})
             value = value.current()
         if isinstance(value, Tensor):
             return value if value.dim() == 0 or spread.is_whole else spread.local(value)
@@ -255,18 +158,52 @@ def _cut_to(spread: Spread, func: Any) -> Callable[[Any], Any]:
     return cut
 
 
+def _whole_to_cut(value: Sharded, to: Spread, func: Any) -> Tensor:
+    """The whole of an operand that is cut otherwise than the result."""
+    own = value.spread
+    if not own.is_whole and not own.may_gather:
+        raise NotSupportedError(
+            f"`{func}` of `{to.name}` ({to}) and `{own.name}` ({own}): this rank has other parts "
+            "of the two",
+            hint=f'optimizer_gather=["{own.name}"] gathers it for that, as autopar plans; or write '
+            "`.full_tensor()` of it, on all ranks",
+        )
+    return own.whole(value.local.detach())
+
+
+def _result_spread(func: Any, args: Any, kwargs: Any) -> Spread | None:
+    """The spread of what an elementwise operator returns or writes; None for a whole result."""
+    targets = written(func, args, kwargs) if func._schema.is_mutable else []
+    if targets:
+        first = targets[0].spread if isinstance(targets[0], Sharded) else None
+        return first if all(isinstance(t, Sharded) for t in targets) else None
+    tensors = [v for v in pytree.tree_leaves((args, kwargs)) if isinstance(v, Tensor)]
+    return _spread_of(tensors)
+
+
+def _spread_of(operands: Sequence[Any]) -> Spread | None:
+    """The spread of an elementwise result of these operands."""
+    tensors = [v for v in operands if isinstance(v, Tensor)]
+    spreads = [v.spread for v in tensors if isinstance(v, Sharded)]
+    if not spreads:
+        return None
+    if all(tuple(v.shape) in ((), spreads[0].shape) for v in tensors):
+        return spread_of_result(spreads, spreads[0].shape)
+    return spread_of_result(spreads, torch.broadcast_shapes(*(v.shape for v in tensors)))
+
+
 def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
     is_mutable = func._schema.is_mutable
-    if is_mutable and not all(isinstance(t, Sharded) for t in _written(func, args, kwargs)):
-        return _gathered(func, args, kwargs)  # a whole result of shards
-    spread = _spreads((args, kwargs))[0]
+    spread = _result_spread(func, args, kwargs)
+    if spread is None:
+        return _gathered(func, args, kwargs)
     cut = _cut_to(spread, func)
     locals_ = [cut(a) for a in args]
     local_kwargs = {k: cut(v) for k, v in kwargs.items()} if kwargs else kwargs
     if is_mutable:
         func(*locals_, **local_kwargs)
         # Below autograd, torch does not count writes.
-        increment_version([target.local for target in _written(func, args, kwargs)])
+        increment_version([target.local for target in written(func, args, kwargs)])
         return args[0] if func._schema.returns else None
     return _wrapped(func(*locals_, **local_kwargs), spread)
 
@@ -283,11 +220,14 @@ def _elementwise_lists(func: Any, args: Any, kwargs: Any) -> Any:
     """A `_foreach_` or `_fused_` operator: the i-th items of all lists belong together."""
     lists = [a for a in args if isinstance(a, (list, tuple))]
     n_items = max(len(a) for a in lists)
-    spreads: list[Spread | None] = [None] * n_items
-    for values in lists:
-        for i, value in enumerate(values):
-            if isinstance(value, Sharded):
-                spreads[i] = spreads[i] or value.spread
+    items = [[a[i] for a in lists if i < len(a)] for i in range(n_items)]
+    is_mutable = func._schema.is_mutable
+    spreads = [
+        item[0].spread if is_mutable and isinstance(item[0], Sharded) else _spread_of(item)
+        for item in items
+    ]
+    if any(at is None and _spreads(item) for at, item in zip(spreads, items, strict=True)):
+        return _gathered(func, args, kwargs)
 
     def cut(value: Any) -> Any:
         if isinstance(value, (list, tuple)) and len(value) == n_items:
@@ -297,13 +237,12 @@ def _elementwise_lists(func: Any, args: Any, kwargs: Any) -> Any:
 
     several = next((at.n_stages for at in spreads if at is not None), 1) > 1
     if several and any(isinstance(v, OfParameter) for v in (*args, *kwargs.values())):
-        raise _of_one_stage(f"`{func}` with a value of one parameter")
-    if func._schema.is_mutable:
+        raise of_one_stage(f"`{func}` with a value of one parameter")
+    if is_mutable:
         _check_written(func, args, kwargs, spreads)
     result = func(*map(cut, args), **{k: cut(v) for k, v in kwargs.items()})
-    if func._schema.is_mutable:
-        written = _written(func, args, kwargs)
-        increment_version([local_of(target) for target in written])
+    if is_mutable:
+        increment_version([local_of(target) for target in written(func, args, kwargs)])
         return None
     pairs = zip(result, spreads, strict=True)
     return [r if at is None else Sharded(r, at) for r, at in pairs]
@@ -311,8 +250,7 @@ def _elementwise_lists(func: Any, args: Any, kwargs: Any) -> Any:
 
 def _check_written(func: Any, args: Any, kwargs: Any, spreads: Sequence[Spread | None]) -> None:
     """Raise `NotSupportedError` for a whole tensor that would be changed beside a shard."""
-    written = _written(func, args, kwargs)
-    for k, value in enumerate(written):
+    for k, value in enumerate(written(func, args, kwargs)):
         at = spreads[k % len(spreads)]
         is_whole = isinstance(value, Tensor) and not isinstance(value, Sharded) and value.dim()
         if is_whole and at is not None and not at.is_whole:
@@ -357,7 +295,7 @@ def _reduced(func: Any, args: Any, kwargs: Any) -> Any:
     reduction = reduction_of(func, args, kwargs, spread.shape)
     if spread.is_whole or reduction is None or not isinstance(args[0], Sharded):
         return _gathered(func, args, kwargs)
-    return _of_parameter(_reduce(reduction, args[0]), spread.name, spread.n_stages)
+    return of_parameter(_reduce(reduction, args[0]), spread.name, spread.n_stages)
 
 
 def _reduce(reduction: Reduction, tensor: Sharded) -> Tensor:
@@ -390,7 +328,7 @@ def _norms(func: Any, args: Any, kwargs: Any) -> Any:
         for i, tensor, total in zip(positions, tensors, sums.unbind(), strict=True):
             out[i] = norm.finish(total, tensor.spread.shape, tensor.dtype)
     return [
-        _of_parameter(value, t.spread.name, t.spread.n_stages) if isinstance(t, Sharded) else value
+        of_parameter(value, t.spread.name, t.spread.n_stages) if isinstance(t, Sharded) else value
         for value, t in zip(out, args[0], strict=True)
     ]
 
@@ -410,20 +348,20 @@ def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
     if first.n_stages > 1:
         values = pytree.tree_leaves((args, kwargs))
         own = {v.name_of for v in values if isinstance(v, OfParameter)}
-        _check_one_parameter(func, own | {spread.name for spread in spreads})
-    gathered: dict[int, _Gathered] = {}
+        check_one_parameter(func, own | {spread.name for spread in spreads})
+    gathered: dict[int, Gathered] = {}
 
     def whole(value: Any) -> Any:
         if isinstance(value, Sharded) and not value.spread.is_whole:
             copy = value.spread.whole(value.local.detach())
-            gathered[id(value)] = _Gathered(value, copy, value.local._version)
+            gathered[id(value)] = Gathered(value, copy, value.local._version)
             return copy
         return value.current() if isinstance(value, OfParameter) else local_of(value)
 
     plain_args, plain_kwargs = pytree.tree_map_only(Tensor, whole, (tuple(args), dict(kwargs)))
     result = func(*plain_args, **plain_kwargs)
     if func._schema.is_mutable:
-        for target in _written(func, args, kwargs):
+        for target in written(func, args, kwargs):
             if isinstance(target, Sharded):
                 if id(target) in gathered:
                     gathered[id(target)].write_back()
@@ -431,10 +369,10 @@ def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
                 if target.gathered is not None:
                     target.gathered.write_back()
             elif first.n_stages > 1:
-                raise _of_one_stage(f"`{func}` into a plain tensor")
+                raise of_one_stage(f"`{func}` into a plain tensor")
         return args[0] if func._schema.returns else None
-    viewed = gathered.get(id(args[0])) if _is_view(func) else None
-    return _of_parameter(result, first.name, first.n_stages, viewed)
+    viewed = gathered.get(id(args[0])) if is_view(func) else None
+    return of_parameter(result, first.name, first.n_stages, viewed)
 
 
 def _random(func: Any, args: Any, kwargs: Any) -> Any:
@@ -456,31 +394,6 @@ def _collective(func: Any, args: Any, kwargs: Any) -> Any:
         "parallel module, or on its gradient",
         hint="leave it out: pm.step synchronises gradients, and parameters are the same on all "
         "ranks; pm.full_state_dict() and pm.full_gradients() have whole tensors",
-    )
-
-
-def _is_view(func: Any) -> bool:
-    return any(r.alias_info is not None for r in func._schema.returns)
-
-
-def _of_parameter(result: Any, name: str, n_stages: int, gathered: _Gathered | None = None) -> Any:
-    """Mark results where that matters: with several stages, and views of gathered tensors."""
-    if n_stages == 1 and gathered is None:
-        return result
-    return pytree.tree_map_only(
-        Tensor, lambda value: OfParameter(value, name, n_stages, gathered), result
-    )
-
-
-def _check_one_parameter(func: Any, names: set[str]) -> None:
-    if len(names) > 1:
-        raise _of_one_stage(f"`{func}` of values of {len(names)} parameters")
-
-
-def _of_one_stage(what: str) -> NotSupportedError:
-    return NotSupportedError(
-        f"{what}: with pipeline stages, a rank has the parameters of its own stage only",
-        hint="pm.clip_grad_norm_(c) clips by the norm over all stages, and returns it",
     )
 
 

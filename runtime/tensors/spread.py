@@ -72,8 +72,18 @@ class Spread:
 
     @cached_property
     def cut(self) -> tuple[object, ...]:
-        """Equal for tensors that are cut alike."""
-        return self.shape, self.parameter.dims, self.parameter.stored.spec, self.sizes
+        """Equal for tensors that are cut alike: each dim by the same axes, in the same strides."""
+        spec, dims = self.parameter.stored.spec, [list(f) for f in self.parameter.dims]
+        padded = tuple(map(math.prod, dims))
+        cuts: list[tuple[int, int, int]] = []
+        for axis in spec.order or range(len(self.sizes)):
+            placement = spec.placements[axis]
+            if placement.is_shard and self.sizes[axis] > 1:
+                dim, factor = placement.cell
+                cuts.append((dim, axis, math.prod(dims[dim][:factor])))
+                dims[dim][factor] //= self.sizes[axis]
+        # Cuts of different dims commute.
+        return self.shape, padded, self.sizes, tuple(sorted(cuts, key=lambda cut: cut[0]))
 
     def local(self, whole: Tensor) -> Tensor:
         """This rank's shard of a tensor that broadcasts to the whole shape."""
@@ -119,6 +129,16 @@ class Spread:
         placements = self.parameter.stored.spec.placements
         cuts = [f"{p} on {n}" for p, n in zip(placements, names, strict=True) if p.is_shard]
         return ", ".join(cuts) or "whole on every rank"
+
+
+def spread_of_result(spreads: Sequence[Spread], shape: Sequence[int]) -> Spread | None:
+    """How the result of an elementwise operator is spread: as an operand of its shape is.
+
+    A sharded one, if there is one: whole operands are cut without communication. None if no
+    operand has that shape.
+    """
+    fitting = [spread for spread in spreads if spread.shape == tuple(shape)]
+    return next((spread for spread in fitting if not spread.is_whole), next(iter(fitting), None))
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:

@@ -18,7 +18,7 @@ in float64, or must raise the error.
 FILES = (
     "parameters optimizers data values modules state lora frameworks tutorials tutorial_models "
     "torch_tools training_scripts adapters prompts factors alignment references vision updates "
-    "language lightning_loops"
+    "teachers language lightning_loops"
 ).split()
 for file in FILES:
     importlib.import_module(f"tests.habits.{file}")

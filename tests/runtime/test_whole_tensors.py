@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -13,7 +14,10 @@ import torch
 from torch import Tensor
 
 from autopar.errors import NotSupportedError
+from autopar.placement import I, R, S, Spec
+from autopar.program import StoredParameter
 from autopar.runtime.launch import ThreadWorld, run_threads
+from autopar.runtime.state import StageState
 from autopar.runtime.tensors import OfParameter, Sharded, Spread, stored_parameter
 from tests.helpers.state_model import Sizes, pipeline_of, seeded_model, thread_place
 
@@ -156,6 +160,88 @@ def test_a_shard_is_not_taken_for_the_whole(name: str) -> None:
         x = Sharded(spread.local(torch.ones(p.shape)), spread)
         with pytest.raises(NotSupportedError, match=r"qkv\.weight"):
             WHOLE[name](x, x)
+
+    run_threads(work, pipeline.n_ranks)
+
+
+def cut_as(p: StoredParameter, spec: Spec, place: StageState, may_gather: bool = False) -> Spread:
+    """The spread of a tensor like `p` that is cut by `spec`."""
+    dims = tuple((n,) for n in p.shape)
+    like = replace(p, name=f"{p.name} by {spec}", dims=dims, stored=replace(p.stored, spec=spec))
+    at = tuple(place.coordinate)
+    return Spread(like, place.sizes, at, place.groups, may_gather=may_gather)
+
+
+def other_specs(p: StoredParameter, sizes: Sizes) -> list[Spec]:
+    """Whole on every rank, in both ways, and cut along each dim by the last axis."""
+    n, rest = sizes[-1], len(sizes) - 1
+    cuts = [S(d) for d, size in enumerate(p.shape) if n > 1 and size % n == 0]
+    return [Spec((how,) * len(sizes)) for how in (I, R)] + [Spec((I,) * rest + (c,)) for c in cuts]
+
+
+@pytest.mark.parametrize("shapes", MESHES, ids=str)
+def test_operands_that_are_cut_differently(shapes: tuple[Sizes, ...]) -> None:
+    """A whole operand is cut, one that is cut otherwise gathered, whichever comes first."""
+    pipeline = pipeline_of(shapes)
+    values = {n: p.detach() for n, p in seeded_model().named_parameters()}
+
+    def work(world: ThreadWorld) -> None:
+        place = thread_place(pipeline, world)
+        for p in place.parameters:
+            plain: Values = values[p.name], other(values[p.name])
+            own = Spread(p, place.sizes, tuple(place.coordinate), place.groups, may_gather=True)
+            for spec in other_specs(p, place.sizes):
+                spread = cut_as(p, spec, place, may_gather=True)
+                for pair in ((own, spread), (spread, own)):
+                    cut = [Sharded(s.local(v), s) for v, s in zip(plain, pair, strict=True)]
+                    for name, case in ELEMENTWISE.items():
+                        found, expected = case(*cut), case(*plain)
+                        assert isinstance(found, Sharded), name
+                        message = f"{name} of {p.name} on {shapes}, by {spec}"
+                        torch.testing.assert_close(
+                            found.full_tensor(), expected, rtol=1e-5, atol=1e-5, msg=message
+                        )
+
+    run_threads(work, pipeline.n_ranks)
+
+
+def test_an_operand_that_is_cut_differently_is_gathered_only_if_allowed() -> None:
+    pipeline = pipeline_of(((1, 2),))
+
+    def work(world: ThreadWorld) -> None:
+        place = thread_place(pipeline, world)
+        (p,) = (p for p in place.parameters if p.name == "qkv.weight")
+        rows, columns, whole = (cut_as(p, Spec((I, c)), place) for c in (S(0), S(1), I))
+        x, y, z = (Sharded(s.local(torch.ones(p.shape)), s) for s in (rows, columns, whole))
+        for combined in (
+            lambda: x + y,
+            lambda: x.add_(y),
+            lambda: z.copy_(x),
+            lambda: torch._foreach_lerp_([x], [y], 0.1),
+        ):
+            with pytest.raises(NotSupportedError, match="optimizer_gather"):
+                combined()
+        torch._foreach_lerp_([x], [z * 3], 0.5)
+        assert torch.equal(x.full_tensor(), torch.full(p.shape, 2.0))
+        assert isinstance(z + x, Sharded)
+        z.copy_(x.full_tensor())
+        assert torch.equal(z.local, torch.full(p.shape, 2.0))
+
+    run_threads(work, pipeline.n_ranks)
+
+
+def test_a_result_that_broadcasts_is_as_large_as_in_one_process() -> None:
+    pipeline = pipeline_of(((1, 2),))
+
+    def work(world: ThreadWorld) -> None:
+        place = thread_place(pipeline, world)
+        for p in place.parameters:
+            if p.shape != (8,):
+                continue
+            spread = cut_as(p, Spec((I, S(0))), place, may_gather=True)
+            x, many = Sharded(spread.local(torch.ones(8)), spread), torch.ones(4, 8)
+            for found in (x * many, many * x, torch.where(many > 0, x, many)):
+                assert torch.equal(whole_of(found), many)
 
     run_threads(work, pipeline.n_ranks)
 
