@@ -176,6 +176,8 @@ class Builder:
         """`value[index]`; `value` is a multi-output node, or a tuple from an inlined region."""
         if not isinstance(value, fx.Node):
             return value[index]
+        if value.meta["val"][index] is None:
+            return None
         name = result_name(value, index)
         node = self.graph.create_node("call_function", operator.getitem, (value, index), name=name)
         result = value.meta["val"][index]

@@ -249,9 +249,11 @@ def _held_tensor(model: nn.Module, exported: ExportedProgram, name: str) -> torc
     if isinstance(held, FakeTensor):
         raise CaptureError(
             f"a parameter or buffer of shape {tuple(held.shape)} is read through a plain container "
-            "of the model, where the trace would keep its value, and give it no gradient",
+            "of the model, or as `.data`, where the trace would keep its value, and give it no "
+            "gradient",
             hint="read it as an attribute (`self.weight`), or from an nn.ParameterDict or "
-            "nn.ParameterList",
+            "nn.ParameterList; `p.detach()` in place of `p.data`, and updates of parameters after "
+            "the step",
         )
     # Parameters are lifted without gradient, so only their memory tells.
     memory = 0 if held.is_meta else held.data_ptr()

@@ -37,6 +37,7 @@ from autopar.placement import (
     local_dims,
 )
 from autopar.program import (
+    DEVICE,
     UNUSED,
     CallLine,
     DetachLine,
@@ -107,7 +108,7 @@ class _Checker:
         self.axes = range(len(self.sizes))
         names = self.program.axis_names
         # Names in the generated function that are not tensors: the device and the groups.
-        self.words = {"device"} | {
+        self.words = {DEVICE.name} | {
             "_".join(names[a] for a in axes)
             for n in range(1, len(names) + 1)
             for axes in itertools.combinations(self.axes, n)

@@ -3,7 +3,7 @@
 Some operators are composed by torch of differentiable ones (`CompositeImplicitAutograd`:
 `movedim`, `outer`, `fft_fftn`, `gru`). They need no rule, because their parts have rules. A few
 others have a decomposition in torch's tables that computes the same as their kernel
-(`PYTHON_DECOMPOSITIONS`).
+(`PYTHON_DECOMPOSITIONS`), and so have derivatives (`derivatives.py`).
 
 Three kinds of operators are kept whole. An operator with a rule: its rule knows more than the rules
 of its parts. An operator with parts that run under a no-grad guard of the C++ code: in the graph
@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture.builder import Builder, TracedCall, is_differentiable
 from autopar.capture.inplace import functionalise
+from autopar.capture.rewrites.derivatives import derivative
 from autopar.capture.trace import GRAD_ENABLED, REGION
 from autopar.operators import function_of
 from autopar.rules import own_rule
@@ -41,6 +42,14 @@ PYTHON_DECOMPOSITIONS = frozenset(
         aten.block_diag.default,
         aten.channel_shuffle.default,
         aten.glu.default,
+        # Kernels of composites, which derivatives in forward read.
+        aten._native_batch_norm_legit.no_stats,
+        aten._unsafe_index_put.default,
+        aten.log_sigmoid_forward.default,
+        aten.native_group_norm.default,
+        aten.native_layer_norm.default,
+        aten.nll_loss2d_forward.default,
+        aten.nll_loss_forward.default,
         aten.pixel_shuffle.default,
         aten.pixel_unshuffle.default,
         aten.rot90.default,
@@ -88,6 +97,9 @@ def decomposition(b: Builder, call: TracedCall) -> tuple[fx.Graph, list[fx.Node]
 def _function(target: torch._ops.OpOverload) -> Callable[..., Any] | None:
     if target in PYTHON_DECOMPOSITIONS:
         return decomposition_table[target]
+    found = derivative(target)
+    if found is not None:
+        return found
     name = target._schema.name.removeprefix("aten::")
     if name.endswith("_copy") and own_rule(f"aten.{name[:-5]}.{target._overloadname}"):
         return getattr(getattr(aten, name[:-5]), target._overloadname)  # a view will do

@@ -24,6 +24,7 @@ from autopar.capture.names import source_line
 from autopar.capture.python_state import check_hooks, checked_trace
 from autopar.capture.trace.checkpointed import regions_marked
 from autopar.capture.trace.checks import checks_passed, without_checks
+from autopar.capture.trace.derivatives import DerivativeAskedError, derivatives_traced
 from autopar.capture.trace.functions import functions_kept
 from autopar.capture.trace.isolate import fake_copy, fake_inputs, fake_mode
 from autopar.capture.trace.replaced import Replaced, targets_in_rows
@@ -59,7 +60,8 @@ _HINTS_OF_FILES: tuple[tuple[str, str], ...] = (
     *(
         (
             f"torch/_functorch/{part}",
-            "torch.func and torch.vmap are not traced in forward; write their sums out",
+            "torch.func and torch.vmap are not traced in forward; torch.autograd.grad(..., "
+            "create_graph=True) is",
         )
         for part in ("apis.py", "vmap.py", "eager_transforms.py")
     ),
@@ -113,10 +115,12 @@ def export_model(
     loss_fn: LossFn | None,
     modes: Mapping[str, bool] | None = None,
     precision: Precision = AS_IT_IS,
+    derivatives: bool = False,
 ) -> tuple[ExportedProgram, AttributeReads]:
     """Trace a fake copy of `model`; also returns which attributes of modules the trace read.
 
     `modes`: the training mode of each module, by path; None: those that the model has.
+    `derivatives`: forward calls `torch.autograd.grad`; found by trying without.
 
     Raises `CaptureError` if the model cannot be one static graph: control flow or shapes depend
     on data, forward assigns tensors to attributes or changes Python values that it reads, or the
@@ -138,10 +142,16 @@ def export_model(
             warnings.simplefilter("always")
             try:
                 with (
-                    functions_kept(), regions_marked(), checks_passed(findings), Replaced(),
+                    functions_kept(),
+                    regions_marked(),
+                    checks_passed(findings),
+                    Replaced(),
+                    derivatives_traced(target if derivatives else None),
                     precision.autocast(),
-                ):  # fmt: skip
+                ):
                     made = torch.export.export(target, args, kwargs, strict=False)
+            except DerivativeAskedError:
+                raise
             except NotSupportedError as error:
                 where = error.where or _user_line(error)
                 raise NotSupportedError(error.what, where=where, hint=error.hint) from error
@@ -153,7 +163,13 @@ def export_model(
         _check_side_effects(model, caught)
         return made
 
-    exported, reads = checked_trace(model, twin, loss_fn, export)
+    try:
+        exported, reads = checked_trace(model, twin, loss_fn, export)
+    except DerivativeAskedError:
+        return export_model(
+            model, example_inputs, findings, training=training, loss_fn=loss_fn, modes=modes,
+            precision=precision, derivatives=True,
+        )  # fmt: skip
     for module in exported.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
             if loss_fn is not None:
