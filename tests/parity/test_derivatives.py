@@ -1,4 +1,4 @@
-"""Derivatives in forward: losses and gradients are those of one process.
+"""Derivatives in forward, and vmap: losses and gradients are those of one process.
 
 Penalties of critics, equations of physics, forces, meta-learning: the derivative of a derivative.
 """
@@ -7,16 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import grad
-from torch.func import functional_call
+from torch.func import functional_call, stack_module_state, vmap
 
 import autopar
-from autopar import CaptureError, Manual, NotSupportedError
+from autopar import Manual, NotSupportedError
 from tests.helpers.jobs import machine
 from tests.helpers.nightly import sampled
 from tests.parity.table import TOLERANCE
@@ -77,6 +77,30 @@ def meta_step(net: Any, x: Tensor) -> Tensor:
     return functional_call(net, moved, (x,)).pow(2).mean()
 
 
+def stacked(net: Any, x: Tensor) -> Tensor:
+    """vmap over rows, and over weights."""
+    rows = vmap(lambda row: net(row[None])[0])(x)
+    scales = torch.arange(1.0, 4.0, dtype=x.dtype)
+    outer = vmap(vmap(lambda s, row: net(s * row[None]).sum(), (None, 0)), (0, None), 1)(scales, x)
+    return rows.pow(2).mean() + outer.pow(2).mean()
+
+
+def functional(net: Any, x: Tensor) -> Tensor:
+    """The derivatives of torch.func, by rows, by weights, in both modes."""
+    each = vmap(torch.func.grad(lambda row: net(row[None]).sum()))(x)
+    jvp, vjp = cast(Any, torch.func.jvp), cast(Any, torch.func.vjp)
+    value, along = jvp(net, (x,), (torch.ones_like(x),))
+    out, pull = vjp(net, x)
+    weights = dict(net.named_parameters())
+    slopes, loss = torch.func.grad_and_value(lambda w: functional_call(net, w, (x,)).pow(2).mean())(
+        weights
+    )
+    moved = {n: w - 0.1 * slopes[n] for n, w in weights.items()}
+    inner = functional_call(net, moved, (x,)).pow(2).mean() + loss
+    squares = (each.pow(2).sum(1), (value * along)[:, 0], pull(out)[0].pow(2).sum(1))
+    return inner + torch.stack(squares).mean()
+
+
 class Attention(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -116,6 +140,8 @@ CASES: dict[str, tuple[Callable[[], nn.Module], Callable[[Any, Tensor], Tensor]]
     "constant": (lambda: mlp(nn.Tanh()), constant),
     "labels": (lambda: mlp(nn.Sigmoid()), by_labels),
     "meta step": (lambda: mlp(nn.Tanh()), meta_step),
+    "vmap": (lambda: mlp(nn.Tanh()), stacked),
+    "torch.func": (lambda: mlp(nn.SiLU()), functional),
     "attention": (Attention, penalty),
     "embedding": (Embedded, penalty),
     "embedding, weights": (Embedded, meta_step),
@@ -164,6 +190,31 @@ def test_a_step_is_eagers(name: str, layout: str) -> None:
     assert report.tolerance == report.capture_tolerance == TOLERANCE
 
 
+class Ensemble(nn.Module):
+    """vmap over the stacked parameters of modules."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.shape = (mlp(nn.Tanh()).to("meta"),)  # no submodule: its weights are below
+        weights, _ = stack_module_state([mlp(nn.Tanh()) for _ in range(3)])
+        self.weights = nn.ParameterDict({n.replace(".", "_"): w for n, w in weights.items()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = {n.replace("_", "."): w for n, w in self.weights.items()}
+        each = vmap(lambda w, v: functional_call(self.shape[0], w, (v,)), (0, None))(weights, x)
+        return each.var(0).mean() + each.pow(2).mean()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("layout", ["one", "dp"])
+def test_vmap_over_stacked_parameters(layout: str) -> None:
+    shape = (1, 1) if layout == "one" else (1, 2)
+    x = torch.randn(ROWS, WIDTH, dtype=torch.float64)
+    autopar.verify(
+        Ensemble().double(), machine(shape), {"x": x}, precision="fp64", manual=LAYOUTS[layout]
+    ).raise_if_wrong()
+
+
 def dropped(net: Net, x: Tensor) -> Tensor:
     return penalty(lambda v: nn.functional.dropout(net(v)), x)
 
@@ -181,8 +232,17 @@ def batched(net: Net, x: Tensor) -> Tensor:
     return grad(out, x, torch.ones(2, ROWS, 1), is_grads_batched=True)[0].mean()
 
 
-def functional(net: Net, x: Tensor) -> Tensor:
-    return torch.func.grad(lambda v: net(v).sum())(x).pow(2).mean()
+def jacobian(net: Net, x: Tensor) -> Tensor:
+    return vmap(torch.func.jacrev(net))(x).pow(2).mean()
+
+
+def unseen(net: Net, x: Tensor) -> Tensor:
+    def row(v: Tensor) -> Tensor:
+        with torch.no_grad():
+            scale = net(v[None])
+        return net(v[None]) * scale
+
+    return vmap(row)(x).mean()
 
 
 @pytest.mark.parametrize(
@@ -191,7 +251,8 @@ def functional(net: Net, x: Tensor) -> Tensor:
         (dropped, NotSupportedError, "draws random numbers"),
         (backwards, NotSupportedError, "backward\\(\\) in forward"),
         (batched, NotSupportedError, "is_grads_batched"),
-        (functional, CaptureError, "create_graph=True\\) is"),
+        (jacobian, NotSupportedError, "jacrev"),
+        (unseen, NotSupportedError, "no_grad"),
     ],
 )
 def test_what_is_refused(

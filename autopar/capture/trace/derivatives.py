@@ -15,7 +15,7 @@ Derivatives without `create_graph=True` are detached. `backward()` is refused.
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, MutableMapping
+from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from types import CodeType
@@ -113,7 +113,7 @@ class _Tracker(MutableMapping[Tensor, Any]):
         if kernel.func in _SAME:
             self[kernel.result] = self[kernel.args[0]]
             return
-        self._check_differentiable(kernel)
+        check_differentiable(kernel.func, pytree.tree_leaves(kernel.result))
         is_random = torch.Tag.nondeterministic_seeded in kernel.func.tags
         if is_random or kernel.func._schema.is_mutable:
             why = "draws random numbers" if is_random else "writes in place"
@@ -130,18 +130,6 @@ class _Tracker(MutableMapping[Tensor, Any]):
         self._tracer.tensor_tracker = self._own  # results are not to be found, but entered
         track_tensor_tree(kernel.result, proxy, constant=None, tracer=self._tracer)
         self._tracer.tensor_tracker = self
-
-    @staticmethod
-    def _check_differentiable(kernel: _Kernel) -> None:
-        """Raise `NotSupportedError` for results without gradient beside one that has it."""
-        found = [t for t in pytree.tree_leaves(kernel.result) if isinstance(t, Tensor)]
-        has_grad = {t.requires_grad for t in found if t.is_floating_point() or t.is_complex()}
-        if len(has_grad) > 1 and kernel.func not in _KNOWN_STATISTICS:
-            raise NotSupportedError(
-                f"torch.autograd.grad in forward through `{kernel.func}`, of which autograd keeps "
-                "results that have no derivative",
-                hint="write it with operators of tensors",
-            )
 
     def __getitem__(self, tensor: Tensor) -> Any:
         if not self._find(tensor):
@@ -163,6 +151,18 @@ class _Tracker(MutableMapping[Tensor, Any]):
 
     def __len__(self) -> int:
         return len(self._own)
+
+
+def check_differentiable(func: torch._ops.OpOverload, results: Sequence[Any]) -> None:
+    """Raise `NotSupportedError` for results without gradient beside one that has it."""
+    found = [t for t in results if isinstance(t, Tensor)]
+    has_grad = {t.requires_grad for t in found if t.is_floating_point() or t.is_complex()}
+    if len(has_grad) > 1 and func not in _KNOWN_STATISTICS:
+        raise NotSupportedError(
+            f"a derivative in forward through `{func}`, of which autograd keeps results that have "
+            "no derivative",
+            hint="write it with operators of tensors",
+        )
 
 
 def _memory(tensor: Tensor) -> int:
@@ -213,6 +213,13 @@ def derivatives_traced(target: nn.Module | None) -> Iterator[None]:
             yield
         finally:
             _here.recorded = outer
+
+
+@contextmanager
+def derivatives_unseen() -> Iterator[None]:
+    """Within a trace, derivatives that are asked for here are another's affair."""
+    with _grad.off(), _backward.off():
+        yield
 
 
 def grad(args: Any, kwargs: Any) -> Any:

@@ -26,6 +26,7 @@ class Exchange:
         self.original: Callable[..., Any] = FunctionType(
             *own, function.__defaults__, function.__closure__
         )
+        self.original.__kwdefaults__ = function.__kwdefaults__
         self._own_code = function.__code__
         self._lock = threading.Lock()
         self._n_traces = 0

@@ -28,6 +28,7 @@ from autopar.capture.trace.derivatives import DerivativeAskedError, derivatives_
 from autopar.capture.trace.functions import functions_kept
 from autopar.capture.trace.isolate import fake_copy, fake_inputs, fake_mode
 from autopar.capture.trace.replaced import Replaced, targets_in_rows
+from autopar.capture.trace.transforms import transforms_traced
 from autopar.errors import CaptureError, NotSupportedError
 from autopar.operators import UnsupportedFunctionError
 from autopar.precision import AS_IT_IS, Precision
@@ -56,14 +57,6 @@ _HINTS_OF_FILES: tuple[tuple[str, str], ...] = (
     (
         "torch/distributions/",
         "the checks of a distribution depend on values: Categorical(..., validate_args=False)",
-    ),
-    *(
-        (
-            f"torch/_functorch/{part}",
-            "torch.func and torch.vmap are not traced in forward; torch.autograd.grad(..., "
-            "create_graph=True) is",
-        )
-        for part in ("apis.py", "vmap.py", "eager_transforms.py")
     ),
 )
 _DEFAULT_HINT = "check that the model runs on these inputs without autopar"
@@ -147,6 +140,7 @@ def export_model(
                     checks_passed(findings),
                     Replaced(),
                     derivatives_traced(target if derivatives else None),
+                    transforms_traced(),
                     precision.autocast(),
                 ):
                     made = torch.export.export(target, args, kwargs, strict=False)
