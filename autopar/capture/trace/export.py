@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import nn
 from torch.export import ExportedProgram
+from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from autopar import operators
@@ -27,6 +28,7 @@ from autopar.capture.trace.checks import checks_passed, without_checks
 from autopar.capture.trace.derivatives import DerivativeAskedError, derivatives_traced
 from autopar.capture.trace.functions import functions_kept
 from autopar.capture.trace.isolate import fake_copy, fake_inputs, fake_mode
+from autopar.capture.trace.quiet import quiet
 from autopar.capture.trace.replaced import Replaced, targets_in_rows
 from autopar.capture.trace.transforms import transforms_traced
 from autopar.errors import CaptureError, NotSupportedError
@@ -131,7 +133,7 @@ def export_model(
         target.training = twin.training  # not `train()`, which would set all modules
 
     def export() -> ExportedProgram:
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught, quiet():
             warnings.simplefilter("always")
             try:
                 with (
@@ -175,8 +177,14 @@ def export_model(
 
 
 def _check_kinds(model: nn.Module) -> None:
-    """Refuse TorchScript, which has no Python code to trace."""
+    """Refuse TorchScript, which has no Python code to trace, and modules without shapes."""
     for path, module in model.named_modules():
+        if any(map(is_lazy, (*module._parameters.values(), *module._buffers.values()))):
+            raise CaptureError(
+                f"`{path}` is a {type(module).__name__} before its first call: its parameters have "
+                "no shapes yet",
+                hint="run one batch first: model(**example_inputs)",
+            )
         if isinstance(module, torch.jit.ScriptModule):
             raise NotSupportedError(
                 f"{f'`{path}`' if path else 'the model'} is a TorchScript module",

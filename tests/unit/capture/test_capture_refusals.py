@@ -169,3 +169,10 @@ def test_misuse_is_explained(
     with pytest.raises(kind) as error:
         capture(model, (torch.randn(2, 4),), **options)
     assert message in str(error.value)
+
+
+def test_a_module_before_its_first_call() -> None:
+    model = nn.Sequential(nn.LazyLinear(4), nn.ReLU())
+    with pytest.raises(CaptureError, match="run one batch first") as error:
+        capture(model, (torch.ones(2, 3),), loss_fn=lambda out, batch: out.sum())
+    assert "`0` is a LazyLinear" in str(error.value)

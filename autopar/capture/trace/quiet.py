@@ -1,0 +1,63 @@
+"""Keeps torch from printing why a trace fails: the error of autopar says it in short.
+
+It logs, which is dropped in this thread. And it prints the whole graph traced so far, for errors
+that have the word "data-dependent": in this thread they have two words.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import CodeType
+from typing import Any
+
+from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
+
+from autopar.capture.trace.exchange import Exchange
+
+_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch.export._trace")
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Torch neither logs nor prints why a trace of this thread fails."""
+    here = threading.get_ident()
+    loggers = [logging.getLogger(name) for name in _LOGGERS]
+
+    def is_others(record: logging.LogRecord) -> bool:
+        return record.thread != here
+
+    for logger in loggers:
+        logger.addFilter(is_others)
+    try:
+        with _exchange.on():
+            yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(is_others)
+
+
+def made(error: RuntimeError, cond: Any, args: tuple[Any, ...]) -> None:
+    """What the constructor of torch's error does while any thread traces."""
+    if _exchange.is_on:
+        args = tuple(
+            a.replace("data-dependent", "data dependent") if isinstance(a, str) else a for a in args
+        )
+    _exchange.original(error, cond, *args)
+
+
+def _code() -> CodeType:
+    __class__: Any = None
+
+    def __init__(self: Any, cond: Any, *args: Any) -> None:
+        _ = __class__  # the code that this one replaces has the same free variable
+        from autopar.capture.trace.quiet import made  # these globals are torch's
+
+        made(self, cond, args)
+
+    return __init__.__code__
+
+
+_exchange = Exchange(GuardOnDataDependentSymNode.__init__, _code())  # type: ignore[arg-type]
