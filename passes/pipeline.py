@@ -27,7 +27,7 @@ facts of each pass.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import autopar.passes.fact_text  # noqa: F401  (registers how facts are printed)
 from autopar.codegen import emit, file_name
@@ -43,7 +43,7 @@ from autopar.passes.analysis import (
     pad,
     padded_for,
 )
-from autopar.passes.backward import differentiate
+from autopar.passes.backward import proved
 from autopar.passes.binding import (
     capture_plan,
     capture_step,
@@ -78,7 +78,7 @@ from autopar.passes.search import Planner, PlanningResult
 from autopar.plans import MANUAL, PlanData, Predicted, StageRecord
 from autopar.program import Pipeline, Program
 from autopar.schedule import ORDERS, forward_only
-from autopar.verifier import verify_joint, verify_pipeline
+from autopar.verifier import verify_pipeline
 
 
 @dataclass(frozen=True)
@@ -323,15 +323,7 @@ class Differentiate(Pass):
     provides = (Differentiated,)
 
     def run(self, facts: Compilation) -> Iterable[object]:
-        pipeline, device = facts[Pipeline], facts[Target].device
-        trains = pipeline.schedule.trains
-        stages = [
-            differentiate(s if s.trains == trains else replace(s, trains=trains), device)
-            for s in pipeline.stages
-        ]
-        for stage in stages:
-            verify_joint(stage)
-        yield Differentiated(tuple(stages))
+        yield Differentiated(proved(facts[Pipeline], facts[Target].device))
 
 
 @dataclass(frozen=True)

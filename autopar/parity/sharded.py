@@ -10,7 +10,7 @@ from torch import Tensor
 from autopar.codegen import emit, file_name
 from autopar.parity.alone import StepResult, gradients_of
 from autopar.parity.report import relative_error
-from autopar.passes.backward import differentiate
+from autopar.passes.backward import proved
 from autopar.placement import TensorType, gather
 from autopar.planning import Plan
 from autopar.runtime.execute import Environment, Executor, load_code
@@ -34,7 +34,7 @@ def thread_errors(
     """
     assert plan.bound is not None
     pipeline, program = plan.bound.pipeline, plan.bound.analysis.program
-    stages = [differentiate(stage, device.type) for stage in pipeline.stages]
+    stages = proved(pipeline, device.type)
     codes = [
         load_code(file_name(k), emit(stage, k, len(stages)))[0] for k, stage in enumerate(stages)
     ]

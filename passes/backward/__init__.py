@@ -6,9 +6,9 @@ one operator and of its derivative), `templates.py` (what stands for them in a p
 `gathers.py` (ZeRO-3 beside compute), `loss.py` (the loss, when the step ends), `apart.py`
 (gradients of weights apart), `provision.py` (gathers that are repeated, what is saved, frees).
 It may import `passes/analysis`, and what lies below `passes`.
-It hands on `differentiate`.
+It hands on `differentiate`, and `proved`, which also verifies what it wrote.
 """
 
-from autopar.passes.backward.joint import differentiate
+from autopar.passes.backward.joint import differentiate, proved
 
-__all__ = ["differentiate"]
+__all__ = ["differentiate", "proved"]

@@ -43,6 +43,7 @@ from autopar.program import (
     KernelLine,
     Local,
     MoveLine,
+    Pipeline,
     Ref,
     Segment,
     StageProgram,
@@ -55,6 +56,7 @@ from autopar.program import (
     taken_parameters,
 )
 from autopar.runtime.lowered import LOWERED
+from autopar.verifier import verify_joint
 
 
 def differentiate(
@@ -67,6 +69,16 @@ def differentiate(
     own (`apart.py`).
     """
     return _Walk(stage, device, weights_last).run()
+
+
+def proved(pipeline: Pipeline, device: str = "cpu") -> tuple[JointProgram, ...]:
+    """Every stage both ways, verified; for a pipeline without gradients, forward only."""
+    trains = pipeline.schedule.trains
+    stages = [s if s.trains == trains else replace(s, trains=trains) for s in pipeline.stages]
+    joints = tuple(differentiate(stage, device) for stage in stages)
+    for joint in joints:
+        verify_joint(joint)
+    return joints
 
 
 @dataclass
