@@ -53,11 +53,6 @@ class Megatron:
         return step_bound_s(whole_s, work_s, *on, passed_s=passed_s)
 
     @property
-    def is_idle(self) -> bool:
-        """Has a stage no parameter to optimise?"""
-        return not self.space.bounds.is_possible[self._firsts, self.last_layers].all()
-
-    @property
     def _firsts(self) -> list[int]:
         return [0, *(last + 1 for last in self.last_layers[:-1])]
 
@@ -94,16 +89,21 @@ def megatron_pipelines(space: PipelineSpace, manual: Manual | None = None) -> li
     n_least = max(min(mesh.n_ranks, MOST_LAYERS), manual.pp if manual else 0)
     limits = recipe_limits(options, manual)
     space = space.of_recipe(limits, n_least, max(mesh.n_ranks, MOST_LAYERS))
+    ends = _ends_that_learn(space)
+    flops = np.add.reduceat(space.layers.flops, [0, *(end + 1 for end in ends[:-1])]).tolist()
     cuts = {
-        n: balanced(space.layers.flops, n)
+        n: [ends[last] for last in balanced(flops, n)]
         for n in {n for n, _, _ in splits}
-        if n <= space.layers.n_layers
+        if n <= len(ends)
     }
     found = []
     for n_stages, dp, tp in splits:
         if n_stages not in cuts and manual is not None:
+            some = "1 stage" if len(ends) == 1 else f"{len(ends)} stages"
+            each = " with a parameter to optimise in each" * (len(ends) < space.layers.n_layers)
             raise OptionError(
-                f"Manual(pp={n_stages}): the model can be cut into {space.layers.n_layers} stages"
+                f"Manual(pp={n_stages}): the model can be cut into {some}{each}",
+                hint="give fewer stages, and dp or tp the other ranks",
             )
         if n_stages not in cuts:
             continue
@@ -116,6 +116,16 @@ def megatron_pipelines(space: PipelineSpace, manual: Manual | None = None) -> li
         on = space, view, tuple(cuts[n_stages])
         found += [Megatron(*on, m, manual is not None) for m in counts]
     return found
+
+
+def _ends_that_learn(space: PipelineSpace) -> list[int]:
+    """The layers after which stages may end, so that each has a parameter to optimise.
+
+    Those without are joined to the next that has one. If no parameter learns, all layers.
+    """
+    (learn,) = np.nonzero(np.diag(space.bounds.is_possible))
+    n_layers = space.layers.n_layers
+    return [*learn[:-1].tolist(), n_layers - 1] if len(learn) else [*range(n_layers)]
 
 
 def _splits(analysis: Analysis, mesh: Mesh, options: Options) -> Iterator[tuple[int, int, int]]:

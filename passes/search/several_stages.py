@@ -75,8 +75,6 @@ class SeveralStages:
 
     def _layered(self, node: Node, pipeline: Megatron, limit_s: float) -> Parts:
         candidate = pipeline.candidate
-        if pipeline.is_idle and not pipeline.is_manual:
-            return []
         nodes = RecipeNodes(self.levels, slack_rel=0.0)
         recipe = nodes.root([candidate])
         bound_s = max(node.bound_s, pipeline.layered_s)

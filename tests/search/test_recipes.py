@@ -7,6 +7,7 @@ import math
 from dataclasses import replace
 
 import pytest
+from torch import nn
 
 from autopar.capture import capture
 from autopar.errors import InfeasibleError, MeshError, OptionError
@@ -85,6 +86,23 @@ def test_stages_of_a_recipe_have_balanced_flops() -> None:
         bounds = itertools.pairwise([-1, *last])
         flops = [math.fsum(layers.flops[a + 1 : b + 1]) for a, b in bounds]
         assert max(flops) <= math.fsum(flops) / len(flops) + max(layers.flops)
+
+
+def test_every_stage_of_a_recipe_has_a_parameter_to_optimise() -> None:
+    """An optimizer of a rank without one would be refused by torch."""
+    model: nn.Module = Mlp(n_layers=8)
+    for layer in [*model.get_submodule("net").children()][:10]:
+        layer.requires_grad_(False)
+    rows = Analysis.of(capture(model, random_rows(0, "x", "y"), precision="fp64"))
+    mesh = cluster(2)
+    found, *_ = recipes(rows, mesh, hardware_of(mesh), Options.of(), Manual(pp=2))
+    infos = rows.program.parameters
+    for a, b in itertools.pairwise([0, *found.ends]):
+        read = {name for operator in rows.operators[a:b] for name in operator.inputs}
+        assert any(infos[name].requires_grad for name in read & infos.keys())
+    mesh = cluster(4)
+    with pytest.raises(OptionError, match="3 stages with a parameter to optimise in each"):
+        recipes(rows, mesh, hardware_of(mesh), Options.of(), Manual(pp=4))
 
 
 def test_stages_may_lie_on_two_nodes() -> None:
