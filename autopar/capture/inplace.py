@@ -289,7 +289,11 @@ def functional_form(target: object) -> torch._ops.OpOverload | None:
     if not _is_written(schema.arguments[0]) or not name.endswith("_") or name.endswith("__"):
         return None
     packet = getattr(aten, name[:-1], None)
-    return getattr(packet, target._overloadname, None) if packet is not None else None
+    if packet is None:
+        return None
+    # Overloads may have other names: `x.pow_(2)` is `pow_.Scalar`, and `pow.Scalar` is 2 ** x.
+    found = _with_arguments(packet, _described(schema.arguments))
+    return found or getattr(packet, target._overloadname, None)
 
 
 def _with_arguments(

@@ -109,13 +109,14 @@ def capture(
         precision = Precision.of(precision)
     rows = first_rows(example_inputs, accumulation) if accumulation else example_inputs
     findings = Findings()
-    exported, reads = export_model(
+    exported, reads, known = export_model(
         model, rows, findings, training=training, loss_fn=loss_fn, modes=modes,
         precision=precision,
     )  # fmt: skip
     prefix = "model." if loss_fn is not None else ""
     graph = inline_regions(exported.graph_module)
     changed = return_changes(model, exported, graph, prefix)
+    _check_known(known, exported, changed, prefix, live_buffers)
     values = [n.meta.get("val") for n in exported.graph.nodes if n.op == "placeholder"]
     mode = detect_fake_mode(values)
     assert mode is not None, "an exported graph has fake values"
@@ -145,6 +146,7 @@ def capture(
     if modes is None:
         modes = {path: module.training for path, module in model.named_modules()}
     held = tuple(buffer for leaf, buffer in roles.constant_buffers.items() if leaf in read)
+    held = (*held, *(buffer for buffer in known if buffer not in held))
     frozen = freeze(model, loss_fn, reads, modes if training else {}, held, findings)
     _refuse_learning(frozen, exported)
     return replace(
@@ -186,6 +188,20 @@ def _widened(make: Leaf) -> Leaf:
         return value.to(lifted_dtype(value.dtype))
 
     return made
+
+
+def _check_known(
+    known: Collection[str], exported: ExportedProgram, changed: Collection[str], prefix: str,
+    live_buffers: Collection[str],
+) -> None:  # fmt: skip
+    """Refuse buffers whose values the trace read, and that steps change."""
+    specs = exported.graph_signature.input_specs
+    names = {str(s.target).removeprefix(prefix) for s in specs if s.arg.name in changed}
+    for name in sorted({*known} & {*names, *live_buffers}):
+        raise NotSupportedError(
+            f"buffer `{name}` is read as a Python value in forward, and changes in a step",
+            hint="run one batch first, if it changes only then; else use torch.where",
+        )
 
 
 def _check_changes(exported: ExportedProgram, changes: Mapping[str, fx.Node]) -> None:

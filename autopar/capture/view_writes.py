@@ -3,8 +3,9 @@
     base' = scatter(base, written)    link by link, from the written view back to its base
     view' = view(base')               for every other view that is read later
 
-A link can be undone only if it selects a known part of the base (`SCATTERS`). A view can be
-rebuilt only if it is never a copy (`VIEWS`).
+A link can be undone only if it selects a known part of the base (`SCATTERS`), or all of a buffer
+(`buffer.detach()`; of a result, autograd would not see the write). A view can be rebuilt only if it
+is never a copy (`VIEWS`).
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ SCATTERS: dict[object, torch._ops.OpOverload] = {
 VIEWS = frozenset(
     {
         *SCATTERS,
+        aten.detach.default,
         aten.view.default,
         aten.expand.default,
         aten.unsqueeze.default,
@@ -53,13 +55,16 @@ def rebuilt_after(
     links = _links(target)
     base = _source(links[-1]) if links else target
     for view in links:
-        if view.target not in SCATTERS:
+        is_same = view.target is aten.detach.default and base.op == "placeholder"
+        if view.target not in SCATTERS and not is_same:
             raise CannotRebuild(view)
     for node in read_later:
         if (_source(above[-1]) if (above := _links(node)) else node) is not base:
             raise CannotRebuild(node)
     at = write
     for view in links:
+        if view.target not in SCATTERS:
+            continue
         arguments = (_source(view), at, *view.args[1:])
         at = _insert(write, at, SCATTERS[view.target], arguments, view.kwargs, _source(view))
     new = {base: at}

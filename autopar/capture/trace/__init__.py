@@ -3,8 +3,8 @@
 Read: `isolate.py`, `norms.py` (the fake copy); `export.py` (the trace); `exchange.py`, with
 `functions.py`, `checkpointed.py`, `derivatives.py`, `transforms.py` (`autograd.Function`,
 `torch.utils.checkpoint`, `torch.autograd.grad` and `torch.func` in the trace); `replaced.py`
-(functions that cannot be traced), `checks.py` (checks that only raise); `quiet.py` (what torch
-prints); `regions.py` (gradients off, autocast off).
+(functions that cannot be traced), `checks.py` (checks that only raise); `known.py` (values of
+constants); `quiet.py` (what torch prints); `regions.py` (gradients off, autocast off).
 May import `names.py`, `findings.py` and `python_state` of `capture`, and what `capture` may import.
 Mainly hands on `export_model` for `capture/pipeline.py`, and what later steps ask of a traced node.
 """

@@ -11,7 +11,7 @@ import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -28,6 +28,7 @@ from autopar.capture.trace.checks import checks_passed, without_checks
 from autopar.capture.trace.derivatives import DerivativeAskedError, derivatives_traced
 from autopar.capture.trace.functions import functions_kept
 from autopar.capture.trace.isolate import fake_copy, fake_inputs, fake_mode
+from autopar.capture.trace.known import Known, constants_read
 from autopar.capture.trace.quiet import quiet
 from autopar.capture.trace.replaced import Replaced, targets_in_rows
 from autopar.capture.trace.transforms import transforms_traced
@@ -63,6 +64,18 @@ _HINTS_OF_FILES: tuple[tuple[str, str], ...] = (
 )
 _DEFAULT_HINT = "check that the model runs on these inputs without autopar"
 _SIDE_EFFECT = "was assigned during export"
+
+
+# Hints of refusals that values of constants may lift.
+_HINTS_OF_VALUES = (*(hint for _, hint in _HINTS[:2]), _DATA_DEPENDENT_HINT)
+
+
+class Traced(NamedTuple):
+    """A trace; which attributes of modules it read, and which buffers for their values."""
+
+    exported: ExportedProgram
+    reads: AttributeReads
+    buffers: tuple[str, ...]
 
 
 class WithLoss(nn.Module):
@@ -110,12 +123,10 @@ def export_model(
     loss_fn: LossFn | None,
     modes: Mapping[str, bool] | None = None,
     precision: Precision = AS_IT_IS,
-    derivatives: bool = False,
-) -> tuple[ExportedProgram, AttributeReads]:
-    """Trace a fake copy of `model`; also returns which attributes of modules the trace read.
+) -> Traced:
+    """Trace a fake copy of `model`; also returns what the trace read of it as constants.
 
     `modes`: the training mode of each module, by path; None: those that the model has.
-    `derivatives`: forward calls `torch.autograd.grad`; found by trying without.
 
     Raises `CaptureError` if the model cannot be one static graph: control flow or shapes depend
     on data, forward assigns tensors to attributes or changes Python values that it reads, or the
@@ -124,6 +135,26 @@ def export_model(
     """
     _check_kinds(model)
     check_hooks(model, findings, training)
+    derivatives = constants = False
+    while True:
+        try:
+            return _traced(
+                model, example_inputs, training, loss_fn, modes, precision, derivatives, constants
+            )
+        except DerivativeAskedError:
+            derivatives = True
+        except CaptureError as error:
+            if constants or error.hint not in _HINTS_OF_VALUES:
+                raise
+            constants = True
+
+
+def _traced(
+    model: nn.Module, example_inputs: Mapping[str, Any] | Sequence[Any], training: bool,
+    loss_fn: LossFn | None, modes: Mapping[str, bool] | None, precision: Precision,
+    derivatives: bool, constants: bool,
+) -> Traced:  # fmt: skip
+    """One try; forward may ask for derivatives, and for values of constants, if they are True."""
     mode = fake_mode()
     twin = fake_copy(model, mode, training, modes, precision)
     args, kwargs = fake_inputs(mode, example_inputs)
@@ -131,6 +162,7 @@ def export_model(
     if loss_fn is not None:
         target = WithLoss(twin, loss_fn)
         target.training = twin.training  # not `train()`, which would set all modules
+    known = Known(model, twin) if constants else None
 
     def export() -> ExportedProgram:
         with warnings.catch_warnings(record=True) as caught, quiet():
@@ -143,6 +175,7 @@ def export_model(
                     Replaced(),
                     derivatives_traced(target if derivatives else None),
                     transforms_traced(),
+                    constants_read(known, target),
                     precision.autocast(),
                 ):
                     made = torch.export.export(target, args, kwargs, strict=False)
@@ -159,13 +192,7 @@ def export_model(
         _check_side_effects(model, caught)
         return made
 
-    try:
-        exported, reads = checked_trace(model, twin, loss_fn, export)
-    except DerivativeAskedError:
-        return export_model(
-            model, example_inputs, findings, training=training, loss_fn=loss_fn, modes=modes,
-            precision=precision, derivatives=True,
-        )  # fmt: skip
+    exported, reads = checked_trace(model, twin, loss_fn, export)
     for module in exported.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
             if loss_fn is not None:
@@ -173,7 +200,7 @@ def export_model(
             targets_in_rows(module.graph)
             without_checks(module.graph)
             _check_static(model, module.graph)
-    return exported, reads
+    return Traced(exported, reads, tuple(sorted(known.buffers)) if known else ())
 
 
 def _check_kinds(model: nn.Module) -> None:
