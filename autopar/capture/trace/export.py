@@ -139,8 +139,9 @@ def export_model(
     while True:
         try:
             return _traced(
-                model, example_inputs, training, loss_fn, modes, precision, derivatives, constants
-            )
+                model, example_inputs, findings, training, loss_fn, modes, precision,
+                derivatives, constants,
+            )  # fmt: skip
         except DerivativeAskedError:
             derivatives = True
         except CaptureError as error:
@@ -150,9 +151,9 @@ def export_model(
 
 
 def _traced(
-    model: nn.Module, example_inputs: Mapping[str, Any] | Sequence[Any], training: bool,
-    loss_fn: LossFn | None, modes: Mapping[str, bool] | None, precision: Precision,
-    derivatives: bool, constants: bool,
+    model: nn.Module, example_inputs: Mapping[str, Any] | Sequence[Any], findings: Findings,
+    training: bool, loss_fn: LossFn | None, modes: Mapping[str, bool] | None,
+    precision: Precision, derivatives: bool, constants: bool,
 ) -> Traced:  # fmt: skip
     """One try; forward may ask for derivatives, and for values of constants, if they are True."""
     mode = fake_mode()
