@@ -42,7 +42,8 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = (str(Path(__file__).parents[1]), str(Path(operators.__file__).parent))
 _DATA_DEPENDENT_HINT = "use masks and torch.where, so that every shape is known before the step"
-_HINTS: tuple[tuple[str, str], ...] = (
+# Refusals that values of constants may lift.
+_OF_VALUES: tuple[tuple[str, str], ...] = (
     (
         "GuardOnDataDependent",
         "a branch depends on tensor values; use torch.where or tensor arithmetic instead",
@@ -53,6 +54,9 @@ _HINTS: tuple[tuple[str, str], ...] = (
         "DataDependentOutput",
         "a Python number is read from a tensor; keep the computation in tensors",
     ),
+)
+_HINTS: tuple[tuple[str, str], ...] = (
+    *_OF_VALUES,
     ("TypeError", "check that model(**example_inputs) runs without autopar"),
 )
 # Parts of torch that the trace was in -> what to write.
@@ -64,10 +68,6 @@ _HINTS_OF_FILES: tuple[tuple[str, str], ...] = (
 )
 _DEFAULT_HINT = "check that the model runs on these inputs without autopar"
 _SIDE_EFFECT = "was assigned during export"
-
-
-# Hints of refusals that values of constants may lift.
-_HINTS_OF_VALUES = (*(hint for _, hint in _HINTS[:2]), _DATA_DEPENDENT_HINT)
 
 
 class Traced(NamedTuple):
@@ -145,7 +145,7 @@ def export_model(
         except DerivativeAskedError:
             derivatives = True
         except CaptureError as error:
-            if constants or error.hint not in _HINTS_OF_VALUES:
+            if constants or error.hint not in {hint for _, hint in _OF_VALUES}:
                 raise
             constants = True
 
