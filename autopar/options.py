@@ -111,7 +111,8 @@ class Options:
     `memory_margin`  the margin, a share of the device's memory; None: the one of the hardware
     `tolerance`      relative; the search ends once no plan can be faster by more
     `tie`            relative; among plans this close to the fastest the simplest is chosen
-    `time_limit_s`   when it has passed, the best plan so far is returned, with its gap
+    `time_limit_s`   when it has passed, the best plan so far is returned, with its gap; None: the
+                     search goes on to its end
     `batch_dims`     input path -> the dim that counts samples, None for an input without one;
                      inferred for inputs that are not named
     `fallback`       what to do with operators without a rule (`passes/analysis/fallback.py`)
@@ -143,7 +144,7 @@ class Options:
     solver: Literal["auto", "ilp"] = "auto"
     tolerance: float = 0.01
     tie: float = 0.02
-    time_limit_s: float | None = None
+    time_limit_s: float | None = 60.0
     batch_dims: Mapping[str, int | None] = field(default_factory=dict)
     optimizer_gather: tuple[str, ...] = ()
     loss_fn: Callable[[Any, Any], Any] | None = None

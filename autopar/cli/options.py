@@ -122,7 +122,7 @@ def _planning_flags(
         typer.Option(help="Take the simplest plan this close to the fastest (0.02)."),
     ] = None,
     time_limit_s: Annotated[
-        float | None, typer.Option(help="Seconds: then the best plan so far.")
+        float | None, typer.Option(help="Seconds: then the best plan so far (60).")
     ] = None,
 ) -> PlanRequest:
     given = {

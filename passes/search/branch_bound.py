@@ -9,7 +9,9 @@ is the fastest plan simulated so far. So when the loop ends, no plan is faster t
 more than the tolerance, if the bounds hold. Left out are nodes that nothing refines further, and
 those that were given up; `BranchAndBound.bound_s` counts them. The order in which nodes are
 proposed does not matter. Of bounds that are equal to the tolerance, a solved plan is first, because
-it may end the search.
+it may end the search. Bounds of some families of plans are further below their steps than those of
+others. So a name whose nodes were refined `_MOST_IN_A_ROW` times without a faster plan lets the
+next name have a turn: an incumbent found early rules out more.
 
 The *simplest* plan within `tie` of the incumbent is chosen, because predictions are off by more
 than that (`simplicity.py`). A node that may hold a simpler plan within the tie is refined, too.
@@ -26,6 +28,9 @@ from autopar.identity import Same
 from autopar.passes.search.evaluator import Placed
 from autopar.passes.search.simplicity import Simplicity
 from autopar.passes.search.simulator import Solved
+
+# Nodes of one name that are refined in a row, without a faster plan, before another has a turn.
+_MOST_IN_A_ROW = 8
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,7 +89,7 @@ class BranchAndBound:
 
     tolerance, tie   relative; both as in `Options`
     rank             how simple a simulated plan is
-    before           called before each refinement; may raise to end the search
+    before           called before each refinement; may raise to end the search, as refining may
     """
 
     tolerance: float
@@ -94,6 +99,7 @@ class BranchAndBound:
     found: list[Solved] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     _ranks: dict[Same, Simplicity] = field(default_factory=dict)
+    _row: _Row = field(default_factory=lambda: _Row())
 
     def run(self, roots: Iterable[Node]) -> None:
         """Refine until no node may hold a plan that matters."""
@@ -101,9 +107,11 @@ class BranchAndBound:
         while (work := self._next()) is not None:
             node, limit_s = work
             self.before(node)
-            self.nodes.remove(node)
+            self._row.add(node.name, self.incumbent_s)
             assert node.refine is not None, "only such nodes are next"
-            for part in node.refine(limit_s):
+            parts = list(node.refine(limit_s))
+            self.nodes.remove(node)  # not before: refining may raise to end the search
+            for part in parts:
                 if isinstance(part, Solved):
                     self.found.append(part)
                 else:
@@ -139,6 +147,7 @@ class BranchAndBound:
         worth_s = self.incumbent_s * (1 - self.tolerance)
         faster = [node for node in able if node.least_s < worth_s]
         if faster:
+            faster = self._row.without_its_name(faster)
             # A solved plan may become the incumbent, and may end the search.
             alike_s = faster[0].turn[0] * (1 + self.tolerance)
             solved = (n for n in faster if n.placed is not None and n.least_s < alike_s)
@@ -154,3 +163,23 @@ class BranchAndBound:
         if key not in self._ranks:
             self._ranks[key] = self.rank(solved)
         return self._ranks[key]
+
+
+@dataclass
+class _Row:
+    """How often nodes of one `name` were refined in a row without a faster plan."""
+
+    name: str = ""
+    incumbent_s: float = math.inf
+    length: int = 0
+
+    def add(self, name: str, incumbent_s: float) -> None:
+        goes_on = name == self.name and incumbent_s == self.incumbent_s
+        self.length = self.length + 1 if goes_on else 1
+        self.name, self.incumbent_s = name, incumbent_s
+
+    def without_its_name(self, nodes: list[Node]) -> list[Node]:
+        """The nodes of other names, if it is their turn and there are any."""
+        if self.length < _MOST_IN_A_ROW:
+            return nodes
+        return [node for node in nodes if node.name != self.name] or nodes

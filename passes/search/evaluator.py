@@ -8,7 +8,6 @@ simulated (`simulator.py`).
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Hashable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
@@ -46,6 +45,7 @@ from autopar.passes.intra import (
     recipe_cost,
 )
 from autopar.passes.search.stats import PlanningStats
+from autopar.passes.search.time_limit import TimeLimit
 from autopar.passes.solvers.problem import within
 from autopar.schedule import ORDERS, in_flight
 
@@ -121,8 +121,7 @@ class Evaluator:
 
     views, counts   the meshes and numbers of microbatches to expect: their problems are built
                     together
-    deadline        solves close their gaps until then, but each has a second at least; on the clock
-                    of `time.perf_counter`
+    limit           solves close their gaps within it, and none begins after it
     hides           if False, placements are chosen as if compute hid no communication
     prices          what problems share, for as long as this planning lasts
     """
@@ -133,7 +132,7 @@ class Evaluator:
     budget_bytes: float
     views: Sequence[LogicalMesh] = ()
     counts: Sequence[int] = ()
-    deadline: float = math.inf
+    limit: TimeLimit = field(default_factory=TimeLimit)
     hides: bool = True
     prices: Prices = field(default_factory=Prices)
     _chosen: dict[object, Chosen] = field(default_factory=dict)
@@ -322,12 +321,6 @@ class Evaluator:
                 )
         return self._choosers[key]
 
-    def _time_left_s(self) -> float | None:
-        """Seconds until the deadline, at least one; None without a deadline."""
-        if math.isinf(self.deadline):
-            return None
-        return max(1.0, self.deadline - time.perf_counter())
-
     def _choose_named(
         self, stage: _Stage, budget_bytes: float | None, limit_s: float = math.inf
     ) -> Chosen:
@@ -357,6 +350,7 @@ class Evaluator:
                 return unlimited
         key = stage.key, budget_bytes, self.recompute_key, self.hides
         if key not in self._chosen:
+            self.limit.check()
             cost, constraints = CostModel(stage.layout.view, self.dtype), stage.layout.constraints
             request = PlacementRequest(cost, stage.n_microbatches, constraints, stage.depth)
             if constraints.prefers_sharding:
@@ -364,7 +358,7 @@ class Evaluator:
             elif not self.hides:
                 request = replace(request, cost=replace(cost, hides=False), runs_on=cost)
             chosen = self._chooser(stage.part).choose(
-                request, budget_bytes, self.options.solver, self._time_left_s(), limit_s
+                request, budget_bytes, self.options.solver, self.limit.left_s, limit_s
             )
             if not chosen.settled:
                 return chosen

@@ -11,7 +11,6 @@ The search is `BranchAndBound.run` (`branch_bound.py`).
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -66,6 +65,7 @@ from autopar.passes.search.several_stages import SeveralStages
 from autopar.passes.search.simplicity import Simplicity, simplicity_of
 from autopar.passes.search.simulator import Simulator, Solved
 from autopar.passes.search.slower import WhySlower
+from autopar.passes.search.time_limit import TimeLimit, TimeUp
 from autopar.passes.solvers.problem import within
 from autopar.plans import Alternative, InputSignature
 from autopar.units import format_bytes
@@ -73,10 +73,6 @@ from autopar.units import format_bytes
 # So many candidates that do not fit are simulated at most, to say how much the leanest needs.
 _MOST_LEANEST = 8
 Progress = Callable[[str], None]
-
-
-class _TimeUp(Exception):
-    """`time_limit_s` has passed, and there is a plan."""
 
 
 @dataclass(frozen=True)
@@ -110,7 +106,7 @@ class Planner:
             self.analysis, self.options, self.hardware, self.budget_bytes,
             all_views(self.mesh, self.hardware, self.options, self._sizes),
             tuple(microbatch_counts(self.analysis, self.options, self.mesh.n_ranks)),
-            time.perf_counter() + (self.options.time_limit_s or math.inf), prices=self._prices,
+            TimeLimit.after(self.options.time_limit_s), prices=self._prices,
         )  # fmt: skip
 
     @property
@@ -151,20 +147,21 @@ class Planner:
         self._check_degrees()
         self._check_state()
         options = self.options
-        is_timed_out = False
+        is_timed_out, limit = False, self.evaluator.limit
 
         def before(node: Node) -> None:
             """Report what comes next; end the search if the time is up and there is a plan."""
-            if search.found and time.perf_counter() > self.evaluator.deadline:
-                raise _TimeUp
+            limit.has_plan = bool(search.found)
+            limit.check()
             self.report(f"planning {node.name}")
 
         search = BranchAndBound(options.tolerance, options.tie, self._rank, before)
         notes = list[Alternative]()
         try:
-            search.run(self._recipes())
-            search.run(self._roots())
-        except _TimeUp:
+            with limit.on():
+                search.run(self._recipes())
+                search.run(self._roots())
+        except TimeUp:
             is_timed_out = True
             passed = f"not tried when time_limit_s={options.time_limit_s:g} had passed"
             notes.append(Alternative("the rest", None, passed))

@@ -1,0 +1,47 @@
+"""When a search ends before it is done: once its time has passed, if there is a plan."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+
+class TimeUp(Exception):
+    """The time of a search has passed, and there is a plan."""
+
+
+@dataclass
+class TimeLimit:
+    """Until `deadline`, on the clock of `time.perf_counter`; it counts while `on` is entered."""
+
+    deadline: float = math.inf
+    has_plan: bool = False
+    _counts: bool = field(default=False, init=False)
+
+    @staticmethod
+    def after(seconds: float | None) -> TimeLimit:
+        """None: there is no limit."""
+        return TimeLimit(math.inf if seconds is None else time.perf_counter() + seconds)
+
+    @property
+    def left_s(self) -> float | None:
+        """At least one second, so that what has begun gets somewhere; None: there is no limit."""
+        if math.isinf(self.deadline):
+            return None
+        return max(1.0, self.deadline - time.perf_counter())
+
+    @contextmanager
+    def on(self) -> Iterator[None]:
+        self._counts = True
+        try:
+            yield
+        finally:
+            self._counts = False
+
+    def check(self) -> None:
+        """Raises `TimeUp`. Whatever takes long calls it before it begins."""
+        if self._counts and self.has_plan and time.perf_counter() > self.deadline:
+            raise TimeUp
