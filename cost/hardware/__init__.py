@@ -1,8 +1,8 @@
 """What a device and its links can do, in numbers, and which links a group of ranks crosses.
 
-Read `profile.py` (profiles), `hardware.py` (a mesh resolved to rates and links), `topology.py` (the
-links of a group of ranks), then `what_if.py` (profiles with changed figures). The shipped profiles
-are TOML files in `profiles/`.
+Read `names.py` (how devices are called), `profile.py` (profiles), `hardware.py` (a mesh resolved
+to rates and links), `topology.py` (the links of a group of ranks), then `what_if.py` (profiles
+with changed figures). The shipped profiles are TOML files in `profiles/`.
 
 This is the lowest room of `cost`: it may import no other room of it, only what lies below
 `cost`, such as `mesh.py`. It mainly hands on `Profile`, `Hardware` (made by `resolve`) and
@@ -28,6 +28,7 @@ from autopar.cost.hardware.profile import (
     available_profiles,
     figures_of,
     load_profile,
+    shipped_name,
 )
 from autopar.cost.hardware.topology import LinkGroup, even_group, flat_group, group_on
 from autopar.cost.hardware.what_if import changed, doublings, parse_changes, profile_of
@@ -57,4 +58,5 @@ __all__ = [
     "profile_of",
     "resolve",
     "resolve_on",
+    "shipped_name",
 ]

@@ -13,9 +13,10 @@ import torch
 
 from autopar.cost.hardware.profile import (
     Profile,
-    available_profiles,
     load_profile,
+    shipped_name,
     unit_part,
+    where_else,
 )
 from autopar.errors import NotSupportedError
 from autopar.mesh import Device, Link, Mesh
@@ -169,12 +170,11 @@ def detect() -> str:
     if not torch.cuda.is_available():
         return DEFAULT_PROFILE
     found = torch.cuda.get_device_name(0)
-    for name in available_profiles():
-        if found in load_profile(name).cuda_names:
-            return name
+    if (name := shipped_name(found)) is not None:
+        return name
     warnings.warn(
         f"no hardware profile matches {found!r}; planning for {DEFAULT_PROFILE}. "
-        f"Give Mesh(hardware=...): one of {', '.join(available_profiles())} or a .toml file",
+        f"Give Mesh(hardware=...); {where_else(found)}",
         stacklevel=2,
     )
     return DEFAULT_PROFILE

@@ -43,6 +43,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from autopar.cost.hardware.names import near_names, spelled
 from autopar.errors import OptionError
 from autopar.mesh import Figures, Link
 from autopar.units import format_bytes
@@ -98,8 +99,8 @@ class Quantity:
 class Profile:
     """A checked profile. `quantities` maps the dotted key to its quantity.
 
-    A CUDA device is this hardware if its name equals one of `cuda_names`. The whole name must be
-    equal, because "NVIDIA H100" is one card and "NVIDIA H100 PCIe" another.
+    A device is this hardware if torch calls it by one of `cuda_names` (also AMD's). The whole name
+    counts, because "NVIDIA H100" is one card and "NVIDIA H100 PCIe" another.
     """
 
     name: str
@@ -134,13 +135,36 @@ class Profile:
         return rates
 
 
+@cache
 def available_profiles() -> tuple[str, ...]:
     """The names of the shipped profiles."""
     return tuple(sorted(path.stem for path in PROFILE_FOLDER.glob("*.toml")))
 
 
+def shipped_name(given: str | Figures) -> str | None:
+    """The shipped profile that is spelled so; None if there is none.
+
+    A profile is known by its name and its `cuda_names`. Case, blanks and punctuation do not count.
+    """
+    if isinstance(given, Figures) or given in available_profiles():
+        return None if isinstance(given, Figures) else given
+    return next((name for name in available_profiles() if spelled(given) in _spellings(name)), None)
+
+
+def where_else(given: str) -> str:
+    """What to write instead of a name that no shipped profile has, as a hint."""
+    near = near_names(given, {name: _spellings(name) for name in available_profiles()})
+    meant = f"did you mean {' or '.join(map(repr, near))}? " if near else ""
+    return (
+        f"{meant}it is one of {', '.join(available_profiles())}, or the path of a .toml profile: "
+        "`autopar calibrate` writes one of this machine, docs/reference/hardware.md says how to "
+        "write one yourself"
+    )
+
+
 def load_profile(given: str | Path | Figures) -> Profile:
-    """Read and check a profile: a shipped one by name, a `.toml` file by path, or a plan's figures.
+    """Read and check a profile: a shipped one by name (`shipped_name`), a `.toml` file by path, or
+    a plan's figures.
 
     Raises `OptionError` where there is no such profile, or it is malformed.
     """
@@ -151,10 +175,10 @@ def load_profile(given: str | Path | Figures) -> Profile:
         if not path.is_file():
             raise OptionError(f"there is no hardware profile file {path}")
         return _read(path)
-    if given in available_profiles():
-        return _shipped(given)
-    hint = f"it is one of {', '.join(available_profiles())}, or the path of a .toml profile"
-    raise OptionError(f"unknown hardware profile {given!r}", hint=hint)
+    name = shipped_name(given)
+    if name is None:
+        raise OptionError(f"unknown hardware profile {given!r}", hint=where_else(given))
+    return _shipped(name)
 
 
 def figures_of(profile: Profile) -> Figures:
@@ -176,6 +200,12 @@ def _of_figures(figures: Figures) -> Profile:
 @cache
 def _shipped(name: str) -> Profile:
     return _read(PROFILE_FOLDER / f"{name}.toml")
+
+
+@cache
+def _spellings(name: str) -> tuple[str, ...]:
+    """How a shipped profile may be called: its name, then the names that torch gives the device."""
+    return tuple(map(spelled, (name, *_shipped(name).cuda_names)))
 
 
 def _read(path: Path) -> Profile:

@@ -52,7 +52,7 @@ from autopar.cost.transformer import (
 from autopar.errors import NotSupportedError, OptionError
 
 _ARXIV = re.compile(r"arXiv (\d{4}\.\d{4,5})")
-_AFTER_FLASH = ("h100", "h200", "b200")
+_AFTER_FLASH = ("h100", "h200", "b200", "gb200", "mi300x", "rtx-4090", "rtx-5090", "l40s", "l4")
 _NO_BF16 = ("v100",)
 _ORDERS: dict[str, Order] = {
     "1f1b": "1f1b", "1f1b-i": "interleaved", "interleaved": "interleaved", "gpipe": "gpipe",

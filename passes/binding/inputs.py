@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from autopar.cost.hardware import Hardware, available_profiles, figures_of, load_profile
+from autopar.cost.hardware import Hardware, figures_of, load_profile, shipped_name
 from autopar.errors import MeshError, OptionError, PlanError
 from autopar.mesh import Device, Figures, Link, Mesh
 from autopar.plans import InputSignature, MeshRecord, PlanData
@@ -118,7 +118,7 @@ def record_of(mesh: Mesh, hardware: Hardware) -> MeshRecord:
 
 def _own_figures(mesh: Mesh) -> dict[str, float]:
     """The figures of a mesh's profile, unless it is a shipped one, which its name finds again."""
-    if mesh.hardware is None or mesh.hardware in available_profiles():
+    if mesh.hardware is None or shipped_name(mesh.hardware) is not None:
         return {}
     return dict(figures_of(load_profile(mesh.hardware)).values)
 
@@ -140,7 +140,7 @@ def mesh_of(record: MeshRecord) -> Mesh:
     if record.hardware == "explicit":
         links = [Link(*numbers) for numbers in record.links]
         return Mesh(record.shape, record.axis_names, links=links, device=Device(**record.device))
-    if record.hardware not in available_profiles():
+    if shipped_name(record.hardware) is None:
         raise PlanError(
             f"the plan is for hardware {record.hardware!r}, which is no shipped profile, and does "
             "not have its figures",

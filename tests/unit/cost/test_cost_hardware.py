@@ -19,7 +19,9 @@ from autopar.cost.hardware import (
     detect,
     load_profile,
     resolve,
+    shipped_name,
 )
+from autopar.cost.hardware.names import spelled
 from autopar.cost.hardware.profile import DEFAULTS
 from autopar.errors import NotSupportedError, OptionError
 from autopar.mesh import Device, Link, Mesh
@@ -27,7 +29,9 @@ from autopar.mesh import Device, Link, Mesh
 CPU_TEXT = (PROFILE_FOLDER / "cpu-local.toml").read_text()
 UNITS = "_s|_per_s|_per_byte|_bytes|_fraction|_ratio|_count"
 SHIPPED = tuple(
-    "a100-40gb a100-80gb b200 cpu-local h100-96gb h100-sxm h200 v100-16gb v100-32gb".split()
+    """a100-40gb a100-80gb a100-pcie-40gb a100-pcie-80gb a10g b200 cpu-local gb200 h100-96gb
+    h100-nvl h100-pcie h100-sxm h200 l4 l40s mi300x rtx-3090 rtx-4090 rtx-5090 rtx-a6000 v100-16gb
+    v100-32gb""".split()
 )
 DEVICE = Device(flops_per_s=1e12, bytes_per_s=1e11, memory_bytes=1e10)
 
@@ -63,8 +67,63 @@ def test_unknown_profile_and_missing_file_are_wrong_options(tmp_path: Path) -> N
     with pytest.raises(OptionError, match="unknown hardware profile 'tpu'") as caught:
         resolve(Mesh((1, 4), hardware="tpu"))
     assert "v100-16gb, v100-32gb, or the path" in str(caught.value)
+    assert "did you mean" not in str(caught.value)
     with pytest.raises(OptionError, match="no hardware profile file"):
         load_profile(tmp_path / "none.toml")
+
+
+@pytest.mark.parametrize(
+    ("given", "name"),
+    [
+        ("rtx4090", "rtx-4090"),
+        ("RTX 4090", "rtx-4090"),
+        ("NVIDIA GeForce RTX 4090", "rtx-4090"),
+        ("MI300X", "mi300x"),
+        ("A100_80GB", "a100-80gb"),
+        ("A100-SXM4-80GB", "a100-80gb"),
+        ("nvidia h100 pcie", "h100-pcie"),
+        ("L4", "l4"),
+    ],
+)
+def test_spellings_of_a_name_are_one_profile(given: str, name: str) -> None:
+    mesh = Mesh((1, 2), hardware=given)
+    assert resolve(mesh) == resolve(Mesh((1, 2), hardware=name))
+    assert resolve(mesh).profile_name == name
+
+
+@pytest.mark.parametrize(
+    ("given", "near"),
+    [
+        ("4090", ["rtx-4090"]),
+        ("3090ti", ["rtx-3090"]),
+        ("H100-SXM5", ["h100-sxm", "h100-96gb", "h100-pcie", "h100-nvl"]),
+        ("h100", ["h100-sxm", "h100-nvl", "h100-pcie", "h100-96gb"]),
+        ("a100", ["a100-40gb", "a100-80gb", "a100-pcie-40gb", "a100-pcie-80gb"]),
+        ("l40", ["l40s", "l4"]),
+        ("h20", ["h200"]),
+        ("a6000", ["rtx-a6000"]),
+        ("cpu", ["cpu-local"]),
+        ("v100-23gb", ["v100-32gb", "v100-16gb"]),
+    ],
+)
+def test_names_that_are_near_are_suggested_and_not_taken(given: str, near: list[str]) -> None:
+    with pytest.raises(OptionError, match=f"unknown hardware profile '{given}'") as caught:
+        load_profile(given)
+    meant = re.search(r"did you mean (.*?)\?", str(caught.value))
+    assert meant is not None
+    assert sorted(re.findall(r"'(.*?)'", meant[1])) == sorted(near)
+    assert "autopar calibrate" in str(caught.value)
+
+
+def test_no_two_profiles_are_spelled_alike() -> None:
+    spellings = [
+        (spelled(known), name)
+        for name in SHIPPED
+        for known in {name, *load_profile(name).cuda_names}
+    ]
+    owners = dict(spellings)
+    assert all(owners[spelling] == name for spelling, name in spellings)
+    assert all(shipped_name(spelling) == name for spelling, name in spellings)
 
 
 @pytest.mark.parametrize(
@@ -178,8 +237,24 @@ DETECTED = {
     "NVIDIA H100": "h100-96gb",
     "NVIDIA H200": "h200",
     "NVIDIA B200": "b200",
+    "NVIDIA GB200": "gb200",
+    "NVIDIA H100 PCIe": "h100-pcie",
+    "NVIDIA H100 NVL": "h100-nvl",
+    "NVIDIA A100-PCIE-40GB": "a100-pcie-40gb",
+    "NVIDIA A100 80GB PCIe": "a100-pcie-80gb",
+    "NVIDIA GeForce RTX 3090": "rtx-3090",
+    "NVIDIA GeForce RTX 4090": "rtx-4090",
+    "NVIDIA GeForce RTX 5090": "rtx-5090",
+    "NVIDIA RTX A6000": "rtx-a6000",
+    "NVIDIA L40S": "l40s",
+    "NVIDIA L4": "l4",
+    "NVIDIA A10G": "a10g",
+    "AMD Instinct MI300X": "mi300x",
 }
-OTHERS = "NVIDIA H100 PCIe", "NVIDIA H100 NVL", "NVIDIA H200 NVL", "NVIDIA A100-PCIE-40GB", "Z9000"
+OTHERS = (
+    *("NVIDIA H200 NVL", "NVIDIA GeForce RTX 4090 D", "NVIDIA GeForce RTX 5090 Laptop GPU"),
+    *("NVIDIA L40", "NVIDIA A10", "NVIDIA H20", "Z9000"),
+)
 
 
 def test_a_device_is_detected_by_its_name(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -196,3 +271,58 @@ def test_a_device_is_detected_by_its_name(monkeypatch: pytest.MonkeyPatch) -> No
     assert detect() == resolve(Mesh((1, 4))).profile_name == "cpu-local"
     names = [known for name in SHIPPED for known in load_profile(name).cuda_names]
     assert len(names) == len(set(names))
+
+
+# Pairs (slower, faster) of bfloat16 products, memory, a port inside a node: chips of one vendor's
+# line, the newer or larger last.
+FASTER_PRODUCTS = [
+    ("v100-32gb", "a100-40gb"), ("a100-80gb", "h100-sxm"), ("h200", "b200"), ("b200", "gb200"),
+    ("a100-pcie-80gb", "h100-pcie"), ("h100-pcie", "h100-nvl"), ("h100-nvl", "h100-sxm"),
+    ("rtx-3090", "rtx-4090"), ("rtx-4090", "rtx-5090"), ("rtx-3090", "rtx-a6000"), ("a10g", "l40s"),
+    ("l4", "l40s"), ("rtx-5090", "b200"), ("cpu-local", "l4"),
+]  # fmt: skip
+FASTER_MEMORY = [
+    ("v100-32gb", "a100-40gb"), ("a100-40gb", "a100-pcie-80gb"), ("a100-pcie-80gb", "a100-80gb"),
+    ("h100-pcie", "h100-sxm"), ("h100-sxm", "h100-nvl"), ("h100-nvl", "h200"), ("h200", "b200"),
+    ("rtx-3090", "rtx-4090"), ("rtx-4090", "rtx-5090"), ("l4", "a10g"), ("a10g", "rtx-a6000"),
+    ("h200", "mi300x"),
+]  # fmt: skip
+FASTER_PORTS = [
+    ("rtx-3090", "rtx-5090"), ("rtx-4090", "rtx-5090"), ("l40s", "h100-pcie"),
+    ("a100-pcie-80gb", "a100-80gb"), ("h100-pcie", "h100-nvl"), ("h100-nvl", "h100-sxm"),
+    ("h100-sxm", "gb200"), ("a100-80gb", "mi300x"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("pairs", "key", "sign"),
+    [
+        (FASTER_PRODUCTS, "device.peak_flops_per_s.bfloat16", 1),
+        (FASTER_MEMORY, "device.peak_bytes_per_s", 1),
+        (FASTER_PORTS, "link.intra_node.s_per_byte", -1),
+    ],
+)
+def test_newer_devices_are_faster(pairs: list[tuple[str, str]], key: str, sign: int) -> None:
+    for slower, faster in pairs:
+        assert sign * load_profile(faster).value(key) > sign * load_profile(slower).value(key), (
+            slower, faster,
+        )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", sorted(set(SHIPPED) - {"cpu-local"}))
+def test_figures_of_a_gpu_are_plausible(name: str) -> None:
+    """A slip of a unit, of a factor of 1000 or of sparsity, leaves these bounds."""
+    profile = load_profile(name)
+    assert profile.cuda_names
+    peaks = profile.rates_flops_per_s(peak=True)
+    assert peaks["float64"] <= peaks["float32"] <= peaks["bfloat16"] <= peaks["float16"]
+    assert peaks["float32"] <= peaks.get("tfloat32", peaks["float32"]) <= peaks["float16"]
+    assert 2**34 <= profile.value("device.memory_bytes") < 2**38
+    assert 2e11 < profile.value("device.peak_bytes_per_s") < 1e13
+    assert 60 < peaks["float16"] / profile.value("device.peak_bytes_per_s") < 500
+    for key in profile.quantities:
+        if "achieved" in key or "attention" in key:
+            assert 0.1 < profile.value(key) <= 1, key
+    inside, across = profile.link("intra_node"), profile.link("inter_node")
+    assert 5e8 < 1 / across.s_per_byte < 1 / inside.s_per_byte < 1e12
+    assert 1e-6 < inside.latency_s <= across.latency_s < 1e-4

@@ -51,8 +51,13 @@ def test_products(
 
 
 # Bus bandwidth in GB/s of an all_reduce of 8 GiB: Azure AI-benchmarking-guide (8 H200;
-# 4 GB200, whose NVLink is B200's, by a ring), nccl issue 1807 (8 B200).
-BUS_GB_PER_S = [("h200", 8, True, 480.0), ("b200", 8, True, 830.0), ("b200", 4, False, 679.6)]
+# 4 GB200, whose NVLink is B200's, by a ring), nccl issue 1807 (8 B200), coreweave/nccl-tests pull
+# request 43 (72 GB200), nccl issue 1639 (8 RTX 5090), nccl-tests issue 178 (3 A100 over PCIe).
+BUS_GB_PER_S = [
+    ("h200", 8, True, 480.0), ("b200", 8, True, 830.0), ("b200", 4, False, 679.6),
+    ("gb200", 4, False, 679.6), ("gb200", 72, True, 846.8), ("rtx-5090", 8, False, 28.0),
+    ("a100-pcie-80gb", 3, False, 20.0),
+]  # fmt: skip
 
 
 @pytest.mark.parametrize(("name", "n_ranks", "in_switch", "published"), BUS_GB_PER_S)
