@@ -2,8 +2,9 @@
 
 A program in float64 shows whether its placements are right: nothing rounds but at 1e-16.
 Placeholders get float64 values, dtype arguments are replaced, and fake values are computed anew. An
-operator that would make float32 from integers gets the integers as float64. The result of an
-`autograd.Function`, whose own casts stay, is cast.
+operator that would make float32 from integers gets the integers as float64. The results of
+`where` between two numbers, whose operand must stay a mask, and of an `autograd.Function`, whose
+own casts stay, are cast.
 """
 
 from __future__ import annotations
@@ -50,10 +51,10 @@ def lift(
                 graph.erase_node(node)
                 continue
             node.meta["val"] = _run(node, mode)
-            if _is_low(node.meta["val"]) and not _is_function(node):
+            if _is_low(node.meta["val"]) and not _is_cast_after(node):
                 _widen_integers(graph, node, mode)
         is_tensor = isinstance(node.meta["val"], torch.Tensor)
-        if is_tensor and _is_function(node) and _is_low(node.meta["val"]):
+        if is_tensor and _is_cast_after(node) and _is_low(node.meta["val"]):
             replaced[node] = _cast_after(graph, node, mode, has_grad)
     return replaced
 
@@ -106,8 +107,10 @@ def _cast(graph: fx.Graph, source: fx.Node, origin: fx.Node, mode: FakeTensorMod
     return cast
 
 
-def _is_function(node: fx.Node) -> bool:
-    """Is it a result of a user's `autograd.Function`?"""
+def _is_cast_after(node: fx.Node) -> bool:
+    """Is it a `where` between two numbers, or a result of a user's `autograd.Function`?"""
+    if node.target is aten.where.Scalar:
+        return True
     source = node.all_input_nodes[0] if node.target is operator.getitem else node
     return function_of(str(source.target)) is not None
 

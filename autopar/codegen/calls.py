@@ -141,7 +141,7 @@ class Main:
             for channel in call.packed:
                 self._fill(channel)
                 names = [call.piece.names[k] for k in channel.taken]
-                variable = self._variable(channel, str(call.piece.i))
+                variable = _variable(channel, str(call.piece.i - channel.distance))
                 out += [*listed(f"    {variable} = [", names, "]"), del_row(names)]
         self._check(calls)
         body = calls[:n_calls]
@@ -156,7 +156,7 @@ class Main:
         for call in last:
             for channel in call.unpacked:
                 names = [call.piece.names[k] for k in channel.made]
-                variable = self._variable(channel, str(call.piece.i))
+                variable = _variable(channel, str(call.piece.i))
                 out += listed("    ", names, f" = {variable}")
                 out.append(del_row([variable]))
         late = [name for call in last for name in call.late]
@@ -181,22 +181,29 @@ class Main:
     def _row(self, call: _Call, ahead: int | None) -> str:
         """A call; in a loop it is that of block `i + ahead`."""
         f = call.function
-        if ahead is None:
-            i = str(call.piece.i)
-        else:
-            i = f"i {'+' if ahead > 0 else '-'} {abs(ahead)}" if ahead else "i"
+
+        def block(distance: int = 0) -> str:
+            """The block that is `distance` before that of the call."""
+            if ahead is None:
+                return str(call.piece.i - distance)
+            n = ahead - distance
+            return f"i {'+' if n > 0 else '-'} {abs(n)}" if n else "i"
 
         def at(base: int, step: int) -> str:
-            return affine(base, step, i) if ahead is None else affine(base + step * ahead, step)
+            return (
+                affine(base, step, block()) if ahead is None else affine(base + step * ahead, step)
+            )
 
-        lists = [self._variable(channel, i) for channel in f.inputs]
-        words = ", ".join([i, *lists, *self.arguments(f, at)])
-        left = ", ".join(self._variable(channel, i) for channel in f.outputs)
+        lists = [_variable(channel, block(channel.distance)) for channel in f.inputs]
+        words = ", ".join([block(), *lists, *self.arguments(f, at)])
+        left = ", ".join(_variable(channel, block()) for channel in f.outputs)
         row = f"{self.name_of.get(f, f.name)}({words})"
         return (" " * (4 if ahead is None else 8)) + (f"{left} = {row}" if left else row)
 
-    def _variable(self, channel: Channel, i: str) -> str:
-        return f"{channel.variable}[{i}]" if channel.is_saved else channel.variable
+
+def _variable(channel: Channel, maker: str) -> str:
+    """The list of a channel; what is saved has one for each block of its maker."""
+    return f"{channel.variable}[{maker}]" if channel.is_saved else channel.variable
 
 
 def is_handed_on(part: Part, channel: Channel, i: int, side: str) -> bool:

@@ -12,8 +12,10 @@ from typing import Any
 
 import torch
 
+from autopar.errors import OptionError
 from autopar.placement import COLLECTIVES, Spec
 from autopar.program import CallLine, Local, MoveLine, Variable
+from autopar.rules import find_operator
 from autopar.units import format_bytes, format_seconds
 
 COMMENT_COLUMN = 76
@@ -25,8 +27,18 @@ _DTYPES = {
 
 
 def assigned(names: Sequence[str], target: str) -> str:
-    is_list = target in ("aten.split.Tensor", "aten.unbind.int") and len(names) == 1
-    return ", ".join(names) + ("," if is_list else "")
+    """The left side of an assignment: a list of one tensor is taken apart, too."""
+    return ", ".join(names) + ("," if len(names) == 1 and _gives_list(target) else "")
+
+
+@lru_cache
+def _gives_list(target: str) -> bool:
+    """Chunks, splits and the like; not functions of the runtime, which are no operators."""
+    try:
+        returns = find_operator(target)._schema.returns
+    except OptionError:
+        return False
+    return len(returns) == 1 and isinstance(returns[0].type, torch.ListType)
 
 
 def call_words(args: Sequence[Any], kwargs: Any) -> str:

@@ -64,13 +64,16 @@ def tensors_linear_jointly(call: OpCall) -> LinearSets:
 
 
 def reduced_dims(call: OpCall) -> tuple[int, ...]:
-    """The dims that a reduction runs over, as non-negative indices; by default all."""
+    """The dims that a reduction runs over, as non-negative indices; by default all.
+
+    A tensor without dims has none, whatever `dim` says: torch takes 0 and -1.
+    """
     rank = len(call.inputs[0])
     dim = call.args.get("dim")
-    if dim is None or dim == []:
+    if dim is None or dim == [] or rank == 0:
         return tuple(range(rank))
     dims = dim if isinstance(dim, (list, tuple)) else (dim,)
-    return tuple(sorted(int(d) % max(rank, 1) for d in dims))
+    return tuple(sorted(int(d) % rank for d in dims))
 
 
 def _reduction(call: OpCall, frozen: bool) -> Notation:

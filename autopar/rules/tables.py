@@ -59,7 +59,7 @@ def _where_zero(call: OpCall) -> LinearSets:
 _POINTWISE = (
     "hardswish.default", "log_sigmoid.default", "to.dtype", "to.dtype_layout", "to.device",
     "_to_copy.default", "zeros_like.default", "ones_like.default", "full_like.default",
-    "fill.Scalar", "floor_divide.default", "masked_fill.Tensor",
+    "fill.Scalar", "zero.default", "floor_divide.default", "masked_fill.Tensor",
     "where.ScalarSelf", "where.Scalar", "polar.default", "complex.default",
     "_prelu_kernel.default",
 )  # fmt: skip

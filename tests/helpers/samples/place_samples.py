@@ -261,4 +261,5 @@ PLACE_SAMPLES: dict[str, list[Sample]] = {
     "aten.rsub.Tensor": [call(x(4, 8), x(8), alpha=2)],
     "aten._prelu_kernel.default": [call(x(4, 8), x(1, 8)), call(x(4, 8), x(1, 1))],
     "aten.fill.Scalar": [call(x(4, 8), 2.0)],
+    "aten.zero.default": [call(x(4, 8))],
 }

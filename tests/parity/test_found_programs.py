@@ -1,0 +1,71 @@
+"""Small programs that random ones were reduced to, each of a kind that once went wrong."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar import Manual
+
+N_BLOCKS = 5
+
+
+class Tanh(nn.Module):
+    """A block without weights: what it saves is what the block before handed on."""
+
+    def forward(self, h: Tensor) -> Tensor:
+        return torch.tanh(h)
+
+
+def long_skips(net: Net, z: Tensor) -> Tensor:
+    first = z
+    for block in net.blocks:
+        z = block(z) + first
+    return z
+
+
+def recurrent_blocks(net: Net, z: Tensor) -> Tensor:
+    """Each block is a scan; one state is read after the last block, without gradient."""
+    states = list[Tensor]()
+    for block in net.blocks:
+        h, steps = z[:, 0], []
+        for t in range(4):
+            h = torch.tanh(net.cell(h) + z[:, t])
+            steps.append(h)
+        z = block(torch.stack(steps, 1))
+        states.append(z)
+    return z + states[2].detach() * 0.5
+
+
+BODIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
+    "long skips over equal blocks": long_skips,
+    "equal blocks that are scans": recurrent_blocks,
+    "one chunk": lambda net, z: torch.cat(z.unsqueeze(1).chunk(2, 1), 1),
+    "one split": lambda net, z: torch.cat(z.split([4], 1), 1),
+    "a reduction of a number": lambda net, z: z * z.max().logsumexp(-1) + z.mean().amax(0),
+    "zeroed in place": lambda net, z: z * z.clone().zero_().add(0.5),
+    "a mask of two numbers": lambda net, z: z * torch.where(z.lt(0), 0.5, 1.0),
+}
+
+
+class Net(nn.Module):
+    def __init__(self, body: Callable[[Any, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.into, self.cell, self.body = nn.Linear(4, 4), nn.Linear(4, 4), body
+        self.blocks = nn.ModuleList(Tanh() for _ in range(N_BLOCKS))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.body(self, self.into(x)).square().mean()
+
+
+@pytest.mark.parametrize("name", BODIES)
+def test_a_step_is_eagers(name: str) -> None:
+    net, x = Net(BODIES[name]).double(), torch.randn(4, 4, 4, dtype=torch.float64)
+    for mesh, manual in (((1, 1), Manual()), ((1, 2), Manual(dp=2)), ((1, 2), Manual(tp=2))):
+        report = autopar.verify(net, mesh, {"x": x}, precision="fp64", manual=manual)
+        assert report.ok, report.text()
