@@ -419,7 +419,10 @@ class MicrobatchMemory:
             return
         if self.gradients.counts.get(before, 0) > 1:
             # The first gradient is also that of another tensor, so the sum is a new tensor.
-            total = f"{owner}+"
+            # One gradient may be summed up for several tensors: so it is named after its own.
+            total = f"{name}+"
+            while self.ledger.has(GRADIENTS, total):
+                total += "+"
             self.gradients.make(total, self.ledger.held[GRADIENTS][owner])
             self.gradients.hold(total)
             self.ledger.mark(f"adding gradients of {name}")

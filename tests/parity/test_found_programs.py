@@ -66,6 +66,51 @@ class Net(nn.Module):
 @pytest.mark.parametrize("name", BODIES)
 def test_a_step_is_eagers(name: str) -> None:
     net, x = Net(BODIES[name]).double(), torch.randn(4, 4, 4, dtype=torch.float64)
-    for mesh, manual in (((1, 1), Manual()), ((1, 2), Manual(dp=2)), ((1, 2), Manual(tp=2))):
+    for mesh, manual in (
+        ((1, 1), Manual()),
+        ((1, 2), Manual(dp=2)),
+        ((1, 2), Manual(tp=2)),
+        ((1, 2), Manual(pp=2)),
+    ):
         report = autopar.verify(net, mesh, {"x": x}, precision="fp64", manual=manual)
+        assert report.ok, report.text()
+
+
+class States(nn.Module):
+    """A gradient is summed up for several states at once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = [x * self.w]
+        for _ in range(4):
+            h = states[-1]
+            states.append(h + torch.hypot(h, h + 2) + states[0])
+        return torch.stack(states).mean()
+
+
+def test_stages_of_states_that_are_all_read() -> None:
+    x = torch.randn(8, 4, 4, dtype=torch.float64)
+    manual = Manual(pp=2)
+    report = autopar.verify(States().double(), (1, 2), {"x": x}, precision="fp64", manual=manual)
+    assert report.ok, report.text()
+
+
+class Complex(nn.Module):
+    """All parameters are complex."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w = nn.Parameter(torch.randn(4, 4, dtype=torch.complex128))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x.to(self.w.dtype) @ self.w).abs().square().mean()
+
+
+def test_complex_parameters_alone() -> None:
+    x = torch.randn(4, 4, dtype=torch.float64)
+    for manual in (Manual(dp=2), Manual(tp=2)):
+        report = autopar.verify(Complex(), (1, 2), {"x": x}, precision="fp64", manual=manual)
         assert report.ok, report.text()
