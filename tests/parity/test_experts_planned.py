@@ -33,7 +33,7 @@ from tests.helpers.harness import (
     thread_step,
 )
 from tests.helpers.models.moe_models import moe_model
-from tests.helpers.random_models.programs import (
+from tests.helpers.random_programs import (
     RandomProgram,
     faults,
     named_analysis,

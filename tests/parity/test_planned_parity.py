@@ -15,7 +15,7 @@ from autopar.placement import I, Move, R, Spec
 from autopar.program import CallLine, Period, StageProgram, Strategy
 from tests.helpers.harness import Case, abstract_cost, generated_code, model_case, thread_step
 from tests.helpers.nightly import sampled
-from tests.helpers.random_models.programs import named_analysis, named_batch
+from tests.helpers.random_programs import named_analysis, named_batch
 
 __all__ = ["generated_code"]
 

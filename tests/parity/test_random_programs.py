@@ -1,6 +1,7 @@
-"""A sharded step of a random program is one process's: its loss, gradients, buffers and calls.
+"""A sharded step of a named model, every placement drawn, is one process's: its loss, gradients,
+buffers and calls.
 
-`AUTOPAR_PROGRAMS=M:N` runs the seeds M .. N-1 of every kind.
+`AUTOPAR_PLACEMENTS=M:N` runs the seeds M .. N-1 of every kind.
 """
 
 from __future__ import annotations
@@ -22,15 +23,15 @@ from tests.helpers.harness import (
     thread_step,
 )
 from tests.helpers.nightly import nightly
-from tests.helpers.random_models.programs import GRAPH, KINDS, SMALL, faults, random_program
+from tests.helpers.random_programs import KINDS, SMALL, faults, random_program
 
 __all__ = ["generated_code"]
 
-CHOSEN = os.environ.get("AUTOPAR_PROGRAMS")
+CHOSEN = os.environ.get("AUTOPAR_PLACEMENTS")
 # Numbers of seeds. A larger model's capture takes a second, so few of the zoo run by day.
 LIGHT = "distilbert resnet attention-by-position encoder-dropout group-norm tied einsum".split()
-BY_DAY = {GRAPH: 24, **dict.fromkeys(SMALL, 5), **{f"zoo {name}": 1 for name in LIGHT}}
-AT_NIGHT = {GRAPH: 300, **dict.fromkeys(SMALL, 60)}
+BY_DAY = {**dict.fromkeys(SMALL, 5), **{f"zoo {name}": 1 for name in LIGHT}}
+AT_NIGHT = dict.fromkeys(SMALL, 60)
 ZOO_AT_NIGHT = 6
 
 

@@ -1,7 +1,7 @@
 """Random programs beside one process: a kind of model, a layout and legal placements, from a seed.
 
 Every draw is legal: any strategy of each operator, any storage of each parameter, cuts anywhere,
-any range recomputed. Kinds are named models, and "graph": a new one for each seed (`graphs.py`).
+any range recomputed. Kinds are named models; `tests/fuzz/programs` draws models, too.
 """
 
 from __future__ import annotations
@@ -17,9 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from autopar.capture import reference_step, whole_buffers
 from autopar.errors import BatchError, NotSupportedError
-from autopar.parity import whole_parameters
 from autopar.passes.analysis import Analysis
 from autopar.passes.intra import Constraints
 from autopar.program import Period, Pipeline
@@ -29,8 +27,7 @@ from tests.helpers.harness import TEXT_MODELS, foretold_calls, random_tokens
 from tests.helpers.models import dropout_models, odd_models
 from tests.helpers.models.moe_models import moe_model
 from tests.helpers.pipeline_harness import Layout, Shapes, random_ends, random_pipeline
-from tests.helpers.random_models.graphs import random_batch, random_graph
-from tests.helpers.ranks import TOLERANCE, above, pipeline_step, relative_error
+from tests.helpers.ranks import above, pipeline_step
 from tests.parity.zoo import FAMILIES
 
 Draw = Callable[[int], Mapping[str, Any]]
@@ -58,8 +55,7 @@ ZOO: dict[str, Kind] = {
     for name, entry in FAMILIES.items()
 }
 NAMED = SMALL | ZOO
-GRAPH = "graph"
-KINDS = (*NAMED, GRAPH)
+KINDS = tuple(NAMED)
 
 # Meshes of one stage, or of several; reshard tables of three axes take long to build.
 LAYOUTS: tuple[Shapes, ...] = (
@@ -94,10 +90,22 @@ def random_program(
     kind: str, seed: int, shapes: Shapes | None = None, constraints: Constraints | None = None
 ) -> RandomProgram:
     """The same program for the same arguments; without `shapes`, layouts come in turn."""
-    rng = random.Random(f"{kind} {seed}")
-    analysis = graph_analysis(seed) if kind == GRAPH else named_analysis(kind)
+    rng, analysis = random.Random(f"{kind} {seed}"), named_analysis(kind)
     layouts = (*LAYOUTS, THREE_AXES) if kind == "mlp" else LAYOUTS
     shapes = shapes or layouts[(seed + KINDS.index(kind)) % len(layouts)]
+    return laid_out(analysis, named_batch(kind, seed), seed, shapes, rng, constraints, kind)
+
+
+def laid_out(
+    analysis: Analysis,
+    batch: Mapping[str, Any],
+    seed: int,
+    shapes: Shapes,
+    rng: random.Random,
+    constraints: Constraints | None = None,
+    name: str = "",
+) -> RandomProgram:
+    """A program on stages of these shapes, all else drawn."""
     layout = Layout(shapes, rng.choice(exact_counts(analysis)), rng.choice(("gpipe", "1f1b")))
     period: Period | None = rng.choice((None, None, "micro", "use"))
     recomputes = rng.random() < 0.4
@@ -105,8 +113,7 @@ def random_program(
     pipeline = random_pipeline(
         analysis, ends, layout, rng, period=period, recomputes=recomputes, constraints=constraints
     )
-    batch = random_batch(seed) if kind == GRAPH else named_batch(kind, seed)
-    text = f"{kind}, {layout}, stages end at {ends}, {period=}, {recomputes=}"
+    text = f"{name}, {layout}, stages end at {ends}, {period=}, {recomputes=}"
     return RandomProgram(analysis, pipeline, batch, seed, text)
 
 
@@ -126,18 +133,6 @@ def named_batch(kind: str, seed: int) -> dict[str, Any]:
 
 def _is_real(value: object) -> bool:
     return isinstance(value, Tensor) and value.is_floating_point()
-
-
-def graph_analysis(seed: int) -> Analysis:
-    """A random graph, after a check that the captured program computes what the model does."""
-    model, batch = random_graph(seed), random_batch(seed)
-    program = captured(model, batch, precision="fp64")
-    if program.seed is None:  # no random numbers
-        parameters = whole_parameters(program, model)
-        loss, _ = reference_step(program, parameters, batch, whole_buffers(program, model))
-        assert loss is not None
-        assert relative_error(loss, model(**batch)) <= TOLERANCE, model.text()
-    return Analysis.of(program)
 
 
 def exact_counts(analysis: Analysis) -> list[int]:

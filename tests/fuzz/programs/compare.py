@@ -1,0 +1,187 @@
+"""Is a program under a layout right: losses, gradients and buffers are eager torch's to 1e-10.
+
+A refusal by an `AutoparError` with a reason is counted; any other error, and a difference, is a
+fault. Where eager torch itself moves by as much when its inputs move by one unit of precision, a
+difference says nothing.
+"""
+
+from __future__ import annotations
+
+import traceback
+import warnings
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from random import Random
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.capture import PositionalRandom
+from autopar.errors import AutoparError, DivergenceError, VerificationError
+from autopar.passes.analysis import Analysis
+from tests.fuzz.programs.draw import loss_of
+from tests.fuzz.programs.layouts import ALONE, Layout
+from tests.fuzz.programs.program import Program
+from tests.helpers.captures import captured
+from tests.helpers.random_programs import faults, laid_out
+from tests.helpers.ranks import TOLERANCE, relative_error
+
+RIGHT, REFUSED, FAULT = "right", "refused", "fault"
+N_STEPS = 2
+# One stage, or several, by the number of ranks.
+SHAPES = {
+    1: (((1,),),),
+    2: (((2,),), ((1, 1), (1, 1))),
+    4: (((2, 2),), ((4,),), ((2, 1), (1, 2)), ((1, 1),) * 4, ((2,), (1,), (1,))),
+}
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What a run came to; `key` is equal for faults of one kind."""
+
+    what: str
+    key: str = ""
+    text: str = ""
+    operators: tuple[str, ...] = field(default=(), compare=False)
+
+
+def outcome(program: Program, layout: Layout = ALONE) -> Outcome:
+    """Run a program under a layout beside eager torch."""
+    operators: list[str] = []
+    try:
+        with _quiet():
+            wrong: Mapping[str, Any]
+            if layout == ALONE:
+                wrong = _alone(program, operators)
+            elif layout.placements is None:
+                wrong = _planned(program, layout)
+            else:
+                wrong = _placed(program, layout)
+    except (VerificationError, DivergenceError) as error:  # what no user's program may see
+        return Outcome(FAULT, f"{type(error).__name__}", f"{error}")
+    except AutoparError as error:
+        first = str(error).splitlines()[0]
+        return Outcome(REFUSED, f"{type(error).__name__}: {first}", str(error), tuple(operators))
+    except Exception as error:  # noqa: BLE001  (what is counted here is any other error)
+        return Outcome(FAULT, _key(error), traceback.format_exc(limit=-6))
+    ran = tuple(operators)
+    if wrong and not _is_ill_conditioned(program, wrong):
+        names = ", ".join(f"{name} {error}" for name, error in list(wrong.items())[:6])
+        return Outcome(FAULT, "difference", f"differs from eager: {names}", ran)
+    return Outcome(RIGHT, operators=ran)
+
+
+def _key(error: Exception) -> str:
+    """The error, and the last line of autopar on its way."""
+    frames = traceback.extract_tb(error.__traceback__)
+    own = [f for f in frames if "/autopar/" in f.filename or "/passes/" in f.filename]
+    own += [f for f in frames if "/runtime/" in f.filename]
+    at = f" in {own[-1].name}" if own else ""
+    return f"{type(error).__name__}{at}"
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    with torch.random.fork_rng(devices=()), warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def eager_step(
+    net: nn.Module, batch: dict[str, Tensor], seed: int | None = None
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """The loss of a step of eager torch; gradients add up. With `seed` random numbers are those
+    of the captured program."""
+    if seed is None:
+        loss = loss_of(net(**batch))
+        loss.backward()
+    else:
+        with PositionalRandom(seed):
+            loss = loss_of(net(**batch))
+            loss.backward()
+    return loss.detach(), state_of(net)
+
+
+def state_of(net: nn.Module) -> dict[str, Tensor]:
+    """Gradients and buffers by name; a gradient that is None is 0."""
+    found = {
+        f"grad {name}": torch.zeros_like(p) if p.grad is None else p.grad
+        for name, p in net.named_parameters()
+        if p.requires_grad
+    }
+    return found | {name: buffer.clone() for name, buffer in net.named_buffers()}
+
+
+def _alone(program: Program, operators: list[str]) -> dict[str, float]:
+    """The generated step beside eager, twice: gradients add up and buffers move on."""
+    net, batch = program.build()
+    pm = autopar.parallelize(net, (1, 1), batch, manual=autopar.Manual())
+    assert pm.plan.bound is not None
+    graph = pm.plan.bound.analysis.program.graph
+    operators += [str(node.target) for node in graph.nodes if node.op == "call_function"]
+    wrong: dict[str, float] = {}
+    for _ in range(N_STEPS):
+        seed = pm.stream.seed if program.is_random else None
+        given: dict[str, Any] = {name: value.clone() for name, value in batch.items()}
+        loss = pm.step(**given)
+        wanted, state = eager_step(net, {n: v.clone() for n, v in batch.items()}, seed)
+        found = state_of(pm)
+        errors = {"loss": relative_error(loss, wanted)} | {
+            name: relative_error(found[name], value)
+            for name, value in state.items()
+            if name in found
+        }
+        errors |= {name: float("inf") for name in state.keys() - found.keys()}
+        wrong |= {name: e for name, e in errors.items() if not e <= TOLERANCE}
+    return wrong
+
+
+def _planned(program: Program, layout: Layout) -> dict[str, float]:
+    """`autopar.verify` under the options of a layout."""
+    net, batch = program.build()
+    options: dict[str, Any] = {
+        name: eval(value, {"Manual": autopar.Manual}) for name, value in layout.options
+    }
+    report = autopar.verify(net, layout.mesh, batch, precision="fp64", **options)
+    if report.ok:
+        return {}
+    errors = {**report.errors, **report.capture_errors}
+    return {name: e for name, e in errors.items() if not e <= TOLERANCE} or {"report": 1.0}
+
+
+def _placed(program: Program, layout: Layout) -> dict[str, Any]:
+    """A legal strategy of which every choice is drawn, cuts and recompute too; calls count."""
+    rng = Random(layout.placements)
+    net, batch = program.build()
+    analysis = Analysis.of(captured(net, batch, precision="fp64"))
+    one_stage, *others = SHAPES[layout.n_ranks]
+    n_operators = len(list(analysis.program.operators))
+    shapes = rng.choice([one_stage, *(s for s in others if len(s) < n_operators)])
+    return faults(laid_out(analysis, batch, program.seed, shapes, rng))
+
+
+def _is_ill_conditioned(program: Program, wrong: Mapping[str, Any]) -> bool:
+    """Does eager torch move by a tenth of the error if its inputs and weights move by an ulp?"""
+    if not all(isinstance(e, float) and e < 1e-4 for e in wrong.values()):
+        return False  # no program that is drawn magnifies rounding that much
+    error = max(wrong.values())
+    moved = 0.0
+    net, batch = program.build()
+    seed = 1 if program.is_random else None
+    loss, state = eager_step(net, batch, seed)
+    for k in range(2):
+        other, near = program.build()
+        generator = torch.Generator().manual_seed(k)
+        with torch.no_grad():
+            for value in (*other.parameters(), *near.values()):
+                if value.is_floating_point():
+                    noise = torch.rand(value.shape, generator=generator, dtype=value.dtype) - 0.5
+                    value.mul_(1 + 4e-16 * noise)
+        found, shifted = eager_step(other, near, seed)
+        errors = [relative_error(shifted[name], value) for name, value in state.items()]
+        moved = max(moved, relative_error(found, loss), *errors)
+    return moved > error / 10

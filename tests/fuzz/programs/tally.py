@@ -1,0 +1,56 @@
+"""Counts over programs: operators of the rules, outcomes, refusals by reason."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+
+from autopar.rules import all_rules
+from tests.fuzz.programs.compare import REFUSED, RIGHT, Outcome
+from tests.fuzz.programs.layouts import Layout
+
+# Refusals that programs of this grammar may meet, and why they stay.
+KNOWN = {
+    r"changes memory that .* reads through another view": "the graph has no memory",
+    r"no plan satisfies the constraints": "a recipe that the program cannot have",
+    r"has no functional form": "torch composes some functions of writes that capture does not know",
+    r"Net has no repeated blocks": "a block of which nothing is left is none to recompute",
+    r"rows of a microbatch do not divide": "a batch that a program cut itself",
+    r"depends on no trainable parameter": "all that the loss needs is frozen",
+}
+# Operators of the rules that no program reaches, and why.
+UNREACHED: dict[str, str] = {}
+
+
+def is_known(refusal: str) -> bool:
+    return any(re.search(pattern, refusal) for pattern in KNOWN)
+
+
+@dataclass
+class Tally:
+    """What programs came to."""
+
+    n_programs: int = 0
+    outcomes: Counter[str] = field(default_factory=Counter)
+    refusals: Counter[str] = field(default_factory=Counter)
+    operators: Counter[str] = field(default_factory=Counter)
+
+    def take(self, layout: Layout, found: Outcome) -> None:
+        """Count one run."""
+        self.n_programs += layout.n_ranks == 1
+        self.outcomes[f"{found.what} on {layout.n_ranks}"] += 1
+        self.operators.update(found.operators)
+        if found.what == REFUSED:
+            self.refusals[re.sub(r"`[^`]*`", "...", found.key)[:120]] += 1
+
+    def text(self) -> str:
+        lines = [f"{n:6}  {what}" for what, n in sorted(self.outcomes.items())]
+        lines += [f"{n:6}  {reason}" for reason, n in self.refusals.most_common()]
+        return "\n".join((f"{self.n_programs} programs", *lines, ""))
+
+    def table(self) -> str:
+        """How often each operator of the rules appears."""
+        rows = [f"{self.operators[rule.op]:6}  {rule.op}" for rule in all_rules()]
+        right = sum(n for what, n in self.outcomes.items() if what.startswith(RIGHT))
+        return "\n".join((f"{self.n_programs} programs, {right} right", *rows, ""))

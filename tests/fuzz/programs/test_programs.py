@@ -1,0 +1,71 @@
+"""Every random program runs as eager torch does, or is refused for a reason that is known.
+
+Each run draws new ones; `AUTOPAR_PROGRAMS=BASE` draws those of a base seed again.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+
+import pytest
+
+from autopar.rules import all_rules
+from tests.fuzz.programs.check import report, run_of, run_programs
+from tests.fuzz.programs.tally import UNREACHED, Tally
+from tests.helpers.harness import generated_code
+from tests.helpers.nightly import nightly
+
+__all__ = ["generated_code"]
+
+# Programs of a chunk, one test each, by day and at night.
+BY_DAY, AT_NIGHT = (300, 6), (10_000, 100)
+MOST_FOR_OPERATORS = 6000
+
+
+def base_seed() -> int:
+    """Drawn anew by each run; the same in all workers of a run."""
+    if chosen := os.environ.get("AUTOPAR_PROGRAMS"):
+        return int(chosen)
+    run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or os.urandom(4).hex()
+    return int(run[:7], 16)
+
+
+BASE = base_seed()
+
+
+def chunks(n_programs: int, each: int) -> list[range]:
+    return [range(k, min(k + each, n_programs)) for k in range(0, n_programs, each)]
+
+
+@pytest.mark.parametrize("numbers", chunks(*BY_DAY), ids=lambda r: f"{r.start}-{r.stop}")
+def test_programs(numbers: range) -> None:
+    check(numbers)
+
+
+@nightly
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("numbers", chunks(*AT_NIGHT), ids=lambda r: f"{r.start}-{r.stop}")
+def test_programs_of_a_night(numbers: range) -> None:
+    """Every one on 2 and on 4 ranks too."""
+    check(numbers, always_layouts=True)
+
+
+def check(numbers: range, always_layouts: bool = False) -> None:
+    sys.stdout.write(f"AUTOPAR_PROGRAMS={BASE}\n")
+    tally = Tally()
+    faults = run_programs(BASE, numbers, tally, always_layouts)
+    sys.stdout.write(tally.text())
+    assert not faults, "".join(report(BASE, *fault) for fault in faults[:3])
+
+
+@nightly
+@pytest.mark.timeout(3600)
+def test_every_operator_of_the_rules_appears() -> None:
+    tally, wanted = Tally(), {rule.op for rule in all_rules()} - set(UNREACHED)
+    for number in range(MOST_FOR_OPERATORS):
+        tally.take(*run_of(BASE, number))
+        if wanted <= tally.operators.keys():
+            break
+    sys.stdout.write(tally.table())
+    assert sorted(wanted - tally.operators.keys()) == [], f"AUTOPAR_PROGRAMS={BASE}"

@@ -1,1 +1,0 @@
-"""Random models: their steps, drawn and built."""
