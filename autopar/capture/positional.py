@@ -6,9 +6,10 @@ that capture the whole model (trace, `functionalise`, `normalise`). The graph th
 its place. Functions are numbered in the order of their calls, as capture numbers them, so equal
 calls draw equal numbers.
 
-The state of torch's generator says which call this is: every replaced call advances it by one
-draw. If a checkpointed region runs again in backward, it runs on the state that it started with,
-so its calls get the numbers they had.
+The state of torch's generator says which call this is, with the function and its arguments: every
+replaced call advances it by one draw. If a checkpointed region runs again in backward, it runs on
+the state that it started with, so its calls get the numbers they had. A call that draws nothing
+leaves the state to the next one.
 
 Some draws cannot be replaced: operators without a rewrite, generators of the user's own, kernels
 that draw where torch does not show it. `unpaired` names them.
@@ -97,7 +98,7 @@ class PositionalRandom:
         self.precision = precision  # under whose autocast, if any, the module runs
         self.drawn: dict[int, Draw] = {}
         self.unpaired: dict[str, None] = {}
-        self._calls: dict[bytes, _Call] = {}
+        self._calls: dict[tuple[object, ...], _Call] = {}
         self._reached: set[bytes] = set()
         self._n_random = 0
         self._advances = False
@@ -119,15 +120,15 @@ class PositionalRandom:
         self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> Any:
         """The result of a function of torch that may be random; what it draws is by position."""
-        state = self._state()
-        if state not in self._calls:
+        key = (self._state(), *_described(function, args, kwargs))
+        if key not in self._calls:
             call = _captured(function, args, kwargs, self._n_random, self.precision)
             if call is None or not call.draws:
                 return function(*args, **kwargs)
-            self._calls[state] = call
+            self._calls[key] = call
             self._n_random = call.n_random
             self.drawn |= call.draws
-        result = self._calls[state].run(args, kwargs, self.seed)
+        result = self._calls[key].run(args, kwargs, self.seed)
         self._advances = True
         torch.rand(())  # so the next call is another one
         self._advances = False
@@ -153,6 +154,18 @@ class PositionalRandom:
             self.unpaired[UNSEEN] = None
             self._reached.add(state)
         return state
+
+
+def _described(
+    function: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[str, ...]:
+    """A call without the values of its tensors."""
+    leaves, spec = pytree.tree_flatten((args, kwargs))
+    words = (
+        f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        for value in leaves
+    )  # fmt: skip
+    return function.__name__, str(spec), *words
 
 
 def _generator_state() -> bytes:
@@ -270,7 +283,9 @@ class _Call:
             tensors[index].copy_(value)
         if self.written:  # in-place functions return what they change
             return tensors[self.written[0]]
-        return pytree.tree_unflatten(results[:n_results], self.spec)
+        # Backward may need what an operator of autopar gave, and the module may write to it.
+        own = [value.clone() if isinstance(value, Tensor) else value for value in results]
+        return pytree.tree_unflatten(own[:n_results], self.spec)
 
 
 def _captured(

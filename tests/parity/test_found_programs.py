@@ -7,7 +7,9 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 import autopar
 from autopar import Manual
@@ -42,9 +44,22 @@ def recurrent_blocks(net: Net, z: Tensor) -> Tensor:
     return z + states[2].detach() * 0.5
 
 
+def written_after_dropout(net: Net, z: Tensor) -> Tensor:
+    mixed = F.scaled_dot_product_attention(z, z, z, dropout_p=0.3)
+    return mixed.relu_() + z
+
+
+def noise_after_a_region(net: Net, z: Tensor) -> Tensor:
+    """The region draws nothing, and runs again when the generator is where the noise was drawn."""
+    mixed = checkpoint(F.scaled_dot_product_attention, z, z, z, use_reentrant=False)
+    return mixed.sum(1) * (1 + torch.rand_like(z[:, 0]))
+
+
 BODIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "long skips over equal blocks": long_skips,
     "equal blocks that are scans": recurrent_blocks,
+    "written after attention with dropout": written_after_dropout,
+    "noise after a checkpointed region": noise_after_a_region,
     "one chunk": lambda net, z: torch.cat(z.unsqueeze(1).chunk(2, 1), 1),
     "one split": lambda net, z: torch.cat(z.split([4], 1), 1),
     "a reduction of a number": lambda net, z: z * z.max().logsumexp(-1) + z.mean().amax(0),
