@@ -13,6 +13,7 @@ from functools import cached_property
 
 from autopar.codegen.blocks import Statement, Work, freeing, without_wide_frees
 from autopar.codegen.calls import Main, UnfoldableError, printed
+from autopar.codegen.defined import check_defined
 from autopar.codegen.flow import BlockFunction, Part
 from autopar.codegen.fold import Folded, fold, outside_names, unfolded
 from autopar.codegen.functions import FunctionPrinter
@@ -71,8 +72,10 @@ def file_name(stage: int) -> str:
 
 
 def emit(joint: JointProgram, stage: int = 0, n_stages: int = 1) -> str:
-    """The source of one stage, ending in a newline."""
-    return "\n".join(joined(_Source(joint).lines(stage, n_stages))) + "\n"
+    """The source of one stage, ending in a newline; every name is proved to have a value."""
+    text = "\n".join(joined(_Source(joint).lines(stage, n_stages))) + "\n"
+    check_defined(text)
+    return text
 
 
 @dataclass(frozen=True)
