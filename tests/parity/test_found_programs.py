@@ -55,11 +55,17 @@ def noise_after_a_region(net: Net, z: Tensor) -> Tensor:
     return mixed.sum(1) * (1 + torch.rand_like(z[:, 0]))
 
 
+def pairs(net: Net, z: Tensor) -> Tensor:
+    numbers = torch.view_as_complex(z.mT.unflatten(-1, (-1, 2)).contiguous())
+    return numbers.abs() + torch.view_as_complex(z.unflatten(-1, (-1, 2))).imag.square()
+
+
 BODIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "long skips over equal blocks": long_skips,
     "equal blocks that are scans": recurrent_blocks,
     "written after attention with dropout": written_after_dropout,
     "noise after a checkpointed region": noise_after_a_region,
+    "pairs that lie apart as complex numbers": pairs,
     "one chunk": lambda net, z: torch.cat(z.unsqueeze(1).chunk(2, 1), 1),
     "one split": lambda net, z: torch.cat(z.split([4], 1), 1),
     "a reduction of a number": lambda net, z: z * z.max().logsumexp(-1) + z.mean().amax(0),
@@ -110,6 +116,26 @@ def test_stages_of_states_that_are_all_read() -> None:
     x = torch.randn(8, 4, 4, dtype=torch.float64)
     manual = Manual(pp=2)
     report = autopar.verify(States().double(), (1, 2), {"x": x}, precision="fp64", manual=manual)
+    assert report.ok, report.text()
+
+
+class Sums(nn.Module):
+    """A cut behind equal blocks hands over what each of them gave."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        z, states = x * self.a, [x]
+        for _ in range(N_BLOCKS):
+            states.append(states[-1] + z + x)
+        return (self.a + self.b + torch.stack(states)).square().mean()
+
+
+def test_stages_that_hand_over_all_states() -> None:
+    x = torch.randn(8, 4, 4, dtype=torch.float64)
+    report = autopar.verify(Sums().double(), (1, 2), {"x": x}, precision="fp64")
     assert report.ok, report.text()
 
 

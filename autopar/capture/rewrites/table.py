@@ -142,6 +142,16 @@ def add_matmul(matmul: torch._ops.OpOverload, first: str, second: str) -> Rewrit
     return rewrite
 
 
+def complex_view(b: Builder, call: TracedCall) -> fx.Node | None:
+    """A view of pairs that lie apart, because what made them contiguous is gone, is no view."""
+    (source,) = call.args
+    *strides, last = source.meta["val"].stride()
+    if last == 1 and all(stride % 2 == 0 for stride in strides):
+        return b.op(call.target, source)
+    real, imaginary = (b.op(aten.select.int, source, -1, i) for i in range(2))
+    return b.op(aten.complex.default, real, imaginary)
+
+
 def mean(b: Builder, call: TracedCall) -> fx.Node | None:
     bound = call.bind()
     shape = bound["self"].meta["val"].shape
@@ -168,6 +178,7 @@ REWRITES: dict[Any, Rewrite] = {
     aten.clone: same_value,
     aten.contiguous: same_value,
     aten.lift_fresh: same_value,
+    aten.view_as_complex: complex_view,
     aten.lift_fresh_copy: same_value,
     aten.to: cast,
     aten._to_copy: cast,

@@ -43,11 +43,6 @@ def run_programs(
     return faults
 
 
-def run_of(base: int, number: int) -> tuple[Layout, Outcome]:
-    """A program on one process."""
-    return ALONE, outcome(random_program(base, number))
-
-
 def report(base: int, number: int, program: Program, layout: Layout, found: Outcome) -> str:
     """A fault, made small, as a program that a user can run."""
 

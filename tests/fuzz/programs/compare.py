@@ -11,7 +11,7 @@ import traceback
 import warnings
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from random import Random
 from typing import Any
 
@@ -46,17 +46,15 @@ class Outcome:
     what: str
     key: str = ""
     text: str = ""
-    operators: tuple[str, ...] = field(default=(), compare=False)
 
 
 def outcome(program: Program, layout: Layout = ALONE) -> Outcome:
     """Run a program under a layout beside eager torch."""
-    operators: list[str] = []
     try:
         with _quiet():
             wrong: Mapping[str, Any]
             if layout == ALONE:
-                wrong = _alone(program, operators)
+                wrong = _alone(program)
             elif layout.placements is None:
                 wrong = _planned(program, layout)
             else:
@@ -65,14 +63,13 @@ def outcome(program: Program, layout: Layout = ALONE) -> Outcome:
         return Outcome(FAULT, f"{type(error).__name__}", f"{error}")
     except AutoparError as error:
         first = str(error).splitlines()[0]
-        return Outcome(REFUSED, f"{type(error).__name__}: {first}", str(error), tuple(operators))
+        return Outcome(REFUSED, f"{type(error).__name__}: {first}", str(error))
     except Exception as error:  # noqa: BLE001  (what is counted here is any other error)
         return Outcome(FAULT, _key(error), traceback.format_exc(limit=-6))
-    ran = tuple(operators)
     if wrong and not _is_ill_conditioned(program, wrong):
         names = ", ".join(f"{name} {error}" for name, error in list(wrong.items())[:6])
-        return Outcome(FAULT, "difference", f"differs from eager: {names}", ran)
-    return Outcome(RIGHT, operators=ran)
+        return Outcome(FAULT, "difference", f"differs from eager: {names}")
+    return Outcome(RIGHT)
 
 
 def _key(error: Exception) -> str:
@@ -116,13 +113,21 @@ def state_of(net: nn.Module) -> dict[str, Tensor]:
     return found | {name: buffer.clone() for name, buffer in net.named_buffers()}
 
 
-def _alone(program: Program, operators: list[str]) -> dict[str, float]:
+def captured_operators(program: Program) -> list[str]:
+    """The operators of a program, or none if it is refused."""
+    with _quiet():
+        net, batch = program.build()
+        try:
+            graph = captured(net, batch, precision="fp64").graph
+        except AutoparError:
+            return []
+    return [str(node.target) for node in graph.nodes if node.op == "call_function"]
+
+
+def _alone(program: Program) -> dict[str, float]:
     """The generated step beside eager, twice: gradients add up and buffers move on."""
     net, batch = program.build()
     pm = autopar.parallelize(net, (1, 1), batch, manual=autopar.Manual())
-    assert pm.plan.bound is not None
-    graph = pm.plan.bound.analysis.program.graph
-    operators += [str(node.target) for node in graph.nodes if node.op == "call_function"]
     wrong: dict[str, float] = {}
     for _ in range(N_STEPS):
         seed = pm.stream.seed if program.is_random else None

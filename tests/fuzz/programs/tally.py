@@ -1,4 +1,4 @@
-"""Counts over programs: operators of the rules, outcomes, refusals by reason."""
+"""Counts over programs: outcomes, refusals by reason, operators of the rules."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from collections import Counter
 from dataclasses import dataclass, field
 
 from autopar.rules import all_rules
-from tests.fuzz.programs.compare import REFUSED, RIGHT, Outcome
+from tests.fuzz.programs.compare import REFUSED, Outcome
 from tests.fuzz.programs.layouts import Layout
 
 # Refusals that programs of this grammar may meet, and why they stay.
@@ -34,13 +34,11 @@ class Tally:
     n_programs: int = 0
     outcomes: Counter[str] = field(default_factory=Counter)
     refusals: Counter[str] = field(default_factory=Counter)
-    operators: Counter[str] = field(default_factory=Counter)
 
     def take(self, layout: Layout, found: Outcome) -> None:
         """Count one run."""
         self.n_programs += layout.n_ranks == 1
         self.outcomes[f"{found.what} on {layout.n_ranks}"] += 1
-        self.operators.update(found.operators)
         if found.what == REFUSED:
             self.refusals[re.sub(r"`[^`]*`", "...", found.key)[:120]] += 1
 
@@ -49,8 +47,7 @@ class Tally:
         lines += [f"{n:6}  {reason}" for reason, n in self.refusals.most_common()]
         return "\n".join((f"{self.n_programs} programs", *lines, ""))
 
-    def table(self) -> str:
-        """How often each operator of the rules appears."""
-        rows = [f"{self.operators[rule.op]:6}  {rule.op}" for rule in all_rules()]
-        right = sum(n for what, n in self.outcomes.items() if what.startswith(RIGHT))
-        return "\n".join((f"{self.n_programs} programs, {right} right", *rows, ""))
+
+def table(operators: Counter[str]) -> str:
+    """How often each operator of the rules appears."""
+    return "".join(f"{operators[rule.op]:6}  {rule.op}\n" for rule in all_rules())
