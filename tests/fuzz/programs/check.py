@@ -37,7 +37,7 @@ def run_programs(
     for number in numbers:
         for program, layout, found in cases(base, number, always_layouts):
             tally.take(layout, found)
-            if found.what == FAULT or (found.what == REFUSED and not is_known(found.text)):
+            if found.what == FAULT or (found.what == REFUSED and not is_known(layout, found.text)):
                 faults.append((number, program, layout, found))
                 break
     return faults

@@ -57,11 +57,18 @@ def random_program(base: int, number: int) -> Program:
 
 
 def runs(program: Program) -> bool:
-    """Whether eager torch can train it."""
+    """Whether eager torch can train it; without checkpoints too, because they hide writes to what
+    backward needs, and torch then computes something else."""
+    if "= checkpoint(" in program.text() and not _trains(program, keeps_checkpoints=False):
+        return False
+    return _trains(program)
+
+
+def _trains(program: Program, keeps_checkpoints: bool = True) -> bool:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
-            net, batch = program.build()
+            net, batch = program.build(keeps_checkpoints)
             with torch.random.fork_rng(devices=()):
                 loss = loss_of(net(**batch))
                 loss.backward()
@@ -261,7 +268,10 @@ class Draw(Holes):
     # The end
 
     def losses(self) -> bool:
-        """Terms of what nothing reads; False if there is none."""
+        """Terms of what nothing reads; False if there is none. Integers and masks scale a term."""
+        for name in list(self.unread):
+            if is_tensor(v := self.values[name]) and v.dtype in (torch.int64, torch.bool):
+                self.statement(f"$a * {name}.double().mean()")
         ends = [
             n for n in self.unread
             if is_tensor(v := self.values[n]) and v.requires_grad and not v.is_complex()

@@ -42,19 +42,18 @@ class Holes:
 
     def filled(self, template: str) -> str:
         """The template with all holes filled."""
-        main: Any = None
-        main_text = ""
-        chosen: dict[str, str] = {}
+        letters = (match[1] for match in HOLE.finditer(template))
+        first = next((x for x in letters if x in _CHOICES and x not in _LIKE_MAIN), None)
+        main_text = _CHOICES[first](self, None, "") if first else ""
+        main = self._value_of(main_text) if first else None
+        chosen = {first: main_text} if first else {}
 
         def hole(match: re.Match[str]) -> str:
-            nonlocal main, main_text
             letter = match[1]
             if letter in chosen:
                 return chosen[letter]
             if letter in _CHOICES:
                 text = _CHOICES[letter](self, main, main_text)
-                if main is None:
-                    main, main_text = self._value_of(text), text
             elif letter in _SIZES:
                 if main is None:
                     raise NoDrawError
@@ -198,9 +197,11 @@ _SIZES: dict[str, Callable[[Holes, Any, dict[str, str]], Any]] = {
     "j": lambda d, m, c: d.rng.randrange(len(m)) if isinstance(m, list) else 0,
     "yes": lambda d, m, c: d.rng.choice((True, False)),
 }
+# Holes that are filled to fit the main value.
+_LIKE_MAIN = {"b", "c", "I", "Z"}
 # Sizes that may change with the batch are read off the value.
 _SYMBOLIC = {"B": "{}.shape[0]", "shape": "{}.shape"}
-_DRAWN_ANEW = {"s", "r", "c"}
+_DRAWN_ANEW = {"s", "c"}
 
 
 def _is_writable(value: Tensor) -> bool:

@@ -38,6 +38,8 @@ from torch.utils.checkpoint import checkpoint
 import autopar
 from autopar import Manual
 """
+_CHECKPOINT = "from torch.utils.checkpoint import checkpoint"
+_PLAIN = "checkpoint = lambda function, *args, use_reentrant: function(*args)"
 # Text that a program begins with if it has the name.
 HELPERS = {
     "Twice": '''\
@@ -154,10 +156,6 @@ class Program:
     def has_blocks(self) -> bool:
         return len(self.scopes) > 1
 
-    @property
-    def is_random(self) -> bool:
-        return "dropout" in (text := self.text().lower()) or "rand_like" in text
-
     def pruned(self) -> Program:
         """Without what nothing needs."""
         kept = [self.net.pruned()]
@@ -177,9 +175,11 @@ class Program:
         batch = "".join(f"    {name!r}: {INPUTS[name]},\n" for name in self.net.inputs)
         return f"torch.manual_seed({self.seed})\nnet = Net().double()\nbatch = {{\n{batch}}}\n"
 
-    def build(self) -> tuple[nn.Module, dict[str, Tensor]]:
+    def build(self, keeps_checkpoints: bool = True) -> tuple[nn.Module, dict[str, Tensor]]:
         """The model and its batch."""
         text = f"{self.text()}\n\n{self.setup()}"
+        if not keeps_checkpoints:
+            text = text.replace(_CHECKPOINT, _PLAIN)
         with torch.random.fork_rng(devices=()):
             made = run_text(text, f"<program {self.seed}>")
         return made["net"], made["batch"]

@@ -17,14 +17,20 @@ KNOWN = {
     r"has no functional form": "torch composes some functions of writes that capture does not know",
     r"Net has no repeated blocks": "a block of which nothing is left is none to recompute",
     r"rows of a microbatch do not divide": "a batch that a program cut itself",
+    r"changes inside torch.utils.checkpoint": "eager moves such a buffer twice",
     r"depends on no trainable parameter": "all that the loss needs is frozen",
 }
 # Operators of the rules that no program reaches, and why.
 UNREACHED: dict[str, str] = {}
 
 
-def is_known(refusal: str) -> bool:
-    return any(re.search(pattern, refusal) for pattern in KNOWN)
+# Refusals that stay under microbatches alone.
+_OF_MICROBATCHES = {r"cannot trace Net into one graph": "shapes that hold for the whole batch"}
+
+
+def is_known(layout: Layout, refusal: str) -> bool:
+    known = KNOWN | (_OF_MICROBATCHES if "microbatches" in dict(layout.options) else {})
+    return any(re.search(pattern, refusal) for pattern in known)
 
 
 @dataclass

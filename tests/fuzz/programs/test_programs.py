@@ -23,7 +23,7 @@ __all__ = ["generated_code"]
 
 # Programs of a chunk, one test each, by day and at night.
 BY_DAY, AT_NIGHT = (300, 6), (10_000, 100)
-MOST_FOR_OPERATORS = 6000
+MOST_FOR_OPERATORS = 10_000
 
 
 def base_seed() -> int:

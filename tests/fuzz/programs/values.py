@@ -243,6 +243,7 @@ MATRICES = (
     f"torch.linalg.eigh({_SPD} + torch.diag(torch.arange(4.0).double()))[0]",
     "torch.linalg.cross($a[..., :3], $b[..., :3])", f"torch.linalg.matrix_norm({_SPD})",
     f"torch.logdet({_SPD})", "torch.cdist($f, $f + 1)",
+    "torch.cdist($a, $b + 1, compute_mode='use_mm_for_euclid_dist')",
     f"torch.linalg.matrix_power({_SPD} * 0.3, 2)",
 )  # fmt: skip
 
