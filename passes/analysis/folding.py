@@ -131,7 +131,6 @@ def fold(
         },
         loss=read(program.loss, None) if program.loss else None,
         outputs=tuple(read(n, None) for n in program.outputs),
-        sent=tuple(dict.fromkeys(read(n, None) for n in program.sent)),
         _by_name={},
     )
     folded = replace(

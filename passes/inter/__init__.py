@@ -3,8 +3,7 @@
 Reading order: `submeshes.py` (devices of a stage), `layers.py` (where stages may begin),
 `candidate.py` (a plan before it is solved), `bounds.py` and `layer_bounds.py` (lower bounds on
 stages), `messages.py` (what they send at least), `space.py` (all pipelines), `stage_search.py`
-(those with one number of microbatches, best
-first), `recipes.py` (Megatron pipelines).
+(those with one number of microbatches, best first), `recipes.py` (Megatron pipelines).
 May import `passes/intra`, `analysis` and `solvers`, and what lies below `passes`.
 Mainly hands on `PipelineSpace`, `StageSearch`, `megatron_pipelines` and `step_bound_s`.
 """

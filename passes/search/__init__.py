@@ -2,8 +2,9 @@
 
 Reading order: `branch_bound.py` (the algorithm), `planner.py` (the space of plans), `levels.py`
 (the bounds of one stage), `recipes.py` (plain plans), `several_stages.py` (pipelines),
-`simplicity.py` (which of equals), `evaluator.py` (solves), `simulator.py` (lowers and simulates),
-`slower.py` (why others are slower), `axis_names.py` (cp), `outcome.py` and `stats.py` (the result).
+`simplicity.py` (which of equals), `time_limit.py` (when it ends early), `evaluator.py` (solves),
+`simulator.py` (lowers and simulates), `slower.py` (why others are slower), `axis_names.py` (cp),
+`outcome.py` and `stats.py` (the result).
 May import `passes/inter`, `lowering`, the rooms below them, and what lies below `passes`.
 Mainly hands on `Planner` and `PlanningResult`.
 """
