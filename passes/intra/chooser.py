@@ -11,7 +11,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Protocol, TypedDict, TypeVar
 
 from autopar.cost.laws import CostModel
@@ -152,9 +152,7 @@ class Chooser:
 
     @cached_property
     def _problems(self) -> ProblemFamilies:
-        def n_like(m: int) -> Mapping[str, int]:
-            return placed_once(self.folded, m)
-
+        n_like = partial(placed_once, self.folded)  # a closure over `self` would be a cycle
         return ProblemFamilies(
             self.folded.analysis, self.optimizer, self.families, self.counts, n_like,
             self.recomputable, prices=self.prices,
@@ -251,7 +249,7 @@ class Chooser:
             size_bytes=best.size_bytes,
             n_variables=whole.n_variables,
             n_written_out=whole.n_written_out,
-            read=lambda: _strategy(self.folded.whole, whole, choice, ask),
+            read=partial(_strategy, self.folded.whole, whole, choice, ask),
             settled=solution.settled and best.bound_s < limit_s,
             hidden_bound_s=max(floor_s, first.bound_s + beside_s),
         )  # fmt: skip

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import NamedTuple
@@ -330,12 +330,7 @@ class _Maker:
         for edge in self.numbers.edges:
             readers.setdefault(edge.u, []).append(edge.v)
 
-        def reached(v: int) -> frozenset[int]:
-            if v < len(self.members):
-                return frozenset((v,))
-            return frozenset().union(*(reached(reader) for reader in readers.get(v, ())))
-
-        return [reached(v) for v in range(n)]
+        return [_reached(v, len(self.members), readers) for v in range(n)]
 
     @cached_property
     def places(self) -> list[Place]:
@@ -402,3 +397,10 @@ class _Maker:
 def _made(group: OperatorGroup) -> list[str]:
     """The values that a group makes, in order."""
     return [name for member in group.members for name in member.operator.outputs]
+
+
+def _reached(v: int, n_groups: int, readers: Mapping[int, Sequence[int]]) -> frozenset[int]:
+    """Variable v if it is a group, else the groups that read it."""
+    if v < n_groups:
+        return frozenset((v,))
+    return frozenset().union(*(_reached(r, n_groups, readers) for r in readers.get(v, ())))

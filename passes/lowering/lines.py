@@ -379,18 +379,10 @@ class _Lowering:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         """The captured arguments, in schema order, with variables in place of tensors."""
         waiting = list(names)
-
-        def replace(value: Any) -> Any:
-            if isinstance(value, torch.fx.Node):
-                return Ref(waiting.pop(0))
-            if isinstance(value, (list, tuple)):
-                return [replace(v) for v in value]
-            return DEVICE if isinstance(value, torch.device) else value
-
-        args = tuple(replace(a) for a in node.args)
+        args = tuple(_replaced(a, waiting) for a in node.args)
         schema = list(operator.call.args)
         ordered = sorted(node.kwargs.items(), key=lambda item: schema.index(item[0]))
-        kwargs = {k: replace(v) for k, v in ordered}
+        kwargs = {k: _replaced(v, waiting) for k, v in ordered}
         assert not waiting, (node, names)
         return args, kwargs
 
@@ -485,3 +477,12 @@ def join(
         for k, s in enumerate(stages)
     ]
     return Pipeline.of(programs, [s.cost.mesh for s in stages], order)
+
+
+def _replaced(value: Any, waiting: list[str]) -> Any:
+    """An argument with the waiting variables, in order, in place of nodes."""
+    if isinstance(value, torch.fx.Node):
+        return Ref(waiting.pop(0))
+    if isinstance(value, (list, tuple)):
+        return [_replaced(v, waiting) for v in value]
+    return DEVICE if isinstance(value, torch.device) else value

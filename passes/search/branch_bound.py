@@ -89,13 +89,14 @@ class BranchAndBound:
 
     tolerance, tie   relative; both as in `Options`
     rank             how simple a simulated plan is
-    before           called before each refinement; may raise to end the search, as refining may
+    before           called before each refinement, with whether there is a plan; may raise to end
+                     the search, as refining may
     """
 
     tolerance: float
     tie: float
     rank: Callable[[Solved], Simplicity]
-    before: Callable[[Node], None] = lambda node: None
+    before: Callable[[Node, bool], None] = lambda node, has_plan: None
     found: list[Solved] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     _ranks: dict[Same, Simplicity] = field(default_factory=dict)
@@ -106,7 +107,7 @@ class BranchAndBound:
         self.nodes.extend(roots)
         while (work := self._next()) is not None:
             node, limit_s = work
-            self.before(node)
+            self.before(node, bool(self.found))
             self._row.add(node.name, self.incumbent_s)
             assert node.refine is not None, "only such nodes are next"
             parts = list(node.refine(limit_s))

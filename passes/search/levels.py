@@ -12,7 +12,7 @@ open, and found level by level:
 
 A simulated step may be above the bound that it was solved with, because what may be hidden is not
 always; and a peak above the solver's bytes. So other placements are tried as well, its *rivals*,
-whose bound stays that of all placements (`Levels._rivals`):
+whose bound stays that of all placements (`Levels.rivals`):
 
     lean        within less memory, until a peak fits
     ungathered  the best of those that gather nothing at each use
@@ -83,7 +83,7 @@ class Levels:
         try:
             free = self._plain.placed(candidate, None, limit_s)
         except InfeasibleError as error:
-            return self._impossible(error, candidate)
+            return self.impossible(error, candidate)
         bound_s = max(free.bound_s, node.bound_s)
         if bound_s >= limit_s > node.bound_s:
             return [node.after("free", bound_s, again)]
@@ -108,7 +108,7 @@ class Levels:
         try:
             placed = evaluator.placed(candidate, evaluator.budget_bytes, limit_s)
         except InfeasibleError as error:
-            return self._impossible(error, candidate)
+            return self.impossible(error, candidate)
         bound_s = max(placed.bound_s, node.bound_s)
         if bound_s >= limit_s > node.bound_s:
             refine = partial(self._solved, evaluator, node, candidate)
@@ -128,40 +128,9 @@ class Levels:
         After that, the `solver` finds their rivals; None: these are some, of a candidate that
         forbids less.
         """
-        candidate = rival_of or placed.candidate
+        return _Leaf(self, node, placed, solver, leaner, rival_of or placed.candidate).as_node
 
-        def simulate(limit_s: float) -> Parts:
-            # Farther above the bound, rivals may be below the limit.
-            if limit_s <= placed.least_s <= node.bound_s * (1 + RIVAL_REL):
-                return [replace(leaf, given_up_s=placed.least_s)]
-            solved = simulator.simulated_if_fits(placed)
-            if solved is None:
-                return [*done, replace(leaf, refine=lean, is_rival=True)]
-            return [*done, replace(solved, candidate=candidate), *rivals(solved)]
-
-        def lean(limit_s: float) -> Parts:
-            """The simulated peak exceeds the budget: leaner placements are found."""
-            try:
-                found = simulator.fit_to_budget(placed, limit_s)
-            except InfeasibleError as error:
-                return [*self._impossible(error, placed.candidate), *rivals(None)]
-            if isinstance(found, Solved):
-                return [replace(found, candidate=candidate), *rivals(found)]
-            return [replace(leaf, refine=lean, is_rival=True, given_up_s=found)]
-
-        def rivals(found: Solved | None) -> Iterator[Node]:
-            if solver is None:
-                return
-            if found is None or found.step_time_s > node.bound_s * (1 + RIVAL_REL):
-                fits = within(self._whole.budget_bytes, simulator.as_placed(placed).peak_bytes)
-                yield from self._rivals(node, placed, solver, fits)
-
-        simulator = self.simulator.on(leaner or self._whole)
-        leaf = replace(node, refine=simulate, placed=placed)
-        done = () if solver is None else (node.after("simulated", node.bound_s, None),)
-        return leaf
-
-    def _rivals(self, node: Node, placed: Placed, solver: Evaluator, fits: bool) -> Iterator[Node]:
+    def rivals(self, node: Node, placed: Placed, solver: Evaluator, fits: bool) -> Iterator[Node]:
         """Alternatives to the placements of one stage that gather less, or assume less overlap.
 
         Their bound stays that of all placements: those that are left out may be faster.
@@ -180,29 +149,95 @@ class Levels:
         self, node: Node, level: str, candidate: Candidate, forbid: Sequence[str],
         solver: Evaluator, leaner: Evaluator,
     ) -> Node:  # fmt: skip
+        rival = replace(node.after(level, node.bound_s, None), is_rival=True)
+        forbidding = candidate.forbidding(*forbid)
+        refine = partial(self._rival_solved, rival, candidate, forbidding, solver, leaner)
+        return replace(rival, refine=refine)
+
+    def _rival_solved(
+        self, rival: Node, candidate: Candidate, forbidding: Candidate, solver: Evaluator,
+        leaner: Evaluator, limit_s: float,
+    ) -> Parts:  # fmt: skip
         # Where nothing is hidden, the solver's bound is none on the step.
-        hides = solver.hides
-
-        def refine(limit_s: float) -> Parts:
-            within_s = limit_s if hides else math.inf
-            try:
-                found = solver.placed(candidate.forbidding(*forbid), solver.budget_bytes, within_s)
-            except InfeasibleError as error:
-                return self._impossible(error, candidate)
-            (chosen,) = found.choices
-            if chosen.bound_s >= within_s:
-                return [replace(rival, given_up_s=chosen.bound_s)]
-            gap = max(0.0, 1 - node.bound_s / chosen.objective_s)
-            found = replace(found, choices=(replace(chosen, gap=gap),))
-            return [self._leaf(replace(rival, refine=None), found, None, leaner, candidate)]
-
-        rival = replace(node.after(level, node.bound_s, refine), is_rival=True)
-        return rival
+        within_s = limit_s if solver.hides else math.inf
+        try:
+            found = solver.placed(forbidding, solver.budget_bytes, within_s)
+        except InfeasibleError as error:
+            return self.impossible(error, candidate)
+        (chosen,) = found.choices
+        if chosen.bound_s >= within_s:
+            again = partial(self._rival_solved, rival, candidate, forbidding, solver, leaner)
+            return [replace(rival, refine=again, given_up_s=chosen.bound_s)]
+        gap = max(0.0, 1 - rival.bound_s / chosen.objective_s)
+        found = replace(found, choices=(replace(chosen, gap=gap),))
+        return [self._leaf(rival, found, None, leaner, candidate)]
 
     def _rerun_s(self, least: Placed, candidate: Candidate) -> float:
         """A bound with what must run again at least; `least` is the optimum if nothing did."""
         return least.choices[0].hidden_bound_s + self._whole.least_rerun_s(candidate)
 
-    def _impossible(self, error: InfeasibleError, candidate: Candidate) -> Parts:
+    def impossible(self, error: InfeasibleError, candidate: Candidate) -> Parts:
+        """Nothing of a candidate fits, or is allowed."""
         self.errors.append((error, candidate))
         return []
+
+
+@dataclass(frozen=True)
+class _Leaf:
+    """Solved placements that are simulated; the arguments are those of `Levels._leaf`.
+
+    Its nodes know it, and it knows none of them: a cycle would outlive the search.
+    """
+
+    levels: Levels
+    node: Node
+    placed: Placed
+    solver: Evaluator | None
+    leaner: Evaluator | None
+    candidate: Candidate
+
+    @property
+    def as_node(self) -> Node:
+        return replace(self.node, refine=self.simulated, placed=self.placed)
+
+    @property
+    def _simulator(self) -> Simulator:
+        simulator = self.levels.simulator
+        return simulator.on(self.leaner or simulator.evaluator)
+
+    @property
+    def _done(self) -> Sequence[Node]:
+        node = self.node
+        return () if self.solver is None else (node.after("simulated", node.bound_s, None),)
+
+    @property
+    def _lean(self) -> Node:
+        return replace(self.as_node, refine=self.made_lean, is_rival=True)
+
+    def simulated(self, limit_s: float) -> Parts:
+        # Farther above the bound, rivals may be below the limit.
+        if limit_s <= self.placed.least_s <= self.node.bound_s * (1 + RIVAL_REL):
+            return [replace(self.as_node, given_up_s=self.placed.least_s)]
+        solved = self._simulator.simulated_if_fits(self.placed)
+        if solved is None:
+            return [*self._done, self._lean]
+        return [*self._done, replace(solved, candidate=self.candidate), *self._rivals(solved)]
+
+    def made_lean(self, limit_s: float) -> Parts:
+        """The simulated peak exceeds the budget: leaner placements are found."""
+        try:
+            found = self._simulator.fit_to_budget(self.placed, limit_s)
+        except InfeasibleError as error:
+            return [*self.levels.impossible(error, self.placed.candidate), *self._rivals(None)]
+        if isinstance(found, Solved):
+            return [replace(found, candidate=self.candidate), *self._rivals(found)]
+        return [replace(self._lean, given_up_s=found)]
+
+    def _rivals(self, found: Solved | None) -> Iterator[Node]:
+        if self.solver is None:
+            return
+        if found is None or found.step_time_s > self.node.bound_s * (1 + RIVAL_REL):
+            simulator = self._simulator
+            peak_bytes = simulator.as_placed(self.placed).peak_bytes
+            fits = within(self.levels.simulator.evaluator.budget_bytes, peak_bytes)
+            yield from self.levels.rivals(self.node, self.placed, self.solver, fits)

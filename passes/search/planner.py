@@ -149,9 +149,9 @@ class Planner:
         options = self.options
         is_timed_out, limit = False, self.evaluator.limit
 
-        def before(node: Node) -> None:
+        def before(node: Node, has_plan: bool) -> None:
             """Report what comes next; end the search if the time is up and there is a plan."""
-            limit.has_plan = bool(search.found)
+            limit.has_plan = has_plan
             limit.check()
             self.report(f"planning {node.name}")
 

@@ -6,6 +6,7 @@ inputs give equal plans.
 
 from __future__ import annotations
 
+import gc
 import re
 from collections import Counter
 from collections.abc import Callable
@@ -199,3 +200,23 @@ def test_another_hash_seed_gives_the_same_bytes(
     first, second = here.read_bytes(), there.read_bytes()
     assert len(first) > 1000
     assert first == second
+
+
+def test_planning_leaves_no_cycle() -> None:
+    """What a search made is freed with its plan, without the garbage collector."""
+    batch = {name: torch.zeros(16, 64) for name in ("x", "y")}
+    mesh = autopar.Mesh((1, 4), hardware="a100-80gb")
+    gc.collect()
+    gc.disable()
+    try:
+        autopar.plan(Mlp(width=64, n_layers=4), mesh, batch)
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        gc.collect()
+        kept = {
+            type(o).__qualname__ for o in gc.garbage if type(o).__module__.startswith("autopar")
+        }
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert kept == set()
