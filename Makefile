@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Processes draw hash seeds of their own, so that tests of equal plans compare different ones.
 export PYTHONHASHSEED :=
 
-.PHONY: demo compare bench-plan bench-runtime bench-checks bench-checkpoints bench-mixed same-plans validate-local test first-tier test-browser nightly faults lint golden docs docs-site page parity test-gpu validate install clean
+.PHONY: demo compare bench-plan bench-zoo bench-runtime bench-checks bench-checkpoints bench-mixed same-plans validate-local test first-tier test-browser nightly faults lint golden docs docs-site page parity test-gpu validate install clean
 
 # Trains on four processes; plans a Llama of 8 layers for 16 GPUs and draws it; a short comparison.
 demo: install
@@ -34,6 +34,10 @@ compare: install
 # How long planning takes for models of 8 to 70 billion parameters on 8 to 1024 GPUs, phase by phase.
 bench-plan: install
 	$(BIN)/python -m examples.bench_plan
+
+# The same for every small model of the zoo on three meshes, on a CPU profile and a GPU's. Half an hour.
+bench-zoo: install
+	$(BIN)/python -m tests.parity.plan_zoo
 
 # Step times of what autopar generates beside eager, Megatron by hand, DDP, FSDP2 and torch's 1F1B,
 # on one and two processes. Some two minutes. With --delayed, overlap under a slow network.

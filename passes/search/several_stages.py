@@ -38,10 +38,13 @@ from autopar.passes.search.recipes import RecipeNodes
 from autopar.passes.search.simplicity import Simplicity
 from autopar.passes.search.simulator import Solved
 
-# So many plans in a row are solved in vain: too slow, or too large by their peaks. Then the rest is
-# given up. Where messages are slow, many spans are far below.
-_MOST_IN_VAIN = 24
+# So many plans of a number of microbatches are solved in vain in a row: too slow, or too large by
+# their peaks. Then the rest is given up. So it is once so many stages were solved since a pipeline
+# was the fastest plan: where launches and messages take longest, spans are far below. A Llama-70B
+# on 128 GPUs solves 15 stages, a GPT-2 of two layers on 64 processes 1,500.
+_MOST_IN_VAIN, _MOST_STAGES_IN_VAIN = 24, 400
 _NONE, _GIVEN_UP = "none fits", f"given up after {_MOST_IN_VAIN} plans in vain"
+_STAGES_GIVEN_UP = f"given up after {_MOST_STAGES_IN_VAIN} stages solved in vain"
 
 
 @dataclass
@@ -52,6 +55,7 @@ class SeveralStages:
     space: PipelineSpace
     n_configurations: int = 0
     _n_solved: int = 0
+    _n_in_vain: int = 0  # of these, since a pipeline was the fastest plan
 
     def roots(self) -> Iterator[Node]:
         simplest = Simplicity.of_search(2)  # an axis in some stage, and the stages
@@ -92,6 +96,8 @@ class SeveralStages:
 
     def _refined(self, node: Node, search: StageSearch, limit_s: float) -> Parts:
         again, solve = partial(self._refined, node, search), partial(self.solved, limit_s=limit_s)
+        if self._n_in_vain > _MOST_STAGES_IN_VAIN:
+            return [replace(node, refine=None, note=_STAGES_GIVEN_UP)]
         n_solved = self._n_solved
         for plan in search.plans(limit_s):
             known = node.after("stages", search.least_s, again)
@@ -105,8 +111,10 @@ class SeveralStages:
             if found is not None:
                 search.given_up_s = min(search.given_up_s, search.least_of(plan.stages))
             solved = [found] if isinstance(found, Solved) else []
-            is_faster = any(one.step_time_s < limit_s for one in solved)
-            search.n_in_vain = 0 if is_faster else search.n_in_vain + 1
+            if any(one.step_time_s < limit_s for one in solved):
+                search.n_in_vain = self._n_in_vain = 0
+            else:
+                search.n_in_vain += 1
             if search.n_in_vain >= _MOST_IN_VAIN:
                 return [replace(known, refine=None, note=_GIVEN_UP), *solved]
             if solved:
@@ -123,6 +131,7 @@ class SeveralStages:
     def solved(self, candidate: Candidate, stage: int, limit_s: float = math.inf) -> StageBound:
         """What a stage takes at least by its own problem; not settled if that is `limit_s`."""
         self._n_solved += 1
+        self._n_in_vain += 1
         try:
             chosen = self._evaluator.solved_stage(candidate, stage, limit_s)
         except InfeasibleError as error:
