@@ -1,4 +1,4 @@
-"""How long planning takes for every model of the zoo, on a CPU profile and a GPU's: `make bench-zoo`.
+"""How long planning takes for every model of the zoo, on two profiles: `make bench-zoo`.
 
     python -m tests.parity.plan_zoo llama swin     these alone
 
@@ -38,11 +38,9 @@ def main(families: list[str]) -> None:
     for of in itertools.product(families or FAMILIES, MESHES, PROFILES):
         taken_s, what = seconds(*of)
         rows.append((taken_s, *of, what))
-        print(f"{taken_s:6.1f} s", *of, what[:80], sep="  ", flush=True)
-    slow = sorted(row for row in rows if row[0] > MOST_S)
-    print(
-        f"{len(rows)} plans, {len(slow)} above {MOST_S:g} s:", *(row[:4] for row in slow), sep="\n"
-    )
+        print(f"{taken_s:6.1f} s", *of, what[:80], sep="  ", flush=True)  # noqa: T201
+    slow = sorted(row[:4] for row in rows if row[0] > MOST_S)
+    print(f"{len(rows)} plans, {len(slow)} above {MOST_S:g} s:", *slow, sep="\n")  # noqa: T201
 
 
 if __name__ == "__main__":

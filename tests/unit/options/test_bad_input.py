@@ -262,7 +262,7 @@ JOBS: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: ready((1, 2), manual=Manual(dp=2)).step(**batch(0, 17)), r"17 rows[\s\S]*drop_last",
     ),
     "planning fails on rank 0": (
-        lambda: ready((1, 2), memory_limit=10), r"no plan fits in 10 B[\s\S]*use at least \d+ nodes",
+        lambda: ready((1, 2), memory_limit=10), r"no plan fits in 10 B[\s\S]*at least \d+ nodes",
     ),
 }  # fmt: skip
 
