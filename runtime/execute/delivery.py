@@ -54,7 +54,7 @@ def microbatch_of(
     split = (before, *_batch_view(item, rows, n_blocks, n_microbatches), after)
     seen = whole.reshape(*whole.shape[:dim], *split, *whole.shape[dim + 1 :])
     part = seen.select(dim + 2, index)
-    return part.reshape(*whole.shape[:dim], -1, *whole.shape[dim + 1 :])
+    return part.flatten(dim, dim + 3)  # not by -1, which no size of an empty tensor tells
 
 
 def shard(

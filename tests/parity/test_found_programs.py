@@ -60,6 +60,10 @@ def pairs(net: Net, z: Tensor) -> Tensor:
     return numbers.abs() + torch.view_as_complex(z.unflatten(-1, (-1, 2))).imag.square()
 
 
+def block_diagonal(net: Net, z: Tensor) -> Tensor:
+    return torch.block_diag(z.sum(2), z.sum(1))
+
+
 BODIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "long skips over equal blocks": long_skips,
     "equal blocks that are scans": recurrent_blocks,
@@ -82,6 +86,13 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.body(self, self.into(x)).square().mean()
+
+
+def test_microbatches_of_an_empty_value() -> None:
+    """torch joins blocks with zeros of which some have no elements."""
+    net, x = Net(block_diagonal).double(), torch.randn(8, 4, 4, dtype=torch.float64)
+    report = autopar.verify(net, (1, 1), {"x": x}, precision="fp64", microbatches=2)
+    assert report.ok, report.text()
 
 
 @pytest.mark.parametrize("name", BODIES)

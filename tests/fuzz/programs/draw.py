@@ -43,7 +43,7 @@ from tests.fuzz.programs.program import (
 )
 
 MOST_DIMS, LARGEST = 5, 1e3
-N_LINES = (3, 10)
+N_LINES = (3, 9)
 _PART = re.compile(r"\{((?:[^{}])*)\}")
 
 
