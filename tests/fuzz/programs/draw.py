@@ -268,9 +268,9 @@ class Draw(Holes):
     # The end
 
     def losses(self) -> bool:
-        """Terms of what nothing reads; False if there is none. Integers and masks scale a term."""
+        """Terms of what nothing reads; False if there is none. What has no gradient scales one."""
         for name in list(self.unread):
-            if is_tensor(v := self.values[name]) and v.dtype in (torch.int64, torch.bool):
+            if is_tensor(v := self.values[name]) and not (v.requires_grad or v.is_complex()):
                 self.statement(f"$a * {name}.double().mean()")
         ends = [
             n for n in self.unread

@@ -55,7 +55,8 @@ FAMILIES: tuple[tuple[float, Table], ...] = (
 # What a program begins with: inputs meet weights.
 FIRST: tuple[tuple[float, Table], ...] = (
     (4, ("{nn.Linear($H, $W)}($f)", "{nn.Linear($H, 4)}($f)", "{nn.Embedding(8, $W)}($i)")),
-    (1, ("{nn.Conv2d($C, 4, 3, padding=1)}($g)", "{nn.Conv3d($C, 2, 3, padding=1)}($video)")),
+    (1, ("{nn.Conv2d($C, 4, 3, padding=1)}($g)",)),
+    (1, ("{nn.Conv3d($C, 2, 3, padding=1)}($video)",)),
     (1, ("$f * {nn.Parameter(torch.randn($L, $H) * 0.3)}",)),
 )
 

@@ -121,11 +121,11 @@ _ADAPTIVE = tuple(
     for kind in ("max", "avg")
 )
 _RESIZED = tuple(
-    f"F.interpolate({hole}, scale_factor=2, mode='{mode}')"
-    for hole, modes in (
-        ("$three", "nearest nearest-exact linear"),
-        ("$g", "nearest nearest-exact bilinear bicubic"),
-        ("$video", "nearest nearest-exact trilinear"),
+    f"F.interpolate({hole}, scale_factor={scale}, mode='{mode}')"
+    for hole, scale, modes in (
+        ("$three", "2", "nearest nearest-exact linear"),
+        ("$g", "(1, 2)", "nearest nearest-exact bilinear bicubic"),
+        ("$video", "(1, 0.5, 2)", "nearest nearest-exact trilinear"),
     )
     for mode in modes.split()
 )
@@ -134,7 +134,7 @@ IMAGES = (
     "F.interpolate($g, size=(3, 3), mode='bilinear', antialias=True)",
     "F.interpolate($g, size=(3, 3), mode='bicubic', antialias=True)",
     "F.interpolate($g, size=(5, 3), mode='bilinear', align_corners=True)",
-    "F.max_pool1d($three, 2, return_indices=True)[0]",
+    "F.adaptive_avg_pool3d($video, 3)", "F.max_pool1d($three, 2, return_indices=True)[0]",
     "F.max_pool2d($g, 2, return_indices=True)[0]",
     "F.max_pool3d($video, 2, return_indices=True)[0]",
     "F.max_unpool2d(*F.max_pool2d($g, 2, return_indices=True), 2)",

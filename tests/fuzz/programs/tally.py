@@ -21,7 +21,25 @@ KNOWN = {
     r"depends on no trainable parameter": "all that the loss needs is frozen",
 }
 # Operators of the rules that no program reaches, and why.
-UNREACHED: dict[str, str] = {}
+_AS_OTHERS = (
+    "to.dtype_layout to.device _to_copy.default fill.Scalar type_as.default clone.default "
+    "contiguous.default alias.default mean.dim mean.default nll_loss.default view.default "
+    "_unsafe_view.default flatten.using_ints unflatten.int squeeze.default squeeze.dim squeeze.dims"
+)
+_OVERLOADS = "mul.Scalar div.Scalar norm.Scalar"
+_CONSTANT = "zeros.default ones.default full.default"
+_BY_DATA = "bincount.default repeat_interleave.Tensor"
+UNREACHED: dict[str, str] = {
+    **{f"aten.{op}": "capture writes it by other operators" for op in _AS_OTHERS.split()},
+    **{f"aten.{op}": "functions of torch call another overload" for op in _OVERLOADS.split()},
+    **{f"aten.{op}": "a constant, made once for all steps" for op in _CONSTANT.split()},
+    **{f"aten.{op}": "refused, since its shape depends on data" for op in _BY_DATA.split()},
+    **dict.fromkeys(
+        ("autopar.padded_embedding.default", "autopar.padded_cross_entropy.default"),
+        "made by plans that pad a vocabulary",
+    ),
+    "aten._embedding_bag.default": "no program has bags yet",
+}
 
 
 # Refusals that stay under microbatches alone.

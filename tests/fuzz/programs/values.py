@@ -165,6 +165,7 @@ BOOLEANS = (
     "$f.sum(1) / $m.sum(1, keepdim=True).clamp(min=1)", "torch.isfinite($a)", "$i.ge(2) & $i.le(5)",
     "$i.eq($I.roll(1, 1))", "$a.ne($b)", "$a.ge($b)", "$a.lt(0.3)", "$a.bool()",
     "torch.count_nonzero($m, dim=1)", "torch.count_nonzero($i)",
+    "torch.count_nonzero($m, dim=(0, 1))",
 )  # fmt: skip
 
 INTEGERS = (
@@ -181,17 +182,17 @@ INTEGERS = (
     "F.embedding($i, {nn.Parameter(torch.randn(8, $W) * 0.3)})",
     "{nn.Parameter(torch.randn(8, $W))}[$i]", "$i.double() * 0.1", "torch.zeros_like($i)",
     "torch.full_like($i, 2)", "torch.ones_like($i)", "torch.remainder($i, $I + 1)",
-    "$a.unflatten(0, (2, -1)).argmax(1)", "$a.histc(4, -2, 2)", "torch.repeat_interleave($i, 2, 1)",
-    "torch.floor_divide($i, 3)", "torch.maximum($i, $I)", "torch.stack([$i, $I])",
-    "torch.cat([$i, $i], 1)", "$a.detach().max(-1)[1]",
+    "$a.unflatten(0, (2, -1)).argmax(1)", "$a * $b.detach().histc(4, -2, 2).mean()",
+    "torch.repeat_interleave($i, 2, 1)", "torch.floor_divide($i, 3)", "torch.maximum($i, $I)",
+    "torch.stack([$i, $I])", "torch.cat([$i, $i], 1)", "$a.detach().max(-1)[1]",
 )  # fmt: skip
 
 COMPLEX = (
     "torch.fft.rfft($a)", "torch.fft.fft($a)", "torch.fft.rfft($a, dim=$d)", "torch.fft.fft2($a)",
     "torch.fft.ifft($z)", "torch.fft.irfft($z)", "torch.fft.irfft($z, n=4)",
     "torch.fft.irfft(torch.fft.rfft($a), n=$H)", "$z.abs()", "$z.real", "$z.imag",
-    "torch.view_as_real($z)", "$z * $Z.conj()", "$z + $Z", "$z * 0.5", "$z - $Z",
-    "torch.complex($a, $b)", "torch.complex($a, $c.expand_as($a))",
+    "torch.view_as_real($z)", "torch.view_as_real($z)", "$z * $Z.conj()", "$z + $Z", "$z * 0.5",
+    "$z - $Z", "torch.complex($a, $b)", "torch.complex($a, $c.expand_as($a))",
     "torch.polar($a.abs() + 0.1, $b)",
     "torch.view_as_complex($a.unflatten(-1, (-1, 2)).contiguous())", "$z.conj()",
     "($z * $z.conj()).real", "$z.sum(1)",
