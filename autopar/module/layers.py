@@ -14,6 +14,7 @@ Modes may change, and the next step checks that they are those captured.
 
 from __future__ import annotations
 
+from abc import ABCMeta
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from functools import cache
@@ -92,6 +93,9 @@ class Layer(Guarded):
     _path: str
     _elsewhere: frozenset[str]
     _walked: list[Layer]  # those of the model whose parameters or buffers are being gone through
+
+    def __init_subclass__(cls) -> None:
+        """Not the user's own (`_shown_class`)."""
 
     @property
     def _is_shown(self) -> bool:
@@ -187,10 +191,15 @@ class Layer(Guarded):
 
 @cache
 def _shown_class(kind: type[nn.Module]) -> type[Layer]:
-    """A class that is both `Layer` and the user's, under the user's name."""
+    """A class that is both `Layer` and the user's, under the user's name.
+
+    It is no subclass that the user wrote, so neither their metaclass nor their `__init_subclass__`
+    hears of it: they may ask for arguments, or keep a table of what was made.
+    """
     own = {"__module__": kind.__module__, "__qualname__": kind.__qualname__}
-    meta: Any = type(kind)  # the user's class may have a metaclass
-    made: type[Layer] = meta(kind.__name__, (Layer, kind), own)
+    meta: Any = type(kind)
+    plain = ABCMeta if issubclass(meta, ABCMeta) else type
+    made: type[Layer] = plain.__new__(meta, kind.__name__, (Layer, kind), own)
     return made
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from abc import ABC
 from collections.abc import Callable
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 from torch import nn
@@ -49,3 +50,48 @@ def test_one_after_the_other() -> None:
     assert groups[0][0] is first
     inner = [p for p in m["k"].parameters() for _ in m["k"][1].parameters()]
     assert len(inner) == 4, "a layer and one inside of it are no pair"
+
+
+class Register(type):
+    """A metaclass that lists the classes it makes, each under a word of its own."""
+
+    made: ClassVar[list[str]] = []
+
+    def __new__(cls, name: str, bases: Any, own: Any, *, word: str) -> Any:
+        return super().__new__(cls, name, bases, own)
+
+    def __init__(cls, name: str, bases: Any, own: Any, *, word: str) -> None:
+        super().__init__(name, bases, own)
+        Register.made.append(word)
+
+
+class Factorized(nn.Module):
+    """A base that knows its subclasses by a word of their own."""
+
+    kinds: ClassVar[dict[str, type]] = {}
+
+    def __init_subclass__(cls, word: str, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+        Factorized.kinds[word] = cls
+
+
+class Dense(Factorized, word="dense"):
+    pass
+
+
+class Listed(nn.Module, metaclass=Register, word="listed"):
+    pass
+
+
+class Abstract(nn.Module, ABC):
+    pass
+
+
+@pytest.mark.parametrize("kind", [Dense, Listed, Abstract])
+def test_classes_that_know_their_subclasses(kind: type[nn.Module]) -> None:
+    """A layer has its user's class, and the user's tables know nothing of it."""
+    children = Shown(nn.ModuleDict({"one": kind()}), {}, {}).children
+    assert isinstance(children["one"], kind)
+    assert type(children["one"]).__name__ == kind.__name__
+    assert Factorized.kinds == {"dense": Dense}
+    assert Register.made == ["listed"]
