@@ -68,8 +68,12 @@ class LoweredChoices:
     itemsize: int
 
     def values(self, formula: str) -> Array:
-        """The values of a formula of the function: [cases, choices], or as broadcast to it."""
-        return self.lowering.values(formula, self.sizes, self.itemsize, self.n_ranks)
+        """The values of a formula of the function: [cases, choices].
+
+        Formulas may be of sizes that no choice cuts: dims of size 1 have no name.
+        """
+        values = self.lowering.values(formula, self.sizes, self.itemsize, self.n_ranks)
+        return np.broadcast_to(values, (len(self.n_ranks), len(self.at)))
 
 
 @dataclass(frozen=True)

@@ -208,3 +208,16 @@ def test_a_world_of_one_keeps_the_tensors_that_others_hold() -> None:
     assert all(held[name] is buffer for name, buffer in module.named_buffers())
     assert off(buffers, held) == {}
     assert model.get_buffer("calls").item() == 0  # the user's model is left alone
+
+
+@pytest.mark.parametrize("manual", [None, autopar.Manual(dp=2)])
+def test_a_batch_norm_of_one_channel(manual: autopar.Manual | None) -> None:
+    """Its statistics have no dim that a rule names."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Conv2d(CHANNELS, 1, 1), nn.BatchNorm2d(1)).double()
+    batch = {"input": images(0)["image"].double()}
+    report = autopar.verify(
+        model, machine((1, 2)), batch, loss_fn=lambda out, _: out.pow(3).mean(), precision="fp64",
+        microbatches=1, manual=manual, forbid=["tensor", "sequence"] if manual is None else (),
+    )  # fmt: skip
+    report.raise_if_wrong()
