@@ -18,7 +18,7 @@ from autopar.capture.constants import buffer
 from autopar.capture.outputs import loss_of
 from autopar.capture.pipeline import capture
 from autopar.capture.positional import PositionalRandom, draws_of
-from autopar.capture.python_state import Watch, shown, version_of
+from autopar.capture.python_state import Watch, shown, version_of, with_history
 from autopar.capture.reference import (
     as_graph_module,
     change_buffers,
@@ -49,4 +49,5 @@ __all__ = [
     "shown",
     "version_of",
     "whole_buffers",
+    "with_history",
 ]

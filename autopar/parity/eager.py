@@ -34,6 +34,7 @@ from autopar.capture import (
     cast_at_door,
     loss_of,
     microbatch,
+    with_history,
 )
 from autopar.errors import AutoparError, VerificationError
 from autopar.operators import step_seed
@@ -180,6 +181,8 @@ def _twin(
     for name, held in model.named_buffers():
         value = buffers[name] if name in buffers else buffer(model, name)()
         memo[id(held)] = value.detach().to("cpu", held.dtype).clone()
+    for _, kept in with_history(model):
+        memo[id(kept)] = kept.detach().clone()
     # A loss that is a method of the model, or a module, is copied with it.
     travels = isinstance(loss_fn, (nn.Module, MethodType, partial))
     copied, own_loss = copy.deepcopy((model, loss_fn if travels else None), memo)

@@ -2,14 +2,16 @@
 
 Read: `frozen.py` (recorded at capture, compared before each step); `reads.py` (attributes of
 modules that a trace reads); `observe.py` with `code.py` (what else the code depends on);
-`snapshot.py` (values as a flat list); `hooks.py` (hooks: traced, or refused).
+`snapshot.py` (values as a flat list); `hooks.py` (hooks: traced, or refused); `history.py`
+(tensors with a history of autograd that modules keep).
 May import `findings.py` of `capture`, and what `capture` may import.
 Mainly hands on `checked_trace`, `check_hooks` and `freeze` for a capture, `Watch` and
-`version_of` for what comes later.
+`version_of` for what comes later, `with_history` for copies of the model.
 """
 
 from autopar.capture.python_state.frozen import Watch, checked_trace, freeze, shown
+from autopar.capture.python_state.history import with_history
 from autopar.capture.python_state.hooks import check_hooks
 from autopar.capture.python_state.snapshot import version_of
 
-__all__ = ["Watch", "check_hooks", "checked_trace", "freeze", "shown", "version_of"]
+__all__ = ["Watch", "check_hooks", "checked_trace", "freeze", "shown", "version_of", "with_history"]

@@ -22,6 +22,7 @@ from torch.export import ExportedProgram
 
 from autopar.capture.findings import Findings
 from autopar.capture.python_state.code import is_library_module
+from autopar.capture.python_state.history import check_history
 from autopar.capture.python_state.hooks import where_defined
 from autopar.capture.python_state.observe import Observation, observe, of_module
 from autopar.capture.python_state.reads import Recorder, recorded
@@ -44,7 +45,8 @@ def checked_trace(
     Returns the trace and what it read. A trace may set state once (a setting that is found by the
     first call): then a second trace of that state must change nothing and be equal.
 
-    Raises `CaptureError` if the trace changes Python state that it reads in any other way.
+    Raises `CaptureError` if the trace changes Python state that it reads in any other way, or reads
+    tensors that have a history of autograd.
     """
     before = Observation.around_trace(model, loss_fn)
     python, numpy_, torch_ = random.getstate(), np.random.get_state(), torch.get_rng_state()
@@ -53,7 +55,10 @@ def checked_trace(
     def run(state: Observation) -> tuple[ExportedProgram, CaptureError | None]:
         with recorded(twin, model) as recorder:
             recorders.append(recorder)
-            made = export()
+            try:
+                made = export()
+            finally:  # a trace that fails may fail for that
+                check_history(model, (*recorder.reads,))
         return made, _refusal(model, recorder, state, Observation.around_trace(model, loss_fn))
 
     try:

@@ -21,6 +21,7 @@ from torch.nn.utils.spectral_norm import SpectralNorm
 from torch.nn.utils.weight_norm import WeightNorm
 from torch.utils import _pytree as pytree
 
+from autopar.capture.python_state import with_history
 from autopar.capture.trace.norms import make_norm_traceable
 from autopar.errors import CaptureError, NotSupportedError
 from autopar.precision import AS_IT_IS, Precision
@@ -60,16 +61,18 @@ def fake_copy(
     Raises `NotSupportedError` for a legacy weight or spectral norm, `CaptureError` if an attribute
     cannot be copied.
     """
-    _check_attributes(model)
+    _check_norm_hooks(model)
     memo: dict[int, Any] = {}
     for parameter in model.parameters():
         fake = fake_like(mode, parameter, precision.used(parameter.dtype))
         memo[id(parameter)] = nn.Parameter(fake, requires_grad=parameter.requires_grad)
     for buffer in model.buffers():
         memo[id(buffer)] = fake_like(mode, buffer)
+    for _, tensor in with_history(model):
+        memo[id(tensor)] = fake_like(mode, tensor)
     try:
         twin = copy.deepcopy(model, memo)
-    except (TypeError, RuntimeError) as error:  # a lock, a file, a tensor with history
+    except (TypeError, RuntimeError) as error:  # a lock, a file
         raise CaptureError(
             f"{type(model).__name__} cannot be copied for the trace: {error}",
             hint="keep what cannot be copied outside of the model",
@@ -100,8 +103,8 @@ def _cast_inputs(
     return pytree.tree_map_only(torch.Tensor, cast, (args, kwargs))
 
 
-def _check_attributes(model: nn.Module) -> None:
-    """Refuse tensors that were computed from parameters before forward runs."""
+def _check_norm_hooks(model: nn.Module) -> None:
+    """Refuse hooks that compute a weight before forward runs."""
     for path, module in model.named_modules():
         for hook in module._forward_pre_hooks.values():
             if isinstance(hook, (WeightNorm, SpectralNorm)):
@@ -109,13 +112,6 @@ def _check_attributes(model: nn.Module) -> None:
                 raise NotSupportedError(
                     f"torch.nn.utils.{name} of `{path}` assigns a tensor in a hook",
                     hint=f"use torch.nn.utils.parametrizations.{name}, which is traced",
-                )
-        for name, value in vars(module).items():
-            if isinstance(value, torch.Tensor) and not value.is_leaf:
-                raise CaptureError(
-                    f"`{f'{path}.{name}'.removeprefix('.')}` was computed from parameters before "
-                    "forward; the trace would keep its value",
-                    hint="compute it in forward, or detach it and register it as a buffer",
                 )
 
 

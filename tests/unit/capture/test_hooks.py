@@ -125,10 +125,54 @@ def test_norms_in_hooks_are_refused(name: str) -> None:
 
 def test_what_cannot_be_copied() -> None:
     model: Any = made()
-    model.scaled = model.linear.weight * 2
-    with pytest.raises(autopar.CaptureError, match="`scaled` was computed from parameters"):
-        autopar.plan(model, (1, 1), X)
-    del model.scaled
     model.lines = (line for line in "ab")
     with pytest.raises(autopar.CaptureError, match="Net cannot be copied for the trace"):
+        autopar.plan(model, (1, 1), X)
+
+
+class Keeping(Net):
+    """Keeps what forward computed; `reads` what is kept, of the forward before."""
+
+    def __init__(self, reads: Callable[[Any], Any] | None = None) -> None:
+        super().__init__()
+        self.kept: Any = None
+        self.all: list[Any] = []
+        self.reads = reads
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = self.reads(self) if self.reads else 1.0
+        self.kept = self.linear(x)
+        self.all = [self.kept * 2]
+        return (self.kept * scale + self.all[0]).pow(2).sum()
+
+
+def test_a_model_that_ran_before_keeps_results_of_that() -> None:
+    model = Keeping().double()
+    loss = model(**X)
+    loss.backward()
+    module = autopar.parallelize(model, (1, 1), X)
+    assert torch.equal(module.step(**X), loss.detach())
+    for name, value in module.full_gradients().items():
+        wanted = model.get_parameter(name).grad
+        assert wanted is not None
+        assert torch.allclose(value, wanted, rtol=0, atol=1e-12)
+    assert model.kept.grad_fn is not None
+    assert autopar.verify(model, (1, 1), X, precision="fp64").ok
+
+
+READS: dict[str, Callable[[Any], Any]] = {
+    "kept": lambda m: m.kept.sum(),
+    "all": lambda m: m.all[0].sum(),
+    "kept as a number": lambda m: m.kept.sum().item(),
+}
+
+
+@pytest.mark.parametrize("how", READS)
+def test_results_of_an_earlier_forward_that_forward_reads(how: str) -> None:
+    model: Any = Keeping(READS[how]).double()
+    model.kept = model.linear(*X.values())
+    model.all = [model.kept]
+    with pytest.raises(
+        autopar.CaptureError, match=f"`{how.split()[0]}` was computed from parameters"
+    ):
         autopar.plan(model, (1, 1), X)
