@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 import autopar
@@ -66,13 +67,21 @@ def mask(net: Net, y: Tensor) -> Tensor:
     return torch.zeros_like(y).index_add(0, kept[1], y[kept[0]]) / n_kept
 
 
+def sized(net: Net, y: Tensor) -> Tensor:
+    """Sizes that are tensors, and one that is used as a tensor as well."""
+    one = net.edges[0, 1]
+    wide = F.pad(y, (one, 2 * one))
+    wide = wide + torch.ones(one + 2, wide.shape[1])[:1] * one
+    return wide.narrow(1, one, WIDTH).reshape(-1, one).repeat(one, one + 1) ** 2
+
+
 def data(net: Net, y: Tensor) -> Tensor:
     """A moving mean written to `.data`, then read."""
     net.mean.data.lerp_(y.detach().mean(0), 0.1)
     return y - net.mean + net.layer.weight.data.sum()
 
 
-HOW = [solver, literal, flag, mask, data]
+HOW = [solver, literal, flag, mask, sized, data]
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -95,6 +104,7 @@ def test_a_step_is_eagers(how: Callable[[Net, Tensor], Tensor]) -> None:
         (solver, "grid", [0.0, 0.1, 0.5, 3.0]),
         (flag, "ready", False),
         (mask, "edges", [[0, 1, 1, 0], [0, 1, 2, 3]]),
+        (sized, "edges", [[0, 2, 2, 3], [1, 1, 3, 3]]),
     ],
 )
 def test_a_buffer_that_changes_later_is_read_again(

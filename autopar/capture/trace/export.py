@@ -7,6 +7,7 @@ attention whole and differentiable. With a `loss_fn`, model and loss become one 
 from __future__ import annotations
 
 import inspect
+import re
 import traceback
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -41,12 +42,17 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = (str(Path(__file__).parents[1]), str(Path(operators.__file__).parent))
-_DATA_DEPENDENT_HINT = "use masks and torch.where, so that every shape is known before the step"
+_DATA_DEPENDENT_HINT = (
+    "use masks and torch.where, so that every shape is known before the step; what never changes, "
+    "such as a graph, may be a buffer"
+)
+_UNKNOWN_SIZE = re.compile(r"\bu\d+\b")  # as torch names a size that depends on data
 # Refusals that values of constants may lift.
 _OF_VALUES: tuple[tuple[str, str], ...] = (
     (
         "GuardOnDataDependent",
-        "a branch depends on tensor values; use torch.where or tensor arithmetic instead",
+        "a branch depends on tensor values; use torch.where or tensor arithmetic instead, or a "
+        "buffer for what never changes",
     ),
     ("DynamicOutputShape", _DATA_DEPENDENT_HINT),
     ("PendingUnbackedSymbol", _DATA_DEPENDENT_HINT),
@@ -240,7 +246,8 @@ def _point_to_loss(graph: torch.fx.Graph, loss_fn: LossFn) -> None:
 
 def _export_error(model: nn.Module, error: Exception) -> CaptureError:
     names = " ".join(c.__name__ for c in type(error).__mro__)
-    hint = next((text for key, text in _HINTS if key in names), _DEFAULT_HINT)
+    default = _DATA_DEPENDENT_HINT if _UNKNOWN_SIZE.search(str(error)) else _DEFAULT_HINT
+    hint = next((text for key, text in _HINTS if key in names), default)
     files = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
     hint = next((text for part, text in _HINTS_OF_FILES if any(part in f for f in files)), hint)
     first_line = next((line for line in str(error).splitlines() if line.strip()), "")

@@ -3,6 +3,7 @@
     assert (t[1:] > t[:-1]).all()      a time grid that is a buffer, or written in the code
     if self.initted: ...               a flag that is a buffer
     edges[:, edges[0] != edges[1]]     a mask of a buffer: as the indices where it is true
+    F.pad(x, (self.left, 0))           a size that is a buffer: as a number
 
 A value is a constant if its operators lead to buffers and literals alone: then they run, on the
 buffers of the user's model. What was read is handed on (`Known.buffers`), so that a step refuses
@@ -31,6 +32,12 @@ _PYTHON = frozenset(
     "__bool__ __int__ __float__ __index__ __complex__ item tolist is_nonzero equal allclose".split()
 )
 _SHAPED = frozenset("nonzero argwhere masked_select unique unique_consecutive bincount".split())
+# Names of functions that take sizes -> the first argument that may be one.
+_SIZED = dict.fromkeys("zeros ones empty full rand randn arange".split(), 0) | dict.fromkeys(
+    "pad view reshape expand broadcast_to repeat tile narrow roll unflatten "
+    "new_zeros new_ones new_empty new_full".split(),
+    1,
+)
 
 
 class Known(TorchFunctionMode):
@@ -57,7 +64,20 @@ class Known(TorchFunctionMode):
         if name == "__getitem__":
             args = (args[0], pytree.tree_map_only(Tensor, self._indices, args[1]))
             args = (args[0], _flat(args[1]))
+        if name in _SIZED:
+            at = _SIZED[name]
+            sizes, named = pytree.tree_map_only(Tensor, self._number, (args[at:], named))
+            args = (*args[:at], *sizes)
         return func(*args, **named)
+
+    def _number(self, size: Tensor) -> Any:
+        """A constant whole number as Python's; any other tensor as it is."""
+        is_whole = size.dim() == 0 and not (size.is_floating_point() or size.is_complex())
+        found = self._values(size) if is_whole else None
+        if found is None:
+            return size
+        with _outside():
+            return found.item()
 
     def _indices(self, index: Tensor) -> Any:
         """A constant mask as the indices where it is true; any other index as it is."""
