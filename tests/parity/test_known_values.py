@@ -69,7 +69,7 @@ def mask(net: Net, y: Tensor) -> Tensor:
 
 def sized(net: Net, y: Tensor) -> Tensor:
     """Sizes that are tensors, and one that is used as a tensor as well."""
-    one = net.edges[0, 1]
+    one: Any = net.edges[0, 1]
     wide = F.pad(y, (one, 2 * one))
     wide = wide + torch.ones(one + 2, wide.shape[1])[:1] * one
     return wide.narrow(1, one, WIDTH).reshape(-1, one).repeat(one, one + 1) ** 2

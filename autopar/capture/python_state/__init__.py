@@ -9,9 +9,18 @@ Mainly hands on `checked_trace`, `check_hooks` and `freeze` for a capture, `Watc
 `version_of` for what comes later, `with_history` for copies of the model.
 """
 
-from autopar.capture.python_state.frozen import Watch, checked_trace, freeze, shown
+from autopar.capture.python_state.frozen import CACHE_HINT, Watch, checked_trace, freeze, shown
 from autopar.capture.python_state.history import with_history
 from autopar.capture.python_state.hooks import check_hooks
 from autopar.capture.python_state.snapshot import version_of
 
-__all__ = ["Watch", "check_hooks", "checked_trace", "freeze", "shown", "version_of", "with_history"]
+__all__ = [
+    "CACHE_HINT",
+    "Watch",
+    "check_hooks",
+    "checked_trace",
+    "freeze",
+    "shown",
+    "version_of",
+    "with_history",
+]

@@ -30,9 +30,10 @@ from autopar.capture.python_state.snapshot import Held, Scalar, same
 from autopar.errors import CaptureError
 from autopar.program import AttributeReads, Frozen
 
+CACHE_HINT = "if its first call fills a cache, call the model once before autopar.parallelize"
 _STATE_HINT = (
     "the trace runs forward once, so every step would see the same value; keep it in a registered "
-    "buffer, count outside of forward, or take values from pm.step(..., outputs=)"
+    "buffer, count outside of forward, or take values from pm.step(..., outputs=); " + CACHE_HINT
 )
 _MAX_SHOWN = 60
 

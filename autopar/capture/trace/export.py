@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 from autopar import operators
 from autopar.capture.findings import Findings
 from autopar.capture.names import source_line
-from autopar.capture.python_state import check_hooks, checked_trace
+from autopar.capture.python_state import CACHE_HINT, check_hooks, checked_trace
 from autopar.capture.trace.checkpointed import regions_marked
 from autopar.capture.trace.checks import checks_passed, without_checks
 from autopar.capture.trace.derivatives import DerivativeAskedError, derivatives_traced
@@ -275,7 +275,7 @@ def _check_side_effects(model: nn.Module, caught: list[warnings.WarningMessage])
         if _SIDE_EFFECT in text:
             raise CaptureError(
                 f"{type(model).__name__} changes itself in forward: {text.split('. ')[0]}",
-                hint="return the tensor instead of keeping it in an attribute",
+                hint=f"return the tensor instead of keeping it in an attribute; {CACHE_HINT}",
             )
 
 

@@ -353,6 +353,25 @@ def test_state_that_is_set_once() -> None:
     assert seen == [(None, None), (2, "regression")]
 
 
+@pytest.mark.parametrize("kind", [list, torch.stack])
+def test_caches_that_the_first_call_fills(kind: Callable[[Any], Any]) -> None:
+    """The refusal says what to do: the trace reads what the cache holds."""
+
+    def cached(model: Any, x: Tensor) -> Any:
+        if model.rows is None:
+            model.rows = kind([torch.linspace(0.0, 1.0, x.shape[1]).to(x.dtype)])
+        return model.rows[0]
+
+    model = made(partial(Acting, cached))
+    with pytest.raises(CaptureError, match=r"call the model once before autopar\.parallelize"):
+        autopar.plan(model, (1, 1), batch(), loss_fn=squares)
+    assert model.rows is None
+    wanted = squares(model(**batch()), batch())
+    module = autopar.parallelize(model, (1, 1), batch(), loss_fn=squares)
+    for _ in range(2):
+        torch.testing.assert_close(module.step(**batch()), wanted.detach(), rtol=0, atol=1e-12)
+
+
 def test_containers_that_grow_are_refused_and_put_back() -> None:
     kept: list[Tensor] = []
     model = made()
