@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -149,6 +150,15 @@ def hides_a_write(net: Net, y: Tensor) -> Tensor:
     return z
 
 
+def by_numpy(net: Net, y: Tensor) -> Tensor:
+    order = y.detach().sum(1).numpy().argsort()
+    return y[torch.from_numpy(order)]
+
+
+def by_array(net: Net, y: Tensor) -> Tensor:
+    return y * float(np.asarray(y.detach()).max())
+
+
 @pytest.mark.parametrize(
     ("how", "error", "words"),
     [
@@ -156,6 +166,8 @@ def hides_a_write(net: Net, y: Tensor) -> Tensor:
         (by_input, CaptureError, "depends on tensor values"),
         (by_chance, CaptureError, "depends on tensor values"),
         (by_parameter, CaptureError, "depends on tensor values"),
+        (by_numpy, CaptureError, "values leave torch for NumPy"),
+        (by_array, CaptureError, "values leave torch for NumPy"),
         (writes_data, NotSupportedError, "data = ...` in forward"),
         (hides_a_write, NotSupportedError, "changes memory"),
     ],

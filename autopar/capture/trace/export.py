@@ -46,7 +46,6 @@ _DATA_DEPENDENT_HINT = (
     "use masks and torch.where, so that every shape is known before the step; what never changes, "
     "such as a graph, may be a buffer"
 )
-_UNKNOWN_SIZE = re.compile(r"\bu\d+\b")  # as torch names a size that depends on data
 # Refusals that values of constants may lift.
 _OF_VALUES: tuple[tuple[str, str], ...] = (
     (
@@ -64,6 +63,15 @@ _OF_VALUES: tuple[tuple[str, str], ...] = (
 _HINTS: tuple[tuple[str, str], ...] = (
     *_OF_VALUES,
     ("TypeError", "check that model(**example_inputs) runs without autopar"),
+)
+# What the error says -> what to write.
+_HINTS_OF_WORDS: tuple[tuple[str, str], ...] = (
+    (r"\bu\d+\b", _DATA_DEPENDENT_HINT),  # as torch names a size that depends on data
+    (
+        r"\.numpy\(\)",
+        "values leave torch for NumPy (a matching by SciPy, a metric): compute them in torch, or "
+        "before the step, as an input",
+    ),
 )
 # Parts of torch that the trace was in -> what to write.
 _HINTS_OF_FILES: tuple[tuple[str, str], ...] = (
@@ -246,8 +254,8 @@ def _point_to_loss(graph: torch.fx.Graph, loss_fn: LossFn) -> None:
 
 def _export_error(model: nn.Module, error: Exception) -> CaptureError:
     names = " ".join(c.__name__ for c in type(error).__mro__)
-    default = _DATA_DEPENDENT_HINT if _UNKNOWN_SIZE.search(str(error)) else _DEFAULT_HINT
-    hint = next((text for key, text in _HINTS if key in names), default)
+    words = (text for pattern, text in _HINTS_OF_WORDS if re.search(pattern, str(error)))
+    hint = next((text for key, text in _HINTS if key in names), next(words, _DEFAULT_HINT))
     files = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
     hint = next((text for part, text in _HINTS_OF_FILES if any(part in f for f in files)), hint)
     first_line = next((line for line in str(error).splitlines() if line.strip()), "")
