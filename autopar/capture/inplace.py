@@ -6,8 +6,9 @@ no input or parameter shares the memory of x. Two other writes are treated alike
 
 Other values may alias x and be read later. If they are plain views of one base, they are rebuilt
 from the written value (`view_writes.py`); else the write is refused. Aliasing is
-over-approximated by union-find over values (`_Aliases`): from the operator schemas, plus a few
-composites that may return their input although their schema does not say so.
+over-approximated by union-find over values (`_Aliases`): from the operator schemas, from a few
+composites that may return their input, and from the memory that traced values share. Schemas of
+composites that are made of views (`meshgrid`, `einsum`, `atleast_3d`) do not say so.
 
 A write to a buffer is allowed. The last value written is the buffer's content after the forward
 pass.
@@ -21,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from autopar.capture.names import source_line
 from autopar.capture.view_writes import CannotRebuild, rebuilt_after
@@ -232,7 +234,14 @@ def _may_alias(node: fx.Node) -> list[fx.Node]:
         if argument.alias_info is not None:
             values = value if isinstance(value, (list, tuple)) else (value,)
             found += [v for v in values if isinstance(v, fx.Node)]
-    return found
+    own = _memory(node)
+    return found + [source for source in node.all_input_nodes if own & _memory(source)]
+
+
+def _memory(node: fx.Node) -> set[int]:
+    """The storages of a traced value: fake tensors share them as real ones do."""
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    return {v.untyped_storage()._cdata for v in leaves if isinstance(v, torch.Tensor)}
 
 
 def _is_fresh_output(node: fx.Node) -> bool:

@@ -16,10 +16,10 @@ from tests.fuzz.programs.tally import Tally, is_known
 def cases(
     base: int, number: int, always_layouts: bool
 ) -> Iterator[tuple[Program, Layout, Outcome]]:
-    """A program on one process, then on 2 and on 4 ranks: all, or every tenth."""
+    """A program on one process, then on 2 and on 4 ranks: all, or every fifteenth."""
     program = random_program(base, number)
     yield program, ALONE, outcome(program)
-    if always_layouts or number % 10 == 0:
+    if always_layouts or number % 15 == 0:
         rng = Random(f"layouts {base} {number}")
         for n_ranks in (2, 4):
             layout = random_layout(rng, n_ranks, program.has_blocks)

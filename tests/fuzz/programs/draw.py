@@ -43,7 +43,7 @@ from tests.fuzz.programs.program import (
 )
 
 MOST_DIMS, LARGEST = 5, 1e3
-N_LINES = (3, 9)
+N_LINES = (2, 6)
 _PART = re.compile(r"\{((?:[^{}])*)\}")
 
 
@@ -91,9 +91,9 @@ def _drawn(rng: Random) -> Program | None:
     draw = Draw(rng)
     for name, made in INPUTS.items():
         draw.values[name] = eval(made, draw.space)
-    n_loops, n_lines = rng.choice((0, 0, 1, 1)), rng.randint(*N_LINES)
+    n_loops, n_lines = rng.choice((0, 0, 1)), rng.randint(*N_LINES)
     loops_at = {rng.randrange(n_lines) for _ in range(n_loops)}
-    for _ in range(rng.choice((1, 1, 2, 3))):
+    for _ in range(rng.choice((1, 1, 2))):
         draw.line(FIRST)
     for k in range(n_lines):
         if k in loops_at:
@@ -243,7 +243,7 @@ class Draw(Holes):
             return False
         scope, extra = block
         self.space |= run_text(scope.text(), "<block>", self.space)
-        n = self.rng.choice((2, 3, 3, 4, 4, 4, 5, 5, 6, 10))
+        n = self.rng.choice((2, 3, 4, 4, 4, 4, 5, 5, 5, 10))
         template = self.rng.choice(LOOPS)
         if "pop" in template and extra is None:
             return False

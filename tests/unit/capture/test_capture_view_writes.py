@@ -146,3 +146,24 @@ def test_writes_equal_eager(body: Callable[..., Any]) -> None:
     torch.manual_seed(0)
     program = check(Module(body), {"a": x()})
     assert not any(t._schema.is_mutable for t in targets(program))
+
+
+@pytest.mark.parametrize(
+    "view",
+    [
+        lambda y: torch.meshgrid(y.flatten(), y.flatten(), indexing="ij")[0],
+        lambda y: torch.einsum("ij->ji", y),
+        torch.atleast_3d,
+        lambda y: torch.broadcast_tensors(y, y[None])[1],
+        lambda y: torch.cartesian_prod(y.flatten()),
+    ],
+)
+def test_views_that_no_schema_names_are_not_missed(view: Callable[[Tensor], Tensor]) -> None:
+    def body(self: Any, a: Tensor) -> Tensor:
+        y = self.linear(a)
+        seen = view(y)
+        y.add_(1)
+        return seen.pow(2).sum()
+
+    with pytest.raises(NotSupportedError, match="reads through another view"):
+        check(Module(body), {"a": x()})
