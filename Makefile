@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Processes draw hash seeds of their own, so that tests of equal plans compare different ones.
 export PYTHONHASHSEED :=
 
-.PHONY: demo compare bench-plan bench-zoo bench-runtime bench-checks bench-checkpoints bench-mixed same-plans validate-local test first-tier test-browser nightly faults lint golden docs docs-site page parity test-gpu validate install clean
+.PHONY: demo compare bench-plan bench-zoo fuzz bench-runtime bench-checks bench-checkpoints bench-mixed same-plans validate-local test first-tier test-browser nightly faults lint golden docs docs-site page parity test-gpu validate install clean
 
 # Trains on four processes; plans a Llama of 8 layers for 16 GPUs and draws it; a short comparison.
 demo: install
@@ -90,6 +90,10 @@ page:
 # hosts, killed ranks, a Llama on 64 GPUs. In parts: make nightly SHARD=1/4.
 nightly: install
 	$(PYTEST) -m nightly --shard=$(SHARD) -n 2 --dist worksteal --timeout=3600
+
+# 10,000 random programs that nobody has drawn before, on 1, 2 and 4 thread ranks; some hours.
+fuzz: install
+	AUTOPAR_HUNT=1 $(PYTEST) -m nightly tests/fuzz/programs -n 2 --dist worksteal --timeout=3600
 
 # 1,000 random faults of ranks (killed, stopped, raising, exiting) in small runs: does every process
 # end, is the rank named, does the run go on to the same bits. Some fifty minutes.

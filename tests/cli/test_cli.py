@@ -223,7 +223,10 @@ def test_doctor_fails_on_a_problem(run: Run, monkeypatch: pytest.MonkeyPatch) ->
         (("plan", "tiny:mlp", "--mesh", "2", "--stages", "up@1;down@x"), "not a mesh"),
         (("plan", "tiny:mlp", "--mesh", "2", "--schedule", "interleaved"), "interleaved"),
         (("plan", "tiny:mlp", "--mesh", "2", "--forbid", "all"), "forbid"),
-        (("plan", "tiny:rare", "--mesh", "2"), "aten.renorm.default"),
+        (
+            ("plan", "tiny:rare", "--mesh", "2"),
+            "aten.fake_quantize_per_tensor_affine_cachemask.default",
+        ),
         (("plan", "tiny:mlp", "--no-such-flag"), "--no-such-flag"),
         (("explain", "tiny:mlp", "--model", "tiny:mlp", "--mesh", "2"), "is a model"),
         (("calibrate", "--ranks", "two"), "'two' is not a list of counts"),

@@ -148,9 +148,7 @@ def played(seed: int) -> Batch:
     return state | {"action": torch.arange(len(state["state"])) % 4, "reward": state["state"][:, 0]}
 
 
-@trains(SECTION, "REINFORCE: `Categorical(logits=...)` in forward", "`validate_args=False`",
-        batches=played, layouts=BOTH,
-        refused=(CaptureError, "validate_args=False"))  # fmt: skip
+@trains(SECTION, "REINFORCE: `Categorical(logits=...)` in forward", batches=played, layouts=BOTH)
 class Policy(nn.Module):
     """REINFORCE with an entropy bonus; torch checks arguments until `torch.compile` is called."""
 

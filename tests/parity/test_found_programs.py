@@ -83,9 +83,10 @@ class Net(nn.Module):
         super().__init__()
         self.into, self.cell, self.body = nn.Linear(4, 4), nn.Linear(4, 4), body
         self.blocks = nn.ModuleList(Tanh() for _ in range(N_BLOCKS))
+        self.scale = nn.Parameter(torch.ones(1))  # of the last stage
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.body(self, self.into(x)).square().mean()
+        return (self.body(self, self.into(x)) * self.scale).square().mean()
 
 
 def test_microbatches_of_an_empty_value() -> None:
@@ -113,14 +114,14 @@ class States(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.w = nn.Parameter(torch.randn(4, 4))
+        self.w, self.v = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
 
     def forward(self, x: Tensor) -> Tensor:
         states = [x * self.w]
         for _ in range(4):
             h = states[-1]
             states.append(h + torch.hypot(h, h + 2) + states[0])
-        return torch.stack(states).mean()
+        return (torch.stack(states) * self.v).mean()
 
 
 def test_stages_of_states_that_are_all_read() -> None:
