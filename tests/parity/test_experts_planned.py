@@ -235,6 +235,8 @@ def test_losses_of_routers_gather_no_tokens() -> None:
     """Counts of experts and sums of probabilities are partial sums of the tokens of each rank."""
     model = moe_model("mixtral", output_router_logits=True)
     recipe = autopar.Manual(dp=2, zero=3)
-    planned = autopar.plan(model, (1, 2), random_tokens(0), manual=recipe, precision="fp64")
+    ids = torch.empty(8192, 1024, dtype=torch.int64, device="meta")  # a gather costs more than sums
+    mesh = autopar.Mesh((1, 2), hardware="h100-sxm")
+    planned = autopar.plan(model, mesh, {"input_ids": ids, "labels": ids}, manual=recipe)
     rows = [line.split() for line in planned.explain().splitlines()]
     assert {row[1] for row in rows if row[:1] == ["forward"]} == {"all_reduce"}
