@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from autopar.capture import capture
 from autopar.errors import MissingRuleError
 from autopar.program import operators_of
 from autopar.rules import has_rule
-from tests.helpers.capture_harness import check, targets
+from tests.helpers.capture_harness import Module, check, targets
 
 aten = torch.ops.aten
 Body = Callable[[Tensor, Tensor], Tensor]
@@ -229,3 +230,16 @@ def test_complex_numbers_are_lifted_too(batch: dict[str, Tensor]) -> None:
     transform = next(n for n in program.operators if n.target == aten._fft_r2c.default)
     assert transform.meta["val"].dtype == torch.complex128
     assert transform.name in program.has_grad
+
+
+def test_sums_that_begin_with_zeros_add_nothing_to_them() -> None:
+    """A partial sum of rows adds to nothing else in place."""
+
+    def body(self: Any, x: Tensor) -> dict[str, Tensor]:
+        total = torch.zeros(x.shape[1], dtype=x.dtype)
+        for part in (x * self.linear.weight.sum(), x):
+            total = total + part.sum(0)
+        return {"loss": total.square().sum()}
+
+    program = check(Module(body), (torch.randn(4, 8, dtype=torch.float64),))
+    assert targets(program).count(torch.ops.aten.add.Tensor) == 1
