@@ -90,6 +90,8 @@ def megatron_pipelines(space: PipelineSpace, manual: Manual | None = None) -> li
     limits = recipe_limits(options, manual)
     space = space.of_recipe(limits, n_least, max(mesh.n_ranks, MOST_LAYERS))
     ends = _ends_that_learn(space)
+    if manual is not None and manual.pp > len(ends):  # some stages have nothing to optimise
+        ends = list(range(space.layers.n_layers))
     flops = np.add.reduceat(space.layers.flops, [0, *(end + 1 for end in ends[:-1])]).tolist()
     cuts = {
         n: [ends[last] for last in balanced(flops, n)]
@@ -100,9 +102,8 @@ def megatron_pipelines(space: PipelineSpace, manual: Manual | None = None) -> li
     for n_stages, dp, tp in splits:
         if n_stages not in cuts and manual is not None:
             some = "1 stage" if len(ends) == 1 else f"{len(ends)} stages"
-            each = " with a parameter to optimise in each" * (len(ends) < space.layers.n_layers)
             raise OptionError(
-                f"Manual(pp={n_stages}): the model can be cut into {some}{each}",
+                f"Manual(pp={n_stages}): the model can be cut into {some}",
                 hint="give fewer stages, and dp or tp the other ranks",
             )
         if n_stages not in cuts:

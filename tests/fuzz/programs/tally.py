@@ -19,7 +19,7 @@ KNOWN = {
     r"rows of a microbatch do not divide": "a batch that a program cut itself",
     r"changes inside torch.utils.checkpoint": "eager moves such a buffer twice",
     r"depends on no trainable parameter": "all that the loss needs is frozen",
-    r"stages? with a parameter to optimise in each": "fewer parameters than stages",
+    r"the model can be cut into \d+ stage": "fewer operators than stages",
 }
 # Operators of the rules that no program reaches, and why.
 _AS_OTHERS = (
