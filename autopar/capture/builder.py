@@ -188,6 +188,12 @@ class Builder:
         """Emit an operator and compute its fake value."""
         return self.emit(target, args, kwargs)
 
+    def cast(self, node: fx.Node, dtype: torch.dtype) -> fx.Node:
+        """The node in a dtype: itself if it has that."""
+        if node.meta["val"].dtype == dtype:
+            return node
+        return self.op(torch.ops.aten.to.dtype, node, dtype)
+
     def emit(
         self,
         target: torch._ops.OpOverload,

@@ -92,9 +92,7 @@ def _emit(
         result = builder.emit(node.target, args, dict(kwargs), None if in_place else node)
     if in_place:  # an in-place result keeps the dtype of what it overwrites
         assert isinstance(result, fx.Node)
-        wanted = node.meta["val"].dtype
-        if result.meta["val"].dtype != wanted:
-            result = builder.op(aten.to.dtype, result, wanted)
+        result = builder.cast(result, node.meta["val"].dtype)
     if not builder.grad_enabled and packet not in RETURNS_INPUT:
         return fx.node.map_aggregate(result, lambda value: _without_gradient(builder, value))
     return result

@@ -24,7 +24,7 @@ from torch import fx
 
 from autopar.capture.builder import Builder, TracedCall
 from autopar.capture.names import source_line
-from autopar.capture.rewrites.random import cast, dropped, places
+from autopar.capture.rewrites.random import dropped, places
 from autopar.capture.rewrites.repeated import for_one_row
 from autopar.operators import ATTENTION_DROPOUT
 from autopar.precision import working_dtype
@@ -97,7 +97,7 @@ def _by_parts(b: Builder, bound: dict[str, Any]) -> fx.Node:
     transposed_key = b.op(aten.transpose.int, key, last - 1, last)
     scaled = b.op(aten.mul.Tensor, query, _scale(bound))
     scores = _matmul(b, scaled, transposed_key, bound["enable_gqa"])
-    scores = cast(b, scores, working_dtype(dtype))
+    scores = b.cast(scores, working_dtype(dtype))
     if bound["is_causal"]:
         mask = _causal(b, *scores.meta["val"].shape[-2:])
     rank = scores.meta["val"].dim()
@@ -105,7 +105,7 @@ def _by_parts(b: Builder, bound: dict[str, Any]) -> fx.Node:
         weights = b.op(aten.softmax.int, scores, rank - 1)
     else:
         weights = b.op(aten._safe_softmax.default, _masked(b, scores, mask), rank - 1)
-    weights = cast(b, weights, dtype)
+    weights = b.cast(weights, dtype)
     kept = dropped(b, weights, bound["dropout_p"], weights.meta["val"].shape)
     return _matmul(b, kept, value, bound["enable_gqa"])
 

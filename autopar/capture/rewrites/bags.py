@@ -109,7 +109,7 @@ def _counts(
             starts, ends = (b.op(aten.index.Tensor, before, [at]) for at in (starts, ends))
         counts = b.op(aten.unsqueeze.default, b.op(aten.sub.Tensor, ends, starts), 1)
     counts = b.op(aten.clamp_min.default, counts, 1)
-    return b.op(aten.to.dtype, counts, like.meta["val"].dtype)
+    return b.cast(counts, like.meta["val"].dtype)
 
 
 BAG_REWRITES = {aten.embedding_bag: embedding_bag, aten._embedding_bag: embedding_bag}

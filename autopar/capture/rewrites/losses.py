@@ -58,10 +58,8 @@ def mean_of(
     """`sum / count`; half precision is summed in float32, as in torch's mean."""
     wanted = dtype if dtype is not None else x.meta["val"].dtype
     working = working_dtype(wanted)
-    if x.meta["val"].dtype != working:
-        x = b.op(aten.to.dtype, x, working)
-    result = b.op(aten.div.Tensor, sum_of(b, x, dims, keepdim), count)
-    return result if working == wanted else b.op(aten.to.dtype, result, wanted)
+    total = sum_of(b, b.cast(x, working), dims, keepdim)
+    return b.cast(b.op(aten.div.Tensor, total, count), wanted)
 
 
 def elementwise(values: Callable[[Builder, dict[str, Any]], fx.Node]) -> Any:
@@ -133,7 +131,7 @@ def label_mean(b: Builder, call: TracedCall) -> fx.Node | None:
     if weight is not None:
         known = b.op(aten.where.ScalarOther, counted, labels, 0)
         counted = b.op(aten.mul.Tensor, b.op(aten.index.Tensor, weight, [known]), counted)
-    count = b.op(aten.to.dtype, b.op(aten.sum.default, counted), total.meta["val"].dtype)
+    count = b.cast(b.op(aten.sum.default, counted), total.meta["val"].dtype)
     b.divisors.add(count)
     return b.op(aten.div.Tensor, total, count)
 

@@ -78,8 +78,7 @@ def gather_of_rows(b: Builder, call: TracedCall) -> fx.Node | None:
     block = torch.broadcast_shapes(rows.meta["val"].shape, places.meta["val"].shape)
     if block[:1] != (n_rows,) or not _numbers_rows(rows, (n_rows, *[1] * len(block[1:]))):
         return None
-    if places.meta["val"].dtype != torch.int64:
-        places = b.op(aten.to.dtype, places, torch.int64)
+    places = b.cast(places, torch.int64)
     # `index` counts negative indices from the end, but `gather` does not take them.
     below, from_end = b.op(aten.lt.Scalar, places, 0), b.op(aten.add.Tensor, places, n_places)
     places = expanded(b, b.op(aten.where.self, below, from_end, places), block)

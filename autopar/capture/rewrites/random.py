@@ -77,10 +77,6 @@ def _wide(dtype: torch.dtype) -> torch.dtype:
     return torch.float64 if dtype == torch.float64 else torch.float32
 
 
-def cast(b: Builder, node: fx.Node, dtype: torch.dtype) -> fx.Node:
-    return node if node.meta["val"].dtype == dtype else b.op(aten.to.dtype, node, dtype)
-
-
 def _linear(b: Builder, node: fx.Node, factor: Any, summand: Any) -> fx.Node:
     """factor * node + summand; either may be a number or a tensor."""
     if not (isinstance(factor, float) and factor == 1):
@@ -126,7 +122,7 @@ def alpha_dropped(b: Builder, source: fx.Node, p: float, drawn: Sequence[int]) -
 def _kept(b: Builder, shape: Sequence[int], probability: Any, dtype: torch.dtype) -> fx.Node:
     """1 with the given probability (a number or a tensor), else 0."""
     compare = aten.lt.Tensor if isinstance(probability, fx.Node) else aten.lt.Scalar
-    return cast(b, b.op(compare, uniform(b, shape, _wide(dtype)), probability), dtype)
+    return b.cast(b.op(compare, uniform(b, shape, _wide(dtype)), probability), dtype)
 
 
 def bernoulli(b: Builder, call: TracedCall) -> fx.Node | None:
@@ -162,14 +158,14 @@ def between(b: Builder, call: TracedCall) -> fx.Node | None:
 def gaussian(b: Builder, call: TracedCall) -> fx.Node | None:
     """`randn`, `normal_(mean, std)`, and `torch.normal` of tensors."""
     bound, dtype = call.bind(), call.dtype
-    drawn = cast(b, _normal(b, call.shape, _wide(dtype)), dtype)
+    drawn = b.cast(_normal(b, call.shape, _wide(dtype)), dtype)
     return _linear(b, drawn, bound.get("std", 1.0), bound.get("mean", 0.0))
 
 
 def exponential(b: Builder, call: TracedCall) -> fx.Node | None:
     bound, dtype = call.bind(), call.dtype
     log = _logarithm(b, call.shape, _wide(dtype))
-    return cast(b, b.op(aten.mul.Tensor, log, -1 / bound["lambd"]), dtype)
+    return b.cast(b.op(aten.mul.Tensor, log, -1 / bound["lambd"]), dtype)
 
 
 def randint(b: Builder, call: TracedCall) -> fx.Node | None:
@@ -178,7 +174,7 @@ def randint(b: Builder, call: TracedCall) -> fx.Node | None:
     if isinstance(high, fx.Node):
         return None
     scaled = b.op(aten.mul.Tensor, uniform(b, call.shape, torch.float64), high - low)
-    whole = cast(b, b.op(aten.floor.default, scaled), call.dtype)
+    whole = b.cast(b.op(aten.floor.default, scaled), call.dtype)
     return whole if low == 0 else b.op(aten.add.Tensor, whole, low)
 
 

@@ -49,8 +49,8 @@ def slice_scatter(b: Builder, call: TracedCall) -> fx.Node | None:
     if not source.meta["val"].is_complex():
         return b.op(aten.slice_scatter.default, source, bound["src"], dim, start, end, step)
     if step == 1:
-        return _joined(b, source, bound["src"], dim, start)
-    return _merged(b, source, bound["src"], dim, slice(start, end, step))
+        return _with_part(b, source, bound["src"], dim, start)
+    return _with_steps(b, source, bound["src"], dim, slice(start, end, step))
 
 
 def select_scatter(b: Builder, call: TracedCall) -> fx.Node | None:
@@ -60,21 +60,22 @@ def select_scatter(b: Builder, call: TracedCall) -> fx.Node | None:
     shape = source.meta["val"].shape
     dim = bound["dim"] % len(shape)
     written = b.op(aten.unsqueeze.default, bound["src"], dim)
-    return _joined(b, source, written, dim, bound["index"] % shape[dim])
+    return _with_part(b, source, written, dim, bound["index"] % shape[dim])
 
 
-def _joined(b: Builder, source: fx.Node, written: fx.Node, dim: int, start: int) -> fx.Node:
+def _with_part(b: Builder, source: fx.Node, written: fx.Node, dim: int, start: int) -> fx.Node:
     """`source` with `written` from `start` on."""
     size, n_written = source.meta["val"].shape[dim], written.meta["val"].shape[dim]
     if n_written == 0:
         return source
+    written = b.cast(written, source.meta["val"].dtype)
     before = [cut(b, source, dim, 0, start)] if start > 0 else []
     end = start + n_written
     behind = [cut(b, source, dim, end, size)] if end < size else []
-    return b.op(aten.cat.default, [*before, _as(b, written, source), *behind], dim)
+    return b.op(aten.cat.default, [*before, written, *behind], dim)
 
 
-def _merged(b: Builder, source: fx.Node, written: fx.Node, dim: int, part: slice) -> fx.Node:
+def _with_steps(b: Builder, source: fx.Node, written: fx.Node, dim: int, part: slice) -> fx.Node:
     """`source` with `written` at every step of a slice."""
     shape = source.meta["val"].shape
     if written.meta["val"].shape[dim] == 0:
@@ -82,13 +83,9 @@ def _merged(b: Builder, source: fx.Node, written: fx.Node, dim: int, part: slice
     size, rank = shape[dim], len(shape)
     places = b.constant("places", partial(_places, size, part))
     chosen = b.constant("chosen", partial(_chosen, size, part, rank - dim))
-    spread = b.op(aten.index.Tensor, _as(b, written, source), [*[None] * dim, places])
+    written = b.cast(written, source.meta["val"].dtype)
+    spread = b.op(aten.index.Tensor, written, [*[None] * dim, places])
     return b.op(aten.where.self, chosen, spread, source)
-
-
-def _as(b: Builder, written: fx.Node, source: fx.Node) -> fx.Node:
-    dtype = source.meta["val"].dtype
-    return written if written.meta["val"].dtype == dtype else b.op(aten.to.dtype, written, dtype)
 
 
 def _places(size: int, part: slice) -> torch.Tensor:

@@ -56,9 +56,7 @@ def cast(b: Builder, call: TracedCall) -> fx.Node | None:
         wanted = bound["dtype"]
     else:  # to.other, type_as
         wanted = bound["other"].meta["val"].dtype
-    if wanted is None or wanted == source.meta["val"].dtype:
-        return source
-    return b.op(aten.to.dtype, source, wanted)
+    return source if wanted is None else b.cast(source, wanted)
 
 
 def reshape(b: Builder, call: TracedCall) -> fx.Node | None:
@@ -94,10 +92,8 @@ def filled(b: Builder, call: TracedCall) -> fx.Node | None:
 
 
 def _filled(b: Builder, target: fx.Node, value: fx.Node) -> fx.Node:
-    dtype = target.meta["val"].dtype
-    if value.meta["val"].dtype != dtype:
-        value = b.op(aten.to.dtype, value, dtype)
-    return expanded(b, value, target.meta["val"].shape)
+    like = target.meta["val"]
+    return expanded(b, b.cast(value, like.dtype), like.shape)
 
 
 def linear(b: Builder, call: TracedCall) -> fx.Node | None:

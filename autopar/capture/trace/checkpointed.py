@@ -18,7 +18,6 @@ import itertools
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any
 
 import torch
@@ -81,11 +80,7 @@ def generate(
     *args: Any,
     **kwargs: Any,
 ) -> Generator[None, None, None]:
-    """What torch's generator of the same arguments does while any thread traces."""
-    if not _exchange.is_on:
-        rest = (preserve_rng_state, context_fn, *args)
-        yield from _exchange.original(function, *rest, **kwargs)
-        return
+    """What torch's generator of the same arguments does in a trace."""
     contexts = context_fn()
     is_selective = any(not isinstance(c, nullcontext) for c in contexts)
     if is_selective and not isinstance(contexts[0], torch_checkpoint._CachingTorchDispatchMode):
@@ -99,18 +94,7 @@ def generate(
         yield
 
 
-def _code() -> CodeType:
-    """Code that delegates to `generate`."""
-
-    def generator(*args: Any, **kwargs: Any) -> Any:
-        from autopar.capture.trace.checkpointed import generate  # these globals are torch's
-
-        return (yield from generate(*args, **kwargs))
-
-    return generator.__code__
-
-
-_exchange = Exchange(torch_checkpoint._checkpoint_without_reentrant_generator, _code())  # type: ignore[arg-type]
+_exchange = Exchange(torch_checkpoint._checkpoint_without_reentrant_generator, generate)
 
 
 def checkpointed_regions(

@@ -44,9 +44,9 @@ def checks_passed(findings: Findings) -> Iterator[None]:
 
 
 def evaluate(shapes: Any, sym_node: Any, *args: Any, **kwargs: Any) -> Any:
-    """What `ShapeEnv.evaluate_sym_node` does while any thread traces."""
+    """What `ShapeEnv.evaluate_sym_node` does in a trace."""
     is_open = isinstance(sym_node.expr, Boolean) and free_unbacked_symbols(sym_node.expr)
-    frame = _asking_frame() if _exchange.is_on and is_open else None
+    frame = _asking_frame() if is_open else None
     answer = None if frame is None else _answer(frame)
     if frame is None or answer is None:
         return _exchange.original(shapes, sym_node, *args, **kwargs)
@@ -56,21 +56,8 @@ def evaluate(shapes: Any, sym_node: Any, *args: Any, **kwargs: Any) -> Any:
     return sympy.true if answer else sympy.false
 
 
-def _code() -> CodeType:
-    """Code that calls `evaluate`."""
-
-    def evaluate_sym_node(
-        self: Any, sym_node: Any, size_oblivious: bool = False, fallback_value: Any = None
-    ) -> Any:
-        from autopar.capture.trace.checks import evaluate  # these globals are torch's
-
-        return evaluate(self, sym_node, size_oblivious, fallback_value)
-
-    return evaluate_sym_node.__code__
-
-
 _here = threading.local()
-_exchange = Exchange(ShapeEnv.__dict__["evaluate_sym_node"], _code())
+_exchange = Exchange(ShapeEnv.__dict__["evaluate_sym_node"], evaluate)
 
 
 def _asking_frame() -> FrameType | None:

@@ -16,13 +16,12 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
-from types import CodeType
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_mode, track_tensor_tree
 from torch.utils import _pytree as pytree
@@ -56,7 +55,7 @@ class _Kernel:
     result: Any
 
 
-class _Recorded(TorchDispatchMode):
+class Recorded(TorchDispatchMode):
     """All kernels of a forward pass, below autograd."""
 
     def __init__(self) -> None:
@@ -79,7 +78,7 @@ class _Recorded(TorchDispatchMode):
 class _Tracker(MutableMapping[Tensor, Any]):
     """The tracer's table from tensors to nodes; finds copies and recorded tensors, too."""
 
-    def __init__(self, tracer: Any, recorded: _Recorded) -> None:
+    def __init__(self, tracer: Any, recorded: Recorded) -> None:
         self._tracer, self._recorded = tracer, recorded
         self._own: MutableMapping[Tensor, Any] = tracer.tensor_tracker
         self._known: dict[int, list[Tensor]] = {}
@@ -185,29 +184,17 @@ def _is_copy(known: Tensor, tensor: Tensor) -> bool:
 
 
 class _Here(threading.local):
-    recorded: _Recorded | None = None
+    recorded: Recorded | None = None
 
 
 _here = _Here()
 
 
 @contextmanager
-def derivatives_traced(target: nn.Module | None) -> Iterator[None]:
-    """Derivatives in the trace of `target`; with None, they raise `DerivativeAskedError`."""
-    recorded = None if target is None else _Recorded()
-    with ExitStack() as stack:
-        stack.enter_context(_grad.on())
-        stack.enter_context(_backward.on())
-        if target is not None and recorded is not None:
-            # Above the fake tensors of the trace, which begin once it calls forward.
-            inside = ExitStack()
-            enter = target.register_forward_pre_hook(
-                lambda *_: inside.enter_context(recorded) and None, prepend=True
-            )
-            leave = target.register_forward_hook(lambda *_: inside.close(), always_call=True)
-            stack.callback(enter.remove)
-            stack.callback(leave.remove)
-            stack.callback(inside.close)
+def derivatives_traced(recorded: Recorded | None) -> Iterator[None]:
+    """Derivatives in a trace, whose forward is `recorded`; None: they raise
+    `DerivativeAskedError`."""
+    with _grad.on(), _backward.on():
         outer, _here.recorded = _here.recorded, recorded
         try:
             yield
@@ -222,10 +209,10 @@ def derivatives_unseen() -> Iterator[None]:
         yield
 
 
-def grad(args: Any, kwargs: Any) -> Any:
-    """What `torch.autograd.grad(*args, **kwargs)` does while any thread traces."""
+def grad(*args: Any, **kwargs: Any) -> Any:
+    """What `torch.autograd.grad(*args, **kwargs)` does in a trace."""
     mode = get_proxy_mode()
-    if not _grad.is_on or mode is None:
+    if mode is None:
         return _grad.original(*args, **kwargs)
     if _here.recorded is None:
         raise DerivativeAskedError
@@ -250,9 +237,9 @@ def grad(args: Any, kwargs: Any) -> Any:
     return tuple(None if g is None else g.detach() for g in found)
 
 
-def backward(args: Any, kwargs: Any) -> Any:
-    """What `torch.autograd.backward(*args, **kwargs)` does while any thread traces."""
-    if _backward.is_on and get_proxy_mode() is not None:
+def backward(*args: Any, **kwargs: Any) -> Any:
+    """What `torch.autograd.backward(*args, **kwargs)` does in a trace."""
+    if get_proxy_mode() is not None:
         raise NotSupportedError(
             "backward() in forward, which adds to `.grad`",
             hint="torch.autograd.grad(..., create_graph=True) returns derivatives, and is traced",
@@ -260,23 +247,5 @@ def backward(args: Any, kwargs: Any) -> Any:
     return _backward.original(*args, **kwargs)
 
 
-def _grad_code() -> CodeType:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        from autopar.capture.trace.derivatives import grad  # these globals are torch's
-
-        return grad(args, kwargs)
-
-    return run.__code__
-
-
-def _backward_code() -> CodeType:
-    def run(*args: Any, **kwargs: Any) -> Any:
-        from autopar.capture.trace.derivatives import backward  # these globals are torch's
-
-        return backward(args, kwargs)
-
-    return run.__code__
-
-
-_grad = Exchange(torch.autograd.grad, _grad_code())  # type: ignore[arg-type]
-_backward = Exchange(torch.autograd.backward, _backward_code())  # type: ignore[arg-type]
+_grad = Exchange(torch.autograd.grad, grad)
+_backward = Exchange(torch.autograd.backward, backward)

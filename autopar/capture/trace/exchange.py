@@ -7,6 +7,7 @@ Threads without a trace run the old code.
 
 from __future__ import annotations
 
+import inspect
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -15,13 +16,13 @@ from typing import Any
 
 
 class Exchange:
-    """`code` in place of a function's own, which `original` still runs.
+    """Code in place of a function's own, which `original` still runs: where `is_on`, it calls
+    `instead` with the same arguments. A generator is exchanged for a generator."""
 
-    The new code runs in every thread, so it must ask `is_on` and call `original` where it is not.
-    """
-
-    def __init__(self, function: FunctionType, code: CodeType) -> None:
-        self._function, self._code = function, code
+    def __init__(self, function: Any, instead: Callable[..., Any]) -> None:
+        self._function: FunctionType = function
+        self._instead, self._code = instead, _delegating(function, len(_EXCHANGES))
+        _EXCHANGES.append(self)
         own = function.__code__, function.__globals__, function.__name__
         self.original: Callable[..., Any] = FunctionType(
             *own, function.__defaults__, function.__closure__
@@ -31,6 +32,11 @@ class Exchange:
         self._lock = threading.Lock()
         self._n_traces = 0
         self._here = threading.local()
+
+    @property
+    def current(self) -> Callable[..., Any]:
+        """What this thread runs."""
+        return self._instead if self.is_on else self.original
 
     @property
     def is_on(self) -> bool:
@@ -66,3 +72,29 @@ class Exchange:
         with self._lock:
             self._n_traces += change
             self._function.__code__ = self._code if self._n_traces else self._own_code
+
+
+_EXCHANGES: list[Exchange] = []
+
+
+def run(place: int, args: Any, kwargs: Any) -> Any:
+    """What exchanged code does."""
+    return _EXCHANGES[place].current(*args, **kwargs)
+
+
+def _delegating(function: FunctionType, place: int) -> CodeType:
+    """Code that calls `run`, with the free variables of the code that it replaces."""
+    free = ", ".join(function.__code__.co_freevars)
+    how = "yield from " if inspect.isgeneratorfunction(function) else ""
+    source = f"""
+def make({free}):
+    def {function.__name__}(*args, **kwargs):
+        _ = ({free})
+        from autopar.capture.trace.exchange import run  # these globals are torch's
+        return ({how}run({place}, args, kwargs))
+    return {function.__name__}
+"""
+    scope: dict[str, Any] = {}
+    exec(source, scope)
+    code: CodeType = scope["make"](*function.__code__.co_freevars).__code__
+    return code

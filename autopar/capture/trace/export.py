@@ -10,7 +10,8 @@ import inspect
 import re
 import traceback
 import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,10 +27,14 @@ from autopar.capture.names import source_line
 from autopar.capture.python_state import CACHE_HINT, check_hooks, checked_trace
 from autopar.capture.trace.checkpointed import regions_marked
 from autopar.capture.trace.checks import checks_passed, without_checks
-from autopar.capture.trace.derivatives import DerivativeAskedError, derivatives_traced
+from autopar.capture.trace.derivatives import (
+    DerivativeAskedError,
+    Recorded,
+    derivatives_traced,
+)
 from autopar.capture.trace.functions import functions_kept
 from autopar.capture.trace.isolate import fake_copy, fake_inputs, fake_mode
-from autopar.capture.trace.known import Known, constants_read
+from autopar.capture.trace.known import Known
 from autopar.capture.trace.quiet import quiet
 from autopar.capture.trace.replaced import Replaced, targets_in_rows
 from autopar.capture.trace.transforms import transforms_traced
@@ -180,6 +185,7 @@ def _traced(
     known = Known(model, twin) if constants else None
 
     def export() -> ExportedProgram:
+        recorded = Recorded() if derivatives else None
         with warnings.catch_warnings(record=True) as caught, quiet():
             warnings.simplefilter("always")
             try:
@@ -187,10 +193,9 @@ def _traced(
                     functions_kept(),
                     regions_marked(),
                     checks_passed(findings),
-                    Replaced(),
-                    derivatives_traced(target if derivatives else None),
+                    derivatives_traced(recorded),
                     transforms_traced(),
-                    constants_read(known, target),
+                    _entered_in_forward(target, recorded, Replaced(), known),
                     precision.autocast(),
                 ):
                     made = torch.export.export(target, args, kwargs, strict=False)
@@ -216,6 +221,28 @@ def _traced(
             without_checks(module.graph)
             _check_static(model, module.graph)
     return Traced(exported, reads, tuple(sorted(known.buffers)) if known else ())
+
+
+@contextmanager
+def _entered_in_forward(
+    target: nn.Module, *modes: AbstractContextManager[Any] | None
+) -> Iterator[None]:
+    """Modes that hold while forward of `target` runs, above the fake tensors of the trace."""
+    inside = ExitStack()
+
+    def enter(*_: Any) -> None:
+        for mode in modes:
+            if mode is not None:
+                inside.enter_context(mode)
+
+    before = target.register_forward_pre_hook(enter, prepend=True)
+    after = target.register_forward_hook(lambda *_: inside.close(), always_call=True)
+    try:
+        yield
+    finally:
+        before.remove()
+        after.remove()
+        inside.close()
 
 
 def _check_kinds(model: nn.Module) -> None:

@@ -8,7 +8,6 @@ affair. `CheckpointFunction` is no function of the user but a region (`checkpoin
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
-from types import CodeType
 from typing import Any
 
 import torch
@@ -27,9 +26,9 @@ def functions_kept() -> AbstractContextManager[None]:
     return _exchange.on()
 
 
-def intercept(cls: type[torch.autograd.Function], args: Any, kwargs: Any) -> Any:
-    """What `cls.apply(*args, **kwargs)` does while any thread traces."""
-    if not _exchange.is_on or cls.__module__.startswith(_OF_TORCH):
+def intercept(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+    """What `cls.apply(*args, **kwargs)` does in a trace."""
+    if cls.__module__.startswith(_OF_TORCH):
         return _exchange.original(cls, *args, **kwargs)
     if cls is CheckpointFunction:
         function, _, *inputs = args
@@ -40,17 +39,4 @@ def intercept(cls: type[torch.autograd.Function], args: Any, kwargs: Any) -> Any
             return call.run()
 
 
-def _code() -> CodeType:
-    """Code that calls `intercept`."""
-    __class__: Any = None
-
-    def apply(cls: Any, *args: Any, **kwargs: Any) -> Any:
-        _ = __class__  # the code that this one replaces has the same free variable
-        from autopar.capture.trace.functions import intercept  # these globals are torch's
-
-        return intercept(cls, args, kwargs)
-
-    return apply.__code__
-
-
-_exchange = Exchange(torch.autograd.Function.__dict__["apply"].__func__, _code())
+_exchange = Exchange(torch.autograd.Function.__dict__["apply"].__func__, intercept)

@@ -8,7 +8,6 @@
 A value is a constant if its operators lead to buffers and literals alone: then they run, on the
 buffers of the user's model. What was read is handed on (`Known.buffers`), so that a step refuses
 buffers that have changed since. A trace reads constants only if it is refused without.
-`x.data` of any tensor is `x.detach()`.
 """
 
 from __future__ import annotations
@@ -23,8 +22,6 @@ from torch._subclasses.fake_tensor import unset_fake_temporarily
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
-
-from autopar.errors import NotSupportedError
 
 aten = torch.ops.aten
 # Names of functions and methods whose result is a Python value, or has a shape from values.
@@ -151,22 +148,6 @@ class Known(TorchFunctionMode):
                 known[node] = function(*args, **kwargs)
 
 
-class _Data(TorchFunctionMode):
-    """`x.data` is `x.detach()`: torch gives a tensor that the trace does not know."""
-
-    def __torch_function__(
-        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
-    ) -> Any:
-        if func == Tensor.data.__get__:  # type: ignore[attr-defined]
-            return args[0].detach()
-        if func == Tensor.data.__set__:  # type: ignore[attr-defined]
-            raise NotSupportedError(
-                "`x.data = ...` in forward, which the trace would not see",
-                hint="x.copy_(...) for a buffer; parameters are updated after the step",
-            )
-        return func(*args, **(kwargs or {}))
-
-
 class _NoConstantError(Exception):
     """A value depends on inputs, on parameters or on chance, or is written in place."""
 
@@ -205,23 +186,3 @@ def _outside() -> Iterator[None]:
         stack.enter_context(unset_fake_temporarily())
         stack.enter_context(torch.no_grad())
         yield
-
-
-@contextmanager
-def constants_read(known: Known | None, target: nn.Module) -> Iterator[None]:
-    """Forward of `target` may read `.data`; and values of constants, unless `known` is None."""
-    inside = ExitStack()
-
-    def begin(*_: Any) -> None:
-        inside.enter_context(_Data())
-        if known is not None:
-            inside.enter_context(known)
-
-    enter = target.register_forward_pre_hook(begin, prepend=True)
-    leave = target.register_forward_hook(lambda *_: inside.close())
-    try:
-        yield
-    finally:
-        enter.remove()
-        leave.remove()
-        inside.close()

@@ -10,7 +10,6 @@ import logging
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import CodeType
 from typing import Any
 
 from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
@@ -39,25 +38,12 @@ def quiet() -> Iterator[None]:
             logger.removeFilter(is_others)
 
 
-def made(error: RuntimeError, cond: Any, args: tuple[Any, ...]) -> None:
-    """What the constructor of torch's error does while any thread traces."""
-    if _exchange.is_on:
-        args = tuple(
-            a.replace("data-dependent", "data dependent") if isinstance(a, str) else a for a in args
-        )
-    _exchange.original(error, cond, *args)
+def constructed(error: RuntimeError, cond: Any, *args: Any) -> None:
+    """What the constructor of torch's error does in a trace."""
+    words = (
+        a.replace("data-dependent", "data dependent") if isinstance(a, str) else a for a in args
+    )
+    _exchange.original(error, cond, *words)
 
 
-def _code() -> CodeType:
-    __class__: Any = None
-
-    def __init__(self: Any, cond: Any, *args: Any) -> None:
-        _ = __class__  # the code that this one replaces has the same free variable
-        from autopar.capture.trace.quiet import made  # these globals are torch's
-
-        made(self, cond, args)
-
-    return __init__.__code__
-
-
-_exchange = Exchange(GuardOnDataDependentSymNode.__init__, _code())  # type: ignore[arg-type]
+_exchange = Exchange(GuardOnDataDependentSymNode.__init__, constructed)

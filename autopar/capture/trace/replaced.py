@@ -2,7 +2,8 @@
 
 `ctc_loss` becomes autopar's operator (`operators/ctc.py`), reduced as torch does. Lists of lengths
 become tensors, targets without a batch a batch of one, targets that a mask selects rows again.
-`gaussian_nll_loss`, `cov` and `corrcoef` ask for values, and are written without that.
+`gaussian_nll_loss`, `cov` and `corrcoef` ask for values, and are written without that. `x.data`, a
+tensor that the trace does not know, is `x.detach()`.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NONE, MEAN, SUM = 0, 1, 2  # torch's at::Reduction
 
 
 class Replaced(TorchFunctionMode):
-    """While it is entered, torch's functions of the table below are others."""
+    """In forward, torch's functions of the table below are others."""
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (),
@@ -129,6 +130,13 @@ def _pack(*args: Any, **kwargs: Any) -> NoReturn:
     )
 
 
+def _set_data(*_: Any) -> NoReturn:
+    raise NotSupportedError(
+        "`x.data = ...` in forward, which the trace would not see",
+        hint="x.copy_(...) for a buffer; parameters are updated after the step",
+    )
+
+
 _REPLACED: dict[Any, Callable[..., Any]] = {
     F.ctc_loss: _functional_ctc_loss,
     F.gaussian_nll_loss: _gaussian_nll_loss,
@@ -138,6 +146,8 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     torch.Tensor.cov: _cov,
     torch.Tensor.corrcoef: _corrcoef,
     torch._VF._pack_padded_sequence: _pack,
+    Tensor.data.__get__: lambda x, *_: x.detach(),  # type: ignore[attr-defined]
+    Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
 }
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from types import CodeType
+from functools import partial
 from typing import Any
 
 import torch
@@ -38,10 +38,10 @@ def transforms_traced() -> Iterator[None]:
         yield
 
 
-def transformed(name: str, args: Any, kwargs: Any) -> Any:
-    """What a function of functorch does while any thread traces."""
+def transformed(name: str, *args: Any, **kwargs: Any) -> Any:
+    """What a function of functorch does in a trace."""
     own = _exchanges[name]
-    if not own.is_on or get_proxy_mode() is None:
+    if get_proxy_mode() is None:
         return own.original(*args, **kwargs)
     if name in ("jacrev", "jacfwd", "hessian"):
         raise NotSupportedError(
@@ -135,25 +135,8 @@ class _GradientsStayOn(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def _code(function: Any) -> CodeType:
-    """Code that calls `transformed`, with the free variables of the code that it replaces."""
-    free = ", ".join(function.__code__.co_freevars)
-    source = f"""
-def make({free}):
-    def run(*args, **kwargs):
-        _ = ({free})
-        from autopar.capture.trace.transforms import transformed
-        return transformed({function.__name__!r}, args, kwargs)
-    return run
-"""
-    scope: dict[str, Any] = {}
-    exec(source, scope)
-    code: CodeType = scope["make"](*function.__code__.co_freevars).__code__
-    return code
-
-
 _exchanges = {
-    function.__name__: Exchange(function, _code(function))  # type: ignore[arg-type]
+    function.__name__: Exchange(function, partial(transformed, function.__name__))
     for function in (
         eager_transforms.hessian,
         eager_transforms.jacfwd,
