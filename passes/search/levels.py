@@ -206,13 +206,14 @@ class _Leaf:
         return simulator.on(self.leaner or simulator.evaluator)
 
     @property
-    def _done(self) -> Sequence[Node]:
+    def _exhausted(self) -> Sequence[Node]:
+        """The node stays for its bound, unless its plans are another's."""
         node = self.node
         return () if self.solver is None else (node.after("simulated", node.bound_s, None),)
 
     @property
     def _lean(self) -> Node:
-        return replace(self.as_node, refine=self.made_lean, is_rival=True)
+        return replace(self.as_node, refine=self.lean, is_rival=True)
 
     def simulated(self, limit_s: float) -> Parts:
         # Farther above the bound, rivals may be below the limit.
@@ -220,10 +221,10 @@ class _Leaf:
             return [replace(self.as_node, given_up_s=self.placed.least_s)]
         solved = self._simulator.simulated_if_fits(self.placed)
         if solved is None:
-            return [*self._done, self._lean]
-        return [*self._done, replace(solved, candidate=self.candidate), *self._rivals(solved)]
+            return [*self._exhausted, self._lean]
+        return [*self._exhausted, replace(solved, candidate=self.candidate), *self._rivals(solved)]
 
-    def made_lean(self, limit_s: float) -> Parts:
+    def lean(self, limit_s: float) -> Parts:
         """The simulated peak exceeds the budget: leaner placements are found."""
         try:
             found = self._simulator.fit_to_budget(self.placed, limit_s)

@@ -158,7 +158,7 @@ class Planner:
         search = BranchAndBound(options.tolerance, options.tie, self._rank, before)
         notes = list[Alternative]()
         try:
-            with limit.on():
+            with limit.running():
                 search.run(self._recipes())
                 search.run(self._roots())
         except TimeUp:
@@ -281,7 +281,7 @@ class Planner:
         mesh, options = self.mesh, self.options
         whole_bytes = self._state_bytes * mesh.n_ranks
         n_devices = math.ceil(whole_bytes / max(self.budget_bytes, 1.0))
-        if mesh.n_ranks > mesh.devices_per_node or n_devices > mesh.devices_per_node:
+        if n_devices > mesh.devices_per_node:
             n_nodes = math.ceil(n_devices / mesh.devices_per_node)
             nearest = f"use at least {n_nodes} nodes of {mesh.devices_per_node} devices"
         else:

@@ -15,7 +15,7 @@ class TimeUp(Exception):
 
 @dataclass
 class TimeLimit:
-    """Until `deadline`, on the clock of `time.perf_counter`; it counts while `on` is entered."""
+    """Until `deadline`, on the clock of `time.perf_counter`. It counts while `running`."""
 
     deadline: float = math.inf
     has_plan: bool = False
@@ -34,7 +34,7 @@ class TimeLimit:
         return max(1.0, self.deadline - time.perf_counter())
 
     @contextmanager
-    def on(self) -> Iterator[None]:
+    def running(self) -> Iterator[None]:
         self._counts = True
         try:
             yield

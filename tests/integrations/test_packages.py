@@ -10,7 +10,7 @@ from examples.package_models import squares as loss_fn
 from examples.try_packages import ENTRIES, outcomes, version
 
 
-def made(how: str) -> Entry:
+def tiny_entry(how: str) -> Entry:
     """An entry whose model is right, or depends on data in a branch."""
 
     class Model(nn.Module):
@@ -30,11 +30,11 @@ def made(how: str) -> Entry:
 
 
 def test_a_model_is_the_same_or_refused_by_name() -> None:
-    assert set(outcomes(made("right")).values()) == {"same"}
-    for outcome in outcomes(made("branch")).values():
+    assert set(outcomes(tiny_entry("right")).values()) == {"same"}
+    for outcome in outcomes(tiny_entry("branch")).values():
         assert outcome.startswith("refused: CaptureError: cannot trace Model")
 
 
 def test_packages_that_are_not_installed_have_no_version() -> None:
-    assert version(made("right")._replace(package="autopar-has-no-such-package")) is None
+    assert version(tiny_entry("right")._replace(package="autopar-has-no-such-package")) is None
     assert version(ENTRIES["YolosForObjectDetection"]) is not None

@@ -54,11 +54,11 @@ def outcome(program: Program, layout: Layout = ALONE) -> Outcome:
         with _quiet():
             wrong: Mapping[str, Any]
             if layout == ALONE:
-                wrong = _alone(program)
+                wrong = _errors_alone(program)
             elif layout.placements is None:
-                wrong = _planned(program, layout)
+                wrong = _errors_planned(program, layout)
             else:
-                wrong = _placed(program, layout)
+                wrong = _errors_placed(program, layout)
     except (VerificationError, DivergenceError) as error:  # what no user's program may see
         return Outcome(FAULT, f"{type(error).__name__}", f"{error}")
     except AutoparError as error:
@@ -124,7 +124,7 @@ def captured_operators(program: Program) -> list[str]:
     return [str(node.target) for node in graph.nodes if node.op == "call_function"]
 
 
-def _alone(program: Program) -> dict[str, float]:
+def _errors_alone(program: Program) -> dict[str, float]:
     """The generated step beside eager, twice: gradients add up and buffers move on."""
     net, batch = program.build()
     pm = autopar.parallelize(net, (1, 1), batch, manual=autopar.Manual())
@@ -147,7 +147,7 @@ def _alone(program: Program) -> dict[str, float]:
     return wrong
 
 
-def _planned(program: Program, layout: Layout) -> dict[str, float]:
+def _errors_planned(program: Program, layout: Layout) -> dict[str, float]:
     """`autopar.verify` under the options of a layout."""
     net, batch = program.build()
     options: dict[str, Any] = {
@@ -160,7 +160,7 @@ def _planned(program: Program, layout: Layout) -> dict[str, float]:
     return {name: e for name, e in errors.items() if not e <= TOLERANCE} or {"report": 1.0}
 
 
-def _placed(program: Program, layout: Layout) -> dict[str, Any]:
+def _errors_placed(program: Program, layout: Layout) -> dict[str, Any]:
     """A legal strategy of which every choice is drawn, cuts and recompute too; calls count."""
     rng = Random(layout.placements)
     net, batch = program.build()

@@ -103,7 +103,7 @@ def _drawn(rng: Random) -> Program | None:
         return None
     net = Scope(
         "Net", tuple(INPUTS), tuple(draw.init), tuple(draw.lines), tuple(draw.results),
-        draw.beside(),
+        draw.returned_beside_loss(),
     )  # fmt: skip
     return Program((*draw.blocks, net), seed).pruned()
 
@@ -301,7 +301,7 @@ class Draw(Holes):
                     return
                 del self.lines[n_before:]
 
-    def beside(self) -> str:
+    def returned_beside_loss(self) -> str:
         """What the model returns, the loss in it."""
         reals = [n for n in self.values if n.startswith("v") and is_tensor(self.values[n])]
         template = self.rng.choice(RETURNS)

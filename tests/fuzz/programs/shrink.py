@@ -64,7 +64,7 @@ def _scopes(scope: Scope) -> Iterator[Scope]:
         yield replace(scope, results=scope.results[:k] + scope.results[k + 1 :])
     yield _living(scope)
     for k in reversed(range(len(scope.lines))):
-        if (less := _without(scope, k)) is not None:
+        if (less := _without_statement(scope, k)) is not None:
             yield less
     for k, line in enumerate(scope.lines):
         for name in sorted(line.names - set(line.writes)):
@@ -94,7 +94,7 @@ def _living(scope: Scope) -> Scope:
     return replace(scope, lines=tuple(kept))
 
 
-def _without(scope: Scope, k: int) -> Scope | None:
+def _without_statement(scope: Scope, k: int) -> Scope | None:
     """Without a statement and all that reads what it writes; None if no result is left."""
     gone = set(scope.lines[k].writes)
     kept: list[Line] = [*scope.lines[:k]]

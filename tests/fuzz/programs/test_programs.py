@@ -67,7 +67,7 @@ def check(numbers: range, always_layouts: bool = False) -> None:
 
 
 @nightly
-@pytest.mark.skipif(not HUNTS, reason="make fuzz")
+@pytest.mark.skipif(not HUNTS, reason="draws up to 10,000 programs: `make fuzz` runs it")
 @pytest.mark.timeout(3600)
 def test_every_operator_of_the_rules_appears() -> None:
     found: Counter[str] = Counter()
