@@ -385,9 +385,8 @@ class _Walk:
         self.backward.append(KernelLine((total,), "aten.add.Tensor", args, {}, ""))
         self.gradients[name] = total.name
         same = self.gradient_metas[known].stride == meta.stride
-        self.gradient_metas[total.name] = (
-            meta if same else _sum_meta(self.gradient_metas[known], meta)
-        )
+        summed = meta if same else _sum_meta(self.gradient_metas[known], meta)
+        self.gradient_metas[total.name] = summed._replace(is_conj=False)
 
 
 def _is_continuous(dtype: torch.dtype) -> bool:
@@ -403,7 +402,7 @@ def _sum_meta(a: Meta, b: Meta) -> Meta:
 
 
 def _contiguous(meta: Meta) -> Meta:
-    return meta._replace(stride=_contiguous_stride(meta.shape), has_grad=False)
+    return meta._replace(stride=_contiguous_stride(meta.shape), has_grad=False, is_conj=False)
 
 
 @lru_cache(maxsize=1 << 12)

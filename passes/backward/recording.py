@@ -34,26 +34,27 @@ class UntraceableError(Exception):
 
 
 class Meta(NamedTuple):
-    """A tensor without its values. Only the kernels that run depend on `device`, not the text."""
+    """A tensor without its values. Only the kernels that run depend on `device`, not the text.
+
+    `is_conj`: its memory holds the conjugates, which kernels must ask for.
+    """
 
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     dtype: torch.dtype
     device: str
     has_grad: bool = False
+    is_conj: bool = False
 
     @staticmethod
     def of(tensor: Tensor, has_grad: bool = False) -> Meta:
-        return Meta(
-            tuple(tensor.shape), tensor.stride(), tensor.dtype, tensor.device.type, has_grad
-        )
+        shape, stride, device = tuple(tensor.shape), tensor.stride(), tensor.device.type
+        return Meta(shape, stride, tensor.dtype, device, has_grad, tensor.is_conj())
 
     def fake(self) -> Tensor:
         """A tensor like it; call it under a fake mode."""
-        return torch.empty_strided(
-            self.shape, self.stride, dtype=self.dtype, device=self.device,
-            requires_grad=self.has_grad,
-        )  # fmt: skip
+        held = torch.empty_strided(self.shape, self.stride, dtype=self.dtype, device=self.device)
+        return (held.conj() if self.is_conj else held).requires_grad_(self.has_grad)
 
 
 class Slot(NamedTuple):

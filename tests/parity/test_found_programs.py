@@ -70,6 +70,10 @@ BODIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "written after attention with dropout": written_after_dropout,
     "noise after a checkpointed region": noise_after_a_region,
     "pairs that lie apart as complex numbers": pairs,
+    "a conjugate of a cast": lambda net, z: torch.fft.hfft(z.to(torch.complex128)),
+    "a product of a copy": lambda net, z: (
+        z * torch.kron(z.mean(0).mT.ravel().view(4, 4), z[0, :1, :1])
+    ),
     "one chunk": lambda net, z: torch.cat(z.unsqueeze(1).chunk(2, 1), 1),
     "one split": lambda net, z: torch.cat(z.split([4], 1), 1),
     "a reduction of a number": lambda net, z: z * z.max().logsumexp(-1) + z.mean().amax(0),

@@ -12,6 +12,7 @@ these parts would look differentiable. And `autograd.Function`s, for their own b
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -70,7 +71,12 @@ def decomposition(b: Builder, call: TracedCall) -> tuple[fx.Graph, list[fx.Node]
     if function is None:
         return None
     leaves, spec = pytree.tree_flatten((call.args, call.kwargs))
-    sources = [leaf for leaf in leaves if isinstance(leaf, fx.Node)]
+    traced = pytree.tree_leaves((call.origin.args, call.origin.kwargs))
+    read = [
+        (leaf, like if isinstance(like, fx.Node) else leaf)
+        for leaf, like in zip(leaves, traced, strict=True)
+        if isinstance(leaf, fx.Node)
+    ]
     watch = _NoGradWatch()
 
     def run(*tensors: torch.Tensor) -> list[Any]:
@@ -83,7 +89,7 @@ def decomposition(b: Builder, call: TracedCall) -> tuple[fx.Graph, list[fx.Node]
 
     try:
         with b.mode, torch.enable_grad():
-            graph = make_fx(run, pre_dispatch=True)(*map(_differentiable, sources)).graph
+            graph = make_fx(run, pre_dispatch=True)(*itertools.starmap(_differentiable, read)).graph
     except (DataDependentOutputException, DynamicOutputShapeException):
         return None
     if watch.seen or any(n.op == "get_attr" or n.target == call.target for n in graph.nodes):
@@ -91,7 +97,7 @@ def decomposition(b: Builder, call: TracedCall) -> tuple[fx.Graph, list[fx.Node]
     functionalise(graph, {}, ())
     for node in graph.nodes:
         node.meta |= {k: call.origin.meta[k] for k in _INHERITED_META if k in call.origin.meta}
-    return graph, sources
+    return graph, [source for source, _ in read]
 
 
 def _function(target: torch._ops.OpOverload) -> Callable[..., Any] | None:
@@ -111,13 +117,15 @@ def _function(target: torch._ops.OpOverload) -> Callable[..., Any] | None:
     return None
 
 
-def _differentiable(source: fx.Node) -> torch.Tensor:
+def _differentiable(source: fx.Node, traced: fx.Node) -> torch.Tensor:
     """A tensor like `source`, with requires_grad if its dtype allows it.
 
-    Without gradient, torch may choose forward-only kernels, which have no derivative.
+    Without gradient, torch may choose forward-only kernels, which have no derivative. Its strides
+    are those of the trace, because copies (`contiguous()`) were removed since, and some composites
+    fail on other strides (`kron`).
     """
-    value = source.meta["val"]
-    leaf = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    value, strides = source.meta["val"], traced.meta["val"].stride()
+    leaf = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
     return leaf.requires_grad_(is_differentiable(value))
 
 
