@@ -271,14 +271,14 @@ class Planner:
             return
         raise InfeasibleError(
             f"no plan fits in {format_bytes(budget_bytes)} per device; {self._state_text}",
-            hint=f"{self._nearest_text}; a leaner dtype; or raise memory_limit",
+            hint=f"{self._nearest_text} or a leaner dtype, or raise memory_limit",
             least_bytes=least_bytes,
         )
 
     @property
     def _nearest_text(self) -> str:
         """What is nearest to the request and may fit."""
-        mesh, options = self.mesh, self.options
+        mesh = self.mesh
         whole_bytes = self._state_bytes * mesh.n_ranks
         n_devices = math.ceil(whole_bytes / max(self.budget_bytes, 1.0))
         if n_devices > mesh.devices_per_node:
@@ -286,10 +286,10 @@ class Planner:
             nearest = f"use at least {n_nodes} nodes of {mesh.devices_per_node} devices"
         else:
             nearest = f"use at least {n_devices} devices"
-        if options.optimizer == "sgd" or not self.analysis.program.training:
-            return nearest
         sgd_bytes = unpadded_static_bytes(self.analysis, "sgd") / mesh.n_ranks
-        return f'{nearest}; or optimizer="sgd", which needs {format_bytes(sgd_bytes)} here'
+        if self.analysis.program.training and within(self.budget_bytes, sgd_bytes):
+            nearest += f', optimizer="sgd" ({format_bytes(sgd_bytes)} here)'
+        return nearest
 
     @property
     def _state_bytes(self) -> float:
