@@ -27,9 +27,11 @@ from tests.fuzz.programs.modules import (
     STATE,
 )
 from tests.fuzz.programs.values import (
+    BAGS,
     BINARY,
     BOOLEANS,
     COMPLEX,
+    DERIVATIVES,
     FACTORIES,
     FUNCTIONS,
     IN_PLACE,
@@ -48,8 +50,9 @@ Table = tuple[str, ...]
 FAMILIES: tuple[tuple[float, Table], ...] = (
     (3, UNARY), (5, BINARY), (2.5, IN_PLACE), (3, REDUCTIONS), (1.5, SCANS), (5, VIEWS),
     (3, JOINED), (1, BOOLEANS), (1.5, INTEGERS), (1.2, COMPLEX), (2, PLACES), (0.8, MATRICES),
-    (0.8, FACTORIES), (0.5, FUNCTIONS), (5, LAYERS), (1.5, PRODUCTS), (1.5, ATTENTION),
-    (2, NORMS), (1.5, CONVOLUTIONS), (1.5, IMAGES), (1, RANDOM), (0.3, RECURRENT), (0.8, STATE),
+    (0.8, FACTORIES), (0.5, FUNCTIONS), (0.5, BAGS), (0.6, DERIVATIVES), (5, LAYERS),
+    (1.5, PRODUCTS), (1.5, ATTENTION), (2, NORMS), (1.5, CONVOLUTIONS), (1.5, IMAGES), (1, RANDOM),
+    (0.3, RECURRENT), (0.8, STATE),
 )  # fmt: skip
 
 # What a program begins with: inputs meet weights.

@@ -96,7 +96,9 @@ CONVOLUTIONS = (
     "{nn.Conv2d($C, 2 * $C, 2, groups=$C)}($g)", "{nn.Conv2d($C, 4, 3, padding='same')}($g)",
     "{nn.Conv2d($C, 4, 2, padding='valid')}($g)", "{nn.Conv2d($C, $W, 1)}($g)",
     "{nn.Conv2d($C, 4, 2, dilation=2)}($g)",
-    "{nn.Conv2d($C, 4, 3, padding=1, padding_mode='reflect')}($g)", "{nn.Conv3d($C, 2, 2)}($video)",
+    "{nn.Conv2d($C, 4, 3, padding=1, padding_mode='reflect')}($g)",
+    "{nn.Conv2d($C, 4, 3, padding=1, padding_mode='circular')}($g)",
+    "{nn.Conv3d($C, 2, 2)}($video)",
     "{nn.Conv3d($C, 2, 3, padding='same')}($video)", "{nn.Conv3d($C, 2, 2, stride=2)}($video)",
     "{nn.ConvTranspose1d($C, $W, 2)}($three)", "{nn.ConvTranspose1d($C, $W, 2, stride=2)}($three)",
     "{nn.ConvTranspose2d($C, 3, 2)}($g)", "{nn.ConvTranspose2d($C, 2, 2, stride=2)}($g)",
@@ -164,6 +166,7 @@ RECURRENT = (
     "{nn.GRU($H, 4, batch_first=True)}($f)[0]", "{nn.LSTM($H, 3, 2, batch_first=True)}($f)[1][0]",
     "{nn.GRU($H, 4, batch_first=True, bidirectional=True)}($f)[0]",
     "{nn.LSTMCell($H, 4)}($f[:, 0])[0]", "{nn.RNNCell($H, 4)}($f[:, 0])",
+    "{nn.GRUCell($H, 4)}($f[:, 0])",
 )  # fmt: skip
 
 # Buffers: read, or moved by a step.

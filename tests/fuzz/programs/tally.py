@@ -39,7 +39,6 @@ UNREACHED: dict[str, str] = {
         ("autopar.padded_embedding.default", "autopar.padded_cross_entropy.default"),
         "made by plans that pad a vocabulary",
     ),
-    "aten._embedding_bag.default": "no program has bags yet",
 }
 
 

@@ -126,6 +126,7 @@ VIEWS = (
     "$a.unfold(1, 2, 2)", "torch.diag_embed($a)", "$a.tril()", "$a.triu(1)", "F.pad($a, (1, 1))",
     "F.pad($a, (1, 0, 0, 1), value=0.5)", "F.pad($a, (0, 0, 1, 0))",
     "F.pad($three, (1, 1), mode='reflect')", "F.pad($three, (1, 2), mode='replicate')",
+    "F.pad($three, (1, 2), mode='circular')",
     "torch.constant_pad_nd($a, [1, 1], 0.3)", "$a.reshape(-1, *reversed($shape[1:]))",
     "$a.view_as($a)", "$a.ravel().view($shape)", "$a.rot90(1, (1, 2))", "torch.atleast_3d($a)",
     "$a.broadcast_to(2, *$a.shape)", "torch.unbind($a, 1)[0]", "$a.T if $a.dim() == 2 else $a.mT",
@@ -185,8 +186,12 @@ INTEGERS = (
     "$a.unflatten(0, (2, -1)).argmax(1)", "$a * $b.detach().histc(4, -2, 2).mean()",
     "torch.repeat_interleave($i, 2, 1)", "torch.floor_divide($i, 3)", "torch.maximum($i, $I)",
     "torch.stack([$i, $I])", "torch.cat([$i, $i], 1)", "$a.detach().max(-1)[1]",
+    "torch.searchsorted(torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64), $a.detach())",
+    "torch.searchsorted($a.detach().sort(-1)[0], $b.detach())",
 )  # fmt: skip
 
+_WINDOW = "torch.hann_window(4, dtype=torch.float64)"
+_STFT = f"torch.stft($f.flatten(1), 4, 2, window={_WINDOW}, return_complex=True)"
 COMPLEX = (
     "torch.fft.rfft($a)", "torch.fft.fft($a)", "torch.fft.rfft($a, dim=$d)", "torch.fft.fft2($a)",
     "torch.fft.ifft($z)", "torch.fft.irfft($z)", "torch.fft.irfft($z, n=4)",
@@ -205,7 +210,11 @@ COMPLEX = (
     "torch.fft.fftn($a, dim=($d, -1))", "$z.mean(-1)", "torch.view_as_real($z.conj())",
     "$z.flatten(1)", "$z / ($z.abs() + 1)", "torch.exp($z * 0.3)", "$a * $a.to(torch.complex128)",
     "torch.fft.fftshift($a, dim=$d)", "$z.square()", "torch.where($z.abs() > 0.5, $z, $Z * 0.1)",
-    "torch.stack([$z, $Z]).sum(0)", "$z.unsqueeze(1)",
+    "torch.stack([$z, $Z]).sum(0)", "$z.unsqueeze(1)", "$z[..., 1:]", "$z[:, ::2]",
+    "!NEW_v = $z.clone()\nNEW_v[:, 0] = $Z[:, -1]", "!NEW_v = $z * 1\nNEW_v[..., 0] *= 0.5",
+    "!NEW_v = torch.zeros_like($z)\nNEW_v[..., :2] = $Z[..., :2] * 0.5",
+    f"{_STFT}.abs()", f"torch.view_as_real({_STFT})",
+    f"torch.istft({_STFT} * 0.5, 4, 2, window={_WINDOW})",
 )  # fmt: skip
 
 PLACES = (
@@ -261,6 +270,29 @@ FACTORIES = (
     "$a * torch.ones($shape, dtype=torch.float64).cumsum(1)",
     "$a + torch.sin(torch.arange($L, dtype=torch.float64))[:, None]",
     "$f * torch.linspace(0, 1, $L, dtype=torch.float64)[None, :, None]",
+)  # fmt: skip
+
+# Bags of rows: as rows of equal length, cut by offsets, weighted.
+_ROWS = "torch.arange(0, $i.numel(), 4)"
+BAGS = (
+    *(f"{{nn.EmbeddingBag(8, $W, mode='{mode}')}}($i)" for mode in ("sum", "mean", "max")),
+    "{nn.EmbeddingBag(8, $W, padding_idx=0)}($i)",
+    f"{{nn.EmbeddingBag(8, $W)}}($i.flatten(), {_ROWS})",
+    f"F.embedding_bag($i.flatten(), {{nn.Parameter(torch.randn(8, $W))}}, {_ROWS}, mode='sum')",
+    "F.embedding_bag($i, {nn.Parameter(torch.randn(8, $W))}, mode='sum', "
+    "per_sample_weights=$i.double() * 0.1)",
+)  # fmt: skip
+
+# Derivatives that the loss is of, and functions over one row at a time.
+_CUBE = "(lambda t: (t.sin() * t).sum())"
+DERIVATIVES = (
+    f"torch.autograd.grad({_CUBE}($a), $a, create_graph=True)[0]",
+    "torch.autograd.grad({nn.Linear($H, $W)}($a).tanh().sum(), $a, create_graph=True)[0]",
+    f"torch.func.grad({_CUBE})($a)", "torch.func.grad(lambda t: (t * t.mT).sum())($a)",
+    "torch.func.vjp(torch.sin, $a)[1]($b)[0]", "torch.func.jvp(torch.tanh, ($a,), ($b,))[1]",
+    "torch.vmap(lambda t: t * 2 - t.sum())($a)", "torch.vmap(torch.dot)($two, $two)",
+    "torch.vmap(lambda t, u: t * u.softmax(0), (1, 1))($a, $b)",
+    "torch.vmap({nn.Linear($H, $W)})($a)", f"torch.vmap(torch.func.grad({_CUBE}))($a)",
 )  # fmt: skip
 
 # Functions with a derivative of their own, and values that pass no gradient.
