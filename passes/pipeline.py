@@ -153,7 +153,8 @@ class Search(Pass):
         space, mesh = facts[SearchSpace], facts[Target].mesh
         options, analysis = space.options, space.analysis
         report = options.progress if callable(options.progress) else lambda text: None
-        yield Planner(analysis, mesh, options, facts[Inputs].tensors, report).run()
+        spent_s = sum(ran.seconds for ran in facts.ran)
+        yield Planner(analysis, mesh, options, facts[Inputs].tensors, report, spent_s).run()
 
 
 @dataclass(frozen=True)

@@ -161,11 +161,13 @@ def _described(
 ) -> tuple[str, ...]:
     """A call without the values of its tensors."""
     leaves, spec = pytree.tree_flatten((args, kwargs))
-    words = (
-        f"{value.dtype} {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
-        for value in leaves
-    )  # fmt: skip
-    return function.__name__, str(spec), *words
+    return function.__name__, str(spec), *map(_word, leaves)
+
+
+def _word(value: object) -> str:
+    if isinstance(value, Tensor):
+        return f"{value.dtype} {tuple(value.shape)} {value.stride()}"
+    return repr(value)
 
 
 def _generator_state() -> bytes:
@@ -256,6 +258,7 @@ class _Call:
     constants   placeholder -> what computes it
     seed        placeholder of the seed
     written     positions of the tensors that the call changes; their values are the last results
+    strides     of the other results as torch makes them, which the module may view; None: no tensor
     """
 
     graph: fx.Graph
@@ -263,6 +266,7 @@ class _Call:
     seed: str | None
     written: tuple[int, ...]
     spec: pytree.TreeSpec
+    strides: tuple[tuple[int, ...] | None, ...]
     draws: Mapping[int, Draw]
     n_random: int
 
@@ -284,8 +288,16 @@ class _Call:
         if self.written:  # in-place functions return what they change
             return tensors[self.written[0]]
         # Backward may need what an operator of autopar gave, and the module may write to it.
-        own = [value.clone() if isinstance(value, Tensor) else value for value in results]
-        return pytree.tree_unflatten(own[:n_results], self.spec)
+        own = [
+            value if strides is None else _copy(value, strides)
+            for value, strides in zip(results[:n_results], self.strides, strict=True)
+        ]
+        return pytree.tree_unflatten(own, self.spec)
+
+
+def _copy(value: Tensor, strides: tuple[int, ...]) -> Tensor:
+    out = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
+    return out.copy_(value)
 
 
 def _captured(
@@ -334,7 +346,10 @@ def _capture(
     names = [node.name for node in graph.find_nodes(op="placeholder")]
     changed = functionalise(graph, {}, names)
     output = graph.output_node()
-    output.args = ((*output.args[0], *changed.values()),)  # type: ignore[misc]
+    results: Any = output.args[0]
+    fakes_of = (node.meta["val"] if isinstance(node, fx.Node) else node for node in results)
+    strides = tuple(v.stride() if isinstance(v, Tensor) else None for v in fakes_of)
+    output.args = ((*results, *changed.values()),)
     builder = Builder(mode, n_random=n_random)
     traced = {
         name: builder.placeholder(name, fake, tensor.requires_grad)
@@ -347,6 +362,7 @@ def _capture(
         builder.random_seed.name if builder.random_seed is not None else None,
         tuple(names.index(name) for name in changed),
         result_specs[0],
+        strides,
         _draws(builder.graph),
         builder.n_random,
     )

@@ -173,12 +173,14 @@ def _tensor_text(crossing: Crossing) -> str:
     return f"{str(local.dtype).removeprefix('torch.')}{shape}"
 
 
-def tie_text(tie: Tie) -> str:
+def tie_text(pipeline: Pipeline, tie: Tie) -> str:
     """`wte.weight is on stages 0 and 1 (as lm_head.weight): their gradients are added`."""
     owner, *mirrors = tie.places
     others = [f"{stage}" + (f" (as {name})" if name != owner[1] else "") for stage, name in mirrors]
     words = ", ".join([str(owner[0]), *others[:-1]]) + f" and {others[-1]}"
-    return f"{tie.name} is on stages {words}: their gradients are added after backward"
+    is_trained = pipeline.parameter(*tie.places[0]).requires_grad
+    how = ": their gradients are added after backward" if is_trained else ", frozen"
+    return f"{tie.name} is on stages {words}{how}"
 
 
 def ideal_bubble(pipeline: Pipeline) -> float:

@@ -84,6 +84,7 @@ class Planner:
     options: Options
     inputs: tuple[InputSignature, ...] = ()
     report: Progress = lambda text: None
+    spent_s: float = 0.0
     _prices: Prices = field(default_factory=Prices, init=False)
 
     @cached_property
@@ -106,7 +107,7 @@ class Planner:
             self.analysis, self.options, self.hardware, self.budget_bytes,
             all_views(self.mesh, self.hardware, self.options, self._sizes),
             tuple(microbatch_counts(self.analysis, self.options, self.mesh.n_ranks)),
-            TimeLimit.after(self.options.time_limit_s), prices=self._prices,
+            TimeLimit.after(self.options.time_limit_s, self.spent_s), prices=self._prices,
         )  # fmt: skip
 
     @property

@@ -22,9 +22,12 @@ class TimeLimit:
     _counts: bool = field(default=False, init=False)
 
     @staticmethod
-    def after(seconds: float | None) -> TimeLimit:
-        """None: there is no limit."""
-        return TimeLimit(math.inf if seconds is None else time.perf_counter() + seconds)
+    def after(seconds: float | None, spent_s: float = 0.0) -> TimeLimit:
+        """Of the seconds, `spent_s` have passed; a third are left at least. None: no limit."""
+        if seconds is None:
+            return TimeLimit()
+        left_s = max(seconds - spent_s, seconds / 3)
+        return TimeLimit(time.perf_counter() + left_s)
 
     @property
     def left_s(self) -> float | None:

@@ -171,6 +171,8 @@ def crossing_bytes(pipeline: Pipeline) -> int:
         n += pipeline.n_microbatches * whole * (1 + crossing.has_grad)
     for tie in pipeline.ties:
         p = pipeline.parameter(*tie.places[0])
+        if not p.requires_grad:
+            continue
         n_pairs = len(tie.places) * (len(tie.places) - 1)
         n += n_pairs * math.prod(p.shape) * p.stored.dtype.itemsize
     return n

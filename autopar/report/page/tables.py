@@ -67,7 +67,7 @@ def crossing_table(subject: Subject) -> list[dict[str, Any]]:
 
 
 def tie_texts(subject: Subject) -> list[str]:
-    return [tie_text(tie) for tie in subject.pipeline.ties]
+    return [tie_text(subject.pipeline, tie) for tie in subject.pipeline.ties]
 
 
 def device_map(subject: Subject) -> list[dict[str, Any]]:

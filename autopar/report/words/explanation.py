@@ -62,7 +62,7 @@ def explain(
         legend(pipeline),
         _comments(data),
         _crossings(pipeline),
-        "\n".join(tie_text(tie) for tie in pipeline.ties),
+        "\n".join(tie_text(pipeline, tie) for tie in pipeline.ties),
         _recomputed(pipeline),
         str(division(pipeline)) if pipeline.n_ranks > 1 else "",
         _communication(collectives, several),

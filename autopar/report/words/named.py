@@ -84,7 +84,7 @@ def _explained(
                 found = next_best_lines(decision, predicted.step_time_s, pipeline.n_stages, text)
                 lines += [f"  {line}" for line in found]
     ties = [
-        tie_text(tie)
+        tie_text(pipeline, tie)
         for tie in pipeline.ties
         if any(
             name in (p.name, *p.aliases)

@@ -8,13 +8,15 @@ core is solved by branch and bound over its hubs, one hub per level (`_Core.leas
     bound(h1 .. hl)     the core's least total with hubs 1 to l fixed, where every table takes
                         its own minimum over the other hubs                    (`_Core._totals`)
 
-The bound is exact once all hubs have values. All branches of a level are eliminated together. A few
-of the best of each level are followed to the end for a first incumbent. Branches whose bound is
-above it are pruned. Bounds by parts that need not agree are those of mini-buckets (Dechter and
-Rish, "Mini-buckets: a general scheme for bounded inference", Journal of the ACM 50, 2003).
+The bound is exact once all hubs have values, where all tables are. All branches of a level are
+eliminated together. A few of the best of each level are followed to the end for a first incumbent.
+Branches whose bound is above it are pruned. Bounds by parts that need not agree are those of
+mini-buckets (Dechter and Rish, "Mini-buckets: a general scheme for bounded inference", Journal of
+the ACM 50, 2003).
 
 Some tables of the core may be given by what they are made from (`Lazy`): of N copies of a block the
-table of one copy, whose power is computed once hubs have values.
+table of one copy. Bounds of branches need a bound of its power; the power itself is computed of the
+branches that are left.
 """
 
 from __future__ import annotations
@@ -44,6 +46,8 @@ MOST_HUBS = 4
 HUBS_TRIED = 6
 # Branches of each level that are followed for a first incumbent.
 N_FOLLOWED = 2
+# Branches of which all hubs have values are tried so many at once, the lowest bounds first.
+N_AT_ONCE = 8
 # Table entries of the branches that are eliminated at once.
 CHUNK_ENTRIES = 2**22
 # Branches are kept whose bound only rounding may have lifted above the incumbent.
@@ -58,10 +62,12 @@ Assigned = NDArray[np.intp]  # [branches, level]: the classes of the first hubs
 
 @dataclass(frozen=True, eq=False)
 class Lazy:
-    """A table of the core, made from another over the same axes by `finish`, per branch."""
+    """A table of the core, made from another over the same axes by `finish`, per branch. `bound`
+    makes lower bounds of it, at less cost."""
 
     made_from: FloatArray
     finish: Callable[[FloatArray], FloatArray]
+    bound: Callable[[FloatArray], FloatArray]
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,8 +215,7 @@ def minimise_conditioned(
     unary = {v: potentials.own[v] for v in (*plan.variables, *plan.hubs)}
     tables = [eliminated.table(placed.table)[0] for placed in first.left]
     tables += [one.made_from[0] for one in lazy]
-    finish = [None] * len(first.left) + [one.finish for one in lazy]
-    core = _Core(plan, unary, tables, finish)
+    core = _Core(plan, unary, tables, [*(None for _ in first.left), *lazy])
     total, best = core.least()
     known = dict.fromkeys(unary, 0) if best is None else core.choices(best)
     return total + float(eliminated.constant[0]), eliminated.choice(known)
@@ -224,9 +229,9 @@ class _Core:
         plan: ConditionedPlan,
         unary: Mapping[int, FloatArray],
         tables: Sequence[FloatArray],
-        finish: Sequence[Callable[[FloatArray], FloatArray] | None],
+        lazy: Sequence[Lazy | None],
     ) -> None:
-        self.plan, self.unary, self.finish = plan, unary, finish
+        self.plan, self.unary, self.lazy = plan, unary, lazy
         self._known: dict[tuple[int, ...], float] = {}
         self.tables = []
         for part, table in zip(plan.parts, tables, strict=True):
@@ -251,30 +256,42 @@ class _Core:
     def least(self) -> tuple[float, Assigned | None]:
         """The least total, and the classes of the hubs that attain it; None: none is allowed."""
         n_hubs = len(self.plan.hubs)
-        roots = np.zeros((1, 0), dtype=np.intp)
-        follow, totals = roots, self._totals(roots) if not n_hubs else np.zeros(1)
+        followed = np.zeros((1, 0), dtype=np.intp)
         for level in range(n_hubs):
-            follow = self._children(follow, level)
-            totals = self._known_totals(follow)
-            follow = follow[np.argsort(totals, kind="stable")[:N_FOLLOWED]]
-        known_s, branches = float(totals.min()), roots
+            followed = self._children(followed, level)
+            bounds = self._known_bounds(followed)
+            followed = followed[np.argsort(bounds, kind="stable")[:N_FOLLOWED]]
+        best_s, best = self._best_of(followed)
+        branches, bounds = np.zeros((1, 0), dtype=np.intp), np.zeros(1)
         for level in range(n_hubs):
             branches = self._children(branches, level)
-            totals = self._known_totals(branches)
+            bounds = self._known_bounds(branches)
             # Prune above the incumbent; an infinite one prunes nothing.
-            keep = totals <= known_s * (1 + ROUNDING_REL)
-            branches, totals = branches[keep], totals[keep]
-        if not len(totals) or not math.isfinite(totals.min()):
-            return math.inf, None
-        best = int(totals.argmin())
-        return float(totals[best]), branches[best]
+            keep = bounds <= best_s * (1 + ROUNDING_REL)
+            branches, bounds = branches[keep], bounds[keep]
+        order = np.argsort(bounds, kind="stable") if n_hubs else ()
+        for start in range(0, len(order), N_AT_ONCE):
+            some = order[start : start + N_AT_ONCE]
+            some = some[bounds[some] <= best_s * (1 + ROUNDING_REL)]
+            if not len(some):
+                break
+            found_s, found = self._best_of(branches[some])
+            if found_s < best_s:
+                best_s, best = found_s, found
+        return best_s, best
 
-    def _known_totals(self, branches: Assigned) -> FloatArray:
-        """`_totals`, computed once per branch."""
+    def _best_of(self, branches: Assigned) -> tuple[float, Assigned | None]:
+        """The least total of branches whose hubs have values; None: none is allowed."""
+        totals = self._totals(branches)
+        k = int(totals.argmin())
+        return (float(totals[k]), branches[k]) if math.isfinite(totals[k]) else (math.inf, None)
+
+    def _known_bounds(self, branches: Assigned) -> FloatArray:
+        """Lower bounds on what branches cost, computed once per branch."""
         keys = list(map(tuple, branches.tolist()))
         new = [i for i, key in enumerate(keys) if key not in self._known]
         if new:
-            totals = self._totals(branches[new]).tolist()
+            totals = self._totals(branches[new], exact=False).tolist()
             self._known.update(zip((keys[i] for i in new), totals, strict=True))
         return np.array([self._known[key] for key in keys])
 
@@ -283,8 +300,8 @@ class _Core:
         values = np.tile(np.arange(n), len(branches))[:, None]
         return np.concatenate((np.repeat(branches, n, axis=0), values), axis=1)
 
-    def _totals(self, branches: Assigned) -> FloatArray:
-        """[branches]: lower bounds on what they cost, exact where all hubs have values."""
+    def _totals(self, branches: Assigned, exact: bool = True) -> FloatArray:
+        """[branches]: lower bounds on what they cost; `exact` ones where all hubs have values."""
         plan, level = self.plan, branches.shape[1]
         out = np.zeros(len(branches))
         for h, own in enumerate(self.own):
@@ -293,17 +310,17 @@ class _Core:
         step = max(1, CHUNK_ENTRIES // largest)
         for start in range(0, len(branches), step):
             some = slice(start, start + step)
-            out[some] += eliminate(plan.core, self._potentials(branches[some])).constant
+            out[some] += eliminate(plan.core, self._potentials(branches[some], exact)).constant
         return out
 
-    def _potentials(self, branches: Assigned) -> Potentials:
+    def _potentials(self, branches: Assigned, exact: bool = True) -> Potentials:
         level, tables = branches.shape[1], []
         relaxed = self._relaxed[level]
-        for part, table, finish in zip(self.plan.parts, relaxed, self.finish, strict=True):
+        for part, table, lazy in zip(self.plan.parts, relaxed, self.lazy, strict=True):
             own = [of for of in part.levels if of < level]
             different, which = np.unique(branches[:, own], axis=0, return_inverse=True)
             given = table[tuple(different.T)] if own else table[None]
-            made = given if finish is None else finish(given)
+            made = given if lazy is None else (lazy.finish if exact else lazy.bound)(given)
             tables.append(made[which.ravel()] if own else made)
         unary = tuple(self.unary[v] for v in self.plan.variables)
         return Potentials.given(unary, tables)

@@ -49,7 +49,7 @@ from autopar.passes.solvers.problem import (
     Weights,
 )
 from autopar.passes.solvers.repeats.order import BlockPlan, RepeatedPlan
-from autopar.passes.solvers.repeats.powers import Power
+from autopar.passes.solvers.repeats.powers import Power, least_power
 from autopar.passes.solvers.repeats.repeats import RepeatedChoice, RepeatedProblem
 
 
@@ -103,7 +103,7 @@ class RepeatedElimination:
             for r, block in enumerate(of.blocks)
         ]
         if isinstance(of.plan, ConditionedPlan):
-            lazy = [Lazy(s.one.table, s.joined) for s in solved]
+            lazy = [Lazy(s.one.table, s.joined, s.least_joined) for s in solved]
             value, chosen = minimise_conditioned(of.plan, Potentials(of.once, row), lazy)
         else:
             tables = (s.joined(s.one.table).ravel() for s in solved)
@@ -143,13 +143,21 @@ class _Solved:
 
     def joined(self, one: FloatArray) -> FloatArray:
         """The tables of all copies, from those of one copy [..., states before, states after]."""
+        return self._ends(Power.of(self._walks(one), self.block.count).table, one)
+
+    def least_joined(self, one: FloatArray) -> FloatArray:
+        """A lower bound on `joined`."""
+        return self._ends(least_power(self._walks(one), self.block.count), one)
+
+    def _ends(self, table: FloatArray, one: FloatArray) -> FloatArray:
+        """Of walks, those that begin before a change of state and end after it."""
         n = self.block.n_states
-        table = self._power(one.reshape(-1, n, n)).table
         return table[:, :n, -n:].reshape(one.shape)
 
-    def _power(self, cases: FloatArray) -> Power:
-        """Tables of one copy, [cases, states, states], to the power of the number of copies."""
+    def _walks(self, one: FloatArray) -> FloatArray:
+        """The steps of a branch, [cases, states, states], from tables of one copy."""
         branch, n = self.branch, self.block.n_states
+        cases = one.reshape(-1, n, n)
         stays = np.eye(n, dtype=bool)
         if branch is None:
             walks = cases
@@ -161,7 +169,7 @@ class _Solved:
             walks[:, :n, :n] = np.where(stays, cases, np.inf)
             walks[:, :n, n:] = np.where(stays, np.inf, cases)
             walks[:, n:, n:] = cases
-        return Power.of(walks, self.block.count)
+        return walks
 
     def copies(self, base: Sequence[int]) -> tuple[Choice, ...]:
         """The choices of `block` in every copy. `base` has the choices around all copies, and the
@@ -174,7 +182,8 @@ class _Solved:
         start = _flat([int(s.codes[base[s.first]]) for s in block.states], block.state_shape)
         end = _flat([base[s.last] for s in block.states], block.state_shape)
         n = block.n_states
-        power = self._power(self.one.table.reshape(-1, n, n)[case : case + 1])
+        one = self.one.table.reshape(-1, n, n)[case : case + 1]
+        power = Power.of(self._walks(one), block.count)
         end += power.table.shape[-1] - n
         path = [state % n for state in power.path(0, start, end)]
         steps = list(itertools.pairwise(path))

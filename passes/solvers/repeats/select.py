@@ -148,6 +148,8 @@ class RepeatedSolver:
             return best, bound_s
         least_s = math.inf
         for branch in self._parted(hull, bracket.neighbours):
+            if time.perf_counter() > deadline:
+                return best, bound_s
             of_branch = self._branch(hull, branch)
             found = self._within(of_branch, bracket, best, budget_bytes, gap_goal, deadline)
             best = min(best, found[0], key=lambda point: point.totals.cost_s)

@@ -42,12 +42,14 @@ UNREACHED: dict[str, str] = {
 }
 
 
-# Refusals that stay under microbatches alone.
+# Refusals that stay under microbatches, and under drawn placements alone.
 _OF_MICROBATCHES = {r"cannot trace Net into one graph": "shapes that hold for the whole batch"}
+_OF_PLACEMENTS = {r"changes buffer `.*`, which stage \d+ reads": "a cut that no plan makes"}
 
 
 def is_known(layout: Layout, refusal: str) -> bool:
     known = KNOWN | (_OF_MICROBATCHES if "microbatches" in dict(layout.options) else {})
+    known |= _OF_PLACEMENTS if layout.placements is not None else {}
     return any(re.search(pattern, refusal) for pattern in known)
 
 

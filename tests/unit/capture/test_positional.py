@@ -125,6 +125,10 @@ def own_generator(x: Tensor) -> Tensor:
     return x * torch.rand(WIDTH, generator=torch.Generator().manual_seed(0))
 
 
+def drops(x: Tensor) -> Tensor:
+    return F.dropout(x, 0.3)
+
+
 def test_other_draws_are_told() -> None:
     rows = run(lambda x: x[torch.multinomial(torch.ones(ROWS), 2)])
     assert list(rows.unpaired) == ["aten.multinomial.default"]
@@ -136,3 +140,14 @@ def test_what_draws_nothing_runs_as_it_is() -> None:
     for same in (lambda x: F.dropout(x, 0.5, False), lambda x: F.dropout(x, 0.0), torch.sin):
         found = run(same)
         assert not found.unpaired and len(found.drawn) == 1
+
+
+@pytest.mark.parametrize("n_dims", [3, 4])
+def test_results_have_the_strides_of_torch(n_dims: int) -> None:
+    """A module may view them."""
+    x = torch.randn(*(2, 3, 4, 6)[-n_dims:], dtype=torch.float64)
+    for value in (x, x.transpose(-1, -2)):
+        for function in (lambda t: F.scaled_dot_product_attention(t, t, t, dropout_p=0.3), drops):
+            with PositionalRandom(1):
+                found = function(value)
+            assert found.stride() == function(value).stride()
