@@ -8,7 +8,7 @@ The problem of all operators on the view (`passes/intra/builder.py`) is cut into
     left out   reshards from and to other layers
 
 A stage has whole layers. Its placements are a choice of each of these problems, and what is left
-out costs nothing or more. So the sum of the layers' optima is at most what the stage takes
+out costs nothing or more. So the sum of their least sums is at most what the stage takes
 (`LayerBounds.free`). Operators of groups that reach into another layer have equal shares
 (`least_times_s`). All that can hide is hidden ("least" in `passes/analysis/gathering.py`).
 
@@ -42,19 +42,12 @@ from autopar.mesh import LogicalMesh
 from autopar.passes.analysis import Folded
 from autopar.passes.inter.layers import Layers, sums_of_ranges
 from autopar.passes.intra import Constraints, IntraOpProblem, ProblemFamilies
-from autopar.passes.solvers.eliminate import (
-    EliminationPlan,
-    TableLimits,
-    TooWide,
-    minima,
-    plan_elimination,
-)
+from autopar.passes.solvers.choice import Messages
 from autopar.passes.solvers.problem import (
     BUDGET_REL,
     ChoiceProblem,
     ChoiceProblems,
     Numbers,
-    Potentials,
     Weights,
     memory,
 )
@@ -76,7 +69,7 @@ class LeastSeconds(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class _Groups:
-    """The problem of some groups, how to solve it, and which kept operators are in the groups.
+    """The problem of some groups, and which kept operators are in the groups.
 
     `whole` has all costs, `once` those that a step pays once. `stored` are the variables whose
     bytes are the same for all microbatches.
@@ -85,24 +78,25 @@ class _Groups:
     whole: ChoiceProblem
     once: Callable[[], ChoiceProblem]
     stored: frozenset[int]
-    plan: EliminationPlan
     operators: frozenset[int]
 
-    def numbers(self, part: Part, depth: int = 1) -> Numbers:
-        """The numbers of a part, with as many microbatches in flight."""
-        problems = self._every if part == "whole_s" else self._work
-        return Numbers.of(problems.some([0], [depth]))
+    def least(self, part: Part, weights: Sequence[Weights], depth: int = 1) -> Array:
+        """[weights]: lower bounds on the sums of a part, with as many microbatches in flight."""
+        problems, messages = self._every if part == "whole_s" else self._work
+        numbers = Numbers.of(problems.some([0], [depth]))
+        return np.array([messages.least(numbers.at(w).rows[0], w.cost)[0] for w in weights])
 
     @cached_property
-    def _every(self) -> ChoiceProblems:
+    def _every(self) -> tuple[ChoiceProblems, Messages]:
         return self._alone(self.whole)
 
     @cached_property
-    def _work(self) -> ChoiceProblems:
+    def _work(self) -> tuple[ChoiceProblems, Messages]:
         return self._alone(_without(self.whole, self.once()))
 
-    def _alone(self, problem: ChoiceProblem) -> ChoiceProblems:
-        return replace(ChoiceProblems.alone(problem), stored=self.stored)
+    def _alone(self, problem: ChoiceProblem) -> tuple[ChoiceProblems, Messages]:
+        problems = replace(ChoiceProblems.alone(problem), stored=self.stored)
+        return problems, Messages.of(problems, problems.layout)
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,7 +117,7 @@ class LayerBounds:
     constraints: Constraints
     shared_s: Array
     _free: dict[tuple[LogicalMesh, int], LeastSeconds] = field(default_factory=dict, init=False)
-    _kept: dict[Hashable, list[_Groups | None]] = field(default_factory=dict, init=False)
+    _kept: dict[Hashable, list[_Groups]] = field(default_factory=dict, init=False)
 
     def free(self, view: LogicalMesh, m: int) -> LeastSeconds:
         """[layers]: without a memory limit, with `m` microbatches."""
@@ -145,14 +139,8 @@ class LayerBounds:
         weights = [Weights(size=price) for price in prices]
         if part == "whole_s":  # else it is known which stages cannot fit
             weights.append(Weights(cost=0.0, size=1.0))
-        groups, found = self._groups_of(self.recomputing, view, m, problem), []
-        for of in groups:
-            if of is None:
-                found.append(np.zeros(len(weights)))
-                continue
-            numbers = of.numbers(part, depth)
-            rows = np.concatenate([numbers.at(weighing).rows for weighing in weights])
-            found.append(minima(of.plan, Potentials(numbers.layout, rows)))
+        groups = self._groups_of(self.recomputing, view, m, problem)
+        found = [of.least(part, weights, depth) for of in groups]
         priced = list(np.array(self._sums(found)).T)
         least_bytes = priced.pop() if part == "whole_s" else np.zeros(n)
         rest_s, limit_bytes = self._rest_s(view, m, groups), budget_bytes * (1 + BUDGET_REL)
@@ -167,13 +155,11 @@ class LayerBounds:
         equal_s = np.add.reduceat(shares_s, [first for first, _ in self.layers.ranges])
         if problem is None:
             return LeastSeconds(equal_s, equal_s)
-        groups, found = self._groups_of(self.plain, view, m, problem), []
-        for of in groups:
-            if of is None:
-                found.append(np.zeros(2))
-                continue
-            potentials = (of.numbers(part).at(Weights()) for part in get_args(Part))
-            found.append(np.concatenate([minima(of.plan, each) for each in potentials]))
+        groups = self._groups_of(self.plain, view, m, problem)
+        found = [
+            np.concatenate([of.least(part, [Weights()]) for part in get_args(Part)])
+            for of in groups
+        ]
         least_s = np.array(self._sums(found)).T + self._rest_s(view, m, groups)
         return LeastSeconds(*np.maximum(least_s, equal_s))
 
@@ -189,8 +175,8 @@ class LayerBounds:
 
     def _groups_of(
         self, families: ProblemFamilies, view: LogicalMesh, m: int, problem: IntraOpProblem
-    ) -> list[_Groups | None]:
-        """The problem of each of `_distinct`; None if it is too large to solve."""
+    ) -> list[_Groups]:
+        """The problem of each of `_distinct`."""
         key = view, m
         if families is self.recomputing and key in self._kept:
             return self._kept[key]
@@ -199,7 +185,7 @@ class LayerBounds:
             self._kept[key] = found
         return found
 
-    def _groups(self, problem: IntraOpProblem, kept: frozenset[int]) -> _Groups | None:
+    def _groups(self, problem: IntraOpProblem, kept: frozenset[int]) -> _Groups:
         names = {self.folded.analysis.operators[f].name: f for f in kept}
         groups = [
             v
@@ -212,13 +198,9 @@ class LayerBounds:
         whole = _of_variables(problem.numbers, variables)
         stored = set(problem.parameter_variables.values())
         inside_stored = frozenset(i for i, v in enumerate(variables) if v in stored)
-        try:
-            plan = plan_elimination(ChoiceProblems.alone(whole).some([0]), TableLimits())
-        except TooWide:
-            return None
         members = (m.name for v in groups for m in problem.candidates[v].group.members)
         return _Groups(
-            whole, lambda: _of_variables(problem.once_problem, variables), inside_stored, plan,
+            whole, lambda: _of_variables(problem.once_problem, variables), inside_stored,
             frozenset(names[name] for name in members),
         )  # fmt: skip
 
@@ -231,13 +213,13 @@ class LayerBounds:
             for parts in self._parts
         ]
 
-    def _rest_s(self, view: LogicalMesh, m: int, found: Sequence[_Groups | None]) -> Array:
+    def _rest_s(self, view: LogicalMesh, m: int, found: Sequence[_Groups]) -> Array:
         """[layers]: equal shares of the operators that are in no group of the layer's parts."""
         of_kept, out = dict(zip(self._distinct, found, strict=True)), []
         shares_s = self._shares_s(view, m)
         for layer, parts in zip(self.layers.ranges, self._parts, strict=True):
             groups = (of_kept[kept] for kept, _ in parts)
-            inside = {f for of in groups if of is not None for f in of.operators}
+            inside = {f for of in groups for f in of.operators}
             rest = (shares_s[i] for i in range(*layer) if self.folded.stands_for[i] not in inside)
             out.append(sum(rest))
         return np.array(out, dtype=np.float64)

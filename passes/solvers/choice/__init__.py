@@ -1,17 +1,18 @@
 """Solves one choice problem: elimination, a price on bytes, and an ILP for what these leave open.
 
 Read `brute_force.py` and `ilp.py` (the definition of the optimum), `reductions.py` (choices that
-cannot matter), `lagrangian.py` (the budget as a price per byte), `select.py` (which solver
-answers). May import `passes/solvers/eliminate` and `passes/solvers/problem`. Mainly hands on
-`solve`, `solve_ilp` and `search`.
+cannot matter), `lagrangian.py` (the budget as a price per byte), `message_passing.py` (where
+elimination takes long), `select.py` (which solver answers). May import `passes/solvers/eliminate`
+and `passes/solvers/problem`. Mainly hands on `solve`, `solve_ilp`, `search` and
+`Messages`.
 """
 
 from autopar.passes.solvers.choice.brute_force import solve_brute_force
 from autopar.passes.solvers.choice.ilp import WorkLimit, most_columns, solve_ilp
 from autopar.passes.solvers.choice.lagrangian import Bracket, Hull, Point, search
+from autopar.passes.solvers.choice.message_passing import QUICK, Messages
 from autopar.passes.solvers.choice.reductions import reduce
 from autopar.passes.solvers.choice.select import (
-    QUICK,
     Solver,
     least_tie,
     solve,
@@ -23,6 +24,7 @@ __all__ = [
     "QUICK",
     "Bracket",
     "Hull",
+    "Messages",
     "Point",
     "Solver",
     "WorkLimit",

@@ -53,7 +53,7 @@ class Point(Generic[C]):
 
 class Minimiser(Protocol[C]):
     """Finds, at any weights, the least total and a choice that attains it (infinite: none is
-    allowed)."""
+    allowed). One that is not exact returns a lower bound on the total."""
 
     def at(self, weights: Weights) -> tuple[float, Point[C]]: ...
 
@@ -88,6 +88,15 @@ class Bracket(Generic[C]):
     @property
     def closed(self) -> bool:
         return self.best.totals.cost_s <= self.bound_s * (1 + SAME_OPTIMUM_REL)
+
+    @property
+    def open_bound_s(self) -> float | None:
+        """The bound; None: the best is proven."""
+        return None if self.closed else self.bound_s
+
+    def is_within(self, gap_goal: float) -> bool:
+        """Is the best proven, or that near to it?"""
+        return self.closed or self.best.totals.cost_s * (1 - gap_goal) <= self.bound_s
 
 
 class Hull(Generic[C]):
@@ -163,9 +172,9 @@ def search(
         if hull.bound(budget_bytes)[0] >= limit_s:
             break
         price = saved_s / (over.totals.bytes - under.totals.bytes)
-        value, point = hull.at(price)
+        _, point = hull.at(price)
         line = over.totals.cost_s + price * over.totals.bytes
-        if value >= line * (1 - 1e-12):
+        if point.totals.cost_s + price * point.totals.bytes >= line * (1 - 1e-12):
             hull.add_side(over, under)
             break
         fits = within(budget_bytes, point.totals.bytes)

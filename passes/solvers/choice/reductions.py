@@ -45,6 +45,11 @@ class Reduced:
     problem: ChoiceProblem
     kept: tuple[NDArray[np.intp], ...]
 
+    @staticmethod
+    def whole(problem: ChoiceProblem) -> Reduced:
+        """All choices."""
+        return Reduced(problem, tuple(np.arange(k) for k in problem.sizes))
+
     def lift(self, choice: Sequence[int]) -> Choice:
         """A choice of the restricted problem in the original's indices."""
         return tuple(int(kept[k]) for kept, k in zip(self.kept, choice, strict=True))
@@ -55,11 +60,11 @@ class Reduced:
         return tuple(int(np.searchsorted(kept, k)) for kept, k in pairs)
 
 
-def reduce(problem: ChoiceProblem, classes: Classes | None = None) -> Reduced | None:
+def reduce(problem: ChoiceProblem | Reduced, classes: Classes | None = None) -> Reduced | None:
     """Drop impossible and dominated choices and merge parallel edges; None: nothing is left."""
-    problem = problem.merged()
-    all_kept = tuple(np.arange(k) for k in problem.sizes)
-    reduced = drop_forbidden(Reduced(problem, all_kept), classes)
+    if isinstance(problem, ChoiceProblem):
+        problem = Reduced.whole(problem.merged())
+    reduced = drop_forbidden(problem, classes)
     for _ in range(MAX_ROUNDS):
         if reduced is None:
             return None

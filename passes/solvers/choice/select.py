@@ -1,13 +1,16 @@
-"""Which solver answers a choice problem; every path proves the same optimum.
+"""Which solver answers a choice problem; every path proves the same optimum, or tells the gap.
 
 `solve(problem, "auto")`:
 
-1. drop choices that cannot matter (`reductions.py`), unless elimination is quick without that
-   (`as_it_is`);
-2. eliminate, then again with the ties as a tiny perturbation (`break_ties`);
-3. if the result exceeds the budget, price the bytes (`lagrangian.py`), drop what the bound rules
+1. pass messages (`_by_messages`): their choice is the answer where their bound meets it, or is as
+   near as `gap_goal`;
+2. drop choices that their bound rules out (`MessagePassing.marks`), and those that cannot matter
+   (`reductions.py`), unless elimination is quick without that (`as_it_is`);
+3. eliminate, then again with the ties as a tiny perturbation (`break_ties`);
+4. if the result exceeds the budget, price the bytes (`lagrangian.py`), drop what the bound rules
    out, and let the ILP close the gap on what remains (`_within_budget`);
-4. if the graph is too wide for tables, give the reduced problem to the ILP (`_by_ilp`).
+5. if the graph is too wide for tables, let the ILP close the gap of the messages, within its limit
+   of work; if they found no choice, the reduced problem goes to the ILP (`_by_ilp`).
 
 `solve(problem, "ilp")` solves the whole, unreduced ILP, which checks all of the above.
 
@@ -26,6 +29,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from functools import partial
 from typing import Literal, TypeVar
 
 import numpy as np
@@ -41,6 +45,7 @@ from autopar.passes.solvers.choice.lagrangian import (
     keep_marks,
     search,
 )
+from autopar.passes.solvers.choice.message_passing import QUICK, MessagePassing
 from autopar.passes.solvers.choice.reductions import Reduced, drop_forbidden, reduce, restrict
 from autopar.passes.solvers.eliminate import EliminationPlan, TableLimits, TooWide, plan_elimination
 from autopar.passes.solvers.problem import (
@@ -53,13 +58,14 @@ from autopar.passes.solvers.problem import (
     Weights,
     make_solution,
     over_budget,
+    within,
 )
 
 Solver = Literal["auto", "ilp"]
 C = TypeVar("C")
+# The part of a problem that may hold something better than the bracket's best.
+_Core = Callable[[Bracket[Choice]], Reduced]
 TIE_WEIGHT_REL = 1e-11
-# About a tenth of a second.
-QUICK = TableLimits(2**26, 2**22, 2**27, branches=1)
 
 
 class _Clock:
@@ -105,18 +111,33 @@ def solve(
     if solver != "auto":
         raise OptionError(f'solver={solver!r} must be "auto" or "ilp"')
     clock = _Clock(time_limit_s)
+    merged, quick = problem.merged(), QUICK.and_(limits) if limits else QUICK
+    minimiser = MessagePassing(merged, quick)
+    sent = _by_messages(minimiser, clock)
+    if isinstance(sent, Infeasible):
+        return sent
+    if sent is not None and sent.is_within(gap_goal):
+        best = _of_least_tie(minimiser, sent, clock)
+        if best is not None:
+            bound_s = sent.open_bound_s
+            return _finish(problem, Reduced.whole(merged), best.choice, bound_s, "messages", clock)
+    left: Reduced | None = Reduced.whole(merged)
+    if sent is not None:
+        with clock.phase("messages"):
+            left = drop_forbidden(restrict(Reduced.whole(merged), minimiser.marks(sent)))
+    assert left is not None, "the best choice known is left"
     with clock.phase("order"):
-        ready = as_it_is(problem, limits)
+        ready = as_it_is(left, quick)
     if ready is None:
         with clock.phase("reduce"):
-            smaller = reduce(problem)
+            smaller = reduce(left)
         if smaller is None:
             return FORBIDDEN
         try:
             with clock.phase("order"):
                 ready = smaller, plan_elimination(smaller.problem, limits)
         except TooWide:
-            return _by_ilp(problem, smaller, clock, work_limit)
+            return _too_wide(problem, smaller, clock, quick, gap_goal, work_limit)
     reduced, plan = ready
     with clock.phase("eliminate"):
         elimination = Elimination(reduced.problem, plan)
@@ -130,21 +151,17 @@ def solve(
     return _within_budget(problem, reduced, plan, fastest, clock, gap_goal, work_limit)
 
 
-def as_it_is(
-    problem: ChoiceProblem, limits: TableLimits | None = None
-) -> tuple[Reduced, EliminationPlan] | None:
-    """The whole problem and its elimination plan; None: elimination takes long, or exceeds
-    `limits`.
+def as_it_is(reduced: Reduced, limits: TableLimits) -> tuple[Reduced, EliminationPlan] | None:
+    """A problem and its elimination plan; None: elimination exceeds `limits`.
 
     Elimination is faster with fewer choices. But finding out which choices cannot matter takes
     longer than a quick elimination.
     """
-    merged = problem.merged()
     try:
-        plan = plan_elimination(merged, QUICK.and_(limits) if limits else QUICK)
+        plan = plan_elimination(reduced.problem, limits)
     except TooWide:
         return None
-    return Reduced(merged, tuple(np.arange(k) for k in merged.sizes)), plan
+    return reduced, plan
 
 
 def solve_by_elimination(
@@ -220,28 +237,42 @@ def _within_budget(
         with clock.phase("lagrangian"):
             hull.add(0.0, fastest.totals.cost_s, fastest)
             bracket = search(hull, problem.budget_bytes, clock.deadline)
-    method, best, bound_s = "lagrangian", bracket.best, bracket.bound_s
-    content = best.totals.cost_s * (1 - gap_goal) <= bound_s
-    if not (bracket.closed or content) and clock.left_s() != 0:
-        method = "lagrangian + ilp"
+    core = partial(_core, reduced.problem, plan)
+    return _closed(problem, reduced, bracket, core, "lagrangian", clock, gap_goal, work_limit)
+
+
+def _closed(
+    problem: ChoiceProblem,
+    reduced: Reduced,
+    bracket: Bracket[Choice],
+    core: _Core,
+    method: str,
+    clock: _Clock,
+    gap_goal: float,
+    work_limit: WorkLimit | None,
+) -> Solution:
+    """Close a gap above the goal by the ILP of the `core`, which holds all that may be better."""
+    best, bound_s = bracket.best, bracket.bound_s
+    if not bracket.is_within(gap_goal) and clock.left_s() != 0:
+        method = f"{method} + ilp"
         with clock.phase("ilp"):
-            core = _core(reduced.problem, plan, bracket)
-            result = minimise_cost(core.problem, clock.left_s(), work_limit)
+            part = core(bracket)
+            result = minimise_cost(part.problem, clock.left_s(), work_limit)
         if result.choice is not None:
-            choice = core.lift(result.choice)
+            choice = part.lift(result.choice)
             best = min(best, Point(choice, reduced.problem.evaluate(choice)), key=_rank)
         if math.isfinite(result.bound):  # infinite: the ILP lost the known choice
             # Whatever the core leaves out is dearer than the best choice known.
             bound_s = max(bound_s, min(result.bound, best.totals.cost_s))
+    found = replace(bracket, best=best, bound_s=bound_s)
     choice = best.choice
-    proven = best.totals.cost_s <= bound_s * (1 + SAME_OPTIMUM_REL)
-    if proven and problem.has_ties() and clock.left_s() != 0:
+    if found.closed and problem.has_ties() and clock.left_s() != 0:
         with clock.phase("ties"):
-            core = _core(reduced.problem, plan, replace(bracket, best=best))
-            choice = core.lift(
-                minimise_tie(core.problem, core.lower(choice), clock.left_s(), work_limit)
+            part = core(found)
+            choice = part.lift(
+                minimise_tie(part.problem, part.lower(choice), clock.left_s(), work_limit)
             )
-    return _finish(problem, reduced, choice, None if proven else bound_s, method, clock)
+    return _finish(problem, reduced, choice, found.open_bound_s, method, clock)
 
 
 def _rank(point: Point[Choice]) -> tuple[float, float]:
@@ -251,13 +282,58 @@ def _rank(point: Point[Choice]) -> tuple[float, float]:
 def _core(problem: ChoiceProblem, plan: EliminationPlan, bracket: Bracket[Choice]) -> Reduced:
     """The part of `problem` that may be in a solution no dearer than the bracket's best; all of it
     where min-marginals need too much memory."""
-    whole = Reduced(problem, tuple(np.arange(k) for k in problem.sizes))
+    whole = Reduced.whole(problem)
     try:
         core = drop_forbidden(restrict(whole, keep_marks(problem, plan, bracket)))
     except TooWide:
         return whole
     assert core is not None, "the best choice known is in the core"
     return core
+
+
+def _by_messages(minimiser: MessagePassing, clock: _Clock) -> Bracket[Choice] | Infeasible | None:
+    """Message passing, at prices of bytes if the budget binds; None: it found no choice."""
+    hull, budget_bytes = Hull(minimiser), minimiser.problem.budget_bytes
+    with clock.phase("messages"):
+        bound_s, fastest = hull.at(0.0)
+    if math.isinf(bound_s):
+        return FORBIDDEN
+    bracket = Bracket(fastest, bound_s, 0.0)
+    if budget_bytes is not None and not within(budget_bytes, fastest.totals.bytes):
+        with clock.phase("leanest"):
+            least_bytes, lean = minimiser.at(Weights(0.0, size=1.0))
+        if not within(budget_bytes, lean.totals.bytes):
+            is_leanest = lean.totals.bytes <= least_bytes * (1 + SAME_OPTIMUM_REL)
+            return over_budget(budget_bytes, lean.totals.bytes) if is_leanest else None
+        hull.corners.append(lean)
+        with clock.phase("lagrangian"):
+            bracket = search(hull, budget_bytes, clock.deadline)
+    return None if math.isinf(bracket.best.totals.cost_s) else bracket
+
+
+def _of_least_tie(
+    minimiser: MessagePassing, bracket: Bracket[Choice], clock: _Clock
+) -> Point[Choice] | None:
+    """Of equally cheap choices that of least tie, if the best is proven; None: it does not fit."""
+    if not bracket.closed:
+        return bracket.best
+    with clock.phase("ties"):
+        tied = break_ties(minimiser.problem, minimiser, bracket.best)
+    return tied if minimiser.problem.fits(tied.totals.bytes) else None
+
+
+def _too_wide(
+    problem: ChoiceProblem, reduced: Reduced, clock: _Clock, quick: TableLimits, gap_goal: float,
+    work_limit: WorkLimit | None,
+) -> Solution | Infeasible:  # fmt: skip
+    """What no tables hold: messages, and the ILP for what they leave open."""
+    sent = _by_messages(MessagePassing(reduced.problem, quick), clock)
+    if sent is None:
+        return _by_ilp(problem, reduced, clock, work_limit)
+    if isinstance(sent, Infeasible):
+        return sent
+    whole = Reduced.whole(reduced.problem)
+    return _closed(problem, reduced, sent, lambda _: whole, "messages", clock, gap_goal, work_limit)
 
 
 def _by_ilp(

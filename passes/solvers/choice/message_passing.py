@@ -1,0 +1,239 @@
+"""Sequential message passing, where elimination would take long: a bound and a choice.
+
+Every edge (u, v) has a message each way, numbers that move costs between it and its variables and
+leave each total as it is. A sweep visits the variables in order and back. It gives each edge the
+share of a variable's belief that is due to it (`message_loops.py`):
+
+    belief(s)[x]    own cost of s, and the messages to s
+    message(s, t)   min over x_s of  share(s) belief(s)[x_s] - message(t, s)[x_s] + edge[x_s, x_t]
+
+where share(s) is one by its number of earlier neighbours, or of later ones if there are more. On
+the way back the least beliefs and least messages add up to a lower bound. On the way there each
+variable in turn takes its best choice, given those before it. This is TRW-S (Kolmogorov,
+"Convergent tree-reweighted message passing for energy minimization", IEEE TPAMI 28, 2006). The
+bound never falls from sweep to sweep. Where it meets a choice, that is the optimum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+
+from autopar.passes.solvers.choice.lagrangian import Bracket, Elimination, Point
+from autopar.passes.solvers.choice.message_loops import improve, sweep_back, sweep_there
+from autopar.passes.solvers.choice.reductions import Reduced, drop_forbidden, restrict
+from autopar.passes.solvers.eliminate import TableLimits, TooWide, plan_elimination
+from autopar.passes.solvers.problem import (
+    SAME_OPTIMUM_REL,
+    BoolArray,
+    Choice,
+    ChoiceProblem,
+    ChoiceProblems,
+    ChoiceTotals,
+    Codes,
+    FloatArray,
+    Layout,
+    Numbers,
+    Weights,
+)
+
+MOST_SWEEPS = 300
+# A bound so close to a total meets it. Ties differ by more (`TIE_WEIGHT_REL`).
+CLOSED_REL = 1e-12
+# The end: so many sweeps have lifted the bound by no more than this.
+N_STALLED, STALLED_REL = 20, 1e-4
+# How near bounds are of the choices that elimination tries, the nearest first. About a tenth of a
+# second each.
+NEAR_REL = (1e-7, 1e-3)
+QUICK = TableLimits(2**26, 2**22, 2**27, branches=1)
+IMPOSSIBLE = Point[Choice]((), ChoiceTotals(math.inf, 0.0, math.inf))
+
+
+@dataclass(frozen=True, eq=False)
+class MessagePassing:
+    """Finds, at any weights, a lower bound on all totals (infinite: none is allowed), and a good
+    choice; its cost is infinite where none is found. A `Minimiser` where the two are equal.
+
+    Where messages leave a gap, choices whose bound is near the least are a small problem.
+    Elimination within `limits` solves it. What it finds is the optimum if it is as near.
+    """
+
+    problem: ChoiceProblem
+    limits: TableLimits = QUICK
+
+    @cached_property
+    def _numbers(self) -> Numbers:
+        return Numbers.of(self.problem)
+
+    @cached_property
+    def _messages(self) -> Messages:
+        return Messages.of(self.problem, self._numbers.layout)
+
+    def at(self, weights: Weights) -> tuple[float, Point[Choice]]:
+        row = self._numbers.at(weights).rows[0]
+        bound, choice = self._messages.least(row, weights.cost)
+        if math.isinf(bound):
+            return bound, IMPOSSIBLE
+        best, total = IMPOSSIBLE, math.inf
+        if choice is not None:
+            best = Point(choice, self.problem.evaluate(choice))
+            total = _weighed(best.totals, weights)
+        for more in NEAR_REL:
+            if total <= bound * (1 + CLOSED_REL):
+                break
+            near = self._near(row, weights, bound * (1 + more))
+            if near is None:
+                continue
+            total_of_near = _weighed(near.totals, weights)
+            if total_of_near < total:
+                best, total = near, total_of_near
+            if total <= bound * (1 + more):  # all that was left out is dearer
+                bound = total
+        return min(bound, total), best
+
+    def _near(self, row: FloatArray, weights: Weights, most: float) -> Point[Choice] | None:
+        """The best of the choices whose bounds are at most this; None: none is allowed, or found
+        quickly."""
+        bound, slack = self._messages.slack(row, weights.cost)
+        keep = [bound + more <= most for more in slack]
+        part = None
+        if all(mask.any() for mask in keep):
+            part = drop_forbidden(restrict(Reduced.whole(self.problem), keep))
+        if part is None:
+            return None
+        try:
+            plan = plan_elimination(part.problem, self.limits)
+        except TooWide:
+            return None
+        value, point = Elimination(part.problem, plan).at(weights)
+        if math.isinf(value):
+            return None
+        choice = part.lift(point.choice)
+        return Point(choice, self.problem.evaluate(choice))
+
+    def marks(self, bracket: Bracket[Choice]) -> list[BoolArray]:
+        """[choices] per variable: may the choice be in a solution no dearer than the best known?"""
+        price, best = bracket.s_per_byte, bracket.best.totals
+        row = self._numbers.at(Weights(size=price)).rows[0]
+        self._messages.least(row)
+        bound, slack = self._messages.slack(row)
+        paid_s = price * self.problem.budget_bytes if self.problem.budget_bytes else 0.0
+        most = best.cost_s + paid_s
+        most += SAME_OPTIMUM_REL * most  # what is cheaper by rounding alone, and has less tie
+        return [bound + more <= most for more in slack]
+
+
+def _weighed(totals: ChoiceTotals, weights: Weights) -> float:
+    cost_s = totals.cost_s * weights.cost if weights.cost else 0.0
+    return cost_s + totals.tie * weights.tie + totals.bytes * weights.size
+
+
+@dataclass(frozen=True, eq=False)
+class Messages:
+    """Passes messages between the variables of one problem, or of some that differ in numbers.
+
+    The first fields are the arrays of `message_loops.py`, in the order in which its functions take
+    them. Any messages are right, so those of one sum of costs are the first ones of the next of its
+    kind (`_last`).
+    """
+
+    variables: Codes
+    links: Codes
+    tables: Codes
+    sides: Codes
+    codes: Codes
+    shares: FloatArray
+    n_messages: int
+    _last: dict[float, FloatArray] = field(default_factory=dict)
+
+    @staticmethod
+    def of(problem: ChoiceProblem | ChoiceProblems, layout: Layout) -> Messages:
+        sizes = problem.sizes
+        before: list[list[tuple[int, int]]] = [[] for _ in sizes]
+        after: list[list[tuple[int, int]]] = [[] for _ in sizes]
+        sides, codes, n_codes, n_messages = [], [np.zeros(0, dtype=np.intp)], 0, 0
+        for k, e in enumerate(problem.edges):
+            ends = zip((e.u, e.v), (e.v, e.u), (e.rows, e.columns), e.shape, strict=True)
+            for side, (one, other, of_choices, n_places) in enumerate(ends):
+                (after if one < other else before)[one].append((k, side))
+                sides.append((one, n_codes, n_messages))
+                known = np.arange(sizes[one]) if of_choices is None else of_choices
+                codes.append(known.astype(np.intp))
+                n_codes, n_messages = n_codes + sizes[one], n_messages + n_places
+        rows, n_links = [], 0
+        for at, n, b, a in zip(layout.own_at, sizes, before, after, strict=True):
+            ends_at = n_links + len(b), n_links + len(b) + len(a)
+            rows.append((at, n, n_links, *ends_at))
+            n_links = ends_at[1]
+        both = zip(before, after, strict=True)
+        links = [link for b, a in zip(before, after, strict=True) for link in (*b, *a)]
+        tables = [(at, *e.shape) for at, e in zip(layout.table_at, problem.edges, strict=True)]
+        return Messages(
+            np.array(rows, dtype=np.intp).reshape(-1, 5),
+            np.array(links, dtype=np.intp).reshape(-1, 2),
+            np.array(tables, dtype=np.intp).reshape(-1, 3),
+            np.array(sides, dtype=np.intp).reshape(-1, 2, 3),
+            np.concatenate(codes),
+            np.array([1 / max(1, len(b), len(a)) for b, a in both]),
+            n_messages,
+        )
+
+    def least(self, row: FloatArray, kind: float = 1.0) -> tuple[float, Choice | None]:
+        """A lower bound on all sums of costs in a row (infinite: none is allowed), and the best
+        choice found; None: there is none."""
+        messages = self._last.pop(kind, None)
+        if messages is None:
+            messages = np.zeros(self.n_messages)
+        best, best_total, bounds = None, math.inf, list[float]()
+        chosen = np.zeros(len(self.variables), dtype=np.intp)
+        for _ in range(MOST_SWEEPS):
+            total = sweep_there(row, *self._arrays, self.shares, messages, chosen, self._scratch)
+            if total < best_total:
+                best, best_total = chosen.copy(), total
+            bound = self._back(row, messages, np.zeros(0))
+            if math.isinf(bound):
+                return math.inf, None
+            bounds.append(max((bound, *bounds[-1:])))
+            if _has_ended(bounds, best_total):
+                break
+        self._last[kind] = messages
+        if best is None:
+            return bounds[-1], None
+        improve(row, *self._arrays, best, self._scratch)
+        return min(bounds[-1], best_total), tuple(best.tolist())
+
+    def slack(self, row: FloatArray, kind: float = 1.0) -> tuple[float, list[FloatArray]]:
+        """A lower bound on all sums, and per variable how much more it is with each choice.
+
+        With one choice alone the messages on the way back would be higher by no less, and a higher
+        message makes no bound lower. `least` must have found a bound of this row.
+        """
+        messages, sizes = self._last[kind], self.variables[:, 1]
+        chosen, out = np.zeros(len(sizes), dtype=np.intp), np.zeros(sizes.sum())
+        sweep_there(row, *self._arrays, self.shares, messages, chosen, self._scratch)
+        bound = self._back(row, messages, out)
+        return bound, np.split(out, np.cumsum(sizes)[:-1])
+
+    def _back(self, row: FloatArray, messages: FloatArray, slack: FloatArray) -> float:
+        return sweep_back(row, *self._arrays, self.shares, messages, self._scratch, slack)
+
+    @property
+    def _arrays(self) -> tuple[Codes, Codes, Codes, Codes, Codes]:
+        return self.variables, self.links, self.tables, self.sides, self.codes
+
+    @cached_property
+    def _scratch(self) -> FloatArray:
+        """Room for a number per choice, or per row or column."""
+        longest = max(self.variables[:, 1].max(initial=1), self.tables[:, 1:].max(initial=1))
+        return np.zeros((3, int(longest)))
+
+
+def _has_ended(bounds: Sequence[float], best_total: float) -> bool:
+    if best_total <= bounds[-1] * (1 + CLOSED_REL):
+        return True
+    stalled = len(bounds) > N_STALLED and math.isfinite(best_total)
+    return stalled and bounds[-1] <= bounds[-1 - N_STALLED] * (1 + STALLED_REL)
