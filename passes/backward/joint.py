@@ -91,6 +91,8 @@ class _Walk:
     # Variable -> its gradient so far; and metas of gradients.
     gradients: dict[str, str] = field(default_factory=dict)
     gradient_metas: dict[str, Meta] = field(default_factory=dict)
+    # Sums of gradients whose strides are not those of the first term.
+    moved: set[str] = field(default_factory=set)
     backward: list[JointLine] = field(default_factory=list)
     forward: dict[int, list[JointLine]] = field(default_factory=dict)
     # Position of an operator -> variables of the slots that its forward hands on; and the lines of
@@ -138,7 +140,7 @@ class _Walk:
             made = {name for name in gradients[: len(parameters)] if name is not None}
             received = {name for name in gradients[len(parameters) :] if name is not None}
             backward = with_weight_gradients_last(backward, made, received)
-        return finished(stage, self._ordered(), backward, cotangents, gradients)
+        return finished(stage, self._ordered(), backward, cotangents, gradients, self.moved)
 
     def _again(self, segment: Segment) -> list[JointLine]:
         """The lines of a segment that run again, and copies that kept operators make."""
@@ -384,8 +386,9 @@ class _Walk:
         args = Ref(known), Ref(gradient)
         self.backward.append(KernelLine((total,), "aten.add.Tensor", args, {}, ""))
         self.gradients[name] = total.name
-        same = self.gradient_metas[known].stride == meta.stride
-        summed = meta if same else _sum_meta(self.gradient_metas[known], meta)
+        summed = _sum_meta(self.gradient_metas[known], meta)
+        if summed.stride != self.gradient_metas[known].stride:
+            self.moved.add(total.name)
         self.gradient_metas[total.name] = summed._replace(is_conj=False)
 
 

@@ -48,8 +48,10 @@ def finished(
     backward: Sequence[JointLine],
     cotangents: tuple[str | None, ...],
     gradients: Sequence[str | None],
+    moved: Collection[str] = (),
 ) -> JointProgram:
-    """The program of these lines, with what they need; `gradients` are those of `taken`."""
+    """The program of these lines, with what they need; `gradients` are those of `taken`. Sums in
+    `moved` have other strides than their first term."""
     read = {name for name in gradients if name is not None}
     given = {name for name in cotangents if name is not None}
     needed = with_reductions_behind(_without_unread(backward, read))
@@ -63,7 +65,7 @@ def finished(
     anew |= {
         line.out.name: run for each in regathered(stage).values() for run in each for line in run
     }
-    complete = _with_gathers(forward, _with_sums_in_place(needed, given), anew)
+    complete = _with_gathers(forward, _with_sums_in_place(needed, given, moved), anew)
     complete = with_gathers_ahead(complete, runs)
     saved = _undefined(complete, given, _variables(stage, forward))
     kept = {*stage.returned, *saved}
@@ -114,11 +116,14 @@ def _with_handovers(
     return found
 
 
-def _with_sums_in_place(lines: Sequence[JointLine], given: Collection[str]) -> list[JointLine]:
+def _with_sums_in_place(
+    lines: Sequence[JointLine], given: Collection[str], moved: Collection[str]
+) -> list[JointLine]:
     """A sum of gradients takes the first one's memory if nobody reads that again, as autograd's.
 
-    Not where the second one lies in that memory too, elements of the first share memory, or a part
-    of it was handed over.
+    Not where the second one lies in that memory too, elements of the first share memory, a part of
+    it was handed over, or the sum would have other strides: kernels that read it need those that
+    they were recorded with.
     """
     storages, repeated = _storages(lines, given)
     last_read = _last_reads(lines, storages)
@@ -134,6 +139,7 @@ def _with_sums_in_place(lines: Sequence[JointLine], given: Collection[str]) -> l
             storage = storages.get(first)
             others = {*handed_over, storages.get(second)}
             is_own = storage not in others and first not in repeated
+            is_own = is_own and line.writes[0] not in moved
             if storage is not None and is_own and last_read[storage] == i:
                 line = replace(line, target="aten.add_.Tensor")
         found.append(line)

@@ -42,7 +42,7 @@ from autopar.passes.search.simulator import Solved
 # their peaks. Then the rest is given up. So it is once so many stages were solved since a pipeline
 # was the fastest plan: where launches and messages take longest, spans are far below. A Llama-70B
 # on 128 GPUs solves 15 stages, a GPT-2 of two layers on 64 processes 1,500.
-_MOST_IN_VAIN, _MOST_STAGES_IN_VAIN = 24, 400
+_MOST_IN_VAIN, _MOST_STAGES_IN_VAIN = 24, 150
 _NONE, _GIVEN_UP = "none fits", f"given up after {_MOST_IN_VAIN} plans in vain"
 _STAGES_GIVEN_UP = f"given up after {_MOST_STAGES_IN_VAIN} stages solved in vain"
 

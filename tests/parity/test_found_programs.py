@@ -171,3 +171,24 @@ def test_complex_parameters_alone() -> None:
     for manual in (Manual(dp=2), Manual(tp=2)):
         report = autopar.verify(Complex(), (1, 2), {"x": x}, precision="fp64", manual=manual)
         assert report.ok, report.text()
+
+
+class Norms(nn.Module):
+    """The first term of a gradient is a part of a larger one; a kernel reads the sum, which takes
+    no strides."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.GroupNorm(1, 4) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        states = [x]
+        for block in self.blocks:
+            states.append(states[-1] + block(states[-1]))
+        return (torch.stack(states[1:], 1) * x.mean()).sin().sum() + states[-1].relu().mean()
+
+
+def test_sums_of_gradients_have_the_strides_that_kernels_were_recorded_with() -> None:
+    x = torch.randn(4, 4, 8, dtype=torch.float64)
+    report = autopar.verify(Norms().double(), (1, 1), {"x": x}, precision="fp64")
+    assert report.ok, report.text()

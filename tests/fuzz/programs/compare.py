@@ -7,6 +7,7 @@ difference says nothing.
 
 from __future__ import annotations
 
+import math
 import traceback
 import warnings
 from collections.abc import Iterator, Mapping
@@ -17,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import autopar
 from autopar.capture import PositionalRandom, draws_of
@@ -31,6 +33,8 @@ from tests.helpers.ranks import TOLERANCE, relative_error
 
 RIGHT, REFUSED, FAULT = "right", "refused", "fault"
 N_STEPS = 2
+# Above it, an error is of no smooth function: no program that is drawn magnifies rounding so much.
+LARGE = 1e-4
 # One stage, or several, by the number of ranks.
 SHAPES = {
     1: (((1,),),),
@@ -172,22 +176,50 @@ def _errors_placed(program: Program, layout: Layout) -> dict[str, Any]:
 
 
 def _is_ill_conditioned(program: Program, wrong: Mapping[str, Any]) -> bool:
-    """Does eager torch move by a tenth of the error if its inputs and weights move by an ulp?"""
-    if not all(isinstance(e, float) and e < 1e-4 for e in wrong.values()):
-        return False  # no program that is drawn magnifies rounding that much
-    error = max(wrong.values())
-    moved = 0.0
+    """Does eager torch move by a tenth of the error if what it computes moves by rounding?
+
+    Small errors: if inputs and weights move by an ulp. Large ones are of steps, such as the sign of
+    what is 0 but for rounding: if the result of each operator moves by some ulps of its largest.
+    """
+    if not all(isinstance(e, float) and e < math.inf for e in wrong.values()):
+        return False
+    error, moved = max(wrong.values()), 0.0
     net, batch = program.build()
     loss, state = eager_step(net, batch, seed=1)
     for k in range(2):
         other, near = program.build()
         generator = torch.Generator().manual_seed(k)
-        with torch.no_grad():
-            for value in (*other.parameters(), *near.values()):
-                if value.is_floating_point():
-                    noise = torch.rand(value.shape, generator=generator, dtype=value.dtype) - 0.5
-                    value.mul_(1 + 4e-16 * noise)
-        found, shifted = eager_step(other, near, seed=1)
+        if error < LARGE:
+            with torch.no_grad():
+                for value in (*other.parameters(), *near.values()):
+                    if value.is_floating_point():
+                        value.mul_(1 + 4e-16 * _noise(value, generator))
+            found, shifted = eager_step(other, near, seed=1)
+        else:
+            with _Rounding(generator):
+                found, shifted = eager_step(other, near, seed=1)
         errors = [relative_error(shifted[name], value) for name, value in state.items()]
         moved = max(moved, relative_error(found, loss), *errors)
     return moved > error / 10
+
+
+def _noise(value: Tensor, generator: torch.Generator) -> Tensor:
+    return torch.rand(value.shape, generator=generator, dtype=value.dtype) - 0.5
+
+
+class _Rounding(TorchDispatchMode):
+    """Moves every new real result by some ulps of its largest element."""
+
+    def __init__(self, generator: torch.Generator) -> None:
+        super().__init__()
+        self._generator = generator
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        is_new = all(r.alias_info is None for r in func._schema.returns)
+        for value in (out if isinstance(out, tuple) else (out,)) if is_new else ():
+            if isinstance(value, Tensor) and value.is_floating_point() and value.numel():
+                value.add_(_noise(value, self._generator) * (2e-14 * value.abs().max()))
+        return out
