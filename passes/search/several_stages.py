@@ -39,12 +39,12 @@ from autopar.passes.search.simplicity import Simplicity
 from autopar.passes.search.simulator import Solved
 
 # So many plans of a number of microbatches are solved in vain in a row: too slow, or too large by
-# their peaks. Then the rest is given up. So it is once so many stages were solved since a pipeline
-# was the fastest plan: where launches and messages take longest, spans are far below. A Llama-70B
-# on 128 GPUs solves 15 stages, a GPT-2 of two layers on 64 processes 1,500.
-_MOST_IN_VAIN, _MOST_STAGES_IN_VAIN = 24, 150
+# their peaks. Then the rest is given up. So it is once stages of so many variables were solved
+# since a pipeline was the fastest plan: where launches and messages take longest, spans are far
+# below. A Llama-70B on 128 GPUs solves 15 stages, a GPT-2 of two layers on 64 processes 1,500.
+_MOST_IN_VAIN, _MOST_VARIABLES_IN_VAIN = 24, 6_000
 _NONE, _GIVEN_UP = "none fits", f"given up after {_MOST_IN_VAIN} plans in vain"
-_STAGES_GIVEN_UP = f"given up after {_MOST_STAGES_IN_VAIN} stages solved in vain"
+_STAGES_GIVEN_UP = f"given up after stages of {_MOST_VARIABLES_IN_VAIN} variables solved in vain"
 
 
 @dataclass
@@ -55,7 +55,7 @@ class SeveralStages:
     space: PipelineSpace
     n_configurations: int = 0
     _n_solved: int = 0
-    _n_in_vain: int = 0  # of these, since a pipeline was the fastest plan
+    _n_in_vain: int = 0  # variables of these, since a pipeline was the fastest plan
 
     def roots(self) -> Iterator[Node]:
         simplest = Simplicity.of_search(2)  # an axis in some stage, and the stages
@@ -96,7 +96,7 @@ class SeveralStages:
 
     def _refined(self, node: Node, search: StageSearch, limit_s: float) -> Parts:
         again, solve = partial(self._refined, node, search), partial(self.solved, limit_s=limit_s)
-        if self._n_in_vain > _MOST_STAGES_IN_VAIN:
+        if self._n_in_vain > _MOST_VARIABLES_IN_VAIN:
             return [replace(node, refine=None, note=_STAGES_GIVEN_UP)]
         n_solved = self._n_solved
         for plan in search.plans(limit_s):
@@ -131,13 +131,13 @@ class SeveralStages:
     def solved(self, candidate: Candidate, stage: int, limit_s: float = math.inf) -> StageBound:
         """What a stage takes at least by its own problem; not settled if that is `limit_s`."""
         self._n_solved += 1
-        self._n_in_vain += 1
         try:
             chosen = self._evaluator.solved_stage(candidate, stage, limit_s)
         except InfeasibleError as error:
             if error.least_bytes is not None:  # else the constraints: nothing can be said of one
                 self.levels.errors.append((error, candidate))
             return StageBound(math.inf, math.inf)
+        self._n_in_vain += chosen.n_variables
         if not chosen.settled:
             return StageBound(max(chosen.bound_s, limit_s), 0.0, is_settled=False)
         whole_s, once_s = chosen.bound_s, chosen.once_s
