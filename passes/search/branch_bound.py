@@ -28,6 +28,7 @@ from autopar.identity import Same
 from autopar.passes.search.evaluator import Placed
 from autopar.passes.search.simplicity import Simplicity
 from autopar.passes.search.simulator import Solved
+from autopar.passes.solvers import TimeLimitError
 
 # Nodes of one name that are refined in a row, without a faster plan, before another has a turn.
 _MOST_IN_A_ROW = 8
@@ -99,6 +100,7 @@ class BranchAndBound:
     before: Callable[[Node, bool], None] = lambda node, has_plan: None
     found: list[Solved] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
+    unsolved: list[TimeLimitError] = field(default_factory=list)
     _ranks: dict[Same, Simplicity] = field(default_factory=dict)
     _row: _Row = field(default_factory=lambda: _Row())
 
@@ -110,7 +112,12 @@ class BranchAndBound:
             self.before(node, bool(self.found))
             self._row.add(node.name, self.incumbent_s)
             assert node.refine is not None, "only such nodes are next"
-            parts = list(node.refine(limit_s))
+            parts: list[Node | Solved]
+            try:
+                parts = list(node.refine(limit_s))
+            except TimeLimitError as error:  # its solver gave up: it stays for its bound
+                self.unsolved.append(error)
+                parts = [replace(node, refine=None, note="no placements found in time")]
             self.nodes.remove(node)  # not before: refining may raise to end the search
             for part in parts:
                 if isinstance(part, Solved):

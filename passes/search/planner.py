@@ -166,6 +166,8 @@ class Planner:
             is_timed_out = True
             passed = f"not tried when time_limit_s={options.time_limit_s:g} had passed"
             notes.append(Alternative("the rest", None, passed))
+        if not search.found and search.unsolved:
+            raise search.unsolved[0]
         if not search.found and not self.levels.errors:
             raise self._no_candidate()
         if not search.found:
