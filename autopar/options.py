@@ -111,8 +111,8 @@ class Options:
     `memory_margin`  the margin, a share of the device's memory; None: the one of the hardware
     `tolerance`      relative; the search ends once no plan can be faster by more
     `tie`            relative; among plans this close to the fastest the simplest is chosen
-    `time_limit_s`   seconds of planning, with capture; the search has a third of them at least. Then
-                     the best plan so far is returned, with its gap; None: it goes on to its end
+    `time_limit_s`   seconds of planning, with capture; the search has a third of them at least.
+                     Then it returns the best plan so far, with its gap; None: it goes on to its end
     `batch_dims`     input path -> the dim that counts samples, None for an input without one;
                      inferred for inputs that are not named
     `fallback`       what to do with operators without a rule (`passes/analysis/fallback.py`)

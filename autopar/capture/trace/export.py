@@ -12,8 +12,9 @@ import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
+from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import nn
@@ -24,7 +25,7 @@ from torch.utils import _pytree as pytree
 from autopar import operators
 from autopar.capture.findings import Findings
 from autopar.capture.names import source_line
-from autopar.capture.python_state import CACHE_HINT, check_hooks, checked_trace
+from autopar.capture.python_state import CACHE_HINT, Calls, check_hooks, checked_trace
 from autopar.capture.trace.checkpointed import regions_marked
 from autopar.capture.trace.checks import checks_passed, without_checks
 from autopar.capture.trace.derivatives import (
@@ -43,6 +44,7 @@ from autopar.operators import UnsupportedFunctionError
 from autopar.precision import AS_IT_IS, Precision
 from autopar.program import AttributeReads
 
+T = TypeVar("T")
 LossFn = Callable[[Any, Any], torch.Tensor]
 
 _TORCH = str(Path(torch.__file__).parent)
@@ -184,8 +186,9 @@ def _traced(
         target.training = twin.training  # not `train()`, which would set all modules
     known = Known(model, twin) if constants else None
 
-    def export() -> ExportedProgram:
-        recorded = Recorded() if derivatives else None
+    def traced(run: Callable[[], T]) -> tuple[T, list[str]]:
+        """The result of something that runs forward of `target`, and what that called of torch."""
+        recorded, calls = Recorded() if derivatives else None, Calls()
         with warnings.catch_warnings(record=True) as caught, quiet():
             warnings.simplefilter("always")
             try:
@@ -195,10 +198,10 @@ def _traced(
                     checks_passed(findings),
                     derivatives_traced(recorded),
                     transforms_traced(),
-                    _entered_in_forward(target, recorded, Replaced(), known),
+                    _entered_in_forward(target, recorded, Replaced(), known, calls),
                     precision.autocast(),
                 ):
-                    made = torch.export.export(target, args, kwargs, strict=False)
+                    made = run()
             except DerivativeAskedError:
                 raise
             except NotSupportedError as error:
@@ -210,9 +213,18 @@ def _traced(
             except Exception as error:
                 raise _export_error(model, error) from error
         _check_side_effects(model, caught)
-        return made
+        return made, calls.lines
 
-    exported, reads = checked_trace(model, twin, loss_fn, export)
+    def export() -> ExportedProgram:
+        return torch.export.export(target, args, kwargs, strict=False)
+
+    def forward() -> None:
+        with mode:
+            target(*args, **kwargs)
+
+    exported, reads = checked_trace(
+        model, twin, loss_fn, partial(traced, export), partial(traced, forward)
+    )
     for module in exported.graph_module.modules():
         if isinstance(module, torch.fx.GraphModule):
             if loss_fn is not None:

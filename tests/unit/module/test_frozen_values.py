@@ -304,6 +304,11 @@ def settling(model: Any, x: Tensor) -> float:
     return float(model.rows)
 
 
+def deciding(model: Any, x: Tensor) -> Any:
+    """It sets something once, and does another thing while it is traced."""
+    return x.abs() if settling(model, x) and torch.compiler.is_exporting() else x.square()
+
+
 def first(model: Any, x: Tensor) -> float:
     scale = 3.0 if model.rows is None else 1.0
     model.rows = 2
@@ -344,13 +349,31 @@ def test_an_attribute_that_is_only_written_is_harmless() -> None:
 
 
 def test_state_that_is_set_once() -> None:
-    """A second trace says that nothing else changes; the user's model is as it was."""
+    """A second run says that nothing else changes; the user's model is as it was."""
     seen: list[Any] = []
     check(
         [lambda m: None, lambda m: seen.append((m.rows, m.config.problem))],
         kind=partial(Acting, settling),
     )
     assert seen == [(None, None), (2, "regression")]
+
+
+@pytest.mark.parametrize(("act", "n_traces"), [(writing, 1), (settling, 1), (deciding, 2)])
+def test_what_is_set_once_is_traced_once(
+    act: Any, n_traces: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Unless forward alone calls something else of torch than while it is traced."""
+    export, n = torch.export.export, 0
+
+    def counted(*args: Any, **kwargs: Any) -> Any:
+        nonlocal n
+        n += 1
+        return export(*args, **kwargs)
+
+    monkeypatch.setattr(torch.export, "export", counted)
+    rows = {"x": torch.randn(12, 4).double()}  # of no other test: captures are cached
+    autopar.plan(made(partial(Acting, act)), (1, 1), rows, loss_fn=squares)
+    assert n == n_traces
 
 
 @pytest.mark.parametrize("kind", [list, torch.stack])
