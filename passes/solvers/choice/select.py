@@ -99,7 +99,7 @@ def solve(
     """The cheapest choice within the budget, and among the equally cheap one of least `tie`.
 
     After `time_limit_s` the best choice so far is returned, with the gap that is left. `limits`
-    bound the tables of elimination; wider problems go to the ILP. Under a budget, "auto" stops at a
+    bound the tables of elimination; wider problems are left to messages and the ILP. Under a budget, "auto" stops at a
     choice proven to be within `gap_goal` (relative) of the optimum. The ILP may spend `work_limit`
     on closing a wider gap.
 
