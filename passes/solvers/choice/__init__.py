@@ -1,8 +1,8 @@
 """Solves one choice problem: elimination, a price on bytes, and an ILP for what these leave open.
 
 Read `brute_force.py` and `ilp.py` (the definition of the optimum), `reductions.py` (choices that
-cannot matter), `lagrangian.py` (the budget as a price per byte), `message_passing.py` (where
-elimination takes long), `select.py` (which solver answers). May import `passes/solvers/eliminate`
+cannot matter), `lagrangian.py` (the budget as a price per byte), `message_passing.py` with
+`message_loops.py` (a bound and a choice in milliseconds), `select.py` (which solver answers). May import `passes/solvers/eliminate`
 and `passes/solvers/problem`. Mainly hands on `solve`, `solve_ilp`, `search` and
 `Messages`.
 """
