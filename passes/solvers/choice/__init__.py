@@ -2,9 +2,9 @@
 
 Read `brute_force.py` and `ilp.py` (the definition of the optimum), `reductions.py` (choices that
 cannot matter), `lagrangian.py` (the budget as a price per byte), `message_passing.py` with
-`message_loops.py` (a bound and a choice in milliseconds), `select.py` (which solver answers). May import `passes/solvers/eliminate`
-and `passes/solvers/problem`. Mainly hands on `solve`, `solve_ilp`, `search` and
-`Messages`.
+`message_loops.py` (a bound and a choice in milliseconds), `select.py` (which solver answers). May
+import `passes/solvers/eliminate` and `passes/solvers/problem`. Mainly hands on `solve`,
+`solve_ilp`, `search` and `Messages`.
 """
 
 from autopar.passes.solvers.choice.brute_force import solve_brute_force

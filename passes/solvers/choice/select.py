@@ -99,9 +99,9 @@ def solve(
     """The cheapest choice within the budget, and among the equally cheap one of least `tie`.
 
     After `time_limit_s` the best choice so far is returned, with the gap that is left. `limits`
-    bound the tables of elimination; wider problems are left to messages and the ILP. Under a budget, "auto" stops at a
-    choice proven to be within `gap_goal` (relative) of the optimum. The ILP may spend `work_limit`
-    on closing a wider gap.
+    bound the tables of elimination; wider problems are left to messages and the ILP. "auto" stops
+    at a choice proven to be within `gap_goal` (relative) of the optimum. The ILP may spend
+    `work_limit` on closing a wider gap.
 
     Raises `OptionError` for an unknown `solver`, `TimeLimitError` when the time passes before any
     feasible choice is known.
