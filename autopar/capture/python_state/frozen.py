@@ -44,8 +44,8 @@ def checked_trace(
     model: nn.Module,
     twin: nn.Module,
     loss_fn: Any,
-    export: Callable[[], tuple[ExportedProgram, list[str]]],
-    forward: Callable[[], tuple[None, list[str]]],
+    export: Callable[[], tuple[ExportedProgram, list[object]]],
+    forward: Callable[[], tuple[None, list[object]]],
 ) -> tuple[ExportedProgram, AttributeReads]:
     """Run `export`, which traces `twin`, and leave the user's Python state as it was.
 
@@ -70,7 +70,7 @@ def checked_trace(
                 check_history(model, (*recorder.reads,))
         return made, _refusal(model, recorder, state, Observation.around_trace(model, loss_fn))
 
-    def is_settled(calls: list[str]) -> bool:
+    def is_settled(calls: list[object]) -> bool:
         """Does forward call the same once more, and change nothing?"""
         try:
             (_, again), still = run(forward, Observation.around_trace(model, loss_fn))

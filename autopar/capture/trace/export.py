@@ -186,7 +186,7 @@ def _traced(
         target.training = twin.training  # not `train()`, which would set all modules
     known = Known(model, twin) if constants else None
 
-    def traced(run: Callable[[], T]) -> tuple[T, list[str]]:
+    def traced(run: Callable[[], T]) -> tuple[T, list[object]]:
         """The result of something that runs forward of `target`, and what that called of torch."""
         recorded, calls = Recorded() if derivatives else None, Calls()
         with warnings.catch_warnings(record=True) as caught, quiet():
