@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -20,6 +21,7 @@ class Calls(TorchFunctionMode):
         super().__init__()
         self.lines: list[object] = []
         self._numbers = WeakIdKeyDictionary()
+        self._counter = itertools.count()  # not the length: tensors that are gone leave it
 
     def __torch_function__(
         self, function: Any, types: Any, args: Sequence[Any] = (),
@@ -36,4 +38,6 @@ class Calls(TorchFunctionMode):
     def _word(self, value: Any) -> object:
         if not isinstance(value, Tensor):
             return repr(value)
-        return self._numbers.setdefault(value, len(self._numbers))
+        if value not in self._numbers:
+            self._numbers[value] = next(self._counter)
+        return self._numbers[value]

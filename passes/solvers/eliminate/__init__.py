@@ -14,7 +14,7 @@ from autopar.passes.solvers.eliminate.conditioning import (
     minimise_conditioned,
     plan_conditioned,
 )
-from autopar.passes.solvers.eliminate.elimination import Projection, minima, minimise, project
+from autopar.passes.solvers.eliminate.elimination import Projection, minimise, project
 from autopar.passes.solvers.eliminate.elimination_order import (
     EliminationPlan,
     TableLimits,
@@ -33,7 +33,6 @@ __all__ = [
     "TableLimits",
     "TooWide",
     "min_marginals",
-    "minima",
     "minimise",
     "minimise_conditioned",
     "plan_conditioned",

@@ -128,14 +128,6 @@ def minimise(plan: EliminationPlan, potentials: Potentials) -> tuple[float, Choi
     return best, choice
 
 
-def minima(plan: EliminationPlan, potentials: Potentials) -> FloatArray:
-    """[problems]: the least total of each (infinite: none is allowed)."""
-    if not plan.hubs:
-        return eliminate(plan, potentials).constant
-    of_each = (Potentials(potentials.layout, row[None]) for row in potentials.rows)
-    return np.array([minimise(plan, one)[0] for one in of_each])
-
-
 def branches(plan: EliminationPlan, potentials: Potentials) -> list[tuple[float, tuple[int, ...]]]:
     """(lower bound, values of the hubs) of one problem, best first; one branch without hubs. The
     bound adds the hubs' own costs, the least own cost of every other variable, and every table's
