@@ -14,6 +14,7 @@ import hypothesis
 import pytest
 
 from tests.helpers.distribution import PoolsTogether, turn
+from tests.helpers.nightly import deal_cases
 
 # Ranks share few cores, so each has one thread. This must be set before torch is imported.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -47,8 +48,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Sort tests by the `turn` of their file; the order within a turn stays."""
+    """Mark what is left to the night. Sort tests by the `turn` of their file; the order within a
+    turn stays."""
+    deal_cases(items)
     items.sort(key=lambda item: turn(item.path))
 
 

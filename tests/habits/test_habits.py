@@ -9,7 +9,7 @@ import pytest
 from autopar.runtime.launch import WorkerPool
 from tests.habits.page import PAGE, page
 from tests.habits.table import HABITS, try_habit
-from tests.helpers.nightly import sampled
+from tests.helpers.nightly import one_in, sampled
 
 CASES = [(name, layout) for name, one in HABITS.items() for layout in one.layouts]
 FIRST = [(name, one.layouts[0]) for name, one in HABITS.items()]
@@ -20,6 +20,7 @@ def tried(name: str, layout: str) -> str:
     return try_habit(name, layout)
 
 
+@one_in(2)
 @pytest.mark.parametrize(("name", "layout"), sampled(CASES, FIRST))
 def test_habit(name: str, layout: str, workers: Callable[[int], WorkerPool]) -> None:
     texts = workers(2).run(tried, name, layout)

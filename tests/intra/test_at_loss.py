@@ -14,6 +14,7 @@ from tests.helpers.captures import captured
 from tests.helpers.every_plan import Choices
 from tests.helpers.machines import cluster
 from tests.helpers.models.wide_models import meta_tokens, wide_gpt2, wide_llama
+from tests.helpers.nightly import one_in
 
 MODELS = {
     "gpt2": lambda: (wide_gpt2(4, 256, 128, 8192), meta_tokens(32, 128)),
@@ -43,6 +44,7 @@ def every_placed(choices: Choices) -> Iterator[Placed]:
             yield evaluator.placed(candidate, factor * least_bytes)
 
 
+@one_in(2)
 @pytest.mark.parametrize("m", [1, 8])
 @pytest.mark.parametrize("model", MODELS)
 def test_bytes_are_near_the_peak(model: str, m: int) -> None:

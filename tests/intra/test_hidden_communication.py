@@ -69,9 +69,10 @@ def test_sync_hides_behind_the_last_microbatch_alone() -> None:
     assert few.exposed_comm_s < many.exposed_comm_s
 
 
+@nightly
 @pytest.mark.parametrize(
     ("n_layers", "n_words", "least_share"),
-    [(4, 32000, 0.8), pytest.param(32, 128256, 0.9, marks=nightly)],
+    [(4, 32000, 0.8), (32, 128256, 0.9)],
 )
 def test_zero_3_hides_all_but_its_ends(n_layers: int, n_words: int, least_share: float) -> None:
     """The last one is Llama 3 8B."""

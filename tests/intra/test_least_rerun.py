@@ -19,7 +19,7 @@ from tests.helpers.harness import language_model, tiny_gpt2, tiny_llama
 from tests.helpers.jobs import rows
 from tests.helpers.machines import AXIS_NAMES
 from tests.helpers.models.recompute_models import Blocks
-from tests.helpers.nightly import nightly
+from tests.helpers.nightly import nightly, one_in
 
 # Elementwise operators and launches take a good part of these small models' steps.
 DEVICE = Device(1e12, 1e11, 1e15, 1e-9)
@@ -40,6 +40,7 @@ def cost_of(sizes: tuple[int, ...]) -> CostModel:
     return CostModel(mesh, torch.float64, hides=False)
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("name", "sizes", "n_microbatches"),
     [

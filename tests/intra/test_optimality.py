@@ -33,7 +33,7 @@ from tests.helpers.machines import balanced_cost
 from tests.helpers.models import families
 from tests.helpers.models.blocks import N_BLOCKS, Block, Chain, SharedBlock, TwoStacks
 from tests.helpers.models.families import FAMILIES
-from tests.helpers.nightly import sampled
+from tests.helpers.nightly import one_in, sampled
 from tests.helpers.problems import solved
 
 REL = 1e-6
@@ -98,6 +98,7 @@ BUDGETS: list[Case] = [
 ]
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("name", "axes", "forbid"),
     sampled(
@@ -119,6 +120,7 @@ def test_folded_is_eliminated(name: str, axes: str, forbid: str) -> None:
     assert chosen.strategy.storage.keys() == problem.storage(eliminated.choice).keys()
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("name", "axes", "forbid"),
     sampled(
@@ -136,6 +138,7 @@ def test_folded_is_the_whole_ilp(name: str, axes: str, forbid: str) -> None:
     assert chosen.objective_s == pytest.approx(whole.objective_s + problem.launches_s, rel=REL)
 
 
+@one_in(2)
 @pytest.mark.parametrize(("name", "axes", "forbid", "share"), sampled(BUDGETS, BUDGETS[-2:]))
 def test_the_gap_covers_the_optimum_within_a_budget(
     name: str, axes: str, forbid: str, share: str

@@ -25,6 +25,7 @@ from autopar.passes.intra import (
 from autopar.passes.solvers.choice import solve
 from tests.helpers.harness import abstract_cost, language_model, model_case, tiny_gpt2
 from tests.helpers.machines import hardware_of
+from tests.helpers.nightly import nightly
 from tests.helpers.problems import solved
 
 REL = 1e-12
@@ -78,6 +79,7 @@ def test_families_are_problems_alone(limits: str) -> None:
     assert_families_are_alone(model_case("mlp").analysis, SHAPES, (1, 2, 4), LIMITS[limits])
 
 
+@nightly
 def test_families_with_recompute_are_problems_alone() -> None:
     """Under a budget that some blocks must run again for."""
     analysis = language_model(tiny_gpt2, 2)

@@ -30,7 +30,7 @@ from tests.helpers.captures import captured
 from tests.helpers.harness import abstract_cost, language_model, tiny_gpt2, tiny_llama
 from tests.helpers.jobs import rows
 from tests.helpers.models.recompute_models import Blocks
-from tests.helpers.nightly import nightly, sampled
+from tests.helpers.nightly import nightly, one_in, sampled
 from tests.helpers.problems import solved
 
 
@@ -155,6 +155,7 @@ def test_bytes_and_seconds_are_those_of_the_lines(
         assert none > selective > full and none_s <= selective_s < full_s
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", ["gpt2", "chain", pytest.param("llama", marks=nightly)])
 def test_repeated_blocks_are_those_of_the_whole_program(name: str) -> None:
     """A few blocks represent all; each block has its own mode."""

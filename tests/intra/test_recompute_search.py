@@ -14,6 +14,7 @@ from autopar.errors import InfeasibleError
 from autopar.options import Recompute
 from tests.helpers.machines import one_node
 from tests.helpers.models.recompute_models import recomputing
+from tests.helpers.nightly import nightly
 from tests.helpers.ranks import TOLERANCE, pipeline_step
 from tests.helpers.recompute_plans import batch, model, modes_of, planned_gpt2, slow_links
 
@@ -101,6 +102,7 @@ def test_a_mode_that_is_asked_for_is_in_all_that_is_known(mode: Recompute) -> No
         planned_gpt2(1, int(0.99 * peak_bytes), mode)
 
 
+@nightly
 def test_a_time_limit_leaves_a_plan_with_recompute_where_nothing_else_fits() -> None:
     """The first that fits, and a row for what was not tried."""
     limit = int(0.65 * planned_gpt2(2, None).predicted.peak_bytes)
@@ -115,6 +117,7 @@ def test_a_time_limit_leaves_a_plan_with_recompute_where_nothing_else_fits() -> 
     assert any(row.name == "the rest" for row in plan.data.alternatives)
 
 
+@nightly
 def test_stages_that_fit_with_recompute_alone() -> None:
     """One rank per stage, so that no placement saves memory."""
 

@@ -14,6 +14,7 @@ from autopar.parity import Report
 from autopar.runtime.launch import WorkerPool
 from tests.helpers import functions
 from tests.helpers.jobs import Batch, error, machine
+from tests.helpers.nightly import nightly
 from tests.parity.table import TOLERANCE
 
 NAMES = tuple(f"/{function.__name__}#" for function in functions.RULES)
@@ -70,6 +71,7 @@ def step(saved: str) -> tuple[dict[str, Tensor], list[str]]:
     return {"loss": loss, **module.full_gradients()}, placed(module.plan)
 
 
+@nightly
 @pytest.mark.usefixtures("registry")
 def test_a_saved_plan_finds_the_functions_in_other_processes(
     tmp_path: Path, workers: Callable[[int], WorkerPool]

@@ -17,6 +17,7 @@ import autopar
 from autopar import Device, Link, Mesh, Plan
 from tests.helpers.harness import Bert
 from tests.helpers.jobs import Mlp, MlpWithLoss, stack
+from tests.helpers.nightly import one_in
 
 MESH = Mesh(
     (1, 4),
@@ -142,6 +143,7 @@ def check_megatron(plan: Plan, norm: str = "post") -> None:
             assert plan.placements[f"blocks.{i}.{norm}.weight"] == ("I", "I")
 
 
+@one_in(2)
 @pytest.mark.parametrize("norm", ["post", "pre"])
 @pytest.mark.parametrize("by", ["view", "index", "chunk", "split", "slice"])
 def test_bert_is_megatrons(by: str, norm: str) -> None:

@@ -25,12 +25,13 @@ from tests.helpers.jobs import (
     train_module,
 )
 from tests.helpers.models import checkpointed as models
-from tests.helpers.nightly import nightly, sampled
+from tests.helpers.nightly import nightly, one_in
 from tests.parity.table import TOLERANCE
 
 MESH = machine((1, 2))
 
 
+@one_in(2)
 @pytest.mark.parametrize("how", models.HOWS)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_parity_with_the_users_module(how: str) -> None:
@@ -45,6 +46,7 @@ def recomputed(plan: Plan) -> dict[str, str]:
     return dict(plan.data.stages[0].recomputed)
 
 
+@nightly
 def test_transformers_models_are_planned_as_with_recompute_full() -> None:
     def plan(model: nn.Module, **options: Any) -> Plan:
         return autopar.plan(model, MESH, tokens(0), manual=Manual(dp=2), **options)
@@ -94,9 +96,8 @@ def test_blocks_stand_for_blocks_with_equal_regions_only(how: str, n_own: int) -
     assert found[0].count in (16 // n_own - 1, 16 // n_own)
 
 
-@pytest.mark.parametrize(
-    ("how", "n_blocks"), sampled([("pairs", 6), ("pairs", 12), ("second", 12)], [("pairs", 6)])
-)
+@nightly
+@pytest.mark.parametrize(("how", "n_blocks"), [("pairs", 6), ("pairs", 12), ("second", 12)])
 def test_folded_or_not_the_plan_is_the_same(how: str, n_blocks: int) -> None:
     """The whole ILP has every block for itself."""
 

@@ -18,7 +18,7 @@ from torch.func import functional_call, stack_module_state, vmap
 import autopar
 from autopar import Manual, NotSupportedError
 from tests.helpers.jobs import machine
-from tests.helpers.nightly import sampled
+from tests.helpers.nightly import one_in, sampled
 from tests.parity.table import TOLERANCE
 
 ROWS, WIDTH = 8, 6
@@ -175,6 +175,7 @@ class Model(nn.Module):
         return self.loss(self.net, x)
 
 
+@one_in(3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(("name", "layout"), sampled(ALL, BY_DAY))
 def test_a_step_is_eagers(name: str, layout: str) -> None:

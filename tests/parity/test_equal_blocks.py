@@ -15,7 +15,7 @@ from tests.helpers.harness import generated_code
 from tests.helpers.jobs import llama, machine, tokens
 from tests.helpers.models.dropout_models import dropped_gpt2
 from tests.helpers.models.recompute_models import recomputing
-from tests.helpers.nightly import sampled
+from tests.helpers.nightly import one_in, sampled
 from tests.helpers.plans import bound_of
 from tests.helpers.ranks import wrong_in_step
 
@@ -53,6 +53,7 @@ def planned(
     return plan if mode is None else recomputing(plan, mode)
 
 
+@one_in(2)
 @pytest.mark.parametrize(("model", "layout", "mode"), sampled(CASES, BY_DAY))
 def test_a_step_is_one_processs(model: str, layout: str, mode: Recompute | None) -> None:
     plan = planned(model, layout, 12 if layout == "stages" else 6, mode, "fp64")
@@ -150,6 +151,7 @@ SKIPS = [*((reads, None) for reads in READS), *(("one", over) for over in (0, 1,
 SKIP_CASES = [(*skip, layout) for skip in SKIPS for layout in LAYOUTS]
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("reads", "over", "layout"),
     sampled(

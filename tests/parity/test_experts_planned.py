@@ -32,6 +32,7 @@ from tests.helpers.harness import (
     thread_step,
 )
 from tests.helpers.models.moe_models import moe_model
+from tests.helpers.nightly import nightly
 from tests.helpers.random_programs import (
     RandomProgram,
     faults,
@@ -79,6 +80,7 @@ def code_of(program: RandomProgram) -> str:
     return "".join(emit(differentiate(stage)) for stage in program.pipeline.stages)
 
 
+@nightly
 def test_a_balancing_loss_is_exact_in_one_microbatch() -> None:
     """A product of means over the batch; microbatches are refused, since it is no sum over rows."""
     model = moe_model("mixtral", output_router_logits=True)
@@ -214,6 +216,7 @@ def test_without_data_parallelism_the_matrices_are_sharded() -> None:
         assert all(use.local.spec.placements[0].is_shard for use in parameter.uses), parameter
 
 
+@nightly
 def test_einsums_over_experts_are_reached_by_all_to_all() -> None:
     """An all_to_all from sharded tokens to sharded experts and one back, in both directions."""
     planned = plan(gated_experts(), 4, by=1)

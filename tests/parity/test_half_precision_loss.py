@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import autopar
 from autopar.capture import capture, reference_step
 from tests.helpers.jobs import gpt2, llama
-from tests.helpers.nightly import sampled
+from tests.helpers.nightly import one_in, sampled
 
 VOCABULARY, WIDTH, SEQUENCE = 320, 64, 16
 
@@ -66,6 +66,7 @@ def _made(name: str, seed: int) -> tuple[nn.Module, Any, dict[str, Any], Tensor]
     return model, None, batch, outputs[0] if isinstance(outputs, tuple) else outputs.loss
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("name", "seed"),
     sampled([(n, s) for n in MODELS for s in range(N_SEEDS)], [(n, 0) for n in MODELS]),

@@ -146,6 +146,7 @@ def test_parity_state_on_two_ranks(precision: str, layout: str, workers: Pool) -
     workers(2).run(check_bytes, precision, LAYOUTS[layout])
 
 
+@nightly
 def test_parity_state_of_a_padded_vocabulary(workers: Pool) -> None:
     """33 words are 34 where two ranks share them."""
     workers(2).run(check_bytes, "bf16-mixed", LAYOUTS["tp"], 33)

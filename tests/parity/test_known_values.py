@@ -18,6 +18,7 @@ from torch import Tensor, nn
 import autopar
 from autopar import CaptureError, Manual, NotSupportedError
 from tests.helpers.jobs import machine
+from tests.helpers.nightly import one_in
 from tests.parity.table import TOLERANCE
 
 ROWS, WIDTH = 4, 4
@@ -85,6 +86,7 @@ def data(net: Net, y: Tensor) -> Tensor:
 HOW = [solver, literal, flag, mask, sized, data]
 
 
+@one_in(2)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", HOW)
 def test_a_step_is_eagers(how: Callable[[Net, Tensor], Tensor]) -> None:

@@ -17,7 +17,7 @@ from autopar.passes.analysis import Analysis
 from autopar.passes.intra import Constraints, intra_op_problem
 from tests.helpers.captures import captured
 from tests.helpers.harness import abstract_cost, generated_code, random_strategy, thread_step
-from tests.helpers.nightly import nightly
+from tests.helpers.nightly import nightly, one_in
 
 __all__ = ["generated_code"]
 N_DRAWN = 4
@@ -292,6 +292,7 @@ CASES = {
 WITHOUT_BATCH = ("segments", "covariance")
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", CASES)
 def test_drawn_placements(name: str) -> None:
     torch.manual_seed(0)

@@ -13,6 +13,7 @@ from torch.nn import functional as F
 import autopar
 from autopar import Manual
 from tests.helpers.jobs import machine
+from tests.helpers.nightly import one_in
 
 TOLERANCE = 1e-12
 N_ROWS = 8
@@ -75,6 +76,7 @@ def loop(model: nn.Module, n: int, n_rows: int = N_ROWS) -> list[dict[str, Tenso
 KINDS = ("mean", "sum", "with auxiliary", "by hand", "elements first", "contrastive", "root")
 
 
+@one_in(2)
 @pytest.mark.parametrize("of", KINDS)
 def test_a_loop_over_chunks(of: str) -> None:
     model, loss, seen = outputs_of_step(of, 4)

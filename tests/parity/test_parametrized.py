@@ -13,6 +13,7 @@ from torch.nn.utils import parametrizations, parametrize
 import autopar
 from autopar import Manual
 from tests.helpers.jobs import machine
+from tests.helpers.nightly import one_in
 from tests.parity.table import TOLERANCE
 
 
@@ -72,6 +73,7 @@ class Net(nn.Module):
         return self.last(self.middle(self.first(x).relu())).pow(2).sum()
 
 
+@one_in(3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize(
     ("kind", "manual"),

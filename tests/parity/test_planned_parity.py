@@ -14,7 +14,7 @@ from autopar.passes.lowering import lower
 from autopar.placement import I, Move, R, Spec
 from autopar.program import CallLine, Period, StageProgram, Strategy
 from tests.helpers.harness import Case, abstract_cost, generated_code, model_case, thread_step
-from tests.helpers.nightly import sampled
+from tests.helpers.nightly import one_in, sampled
 from tests.helpers.random_programs import named_analysis, named_batch
 
 __all__ = ["generated_code"]
@@ -170,6 +170,7 @@ BY_DAY = [
 ]
 
 
+@one_in(2)
 @pytest.mark.parametrize(("model", "sizes", "n_microbatches", "recipe"), sampled(CASES, BY_DAY))
 def test_plan(model: str, sizes: tuple[int, ...], n_microbatches: int, recipe: str) -> None:
     """The plan follows its recipe and is right; forbidden, reduce_scatters are absent."""

@@ -22,7 +22,7 @@ from tests.helpers.harness import (
     random_strategy,
     thread_step,
 )
-from tests.helpers.nightly import nightly
+from tests.helpers.nightly import nightly, one_in
 from tests.helpers.random_programs import KINDS, SMALL, faults, random_program
 
 __all__ = ["generated_code"]
@@ -47,6 +47,7 @@ def programs() -> list[Any]:
     ]
 
 
+@one_in(3)
 @pytest.mark.parametrize(("kind", "seed"), programs())
 def test_a_step_is_one_processs(kind: str, seed: int) -> None:
     program = random_program(kind, seed)

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import Manual
+from tests.helpers.nightly import one_in
 
 N = 4
 
@@ -78,6 +79,7 @@ def test_stages_that_end_inside_of_a_recurrent_loop() -> None:
     assert report.plan.code()  # verified
 
 
+@one_in(2)
 @pytest.mark.filterwarnings("ignore:autograd.Function Twice has no sharding rule")
 @pytest.mark.parametrize("name", BODIES)
 def test_a_step_is_eagers(name: str) -> None:

@@ -11,7 +11,7 @@ from autopar.report import Division
 from autopar.runtime.launch import WorkerPool
 from tests.helpers import jobs
 from tests.helpers.jobs import PLANS, AnyCell, Batch, Cell, train_alone
-from tests.helpers.nightly import nightly
+from tests.helpers.nightly import nightly, one_in
 from tests.helpers.pipeline_jobs import LAYOUTS, PipelineCell
 from tests.parity.table import Verdict, by_family, chosen, off_by, verdict
 from tests.parity.zoo import FAMILIES, entries
@@ -54,6 +54,7 @@ AT_NIGHT: tuple[AnyCell, ...] = (
 SAMPLE = (*BY_DAY, *AT_NIGHT)
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     "cell", [*BY_DAY, *(pytest.param(cell, marks=nightly) for cell in AT_NIGHT)], ids=str
 )

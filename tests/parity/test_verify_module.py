@@ -20,6 +20,7 @@ from autopar.parity import Report, tolerance_of
 from autopar.runtime.launch import WorkerPool
 from tests.helpers.captures import captured
 from tests.helpers.models import dropout_models
+from tests.helpers.nightly import one_in
 from tests.parity.zoo.entries import tokens
 from tests.parity.zoo.text import gpt2_with_dropout
 
@@ -142,6 +143,7 @@ RANDOM: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tenso
 }
 
 
+@one_in(2)
 @pytest.mark.parametrize("name", RANDOM)
 def test_models_that_draw_random_numbers(name: str) -> None:
     make, rows = RANDOM[name]

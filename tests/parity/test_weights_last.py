@@ -19,7 +19,7 @@ from autopar.program import (
 )
 from tests.helpers import ranks
 from tests.helpers.jobs import tokens
-from tests.helpers.nightly import sampled
+from tests.helpers.nightly import one_in, sampled
 from tests.helpers.plans import bound_of
 from tests.parity.test_equal_blocks import LAYOUTS, MODELS, planned
 
@@ -44,6 +44,7 @@ def results(plan: autopar.Plan, weights_last: bool) -> list[dict[str, Tensor]]:
     return ranks.run_ranks(program, bound.pipeline, parameters, work, weights_last=weights_last)
 
 
+@one_in(3)
 @pytest.mark.parametrize(("model", "layout", "mode"), sampled(CASES, BY_DAY))
 def test_all_bits_stay(model: str, layout: str, mode: Recompute | None) -> None:
     plan = planned(model, layout, 2, mode)

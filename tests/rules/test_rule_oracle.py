@@ -17,6 +17,7 @@ from autopar.rules import AxisStrategy, OpCall, OpRule, all_rules, find_operator
 from autopar.rules.convolutions import CONVOLUTIONS
 from autopar.rules.lowering import VOCABULARY_CROSS_ENTROPY
 from autopar.verifier import OracleCase, check_rule, check_strategy, combinations, report_case
+from tests.helpers.nightly import one_in
 from tests.helpers.samples.every_sample import SAMPLES
 from tests.helpers.samples.rule_samples import Sample, bools, call, ints, x
 from tests.helpers.samples.vision_samples import CONV_1D, CONV_2D, TRANSPOSED_2D, VISION_SAMPLES
@@ -45,6 +46,7 @@ def test_rule(op: str) -> None:
                 check_strategy(case, strategies, sizes)
 
 
+@one_in(3)
 @pytest.mark.parametrize("op", SAMPLES)
 def test_rule_on_strided_shards(op: str) -> None:
     """Every factor is split in two. Two axes are checked only where they share a dim."""

@@ -13,6 +13,7 @@ from hypothesis import strategies as st
 
 from autopar.rules import find_operator, rule_for
 from autopar.verifier import MESHES, OracleCase, check_strategy, combinations
+from tests.helpers.nightly import one_in
 from tests.helpers.samples.drawn_calls import FAMILIES as GENERAL
 from tests.helpers.samples.drawn_calls import Call
 from tests.helpers.samples.drawn_place_calls import FAMILIES as PLACES
@@ -31,6 +32,7 @@ def case_of(drawn: Call, refine: bool) -> OracleCase:
     return OracleCase.of(rule_for(op), find_operator(op), args, kwargs, refine=refine)
 
 
+@one_in(2)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_family(family: str) -> None:
     @settings(

@@ -38,9 +38,8 @@ def launch(workers: Pool, measured: dict[str, Any]) -> Launch:
     return run
 
 
-@pytest.mark.parametrize(
-    "names", [["eager"], pytest.param(["tp", "ddp", "zero-3", "1f1b"], marks=nightly)]
-)
+@nightly
+@pytest.mark.parametrize("names", [["eager"], ["tp", "ddp", "zero-3", "1f1b"]])
 def test_parity_of_the_rows(
     names: list[str],
     launch: Launch,

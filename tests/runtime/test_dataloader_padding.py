@@ -24,6 +24,7 @@ from tests.helpers.loading import (
     make,
     parallel,
 )
+from tests.helpers.nightly import nightly
 from tests.helpers.pools import Pool
 
 
@@ -62,6 +63,7 @@ def ignored(row: dict[str, Tensor]) -> dict[str, Tensor]:
     return row | {"labels": torch.tensor(-100)}
 
 
+@nightly
 def test_padding_by_a_function_and_with_dropout(workers: Pool) -> None:
     """Dropout of a row depends on its position, so it is that of the row without padding."""
     for plan in ("dp", "zero-3, microbatches"):

@@ -19,6 +19,7 @@ from autopar.program import StoredParameter
 from autopar.runtime.launch import ThreadWorld, run_threads
 from autopar.runtime.state import StageState
 from autopar.runtime.tensors import OfParameter, Sharded, Spread, stored_parameter
+from tests.helpers.nightly import one_in
 from tests.helpers.state_model import Sizes, pipeline_of, seeded_model, thread_place
 
 MESHES: list[tuple[Sizes, ...]] = [((1, 1),), ((1, 2),), ((2, 2),), ((4,),), ((1, 3),)]
@@ -179,6 +180,7 @@ def other_specs(p: StoredParameter, sizes: Sizes) -> list[Spec]:
     return [Spec((how,) * len(sizes)) for how in (I, R)] + [Spec((I,) * rest + (c,)) for c in cuts]
 
 
+@one_in(2)
 @pytest.mark.parametrize("shapes", MESHES, ids=str)
 def test_operands_that_are_cut_differently(shapes: tuple[Sizes, ...]) -> None:
     """A whole operand is cut, one that is cut otherwise gathered, whichever comes first."""

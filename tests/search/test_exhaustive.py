@@ -32,7 +32,7 @@ from autopar.passes.inter import distinct_views
 from autopar.passes.search import Planner, PlanningResult
 from tests.helpers.captures import captured
 from tests.helpers.every_placement import REL, Plan, Space
-from tests.helpers.nightly import nightly
+from tests.helpers.nightly import nightly, one_in
 
 # Case 5 takes ten seconds.
 BY_DAY, N_CASES = frozenset(range(15)) - {5}, 300
@@ -178,6 +178,7 @@ def marked(known: Mapping[int, float]) -> list[ParameterSet]:
     return [pytest.param(s, marks=marks.get(s, [])) for s in range(N_CASES)]
 
 
+@one_in(2)
 @pytest.mark.parametrize("seed", marked(MISSED))
 def test_no_plan_is_faster_by_more_than_the_tolerance(seed: int) -> None:
     answer, found = answer_of(seed), planned(seed)

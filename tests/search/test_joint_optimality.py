@@ -16,7 +16,7 @@ from autopar import Manual
 from autopar.options import Options
 from tests.helpers.every_plan import MODELS, batch_of, choices_of
 from tests.helpers.machines import FAST, SLOW, TIERED, two_tiers
-from tests.helpers.nightly import nightly, sampled
+from tests.helpers.nightly import nightly, one_in, sampled
 
 # How much slower (relative, simulated) the plan may be than the best of all plans.
 REGRET = 0.01
@@ -42,6 +42,7 @@ MANY: list[Case] = [
 ]
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("model", "shape", "s_per_byte", "microbatches"), sampled([*FEW, *MANY], FEW)
 )

@@ -64,6 +64,7 @@ def within(memory_limit: int | None) -> Plan:
     )  # fmt: skip
 
 
+@nightly
 def test_shards_are_kept_where_the_batch_is_large_and_gathered_at_each_use_where_they_must() -> (
     None
 ):
@@ -84,9 +85,10 @@ def test_shards_are_kept_where_the_batch_is_large_and_gathered_at_each_use_where
     assert {("all_gather", "param_gather"), ("reduce_scatter", "grad_sync")} <= kinds
 
 
+@nightly
 @pytest.mark.parametrize(
     ("n_layers", "n_nodes", "n_rows", "microbatches"),
-    [(4, 2, 48, 4), pytest.param(96, 48, 1536, "auto", marks=nightly)],
+    [(4, 2, 48, 4), (96, 48, 1536, "auto")],
 )
 def test_gpt_175b_is_split_inside_nodes_and_has_stages_across(
     n_layers: int, n_nodes: int, n_rows: int, microbatches: int | str
@@ -132,13 +134,14 @@ def least_bytes(error: InfeasibleError) -> float:
 AS_GIVEN: dict[str, Any] = {"stages": 1, "mesh_shape": "as-given"}
 
 
+@nightly
 @pytest.mark.parametrize(
     ("shape", "limits", "options"),
     [
         ((1, 4), [440_000_000], AS_GIVEN),
-        pytest.param((1, 4), [530_000_000, 440_000_000], AS_GIVEN, marks=nightly),
-        pytest.param((1, 4), [440_000_000, 360_000_000], {"stages": 1}, marks=nightly),
-        pytest.param((2, 4), [328_934_718, 255_838_113, 182_741_510], {}, marks=nightly),
+        ((1, 4), [530_000_000, 440_000_000], AS_GIVEN),
+        ((1, 4), [440_000_000, 360_000_000], {"stages": 1}),
+        ((2, 4), [328_934_718, 255_838_113, 182_741_510], {}),
     ],
 )
 def test_less_memory_is_never_faster(

@@ -14,7 +14,7 @@ from autopar.options import Options
 from autopar.passes.search import Placed, Simulator, Solved
 from tests.helpers.every_plan import Choices, choices_of
 from tests.helpers.machines import FAST, SLOW, TIERED
-from tests.helpers.nightly import sampled
+from tests.helpers.nightly import one_in, sampled
 
 REL = 1e-9
 
@@ -22,6 +22,7 @@ REL = 1e-9
 STEPS = list(itertools.product(("mlp", "gpt2"), (FAST, SLOW, TIERED)))
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("model", "speed"), sampled(STEPS, [("mlp", TIERED), ("gpt2", FAST), ("gpt2", SLOW)])
 )

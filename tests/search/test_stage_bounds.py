@@ -29,7 +29,7 @@ from autopar.schedule import ORDERS, Transfer, place
 from tests.helpers.candidates import gpt2, pipeline_space
 from tests.helpers.every_plan import Choices, choices_of
 from tests.helpers.machines import FAST, SLOW, TIERED, cluster, hardware_of
-from tests.helpers.nightly import nightly
+from tests.helpers.nightly import nightly, one_in
 
 REL = 1e-9
 
@@ -79,9 +79,8 @@ def test_equal_stages_take_their_span(n: int) -> None:
     assert step_bound_s(m * each_s, m * each_s, m, False) == pytest.approx((m + n - 1) * 3.0)
 
 
-@pytest.mark.parametrize(
-    "shape", [(2, 2), *(pytest.param(shape, marks=nightly) for shape in ((4,), (2, 4)))]
-)
+@nightly
+@pytest.mark.parametrize("shape", [(2, 2), (4,), (2, 4)])
 def test_a_recipe_is_bounded_by_its_layers(shape: tuple[int, ...]) -> None:
     """Its own bounds are at least those of all pipelines, and at most its simulated step."""
     mesh = cluster(*shape)
@@ -133,6 +132,7 @@ def spans_of(choices: Choices, space: PipelineSpace, candidate: Candidate) -> li
             return spans
 
 
+@one_in(2)
 @pytest.mark.parametrize(("model", "shape", "s_per_byte", "m"), CASES)
 def test_no_simulated_step_is_below_its_bound(
     model: str, shape: tuple[int, ...], s_per_byte: tuple[float, float], m: int
@@ -222,6 +222,7 @@ def test_stages_are_found_where_they_are_fast() -> None:
     assert len(result.solved.stages) > 1
 
 
+@nightly
 def test_recipes_that_cannot_be_among_the_best_are_not_solved() -> None:
     """Four stages of four devices each wait for slow messages between microbatches of one row."""
     mesh = Mesh((4,), hardware="a100-80gb")

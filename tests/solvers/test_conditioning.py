@@ -22,6 +22,7 @@ from autopar.passes.solvers.problem import ChoiceProblem, Edge, Potentials, Weig
 from autopar.passes.solvers.repeats import RepeatedProblem
 from autopar.passes.solvers.repeats import order as repeats_plan
 from autopar.passes.solvers.repeats.elimination import RepeatedElimination
+from tests.helpers.nightly import nightly
 from tests.helpers.problems import REL, WEIGHTS, least, random_problem, random_repeated, weighed
 
 
@@ -65,6 +66,7 @@ def chain_with_hubs(seed: int, n: int = 8, k: int = 4, n_hubs: int = 3) -> Choic
     return ChoiceProblem(names, tuple(cost), tuple(zero), tuple(cost), tuple(edges))
 
 
+@nightly
 def test_the_optimum_is_that_of_elimination() -> None:
     n_hubs = 0
     problems = [random_problem(seed) for seed in range(80)]

@@ -21,6 +21,7 @@ from autopar.passes.solvers.repeats import (
 from autopar.passes.solvers.repeats.elimination import Branch, RepeatedElimination
 from autopar.passes.solvers.repeats.exchange import Exchanges
 from autopar.passes.solvers.repeats.select import solve_repeated
+from tests.helpers.nightly import nightly
 from tests.helpers.problems import REL, WEIGHTS, random_repeated, weighed
 
 NONE = np.zeros(2)
@@ -111,6 +112,7 @@ def test_exchanges_from_over_the_budget() -> None:
     assert found is not None and found.choice == lean
 
 
+@nightly
 def test_gaps_are_honest_and_closed_to_the_goal() -> None:
     """Longer problems than elsewhere, where a copy is a small part of the budget."""
     n_wide = n_all = 0

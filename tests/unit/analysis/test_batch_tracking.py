@@ -43,7 +43,7 @@ from tests.helpers.harness import (
     tiny_llama,
 )
 from tests.helpers.models.sequence_models import packed, padded, tiny_bert, with_types
-from tests.helpers.nightly import sampled
+from tests.helpers.nightly import one_in, sampled
 
 __all__ = ["generated_code"]
 
@@ -159,6 +159,7 @@ def analysis(name: str) -> Analysis:
     return Analysis.of(capture(make_model(), batch(0), precision="fp64"))
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", CASES)
 def test_the_batch_reaches_the_loss(name: str) -> None:
     found = analysis(name)

@@ -14,7 +14,7 @@ from autopar.rules import has_rule
 from tests.helpers.capture_harness import check, dtypes_of_floats, targets
 from tests.helpers.harness import random_tokens, tiny_gpt2, tiny_llama
 from tests.helpers.models.sequence_models import packed, padded, tiny_bert, with_types
-from tests.helpers.nightly import sampled
+from tests.helpers.nightly import nightly, sampled
 
 Batch = dict[str, Tensor]
 
@@ -50,6 +50,7 @@ def test_loss_outputs_and_gradients_are_eagers(case: str, precision: Any) -> Non
         assert dtypes_of_floats(program) == {torch.float64}
 
 
+@nightly
 def test_models_on_meta_and_in_float64_have_the_same_program() -> None:
     batch = random_tokens(0)
     with torch.device("meta"):

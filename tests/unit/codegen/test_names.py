@@ -16,6 +16,7 @@ import autopar
 from autopar import Manual, MeshError
 from autopar.program import free_name, group_name, identifier, reserved_names
 from tests.helpers.jobs import machine
+from tests.helpers.nightly import nightly
 
 # Words that a generated file uses, Python's own, and texts that end a comment or a string.
 ODD = (
@@ -31,6 +32,7 @@ ODD = (
 NAMES = st.sampled_from(ODD) | st.text(min_size=1, max_size=8).filter(lambda t: "." not in t)
 
 
+@nightly
 @settings(max_examples=30)
 @given(st.text(max_size=20))
 @example("²")
@@ -121,6 +123,7 @@ FIELDS = st.tuples(NAMES, NAMES, NAMES).filter(
 )
 
 
+@nightly
 @settings(max_examples=1)
 @given(FIELDS, st.none() | INPUTS, st.sampled_from(["device", "torch", "env", "i", "aten_relu"]))
 @example(("h", "aten_relu", "h_forward"), "forward_", "device")

@@ -105,6 +105,7 @@ def test_every_block_gathers_its_parameters(family: str) -> None:
     assert check(program.whole, chosen.strategy, cost).repeats
 
 
+@nightly
 def test_blocks_that_are_placed_in_several_ways() -> None:
     """Half of the blocks gather their parameters at use."""
     program, cost = deep(), balanced_cost((4,))

@@ -36,6 +36,7 @@ from autopar.runtime.groups import Group, Recorder
 from autopar.runtime.launch import ThreadWorld, run_threads
 from tests.helpers.differentiable import moved
 from tests.helpers.machines import mesh_of
+from tests.helpers.nightly import nightly
 from tests.helpers.strategies import reshards
 
 TOLERANCE = 1e-13
@@ -140,6 +141,7 @@ def table_of(
     return ReshardTables.build([tensor], [sizes], np.array([seconds]), no_reduce_scatter).of(0)
 
 
+@nightly
 def test_every_single_move() -> None:
     """From every spec of a matrix with a strided dim, also with two axes on one factor."""
     tensor, sizes = TensorType(((4, 4), (4,)), 8, True), (2, 2)

@@ -46,7 +46,7 @@ from tests.helpers.joint_mutants import MUTATIONS, Mutants, with_line
 from tests.helpers.models.dropout_models import dropped_gpt2
 from tests.helpers.models.moe_models import moe_model
 from tests.helpers.models.recompute_models import Blocks, recomputing
-from tests.helpers.nightly import nightly
+from tests.helpers.nightly import nightly, one_in
 from tests.helpers.plans import bound_of, pipeline_of, program_of
 
 Planned = tuple[
@@ -97,6 +97,7 @@ def programs() -> list[JointProgram]:
     return found + [drawn(model, seed) for model in ("bert-view", "gpt2") for seed in range(3)]
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", PLANS)
 def test_plans_pass(name: str) -> None:
     for joint in planned(name):
