@@ -8,7 +8,7 @@ The problem of all operators on the view (`passes/intra/builder.py`) is cut into
     left out   reshards from and to other layers
 
 A stage has whole layers. Its placements are a choice of each of these problems, and what is left
-out costs nothing or more. So the sum of their least sums is at most what the stage takes
+out costs nothing or more. So their least sums, or bounds on these, add up to at most its time
 (`LayerBounds.free`). Operators of groups that reach into another layer have equal shares
 (`least_times_s`). All that can hide is hidden ("least" in `passes/analysis/gathering.py`).
 
@@ -80,21 +80,23 @@ class _Groups:
     stored: frozenset[int]
     operators: frozenset[int]
 
-    def least(self, part: Part, weights: Sequence[Weights], depth: int = 1) -> Array:
+    def lower_bounds(self, part: Part, weights: Sequence[Weights], depth: int = 1) -> Array:
         """[weights]: lower bounds on the sums of a part, with as many microbatches in flight."""
         problems, messages = self._every if part == "whole_s" else self._work
         numbers = Numbers.of(problems.some([0], [depth]))
-        return np.array([messages.least(numbers.at(w).rows[0], w.cost)[0] for w in weights])
+        return np.array(
+            [messages.bound_and_choice(numbers.at(w).rows[0], w.cost)[0] for w in weights]
+        )
 
     @cached_property
     def _every(self) -> tuple[ChoiceProblems, Messages]:
-        return self._alone(self.whole)
+        return self._with_messages(self.whole)
 
     @cached_property
     def _work(self) -> tuple[ChoiceProblems, Messages]:
-        return self._alone(_without(self.whole, self.once()))
+        return self._with_messages(_without(self.whole, self.once()))
 
-    def _alone(self, problem: ChoiceProblem) -> tuple[ChoiceProblems, Messages]:
+    def _with_messages(self, problem: ChoiceProblem) -> tuple[ChoiceProblems, Messages]:
         problems = replace(ChoiceProblems.alone(problem), stored=self.stored)
         return problems, Messages.of(problems, problems.layout)
 
@@ -140,7 +142,7 @@ class LayerBounds:
         if part == "whole_s":  # else it is known which stages cannot fit
             weights.append(Weights(cost=0.0, size=1.0))
         groups = self._groups_of(self.recomputing, view, m, problem)
-        found = [of.least(part, weights, depth) for of in groups]
+        found = [of.lower_bounds(part, weights, depth) for of in groups]
         priced = list(np.array(self._sums(found)).T)
         least_bytes = priced.pop() if part == "whole_s" else np.zeros(n)
         rest_s, limit_bytes = self._rest_s(view, m, groups), budget_bytes * (1 + BUDGET_REL)
@@ -157,7 +159,7 @@ class LayerBounds:
             return LeastSeconds(equal_s, equal_s)
         groups = self._groups_of(self.plain, view, m, problem)
         found = [
-            np.concatenate([of.least(part, [Weights()]) for part in get_args(Part)])
+            np.concatenate([of.lower_bounds(part, [Weights()]) for part in get_args(Part)])
             for of in groups
         ]
         least_s = np.array(self._sums(found)).T + self._rest_s(view, m, groups)

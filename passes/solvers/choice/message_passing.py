@@ -75,7 +75,7 @@ class MessagePassing:
 
     def at(self, weights: Weights) -> tuple[float, Point[Choice]]:
         row = self._numbers.at(weights).rows[0]
-        bound, choice = self._messages.least(row, weights.cost)
+        bound, choice = self._messages.bound_and_choice(row, weights.cost)
         if math.isinf(bound):
             return bound, IMPOSSIBLE
         best, total = IMPOSSIBLE, math.inf
@@ -85,7 +85,7 @@ class MessagePassing:
         for more in NEAR_REL:
             if total <= bound * (1 + CLOSED_REL):
                 break
-            near = self._near(row, weights, bound * (1 + more))
+            near = self._best_near(row, weights, bound * (1 + more))
             if near is None:
                 continue
             total_of_near = _weighed(near.totals, weights)
@@ -95,7 +95,7 @@ class MessagePassing:
                 bound = total
         return min(bound, total), best
 
-    def _near(self, row: FloatArray, weights: Weights, most: float) -> Point[Choice] | None:
+    def _best_near(self, row: FloatArray, weights: Weights, most: float) -> Point[Choice] | None:
         """The best of the choices whose bounds are at most this; None: none is allowed, or found
         quickly."""
         bound, slack = self._messages.slack(row, weights.cost)
@@ -119,7 +119,7 @@ class MessagePassing:
         """[choices] per variable: may the choice be in a solution no dearer than the best known?"""
         price, best = bracket.s_per_byte, bracket.best.totals
         row = self._numbers.at(Weights(size=price)).rows[0]
-        self._messages.least(row)
+        self._messages.bound_and_choice(row)
         bound, slack = self._messages.slack(row)
         paid_s = price * self.problem.budget_bytes if self.problem.budget_bytes else 0.0
         most = best.cost_s + paid_s
@@ -182,7 +182,7 @@ class Messages:
             n_messages,
         )
 
-    def least(self, row: FloatArray, kind: float = 1.0) -> tuple[float, Choice | None]:
+    def bound_and_choice(self, row: FloatArray, kind: float = 1.0) -> tuple[float, Choice | None]:
         """A lower bound on all sums of costs in a row (infinite: none is allowed), and the best
         choice found; None: there is none."""
         messages = self._last.pop(kind, None)
@@ -194,7 +194,7 @@ class Messages:
             total = sweep_there(row, *self._arrays, self.shares, messages, chosen, self._scratch)
             if total < best_total:
                 best, best_total = chosen.copy(), total
-            bound = self._back(row, messages, np.zeros(0))
+            bound = self._swept_back(row, messages, np.zeros(0))
             if math.isinf(bound):
                 return math.inf, None
             bounds.append(max((bound, *bounds[-1:])))
@@ -210,15 +210,15 @@ class Messages:
         """A lower bound on all sums, and per variable how much more it is with each choice.
 
         With one choice alone the messages on the way back would be higher by no less, and a higher
-        message makes no bound lower. `least` must have found a bound of this row.
+        message makes no bound lower. `bound_and_choice` must have found a bound of this row.
         """
         messages, sizes = self._last[kind], self.variables[:, 1]
         chosen, out = np.zeros(len(sizes), dtype=np.intp), np.zeros(sizes.sum())
         sweep_there(row, *self._arrays, self.shares, messages, chosen, self._scratch)
-        bound = self._back(row, messages, out)
+        bound = self._swept_back(row, messages, out)
         return bound, np.split(out, np.cumsum(sizes)[:-1])
 
-    def _back(self, row: FloatArray, messages: FloatArray, slack: FloatArray) -> float:
+    def _swept_back(self, row: FloatArray, messages: FloatArray, slack: FloatArray) -> float:
         return sweep_back(row, *self._arrays, self.shares, messages, self._scratch, slack)
 
     @property
