@@ -25,6 +25,7 @@ from autopar.precision import AS_IT_IS, Precision
 from autopar.program import Accumulation, Program
 
 IN_FLOAT32, IN_FLOAT64 = 1e-6, 1e-10
+N_ROUNDINGS = 256  # units of precision of the largest number by which a gradient may be off
 
 
 class CaptureCheck(NamedTuple):
@@ -75,7 +76,7 @@ def compare_capture(
     wanted = found_in.result
     errors = {"loss": relative_error(captured.loss, wanted.loss)}
     names = [info.name for info in program.parameters.values() if info.requires_grad]
-    scale = _scale([wanted.gradients[name] for name in names])
+    scale = least_scale([wanted.gradients[n] for n in names], found_in.largest, tolerance)
     for name in names:
         errors[name] = relative_error(captured.gradients[name], wanted.gradients[name], scale)
     for name, value in wanted.buffers.items():
@@ -99,14 +100,20 @@ def tolerance_of(program: Program) -> float:
     return IN_FLOAT32 * coarsest / torch.finfo(torch.float32).eps
 
 
-def _scale(gradients: Sequence[Tensor]) -> float:
+def least_scale(gradients: Sequence[Tensor], largest: float, tolerance: float) -> float:
     """The least scale of a gradient's error: the largest element of all gradients, at most 1.
 
     Mean losses make all gradients small, and their errors too. A gradient's own largest element
-    would not do: that of the bias of attention's keys is 0 but for rounding.
+    would not do: that of the bias of attention's keys is 0 but for rounding. All gradients may be,
+    as those of a student that equals its teacher. Then what rounding makes of the `largest` number
+    of backward is within the tolerance. In half precision such gradients look like any others.
     """
-    largest = max((g.abs().max().item() for g in gradients if g.numel()), default=1.0)
-    return min(1.0, largest) or 1.0
+    found = max((g.abs().max().item() for g in gradients if g.numel()), default=1.0)
+    coarsest = max((torch.finfo(g.dtype).eps for g in gradients), default=1.0)
+    rounding = N_ROUNDINGS * coarsest * largest
+    if coarsest <= torch.finfo(torch.float32).eps and found <= rounding:
+        found = rounding / tolerance
+    return min(1.0, found) or 1.0
 
 
 def _unpaired(program: Program, found: ModuleStep) -> str | None:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils import _pytree as pytree
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from autopar.capture import (
     LossFn,
@@ -51,12 +52,14 @@ class ModuleStep:
     """One step of the user's module.
 
     result     loss, gradients, and all buffers
+    largest    of the numbers that backward computes, scalars aside
     before     all buffers before the step
     drawn      for each run of the module: what it drew at random, by number
     unpaired   what drew random numbers that the captured program cannot repeat
     """
 
     result: StepResult
+    largest: float
     before: Mapping[str, Tensor]
     drawn: tuple[Mapping[int, Any], ...]
     unpaired: tuple[str, ...]
@@ -87,7 +90,10 @@ def module_step(
             used = {name: precision.used(parameter.dtype) for name, parameter in own.items()}
             before = {name: value.detach().clone() for name, value in twin.named_buffers()}
             cast_at_door(twin, precision)
-            total, draws = _run(twin, example_inputs, loss_fn, accumulation, seed, precision, used)
+            terms = _Terms()
+            total, draws = _run(
+                twin, example_inputs, loss_fn, accumulation, seed, precision, used, terms
+            )
         except AutoparError:
             raise
         except Exception as error:
@@ -105,7 +111,8 @@ def module_step(
         after = {name: value.detach().clone() for name, value in twin.named_buffers()}
     unpaired = dict.fromkeys(name for draw in draws for name in draw.unpaired)
     drawn = tuple(draw.drawn for draw in draws)
-    return ModuleStep(StepResult(total, gradients, after), before, drawn, tuple(unpaired))
+    result = StepResult(total, gradients, after)
+    return ModuleStep(result, terms.largest, before, drawn, tuple(unpaired))
 
 
 def _line(error: Exception) -> str | None:
@@ -123,10 +130,12 @@ def _run(
     seed: int,
     precision: Precision,
     used: Mapping[str, torch.dtype],
+    terms: _Terms,
 ) -> tuple[Tensor, list[PositionalRandom]]:
     """The loss, and the random numbers of each run; the gradients are in `twin`.
 
-    used   parameter -> the dtype it is used in
+    used    parameter -> the dtype it is used in
+    terms   backward runs under it
     """
     n = accumulation.n if accumulation else 1
     draws, losses = [], []
@@ -135,10 +144,30 @@ def _run(
         with PositionalRandom(step_seed(seed, i) if accumulation else seed, precision) as draw:
             with precision.autocast():
                 loss = _loss(twin, rows, loss_fn, used) / n
-            loss.backward()
+            with terms:
+                loss.backward()
         draws.append(draw)
         losses.append(loss.detach())
     return torch.stack(losses).sum(), draws
+
+
+class _Terms(TorchDispatchMode):
+    """Sees what backward computes, but for views: those may be of weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.largest = 0.0
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        out = func(*args, **(kwargs or {}))
+        is_new = all(result.alias_info is None for result in func._schema.returns)
+        for value in out if isinstance(out, (tuple, list)) else (out,):
+            is_number = is_new and isinstance(value, Tensor) and value.is_floating_point()
+            if is_number and value.numel() > 1:
+                self.largest = max(self.largest, value.detach().abs().nan_to_num().max().item())
+        return out
 
 
 def _loss(

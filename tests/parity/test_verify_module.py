@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import random
 from collections.abc import Callable
 from functools import partial
@@ -92,6 +93,21 @@ class Summed(Scored):
         return F.mse_loss(Cumulated.apply(self.net(x)), y)
 
 
+class Student(nn.Module):
+    """Learns from a copy of itself, so its gradients are 0 but for rounding; `wrong`: not in its
+    trace."""
+
+    def __init__(self, wrong: float = 0.0) -> None:
+        super().__init__()
+        self.net, self.wrong = Net(), wrong
+        self.teacher = copy.deepcopy(self.net).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        own, given = self.net(x), self.teacher(x)
+        more = self.wrong * own.sum() if is_traced(x) else 0.0
+        return F.cross_entropy(own, given.softmax(-1)) + more
+
+
 def batch(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     torch.manual_seed(1)
     return {"x": torch.randn(ROWS, WIDTH, dtype=dtype), "y": torch.randn(ROWS, WIDTH, dtype=dtype)}
@@ -125,6 +141,17 @@ def test_small_gradients_are_compared_with_each_other() -> None:
     report = FP64(Small(), MESH, batch(), manual=TP)
     assert report.capture_errors["loss"] <= report.capture_tolerance
     assert report.sharding_ok and not report.capture_ok
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_gradients_that_are_0_but_for_rounding(dtype: torch.dtype) -> None:
+    def verified(model: nn.Module) -> Report:
+        given = {"x": batch(dtype)["x"]}
+        return autopar.verify(model.to(dtype), MESH, given, manual=TP, batch_dims={"x": 0})
+
+    both_equal(verified(Student()))
+    wrong = verified(Student(wrong=1e-3))
+    assert wrong.sharding_ok and not wrong.capture_ok
 
 
 @pytest.mark.usefixtures("registry")

@@ -4,15 +4,17 @@ Read: `isolate.py`, `norms.py` (the fake copy); `export.py` (the trace); `exchan
 `functions.py`, `checkpointed.py`, `derivatives.py`, `transforms.py` (`autograd.Function`,
 `torch.utils.checkpoint`, `torch.autograd.grad` and `torch.func` in the trace); `replaced.py`
 (functions that cannot be traced), `checks.py` (checks that only raise); `known.py` (values of
-constants); `quiet.py` (what torch prints); `regions.py` (gradients off, autocast off).
+constants); `quiet.py` (what torch prints); `grad_modes.py` (gradients off), `regions.py`
+(autocast off).
 May import `names.py`, `findings.py` and `python_state` of `capture`, and what `capture` may import.
 Mainly hands on `export_model` for `capture/pipeline.py`, and what later steps ask of a traced node.
 """
 
 from autopar.capture.trace.checkpointed import REGION, checkpointed_regions, note_regions
 from autopar.capture.trace.export import LossFn, WithLoss, accepted, export_model
+from autopar.capture.trace.grad_modes import GRAD_ENABLED
 from autopar.capture.trace.isolate import cast_at_door, fake_like, fake_mode
-from autopar.capture.trace.regions import GRAD_ENABLED, inline_regions, substitute
+from autopar.capture.trace.regions import inline_regions, substitute
 
 __all__ = [
     "GRAD_ENABLED",

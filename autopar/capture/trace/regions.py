@@ -1,7 +1,7 @@
-"""Inlines regions that only set a mode: gradients on or off, autocast off.
+"""Inlines regions that switch autocast off.
 
-In the trace, `torch.no_grad()` becomes a graph of its own. Here its operators move into the main
-graph, marked with their mode. So one pass sees all uses and writes of a value.
+In the trace, they become graphs of their own. Here their operators move into the main graph. So one
+pass sees all uses and writes of a value.
 """
 
 from __future__ import annotations
@@ -16,9 +16,6 @@ from torch import fx
 from autopar.capture.names import source_line
 from autopar.errors import NotSupportedError
 
-# Meta key: were gradients on where the operator ran? They were if the key is missing.
-GRAD_ENABLED = "grad_enabled"
-
 
 def inline_regions(module: fx.GraphModule) -> fx.Graph:
     """The graph of `module` without regions.
@@ -31,14 +28,12 @@ def inline_regions(module: fx.GraphModule) -> fx.Graph:
         env[node] = graph.create_node("placeholder", str(node.target), name=node.name)
         env[node].name = node.name  # fx renames Python builtins such as `input`
         env[node].meta = dict(node.meta)
-    graph.output(_copy(module, graph, env, grad_enabled=True))
+    graph.output(_copy(module, graph, env))
     graph.lint()
     return graph
 
 
-def _copy(
-    module: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, Any], grad_enabled: bool
-) -> Any:
+def _copy(module: fx.GraphModule, graph: fx.Graph, env: dict[fx.Node, Any]) -> Any:
     """Copy the operators of `module` into `graph`; returns what its output node returns."""
     for node in module.graph.nodes:
         if node.op == "output":
@@ -46,22 +41,18 @@ def _copy(
         if node.op == "get_attr":
             env[node] = getattr(module, str(node.target))
         elif node.op == "call_function":
-            env[node] = _copied(graph, node, env, grad_enabled)
+            env[node] = _copied(graph, node, env)
     raise AssertionError("a graph without output")
 
 
-def _copied(graph: fx.Graph, node: fx.Node, env: Mapping[fx.Node, Any], grad_enabled: bool) -> Any:
+def _copied(graph: fx.Graph, node: fx.Node, env: Mapping[fx.Node, Any]) -> Any:
     args = substitute(node.args, env)
     if node.target is operator.getitem and not isinstance(args[0], fx.Node):
         return args[0][args[1]]  # a result of a region
     if node.target is operator.getitem or isinstance(node.target, torch._ops.OpOverload):
-        copy = graph.node_copy(node, lambda n: env[n])
-        copy.meta[GRAD_ENABLED] = grad_enabled
-        return copy
+        return graph.node_copy(node, lambda n: env[n])
     name = getattr(node.target, "__name__", str(node.target))
-    if name == "wrap_with_set_grad_enabled":
-        grad_enabled, region, inputs = args[0], args[1], args[2:]
-    elif name == "wrap_with_autocast" and not args[2]:
+    if name == "wrap_with_autocast" and not args[2]:
         region, inputs = args[4], args[5:]
     else:
         what = "torch.autocast inside the model" if "autocast" in name else f"operator `{name}`"
@@ -71,7 +62,7 @@ def _copied(graph: fx.Graph, node: fx.Node, env: Mapping[fx.Node, Any], grad_ena
             hint="give the model its dtypes directly, or use the operators it is made of",
         )
     inner = dict(zip(region.graph.find_nodes(op="placeholder"), inputs, strict=True))
-    return _copy(region, graph, inner, grad_enabled)
+    return _copy(region, graph, inner)
 
 
 def substitute(value: Any, env: Mapping[fx.Node, Any]) -> Any:
