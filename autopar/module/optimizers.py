@@ -5,6 +5,8 @@
     update of whole tensors           Muon, Shampoo, ... beside sharded parameters: refused before
                                       anything changes, unless `optimizer_gather=` names them
     state of whole tensors            loaded from one process's checkpoint: cut to shards
+    no parameter                      of a pipeline stage: torch refuses an empty list, so the rank
+                                      is told what to write instead
 
 Any other optimizer that needs whole tensors is refused by its first such operator
 (`runtime/tensors`). torch calls `_before_step` before each step of every optimizer of the process.
@@ -16,6 +18,7 @@ Hooks of the user's own read and write the optimizer itself, so one that has som
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -62,6 +65,16 @@ _listeners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _checked: WeakSet[Optimizer] = WeakSet()
 _loading: WeakSet[Optimizer] = WeakSet()  # those that call `_after_load`
 _is_watching = False
+
+
+def warn_of_none(parameters: Iterable[nn.Parameter], stage: int, n_stages: int) -> None:
+    """Warn if a stage of a pipeline trains nothing, which optimizers of torch refuse."""
+    if n_stages > 1 and not any(parameter.requires_grad for parameter in parameters):
+        warnings.warn(
+            f"pipeline stage {stage} trains no parameter, and torch's optimizers refuse an empty "
+            'list: give them a group, AdamW([{"params": pm.parameters()}]), on every rank alike',
+            stacklevel=6,
+        )
 
 
 def watch_optimizers(model: nn.Module) -> None:

@@ -52,7 +52,7 @@ from autopar.module.habits import (
 )
 from autopar.module.job import from_rank_0, join_process_group, own_rank
 from autopar.module.layers import Holders, Modes, Shown
-from autopar.module.optimizers import call_before_steps, watch_optimizers
+from autopar.module.optimizers import call_before_steps, warn_of_none, watch_optimizers
 from autopar.module.originals import ConstantBuffers, Originals
 from autopar.module.parameters import StepGradients, gathered_names, make_parameters
 from autopar.module.programs import Built, Kind, Links, Programs, keys_of_model, warn_of_unread
@@ -190,6 +190,7 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         }
         gathered = gathered_names(self._options.optimizer_gather, names)
         self._stored = make_parameters(place, held, gathered)
+        warn_of_none(self._stored.values(), place.stage, place.pipeline.n_stages)
         watch_optimizers(model)
         self._scale_losses(LossScale())
         self._watch_optimizers()

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 import autopar
 from autopar.capture import reference_step
@@ -192,3 +193,53 @@ def test_gradients_add_up_over_steps_of_other_shapes(workers: Pool) -> None:
         assert error(losses[0], loss) <= TOLERANCE
         assert error(losses[1], other) <= TOLERANCE
     assert off(found[0][1], {name: g + more[name] for name, g in gradients.items()}) == {}
+
+
+class Probe(nn.Module):
+    """A trained layer on frozen features."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.features = nn.Linear(8, 8).requires_grad_(False)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scores: Tensor = self.head(self.features(x).relu().relu())
+        return scores.square().mean()
+
+
+def probed(module: nn.Module, batch: dict[str, Tensor], step: Callable[..., Tensor]) -> list[float]:
+    """Losses, with the optimizer that the warning asks for."""
+    trained = [p for p in module.parameters() if p.requires_grad]
+    optimizer = torch.optim.AdamW([{"params": trained}])
+    losses = []
+    for _ in range(3):
+        losses.append(step(**batch).item())
+        optimizer.step()
+        optimizer.zero_grad()
+    return losses
+
+
+def train_probe(batch: dict[str, Tensor]) -> tuple[list[str], list[float]]:
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        manual = autopar.Manual(pp=2)
+        pm = autopar.parallelize(Probe(), machine((1, 2)), batch, precision="fp64", manual=manual)
+    return [str(w.message) for w in caught], probed(pm, batch, pm.step)
+
+
+def test_a_stage_that_trains_nothing_is_told(workers: Pool) -> None:
+    batch = {"x": torch.randn(8, 8)}
+    first, second = workers(2).run(train_probe, batch)
+    assert any('AdamW([{"params": pm.parameters()}])' in text for text in first[0])
+    assert not any("trains no parameter" in text for text in second[0])
+    whole, rows = Probe().double(), {"x": batch["x"].double()}
+
+    def step(x: Tensor) -> Tensor:
+        loss: Tensor = whole(x)
+        loss.backward()
+        return loss.detach()
+
+    wanted = pytest.approx(probed(whole, rows, step), rel=TOLERANCE)
+    assert first[1] == wanted and second[1] == wanted
