@@ -34,6 +34,7 @@ from autopar.capture.trace.derivatives import (
     derivatives_traced,
 )
 from autopar.capture.trace.functions import functions_kept
+from autopar.capture.trace.grad_modes import GradModes
 from autopar.capture.trace.isolate import fake_copy, fake_inputs, fake_mode
 from autopar.capture.trace.known import Known
 from autopar.capture.trace.quiet import quiet
@@ -193,12 +194,13 @@ def _traced(
             warnings.simplefilter("always")
             try:
                 with (
+                    torch.set_grad_enabled(training or torch.is_grad_enabled()),
                     functions_kept(),
                     regions_marked(),
                     checks_passed(findings),
                     derivatives_traced(recorded),
                     transforms_traced(),
-                    _entered_in_forward(target, recorded, Replaced(), known, calls),
+                    _entered_in_forward(target, recorded, GradModes(), Replaced(), known, calls),
                     precision.autocast(),
                 ):
                     made = run()

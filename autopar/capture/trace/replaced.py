@@ -18,7 +18,6 @@ import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
 
-from autopar.capture.trace.grad_modes import mark_nodes, switch_gradients
 from autopar.errors import NotSupportedError
 from autopar.operators.ctc import ctc_loss
 
@@ -34,10 +33,6 @@ class Replaced(TorchFunctionMode):
         kwargs: Mapping[str, Any] | None = None,
     ) -> Any:  # fmt: skip
         return _REPLACED.get(function, function)(*args, **(kwargs or {}))
-
-    def __exit__(self, *error: Any) -> None:
-        mark_nodes()
-        super().__exit__(*error)
 
 
 def _functional_ctc_loss(
@@ -150,7 +145,6 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     torch.corrcoef: _corrcoef,
     torch.Tensor.cov: _cov,
     torch.Tensor.corrcoef: _corrcoef,
-    torch._C._set_grad_enabled: switch_gradients,
     torch._VF._pack_padded_sequence: _pack,
     Tensor.data.__get__: lambda x, *_: x.detach(),  # type: ignore[attr-defined]
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]

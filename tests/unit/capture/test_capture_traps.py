@@ -207,6 +207,21 @@ def test_no_grad_regions_cut_gradients() -> None:
     assert detached and not any(n.name in program.has_grad for n in detached)
 
 
+@pytest.mark.parametrize("around", [torch.no_grad, torch.inference_mode, torch.enable_grad])
+def test_a_trace_is_one_of_training_whatever_is_around_it(around: Callable[[], Any]) -> None:
+    def body(self: Any, a: torch.Tensor) -> torch.Tensor:
+        y = self.linear(a)
+        with torch.no_grad():
+            scale = y.square().sum()
+            with torch.enable_grad():
+                again = self.linear(a).sum()
+        return y.sum() * scale + again
+
+    with around():
+        found = capture(Module(body), {"a": x()})
+    assert found.has_grad == capture(Module(body), {"a": x()}).has_grad
+
+
 def test_buffers_that_nothing_changes_are_constants() -> None:
     model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     batch = (torch.randn(3, 4),)
