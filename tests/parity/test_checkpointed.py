@@ -31,7 +31,7 @@ from tests.parity.table import TOLERANCE
 MESH = machine((1, 2))
 
 
-@one_in(2)
+@one_in(3)
 @pytest.mark.parametrize("how", models.HOWS)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_parity_with_the_users_module(how: str) -> None:

@@ -101,7 +101,7 @@ def test_microbatches_of_an_empty_value() -> None:
     assert report.ok, report.text()
 
 
-@one_in(2)
+@one_in(3)
 @pytest.mark.parametrize("name", BODIES)
 def test_a_step_is_eagers(name: str) -> None:
     net, x = Net(BODIES[name]).double(), torch.randn(4, 4, 4, dtype=torch.float64)

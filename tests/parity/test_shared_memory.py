@@ -79,7 +79,7 @@ def test_stages_that_end_inside_of_a_recurrent_loop() -> None:
     assert report.plan.code()  # verified
 
 
-@one_in(2)
+@one_in(3)
 @pytest.mark.filterwarnings("ignore:autograd.Function Twice has no sharding rule")
 @pytest.mark.parametrize("name", BODIES)
 def test_a_step_is_eagers(name: str) -> None:

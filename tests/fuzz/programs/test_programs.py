@@ -1,6 +1,7 @@
 """Every random program runs as eager torch does, or is refused for a reason that is known.
 
-Each run draws new ones; `AUTOPAR_PROGRAMS=BASE` draws those of a base seed again.
+Each run draws new ones; `AUTOPAR_PROGRAMS=BASE` draws those of a base seed again, and
+`AUTOPAR_PROGRAMS=BASE:N` the first N of them.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ MOST_FOR_OPERATORS = 10_000
 def base_seed() -> int:
     """Drawn anew by each run; the same in all workers of a run."""
     if chosen := os.environ.get("AUTOPAR_PROGRAMS"):
-        return int(chosen)
+        return int(chosen.partition(":")[0])
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or os.urandom(4).hex()
     return int(run[:7], 16)
 
@@ -39,11 +40,16 @@ def base_seed() -> int:
 BASE = base_seed()
 
 
+def n_by_day() -> int:
+    n = os.environ.get("AUTOPAR_PROGRAMS", "").partition(":")[2]
+    return int(n) if n else BY_DAY[0]
+
+
 def chunks(n_programs: int, each: int) -> list[range]:
     return [range(k, min(k + each, n_programs)) for k in range(0, n_programs, each)]
 
 
-@pytest.mark.parametrize("numbers", chunks(*BY_DAY), ids=lambda r: f"{r.start}-{r.stop}")
+@pytest.mark.parametrize("numbers", chunks(n_by_day(), BY_DAY[1]), ids=lambda r: f"{r.start}-{r.stop}")
 def test_programs(numbers: range) -> None:
     check(numbers)
 
