@@ -49,7 +49,10 @@ def chunks(n_programs: int, each: int) -> list[range]:
     return [range(k, min(k + each, n_programs)) for k in range(0, n_programs, each)]
 
 
-@pytest.mark.parametrize("numbers", chunks(n_by_day(), BY_DAY[1]), ids=lambda r: f"{r.start}-{r.stop}")
+BY_DAY_CHUNKS = chunks(n_by_day(), BY_DAY[1])
+
+
+@pytest.mark.parametrize("numbers", BY_DAY_CHUNKS, ids=lambda r: f"{r.start}-{r.stop}")
 def test_programs(numbers: range) -> None:
     check(numbers)
 
