@@ -90,9 +90,8 @@ def module_step(
             used = {name: precision.used(parameter.dtype) for name, parameter in own.items()}
             before = {name: value.detach().clone() for name, value in twin.named_buffers()}
             cast_at_door(twin, precision)
-            terms = _Terms()
-            total, draws = _run(
-                twin, example_inputs, loss_fn, accumulation, seed, precision, used, terms
+            total, draws, largest = _run(
+                twin, example_inputs, loss_fn, accumulation, seed, precision, used
             )
         except AutoparError:
             raise
@@ -112,7 +111,7 @@ def module_step(
     unpaired = dict.fromkeys(name for draw in draws for name in draw.unpaired)
     drawn = tuple(draw.drawn for draw in draws)
     result = StepResult(total, gradients, after)
-    return ModuleStep(result, terms.largest, before, drawn, tuple(unpaired))
+    return ModuleStep(result, largest, before, drawn, tuple(unpaired))
 
 
 def _line(error: Exception) -> str | None:
@@ -130,29 +129,28 @@ def _run(
     seed: int,
     precision: Precision,
     used: Mapping[str, torch.dtype],
-    terms: _Terms,
-) -> tuple[Tensor, list[PositionalRandom]]:
-    """The loss, and the random numbers of each run; the gradients are in `twin`.
+) -> tuple[Tensor, list[PositionalRandom], float]:
+    """The loss, the random numbers of each run, and the largest number of backward; the gradients
+    are in `twin`.
 
-    used    parameter -> the dtype it is used in
-    terms   backward runs under it
+    used   parameter -> the dtype it is used in
     """
     n = accumulation.n if accumulation else 1
-    draws, losses = [], []
+    draws, losses, backward = [], [], _Largest()
     for i in range(n):
         rows = microbatch(example_inputs, accumulation, i) if accumulation else example_inputs
         with PositionalRandom(step_seed(seed, i) if accumulation else seed, precision) as draw:
             with precision.autocast():
                 loss = _loss(twin, rows, loss_fn, used) / n
-            with terms:
+            with backward:
                 loss.backward()
         draws.append(draw)
         losses.append(loss.detach())
-    return torch.stack(losses).sum(), draws
+    return torch.stack(losses).sum(), draws, backward.largest
 
 
-class _Terms(TorchDispatchMode):
-    """Sees what backward computes, but for views: those may be of weights."""
+class _Largest(TorchDispatchMode):
+    """The largest number that is computed; not scalars, nor views, which may be of weights."""
 
     def __init__(self) -> None:
         super().__init__()

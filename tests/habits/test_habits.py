@@ -1,4 +1,4 @@
-"""Every habit of the table on two ranks: by day under its first layout, at night under all."""
+"""Habits on two ranks: one in four by day, under its first layout; at night all, under all."""
 
 from __future__ import annotations
 

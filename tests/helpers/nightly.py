@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 nightly = pytest.mark.nightly
 # `one_in(n)`: of n cases of a test the first in ordinary runs, the others at night.
 one_in = pytest.mark.one_in
+first_by_day = one_in(sys.maxsize)
 
 
 def deal_cases(items: Iterable[pytest.Item]) -> None:
@@ -30,9 +32,3 @@ def sampled(every: Sequence[Any], few: Sequence[Any]) -> list[Any]:
     """Parameters of a test: `few` in ordinary runs, the rest of `every` at night."""
     assert set(few) <= set(every)
     return [case if case in few else pytest.param(*case, marks=nightly) for case in every]
-
-
-def first_by_day(every: Iterable[Any]) -> list[Any]:
-    """Parameters of a test: the first in ordinary runs, the others at night."""
-    first, *others = every
-    return [first, *(pytest.param(case, marks=nightly) for case in others)]

@@ -135,13 +135,15 @@ def held_tensors(
     }
 
 
-@pytest.mark.parametrize("precision", first_by_day(MIXED))
+@first_by_day
+@pytest.mark.parametrize("precision", MIXED)
 def test_state_on_one_rank(precision: str) -> None:
     check_bytes(precision, Manual())
 
 
-@pytest.mark.parametrize("layout", first_by_day(LAYOUTS))
-@pytest.mark.parametrize("precision", first_by_day(USED))
+@first_by_day
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("precision", USED)
 def test_parity_state_on_two_ranks(precision: str, layout: str, workers: Pool) -> None:
     workers(2).run(check_bytes, precision, LAYOUTS[layout])
 
@@ -168,7 +170,8 @@ class Kinds(nn.Module):
         return ((x @ self.a) @ self.b @ self.tied * self.c * self.d * self.n).float().sum()
 
 
-@pytest.mark.parametrize("precision", first_by_day(MIXED))
+@first_by_day
+@pytest.mark.parametrize("precision", MIXED)
 def test_dtypes_of_each_parameter(precision: str) -> None:
     program = capture(Kinds(), {"x": torch.ones(2, 4)}, precision=precision)
     infos = program.parameters.values()
@@ -196,8 +199,9 @@ def test_reduce_dtype_is_that_of_the_option() -> None:
     }
 
 
-@pytest.mark.parametrize("precision", first_by_day(MIXED))
-@pytest.mark.parametrize("half", first_by_day(HALF))
+@first_by_day
+@pytest.mark.parametrize("precision", MIXED)
+@pytest.mark.parametrize("half", HALF)
 def test_verify(half: torch.dtype, precision: str) -> None:
     case = CASES["gpt2"]
     report = autopar.verify(
@@ -237,7 +241,8 @@ def mixed(model: nn.Module, **options: Any) -> ParallelModule:
     )
 
 
-@pytest.mark.parametrize("half", first_by_day(HALF))
+@first_by_day
+@pytest.mark.parametrize("half", HALF)
 def test_weights_of_a_file_are_not_rounded(half: torch.dtype, tmp_path: Path) -> None:
     """A file in bfloat16 or float32 is read into float32, whatever the model's dtype."""
     torch.manual_seed(0)

@@ -29,30 +29,26 @@ HUNTS = bool(os.environ.get("AUTOPAR_HUNT"))
 MOST_FOR_OPERATORS = 10_000
 
 
-def base_seed() -> int:
-    """Drawn anew by each run; the same in all workers of a run."""
-    if chosen := os.environ.get("AUTOPAR_PROGRAMS"):
-        return int(chosen.partition(":")[0])
+def base_seed(chosen: str) -> int:
+    """Drawn anew by each run, unless it is chosen; the same in all workers of a run."""
+    if chosen:
+        return int(chosen)
     run = os.environ.get("PYTEST_XDIST_TESTRUNUID") or os.urandom(4).hex()
     return int(run[:7], 16)
 
 
-BASE = base_seed()
-
-
-def n_by_day() -> int:
-    n = os.environ.get("AUTOPAR_PROGRAMS", "").partition(":")[2]
-    return int(n) if n else BY_DAY[0]
+CHOSEN, _, CHOSEN_N = os.environ.get("AUTOPAR_PROGRAMS", "").partition(":")
+BASE = base_seed(CHOSEN)
+N_BY_DAY = int(CHOSEN_N or BY_DAY[0])
 
 
 def chunks(n_programs: int, each: int) -> list[range]:
     return [range(k, min(k + each, n_programs)) for k in range(0, n_programs, each)]
 
 
-BY_DAY_CHUNKS = chunks(n_by_day(), BY_DAY[1])
-
-
-@pytest.mark.parametrize("numbers", BY_DAY_CHUNKS, ids=lambda r: f"{r.start}-{r.stop}")
+@pytest.mark.parametrize(
+    "numbers", chunks(N_BY_DAY, BY_DAY[1]), ids=lambda r: f"{r.start}-{r.stop}"
+)
 def test_programs(numbers: range) -> None:
     check(numbers)
 
