@@ -25,6 +25,7 @@ from torch import fx
 from torch.utils import _pytree as pytree
 
 from autopar.capture.names import source_line
+from autopar.capture.overlaps import are_one_view, overlaps_itself, share_elements
 from autopar.capture.view_writes import CannotRebuild, rebuilt_after
 from autopar.errors import NotSupportedError
 
@@ -110,6 +111,8 @@ class _Functionaliser:
         }
 
     def run(self) -> dict[str, fx.Node]:
+        for node in self.order:  # before any argument is another value
+            _refuse_moved_reads(node)
         for node in self.order:
             if node.op != "call_function":
                 continue
@@ -261,20 +264,37 @@ def _parts(node: fx.Node) -> dict[fx.Node, Any]:
     while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
         source = node.args[0]
         is_cut = getattr(source.target, "overloadpacket", None) in CUTS_APART
-        if is_cut and node.target is operator.getitem and not _overlaps(source.all_input_nodes[0]):
+        whole = source.all_input_nodes[0] if is_cut else None
+        if whole is not None and node.target is operator.getitem and not _is_expanded(whole):
             found[source] = node.args[1]
         node = source
     return found
 
 
-def _overlaps(node: fx.Node) -> bool:
-    """May two elements share memory, as in an expanded tensor or in windows?"""
-    value, reach = node.meta["val"], 1
-    for stride, size in sorted(zip(value.stride(), value.shape, strict=True)):
-        if size > 1 and stride < reach:
-            return True
-        reach += (size - 1) * stride
-    return False
+def _refuse_moved_reads(node: fx.Node) -> None:
+    """`x.add_(x[:, :1])` reads elements that it has written, or not yet: torch leaves that open."""
+    if not isinstance(node.target, torch._ops.OpOverload) or not node.target._schema.is_mutable:
+        return
+    if (written := _written(node)) is None:
+        return
+    target = written.meta["val"]
+    for source in node.all_input_nodes:
+        read = source.meta.get("val")
+        if source is written or not isinstance(read, torch.Tensor):
+            continue
+        if not _memory(source) & _memory(written) or are_one_view(target, read):
+            continue
+        if target.itemsize != read.itemsize or share_elements(target, read):
+            raise NotSupportedError(
+                f"in-place operator `{node.target}` reads elements that it writes, at other places:"
+                " torch leaves its result open",
+                where=source_line(node),
+                hint="let it read a copy: x.add_(x[:, :1].clone())",
+            )
+
+
+def _is_expanded(node: fx.Node) -> bool:
+    return overlaps_itself(node.meta["val"])
 
 
 def _are_apart(a: fx.Node, b: fx.Node) -> bool:
