@@ -22,15 +22,15 @@ def share_elements(a: Tensor, b: Tensor) -> bool:
     if not a.numel() or not b.numel():
         return False
     # offset_a + sum(i * stride_a) = offset_b + sum(j * stride_b), for indices within the shapes
-    reaches: dict[int, list[int]] = {}
+    reaches: dict[int, tuple[int, int]] = {}
     for tensor, sign in ((a, 1), (b, -1)):
         for stride, size in zip(tensor.stride(), tensor.shape, strict=True):
             low, high = reaches.get(stride, (0, 0))
             end = sign * (size - 1)
-            reaches[stride] = [low + min(end, 0), high + max(end, 0)]
+            reaches[stride] = low + min(end, 0), high + max(end, 0)
     reaches.pop(0, None)
     terms = [(s, *reaches[s]) for s in sorted(reaches, reverse=True)]
-    return _reaches(b.storage_offset() - a.storage_offset(), terms)
+    return _reaches(int(b.storage_offset()) - int(a.storage_offset()), terms)
 
 
 def _reaches(distance: int, terms: Sequence[tuple[int, int, int]]) -> bool:
