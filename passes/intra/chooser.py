@@ -35,12 +35,12 @@ from autopar.passes.intra.repeated import (
     placed_once,
     repeated_problems,
 )
-from autopar.passes.solvers.choice import Solver, WorkLimit, most_columns, solve
+from autopar.passes.solvers.choice import Solver, WorkLimit, conflict, most_columns, solve
 from autopar.passes.solvers.eliminate import TooWide
-from autopar.passes.solvers.problem import Choice, Infeasible
+from autopar.passes.solvers.problem import Choice, ChoiceProblem, Infeasible
 from autopar.passes.solvers.repeats import RepeatedChoice, RepeatedSolution, RepeatedSolver
 from autopar.placement import Spec
-from autopar.program import OperatorStrategy, Recomputed, Storage, Strategy
+from autopar.program import OperatorStrategy, Program, Recomputed, Storage, Strategy
 from autopar.units import format_bytes
 
 # The solver stops this close to the optimum, because predictions are far coarser.
@@ -219,7 +219,8 @@ class Chooser:
         except TooWide:
             return None
         if isinstance(solution, Infeasible):
-            raise _infeasible(solution, budget_bytes, ask.cost)
+            program, numbers = self.folded.whole.program, whole.folded_problem.numbers
+            raise _infeasible(solution, numbers, program, budget_bytes, ask.cost)
         priced, runs_on = solver.problem, whole
         if ask.runs_on is not None:
             other, place = self._case(ask, ask.runs_on)
@@ -350,7 +351,7 @@ def choose(
         problem.numbers, solver, time_limit_s, gap_goal=ask.gap_goal, work_limit=CLOSE_GAP
     )
     if isinstance(solution, Infeasible):
-        raise _infeasible(solution, budget_bytes, ask.cost)
+        raise _infeasible(solution, problem.numbers, analysis.program, budget_bytes, ask.cost)
     priced = problem
     if ask.runs_on is not None:
         priced = built(ask.runs_on)
@@ -407,15 +408,30 @@ def _strategy(
     )
 
 
-def _infeasible(found: Infeasible, budget_bytes: float | None, cost: CostModel) -> InfeasibleError:
+def _infeasible(
+    found: Infeasible,
+    problem: ChoiceProblem,
+    program: Program,
+    budget_bytes: float | None,
+    cost: CostModel,
+) -> InfeasibleError:
     axes = ", ".join(f"{name}={size}" for name, size in cost.mesh.axes.items())
-    if budget_bytes is None or found.min_bytes is None:
-        return InfeasibleError(
-            "no plan satisfies the constraints together",
-            where=f"mesh ({axes})",
-            hint="relax forbid, force or the recipe",
-        )
-    return too_little_memory(budget_bytes, found.min_bytes, f"mesh ({axes})")
+    if budget_bytes is not None and found.min_bytes is not None:
+        return too_little_memory(budget_bytes, found.min_bytes, f"mesh ({axes})")
+    what = "no plan satisfies the constraints together"
+    names = dict.fromkeys(name.split()[0] for name in conflict(problem.merged()))
+    if names:
+        between = " and ".join(_place(program, name) for name in list(names)[:3])
+        what += f": no placements of {between} fit each other"
+    return InfeasibleError(
+        what, where=f"mesh ({axes})", hint="relax forbid, force or the recipe there"
+    )
+
+
+def _place(program: Program, name: str) -> str:
+    """A parameter, or an operator and its line."""
+    parameter = program.parameters.get(name)
+    return program.where(name) if parameter is None else f"`{parameter.name}`"
 
 
 def too_little_memory(

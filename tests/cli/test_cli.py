@@ -36,6 +36,9 @@ def test_help_is_what_it_was(run: Run, golden: Golden) -> None:
 
 def test_version(run: Run) -> None:
     assert run("--version").stdout == f"{autopar.__version__}\n"
+    command = [sys.executable, "-m", "autopar", "--version"]
+    printed = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    assert printed == f"{autopar.__version__}\n"
 
 
 def test_no_torch_is_imported_for_the_options() -> None:

@@ -123,7 +123,7 @@ def test_a_cut_link_ends_every_process_and_is_diagnosed(hosts: TwoHosts, tmp_pat
         assert re.search(rf"rank {rank}: step \d+, stage 0, action \S+, \w+ over dp", said)
     folders = (str(job.notes(0)), str(job.notes(1)))
     diagnosed = subprocess.run(
-        [sys.executable, "-m", "autopar.cli", "diagnose", *folders],
+        [sys.executable, "-m", "autopar", "diagnose", *folders],
         cwd=ROOT, text=True, capture_output=True, timeout=60, check=True,
     ).stdout  # fmt: skip
     assert "all ranks are in the same call" in diagnosed or "behind the others" in diagnosed

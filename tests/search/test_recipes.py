@@ -7,8 +7,10 @@ import math
 from dataclasses import replace
 
 import pytest
+import torch
 from torch import nn
 
+import autopar
 from autopar.capture import capture
 from autopar.errors import InfeasibleError, MeshError, OptionError
 from autopar.mesh import LogicalMesh, Mesh
@@ -153,3 +155,22 @@ def test_zero_3_is_tried_where_zero_1_does_not_fit() -> None:
     assert (free.candidate.name, lean.candidate.name) == (name.format(1), name.format(3))
     assert lean.predicted == alone.predicted
     assert lean.peak_bytes < free.peak_bytes
+
+
+class Looped(nn.Module):
+    """A layer that reads its own result, and a time beside it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(9, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for time in range(2):
+            x = x + self.layer(torch.cat([x, torch.full_like(x[:, :1], time)], -1)).tanh()
+        return x.square().mean()
+
+
+def test_a_recipe_that_a_model_cannot_have_names_what_conflicts() -> None:
+    """There is no sequence to shard."""
+    with pytest.raises(InfeasibleError, match=r"no placements of layer/add.* and `layer.bias` fit"):
+        autopar.plan(Looped(), cluster(2), {"x": torch.ones(8, 8)}, manual=Manual(tp=2, sp=True))

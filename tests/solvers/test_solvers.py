@@ -14,6 +14,7 @@ import pytest
 from autopar.errors import OptionError
 from autopar.passes.solvers.choice import (
     WorkLimit,
+    conflict,
     most_columns,
     reduce,
     solve,
@@ -218,6 +219,22 @@ def test_infeasible_says_the_least_bytes(solver: str) -> None:
     edge = replace(problem.edges[0], cost_s=np.full((1, 3), np.inf))
     forbidden = solve(replace(problem, edges=(edge,)), solver)  # type: ignore[arg-type]
     assert forbidden == Infeasible("forbidden choices and pairs rule out every choice", None)
+
+
+def test_a_conflict_names_the_variable_without_choices_and_what_takes_them() -> None:
+    """first - middle - last: of middle's choices first allows 0, last allows 1; other has none of
+    it. A conflict of more than pairs (no two-colouring of a triangle) is not named."""
+    zeros, names = np.zeros(2), ("first", "middle", "last", "other")
+    only = {0: np.array([[0.0, np.inf]] * 2), 1: np.array([[np.inf, 0.0]] * 2)}
+    tie = np.zeros((2, 2))
+    edges = Edge(0, 1, only[0], tie), Edge(2, 1, only[1], tie), Edge(1, 3, tie, tie)
+    problem = ChoiceProblem(names, (zeros,) * 4, (zeros,) * 4, (zeros,) * 4, edges)
+    assert conflict(problem) == ("middle", "first", "last")
+    assert conflict(replace(problem, edges=edges[1:])) == ()
+    unlike = np.diag([np.inf, np.inf])
+    triangle = tuple(Edge(a, b, unlike, tie) for a, b in ((0, 1), (1, 2), (0, 2)))
+    problem = ChoiceProblem(names[:3], (zeros,) * 3, (zeros,) * 3, (zeros,) * 3, triangle)
+    assert conflict(problem) == () and isinstance(solve(problem), Infeasible)
 
 
 def test_a_problem_without_variables_costs_nothing() -> None:

@@ -11,7 +11,7 @@ from autopar.passes.solvers.choice.brute_force import solve_brute_force
 from autopar.passes.solvers.choice.ilp import WorkLimit, most_columns, solve_ilp
 from autopar.passes.solvers.choice.lagrangian import Bracket, Hull, Point, search
 from autopar.passes.solvers.choice.message_passing import QUICK, Messages
-from autopar.passes.solvers.choice.reductions import reduce
+from autopar.passes.solvers.choice.reductions import conflict, reduce
 from autopar.passes.solvers.choice.select import (
     Solver,
     least_tie,
@@ -28,6 +28,7 @@ __all__ = [
     "Point",
     "Solver",
     "WorkLimit",
+    "conflict",
     "least_tie",
     "most_columns",
     "reduce",

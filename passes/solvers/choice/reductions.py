@@ -84,31 +84,75 @@ def restrict(reduced: Reduced, keep: Sequence[BoolArray]) -> Reduced:
 def drop_forbidden(reduced: Reduced, classes: Classes | None = None) -> Reduced | None:
     """Remove impossible choices until there are none; None: a variable loses all of its choices."""
     problem = reduced.problem
-    classes = classes or [(v,) for v in range(problem.n_variables)]
-    keep = [np.isfinite(c) for c in problem.cost_s]
-    hard = []
+    *_, keep = _possible(problem, classes or [(v,) for v in range(problem.n_variables)])
+    if not all(mask.any() for mask in keep):
+        return None
+    return reduced if all(mask.all() for mask in keep) else restrict(reduced, keep)
+
+
+def conflict(problem: ChoiceProblem) -> tuple[str, ...]:
+    """The name of a variable that loses all of its choices, and of its neighbours that take the
+    last of them; empty if pairs of choices alone do not show why there is none."""
+    rounds = list(_possible(problem, [(v,) for v in range(problem.n_variables)]))
+    empty = next((v for v, mask in enumerate(rounds[-1]) if not mask.any()), None)
+    if empty is None:
+        return ()
+    left = rounds[max(len(rounds) - 2, 0)]
+    takers = [
+        problem.names[pairs.there]
+        for pairs in _hard_pairs(problem)
+        if pairs.here == empty and (left[empty] & ~pairs.possible(left[pairs.there])).any()
+    ]
+    return problem.names[empty], *dict.fromkeys(takers)
+
+
+@dataclass(frozen=True, eq=False)
+class _HardPairs:
+    """[kinds, kinds]: may kinds of choices of two variables be together? `rows` and `columns` have
+    the kind of each choice, `here` and `there`."""
+
+    here: int
+    rows: Codes
+    there: int
+    columns: Codes
+    allowed: BoolArray
+
+    def possible(self, left_there: BoolArray) -> BoolArray:
+        """The choices here that one of the choices left there may be paired with."""
+        kinds = np.zeros(self.allowed.shape[1], dtype=bool)
+        kinds[self.columns[left_there]] = True
+        return np.any(self.allowed & kinds, axis=1)[self.rows]
+
+
+def _hard_pairs(problem: ChoiceProblem) -> Iterator[_HardPairs]:
+    """Of every edge that forbids a pair, seen from both ends."""
     for e in problem.edges:
         allowed = np.isfinite(e.cost_s)
         if not allowed.all():
             rows = codes_of(e.rows, problem.sizes[e.u])
             columns = codes_of(e.columns, problem.sizes[e.v])
-            hard += [(e.u, rows, e.v, columns, allowed), (e.v, columns, e.u, rows, allowed.T)]
-    changed = True
-    while changed:
-        changed = False
+            yield _HardPairs(e.u, rows, e.v, columns, allowed)
+            yield _HardPairs(e.v, columns, e.u, rows, allowed.T)
+
+
+def _possible(problem: ChoiceProblem, classes: Classes) -> Iterator[list[BoolArray]]:
+    """The choices that variables have left, round by round; the last round drops none, or leaves a
+    variable without any."""
+    keep = [np.isfinite(c) for c in problem.cost_s]
+    yield keep
+    hard = list(_hard_pairs(problem))
+    while all(mask.any() for mask in keep):
         alive = [mask.copy() for mask in keep]
-        for here, rows, there, columns, allowed in hard:
-            left_there = np.zeros(allowed.shape[1], dtype=bool)
-            left_there[columns[keep[there]]] = True
-            alive[here] &= np.any(allowed & left_there, axis=1)[rows]
+        for pairs in hard:
+            alive[pairs.here] &= pairs.possible(keep[pairs.there])
+        before, keep = keep, list(keep)
         for members in classes:
             left = np.logical_or.reduce([alive[v] for v in members])
-            changed |= any(left.sum() < keep[v].sum() for v in members)
             for v in members:
                 keep[v] = left
-    if not all(mask.any() for mask in keep):
-        return None
-    return reduced if all(mask.all() for mask in keep) else restrict(reduced, keep)
+        if all(left.sum() >= was.sum() for left, was in zip(keep, before, strict=True)):
+            return
+        yield keep
 
 
 def drop_dominated(reduced: Reduced, classes: Classes | None = None) -> Reduced:
