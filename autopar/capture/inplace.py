@@ -22,17 +22,22 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils import _pytree as pytree
 
 from autopar.capture.names import source_line
 from autopar.capture.overlaps import are_one_view, overlaps_itself, share_elements
-from autopar.capture.view_writes import CannotRebuild, rebuilt_after
+from autopar.capture.view_writes import (
+    CUTS,
+    WAS_IN_PLACE,
+    WRITTEN,
+    CannotRebuild,
+    bound_arguments,
+    rebuilt_after,
+    shares_memory,
+)
 from autopar.errors import NotSupportedError
 
 aten = torch.ops.aten
 
-# Meta key: the result must be cast back to the dtype the mutated tensor had.
-WAS_IN_PLACE = "was_in_place"
 # Composites that may return their input itself although their schema does not say so.
 MAY_RETURN_INPUT = frozenset(
     {
@@ -44,21 +49,8 @@ MAY_RETURN_INPUT = frozenset(
         aten.unsafe_split_with_sizes,
     }
 )
-# Their results are parts of one tensor that have no element in common.
-CUTS_APART = frozenset(
-    {
-        aten.chunk,
-        aten.split,
-        aten.split_with_sizes,
-        aten.tensor_split,
-        aten.unbind,
-        aten.unsafe_chunk,
-        aten.unsafe_split,
-        aten.unsafe_split_with_sizes,
-    }
-)
 # They change the shape of their input in place, and no element.
-RESHAPES: dict[Any, torch._ops.OpOverload] = {
+SHAPED_IN_PLACE: dict[Any, torch._ops.OpOverload] = {
     aten.transpose_.default: aten.transpose.int,
     aten.t_.default: aten.t.default,
     aten.squeeze_.default: aten.squeeze.default,
@@ -96,6 +88,8 @@ def functionalise(
 
     Raises `NotSupportedError`, naming the line, for any other visible mutation.
     """
+    for node in list(graph.find_nodes(op="call_function", target=aten.fill_diagonal_.default)):
+        _fill_through_view(node)
     return _Functionaliser(graph, stored, frozenset(buffers)).run()
 
 
@@ -122,7 +116,7 @@ class _Functionaliser:
                 if node.target == aten.batch_norm.default and self._keeps_statistics(node):
                     self._batch_norm(node)
                     continue
-                if node.target in RESHAPES and node.all_input_nodes[0].op == "call_function":
+                if node.target in SHAPED_IN_PLACE and node.all_input_nodes[0].op == "call_function":
                     self._reshape(node)
                     continue
                 if node.target._schema.is_mutable:
@@ -145,14 +139,14 @@ class _Functionaliser:
     def _reshape(self, node: fx.Node) -> None:
         """`x.transpose_(0, 1)`: later uses of x read the view."""
         (source,) = node.all_input_nodes
-        node.target = RESHAPES[node.target]
+        node.target = SHAPED_IN_PLACE[node.target]
         self.aliases.union(source, node)
         later = {user for user in source.users if self.order.get(user, -1) > self.order[node]}
         source.replace_all_uses_with(node, delete_user_cb=later.__contains__)
 
     def _batch_norm(self, node: fx.Node) -> None:
         """Make the new running statistics results; the first result stays the normalised tensor."""
-        bound = _bound(node)
+        bound = bound_arguments(node)
         node.target = BATCH_NORM
         node.args = tuple(bound[argument.name] for argument in BATCH_NORM._schema.arguments)
         node.kwargs = {}
@@ -169,11 +163,12 @@ class _Functionaliser:
             self._write(node, bound[name], results[index])
 
     def _keeps_statistics(self, node: fx.Node) -> bool:
-        bound = _bound(node)
+        bound = bound_arguments(node)
         return bool(bound["training"]) and bound["running_mean"] is not None
 
     def _write(self, node: fx.Node, target: fx.Node, value: fx.Node) -> None:
         """After `node`, `target` reads `value`, and so do the views that share its memory."""
+        value.meta[WRITTEN] = target
         members = self.aliases.members(target)
         for other in members:
             if other.op != "call_function" and other not in self.contents:
@@ -224,6 +219,22 @@ class _Functionaliser:
         return new
 
 
+def _fill_through_view(node: fx.Node) -> None:
+    """`x.fill_diagonal_(v)` is `x.diagonal().fill_(v)`, if x is no higher than wide."""
+    matrix, value = node.args[:2]
+    assert isinstance(matrix, fx.Node)
+    shape = matrix.meta["val"].shape
+    if len(shape) != 2 or shape[0] > shape[1]:
+        return
+    with node.graph.inserting_before(node):
+        view = node.graph.call_function(aten.diagonal.default, (matrix,))
+        fill = node.graph.call_function(aten.fill_.Scalar, (view, value))
+    for made in (view, fill):
+        made.meta = {**node.meta, "val": matrix.meta["val"].diagonal()}
+    node.replace_all_uses_with(matrix)
+    node.graph.erase_node(node)
+
+
 def _may_alias(node: fx.Node) -> list[fx.Node]:
     """The inputs that may share memory with the result."""
     if _is_fresh_output(node):
@@ -237,14 +248,7 @@ def _may_alias(node: fx.Node) -> list[fx.Node]:
         if argument.alias_info is not None:
             values = value if isinstance(value, (list, tuple)) else (value,)
             found += [v for v in values if isinstance(v, fx.Node)]
-    own = _memory(node)
-    return found + [source for source in node.all_input_nodes if own & _memory(source)]
-
-
-def _memory(node: fx.Node) -> set[int]:
-    """The storages of a traced value: fake tensors share them as real ones do."""
-    leaves = pytree.tree_leaves(node.meta.get("val"))
-    return {v.untyped_storage()._cdata for v in leaves if isinstance(v, torch.Tensor)}
+    return found + [source for source in node.all_input_nodes if shares_memory(node, source)]
 
 
 def _is_fresh_output(node: fx.Node) -> bool:
@@ -263,7 +267,7 @@ def _parts(node: fx.Node) -> dict[fx.Node, Any]:
     found = {}
     while node.op == "call_function" and node.args and isinstance(node.args[0], fx.Node):
         source = node.args[0]
-        is_cut = getattr(source.target, "overloadpacket", None) in CUTS_APART
+        is_cut = getattr(source.target, "overloadpacket", None) in CUTS
         whole = source.all_input_nodes[0] if is_cut else None
         if whole is not None and node.target is operator.getitem and not _is_expanded(whole):
             found[source] = node.args[1]
@@ -282,7 +286,7 @@ def _refuse_moved_reads(node: fx.Node) -> None:
         read = source.meta.get("val")
         if source is written or not isinstance(read, torch.Tensor):
             continue
-        if not _memory(source) & _memory(written) or are_one_view(target, read):
+        if not shares_memory(source, written) or are_one_view(target, read):
             continue
         if target.itemsize != read.itemsize or share_elements(target, read):
             raise NotSupportedError(
@@ -344,14 +348,6 @@ def _written(node: fx.Node) -> fx.Node | None:
     """The tensor that a mutable operator changes."""
     target = node.kwargs.get("out", node.args[0] if node.args else None)
     return target if isinstance(target, fx.Node) else None
-
-
-def _bound(node: fx.Node) -> dict[str, Any]:
-    """Every argument of a call by name, with defaults filled in."""
-    assert isinstance(node.target, torch._ops.OpOverload)
-    schema = node.target._schema.arguments
-    given = dict(zip((a.name for a in schema), node.args, strict=False)) | dict(node.kwargs)
-    return {a.name: given.get(a.name, a.default_value) for a in schema}
 
 
 def _refusal(node: fx.Node, why: str) -> NotSupportedError:

@@ -17,10 +17,10 @@ from torch import fx
 
 from autopar.capture.autocast import Autocast
 from autopar.capture.builder import Builder, TracedCall
-from autopar.capture.inplace import WAS_IN_PLACE
 from autopar.capture.names import source_line
 from autopar.capture.rewrites import decomposition, rewrite_of
 from autopar.capture.trace import GRAD_ENABLED, substitute
+from autopar.capture.view_writes import WAS_IN_PLACE, WRITTEN
 from autopar.errors import NotSupportedError
 from autopar.operators import function_of
 from autopar.rules import OpCall, has_rule, register_line
@@ -58,10 +58,22 @@ def normalise(
             return tuple(fx.node.map_arg(node.args[0], lambda n: env[n]))
         else:
             builder.grad_enabled = node.meta.get(GRAD_ENABLED, grad_enabled)
+            if WRITTEN in node.meta:
+                _check_write(builder, node, env[node.meta[WRITTEN]])
             args, kwargs = substitute((node.args, node.kwargs), env)
             env[node] = _emit(builder, node, args, kwargs, autocast)
             builder.grad_enabled = grad_enabled
     raise AssertionError("a graph without output")
+
+
+def _check_write(builder: Builder, node: fx.Node, before: Any) -> None:
+    """`node` is the new content of memory that held `before`."""
+    if not builder.grad_enabled and before in builder.has_grad:
+        raise NotSupportedError(
+            "an in-place operator changes, without gradients, a value that carries gradient",
+            where=source_line(node),
+            hint="use the out-of-place form, on x.detach() where no gradient is wanted",
+        )
 
 
 def _emit(
@@ -75,12 +87,6 @@ def _emit(
     if packet in ASSERTIONS:
         return None
     in_place = node.meta.get(WAS_IN_PLACE, False)
-    if in_place and not builder.grad_enabled and args[0] in builder.has_grad:
-        raise NotSupportedError(
-            f"`{node.target}` changes in place, without gradients, a value that carries gradient",
-            where=source_line(node),
-            hint="use the out-of-place form, on x.detach() where no gradient is wanted",
-        )
     _note_function(builder, node)
     args, kwargs = autocast.operands(builder, node.target, args, kwargs)
     call = TracedCall(node.target, args, dict(kwargs), node)

@@ -1,39 +1,81 @@
 """Writes through views: new values for the base and for its other views (`rebuilt_after`).
 
-    base' = scatter(base, written)    link by link, from the written view back to its base
-    view' = view(base')               for every other view that is read later
+    base' = inverse(written)    link by link, from the written view back to its base
+    view' = view(base')         for every other view that is read later
 
-A link can be undone only if it selects a known part of the base (`SCATTERS`), or all of a buffer
-(`buffer.detach()`; of a result, autograd would not see the write). A view can be rebuilt only if it
-is never a copy (`VIEWS`).
+A link is a call whose result lies in the memory of its first argument. It can be inverted where
+each element of the result has a known place in the base (`_inverse`). Gradients do not follow a
+write through `detach()`, so that is inverted for buffers alone. A view is rebuilt by calling it
+again.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection
+import operator
+from collections.abc import Callable, Collection, Mapping
+from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 aten = torch.ops.aten
 
-SCATTERS: dict[object, torch._ops.OpOverload] = {
-    aten.slice.Tensor: aten.slice_scatter.default,
-    aten.select.int: aten.select_scatter.default,
-}
-VIEWS = frozenset(
+# Meta key: the result must be cast back to the dtype the mutated tensor had.
+WAS_IN_PLACE = "was_in_place"
+# Meta key of the new content of memory, to the node that had the old one. It lies in memory of its
+# inputs, and is no view of them.
+WRITTEN = "written"
+# Result k is part k of the first argument along a dim; no two parts have an element in common.
+CUTS = frozenset(
     {
-        *SCATTERS,
-        aten.detach.default,
-        aten.view.default,
-        aten.expand.default,
-        aten.unsqueeze.default,
-        aten.squeeze.dim,
-        aten.permute.default,
-        aten.transpose.int,
-        aten.t.default,
+        aten.chunk,
+        aten.split,
+        aten.split_with_sizes,
+        aten.tensor_split,
+        aten.unbind,
+        aten.unsafe_chunk,
+        aten.unsafe_split,
+        aten.unsafe_split_with_sizes,
     }
 )
+PERMUTES = frozenset(
+    {
+        aten.transpose,
+        aten.swapaxes,
+        aten.swapdims,
+        aten.t,
+        aten.numpy_T,
+        aten.mT,
+        aten.permute,
+        aten.movedim,
+        aten.moveaxis,
+    }
+)
+# The elements in the same order, in another shape or the same one.
+RESHAPES = frozenset(
+    {
+        aten.view,
+        aten.view_as,
+        aten.reshape,
+        aten.reshape_as,
+        aten.flatten,
+        aten.ravel,
+        aten.unflatten,
+        aten.unsqueeze,
+        aten.squeeze,
+        aten.contiguous,
+        aten.alias,
+        aten.to,
+        aten.type_as,
+        aten.dropout,
+    }
+)
+# Their results depend on how the argument lies in memory.
+BY_STRIDES = frozenset({aten.as_strided})
+
+# (the value written to a view, new nodes) -> the value of what it views
+Inverse = Callable[[fx.Node, "_Inserted"], fx.Node]
 
 
 class CannotRebuild(Exception):
@@ -54,36 +96,91 @@ def rebuilt_after(
     """
     links = _links(target)
     base = _source(links[-1]) if links else target
-    for view in links:
-        is_same = view.target is aten.detach.default and base.op == "placeholder"
-        if view.target not in SCATTERS and not is_same:
-            raise CannotRebuild(view)
+    inverses = [_inverse(view, base) for view in links]
     for node in read_later:
         if (_source(above[-1]) if (above := _links(node)) else node) is not base:
             raise CannotRebuild(node)
-    at = write
-    for view in links:
-        if view.target not in SCATTERS:
-            continue
-        arguments = (_source(view), at, *view.args[1:])
-        at = _insert(write, at, SCATTERS[view.target], arguments, view.kwargs, _source(view))
-    new = {base: at}
+    inserted, value = _Inserted(write), write
+    for inverse in inverses:
+        value = inverse(value, inserted)
+    value.meta[WRITTEN] = base
+    new = {base: value}
     for node in read_later:
         for view in reversed(_links(node)):  # outermost first
             if view not in new:
                 arguments = (new[_source(view)], *view.args[1:])
-                at = _insert(write, at, view.target, arguments, view.kwargs, view)
-                new[view] = at
+                new[view] = inserted.like(view, view.target, arguments, view.kwargs)
     return new
+
+
+def shares_memory(a: fx.Node, b: fx.Node) -> bool:
+    """Have traced values a storage in common? Fake tensors share them as real ones do."""
+    return bool(storages(a) & storages(b))
+
+
+def storages(node: fx.Node) -> set[int]:
+    """The storages of a traced value."""
+    leaves = pytree.tree_leaves(node.meta.get("val"))
+    return {v.untyped_storage()._cdata for v in leaves if isinstance(v, torch.Tensor)}
+
+
+def bound_arguments(node: fx.Node) -> dict[str, Any]:
+    """Every argument of a call by name, with defaults filled in."""
+    assert isinstance(node.target, torch._ops.OpOverload)
+    schema = node.target._schema.arguments
+    given = dict(zip((a.name for a in schema), node.args, strict=False)) | dict(node.kwargs)
+    return {a.name: given.get(a.name, a.default_value) for a in schema}
+
+
+class _Inserted:
+    """Nodes after a write, in order, with its source line."""
+
+    def __init__(self, write: fx.Node) -> None:
+        self._graph, self._last = write.graph, write
+        self._origin = {
+            key: value
+            for key, value in write.meta.items()
+            if isinstance(key, str) and key not in ("val", WAS_IN_PLACE, WRITTEN)
+        }
+
+    def like(
+        self, of: fx.Node, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] = {}
+    ) -> fx.Node:
+        """A call with the fake value of a node."""
+        return self._call(of.meta["val"], target, args, kwargs)
+
+    def new(self, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any] = {}) -> fx.Node:
+        """A call of which fake tensors say the value."""
+        with torch.no_grad():
+            value = target(*fx.node.map_arg(args, lambda n: n.meta["val"]), **kwargs)
+        return self._call(value, target, args, kwargs)
+
+    def _call(
+        self, value: Any, target: Any, args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> fx.Node:
+        with self._graph.inserting_after(self._last):
+            self._last = self._graph.call_function(target, args, dict(kwargs))
+        self._last.meta = {"val": value, **self._origin}
+        return self._last
 
 
 def _links(node: fx.Node) -> list[fx.Node]:
     """The views from `node` back to its base, without the base."""
     links = []
-    while node.op == "call_function" and node.target in VIEWS:
+    while _is_view(node):
         links.append(node)
         node = _source(node)
     return links
+
+
+def _is_view(node: fx.Node) -> bool:
+    """Is it a function of the elements of its first argument, and in that one's memory?"""
+    if node.op != "call_function" or WRITTEN in node.meta or not node.args:
+        return False
+    source = node.args[0]
+    if not isinstance(source, fx.Node) or _packet(node) in BY_STRIDES:
+        return False
+    return shares_memory(node, source)
 
 
 def _source(view: fx.Node) -> fx.Node:
@@ -92,12 +189,76 @@ def _source(view: fx.Node) -> fx.Node:
     return source
 
 
-def _insert(
-    write: fx.Node, after: fx.Node, target: object, args: object, kwargs: object, like: fx.Node
-) -> fx.Node:
-    """A new node with the source line of `write` and the fake value of `like`."""
-    with write.graph.inserting_after(after):
-        node = write.graph.call_function(target, args, kwargs)  # type: ignore[arg-type]
-    node.meta = {k: v for k, v in write.meta.items() if isinstance(k, str)}
-    node.meta["val"] = like.meta["val"]
-    return node
+def _packet(node: fx.Node) -> Any:
+    return getattr(node.target, "overloadpacket", None)
+
+
+def _inverse(view: fx.Node, base: fx.Node) -> Inverse:
+    """What makes the value of the source of a view from the value written to the view."""
+    source, packet = _source(view), _packet(view)
+    if view.target is operator.getitem and _packet(source) in CUTS:
+        return _inverse_of_part(source, view.args[1])
+    if packet in CUTS:
+        return lambda value, _: value  # done with the part
+    if packet in (aten.slice, aten.select):
+        scatter = {aten.slice: aten.slice_scatter, aten.select: aten.select_scatter}[packet]
+        rest, kwargs = view.args[1:], view.kwargs
+        return lambda value, inserted: inserted.like(
+            source, scatter.default, (source, value, *rest), kwargs
+        )
+    if packet in RESHAPES or (packet is aten.detach and base.op == "placeholder"):
+        shape = list(source.meta["val"].shape)
+        return lambda value, inserted: inserted.like(source, aten.reshape.default, (value, shape))
+    if packet in PERMUTES:
+        order = _order_of_dims(view)
+        back = sorted(range(len(order)), key=order.__getitem__)
+        return lambda value, inserted: inserted.like(source, aten.permute.default, (value, back))
+    arguments = bound_arguments(view) if packet in (aten.narrow, aten.diagonal) else {}
+    if packet is aten.narrow and isinstance(start := arguments["start"], int):
+        return _inverse_of_slice(source, arguments["dim"], start, arguments["length"])
+    if packet is aten.diagonal:
+        return _inverse_of_diagonal(view, source, arguments)
+    raise CannotRebuild(view)
+
+
+def _inverse_of_part(call: fx.Node, index: Any) -> Inverse:
+    """Of part `index` of a call of `CUTS`."""
+    source, dim = _source(call), bound_arguments(call).get("dim", 0)
+    if _packet(call) is aten.unbind:
+        return lambda value, inserted: inserted.like(
+            source, aten.select_scatter.default, (source, value, dim, index)
+        )
+    sizes = [part.shape[dim] for part in call.meta["val"]]
+    return _inverse_of_slice(source, dim, sum(sizes[:index]), sizes[index])
+
+
+def _inverse_of_slice(source: fx.Node, dim: int, start: int, length: int) -> Inverse:
+    return lambda value, inserted: inserted.like(
+        source, aten.slice_scatter.default, (source, value, dim, start, start + length)
+    )
+
+
+def _inverse_of_diagonal(view: fx.Node, source: fx.Node, arguments: Mapping[str, Any]) -> Inverse:
+    """`where(is on the diagonal, written, source)`, of square matrices."""
+    where = [arguments[name] for name in ("offset", "dim1", "dim2")]
+    shape, (_, dim1, dim2) = source.meta["val"].shape, where
+    if shape[dim1] != shape[dim2]:
+        raise CannotRebuild(view)
+
+    def inverse(value: fx.Node, inserted: _Inserted) -> fx.Node:
+        ones = inserted.new(aten.ones_like.default, (value,))
+        written, is_written = (
+            inserted.new(aten.diag_embed.default, (v, *where)) for v in (value, ones)
+        )
+        chosen = inserted.new(aten.ne.Scalar, (is_written, 0))
+        return inserted.like(source, aten.where.self, (chosen, written, source))
+
+    return inverse
+
+
+def _order_of_dims(view: fx.Node) -> list[int]:
+    """Dim k of the result is dim order[k] of the source."""
+    n_dims = _source(view).meta["val"].dim()
+    probe = torch.empty([k + 2 for k in range(n_dims)], device="meta")  # all sizes differ
+    assert isinstance(view.target, torch._ops.OpOverload)
+    return [size - 2 for size in view.target(probe, *view.args[1:], **view.kwargs).shape]

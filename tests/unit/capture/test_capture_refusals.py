@@ -47,15 +47,9 @@ def _mutates_input(self: Any, a: torch.Tensor) -> torch.Tensor:
 
 def _mutates_a_copy_or_not(self: Any, a: torch.Tensor) -> torch.Tensor:
     y = self.linear(a)
-    maybe_a_view = y.reshape(-1)
+    maybe_a_view = y.t().reshape(-1)
     y.mul_(2)
     return maybe_a_view.sum()
-
-
-def _mutates_through_a_permutation(self: Any, a: torch.Tensor) -> torch.Tensor:
-    y = self.linear(a)
-    y.t().mul_(2)
-    return y.sum()
 
 
 def _mutates_without_gradient(self: Any, a: torch.Tensor) -> torch.Tensor:
@@ -84,6 +78,14 @@ def _writes_a_part_where_gradient_flows(self: Any, a: torch.Tensor) -> torch.Ten
     return y.sum()
 
 
+def _writes_all_of_a_view_where_gradient_flows(self: Any, a: torch.Tensor) -> torch.Tensor:
+    y = self.linear(a)
+    with torch.no_grad():
+        y.view(-1).fill_(1.0)
+        y.T.zero_()
+    return y.sum() + self.linear(a).sum()
+
+
 def _packs(self: Any, a: torch.Tensor) -> torch.Tensor:
     y = self.linear(a)[None]
     return nn.utils.rnn.pack_padded_sequence(y, torch.tensor([2]), batch_first=True).data.sum()
@@ -103,11 +105,11 @@ HERE, FORWARD = __file__, "capture_harness.py"
         (_takes_labels_from_parameters, "labels", FORWARD),
         (_mutates_input, "in-place", FORWARD),
         (_mutates_a_copy_or_not, "in-place", FORWARD),
-        (_mutates_through_a_permutation, "in-place", FORWARD),
         (_mutates_without_gradient, "in-place", FORWARD),
         (_writes_a_parameter, "parameter `linear.weight`", FORWARD),
         (_writes_where_gradient_flows, "without gradients", FORWARD),
         (_writes_a_part_where_gradient_flows, "without gradients", FORWARD),
+        (_writes_all_of_a_view_where_gradient_flows, "without gradients", FORWARD),
     ],
 )
 def test_what_cannot_be_captured_names_the_line(
