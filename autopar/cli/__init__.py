@@ -3,7 +3,7 @@
 Read `app` (all commands), `shell` (exit codes, errors, JSON, progress), `options` (planning flags),
 `models` and `plans` (MODEL|PLAN.json), `summary` (plans as JSON). Then one file per command:
 `operators` (ops), `passes`, `simulate`, `scaling` (simulate --scale), `compare`, `collectives`
-(cost), `validate`, `doctor`, `diagnose`. `python -m autopar` is the same.
+(cost), `validate`, `doctor`, `diagnose`. `__main__` is `python -m autopar.cli`.
 May import every room; nothing imports it. Commands import torch and autopar lazily: help is quick.
 Exit codes: 0 good, 1 a failed check (unequal ranks, a missing rule, an unhealthy machine), 2 wrong
 use or an `AutoparError`, whose message goes to stderr, or to stdout as JSON with `--json`.
