@@ -22,6 +22,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.utils import _pytree as pytree
 
 from autopar.capture.names import source_line
 from autopar.capture.overlaps import are_one_view, overlaps_itself, share_elements
@@ -100,6 +101,7 @@ class _Functionaliser:
         self.graph, self.stored = graph, stored
         self.order = {node: i for i, node in enumerate(graph.nodes)}
         self.aliases = _Aliases()
+        self.newer: dict[fx.Node, fx.Node] = {}  # a base -> the value that was written over it
         self.contents = {
             n: n.name for n in self.order if n.op == "placeholder" and n.name in buffers
         }
@@ -209,14 +211,21 @@ class _Functionaliser:
         is_later: Callable[[fx.Node], bool],
     ) -> dict[fx.Node, fx.Node]:
         try:
-            new = rebuilt_after(value, target, to_rebuild)
+            base, new = rebuilt_after(value, target, to_rebuild, self._content)
         except CannotRebuild as error:
             reader = next(filter(is_later, error.node.users), error.node)
             why = f"changes memory that `{reader}` reads through another view"
             raise _refusal(node, why) from error
         for made in new.values():
-            self.aliases.union(next(iter(new.values())), made)
+            self.aliases.union(target, made)
+        self.newer[base] = new[base]
         return new
+
+    def _content(self, base: fx.Node) -> fx.Node:
+        """What the memory of a base holds now."""
+        while base in self.newer:
+            base = self.newer[base]
+        return base
 
 
 def _fill_through_view(node: fx.Node) -> None:
@@ -237,18 +246,30 @@ def _fill_through_view(node: fx.Node) -> None:
 
 def _may_alias(node: fx.Node) -> list[fx.Node]:
     """The inputs that may share memory with the result."""
-    if _is_fresh_output(node):
+    sources, value = node.all_input_nodes, node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or _is_fresh_output(node):
         return []
-    if not isinstance(node.target, torch._ops.OpOverload):
-        return list(node.all_input_nodes)  # getitem
+    if not isinstance(node.target, torch._ops.OpOverload):  # one of several results
+        return [source for source in sources[0].all_input_nodes if shares_memory(node, source)]
     if node.target.overloadpacket in MAY_RETURN_INPUT:
-        return list(node.all_input_nodes[:1])
-    found: list[fx.Node] = []
-    for argument, value in zip(node.target._schema.arguments, node.args, strict=False):
-        if argument.alias_info is not None:
-            values = value if isinstance(value, (list, tuple)) else (value,)
-            found += [v for v in values if isinstance(v, fx.Node)]
-    return found + [source for source in node.all_input_nodes if shares_memory(node, source)]
+        named = set(sources[:1])
+    else:
+        named = {
+            leaf for i in _viewed(node.target) for leaf in pytree.tree_leaves(node.args[i : i + 1])
+        }
+    # A schema names what may be copied instead. Strides decide, and need not be eager's; so do
+    # dtypes, which are.
+    return [
+        source
+        for source in sources
+        if shares_memory(node, source)
+        or (source in named and source.meta["val"].dtype == value.dtype)
+    ]
+
+
+def _viewed(target: torch._ops.OpOverload) -> list[int]:
+    """The positions of arguments whose memory results may have, by the schema."""
+    return [i for i, a in enumerate(target._schema.arguments) if a.alias_info is not None]
 
 
 def _is_fresh_output(node: fx.Node) -> bool:

@@ -16,8 +16,6 @@ import torch
 from torch import fx, nn
 
 from autopar.capture.dependence import Depends, subgraph
-from autopar.capture.names import source_line
-from autopar.errors import NotSupportedError
 from autopar.program import Prologue
 
 aten = torch.ops.aten
@@ -35,12 +33,6 @@ def find_divisors(
     """
     found = set()
     for node in graph.nodes:
-        if node in counts and depends[node] == Depends.ANY:
-            raise NotSupportedError(
-                "the labels of a mean loss depend on parameters or random numbers",
-                where=source_line(node),
-                hint='use reduction="sum" and divide by a fixed number',
-            )
         if depends.get(node) != Depends.INPUT or _reads(node, leaves):
             continue
         if node in counts or (_divides(node) and _is_sum(node)):

@@ -74,8 +74,8 @@ RESHAPES = frozenset(
 # Their results depend on how the argument lies in memory.
 BY_STRIDES = frozenset({aten.as_strided})
 
-# (the value written to a view, new nodes) -> the value of what it views
-Inverse = Callable[[fx.Node, "_Inserted"], fx.Node]
+# (what is viewed, the value written to the view, new nodes) -> the new value of what is viewed
+Inverse = Callable[[fx.Node, fx.Node, "_Inserted"], fx.Node]
 
 
 class CannotRebuild(Exception):
@@ -87,30 +87,59 @@ class CannotRebuild(Exception):
 
 
 def rebuilt_after(
-    write: fx.Node, target: fx.Node, read_later: Collection[fx.Node]
-) -> dict[fx.Node, fx.Node]:
-    """Old node -> new node, for the base of `target` and for the views in `read_later`.
+    write: fx.Node,
+    target: fx.Node,
+    read_later: Collection[fx.Node],
+    content: Callable[[fx.Node], fx.Node],
+) -> tuple[fx.Node, dict[fx.Node, fx.Node]]:
+    """(the base of `target`, old node -> new node for that base and for the views in `read_later`).
 
-    `write` is the new value of `target`. New nodes are inserted right after it. Raises
-    `CannotRebuild` before it changes anything.
+    `write` is the new value of `target`; `content(base)` is what the memory of a base holds now.
+    New nodes are inserted right after the write. Raises `CannotRebuild` before it changes anything.
     """
-    links = _links(target)
-    base = _source(links[-1]) if links else target
+    links, base = _links(target, content)
     inverses = [_inverse(view, base) for view in links]
     for node in read_later:
-        if (_source(above[-1]) if (above := _links(node)) else node) is not base:
+        if _links(node, content)[1] is not base:
             raise CannotRebuild(node)
-    inserted, value = _Inserted(write), write
-    for inverse in inverses:
-        value = inverse(value, inserted)
+    inserted = _Inserted(write)
+    # A part of `CUTS` stays when another is written, so what it views may be of an older base.
+    before = _Views(base, base, content, inserted)
+    value = write
+    for view, inverse in zip(links, inverses, strict=True):
+        value = inverse(before.of(_source(view)), value, inserted)
     value.meta[WRITTEN] = base
-    new = {base: value}
-    for node in read_later:
-        for view in reversed(_links(node)):  # outermost first
-            if view not in new:
-                arguments = (new[_source(view)], *view.args[1:])
-                new[view] = inserted.like(view, view.target, arguments, view.kwargs)
-    return new
+    after = _Views(base, value, content, inserted)
+    return base, {base: value} | {node: after.of(node) for node in read_later}
+
+
+class _Views:
+    """Views of a base on its new value; those of `base` itself are the nodes there are."""
+
+    def __init__(
+        self,
+        base: fx.Node,
+        value: fx.Node,
+        content: Callable[[fx.Node], fx.Node],
+        inserted: _Inserted,
+    ) -> None:
+        self._content, self._inserted = content, inserted
+        self._made = {base: value}
+
+    def of(self, node: fx.Node) -> fx.Node:
+        """The base, or a view of it, on the new value."""
+        if not _is_view(node):
+            node = self._content(node)
+        if node not in self._made:
+            source = node.args[0]
+            assert isinstance(source, fx.Node)
+            seen = self.of(source)
+            self._made[node] = (
+                node
+                if seen is source
+                else self._inserted.like(node, node.target, (seen, *node.args[1:]), node.kwargs)
+            )
+        return self._made[node]
 
 
 def shares_memory(a: fx.Node, b: fx.Node) -> bool:
@@ -164,13 +193,13 @@ class _Inserted:
         return self._last
 
 
-def _links(node: fx.Node) -> list[fx.Node]:
-    """The views from `node` back to its base, without the base."""
+def _links(node: fx.Node, content: Callable[[fx.Node], fx.Node]) -> tuple[list[fx.Node], fx.Node]:
+    """The views from `node` back to its base, and what the base holds now."""
     links = []
     while _is_view(node):
         links.append(node)
         node = _source(node)
-    return links
+    return links, content(node)
 
 
 def _is_view(node: fx.Node) -> bool:
@@ -184,8 +213,11 @@ def _is_view(node: fx.Node) -> bool:
 
 
 def _source(view: fx.Node) -> fx.Node:
+    """What a view is of; a part of `CUTS` is of the tensor that is cut."""
     source = view.args[0]
     assert isinstance(source, fx.Node)
+    if view.target is operator.getitem and _packet(source) in CUTS:
+        return _source(source)
     return source
 
 
@@ -195,63 +227,61 @@ def _packet(node: fx.Node) -> Any:
 
 def _inverse(view: fx.Node, base: fx.Node) -> Inverse:
     """What makes the value of the source of a view from the value written to the view."""
-    source, packet = _source(view), _packet(view)
-    if view.target is operator.getitem and _packet(source) in CUTS:
-        return _inverse_of_part(source, view.args[1])
-    if packet in CUTS:
-        return lambda value, _: value  # done with the part
+    packet, of = _packet(view), _source(view)
+    if view.target is operator.getitem and view.all_input_nodes[0] is not of:
+        return _inverse_of_part(view.all_input_nodes[0], view.args[1])
     if packet in (aten.slice, aten.select):
         scatter = {aten.slice: aten.slice_scatter, aten.select: aten.select_scatter}[packet]
         rest, kwargs = view.args[1:], view.kwargs
-        return lambda value, inserted: inserted.like(
-            source, scatter.default, (source, value, *rest), kwargs
+        return lambda source, value, inserted: inserted.like(
+            of, scatter.default, (source, value, *rest), kwargs
         )
     if packet in RESHAPES or (packet is aten.detach and base.op == "placeholder"):
-        shape = list(source.meta["val"].shape)
-        return lambda value, inserted: inserted.like(source, aten.reshape.default, (value, shape))
+        shape = list(of.meta["val"].shape)
+        return lambda _, value, inserted: inserted.like(of, aten.reshape.default, (value, shape))
     if packet in PERMUTES:
         order = _order_of_dims(view)
         back = sorted(range(len(order)), key=order.__getitem__)
-        return lambda value, inserted: inserted.like(source, aten.permute.default, (value, back))
+        return lambda _, value, inserted: inserted.like(of, aten.permute.default, (value, back))
     arguments = bound_arguments(view) if packet in (aten.narrow, aten.diagonal) else {}
     if packet is aten.narrow and isinstance(start := arguments["start"], int):
-        return _inverse_of_slice(source, arguments["dim"], start, arguments["length"])
+        return _inverse_of_slice(of, arguments["dim"], start, arguments["length"])
     if packet is aten.diagonal:
-        return _inverse_of_diagonal(view, source, arguments)
+        return _inverse_of_diagonal(view, of, arguments)
     raise CannotRebuild(view)
 
 
 def _inverse_of_part(call: fx.Node, index: Any) -> Inverse:
     """Of part `index` of a call of `CUTS`."""
-    source, dim = _source(call), bound_arguments(call).get("dim", 0)
+    of, dim = _source(call), bound_arguments(call).get("dim", 0)
     if _packet(call) is aten.unbind:
-        return lambda value, inserted: inserted.like(
-            source, aten.select_scatter.default, (source, value, dim, index)
+        return lambda source, value, inserted: inserted.like(
+            of, aten.select_scatter.default, (source, value, dim, index)
         )
     sizes = [part.shape[dim] for part in call.meta["val"]]
-    return _inverse_of_slice(source, dim, sum(sizes[:index]), sizes[index])
+    return _inverse_of_slice(of, dim, sum(sizes[:index]), sizes[index])
 
 
-def _inverse_of_slice(source: fx.Node, dim: int, start: int, length: int) -> Inverse:
-    return lambda value, inserted: inserted.like(
-        source, aten.slice_scatter.default, (source, value, dim, start, start + length)
+def _inverse_of_slice(of: fx.Node, dim: int, start: int, length: int) -> Inverse:
+    return lambda source, value, inserted: inserted.like(
+        of, aten.slice_scatter.default, (source, value, dim, start, start + length)
     )
 
 
-def _inverse_of_diagonal(view: fx.Node, source: fx.Node, arguments: Mapping[str, Any]) -> Inverse:
+def _inverse_of_diagonal(view: fx.Node, of: fx.Node, arguments: Mapping[str, Any]) -> Inverse:
     """`where(is on the diagonal, written, source)`, of square matrices."""
     where = [arguments[name] for name in ("offset", "dim1", "dim2")]
-    shape, (_, dim1, dim2) = source.meta["val"].shape, where
+    shape, (_, dim1, dim2) = of.meta["val"].shape, where
     if shape[dim1] != shape[dim2]:
         raise CannotRebuild(view)
 
-    def inverse(value: fx.Node, inserted: _Inserted) -> fx.Node:
+    def inverse(source: fx.Node, value: fx.Node, inserted: _Inserted) -> fx.Node:
         ones = inserted.new(aten.ones_like.default, (value,))
         written, is_written = (
             inserted.new(aten.diag_embed.default, (v, *where)) for v in (value, ones)
         )
         chosen = inserted.new(aten.ne.Scalar, (is_written, 0))
-        return inserted.like(source, aten.where.self, (chosen, written, source))
+        return inserted.like(of, aten.where.self, (chosen, written, source))
 
     return inverse
 

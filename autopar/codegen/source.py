@@ -477,5 +477,5 @@ def _prologue(program: StageProgram) -> list[str]:
         if name == "return":
             out.append(f"    return ({expression})")
         else:
-            out.append(f"    {name} = torch.ops.{expression}")
+            out.append(f"    {name} = {expression}")
     return out

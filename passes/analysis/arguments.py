@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Mapping
 from typing import Any
 
@@ -36,10 +37,12 @@ def prologue_lines(graph: torch.fx.Graph) -> tuple[tuple[str, str], ...]:
         return device if isinstance(value, torch.device) else repr(value)
 
     for node in graph.nodes:
-        if node.op == "call_function":
+        if node.target is operator.getitem:
+            lines.append((node.name, f"{node.args[0]}[{node.args[1]!r}]"))
+        elif node.op == "call_function":
             args = _of_any_rows(node)
             words = [*map(word, args), *(f"{k}={word(v)}" for k, v in node.kwargs.items())]
-            lines.append((node.name, f"{node.target}({', '.join(words)})"))
+            lines.append((node.name, f"torch.ops.{node.target}({', '.join(words)})"))
         elif node.op == "output":
             lines.append(("return", ", ".join(map(str, node.args[0])) + ","))
     return tuple(lines)

@@ -17,6 +17,7 @@ from collections.abc import Collection, Sequence
 from autopar.placement import COLLECTIVES
 from autopar.program import (
     CallLine,
+    FunctionLine,
     JointLine,
     KernelLine,
     Local,
@@ -45,14 +46,29 @@ def with_loss_at_end(
         if line.phase == "param_gather" or math.prod(line.out.shape) != 1:
             continue
         later = _dependents(lines, i)
+        between = [x for k, x in enumerate(lines) if k > i and k not in later]
+        if any(_communicates(lines[k]) for k in later[1:]) and any(map(_communicates, between)):
+            continue  # calls would change places
         if any(stage.loss in lines[k].writes for k in later) and all(
             _may_wait(lines[k], single) and set(lines[k].writes).isdisjoint(kept) for k in later
         ):
             begun = StartLine(line, f"{line.out.name}_coming")
-            between = [x for k, x in enumerate(lines) if k > i and k not in later]
             rest = [WaitLine(line, begun.pending), *(lines[k] for k in later[1:])]
             return [*lines[:i], begun, *between, LossAtEnd(), *rest]
     return list(lines)
+
+
+def _communicates(line: JointLine) -> bool:
+    """Does it make calls in an order that ranks share? Gathers of parameters have none."""
+    match line:
+        case MoveLine():
+            return line.move.forward in COLLECTIVES
+        case CallLine():
+            return bool(line.inner)
+        case FunctionLine():
+            return bool(line.call.inner)
+        case _:
+            return False
 
 
 def _single_elements(stage: StageProgram, lines: Sequence[JointLine]) -> frozenset[str]:

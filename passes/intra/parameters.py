@@ -39,6 +39,7 @@ from autopar.program import Period, Storage
 
 PERIODS: tuple[Period, ...] = ("step", "micro", "use")
 Array = NDArray[np.float64]
+BoolArray = NDArray[np.bool_]
 Indices = NDArray[np.int64]
 
 
@@ -93,7 +94,7 @@ class ParameterMaker:
         spare = _spare_cell(tensor, sizes)
         if spare is not None:
             cells.setdefault(spare)
-        return self._by_recipe(_storage_specs(tensor, tuple(cells), sizes))
+        return self._by_recipe(_storage_specs(tensor, tuple(cells), sizes), used)
 
     def _with_periods(self, name: str, specs: Sequence[Spec]) -> tuple[Storage, ...]:
         fixed = self.limits.constraints.storage.get(name)
@@ -106,14 +107,24 @@ class ParameterMaker:
         )
         return tuple(s for s in kept if self.limits.storage_allowed(name, s))
 
-    def _by_recipe(self, specs: tuple[Spec, ...]) -> tuple[Spec, ...]:
-        """Under a ZeRO recipe, the specs sharded on every data axis; all if there are none."""
-        constraints = self.limits.constraints
-        if not constraints.zero:
+    def _by_recipe(self, specs: tuple[Spec, ...], used: Sequence[Spec]) -> tuple[Spec, ...]:
+        """Under a ZeRO recipe, the specs that a use may be stored in."""
+        if not self.limits.constraints.zero:
             return specs
+        fits = self._fit_recipe(specs, used)
+        return tuple(spec for spec, row in zip(specs, fits, strict=True) if row.any()) or specs
+
+    def _fit_recipe(self, stored: Sequence[Spec], used: Sequence[Spec]) -> BoolArray:
+        """[stored, used]: under a ZeRO recipe, sharded on every data axis beside what the use
+        shards; where no spec is, whole on these axes."""
+        constraints = self.limits.constraints
         data = [a for a in self.cases.active_axes if constraints.role(a) == "data"]
-        sharded = tuple(s for s in specs if all(s.placements[a].is_shard for a in data))
-        return sharded or specs
+        fits = np.array([[self.limits.fits_recipe(s, u) for u in used] for s in stored], dtype=bool)
+        if not constraints.zero:
+            return fits
+        sharded = np.array([all(s.placements[a].is_shard for a in data) for s in stored])
+        among = fits & sharded[:, None]
+        return np.where(among.any(axis=0), among, fits)
 
     def storage_costs(self, tensor: TensorType, storages: Storages) -> tuple[Array, Array, Array]:
         """(update seconds [cases, storages], preference [storages], static bytes [cases,
@@ -168,9 +179,9 @@ class ParameterMaker:
         allowed = np.array([self._periods_allowed(storages, g) for g in (False, True)])
         fits = np.ones((len(storages), len(uses)), dtype=bool)
         if self.limits.constraints.zero is not None:
-            fit = self.limits.fits_recipe
-            of = {spec: [fit(spec, use) for use in uses] for spec in {s.spec for s in storages}}
-            fits[:] = [of[s.spec] for s in storages]
+            specs = list(dict.fromkeys(s.spec for s in storages))
+            rows_of = dict(zip(specs, self._fit_recipe(specs, uses), strict=True))
+            fits[:] = [rows_of[s.spec] for s in storages]
         at = np.array([distinct[row] for row in rows])
         periods = np.array([PERIODS.index(s.period) for s in storages])
         tensor = tables.tensors[0]

@@ -194,3 +194,91 @@ def test_sums_of_gradients_have_the_strides_that_kernels_were_recorded_with() ->
     x = torch.randn(4, 4, 8, dtype=torch.float64)
     report = autopar.verify(Norms().double(), (1, 1), {"x": x}, precision="fp64")
     assert report.ok, report.text()
+
+
+class Labels(nn.Module):
+    """Labels of mean losses that operators with several results, or random numbers, make."""
+
+    def __init__(self, body: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer, self.body = nn.Linear(4, 4), body
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return self.body(self.layer, x, y)
+
+
+def mixed_up(layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    order, share = torch.randperm(len(x)), 0.3
+    logits = layer(x * (1 - share) + x[order] * share)
+    first = F.cross_entropy(logits, y[:, 0]) * (1 - share)
+    return first + share * F.cross_entropy(logits, y[order, 0], ignore_index=2)
+
+
+def guessed(layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+    sure, guess = layer(x).detach().softmax(-1).max(-1)
+    return F.cross_entropy(layer(x * 1.1), torch.where(sure > 0.3, guess, -100))
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        lambda layer, x, y: F.cross_entropy(layer(x), y.unbind(1)[0]),
+        lambda layer, x, y: F.nll_loss(layer(x).log_softmax(-1), y.max(1)[1]),
+        mixed_up,
+        guessed,
+    ],
+)
+def test_labels_that_are_made_in_forward(body: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
+    x, y = torch.randn(8, 4, dtype=torch.float64), torch.randint(4, (8, 2))
+    for mesh, manual in (((1, 1), Manual()), ((1, 2), Manual(dp=2)), ((1, 2), Manual(pp=2))):
+        batch = {"x": x, "y": y}
+        net = Labels(body).double()
+        report = autopar.verify(net, mesh, batch, precision="fp64", manual=manual)
+        assert report.ok, report.text()
+
+
+class Judged(nn.Module):
+    """Running statistics are gathered between two reductions on the loss's way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.make = nn.Conv2d(3, 3, 1)
+        self.judge = nn.Sequential(
+            nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 1),
+            nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 1, 1),
+        )  # fmt: skip
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        made = self.make(x)
+        first, second = self.judge(made), self.judge(y)
+        loss = first.square().mean() + (made - y).abs().mean() + 1 - (made * y).mean()
+        return loss + second.square().mean()
+
+
+def test_calls_keep_their_order_beside_a_loss_that_waits() -> None:
+    batch = {name: torch.rand(8, 3, 8, 8, dtype=torch.float64) for name in "xy"}
+    manual = Manual(tp=2, sp=True)
+    report = autopar.verify(Judged().double(), (1, 2), batch, precision="fp64", manual=manual)
+    assert report.ok, report.text()
+
+
+class Hidden(nn.Module):
+    """Masked places get a vector that is trained, as wav2vec 2's do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.mark = nn.Linear(4, 4), nn.Parameter(torch.randn(4))
+        self.rows = nn.Parameter(torch.randn(6, 4))
+
+    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
+        h = self.layer(x)
+        h[mask] = self.mark
+        h[mask[:, 0]] = self.rows
+        return h.square().mean()
+
+
+def test_masked_places_get_a_vector() -> None:
+    batch = {"x": torch.randn(4, 6, 4, dtype=torch.float64), "mask": torch.rand(4, 6) > 0.5}
+    for manual in (Manual(dp=2), Manual(tp=2)):
+        report = autopar.verify(Hidden().double(), (1, 2), batch, precision="fp64", manual=manual)
+        assert report.ok, report.text()

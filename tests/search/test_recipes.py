@@ -174,3 +174,14 @@ def test_a_recipe_that_a_model_cannot_have_names_what_conflicts() -> None:
     """There is no sequence to shard."""
     with pytest.raises(InfeasibleError, match=r"no placements of layer/add.* and `layer.bias` fit"):
         autopar.plan(Looped(), cluster(2), {"x": torch.ones(8, 8)}, manual=Manual(tp=2, sp=True))
+
+
+def test_zero_leaves_whole_what_does_not_divide_beside_tp() -> None:
+    """Rows of 3 on each rank of tp: of two on "data", none has a part of them."""
+    batch = {"input": torch.ones(8, 3)}
+    plan = autopar.plan(
+        nn.Linear(3, 6, bias=False), cluster(2, 2), batch,
+        loss_fn=lambda out, _: out.square().mean(), manual=Manual(dp=2, tp=2, zero=1),
+    )  # fmt: skip
+    (stored,) = plan.data.parameters.values()
+    assert stored.startswith("I S(0)")

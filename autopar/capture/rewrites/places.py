@@ -97,19 +97,20 @@ def _numbers_rows(rows: fx.Node, shape: tuple[int, ...]) -> bool:
 
 
 def index_put(b: Builder, call: TracedCall) -> fx.Node | None:
-    """`x[mask] = number` as `where`; the mask covers the leading dims of x."""
+    """`x[mask] = number`, and of a vector, as `where`; the mask covers the leading dims of x, the
+    vector those behind."""
     bound = call.bind()
     source, (mask, *others), value = bound["self"], bound["indices"], bound["values"]
     written = value.meta["val"]
-    is_number = written.numel() == 1 and written.dim() <= 1
-    if others or mask is None or mask.meta["val"].dtype != torch.bool or not is_number:
-        return None
-    if bound["accumulate"]:
+    if others or mask is None or mask.meta["val"].dtype != torch.bool or bound["accumulate"]:
         return None
     shape, rank = tuple(source.meta["val"].shape), mask.meta["val"].dim()
+    is_number = written.numel() == 1 and written.dim() <= 1
+    if not is_number and written.dim() > len(shape) - rank:
+        return None  # it may have an entry for each place
     if len(shape) > rank:
         mask = b.op(aten.reshape.default, mask, [*shape[:rank], *[1] * (len(shape) - rank)])
-    if written.dim():
+    if is_number and written.dim():
         value = b.op(aten.reshape.default, value, [])
     return b.op(aten.where.self, mask, value, source)
 

@@ -179,7 +179,7 @@ def randint(b: Builder, call: TracedCall) -> fx.Node | None:
 
 
 def randperm(b: Builder, call: TracedCall) -> fx.Node | None:
-    return b.op(aten.argsort.default, uniform(b, call.shape, torch.float64))
+    return b.getitem(b.op(aten.sort.default, uniform(b, call.shape, torch.float64)), 1)
 
 
 RANDOM_REWRITES: dict[Any, Rewrite] = {

@@ -16,7 +16,11 @@ from torch.fx.experimental.symbolic_shapes import GuardOnDataDependentSymNode
 
 from autopar.capture.trace.exchange import Exchange
 
-_LOGGERS = ("torch.fx.experimental.symbolic_shapes", "torch.export._trace")
+_LOGGERS = (
+    "torch.fx.experimental.symbolic_shapes",
+    "torch.export._trace",
+    "torch._subclasses.fake_tensor",
+)
 
 
 @contextmanager

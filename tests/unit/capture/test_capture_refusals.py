@@ -7,7 +7,6 @@ from typing import Any
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch import nn
 
 from autopar.capture import capture
@@ -33,11 +32,6 @@ def _keeps_a_tensor(self: Any, a: torch.Tensor) -> torch.Tensor:
 
 def _fails(self: Any, a: torch.Tensor) -> torch.Tensor:
     return self.no_such_thing(a)
-
-
-def _takes_labels_from_parameters(self: Any, a: torch.Tensor) -> torch.Tensor:
-    y = self.linear(a)
-    return F.cross_entropy(y, y.argmax(-1))
 
 
 def _mutates_input(self: Any, a: torch.Tensor) -> torch.Tensor:
@@ -102,7 +96,6 @@ HERE, FORWARD = __file__, "capture_harness.py"
         (_reads_a_number, "depends on the data", ""),
         (_keeps_a_tensor, "self.kept", ""),
         (_fails, "no_such_thing", HERE),
-        (_takes_labels_from_parameters, "labels", FORWARD),
         (_mutates_input, "in-place", FORWARD),
         (_mutates_a_copy_or_not, "in-place", FORWARD),
         (_mutates_without_gradient, "in-place", FORWARD),

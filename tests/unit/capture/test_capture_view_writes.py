@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from autopar.errors import NotSupportedError
@@ -124,6 +125,32 @@ def _parts_read_later(self: Any, a: Tensor) -> Tensor:
         of.mul_(3)
         of[:, 0] = -0.7
     return (left * right).sum() + rows[1].exp().sum() + (self.linear(first) ** 2).sum()
+
+
+def _parts_written_in_turn(self: Any, a: Tensor) -> Tensor:
+    z, y = a.clone(), self.linear(a)
+    for row in z:
+        row.mul_(0.5)
+    left, right = z.chunk(2, -1)
+    right.t()[0].add_(1)
+    left.view(3, 2)[1].mul_(3)
+    right.sub_(left)
+    first, rest = z[1:].tensor_split([1])
+    first.exp_()
+    rest.unsqueeze(0).neg_()
+    return (y * z).sum() + (y[:, :2] * right).exp().sum() + (y[1] * first).sum()
+
+
+def _copies(self: Any, a: Tensor) -> Tensor:
+    """In another dtype, and broadcast beside others."""
+    marks, weight = (a > 0).float(), self.linear.weight.float()
+    marks.masked_fill_(marks == 0, -2.0)
+    weight *= 0.5
+    y = self.linear(a)
+    near = F.mse_loss(a, y.detach())
+    places = (a * 3).long().clamp_(0, 2)
+    y += 1
+    return near + (y * marks + places).sum() + F.linear(a.float(), weight).sum().double()
 
 
 def _in_another_order(self: Any, a: Tensor) -> Tensor:
@@ -248,6 +275,8 @@ def test_reads_of_what_is_written_elsewhere_are_refused(write: Callable[[Tensor]
         _turned_in_place,
         _parts,
         _parts_read_later,
+        _parts_written_in_turn,
+        _copies,
         _in_another_order,
         _in_another_shape,
         _diagonals,
