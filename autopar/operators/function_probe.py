@@ -153,7 +153,8 @@ class _Watch(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise UnsupportedFunctionError(
                 f"{self.name} draws random numbers ({func})",
-                "draw them in the model's forward, and pass them as an argument",
+                "draw plain numbers (torch.rand, torch.randn) in the model's forward and pass them as "
+                "an argument, or draw outside of the model and pass them as an input",
             )
         if func.namespace in _COMMUNICATION:
             raise UnsupportedFunctionError(

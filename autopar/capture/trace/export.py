@@ -51,8 +51,8 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = (str(Path(__file__).parents[1]), str(Path(operators.__file__).parent))
 _DATA_DEPENDENT_HINT = (
-    "use masks and torch.where, so that every shape is known before the step; what never changes, "
-    "such as a graph, may be a buffer"
+    "use masks and torch.where, so that every shape is known before the step (counts: index_add_ "
+    "for bincount); what never changes, such as a graph, may be a buffer"
 )
 # Refusals that values of constants may lift.
 _OF_VALUES: tuple[tuple[str, str], ...] = (
@@ -65,7 +65,8 @@ _OF_VALUES: tuple[tuple[str, str], ...] = (
     ("PendingUnbackedSymbol", _DATA_DEPENDENT_HINT),
     (
         "DataDependentOutput",
-        "a Python number is read from a tensor; keep the computation in tensors",
+        "a Python number is read from a tensor; keep the computation in tensors "
+        "(x.index_select(0, i) for x[i])",
     ),
 )
 _HINTS: tuple[tuple[str, str], ...] = (
