@@ -270,18 +270,26 @@ class ProblemBuilder:
             self._connect_shared_parameter(name, index, readers)
 
     def _connect_shared_parameter(self, name: str, index: int, readers: Sequence[Consumer]) -> None:
-        """Equal uses agree; uses of two kinds choose a pair, converted once where they agree."""
+        """Equal uses that can agree do; uses of two kinds choose a pair, converted once where they
+        agree."""
         alike: dict[tuple[str, int], list[Consumer]] = {}
         for reader in readers:
             alike.setdefault(reader.kind, []).append(reader)
-        clusters = list(alike.values())
-        domains = [self.variables[c[0].variable].specs[name].distinct for c in clusters]
+        clusters, domains = list[list[Consumer]](), list[tuple[Spec, ...]]()
+        for cluster in alike.values():
+            for options, members in self._sharing(name, [reader.variable for reader in cluster]):
+                clusters.append([reader for reader in cluster if reader.variable in members])
+                domains.append(tuple(options))
         if len(clusters) == 2 and len(domains[0]) * len(domains[1]) <= MAX_PAIRS:
             columns: tuple[SpecColumn, ...] = self.priced.placed.pairs(*domains)
         else:
             common = tuple(s for s in domains[0] if all(s in d for d in domains[1:]))
             if not common:
-                raise InfeasibleError(f"the uses of {name} have no placement in common")
+                parameter = self.program.parameters[name].name
+                raise InfeasibleError(
+                    f"the uses of `{parameter}` have no placement in common",
+                    hint="relax forbid, force or the recipe there",
+                )
             columns = (self.priced.placed.column(common),) * len(clusters)
         shared = self._add_variable(
             f"{name} used", {f"{name}:{k}": c for k, c in enumerate(columns)}
@@ -320,6 +328,10 @@ class ProblemBuilder:
             self.edges.append(Edge(index, target, *found.arrays, None, uses[0].code))
         else:
             found = self.priced.shared_conversions(*known, uses, each_use)
+            if not np.isfinite(found.arrays[0]).any():  # no storage is the recipe's for both
+                found = self.priced.shared_conversions(
+                    self.maker.without_recipe, *known[1:], uses, each_use
+                )
             self.edges.append(Edge(index, target, *found.arrays))
         self.hidable[index] = found.hidable
         self.may_be_last[index] = of.may_be_last

@@ -244,13 +244,13 @@ class AppliedConstraints:
                 return False
         return True
 
-    def period_allowed(self, period: Period, gathers: bool) -> bool:
+    def period_allowed(self, period: Period, gathers: bool, is_recipe: bool) -> bool:
         """May a parameter be converted with this period, in a conversion that `gathers` it?"""
         forbid, zero = self.constraints.forbid, self.constraints.zero
         if not gathers:
             return period == "step"
         level = {"step": 1, "micro": 2, "use": 3}[period]
-        return f"zero{level}" not in forbid and zero in (None, level)
+        return f"zero{level}" not in forbid and (zero in (None, level) or not is_recipe)
 
     def fits_recipe(self, stored: Spec, use: Spec) -> bool:
         """With a given `zero`: is it sharded for storage alone only on "data" axes?"""

@@ -10,8 +10,8 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property, lru_cache
+from dataclasses import dataclass, replace
+from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
@@ -60,6 +60,12 @@ class ParameterMaker:
     hiding: Hiding
     gathering: Mapping[str, Gathering]
     counted: Array
+    is_recipe: bool = True  # are conversions those of `constraints.zero`, if it is given?
+
+    @property
+    def without_recipe(self) -> ParameterMaker:
+        """The same, with conversions that a search may choose."""
+        return replace(self, is_recipe=False)
 
     @cached_property
     def sizes(self) -> tuple[tuple[int, ...], ...]:
@@ -178,7 +184,7 @@ class ParameterMaker:
         paths = tables.once(on, lambda: path_costs(tables, *on))
         allowed = np.array([self._periods_allowed(storages, g) for g in (False, True)])
         fits = np.ones((len(storages), len(uses)), dtype=bool)
-        if self.limits.constraints.zero is not None:
+        if self.is_recipe and self.limits.constraints.zero is not None:
             specs = list(dict.fromkeys(s.spec for s in storages))
             rows_of = dict(zip(specs, self._fit_recipe(specs, uses), strict=True))
             fits[:] = [rows_of[s.spec] for s in storages]
@@ -202,8 +208,8 @@ class ParameterMaker:
 
     def _periods_allowed(self, storages: Sequence[Storage], gathers: bool) -> NDArray[np.bool_]:
         """[storages, 1]: may a parameter be converted with the storage's period?"""
-        may = self.limits.period_allowed
-        return np.array([[may(s.period, gathers)] for s in storages], dtype=bool)
+        may = partial(self.limits.period_allowed, gathers=gathers, is_recipe=self.is_recipe)
+        return np.array([[may(s.period)] for s in storages], dtype=bool)
 
 
 class Uses(NamedTuple):

@@ -144,7 +144,7 @@ class Priced:
         uses: SpecColumn, use: Uses,
     ) -> ConversionCosts:  # fmt: skip
         """Seconds, ties and bytes of converting every storage to every spec that is used."""
-        key = (tables, Same(storages), Same(uses.distinct), use)
+        key = (tables, Same(storages), Same(uses.distinct), use, maker.is_recipe)
         if key not in self._conversions:
             found = maker.conversions(tables, storages, uses.distinct, use)
             arrays, hidable = found[:3], found[3]
@@ -159,7 +159,7 @@ class Priced:
 
         If a choice places the parameter alike for all kinds, it is converted once.
         """
-        key = (tables, Same(storages), uses, each_use)
+        key = (tables, Same(storages), uses, each_use, maker.is_recipe)
         if key not in self._conversions:
             alike = all_alike(uses)
             all_uses = each_use[0]._replace(

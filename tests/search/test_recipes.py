@@ -157,23 +157,30 @@ def test_zero_3_is_tried_where_zero_1_does_not_fit() -> None:
     assert lean.peak_bytes < free.peak_bytes
 
 
-class Looped(nn.Module):
-    """A layer that reads its own result, and a time beside it."""
+class Reused(nn.Module):
+    """A weight that a layer reads, and others read in other ways: two, or three."""
 
-    def __init__(self) -> None:
+    def __init__(self, n_ways: int) -> None:
         super().__init__()
-        self.layer = nn.Linear(9, 8)
+        self.layer, self.n_ways = nn.Linear(4, 4), n_ways
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for time in range(2):
-            x = x + self.layer(torch.cat([x, torch.full_like(x[:, :1], time)], -1)).tanh()
-        return x.square().mean()
+        weight, h = self.layer.weight, self.layer(x)
+        loss = (h * self.layer(x).max(-1)[0][:, None]).mean() + weight.norm()
+        return loss if self.n_ways == 2 else loss + weight.logsumexp(1).sum()
+
+
+@pytest.mark.parametrize("sp", [False, True])
+def test_a_recipe_converts_what_is_read_in_two_ways(sp: bool) -> None:
+    batch = {"x": torch.randn(8, 4, dtype=torch.float64)}
+    manual = Manual(tp=2, sp=sp)
+    report = autopar.verify(Reused(2).double(), (1, 2), batch, precision="fp64", manual=manual)
+    assert report.ok, report.text()
 
 
 def test_a_recipe_that_a_model_cannot_have_names_what_conflicts() -> None:
-    """There is no sequence to shard."""
-    with pytest.raises(InfeasibleError, match=r"no placements of layer/add.* and `layer.bias` fit"):
-        autopar.plan(Looped(), cluster(2), {"x": torch.ones(8, 8)}, manual=Manual(tp=2, sp=True))
+    with pytest.raises(InfeasibleError, match=r"the uses of `layer\.weight` have no placement in"):
+        autopar.plan(Reused(3), cluster(2), {"x": torch.ones(8, 4)}, manual=Manual(tp=2))
 
 
 def test_zero_leaves_whole_what_does_not_divide_beside_tp() -> None:
