@@ -153,7 +153,9 @@ class StepLoss(Tensor):
         """Raise `NotSupportedError`: `pm.step` runs backward."""
         raise NotSupportedError(
             "loss.backward() after pm.step, which has run backward already",
-            hint="leave it out; pm.step(..., weight=1 / n) scales gradients, for one of n batches",
+            hint="leave it out; for a term that was added to the loss, call backward() of the term "
+            "alone: penalty.backward() adds its gradients to those of the step. "
+            "pm.step(..., weight=1 / n) scales gradients, for one of n batches",
         )
 
     @classmethod
