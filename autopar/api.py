@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from autopar.capture import check_kind
 from autopar.errors import OptionError
 from autopar.mesh import Mesh
 from autopar.module import ParallelModule
@@ -33,6 +34,7 @@ def plan(model: nn.Module, mesh: Any, example_inputs: ExampleInputs, **options: 
     Raises `CaptureError`, `MissingRuleError`, `InfeasibleError`, `OptionError` or
     `NotSupportedError`, each with a hint.
     """
+    check_kind(model)
     target = Target(Mesh.of(mesh), Options.of(**options))
     return planned(Compilation(PASSES, Source(model, example_inputs), target))
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.capture import check_kind
 from autopar.errors import (
     BatchError,
     NotPlannedError,
@@ -94,6 +95,7 @@ class ParallelModule(PlannedModule, Feeding, Surface):
     ) -> None:
         super().__init__()
         check_planning_mode()
+        check_kind(model)
         self._model = (model,)  # a tuple, so that it is not a submodule
         self._mesh, self._options, self._weights = mesh, options, weights
         self._device = join_process_group(mesh)

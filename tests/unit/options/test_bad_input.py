@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -236,6 +236,22 @@ WRONG_USE: dict[str, tuple[Callable[[], Any], type[AutoparError], str]] = {
     ),
     "a local batch before the plan": (
         lambda: unplanned().step(batch="local", **batch()), NotPlannedError, r"pm\.prepare",
+    ),
+    "a function as the model": (
+        lambda: autopar.parallelize(cast(Any, len), machine((1, 1)), batch()), OptionError,
+        r"is a builtin_function_or_method, not a torch\.nn\.Module",
+    ),
+    "a class as the model": (
+        lambda: autopar.plan(cast(Any, Tiny), MESH, batch()), OptionError,
+        r"pass an instance: Tiny\(",
+    ),
+    "a parallel module as the model": (
+        lambda: autopar.parallelize(ready(), machine((1, 1)), batch()), NotSupportedError,
+        r"is a parallel module already[\s\S]*full_state_dict",
+    ),
+    "backward of a sum with the loss": (
+        lambda: (ready().step(**batch()) + 1.0).backward(), NotSupportedError,
+        r"penalty\.backward\(\) adds its gradients",
     ),
     "generate": (
         lambda: ready().generate(), NotSupportedError, r"full_state_dict\(\) into the original",
