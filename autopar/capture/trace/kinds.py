@@ -1,15 +1,20 @@
-"""Refuses what is no module that can be traced: functions, classes, wrappers, TorchScript."""
+"""Refuses what is no module that can be traced (a function, a wrapper), and inputs of no graph."""
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Mapping, Sequence
+from enum import Enum
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from autopar.errors import CaptureError, NotSupportedError, OptionError
+from autopar.program import flatten_inputs
 
 _INSIDE = "pass the module inside, `.module`: autopar shards it, and synchronises gradients itself"
 # Classes that wrap a module for several devices, by full name (importing some takes seconds).
@@ -71,3 +76,38 @@ def _check_part(what: str, module: nn.Module) -> None:
             f"{what} is a TorchScript module",
             hint="pass the Python module that torch.jit.script or torch.jit.trace was given",
         )
+
+
+def check_leaves(example_inputs: Mapping[str, Any] | Sequence[Any]) -> None:
+    """Raise `OptionError` for an input of a kind that no graph and no plan can hold."""
+    for path, leaf in flatten_inputs(example_inputs).items():
+        if isinstance(leaf, (torch.Tensor, bool, int, float, str)):
+            continue
+        hint = _instead_of(leaf)
+        if hint is not None:
+            raise OptionError(
+                f"input `{path}` is a {type(leaf).__name__}; inputs are tensors, numbers, texts, "
+                "None, and dicts, lists and tuples of them",
+                hint=hint,
+            )
+
+
+def _instead_of(leaf: Any) -> str | None:
+    """What to pass in place of an input; None if the trace decides."""
+    if isinstance(leaf, (np.ndarray, np.generic)):
+        return "make it a tensor: torch.as_tensor(value)"
+    if isinstance(leaf, torch.Generator):
+        return (
+            "leave it out: pm.step draws from pm.stream, new numbers in each step, the same for "
+            "every plan"
+        )
+    if isinstance(leaf, (torch.device, torch.dtype)):
+        return "take it from a tensor in forward (`x.device`, `x.dtype`), or from the model"
+    if isinstance(leaf, Enum):
+        return "pass its value, or make it an attribute of the model"
+    if dataclasses.is_dataclass(leaf):
+        kind = type(leaf).__name__
+        return f"call torch.export.register_dataclass({kind}) first, or pass a dict of its fields"
+    if isinstance(leaf, Mapping):
+        return "pass a dict: dict(value)"
+    return None

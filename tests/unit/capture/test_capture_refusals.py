@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -233,3 +236,37 @@ def test_what_is_no_model_or_is_wrapped(name: str) -> None:
     make, message = KINDS[name]
     with pytest.raises(AutoparError, match=message):
         capture(make(), (torch.randn(2, 4),), loss_fn=_loss)
+
+
+class Word(enum.Enum):
+    ONE = 1
+
+
+@dataclasses.dataclass
+class Rows:
+    a: torch.Tensor
+
+
+INPUTS: dict[str, tuple[Any, str]] = {
+    "ndarray": (np.ones(4), r"torch\.as_tensor"),
+    "device": (torch.device("cpu"), r"`x\.device`"),
+    "Word": (Word.ONE, "attribute of the model"),
+    "Rows": (Rows(torch.ones(2)), r"register_dataclass\(Rows\)"),
+    "Generator": (torch.Generator(), "leave it out"),
+}
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_inputs_of_no_graph(kind: str) -> None:
+    value, hint = INPUTS[kind]
+    with pytest.raises(OptionError, match=rf"input `1\.k` is a {kind};[^\n]*\n  hint: .*{hint}"):
+        capture(nn.Linear(4, 4), (torch.randn(2, 4), {"k": value}), loss_fn=_loss)
+
+
+def test_a_generator_of_the_model() -> None:
+    def draws(self: Any, a: torch.Tensor) -> torch.Tensor:
+        return (self.linear(a) * torch.rand(a.shape, generator=self.own)).sum()
+
+    model = _with(Module(draws), own=torch.Generator())
+    with pytest.raises(NotSupportedError, match=r"torch\.Generator[^\n]*\n  hint: leave gen"):
+        capture(model, (torch.randn(2, 4),))
