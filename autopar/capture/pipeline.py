@@ -12,9 +12,11 @@ freeze       ordered placeholders, no dead code       `_freeze`; what it holds: 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import functools
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import fx, nn
@@ -77,6 +79,23 @@ class Roles:
     traced: dict[str, Any] = field(default_factory=dict)
 
 
+_CAPTURING = threading.RLock()
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _one_at_a_time(function: Callable[P, T]) -> Callable[P, T]:
+    """Calls from several threads of a process run one after another: a trace patches torch."""
+
+    @functools.wraps(function)
+    def locked(*args: P.args, **kwargs: P.kwargs) -> T:
+        with _CAPTURING:
+            return function(*args, **kwargs)
+
+    return locked
+
+
+@_one_at_a_time
 def capture(
     model: nn.Module,
     example_inputs: Mapping[str, Any] | Sequence[Any],
