@@ -6,9 +6,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import nn
 
+from autopar.capture import check_kind
 from autopar.errors import OptionError
 from autopar.mesh import Mesh
 from autopar.module import ParallelModule
@@ -33,6 +33,7 @@ def plan(model: nn.Module, mesh: Any, example_inputs: ExampleInputs, **options: 
     Raises `CaptureError`, `MissingRuleError`, `InfeasibleError`, `OptionError` or
     `NotSupportedError`, each with a hint.
     """
+    check_kind(model)
     target = Target(Mesh.of(mesh), Options.of(**options))
     return planned(Compilation(PASSES, Source(model, example_inputs), target))
 
@@ -95,7 +96,7 @@ def _options_beside(plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
 
 def save(
     module: ParallelModule,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: checkpoints.Optimizers,
     path: str | Path,
     step: int = 0,
     extra: Mapping[str, Any] | None = None,
@@ -103,8 +104,9 @@ def save(
 ) -> None:
     """Write a checkpoint that any mesh and plan can load.
 
-    `extra` is JSON. `states` are objects with `state_dict` and `load_state_dict` (a scheduler, a
-    loader), by name. The generators of Python, numpy and torch are saved, too.
+    optimizer: one, a list or dict of several with different parameters, or None. `extra` is JSON.
+    `states` are objects with `state_dict` and `load_state_dict` (a scheduler, a loader), by name.
+    The generators of Python, numpy and torch are saved, too.
 
     Every rank must call it; raises `AbsentRanksError`, which names those that do not.
     """
@@ -115,12 +117,14 @@ def save(
 
 def load(
     module: ParallelModule,
-    optimizer: torch.optim.Optimizer | None,
+    optimizer: checkpoints.Optimizers,
     path: str | Path,
     states: Mapping[str, Any] | None = None,
     verify: bool = True,
 ) -> tuple[int, dict[str, Any]]:
     """Read a checkpoint into module, optimizer and `states`; returns (step, extra).
+
+    optimizer: as for `save`; several may share out the parameters in another way.
 
     A path with several steps (`AsyncSaver`) stands for the newest that is whole. The generators of
     Python, numpy and torch continue as well. `verify=False` leaves out the checksums of the data.

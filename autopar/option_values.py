@@ -7,6 +7,7 @@ one that is not built.
 from __future__ import annotations
 
 import difflib
+import inspect
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
@@ -60,3 +61,35 @@ def share(name: str, value: Any, of: str = "the step") -> float:
     if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 <= value < 1:
         raise OptionError(f"{name} is a share of {of}, from 0 to below 1, not {value!r}")
     return float(value)
+
+
+def loss_function(value: Any) -> Any:
+    """A function of the model's outputs and the batch, or None."""
+    if value is None:
+        return None
+    if not callable(value):
+        raise OptionError(
+            f"loss_fn is a function, not {value!r}", hint="loss_fn=lambda outputs, batch: loss"
+        )
+    home = getattr(value, "__module__", None)
+    name = getattr(value, "__qualname__", type(value).__qualname__)
+    if home == "torch.nn.functional" or type(value).__module__ == "torch.nn.modules.loss":
+        raise OptionError(
+            f"loss_fn={name} takes outputs and labels; autopar calls loss_fn with the model's "
+            "outputs and the whole batch",
+            hint='loss_fn=lambda outputs, batch: criterion(outputs, batch["labels"]), with the '
+            "name of the labels in the batch, or their position",
+        )
+    try:
+        signature = inspect.signature(getattr(value, "forward", value))
+    except (TypeError, ValueError):  # of a builtin function
+        return value
+    try:
+        signature.bind(None, None)
+    except TypeError as error:
+        raise OptionError(
+            f"loss_fn={name} takes {signature}; autopar calls it with the model's outputs and the "
+            f"batch: {error}",
+            hint="loss_fn=lambda outputs, batch: loss, where batch is what pm.step is given",
+        ) from error
+    return value

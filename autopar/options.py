@@ -15,7 +15,16 @@ from typing import Any, Literal, get_args
 import torch
 
 from autopar.errors import NotSupportedError, OptionError
-from autopar.option_values import check_count, check_word, closest, is_int, one_of, positive, share
+from autopar.option_values import (
+    check_count,
+    check_word,
+    closest,
+    is_int,
+    loss_function,
+    one_of,
+    positive,
+    share,
+)
 from autopar.placement import Pin, parse_pins
 from autopar.precision import Precision
 
@@ -419,14 +428,6 @@ def _names(value: Any) -> tuple[str, ...]:
     return names
 
 
-def _loss_fn(value: Any) -> Any:
-    if value is not None and not callable(value):
-        raise OptionError(
-            f"loss_fn is a function, not {value!r}", hint="loss_fn=lambda outputs, batch: loss"
-        )
-    return value
-
-
 def _progress(value: Any) -> Any:
     if not isinstance(value, bool) and not callable(value):
         raise OptionError(f"progress is True, False or a function, not {value!r}")
@@ -459,7 +460,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "time_limit_s": lambda value: positive("time_limit_s", value, "seconds"),
     "batch_dims": _batch_dims,
     "optimizer_gather": _names,
-    "loss_fn": _loss_fn,
+    "loss_fn": loss_function,
     "progress": _progress,
     "check_every": lambda value: None if value is None else check_count("check_every", value),
 }

@@ -57,8 +57,8 @@ if os.environ.get("AUTOPAR_DOCS_INTERSPHINX") == "1":
 # Classes that are passed on and never made by users; their docstrings are read in the source.
 PASSED_ON = (
     "Bound Checkpointed ExampleInputs Figures Loaded Loader LocalBatches Localise "
-    "LossScale ModuleState Note OpCall OpRule Options Pin PlanData PlanningStats Precision "
-    "Recompute StageOption Stateful States"
+    "LossScale ModuleState Note OpCall OpRule Optimizers Options Pin PlanData PlanningStats "
+    "Precision Recompute StageOption Stateful States"
 ).split()
 # Names in annotations: those of other projects, and these.
 nitpick_ignore_regex = [

@@ -26,7 +26,7 @@ from autopar.capture.reference import (
     reference_step,
     whole_buffers,
 )
-from autopar.capture.trace import LossFn, WithLoss, accepted, cast_at_door
+from autopar.capture.trace import LossFn, WithLoss, accepted, cast_at_door, check_kind
 
 __all__ = [
     "LossFn",
@@ -40,6 +40,7 @@ __all__ = [
     "capture",
     "cast_at_door",
     "change_buffers",
+    "check_kind",
     "draws_of",
     "first_rows",
     "loss_of",

@@ -19,7 +19,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.builder import Builder
 from autopar.capture.outputs import Outputs
-from autopar.errors import BatchError
+from autopar.errors import BatchError, CaptureError
 from autopar.program import Accumulation, flatten_inputs, row_dims
 
 aten = torch.ops.aten
@@ -63,6 +63,28 @@ def microbatch(
     rows = accumulation.rows(flatten_inputs(example_inputs), index)
     built: Mapping[str, Any] | Sequence[Any] = pytree.tree_unflatten(rows.values(), structure)
     return built
+
+
+def of_microbatch(
+    error: CaptureError,
+    example_inputs: Mapping[str, Any] | Sequence[Any],
+    accumulation: Accumulation,
+) -> CaptureError:
+    """The error of a trace of one microbatch, with how many rows that has, and what was cut."""
+    dims = {path: dim for path, dim in accumulation.dims.items() if dim is not None}
+    if not dims:
+        return error
+    leaves, first = flatten_inputs(example_inputs), next(iter(dims))
+    size = leaves[first].shape[dims[first]]
+    cut = ", ".join(f"dim {dim} of `{path}`" for path, dim in dims.items())
+    return CaptureError(
+        f"{error.what}\n  traced on one of {accumulation.n} microbatches, with "
+        f"{size // accumulation.n} of {size} rows; cut were {cut}",
+        where=error.where,
+        hint=f"batch_dims={{{[*dims][-1]!r}: None}} for an input that has no rows; fewer "
+        "microbatches, or a forward for any number of rows"
+        + (f"; else {error.hint}" if error.hint and "without autopar" not in error.hint else ""),
+    )
 
 
 def mean_loss(builder: Builder, outputs: Outputs, n: int) -> Outputs:

@@ -59,7 +59,10 @@ def read_outputs(
     if has_loss_fn:
         loss: fx.Node | None = leaves[0]
         if not _is_scalar(loss):
-            raise CaptureError(f"loss_fn of {name} returned {_describe(loss)}, not a scalar")
+            raise CaptureError(
+                f"loss_fn of {name} returned {_describe(loss)}, not a scalar",
+                hint=_hint_of(leaves[:1], "return the loss of the batch: .mean() or .sum()"),
+            )
         leaves, spec = leaves[1:], spec.children()[1]
     else:
         loss = _find_loss(leaves, spec)
@@ -68,7 +71,9 @@ def read_outputs(
             loss = _only_scalar(name, leaves, has_grad, training) or loss
     if training and loss is None:
         described = ", ".join(_describe(leaf) for leaf in leaves)
-        raise CaptureError(f"{name} returns no scalar loss, but: {described}", hint=_HINT)
+        raise CaptureError(
+            f"{name} returns no scalar loss, but: {described}", hint=_hint_of(leaves, _HINT)
+        )
     if training and loss not in has_grad:
         raise CaptureError(
             f"the loss of {name} depends on no trainable parameter",
@@ -142,6 +147,14 @@ def _only_scalar(
 def _is_scalar(leaf: Any) -> bool:
     value = leaf.meta["val"] if isinstance(leaf, fx.Node) else leaf
     return isinstance(value, torch.Tensor) and value.dim() == 0 and value.is_floating_point()
+
+
+def _hint_of(leaves: tuple[Any, ...], otherwise: str) -> str:
+    """What to do about results of which none is a scalar."""
+    values = [leaf.meta["val"] for leaf in leaves if isinstance(leaf, fx.Node)]
+    if len(values) == 1 and values[0].numel() == 1 and values[0].is_floating_point():
+        return "a loss has no dims: return it with .squeeze() or .mean()"
+    return otherwise
 
 
 def _describe(leaf: Any) -> str:

@@ -12,9 +12,11 @@ freeze       ordered placeholders, no dead code       `_freeze`; what it holds: 
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+import functools
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, ParamSpec, TypeVar
 
 import torch
 from torch import fx, nn
@@ -24,7 +26,7 @@ from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
-from autopar.capture.accumulate import first_rows, mean_loss
+from autopar.capture.accumulate import first_rows, mean_loss, of_microbatch
 from autopar.capture.autocast import Autocast
 from autopar.capture.buffers import buffer_info, has_buffer, out_of_autograd, return_changes
 from autopar.capture.builder import Builder
@@ -41,6 +43,7 @@ from autopar.capture.python_state import freeze
 from autopar.capture.trace import (
     REGION,
     LossFn,
+    check_leaves,
     checkpointed_regions,
     export_model,
     inline_regions,
@@ -76,6 +79,23 @@ class Roles:
     traced: dict[str, Any] = field(default_factory=dict)
 
 
+_CAPTURING = threading.RLock()
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def _one_at_a_time(function: Callable[P, T]) -> Callable[P, T]:
+    """Calls from several threads of a process run one after another: a trace patches torch."""
+
+    @functools.wraps(function)
+    def locked(*args: P.args, **kwargs: P.kwargs) -> T:
+        with _CAPTURING:
+            return function(*args, **kwargs)
+
+    return locked
+
+
+@_one_at_a_time
 def capture(
     model: nn.Module,
     example_inputs: Mapping[str, Any] | Sequence[Any],
@@ -107,12 +127,18 @@ def capture(
         if precision not in WORDS:
             raise OptionError(f"precision={precision!r} cannot be captured; it is one of {WORDS}")
         precision = Precision.of(precision)
+    check_leaves(example_inputs)
     rows = first_rows(example_inputs, accumulation) if accumulation else example_inputs
     findings = Findings()
-    exported, reads, known = export_model(
-        model, rows, findings, training=training, loss_fn=loss_fn, modes=modes,
-        precision=precision,
-    )  # fmt: skip
+    try:
+        exported, reads, known = export_model(
+            model, rows, findings, training=training, loss_fn=loss_fn, modes=modes,
+            precision=precision,
+        )  # fmt: skip
+    except CaptureError as error:
+        if accumulation is None:
+            raise
+        raise of_microbatch(error, example_inputs, accumulation) from error
     prefix = "model." if loss_fn is not None else ""
     graph = inline_regions(exported.graph_module)
     changed = return_changes(model, exported, graph, prefix)
@@ -253,8 +279,22 @@ def _add_placeholders(
                 buffer(model, target) if held is None else literal(held, f"constant `{target}`")
             )
         else:
-            raise NotSupportedError(f"the model holds an object that is not a tensor: `{target}`")
+            raise _no_tensor(exported.constants.get(str(spec.target)), target)
     _add_inputs(exported, builder, roles, inputs, traced)
+
+
+def _no_tensor(held: object, target: str) -> NotSupportedError:
+    if isinstance(held, torch.Generator):
+        return NotSupportedError(
+            "forward draws from a torch.Generator, which the graph cannot hold",
+            hint="leave generator= out: pm.step draws from pm.stream, new numbers in each step, "
+            "the same for every plan",
+        )
+    kind = "" if held is None else f", a {type(held).__name__}"
+    return NotSupportedError(
+        f"the model holds an object that is not a tensor: `{target}`{kind}",
+        hint="compute with it before the step, and pass tensors",
+    )
 
 
 def _held_tensor(model: nn.Module, exported: ExportedProgram, name: str) -> torch.Tensor:

@@ -25,7 +25,6 @@ from pathlib import Path
 from typing import Any
 
 from torch import nn
-from torch.optim import Optimizer
 
 from autopar import api
 from autopar.elastic.kept_plans import find_plan, keep_plan, kept_name, of_file
@@ -36,7 +35,7 @@ from autopar.mesh import Mesh
 from autopar.module import ParallelModule
 from autopar.options import BESIDE_A_PLAN, Options
 from autopar.passes.binding import ExampleInputs
-from autopar.runtime.checkpoints import AsyncSaver
+from autopar.runtime.checkpoints import AsyncSaver, Optimizers
 from autopar.runtime.launch import init_from_environment
 from autopar.runtime.state import gathered, together, world_size
 from autopar.runtime.storage import holds_checkpoint
@@ -135,7 +134,7 @@ class ResilientRun:
     def batches(
         self,
         loader: Iterable[Any],
-        optimizer: Optimizer | None = None,
+        optimizer: Optimizers = None,
         *,
         n_steps: int | None = None,
         epochs: int | None = None,
@@ -172,7 +171,7 @@ class ResilientRun:
         self._resume(optimizer, given)
         return self._left(loader, optimizer, given, n_steps, epochs)
 
-    def _resume(self, optimizer: Optimizer | None, states: Mapping[str, Any]) -> None:
+    def _resume(self, optimizer: Optimizers, states: Mapping[str, Any]) -> None:
         """Load, unless the run begins: what rank 0 sees counts."""
         if not gathered(holds_checkpoint(self.folder.absolute()))[0]:
             return
@@ -182,7 +181,7 @@ class ResilientRun:
         self.resumed = self._saved = step
 
     def _left(
-        self, loader: Iterable[Any], optimizer: Optimizer | None, states: Mapping[str, Any],
+        self, loader: Iterable[Any], optimizer: Optimizers, states: Mapping[str, Any],
         n_steps: int | None, epochs: int | None,
     ) -> Iterator[Any]:  # fmt: skip
         progress, n_empty = self._progress, 0
@@ -207,7 +206,7 @@ class ResilientRun:
             self._save(optimizer, states)
         self._saver.wait()
 
-    def _save(self, optimizer: Optimizer | None, states: Mapping[str, Any]) -> None:
+    def _save(self, optimizer: Optimizers, states: Mapping[str, Any]) -> None:
         step, extra = self.n_steps, self._progress.record(self.pm)
         self._saver.save(self.pm, optimizer, step=step, extra=extra, states=states)
         self._saved = step

@@ -11,10 +11,11 @@ import sys
 import warnings
 from collections.abc import Iterator
 from types import FrameType
-from typing import Any, NoReturn
+from typing import Any, NoReturn, Self
 
 import torch
 from torch import Tensor, nn
+from torch.utils import _pytree as pytree
 
 from autopar.errors import NotSupportedError
 from autopar.module.layers import Guarded
@@ -146,14 +147,38 @@ class PlannedModule(Guarded):
         )
 
 
-class StepLoss(Tensor):
+class _Loss(Tensor):
+    """A loss of a parallel module, detached."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # files need no autopar
+
+    def detach_(self) -> Self:
+        """The loss itself, which is detached; torch detaches no view in place."""
+        return self
+
+    def __format__(self, spec: str) -> str:
+        return format(self.as_subclass(Tensor), spec)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        return self.as_subclass(Tensor).clone().as_subclass(type(self))
+
+    def __repr__(  # type: ignore[override]
+        self, *, tensor_contents: object = None
+    ) -> str:
+        return repr(self.as_subclass(Tensor))
+
+
+class StepLoss(_Loss):
     """The loss of a step, detached. Its backward has run."""
 
     def backward(self, *args: Any, **kwargs: Any) -> NoReturn:
         """Raise `NotSupportedError`: `pm.step` runs backward."""
         raise NotSupportedError(
             "loss.backward() after pm.step, which has run backward already",
-            hint="leave it out; pm.step(..., weight=1 / n) scales gradients, for one of n batches",
+            hint="leave it out; for a term that was added to the loss, call backward() of the term "
+            "alone: penalty.backward() adds its gradients to those of the step. "
+            "pm.step(..., weight=1 / n) scales gradients, for one of n batches",
         )
 
     @classmethod
@@ -166,20 +191,29 @@ class StepLoss(Tensor):
             )
         return super().__torch_function__(func, types, args, kwargs)
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        return self.as_subclass(Tensor).__reduce_ex__(protocol)  # files need no autopar
 
-    def detach_(self) -> StepLoss:
-        """The loss itself, which is detached; torch detaches no view in place."""
-        return self
+class ForwardLoss(_Loss):
+    """The loss of a forward program. What is computed of it may have gradients, it has none."""
 
-    def __format__(self, spec: str) -> str:
-        return format(self.as_subclass(Tensor), spec)
+    def backward(self, *args: Any, **kwargs: Any) -> None:
+        """As of any tensor; raises `NotSupportedError` if there is nothing to differentiate."""
+        if not self.requires_grad:
+            raise _without_gradients("loss.backward()")
+        super().backward(*args, **kwargs)
 
-    def __deepcopy__(self, memo: dict[int, Any]) -> StepLoss:
-        return self.as_subclass(Tensor).clone().as_subclass(StepLoss)
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Raise `NotSupportedError` for `torch.autograd.backward` and `grad` of the loss."""
+        if func is torch.autograd.backward or func is torch.autograd.grad:
+            asked = pytree.tree_leaves([*args, *(kwargs or {}).values()][:1])
+            if any(isinstance(t, ForwardLoss) and not t.requires_grad for t in asked):
+                raise _without_gradients(f"torch.autograd.{func.__name__} of the loss")
+        return super().__torch_function__(func, types, args, kwargs)
 
-    def __repr__(  # type: ignore[override]
-        self, *, tensor_contents: object = None
-    ) -> str:
-        return repr(self.as_subclass(Tensor))
+
+def _without_gradients(what: str) -> NotSupportedError:
+    return NotSupportedError(
+        f"{what} of pm.loss(**batch) or pm(**batch), which have no gradients",
+        hint="pm.step(**batch) runs forward and backward; gradients are in `.grad` of "
+        "pm.parameters()",
+    )

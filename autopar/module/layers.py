@@ -59,6 +59,27 @@ class Guarded(nn.Module):
             self._refuse(f"removing `{name}` from a parallel module")
         object.__delattr__(self, name)
 
+    def get_parameter(self, target: str) -> nn.Parameter:
+        """As of any module; raises `OtherStageError` for a parameter that another stage has."""
+        try:
+            return super().get_parameter(target)
+        except AttributeError:
+            self._ask(target)
+            raise
+
+    def get_buffer(self, target: str) -> Tensor:
+        """As of any module; raises `OtherStageError` for a buffer that another stage has."""
+        try:
+            return super().get_buffer(target)
+        except AttributeError:
+            self._ask(target)
+            raise
+
+    def _ask(self, target: str) -> None:
+        """Read an attribute by its dotted name: what is absent raises its own reason."""
+        path, _, name = target.rpartition(".")
+        getattr(self.get_submodule(path), name)
+
     def add_module(self, name: str, module: nn.Module | None) -> NoReturn:
         """Raise `NotSupportedError`: the program would not run it."""
         self._refuse(f"a new module `{name}` in a parallel module")

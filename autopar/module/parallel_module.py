@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.capture import check_kind
 from autopar.errors import (
     BatchError,
     NotPlannedError,
@@ -44,6 +45,7 @@ from autopar.module.calls import (
 from autopar.module.feeding import Feeding
 from autopar.module.finite import FiniteCheck, Guard, SkippedIfBad, Unguarded
 from autopar.module.habits import (
+    ForwardLoss,
     PlannedModule,
     StepLoss,
     keep_from_dynamo,
@@ -94,6 +96,7 @@ class ParallelModule(PlannedModule, Feeding, Surface):
     ) -> None:
         super().__init__()
         check_planning_mode()
+        check_kind(model)
         self._model = (model,)  # a tuple, so that it is not a submodule
         self._mesh, self._options, self._weights = mesh, options, weights
         self._device = join_process_group(mesh)
@@ -387,7 +390,8 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         inputs, seed = self._inputs(built.program, given), self.stream.seed
         results = built.executor.forward(self.shards, inputs, False, everywhere, seed)
         self.stream.n_steps += built.program.seed is not None
-        return results
+        loss, *outputs = results
+        return (None if loss is None else loss.as_subclass(ForwardLoss), *outputs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """A module with parameters, buffers and random numbers of its own, and the same plan."""

@@ -10,12 +10,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.api import parallelize
 from autopar.capture import whole_buffers
-from autopar.errors import AutoparError, BatchError, VerificationError
+from autopar.errors import AutoparError, BatchError, OptionError, VerificationError
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.parity.alone import reference, whole_parameters
@@ -32,6 +33,7 @@ TOLERANCE = {"fp64": 1e-10, "model": 1e-6}
 IN_FLOAT64 = TOLERANCE["fp64"]
 
 
+@torch.enable_grad()
 def verify(
     model: nn.Module, mesh: Any, example_inputs: Mapping[str, Any] | Sequence[Any], **options: Any
 ) -> Report:
@@ -45,9 +47,16 @@ def verify(
     mixed precision sums round in every layout; so the same plan also runs with all casts lifted to
     float64, which must agree to 1e-10, except in a job. The inputs must be real tensors; a model on
     meta gets random weights. In a job, every rank must call it, and every rank gets the report.
+    `torch.no_grad` around it changes nothing.
 
-    Raises `BatchError` for inputs on meta, and `VerificationError` if the model itself fails.
+    Raises `BatchError` for inputs on meta, `OptionError` under `torch.inference_mode`, and
+    `VerificationError` if the model itself fails.
     """
+    if torch.is_inference_mode_enabled():
+        raise OptionError(
+            "verify under torch.inference_mode(): it runs a step, with gradients",
+            hint="call it outside",
+        )
     checked = Options.of(**options)
     inputs = {k: v for k, v in flatten_inputs(example_inputs).items() if isinstance(v, Tensor)}
     _check_real(inputs)

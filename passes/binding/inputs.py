@@ -36,7 +36,10 @@ def signature_of(
         if isinstance(leaf, torch.Tensor):
             continue
         if not isinstance(leaf, (bool, int, float, str, type(None))):
-            raise OptionError(f"input {path} is a {type(leaf).__name__}, which a plan cannot keep")
+            raise OptionError(
+                f"input {path} is a {type(leaf).__name__}, which a plan cannot keep",
+                hint="make it a tensor, or an attribute of the model",
+            )
         if isinstance(leaf, float) and not math.isfinite(leaf):
             raise OptionError(f"input {path} is {leaf}, which a plan cannot keep")
         static[path] = leaf

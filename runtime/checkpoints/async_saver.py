@@ -26,7 +26,6 @@ from typing import Any, NamedTuple, Protocol
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from autopar.errors import OptionError
 from autopar.runtime.checkpoints.contents import ModuleState
@@ -38,6 +37,7 @@ from autopar.runtime.checkpoints.saving import (
     snapshot,
     write_and_publish,
 )
+from autopar.runtime.checkpoints.several import Optimizers
 from autopar.runtime.flight import explained
 from autopar.runtime.groups import current_context, new_group, together_in
 from autopar.runtime.state import own_rank, together, world_size
@@ -91,7 +91,7 @@ class AsyncSaver:
     def save(
         self,
         module: Checkpointed,
-        optimizer: Optimizer | None,
+        optimizer: Optimizers,
         *,
         step: int,
         extra: Mapping[str, Any] | None = None,

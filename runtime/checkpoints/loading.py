@@ -15,7 +15,6 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from autopar.errors import StateError
 from autopar.operators import Stream
@@ -23,6 +22,7 @@ from autopar.runtime.checkpoints.contents import ModuleState, part_of
 from autopar.runtime.checkpoints.optimizer_state import OptimizerState, restore
 from autopar.runtime.checkpoints.random_state import set_random_state
 from autopar.runtime.checkpoints.saving import States
+from autopar.runtime.checkpoints.several import OneOptimizer, Optimizers, as_one
 from autopar.runtime.checkpoints.trees import decoded
 from autopar.runtime.state import (
     OWN_PREFIX,
@@ -60,7 +60,7 @@ class _Loaded:
 
 def load(
     state: ModuleState,
-    optimizer: Optimizer | None,
+    optimizer: Optimizers,
     path: str | os.PathLike[str],
     states: States | None = None,
     verify: bool = True,
@@ -76,14 +76,15 @@ def load(
     """
     loaded: _Loaded | None = None
     with open_newest(path, verify) as checkpoint, together():
-        loaded = _read(checkpoint, state, optimizer, states or {})
+        one = as_one(optimizer)
+        loaded = _read(checkpoint, state, one, states or {})
     assert loaded is not None
-    _apply(loaded, state, optimizer, states or {})
+    _apply(loaded, state, one, states or {})
     return loaded.step, loaded.extra
 
 
 def _read(
-    checkpoint: Checkpoint, state: ModuleState, optimizer: Optimizer | None, states: States
+    checkpoint: Checkpoint, state: ModuleState, optimizer: OneOptimizer | None, states: States
 ) -> _Loaded:
     place, record = state.place, checkpoint.record
     source = f"checkpoint {checkpoint.folder}"
@@ -115,7 +116,7 @@ def _read(
 
 
 def _apply(
-    loaded: _Loaded, state: ModuleState, optimizer: Optimizer | None, states: States
+    loaded: _Loaded, state: ModuleState, optimizer: OneOptimizer | None, states: States
 ) -> None:
     with torch.no_grad():
         for live, read in loaded.values:

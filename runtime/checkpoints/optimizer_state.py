@@ -23,11 +23,11 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from autopar.errors import StateError
 from autopar.program import StoredParameter
 from autopar.runtime.checkpoints.contents import part_of, writes_copy, writes_shard
+from autopar.runtime.checkpoints.several import OneOptimizer
 from autopar.runtime.state import OPTIMIZER_PREFIX, StageState
 from autopar.runtime.storage import Part, StoredTensor, whole_part
 from autopar.runtime.tensors import Sharded, is_sharded, local_of
@@ -44,7 +44,7 @@ class OptimizerState:
 
 
 def split_state(
-    place: StageState, locals_: Mapping[str, Tensor], optimizer: Optimizer
+    place: StageState, locals_: Mapping[str, Tensor], optimizer: OneOptimizer
 ) -> OptimizerState:
     """What this rank writes of the state, by name; its parts share the optimizer's memory.
 
@@ -125,7 +125,7 @@ def _drifts(mirror: StoredParameter) -> StateError:
 def restore(
     place: StageState,
     locals_: Mapping[str, Tensor],
-    optimizer: Optimizer,
+    optimizer: OneOptimizer,
     record: Mapping[str, Any] | None,
     stored: Mapping[str, StoredTensor],
 ) -> OptimizerState:
@@ -164,7 +164,7 @@ def restore(
 def _restored_groups(
     place: StageState,
     locals_: Mapping[str, Tensor],
-    optimizer: Optimizer,
+    optimizer: OneOptimizer,
     record: Mapping[str, Any],
 ) -> tuple[list[dict[str, Any]], dict[str, int]]:
     """(the optimizer's groups with the saved options, parameter -> its position).
@@ -230,7 +230,7 @@ def _empty(
 
 
 def _named_groups(
-    locals_: Mapping[str, Tensor], optimizer: Optimizer
+    locals_: Mapping[str, Tensor], optimizer: OneOptimizer
 ) -> list[tuple[dict[str, Any], list[str]]]:
     names = {id(local): name for name, local in locals_.items()}
     found = []

@@ -21,13 +21,13 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 from torch import Tensor
-from torch.optim import Optimizer
 
 from autopar.errors import OptionError
 from autopar.runtime.checkpoints.contents import ModuleState, model_parts
 from autopar.runtime.checkpoints.optimizer_state import merged_record, split_state
 from autopar.runtime.checkpoints.random_state import random_state
 from autopar.runtime.checkpoints.replicas import check_replicas
+from autopar.runtime.checkpoints.several import Optimizers, as_one, refuse_as_state
 from autopar.runtime.checkpoints.trees import encoded
 from autopar.runtime.state import OWN_PREFIX, StageState, gathered, own_rank, together
 from autopar.runtime.storage import (
@@ -70,7 +70,7 @@ class Snapshot:
 
 def save(
     state: ModuleState,
-    optimizer: Optimizer | None,
+    optimizer: Optimizers,
     path: str | os.PathLike[str],
     step: int,
     extra: Mapping[str, Any] | None = None,
@@ -81,11 +81,12 @@ def save(
     All ranks must see the same file system. When it returns, on any rank, the checkpoint is
     complete and in its place.
 
-    Raises `OptionError` for an `extra` that does not survive JSON unchanged, and for `states` that
-    only a pickle could hold. Raises `StateError` for an optimizer of other parameters, for
-    optimizer state that is neither sharded like its parameter nor a scalar, for tied parameters
-    with different optimizer options, for a folder that is not a checkpoint, and for what the file
-    system refuses. Raises `DivergenceError` if ranks that should hold equal values do not.
+    Raises `OptionError` for an `extra` that does not survive JSON unchanged, for `states` that only
+    a pickle could hold or that are sharded, and for what is no optimizer. Raises `StateError` for
+    an optimizer of other parameters, for optimizer state that is neither sharded like its parameter
+    nor a scalar, for tied parameters with different optimizer options, for a folder that is not a
+    checkpoint, and for what the file system refuses. Raises `DivergenceError` if ranks that should
+    hold equal values do not.
     """
     folder = Path(path).absolute()
     check_replicas(state)
@@ -96,7 +97,7 @@ def save(
 
 def snapshot(
     state: ModuleState,
-    optimizer: Optimizer | None,
+    optimizer: Optimizers,
     step: int,
     extra: Mapping[str, Any] | None,
     states: States | None,
@@ -112,10 +113,12 @@ def snapshot(
         record["random"] = None if state.stream is None else asdict(state.stream)
         record["loss_scale"] = None if state.scale is None else asdict(state.scale)
         parts |= model_parts(state)
-        if optimizer is not None:
-            split = split_state(state.place, state.locals_, optimizer)
+        if (one := as_one(optimizer)) is not None:
+            split = split_state(state.place, state.locals_, one)
             own = split.record
             parts |= split.parts
+        for name, it in (states or {}).items():
+            refuse_as_state(name, it)
         trees = {
             name: encoded(it.state_dict(), f"states[{name!r}]", tensors)
             for name, it in (states or {}).items()

@@ -204,8 +204,17 @@ def _elementwise(func: Any, args: Any, kwargs: Any) -> Any:
         func(*locals_, **local_kwargs)
         # Below autograd, torch does not count writes.
         increment_version([target.local for target in written(func, args, kwargs)])
-        return args[0] if func._schema.returns else None
+        return _returned(func, args, kwargs)
     return _wrapped(func(*locals_, **local_kwargs), spread)
+
+
+def _returned(func: Any, args: Any, kwargs: Any) -> Any:
+    """What an operator that writes returns: the tensor that it writes, which `out=` may name."""
+    if not func._schema.returns:
+        return None
+    targets = written(func, args, kwargs)
+    is_out = len(targets) == 1 and func._schema.returns[0].alias_info is not None
+    return targets[0] if is_out else args[0]
 
 
 def _wrapped(result: Any, spread: Spread) -> Any:
@@ -370,7 +379,7 @@ def _gathered(func: Any, args: Any, kwargs: Any) -> Any:
                     target.gathered.write_back()
             elif first.n_stages > 1:
                 raise of_one_stage(f"`{func}` into a plain tensor")
-        return args[0] if func._schema.returns else None
+        return _returned(func, args, kwargs)
     viewed = gathered.get(id(args[0])) if is_view(func) else None
     return of_parameter(result, first.name, first.n_stages, viewed)
 

@@ -247,6 +247,44 @@ def test_optimizers_that_do_not_fit(tmp_path: Path) -> None:
         rank.load(path)
 
 
+def two(rank: Rank, first: str) -> list[Optimizer]:
+    """Two optimizers of a rank's parameters; the first has those with `first` in their names."""
+    chosen = [p for n, p in rank.locals.items() if first in n and p.requires_grad]
+    left = [p for n, p in rank.locals.items() if first not in n and p.requires_grad]
+    return [AdamW(chosen, lr=0.1), SGD(left, lr=0.01, momentum=0.9)]
+
+
+def states_of(optimizers: list[Optimizer]) -> list[Any]:
+    return [
+        (group["lr"], {k: v.clone() for k, v in one.state.get(p, {}).items()})
+        for one in optimizers
+        for group in one.param_groups
+        for p in group["params"]
+    ]
+
+
+def test_several_optimizers(tmp_path: Path) -> None:
+    path, rank, again = str(tmp_path / "ckpt"), Rank(ONE, 0, AdamW), Rank(ONE, 5, AdamW)
+    saved, loaded = two(rank, "bias"), two(again, "bias")
+    for p in rank.locals.values():
+        p.grad = torch.ones_like(p) if p.requires_grad else None
+    for one in saved:
+        one.step()
+        one.param_groups[0]["lr"] = 0.5
+    save(rank.checkpointed(), {"of biases": saved[0], "others": saved[1]}, path, 1)
+    load(again.checkpointed(), loaded, path)
+    torch.testing.assert_close(states_of(loaded), states_of(saved), rtol=0, atol=0)
+    load(again.checkpointed(), loaded[::-1], path)
+    torch.testing.assert_close(states_of(loaded), states_of(saved), rtol=0, atol=0)
+    for wrong, message in (
+        ([saved[0], saved[0]], "two of the optimizers have the same parameter"),
+        ([saved[0], 3], "one of the optimizers is a int"),
+        ("adam", "the optimizer is a str"),
+    ):
+        with pytest.raises(OptionError, match=message):
+            save(rank.checkpointed(), wrong, path, 1)  # type: ignore[arg-type]
+
+
 def save_adafactor(path: str) -> str:
     rank = Rank(PAIR, 0, lambda groups, lr: Adafactor(groups, lr=lr))
     rank.train(0, 1)

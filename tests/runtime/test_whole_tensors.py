@@ -40,6 +40,7 @@ ELEMENTWISE: dict[str, Callable[[Any, Any], Any]] = {
     "new": lambda x, y: x.new_ones(x.shape) * y,
     "norm of another": lambda x, y: x / (y.norm() + 1),
     "in place": lambda x, y: x.clone().mul_(0.5).add_(y, alpha=2).clamp_(-1, 1),
+    "out=": lambda x, y: torch.add(x, y, out=torch.zeros_like(x)),
     "list": lambda x, y: torch._foreach_add([x], [y])[0],
     "list in place": lambda x, y: in_list(x.clone(), y),
     "masked": lambda x, y: set_where(x.clone(), y),

@@ -12,6 +12,7 @@ from typing import Any
 
 from torch import nn
 from torch.nn.modules import module as torch_module
+from torch.utils.module_tracker import ModuleTracker
 
 from autopar.capture.findings import Findings
 from autopar.capture.python_state.snapshot import Snapshot
@@ -45,6 +46,13 @@ def check_hooks(model: nn.Module, findings: Findings, training: bool) -> None:
     """Note hooks that the trace runs; raise `NotSupportedError` for one that would never run."""
     for kind, what in _GLOBAL.items():
         for hook in getattr(torch_module, kind).values():
+            if isinstance(getattr(hook, "__self__", None), ModuleTracker):
+                raise NotSupportedError(
+                    "a FlopCounterMode, or another tracker of torch that follows modules, is on: "
+                    "it sees no modules in a generated program",
+                    hint="leave it out around autopar: put it around forward and backward of the "
+                    "original model; pm.plan.predicted.mfu is the predicted utilisation",
+                )
             raise NotSupportedError(
                 f"{what} `{_name(hook)}` for all modules is not traced",
                 where=where_defined(hook),

@@ -1,6 +1,7 @@
 """Traces the user's module, on fake tensors, to one ATen graph.
 
-Read: `isolate.py`, `norms.py` (the fake copy); `export.py` (the trace); `exchange.py`, with
+Read: `kinds.py` (what is no model, and no input); `isolate.py`, `norms.py` (the fake copy);
+`export.py` (the trace); `exchange.py`, with
 `functions.py`, `checkpointed.py`, `derivatives.py`, `transforms.py` (`autograd.Function`,
 `torch.utils.checkpoint`, `torch.autograd.grad` and `torch.func` in the trace); `replaced.py`
 (functions that cannot be traced), `checks.py` (checks that only raise); `known.py` (values of
@@ -14,6 +15,7 @@ from autopar.capture.trace.checkpointed import REGION, checkpointed_regions, not
 from autopar.capture.trace.export import LossFn, WithLoss, accepted, export_model
 from autopar.capture.trace.grad_modes import GRAD_ENABLED
 from autopar.capture.trace.isolate import cast_at_door, fake_like, fake_mode
+from autopar.capture.trace.kinds import check_kind, check_leaves
 from autopar.capture.trace.regions import inline_regions, substitute
 
 __all__ = [
@@ -23,6 +25,8 @@ __all__ = [
     "WithLoss",
     "accepted",
     "cast_at_door",
+    "check_kind",
+    "check_leaves",
     "checkpointed_regions",
     "export_model",
     "fake_like",

@@ -19,7 +19,6 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import nn
 from torch.export import ExportedProgram
-from torch.nn.parameter import is_lazy
 from torch.utils import _pytree as pytree
 
 from autopar import operators
@@ -36,6 +35,7 @@ from autopar.capture.trace.derivatives import (
 from autopar.capture.trace.functions import functions_kept
 from autopar.capture.trace.grad_modes import GradModes
 from autopar.capture.trace.isolate import fake_copy, fake_inputs, fake_mode
+from autopar.capture.trace.kinds import check_kind
 from autopar.capture.trace.known import Known
 from autopar.capture.trace.quiet import quiet
 from autopar.capture.trace.replaced import Replaced, targets_in_rows
@@ -156,7 +156,7 @@ def export_model(
     model itself raises an error. Raises `NotSupportedError` for a hook that would never run, and
     for an `autograd.Function` that is more than a function of its tensors, and for TorchScript.
     """
-    _check_kinds(model)
+    check_kind(model)
     check_hooks(model, findings, training)
     derivatives = constants = False
     while True:
@@ -258,22 +258,6 @@ def _entered_in_forward(
         before.remove()
         after.remove()
         inside.close()
-
-
-def _check_kinds(model: nn.Module) -> None:
-    """Refuse TorchScript, which has no Python code to trace, and modules without shapes."""
-    for path, module in model.named_modules():
-        if any(map(is_lazy, (*module._parameters.values(), *module._buffers.values()))):
-            raise CaptureError(
-                f"`{path}` is a {type(module).__name__} before its first call: its parameters have "
-                "no shapes yet",
-                hint="run one batch first: model(**example_inputs)",
-            )
-        if isinstance(module, torch.jit.ScriptModule):
-            raise NotSupportedError(
-                f"{f'`{path}`' if path else 'the model'} is a TorchScript module",
-                hint="pass the Python module that torch.jit.script or torch.jit.trace was given",
-            )
 
 
 def _point_to_loss(graph: torch.fx.Graph, loss_fn: LossFn) -> None:

@@ -23,7 +23,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.python_state import with_history
 from autopar.capture.trace.norms import make_norm_traceable
-from autopar.errors import CaptureError, NotSupportedError
+from autopar.errors import AutoparError, CaptureError, NotSupportedError
 from autopar.precision import AS_IT_IS, Precision
 
 # Loops over experts choose rows by data. This form is one batched matmul (transformers' name).
@@ -72,10 +72,16 @@ def fake_copy(
         memo[id(tensor)] = fake_like(mode, tensor)
     try:
         twin = copy.deepcopy(model, memo)
-    except (TypeError, RuntimeError) as error:  # a lock, a file
+    except AutoparError:
+        raise
+    except Exception as error:  # a lock, a file; a class whose own `__getattr__` raises
         raise CaptureError(
-            f"{type(model).__name__} cannot be copied for the trace: {error}",
-            hint="keep what cannot be copied outside of the model",
+            f"{type(model).__name__} cannot be copied for the trace: "
+            f"{type(error).__name__}: {error}",
+            hint="keep what cannot be copied outside of the model"
+            if "__deepcopy__" not in str(error)
+            else "let `__getattr__` of that class raise AttributeError for a name that it lacks, "
+            "as copy.deepcopy expects",
         ) from error
     for path, module in twin.named_modules():
         _make_traceable(module)

@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import dataclasses
+import enum
+import threading
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import FullyShardedDataParallel
+from torch.nn.parallel import DataParallel, DistributedDataParallel
 
 from autopar.capture import capture
 from autopar.errors import AutoparError, CaptureError, NotSupportedError, OptionError
@@ -153,6 +159,8 @@ def test_operators_of_the_loss_function_point_to_it() -> None:
     [
         ({}, CaptureError, "no scalar loss, but: a float32 tensor of shape (2, 4)"),
         ({"loss_fn": lambda out, batch: out}, CaptureError, "loss_fn of Sequential returned"),
+        ({"loss_fn": lambda out, batch: out}, CaptureError, "return the loss of the batch: .mean"),
+        ({"loss_fn": lambda out, batch: out.sum()[None]}, CaptureError, "with .squeeze() or .mean"),
         ({"loss_fn": lambda out, batch: batch[0].sum()}, CaptureError, "no trainable parameter"),
         ({"precision": "fp8"}, OptionError, "fp8"),
     ],
@@ -171,3 +179,87 @@ def test_a_module_before_its_first_call() -> None:
     with pytest.raises(CaptureError, match="run one batch first") as error:
         capture(model, (torch.ones(2, 3),), loss_fn=lambda out, batch: out.sum())
     assert "`0` is a LazyLinear" in str(error.value)
+
+
+class Keys(dict[str, float]):
+    """As many configurations are: attributes are keys, and others raise `KeyError`."""
+
+    __getattr__ = dict.__getitem__
+
+
+KINDS: dict[str, tuple[Callable[[], Any], str]] = {
+    "a function": (lambda: len, "is a builtin_function_or_method, not a torch.nn.Module"),
+    "a class": (lambda: nn.Linear, r"the class Linear, not a module\n  hint: pass an instance"),
+    "DataParallel": (
+        lambda: DataParallel(nn.Linear(4, 4)), r"wrapped in DataParallel\n  hint: .*`\.module`",
+    ),
+    "DDP in a part": (
+        lambda: nn.Sequential(_uninitialised(DistributedDataParallel)),
+        r"`0` is wrapped in DistributedDataParallel\n  hint: .*`\.module`",
+    ),
+    "FSDP": (
+        lambda: _uninitialised(FullyShardedDataParallel),
+        r"the model is wrapped in FullyShardedDataParallel\n  hint: .*`\.module`",
+    ),
+    "attributes that are keys": (
+        lambda: _with(nn.Linear(4, 4), cfg=Keys(beta=1.0)),
+        r"KeyError: '__deepcopy__'\n  hint: let `__getattr__` .* raise AttributeError",
+    ),
+    "a lock": (
+        lambda: _with(nn.Linear(4, 4), lock=threading.Lock()),
+        r"cannot be copied .*lock[^\n]*\n  hint: keep what cannot be copied outside",
+    ),
+}  # fmt: skip
+
+
+def _with(model: nn.Module, **attributes: Any) -> nn.Module:
+    vars(model).update(attributes)
+    return model
+
+
+def _uninitialised(kind: type[nn.Module]) -> nn.Module:
+    """A wrapper of this class around nothing, which needs no process group."""
+    made = kind.__new__(kind)
+    nn.Module.__init__(made)
+    return made
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_what_is_no_model_or_is_wrapped(name: str) -> None:
+    make, message = KINDS[name]
+    with pytest.raises(AutoparError, match=message):
+        capture(make(), (torch.randn(2, 4),), loss_fn=_loss)
+
+
+class Word(enum.Enum):
+    ONE = 1
+
+
+@dataclasses.dataclass
+class Rows:
+    a: torch.Tensor
+
+
+INPUTS: dict[str, tuple[Any, str]] = {
+    "ndarray": (np.ones(4), r"torch\.as_tensor"),
+    "device": (torch.device("cpu"), r"`x\.device`"),
+    "Word": (Word.ONE, "attribute of the model"),
+    "Rows": (Rows(torch.ones(2)), r"register_dataclass\(Rows\)"),
+    "Generator": (torch.Generator(), "leave it out"),
+}
+
+
+@pytest.mark.parametrize("kind", INPUTS)
+def test_inputs_of_no_graph(kind: str) -> None:
+    value, hint = INPUTS[kind]
+    with pytest.raises(OptionError, match=rf"input `1\.k` is a {kind};[^\n]*\n  hint: .*{hint}"):
+        capture(nn.Linear(4, 4), (torch.randn(2, 4), {"k": value}), loss_fn=_loss)
+
+
+def test_a_generator_of_the_model() -> None:
+    def draws(self: Any, a: torch.Tensor) -> torch.Tensor:
+        return (self.linear(a) * torch.rand(a.shape, generator=self.own)).sum()
+
+    model = _with(Module(draws), own=torch.Generator())
+    with pytest.raises(NotSupportedError, match=r"torch\.Generator[^\n]*\n  hint: leave gen"):
+        capture(model, (torch.randn(2, 4),))

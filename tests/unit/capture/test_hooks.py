@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn.modules import module as torch_module
+from torch.utils.flop_counter import FlopCounterMode
 
 import autopar
 from autopar import NotSupportedError
@@ -176,3 +177,9 @@ def test_results_of_an_earlier_forward_that_forward_reads(how: str) -> None:
         autopar.CaptureError, match=f"`{how.split()[0]}` was computed from parameters"
     ):
         autopar.plan(model, (1, 1), X)
+
+
+def test_a_flop_counter_is_named() -> None:
+    counter = FlopCounterMode(display=False)
+    with counter, pytest.raises(NotSupportedError, match=r"FlopCounterMode[\s\S]*leave it out"):
+        capture(made(), X)

@@ -10,7 +10,7 @@ import pytest
 from torch import nn
 
 from autopar.errors import NotSupportedError
-from autopar.module.layers import Shown
+from autopar.module.layers import OtherStageError, Shown
 
 
 def layers(*absent: str) -> Any:
@@ -95,3 +95,14 @@ def test_classes_that_know_their_subclasses(kind: type[nn.Module]) -> None:
     assert type(children["one"]).__name__ == kind.__name__
     assert Factorized.kinds == {"dense": Dense}
     assert Register.made == ["listed"]
+
+
+def test_by_name_as_by_attribute() -> None:
+    k = layers("k.0.weight")["k"]
+    assert k.get_parameter("0.bias") is k[0].bias
+    assert k.get_buffer("1.running_mean") is k[1].running_mean
+    for ask in (k.get_parameter, k.get_buffer):
+        with pytest.raises(OtherStageError, match=r"`k\.0\.weight` is not on this rank"):
+            ask("0.weight")
+        with pytest.raises(AttributeError, match="no_such"):
+            ask("0.no_such")

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import pickle
 import re
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -17,6 +18,7 @@ from autopar import Manual, Plan
 from autopar.errors import (
     AutoparError,
     BatchError,
+    CaptureError,
     InfeasibleError,
     MeshError,
     MissingRuleError,
@@ -218,6 +220,15 @@ def unplanned() -> autopar.ParallelModule:
     return autopar.parallelize(Tiny(), machine((1, 1)))
 
 
+def class_weights() -> dict[str, Any]:
+    given = batch(0, 16)
+    return {"input": given["x"], "y": given["labels"]}
+
+
+def weighted(outputs: Tensor, batch: Any) -> Tensor:
+    return nn.functional.cross_entropy(outputs, batch["y"], weight=batch["w"])
+
+
 WRONG_USE: dict[str, tuple[Callable[[], Any], type[AutoparError], str]] = {
     "a batch that does not divide into microbatches": (
         lambda: ready(microbatches=4).step(**batch(0, 17)), BatchError, r"17 rows[\s\S]*drop_last",
@@ -236,6 +247,42 @@ WRONG_USE: dict[str, tuple[Callable[[], Any], type[AutoparError], str]] = {
     ),
     "a local batch before the plan": (
         lambda: unplanned().step(batch="local", **batch()), NotPlannedError, r"pm\.prepare",
+    ),
+    "backward of pm.loss": (
+        lambda: ready().loss(**batch()).backward(), NotSupportedError,
+        r"have no grad[\s\S]*pm\.step",
+    ),
+    "backward of evaluation": (
+        lambda: torch.autograd.backward(ready().eval()(**batch())), NotSupportedError,
+        r"backward of the loss of pm\.loss[\s\S]*pm\.step",
+    ),
+    "verify under inference_mode": (
+        lambda: torch.inference_mode()(autopar.verify)(Tiny(), MESH, batch()), OptionError,
+        r"inference_mode[\s\S]*outside",
+    ),
+    "class weights with as many entries as rows": (
+        lambda: autopar.plan(
+            nn.Linear(8, 16), MESH, {**class_weights(), "w": torch.ones(16)}, microbatches=2,
+            loss_fn=weighted,
+        ),
+        CaptureError,
+        r"with 8 of 16 rows; cut were .*dim 0 of `w`[\s\S]*batch_dims=\{'w': None\} .*fewer micro",
+    ),
+    "a function as the model": (
+        lambda: autopar.parallelize(cast(Any, len), machine((1, 1)), batch()), OptionError,
+        r"is a builtin_function_or_method, not a torch\.nn\.Module",
+    ),
+    "a class as the model": (
+        lambda: autopar.plan(cast(Any, Tiny), MESH, batch()), OptionError,
+        r"pass an instance: Tiny\(",
+    ),
+    "a parallel module as the model": (
+        lambda: autopar.parallelize(ready(), machine((1, 1)), batch()), NotSupportedError,
+        r"is a parallel module already[\s\S]*full_state_dict",
+    ),
+    "backward of a sum with the loss": (
+        lambda: (ready().step(**batch()) + 1.0).backward(), NotSupportedError,
+        r"penalty\.backward\(\) adds its gradients",
     ),
     "generate": (
         lambda: ready().generate(), NotSupportedError, r"full_state_dict\(\) into the original",
@@ -283,3 +330,17 @@ def test_every_rank_raises_the_same(name: str, workers: Pool) -> None:
     # An error that only rank 0 can see reaches the others as "rank 0 failed: ...".
     assert all(other == kind and first in message for other, message in others)
     assert re.search(JOBS[name][1], first), first
+
+
+def test_losses_without_gradients_may_be_used() -> None:
+    pm, factor = ready(), torch.ones((), requires_grad=True)
+    loss = pm.loss(**batch())
+    (loss * factor).backward()
+    torch.autograd.backward(loss * factor)
+    assert factor.grad is not None and torch.equal(factor.grad, 2 * loss)
+    assert type(pickle.loads(pickle.dumps(loss))) is Tensor
+
+
+def test_verify_without_gradients_around_it() -> None:
+    with torch.no_grad():
+        autopar.verify(Tiny(), MESH, batch(), manual=Manual(dp=2)).raise_if_wrong()

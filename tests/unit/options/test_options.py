@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from torch import nn
 
 from autopar.errors import NotSupportedError, OptionError
 from autopar.options import FORBIDDABLE, Manual, Options, StageOption
@@ -91,6 +92,14 @@ def test_every_option_has_a_default_that_is_allowed() -> None:
         ("batch_dims", {0: 0}, r"keyed by input paths, not 0(.|\n)*positional"),
         ("batch_dims", {"x": -1}, "counted from 0, or None, not -1"),
         ("loss_fn", "mse", "loss_fn is a function, not 'mse'"),
+        ("loss_fn", nn.MSELoss(), r"loss_fn=MSELoss takes outputs and(.|\n)*lambda outputs, batch"),
+        ("loss_fn", nn.functional.mse_loss, r"=mse_loss takes outputs and(.|\n)*lambda outputs, b"),
+        (
+            "loss_fn",
+            lambda out: out,
+            r"takes \(out\); autopar calls it(.|\n)*lambda outputs, batch",
+        ),
+        ("loss_fn", lambda out, y, w: out, r"takes \(out, y, w\); .*missing a required argument"),
         ("progress", 1, "progress is True, False or a function, not 1"),
         ("forbid", "tensors", "forbid is one of .* not 'tensors'(.|\n)*did you mean 'tensor'"),
         ("forbid", ["data", 3], "forbid is one of .* not 3"),
