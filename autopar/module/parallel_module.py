@@ -58,7 +58,12 @@ from autopar.module.habits import (
 from autopar.module.job import from_rank_0, join_process_group, own_rank
 from autopar.module.layers import Holders, Modes, Shown
 from autopar.module.optimizers import call_before_steps, warn_of_none, watch_optimizers
-from autopar.module.originals import ConstantBuffers, Originals
+from autopar.module.originals import (
+    ConstantBuffers,
+    Originals,
+    warn_of_gradients,
+    warn_of_shared,
+)
 from autopar.module.parameters import StepGradients, gathered_names, make_parameters
 from autopar.module.programs import Built, Kind, Links, Programs, keys_of_model, warn_of_unread
 from autopar.module.surface import Surface, tell_capture
@@ -196,6 +201,9 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         gathered = gathered_names(self._options.optimizer_gather, names)
         self._stored = make_parameters(place, held, gathered)
         warn_of_none(self._stored.values(), place.stage, place.pipeline.n_stages)
+        if own_rank() == 0:
+            warn_of_gradients(model)
+            warn_of_shared(model, self)
         watch_optimizers(model)
         self._scale_losses(LossScale())
         self._watch_optimizers()
@@ -242,6 +250,7 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         self._holders.check()
         self._layer_modes.check(self._layers, self.training)
         self._originals.check()
+        self._originals.warn_of_mode(self.training)
         self._constants.check()
         return self._programs.get(batch, kind, self.training)
 
