@@ -1,16 +1,30 @@
-"""How a parallel module may be called: the form of a batch, and the modes of torch around it."""
+"""How a parallel module may be called: the form of a batch, options, the modes of torch around it.
+
+An option may have the name of an input: `weight` of `pm.step`, and a forward with a `weight`. Such
+a call is refused unless the batch is one dict, with options beside it: `pm.step(batch, weight=2)`.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
+from numbers import Real
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from autopar.errors import BatchError, NotSupportedError, OptionError
 from autopar.module.agreement import Given
-from autopar.module.batches import refuse_loaded
+from autopar.module.batches import Loaded, refuse_loaded
+
+ONE = float("1.0")  # the default weight: another object than a 1.0 that a caller gives
+# Option -> what it is and which values no input has; other values may be meant for an input.
+_OPTIONS: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
+    "batch": ('"global" or "local"', lambda v: isinstance(v, (str, Loaded))),
+    "outputs": ("a function", callable),
+    "gather": ('"last" or "all"', lambda v: isinstance(v, str)),
+}
 
 
 def one_form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
@@ -24,13 +38,83 @@ def one_form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> Given:
     return args if args else kwargs
 
 
-def check_step_mode(batch: Any) -> None:
+def one_dict(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], planned: Mapping[str, Any]
+) -> dict[str, Any] | None:
+    """The batch of `pm.step(batch)`, if it is a dict with keys of the planned one.
+
+    None for any other call: a model may take a dict as its only input. `planned` is by path.
+    """
+    if len(args) != 1 or kwargs or not isinstance(args[0], Mapping):
+        return None
+    given = dict(args[0].items())
+    return given if given.keys() & _top(planned) else None
+
+
+def check_options(
+    call: str,
+    options: Mapping[str, Any],
+    model: nn.Module,
+    planned: Mapping[str, Any],
+    is_one_dict: bool,
+) -> None:
+    """Raise `OptionError` for an option of `pm.step` or `pm(...)` that may be meant as an input.
+
+    `options` are those that were given.
+    """
+    for name, value in options.items():
+        kind, is_sure = _OPTIONS.get(name, ("", lambda _: False))
+        if is_sure(value) or (is_one_dict and not kind):
+            continue
+        where = ""
+        if name in _top(planned):
+            where = f", and `{name}` is an input of the planned batch"
+        elif name in inspect.signature(model.forward).parameters:
+            where = f", and {type(model).__name__}.forward has a parameter `{name}`"
+        if where or kind:
+            raise OptionError(
+                f"{name}={_shown(value)}: `{name}` is an option of {call}"
+                + (f", {kind}" if kind else "")
+                + where,
+                hint=_way_out(call, name, planned),
+            )
+
+
+def weight_of(value: Any, planned: Mapping[str, Any]) -> float:
+    """The option `weight` as a number. Raises `OptionError` for what is none."""
+    if isinstance(value, Real):
+        return float(value)
+    if isinstance(value, Tensor) and value.numel() == 1 and not value.is_complex():
+        return float(value)
+    raise OptionError(
+        f"weight={_shown(value)}: `weight` is an option of pm.step, a number that multiplies the "
+        "gradients",
+        hint=_way_out("pm.step", "weight", planned),
+    )
+
+
+def _top(planned: Mapping[str, Any]) -> set[str]:
+    return {path.partition(".")[0] for path in planned}
+
+
+def _shown(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"a tensor of shape {tuple(value.shape)}"
+    return repr(value) if isinstance(value, (str, Real, type(None))) else type(value).__name__
+
+
+def _way_out(call: str, name: str, planned: Mapping[str, Any]) -> str:
+    as_dict = (
+        f"pass the batch as one dict, with options beside it: {call}({{..., {name!r}: value}}) for "
+        f"the input, {call}({{...}}, {name}=value) for the option"
+    )
+    if all(key.isdigit() for key in _top(planned)):
+        return f"pass inputs by position: {call}(value); or plan with a dict, and then {as_dict}"
+    return as_dict
+
+
+def check_step_mode(batch: str) -> None:
     """Raise `OptionError` if `step` cannot compute gradients, or for a wrong option `batch`."""
-    if not isinstance(batch, str):
-        raise OptionError(
-            f"batch={type(batch).__name__}: `batch` is an option of step",
-            hint="pass inputs of this name by position: pm.step(value)",
-        )
     if batch not in ("global", "local"):
         raise OptionError(f'batch={batch!r}: it is "global" or "local"')
     if torch.is_inference_mode_enabled() or not torch.is_grad_enabled():

@@ -1,4 +1,4 @@
-"""Tensors that are written to after `autopar.parallelize`, where no program would read them.
+"""What is done to the user's model around `autopar.parallelize`, where no program would read it.
 
 Weights loaded into the user's model would train nothing.
 
@@ -8,14 +8,21 @@ version counters of the model's parameters and sums of their bits. These are not
 first step, when it is usual to load trained weights back; nor if somebody has trained the model, as
 a reference would be.
 
+Warnings are enough for what may be meant: the mode of the model is set and that of the parallel
+module is not, the model has gradients, or another parallel module has copies of its parameters.
+
 Buffers that no step changes are constants of the programs. The module shows copies of them, which
 are not to be written to; a change of the user's own is captured again (`variants.py`).
 """
 
 from __future__ import annotations
 
+import gc
+import warnings
 from collections.abc import Iterable, Mapping
+from weakref import ref
 
+import torch
 from torch import Tensor, nn
 from torch.utils.weak import WeakIdKeyDictionary
 
@@ -25,12 +32,63 @@ from autopar.module.optimizers import has_trained
 from autopar.program import ChangedBuffer
 from autopar.runtime.state import all_names, together
 
+# Parameter of users' models -> the models and parallel modules that it was copied for, and whether
+# it learned then.
+_copies: WeakIdKeyDictionary = WeakIdKeyDictionary()
+
+
+def warn_of_shared(model: nn.Module, module: nn.Module) -> None:
+    """Warn if a living parallel module of another model has a copy of one of these parameters."""
+    is_known = any(of() is model for p in model.parameters() for of, _, _ in _copies.get(p, ()))
+    if not is_known and _shared_with(model) is not None:
+        gc.collect()  # parallel modules are cycles: one that nobody holds may still be there
+        found = _shared_with(model)
+        if found is not None:
+            warnings.warn(
+                f"`{found[0]}` is also a parameter of the {found[1]} that another parallel module "
+                "was made from: each parallel module trains a copy of its own, and does not see "
+                "what the other one learns. One module whose forward returns both losses shares "
+                "it; or copy the weights after each optimizer step: with torch.no_grad(): "
+                "p.copy_(q.full_tensor())",
+                stacklevel=6,
+            )
+    for parameter in model.parameters():
+        _copies.setdefault(parameter, []).append((ref(model), ref(module), parameter.requires_grad))
+
+
+def _shared_with(model: nn.Module) -> tuple[str, str] | None:
+    """A learning parameter and the class of another model that a parallel module has it from."""
+    for name, parameter in model.named_parameters():
+        for of, module, learned in _copies.get(parameter, ()):
+            other = of()
+            alive = other is not None and module() is not None
+            if alive and other is not model and (learned or parameter.requires_grad):
+                return name, type(other).__name__
+    return None
+
+
+def warn_of_gradients(model: nn.Module) -> None:
+    """Warn if the model has gradients, which the parallel module does not take over."""
+    for name, parameter in model.named_parameters():
+        gradient = parameter.grad
+        if gradient is None or gradient.is_meta:
+            continue
+        if gradient.layout is not torch.strided or bool(gradient.any()):
+            warnings.warn(
+                f"`{name}` has a gradient, which the parallel module does not take over: its first "
+                "step does not add to it. Call model.zero_grad() before autopar.parallelize, or "
+                "step the optimizer that the gradient is for",
+                stacklevel=6,
+            )
+            return
+
 
 class Originals:
-    """The parameters of the user's model, as they were copied."""
+    """The user's model, as it was when its parameters were copied."""
 
     def __init__(self, model: nn.Module) -> None:
         self._model = (model,)
+        self._mode, self._has_told = model.training, False
         self._versions = WeakIdKeyDictionary({p: version_of(p) for p in model.parameters()})
         self._is_first, self._is_known = True, False
 
@@ -42,6 +100,19 @@ class Originals:
         """Has a parameter been written to since the module copied it?"""
         own = self._model[0].parameters()
         return any(version_of(p) != self._versions.get(p) for p in own if not p.is_meta)
+
+    def warn_of_mode(self, training: bool) -> None:
+        """Warn, once, if the model's mode was set and is not that of the parallel module."""
+        mode = self._model[0].training
+        is_set, self._mode = mode is not self._mode, mode
+        if is_set and mode is not training and not self._has_told:
+            self._has_told = True
+            set_to, own = ("train", "eval") if mode else ("eval", "train")
+            warnings.warn(
+                f"{set_to}() of the original model does not change the parallel module, whose own "
+                f"mode is that of pm.{own}(): call pm.{set_to}()",
+                stacklevel=4,
+            )
 
     def check(self) -> None:
         """Before the first step. Raises `StateError` on every rank if values were changed since."""

@@ -28,6 +28,7 @@ from autopar.errors import (
 from autopar.mesh import Mesh
 from autopar.module.agreement import (
     Agreement,
+    Fingerprint,
     Given,
     Hyperparameters,
     agreed_program,
@@ -37,10 +38,14 @@ from autopar.module.agreement import (
 )
 from autopar.module.batches import Loaded, unwrapped
 from autopar.module.calls import (
+    ONE,
     check_autocast,
+    check_options,
     check_planning_mode,
     check_step_mode,
+    one_dict,
     one_form,
+    weight_of,
 )
 from autopar.module.feeding import Feeding
 from autopar.module.finite import FiniteCheck, Guard, SkippedIfBad, Unguarded
@@ -55,7 +60,12 @@ from autopar.module.habits import (
 from autopar.module.job import from_rank_0, join_process_group, own_rank
 from autopar.module.layers import Holders, Modes, Shown
 from autopar.module.optimizers import call_before_steps, warn_of_none, watch_optimizers
-from autopar.module.originals import ConstantBuffers, Originals
+from autopar.module.originals import (
+    ConstantBuffers,
+    Originals,
+    warn_of_gradients,
+    warn_of_shared,
+)
 from autopar.module.parameters import StepGradients, gathered_names, make_parameters
 from autopar.module.programs import Built, Kind, Links, Programs, keys_of_model, warn_of_unread
 from autopar.module.surface import Surface, tell_capture
@@ -194,6 +204,9 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         gathered = gathered_names(self._options.optimizer_gather, names)
         self._stored = make_parameters(place, held, gathered)
         warn_of_none(self._stored.values(), place.stage, place.pipeline.n_stages)
+        if own_rank() == 0:
+            warn_of_gradients(model)
+            warn_of_shared(model, self)
         watch_optimizers(model)
         self._scale_losses(LossScale())
         self._watch_optimizers()
@@ -240,18 +253,37 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         self._holders.check()
         self._layer_modes.check(self._layers, self.training)
         self._originals.check()
+        self._originals.warn_of_mode(self.training)
         self._constants.check()
         return self._programs.get(batch, kind, self.training)
 
     def _frozen_reads(self) -> tuple[tuple[str, str], ...]:
         return () if self._plan is None else self._bound.analysis.program.frozen.reads
 
+    @property
+    def _planned(self) -> Mapping[str, Fingerprint]:
+        """The form of the planned batch; empty before there is a plan."""
+        return {} if self._plan is None else self._programs.planned
+
+    def _by_keyword(
+        self,
+        call: str,
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        options: Mapping[str, Any],
+    ) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        """The batch of a call, which may be one dict; options of the same names are refused."""
+        found = one_dict(args, kwargs, self._planned)
+        given = {name: value for name, value in options.items() if value is not None}
+        check_options(call, given, self._model[0], self._planned, found is not None)
+        return (args, kwargs) if found is None else ((), found)
+
     def step(
         self,
         *args: Any,
         batch: str | Loaded = "global",
         outputs: Callable[[Any], None] | None = None,
-        weight: float = 1.0,
+        weight: float = ONE,
         global_rows: int | None = None,
         skip_nonfinite: bool | None = None,
         **kwargs: Any,
@@ -261,6 +293,7 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         Inputs are the global batch, the same on every rank; with `batch="local"`, only the rows of
         `local_slice`, of a global batch as long as the planned one or of `global_rows` rows. The
         first steps compare the batch between ranks. Batches of `dataloader` bring their own mode.
+        A batch planned by keyword may be one dict, which tells its keys from options.
 
         `outputs` is called with the outputs of each microbatch, in the model's own structure: what
         the model returns for its rows. The mean of their losses is the step's loss, so a loss over
@@ -278,6 +311,14 @@ class ParallelModule(PlannedModule, Feeding, Surface):
 
         Raises `BatchError` if the batch does not divide or differs between ranks.
         """
+        options = {
+            "batch": batch, "outputs": outputs, "weight": None if weight is ONE else weight,
+            "global_rows": global_rows, "skip_nonfinite": skip_nonfinite,
+        }  # fmt: skip
+        args, kwargs = self._by_keyword("pm.step", args, kwargs, options)
+        if isinstance(kwargs.get("batch"), Loaded):
+            batch = kwargs.pop("batch")
+        weight = weight_of(weight, self._planned)
         mark, batch, global_rows = unwrapped(batch, global_rows)
         check_step_mode(batch)
         if not self.training:
@@ -341,6 +382,7 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         stage; `gather="all"` gives them to all ranks.
         """
         refuse_export()
+        args, kwargs = self._by_keyword("pm", args, kwargs, {"gather": gather})
         if gather not in ("last", "all"):
             raise OptionError(f'gather={gather!r}: it is "last" or "all"')
         given = one_form(args, kwargs)
@@ -372,7 +414,7 @@ class ParallelModule(PlannedModule, Feeding, Surface):
 
         Raises `BatchError` if the model returns no loss for this batch.
         """
-        given = one_form(args, kwargs)
+        given = one_form(*self._by_keyword("pm.loss", args, kwargs, {}))
         if self._plan is None:
             raise NotPlannedError("the module is not planned yet", hint="call pm.prepare(**batch)")
         self._agreement.check("loss", given)

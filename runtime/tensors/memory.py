@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import sys
 from abc import abstractmethod
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor
@@ -69,6 +69,26 @@ class Memory(Tensor):
             hint="autopar.save(pm, optimizer, path) saves weights and optimizer state; of weights "
             "alone, torch.save(pm.full_state_dict(), path) on rank 0, with every rank calling "
             "full_state_dict()",
+        )
+
+    def untyped_storage(self) -> NoReturn:
+        """Raise `NotSupportedError`: the memory is that of the shard, `to_local()`."""
+        self._no_storage("untyped_storage()")
+
+    def storage(self) -> NoReturn:
+        """Raise `NotSupportedError`: the memory is that of the shard, `to_local()`."""
+        self._no_storage("storage()")
+
+    def share_memory_(self) -> NoReturn:
+        """Raise `NotSupportedError`: programs and optimizers hold the memory that there is."""
+        self._no_storage("share_memory_()")
+
+    def _no_storage(self, what: str) -> NoReturn:
+        raise NotSupportedError(
+            f"{what} of `{self.spread.name}`, of which this rank has a shard: the tensor itself "
+            "has no memory",
+            hint="the shard's memory is that of p.to_local(); write with p.copy_(value) under "
+            "torch.no_grad(); other processes get whole tensors from pm.full_state_dict()",
         )
 
     def expand_as(self, other: Tensor) -> Tensor:

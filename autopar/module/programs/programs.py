@@ -11,6 +11,7 @@ import contextlib
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 
+import torch
 from torch import Tensor, nn
 
 from autopar.capture import accumulation_of, capture, first_rows
@@ -46,6 +47,7 @@ class Programs:
     weights        where values of the model come from: "rank0", "init" or a path
     number         of the module, the same on every rank
     is_written     have parameters of the model been written to since the module copied them?
+    dtypes         of the model's parameters when it was planned, by name
     """
 
     model: nn.Module
@@ -59,11 +61,14 @@ class Programs:
     number: int
     is_written: Callable[[], bool]
     variants: Variants = field(init=False)
+    dtypes: Mapping[str, torch.dtype] = field(init=False)
 
     def __post_init__(self) -> None:
         loss_fn = self.target.options.loss_fn
         made = Variants(self.model, loss_fn, self.number, self.is_written)
         object.__setattr__(self, "variants", made)
+        dtypes = {name: p.dtype for name, p in self.model.named_parameters()}
+        object.__setattr__(self, "dtypes", dtypes)
 
     @property
     def modes(self) -> Mapping[str, bool]:
@@ -116,6 +121,7 @@ class Programs:
         twin = replace(self, buffers=buffers)
         made = self.variants.for_buffers(lambda built: built.for_buffers(self.links, buffers))
         object.__setattr__(twin, "variants", made)
+        object.__setattr__(twin, "dtypes", self.dtypes)
         return twin
 
     def _captured(
@@ -123,6 +129,8 @@ class Programs:
     ) -> Program:
         """The graph of a batch; `precision` overrules the options."""
         options, data = self.target.options, self.bound.data
+        if precision is None:
+            self._refuse_other_dtypes()
         loss_fn = None if kind == "forward" else options.loss_fn
         program = capture(
             self.model, batch, training=training, precision=precision or options.dtypes,
@@ -139,6 +147,19 @@ class Programs:
                     hint="change it in every mode and for all shapes, or never",
                 )
         return program
+
+    def _refuse_other_dtypes(self) -> None:
+        """Raise `NotSupportedError` if `model.half()` or the like came after the planning."""
+        for name, parameter in self.model.named_parameters():
+            planned = self.dtypes.get(name, parameter.dtype)
+            if parameter.dtype != planned:
+                raise NotSupportedError(
+                    f"the model was changed after autopar.parallelize: `{name}` of the original is "
+                    f"{parameter.dtype}, and was planned as {planned}; a batch or mode that has no "
+                    "program yet would be captured in that dtype",
+                    hint=f"convert a copy.deepcopy(model) instead, and this one back: "
+                    f"model.to({planned})",
+                )
 
     def _modes_now(self) -> Mapping[str, bool] | None:
         """The modes to capture with: the planned ones after the user called `model.eval()`."""

@@ -265,7 +265,8 @@ def test_modes_of_the_capture_stay() -> None:
     model = made()
     module = autopar.parallelize(model, (1, 1), batch(), loss_fn=squares)
     model.eval()
-    module.step(**batch())
+    with pytest.warns(UserWarning, match="original model does not change the parallel module"):
+        module.step(**batch())
     half = {"x": batch()["x"][:4]}
     with pytest.warns(UserWarning, match="captured a batch unlike the planned one"):
         loss = module.step(**half)

@@ -195,5 +195,67 @@ def test_structures_with_equal_paths_differ() -> None:
 
 def test_an_input_named_batch() -> None:
     module, _ = ready()
-    with pytest.raises(OptionError, match="`batch` is an option of step"):
+    with pytest.raises(OptionError, match=r"`batch` is an option of pm\.step"):
         module.step(batch=torch.ones(2))  # type: ignore[arg-type]
+
+
+class Weighted(nn.Module):
+    """Its forward has parameters that are named like options of `pm.step` and `pm(...)`."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 4)
+
+    def forward(
+        self, x: Tensor, weight: Tensor | float = 1.0, outputs: Any = None, gather: Any = None
+    ) -> Tensor:
+        return (self.head(x).square().sum(-1) * weight).mean()
+
+
+ROWS = torch.linspace(0, 1, 8, dtype=torch.float64)
+X = {"x": ROWS[:, None] * torch.ones(8, dtype=torch.float64)}
+
+
+def weighted(**planned: Any) -> tuple[Any, nn.Module]:
+    torch.manual_seed(0)
+    model = Weighted().double()
+    return autopar.parallelize(model, ALONE, X | planned), model
+
+
+def test_an_input_named_like_an_option_is_refused() -> None:
+    module, _ = weighted()
+    calls: dict[str, Callable[..., Any]] = {"pm.step": module.step, "pm": module.eval()}
+    module.train()
+    for call, option, value in (
+        ("pm.step", "weight", 3.0), ("pm.step", "weight", 1.0), ("pm.step", "weight", ROWS),
+        ("pm.step", "outputs", ROWS), ("pm", "gather", ROWS),
+    ):  # fmt: skip
+        words = f"`{option}` is an option of {call}.* Weighted.forward has a parameter `{option}`"
+        with pytest.raises(OptionError, match=words) as caught:
+            calls[call](**X, **{option: value})
+        assert "the batch as one dict" in str(caught.value)
+    for wrong in (ROWS, "a"):
+        with pytest.raises(OptionError, match="a number that multiplies"):
+            module.step(X, weight=wrong)
+
+
+def test_a_batch_of_one_dict_may_have_keys_named_like_options() -> None:
+    module, model = weighted(weight=ROWS)
+    given = X | {"weight": ROWS}
+    loss = model(**given)
+    with pytest.raises(OptionError, match="is an input of the planned batch"):
+        module.step(**X, weight=0.5)
+    torch.testing.assert_close(module.step(given, weight=0.5), loss.detach())
+    (0.5 * loss).backward()
+    torch.testing.assert_close(module.full_gradients()["head.weight"], model.head.weight.grad)
+    torch.testing.assert_close(module.loss(given), loss.detach())
+    torch.testing.assert_close(module.eval()(given), loss.detach())
+
+
+def test_a_dict_that_the_model_takes_stays_an_input() -> None:
+    torch.manual_seed(0)
+    model = Nested().double()
+    module = autopar.parallelize(model, ALONE, {"pair": {"0": X["x"]}})
+    loss = model({"0": X["x"]}).detach()
+    torch.testing.assert_close(module.step({"0": X["x"]}), loss)
+    torch.testing.assert_close(module.step({"pair": {"0": X["x"]}}), loss)

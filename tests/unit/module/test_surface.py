@@ -121,3 +121,15 @@ def test_nothing_to_report(capsys: pytest.CaptureFixture[str]) -> None:
 
     autopar.parallelize(Plain(nn.Linear(4, 4), nn.LayerNorm(4)).double(), (1, 1), X)
     assert capsys.readouterr().err == ""
+
+
+def test_parameters_have_no_memory_of_their_own() -> None:
+    """torch would end the process where it reads memory that is not there."""
+    _, module = made()
+    module.step(**X)
+    parameter = module.linear.weight
+    for tensor in (parameter, parameter.grad, parameter.data):
+        for call in ("share_memory_", "untyped_storage", "storage"):
+            with pytest.raises(NotSupportedError, match=rf"{call}\(\) of `linear.weight`"):
+                getattr(tensor, call)()
+    assert parameter.to_local().untyped_storage().nbytes() == 16 * 8
