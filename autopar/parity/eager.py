@@ -47,6 +47,12 @@ _TORCH, _AUTOPAR = (str(Path(path).parent) for path in (torch.__file__, Path(__f
 Batch = Mapping[str, Any] | Sequence[Any]
 
 
+_HINT = (
+    "check that the model runs without autopar; a model on meta needs buffers that "
+    "reset_parameters() fills"
+)
+
+
 @dataclass(frozen=True)
 class ModuleStep:
     """One step of the user's module.
@@ -96,12 +102,15 @@ def module_step(
         except AutoparError:
             raise
         except Exception as error:
+            on, hint = "these inputs", _HINT
+            if accumulation is not None and accumulation.n > 1:
+                on = f"the rows of one of {accumulation.n} microbatches of these inputs"
+                hint = f"microbatches=1, or a forward for any rows; else {_HINT}"
             raise VerificationError(
-                f"{type(model).__name__} itself fails on these inputs on cpu: "
+                f"{type(model).__name__} itself fails on {on} on cpu: "
                 f"{type(error).__name__}: {error}",
                 where=_line(error),
-                hint="check that the model runs without autopar; a model on meta needs buffers "
-                "that reset_parameters() fills",
+                hint=hint,
             ) from error
         gradients = {}
         for name, parameter in twin.named_parameters():
@@ -163,7 +172,9 @@ class _Largest(TorchDispatchMode):
         is_new = all(result.alias_info is None for result in func._schema.returns)
         for value in out if isinstance(out, (tuple, list)) else (out,):
             is_number = is_new and isinstance(value, Tensor) and value.is_floating_point()
-            if is_number and value.numel() > 1:
+            # Autograd's zeros have no memory: torch takes their shapes from meta, or crashes.
+            has_memory = is_number and not (value.is_meta or torch._is_zerotensor(value))
+            if has_memory and value.numel() > 1:
                 self.largest = max(self.largest, value.detach().abs().nan_to_num().max().item())
         return out
 

@@ -288,7 +288,7 @@ class ProblemBuilder:
                 parameter = self.program.parameters[name].name
                 raise InfeasibleError(
                     f"the uses of `{parameter}` have no placement in common",
-                    hint="relax forbid, force or the recipe there",
+                    hint="relax manual=, forbid= or force= there; without them a plan is searched",
                 )
             columns = (self.priced.placed.column(common),) * len(clusters)
         shared = self._add_variable(

@@ -424,7 +424,9 @@ def _infeasible(
         between = " and ".join(_place(program, name) for name in list(names)[:3])
         what += f": no placements of {between} fit each other"
     return InfeasibleError(
-        what, where=f"mesh ({axes})", hint="relax forbid, force or the recipe there"
+        what,
+        where=f"mesh ({axes})",
+        hint="relax manual=, forbid= or force= there; without them a plan is searched",
     )
 
 

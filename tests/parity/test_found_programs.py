@@ -79,6 +79,8 @@ BODIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "one split": lambda net, z: torch.cat(z.split([4], 1), 1),
     "a reduction of a number": lambda net, z: z * z.max().logsumexp(-1) + z.mean().amax(0),
     "zeroed in place": lambda net, z: z * z.clone().zero_().add(0.5),
+    "a sign, whose gradient has no memory": lambda net, z: z * torch.sgn(z),
+    "powers of a vector": lambda net, z: z @ torch.vander(z.detach()[0, 0], N=4),
     "a mask of two numbers": lambda net, z: z * torch.where(z.lt(0), 0.5, 1.0),
 }
 

@@ -94,6 +94,9 @@ def decomposition(b: Builder, call: TracedCall) -> tuple[fx.Graph, list[fx.Node]
         return None
     if watch.seen or any(n.op == "get_attr" or n.target == call.target for n in graph.nodes):
         return None
+    for node in [n for n in graph.nodes if n.op == "call_function" and "val" not in n.meta]:
+        if not node.users:  # it asks for a dtype
+            graph.erase_node(node)
     functionalise(graph, {}, ())
     for node in graph.nodes:
         node.meta |= {k: call.origin.meta[k] for k in _INHERITED_META if k in call.origin.meta}
