@@ -173,7 +173,8 @@ class _Functionaliser:
         value.meta[WRITTEN] = target
         members = self.aliases.members(target)
         for other in members:
-            if other.op != "call_function" and other not in self.contents:
+            may_change = other.op == "call_function" or other in self.contents
+            if not may_change and other not in self.newer:
                 what = self.stored.get(other.name, f"input `{other.name}`")
                 raise _refusal(node, f"changes {what}")
 

@@ -153,8 +153,8 @@ class _Watch(TorchDispatchMode):
         if torch.Tag.nondeterministic_seeded in func.tags:
             raise UnsupportedFunctionError(
                 f"{self.name} draws random numbers ({func})",
-                "draw torch.rand or torch.randn in the model's forward and pass the numbers as "
-                "an argument, or draw outside of the model and pass them as an input",
+                "draw them in the model's forward (torch.rand, torch.randn) and pass them as an "
+                "argument, or draw outside of the model and pass them as an input",
             )
         if func.namespace in _COMMUNICATION:
             raise UnsupportedFunctionError(

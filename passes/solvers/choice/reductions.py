@@ -150,9 +150,9 @@ def _possible(problem: ChoiceProblem, classes: Classes) -> Iterator[list[BoolArr
             left = np.logical_or.reduce([alive[v] for v in members])
             for v in members:
                 keep[v] = left
+        yield keep
         if all(left.sum() >= was.sum() for left, was in zip(keep, before, strict=True)):
             return
-        yield keep
 
 
 def drop_dominated(reduced: Reduced, classes: Classes | None = None) -> Reduced:
