@@ -67,20 +67,15 @@ def _shared_with(model: nn.Module) -> tuple[str, str] | None:
     return None
 
 
-def warn_of_gradients(model: nn.Module) -> None:
-    """Warn if the model has gradients, which the parallel module does not take over."""
+def _first_gradient(model: nn.Module) -> str | None:
+    """The first parameter with a gradient that is not zero."""
     for name, parameter in model.named_parameters():
         gradient = parameter.grad
         if gradient is None or gradient.is_meta:
             continue
         if gradient.layout is not torch.strided or bool(gradient.any()):
-            warnings.warn(
-                f"`{name}` has a gradient, which the parallel module does not take over: its first "
-                "step does not add to it. Call model.zero_grad() before autopar.parallelize, or "
-                "step the optimizer that the gradient is for",
-                stacklevel=6,
-            )
-            return
+            return name
+    return None
 
 
 class Originals:
@@ -89,6 +84,7 @@ class Originals:
     def __init__(self, model: nn.Module) -> None:
         self._model = (model,)
         self._mode, self._has_told = model.training, False
+        self._gradient = _first_gradient(model)
         self._versions = WeakIdKeyDictionary({p: version_of(p) for p in model.parameters()})
         self._is_first, self._is_known = True, False
 
@@ -112,6 +108,17 @@ class Originals:
                 f"{set_to}() of the original model does not change the parallel module, whose own "
                 f"mode is that of pm.{own}(): call pm.{set_to}()",
                 stacklevel=4,
+            )
+
+    def warn_of_gradients(self) -> None:
+        """At an optimizer's first step: warn if the model had gradients, and still has them."""
+        name, self._gradient = self._gradient, None
+        if name is not None and self._model[0].get_parameter(name).grad is not None:
+            warnings.warn(
+                f"`{name}` of the original model had a gradient at autopar.parallelize, which the "
+                "parallel module does not have: this optimizer step is without it. Use it before, "
+                "or clear it: model.zero_grad()",
+                stacklevel=6,
             )
 
     def check(self) -> None:

@@ -63,7 +63,6 @@ from autopar.module.optimizers import call_before_steps, warn_of_none, watch_opt
 from autopar.module.originals import (
     ConstantBuffers,
     Originals,
-    warn_of_gradients,
     warn_of_shared,
 )
 from autopar.module.parameters import StepGradients, gathered_names, make_parameters
@@ -205,7 +204,6 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         self._stored = make_parameters(place, held, gathered)
         warn_of_none(self._stored.values(), place.stage, place.pipeline.n_stages)
         if own_rank() == 0:
-            warn_of_gradients(model)
             warn_of_shared(model, self)
         watch_optimizers(model)
         self._scale_losses(LossScale())
@@ -230,6 +228,7 @@ class ParallelModule(PlannedModule, Feeding, Surface):
     def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of these parameters steps: what all ranks must agree on before it does."""
         self._hyperparameters.check(optimizer)
+        self._originals.warn_of_gradients()
         if self._scaler is not None:
             self._scaler.decide()
         else:

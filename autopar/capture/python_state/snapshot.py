@@ -4,12 +4,19 @@ A *value* here is a scalar (number, string, None, dtype, device, enum), a contai
 object with attributes. `Snapshot` records under a name
 
     of a scalar       the scalar
-    of a container    its length; of a set, its members
+    of a container    its length; of a set, its members; of a list or dict that is long or deep,
+                      its `Contents`
+    of an array       its bytes, or a checksum of them
     of a tensor       which tensor it is, how often it was written to, and a sum of its bits
     of an object      its attributes, to a bounded depth
 
 and where each part is, so that `is_same` compares them in a few microseconds. Every comparison is
 by identity. So a new object with an equal value needs a new snapshot, which finds equal `values`.
+
+Not watched is what objects deeper than `MAX_DEPTH` hold, and what changes inside of an object in a
+long list or dict. Once the arrays of a snapshot are above `MAX_DIGEST_BYTES`, or its long lists and
+dicts above `MAX_CONTENTS`, of the others it is watched only which object they are. The check of
+that much takes some 10 ms in each step; a model without such values pays nothing.
 """
 
 from __future__ import annotations
@@ -18,11 +25,12 @@ import argparse
 import itertools
 import operator
 import random
+import zlib
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import Enum
-from functools import lru_cache, partial
+from functools import cached_property, lru_cache, partial
 from types import (
     BuiltinFunctionType,
     CellType,
@@ -39,15 +47,19 @@ from torch import Tensor, nn
 
 from autopar.capture.python_state.code import is_library_module
 
-MAX_DEPTH = 4
-MAX_ITEMS = 256  # of longer containers only the length is watched
+MAX_DEPTH = 4  # of attributes of objects
+MAX_NESTED = 8  # of items of containers
+MAX_ITEMS = 256  # of longer containers only the `Contents` are watched
+MAX_CONTENTS = 100_000  # items of one snapshot, beside containers up to `MAX_ITEMS`
 MAX_VALUES = 20_000  # of one snapshot; a closure over a data set has more than anyone reads
 MAX_ARRAY_BYTES = 4096
+MAX_DIGEST_BYTES = 4 * 2**20  # of one snapshot, beside smaller arrays
 
 Scalar = (
     bool, int, float, complex, str, bytes, type(None), type(Ellipsis), Enum, range, slice,
     torch.dtype, torch.device, torch.layout, torch.memory_format, torch.Size, np.generic, np.dtype,
 )  # fmt: skip
+_PLAIN = (int, float, complex, str, bytes, type(None), Enum, np.generic)
 Functions = (FunctionType, MethodType, BuiltinFunctionType, type, type(lru_cache(lambda: None)))
 # What torch itself keeps in a module. `hooks.py` records hooks, parameters are no constants.
 INTERNAL = ({*vars(nn.Module()), *vars(nn.Module)} - {"training"}) | {
@@ -104,6 +116,64 @@ class Held:
         return f"a tensor of shape {tuple(self.tensor.shape)}, written to {self.version[0]} times"
 
 
+@dataclass(frozen=True, eq=False)
+class Which:
+    """An object that counts by which it is."""
+
+    held: object
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Which) and other.held is self.held
+
+    def __hash__(self) -> int:
+        return id(self.held)
+
+    def __repr__(self) -> str:
+        return f"a {type(self.held).__name__}"
+
+
+@dataclass(frozen=True, eq=False)
+class Contents:
+    """The keys and items of a long list or dict; items that are no scalars count by identity."""
+
+    keys: tuple[Any, ...]
+    items: tuple[Any, ...]
+
+    def __eq__(self, other: object) -> bool:
+        if not isinstance(other, Contents) or len(other.items) != len(self.items):
+            return False
+        if not all(map(operator.is_, self.keys, other.keys)) and self.keys != other.keys:
+            return False
+        if all(map(operator.is_, self.items, other.items)):
+            return True
+        return (
+            self._is_plain
+            and self.items == other.items
+            and all(map(operator.is_, map(type, self.items), map(type, other.items)))
+        )
+
+    def __hash__(self) -> int:
+        return len(self.items)
+
+    def __repr__(self) -> str:
+        return repr(self.items) if self._is_plain else f"{len(self.items)} items"
+
+    @cached_property
+    def _is_plain(self) -> bool:
+        return all(issubclass(kind, _PLAIN) for kind in {*map(type, self.items)})
+
+
+def contents_of(value: Any) -> Contents:
+    """What is in a list, tuple, deque or dict."""
+    is_dict = isinstance(value, dict)
+    return Contents(tuple(value) if is_dict else (), tuple(value.values() if is_dict else value))
+
+
+def digest_of(array: np.ndarray[Any, Any]) -> tuple[object, ...]:
+    """Shape, dtype and a checksum of an array."""
+    return array.shape, array.dtype.str, zlib.crc32(array.tobytes())
+
+
 def version_of(tensor: Tensor) -> Version:
     """How often a tensor was written to, and a sum of its bits.
 
@@ -139,6 +209,8 @@ class Snapshot:
     measures: list[tuple[Callable[[Any], object], Any, object]] = field(default_factory=list)
     contents: list[tuple[Any, Any]] = field(default_factory=list)
     _seen: dict[int, object] = field(default_factory=dict)
+    _n_contents: int = 0
+    _n_bytes: int = 0
 
     def item(self, holder: Any, key: Any, text: str, place: str, depth: int = 0) -> None:
         """Record `holder[key]`."""
@@ -197,6 +269,25 @@ class Snapshot:
         if self.versions:
             self.measures.append((version_of, value, version))
 
+    def contained(self, name: str, value: Any) -> None:
+        """Record the contents of a list or dict; past `MAX_CONTENTS`, only which one it is."""
+        is_known = isinstance(value, (list, tuple, deque, dict))
+        if is_known and self._n_contents + len(value) <= MAX_CONTENTS:
+            self._n_contents += len(value)
+            self.measure(name, contents_of, value)
+        else:
+            self._put(name, Which(value))
+
+    def array(self, name: str, value: np.ndarray[Any, Any]) -> None:
+        """Record the bytes of an array; past `MAX_DIGEST_BYTES`, only which one it is."""
+        if value.nbytes <= MAX_ARRAY_BYTES:
+            self.measure(name, np.ndarray.tobytes, value)
+        elif self._n_bytes + value.nbytes <= MAX_DIGEST_BYTES:
+            self._n_bytes += value.nbytes
+            self.measure(f"contents of {name}", digest_of, value)
+        else:
+            self._put(f"contents of {name}", Which(value))
+
     def _inside(self, value: Any, text: str, place: str, depth: int) -> None:
         name = f"`{text}` {place}"
         if isinstance(value, (*Functions, partial)):
@@ -208,15 +299,16 @@ class Snapshot:
         elif isinstance(value, (list, tuple, deque)):
             self.measure(f"length of {name}", len, value)
             self._keep(value)
-            if len(value) <= MAX_ITEMS and depth < MAX_DEPTH:
+            if len(value) <= MAX_ITEMS and depth < MAX_NESTED:
                 for index in range(len(value)):
                     self.item(value, index, f"{text}[{index}]", place, depth + 1)
+            else:
+                self.contained(f"contents of {name}", value)
         elif isinstance(value, (set, frozenset)):
             self.measure(name, frozenset, value)
             self._keep(value)
         elif isinstance(value, np.ndarray):
-            if value.nbytes <= MAX_ARRAY_BYTES:
-                self.measure(name, np.ndarray.tobytes, value)
+            self.array(name, value)
         elif any(isinstance(value, kind) for kind, _ in _STATES):
             if not self.versions:  # compared around a trace only: others draw from it, too
                 read = next(read for kind, read in _STATES if isinstance(value, kind))
@@ -229,9 +321,11 @@ class Snapshot:
         if isinstance(value, Mapping):
             self.measure(f"length of `{text}` {place}", len, value)
             self._keep(value)
-            if len(value) <= MAX_ITEMS and depth < MAX_DEPTH:
+            if len(value) <= MAX_ITEMS and depth < MAX_NESTED:
                 for key in [*value]:
                     self.item(value, key, f"{text}[{key!r}]", place, depth + 1)
+            else:
+                self.contained(f"contents of `{text}` {place}", value)
         if not _has_own_parts(value) or depth >= MAX_DEPTH:
             return
         self.instance(value, text, place)

@@ -91,9 +91,16 @@ def test_frozen_parameters_may_be_shared() -> None:
 
 
 def test_gradients_before_parallelize() -> None:
-    model = Net()
-    model(**BATCH).backward()
-    with pytest.warns(UserWarning, match=r"`trunk\.weight` has a gradient.*zero_grad\(\)"):
-        parallel(model)
-    model.zero_grad(set_to_none=False)
-    parallel(model)
+    """An optimizer step without them is said to be so, once; to compare gradients is no mistake."""
+    for is_cleared in (False, True):
+        model = Net()
+        model(**BATCH).backward()
+        module = parallel(model)
+        optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+        module.step(**BATCH)
+        if is_cleared:
+            model.zero_grad()
+        else:
+            with pytest.warns(UserWarning, match=r"`trunk\.weight` .* model\.zero_grad\(\)"):
+                optimizer.step()
+        optimizer.step()

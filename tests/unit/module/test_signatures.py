@@ -247,8 +247,9 @@ def test_a_batch_of_one_dict_may_have_keys_named_like_options() -> None:
         module.step(**X, weight=0.5)
     torch.testing.assert_close(module.step(given, weight=0.5), loss.detach())
     (0.5 * loss).backward()
-    gradient = model.get_parameter("head.weight").grad
-    torch.testing.assert_close(module.full_gradients()["head.weight"], gradient)
+    torch.testing.assert_close(
+        module.full_gradients()["head.weight"], model.get_parameter("head.weight").grad
+    )
     torch.testing.assert_close(module.loss(given), loss.detach())
     torch.testing.assert_close(module.eval()(given), loss.detach())
 
