@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import autopar
 from tests.unit.module.test_frozen_values import Changes, setting
 
-X = {"x": torch.arange(32.0, dtype=torch.float64).view(8, 4) / 32}
+X: dict[str, Any] = {"x": torch.arange(32.0, dtype=torch.float64).view(8, 4) / 32}
 
 
 class Looking(nn.Module):
