@@ -34,6 +34,7 @@ from autopar.capture.view_writes import (
     bound_arguments,
     rebuilt_after,
     shares_memory,
+    storages,
 )
 from autopar.errors import NotSupportedError
 
@@ -250,8 +251,9 @@ def _may_alias(node: fx.Node) -> list[fx.Node]:
     sources, value = node.all_input_nodes, node.meta.get("val")
     if not isinstance(value, torch.Tensor) or _is_fresh_output(node):
         return []
+    own = storages(node)
     if not isinstance(node.target, torch._ops.OpOverload):  # one of several results
-        return [source for source in sources[0].all_input_nodes if shares_memory(node, source)]
+        return [source for source in sources[0].all_input_nodes if own & storages(source)]
     if node.target.overloadpacket in MAY_RETURN_INPUT:
         named = set(sources[:1])
     else:
@@ -263,8 +265,7 @@ def _may_alias(node: fx.Node) -> list[fx.Node]:
     return [
         source
         for source in sources
-        if shares_memory(node, source)
-        or (source in named and source.meta["val"].dtype == value.dtype)
+        if own & storages(source) or (source in named and source.meta["val"].dtype == value.dtype)
     ]
 
 
