@@ -66,7 +66,7 @@ LARGE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Changes]] = {
 def test_large_values_change(name: str) -> None:
     make, look, changes = LARGE[name]
     model = Looking(make(), look).double()
-    module = autopar.parallelize(model, (1, 1), X)
+    module: Any = autopar.parallelize(model, (1, 1), X)
     for change in [lambda m: None, *changes]:
         change(model)
         torch.testing.assert_close(module.step(**X), model(**X).detach())
