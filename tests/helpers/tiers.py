@@ -30,6 +30,9 @@ LOOP_S = 0.05  # least `_loop_s` where the limits were set; within hours it was 
 N_SHOWN = 10
 # Test, with or without its parameters -> why it may take more than `LIMIT_S`.
 LISTED = {
+    "tests/fuzz/programs/test_programs.py::test_programs": (
+        "programs are drawn anew; most take a second"
+    ),
     "tests/integrations/test_one_rank.py::test_autopar_needs_no_framework": (
         "a new interpreter must import autopar"
     ),
