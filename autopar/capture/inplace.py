@@ -28,7 +28,6 @@ from autopar.capture.names import source_line
 from autopar.capture.overlaps import are_one_view, overlaps_itself, share_elements
 from autopar.capture.view_writes import (
     CUTS,
-    WAS_IN_PLACE,
     WRITTEN,
     CannotRebuild,
     bound_arguments,
@@ -136,7 +135,6 @@ class _Functionaliser:
             raise _refusal(node, "has no functional form that autopar knows")
         node.target = functional
         node.kwargs = {k: v for k, v in node.kwargs.items() if k != "out"}
-        node.meta[WAS_IN_PLACE] = True
         self._write(node, written, node)
 
     def _reshape(self, node: fx.Node) -> None:

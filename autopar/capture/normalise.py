@@ -20,7 +20,7 @@ from autopar.capture.builder import Builder, TracedCall
 from autopar.capture.names import source_line
 from autopar.capture.rewrites import decomposition, rewrite_of
 from autopar.capture.trace import GRAD_ENABLED, substitute
-from autopar.capture.view_writes import WAS_IN_PLACE, WRITTEN
+from autopar.capture.view_writes import WRITTEN
 from autopar.errors import NotSupportedError
 from autopar.operators import function_of
 from autopar.rules import OpCall, has_rule, register_line
@@ -86,7 +86,7 @@ def _emit(
     packet = node.target.overloadpacket
     if packet in ASSERTIONS:
         return None
-    in_place = node.meta.get(WAS_IN_PLACE, False)
+    in_place = WRITTEN in node.meta
     _note_function(builder, node)
     args, kwargs = autocast.operands(builder, node.target, args, kwargs)
     call = TracedCall(node.target, args, dict(kwargs), node)

@@ -21,10 +21,8 @@ from torch.utils import _pytree as pytree
 
 aten = torch.ops.aten
 
-# Meta key: the result must be cast back to the dtype the mutated tensor had.
-WAS_IN_PLACE = "was_in_place"
 # Meta key of the new content of memory, to the node that had the old one. It lies in memory of its
-# inputs, and is no view of them.
+# inputs and is no view of them, and it has the dtype of the old content.
 WRITTEN = "written"
 # Result k is part k of the first argument along a dim; no two parts have an element in common.
 CUTS = frozenset(
@@ -169,7 +167,7 @@ class _Inserted:
         self._origin = {
             key: value
             for key, value in write.meta.items()
-            if isinstance(key, str) and key not in ("val", WAS_IN_PLACE, WRITTEN)
+            if isinstance(key, str) and key not in ("val", WRITTEN)
         }
 
     def like(

@@ -61,22 +61,16 @@ class Guarded(nn.Module):
 
     def get_parameter(self, target: str) -> nn.Parameter:
         """As of any module; raises `OtherStageError` for a parameter that another stage has."""
-        try:
-            return super().get_parameter(target)
-        except AttributeError:
-            self._ask(target)
-            raise
+        self._check_held(target)
+        return super().get_parameter(target)
 
     def get_buffer(self, target: str) -> Tensor:
         """As of any module; raises `OtherStageError` for a buffer that another stage has."""
-        try:
-            return super().get_buffer(target)
-        except AttributeError:
-            self._ask(target)
-            raise
+        self._check_held(target)
+        return super().get_buffer(target)
 
-    def _ask(self, target: str) -> None:
-        """Read an attribute by its dotted name: what is absent raises its own reason."""
+    def _check_held(self, target: str) -> None:
+        """Raise the reason why an attribute, by its dotted name, is absent; torch drops it."""
         path, _, name = target.rpartition(".")
         getattr(self.get_submodule(path), name)
 

@@ -16,13 +16,12 @@ from torch.nn.parameter import is_lazy
 from autopar.errors import CaptureError, NotSupportedError, OptionError
 from autopar.program import flatten_inputs
 
-_INSIDE = "pass the module inside, `.module`: autopar shards it, and synchronises gradients itself"
 # Classes that wrap a module for several devices, by full name (importing some takes seconds).
-_WRAPPERS = {
-    "torch.nn.parallel.data_parallel.DataParallel": _INSIDE,
-    "torch.nn.parallel.distributed.DistributedDataParallel": _INSIDE,
-    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel": _INSIDE,
-}
+_WRAPPERS = (
+    "torch.nn.parallel.data_parallel.DataParallel",
+    "torch.nn.parallel.distributed.DistributedDataParallel",
+    "torch.distributed.fsdp.fully_sharded_data_parallel.FullyShardedDataParallel",
+)
 _PARALLEL = "autopar.module.parallel_module.ParallelModule"
 
 
@@ -57,7 +56,9 @@ def _check_part(what: str, module: nn.Module) -> None:
             )
         if name in _WRAPPERS:
             raise NotSupportedError(
-                f"{what} is wrapped in {name.rpartition('.')[2]}", hint=_WRAPPERS[name]
+                f"{what} is wrapped in {name.rpartition('.')[2]}",
+                hint="pass the module inside, `.module`: autopar shards it, and synchronises "
+                "gradients itself",
             )
     held: tuple[Any, ...] = (*module._parameters.values(), *module._buffers.values())
     if any(map(is_lazy, held)):

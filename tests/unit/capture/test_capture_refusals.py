@@ -202,17 +202,17 @@ KINDS: dict[str, tuple[Callable[[], Any], str]] = {
         r"the model is wrapped in FullyShardedDataParallel\n  hint: .*`\.module`",
     ),
     "attributes that are keys": (
-        lambda: _with(nn.Linear(4, 4), cfg=Keys(beta=1.0)),
+        lambda: set_attributes(nn.Linear(4, 4), cfg=Keys(beta=1.0)),
         r"KeyError: '__deepcopy__'\n  hint: let `__getattr__` .* raise AttributeError",
     ),
     "a lock": (
-        lambda: _with(nn.Linear(4, 4), lock=threading.Lock()),
+        lambda: set_attributes(nn.Linear(4, 4), lock=threading.Lock()),
         r"cannot be copied .*lock[^\n]*\n  hint: keep what cannot be copied outside",
     ),
 }  # fmt: skip
 
 
-def _with(model: nn.Module, **attributes: Any) -> nn.Module:
+def set_attributes(model: nn.Module, **attributes: Any) -> nn.Module:
     vars(model).update(attributes)
     return model
 
@@ -260,6 +260,6 @@ def test_a_generator_of_the_model() -> None:
     def draws(self: Any, a: torch.Tensor) -> torch.Tensor:
         return (self.linear(a) * torch.rand(a.shape, generator=self.own)).sum()
 
-    model = _with(Module(draws), own=torch.Generator())
+    model = set_attributes(Module(draws), own=torch.Generator())
     with pytest.raises(NotSupportedError, match=r"torch\.Generator[^\n]*\n  hint: leave gen"):
         capture(model, (torch.randn(2, 4),))
