@@ -20,8 +20,9 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils import _pytree as pytree
 
 from autopar.capture.findings import Findings
-from autopar.capture.names import result_name
-from autopar.capture.trace import REGION
+from autopar.capture.names import result_name, source_line
+from autopar.capture.trace import REGION, SEEDED
+from autopar.errors import NotSupportedError
 from autopar.operators import function_of, seed_tensor
 from autopar.precision import no_autocast
 
@@ -162,7 +163,14 @@ class Builder:
         return node
 
     def seed(self) -> fx.Node:
-        """The placeholder of the step's seed (`operators/random.py`)."""
+        """The placeholder of the step's seed (`operators/random.py`), for a draw at `origin`."""
+        if self.origin is not None and SEEDED in self.origin.meta:
+            raise NotSupportedError(
+                "random numbers after forward set torch's generator (torch.manual_seed), which "
+                "those of a step do not follow",
+                where=source_line(self.origin),
+                hint="draw what every step shall share before training, and keep it in a buffer",
+            )
         if self.random_seed is None:
             self.random_seed = self.placeholder("seed", seed_tensor(0))
         return self.random_seed

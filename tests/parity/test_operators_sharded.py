@@ -242,7 +242,20 @@ def segments(h: Tensor, x: Tensor) -> Tensor:
     return torch.segment_reduce(h, "sum", lengths=torch.tensor([1, 3]))
 
 
+def places(h: Tensor, x: Tensor) -> Tensor:
+    """Integer tensors without dims index what is read and what is written."""
+    i, last = x.abs().sum().long() % 4, torch.tensor(-1)
+    read = h[i] + h[:, i, None] + h[i, last] + h[i, 0] + h[..., last, None] + h[i, [1, 2, 0, 0]]
+    h = h.clone()
+    h[i] = h[last] * 2
+    h[i, last] = 1.0
+    h[:, i] = h[:, last] + h[0]
+    h[0, i], h[last, 2:4], h[i, None] = 3.0, h[i, 1:3], read[:1]
+    return read + h
+
+
 CASES = {
+    "places": lambda: applied(places),
     "flags in place": lambda: applied(flagged),
     "margins": lambda: applied(margins),
     "segments": lambda: applied(segments),
@@ -289,7 +302,7 @@ CASES = {
 }
 
 
-WITHOUT_BATCH = ("segments", "covariance")
+WITHOUT_BATCH = ("places", "segments", "covariance")
 
 
 @one_in(3)

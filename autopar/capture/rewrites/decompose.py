@@ -12,7 +12,6 @@ these parts would look differentiable. And `autograd.Function`s, for their own b
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -30,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar.capture.builder import Builder, TracedCall, is_differentiable
 from autopar.capture.inplace import functionalise
 from autopar.capture.rewrites.derivatives import derivative
-from autopar.capture.trace import GRAD_ENABLED, REGION
+from autopar.capture.trace import GRAD_ENABLED, REGION, SEEDED
 from autopar.operators import function_of
 from autopar.rules import own_rule
 
@@ -57,7 +56,7 @@ PYTHON_DECOMPOSITIONS = frozenset(
         aten.take.default,
     }
 )
-_INHERITED_META = ("nn_module_stack", "stack_trace", GRAD_ENABLED, REGION)
+_INHERITED_META = ("nn_module_stack", "stack_trace", GRAD_ENABLED, REGION, SEEDED)
 
 
 def decomposition(b: Builder, call: TracedCall) -> tuple[fx.Graph, list[fx.Node]] | None:
@@ -88,8 +87,7 @@ def decomposition(b: Builder, call: TracedCall) -> tuple[fx.Graph, list[fx.Node]
             return pytree.tree_leaves(function(*args, **kwargs))
 
     try:
-        with b.mode, torch.enable_grad():
-            graph = make_fx(run, pre_dispatch=True)(*itertools.starmap(_differentiable, read)).graph
+        graph = _recorded(b, run, read)
     except (DataDependentOutputException, DynamicOutputShapeException):
         return None
     if watch.seen or any(n.op == "get_attr" or n.target == call.target for n in graph.nodes):
@@ -120,16 +118,41 @@ def _function(target: torch._ops.OpOverload) -> Callable[..., Any] | None:
     return None
 
 
-def _differentiable(source: fx.Node, traced: fx.Node) -> torch.Tensor:
-    """A tensor like `source`, with requires_grad if its dtype allows it.
+def _recorded(
+    b: Builder, run: Callable[..., Any], read: Sequence[tuple[fx.Node, fx.Node]]
+) -> fx.Graph:
+    """The graph of `run` on tensors like those it reads.
 
-    Without gradient, torch may choose forward-only kernels, which have no derivative. Its strides
-    are those of the trace, because copies (`contiguous()`) were removed since, and some composites
-    fail on other strides (`kron`).
+    All require gradient, because without it torch may choose forward-only kernels, which have no
+    derivative. Where an argument has no derivative (a scale), only those do that have it in forward.
+    """
+    try:
+        return _recorded_with(b, run, read, [is_differentiable(n.meta["val"]) for n, _ in read])
+    except RuntimeError as error:
+        if "not differentiable with respect to" not in str(error):
+            raise
+    return _recorded_with(b, run, read, [n in b.has_grad for n, _ in read])
+
+
+def _recorded_with(
+    b: Builder, run: Callable[..., Any], read: Sequence[tuple[fx.Node, fx.Node]],
+    requires_grad: Sequence[bool],
+) -> fx.Graph:  # fmt: skip
+    with b.mode, torch.enable_grad():
+        tensors = [
+            _like(*pair).requires_grad_(needed)
+            for pair, needed in zip(read, requires_grad, strict=True)
+        ]
+        graph: fx.Graph = make_fx(run, pre_dispatch=True)(*tensors).graph
+    return graph
+
+
+def _like(source: fx.Node, traced: fx.Node) -> torch.Tensor:
+    """A tensor like `source`, with the strides of the trace: copies (`contiguous()`) were removed
+    since, and some composites fail on other strides (`kron`).
     """
     value, strides = source.meta["val"], traced.meta["val"].stride()
-    leaf = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
-    return leaf.requires_grad_(is_differentiable(value))
+    return torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
 
 
 class _NoGradWatch(TorchDispatchMode):

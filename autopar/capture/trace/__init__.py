@@ -6,7 +6,7 @@ Read: `kinds.py` (what is no model, and no input); `isolate.py`, `norms.py` (the
 `torch.utils.checkpoint`, `torch.autograd.grad` and `torch.func` in the trace); `replaced.py`
 (functions that cannot be traced), `checks.py` (checks that only raise); `known.py` (values of
 constants); `quiet.py` (what torch prints); `grad_modes.py` (gradients off), `regions.py`
-(autocast off).
+(autocast off), `seeds.py` (generators that forward seeds).
 May import `names.py`, `findings.py` and `python_state` of `capture`, and what `capture` may import.
 Mainly hands on `export_model` for `capture/pipeline.py`, and what later steps ask of a traced node.
 """
@@ -17,10 +17,12 @@ from autopar.capture.trace.grad_modes import GRAD_ENABLED
 from autopar.capture.trace.isolate import cast_at_door, fake_like, fake_mode
 from autopar.capture.trace.kinds import check_kind, check_leaves
 from autopar.capture.trace.regions import inline_regions, substitute
+from autopar.capture.trace.seeds import SEEDED
 
 __all__ = [
     "GRAD_ENABLED",
     "REGION",
+    "SEEDED",
     "LossFn",
     "WithLoss",
     "accepted",

@@ -39,6 +39,7 @@ from autopar.capture.trace.kinds import check_kind
 from autopar.capture.trace.known import Known
 from autopar.capture.trace.quiet import quiet
 from autopar.capture.trace.replaced import Replaced, targets_in_rows
+from autopar.capture.trace.seeds import Seeds
 from autopar.capture.trace.transforms import transforms_traced
 from autopar.errors import CaptureError, NotSupportedError
 from autopar.operators import UnsupportedFunctionError
@@ -116,7 +117,13 @@ class WithLoss(nn.Module):
     def forward(self, *args: Any, **kwargs: Any) -> tuple[torch.Tensor, Any]:
         model_args, model_kwargs = accepted(self.model, args, kwargs)
         outputs = self.model(*model_args, **model_kwargs)
-        return self._loss_fn[0](outputs, kwargs if kwargs else args), outputs
+        batch = kwargs if kwargs else args
+        try:
+            return self._loss_fn[0](outputs, batch), outputs
+        except (TypeError, LookupError, AttributeError) as error:
+            kind = type(batch).__name__
+            error.add_note(f"loss_fn gets (outputs, batch); batch is the {kind} of example_inputs")
+            raise
 
 
 def accepted(
@@ -201,7 +208,9 @@ def _traced(
                     checks_passed(findings),
                     derivatives_traced(recorded),
                     transforms_traced(),
-                    _entered_in_forward(target, recorded, GradModes(), Replaced(), known, calls),
+                    _entered_in_forward(
+                        target, Seeds(), recorded, GradModes(), Replaced(), known, calls
+                    ),
                     precision.autocast(),
                 ):
                     made = run()
@@ -284,6 +293,7 @@ def _export_error(model: nn.Module, error: Exception) -> CaptureError:
     hint = next((text for key, text in _HINTS if key in names), next(words, _DEFAULT_HINT))
     files = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
     hint = next((text for part, text in _HINTS_OF_FILES if any(part in f for f in files)), hint)
+    hint = next(iter(getattr(error, "__notes__", ())), hint)
     first_line = next((line for line in str(error).splitlines() if line.strip()), "")
     reason = f"{type(error).__name__}: {first_line.strip()}" if first_line else repr(error)
     return CaptureError(

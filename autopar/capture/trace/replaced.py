@@ -3,7 +3,8 @@
 `ctc_loss` becomes autopar's operator (`operators/ctc.py`), reduced as torch does. Lists of lengths
 become tensors, targets without a batch a batch of one, targets that a mask selects rows again.
 `gaussian_nll_loss`, `cov` and `corrcoef` ask for values, and are written without that. `x.data`, a
-tensor that the trace does not know, is `x.detach()`.
+tensor that the trace does not know, is `x.detach()`. `x[i]` of an integer tensor `i` without dims
+asks for its value; it becomes an index of one element.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from autopar.operators.ctc import ctc_loss
 
 aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2  # torch's at::Reduction
+_INTEGERS = (torch.int8, torch.int16, torch.int32, torch.int64)
 
 
 class Replaced(TorchFunctionMode):
@@ -122,6 +124,50 @@ def _corrcoef(x: Tensor) -> Tensor:
     return (found / deviations[:, None] / deviations[None, :]).clip(-1, 1)
 
 
+def _read_at(x: Tensor, key: Any) -> Any:
+    """`x[key]`."""
+    keys = key if isinstance(key, tuple) else (key,)
+    for dim, place in zip(_dims_of(x, keys), keys, strict=True):
+        if _is_place(place):
+            x = x[(*[slice(None)] * dim, place.reshape(1))]
+    return x[tuple(0 if _is_place(each) else each for each in keys)]
+
+
+def _write_at(x: Tensor, key: Any, value: Any) -> None:
+    """`x[key] = value`; places stand side by side, and no other tensor is in `key`."""
+    keys = key if isinstance(key, tuple) else (key,)
+    places = [n for n, each in enumerate(keys) if _is_place(each)]
+    n_tensors = sum(isinstance(each, (Tensor, list)) for each in keys)
+    if not places or n_tensors > len(places) or places[-1] - places[0] >= len(places):
+        x[key] = value
+        return
+    last = places[-1]
+    n_behind = x.dim() - 1 - _dims_of(x, keys)[last]  # dims of x[key] behind the place
+    n_behind += sum((each is None) - isinstance(each, int) for each in keys[last + 1 :])
+    if isinstance(value, Tensor) and value.dim() > n_behind:
+        value = value.unsqueeze(value.dim() - n_behind)
+    x[tuple(each.reshape(1) if _is_place(each) else each for each in keys)] = value
+
+
+def _is_place(key: Any) -> bool:
+    """Is `key` an integer that a tensor holds?"""
+    return isinstance(key, Tensor) and not key.dim() and key.dtype in _INTEGERS
+
+
+def _dims_of(x: Tensor, keys: Sequence[Any]) -> list[int]:
+    """The dim of `x` that each of the keys begins at."""
+    n_read = [_n_dims_read(each) for each in keys]
+    rest = x.dim() - sum(n_read)
+    n_read = [rest if each is ... else n for each, n in zip(keys, n_read, strict=True)]
+    return [sum(n_read[:n]) for n in range(len(keys))]
+
+
+def _n_dims_read(key: Any) -> int:
+    if isinstance(key, Tensor) and key.dtype == torch.bool:
+        return key.dim()
+    return 0 if key is None or key is ... or isinstance(key, bool) else 1
+
+
 def _pack(*args: Any, **kwargs: Any) -> NoReturn:
     raise NotSupportedError(
         "the shape of a packed sequence depends on the lengths",
@@ -146,6 +192,8 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     torch.Tensor.cov: _cov,
     torch.Tensor.corrcoef: _corrcoef,
     torch._VF._pack_padded_sequence: _pack,
+    Tensor.__getitem__: _read_at,
+    Tensor.__setitem__: _write_at,
     Tensor.data.__get__: lambda x, *_: x.detach(),  # type: ignore[attr-defined]
     Tensor.data.__set__: _set_data,  # type: ignore[attr-defined]
 }

@@ -160,8 +160,9 @@ def _errors_planned(program: Program, layout: Layout) -> dict[str, float]:
     report = autopar.verify(net, layout.mesh, batch, precision="fp64", **options)
     if report.ok:
         return {}
-    errors = {**report.errors, **report.capture_errors}
-    return {name: e for name, e in errors.items() if not e <= TOLERANCE} or {"report": 1.0}
+    errors = [(f"sharded {name}", e) for name, e in report.errors.items()]
+    errors += [(f"captured {name}", e) for name, e in report.capture_errors.items()]
+    return {name: e for name, e in errors if not e <= TOLERANCE} or {"report": 1.0}
 
 
 def _errors_placed(program: Program, layout: Layout) -> dict[str, Any]:

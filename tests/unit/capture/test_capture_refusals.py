@@ -91,6 +91,13 @@ def _packs(self: Any, a: torch.Tensor) -> torch.Tensor:
     return nn.utils.rnn.pack_padded_sequence(y, torch.tensor([2]), batch_first=True).data.sum()
 
 
+def _draws_what_it_seeded(self: Any, a: torch.Tensor) -> torch.Tensor:
+    with torch.random.fork_rng(devices=()):
+        torch.manual_seed(0)
+        noise = torch.randn_like(a)
+    return self.linear(a + noise).sum()
+
+
 # The reason; the file of the line that is named: the body's here, or that of forward.
 HERE, FORWARD = __file__, "capture_harness.py"
 
@@ -106,6 +113,7 @@ HERE, FORWARD = __file__, "capture_harness.py"
         (_mutates_a_copy_or_not, "in-place", FORWARD),
         (_mutates_without_gradient, "in-place", FORWARD),
         (_writes_a_parameter, "parameter `linear.weight`", FORWARD),
+        (_draws_what_it_seeded, "set torch's generator", FORWARD),
         (_writes_where_gradient_flows, "without gradients", FORWARD),
         (_writes_a_part_where_gradient_flows, "without gradients", FORWARD),
         (_writes_all_of_a_view_where_gradient_flows, "without gradients", FORWARD),
@@ -263,3 +271,27 @@ def test_a_generator_of_the_model() -> None:
     model = set_attributes(Module(draws), own=torch.Generator())
     with pytest.raises(NotSupportedError, match=r"torch\.Generator[^\n]*\n  hint: leave gen"):
         capture(model, (torch.randn(2, 4),))
+
+
+def test_a_seed_that_forward_sets_is_taken_back() -> None:
+    def seeds(self: Any, a: torch.Tensor) -> torch.Tensor:
+        torch.manual_seed(0)
+        return self.linear(a).sum()
+
+    model, batch = Module(seeds), (torch.randn(2, 4),)
+    before = torch.get_rng_state()
+    capture(model, batch)
+    assert torch.equal(before, torch.get_rng_state())
+
+
+LOSSES: dict[str, Callable[[Any, Any], torch.Tensor]] = {
+    "takes the label": lambda out, label: (out - label).mean(),
+    "reads a name": lambda out, batch: (out - batch["label"]).mean(),
+    "reads a place": lambda out, batch: (out - batch[1]).mean(),
+}
+
+
+@pytest.mark.parametrize("name", LOSSES)
+def test_a_loss_that_reads_the_batch_wrongly(name: str) -> None:
+    with pytest.raises(CaptureError, match=r"hint: .*\(outputs, batch\); batch is the tuple of"):
+        capture(nn.Linear(4, 4), (torch.randn(2, 4),), loss_fn=LOSSES[name])
