@@ -17,7 +17,6 @@ from autopar.passes.explain.next_best import (
     AS_FAST_REL,
     LIMITS,
     N_SHOWN,
-    TIE_REL,
     Options,
     of_operator,
     of_parameter,
@@ -27,7 +26,7 @@ from autopar.passes.explain.next_best import (
 from autopar.passes.intra import IntraOpProblem
 from autopar.passes.lowering import PlacedStage
 from autopar.passes.search import depths
-from autopar.passes.solvers.eliminate import TooWide, min_marginals, minimise, plan_elimination
+from autopar.passes.solvers.eliminate import TooWide, min_marginals, plan_elimination
 from autopar.passes.solvers.problem import Potentials, Weights
 from autopar.plans import PlanData, RunnerUp
 from autopar.program import OperatorStrategy, Storage
@@ -56,9 +55,7 @@ def _of_stage(stage: PlacedStage, k: int, data: PlanData, n_shown: int) -> Runne
     numbers = problem.numbers.merged()
     try:
         plan = plan_elimination(numbers, LIMITS)
-        optimum_s, _ = minimise(plan, Potentials.of(numbers, Weights()))
-        tie = TIE_REL * optimum_s if np.isfinite(optimum_s) else 0.0
-        marginals = min_marginals(plan, Potentials.of(numbers, Weights(tie=tie)))
+        marginals = min_marginals(plan, Potentials.of(numbers, Weights()))
     except TooWide:
         return {}
     ranked: dict[str, list[RunnerUp]] = {}

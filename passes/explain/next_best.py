@@ -44,9 +44,6 @@ from autopar.plans import Choice, Decision, Option, PlanData, RestOfStage
 from autopar.program import OperatorStrategy, Storage, Strategy
 
 N_SHOWN = 3
-# Of choices that cost the same, the one with the least ties wins: they count this share of the
-# optimum.
-TIE_REL = 1e-12
 # Options within this share of the stage's cost are equally fast: the rest is ties and rounding.
 AS_FAST_REL = 1e-9
 # A stage with more operators is folded, because the whole would take more than a few seconds.
@@ -266,9 +263,7 @@ class _Marginals:
         """
         numbers = problem.numbers.restrict(keep).merged()
         plan = plan_elimination(numbers, limits)
-        optimum_s, _ = minimise(plan, Potentials.of(numbers, Weights()))
-        tie = TIE_REL * optimum_s if math.isfinite(optimum_s) else 0.0
-        potentials = Potentials.of(numbers, Weights(tie=tie))
+        potentials = Potentials.of(numbers, Weights())
         marginals = min_marginals(plan, potentials)[options.variable]
         least_s = tuple(float(marginals[of].min()) for of in options.choices)
         kept = tuple(np.flatnonzero(mask) for mask in keep)

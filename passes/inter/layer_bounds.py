@@ -274,8 +274,7 @@ def _of_variables(numbers: ChoiceProblem, variables: Sequence[int]) -> ChoicePro
     )
     return ChoiceProblem(
         tuple(numbers.names[v] for v in variables), tuple(numbers.cost_s[v] for v in variables),
-        tuple(numbers.tie[v] for v in variables), tuple(numbers.bytes[v] for v in variables),
-        tuple(edges), is_checked=True,
+        tuple(numbers.bytes[v] for v in variables), tuple(edges), is_checked=True,
     )  # fmt: skip
 
 

@@ -4,6 +4,10 @@ Consumers are equal if they read a tensor with the same operator at the same arg
 after one norm. They read it through one reuse variable. So its reshard is priced once, because it
 runs once, forward and backward. A parameter with two different uses (a tied embedding) has a reuse
 variable over pairs of placements; where the two agree, its conversion is priced once.
+
+Of choices as fast as each other that with the fewest collectives wins, then that with the plainest
+placements. Such a *tie* is counted in collectives of a step, and each costs `TIE_REL` of the least
+seconds that all groups compute. A solver sees seconds alone.
 """
 
 from __future__ import annotations
@@ -11,6 +15,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,7 +26,7 @@ from autopar.passes.intra.candidates import GroupCandidates
 from autopar.passes.intra.cases import Cases
 from autopar.passes.intra.hiding import HidableCosts
 from autopar.passes.intra.parameters import ParameterMaker, Uses
-from autopar.passes.intra.priced import Priced
+from autopar.passes.intra.priced import ConversionCosts, Priced
 from autopar.passes.intra.problem import IntraOpProblem, IntraOpProblems, RangeMode
 from autopar.passes.reshard import ReshardTables, SpecColumn
 from autopar.passes.solvers.problem import ChoiceProblems, Edge
@@ -29,6 +34,8 @@ from autopar.placement import PREFERENCE, I, R, Spec
 from autopar.program import Program, Storage
 
 Array = NDArray[np.float64]
+# Small beside what a cost model resolves, large beside the rounding of sums.
+TIE_REL = 1e-12
 MAX_PAIRS = 1500  # the largest domain of a reuse variable over pairs of placements
 
 
@@ -51,7 +58,6 @@ class Variable:
 
     name: str
     cost_s: Array
-    tie: Array
     size_bytes: Array
     specs: dict[str, SpecColumn] = field(default_factory=dict)
 
@@ -89,14 +95,19 @@ class ProblemBuilder:
     hidable: dict[int, HidableCosts] = field(default_factory=dict)
     may_be_last: dict[int, float] = field(default_factory=dict)
     waits_per_sync: float = 0.0
+    tie_s: Array = field(default_factory=lambda: np.zeros(1))
+    _tied: dict[tuple[int, int], tuple[Any, Any, Array]] = field(default_factory=dict)
 
     def connect(self, candidates: Sequence[GroupCandidates]) -> None:
         """Make all variables and edges."""
         producer: dict[str, int] = {}
+        least_s = sum((c.table.time_s.min(axis=-1) for c in candidates), np.zeros(1))
+        self.tie_s = TIE_REL * np.where((least_s > 0) & np.isfinite(least_s), least_s, 1.0)
         for index, c in enumerate(candidates):
             self.variables.append(
                 Variable(
-                    c.group.name, c.table.time_s, c.table.preference[None], c.table.size_bytes,
+                    c.group.name, self.tied(c.table.time_s, c.table.preference[None]),
+                    c.table.size_bytes,
                     {n: c.specs(n) for n in (*c.group.inputs, *c.group.outputs)},
                 )
             )  # fmt: skip
@@ -119,7 +130,6 @@ class ProblemBuilder:
             len(self.cases),
             tuple(v.name for v in self.variables),
             tuple(v.cost_s for v in self.variables),
-            tuple(v.tie for v in self.variables),
             tuple(v.size_bytes for v in self.variables),
             tuple(self.edges),
             frozenset(self.parameter_variables.values()),
@@ -136,6 +146,21 @@ class ProblemBuilder:
         )  # fmt: skip
         return IntraOpProblems(numbers, first)
 
+    def tied(self, cost_s: Array, tie: NDArray[np.floating[Any]]) -> Array:
+        """Seconds with what breaks ties: [cases or 1, ...]. Equal problems share one sum."""
+        key = id(cost_s), id(tie)
+        if key not in self._tied:
+            weight = self.tie_s.reshape(-1, *(1,) * (cost_s.ndim - 1))
+            total = cost_s + weight * tie if tie.any() else cost_s
+            self._tied[key] = cost_s, tie, total  # kept, so that no other array takes their ids
+        return self._tied[key][2]
+
+    def _add_conversions(
+        self, index: int, target: int, found: ConversionCosts, columns: NDArray[np.intp] | None
+    ) -> None:
+        cost_s = self.tied(found.cost_s, found.tie)
+        self.edges.append(Edge(index, target, cost_s, found.size_bytes, None, columns))
+
     def _add_boundary(self, value: str, side: Side) -> int:
         """Add a variable for the spec of a crossing value; all specs cost the same to send."""
         of_cases = [
@@ -148,8 +173,8 @@ class ProblemBuilder:
         self.boundary_variables[side, value] = index
         marks = {of: [spec in of for spec in specs] for of in distinct}
         legal = np.array([marks[of] for of in of_cases], dtype=bool)
-        self.variables[index].cost_s = np.where(legal, 0.0, np.inf)
-        self.variables[index].tie = np.linspace(0.0, 1e-6, len(specs))[None]
+        in_order = np.linspace(0.0, 1e-6, len(specs))[None]
+        self.variables[index].cost_s = self.tied(np.where(legal, 0.0, np.inf), in_order)
         return index
 
     def tables(self, value: str) -> ReshardTables:
@@ -209,24 +234,21 @@ class ProblemBuilder:
 
     def _add_variable(self, name: str, specs: dict[str, SpecColumn]) -> int:
         zero = self.priced.placed.zeros(len(next(iter(specs.values()))))
-        self.variables.append(Variable(name, zero, zero, zero, specs))
+        self.variables.append(Variable(name, zero, zero, specs))
         return len(self.variables) - 1
 
     def _equality_edge(
         self, shared: int, mine: SpecColumn, member: int, theirs: SpecColumn
     ) -> None:
-        found = self.priced.placed.equality(mine, theirs)
-        self.edges.append(
-            Edge(shared, member, found.cost_s, found.tie, None, mine.code, theirs.code)
-        )
+        cost_s = self.priced.placed.equality(mine, theirs)
+        self.edges.append(Edge(shared, member, cost_s, None, mine.code, theirs.code))
 
     def _reshard_edge(self, value: str, source: int, target: int) -> int:
         """Add the edge of a value's reshard; returns its index."""
         made, wanted = self.variables[source].specs[value], self.variables[target].specs[value]
         found = self.priced.reshards(self.cases, self.tables(value), made, wanted)
-        self.edges.append(
-            Edge(source, target, found.cost_s, found.tie, None, made.code, wanted.code)
-        )
+        cost_s = self.tied(found.cost_s, found.tie)
+        self.edges.append(Edge(source, target, cost_s, None, made.code, wanted.code))
         return len(self.edges) - 1
 
     def _price_ends(self, producer: Mapping[str, int]) -> None:
@@ -243,9 +265,8 @@ class ProblemBuilder:
             plain = I if self.cases.type(value).has_grad else R
             goal = tables.index[Spec.everywhere(plain, sizes)]
             rows = variable.specs[value].looked_up(tables.index)
-            cost_s, tie = (array[..., 0] for array in tables.between(rows.tolist(), [goal]))
-            variable.cost_s = variable.cost_s + cost_s * m
-            variable.tie = variable.tie + tie * m
+            time_s, tie = tables.between(rows.tolist(), [goal])
+            variable.cost_s = variable.cost_s + self.tied(time_s[..., 0], tie[..., 0]) * m
 
     def _connect_parameter(self, name: str, readers: Sequence[Consumer]) -> None:
         members = [r.variable for r in readers]
@@ -259,9 +280,11 @@ class ProblemBuilder:
                 f"on axes of {sizes} ranks",
                 hint="relax force, or give its stage more ranks",
             )
-        costs = self.priced.storage_costs(self.maker, self.cases.type(name), storages)
+        time_s, tie, size_bytes = self.priced.storage_costs(
+            self.maker, self.cases.type(name), storages
+        )
         index = len(self.variables)
-        self.variables.append(Variable(f"{name} stored", *costs))
+        self.variables.append(Variable(f"{name} stored", self.tied(time_s, tie), size_bytes))
         self.storages[name], self.parameter_variables[name] = storages.every, index
         if len(members) == 1:
             uses = (self.variables[members[0]].specs[name],)
@@ -299,7 +322,7 @@ class ProblemBuilder:
         first = self.variables[clusters[0][0].variable]
         read = first.specs[name]
         preference = [sum(PREFERENCE[p.kind] for p in s.placements) * 1e-5 for s in read.distinct]
-        first.tie = first.tie + np.array(preference)[read.code]
+        first.cost_s = self.tied(first.cost_s, np.array(preference)[read.code][None])
         for column, cluster in zip(columns, clusters, strict=True):
             for member in (reader.variable for reader in cluster):
                 self._equality_edge(shared, column, member, self.variables[member].specs[name])
@@ -325,14 +348,14 @@ class ProblemBuilder:
         )  # fmt: skip
         if len(uses) == 1:
             found = self.priced.conversions(*known, uses[0], each_use[0])
-            self.edges.append(Edge(index, target, *found.arrays, None, uses[0].code))
+            self._add_conversions(index, target, found, uses[0].code)
         else:
             found = self.priced.shared_conversions(*known, uses, each_use)
-            if not np.isfinite(found.arrays[0]).any():  # no storage is the recipe's for both
+            if not np.isfinite(found.cost_s).any():  # no storage is the recipe's for both
                 found = self.priced.shared_conversions(
                     self.maker.without_recipe, *known[1:], uses, each_use
                 )
-            self.edges.append(Edge(index, target, *found.arrays))
+            self._add_conversions(index, target, found, None)
         self.hidable[index] = found.hidable
         self.may_be_last[index] = of.may_be_last
         if of.may_be_last:  # alike for all of them

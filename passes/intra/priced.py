@@ -45,7 +45,7 @@ class PlacedCosts:
     _columns: dict[tuple[Spec, ...], SpecColumn] = field(default_factory=dict)
     _pairs: dict[Hashable, tuple[SpecColumn, SpecColumn]] = field(default_factory=dict)
     _zeros: dict[int, Array] = field(default_factory=dict)
-    _equal: dict[Hashable, Reshards] = field(default_factory=dict)
+    _equal: dict[Hashable, Array] = field(default_factory=dict)
 
     def column(self, specs: tuple[Spec, ...]) -> SpecColumn:
         """A column with one choice per spec."""
@@ -65,13 +65,11 @@ class PlacedCosts:
         """[1, choices]: the zero costs of a variable."""
         return self._zeros.setdefault(n_choices, np.zeros((1, n_choices)))
 
-    def equality(self, mine: SpecColumn, theirs: SpecColumn) -> Reshards:
+    def equality(self, mine: SpecColumn, theirs: SpecColumn) -> Array:
         """Zero between choices that place a value alike, infinite between others."""
         key = (Same(mine.distinct), Same(theirs.distinct))
         if key not in self._equal:
-            cost_s = np.where(mine.equals(theirs), 0.0, np.inf)[None]
-            tie = np.zeros_like(cost_s)
-            self._equal[key] = Reshards(cost_s, tie, mine.distinct, theirs.distinct)
+            self._equal[key] = np.where(mine.equals(theirs), 0.0, np.inf)[None]
         return self._equal[key]
 
     def storages(

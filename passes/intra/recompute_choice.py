@@ -75,7 +75,7 @@ class _Adder:
     # Result of a matmul -> seconds of a step, [cases, choices], for the bias that is added to it.
     _sums: dict[str, Array] = field(default_factory=dict)
     _interned: dict[tuple[tuple[int, ...], bytes], Array] = field(default_factory=dict)
-    _in_modes_of: dict[Hashable, tuple[Array, Array, Array] | None] = field(default_factory=dict)
+    _in_modes_of: dict[Hashable, tuple[Array, Array] | None] = field(default_factory=dict)
     # id of an operator's price -> forward seconds of a step.
     _forward_s: dict[MemberPrice, Array] = field(default_factory=dict)
 
@@ -238,39 +238,33 @@ class _Adder:
         found = self._in_modes(reshard, edge)
         if found is None:
             return
-        total_s, tie, size_bytes = found
+        total_s, size_bytes = found
         if variable is None:
             self.builder.edges[reshard.edge] = replace(edge, cost_s=total_s, bytes=size_bytes)
             return
         n_modes, n_specs = len(self.modes), len(wanted.distinct)
         pairs = self._variable(f"{reshard.value} again", n_specs * n_modes)
-        self.builder.edges[reshard.edge] = Edge(
-            edge.u, pairs, total_s, tie, size_bytes, edge.rows, None
-        )
+        self.builder.edges[reshard.edge] = Edge(edge.u, pairs, total_s, size_bytes, edge.rows, None)
         spec_of, mode_of = _pair_codes(n_specs, n_modes)
         self._equal(pairs, spec_of, reshard.target, wanted.code, n_specs)
         self._equal(variable, np.arange(n_modes), pairs, mode_of, n_modes)
 
-    def _in_modes(self, reshard: ReshardEdge, edge: Edge) -> tuple[Array, Array, Array] | None:
-        """Seconds, ties and bytes of an edge: [cases, specs made, pairs (spec wanted, mode)].
+    def _in_modes(self, reshard: ReshardEdge, edge: Edge) -> tuple[Array, Array] | None:
+        """Seconds and bytes of an edge: [cases, specs made, pairs (spec wanted, mode)].
 
         None if nothing runs again. Equal edges have the same arrays.
         """
         again, sums_s = self._paths(reshard), self._sums.get(reshard.value)
         wanted = self.builder.variables[reshard.target].specs[reshard.value]
         hands_on = self._hands_on(reshard)
-        arrays = (edge.cost_s, edge.tie, again, sums_s, wanted)
+        arrays = (edge.cost_s, again, sums_s, wanted)
         key = (*map(id, arrays), hands_on)  # all these arrays are kept alive
         if key not in self._in_modes_of:
             cost_s, size_bytes = self._of_modes(reshard, again, hands_on)
             total_s = edge.cost_s[..., None] + cost_s
             shape = (*total_s.shape[:2], -1)
             self._in_modes_of[key] = (
-                (
-                    self._intern(total_s.reshape(shape)),
-                    self._intern(np.repeat(edge.tie, len(self.modes), axis=-1)),
-                    self._intern(size_bytes.reshape(shape)),
-                )
+                (self._intern(total_s.reshape(shape)), self._intern(size_bytes.reshape(shape)))
                 if cost_s.any() or size_bytes.any()
                 else None
             )
@@ -325,13 +319,13 @@ class _Adder:
             return None
         name = self.ranges.analysis.operators[self.ranges.full[r].start].name
         variable = self._variable(f"{name} recomputed", len(self.modes))
-        tie = _MODE_TIE * np.arange(len(self.modes), dtype=np.float64)
-        self.builder.variables[variable].tie = tie[None]
+        own = self.builder.variables[variable]
+        own.cost_s = self.builder.tied(own.cost_s, _MODE_TIE * np.arange(len(self.modes))[None])
         return variable
 
     def _variable(self, name: str, n_choices: int) -> int:
         zero = self.builder.priced.placed.zeros(n_choices)
-        self.builder.variables.append(Variable(name, zero, zero, zero))
+        self.builder.variables.append(Variable(name, zero, zero))
         return len(self.builder.variables) - 1
 
     def _join(self, v: int, r: int, variable: int | None, cost_s: Array, size_bytes: Array) -> None:
@@ -344,21 +338,16 @@ class _Adder:
         begins_within = v < len(self.candidates) and (
             self.ranges.place[self.candidates[v].group.name] in self.ranges.full[r]
         )
-        tie = self._intern(np.zeros((1, *cost_s.shape[1:])))
         u, w = variable, v
         if not begins_within:  # v hands a value to the range, so the edge leads to the mode
             u, w = v, variable
-            cost_s, tie, size_bytes = (
-                self._intern(a.swapaxes(1, 2)) for a in (cost_s, tie, size_bytes)
-            )
-        edge = Edge(u, w, cost_s, tie, size_bytes)
-        self.builder.edges.append(edge)
+            cost_s, size_bytes = (self._intern(a.swapaxes(1, 2)) for a in (cost_s, size_bytes))
+        self.builder.edges.append(Edge(u, w, cost_s, size_bytes))
 
     def _equal(
         self, u: int, rows: NDArray[np.int64], v: int, columns: NDArray[np.int64], n: int
     ) -> None:
-        cost_s, tie = _equality(n)
-        self.builder.edges.append(Edge(u, v, cost_s, tie, None, rows, columns))
+        self.builder.edges.append(Edge(u, v, _equality(n), None, rows, columns))
 
     def _spend(self, v: int, r: int, seconds: Array, mode: Recompute | None) -> None:
         for k in self._places(mode):
@@ -388,9 +377,9 @@ class _Adder:
 
 
 @lru_cache(maxsize=64)
-def _equality(n: int) -> tuple[Array, Array]:
-    """(costs, ties) [1, n, n] that allow only equal choices."""
-    return np.where(np.eye(n, dtype=bool), 0.0, np.inf)[None], np.zeros((1, n, n))
+def _equality(n: int) -> Array:
+    """Costs [1, n, n] that allow only equal choices."""
+    return np.where(np.eye(n, dtype=bool), 0.0, np.inf)[None]
 
 
 @lru_cache(maxsize=64)

@@ -24,7 +24,7 @@ from autopar.passes.solvers.repeats import Repeat, RepeatedProblem
 from tests.helpers.nightly import nightly
 
 REL = 1e-9
-WEIGHTS = (Weights(), Weights(1.0, 1e-5), Weights(1.0, 0.0, 2e-4), Weights(0.0, 0.0, 1.0))
+WEIGHTS = (Weights(), Weights(1.0, 2e-4), Weights(0.0, 1.0))
 
 
 def seeds(n_by_day: int, n: int) -> list[Any]:
@@ -33,7 +33,7 @@ def seeds(n_by_day: int, n: int) -> list[Any]:
 
 
 def weighed(totals: ChoiceTotals, weights: Weights) -> float:
-    return weights.cost * totals.cost_s + weights.tie * totals.tie + weights.size * totals.bytes
+    return weights.cost * totals.cost_s + weights.size * totals.bytes
 
 
 def least(problem: ChoiceProblem, weights: Weights) -> float:
@@ -63,11 +63,10 @@ def random_problem(seed: int, n_max: int = 6, k_max: int = 4) -> ChoiceProblem:
         u, v = (int(w) for w in rng.choice(n, 2, replace=False))
         shape = (int(sizes[u]), int(sizes[v]))
         size = few(*shape) if rng.random() < 0.5 else None
-        edges.append(Edge(u, v, cost(*shape), few(*shape), size))
+        edges.append(Edge(u, v, cost(*shape), size))
     return ChoiceProblem(
         names=tuple(f"v{i}" for i in range(n)),
         cost_s=tuple(cost(k) for k in sizes),
-        tie=tuple(few(k) for k in sizes),
         bytes=tuple(few(k) for k in sizes),
         edges=tuple(edges),
         budget_bytes=None if rng.random() < 0.4 else float(rng.integers(0, 3 * n + 2)),
@@ -85,11 +84,10 @@ def chain_with_residuals(n: int, k: int, seed: int) -> ChoiceProblem:
     for v in range(1, n):
         for u in (v - 1, v - 4) if v % 4 == 0 else (v - 1,):
             table = reshard[np.ix_(out_spec[u], rng.integers(0, n_specs, k))]
-            edges.append(Edge(u, v, table, (table > 0).astype(float)))
+            edges.append(Edge(u, v, table))
     return ChoiceProblem(
         names=tuple(f"v{i}" for i in range(n)),
         cost_s=tuple(rng.integers(1, 9, k).astype(float) * 1e-3 for _ in range(n)),
-        tie=tuple(np.zeros(k) for _ in range(n)),
         bytes=tuple(rng.integers(1, 20, k).astype(float) * 1e8 for _ in range(n)),
         edges=tuple(edges),
     )
@@ -102,14 +100,13 @@ def clique(n: int, k: int, seed: int) -> ChoiceProblem:
     return ChoiceProblem(
         names=tuple(f"v{i}" for i in range(n)),
         cost_s=tuple(rng.random(k) for _ in range(n)),
-        tie=tuple(np.zeros(k) for _ in range(n)),
         bytes=tuple(np.zeros(k) for _ in range(n)),
-        edges=tuple(Edge(u, v, rng.random((k, k)), np.zeros((k, k))) for u, v in pairs),
+        edges=tuple(Edge(u, v, rng.random((k, k))) for u, v in pairs),
     )
 
 
 def check_same(problem: ChoiceProblem, found: Solution | Infeasible) -> None:
-    """`found` is as cheap as the brute-force optimum and has as little tie."""
+    """`found` is as cheap as the brute-force optimum."""
     expected = solve_brute_force(problem)
     if isinstance(expected, Infeasible):
         assert isinstance(found, Infeasible)
@@ -117,7 +114,6 @@ def check_same(problem: ChoiceProblem, found: Solution | Infeasible) -> None:
         return
     assert isinstance(found, Solution), found
     assert found.objective_s == pytest.approx(expected.objective_s, rel=REL, abs=0)
-    assert found.tie == expected.tie
     assert found.gap == 0 and found.bound_s == found.objective_s
     totals = problem.evaluate(found.choice)
     assert (totals.cost_s, totals.bytes) == (found.objective_s, found.bytes)
@@ -150,7 +146,7 @@ def random_repeated(seed: int) -> RepeatedProblem:
     def join(u: int, v: int) -> None:
         shape = (sizes[u], sizes[v])
         size = rng.integers(0, 4, shape).astype(float) if rng.random() < 0.5 else None
-        edges.append(Edge(u, v, cost(*shape), rng.integers(0, 4, shape).astype(float), size))
+        edges.append(Edge(u, v, cost(*shape), size))
 
     def some(of: list[int], least: int = 0) -> list[int]:
         n = int(rng.integers(least, len(of) + 1))
@@ -176,7 +172,6 @@ def random_repeated(seed: int) -> RepeatedProblem:
     numbers = ChoiceProblem(
         tuple(f"v{i}" for i in range(len(sizes))),
         tuple(cost(k) for k in sizes),
-        tuple(rng.integers(0, 4, k).astype(float) for k in sizes),
         tuple(rng.integers(0, 4, k).astype(float) for k in sizes),
         tuple(edges),
     )

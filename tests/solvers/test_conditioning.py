@@ -52,8 +52,7 @@ def chain_with_hubs(seed: int, n: int = 8, k: int = 4, n_hubs: int = 3) -> Choic
             rows[:k] = np.arange(k)
         cost = rng.random((k, k)) * strength
         cost[rng.random((k, k)) < 0.1] = np.inf
-        zero = np.zeros_like(cost)
-        edges.append(Edge(u, v, cost, zero, rng.random((k, k)), None, rows))
+        edges.append(Edge(u, v, cost, rng.random((k, k)), None, rows))
 
     for v in range(n_hubs, n_hubs + n):
         if v > n_hubs:
@@ -61,9 +60,9 @@ def chain_with_hubs(seed: int, n: int = 8, k: int = 4, n_hubs: int = 3) -> Choic
         for h in range(n_hubs):
             join(v, h, 0.3)
     sizes = [2 * k] * n_hubs + [k] * n
-    cost, zero = [rng.random(s) for s in sizes], [np.zeros(s) for s in sizes]
+    cost = [rng.random(s) for s in sizes]
     names = tuple(f"v{i}" for i in range(len(sizes)))
-    return ChoiceProblem(names, tuple(cost), tuple(zero), tuple(cost), tuple(edges))
+    return ChoiceProblem(names, tuple(cost), tuple(cost), tuple(edges))
 
 
 @nightly

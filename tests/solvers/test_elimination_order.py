@@ -158,14 +158,13 @@ def test_a_hub_is_the_best_of_those_tried() -> None:
 
 def test_a_variable_joined_to_many_that_do_not_matter() -> None:
     """A concatenation of the logits of 80 layers costs the same whatever the layers choose."""
-    rng, n = np.random.default_rng(0), 80
-    no_ties, of_both = np.zeros((3, 1)), np.zeros(2, dtype=np.intp)
-    edges = [Edge(0, v, rng.random((3, 1)), no_ties, columns=of_both) for v in range(1, n + 1)]
-    chain = [Edge(v, v + 1, rng.random((2, 2)), np.zeros((2, 2))) for v in range(1, n)]
+    rng, n, of_both = np.random.default_rng(0), 80, np.zeros(2, dtype=np.intp)
+    edges = [Edge(0, v, rng.random((3, 1)), columns=of_both) for v in range(1, n + 1)]
+    chain = [Edge(v, v + 1, rng.random((2, 2))) for v in range(1, n)]
     own = (rng.random(3), *(rng.random(2) for _ in range(n)))
     zeros = tuple(np.zeros_like(of) for of in own)
     names = tuple(map(str, range(n + 1)))
-    problem = ChoiceProblem(names, own, zeros, zeros, (*edges, *chain))
+    problem = ChoiceProblem(names, own, zeros, (*edges, *chain))
     value, choice = minimise(plan_elimination(problem), Potentials.of(problem, Weights()))
     along = own[1]
     for edge, after in zip(chain, own[2:], strict=True):

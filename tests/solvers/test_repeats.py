@@ -56,7 +56,7 @@ def test_the_optimum_is_that_of_the_problem_written_out(seed: int) -> None:
         if math.isinf(value):
             continue
         flat = written.evaluate(written_out(problem, point.choice))
-        assert (point.totals.tie, point.totals.bytes) == (flat.tie, flat.bytes)
+        assert point.totals.bytes == flat.bytes
         assert point.totals.cost_s == pytest.approx(flat.cost_s, rel=REL)
         assert weighed(flat, weights) == pytest.approx(value, rel=REL, abs=1e-15)
 
@@ -96,8 +96,8 @@ def test_powers(n: int) -> None:
 
 def chain(*edges: tuple[int, int]) -> ChoiceProblem:
     two = np.zeros(2)
-    made = tuple(Edge(u, v, np.zeros((2, 2)), np.zeros((2, 2))) for u, v in edges)
-    return ChoiceProblem(("a", "b", "c"), (two,) * 3, (two,) * 3, (two,) * 3, made)
+    made = tuple(Edge(u, v, np.zeros((2, 2))) for u, v in edges)
+    return ChoiceProblem(("a", "b", "c"), (two,) * 3, (two,) * 3, made)
 
 
 def test_blocks_that_are_joined_otherwise_are_refused() -> None:
@@ -120,7 +120,6 @@ def test_blocks_that_hand_on_too_much_are_refused() -> None:
 
 def test_under_a_budget() -> None:
     """The optimum of the unrolled problem lies within the gap."""
-    n_more_tie = 0
     for seed in range(60):
         problem = random_repeated(seed)
         n_variables = problem.unrolled()[0].n_variables
@@ -139,6 +138,3 @@ def test_under_a_budget() -> None:
         assert flat.cost_s == pytest.approx(found.totals.cost_s, rel=REL)
         low = found.totals.cost_s * (1 - found.gap) * (1 - REL)
         assert low <= wanted.objective_s <= found.totals.cost_s * (1 + REL)
-        if found.gap == 0:
-            n_more_tie += found.totals.tie > wanted.tie
-    assert n_more_tie <= 2  # the tie of one of two equal optima may be the other's

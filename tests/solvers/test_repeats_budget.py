@@ -24,8 +24,6 @@ from autopar.passes.solvers.repeats.select import solve_repeated
 from tests.helpers.nightly import nightly
 from tests.helpers.problems import REL, WEIGHTS, random_repeated, weighed
 
-NONE = np.zeros(2)
-
 
 def solved(problem: RepeatedProblem, budget_bytes: float, goal: float = 0.0) -> RepeatedSolution:
     numbers = replace(problem.numbers, budget_bytes=budget_bytes)
@@ -64,8 +62,8 @@ def chain_of_states(n_copies: int, change_s: float) -> RepeatedProblem:
     pay = np.array([1.0, 0.0])
     change = np.array([[0.0, change_s], [change_s, 0.0]])
     numbers = ChoiceProblem(
-        ("first", "copy"), (pay, pay), (NONE, NONE), (1 - pay, 1 - pay),
-        (Edge(0, 1, change, np.zeros((2, 2))),),
+        ("first", "copy"), (pay, pay), (1 - pay, 1 - pay),
+        (Edge(0, 1, change),),
     )  # fmt: skip
     return RepeatedProblem.alone(numbers, (Repeat((1,), {0: 1}, frozenset(), n_copies),))
 
@@ -85,7 +83,7 @@ def uneven_parts(n_copies: int, budget_bytes: float) -> RepeatedProblem:
     """Copies of a large and a small part; each costs its bytes, or as many seconds."""
     large, small = np.array([7.0, 0.0]), np.array([2.0, 0.0])
     numbers = ChoiceProblem(
-        ("large", "small"), (large, small), (NONE, NONE), (large[::-1], small[::-1]), (),
+        ("large", "small"), (large, small), (large[::-1], small[::-1]), (),
         budget_bytes,
     )  # fmt: skip
     return RepeatedProblem.alone(numbers, (Repeat((0, 1), {}, frozenset(), n_copies),))

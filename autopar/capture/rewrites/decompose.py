@@ -124,7 +124,7 @@ def _recorded(
     """The graph of `run` on tensors like those it reads.
 
     All require gradient, because without it torch may choose forward-only kernels, which have no
-    derivative. Where an argument has no derivative (a scale), only those do that have it in forward.
+    derivative. Where an argument has no derivative (a scale), only those do that have it anyway.
     """
     try:
         return _recorded_with(b, run, read, [is_differentiable(n.meta["val"]) for n, _ in read])

@@ -12,13 +12,7 @@ from autopar.passes.solvers.choice.ilp import WorkLimit, most_columns, solve_ilp
 from autopar.passes.solvers.choice.lagrangian import Bracket, Hull, Point, search
 from autopar.passes.solvers.choice.message_passing import QUICK, Messages
 from autopar.passes.solvers.choice.reductions import conflict, reduce
-from autopar.passes.solvers.choice.select import (
-    Solver,
-    least_tie,
-    solve,
-    solve_by_elimination,
-    tie_weight,
-)
+from autopar.passes.solvers.choice.select import Solver, solve, solve_by_elimination
 
 __all__ = [
     "QUICK",
@@ -29,7 +23,6 @@ __all__ = [
     "Solver",
     "WorkLimit",
     "conflict",
-    "least_tie",
     "most_columns",
     "reduce",
     "search",
@@ -37,5 +30,4 @@ __all__ = [
     "solve_brute_force",
     "solve_by_elimination",
     "solve_ilp",
-    "tie_weight",
 ]

@@ -9,9 +9,8 @@ import numpy as np
 from autopar.passes.solvers.problem import (
     BUDGET_REL,
     FORBIDDEN,
-    SAME_OPTIMUM_REL,
     ChoiceProblem,
-    Floats,
+    FloatArray,
     Infeasible,
     ProblemError,
     Solution,
@@ -23,7 +22,7 @@ MAX_CHOICES = 2**22
 
 
 def solve_brute_force(problem: ChoiceProblem) -> Solution | Infeasible:
-    """The exact optimum over all combinations; ties by `tie`, then by the smallest indices.
+    """The exact optimum over all combinations; of equal ones that of the smallest indices.
 
     Raises `ProblemError` above `MAX_CHOICES` combinations.
     """
@@ -33,14 +32,12 @@ def solve_brute_force(problem: ChoiceProblem) -> Solution | Infeasible:
             f"{n_choices} combinations are too many to enumerate",
             hint="use autopar.passes.solvers.solve",
         )
-    cost, tie, size = (np.zeros(problem.sizes) for _ in range(3))
+    cost, size = np.zeros(problem.sizes), np.zeros(problem.sizes)
     for v in range(problem.n_variables):
         cost += _along(problem, problem.cost_s[v], v)
-        tie += _along(problem, problem.tie[v], v)
         size += _along(problem, problem.bytes[v], v)
     for e in problem.edges:
         cost += _along(problem, e.dense(e.cost_s), e.u, e.v)
-        tie += _along(problem, e.dense(e.tie), e.u, e.v)
         size += _along(problem, e.dense(e.bytes_or_zero()), e.u, e.v)
     possible = np.isfinite(cost)
     if not possible.any():
@@ -50,13 +47,11 @@ def solve_brute_force(problem: ChoiceProblem) -> Solution | Infeasible:
         if not problem.fits(min_bytes):
             return over_budget(problem.budget_bytes, min_bytes)
         cost[size > problem.budget_bytes * (1 + BUDGET_REL)] = math.inf
-    best = cost.min()
-    tie[cost > best * (1 + SAME_OPTIMUM_REL)] = math.inf
-    choice = [int(k) for k in np.unravel_index(int(tie.argmin()), problem.sizes)]
+    choice = [int(k) for k in np.unravel_index(int(cost.argmin()), problem.sizes)]
     return make_solution(problem, choice, None, "brute force")
 
 
-def _along(problem: ChoiceProblem, array: Floats, *variables: int) -> Floats:
+def _along(problem: ChoiceProblem, array: FloatArray, *variables: int) -> FloatArray:
     """`array` shaped to broadcast along the axes of its variables in the joint table."""
     ordered = array if list(variables) == sorted(variables) else array.T
     shape = [k if v in variables else 1 for v, k in enumerate(problem.sizes)]

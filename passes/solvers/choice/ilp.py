@@ -18,11 +18,8 @@ missing. Their tolerances are absolute, so costs and bytes are scaled to about `
 gap is set to 0. At a time limit PuLP's `status` says "Optimal" although nothing is proven;
 `sol_status` is right, and is read here. HiGHS 1.15's presolve calls some feasible programs with a
 tight capacity row infeasible, or never returns (HiGHS issues 3090 and 3296 are of this kind). So
-programs with a budget or a cap are solved without presolve.
-
-Ties are too small to perturb the objective here. A second program minimises the tie under a cap on
-the cost, if it has at most `MAX_TIE_COLUMNS` columns (`minimise_tie`). Its answer is used if its
-cost, recomputed, is the same optimum. Beyond that size ties stay as the solver left them.
+programs with a budget are solved without presolve. Of choices whose costs differ by less than
+these tolerances, any may be found.
 """
 
 from __future__ import annotations
@@ -43,12 +40,11 @@ from autopar.passes.solvers.choice.reductions import Reduced, drop_forbidden
 from autopar.passes.solvers.problem import (
     BUDGET_REL,
     FORBIDDEN,
-    SAME_OPTIMUM_REL,
     Choice,
     ChoiceProblem,
     Codes,
     Edge,
-    Floats,
+    FloatArray,
     Infeasible,
     Shape,
     Solution,
@@ -60,7 +56,6 @@ from autopar.passes.solvers.problem import (
 SCALED_OPTIMUM = 1e3
 # Absolute, on costs near SCALED_OPTIMUM: 1e-12 relative. HiGHS accepts 1e-10 and up.
 TOLERANCE = 1e-9
-MAX_TIE_COLUMNS = 20_000
 MAX_NODES = 2**31 - 1
 MAX_ATTEMPTS = 20
 ICM_ROUNDS = 5
@@ -92,7 +87,6 @@ class WorkLimit:
 def solve_ilp(
     problem: ChoiceProblem,
     time_limit_s: float | None = None,
-    break_ties: bool = True,
     work_limit: WorkLimit | None = None,
 ) -> Solution | Infeasible:
     """Solve the whole problem as one integer linear program.
@@ -114,13 +108,9 @@ def solve_ilp(
                 hint='raise time_limit_s, or use solver="auto"',
             )
         return _explain(reduced.problem, time_limit_s)
-    choice, phases = result.choice, {"ilp": solved - start}
-    if break_ties and result.proven:
-        left_s = None if time_limit_s is None else time_limit_s - (solved - start)
-        choice = minimise_tie(reduced.problem, choice, left_s, work_limit)
-        phases["ties"] = time.perf_counter() - solved
+    choice, phases = reduced.lift(result.choice), {"ilp": solved - start}
     bound_s = None if result.proven else result.bound
-    return make_solution(problem, reduced.lift(choice), bound_s, "ilp", phases)
+    return make_solution(problem, choice, bound_s, "ilp", phases)
 
 
 def minimise_cost(
@@ -135,7 +125,7 @@ def minimise_cost(
     scale = _typical_cost(problem)
     deadline = math.inf if time_limit_s is None else time.perf_counter() + time_limit_s
     while True:
-        result = _run(problem, "cost", scale, None, deadline, work_limit)
+        result = _run(problem, "cost", scale, deadline, work_limit)
         if result.choice is None or not result.proven:
             return result
         cost_s = problem.evaluate(result.choice).cost_s
@@ -144,34 +134,11 @@ def minimise_cost(
         scale = cost_s
 
 
-def minimise_tie(
-    problem: ChoiceProblem,
-    best: Choice,
-    time_limit_s: float | None,
-    work_limit: WorkLimit | None = None,
-) -> Choice:
-    """Among choices as cheap as `best`, one of least tie; `best` itself where the program is too
-    large."""
-    out_of_time = time_limit_s is not None and time_limit_s <= 0
-    if out_of_time or not problem.has_ties():
-        return best
-    totals = problem.evaluate(best)
-    deadline = math.inf if time_limit_s is None else time.perf_counter() + time_limit_s
-    scale = totals.cost_s or _typical_cost(problem)
-    work_limit = WorkLimit(MAX_TIE_COLUMNS, MAX_NODES if work_limit is None else work_limit.n_nodes)
-    result = _run(problem, "tie", scale, totals.cost_s, deadline, work_limit)
-    if result.choice is None:
-        return best
-    found = problem.evaluate(result.choice)
-    same = found.cost_s <= totals.cost_s * (1 + SAME_OPTIMUM_REL)
-    return result.choice if same and found.tie < totals.tie else best
-
-
 def _explain(problem: ChoiceProblem, time_limit_s: float | None) -> Infeasible:
     """Why nothing is feasible: the least bytes, or forbidden pairs."""
     deadline = math.inf if time_limit_s is None else time.perf_counter() + time_limit_s
     scale = max(sum(float(b.max()) for b in problem.bytes), 1.0)
-    result = _run(problem, "bytes", scale, None, deadline)
+    result = _run(problem, "bytes", scale, deadline)
     if result.choice is not None and result.proven:
         return over_budget(problem.budget_bytes, problem.evaluate(result.choice).bytes)
     if result.proven:
@@ -188,7 +155,7 @@ def most_columns(sizes: Iterable[int], tables: Iterable[Shape]) -> int:
 def _typical_cost(problem: ChoiceProblem) -> float:
     """The cost of a local optimum, in which each variable in turn takes its best choice; 1 if that
     cost is 0 or infinite."""
-    around: list[list[tuple[int, Floats]]] = [[] for _ in problem.names]
+    around: list[list[tuple[int, FloatArray]]] = [[] for _ in problem.names]
     for e in problem.edges:
         pairs_s = e.dense(e.cost_s)
         around[e.u].append((e.v, pairs_s))
@@ -205,50 +172,42 @@ def _run(
     problem: ChoiceProblem,
     objective: str,
     scale: float,
-    cap_s: float | None,
     deadline: float,
     work_limit: WorkLimit | None = None,
 ) -> IlpResult:
     """Build, solve, and check the answer in exact sums.
 
-    A solver's tolerance may let a choice exceed the budget or the cap slightly. Such a choice is
-    cut off, and the program is solved again.
+    A solver's tolerance may let a choice exceed the budget slightly. Such a choice is cut off, and
+    the program is solved again.
     """
     work_limit = work_limit or WorkLimit(None, MAX_NODES)
     too_large = IlpResult(None, 0.0, False)
     n_columns = most_columns(problem.sizes, (e.cost_s.shape for e in problem.edges))
-    if objective != "tie" and n_columns > work_limit.most_columns:
+    if n_columns > work_limit.most_columns:
         return too_large
-    model = _Model(problem, objective, scale, cap_s)
+    model = _Model(problem, objective, scale)
     if model.n_columns > work_limit.most_columns:
         return too_large
     for _ in range(MAX_ATTEMPTS):
         result = model.solve(deadline - time.perf_counter(), work_limit.n_nodes)
         if result.choice is None:
             return result
-        totals = problem.evaluate(result.choice)
-        fits = objective == "bytes" or problem.fits(totals.bytes)
-        if fits and (cap_s is None or totals.cost_s <= cap_s * (1 + SAME_OPTIMUM_REL)):
+        if objective == "bytes" or problem.fits(problem.evaluate(result.choice).bytes):
             return result
         model.exclude(result.choice)
     return IlpResult(None, result.bound, False)
 
 
 class _Model:
-    """One PuLP program; `objective` is "cost", "tie" or "bytes"."""
+    """One PuLP program; `objective` is "cost" or "bytes"."""
 
-    def __init__(
-        self, problem: ChoiceProblem, objective: str, scale: float, cap_s: float | None
-    ) -> None:
+    def __init__(self, problem: ChoiceProblem, objective: str, scale: float) -> None:
         self.problem = problem
-        self.cost_factor = SCALED_OPTIMUM / scale
-        self.objective_factor = 1.0 if objective == "tie" else self.cost_factor
+        self.objective_factor = SCALED_OPTIMUM / scale
         self.program = pulp.LpProblem("choices", pulp.LpMinimize)
-        self.columns: dict[str, list[tuple[Any, float]]] = {"cost": [], "tie": [], "bytes": []}
+        self.columns: dict[str, list[tuple[Any, float]]] = {"cost": [], "bytes": []}
         self.n_columns = 0
         self.has_limit = False
-        # Ties split groups only in the program that minimises them.
-        self.with_tie = objective == "tie"
         self.x = [self._add_choices(v) for v in range(problem.n_variables)]
         for i, e in enumerate(problem.edges):
             self._add_edge(i, e)
@@ -258,36 +217,28 @@ class _Model:
             factor = SCALED_OPTIMUM / max(problem.budget_bytes, 1.0)
             limit = problem.budget_bytes * factor * (1 + BUDGET_REL)
             self.program += self._sum("bytes", factor) <= limit
-        if cap_s is not None:
-            self.has_limit = True
-            limit = cap_s * self.cost_factor * (1 + SAME_OPTIMUM_REL)
-            self.program += self._sum("cost", self.cost_factor) <= limit
 
     def _sum(self, what: str, factor: float) -> Any:
         return pulp.LpAffineExpression([(x, c * factor) for x, c in self.columns[what]])
 
-    def _column(self, name: str, binary: bool, cost: float, tie: float, size: float) -> Any:
+    def _column(self, name: str, binary: bool, cost: float, size: float) -> Any:
         category = pulp.LpBinary if binary else pulp.LpContinuous
         column = self.program.add_variable(name, 0, 1 if binary else None, category)
         self.n_columns += 1
-        for what, value in (("cost", cost), ("tie", tie), ("bytes", size)):
+        for what, value in (("cost", cost), ("bytes", size)):
             if value != 0:
                 self.columns[what].append((column, value))
         return column
 
     def _add_choices(self, v: int) -> list[Any]:
         problem = self.problem
-        rows = zip(problem.cost_s[v], problem.tie[v], problem.bytes[v], strict=True)
-        x = [
-            self._column(f"x_{v}_{k}", True, float(c), float(t), float(b))
-            for k, (c, t, b) in enumerate(rows)
-        ]
+        rows = zip(problem.cost_s[v], problem.bytes[v], strict=True)
+        x = [self._column(f"x_{v}_{k}", True, float(c), float(b)) for k, (c, b) in enumerate(rows)]
         self.program += pulp.lpSum(x) == 1
         return x
 
     def _add_edge(self, i: int, edge: Edge) -> None:
-        tables: list[Floats] = [edge.cost_s, edge.bytes_or_zero()]
-        tables += [edge.tie] if self.with_tie else []
+        tables = [edge.cost_s, edge.bytes_or_zero()]
         rows, row_of = _groups(tables, edge.rows)
         columns, column_of = _groups([t.T for t in tables], edge.columns)
         at_row: list[list[Any]] = [[] for _ in rows]
@@ -296,8 +247,8 @@ class _Model:
             cost = float(edge.cost_s[j, k])
             if math.isinf(cost):
                 continue
-            tie, size = float(edge.tie[j, k]), float(edge.bytes_or_zero()[j, k])
-            pair = self._column(f"e_{i}_{r}_{c}", False, cost, tie, size)
+            size = float(edge.bytes_or_zero()[j, k])
+            pair = self._column(f"e_{i}_{r}_{c}", False, cost, size)
             at_row[r].append(pair)
             at_column[c].append(pair)
         ends = ((edge.u, at_row, row_of), (edge.v, at_column, column_of))
@@ -380,7 +331,7 @@ def _stop_at_node(kind: int, message: str, found: Any, asked: Any, n_nodes: int)
         asked.user_interrupt = True
 
 
-def _groups(tables: list[Floats], codes: Codes | None) -> tuple[list[int], list[int]]:
+def _groups(tables: list[FloatArray], codes: Codes | None) -> tuple[list[int], list[int]]:
     """Groups of equal rows, among the rows that some choice has: (one row of each group, the group
     of each choice)."""
     stacked = np.ascontiguousarray(np.concatenate(tables, axis=1))

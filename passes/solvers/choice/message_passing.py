@@ -50,7 +50,7 @@ N_STALLED, STALLED_REL = 20, 1e-4
 # second each.
 NEAR_REL = (1e-7, 1e-3)
 QUICK = TableLimits(2**26, 2**22, 2**27, branches=1)
-IMPOSSIBLE = Point[Choice]((), ChoiceTotals(math.inf, 0.0, math.inf))
+IMPOSSIBLE = Point[Choice]((), ChoiceTotals(math.inf, math.inf))
 
 
 @dataclass(frozen=True, eq=False)
@@ -123,13 +123,13 @@ class MessagePassing:
         bound, slack = self._messages.slack(row)
         paid_s = price * self.problem.budget_bytes if self.problem.budget_bytes else 0.0
         most = best.cost_s + paid_s
-        most += SAME_OPTIMUM_REL * most  # what is cheaper by rounding alone, and has less tie
+        most += SAME_OPTIMUM_REL * most  # what is cheaper by rounding alone
         return [bound + more <= most for more in slack]
 
 
 def _weighed(totals: ChoiceTotals, weights: Weights) -> float:
     cost_s = totals.cost_s * weights.cost if weights.cost else 0.0
-    return cost_s + totals.tie * weights.tie + totals.bytes * weights.size
+    return cost_s + totals.bytes * weights.size
 
 
 @dataclass(frozen=True, eq=False)

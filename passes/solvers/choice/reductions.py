@@ -2,10 +2,10 @@
 
 - A choice is *impossible* when its cost is infinite, or when some neighbour has no choice
   left that it may be paired with (`drop_forbidden`, to a fixpoint).
-- A choice is *dominated* when another choice of the same variable is no worse in cost, tie
-  and bytes, on the variable and in every entry of every incident edge (`drop_dominated`).
-  Of equal choices the first stays. Replacing a choice by one that dominates it makes nothing
-  worse, so this holds under a budget, and for the tie-breaking optimum.
+- A choice is *dominated* when another choice of the same variable is no worse in cost and
+  bytes, on the variable and in every entry of every incident edge (`drop_dominated`). Of
+  equal choices the first stays. Replacing a choice by one that dominates it makes nothing
+  worse, so this holds under a budget.
 
 `reduce` returns the smaller problem and, per variable, the original index of each choice.
 
@@ -179,13 +179,13 @@ def _tables(
     choices that other variables keep."""
     with_bytes = problem.budget_bytes is not None
     every = np.arange(problem.sizes[v])
-    for own in (problem.cost_s[v], problem.tie[v], *([problem.bytes[v]] if with_bytes else [])):
+    for own in (problem.cost_s[v], *([problem.bytes[v]] if with_bytes else [])):
         yield own[:, None], every
     for e in incident:
         e = e if e.u == v else e.turned()
         rows = codes_of(e.rows, problem.sizes[v])
         seen = np.unique(codes_of(e.columns, problem.sizes[e.v])[keep[e.v]])
-        for array in (e.cost_s, e.tie, e.bytes if with_bytes else None):
+        for array in (e.cost_s, e.bytes if with_bytes else None):
             if array is not None:
                 yield np.take(array, seen, axis=1), rows
 

@@ -6,20 +6,13 @@
    near as `gap_goal`;
 2. drop choices that their bound rules out (`MessagePassing.marks`), and those that cannot matter
    (`reductions.py`), unless elimination is quick without that (`as_it_is`);
-3. eliminate, then again with the ties as a tiny perturbation (`break_ties`);
+3. eliminate;
 4. if the result exceeds the budget, price the bytes (`lagrangian.py`), drop what the bound rules
    out, and let the ILP close the gap on what remains (`_within_budget`);
 5. if the graph is too wide for tables, let the ILP close the gap of the messages, within its limit
    of work; if they found no choice, the reduced problem goes to the ILP (`_by_ilp`).
 
 `solve(problem, "ilp")` solves the whole, unreduced ILP, which checks all of the above.
-
-Ties. With T the optimum, the second elimination minimises
-
-    cost + w * tie,   w = TIE_WEIGHT_REL * T                                  (`tie_weight`)
-
-If T is 0, w keeps the sum of all ties below the least positive cost. If the choice found costs more
-than `SAME_OPTIMUM_REL` above T, w was too large for these ties and shrinks (`least_tie`).
 """
 
 from __future__ import annotations
@@ -32,15 +25,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Literal, TypeVar
 
-import numpy as np
-
 from autopar.errors import OptionError
-from autopar.passes.solvers.choice.ilp import WorkLimit, minimise_cost, minimise_tie, solve_ilp
+from autopar.passes.solvers.choice.ilp import WorkLimit, minimise_cost, solve_ilp
 from autopar.passes.solvers.choice.lagrangian import (
     Bracket,
     Elimination,
     Hull,
-    Minimiser,
     Point,
     keep_marks,
     search,
@@ -65,7 +55,6 @@ Solver = Literal["auto", "ilp"]
 C = TypeVar("C")
 # The part of a problem that may hold something better than the bracket's best.
 _Core = Callable[[Bracket[Choice]], Reduced]
-TIE_WEIGHT_REL = 1e-11
 
 
 class _Clock:
@@ -96,7 +85,7 @@ def solve(
     gap_goal: float = 0.0,
     work_limit: WorkLimit | None = None,
 ) -> Solution | Infeasible:
-    """The cheapest choice within the budget, and among the equally cheap one of least `tie`.
+    """The cheapest choice within the budget.
 
     After `time_limit_s` the best choice so far is returned, with the gap that is left. `limits`
     bound the tables of elimination; wider problems are left to messages and the ILP. "auto" stops
@@ -117,10 +106,8 @@ def solve(
     if isinstance(sent, Infeasible):
         return sent
     if sent is not None and sent.is_within(gap_goal):
-        best = _of_least_tie(minimiser, sent, clock)
-        if best is not None:
-            bound_s = sent.open_bound_s
-            return _finish(problem, Reduced.whole(merged), best.choice, bound_s, "messages", clock)
+        found, bound_s = sent.best.choice, sent.open_bound_s
+        return _finish(problem, Reduced.whole(merged), found, bound_s, "messages", clock)
     left: Reduced | None = Reduced.whole(merged)
     if sent is not None:
         with clock.phase("messages"):
@@ -144,10 +131,8 @@ def solve(
         value, fastest = elimination.at(Weights())
     if math.isinf(value):
         return FORBIDDEN
-    with clock.phase("ties"):
-        chosen = break_ties(reduced.problem, elimination, fastest)
-    if problem.fits(chosen.totals.bytes):
-        return _finish(problem, reduced, chosen.choice, None, "elimination", clock)
+    if problem.fits(fastest.totals.bytes):
+        return _finish(problem, reduced, fastest.choice, None, "elimination", clock)
     return _within_budget(problem, reduced, plan, fastest, clock, gap_goal, work_limit)
 
 
@@ -178,40 +163,7 @@ def solve_by_elimination(
     value, fastest = elimination.at(Weights())
     if math.isinf(value):
         return FORBIDDEN
-    chosen = break_ties(merged, elimination, fastest)
-    return make_solution(problem, chosen.choice, None, "elimination")
-
-
-def break_ties(problem: ChoiceProblem, minimiser: Minimiser[C], fastest: Point[C]) -> Point[C]:
-    """Among choices as cheap as `fastest`, which is an optimum, one of least tie."""
-    if not problem.has_ties():
-        return fastest
-    return least_tie(minimiser, fastest, tie_weight(fastest, lambda: problem))
-
-
-def least_tie(minimiser: Minimiser[C], fastest: Point[C], weight: float) -> Point[C]:
-    """`break_ties` with this first `weight` of the ties."""
-    cost_s = fastest.totals.cost_s
-    # Each round shrinks the perturbation tenfold; below float64 resolution it has no effect.
-    while weight > cost_s * 1e-17:
-        _, point = minimiser.at(Weights(tie=weight))
-        if point.totals.cost_s <= cost_s * (1 + SAME_OPTIMUM_REL):
-            return min(point, fastest, key=lambda p: p.totals.tie)
-        weight /= 10
-    return fastest
-
-
-def tie_weight(fastest: Point[C], problem: Callable[[], ChoiceProblem], n_copies: int = 1) -> float:
-    """The first weight of ties, w of the module docstring. Some variables of the problem stand for
-    up to `n_copies` copies."""
-    if fastest.totals.cost_s > 0:
-        return TIE_WEIGHT_REL * fastest.totals.cost_s
-    free = problem()
-    most = sum(float(t.max()) for t in free.tie) + sum(float(e.tie.max()) for e in free.edges)
-    tables = [*free.cost_s, *(e.cost_s for e in free.edges)]
-    costs = np.concatenate([table.ravel() for table in tables])
-    positive = costs[(costs > 0) & np.isfinite(costs)]
-    return float(positive.min(initial=1.0)) / (2 * most * n_copies)
+    return make_solution(problem, fastest.choice, None, "elimination")
 
 
 def _within_budget(
@@ -225,18 +177,14 @@ def _within_budget(
 ) -> Solution | Infeasible:
     """Step 3: the bound, the choices it leaves, and the ILP on those."""
     assert problem.budget_bytes is not None
-    if problem.fits(fastest.totals.bytes):
-        # `fastest` fits; only the choice of least tie exceeded the budget.
-        bracket = Bracket(fastest, fastest.totals.cost_s, 0.0)
-    else:
-        hull = Hull(Elimination(reduced.problem, plan))
-        with clock.phase("leanest"):
-            lean = hull.leanest
-        if not problem.fits(lean.totals.bytes):
-            return over_budget(problem.budget_bytes, lean.totals.bytes)
-        with clock.phase("lagrangian"):
-            hull.add(0.0, fastest.totals.cost_s, fastest)
-            bracket = search(hull, problem.budget_bytes, clock.deadline)
+    hull = Hull(Elimination(reduced.problem, plan))
+    with clock.phase("leanest"):
+        lean = hull.leanest
+    if not problem.fits(lean.totals.bytes):
+        return over_budget(problem.budget_bytes, lean.totals.bytes)
+    with clock.phase("lagrangian"):
+        hull.add(0.0, fastest.totals.cost_s, fastest)
+        bracket = search(hull, problem.budget_bytes, clock.deadline)
     core = partial(_core, reduced.problem, plan)
     return _closed(problem, reduced, bracket, core, "lagrangian", clock, gap_goal, work_limit)
 
@@ -260,23 +208,13 @@ def _closed(
             result = minimise_cost(part.problem, clock.left_s(), work_limit)
         if result.choice is not None:
             choice = part.lift(result.choice)
-            best = min(best, Point(choice, reduced.problem.evaluate(choice)), key=_rank)
+            found = Point(choice, reduced.problem.evaluate(choice))
+            best = min(best, found, key=lambda point: point.totals.cost_s)
         if math.isfinite(result.bound):  # infinite: the ILP lost the known choice
             # Whatever the core leaves out is dearer than the best choice known.
             bound_s = max(bound_s, min(result.bound, best.totals.cost_s))
-    found = replace(bracket, best=best, bound_s=bound_s)
-    choice = best.choice
-    if found.closed and problem.has_ties() and clock.left_s() != 0:
-        with clock.phase("ties"):
-            part = core(found)
-            choice = part.lift(
-                minimise_tie(part.problem, part.lower(choice), clock.left_s(), work_limit)
-            )
-    return _finish(problem, reduced, choice, found.open_bound_s, method, clock)
-
-
-def _rank(point: Point[Choice]) -> tuple[float, float]:
-    return point.totals.cost_s, point.totals.tie
+    open_bound_s = replace(bracket, best=best, bound_s=bound_s).open_bound_s
+    return _finish(problem, reduced, best.choice, open_bound_s, method, clock)
 
 
 def _core(problem: ChoiceProblem, plan: EliminationPlan, bracket: Bracket[Choice]) -> Reduced:
@@ -309,17 +247,6 @@ def _by_messages(minimiser: MessagePassing, clock: _Clock) -> Bracket[Choice] | 
         with clock.phase("lagrangian"):
             bracket = search(hull, budget_bytes, clock.deadline)
     return None if math.isinf(bracket.best.totals.cost_s) else bracket
-
-
-def _of_least_tie(
-    minimiser: MessagePassing, bracket: Bracket[Choice], clock: _Clock
-) -> Point[Choice] | None:
-    """Of equally cheap choices that of least tie, if the best is proven; None: it does not fit."""
-    if not bracket.closed:
-        return bracket.best
-    with clock.phase("ties"):
-        tied = break_ties(minimiser.problem, minimiser, bracket.best)
-    return tied if minimiser.problem.fits(tied.totals.bytes) else None
 
 
 def _too_wide(

@@ -128,7 +128,7 @@ def plan_elimination(
     if isinstance(problem, SomeProblems):
         axes = problem.every.axes
     else:
-        axes = axes_of(problem.edges, problem.cost_s, problem.tie, problem.bytes)
+        axes = axes_of(problem.edges, problem.cost_s, problem.bytes)
     return plan_order(problem.sizes, axes, limits=limits)
 
 

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.passes.solvers.problem.problem import Codes, FloatArray, Floats
+from autopar.passes.solvers.problem.problem import Codes, FloatArray
 
 Shape = tuple[int, ...]
 # Offset in a row -> array [problems or 1, ...].
-ArraysByOffset = Mapping[int, Floats]
+ArraysByOffset = Mapping[int, FloatArray]
 
 
 @dataclass(frozen=True)
@@ -49,7 +49,7 @@ class Layout:
         )
 
     def placed(
-        self, own: Sequence[Floats | None], tables: Sequence[Floats | None]
+        self, own: Sequence[FloatArray | None], tables: Sequence[FloatArray | None]
     ) -> ArraysByOffset:
         """Offset -> array; None entries are left out."""
         arrays = zip((*self.own_at, *self.table_at), (*own, *tables), strict=True)

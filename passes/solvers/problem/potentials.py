@@ -1,10 +1,10 @@
 """The numbers that elimination reads: one row per problem, one place per number.
 
 A `Layout` says where in a row each variable's own costs and each table's entries lie. `Numbers`
-holds costs, ties and bytes in such rows. `Potentials` is the weighted sum that elimination
+holds costs and bytes in such rows. `Potentials` is the weighted sum that elimination
 minimises (`Numbers.at`):
 
-    weights.cost * cost_s + weights.tie * tie + weights.size * bytes
+    weights.cost * cost_s + weights.size * bytes
 
 `Entries` finds the numbers of a row that one choice adds up (`Entries.at`).
 """
@@ -25,10 +25,9 @@ from autopar.passes.solvers.problem.problems import ChoiceProblems, SomeProblems
 
 
 class Weights(NamedTuple):
-    """The weights of the minimised sum: cost * cost_s + tie * ties + size * bytes."""
+    """The weights of the minimised sum: cost * cost_s + size * bytes."""
 
     cost: float = 1.0
-    tie: float = 0.0
     size: float = 0.0
 
 
@@ -66,11 +65,10 @@ class Potentials:
 
 @dataclass(frozen=True, eq=False)
 class Numbers:
-    """Costs, ties and bytes, [problems or 1, numbers] each, in the places of `layout`."""
+    """Costs and bytes, [problems or 1, numbers] each, in the places of `layout`."""
 
     layout: Layout
     cost_s: FloatArray
-    tie: FloatArray
     size_bytes: FloatArray
 
     @staticmethod
@@ -82,11 +80,10 @@ class Numbers:
 
     def of_one(self, problem: int) -> Numbers:
         """The numbers of one of the problems."""
-        cost_s, tie, size_bytes = (
-            array[min(problem, len(array) - 1) :][:1]
-            for array in (self.cost_s, self.tie, self.size_bytes)
+        cost_s, size_bytes = (
+            array[min(problem, len(array) - 1) :][:1] for array in (self.cost_s, self.size_bytes)
         )
-        return Numbers(self.layout, cost_s, tie, size_bytes)
+        return Numbers(self.layout, cost_s, size_bytes)
 
     def totals(self, entries: Codes) -> tuple[float, float]:
         """(seconds, bytes) of a choice of the first problem, given by its `Entries.at`."""
@@ -98,8 +95,6 @@ class Numbers:
             rows = np.where(np.isfinite(self.cost_s), 0.0, np.inf)
         else:
             rows = self.cost_s if weights.cost == 1 else self.cost_s * weights.cost
-        if weights.tie != 0:
-            rows = rows + self.tie * weights.tie
         if weights.size != 0:
             rows = rows + self.size_bytes * weights.size
         return Potentials(self.layout, rows)

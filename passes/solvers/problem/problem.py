@@ -6,10 +6,8 @@
 `ChoiceProblem.evaluate` computes both sums. Choices that an edge does not distinguish share a row r
 or a column c of its arrays.
 
-An infinite cost forbids a choice or a pair. Among the choices whose cost is within
-`SAME_OPTIMUM_REL` of the least, the one of least `tie` (a second cost without a unit) is preferred.
-Every solver of one problem returns a `Solution`, or an `Infeasible` that says how many bytes the
-leanest choice needs.
+An infinite cost forbids a choice or a pair. Every solver of one problem returns a `Solution`, or an
+`Infeasible` that says how many bytes the leanest choice needs.
 """
 
 from __future__ import annotations
@@ -26,7 +24,6 @@ from numpy.typing import NDArray
 from autopar.errors import AutoparError
 
 FloatArray = NDArray[np.float64]
-Floats = NDArray[np.floating[Any]]  # of any precision: the many ties of edges are single
 BoolArray = NDArray[np.bool_]
 Codes = NDArray[np.intp]
 Choice = tuple[int, ...]
@@ -58,7 +55,6 @@ class Edge:
     u: int
     v: int
     cost_s: FloatArray
-    tie: Floats
     bytes: FloatArray | None = None
     rows: Codes | None = None
     columns: Codes | None = None
@@ -85,7 +81,7 @@ class Edge:
             column = int(self.columns[column])
         return row, column
 
-    def dense(self, array: Floats) -> Floats:
+    def dense(self, array: FloatArray) -> FloatArray:
         """One of the arrays with a row and a column per choice: [..., K_u, K_v]."""
         if self.rows is not None:
             array = array[..., self.rows, :]
@@ -96,14 +92,13 @@ class Edge:
     def mapped(self, change: Callable[[NDArray[Any]], NDArray[Any]]) -> Edge:
         """The edge with `change` applied to each of its arrays."""
         size = None if self.bytes is None else change(self.bytes)
-        cost_s, tie = change(self.cost_s), change(self.tie)
-        return Edge(self.u, self.v, cost_s, tie, size, self.rows, self.columns)
+        return Edge(self.u, self.v, change(self.cost_s), size, self.rows, self.columns)
 
     def turned(self) -> Edge:
         """The same edge, from v to u."""
-        cost_s, tie = self.cost_s.swapaxes(-1, -2), self.tie.swapaxes(-1, -2)
+        cost_s = self.cost_s.swapaxes(-1, -2)
         size = None if self.bytes is None else self.bytes.swapaxes(-1, -2)
-        return Edge(self.v, self.u, cost_s, tie, size, self.columns, self.rows)
+        return Edge(self.v, self.u, cost_s, size, self.columns, self.rows)
 
     def restricted(self, keep_u: BoolArray, keep_v: BoolArray) -> Edge:
         """The edge with only the marked choices."""
@@ -116,26 +111,21 @@ class ChoiceTotals:
     """The sums of one choice of all variables."""
 
     cost_s: float
-    tie: float
     bytes: float
 
 
 @dataclass(frozen=True, eq=False)
 class ChoiceProblem:
-    """The problem of the module docstring. `cost_s`, `tie` and `bytes` hold one [K_v] array per
-    variable.
+    """The problem of the module docstring. `cost_s` and `bytes` hold one [K_v] array per variable.
 
-    Parallel edges are allowed and add up. `tie` should be of order 1 to 1000 in total, with
-    differences that matter above 1e-3: `TIE_WEIGHT_REL` (`choice/select.py`) weighs it against the
-    cost. `is_checked` skips the checks, for numbers that were checked at their source
-    (`problems.py`).
+    Parallel edges are allowed and add up. `is_checked` skips the checks, for numbers that were
+    checked at their source (`problems.py`).
 
-    Raises `ProblemError` for NaN, negative numbers, infinite ties or bytes, wrong shapes.
+    Raises `ProblemError` for NaN, negative numbers, infinite bytes, wrong shapes.
     """
 
     names: tuple[str, ...]
     cost_s: tuple[FloatArray, ...]
-    tie: tuple[FloatArray, ...]
     bytes: tuple[FloatArray, ...]
     edges: tuple[Edge, ...] = ()
     budget_bytes: float | None = None
@@ -146,7 +136,7 @@ class ChoiceProblem:
             raise ProblemError(f"budget_bytes must be at least 0: {self.budget_bytes}")
         if self.is_checked:
             return
-        check_numbers(self.names, self.cost_s, self.tie, self.bytes, self.edges, 0)
+        check_numbers(self.names, self.cost_s, self.bytes, self.edges, 0)
 
     @property
     def n_variables(self) -> int:
@@ -158,17 +148,15 @@ class ChoiceProblem:
         return tuple(len(c) for c in self.cost_s)
 
     def evaluate(self, choice: Sequence[int]) -> ChoiceTotals:
-        """Cost, tie and bytes of one choice, summed exactly (`math.fsum`)."""
+        """Cost and bytes of one choice, summed exactly (`math.fsum`)."""
         cost = [float(self.cost_s[v][k]) for v, k in enumerate(choice)]
-        tie = [float(self.tie[v][k]) for v, k in enumerate(choice)]
         size = [float(self.bytes[v][k]) for v, k in enumerate(choice)]
         for edge in self.edges:
             at = edge.at(choice)
             cost.append(float(edge.cost_s[at]))
-            tie.append(float(edge.tie[at]))
             if edge.bytes is not None:
                 size.append(float(edge.bytes[at]))
-        return ChoiceTotals(math.fsum(cost), math.fsum(tie), math.fsum(size))
+        return ChoiceTotals(math.fsum(cost), math.fsum(size))
 
     def fits(self, size_bytes: float) -> bool:
         """Do `size_bytes` fit in the budget (to `BUDGET_REL`)?"""
@@ -180,7 +168,6 @@ class ChoiceProblem:
         return replace(
             self,
             cost_s=tuple(a[k] for a, k in zip(self.cost_s, keep, strict=True)),
-            tie=tuple(a[k] for a, k in zip(self.tie, keep, strict=True)),
             bytes=tuple(a[k] for a, k in zip(self.bytes, keep, strict=True)),
             edges=tuple(edges),
         )
@@ -207,10 +194,6 @@ class ChoiceProblem:
         own = (a if v in stored else grown(a) for v, a in enumerate(self.bytes))
         return replace(self, bytes=tuple(own), edges=tuple(edges))
 
-    def has_ties(self) -> bool:
-        """Is any tie not zero? If none is, there is nothing to break."""
-        return any(np.any(t) for t in self.tie) or any(np.any(e.tie) for e in self.edges)
-
 
 def merged(edges: Iterable[Edge]) -> tuple[Edge, ...]:
     """At most one edge per pair, u < v, sorted by (u, v). Parallel edges add up."""
@@ -224,7 +207,7 @@ def merged(edges: Iterable[Edge]) -> tuple[Edge, ...]:
         if len(parallel) == 1:
             return parallel[0]
         key = tuple(
-            (memory(e.cost_s, e.tie, e.bytes), memory(e.rows), memory(e.columns)) for e in parallel
+            (memory(e.cost_s, e.bytes), memory(e.rows), memory(e.columns)) for e in parallel
         )
         if key not in sums:
             sums[key] = _sum(parallel)
@@ -243,10 +226,9 @@ def _sum(edges: Sequence[Edge]) -> Edge:
         found = [a[..., r[:, None], c] for a, r, c in each if a is not None]
         return reduce(np.add, found) if found else None
 
-    cost_s, tie = total(e.cost_s for e in edges), total(e.tie for e in edges)
-    assert cost_s is not None and tie is not None
-    size_bytes = total(e.bytes for e in edges)
-    return Edge(edges[0].u, edges[0].v, cost_s, tie, size_bytes, rows, columns)
+    cost_s, size_bytes = total(e.cost_s for e in edges), total(e.bytes for e in edges)
+    assert cost_s is not None
+    return Edge(edges[0].u, edges[0].v, cost_s, size_bytes, rows, columns)
 
 
 def codes_of(codes: Codes | None, n_choices: int) -> Codes:
@@ -275,24 +257,23 @@ def within(budget_bytes: float | None, size_bytes: float) -> bool:
 def check_numbers(
     names: Sequence[str],
     cost_s: Sequence[FloatArray],
-    tie: Sequence[FloatArray],
     size_bytes: Sequence[FloatArray],
     edges: Sequence[Edge],
     n_axes_before: int,
 ) -> None:
     """Check the numbers of one problem, or of several, whose arrays have `n_axes_before` more axes.
 
-    Raises `ProblemError` for NaN, negative numbers, infinite ties or bytes, wrong shapes.
+    Raises `ProblemError` for NaN, negative numbers, infinite bytes, wrong shapes.
     """
     n, lead, sound = len(names), n_axes_before, set[tuple[int, bool]]()
     ranges: dict[int, tuple[int, int]] = {}
-    if not len(cost_s) == len(tie) == len(size_bytes) == n:
-        raise ProblemError(f"{n} names need as many cost, tie and bytes arrays")
+    if not len(cost_s) == len(size_bytes) == n:
+        raise ProblemError(f"{n} names need as many arrays of costs and of bytes")
     sizes = [array.shape[-1] for array in cost_s]
     for v, name in enumerate(names):
         if not sizes[v]:
             raise ProblemError(f"variable {name!r} has no choice at all")
-        _check(sound, name, (sizes[v],), lead, cost_s[v], tie[v], size_bytes[v])
+        _check(sound, name, (sizes[v],), lead, cost_s[v], size_bytes[v])
     for edge in edges:
         if not (0 <= edge.u < n and 0 <= edge.v < n and edge.u != edge.v):
             raise ProblemError(f"edge ({edge.u}, {edge.v}) must join two of {n} variables")
@@ -301,7 +282,7 @@ def check_numbers(
             _n_codes(ranges, name, codes, sizes[w], edge.cost_s.shape[lead + k])
             for k, (w, codes) in enumerate(((edge.u, edge.rows), (edge.v, edge.columns)))
         )
-        _check(sound, name, shape, lead, edge.cost_s, edge.tie, edge.bytes)
+        _check(sound, name, shape, lead, edge.cost_s, edge.bytes)
 
 
 def _n_codes(
@@ -321,11 +302,11 @@ def _n_codes(
 
 def _check(
     sound: set[tuple[int, bool]], name: str, shape: tuple[int, ...], lead: int,
-    cost: FloatArray, *others: Floats | None,
+    cost: FloatArray, size_bytes: FloatArray | None,
 ) -> None:  # fmt: skip
     """Check the arrays of one variable or edge. `sound` holds the arrays that passed, and whether
     as costs, because variables share arrays."""
-    for array in (cost, *others):
+    for array in (cost, size_bytes):
         if array is not None and array.shape[lead:] != shape:
             raise ProblemError(f"{name!r}: an array of shape {array.shape} should be {shape}")
     # min() of an array with a NaN is NaN, which fails the comparison.
@@ -335,12 +316,10 @@ def _check(
             hint="an estimate failed; forbid a choice with inf instead",
         )
     sound.add((id(cost), True))
-    for array in others:
-        if array is None or (id(array), False) in sound:
-            continue
-        if not (array.min(initial=0.0) >= 0 and array.max(initial=0.0) < np.inf):
-            raise ProblemError(f"{name!r}: ties and bytes must be finite and not negative")
-        sound.add((id(array), False))
+    if size_bytes is not None and (id(size_bytes), False) not in sound:
+        if not (size_bytes.min(initial=0.0) >= 0 and size_bytes.max(initial=0.0) < np.inf):
+            raise ProblemError(f"{name!r}: bytes must be finite and not negative")
+        sound.add((id(size_bytes), False))
 
 
 @dataclass(frozen=True)
@@ -356,7 +335,6 @@ class Solution:
     objective_s: float
     bound_s: float
     gap: float
-    tie: float
     bytes: float
     method: str
     phase_s: Mapping[str, float] = field(default_factory=dict, compare=False)
@@ -392,7 +370,6 @@ def make_solution(
         objective_s=totals.cost_s,
         bound_s=bound,
         gap=gap,
-        tie=totals.tie,
         bytes=totals.bytes,
         method=method,
         phase_s=dict(phase_s or {}),

@@ -40,7 +40,6 @@ class ChoiceProblems:
     n_problems: int
     names: tuple[str, ...]
     cost_s: tuple[FloatArray, ...]
-    tie: tuple[FloatArray, ...]
     bytes: tuple[FloatArray, ...]
     edges: tuple[Edge, ...] = ()
     stored: frozenset[int] = frozenset()
@@ -48,19 +47,16 @@ class ChoiceProblems:
 
     def __post_init__(self) -> None:
         if not self.is_checked:
-            check_numbers(self.names, self.cost_s, self.tie, self.bytes, self.edges, 1)
+            check_numbers(self.names, self.cost_s, self.bytes, self.edges, 1)
 
     @staticmethod
     def alone(problem: ChoiceProblem) -> ChoiceProblems:
         """A single problem as several."""
         edges = (e.mapped(lambda array: array[None]) for e in problem.edges)
-        cost_s, tie, size_bytes = (
-            tuple(array[None] for array in arrays)
-            for arrays in (problem.cost_s, problem.tie, problem.bytes)
+        cost_s, size_bytes = (
+            tuple(array[None] for array in arrays) for arrays in (problem.cost_s, problem.bytes)
         )
-        return ChoiceProblems(
-            1, problem.names, cost_s, tie, size_bytes, tuple(edges), is_checked=True
-        )
+        return ChoiceProblems(1, problem.names, cost_s, size_bytes, tuple(edges), is_checked=True)
 
     @cached_property
     def sizes(self) -> tuple[int, ...]:
@@ -87,7 +83,6 @@ class ChoiceProblems:
         return ChoiceProblem(
             self.names,
             tuple(map(own, self.cost_s)),
-            tuple(map(own, self.tie)),
             tuple(map(own, self.bytes)),
             tuple(edges),
             is_checked=True,
@@ -97,14 +92,14 @@ class ChoiceProblems:
     def axes(self) -> tuple[Axes, ...]:
         """The axes of every edge's table. A variable is joined only to what tells its choices
         apart: else a concatenation of 66 layers would be a table of 66 axes."""
-        return axes_of(self.edges, self.cost_s, self.tie, self.bytes)
+        return axes_of(self.edges, self.cost_s, self.bytes)
 
     @cached_property
     def layout(self) -> Layout:
         """Where the numbers lie in a row. Arrays of the same memory share a place."""
-        own = zip(self.cost_s, self.tie, self.bytes, strict=True)
+        own = zip(self.cost_s, self.bytes, strict=True)
         keys = [(v in self.stored, memory(*kinds)) for v, kinds in enumerate(own)]
-        keys += [(e.is_of(self.stored), memory(e.cost_s, e.tie, e.bytes)) for e in self.edges]
+        keys += [(e.is_of(self.stored), memory(e.cost_s, e.bytes)) for e in self.edges]
         layout = Layout.of(self.cost_s, [e.cost_s for e in self.edges], keys)
         shapes = (
             tuple(n for v, n in zip((e.u, e.v), e.shape, strict=True) if v in axes.scope)
@@ -113,12 +108,11 @@ class ChoiceProblems:
         return replace(layout, shapes=tuple(shapes))
 
     @cached_property
-    def placed(self) -> tuple[ArraysByOffset, ArraysByOffset, ArraysByOffset]:
-        """(costs, ties, bytes), each as offset in a row -> array."""
+    def placed(self) -> tuple[ArraysByOffset, ArraysByOffset]:
+        """(costs, bytes), each as offset in a row -> array."""
         placed, edges = self.layout.placed, self.edges
         return (
             placed(self.cost_s, [e.cost_s for e in edges]),
-            placed(self.tie, [e.tie for e in edges]),
             placed(self.bytes, [e.bytes for e in edges]),
         )
 
@@ -166,11 +160,11 @@ class SomeProblems:
         one = self.every.of(int(self.at[i]))
         return one if self.times is None else one.times(float(self.times[i]), self.every.stored)
 
-    def rows(self) -> tuple[FloatArray, FloatArray, FloatArray]:
-        """(costs, ties, bytes), [problems or 1, numbers] each, in the places of the layout."""
+    def rows(self) -> tuple[FloatArray, FloatArray]:
+        """(costs, bytes), [problems or 1, numbers] each, in the places of the layout."""
         every = self.every
-        cost_s, tie, size_bytes = (every.layout.rows(kind, self.at) for kind in every.placed)
+        cost_s, size_bytes = (every.layout.rows(kind, self.at) for kind in every.placed)
         if self.times is not None:
             size_bytes = np.broadcast_to(size_bytes, (len(self.at), size_bytes.shape[1])).copy()
             np.multiply(size_bytes, self.times[:, None], out=size_bytes, where=every.grows)
-        return cost_s, tie, size_bytes
+        return cost_s, size_bytes

@@ -54,7 +54,7 @@ class Axes:
 
 def axes_of(edges: Iterable[Edge], *own: Sequence[FloatArray]) -> tuple[Axes, ...]:
     """The axes of edges' tables; those of length 1 only where a variable follows an equality. `own`
-    are the costs, ties and bytes of all variables; without them no variable follows."""
+    are the costs and bytes of all variables; without them no variable follows."""
     free = {v for v, of in enumerate(zip(*own, strict=True)) if not any(a.any() for a in of)}
     out = []
     for e in edges:
@@ -71,7 +71,7 @@ def _is_equality(edge: Edge) -> bool:
     n, n_columns = edge.shape
     if n != n_columns or edge.cost_s.size != n * n:
         return False
-    if edge.tie.any() or (edge.bytes is not None and edge.bytes.any()):
+    if edge.bytes is not None and edge.bytes.any():
         return False
     return np.array_equal(edge.cost_s.reshape(n, n), np.where(np.eye(n, dtype=bool), 0.0, np.inf))
 

@@ -114,9 +114,7 @@ class RepeatedElimination:
         for v, k in zip(of.variables, chosen, strict=True):
             base[v] = k
         if math.isinf(value):
-            return value, Point(
-                RepeatedChoice(tuple(base), ()), ChoiceTotals(math.inf, 0.0, math.inf)
-            )
+            return value, Point(RepeatedChoice(tuple(base), ()), ChoiceTotals(math.inf, math.inf))
         copies = []
         for s in solved:
             rows = s.copies(base)

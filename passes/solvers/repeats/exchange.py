@@ -271,5 +271,5 @@ class _Copies:
 
     def total(self, base: Choice, before: Choice, row: Choice) -> tuple[float, float]:
         """(seconds, bytes) of a whole copy."""
-        cost_s, _, size_bytes = self.problem.of_copy(self.r, base, before, row).tolist()
+        cost_s, size_bytes = self.problem.of_copy(self.r, base, before, row).tolist()
         return math.fsum(cost_s), math.fsum(size_bytes)

@@ -234,15 +234,15 @@ class RepeatedProblem:
         table_at = list(zip(layout.table_at, (e.shape for e in every.edges), strict=True))
         row = self.row
         own, tables = [], []
-        for kind in (row.cost_s[0], row.tie[0], row.size_bytes[0]):
+        for kind in (row.cost_s[0], row.size_bytes[0]):
             own.append(tuple(kind[at : at + n] for at, n in own_at))
             tables.append([kind[at : at + math.prod(of)].reshape(of) for at, of in table_at])
         edges = (
-            replace(e, cost_s=cost_s, tie=tie, bytes=size_bytes)
-            for e, cost_s, tie, size_bytes in zip(every.edges, *tables, strict=True)
+            replace(e, cost_s=cost_s, bytes=size_bytes)
+            for e, cost_s, size_bytes in zip(every.edges, *tables, strict=True)
         )
         return ChoiceProblem(
-            every.names, own[0], own[1], own[2], tuple(edges), self.budget_bytes, is_checked=True
+            every.names, own[0], own[1], tuple(edges), self.budget_bytes, is_checked=True
         )
 
     def unrolled(self, n_most: int | None = None) -> tuple[ChoiceProblem, list[list[int]]]:
@@ -260,7 +260,6 @@ class RepeatedProblem:
         written = ChoiceProblem(
             tuple(f"{numbers.names[v]} {i}" for i, v in enumerate(origin)),
             tuple(numbers.cost_s[v] for v in origin),
-            tuple(numbers.tie[v] for v in origin),
             tuple(numbers.bytes[v] for v in origin),
             tuple(edges),
             numbers.budget_bytes,
@@ -305,13 +304,13 @@ class RepeatedProblem:
         return ChoiceTotals(*map(math.fsum, np.concatenate(terms, axis=1).tolist()))
 
     def _of_once(self, base: Choice) -> FloatArray:
-        """[seconds, ties and bytes; terms] of what counts once."""
+        """[seconds and bytes; terms] of what counts once."""
         if base not in self._known_once:
             self._known_once[base] = self._terms(self.every.once_entries, base)
         return self._known_once[base]
 
     def of_copy(self, r: int, base: Choice, before: Choice, row: Choice) -> FloatArray:
-        """[seconds, ties and bytes; terms] of one copy that is handed the choices `before` and
+        """[seconds and bytes; terms] of one copy that is handed the choices `before` and
         makes the choices `row`; all else is as in `base`."""
         repeat = self.repeats[r]
         key = r, tuple([base[v] for v in self.every.outside[r]]), before, row
@@ -323,9 +322,9 @@ class RepeatedProblem:
         return self._known[key]
 
     def _terms(self, entries: Entries, choice: Sequence[int]) -> FloatArray:
-        """[seconds, ties and bytes; terms]"""
+        """[seconds and bytes; terms]"""
         at, row = entries.at(choice), self.row
-        return np.stack((row.cost_s[0, at], row.tie[0, at], row.size_bytes[0, at]))
+        return np.stack((row.cost_s[0, at], row.size_bytes[0, at]))
 
     @cached_property
     def _known(self) -> dict[tuple[int, Choice, Choice, Choice], FloatArray]:

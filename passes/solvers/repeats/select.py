@@ -1,7 +1,6 @@
 """The solver of problems with repeated blocks: the optimum, or nearly so under a budget.
 
-Without a budget that binds, elimination finds the optimum, and of equals one of least tie, as
-`passes/solvers/choice/select.py` does for a problem written out. Under a budget that binds, the
+Without a budget that binds, elimination finds the optimum. Under a budget that binds, the
 price of bytes gives a lower bound and a choice that fits (`passes/solvers/choice/lagrangian.py`).
 Their distance is the gap. It is closed from both sides:
 
@@ -22,7 +21,7 @@ import time
 from dataclasses import dataclass
 from functools import cache, cached_property
 
-from autopar.passes.solvers.choice import QUICK, Bracket, Hull, Point, least_tie, search, tie_weight
+from autopar.passes.solvers.choice import QUICK, Bracket, Hull, Point, search
 from autopar.passes.solvers.eliminate import TooWide
 from autopar.passes.solvers.problem import (
     FORBIDDEN,
@@ -98,11 +97,7 @@ class RepeatedSolver:
         if hull is None or hull.fastest is None:
             return FORBIDDEN
         if within(budget_bytes, hull.fastest.totals.bytes):
-            if hull.fastest.totals.cost_s > limit_s:
-                return self._solution(hull.fastest, 0.0, settled=False)
-            chosen = self._chosen
-            fits = within(budget_bytes, chosen.totals.bytes)
-            return self._solution(chosen if fits else hull.fastest, 0.0)
+            return self._solution(hull.fastest, 0.0, hull.fastest.totals.cost_s <= limit_s)
         assert budget_bytes is not None, "everything is within no budget"
         if not within(budget_bytes, hull.leanest.totals.bytes):
             return over_budget(budget_bytes, hull.leanest.totals.bytes)
@@ -119,17 +114,6 @@ class RepeatedSolver:
             return None
         self._smaller, self._kept = reduced
         return Hull(RepeatedElimination.of(self._smaller))
-
-    @cached_property
-    def _chosen(self) -> Point[RepeatedChoice]:
-        """Among the fastest choices, one of least tie."""
-        hull = self._hull
-        assert hull is not None and hull.fastest is not None
-        if not self._smaller.row.tie.any():
-            return hull.fastest
-        most = max((repeat.count for repeat in self.problem.repeats), default=1)
-        weight = tie_weight(hull.fastest, lambda: self._smaller.numbers, most)
-        return least_tie(hull.minimiser, hull.fastest, weight)
 
     def _searched(
         self,
