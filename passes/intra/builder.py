@@ -35,7 +35,7 @@ from autopar.program import Program, Storage
 
 Array = NDArray[np.float64]
 # Small beside what a cost model resolves, large beside the rounding of sums.
-TIE_REL = 1e-12
+TIE_REL = 1e-11
 MAX_PAIRS = 1500  # the largest domain of a reuse variable over pairs of placements
 
 

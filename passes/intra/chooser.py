@@ -12,17 +12,17 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Protocol, TypedDict, TypeVar
+from typing import Protocol, TypedDict
+from weakref import WeakKeyDictionary
 
 from autopar.cost.laws import CostModel
 from autopar.errors import InfeasibleError
-from autopar.passes.analysis import Analysis, Folded, Recomputable, Side, is_searched, renamed
+from autopar.passes.analysis import Analysis, Folded, Recomputable, fold, is_searched, renamed
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.hiding import (
     EXPOSED_GAP_GOAL,
     Found,
     LeastExposed,
-    Parts,
     Weights,
     least_exposed,
 )
@@ -37,10 +37,14 @@ from autopar.passes.intra.repeated import (
 )
 from autopar.passes.solvers.choice import Solver, WorkLimit, conflict, most_columns, solve
 from autopar.passes.solvers.eliminate import TooWide
-from autopar.passes.solvers.problem import Choice, ChoiceProblem, Infeasible
-from autopar.passes.solvers.repeats import RepeatedChoice, RepeatedSolution, RepeatedSolver
-from autopar.placement import Spec
-from autopar.program import OperatorStrategy, Program, Recomputed, Storage, Strategy
+from autopar.passes.solvers.problem import ChoiceProblem, Infeasible
+from autopar.passes.solvers.repeats import (
+    RepeatedChoice,
+    RepeatedProblem,
+    RepeatedSolution,
+    RepeatedSolver,
+)
+from autopar.program import Program, Strategy
 from autopar.units import format_bytes
 
 # The solver stops this close to the optimum, because predictions are far coarser.
@@ -57,10 +61,6 @@ FOLDED_GAP_GOAL = 2e-2
 MODES_GAP_GOAL = 5e-2
 # Cached whole-program problems: enough for a recipe's stages on the submeshes of one node.
 MOST_KNOWN = 8
-C = TypeVar("C", contravariant=True)
-C_ = TypeVar("C_")
-# Several problems, the index of one of them, microbatches in flight.
-_Case = tuple[Repeated, int, int]
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,34 @@ class PlacementRequest:
         return RECIPE_GAP_GOAL if self.constraints.roles else GAP_GOAL
 
 
+class _Solver(Protocol):
+    def solve(
+        self, budget_bytes: float | None, time_limit_s: float | None, gap_goal: float,
+        limit_s: float,
+    ) -> RepeatedSolution | Infeasible: ...  # fmt: skip
+
+
+@dataclass(frozen=True)
+class _WrittenOut:
+    """Solves a problem without repeats by messages, elimination and the ILP (`solve`)."""
+
+    problem: RepeatedProblem
+    solver: Solver
+
+    def solve(
+        self, budget_bytes: float | None, time_limit_s: float | None, gap_goal: float,
+        limit_s: float = math.inf,
+    ) -> RepeatedSolution | Infeasible:  # fmt: skip
+        """As `RepeatedSolver.solve`, but without regard to `limit_s`."""
+        assert not self.problem.repeats, "copies are not written out"
+        numbers = replace(self.problem.numbers, budget_bytes=budget_bytes)
+        found = solve(numbers, self.solver, time_limit_s, gap_goal=gap_goal, work_limit=CLOSE_GAP)
+        if isinstance(found, Infeasible):
+            return found
+        choice, totals = RepeatedChoice(found.choice, ()), numbers.evaluate(found.choice)
+        return RepeatedSolution(choice, totals, found.gap)
+
+
 @dataclass(eq=False)
 class Chooser:
     """Chooses placements for one program, from the problem of its folded program.
@@ -136,26 +164,28 @@ class Chooser:
     families: Sequence[tuple[CostModel, ...]] = ()
     counts: Sequence[int] = ()
     prices: Prices = field(default_factory=Prices)
-    _repeated: dict[ProblemBatch, Repeated | None] = field(default_factory=dict)
-    _solvers: dict[_Case, RepeatedSolver] = field(default_factory=dict)
-
-    @cached_property
-    def _written_out(self) -> ProblemFamilies:
-        """The problems of the whole program; each is built alone."""
-        return ProblemFamilies(
-            self.folded.whole,
-            self.optimizer,
-            recomputable=self.recomputable,
-            most_kept=MOST_KNOWN,
-            prices=self.prices,
-        )
+    most_kept: float = math.inf
+    _repeated: WeakKeyDictionary[ProblemBatch, Repeated | None] = field(
+        default_factory=WeakKeyDictionary
+    )
+    _solvers: WeakKeyDictionary[Repeated, dict[tuple[int, int], RepeatedSolver]] = field(
+        default_factory=WeakKeyDictionary
+    )
 
     @cached_property
     def _problems(self) -> ProblemFamilies:
         n_like = partial(placed_once, self.folded)  # a closure over `self` would be a cycle
         return ProblemFamilies(
             self.folded.analysis, self.optimizer, self.families, self.counts, n_like,
-            self.recomputable, prices=self.prices,
+            self.recomputable, self.most_kept, self.prices,
+        )  # fmt: skip
+
+    @cached_property
+    def _written_out(self) -> Chooser:
+        """The chooser that knows no repeated blocks; each of its problems is built alone."""
+        return Chooser(
+            fold(self.folded.whole, ()), self.optimizer, self.recomputable, prices=self.prices,
+            most_kept=MOST_KNOWN,
         )  # fmt: skip
 
     def choose(
@@ -166,28 +196,40 @@ class Chooser:
         time_limit_s: float | None = None,
         limit_s: float = math.inf,
     ) -> Chosen:
-        """`choose` for the whole program, from its folded problem where that is exact.
+        """The fastest strategy within `budget_bytes` per device.
 
-        Pins name single parameters, so with pins blocks are not equal. If no objective can be below
-        `limit_s`, the solver stops there, with a choice that is not `settled`.
+        "auto" eliminates, with a price of bytes if the budget binds. If a wide gap is left, or the
+        tables would be too large, the program written out is solved by all means (`_WrittenOut`);
+        the ILP stops after the work of `CLOSE_GAP`, or when `time_limit_s` has passed. If no
+        objective can be below `limit_s`, the solver stops there, with a choice that is not
+        `settled`.
+
+        Raises `InfeasibleError` that names the missing bytes.
         """
-        whole = self.folded.whole, ask, self.optimizer, budget_bytes, solver, time_limit_s
-        if not self.folded.runs or solver != "auto" or ask.constraints.pins:
-            return choose(*whole, self.recomputable, self._written_out)
-        repeated, place = self._case(ask, ask.cost)
-        by_copies = None
-        if repeated is not None:
-            by_copies = self._by_copies(repeated, place, ask, budget_bytes, time_limit_s, limit_s)
-        if repeated is None or by_copies is None:
-            return choose(*whole, self.recomputable, self._written_out)
-        is_coarse = is_searched(self.recomputable)
-        enough = max(ask.gap_goal, MODES_GAP_GOAL if is_coarse else FOLDED_GAP_GOAL)
-        if by_copies.solver_gap <= enough or not by_copies.settled:
-            return by_copies
-        if repeated.problems.unrolled_size(most_columns) > CLOSE_GAP.most_columns:
-            return by_copies
-        other = choose(*whole, self.recomputable, self._written_out)
-        return min(by_copies, other, key=lambda c: c.gap)
+        written_out = self._written_out if self.folded.runs else self
+        limits = budget_bytes, time_limit_s, limit_s
+        if solver != "auto":
+            return written_out._choose(ask, *limits, by=solver)
+        # Pins name single parameters, so with pins blocks are not equal.
+        chooser = written_out if ask.constraints.pins else self
+        whole, _ = chooser._case(ask, ask.cost)
+        if whole is None:  # one block cannot stand for the others
+            chooser = written_out
+            whole, _ = chooser._case(ask, ask.cost)
+        assert whole is not None, "without blocks nothing stands for others"
+        try:
+            found = chooser._choose(ask, *limits)
+        except TooWide:
+            return written_out._choose(ask, *limits, by=solver)
+        enough = ask.gap_goal
+        if whole.problems.repeats:
+            coarse = is_searched(self.recomputable)
+            enough = max(enough, MODES_GAP_GOAL if coarse else FOLDED_GAP_GOAL)
+        if found.solver_gap <= enough or not found.settled:
+            return found
+        if whole.problems.unrolled_size(most_columns) > CLOSE_GAP.most_columns:
+            return found
+        return min(found, written_out._choose(ask, *limits, by=solver), key=lambda c: c.gap)
 
     def _case(self, ask: PlacementRequest, cost: CostModel) -> tuple[Repeated | None, int]:
         """The problems with all blocks, and the index of the one for `cost`; None if one block
@@ -197,51 +239,58 @@ class Chooser:
             self._repeated[batch] = repeated_problems(self.folded, batch.problems)
         return self._repeated[batch], batch.place(cost, ask.n_microbatches)
 
-    def _by_copies(
-        self,
-        whole: Repeated,
-        place: int,
-        ask: PlacementRequest,
-        budget_bytes: float | None,
-        time_limit_s: float | None,
-        limit_s: float,
-    ) -> Chosen | None:
-        """The choice from repeated blocks; None if its tables would be too large."""
-        key = whole, place, ask.n_in_flight
-        if key not in self._solvers:
-            problem = whole.problems.of(place, ask.n_in_flight)
-            self._solvers[key] = RepeatedSolver(problem, whole.plan)
-        solver = self._solvers[key]
-        beside_s = whole.folded_problem.beside_s(place)
+    def _eliminated(self, whole: Repeated, place: int, ask: PlacementRequest) -> RepeatedSolver:
+        """The solver of a problem; results for one budget serve the others.
+
+        Raises `TooWide` where another solver is better.
+        """
+        if not whole.problems.repeats and whole.plan is None:
+            raise TooWide("elimination of a program without repeated blocks would take long")
+        solvers, key = self._solvers.setdefault(whole, {}), (place, ask.n_in_flight)
+        if key not in solvers:
+            solvers[key] = RepeatedSolver(whole.problems.of(*key), whole.plan)
+        return solvers[key]
+
+    def _choose(
+        self, ask: PlacementRequest, budget_bytes: float | None, time_limit_s: float | None,
+        limit_s: float, by: Solver | None = None,
+    ) -> Chosen:  # fmt: skip
+        """The choice by elimination, or of the problem written out `by` a solver.
+
+        Raises `TooWide` if tables would be too large.
+        """
+        whole, place = self._case(ask, ask.cost)
+        assert whole is not None, "the caller has seen that blocks are equal"
+        problem, folded = whole.problems.of(place, ask.n_in_flight), whole.folded_problem
+        solver: _Solver = _WrittenOut(problem, by) if by else self._eliminated(whole, place, ask)
+        beside_s = folded.beside_s(place)
         limit_s -= beside_s
-        try:
-            solution = solver.solve(budget_bytes, time_limit_s, ask.gap_goal, limit_s)
-        except TooWide:
-            return None
+        solution = solver.solve(budget_bytes, time_limit_s, ask.gap_goal, limit_s)
         if isinstance(solution, Infeasible):
-            program, numbers = self.folded.whole.program, whole.folded_problem.numbers
-            raise _infeasible(solution, numbers, program, budget_bytes, ask.cost)
-        priced, runs_on = solver.problem, whole
+            program = self.folded.whole.program
+            raise _infeasible(solution, folded.numbers, program, budget_bytes, ask.cost)
+        runs_on = whole
         if ask.runs_on is not None:
             other, place = self._case(ask, ask.runs_on)
             assert other is not None, "machines differ in their numbers alone"
-            assert other.folded_problem.structure == whole.folded_problem.structure
-            priced, runs_on = other.problems.of(place, ask.n_in_flight), other
-        hiding = HidingProblem(priced, runs_on.apart(place))
+            assert other.folded_problem.structure == folded.structure
+            problem, runs_on = other.problems.of(place, ask.n_in_flight), other
+        hiding = HidingProblem(problem, runs_on.apart(place))
 
-        def solve(weights: Weights) -> Found[RepeatedChoice] | None:
-            again = RepeatedSolver(hiding.weighed(weights), whole.plan)
+        def again(weights: Weights) -> Found | None:
+            weighed = hiding.weighed(weights)
+            other = _WrittenOut(weighed, by) if by else RepeatedSolver(weighed, whole.plan)
             try:
-                found = again.solve(budget_bytes, time_limit_s, ask.gap_goal, limit_s)
+                found = other.solve(budget_bytes, time_limit_s, ask.gap_goal, limit_s)
             except TooWide:
                 return None
             return None if isinstance(found, Infeasible) else _found(found)
 
         first = _found(solution)
-        best = _best(first, hiding.parts, solve, runs_on.folded_problem, ask, limit_s)
-        floor_s = _floor_s(best, solve, whole.folded_problem, place, ask, limit_s)
+        best = _best(first, hiding, again, runs_on.folded_problem, ask, limit_s)
+        floor_s = _floor_s(best, again, folded, place, ask, limit_s)
         choice = best.choice
-        once_s = replace(priced, only=runs_on.once_mask).evaluate(choice).cost_s
+        once_s = replace(problem, only=runs_on.once_mask).evaluate(choice).cost_s
         return Chosen(
             **_seconds(
                 best, once_s, solution.gap, max(floor_s, best.bound_s + beside_s),
@@ -256,32 +305,46 @@ class Chooser:
         )  # fmt: skip
 
 
-def _found(solution: RepeatedSolution) -> Found[RepeatedChoice]:
+def choose(
+    analysis: Analysis,
+    ask: PlacementRequest,
+    optimizer: str,
+    budget_bytes: float | None,
+    solver: Solver = "auto",
+    time_limit_s: float | None = None,
+    recomputable: Recomputable | None = None,
+) -> Chosen:
+    """`Chooser.choose` for a program whose repeated blocks are not looked for."""
+    chooser = Chooser(fold(analysis, ()), optimizer, recomputable)
+    return chooser.choose(ask, budget_bytes, solver, time_limit_s)
+
+
+def _found(solution: RepeatedSolution) -> Found:
     totals = solution.totals
     return Found(solution.choice, totals.cost_s * (1 - solution.gap), totals.bytes)
 
 
 def _best(
-    first: Found[C_],
-    parts_of: Callable[[C_], Parts],
-    solve: Callable[[Weights], Found[C_] | None],
+    first: Found,
+    hiding: HidingProblem,
+    solve: Callable[[Weights], Found | None],
     problem: IntraOpProblem,
     ask: PlacementRequest,
-    limit_s: float = math.inf,
-) -> LeastExposed[C_]:
+    limit_s: float,
+) -> LeastExposed:
     """The least step, from the first choice. A recipe keeps the one of its abstract machine."""
     if ask.runs_on is not None:
-        return LeastExposed(first.choice, first.size_bytes, parts_of(first.choice), 0.0)
-    return least_exposed(first, parts_of, solve, problem.hiding, ask.n_microbatches, limit_s)
+        return LeastExposed(first.choice, first.size_bytes, hiding.parts(first.choice), 0.0)
+    return least_exposed(first, hiding.parts, solve, problem.hiding, ask.n_microbatches, limit_s)
 
 
 def _floor_s(
-    best: LeastExposed[C_],
-    solve: Callable[[Weights], Found[C_] | None],
+    best: LeastExposed,
+    solve: Callable[[Weights], Found | None],
     problem: IntraOpProblem,
     case: int,
     ask: PlacementRequest,
-    limit_s: float = math.inf,
+    limit_s: float,
 ) -> float:
     """A lower bound on the step that needs no slack; 0 if the other one is nearly as good, or is at
     least `limit_s`. Recipes have none."""
@@ -300,7 +363,7 @@ class _Seconds(TypedDict):
 
 
 def _seconds(
-    best: LeastExposed[C_],
+    best: LeastExposed,
     once_s: float,
     solver_gap: float,
     bound_s: float,
@@ -322,76 +385,8 @@ def _seconds(
     }
 
 
-def choose(
-    analysis: Analysis,
-    ask: PlacementRequest,
-    optimizer: str,
-    budget_bytes: float | None,
-    solver: Solver = "auto",
-    time_limit_s: float | None = None,
-    recomputable: Recomputable | None = None,
-    problems: ProblemFamilies | None = None,
-) -> Chosen:
-    """The fastest strategy of a program within `budget_bytes` per device.
-
-    `problems` caches the program's problems, because equal stages differ in microbatches in flight.
-    If the budget binds, "auto" stops at the gap goal. It closes a wider gap with the work of
-    `CLOSE_GAP`, or until `time_limit_s` has passed; the rest is in `gap`.
-
-    Raises `InfeasibleError` that names the missing bytes.
-    """
-    m, constraints = ask.n_microbatches, ask.constraints
-    families = problems or ProblemFamilies(analysis, optimizer, recomputable=recomputable)
-
-    def built(cost: CostModel) -> IntraOpProblem:
-        return families.of(cost, m, constraints).of(cost, m)
-
-    problem = built(ask.cost).under(budget_bytes, ask.n_in_flight)
-    solution = solve(
-        problem.numbers, solver, time_limit_s, gap_goal=ask.gap_goal, work_limit=CLOSE_GAP
-    )
-    if isinstance(solution, Infeasible):
-        raise _infeasible(solution, problem.numbers, analysis.program, budget_bytes, ask.cost)
-    priced = problem
-    if ask.runs_on is not None:
-        priced = built(ask.runs_on)
-        assert priced.structure == problem.structure, "machines differ in their numbers alone"
-
-    def again(weights: Weights) -> Found[Choice] | None:
-        found = solve(
-            priced.weighed(weights), solver, time_limit_s, gap_goal=ask.gap_goal,
-            work_limit=CLOSE_GAP,
-        )  # fmt: skip
-        if isinstance(found, Infeasible):
-            return None
-        return Found(found.choice, found.bound_s, found.bytes)
-
-    first = Found(solution.choice, solution.bound_s, solution.bytes)
-    best = _best(first, priced.parts, again, priced, ask)
-    choice, beside_s = best.choice, priced.beside_s(priced.case)
-    floor_s = _floor_s(best, again, priced, priced.case, ask)
-    once_s = priced.once_problem.evaluate(choice).cost_s
-    return Chosen(
-        **_seconds(best, once_s, solution.gap, max(floor_s, best.bound_s + beside_s), priced, ask),
-        size_bytes=best.size_bytes,
-        n_variables=problem.numbers.n_variables,
-        n_written_out=problem.numbers.n_variables,
-        read=lambda: _strategy(analysis, problem, choice, ask),
-        hidden_bound_s=max(floor_s, first.bound_s + beside_s),
-    )
-
-
-class _Readable(Protocol[C]):
-    """A problem whose choices can be read: written out, or with repeated blocks."""
-
-    def operators(self, choice: C) -> Mapping[str, OperatorStrategy]: ...
-    def storage(self, choice: C) -> Mapping[str, Storage]: ...
-    def boundaries(self, choice: C, side: Side) -> Mapping[str, Spec]: ...
-    def recomputed(self, choice: C) -> tuple[Recomputed, ...]: ...
-
-
 def _strategy(
-    analysis: Analysis, problem: _Readable[C], choice: C, ask: PlacementRequest
+    analysis: Analysis, problem: Repeated, choice: RepeatedChoice, ask: PlacementRequest
 ) -> Strategy:
     """The strategy that a choice means."""
     return Strategy(

@@ -38,15 +38,16 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, NamedTuple, TypeVar
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.passes.solvers.repeats import RepeatedChoice
+
 # A plan this close to its bound (relative) is not weighed again, and how often it is at most.
 EXPOSED_GAP_GOAL, MOST_PRICES = 2e-3, 3
 Array = NDArray[np.float64]
-C = TypeVar("C")
 
 
 class Hidable(NamedTuple):
@@ -128,31 +129,31 @@ class Hiding:
 NOTHING_HIDDEN = Hiding(1.0, 1.0)
 
 
-class Found(NamedTuple, Generic[C]):
+class Found(NamedTuple):
     """A choice within the budget, and a lower bound on the problem that it solves."""
 
-    choice: C
+    choice: RepeatedChoice
     bound_s: float
     size_bytes: float
 
 
-class LeastExposed(NamedTuple, Generic[C]):
+class LeastExposed(NamedTuple):
     """The best choice, its parts, and a lower bound on every choice's step."""
 
-    choice: C
+    choice: RepeatedChoice
     size_bytes: float
     parts: Parts
     bound_s: float
 
 
 def least_exposed(
-    first: Found[C],
-    parts_of: Callable[[C], Parts],
-    solve: Callable[[Weights], Found[C] | None],
+    first: Found,
+    parts_of: Callable[[RepeatedChoice], Parts],
+    solve: Callable[[Weights], Found | None],
     hiding: Hiding,
     n_microbatches: int,
     limit_s: float = math.inf,
-) -> LeastExposed[C]:
+) -> LeastExposed:
     """The choice of the least step, from the `first`, which is the least if all is hidden.
 
     `solve` solves the same problem with weights; None: it stopped. Once the bound is at least

@@ -13,7 +13,6 @@ together (`builder.py`), and every array of numbers starts with an axis of cases
 
 from __future__ import annotations
 
-import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -24,16 +23,15 @@ from numpy.typing import NDArray
 from autopar.options import Recompute
 from autopar.passes.analysis import Side
 from autopar.passes.intra.candidates import GroupCandidates
-from autopar.passes.intra.hiding import NOTHING_HIDDEN, HidableCosts, Hiding, Parts, Weights
+from autopar.passes.intra.hiding import NOTHING_HIDDEN, HidableCosts, Hiding, Weights
 from autopar.passes.reshard import SpecColumn
 from autopar.passes.solvers.problem import (
     BoolArray,
     ChoiceProblem,
     ChoiceProblems,
-    Edge,
 )
 from autopar.placement import Spec
-from autopar.program import OperatorStrategy, Recomputed, Storage
+from autopar.program import Recomputed, Storage
 
 Array = NDArray[np.float64]
 
@@ -149,48 +147,6 @@ class IntraOpProblem:
         """The variables whose own costs are compute."""
         return (*range(len(self.candidates)), *sorted(self.runs_again))
 
-    @cached_property
-    def _hidden_apart(self) -> tuple[ChoiceProblem, ChoiceProblem]:
-        """Two problems with only what compute may hide: once a step, and all other."""
-        numbers = self.numbers
-        zeros = tuple(np.zeros_like(of) for of in numbers.cost_s)
-        edges: tuple[list[Edge], list[Edge]] = ([], [])
-        for edge in numbers.edges:
-            of = self.hidable.get(edge.u)
-            for k in (0, 1):
-                cost_s = np.zeros_like(edge.cost_s) if of is None else of(self.case)[k]
-                edges[k].append(replace(edge, cost_s=cost_s))
-        return (
-            replace(numbers, cost_s=zeros, edges=tuple(edges[0])),
-            replace(numbers, cost_s=zeros, edges=tuple(edges[1])),
-        )
-
-    def parts(self, choice: Sequence[int]) -> Parts:
-        """A choice's seconds, apart for `Hiding`."""
-        numbers, again = self.numbers, self.runs_again
-        own_s = (float(numbers.cost_s[v][choice[v]]) for v in self.computes)
-        edges_s = (float(e.cost_s[e.at(choice)]) for e in numbers.edges if e.is_of(again))
-        sync_s, blocks_s = (of.evaluate(choice).cost_s for of in self._hidden_apart)
-        compute_s = math.fsum((*own_s, *edges_s))
-        return Parts(numbers.evaluate(choice).cost_s, compute_s, sync_s, blocks_s)
-
-    def weighed(self, weights: Weights) -> ChoiceProblem:
-        """The problem in which exposed communication has a price."""
-        numbers, again = self.numbers, self.runs_again
-        all_factor, factor = 1 + weights.hidden, 1 + weights.hidden + weights.compute
-        edges = []
-        for e, sync, blocks in zip(
-            numbers.edges, *(p.edges for p in self._hidden_apart), strict=True
-        ):
-            cost_s = e.cost_s * (factor if e.is_of(again) else all_factor)
-            cost_s = cost_s + weights.sync * sync.cost_s + weights.blocks * blocks.cost_s
-            edges.append(replace(e, cost_s=np.maximum(cost_s, 0.0)))
-        computes = set(self.computes)
-        own = (
-            of * (factor if v in computes else all_factor) for v, of in enumerate(numbers.cost_s)
-        )
-        return replace(numbers, cost_s=tuple(own), edges=tuple(edges))
-
     def boundaries(self, choice: Sequence[int], side: Side) -> dict[str, Spec]:
         """Value -> its spec, for the values that cross on one side."""
         return {
@@ -198,25 +154,6 @@ class IntraOpProblem:
             for (of, value), index in self.boundary_variables.items()
             if of == side
         }
-
-    def operators(self, choice: Sequence[int]) -> dict[str, OperatorStrategy]:
-        out: dict[str, OperatorStrategy] = {}
-        for index, candidates in enumerate(self.candidates):
-            out.update(candidates.strategies(choice[index]))
-        return out
-
-    def storage(self, choice: Sequence[int]) -> dict[str, Storage]:
-        return {
-            name: self.storages[name][choice[index]]
-            for name, index in self.parameter_variables.items()
-        }
-
-    def recomputed(self, choice: Sequence[int]) -> tuple[Recomputed, ...]:
-        """The ranges that run again in backward, in order."""
-        found = (
-            of.recomputed(None if of.variable is None else choice[of.variable]) for of in self.modes
-        )
-        return tuple(item for item in found if item is not None)
 
 
 @dataclass(frozen=True)

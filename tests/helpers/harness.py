@@ -176,6 +176,24 @@ def abstract_cost(sizes: tuple[int, ...], device: Device | None = None) -> CostM
     return CostModel(LogicalMesh(sizes, AXIS_NAMES[len(sizes)], links, device), torch.float64)
 
 
+def placed(
+    problem: IntraOpProblem, choice: Sequence[int]
+) -> tuple[dict[str, OperatorStrategy], dict[str, Storage]]:
+    """The placements and the storage that a choice of a problem without repeats means."""
+    operators = dict[str, OperatorStrategy]()
+    for index, candidates in enumerate(problem.candidates):
+        operators |= candidates.strategies(choice[index])
+    at = problem.parameter_variables.items()
+    return operators, {name: problem.storages[name][choice[v]] for name, v in at}
+
+
+def recomputed(problem: IntraOpProblem, choice: Sequence[int]) -> tuple[Recomputed, ...]:
+    """The ranges that run again in backward, of the same."""
+    chosen = ((of, None if of.variable is None else choice[of.variable]) for of in problem.modes)
+    found = (of.recomputed(k) for of, k in chosen)
+    return tuple(item for item in found if item is not None)
+
+
 @lru_cache
 def free_problem(model: str, sizes: tuple[int, ...], n_microbatches: int) -> IntraOpProblem:
     """Every choice the planner has for a model."""

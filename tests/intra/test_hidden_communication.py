@@ -6,7 +6,6 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Sequence
 from dataclasses import replace
 
 import pytest
@@ -18,6 +17,7 @@ from autopar import Device, Link, Manual, Mesh
 from autopar.cost.simulate import PartWork, StageTimes, simulate
 from autopar.passes.analysis import Analysis
 from autopar.passes.intra.hiding import Found, Hiding, Parts, Prices, Weights, least_exposed
+from autopar.passes.solvers.repeats import RepeatedChoice
 from autopar.plans import Predicted
 from autopar.schedule import ORDERS, place
 from tests.helpers.captures import captured
@@ -184,14 +184,14 @@ def loss_of(seed: int) -> float:
     ]  # [variables, choices, (rest, compute, s, z)]
     m = drawn.choice([1, 4])
 
-    def of(choice: Sequence[int]) -> Parts:
-        rows = [table[v][k] for v, k in enumerate(choice)]
+    def of(choice: RepeatedChoice) -> Parts:
+        rows = [table[v][k] for v, k in enumerate(choice.base)]
         return parts_of(hiding, *(sum(column) for column in zip(*rows, strict=True)))
 
-    every = list(itertools.product(range(3), repeat=6))
+    every = [RepeatedChoice(base, ()) for base in itertools.product(range(3), repeat=6)]
     prices = [Weights(0.0, 0.0, 0.0, 0.0)]
 
-    def solve(weights: Weights) -> Found[tuple[int, ...]]:
+    def solve(weights: Weights) -> Found:
         prices.append(weights)
         choice = min(every, key=lambda c: weighed_s(of(c), weights))
         return Found(choice, weighed_s(of(choice), weights), 0.0)

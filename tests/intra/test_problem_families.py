@@ -23,7 +23,7 @@ from autopar.passes.intra import (
     recipe_cost,
 )
 from autopar.passes.solvers.choice import solve
-from tests.helpers.harness import abstract_cost, language_model, model_case, tiny_gpt2
+from tests.helpers.harness import abstract_cost, language_model, model_case, placed, tiny_gpt2
 from tests.helpers.machines import hardware_of
 from tests.helpers.nightly import nightly
 from tests.helpers.problems import solved
@@ -121,8 +121,7 @@ def test_machines_of_several_families_offer_the_same_choices() -> None:
             here, there = (problems.of(c, m, Constraints()).of(c, m) for c in (cost, other))
             assert here.numbers.names == there.numbers.names
             chosen = solved(solve(there.numbers)).choice
-            assert here.operators(chosen) == there.operators(chosen)
-            assert here.storage(chosen) == there.storage(chosen)
+            assert placed(here, chosen) == placed(there, chosen)
 
 
 @pytest.mark.parametrize("recomputes", [False, True])

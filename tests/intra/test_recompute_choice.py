@@ -27,7 +27,14 @@ from autopar.passes.lowering import lower
 from autopar.passes.solvers.choice import solve
 from autopar.passes.solvers.problem import Infeasible
 from tests.helpers.captures import captured
-from tests.helpers.harness import abstract_cost, language_model, tiny_gpt2, tiny_llama
+from tests.helpers.harness import (
+    abstract_cost,
+    language_model,
+    placed,
+    recomputed,
+    tiny_gpt2,
+    tiny_llama,
+)
 from tests.helpers.jobs import rows
 from tests.helpers.models.recompute_models import Blocks
 from tests.helpers.nightly import nightly, one_in, sampled
@@ -128,16 +135,13 @@ def test_bytes_and_seconds_are_those_of_the_lines(
     for fastest in problems:
         found = solved(solve(fastest.numbers))
         strategy = choose(analysis, PlacementRequest(cost, 1, limits), "adamw", None).strategy
-        strategy = replace(
-            strategy,
-            operators=fastest.operators(found.choice),
-            storage=fastest.storage(found.choice),
-        )
+        operators, storage = placed(fastest, found.choice)
+        strategy = replace(strategy, operators=operators, storage=storage)
         foretold, counted = [], []
         for problem in problems:
             totals = problem.numbers.evaluate(found.choice)
             foretold.append((totals.bytes, totals.cost_s))
-            again = replace(strategy, recomputed=problem.recomputed(found.choice))
+            again = replace(strategy, recomputed=recomputed(problem, found.choice))
             program = lower(analysis, again, cost)
             backward = stage_times(program, cost, "adamw").backward
             assert isinstance(backward, PartWork)

@@ -148,17 +148,17 @@ class RepeatedSolver:
         gap_goal: float,
     ) -> _Found:
         """Improve the best choice by exchanges between the corners around the budget."""
-        best = bracket.best
-        if _gap(best, bracket.bound_s) > gap_goal and bracket.neighbours is not None:
-            known = [point.choice for point in hull.corners]
-            exchanges = Exchanges(self._smaller, budget_bytes, known)
-            for start in _mixed(self._smaller, budget_bytes, *bracket.neighbours):
-                found = exchanges.fitted(start)
-                if found is not None and found.totals.cost_s < best.totals.cost_s:
-                    best = found
-                if _gap(best, bracket.bound_s) <= gap_goal:
-                    break
-        return best, bracket.bound_s
+        best, bound_s, neighbours = bracket.best, bracket.bound_s, bracket.neighbours
+        if _gap(best, bound_s) <= gap_goal or neighbours is None or not self.problem.repeats:
+            return best, bound_s
+        exchanges = Exchanges(self._smaller, budget_bytes, [of.choice for of in hull.corners])
+        for start in _mixed(self._smaller, budget_bytes, *neighbours):
+            found = exchanges.fitted(start)
+            if found is not None and found.totals.cost_s < best.totals.cost_s:
+                best = found
+            if _gap(best, bound_s) <= gap_goal:
+                break
+        return best, bound_s
 
     def _parted(
         self,
