@@ -21,7 +21,6 @@ from autopar.passes.analysis import Analysis, Folded, Recomputable, fold, is_sea
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.hiding import (
     EXPOSED_GAP_GOAL,
-    Found,
     LeastExposed,
     Weights,
     least_exposed,
@@ -277,17 +276,16 @@ class Chooser:
             problem, runs_on = other.problems.of(place, ask.n_in_flight), other
         hiding = HidingProblem(problem, runs_on.apart(place))
 
-        def again(weights: Weights) -> Found | None:
+        def again(weights: Weights) -> RepeatedSolution | None:
             weighed = hiding.weighed(weights)
             other = _WrittenOut(weighed, by) if by else RepeatedSolver(weighed, whole.plan)
             try:
                 found = other.solve(budget_bytes, time_limit_s, ask.gap_goal, limit_s)
             except TooWide:
                 return None
-            return None if isinstance(found, Infeasible) else _found(found)
+            return None if isinstance(found, Infeasible) else found
 
-        first = _found(solution)
-        best = _best(first, hiding, again, runs_on.folded_problem, ask, limit_s)
+        best = _best(solution, hiding, again, runs_on.folded_problem, ask, limit_s)
         floor_s = _floor_s(best, again, folded, place, ask, limit_s)
         choice = best.choice
         once_s = replace(problem, only=runs_on.once_mask).evaluate(choice).cost_s
@@ -301,7 +299,7 @@ class Chooser:
             n_written_out=whole.n_written_out,
             read=partial(_strategy, self.folded.whole, whole, choice, ask),
             settled=solution.settled and best.bound_s < limit_s,
-            hidden_bound_s=max(floor_s, first.bound_s + beside_s),
+            hidden_bound_s=max(floor_s, solution.bound_s + beside_s),
         )  # fmt: skip
 
 
@@ -319,28 +317,23 @@ def choose(
     return chooser.choose(ask, budget_bytes, solver, time_limit_s)
 
 
-def _found(solution: RepeatedSolution) -> Found:
-    totals = solution.totals
-    return Found(solution.choice, totals.cost_s * (1 - solution.gap), totals.bytes)
-
-
 def _best(
-    first: Found,
+    first: RepeatedSolution,
     hiding: HidingProblem,
-    solve: Callable[[Weights], Found | None],
+    solve: Callable[[Weights], RepeatedSolution | None],
     problem: IntraOpProblem,
     ask: PlacementRequest,
     limit_s: float,
 ) -> LeastExposed:
     """The least step, from the first choice. A recipe keeps the one of its abstract machine."""
     if ask.runs_on is not None:
-        return LeastExposed(first.choice, first.size_bytes, hiding.parts(first.choice), 0.0)
+        return LeastExposed(first.choice, first.totals.bytes, hiding.parts(first.choice), 0.0)
     return least_exposed(first, hiding.parts, solve, problem.hiding, ask.n_microbatches, limit_s)
 
 
 def _floor_s(
     best: LeastExposed,
-    solve: Callable[[Weights], Found | None],
+    solve: Callable[[Weights], RepeatedSolution | None],
     problem: IntraOpProblem,
     case: int,
     ask: PlacementRequest,

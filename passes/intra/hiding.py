@@ -43,7 +43,7 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.passes.solvers.repeats import RepeatedChoice
+from autopar.passes.solvers.repeats import RepeatedChoice, RepeatedSolution
 
 # A plan this close to its bound (relative) is not weighed again, and how often it is at most.
 EXPOSED_GAP_GOAL, MOST_PRICES = 2e-3, 3
@@ -129,14 +129,6 @@ class Hiding:
 NOTHING_HIDDEN = Hiding(1.0, 1.0)
 
 
-class Found(NamedTuple):
-    """A choice within the budget, and a lower bound on the problem that it solves."""
-
-    choice: RepeatedChoice
-    bound_s: float
-    size_bytes: float
-
-
 class LeastExposed(NamedTuple):
     """The best choice, its parts, and a lower bound on every choice's step."""
 
@@ -147,9 +139,9 @@ class LeastExposed(NamedTuple):
 
 
 def least_exposed(
-    first: Found,
+    first: RepeatedSolution,
     parts_of: Callable[[RepeatedChoice], Parts],
-    solve: Callable[[Weights], Found | None],
+    solve: Callable[[Weights], RepeatedSolution | None],
     hiding: Hiding,
     n_microbatches: int,
     limit_s: float = math.inf,
@@ -159,7 +151,7 @@ def least_exposed(
     `solve` solves the same problem with weights; None: it stopped. Once the bound is at least
     `limit_s`, nothing more is solved.
     """
-    best = LeastExposed(first.choice, first.size_bytes, parts_of(first.choice), first.bound_s)
+    best = LeastExposed(first.choice, first.totals.bytes, parts_of(first.choice), first.bound_s)
     exposed_s = hiding.exposed_s(best.parts, n_microbatches)
     if max(exposed_s) <= EXPOSED_GAP_GOAL * best.parts.hidden_s or first.bound_s >= limit_s:
         return best
@@ -177,7 +169,7 @@ def least_exposed(
         parts, bound_s = parts_of(found.choice), max(best.bound_s, found.bound_s)
         step_s = hiding.step_s(parts, n_microbatches)
         if step_s < best_s:
-            best, best_s = LeastExposed(found.choice, found.size_bytes, parts, bound_s), step_s
+            best, best_s = LeastExposed(found.choice, found.totals.bytes, parts, bound_s), step_s
         best = best._replace(bound_s=bound_s)
         if best_s * (1 - EXPOSED_GAP_GOAL) <= bound_s or bound_s >= limit_s:
             break

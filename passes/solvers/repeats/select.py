@@ -48,6 +48,11 @@ class RepeatedSolution:
     gap: float
     settled: bool = True
 
+    @property
+    def bound_s(self) -> float:
+        """A lower bound on the cost of every choice within the budget."""
+        return self.totals.cost_s * (1 - self.gap)
+
 
 # The best known choice, and a lower bound on all.
 _Found = tuple[Point[RepeatedChoice], float]
