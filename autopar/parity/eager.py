@@ -159,7 +159,10 @@ def _run(
 
 
 class _Largest(TorchDispatchMode):
-    """The largest number that is computed; not scalars, nor views, which may be of weights."""
+    """The largest number that is computed; not scalars, nor views, which may be of weights.
+
+    A scalar that is expanded counts: so the gradient of a mean reaches its tensor.
+    """
 
     def __init__(self) -> None:
         super().__init__()
@@ -170,6 +173,7 @@ class _Largest(TorchDispatchMode):
     ) -> Any:
         out = func(*args, **(kwargs or {}))
         is_new = all(result.alias_info is None for result in func._schema.returns)
+        is_new |= func is torch.ops.aten.expand.default
         for value in out if isinstance(out, (tuple, list)) else (out,):
             is_number = is_new and isinstance(value, Tensor) and value.is_floating_point()
             # Autograd's zeros have no memory: torch takes their shapes from meta, or crashes.

@@ -108,6 +108,17 @@ class Student(nn.Module):
         return F.cross_entropy(own, given.softmax(-1)) + more
 
 
+class Centred(nn.Module):
+    """The mean of what is normalised is 0 whatever the weights, and so are all gradients."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.instance_norm(self.net(x)[:, None]).mean()
+
+
 def batch(dtype: torch.dtype = torch.float32) -> dict[str, Tensor]:
     torch.manual_seed(1)
     return {"x": torch.randn(ROWS, WIDTH, dtype=dtype), "y": torch.randn(ROWS, WIDTH, dtype=dtype)}
@@ -150,6 +161,7 @@ def test_gradients_that_are_0_but_for_rounding(dtype: torch.dtype) -> None:
         return autopar.verify(model.to(dtype), MESH, given, manual=TP, batch_dims={"x": 0})
 
     both_equal(verified(Student()))
+    both_equal(verified(Centred()))
     wrong = verified(Student(wrong=1e-3))
     assert wrong.sharding_ok and not wrong.capture_ok
 
