@@ -262,7 +262,7 @@ class Seeded(Scored):
 
 
 def test_a_seed_set_in_forward_is_refused() -> None:
-    with pytest.raises(NotSupportedError, match="torch.manual_seed"):
+    with pytest.raises(NotSupportedError, match=r"torch\.manual_seed"):
         FP64(Seeded(dropout=0.5), MESH, batch(), manual=TP)
 
 
