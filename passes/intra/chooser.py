@@ -122,6 +122,9 @@ class PlacementRequest:
 
 
 class _Solver(Protocol):
+    @property
+    def problem(self) -> RepeatedProblem: ...
+
     def solve(
         self, budget_bytes: float | None, time_limit_s: float | None, gap_goal: float,
         limit_s: float,
@@ -238,11 +241,16 @@ class Chooser:
             self._repeated[batch] = repeated_problems(self.folded, batch.problems)
         return self._repeated[batch], batch.place(cost, ask.n_microbatches)
 
-    def _eliminated(self, whole: Repeated, place: int, ask: PlacementRequest) -> RepeatedSolver:
-        """The solver of a problem; results for one budget serve the others.
+    def _solver(
+        self, whole: Repeated, place: int, ask: PlacementRequest, by: Solver | None
+    ) -> _Solver:
+        """The solver of a problem. That by elimination is kept: results for one budget serve the
+        others.
 
         Raises `TooWide` where another solver is better.
         """
+        if by:
+            return _WrittenOut(whole.problems.of(place, ask.n_in_flight), by)
         if not whole.problems.repeats and whole.plan is None:
             raise TooWide("elimination of a program without repeated blocks would take long")
         solvers, key = self._solvers.setdefault(whole, {}), (place, ask.n_in_flight)
@@ -260,15 +268,14 @@ class Chooser:
         """
         whole, place = self._case(ask, ask.cost)
         assert whole is not None, "the caller has seen that blocks are equal"
-        problem, folded = whole.problems.of(place, ask.n_in_flight), whole.folded_problem
-        solver: _Solver = _WrittenOut(problem, by) if by else self._eliminated(whole, place, ask)
+        folded, solver = whole.folded_problem, self._solver(whole, place, ask, by)
         beside_s = folded.beside_s(place)
         limit_s -= beside_s
         solution = solver.solve(budget_bytes, time_limit_s, ask.gap_goal, limit_s)
         if isinstance(solution, Infeasible):
             program = self.folded.whole.program
             raise _infeasible(solution, folded.numbers, program, budget_bytes, ask.cost)
-        runs_on = whole
+        problem, runs_on = solver.problem, whole  # it has evaluated choices before
         if ask.runs_on is not None:
             other, place = self._case(ask, ask.runs_on)
             assert other is not None, "machines differ in their numbers alone"
