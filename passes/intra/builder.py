@@ -96,7 +96,7 @@ class ProblemBuilder:
     may_be_last: dict[int, float] = field(default_factory=dict)
     waits_per_sync: float = 0.0
     tie_s: Array = field(default_factory=lambda: np.zeros(1))
-    _tied: dict[tuple[int, int], tuple[Any, Any, Array]] = field(default_factory=dict)
+    _with_ties: dict[tuple[int, int], tuple[Any, Any, Array]] = field(default_factory=dict)
 
     def connect(self, candidates: Sequence[GroupCandidates]) -> None:
         """Make all variables and edges."""
@@ -106,7 +106,7 @@ class ProblemBuilder:
         for index, c in enumerate(candidates):
             self.variables.append(
                 Variable(
-                    c.group.name, self.tied(c.table.time_s, c.table.preference[None]),
+                    c.group.name, self.add_ties(c.table.time_s, c.table.preference[None]),
                     c.table.size_bytes,
                     {n: c.specs(n) for n in (*c.group.inputs, *c.group.outputs)},
                 )
@@ -146,19 +146,23 @@ class ProblemBuilder:
         )  # fmt: skip
         return IntraOpProblems(numbers, first)
 
-    def tied(self, cost_s: Array, tie: NDArray[np.floating[Any]]) -> Array:
+    def add_ties(self, cost_s: Array, tie: NDArray[np.floating[Any]]) -> Array:
         """Seconds with what breaks ties: [cases or 1, ...]. Equal problems share one sum."""
         key = id(cost_s), id(tie)
-        if key not in self._tied:
+        if key not in self._with_ties:
             weight = self.tie_s.reshape(-1, *(1,) * (cost_s.ndim - 1))
             total = cost_s + weight * tie if tie.any() else cost_s
-            self._tied[key] = cost_s, tie, total  # kept, so that no other array takes their ids
-        return self._tied[key][2]
+            self._with_ties[key] = (
+                cost_s,
+                tie,
+                total,
+            )  # kept: ids stay theirs
+        return self._with_ties[key][2]
 
     def _add_conversions(
         self, index: int, target: int, found: ConversionCosts, columns: NDArray[np.intp] | None
     ) -> None:
-        cost_s = self.tied(found.cost_s, found.tie)
+        cost_s = self.add_ties(found.cost_s, found.tie)
         self.edges.append(Edge(index, target, cost_s, found.size_bytes, None, columns))
 
     def _add_boundary(self, value: str, side: Side) -> int:
@@ -174,7 +178,7 @@ class ProblemBuilder:
         marks = {of: [spec in of for spec in specs] for of in distinct}
         legal = np.array([marks[of] for of in of_cases], dtype=bool)
         in_order = np.linspace(0.0, 1e-6, len(specs))[None]
-        self.variables[index].cost_s = self.tied(np.where(legal, 0.0, np.inf), in_order)
+        self.variables[index].cost_s = self.add_ties(np.where(legal, 0.0, np.inf), in_order)
         return index
 
     def tables(self, value: str) -> ReshardTables:
@@ -247,7 +251,7 @@ class ProblemBuilder:
         """Add the edge of a value's reshard; returns its index."""
         made, wanted = self.variables[source].specs[value], self.variables[target].specs[value]
         found = self.priced.reshards(self.cases, self.tables(value), made, wanted)
-        cost_s = self.tied(found.cost_s, found.tie)
+        cost_s = self.add_ties(found.cost_s, found.tie)
         self.edges.append(Edge(source, target, cost_s, None, made.code, wanted.code))
         return len(self.edges) - 1
 
@@ -266,7 +270,7 @@ class ProblemBuilder:
             goal = tables.index[Spec.everywhere(plain, sizes)]
             rows = variable.specs[value].looked_up(tables.index)
             time_s, tie = tables.between(rows.tolist(), [goal])
-            variable.cost_s = variable.cost_s + self.tied(time_s[..., 0], tie[..., 0]) * m
+            variable.cost_s = variable.cost_s + self.add_ties(time_s[..., 0], tie[..., 0]) * m
 
     def _connect_parameter(self, name: str, readers: Sequence[Consumer]) -> None:
         members = [r.variable for r in readers]
@@ -284,7 +288,7 @@ class ProblemBuilder:
             self.maker, self.cases.type(name), storages
         )
         index = len(self.variables)
-        self.variables.append(Variable(f"{name} stored", self.tied(time_s, tie), size_bytes))
+        self.variables.append(Variable(f"{name} stored", self.add_ties(time_s, tie), size_bytes))
         self.storages[name], self.parameter_variables[name] = storages.every, index
         if len(members) == 1:
             uses = (self.variables[members[0]].specs[name],)
@@ -322,7 +326,7 @@ class ProblemBuilder:
         first = self.variables[clusters[0][0].variable]
         read = first.specs[name]
         preference = [sum(PREFERENCE[p.kind] for p in s.placements) * 1e-5 for s in read.distinct]
-        first.cost_s = self.tied(first.cost_s, np.array(preference)[read.code][None])
+        first.cost_s = self.add_ties(first.cost_s, np.array(preference)[read.code][None])
         for column, cluster in zip(columns, clusters, strict=True):
             for member in (reader.variable for reader in cluster):
                 self._equality_edge(shared, column, member, self.variables[member].specs[name])

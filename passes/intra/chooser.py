@@ -121,7 +121,7 @@ class PlacementRequest:
         return RECIPE_GAP_GOAL if self.constraints.roles else GAP_GOAL
 
 
-class _Solver(Protocol):
+class _BudgetSolver(Protocol):
     @property
     def problem(self) -> RepeatedProblem: ...
 
@@ -157,7 +157,8 @@ class Chooser:
     """Chooses placements for one program, from the problem of its folded program.
 
     `families` and `counts` are the cost models and numbers of microbatches that requests will have,
-    as in `ProblemFamilies`. `prices` is shared with other choosers of the same planning.
+    as in `ProblemFamilies`; so is `most_kept`. `prices` is shared with other choosers of the same
+    planning.
     """
 
     folded: Folded
@@ -243,7 +244,7 @@ class Chooser:
 
     def _solver(
         self, whole: Repeated, place: int, ask: PlacementRequest, by: Solver | None
-    ) -> _Solver:
+    ) -> _BudgetSolver:
         """The solver of a problem. That by elimination is kept: results for one budget serve the
         others.
 
@@ -283,7 +284,7 @@ class Chooser:
             problem, runs_on = other.problems.of(place, ask.n_in_flight), other
         hiding = HidingProblem(problem, runs_on.apart(place))
 
-        def again(weights: Weights) -> RepeatedSolution | None:
+        def solve_weighed(weights: Weights) -> RepeatedSolution | None:
             weighed = hiding.weighed(weights)
             other = _WrittenOut(weighed, by) if by else RepeatedSolver(weighed, whole.plan)
             try:
@@ -292,8 +293,8 @@ class Chooser:
                 return None
             return None if isinstance(found, Infeasible) else found
 
-        best = _best(solution, hiding, again, runs_on.folded_problem, ask, limit_s)
-        floor_s = _floor_s(best, again, folded, place, ask, limit_s)
+        best = _best(solution, hiding, solve_weighed, runs_on.folded_problem, ask, limit_s)
+        floor_s = _floor_s(best, solve_weighed, folded, place, ask, limit_s)
         choice = best.choice
         once_s = replace(problem, only=runs_on.once_mask).evaluate(choice).cost_s
         return Chosen(

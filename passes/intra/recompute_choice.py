@@ -320,7 +320,7 @@ class _Adder:
         name = self.ranges.analysis.operators[self.ranges.full[r].start].name
         variable = self._variable(f"{name} recomputed", len(self.modes))
         own = self.builder.variables[variable]
-        own.cost_s = self.builder.tied(own.cost_s, _MODE_TIE * np.arange(len(self.modes))[None])
+        own.cost_s = self.builder.add_ties(own.cost_s, _MODE_TIE * np.arange(len(self.modes))[None])
         return variable
 
     def _variable(self, name: str, n_choices: int) -> int:

@@ -87,7 +87,7 @@ def decomposition(b: Builder, call: TracedCall) -> tuple[fx.Graph, list[fx.Node]
             return pytree.tree_leaves(function(*args, **kwargs))
 
     try:
-        graph = _recorded(b, run, read)
+        graph = _parts_graph(b, run, read)
     except (DataDependentOutputException, DynamicOutputShapeException):
         return None
     if watch.seen or any(n.op == "get_attr" or n.target == call.target for n in graph.nodes):
@@ -118,7 +118,7 @@ def _function(target: torch._ops.OpOverload) -> Callable[..., Any] | None:
     return None
 
 
-def _recorded(
+def _parts_graph(
     b: Builder, run: Callable[..., Any], read: Sequence[tuple[fx.Node, fx.Node]]
 ) -> fx.Graph:
     """The graph of `run` on tensors like those it reads.
@@ -127,27 +127,27 @@ def _recorded(
     derivative. Where an argument has no derivative (a scale), only those do that have it anyway.
     """
     try:
-        return _recorded_with(b, run, read, [is_differentiable(n.meta["val"]) for n, _ in read])
+        return _record(b, run, read, [is_differentiable(n.meta["val"]) for n, _ in read])
     except RuntimeError as error:
         if "not differentiable with respect to" not in str(error):
             raise
-    return _recorded_with(b, run, read, [n in b.has_grad for n, _ in read])
+    return _record(b, run, read, [n in b.has_grad for n, _ in read])
 
 
-def _recorded_with(
+def _record(
     b: Builder, run: Callable[..., Any], read: Sequence[tuple[fx.Node, fx.Node]],
     requires_grad: Sequence[bool],
 ) -> fx.Graph:  # fmt: skip
     with b.mode, torch.enable_grad():
         tensors = [
-            _like(*pair).requires_grad_(needed)
+            _tensor_like(*pair).requires_grad_(needed)
             for pair, needed in zip(read, requires_grad, strict=True)
         ]
         graph: fx.Graph = make_fx(run, pre_dispatch=True)(*tensors).graph
     return graph
 
 
-def _like(source: fx.Node, traced: fx.Node) -> torch.Tensor:
+def _tensor_like(source: fx.Node, traced: fx.Node) -> torch.Tensor:
     """A tensor like `source`, with the strides of the trace: copies (`contiguous()`) were removed
     since, and some composites fail on other strides (`kron`).
     """

@@ -92,6 +92,7 @@ _HINTS_OF_FILES: tuple[tuple[str, str], ...] = (
 )
 _DEFAULT_HINT = "check that the model runs on these inputs without autopar"
 _SIDE_EFFECT = "was assigned during export"
+_LOSS_NOTE = "loss_fn gets (outputs, batch)"
 
 
 class Traced(NamedTuple):
@@ -122,7 +123,7 @@ class WithLoss(nn.Module):
             return self._loss_fn[0](outputs, batch), outputs
         except (TypeError, LookupError, AttributeError) as error:
             kind = type(batch).__name__
-            error.add_note(f"loss_fn gets (outputs, batch); batch is the {kind} of example_inputs")
+            error.add_note(f"{_LOSS_NOTE}; batch is the {kind} of example_inputs")
             raise
 
 
@@ -293,7 +294,8 @@ def _export_error(model: nn.Module, error: Exception) -> CaptureError:
     hint = next((text for key, text in _HINTS if key in names), next(words, _DEFAULT_HINT))
     files = {frame.filename for frame in traceback.extract_tb(error.__traceback__)}
     hint = next((text for part, text in _HINTS_OF_FILES if any(part in f for f in files)), hint)
-    hint = next(iter(getattr(error, "__notes__", ())), hint)
+    notes = getattr(error, "__notes__", ())
+    hint = next((note for note in notes if note.startswith(_LOSS_NOTE)), hint)
     first_line = next((line for line in str(error).splitlines() if line.strip()), "")
     reason = f"{type(error).__name__}: {first_line.strip()}" if first_line else repr(error)
     return CaptureError(
