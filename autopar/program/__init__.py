@@ -4,7 +4,8 @@ Read `program.py` (the captured graph), `audit.py` (what capture made of the mod
 (Python values in the graph), `factors.py` (factors of its dims), `strategy.py` (the facts of a
 plan), `stage_program.py` (the lines of a stage), `variables.py` (what they read and
 define), `once.py` (facts of them), `rerun_lines.py` (what backward runs again),
-`gathers.py` (gathers that are one call), `joint_program.py` (forward and backward as they run),
+`gathers.py` (gathers that are one call), `order.py` (what runs when, both ways),
+`joint_program.py` (forward and backward as they run),
 `abridged.py` (programs with few of their repeated blocks), `pipeline.py` (stages joined),
 `names.py` (names of variables in generated programs),
 `cross_mesh.py`, `messages.py` (what crosses between stages), `bucketing.py`, `collective.py` (the
@@ -53,7 +54,6 @@ from autopar.program.gathers import (
     fused_gathers,
     gathers_at,
     numbered_module,
-    reduced_runs,
     runs_of,
 )
 from autopar.program.joint_program import (
@@ -94,6 +94,19 @@ from autopar.program.names import (
     starred,
     suffix,
 )
+from autopar.program.order import (
+    Backward,
+    Forward,
+    Gather,
+    Reduction,
+    Start,
+    Wait,
+    Work,
+    backward_order,
+    begins_early,
+    forward_order,
+    positions_of,
+)
 from autopar.program.pipeline import Crossing, Pipeline, ScheduleFactory, Tie
 from autopar.program.program import (
     Accumulation,
@@ -106,7 +119,7 @@ from autopar.program.program import (
     flatten_inputs,
     row_dims,
 )
-from autopar.program.rerun_lines import kept_gathers, regathered, rerun
+from autopar.program.rerun_lines import kept_gathers
 from autopar.program.stage_program import (
     Boundary,
     CallLine,
@@ -142,6 +155,7 @@ __all__ = [
     "Atom",
     "AttributeReads",
     "Audit",
+    "Backward",
     "Boundary",
     "BufferInfo",
     "CallLine",
@@ -156,12 +170,14 @@ __all__ = [
     "DetachLine",
     "FactorKind",
     "Factors",
+    "Forward",
     "FreeLine",
     "Frozen",
     "FunctionBackward",
     "FunctionLine",
     "FusedGathers",
     "FusedReductions",
+    "Gather",
     "GatherLine",
     "GradientMove",
     "InnerCall",
@@ -187,6 +203,7 @@ __all__ = [
     "RankCall",
     "ReadyLine",
     "Recomputed",
+    "Reduction",
     "Ref",
     "RepeatedLines",
     "ScheduleFactory",
@@ -194,6 +211,7 @@ __all__ = [
     "ShardKind",
     "Slice",
     "StageProgram",
+    "Start",
     "StartLine",
     "Storage",
     "StoredParameter",
@@ -202,10 +220,14 @@ __all__ = [
     "TieExchange",
     "Types",
     "Variable",
+    "Wait",
     "WaitLine",
     "WeightGradients",
+    "Work",
     "Workspace",
+    "backward_order",
     "batch_shards",
+    "begins_early",
     "block_of",
     "buckets",
     "communications",
@@ -216,6 +238,7 @@ __all__ = [
     "every_delivered",
     "every_parameter",
     "flatten_inputs",
+    "forward_order",
     "free_name",
     "fused_gathers",
     "gathers_at",
@@ -232,11 +255,9 @@ __all__ = [
     "numbered_module",
     "operators_of",
     "parameter_counts",
+    "positions_of",
     "primitive_bytes",
     "rank_collectives",
-    "reduced_runs",
-    "regathered",
-    "rerun",
     "reserved_names",
     "return_bucket_bytes",
     "return_buckets",

@@ -1,8 +1,8 @@
 """Which collectives a step executes, in order, read off the lines of the stage programs.
 
     step  =  gathers of parameters (fused)                          once
-             per microbatch: the lines of the body in order         forward, loss
-                             the differentiated lines in reverse    backward, grad_sync
+             per microbatch: its forward, in order                  forward, loss
+                             its backward (`order.py`)              backward, grad_sync
                              ZeRO-2 gradients back to storage       (fused)
              gradients back to storage (fused)                      once
   with several stages, besides
@@ -11,9 +11,7 @@
              the loss to all ranks                                  once
 
 A line has a backward if the loss, or what later stages read, depends on it through tensors with
-gradient. Backward also repeats collectives (`rerun_lines.py`): a gathered parameter that an
-operator keeps is gathered again in the operator's backward, and a recomputed segment runs again
-before its own. What a segment repeats has the phase "backward", but for parameter gathers.
+gradient. What a recomputed segment repeats has the phase "backward", but for parameter gathers.
 
 The runtime records exactly these calls, the cost model prices them, and the verifier proves that
 they cannot deadlock.
@@ -21,8 +19,8 @@ they cannot deadlock.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 import torch
@@ -30,11 +28,23 @@ import torch
 from autopar.placement import COLLECTIVES, PrimitiveKind
 from autopar.program.abridged import every_parameter, line_counts
 from autopar.program.bucketing import BUCKET_BYTES, Bucket, buckets, sync_bucket_bytes
-from autopar.program.gathers import fused_gathers, gathers_at, reduced_runs, runs_of
+from autopar.program.gathers import gathers_at
 from autopar.program.messages import Messages, Piece, copy_axes, tie_exchanges
 from autopar.program.once import once
+from autopar.program.order import (
+    Backward,
+    Forward,
+    Gather,
+    Reduction,
+    Start,
+    Wait,
+    Work,
+    backward_order,
+    calls_beside,
+    forward_order,
+    positions_of,
+)
 from autopar.program.pipeline import Pipeline
-from autopar.program.rerun_lines import regathered, rerun
 from autopar.program.stage_program import (
     CallLine,
     GatherLine,
@@ -101,8 +111,7 @@ class Collective:
 class RankCall:
     """One call of a collective by one rank, over the group along `axes`.
 
-    `in_place`: a call of ZeRO-3 that cannot begin early, or that is waited for at once, because
-    the parameter needs several moves (`passes/backward/gathers.py`).
+    `is_beside`: a call of ZeRO-3 that compute runs beside (`calls_beside` in `order.py`).
     """
 
     kind: PrimitiveKind
@@ -110,7 +119,7 @@ class RankCall:
     phase: str
     size_bytes: int
     tensor: str
-    in_place: bool = False
+    is_beside: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)
@@ -154,8 +163,8 @@ def step_calls(program: StageProgram) -> StepCalls:
     }
     return StepCalls(
         tuple(_bucket_calls(conversion_buckets(program), "param_gather")),
-        tuple(_forward(program)),
-        (*_backward(program), *returned["micro"]),
+        tuple(_calls(program, forward_order(program))),
+        (*_calls(program, backward_order(program)), *returned["micro"]),
         tuple(returned["step"]),
         program.n_microbatches,
     )
@@ -346,98 +355,71 @@ def _origins(program: StageProgram) -> dict[str, str]:
     return origin
 
 
-def _forward(program: StageProgram) -> list[RankCall]:
-    counts, every = line_counts(program), list[RankCall]()
-    positions = range(len(program.body))
-    for i, calls in _forward_calls(program, positions, _origins(program), runs_of(program)):
-        every += calls * counts[i]
-    return every
-
-
-def _forward_calls(
-    program: StageProgram,
-    positions: Iterable[int],
-    origin: Mapping[str, str],
-    runs: Mapping[int, tuple[int, ...]],
-    again: bool = False,
-) -> Iterator[tuple[int, list[RankCall]]]:
-    """The calls of lines when they run, or when they run `again` in backward, by position.
-
-    Those of a run of gathers are at its first line.
-    """
-    for i in positions:
-        line = program.body[i]
-        if not isinstance(line, GatherLine):
-            yield i, _line_calls(line, origin, again)
-        elif runs[i][0] == i:
-            yield i, _gathered(gathers_at(program, runs[i]))
+def _calls(program: StageProgram, order: Sequence[Work]) -> Iterator[RankCall]:
+    """The calls that work in this order makes, each where it begins."""
+    origin, counts, beside = _origins(program), line_counts(program), calls_beside(program, order)
+    for k, work in enumerate(order):
+        position = positions_of(work)[0]
+        line, n = program.body[position], counts[position]
+        match work:
+            case Gather(positions) | Start(Gather(positions)):
+                calls = _gathered(gathers_at(program, positions), k in beside)
+            case Reduction(positions) | Start(Reduction(positions)):
+                calls = _reduced(gathers_at(program, positions), k in beside)
+            case Forward(again=again):
+                calls = _line_calls(line, origin, again)
+            case Backward():
+                calls = _backward_calls(line, origin)
+            case Wait():
+                continue
+        for _ in range(n):
+            yield from calls
 
 
 def _line_calls(line: Line, origin: Mapping[str, str], again: bool) -> list[RankCall]:
     if isinstance(line, MoveLine):
         phase = "backward" if again else line.phase
         return _call(line.move.forward, line, phase, line.forward_bytes, origin[line.out.name])
-    if isinstance(line, CallLine):
-        phase = "backward" if again else "forward"
-        return [
-            RankCall(c.kind, line.lowered_axes, phase, c.size_bytes, line.key)
-            for c in line.inner
-            if c.phase == "forward"
-        ]
-    return []
+    return _inner_calls(line, "forward", "backward" if again else "forward")
 
 
-def _backward(program: StageProgram) -> list[RankCall]:
-    origin, runs = _origins(program), runs_of(program)
-    anew, again, reduced = regathered(program), rerun(program), reduced_runs(program)
-    counts = line_counts(program)
-    every: list[RankCall] = []
-    for i in sorted(program.differentiated, reverse=True):
-        line, calls = program.body[i], list[RankCall]()
-        for gathers in anew.get(i, ()):
-            calls += _gathered(gathers)
-        for _, repeated in _forward_calls(program, again.get(i, ()), origin, runs, again=True):
-            calls += repeated
-        if isinstance(line, GatherLine):
-            calls += _reduced(reduced.get(i, ()), program)
-        elif isinstance(line, MoveLine):
-            calls += _call(
-                line.move.backward, line, "backward", line.backward_bytes, origin[line.out.name]
-            )
-        elif isinstance(line, CallLine):
-            calls += [
-                RankCall(c.kind, line.lowered_axes, c.phase, c.size_bytes, line.key)
-                for c in line.inner
-                if c.phase == "backward"
-            ]
-        every += calls * counts[i]
-    return every
+def _backward_calls(line: Line, origin: Mapping[str, str]) -> list[RankCall]:
+    if isinstance(line, MoveLine):
+        kind, size_bytes = line.move.backward, line.backward_bytes
+        return _call(kind, line, "backward", size_bytes, origin[line.out.name])
+    return _inner_calls(line, "backward", "backward")
 
 
-def _gathered(lines: Sequence[GatherLine]) -> list[RankCall]:
-    """The calls that gather the parameters of one run."""
-    found: list[RankCall] = []
-    for fused in fused_gathers(lines):
-        names = ", ".join(line.parameter for line in fused)
-        in_place = len(fused[0].moves) > 1
-        for moves in zip(*(line.moves for line in fused), strict=True):
-            size_bytes = sum(move.forward_bytes for move in moves)
-            kind = moves[0].move.forward
-            found += _call(kind, moves[0], "param_gather", size_bytes, names, in_place)
+def _inner_calls(line: Line, of: str, phase: str) -> list[RankCall]:
+    if not isinstance(line, CallLine):
+        return []
+    return [
+        RankCall(c.kind, line.lowered_axes, phase, c.size_bytes, line.key)
+        for c in line.inner
+        if c.phase == of
+    ]
+
+
+def _gathered(lines: Sequence[GatherLine], is_beside: bool) -> list[RankCall]:
+    """The calls of one gather, move by move."""
+    names, found = ", ".join(line.parameter for line in lines), list[RankCall]()
+    for moves in zip(*(line.moves for line in lines), strict=True):
+        size_bytes = sum(move.forward_bytes for move in moves)
+        kind = moves[0].move.forward
+        found += _call(kind, moves[0], "param_gather", size_bytes, names, is_beside)
     return found
 
 
-def _reduced(positions: Sequence[int], program: StageProgram) -> list[RankCall]:
-    """The calls that reduce the gradients of one run's parameters."""
-    found: list[RankCall] = []
-    for fused in fused_gathers(gathers_at(program, positions)[::-1], backward=True):
-        names = ", ".join(line.parameter for line in fused)
-        n_left = len(fused[0].moves)
-        for moves in zip(*(line.moves[::-1] for line in fused), strict=True):
-            n_left -= 1
-            size_bytes = sum(move.backward_bytes for move in moves)
-            kind = moves[0].move.backward
-            found += _call(kind, moves[0], "grad_sync", size_bytes, names, n_left > 0)
+def _reduced(lines: Sequence[GatherLine], is_beside: bool) -> list[RankCall]:
+    """The calls of one reduction, move by move; only the last one may run beside compute."""
+    names, found = ", ".join(line.parameter for line in lines), list[RankCall]()
+    n_left = len(lines[0].moves)
+    for moves in zip(*(line.moves[::-1] for line in lines), strict=True):
+        n_left -= 1
+        size_bytes = sum(move.backward_bytes for move in moves)
+        kind = moves[0].move.backward
+        last = is_beside and n_left == 0
+        found += _call(kind, moves[0], "grad_sync", size_bytes, names, last)
     return found
 
 
@@ -447,8 +429,8 @@ def _call(
     phase: str,
     size_bytes: int,
     tensor: str,
-    in_place: bool = False,
+    is_beside: bool = False,
 ) -> list[RankCall]:
     if kind not in COLLECTIVES:
         return []
-    return [RankCall(kind, line.move.axes, phase, size_bytes, tensor, in_place)]
+    return [RankCall(kind, line.move.axes, phase, size_bytes, tensor, is_beside)]

@@ -71,11 +71,11 @@ def gathers_at(program: StageProgram, positions: Iterable[int]) -> list[GatherLi
 
 
 def fused_gathers(
-    lines: Sequence[GatherLine], backward: bool = False
-) -> list[tuple[GatherLine, ...]]:
-    """The gathers of one run, or the reductions of their gradients, by call and in order."""
+    program: StageProgram, run: Sequence[int], backward: bool = False
+) -> list[tuple[int, ...]]:
+    """The positions of one run by call, in order: of gathers, or of reductions of gradients."""
     keyed = []
-    for i, line in enumerate(lines):
+    for position, line in zip(run, gathers_at(program, run), strict=True):
         move = line.moves[0]
         kind = move.move.backward if backward else move.move.forward
         is_fused = len(line.moves) == 1 and kind in _FUSED
@@ -83,5 +83,5 @@ def fused_gathers(
         dtype: torch.dtype | None = line.out.dtype
         if backward:
             dtype = line.out.gradient_dtype or dtype
-        keyed.append([((kind, move.move.axes, dtype) if is_fused else i, size_bytes)])
-    return [tuple(lines[i] for i in b.members) for b in buckets(keyed, BUCKET_BYTES)]
+        keyed.append([((kind, move.move.axes, dtype) if is_fused else position, size_bytes)])
+    return [tuple(run[i] for i in b.members) for b in buckets(keyed, BUCKET_BYTES)]

@@ -35,8 +35,8 @@ def rerun(program: StageProgram) -> dict[int, tuple[int, ...]]:
 
 
 @once
-def regathered(program: StageProgram) -> dict[int, tuple[tuple[GatherLine, ...], ...]]:
-    """Position of an operator -> the gathers that come before its backward, by run.
+def regathered(program: StageProgram) -> dict[int, tuple[tuple[int, ...], ...]]:
+    """Position of an operator -> positions of the gathers that come before its backward, by run.
 
     What backward needs of a run is gathered together, where the first line needs one of it.
     """
@@ -44,14 +44,14 @@ def regathered(program: StageProgram) -> dict[int, tuple[tuple[GatherLine, ...],
     kept = kept_gathers(program)
     stays = {k for k in runs if _name(program, k) in kept}
     every = {k for positions in needed.values() for k in positions}
-    found: dict[int, tuple[tuple[GatherLine, ...], ...]] = {}
+    found: dict[int, tuple[tuple[int, ...], ...]] = {}
     there = set(stays)
     for i in sorted(needed, reverse=True):  # the first operator in backward's order gathers a run
         wanted = dict.fromkeys(runs[k] for k in needed[i] if k not in there)
-        members = [[k for k in run if k in every and k not in stays] for run in wanted]
+        members = [tuple(k for k in run if k in every and k not in stays) for run in wanted]
         there.update(k for run in members for k in run)
         if members:
-            found[i] = tuple(tuple(gathers_at(program, run)) for run in members)
+            found[i] = tuple(members)
     return found
 
 

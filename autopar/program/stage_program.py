@@ -165,7 +165,7 @@ class DetachLine(Assignment):
 
 @dataclass(frozen=True)
 class GatherLine(Assignment):
-    """A ZeRO-3 parameter gathered for one operator, and again in backward `regathers` times.
+    """A ZeRO-3 parameter gathered for one operator.
 
     Neighbours are a run, which is gathered together (`gathers.py`). Backward gathers a run again
     if an operator keeps one of it (`CallLine.keeps`), but for the last run (`kept_gathers`).
@@ -175,7 +175,6 @@ class GatherLine(Assignment):
     source: str
     parameter: str
     moves: tuple[MoveLine, ...]
-    regathers: int
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ Hands on `verify_pipeline`, `verify_joint`, and `check_rule` for users who write
 
 from autopar.verifier.deadlock import GroupCall, check_rendezvous
 from autopar.verifier.joint import verify_joint
-from autopar.verifier.joint_calls import gathers_parameters, line_calls
+from autopar.verifier.joint_calls import line_calls
 from autopar.verifier.oracle import MESHES, OracleCase, check_strategy, combinations
 from autopar.verifier.pipeline import verify_pipeline
 from autopar.verifier.rule_report import check_rule, report_case
@@ -24,7 +24,6 @@ __all__ = [
     "check_rule",
     "check_strategy",
     "combinations",
-    "gathers_parameters",
     "line_calls",
     "report_case",
     "verify_joint",

@@ -1,16 +1,8 @@
 """Verifies that both functions of a joint program communicate what is priced (`check_calls`).
 
-`step_calls` lists the calls of a microbatch, off the lines of the stage; those of the joint program
-must be the same: kind, group, bytes and order. A call that is begun counts where it begins. A
-reduction's bytes follow from the shape and dtype of the gradient that it reduces.
-
-The order of gathers of parameters is free. `step_calls` lists a gather that backward repeats
-with the operator that keeps the parameter, and the program makes it before the first line that
-reads it, which may be between the calls of a segment that runs again. All ranks run the same lines,
-so any order is safe, and none changes the sum of prices.
-
-Backward may gather less than is priced: a frozen model's operator may keep a parameter (`keeps`)
-that its backward does not read here. It may not save what forward gathers instead.
+`step_calls` lists the calls of a microbatch, off the stage's order of work; those of the joint
+program must be the same: kind, group, bytes and order. A call that is begun counts where it begins.
+A reduction's bytes follow from the shape and dtype of the gradient that it reduces.
 
 ZeRO-2's fused reductions after backward are the runtime's (`runtime/execute/returns.py`).
 """
@@ -18,13 +10,11 @@ ZeRO-2's fused reductions after backward are the runtime's (`runtime/execute/ret
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from autopar.placement import COLLECTIVES
 from autopar.program import (
     CallLine,
-    FreeLine,
     FunctionBackward,
     FunctionLine,
     FusedGathers,
@@ -33,13 +23,9 @@ from autopar.program import (
     GradientMove,
     JointLine,
     JointProgram,
-    KernelLine,
-    LossAtEnd,
     MoveLine,
     RankCall,
-    ReadyLine,
     StartLine,
-    WaitLine,
     WeightGradients,
     communications,
     kept_gathers,
@@ -47,8 +33,6 @@ from autopar.program import (
     step_calls,
 )
 from autopar.verifier.joint_flow import error, place
-
-_SILENT = (KernelLine, FreeLine, ReadyLine, WaitLine, LossAtEnd, WeightGradients)
 
 # Kind, axes and bytes.
 Call = tuple[str, tuple[int, ...], int]
@@ -92,11 +76,6 @@ def line_calls(line: JointLine) -> Iterable[Call]:
             return ()
 
 
-def gathers_parameters(line: JointLine) -> bool:
-    """Are its calls gathers of parameters, whose order is free?"""
-    return any(isinstance(x, GatherLine) for x in communications(line))
-
-
 def _fused(calls: Sequence[Sequence[Call]]) -> Iterable[Call]:
     """The one call that stands for one of each; they must be alike."""
     every = [call for each in calls for call in each]
@@ -125,19 +104,9 @@ def _inner(line: CallLine, phase: str) -> Iterable[Call]:
 
 
 def _compare(function: str, lines: Sequence[JointLine], priced: Sequence[RankCall]) -> None:
-    gathered: Counter[Call] = Counter()
-    made: list[tuple[Call, int]] = []
-    for number, line in enumerate(lines):
-        if isinstance(line, _SILENT):
-            continue
-        if gathers_parameters(line):
-            gathered.update(line_calls(line))
-        else:
-            made += [(call, number) for call in line_calls(line)]
-    expected = [call for call in priced if call.phase != "param_gather"]
-    if any(
-        isinstance(line, WeightGradients) for line in lines
-    ):  # the second part has its own order
+    made = [(call, number) for number, line in enumerate(lines) for call in line_calls(line)]
+    expected = list(priced)
+    if any(isinstance(line, WeightGradients) for line in lines):  # the second part has its own
         made.sort(key=lambda pair: pair[0])
         expected.sort(key=_call)
     for (call, number), wanted in zip(made, expected, strict=False):
@@ -150,12 +119,6 @@ def _compare(function: str, lines: Sequence[JointLine], priced: Sequence[RankCal
         raise error(f"it makes {_shown(call)}, which is not priced", where)
     if len(made) < len(expected):
         raise error(f"it never makes {_named(expected[len(made)])}, which is priced", function)
-    wanted_gathers = Counter(_call(call) for call in priced if call.phase == "param_gather")
-    too_many, too_few = gathered - wanted_gathers, wanted_gathers - gathered
-    if too_many or (too_few and function == "forward"):
-        call = next(iter(too_many + too_few))
-        counts = f"{gathered[call]} times, priced is {wanted_gathers[call]} times"
-        raise error(f"it gathers parameters by {_shown(call)} {counts}", function)
 
 
 def _call(call: RankCall) -> Call:

@@ -1,16 +1,18 @@
-"""Live bytes of one microbatch, line by line: forward, then backward in reverse.
+"""Live bytes of one microbatch, moment by moment, in the order in which a rank works.
 
-Storages: the variables that view a storage hold it, and so do the operators that autograd keeps it
-for. It is freed when nothing holds it.
+A storage lives from the moment that makes it to the last one that needs it. The order
+(`autopar/program/order.py`) is walked once; then the moments are played on a ledger.
+
+Forward: a variable needs its storage until it is freed. Backward: the backward of an operator needs
+what the operator keeps (`CallLine.keeps`, `saved_bytes`), and lines that run again what they read.
+What runs again, or is gathered again, makes new storages; the backwards after it need those.
 
 Gradients: the first consumer's backward makes the gradient of a variable, and the backwards of
-other consumers add to it. It is freed after the producer's backward. A parameter's gradient stays.
+other consumers add to it. The producer's backward is the last that needs it. A gradient that is
+passed on (`Workspace.passed`) is no new storage. A parameter's gradient stays.
 
-Recomputed segments: in forward, autograd holds only the segment's inputs and the results of its
-lines at `Segment.kept`, such as matmuls and collectives. Before the backward of the segment's last
-line, its lines run again. The storages that they make then are new ones, held as autograd holds
-those of other lines, gathered parameters included. An input is released after the last line that
-reads it again.
+Communication: a call that is under way holds its buffers. A fused call has a flat buffer, out of
+which results are copied (`runtime/collectives/fused.py`).
 
 Between stages: sent tensors, which may be under way, and gradients to be sent back live until the
 backward of their microbatch is over.
@@ -18,417 +20,446 @@ backward of their microbatch is over.
 
 from __future__ import annotations
 
-from collections import Counter
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from autopar.cost.memory.gathering import Call, Gathering, primitive_bytes
+from autopar.cost.memory.buffers import gather_bytes, primitive_bytes, reduction_bytes
 from autopar.cost.memory.ledger import Ledger, LedgerState
-from autopar.cost.memory.line_facts import LineFacts
 from autopar.program import (
     UNUSED,
+    Backward,
     CallLine,
+    DetachLine,
+    Forward,
     FreeLine,
+    Gather,
     GatherLine,
     Line,
+    Local,
     MoveLine,
-    Segment,
+    Reduction,
     StageProgram,
+    Start,
+    Wait,
+    Work,
+    backward_order,
+    forward_order,
     gathers_at,
+    positions_of,
 )
 
 ACTIVATIONS, GRADIENTS = "activations", "activation gradients"
+GATHERS, REDUCTIONS = "gathers under way", "reductions under way"
+# Gradients of parameters stay when the microbatch is over: of stored tensors, and of uses.
+_LASTING = ("gradients", "gradients of uses")
+
+# Kind and owner of a storage in the ledger.
+Storage = tuple[str, str]
 
 
 @dataclass
-class _Holders:
-    """Storages of one kind, with the number of holders of each."""
+class Moment:
+    """Storages are made, bytes are counted if the moment has a text, others are made, some end."""
 
-    ledger: Ledger
-    kind: str
-    counts: dict[str, int] = field(default_factory=dict)
-
-    def make(self, owner: str, size_bytes: float) -> None:
-        self.ledger.add(self.kind, owner, size_bytes)
-        self.counts[owner] = 0
-
-    def hold(self, owner: str) -> None:
-        if owner in self.counts:
-            self.counts[owner] += 1
-
-    def release(self, owner: str) -> None:
-        if owner not in self.counts:
-            return
-        self.counts[owner] -= 1
-        if self.counts[owner] <= 0:
-            del self.counts[owner]
-            self.ledger.drop(self.kind, owner)
+    text: str = ""
+    workspace_bytes: float = 0.0
+    made: list[tuple[Storage, float]] = field(default_factory=list)
+    made_after: list[tuple[Storage, float]] = field(default_factory=list)
+    ended: list[Storage] = field(default_factory=list)
 
 
 class MicrobatchMemory:
-    """Simulates the body of a program on a ledger.
-
-    `forward` and `backward` may be called any number of times; what depends on the lines alone is
-    computed once, here. Gradients of parameters stay in the ledger, under "gradients" (of stored
-    tensors) and "gradients of uses".
-    """
+    """The moments of a microbatch of a program, to be played on a ledger any number of times."""
 
     def __init__(self, program: StageProgram, ledger: Ledger) -> None:
-        self.program, self.ledger, self.facts = program, ledger, LineFacts(program)
-        self.gathering = Gathering(program, ledger)
-        self.before: LedgerState | None = None
-        self.storages = _Holders(ledger, ACTIVATIONS)
-        self.gradients = _Holders(ledger, GRADIENTS)
-        self.kept: dict[int, list[str]] = {}
-        self.segment_kept: dict[int, list[str]] = {}
-        self.gradient_of: dict[str, str] = {}
-
-    def _begin(self, end: tuple[bool, bool, int] | None) -> None:
-        """Start a block before the first line of a repeat."""
-        if end is not None and end[0]:
-            self.before = self.ledger.before_block()
-
-    def _finish(self, end: tuple[bool, bool, int] | None) -> None:
-        """End the block after the last line of a repeat."""
-        if end is not None and end[1] and self.before is not None:
-            self.ledger.repeat(self.before, end[2], ("gradients", "gradients of uses"))
-            self.before = None
+        self.ledger = ledger
+        walk = _Walk(program)
+        walk.forward()
+        self._n_forward = len(walk.moments)
+        walk.backward()
+        self._moments, self._repeats = walk.moments, walk.repeats
+        self._before: LedgerState | None = None
 
     def forward(self) -> None:
-        """Run every line in order.
-
-        Afterwards what is saved, the loss and sent tensors are held.
-        """
-        variables: dict[str, str] = {}
-        self._begin_gathers(("forward", -1))
-        for boundary in self.program.received:
-            self.storages.make(boundary.local.name, boundary.local.size_bytes)
-            self.storages.hold(boundary.local.name)
-        for i, line in enumerate(self.program.body):
-            end = self.facts.forward_ends.get(i)
-            self._begin(end)
-            self._line_forward(i, line, variables)
-            self._finish(end)
-        for boundary in self.program.received:
-            self.storages.release(boundary.local.name)
-        held = {b.local.name for b in self.program.sent if b.local.has_grad}
-        for name, owner in variables.items():
-            if name != self.program.loss and name not in held:
-                self.storages.release(owner)
-
-    def _line_forward(self, i: int, line: Line, variables: dict[str, str]) -> None:
-        segment = self.facts.segments.get(i)
-        if segment is not None and i == segment.start:
-            self._hold_inputs(segment, variables)
-        if isinstance(line, FreeLine):
-            for name in line.names:
-                self.storages.release(variables.pop(name))
-            return
-        if isinstance(line, GatherLine):
-            if self.facts.runs[i][0] == i:
-                self._gather(i, variables)
-            return
-        self._write(i, line, variables)
-        self.ledger.mark(_text(line), self._forward_workspace(line))
-        if segment is None:
-            self._keep(i, line)
-        elif i in segment.kept:
-            self._keep_results(i, line)
-
-    def _gather(self, i: int, variables: dict[str, str], again: bool = False) -> None:
-        """Gather the run that begins at line `i`."""
-        lines = gathers_at(self.program, self.facts.runs[i])
-        at = {line.out.name: k for line, k in zip(lines, self.facts.runs[i], strict=True)}
-        following = self.facts.next_run.get(("again" if again else "forward", i), ())
-        self.gathering.arrive(
-            lines, lambda line: self._write(at[line.out.name], line, variables, again), following
-        )
-
-    def _begin_gathers(self, place: tuple[str, int]) -> None:
-        self.gathering.arrive((), lambda line: None, self.facts.next_run.get(place, ()))
-
-    def _gather_anew(self, i: int) -> None:
-        """Gather what backward needs from line `i` on, for as long as it reads that."""
-        runs = self.facts.anew.get(i, ())
-        for n, run in enumerate(runs, start=1):
-            following = self.facts.next_run.get(("anew", i), ()) if n == len(runs) else ()
-            self.gathering.arrive(
-                run,
-                lambda line: self.ledger.add(
-                    ACTIVATIONS, f"{line.out.name} anew", line.out.size_bytes
-                ),
-                following,
-            )
-
-    def _hold_inputs(self, segment: Segment, variables: dict[str, str]) -> None:
-        """Hold the inputs that the recomputation reads; gathered parameters are gathered again."""
-        owners = [variables.get(name, name) for name in segment.inputs]
-        held = [owner for owner in owners if owner not in self.facts.gathered]
-        self.segment_kept[segment.start] = held
-        for owner in held:
-            self.storages.hold(owner)
-
-    def _keep_results(self, i: int, line: Line) -> None:
-        """Hold the results of a line that does not run again with its segment.
-
-        Of its other saved bytes only attention's are held: those of a matmul are copies of its
-        inputs, which are made again.
-        """
-        self.kept[i] = [self.facts.owners[i][out.name] for out in line.outs if out.name != UNUSED]
-        for owner in self.kept[i]:
-            self.storages.hold(owner)
-        if isinstance(line, CallLine) and line.has_grad and line.is_attention:
-            self.ledger.add(ACTIVATIONS, f"saved@{i}", line.saved_bytes)
-
-    def _write(self, i: int, line: Line, variables: dict[str, str], again: bool = False) -> None:
-        for position, out in enumerate(line.outs):
-            owner = self.facts.owners[i].get(out.name, out.name)
-            if out.name == UNUSED:
-                if isinstance(line, CallLine) and line.shares and line.shares[position]:
-                    continue
-                owner = f"{UNUSED}{position}@{i}"
-            is_made = owner.endswith(f"@{i}")
-            if again:
-                owner = self._owner_again(i, owner)
-            if is_made:
-                self.storages.make(owner, out.size_bytes)
-            self.storages.hold(owner)
-            if out.name in variables:
-                self.storages.release(variables[out.name])
-            variables[out.name] = owner
-
-    def _owner_again(self, i: int, owner: str) -> str:
-        """The name of a storage when its segment runs again: a new one if the segment makes it."""
-        return (
-            f"{owner} again" if owner in self.facts.remade[self.facts.segments[i].start] else owner
-        )
-
-    def _keep(self, i: int, line: Line, again: bool = False) -> None:
-        if not isinstance(line, CallLine) or not line.has_grad:
-            return
-        kept = [self.facts.owners[i].get(name, name) for name in line.keeps]
-        if again:
-            self.kept[i] = [self._owner_again(i, owner) for owner in kept]
-        else:
-            self.kept[i] = [owner for owner in kept if owner not in self.facts.gathered]
-        for owner in self.kept[i]:
-            self.storages.hold(owner)
-        if line.saved_bytes:
-            self.ledger.add(ACTIVATIONS, f"saved@{i}", line.saved_bytes)
-
-    def _forward_workspace(self, line: Line) -> float:
-        match line:
-            case CallLine():
-                # Saved bytes other than results are made during this line, and then held.
-                return line.workspace.forward_bytes + (line.saved_bytes if line.has_grad else 0.0)
-            case MoveLine():
-                return primitive_bytes(line, line.move.forward, line.forward_bytes)
-        return 0.0
+        """Afterwards what backward needs, the loss and sent tensors are held."""
+        self._play(0, self._n_forward)
 
     def backward(self) -> None:
-        """Run the differentiated lines in reverse, then free the rest with the graph."""
-        loss = self.program.loss
-        if loss is not None and self.facts.reached:
-            made = (out for line in self.program.body for out in line.outs if out.name == loss)
-            self._give(loss, "seed", float(next(made).size_bytes))
-        for boundary in self.program.sent:
-            if boundary.local.has_grad:
-                owner = f"{boundary.local.name}@received"
-                self._give(boundary.local.name, owner, boundary.local.size_bytes)
-        self._begin_gathers(("anew", -1))
-        for i in self.facts.backward_order:
-            end = self.facts.backward_ends.get(i)
-            self._begin(end)
-            self._line_backward(i, self.program.body[i])
-            self._finish(end)
-        self.gathering.wait(self._reduced)
+        """Afterwards only the gradients of parameters are held."""
+        self._play(self._n_forward, len(self._moments))
         self.forget()
-
-    def _line_backward(self, i: int, line: Line) -> None:
-        self._gather_anew(i)
-        if i in self.facts.again:
-            self._run_again(self.facts.segments[i])
-        if isinstance(line, CallLine):
-            self._call_backward(i, line)
-        elif isinstance(line, MoveLine):
-            self._move_backward(i, line)
-        elif i in self.facts.reduced:
-            self._reduce(i)
-        for name in self.facts.last_reads.get(i, ()):
-            self.ledger.drop(ACTIVATIONS, f"{name} anew")
-
-    def _run_again(self, segment: Segment) -> None:
-        """Run the segment's lines again; afterwards what autograd keeps of them is held."""
-        variables: dict[str, str] = {}
-        inputs = self.segment_kept.pop(segment.start)
-        waiting = Counter(
-            self.facts.owners[i].get(name, name)
-            for i in self.facts.again[segment.last]
-            for name in self.program.body[i].reads
-        )
-        for i in range(segment.start, segment.last + 1):
-            line = self.program.body[i]
-            if isinstance(line, FreeLine):
-                for name in line.names:
-                    self.storages.release(variables.pop(name))
-                continue
-            if i in segment.kept:
-                self._hand_out(i, line, variables)
-                continue
-            if i in segment.handed_on:
-                self._write(i, line, variables, again=True)
-            elif isinstance(line, GatherLine):
-                if i in segment.rerun_range and self.facts.runs[i][0] == i:
-                    self._gather(i, variables, again=True)
-            elif i in segment.rerun_range:
-                self._write(i, line, variables, again=True)
-                self.ledger.mark(f"{_text(line)} again", self._forward_workspace(line))
-            self._keep(i, line, again=True)
-            if i in segment.rerun_range:
-                waiting.subtract(self.facts.owners[i].get(name, name) for name in line.reads)
-                ended = [owner for owner in inputs if waiting[owner] <= 0]
-                inputs = [owner for owner in inputs if waiting[owner] > 0]
-                for owner in ended:
-                    self.storages.release(owner)
-        for owner in (*variables.values(), *inputs):
-            self.storages.release(owner)
-
-    def _hand_out(self, i: int, line: Line, variables: dict[str, str]) -> None:
-        """Turn the kept results of a line into its results again, held as autograd holds them."""
-        waiting = self.kept.pop(i)
-        self.ledger.drop(ACTIVATIONS, f"saved@{i}")
-        self._write_known(i, line, variables)
-        self._keep(i, line, again=True)
-        for owner in waiting:
-            self.storages.release(owner)
-
-    def _write_known(self, i: int, line: Line, variables: dict[str, str]) -> None:
-        for out in line.outs:
-            if out.name != UNUSED:
-                owner = self.facts.owners[i][out.name]
-                self.storages.hold(owner)
-                if out.name in variables:
-                    self.storages.release(variables[out.name])
-                variables[out.name] = owner
 
     def forget(self) -> None:
         """Free everything of the microbatch but the gradients of parameters."""
-        for kind in (ACTIVATIONS, GRADIENTS):
+        for kind in (ACTIVATIONS, GRADIENTS, GATHERS, REDUCTIONS):
             self.ledger.clear(kind)
-        self.gathering.forget()
-        self.storages.counts.clear()
-        self.gradients.counts.clear()
-        self.gradient_of.clear()
-        self.kept.clear()
-        self.segment_kept.clear()
+
+    def _play(self, start: int, stop: int) -> None:
+        ledger = self.ledger
+        for m in range(start, stop):
+            moment, repeats = self._moments[m], self._repeats.get(m, ())
+            if any(is_first for is_first, _ in repeats):
+                self._before = ledger.before_block()
+            self._make(moment.made)
+            if moment.text:
+                ledger.mark(moment.text, moment.workspace_bytes)
+            self._make(moment.made_after)
+            for kind, owner in moment.ended:
+                ledger.drop(kind, owner)
+            for is_first, count in repeats:
+                if not is_first and self._before is not None:
+                    ledger.repeat(self._before, count, _LASTING)
+                    self._before = None
+
+    def _make(self, storages: Sequence[tuple[Storage, float]]) -> None:
+        for (kind, owner), size_bytes in storages:
+            if kind not in _LASTING or not self.ledger.has(kind, owner):
+                self.ledger.add(kind, owner, size_bytes)
+
+
+class _Walk:
+    """Writes the moments of a program; `repeats` has those at which equal blocks begin and end."""
+
+    def __init__(self, program: StageProgram) -> None:
+        self.program = program
+        self.moments: list[Moment] = []
+        self.repeats: dict[int, list[tuple[bool, int]]] = {}
+        self._last: dict[Storage, int] = {}  # the last moment that needs a storage
+        self._bytes: dict[Storage, float] = {}
+        self._current: dict[str, str] = {}  # variable -> owner of its storage, while it is there
+        self._owners: dict[str, str] = {}  # the same of all variables of forward
+        self._instead: dict[str, str] = {}  # owner -> the storage that was made again in its place
+        self._known: dict[str, Local] = {}
+        self._inputs: dict[int, dict[str, Local]] = {}
+        self._gradient_of: dict[str, str] = {}
+        self._leaves = _leaves(program)
+        self._segments = {i: s for s in program.segments for i in range(s.start, s.stop)}
+
+    def forward(self) -> None:
+        program = self.program
+        self._known = {d.local.name: d.local for d in program.delivered}
+        self._known |= {b.local.name: b.local for b in program.received}
+        for p in program.parameters:
+            self._known[p.shard.name] = p.shard
+            self._known |= {use.local.name: use.local for use in p.uses}
+        self._moment()
+        received = [(ACTIVATIONS, b.local.name) for b in program.received]
+        for storage, boundary in zip(received, program.received, strict=True):
+            self._make(storage, boundary.local.size_bytes)
+        order = forward_order(program)
+        self._works(order, [_place(program, work) for work in order])
+        for storage in (*received, *((ACTIVATIONS, owner) for owner in self._current.values())):
+            self._need(storage)
+
+    def backward(self) -> None:
+        """The backward in order; then what is left is freed with the graph."""
+        program, order = self.program, backward_order(self.program)
+        self._moment()
+        if program.loss is not None and order:
+            self._give(program.loss, "seed", program.local(program.loss).size_bytes)
+        sent = [b.local for b in program.sent if b.local.has_grad]
+        for local in sent:
+            self._give(local.name, f"{local.name}@received", local.size_bytes)
+        places, place = list[int | None](), None
+        for work in reversed(order):  # what runs for the backward of a line belongs to it
+            place = _place(program, work) if _is_own(work) else place
+            places.append(place)
+        self._works(order, places[::-1])
+        lasting = [local.name for local in sent] + ([program.loss] if program.loss else [])
+        for name in lasting:
+            self._need((ACTIVATIONS, self._owners.get(name, name)))
+        for owner in self._gradient_of.values():
+            self._need((GRADIENTS, owner))
+        for storage, m in self._last.items():
+            self.moments[m].ended.append(storage)
+
+    def _works(self, order: Sequence[Work], places: Sequence[int | None]) -> None:
+        """Write the moments of an order; `places` has the repeat of the program that each is in."""
+        ends = {place: k for k, place in enumerate(places) if place is not None}
+        begun = set[int]()
+        for k, (work, place) in enumerate(zip(order, places, strict=True)):
+            first = len(self.moments)
+            self._work(work)
+            if place is None:
+                continue
+            count = self.program.repeats[place].count
+            if place not in begun and len(self.moments) > first:
+                begun.add(place)
+                self.repeats.setdefault(first, []).append((True, count))
+            if ends[place] == k:
+                last = len(self.moments) - 1
+                self.repeats.setdefault(last, []).append((False, count))
+
+    def _work(self, work: Work) -> None:
+        match work:
+            case Forward(i, again):
+                self._line(i, self.program.body[i], again)
+            case Backward(i):
+                line = self.program.body[i]
+                if isinstance(line, CallLine):
+                    self._call_backward(i, line)
+                elif isinstance(line, MoveLine):
+                    self._move_backward(i, line)
+            case Gather(positions, again) | Wait(Gather(positions, again)):
+                self._gathered(positions, again)
+            case Start(Gather(positions)):
+                self._gather(positions)
+            case Reduction(positions):
+                for line in self._with_gradient(positions):
+                    self._reduce_at_once(line)
+            case Start(Reduction(positions)):
+                self._reduce(self._with_gradient(positions))
+            case Wait(Reduction(positions)):
+                self._reduced(gathers_at(self.program, positions))
+
+    # Storages: made at the last moment so far, and needed there.
+
+    def _moment(self, text: str = "", workspace_bytes: float = 0.0) -> None:
+        self.moments.append(Moment(text, workspace_bytes))
+
+    def _make(self, storage: Storage, size_bytes: float, after: bool = False) -> None:
+        moment = self.moments[-1]
+        (moment.made_after if after else moment.made).append((storage, size_bytes))
+        self._bytes[storage] = size_bytes
+        if storage[0] not in _LASTING:
+            self._need(storage)
+
+    def _need(self, storage: Storage, ago: int = 0) -> None:
+        if storage in self._bytes:
+            m = len(self.moments) - 1 - ago
+            self._last[storage] = max(m, self._last.get(storage, 0))
+
+    # Forward.
+
+    def _line(self, i: int, line: Line, again: bool) -> None:
+        if isinstance(line, FreeLine):
+            for name in line.names:
+                self._need((ACTIVATIONS, self._current.pop(name)))
+            return
+        segment = self._segments.get(i)
+        saved_bytes = workspace_bytes = 0.0
+        is_saved = again or segment is None
+        if isinstance(line, CallLine):
+            saved_bytes = line.saved_bytes if line.has_grad else 0.0
+            workspace_bytes = saved_bytes + line.workspace.forward_bytes
+            is_saved |= segment is not None and i in segment.kept and line.is_attention
+        elif isinstance(line, MoveLine):
+            workspace_bytes = primitive_bytes(line, line.move.forward, line.forward_bytes)
+        self._moment(f"{_text(line)} again" if again else _text(line), workspace_bytes)
+        if again:
+            for name in line.reads:
+                self._need(self._storage(name))
+        else:
+            self._inputs[i] = {n: self._known[n] for n in line.reads if n in self._known}
+        self._write(i, line, again)
+        if saved_bytes and is_saved:
+            self._make((ACTIVATIONS, f"saved@{i}"), saved_bytes, after=True)
+
+    def _write(self, i: int, line: Line, again: bool) -> None:
+        shares: Sequence[str | None] = (None,) * len(line.outs)
+        if isinstance(line, CallLine):
+            shares = line.shares or shares
+        elif isinstance(line, DetachLine) or (
+            isinstance(line, MoveLine) and line.move.forward == "identity"
+        ):
+            shares = (line.source,)
+        for position, (out, shared) in enumerate(zip(line.outs, shares, strict=True)):
+            if out.name == UNUSED:
+                if shared:
+                    continue
+                owner = f"{UNUSED}{position}@{i}"
+            else:
+                owner = f"{out.name}@{i}" if shared is None else self._owners.get(shared, shared)
+            if shared is None:
+                self._make((ACTIVATIONS, f"{owner} again" if again else owner), out.size_bytes)
+            if again:
+                if shared is None:
+                    self._instead[owner] = f"{owner} again"
+                continue
+            if out.name in self._current:
+                self._need((ACTIVATIONS, self._current[out.name]), ago=1)
+            self._current[out.name] = self._owners[out.name] = owner
+            self._known[out.name] = out
+
+    def _storage(self, name: str) -> Storage:
+        """The storage of a variable of forward, or the one made again in its place."""
+        owner = self._owners.get(name, name)
+        return ACTIVATIONS, self._instead.get(owner, owner)
+
+    # Communication of parameters.
+
+    def _gather(self, positions: tuple[int, ...]) -> None:
+        """Buffers of a call that begins: its results, and if it is fused the flat ones."""
+        self._moment("gathering")
+        lines = gathers_at(self.program, positions)
+        whole = float(sum(line.out.size_bytes for line in lines))
+        shards = whole / self._n_ranks(lines) if len(lines) > 1 else 0.0
+        self._make((GATHERS, _parameters(lines)), whole + shards)
+
+    def _gathered(self, positions: tuple[int, ...], again: bool) -> None:
+        lines = gathers_at(self.program, positions)
+        handle = GATHERS, _parameters(lines)
+        self._need(handle, ago=1)
+        fused = float(sum(line.out.size_bytes for line in lines))
+        needed = fused if len(lines) > 1 else gather_bytes(lines[0])
+        self._moment(f"gathering {handle[1]}", needed)
+        for i, line in zip(positions, lines, strict=True):
+            self._inputs[i] = {line.source: self._known[line.source]}
+            self._write(i, line, again)
+
+    def _with_gradient(self, positions: tuple[int, ...]) -> list[GatherLine]:
+        lines = gathers_at(self.program, positions)
+        return [line for line in lines if line.out.name in self._gradient_of]
+
+    def _reduce(self, lines: Sequence[GatherLine]) -> None:
+        """Gradients go into the buffers of a call that begins."""
+        if not lines:
+            return
+        if len(lines[0].moves) > 1:  # all but the last of its moves run at once
+            self._reduce_at_once(lines[0])
+            return
+        whole = float(sum(line.moves[0].backward_bytes for line in lines))
+        under_way = whole + whole / self._n_ranks(lines)
+        needed, is_view = reduction_bytes(lines)
+        handle = _parameters(lines)
+        self._moment(f"reducing {handle}", under_way + needed - whole * is_view)
+        for line in lines:
+            self._need((GRADIENTS, self._gradient_of.pop(line.out.name)))
+        self._make((REDUCTIONS, handle), under_way, after=True)
+
+    def _reduced(self, lines: Sequence[GatherLine]) -> None:
+        """Results of a call that ended; those of a fused one are views, so they are copied."""
+        handle = REDUCTIONS, _parameters(lines)
+        if handle not in self._bytes:
+            return
+        self._need(handle)
+        sizes = [self._leaves[line.source][2] for line in lines]
+        is_fused = len(lines) > 1
+        self._moment()
+        buffer = GRADIENTS, f"{handle[1]} reduced"
+        if is_fused:
+            self._make(buffer, sum(sizes))
+        for line, size_bytes in zip(lines, sizes, strict=True):
+            owner = f"{line.source}@gathered"
+            self._make((GRADIENTS, owner), 0.0 if is_fused else size_bytes)
+            self._arrive(line.source, owner)
+        self._moment("copying reduced gradients")
+        self._need(buffer)
+
+    def _reduce_at_once(self, line: GatherLine) -> None:
+        owner = f"{line.source}@gathered"
+        needed = max(primitive_bytes(m, m.move.backward, m.backward_bytes) for m in line.moves)
+        self._moment(f"backward of {_text(line)}", needed)
+        self._need((GRADIENTS, self._gradient_of.pop(line.out.name)))
+        self._make((GRADIENTS, owner), self._leaves[line.source][2])
+        self._arrive(line.source, owner)
+
+    def _n_ranks(self, lines: Sequence[GatherLine]) -> int:
+        return math.prod(self.program.axis_sizes[axis] for axis in lines[0].moves[0].move.axes)
+
+    # Gradients.
 
     def _give(self, name: str, owner: str, size_bytes: float) -> None:
-        """Make the first gradient of `name`."""
-        self.gradients.make(owner, size_bytes)
-        self.gradients.hold(owner)
-        self.gradient_of[name] = owner
+        """Make the gradient of `name` that backward begins with."""
+        self._make((GRADIENTS, owner), size_bytes)
+        self._gradient_of[name] = owner
 
     def _call_backward(self, i: int, line: CallLine) -> None:
-        taken = [
-            self.gradient_of.pop(out.name) for out in line.outs if out.name in self.gradient_of
-        ]
+        gradients, segment = self._gradient_of, self._segments.get(i)
+        taken = [gradients.pop(out.name) for out in line.outs if out.name in gradients]
+        self._moment(f"backward of {_text(line)}", line.workspace.backward_bytes)
+        saved = ACTIVATIONS, f"saved@{i}"
+        if saved not in self._bytes and line.saved_bytes and segment is not None:
+            self._make(saved, line.saved_bytes)  # copies of what it reads, made again
+        for storage in (saved, *map(self._storage, line.keeps)):
+            self._need(storage)
+        for owner in taken:
+            self._need((GRADIENTS, owner))
         made: list[tuple[str, str]] = []
-        for name, local in self.facts.inputs[i].items():
+        for name, local in self._inputs[i].items():
             if not local.has_grad:
                 continue
-            if name in line.workspace.passed and taken and name not in self.facts.leaves:
-                self.gradients.hold(taken[0])
-                made.append((name, taken[0]))
+            owner = f"{name}@{i}"
+            if name in line.workspace.passed and taken and name not in self._leaves:
+                owner = taken[0]
             else:
-                owner = f"{name}@{i}"
-                self.gradients.make(owner, local.size_bytes)
-                self.gradients.hold(owner)
-                made.append((name, owner))
-        self.ledger.mark(f"backward of {_text(line)}", line.workspace.backward_bytes)
-        self.ledger.drop(ACTIVATIONS, f"saved@{i}")
-        for owner in self.kept.pop(i, ()):
-            self.storages.release(owner)
-        for owner in taken:
-            self.gradients.release(owner)
-        for name, owner in made:
-            self._arrive(name, owner)
+                self._make((GRADIENTS, owner), local.size_bytes)
+            made.append((name, owner))
+        for k, (name, owner) in enumerate(made):
+            self._arrive(name, owner, [other for _, other in made[k:]])
 
     def _move_backward(self, i: int, line: MoveLine) -> None:
-        taken = self.gradient_of.pop(line.out.name)
-        local = self.facts.inputs[i][line.source]
-        if line.move.backward == "identity":
-            self.gradients.hold(taken)
-            owner = taken
-        else:
-            owner = f"{line.source}@{i}"
-            self.gradients.make(owner, local.size_bytes)
-            self.gradients.hold(owner)
+        taken = self._gradient_of.pop(line.out.name)
         needed = primitive_bytes(line, line.move.backward, line.backward_bytes)
-        self.ledger.mark(f"backward of {_text(line)}", needed)
-        self.gradients.release(taken)
+        self._moment(f"backward of {_text(line)}", needed)
+        self._need((GRADIENTS, taken))
+        owner = taken
+        if line.move.backward != "identity":
+            owner = f"{line.source}@{i}"
+            self._make((GRADIENTS, owner), self._inputs[i][line.source].size_bytes)
         self._arrive(line.source, owner)
 
-    def _reduce(self, i: int) -> None:
-        """Begin to reduce the gradients of the run whose last one is at line `i`."""
-        lines = gathers_at(self.program, self.facts.reduced[i])
-        self.gathering.reduce(
-            [line for line in reversed(lines) if line.out.name in self.gradient_of],
-            lambda line: self.gradients.release(self.gradient_of.pop(line.out.name)),
-            self._reduce_alone,
-            self._reduced,
-        )
+    def _arrive(self, name: str, owner: str, others: Sequence[str] = ()) -> None:
+        """Keep the first gradient of `name`; add later ones to it.
 
-    def _reduce_alone(self, line: GatherLine) -> None:
-        taken = self.gradient_of.pop(line.out.name)
-        owner = f"{line.source}@gathered"
-        self.gradients.make(owner, self.facts.leaves[line.source][2])
-        self.gradients.hold(owner)
-        needed = max(primitive_bytes(m, m.move.backward, m.backward_bytes) for m in line.moves)
-        self.ledger.mark(f"backward of {_text(line)}", needed)
-        self.gradients.release(taken)
-        self._arrive(line.source, owner)
-
-    def _reduced(self, call: Call) -> None:
-        """Keep the results of a reduction; those of a fused one are views, so they are copied."""
-        if len(call) > 1:
-            buffer_bytes = sum(self.facts.leaves[line.source][2] for line in call)
-            self.ledger.add(GRADIENTS, "reduced", buffer_bytes)
-        for line in call:
-            owner = f"{line.source}@gathered"
-            self.gradients.make(owner, self.facts.leaves[line.source][2] if len(call) == 1 else 0.0)
-            self.gradients.hold(owner)
-            self._arrive(line.source, owner)
-        self.ledger.mark("copying reduced gradients")
-        self.ledger.drop(GRADIENTS, "reduced")
-
-    def _arrive(self, name: str, owner: str) -> None:
-        """Keep the first gradient of `name`; add later ones to it."""
-        if name in self.facts.leaves:
-            kind, kept_as, size_bytes = self.facts.leaves[name]
-            is_same = self.ledger.held[GRADIENTS].get(owner) == size_bytes
-            if is_same:  # the first one is kept as it is; one of another dtype is cast
-                self.gradients.release(owner)
-            if not self.ledger.has(kind, kept_as):
-                self.ledger.add(kind, kept_as, size_bytes)
-            if not is_same:
-                self.ledger.mark(f"casting the gradient of {name}")
-                self.gradients.release(owner)
+        `others` are the gradients that arrive with it or after it.
+        """
+        size_bytes = self._bytes[GRADIENTS, owner]
+        if name in self._leaves:
+            kind, kept_as, kept_bytes = self._leaves[name]
+            is_same = size_bytes == kept_bytes
+            # The first one is kept as it is; one of another dtype is cast.
+            self._moment("" if is_same else f"casting the gradient of {name}")
+            self._make((kind, kept_as), kept_bytes)
+            self._need((GRADIENTS, owner), ago=1 if is_same else 0)
             return
-        before = self.gradient_of.get(name)
+        before = self._gradient_of.get(name)
         if before is None:
-            self.gradient_of[name] = owner
+            self._gradient_of[name] = owner
             return
-        if self.gradients.counts.get(before, 0) > 1:
-            # The first gradient is also that of another tensor, so the sum is a new tensor.
-            # One gradient may be summed up for several tensors: so it is named after its own.
+        # A gradient that is also that of another tensor stays as it is: the sum is a new one.
+        holders = [*self._gradient_of.values(), *others]
+        if holders.count(before) > 1:
             total = f"{name}+"
-            while self.ledger.has(GRADIENTS, total):
+            while (GRADIENTS, total) in self._bytes:
                 total += "+"
-            self.gradients.make(total, self.ledger.held[GRADIENTS][owner])
-            self.gradients.hold(total)
-            self.ledger.mark(f"adding gradients of {name}")
-            self.gradients.release(before)
-            self.gradient_of[name] = total
-        self.gradients.release(owner)
+            self._moment(f"adding gradients of {name}")
+            self._make((GRADIENTS, total), size_bytes)
+            self._need((GRADIENTS, before))
+            self._gradient_of[name] = total
+        self._need((GRADIENTS, owner))
+
+
+def _leaves(program: StageProgram) -> dict[str, tuple[str, str, float]]:
+    """Variable of a parameter -> its gradient's kind and owner in the ledger, and its bytes."""
+    leaves: dict[str, tuple[str, str, float]] = {}
+    for p in program.parameters:
+        leaves[p.shard.name] = ("gradients", p.name, float(p.stored.size_bytes))
+        for use in p.uses:
+            if use.moves:
+                name, size_bytes = use.local.name, float(use.local.gradient_bytes)
+                leaves[name] = ("gradients of uses", name, size_bytes)
+    return leaves
+
+
+def _is_own(work: Work) -> bool:
+    """Is it backward itself, rather than something that a backward after it needs?"""
+    return isinstance(work, Backward | Reduction) or (
+        isinstance(work, Start) and isinstance(work.call, Reduction)
+    )
+
+
+def _place(program: StageProgram, work: Work) -> int | None:
+    """The number of the repeat that work belongs to; a gather that begins ahead is in none."""
+    if isinstance(work, Start) and isinstance(work.call, Gather):
+        return None
+    i = positions_of(work)[0]
+    return next((k for k, r in enumerate(program.repeats) if r.start <= i < r.stop), None)
+
+
+def _parameters(lines: Sequence[GatherLine]) -> str:
+    return ", ".join(line.parameter for line in lines)
 
 
 def _text(line: Line) -> str:

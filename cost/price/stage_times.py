@@ -16,7 +16,7 @@ collectives inside a lowered operator are priced with all others, from `step_cal
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from typing import NamedTuple
 
 import torch
@@ -27,16 +27,22 @@ from autopar.cost.price.overlap import Apart, calls_time_s, overlap_of, slowdown
 from autopar.cost.simulate import PartWork, StageTimes
 from autopar.placement import COLLECTIVES
 from autopar.program import (
+    Backward,
     CallLine,
     GatherLine,
     Line,
     MoveLine,
+    Reduction,
     StageProgram,
+    Start,
+    Wait,
+    Work,
+    backward_order,
     counted_sum,
     every_parameter,
+    forward_order,
     line_counts,
-    regathered,
-    rerun,
+    positions_of,
 )
 
 
@@ -74,45 +80,41 @@ class LineTime(NamedTuple):
 
 def forward_lines(program: StageProgram) -> Iterator[LineTime]:
     """Compute of one microbatch's forward: operators and local parts of reshards, in order."""
-    counts = line_counts(program)
-    for i, line in enumerate(program.body):
-        yield from (LineTime(i, time_s, counts[i]) for time_s in _line_s(line))
+    return _line_times(program, forward_order(program))
 
 
 def backward_lines(program: StageProgram) -> Iterator[LineTime]:
-    """Compute of its backward, last line first; recomputed lines and local parts of regathers come
-    before the line that needs them."""
-    anew, again, counts = regathered(program), rerun(program), line_counts(program)
-    for i in sorted(program.differentiated, reverse=True):
-        line, times = program.body[i], list[LineTime]()
-        gathers = (gather for run in anew.get(i, ()) for gather in run)
-        times += [
-            LineTime(i, _local_s(move), counts[i]) for gather in gathers for move in gather.moves
-        ]
-        times += [
-            LineTime(k, time_s, counts[i])
-            for k in again.get(i, ())
-            for time_s in _line_s(program.body[k])
-        ]
-        if isinstance(line, CallLine):
-            times.append(LineTime(i, line.backward_s, counts[i]))
-        elif isinstance(line, MoveLine):
-            times.append(LineTime(i, _local_backward_s(line), counts[i]))
-        elif isinstance(line, GatherLine):
-            times += [LineTime(i, _local_backward_s(move), counts[i]) for move in line.moves]
-        yield from times
+    """Compute of its backward, in order: with what runs again, and local parts of gathers."""
+    return _line_times(program, backward_order(program))
+
+
+def _line_times(program: StageProgram, order: Sequence[Work]) -> Iterator[LineTime]:
+    counts = line_counts(program)
+    for work in order:
+        if isinstance(work, Start):
+            continue
+        is_backward = isinstance(work, Backward | Reduction) or (
+            isinstance(work, Wait) and isinstance(work.call, Reduction)
+        )
+        for i in positions_of(work):
+            yield LineTime(i, _line_s(program.body[i], is_backward), counts[i])
 
 
 def _total_s(lines: Iterable[LineTime]) -> float:
     return counted_sum((line.time_s, line.n) for line in lines)
 
 
-def _line_s(line: Line) -> list[float]:
-    if isinstance(line, CallLine):
-        return [line.forward_s]
-    if isinstance(line, MoveLine):
-        return [_local_s(line)]
-    return [_local_s(move) for move in line.moves] if isinstance(line, GatherLine) else []
+def _line_s(line: Line, is_backward: bool) -> float:
+    local_s = _local_backward_s if is_backward else _local_s
+    match line:
+        case CallLine():
+            return line.backward_s if is_backward else line.forward_s
+        case MoveLine():
+            return local_s(line)
+        case GatherLine():
+            return math.fsum(map(local_s, line.moves))
+        case _:
+            return 0.0
 
 
 def _local_s(line: MoveLine) -> float:

@@ -1,10 +1,10 @@
 """Decides which lines backward runs, what forward saves for it, and when a value is freed.
 
-Read `joint.py` (the walk over the lines of forward, last to first), `recording.py` (the kernels of
+Read `joint.py` (the walk over the order of work), `recording.py` (the kernels of
 one operator and of its derivative), `templates.py` (what stands for them in a program),
 `kernels.py` and `names.py` (a template as lines), `overlap.py` (reductions beside matmuls),
-`gathers.py` (ZeRO-3 beside compute), `loss.py` (the loss, when the step ends), `apart.py`
-(gradients of weights apart), `provision.py` (gathers that are repeated, what is saved, frees).
+`loss.py` (the loss, when the step ends), `apart.py`
+(gradients of weights apart), `provision.py` (views made again, what is saved, frees).
 It may import `passes/analysis`, and what lies below `passes`.
 It hands on `differentiate`, and `proved`, which also verifies what it wrote.
 """

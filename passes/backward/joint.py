@@ -1,21 +1,20 @@
-"""Writes the backward of a lowered stage, line by line in reverse: autograd's own order.
+"""Writes the backward of a lowered stage as kernels, in autograd's own order.
 
 Autograd runs the backward of operators in the reverse order of their creation, and adds gradients
 of one tensor in the order in which they arrive. So does this walk, and the kernels are the same:
 on one rank a step equals that of autograd bit for bit.
 
-    for each line, last to first
-        end of a recomputed segment     its lines run again            (`rerun_lines.py`)
+    for all work in backward's order          (`autopar/program/order.py`)
         operator                        the kernels of its derivative  (`templates.py`)
         reshard                         the reshard of the gradient    (its row of the table)
-        gather of a parameter           the reduction of its gradient
-    then                                gathers that backward needs    (`provision.py`)
-                                        what is saved, what is freed
+        line that runs again            its kernels in forward
+        gathers, reductions             their lines
+    then                                what is saved, what is freed   (`provision.py`)
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
 
@@ -30,12 +29,17 @@ from autopar.passes.backward.templates import Call, Template, result_metas, temp
 from autopar.placement import gradient_spec
 from autopar.program import (
     UNUSED,
+    Backward,
     CallLine,
+    Communication,
     DetachLine,
+    Forward,
     FreeLine,
     FunctionBackward,
     FunctionLine,
+    FusedGathers,
     FusedReductions,
+    Gather,
     GatherLine,
     GradientMove,
     JointLine,
@@ -44,14 +48,17 @@ from autopar.program import (
     Local,
     MoveLine,
     Pipeline,
+    Reduction,
     Ref,
-    Segment,
     StageProgram,
+    Start,
+    StartLine,
     Variable,
-    fused_gathers,
+    Wait,
+    WaitLine,
+    backward_order,
+    forward_order,
     gathers_at,
-    reduced_runs,
-    rerun,
     reserved_names,
     taken_parameters,
 )
@@ -99,6 +106,10 @@ class _Walk:
     # its forward that come before its result, such as copies of its arguments.
     kept: dict[int, dict[int, str]] = field(default_factory=dict)
     copies: dict[int, list[JointLine]] = field(default_factory=dict)
+    # Reductions that were begun: their ends, and the moves that make their results.
+    under_way: dict[Reduction, tuple[WaitLine, dict[str, GradientMove]]] = field(
+        default_factory=dict
+    )
     # Position of an operator -> its call, and the variables of its slots.
     calls: dict[int, tuple[Call, list[str]]] = field(default_factory=dict)
 
@@ -106,7 +117,10 @@ class _Walk:
         made = {name for line in self.stage.body for name in _names_of(line)}
         taken = {*self.stage.arguments, *(p.shard.name for p in self.stage.parameters), *made}
         self.names = Names(taken | reserved_names(self.stage.axis_names))
-        self.runs = reduced_runs(self.stage)
+        # Lines of segments that do not run again.
+        again = {w.position for w in backward_order(self.stage) if isinstance(w, Forward)}
+        inside = {i for s in self.stage.segments for i in range(s.start, s.last + 1)}
+        self.kept_lines = inside - again
 
     def run(self) -> JointProgram:
         stage = self.stage
@@ -118,18 +132,26 @@ class _Walk:
         if not stage.trains:
             return finished(stage, self._ordered(), [], (), ())
         cotangents = self._cotangents()
-        segments = {segment.last: segment for segment in stage.segments}
-        reruns: dict[int, list[Segment]] = {}
-        for i in reversed(range(len(stage.body))):
-            if i in segments:
-                # Which kernels its lines are is known when the walk has passed them.
-                reruns.setdefault(len(self.backward), []).append(segments[i])
-            if i in stage.differentiated:
-                self._line(i)
+        # Which kernels the lines that run again are is known when the walk has passed them.
+        again: dict[int, list[int]] = {}
+        for work in backward_order(stage):
+            match work:
+                case Forward(i):
+                    again.setdefault(len(self.backward), []).append(i)
+                case Backward(i):
+                    self._line(i)
+                case Reduction(positions):
+                    self._reduce(positions)
+                case Start(Reduction(positions) as call):
+                    self._reduce(positions, call)
+                case Wait(Reduction() as call):
+                    self._wait(call)
+                case Gather() | Start() | Wait():
+                    self.backward.append(self._gather(work))
         backward: list[JointLine] = []
         for k in range(len(self.backward) + 1):
-            for segment in reruns.get(k, ()):
-                backward += self._again(segment)
+            for i in again.get(k, ()):
+                backward += self.forward.get(i, ())
             backward += self.backward[k : k + 1]
         parameters = taken_parameters(stage)
         taken = (*parameters, *(b.local.name for b in stage.received))
@@ -142,15 +164,28 @@ class _Walk:
             backward = with_weight_gradients_last(backward, made, received)
         return finished(stage, self._ordered(), backward, cotangents, gradients, self.moved)
 
-    def _again(self, segment: Segment) -> list[JointLine]:
-        """The lines of a segment that run again, and copies that kept operators make."""
-        again, found = set(rerun(self.stage)[segment.last]), list[JointLine]()
-        for i in range(segment.start, segment.last + 1):
-            found += self.forward.get(i, ()) if i in again else self.copies.get(i, ())
-        return found
-
     def _ordered(self) -> list[JointLine]:
-        return [line for i in sorted(self.forward) for line in self.forward[i]]
+        lines: list[JointLine] = []
+        for work in forward_order(self.stage):
+            match work:
+                case Forward(i):
+                    lines += self.forward.get(i, ())
+                case Gather() | Start() | Wait():
+                    lines.append(self._gather(work))
+        return lines
+
+    def _gather(self, work: Gather | Start | Wait) -> JointLine:
+        """Parameters are gathered; or that begins, or ends."""
+        call = work if isinstance(work, Gather) else work.call
+        members = tuple(gathers_at(self.stage, call.positions))
+        line = members[0] if len(members) == 1 else FusedGathers(members)
+        match work:
+            case Start():
+                return StartLine(line, _handle(line))
+            case Wait():
+                return WaitLine(line, _handle(line))
+            case _:
+                return line
 
     def _arguments(self) -> None:
         stage = self.stage
@@ -213,8 +248,6 @@ class _Walk:
         match line:
             case MoveLine():
                 self._move(line)
-            case GatherLine():
-                self._reduce(self.runs.get(i, ()))
             case CallLine():
                 given = [self.gradients.pop(out.name, None) for out in line.outs]
                 if any(name is not None for name in given):
@@ -235,22 +268,40 @@ class _Walk:
         meta = self.metas[line.source]._replace(dtype=self.gradient_metas[gradient].dtype)
         self._add(line.source, out.name, _contiguous(meta))
 
-    def _reduce(self, positions: Sequence[int]) -> None:
-        """Reduce the gradients of a run's parameters."""
-        lines = gathers_at(self.stage, reversed(positions))
-        lines = [line for line in lines if line.out.name in self.gradients]
-        for fused in fused_gathers(lines, backward=True):
-            given = [self._in_reduced_dtype(line) for line in fused]
-            if len(fused) == 1:
-                self._reduce_alone(fused[0], given[0])
-                continue
+    def _reduce(self, positions: Sequence[int], begun: Reduction | None = None) -> None:
+        """Reduce the gradients of parameters by one call, which is waited for if it is `begun`."""
+        lines = [x for x in gathers_at(self.stage, positions) if x.out.name in self.gradients]
+        if not lines:
+            return
+        gradients = [self._in_reduced_dtype(line) for line in lines]
+        if len(lines) == 1:
+            members = self._reduced_alone(lines[0], gradients[0])
+            self.backward += members[:-1]
+            reduction: GradientMove | FusedReductions = members[-1]
+        else:
             members = []
-            for line, gradient in zip(fused, given, strict=True):
+            for line, gradient in zip(lines, gradients, strict=True):
                 out = self._reduced(line, self.locals[line.source], gradient)
                 members.append(GradientMove(out, gradient, line.moves[0]))
-            self.backward.append(FusedReductions(tuple(members)))
-            for line, member in zip(fused, members, strict=True):
-                self._add(line.source, member.out.name, self._reduced_meta(member))
+            reduction = FusedReductions(tuple(members))
+        results = dict(zip([line.source for line in lines], members[-len(lines) :], strict=True))
+        if begun is None:
+            self.backward.append(reduction)
+            self._add_reduced(results)
+        else:
+            self.backward.append(StartLine(reduction, _handle(reduction)))
+            self.under_way[begun] = WaitLine(reduction, _handle(reduction)), results
+
+    def _wait(self, call: Reduction) -> None:
+        """The reductions of a call are there."""
+        if call in self.under_way:
+            line, results = self.under_way.pop(call)
+            self.backward.append(line)
+            self._add_reduced(results)
+
+    def _add_reduced(self, results: Mapping[str, GradientMove]) -> None:
+        for source, member in results.items():
+            self._add(source, member.out.name, self._reduced_meta(member))
 
     def _in_reduced_dtype(self, line: GatherLine) -> str:
         """The gradient of a gathered parameter, in the dtype in which it is reduced."""
@@ -267,18 +318,18 @@ class _Walk:
         self.gradient_metas[cast.name] = meta._replace(dtype=dtype)
         return cast.name
 
-    def _reduce_alone(self, line: GatherLine, gradient: str) -> None:
+    def _reduced_alone(self, line: GatherLine, gradient: str) -> list[GradientMove]:
+        """The moves of one parameter's gradient on its way to storage."""
         inputs = [self.locals[line.source], *(move.out for move in line.moves[:-1])]
-        meta = self.gradient_metas[gradient]
+        members: list[GradientMove] = []
         for local, move in zip(reversed(inputs), reversed(line.moves), strict=True):
             if move.move.backward == "identity":
                 continue
             out = self._reduced(line, local, gradient)
-            member = GradientMove(out, gradient, move)
-            self.backward.append(member)
-            gradient, meta = out.name, self._reduced_meta(member)
-            self.gradient_metas[gradient] = meta
-        self._add(line.source, gradient, meta)
+            members.append(GradientMove(out, gradient, move))
+            meta = self._reduced_meta(members[-1])
+            gradient, self.gradient_metas[out.name] = out.name, meta
+        return members
 
     def _reduced(self, line: GatherLine, local: Local, gradient: str) -> Variable:
         """A new variable for the gradient of `local`, one step on the way to storage."""
@@ -310,6 +361,8 @@ class _Walk:
         for name, slot in zip(inputs, made.gradients, strict=True):
             if slot is not None and slot not in variables and slot not in last:
                 last[slot] = self._gradient_variable(name)
+        if i in self.kept_lines:
+            self.backward += self.copies.get(i, ())
         self.backward += printer.lines(found.again, {}, found.read | last.keys())
         self.backward += printer.lines(made.backward, last, found.read)
         for name, slot in zip(inputs, made.gradients, strict=True):
@@ -416,6 +469,10 @@ def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
 def _stem(line: CallLine) -> str:
     """What new variables of an operator are named after: its first result that has a name."""
     return next((out.name for out in line.outs if out.name != UNUSED), "unused")
+
+
+def _handle(line: Communication) -> str:
+    return f"{line.writes[0]}_coming"
 
 
 def _names_of(line: object) -> Sequence[str]:

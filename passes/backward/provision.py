@@ -1,9 +1,9 @@
-"""What the lines of backward need: gathers that are repeated, what is saved, where values end.
+"""What the lines of backward need: views made again, what is saved, where values end.
 
 Backward reads variables of forward. Of these
 
-    a gathered parameter, and views of it    are made again, before the first line that reads them
-    what lines that run again make           is there
+    views of parameters gathered again       are made again, before the first line that reads them
+    what lines that run again make           is there, and so are the parameters
     all others                               are saved
 
 Kernels that nobody reads are dropped; collectives never are, because every rank runs them.
@@ -14,12 +14,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from autopar.passes.backward.gathers import (
-    Runs,
-    runs_by_name,
-    with_gathers_ahead,
-    with_reductions_behind,
-)
 from autopar.passes.backward.loss import with_loss_at_end
 from autopar.passes.backward.overlap import with_overlap
 from autopar.program import (
@@ -27,6 +21,7 @@ from autopar.program import (
     FreeLine,
     FunctionBackward,
     GatherLine,
+    GradientMove,
     JointLine,
     JointProgram,
     KernelLine,
@@ -34,10 +29,7 @@ from autopar.program import (
     ReadyLine,
     StageProgram,
     WaitLine,
-    gathers_at,
-    kept_gathers,
-    regathered,
-    runs_of,
+    communications,
     taken_parameters,
 )
 
@@ -54,27 +46,16 @@ def finished(
     `moved` have other strides than their first term."""
     read = {name for name in gradients if name is not None}
     given = {name for name in cotangents if name is not None}
-    needed = with_reductions_behind(_without_unread(backward, read))
-    needed = with_overlap(_with_handovers(needed, gradients, given))
-    runs = runs_by_name(stage)
-    kept_whole = kept_gathers(stage)
-    alone = gathers_at(stage, runs_of(stage))
-    anew: dict[str, tuple[GatherLine, ...]] = {
-        line.out.name: (line,) for line in alone if line.out.name not in kept_whole
-    }
-    anew |= {
-        line.out.name: run for each in regathered(stage).values() for run in each for line in run
-    }
-    complete = _with_gathers(forward, _with_sums_in_place(needed, given, moved), anew)
-    complete = with_gathers_ahead(complete, runs)
+    needed = with_overlap(_with_handovers(_without_unread(backward, read), gradients, given))
+    complete = _with_views(forward, _with_sums_in_place(needed, given, moved))
     saved = _undefined(complete, given, _variables(stage, forward))
     kept = {*stage.returned, *saved}
-    ahead = with_gathers_ahead(_without_unread(forward, kept), runs)
+    made = _without_unread(forward, kept)
     if stage.trains:
-        ahead = with_loss_at_end(stage, ahead, {*stage.held, *saved})
+        made = with_loss_at_end(stage, made, {*stage.held, *saved})
     return JointProgram(
         stage,
-        with_frees(ahead, kept),
+        with_frees(made, kept),
         saved,
         cotangents,
         with_frees(complete, (), (*saved, *given)),
@@ -207,40 +188,27 @@ def _without_unread(lines: Sequence[JointLine], read: Collection[str]) -> list[J
     return found[::-1]
 
 
-def _with_gathers(
-    forward: Sequence[JointLine], backward: Sequence[JointLine], runs: Runs
-) -> list[JointLine]:
-    """Backward with the gathers of parameters that it reads, those in `runs`, and views of them.
-
-    What it needs of a run is gathered where it needs the first of it.
-    """
-    sources: dict[str, JointLine] = {}
-    for line in forward:
-        if isinstance(line, GatherLine):
-            if line.out.name in runs:
-                sources[line.out.name] = line
-        elif isinstance(line, CallLine):
+def _with_views(forward: Sequence[JointLine], backward: Sequence[JointLine]) -> list[JointLine]:
+    """Backward, where views of parameters that it gathers are made again before they are read."""
+    gathered = {x.out.name for line in backward for x in communications(line) if _gathers(x)}
+    views: dict[str, JointLine] = {}
+    for line in forward if gathered else ():
+        if isinstance(line, CallLine):
             for out, shared in zip(line.outs, line.shares, strict=False):
-                if shared in sources:
-                    sources[out.name] = line
+                if shared in gathered or shared in views:
+                    views[out.name] = line
         elif (
             isinstance(line, MoveLine)
             and line.move.forward == "identity"
-            and line.source in sources
+            and (line.source in gathered or line.source in views)
         ):
-            sources[line.out.name] = line
-    if not sources:
-        return list(backward)
+            views[line.out.name] = line
     there: set[str] = set()
     found: list[JointLine] = []
 
     def provide(name: str) -> None:
-        line = sources.get(name)
+        line = views.get(name)
         if line is None or name in there:
-            return
-        if isinstance(line, GatherLine):
-            found.extend(g for g in runs[name] if g.out.name not in there)
-            there.update(g.out.name for g in runs[name])
             return
         for read in line.reads:
             provide(read)
@@ -253,6 +221,10 @@ def _with_gathers(
         found.append(line)
         there.update(line.writes)
     return found
+
+
+def _gathers(line: GatherLine | GradientMove) -> bool:
+    return isinstance(line, GatherLine)
 
 
 def _undefined(

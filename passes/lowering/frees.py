@@ -1,35 +1,11 @@
-"""Where the variables of a lowered body end: frees, and gathers that backward repeats."""
+"""Where the variables of a lowered body end."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Iterable
 from dataclasses import replace
 
-from autopar.program import (
-    FreeLine,
-    GatherLine,
-    Line,
-    StageProgram,
-    regathered,
-    rerun,
-)
-
-
-def with_regathers(program: StageProgram) -> StageProgram:
-    """`program` with the number of times that backward repeats each gather."""
-    if not any(isinstance(line, GatherLine) for line in program.body):
-        return program
-    anew = (run for runs in regathered(program).values() for run in runs)
-    counts = Counter(line.out.name for run in anew for line in run)
-    for positions in rerun(program).values():
-        again = (program.body[i] for i in positions)
-        counts.update(line.out.name for line in again if isinstance(line, GatherLine))
-    body = tuple(
-        replace(line, regathers=counts[line.out.name]) if isinstance(line, GatherLine) else line
-        for line in program.body
-    )
-    return replace(program, body=body)
+from autopar.program import FreeLine, Line, StageProgram
 
 
 def with_frees(program: StageProgram) -> StageProgram:

@@ -53,21 +53,18 @@ def with_gathers_first(body: Sequence[Line]) -> list[Line]:
 
 def with_shared_prices(program: StageProgram, cost: CostModel) -> StageProgram:
     """`program` with the seconds of fused gathers, and of the reductions of their gradients."""
-    priced: dict[str, GatherLine] = {}
+    priced: dict[int, GatherLine] = {}
     for run in dict.fromkeys(runs_of(program).values()):
-        lines = gathers_at(program, run)
-        priced |= {line.out.name: line for line in lines}
+        priced |= zip(run, gathers_at(program, run), strict=True)
         for is_backward in (False, True):
-            for fused in fused_gathers(lines[::-1] if is_backward else lines, is_backward):
-                if len(fused) > 1:
-                    members = [priced[line.out.name] for line in fused]
-                    priced |= {line.out.name: line for line in _shared(members, cost, is_backward)}
+            for call in fused_gathers(program, run[::-1] if is_backward else run, is_backward):
+                if len(call) > 1:
+                    members = [priced[i] for i in call]
+                    priced |= zip(call, _shared(members, cost, is_backward), strict=True)
     if not priced:
         return program
-    body = (
-        priced[line.out.name] if isinstance(line, GatherLine) else line for line in program.body
-    )
-    return replace(program, body=tuple(body))
+    body = tuple(priced.get(i, line) for i, line in enumerate(program.body))
+    return replace(program, body=body)
 
 
 def _shared(members: Sequence[GatherLine], cost: CostModel, is_backward: bool) -> list[GatherLine]:

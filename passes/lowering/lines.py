@@ -24,7 +24,7 @@ from autopar.passes.analysis import (
     override,
     prologue_lines,
 )
-from autopar.passes.lowering.frees import with_frees, with_regathers
+from autopar.passes.lowering.frees import with_frees
 from autopar.passes.lowering.fusion import fuse_bias
 from autopar.passes.lowering.gathers import with_gathers_first, with_shared_prices
 from autopar.passes.lowering.line_costs import LineCosts
@@ -134,7 +134,7 @@ class _Lowering:
             self._accumulation(),
         )
         again = with_segments(lowered, self.strategy.recomputed, self.program)
-        return with_shared_prices(with_regathers(with_frees(again)), self.cost)
+        return with_shared_prices(with_frees(again), self.cost)
 
     def _accumulation(self) -> Accumulation | None:
         """The accumulation with inputs by placeholder, as a stage knows them."""
@@ -278,10 +278,9 @@ class _Lowering:
             return base
         self.body.append(
             GatherLine(
-                self._local(variable, name, spec), base, self.program.parameters[name].name,
-                moves, 0,
+                self._local(variable, name, spec), base, self.program.parameters[name].name, moves
             )
-        )  # fmt: skip
+        )
         return variable
 
     def _argument(self, operator: Operator, position: int, spec: Spec) -> str:

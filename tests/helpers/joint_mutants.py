@@ -35,7 +35,7 @@ from autopar.program import (
     WaitLine,
     communications,
 )
-from autopar.verifier import gathers_parameters, line_calls
+from autopar.verifier import line_calls
 
 Mutants = Iterator[tuple[str, JointProgram]]
 FUNCTIONS = ("forward", "backward")
@@ -79,7 +79,7 @@ def swapped(joint: JointProgram) -> Mutants:
     for function in FUNCTIONS:
         lines = lines_of(joint, function)
         for i, (a, b) in enumerate(itertools.pairwise(lines)):
-            if _depend(a, b) or [] != _ordered_calls(a) != _ordered_calls(b) != []:
+            if _depend(a, b) or [] != _calls(a) != _calls(b) != []:
                 mutant = edited(joint, function, (*lines[:i], b, a, *lines[i + 2 :]))
                 yield f"swap {function} {i} {a} {b}", mutant
 
@@ -88,7 +88,7 @@ def hoisted(joint: JointProgram) -> Mutants:
     """A collective before the one that precedes it, with the lines that it needs: it would run."""
     for function in FUNCTIONS:
         lines = lines_of(joint, function)
-        calling = [i for i, line in enumerate(lines) if _ordered_calls(line)]
+        calling = [i for i, line in enumerate(lines) if _calls(line)]
         for i, k in itertools.pairwise(calling):
             needed, first, later = set(lines[k].reads), [lines[k]], list[JointLine]()
             for line in reversed(lines[i:k]):
@@ -97,7 +97,7 @@ def hoisted(joint: JointProgram) -> Mutants:
                 else:
                     first.append(line)
                     needed.update(line.reads)
-            if lines[i] in later and _ordered_calls(lines[i]) != _ordered_calls(lines[k]):
+            if lines[i] in later and _calls(lines[i]) != _calls(lines[k]):
                 found = [*lines[:i], *first[::-1], *later[::-1], *lines[k + 1 :]]
                 yield f"sooner {function} {k} {lines[k]}", edited(joint, function, found)
 
@@ -309,9 +309,12 @@ def _freed(line: JointLine) -> Sequence[str]:
     return line.names if isinstance(line, FreeLine) else ()
 
 
-def _ordered_calls(line: JointLine) -> list[Any]:
-    """Its calls; the order of gathers of parameters is free."""
-    return [] if gathers_parameters(line) else list(line_calls(line))
+def _calls(line: JointLine) -> list[Any]:
+    return list(line_calls(line))
+
+
+def gathers_parameters(line: JointLine) -> bool:
+    return any(isinstance(one, GatherLine) for one in communications(line))
 
 
 def _is_of_forward(line: JointLine) -> bool:

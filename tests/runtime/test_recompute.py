@@ -24,7 +24,9 @@ from autopar.options import Recompute
 from autopar.passes.analysis import MODES, recomputed_operators
 from autopar.program import (
     CallLine,
+    Forward,
     FreeLine,
+    Gather,
     GatherLine,
     Line,
     MoveLine,
@@ -32,8 +34,9 @@ from autopar.program import (
     Program,
     Segment,
     StageProgram,
+    Start,
+    backward_order,
     rank_collectives,
-    rerun,
 )
 from autopar.runtime.groups import CollectiveCall
 from autopar.schedule import forward_only
@@ -263,14 +266,16 @@ def test_kernels_that_run_again(mode: Recompute, model: str) -> None:
     before, after = kernels(planned(model, "alone")), kernels(plan)
     assert {op: after[op] - before[op] for op in wanted} == {op: 2 * n for op, n in wanted.items()}
     (stage,) = pipeline_of(plan).stages
-    again = Counter(
-        line.target
-        for positions in rerun(stage).values()
-        for line in (stage.body[i] for i in positions)
-        if isinstance(line, CallLine)
-    )
+    again = Counter(line.target for line in lines_again(stage))
     foretold_again = {op: again[CALLED.get(op, op)] for op in wanted}
     assert foretold_again == {op: 2 * n for op, n in wanted.items()}
+
+
+def lines_again(stage: StageProgram) -> list[CallLine]:
+    """The operators that backward runs again."""
+    works = (w for w in backward_order(stage) if isinstance(w, Forward))
+    lines = (stage.body[w.position] for w in works)
+    return [line for line in lines if isinstance(line, CallLine)]
 
 
 def test_time_is_that_of_the_lines() -> None:
@@ -278,8 +283,7 @@ def test_time_is_that_of_the_lines() -> None:
     for mode in MODES:
         plan, plain = planned("gpt2", "dp", mode), planned("gpt2", "dp")
         (stage,) = pipeline_of(plan).stages
-        lines = (stage.body[i] for positions in rerun(stage).values() for i in positions)
-        again_s = sum(line.forward_s for line in lines if isinstance(line, CallLine))
+        again_s = sum(line.forward_s for line in lines_again(stage))
         assert again_s > 0
         longer_s = plan.predicted.compute_time_s - plain.predicted.compute_time_s
         assert longer_s == pytest.approx(stage.n_microbatches * again_s)
@@ -289,9 +293,11 @@ def test_gathers_of_a_block_are_done_once_for_its_backward() -> None:
     """ZeRO-3 gathers a block's parameters once more; backward reads what recompute gathered."""
     (stage,) = pipeline_of(planned("gpt2", "zero-3", "full")).stages
     inside = {i for s in stage.segments for i in s.rerun_range}
-    gathers = [x for i, x in enumerate(stage.body) if i in inside and isinstance(x, GatherLine)]
+    gathers = {i for i in inside if isinstance(stage.body[i], GatherLine)}
+    begun = [w.call if isinstance(w, Start) else w for w in backward_order(stage)]
+    again = Counter(i for call in begun if isinstance(call, Gather) for i in call.positions)
     assert len(gathers) > 10
-    assert {gather.regathers for gather in gathers} == {1}
+    assert {again[i] for i in gathers} == {1}
 
 
 def test_partial_sums_are_not_kept_besides_what_they_add_up_to() -> None:

@@ -84,7 +84,6 @@ def test_the_fastest_placements(family: str, sizes: tuple[int, ...]) -> None:
 # Families in which the gathers of blocks are not yet priced as in the whole program, and why.
 MISPRICED = {
     "frozen resnet": "repeated layers lie inside of a numbered module, which gathers for all",
-    "mixtral": "the first block waits for more in the whole program, 1.4% of the step",
 }
 
 

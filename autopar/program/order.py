@@ -1,0 +1,191 @@
+"""The order in which a rank works through the lines of a stage: what runs when, both ways.
+
+    forward     the lines of the body, in order
+    backward    of every line that has one, last line first; before it, what it needs
+                    parameters that it reads, gathered again     (`rerun_lines.py`)
+                    the lines of a recomputed segment            (`Segment`)
+
+Parameters of ZeRO-3 are gathered and their gradients reduced run by run (`gathers.py`), beside
+compute. A run is a block's parameters, so its communication takes as long as its neighbour's
+compute:
+
+    gathers       run 2 begins when run 1 is there; the first run of backward, unless backward
+                  begins with it, when backward begins
+    reductions    those of run 2 are waited for when those of run 1 begin, or at the end
+
+So at most two runs are whole at once. A parameter that needs several moves to be whole is not
+gathered ahead; of the moves that reduce its gradient only the last one may run beside compute.
+
+Time, bytes, collectives and the lines of backward are all read off this order: `cost/price`,
+`cost/memory`, `collective.py`, `passes/backward`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from autopar.placement import COLLECTIVES
+from autopar.program.gathers import fused_gathers, reduced_runs, runs_of
+from autopar.program.once import once
+from autopar.program.rerun_lines import regathered, rerun
+from autopar.program.stage_program import CallLine, GatherLine, StageProgram
+
+
+@dataclass(frozen=True)
+class Forward:
+    """The line at `position` runs; `again` if that is in backward."""
+
+    position: int
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class Backward:
+    """The backward of the operator or reshard at `position`."""
+
+    position: int
+
+
+@dataclass(frozen=True)
+class Gather:
+    """The gathers at `positions` run as one call; `again` if that is in backward."""
+
+    positions: tuple[int, ...]
+    again: bool = False
+
+
+@dataclass(frozen=True)
+class Reduction:
+    """The gradients of the gathers at `positions` are reduced, as one call."""
+
+    positions: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class Start:
+    """A call begins; of several moves the last one, after the others."""
+
+    call: Gather | Reduction
+
+
+@dataclass(frozen=True)
+class Wait:
+    """A call that was begun ends."""
+
+    call: Gather | Reduction
+
+
+Work = Forward | Backward | Gather | Reduction | Start | Wait
+
+
+@once
+def forward_order(program: StageProgram) -> tuple[Work, ...]:
+    """What a rank does in forward, in order."""
+    return _gathered_ahead(program, _lines(program, range(len(program.body))))
+
+
+@once
+def backward_order(program: StageProgram) -> tuple[Work, ...]:
+    """What a rank does in backward, in order."""
+    anew, again, reduced = regathered(program), rerun(program), reduced_runs(program)
+    order: list[Work] = []
+    for i in sorted(program.differentiated, reverse=True):
+        for run in anew.get(i, ()):
+            order += (Gather(call, True) for call in fused_gathers(program, run))
+        order += _lines(program, again.get(i, ()), True)
+        if not isinstance(program.body[i], GatherLine):
+            order.append(Backward(i))
+        elif i in reduced:
+            calls = fused_gathers(program, reduced[i][::-1], backward=True)
+            order += map(Reduction, calls)
+    return _gathered_ahead(program, _reduced_behind(program, order))
+
+
+def _lines(program: StageProgram, positions: Sequence[int], again: bool = False) -> list[Work]:
+    """The lines at some positions, the gathers of a run together."""
+    runs, order = runs_of(program), list[Work]()
+    for i in positions:
+        if i not in runs:
+            order.append(Forward(i, again))
+        elif runs[i][0] == i:
+            order += (Gather(call, again) for call in fused_gathers(program, runs[i]))
+    return order
+
+
+def _gathered_ahead(program: StageProgram, order: Sequence[Work]) -> tuple[Work, ...]:
+    """`order`, where the gathers of each run begin when those before it are there."""
+    runs, ahead = runs_of(program), list[Work]()
+    at = 0  # where the run before has arrived
+    k = 0
+    while k < len(order):
+        work = order[k]
+        k += 1
+        if not isinstance(work, Gather):
+            ahead.append(work)
+            continue
+        calls, run = [work], runs[work.positions[0]]
+        while k < len(order) and isinstance(call := order[k], Gather):
+            if runs[call.positions[0]] != run:
+                break
+            calls.append(call)
+            k += 1
+        early = [call for call in calls if at < len(ahead) and begins_early(program, call)]
+        ahead[at:at] = map(Start, early)
+        ahead += (Wait(call) if call in early else call for call in calls)
+        at = len(ahead)
+    return tuple(ahead)
+
+
+def _reduced_behind(program: StageProgram, order: Sequence[Work]) -> list[Work]:
+    """`order`, where the reductions of each run are waited for at those of the next."""
+    behind: list[Work] = []
+    under_way: list[Work] = []
+    before: Work | None = None
+    for work in order:
+        if not isinstance(work, Reduction):
+            behind.append(work)
+        else:
+            if not isinstance(before, Reduction):
+                behind += under_way
+                under_way = []
+            if begins_early(program, work):
+                behind.append(Start(work))
+                under_way.append(Wait(work))
+            else:
+                behind.append(work)
+        before = work
+    return behind + under_way
+
+
+def begins_early(program: StageProgram, call: Gather | Reduction) -> bool:
+    """May compute run between the beginning of a call, or of its last move, and its end?"""
+    line = program.body[call.positions[0]]
+    assert isinstance(line, GatherLine)
+    if isinstance(call, Reduction):
+        return line.moves[0].move.backward in COLLECTIVES
+    return len(line.moves) == 1 and line.moves[0].move.forward in COLLECTIVES
+
+
+def calls_beside(program: StageProgram, order: Sequence[Work]) -> frozenset[int]:
+    """The places in `order` of the calls that begin there, and end after an operator has run."""
+    began: dict[Work, int] = {}
+    operators, beside = 0, set[int]()
+    before: dict[int, int] = {}
+    for k, work in enumerate(order):
+        if isinstance(work, Start):
+            began[work.call], before[k] = k, operators
+        elif isinstance(work, Wait):
+            start = began.pop(work.call)
+            if operators > before[start]:
+                beside.add(start)
+        elif isinstance(work, Forward | Backward):
+            operators += isinstance(program.body[work.position], CallLine)
+    return frozenset(beside)
+
+
+def positions_of(work: Work) -> tuple[int, ...]:
+    """The positions of the lines that work is about."""
+    if isinstance(work, Start | Wait):
+        return work.call.positions
+    return (work.position,) if isinstance(work, Forward | Backward) else work.positions
