@@ -3,7 +3,7 @@
 Read `program.py` (the captured graph), `audit.py` (what capture made of the module), `frozen.py`
 (Python values in the graph), `factors.py` (factors of its dims), `strategy.py` (the facts of a
 plan), `stage_program.py` (the lines of a stage), `variables.py` (what they read and
-define), `once.py` (facts of them), `rerun_lines.py` (what backward runs again),
+define), `once.py` (facts of them), `regathers.py` (what backward gathers again),
 `gathers.py` (gathers that are one call), `order.py` (what runs when, both ways),
 `joint_program.py` (forward and backward as they run),
 `abridged.py` (programs with few of their repeated blocks), `pipeline.py` (stages joined),
@@ -58,6 +58,7 @@ from autopar.program.gathers import (
 )
 from autopar.program.joint_program import (
     Communication,
+    FreeLine,
     FunctionBackward,
     FunctionLine,
     FusedGathers,
@@ -119,7 +120,7 @@ from autopar.program.program import (
     flatten_inputs,
     row_dims,
 )
-from autopar.program.rerun_lines import kept_gathers
+from autopar.program.regathers import kept_gathers
 from autopar.program.stage_program import (
     Boundary,
     CallLine,
@@ -127,7 +128,6 @@ from autopar.program.stage_program import (
     Delivered,
     DetachLine,
     FactorKind,
-    FreeLine,
     GatherLine,
     InnerCall,
     Line,

@@ -21,7 +21,6 @@ from autopar.placement import Spec
 from autopar.program.stage_program import (
     CallLine,
     DetachLine,
-    FreeLine,
     GatherLine,
     MoveLine,
     StageProgram,
@@ -134,6 +133,15 @@ class WaitLine:
     @property
     def writes(self) -> tuple[str, ...]:
         return self.move.writes
+
+
+@dataclass(frozen=True)
+class FreeLine:
+    """Drops variables after their last use; that reads none."""
+
+    names: tuple[str, ...]
+    reads: ClassVar[tuple[str, ...]] = ()
+    writes: ClassVar[tuple[str, ...]] = ()
 
 
 @dataclass(frozen=True)

@@ -2,7 +2,7 @@
 
     forward     the lines of the body, in order
     backward    of every line that has one, last line first; before it, what it needs
-                    parameters that it reads, gathered again     (`rerun_lines.py`)
+                    parameters that it reads, gathered again     (`regathers.py`)
                     the lines of a recomputed segment            (`Segment`)
 
 Parameters of ZeRO-3 are gathered and their gradients reduced run by run (`gathers.py`), beside
@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from autopar.placement import COLLECTIVES
 from autopar.program.gathers import fused_gathers, reduced_runs, runs_of
 from autopar.program.once import once
-from autopar.program.rerun_lines import regathered, rerun
+from autopar.program.regathers import regathered
 from autopar.program.stage_program import CallLine, GatherLine, StageProgram
 
 
@@ -88,7 +88,8 @@ def forward_order(program: StageProgram) -> tuple[Work, ...]:
 @once
 def backward_order(program: StageProgram) -> tuple[Work, ...]:
     """What a rank does in backward, in order."""
-    anew, again, reduced = regathered(program), rerun(program), reduced_runs(program)
+    anew, reduced = regathered(program), reduced_runs(program)
+    again = {segment.last: segment.again for segment in program.segments}
     order: list[Work] = []
     for i in sorted(program.differentiated, reverse=True):
         for run in anew.get(i, ()):

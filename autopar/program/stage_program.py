@@ -2,7 +2,7 @@
 
 A strategy says where tensors live. A `StageProgram` says what each rank does: it converts
 parameters from storage, reshards a tensor at the first use of a spec and shares the result with all
-consumers of that spec, runs operators on local shapes, and frees dead values. The generated source,
+consumers of that spec, and runs operators on local shapes. The generated source,
 the predicted time, `plan.collectives()` and the verifier all read the same lines: what is printed
 is what is priced is what runs.
 """
@@ -13,7 +13,7 @@ import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import InitVar, dataclass, field
 from functools import cached_property
-from typing import Any, ClassVar, Literal
+from typing import Any, Literal
 
 import torch
 
@@ -177,51 +177,27 @@ class GatherLine(Assignment):
     moves: tuple[MoveLine, ...]
 
 
-@dataclass(frozen=True)
-class FreeLine:
-    """Drops variables after their last use; that reads none."""
-
-    names: tuple[str, ...]
-    reads: ClassVar[tuple[str, ...]] = ()
-    writes: ClassVar[tuple[str, ...]] = ()
-    outs: ClassVar[tuple[Local, ...]] = ()
-
-
-Line = MoveLine | CallLine | DetachLine | GatherLine | FreeLine
+Line = MoveLine | CallLine | DetachLine | GatherLine
 
 
 @dataclass(frozen=True)
 class Segment:
-    """Lines `start` to `stop` - 1 of a body: a function that runs again in backward.
+    """Lines `start` to `stop` - 1 of a body, of which those at `again` run again in backward.
 
-    inputs        the variables that the lines take; autograd keeps them
-    results       the variables of the lines that others read
-    last          the last line from which backward needs something. Before its backward, the lines
-                  up to it run again, in order
-    stops_early   all that `last` saves exists before it runs, so that it does not run again
-    kept          lines whose results are kept; they do not run again
-    handed_on     matmuls whose results only reshards at `kept` read. They are not computed again:
-                  autograd only saves what they read
-
-    Between forward and backward, autograd keeps nothing of a segment but `inputs` and the results
-    of `kept`.
+    They do before the backward of the last line, in order. Between forward and backward only what
+    they read is kept, and what the backward of the other lines needs.
     """
 
     name: str
     mode: Recompute
     start: int
     stop: int
-    last: int
-    inputs: tuple[str, ...]
-    results: tuple[str, ...]
-    kept: frozenset[int] = frozenset()
-    handed_on: frozenset[int] = frozenset()
-    stops_early: bool = False
+    again: tuple[int, ...]
 
     @property
-    def rerun_range(self) -> range:
-        """The range of lines that run again, except those at `kept` and `handed_on`."""
-        return range(self.start, self.last + (not self.stops_early))
+    def last(self) -> int:
+        """The last line: the first whose backward needs something of the segment."""
+        return self.stop - 1
 
 
 @dataclass(frozen=True)
@@ -466,6 +442,6 @@ def storage_owners(body: Iterable[Line]) -> Iterator[dict[str, str]]:
             isinstance(line, MoveLine) and line.move.forward == "identity"
         ):
             owner[line.out.name] = owner.get(line.source, line.source)
-        elif not isinstance(line, FreeLine):
+        else:
             owner[line.out.name] = f"{line.out.name}@{i}"
         yield owner

@@ -110,7 +110,7 @@ def _check_forward(joint: JointProgram) -> None:
             raise error(str(fault), place("forward", number, line)) from None
         last = i
     for i, original in enumerate(body):
-        if not isinstance(original, FreeLine | CallLine) and i not in whole:
+        if not isinstance(original, CallLine) and i not in whole:
             raise error(f"{original.out.name} is not made", "forward")
 
 

@@ -275,8 +275,10 @@ def described(line: JointLine) -> str:
             return "the loss, when the step ends"
         case FunctionBackward():
             return f"{', '.join(line.writes)} = backward({', '.join(line.reads)})"
-        case MoveLine() | CallLine() | DetachLine() | GatherLine() | FreeLine():
+        case MoveLine() | CallLine() | DetachLine() | GatherLine():
             return describe(line)
+        case FreeLine():
+            return f"del {', '.join(line.names)}"
         case ReadyLine():
             return f"ready({line.position}, {line.source})"
         case _:

@@ -1,14 +1,14 @@
 """Verifies one stage program before it runs (`verify_program`). Its invariants:
 
-    variables    a variable is defined before it is read, and not read after it is freed
+    variables    a variable is defined before it is read
     types        a variable's shape is the local shape that its factors and spec give
     reshards     a move makes the change of placement that its name says, on its axes only; axes
                  that leave a factor were innermost on it; axes that join a factor become
                  innermost on it; the cuts (dim, outer) and the bytes agree     (`check_move`)
     operators    on each axis, either all inputs and outputs with gradient are Invariant, or none
     parameters   the moves of every use lead from the stored spec to the spec in use
-    segments     a segment that runs again reads only its inputs and what it makes, returns what
-                 others read, frees nothing of others, and has only moves of the forward phase
+    segments     lines that run again are in a range of the body, of which backward needs the last
+                 one, and have only moves of the forward phase
     loss         Invariant on every axis, so that backward starts with 1 on every rank
     collectives  all members of a group make one sequence of calls over it, and no rank waits
                  for ever under rendezvous semantics                        (`rank_sequences`)
@@ -41,7 +41,6 @@ from autopar.program import (
     UNUSED,
     CallLine,
     DetachLine,
-    FreeLine,
     GatherLine,
     Line,
     Local,
@@ -98,7 +97,6 @@ class _Checker:
 
     program: StageProgram
     known: dict[str, Local] = field(default_factory=dict)
-    freed: set[str] = field(default_factory=set)
     # Types and moves that passed are not checked again: repeated blocks have equal ones.
     sound_types: set[tuple[object, ...]] = field(default_factory=set)
     sound_moves: set[tuple[object, ...]] = field(default_factory=set)
@@ -139,13 +137,11 @@ class _Checker:
     def _define(self, local: Local, where: str) -> None:
         if local.name == UNUSED:
             return
-        if local.name in self.known or local.name in self.freed or local.name in self.words:
+        if local.name in self.known or local.name in self.words:
             raise _error(f"{local.name} is defined twice", where)
         self.known[local.name] = local
 
     def _read(self, name: str, where: str) -> Local:
-        if name in self.freed:
-            raise _error(f"{name} is read after it was freed", where)
         if name not in self.known:
             raise _error(f"{name} is read before it is defined", where)
         return self.known[name]
@@ -169,11 +165,6 @@ class _Checker:
 
     def _line(self, line: Line, where: str) -> None:
         match line:
-            case FreeLine():
-                for name in line.names:
-                    self._read(name, where)
-                    del self.known[name]
-                    self.freed.add(name)
             case MoveLine():
                 self._move(line, self._read(line.source, where), where)
                 if line.out.name == line.source:
@@ -196,49 +187,23 @@ class _Checker:
         """Raise unless the segments are ranges of the body that follow each other."""
         end = 0
         for s in self.program.segments:
-            if not end <= s.start <= s.last < s.stop <= len(self.program.body):
+            if not end <= s.start < s.stop <= len(self.program.body):
                 raise _error(f"lines {s.start} to {s.stop} are no range of the body", s.name)
             end = s.stop
 
     def _segment(self, segment: Segment) -> None:
-        """Raise unless the segment can be a function that runs again.
-
-        The rest of the body may know its lines only through its `inputs` and `results`.
-        """
+        """Raise unless the lines that run again may do so, before one that has a backward."""
         body, where = self.program.body, f"segment {segment.name}"
-        lines = body[segment.start : segment.stop]
-        for line in lines:
+        if not set(segment.again) <= set(range(segment.start, segment.stop)):
+            raise _error(f"lines {sorted(segment.again)} are not all of it", where)
+        for line in (body[i] for i in segment.again):
             if isinstance(line, DetachLine) or (
                 isinstance(line, MoveLine) and line.phase != "forward"
             ):
                 raise _error(f"{describe(line)} cannot run again", where)
-        made = {name for line in lines for name in line.writes}
-        freed = {n for line in lines if isinstance(line, FreeLine) for n in line.names}
-        taken = {n for line in lines for n in line.reads if n in self.known} - self.words
-        after = {n for line in body[segment.stop :] for n in line.reads} | self.program.returned
-        for found, expected, what in (
-            (set(segment.inputs), taken, "takes"),
-            (set(segment.results), made & after, "returns"),
-        ):
-            if found != expected:
-                raise _error(f"{what} {sorted(found)}, not {sorted(expected)}", where)
-        if freed - made:
-            raise _error(f"frees {sorted(freed - made)} of its caller", where)
-        if freed & set(segment.results):
-            raise _error(f"frees {sorted(freed & set(segment.results))}, which it returns", where)
         last = body[segment.last]
         if not isinstance(last, CallLine) or segment.last not in self.program.differentiated:
             raise _error("backward needs nothing of its last line", where)
-        positions = range(segment.start, segment.last)
-        if not segment.kept <= set(positions):
-            raise _error(f"keeps lines {sorted(segment.kept)} that do not run again", where)
-        for i in segment.handed_on:
-            line, others = body[i], [k for k in positions if k != i]
-            readers = [k for k in others if set(line.writes) & set(body[k].reads)]
-            if i not in positions or not all(
-                k in segment.kept and isinstance(body[k], MoveLine) for k in readers
-            ):
-                raise _error(f"{describe(line)} is read by more than what is kept", where)
 
     def _call(self, line: CallLine, where: str) -> None:
         inputs = [self._read(name, where) for name in line.reads if name not in self.words]
@@ -470,8 +435,6 @@ def describe(line: Line) -> str:
             return f"{line.out.name} = gathered({line.source})"
         case DetachLine():
             return f"{line.out.name} = {line.source}.detach()"
-        case FreeLine():
-            return f"del {', '.join(line.names)}"
         case CallLine():
             outs = ", ".join(out.name for out in line.outs)
             place = f" at {line.where}" if line.where else ""

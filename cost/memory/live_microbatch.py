@@ -3,8 +3,8 @@
 A storage lives from the moment that makes it to the last one that needs it. The order
 (`autopar/program/order.py`) is walked once; then the moments are played on a ledger.
 
-Forward: a variable needs its storage until it is freed. Backward: the backward of an operator needs
-what the operator keeps (`CallLine.keeps`, `saved_bytes`), and lines that run again what they read.
+A line needs what it reads. The backward of an operator needs what the operator keeps
+(`CallLine.keeps`, `saved_bytes`), and lines that run again what they read.
 What runs again, or is gathered again, makes new storages; the backwards after it need those.
 
 Gradients: the first consumer's backward makes the gradient of a variable, and the backwards of
@@ -32,7 +32,6 @@ from autopar.program import (
     CallLine,
     DetachLine,
     Forward,
-    FreeLine,
     Gather,
     GatherLine,
     Line,
@@ -127,8 +126,7 @@ class _Walk:
         self.repeats: dict[int, list[tuple[bool, int]]] = {}
         self._last: dict[Storage, int] = {}  # the last moment that needs a storage
         self._bytes: dict[Storage, float] = {}
-        self._current: dict[str, str] = {}  # variable -> owner of its storage, while it is there
-        self._owners: dict[str, str] = {}  # the same of all variables of forward
+        self._owners: dict[str, str] = {}  # variable -> owner of its storage
         self._instead: dict[str, str] = {}  # owner -> the storage that was made again in its place
         self._known: dict[str, Local] = {}
         self._inputs: dict[int, dict[str, Local]] = {}
@@ -149,7 +147,7 @@ class _Walk:
             self._make(storage, boundary.local.size_bytes)
         order = forward_order(program)
         self._works(order, [_place(program, work) for work in order])
-        for storage in (*received, *((ACTIVATIONS, owner) for owner in self._current.values())):
+        for storage in (*received, *map(self._storage, program.returned)):
             self._need(storage)
 
     def backward(self) -> None:
@@ -168,7 +166,7 @@ class _Walk:
         self._works(order, places[::-1])
         lasting = [local.name for local in sent] + ([program.loss] if program.loss else [])
         for name in lasting:
-            self._need((ACTIVATIONS, self._owners.get(name, name)))
+            self._need(self._storage(name))
         for owner in self._gradient_of.values():
             self._need((GRADIENTS, owner))
         for storage, m in self._last.items():
@@ -203,8 +201,8 @@ class _Walk:
                     self._move_backward(i, line)
             case Gather(positions, again) | Wait(Gather(positions, again)):
                 self._gathered(positions, again)
-            case Start(Gather(positions)):
-                self._gather(positions)
+            case Start(Gather(positions, again)):
+                self._gather(positions, again)
             case Reduction(positions):
                 for line in self._with_gradient(positions):
                     self._reduce_at_once(line)
@@ -219,6 +217,7 @@ class _Walk:
         self.moments.append(Moment(text, workspace_bytes))
 
     def _make(self, storage: Storage, size_bytes: float, after: bool = False) -> None:
+        assert storage not in self._bytes or storage[0] in _LASTING, f"{storage} is made twice"
         moment = self.moments[-1]
         (moment.made_after if after else moment.made).append((storage, size_bytes))
         self._bytes[storage] = size_bytes
@@ -233,24 +232,19 @@ class _Walk:
     # Forward.
 
     def _line(self, i: int, line: Line, again: bool) -> None:
-        if isinstance(line, FreeLine):
-            for name in line.names:
-                self._need((ACTIVATIONS, self._current.pop(name)))
-            return
         segment = self._segments.get(i)
         saved_bytes = workspace_bytes = 0.0
         is_saved = again or segment is None
         if isinstance(line, CallLine):
             saved_bytes = line.saved_bytes if line.has_grad else 0.0
             workspace_bytes = saved_bytes + line.workspace.forward_bytes
-            is_saved |= segment is not None and i in segment.kept and line.is_attention
+            is_saved |= segment is not None and i not in segment.again and line.is_attention
         elif isinstance(line, MoveLine):
             workspace_bytes = primitive_bytes(line, line.move.forward, line.forward_bytes)
         self._moment(f"{_text(line)} again" if again else _text(line), workspace_bytes)
-        if again:
-            for name in line.reads:
-                self._need(self._storage(name))
-        else:
+        for name in line.reads:
+            self._need(self._storage(name))
+        if not again:
             self._inputs[i] = {n: self._known[n] for n in line.reads if n in self._known}
         self._write(i, line, again)
         if saved_bytes and is_saved:
@@ -265,21 +259,15 @@ class _Walk:
         ):
             shares = (line.source,)
         for position, (out, shared) in enumerate(zip(line.outs, shares, strict=True)):
-            if out.name == UNUSED:
-                if shared:
-                    continue
-                owner = f"{UNUSED}{position}@{i}"
+            if shared is not None:
+                self._owners[out.name] = self._owners.get(shared, shared)
             else:
-                owner = f"{out.name}@{i}" if shared is None else self._owners.get(shared, shared)
-            if shared is None:
-                self._make((ACTIVATIONS, f"{owner} again" if again else owner), out.size_bytes)
-            if again:
-                if shared is None:
-                    self._instead[owner] = f"{owner} again"
-                continue
-            if out.name in self._current:
-                self._need((ACTIVATIONS, self._current[out.name]), ago=1)
-            self._current[out.name] = self._owners[out.name] = owner
+                name = f"{UNUSED}{position}" if out.name == UNUSED else out.name
+                owner = made = f"{name}@{i}"
+                if again:
+                    made = self._instead[owner] = f"{owner} again"
+                self._make((ACTIVATIONS, made), out.size_bytes)
+                self._owners[out.name] = owner
             self._known[out.name] = out
 
     def _storage(self, name: str) -> Storage:
@@ -289,21 +277,20 @@ class _Walk:
 
     # Communication of parameters.
 
-    def _gather(self, positions: tuple[int, ...]) -> None:
+    def _gather(self, positions: tuple[int, ...], again: bool) -> None:
         """Buffers of a call that begins: its results, and if it is fused the flat ones."""
         self._moment("gathering")
         lines = gathers_at(self.program, positions)
         whole = float(sum(line.out.size_bytes for line in lines))
         shards = whole / self._n_ranks(lines) if len(lines) > 1 else 0.0
-        self._make((GATHERS, _parameters(lines)), whole + shards)
+        self._make(_handle(lines, again), whole + shards)
 
     def _gathered(self, positions: tuple[int, ...], again: bool) -> None:
         lines = gathers_at(self.program, positions)
-        handle = GATHERS, _parameters(lines)
-        self._need(handle, ago=1)
+        self._need(_handle(lines, again), ago=1)
         fused = float(sum(line.out.size_bytes for line in lines))
         needed = fused if len(lines) > 1 else gather_bytes(lines[0])
-        self._moment(f"gathering {handle[1]}", needed)
+        self._moment(f"gathering {_parameters(lines)}", needed)
         for i, line in zip(positions, lines, strict=True):
             self._inputs[i] = {line.source: self._known[line.source]}
             self._write(i, line, again)
@@ -322,15 +309,14 @@ class _Walk:
         whole = float(sum(line.moves[0].backward_bytes for line in lines))
         under_way = whole + whole / self._n_ranks(lines)
         needed, is_view = reduction_bytes(lines)
-        handle = _parameters(lines)
-        self._moment(f"reducing {handle}", under_way + needed - whole * is_view)
+        self._moment(f"reducing {_parameters(lines)}", under_way + needed - whole * is_view)
         for line in lines:
             self._need((GRADIENTS, self._gradient_of.pop(line.out.name)))
-        self._make((REDUCTIONS, handle), under_way, after=True)
+        self._make((REDUCTIONS, lines[0].out.name), under_way, after=True)
 
     def _reduced(self, lines: Sequence[GatherLine]) -> None:
         """Results of a call that ended; those of a fused one are views, so they are copied."""
-        handle = REDUCTIONS, _parameters(lines)
+        handle = REDUCTIONS, lines[0].out.name
         if handle not in self._bytes:
             return
         self._need(handle)
@@ -341,14 +327,14 @@ class _Walk:
         if is_fused:
             self._make(buffer, sum(sizes))
         for line, size_bytes in zip(lines, sizes, strict=True):
-            owner = f"{line.source}@gathered"
+            owner = f"{line.out.name}@reduced"
             self._make((GRADIENTS, owner), 0.0 if is_fused else size_bytes)
             self._arrive(line.source, owner)
         self._moment("copying reduced gradients")
         self._need(buffer)
 
     def _reduce_at_once(self, line: GatherLine) -> None:
-        owner = f"{line.source}@gathered"
+        owner = f"{line.out.name}@reduced"
         needed = max(primitive_bytes(m, m.move.backward, m.backward_bytes) for m in line.moves)
         self._moment(f"backward of {_text(line)}", needed)
         self._need((GRADIENTS, self._gradient_of.pop(line.out.name)))
@@ -370,9 +356,11 @@ class _Walk:
         taken = [gradients.pop(out.name) for out in line.outs if out.name in gradients]
         self._moment(f"backward of {_text(line)}", line.workspace.backward_bytes)
         saved = ACTIVATIONS, f"saved@{i}"
+        kept = line.keeps
         if saved not in self._bytes and line.saved_bytes and segment is not None:
             self._make(saved, line.saved_bytes)  # copies of what it reads, made again
-        for storage in (saved, *map(self._storage, line.keeps)):
+            kept = (*kept, *line.reads)
+        for storage in (saved, *map(self._storage, kept)):
             self._need(storage)
         for owner in taken:
             self._need((GRADIENTS, owner))
@@ -456,6 +444,10 @@ def _place(program: StageProgram, work: Work) -> int | None:
         return None
     i = positions_of(work)[0]
     return next((k for k, r in enumerate(program.repeats) if r.start <= i < r.stop), None)
+
+
+def _handle(lines: Sequence[GatherLine], again: bool) -> Storage:
+    return GATHERS, f"{lines[0].out.name} again" if again else lines[0].out.name
 
 
 def _parameters(lines: Sequence[GatherLine]) -> str:

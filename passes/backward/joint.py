@@ -34,7 +34,6 @@ from autopar.program import (
     Communication,
     DetachLine,
     Forward,
-    FreeLine,
     FunctionBackward,
     FunctionLine,
     FusedGathers,
@@ -118,17 +117,16 @@ class _Walk:
         taken = {*self.stage.arguments, *(p.shard.name for p in self.stage.parameters), *made}
         self.names = Names(taken | reserved_names(self.stage.axis_names))
         # Lines of segments that do not run again.
-        again = {w.position for w in backward_order(self.stage) if isinstance(w, Forward)}
-        inside = {i for s in self.stage.segments for i in range(s.start, s.last + 1)}
-        self.kept_lines = inside - again
+        self.kept_lines = {
+            i for s in self.stage.segments for i in range(s.start, s.stop) if i not in s.again
+        }
 
     def run(self) -> JointProgram:
         stage = self.stage
         self._arguments()
         for i, line in enumerate(stage.body):
-            if not isinstance(line, FreeLine):
-                self.forward[i] = [line]
-                self._results(i, line)
+            self.forward[i] = [line]
+            self._results(i, line)
         if not stage.trains:
             return finished(stage, self._ordered(), [], (), ())
         cotangents = self._cotangents()

@@ -2,8 +2,8 @@
 
 Reading order: `lines.py` (a strategy into lines, stages into a pipeline), `line_costs.py` (what a
 line costs), `fusion.py` (bias into matmul), `gathers.py` (a block's gathers side by side),
-`segments.py` (lines that run again), `frees.py` (where values end), `abridger.py` (few of the
-repeated blocks, to price them), `replaying.py` (plans read back).
+`segments.py` (lines that run again), `abridger.py` (few of the repeated blocks, to price them),
+`replaying.py` (plans read back).
 May import `passes/intra`, `analysis` and `reshard`, and what lies below `passes`.
 Mainly hands on `join`, `Abridger` and `replay`.
 """

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field, replace
 from autopar.cost.laws import CostModel
 from autopar.passes.analysis import Analysis, Folded, Run, fold
 from autopar.passes.lowering.lines import lower
-from autopar.program import CallLine, FreeLine, Recomputed, RepeatedLines, StageProgram, Strategy
+from autopar.program import CallLine, Recomputed, RepeatedLines, StageProgram, Strategy
 
 
 @dataclass(frozen=True)
@@ -159,10 +159,7 @@ def _every_parameter(folded: Folded) -> tuple[str, ...]:
 
 
 def _end(program: StageProgram, keys: Sequence[str]) -> int:
-    """The position after the last line of these operators and the frees that follow it."""
+    """The position after the last line of these operators."""
     wanted = frozenset(keys)
     lines = enumerate(program.body)
-    end = 1 + max(i for i, line in lines if isinstance(line, CallLine) and line.key in wanted)
-    while end < len(program.body) and isinstance(program.body[end], FreeLine):
-        end += 1
-    return end
+    return 1 + max(i for i, line in lines if isinstance(line, CallLine) and line.key in wanted)

@@ -36,7 +36,7 @@ def fuse_bias(
 ) -> list[Line]:
     """`body` with fused matmuls, each at the line that added its bias.
 
-    The body must have no frees yet. `kept` are the variables that are read after the body.
+    `kept` are the variables that are read after the body.
     """
     biases = _biases(body, parameters)
     n_reads = Counter(name for line in body for name in line.reads)

@@ -24,7 +24,6 @@ from autopar.passes.analysis import (
     override,
     prologue_lines,
 )
-from autopar.passes.lowering.frees import with_frees
 from autopar.passes.lowering.fusion import fuse_bias
 from autopar.passes.lowering.gathers import with_gathers_first, with_shared_prices
 from autopar.passes.lowering.line_costs import LineCosts
@@ -134,7 +133,7 @@ class _Lowering:
             self._accumulation(),
         )
         again = with_segments(lowered, self.strategy.recomputed, self.program)
-        return with_shared_prices(with_frees(again), self.cost)
+        return with_shared_prices(again, self.cost)
 
     def _accumulation(self) -> Accumulation | None:
         """The accumulation with inputs by placeholder, as a stage knows them."""

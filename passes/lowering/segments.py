@@ -6,13 +6,12 @@ that only that operator saves. The lines after it (the last matmul's reduction, 
 keep nothing, so running them again would be useless. They stay outside and run once.
 
 torch.utils.checkpoint stops as soon as it has all that autograd saved. If the last line saves
-nothing but what it reads, that is before it runs (`Segment.stops_early`): the last matmul of a
-block does not run twice.
+nothing but what it reads, that is before it runs: the last matmul of a block does not run twice.
 
 In mode "selective", the results of lines with matmul FLOPs and of reshards that communicate are
 kept. Parameters are gathered again all the same: only the activations of a block are kept. If only
-a kept reshard reads the result of a matmul (a partial sum, as large as the whole), that result is
-not kept, because nothing needs it again (`Segment.handed_on`).
+a kept reshard reads the result of a matmul (a partial sum, as large as the whole), it does not run
+again either, and its result is not kept, because nothing needs it.
 """
 
 from __future__ import annotations
@@ -46,7 +45,7 @@ def with_segments(
 ) -> StageProgram:
     """`program` with the segments of what a strategy recomputes.
 
-    The program must have no frees yet. Operators whose backward needs nothing make no segment.
+    Operators whose backward needs nothing make no segment.
     """
     found: list[Segment] = []
     taken = {*program.arguments, *(name for line in program.body for name in line.writes)}
@@ -103,45 +102,19 @@ def _made_in(owner: str, span: _Span) -> bool:
 
 
 def _segment(program: StageProgram, span: _Span, mode: Recompute, name: str) -> Segment:
-    body, lines = program.body, range(*span)
-    made = dict.fromkeys(n for i in lines for n in body[i].writes)
-    before = {n for line in body[: span[0]] for n in line.writes} | program.arguments
-    after = {n for line in body[span[1] :] for n in line.reads} | program.returned
-    last = body[span[1] - 1]
+    body, (*lines, end) = program.body, range(*span)
+    last = body[end]
     assert isinstance(last, CallLine)
-    kept = {i for i in lines[:-1] if mode == "selective" and _is_kept(body[i])}
-    handed_on = {i for i in kept if _is_handed_on(body, lines, kept, i)}
-    return Segment(
-        name,
-        mode,
-        span[0],
-        span[1],
-        span[1] - 1,
-        tuple(dict.fromkeys(n for i in lines for n in body[i].reads if n in before)),
-        tuple(n for n in made if n in after),
-        frozenset(kept - handed_on),
-        frozenset(handed_on),
-        _saves_before_it_runs(last),
-    )
+    again = [i for i in lines if mode != "selective" or not _is_kept(body[i])]
+    if not _saves_before_it_runs(last):
+        again.append(end)
+    return Segment(name, mode, *span, tuple(again))
 
 
 def _is_kept(line: Line) -> bool:
     if isinstance(line, MoveLine):
         return line.move.forward in COLLECTIVES
     return isinstance(line, CallLine) and line.flops > 0 and line.lowered is None
-
-
-def _is_handed_on(body: Sequence[Line], lines: range, kept: Set[int], i: int) -> bool:
-    """Is line `i` an operator whose results only kept reshards read?"""
-    made = set(body[i].writes)
-    readers = [k for k in lines if k != i and not made.isdisjoint(body[k].reads)]
-    line = body[i]
-    return (
-        isinstance(line, CallLine)
-        and made.isdisjoint(line.keeps)
-        and bool(readers)
-        and all(k in kept and isinstance(body[k], MoveLine) for k in readers)
-    )
 
 
 def _saves_before_it_runs(line: CallLine) -> bool:

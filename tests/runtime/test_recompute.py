@@ -22,13 +22,12 @@ from autopar.capture import reference_step
 from autopar.errors import NotSupportedError, PlanError, VerificationError
 from autopar.options import Recompute
 from autopar.passes.analysis import MODES, recomputed_operators
+from autopar.passes.backward import differentiate
 from autopar.program import (
     CallLine,
     Forward,
-    FreeLine,
     Gather,
     GatherLine,
-    Line,
     MoveLine,
     Pipeline,
     Program,
@@ -292,7 +291,7 @@ def test_time_is_that_of_the_lines() -> None:
 def test_gathers_of_a_block_are_done_once_for_its_backward() -> None:
     """ZeRO-3 gathers a block's parameters once more; backward reads what recompute gathered."""
     (stage,) = pipeline_of(planned("gpt2", "zero-3", "full")).stages
-    inside = {i for s in stage.segments for i in s.rerun_range}
+    inside = {i for s in stage.segments for i in range(s.start, s.stop)}
     gathers = {i for i in inside if isinstance(stage.body[i], GatherLine)}
     begun = [w.call if isinstance(w, Start) else w for w in backward_order(stage)]
     again = Counter(i for call in begun if isinstance(call, Gather) for i in call.positions)
@@ -303,14 +302,15 @@ def test_gathers_of_a_block_are_done_once_for_its_backward() -> None:
 def test_partial_sums_are_not_kept_besides_what_they_add_up_to() -> None:
     """With sp, the partial sum of a matmul is n times as large as the shard that is kept."""
     (stage,) = pipeline_of(planned("gpt2", "sp", "selective")).stages
+    saved = differentiate(stage).saved
     for segment in stage.segments:
-        (at,) = segment.handed_on
-        product = stage.body[at]
+        others = {i: stage.body[i] for i in range(segment.start, segment.stop)}
+        for i in segment.again:
+            del others[i]
+        sums = [x for x in others.values() if isinstance(x, MoveLine) and x.move.name == "p_to_s"]
+        (product,) = (x for x in others.values() for y in sums if y.source in x.writes)
         assert isinstance(product, CallLine) and product.target == "aten.mm.default"
-        (reader,) = (i for i, line in enumerate(stage.body) if product.outs[0].name in line.reads)
-        summed = stage.body[reader]
-        assert isinstance(summed, MoveLine) and summed.move.name == "p_to_s"
-        assert reader in segment.kept
+        assert set(product.writes).isdisjoint(saved)
     plain, found = kernels(planned("gpt2", "tp")), kernels(planned("gpt2", "tp", "selective"))
     assert found["aten.mm.default"] == plain["aten.mm.default"] > 0
 
@@ -385,32 +385,20 @@ def test_faults_of_segments_are_found() -> None:
     verify_program(stage)
     first, *others = stage.segments
     lines = range(first.start, first.stop)
-    constant = next(i for i in lines if i not in stage.differentiated)
     move = next(i for i in lines if isinstance(stage.body[i], MoveLine))
     late = stage.body[move]
     assert isinstance(late, MoveLine)
-    frees = FreeLine((first.results[0],)), FreeLine((first.inputs[0],))
-    longer = replace(first, stop=first.stop + 1)
+    body = (*stage.body[:move], replace(late, phase="loss"), *stage.body[move + 1 :])
+    every = _with(stage, replace(first, again=tuple(lines)), others)
     faults: list[tuple[StageProgram, str]] = [
-        (_with(stage, replace(first, inputs=first.inputs[1:]), others), "takes"),
-        (_with(stage, replace(first, results=()), others), r"returns \[\], not"),
-        (_with(stage, replace(first, last=constant, kept=frozenset()), others), "needs nothing"),
-        (_with(stage, replace(first, kept=frozenset({first.last})), others), "keeps lines"),
+        (_with(stage, replace(first, stop=move + 1, again=()), others), "needs nothing"),
+        (_with(stage, replace(first, again=(first.stop,)), others), "are not all of it"),
         (replace(stage, segments=(*others, first)), "no range of the body"),
-        (_line(_with(stage, longer, ()), first.stop, frees[0]), "which it returns"),
-        (_line(_with(stage, longer, ()), first.stop, frees[1]), "of its caller"),
-        (_with(stage, replace(first, handed_on=first.kept, kept=frozenset()), others), "read by"),
-        (_line(stage, move, replace(late, phase="loss")), "cannot run again"),
+        (replace(every, body=body), "cannot run again"),
     ]
     for program, reason in faults:
         with pytest.raises(VerificationError, match=reason):
             verify_program(program)
-
-
-def _line(stage: StageProgram, at: int, line: Line) -> StageProgram:
-    """`line` put at position `at`: a reshard replaces the line there, a free goes before it."""
-    rest = stage.body[at + isinstance(line, MoveLine) :]
-    return replace(stage, body=(*stage.body[:at], line, *rest))
 
 
 def _with(stage: StageProgram, first: Segment, others: Sequence[Segment]) -> StageProgram:

@@ -50,6 +50,8 @@ N_FOLLOWED = 2
 N_AT_ONCE = 8
 # Table entries of the branches that are eliminated at once.
 CHUNK_ENTRIES = 2**22
+# Table entries of all branches that may be eliminated: some seconds.
+MOST_ENTRIES = 2**32
 # Branches are kept whose bound only rounding may have lifted above the incumbent.
 ROUNDING_REL = 1e-12
 
@@ -209,7 +211,10 @@ def _joined(
 def minimise_conditioned(
     plan: ConditionedPlan, potentials: Potentials, lazy: Sequence[Lazy] = ()
 ) -> tuple[float, Choice]:
-    """The least total of one problem, and a choice that attains it (infinite: none is allowed)."""
+    """The least total of one problem, and a choice that attains it (infinite: none is allowed).
+
+    Raises `TooWide` where too many branches are left to try.
+    """
     first = plan.first
     eliminated = eliminate(first, potentials)
     unary = {v: potentials.own[v] for v in (*plan.variables, *plan.hubs)}
@@ -233,6 +238,7 @@ class _Core:
     ) -> None:
         self.plan, self.unary, self.lazy = plan, unary, lazy
         self._known: dict[tuple[int, ...], float] = {}
+        self._n_entries = 0
         self.tables = []
         for part, table in zip(plan.parts, tables, strict=True):
             out = table.transpose(part.order)
@@ -307,6 +313,12 @@ class _Core:
         for h, own in enumerate(self.own):
             out += own[branches[:, h]] if h < level else own.min()
         largest = max([plan.core.largest, *(t.size for t in self._relaxed[0])])
+        self._n_entries += len(branches) * largest
+        if self._n_entries > MOST_ENTRIES:
+            raise TooWide(
+                f"branches on {len(plan.hubs)} hubs need more than {MOST_ENTRIES:.3g} entries",
+                hint="solve the ILP instead",
+            )
         step = max(1, CHUNK_ENTRIES // largest)
         for start in range(0, len(branches), step):
             some = slice(start, start + step)

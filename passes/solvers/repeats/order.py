@@ -74,6 +74,11 @@ class RepeatedPlan:
             (*self.once.shapes, *shapes), n_numbers,
         )  # fmt: skip
 
+    @property
+    def n_hubs(self) -> int:
+        """How many variables have their values tried."""
+        return len(self.plan.hubs) if isinstance(self.plan, ConditionedPlan) else 0
+
 
 class _Constants:
     """Constants that follow a problem's numbers in its row: zeros, and equality tables, which are 0

@@ -17,7 +17,6 @@ from autopar.passes.reshard import moves_from
 from autopar.placement import I, P, Placement, R, Spec, Split, TensorType, all_specs
 from autopar.program import (
     CallLine,
-    FreeLine,
     GatherLine,
     Line,
     MoveLine,
@@ -92,11 +91,6 @@ def test_variables_that_are_not_there_or_there_twice() -> None:
     assert at is not None
     refused(with_line(program, at), "is read before it is defined")
     refused(with_line(program, at, program.body[at], program.body[at]), "is defined twice")
-    at = position(program, FreeLine, lambda line: True)
-    assert at is not None
-    refused(with_line(program, at - 1, program.body[at], program.body[at - 1]), "read")
-    late = with_line(program, at, program.body[at], program.body[at])
-    refused(late, r"is read after it was freed\n  at line \d+: del ")
 
 
 def with_second_axis(line: MoveLine) -> MoveLine:
@@ -218,8 +212,7 @@ def test_a_loss_that_is_not_invariant() -> None:
     program = program_with(lambda p: last_move(p) is not None)
     last = last_move(program)
     assert last is not None
-    freed = FreeLine((last.source,))
-    body = tuple(x for x in program.body if x is not last and x != freed)
+    body = tuple(x for x in program.body if x is not last)
     refused(replace(program, body=body, loss=last.source), r"ends . on axis \w+, not I")
 
 
