@@ -3,11 +3,8 @@
 Gathers that stand side by side in a body are a *run*: those of a block, because lowering puts them
 at its beginning (`passes/lowering/gathers.py`). The gathers of a run that are one all_gather each,
 over the same axes and in the same dtype, are fused into calls of at most `BUCKET_BYTES`; so are the
-reduce_scatters of their gradients. All others are calls of their own.
-
-    forward     a run is gathered at its place
-    backward    again where the first line needs one of it, all that backward needs of it
-                (`rerun_lines.py`); its gradients are reduced where the reversed lines pass it
+reduce_scatters of their gradients. All others are calls of their own. `order.py` says
+when they run.
 """
 
 from __future__ import annotations

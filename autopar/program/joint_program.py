@@ -3,8 +3,8 @@
 `passes/backward` makes it from a `StageProgram`. Forward has the stage's own lines. An operator
 whose backward needs what the operator hides (the statistics of a layer norm, the log-sum-exp of
 attention) is written out as its kernels. Backward has the kernels that autograd would run, in its
-order, the reshards of gradients, the lines that run again (`rerun_lines.py`), and the parameters
-that are gathered again. Neither function needs autograd.
+order, the reshards of gradients, the lines that run again, and the parameters that are
+gathered again, where `order.py` says. Neither function needs autograd.
 """
 
 from __future__ import annotations

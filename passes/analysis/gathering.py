@@ -1,7 +1,7 @@
 """What is known of the collectives of parameters before anything is placed.
 
-They are those of ZeRO, and the return of gradients. How they run, `cost/price/overlap.py` and
-`autopar/program/rerun_lines.py` say. All that is said here holds whatever is placed, except where a
+They are those of ZeRO, and the return of gradients. How they run, `autopar/program/order.py` and
+`cost/price/overlap.py` say. All that is said here holds whatever is placed, except where a
 parameter of the first or the last block is not gathered: then its neighbours take its place. Which
 blocks are in a stage is open, so averages over all parameters are known instead, or the least.
 """

@@ -274,7 +274,7 @@ def _apart(of: Array, n_microbatches: int, period: int, use: Uses) -> tuple[floa
     """Seconds of a step in one conversion: waited for; beside compute once a step, and otherwise.
 
     `of` is a row of `path_costs`, `period` an index of `PERIODS`. Gathers of several moves do not
-    begin early (`passes/backward/gathers.py`), and what returns in later rounds is waited for.
+    begin early (`autopar/program/order.py`), and what returns in later rounds is waited for.
     """
     gathered_s, first_s, later_s = of[0], of[1] - of[5], of[5]
     fused_s, reduced_s, moves = of[2], of[3], of[4]
