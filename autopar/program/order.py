@@ -26,10 +26,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.placement import COLLECTIVES
-from autopar.program.gathers import fused_gathers, reduced_runs, runs_of
+from autopar.program.gathers import (
+    fused_gathers,
+    gathers_at,
+    numbered_module,
+    reduced_runs,
+    runs_of,
+)
 from autopar.program.once import once
-from autopar.program.regathers import regathered
-from autopar.program.stage_program import CallLine, GatherLine, StageProgram
+from autopar.program.regathers import kept_gathers, regathered
+from autopar.program.stage_program import GatherLine, StageProgram
 
 
 @dataclass(frozen=True)
@@ -169,20 +175,36 @@ def begins_early(program: StageProgram, call: Gather | Reduction) -> bool:
 
 
 def calls_beside(program: StageProgram, order: Sequence[Work]) -> frozenset[int]:
-    """The places in `order` of the calls that begin there, and end after an operator has run."""
-    began: dict[Work, int] = {}
-    operators, beside = 0, set[int]()
-    before: dict[int, int] = {}
-    for k, work in enumerate(order):
-        if isinstance(work, Start):
-            began[work.call], before[k] = k, operators
-        elif isinstance(work, Wait):
-            start = began.pop(work.call)
-            if operators > before[start]:
-                beside.add(start)
-        elif isinstance(work, Forward | Backward):
-            operators += isinstance(program.body[work.position], CallLine)
-    return frozenset(beside)
+    """The places in `order` of the calls that begin there, and that compute runs beside.
+
+    Too little compute runs before the first block's parameters are there, and after the last
+    gradients: those are waited for. In backward that is not so of gathers if the block that it
+    begins with stays gathered.
+    """
+    begun = [work.call if isinstance(work, Start) else work for work in order]
+    gathers = [k for k, call in enumerate(begun) if isinstance(call, Gather)]
+    reductions = [k for k, call in enumerate(begun) if isinstance(call, Reduction)]
+    is_backward = any(isinstance(work, Backward) for work in order)
+    stays = is_backward and bool(kept_gathers(program))
+    waited = {*_first_block(program, begun, () if stays else gathers)}
+    waited |= _first_block(program, begun, reductions[::-1])
+    begins = {k for k in (*gathers, *reductions) if isinstance(order[k], Start)}
+    return frozenset(begins - waited)
+
+
+def _first_block(program: StageProgram, begun: Sequence[Work], places: Sequence[int]) -> set[int]:
+    """The first of the calls at some places: those of one block, each parameter once."""
+    first, seen, block = set[int](), set[str](), ""
+    for k in places:
+        lines = gathers_at(program, positions_of(begun[k]))
+        parameter = lines[0].parameter
+        own = numbered_module(parameter) or parameter
+        if parameter in seen or own != (block or own):
+            break
+        block = own
+        seen.update(line.parameter for line in lines)
+        first.add(k)
+    return first
 
 
 def positions_of(work: Work) -> tuple[int, ...]:

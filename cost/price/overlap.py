@@ -1,16 +1,16 @@
 """Which collectives of a stage run beside compute, and which of them compute waits for.
 
     what                                     begins                            waited for
-    ZeRO-3 gathers and reductions            `autopar/program/order.py`        where that says
+    ZeRO-3 gathers and reductions            where `program/order.py` says     where it says
     gradients returned per microbatch        with a bucket's last gradient     after backward
     gradients returned once a step           the same, in the last backward    at the end of a step
     all others                               in their place                    in their place
 
-No compute runs after the last bucket of each kind, which ends with the first parameters. The rest
-is overlapped: it runs beside the compute of its part, and is exposed where it takes longer
-(`cost/simulate/times.py`):
+The first block's gathers, the last reductions (`calls_beside`) and the last bucket of each kind,
+which ends with the first parameters, are waited for. The rest is overlapped: it runs beside the
+compute of its part, and is exposed where it takes longer (`cost/simulate/times.py`):
 
-    waited      what no operator runs beside + last buckets + all others
+    waited      first gathers + last reductions + last buckets + all others
     overlapped  the other gathers, reductions and buckets
 
 With sync of s seconds whose last buckets take l, n = s / l buckets are priced. Blocks need not take

@@ -21,6 +21,8 @@ from autopar.program import (
     GradientMove,
     JointLine,
     KernelLine,
+    StartLine,
+    WaitLine,
     WeightGradients,
 )
 
@@ -41,7 +43,8 @@ def with_weight_gradients_last(
         line = lines[i]
         if isinstance(line, KernelLine) and line.is_forward:
             continue
-        if not isinstance(line, KernelLine | GradientMove | FusedReductions):
+        call = line.move if isinstance(line, StartLine | WaitLine) else line
+        if not isinstance(call, KernelLine | GradientMove | FusedReductions):
             continue
         made = line.writes
         users = [k for name in made for k in readers.get(name, ())]
