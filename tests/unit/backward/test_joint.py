@@ -182,6 +182,13 @@ def is_arrival(line: JointLine) -> bool:
     return isinstance(call, FusedGathers | GatherLine)
 
 
+def test_what_backward_gathers_again_is_read() -> None:
+    """Gathers follow what operators keep, before their kernels are known."""
+    for joint in (*drawn(), *planned()):
+        gathered = {x.out.name for x in members(joint.backward, GatherLine)}
+        assert gathered <= {name for line in joint.backward for name in line.reads}
+
+
 def test_gradients_are_reduced_one_block_behind() -> None:
     """A call for a block, waited for when the next one's begins, or at the end."""
     for joint in zero_3():
