@@ -363,9 +363,9 @@ def _calls(program: StageProgram, order: Sequence[Work]) -> Iterator[RankCall]:
         line, n = program.body[position], counts[position]
         match work:
             case Gather(positions) | Start(Gather(positions)):
-                calls = _gathered(gathers_at(program, positions), k in beside)
+                calls = _gather_calls(gathers_at(program, positions), k in beside)
             case Reduction(positions) | Start(Reduction(positions)):
-                calls = _reduced(gathers_at(program, positions), k in beside)
+                calls = _reduction_calls(gathers_at(program, positions), k in beside)
             case Forward(again=again):
                 calls = _line_calls(line, origin, again)
             case Backward():
@@ -400,7 +400,7 @@ def _inner_calls(line: Line, of: str, phase: str) -> list[RankCall]:
     ]
 
 
-def _gathered(lines: Sequence[GatherLine], is_beside: bool) -> list[RankCall]:
+def _gather_calls(lines: Sequence[GatherLine], is_beside: bool) -> list[RankCall]:
     """The calls of one gather, move by move."""
     names, found = ", ".join(line.parameter for line in lines), list[RankCall]()
     for moves in zip(*(line.moves for line in lines), strict=True):
@@ -410,7 +410,7 @@ def _gathered(lines: Sequence[GatherLine], is_beside: bool) -> list[RankCall]:
     return found
 
 
-def _reduced(lines: Sequence[GatherLine], is_beside: bool) -> list[RankCall]:
+def _reduction_calls(lines: Sequence[GatherLine], is_beside: bool) -> list[RankCall]:
     """The calls of one reduction, move by move; only the last one may run beside compute."""
     names, found = ", ".join(line.parameter for line in lines), list[RankCall]()
     n_left = len(lines[0].moves)

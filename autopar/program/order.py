@@ -34,7 +34,7 @@ from autopar.program.gathers import (
     runs_of,
 )
 from autopar.program.once import once
-from autopar.program.regathers import kept_gathers, regathered
+from autopar.program.regathers import kept_gathers, repeated_gathers
 from autopar.program.stage_program import GatherLine, StageProgram
 
 
@@ -88,13 +88,13 @@ Work = Forward | Backward | Gather | Reduction | Start | Wait
 @once
 def forward_order(program: StageProgram) -> tuple[Work, ...]:
     """What a rank does in forward, in order."""
-    return _gathered_ahead(program, _lines(program, range(len(program.body))))
+    return _begin_gathers_early(program, _lines(program, range(len(program.body))))
 
 
 @once
 def backward_order(program: StageProgram) -> tuple[Work, ...]:
     """What a rank does in backward, in order."""
-    anew, reduced = regathered(program), reduced_runs(program)
+    anew, reduced = repeated_gathers(program), reduced_runs(program)
     again = {segment.last: segment.again for segment in program.segments}
     order: list[Work] = []
     for i in sorted(program.differentiated, reverse=True):
@@ -106,7 +106,7 @@ def backward_order(program: StageProgram) -> tuple[Work, ...]:
         elif i in reduced:
             calls = fused_gathers(program, reduced[i][::-1], backward=True)
             order += map(Reduction, calls)
-    return _gathered_ahead(program, _reduced_behind(program, order))
+    return _begin_gathers_early(program, _delay_reductions(program, order))
 
 
 def _lines(program: StageProgram, positions: Sequence[int], again: bool = False) -> list[Work]:
@@ -120,7 +120,7 @@ def _lines(program: StageProgram, positions: Sequence[int], again: bool = False)
     return order
 
 
-def _gathered_ahead(program: StageProgram, order: Sequence[Work]) -> tuple[Work, ...]:
+def _begin_gathers_early(program: StageProgram, order: Sequence[Work]) -> tuple[Work, ...]:
     """`order`, where the gathers of each run begin when those before it are there."""
     runs, ahead = runs_of(program), list[Work]()
     at = 0  # where the run before has arrived
@@ -144,7 +144,7 @@ def _gathered_ahead(program: StageProgram, order: Sequence[Work]) -> tuple[Work,
     return tuple(ahead)
 
 
-def _reduced_behind(program: StageProgram, order: Sequence[Work]) -> list[Work]:
+def _delay_reductions(program: StageProgram, order: Sequence[Work]) -> list[Work]:
     """`order`, where the reductions of each run are waited for at those of the next."""
     behind: list[Work] = []
     under_way: list[Work] = []

@@ -15,7 +15,7 @@ from autopar.program.stage_program import CallLine, GatherLine, StageProgram, st
 
 
 @once
-def regathered(program: StageProgram) -> dict[int, tuple[tuple[int, ...], ...]]:
+def repeated_gathers(program: StageProgram) -> dict[int, tuple[tuple[int, ...], ...]]:
     """Position of an operator -> positions of the gathers that come before its backward, by run.
 
     What backward needs of a run is gathered together, where the first line needs one of it.

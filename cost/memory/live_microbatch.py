@@ -53,8 +53,8 @@ GATHERS, REDUCTIONS = "gathers under way", "reductions under way"
 # Gradients of parameters stay when the microbatch is over: of stored tensors, and of uses.
 _LASTING = ("gradients", "gradients of uses")
 
-# Kind and owner of a storage in the ledger.
-Storage = tuple[str, str]
+# A storage: its kind and its owner in the ledger.
+StorageId = tuple[str, str]
 
 
 @dataclass
@@ -63,9 +63,9 @@ class Moment:
 
     text: str = ""
     workspace_bytes: float = 0.0
-    made: list[tuple[Storage, float]] = field(default_factory=list)
-    made_after: list[tuple[Storage, float]] = field(default_factory=list)
-    ended: list[Storage] = field(default_factory=list)
+    made: list[tuple[StorageId, float]] = field(default_factory=list)
+    made_after: list[tuple[StorageId, float]] = field(default_factory=list)
+    ended: list[StorageId] = field(default_factory=list)
 
 
 class MicrobatchMemory:
@@ -111,7 +111,7 @@ class MicrobatchMemory:
                     ledger.repeat(self._before, count, _LASTING)
                     self._before = None
 
-    def _make(self, storages: Sequence[tuple[Storage, float]]) -> None:
+    def _make(self, storages: Sequence[tuple[StorageId, float]]) -> None:
         for (kind, owner), size_bytes in storages:
             if kind not in _LASTING or not self.ledger.has(kind, owner):
                 self.ledger.add(kind, owner, size_bytes)
@@ -124,8 +124,8 @@ class _Walk:
         self.program = program
         self.moments: list[Moment] = []
         self.repeats: dict[int, list[tuple[bool, int]]] = {}
-        self._last: dict[Storage, int] = {}  # the last moment that needs a storage
-        self._bytes: dict[Storage, float] = {}
+        self._last: dict[StorageId, int] = {}  # the last moment that needs a storage
+        self._bytes: dict[StorageId, float] = {}
         self._owners: dict[str, str] = {}  # variable -> owner of its storage
         self._instead: dict[str, str] = {}  # owner -> the storage that was made again in its place
         self._known: dict[str, Local] = {}
@@ -200,23 +200,23 @@ class _Walk:
                 elif isinstance(line, MoveLine):
                     self._move_backward(i, line)
             case Gather(positions, again) | Wait(Gather(positions, again)):
-                self._gathered(positions, again)
+                self._end_gather(positions, again)
             case Start(Gather(positions, again)):
-                self._gather(positions, again)
+                self._begin_gather(positions, again)
             case Reduction(positions):
                 for line in self._with_gradient(positions):
                     self._reduce_at_once(line)
             case Start(Reduction(positions)):
-                self._reduce(self._with_gradient(positions))
+                self._begin_reduction(self._with_gradient(positions))
             case Wait(Reduction(positions)):
-                self._reduced(gathers_at(self.program, positions))
+                self._end_reduction(gathers_at(self.program, positions))
 
     # Storages: made at the last moment so far, and needed there.
 
     def _moment(self, text: str = "", workspace_bytes: float = 0.0) -> None:
         self.moments.append(Moment(text, workspace_bytes))
 
-    def _make(self, storage: Storage, size_bytes: float, after: bool = False) -> None:
+    def _make(self, storage: StorageId, size_bytes: float, after: bool = False) -> None:
         assert storage not in self._bytes or storage[0] in _LASTING, f"{storage} is made twice"
         moment = self.moments[-1]
         (moment.made_after if after else moment.made).append((storage, size_bytes))
@@ -224,7 +224,7 @@ class _Walk:
         if storage[0] not in _LASTING:
             self._need(storage)
 
-    def _need(self, storage: Storage, ago: int = 0) -> None:
+    def _need(self, storage: StorageId, ago: int = 0) -> None:
         if storage in self._bytes:
             m = len(self.moments) - 1 - ago
             self._last[storage] = max(m, self._last.get(storage, 0))
@@ -270,14 +270,14 @@ class _Walk:
                 self._owners[out.name] = owner
             self._known[out.name] = out
 
-    def _storage(self, name: str) -> Storage:
+    def _storage(self, name: str) -> StorageId:
         """The storage of a variable of forward, or the one made again in its place."""
         owner = self._owners.get(name, name)
         return ACTIVATIONS, self._instead.get(owner, owner)
 
     # Communication of parameters.
 
-    def _gather(self, positions: tuple[int, ...], again: bool) -> None:
+    def _begin_gather(self, positions: tuple[int, ...], again: bool) -> None:
         """Buffers of a call that begins: its results, and if it is fused the flat ones."""
         self._moment("gathering")
         lines = gathers_at(self.program, positions)
@@ -285,7 +285,7 @@ class _Walk:
         shards = whole / self._n_ranks(lines) if len(lines) > 1 else 0.0
         self._make(_handle(lines, again), whole + shards)
 
-    def _gathered(self, positions: tuple[int, ...], again: bool) -> None:
+    def _end_gather(self, positions: tuple[int, ...], again: bool) -> None:
         lines = gathers_at(self.program, positions)
         self._need(_handle(lines, again), ago=1)
         fused = float(sum(line.out.size_bytes for line in lines))
@@ -299,7 +299,7 @@ class _Walk:
         lines = gathers_at(self.program, positions)
         return [line for line in lines if line.out.name in self._gradient_of]
 
-    def _reduce(self, lines: Sequence[GatherLine]) -> None:
+    def _begin_reduction(self, lines: Sequence[GatherLine]) -> None:
         """Gradients go into the buffers of a call that begins."""
         if not lines:
             return
@@ -314,7 +314,7 @@ class _Walk:
             self._need((GRADIENTS, self._gradient_of.pop(line.out.name)))
         self._make((REDUCTIONS, lines[0].out.name), under_way, after=True)
 
-    def _reduced(self, lines: Sequence[GatherLine]) -> None:
+    def _end_reduction(self, lines: Sequence[GatherLine]) -> None:
         """Results of a call that ended; those of a fused one are views, so they are copied."""
         handle = REDUCTIONS, lines[0].out.name
         if handle not in self._bytes:
@@ -446,7 +446,7 @@ def _place(program: StageProgram, work: Work) -> int | None:
     return next((k for k, r in enumerate(program.repeats) if r.start <= i < r.stop), None)
 
 
-def _handle(lines: Sequence[GatherLine], again: bool) -> Storage:
+def _handle(lines: Sequence[GatherLine], again: bool) -> StorageId:
     return GATHERS, f"{lines[0].out.name} again" if again else lines[0].out.name
 
 

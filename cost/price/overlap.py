@@ -63,11 +63,11 @@ def overlap_of(program: StageProgram) -> Overlap:
     n_micro, micro_waits, micro_last = _returned(program, "micro", calls.backward)
     _, step_waits, step_last = _returned(program, "step", calls.after)
     inside = calls.backward[: len(calls.backward) - n_micro]
-    within = _beside(inside)
+    within = _split(inside)
     sync = _apart(calls.backward[len(inside) :], [*micro_waits, *micro_last])
     return Overlap(
         calls.before,
-        _beside(calls.forward),
+        _split(calls.forward),
         Apart(within.waited + sync.waited, within.overlapped + sync.overlapped),
         _apart(calls.after, step_waits),
         tuple(step_last),
@@ -96,7 +96,7 @@ def _returned(
     return len(fused), [c for b, c in found if b.round], list(last.values())
 
 
-def _beside(calls: Calls) -> Apart:
+def _split(calls: Calls) -> Apart:
     """The calls that compute waits for, and those that it runs beside."""
     return Apart(
         tuple(call for call in calls if not call.is_beside),

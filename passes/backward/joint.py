@@ -273,7 +273,7 @@ class _Walk:
             return
         gradients = [self._in_reduced_dtype(line) for line in lines]
         if len(lines) == 1:
-            members = self._reduced_alone(lines[0], gradients[0])
+            members = self._storage_moves(lines[0], gradients[0])
             self.backward += members[:-1]
             reduction: GradientMove | FusedReductions = members[-1]
         else:
@@ -285,7 +285,7 @@ class _Walk:
         results = dict(zip([line.source for line in lines], members[-len(lines) :], strict=True))
         if begun is None:
             self.backward.append(reduction)
-            self._add_reduced(results)
+            self._add_results(results)
         else:
             self.backward.append(StartLine(reduction, _handle(reduction)))
             self.under_way[begun] = WaitLine(reduction, _handle(reduction)), results
@@ -295,9 +295,9 @@ class _Walk:
         if call in self.under_way:
             line, results = self.under_way.pop(call)
             self.backward.append(line)
-            self._add_reduced(results)
+            self._add_results(results)
 
-    def _add_reduced(self, results: Mapping[str, GradientMove]) -> None:
+    def _add_results(self, results: Mapping[str, GradientMove]) -> None:
         for source, member in results.items():
             self._add(source, member.out.name, self._reduced_meta(member))
 
@@ -316,7 +316,7 @@ class _Walk:
         self.gradient_metas[cast.name] = meta._replace(dtype=dtype)
         return cast.name
 
-    def _reduced_alone(self, line: GatherLine, gradient: str) -> list[GradientMove]:
+    def _storage_moves(self, line: GatherLine, gradient: str) -> list[GradientMove]:
         """The moves of one parameter's gradient on its way to storage."""
         inputs = [self.locals[line.source], *(move.out for move in line.moves[:-1])]
         members: list[GradientMove] = []
