@@ -178,7 +178,8 @@ class Levels:
 
     def impossible(self, error: InfeasibleError, candidate: Candidate) -> Parts:
         """Nothing of a candidate fits, or is allowed."""
-        self.errors.append((error, candidate))
+        # Its traceback would keep the frames of the search, and all that they hold.
+        self.errors.append((error.with_traceback(None), candidate))
         return []
 
 

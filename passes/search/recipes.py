@@ -118,13 +118,13 @@ class RecipeNodes:
             evaluator, leanest = self._evaluators[-1], series[-1][-1]
             least_bytes = evaluator.size_bound_bytes(leanest)
             error = too_little_memory(evaluator.budget_bytes, least_bytes, leanest.name)
-            self.levels.errors.append((error, leanest))
+            self.levels.impossible(error, leanest)
             return []
         evaluator, candidate = self._evaluators[0], series[0][0]
         try:
             free = evaluator.placed(candidate, None)
         except InfeasibleError as impossible:
-            self.levels.errors.append((impossible, candidate))
+            self.levels.impossible(impossible, candidate)
             return []
         is_small = first[0] is evaluator and first[1] is candidate
         if is_small and within(evaluator.budget_bytes, free.size_bytes):
@@ -162,7 +162,7 @@ class RecipeNodes:
                 continue
             return [self._leaf(node, placed, evaluator, attempts)]
         if last is not None:
-            self.levels.errors.append(last)
+            self.levels.impossible(*last)
         return []
 
     def _leaf(
@@ -182,7 +182,7 @@ class RecipeNodes:
         try:
             return [self.levels.simulator.on(evaluator).simulated(placed)]
         except InfeasibleError as error:
-            self.levels.errors.append((error, placed.candidate))
+            self.levels.impossible(error, placed.candidate)
             return self._tried(node, attempts)
 
 

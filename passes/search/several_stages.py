@@ -135,7 +135,7 @@ class SeveralStages:
             chosen = self._evaluator.solved_stage(candidate, stage, limit_s)
         except InfeasibleError as error:
             if error.least_bytes is not None:  # else the constraints: nothing can be said of one
-                self.levels.errors.append((error, candidate))
+                self.levels.impossible(error, candidate)
             return StageBound(math.inf, math.inf)
         self._n_in_vain += chosen.n_variables
         if not chosen.settled:
@@ -154,7 +154,7 @@ class SeveralStages:
         try:
             return self.levels.simulator.fit_to_budget(placed, limit_s)
         except InfeasibleError as error:
-            self.levels.errors.append((error, candidate))
+            self.levels.impossible(error, candidate)
             return None
 
     @property
