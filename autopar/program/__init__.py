@@ -104,7 +104,6 @@ from autopar.program.order import (
     Wait,
     Work,
     backward_order,
-    begins_early,
     forward_order,
     positions_of,
 )
@@ -227,7 +226,6 @@ __all__ = [
     "Workspace",
     "backward_order",
     "batch_shards",
-    "begins_early",
     "block_of",
     "buckets",
     "communications",

@@ -9,8 +9,7 @@ Parameters of ZeRO-3 are gathered and their gradients reduced run by run (`gathe
 compute. A run is a block's parameters, so its communication takes as long as its neighbour's
 compute:
 
-    gathers       run 2 begins when run 1 is there; the first run of backward, unless backward
-                  begins with it, when backward begins
+    gathers       run 1 begins with forward, or with backward; run 2 when run 1 is there
     reductions    those of run 2 are waited for when those of run 1 begin, or at the end
 
 So at most two runs are whole at once. A parameter that needs several moves to be whole is not
@@ -137,7 +136,7 @@ def _begin_gathers_early(program: StageProgram, order: Sequence[Work]) -> tuple[
                 break
             calls.append(call)
             k += 1
-        early = [call for call in calls if at < len(ahead) and begins_early(program, call)]
+        early = [call for call in calls if at < len(ahead) and _begins_early(program, call)]
         ahead[at:at] = map(Start, early)
         ahead += (Wait(call) if call in early else call for call in calls)
         at = len(ahead)
@@ -156,7 +155,7 @@ def _delay_reductions(program: StageProgram, order: Sequence[Work]) -> list[Work
             if not isinstance(before, Reduction):
                 behind += under_way
                 under_way = []
-            if begins_early(program, work):
+            if _begins_early(program, work):
                 behind.append(Start(work))
                 under_way.append(Wait(work))
             else:
@@ -165,7 +164,7 @@ def _delay_reductions(program: StageProgram, order: Sequence[Work]) -> list[Work
     return behind + under_way
 
 
-def begins_early(program: StageProgram, call: Gather | Reduction) -> bool:
+def _begins_early(program: StageProgram, call: Gather | Reduction) -> bool:
     """May compute run between the beginning of a call, or of its last move, and its end?"""
     line = program.body[call.positions[0]]
     assert isinstance(line, GatherLine)

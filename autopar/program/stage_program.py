@@ -2,9 +2,9 @@
 
 A strategy says where tensors live. A `StageProgram` says what each rank does: it converts
 parameters from storage, reshards a tensor at the first use of a spec and shares the result with all
-consumers of that spec, and runs operators on local shapes. The generated source,
-the predicted time, `plan.collectives()` and the verifier all read the same lines: what is printed
-is what is priced is what runs.
+consumers of that spec, and runs operators on local shapes. `order.py` says in which order, both
+ways. The generated source, the predicted time, `plan.collectives()` and the verifier all read the
+same lines: what is printed is what is priced is what runs.
 """
 
 from __future__ import annotations

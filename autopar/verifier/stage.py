@@ -195,7 +195,7 @@ class _Checker:
         """Raise unless the lines that run again may do so, before one that has a backward."""
         body, where = self.program.body, f"segment {segment.name}"
         if not set(segment.again) <= set(range(segment.start, segment.stop)):
-            raise _error(f"lines {sorted(segment.again)} are not all of it", where)
+            raise _error(f"of lines {sorted(segment.again)} some are outside of it", where)
         for line in (body[i] for i in segment.again):
             if isinstance(line, DetachLine) or (
                 isinstance(line, MoveLine) and line.phase != "forward"

@@ -21,7 +21,6 @@ from autopar.program import (
     FreeLine,
     FunctionBackward,
     GatherLine,
-    GradientMove,
     JointLine,
     JointProgram,
     KernelLine,
@@ -190,7 +189,8 @@ def _without_unread(lines: Sequence[JointLine], read: Collection[str]) -> list[J
 
 def _with_views(forward: Sequence[JointLine], backward: Sequence[JointLine]) -> list[JointLine]:
     """Backward, where views of parameters that it gathers are made again before they are read."""
-    gathered = {x.out.name for line in backward for x in communications(line) if _gathers(x)}
+    calls = (call for line in backward for call in communications(line))
+    gathered = {call.out.name for call in calls if isinstance(call, GatherLine)}
     views: dict[str, JointLine] = {}
     for line in forward if gathered else ():
         if isinstance(line, CallLine):
@@ -221,10 +221,6 @@ def _with_views(forward: Sequence[JointLine], backward: Sequence[JointLine]) -> 
         found.append(line)
         there.update(line.writes)
     return found
-
-
-def _gathers(line: GatherLine | GradientMove) -> bool:
-    return isinstance(line, GatherLine)
 
 
 def _undefined(

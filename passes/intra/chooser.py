@@ -252,7 +252,7 @@ class Chooser:
         """
         if by:
             return _WrittenOut(whole.problems.of(place, ask.n_in_flight), by)
-        if not whole.problems.repeats and (whole.plan is None or whole.plan.n_hubs):
+        if not whole.problems.repeats and whole.plan is None:
             raise TooWide("elimination of a program without repeated blocks would take long")
         solvers, key = self._solvers.setdefault(whole, {}), (place, ask.n_in_flight)
         if key not in solvers:

@@ -392,7 +392,7 @@ def test_faults_of_segments_are_found() -> None:
     every = _with(stage, replace(first, again=tuple(lines)), others)
     faults: list[tuple[StageProgram, str]] = [
         (_with(stage, replace(first, stop=move + 1, again=()), others), "needs nothing"),
-        (_with(stage, replace(first, again=(first.stop,)), others), "are not all of it"),
+        (_with(stage, replace(first, again=(first.stop,)), others), "some are outside of it"),
         (replace(stage, segments=(*others, first)), "no range of the body"),
         (replace(every, body=body), "cannot run again"),
     ]

@@ -71,11 +71,15 @@ def solve_repeated(
 
 
 def quick_plan(problems: RepeatedProblems) -> RepeatedPlan | None:
-    """The plan for the problems as they are; None: elimination would take long."""
+    """The plan for the problems as they are; None: elimination would take long.
+
+    That of a program without repeated blocks must not try values of hubs: others are quicker then.
+    """
     try:
-        return RepeatedPlan(problems, QUICK)
+        plan = RepeatedPlan(problems, QUICK)
     except TooWide:
         return None
+    return plan if problems.repeats or not plan.n_hubs else None
 
 
 class RepeatedSolver:
