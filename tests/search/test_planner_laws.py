@@ -208,7 +208,7 @@ def test_another_hash_seed_gives_the_same_bytes(
     assert first == second
 
 
-@pytest.mark.parametrize("memory_limit", [None, 150_000])
+@pytest.mark.parametrize("memory_limit", [None, 80_000])
 def test_planning_leaves_no_cycle(memory_limit: int | None) -> None:
     """What a search made is freed with its plan, without the garbage collector; also where some
     candidates do not fit."""
@@ -217,7 +217,7 @@ def test_planning_leaves_no_cycle(memory_limit: int | None) -> None:
     gc.collect()
     gc.disable()
     try:
-        autopar.plan(Mlp(width=64, n_layers=4), mesh, batch, memory_limit=memory_limit)
+        autopar.plan(Mlp(width=64, n_layers=2), mesh, batch, memory_limit=memory_limit)
         gc.set_debug(gc.DEBUG_SAVEALL)
         gc.collect()
         kept = {
