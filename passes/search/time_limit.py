@@ -9,6 +9,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 
 
+# Of the limit: what a plan takes after its search, the plan as text among it.
+_AFTER_SEARCH = 0.02
+
+
 class TimeUp(Exception):
     """The time of a search has passed, and there is a plan."""
 
@@ -23,10 +27,11 @@ class TimeLimit:
 
     @staticmethod
     def after(seconds: float | None, spent_s: float = 0.0) -> TimeLimit:
-        """Of the seconds, `spent_s` have passed; a third are left at least. None: no limit."""
+        """Of the seconds of a plan, `spent_s` have passed. The search has a third of them at least.
+        None: no limit."""
         if seconds is None:
             return TimeLimit()
-        left_s = max(seconds - spent_s, seconds / 3)
+        left_s = max(seconds * (1 - _AFTER_SEARCH) - spent_s, seconds / 3)
         return TimeLimit(time.perf_counter() + left_s)
 
     @property
