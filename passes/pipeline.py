@@ -11,7 +11,7 @@
     lower          Placed, PlanData                      -> Unverified
     verify         Unverified                            -> Pipeline
     price          Pipeline, Placed, ...                 -> Predicted
-    differentiate  Pipeline, Target                      -> Differentiated
+    differentiate  Pipeline, Placed, Target              -> Differentiated
     emit           Differentiated                        -> Sources
 
 `plan`, `parallelize` and `Plan.bind` run this list (`PASSES`); a pass runs when its fact is first
@@ -73,7 +73,7 @@ from autopar.passes.facts import (
     Unverified,
 )
 from autopar.passes.inter import Candidate
-from autopar.passes.lowering import PlacedStage, join, stage_record
+from autopar.passes.lowering import PlacedStage, in_few, join, stage_record
 from autopar.passes.search import Planner, PlanningResult
 from autopar.plans import MANUAL, PlanData, Predicted, StageRecord
 from autopar.program import Pipeline, Program
@@ -317,14 +317,17 @@ class Price(Pass):
 class Differentiate(Pass):
     """Write out the backward of every stage, and verify it.
 
-    Lines of backward are kernels, reshards, and what runs or is gathered again.
+    Lines of backward are kernels, reshards, and what runs or is gathered again. A deep stage has
+    those of few of its repeated blocks.
     """
 
-    requires = (Pipeline, Target)
+    requires = (Pipeline, Placed, Target)
     provides = (Differentiated,)
 
     def run(self, facts: Compilation) -> Iterable[object]:
-        yield Differentiated(proved(facts[Pipeline], facts[Target].device))
+        pipeline, placed = facts[Pipeline], facts[Placed].stages
+        few = [in_few(s, bool(w.outputs)) for s, w in zip(placed, pipeline.stages, strict=True)]
+        yield Differentiated(proved(pipeline, facts[Target].device, few))
 
 
 @dataclass(frozen=True)

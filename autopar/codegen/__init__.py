@@ -10,6 +10,6 @@ Hands on `emit` (the source of one stage) and `file_name`.
 """
 
 from autopar.codegen.fold import Folded, unfolded
-from autopar.codegen.source import emit, file_name
+from autopar.codegen.source import emit, file_name, prints_all
 
-__all__ = ["Folded", "emit", "file_name", "unfolded"]
+__all__ = ["Folded", "emit", "file_name", "prints_all", "unfolded"]

@@ -46,7 +46,12 @@ class Statement(NamedTuple):
 
 @dataclass(frozen=True)
 class Piece:
-    """Statements `start` to `stop` of a block; `i` is the block's number among its like."""
+    """Statements `start` to `stop` of a block.
+
+    i        the block's place among its like that have statements
+    number   its number among all its like
+    count    for how many blocks it stands, from this one on
+    """
 
     start: int
     stop: int
@@ -55,6 +60,8 @@ class Piece:
     i: int
     names: tuple[str, ...]
     numbers: tuple[int, ...]
+    number: int
+    count: int
 
 
 @dataclass(eq=False)
@@ -74,6 +81,10 @@ class Template:
 
     def __post_init__(self) -> None:
         self.first = min(self.pieces, key=lambda piece: piece.i)
+
+    @property
+    def n_blocks(self) -> int:
+        return sum(piece.count for piece in self.pieces)
 
 
 def without_wide_frees(statements: Sequence[Statement]) -> list[Statement]:
@@ -115,25 +126,41 @@ def del_row(names: Sequence[str]) -> str:
     return f"    del {', '.join(names)}"
 
 
-def block_numbers(statements: Iterable[Statement]) -> dict[str, int]:
-    """Block -> its number among those that differ in the last word alone."""
+class BlockNumber(NamedTuple):
+    """As in `Piece`."""
+
+    i: int
+    number: int
+    count: int
+
+
+def block_numbers(
+    statements: Iterable[Statement], stands_for: Mapping[str, int]
+) -> dict[str, BlockNumber]:
+    """Block -> its number among those that differ in the last word alone.
+
+    `stands_for` says for how many blocks one stands.
+    """
     found: dict[str, set[int]] = {}
     for s in statements:
         if s.block:
             stem, _, number = s.block.rpartition(".")
             found.setdefault(stem, set()).add(int(number))
-    return {
-        f"{stem}.{number}" if stem else str(number): i
-        for stem, numbers in found.items()
-        for i, number in enumerate(sorted(numbers))
-    }
+    numbered: dict[str, BlockNumber] = {}
+    for stem, numbers in found.items():
+        before = 0
+        for i, number in enumerate(sorted(numbers)):
+            block = f"{stem}.{number}" if stem else str(number)
+            numbered[block] = BlockNumber(i, before, stands_for.get(block, 1))
+            before += numbered[block].count
+    return numbered
 
 
 def templates(
     statements: Sequence[Statement],
     variables: Collection[str],
     parameters: Mapping[str, int],
-    numbers: Mapping[str, int],
+    numbers: Mapping[str, BlockNumber],
 ) -> list[Template]:
     """The equal pieces of a function, cut where they save most lines.
 
@@ -154,7 +181,7 @@ def templates(
 def _lines_saved(statements: Sequence[Statement], template: Template) -> int:
     first = template.first
     n_rows = sum(len(s.rows) for s in statements[first.start : first.stop])
-    return n_rows * (len(template.pieces) - 1)
+    return n_rows * (template.n_blocks - 1)
 
 
 Cut = list[tuple[int, int, Work, str]]
@@ -223,7 +250,7 @@ def _equal(
     parts: Sequence[_Parts],
     cut: Cut,
     parameters: Mapping[str, int],
-    numbers: Mapping[str, int],
+    numbers: Mapping[str, BlockNumber],
 ) -> list[Template]:
     """The templates of a cut."""
     alike: dict[tuple[object, ...], list[Piece]] = {}
@@ -237,14 +264,16 @@ def _equal(
         )
         stem = _stem(block)
         values = tuple(number for part in own for number in part.numbers)
-        piece = Piece(start, stop, work, block, numbers[block], tuple(number_of), values)
+        i, number, count = numbers[block]
+        piece = Piece(start, stop, work, block, i, tuple(number_of), values, number, count)
         alike.setdefault(
             (stem, work, tuple(part.text for part in own if part.text), order), []
         ).append(piece)
     found: list[Template] = []
     for pieces in alike.values():
         blocks = {piece.block for piece in pieces}
-        if len(pieces) < LEAST_PIECES or len(blocks) < len(pieces):
+        n_blocks = sum(piece.count for piece in pieces)
+        if n_blocks < LEAST_PIECES or len(pieces) < 2 or len(blocks) < len(pieces):
             continue
         lines = _on_lines(pieces, [piece.numbers for piece in pieces])
         own_parameters = [[parameters.get(name, -1) for name in piece.names] for piece in pieces]
@@ -258,11 +287,11 @@ def _on_lines(
     pieces: Sequence[Piece], values: Sequence[Sequence[int]]
 ) -> tuple[tuple[int, int], ...] | None:
     """(value in block 0, what each block adds) of each column; None if one doesn't grow evenly."""
-    (a, b), found = (pieces[0].i, pieces[1].i), list[tuple[int, int]]()
+    (a, b), found = (pieces[0].number, pieces[1].number), list[tuple[int, int]]()
     for column in zip(*values, strict=True):
         step, rest = divmod(column[1] - column[0], b - a)
         base = column[0] - a * step
-        if rest or any(v != base + step * p.i for v, p in zip(column, pieces, strict=True)):
+        if rest or any(v != base + step * p.number for v, p in zip(column, pieces, strict=True)):
             return None
         found.append((base, step))
     return tuple(found)

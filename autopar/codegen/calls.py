@@ -12,12 +12,14 @@ Calls that repeat, a block further each time, are a loop:
 
 What a function takes from statements is put into a list before its call; what statements take of
 its lists is taken out after it.
+
+A block that stands for others (`JointProgram.stands_for`) has the calls of all of them.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from autopar.codegen.blocks import LEAST_PIECES, Piece, Statement, affine, del_row
 from autopar.codegen.flow import BlockFunction, Channel, Part, Place
@@ -27,7 +29,8 @@ _MOST_CALLS = 16  # in a loop
 
 
 class UnfoldableError(Exception):
-    """A list would hold the values of two blocks at once."""
+    """A list would hold the values of two blocks at once, or a block that stands for others is not
+    all calls."""
 
 
 @dataclass(frozen=True)
@@ -44,22 +47,41 @@ class _Call:
     late: tuple[str, ...]
     is_apart: bool
 
+    @property
+    def place(self) -> tuple[str, int]:
+        """The stem of its block, and the block's place among its like."""
+        return self.function.template.stem, self.piece.i
+
+    @property
+    def computes(self) -> bool:
+        return self.piece.work == "compute"
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing stands between this call and those beside it."""
+        return not (self.packed or self.unpacked or self.late or self.is_apart)
+
+    def moved(self, n: int) -> _Call:
+        """The call of the block that is `n` further."""
+        return replace(self, piece=replace(self.piece, number=self.piece.number + n)) if n else self
+
 
 @dataclass
 class Main:
-    """`calls` gives the words of a call: its function's name, its arguments in block `i`.
-
-    `arguments` are those besides the lists.
-    """
+    """`name_of` and `arguments` give the words of a call, besides its lists."""
 
     part: Part
     saved: frozenset[Place]
+    stands_for: Mapping[str, int]
     name_of: Mapping[BlockFunction, str]
     arguments: Callable[[BlockFunction, Callable[[int, int], str]], list[str]]
     live: set[Channel] = field(default_factory=set)
 
     def rows(self) -> list[str]:
         calls = self._calls()
+        for block in self.stands_for:
+            calls = _with_copies(calls, block)
+        self._check_blocks()
         out: list[str] = []
         at, k = 0, 0
         while k < len(calls):
@@ -95,6 +117,13 @@ class Main:
         is_apart = any(s.rows for s in self.part.statements[at : piece.start])
         return _Call(piece, f, packed, tuple(unpacked), late, is_apart)
 
+    def _check_blocks(self) -> None:
+        """Raise `UnfoldableError` if a block that stands for others has statements of its own."""
+        inside = {i for p, _ in self.part.calls() for i in range(p.start, p.stop)}
+        for i, s in enumerate(self.part.statements):
+            if s.rows and s.block in self.stands_for and i not in inside:
+                raise UnfoldableError(s.block)
+
     def _loop(self, calls: Sequence[_Call], k: int) -> tuple[int, int, int]:
         """(first call, calls in the body, rounds) of the longest loop that begins about here."""
         best = (k, 1, 1)
@@ -119,7 +148,7 @@ class Main:
             base = calls[start : start + n_calls]
             if any(a.function is not b.function for a, b in zip(own, base, strict=True)):
                 break
-            moved = {a.piece.i - b.piece.i for a, b in zip(own, base, strict=True)}
+            moved = {a.piece.number - b.piece.number for a, b in zip(own, base, strict=True)}
             if count == 1:
                 step = next(iter(moved))
             if len(moved) != 1 or (count and (moved != {step * count} or abs(step) != 1)):
@@ -141,22 +170,23 @@ class Main:
             for channel in call.packed:
                 self._fill(channel)
                 names = [call.piece.names[k] for k in channel.taken]
-                variable = _variable(channel, str(call.piece.i - channel.distance))
+                variable = _variable(channel, str(call.piece.number - channel.distance))
                 out += [*listed(f"    {variable} = [", names, "]"), del_row(names)]
         self._check(calls)
         body = calls[:n_calls]
-        i = next((c.piece.i for c in body if c.function.template.work == "compute"), None)
-        i = body[0].piece.i if i is None else i
+        numbers = (c.piece.number for c in body if c.function.template.work == "compute")
+        i = next(numbers, body[0].piece.number)
         if is_loop:
-            rounds, step = len(calls) // n_calls, calls[n_calls].piece.i - body[0].piece.i
+            step = calls[n_calls].piece.number - body[0].piece.number
+            rounds = len(calls) // n_calls
             out.append(f"    for i in {_range(i, rounds, step)}:")
         for call in body:
-            out.append(self._row(call, call.piece.i - i if is_loop else None))
+            out.append(self._row(call, call.piece.number - i if is_loop else None))
         last = calls[-n_calls:]
         for call in last:
             for channel in call.unpacked:
                 names = [call.piece.names[k] for k in channel.made]
-                variable = _variable(channel, str(call.piece.i))
+                variable = _variable(channel, str(call.piece.number))
                 out += listed("    ", names, f" = {variable}")
                 out.append(del_row([variable]))
         late = [name for call in last for name in call.late]
@@ -185,7 +215,7 @@ class Main:
         def block(distance: int = 0) -> str:
             """The block that is `distance` before that of the call."""
             if ahead is None:
-                return str(call.piece.i - distance)
+                return str(call.piece.number - distance)
             n = ahead - distance
             return f"i {'+' if n > 0 else '-'} {abs(n)}" if n else "i"
 
@@ -199,6 +229,42 @@ class Main:
         left = ", ".join(_variable(channel, block()) for channel in f.outputs)
         row = f"{self.name_of.get(f, f.name)}({words})"
         return (" " * (4 if ahead is None else 8)) + (f"{left} = {row}" if left else row)
+
+
+def _with_copies(calls: Sequence[_Call], block: str) -> list[_Call]:
+    """The calls, where those of `block` repeat for all blocks that it stands for.
+
+    What repeats is as long as from one block's last call that computes to the next one's. Raises
+    `UnfoldableError` if other things are between these calls, or beside them.
+    """
+    own = [k for k, c in enumerate(calls) if c.computes and c.piece.block == block]
+    if not own:
+        raise UnfoldableError(block)
+    (stem, i), n_more = calls[own[0]].place, calls[own[0]].piece.count - 1
+    near = [k for k, c in enumerate(calls[: own[0]]) if c.computes and c.place[0] == stem]
+    start, stop = (near[-1] + 1 if near else 0), own[-1] + 1
+    step = i - calls[near[-1]].piece.i if near else 0
+
+    def ahead(c: _Call) -> int:
+        return (c.piece.i - i) * step if c.place[0] == stem else 0
+
+    def is_next(c: _Call, before: _Call) -> bool:
+        return c.function is before.function and c.piece.i == before.piece.i + step
+
+    while abs(step) == 1:
+        before, body, after = calls[:start], calls[start:stop], calls[stop:]
+        is_plain = all(c.is_plain and c.place[0] == stem for c in body)
+        if is_plain and all(ahead(c) <= 0 for c in before) and all(ahead(c) >= 0 for c in after):
+            copies = range(n_more + 1)[::step]  # backward has the last one first
+            return [
+                *(c.moved(copies[0]) if c.piece.block == block else c for c in before),
+                *(c.moved(n - n_more if c.piece.i > i else n) for n in copies for c in body),
+                *(c.moved(copies[-1]) if c.piece.block == block else c for c in after),
+            ]
+        if not after or not is_next(after[0], body[0]):
+            break
+        start, stop = start + 1, stop + 1
+    raise UnfoldableError(block)
 
 
 def _variable(channel: Channel, maker: str) -> str:

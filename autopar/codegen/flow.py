@@ -155,8 +155,8 @@ def _slice(
         return None
     a, b, *_ = template.pieces
     first = [parameters[a.names[k]] for k in positions]
-    stride = (parameters[b.names[positions[0]]] - first[0]) // (b.i - a.i)
-    start = min(first) - stride * a.i
+    stride = (parameters[b.names[positions[0]]] - first[0]) // (b.number - a.number)
+    start = min(first) - stride * a.number
     return start, start + max(first) - min(first) + 1, stride
 
 
@@ -218,8 +218,9 @@ def link(forward: Part, backward: Part, saved: Collection[Place]) -> None:
             if way is not None and of[way.function].get(way.k) == _Way(f, k, -way.distance):
                 ways.setdefault((way.function, way.distance), []).append((k, way.k))
             else:
-                n_saved = sum(Place(f, piece.i, k) in saved for piece in f.template.pieces)
-                alone.setdefault(2 * n_saved > len(f.template.pieces), []).append(k)
+                pieces = [p for p in f.template.pieces if Place(f, p.i, k) in saved]
+                n_saved = sum(piece.count for piece in pieces)
+                alone.setdefault(2 * n_saved > f.template.n_blocks, []).append(k)
         for (taker, distance), pairs in ways.items():
             is_saved = f in forward.functions and taker in backward.functions
             made, taken = zip(*pairs, strict=True)
@@ -236,15 +237,12 @@ def link(forward: Part, backward: Part, saved: Collection[Place]) -> None:
 def _usual(
     f: BlockFunction, positions: Sequence[int], ways: Mapping[Place, Place | None]
 ) -> dict[int, _Way]:
-    """The way of most pieces at these positions."""
-    counts = Counter(
-        tuple(
-            None if (end := ways.get(Place(f, p.i, k))) is None
-            else _Way(end.function, end.k, end.i - p.i)
-            for k in positions
-        )
-        for p in f.template.pieces
-    )  # fmt: skip
+    """The way of most blocks at these positions."""
+    counts = Counter[tuple[_Way | None, ...]]()
+    for p in f.template.pieces:
+        ends = [ways.get(Place(f, p.i, k)) for k in positions]
+        way = tuple(e and _Way(e.function, e.k, e.i - p.i) for e in ends)
+        counts[way] += p.count
     ((most, _),) = counts.most_common(1)
     return {k: way for k, way in zip(positions, most, strict=True) if way is not None}
 

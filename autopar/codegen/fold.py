@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.codegen.blocks import Statement, block_numbers, templates, without_frees
-from autopar.codegen.calls import is_handed_on
+from autopar.codegen.calls import UnfoldableError, is_handed_on
 from autopar.codegen.flow import (
     Channel,
     Part,
@@ -53,11 +53,15 @@ def fold(
     parameters: Sequence[str],
     saved: Sequence[str],
     returned: Iterable[str],
+    stands_for: Mapping[str, int],
 ) -> Folded:
-    """The functions of equal pieces; `returned` are the results of forward besides `saved`."""
+    """The functions of equal pieces; `returned` are the results of forward besides `saved`.
+
+    Raises `UnfoldableError` if a value of a block that stands for others is saved apart.
+    """
     position = {name: i for i, name in enumerate(parameters)}
     variables = {n for s in (*forward, *backward) for n in (*s.reads, *s.writes)}
-    numbers = block_numbers((*forward, *backward))
+    numbers = block_numbers((*forward, *backward), stands_for)
     parts: list[Part] = []
     for statements, word in ((forward, "forward"), (backward, "backward")):
         # Frees of parameters end nothing: `parameters` has them.
@@ -88,9 +92,16 @@ def fold(
                 continue
             stored.update(of_block)
             if not is_handed_on(ahead, channel, piece.i, "maker"):
+                if piece.count > 1:
+                    raise UnfoldableError(piece.block)
                 names = tuple(piece.names[k] for k in channel.made)
-                unpacked.append((channel, piece.i, names))
+                unpacked.append((channel, piece.number, names))
     alone = tuple(n for n in saved if places.get(n) not in stored and n not in taken_inside)
+    several = {(f, p.i) for f in ahead.functions for p in f.template.pieces if p.count > 1}
+    for name in alone:
+        place = places.get(name)
+        if place is not None and (place.function, place.i) in several:
+            raise UnfoldableError(name)
     return Folded(ahead, behind, alone, frozenset(stored), channels, tuple(unpacked))
 
 

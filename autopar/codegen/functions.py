@@ -91,7 +91,7 @@ class FunctionPrinter:
         """The parameters of the first block; `_` for one that it does not read."""
         assert f.parameters is not None
         start, stop, stride = f.parameters
-        ahead = stride * f.template.first.i
+        ahead = stride * f.template.first.number
         read = {f.template.first.names[k] for k in f.of_parameters}
         found = []
         for local, origin in self.parameters[start + ahead : stop + ahead]:

@@ -78,6 +78,15 @@ def emit(joint: JointProgram, stage: int = 0, n_stages: int = 1) -> str:
     return text
 
 
+def prints_all(joint: JointProgram) -> bool:
+    """Are blocks that stand for others calls of functions, so that calls of the others follow?"""
+    try:
+        _ = _Source(joint).folded
+    except UnfoldableError:
+        return False
+    return True
+
+
 @dataclass(frozen=True)
 class _Source:
     joint: JointProgram
@@ -195,17 +204,20 @@ class _Source:
         names = [local.name for local, _ in self._taken_parameters()]
         ahead, behind = without_wide_frees(forward), without_wide_frees(backward)
         returned = self.program.returned.union(self._taken_at_end)
-        folded = fold(ahead, behind, names, joint.saved, returned)
         try:
+            folded = fold(ahead, behind, names, joint.saved, returned, joint.stands_for)
             for part in (folded.forward, folded.backward):
                 self._main(folded, part)
         except UnfoldableError:
+            if joint.stands_for:
+                raise
             return unfolded(forward, backward, joint.saved)
         return folded
 
     def _main(self, folded: Folded, part: Part) -> list[str]:
         """The statements and calls of forward or of backward."""
-        return Main(part, folded.stored, self.names, self._printer(part).arguments).rows()
+        arguments, stands_for = self._printer(part).arguments, self.joint.stands_for
+        return Main(part, folded.stored, stands_for, self.names, arguments).rows()
 
     @cached_property
     def names(self) -> dict[BlockFunction, str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
 
@@ -255,6 +255,8 @@ class JointProgram:
                  each sent value; None where no gradient is taken
     backward     takes `saved` and `cotangents`, and hands over the gradients of the variables that
                  `taken` lists, each as soon as it is complete
+    stands_for   block (`model.layers.2`) -> of how many blocks its lines are, from it on; the others
+                 of them have no lines
     """
 
     stage: StageProgram
@@ -262,6 +264,7 @@ class JointProgram:
     saved: tuple[str, ...] = ()
     cotangents: tuple[str | None, ...] = ()
     backward: tuple[JointLine, ...] = ()
+    stands_for: Mapping[str, int] = field(default_factory=dict)
 
     @property
     def taken(self) -> tuple[str, ...]:

@@ -17,10 +17,13 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import zip_longest
 
 import torch
 
+from autopar.codegen import prints_all
 from autopar.passes.backward.apart import with_weight_gradients_last
+from autopar.passes.backward.in_few import standing_for
 from autopar.passes.backward.kernels import KernelPrinter, call_of
 from autopar.passes.backward.names import Names
 from autopar.passes.backward.provision import finished
@@ -77,14 +80,27 @@ def differentiate(
     return _Walk(stage, device, weights_last).run()
 
 
-def proved(pipeline: Pipeline, device: str = "cpu") -> tuple[JointProgram, ...]:
-    """Every stage both ways, verified; for a pipeline without gradients, forward only."""
+def proved(
+    pipeline: Pipeline, device: str = "cpu", in_few: Sequence[StageProgram] = ()
+) -> tuple[JointProgram, ...]:
+    """Every stage both ways, verified; for a pipeline without gradients, forward only.
+
+    `in_few` has each stage with few of its repeated blocks. Where the text of all blocks follows
+    from theirs, the others have no lines (`in_few.py`).
+    """
     trains = pipeline.schedule.trains
-    stages = [s if s.trains == trains else replace(s, trains=trains) for s in pipeline.stages]
-    joints = tuple(differentiate(stage, device) for stage in stages)
-    for joint in joints:
-        verify_joint(joint)
-    return joints
+    joints: list[JointProgram] = []
+    for stage, few in zip_longest(pipeline.stages, in_few):
+        whole, joint = replace(stage, trains=trains), None
+        if few is not None and few.repeats:
+            alone = differentiate(replace(few, trains=trains, repeats=()), device)
+            verify_joint(alone)
+            joint = standing_for(alone, few.repeats, whole)
+        if joint is None or not prints_all(joint):
+            joint = differentiate(whole, device)
+            verify_joint(joint)
+        joints.append(joint)
+    return tuple(joints)
 
 
 @dataclass

@@ -1,11 +1,12 @@
-"""Lowers a stage with few of its repeated blocks, to price it.
+"""Lowers a stage with few of its repeated blocks, to price it, or to print it.
 
 Consecutive blocks that are placed alike cost the same. Of such a group three blocks are lowered:
 the first, because the blocks before it may be placed otherwise; the second, which stands for all
 blocks up to the last; and the last. Every block that is left out has an equal block before and
 after it. So it costs what the second costs, and changes the live bytes by as much
 (`autopar/program/abridged.py`, `cost/memory/ledger.py`). The price is exact, and the time to find
-it does not grow with depth.
+it does not grow with depth. To print a stage takes more (`in_few`): the blocks beside the
+one that stands for others must have equal neighbours, too.
 """
 
 from __future__ import annotations
@@ -15,37 +16,52 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.cost.laws import CostModel
-from autopar.passes.analysis import Analysis, Folded, Run, fold
-from autopar.passes.lowering.lines import lower
+from autopar.passes.analysis import Analysis, Folded, Run, find_runs, fold
+from autopar.passes.lowering.lines import PlacedStage, lower
 from autopar.program import CallLine, Recomputed, RepeatedLines, StageProgram, Strategy
 
 
 @dataclass(frozen=True)
 class _EqualBlocks:
-    """Blocks `first` to `last` of a run, all placed alike."""
+    """Blocks `first` to `last` of a run, all placed alike.
+
+    Of them `n_before` are lowered, then one that stands for as many as it can, then `n_after`.
+    """
 
     first: int
     last: int
+    n_before: int
+    n_after: int
+
+    @property
+    def middle(self) -> int:
+        """The block that stands for others."""
+        return min(self.first + self.n_before, self.last)
 
     @property
     def n_stood_for(self) -> int:
-        """How many blocks the second one stands for."""
-        return max(1, self.last - self.first - 1)
+        return max(1, self.last - self.middle - self.n_after + 1)
 
     @property
     def kept(self) -> tuple[int, ...]:
-        return tuple(sorted({self.first, min(self.first + 1, self.last), self.last}))
+        after = range(self.middle + self.n_stood_for, self.last + 1)
+        return *range(self.first, self.middle + 1), *after
 
 
 @dataclass(frozen=True, eq=False)
 class Abridger:
-    """Lowers one program with few blocks of its `runs`."""
+    """Lowers one program with few blocks of its `runs`: of equal ones, some before the one that
+    stands for others, and some after it."""
 
     analysis: Analysis
     runs: tuple[Run, ...]
+    n_before: int = 1
+    n_after: int = 1
     _folded: dict[tuple[tuple[int, ...], ...], Folded] = field(default_factory=dict, init=False)
 
-    def lower(self, strategy: Strategy, cost: CostModel) -> StageProgram:
+    def lower(
+        self, strategy: Strategy, cost: CostModel, with_outputs: bool = False
+    ) -> StageProgram:
         """The stage program with `repeats`, for a strategy of the whole program."""
         found = [self._equal_blocks(run, strategy) for run in self.runs]
         blocks = tuple(tuple(b for s in groups for b in s.kept) for groups in found)
@@ -53,7 +69,7 @@ class Abridger:
             self._folded[blocks] = fold(self.analysis, self.runs, blocks)
         folded = self._folded[blocks]
         fewer = replace(strategy, recomputed=self._recomputed(strategy, blocks))
-        program = lower(folded.analysis, fewer, cost)
+        program = lower(folded.analysis, fewer, cost, with_outputs)
         repeats = tuple(
             _repeat(program, folded, run, group)
             for run, groups in zip(self.runs, found, strict=True)
@@ -75,7 +91,7 @@ class Abridger:
         sent = {*self.analysis.program.sent}
         inner = range(run.start, run.end - run.period)
         if any(sent.intersection(self.analysis.operators[i].outputs) for i in inner):
-            return [_EqualBlocks(b, b) for b in range(run.count)]
+            return [self._blocks(b) for b in range(run.count)]
         found: list[_EqualBlocks] = []
         before: object = None
         for b in range(run.count):
@@ -84,11 +100,14 @@ class Abridger:
                 for o in (self.analysis.operators[i] for i in run.block(b))
             ]
             if placed == before:
-                found[-1] = _EqualBlocks(found[-1].first, b)
+                found[-1] = replace(found[-1], last=b)
             else:
-                found.append(_EqualBlocks(b, b))
+                found.append(self._blocks(b))
             before = placed
         return found
+
+    def _blocks(self, b: int) -> _EqualBlocks:
+        return _EqualBlocks(b, b, self.n_before, self.n_after)
 
     def _stored(self, names: Sequence[str], strategy: Strategy) -> list[object]:
         return [strategy.storage[n] for n in names if n in self.analysis.program.parameters]
@@ -130,12 +149,18 @@ class Abridger:
         return i
 
 
+def in_few(stage: PlacedStage, with_outputs: bool = False) -> StageProgram:
+    """The program of a stage, with as many of its repeated blocks as say how all are printed."""
+    few = Abridger(stage.analysis, find_runs(stage.analysis), n_before=3, n_after=2)
+    return few.lower(stage.strategy, stage.cost, with_outputs)
+
+
 def _repeat(program: StageProgram, folded: Folded, run: Run, group: _EqualBlocks) -> RepeatedLines:
-    """The lines of the second block of a group, and the constants that only it reads."""
+    """The lines of the block that stands for others, and the constants that only it reads."""
     whole, captured = folded.whole.operators, folded.analysis.program
     own = {o.name: o for o in folded.analysis.operators}
-    block = [own[whole[i].name] for i in run.block(group.first + 1)]
-    before = [whole[i].name for i in run.block(group.first)]
+    block = [own[whole[i].name] for i in run.block(group.middle)]
+    before = [whole[i].name for i in run.block(group.middle - 1)]
     reads = Counter(name for o in own.values() for name in o.inputs)
     mine = Counter(name for o in block for name in o.inputs)
     alone = {name for name, n in mine.items() if reads[name] == n}
