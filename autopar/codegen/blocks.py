@@ -48,9 +48,9 @@ class Statement(NamedTuple):
 class Piece:
     """Statements `start` to `stop` of a block.
 
-    i        the block's place among its like that have statements
-    number   its number among all its like
-    count    for how many blocks it stands, from this one on
+    i            the block's place among its like that have statements
+    number       its number among all its like
+    stands_for   for how many blocks it stands, from this one on
     """
 
     start: int
@@ -61,7 +61,7 @@ class Piece:
     names: tuple[str, ...]
     numbers: tuple[int, ...]
     number: int
-    count: int
+    stands_for: int
 
 
 @dataclass(eq=False)
@@ -84,7 +84,7 @@ class Template:
 
     @property
     def n_blocks(self) -> int:
-        return sum(piece.count for piece in self.pieces)
+        return sum(piece.stands_for for piece in self.pieces)
 
 
 def without_wide_frees(statements: Sequence[Statement]) -> list[Statement]:
@@ -131,7 +131,7 @@ class BlockNumber(NamedTuple):
 
     i: int
     number: int
-    count: int
+    stands_for: int
 
 
 def block_numbers(
@@ -144,15 +144,15 @@ def block_numbers(
     found: dict[str, set[int]] = {}
     for s in statements:
         if s.block:
-            stem, _, number = s.block.rpartition(".")
-            found.setdefault(stem, set()).add(int(number))
+            stem, _, word = s.block.rpartition(".")
+            found.setdefault(stem, set()).add(int(word))
     numbered: dict[str, BlockNumber] = {}
     for stem, numbers in found.items():
-        before = 0
+        n_before = 0
         for i, number in enumerate(sorted(numbers)):
             block = f"{stem}.{number}" if stem else str(number)
-            numbered[block] = BlockNumber(i, before, stands_for.get(block, 1))
-            before += numbered[block].count
+            numbered[block] = BlockNumber(i, n_before, stands_for.get(block, 1))
+            n_before += numbered[block].stands_for
     return numbered
 
 
@@ -264,15 +264,15 @@ def _equal(
         )
         stem = _stem(block)
         values = tuple(number for part in own for number in part.numbers)
-        i, number, count = numbers[block]
-        piece = Piece(start, stop, work, block, i, tuple(number_of), values, number, count)
+        i, number, n_blocks = numbers[block]
+        piece = Piece(start, stop, work, block, i, tuple(number_of), values, number, n_blocks)
         alike.setdefault(
             (stem, work, tuple(part.text for part in own if part.text), order), []
         ).append(piece)
     found: list[Template] = []
     for pieces in alike.values():
         blocks = {piece.block for piece in pieces}
-        n_blocks = sum(piece.count for piece in pieces)
+        n_blocks = sum(piece.stands_for for piece in pieces)
         if n_blocks < LEAST_PIECES or len(pieces) < 2 or len(blocks) < len(pieces):
             continue
         lines = _on_lines(pieces, [piece.numbers for piece in pieces])

@@ -240,7 +240,7 @@ def _with_copies(calls: Sequence[_Call], block: str) -> list[_Call]:
     own = [k for k, c in enumerate(calls) if c.computes and c.piece.block == block]
     if not own:
         raise UnfoldableError(block)
-    (stem, i), n_more = calls[own[0]].place, calls[own[0]].piece.count - 1
+    (stem, i), n_more = calls[own[0]].place, calls[own[0]].piece.stands_for - 1
     near = [k for k, c in enumerate(calls[: own[0]]) if c.computes and c.place[0] == stem]
     start, stop = (near[-1] + 1 if near else 0), own[-1] + 1
     step = i - calls[near[-1]].piece.i if near else 0

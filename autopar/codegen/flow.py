@@ -219,7 +219,7 @@ def link(forward: Part, backward: Part, saved: Collection[Place]) -> None:
                 ways.setdefault((way.function, way.distance), []).append((k, way.k))
             else:
                 pieces = [p for p in f.template.pieces if Place(f, p.i, k) in saved]
-                n_saved = sum(piece.count for piece in pieces)
+                n_saved = sum(piece.stands_for for piece in pieces)
                 alone.setdefault(2 * n_saved > f.template.n_blocks, []).append(k)
         for (taker, distance), pairs in ways.items():
             is_saved = f in forward.functions and taker in backward.functions
@@ -242,7 +242,7 @@ def _usual(
     for p in f.template.pieces:
         ends = [ways.get(Place(f, p.i, k)) for k in positions]
         way = tuple(e and _Way(e.function, e.k, e.i - p.i) for e in ends)
-        counts[way] += p.count
+        counts[way] += p.stands_for
     ((most, _),) = counts.most_common(1)
     return {k: way for k, way in zip(positions, most, strict=True) if way is not None}
 

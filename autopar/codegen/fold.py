@@ -92,12 +92,12 @@ def fold(
                 continue
             stored.update(of_block)
             if not is_handed_on(ahead, channel, piece.i, "maker"):
-                if piece.count > 1:
+                if piece.stands_for > 1:
                     raise UnfoldableError(piece.block)
                 names = tuple(piece.names[k] for k in channel.made)
                 unpacked.append((channel, piece.number, names))
     alone = tuple(n for n in saved if places.get(n) not in stored and n not in taken_inside)
-    several = {(f, p.i) for f in ahead.functions for p in f.template.pieces if p.count > 1}
+    several = {(f, p.i) for f in ahead.functions for p in f.template.pieces if p.stands_for > 1}
     for name in alone:
         place = places.get(name)
         if place is not None and (place.function, place.i) in several:

@@ -255,8 +255,8 @@ class JointProgram:
                  each sent value; None where no gradient is taken
     backward     takes `saved` and `cotangents`, and hands over the gradients of the variables that
                  `taken` lists, each as soon as it is complete
-    stands_for   block (`model.layers.2`) -> of how many blocks its lines are, from it on; the others
-                 of them have no lines
+    stands_for   block (`model.layers.2`) -> of how many blocks its lines are, from it on; the
+                 others of them have no lines
     """
 
     stage: StageProgram

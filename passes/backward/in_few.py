@@ -1,7 +1,8 @@
 """The program of a stage both ways, from a few of its repeated blocks.
 
 Equal blocks have equal lines, but for names. So the lines of a few are enough to print all
-(`autopar/codegen/calls.py`), and the time to derive, prove and print a stage does not grow with depth.
+(`autopar/codegen/calls.py`), and the time to derive, prove and print a stage does not grow with
+depth.
 """
 
 from __future__ import annotations
@@ -41,9 +42,7 @@ def standing_for(
     return replace(joint, backward=backward)
 
 
-def _stands_for(
-    stage: StageProgram, repeats: Sequence[RepeatedLines]
-) -> Mapping[str, int] | None:
+def _stands_for(stage: StageProgram, repeats: Sequence[RepeatedLines]) -> Mapping[str, int] | None:
     """Block -> for how many it stands; None if there are none, or one is no module of its own."""
     of = [block_of(line.key) if isinstance(line, CallLine) else None for line in stage.body]
     found: dict[str, int] = {}

@@ -81,7 +81,7 @@ def differentiate(
 
 
 def proved(
-    pipeline: Pipeline, device: str = "cpu", in_few: Sequence[StageProgram] = ()
+    pipeline: Pipeline, device: str = "cpu", in_few: Sequence[StageProgram | None] = ()
 ) -> tuple[JointProgram, ...]:
     """Every stage both ways, verified; for a pipeline without gradients, forward only.
 
@@ -92,7 +92,7 @@ def proved(
     joints: list[JointProgram] = []
     for stage, few in zip_longest(pipeline.stages, in_few):
         whole, joint = replace(stage, trains=trains), None
-        if few is not None and few.repeats:
+        if few is not None:
             alone = differentiate(replace(few, trains=trains, repeats=()), device)
             verify_joint(alone)
             joint = standing_for(alone, few.repeats, whole)

@@ -1,12 +1,11 @@
-"""Lowers a stage with few of its repeated blocks, to price it, or to print it.
+"""Lowers a stage with few of its repeated blocks, to price it or to print it.
 
 Consecutive blocks that are placed alike cost the same. Of such a group three blocks are lowered:
 the first, because the blocks before it may be placed otherwise; the second, which stands for all
 blocks up to the last; and the last. Every block that is left out has an equal block before and
 after it. So it costs what the second costs, and changes the live bytes by as much
 (`autopar/program/abridged.py`, `cost/memory/ledger.py`). The price is exact, and the time to find
-it does not grow with depth. To print a stage takes more (`in_few`): the blocks beside the
-one that stands for others must have equal neighbours, too.
+it does not grow with depth. To print a stage takes more (`in_few.py`).
 """
 
 from __future__ import annotations
@@ -16,13 +15,13 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.cost.laws import CostModel
-from autopar.passes.analysis import Analysis, Folded, Run, find_runs, fold
-from autopar.passes.lowering.lines import PlacedStage, lower
+from autopar.passes.analysis import Analysis, Folded, Run, fold
+from autopar.passes.lowering.lines import lower
 from autopar.program import CallLine, Recomputed, RepeatedLines, StageProgram, Strategy
 
 
 @dataclass(frozen=True)
-class _EqualBlocks:
+class EqualBlocks:
     """Blocks `first` to `last` of a run, all placed alike.
 
     Of them `n_before` are lowered, then one that stands for as many as it can, then `n_after`.
@@ -63,12 +62,9 @@ class Abridger:
         self, strategy: Strategy, cost: CostModel, with_outputs: bool = False
     ) -> StageProgram:
         """The stage program with `repeats`, for a strategy of the whole program."""
-        found = [self._equal_blocks(run, strategy) for run in self.runs]
-        blocks = tuple(tuple(b for s in groups for b in s.kept) for groups in found)
-        if blocks not in self._folded:
-            self._folded[blocks] = fold(self.analysis, self.runs, blocks)
-        folded = self._folded[blocks]
-        fewer = replace(strategy, recomputed=self._recomputed(strategy, blocks))
+        found = self.equal_blocks(strategy)
+        folded = self.folded(found)
+        fewer = replace(strategy, recomputed=self._recomputed(strategy, _kept(found)))
         program = lower(folded.analysis, fewer, cost, with_outputs)
         repeats = tuple(
             _repeat(program, folded, run, group)
@@ -78,8 +74,19 @@ class Abridger:
         )
         return replace(program, repeats=repeats, every_parameter=_every_parameter(folded))
 
-    def _equal_blocks(self, run: Run, strategy: Strategy) -> list[_EqualBlocks]:
-        """The groups of consecutive blocks of a run that are placed alike.
+    def folded(self, blocks: Sequence[Sequence[EqualBlocks]]) -> Folded:
+        """The program with the kept ones of these blocks."""
+        kept = _kept(blocks)
+        if kept not in self._folded:
+            self._folded[kept] = fold(self.analysis, self.runs, kept)
+        return self._folded[kept]
+
+    def equal_blocks(self, strategy: Strategy) -> list[list[EqualBlocks]]:
+        """Of each run, the groups of consecutive blocks that are placed alike."""
+        return [self._of_run(run, strategy) for run in self.runs]
+
+    def _of_run(self, run: Run, strategy: Strategy) -> list[EqualBlocks]:
+        """The groups of a run.
 
         If another stage reads a value made before the last block, every block is its own group.
         """
@@ -92,7 +99,7 @@ class Abridger:
         inner = range(run.start, run.end - run.period)
         if any(sent.intersection(self.analysis.operators[i].outputs) for i in inner):
             return [self._blocks(b) for b in range(run.count)]
-        found: list[_EqualBlocks] = []
+        found: list[EqualBlocks] = []
         before: object = None
         for b in range(run.count):
             placed = [
@@ -106,8 +113,8 @@ class Abridger:
             before = placed
         return found
 
-    def _blocks(self, b: int) -> _EqualBlocks:
-        return _EqualBlocks(b, b, self.n_before, self.n_after)
+    def _blocks(self, b: int) -> EqualBlocks:
+        return EqualBlocks(b, b, self.n_before, self.n_after)
 
     def _stored(self, names: Sequence[str], strategy: Strategy) -> list[object]:
         return [strategy.storage[n] for n in names if n in self.analysis.program.parameters]
@@ -149,13 +156,11 @@ class Abridger:
         return i
 
 
-def in_few(stage: PlacedStage, with_outputs: bool = False) -> StageProgram:
-    """The program of a stage, with as many of its repeated blocks as say how all are printed."""
-    few = Abridger(stage.analysis, find_runs(stage.analysis), n_before=3, n_after=2)
-    return few.lower(stage.strategy, stage.cost, with_outputs)
+def _kept(blocks: Sequence[Sequence[EqualBlocks]]) -> tuple[tuple[int, ...], ...]:
+    return tuple(tuple(b for group in groups for b in group.kept) for groups in blocks)
 
 
-def _repeat(program: StageProgram, folded: Folded, run: Run, group: _EqualBlocks) -> RepeatedLines:
+def _repeat(program: StageProgram, folded: Folded, run: Run, group: EqualBlocks) -> RepeatedLines:
     """The lines of the block that stands for others, and the constants that only it reads."""
     whole, captured = folded.whole.operators, folded.analysis.program
     own = {o.name: o for o in folded.analysis.operators}

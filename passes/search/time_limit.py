@@ -8,7 +8,6 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 
-
 # Of the limit: what a plan takes after its search, the plan as text among it.
 _AFTER_SEARCH = 0.02
 
