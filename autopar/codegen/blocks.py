@@ -86,6 +86,13 @@ class Template:
     def n_blocks(self) -> int:
         return sum(piece.stands_for for piece in self.pieces)
 
+    @property
+    def span(self) -> str:
+        """The first and the last block."""
+        last = max(self.pieces, key=lambda piece: piece.i)
+        stem, dot, number = last.block.rpartition(".")
+        return f"{self.first.block} to {stem}{dot}{int(number) + last.stands_for - 1}"
+
 
 def without_wide_frees(statements: Sequence[Statement]) -> list[Statement]:
     """The statements; what three blocks or more share is freed where the last of them ends.

@@ -25,12 +25,22 @@ from autopar.codegen.blocks import Piece, Statement, Template
 from autopar.program import identifier
 
 
+class Slice(NamedTuple):
+    """Of block i, parameters `start + stride * i` to `stop + stride * i`; `of` are the positions of
+    their names in a piece."""
+
+    start: int
+    stop: int
+    stride: int
+    of: tuple[int, ...]
+
+
 @dataclass(eq=False)
 class BlockFunction:
     """The function of equal pieces.
 
     Numbers are positions of names in a piece: what it takes from others, what it hands on, what is
-    shared, and what are parameters, with (first, stop, stride) of their slice.
+    shared, and what are parameters.
     """
 
     name: str
@@ -39,7 +49,7 @@ class BlockFunction:
     given: tuple[int, ...]
     shared: tuple[int, ...]
     of_parameters: tuple[int, ...]
-    parameters: tuple[int, int, int] | None
+    slices: tuple[Slice, ...]
     inputs: list[Channel] = field(default_factory=list)
     outputs: list[Channel] = field(default_factory=list)
 
@@ -143,21 +153,29 @@ def _function(
             given += [k] if n in alive or n not in freed else []
     return BlockFunction(
         name, template, tuple(taken), tuple(given), tuple(shared), tuple(own),
-        _slice(template, own, parameters),
+        _slices(template, own, parameters),
     )  # fmt: skip
 
 
-def _slice(
+def _slices(
     template: Template, positions: Sequence[int], parameters: Mapping[str, int]
-) -> tuple[int, int, int] | None:
-    """(first, stop, stride) of the parameters that a block takes; block i is i strides further."""
-    if not positions:
-        return None
+) -> tuple[Slice, ...]:
+    """The slices of the parameters at some positions: those that move on together, side by side."""
     a, b, *_ = template.pieces
-    first = [parameters[a.names[k]] for k in positions]
-    stride = (parameters[b.names[positions[0]]] - first[0]) // (b.number - a.number)
-    start = min(first) - stride * a.number
-    return start, start + max(first) - min(first) + 1, stride
+    places: list[tuple[int, int, int]] = []
+    for k in positions:
+        at, after = parameters[a.names[k]], parameters[b.names[k]]
+        stride = (after - at) // (b.number - a.number)
+        places.append((at - stride * a.number, stride, k))
+    found: list[Slice] = []
+    for start, stride, k in sorted(places):
+        near = (s for s in found if s.stride == stride and start - s.stop < abs(stride))
+        own = next(near, None)
+        if own is None:
+            found.append(Slice(start, start + 1, stride, (k,)))
+        else:
+            found[found.index(own)] = own._replace(stop=start + 1, of=(*own.of, k))
+    return tuple(found)
 
 
 def route(

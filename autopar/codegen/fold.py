@@ -38,7 +38,7 @@ class Folded:
 
     @property
     def saves_parameters(self) -> bool:
-        return any(f.parameters for f in self.backward.functions)
+        return any(f.slices for f in self.backward.functions)
 
 
 def unfolded(

@@ -14,7 +14,7 @@ from autopar.codegen.blocks import (
     starred_name,
     without_frees,
 )
-from autopar.codegen.flow import BlockFunction
+from autopar.codegen.flow import BlockFunction, Slice
 from autopar.codegen.words import (
     LINE_LENGTH,
     commented,
@@ -52,8 +52,8 @@ class FunctionPrinter:
         head: list[str] = []
         for channel in f.inputs:
             head += taken_from(channel.variable, [names[k] for k in channel.taken])
-        if f.parameters is not None:
-            head += unpacked("parameters", self._of_block(f, short))
+        for name, part in _named(f.slices):
+            head += unpacked(name, self._of_block(f, part, short))
         body = [short.row(row) for row in body]
         while not head and body and not body[0]:
             body = body[1:]
@@ -79,25 +79,27 @@ class FunctionPrinter:
         first = f.template.first
         rows = [row for s in self.statements[first.start : first.stop] for row in s.rows]
         out: list[str] = []
-        if f.parameters is not None:
-            start, stop, stride = f.parameters
-            ends = f"[{at(start, stride)} : {at(stop, stride)}]" if at else ""
-            out.append(f"parameters{ends}")
+        for name, (start, stop, stride, _) in _named(f.slices):
+            out.append(f"parameters[{at(start, stride)} : {at(stop, stride)}]" if at else name)
         out += f.shared_names
         out += ["ready"] if reads_word("ready", rows) else []
         return [*out, "env"]
 
-    def _of_block(self, f: BlockFunction, short: _Short) -> list[tuple[Local, str]]:
-        """The parameters of the first block; `_` for one that it does not read."""
-        assert f.parameters is not None
-        start, stop, stride = f.parameters
-        ahead = stride * f.template.first.number
-        read = {f.template.first.names[k] for k in f.of_parameters}
+    def _of_block(self, f: BlockFunction, part: Slice, short: _Short) -> list[tuple[Local, str]]:
+        """A slice of the parameters of the first block; `_` for one that it does not read."""
+        ahead = part.stride * f.template.first.number
+        read = {f.template.first.names[k] for k in part.of}
         found = []
-        for local, origin in self.parameters[start + ahead : stop + ahead]:
+        for local, origin in self.parameters[part.start + ahead : part.stop + ahead]:
             name = short.word(local.name) if local.name in read else UNUSED
             found.append((replace(local, name=name), short.starred(origin)))
         return found
+
+
+def _named(slices: Sequence[Slice]) -> list[tuple[str, Slice]]:
+    """Slices of parameters as the arguments `parameters`, `parameters_2`, ..."""
+    names = ["parameters", *(f"parameters_{n}" for n in range(2, len(slices) + 1))]
+    return list(zip(names, slices, strict=False))
 
 
 def _returned(lists: Sequence[tuple[str, Sequence[str]]]) -> list[str]:

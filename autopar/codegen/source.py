@@ -311,9 +311,7 @@ class _Source:
                 key = (first, *body)
                 if key not in known:
                     known[key] = free_name(f.name, {*known.values(), *self._known_names})
-                    blocks = sorted(f.template.pieces, key=lambda piece: piece.i)
-                    span = docstring_text(f"{blocks[0].block} to {blocks[-1].block}")
-                    doc = f'    """Block i of {span}."""'
+                    doc = f'    """Block i of {docstring_text(f.template.span)}."""'
                     out += [f"def {known[key]}{first}", doc, *body, "", ""]
                 self.names[f] = known[key]
         return out

@@ -7,10 +7,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
-from autopar.codegen import emit, file_name
+from autopar.codegen import file_name
 from autopar.parity.alone import StepResult, gradients_of
 from autopar.parity.report import relative_error
-from autopar.passes.backward import proved
 from autopar.placement import TensorType, gather
 from autopar.planning import Plan
 from autopar.runtime.execute import Environment, Executor, load_code
@@ -34,10 +33,8 @@ def thread_errors(
     """
     assert plan.bound is not None
     pipeline, program = plan.bound.pipeline, plan.bound.analysis.program
-    stages = proved(pipeline, device.type)
-    codes = [
-        load_code(file_name(k), emit(stage, k, len(stages)))[0] for k, stage in enumerate(stages)
-    ]
+    files = plan.bound.sources_on(device.type)
+    codes = [load_code(name, files[name])[0] for name in map(file_name, range(pipeline.n_stages))]
     constants = {k: make() for k, make in program.constants.items()}
     given = {n: inputs[info.path] for n, info in program.inputs.items()}
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.cost.hardware import Hardware, resolve
@@ -100,6 +100,14 @@ class Bound:
         """File name -> generated source."""
         with settled_heap():
             return self.compilation[Sources].files
+
+    def sources_on(self, device: str) -> dict[str, str]:
+        """`sources`, with the kernels of a type of device: "cpu" or "cuda"."""
+        made = self.compilation
+        if device == made[Target].device:
+            return self.sources
+        target = replace(made[Target], device=device)
+        return Compilation(PASSES, target, made[Pipeline], made[Placed])[Sources].files
 
 
 def bind(

@@ -24,7 +24,8 @@ _WORDS = frozenset(
 # What blocks hand on to each other, and to backward (`autopar/codegen/flow.py`).
 _HANDED_ON = ("carried", "coming", "gathered", "gradients", "reducing")
 _LISTS = frozenset(
-    {f"{word}_{n}" for word in ("saved", *_HANDED_ON) for n in range(1, 100)} | {*_HANDED_ON}
+    {f"{word}_{n}" for word in ("saved", "parameters", *_HANDED_ON) for n in range(1, 100)}
+    | {*_HANDED_ON}
 )
 
 

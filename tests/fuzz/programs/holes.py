@@ -205,8 +205,12 @@ _DRAWN_ANEW = {"s", "c"}
 
 
 def _is_writable(value: Tensor) -> bool:
-    """Not an input, and no two elements in one place: torch leaves what that gives undefined."""
-    if value.is_leaf:
+    """Not an input, and no two elements in one place: torch leaves what that gives undefined. Nor
+    what torch refuses to read, because other views of its memory were written."""
+    try:
+        if value.is_leaf:
+            return False
+    except RuntimeError:
         return False
     size = value.untyped_storage().size() // value.element_size()
     places = torch.arange(size).as_strided(value.shape, value.stride(), value.storage_offset())

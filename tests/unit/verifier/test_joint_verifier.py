@@ -19,7 +19,7 @@ from autopar.errors import VerificationError
 from autopar.options import Recompute
 from autopar.passes.backward import differentiate
 from autopar.passes.compilation import Compilation
-from autopar.passes.facts import Differentiated, Target
+from autopar.passes.facts import Differentiated, Placed, Target
 from autopar.passes.lowering import lower
 from autopar.passes.pipeline import Differentiate
 from autopar.program import (
@@ -217,6 +217,7 @@ def test_compilation_verifies_what_it_differentiates() -> None:
     """Here, of a stage that returns what no line makes."""
     plan = autopar.plan(MlpWithLoss(), machine((1, 2)), x_and_y(0), manual=Manual(dp=2))
     wrong = replace(pipeline_of(plan), stages=(replace(program_of(plan), outputs=("nothing",)),))
-    compilation = Compilation((Differentiate(),), wrong, bound_of(plan).compilation[Target])
+    made = bound_of(plan).compilation
+    compilation = Compilation((Differentiate(),), wrong, made[Placed], made[Target])
     with pytest.raises(VerificationError, match="nothing"):
         _ = compilation[Differentiated]

@@ -1,0 +1,148 @@
+"""A deep stage is printed from few of its blocks: the text is that of all, and so are its steps."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import autopar
+from autopar.codegen import emit
+from autopar.options import Recompute
+from autopar.passes.backward import differentiate, proved
+from autopar.passes.lowering import in_few
+from autopar.program import JointProgram
+from tests.helpers.jobs import machine, tokens
+from tests.helpers.models.dropout_models import dropped_gpt2
+from tests.helpers.nightly import nightly
+from tests.helpers.plans import bound_of
+from tests.parity.test_equal_blocks import LAYOUTS, MODELS, MODES, Skipping, Small, planned
+
+N_BLOCKS = 9
+
+
+def joint_programs(plan: autopar.Plan) -> Iterator[tuple[JointProgram, JointProgram]]:
+    """Of each stage: from few of its blocks, and from all."""
+    bound = bound_of(plan)
+    pipeline = bound.pipeline
+    few = proved(pipeline, in_few=[in_few(stage) for stage in bound.stages])
+    for stage, joint in zip(pipeline.stages, few, strict=True):
+        yield joint, differentiate(replace(stage, trains=pipeline.schedule.trains))
+
+
+def unnumbered(text: str) -> str:
+    """A text whose names of gradients are numbered anew, and without the space around comments."""
+    known: dict[str, str] = {}
+
+    def renamed(match: re.Match[str]) -> str:
+        return known.setdefault(match.group(), f"{match.group(1)}_#{len(known)}")
+
+    return re.sub(r"\b(grad_\w*?)_(\d+)\b", renamed, re.sub(" +", " ", text))
+
+
+def check_text(plan: autopar.Plan) -> None:
+    """Each stage is printed from few of its blocks, as from all."""
+    for few, whole in joint_programs(plan):
+        assert few.stands_for
+        assert len(few.forward) < len(whole.forward)
+        assert unnumbered(emit(few)) == unnumbered(emit(whole))
+
+
+@nightly
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("model", MODELS)
+def test_the_text_is_that_of_all_blocks(model: str, layout: str, mode: Recompute | None) -> None:
+    check_text(planned(model, layout, (2 if layout == "stages" else 1) * N_BLOCKS, mode, "fp64"))
+
+
+@nightly
+@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("layout", [name for name in LAYOUTS if name != "stages"])
+def test_a_step_is_one_processs(layout: str, mode: Recompute | None) -> None:
+    torch.manual_seed(0)
+    manual, shape = LAYOUTS[layout]
+    manual = replace(manual, recompute=mode or "none")
+    report = autopar.verify(
+        dropped_gpt2(N_BLOCKS), machine(shape), tokens(0), manual=manual, precision="fp64"
+    )
+    assert report.ok, report.text()
+    assert report.plan is not None
+    check_text(report.plan)
+
+
+class Deep(Skipping):
+    """Twelve blocks, of which blocks 3 to 9 would have no lines."""
+
+    def __init__(self, reads: Callable[[list[Tensor], list[Tensor]], Tensor]) -> None:
+        super().__init__("one")
+        self.blocks, self.reads = nn.ModuleList(Small() for _ in range(12)), reads
+
+
+def square(x: Tensor) -> Tensor:
+    return x.square().mean()
+
+
+@pytest.mark.parametrize(("layout", "mode"), [("zero-3", "full"), ("data", "none")])
+def test_a_small_step(layout: str, mode: Recompute) -> None:
+    torch.manual_seed(0)
+    manual, shape = LAYOUTS[layout]
+    model, batch = Deep(lambda xs, _: square(xs[-1])), {"x": torch.randn(8, 8)}
+    manual = replace(manual, recompute=mode)
+    report = autopar.verify(model, shape, batch, manual=manual, precision="fp64")
+    assert report.ok, report.text()
+    assert report.plan is not None
+    check_text(report.plan)
+
+
+@pytest.mark.parametrize(
+    ("reads", "wanted"),
+    [
+        pytest.param(lambda xs, _: square(xs[-1]), True, id="the last"),
+        pytest.param(lambda xs, _: square(torch.cat([xs[-1], xs[1]])), True, id="a kept one"),
+        pytest.param(lambda xs, _: square(xs[-1] * xs[8]), False, id="one near the end"),
+        pytest.param(lambda xs, _: square(xs[-1] * xs[5]), False, id="one in the middle"),
+        pytest.param(lambda xs, inner: square(xs[-1]) + square(inner[6]), False, id="inside"),
+    ],
+)
+def test_values_that_leave_blocks(
+    reads: Callable[[list[Tensor], list[Tensor]], Tensor], wanted: bool
+) -> None:
+    """A block whose value is read elsewhere must have lines of its own."""
+    torch.manual_seed(0)
+    report = autopar.verify(Deep(reads), (1, 1), {"x": torch.randn(8, 8)}, precision="fp64")
+    assert report.ok, report.text()
+    assert report.plan is not None
+    (stage,) = bound_of(report.plan).stages
+    assert (in_few(stage) is not None) is wanted
+
+
+class Shuffled(nn.Module):
+    """The scale of block i is the parameter at `places[i]`."""
+
+    def __init__(self, places: list[int]) -> None:
+        super().__init__()
+        self.places, self.blocks = places, nn.ModuleList(Small() for _ in places)
+        self.scales = nn.ParameterList(torch.full((8,), 1 + k / 8) for k in range(len(places)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for place, block in zip(self.places, self.blocks, strict=True):
+            x = block(x)[0] * self.scales[place]
+        return square(x)
+
+
+@pytest.mark.parametrize(
+    ("places", "wanted"), [(list(range(10)), True), ([0, 1, 2, 3, 6, 5, 4, 7, 8, 9], False)]
+)
+def test_parameters_in_another_order(places: list[int], wanted: bool) -> None:
+    """Calls in a loop take slices of parameters that move on evenly."""
+    torch.manual_seed(0)
+    report = autopar.verify(Shuffled(places), (1, 1), {"x": torch.randn(8, 8)}, precision="fp64")
+    assert report.ok, report.text()
+    assert report.plan is not None
+    (stage,) = bound_of(report.plan).stages
+    assert (in_few(stage) is not None) is wanted
