@@ -111,11 +111,14 @@ def backward_order(program: StageProgram) -> tuple[Work, ...]:
 def _lines(program: StageProgram, positions: Sequence[int], again: bool = False) -> list[Work]:
     """The lines at some positions, the gathers of a run together."""
     runs, order = runs_of(program), list[Work]()
+    wanted, gathered = frozenset(positions), set[int]()
     for i in positions:
         if i not in runs:
             order.append(Forward(i, again))
-        elif runs[i][0] == i:
-            order += (Gather(call, again) for call in fused_gathers(program, runs[i]))
+        elif i not in gathered:
+            run = tuple(k for k in runs[i] if k in wanted)
+            order += (Gather(call, again) for call in fused_gathers(program, run))
+            gathered.update(run)
     return order
 
 

@@ -24,6 +24,7 @@ from autopar.options import Recompute
 from autopar.placement import COLLECTIVES
 from autopar.program import (
     CallLine,
+    GatherLine,
     Line,
     MoveLine,
     Program,
@@ -105,10 +106,17 @@ def _segment(program: StageProgram, span: _Span, mode: Recompute, name: str) -> 
     body, (*lines, end) = program.body, range(*span)
     last = body[end]
     assert isinstance(last, CallLine)
+    read = {name for i in range(*span) for name in body[i].reads}
     again = [i for i in lines if mode != "selective" or not _is_kept(body[i])]
+    # Parameters that only lines after it read were gathered with those of the segment.
+    again = [i for i in again if not _is_unread_gather(body[i], read)]
     if not _saves_before_it_runs(last):
         again.append(end)
     return Segment(name, mode, *span, tuple(again))
+
+
+def _is_unread_gather(line: Line, read: Set[str]) -> bool:
+    return isinstance(line, GatherLine) and line.out.name not in read
 
 
 def _is_kept(line: Line) -> bool:
