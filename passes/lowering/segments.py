@@ -17,7 +17,7 @@ again either, and its result is not kept, because nothing needs it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Mapping, Sequence, Set
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
 from autopar.options import Recompute
@@ -52,9 +52,11 @@ def with_segments(
     taken = {*program.arguments, *(name for line in program.body for name in line.writes)}
     taken |= reserved_names(program.axis_names)
     owners = _owners(program.body) if wanted else []
+    places = {line.key: i for i, line in enumerate(program.body) if isinstance(line, CallLine)}
+    calls = [*places.values()]
     for item in wanted:
         keys = [captured.keys[name] for name in item.operators]
-        span = _span(program.body, frozenset(keys))
+        span = _span(calls, [places[key] for key in keys if key in places])
         last = _last_needed(program, span, owners) if span else None
         if span is None or last is None:
             continue
@@ -64,14 +66,12 @@ def with_segments(
     return replace(program, segments=tuple(found))
 
 
-def _span(body: Sequence[Line], keys: Collection[str]) -> _Span | None:
-    """The lines from the first reshard or gather for these operators to the last operator."""
-    calls = [(i, line.key) for i, line in enumerate(body) if isinstance(line, CallLine)]
-    inside = [n for n, (_, key) in enumerate(calls) if key in keys]
+def _span(calls: Sequence[int], inside: Sequence[int]) -> _Span | None:
+    """The lines from the first reshard or gather for some of the operators to the last one."""
     if not inside:
         return None
-    first, last = inside[0], inside[-1]
-    return (calls[first - 1][0] + 1 if first else 0), calls[last][0] + 1
+    first = calls.index(min(inside))
+    return (calls[first - 1] + 1 if first else 0), max(inside) + 1
 
 
 def _owners(body: Sequence[Line]) -> list[Mapping[str, str]]:

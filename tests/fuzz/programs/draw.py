@@ -243,7 +243,7 @@ class Draw(Holes):
             return False
         scope, extra = block
         self.space |= run_text(scope.text(), "<block>", self.space)
-        n = self.rng.choice((2, 3, 4, 4, 4, 4, 5, 5, 5, 10))
+        n = self.rng.choice((2, 3, 4, 4, 4, 4, 5, 5, 8, 10))
         template = self.rng.choice(LOOPS)
         if "pop" in template and extra is None:
             return False

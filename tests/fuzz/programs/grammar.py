@@ -92,6 +92,9 @@ LOOPS: Table = (
     "    NEW_s.append(NEW_v)",
     "NEW_v, NEW_s = $h, [$h]\nfor block in $blocks:\n"
     "    NEW_v = block(sum(NEW_s[-2:])$extra)\n    NEW_s.append(NEW_v)",
+    "NEW_v, NEW_s = $h, []\nfor block, scale in zip($blocks, "
+    "{nn.ParameterList(torch.tensor(1 + k / 10) for k in range($n))}):\n"
+    "    NEW_v = block(NEW_v * scale$extra)\n    NEW_s.append(NEW_v)",
 )
 # What reads the states of a loop.
 BLOCK_LINES: Table = (
