@@ -110,7 +110,7 @@ def exported(run: Run) -> None:
         lambda: torch.jit.script(run.pm),
         lambda: torch.jit.trace(run.pm, example_kwarg_inputs=batch),
         lambda: torch.export.export(run.pm, (), batch),
-        words="which this rank has a part",
+        words="of which this rank has a ",
     )
 
 
