@@ -73,7 +73,7 @@ from autopar.passes.facts import (
     Unverified,
 )
 from autopar.passes.inter import Candidate
-from autopar.passes.lowering import PlacedStage, in_few, join, stage_record
+from autopar.passes.lowering import PlacedStage, join, lower_few, stage_record
 from autopar.passes.search import Planner, PlanningResult
 from autopar.plans import MANUAL, PlanData, Predicted, StageRecord
 from autopar.program import Pipeline, Program
@@ -326,7 +326,7 @@ class Differentiate(Pass):
 
     def run(self, facts: Compilation) -> Iterable[object]:
         pipeline, placed = facts[Pipeline], facts[Placed].stages
-        few = [in_few(s, bool(w.outputs)) for s, w in zip(placed, pipeline.stages, strict=True)]
+        few = [lower_few(s, bool(w.outputs)) for s, w in zip(placed, pipeline.stages, strict=True)]
         yield Differentiated(proved(pipeline, facts[Target].device, few))
 
 

@@ -61,7 +61,7 @@ class _Call:
         """Nothing stands between this call and those beside it."""
         return not (self.packed or self.unpacked or self.late or self.is_apart)
 
-    def moved(self, n: int) -> _Call:
+    def shift_block(self, n: int) -> _Call:
         """The call of the block that is `n` further."""
         return replace(self, piece=replace(self.piece, number=self.piece.number + n)) if n else self
 
@@ -257,9 +257,9 @@ def _with_copies(calls: Sequence[_Call], block: str) -> list[_Call]:
         if is_plain and all(ahead(c) <= 0 for c in before) and all(ahead(c) >= 0 for c in after):
             copies = range(n_more + 1)[::step]  # backward has the last one first
             return [
-                *(c.moved(copies[0]) if c.piece.block == block else c for c in before),
-                *(c.moved(n - n_more if c.piece.i > i else n) for n in copies for c in body),
-                *(c.moved(copies[-1]) if c.piece.block == block else c for c in after),
+                *(c.shift_block(copies[0]) if c.piece.block == block else c for c in before),
+                *(c.shift_block(n - n_more if c.piece.i > i else n) for n in copies for c in body),
+                *(c.shift_block(copies[-1]) if c.piece.block == block else c for c in after),
             ]
         if not after or not is_next(after[0], body[0]):
             break

@@ -23,11 +23,11 @@ import torch
 
 from autopar.codegen import prints_all
 from autopar.passes.backward.apart import with_weight_gradients_last
-from autopar.passes.backward.in_few import standing_for
 from autopar.passes.backward.kernels import KernelPrinter, call_of
 from autopar.passes.backward.names import Names
 from autopar.passes.backward.provision import finished
 from autopar.passes.backward.recording import Meta, run_on_fakes
+from autopar.passes.backward.stand_ins import whole_joint
 from autopar.passes.backward.templates import Call, Template, result_metas, template
 from autopar.placement import gradient_spec
 from autopar.program import (
@@ -81,21 +81,21 @@ def differentiate(
 
 
 def proved(
-    pipeline: Pipeline, device: str = "cpu", in_few: Sequence[StageProgram | None] = ()
+    pipeline: Pipeline, device: str = "cpu", few_blocks: Sequence[StageProgram | None] = ()
 ) -> tuple[JointProgram, ...]:
     """Every stage both ways, verified; for a pipeline without gradients, forward only.
 
-    `in_few` has each stage with few of its repeated blocks. Where the text of all blocks follows
-    from theirs, the others have no lines (`in_few.py`).
+    `few_blocks` has each stage with few of its repeated blocks. Where the text of all follows from
+    theirs, the other blocks have no lines (`stand_ins.py`).
     """
     trains = pipeline.schedule.trains
     joints: list[JointProgram] = []
-    for stage, few in zip_longest(pipeline.stages, in_few):
+    for stage, few in zip_longest(pipeline.stages, few_blocks):
         whole, joint = replace(stage, trains=trains), None
         if few is not None:
             alone = differentiate(replace(few, trains=trains, repeats=()), device)
             verify_joint(alone)
-            joint = standing_for(alone, few.repeats, whole)
+            joint = whole_joint(alone, few.repeats, whole)
         if joint is None or not prints_all(joint):
             joint = differentiate(whole, device)
             verify_joint(joint)

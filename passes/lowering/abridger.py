@@ -5,7 +5,7 @@ the first, because the blocks before it may be placed otherwise; the second, whi
 blocks up to the last; and the last. Every block that is left out has an equal block before and
 after it. So it costs what the second costs, and changes the live bytes by as much
 (`autopar/program/abridged.py`, `cost/memory/ledger.py`). The price is exact, and the time to find
-it does not grow with depth. To print a stage takes more (`in_few.py`).
+it does not grow with depth. To print a stage takes more (`few_blocks.py`).
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Abridger:
         """The stage program with `repeats`, for a strategy of the whole program."""
         found = self.equal_blocks(strategy)
         folded = self.folded(found)
-        fewer = replace(strategy, recomputed=self._recomputed(strategy, _kept(found)))
+        fewer = replace(strategy, recomputed=self._recomputed(strategy, _kept_numbers(found)))
         program = lower(folded.analysis, fewer, cost, with_outputs)
         repeats = tuple(
             _repeat(program, folded, run, group)
@@ -76,7 +76,7 @@ class Abridger:
 
     def folded(self, blocks: Sequence[Sequence[EqualBlocks]]) -> Folded:
         """The program with the kept ones of these blocks."""
-        kept = _kept(blocks)
+        kept = _kept_numbers(blocks)
         if kept not in self._folded:
             self._folded[kept] = fold(self.analysis, self.runs, kept)
         return self._folded[kept]
@@ -156,7 +156,7 @@ class Abridger:
         return i
 
 
-def _kept(blocks: Sequence[Sequence[EqualBlocks]]) -> tuple[tuple[int, ...], ...]:
+def _kept_numbers(blocks: Sequence[Sequence[EqualBlocks]]) -> tuple[tuple[int, ...], ...]:
     return tuple(tuple(b for group in groups for b in group.kept) for groups in blocks)
 
 

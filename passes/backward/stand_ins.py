@@ -20,7 +20,7 @@ from autopar.program import (
 )
 
 
-def standing_for(
+def whole_joint(
     few: JointProgram, repeats: Sequence[RepeatedLines], whole: StageProgram
 ) -> JointProgram | None:
     """`few`, which has few of the repeated blocks of `whole`, as the program of `whole`.

@@ -1,4 +1,4 @@
-"""A deep stage with few of its repeated blocks, from which all are printed (`in_few`).
+"""A deep stage with few of its repeated blocks, from which all are printed (`lower_few`).
 
 A plan is priced from the first of equal blocks, one that stands for others, and the last
 (`abridger.py`). Text needs more: the blocks beside the one that stands for others have equal
@@ -22,7 +22,7 @@ from autopar.program import StageProgram, block_of
 _N_BEFORE, _N_AFTER = 3, 2
 
 
-def in_few(stage: PlacedStage, with_outputs: bool = False) -> StageProgram | None:
+def lower_few(stage: PlacedStage, with_outputs: bool = False) -> StageProgram | None:
     """The stage program with few blocks; None if no more are left out than are kept, or if the text
     of those would not follow."""
     analysis, runs = stage.analysis, find_runs(stage.analysis)
@@ -33,12 +33,12 @@ def in_few(stage: PlacedStage, with_outputs: bool = False) -> StageProgram | Non
         return None
     if not all(_grow_evenly(analysis, run, group) for run, group in groups):
         return None
-    if not _reads_near(few.folded(blocks), blocks, with_outputs):
+    if not _is_read_near_by(few.folded(blocks), blocks, with_outputs):
         return None
     return few.lower(stage.strategy, stage.cost, with_outputs)
 
 
-def _reads_near(
+def _is_read_near_by(
     folded: Folded, blocks: Sequence[Sequence[EqualBlocks]], with_outputs: bool
 ) -> bool:
     """Is what is left out read only by its own run, by blocks near by?"""
@@ -64,10 +64,10 @@ def _grow_evenly(analysis: Analysis, run: Run, group: EqualBlocks) -> bool:
     if group.n_stood_for == 1:
         return True
     place = {name: k for k, name in enumerate(analysis.program.parameters)}
-    same, first = _words(_facts(analysis, run, group.middle - 1, place))
+    same, first = _split_numbers(_printed_facts(analysis, run, group.middle - 1, place))
     numbers = [first]
     for b in range(group.middle, group.middle + group.n_stood_for):
-        words, own = _words(_facts(analysis, run, b, place))
+        words, own = _split_numbers(_printed_facts(analysis, run, b, place))
         if words != same:
             return False
         numbers.append(own)
@@ -78,8 +78,8 @@ def _grow_evenly(analysis: Analysis, run: Run, group: EqualBlocks) -> bool:
     )
 
 
-def _words(facts: Iterable[object]) -> tuple[list[object], list[int]]:
-    """Numbers apart, with a mark where each was."""
+def _split_numbers(facts: Iterable[object]) -> tuple[list[object], list[int]]:
+    """The facts with a mark for each number, and the numbers."""
     words, numbers = list[object](), list[int]()
     for fact in facts:
         if type(fact) is int:
@@ -88,7 +88,7 @@ def _words(facts: Iterable[object]) -> tuple[list[object], list[int]]:
     return words, numbers
 
 
-def _facts(analysis: Analysis, run: Run, b: int, place: dict[str, int]) -> Iterator[object]:
+def _printed_facts(analysis: Analysis, run: Run, b: int, place: dict[str, int]) -> Iterator[object]:
     """What is printed of the operators of block `b`, but for names of values."""
     program = analysis.program
     for operator in (analysis.operators[i] for i in run.block(b)):

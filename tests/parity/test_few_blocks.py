@@ -14,7 +14,7 @@ import autopar
 from autopar.codegen import emit
 from autopar.options import Recompute
 from autopar.passes.backward import differentiate, proved
-from autopar.passes.lowering import in_few
+from autopar.passes.lowering import lower_few
 from autopar.program import JointProgram
 from tests.helpers.jobs import machine, tokens
 from tests.helpers.models.dropout_models import dropped_gpt2
@@ -29,7 +29,7 @@ def joint_programs(plan: autopar.Plan) -> Iterator[tuple[JointProgram, JointProg
     """Of each stage: from few of its blocks, and from all."""
     bound = bound_of(plan)
     pipeline = bound.pipeline
-    few = proved(pipeline, in_few=[in_few(stage) for stage in bound.stages])
+    few = proved(pipeline, few_blocks=[lower_few(stage) for stage in bound.stages])
     for stage, joint in zip(pipeline.stages, few, strict=True):
         yield joint, differentiate(replace(stage, trains=pipeline.schedule.trains))
 
@@ -83,6 +83,15 @@ class Deep(Skipping):
         self.blocks, self.reads = nn.ModuleList(Small() for _ in range(12)), reads
 
 
+def is_verified_in_few(model: nn.Module) -> bool:
+    """Check a step on one rank. Was it lowered with few blocks?"""
+    report = autopar.verify(model, (1, 1), {"x": torch.randn(8, 8)}, precision="fp64")
+    assert report.ok, report.text()
+    assert report.plan is not None
+    (stage,) = bound_of(report.plan).stages
+    return lower_few(stage) is not None
+
+
 def square(x: Tensor) -> Tensor:
     return x.square().mean()
 
@@ -114,11 +123,7 @@ def test_values_that_leave_blocks(
 ) -> None:
     """A block whose value is read elsewhere must have lines of its own."""
     torch.manual_seed(0)
-    report = autopar.verify(Deep(reads), (1, 1), {"x": torch.randn(8, 8)}, precision="fp64")
-    assert report.ok, report.text()
-    assert report.plan is not None
-    (stage,) = bound_of(report.plan).stages
-    assert (in_few(stage) is not None) is wanted
+    assert is_verified_in_few(Deep(reads)) is wanted
 
 
 class Shuffled(nn.Module):
@@ -141,8 +146,4 @@ class Shuffled(nn.Module):
 def test_parameters_in_another_order(places: list[int], wanted: bool) -> None:
     """Calls in a loop take slices of parameters that move on evenly."""
     torch.manual_seed(0)
-    report = autopar.verify(Shuffled(places), (1, 1), {"x": torch.randn(8, 8)}, precision="fp64")
-    assert report.ok, report.text()
-    assert report.plan is not None
-    (stage,) = bound_of(report.plan).stages
-    assert (in_few(stage) is not None) is wanted
+    assert is_verified_in_few(Shuffled(places)) is wanted
