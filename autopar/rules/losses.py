@@ -11,7 +11,7 @@ import torch
 
 from autopar import operators
 from autopar.placement import Notation
-from autopar.rules.families import broadcast_term, named_term, names, pointwise
+from autopar.rules.families import broadcast_term, named_term, names, pointwise, whole
 from autopar.rules.rule import LinearSets, OpCall, OpRule
 
 MEAN = torch.nn._reduction.get_enum("mean")
@@ -61,8 +61,10 @@ def _ctc(call: OpCall) -> Notation:
 
 
 def _margins(call: OpCall) -> Notation:
-    """Rows are free: `n c!, n -> n` (or `n c!, n c! -> n, n c`), or summed."""
+    """Rows are free: `n c!, n -> n` (or `n c!, n c! -> n, n c`), or summed. A scalar is a score."""
     scores, labels, *weights = call.inputs
+    if not scores:
+        return whole(call)
     rows = ("n",) if len(scores) == 2 else ()
     target = named_term(labels, (*rows, "c")[: len(labels)] if rows else names(len(labels), "c"))
     term = named_term(scores, (*rows, "c"))

@@ -28,7 +28,7 @@ _AS_OTHERS = (
     "contiguous.default alias.default mean.dim mean.default nll_loss.default view.default "
     "_unsafe_view.default flatten.using_ints unflatten.int squeeze.default squeeze.dim squeeze.dims"
 )
-_OVERLOADS = "mul.Scalar div.Scalar norm.Scalar"
+_OVERLOADS = "div.Scalar norm.Scalar"
 _CONSTANT = "zeros.default ones.default full.default"
 _BY_DATA = "bincount.default repeat_interleave.Tensor"
 UNREACHED: dict[str, str] = {

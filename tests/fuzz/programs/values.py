@@ -89,7 +89,9 @@ REDUCTIONS = (
     "torch.norm($a, 2)", "torch.norm($a, 2, $d)", "$a.norm(p=3)", "$a.mean().expand(4)",
     "$a.flatten().dot($b.flatten())", "torch.vdot($a.flatten(), $b.flatten())",
     "$a.sum_to_size($a[:1].shape)", "torch.std($a, [$d])", "$a.abs().add(0.1).prod($d)",
-    "torch.var($a, [$d], unbiased=False)",
+    "torch.var($a, [$d], unbiased=False)", "$a.nanmedian($d)[0]", "$a.nanmedian()",
+    "torch.renorm($a, 2, $d, 0.5)", "torch.segment_reduce($a, 'sum', lengths=torch.tensor([1, "
+    "$B - 1]))",
 )  # fmt: skip
 
 SCANS = (
@@ -254,7 +256,11 @@ MATRICES = (
     "torch.linalg.cross($a[..., :3], $b[..., :3])", f"torch.linalg.matrix_norm({_SPD})",
     f"torch.logdet({_SPD})", "torch.cdist($f, $f + 1)",
     "torch.cdist($a, $b + 1, compute_mode='use_mm_for_euclid_dist')",
-    f"torch.linalg.matrix_power({_SPD} * 0.3, 2)",
+    f"torch.linalg.matrix_power({_SPD} * 0.3, 2)", "torch.pdist($two)",
+    f"torch.cholesky_solve($f[:, :4], torch.linalg.cholesky({_SPD}))",
+    f"torch.linalg.solve_triangular({_SPD}, $f[:, :4], upper=True)",
+    f"torch.linalg.lu({_SPD})[2]", f"torch.linalg.pinv({_SPD}[..., :3])",
+    "torch.linalg.householder_product($f[:, :4, :2].tanh(), $f[:, 0, :2].sigmoid())",
 )  # fmt: skip
 
 FACTORIES = (
@@ -278,6 +284,7 @@ BAGS = (
     *(f"{{nn.EmbeddingBag(8, $W, mode='{mode}')}}($i)" for mode in ("sum", "mean", "max")),
     "{nn.EmbeddingBag(8, $W, padding_idx=0)}($i)",
     f"{{nn.EmbeddingBag(8, $W)}}($i.flatten(), {_ROWS})",
+    "{nn.EmbeddingBag(8, $W, scale_grad_by_freq=True)}($i)",
     f"F.embedding_bag($i.flatten(), {{nn.Parameter(torch.randn(8, $W))}}, {_ROWS}, mode='sum')",
     "F.embedding_bag($i, {nn.Parameter(torch.randn(8, $W))}, mode='sum', "
     "per_sample_weights=$i.double() * 0.1)",

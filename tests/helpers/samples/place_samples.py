@@ -250,9 +250,15 @@ PLACE_SAMPLES: dict[str, list[Sample]] = {
     ],
     "aten.multi_margin_loss.default": [
         *losses(x(4, 8), ints(8, 4)),
+        *losses(x(8), ints(8)),
+        *losses(x(), ints(1)),
         call(x(4, 8), ints(8, 4), 2, 0.5, fixed(8), 2),
     ],
-    "aten.multilabel_margin_loss_forward.default": losses(x(4, 8), ints(8, 4, 8)),
+    "aten.multilabel_margin_loss_forward.default": [
+        *losses(x(4, 8), ints(8, 4, 8)),
+        *losses(x(8), ints(8, 8)),
+        *losses(x(), ints(1)),
+    ],
     "aten.nll_loss.default": LIKELIHOODS,
     "aten.nll_loss_nd.default": [*LIKELIHOODS, call(x(4, 8, 2), ints(8, 4, 2), fixed(8), 2)],
     "aten.mv.default": [call(x(4, 8), x(8))],
