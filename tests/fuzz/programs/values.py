@@ -256,7 +256,7 @@ MATRICES = (
     "torch.linalg.cross($a[..., :3], $b[..., :3])", f"torch.linalg.matrix_norm({_SPD})",
     f"torch.logdet({_SPD})", "torch.cdist($f, $f + 1)",
     "torch.cdist($a, $b + 1, compute_mode='use_mm_for_euclid_dist')",
-    f"torch.linalg.matrix_power({_SPD} * 0.3, 2)", "torch.pdist($two)",
+    f"torch.linalg.matrix_power({_SPD} * 0.3, 2)", "torch.pdist($a.flatten(1))",
     f"torch.cholesky_solve($f[:, :4], torch.linalg.cholesky({_SPD}))",
     f"torch.linalg.solve_triangular({_SPD}, $f[:, :4], upper=True)",
     f"torch.linalg.lu({_SPD})[2]", f"torch.linalg.pinv({_SPD}[..., :3])",
