@@ -24,6 +24,7 @@ from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
+from scipy.optimize import least_squares
 
 from autopar.calibration.samples import OperatorSample, StepSample, TransferSample
 from autopar.cost.hardware import MEASURED_RATIOS, flat_group
@@ -35,8 +36,7 @@ Array = NDArray[np.float64]
 Sample = OperatorSample | TransferSample | StepSample
 Law = Callable[[Array], Array]
 
-_N_STEPS = 200
-_NUDGE = 1e-6  # of a constant, for the derivative of a law
+_FARTHEST = 40.0  # of a log from where the fit starts: a constant that runs there has no effect
 _MATTERS = 1e-4  # of a sample's time
 # Weight of the log of a step's ratio beside the log of a sample's error: an e-fold ratio counts as
 # much as an error of 2%. Enough to leave a ratio at 1 if no step determines it.
@@ -182,22 +182,13 @@ def _transfer_s(sample: TransferSample, link: Link) -> float:
 
 
 def _fitted(law: Law, times_s: Array, start: Array) -> Array:
-    """The positive constants that minimise squared log errors, by Levenberg-Marquardt."""
-    logs, damping = np.log(start), 1e-3
-    errors, nudges = np.log(law(start) / times_s), np.eye(len(start)) * _NUDGE
-    for _ in range(_N_STEPS):
-        nudged = [np.log(law(np.exp(logs + nudge)) / times_s) for nudge in nudges]
-        slopes = (np.column_stack(nudged) - errors[:, None]) / _NUDGE
-        normal = slopes.T @ slopes + damping * np.eye(len(logs))
-        step = np.clip(np.linalg.lstsq(normal, -slopes.T @ errors, rcond=None)[0], -2.0, 2.0)
-        tried = np.log(law(np.exp(logs + step)) / times_s)
-        if tried @ tried > errors @ errors:
-            damping *= 10
-            continue
-        logs, errors, damping = logs + step, tried, damping / 10
-        if np.abs(step).max() < 1e-10:
-            break
-    return np.exp(logs)
+    """The positive constants that minimise squared log errors."""
+    logs = np.log(start)
+    fitted = least_squares(
+        lambda logs: np.log(law(np.exp(logs)) / times_s), logs,
+        bounds=(logs - _FARTHEST, logs + _FARTHEST), xtol=1e-12, ftol=1e-14, gtol=1e-14,
+    )  # fmt: skip
+    return np.exp(fitted.x)
 
 
 def _require_effect(law: Law, found: Array, times_s: Array, names: Sequence[str]) -> None:

@@ -7,8 +7,7 @@
 where log ratio is log(predicted / published). `fit` solves this. Runs of a group are one figure of
 a paper: the same machine, model and software. Their ratios to each other are known better than
 their absolute times. A residual beyond two sigmas counts linearly, not squared (P. J. Huber, 1964).
-So one unusual run does not bend the constants of all others. The solver is reweighted Gauss-Newton
-with a numerical Jacobian in the logarithms.
+So one unusual run does not bend the constants of all others. The unknowns are the logarithms.
 
 The prior of a constant (`priors.toml`) comes from data sheets and micro-benchmarks. Its sigma is
 how far whole training runs may lie from that. Without runs on a device, its constants stay at the
@@ -25,6 +24,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 import numpy as np
+from numpy.typing import NDArray
+from scipy.optimize import least_squares
 
 from autopar.cost.hardware import Profile, Quantity, load_profile
 from autopar.cost.published.predict import step_model
@@ -33,9 +34,10 @@ from autopar.cost.published.rows import PublishedRun
 RUN_SIGMA = 0.05
 GROUP_SIGMA = 0.01
 _HUBER = 2.0
-_CONVERGED = 1e-3  # of every logarithm
+_CONVERGED = 1e-4  # of all logarithms together
+Array = NDArray[np.float64]
 PRIORS = Path(__file__).parent / "priors.toml"
-_STEP = 0.02  # of a logarithm, for the Jacobian
+_NUDGE = 0.02  # of a logarithm, for the Jacobian: laws have kinks
 
 
 @dataclass(frozen=True)
@@ -87,28 +89,35 @@ def fit(
     used = [row for row in rows if row.profile == name and row.step_time_s]
     ids = [row.id for row in used]
     members = [[ids.index(i) for i in group if i in ids] for group in groups]
-    x = np.log([constant.prior for constant in constants])
-    prior, sigma = x.copy(), np.array([constant.sigma for constant in constants])
+    prior = np.log([constant.prior for constant in constants])
+    sigma = np.array([constant.sigma for constant in constants])
 
-    def residuals(at: np.ndarray) -> np.ndarray:
+    def residuals(at: Array) -> Array:
         profile = with_values(base, _values(constants, at))
         errors = np.array([log_error(row, profile) for row in used])
         apart = [errors[m] - errors[m].mean() for m in members if len(m) > 1]
-        return np.concatenate([errors / RUN_SIGMA, *(a / GROUP_SIGMA for a in apart)])
-
-    for _ in range(n_steps if used else 0):
-        here = residuals(x)
-        jacobian = np.stack(
-            [(residuals(x + _STEP * unit) - here) / _STEP for unit in np.eye(len(x))], axis=1
+        return np.concatenate(
+            [(at - prior) / sigma, errors / RUN_SIGMA, *(a / GROUP_SIGMA for a in apart)]
         )
-        weight = np.minimum(1.0, _HUBER / np.maximum(np.abs(here), 1e-12))
-        normal = (jacobian.T * weight) @ jacobian + np.diag(sigma**-2.0)
-        gradient = jacobian.T @ (weight * here) + (x - prior) * sigma**-2.0
-        step = np.linalg.solve(normal, gradient)
-        x = x - step
-        if np.abs(step).max() < _CONVERGED:
-            break
-    return Fit(name, _values(constants, x), len(used))
+
+    def slopes(at: Array) -> Array:
+        here = residuals(at)
+        nudged = [residuals(at + _NUDGE * unit) for unit in np.eye(len(at))]
+        return np.column_stack([(there - here) / _NUDGE for there in nudged])
+
+    def loss(squares: Array) -> Array:
+        """Huber's, and squares for priors: values and both derivatives (`least_squares`)."""
+        is_prior = np.arange(len(squares)) < len(prior)
+        roots = np.sqrt(np.where(is_prior | (squares <= 1), 1.0, squares))
+        values = np.where(roots > 1, 2 * roots - 1, squares)
+        return np.stack([values, 1 / roots, np.where(roots > 1, -0.5 / roots**3, 0.0)])
+
+    if used:
+        fitted = least_squares(
+            residuals, prior, slopes, loss=loss, f_scale=_HUBER, xtol=_CONVERGED, max_nfev=n_steps
+        )
+        return Fit(name, _values(constants, fitted.x), len(used))
+    return Fit(name, _values(constants, prior), 0)
 
 
 def log_error(row: PublishedRun, profile: Profile | None = None) -> float:
