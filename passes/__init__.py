@@ -5,6 +5,6 @@ Reading order: `compilation.py` (what a pass is, and how passes run); `solvers/`
 (the lines of a stage both ways); `intra/` (the placements of one stage); `inter/` (stages) and
 `lowering/` (the lines that ranks run); `search/` (which plan is the fastest); `binding/` (a plan on
 a model's graph) and `explain/` (what a decision was chosen over); `facts.py` (what passes hand on),
-`fact_text.py` (facts as text), `pipeline.py` (the whole compilation as one list). Each may import
-only those before it, and pairs not each other.
+`fact_text.py` (facts as text), `pipeline.py` (the whole compilation as one list), `on_text.py`
+(some of it, on programs as text). Each may import only those before it, and pairs not each other.
 """

@@ -7,7 +7,6 @@ from dataclasses import asdict
 
 import torch
 
-from autopar.codegen import emit
 from autopar.passes.analysis import Analysis
 from autopar.passes.compilation import size_of, text_of
 from autopar.passes.facts import (
@@ -23,14 +22,7 @@ from autopar.passes.facts import (
 from autopar.passes.lowering import PlacedStage
 from autopar.passes.search import PlanningResult
 from autopar.plans import PlanData, Predicted
-from autopar.program import (
-    CallLine,
-    DetachLine,
-    GatherLine,
-    MoveLine,
-    Pipeline,
-    Program,
-)
+from autopar.program import Pipeline, Program, program_text
 from autopar.units import format_bytes, format_seconds
 
 
@@ -116,26 +108,13 @@ def _stage(k: int, stage: PlacedStage) -> Iterable[str]:
 
 @text_of.register
 def _(pipeline: Pipeline) -> str:
-    """One line per line of each stage: what it makes, of what, and where it is."""
-    found = []
-    for k, stage in enumerate(pipeline.stages):
-        found.append(f"stage {k}")
-        for line in stage.body:
-            made = ", ".join(f"{o.name}{list(o.shape)} {o.spec}" for o in line.outs)
-            match line:
-                case CallLine():
-                    words = ", ".join(line.reads)
-                    found.append(f"  {made} = {line.lowered or line.target}({words})")
-                case MoveLine():
-                    found.append(f"  {made} = {line.move.name}({line.source})")
-                case GatherLine() | DetachLine():
-                    found.append(f"  {made} = {type(line).__name__}({line.source})")
-    return "\n".join(found)
+    """The stages, as text that parses back (`on_text.py`)."""
+    return "".join(map(program_text, pipeline.stages))
 
 
 @text_of.register
 def _(made: Differentiated) -> str:
-    return "\n".join(emit(stage, k, len(made.stages)) for k, stage in enumerate(made.stages))
+    return "".join(map(program_text, made.stages))
 
 
 @text_of.register

@@ -11,7 +11,7 @@
     lower          Placed, PlanData                      -> Unverified
     verify         Unverified                            -> Pipeline
     price          Pipeline, Placed, ...                 -> Predicted
-    differentiate  Pipeline, Placed, Target              -> Differentiated
+    differentiate  Pipeline, Target                      -> Differentiated
     emit           Differentiated                        -> Sources
 
 `plan`, `parallelize` and `Plan.bind` run this list (`PASSES`); a pass runs when its fact is first
@@ -76,7 +76,7 @@ from autopar.passes.inter import Candidate
 from autopar.passes.lowering import PlacedStage, join, lower_few, stage_record
 from autopar.passes.search import Planner, PlanningResult
 from autopar.plans import MANUAL, PlanData, Predicted, StageRecord
-from autopar.program import Pipeline, Program
+from autopar.program import Pipeline, Program, StageProgram
 from autopar.schedule import ORDERS, forward_only
 from autopar.verifier import verify_pipeline
 
@@ -321,12 +321,15 @@ class Differentiate(Pass):
     those of few of its repeated blocks.
     """
 
-    requires = (Pipeline, Placed, Target)
+    requires = (Pipeline, Target)
+    may_read = (Placed,)
     provides = (Differentiated,)
 
     def run(self, facts: Compilation) -> Iterable[object]:
-        pipeline, placed = facts[Pipeline], facts[Placed].stages
-        few = [lower_few(s, bool(w.outputs)) for s, w in zip(placed, pipeline.stages, strict=True)]
+        pipeline, few = facts[Pipeline], list[StageProgram | None]()
+        if Placed in facts:
+            for stage, whole in zip(facts[Placed].stages, pipeline.stages, strict=True):
+                few.append(lower_few(stage, bool(whole.outputs)))
         yield Differentiated(proved(pipeline, facts[Target].device, few))
 
 

@@ -32,6 +32,7 @@ from autopar.cli.shell import (
     to_json,
     writing,
 )
+from autopar.errors import OptionError
 
 # Plain help: the same text in a terminal, a pipe and a golden file.
 app = typer.Typer(
@@ -122,19 +123,30 @@ def explain(
 def passes(
     request: PlanRequest,
     subject: Annotated[
-        str | None, typer.Argument(metavar="MODEL|PLAN.json", help="What to compile.")
+        str | None,
+        typer.Argument(metavar="MODEL|PLAN.json|PROGRAM.txt", help="What to compile."),
     ] = None,
     model: ModelOption = None,
+    only: Annotated[
+        str | None, typer.Option(metavar="PASS,...", help="Passes to run on PROGRAM.txt.")
+    ] = None,
 ) -> Result:
     """List the passes of the compilation.
 
     With MODEL or PLAN.json: what each took, and how much it made. AUTOPAR_PRINT_AFTER=PASS prints
-    what a pass makes, in any command or script.
+    what a pass makes, in any command or script. PROGRAM.txt has what it prints after `lower`, or
+    after `differentiate`: then the passes of --only run on that, and what they make is printed.
     """
-    from autopar.cli.passes import list_result, ran_result
+    from autopar.cli.passes import list_result, ran_result, text_result
 
     if subject is None:
         return list_result()
+    if subject.endswith(".txt"):
+        return text_result(Path(subject), only)
+    if only is not None:
+        raise OptionError(
+            "--only is for a program's text", hint="autopar passes PROGRAM.txt --only"
+        )
     return ran_result(plan_of(subject, model, request, "passes"))
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from autopar.cli.shell import Result
+from autopar.errors import OptionError
 from autopar.units import format_seconds
 
 if TYPE_CHECKING:
@@ -51,3 +53,18 @@ def ran_result(plan: Plan) -> Result:
         shown = "; ".join(f"{name}: {size}" for name, size in sizes.items())
         lines.append(f"{one.name():12} {took:>9}  {shown or 'not run: its facts were there'}")
     return Result("\n".join(lines), {"passes": rows})
+
+
+def text_result(path: Path, only: str | None) -> Result:
+    """What the last of some passes makes of the programs in a file."""
+    from autopar.passes.compilation import text_of
+    from autopar.passes.on_text import run_passes
+
+    names = (only or "verify").split(",")
+    try:
+        text = path.read_text()
+    except (OSError, UnicodeDecodeError) as error:
+        raise OptionError(f"cannot read {path}: {error}") from error
+    last = run_passes(text, names).ran[-1]
+    texts = [text_of(fact) for fact in last.made]
+    return Result("".join(texts).rstrip(), {"passes": names, "texts": texts})

@@ -6,7 +6,8 @@ plan), `stage_program.py` (the lines of a stage), `variables.py` (what they read
 define), `once.py` (facts of them), `regathers.py` (what backward gathers again),
 `gathers.py` (gathers that are one call), `order.py` (what runs when, both ways),
 `joint_program.py` (forward and backward as they run),
-`abridged.py` (programs with few of their repeated blocks), `pipeline.py` (stages joined),
+`abridged.py` (programs with few of their repeated blocks), `text.py` (programs as text),
+`pipeline.py` (stages joined),
 `names.py` (names of variables in generated programs),
 `cross_mesh.py`, `messages.py` (what crosses between stages), `bucketing.py`, `collective.py` (the
 collectives of a step).
@@ -144,6 +145,7 @@ from autopar.program.stage_program import (
     storage_owners,
 )
 from autopar.program.strategy import OperatorStrategy, Period, Recomputed, Storage, Strategy
+from autopar.program.text import parse_programs, program_text
 from autopar.program.variables import DEVICE, UNUSED, Ref
 
 __all__ = [
@@ -253,8 +255,10 @@ __all__ = [
     "numbered_module",
     "operators_of",
     "parameter_counts",
+    "parse_programs",
     "positions_of",
     "primitive_bytes",
+    "program_text",
     "rank_collectives",
     "reserved_names",
     "return_bucket_bytes",

@@ -127,10 +127,7 @@ REDUCTIONS = (
     OpRule("aten.linalg_cross.default", f.pointwise_along_dim, linear=f.tensors_linear_alone),
     OpRule("aten._cdist_forward.default", f.outer_pairs),
     OpRule("aten._euclidean_dist.default", f.outer_pairs),
-    *(
-        OpRule(f"aten.{name}.default", f.whole)
-        for name in ("bincount", "dist", "_pdist_forward")
-    ),
+    *(OpRule(f"aten.{name}.default", f.whole) for name in ("bincount", "dist")),
     OpRule("aten.histc.default", f.counted_in_bins),
     OpRule("aten.repeat_interleave.Tensor", f.whole),
     OpRule("aten.renorm.default", f.along_others),

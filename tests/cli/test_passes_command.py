@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.passes.pipeline import PASSES
-from tests.helpers.commands import command, good
+from tests.helpers.commands import command, good, refused
 
 MODEL = "examples.demo:mlp"
 MESH = ("--mesh", "1x2", "--hardware", "a100-80gb")
@@ -43,3 +43,15 @@ def test_of_a_saved_plan_nothing_is_searched(tmp_path: Path) -> None:
     listed = {row["name"]: row["seconds"] for row in rows(plan, "--model", MODEL)}
     assert listed["search"] is listed["record"] is None
     assert listed["place"] > 0 and listed["price"] > 0
+
+
+def test_of_a_programs_text_some_passes_run(tmp_path: Path) -> None:
+    text = Path(__file__).parents[1] / "golden" / "passes" / "tp_lowered.txt"
+    assert command("passes", str(text)).stdout == text.read_text()
+    emitted = good(command("passes", str(text), "--only", "differentiate,emit", "--json"))
+    assert "def backward(" in emitted["texts"][0]
+    wrong = tmp_path / "wrong.txt"
+    wrong.write_text(text.read_text().replace("args=(relu,", "args=(absent,"))
+    assert "absent is read before" in refused(command("passes", str(wrong)))
+    assert "is for a program's text" in refused(command("passes", MODEL, *MESH, "--only", "emit"))
+    assert "cannot read" in refused(command("passes", str(tmp_path / "none.txt")))

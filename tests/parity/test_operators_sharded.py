@@ -259,6 +259,7 @@ CASES = {
     "flags in place": lambda: applied(flagged),
     "margins": lambda: applied(margins),
     "segments": lambda: applied(segments),
+    "distances of pairs": lambda: applied(lambda h, x: torch.pdist(h) + torch.pdist(h.mT)),
     "gaussian likelihood": lambda: applied(lambda h, x: F.gaussian_nll_loss(x, h, h, full=True)),
     "gaussian likelihood with one variance a row": lambda: applied(
         lambda h, x: F.gaussian_nll_loss(h, x, h[:, 0].exp(), reduction="none")

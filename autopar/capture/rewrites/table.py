@@ -26,6 +26,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -148,6 +149,26 @@ def complex_view(b: Builder, call: TracedCall) -> fx.Node | None:
     return b.op(aten.complex.default, real, imaginary)
 
 
+# How `cdist` computes: not as a sum of squares, which loses digits of short distances.
+_NEVER_BY_MATMUL = 2
+
+
+def pair_distances(b: Builder, call: TracedCall) -> fx.Node:
+    """All distances between two sets of rows, of which each pair is taken once.
+
+    torch's own operator wants rows that are contiguous, and shards nothing.
+    """
+    rows, norm = call.bind()["self"], call.bind()["p"]
+    n = len(rows.meta["val"])
+    distances = b.op(aten._cdist_forward.default, rows, rows, norm, _NEVER_BY_MATMUL)
+    pairs = [b.constant("pairs", partial(_pair_rows, n, k)) for k in range(2)]
+    return b.op(aten.index.Tensor, distances, pairs)
+
+
+def _pair_rows(n: int, side: int) -> torch.Tensor:
+    return torch.triu_indices(n, n, 1)[side]
+
+
 def mean(b: Builder, call: TracedCall) -> fx.Node | None:
     bound = call.bind()
     shape = bound["self"].meta["val"].shape
@@ -175,6 +196,7 @@ REWRITES: dict[Any, Rewrite] = {
     aten.contiguous: same_value,
     aten.lift_fresh: same_value,
     aten.view_as_complex: complex_view,
+    aten._pdist_forward: pair_distances,
     aten.lift_fresh_copy: same_value,
     aten.to: cast,
     aten._to_copy: cast,

@@ -199,7 +199,6 @@ PLACE_SAMPLES: dict[str, list[Sample]] = {
     "aten.linalg_cross.default": [call(x(4, 3), x(4, 3)), call(x(3, 8), x(3, 1), dim=0)],
     "aten._cdist_forward.default": [call(x(2, 4, 3), x(2, 8, 3), 1.0, None)],
     "aten._euclidean_dist.default": [call(x(2, 4, 3), x(2, 8, 3)), call(x(4, 3), x(8, 3))],
-    "aten._pdist_forward.default": [call(x(4, 3))],
     "aten.dist.default": [call(x(4, 8), x(8))],
     "aten.bincount.default": [call(ints(4, 8), None, 4)],
     "aten.repeat_interleave.Tensor": [call(ints(3, 8), output_size=None)],
