@@ -74,7 +74,7 @@ POINTWISE = (
     OpRule("aten.contiguous.default", f.pointwise, linear=ALONE),
     OpRule("aten.detach.default", f.pointwise, linear=ALONE, view=True),
     OpRule("aten.alias.default", f.pointwise, linear=ALONE, view=True),
-    OpRule("aten._conj.default", f.pointwise, linear=ALONE, view=True),
+    OpRule("aten._conj_physical.default", f.pointwise, linear=ALONE),
     OpRule("aten.add.Tensor", f.pointwise, linear=f.tensors_linear_jointly),
     OpRule("aten.sub.Tensor", f.pointwise, linear=f.tensors_linear_jointly),
     OpRule("aten.rsub.Tensor", f.pointwise, linear=f.tensors_linear_jointly),

@@ -72,6 +72,9 @@ BODIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
     "noise after a checkpointed region": noise_after_a_region,
     "pairs that lie apart as complex numbers": pairs,
     "a conjugate of a cast": lambda net, z: torch.fft.hfft(z.to(torch.complex128)),
+    "parts of a conjugate": lambda net, z: (c := torch.fft.fft(z).mH).real * c.imag.conj(),
+    "distances of rows that lie apart": lambda net, z: z * torch.pdist(z[:, 0, ::2]).sum(),
+    "a margin of one score": lambda net, z: z * F.multi_margin_loss(z.sum(), torch.tensor(0)),
     "a product of a copy": lambda net, z: (
         z * torch.kron(z.mean(0).mT.ravel().view(4, 4), z[0, :1, :1])
     ),

@@ -303,7 +303,7 @@ CASES = {
 }
 
 
-WITHOUT_BATCH = ("places", "segments", "covariance")
+WITHOUT_BATCH = ("places", "segments", "distances of pairs", "covariance")
 
 
 @one_in(3)

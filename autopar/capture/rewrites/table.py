@@ -196,6 +196,9 @@ REWRITES: dict[Any, Rewrite] = {
     aten.contiguous: same_value,
     aten.lift_fresh: same_value,
     aten.view_as_complex: complex_view,
+    # A tensor whose memory holds conjugates: no kernel or collective needs to ask for that.
+    aten._conj: same_as(aten._conj_physical.default),
+    aten.resolve_conj: same_value,
     aten._pdist_forward: pair_distances,
     aten.lift_fresh_copy: same_value,
     aten.to: cast,

@@ -186,7 +186,7 @@ PLACE_SAMPLES: dict[str, list[Sample]] = {
     "aten._fft_c2c.default": FOURIER,
     "aten._fft_r2c.default": [call(x(4, 8), [1], 0, True), call(x(4, 8), [0], 0, False)],
     "aten._fft_c2r.default": [call(complexes(4, 5), [1], 2, 8)],
-    "aten._conj.default": [call(complexes(4, 8))],
+    "aten._conj_physical.default": [call(complexes(4, 8))],
     "aten.view_as_real.default": [call(complexes(4, 8)), call(complexes())],
     "aten.view_as_complex.default": [call(x(4, 8, 2))],
     "aten.polar.default": [call(x(4, 8), x(4, 8))],
