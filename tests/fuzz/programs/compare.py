@@ -24,10 +24,12 @@ import autopar
 from autopar.capture import PositionalRandom, draws_of
 from autopar.errors import AutoparError, DivergenceError, VerificationError
 from autopar.passes.analysis import Analysis
+from autopar.program import StageProgram, parse_programs, program_text
 from tests.fuzz.programs.draw import loss_of
 from tests.fuzz.programs.layouts import ALONE, Layout
 from tests.fuzz.programs.program import Program
 from tests.helpers.captures import captured
+from tests.helpers.plans import pipeline_of
 from tests.helpers.random_programs import faults, laid_out
 from tests.helpers.ranks import TOLERANCE, relative_error
 
@@ -133,6 +135,8 @@ def _errors_alone(program: Program) -> dict[str, float]:
     net, batch = program.build()
     pm = autopar.parallelize(net, (1, 1), batch, manual=autopar.Manual())
     assert pm.plan.bound is not None
+    for stage in pipeline_of(pm.plan).stages:
+        assert parse_programs(program_text(stage), StageProgram) == [stage], "another text"
     is_random = bool(draws_of(pm.plan.bound.analysis.program))
     wrong: dict[str, float] = {}
     for _ in range(N_STEPS):

@@ -10,7 +10,6 @@ from pathlib import Path
 
 import pytest
 
-from autopar.passes.pipeline import PASSES
 from tests.helpers.pages import blocks_of, is_shown
 from tests.rules import page as rules_page
 
@@ -79,8 +78,5 @@ def test_a_room_names_its_files(room: str) -> None:
     assert [name for name in stems if not re.search(rf"[`\s]{name}(\.py)?[`\s]", order)] == []
 
 
-def test_the_map_fits_on_its_page_and_lists_the_passes() -> None:
-    text = (ROOT / "ARCHITECTURE.md").read_text()
-    assert len(text.splitlines()) <= 200
-    told = re.findall(r"^\| `([a-z-]+)` \| `(\w+)` \|", text, re.MULTILINE)
-    assert told == [(one.name(), one.provides[0].__name__) for one in PASSES]
+def test_the_map_fits_on_its_page() -> None:
+    assert len((ROOT / "ARCHITECTURE.md").read_text().splitlines()) <= 200
