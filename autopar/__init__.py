@@ -38,13 +38,13 @@ if TYPE_CHECKING:
     from autopar.mesh import Device, Link, Mesh
     from autopar.module import ParallelModule
     from autopar.options import Manual
+    from autopar.oracle import check_rule
     from autopar.parity import Report, verify
     from autopar.planning import Plan
     from autopar.program import Audit
     from autopar.rules import register_rule
     from autopar.runtime.checkpoints import AsyncSaver
     from autopar.runtime.launch import launch
-    from autopar.verifier import check_rule
 
 __version__ = "0.3.0"
 
@@ -122,7 +122,7 @@ _HOMES = {
     "StepError": "autopar.errors",
     "StepTimeoutError": "autopar.errors",
     "VerificationError": "autopar.errors",
-    "check_rule": "autopar.verifier",
+    "check_rule": "autopar.oracle",
     "compare": "autopar.api",
     "export_weights": "autopar.api",
     "launch": "autopar.runtime.launch",

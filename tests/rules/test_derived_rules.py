@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from autopar.errors import VerificationError
+from autopar.oracle import OracleCase, report_case
 from autopar.rules import has_rule, own_rule, rule_for
 from autopar.rules.derived import derived_rule
 from autopar.rules.operators import lookup
-from autopar.verifier import OracleCase, report_case
 from tests.helpers.samples.rule_samples import bools, fixed, ints, positive, x
 
 

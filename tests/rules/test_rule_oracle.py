@@ -11,12 +11,12 @@ import torch
 from torch.utils.flop_counter import FlopCounterMode
 
 from autopar.errors import MissingRuleError, VerificationError
+from autopar.oracle import OracleCase, check_rule, check_strategy, combinations, report_case
 from autopar.placement import I, Notation, P, R, S
 from autopar.program import name_sizes
 from autopar.rules import AxisStrategy, OpCall, OpRule, all_rules, find_operator, has_rule, rule_for
 from autopar.rules.convolutions import CONVOLUTIONS
 from autopar.rules.lowering import VOCABULARY_CROSS_ENTROPY
-from autopar.verifier import OracleCase, check_rule, check_strategy, combinations, report_case
 from tests.helpers.nightly import one_in
 from tests.helpers.samples.every_sample import SAMPLES
 from tests.helpers.samples.rule_samples import Sample, bools, call, ints, x

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
+from autopar.oracle import MESHES, OracleCase, check_strategy, combinations
 from autopar.rules import find_operator, rule_for
-from autopar.verifier import MESHES, OracleCase, check_strategy, combinations
 from tests.helpers.nightly import one_in
 from tests.helpers.samples.drawn_calls import FAMILIES as GENERAL
 from tests.helpers.samples.drawn_calls import Call

@@ -22,6 +22,7 @@ from autopar.errors import (
 )
 from autopar.mesh import Mesh
 from autopar.options import Manual, Options
+from autopar.oracle import OracleCase, check_rule, report_case
 from autopar.placement import Notation
 from autopar.planning import plan_program
 from autopar.rules import (
@@ -34,7 +35,6 @@ from autopar.rules import (
     register_rule,
     rule_for,
 )
-from autopar.verifier import OracleCase, check_rule, report_case
 from tests.conftest import Golden
 from tests.helpers.samples.rule_samples import ints, x
 

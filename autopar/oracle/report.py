@@ -15,8 +15,14 @@ from torch import Tensor
 
 from autopar.errors import NotSupportedError, VerificationError
 from autopar.operators import UnsupportedFunctionError, function_call
+from autopar.oracle.strategies import (
+    MESHES,
+    OracleCase,
+    StrategyErrors,
+    check_strategy,
+    combinations,
+)
 from autopar.rules import OpCall, find_operator, has_rule, is_pure, missing_rule, rule_for
-from autopar.verifier.oracle import MESHES, OracleCase, StrategyErrors, check_strategy, combinations
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ placements, in float64. Ranks that communicate are threads of this process.
     g_r = scatter(g)     with the placements of gradients: R -> P, P -> R, I -> I, S -> S
     gather(dx_r) = dx    with the placements of the inputs' gradients
 
-`check_strategy` checks one strategy; `rule_report.py` checks all strategies of one call. Both
+`check_strategy` checks one strategy; `report.py` checks all strategies of one call. Both
 sides must agree to 1e-12 of the largest element (`TOLERANCE`).
 """
 
