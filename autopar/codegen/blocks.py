@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 WORD = re.compile(r"(?<![\w.])(?:[A-Za-z_]\w*|\d+(?![\w.]))")
@@ -199,23 +200,21 @@ def _cuts(statements: Sequence[Statement]) -> list[Cut]:
     after it; or only the moves right before an operator belong to that. So do operators outside of
     blocks that stand between two of them."""
     blocks = _blocks(statements)
-    before: list[str] = []
-    after = [""] * len(statements)
-    moves = [""] * len(statements)
-    last = ""
+    with_moves = [*blocks]
+    for i in reversed(range(len(blocks) - 1)):
+        s = statements[i]
+        if blocks[i] is None and (s.is_move or s.follows or s.work != "compute"):
+            with_moves[i] = with_moves[i + 1]
+    before, moves, after = map(_filled, (blocks, with_moves, blocks[::-1]))
+    return [_cut(statements, own) for own in (before, moves, after[::-1])]
+
+
+def _filled(blocks: Sequence[str | None]) -> list[str]:
+    """The blocks, with the one before in place of None."""
+    found: list[str] = []
     for block in blocks:
-        last = last if block is None else block
-        before.append(last)
-    last, is_near = "", False
-    for i in reversed(range(len(statements))):
-        s, block = statements[i], blocks[i]
-        if block is not None:
-            last, is_near = block, True
-        elif s.work == "compute" and not s.follows:
-            is_near &= s.is_move
-        after[i] = last
-        moves[i] = last if is_near else before[i]
-    return [_cut(statements, blocks) for blocks in (before, moves, after)]
+        found.append(block if block is not None else found[-1] if found else "")
+    return found
 
 
 def _blocks(statements: Sequence[Statement]) -> list[str | None]:
@@ -241,16 +240,12 @@ def _stem(block: str) -> str:
 
 
 def _cut(statements: Sequence[Statement], blocks: Sequence[str]) -> Cut:
-    found: Cut = []
-    label: tuple[Work, str] | None = None
-    for i, s in enumerate(statements):
-        own = (s.work, blocks[i] if s.work == "compute" else s.block or "")
-        if label is None or (own != label and not s.follows):
-            label = own
-            found.append((i, i + 1, *own))
-        else:
-            found[-1] = (found[-1][0], i + 1, *label)
-    return found
+    labels: list[tuple[Work, str]] = []
+    for s, block in zip(statements, blocks, strict=True):
+        own = (s.work, block if s.work == "compute" else s.block or "")
+        labels.append(labels[-1] if s.follows and labels else own)
+    same = (list(own) for _, own in groupby(range(len(labels)), labels.__getitem__))
+    return [(own[0], own[-1] + 1, *labels[own[0]]) for own in same]
 
 
 def _equal(
