@@ -348,26 +348,6 @@ def starred_name(block: str) -> str:
     return ".".join("*" if word.isdigit() else word for word in block.split("."))
 
 
-def numbered_rows(statements: Sequence[Statement], template: Template) -> list[str]:
-    """The rows of a template's first piece, where `i` counts the blocks."""
-    block, at, rows = template.first.block, 0, list[str]()
-    for s in statements:
-        for row in s.rows:
-            if is_comment(row):
-                rows.append(row.replace(block, starred_name(block)))
-                continue
-            parts, end = list[str](), 0
-            for match in WORD.finditer(row.partition("  # ")[0]):
-                if match.group()[0].isdigit():
-                    base, step = template.numbers[at]
-                    at += 1
-                    if step:
-                        parts += [row[end : match.start()], affine(base, step)]
-                        end = match.end()
-            rows.append("".join([*parts, row[end:]]))
-    return rows
-
-
 def affine(base: int, step: int, i: str = "i") -> str:
     """`base + step * i`, in words of Python; `i` may be a number."""
     if i.isdigit():
