@@ -21,8 +21,8 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.codegen.blocks import LEAST_PIECES, Piece, Statement, affine, del_row
-from autopar.codegen.flow import BlockFunction, Channel, Part, Place
+from autopar.codegen.blocks import LEAST_PIECES, Statement, affine, del_row
+from autopar.codegen.flow import BlockFunction, Call, Channel, Part
 from autopar.codegen.words import listed
 
 _MOST_CALLS = 16  # in a loop
@@ -34,34 +34,10 @@ class UnfoldableError(Exception):
 
 
 @dataclass(frozen=True)
-class _Call:
-    """A call, with the lists that statements fill before it, and take apart after it.
-
-    `is_apart` says that statements stand between it and the call before.
-    """
-
-    piece: Piece
-    function: BlockFunction
-    packed: tuple[Channel, ...]
-    unpacked: tuple[Channel, ...]
-    late: tuple[str, ...]
-    is_apart: bool
-
-    @property
-    def computes(self) -> bool:
-        return self.function.template.work == "compute"
-
-    @property
-    def is_plain(self) -> bool:
-        """Nothing stands between this call and those beside it."""
-        return not (self.packed or self.unpacked or self.late or self.is_apart)
-
-
-@dataclass(frozen=True)
 class _Loop:
     """Equal calls in rounds, each `step` blocks further than the one before; or a single call."""
 
-    rounds: Sequence[Sequence[_Call]]
+    rounds: Sequence[Sequence[Call]]
 
     @property
     def step(self) -> int:
@@ -77,7 +53,7 @@ class _Loop:
         return self.n_rounds * len(self.rounds[0])
 
     @property
-    def calls(self) -> list[_Call]:
+    def calls(self) -> list[Call]:
         return [call for own in self.rounds for call in own]
 
     @property
@@ -94,14 +70,13 @@ class Main:
     """`name_of` and `arguments` give the words of a call, besides its lists."""
 
     part: Part
-    saved: frozenset[Place]
     stands_for: Mapping[str, int]
     name_of: Mapping[BlockFunction, str]
     arguments: Callable[[BlockFunction, Callable[[int, int], str]], list[str]]
     live: set[Channel] = field(default_factory=set)
 
     def rows(self) -> list[str]:
-        calls = self._calls()
+        calls = self.part.calls
         self._check_blocks()
         out: list[str] = []
         at, k = 0, 0
@@ -113,36 +88,12 @@ class Main:
             at = calls[k - 1].piece.stop
         return out + printed(self.part.statements[at:])
 
-    def _calls(self) -> list[_Call]:
-        found: list[_Call] = []
-        at = 0
-        for piece, f in self.part.calls():
-            found.append(self._call(piece, f, at))
-            at = piece.stop
-        return found
-
-    def _call(self, piece: Piece, f: BlockFunction, at: int) -> _Call:
-        """The call of a piece; the one before ends at `at`."""
-        own = self.part.statements[piece.start : piece.stop]
-        packed = tuple(c for c in f.inputs if not is_handed_on(self.part, c, piece.i, "taker"))
-        unpacked = []
-        for channel in f.outputs:
-            if channel.is_saved:
-                is_whole = all(Place(f, piece.i, k) in self.saved for k in channel.made)
-            else:
-                is_whole = is_handed_on(self.part, channel, piece.i, "maker")
-            if not is_whole:
-                unpacked.append(channel)
-        late = tuple(name for s in own for name in s.late)
-        is_apart = any(s.rows for s in self.part.statements[at : piece.start])
-        return _Call(piece, f, packed, tuple(unpacked), late, is_apart)
-
     def _check_blocks(self) -> None:
         """Raise `UnfoldableError` if a block that stands for others has statements of its own."""
-        inside = {i for p, _ in self.part.calls() for i in range(p.start, p.stop)}
-        for i, s in enumerate(self.part.statements):
-            if s.rows and s.block in self.stands_for and i not in inside:
-                raise UnfoldableError(s.block)
+        for between, _ in self.part.outside():
+            for s in between:
+                if s.rows and s.block in self.stands_for:
+                    raise UnfoldableError(s.block)
 
     def _printed(self, loop: _Loop) -> list[str]:
         """The calls of a loop, or a single one."""
@@ -170,7 +121,7 @@ class Main:
         late = [name for call in last for name in call.late]
         return [*out, *([del_row(late)] if late else [])]
 
-    def _check(self, calls: Sequence[_Call]) -> None:
+    def _check(self, calls: Sequence[Call]) -> None:
         """Take and fill the lists of calls, in order."""
         for call in calls:
             self.live.difference_update(call.function.inputs)
@@ -186,7 +137,7 @@ class Main:
             raise UnfoldableError(channel.variable)
         self.live.add(channel)
 
-    def _row(self, call: _Call, ahead: int | None) -> str:
+    def _row(self, call: Call, ahead: int | None) -> str:
         """A call; in a loop it is that of block `i + ahead`."""
         f = call.function
 
@@ -209,7 +160,7 @@ class Main:
         return (" " * (4 if ahead is None else 8)) + (f"{left} = {row}" if left else row)
 
 
-def _next_loop(calls: Sequence[_Call], k: int) -> _Loop:
+def _next_loop(calls: Sequence[Call], k: int) -> _Loop:
     """The longest loop about call `k` if it begins there; else the call alone.
 
     Raises `UnfoldableError` if that one stands for others.
@@ -228,7 +179,7 @@ def _next_loop(calls: Sequence[_Call], k: int) -> _Loop:
     return _Loop([[calls[k]]])
 
 
-def _rounds(calls: Sequence[_Call], start: int, n_calls: int) -> list[Sequence[_Call]]:
+def _rounds(calls: Sequence[Call], start: int, n_calls: int) -> list[Sequence[Call]]:
     """The rounds of `n_calls` calls from `start` on, a block further each time; none if they are
     few, or if not all calls are of the blocks that stand for others."""
     rounds = [calls[start : start + n_calls]]
@@ -258,22 +209,6 @@ def _rounds(calls: Sequence[_Call], start: int, n_calls: int) -> list[Sequence[_
 def _variable(channel: Channel, maker: str) -> str:
     """The list of a channel; what is saved has one for each block of its maker."""
     return f"{channel.variable}[{maker}]" if channel.is_saved else channel.variable
-
-
-def is_handed_on(part: Part, channel: Channel, i: int, side: str) -> bool:
-    """Does this channel carry all its values of the piece of block `i`?"""
-    maker, taker = channel.maker, channel.taker
-    if maker is None or taker is None:
-        return False
-    if side == "taker":
-        return all(
-            part.sources.get(Place(taker, i, b)) == Place(maker, i - channel.distance, a)
-            for a, b in zip(channel.made, channel.taken, strict=True)
-        )
-    return all(
-        part.targets.get(Place(maker, i, a)) == Place(taker, i + channel.distance, b)
-        for a, b in zip(channel.made, channel.taken, strict=True)
-    )
 
 
 def printed(statements: Sequence[Statement]) -> list[str]:

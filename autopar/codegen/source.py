@@ -217,7 +217,7 @@ class _Source:
     def _main(self, folded: Folded, part: Part) -> list[str]:
         """The statements and calls of forward or of backward."""
         arguments, stands_for = self._printer(part).arguments, self.joint.stands_for
-        return Main(part, folded.stored, stands_for, self.names, arguments).rows()
+        return Main(part, stands_for, self.names, arguments).rows()
 
     @cached_property
     def names(self) -> dict[BlockFunction, str]:
