@@ -18,7 +18,7 @@ A loop over a block that stands for others (`JointProgram.stands_for`) has round
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from autopar.codegen.blocks import LEAST_PIECES, Statement, affine, del_row
@@ -67,17 +67,14 @@ class _Loop:
 
 @dataclass
 class Main:
-    """`name_of` and `arguments` give the words of a call, besides its lists."""
+    """`arguments` gives the words of a call, besides its lists."""
 
     part: Part
-    stands_for: Mapping[str, int]
-    name_of: Mapping[BlockFunction, str]
     arguments: Callable[[BlockFunction, Callable[[int, int], str]], list[str]]
     live: set[Channel] = field(default_factory=set)
 
     def rows(self) -> list[str]:
         calls = self.part.calls
-        self._check_blocks()
         out: list[str] = []
         at, k = 0, 0
         while k < len(calls):
@@ -87,13 +84,6 @@ class Main:
             k += len(loop.calls)
             at = calls[k - 1].piece.stop
         return out + printed(self.part.statements[at:])
-
-    def _check_blocks(self) -> None:
-        """Raise `UnfoldableError` if a block that stands for others has statements of its own."""
-        for between, _ in self.part.outside():
-            for s in between:
-                if s.rows and s.block in self.stands_for:
-                    raise UnfoldableError(s.block)
 
     def _printed(self, loop: _Loop) -> list[str]:
         """The calls of a loop, or a single one."""
@@ -156,7 +146,7 @@ class Main:
         lists = [_variable(channel, block(channel.distance)) for channel in f.inputs]
         words = ", ".join([block(), *lists, *self.arguments(f, at)])
         left = ", ".join(_variable(channel, block()) for channel in f.outputs)
-        row = f"{self.name_of.get(f, f.name)}({words})"
+        row = f"{f.name}({words})"
         return (" " * (4 if ahead is None else 8)) + (f"{left} = {row}" if left else row)
 
 

@@ -55,7 +55,8 @@ def fold(
 ) -> Folded:
     """The functions of equal pieces; `returned` are the results of forward besides `saved`.
 
-    Raises `UnfoldableError` if a value of a block that stands for others is saved apart.
+    Raises `UnfoldableError` if a block that stands for others has a statement or a saved value of
+    its own.
     """
     position = {name: i for i, name in enumerate(parameters)}
     variables = {n for s in (*forward, *backward) for n in (*s.reads, *s.writes)}
@@ -66,6 +67,9 @@ def fold(
         bare = [without_frees(s, position) for s in statements]
         found = templates(bare, variables, position, numbers)
         parts.append(Part(statements, block_functions(bare, found, position, word)))
+        for s in (s for between, _ in parts[-1].outside() for s in between):
+            if s.rows and s.block in stands_for:
+                raise UnfoldableError(s.block)
     ahead, behind = parts
     held = route(ahead, {}, returned)
     places = {name: held[name] for name in saved if name in held}

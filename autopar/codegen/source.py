@@ -14,7 +14,7 @@ from functools import cached_property
 from autopar.codegen.blocks import Statement, Work, freeing, without_wide_frees
 from autopar.codegen.calls import Main, UnfoldableError, printed
 from autopar.codegen.defined import check_defined
-from autopar.codegen.flow import BlockFunction, Part
+from autopar.codegen.flow import Part
 from autopar.codegen.fold import Folded, fold, outside_names, unfolded
 from autopar.codegen.functions import FunctionPrinter
 from autopar.codegen.layout import joined, with_views_inside
@@ -207,22 +207,16 @@ class _Source:
         try:
             folded = fold(ahead, behind, names, joint.saved, returned, joint.stands_for)
             for part in (folded.forward, folded.backward):
-                self._main(folded, part)
+                self._main(part)
         except UnfoldableError:
             if joint.stands_for:
                 raise
             return unfolded(forward, backward, joint.saved)
         return folded
 
-    def _main(self, folded: Folded, part: Part) -> list[str]:
+    def _main(self, part: Part) -> list[str]:
         """The statements and calls of forward or of backward."""
-        arguments, stands_for = self._printer(part).arguments, self.joint.stands_for
-        return Main(part, stands_for, self.names, arguments).rows()
-
-    @cached_property
-    def names(self) -> dict[BlockFunction, str]:
-        """The functions of blocks by name; those of equal text share one."""
-        return {}
+        return Main(part, self._printer(part).arguments).rows()
 
     def _printer(self, part: Part) -> FunctionPrinter:
         return FunctionPrinter(
@@ -232,7 +226,7 @@ class _Source:
     def _forward(self) -> list[str]:
         program, folded = self.program, self.folded
         arguments = ["parameters", "delivered", *(["received"] if program.received else []), "env"]
-        main = self._main(folded, folded.forward)
+        main = self._main(folded.forward)
         out = [f"def forward({', '.join(arguments)}):", *self._groups(main)]
         out += self._unpack_parameters()
         out += unpacked("delivered", [(d.local, d.source) for d in program.delivered])
@@ -301,7 +295,7 @@ class _Source:
         ]
 
     def _block_functions(self) -> list[str]:
-        """The functions of equal pieces, each printed once."""
+        """The functions of equal pieces; those of equal text are printed once, and share a name."""
         out: list[str] = []
         known: dict[tuple[str, ...], str] = {}
         for part in (self.folded.forward, self.folded.backward):
@@ -313,7 +307,7 @@ class _Source:
                     known[key] = free_name(f.name, {*known.values(), *self._known_names})
                     doc = f'    """Block i of {docstring_text(f.template.span)}."""'
                     out += [f"def {known[key]}{first}", doc, *body, "", ""]
-                self.names[f] = known[key]
+                f.name = known[key]
         return out
 
     @cached_property
@@ -352,7 +346,7 @@ class _Source:
         parts = [i for i, x in enumerate(joint.backward) if isinstance(x, WeightGradients)]
         if parts:
             return self._two_parts(parts[0], taken, arguments, {*joint.saved, *given})
-        main = self._main(folded, folded.backward)
+        main = self._main(folded.backward)
         out = [f"def backward({arguments}):", *self._groups(main), *taken, *main]
         return out if joint.backward else [*out, "    pass"]
 
