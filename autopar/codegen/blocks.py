@@ -69,15 +69,17 @@ class Piece:
 class Template:
     """Equal pieces, in their order.
 
-    pieces    name k of one stands where name k of another does
-    numbers   (number in block 0, what each block adds), in order
-    first     the piece of the first block, by whose names they are printed
+    pieces      name k of one stands where name k of another does
+    numbers     (number in block 0, what each block adds), in order
+    parameters  the same of each name's place among parameters; any pair for other names
+    first       the piece of the first block, by whose names they are printed
     """
 
     stem: str
     work: Work
     pieces: list[Piece]
-    numbers: tuple[tuple[int, int], ...] = ()
+    numbers: tuple[tuple[int, int], ...]
+    parameters: tuple[tuple[int, int], ...]
     first: Piece = field(init=False)
 
     def __post_init__(self) -> None:
@@ -277,15 +279,16 @@ def _equal(
         n_blocks = sum(piece.stands_for for piece in pieces)
         if n_blocks < LEAST_PIECES or len(pieces) < 2 or len(blocks) < len(pieces):
             continue
-        lines = _on_lines(pieces, [piece.numbers for piece in pieces])
-        own_parameters = [[parameters.get(name, -1) for name in piece.names] for piece in pieces]
-        if lines is not None and _on_lines(pieces, own_parameters) is not None:
+        steps = _even_steps(pieces, [piece.numbers for piece in pieces])
+        places = [[parameters.get(name, -1) for name in piece.names] for piece in pieces]
+        strides = _even_steps(pieces, places)
+        if steps is not None and strides is not None:
             stem = _stem(pieces[0].block)
-            found.append(Template(stem, pieces[0].work, pieces, lines))
+            found.append(Template(stem, pieces[0].work, pieces, steps, strides))
     return found
 
 
-def _on_lines(
+def _even_steps(
     pieces: Sequence[Piece], values: Sequence[Sequence[int]]
 ) -> tuple[tuple[int, int], ...] | None:
     """(value in block 0, what each block adds) of each column; None if one doesn't grow evenly."""

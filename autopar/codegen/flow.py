@@ -230,20 +230,13 @@ def _function(
             given += [k] if n in alive or n not in freed else []
     return BlockFunction(
         name, template, tuple(taken), tuple(given), tuple(shared), tuple(own),
-        _slices(template, own, parameters),
+        _slices(template, own),
     )  # fmt: skip
 
 
-def _slices(
-    template: Template, positions: Sequence[int], parameters: Mapping[str, int]
-) -> tuple[Slice, ...]:
+def _slices(template: Template, positions: Sequence[int]) -> tuple[Slice, ...]:
     """The slices of the parameters at some positions: those that move on together, side by side."""
-    a, b, *_ = template.pieces
-    places: list[tuple[int, int, int]] = []
-    for k in positions:
-        at, after = parameters[a.names[k]], parameters[b.names[k]]
-        stride = (after - at) // (b.number - a.number)
-        places.append((at - stride * a.number, stride, k))
+    places = [(*template.parameters[k], k) for k in positions]
     found: list[Slice] = []
     for start, stride, k in sorted(places):
         near = (s for s in found if s.stride == stride and start - s.stop < abs(stride))

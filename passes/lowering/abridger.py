@@ -17,7 +17,14 @@ from dataclasses import dataclass, field, replace
 from autopar.cost.laws import CostModel
 from autopar.passes.analysis import Analysis, Folded, Run, fold
 from autopar.passes.lowering.lines import lower
-from autopar.program import CallLine, Recomputed, RepeatedLines, StageProgram, Strategy
+from autopar.program import (
+    CallLine,
+    Recomputed,
+    RepeatedLines,
+    StageProgram,
+    Strategy,
+    block_of,
+)
 
 
 @dataclass(frozen=True)
@@ -143,12 +150,10 @@ class Abridger:
         None if the range begins in a block that is left out.
         """
         for run, kept in zip(self.runs, blocks, strict=True):
-            if not run.start <= i < run.end:
+            block, begins = run.block_at(i), run.block_at(first)
+            if block is None:
                 continue
-            block = (i - run.start) // run.period
-            begins = (first - run.start) // run.period if first >= run.start else None
-            if begins is None or begins == block:
-                return i if block in kept else None
+            begins = block if begins is None else begins
             if begins not in kept:
                 return None
             number = kept[kept.index(begins) + block - begins]
@@ -169,13 +174,15 @@ def _repeat(program: StageProgram, folded: Folded, run: Run, group: EqualBlocks)
     reads = Counter(name for o in own.values() for name in o.inputs)
     mine = Counter(name for o in block for name in o.inputs)
     alone = {name for name, n in mine.items() if reads[name] == n}
+    keys = [captured.keys[o.name] for o in block]
     return RepeatedLines(
         _end(program, [captured.keys[name] for name in before]),
-        _end(program, [captured.keys[o.name] for o in block]),
+        _end(program, keys),
         group.n_stood_for,
         frozenset(
             d.local.name for d in program.delivered if d.kind == "constant" and d.source in alone
         ),
+        next((block for key in keys if (block := block_of(key))), None),
     )
 
 

@@ -2,8 +2,9 @@
 
 A plan is priced from the first of equal blocks, one that stands for others, and the last
 (`abridger.py`). Text needs more: the blocks beside the one that stands for others have equal
-neighbours, too; nothing outside of the blocks reads one that is left out; and what differs from
-block to block are names of parameters, and numbers that grow evenly.
+neighbours, too; each block is a numbered module; nothing outside of the blocks reads one that is
+left out; and what differs from block to block are names of parameters, and numbers that grow
+evenly.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch.fx
 
-from autopar.passes.analysis import Analysis, Folded, Run, find_runs
+from autopar.passes.analysis import Analysis, Folded, Run, find_runs, place_in
 from autopar.passes.lowering.abridger import Abridger, EqualBlocks
 from autopar.passes.lowering.lines import PlacedStage
 from autopar.program import StageProgram, block_of
@@ -29,9 +30,10 @@ def lower_few(stage: PlacedStage, with_outputs: bool = False) -> StageProgram | 
     few = Abridger(analysis, runs, _N_BEFORE, _N_AFTER)
     blocks = few.equal_blocks(stage.strategy)
     groups = [(run, group) for run, own in zip(runs, blocks, strict=True) for group in own]
-    if all(group.n_stood_for == 1 for _, group in groups):
+    several = [(run, group) for run, group in groups if group.n_stood_for > 1]
+    if not several or not all(_is_module(analysis, run.block(g.middle)) for run, g in several):
         return None
-    if not all(_grow_evenly(analysis, run, group) for run, group in groups):
+    if not all(_grow_evenly(analysis, run, group) for run, group in several):
         return None
     if not _is_read_near_by(few.folded(blocks), blocks, with_outputs):
         return None
@@ -52,17 +54,26 @@ def _is_read_near_by(
         return False
     for i in kept:
         for source in (left_out[n] for n in whole.operators[i].inputs if n in left_out):
-            r = next(r for r, run in enumerate(runs) if run.block_at(source) is not None)
-            reader, block = runs[r].block_at(i), runs[r].block_at(source)
-            if reader is None or block is None or numbers[r].index(reader) < reader - block:
+            reader, at = place_in(runs, i), place_in(runs, source)
+            assert at is not None, "only blocks are left out"
+            if reader is None or reader[0] != at[0]:
+                return False
+            if numbers[at[0]].index(reader[1]) < reader[1] - at[1]:
                 return False
     return True
 
 
+def _is_module(analysis: Analysis, positions: range) -> bool:
+    """Are the numbered modules of some operators one, of which all operators are among these?"""
+    keys = analysis.program.keys
+    blocks = [block_of(keys[operator.name]) for operator in analysis.operators]
+    own = {*blocks[positions.start : positions.stop]} - {None}
+    others = {*blocks[: positions.start], *blocks[positions.stop :]}
+    return len(own) == 1 and own.isdisjoint(others)
+
+
 def _grow_evenly(analysis: Analysis, run: Run, group: EqualBlocks) -> bool:
     """Are blocks that are left out equal to the one before them, but for even steps of numbers?"""
-    if group.n_stood_for == 1:
-        return True
     place = {name: k for k, name in enumerate(analysis.program.parameters)}
     same, first = _split_numbers(_printed_facts(analysis, run, group.middle - 1, place))
     numbers = [first]
