@@ -188,6 +188,25 @@ def templates(
     return best
 
 
+def are_alike(
+    statements: Sequence[Statement], parameters: Mapping[str, int], stands_for: Mapping[str, int]
+) -> bool:
+    """Are blocks that others stand for equal to those, and to the block before them?
+
+    `statements` have the operators of all blocks.
+    """
+    variables = {name for s in statements for name in (*s.reads, *s.writes)}
+    found = templates(statements, variables, parameters, block_numbers(statements, {}))
+    for block, count in stands_for.items():
+        stem, dot, number = block.rpartition(".")
+        wanted = {f"{stem}{dot}{int(number) + k}" for k in range(-1, count)}
+        equal = [t.pieces for t in found if wanted <= {piece.block for piece in t.pieces}]
+        inside = {i for pieces in equal for p in pieces for i in range(p.start, p.stop)}
+        if any(s.block in wanted and i not in inside for i, s in enumerate(statements)):
+            return False
+    return True
+
+
 def _lines_saved(statements: Sequence[Statement], template: Template) -> int:
     first = template.first
     n_rows = sum(len(s.rows) for s in statements[first.start : first.stop])

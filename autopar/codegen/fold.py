@@ -48,17 +48,17 @@ def unfolded(
 def fold(
     forward: Sequence[Statement],
     backward: Sequence[Statement],
-    parameters: Sequence[str],
+    position: Mapping[str, int],
     saved: Sequence[str],
     returned: Iterable[str],
     stands_for: Mapping[str, int],
 ) -> Folded:
-    """The functions of equal pieces; `returned` are the results of forward besides `saved`.
+    """The functions of equal pieces; `position` is that of each parameter, `returned` are the
+    results of forward besides `saved`.
 
     Raises `UnfoldableError` if a block that stands for others has a statement or a saved value of
     its own.
     """
-    position = {name: i for i, name in enumerate(parameters)}
     variables = {n for s in (*forward, *backward) for n in (*s.reads, *s.writes)}
     numbers = block_numbers((*forward, *backward), stands_for)
     parts: list[Part] = []

@@ -205,14 +205,12 @@ class RepeatedLines:
     """Lines `start` to `stop` - 1 of a body: one block that stands for `count` consecutive blocks.
 
     `delivered` are the variables of constants that every one of these blocks has for itself.
-    `block` is the first numbered module (`model.layers.2`) that it has operators of.
     """
 
     start: int
     stop: int
     count: int
     delivered: frozenset[str]
-    block: str | None
 
 
 @dataclass(frozen=True)

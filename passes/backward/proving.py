@@ -13,7 +13,15 @@ from itertools import zip_longest
 
 from autopar.codegen import prints_all
 from autopar.passes.backward.joint import differentiate
-from autopar.program import JointProgram, Pipeline, ReadyLine, RepeatedLines, StageProgram
+from autopar.program import (
+    CallLine,
+    JointProgram,
+    Pipeline,
+    ReadyLine,
+    RepeatedLines,
+    StageProgram,
+    block_of,
+)
 from autopar.verifier import verify_joint
 
 
@@ -22,8 +30,8 @@ def proved(
 ) -> tuple[JointProgram, ...]:
     """Every stage both ways, verified; for a pipeline without gradients, forward only.
 
-    `few_blocks` has each stage with few of its repeated blocks, which are numbered modules. Where
-    the text of all follows from theirs, the other blocks have no lines.
+    `few_blocks` has each stage with few of its repeated blocks. Where the text of all follows from
+    theirs, the other blocks have no lines.
     """
     trains = pipeline.schedule.trains
     joints: list[JointProgram] = []
@@ -42,9 +50,16 @@ def proved(
 
 def _standing_for(
     whole: StageProgram, few: JointProgram, repeats: Sequence[RepeatedLines]
-) -> JointProgram:
-    """The program of `whole` by the lines of few of its blocks."""
-    stands_for = {repeat.block: repeat.count for repeat in repeats if repeat.block}
+) -> JointProgram | None:
+    """The program of `whole` by the lines of few of its blocks; None if one that stands for others
+    is no module of its own (`model.layers.2`)."""
+    of = [block_of(line.key) if isinstance(line, CallLine) else None for line in few.stage.body]
+    stands_for: dict[str, int] = {}
+    for repeat in repeats:
+        block, *more = {*of[repeat.start : repeat.stop]} - {None} or {None}
+        if block is None or more or block in (*of[: repeat.start], *of[repeat.stop :]):
+            return None
+        stands_for[block] = repeat.count
     joint = replace(few, stage=whole, stands_for=stands_for)
     place = {name: k for k, name in enumerate(joint.taken)}
     backward = tuple(
