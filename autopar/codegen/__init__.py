@@ -9,7 +9,6 @@ May import `cost`, `runtime` and the layers below them.
 Hands on `emit` (the source of one stage) and `file_name`.
 """
 
-from autopar.codegen.fold import Folded, unfolded
 from autopar.codegen.source import emit, file_name, prints_all
 
-__all__ = ["Folded", "emit", "file_name", "prints_all", "unfolded"]
+__all__ = ["emit", "file_name", "prints_all"]

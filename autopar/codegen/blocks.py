@@ -14,6 +14,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import groupby
 from typing import Literal, NamedTuple
 
 WORD = re.compile(r"(?<![\w.])(?:[A-Za-z_]\w*|\d+(?![\w.]))")
@@ -68,15 +69,17 @@ class Piece:
 class Template:
     """Equal pieces, in their order.
 
-    pieces    name k of one stands where name k of another does
-    numbers   (number in block 0, what each block adds), in order
-    first     the piece of the first block, by whose names they are printed
+    pieces      name k of one stands where name k of another does
+    numbers     (number in block 0, what each block adds), in order
+    parameters  the same of each name's place among parameters; any pair for other names
+    first       the piece of the first block, by whose names they are printed
     """
 
     stem: str
     work: Work
     pieces: list[Piece]
-    numbers: tuple[tuple[int, int], ...] = ()
+    numbers: tuple[tuple[int, int], ...]
+    parameters: tuple[tuple[int, int], ...]
     first: Piece = field(init=False)
 
     def __post_init__(self) -> None:
@@ -185,6 +188,25 @@ def templates(
     return best
 
 
+def are_alike(
+    statements: Sequence[Statement], parameters: Mapping[str, int], stands_for: Mapping[str, int]
+) -> bool:
+    """Are blocks that others stand for equal to those, and to the block before them?
+
+    `statements` have the operators of all blocks.
+    """
+    variables = {name for s in statements for name in (*s.reads, *s.writes)}
+    found = templates(statements, variables, parameters, block_numbers(statements, {}))
+    for block, count in stands_for.items():
+        stem, dot, number = block.rpartition(".")
+        wanted = {f"{stem}{dot}{int(number) + k}" for k in range(-1, count)}
+        equal = [t.pieces for t in found if wanted <= {piece.block for piece in t.pieces}]
+        inside = {i for pieces in equal for p in pieces for i in range(p.start, p.stop)}
+        if any(s.block in wanted and i not in inside for i, s in enumerate(statements)):
+            return False
+    return True
+
+
 def _lines_saved(statements: Sequence[Statement], template: Template) -> int:
     first = template.first
     n_rows = sum(len(s.rows) for s in statements[first.start : first.stop])
@@ -199,23 +221,21 @@ def _cuts(statements: Sequence[Statement]) -> list[Cut]:
     after it; or only the moves right before an operator belong to that. So do operators outside of
     blocks that stand between two of them."""
     blocks = _blocks(statements)
-    before: list[str] = []
-    after = [""] * len(statements)
-    moves = [""] * len(statements)
-    last = ""
+    with_moves = [*blocks]
+    for i in reversed(range(len(blocks) - 1)):
+        s = statements[i]
+        if blocks[i] is None and (s.is_move or s.follows or s.work != "compute"):
+            with_moves[i] = with_moves[i + 1]
+    before, moves, after = map(_filled, (blocks, with_moves, blocks[::-1]))
+    return [_cut(statements, own) for own in (before, moves, after[::-1])]
+
+
+def _filled(blocks: Sequence[str | None]) -> list[str]:
+    """The blocks, with the one before in place of None."""
+    found: list[str] = []
     for block in blocks:
-        last = last if block is None else block
-        before.append(last)
-    last, is_near = "", False
-    for i in reversed(range(len(statements))):
-        s, block = statements[i], blocks[i]
-        if block is not None:
-            last, is_near = block, True
-        elif s.work == "compute" and not s.follows:
-            is_near &= s.is_move
-        after[i] = last
-        moves[i] = last if is_near else before[i]
-    return [_cut(statements, blocks) for blocks in (before, moves, after)]
+        found.append(block if block is not None else found[-1] if found else "")
+    return found
 
 
 def _blocks(statements: Sequence[Statement]) -> list[str | None]:
@@ -241,16 +261,12 @@ def _stem(block: str) -> str:
 
 
 def _cut(statements: Sequence[Statement], blocks: Sequence[str]) -> Cut:
-    found: Cut = []
-    label: tuple[Work, str] | None = None
-    for i, s in enumerate(statements):
-        own = (s.work, blocks[i] if s.work == "compute" else s.block or "")
-        if label is None or (own != label and not s.follows):
-            label = own
-            found.append((i, i + 1, *own))
-        else:
-            found[-1] = (found[-1][0], i + 1, *label)
-    return found
+    labels: list[tuple[Work, str]] = []
+    for s, block in zip(statements, blocks, strict=True):
+        own = (s.work, block if s.work == "compute" else s.block or "")
+        labels.append(labels[-1] if s.follows and labels else own)
+    same = (list(own) for _, own in groupby(range(len(labels)), labels.__getitem__))
+    return [(own[0], own[-1] + 1, *labels[own[0]]) for own in same]
 
 
 def _equal(
@@ -282,15 +298,16 @@ def _equal(
         n_blocks = sum(piece.stands_for for piece in pieces)
         if n_blocks < LEAST_PIECES or len(pieces) < 2 or len(blocks) < len(pieces):
             continue
-        lines = _on_lines(pieces, [piece.numbers for piece in pieces])
-        own_parameters = [[parameters.get(name, -1) for name in piece.names] for piece in pieces]
-        if lines is not None and _on_lines(pieces, own_parameters) is not None:
+        steps = _even_steps(pieces, [piece.numbers for piece in pieces])
+        places = [[parameters.get(name, -1) for name in piece.names] for piece in pieces]
+        strides = _even_steps(pieces, places)
+        if steps is not None and strides is not None:
             stem = _stem(pieces[0].block)
-            found.append(Template(stem, pieces[0].work, pieces, lines))
+            found.append(Template(stem, pieces[0].work, pieces, steps, strides))
     return found
 
 
-def _on_lines(
+def _even_steps(
     pieces: Sequence[Piece], values: Sequence[Sequence[int]]
 ) -> tuple[tuple[int, int], ...] | None:
     """(value in block 0, what each block adds) of each column; None if one doesn't grow evenly."""
@@ -351,26 +368,6 @@ def is_comment(row: str) -> bool:
 def starred_name(block: str) -> str:
     """`model.layers.3` -> `model.layers.*`."""
     return ".".join("*" if word.isdigit() else word for word in block.split("."))
-
-
-def numbered_rows(statements: Sequence[Statement], template: Template) -> list[str]:
-    """The rows of a template's first piece, where `i` counts the blocks."""
-    block, at, rows = template.first.block, 0, list[str]()
-    for s in statements:
-        for row in s.rows:
-            if is_comment(row):
-                rows.append(row.replace(block, starred_name(block)))
-                continue
-            parts, end = list[str](), 0
-            for match in WORD.finditer(row.partition("  # ")[0]):
-                if match.group()[0].isdigit():
-                    base, step = template.numbers[at]
-                    at += 1
-                    if step:
-                        parts += [row[end : match.start()], affine(base, step)]
-                        end = match.end()
-            rows.append("".join([*parts, row[end:]]))
-    return rows
 
 
 def affine(base: int, step: int, i: str = "i") -> str:

@@ -17,8 +17,10 @@ forward saves goes to backward the same way, in a list for each block:
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import zip_longest
 from typing import NamedTuple
 
 from autopar.codegen.blocks import Piece, Statement, Template
@@ -52,6 +54,7 @@ class BlockFunction:
     slices: tuple[Slice, ...]
     inputs: list[Channel] = field(default_factory=list)
     outputs: list[Channel] = field(default_factory=list)
+    calls: list[Call] = field(default_factory=list)
 
     @property
     def shared_names(self) -> list[str]:
@@ -75,31 +78,105 @@ class Channel:
     variable: str = ""
 
 
-class Place(NamedTuple):
-    """Name `k` of the piece of `function` in block `i`."""
+class Way(NamedTuple):
+    """To name `k` of the piece of a function, `distance` blocks further."""
 
     function: BlockFunction
-    i: int
+    k: int
+    distance: int
+
+
+@dataclass(eq=False)
+class Call:
+    """The call of a function for one of its pieces.
+
+    statements        the piece
+    is_apart          other statements stand between the call before and this one
+    sources, targets  where the value of a name comes from, and where it goes next; none for the
+                      statements between the calls
+    stored            the names that are saved in a list of the block
+    """
+
+    piece: Piece
+    function: BlockFunction
+    statements: Sequence[Statement]
+    is_apart: bool
+    sources: dict[int, Way] = field(default_factory=dict)
+    targets: dict[int, Way] = field(default_factory=dict)
+    stored: set[int] = field(default_factory=set)
+
+    @property
+    def computes(self) -> bool:
+        return self.function.template.work == "compute"
+
+    @property
+    def late(self) -> list[str]:
+        """What is freed after the call."""
+        return [name for s in self.statements for name in s.late]
+
+    @cached_property
+    def packed(self) -> list[Channel]:
+        """The lists that statements fill before the call."""
+        return [
+            c
+            for c in self.function.inputs
+            if c.maker is None
+            or any(
+                self.sources.get(b) != Way(c.maker, a, -c.distance)
+                for a, b in zip(c.made, c.taken, strict=True)
+            )
+        ]
+
+    @cached_property
+    def unpacked(self) -> list[Channel]:
+        """The lists that statements take apart after the call."""
+        return [
+            c
+            for c in self.function.outputs
+            if not (self.stored.issuperset(c.made) if c.is_saved else self.hands_on(c))
+        ]
+
+    def hands_on(self, channel: Channel) -> bool:
+        """Does all that this call puts into the list go to the list's taker?"""
+        taker, pairs = channel.taker, zip(channel.made, channel.taken, strict=False)
+        return taker is not None and all(
+            self.targets.get(a) == Way(taker, b, channel.distance) for a, b in pairs
+        )
+
+    @property
+    def is_plain(self) -> bool:
+        """Nothing stands between this call and those beside it."""
+        return not (self.packed or self.unpacked or self.late or self.is_apart)
+
+
+class Place(NamedTuple):
+    """Name `k` of the piece of a call."""
+
+    call: Call
     k: int
 
 
-@dataclass
 class Part:
-    """Forward, or backward: statements, and which of them are pieces of which function.
+    """Forward, or backward: statements, and the calls that some of them are."""
 
-    `sources` and `targets` say where the values of a piece come from, and where they go next: None
-    stands for the statements between the calls.
-    """
+    def __init__(self, statements: Sequence[Statement], functions: Sequence[BlockFunction]) -> None:
+        self.statements, self.functions = statements, functions
+        self.calls: list[Call] = []
+        pieces = [(piece, f) for f in functions for piece in f.template.pieces]
+        end = 0
+        for piece, f in sorted(pieces, key=lambda own: own[0].start):
+            is_apart = any(s.rows for s in statements[end : piece.start])
+            end = piece.stop
+            self.calls.append(Call(piece, f, statements[piece.start : end], is_apart))
+            f.calls.append(self.calls[-1])
 
-    statements: Sequence[Statement]
-    functions: list[BlockFunction]
-    sources: dict[Place, Place | None] = field(default_factory=dict)
-    targets: dict[Place, Place | None] = field(default_factory=dict)
-
-    def calls(self) -> list[tuple[Piece, BlockFunction]]:
-        """The pieces with their functions, in order."""
-        found = [(piece, f) for f in self.functions for piece in f.template.pieces]
-        return sorted(found, key=lambda call: call[0].start)
+    def outside(self) -> Iterator[tuple[Sequence[Statement], Call | None]]:
+        """The statements before each call, with the call; those after the last one, with None."""
+        end = 0
+        for call in self.calls:
+            yield self.statements[end : call.piece.start], call
+            end = call.piece.stop
+        yield self.statements[end:], None
 
 
 def block_functions(
@@ -153,20 +230,13 @@ def _function(
             given += [k] if n in alive or n not in freed else []
     return BlockFunction(
         name, template, tuple(taken), tuple(given), tuple(shared), tuple(own),
-        _slices(template, own, parameters),
+        _slices(template, own),
     )  # fmt: skip
 
 
-def _slices(
-    template: Template, positions: Sequence[int], parameters: Mapping[str, int]
-) -> tuple[Slice, ...]:
+def _slices(template: Template, positions: Sequence[int]) -> tuple[Slice, ...]:
     """The slices of the parameters at some positions: those that move on together, side by side."""
-    a, b, *_ = template.pieces
-    places: list[tuple[int, int, int]] = []
-    for k in positions:
-        at, after = parameters[a.names[k]], parameters[b.names[k]]
-        stride = (after - at) // (b.number - a.number)
-        places.append((at - stride * a.number, stride, k))
+    places = [(*template.parameters[k], k) for k in positions]
     found: list[Slice] = []
     for start, stride, k in sorted(places):
         near = (s for s in found if s.stride == stride and start - s.stop < abs(stride))
@@ -181,66 +251,52 @@ def _slices(
 def route(
     part: Part, holder: dict[str, Place | None], returned: Iterable[str] = ()
 ) -> dict[str, Place]:
-    """Find where the values of all pieces come from and go; returns who has which in the end.
+    """Find where the values of all calls come from and go; returns who has which in the end.
 
-    `holder` has the values that backward is given by pieces of forward. The results of the
-    function, `returned`, go to its own statements.
+    `holder` has the values that backward is given by calls of forward. The results of the function,
+    `returned`, go to its own statements.
     """
 
-    def hand_on(names: Iterable[str], target: Place | None = None) -> None:
-        for name in names:
+    def hand_on(names: Iterable[str], call: Call | None = None, taken: Sequence[int] = ()) -> None:
+        for name, k in zip_longest(names, taken):
             source = holder.get(name)
-            if source is not None:
-                part.targets[source] = target
-            holder[name] = target
+            holder[name] = None if call is None else Place(call, k)
+            if source is None or call is None:
+                continue
+            distance = call.piece.i - source.call.piece.i
+            source.call.targets[source.k] = Way(call.function, k, distance)
+            call.sources[k] = Way(source.call.function, source.k, -distance)
 
-    at = 0
-    for piece, f in part.calls():
-        for s in part.statements[at : piece.start]:
+    for between, call in part.outside():
+        for s in between:
             hand_on((*s.reads, *s.writes, *s.late))
-        hand_on(piece.names[k] for k in f.shared)
-        for k in f.taken:
-            place = Place(f, piece.i, k)
-            part.sources[place] = holder.get(piece.names[k])
-            hand_on([piece.names[k]], place)
-        holder |= {piece.names[k]: Place(f, piece.i, k) for k in f.given}
-        for s in part.statements[piece.start : piece.stop]:
-            hand_on(s.late)
-        at = piece.stop
-    for s in part.statements[at:]:
-        hand_on((*s.reads, *s.writes, *s.late))
+        if call is not None:
+            f, names = call.function, call.piece.names
+            hand_on(names[k] for k in f.shared)
+            hand_on([names[k] for k in f.taken], call, f.taken)
+            holder |= {names[k]: Place(call, k) for k in f.given}
+            hand_on(call.late)
     hand_on(returned)
     return {name: place for name, place in holder.items() if place is not None}
 
 
-class _Way(NamedTuple):
-    """From a place of a piece to one of another, `distance` blocks further."""
-
-    function: BlockFunction
-    k: int
-    distance: int
-
-
-def link(forward: Part, backward: Part, saved: Collection[Place]) -> None:
-    """Make the channels: what goes where in most pieces. `saved` goes from forward to backward."""
-    functions = [*forward.functions, *backward.functions]
-    sources = forward.sources | backward.sources
-    targets = forward.targets | backward.targets
-    to = {f: _usual(f, f.given, targets) for f in functions}
-    of = {f: _usual(f, f.taken, sources) for f in functions}
+def link(functions: Sequence[BlockFunction], n_ahead: int, saved: Collection[Place]) -> None:
+    """Make the channels: what goes where in most calls. `saved` goes to backward, from the first
+    `n_ahead` functions to the others."""
+    to = {f: _usual(f, f.given, lambda call: call.targets) for f in functions}
+    of = {f: _usual(f, f.taken, lambda call: call.sources) for f in functions}
     for f in functions:
         ways: dict[tuple[BlockFunction, int], list[tuple[int, int]]] = {}
         alone: dict[bool, list[int]] = {}
         for k in f.given:
             way = to[f].get(k)
-            if way is not None and of[way.function].get(way.k) == _Way(f, k, -way.distance):
+            if way is not None and of[way.function].get(way.k) == Way(f, k, -way.distance):
                 ways.setdefault((way.function, way.distance), []).append((k, way.k))
             else:
-                pieces = [p for p in f.template.pieces if Place(f, p.i, k) in saved]
-                n_saved = sum(piece.stands_for for piece in pieces)
+                n_saved = sum(c.piece.stands_for for c in f.calls if Place(c, k) in saved)
                 alone.setdefault(2 * n_saved > f.template.n_blocks, []).append(k)
         for (taker, distance), pairs in ways.items():
-            is_saved = f in forward.functions and taker in backward.functions
+            is_saved = f in functions[:n_ahead] and taker in functions[n_ahead:]
             made, taken = zip(*pairs, strict=True)
             _add(Channel(f, made, taker, taken, distance, is_saved))
         for is_saved, positions in alone.items():
@@ -253,14 +309,12 @@ def link(forward: Part, backward: Part, saved: Collection[Place]) -> None:
 
 
 def _usual(
-    f: BlockFunction, positions: Sequence[int], ways: Mapping[Place, Place | None]
-) -> dict[int, _Way]:
+    f: BlockFunction, positions: Sequence[int], ways: Callable[[Call], Mapping[int, Way]]
+) -> dict[int, Way]:
     """The way of most blocks at these positions."""
-    counts = Counter[tuple[_Way | None, ...]]()
-    for p in f.template.pieces:
-        ends = [ways.get(Place(f, p.i, k)) for k in positions]
-        way = tuple(e and _Way(e.function, e.k, e.i - p.i) for e in ends)
-        counts[way] += p.stands_for
+    counts = Counter[tuple[Way | None, ...]]()
+    for call in f.calls:
+        counts[tuple(map(ways(call).get, positions))] += call.piece.stands_for
     ((most, _),) = counts.most_common(1)
     return {k: way for k, way in zip(positions, most, strict=True) if way is not None}
 

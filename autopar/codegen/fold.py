@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.codegen.blocks import Statement, block_numbers, templates, without_frees
-from autopar.codegen.calls import UnfoldableError, is_handed_on
+from autopar.codegen.calls import UnfoldableError
 from autopar.codegen.flow import (
     Channel,
     Part,
@@ -24,15 +24,13 @@ class Folded:
     """Both functions, and what goes from one to the other.
 
     saved        names that go one by one
-    stored       places of pieces of forward whose values go in lists, one for each block
-    channels     those lists
+    channels     the lists in which the others go, one for each block
     unpacked     (list, block, names) that backward takes apart before anything else
     """
 
     forward: Part
     backward: Part
     saved: tuple[str, ...]
-    stored: frozenset[Place] = frozenset()
     channels: tuple[Channel, ...] = ()
     unpacked: tuple[tuple[Channel, int, tuple[str, ...]], ...] = ()
 
@@ -50,16 +48,17 @@ def unfolded(
 def fold(
     forward: Sequence[Statement],
     backward: Sequence[Statement],
-    parameters: Sequence[str],
+    position: Mapping[str, int],
     saved: Sequence[str],
     returned: Iterable[str],
     stands_for: Mapping[str, int],
 ) -> Folded:
-    """The functions of equal pieces; `returned` are the results of forward besides `saved`.
+    """The functions of equal pieces; `position` is that of each parameter, `returned` are the
+    results of forward besides `saved`.
 
-    Raises `UnfoldableError` if a value of a block that stands for others is saved apart.
+    Raises `UnfoldableError` if a block that stands for others has a statement or a saved value of
+    its own.
     """
-    position = {name: i for i, name in enumerate(parameters)}
     variables = {n for s in (*forward, *backward) for n in (*s.reads, *s.writes)}
     numbers = block_numbers((*forward, *backward), stands_for)
     parts: list[Part] = []
@@ -68,49 +67,47 @@ def fold(
         bare = [without_frees(s, position) for s in statements]
         found = templates(bare, variables, position, numbers)
         parts.append(Part(statements, block_functions(bare, found, position, word)))
+        for s in (s for between, _ in parts[-1].outside() for s in between):
+            if s.rows and s.block in stands_for:
+                raise UnfoldableError(s.block)
     ahead, behind = parts
     held = route(ahead, {}, returned)
     places = {name: held[name] for name in saved if name in held}
     places_held = frozenset(places.values())
     route(behind, dict(places))
-    ahead.targets |= {place: behind.targets.pop(place, None) for place in places.values()}
-    link(ahead, behind, places_held)
+    link([*ahead.functions, *behind.functions], len(ahead.functions), places_held)
     counts: Counter[str] = Counter()
     for part in parts:
         name_channels(part, counts)
     taken_inside = {
-        piece.names[k] for piece, f in behind.calls() for k in f.of_parameters
+        call.piece.names[k] for call in behind.calls for k in call.function.of_parameters
     } - outside_names(behind)
     channels = tuple(c for f in ahead.functions for c in f.outputs if c.is_saved)
-    stored, unpacked = set[Place](), []
+    unpacked = []
     for channel in channels:
         assert channel.maker is not None
-        for piece in channel.maker.template.pieces:
-            of_block = [Place(channel.maker, piece.i, k) for k in channel.made]
+        for call in channel.maker.calls:
             # Forward takes a list apart of which it reads a value itself; then all go one by one.
-            if not places_held.issuperset(of_block):
+            if not places_held.issuperset(Place(call, k) for k in channel.made):
                 continue
-            stored.update(of_block)
-            if not is_handed_on(ahead, channel, piece.i, "maker"):
-                if piece.stands_for > 1:
-                    raise UnfoldableError(piece.block)
-                names = tuple(piece.names[k] for k in channel.made)
-                unpacked.append((channel, piece.number, names))
-    alone = tuple(n for n in saved if places.get(n) not in stored and n not in taken_inside)
-    several = {(f, p.i) for f in ahead.functions for p in f.template.pieces if p.stands_for > 1}
-    for name in alone:
+            call.stored.update(channel.made)
+            if not call.hands_on(channel):
+                if call.piece.stands_for > 1:
+                    raise UnfoldableError(call.piece.block)
+                names = tuple(call.piece.names[k] for k in channel.made)
+                unpacked.append((channel, call.piece.number, names))
+    alone: list[str] = []
+    for name in saved:
         place = places.get(name)
-        if place is not None and (place.function, place.i) in several:
+        if name in taken_inside or (place is not None and place.k in place.call.stored):
+            continue
+        if place is not None and place.call.piece.stands_for > 1:
             raise UnfoldableError(name)
-    return Folded(ahead, behind, alone, frozenset(stored), channels, tuple(unpacked))
+        alone.append(name)
+    return Folded(ahead, behind, tuple(alone), channels, tuple(unpacked))
 
 
 def outside_names(part: Part) -> set[str]:
     """The names that the statements between the calls read."""
-    found: set[str] = set()
-    at = 0
-    for piece, f in part.calls():
-        found |= {n for s in part.statements[at : piece.start] for n in s.reads}
-        found |= {piece.names[k] for k in f.shared}
-        at = piece.stop
-    return found | {n for s in part.statements[at:] for n in s.reads}
+    found = {n for between, _ in part.outside() for s in between for n in s.reads}
+    return found | {call.piece.names[k] for call in part.calls for k in call.function.shared}

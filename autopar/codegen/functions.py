@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import keyword
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.codegen.blocks import (
     WORD,
     Statement,
+    Template,
+    affine,
     is_comment,
-    numbered_rows,
     starred_name,
     without_frees,
 )
@@ -46,15 +47,15 @@ class FunctionPrinter:
         first = f.template.first
         parameters = {local.name for local, _ in self.parameters}
         own = [without_frees(s, parameters) for s in self.statements[first.start : first.stop]]
-        body = numbered_rows(own, f.template)
-        short = _Short.of(first.block, [*body, " ".join(first.names)])
-        names = [short.word(name) for name in first.names]
+        rows = [row for s in own for row in s.rows]
+        words = _Words.of(f.template, rows)
+        names = [words.name(name) for name in first.names]
         head: list[str] = []
         for channel in f.inputs:
             head += taken_from(channel.variable, [names[k] for k in channel.taken])
         for name, part in _named(f.slices):
-            head += unpacked(name, self._of_block(f, part, short))
-        body = [short.row(row) for row in body]
+            head += unpacked(name, self._of_block(f, part, words))
+        body = [words.row(row) for row in rows]
         while not head and body and not body[0]:
             body = body[1:]
         lists: list[tuple[str, list[str]]] = []
@@ -71,7 +72,7 @@ class FunctionPrinter:
             else:
                 lists.append(("", made))
         body += _returned(lists)
-        arguments = ["i", *(c.variable for c in f.inputs), *map(short.word, self.arguments(f))]
+        arguments = ["i", *(c.variable for c in f.inputs), *map(words.name, self.arguments(f))]
         return [f"({', '.join(arguments)}):", *self.groups(body), *head, *body]
 
     def arguments(self, f: BlockFunction, at: Callable[[int, int], str] | None = None) -> list[str]:
@@ -85,14 +86,14 @@ class FunctionPrinter:
         out += ["ready"] if reads_word("ready", rows) else []
         return [*out, "env"]
 
-    def _of_block(self, f: BlockFunction, part: Slice, short: _Short) -> list[tuple[Local, str]]:
+    def _of_block(self, f: BlockFunction, part: Slice, words: _Words) -> list[tuple[Local, str]]:
         """A slice of the parameters of the first block; `_` for one that it does not read."""
         ahead = part.stride * f.template.first.number
         read = {f.template.first.names[k] for k in part.of}
         found = []
         for local, origin in self.parameters[part.start + ahead : part.stop + ahead]:
-            name = short.word(local.name) if local.name in read else UNUSED
-            found.append((replace(local, name=name), short.starred(origin)))
+            name = words.name(local.name) if local.name in read else UNUSED
+            found.append((replace(local, name=name), words.starred(origin)))
         return found
 
 
@@ -118,39 +119,49 @@ def _returned(lists: Sequence[tuple[str, Sequence[str]]]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _Short:
-    """Names of a block without its number: `layers_0_mlp_weight` is `mlp_weight`."""
+class _Words:
+    """The words of a block's function: `layers_0_mlp_weight` is `mlp_weight`, and numbers that grow
+    with the block are formulas of `i`."""
 
     block: str
-    words: Mapping[str, str]
+    names: Mapping[str, str]
+    numbers: Iterator[tuple[int, int]]
 
     @classmethod
-    def of(cls, block: str, rows: Sequence[str]) -> _Short:
-        """For some rows; a name keeps its number if they have the short one."""
+    def of(cls, template: Template, rows: Sequence[str]) -> _Words:
+        """For the rows of the first block; a name keeps its number if they have the short one."""
+        block = template.first.block
         start = block.replace(".", "_") + "_"
         known = {match.group() for row in rows for match in WORD.finditer(row)}
-        words: dict[str, str] = {}
+        known.update(template.first.names)
+        names: dict[str, str] = {}
         for name in sorted(known):
             grad = "grad_" if name.startswith(f"grad_{start}") else ""
             if name.startswith(grad + start):
                 new = grad + name.removeprefix(grad + start)
                 if new.isidentifier() and not keyword.iskeyword(new) and new not in known:
-                    words[name] = new
+                    names[name] = new
                     known.add(new)
-        return cls(block, words)
+        return cls(block, names, iter(template.numbers))
 
-    def word(self, name: str) -> str:
-        return self.words.get(name, name)
+    def name(self, name: str) -> str:
+        return self.names.get(name, name)
 
     def row(self, row: str) -> str:
-        """A row by the short names, its comment in place."""
+        """The next row, its comment in place."""
         if is_comment(row):
-            return row
+            return row.replace(self.block, starred_name(self.block))
         code, mark, comment = row.partition("  # ")
-        text = WORD.sub(lambda match: self.word(match.group()), code)
+        text = WORD.sub(lambda match: self._word(match.group()), code)
         if not mark:
             return text
-        return commented(text.rstrip(), WORD.sub(lambda match: self.word(match.group()), comment))
+        return commented(text.rstrip(), WORD.sub(lambda match: self.name(match.group()), comment))
+
+    def _word(self, word: str) -> str:
+        if not word[0].isdigit():
+            return self.name(word)
+        base, step = next(self.numbers)
+        return affine(base, step) if step else word
 
     def starred(self, origin: str) -> str:
         return origin.replace(f"{self.block}.", f"{starred_name(self.block)}.")

@@ -11,10 +11,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
-from autopar.codegen.blocks import Statement, Work, freeing, without_wide_frees
+from autopar.codegen.blocks import (
+    Statement,
+    Work,
+    are_alike,
+    freeing,
+    without_wide_frees,
+)
 from autopar.codegen.calls import Main, UnfoldableError, printed
 from autopar.codegen.defined import check_defined
-from autopar.codegen.flow import BlockFunction, Part
+from autopar.codegen.flow import Part
 from autopar.codegen.fold import Folded, fold, outside_names, unfolded
 from autopar.codegen.functions import FunctionPrinter
 from autopar.codegen.layout import joined, with_views_inside
@@ -79,12 +85,16 @@ def emit(joint: JointProgram, stage: int = 0, n_stages: int = 1) -> str:
 
 
 def prints_all(joint: JointProgram) -> bool:
-    """Are blocks that stand for others calls of functions, so that calls of the others follow?"""
+    """Does the text of blocks that have no lines follow from that of those that stand for them?
+
+    These must be calls of functions, and operators of all must be printed alike.
+    """
+    source = _Source(joint)
     try:
-        _ = _Source(joint).folded
+        _ = source.folded
     except UnfoldableError:
         return False
-    return True
+    return source.are_alike()
 
 
 @dataclass(frozen=True)
@@ -137,6 +147,11 @@ class _Source:
         if program.prologue:
             lines += ["", "", *_prologue(program)]
         return lines
+
+    def are_alike(self) -> bool:
+        """Are the operators of all blocks that a block stands for printed like its own?"""
+        calls = [line for line in self.program.body if isinstance(line, CallLine)]
+        return are_alike(self._statements(calls, ""), self._positions, self.joint.stands_for)
 
     @cached_property
     def _lines(self) -> list[JointLine]:
@@ -201,28 +216,21 @@ class _Source:
         if any(isinstance(line, WeightGradients) for line in joint.backward):
             return unfolded(forward, backward, joint.saved)
         forward, backward = with_views_inside(forward), with_views_inside(backward)
-        names = [local.name for local, _ in self._taken_parameters()]
         ahead, behind = without_wide_frees(forward), without_wide_frees(backward)
         returned = self.program.returned.union(self._taken_at_end)
         try:
-            folded = fold(ahead, behind, names, joint.saved, returned, joint.stands_for)
+            folded = fold(ahead, behind, self._positions, joint.saved, returned, joint.stands_for)
             for part in (folded.forward, folded.backward):
-                self._main(folded, part)
+                self._main(part)
         except UnfoldableError:
             if joint.stands_for:
                 raise
             return unfolded(forward, backward, joint.saved)
         return folded
 
-    def _main(self, folded: Folded, part: Part) -> list[str]:
+    def _main(self, part: Part) -> list[str]:
         """The statements and calls of forward or of backward."""
-        arguments, stands_for = self._printer(part).arguments, self.joint.stands_for
-        return Main(part, folded.stored, stands_for, self.names, arguments).rows()
-
-    @cached_property
-    def names(self) -> dict[BlockFunction, str]:
-        """The functions of blocks by name; those of equal text share one."""
-        return {}
+        return Main(part, self._printer(part).arguments).rows()
 
     def _printer(self, part: Part) -> FunctionPrinter:
         return FunctionPrinter(
@@ -232,7 +240,7 @@ class _Source:
     def _forward(self) -> list[str]:
         program, folded = self.program, self.folded
         arguments = ["parameters", "delivered", *(["received"] if program.received else []), "env"]
-        main = self._main(folded, folded.forward)
+        main = self._main(folded.forward)
         out = [f"def forward({', '.join(arguments)}):", *self._groups(main)]
         out += self._unpack_parameters()
         out += unpacked("delivered", [(d.local, d.source) for d in program.delivered])
@@ -301,7 +309,7 @@ class _Source:
         ]
 
     def _block_functions(self) -> list[str]:
-        """The functions of equal pieces, each printed once."""
+        """The functions of equal pieces; those of equal text are printed once, and share a name."""
         out: list[str] = []
         known: dict[tuple[str, ...], str] = {}
         for part in (self.folded.forward, self.folded.backward):
@@ -313,27 +321,21 @@ class _Source:
                     known[key] = free_name(f.name, {*known.values(), *self._known_names})
                     doc = f'    """Block i of {docstring_text(f.template.span)}."""'
                     out += [f"def {known[key]}{first}", doc, *body, "", ""]
-                self.names[f] = known[key]
+                f.name = known[key]
         return out
 
     @cached_property
     def _variables(self) -> dict[str, Local | Variable]:
         """The variables of forward that are tensors."""
         program = self.program
-        found: dict[str, Local | Variable] = {}
-        for local in (
-            *(local for local, _ in self._taken_parameters()),
-            *(d.local for d in program.delivered),
-            *(b.local for b in program.received),
-        ):
-            found[local.name] = local
+        taken = [local for local, _ in self._taken_parameters()]
+        taken += [item.local for item in (*program.delivered, *program.received)]
+        found: dict[str, Local | Variable] = {local.name: local for local in taken}
         for line in self.joint.forward:
             match line:
-                case KernelLine():
-                    found |= {out.name: out for out in line.outs}
                 case FunctionLine():
                     found |= {out.name: out for out in line.call.outs}
-                case CallLine() | MoveLine() | GatherLine() | DetachLine():
+                case KernelLine() | CallLine() | MoveLine() | GatherLine() | DetachLine():
                     found |= {out.name: out for out in line.outs}
         return found
 
@@ -352,7 +354,7 @@ class _Source:
         parts = [i for i, x in enumerate(joint.backward) if isinstance(x, WeightGradients)]
         if parts:
             return self._two_parts(parts[0], taken, arguments, {*joint.saved, *given})
-        main = self._main(folded, folded.backward)
+        main = self._main(folded.backward)
         out = [f"def backward({arguments}):", *self._groups(main), *taken, *main]
         return out if joint.backward else [*out, "    pass"]
 
@@ -441,6 +443,10 @@ class _Source:
         """What a move makes whose gradient is reduced -> the parameter that it is of."""
         gathers = (line for line in self.program.body if isinstance(line, GatherLine))
         return {move.out.name: line.parameter for line in gathers for move in line.moves}
+
+    @property
+    def _positions(self) -> dict[str, int]:
+        return {local.name: i for i, (local, _) in enumerate(self._taken_parameters())}
 
     def _taken_parameters(self) -> list[tuple[Local, str]]:
         """The parameters it takes: stored shards that it gathers itself, or ready placements."""

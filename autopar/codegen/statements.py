@@ -134,30 +134,20 @@ class Statements:
                 inner = inner_calls(line.call, "backward")
                 comment = f"{types}  {inner}" if inner else types
                 return f"{names}{comma} = {self.function_handle(line)}.backward({words})", comment
-            case MoveLine():
-                text = f"{line.out.name} = {self._move(line.move, line.source)}"
-                return text, f"{type_text(line.out)}  {traffic(line, 'forward')}"
-            case GradientMove():
-                text = f"{line.out.name} = {self._move(line.move.move.transposed, line.source)}"
-                return text, f"{type_text(line.out)}  {traffic(line.move, 'backward')}"
+            case MoveLine() | GradientMove():
+                text = f"{line.out.name} = {self._move(moves_of(line)[0], line.source)}"
+                return text, f"{type_text(line.out)}  {_moved(line)}"
             case DetachLine():
                 return f"{line.out.name} = {line.source}.detach()", type_text(line.out)
             case GatherLine():
                 chain = line.source
                 for move in line.moves:
                     chain = self._move(move.move, chain)
-                moved = " then ".join(traffic(m, "forward") for m in line.moves)
-                return f"{line.out.name} = {chain}", f"{type_text(line.out)}  {moved}"
-            case StartLine(move=GatherLine() as begun):
-                (move,) = begun.moves
-                text = self._move(move.move, begun.source, ".start")
-                return f"{line.pending} = {text}", traffic(move, "forward")
-            case StartLine(move=MoveLine() as moved):
-                text = self._move(moved.move, moved.source, ".start")
-                return f"{line.pending} = {text}", traffic(moved, "forward")
-            case StartLine(move=GradientMove() as moved):
-                text = self._move(moved.move.move.transposed, moved.source, ".start")
-                return f"{line.pending} = {text}", traffic(moved.move, "backward")
+                return f"{line.out.name} = {chain}", f"{type_text(line.out)}  {_moved(line)}"
+            case StartLine(move=MoveLine() | GatherLine() | GradientMove() as begun):
+                (move,) = moves_of(begun)
+                text = self._move(move, begun.source, ".start")
+                return f"{line.pending} = {text}", _moved(begun)
             case WaitLine(move=MoveLine() | GatherLine() | GradientMove() as begun):
                 return f"{begun.out.name} = {line.pending}.wait()", type_text(begun.out)
             case ReadyLine():
@@ -220,10 +210,16 @@ def _names_of(line: FusedGathers | FusedReductions) -> list[tuple[str, str]]:
     return [("(", ""), *named]
 
 
+def _moved(line: MoveLine | GatherLine | GradientMove) -> str:
+    """What a line moves, by which primitives."""
+    if isinstance(line, GradientMove):
+        return traffic(line.move, "backward")
+    moves = line.moves if isinstance(line, GatherLine) else (line,)
+    return " then ".join(traffic(move, "forward") for move in moves)
+
+
 def _splits_of(member: GatherLine | GradientMove) -> Split:
-    (split,) = (
-        member.moves[0].move.splits if isinstance(member, GatherLine) else (member.move.move.splits)
-    )
+    (split,) = moves_of(member)[0].splits
     return split
 
 

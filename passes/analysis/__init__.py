@@ -21,7 +21,7 @@ from autopar.passes.analysis.counts import (
 from autopar.passes.analysis.cutting import Side, boundary_specs, cut, is_boundary_spec
 from autopar.passes.analysis.equal_parts import Numbered, lowered_as, renamed
 from autopar.passes.analysis.fallback import accept_missing, keep_whole_as_planned
-from autopar.passes.analysis.folding import KEPT, Folded, Run, find_runs, fold
+from autopar.passes.analysis.folding import KEPT, Folded, Run, find_runs, fold, place_in
 from autopar.passes.analysis.gathering import Gathering, Gathers
 from autopar.passes.analysis.given_stages import (
     ends_by_stage,
@@ -81,6 +81,7 @@ __all__ = [
     "override",
     "pad",
     "padded_for",
+    "place_in",
     "prologue_lines",
     "recipe_counts",
     "recomputed_operators",

@@ -76,11 +76,13 @@ class Folded:
 
     def block_of(self, f: int) -> tuple[int, int] | None:
         """(run, block) of folded operator f; None outside all runs."""
-        i = self.kept[f]
-        for r, run in enumerate(self.runs):
-            if run.start <= i < run.end:
-                return r, (i - run.start) // run.period
-        return None
+        return place_in(self.runs, self.kept[f])
+
+
+def place_in(runs: Sequence[Run], i: int | None) -> tuple[int, int] | None:
+    """(run, block) of operator i; None outside all runs, and for no operator."""
+    blocks = (None if i is None else run.block_at(i) for run in runs)
+    return next(((r, block) for r, block in enumerate(blocks) if block is not None), None)
 
 
 def find_runs(
@@ -150,16 +152,9 @@ class _StandIns:
     runs: Sequence[Run]
     blocks: Sequence[Sequence[int]]
 
-    def of(self, i: int | None) -> tuple[int, int] | None:
-        """(run, block) of an operator; None outside all runs."""
-        for r, run in enumerate(self.runs):
-            if i is not None and run.start <= i < run.end:
-                return r, (i - run.start) // run.period
-        return None
-
     def stands_for(self, i: int) -> int:
         """The kept operator whose placements operator i takes: itself, or one of a block before."""
-        at = self.of(i)
+        at = place_in(self.runs, i)
         if at is None:
             return i
         r, block = at
@@ -167,7 +162,7 @@ class _StandIns:
 
     def read_instead(self, i: int, reader: int | None) -> int:
         """What `reader` reads in place of dropped operator i. Reader None is the program's end."""
-        at, reads_at = self.of(i), self.of(reader)
+        at, reads_at = place_in(self.runs, i), place_in(self.runs, reader)
         assert at is not None, "only blocks are dropped"
         r, block = at
         kept, run = self.blocks[r], self.runs[r]

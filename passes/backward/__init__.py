@@ -4,11 +4,12 @@ Read `joint.py` (the walk over the order of work), `recording.py` (the kernels o
 one operator and of its derivative), `templates.py` (what stands for them in a program),
 `kernels.py` and `names.py` (a template as lines), `overlap.py` (reductions beside matmuls),
 `loss.py` (the loss, when the step ends), `apart.py` (gradients of weights apart), `provision.py`
-(views made again, what is saved, frees), `stand_ins.py` (a deep stage from few of its blocks).
+(views made again, what is saved, frees), `proving.py` (every stage, a deep one by few blocks).
 It may import `passes/analysis`, and what lies below `passes`.
 It hands on `differentiate`, and `proved`, which also verifies what it wrote.
 """
 
-from autopar.passes.backward.joint import differentiate, proved
+from autopar.passes.backward.joint import differentiate
+from autopar.passes.backward.proving import proved
 
 __all__ = ["differentiate", "proved"]

@@ -17,17 +17,14 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from itertools import zip_longest
 
 import torch
 
-from autopar.codegen import prints_all
 from autopar.passes.backward.apart import with_weight_gradients_last
 from autopar.passes.backward.kernels import KernelPrinter, call_of
 from autopar.passes.backward.names import Names
 from autopar.passes.backward.provision import finished
 from autopar.passes.backward.recording import Meta, run_on_fakes
-from autopar.passes.backward.stand_ins import whole_joint
 from autopar.passes.backward.templates import Call, Template, result_metas, template
 from autopar.placement import gradient_spec
 from autopar.program import (
@@ -49,7 +46,6 @@ from autopar.program import (
     KernelLine,
     Local,
     MoveLine,
-    Pipeline,
     Reduction,
     Ref,
     StageProgram,
@@ -65,7 +61,6 @@ from autopar.program import (
     taken_parameters,
 )
 from autopar.runtime.lowered import LOWERED
-from autopar.verifier import verify_joint
 
 
 def differentiate(
@@ -78,29 +73,6 @@ def differentiate(
     own (`apart.py`).
     """
     return _Walk(stage, device, weights_last).run()
-
-
-def proved(
-    pipeline: Pipeline, device: str = "cpu", few_blocks: Sequence[StageProgram | None] = ()
-) -> tuple[JointProgram, ...]:
-    """Every stage both ways, verified; for a pipeline without gradients, forward only.
-
-    `few_blocks` has each stage with few of its repeated blocks. Where the text of all follows from
-    theirs, the other blocks have no lines (`stand_ins.py`).
-    """
-    trains = pipeline.schedule.trains
-    joints: list[JointProgram] = []
-    for stage, few in zip_longest(pipeline.stages, few_blocks):
-        whole, joint = replace(stage, trains=trains), None
-        if few is not None:
-            alone = differentiate(replace(few, trains=trains, repeats=()), device)
-            verify_joint(alone)
-            joint = whole_joint(alone, few.repeats, whole)
-        if joint is None or not prints_all(joint):
-            joint = differentiate(whole, device)
-            verify_joint(joint)
-        joints.append(joint)
-    return tuple(joints)
 
 
 @dataclass

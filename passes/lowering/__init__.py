@@ -2,14 +2,13 @@
 
 Reading order: `lines.py` (a strategy into lines, stages into a pipeline), `line_costs.py` (what a
 line costs), `fusion.py` (bias into matmul), `gathers.py` (a block's gathers side by side),
-`segments.py` (lines that run again), `abridger.py` (few of the repeated blocks, to price them),
-`few_blocks.py` (to print them), `replaying.py` (plans read back).
+`segments.py` (lines that run again), `abridger.py` (few of the repeated blocks, to price and to
+print them), `replaying.py` (plans read back).
 May import `passes/intra`, `analysis` and `reshard`, and what lies below `passes`.
 Mainly hands on `join`, `Abridger` and `replay`.
 """
 
-from autopar.passes.lowering.abridger import Abridger
-from autopar.passes.lowering.few_blocks import lower_few
+from autopar.passes.lowering.abridger import Abridger, lower_few
 from autopar.passes.lowering.lines import PlacedStage, join, lower
 from autopar.passes.lowering.replaying import replay, replay_ends, stage_record
 

@@ -5,7 +5,11 @@ the first, because the blocks before it may be placed otherwise; the second, whi
 blocks up to the last; and the last. Every block that is left out has an equal block before and
 after it. So it costs what the second costs, and changes the live bytes by as much
 (`autopar/program/abridged.py`, `cost/memory/ledger.py`). The price is exact, and the time to find
-it does not grow with depth. To print a stage takes more (`few_blocks.py`).
+it does not grow with depth.
+
+Text needs more (`lower_few`): the blocks beside the one that stands for others have equal
+neighbours, too, and nothing outside of the blocks reads one that is left out. Codegen proves that
+others are printed like those that stand for them.
 """
 
 from __future__ import annotations
@@ -15,9 +19,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.cost.laws import CostModel
-from autopar.passes.analysis import Analysis, Folded, Run, fold
-from autopar.passes.lowering.lines import lower
+from autopar.passes.analysis import Analysis, Folded, Run, find_runs, fold, place_in
+from autopar.passes.lowering.lines import PlacedStage, lower
 from autopar.program import CallLine, Recomputed, RepeatedLines, StageProgram, Strategy
+
+# Blocks before the one that stands for others, and after it, in a text.
+_N_BEFORE, _N_AFTER = 3, 2
 
 
 @dataclass(frozen=True)
@@ -143,17 +150,47 @@ class Abridger:
         None if the range begins in a block that is left out.
         """
         for run, kept in zip(self.runs, blocks, strict=True):
-            if not run.start <= i < run.end:
+            block, begins = run.block_at(i), run.block_at(first)
+            if block is None:
                 continue
-            block = (i - run.start) // run.period
-            begins = (first - run.start) // run.period if first >= run.start else None
-            if begins is None or begins == block:
-                return i if block in kept else None
+            begins = block if begins is None else begins
             if begins not in kept:
                 return None
             number = kept[kept.index(begins) + block - begins]
             return i + (number - block) * run.period
         return i
+
+
+def lower_few(stage: PlacedStage, with_outputs: bool = False) -> StageProgram | None:
+    """The stage program with few blocks, to print it; None if no more are left out than are kept,
+    or if others than blocks near by read those."""
+    few = Abridger(stage.analysis, find_runs(stage.analysis), _N_BEFORE, _N_AFTER)
+    blocks = few.equal_blocks(stage.strategy)
+    if all(group.n_stood_for == 1 for groups in blocks for group in groups):
+        return None
+    if not _is_read_near_by(few.folded(blocks), _kept_numbers(blocks), with_outputs):
+        return None
+    return few.lower(stage.strategy, stage.cost, with_outputs)
+
+
+def _is_read_near_by(folded: Folded, numbers: Sequence[Sequence[int]], with_outputs: bool) -> bool:
+    """Is what is left out read only by its own run, by blocks near by? `numbers` are kept."""
+    whole, runs = folded.whole, folded.runs
+    program, kept = whole.program, frozenset(folded.kept)
+    made = {name: i for i, o in enumerate(whole.operators) for name in o.outputs}
+    left_out = {name: i for name, i in made.items() if i not in kept}
+    results = {program.loss, *program.sent, *(b.update for b in program.buffers.values())}
+    if not left_out.keys().isdisjoint(results.union(program.outputs if with_outputs else ())):
+        return False
+    for i in kept:
+        for source in (left_out[n] for n in whole.operators[i].inputs if n in left_out):
+            reader, at = place_in(runs, i), place_in(runs, source)
+            assert at is not None, "only blocks are left out"
+            if reader is None or reader[0] != at[0]:
+                return False
+            if numbers[at[0]].index(reader[1]) < reader[1] - at[1]:
+                return False
+    return True
 
 
 def _kept_numbers(blocks: Sequence[Sequence[EqualBlocks]]) -> tuple[tuple[int, ...], ...]:

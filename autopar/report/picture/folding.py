@@ -14,8 +14,10 @@ Blocks that differ in anything are drawn separately; nothing is approximated.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import groupby
+from typing import NamedTuple
 
 from autopar.placement import COLLECTIVES
 from autopar.program import MoveLine
@@ -39,93 +41,73 @@ class Section:
         return self.copies[0]
 
 
+class _Look(NamedTuple):
+    """What is drawn of a run of nodes, and where each edge into them starts: at a node of the run,
+    of the block before it, or outside of both."""
+
+    drawn: tuple[object, ...]
+    starts: tuple[tuple[str, int], ...]
+
+
 def fold(picture: Picture) -> tuple[tuple[Section, ...], tuple[PictureEdge, ...]]:
     """The sections in order, and the edges between the nodes that are drawn."""
+    nodes, folds = picture.nodes, list[list[tuple[int, ...]]]()
     into: dict[int, list[PictureEdge]] = defaultdict(list)
-    out_of: dict[int, list[PictureEdge]] = defaultdict(list)
+    read_until: dict[int, int] = {}
     for edge in picture.edges:
         into[edge.target].append(edge)
-        out_of[edge.source].append(edge)
-    folds: list[list[tuple[int, ...]]] = []
-    for run in _runs(picture.nodes):
-        if folds and _continues(picture, into, out_of, folds[-1], run):
+        read_until[edge.source] = max(edge.target, read_until.get(edge.source, 0))
+    before = _Look((), ())
+    for block, members in groupby(range(len(nodes)), lambda i: nodes[i].block):
+        run, last = tuple(members), folds[-1][-1] if folds else ()
+        look = _look(nodes, into, run, last)
+        if (
+            last
+            and block.index
+            and block.prefix == nodes[last[0]].block.prefix
+            and all(read_until.get(i, 0) <= run[-1] for i in last)
+            and _are_equal(before, look, is_first=len(folds[-1]) == 1)
+        ):
             folds[-1].append(run)
         else:
             folds.append([run])
+            look = _look(nodes, into, run, ())
+        before = look
     sections = tuple(
-        Section(tuple(picture.nodes[copy[0]].block for copy in copies), tuple(copies))
-        for copies in folds
+        Section(tuple(nodes[copy[0]].block for copy in copies), tuple(copies)) for copies in folds
     )
     return sections, _drawn(picture.edges, sections)
 
 
-def _runs(nodes: Sequence[Node]) -> list[tuple[int, ...]]:
-    """Positions of consecutive nodes of the same block."""
-    runs: list[list[int]] = []
-    for i, node in enumerate(nodes):
-        if runs and nodes[runs[-1][0]].block == node.block:
-            runs[-1].append(i)
-        else:
-            runs.append([i])
-    return [tuple(run) for run in runs]
+def _look(
+    nodes: Sequence[Node],
+    into: Mapping[int, Sequence[PictureEdge]],
+    run: Sequence[int],
+    before: Sequence[int],
+) -> _Look:
+    """A run's look after the block `before`."""
+    places = {i: ("before", k) for k, i in enumerate(before)}
+    places |= {i: ("inside", k) for k, i in enumerate(run)}
+    edges = [[*into.get(i, ())] for i in run]
+    every = [edge for own in edges for edge in own]
+    reshards: dict[str, int] = {}  # numbered, since edges may share one
+    for edge in every:
+        if edge.moves:
+            reshards.setdefault(edge.value, len(reshards))
+    drawn = [
+        (_signature(nodes[i]), *((moves_text(e.moves), reshards.get(e.value)) for e in own))
+        for i, own in zip(run, edges, strict=True)
+    ]
+    starts = (places.get(edge.source, ("outside", edge.source)) for edge in every)
+    return _Look(tuple(drawn), tuple(starts))
 
 
-def _continues(
-    picture: Picture,
-    into: dict[int, list[PictureEdge]],
-    out_of: dict[int, list[PictureEdge]],
-    copies: list[tuple[int, ...]],
-    run: tuple[int, ...],
-) -> bool:
-    """Is `run` one more copy of the fold?"""
-    last = copies[-1]
-    first, second = picture.nodes[last[0]].block, picture.nodes[run[0]].block
-    if not first.index or first.prefix != second.prefix or first == second:
-        return False
-    if [_signature(picture.nodes[i]) for i in last] != [_signature(picture.nodes[i]) for i in run]:
-        return False
-    inside = {*last, *run}
-    if any(edge.target not in inside for i in last for edge in out_of[i]):
-        return False
-    before = copies[-2] if len(copies) > 1 else None
-    pairs = list(zip(last, run, strict=True))
-    return all(_same_inputs(into[a], into[b], last, run, before) for a, b in pairs) and (
-        _share_alike([(a, b) for i, j in pairs for a, b in zip(into[i], into[j], strict=True)])
+def _are_equal(a: _Look, b: _Look, is_first: bool) -> bool:
+    """Does a block look like the one before it, which is the first of its fold?"""
+    return a.drawn == b.drawn and all(
+        start == other or (is_first and start[0] == "outside" and other[0] == "before")
+        for start, other in zip(a.starts, b.starts, strict=True)
     )
-
-
-def _share_alike(pairs: list[tuple[PictureEdge, PictureEdge]]) -> bool:
-    """Do the edges of both blocks share reshards in the same places?"""
-    values = {(a.value, b.value) for a, b in pairs if a.moves}
-    return len({a for a, _ in values}) == len(values) == len({b for _, b in values})
-
-
-def _same_inputs(
-    first: list[PictureEdge],
-    second: list[PictureEdge],
-    last: tuple[int, ...],
-    run: tuple[int, ...],
-    before: tuple[int, ...] | None,
-) -> bool:
-    """Do a node of block i and its counterpart in block i+1 read the same?"""
-    if len(first) != len(second):
-        return False
-    for a, b in zip(first, second, strict=True):
-        if moves_text(a.moves) != moves_text(b.moves):
-            return False
-        if b.source in run:
-            alike = a.source in last and last.index(a.source) == run.index(b.source)
-        elif b.source in last:
-            outer = a.source not in last
-            alike = outer and (
-                before is None
-                or (a.source in before and before.index(a.source) == last.index(b.source))
-            )
-        else:
-            alike = a.source == b.source
-        if not alike:
-            return False
-    return True
 
 
 def _signature(node: Node) -> tuple[object, ...]:
