@@ -3,24 +3,35 @@
 from __future__ import annotations
 
 import itertools
+import math
 from typing import Any
 
 import numpy as np
 import pytest
 
-from autopar.passes.solvers.choice import solve_brute_force
-from autopar.passes.solvers.eliminate import minimise, plan_order
+from autopar.passes.solvers.eliminate import TableLimits, minimise, plan_elimination, plan_order
 from autopar.passes.solvers.problem import (
+    BUDGET_REL,
+    FORBIDDEN,
     ChoiceProblem,
     ChoiceTotals,
     Edge,
+    FloatArray,
     Infeasible,
     Potentials,
     Solution,
     Weights,
     axes_of,
+    make_solution,
+    over_budget,
 )
-from autopar.passes.solvers.repeats import Repeat, RepeatedProblem
+from autopar.passes.solvers.repeats import (
+    Repeat,
+    RepeatedProblem,
+    RepeatedSolution,
+    RepeatedSolver,
+    quick_plan,
+)
 from tests.helpers.nightly import nightly
 
 REL = 1e-9
@@ -41,6 +52,50 @@ def least(problem: ChoiceProblem, weights: Weights) -> float:
     merged = problem.merged()
     plan = plan_order(merged.sizes, axes_of(merged.edges))
     return minimise(plan, Potentials.of(merged, weights))[0]
+
+
+def solve_brute_force(problem: ChoiceProblem) -> Solution | Infeasible:
+    """The optimum over all combinations: the definition that solvers are tested against. Of equal
+    ones that of the smallest indices."""
+    assert math.prod(problem.sizes) <= 2**22, "too many to enumerate"
+    cost, size = np.zeros(problem.sizes), np.zeros(problem.sizes)
+
+    def add(costs: FloatArray, sizes: FloatArray, *variables: int) -> None:
+        """Arrays whose axes are these variables."""
+        shape = [k if v in variables else 1 for v, k in enumerate(problem.sizes)]
+        for total, array in ((cost, costs), (size, sizes)):
+            total += (array if [*variables] == sorted(variables) else array.T).reshape(shape)
+
+    for v in range(problem.n_variables):
+        add(problem.cost_s[v], problem.bytes[v], v)
+    for e in problem.edges:
+        add(e.dense(e.cost_s), e.dense(e.bytes_or_zero()), e.u, e.v)
+    possible = np.isfinite(cost)
+    if not possible.any():
+        return FORBIDDEN
+    if problem.budget_bytes is not None:
+        min_bytes = float(size[possible].min())
+        if not problem.fits(min_bytes):
+            return over_budget(problem.budget_bytes, min_bytes)
+        cost[size > problem.budget_bytes * (1 + BUDGET_REL)] = math.inf
+    choice = [int(k) for k in np.unravel_index(int(cost.argmin()), problem.sizes)]
+    return make_solution(problem, choice, None)
+
+
+def solve_by_elimination(
+    problem: ChoiceProblem, limits: TableLimits | None = None
+) -> Solution | Infeasible:
+    """Elimination alone, whatever the budget."""
+    merged = problem.merged()
+    value, choice = minimise(plan_elimination(merged, limits), Potentials.of(merged, Weights()))
+    return FORBIDDEN if math.isinf(value) else make_solution(problem, choice, None)
+
+
+def solve_repeated(
+    problem: RepeatedProblem, budget_bytes: float | None, gap_goal: float = 0.0
+) -> RepeatedSolution | Infeasible:
+    solver = RepeatedSolver(problem, quick_plan(problem.every))
+    return solver.solve(budget_bytes, gap_goal=gap_goal)
 
 
 def random_problem(seed: int, n_max: int = 6, k_max: int = 4) -> ChoiceProblem:

@@ -26,7 +26,7 @@ from autopar.passes.intra import (
     choose,
     intra_op_problem,
 )
-from autopar.passes.solvers.choice import solve, solve_by_elimination
+from autopar.passes.solvers.choice import solve
 from tests.helpers.captures import captured
 from tests.helpers.harness import WIDTH, placed, random_rows, random_tokens, thread_step
 from tests.helpers.machines import balanced_cost
@@ -34,7 +34,7 @@ from tests.helpers.models import families
 from tests.helpers.models.blocks import N_BLOCKS, Block, Chain, SharedBlock, TwoStacks
 from tests.helpers.models.families import FAMILIES
 from tests.helpers.nightly import one_in, sampled
-from tests.helpers.problems import solved
+from tests.helpers.problems import solve_by_elimination, solved
 
 REL = 1e-6
 # Sums of the same numbers in another order.

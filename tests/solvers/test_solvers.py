@@ -20,8 +20,6 @@ from autopar.passes.solvers.choice import (
     most_columns,
     reduce,
     solve,
-    solve_brute_force,
-    solve_by_elimination,
     solve_ilp,
 )
 from autopar.passes.solvers.eliminate import (
@@ -50,6 +48,8 @@ from tests.helpers.problems import (
     clique,
     random_problem,
     seeds,
+    solve_brute_force,
+    solve_by_elimination,
     solved,
 )
 
@@ -89,7 +89,7 @@ def test_reductions_keep_an_optimum() -> None:
             continue
         lifted = reduced.lift(found.choice)
         assert reduced.lower(lifted) == found.choice
-        check_same(problem, make_solution(problem, lifted, None, "reduced"))
+        check_same(problem, make_solution(problem, lifted, None))
     assert n_left < 0.75 * n_choices, (n_left, n_choices)
 
 
@@ -102,15 +102,11 @@ def test_hubs_are_conditioned_on() -> None:
 
 
 def test_too_wide_is_raised_and_then_solved_by_messages_and_the_ilp() -> None:
-    methods = set()
     for seed in range(4):
         problem = clique(7, 3, seed)
         with pytest.raises(TooWide, match="hint"):
             solve_by_elimination(problem, TINY)
-        found = solved(solve(problem, limits=TINY))
-        methods.add(found.method)
-        check_same(problem, found)
-    assert methods == {"messages", "messages + ilp"}
+        check_same(problem, solve(problem, limits=TINY))
 
 
 @pytest.mark.parametrize("limits", [None, TableLimits(table_entries=4**4)], ids=["plain", "hubs"])
@@ -338,5 +334,3 @@ def test_edges_must_join_two_variables() -> None:
     problem = two_variables()
     with pytest.raises(ProblemError, match="must join two"):
         replace(problem, edges=(Edge(0, 0, np.zeros((3, 3))),))
-    with pytest.raises(ProblemError, match="too many"):
-        solve_brute_force(chain_with_residuals(40, 8, seed=0))

@@ -13,7 +13,7 @@ An infinite cost forbids a choice or a pair. Every solver of one problem returns
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
 from typing import Any
@@ -327,8 +327,7 @@ class Solution:
     """A choice that satisfies the constraints, and what is proven about it.
 
     `bound_s` is a proven lower bound on every feasible cost. `gap` is the relative distance of
-    `objective_s` to it (0: optimal to `SAME_OPTIMUM_REL`). `phase_s` is the wall time of each
-    phase. It is not compared, so equal runs give equal solutions.
+    `objective_s` to it (0: optimal to `SAME_OPTIMUM_REL`).
     """
 
     choice: Choice
@@ -336,8 +335,6 @@ class Solution:
     bound_s: float
     gap: float
     bytes: float
-    method: str
-    phase_s: Mapping[str, float] = field(default_factory=dict, compare=False)
 
 
 @dataclass(frozen=True)
@@ -352,28 +349,14 @@ class Infeasible:
     min_bytes: float | None
 
 
-def make_solution(
-    problem: ChoiceProblem,
-    choice: Sequence[int],
-    bound_s: float | None,
-    method: str,
-    phase_s: Mapping[str, float] | None = None,
-) -> Solution:
+def make_solution(problem: ChoiceProblem, choice: Sequence[int], bound_s: float | None) -> Solution:
     """Evaluate `choice` on `problem`. `bound_s` None: it is proven optimal."""
     totals = problem.evaluate(choice)
-    assert math.isfinite(totals.cost_s) and problem.fits(totals.bytes), (method, totals)
+    assert math.isfinite(totals.cost_s) and problem.fits(totals.bytes), totals
     gap, bound = 0.0, totals.cost_s
     if bound_s is not None and bound_s < totals.cost_s * (1 - SAME_OPTIMUM_REL):
         bound, gap = max(bound_s, 0.0), 1 - max(bound_s, 0.0) / totals.cost_s
-    return Solution(
-        choice=tuple(int(k) for k in choice),
-        objective_s=totals.cost_s,
-        bound_s=bound,
-        gap=gap,
-        bytes=totals.bytes,
-        method=method,
-        phase_s=dict(phase_s or {}),
-    )
+    return Solution(tuple(int(k) for k in choice), totals.cost_s, bound, gap, totals.bytes)
 
 
 def over_budget(budget_bytes: float | None, min_bytes: float) -> Infeasible:
