@@ -19,11 +19,18 @@ from autopar.passes.solvers.problem import (
     ProblemError,
     Weights,
 )
-from autopar.passes.solvers.repeats import Repeat, RepeatedChoice, RepeatedProblem
+from autopar.passes.solvers.repeats import Repeat, RepeatedChoice, RepeatedProblem, RepeatedSolver
 from autopar.passes.solvers.repeats.elimination import RepeatedElimination
 from autopar.passes.solvers.repeats.powers import Power
-from autopar.passes.solvers.repeats.select import solve_repeated
-from tests.helpers.problems import REL, WEIGHTS, least, random_repeated, seeds, weighed
+from tests.helpers.problems import (
+    REL,
+    WEIGHTS,
+    least,
+    random_repeated,
+    seeds,
+    solve_repeated,
+    weighed,
+)
 
 
 def written_out(problem: RepeatedProblem, choice: RepeatedChoice) -> Choice:
@@ -118,16 +125,20 @@ def test_blocks_that_hand_on_too_much_are_refused() -> None:
         RepeatedElimination.of(problem, TableLimits(table_entries=1))
 
 
-def test_under_a_budget() -> None:
-    """The optimum of the unrolled problem lies within the gap."""
+@pytest.mark.parametrize("is_quick", [True, False])
+def test_under_a_budget(is_quick: bool) -> None:
+    """The optimum of the unrolled problem lies within the gap. A problem without a quick plan is
+    reduced first, to choices that may matter under some budget."""
     for seed in range(60):
         problem = random_repeated(seed)
-        n_variables = problem.unrolled()[0].n_variables
-        budget_bytes = float(np.random.default_rng(seed).integers(0, 4 * n_variables))
-        numbers = replace(problem.numbers, budget_bytes=budget_bytes)
-        problem = RepeatedProblem.alone(numbers, problem.repeats)
         written, _ = problem.unrolled()
-        found, wanted = solve_repeated(problem), solve(written)
+        budget_bytes = float(np.random.default_rng(seed).integers(0, 4 * written.n_variables))
+        found = (
+            solve_repeated(problem, budget_bytes)
+            if is_quick
+            else RepeatedSolver(problem, None).solve(budget_bytes)
+        )
+        wanted = solve(replace(written, budget_bytes=budget_bytes))
         if isinstance(wanted, Infeasible):
             assert isinstance(found, Infeasible)
             assert found.min_bytes == wanted.min_bytes

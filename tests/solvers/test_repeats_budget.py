@@ -20,14 +20,12 @@ from autopar.passes.solvers.repeats import (
 )
 from autopar.passes.solvers.repeats.elimination import Branch, RepeatedElimination
 from autopar.passes.solvers.repeats.exchange import Exchanges
-from autopar.passes.solvers.repeats.select import solve_repeated
 from tests.helpers.nightly import nightly
-from tests.helpers.problems import REL, WEIGHTS, random_repeated, weighed
+from tests.helpers.problems import REL, WEIGHTS, random_repeated, solve_repeated, weighed
 
 
 def solved(problem: RepeatedProblem, budget_bytes: float, goal: float = 0.0) -> RepeatedSolution:
-    numbers = replace(problem.numbers, budget_bytes=budget_bytes)
-    found = solve_repeated(RepeatedProblem.alone(numbers, problem.repeats), None, goal)
+    found = solve_repeated(problem, budget_bytes, goal)
     assert not isinstance(found, Infeasible)
     return found
 
@@ -79,34 +77,29 @@ def test_what_a_change_costs_is_in_the_bound() -> None:
     assert not isinstance(wanted, Infeasible) and wanted.objective_s == 16.0
 
 
-def uneven_parts(n_copies: int, budget_bytes: float) -> RepeatedProblem:
+def uneven_parts(n_copies: int) -> RepeatedProblem:
     """Copies of a large and a small part; each costs its bytes, or as many seconds."""
     large, small = np.array([7.0, 0.0]), np.array([2.0, 0.0])
-    numbers = ChoiceProblem(
-        ("large", "small"), (large, small), (large[::-1], small[::-1]), (),
-        budget_bytes,
-    )  # fmt: skip
+    numbers = ChoiceProblem(("large", "small"), (large, small), (large[::-1], small[::-1]))
     return RepeatedProblem.alone(numbers, (Repeat((0, 1), {}, frozenset(), n_copies),))
 
 
 @pytest.mark.parametrize("budget_bytes", [9.0, 16.0, 24.0, 62.0])
 def test_exchanges_fill_the_budget(budget_bytes: float) -> None:
     """A whole copy changes nine bytes, its parts two or seven."""
-    found = solve_repeated(uneven_parts(10, budget_bytes))
-    assert not isinstance(found, Infeasible)
+    found = solved(uneven_parts(10), budget_bytes)
     assert budget_bytes - 2 < found.totals.bytes <= budget_bytes
     assert found.totals.cost_s == 90.0 - found.totals.bytes
 
 
 def test_exchanges_from_over_the_budget() -> None:
-    problem = uneven_parts(10, 40.0)
+    problem = uneven_parts(10)
     fastest, lean = (RepeatedChoice(k, ((k,) * 10,)) for k in ((1, 1), (0, 0)))
     exchanges = Exchanges(problem, 40.0, [lean])
     found = exchanges.fitted(Point(fastest, problem.evaluate(fastest)))
     assert found is not None and 40.0 - 7.0 < found.totals.bytes <= 40.0
     assert problem.evaluate(found.choice) == found.totals
-    nothing = uneven_parts(10, 0.0)
-    found = Exchanges(nothing, 0.0, []).fitted(Point(fastest, nothing.evaluate(fastest)))
+    found = Exchanges(problem, 0.0, []).fitted(Point(fastest, problem.evaluate(fastest)))
     assert found is not None and found.choice == lean
 
 

@@ -204,13 +204,12 @@ class RepeatedProblem:
     times: int = 1
     only: BoolArray | None = None
     costs: FloatArray | None = None
-    budget_bytes: float | None = None
 
     @staticmethod
     def alone(numbers: ChoiceProblem, repeats: tuple[Repeat, ...]) -> RepeatedProblem:
         """A single problem in which some blocks stand for several copies."""
         every = RepeatedProblems(ChoiceProblems.alone(numbers), repeats)
-        return RepeatedProblem(every, 0, budget_bytes=numbers.budget_bytes)
+        return RepeatedProblem(every, 0)
 
     @property
     def repeats(self) -> tuple[Repeat, ...]:
@@ -241,9 +240,7 @@ class RepeatedProblem:
             replace(e, cost_s=cost_s, bytes=size_bytes)
             for e, cost_s, size_bytes in zip(every.edges, *tables, strict=True)
         )
-        return ChoiceProblem(
-            every.names, own[0], own[1], tuple(edges), self.budget_bytes, is_checked=True
-        )
+        return ChoiceProblem(every.names, own[0], own[1], tuple(edges), is_checked=True)
 
     def unrolled(self, n_most: int | None = None) -> tuple[ChoiceProblem, list[list[int]]]:
         """(the problem with every copy, or at most `n_most` of each, written out; per variable the
@@ -262,7 +259,6 @@ class RepeatedProblem:
             tuple(numbers.cost_s[v] for v in origin),
             tuple(numbers.bytes[v] for v in origin),
             tuple(edges),
-            numbers.budget_bytes,
         )
         return written, where
 
@@ -335,11 +331,11 @@ class RepeatedProblem:
         return {}
 
     def reduced(self) -> tuple[RepeatedProblem, tuple[NDArray[np.intp], ...]] | None:
-        """(the problem without choices that cannot matter, the original indices of each variable's
-        choices); None: nothing is left."""
+        """(the problem without choices that cannot matter under any budget, the original indices
+        of each variable's choices); None: nothing is left."""
         numbers = self.numbers
         written, where = self.unrolled(_TELLING)
-        found = reduce(written, self._classes(where))
+        found = reduce(replace(written, budget_bytes=math.inf), self._classes(where))
         if found is None:
             return None
         kept = tuple(found.kept[copies[0]] for copies in where)

@@ -58,18 +58,6 @@ class RepeatedSolution:
 _Found = tuple[Point[RepeatedChoice], float]
 
 
-def solve_repeated(
-    problem: RepeatedProblem, time_limit_s: float | None = None, gap_goal: float = 0.0
-) -> RepeatedSolution | Infeasible:
-    """The cheapest choice within the budget of a problem, or near it; a gap of at most `gap_goal`
-    is not closed further.
-
-    Raises `TooWide` where a table would be too large.
-    """
-    solver = RepeatedSolver(problem, quick_plan(problem.every))
-    return solver.solve(problem.budget_bytes, time_limit_s, gap_goal)
-
-
 def quick_plan(problems: RepeatedProblems) -> RepeatedPlan | None:
     """The plan for the problems as they are; None: elimination would take long.
 
@@ -99,8 +87,11 @@ class RepeatedSolver:
         gap_goal: float = 0.0,
         limit_s: float = math.inf,
     ) -> RepeatedSolution | Infeasible:
-        """`solve_repeated` within this budget, instead of the problem's own. It stops with a choice
-        and its gap once no choice can be below `limit_s`."""
+        """The cheapest choice within the budget, or near it; a gap of at most `gap_goal` is not
+        closed further. It stops with a choice and its gap once no choice can be below `limit_s`.
+
+        Raises `TooWide` where a table would be too large.
+        """
         deadline = time.perf_counter() + (math.inf if time_limit_s is None else time_limit_s)
         hull = self._hull
         if hull is None or hull.fastest is None:
