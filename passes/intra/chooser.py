@@ -15,6 +15,8 @@ from functools import cached_property, partial
 from typing import Protocol, TypedDict
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from autopar.cost.laws import CostModel
 from autopar.errors import InfeasibleError
 from autopar.passes.analysis import Analysis, Folded, Recomputable, fold, is_searched, renamed
@@ -248,15 +250,13 @@ class Chooser:
         """The solver of a problem. That by elimination is kept: results for one budget serve the
         others.
 
-        Raises `TooWide` where another solver is better.
+        Raises `TooWide` as `Repeated.solver` does.
         """
         if by:
             return _WrittenOut(whole.problems.of(place, ask.n_in_flight), by)
-        if not whole.problems.repeats and whole.plan is None:
-            raise TooWide("elimination of a program without repeated blocks would take long")
         solvers, key = self._solvers.setdefault(whole, {}), (place, ask.n_in_flight)
         if key not in solvers:
-            solvers[key] = RepeatedSolver(whole.problems.of(*key), whole.plan)
+            solvers[key] = whole.solver(whole.problems.of(*key))
         return solvers[key]
 
     def _choose(
@@ -286,7 +286,7 @@ class Chooser:
 
         def solve_weighed(weights: Weights) -> RepeatedSolution | None:
             weighed = hiding.weighed(weights)
-            other = _WrittenOut(weighed, by) if by else RepeatedSolver(weighed, whole.plan)
+            other = _WrittenOut(weighed, by) if by else whole.solver(weighed)
             try:
                 found = other.solve(budget_bytes, time_limit_s, ask.gap_goal, limit_s)
             except TooWide:
@@ -296,7 +296,8 @@ class Chooser:
         best = _best(solution, hiding, solve_weighed, runs_on.folded_problem, ask, limit_s)
         floor_s = _floor_s(best, solve_weighed, folded, place, ask, limit_s)
         choice = best.choice
-        once_s = replace(problem, only=runs_on.once_mask).evaluate(choice).cost_s
+        once = np.where(runs_on.once_mask, problem.row.cost_s[0], 0.0)
+        once_s = replace(problem, costs=once).evaluate(choice).cost_s
         return Chosen(
             **_seconds(
                 best, once_s, solution.gap, max(floor_s, best.bound_s + beside_s),

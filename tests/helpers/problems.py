@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -28,7 +30,6 @@ from autopar.passes.solvers.problem import (
 from autopar.passes.solvers.repeats import (
     Repeat,
     RepeatedProblem,
-    RepeatedSolution,
     RepeatedSolver,
     quick_plan,
 )
@@ -91,11 +92,49 @@ def solve_by_elimination(
     return FORBIDDEN if math.isinf(value) else make_solution(problem, choice, None)
 
 
-def solve_repeated(
-    problem: RepeatedProblem, budget_bytes: float | None, gap_goal: float = 0.0
-) -> RepeatedSolution | Infeasible:
-    solver = RepeatedSolver(problem, quick_plan(problem.every))
-    return solver.solve(budget_bytes, gap_goal=gap_goal)
+def repeated_solver(problem: RepeatedProblem) -> RepeatedSolver:
+    plan = quick_plan(problem.every)
+    assert plan is not None
+    return RepeatedSolver(problem, plan)
+
+
+def unrolled(problem: RepeatedProblem) -> tuple[ChoiceProblem, list[list[int]]]:
+    """(the problem with every copy written out, which defines the optimum of `problem`; per
+    variable the indices of its copies there)."""
+    numbers, owner = problem.numbers, problem.every.owner
+    n_copies = [
+        problem.repeats[owner[v]].count if v in owner else 1 for v in range(numbers.n_variables)
+    ]
+    ends = np.cumsum([0, *n_copies])
+    where = [list(range(a, b)) for a, b in itertools.pairwise(ends)]
+    origin = [v for v, copies in enumerate(where) for _ in copies]
+
+    def at_copy(v: int, k: int, repeat: Repeat) -> int:
+        """The written-out variable that stands for v where copy k is joined to it."""
+        if v in repeat.block:
+            return where[v][k]
+        if v in repeat.counterpart and k > 0:
+            return where[repeat.counterpart[v]][k - 1]
+        return where[v][0]
+
+    def joined(edge: Edge) -> Iterator[tuple[int, int]]:
+        """The pairs of written-out variables that an edge joins."""
+        r = owner.get(edge.u, owner.get(edge.v))
+        if r is None:
+            yield where[edge.u][0], where[edge.v][0]
+            return
+        repeat = problem.repeats[r]
+        for k in range(repeat.count):
+            if not edge.is_of(repeat.after) or k + 1 == repeat.count:
+                yield at_copy(edge.u, k, repeat), at_copy(edge.v, k, repeat)
+
+    written = ChoiceProblem(
+        tuple(f"{numbers.names[v]} {i}" for i, v in enumerate(origin)),
+        tuple(numbers.cost_s[v] for v in origin),
+        tuple(numbers.bytes[v] for v in origin),
+        tuple(replace(edge, u=u, v=v) for edge in numbers.edges for u, v in joined(edge)),
+    )
+    return written, where
 
 
 def random_problem(seed: int, n_max: int = 6, k_max: int = 4) -> ChoiceProblem:

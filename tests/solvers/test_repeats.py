@@ -1,4 +1,4 @@
-"""Problems with repeated blocks have the optimum of the unrolled problem, at any weights."""
+"""Problems with repeated blocks have the optimum of the problem written out, at any weights."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from autopar.passes.solvers.problem import (
     ProblemError,
     Weights,
 )
-from autopar.passes.solvers.repeats import Repeat, RepeatedChoice, RepeatedProblem, RepeatedSolver
+from autopar.passes.solvers.repeats import Repeat, RepeatedChoice, RepeatedProblem
 from autopar.passes.solvers.repeats.elimination import RepeatedElimination
 from autopar.passes.solvers.repeats.powers import Power
 from tests.helpers.problems import (
@@ -27,14 +27,15 @@ from tests.helpers.problems import (
     WEIGHTS,
     least,
     random_repeated,
+    repeated_solver,
     seeds,
-    solve_repeated,
+    unrolled,
     weighed,
 )
 
 
 def written_out(problem: RepeatedProblem, choice: RepeatedChoice) -> Choice:
-    """A choice in the numbering of `problem.unrolled()`."""
+    """A choice in the numbering of `unrolled(problem)`."""
     out = [(k,) for k in choice.base]
     for repeat, rows in zip(problem.repeats, choice.copies, strict=True):
         for v, column in zip(repeat.block, zip(*rows, strict=True), strict=True):
@@ -44,22 +45,16 @@ def written_out(problem: RepeatedProblem, choice: RepeatedChoice) -> Choice:
 
 @pytest.mark.parametrize("seed", seeds(60, 200))
 def test_the_optimum_is_that_of_the_problem_written_out(seed: int) -> None:
-    """What is dropped before does not matter."""
     problem = random_repeated(seed)
-    written, where = problem.unrolled()
+    written, where = unrolled(problem)
     assert written.n_variables == sum(map(len, where))
     tables = [e.cost_s.shape for e in written.edges]
     assert problem.every.unrolled_size(most_columns) == most_columns(written.sizes, tables)
-    elimination, reduced = RepeatedElimination.of(problem), problem.reduced()
-    assert reduced is not None or math.isinf(least(written, Weights()))
+    elimination = RepeatedElimination.of(problem)
     for weights in WEIGHTS:
         value, point = elimination.at(weights)
         expected = least(written, weights)
         assert value == pytest.approx(expected, rel=REL, abs=1e-15)
-        if reduced is not None and not weights.size:
-            assert reduced[0].numbers.sizes == tuple(map(len, reduced[1]))
-            of_reduced, _ = RepeatedElimination.of(reduced[0]).at(weights)
-            assert of_reduced == pytest.approx(expected, rel=REL, abs=1e-15)
         if math.isinf(value):
             continue
         flat = written.evaluate(written_out(problem, point.choice))
@@ -75,7 +70,7 @@ def test_many_copies() -> None:
         many = tuple(replace(repeat, count=40 + seed) for repeat in problem.repeats)
         longer = RepeatedProblem.alone(problem.numbers, many)
         value, point = RepeatedElimination.of(longer).at(Weights())
-        assert value == pytest.approx(least(longer.unrolled()[0], Weights()), rel=REL, abs=1e-15)
+        assert value == pytest.approx(least(unrolled(longer)[0], Weights()), rel=REL, abs=1e-15)
         if math.isfinite(value):
             n_feasible += 1
             assert [len(rows) for rows in point.choice.copies] == [40 + seed] * len(many)
@@ -125,19 +120,13 @@ def test_blocks_that_hand_on_too_much_are_refused() -> None:
         RepeatedElimination.of(problem, TableLimits(table_entries=1))
 
 
-@pytest.mark.parametrize("is_quick", [True, False])
-def test_under_a_budget(is_quick: bool) -> None:
-    """The optimum of the unrolled problem lies within the gap. A problem without a quick plan is
-    reduced first, to choices that may matter under some budget."""
+def test_under_a_budget() -> None:
+    """The optimum of the problem written out lies within the gap."""
     for seed in range(60):
         problem = random_repeated(seed)
-        written, _ = problem.unrolled()
+        written, _ = unrolled(problem)
         budget_bytes = float(np.random.default_rng(seed).integers(0, 4 * written.n_variables))
-        found = (
-            solve_repeated(problem, budget_bytes)
-            if is_quick
-            else RepeatedSolver(problem, None).solve(budget_bytes)
-        )
+        found = repeated_solver(problem).solve(budget_bytes)
         wanted = solve(replace(written, budget_bytes=budget_bytes))
         if isinstance(wanted, Infeasible):
             assert isinstance(found, Infeasible)

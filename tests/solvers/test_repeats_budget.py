@@ -15,17 +15,15 @@ from autopar.passes.solvers.repeats import (
     RepeatedChoice,
     RepeatedProblem,
     RepeatedSolution,
-    RepeatedSolver,
-    quick_plan,
 )
 from autopar.passes.solvers.repeats.elimination import Branch, RepeatedElimination
 from autopar.passes.solvers.repeats.exchange import Exchanges
 from tests.helpers.nightly import nightly
-from tests.helpers.problems import REL, WEIGHTS, random_repeated, solve_repeated, weighed
+from tests.helpers.problems import REL, WEIGHTS, random_repeated, repeated_solver, unrolled, weighed
 
 
 def solved(problem: RepeatedProblem, budget_bytes: float, goal: float = 0.0) -> RepeatedSolution:
-    found = solve_repeated(problem, budget_bytes, goal)
+    found = repeated_solver(problem).solve(budget_bytes, gap_goal=goal)
     assert not isinstance(found, Infeasible)
     return found
 
@@ -73,7 +71,7 @@ def test_what_a_change_costs_is_in_the_bound() -> None:
     assert found.totals.cost_s == 16.0
     assert found.gap <= 0.5 / 16
     assert solved(problem, 2.0).totals.cost_s == 20.0  # a change is not worth it
-    wanted = solve(replace(problem.unrolled()[0], budget_bytes=10.0))
+    wanted = solve(replace(unrolled(problem)[0], budget_bytes=10.0))
     assert not isinstance(wanted, Infeasible) and wanted.objective_s == 16.0
 
 
@@ -117,7 +115,7 @@ def test_gaps_are_honest_and_closed_to_the_goal() -> None:
             continue
         _, lean = elimination.at(Weights(0.0, size=1.0))
         budget_bytes = (2 * lean.totals.bytes + fastest.totals.bytes) / 3
-        wanted = solve(replace(problem.unrolled()[0], budget_bytes=budget_bytes))
+        wanted = solve(replace(unrolled(problem)[0], budget_bytes=budget_bytes))
         assert not isinstance(wanted, Infeasible)
         for goal in (0.0, 0.05):
             found = solved(problem, budget_bytes, goal)
@@ -133,13 +131,12 @@ def test_above_a_limit_no_more_is_found_out() -> None:
     n_over = 0
     for seed in range(20):
         problem = random_repeated(seed)
-        plan = quick_plan(problem.every)
-        best = RepeatedSolver(problem, plan).solve(None)
+        best = repeated_solver(problem).solve(None)
         if isinstance(best, Infeasible):
             continue
         cost_s = best.totals.cost_s
-        over = RepeatedSolver(problem, plan).solve(None, limit_s=cost_s * (1 - REL))
-        under = RepeatedSolver(problem, plan).solve(None, limit_s=cost_s * (1 + 2 * REL))
+        over = repeated_solver(problem).solve(None, limit_s=cost_s * (1 - REL))
+        under = repeated_solver(problem).solve(None, limit_s=cost_s * (1 + 2 * REL))
         assert not isinstance(over, Infeasible)
         assert under == best and best.settled
         assert over.totals.cost_s == pytest.approx(cost_s, rel=REL)

@@ -88,7 +88,6 @@ def test_reductions_keep_an_optimum() -> None:
             assert isinstance(expected, Infeasible) and found.min_bytes == expected.min_bytes
             continue
         lifted = reduced.lift(found.choice)
-        assert reduced.lower(lifted) == found.choice
         check_same(problem, make_solution(problem, lifted, None))
     assert n_left < 0.75 * n_choices, (n_left, n_choices)
 
