@@ -34,7 +34,6 @@ from autopar.passes.solvers.problem import (
     Partitions,
     PlacedTable,
     Scope,
-    SomeProblems,
     axes_of,
     seen_through,
     views,
@@ -118,17 +117,12 @@ class EliminationPlan:
         )
 
 
-def plan_elimination(
-    problem: ChoiceProblem | SomeProblems, limits: TableLimits | None = None
-) -> EliminationPlan:
+def plan_elimination(problem: ChoiceProblem, limits: TableLimits | None = None) -> EliminationPlan:
     """The cheapest order found, conditioned on up to `MAX_HUBS` hubs if need be.
 
     Raises `TooWide` when every plan found exceeds `limits`.
     """
-    if isinstance(problem, SomeProblems):
-        axes = problem.every.axes
-    else:
-        axes = axes_of(problem.edges, problem.cost_s, problem.bytes)
+    axes = axes_of(problem.edges, problem.cost_s, problem.bytes)
     return plan_order(problem.sizes, axes, limits=limits)
 
 

@@ -152,13 +152,13 @@ class RepeatedProblems:
     def once_entries(self) -> Entries:
         """The entries that count once: of variables outside blocks, and of the edges `once`."""
         others = [v for v in range(len(self.sizes)) if v not in self.owner]
-        return Entries.some(self.numbers, self.layout, others, self.once)
+        return Entries.of(self.numbers, others, self.once)
 
     @cached_property
     def copy_entries(self) -> list[Entries]:
         """Per repeat, the entries of one copy."""
         return [
-            Entries.some(self.numbers, self.layout, repeat.block, edges)
+            Entries.of(self.numbers, repeat.block, edges)
             for repeat, edges in zip(self.repeats, self.of_copies, strict=True)
         ]
 
@@ -178,7 +178,7 @@ class RepeatedProblems:
         """The numbers of problem i; those of the last few problems are kept."""
         key = i, times
         if key not in self._rows:
-            self._rows[key] = Numbers.of(self.numbers.some((i,), (times,)))
+            self._rows[key] = Numbers.row(self.numbers, i, times)
             if len(self._rows) > MOST_ROWS:
                 del self._rows[next(iter(self._rows))]
         return self._rows[key]
