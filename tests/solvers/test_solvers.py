@@ -92,14 +92,6 @@ def test_reductions_keep_an_optimum() -> None:
     assert n_left < 0.75 * n_choices, (n_left, n_choices)
 
 
-def test_hubs_are_conditioned_on() -> None:
-    problem = clique(6, 4, seed=0)
-    limits = TableLimits(table_entries=4**4)
-    plan = plan_elimination(problem, limits)
-    assert len(plan.hubs) == 2 and plan.within(limits)
-    check_same(problem, solve_by_elimination(problem, limits))
-
-
 def test_too_wide_is_raised_and_then_solved_by_messages_and_the_ilp() -> None:
     for seed in range(4):
         problem = clique(7, 3, seed)
@@ -108,12 +100,11 @@ def test_too_wide_is_raised_and_then_solved_by_messages_and_the_ilp() -> None:
         check_same(problem, solve(problem, limits=TINY))
 
 
-@pytest.mark.parametrize("limits", [None, TableLimits(table_entries=4**4)], ids=["plain", "hubs"])
-def test_min_marginals_are_the_least_totals_with_each_choice(limits: TableLimits | None) -> None:
+def test_min_marginals_are_the_least_totals_with_each_choice() -> None:
     problems = [replace(random_problem(s), budget_bytes=None) for s in range(30)]
     for problem in (p.merged() for p in [*problems, clique(6, 4, seed=2)]):
         potentials = Potentials.of(problem, Weights())
-        marginals = min_marginals(plan_elimination(problem, limits), potentials)
+        marginals = min_marginals(plan_elimination(problem), potentials)
         for v, marginal in enumerate(marginals):
             for k, least in enumerate(marginal):
                 only_k = [np.where(np.arange(len(c)) == k, c, np.inf) for c in problem.cost_s]

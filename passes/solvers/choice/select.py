@@ -6,7 +6,7 @@
    `gap_goal`;
 2. drop choices that their bound rules out (`MessagePassing.marks`), and those that cannot matter
    (`reductions.py`), unless elimination is quick without that;
-3. eliminate, or pass messages again where the graph is too wide for tables;
+3. eliminate, with hubs if need be, or pass messages again where the graph is too wide for tables;
 4. let the ILP close the gap on what the bound leaves (`_core`), within its limit of work. If no
    choice is known by then, the ILP is the only solver that is left.
 
@@ -34,7 +34,14 @@ from autopar.passes.solvers.choice.lagrangian import (
 )
 from autopar.passes.solvers.choice.message_passing import QUICK, MessagePassing
 from autopar.passes.solvers.choice.reductions import Reduced, drop_forbidden, reduce, restrict
-from autopar.passes.solvers.eliminate import EliminationPlan, TableLimits, TooWide, plan_elimination
+from autopar.passes.solvers.eliminate import (
+    ConditionedPlan,
+    EliminationPlan,
+    TableLimits,
+    TooWide,
+    plan_conditioned,
+    plan_elimination,
+)
 from autopar.passes.solvers.problem import (
     FORBIDDEN,
     SAME_OPTIMUM_REL,
@@ -43,12 +50,14 @@ from autopar.passes.solvers.problem import (
     Infeasible,
     Solution,
     Weights,
+    axes_of,
     make_solution,
     over_budget,
     within,
 )
 
 Solver = Literal["auto", "ilp"]
+_AnyPlan = EliminationPlan | ConditionedPlan
 
 
 def solve(
@@ -88,16 +97,18 @@ def solve(
     assert left is not None, "the best choice known is left"
     # Elimination is faster with fewer choices. But finding out which choices cannot matter takes
     # longer than a quick elimination.
-    plan = _plan(left, quick)
+    plan = _plan(left.problem, quick)
     if plan is None:
         left = reduce(left)
         if left is None:
             return FORBIDDEN
-        plan = _plan(left, limits)
-    minimiser: Minimiser[Choice] = MessagePassing(left.problem, quick)
-    if plan is not None:
-        minimiser = Elimination(left.problem, plan)
-    found = _priced(minimiser, problem.budget_bytes, deadline)
+        plan = _plan(left.problem, limits) or _plan_with_hubs(left.problem, limits)
+    messages = MessagePassing(left.problem, quick)
+    minimiser: Minimiser[Choice] = Elimination(left.problem, plan) if plan else messages
+    try:
+        found = _priced(minimiser, problem.budget_bytes, deadline)
+    except TooWide:  # too many values of hubs are left
+        plan, found = None, _priced(messages, problem.budget_bytes, deadline)
     if isinstance(found, Infeasible):
         return found
     if found is None:
@@ -107,10 +118,19 @@ def solve(
     return make_solution(problem, left.lift(found.best.choice), found.open_bound_s)
 
 
-def _plan(reduced: Reduced, limits: TableLimits | None) -> EliminationPlan | None:
+def _plan(problem: ChoiceProblem, limits: TableLimits | None) -> _AnyPlan | None:
     """The elimination plan of a problem; None: it exceeds `limits`."""
     try:
-        return plan_elimination(reduced.problem, limits)
+        return plan_elimination(problem, limits)
+    except TooWide:
+        return None
+
+
+def _plan_with_hubs(problem: ChoiceProblem, limits: TableLimits | None) -> _AnyPlan | None:
+    """The plan that tries values of hubs; None: it exceeds `limits`, too."""
+    axes = axes_of(problem.edges, problem.cost_s, problem.bytes)
+    try:
+        return plan_conditioned(problem.sizes, axes, limits=limits)
     except TooWide:
         return None
 
@@ -138,7 +158,7 @@ def _priced(
 def _closed(
     bracket: Bracket[Choice],
     reduced: Reduced,
-    plan: EliminationPlan | None,
+    plan: _AnyPlan | None,
     deadline: float,
     work_limit: WorkLimit | None,
 ) -> Bracket[Choice]:
@@ -156,13 +176,11 @@ def _closed(
     return replace(bracket, best=best, bound_s=bound_s)
 
 
-def _core(
-    problem: ChoiceProblem, plan: EliminationPlan | None, bracket: Bracket[Choice]
-) -> Reduced:
+def _core(problem: ChoiceProblem, plan: _AnyPlan | None, bracket: Bracket[Choice]) -> Reduced:
     """The part of `problem` that may be in a solution no dearer than the bracket's best; all of it
-    without a plan, or where min-marginals need too much memory."""
+    without a plan, with hubs, or where min-marginals need too much memory."""
     whole = Reduced.whole(problem)
-    if plan is None:
+    if not isinstance(plan, EliminationPlan):
         return whole
     try:
         core = drop_forbidden(restrict(whole, keep_marks(problem, plan, bracket)))
