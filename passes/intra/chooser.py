@@ -38,11 +38,10 @@ from autopar.passes.intra.repeated import (
 )
 from autopar.passes.solvers.choice import Solver, WorkLimit, conflict, most_columns, solve
 from autopar.passes.solvers.eliminate import TooWide
-from autopar.passes.solvers.problem import ChoiceProblem, Infeasible
+from autopar.passes.solvers.problem import ChoiceProblem, Infeasible, Solution
 from autopar.passes.solvers.repeats import (
     RepeatedChoice,
     RepeatedProblem,
-    RepeatedSolution,
     RepeatedSolver,
 )
 from autopar.program import Program, Strategy
@@ -130,7 +129,7 @@ class _BudgetSolver(Protocol):
     def solve(
         self, budget_bytes: float | None, time_limit_s: float | None, gap_goal: float,
         limit_s: float,
-    ) -> RepeatedSolution | Infeasible: ...  # fmt: skip
+    ) -> Solution[RepeatedChoice] | Infeasible: ...  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -143,15 +142,14 @@ class _WrittenOut:
     def solve(
         self, budget_bytes: float | None, time_limit_s: float | None, gap_goal: float,
         limit_s: float = math.inf,
-    ) -> RepeatedSolution | Infeasible:  # fmt: skip
+    ) -> Solution[RepeatedChoice] | Infeasible:  # fmt: skip
         """As `RepeatedSolver.solve`, but without regard to `limit_s`."""
         assert not self.problem.repeats, "copies are not written out"
         numbers = replace(self.problem.numbers, budget_bytes=budget_bytes)
         found = solve(numbers, self.solver, time_limit_s, gap_goal=gap_goal, work_limit=CLOSE_GAP)
         if isinstance(found, Infeasible):
             return found
-        choice, totals = RepeatedChoice(found.choice, ()), numbers.evaluate(found.choice)
-        return RepeatedSolution(choice, totals, found.gap)
+        return Solution(RepeatedChoice(found.choice, ()), found.totals, found.gap)
 
 
 @dataclass(eq=False)
@@ -284,7 +282,7 @@ class Chooser:
             problem, runs_on = other.problems.of(place, ask.n_in_flight), other
         hiding = HidingProblem(problem, runs_on.apart(place))
 
-        def solve_weighed(weights: Weights) -> RepeatedSolution | None:
+        def solve_weighed(weights: Weights) -> Solution[RepeatedChoice] | None:
             weighed = hiding.weighed(weights)
             other = _WrittenOut(weighed, by) if by else whole.solver(weighed)
             try:
@@ -327,9 +325,9 @@ def choose(
 
 
 def _best(
-    first: RepeatedSolution,
+    first: Solution[RepeatedChoice],
     hiding: HidingProblem,
-    solve: Callable[[Weights], RepeatedSolution | None],
+    solve: Callable[[Weights], Solution[RepeatedChoice] | None],
     problem: IntraOpProblem,
     ask: PlacementRequest,
     limit_s: float,
@@ -342,7 +340,7 @@ def _best(
 
 def _floor_s(
     best: LeastExposed,
-    solve: Callable[[Weights], RepeatedSolution | None],
+    solve: Callable[[Weights], Solution[RepeatedChoice] | None],
     problem: IntraOpProblem,
     case: int,
     ask: PlacementRequest,

@@ -15,6 +15,7 @@ from autopar.passes.solvers.eliminate import TableLimits, minimise, plan_elimina
 from autopar.passes.solvers.problem import (
     BUDGET_REL,
     FORBIDDEN,
+    Choice,
     ChoiceProblem,
     ChoiceTotals,
     Edge,
@@ -55,7 +56,7 @@ def least(problem: ChoiceProblem, weights: Weights) -> float:
     return minimise(plan, Potentials.of(merged, weights))[0]
 
 
-def solve_brute_force(problem: ChoiceProblem) -> Solution | Infeasible:
+def solve_brute_force(problem: ChoiceProblem) -> Solution[Choice] | Infeasible:
     """The optimum over all combinations: the definition that solvers are tested against. Of equal
     ones that of the smallest indices."""
     assert math.prod(problem.sizes) <= 2**22, "too many to enumerate"
@@ -85,7 +86,7 @@ def solve_brute_force(problem: ChoiceProblem) -> Solution | Infeasible:
 
 def solve_by_elimination(
     problem: ChoiceProblem, limits: TableLimits | None = None
-) -> Solution | Infeasible:
+) -> Solution[Choice] | Infeasible:
     """Elimination alone, whatever the budget."""
     merged = problem.merged()
     value, choice = minimise(plan_elimination(merged, limits), Potentials.of(merged, Weights()))
@@ -199,7 +200,7 @@ def clique(n: int, k: int, seed: int) -> ChoiceProblem:
     )
 
 
-def check_same(problem: ChoiceProblem, found: Solution | Infeasible) -> None:
+def check_same(problem: ChoiceProblem, found: Solution[Choice] | Infeasible) -> None:
     """`found` is as cheap as the brute-force optimum."""
     expected = solve_brute_force(problem)
     if isinstance(expected, Infeasible):
@@ -207,11 +208,11 @@ def check_same(problem: ChoiceProblem, found: Solution | Infeasible) -> None:
         assert found.min_bytes == expected.min_bytes
         return
     assert isinstance(found, Solution), found
-    assert found.objective_s == pytest.approx(expected.objective_s, rel=REL, abs=0)
-    assert found.gap == 0 and found.bound_s == found.objective_s
+    assert found.totals.cost_s == pytest.approx(expected.totals.cost_s, rel=REL, abs=0)
+    assert found.gap == 0 and found.bound_s == found.totals.cost_s
     totals = problem.evaluate(found.choice)
-    assert (totals.cost_s, totals.bytes) == (found.objective_s, found.bytes)
-    assert problem.fits(found.bytes)
+    assert (totals.cost_s, totals.bytes) == (found.totals.cost_s, found.totals.bytes)
+    assert problem.fits(found.totals.bytes)
 
 
 def random_repeated(seed: int) -> RepeatedProblem:
@@ -272,6 +273,6 @@ def random_repeated(seed: int) -> RepeatedProblem:
     return RepeatedProblem.alone(numbers, tuple(repeats))
 
 
-def solved(outcome: Solution | Infeasible) -> Solution:
+def solved(outcome: Solution[Choice] | Infeasible) -> Solution[Choice]:
     assert isinstance(outcome, Solution), outcome
     return outcome

@@ -88,7 +88,7 @@ def solve_ilp(
     problem: ChoiceProblem,
     time_limit_s: float | None = None,
     work_limit: WorkLimit | None = None,
-) -> Solution | Infeasible:
+) -> Solution[Choice] | Infeasible:
     """Solve the whole problem as one integer linear program.
 
     Raises `TimeLimitError` when `time_limit_s` passes, or all `work_limit` is spent, before any

@@ -67,7 +67,7 @@ def solve(
     limits: TableLimits | None = None,
     gap_goal: float = 0.0,
     work_limit: WorkLimit | None = None,
-) -> Solution | Infeasible:
+) -> Solution[Choice] | Infeasible:
     """The cheapest choice within the budget.
 
     After `time_limit_s` the best choice so far is returned, with the gap that is left. `limits`
@@ -192,7 +192,7 @@ def _core(problem: ChoiceProblem, plan: _AnyPlan | None, bracket: Bracket[Choice
 
 def _solution_by_ilp(
     problem: ChoiceProblem, reduced: Reduced, deadline: float, work_limit: WorkLimit | None
-) -> Solution | Infeasible:
+) -> Solution[Choice] | Infeasible:
     """The reduced problem as an ILP, however many columns: no other solver is left."""
     work_limit = work_limit and replace(work_limit, n_columns=None)
     found = solve_ilp(reduced.problem, _left_s(deadline), work_limit=work_limit)

@@ -18,7 +18,6 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from dataclasses import dataclass
 from functools import cache
 
 from autopar.passes.solvers.choice import QUICK, Bracket, Hull, Point, search
@@ -26,8 +25,8 @@ from autopar.passes.solvers.eliminate import TooWide
 from autopar.passes.solvers.problem import (
     FORBIDDEN,
     SAME_OPTIMUM_REL,
-    ChoiceTotals,
     Infeasible,
+    Solution,
     over_budget,
     within,
 )
@@ -35,23 +34,6 @@ from autopar.passes.solvers.repeats.elimination import Branch, RepeatedEliminati
 from autopar.passes.solvers.repeats.exchange import Exchanges
 from autopar.passes.solvers.repeats.order import RepeatedPlan
 from autopar.passes.solvers.repeats.repeats import RepeatedChoice, RepeatedProblem, RepeatedProblems
-
-
-@dataclass(frozen=True)
-class RepeatedSolution:
-    """A choice within the budget, and how far (relative) it may be from the cheapest. If it is not
-    `settled`, it only shows that no choice is below the limit that was asked for."""
-
-    choice: RepeatedChoice
-    totals: ChoiceTotals
-    gap: float
-    settled: bool = True
-
-    @property
-    def bound_s(self) -> float:
-        """A lower bound on the cost of every choice within the budget."""
-        return self.totals.cost_s * (1 - self.gap)
-
 
 # The best known choice, and a lower bound on all.
 _Found = tuple[Point[RepeatedChoice], float]
@@ -87,7 +69,7 @@ class RepeatedSolver:
         time_limit_s: float | None = None,
         gap_goal: float = 0.0,
         limit_s: float = math.inf,
-    ) -> RepeatedSolution | Infeasible:
+    ) -> Solution[RepeatedChoice] | Infeasible:
         """The cheapest choice within the budget, or near it; a gap of at most `gap_goal` is not
         closed further. It stops with a choice and its gap once no choice can be below `limit_s`.
 
@@ -100,13 +82,13 @@ class RepeatedSolver:
         if within(budget_bytes, hull.fastest.totals.bytes):
             fastest = hull.fastest
             is_settled = fastest.totals.cost_s <= limit_s
-            return RepeatedSolution(fastest.choice, fastest.totals, 0.0, is_settled)
+            return Solution(fastest.choice, fastest.totals, 0.0, is_settled)
         assert budget_bytes is not None, "everything is within no budget"
         if not within(budget_bytes, hull.leanest.totals.bytes):
             return over_budget(budget_bytes, hull.leanest.totals.bytes)
         best, bound_s = self._searched(budget_bytes, gap_goal, deadline, limit_s)
         gap = _gap(best, bound_s)
-        return RepeatedSolution(best.choice, best.totals, gap, settled=bound_s < limit_s)
+        return Solution(best.choice, best.totals, gap, settled=bound_s < limit_s)
 
     def _searched(
         self, budget_bytes: float, gap_goal: float, deadline: float, limit_s: float
