@@ -49,7 +49,7 @@ AS_FAST_REL = 1e-9
 # A stage with more operators is folded, because the whole would take more than a few seconds.
 WHOLE_OPERATORS = 2000
 # These limits allow some seconds; the defaults would allow ten and more.
-LIMITS = TableLimits(table_entries=2**26, kept_entries=2**26, total_entries=2**30, branches=64)
+LIMITS = TableLimits(table_entries=2**26, kept_entries=2**26, total_entries=2**30)
 Indices = NDArray[np.intp]
 
 

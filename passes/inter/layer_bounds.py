@@ -83,7 +83,7 @@ class _Groups:
     def lower_bounds(self, part: Part, weights: Sequence[Weights], depth: int = 1) -> Array:
         """[weights]: lower bounds on the sums of a part, with as many microbatches in flight."""
         problems, messages = self._every if part == "whole_s" else self._work
-        numbers = Numbers.of(problems.some([0], [depth]))
+        numbers = Numbers.row(problems, 0, depth)
         return np.array(
             [messages.bound_and_choice(numbers.at(w).rows[0], w.cost)[0] for w in weights]
         )

@@ -15,6 +15,8 @@ from functools import cached_property, partial
 from typing import Protocol, TypedDict
 from weakref import WeakKeyDictionary
 
+import numpy as np
+
 from autopar.cost.laws import CostModel
 from autopar.errors import InfeasibleError
 from autopar.passes.analysis import Analysis, Folded, Recomputable, fold, is_searched, renamed
@@ -36,11 +38,10 @@ from autopar.passes.intra.repeated import (
 )
 from autopar.passes.solvers.choice import Solver, WorkLimit, conflict, most_columns, solve
 from autopar.passes.solvers.eliminate import TooWide
-from autopar.passes.solvers.problem import ChoiceProblem, Infeasible
+from autopar.passes.solvers.problem import ChoiceProblem, Infeasible, Solution
 from autopar.passes.solvers.repeats import (
     RepeatedChoice,
     RepeatedProblem,
-    RepeatedSolution,
     RepeatedSolver,
 )
 from autopar.program import Program, Strategy
@@ -128,7 +129,7 @@ class _BudgetSolver(Protocol):
     def solve(
         self, budget_bytes: float | None, time_limit_s: float | None, gap_goal: float,
         limit_s: float,
-    ) -> RepeatedSolution | Infeasible: ...  # fmt: skip
+    ) -> Solution[RepeatedChoice] | Infeasible: ...  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -141,15 +142,14 @@ class _WrittenOut:
     def solve(
         self, budget_bytes: float | None, time_limit_s: float | None, gap_goal: float,
         limit_s: float = math.inf,
-    ) -> RepeatedSolution | Infeasible:  # fmt: skip
+    ) -> Solution[RepeatedChoice] | Infeasible:  # fmt: skip
         """As `RepeatedSolver.solve`, but without regard to `limit_s`."""
         assert not self.problem.repeats, "copies are not written out"
         numbers = replace(self.problem.numbers, budget_bytes=budget_bytes)
         found = solve(numbers, self.solver, time_limit_s, gap_goal=gap_goal, work_limit=CLOSE_GAP)
         if isinstance(found, Infeasible):
             return found
-        choice, totals = RepeatedChoice(found.choice, ()), numbers.evaluate(found.choice)
-        return RepeatedSolution(choice, totals, found.gap)
+        return Solution(RepeatedChoice(found.choice, ()), found.totals, found.gap)
 
 
 @dataclass(eq=False)
@@ -248,15 +248,13 @@ class Chooser:
         """The solver of a problem. That by elimination is kept: results for one budget serve the
         others.
 
-        Raises `TooWide` where another solver is better.
+        Raises `TooWide` as `Repeated.solver` does.
         """
         if by:
             return _WrittenOut(whole.problems.of(place, ask.n_in_flight), by)
-        if not whole.problems.repeats and whole.plan is None:
-            raise TooWide("elimination of a program without repeated blocks would take long")
         solvers, key = self._solvers.setdefault(whole, {}), (place, ask.n_in_flight)
         if key not in solvers:
-            solvers[key] = RepeatedSolver(whole.problems.of(*key), whole.plan)
+            solvers[key] = whole.solver(whole.problems.of(*key))
         return solvers[key]
 
     def _choose(
@@ -284,9 +282,9 @@ class Chooser:
             problem, runs_on = other.problems.of(place, ask.n_in_flight), other
         hiding = HidingProblem(problem, runs_on.apart(place))
 
-        def solve_weighed(weights: Weights) -> RepeatedSolution | None:
+        def solve_weighed(weights: Weights) -> Solution[RepeatedChoice] | None:
             weighed = hiding.weighed(weights)
-            other = _WrittenOut(weighed, by) if by else RepeatedSolver(weighed, whole.plan)
+            other = _WrittenOut(weighed, by) if by else whole.solver(weighed)
             try:
                 found = other.solve(budget_bytes, time_limit_s, ask.gap_goal, limit_s)
             except TooWide:
@@ -296,7 +294,8 @@ class Chooser:
         best = _best(solution, hiding, solve_weighed, runs_on.folded_problem, ask, limit_s)
         floor_s = _floor_s(best, solve_weighed, folded, place, ask, limit_s)
         choice = best.choice
-        once_s = replace(problem, only=runs_on.once_mask).evaluate(choice).cost_s
+        once = np.where(runs_on.once_mask, problem.row.cost_s[0], 0.0)
+        once_s = replace(problem, costs=once).evaluate(choice).cost_s
         return Chosen(
             **_seconds(
                 best, once_s, solution.gap, max(floor_s, best.bound_s + beside_s),
@@ -326,9 +325,9 @@ def choose(
 
 
 def _best(
-    first: RepeatedSolution,
+    first: Solution[RepeatedChoice],
     hiding: HidingProblem,
-    solve: Callable[[Weights], RepeatedSolution | None],
+    solve: Callable[[Weights], Solution[RepeatedChoice] | None],
     problem: IntraOpProblem,
     ask: PlacementRequest,
     limit_s: float,
@@ -341,7 +340,7 @@ def _best(
 
 def _floor_s(
     best: LeastExposed,
-    solve: Callable[[Weights], RepeatedSolution | None],
+    solve: Callable[[Weights], Solution[RepeatedChoice] | None],
     problem: IntraOpProblem,
     case: int,
     ask: PlacementRequest,

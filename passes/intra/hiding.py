@@ -43,7 +43,8 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
-from autopar.passes.solvers.repeats import RepeatedChoice, RepeatedSolution
+from autopar.passes.solvers.problem import Solution
+from autopar.passes.solvers.repeats import RepeatedChoice
 
 # A plan this close to its bound (relative) is not weighed again, and how often it is at most.
 EXPOSED_GAP_GOAL, MOST_PRICES = 2e-3, 3
@@ -139,9 +140,9 @@ class LeastExposed(NamedTuple):
 
 
 def least_exposed(
-    first: RepeatedSolution,
+    first: Solution[RepeatedChoice],
     parts_of: Callable[[RepeatedChoice], Parts],
-    solve: Callable[[Weights], RepeatedSolution | None],
+    solve: Callable[[Weights], Solution[RepeatedChoice] | None],
     hiding: Hiding,
     n_microbatches: int,
     limit_s: float = math.inf,

@@ -124,7 +124,7 @@ class Priced:
             n = cases.n_microbatches[:, None, None]
             time_s *= n
             tie *= n
-            self._reshards[key] = Reshards(time_s, tie, made.distinct, needed.distinct)
+            self._reshards[key] = Reshards(time_s, tie)
         return self._reshards[key]
 
     def storage_costs(
@@ -145,8 +145,7 @@ class Priced:
         key = (tables, Same(storages), Same(uses.distinct), use, maker.is_recipe)
         if key not in self._conversions:
             found = maker.conversions(tables, storages, uses.distinct, use)
-            arrays, hidable = found[:3], found[3]
-            self._conversions[key] = ConversionCosts(*arrays, storages, (uses,), hidable)
+            self._conversions[key] = ConversionCosts(*found)
         return self._conversions[key]
 
     def shared_conversions(
@@ -181,32 +180,26 @@ class Priced:
 
             arrays = zip(together.arrays, *(of.arrays for of in apart), strict=True)
             cost_s, tie, size_bytes = (joined(shared, each) for shared, *each in arrays)
-            self._conversions[key] = ConversionCosts(
-                cost_s, tie, size_bytes, storages, uses, hidable
-            )
+            self._conversions[key] = ConversionCosts(cost_s, tie, size_bytes, hidable)
         return self._conversions[key]
 
 
 @dataclass(frozen=True, eq=False)
 class Reshards:
-    """Costs of reshards: [cases, specs `made`, specs `needed`]."""
+    """Costs of reshards: [cases, specs made, specs needed]."""
 
     cost_s: Array
     tie: Ties
-    made: tuple[Spec, ...]
-    needed: tuple[Spec, ...]
 
 
 @dataclass(frozen=True, eq=False)
 class ConversionCosts:
-    """Costs of conversions: [cases, `storages`, specs or choices of `uses`]. `hidable` has what of
-    the seconds compute may hide, in one case."""
+    """Costs of conversions: [cases, storages, specs or choices of uses]. `hidable` has what of the
+    seconds compute may hide, in one case."""
 
     cost_s: Array
     tie: Ties
     size_bytes: Array
-    storages: tuple[Storage, ...]
-    uses: tuple[SpecColumn, ...]
     hidable: HidableCosts
 
     @property

@@ -4,15 +4,12 @@ Read `problem` (the choice problem and its numbers), `eliminate` (exact variable
 `choice` (one problem: elimination, prices, ILP), `repeats` (problems with repeated blocks),
 `stages` (the cut into pipeline stages). May import `autopar.errors`, numpy, numba and the ILP
 solvers; no torch, no other room. Mainly hands on `solve`, `ChoiceProblem` and `Solution`.
-`solve_ilp` defines the optimum; `solve_brute_force` is what both are tested against on small
-problems.
+`solve_ilp` defines the optimum.
 """
 
 from autopar.passes.solvers.choice import (
     Solver,
     solve,
-    solve_brute_force,
-    solve_by_elimination,
     solve_ilp,
 )
 from autopar.passes.solvers.eliminate import TableLimits, TooWide
@@ -42,7 +39,5 @@ __all__ = [
     "TimeLimitError",
     "TooWide",
     "solve",
-    "solve_brute_force",
-    "solve_by_elimination",
     "solve_ilp",
 ]

@@ -17,8 +17,8 @@ from autopar import Device, Link, Manual, Mesh
 from autopar.cost.simulate import PartWork, StageTimes, simulate
 from autopar.passes.analysis import Analysis
 from autopar.passes.intra.hiding import Hiding, Parts, Prices, Weights, least_exposed
-from autopar.passes.solvers.problem import ChoiceTotals
-from autopar.passes.solvers.repeats import RepeatedChoice, RepeatedSolution
+from autopar.passes.solvers.problem import ChoiceTotals, Solution
+from autopar.passes.solvers.repeats import RepeatedChoice
 from autopar.plans import Predicted
 from autopar.schedule import ORDERS, place
 from tests.helpers.captures import captured
@@ -192,10 +192,10 @@ def loss_of(seed: int) -> float:
     every = [RepeatedChoice(base, ()) for base in itertools.product(range(3), repeat=6)]
     prices = [Weights(0.0, 0.0, 0.0, 0.0)]
 
-    def solve(weights: Weights) -> RepeatedSolution:
+    def solve(weights: Weights) -> Solution[RepeatedChoice]:
         prices.append(weights)
         choice = min(every, key=lambda c: weighed_s(of(c), weights))
-        return RepeatedSolution(choice, ChoiceTotals(weighed_s(of(choice), weights), 0.0), 0.0)
+        return Solution(choice, ChoiceTotals(weighed_s(of(choice), weights), 0.0), 0.0)
 
     best = least_exposed(solve(prices[0]), of, solve, hiding, m)
     step_s, least_s = hiding.step_s(best.parts, m), min(hiding.step_s(of(c), m) for c in every)

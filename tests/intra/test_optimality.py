@@ -26,7 +26,7 @@ from autopar.passes.intra import (
     choose,
     intra_op_problem,
 )
-from autopar.passes.solvers.choice import solve, solve_by_elimination
+from autopar.passes.solvers.choice import solve
 from tests.helpers.captures import captured
 from tests.helpers.harness import WIDTH, placed, random_rows, random_tokens, thread_step
 from tests.helpers.machines import balanced_cost
@@ -34,7 +34,7 @@ from tests.helpers.models import families
 from tests.helpers.models.blocks import N_BLOCKS, Block, Chain, SharedBlock, TwoStacks
 from tests.helpers.models.families import FAMILIES
 from tests.helpers.nightly import one_in, sampled
-from tests.helpers.problems import solved
+from tests.helpers.problems import solve_by_elimination, solved
 
 REL = 1e-6
 # Sums of the same numbers in another order.
@@ -111,11 +111,11 @@ def test_folded_is_eliminated(name: str, axes: str, forbid: str) -> None:
     eliminated = solved(solve_by_elimination(problem.numbers))
     assert eliminated.gap == chosen.gap == 0
     # Launches of the optimizer are in a choice's objective, but not in the problem's.
-    objective_s = eliminated.objective_s + problem.launches_s
+    objective_s = eliminated.totals.cost_s + problem.launches_s
     assert chosen.objective_s == pytest.approx(objective_s, rel=REL)
     if name != "resnet":
         assert chosen.n_variables < problem.numbers.n_variables, "nothing was folded"
-    assert chosen.size_bytes == pytest.approx(eliminated.bytes, rel=REL)
+    assert chosen.size_bytes == pytest.approx(eliminated.totals.bytes, rel=REL)
     operators, storage = placed(problem, eliminated.choice)
     assert chosen.strategy.operators.keys() == operators.keys()
     assert chosen.strategy.storage.keys() == storage.keys()
@@ -136,7 +136,7 @@ def test_folded_is_the_whole_ilp(name: str, axes: str, forbid: str) -> None:
     chosen, problem = by_blocks(name, axes, forbid), whole_problem(name, axes, forbid)
     whole = solved(solve(problem.numbers, "ilp"))
     assert whole.gap == 0
-    assert chosen.objective_s == pytest.approx(whole.objective_s + problem.launches_s, rel=REL)
+    assert chosen.objective_s == pytest.approx(whole.totals.cost_s + problem.launches_s, rel=REL)
 
 
 @one_in(2)
@@ -150,7 +150,7 @@ def test_the_gap_covers_the_optimum_within_a_budget(
     chosen = by_blocks(name, axes, forbid, budget_bytes)
     whole = solved(solve(problem.under(budget_bytes, 1).numbers, "ilp", SOLVER_S))
     assert whole.gap == 0
-    optimum_s = whole.objective_s + problem.launches_s
+    optimum_s = whole.totals.cost_s + problem.launches_s
     assert optimum_s > free.objective_s * (1 + REL), "the budget does not bind"
     assert optimum_s <= chosen.objective_s * (1 + ROUNDING_REL)
     assert chosen.bound_s <= optimum_s * (1 + ROUNDING_REL)

@@ -41,7 +41,7 @@ SHAPES = ((2, 2), (4, 1), (1, 4), (2, 1), (1, 2))
 
 def optimum(problem: IntraOpProblem, budget_bytes: float | None = None) -> list[float]:
     found = solved(solve(problem.under(budget_bytes, 1).numbers))
-    return [found.objective_s, found.bytes]
+    return [found.totals.cost_s, found.totals.bytes]
 
 
 def alone(

@@ -74,7 +74,7 @@ def least_s(sizes: tuple[int, ...], recomputable: Recomputable, budget_bytes: fl
     if isinstance(found, Infeasible):
         return float("inf")
     assert found.gap == 0
-    return found.objective_s
+    return found.totals.cost_s
 
 
 @pytest.mark.parametrize(

@@ -9,6 +9,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from autopar.passes.solvers.choice import WorkLimit, solve
 from autopar.passes.solvers.eliminate import (
     ConditionedPlan,
     TableLimits,
@@ -23,7 +24,17 @@ from autopar.passes.solvers.repeats import RepeatedProblem
 from autopar.passes.solvers.repeats import order as repeats_plan
 from autopar.passes.solvers.repeats.elimination import RepeatedElimination
 from tests.helpers.nightly import nightly
-from tests.helpers.problems import REL, WEIGHTS, least, random_problem, random_repeated, weighed
+from tests.helpers.problems import (
+    REL,
+    WEIGHTS,
+    check_same,
+    clique,
+    least,
+    random_problem,
+    random_repeated,
+    solved,
+    weighed,
+)
 
 
 @pytest.fixture(autouse=True)
@@ -93,6 +104,26 @@ def test_tables_without_hubs_are_small(monkeypatch: pytest.MonkeyPatch) -> None:
     assert max(plan.first.largest, plan.core.largest) <= 4**3
     with pytest.raises(TooWide, match="beside 3 hubs"):
         conditioned(problem, TableLimits(table_entries=2))
+
+
+@pytest.mark.parametrize("is_too_wide", [False, True])
+def test_a_problem_that_messages_leave_open(
+    is_too_wide: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hubs are tried, unless they have too many values; the ILP may not work."""
+    if is_too_wide:
+        monkeypatch.setattr(conditioning, "MOST_ENTRIES", 1)
+    limits, n_open = TableLimits(table_entries=3**4), 0
+    for seed in range(6):
+        problem = clique(6, 3, seed)
+        with pytest.raises(TooWide):
+            plan_elimination(problem, limits)
+        assert conditioned(problem, limits).hubs
+        found = solved(solve(problem, limits=limits, work_limit=WorkLimit(0, 1)))
+        n_open += found.gap > 0
+        if not is_too_wide:
+            check_same(problem, found)
+    assert (n_open > 0) == is_too_wide
 
 
 def test_repeated_blocks(monkeypatch: pytest.MonkeyPatch) -> None:

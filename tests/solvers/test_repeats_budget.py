@@ -9,25 +9,22 @@ import numpy as np
 import pytest
 
 from autopar.passes.solvers.choice import Point, solve
-from autopar.passes.solvers.problem import ChoiceProblem, Edge, Infeasible, Weights
+from autopar.passes.solvers.problem import ChoiceProblem, Edge, Infeasible, Solution, Weights
 from autopar.passes.solvers.repeats import (
     Repeat,
     RepeatedChoice,
     RepeatedProblem,
-    RepeatedSolution,
-    RepeatedSolver,
-    quick_plan,
 )
 from autopar.passes.solvers.repeats.elimination import Branch, RepeatedElimination
 from autopar.passes.solvers.repeats.exchange import Exchanges
-from autopar.passes.solvers.repeats.select import solve_repeated
 from tests.helpers.nightly import nightly
-from tests.helpers.problems import REL, WEIGHTS, random_repeated, weighed
+from tests.helpers.problems import REL, WEIGHTS, random_repeated, repeated_solver, unrolled, weighed
 
 
-def solved(problem: RepeatedProblem, budget_bytes: float, goal: float = 0.0) -> RepeatedSolution:
-    numbers = replace(problem.numbers, budget_bytes=budget_bytes)
-    found = solve_repeated(RepeatedProblem.alone(numbers, problem.repeats), None, goal)
+def solved(
+    problem: RepeatedProblem, budget_bytes: float, goal: float = 0.0
+) -> Solution[RepeatedChoice]:
+    found = repeated_solver(problem).solve(budget_bytes, gap_goal=goal)
     assert not isinstance(found, Infeasible)
     return found
 
@@ -75,38 +72,33 @@ def test_what_a_change_costs_is_in_the_bound() -> None:
     assert found.totals.cost_s == 16.0
     assert found.gap <= 0.5 / 16
     assert solved(problem, 2.0).totals.cost_s == 20.0  # a change is not worth it
-    wanted = solve(replace(problem.unrolled()[0], budget_bytes=10.0))
-    assert not isinstance(wanted, Infeasible) and wanted.objective_s == 16.0
+    wanted = solve(replace(unrolled(problem)[0], budget_bytes=10.0))
+    assert not isinstance(wanted, Infeasible) and wanted.totals.cost_s == 16.0
 
 
-def uneven_parts(n_copies: int, budget_bytes: float) -> RepeatedProblem:
+def uneven_parts(n_copies: int) -> RepeatedProblem:
     """Copies of a large and a small part; each costs its bytes, or as many seconds."""
     large, small = np.array([7.0, 0.0]), np.array([2.0, 0.0])
-    numbers = ChoiceProblem(
-        ("large", "small"), (large, small), (large[::-1], small[::-1]), (),
-        budget_bytes,
-    )  # fmt: skip
+    numbers = ChoiceProblem(("large", "small"), (large, small), (large[::-1], small[::-1]))
     return RepeatedProblem.alone(numbers, (Repeat((0, 1), {}, frozenset(), n_copies),))
 
 
 @pytest.mark.parametrize("budget_bytes", [9.0, 16.0, 24.0, 62.0])
 def test_exchanges_fill_the_budget(budget_bytes: float) -> None:
     """A whole copy changes nine bytes, its parts two or seven."""
-    found = solve_repeated(uneven_parts(10, budget_bytes))
-    assert not isinstance(found, Infeasible)
+    found = solved(uneven_parts(10), budget_bytes)
     assert budget_bytes - 2 < found.totals.bytes <= budget_bytes
     assert found.totals.cost_s == 90.0 - found.totals.bytes
 
 
 def test_exchanges_from_over_the_budget() -> None:
-    problem = uneven_parts(10, 40.0)
+    problem = uneven_parts(10)
     fastest, lean = (RepeatedChoice(k, ((k,) * 10,)) for k in ((1, 1), (0, 0)))
     exchanges = Exchanges(problem, 40.0, [lean])
     found = exchanges.fitted(Point(fastest, problem.evaluate(fastest)))
     assert found is not None and 40.0 - 7.0 < found.totals.bytes <= 40.0
     assert problem.evaluate(found.choice) == found.totals
-    nothing = uneven_parts(10, 0.0)
-    found = Exchanges(nothing, 0.0, []).fitted(Point(fastest, nothing.evaluate(fastest)))
+    found = Exchanges(problem, 0.0, []).fitted(Point(fastest, problem.evaluate(fastest)))
     assert found is not None and found.choice == lean
 
 
@@ -124,13 +116,13 @@ def test_gaps_are_honest_and_closed_to_the_goal() -> None:
             continue
         _, lean = elimination.at(Weights(0.0, size=1.0))
         budget_bytes = (2 * lean.totals.bytes + fastest.totals.bytes) / 3
-        wanted = solve(replace(problem.unrolled()[0], budget_bytes=budget_bytes))
+        wanted = solve(replace(unrolled(problem)[0], budget_bytes=budget_bytes))
         assert not isinstance(wanted, Infeasible)
         for goal in (0.0, 0.05):
             found = solved(problem, budget_bytes, goal)
             assert found.totals.bytes <= budget_bytes
-            assert found.totals.cost_s * (1 - found.gap) <= wanted.objective_s * (1 + REL)
-            assert found.totals.cost_s >= wanted.objective_s * (1 - REL)
+            assert found.totals.cost_s * (1 - found.gap) <= wanted.totals.cost_s * (1 + REL)
+            assert found.totals.cost_s >= wanted.totals.cost_s * (1 - REL)
             n_all += 1
             n_wide += found.gap > max(goal, 0.03)
     assert n_all > 20 and n_wide <= n_all // 4, (n_all, n_wide)
@@ -140,13 +132,12 @@ def test_above_a_limit_no_more_is_found_out() -> None:
     n_over = 0
     for seed in range(20):
         problem = random_repeated(seed)
-        plan = quick_plan(problem.every)
-        best = RepeatedSolver(problem, plan).solve(None)
+        best = repeated_solver(problem).solve(None)
         if isinstance(best, Infeasible):
             continue
         cost_s = best.totals.cost_s
-        over = RepeatedSolver(problem, plan).solve(None, limit_s=cost_s * (1 - REL))
-        under = RepeatedSolver(problem, plan).solve(None, limit_s=cost_s * (1 + 2 * REL))
+        over = repeated_solver(problem).solve(None, limit_s=cost_s * (1 - REL))
+        under = repeated_solver(problem).solve(None, limit_s=cost_s * (1 + 2 * REL))
         assert not isinstance(over, Infeasible)
         assert under == best and best.settled
         assert over.totals.cost_s == pytest.approx(cost_s, rel=REL)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from dataclasses import replace
 
 import numpy as np
@@ -10,7 +11,6 @@ import pytest
 
 from autopar.passes.solvers.problem import ProblemError
 from autopar.passes.solvers.stages import CostToGo, StageProblem, least_span_s, plans
-from autopar.passes.solvers.stages.brute_force import every_plan
 from tests.helpers.problems import seeds
 
 SIZES = [(1,), (1, 2), (1, 2, 4), (2, 2, 4), (1, 1, 2, 3)]
@@ -59,6 +59,29 @@ def problems(chunk: int, is_1f1b: bool = False) -> list[StageProblem]:
             )
         )  # fmt: skip
     return out
+
+
+def every_plan(problem: StageProblem) -> list[tuple[float, list[int]]]:
+    """(span, indices of the stages) of every plan, best first: all pipelines enumerated."""
+    spans = ((problem.span_of(stages), stages) for stages in covers(problem, 0, problem.n_devices))
+    return sorted(
+        (span_s, stages)
+        for span_s, stages in spans
+        if problem.n_stages in (None, len(stages)) and math.isfinite(span_s)
+    )
+
+
+def covers(problem: StageProblem, first: int, n_left: int) -> Iterator[list[int]]:
+    """All ways to cut the layers from `first` on into stages on exactly `n_left` devices."""
+    if first == problem.n_layers:
+        if n_left == 0:
+            yield []
+        return
+    for stage in range(*problem.starts[first : first + 2].tolist()):
+        _, last, config = problem.choice(stage)
+        if problem.may_begin(config, n_left):
+            for rest in covers(problem, last + 1, n_left - problem.config_devices[config]):
+                yield [stage, *rest]
 
 
 @pytest.mark.parametrize("chunk", seeds(2, 5))

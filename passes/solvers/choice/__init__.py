@@ -1,18 +1,17 @@
 """Solves one choice problem: elimination, a price on bytes, and an ILP for what these leave open.
 
-Read `brute_force.py` and `ilp.py` (the definition of the optimum), `reductions.py` (choices that
-cannot matter), `lagrangian.py` (the budget as a price per byte), `message_passing.py` with
-`message_loops.py` (a bound and a choice in milliseconds), `select.py` (which solver answers). May
-import `passes/solvers/eliminate` and `passes/solvers/problem`. Mainly hands on `solve`,
-`solve_ilp`, `search` and `Messages`.
+Read `ilp.py` (the definition of the optimum), `reductions.py` (choices that cannot matter),
+`lagrangian.py` (the budget as a price per byte), `message_passing.py` with `message_loops.py` (a
+bound and a choice in milliseconds), `select.py` (which solver answers). May import
+`passes/solvers/eliminate` and `passes/solvers/problem`. Mainly hands on `solve`, `solve_ilp`,
+`search` and `Messages`.
 """
 
-from autopar.passes.solvers.choice.brute_force import solve_brute_force
 from autopar.passes.solvers.choice.ilp import WorkLimit, most_columns, solve_ilp
 from autopar.passes.solvers.choice.lagrangian import Bracket, Hull, Point, search
 from autopar.passes.solvers.choice.message_passing import QUICK, Messages
 from autopar.passes.solvers.choice.reductions import conflict, reduce
-from autopar.passes.solvers.choice.select import Solver, solve, solve_by_elimination
+from autopar.passes.solvers.choice.select import Solver, solve
 
 __all__ = [
     "QUICK",
@@ -27,7 +26,5 @@ __all__ = [
     "reduce",
     "search",
     "solve",
-    "solve_brute_force",
-    "solve_by_elimination",
     "solve_ilp",
 ]

@@ -8,10 +8,6 @@
   worse, so this holds under a budget.
 
 `reduce` returns the smaller problem and, per variable, the original index of each choice.
-
-Variables of one *class* lose the same choices: those that are impossible for all of them, or that
-the same choice dominates for all of them. So the copies of one variable that stand for more copies
-stay equal (`passes/solvers/repeats/repeats.py`).
 """
 
 from __future__ import annotations
@@ -33,7 +29,6 @@ from autopar.passes.solvers.problem import (
     compiled,
 )
 
-Classes = Sequence[Sequence[int]]
 # Dropping choices makes others dominated; a few rounds find nearly all of them.
 MAX_ROUNDS = 3
 
@@ -54,22 +49,17 @@ class Reduced:
         """A choice of the restricted problem in the original's indices."""
         return tuple(int(kept[k]) for kept, k in zip(self.kept, choice, strict=True))
 
-    def lower(self, choice: Sequence[int]) -> Choice:
-        """The inverse of `lift`, for a choice that was kept."""
-        pairs = zip(self.kept, choice, strict=True)
-        return tuple(int(np.searchsorted(kept, k)) for kept, k in pairs)
 
-
-def reduce(problem: ChoiceProblem | Reduced, classes: Classes | None = None) -> Reduced | None:
+def reduce(problem: ChoiceProblem | Reduced) -> Reduced | None:
     """Drop impossible and dominated choices and merge parallel edges; None: nothing is left."""
     if isinstance(problem, ChoiceProblem):
         problem = Reduced.whole(problem.merged())
-    reduced = drop_forbidden(problem, classes)
+    reduced = drop_forbidden(problem)
     for _ in range(MAX_ROUNDS):
         if reduced is None:
             return None
         before = sum(reduced.problem.sizes)
-        reduced = drop_dominated(reduced, classes)
+        reduced = drop_dominated(reduced)
         if sum(reduced.problem.sizes) == before:
             break
     return reduced
@@ -81,10 +71,9 @@ def restrict(reduced: Reduced, keep: Sequence[BoolArray]) -> Reduced:
     return Reduced(reduced.problem.restrict(keep), kept)
 
 
-def drop_forbidden(reduced: Reduced, classes: Classes | None = None) -> Reduced | None:
+def drop_forbidden(reduced: Reduced) -> Reduced | None:
     """Remove impossible choices until there are none; None: a variable loses all of its choices."""
-    problem = reduced.problem
-    *_, keep = _possible(problem, classes or [(v,) for v in range(problem.n_variables)])
+    *_, keep = _possible(reduced.problem)
     if not all(mask.any() for mask in keep):
         return None
     return reduced if all(mask.all() for mask in keep) else restrict(reduced, keep)
@@ -93,7 +82,7 @@ def drop_forbidden(reduced: Reduced, classes: Classes | None = None) -> Reduced 
 def conflict(problem: ChoiceProblem) -> tuple[str, ...]:
     """The name of a variable that loses all of its choices, and of its neighbours that take the
     last of them; empty if pairs of choices alone do not show why there is none."""
-    rounds = list(_possible(problem, [(v,) for v in range(problem.n_variables)]))
+    rounds = list(_possible(problem))
     empty = next((v for v, mask in enumerate(rounds[-1]) if not mask.any()), None)
     if empty is None:
         return ()
@@ -135,40 +124,32 @@ def _hard_pairs(problem: ChoiceProblem) -> Iterator[_HardPairs]:
             yield _HardPairs(e.v, columns, e.u, rows, allowed.T)
 
 
-def _possible(problem: ChoiceProblem, classes: Classes) -> Iterator[list[BoolArray]]:
+def _possible(problem: ChoiceProblem) -> Iterator[list[BoolArray]]:
     """The choices that variables have left, round by round; the last round drops none, or leaves a
     variable without any."""
     keep = [np.isfinite(c) for c in problem.cost_s]
     yield keep
     hard = list(_hard_pairs(problem))
     while all(mask.any() for mask in keep):
-        alive = [mask.copy() for mask in keep]
+        before, keep = keep, [mask.copy() for mask in keep]
         for pairs in hard:
-            alive[pairs.here] &= pairs.possible(keep[pairs.there])
-        before, keep = keep, list(keep)
-        for members in classes:
-            left = np.logical_or.reduce([alive[v] for v in members])
-            for v in members:
-                keep[v] = left
+            keep[pairs.here] &= pairs.possible(before[pairs.there])
         yield keep
         if all(left.sum() >= was.sum() for left, was in zip(keep, before, strict=True)):
             return
 
 
-def drop_dominated(reduced: Reduced, classes: Classes | None = None) -> Reduced:
-    """One pass over the classes. Each class sees what the earlier ones kept."""
+def drop_dominated(reduced: Reduced) -> Reduced:
+    """One pass over the variables. Each sees what the earlier ones kept."""
     problem = reduced.problem
     incident: list[list[Edge]] = [[] for _ in problem.names]
     for e in problem.edges:
         incident[e.u].append(e)
         incident[e.v].append(e)
     keep: list[BoolArray] = [np.ones(k, dtype=bool) for k in problem.sizes]
-    for members in classes or [(v,) for v in range(problem.n_variables)]:
-        if (n := problem.sizes[members[0]]) == 1:
-            continue
-        left = _undominated(n, (t for v in members for t in _tables(problem, v, incident[v], keep)))
-        for v in members:
-            keep[v] = left
+    for v, n in enumerate(problem.sizes):
+        if n > 1:
+            keep[v] = _undominated(n, _tables(problem, v, incident[v], keep))
     return reduced if all(mask.all() for mask in keep) else restrict(reduced, keep)
 
 

@@ -11,8 +11,7 @@ back, v takes the argmin of the same sum at the chosen values of S_v, a vector o
 
 - Tables are over classes of choices. Choices of v that no table distinguishes count as one, the
   cheapest of them.
-- `elimination_order.py` plans the order. Each value of its hubs is tried in turn, with the hubs'
-  axes fixed in their tables (`condition`).
+- `elimination_order.py` plans the order.
 - Variables may remain. The result is then one table over them (`project`).
 - Rows may hold several problems of one structure. `eliminate` runs compiled loops on each
   (`elimination_loops.py`).
@@ -23,11 +22,9 @@ elimination: a unifying framework for reasoning", Artificial Intelligence 113 (1
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -58,7 +55,7 @@ class Eliminated:
 
     def chosen(self, known: Mapping[int, Codes], n_rows: int = 1) -> Choices:
         """[rows, variables]: the best choices of all variables in the first problem. `known` holds
-        the values [rows] of hubs and remaining variables."""
+        the values [rows] of the remaining variables."""
         code = self.code
         out = np.zeros((n_rows, len(self.plan.sizes)), dtype=np.intp)
         for v, values in known.items():
@@ -89,7 +86,7 @@ class Projection:
 
 
 def eliminate(plan: EliminationPlan, potentials: Potentials) -> Eliminated:
-    """Eliminate all variables but the remaining ones and the hubs, whose values are fixed."""
+    """Eliminate all variables but the remaining ones."""
     code = code_of(plan, potentials.layout)
     n_given = potentials.layout.n_numbers
     numbers, scratch = np.empty((len(potentials.rows), code.n_numbers)), np.empty(code.n_scratch)
@@ -116,54 +113,8 @@ def project(plan: EliminationPlan, potentials: Potentials) -> Projection:
 
 def minimise(plan: EliminationPlan, potentials: Potentials) -> tuple[float, Choice]:
     """The least total of one problem, and a choice that attains it (infinite: none is allowed)."""
-    best, choice = math.inf, (0,) * len(plan.sizes)
-    for bound, values in branches(plan, potentials):
-        if bound >= best:
-            break
-        constant, branch = condition(plan, potentials, values)
-        eliminated = eliminate(plan, branch)
-        total = constant + float(eliminated.constant[0])
-        if total < best:
-            best, choice = total, eliminated.choice(dict(zip(plan.hubs, values, strict=True)))
-    return best, choice
-
-
-def branches(plan: EliminationPlan, potentials: Potentials) -> list[tuple[float, tuple[int, ...]]]:
-    """(lower bound, values of the hubs) of one problem, best first; one branch without hubs. The
-    bound adds the hubs' own costs, the least own cost of every other variable, and every table's
-    least entry."""
-    if not plan.hubs:
-        return [(-math.inf, ())]
-    out = []
-    for values in itertools.product(*(range(plan.sizes[h]) for h in plan.hubs)):
-        constant, branch = condition(plan, potentials, values)
-        bound = constant + sum(float(branch.own[s.variable].min()) for s in plan.steps)
-        for table in branch.tables:
-            bound += float(table.min())
-        out.append((bound, values))
-    return sorted(out)
-
-
-def condition(
-    plan: EliminationPlan, potentials: Potentials, values: tuple[int, ...]
-) -> tuple[float, Potentials]:
-    """Fix the hubs of one problem: (their own costs' sum, potentials without their axes)."""
-    if not plan.hubs:
-        return 0.0, potentials
-    fixed = dict(zip(plan.hubs, values, strict=True))
-    constant = 0.0
-    for h, k in fixed.items():
-        constant += float(potentials.own[h][0, k])
-    tables = []
-    for axes, table in zip(plan.given, potentials.tables, strict=True):
-        at: Any = (slice(None),)
-        for v, codes in zip(axes.scope, axes.codes, strict=True):
-            if v not in fixed:
-                at += (slice(None),)
-            else:
-                at += (fixed[v] if codes is None else int(codes[fixed[v]]),)
-        tables.append(table[at])
-    return constant, Potentials.given(potentials.own, tables)
+    eliminated = eliminate(plan, potentials)
+    return float(eliminated.constant[0]), eliminated.choice({})
 
 
 def over(

@@ -20,17 +20,8 @@ from __future__ import annotations
 import heapq
 import math
 from collections.abc import Iterable, Iterator, Sequence
-from dataclasses import dataclass
 
 from autopar.passes.solvers.problem import Partitions
-
-
-@dataclass(frozen=True)
-class GreedyOrder:
-    """Variables in the order of their elimination, and the entries of all their joint tables."""
-
-    order: tuple[int, ...]
-    entries: int
 
 
 class InteractionGraph:
@@ -64,14 +55,6 @@ class InteractionGraph:
                     if w != v:
                         row[w] = partitions.joined(row.get(w, partition), partition)
         return InteractionGraph(partitions, seen)
-
-    def without(self, variables: Iterable[int]) -> InteractionGraph:
-        """The graph with the values of some variables fixed."""
-        fixed = set(variables)
-        kept = ({w: p for w, p in row.items() if w not in fixed} for row in self.seen)
-        return InteractionGraph(
-            self.partitions, [{} if v in fixed else row for v, row in enumerate(kept)]
-        )
 
     def copy(self) -> InteractionGraph:
         out = InteractionGraph.__new__(InteractionGraph)
@@ -137,27 +120,26 @@ def _members(bits: int) -> Iterator[int]:
         bits ^= lowest
 
 
-def greedy_order(start: InteractionGraph, free: Iterable[int], most: float) -> GreedyOrder | None:
+def greedy_order(start: InteractionGraph, free: Iterable[int]) -> tuple[int, ...]:
     """The order of fewer entries of two: by least (table, fill-in) and by least (fill-in, table) of
-    the `free` variables. None: both have more entries than `most`."""
-    free, found = tuple(free), None
-    for by_fill in (False, True):
-        order = _greedy(start.copy(), free, by_fill, most)
-        if order is not None:
-            found, most = order, order.entries - 1
-    return found
+    the `free` variables."""
+    free = tuple(free)
+    order, entries = _greedy(start.copy(), free, False, math.inf)
+    by_fill, fewer = _greedy(start, free, True, entries)
+    return by_fill if fewer < entries else order
 
 
 def _greedy(
     graph: InteractionGraph, free: Iterable[int], by_fill: bool, most: float
-) -> GreedyOrder | None:
-    """One greedy order, by a heap with stale entries; None: it has more entries than `most`."""
+) -> tuple[tuple[int, ...], int]:
+    """(one greedy order, the entries of all its joint tables), by a heap with stale entries; ends
+    where it has `most` entries or more."""
     first, second = (graph.fill, graph.entries) if by_fill else (graph.entries, graph.fill)
     current = {v: (first[v], second[v], v) for v in free}
     heap = list(current.values())
     heapq.heapify(heap)
     order, entries = [], 0
-    while heap:
+    while heap and entries < most:
         key = heapq.heappop(heap)
         v = key[-1]
         if current.get(v) != key:
@@ -165,10 +147,8 @@ def _greedy(
         del current[v]
         order.append(v)
         entries += graph.entries[v]
-        if entries > most:
-            return None
         for w in graph.eliminate(v):
             if w in current and current[w] != (new := (first[w], second[w], w)):
                 current[w] = new
                 heapq.heappush(heap, new)
-    return GreedyOrder(tuple(order), entries)
+    return tuple(order), entries

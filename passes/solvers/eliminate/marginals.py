@@ -15,8 +15,6 @@ from collections.abc import Iterable, Mapping
 import numpy as np
 
 from autopar.passes.solvers.eliminate.elimination import (
-    branches,
-    condition,
     eliminate,
     least_of_classes,
     over,
@@ -34,16 +32,8 @@ def min_marginals(plan: EliminationPlan, potentials: Potentials) -> list[FloatAr
     largest = max(map(plan.joint_entries, plan.steps), default=1)
     if largest > TableLimits.marginal_entries or plan.kept > TableLimits.kept_entries // 4:
         raise TooWide(f"min-marginals need {plan.kept} entries in all and {largest} in one table")
-    out = [np.full(k, np.inf) for k in plan.sizes]
-    for _, values in branches(plan, potentials):
-        constant, branch = condition(plan, potentials, values)
-        total = math.inf
-        for v, marginal in _downward(plan, branch):
-            np.minimum(out[v], marginal + constant, out=out[v])
-            total = float(marginal.min())
-        for h, k in zip(plan.hubs, values, strict=True):
-            out[h][k] = min(out[h][k], constant + (total if plan.steps else 0.0))
-    return out
+    marginals = dict(_downward(plan, potentials))
+    return [marginals[v] for v in range(len(plan.sizes))]
 
 
 def _downward(plan: EliminationPlan, potentials: Potentials) -> Iterable[tuple[int, FloatArray]]:

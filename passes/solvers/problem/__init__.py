@@ -31,7 +31,7 @@ from autopar.passes.solvers.problem.problem import (
     over_budget,
     within,
 )
-from autopar.passes.solvers.problem.problems import ChoiceProblems, SomeProblems
+from autopar.passes.solvers.problem.problems import ChoiceProblems
 from autopar.passes.solvers.problem.tables import (
     Axes,
     EliminationStep,
@@ -67,7 +67,6 @@ __all__ = [
     "Scope",
     "Shape",
     "Solution",
-    "SomeProblems",
     "TimeLimitError",
     "Weights",
     "axes_of",

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.passes.solvers.problem.problem import Codes, FloatArray
+from autopar.passes.solvers.problem.problem import FloatArray
 
 Shape = tuple[int, ...]
 # Offset in a row -> array [problems or 1, ...].
@@ -55,12 +55,12 @@ class Layout:
         arrays = zip((*self.own_at, *self.table_at), (*own, *tables), strict=True)
         return {at: array for at, array in arrays if array is not None}
 
-    def rows(self, placed: ArraysByOffset, problems: Codes | None = None) -> FloatArray:
-        """[problems or 1, numbers]: the arrays at their offsets, zeros elsewhere. `problems`
-        selects some of the problems."""
-        n = max(map(len, placed.values()), default=1)
-        out = np.zeros((n if n == 1 or problems is None else len(problems), self.n_numbers))
+    def rows(self, placed: ArraysByOffset, problem: int | None = None) -> FloatArray:
+        """[problems or 1, numbers]: the arrays at their offsets, zeros elsewhere; of one `problem`,
+        if it is given."""
+        if problem is not None:
+            placed = {at: array[min(problem, len(array) - 1), None] for at, array in placed.items()}
+        out = np.zeros((max(map(len, placed.values()), default=1), self.n_numbers))
         for at, array in placed.items():
-            mine = array if problems is None or len(array) == 1 else array[problems]
-            out[:, at : at + mine[0].size] = mine.reshape(len(mine), -1)
+            out[:, at : at + array[0].size] = array.reshape(len(array), -1)
         return out

@@ -21,7 +21,7 @@ import numpy as np
 
 from autopar.passes.solvers.problem.layout import Layout
 from autopar.passes.solvers.problem.problem import ChoiceProblem, Codes, FloatArray, codes_of
-from autopar.passes.solvers.problem.problems import ChoiceProblems, SomeProblems
+from autopar.passes.solvers.problem.problems import ChoiceProblems
 
 
 class Weights(NamedTuple):
@@ -65,29 +65,21 @@ class Potentials:
 
 @dataclass(frozen=True, eq=False)
 class Numbers:
-    """Costs and bytes, [problems or 1, numbers] each, in the places of `layout`."""
+    """Costs and bytes of one problem, [1, numbers] each, in the places of `layout`."""
 
     layout: Layout
     cost_s: FloatArray
     size_bytes: FloatArray
 
     @staticmethod
-    def of(problem: ChoiceProblem | SomeProblems) -> Numbers:
-        """The numbers of one problem, or of several."""
-        if isinstance(problem, ChoiceProblem):
-            problem = ChoiceProblems.alone(problem).some((0,))
-        return Numbers(problem.every.layout, *problem.rows())
+    def of(problem: ChoiceProblem) -> Numbers:
+        """The numbers of one problem."""
+        return Numbers.row(ChoiceProblems.alone(problem), 0)
 
-    def of_one(self, problem: int) -> Numbers:
-        """The numbers of one of the problems."""
-        cost_s, size_bytes = (
-            array[min(problem, len(array) - 1) :][:1] for array in (self.cost_s, self.size_bytes)
-        )
-        return Numbers(self.layout, cost_s, size_bytes)
-
-    def totals(self, entries: Codes) -> tuple[float, float]:
-        """(seconds, bytes) of a choice of the first problem, given by its `Entries.at`."""
-        return float(self.cost_s[0, entries].sum()), float(self.size_bytes[0, entries].sum())
+    @staticmethod
+    def row(problems: ChoiceProblems, i: int, times: float = 1) -> Numbers:
+        """The numbers of problem i, with `times` the bytes of what is not stored."""
+        return Numbers(problems.layout, *problems.rows(i, times))
 
     def at(self, weights: Weights) -> Potentials:
         """The weighted sum. Forbidden entries stay infinite."""
@@ -118,20 +110,9 @@ class Entries:
     places: Codes
 
     @staticmethod
-    def of(problems: ChoiceProblems | SomeProblems, layout: Layout) -> Entries:
-        """The entries of all variables and edges."""
-        return Entries.some(
-            problems, layout, range(len(problems.sizes)), range(len(problems.edges))
-        )
-
-    @staticmethod
-    def some(
-        problems: ChoiceProblems | SomeProblems,
-        layout: Layout,
-        variables: Sequence[int],
-        edges: Sequence[int],
-    ) -> Entries:
+    def of(problems: ChoiceProblems, variables: Sequence[int], edges: Sequence[int]) -> Entries:
         """The entries of some variables, and of the edges at some indices."""
+        layout = problems.layout
         every, n_places = [np.zeros(0, dtype=np.intp)], 0
         ends: tuple[list[int], list[int]] = ([], [])
         ends_at: tuple[list[int], list[int]] = ([], [])

@@ -13,10 +13,10 @@ An infinite cost forbids a choice or a pair. Every solver of one problem returns
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence, Set
+from collections.abc import Callable, Hashable, Iterable, Sequence, Set
 from dataclasses import dataclass, field, replace
 from functools import cached_property, reduce
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -27,6 +27,7 @@ FloatArray = NDArray[np.float64]
 BoolArray = NDArray[np.bool_]
 Codes = NDArray[np.intp]
 Choice = tuple[int, ...]
+C = TypeVar("C")
 
 # Two costs this close (relative) are one optimum. Sums of a thousand float64 terms differ by up to
 # about 1e-13, and no cost model resolves differences this small.
@@ -323,21 +324,20 @@ def _check(
 
 
 @dataclass(frozen=True)
-class Solution:
-    """A choice that satisfies the constraints, and what is proven about it.
+class Solution(Generic[C]):
+    """A choice that satisfies the constraints, and how far (relative) it may be from the cheapest
+    (0: optimal to `SAME_OPTIMUM_REL`). If it is not `settled`, it only shows that no choice is
+    below the limit that was asked for."""
 
-    `bound_s` is a proven lower bound on every feasible cost. `gap` is the relative distance of
-    `objective_s` to it (0: optimal to `SAME_OPTIMUM_REL`). `phase_s` is the wall time of each
-    phase. It is not compared, so equal runs give equal solutions.
-    """
-
-    choice: Choice
-    objective_s: float
-    bound_s: float
+    choice: C
+    totals: ChoiceTotals
     gap: float
-    bytes: float
-    method: str
-    phase_s: Mapping[str, float] = field(default_factory=dict, compare=False)
+    settled: bool = True
+
+    @property
+    def bound_s(self) -> float:
+        """A proven lower bound on the cost of every choice within the budget."""
+        return self.totals.cost_s * (1 - self.gap)
 
 
 @dataclass(frozen=True)
@@ -353,27 +353,15 @@ class Infeasible:
 
 
 def make_solution(
-    problem: ChoiceProblem,
-    choice: Sequence[int],
-    bound_s: float | None,
-    method: str,
-    phase_s: Mapping[str, float] | None = None,
-) -> Solution:
+    problem: ChoiceProblem, choice: Sequence[int], bound_s: float | None
+) -> Solution[Choice]:
     """Evaluate `choice` on `problem`. `bound_s` None: it is proven optimal."""
     totals = problem.evaluate(choice)
-    assert math.isfinite(totals.cost_s) and problem.fits(totals.bytes), (method, totals)
-    gap, bound = 0.0, totals.cost_s
+    assert math.isfinite(totals.cost_s) and problem.fits(totals.bytes), totals
+    gap = 0.0
     if bound_s is not None and bound_s < totals.cost_s * (1 - SAME_OPTIMUM_REL):
-        bound, gap = max(bound_s, 0.0), 1 - max(bound_s, 0.0) / totals.cost_s
-    return Solution(
-        choice=tuple(int(k) for k in choice),
-        objective_s=totals.cost_s,
-        bound_s=bound,
-        gap=gap,
-        bytes=totals.bytes,
-        method=method,
-        phase_s=dict(phase_s or {}),
-    )
+        gap = 1 - max(bound_s, 0.0) / totals.cost_s
+    return Solution(tuple(int(k) for k in choice), totals, gap)
 
 
 def over_budget(budget_bytes: float | None, min_bytes: float) -> Infeasible:

@@ -1,12 +1,11 @@
 """Several choice problems of the same variables, choices and edges, each with its own numbers.
 
-Where the numbers lie in a row (`Layout`) is computed once. Rows are written on request, for some of
-the problems (`SomeProblems.rows`).
+Where the numbers lie in a row (`Layout`) is computed once. Rows are written on request
+(`ChoiceProblems.rows`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -16,7 +15,6 @@ from autopar.passes.solvers.problem.layout import ArraysByOffset, Layout
 from autopar.passes.solvers.problem.problem import (
     BoolArray,
     ChoiceProblem,
-    Codes,
     Edge,
     FloatArray,
     check_numbers,
@@ -31,7 +29,7 @@ class ChoiceProblems:
     """Choice problems that differ only in their numbers.
 
     Arrays are those of `ChoiceProblem` and `Edge` with a leading axis [problems], of length 1 where
-    all problems agree. When bytes are multiplied (`some`), those of `stored` variables and of their
+    all problems agree. When bytes are multiplied (`rows`), those of `stored` variables and of their
     edges are not.
 
     Raises `ProblemError` as `ChoiceProblem` does.
@@ -67,10 +65,13 @@ class ChoiceProblems:
         """The same problems with `merged` edges."""
         return replace(self, edges=merged(self.edges), is_checked=True)
 
-    def some(self, at: Sequence[int], times: Sequence[float] | None = None) -> SomeProblems:
-        """The problems at indices `at`, with `times` the bytes of what is not stored."""
-        factors = None if times is None or set(times) == {1} else np.array(times, dtype=np.float64)
-        return SomeProblems(self, np.array(at, dtype=np.intp), factors)
+    def rows(self, i: int, times: float = 1) -> tuple[FloatArray, FloatArray]:
+        """(costs, bytes) of problem i, [1, numbers] each, in the places of the layout; with `times`
+        the bytes of what is not stored."""
+        cost_s, size_bytes = (self.layout.rows(kind, i) for kind in self._placed)
+        if times != 1:
+            np.multiply(size_bytes, times, out=size_bytes, where=self._grows)
+        return cost_s, size_bytes
 
     def of(self, i: int) -> ChoiceProblem:
         """Problem i."""
@@ -108,7 +109,7 @@ class ChoiceProblems:
         return replace(layout, shapes=tuple(shapes))
 
     @cached_property
-    def placed(self) -> tuple[ArraysByOffset, ArraysByOffset]:
+    def _placed(self) -> tuple[ArraysByOffset, ArraysByOffset]:
         """(costs, bytes), each as offset in a row -> array."""
         placed, edges = self.layout.placed, self.edges
         return (
@@ -117,7 +118,7 @@ class ChoiceProblems:
         )
 
     @cached_property
-    def grows(self) -> BoolArray:
+    def _grows(self) -> BoolArray:
         """[numbers]: are its bytes multiplied?"""
         layout, out = self.layout, np.ones(self.layout.n_numbers, dtype=bool)
         for v in self.stored:
@@ -126,45 +127,3 @@ class ChoiceProblems:
             if e.is_of(self.stored):
                 out[at : at + e.cost_s[0].size] = False
         return out
-
-
-@dataclass(frozen=True, eq=False)
-class SomeProblems:
-    """The problems at indices `at` of `every`, with `times` [problems] the bytes."""
-
-    every: ChoiceProblems
-    at: Codes
-    times: FloatArray | None = None
-
-    @property
-    def n_problems(self) -> int:
-        return len(self.at)
-
-    @property
-    def sizes(self) -> tuple[int, ...]:
-        """How many choices each variable has."""
-        return self.every.sizes
-
-    @property
-    def edges(self) -> tuple[Edge, ...]:
-        """The edges of all problems."""
-        return self.every.edges
-
-    def some(self, places: Sequence[int]) -> SomeProblems:
-        """Some of these problems."""
-        at = np.array(places, dtype=np.intp)
-        return SomeProblems(self.every, self.at[at], None if self.times is None else self.times[at])
-
-    def of(self, i: int) -> ChoiceProblem:
-        """Problem i of these."""
-        one = self.every.of(int(self.at[i]))
-        return one if self.times is None else one.times(float(self.times[i]), self.every.stored)
-
-    def rows(self) -> tuple[FloatArray, FloatArray]:
-        """(costs, bytes), [problems or 1, numbers] each, in the places of the layout."""
-        every = self.every
-        cost_s, size_bytes = (every.layout.rows(kind, self.at) for kind in every.placed)
-        if self.times is not None:
-            size_bytes = np.broadcast_to(size_bytes, (len(self.at), size_bytes.shape[1])).copy()
-            np.multiply(size_bytes, self.times[:, None], out=size_bytes, where=every.grows)
-        return cost_s, size_bytes

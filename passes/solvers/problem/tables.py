@@ -91,16 +91,6 @@ class PlacedTable:
         """The index of each choice of a variable on its axis."""
         return self.codes[self.scope.index(variable)]
 
-    def without(self, variables: Scope) -> PlacedTable:
-        """The table without the axes of variables whose values are fixed."""
-        kept = [k for k, v in enumerate(self.scope) if v not in variables]
-        return PlacedTable(
-            self.table,
-            tuple(self.scope[k] for k in kept),
-            tuple(self.codes[k] for k in kept),
-            tuple(self.partitions[k] for k in kept),
-        )
-
 
 @dataclass(frozen=True, eq=False)
 class EliminationStep:

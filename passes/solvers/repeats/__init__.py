@@ -14,7 +14,7 @@ from autopar.passes.solvers.repeats.repeats import (
     RepeatedProblem,
     RepeatedProblems,
 )
-from autopar.passes.solvers.repeats.select import RepeatedSolution, RepeatedSolver, quick_plan
+from autopar.passes.solvers.repeats.select import RepeatedSolver, quick_plan
 
 __all__ = [
     "Repeat",
@@ -22,7 +22,6 @@ __all__ = [
     "RepeatedPlan",
     "RepeatedProblem",
     "RepeatedProblems",
-    "RepeatedSolution",
     "RepeatedSolver",
     "quick_plan",
 ]

@@ -2,9 +2,9 @@
 
 A problem of N equal layers has N copies of one block of variables. Copy k is joined to copy k - 1
 as the first copy is to what comes before it, so one block and its number of copies say all. Every
-copy makes its own choices. The problem is that of all copies written out
-(`RepeatedProblem.unrolled`); it is solved without writing them out (`elimination.py`). Problems
-that differ only in their numbers share all else (`RepeatedProblems`).
+copy makes its own choices. The problem is that of all copies written out; it is solved without
+writing them out (`elimination.py`). Problems that differ only in their numbers share all else
+(`RepeatedProblems`).
 """
 
 from __future__ import annotations
@@ -17,11 +17,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
-from autopar.passes.solvers.choice import reduce
 from autopar.passes.solvers.problem import (
-    BoolArray,
     Choice,
     ChoiceProblem,
     ChoiceProblems,
@@ -35,8 +32,6 @@ from autopar.passes.solvers.problem import (
     Shape,
 )
 
-# Three copies show every case: the first, the last, and one between copies.
-_TELLING = 3
 # Rows that are kept, of the problems asked for last. To write a row takes a fraction of the time
 # that solving the problem takes.
 MOST_ROWS = 4
@@ -157,13 +152,13 @@ class RepeatedProblems:
     def once_entries(self) -> Entries:
         """The entries that count once: of variables outside blocks, and of the edges `once`."""
         others = [v for v in range(len(self.sizes)) if v not in self.owner]
-        return Entries.some(self.numbers, self.layout, others, self.once)
+        return Entries.of(self.numbers, others, self.once)
 
     @cached_property
     def copy_entries(self) -> list[Entries]:
         """Per repeat, the entries of one copy."""
         return [
-            Entries.some(self.numbers, self.layout, repeat.block, edges)
+            Entries.of(self.numbers, repeat.block, edges)
             for repeat, edges in zip(self.repeats, self.of_copies, strict=True)
         ]
 
@@ -183,7 +178,7 @@ class RepeatedProblems:
         """The numbers of problem i; those of the last few problems are kept."""
         key = i, times
         if key not in self._rows:
-            self._rows[key] = Numbers.of(self.numbers.some((i,), (times,)))
+            self._rows[key] = Numbers.row(self.numbers, i, times)
             if len(self._rows) > MOST_ROWS:
                 del self._rows[next(iter(self._rows))]
         return self._rows[key]
@@ -196,21 +191,18 @@ class RepeatedProblems:
 @dataclass(frozen=True, eq=False)
 class RepeatedProblem:
     """Problem `case` of several with repeated blocks, with `times` the bytes of what is not stored.
-    `only` marks the numbers of a row whose costs count (None: all). `costs` are the costs of a row,
-    [numbers], if they are others than the problem's."""
+    `costs` are the costs of a row, [numbers], if they are others than the problem's."""
 
     every: RepeatedProblems
     case: int
     times: int = 1
-    only: BoolArray | None = None
     costs: FloatArray | None = None
-    budget_bytes: float | None = None
 
     @staticmethod
     def alone(numbers: ChoiceProblem, repeats: tuple[Repeat, ...]) -> RepeatedProblem:
         """A single problem in which some blocks stand for several copies."""
         every = RepeatedProblems(ChoiceProblems.alone(numbers), repeats)
-        return RepeatedProblem(every, 0, budget_bytes=numbers.budget_bytes)
+        return RepeatedProblem(every, 0)
 
     @property
     def repeats(self) -> tuple[Repeat, ...]:
@@ -220,11 +212,7 @@ class RepeatedProblem:
     def row(self) -> Numbers:
         """Its numbers, [1, numbers]."""
         row = self.every.row(self.case, self.times)
-        if self.costs is not None:
-            row = replace(row, cost_s=self.costs[None])
-        if self.only is None:
-            return row
-        return replace(row, cost_s=np.where(self.only, row.cost_s, 0.0))
+        return row if self.costs is None else replace(row, cost_s=self.costs[None])
 
     @property
     def numbers(self) -> ChoiceProblem:
@@ -241,54 +229,7 @@ class RepeatedProblem:
             replace(e, cost_s=cost_s, bytes=size_bytes)
             for e, cost_s, size_bytes in zip(every.edges, *tables, strict=True)
         )
-        return ChoiceProblem(
-            every.names, own[0], own[1], tuple(edges), self.budget_bytes, is_checked=True
-        )
-
-    def unrolled(self, n_most: int | None = None) -> tuple[ChoiceProblem, list[list[int]]]:
-        """(the problem with every copy, or at most `n_most` of each, written out; per variable the
-        indices of its copies there)."""
-        numbers, counts = self.numbers, [min(r.count, n_most or r.count) for r in self.repeats]
-        owner = self.every.owner
-        n_copies = [counts[owner[v]] if v in owner else 1 for v in range(len(numbers.names))]
-        ends = np.cumsum([0, *n_copies])
-        where = [list(range(a, b)) for a, b in itertools.pairwise(ends)]
-        origin = [v for v, copies in enumerate(where) for _ in copies]
-        edges = [
-            replace(edge, u=u, v=v) for edge in numbers.edges for u, v in self._joined(edge, where)
-        ]
-        written = ChoiceProblem(
-            tuple(f"{numbers.names[v]} {i}" for i, v in enumerate(origin)),
-            tuple(numbers.cost_s[v] for v in origin),
-            tuple(numbers.bytes[v] for v in origin),
-            tuple(edges),
-            numbers.budget_bytes,
-        )
-        return written, where
-
-    def _joined(self, edge: Edge, where: list[list[int]]) -> Iterator[tuple[int, int]]:
-        """The pairs of written-out variables that an edge joins."""
-        owner = self.every.owner
-        r = owner.get(edge.u, owner.get(edge.v))
-        if r is None:
-            yield where[edge.u][0], where[edge.v][0]
-            return
-        repeat = self.repeats[r]
-        for k in range(max(len(where[edge.u]), len(where[edge.v]))):
-            ends = [self._at_copy(v, k, repeat, where) for v in (edge.u, edge.v)]
-            if not edge.is_of(repeat.after) or k + 1 == len(where[repeat.block[0]]):
-                yield ends[0], ends[1]
-
-    @staticmethod
-    def _at_copy(v: int, k: int, repeat: Repeat, where: list[list[int]]) -> int:
-        """The written-out variable that stands for v where copy k is joined to it."""
-        if v in repeat.block:
-            return where[v][k]
-        return (
-            where[repeat.counterpart[v]][k - 1]
-            if v in repeat.counterpart and k > 0
-            else where[v][0]
-        )
+        return ChoiceProblem(every.names, own[0], own[1], tuple(edges), is_checked=True)
 
     def evaluate(self, choice: RepeatedChoice) -> ChoiceTotals:
         """The totals of a choice over all copies. Equal copies are evaluated once."""
@@ -333,29 +274,3 @@ class RepeatedProblem:
     @cached_property
     def _known_once(self) -> dict[Choice, FloatArray]:
         return {}
-
-    def reduced(self) -> tuple[RepeatedProblem, tuple[NDArray[np.intp], ...]] | None:
-        """(the problem without choices that cannot matter, the original indices of each variable's
-        choices); None: nothing is left."""
-        numbers = self.numbers
-        written, where = self.unrolled(_TELLING)
-        found = reduce(written, self._classes(where))
-        if found is None:
-            return None
-        kept = tuple(found.kept[copies[0]] for copies in where)
-        masks = [np.isin(np.arange(k), left) for k, left in zip(numbers.sizes, kept, strict=True)]
-        return RepeatedProblem.alone(numbers.restrict(masks), self.repeats), kept
-
-    def _classes(self, where: list[list[int]]) -> list[list[int]]:
-        """The classes of `reduce`: the copies of one variable, and the variables whose counterpart
-        it is."""
-        before: dict[int, list[int]] = {}
-        for repeat in self.repeats:
-            for u, v in repeat.counterpart.items():
-                before.setdefault(v, []).append(u)
-        taken = {u for users in before.values() for u in users}
-        return [
-            [*copies, *(where[u][0] for u in before.get(v, ()))]
-            for v, copies in enumerate(where)
-            if v not in taken
-        ]

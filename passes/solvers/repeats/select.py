@@ -18,17 +18,15 @@ from __future__ import annotations
 import itertools
 import math
 import time
-from dataclasses import dataclass
-from functools import cache, cached_property
+from functools import cache
 
 from autopar.passes.solvers.choice import QUICK, Bracket, Hull, Point, search
 from autopar.passes.solvers.eliminate import TooWide
 from autopar.passes.solvers.problem import (
     FORBIDDEN,
     SAME_OPTIMUM_REL,
-    ChoiceTotals,
-    Codes,
     Infeasible,
+    Solution,
     over_budget,
     within,
 )
@@ -37,48 +35,22 @@ from autopar.passes.solvers.repeats.exchange import Exchanges
 from autopar.passes.solvers.repeats.order import RepeatedPlan
 from autopar.passes.solvers.repeats.repeats import RepeatedChoice, RepeatedProblem, RepeatedProblems
 
-
-@dataclass(frozen=True)
-class RepeatedSolution:
-    """A choice within the budget, and how far (relative) it may be from the cheapest. If it is not
-    `settled`, it only shows that no choice is below the limit that was asked for."""
-
-    choice: RepeatedChoice
-    totals: ChoiceTotals
-    gap: float
-    settled: bool = True
-
-    @property
-    def bound_s(self) -> float:
-        """A lower bound on the cost of every choice within the budget."""
-        return self.totals.cost_s * (1 - self.gap)
-
-
 # The best known choice, and a lower bound on all.
 _Found = tuple[Point[RepeatedChoice], float]
 
 
-def solve_repeated(
-    problem: RepeatedProblem, time_limit_s: float | None = None, gap_goal: float = 0.0
-) -> RepeatedSolution | Infeasible:
-    """The cheapest choice within the budget of a problem, or near it; a gap of at most `gap_goal`
-    is not closed further.
-
-    Raises `TooWide` where a table would be too large.
-    """
-    solver = RepeatedSolver(problem, quick_plan(problem.every))
-    return solver.solve(problem.budget_bytes, time_limit_s, gap_goal)
-
-
 def quick_plan(problems: RepeatedProblems) -> RepeatedPlan | None:
-    """The plan for the problems as they are; None: elimination would take long.
+    """The plan of elimination, a quick one if there is one.
 
-    That of a program without repeated blocks must not try values of hubs: others are quicker then.
+    None: other solvers are quicker. That is so without repeated blocks, if elimination would take
+    long or try values of hubs.
+
+    Raises `TooWide` as `RepeatedPlan` does.
     """
     try:
         plan = RepeatedPlan(problems, QUICK)
     except TooWide:
-        return None
+        return RepeatedPlan(problems) if problems.repeats else None
     return plan if problems.repeats or not plan.n_hubs else None
 
 
@@ -86,10 +58,9 @@ class RepeatedSolver:
     """Solves one problem within any budgets; results for one budget serve the others. `plan` is the
     `quick_plan` of the problem and its siblings."""
 
-    def __init__(self, problem: RepeatedProblem, plan: RepeatedPlan | None) -> None:
-        self.problem, self.plan = problem, plan
-        self._smaller = problem
-        self._kept: tuple[Codes, ...] | None = None
+    def __init__(self, problem: RepeatedProblem, plan: RepeatedPlan) -> None:
+        self.problem, self.elimination = problem, RepeatedElimination(problem, plan)
+        self._hull = Hull(self.elimination)
         self._branches: dict[Branch, Hull[RepeatedChoice]] = {}
 
     def solve(
@@ -98,53 +69,44 @@ class RepeatedSolver:
         time_limit_s: float | None = None,
         gap_goal: float = 0.0,
         limit_s: float = math.inf,
-    ) -> RepeatedSolution | Infeasible:
-        """`solve_repeated` within this budget, instead of the problem's own. It stops with a choice
-        and its gap once no choice can be below `limit_s`."""
+    ) -> Solution[RepeatedChoice] | Infeasible:
+        """The cheapest choice within the budget, or near it; a gap of at most `gap_goal` is not
+        closed further. It stops with a choice and its gap once no choice can be below `limit_s`.
+
+        Raises `TooWide` where a table would be too large.
+        """
         deadline = time.perf_counter() + (math.inf if time_limit_s is None else time_limit_s)
         hull = self._hull
-        if hull is None or hull.fastest is None:
+        if hull.fastest is None:
             return FORBIDDEN
         if within(budget_bytes, hull.fastest.totals.bytes):
-            return self._solution(hull.fastest, 0.0, hull.fastest.totals.cost_s <= limit_s)
+            fastest = hull.fastest
+            is_settled = fastest.totals.cost_s <= limit_s
+            return Solution(fastest.choice, fastest.totals, 0.0, is_settled)
         assert budget_bytes is not None, "everything is within no budget"
         if not within(budget_bytes, hull.leanest.totals.bytes):
             return over_budget(budget_bytes, hull.leanest.totals.bytes)
-        best, bound_s = self._searched(hull, budget_bytes, gap_goal, deadline, limit_s)
-        return self._solution(best, _gap(best, bound_s), settled=bound_s < limit_s)
-
-    @cached_property
-    def _hull(self) -> Hull[RepeatedChoice] | None:
-        """The hull of the problem; None: some variable has no choice that is allowed."""
-        if self.plan is not None:
-            return Hull(RepeatedElimination(self.problem, self.plan))
-        reduced = self.problem.reduced()
-        if reduced is None:
-            return None
-        self._smaller, self._kept = reduced
-        return Hull(RepeatedElimination.of(self._smaller))
+        best, bound_s = self._searched(budget_bytes, gap_goal, deadline, limit_s)
+        gap = _gap(best, bound_s)
+        return Solution(best.choice, best.totals, gap, settled=bound_s < limit_s)
 
     def _searched(
-        self,
-        hull: Hull[RepeatedChoice],
-        budget_bytes: float,
-        gap_goal: float,
-        deadline: float,
-        limit_s: float,
+        self, budget_bytes: float, gap_goal: float, deadline: float, limit_s: float
     ) -> _Found:
         """By prices, then exchanges, then branches while the gap is too wide."""
-        bracket = search(hull, budget_bytes, deadline, limit_s)
+        bracket = search(self._hull, budget_bytes, deadline, limit_s)
         if bracket.bound_s >= limit_s:
             return bracket.best, bracket.bound_s
-        best, bound_s = self._exchanged(hull, bracket, budget_bytes, gap_goal)
+        best, bound_s = self._exchanged(self._hull, bracket, budget_bytes, gap_goal)
         if _gap(best, bound_s) <= gap_goal or bracket.neighbours is None:
             return best, bound_s
         least_s = math.inf
-        for branch in self._parted(hull, bracket.neighbours):
+        for branch in self._parted(bracket.neighbours):
             if time.perf_counter() > deadline:
                 return best, bound_s
-            of_branch = self._branch(hull, branch)
-            found = self._within(of_branch, bracket, best, budget_bytes, gap_goal, deadline)
+            found = self._within(
+                self._branch(branch), bracket, best, budget_bytes, gap_goal, deadline
+            )
             best = min(best, found[0], key=lambda point: point.totals.cost_s)
             least_s = min(least_s, found[1])
         return best, bound_s if math.isinf(least_s) else max(bound_s, least_s)
@@ -160,8 +122,8 @@ class RepeatedSolver:
         best, bound_s, neighbours = bracket.best, bracket.bound_s, bracket.neighbours
         if _gap(best, bound_s) <= gap_goal or neighbours is None or not self.problem.repeats:
             return best, bound_s
-        exchanges = Exchanges(self._smaller, budget_bytes, [of.choice for of in hull.corners])
-        for start in _mixed(self._smaller, budget_bytes, *neighbours):
+        exchanges = Exchanges(self.problem, budget_bytes, [of.choice for of in hull.corners])
+        for start in _mixed(self.problem, budget_bytes, *neighbours):
             found = exchanges.fitted(start)
             if found is not None and found.totals.cost_s < best.totals.cost_s:
                 best = found
@@ -170,28 +132,21 @@ class RepeatedSolver:
         return best, bound_s
 
     def _parted(
-        self,
-        hull: Hull[RepeatedChoice],
-        neighbours: tuple[Point[RepeatedChoice], Point[RepeatedChoice]],
+        self, neighbours: tuple[Point[RepeatedChoice], Point[RepeatedChoice]]
     ) -> list[Branch]:
         """Branches that cover all choices, by what copies hand on in one repeat; none where both
         neighbours hand on one and the same state."""
-        elimination = self._elimination(hull)
+        elimination = self.elimination
         for r in range(len(self.problem.repeats)):
             if len(set.union(*(elimination.states(r, p.choice) for p in neighbours))) > 1:
                 every = range(elimination.n_states(r))
                 return [*(Branch(r, s) for s in every), Branch(r, None)]
         return []
 
-    def _branch(self, hull: Hull[RepeatedChoice], branch: Branch) -> Hull[RepeatedChoice]:
+    def _branch(self, branch: Branch) -> Hull[RepeatedChoice]:
         if branch not in self._branches:
-            self._branches[branch] = Hull(self._elimination(hull).within(branch))
+            self._branches[branch] = Hull(self.elimination.within(branch))
         return self._branches[branch]
-
-    @staticmethod
-    def _elimination(hull: Hull[RepeatedChoice]) -> RepeatedElimination:
-        assert isinstance(hull.minimiser, RepeatedElimination)
-        return hull.minimiser
 
     def _within(
         self,
@@ -216,23 +171,6 @@ class RepeatedSolver:
             return best, math.inf
         bracket = search(hull, budget_bytes, deadline)
         return self._exchanged(hull, bracket, budget_bytes, gap_goal)
-
-    def _solution(
-        self, point: Point[RepeatedChoice], gap: float, settled: bool = True
-    ) -> RepeatedSolution:
-        """The solution in the indices of the problem before it was reduced."""
-        kept, choice = self._kept, point.choice
-        if kept is None:
-            return RepeatedSolution(choice, point.totals, gap, settled)
-        base = tuple(int(of_v[k]) for of_v, k in zip(kept, choice.base, strict=True))
-        copies = tuple(
-            tuple(
-                tuple(int(kept[v][k]) for v, k in zip(repeat.block, row, strict=True))
-                for row in rows
-            )
-            for repeat, rows in zip(self.problem.repeats, choice.copies, strict=True)
-        )
-        return RepeatedSolution(RepeatedChoice(base, copies), point.totals, gap, settled)
 
 
 def _mixed(

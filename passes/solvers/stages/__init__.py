@@ -1,9 +1,9 @@
 """Cuts a model into pipeline stages, and gives each stage a configuration.
 
 Read `clustering.py` (operators into layers), `problem.py` (stages, and the span of a plan),
-`recurrence.py` (the least span), `listing.py` (plans best first), `brute_force.py` (all plans
-enumerated). May import `passes/solvers/problem`. Mainly hands on `cluster_operators`,
-`StageProblem`, `CostToGo`, `least_span_s`, `span_s` and `plans`.
+`recurrence.py` (the least span), `listing.py` (plans best first). May import
+`passes/solvers/problem`. Mainly hands on `cluster_operators`, `StageProblem`, `CostToGo`,
+`least_span_s`, `span_s` and `plans`.
 """
 
 from autopar.passes.solvers.stages.clustering import cluster_operators, least_flops

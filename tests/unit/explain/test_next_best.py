@@ -97,7 +97,7 @@ def least_s(problem: IntraOpProblem, keep: dict[int, Keep]) -> float:
         for v, k in enumerate(numbers.sizes)
     ]
     found = solve(numbers.restrict(masks), "ilp")
-    return found.objective_s if isinstance(found, Solution) else math.inf
+    return found.totals.cost_s if isinstance(found, Solution) else math.inf
 
 
 @pytest.mark.usefixtures("nothing_hidden")
