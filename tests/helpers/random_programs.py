@@ -6,10 +6,9 @@ any range recomputed. Kinds are named models; `tests/fuzz/programs` draws models
 
 from __future__ import annotations
 
-import math
 import random
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from functools import lru_cache
 from typing import Any
@@ -17,13 +16,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from autopar.cost.price import collectives_of
 from autopar.errors import BatchError, NotSupportedError
 from autopar.passes.analysis import Analysis
 from autopar.passes.intra import Constraints
-from autopar.program import Period, Pipeline
-from autopar.runtime.groups import WORLD_AXIS, CollectiveCall
+from autopar.program import Collective, Period, Pipeline, rank_collectives
+from autopar.runtime.groups import CollectiveCall
 from tests.helpers.captures import captured
-from tests.helpers.harness import TEXT_MODELS, foretold_calls, random_tokens
+from tests.helpers.harness import TEXT_MODELS, random_tokens
 from tests.helpers.models import dropout_models, odd_models
 from tests.helpers.models.moe_models import moe_model
 from tests.helpers.pipeline_harness import Layout, Shapes, random_ends, random_pipeline
@@ -31,7 +31,7 @@ from tests.helpers.ranks import above, pipeline_step
 from tests.parity.zoo import FAMILIES
 
 Draw = Callable[[int], Mapping[str, Any]]
-Call = CollectiveCall
+Row = tuple[str, str, str | tuple[str, ...], int]
 
 
 @dataclass(frozen=True)
@@ -65,6 +65,7 @@ LAYOUTS: tuple[Shapes, ...] = (
     ((2, 1), (1, 1)),
     ((4,),),
     ((1, 1), (1, 3)),
+    ((1, 3), (1, 1)),
     ((1, 4),),
     ((1, 1),) * 4,
     ((2, 1), (2, 1)),
@@ -148,52 +149,35 @@ def exact_counts(analysis: Analysis) -> list[int]:
 
 
 def faults(program: RandomProgram) -> dict[str, Any]:
-    """Values that differ from one process's, and calls that differ from those foretold; by name."""
+    """Values that differ from one process's, and collectives and messages that differ from those
+    foretold, of every rank and of the first rank of each stage as a plan lists them; by name."""
     errors, calls = pipeline_step(
         program.analysis.program, program.pipeline, program.batch, program.seed
     )
     wrong: dict[str, Any] = {**above(errors)}
-    sent = sum(c.size_bytes for of_rank in calls for c in of_rank if c.kind == "send")
-    if sent != (crossing := crossing_bytes(program.pipeline)):
-        wrong["bytes sent"] = f"{sent}, not {crossing}"
+    stages = program.pipeline.meshes
+    firsts = sum((recorded_rows(calls[mesh.first_rank]) for mesh in stages), Counter[Row]())
+    if firsts != (listed := predicted_rows(collectives_of(program.pipeline))):
+        wrong["calls that a plan lists"] = _apart(listed, firsts)
     for rank, of_rank in enumerate(calls):
-        if unforetold := unforetold_calls(program.pipeline, rank, of_rank):
-            wrong[f"calls of rank {rank}"] = unforetold
+        foretold = predicted_rows(rank_collectives(program.pipeline, rank))
+        if foretold != (made := recorded_rows(of_rank)):
+            wrong[f"calls of rank {rank}"] = _apart(foretold, made)
     return wrong
 
 
-def crossing_bytes(pipeline: Pipeline) -> int:
-    """Bytes of every value and its gradient, per microbatch and reader; and gradients of ties."""
-    n = 0
-    for crossing in pipeline.crossings:
-        local = crossing.sent.local
-        whole = math.prod(size for dim in local.dims for size in dim) * local.dtype.itemsize
-        n += pipeline.n_microbatches * whole * (1 + crossing.has_grad)
-    for tie in pipeline.ties:
-        p = pipeline.parameter(*tie.places[0])
-        if not p.requires_grad:
-            continue
-        n_pairs = len(tie.places) * (len(tie.places) - 1)
-        n += n_pairs * math.prod(p.shape) * p.stored.dtype.itemsize
-    return n
+def predicted_rows(rows: Iterable[Collective]) -> Counter[Row]:
+    counts: Counter[Row] = Counter()
+    for c in rows:
+        counts[c.kind, c.phase, c.axis, c.size_bytes] += c.count
+    return counts
 
 
-def unforetold_calls(pipeline: Pipeline, rank: int, calls: Sequence[Call]) -> list[str]:
-    """How a rank's collectives differ from those of its stage's program, in any order.
+def recorded_rows(calls: Iterable[CollectiveCall]) -> Counter[Row]:
+    return Counter(
+        (c.kind, c.phase, c.axes[0] if len(c.axes) == 1 else c.axes, c.size_bytes) for c in calls
+    )
 
-    Several stages add one call for the loss; each partner of a tie at most one all_reduce.
-    """
-    stage = pipeline.stage_of(rank)
-    foretold = Counter(foretold_calls(pipeline.stages[stage]))
-    inside = Counter(c for c in calls if c.kind != "send" and c.axes != (WORLD_AXIS,))
-    n_partners = sum(len(t.places) - 1 for t in pipeline.ties if stage in dict(t.places))
-    more = inside - foretold
-    differences = [f"missing {call} x {n}" for call, n in (foretold - inside).items()]
-    if more.total() > n_partners or any(
-        (c.kind, c.phase) != ("all_reduce", "grad_sync") for c in more
-    ):
-        differences += [f"more {call} x {n}" for call, n in more.items()]
-    n_world = sum(c.axes == (WORLD_AXIS,) for c in calls)
-    if n_world != (pipeline.n_stages > 1):
-        differences.append(f"{n_world} calls of all ranks")
-    return differences
+
+def _apart(foretold: Counter[Row], made: Counter[Row]) -> str:
+    return f"missing {dict(foretold - made)}, more {dict(made - foretold)}"

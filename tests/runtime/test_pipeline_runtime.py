@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from autopar.capture.reference import reference_step
 from autopar.passes.analysis import Analysis
 from autopar.placement import TensorType, gather
-from autopar.program import Period, Pipeline, Program, message_edges
+from autopar.program import Pipeline, Program, message_edges
 from autopar.runtime.collectives import Messenger, Posted, Send
-from tests.helpers.harness import generated_code, model_case
+from tests.helpers.harness import generated_code
 from tests.helpers.models.pipeline_models import (
     Frozen,
     SideOutput,
@@ -140,35 +140,6 @@ def test_frozen_parameters_and_a_stage_without_any(shapes: Shapes) -> None:
 
     found = run_ranks(analysis.program, pipeline, random_parameters(analysis.program, 0), gradients)
     assert set().union(*found) == {"b.weight", "c.weight", "c.bias"}
-
-
-@pytest.mark.parametrize(
-    "shapes", [((1, 3), (1, 1)), ((1, 1), (1, 3)), ((2, 1), (1, 1)), ((1, 1), (1, 2))], ids=str
-)
-def test_stages_of_other_sizes(shapes: Shapes) -> None:
-    """Values that three ranks hold alike leave once; rows are dealt alike by one rank and two."""
-    case, layout = model_case("mlp"), Layout(shapes, 2)
-    program = case.analysis.program
-    for seed in range(3):
-        ends = ends_before(program, "net.2")
-        pipeline = random_pipeline(case.analysis, ends, layout, random.Random(seed))
-        assert wrong_in_step(program, pipeline, case.batch(seed), seed) == {}
-
-
-@pytest.mark.parametrize("period", ["micro", "use"])
-@pytest.mark.parametrize("order", ORDERS)
-def test_zero_inside_stages(order: str, period: Period) -> None:
-    """Gradients reduce_scatter after each microbatch; with "use", weights gather at each use."""
-    n_found = 0
-    for seed, model in enumerate(("gpt2", "mlp", "gpt2")):
-        case = model_case(model)
-        rng = random.Random(seed)
-        ends = random_ends(case.analysis.program, 2, rng)
-        layout = Layout(((2, 1), (2, 2)), 4, order)
-        pipeline = random_pipeline(case.analysis, ends, layout, rng, period=period)
-        n_found += sum(p.period == period for s in pipeline.stages for p in s.parameters)
-        assert wrong_in_step(case.analysis.program, pipeline, case.batch(seed), seed) == {}
-    assert n_found >= 6
 
 
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)

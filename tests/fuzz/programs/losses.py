@@ -33,7 +33,7 @@ LOSSES = (
     "F.hinge_embedding_loss($v, $v.detach().sign())",
     "F.multi_margin_loss($v.flatten(0, 1), labels.flatten() % 4)",
     "F.multi_margin_loss($v.flatten(0, 1), labels.flatten() % 4, reduction='sum')",
-    "F.multilabel_margin_loss($v, $v.detach().argsort(-1))",
+    "F.multilabel_margin_loss($v.flatten(0, 1), $v.flatten(0, 1).detach().argsort(-1))",
     "F.ctc_loss($v.log_softmax(-1).transpose(0, 1), labels[:, :2] % ($v.shape[-1] - 1) + 1, "
     "torch.full(($v.shape[0],), $v.shape[1]), torch.full(($v.shape[0],), 2), zero_infinity=True)",
 )  # fmt: skip

@@ -1,102 +1,45 @@
-"""Collectives and messages of a step: what every thread rank records is what is predicted."""
+"""Collectives and messages of a step of ZeRO, of local batches, of stages, and how lists name them.
+
+That every thread rank records what is predicted is checked of all random programs
+(`tests/helpers/random_programs.py`).
+"""
 
 from __future__ import annotations
 
 import itertools
 import random
 from collections import Counter
-from collections.abc import Callable, Iterable
 from functools import lru_cache
 
 import pytest
 
 from autopar.cost.price import collectives_of
 from autopar.passes.lowering import lower
-from autopar.program import (
-    Collective,
-    Gather,
-    Pipeline,
-    Start,
-    Strategy,
-    backward_order,
-    rank_collectives,
-)
-from autopar.runtime.groups import CollectiveCall, Recorder
+from autopar.program import Gather, Pipeline, Start, Strategy, backward_order
+from autopar.runtime.groups import Recorder
 from tests.helpers.harness import abstract_cost, generated_code, model_case, zero_strategy_of
 from tests.helpers.nightly import sampled
-from tests.helpers.pipeline_harness import Layout, Shapes, random_ends, random_pipeline
-from tests.helpers.ranks import Rank, named_inputs, pipeline_step, random_parameters, run_ranks
+from tests.helpers.pipeline_harness import Layout, random_ends, random_pipeline
+from tests.helpers.random_programs import (
+    RandomProgram,
+    Row,
+    faults,
+    predicted_rows,
+    recorded_rows,
+)
+from tests.helpers.ranks import Rank, named_inputs, random_parameters, run_ranks
 
 __all__ = ["generated_code"]
 
-Row = tuple[str, str, str | tuple[str, ...], int]
-SHAPES: tuple[Shapes, ...] = (
-    ((1, 2),),
-    ((2, 2),),
-    ((1, 2), (1, 2)),
-    ((1, 1), (1, 3)),
-    ((2, 2), (1, 1)),
-    ((2, 1), (1, 2), (1, 1)),
-    ((1, 1),) * 4,
-)
-MODELS, ORDERS = ("mlp", "gpt2", "llama"), (("gpipe", 1), ("gpipe", 4), ("1f1b", 4))
-EVERY = list(itertools.product(MODELS, SHAPES, ORDERS))
-# Every shape once, with models and orders in turn.
-FEW = [(MODELS[i % 3], shapes, ORDERS[(i + i // 3) % 3]) for i, shapes in enumerate(SHAPES)]
 
-
-def drawn(
-    model: str, shapes: Shapes, n_microbatches: int, seed: int, order: str = "1f1b"
-) -> Pipeline:
-    analysis = model_case(model).analysis
-    rng = random.Random(seed)
-    ends = random_ends(analysis.program, len(shapes), rng)
-    return random_pipeline(analysis, ends, Layout(shapes, n_microbatches, order), rng)
-
-
-def first_with(wanted: Callable[[Pipeline], bool], model: str, shapes: Shapes) -> Pipeline:
-    """The first drawn pipeline that has what a test needs."""
-    pipelines = (drawn(model, shapes, 2, seed) for seed in range(40))
-    pipeline = next((p for p in pipelines if wanted(p)), None)
-    assert pipeline is not None, "no drawn pipeline has it"
-    return pipeline
-
-
-def predicted_rows(rows: Iterable[Collective]) -> Counter[Row]:
-    counts: Counter[Row] = Counter()
-    for c in rows:
-        counts[c.kind, c.phase, c.axis, c.size_bytes] += c.count
-    return counts
-
-
-def recorded_rows(calls: Iterable[CollectiveCall]) -> Counter[Row]:
-    return Counter(
-        (c.kind, c.phase, c.axes[0] if len(c.axes) == 1 else c.axes, c.size_bytes) for c in calls
-    )
-
-
-def check(model: str, pipeline: Pipeline) -> None:
-    """Of every rank, and of the first rank of each stage as a plan lists them."""
-    case = model_case(model)
-    _, calls = pipeline_step(case.analysis.program, pipeline, case.batch(0), 0)
-    for rank, of_rank in enumerate(calls):
-        assert recorded_rows(of_rank) == predicted_rows(rank_collectives(pipeline, rank)), rank
-    firsts = [calls[mesh.first_rank] for mesh in pipeline.meshes]
-    total = predicted_rows(collectives_of(pipeline))
-    assert total == sum(map(recorded_rows, firsts), Counter())
-
-
-@pytest.mark.parametrize(("model", "shapes", "order"), sampled(EVERY, FEW))
-def test_random_placements(model: str, shapes: Shapes, order: tuple[str, int]) -> None:
-    check(model, drawn(model, shapes, order[1], order[1] // 4, order[0]))
-
-
-def test_ties_and_skips() -> None:
-    check("gpt2", first_with(lambda p: bool(p.ties), "gpt2", ((2, 1), (1, 2), (1, 1))))
-    skips = first_with(
-        lambda p: any(c.target - c.source > 1 for c in p.crossings), "llama", ((1, 1),) * 4
-    )
-    check("llama", skips)
+def tied_pipeline() -> Pipeline:
+    """Two stages of GPT-2, each on two ranks, that share a parameter."""
+    analysis, layout = model_case("gpt2").analysis, Layout(((1, 2), (1, 2)), 2)
+    for rng in map(random.Random, range(40)):
+        ends = random_ends(analysis.program, 2, rng)
+        if (pipeline := random_pipeline(analysis, ends, layout, rng)).ties:
+            return pipeline
+    raise AssertionError("no drawn pipeline has a tie")
 
 
 @lru_cache
@@ -114,7 +57,8 @@ FEW_ZERO = [("mlp", 0, 1), ("mlp", 1, 4), ("mlp", 2, 4), ("mlp", 3, 1), ("gpt2",
 @pytest.mark.parametrize(("model", "stage", "n_microbatches"), sampled(EVERY_ZERO, FEW_ZERO))
 def test_zero(model: str, stage: int, n_microbatches: int) -> None:
     pipeline = zero_pipeline(model, stage, n_microbatches)
-    check(model, pipeline)
+    case = model_case(model)
+    assert faults(RandomProgram(case.analysis, pipeline, case.batch(0), 0, "")) == {}
     (program,) = pipeline.stages
     rows = collectives_of(pipeline)
     kinds: Counter[tuple[str, str]] = Counter()
@@ -158,7 +102,7 @@ def test_own_rows_add_up_the_divisors() -> None:
 
 
 def test_rows_of_a_pipeline_are_named() -> None:
-    pipeline = first_with(lambda p: bool(p.ties), "gpt2", ((1, 2), (1, 2)))
+    pipeline = tied_pipeline()
     rows = collectives_of(pipeline)
     sent = [r for r in rows if (r.kind, r.phase) == ("send", "p2p")]
     assert {r.tensor for r in sent} == {c.sent.key for c in pipeline.crossings}
