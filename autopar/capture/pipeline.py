@@ -58,6 +58,7 @@ from autopar.program import (
     InputInfo,
     ParameterInfo,
     Program,
+    block_lists,
     flatten_inputs,
 )
 
@@ -443,6 +444,7 @@ def _freeze(
         training=training,
         model_name=type(model).__name__,
         static_outputs=outputs.static,
+        block_lists=block_lists({p.name: p.shape for p in roles.parameters.values()}),
         modules=frozenset(name for name, _ in model.named_modules(remove_duplicate=False) if name),
     )
     held = {*store.leaves, *(node.name for node in read_in_masks)}

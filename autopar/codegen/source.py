@@ -63,11 +63,9 @@ from autopar.program import (
     Variable,
     WaitLine,
     WeightGradients,
-    block_of,
     communications,
     free_name,
     group_name,
-    numbered_module,
     reserved_names,
 )
 from autopar.units import format_seconds
@@ -410,7 +408,7 @@ class _Source:
                 )
                 words = "again: " if before and again else before
                 here = words + (call.key.rpartition("/")[0] or self.program.name)
-                block = block_of(call.key) or ""
+                block = self._blocks.get(call.key) or ""
                 if here != module:
                     is_apart = _section(here) != _section(module)
                     rows += [""] if is_apart else []
@@ -433,16 +431,21 @@ class _Source:
         """What a line is for, and the block of the parameters that it gathers or reduces."""
         for member in communications(line):
             if isinstance(member, GatherLine):
-                return "gather", numbered_module(member.parameter) or ""
+                return "gather", member.block or ""
             if member.phase == "grad_sync":
-                return "reduce", numbered_module(self._reduced[member.move.out.name]) or ""
+                return "reduce", self._reduced[member.move.out.name] or ""
         return "compute", None
 
     @cached_property
-    def _reduced(self) -> dict[str, str]:
-        """What a move makes whose gradient is reduced -> the parameter that it is of."""
+    def _reduced(self) -> dict[str, str | None]:
+        """What a move makes whose gradient is reduced -> the block of the parameter."""
         gathers = (line for line in self.program.body if isinstance(line, GatherLine))
-        return {move.out.name: line.parameter for line in gathers for move in line.moves}
+        return {move.out.name: line.block for line in gathers for move in line.moves}
+
+    @cached_property
+    def _blocks(self) -> dict[str, str | None]:
+        """The key of an operator -> its block."""
+        return {x.key: x.block for x in self.program.body if isinstance(x, CallLine)}
 
     @property
     def _positions(self) -> dict[str, int]:

@@ -1,9 +1,9 @@
 """The program as data: the captured graph, the strategy, and what each stage and rank does.
 
 Read `program.py` (the captured graph), `audit.py` (what capture made of the module), `frozen.py`
-(Python values in the graph), `factors.py` (factors of its dims), `strategy.py` (the facts of a
-plan), `stage_program.py` (the lines of a stage), `variables.py` (what they read and
-define), `once.py` (facts of them), `regathers.py` (what backward gathers again),
+(Python values in the graph), `blocks.py` (which modules are blocks), `factors.py` (factors of its
+dims), `strategy.py` (the facts of a plan), `stage_program.py` (the lines of a stage), `variables.py` (what they
+read and define), `once.py` (facts of them), `regathers.py` (what backward gathers again),
 `gathers.py` (gathers that are one call), `order.py` (what runs when, both ways),
 `joint_program.py` (forward and backward as they run),
 `abridged.py` (programs with few of their repeated blocks), `text.py` (programs as text),
@@ -23,6 +23,7 @@ from autopar.program.abridged import (
     parameter_counts,
 )
 from autopar.program.audit import Audit, Note
+from autopar.program.blocks import block_lists, block_of
 from autopar.program.bucketing import BUCKET_BYTES, buckets, primitive_bytes, sync_bucket_bytes
 from autopar.program.collective import (
     Collective,
@@ -51,10 +52,8 @@ from autopar.program.factors import (
 )
 from autopar.program.frozen import AttributeReads, Frozen
 from autopar.program.gathers import (
-    block_of,
     fused_gathers,
     gathers_at,
-    numbered_module,
     runs_of,
 )
 from autopar.program.joint_program import (
@@ -228,6 +227,7 @@ __all__ = [
     "Workspace",
     "backward_order",
     "batch_shards",
+    "block_lists",
     "block_of",
     "buckets",
     "communications",
@@ -252,7 +252,6 @@ __all__ = [
     "message_edges",
     "most_batch_shards",
     "name_sizes",
-    "numbered_module",
     "operators_of",
     "parameter_counts",
     "parse_programs",

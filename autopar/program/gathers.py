@@ -10,7 +10,6 @@ when they run.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from functools import lru_cache
 
 import torch
 
@@ -19,25 +18,6 @@ from autopar.program.once import once
 from autopar.program.stage_program import GatherLine, StageProgram
 
 _FUSED = ("all_gather", "reduce_scatter")
-
-
-def block_of(key: str) -> str | None:
-    """`transformer.h.3.attn/matmul` -> `transformer.h.3`; None outside of numbered modules."""
-    return numbered_module(key.rpartition("/")[0])
-
-
-@lru_cache(maxsize=1 << 14)
-def numbered_module(path: str) -> str | None:
-    """`transformer.h.3.attn` -> `transformer.h.3`: the path of a module or a parameter up to its
-    first number; None without one."""
-    words = path.split(".")
-    at = next((i for i, word in enumerate(words) if _is_number(word)), None)
-    return None if at is None else ".".join(words[: at + 1])
-
-
-def _is_number(word: str) -> bool:
-    """Does Python print a number so? Other digits, as `²` or `01`, are names."""
-    return word.isascii() and word.isdigit() and str(int(word[:19])) == word
 
 
 @once

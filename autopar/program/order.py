@@ -25,13 +25,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from autopar.placement import COLLECTIVES
-from autopar.program.gathers import (
-    fused_gathers,
-    gathers_at,
-    numbered_module,
-    reduced_runs,
-    runs_of,
-)
+from autopar.program.gathers import fused_gathers, gathers_at, reduced_runs, runs_of
 from autopar.program.once import once
 from autopar.program.regathers import kept_gathers, repeated_gathers
 from autopar.program.stage_program import GatherLine, StageProgram
@@ -200,7 +194,7 @@ def _first_block(program: StageProgram, begun: Sequence[Work], places: Sequence[
     for k in places:
         lines = gathers_at(program, positions_of(begun[k]))
         parameter = lines[0].parameter
-        own = numbered_module(parameter) or parameter
+        own = lines[0].block or parameter
         if parameter in seen or own != (block or own):
             break
         block = own

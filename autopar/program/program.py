@@ -22,6 +22,7 @@ import torch.fx
 from torch.utils import _pytree as pytree
 
 from autopar.program.audit import Audit
+from autopar.program.blocks import block_of
 from autopar.program.frozen import Frozen
 
 
@@ -173,6 +174,7 @@ class Program:
         sources      node name -> "file:line" of the user's code
         valid_sizes  node name of an output -> {dim: the user's size} of dims that end in padding
         modules      names of all modules of the model, also of those that run no operator
+        block_lists  paths of the lists of modules whose children are blocks (`blocks.py`)
         accumulation  how the batch splits into microbatches if the loss is not a sum over rows
         checkpointed  regions that the user's code runs again in backward, in order
         audit        what capture made of the user's module
@@ -200,6 +202,7 @@ class Program:
     model_name: str = "model"
     static_outputs: Mapping[int, Any] = field(default_factory=dict)
     modules: frozenset[str] = frozenset()
+    block_lists: frozenset[str] = frozenset()
     received: tuple[str, ...] = ()
     sent: tuple[str, ...] = ()
     seed: str | None = None
@@ -215,6 +218,14 @@ class Program:
 
     def node(self, name: str) -> torch.fx.Node:
         return self._by_name[name]
+
+    def block(self, operator: str) -> str | None:
+        """The block that an operator is of (`blocks.py`)."""
+        return block_of(self.keys[operator].rpartition("/")[0], self.block_lists)
+
+    def parameter_block(self, name: str) -> str | None:
+        """The block that a parameter is of."""
+        return block_of(self.parameters[name].name, self.block_lists)
 
     @property
     def operators(self) -> Iterator[torch.fx.Node]:

@@ -124,6 +124,7 @@ class CallLine(Operation):
     saved_bytes   what autograd saves besides inputs and outputs
     keeps         variables whose storage autograd saves; one that it saves twice is here twice
     shares        for each output, the variable whose storage it views; None for new storage
+    block         the module of its block (`blocks.py`); None outside of blocks
     """
 
     outs: tuple[Local, ...]
@@ -143,6 +144,7 @@ class CallLine(Operation):
     shares: tuple[str | None, ...] = ()
     model_flops: float = 0.0
     workspace: Workspace = field(default_factory=Workspace)
+    block: str | None = None
 
     @cached_property
     def has_grad(self) -> bool:
@@ -165,7 +167,7 @@ class DetachLine(Assignment):
 
 @dataclass(frozen=True)
 class GatherLine(Assignment):
-    """A ZeRO-3 parameter gathered for one operator.
+    """A ZeRO-3 parameter of `block` gathered for one operator (`blocks.py`).
 
     Neighbours are a run, which is gathered together (`gathers.py`). Backward gathers a run again
     if an operator keeps one of it (`CallLine.keeps`), but for the last run (`kept_gathers`).
@@ -175,6 +177,7 @@ class GatherLine(Assignment):
     source: str
     parameter: str
     moves: tuple[MoveLine, ...]
+    block: str | None = None
 
 
 Line = MoveLine | CallLine | DetachLine | GatherLine

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from autopar.cost.laws import CostModel
 from autopar.cost.price.overlap import Apart, calls_time_s, overlap_of
 from autopar.cost.price.stage_times import LineTime, backward_lines, forward_lines
-from autopar.program import CallLine, RankCall, StageProgram, numbered_module
+from autopar.program import CallLine, RankCall, StageProgram, block_of
 
 
 @dataclass(frozen=True)
@@ -82,4 +82,4 @@ def _each_layer(program: StageProgram) -> Iterator[str]:
 def _layer(name: str) -> str:
     """The layer of an operator (`model.layers.3.mlp/mm`) or a parameter (`lm_head.weight`)."""
     path = name.rpartition("/")[0] if "/" in name else name.rpartition(".")[0]
-    return numbered_module(path) or path or "the model"
+    return block_of(path) or path or "the model"

@@ -25,7 +25,6 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.passes.analysis.analysis import Analysis
-from autopar.program import block_of
 
 _BEFORE, _AFTER = 2, 1
 KEPT = _BEFORE + _AFTER
@@ -195,7 +194,7 @@ class _Finder:
         for i, operator in enumerate(analysis.operators):
             self.sources.append(tuple(made.get(n, n) for n in operator.inputs))
             made |= {name: (i, k) for k, name in enumerate(operator.outputs)}
-        self.blocks = [block_of(program.keys[operator.name]) for operator in analysis.operators]
+        self.blocks = [program.block(operator.name) for operator in analysis.operators]
         self.sends = [not sent.isdisjoint(operator.outputs) for operator in analysis.operators]
         codes = [analysis.kinds[operator.name] for operator in analysis.operators]
         self.codes: NDArray[np.int64] = np.array(codes, dtype=np.int64)

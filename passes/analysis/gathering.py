@@ -16,9 +16,7 @@ from autopar.placement import TensorType
 from autopar.program import (
     Operator,
     Program,
-    block_of,
     buckets,
-    numbered_module,
     sync_bucket_bytes,
 )
 
@@ -66,7 +64,7 @@ def gathering_of(
     `saved_inputs` are what each operator saves for backward of the tensors that it reads. All
     parameters of stages have the same shares.
     """
-    blocks = {n: numbered_module(p.name) or p.name for n, p in program.parameters.items()}
+    blocks = {n: program.parameter_block(n) or p.name for n, p in program.parameters.items()}
     in_blocks = Counter[str]()
     for name, block in blocks.items():
         in_blocks[block] += _bytes(tensors[name])
@@ -84,7 +82,7 @@ def gathering_of(
     saving = _savers(operators, saved_inputs)
 
     def of(name: str) -> Gathering:
-        is_numbered = bool(numbered_module(program.parameters[name].name))
+        is_numbered = program.parameter_block(name) is not None
         is_last = not in_stages and name == next(iter(returned), None)
         last = 1.0 if is_last else last_share
         may_be_last = 0.0
@@ -133,7 +131,7 @@ def _last_run(program: Program, readers: Sequence[Operator], in_stages: bool) ->
     """
     if not readers or in_stages:
         return frozenset()
-    of = {o.name: block_of(program.keys[o.name]) for o in readers}
+    of = {o.name: program.block(o.name) for o in readers}
     last = readers[-1].name
     return frozenset(n for n, block in of.items() if n == last or (block and block == of[last]))
 

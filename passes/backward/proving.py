@@ -20,7 +20,6 @@ from autopar.program import (
     ReadyLine,
     RepeatedLines,
     StageProgram,
-    block_of,
 )
 from autopar.verifier import verify_joint
 
@@ -53,7 +52,7 @@ def _standing_for(
 ) -> JointProgram | None:
     """The program of `whole` by the lines of few of its blocks; None if one that stands for others
     is no module of its own (`model.layers.2`)."""
-    of = [block_of(line.key) if isinstance(line, CallLine) else None for line in few.stage.body]
+    of = [line.block if isinstance(line, CallLine) else None for line in few.stage.body]
     stands_for: dict[str, int] = {}
     for repeat in repeats:
         block, *more = {*of[repeat.start : repeat.stop]} - {None} or {None}

@@ -18,7 +18,6 @@ from autopar.program import (
     Line,
     MoveLine,
     StageProgram,
-    block_of,
     fused_gathers,
     gathers_at,
     runs_of,
@@ -36,7 +35,7 @@ def with_gathers_first(body: Sequence[Line]) -> list[Line]:
         waiting.append(line)
         if not isinstance(line, CallLine):
             continue
-        own = block_of(line.key)
+        own = line.block
         gathers = [x for x in waiting if isinstance(x, GatherLine)]
         place = len(found)
         if own is not None:

@@ -277,7 +277,11 @@ class _Lowering:
             return base
         self.body.append(
             GatherLine(
-                self._local(variable, name, spec), base, self.program.parameters[name].name, moves
+                self._local(variable, name, spec),
+                base,
+                self.program.parameters[name].name,
+                moves,
+                self.program.parameter_block(name),
             )
         )
         return variable
@@ -369,6 +373,7 @@ class _Lowering:
                 price.flops, price.forward_s, price.backward_s, saved_bytes, keeps,
                 self.line_costs.storage_of(operator, names), price.model_flops,
                 self.line_costs.workspace(operator, chosen, inputs, outs, share),
+                self.program.block(operator.name),
             )
         )  # fmt: skip
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
@@ -29,7 +28,7 @@ from autopar.passes.analysis import (
 )
 from autopar.passes.intra import Chooser, Constraints, PlacementRequest
 from autopar.passes.lowering import Abridger, lower
-from autopar.program import Pipeline, StageProgram, Strategy, every_parameter, numbered_module
+from autopar.program import Pipeline, StageProgram, Strategy, block_of, every_parameter
 from tests.helpers.captures import captured
 from tests.helpers.harness import random_tokens, tiny_gpt2
 from tests.helpers.machines import balanced_cost
@@ -81,20 +80,12 @@ def test_the_fastest_placements(family: str, sizes: tuple[int, ...]) -> None:
     assert few.repeats
 
 
-# Families in which the gathers of blocks are not yet priced as in the whole program, and why.
-MISPRICED = {
-    "frozen resnet": "repeated layers lie inside of a numbered module, which gathers for all",
-}
+AT_NIGHT = ("t5", "mixtral")
 
 
-def expected(family: str) -> Any:
-    marks = [nightly] if family in ("t5", "mixtral") else []
-    if family in MISPRICED:
-        marks.append(pytest.mark.xfail(strict=True, reason=MISPRICED[family]))
-    return pytest.param(family, marks=marks)
-
-
-@pytest.mark.parametrize("family", [expected(family) for family in REPEATED])
+@pytest.mark.parametrize(
+    "family", [pytest.param(f, marks=[nightly] if f in AT_NIGHT else []) for f in REPEATED]
+)
 def test_every_block_gathers_its_parameters(family: str) -> None:
     """T5's equal blocks could begin inside of a layer, whose gathers all come first in it."""
     program, cost = folded(family), balanced_cost((4,))
@@ -118,7 +109,7 @@ def test_blocks_that_are_placed_in_several_ways() -> None:
     late = {f"transformer.h.{block}" for block in range(N_BLOCKS // 2, N_BLOCKS)}
     parameters = program.whole.program.parameters
     storage = {
-        name: (gathered if numbered_module(parameters[name].name) in late else ddp).storage[name]
+        name: (gathered if block_of(parameters[name].name) in late else ddp).storage[name]
         for name in parameters
     }
     few = check(program.whole, replace(ddp, storage=storage), cost)
