@@ -13,6 +13,7 @@ together (`builder.py`), and every array of numbers starts with an axis of cases
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -92,27 +93,25 @@ class IntraOpProblem:
         """Equal for problems of one program that offer the same choices."""
         return tuple(c.table.likeness for c in self.candidates), tuple(self.storages.values())
 
-    @property
-    def converted_once(self) -> dict[int, BoolArray]:
-        """Variable of a parameter -> which of its storages are converted once per step."""
-        return {
+    def is_once(self, numbers: ChoiceProblems, variables: Sequence[int]) -> BoolArray:
+        """[numbers of a row]: which costs a step pays once, whatever its microbatches: updates and
+        parameters that are converted once. `numbers` is of some of the variables."""
+        layout = numbers.layout
+        out = np.zeros(layout.n_numbers, dtype=bool)
+        converted = {
             v: np.array([storage.period == "step" for storage in self.storages[name]])
             for name, v in self.parameter_variables.items()
         }
-
-    @cached_property
-    def once_problem(self) -> ChoiceProblem:
-        """The problem with only the costs that a step pays once, whatever its microbatches: updates
-        and parameters that are converted once."""
-        n, numbers, converted = len(self.candidates), self.numbers, self.converted_once
-        edges = []
-        for edge in numbers.edges:
-            cost_s = np.broadcast_to(0.0, edge.cost_s.shape)
-            if edge.u in converted:
-                cost_s = np.where(converted[edge.u][:, None], edge.cost_s, 0.0)
-            edges.append(replace(edge, cost_s=cost_s))
-        zeros = (np.zeros_like(of_group) for of_group in numbers.cost_s[:n])
-        return replace(numbers, cost_s=(*zeros, *numbers.cost_s[n:]), edges=tuple(edges))
+        for v, at, n in zip(variables, layout.own_at, layout.n_choices, strict=True):
+            out[at : at + n] = v >= len(self.candidates)
+        for edge, at in zip(numbers.edges, layout.table_at, strict=True):
+            table = out[at : at + math.prod(edge.shape)].reshape(edge.shape)
+            u, v = variables[edge.u], variables[edge.v]
+            if u in converted:
+                table[:] = converted[u][:, None]
+            elif v in converted:
+                table[:] = converted[v]
+        return out
 
     @cached_property
     def runs_again(self) -> frozenset[int]:
