@@ -30,6 +30,7 @@ from autopar.passes.solvers.problem import (
     BoolArray,
     ChoiceProblem,
     ChoiceProblems,
+    Numbers,
 )
 from autopar.placement import Spec
 from autopar.program import Recomputed, Storage
@@ -83,10 +84,12 @@ class IntraOpProblem:
 
     def under(self, budget_bytes: float | None, n_in_flight: int = 1) -> IntraOpProblem:
         """The problem with a budget, and activations of `n_in_flight` microbatches live at once."""
-        numbers = replace(self.numbers, budget_bytes=budget_bytes)
+        numbers = self.numbers
         if n_in_flight != 1:
-            numbers = numbers.times(n_in_flight, set(self.parameter_variables.values()))
-        return replace(self, numbers=numbers)
+            stored = frozenset(self.parameter_variables.values())
+            alone = replace(ChoiceProblems.alone(numbers), stored=stored)
+            numbers = Numbers.row(alone, 0, n_in_flight).written(alone)
+        return replace(self, numbers=replace(numbers, budget_bytes=budget_bytes))
 
     @property
     def structure(self) -> Hashable:
