@@ -19,8 +19,11 @@ from autopar.passes.solvers.eliminate.elimination import (
     least_of_classes,
     over,
 )
-from autopar.passes.solvers.eliminate.elimination_order import EliminationPlan, TableLimits, TooWide
+from autopar.passes.solvers.eliminate.elimination_order import EliminationPlan, TooWide
 from autopar.passes.solvers.problem import EliminationStep, FloatArray, PlacedTable, Potentials
+
+# Entries of the largest joint table, and of all tables that are kept at once.
+MOST_JOINT, MOST_KEPT = 2**24, 2**25
 
 
 def min_marginals(plan: EliminationPlan, potentials: Potentials) -> list[FloatArray]:
@@ -30,7 +33,7 @@ def min_marginals(plan: EliminationPlan, potentials: Potentials) -> list[FloatAr
     Raises `TooWide` when the tables that must be kept at once are too large.
     """
     largest = max(map(plan.joint_entries, plan.steps), default=1)
-    if largest > TableLimits.marginal_entries or plan.kept > TableLimits.kept_entries // 4:
+    if largest > MOST_JOINT or plan.kept > MOST_KEPT:
         raise TooWide(f"min-marginals need {plan.kept} entries in all and {largest} in one table")
     marginals = dict(_downward(plan, potentials))
     return [marginals[v] for v in range(len(plan.sizes))]
