@@ -14,11 +14,7 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from autopar.passes.solvers.eliminate.elimination import (
-    eliminate,
-    least_of_classes,
-    over,
-)
+from autopar.passes.solvers.eliminate.elimination import eliminate, least_of_classes, over
 from autopar.passes.solvers.eliminate.elimination_order import EliminationPlan, TooWide
 from autopar.passes.solvers.problem import EliminationStep, FloatArray, PlacedTable, Potentials
 
@@ -52,10 +48,8 @@ def _downward(plan: EliminationPlan, potentials: Potentials) -> Iterable[tuple[i
     for step in reversed(plan.steps):
         made, root = step.made, root_of[step.made.table]
         others = total - roots[root] if math.isfinite(total) else math.inf
-        own, others_of = (
-            _own_costs(step, potentials, tables),
-            dict(_other_tables(plan, step, tables)),
-        )
+        own = _own_costs(step, potentials, tables)
+        others_of = dict(_other_tables(plan, step, tables))
         above = down.pop(made.table)[:, None] if made.scope else np.zeros((1, 1))
         joint = np.zeros((1, plan.partitions.n_classes(step.partition), *(1 for _ in made.scope)))
         joint = sum(others_of.values(), joint + above)
