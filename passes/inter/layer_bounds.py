@@ -45,11 +45,11 @@ from autopar.passes.intra import Constraints, IntraOpProblem, ProblemFamilies
 from autopar.passes.solvers.choice import Messages
 from autopar.passes.solvers.problem import (
     BUDGET_REL,
+    BoolArray,
     ChoiceProblem,
     ChoiceProblems,
     Numbers,
     Weights,
-    memory,
 )
 
 Array = NDArray[np.float64]
@@ -71,34 +71,30 @@ class LeastSeconds(NamedTuple):
 class _Groups:
     """The problem of some groups, and which kept operators are in the groups.
 
-    `whole` has all costs, `once` those that a step pays once. `stored` are the variables whose
-    bytes are the same for all microbatches.
+    `is_once` says of a row of its numbers which costs a step pays once.
     """
 
-    whole: ChoiceProblem
-    once: Callable[[], ChoiceProblem]
-    stored: frozenset[int]
+    problem: ChoiceProblems
+    is_once: Callable[[], BoolArray]
     operators: frozenset[int]
 
     def lower_bounds(self, part: Part, weights: Sequence[Weights], depth: int = 1) -> Array:
         """[weights]: lower bounds on the sums of a part, with as many microbatches in flight."""
-        problems, messages = self._every if part == "whole_s" else self._work
-        numbers = Numbers.row(problems, 0, depth)
+        numbers, messages = Numbers.row(self.problem, 0, depth), self._messages[part]
+        if part == "work_s":  # what is forbidden stays so
+            is_without = self._is_once & np.isfinite(numbers.cost_s)
+            numbers = replace(numbers, cost_s=np.where(is_without, 0.0, numbers.cost_s))
         return np.array(
             [messages.bound_and_choice(numbers.at(w).rows[0], w.cost)[0] for w in weights]
         )
 
     @cached_property
-    def _every(self) -> tuple[ChoiceProblems, Messages]:
-        return self._with_messages(self.whole)
+    def _is_once(self) -> BoolArray:
+        return self.is_once()
 
     @cached_property
-    def _work(self) -> tuple[ChoiceProblems, Messages]:
-        return self._with_messages(_without(self.whole, self.once()))
-
-    def _with_messages(self, problem: ChoiceProblem) -> tuple[ChoiceProblems, Messages]:
-        problems = replace(ChoiceProblems.alone(problem), stored=self.stored)
-        return problems, Messages.of(problems, problems.layout)
+    def _messages(self) -> dict[Part, Messages]:
+        return {part: Messages.of(self.problem, self.problem.layout) for part in get_args(Part)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -197,14 +193,16 @@ class LayerBounds:
         modes = (of.variable for of in problem.modes if not names.keys().isdisjoint(of.operators))
         inside = {*groups, *(v for v in modes if v is not None)}
         variables = _variables_within(problem.numbers, inside, len(problem.candidates))
-        whole = _of_variables(problem.numbers, variables)
         stored = set(problem.parameter_variables.values())
         inside_stored = frozenset(i for i, v in enumerate(variables) if v in stored)
+        alone = ChoiceProblems.alone(_of_variables(problem.numbers, variables))
+        whole = replace(alone, stored=inside_stored)
         members = (m.name for v in groups for m in problem.candidates[v].group.members)
         return _Groups(
-            whole, lambda: _of_variables(problem.once_problem, variables), inside_stored,
+            whole,
+            lambda: problem.is_once(whole, variables),
             frozenset(names[name] for name in members),
-        )  # fmt: skip
+        )
 
     def _sums(self, of_distinct: Sequence[Array]) -> list[Array]:
         """Per layer, the sum of what is known of each part of `_distinct`."""
@@ -276,23 +274,3 @@ def _of_variables(numbers: ChoiceProblem, variables: Sequence[int]) -> ChoicePro
         tuple(numbers.names[v] for v in variables), tuple(numbers.cost_s[v] for v in variables),
         tuple(numbers.bytes[v] for v in variables), tuple(edges), is_checked=True,
     )  # fmt: skip
-
-
-def _without(numbers: ChoiceProblem, once: ChoiceProblem) -> ChoiceProblem:
-    """The problem without the costs of another; what is forbidden stays so."""
-    found: dict[Hashable, Array] = {}
-
-    def less(cost_s: Array, once_s: Array) -> Array:
-        """Arrays of one memory stay so, because they share a place in a row of numbers."""
-        key = memory(cost_s, once_s)
-        if key not in found:
-            out = np.full(cost_s.shape, np.inf)
-            found[key] = np.subtract(cost_s, once_s, out=out, where=np.isfinite(cost_s))
-        return found[key]
-
-    pairs = zip(numbers.edges, once.edges, strict=True)
-    return replace(
-        numbers,
-        cost_s=tuple(less(*pair) for pair in zip(numbers.cost_s, once.cost_s, strict=True)),
-        edges=tuple(replace(a, cost_s=less(a.cost_s, b.cost_s)) for a, b in pairs),
-    )

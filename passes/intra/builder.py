@@ -21,6 +21,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.errors import InfeasibleError
+from autopar.identity import Same
 from autopar.passes.analysis import Side, boundary_specs
 from autopar.passes.intra.candidates import GroupCandidates
 from autopar.passes.intra.cases import Cases
@@ -96,7 +97,7 @@ class ProblemBuilder:
     may_be_last: dict[int, float] = field(default_factory=dict)
     waits_per_sync: float = 0.0
     tie_s: Array = field(default_factory=lambda: np.zeros(1))
-    _with_ties: dict[tuple[int, int], tuple[Any, Any, Array]] = field(default_factory=dict)
+    _with_ties: dict[tuple[Same, Same], Array] = field(default_factory=dict)
 
     def connect(self, candidates: Sequence[GroupCandidates]) -> None:
         """Make all variables and edges."""
@@ -148,16 +149,11 @@ class ProblemBuilder:
 
     def add_ties(self, cost_s: Array, tie: NDArray[np.floating[Any]]) -> Array:
         """Seconds with what breaks ties: [cases or 1, ...]. Equal problems share one sum."""
-        key = id(cost_s), id(tie)
+        key = Same(cost_s), Same(tie)
         if key not in self._with_ties:
             weight = self.tie_s.reshape(-1, *(1,) * (cost_s.ndim - 1))
-            total = cost_s + weight * tie if tie.any() else cost_s
-            self._with_ties[key] = (
-                cost_s,
-                tie,
-                total,
-            )  # kept: ids stay theirs
-        return self._with_ties[key][2]
+            self._with_ties[key] = cost_s + weight * tie if tie.any() else cost_s
+        return self._with_ties[key]
 
     def _add_conversions(
         self, index: int, target: int, found: ConversionCosts, columns: NDArray[np.intp] | None

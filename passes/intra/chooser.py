@@ -12,10 +12,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
-from typing import Protocol, TypedDict
 from weakref import WeakKeyDictionary
-
-import numpy as np
 
 from autopar.cost.laws import CostModel
 from autopar.errors import InfeasibleError
@@ -120,16 +117,6 @@ class PlacementRequest:
     @property
     def gap_goal(self) -> float:
         return RECIPE_GAP_GOAL if self.constraints.roles else GAP_GOAL
-
-
-class _BudgetSolver(Protocol):
-    @property
-    def problem(self) -> RepeatedProblem: ...
-
-    def solve(
-        self, budget_bytes: float | None, time_limit_s: float | None, gap_goal: float,
-        limit_s: float,
-    ) -> Solution[RepeatedChoice] | Infeasible: ...  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -244,7 +231,7 @@ class Chooser:
 
     def _solver(
         self, whole: Repeated, place: int, ask: PlacementRequest, by: Solver | None
-    ) -> _BudgetSolver:
+    ) -> RepeatedSolver | _WrittenOut:
         """The solver of a problem. That by elimination is kept: results for one budget serve the
         others.
 
@@ -293,21 +280,22 @@ class Chooser:
 
         best = _best(solution, hiding, solve_weighed, runs_on.folded_problem, ask, limit_s)
         floor_s = _floor_s(best, solve_weighed, folded, place, ask, limit_s)
-        choice = best.choice
-        once = np.where(runs_on.once_mask, problem.row.cost_s[0], 0.0)
-        once_s = replace(problem, costs=once).evaluate(choice).cost_s
+        law, launches_s = runs_on.folded_problem.hiding, runs_on.folded_problem.launches_s
+        objective_s = law.step_s(best.parts, ask.n_microbatches) + launches_s
+        exposed_s = law.exposed_sync_s(best.parts, ask.n_microbatches)
+        gap = _gap(objective_s, max(floor_s, best.bound_s + beside_s))
         return Chosen(
-            **_seconds(
-                best, once_s, solution.gap, max(floor_s, best.bound_s + beside_s),
-                runs_on.folded_problem, ask,
-            ),
+            objective_s=objective_s,
+            once_s=runs_on.once_s(problem, best.choice) + exposed_s + launches_s,
+            gap=gap if ask.runs_on is None else solution.gap,
             size_bytes=best.size_bytes,
             n_variables=whole.n_variables,
             n_written_out=whole.n_written_out,
-            read=partial(_strategy, self.folded.whole, whole, choice, ask),
+            read=partial(_strategy, self.folded.whole, whole, best.choice, ask),
             settled=solution.settled and best.bound_s < limit_s,
+            solver_gap=solution.gap,
             hidden_bound_s=max(floor_s, solution.bound_s + beside_s),
-        )  # fmt: skip
+        )
 
 
 def choose(
@@ -355,34 +343,9 @@ def _floor_s(
     return 0.0 if found is None else found.bound_s + problem.launches_s
 
 
-class _Seconds(TypedDict):
-    objective_s: float
-    once_s: float
-    gap: float
-    solver_gap: float
-
-
-def _seconds(
-    best: LeastExposed,
-    once_s: float,
-    solver_gap: float,
-    bound_s: float,
-    problem: IntraOpProblem,
-    ask: PlacementRequest,
-) -> _Seconds:
-    """The numbers of a choice; `once_s` is what it pays once a step if all is hidden, `bound_s` a
-    lower bound on all choices.
-    """
-    m, hiding, launches_s = ask.n_microbatches, problem.hiding, problem.launches_s
-    objective_s = hiding.step_s(best.parts, m) + launches_s
-    exposed_s = hiding.exposed_sync_s(best.parts, m)
-    gap = 0.0 if bound_s >= objective_s * (1 - 1e-9) else 1 - bound_s / objective_s
-    return {
-        "objective_s": objective_s,
-        "once_s": once_s + exposed_s + launches_s,
-        "gap": solver_gap if ask.runs_on is not None else gap,
-        "solver_gap": solver_gap,
-    }
+def _gap(objective_s: float, bound_s: float) -> float:
+    """The relative distance of an objective to a lower bound."""
+    return 0.0 if bound_s >= objective_s * (1 - 1e-9) else 1 - bound_s / objective_s
 
 
 def _strategy(

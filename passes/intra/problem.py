@@ -13,6 +13,7 @@ together (`builder.py`), and every array of numbers starts with an axis of cases
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -29,6 +30,7 @@ from autopar.passes.solvers.problem import (
     BoolArray,
     ChoiceProblem,
     ChoiceProblems,
+    Numbers,
 )
 from autopar.placement import Spec
 from autopar.program import Recomputed, Storage
@@ -82,37 +84,37 @@ class IntraOpProblem:
 
     def under(self, budget_bytes: float | None, n_in_flight: int = 1) -> IntraOpProblem:
         """The problem with a budget, and activations of `n_in_flight` microbatches live at once."""
-        numbers = replace(self.numbers, budget_bytes=budget_bytes)
+        numbers = self.numbers
         if n_in_flight != 1:
-            numbers = numbers.times(n_in_flight, set(self.parameter_variables.values()))
-        return replace(self, numbers=numbers)
+            stored = frozenset(self.parameter_variables.values())
+            alone = replace(ChoiceProblems.alone(numbers), stored=stored)
+            numbers = Numbers.row(alone, 0, n_in_flight).written(alone)
+        return replace(self, numbers=replace(numbers, budget_bytes=budget_bytes))
 
     @property
     def structure(self) -> Hashable:
         """Equal for problems of one program that offer the same choices."""
         return tuple(c.table.likeness for c in self.candidates), tuple(self.storages.values())
 
-    @property
-    def converted_once(self) -> dict[int, BoolArray]:
-        """Variable of a parameter -> which of its storages are converted once per step."""
-        return {
+    def is_once(self, numbers: ChoiceProblems, variables: Sequence[int]) -> BoolArray:
+        """[numbers of a row]: which costs a step pays once, whatever its microbatches: updates and
+        parameters that are converted once. `numbers` is of some of the variables."""
+        layout = numbers.layout
+        out = np.zeros(layout.n_numbers, dtype=bool)
+        converted = {
             v: np.array([storage.period == "step" for storage in self.storages[name]])
             for name, v in self.parameter_variables.items()
         }
-
-    @cached_property
-    def once_problem(self) -> ChoiceProblem:
-        """The problem with only the costs that a step pays once, whatever its microbatches: updates
-        and parameters that are converted once."""
-        n, numbers, converted = len(self.candidates), self.numbers, self.converted_once
-        edges = []
-        for edge in numbers.edges:
-            cost_s = np.broadcast_to(0.0, edge.cost_s.shape)
-            if edge.u in converted:
-                cost_s = np.where(converted[edge.u][:, None], edge.cost_s, 0.0)
-            edges.append(replace(edge, cost_s=cost_s))
-        zeros = (np.zeros_like(of_group) for of_group in numbers.cost_s[:n])
-        return replace(numbers, cost_s=(*zeros, *numbers.cost_s[n:]), edges=tuple(edges))
+        for v, at, n in zip(variables, layout.own_at, layout.n_choices, strict=True):
+            out[at : at + n] = v >= len(self.candidates)
+        for edge, at in zip(numbers.edges, layout.table_at, strict=True):
+            table = out[at : at + math.prod(edge.shape)].reshape(edge.shape)
+            u, v = variables[edge.u], variables[edge.v]
+            if u in converted:
+                table[:] = converted[u][:, None]
+            elif v in converted:
+                table[:] = converted[v]
+        return out
 
     @cached_property
     def runs_again(self) -> frozenset[int]:

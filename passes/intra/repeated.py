@@ -112,21 +112,13 @@ class Repeated:
         return RepeatedSolver(problem, self._plan)
 
     @cached_property
-    def once_mask(self) -> BoolArray:
-        """[numbers of a row]: which costs a step pays once, whatever its microbatches: updates and
-        parameters that are converted once."""
-        layout, problem = self.problems.layout, self.folded_problem
-        out = np.zeros(layout.n_numbers, dtype=bool)
-        for v in range(len(problem.candidates), self.n_variables):
-            out[layout.own_at[v] :][: layout.n_choices[v]] = True
-        converted = problem.converted_once
-        for edge, at, shape in self.problems.tables(range(len(self.problems.numbers.edges))):
-            table = out[at : at + math.prod(shape)].reshape(shape)
-            if edge.u in converted:
-                table[:] = converted[edge.u][:, None]
-            elif edge.v in converted:
-                table[:] = converted[edge.v]
-        return out
+    def _is_once(self) -> BoolArray:
+        return self.folded_problem.is_once(self.problems.numbers, range(self.n_variables))
+
+    def once_s(self, problem: RepeatedProblem, choice: RepeatedChoice) -> float:
+        """What of a choice's seconds a step pays once, in one of the problems."""
+        costs = np.where(self._is_once, problem.row.cost_s[0], 0.0)
+        return replace(problem, costs=costs).evaluate(choice).cost_s
 
     def apart(self, case: int) -> Apart:
         """What of a case's numbers is compute, and what compute may hide."""

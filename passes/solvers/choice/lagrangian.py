@@ -125,13 +125,9 @@ class Hull(Generic[C]):
         """The least total at a price (infinite: none is allowed), and a corner that attains it."""
         value, point = self.minimiser.at(Weights(size=s_per_byte))
         if math.isfinite(value):
-            self.add(s_per_byte, value, point)
+            self.corners.append(point)
+            self._values.append((s_per_byte, value))
         return value, point
-
-    def add(self, s_per_byte: float, value: float, point: Point[C]) -> None:
-        """Record what `at` would find."""
-        self.corners.append(point)
-        self._values.append((s_per_byte, value))
 
     @cached_property
     def fastest(self) -> Point[C] | None:

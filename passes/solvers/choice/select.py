@@ -57,6 +57,8 @@ from autopar.passes.solvers.problem import (
 )
 
 Solver = Literal["auto", "ilp"]
+# Values that hubs may have together: to try more takes minutes, and gigabytes.
+MOST_BRANCHES = 4096
 _AnyPlan = EliminationPlan | ConditionedPlan
 
 
@@ -127,12 +129,14 @@ def _plan(problem: ChoiceProblem, limits: TableLimits | None) -> _AnyPlan | None
 
 
 def _plan_with_hubs(problem: ChoiceProblem, limits: TableLimits | None) -> _AnyPlan | None:
-    """The plan that tries values of hubs; None: it exceeds `limits`, too."""
+    """The plan that tries values of hubs; None: it exceeds `limits`, too, or `MOST_BRANCHES`."""
     axes = axes_of(problem.edges, problem.cost_s, problem.bytes)
     try:
-        return plan_conditioned(problem.sizes, axes, limits=limits)
+        plan = plan_conditioned(problem.sizes, axes, limits=limits)
     except TooWide:
         return None
+    n_branches = math.prod(map(plan.n_classes, range(len(plan.hubs))))
+    return plan if n_branches <= MOST_BRANCHES else None
 
 
 def _priced(

@@ -135,7 +135,10 @@ def _planned(
             break
         core |= more
     variables = tuple(sorted(core))
-    given = [*((p.scope, p.codes) for p in first.left), *(_written(sizes, axes) for axes in lazy)]
+    given = [
+        *((p.scope, p.codes) for p in first.left),
+        *((axes.scope, axes.written(sizes)) for axes in lazy),
+    ]
     n_tables = {v: sum(v in scope for scope, _ in given) for v in variables if v not in kept}
     often = sorted(n_tables, key=lambda v: (-n_tables[v], v))
     hubs: Scope = ()
@@ -163,11 +166,6 @@ def _entries(tables: Sequence[_Given], hubs: Scope) -> int:
         ),
         default=1,
     )
-
-
-def _written(sizes: Scope, axes: Axes) -> _Given:
-    """The variables of axes, and their codes with None written out."""
-    return axes.scope, axes.written(sizes)
 
 
 def _core_plan(

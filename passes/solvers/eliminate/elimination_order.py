@@ -41,7 +41,7 @@ class TooWide(AutoparError):
 @dataclass(frozen=True)
 class TableLimits:
     """Upper limits on elimination, in table entries: of one joint table, of all tables kept in
-    memory, of all joint tables, and of one joint table of min-marginals.
+    memory, of all joint tables.
 
     At 1e9 to 2e9 entries per second the defaults allow a few seconds, and 1 GB.
     """
@@ -49,7 +49,6 @@ class TableLimits:
     table_entries: int = 2**28
     kept_entries: int = 2**27
     total_entries: int = 2**32
-    marginal_entries: int = 2**24
 
     def and_(self, other: TableLimits) -> TableLimits:
         """The stricter limits of both."""

@@ -14,13 +14,12 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
-from autopar.passes.solvers.eliminate.elimination import (
-    eliminate,
-    least_of_classes,
-    over,
-)
-from autopar.passes.solvers.eliminate.elimination_order import EliminationPlan, TableLimits, TooWide
+from autopar.passes.solvers.eliminate.elimination import eliminate, least_of_classes, over
+from autopar.passes.solvers.eliminate.elimination_order import EliminationPlan, TooWide
 from autopar.passes.solvers.problem import EliminationStep, FloatArray, PlacedTable, Potentials
+
+# Entries of the largest joint table, and of all tables that are kept at once.
+MOST_JOINT, MOST_KEPT = 2**24, 2**25
 
 
 def min_marginals(plan: EliminationPlan, potentials: Potentials) -> list[FloatArray]:
@@ -30,7 +29,7 @@ def min_marginals(plan: EliminationPlan, potentials: Potentials) -> list[FloatAr
     Raises `TooWide` when the tables that must be kept at once are too large.
     """
     largest = max(map(plan.joint_entries, plan.steps), default=1)
-    if largest > TableLimits.marginal_entries or plan.kept > TableLimits.kept_entries // 4:
+    if largest > MOST_JOINT or plan.kept > MOST_KEPT:
         raise TooWide(f"min-marginals need {plan.kept} entries in all and {largest} in one table")
     marginals = dict(_downward(plan, potentials))
     return [marginals[v] for v in range(len(plan.sizes))]
@@ -49,10 +48,8 @@ def _downward(plan: EliminationPlan, potentials: Potentials) -> Iterable[tuple[i
     for step in reversed(plan.steps):
         made, root = step.made, root_of[step.made.table]
         others = total - roots[root] if math.isfinite(total) else math.inf
-        own, others_of = (
-            _own_costs(step, potentials, tables),
-            dict(_other_tables(plan, step, tables)),
-        )
+        own = _own_costs(step, potentials, tables)
+        others_of = dict(_other_tables(plan, step, tables))
         above = down.pop(made.table)[:, None] if made.scope else np.zeros((1, 1))
         joint = np.zeros((1, plan.partitions.n_classes(step.partition), *(1 for _ in made.scope)))
         joint = sum(others_of.values(), joint + above)

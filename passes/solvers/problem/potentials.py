@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import NamedTuple
 
@@ -80,6 +80,22 @@ class Numbers:
     def row(problems: ChoiceProblems, i: int, times: float = 1) -> Numbers:
         """The numbers of problem i, with `times` the bytes of what is not stored."""
         return Numbers(problems.layout, *problems.rows(i, times))
+
+    def written(self, problems: ChoiceProblems) -> ChoiceProblem:
+        """The problem with these numbers, one of `problems` or like them. What shares a place in
+        the row shares memory."""
+        layout, edges = self.layout, problems.edges
+        own_at = list(zip(layout.own_at, layout.n_choices, strict=True))
+        table_at = list(zip(layout.table_at, (e.shape for e in edges), strict=True))
+        own, tables = [], []
+        for kind in (self.cost_s[0], self.size_bytes[0]):
+            own.append(tuple(kind[at : at + n] for at, n in own_at))
+            tables.append([kind[at : at + math.prod(of)].reshape(of) for at, of in table_at])
+        of_edges = (
+            replace(e, cost_s=cost_s, bytes=size_bytes)
+            for e, cost_s, size_bytes in zip(edges, *tables, strict=True)
+        )
+        return ChoiceProblem(problems.names, own[0], own[1], tuple(of_edges), is_checked=True)
 
     def at(self, weights: Weights) -> Potentials:
         """The weighted sum. Forbidden entries stay infinite."""

@@ -177,24 +177,6 @@ class ChoiceProblem:
         """The same problem with `merged` edges."""
         return replace(self, edges=merged(self.edges))
 
-    def times(self, n: float, stored: Set[int]) -> ChoiceProblem:
-        """The problem with n times the bytes of all but the `stored` variables and their edges.
-        Arrays that share memory still do."""
-        known = dict[Hashable, FloatArray]()
-
-        def grown(array: FloatArray) -> FloatArray:
-            key = memory(array)
-            if key not in known:
-                known[key] = array * n
-            return known[key]
-
-        edges = (
-            e if e.bytes is None or e.is_of(stored) else replace(e, bytes=grown(e.bytes))
-            for e in self.edges
-        )
-        own = (a if v in stored else grown(a) for v, a in enumerate(self.bytes))
-        return replace(self, bytes=tuple(own), edges=tuple(edges))
-
 
 def merged(edges: Iterable[Edge]) -> tuple[Edge, ...]:
     """At most one edge per pair, u < v, sorted by (u, v). Parallel edges add up."""

@@ -217,19 +217,7 @@ class RepeatedProblem:
     @property
     def numbers(self) -> ChoiceProblem:
         """The problem with every block written down once."""
-        every, layout = self.every.numbers, self.every.layout
-        own_at = list(zip(layout.own_at, layout.n_choices, strict=True))
-        table_at = list(zip(layout.table_at, (e.shape for e in every.edges), strict=True))
-        row = self.row
-        own, tables = [], []
-        for kind in (row.cost_s[0], row.size_bytes[0]):
-            own.append(tuple(kind[at : at + n] for at, n in own_at))
-            tables.append([kind[at : at + math.prod(of)].reshape(of) for at, of in table_at])
-        edges = (
-            replace(e, cost_s=cost_s, bytes=size_bytes)
-            for e, cost_s, size_bytes in zip(every.edges, *tables, strict=True)
-        )
-        return ChoiceProblem(every.names, own[0], own[1], tuple(edges), is_checked=True)
+        return self.row.written(self.every.numbers)
 
     def evaluate(self, choice: RepeatedChoice) -> ChoiceTotals:
         """The totals of a choice over all copies. Equal copies are evaluated once."""
