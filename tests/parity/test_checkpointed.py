@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -12,17 +11,11 @@ import autopar
 from autopar import Manual, Plan
 from autopar.options import Options
 from autopar.passes.analysis import Analysis, Recomputable, Run, aligned_runs, find_runs
-from autopar.runtime.launch import WorkerPool
 from tests.helpers.captures import captured
 from tests.helpers.jobs import (
-    Case,
-    Trained,
-    errors,
     gpt2,
     machine,
     tokens,
-    train_alone,
-    train_module,
 )
 from tests.helpers.models import checkpointed as models
 from tests.helpers.nightly import nightly, one_in
@@ -110,29 +103,3 @@ def test_folded_or_not_the_plan_is_the_same(how: str, n_blocks: int) -> None:
     assert recomputed(folded) == recomputed(whole)
     assert folded.predicted.step_time_s == pytest.approx(whole.predicted.step_time_s, rel=1e-9)
     assert folded.predicted.peak_bytes == whole.predicted.peak_bytes
-
-
-@nightly
-def test_dropout_draws_the_same_again(workers: Callable[[int], WorkerPool]) -> None:
-    """Positional random numbers: a region that runs again drops the same elements."""
-    found = workers(2).run(_train_dropped)
-    assert {
-        k: v for k, v in errors(found, train_alone(DROPPED)).items() if not v <= TOLERANCE
-    } == {}
-
-
-def _dropped(on: bool) -> nn.Module:
-    model = gpt2(2, resid_pdrop=0.3, attn_pdrop=0.3).train()
-    if on:
-        model.activation_checkpointing_enable()  # type: ignore[operator]
-    return model
-
-
-DROPPED = Case(lambda: _dropped(False), tokens)
-
-
-def _train_dropped() -> Trained:
-    case = Case(lambda: _dropped(True), tokens)
-    module = autopar.parallelize(case.model(), MESH, case.batch(0), precision="fp64")
-    assert len(module.plan.data.stages[0].recomputed) == 2
-    return train_module(module, case.batch)

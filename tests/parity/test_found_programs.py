@@ -287,3 +287,25 @@ def test_masked_places_get_a_vector() -> None:
     for manual in (Manual(dp=2), Manual(tp=2)):
         report = autopar.verify(Hidden().double(), (1, 2), batch, precision="fp64", manual=manual)
         assert report.ok, report.text()
+
+
+class Recurrent(nn.Module):
+    """Gradients of all states are views of one tensor; a cut hands over one of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.Linear(16, 8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        h, states = x[:, 0], list[Tensor]()
+        for k in range(6):
+            h = torch.tanh(self.cell(torch.cat([h, x[:, k]], -1)))
+            states.append(h)
+        scores = self.head(torch.stack(states, 1))
+        return F.cross_entropy(scores.flatten(0, 1), y.flatten())
+
+
+def test_stages_that_end_inside_of_a_recurrent_loop() -> None:
+    batch = {"x": torch.randn(4, 6, 8), "y": torch.randint(3, (4, 6))}
+    report = autopar.verify(Recurrent(), (1, 2), batch, precision="fp64", manual=Manual(pp=2))
+    assert report.ok, report.text()

@@ -23,7 +23,6 @@ from tests.parity.table import TOLERANCE
 Pool = Callable[[int], WorkerPool]
 Step = tuple[Tensor, Any, dict[str, Tensor]]  # loss, outputs, gradients
 N_RANKS = 4
-STATES = "encoder_last_hidden_state"
 
 
 def ready(model: str, layout: str, microbatches: int = 4) -> autopar.ParallelModule:
@@ -58,53 +57,6 @@ def off(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> dict[str, float]
     return {name: e for name, e in errors.items() if not e <= TOLERANCE}
 
 
-def outputs_of(model: str, layout: str) -> dict[str, Any]:
-    """Run a step that hands over its outputs, then evaluation, then another step."""
-    module = ready(model, layout)
-    seen: list[Any] = []
-    loss = module.step(outputs=seen.append, **CASES[model].batch(0))
-    gradients, bound = module.full_gradients(), module.plan.bound
-    assert bound is not None
-    module.eval()
-    batch = CASES[model].batch(1)
-    last = module(**batch)
-    everywhere = module(gather="all", **batch)
-    module.train()
-    return {
-        "seen": [dict(outputs) for outputs in seen], "loss": loss, "gradients": gradients,
-        "n_blocks": bound.pipeline.n_blocks, "ranks": module.plan.stages[-1].ranks,
-        "last": {k: last[k] for k in ("loss", "logits", STATES) if k in last},
-        "all": dict(everywhere), "type": type(last).__name__,
-        "after": module.step(**CASES[model].batch(0)),
-    }  # fmt: skip
-
-
-@pytest.fixture(
-    scope="module",
-    params=[pytest.param(layout, marks=nightly) for layout in ("pp2 dp2 zero-3", "4 x (1,1)")],
-)
-def t5_outputs(request: pytest.FixtureRequest, workers: Pool) -> list[dict[str, Any]]:
-    """`outputs_of` T5 on every rank of a layout."""
-    return workers(N_RANKS).run(outputs_of, "t5", request.param)
-
-
-def test_evaluation(t5_outputs: list[dict[str, Any]]) -> None:
-    """Every rank has the loss. Other tensors are on the last stage, or on all if all gather."""
-    loss, outputs, _ = reference("t5", 1, training=False)
-    wanted = {"loss": loss, "logits": outputs.logits, STATES: outputs[STATES]}
-    wanted = {name: value.detach() for name, value in wanted.items()}
-    trained, _, _ = reference("t5", 0)
-    for rank, found in enumerate(t5_outputs):
-        assert found["type"] == type(outputs).__name__
-        assert off(found["all"], wanted) == {}
-        if rank in found["ranks"]:
-            assert off(found["last"], wanted) == {}
-        else:
-            assert error(found["last"].pop("loss"), loss) <= TOLERANCE
-            assert not any(isinstance(value, Tensor) for value in found["last"].values())
-        assert error(found["after"], trained) <= TOLERANCE
-
-
 def predict(layout: str) -> tuple[Any, Any]:
     module = ready("mlp", layout)
     module.eval()
@@ -125,25 +77,6 @@ def test_evaluation_without_a_loss(layout: str, n_last: int, workers: Pool) -> N
             assert torch.equal(last, everywhere)
         else:
             assert last is None
-
-
-def test_outputs_of_each_microbatch(t5_outputs: list[dict[str, Any]]) -> None:
-    """Only the last stage hands outputs over, in the order of the batch's rows."""
-    loss, outputs, gradients = reference("t5", 0)
-    assert off(t5_outputs[0]["gradients"], gradients) == {}
-    for rank, of_rank in enumerate(t5_outputs):
-        assert error(of_rank["loss"], loss) <= TOLERANCE
-        if rank not in of_rank["ranks"]:
-            assert of_rank["seen"] == []
-            continue
-        seen = of_rank["seen"]
-        assert len(seen) == 4
-        assert error(sum((o["loss"] for o in seen), torch.zeros(())) / 4, loss) <= TOLERANCE
-        for name in ("logits", STATES):
-            whole = outputs[name].detach()
-            dealt = whole.unflatten(0, (of_rank["n_blocks"], 4, -1))
-            for k, of_microbatch in enumerate(seen):
-                assert error(of_microbatch[name], dealt[:, k].flatten(0, 1)) <= TOLERANCE
 
 
 def step_locally(model: str, layout: str) -> dict[str, Any]:
@@ -170,29 +103,6 @@ def test_a_local_batch(layout: str, workers: Pool) -> None:
         assert of_rank["parts"] == {read: mine, unread: None}
         assert error(of_rank["loss"], loss) <= TOLERANCE
     assert off(found[0]["gradients"], gradients) == {}
-
-
-def fewer_rows(batch: Batch) -> Batch:
-    return {name: value[:24, :6].contiguous() for name, value in batch.items()}
-
-
-def accumulate(model: str, layout: str) -> tuple[list[Tensor], dict[str, Tensor]]:
-    """Steps on two shapes, without `zero_grad` between them."""
-    module = ready(model, layout)
-    batches = CASES[model].batch(0), fewer_rows(CASES[model].batch(1))
-    return [module.step(**batch) for batch in batches], module.full_gradients()
-
-
-@nightly
-def test_gradients_add_up_over_steps_of_other_shapes(workers: Pool) -> None:
-    """So do those of the tied embedding, which both stages use."""
-    loss, _, gradients = reference("gpt2", 0)
-    other, _, more = reference_of("gpt2", fewer_rows(CASES["gpt2"].batch(1)))
-    found = workers(N_RANKS).run(accumulate, "gpt2", "(1,1) + (1,3)")
-    for losses, _ in found:
-        assert error(losses[0], loss) <= TOLERANCE
-        assert error(losses[1], other) <= TOLERANCE
-    assert off(found[0][1], {name: g + more[name] for name, g in gradients.items()}) == {}
 
 
 class Probe(nn.Module):

@@ -57,7 +57,7 @@ class Outcome:
 def outcome(program: Program, layout: Layout = ALONE) -> Outcome:
     """Run a program under a layout beside eager torch."""
     try:
-        with _quiet():
+        with quiet():
             wrong: Mapping[str, Any]
             if layout == ALONE:
                 wrong = _errors_alone(program)
@@ -88,7 +88,7 @@ def _key(error: Exception) -> str:
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def quiet() -> Iterator[None]:
     with torch.random.fork_rng(devices=()), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield
@@ -121,7 +121,7 @@ def state_of(net: nn.Module) -> dict[str, Tensor]:
 
 def captured_operators(program: Program) -> list[str]:
     """The operators of a program, or none if it is refused."""
-    with _quiet():
+    with quiet():
         net, batch = program.build()
         try:
             graph = captured(net, batch, precision="fp64").graph

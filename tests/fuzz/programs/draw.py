@@ -86,11 +86,7 @@ def loss_of(out: Any) -> Tensor:
 
 
 def _drawn(rng: Random) -> Program | None:
-    seed = rng.randrange(1000)
-    torch.manual_seed(seed)
-    draw = Draw(rng)
-    for name, made in INPUTS.items():
-        draw.values[name] = eval(made, draw.space)
+    draw = Draw.begin(rng)
     n_loops, n_lines = rng.choice((0, 0, 1)), rng.randint(*N_LINES)
     loops_at = {rng.randrange(n_lines) for _ in range(n_loops)}
     for _ in range(rng.choice((1, 1, 2))):
@@ -99,13 +95,7 @@ def _drawn(rng: Random) -> Program | None:
         if k in loops_at:
             draw.loop()
         draw.line()
-    if not draw.losses():
-        return None
-    net = Scope(
-        "Net", tuple(INPUTS), tuple(draw.init), tuple(draw.lines), tuple(draw.results),
-        draw.returned_beside_loss(),
-    )  # fmt: skip
-    return Program((*draw.blocks, net), seed).pruned()
+    return draw.program() if draw.losses() else None
 
 
 def _is_sane(value: Tensor, largest: float = LARGEST) -> bool:
@@ -123,7 +113,24 @@ class Draw(Holes):
     results: list[str] = field(default_factory=list)
     blocks: list[Scope] = field(default_factory=list)
     n_names: int = 0
+    seed: int = 0
     _new_parts: list[tuple[str, str]] = field(default_factory=list)
+
+    @classmethod
+    def begin(cls, rng: Random) -> Draw:
+        """A model that has its inputs."""
+        draw = cls(rng, seed=rng.randrange(1000))
+        torch.manual_seed(draw.seed)
+        for name, made in INPUTS.items():
+            draw.values[name] = eval(made, draw.space)
+        return draw
+
+    def program(self) -> Program:
+        net = Scope(
+            "Net", tuple(INPUTS), tuple(self.init), tuple(self.lines), tuple(self.results),
+            self.returned_beside_loss(),
+        )  # fmt: skip
+        return Program((*self.blocks, net), self.seed).pruned()
 
     def name(self, letter: str) -> str:
         self.n_names += 1

@@ -46,6 +46,9 @@ BINARY = (
     "$L) * 0.3)}.t()",
     "{nn.Parameter(torch.randn(4, 4) * 0.3)} + {nn.Parameter(torch.randn(4, 4) * 0.3)}.t() + $r",
     "{nn.Parameter(torch.randn(1))} * $a + $b", "{nn.Parameter(torch.tensor(0.7))} * $a",
+    "$a.clamp(min=$c)", "torch.multiply($a, $c)", "torch.true_divide($a, $c.tanh() + 2)",
+    "torch.lerp($a, $b, $c)", "$a.where($c > 0, 0.0)", "F.pairwise_distance($a, $b + 1)",
+    "torch.cross($f[:, :3], $f.flip(1)[:, :3] + 1, dim=1)",
 )  # fmt: skip
 
 IN_PLACE = (
@@ -66,6 +69,14 @@ IN_PLACE = (
     "!NEW_v = $a.new_zeros($shape)\nNEW_v.copy_($b)", "F.relu($A * 1, inplace=True)",
     "{nn.SiLU(inplace=True)}($a + 0)", "{nn.Dropout(0.3, inplace=True)}($a + 0)",
     "!NEW_v = $a * 1\nfor row in NEW_v.unbind(1):\n    row.mul_(0.5)",
+    "!NEW_v = $f.sin()\nNEW_v[$f > 0] = 0.0\nNEW_v[$f[:, 0, 0] > 0.5] = 1.5",
+    "!NEW_v = $f.sin()\nNEW_v[torch.tensor([3, 1, 0]), 1] = $f[:3, 0]",
+    "!NEW_v = $m.clone()\nNEW_v &= $m.flip(1)\nNEW_v |= ids > 5\nNEW_v ^= True",
+    "!NEW_v = $i.clone()\nNEW_v <<= 1\nNEW_v.clamp_(max=7)",
+    "!NEW_v = $f.clone()\nNEW_v[$i.max() % $B] = NEW_v[torch.tensor(-1)] * 2\n"
+    "NEW_v[:, $i.min() % $C] = NEW_v[:, torch.tensor(-1)] + NEW_v[0, 0]\n"
+    "NEW_v[0, $i.max() % $C], NEW_v[$i.min() % $B, None] = 3.0, $f[:1]",
+    "!NEW_v = $a.new_empty($shape).copy_($b)",
 )  # fmt: skip
 
 REDUCTIONS = (
@@ -90,7 +101,9 @@ REDUCTIONS = (
     "$a.flatten().dot($b.flatten())", "torch.vdot($a.flatten(), $b.flatten())",
     "$a.sum_to_size($a[:1].shape)", "torch.std($a, [$d])", "$a.abs().add(0.1).prod($d)",
     "torch.var($a, [$d], unbiased=False)", "$a.nanmedian($d)[0]", "$a.nanmedian()",
-    "torch.renorm($a, 2, $d, 0.5)", "torch.segment_reduce($a, 'sum', lengths=torch.tensor([1, "
+    "torch.renorm($a, 2, $d, 0.5)", "torch.quantile($a, 0.5, dim=$d)", "torch.cov($two)",
+    "torch.trapezoid($a, dim=$d)", "$two.T.corrcoef()", "torch.std_mean($a)",
+    "torch.segment_reduce($a, 'sum', lengths=torch.tensor([1, "
     "$B - 1]))",
 )  # fmt: skip
 
@@ -119,8 +132,8 @@ VIEWS = (
     "$a.unsqueeze(1).squeeze(1)", "$a.squeeze()", "$a.unsqueeze(2).squeeze((2,))",
     "$a.select($d, $n)", "$a.narrow($d, 0, $half)", "$a[:, $n:]", "$a[..., ::2]", "$a[..., None]",
     "$a.chunk(2, $d)", "$a.chunk(2, $d)[1]", "$a.split($half, $d)",
-    "$a.split(dim=$d, split_size=[1, $N - 1])", "torch.split($a, 2, -1)", "$a.unbind($d)", "torch.mul(*$a.chunk(2, $d))",
-    "torch.cat($a.chunk(2, $d)[::-1], $d)",
+    "$a.split(dim=$d, split_size=[1, $N - 1])", "torch.split($a, 2, -1)", "$a.unbind($d)",
+    "torch.mul(*$a.chunk(2, $d))", "torch.cat($a.chunk(2, $d)[::-1], $d)",
     "$a.unsqueeze($d).expand(*$a.shape[:$d], 2, *$a.shape[$d:])",
     "$a.narrow($d, 0, 1).expand($shape)", "$a[:, :1].expand_as($a)", "$a.repeat_interleave(2, $d)",
     "$a.repeat(*[2 if k == $d else 1 for k in range($a.dim())])", "$a.tile((2,))",
@@ -137,6 +150,11 @@ VIEWS = (
     "$f.view($B, $L, 2, -1).transpose(1, 2)", "F.pixel_shuffle($g, 2)", "F.channel_shuffle($g, 2)",
     "torch.tensor_split($a, 2, $d)[0]", "torch.hsplit($a, 2)[0]", "$a.resolve_conj()",
     "torch.meshgrid($r.flatten()[:3], $r.flatten()[:2], indexing='ij')[0]",
+    "$two.diagonal() + torch.diag($two)", "F.pad($g, (2, -1, 0, 1), mode='circular')",
+    "F.pad($video[:, :, :2, :2], (4, 0, 1, 1, 0, 1), mode='circular')",
+    "$a.repeat(2, 3, *[1] * $a.dim())",
+    "F.pad($g, (1, 2, 0, 1), mode='reflect')",
+    "F.pad($video[:, :, :2, :2], (1, 2, 0, 0, 1, 1), mode='replicate')",
 )  # fmt: skip
 
 JOINED = (
@@ -151,6 +169,11 @@ JOINED = (
     "torch.cat([{nn.Parameter(torch.randn(1, 2, $H) * 0.3)}.expand($B, -1, -1), $a], 1)[:, $k:]",
     "torch.outer($a.flatten()[:4], $b.flatten()[:3])",
     "torch.cartesian_prod($a.flatten()[:3], $a.flatten()[:2])",
+    # Gradients of views of one memory.
+    "($f + $f.mT) * $f", "$f + $f.flip(1) + $f.mT", "$f + $f.mT + $f.mT.reshape($shape)",
+    "$f + $f[:, :1].expand($shape) + $f.mT", "torch.cat([$f, $f.mT], 1)[:, 2:6]",
+    "torch.stack([$f, $f.mT, $f]).sum(0)", "$f + torch.cat([$f[:, 1:], $f[:, :1]], 1)",
+    "$f + {nn.Parameter(torch.randn(4, 4) * 0.3)}.t() + $f.mT",
 )  # fmt: skip
 
 BOOLEANS = (
@@ -175,8 +198,8 @@ INTEGERS = (
     "($i * 3 + 1) % 8", "$i % 4", "$i.clamp(max=3)", "$i.flip(1)", "$i.roll(1, 1)", "$i // 2",
     "$a.detach().argmax($d)", "$a.argmin($d)", "$a.detach().argsort($d)", "$a.topk(2, -1)[1]",
     "$i + torch.arange($H)", "torch.arange($L, device=$a.device).expand($B, -1)", "$i & 3",
-    "$i | 1", "$i ^ 1", "~$i & 7", "$i << 1 & 7", "torch.bitwise_and($i, $I)", "torch.bitwise_or($i, $I)",
-    "torch.bitwise_xor($i, $I)",
+    "$i | 1", "$i ^ 1", "~$i & 7", "$i << 1 & 7", "torch.bitwise_and($i, $I)",
+    "torch.bitwise_or($i, $I)", "torch.bitwise_xor($i, $I)",
     "torch.bucketize($a.detach(), torch.tensor([-1.0, 0.0, 1.0], dtype=torch.float64))",
     "$i.cumsum(1) % 8", "$i.max(1)[0]", "$m.long()", "$m.long().cumsum(1)",
     "torch.where($m, $i, 0)", "$a.detach().argmax()", "$a.detach().argmin()", "$i.sort(1)[0]",
@@ -216,6 +239,11 @@ COMPLEX = (
     "torch.stack([$z, $Z]).sum(0)", "$z.unsqueeze(1)", "$z[..., 1:]", "$z[:, ::2]",
     "!NEW_v = $z.clone()\nNEW_v[:, 0] = $Z[:, -1]", "!NEW_v = $z * 1\nNEW_v[..., 0] *= 0.5",
     "!NEW_v = torch.zeros_like($z)\nNEW_v[..., :2] = $Z[..., :2] * 0.5",
+    "!NEW_v = torch.zeros_like($z)\nNEW_v[..., :2] = torch.einsum('b...i,i->b...i', $Z[..., :2], "
+    "{nn.Parameter(torch.randn(2, dtype=torch.complex128))})",
+    "!NEW_v = torch.zeros_like($z)\nNEW_v[:, 1] = $Z[:, 0]\n"
+    "NEW_v[:, ::2] += $Z[:, 1::2].conj()\nNEW_v[..., 1::3].copy_($Z[..., :1].real)\n"
+    "NEW_v[:, 0, -1] = 0.5",
     f"{_STFT}.abs()", f"torch.view_as_real({_STFT})",
     f"torch.istft({_STFT} * 0.5, 4, 2, window={_WINDOW})",
 )  # fmt: skip
@@ -238,7 +266,9 @@ PLACES = (
     "$f.gather(-1, $f.detach().argmax(-1, keepdim=True))", "$f.mT @ F.one_hot($i, 8).double()",
     "{nn.Parameter(torch.randn(8, $W, $H) * 0.3)}[$i.flatten()] @ $f.flatten(0, 1)[..., None]",
     "torch.zeros(8, $H, dtype=torch.float64).index_add(0, $i.flatten(), $f.flatten(0, 1))",
-    "torch.take($a, torch.tensor([0, 3]))",
+    "torch.take($a, torch.tensor([0, 3]))", "$f[$i.max() % $B] + $f[:, $i.min() % $C, None]",
+    "$f[$i.sum() % $B, torch.tensor(-1)] + $f[$i.max() % $B, [1, 2, 0, 0]]",
+    "$f[:, torch.tensor([0, 2, 1])] * $f[torch.tensor([0, 2, 1]), torch.tensor([0, 2, 1])].sum()",
     "torch.zeros_like($f).index_add_(1, torch.tensor([3, 0]), $f[:, :2])",
     "!NEW_v = torch.zeros($B, $C, 8, dtype=torch.float64)\n"
     "NEW_v.scatter_(2, $i[..., None], 1.0)\nNEW_v = NEW_v * $f[..., :1]",
@@ -289,6 +319,15 @@ BAGS = (
     f"F.embedding_bag($i.flatten(), {{nn.Parameter(torch.randn(8, $W))}}, {_ROWS}, mode='sum')",
     "F.embedding_bag($i, {nn.Parameter(torch.randn(8, $W))}, mode='sum', "
     "per_sample_weights=$i.double() * 0.1)",
+    "F.embedding_bag($i, {nn.Parameter(torch.randn(8, $W))}, mode='sum', "
+    "per_sample_weights={nn.Parameter(torch.rand(8))}[$i])",
+    "{nn.EmbeddingBag(8, $W, mode='mean', padding_idx=-2)}($i)",
+    "{nn.EmbeddingBag(8, $W, mode='max', padding_idx=3)}($i)",
+    *(f"{{nn.EmbeddingBag(8, $W, mode='{mode}', padding_idx=3)}}($i.flatten(), "
+      "torch.tensor([0, 2, 2, 7, 9, 12, 20, 28]))" for mode in ("sum", "mean", "max")),
+    "{nn.EmbeddingBag(8, $W, mode='sum', include_last_offset=True)}($i.flatten(), "
+    "torch.tensor([0, 2, 2, 7, 9, 12, 20, 28, 32]), "
+    "per_sample_weights={nn.Parameter(torch.rand(8))}[$i.flatten()])",
 )  # fmt: skip
 
 # Derivatives that the loss is of, and functions over one row at a time.
@@ -306,6 +345,8 @@ DERIVATIVES = (
 # Functions with a derivative of their own, and values that pass no gradient.
 FUNCTIONS = (
     "Twice.apply($a, $b)", "Twice.apply($a, $a)", "Cubed.apply($a)", "Twice.apply($a, $b) + $a",
+    "Twice.apply($f, $f * 2) + $f.mT",
+    "Twice.apply($f, {nn.Parameter(torch.randn(4, 4) * 0.3)}.expand($shape)) * 2 + $f",
     "checkpoint({nn.Linear($H, $W)}, $a, use_reentrant=False)",
     "checkpoint({nn.Sequential(nn.Linear($H, $W), nn.Tanh(), nn.Linear($W, $H))}, "
     "$a, use_reentrant=False) + $a",

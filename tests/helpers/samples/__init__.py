@@ -1,1 +1,1 @@
-"""Sample calls of every operator, fixed and drawn."""
+"""Sample calls of every operator."""

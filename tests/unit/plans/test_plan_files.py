@@ -22,7 +22,6 @@ from autopar.runtime.launch import WorkerPool
 from tests.conftest import Golden
 from tests.helpers.jobs import CASES, Cell, Trained, gpt2, machine, train, train_planned
 from tests.helpers.models.tiny_model import Tiny
-from tests.helpers.nightly import nightly
 
 TINY = Cell("tiny", (1, 2), "megatron", 2)
 Pool = Callable[[int], WorkerPool]
@@ -51,18 +50,6 @@ def test_a_saved_plan_trains_bitwise_alike(tmp_path: Path) -> None:
     plan = make_plan(cell)
     plan.save(tmp_path / "plan.json")
     check_alike(train(cell), train_planned(cell, str(tmp_path / "plan.json")), plan)
-
-
-@nightly
-@pytest.mark.parametrize("cell", [TINY, Cell("mlp", (1, 2), "zero-3", 4)], ids=str)
-def test_on_processes(cell: Cell, tmp_path: Path, workers: Pool) -> None:
-    """One run plans in the job; the other loads a plan file that was made outside it."""
-    plan = make_plan(cell)
-    plan.save(tmp_path / "plan.json")
-    planned = workers(cell.n_ranks).run(train, cell)
-    loaded = workers(cell.n_ranks).run(train_planned, cell, str(tmp_path / "plan.json"))
-    for first, second in zip(planned, loaded, strict=True):
-        check_alike(first, second, plan)
 
 
 def test_a_file_is_read_back_whole(tiny: Plan, tmp_path: Path) -> None:
