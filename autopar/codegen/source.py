@@ -327,7 +327,7 @@ class _Source:
         """The variables of forward that are tensors."""
         program = self.program
         taken = [local for local, _ in self._taken_parameters()]
-        taken += [item.local for item in (*program.delivered, *program.received)]
+        taken += [d.local for d in program.delivered] + [b.local for b in program.received]
         found: dict[str, Local | Variable] = {local.name: local for local in taken}
         for line in self.joint.forward:
             match line:

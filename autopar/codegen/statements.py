@@ -145,8 +145,8 @@ class Statements:
                     chain = self._move(move.move, chain)
                 return f"{line.out.name} = {chain}", f"{type_text(line.out)}  {_moved(line)}"
             case StartLine(move=MoveLine() | GatherLine() | GradientMove() as begun):
-                (move,) = moves_of(begun)
-                text = self._move(move, begun.source, ".start")
+                (begins,) = moves_of(begun)
+                text = self._move(begins, begun.source, ".start")
                 return f"{line.pending} = {text}", _moved(begun)
             case WaitLine(move=MoveLine() | GatherLine() | GradientMove() as begun):
                 return f"{begun.out.name} = {line.pending}.wait()", type_text(begun.out)
