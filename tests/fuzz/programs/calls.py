@@ -15,8 +15,8 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture import reference_step, whole_buffers
 from autopar.errors import AutoparError, VerificationError
-from autopar.rules import has_rule, rule_for
 from autopar.oracle import MESHES, OracleCase, check_strategy, combinations
+from autopar.rules import has_rule, rule_for
 from tests.fuzz.programs.compare import quiet
 from tests.fuzz.programs.program import Program
 from tests.helpers.captures import captured
