@@ -1,8 +1,7 @@
 """Puts the gathers of a block's parameters (ZeRO-3) side by side, at the block's beginning.
 
 There they run as few calls (`autopar/program/gathers.py`), of whose seconds each has its share, by
-bytes. A block is the module whose path ends
-with its first number (`transformer.h.3`, `model.layers.3`). Operators of other modules gather what
+bytes. `autopar/program/blocks.py` says what a block is. Operators outside of blocks gather what
 they read themselves. A block that reads a parameter twice gathers twice, as two runs.
 """
 
