@@ -88,7 +88,7 @@ class IntraOpProblem:
         if n_in_flight != 1:
             stored = frozenset(self.parameter_variables.values())
             alone = replace(ChoiceProblems.alone(numbers), stored=stored)
-            numbers = Numbers.row(alone, 0, n_in_flight).written(alone)
+            numbers = Numbers.row(alone, 0, n_in_flight).problem(alone)
         return replace(self, numbers=replace(numbers, budget_bytes=budget_bytes))
 
     @property

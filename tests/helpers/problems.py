@@ -99,7 +99,7 @@ def repeated_solver(problem: RepeatedProblem) -> RepeatedSolver:
     return RepeatedSolver(problem, plan)
 
 
-def unrolled(problem: RepeatedProblem) -> tuple[ChoiceProblem, list[list[int]]]:
+def unroll(problem: RepeatedProblem) -> tuple[ChoiceProblem, list[list[int]]]:
     """(the problem with every copy written out, which defines the optimum of `problem`; per
     variable the indices of its copies there)."""
     numbers, owner = problem.numbers, problem.every.owner

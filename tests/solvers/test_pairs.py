@@ -18,7 +18,7 @@ from autopar.passes.solvers.eliminate import (
 from autopar.passes.solvers.problem import ChoiceProblem, Edge, Potentials, Weights, axes_of
 from autopar.passes.solvers.repeats import Repeat, RepeatedProblem
 from autopar.passes.solvers.repeats.elimination import RepeatedElimination
-from tests.helpers.problems import WEIGHTS, check_same, least, random_problem, unrolled, weighed
+from tests.helpers.problems import WEIGHTS, check_same, least, random_problem, unroll, weighed
 
 
 def equality(n: int) -> np.ndarray:
@@ -140,7 +140,7 @@ def test_pairs_in_repeated_blocks(seed: int) -> None:
     problem = RepeatedProblem.alone(numbers, (repeat,))
     elimination = RepeatedElimination.of(problem)
     assert views_of(elimination.plan.blocks[0].plan)
-    written, _ = unrolled(problem)
+    written, _ = unroll(problem)
     for weights in WEIGHTS:
         value, point = elimination.at(weights)
         assert value == pytest.approx(least(written, weights), rel=1e-12)

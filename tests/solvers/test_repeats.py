@@ -29,13 +29,13 @@ from tests.helpers.problems import (
     random_repeated,
     repeated_solver,
     seeds,
-    unrolled,
+    unroll,
     weighed,
 )
 
 
 def written_out(problem: RepeatedProblem, choice: RepeatedChoice) -> Choice:
-    """A choice in the numbering of `unrolled(problem)`."""
+    """A choice in the numbering of `unroll(problem)`."""
     out = [(k,) for k in choice.base]
     for repeat, rows in zip(problem.repeats, choice.copies, strict=True):
         for v, column in zip(repeat.block, zip(*rows, strict=True), strict=True):
@@ -46,7 +46,7 @@ def written_out(problem: RepeatedProblem, choice: RepeatedChoice) -> Choice:
 @pytest.mark.parametrize("seed", seeds(60, 200))
 def test_the_optimum_is_that_of_the_problem_written_out(seed: int) -> None:
     problem = random_repeated(seed)
-    written, where = unrolled(problem)
+    written, where = unroll(problem)
     assert written.n_variables == sum(map(len, where))
     tables = [e.cost_s.shape for e in written.edges]
     assert problem.every.unrolled_size(most_columns) == most_columns(written.sizes, tables)
@@ -70,7 +70,7 @@ def test_many_copies() -> None:
         many = tuple(replace(repeat, count=40 + seed) for repeat in problem.repeats)
         longer = RepeatedProblem.alone(problem.numbers, many)
         value, point = RepeatedElimination.of(longer).at(Weights())
-        assert value == pytest.approx(least(unrolled(longer)[0], Weights()), rel=REL, abs=1e-15)
+        assert value == pytest.approx(least(unroll(longer)[0], Weights()), rel=REL, abs=1e-15)
         if math.isfinite(value):
             n_feasible += 1
             assert [len(rows) for rows in point.choice.copies] == [40 + seed] * len(many)
@@ -124,7 +124,7 @@ def test_under_a_budget() -> None:
     """The optimum of the problem written out lies within the gap."""
     for seed in range(60):
         problem = random_repeated(seed)
-        written, _ = unrolled(problem)
+        written, _ = unroll(problem)
         budget_bytes = float(np.random.default_rng(seed).integers(0, 4 * written.n_variables))
         found = repeated_solver(problem).solve(budget_bytes)
         wanted = solve(replace(written, budget_bytes=budget_bytes))

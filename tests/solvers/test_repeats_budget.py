@@ -18,7 +18,7 @@ from autopar.passes.solvers.repeats import (
 from autopar.passes.solvers.repeats.elimination import Branch, RepeatedElimination
 from autopar.passes.solvers.repeats.exchange import Exchanges
 from tests.helpers.nightly import nightly
-from tests.helpers.problems import REL, WEIGHTS, random_repeated, repeated_solver, unrolled, weighed
+from tests.helpers.problems import REL, WEIGHTS, random_repeated, repeated_solver, unroll, weighed
 
 
 def solved(
@@ -72,7 +72,7 @@ def test_what_a_change_costs_is_in_the_bound() -> None:
     assert found.totals.cost_s == 16.0
     assert found.gap <= 0.5 / 16
     assert solved(problem, 2.0).totals.cost_s == 20.0  # a change is not worth it
-    wanted = solve(replace(unrolled(problem)[0], budget_bytes=10.0))
+    wanted = solve(replace(unroll(problem)[0], budget_bytes=10.0))
     assert not isinstance(wanted, Infeasible) and wanted.totals.cost_s == 16.0
 
 
@@ -116,7 +116,7 @@ def test_gaps_are_honest_and_closed_to_the_goal() -> None:
             continue
         _, lean = elimination.at(Weights(0.0, size=1.0))
         budget_bytes = (2 * lean.totals.bytes + fastest.totals.bytes) / 3
-        wanted = solve(replace(unrolled(problem)[0], budget_bytes=budget_bytes))
+        wanted = solve(replace(unroll(problem)[0], budget_bytes=budget_bytes))
         assert not isinstance(wanted, Infeasible)
         for goal in (0.0, 0.05):
             found = solved(problem, budget_bytes, goal)

@@ -63,7 +63,9 @@ def problems(chunk: int, is_1f1b: bool = False) -> list[StageProblem]:
 
 def every_plan(problem: StageProblem) -> list[tuple[float, list[int]]]:
     """(span, indices of the stages) of every plan, best first: all pipelines enumerated."""
-    spans = ((problem.span_of(stages), stages) for stages in covers(problem, 0, problem.n_devices))
+    spans = (
+        (problem.span_of(stages), stages) for stages in all_cuts(problem, 0, problem.n_devices)
+    )
     return sorted(
         (span_s, stages)
         for span_s, stages in spans
@@ -71,7 +73,7 @@ def every_plan(problem: StageProblem) -> list[tuple[float, list[int]]]:
     )
 
 
-def covers(problem: StageProblem, first: int, n_left: int) -> Iterator[list[int]]:
+def all_cuts(problem: StageProblem, first: int, n_left: int) -> Iterator[list[int]]:
     """All ways to cut the layers from `first` on into stages on exactly `n_left` devices."""
     if first == problem.n_layers:
         if n_left == 0:
@@ -80,7 +82,7 @@ def covers(problem: StageProblem, first: int, n_left: int) -> Iterator[list[int]
     for stage in range(*problem.starts[first : first + 2].tolist()):
         _, last, config = problem.choice(stage)
         if problem.may_begin(config, n_left):
-            for rest in covers(problem, last + 1, n_left - problem.config_devices[config]):
+            for rest in all_cuts(problem, last + 1, n_left - problem.config_devices[config]):
                 yield [stage, *rest]
 
 

@@ -10,7 +10,7 @@
 4. let the ILP close the gap on what the bound leaves (`_core`), within its limit of work. If no
    choice is known by then, the ILP is the only solver that is left.
 
-Steps 1 and 3 price the bytes if the budget binds (`_priced`, `lagrangian.py`).
+Steps 1 and 3 price the bytes if the budget binds (`_bracket`, `lagrangian.py`).
 `solve(problem, "ilp")` solves the whole, unreduced ILP, which checks all of the above.
 """
 
@@ -88,7 +88,7 @@ def solve(
     quick = QUICK.and_(limits) if limits else QUICK
     whole = Reduced.whole(problem.merged())
     messages = MessagePassing(whole.problem, quick)
-    sent = _priced(messages, problem.budget_bytes, deadline)
+    sent = _bracket(messages, problem.budget_bytes, deadline)
     if isinstance(sent, Infeasible):
         return sent
     left: Reduced | None = whole
@@ -108,15 +108,15 @@ def solve(
     messages = MessagePassing(left.problem, quick)
     minimiser: Minimiser[Choice] = Elimination(left.problem, plan) if plan else messages
     try:
-        found = _priced(minimiser, problem.budget_bytes, deadline)
+        found = _bracket(minimiser, problem.budget_bytes, deadline)
     except TooWide:  # too many values of hubs are left
-        plan, found = None, _priced(messages, problem.budget_bytes, deadline)
+        plan, found = None, _bracket(messages, problem.budget_bytes, deadline)
     if isinstance(found, Infeasible):
         return found
     if found is None:
         return _solution_by_ilp(problem, left, deadline, work_limit)
     if not found.is_within(gap_goal) and time.perf_counter() < deadline:
-        found = _closed(found, left, plan, deadline, work_limit)
+        found = _close_gap(found, left, plan, deadline, work_limit)
     return make_solution(problem, left.lift(found.best.choice), found.open_bound_s)
 
 
@@ -139,7 +139,7 @@ def _plan_with_hubs(problem: ChoiceProblem, limits: TableLimits | None) -> _AnyP
     return plan if n_branches <= MOST_BRANCHES else None
 
 
-def _priced(
+def _bracket(
     minimiser: Minimiser[Choice], budget_bytes: float | None, deadline: float
 ) -> Bracket[Choice] | Infeasible | None:
     """The best choice within the budget, at prices of bytes if it binds, and a bound; None: the
@@ -159,7 +159,7 @@ def _priced(
     return None if math.isinf(bracket.best.totals.cost_s) else bracket
 
 
-def _closed(
+def _close_gap(
     bracket: Bracket[Choice],
     reduced: Reduced,
     plan: _AnyPlan | None,
@@ -169,7 +169,7 @@ def _closed(
     """Close the gap by the ILP of the core, which holds all that may be better."""
     best, bound_s = bracket.best, bracket.bound_s
     core = _core(reduced.problem, plan, bracket)
-    result = minimise_cost(core.problem, _left_s(deadline), work_limit)
+    result = minimise_cost(core.problem, _seconds_left(deadline), work_limit)
     if result.choice is not None:
         choice = core.lift(result.choice)
         found = Point(choice, reduced.problem.evaluate(choice))
@@ -199,12 +199,12 @@ def _solution_by_ilp(
 ) -> Solution[Choice] | Infeasible:
     """The reduced problem as an ILP, however many columns: no other solver is left."""
     work_limit = work_limit and replace(work_limit, n_columns=None)
-    found = solve_ilp(reduced.problem, _left_s(deadline), work_limit=work_limit)
+    found = solve_ilp(reduced.problem, _seconds_left(deadline), work_limit=work_limit)
     if isinstance(found, Infeasible):
         return found
     return make_solution(problem, reduced.lift(found.choice), found.bound_s)
 
 
-def _left_s(deadline: float) -> float | None:
+def _seconds_left(deadline: float) -> float | None:
     """What is left of the time; None: there is no limit."""
     return None if math.isinf(deadline) else max(deadline - time.perf_counter(), 0.0)

@@ -81,7 +81,7 @@ class Numbers:
         """The numbers of problem i, with `times` the bytes of what is not stored."""
         return Numbers(problems.layout, *problems.rows(i, times))
 
-    def written(self, problems: ChoiceProblems) -> ChoiceProblem:
+    def problem(self, problems: ChoiceProblems) -> ChoiceProblem:
         """The problem with these numbers, one of `problems` or like them. What shares a place in
         the row shares memory."""
         layout, edges = self.layout, problems.edges

@@ -217,7 +217,7 @@ class RepeatedProblem:
     @property
     def numbers(self) -> ChoiceProblem:
         """The problem with every block written down once."""
-        return self.row.written(self.every.numbers)
+        return self.row.problem(self.every.numbers)
 
     def evaluate(self, choice: RepeatedChoice) -> ChoiceTotals:
         """The totals of a choice over all copies. Equal copies are evaluated once."""
