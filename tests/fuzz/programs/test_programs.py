@@ -23,7 +23,7 @@ from tests.helpers.nightly import nightly
 __all__ = ["generated_code"]
 
 # Programs of a chunk, one test each, by day and at night.
-BY_DAY, AT_NIGHT = (200, 2), (10_000, 100)
+BY_DAY, AT_NIGHT = (300, 2), (10_000, 100)
 # `make fuzz` alone: what nobody has drawn before may fail.
 HUNTS = bool(os.environ.get("AUTOPAR_HUNT"))
 MOST_FOR_OPERATORS = 10_000
