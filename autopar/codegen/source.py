@@ -28,6 +28,7 @@ from autopar.codegen.statements import (
     Statements,
     moves_of,
     phase_of,
+    prologue_rows,
 )
 from autopar.codegen.words import (
     LINE_LENGTH,
@@ -143,7 +144,7 @@ class _Source:
         if program.trains:
             lines += ["", "", *self._backward()]
         if program.prologue:
-            lines += ["", "", *_prologue(program)]
+            lines += ["", "", *prologue_rows(program)]
         return lines
 
     def are_alike(self) -> bool:
@@ -483,18 +484,3 @@ def _is_view(line: JointLine) -> bool:
     if isinstance(line, CallLine):
         return line.lowered is None and len(line.outs) == 1 and line.shares[:1] not in ((), (None,))
     return isinstance(line, KernelLine) and line.is_view and len(line.outs) == 1
-
-
-def _prologue(program: StageProgram) -> list[str]:
-    """The function that computes the divisors, which depend on the whole batch's inputs only."""
-    inputs = ", ".join(program.prologue_inputs)
-    out = [
-        f"def prologue({inputs}):",
-        '    """Once a step, on the rows this rank was given; the values add up over rows."""',
-    ]
-    for name, expression in program.prologue:
-        if name == "return":
-            out.append(f"    return ({expression})")
-        else:
-            out.append(f"    {name} = {expression}")
-    return out

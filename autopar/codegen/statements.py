@@ -32,6 +32,7 @@ from autopar.program import (
     LossAtEnd,
     MoveLine,
     ReadyLine,
+    StageProgram,
     StartLine,
     Variable,
     WaitLine,
@@ -274,3 +275,18 @@ def moves_of(line: JointLine) -> list[Move]:
             return moves_of(line.move)
         case _:
             return []
+
+
+def prologue_rows(program: StageProgram) -> list[str]:
+    """The function that computes the divisors, which depend on the whole batch's inputs only."""
+    inputs = ", ".join(program.prologue_inputs)
+    out = [
+        f"def prologue({inputs}):",
+        '    """Once a step, on the rows this rank was given; the values add up over rows."""',
+    ]
+    for name, expression in program.prologue:
+        if name == "return":
+            out.append(f"    return ({expression})")
+        else:
+            out.append(f"    {name} = {expression}")
+    return out

@@ -136,7 +136,8 @@ def _errors_alone(program: Program) -> dict[str, float]:
     pm = autopar.parallelize(net, (1, 1), batch, manual=autopar.Manual())
     assert pm.plan.bound is not None
     for stage in pipeline_of(pm.plan).stages:
-        assert parse_programs(program_text(stage), StageProgram) == [stage], "another text"
+        text = program_text(stage)  # compared as text, since NaNs are never equal
+        assert "".join(map(program_text, parse_programs(text, StageProgram))) == text
     is_random = bool(draws_of(pm.plan.bound.analysis.program))
     wrong: dict[str, float] = {}
     for _ in range(N_STEPS):

@@ -25,7 +25,7 @@ GROUPS = groups()
 N_RANDOM = int(os.environ.get("AUTOPAR_EXAMPLES", "0"))
 
 
-@one_in(16)
+@one_in(32)
 @pytest.mark.parametrize("k", range(len(GROUPS)))
 def test_a_step_is_eagers(k: int) -> None:
     """On one process, and on two ranks under drawn placements."""
@@ -36,7 +36,7 @@ def test_a_step_is_eagers(k: int) -> None:
         assert is_refused or found.what == RIGHT, f"{program.text()}\n{found.text}"
 
 
-@one_in(16)
+@one_in(32)
 @pytest.mark.parametrize("k", range(len(GROUPS)))
 def test_rules_hold(k: int) -> None:
     assert set(check_rules(program_of(GROUPS[k]), k))
