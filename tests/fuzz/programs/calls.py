@@ -22,6 +22,8 @@ from tests.fuzz.programs.program import Program
 from tests.helpers.captures import captured
 
 LARGEST, SMALLEST = 4.0, 1e-2
+# The share of the largest value that every value but 0 has at least.
+NEAREST = 0.02
 # Numbers are drawn again where one is what cancellation leaves: a wrong rule is wrong for all.
 N_TRIES = 3
 # Placements that are drawn of one call on each mesh beside all of them on two ranks.
@@ -94,14 +96,17 @@ def _check(op: Any, given: tuple[Any, Any], rng: Random) -> None:
 
 def _tame(value: Tensor, generator: torch.Generator) -> Tensor:
     """Real values of the size that the oracle's tolerance is for, no two of them equal or opposite:
-    of a difference that is 0 but for rounding, nothing can be asked."""
+    of a difference that is 0 but for rounding, nothing can be asked.
+
+    None but zeros are close to 0: quotients by them are as large as rounding errors of others.
+    """
     if not (value.is_floating_point() and value.numel()):
         return value
     largest = value.detach().abs().max().item()
-    if LARGEST < largest < math.inf:
-        value = value * (LARGEST / largest)
-    elif 0.0 < largest < SMALLEST:
-        value = value / largest
+    if 0.0 < largest < math.inf:
+        wanted = 1.0 if largest < SMALLEST else min(largest, LARGEST)
+        value = value * (wanted / largest * (1 - NEAREST))
+        value = value + value.detach().sign() * (wanted * NEAREST)
     noise = torch.rand(value.shape, generator=generator, dtype=value.dtype)
     return value * (1 - 0.1 * noise)
 
