@@ -17,6 +17,7 @@ from tests.fuzz.programs.check import report, run_programs
 from tests.fuzz.programs.compare import captured_operators
 from tests.fuzz.programs.draw import random_program
 from tests.fuzz.programs.tally import UNREACHED, Tally, table
+from tests.fuzz.programs.templates import groups, program_of
 from tests.helpers.harness import generated_code
 from tests.helpers.nightly import nightly
 
@@ -75,12 +76,15 @@ def check(numbers: range, always_layouts: bool = False) -> None:
 @pytest.mark.skipif(not HUNTS, reason="draws up to 10,000 programs: `make fuzz` runs it")
 @pytest.mark.timeout(3600)
 def test_every_operator_of_the_rules_appears() -> None:
-    found: Counter[str] = Counter()
+    """In a program of every template, or in random ones; prints how often."""
     wanted = {rule.op for rule in all_rules()} - set(UNREACHED)
+    found = Counter[str]()
+    for templates in groups():
+        found.update(captured_operators(program_of(templates)))
     for number in range(MOST_FOR_OPERATORS):
-        found.update(captured_operators(random_program(BASE, number)))
         if wanted <= found.keys():
             break
-    sys.stdout.write(f"{number + 1} programs\n{table(found)}")
+        found.update(captured_operators(random_program(BASE, number)))
+    sys.stdout.write(f"{number} random programs\n{table(found)}")
     assert sorted(wanted - found.keys()) == [], f"AUTOPAR_PROGRAMS={BASE}"
     assert not found.keys() & set(UNREACHED)
