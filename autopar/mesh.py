@@ -235,6 +235,12 @@ class LogicalMesh:
     def __post_init__(self) -> None:
         assert len(self.sizes) == len(self.names) == len(self.links), self
 
+    @staticmethod
+    def unpriced(sizes: Sequence[int], names: Sequence[str], first_rank: int = 0) -> LogicalMesh:
+        """A mesh of a machine that nothing is priced on."""
+        links = (Link(0.0, 0.0),) * len(sizes)
+        return LogicalMesh(tuple(sizes), tuple(names), links, Device(1.0, 1.0, 1.0), first_rank)
+
     def __hash__(self) -> int:
         # Cheap, because meshes are the keys of many tables. Few meshes share a hash.
         return hash((self.sizes, self.first_rank))

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from autopar.errors import OptionError
-from autopar.mesh import Device, Link, LogicalMesh, Mesh
+from autopar.errors import AutoparError, OptionError
+from autopar.mesh import LogicalMesh, Mesh
 from autopar.options import Options
 from autopar.passes.compilation import Compilation
 from autopar.passes.facts import Differentiated, Target, Unverified
@@ -24,7 +24,7 @@ def run_passes(text: str, names: Sequence[str], device: str = "cpu") -> Compilat
     stages = [p.stage if isinstance(p, JointProgram) else p for p in programs]
     if not stages:
         raise OptionError("the text has no program")
-    pipeline = _joined(stages)
+    pipeline = _pipeline_of(stages)
     target = Target(Mesh((pipeline.n_ranks,)), Options(), device)
     facts: list[object] = [target, pipeline]
     if any(isinstance(p, JointProgram) for p in programs):
@@ -46,18 +46,26 @@ def run_passes(text: str, names: Sequence[str], device: str = "cpu") -> Compilat
         known |= {*one.provides}
     compilation = Compilation(chosen, *facts)
     for one in chosen:
-        for kind in one.provides:
-            _ = compilation[kind]
+        try:
+            for kind in one.provides:
+                _ = compilation[kind]
+        except AutoparError:
+            raise
+        except Exception as error:  # `verify` does not prove that operators take their arguments
+            raise OptionError(
+                f"{one.name()} fails on this program: {type(error).__name__}: {error}",
+                hint="autopar never writes such a program: undo what was edited",
+            ) from error
     return compilation
 
 
-def _joined(stages: Sequence[StageProgram]) -> Pipeline:
-    """The stages on consecutive ranks of a machine that no pass on text prices."""
+def _pipeline_of(stages: Sequence[StageProgram]) -> Pipeline:
+    """The stages joined, on consecutive ranks."""
     meshes, n_ranks = list[LogicalMesh](), 0
     for stage in stages:
-        links = (Link(0.0, 0.0),) * len(stage.axis_sizes)
-        device = Device(1.0, 1.0, 1.0)
-        meshes.append(LogicalMesh(stage.axis_sizes, stage.axis_names, links, device, n_ranks))
+        if len(stage.axis_sizes) != len(stage.axis_names):
+            raise OptionError(f"axes {stage.axis_names} have sizes {stage.axis_sizes}")
+        meshes.append(LogicalMesh.unpriced(stage.axis_sizes, stage.axis_names, n_ranks))
         n_ranks += meshes[-1].n_ranks
     trains = all(stage.trains for stage in stages)
     return Pipeline.of(stages, meshes, one_f_one_b if trains else forward_only)

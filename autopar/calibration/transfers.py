@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autopar.calibration.samples import SampleGrid, TransferSample
 from autopar.calibration.timing import TimedCall, medians_s
-from autopar.mesh import Device, Link, LogicalMesh
+from autopar.mesh import LogicalMesh
 from autopar.placement import Split
 from autopar.runtime.collectives import DistMessenger, Messenger
 from autopar.runtime.groups import Group, make_groups
@@ -53,9 +53,8 @@ def transfer_samples(
 
 def _group(n_ranks: int) -> Group:
     """This rank's group of `n_ranks` consecutive ranks of the world."""
-    unknown = Link(0.0, 0.0), Link(0.0, 0.0)
     n_groups = dist.get_world_size() // n_ranks
-    mesh = LogicalMesh((n_groups, n_ranks), ("outer", "inner"), unknown, Device(1.0, 1.0, 1.0))
+    mesh = LogicalMesh.unpriced((n_groups, n_ranks), ("outer", "inner"))
     return make_groups(mesh)[(1,)]
 
 

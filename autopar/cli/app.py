@@ -128,7 +128,8 @@ def passes(
     ] = None,
     model: ModelOption = None,
     only: Annotated[
-        str | None, typer.Option(metavar="PASS,...", help="Passes to run on PROGRAM.txt.")
+        str | None,
+        typer.Option(metavar="PASS,...", help="Passes to run on PROGRAM.txt (default: verify)."),
     ] = None,
 ) -> Result:
     """List the passes of the compilation.

@@ -137,18 +137,18 @@ class Statements:
                 return f"{names}{comma} = {self.function_handle(line)}.backward({words})", comment
             case MoveLine() | GradientMove():
                 text = f"{line.out.name} = {self._move(moves_of(line)[0], line.source)}"
-                return text, f"{type_text(line.out)}  {_moved(line)}"
+                return text, f"{type_text(line.out)}  {_traffic_text(line)}"
             case DetachLine():
                 return f"{line.out.name} = {line.source}.detach()", type_text(line.out)
             case GatherLine():
                 chain = line.source
                 for move in line.moves:
                     chain = self._move(move.move, chain)
-                return f"{line.out.name} = {chain}", f"{type_text(line.out)}  {_moved(line)}"
+                return f"{line.out.name} = {chain}", f"{type_text(line.out)}  {_traffic_text(line)}"
             case StartLine(move=MoveLine() | GatherLine() | GradientMove() as begun):
                 (begins,) = moves_of(begun)
                 text = self._move(begins, begun.source, ".start")
-                return f"{line.pending} = {text}", _moved(begun)
+                return f"{line.pending} = {text}", _traffic_text(begun)
             case WaitLine(move=MoveLine() | GatherLine() | GradientMove() as begun):
                 return f"{begun.out.name} = {line.pending}.wait()", type_text(begun.out)
             case ReadyLine():
@@ -211,7 +211,7 @@ def _names_of(line: FusedGathers | FusedReductions) -> list[tuple[str, str]]:
     return [("(", ""), *named]
 
 
-def _moved(line: MoveLine | GatherLine | GradientMove) -> str:
+def _traffic_text(line: MoveLine | GatherLine | GradientMove) -> str:
     """What a line moves, by which primitives."""
     if isinstance(line, GradientMove):
         return traffic(line.move, "backward")

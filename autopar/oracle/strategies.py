@@ -26,7 +26,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import AutoparError, VerificationError
-from autopar.mesh import Device, Link, LogicalMesh
+from autopar.mesh import LogicalMesh
 from autopar.placement import (
     Spec,
     TensorType,
@@ -275,8 +275,7 @@ def _run_ranks(
         for g, t, spec in zip(case.seeds, case.outputs, output_specs, strict=True)
     ]
     axes, local_operator = _local_operator(case, strategies, sizes)
-    names = tuple(f"axis{i}" for i in range(len(sizes)))
-    mesh = LogicalMesh(tuple(sizes), names, (Link(0.0, 0.0),) * len(sizes), Device(1.0, 1.0, 1.0))
+    mesh = LogicalMesh.unpriced(sizes, [f"axis{i}" for i in range(len(sizes))])
 
     def on_rank(rank: int, group: Group | None) -> tuple[list[Tensor], list[Tensor | None]]:
         tensors = [

@@ -15,7 +15,9 @@ import ast
 import dataclasses
 import math
 from collections.abc import Mapping
-from typing import Any
+from functools import cache
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin, get_type_hints
 
 import torch
 
@@ -168,9 +170,50 @@ def _value(node: ast.expr) -> Any:
             named = {k.arg: _value(k.value) for k in keywords if k.arg}
             if name in _CALLS:
                 try:
-                    return _CALLS[name](*map(_value, args), **named)
-                except (TypeError, ValueError, RuntimeError) as error:
+                    made = _CALLS[name](*map(_value, args), **named)
+                except (AttributeError, TypeError, ValueError, RuntimeError) as error:
                     raise OptionError(f"line {node.lineno}: {error}", hint=_HINT) from error
+                _check_types(made, node.lineno)
+                return made
     raise OptionError(
         f"line {node.lineno}: `{ast.unparse(node)[:80]}` is not part of a program", hint=_HINT
     )
+
+
+def _check_types(value: Any, line: int) -> None:
+    """Refuse fields that are not of the types that their class declares."""
+    for name, hint in _hints(value.__class__).items():
+        item = getattr(value, name)
+        if not _is_of(item, hint):
+            what = f"line {line}: `{name}` of {type(value).__name__} is {_flat(item)[:80]}"
+            raise OptionError(what, where=f"its type is {hint}", hint=_HINT)
+
+
+@cache
+def _hints(kind: Any) -> dict[str, Any]:
+    if not dataclasses.is_dataclass(kind):
+        return {}
+    hints = get_type_hints(kind)
+    return {f.name: hints[f.name] for f in dataclasses.fields(kind) if f.init}
+
+
+def _is_of(value: object, hint: Any) -> bool:
+    kind, parts = get_origin(hint) or hint, get_args(hint)
+    if kind is Any:
+        return True
+    if kind in (Union, UnionType):
+        return any(_is_of(value, part) for part in parts)
+    if kind is Literal:
+        return value in parts
+    if kind is float:
+        return isinstance(value, int | float)
+    if not isinstance(value, kind):
+        return False
+    if isinstance(value, tuple) and parts:
+        each = parts[:1] * len(value) if parts[-1] is ... else parts
+        return len(each) == len(value) and all(map(_is_of, value, each))
+    if isinstance(value, frozenset):
+        return all(_is_of(item, parts[0]) for item in value)
+    if isinstance(value, Mapping):
+        return all(_is_of(k, parts[0]) and _is_of(v, parts[1]) for k, v in value.items())
+    return True

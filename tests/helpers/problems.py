@@ -118,7 +118,7 @@ def unroll(problem: RepeatedProblem) -> tuple[ChoiceProblem, list[list[int]]]:
             return where[repeat.counterpart[v]][k - 1]
         return where[v][0]
 
-    def joined(edge: Edge) -> Iterator[tuple[int, int]]:
+    def written_pairs(edge: Edge) -> Iterator[tuple[int, int]]:
         """The pairs of written-out variables that an edge joins."""
         r = owner.get(edge.u, owner.get(edge.v))
         if r is None:
@@ -133,7 +133,7 @@ def unroll(problem: RepeatedProblem) -> tuple[ChoiceProblem, list[list[int]]]:
         tuple(f"{numbers.names[v]} {i}" for i, v in enumerate(origin)),
         tuple(numbers.cost_s[v] for v in origin),
         tuple(numbers.bytes[v] for v in origin),
-        tuple(replace(edge, u=u, v=v) for edge in numbers.edges for u, v in joined(edge)),
+        tuple(replace(edge, u=u, v=v) for edge in numbers.edges for u, v in written_pairs(edge)),
     )
     return written, where
 

@@ -158,11 +158,11 @@ def faults(program: RandomProgram) -> dict[str, Any]:
     stages = program.pipeline.meshes
     firsts = sum((recorded_rows(calls[mesh.first_rank]) for mesh in stages), Counter[Row]())
     if firsts != (listed := predicted_rows(collectives_of(program.pipeline))):
-        wrong["calls that a plan lists"] = _apart(listed, firsts)
+        wrong["calls that a plan lists"] = _difference(listed, firsts)
     for rank, of_rank in enumerate(calls):
         foretold = predicted_rows(rank_collectives(program.pipeline, rank))
         if foretold != (made := recorded_rows(of_rank)):
-            wrong[f"calls of rank {rank}"] = _apart(foretold, made)
+            wrong[f"calls of rank {rank}"] = _difference(foretold, made)
     return wrong
 
 
@@ -179,5 +179,5 @@ def recorded_rows(calls: Iterable[CollectiveCall]) -> Counter[Row]:
     )
 
 
-def _apart(foretold: Counter[Row], made: Counter[Row]) -> str:
+def _difference(foretold: Counter[Row], made: Counter[Row]) -> str:
     return f"missing {dict(foretold - made)}, more {dict(made - foretold)}"

@@ -119,6 +119,7 @@ NO_PROGRAM = {
     "StageProgram(": r"line 1: '\(' was never closed",
     "StageProgram(name='x')": "line 1: .* missing .* required",
     "Local('x', (2,), torch.float32, Spec('R'))": "line 1: this is no StageProgram",
+    "StageProgram(1, ('dp',), (2,), (), (), (), None, (), 1)": "line 1: `name` of",
     "StageProgram(name=open('x'))": r"line 1: `open\('x'\)` is not part of a program",
     "StageProgram(name=torch.load)": "`torch.load` is not part of a program",
     "": "the text has no program",
@@ -129,6 +130,13 @@ NO_PROGRAM = {
 def test_what_is_no_program_is_refused(text: str) -> None:
     with pytest.raises(OptionError, match=NO_PROGRAM[text]):
         run_passes(text, ["verify"])
+
+
+def test_what_verify_does_not_prove_is_refused_too() -> None:
+    text = lowered("tp").replace("(add_1, labels, None, 2,", "(add_1, labels, None, 'two',")
+    run_passes(text, ["verify"])
+    with pytest.raises(OptionError, match="differentiate fails on this program: RuntimeError"):
+        run_passes(text, ["verify", "differentiate"])
 
 
 def test_passes_that_a_text_does_not_serve() -> None:
