@@ -9,21 +9,16 @@ from torch import Tensor
 
 from autopar.errors import BatchError
 from autopar.module.agreement import Given
-from autopar.module.batches import Loaded, Loader, LocalRows, Pad, Reader
+from autopar.module.batches import Loaded, Loader, Pad, Reader
 from autopar.module.calls import check_inputs
 from autopar.module.held_state import HeldState
 from autopar.module.padding import PaddingCheck
-from autopar.module.programs import Programs
-from autopar.operators import Stream
-from autopar.passes.binding import planned_row_dims
+from autopar.planning import Plan
 from autopar.program import Program, flatten_inputs
 
 
 class Feeding(HeldState):
     """Base of `ParallelModule`."""
-
-    _programs: Programs
-    stream: Stream
 
     def dataloader(
         self,
@@ -61,7 +56,7 @@ class Feeding(HeldState):
         would order rows by rank.
         """
         reader = Reader(
-            lambda: self._plan, lambda: self._local_rows, lambda: self.training,
+            self._plan_or_none, lambda: self._state.local_rows, lambda: self.training,
             self._check_padding, self._device,
         )  # fmt: skip
         return Loader(
@@ -82,7 +77,7 @@ class Feeding(HeldState):
             mark.record.is_exact = True
 
     def _check_rows(self, n_rows: int, rows: Mapping[str, tuple[int, int]]) -> None:
-        reader = self._local_rows
+        reader = self._state.local_rows
         for path in reader.shapes:
             own, given = reader.slice_of(path, n_rows), rows.get(path)
             wanted = None if own is None else (own.start, own.stop)
@@ -94,18 +89,18 @@ class Feeding(HeldState):
 
     def _check_padding(self, given: Given, n_rows: int, n_padded: int) -> None:
         """Raise `BatchError` unless the last rows of a batch do not count; every rank calls it."""
-        buffers = {b.name: self._held_buffers[b.name] for b in self._place.changed}
-        reader = self._local_rows
+        held = self._state
+        reader = held.local_rows
         PaddingCheck(
-            self._programs.lifted, lambda built, batch: self._inputs(built.program, batch),
-            self.shards, buffers, reader.row_dims, reader.n_divisor, self.stream.seed,
+            held.programs.lifted, lambda built, batch: self._inputs(built.program, batch),
+            held.shards, held.changed, reader.row_dims, reader.n_divisor, held.stream.seed,
         ).run(given, n_rows, n_padded)  # fmt: skip
 
     def _inputs(self, program: Program, given: Given, is_local: bool = False) -> dict[str, Tensor]:
         """Inputs by placeholder; a local batch may lack what this stage does not read."""
         leaves = flatten_inputs(given)
         check_inputs(leaves)
-        takes = self._local_rows.takes
+        takes = self._state.local_rows.takes
         wanted = {n: i for n, i in program.inputs.items() if not is_local or takes(n)}
         missing = [i.path for i in wanted.values() if i.path not in leaves]
         if missing:
@@ -118,10 +113,7 @@ class Feeding(HeldState):
         They are of the planned batch, or of one of `global_rows` rows. Raises `OptionError` if
         there is no such input, `BatchError` if the rows do not divide.
         """
-        return self._local_rows.slice_of(name, global_rows)
+        return self._state.local_rows.slice_of(name, global_rows)
 
-    @property
-    def _local_rows(self) -> LocalRows:
-        return LocalRows(
-            self._bound.analysis.program, self._place, planned_row_dims(self.plan.data)
-        )
+    def _plan_or_none(self) -> Plan | None:
+        return None if self._state_or_none is None else self._state_or_none.plan

@@ -10,78 +10,64 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.errors import NotPlannedError, NotSupportedError
-from autopar.module.originals import Originals
-from autopar.module.parameters import shards
+from autopar.module.planned_state import PlannedState
 from autopar.operators import Stream
 from autopar.options import Options
-from autopar.planning import Bound, Plan
+from autopar.planning import Plan
 from autopar.runtime import state
 from autopar.runtime.checkpoints import ModuleState, check_replicas
 from autopar.runtime.groups import together_in
 from autopar.runtime.state import (
     LossScale,
     LossScaler,
-    StageState,
-    stage_device_mesh,
     state_dict,
 )
 
 
 class HeldState(nn.Module):
-    """Base of `ParallelModule`.
+    """Base of `ParallelModule`. `_state_or_none` is None until there is a plan."""
 
-    _stored        parameter name -> this rank's parameter (`runtime/tensors`)
-    _held_buffers  name -> buffer, also of those that are not saved (`_not_saved`)
-    _place         this rank's place in the pipeline, once there is a plan
-    _scaler        with float16
-    """
-
-    _plan: Plan | None
     _options: Options
     _device: torch.device
-    _place: StageState
-    _stored: dict[str, nn.Parameter]
-    _held_buffers: dict[str, Tensor]
-    _not_saved: set[str]
-    _originals: Originals
-    _scaler: LossScaler | None
-    _dtensor_mesh: DeviceMesh | None
-    _seed: int
-    stream: Stream
+    _state_or_none: PlannedState | None
 
     @property
-    def plan(self) -> Plan:
-        """The plan; raises `NotPlannedError` before there is one."""
-        if self._plan is None:
+    def _state(self) -> PlannedState:
+        """What there is once there is a plan; raises `NotPlannedError` before."""
+        if self._state_or_none is None:
             raise NotPlannedError(
                 "there is no plan yet: no example_inputs and no plan were given",
                 hint="call pm.prepare(**batch), or pm.step(**batch) once",
             )
-        return self._plan
+        return self._state_or_none
 
     @property
-    def _bound(self) -> Bound:
-        bound = self.plan.bound
-        assert bound is not None
-        return bound
+    def plan(self) -> Plan:
+        """The plan; raises `NotPlannedError` before there is one."""
+        return self._state.plan
+
+    @property
+    def stream(self) -> Stream:
+        """The random numbers of the module's steps; raises `NotPlannedError` before a plan."""
+        return self._state.stream
 
     @property
     def shards(self) -> dict[str, Tensor]:
         """Parameter name -> this rank's shard, a plain tensor with the shard of the gradient."""
-        return shards(self._stored)
+        return self._state.shards
 
     @property
     def own_parameters(self) -> dict[str, nn.Parameter]:
         """Parameter name -> parameter, of this rank's stage."""
-        return dict(self._stored)
+        return dict(self._state.stored.parameters)
 
     @property
     def persistent_buffers(self) -> dict[str, Tensor]:
         """Name -> buffer, of the buffers on this rank that state dicts have."""
-        return {n: b for n, b in self._held_buffers.items() if n not in self._not_saved}
+        stored = self._state.stored
+        return {n: b for n, b in stored.buffers.items() if n not in stored.not_saved}
 
     def named_parameters(
         self, prefix: str = "", recurse: bool = True, remove_duplicate: bool = True
@@ -91,7 +77,7 @@ class HeldState(nn.Module):
         Each has the shape of the whole tensor; this rank keeps a shard of it. Raises
         `NotPlannedError` before a plan.
         """
-        _ = self.plan
+        _ = self._state
         yield from super().named_parameters(prefix, recurse, remove_duplicate)
 
     def named_buffers(
@@ -101,7 +87,7 @@ class HeldState(nn.Module):
 
         Raises `NotPlannedError` before a plan.
         """
-        _ = self.plan
+        _ = self._state
         yield from super().named_buffers(prefix, recurse, remove_duplicate)
 
     def clip_grad_norm_(
@@ -112,10 +98,10 @@ class HeldState(nn.Module):
         With `error_if_nonfinite`, raises `RuntimeError` for a norm that is NaN or infinite. With
         `precision="fp16-mixed"`, such a norm skips the step (`loss_scale`).
         """
-        scaler = self._scaler
+        scaler = self._state.scaler
         overflow = None if scaler is None else scaler.overflow()
         norm = state.clip_grad_norm_(
-            self._placed, self.shards, max_norm, norm_type, error_if_nonfinite, overflow
+            self._state.place, self.shards, max_norm, norm_type, error_if_nonfinite, overflow
         )
         if scaler is not None:
             scaler.decide(norm)
@@ -128,17 +114,18 @@ class HeldState(nn.Module):
         `pm.step` scales and unscales; an optimizer step after an overflow on any rank changes
         nothing, on all ranks. Checkpoints keep it.
         """
-        return None if self._scaler is None else self._scaler.scale
+        scaler = None if self._state_or_none is None else self._state_or_none.scaler
+        return None if scaler is None else scaler.scale
 
     def full_state_dict(self) -> dict[str, Tensor]:
         """Whole tensors on rank 0's CPU, under the model's own names; {} on other ranks.
 
         Every rank must call it; raises `AbsentRanksError`, which names those that do not.
         """
-        place = self._placed
+        held = self._state
         with together_in("pm.full_state_dict()"):
-            self._originals.seen()
-            return state.full_state_dict(place, self.shards, self.persistent_buffers)
+            held.originals.seen()
+            return state.full_state_dict(held.place, held.shards, self.persistent_buffers)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Whole gradients on rank 0's CPU, by parameter name; {} on other ranks.
@@ -146,9 +133,9 @@ class HeldState(nn.Module):
         A parameter that does not affect the loss has a gradient of zeros. Every rank must call it;
         raises `AbsentRanksError`, which names those that do not.
         """
-        place = self._placed
+        held = self._state
         with together_in("pm.full_gradients()"):
-            return state.full_gradients(place, self.shards)
+            return state.full_gradients(held.place, held.shards)
 
     def state_dict(  # type: ignore[override]
         self, destination: Any = None, prefix: str = "", keep_vars: bool = False
@@ -162,18 +149,20 @@ class HeldState(nn.Module):
                 "state_dict(keep_vars=True): the values are DTensors, and parameters are not",
                 hint="dict(pm.named_parameters())",
             )
-        place = self._placed
-        if self._dtensor_mesh is None:
-            self._dtensor_mesh = stage_device_mesh(place.pipeline, place.rank, self._device.type)
-        held = state_dict(place, self.shards, self._dtensor_mesh, self.persistent_buffers)
+        held = self._state
+        values = state_dict(held.place, held.shards, held.dtensor_mesh, self.persistent_buffers)
         out = {} if destination is None else destination
-        out.update({prefix + name: value for name, value in held.items()})
+        out.update({prefix + name: value for name, value in values.items()})
         return out
 
     def checkpointed(self) -> ModuleState:
         """What checkpoints hold of this rank; raises `NotPlannedError` before a plan."""
         return ModuleState(
-            self._placed, self.own_parameters, self.persistent_buffers, self.stream, self.loss_scale
+            self._state.place,
+            self.own_parameters,
+            self.persistent_buffers,
+            self.stream,
+            self.loss_scale,
         )
 
     def check_replicas(self) -> None:
@@ -188,7 +177,7 @@ class HeldState(nn.Module):
 
     def note_seed(self) -> None:
         """torch has the seed of a checkpoint now: that is no `torch.manual_seed` to warn of."""
-        self._seed = torch.initial_seed()
+        self._state.seed = torch.initial_seed()
 
     def load_state_dict(
         self, state_dict: Mapping[str, Any], strict: bool = True, assign: bool = False
@@ -204,21 +193,15 @@ class HeldState(nn.Module):
                 "load_state_dict(assign=True): programs and optimizers hold this rank's shards",
                 hint="leave assign out; the values are copied",
             )
-        place = self._placed
+        held = self._state
         with together_in("pm.load_state_dict(...)"):
-            self._originals.seen()
+            held.originals.seen()
             return state.load_state_dict(
-                place, self.shards, state_dict, self.persistent_buffers, strict
+                held.place, held.shards, state_dict, self.persistent_buffers, strict
             )
 
     def _scale_losses(self, scale: LossScale | None) -> None:
         """With float16, scale losses from now on."""
         if self._options.precision == "fp16-mixed" and scale is not None:
-            everyone = state.everyone(self._place)
-            self._scaler = LossScaler(everyone, self._device, self.zero_grad, scale)
-
-    @property
-    def _placed(self) -> StageState:
-        """This rank's place in the pipeline; raises `NotPlannedError` before a plan."""
-        _ = self.plan
-        return self._place
+            everyone = state.everyone(self._state.place)
+            self._state.scaler = LossScaler(everyone, self._device, self.zero_grad, scale)

@@ -73,7 +73,7 @@ def warn_of_none(parameters: Iterable[nn.Parameter], stage: int, n_stages: int) 
         warnings.warn(
             f"pipeline stage {stage} trains no parameter, and torch's optimizers refuse an empty "
             'list: give them a group, AdamW([{"params": pm.parameters()}]), on every rank alike',
-            stacklevel=6,
+            stacklevel=7,
         )
 
 

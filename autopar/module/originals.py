@@ -50,7 +50,7 @@ def warn_of_shared(model: nn.Module, module: nn.Module) -> None:
                 "what the other one learns. One module whose forward returns both losses shares "
                 "it; or copy the weights after each optimizer step: with torch.no_grad(): "
                 "p.copy_(q.full_tensor())",
-                stacklevel=6,
+                stacklevel=5,
             )
     for parameter in model.parameters():
         _copies.setdefault(parameter, []).append((ref(model), ref(module), parameter.requires_grad))

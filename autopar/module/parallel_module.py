@@ -9,14 +9,12 @@ own over the same shards.
 from __future__ import annotations
 
 import copy
-import itertools
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.capture import check_kind
 from autopar.errors import (
@@ -30,11 +28,8 @@ from autopar.module.agreement import (
     Agreement,
     Fingerprint,
     Given,
-    Hyperparameters,
     agreed_program,
-    agreed_values,
     compare_settings,
-    fingerprints,
 )
 from autopar.module.batches import Loaded, unwrapped
 from autopar.module.calls import (
@@ -48,7 +43,7 @@ from autopar.module.calls import (
     weight_of,
 )
 from autopar.module.feeding import Feeding
-from autopar.module.finite import FiniteCheck, Guard, SkippedIfBad, Unguarded
+from autopar.module.finite import Guard, SkippedIfBad, Unguarded
 from autopar.module.habits import (
     ForwardLoss,
     PlannedModule,
@@ -58,17 +53,13 @@ from autopar.module.habits import (
     warn_of_seed,
 )
 from autopar.module.job import from_rank_0, join_process_group, own_rank
-from autopar.module.layers import Holders, Modes, Shown
-from autopar.module.optimizers import call_before_steps, warn_of_none, watch_optimizers
-from autopar.module.originals import (
-    ConstantBuffers,
-    Originals,
-    warn_of_shared,
-)
-from autopar.module.parameters import StepGradients, gathered_names, make_parameters
-from autopar.module.programs import Built, Kind, Links, Programs, keys_of_model, warn_of_unread
+from autopar.module.layers import Holders, Shown
+from autopar.module.optimizers import call_before_steps, watch_optimizers
+from autopar.module.originals import warn_of_shared
+from autopar.module.parameters import StepGradients
+from autopar.module.planned_state import PlannedState
+from autopar.module.programs import Built, Kind, keys_of_model, warn_of_unread
 from autopar.module.surface import Surface, tell_capture
-from autopar.operators import Stream
 from autopar.options import Options
 from autopar.passes.binding import (
     check_mesh,
@@ -78,23 +69,10 @@ from autopar.passes.binding import (
 from autopar.passes.compilation import Compilation
 from autopar.passes.facts import Source, Target
 from autopar.passes.pipeline import PASSES
-from autopar.planning import Bound, Plan, settled_heap
+from autopar.planning import Plan, settled_heap
 from autopar.plans import PlanData
-from autopar.program import Audit, Pipeline, Program, flatten_inputs
-from autopar.runtime.state import (
-    LossScale,
-    LossScaler,
-    StageState,
-    all_names,
-    changed_buffers,
-    constant_buffers,
-    everyone,
-    initial_buffers,
-    initial_shards,
-    stage_group,
-)
-
-_NUMBERS = itertools.count()  # of the modules that this process made
+from autopar.program import Audit, Program, flatten_inputs
+from autopar.runtime.state import LossScale, all_names
 
 
 class ParallelModule(PlannedModule, Feeding, Surface):
@@ -111,28 +89,21 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         self._device = join_process_group(mesh)
         compare_settings(mesh, options, weights, brings, self._device)
         self._agreement = Agreement(self._device, options.check_every)
-        self._plan: Plan | None = None
-        self._dtensor_mesh: DeviceMesh | None = None
-        self._live_buffers: frozenset[str] = frozenset()
-        self._stored: dict[str, nn.Parameter] = {}
-        self._held_buffers: dict[str, Tensor] = {}
-        self._scaler: LossScaler | None = None
-        self._not_saved: set[str] = set()
+        self._state_or_none: PlannedState | None = None
         self.training = model.training
 
     @property
     def code_path(self) -> Path:
         """The generated file of this rank's stage of the planned program."""
-        _ = self.plan
-        return self._programs.variants.first.code_path
+        return self._state.programs.variants.first.code_path
 
     def captured(self) -> Audit:
         """What capture made of the model, for training: frozen, kept, replaced, refused."""
-        return self._bound.analysis.program.audit
+        return self._state.bound.analysis.program.audit
 
     def prepare(self, *args: Any, **kwargs: Any) -> ParallelModule:
         """Plan for a batch like this one, unless there is a plan. Returns self."""
-        if self._plan is None:
+        if self._state_or_none is None:
             self._make_plan(one_form(args, kwargs))
         return self
 
@@ -167,102 +138,74 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         """Adopt rank 0's plan: rank 0 keeps its facts, the others place the plan."""
         if PlanData not in compilation:
             compilation.give(data)
-        pipeline, program = compilation[Pipeline], compilation[Program]
-        planned = compilation[Source].example_inputs
+        model, program = self._model[0], compilation[Program]
         if self._options.loss_fn is not None:
-            warn_of_unread(program, self._model[0], planned)
-        target = compilation[Target]
-        compilation.forget(Source)
-        self._links = links = Links.join(pipeline, own_rank(), self._device)
-        self._place = StageState(
-            pipeline, links.rank, links.device, links.groups, links.messenger, links.world
+            warn_of_unread(program, model, compilation[Source].example_inputs)
+        self._state_or_none = PlannedState.adopted(
+            model, self._options, self._weights, self._device, data, compilation
         )
-        self._adopt_state(program)
-        keep_from_dynamo(type(self))
-        self._seed = torch.initial_seed()
-        self.stream = Stream(from_rank_0(lambda: self._seed))
-        self._plan = Plan(data, Bound(compilation))
-        number = from_rank_0(lambda: next(_NUMBERS))
-        self._programs = Programs(
-            self._model[0], target, self._bound, links, self._held_buffers,
-            self._live_buffers, fingerprints(planned, with_content=False), self._weights, number,
-            self._originals.is_written,
-        )  # fmt: skip
-        self._programs.add_planned(planned, program)
-        self._modes = self._programs.modes
-        tell_capture(program)
-
-    def _adopt_state(self, program: Program) -> None:
-        """Set the shards, the buffers that steps change here, and the constant buffers."""
-        model, place = self._model[0], self._place
-        changed = changed_buffers(place, model)
-        held = initial_shards(place, self._weights, model, buffers=changed)
-        names = {
-            name for info in program.parameters.values() for name in (info.name, *info.aliases)
-        }
-        gathered = gathered_names(self._options.optimizer_gather, names)
-        self._stored = make_parameters(place, held, gathered)
-        warn_of_none(self._stored.values(), place.stage, place.pipeline.n_stages)
         if own_rank() == 0:
             warn_of_shared(model, self)
         watch_optimizers(model)
-        self._scale_losses(LossScale())
-        self._watch_optimizers()
-        self._live_buffers = frozenset(b.name for b in program.buffers.values())
-        persistent = initial_buffers(model, torch.device("cpu"))
-        constants = constant_buffers(persistent, place.changed_anywhere)
-        self._held_buffers = agreed_values(constants, self._weights, self._device)
-        for buffer in place.changed:
-            self._held_buffers |= dict.fromkeys(all_names(buffer), changed[buffer.name])
-            if not buffer.persistent:
-                self._not_saved |= {*all_names(buffer)}
-        self._layer_modes, self._originals = Modes(model), Originals(model)
-        self._show_layers()
+        keep_from_dynamo(type(self))
+        self._connect(LossScale())
+        tell_capture(program)
 
-    def _watch_optimizers(self) -> None:
-        every = self._options.check_every
-        self._hyperparameters = Hyperparameters(stage_group(self._place), self._device, every)
-        self._finite = FiniteCheck(everyone(self._place), self._device)
-        call_before_steps(self._stored.values(), self, type(self)._before_optimizer)
+    def _connect(self, scale: LossScale | None) -> None:
+        """Hear of steps of optimizers, and show the layers; what is planned is there."""
+        self._scale_losses(scale)
+        parameters = self._state.stored.parameters.values()
+        call_before_steps(parameters, self, type(self)._before_optimizer)
+        self._show_layers()
 
     def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of these parameters steps: what all ranks must agree on before it does."""
-        self._hyperparameters.check(optimizer)
-        self._originals.warn_of_gradients()
-        if self._scaler is not None:
-            self._scaler.decide()
+        held = self._state
+        held.hyperparameters.check(optimizer)
+        held.originals.warn_of_gradients()
+        if held.scaler is not None:
+            held.scaler.decide()
         else:
-            self._finite.before_optimizer(self.shards)
+            held.finite.before_optimizer(held.shards)
 
     def _show_layers(self) -> None:
         """Show the model's layers (`layers.py`), with this rank's parameters and buffers."""
-        stored = {n: self._stored[p.name] for p in self._place.parameters for n in all_names(p)}
-        shown = Shown(self._model[0], stored, self._held_buffers)
+        held, stored = self._state, self._state.stored
+        parameters = {
+            n: stored.parameters[p.name] for p in held.place.parameters for n in all_names(p)
+        }
+        shown = Shown(self._model[0], parameters, stored.buffers)
         self._parameters |= shown.root_parameters
         self._buffers |= shown.root_buffers
-        self._non_persistent_buffers_set |= self._not_saved & shown.root_buffers.keys()
+        self._non_persistent_buffers_set |= stored.not_saved & shown.root_buffers.keys()
         self._modules |= shown.children
-        self._layers = {name: m for name, m in self.named_modules() if name}
-        self._holders = Holders(self)
-        self._constants = ConstantBuffers(self._held_buffers, self._place.changed)
+        held.layers = {name: m for name, m in self.named_modules() if name}
+        held.holders = Holders(self)
 
     def _program(self, batch: Given, kind: Kind) -> Built:
         """The compiled program for the current mode and this batch."""
         check_autocast(self._device)
-        self._holders.check()
-        self._layer_modes.check(self._layers, self.training)
-        self._originals.check()
-        self._originals.warn_of_mode(self.training)
-        self._constants.check()
-        return self._programs.get(batch, kind, self.training)
+        held = self._state
+        assert held.holders is not None
+        held.holders.check()
+        held.modes.check(held.layers, self.training)
+        held.originals.check()
+        held.originals.warn_of_mode(self.training)
+        held.constants.check()
+        return held.programs.get(batch, kind, self.training)
 
     def _frozen_reads(self) -> tuple[tuple[str, str], ...]:
-        return () if self._plan is None else self._bound.analysis.program.frozen.reads
+        held = self._state_or_none
+        return () if held is None else held.bound.analysis.program.frozen.reads
+
+    def _captured_modes(self) -> Mapping[str, bool]:
+        held = self._state_or_none
+        return {} if held is None else held.programs.modes
 
     @property
     def _planned(self) -> Mapping[str, Fingerprint]:
         """The form of the planned batch; empty before there is a plan."""
-        return {} if self._plan is None else self._programs.planned
+        return {} if self._state_or_none is None else self._state_or_none.programs.planned
 
     def _by_keyword(
         self,
@@ -323,7 +266,7 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         if not self.training:
             raise OptionError("step in evaluation mode", hint="call pm.train() first")
         given = one_form(args, kwargs)
-        if self._plan is None:
+        if self._state_or_none is None:
             if batch == "local":
                 raise NotPlannedError(
                     "a local batch says nothing of the global one",
@@ -335,17 +278,18 @@ class ParallelModule(PlannedModule, Feeding, Surface):
             self._agreement.check("step", given)
         if mark is not None:
             self._follow(mark, given)
-        local = batch == "local"
-        if local and self.plan.data.accumulates:
+        local, held = batch == "local", self._state
+        if local and held.plan.data.accumulates:
             raise NotSupportedError(
                 "a local batch of microbatches that are parts of the whole batch",
                 hint="pass the global batch, or plan with microbatches=1",
             )
         whole = given
         if local:
-            self._agreement.check_local(given, self._local_rows.of_batch(given, global_rows))
-            self._inputs(self._bound.analysis.program, given, local)  # raises if one is missing
-            whole = self._local_rows.globalised(given, global_rows)
+            rows = held.local_rows
+            self._agreement.check_local(given, rows.of_batch(given, global_rows))
+            self._inputs(held.bound.analysis.program, given, local)  # raises if one is missing
+            whole = rows.globalised(given, global_rows)
         built = self._program(whole, "step" if outputs is None else "step with outputs")
         on_outputs = None
         if outputs is not None:
@@ -353,25 +297,24 @@ class ParallelModule(PlannedModule, Feeding, Surface):
             on_outputs = lambda tensors: handler(built.outputs(tensors))  # noqa: E731
         inputs = self._inputs(built.program, given, local)
         if built.program.seed is not None:
-            self._seed = warn_of_seed(self._seed)
-        gradients = StepGradients(self._stored, self.plan.data.accumulates)
-        seed = self.stream.seed
+            held.seed = warn_of_seed(held.seed)
+        gradients = StepGradients(held.stored.parameters, held.plan.data.accumulates)
         leaves, guard = gradients.before(), self._guard(skip_nonfinite)
         weight *= guard.before(leaves)
-        loss = built.executor.step(leaves, inputs, local, on_outputs, seed, weight)
-        self.stream.n_steps += 1
+        loss = built.executor.step(leaves, inputs, local, on_outputs, held.stream.seed, weight)
+        held.stream.n_steps += 1
         guard.after(leaves, loss)
         gradients.after()
         return loss.as_subclass(StepLoss)
 
     def _guard(self, skip_nonfinite: bool | None) -> Guard:
         """What is done about a step whose loss or gradients are not finite."""
-        if self._scaler is not None:
-            return self._scaler
+        held = self._state
+        if held.scaler is not None:
+            return held.scaler
         if skip_nonfinite:
-            changed = {b.name: self._held_buffers[b.name] for b in self._place.changed}
-            return SkippedIfBad(self._finite, changed)
-        return self._finite if skip_nonfinite is None else Unguarded()
+            return SkippedIfBad(held.finite, held.changed)
+        return held.finite if skip_nonfinite is None else Unguarded()
 
     def forward(self, *args: Any, gather: str = "last", **kwargs: Any) -> Any:
         """The model's own output for a global batch, without gradients.
@@ -385,7 +328,7 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         if gather not in ("last", "all"):
             raise OptionError(f'gather={gather!r}: it is "last" or "all"')
         given = one_form(args, kwargs)
-        if self._plan is None:
+        if self._state_or_none is None:
             raise NotPlannedError(
                 "the module is not planned yet", hint="call pm.prepare(**batch) in training mode"
             )
@@ -396,7 +339,7 @@ class ParallelModule(PlannedModule, Feeding, Surface):
             )
         self._agreement.check("evaluation", given)
         if self._options.loss_fn is not None:
-            given = keys_of_model(self._model[0], self._programs.planned, given)
+            given = keys_of_model(self._model[0], self._planned, given)
         built = self._program(given, "forward")
         loss, *tensors = self._run_forward(built, given, gather == "all")
         names = built.program.outputs
@@ -414,7 +357,7 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         Raises `BatchError` if the model returns no loss for this batch.
         """
         given = one_form(*self._by_keyword("pm.loss", args, kwargs, {}))
-        if self._plan is None:
+        if self._state_or_none is None:
             raise NotPlannedError("the module is not planned yet", hint="call pm.prepare(**batch)")
         self._agreement.check("loss", given)
         built = self._program(given, "loss")
@@ -428,28 +371,22 @@ class ParallelModule(PlannedModule, Feeding, Surface):
 
     def _run_forward(self, built: Built, given: Given, everywhere: bool = False) -> tuple[Any, ...]:
         """(loss, *outputs) without gradients; the next call draws other random numbers."""
-        inputs, seed = self._inputs(built.program, given), self.stream.seed
-        results = built.executor.forward(self.shards, inputs, False, everywhere, seed)
-        self.stream.n_steps += built.program.seed is not None
+        inputs, held = self._inputs(built.program, given), self._state
+        results = built.executor.forward(held.shards, inputs, False, everywhere, held.stream.seed)
+        held.stream.n_steps += built.program.seed is not None
         loss, *outputs = results
         return (None if loss is None else loss.as_subclass(ForwardLoss), *outputs)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ParallelModule:
         """A module with parameters, buffers and random numbers of its own, and the same plan."""
-        _ = self.plan
+        held = self._state
         twin = type(self).__new__(type(self))
         memo[id(self)] = twin
-        own = {"_stored", "_held_buffers", "_programs", "stream"}
-        for name, value in self.__dict__.items():
-            if name not in own:  # containers (hooks, ...) are own, what they hold is shared
-                is_container = isinstance(value, (dict, set))
-                twin.__dict__[name] = copy.copy(value) if is_container else value
-        for name in ("_stored", "_held_buffers", "stream"):
-            twin.__dict__[name] = copy.deepcopy(self.__dict__[name], memo)
-        twin._scale_losses(copy.copy(self.loss_scale))
-        twin._watch_optimizers()
-        twin.__dict__["_programs"] = self._programs.for_buffers(twin._held_buffers)
-        twin._show_layers()
-        for name, layer in self._layers.items():
-            twin._layers[name].training = layer.training
+        for name, value in self.__dict__.items():  # containers (hooks, ...) are own
+            is_container = isinstance(value, (dict, set))
+            twin.__dict__[name] = copy.copy(value) if is_container else value
+        twin.__dict__["_state_or_none"] = held.copied(memo)
+        twin._connect(copy.copy(self.loss_scale))
+        for name, layer in held.layers.items():
+            twin._state.layers[name].training = layer.training
         return twin

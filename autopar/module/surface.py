@@ -54,7 +54,6 @@ class Surface(nn.Module):
     """Base of `ParallelModule`; `_model` is a tuple of the user's module."""
 
     _model: tuple[nn.Module]
-    _modes: Mapping[str, bool] | None = None  # of the model's modules at capture
 
     def __getattr__(self, name: str) -> Any:
         """A parameter or buffer of this rank, or plain data of the user's model."""
@@ -94,7 +93,8 @@ class Surface(nn.Module):
 
     def train(self, mode: bool = True) -> Self:
         """Set this module's own mode. Modes of parts are those of the model at capture."""
-        if mode and not self.training and self._modes and not self._modes[""]:
+        modes = self._captured_modes()
+        if mode and not self.training and modes and not modes[""]:
             warnings.warn(
                 "the model was captured in evaluation mode: its dropout is off and its statistics "
                 "are fixed in pm.step; call model.train() before autopar.parallelize to avoid it",
@@ -102,6 +102,10 @@ class Surface(nn.Module):
             )
         super().train(mode)
         return self
+
+    def _captured_modes(self) -> Mapping[str, bool]:
+        """The mode of each part of the model at capture."""
+        return {}
 
     def _frozen_reads(self) -> tuple[tuple[str, str], ...]:
         """(module path, attribute) that the planned step read."""

@@ -100,7 +100,7 @@ def scale_of(pm: ParallelModule) -> LossScale:
 
 def overflow(pm: ParallelModule, rank: int) -> None:
     """In the next step, one element of a gradient is not finite, on this rank alone."""
-    scaler = pm._scaler
+    scaler = pm._state.scaler
     assert scaler is not None
     after = scaler.after
 
