@@ -4,6 +4,9 @@
 through a store that the caller hosts, so no port is guessed. A worker serves one request after
 another: it receives a pickled (fn, args), and sends a pickled result or a traceback (`travel.py`).
 
+torch's `elastic_launch` (2.13) is not used: it starts interpreters for each call, takes no function
+of a notebook, knows nothing of what ranks did last, and leaves running what a worker started.
+
 The caller waits for answers and deaths together. A killed worker makes its peers raise, too. So
 after the first error the caller listens for `_GRACE_S` more, and reports a death in preference to
 errors. Then it kills every worker and all that the worker started: each worker leads a session of
