@@ -10,7 +10,6 @@ LAYERS = (
     "$a @ {nn.Parameter(torch.randn($H, $W) * 0.3)}",
     "{nn.Sequential(nn.Linear($H, $W), nn.ReLU(), nn.Linear($W, $W2))}($a)",
     "{nn.utils.parametrizations.weight_norm(nn.Linear($H, $W))}($a)",
-    "{nn.utils.parametrizations.spectral_norm(nn.Linear($H, $W))}($a)",
     "{nn.Bilinear($H, $H, $W)}($a, $b)", "{nn.Linear($H, $H)}({nn.Linear($H, $H)}($a).relu()) + $a",
     "$a + {nn.Linear($H, $H)}($a)", "{nn.Linear($H, $W)}($a) + {nn.Linear($H, $W)}($b)",
     "torch.tanh({nn.Linear($H, $W)}($a.transpose(1, 2) if $a.shape[1] == $H else $a))",
@@ -90,12 +89,12 @@ NORMS = (
     "{nn.BatchNorm1d($C, momentum=None)}($three)", "{nn.BatchNorm3d($C)}($video)",
     "{nn.GroupNorm(2, $C)}($g)", "{nn.GroupNorm(1, $C)}($three)",
     "{nn.GroupNorm($C, $C, affine=False)}($g)", "{nn.InstanceNorm2d($C, affine=True)}($g)",
-    "{nn.InstanceNorm1d($C)}($three)",
-    "{nn.InstanceNorm2d($C, affine=True, track_running_stats=True)}($g)",
-    "{nn.InstanceNorm1d($C, track_running_stats=True)}($three)", "{nn.LocalResponseNorm(2)}($g)",
+    "{nn.InstanceNorm1d($C)}($three)", "{nn.LocalResponseNorm(2)}($g)",
     "F.batch_norm($three, None, None, training=True)", "F.group_norm($g, 2)",
     "$a * torch.rsqrt($a.square().mean(-1, keepdim=True) + 1e-5)", "F.instance_norm($g)",
     "F.local_response_norm($three, 2)",
+    "{nn.InstanceNorm2d($C, affine=True, track_running_stats=True)}($g)",
+    "{nn.InstanceNorm1d($C, track_running_stats=True)}($three)",
 )  # fmt: skip
 
 CONVOLUTIONS = (

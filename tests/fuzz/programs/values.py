@@ -77,12 +77,6 @@ IN_PLACE = (
     "NEW_v[:, $i.min() % $C] = NEW_v[:, torch.tensor(-1)] + NEW_v[0, 0]\n"
     "NEW_v[0, $i.max() % $C], NEW_v[$i.min() % $B, None] = 3.0, $f[:1]",
     "!NEW_v = $a.new_empty($shape).copy_($b)",
-    "!NEW_v = $A[:, 0].mul_(3)\n$A.add_(1)\nNEW_v.mul_(2)",
-    "!NEW_v = $f.sin()\nfor row in NEW_v:\n    row.mul_(0.5)\n"
-    "NEW_v.tensor_split(3, 1)[2].narrow(0, 1, 2).zero_()\nNEW_v.movedim(0, -1)[0, ::2].add_(0.3)",
-    "!NEW_v = $a.cos()\nNEW_v.flatten()[torch.tensor([1, 5])] = -1.0\n"
-    "NEW_v.ravel().unflatten(0, (2, -1)).select(1, 0).neg_()",
-    "!NEW_v = $f.cos()\nNEW_v.unsqueeze(0)[:, $f > 0.5] = 0.0",
 )  # fmt: skip
 
 REDUCTIONS = (

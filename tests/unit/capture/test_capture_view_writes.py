@@ -72,6 +72,41 @@ def _copies(self: Any, a: Tensor) -> Tensor:
     return near + (y * marks + places).sum() + F.linear(a.float(), weight).sum().double()
 
 
+def _parts_written_in_turn(self: Any, a: Tensor) -> Tensor:
+    z, y = a.clone(), self.linear(a)
+    for row in z:
+        row.mul_(0.5)
+    left, right = z.chunk(2, -1)
+    right.t()[0].add_(1)
+    left.view(3, 2)[1].mul_(3)
+    right.sub_(left)
+    first, rest = z[1:].tensor_split([1])
+    first.exp_()
+    rest.unsqueeze(0).neg_()
+    return (y * z).sum() + (y[:, :2] * right).exp().sum() + (y[1] * first).sum()
+
+
+def _in_another_order(self: Any, a: Tensor) -> Tensor:
+    y = self.linear(a).unflatten(1, (2, 2))  # [3, 2, 2]
+    y.permute(2, 0, 1)[0].mul_(2)
+    y.movedim(0, -1).transpose(0, 1)[:, 1, ::2].add_(a[0, :2, None])
+    y.mT.mul_(a.view(3, 2, 2))
+    y[0].T.fill_(0.5)
+    return y.pow(2).sum()
+
+
+def _in_another_shape(self: Any, a: Tensor) -> Tensor:
+    y = self.linear(a)
+    y.view(-1)[3:6] = 0.5
+    y.flatten().mul_(2)
+    y.view(3, 2, 2)[0, 1].add_(1)
+    y.unsqueeze(1).squeeze(1).sub_(a)
+    y.reshape(-1)[torch.tensor([1, 5])] = -1.0
+    y.ravel().unflatten(0, (6, 2)).select(1, 0).neg_()
+    y.unsqueeze(0)[:, a > 0.5] = 0.0
+    return y.pow(2).sum()
+
+
 def _diagonals(self: Any, a: Tensor) -> Tensor:
     y = self.linear(a) @ a.T
     y.diagonal().mul_(2)
@@ -166,6 +201,9 @@ def test_reads_of_what_is_written_elsewhere_are_refused(write: Callable[[Tensor]
         _gates,
         _turned_in_place,
         _copies,
+        _parts_written_in_turn,
+        _in_another_order,
+        _in_another_shape,
         _diagonals,
     ],
 )
