@@ -23,7 +23,7 @@ __all__ = ["generated_code"]
 
 GROUPS = groups()
 # Some of all; and weights that descend a gradient, which random programs have seldom.
-BY_DAY = {k for k, group in enumerate(GROUPS) if k % 32 == 0 or "w - 0.1" in group[-1]}
+BY_DAY = {k for k, group in enumerate(GROUPS) if k % 32 == 0 or "w - 0.1" in "".join(group)}
 N_RANDOM = int(os.environ.get("AUTOPAR_EXAMPLES", "0"))
 
 
