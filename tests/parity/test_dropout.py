@@ -157,20 +157,56 @@ def test_what_cannot_be_drawn_is_refused() -> None:
         )  # fmt: skip
 
 
-class Attention(torch.nn.Module):
-    """Attention of three parameters, with dropout and an added mask, weighted by the input;
-    `learned`: its mask is a parameter too."""
+NEVER = 1e-300  # a probability that drops nothing
+MASKS: dict[str, Callable[[], dict[str, Any]]] = {
+    "none": dict,
+    "causal": lambda: {"is_causal": True},
+    "scale": lambda: {"scale": 0.7},
+    "bool": lambda: {"attn_mask": torch.rand(3, 1, 5, 6) < 0.5},
+    "row that sees nothing": lambda: {"attn_mask": torch.arange(5)[:, None] != torch.zeros(1, 6)},
+    "added": lambda: {"attn_mask": torch.randn(4, 5, 6, dtype=torch.float64)},
+    "grouped": lambda: {"enable_gqa": True},
+}
 
-    def __init__(self, p: float, learned: bool = False) -> None:
+
+class Attention(torch.nn.Module):
+    """Attention of three parameters, with dropout, weighted by the input; `learned`: its mask is a
+    parameter too."""
+
+    def __init__(self, p: float, name: str, learned: bool = False) -> None:
         super().__init__()
-        shapes = (3, 4, 5, 8), (3, 4, 6, 8), (3, 4, 6, 7)
+        torch.manual_seed(0)
+        self.p, self.options = p, MASKS[name]()
+        heads = 2 if name == "grouped" else 4
+        shapes = (3, 4, 5, 8), (3, heads, 6, 8), (3, heads, 6, 7)
         self.q, self.k, self.v = (torch.nn.Parameter(torch.randn(s).double()) for s in shapes)
-        mask, self.p = torch.randn(4, 5, 6, dtype=torch.float64), p
-        self.mask = torch.nn.Parameter(mask) if learned else mask
+        if learned:
+            self.mask = torch.nn.Parameter(self.options.pop("attn_mask"))
+        self.learned = learned
+
+    def attended(self, p: float) -> Tensor:
+        options = self.options | ({"attn_mask": self.mask} if self.learned else {})
+        return F.scaled_dot_product_attention(self.q, self.k, self.v, dropout_p=p, **options)
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = self.q, self.k, self.v
-        return x * F.scaled_dot_product_attention(q, k, v, self.mask, dropout_p=self.p)
+        return x * self.attended(self.p)
+
+
+class InParts(Attention):
+    """The same as a formula: products, a softmax, and dropout of the weights."""
+
+    def attended(self, p: float) -> Tensor:
+        mask = self.options.get("attn_mask")
+        if self.options.get("is_causal"):
+            mask = torch.ones(5, 6, dtype=torch.bool).tril()
+        n = self.q.shape[1] // self.k.shape[1]
+        k, v = (t.repeat_interleave(n, 1) for t in (self.k, self.v))
+        scores = self.q @ k.mT * self.options.get("scale", self.q.shape[-1] ** -0.5)
+        if mask is not None and mask.dtype == torch.bool:
+            scores = scores.masked_fill(~mask, -torch.inf)
+        elif mask is not None:
+            scores = scores + mask
+        return F.dropout(scores.softmax(-1).nan_to_num(0.0), p) @ v
 
 
 X = torch.randn(3, 4, 5, 7, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
@@ -180,26 +216,45 @@ def captured_attention(model: Attention) -> Program:
     return capture(model, (X,), loss_fn=lambda outputs, batch: outputs.sum())
 
 
+def loss_and_gradients(program: Program, model: Attention) -> list[Tensor]:
+    loss, _ = reference_step(program, dict(model.named_parameters()), {"0": X}, seed=5)
+    assert loss is not None
+    return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+
+
+@pytest.mark.parametrize("name", MASKS)
+@pytest.mark.parametrize("p", [NEVER, P])
+def test_attention_is_its_parts(p: float, name: str) -> None:
+    """Values and gradients are those of the formula; the same seed drops the same weights."""
+    model = Attention(p, name)
+    program, parts = captured_attention(model), captured_attention(InParts(p, name))
+    targets = [[n.target for n in one.operators] for one in (program, parts)]
+    assert ATTENTION_DROPOUT in targets[0] and DROPOUT in targets[1]
+    found = loss_and_gradients(program, model)
+    torch.testing.assert_close(found, loss_and_gradients(parts, model), rtol=1e-12, atol=1e-12)
+    if p == NEVER:
+        loss = (model.attended(0) * X).sum()
+        wanted = [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
+        torch.testing.assert_close(found, wanted, rtol=1e-12, atol=1e-12)
+
+
 def test_the_audit_says_what_became_of_attention() -> None:
-    (note,) = captured_attention(Attention(P)).audit.replaced
+    (note,) = captured_attention(Attention(P, "bool")).audit.replaced
     assert (note.what, note.why) == ("attention with dropout", "fused, with dropout by position")
     assert note.where is not None and Path(__file__).name in note.where
-    assert captured_attention(Attention(0.0)).audit.replaced == ()
+    assert captured_attention(Attention(0.0, "bool")).audit.replaced == ()
 
 
 @pytest.mark.parametrize(("p", "learned"), [(P, True), (1.0, False)])
 def test_what_is_not_fused_is_said(p: float, learned: bool) -> None:
     """A learned mask has a gradient, and dropout of everything draws nothing."""
-    model = Attention(p, learned)
+    model = Attention(p, "added", learned)
     program = captured_attention(model)
     assert ATTENTION_DROPOUT not in [n.target for n in program.operators]
     (note,) = program.audit.replaced
     assert "kept for backward" in note.why
     assert ("its mask has a gradient" in note.why) == learned
-    loss, _ = reference_step(program, dict(model.named_parameters()), {"0": X}, seed=5)
-    assert loss is not None
-    found = torch.autograd.grad(loss, list(model.parameters()))
-    assert all(g.isfinite().all() for g in found)
+    assert all(g.isfinite().all() for g in loss_and_gradients(program, model))
 
 
 def test_a_resumed_run_draws_what_it_would_have(
