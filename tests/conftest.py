@@ -48,6 +48,14 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
+    """Folders of which the run leaves all tests out are not imported."""
+    folder = collection_path.name
+    return (
+        True if folder in ("browser", "gpu") and f"not {folder}" in config.option.markexpr else None
+    )
+
+
 @pytest.hookimpl(tryfirst=True)  # before `-m` selects
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Mark what is left to the night. Sort tests by the `turn` of their file; the order within a

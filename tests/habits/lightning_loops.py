@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from lightning.fabric import Fabric
+from typing import Any
 
 from autopar import BatchError, NotSupportedError
 from tests.habits.table import Run, habit
@@ -10,6 +10,13 @@ from tests.habits.tasks import parallelize
 from tests.habits.tutorial_models import GanOfBoth, numbers, turns
 
 SECTION = "Lightning"
+
+
+def new_fabric() -> Any:
+    """Fabric on this rank; to import it takes two seconds."""
+    from lightning.fabric import Fabric
+
+    return Fabric(accelerator="cpu", devices=1)
 
 
 @habit(SECTION, "two optimizers in turns, the turn a tensor: `torch.where(turn == 0, ...)`",
@@ -34,13 +41,13 @@ def turn_by_name(run: Run) -> None:
 @habit(SECTION, "`fabric.backward(loss)`, `self.manual_backward(loss)`", "leave it out",
        refused=(NotSupportedError, "backward already"))  # fmt: skip
 def fabric(run: Run) -> None:
-    f = Fabric(accelerator="cpu", devices=1)
+    f = new_fabric()
     f.backward(run.pm.step(**run.batch(0)))
 
 
 @habit(SECTION, "`fabric.clip_gradients(pm, optimizer, max_norm=c)`")
 def fabric_clip(run: Run) -> None:
-    f = Fabric(accelerator="cpu", devices=1)
+    f = new_fabric()
     opts = run.optimizers()
     run.backward(run.batch(0))
     for m, o in zip(run.both(), opts, strict=True):
@@ -50,7 +57,7 @@ def fabric_clip(run: Run) -> None:
 
 @habit(SECTION, "`fabric.setup(pm, optimizer)`, then `step` of both")
 def fabric_setup(run: Run) -> None:
-    f = Fabric(accelerator="cpu", devices=1)
+    f = new_fabric()
     own, alone = run.optimizers()
     module, optimizer = f.setup(run.pm, own)
     for seed in range(2):

@@ -35,9 +35,10 @@ class Draft:
         plain = fx.node.map_arg((args, kwargs), lambda n: n.meta["val"])
         with self.mode:
             node.meta["val"] = op(*plain[0], **plain[1])
-        floating = any(v.is_floating_point() for v in pytree.tree_leaves(node.meta["val"]))
+        values = pytree.tree_leaves(node.meta["val"])
+        is_smooth = any(v.is_floating_point() or v.is_complex() for v in values)
         return self._mark(
-            node, floating and any(n.name in self.has_grad for n in node.all_input_nodes)
+            node, is_smooth and any(n.name in self.has_grad for n in node.all_input_nodes)
         )
 
     def _mark(self, node: fx.Node, grad: bool) -> fx.Node:

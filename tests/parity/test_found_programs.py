@@ -16,6 +16,12 @@ from autopar import Manual
 from tests.helpers.nightly import one_in
 
 N_BLOCKS = 5
+DP, TP, PP = Manual(dp=2), Manual(tp=2), Manual(pp=2)
+Batch = dict[str, Any]
+
+
+def drawn(**shapes: tuple[int, ...]) -> Batch:
+    return {name: torch.randn(shape, dtype=torch.float64) for name, shape in shapes.items()}
 
 
 class Tanh(nn.Module):
@@ -89,6 +95,8 @@ BODIES: dict[str, Callable[[Any, Tensor], Tensor]] = {
 
 
 class Net(nn.Module):
+    """`body` between a layer and a loss; blocks, a cell and a scale that bodies may read."""
+
     def __init__(self, body: Callable[[Any, Tensor], Tensor]) -> None:
         super().__init__()
         self.into, self.cell, self.body = nn.Linear(4, 4), nn.Linear(4, 4), body
@@ -99,213 +107,163 @@ class Net(nn.Module):
         return (self.body(self, self.into(x)) * self.scale).square().mean()
 
 
+def check(net: nn.Module, batch: Batch, *layouts: Manual, **options: Any) -> None:
+    """A step under each layout is the eager one."""
+    for manual in layouts:
+        shape = (1, manual.n_ranks)
+        report = autopar.verify(net, shape, batch, precision="fp64", manual=manual, **options)
+        assert report.ok, report.text()
+
+
 def test_microbatches_of_an_empty_value() -> None:
     """torch joins blocks with zeros of which some have no elements."""
-    net, x = Net(block_diagonal).double(), torch.randn(8, 4, 4, dtype=torch.float64)
-    report = autopar.verify(net, (1, 1), {"x": x}, precision="fp64", microbatches=2)
-    assert report.ok, report.text()
+    check(Net(block_diagonal).double(), drawn(x=(8, 4, 4)), Manual(), microbatches=2)
 
 
 @one_in(3)
 @pytest.mark.parametrize("name", BODIES)
 def test_a_step_is_eagers(name: str) -> None:
-    net, x = Net(BODIES[name]).double(), torch.randn(4, 4, 4, dtype=torch.float64)
-    for mesh, manual in (
-        ((1, 1), Manual()),
-        ((1, 2), Manual(dp=2)),
-        ((1, 2), Manual(tp=2)),
-        ((1, 2), Manual(pp=2)),
-    ):
-        report = autopar.verify(net, mesh, {"x": x}, precision="fp64", manual=manual)
-        assert report.ok, report.text()
+    check(Net(BODIES[name]).double(), drawn(x=(4, 4, 4)), Manual(), DP, TP, PP)
 
 
-class States(nn.Module):
+class Parts(nn.Module):
+    """A model of these parts, whose loss is `body` of itself and the batch."""
+
+    def __init__(self, body: Callable[..., Tensor], **parts: Tensor | nn.Module) -> None:
+        super().__init__()
+        self.body = body
+        for name, part in parts.items():
+            setattr(self, name, nn.Parameter(part) if isinstance(part, Tensor) else part)
+
+    def forward(self, x: Tensor, y: Tensor | None = None) -> Tensor:
+        return self.body(self, x) if y is None else self.body(self, x, y)
+
+
+def all_states(m: Any, x: Tensor) -> Tensor:
     """A gradient is summed up for several states at once."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w, self.v = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        states = [x * self.w]
-        for _ in range(4):
-            h = states[-1]
-            states.append(h + torch.hypot(h, h + 2) + states[0])
-        return (torch.stack(states) * self.v).mean()
+    states = [x * m.w]
+    for _ in range(4):
+        h = states[-1]
+        states.append(h + torch.hypot(h, h + 2) + states[0])
+    return (torch.stack(states) * m.v).mean()
 
 
-def test_stages_of_states_that_are_all_read() -> None:
-    x = torch.randn(8, 4, 4, dtype=torch.float64)
-    manual = Manual(pp=2)
-    report = autopar.verify(States().double(), (1, 2), {"x": x}, precision="fp64", manual=manual)
-    assert report.ok, report.text()
-
-
-class Sums(nn.Module):
+def all_sums(m: Any, x: Tensor) -> Tensor:
     """A cut behind equal blocks hands over what each of them gave."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b = nn.Parameter(torch.randn(4, 4)), nn.Parameter(torch.randn(4, 4))
-
-    def forward(self, x: Tensor) -> Tensor:
-        z, states = x * self.a, [x]
-        for _ in range(N_BLOCKS):
-            states.append(states[-1] + z + x)
-        return (self.a + self.b + torch.stack(states)).square().mean()
+    z, states = x * m.w, [x]
+    for _ in range(N_BLOCKS):
+        states.append(states[-1] + z + x)
+    return (m.w + m.v + torch.stack(states)).square().mean()
 
 
-def test_stages_that_hand_over_all_states() -> None:
-    x = torch.randn(8, 4, 4, dtype=torch.float64)
-    report = autopar.verify(Sums().double(), (1, 2), {"x": x}, precision="fp64")
-    assert report.ok, report.text()
+def complex_weights(m: Any, x: Tensor) -> Tensor:
+    return (x.to(m.w.dtype) @ m.w).abs().square().mean()
 
 
-class Complex(nn.Module):
-    """All parameters are complex."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.w = nn.Parameter(torch.randn(4, 4, dtype=torch.complex128))
-
-    def forward(self, x: Tensor) -> Tensor:
-        return (x.to(self.w.dtype) @ self.w).abs().square().mean()
-
-
-def test_complex_parameters_alone() -> None:
-    x = torch.randn(4, 4, dtype=torch.float64)
-    for manual in (Manual(dp=2), Manual(tp=2)):
-        report = autopar.verify(Complex(), (1, 2), {"x": x}, precision="fp64", manual=manual)
-        assert report.ok, report.text()
-
-
-class Norms(nn.Module):
+def norms(m: Any, x: Tensor) -> Tensor:
     """The first term of a gradient is a part of a larger one; a kernel reads the sum, which takes
     no strides."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.GroupNorm(1, 4) for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        states = [x]
-        for block in self.blocks:
-            states.append(states[-1] + block(states[-1]))
-        return (torch.stack(states[1:], 1) * x.mean()).sin().sum() + states[-1].relu().mean()
+    states = [x]
+    for block in m.blocks:
+        states.append(states[-1] + block(states[-1]))
+    return (torch.stack(states[1:], 1) * x.mean()).sin().sum() + states[-1].relu().mean()
 
 
-def test_sums_of_gradients_have_the_strides_that_kernels_were_recorded_with() -> None:
-    x = torch.randn(4, 4, 8, dtype=torch.float64)
-    report = autopar.verify(Norms().double(), (1, 1), {"x": x}, precision="fp64")
-    assert report.ok, report.text()
-
-
-class Labels(nn.Module):
-    """Labels of mean losses that operators with several results, or random numbers, make."""
-
-    def __init__(self, body: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
-        super().__init__()
-        self.layer, self.body = nn.Linear(4, 4), body
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        return self.body(self.layer, x, y)
-
-
-def mixed_up(layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
+def mixed_up(m: Any, x: Tensor, y: Tensor) -> Tensor:
     order, share = torch.randperm(len(x)), 0.3
-    logits = layer(x * (1 - share) + x[order] * share)
+    logits = m.layer(x * (1 - share) + x[order] * share)
     first = F.cross_entropy(logits, y[:, 0]) * (1 - share)
     return first + share * F.cross_entropy(logits, y[order, 0], ignore_index=2)
 
 
-def guessed(layer: nn.Module, x: Tensor, y: Tensor) -> Tensor:
-    sure, guess = layer(x).detach().softmax(-1).max(-1)
-    return F.cross_entropy(layer(x * 1.1), torch.where(sure > 0.3, guess, -100))
+def guessed(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    sure, guess = m.layer(x).detach().softmax(-1).max(-1)
+    return F.cross_entropy(m.layer(x * 1.1), torch.where(sure > 0.3, guess, -100))
 
 
-@pytest.mark.parametrize(
-    "body",
-    [
-        lambda layer, x, y: F.cross_entropy(layer(x), y.unbind(1)[0]),
-        lambda layer, x, y: F.nll_loss(layer(x).log_softmax(-1), y.max(1)[1]),
-        mixed_up,
-        guessed,
-    ],
-)
-def test_labels_that_are_made_in_forward(body: Callable[[Any, Tensor, Tensor], Tensor]) -> None:
-    x, y = torch.randn(8, 4, dtype=torch.float64), torch.randint(4, (8, 2))
-    for mesh, manual in (((1, 1), Manual()), ((1, 2), Manual(dp=2)), ((1, 2), Manual(pp=2))):
-        batch = {"x": x, "y": y}
-        net = Labels(body).double()
-        report = autopar.verify(net, mesh, batch, precision="fp64", manual=manual)
-        assert report.ok, report.text()
+def judged(m: Any, x: Tensor, y: Tensor) -> Tensor:
+    """Running statistics are gathered between two reductions on the loss's way: calls keep their
+    order beside a loss that waits."""
+    made = m.make(x)
+    first, second = m.judge(made), m.judge(y)
+    loss = first.square().mean() + (made - y).abs().mean() + 1 - (made * y).mean()
+    return loss + second.square().mean()
 
 
-class Judged(nn.Module):
-    """Running statistics are gathered between two reductions on the loss's way."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.make = nn.Conv2d(3, 3, 1)
-        self.judge = nn.Sequential(
-            nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 1),
-            nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 1, 1),
-        )  # fmt: skip
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        made = self.make(x)
-        first, second = self.judge(made), self.judge(y)
-        loss = first.square().mean() + (made - y).abs().mean() + 1 - (made * y).mean()
-        return loss + second.square().mean()
-
-
-def test_calls_keep_their_order_beside_a_loss_that_waits() -> None:
-    batch = {name: torch.rand(8, 3, 8, 8, dtype=torch.float64) for name in "xy"}
-    manual = Manual(tp=2, sp=True)
-    report = autopar.verify(Judged().double(), (1, 2), batch, precision="fp64", manual=manual)
-    assert report.ok, report.text()
-
-
-class Hidden(nn.Module):
+def hidden(m: Any, x: Tensor, mask: Tensor) -> Tensor:
     """Masked places get a vector that is trained, as wav2vec 2's do."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layer, self.mark = nn.Linear(4, 4), nn.Parameter(torch.randn(4))
-        self.rows = nn.Parameter(torch.randn(6, 4))
-
-    def forward(self, x: Tensor, mask: Tensor) -> Tensor:
-        h = self.layer(x)
-        h[mask] = self.mark
-        h[mask[:, 0]] = self.rows
-        return h.square().mean()
+    h = m.layer(x)
+    h[mask] = m.mark
+    h[mask[:, 0]] = m.rows
+    return h.square().mean()
 
 
-def test_masked_places_get_a_vector() -> None:
-    batch = {"x": torch.randn(4, 6, 4, dtype=torch.float64), "mask": torch.rand(4, 6) > 0.5}
-    for manual in (Manual(dp=2), Manual(tp=2)):
-        report = autopar.verify(Hidden().double(), (1, 2), batch, precision="fp64", manual=manual)
-        assert report.ok, report.text()
-
-
-class Recurrent(nn.Module):
+def recurrent(m: Any, x: Tensor, y: Tensor) -> Tensor:
     """Gradients of all states are views of one tensor; a cut hands over one of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.cell, self.head = nn.Linear(16, 8), nn.Linear(8, 3)
-
-    def forward(self, x: Tensor, y: Tensor) -> Tensor:
-        h, states = x[:, 0], list[Tensor]()
-        for k in range(6):
-            h = torch.tanh(self.cell(torch.cat([h, x[:, k]], -1)))
-            states.append(h)
-        scores = self.head(torch.stack(states, 1))
-        return F.cross_entropy(scores.flatten(0, 1), y.flatten())
+    h, states = x[:, 0], list[Tensor]()
+    for k in range(6):
+        h = torch.tanh(m.cell(torch.cat([h, x[:, k]], -1)))
+        states.append(h)
+    scores = m.head(torch.stack(states, 1))
+    return F.cross_entropy(scores.flatten(0, 1), y.flatten())
 
 
-def test_stages_that_end_inside_of_a_recurrent_loop() -> None:
-    batch = {"x": torch.randn(4, 6, 8), "y": torch.randint(3, (4, 6))}
-    report = autopar.verify(Recurrent(), (1, 2), batch, precision="fp64", manual=Manual(pp=2))
-    assert report.ok, report.text()
+def judge() -> nn.Module:
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 1), nn.ReLU(), nn.Conv2d(8, 8, 1), nn.BatchNorm2d(8), nn.ReLU(),
+        nn.Conv2d(8, 1, 1),
+    )  # fmt: skip
+
+
+def two() -> Any:
+    return {"w": torch.randn(4, 4), "v": torch.randn(4, 4)}
+
+
+def layer() -> Any:
+    return {"layer": nn.Linear(4, 4)}
+
+
+def labelled() -> Batch:
+    return drawn(x=(8, 4)) | {"y": torch.randint(4, (8, 2))}
+
+
+EVERY = (Manual(), DP, PP)
+# Name -> body, parts, batch, layouts.
+MODELS: dict[str, tuple[Callable[..., Tensor], Callable[[], Any], Callable[[], Batch], Any]] = {
+    "states that are all read": (all_states, two, lambda: drawn(x=(8, 4, 4)), (PP,)),
+    "all states cross": (all_sums, two, lambda: drawn(x=(8, 4, 4)), (DP, PP)),
+    "complex parameters alone": (
+        complex_weights, lambda: {"w": torch.randn(4, 4, dtype=torch.complex128)},
+        lambda: drawn(x=(4, 4)), (DP, TP),
+    ),
+    "strides of sums of gradients": (
+        norms, lambda: {"blocks": nn.ModuleList(nn.GroupNorm(1, 4) for _ in range(3))},
+        lambda: drawn(x=(4, 4, 8)), (Manual(),),
+    ),
+    "labels of one of several results": (
+        lambda m, x, y: F.cross_entropy(m.layer(x), y.unbind(1)[0]), layer, labelled, EVERY,
+    ),
+    "labels of the largest": (
+        lambda m, x, y: F.nll_loss(m.layer(x).log_softmax(-1), y.max(1)[1]), layer, labelled, EVERY,
+    ),
+    "labels that are mixed up": (mixed_up, layer, labelled, EVERY),
+    "labels that are guessed": (guessed, layer, labelled, EVERY),
+    "a loss that waits": (
+        judged, lambda: {"make": nn.Conv2d(3, 3, 1), "judge": judge()},
+        lambda: drawn(x=(8, 3, 8, 8), y=(8, 3, 8, 8)), (Manual(tp=2, sp=True),),
+    ),
+    "masked places get a vector": (
+        hidden, lambda: layer() | {"mark": torch.randn(4), "rows": torch.randn(6, 4)},
+        lambda: drawn(x=(4, 6, 4)) | {"y": torch.rand(4, 6) > 0.5}, (DP, TP),
+    ),
+    "a cut inside of a recurrent loop": (
+        recurrent, lambda: {"cell": nn.Linear(16, 8), "head": nn.Linear(8, 3)},
+        lambda: drawn(x=(4, 6, 8)) | {"y": torch.randint(3, (4, 6))}, (PP,),
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_a_step_of_these_parts_is_eagers(name: str) -> None:
+    body, parts, batch, layouts = MODELS[name]
+    check(Parts(body, **parts()).double(), batch(), *layouts)

@@ -1,13 +1,12 @@
 """Mixed precision of models that are half precision themselves: their state is float32, too.
 
-On one rank every bit is that of a process that trains float32 copies. Bytes of state are measured.
+`test_mixed_precision.py` asks each bit of a step on one rank. Bytes of state are measured.
 """
 
 from __future__ import annotations
 
-import itertools
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, cast
 
@@ -25,65 +24,15 @@ from autopar.cost.memory import peak_memory
 from autopar.precision import Precision
 from autopar.runtime.launch import WorkerPool
 from autopar.runtime.tensors import local_of
-from tests.helpers.jobs import CASES, VOCABULARY, adamw, advance, gpt2, machine, tokens
-from tests.helpers.nightly import first_by_day, nightly, sampled
+from tests.helpers.jobs import CASES, VOCABULARY, adamw, gpt2, machine, tokens
+from tests.helpers.nightly import first_by_day, nightly
 
 Pool = Callable[[int], WorkerPool]
 HALF = (torch.bfloat16, torch.float16)
 MIXED = ("bf16-mixed", "fp16-mixed", "bf16-autocast")
 USED = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
-SCALE = 2.0**16  # of losses, at first, in fp16-mixed
 LAYOUTS = {"dp": Manual(dp=2), "zero-3": Manual(dp=2, zero=3), "tp": Manual(tp=2)}
 STATE = re.compile(r"(\d+) stored, (\d+) of its gradient, (\d+) of adamw")
-N_STEPS = 3
-
-
-def wide_copies(model: nn.Module) -> dict[str, Tensor]:
-    """What one process trains."""
-    return {name: p.detach().float().requires_grad_() for name, p in model.named_parameters()}
-
-
-def alone(
-    model: nn.Module, copies: Mapping[str, Tensor], batch: dict[str, Any], precision: str
-) -> Tensor:
-    """The loss of one process on float32 copies of the parameters."""
-    used = dict(copies)
-    if precision != "bf16-autocast":
-        used = {name: p.to(USED.get(precision, torch.bfloat16)) for name, p in copies.items()}
-    with torch.autocast("cpu", torch.bfloat16, enabled=precision == "bf16-autocast"):
-        loss: Tensor = functional_call(model, used, (), batch).loss
-    return loss
-
-
-@pytest.mark.parametrize(
-    ("precision", "half"),
-    [("master_weights", torch.bfloat16),
-     *sampled(list(itertools.product(MIXED, HALF)), [(MIXED[0], HALF[0])])],
-)  # fmt: skip
-def test_one_process_on_float32_copies_has_the_same_bits(precision: str, half: torch.dtype) -> None:
-    case = CASES["gpt2"]
-    model, other = case.model().to(half), case.model().to(half)
-    options: Any = {"precision": precision} if precision in MIXED else {"master_weights": True}
-    pm = autopar.parallelize(model, (1, 1), case.batch(0), microbatches=1, **options)
-    copies = wide_copies(other)
-    scale = SCALE if precision == "fp16-mixed" else 1.0
-    mine, theirs = adamw(pm.parameters()), adamw(copies.values())
-    for seed in range(N_STEPS):
-        loss = pm.step(**case.batch(seed))
-        wanted = alone(other, copies, case.batch(seed), precision)
-        (wanted * scale).backward()
-        assert torch.equal(loss, wanted)
-        gradients = pm.full_gradients()
-        for name, p in copies.items():
-            assert p.grad is not None
-            p.grad /= scale
-            assert gradients[name].dtype == torch.float32
-            assert torch.equal(gradients[name], p.grad), name
-        advance(mine, theirs)
-    found = pm.full_state_dict()
-    for name, value in copies.items():
-        assert found[name].dtype == torch.float32
-        assert torch.equal(found[name], value), name
 
 
 def lookup(n_words: int) -> nn.Module:

@@ -27,63 +27,74 @@ from tests.helpers.nightly import nightly, one_in, sampled
 from tests.parity.zoo import FAMILIES
 
 Pool = Callable[[int], WorkerPool]
-DTYPES = {"bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16}
+DTYPES = {
+    "bf16-mixed": torch.bfloat16, "fp16-mixed": torch.float16, "master weights": torch.bfloat16
+}  # fmt: skip
 N_STEPS = 3
 
 
-def alone(case: Case, model: nn.Module, batch: dict[str, Any], dtype: torch.dtype) -> Tensor:
-    """The loss of one process that casts what FSDP2 casts: floating parameters and inputs."""
-    used = {name: p.to(dtype) for name, p in model.named_parameters()}
-    given = pytree.tree_map_only(
-        Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch
-    )
-    outputs = functional_call(model, used, (), given)
-    if case.loss_fn is not None:
-        return case.loss_fn(outputs, batch)
-    return outputs.loss if hasattr(outputs, "loss") else outputs
+def alone(
+    case: Case, model: nn.Module, copies: dict[str, Tensor], batch: dict[str, Any], precision: str
+) -> Tensor:
+    """The loss of one process on float32 copies of the parameters: under autocast, or with the
+    casts of FSDP2, of floating parameters and inputs."""
+    used, given, is_autocast = copies, batch, precision == "bf16-autocast"
+    if not is_autocast:
+        dtype = DTYPES[precision]
+        used = {name: p.to(dtype) for name, p in copies.items()}
+        given = pytree.tree_map_only(
+            Tensor, lambda t: t.to(dtype) if t.is_floating_point() else t, batch
+        )
+    with torch.autocast("cpu", torch.bfloat16, enabled=is_autocast):
+        if case.loss_fn is not None:
+            return case.loss_fn(functional_call(model, used, (given["x"],)), batch)
+        outputs = functional_call(model, used, (), given)
+    return getattr(outputs, "loss", outputs)
 
 
-def under_autocast(case: Case, model: nn.Module, batch: dict[str, Any]) -> Tensor:
-    """The loss of one process under autocast."""
-    with torch.autocast("cpu", torch.bfloat16):
-        outputs = model(**batch) if case.loss_fn is None else model(batch["x"])
-        loss = outputs if case.loss_fn is None else case.loss_fn(outputs, batch)
-    return getattr(loss, "loss", loss)
+FLOAT32 = torch.float32
+# Of a float32 model and of one that is half precision itself. With float16 only a model whose loss
+# is float32: the others overflow at the first scale.
+BITS = [
+    ("gpt2", "fp16-mixed", FLOAT32),
+    *((name, precision, FLOAT32) for name in ("mlp", "mlp with loss", "gpt2", "tiny")
+      for precision in ("bf16-mixed", "bf16-autocast")),
+    ("gpt2", "master weights", torch.bfloat16),
+    *(("gpt2", precision, half) for precision in (*DTYPES, "bf16-autocast")
+      for half in (torch.bfloat16, torch.float16) if precision != "master weights"),
+]  # fmt: skip
 
 
-@one_in(2)
-# With float16 only a model whose loss is float32: the others overflow at the first scale.
-@pytest.mark.parametrize(
-    ("name", "precision"),
-    [("gpt2", "fp16-mixed"),
-     *((name, precision) for name in ("mlp", "mlp with loss", "gpt2", "tiny")
-       for precision in ("bf16-mixed", "bf16-autocast"))],
-)  # fmt: skip
-def test_one_process_has_every_bit_of_the_reference(name: str, precision: str) -> None:
+@one_in(3)
+@pytest.mark.parametrize(("name", "precision", "dtype"), BITS)
+def test_one_process_has_every_bit_of_the_reference(
+    name: str, precision: str, dtype: torch.dtype
+) -> None:
     case = CASES[name]
-    model, other = case.model(), case.model()
+    model, other = case.model().to(dtype), case.model().to(dtype)
+    options: Any = {"precision": precision}
+    if precision == "master weights":
+        options = {"master_weights": True}
     pm = autopar.parallelize(
-        model, (1, 1), case.batch(0), precision=precision, loss_fn=case.loss_fn, microbatches=1
+        model, (1, 1), case.batch(0), loss_fn=case.loss_fn, microbatches=1, **options
     )
-    mine, theirs = adamw(pm.parameters()), adamw(other.parameters())
+    copies = {n: p.detach().float().requires_grad_() for n, p in other.named_parameters()}
+    mine, theirs = adamw(pm.parameters()), adamw(copies.values())
     scale = 2.0**16 if precision == "fp16-mixed" else 1.0
     for seed in range(N_STEPS):
-        batch = case.batch(seed)
-        loss = pm.step(**batch)
-        if precision == "bf16-autocast":
-            wanted = under_autocast(case, other, batch)
-        else:
-            wanted = alone(case, other, batch, DTYPES[precision])
+        loss = pm.step(**case.batch(seed))
+        wanted = alone(case, other, copies, case.batch(seed), precision)
         (wanted * scale).backward()
-        for p in other.parameters():
+        assert torch.equal(loss, wanted)
+        gradients = pm.full_gradients()
+        for key, p in copies.items():
             assert p.grad is not None
             p.grad /= scale
-        assert torch.equal(loss, wanted)
+            assert gradients[key].dtype == FLOAT32 and torch.equal(gradients[key], p.grad), key
         advance(mine, theirs)
-    found, expected = pm.full_state_dict(), other.state_dict()
-    for key, value in expected.items():
-        assert found[key].dtype == torch.float32
-        assert torch.equal(found[key], value), key
+    found = pm.full_state_dict()
+    for key, value in copies.items():
+        assert found[key].dtype == FLOAT32 and torch.equal(found[key], value), key
 
 
 # The models of these run other operators eagerly than in a trace: `transformers` repeats keys for

@@ -19,7 +19,7 @@ from autopar.passes.intra import Constraints, PlacementRequest, choose
 from autopar.placement import Split
 from autopar.program import OperatorStrategy, Strategy
 from autopar.rules.lowering import CAUSAL_ATTENTION
-from autopar.runtime.groups import Group, Recorder
+from autopar.runtime.groups import Group
 from autopar.runtime.launch import ThreadWorld, run_threads
 from autopar.runtime.lowered import causal_attention
 from tests.helpers.harness import abstract_cost, generated_code, model_case, thread_step
@@ -35,41 +35,6 @@ def group(world: ThreadWorld) -> Group:
     """The group of all ranks; four ranks are two merged axes."""
     mesh = mesh_of(2, 2) if world.n_ranks == 4 else mesh_of(world.n_ranks)
     return world.make_groups(mesh)[mesh.active_axes]
-
-
-@pytest.mark.parametrize(
-    ("n_ranks", "n_keys", "n_key_heads"),
-    [(2, 12, 4), (3, 8, 2), (4, 24, 2), (4, 12, 4), (2, 8, 4), (3, 24, 4)],
-)
-def test_rows_beside_torch(n_ranks: int, n_keys: int, n_key_heads: int) -> None:
-    q, upstream = random_tensor(0, 2, 4, 12, 4), random_tensor(3, 2, 4, 12, 4)
-    k, v = (random_tensor(i, 2, n_key_heads, n_keys, 4) for i in (1, 2))
-    whole_q, whole_k, whole_v = (t.clone().requires_grad_() for t in (q, k, v))
-    grouped = n_key_heads < 4
-    expected = F.scaled_dot_product_attention(
-        whole_q, whole_k, whole_v, is_causal=True, enable_gqa=grouped
-    )
-    expected.backward(upstream)
-    assert whole_q.grad is not None
-    of_rows = whole_q.grad
-
-    def work(world: ThreadWorld) -> tuple[Tensor, Tensor]:
-        g = group(world)
-        rows = g.slice(q, Split(2)).requires_grad_()
-        keys, values = k.clone().requires_grad_(), v.clone().requires_grad_()
-        with Recorder() as recorder:
-            out = causal_attention(rows, keys, values, g, None, grouped)
-            out.backward(g.slice(upstream, Split(2)))
-        assert recorder.calls == []
-        torch.testing.assert_close(out, g.slice(expected, Split(2)), rtol=0, atol=1e-14)
-        torch.testing.assert_close(rows.grad, g.slice(of_rows, Split(2)), rtol=0, atol=1e-14)
-        assert keys.grad is not None
-        assert values.grad is not None
-        return keys.grad, values.grad
-
-    of_keys, of_values = zip(*run_threads(work, n_ranks), strict=True)
-    torch.testing.assert_close(sum(of_keys), whole_k.grad, rtol=0, atol=1e-13)
-    torch.testing.assert_close(sum(of_values), whole_v.grad, rtol=0, atol=1e-13)
 
 
 def own_kept_bytes(q: Tensor, k: Tensor, v: Tensor, g: Group | None) -> int:

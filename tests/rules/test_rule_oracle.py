@@ -70,9 +70,13 @@ def test_flops_are_those_that_torch_counts(op: str) -> None:
         assert rule.flops_of(sizes) == counter.get_total_flops()
 
 
-@pytest.mark.parametrize("op", VISION_SAMPLES)
+# Without those whose shapes depend on data, which no fake run knows.
+@one_in(2)
+@pytest.mark.parametrize(
+    "op", [op for op in SAMPLES if "bincount" not in op and op != "aten.repeat_interleave.Tensor"]
+)
 def test_what_is_kept_is_what_autograd_keeps(op: str) -> None:
-    for args, kwargs in VISION_SAMPLES[op]:
+    for args, kwargs in SAMPLES[op]:
         operator = find_operator(op)
         assert saved_of(operator, *args, **kwargs) == really_saved(operator, *args, **kwargs)
 

@@ -18,11 +18,10 @@ import autopar
 from autopar import AbsentRanksError, BatchError, CaptureError, DivergenceError, Manual
 from autopar.module import job
 from autopar.runtime.groups import rendezvous, together_in
-from tests.helpers.jobs import Batch, error, machine, rank
+from tests.helpers.jobs import Batch, machine, rank
 from tests.helpers.models.tiny_model import Tiny, batch
 from tests.helpers.nightly import nightly
 from tests.helpers.pools import Pool
-from tests.parity.table import TOLERANCE
 
 MESH = machine((1, 2))
 PLANS = {"dp": Manual(dp=2), "tp": Manual(tp=2), "pp": Manual(pp=2)}
@@ -290,39 +289,6 @@ def ready(manual: Manual) -> tuple[Scaled, autopar.ParallelModule]:
     return model, autopar.parallelize(
         model, machine((1, 2)), inputs(), loss_fn=squares, manual=manual, microbatches=1
     )
-
-
-def changing(manual: Manual) -> tuple[list[Tensor], dict[str, Tensor]]:
-    model, module = ready(manual)
-    losses = []
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        for step, beta in enumerate(VALUES):
-            model.beta, SCALE["loss"] = beta, 1.0 + step // 2
-            SCALE["unread"] = float(step + dist.get_rank())  # differs by rank, and no graph by it
-            losses.append(module.step(**inputs()))
-        model.beta, SCALE["loss"] = 2.0, 1.0
-        module.eval()
-        out = module(**inputs(), gather="all")
-    return [*losses, out], module.full_gradients()
-
-
-@pytest.mark.parametrize("manual", [Manual(dp=2), Manual(tp=2), Manual(pp=2)])
-def test_changes_are_followed_by_all_ranks(manual: Manual, workers: Pool) -> None:
-    model, wanted = made(), []
-    for step, beta in enumerate(VALUES):
-        model.beta = beta
-        wanted.append(model(**inputs()).pow(2).sum() * (1.0 + step // 2))
-        wanted[-1].backward()
-    model.beta = 2.0
-    with torch.no_grad():
-        wanted.append(model(**inputs()))
-    found = workers(2).run(changing, manual)
-    for losses, _ in found:
-        assert all(error(a, b.detach()) <= TOLERANCE for a, b in zip(losses, wanted, strict=True))
-    for name, parameter in model.named_parameters():
-        assert parameter.grad is not None
-        assert error(found[0][1][name], parameter.grad) <= TOLERANCE
 
 
 def differing() -> str:

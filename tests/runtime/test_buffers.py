@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from functools import lru_cache
 
@@ -15,11 +14,7 @@ from autopar.capture import capture
 from autopar.errors import NotSupportedError
 from autopar.passes.analysis import Analysis, cut
 from autopar.passes.inter import find_layers
-from autopar.passes.intra import Constraints, intra_op_problem
-from tests.helpers.harness import abstract_cost, generated_code, random_strategy, thread_step
-from tests.helpers.nightly import nightly
-from tests.helpers.pipeline_harness import Layout, ends_before, random_pipeline
-from tests.helpers.ranks import wrong_in_step
+from tests.helpers.harness import generated_code
 
 __all__ = ["generated_code"]
 
@@ -101,35 +96,6 @@ MODELS: dict[str, Callable[[], nn.Module]] = {
 @lru_cache
 def analysis_of(model: str) -> Analysis:
     return Analysis.of(capture(MODELS[model](), batch(0), precision="fp64"))
-
-
-@pytest.mark.parametrize("sizes", [(2,), pytest.param((4,), marks=nightly), (2, 2)])
-@pytest.mark.parametrize(
-    ("model", "n_microbatches"), [("normed", 1), ("averaging", 1), ("counting", 1), ("counting", 2)]
-)
-def test_random_assignments(model: str, n_microbatches: int, sizes: tuple[int, ...]) -> None:
-    analysis, cost = analysis_of(model), abstract_cost(sizes)
-    problem = intra_op_problem(analysis, cost, n_microbatches, Constraints(), "adamw")
-    for seed in range(2):
-        rng = random.Random(f"{model} {sizes} {n_microbatches} {seed}")
-        strategy = random_strategy(analysis, problem, n_microbatches, rng)
-        step = thread_step(analysis, cost, strategy, batch(seed), seed)
-        assert step.wrong == {}
-        assert {b.name for b in analysis.program.buffers.values()} <= step.errors.keys()
-
-
-@pytest.mark.parametrize(
-    ("model", "last", "n_microbatches"),
-    [("normed", "second", 1), ("averaging", "head", 1), ("counting", "head", 4)],
-)
-def test_random_pipelines(model: str, last: str, n_microbatches: int) -> None:
-    """Each stage changes its own buffers, microbatch by microbatch."""
-    analysis = analysis_of(model)
-    ends = ends_before(analysis.program, last)
-    layout = Layout(((1, 2), (2, 1)), n_microbatches)
-    for seed in range(2):
-        pipeline = random_pipeline(analysis, ends, layout, random.Random(f"{model} {seed}"))
-        assert wrong_in_step(analysis.program, pipeline, batch(seed), seed) == {}
 
 
 def test_a_buffer_that_two_stages_want_is_named() -> None:

@@ -95,6 +95,18 @@ LOOPS: Table = (
     "NEW_v, NEW_s = $h, []\nfor block, scale in zip($blocks, "
     "{nn.ParameterList(torch.tensor(1 + k / 10) for k in range($n))}):\n"
     "    NEW_v = block(NEW_v * scale$extra)\n    NEW_s.append(NEW_v)",
+    # Parameters of lists beside the blocks: one by name and one from the end, and two of one list.
+    "NEW_v, NEW_s = $h, []\ngates = "
+    "{nn.ParameterDict([(str(k), torch.tensor(1 - k / 20)) for k in range($n)])}\nscales = "
+    "{nn.ParameterList(torch.tensor(1 + k / 20) for k in range($n))}\n"
+    "for i, block in enumerate($blocks):\n"
+    "    NEW_v = NEW_v * scales[-1 - i] + block(NEW_v$extra) * gates[str(i)]\n"
+    "    NEW_s.append(NEW_v)",
+    "NEW_v, NEW_s = $h, []\npairs = "
+    "{nn.ParameterList(torch.tensor(1 + k / 20) for k in range(2 * $n))}\n"
+    "for i, block in enumerate($blocks):\n"
+    "    NEW_v = NEW_v * pairs[2 * i] + block(NEW_v$extra) * pairs[2 * i + 1]\n"
+    "    NEW_s.append(NEW_v)",
 )
 # What reads the states of a loop.
 BLOCK_LINES: Table = (

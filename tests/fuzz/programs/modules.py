@@ -93,6 +93,8 @@ NORMS = (
     "F.batch_norm($three, None, None, training=True)", "F.group_norm($g, 2)",
     "$a * torch.rsqrt($a.square().mean(-1, keepdim=True) + 1e-5)", "F.instance_norm($g)",
     "F.local_response_norm($three, 2)",
+    "{nn.InstanceNorm2d($C, affine=True, track_running_stats=True)}($g)",
+    "{nn.InstanceNorm1d($C, track_running_stats=True)}($three)",
 )  # fmt: skip
 
 CONVOLUTIONS = (

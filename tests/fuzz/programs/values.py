@@ -332,6 +332,34 @@ BAGS = (
 
 # Derivatives that the loss is of, and functions over one row at a time.
 _CUBE = "(lambda t: (t.sin() * t).sum())"
+# Values, and functions of them whose derivatives have derivatives.
+_SLOPES = (
+    *(("$a", f"F.{name}($a)") for name in (
+        "gelu relu softplus elu leaky_relu mish hardtanh selu celu hardswish logsigmoid silu"
+    ).split()),
+    ("$a", "$a.sigmoid()"), ("$a", "{nn.LayerNorm($H)}($a)"), ("$a", "F.rms_norm($a, ($H,))"),
+    ("$a", "{nn.PReLU()}($a)"), ("$f", "F.scaled_dot_product_attention($f, $f, $f)"),
+    ("$three", "{nn.Conv1d($C, $C, 2, stride=2, padding=1, groups=$C)}($three)"),
+    ("$three", "{nn.ConvTranspose1d($C, $W, 3, stride=2, padding=1, output_padding=1)}($three)"),
+    ("$three", "F.interpolate($three, scale_factor=2)"), ("$three", "F.max_pool1d($three, 2)"),
+    ("$three", "F.instance_norm($three)"), ("$g", "{nn.GroupNorm(2, $C)}($g)"),
+)  # fmt: skip
+# Values, shapes of weights, and functions of both.
+_OF_WEIGHTS = (
+    ("$a", "$W, $H", "F.linear(a, w)"),
+    ("$i", "8, $W", "F.embedding(a, w)"),
+    ("$three", "4, $C, 3", "F.conv1d(a, w, padding=1)"),
+    ("$three", "$C, 4, 2", "F.conv_transpose1d(a, w, stride=2)"),
+)
+
+
+def _after_descent(hole: str, shape: str, of: str) -> str:
+    """The template of a function of a weight that descended the gradient of its square."""
+    slope = f"torch.autograd.grad({of}.tanh().square().mean(), w, create_graph=True)[0]"
+    weight = f"{{nn.Parameter(torch.randn({shape}) * 0.3)}}"
+    return f"(lambda a, w: (lambda a, w: {of})(a, w - 0.1 * {slope}))({hole}, {weight})"
+
+
 DERIVATIVES = (
     f"torch.autograd.grad({_CUBE}($a), $a, create_graph=True)[0]",
     "torch.autograd.grad({nn.Linear($H, $W)}($a).tanh().sum(), $a, create_graph=True)[0]",
@@ -340,6 +368,20 @@ DERIVATIVES = (
     "torch.vmap(lambda t: t * 2 - t.sum())($a)", "torch.vmap(torch.dot)($two, $two)",
     "torch.vmap(lambda t, u: t * u.softmax(0), (1, 1))($a, $b)",
     "torch.vmap({nn.Linear($H, $W)})($a)", f"torch.vmap(torch.func.grad({_CUBE}))($a)",
+    *(f"torch.autograd.grad({of}.sin().sum(), {value}, create_graph=True)[0]"
+      for value, of in _SLOPES),
+    # Inputs that require gradients, and a derivative that is a constant.
+    "torch.autograd.grad({nn.Linear(4, 4)}(x.requires_grad_()).tanh().sum(), x, "
+    "create_graph=True)[0]",
+    "!NEW_v = $a.detach().requires_grad_()\n"
+    "NEW_v = -torch.autograd.grad(outputs={nn.Linear($H, $W)}(NEW_v).tanh().sum(), inputs=NEW_v, "
+    "create_graph=True)[0]",
+    "$a * torch.autograd.grad(($a * $a).sin().sum(), $a, retain_graph=True)[0]",
+    # Second derivatives, and the loss after a step of gradient descent.
+    "torch.autograd.grad(torch.autograd.grad(($a.sin() * $a).sum(), $a, create_graph=True)[0]"
+    "[..., 0].sum(), $a, create_graph=True)[0]",
+    *(_after_descent(*of) for of in _OF_WEIGHTS),
+    "torch.vmap(F.linear, (None, 0))($three[0], {nn.Parameter(torch.randn(3, $W, $H) * 0.3)})",
 )  # fmt: skip
 
 # Functions with a derivative of their own, and values that pass no gradient.

@@ -6,8 +6,8 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 from torch import nn
-from transformers import AutoModelForImageClassification, CLIPModel, WhisperForConditionalGeneration
 
 from tests.helpers.jobs import Batch
 from tests.parity.zoo.entries import (
@@ -43,13 +43,14 @@ PATCHES: dict[str, Any] = {
 
 def classifier(kind: str, **values: Any) -> nn.Module:
     found = config(kind, num_channels=CHANNELS, num_labels=N_CLASSES, **values)
-    model: nn.Module = AutoModelForImageClassification.from_config(found)
+    model: nn.Module = transformers.AutoModelForImageClassification.from_config(found)
     return model
 
 
 def whisper() -> nn.Module:
     sizes = {"max_source_positions": SEQUENCE, "max_target_positions": SEQUENCE}
-    return WhisperForConditionalGeneration(config("whisper", num_mel_bins=N_MELS, **sizes, **BOTH))
+    found = config("whisper", num_mel_bins=N_MELS, **sizes, **BOTH)
+    return transformers.WhisperForConditionalGeneration(found)
 
 
 def speech(seed: int) -> Batch:
@@ -61,7 +62,7 @@ def speech(seed: int) -> Batch:
 def clip() -> nn.Module:
     halves = {"text_config": COMMON | {"projection_dim": HIDDEN},
               "vision_config": PATCHES | {"projection_dim": HIDDEN}}  # fmt: skip
-    return CLIPModel(config("clip", projection_dim=HIDDEN, **halves))
+    return transformers.CLIPModel(config("clip", projection_dim=HIDDEN, **halves))
 
 
 def captions(seed: int) -> Batch:

@@ -7,7 +7,6 @@ needs by rows and another needs whole cannot be split.
 
 from __future__ import annotations
 
-import random
 from collections.abc import Callable
 from functools import cache, partial
 from typing import Any
@@ -24,7 +23,6 @@ from autopar.passes.intra import (
     Constraints,
     PlacementRequest,
     choose,
-    intra_op_problem,
     recipe_cost,
 )
 from tests.helpers.harness import (
@@ -36,7 +34,6 @@ from tests.helpers.harness import (
     abstract_cost,
     generated_code,
     random_rows,
-    random_strategy,
     random_tokens,
     thread_step,
     tiny_gpt2,
@@ -167,23 +164,6 @@ def test_the_batch_reaches_the_loss(name: str) -> None:
     assert set(found.program.inputs) <= set(found.batch.cells)
     for value, (dim, factor) in found.batch.cells.items():
         assert found.types.tensors[value].dims[dim][factor] == BATCH
-
-
-DRAWN = [(name, *how) for name in CASES for how in (((1,), 8), ((2,), 4))]
-MODELS = ("bert, types", "gpt2, padded", "llama, packed", "gpt2-classifier")
-BY_DAY = [*((name, (1,), 8) for name in BODIES), *((name, (2,), 4) for name in MODELS)]
-
-
-@pytest.mark.parametrize(("name", "sizes", "n_microbatches"), sampled(DRAWN, BY_DAY))
-def test_parity_of_random_assignments(
-    name: str, sizes: tuple[int, ...], n_microbatches: int
-) -> None:
-    found, cost = analysis(name), abstract_cost(sizes)
-    problem = intra_op_problem(found, cost, n_microbatches, Constraints(), "adamw")
-    rng = random.Random(f"{name} {sizes} {n_microbatches}")
-    strategy = random_strategy(found, problem, n_microbatches, rng)
-    step = thread_step(found, cost, strategy, CASES[name][1](0), 0)
-    assert step.wrong == {}
 
 
 PLANNED = [(name, how) for name in CASES if name not in BODIES for how in ("auto", "megatron")]

@@ -7,49 +7,25 @@ import operator
 import random
 
 import pytest
-import torch
-from torch import Tensor, fx, nn
+from torch import Tensor, nn
 
 from autopar.capture import capture
-from autopar.capture.reference import as_graph_module, reference_step, run_prologue
 from autopar.errors import OptionError
 from autopar.passes.analysis import cut
 from autopar.program import Program
 from tests.helpers.harness import MODELS, model_case
 from tests.helpers.models.pipeline_models import SideOutput, Tied, analysis_of, batch_of
 from tests.helpers.pipeline_harness import ends_before, random_ends
-from tests.helpers.ranks import named_inputs, random_parameters
 
 
 def names(program: Program) -> list[str]:
     return [node.name for node in program.operators]
 
 
-def run_stages(
-    whole: Program, stages: tuple[Program, ...], seed: int, batch: dict[str, Tensor]
-) -> tuple[Tensor, tuple[Tensor, ...]]:
-    """Run the stages one after another in one process; returns (loss, outputs)."""
-    parameters = random_parameters(whole, seed)
-    values: dict[str, Tensor] = {}
-    for k, stage in enumerate(stages):
-        given = {n: parameters[p.mirror_of or p.name] for n, p in stage.parameters.items()}
-        given |= named_inputs(stage, batch)
-        given |= {n: compute() for n, compute in stage.constants.items()}
-        given |= run_prologue(stage, given)
-        given |= {n: values[n] for n in stage.received}
-        wanted = [n.name for n in stage.graph.find_nodes(op="placeholder")]
-        results = fx.Interpreter(as_graph_module(stage)).run(*(given[n] for n in wanted))
-        returned = [n.name for n in stage.graph.output_node().all_input_nodes]
-        values |= zip(returned, results, strict=True)
-        assert set(stage.sent) <= set(returned), f"stage {k} does not return what it sends"
-    last = stages[-1]
-    assert last.loss is not None
-    return values[last.loss], tuple(values[name] for name in last.outputs)
-
-
 @pytest.mark.parametrize("model", MODELS)
 def test_stages_are_the_whole(model: str) -> None:
-    """Stages hold all operators once, in order, with their keys, and compute the same loss."""
+    """Stages hold all operators once, in order, with their keys; ranks run what they compute
+    (`tests/runtime/test_pipeline_runtime.py`)."""
     case = model_case(model)
     whole = case.analysis.program
     for seed in range(4):
@@ -66,13 +42,6 @@ def test_stages_are_the_whole(model: str) -> None:
                     original = whole.node(node.name)
                     assert node.meta["val"] is original.meta["val"]
                     assert stage.value_key(node.name) == whole.value_key(node.name)
-        loss, _ = reference_step(
-            whole, random_parameters(whole, seed), case.batch(seed), fuses_biases=False
-        )
-        found, outputs = run_stages(whole, stages, seed, case.batch(seed))
-        assert loss is not None
-        assert torch.equal(found, loss)
-        assert outputs == ()
 
 
 def test_what_crosses() -> None:
@@ -118,11 +87,6 @@ def test_results_of_one_operator_cross_one_by_one() -> None:
     assert stages[1].received == (left,)
     assert right in stages[2].received
     assert [whole.node(v).target for v in (left, right)] == [operator.getitem] * 2
-    loss, _ = reference_step(
-        whole, random_parameters(whole, 0), batch_of(Tied, 0), fuses_biases=False
-    )
-    assert loss is not None
-    assert torch.equal(run_stages(whole, stages, 0, batch_of(Tied, 0))[0], loss)
 
 
 def test_the_first_user_owns_a_tied_parameter() -> None:
@@ -184,11 +148,6 @@ def test_outputs_are_received_by_the_last_stage() -> None:
     assert extra in last.received
     assert last.outputs == whole.outputs
     assert (first.outputs, middle.outputs) == ((), ())
-    batch = batch_of(SideOutput, 0)
-    _, expected = reference_step(whole, random_parameters(whole, 0), batch, fuses_biases=False)
-    _, outputs = run_stages(whole, (first, middle, last), 0, batch)
-    found = whole.rebuild(outputs)
-    assert all(torch.equal(found[name], expected[name]) for name in ("loss", "z", "extra"))
 
 
 @pytest.mark.parametrize("ends", [[], [0, 12], [4, 4, 12], [7, 4, 12], [4, 11], [4, 13]])

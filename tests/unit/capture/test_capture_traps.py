@@ -102,22 +102,6 @@ def test_loss_fn_is_part_of_the_graph_and_sees_the_batch() -> None:
     torch.testing.assert_close(got, F.l1_loss(want, batch[1]), rtol=1e-12, atol=1e-12)
 
 
-ELEMENTWISE = (
-    F.mse_loss, F.l1_loss, F.smooth_l1_loss, F.huber_loss, F.binary_cross_entropy_with_logits
-)  # fmt: skip
-
-
-@pytest.mark.parametrize("reduction", ["none", "sum", "mean"])
-def test_elementwise_losses(reduction: str) -> None:
-    def body(self: Any, a: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        losses = (loss(self.linear(a), y, reduction=reduction).sum() for loss in ELEMENTWISE)
-        return torch.stack([*losses]).prod()
-
-    program = check(Module(body), {"a": x(), "y": torch.rand(3, 4, dtype=torch.float64)})
-    assert program.prologue is None
-    assert aten.mean.default not in targets(program)
-
-
 @pytest.mark.parametrize("smoothing", [0.0, 0.1])
 @pytest.mark.parametrize("ignored", ["some", "all", "none"])
 def test_label_counts_come_from_the_prologue(ignored: str, smoothing: float) -> None:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 from autopar.capture import capture
 from autopar.errors import NotSupportedError
 from autopar.program import Program
-from tests.helpers.capture_harness import Module, check
+from tests.helpers.capture_harness import Module
 from tests.helpers.jobs import gpt2, tokens
 from tests.helpers.models import checkpointed as models
 
@@ -23,13 +23,6 @@ def regions(program: Program) -> list[tuple[str, str]]:
     """The first and the last operator of each region."""
     keys = program.keys
     return [(keys[r.operators[0]], keys[r.operators[-1]]) for r in program.checkpointed]
-
-
-@pytest.mark.parametrize("how", models.HOWS)
-@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
-def test_loss_and_gradients_are_eagers(how: str) -> None:
-    program = check(models.stack(how), models.batch())
-    assert bool(program.checkpointed) == (how != "first")
 
 
 def test_a_region_is_what_the_call_runs() -> None:

@@ -25,14 +25,6 @@ def names(program: Program) -> list[str]:
     return [function.cls.__name__ for function in found if function is not None]
 
 
-@pytest.mark.parametrize("of", functions.MODELS)
-def test_the_backward_is_the_users(of: str) -> None:
-    model = functions.model(of)
-    program = check(model, functions.batch())
-    assert names(program)
-    assert function_of("aten.add.Tensor") is None
-
-
 def test_a_bound_method_that_was_kept_early_is_seen() -> None:
     program = capture(functions.model("reverse"), functions.batch())
     assert names(program) == ["Reverse"]
