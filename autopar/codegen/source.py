@@ -61,12 +61,14 @@ from autopar.program import (
     MoveLine,
     ReadyLine,
     StageProgram,
+    StartLine,
     Variable,
     WaitLine,
     WeightGradients,
     communications,
     free_name,
     group_name,
+    once,
     reserved_names,
 )
 from autopar.units import format_seconds
@@ -78,7 +80,7 @@ def file_name(stage: int) -> str:
 
 def emit(joint: JointProgram, stage: int = 0, n_stages: int = 1) -> str:
     """The source of one stage, ending in a newline; every name is proved to have a value."""
-    text = "\n".join(joined(_Source(joint).lines(stage, n_stages))) + "\n"
+    text = "\n".join(joined(_source(joint).lines(stage, n_stages))) + "\n"
     check_defined(text)
     return text
 
@@ -88,12 +90,18 @@ def prints_all(joint: JointProgram) -> bool:
 
     These must be calls of functions, and operators of all must be printed alike.
     """
-    source = _Source(joint)
+    source = _source(joint)
     try:
         _ = source.folded
     except UnfoldableError:
         return False
     return source.are_alike()
+
+
+@once
+def _source(joint: JointProgram) -> _Source:
+    """Its statements are folded once, for the proof and for the text."""
+    return _Source(joint)
 
 
 @dataclass(frozen=True)
@@ -409,7 +417,7 @@ class _Source:
                 )
                 words = "again: " if before and again else before
                 here = words + (call.key.rpartition("/")[0] or self.program.name)
-                block = self._blocks.get(call.key) or ""
+                block = self._blocks.get(call.key)
                 if here != module:
                     is_apart = _section(here) != _section(module)
                     rows += [""] if is_apart else []
@@ -418,35 +426,53 @@ class _Source:
                         rows += [f"    # {one_line(here)}  ({one_line(short_path(call.where))})"]
                     module = here
             rows += self.statements.lines(line, is_backward=bool(before))
-            is_move = bool(moves_of(line)) or isinstance(line, WaitLine)
-            follows = isinstance(line, ReadyLine)
+            # A sum of gradients belongs to what made the last term; so does a parameter's gradient.
+            follows = isinstance(line, KernelLine) and not line.key
+            if isinstance(line, ReadyLine):
+                follows = line.position < len(self._positions)
             out.append(
                 Statement(
                     tuple(rows), line.reads, line.writes, block, work,
-                    is_move=is_move, follows=follows, is_view=_is_view(line),
+                    follows=follows, is_view=_is_view(line),
                 )
             )  # fmt: skip
         return out
 
     def _work(self, line: JointLine) -> tuple[Work, str | None]:
-        """What a line is for, and the block of the parameters that it gathers or reduces."""
+        """What a line is for, and the block of what it gathers, reduces or moves."""
         for member in communications(line):
             if isinstance(member, GatherLine):
-                return "gather", member.block or ""
-            if member.phase == "grad_sync":
-                return "reduce", self._reduced[member.move.out.name] or ""
-        return "compute", None
-
-    @cached_property
-    def _reduced(self) -> dict[str, str | None]:
-        """What a move makes whose gradient is reduced -> the block of the parameter."""
-        gathers = (line for line in self.program.body if isinstance(line, GatherLine))
-        return {move.out.name: line.block for line in gathers for move in line.moves}
+                return "gather", member.block
+            block = self._blocks.get(member.move.out.name)
+            return ("reduce" if member.phase == "grad_sync" else "compute"), block
+        move = line.move if isinstance(line, StartLine | WaitLine) else line
+        return "compute", self._blocks.get(move.out.name) if isinstance(move, MoveLine) else None
 
     @cached_property
     def _blocks(self) -> dict[str, str | None]:
-        """The key of an operator -> its block."""
-        return {x.key: x.block for x in self.program.body if isinstance(x, CallLine)}
+        """The block of each operator, by its key; of each move of a gather or an activation, by
+        what it makes; of each gathered parameter, by its name.
+
+        An activation is moved by the block that made it, if it moves before the block ends.
+        """
+        found: dict[str, str | None] = {}
+        made: dict[str, str | None] = {}
+        moves: list[MoveLine] = []
+        for line in self.program.body:
+            match line:
+                case MoveLine():
+                    moves.append(line)
+                case GatherLine():
+                    found[line.parameter] = line.block
+                    found |= {move.out.name: line.block for move in line.moves}
+                case CallLine():
+                    for move in moves:
+                        own = made.get(move.source) == line.block
+                        found[move.out.name] = made[move.out.name] = line.block if own else None
+                    moves.clear()
+                    found[line.key] = line.block
+                    made |= dict.fromkeys(line.writes, line.block)
+        return found
 
     @property
     def _positions(self) -> dict[str, int]:
