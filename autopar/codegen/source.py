@@ -403,7 +403,7 @@ class _Source:
     def _statements(self, lines: Sequence[JointLine], before: str) -> list[Statement]:
         """The lines, under a comment where another module of the model begins."""
         out: list[Statement] = []
-        module = ""
+        module = section = ""
         for line in lines:
             if isinstance(line, FreeLine):
                 out += freeing(line.names)
@@ -419,7 +419,8 @@ class _Source:
                 here = words + (call.key.rpartition("/")[0] or self.program.name)
                 block = self._blocks.get(call.key)
                 if here != module:
-                    is_apart = _section(here) != _section(module)
+                    before_section, section = section, _section(here, block)
+                    is_apart = before_section != section
                     rows += [""] if is_apart else []
                     # Lines that run again are those of forward, so their comments say less.
                     if is_apart or words != "again: ":
@@ -498,11 +499,13 @@ def _bound(names: Sequence[str], found: Mapping[str, str]) -> str:
     return f"{', '.join(names)} = {', '.join(operators)}"
 
 
-def _section(module: str) -> str:
-    """A module as far as it stands apart: a child of a block with all in it."""
-    words = module.split(".")
-    at = next((i for i, word in enumerate(words) if word.isdigit()), len(words))
-    return ".".join(words[: at + 2])
+def _section(module: str, block: str | None) -> str:
+    """A module as far as it stands apart: a child of a block with all in it.
+
+    Words of the comment may be before its path.
+    """
+    start, mark, child = module.partition(f"{block}.")
+    return start + mark + child.partition(".")[0]
 
 
 def _is_view(line: JointLine) -> bool:
