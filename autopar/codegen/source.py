@@ -26,9 +26,12 @@ from autopar.codegen.functions import FunctionPrinter
 from autopar.codegen.layout import joined, with_views_inside
 from autopar.codegen.statements import (
     Statements,
+    is_view,
+    line_blocks,
     moves_of,
     phase_of,
     prologue_rows,
+    section_of,
 )
 from autopar.codegen.words import (
     LINE_LENGTH,
@@ -419,7 +422,7 @@ class _Source:
                 here = words + (call.key.rpartition("/")[0] or self.program.name)
                 block = self._blocks.get(call.key)
                 if here != module:
-                    before_section, section = section, _section(here, block)
+                    before_section, section = section, section_of(here, block)
                     is_apart = before_section != section
                     rows += [""] if is_apart else []
                     # Lines that run again are those of forward, so their comments say less.
@@ -434,7 +437,7 @@ class _Source:
             out.append(
                 Statement(
                     tuple(rows), line.reads, line.writes, block, work,
-                    follows=follows, is_view=_is_view(line),
+                    follows=follows, is_view=is_view(line),
                 )
             )  # fmt: skip
         return out
@@ -451,29 +454,7 @@ class _Source:
 
     @cached_property
     def _blocks(self) -> dict[str, str | None]:
-        """The block of each operator, by its key; of each move of a gather or an activation, by
-        what it makes; of each gathered parameter, by its name.
-
-        An activation is moved by the block that made it, if it moves before the block ends.
-        """
-        found: dict[str, str | None] = {}
-        made: dict[str, str | None] = {}
-        moves: list[MoveLine] = []
-        for line in self.program.body:
-            match line:
-                case MoveLine():
-                    moves.append(line)
-                case GatherLine():
-                    found[line.parameter] = line.block
-                    found |= {move.out.name: line.block for move in line.moves}
-                case CallLine():
-                    for move in moves:
-                        own = made.get(move.source) == line.block
-                        found[move.out.name] = made[move.out.name] = line.block if own else None
-                    moves.clear()
-                    found[line.key] = line.block
-                    made |= dict.fromkeys(line.writes, line.block)
-        return found
+        return line_blocks(self.program)
 
     @property
     def _positions(self) -> dict[str, int]:
@@ -497,19 +478,3 @@ def _bound(names: Sequence[str], found: Mapping[str, str]) -> str:
     """Names of operators and the operators, in a row."""
     operators = (found[name].removeprefix("torch.ops.") for name in names if name)
     return f"{', '.join(names)} = {', '.join(operators)}"
-
-
-def _section(module: str, block: str | None) -> str:
-    """A module as far as it stands apart: a child of a block with all in it.
-
-    Words of the comment may be before its path.
-    """
-    start, mark, child = module.partition(f"{block}.")
-    return start + mark + child.partition(".")[0]
-
-
-def _is_view(line: JointLine) -> bool:
-    """Does a line only view what it reads?"""
-    if isinstance(line, CallLine):
-        return line.lowered is None and len(line.outs) == 1 and line.shares[:1] not in ((), (None,))
-    return isinstance(line, KernelLine) and line.is_view and len(line.outs) == 1
