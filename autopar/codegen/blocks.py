@@ -14,7 +14,6 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from itertools import groupby
 from typing import Literal, NamedTuple
 
 WORD = re.compile(r"(?<![\w.])(?:[A-Za-z_]\w*|\d+(?![\w.]))")
@@ -29,8 +28,8 @@ Work = Literal["compute", "gather", "reduce"]
 class Statement(NamedTuple):
     """A line as it is printed; `block` is that of its operator or of its parameters.
 
-    It is empty for what is outside of blocks, and None for what is of no operator: sums, and moves
-    of activations. `follows` says that it belongs to the statement before it, as a free does.
+    It is None for what is outside of blocks, or between two. `follows` says that it belongs to the
+    statement before it, as a free does.
     """
 
     rows: tuple[str, ...]
@@ -40,7 +39,6 @@ class Statement(NamedTuple):
     work: Work = "compute"
     frees: tuple[str, ...] = ()
     late: tuple[str, ...] = ()
-    is_move: bool = False
     follows: bool = False
     is_view: bool = False
 
@@ -172,19 +170,25 @@ def templates(
     parameters: Mapping[str, int],
     numbers: Mapping[str, BlockNumber],
 ) -> list[Template]:
-    """The equal pieces of a function, cut where they save most lines.
+    """The equal pieces of a function, with as much of what stands between as saves most lines.
 
     `variables` are all names that are no constants; `parameters` have the place of each.
     """
-    known = frozenset(variables)
-    parts = [_parts(s, known) for s in statements]
+    parts = [_parts(s, frozenset(variables)) for s in statements]
+    spans = _spans(statements)
+    alike: dict[object, list[int]] = {}
+    for k, span in enumerate(spans):
+        alike.setdefault(_look(parts, span)[0], []).append(k)
     best: list[Template] = []
-    saved = 0
-    for cut in _cuts(statements):
-        found = _equal(parts, cut, parameters, numbers)
-        own = sum(_lines_saved(statements, template) for template in found)
-        if own > saved:
-            best, saved = found, own
+    for places in alike.values():
+        saved, chosen = 0, list[Template]()
+        for ahead, behind in _extents(spans, places):
+            longer = _extended(spans, places, ahead, behind)
+            found = _equal(parts, longer, parameters, numbers)
+            own = sum(_lines_saved(statements, template) for template in found)
+            if own > saved:
+                saved, chosen = own, found
+        best += chosen
     return best
 
 
@@ -195,8 +199,9 @@ def are_alike(
 
     `statements` have the operators of all blocks.
     """
-    variables = {name for s in statements for name in (*s.reads, *s.writes)}
-    found = templates(statements, variables, parameters, block_numbers(statements, {}))
+    variables = frozenset(name for s in statements for name in (*s.reads, *s.writes))
+    parts = [_parts(s, variables) for s in statements]
+    found = _equal(parts, _spans(statements), parameters, block_numbers(statements, {}))
     for block, count in stands_for.items():
         stem, dot, number = block.rpartition(".")
         wanted = {f"{stem}{dot}{int(number) + k}" for k in range(-1, count)}
@@ -213,46 +218,63 @@ def _lines_saved(statements: Sequence[Statement], template: Template) -> int:
     return n_rows * (template.n_blocks - 1)
 
 
-Cut = list[tuple[int, int, Work, str]]
+class _Span(NamedTuple):
+    """Statements `start` to `stop` - 1, of one block and for one kind of work."""
+
+    start: int
+    stop: int
+    work: Work
+    block: str
 
 
-def _cuts(statements: Sequence[Statement]) -> list[Cut]:
-    """Three ways to cut: what is of no operator belongs to the operator before it, or to the one
-    after it; or only the moves right before an operator belong to that. So do operators outside of
-    blocks that stand between two of them."""
-    blocks = _blocks(statements)
-    with_moves = [*blocks]
-    for i in reversed(range(len(blocks) - 1)):
-        s = statements[i]
-        if blocks[i] is None and (s.is_move or s.follows or s.work != "compute"):
-            with_moves[i] = with_moves[i + 1]
-    before, moves, after = map(_filled, (blocks, with_moves, blocks[::-1]))
-    return [_cut(statements, own) for own in (before, moves, after[::-1])]
-
-
-def _filled(blocks: Sequence[str | None]) -> list[str]:
-    """The blocks, with the one before in place of None."""
-    found: list[str] = []
-    for block in blocks:
-        found.append(block if block is not None else found[-1] if found else "")
+def _spans(statements: Sequence[Statement]) -> list[_Span]:
+    """Neighbouring statements of one block and one kind of work, with what stands within."""
+    found: list[_Span] = []
+    is_open = False
+    for i, s in enumerate(statements):
+        if s.follows and i:
+            if is_open:
+                found[-1] = found[-1]._replace(stop=i + 1)
+            continue
+        is_open = bool(s.block)
+        if not s.block:
+            continue
+        last = found[-1] if found else None
+        if (
+            last is not None
+            and (last.work, last.block) == (s.work, s.block)
+            and (s.work == "compute" or last.stop == i)
+        ):
+            found[-1] = last._replace(stop=i + 1)
+        else:
+            found.append(_Span(i, i + 1, s.work, s.block))
     return found
 
 
-def _blocks(statements: Sequence[Statement]) -> list[str | None]:
-    """The block of each statement that computes; None if it belongs to a neighbour."""
-    found: list[str | None] = []
-    last, outside = "", list[int]()
-    for i, s in enumerate(statements):
-        found.append(s.block if s.work == "compute" else None)
-        if s.work != "compute" or s.block is None:
-            continue
-        if not s.block:
-            outside.append(i)
-            continue
-        if last and last != s.block and _stem(last) == _stem(s.block):
-            for k in outside:
-                found[k] = None
-        last, outside = s.block, []
+def _extents(spans: Sequence[_Span], places: Sequence[int]) -> list[tuple[int, int]]:
+    """Of the statements beside equal spans: how many before each may belong to it, and after.
+
+    What stands between two of them belongs in part to the one, in part to the other, as it is in
+    the middle.
+    """
+    k = places[len(places) // 2]
+    ahead = spans[k].start - spans[k - 1].stop if k else 0
+    behind = spans[k + 1].start - spans[k].stop if k + 1 < len(spans) else 0
+    shared = [(behind - n, n) for n in range(behind, -1, -1)] if k + 1 in places else []
+    return [*shared, (ahead, behind), (0, 0)] if ahead or behind else [(0, 0)]
+
+
+def _extended(
+    spans: Sequence[_Span], places: Sequence[int], ahead: int, behind: int
+) -> list[_Span]:
+    """The spans at some places with statements before and after; not those that have fewer."""
+    found: list[_Span] = []
+    for k in places:
+        begins = max(spans[k - 1].stop if k else 0, found[-1].stop if found else 0)
+        own = spans[k]._replace(start=spans[k].start - ahead, stop=spans[k].stop + behind)
+        ends = spans[k + 1].start if k + 1 < len(spans) else own.stop
+        if begins <= own.start and own.stop <= ends:
+            found.append(own)
     return found
 
 
@@ -260,38 +282,28 @@ def _stem(block: str) -> str:
     return block.rpartition(".")[0]
 
 
-def _cut(statements: Sequence[Statement], blocks: Sequence[str]) -> Cut:
-    labels: list[tuple[Work, str]] = []
-    for s, block in zip(statements, blocks, strict=True):
-        own = (s.work, block if s.work == "compute" else s.block or "")
-        labels.append(labels[-1] if s.follows and labels else own)
-    same = (list(own) for _, own in groupby(range(len(labels)), labels.__getitem__))
-    return [(own[0], own[-1] + 1, *labels[own[0]]) for own in same]
+def _look(parts: Sequence[_Parts], span: _Span) -> tuple[object, tuple[str, ...]]:
+    """What equal spans have in common, and the names of this one."""
+    number_of: dict[str, int] = {}
+    own = parts[span.start : span.stop]
+    order = tuple(number_of.setdefault(name, len(number_of)) for part in own for name in part.names)
+    texts = tuple(part.text for part in own if part.text)
+    return (_stem(span.block), span.work, texts, order), tuple(number_of)
 
 
 def _equal(
     parts: Sequence[_Parts],
-    cut: Cut,
+    spans: Sequence[_Span],
     parameters: Mapping[str, int],
     numbers: Mapping[str, BlockNumber],
 ) -> list[Template]:
-    """The templates of a cut."""
-    alike: dict[tuple[object, ...], list[Piece]] = {}
-    for start, stop, work, block in cut:
-        if not block:
-            continue
-        number_of: dict[str, int] = {}
-        own = parts[start:stop]
-        order = tuple(
-            number_of.setdefault(name, len(number_of)) for part in own for name in part.names
-        )
-        stem = _stem(block)
-        values = tuple(number for part in own for number in part.numbers)
-        i, number, n_blocks = numbers[block]
-        piece = Piece(start, stop, work, block, i, tuple(number_of), values, number, n_blocks)
-        alike.setdefault(
-            (stem, work, tuple(part.text for part in own if part.text), order), []
-        ).append(piece)
+    """The templates of equal spans."""
+    alike: dict[object, list[Piece]] = {}
+    for span in spans:
+        look, names = _look(parts, span)
+        values = tuple(n for part in parts[span.start : span.stop] for n in part.numbers)
+        i, number, n_blocks = numbers[span.block]
+        alike.setdefault(look, []).append(Piece(*span, i, names, values, number, n_blocks))
     found: list[Template] = []
     for pieces in alike.values():
         blocks = {piece.block for piece in pieces}

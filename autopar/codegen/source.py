@@ -26,9 +26,12 @@ from autopar.codegen.functions import FunctionPrinter
 from autopar.codegen.layout import joined, with_views_inside
 from autopar.codegen.statements import (
     Statements,
+    is_view,
+    line_blocks,
     moves_of,
     phase_of,
     prologue_rows,
+    section_of,
 )
 from autopar.codegen.words import (
     LINE_LENGTH,
@@ -61,12 +64,14 @@ from autopar.program import (
     MoveLine,
     ReadyLine,
     StageProgram,
+    StartLine,
     Variable,
     WaitLine,
     WeightGradients,
     communications,
     free_name,
     group_name,
+    once,
     reserved_names,
 )
 from autopar.units import format_seconds
@@ -78,7 +83,7 @@ def file_name(stage: int) -> str:
 
 def emit(joint: JointProgram, stage: int = 0, n_stages: int = 1) -> str:
     """The source of one stage, ending in a newline; every name is proved to have a value."""
-    text = "\n".join(joined(_Source(joint).lines(stage, n_stages))) + "\n"
+    text = "\n".join(joined(_source(joint).lines(stage, n_stages))) + "\n"
     check_defined(text)
     return text
 
@@ -88,12 +93,18 @@ def prints_all(joint: JointProgram) -> bool:
 
     These must be calls of functions, and operators of all must be printed alike.
     """
-    source = _Source(joint)
+    source = _source(joint)
     try:
         _ = source.folded
     except UnfoldableError:
         return False
     return source.are_alike()
+
+
+@once
+def _source(joint: JointProgram) -> _Source:
+    """Its statements are folded once, for the proof and for the text."""
+    return _Source(joint)
 
 
 @dataclass(frozen=True)
@@ -395,7 +406,7 @@ class _Source:
     def _statements(self, lines: Sequence[JointLine], before: str) -> list[Statement]:
         """The lines, under a comment where another module of the model begins."""
         out: list[Statement] = []
-        module = ""
+        module = section = ""
         for line in lines:
             if isinstance(line, FreeLine):
                 out += freeing(line.names)
@@ -409,44 +420,41 @@ class _Source:
                 )
                 words = "again: " if before and again else before
                 here = words + (call.key.rpartition("/")[0] or self.program.name)
-                block = self._blocks.get(call.key) or ""
+                block = self._blocks.get(call.key)
                 if here != module:
-                    is_apart = _section(here) != _section(module)
+                    before_section, section = section, section_of(here, block)
+                    is_apart = before_section != section
                     rows += [""] if is_apart else []
                     # Lines that run again are those of forward, so their comments say less.
                     if is_apart or words != "again: ":
                         rows += [f"    # {one_line(here)}  ({one_line(short_path(call.where))})"]
                     module = here
             rows += self.statements.lines(line, is_backward=bool(before))
-            is_move = bool(moves_of(line)) or isinstance(line, WaitLine)
-            follows = isinstance(line, ReadyLine)
+            # A sum of gradients belongs to what made the last term; so does a parameter's gradient.
+            follows = isinstance(line, KernelLine) and not line.key
+            if isinstance(line, ReadyLine):
+                follows = line.position < len(self._positions)
             out.append(
                 Statement(
                     tuple(rows), line.reads, line.writes, block, work,
-                    is_move=is_move, follows=follows, is_view=_is_view(line),
+                    follows=follows, is_view=is_view(line),
                 )
             )  # fmt: skip
         return out
 
     def _work(self, line: JointLine) -> tuple[Work, str | None]:
-        """What a line is for, and the block of the parameters that it gathers or reduces."""
+        """What a line is for, and the block of what it gathers, reduces or moves."""
         for member in communications(line):
             if isinstance(member, GatherLine):
-                return "gather", member.block or ""
-            if member.phase == "grad_sync":
-                return "reduce", self._reduced[member.move.out.name] or ""
-        return "compute", None
-
-    @cached_property
-    def _reduced(self) -> dict[str, str | None]:
-        """What a move makes whose gradient is reduced -> the block of the parameter."""
-        gathers = (line for line in self.program.body if isinstance(line, GatherLine))
-        return {move.out.name: line.block for line in gathers for move in line.moves}
+                return "gather", member.block
+            block = self._blocks.get(member.move.out.name)
+            return ("reduce" if member.phase == "grad_sync" else "compute"), block
+        move = line.move if isinstance(line, StartLine | WaitLine) else line
+        return "compute", self._blocks.get(move.out.name) if isinstance(move, MoveLine) else None
 
     @cached_property
     def _blocks(self) -> dict[str, str | None]:
-        """The key of an operator -> its block."""
-        return {x.key: x.block for x in self.program.body if isinstance(x, CallLine)}
+        return line_blocks(self.program)
 
     @property
     def _positions(self) -> dict[str, int]:
@@ -470,17 +478,3 @@ def _bound(names: Sequence[str], found: Mapping[str, str]) -> str:
     """Names of operators and the operators, in a row."""
     operators = (found[name].removeprefix("torch.ops.") for name in names if name)
     return f"{', '.join(names)} = {', '.join(operators)}"
-
-
-def _section(module: str) -> str:
-    """A module as far as it stands apart: a child of a block with all in it."""
-    words = module.split(".")
-    at = next((i for i, word in enumerate(words) if word.isdigit()), len(words))
-    return ".".join(words[: at + 2])
-
-
-def _is_view(line: JointLine) -> bool:
-    """Does a line only view what it reads?"""
-    if isinstance(line, CallLine):
-        return line.lowered is None and len(line.outs) == 1 and line.shares[:1] not in ((), (None,))
-    return isinstance(line, KernelLine) and line.is_view and len(line.outs) == 1

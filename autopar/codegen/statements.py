@@ -290,3 +290,45 @@ def prologue_rows(program: StageProgram) -> list[str]:
         else:
             out.append(f"    {name} = {expression}")
     return out
+
+
+def line_blocks(program: StageProgram) -> dict[str, str | None]:
+    """The block of each operator, by its key; of each move of a gather or an activation, by what it
+    makes; of each gathered parameter, by its name.
+
+    An activation is moved by the block that made it, if it moves before the block ends.
+    """
+    found: dict[str, str | None] = {}
+    made: dict[str, str | None] = {}
+    moves: list[MoveLine] = []
+    for line in program.body:
+        match line:
+            case MoveLine():
+                moves.append(line)
+            case GatherLine():
+                found[line.parameter] = line.block
+                found |= {move.out.name: line.block for move in line.moves}
+            case CallLine():
+                for move in moves:
+                    own = made.get(move.source) == line.block
+                    found[move.out.name] = made[move.out.name] = line.block if own else None
+                moves.clear()
+                found[line.key] = line.block
+                made |= dict.fromkeys(line.writes, line.block)
+    return found
+
+
+def section_of(module: str, block: str | None) -> str:
+    """A module as far as it stands apart: a child of a block with all in it.
+
+    Words of the comment may be before its path.
+    """
+    start, mark, child = module.partition(f"{block}.")
+    return start + mark + child.partition(".")[0]
+
+
+def is_view(line: JointLine) -> bool:
+    """Does a line only view what it reads?"""
+    if isinstance(line, CallLine):
+        return line.lowered is None and len(line.outs) == 1 and line.shares[:1] not in ((), (None,))
+    return isinstance(line, KernelLine) and line.is_view and len(line.outs) == 1

@@ -93,6 +93,7 @@ from autopar.program.names import (
     starred,
     suffix,
 )
+from autopar.program.once import once
 from autopar.program.order import (
     Backward,
     Forward,
@@ -250,6 +251,7 @@ __all__ = [
     "message_edges",
     "most_batch_shards",
     "name_sizes",
+    "once",
     "operators_of",
     "parameter_counts",
     "parse_programs",

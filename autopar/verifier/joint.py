@@ -40,9 +40,9 @@ from autopar.verifier.joint_flow import (
     check_reruns,
     error,
     place,
-    words_of,
 )
 from autopar.verifier.joint_gradients import check_gradients
+from autopar.verifier.stage import words_of
 
 
 def verify_joint(joint: JointProgram) -> None:
@@ -56,7 +56,7 @@ def verify_joint(joint: JointProgram) -> None:
 
 def _check_variables(joint: JointProgram) -> None:
     stage = joint.stage
-    words = words_of(stage.axis_names, stage.group_axes())
+    words = words_of(stage)
     taken = frozenset(
         {
             *taken_parameters(stage),

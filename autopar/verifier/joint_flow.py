@@ -46,7 +46,6 @@ from autopar.program import (
     WaitLine,
     WeightGradients,
     communications,
-    group_name,
 )
 from autopar.verifier.stage import describe
 
@@ -367,8 +366,3 @@ def _is_of_forward(line: JointLine, makers: Mapping[str, JointLine]) -> bool:
         return all(makers.get(x.out.name) == x for x in gathers)
     found = [makers[name] for name in line.writes if name in makers]
     return line in found or (isinstance(line, KernelLine) and not found)
-
-
-def words_of(axis_names: Sequence[str], groups: Iterable[Sequence[int]]) -> frozenset[str]:
-    """Names in a generated function that are no variables: the groups and the device."""
-    return frozenset({"env.device", *(group_name(axis_names, axes) for axes in groups)})

@@ -217,7 +217,6 @@ class _Gradients:
             (known for known in self.moves.values() if known[0] == line.move), None
         )
         if found is None:
-            self._explain(line)
             raise Fault(f"the stage has no {line.move.move.name} of {line.move.value} like it")
         _, before = found
         after = line.move.out
@@ -245,17 +244,6 @@ class _Gradients:
         if reason is not None:
             raise Fault(reason)
         self.sound.add(key)
-
-    def _explain(self, line: GradientMove) -> None:
-        """Raise `Fault` if the move cannot be right, whatever the stage has."""
-        source = self.known.get(line.source)
-        if source is None or source.spec is None or line.out.spec is None:
-            return
-        tensor, sizes = line.move.out.tensor, self.joint.stage.axis_sizes
-        given = gradient_spec(line.move.out.spec)
-        reason = check_move(tensor, given, line.move.move.transposed, line.out.spec, sizes)
-        if reason is not None:
-            raise Fault(reason)
 
     def _function(self, line: FunctionBackward) -> None:
         for out, gradient in zip(line.call.outs, line.gradients, strict=True):

@@ -11,8 +11,7 @@
 
 Progress is proved for messages that block one by one. This is stricter than the runtime, which
 posts a run of messages as one batch and goes on. All ranks of a stage make the same calls in an
-action, and `verify_program` has proved that these end. So here an action is one call over all
-ranks of the stage.
+action, in one order (`stage.py`). So here an action is one call over all ranks of the stage.
 """
 
 from __future__ import annotations

@@ -10,16 +10,13 @@
     segments     lines that run again are in a range of the body, of which backward needs the last
                  one, and have only moves of the forward phase
     loss         Invariant on every axis, so that backward starts with 1 on every rank
-    collectives  all members of a group make one sequence of calls over it, and no rank waits
-                 for ever under rendezvous semantics                        (`rank_sequences`)
 
-No line has a condition on the rank, so every rank makes every collective. The last check proves
-that the groups cut from the mesh agree with that.
+No line has a condition on the rank, and the groups along some axes part the ranks. So all ranks
+make the same calls in the same order, and none waits for ever.
 """
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field, replace
@@ -48,47 +45,13 @@ from autopar.program import (
     Segment,
     StageProgram,
     StoredParameter,
-    step_calls,
+    reserved_names,
 )
-from autopar.verifier.deadlock import GroupCall, check_rendezvous
 
 
 def verify_program(program: StageProgram) -> None:
     """Raise `VerificationError`, naming the line and the reason, unless all invariants hold."""
     _Checker(program).run()
-    check_rendezvous(rank_sequences(program))
-
-
-def rank_sequences(program: StageProgram) -> dict[int, list[GroupCall]]:
-    """Every rank's calls in one step: forward, then backward in reverse.
-
-    All microbatches make the same calls, so two microbatches stand for any number. Consecutive
-    calls over the same axes are merged into one call; its `what` lists them.
-    """
-    calls = step_calls(program)
-    again = calls.microbatch if calls.n_microbatches > 1 else ()
-    out: dict[int, list[GroupCall]] = {r: [] for r in range(math.prod(program.axis_sizes))}
-    groups: dict[tuple[int, ...], list[tuple[int, ...]]] = {}
-    every = (*calls.before, *calls.microbatch, *again, *calls.after)
-    for axes, run in itertools.groupby(every, key=lambda call: call.axes):
-        if axes not in groups:
-            groups[axes] = _groups(program.axis_sizes, axes)
-        what = "; ".join(f"{c.kind} of {c.size_bytes} B ({c.tensor})" for c in run)
-        of_group = {ranks: GroupCall(ranks, what) for ranks in groups[axes]}
-        for rank, ranks in enumerate(groups[axes]):
-            out[rank].append(of_group[ranks])
-    return out
-
-
-def _groups(sizes: Sequence[int], axes: Sequence[int]) -> list[tuple[int, ...]]:
-    """For every rank, the ranks of its group along `axes`, in order."""
-    positions = itertools.product(*(range(n) for n in sizes))
-    others = [tuple(c for a, c in enumerate(at) if a not in axes) for at in positions]
-    members: dict[tuple[int, ...], list[int]] = {}
-    for rank, other in enumerate(others):
-        members.setdefault(other, []).append(rank)
-    groups = {other: tuple(ranks) for other, ranks in members.items()}
-    return [groups[other] for other in others]
 
 
 @dataclass
@@ -104,13 +67,7 @@ class _Checker:
     def __post_init__(self) -> None:
         self.sizes = self.program.axis_sizes
         self.axes = range(len(self.sizes))
-        names = self.program.axis_names
-        # Names in the generated function that are not tensors: the device and the groups.
-        self.words = {DEVICE.name} | {
-            "_".join(names[a] for a in axes)
-            for n in range(1, len(names) + 1)
-            for axes in itertools.combinations(self.axes, n)
-        }
+        self.words = words_of(self.program)
 
     def run(self) -> None:
         if len(self.program.axis_names) != len(self.sizes):
@@ -364,6 +321,11 @@ class _Checker:
 
     def _active(self, spec: Spec) -> Iterator[tuple[int, Placement]]:
         return ((a, p) for a, p in enumerate(spec.placements) if self.sizes[a] > 1)
+
+
+def words_of(program: StageProgram) -> frozenset[str]:
+    """Names in a generated function that are no variables: groups, the device, words of Python."""
+    return reserved_names(program.axis_names) | {DEVICE.name}
 
 
 def check_move(

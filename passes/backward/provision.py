@@ -57,7 +57,7 @@ def finished(
         with_frees(made, kept),
         saved,
         cotangents,
-        with_frees(complete, (), (*saved, *given)),
+        with_frees(complete, (), (*saved, *given), len(taken_parameters(stage))),
     )
 
 
@@ -237,7 +237,10 @@ def _undefined(
 
 
 def with_frees(
-    lines: Sequence[JointLine], kept: Collection[str], given: Sequence[str] = ()
+    lines: Sequence[JointLine],
+    kept: Collection[str],
+    given: Sequence[str] = (),
+    n_parameters: int = 0,
 ) -> tuple[JointLine, ...]:
     """The lines, with a `FreeLine` after the last read of everything but `kept`.
 
@@ -246,7 +249,7 @@ def with_frees(
     """
     own = {*given, *(name for line in lines for name in line.writes)}
     alive, found = set(kept), list[JointLine]()
-    for kernels in reversed(_by_operator(lines)):
+    for kernels in reversed(_by_operator(lines, n_parameters)):
         made = {name for line in kernels for name in line.writes}
         read = dict.fromkeys(name for line in kernels for name in line.reads)
         taken = [name for name in read if name in own and name not in made]
@@ -261,15 +264,19 @@ def with_frees(
     return tuple(found[::-1])
 
 
-def _by_operator(lines: Sequence[JointLine]) -> list[list[JointLine]]:
-    """The lines, those of one operator's backward together; sums and handovers belong to it."""
+def _by_operator(lines: Sequence[JointLine], n_parameters: int) -> list[list[JointLine]]:
+    """The lines, those of one operator's backward together.
+
+    Sums and handovers of parameters' gradients, the first `n_parameters`, belong to it.
+    """
     found: list[list[JointLine]] = []
     key: str | None = None
     for line in lines:
         if isinstance(line, KernelLine) and not line.is_forward:
             own = line.key or key
         else:
-            own = key if isinstance(line, ReadyLine) else None
+            is_own = isinstance(line, ReadyLine) and line.position < n_parameters
+            own = key if is_own else None
         if own is not None and own == key:
             found[-1].append(line)
         else:

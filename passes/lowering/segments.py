@@ -8,6 +8,9 @@ keep nothing, so running them again would be useless. They stay outside and run 
 torch.utils.checkpoint stops as soon as it has all that autograd saved. If the last line saves
 nothing but what it reads, that is before it runs: the last matmul of a block does not run twice.
 
+A reshard of a tensor from before the segment does not run again if its result is no larger and
+nothing else needs the tensor: then the result is kept instead.
+
 In mode "selective", the results of lines with matmul FLOPs and of reshards that communicate are
 kept. Parameters are gathered again all the same: only the activations of a block are kept. If only
 a kept reshard reads the result of a matmul (a partial sum, as large as the whole), it does not run
@@ -17,6 +20,7 @@ again either, and its result is not kept, because nothing needs it.
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
@@ -52,6 +56,7 @@ def with_segments(
     taken = {*program.arguments, *(name for line in program.body for name in line.writes)}
     taken |= reserved_names(program.axis_names)
     owners = _owners(program.body) if wanted else []
+    uses = _uses(program, owners)
     places = {line.key: i for i, line in enumerate(program.body) if isinstance(line, CallLine)}
     calls = [*places.values()]
     for item in wanted:
@@ -62,7 +67,9 @@ def with_segments(
             continue
         name = _name(keys, taken)
         taken.add(name)
-        found.append(_segment(program, (span[0], last + 1), item.mode, name))
+        span = span[0], last + 1
+        reshards = {i for i in range(*span) if _stands_for_source(program, i, span, owners, uses)}
+        found.append(_segment(program, span, item.mode, name, reshards))
     return replace(program, segments=tuple(found))
 
 
@@ -80,6 +87,35 @@ def _owners(body: Sequence[Line]) -> list[Mapping[str, str]]:
         {n: owner[n] for n in (*line.reads, *line.writes) if n in owner}
         for line, owner in zip(body, storage_owners(body), strict=True)
     ]
+
+
+def _uses(program: StageProgram, owners: Sequence[Mapping[str, str]]) -> Counter[str]:
+    """Storage owner -> how often it is read, kept by an operator, or returned."""
+    uses: Counter[str] = Counter()
+    last: dict[str, str] = {}
+    for line, owner in zip(program.body if owners else (), owners, strict=True):
+        kept = line.keeps if isinstance(line, CallLine) else ()
+        uses.update(owner[name] for name in (*dict.fromkeys(line.reads), *kept) if name in owner)
+        last |= owner
+    uses.update(last[name] for name in program.returned if name in last)
+    return uses
+
+
+def _stands_for_source(
+    program: StageProgram,
+    i: int,
+    span: _Span,
+    owners: Sequence[Mapping[str, str]],
+    uses: Mapping[str, int],
+) -> bool:
+    """Is a line a reshard whose result can be kept instead of what it reads, made before `span`?"""
+    line = program.body[i]
+    if not isinstance(line, MoveLine):
+        return False
+    owner = owners[i].get(line.source)
+    if owner is None or uses[owner] > 1 or _made_in(owner, span):
+        return False
+    return line.out.size_bytes <= program.local(line.source).size_bytes
 
 
 def _last_needed(
@@ -102,12 +138,15 @@ def _made_in(owner: str, span: _Span) -> bool:
     return bool(at) and span[0] <= int(line) < span[1]
 
 
-def _segment(program: StageProgram, span: _Span, mode: Recompute, name: str) -> Segment:
+def _segment(
+    program: StageProgram, span: _Span, mode: Recompute, name: str, reshards: Set[int]
+) -> Segment:
     body, (*lines, end) = program.body, range(*span)
     last = body[end]
     assert isinstance(last, CallLine)
     read = {name for i in range(*span) for name in body[i].reads}
-    again = [i for i in lines if mode != "selective" or not _is_kept(body[i])]
+    kept = {i for i in lines if mode == "selective" and _is_kept(body[i])} | reshards
+    again = [i for i in lines if i not in kept]
     # Parameters that only lines after it read were gathered with those of the segment.
     again = [i for i in again if not _is_unread_gather(body[i], read)]
     if not _saves_before_it_runs(last):

@@ -99,5 +99,5 @@ def test_names_of_the_model_may_be_those_of_a_loop() -> None:
     batch = {"i": torch.randn(4, 8), "carried": torch.randn(4, 8)}
     report = autopar.verify(Named(), (1, 1), batch, precision="model")
     assert report.plan is not None
-    assert "for i in range(4):" in next(iter(report.plan.code().values()))
+    assert "for i in range(5):" in next(iter(report.plan.code().values()))
     assert max(report.errors.values()) == 0.0

@@ -91,7 +91,8 @@ class _NodeDraft:
 
     @property
     def block(self) -> Block:
-        return Block.of(self.module)
+        prefix, _, index = (self.lines[0].block or "").rpartition(".")
+        return Block(prefix, index)
 
 
 def operator_name(line: CallLine) -> str:

@@ -20,7 +20,7 @@ from autopar.passes.reshard import moves_from
 from autopar.placement import Spec, Split, TensorType, all_specs
 from autopar.program import StageProgram
 from autopar.verifier import GroupCall, check_rendezvous, verify_program
-from autopar.verifier.stage import check_move, rank_sequences
+from autopar.verifier.stage import check_move
 from tests.helpers.harness import abstract_cost, free_problem, model_case, random_strategy
 
 
@@ -135,13 +135,3 @@ def test_groups_with_strangers() -> None:
         check_rendezvous({0: [GroupCall((1, 2), "a")], 1: [], 2: []})
     with pytest.raises(VerificationError, match=r"waits for ranks \[7\]"):
         check_rendezvous({0: [GroupCall((0, 7), "a")]})
-
-
-def test_rank_sequences_hold_every_group_of_the_mesh() -> None:
-    program = drawn("gpt2", (2, 2), 2, 0)
-    found = rank_sequences(program)
-    assert set(found) == {0, 1, 2, 3}
-    assert len({len(calls) for calls in found.values()}) == 1
-    ranks = {call.ranks for call in found[0]}
-    assert ranks <= {(0, 1), (0, 2), (0, 1, 2, 3)}
-    assert {(0, 1), (0, 2)} <= ranks
