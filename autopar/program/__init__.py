@@ -4,11 +4,12 @@ Read `program.py` (the captured graph), `audit.py` (what capture made of the mod
 (Python values in the graph), `blocks.py` (which modules are blocks), `factors.py` (factors of its
 dims), `strategy.py` (the facts of a plan), `stage_program.py` (the lines of a stage),
 `variables.py` (what they read and define), `once.py` (facts of them), `regathers.py` (what backward
-gathers again), `gathers.py` (gathers that are one call), `order.py` (what runs when, both ways),
-`joint_program.py` (forward and backward as they run), `abridged.py` (programs with few of their
-repeated blocks), `text.py` (programs as text), `pipeline.py` (stages joined), `names.py` (names of
-variables in generated programs), `cross_mesh.py`, `messages.py` (what crosses between stages),
-`bucketing.py`, `collective.py` (the collectives of a step).
+gathers again), `gathers.py` (gathers that are one call), `loss_at_end.py` (the loss, when the step
+ends), `order.py` (what runs when, both ways), `joint_program.py` (forward and backward as they
+run), `abridged.py` (programs with few of their repeated blocks), `text.py` (programs as text),
+`pipeline.py` (stages joined), `names.py` (names of variables in generated programs),
+`cross_mesh.py`, `messages.py` (what crosses between stages), `bucketing.py`, `collective.py` (the
+collectives of a step).
 It may import `rules`, `options`, `placement`, `schedule`, `mesh` and the files below.
 It mainly hands on `Program`, `StageProgram`, `JointProgram` and `Pipeline`.
 """

@@ -111,7 +111,7 @@ class Collective:
 class RankCall:
     """One call of a collective by one rank, over the group along `axes`.
 
-    `is_beside`: a call of ZeRO-3 that compute runs beside (`calls_beside` in `order.py`).
+    `is_beside`: it runs beside compute, also in predictions (`calls_beside` in `order.py`).
     """
 
     kind: PrimitiveKind
@@ -157,15 +157,11 @@ class StepCalls:
 @once
 def step_calls(program: StageProgram) -> StepCalls:
     """The calls of one training step."""
-    returned = {
-        period: _bucket_calls(return_buckets(program, period), "grad_sync")
-        for period in ("micro", "step")
-    }
     return StepCalls(
         tuple(_bucket_calls(conversion_buckets(program), "param_gather")),
         tuple(_calls(program, forward_order(program))),
-        (*_calls(program, backward_order(program)), *returned["micro"]),
-        tuple(returned["step"]),
+        (*_calls(program, backward_order(program)), *_return_calls(program, "micro")),
+        tuple(_return_calls(program, "step")),
         program.n_microbatches,
     )
 
@@ -322,6 +318,19 @@ def _bucket_calls(
     ]
 
 
+def _return_calls(program: StageProgram, period: str) -> Iterator[RankCall]:
+    """The calls that return gradients once per `period`, each beside the backward after it.
+
+    Later rounds start when all buckets are there, so they are waited for. So is, in every
+    microbatch, the last bucket of each kind, which ends with the first parameters.
+    """
+    found = return_buckets(program, period)
+    last = {bucket.key: k for k, bucket in enumerate(found[1]) if bucket.round == 0}
+    waited = frozenset(last.values()) if period == "micro" else frozenset()
+    for k, call in enumerate(_bucket_calls(found, "grad_sync")):
+        yield replace(call, is_beside=found[1][k].round == 0 and k not in waited)
+
+
 def _divisors(program: StageProgram) -> list[RankCall]:
     """The all_reduces that sum the divisors over the ranks' own rows."""
     rows = next(
@@ -360,15 +369,15 @@ def _calls(program: StageProgram, order: Sequence[Work]) -> Iterator[RankCall]:
     origin, counts, beside = _origins(program), line_counts(program), calls_beside(program, order)
     for k, work in enumerate(order):
         position = positions_of(work)[0]
-        line, n = program.body[position], counts[position]
+        line, n, is_beside = program.body[position], counts[position], k in beside
         match work:
             case Gather(positions) | Start(Gather(positions)):
-                calls = _gather_calls(gathers_at(program, positions), k in beside)
+                calls = _gather_calls(gathers_at(program, positions), is_beside)
             case Reduction(positions) | Start(Reduction(positions)):
-                calls = _reduction_calls(gathers_at(program, positions), k in beside)
-            case Forward(again=again):
+                calls = _reduction_calls(gathers_at(program, positions), is_beside)
+            case Forward(again=again) | Start(Forward(again=again)):
                 calls = _line_calls(line, origin, again)
-            case Backward():
+            case Backward() | Start(Backward()):
                 calls = _backward_calls(line, origin)
             case Wait():
                 continue

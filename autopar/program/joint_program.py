@@ -210,7 +210,7 @@ class ReadyLine:
 
 @dataclass(frozen=True)
 class LossAtEnd:
-    """Parts forward: the lines after it make the loss, and run when the step ends (`loss.py`)."""
+    """Parts forward: the lines after it make the loss when the step ends (`loss_at_end.py`)."""
 
     reads: ClassVar[tuple[str, ...]] = ()
     writes: ClassVar[tuple[str, ...]] = ()

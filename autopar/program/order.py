@@ -15,6 +15,14 @@ compute:
 So at most two runs are whole at once. A parameter that needs several moves to be whole is not
 gathered ahead; of the moves that reduce its gradient only the last one may run beside compute.
 
+A matmul of two tensors has two gradients, which are matmuls themselves. If the gradient of one is
+communicated next, as the sum over ranks of an input's gradient, that one comes first:
+
+    before    both gradients, all_reduce
+    after     the input's gradient, start, the weight's gradient, wait
+
+What the weight's gradient reads is alive there anyway. No call changes places with another.
+
 Time, bytes, collectives and the lines of backward are all read off this order: `cost/price`,
 `cost/memory`, `collective.py`, `passes/backward`.
 """
@@ -23,12 +31,19 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 from autopar.placement import COLLECTIVES
 from autopar.program.gathers import fused_gathers, gathers_at, reduced_runs, runs_of
+from autopar.program.loss_at_end import lines_at_end
 from autopar.program.once import once
 from autopar.program.regathers import kept_gathers, repeated_gathers
-from autopar.program.stage_program import GatherLine, StageProgram
+from autopar.program.stage_program import CallLine, GatherLine, MoveLine, StageProgram
+
+# Of a matmul's backward: all of it, the gradient that is communicated next, or the other one.
+Part = Literal["whole", "input", "weight"]
+# Matmuls of two tensors whose gradients are a matmul each.
+_MATMULS = tuple(f"aten.{word}.default" for word in ("linear", "mm", "bmm", "matmul", "einsum"))
 
 
 @dataclass(frozen=True)
@@ -41,9 +56,18 @@ class Forward:
 
 @dataclass(frozen=True)
 class Backward:
-    """The backward of the operator or reshard at `position`."""
+    """The backward of the operator or reshard at `position`, or a part of it.
+
+    `apart` is the variable whose gradient the part "input" makes, and "weight" does not.
+    """
 
     position: int
+    part: Part = "whole"
+    apart: str = ""
+
+    def makes(self, name: str) -> bool:
+        """Does it make the gradient of a variable that the operator reads?"""
+        return self.part == "whole" or (name == self.apart) == (self.part == "input")
 
 
 @dataclass(frozen=True)
@@ -65,14 +89,14 @@ class Reduction:
 class Start:
     """A call begins; of several moves the last one, after the others."""
 
-    call: Gather | Reduction
+    call: Gather | Reduction | Backward | Forward
 
 
 @dataclass(frozen=True)
 class Wait:
-    """A call that was begun ends."""
+    """A call that was begun ends; that of the loss, with all after it, when the step ends."""
 
-    call: Gather | Reduction
+    call: Gather | Reduction | Backward | Forward
 
 
 Work = Forward | Backward | Gather | Reduction | Start | Wait
@@ -80,8 +104,13 @@ Work = Forward | Backward | Gather | Reduction | Start | Wait
 
 @once
 def forward_order(program: StageProgram) -> tuple[Work, ...]:
-    """What a rank does in forward, in order."""
-    return _begin_gathers_early(program, _lines(program, range(len(program.body))))
+    """What a rank does in forward, in order; then, when the step ends, the loss."""
+    order = _begin_gathers_early(program, _lines(program, range(len(program.body))))
+    end = [Forward(i) for i in lines_at_end(program)]
+    if not end:
+        return order
+    ahead = (Start(work) if work == end[0] else work for work in order if work not in end[1:])
+    return (*ahead, Wait(end[0]), *end[1:])
 
 
 @once
@@ -99,7 +128,8 @@ def backward_order(program: StageProgram) -> tuple[Work, ...]:
         elif i in reduced:
             calls = fused_gathers(program, reduced[i][::-1], backward=True)
             order += map(Reduction, calls)
-    return _begin_gathers_early(program, _delay_reductions(program, order))
+    order = list(_begin_gathers_early(program, _delay_reductions(program, order)))
+    return tuple(_begin_sums_early(program, order))
 
 
 def _lines(program: StageProgram, positions: Sequence[int], again: bool = False) -> list[Work]:
@@ -161,6 +191,47 @@ def _delay_reductions(program: StageProgram, order: Sequence[Work]) -> list[Work
     return behind + under_way
 
 
+def _begin_sums_early(program: StageProgram, order: Sequence[Work]) -> list[Work]:
+    """`order`, where a matmul's gradient that is communicated next comes before the other one."""
+    early: list[Work] = []
+    for work in order:
+        found = _matmul_before(program, early, work) if isinstance(work, Backward) else None
+        if not isinstance(work, Backward) or found is None:
+            early.append(work)
+            continue
+        k, apart = found
+        position = positions_of(early[k])[0]
+        first, second = (Backward(position, part, apart) for part in ("input", "weight"))
+        early[k:] = first, *early[k + 1 :], Start(work), second, Wait(work)
+    return early
+
+
+def _matmul_before(
+    program: StageProgram, order: Sequence[Work], move: Backward
+) -> tuple[int, str] | None:
+    """Where in `order` the matmul is of whose two gradients `move` communicates one, and of which
+    variable that is; None if there is no such matmul. Views may be between the two."""
+    line = program.body[move.position]
+    if not isinstance(line, MoveLine) or line.move.backward not in COLLECTIVES:
+        return None
+    name = line.out.name
+    for k in range(len(order) - 1, -1, -1):
+        work = order[k]
+        call = program.body[positions_of(work)[0]]
+        if not (isinstance(work, Backward) and isinstance(call, CallLine) and name in call.reads):
+            return None
+        if call.target in _MATMULS:
+            read = {*call.reads}
+            both = len(read) == 2 and all(program.variables[n].has_grad for n in read)
+            return (k, name) if both else None
+        (source, *_), (out, *more) = call.reads, call.outs
+        is_view = None not in (call.shares or (None,)) and not more
+        if not is_view or out.size_bytes != program.variables[source].size_bytes:
+            return None
+        name = out.name
+    return None
+
+
 def _begins_early(program: StageProgram, call: Gather | Reduction) -> bool:
     """May compute run between the beginning of a call, or of its last move, and its end?"""
     line = program.body[call.positions[0]]
@@ -171,11 +242,12 @@ def _begins_early(program: StageProgram, call: Gather | Reduction) -> bool:
 
 
 def calls_beside(program: StageProgram, order: Sequence[Work]) -> frozenset[int]:
-    """The places in `order` of the calls that begin there, and that compute runs beside.
+    """The places in `order` of the calls that begin there, and that compute hides in predictions.
 
     Too little compute runs before the first block's parameters are there, and after the last
     gradients: those are waited for. In backward that is not so of gathers if the block that it
-    begins with stays gathered.
+    begins with stays gathered. Sums of activations' gradients and the loss are priced as if they
+    were waited for, because bounds of the search take them so.
     """
     begun = [work.call if isinstance(work, Start) else work for work in order]
     gathers = [k for k, call in enumerate(begun) if isinstance(call, Gather)]
@@ -206,5 +278,5 @@ def _first_block(program: StageProgram, begun: Sequence[Work], places: Sequence[
 def positions_of(work: Work) -> tuple[int, ...]:
     """The positions of the lines that work is about."""
     if isinstance(work, Start | Wait):
-        return work.call.positions
+        return positions_of(work.call)
     return (work.position,) if isinstance(work, Forward | Backward) else work.positions

@@ -122,7 +122,7 @@ class Pipeline:
         """The dtype of the loss, which the last stage makes."""
         last = self.stages[-1]
         assert last.loss is not None, "a pipeline without a loss"
-        return last.local(last.loss).dtype
+        return last.variables[last.loss].dtype
 
     def between(self, source: int, target: int) -> tuple[Crossing, ...]:
         """What crosses from one stage to another, in the order of the message."""

@@ -359,10 +359,20 @@ class StageProgram:
             found |= {p.stored.name, *(use.local.name for use in p.uses)}
         return frozenset(found)
 
-    def local(self, name: str) -> Local:
-        """A variable of the body, as the last line that assigns it leaves it."""
-        results = (out for line in reversed(self.body) for out in line.outs)
-        return next(out for out in results if out.name == name)
+    @cached_property
+    def given(self) -> Mapping[str, Local]:
+        """The variables that the body, or the moves of parameters before it, start from."""
+        found = {item.local.name: item.local for item in self.delivered}
+        found |= {boundary.local.name: boundary.local for boundary in self.received}
+        for p in self.parameters:
+            found[p.shard.name] = p.shard
+            found |= {use.local.name: use.local for use in p.uses}
+        return found
+
+    @cached_property
+    def variables(self) -> Mapping[str, Local]:
+        """All variables, as the last line that assigns them leaves them."""
+        return {**self.given, **{out.name: out for line in self.body for out in line.outs}}
 
     @cached_property
     def differentiated(self) -> frozenset[int]:

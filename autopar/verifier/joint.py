@@ -5,10 +5,11 @@
     end          what waits for the end of the step makes the loss alone    (`_check_end`)
     variables    names, storages, handles; what is saved; what runs again   (`joint_flow.py`)
     gradients    shapes, dtypes and placements; all are handed over         (`joint_gradients.py`)
-    calls        what is communicated is what is priced                     (`joint_calls.py`)
 
 `verify_program` has proved the stage's own lines, so these are taken as right here. Not proved:
-that the kernels compute the derivative. They are recorded from autograd, and tests compare steps.
+that the kernels compute the derivative, and that the calls are those of `step_calls`. Kernels are
+recorded from autograd, and calls follow the same order (`autopar/program/order.py`); tests compare
+steps, and every rank's calls with the list.
 """
 
 from __future__ import annotations
@@ -32,7 +33,6 @@ from autopar.program import (
     runs_of,
     taken_parameters,
 )
-from autopar.verifier.joint_calls import check_calls
 from autopar.verifier.joint_flow import (
     Fault,
     Flow,
@@ -51,7 +51,6 @@ def verify_joint(joint: JointProgram) -> None:
     _check_end(joint)
     _check_variables(joint)
     check_gradients(joint)
-    check_calls(joint)
 
 
 def _check_variables(joint: JointProgram) -> None:

@@ -76,7 +76,7 @@ class _Gradients:
 
     def __post_init__(self) -> None:
         stage = self.joint.stage
-        self.types = _variables(stage)
+        self.types = stage.variables
         self.moves = _moves(stage)
         self.results = {
             line.key: tuple((out.shape, value_of_gradient(out.spec)) for out in line.outs)
@@ -287,27 +287,10 @@ def _values(spec: Spec) -> Spec:
     return Spec(tuple(R if p == I else p for p in spec.placements), spec.order)
 
 
-def _variables(stage: StageProgram) -> dict[str, Local]:
-    """The variables of forward, as the last line that assigns them leaves them."""
-    found = {d.local.name: d.local for d in stage.delivered}
-    found |= {b.local.name: b.local for b in stage.received}
-    for p in stage.parameters:
-        found[p.shard.name] = p.shard
-        found |= {use.local.name: use.local for use in p.uses}
-    for line in stage.body:
-        for out in line.outs:
-            found[out.name] = out
-    return found
-
-
 def _moves(stage: StageProgram) -> dict[int, tuple[MoveLine, Local]]:
     """Every move that has a backward, by identity, with what it moves."""
     found: dict[int, tuple[MoveLine, Local]] = {}
-    now: dict[str, Local] = {d.local.name: d.local for d in stage.delivered}
-    now |= {b.local.name: b.local for b in stage.received}
-    for p in stage.parameters:
-        now[p.shard.name] = p.shard
-        now |= {use.local.name: use.local for use in p.uses}
+    now = dict(stage.given)
     for line in stage.body:
         if isinstance(line, MoveLine):
             found[id(line)] = line, now[line.source]

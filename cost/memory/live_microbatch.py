@@ -131,16 +131,14 @@ class _Walk:
         self._known: dict[str, Local] = {}
         self._inputs: dict[int, dict[str, Local]] = {}
         self._gradient_of: dict[str, str] = {}
+        # Position of a reshard under way -> its result, and what it holds.
+        self._moved: dict[int, tuple[str, list[StorageId]]] = {}
         self._leaves = _leaves(program)
         self._segments = {i: s for s in program.segments for i in range(s.start, s.stop)}
 
     def forward(self) -> None:
         program = self.program
-        self._known = {d.local.name: d.local for d in program.delivered}
-        self._known |= {b.local.name: b.local for b in program.received}
-        for p in program.parameters:
-            self._known[p.shard.name] = p.shard
-            self._known |= {use.local.name: use.local for use in p.uses}
+        self._known = dict(program.given)
         self._moment()
         received = [(ACTIVATIONS, b.local.name) for b in program.received]
         for storage, boundary in zip(received, program.received, strict=True):
@@ -155,7 +153,7 @@ class _Walk:
         program, order = self.program, backward_order(self.program)
         self._moment()
         if program.loss is not None and order:
-            self._give(program.loss, "seed", program.local(program.loss).size_bytes)
+            self._give(program.loss, "seed", program.variables[program.loss].size_bytes)
         sent = [b.local for b in program.sent if b.local.has_grad]
         for local in sent:
             self._give(local.name, f"{local.name}@received", local.size_bytes)
@@ -191,14 +189,17 @@ class _Walk:
 
     def _work(self, work: Work) -> None:
         match work:
-            case Forward(i, again):
+            case Forward(i, again) | Start(Forward(i, again)):
                 self._line(i, self.program.body[i], again)
-            case Backward(i):
+            case Backward(i) | Start(Backward(i)) | Wait(Backward(i)):
                 line = self.program.body[i]
-                if isinstance(line, CallLine):
-                    self._call_backward(i, line)
+                if isinstance(work, Backward) and isinstance(line, CallLine):
+                    self._call_backward(work, line)
                 elif isinstance(line, MoveLine):
-                    self._move_backward(i, line)
+                    if not isinstance(work, Wait):
+                        self._begin_move_backward(i, line, isinstance(work, Start))
+                    if not isinstance(work, Start):
+                        self._end_move_backward(i, line)
             case Gather(positions, again) | Wait(Gather(positions, again)):
                 self._end_gather(positions, again)
             case Start(Gather(positions, again)):
@@ -351,9 +352,11 @@ class _Walk:
         self._make((GRADIENTS, owner), size_bytes)
         self._gradient_of[name] = owner
 
-    def _call_backward(self, i: int, line: CallLine) -> None:
-        gradients, segment = self._gradient_of, self._segments.get(i)
-        taken = [gradients.pop(out.name) for out in line.outs if out.name in gradients]
+    def _call_backward(self, work: Backward, line: CallLine) -> None:
+        i, gradients = work.position, self._gradient_of
+        segment = self._segments.get(i)
+        outs = [out.name for out in line.outs if out.name in gradients]
+        taken = [gradients[name] if work.part == "input" else gradients.pop(name) for name in outs]
         self._moment(f"backward of {_text(line)}", line.workspace.backward_bytes)
         saved = ACTIVATIONS, f"saved@{i}"
         kept = line.keeps
@@ -366,7 +369,7 @@ class _Walk:
             self._need((GRADIENTS, owner))
         made: list[tuple[str, str]] = []
         for name, local in self._inputs[i].items():
-            if not local.has_grad:
+            if not (local.has_grad and work.makes(name)):
                 continue
             owner = f"{name}@{i}"
             if name in line.workspace.passed and taken and name not in self._leaves:
@@ -377,7 +380,8 @@ class _Walk:
         for k, (name, owner) in enumerate(made):
             self._arrive(name, owner, [other for _, other in made[k:]])
 
-    def _move_backward(self, i: int, line: MoveLine) -> None:
+    def _begin_move_backward(self, i: int, line: MoveLine, is_early: bool) -> None:
+        """What a call under way needs: its buffers, or what it reads if that is its buffer."""
         taken = self._gradient_of.pop(line.out.name)
         needed = primitive_bytes(line, line.move.backward, line.backward_bytes)
         self._moment(f"backward of {_text(line)}", needed)
@@ -386,6 +390,18 @@ class _Walk:
         if line.move.backward != "identity":
             owner = f"{line.source}@{i}"
             self._make((GRADIENTS, owner), self._inputs[i][line.source].size_bytes)
+        held = []
+        if is_early and needed:
+            self._make((REDUCTIONS, owner), needed, after=True)
+            held.append((REDUCTIONS, owner))
+        elif is_early and line.move.backward != "all_reduce":
+            held.append((GRADIENTS, taken))
+        self._moved[i] = owner, held
+
+    def _end_move_backward(self, i: int, line: MoveLine) -> None:
+        owner, held = self._moved.pop(i)
+        for storage in held:
+            self._need(storage)
         self._arrive(line.source, owner)
 
     def _arrive(self, name: str, owner: str, others: Sequence[str] = ()) -> None:
@@ -433,8 +449,9 @@ def _leaves(program: StageProgram) -> dict[str, tuple[str, str, float]]:
 
 def _is_own(work: Work) -> bool:
     """Is it backward itself, rather than something that a backward after it needs?"""
-    return isinstance(work, Backward | Reduction) or (
-        isinstance(work, Start) and isinstance(work.call, Reduction)
+    call = work.call if isinstance(work, Start | Wait) else work
+    return isinstance(call, Backward) or (
+        isinstance(call, Reduction) and not isinstance(work, Wait)
     )
 
 

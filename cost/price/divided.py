@@ -12,7 +12,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from autopar.cost.laws import CostModel
-from autopar.cost.price.overlap import Calls, overlap_of
+from autopar.cost.price.overlap import Calls, overlap_of, overlapped_of
 from autopar.cost.simulate import Timeline
 from autopar.program import RankCall, StageProgram
 
@@ -30,21 +30,21 @@ def divided_calls(
     program: StageProgram, cost: CostModel, timeline: Timeline, stage: int
 ) -> Iterator[DividedCall]:
     """Every call of a step of a stage that has a device of its own, its microbatches together."""
-    times, calls, n = timeline.record.stages[stage], overlap_of(program), program.n_microbatches
+    times, n = timeline.record.stages[stage], program.n_microbatches
+    calls = overlap_of(program, cost)
 
-    def divided(of: Calls, factor: float, share: float) -> Iterator[DividedCall]:
-        for call in of:
-            time_s = factor * cost.primitive_time_s(call.kind, call.size_bytes, call.axes)
-            yield DividedCall(call, time_s * (1 - share), time_s * share)
+    def divided(of: Calls, factor: float, hidden_s: float) -> Iterator[DividedCall]:
+        overlapped_s = overlapped_of(of)
+        share = hidden_s / overlapped_s if overlapped_s else 0.0
+        for call, time_s in sorted(of, key=lambda timed: timed.call.is_beside):
+            of_call = share if call.is_beside else 0.0
+            yield DividedCall(call, factor * time_s * (1 - of_call), factor * time_s * of_call)
 
     inside_s = 0.0
-    for part, apart in ((times.forward, calls.forward), (times.of("backward"), calls.backward)):
+    for part, own in ((times.forward, calls.forward), (times.of("backward"), calls.backward)):
         hidden_s = part.duration(times.overlap_slowdown_fraction).hidden_s
-        yield from divided(apart.waited, n, 0.0)
-        share = hidden_s / part.overlapped_s if part.overlapped_s else 0.0
-        yield from divided(apart.overlapped, n, share)
+        yield from divided(own, n, hidden_s)
         inside_s += n * hidden_s
+    yield from divided(calls.before, 1.0, 0.0)
     sync_hidden_s = max(timeline.devices[stage].hidden_s - inside_s, 0.0)
-    yield from divided((*calls.before, *calls.step.waited), 1.0, 0.0)
-    share = sync_hidden_s / times.sync_s if times.sync_s else 0.0
-    yield from divided(calls.step.overlapped, 1.0, share)
+    yield from divided(calls.step, 1.0, sync_hidden_s)

@@ -12,9 +12,9 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
 from autopar.cost.laws import CostModel
-from autopar.cost.price.overlap import Apart, calls_time_s, overlap_of
+from autopar.cost.price.overlap import Calls, TimedCall, overlap_of, overlapped_of, waited_of
 from autopar.cost.price.stage_times import LineTime, backward_lines, forward_lines
-from autopar.program import CallLine, RankCall, StageProgram, block_of
+from autopar.program import CallLine, StageProgram, block_of
 
 
 @dataclass(frozen=True)
@@ -32,38 +32,31 @@ def layer_works(
     program: StageProgram, cost: CostModel
 ) -> tuple[tuple[LayerWork, ...], tuple[LayerWork, ...]]:
     """Of one microbatch's forward, and of its backward."""
-    calls, modules = overlap_of(program), _modules(program)
+    calls, modules = overlap_of(program, cost), _modules(program)
     return (
-        _works(forward_lines(program), calls.forward, modules, cost),
-        _works(backward_lines(program), calls.backward, modules, cost),
+        _works(forward_lines(program), calls.forward, modules),
+        _works(backward_lines(program), calls.backward, modules),
     )
 
 
-def _works(
-    lines: Iterable[LineTime], calls: Apart, modules: list[str], cost: CostModel
-) -> tuple[LayerWork, ...]:
+def _works(lines: Iterable[LineTime], calls: Calls, modules: list[str]) -> tuple[LayerWork, ...]:
     compute_s: dict[str, float] = {}
     for line in lines:
         layer = modules[line.position]
         compute_s[layer] = compute_s.get(layer, 0.0) + line.n * line.time_s
-    waited_s, overlapped_s = (
-        {layer: calls_time_s(of_layer, cost) for layer, of_layer in _by_layer(of).items()}
-        for of in calls
-    )
+    by_layer: dict[str, list[TimedCall]] = defaultdict(list)
+    for timed in calls:
+        by_layer[_layer(timed.call.tensor.split(", ")[0])].append(timed)
     # The calls of a layer without operators of its own come last.
     return tuple(
         LayerWork(
-            layer, compute_s.get(layer, 0.0), waited_s.get(layer, 0.0), overlapped_s.get(layer, 0.0)
+            layer,
+            compute_s.get(layer, 0.0),
+            waited_of(by_layer[layer]),
+            overlapped_of(by_layer[layer]),
         )
-        for layer in dict.fromkeys((*compute_s, *waited_s, *overlapped_s))
+        for layer in dict.fromkeys((*compute_s, *by_layer))
     )
-
-
-def _by_layer(calls: Iterable[RankCall]) -> dict[str, list[RankCall]]:
-    found: dict[str, list[RankCall]] = defaultdict(list)
-    for call in calls:
-        found[_layer(call.tensor.split(", ")[0])].append(call)
-    return found
 
 
 def _modules(program: StageProgram) -> list[str]:

@@ -23,7 +23,7 @@ import torch
 
 from autopar.cost.laws import CostModel
 from autopar.cost.memory import optimizer_time_s
-from autopar.cost.price.overlap import Apart, calls_time_s, overlap_of, slowdown_of
+from autopar.cost.price.overlap import Calls, overlap_of, overlapped_of, slowdown_of, waited_of
 from autopar.cost.simulate import PartWork, StageTimes
 from autopar.placement import COLLECTIVES
 from autopar.program import (
@@ -48,16 +48,16 @@ from autopar.program import (
 
 def stage_times(program: StageProgram, cost: CostModel, optimizer: str) -> StageTimes:
     """The times of one stage; all its ranks take the same time."""
-    calls = overlap_of(program)
+    calls = overlap_of(program, cost)
     converted_s, returned_s = _conversions_s(program)
     backward_s = _total_s(backward_lines(program)) + returned_s["micro"]
-    sync_s, last_s = calls_time_s(calls.step.overlapped, cost), calls_time_s(calls.last, cost)
+    sync_s, last_s = overlapped_of(calls.step), calls.last_s
     return StageTimes(
         n_ranks=cost.mesh.n_ranks,
-        before=PartWork(converted_s, calls_time_s(calls.before, cost)),
-        forward=_work(_total_s(forward_lines(program)), calls.forward, cost),
-        backward=_work(backward_s, calls.backward, cost),
-        after=PartWork(returned_s["step"], calls_time_s(calls.step.waited, cost)),
+        before=PartWork(converted_s, waited_of(calls.before)),
+        forward=_work(_total_s(forward_lines(program)), calls.forward),
+        backward=_work(backward_s, calls.backward),
+        after=PartWork(returned_s["step"], waited_of(calls.step)),
         update_s=_update_s(program, cost, optimizer) if program.trains else 0.0,
         sync_s=sync_s,
         n_sync_buckets=sync_s / last_s if last_s else 1.0,
@@ -65,9 +65,8 @@ def stage_times(program: StageProgram, cost: CostModel, optimizer: str) -> Stage
     )
 
 
-def _work(compute_s: float, calls: Apart, cost: CostModel) -> PartWork:
-    waited_s, overlapped_s = (calls_time_s(of, cost) for of in calls)
-    return PartWork(compute_s, waited_s, overlapped_s)
+def _work(compute_s: float, calls: Calls) -> PartWork:
+    return PartWork(compute_s, waited_of(calls), overlapped_of(calls))
 
 
 class LineTime(NamedTuple):
@@ -91,12 +90,11 @@ def backward_lines(program: StageProgram) -> Iterator[LineTime]:
 def _line_times(program: StageProgram, order: Sequence[Work]) -> Iterator[LineTime]:
     counts = line_counts(program)
     for work in order:
-        if isinstance(work, Start):
-            continue
-        is_backward = isinstance(work, Backward | Reduction) or (
-            isinstance(work, Wait) and isinstance(work.call, Reduction)
-        )
-        for i in positions_of(work):
+        done = work.call if isinstance(work, Wait) else work
+        if isinstance(work, Start) or (isinstance(done, Backward) and done.part == "weight"):
+            continue  # a matmul's two parts are counted at the first
+        is_backward = isinstance(done, Backward | Reduction)
+        for i in positions_of(done):
             yield LineTime(i, _line_s(program.body[i], is_backward), counts[i])
 
 

@@ -45,6 +45,7 @@ from autopar.program import (
     JointProgram,
     KernelLine,
     Local,
+    LossAtEnd,
     MoveLine,
     Reduction,
     Ref,
@@ -57,6 +58,7 @@ from autopar.program import (
     backward_order,
     forward_order,
     gathers_at,
+    positions_of,
     reserved_names,
     taken_parameters,
 )
@@ -101,8 +103,7 @@ class _Walk:
     calls: dict[int, tuple[Call, list[str]]] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        made = {name for line in self.stage.body for name in _names_of(line)}
-        taken = {*self.stage.arguments, *(p.shard.name for p in self.stage.parameters), *made}
+        taken = {*self.stage.arguments, *self.stage.variables}
         self.names = Names(taken | reserved_names(self.stage.axis_names))
         # Lines of segments that do not run again.
         self.kept_lines = {
@@ -110,7 +111,7 @@ class _Walk:
         }
 
     def run(self) -> JointProgram:
-        stage = self.stage
+        stage, begun = self.stage, 0
         self._arguments()
         for i, line in enumerate(stage.body):
             self.forward[i] = [line]
@@ -124,8 +125,15 @@ class _Walk:
             match work:
                 case Forward(i):
                     again.setdefault(len(self.backward), []).append(i)
-                case Backward(i):
+                case Backward(i, "input"):
+                    begun = len(self.backward)
                     self._line(i)
+                case Backward(i, "whole"):
+                    self._line(i)
+                case Start(Backward(i)):
+                    self._move_early(i, begun)
+                case Backward() | Wait(Backward()):
+                    continue  # its lines are there
                 case Reduction(positions):
                     self._reduce(positions)
                 case Start(Reduction(positions) as call):
@@ -133,7 +141,7 @@ class _Walk:
                 case Wait(Reduction() as call):
                     self._wait(call)
                 case Gather() | Start() | Wait():
-                    self.backward.append(self._gather(work))
+                    self.backward.append(self._communication(work))
         backward: list[JointLine] = []
         for k in range(len(self.backward) + 1):
             for i in again.get(k, ()):
@@ -156,15 +164,18 @@ class _Walk:
             match work:
                 case Forward(i):
                     lines += self.forward.get(i, ())
+                case Wait(Forward()):
+                    lines += LossAtEnd(), self._communication(work)
                 case Gather() | Start() | Wait():
-                    lines.append(self._gather(work))
+                    lines.append(self._communication(work))
         return lines
 
-    def _gather(self, work: Gather | Start | Wait) -> JointLine:
-        """Parameters are gathered; or that begins, or ends."""
-        call = work if isinstance(work, Gather) else work.call
-        members = tuple(gathers_at(self.stage, call.positions))
-        line = members[0] if len(members) == 1 else FusedGathers(members)
+    def _communication(self, work: Gather | Start | Wait) -> JointLine:
+        """Parameters are gathered, or the loss is summed; or that begins, or ends."""
+        first = self.stage.body[positions_of(work)[0]]
+        members = tuple(gathers_at(self.stage, positions_of(work)))
+        line = FusedGathers(members) if len(members) > 1 else first
+        assert isinstance(line, FusedGathers | GatherLine | MoveLine)
         match work:
             case Start():
                 return StartLine(line, _handle(line))
@@ -253,6 +264,19 @@ class _Walk:
         self.backward.append(GradientMove(out, gradient, line))
         meta = self.metas[line.source]._replace(dtype=self.gradient_metas[gradient].dtype)
         self._add(line.source, out.name, _contiguous(meta))
+
+    def _move_early(self, i: int, begun: int) -> None:
+        """The move of a gradient, beside the lines from `begun` on that it does not need."""
+        kernels = self.backward[begun:]
+        del self.backward[begun:]
+        self._line(i)
+        if self.backward[begun:]:
+            move, *sums = self.backward[begun:]
+            assert isinstance(move, GradientMove)
+            first, later = _divided(kernels, move)
+            start, wait = StartLine(move, _handle(move)), WaitLine(move, _handle(move))
+            kernels = [*first, start, *later, wait, *sums]
+        self.backward[begun:] = kernels
 
     def _reduce(self, positions: Sequence[int], begun: Reduction | None = None) -> None:
         """Reduce the gradients of parameters by one call, which is waited for if it is `begun`."""
@@ -431,6 +455,20 @@ class _Walk:
         self.gradient_metas[total.name] = summed._replace(is_conj=False)
 
 
+def _divided(
+    lines: Sequence[JointLine], move: GradientMove
+) -> tuple[list[JointLine], list[JointLine]]:
+    """The lines that `move` needs, and the others; both in order."""
+    needed, first, later = {move.source}, list[JointLine](), list[JointLine]()
+    for line in reversed(lines):
+        if needed.isdisjoint(line.writes):
+            later.append(line)
+        else:
+            first.append(line)
+            needed.update(line.reads)
+    return first[::-1], later[::-1]
+
+
 def _is_continuous(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
 
@@ -459,12 +497,3 @@ def _stem(line: CallLine) -> str:
 
 def _handle(line: Communication) -> str:
     return f"{line.writes[0]}_coming"
-
-
-def _names_of(line: object) -> Sequence[str]:
-    match line:
-        case CallLine():
-            return [out.name for out in line.outs]
-        case MoveLine() | DetachLine() | GatherLine():
-            return [line.out.name]
-    return ()

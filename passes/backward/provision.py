@@ -14,8 +14,6 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from autopar.passes.backward.loss import with_loss_at_end
-from autopar.passes.backward.overlap import with_overlap
 from autopar.program import (
     CallLine,
     FreeLine,
@@ -45,16 +43,13 @@ def finished(
     `moved` have other strides than their first term."""
     read = {name for name in gradients if name is not None}
     given = {name for name in cotangents if name is not None}
-    needed = with_overlap(_with_handovers(_without_unread(backward, read), gradients, given))
+    needed = _with_handovers(_without_unread(backward, read), gradients, given)
     complete = _with_views(forward, _with_sums_in_place(needed, given, moved))
     saved = _undefined(complete, given, _variables(stage, forward))
     kept = {*stage.returned, *saved}
-    made = _without_unread(forward, kept)
-    if stage.trains:
-        made = with_loss_at_end(stage, made, {*stage.held, *saved})
     return JointProgram(
         stage,
-        with_frees(made, kept),
+        with_frees(_without_unread(forward, kept), kept),
         saved,
         cotangents,
         with_frees(complete, (), (*saved, *given), len(taken_parameters(stage))),

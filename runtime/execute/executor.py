@@ -138,7 +138,7 @@ class Executor:
             self.crossings = Crossings(pipeline, rank, messenger, environment.device)
             self.ties = TiedGradients(pipeline, rank, messenger, environment.groups)
         last = pipeline.stages[-1]
-        self._made_loss = None if last.loss is None else last.local(last.loss)
+        self._made_loss = None if last.loss is None else last.variables[last.loss]
         # All ranks of the last stage have the loss and the outputs; this one shares them.
         self._is_loss_source = rank == pipeline.meshes[-1].first_rank
         self._constant_parts: dict[tuple[str, int], Tensor] = {}
@@ -209,7 +209,7 @@ class Executor:
             outputs: list[Tensor | None] = list(step.outputs) or [None] * len(last.outputs)
             if everywhere:
                 outputs = [
-                    self._from_last_stage(value, last.local(name))
+                    self._from_last_stage(value, last.variables[name])
                     for value, name in zip(outputs, last.outputs, strict=True)
                 ]
             return (loss, *outputs)

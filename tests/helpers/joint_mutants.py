@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from autopar.placement import COLLECTIVES, I, P, R, Spec
+from autopar.placement import I, P, R, Spec
 from autopar.program import (
     CallLine,
     FreeLine,
@@ -35,7 +35,6 @@ from autopar.program import (
     WaitLine,
     communications,
 )
-from autopar.verifier import line_calls
 
 Mutants = Iterator[tuple[str, JointProgram]]
 FUNCTIONS = ("forward", "backward")
@@ -75,53 +74,13 @@ def duplicated(joint: JointProgram) -> Mutants:
 
 
 def swapped(joint: JointProgram) -> Mutants:
-    """Neighbours that depend on each other, or whose collectives change places."""
+    """Neighbours that depend on each other."""
     for function in FUNCTIONS:
         lines = lines_of(joint, function)
         for i, (a, b) in enumerate(itertools.pairwise(lines)):
-            if _depend(a, b) or [] != _calls(a) != _calls(b) != []:
+            if _depend(a, b):
                 mutant = edited(joint, function, (*lines[:i], b, a, *lines[i + 2 :]))
                 yield f"swap {function} {i} {a} {b}", mutant
-
-
-def hoisted(joint: JointProgram) -> Mutants:
-    """A collective before the one that precedes it, with the lines that it needs: it would run."""
-    for function in FUNCTIONS:
-        lines = lines_of(joint, function)
-        calling = [i for i, line in enumerate(lines) if _calls(line)]
-        for i, k in itertools.pairwise(calling):
-            needed, first, later = set(lines[k].reads), [lines[k]], list[JointLine]()
-            for line in reversed(lines[i:k]):
-                if needed.isdisjoint(line.writes):
-                    later.append(line)
-                else:
-                    first.append(line)
-                    needed.update(line.reads)
-            if lines[i] in later and _calls(lines[i]) != _calls(lines[k]):
-                found = [*lines[:i], *first[::-1], *later[::-1], *lines[k + 1 :]]
-                yield f"sooner {function} {k} {lines[k]}", edited(joint, function, found)
-
-
-def communicating_otherwise(joint: JointProgram) -> Mutants:
-    """A reduction twice, for nothing; a parameter saved, not gathered again. Both would run."""
-    for i, line in enumerate(joint.backward):
-        if isinstance(line, GradientMove) and line.move.move.backward in COLLECTIVES:
-            twice = replace(line, out=replace(line.out, name="again"))
-            lines = line, twice, FreeLine(("again",))
-            yield f"not priced {line}", with_line(joint, "backward", i, *lines)
-        elif gathers_parameters(line) and not isinstance(line, StartLine):
-            names = line.writes
-            forward = tuple(
-                FreeLine(tuple(n for n in x.names if n not in names))
-                if isinstance(x, FreeLine)
-                else x
-                for x in joint.forward
-            )
-            pending = line.pending if isinstance(line, WaitLine) else None
-            backward = tuple(x for x in joint.backward if x is not line and not _begins(x, pending))
-            saved = (*joint.saved, *names)
-            mutant = replace(joint, forward=forward, backward=backward, saved=saved)
-            yield f"not gathered {line}", mutant
 
 
 def freed_early(joint: JointProgram) -> Mutants:
@@ -185,12 +144,6 @@ def with_member(line: JointLine, n: int, new: GatherLine | GradientMove) -> Join
             members: Any = (*line.members[:n], new, *line.members[n + 1 :])
             return replace(line, members=members)
     return new
-
-
-def _begins(line: JointLine, pending: str | None) -> bool:
-    """Is it the start, or the end of the handle, of what is no longer begun?"""
-    is_start = isinstance(line, StartLine) and line.pending == pending
-    return is_start or (isinstance(line, FreeLine) and line.names == (pending,))
 
 
 def _other_moves(line: GradientMove, n_axes: int) -> Iterator[tuple[str, GradientMove]]:
@@ -293,8 +246,7 @@ def given_otherwise(joint: JointProgram) -> Mutants:
 
 
 MUTATIONS: tuple[Callable[[JointProgram], Mutants], ...] = (
-    dropped, duplicated, swapped, hoisted, communicating_otherwise,
-    freed_early, leaked, saved_otherwise, moved_otherwise,
+    dropped, duplicated, swapped, freed_early, leaked, saved_otherwise, moved_otherwise,
     sourced_otherwise, handed_over_otherwise, written_in_place, run_otherwise, given_otherwise,
 )  # fmt: skip
 
@@ -307,10 +259,6 @@ def _depend(a: JointLine, b: JointLine) -> bool:
 
 def _freed(line: JointLine) -> Sequence[str]:
     return line.names if isinstance(line, FreeLine) else ()
-
-
-def _calls(line: JointLine) -> list[Any]:
-    return list(line_calls(line))
 
 
 def gathers_parameters(line: JointLine) -> bool:

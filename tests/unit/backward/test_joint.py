@@ -15,10 +15,10 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import Manual
-from autopar.cost.price import overlap_of
 from autopar.passes.backward import differentiate
 from autopar.passes.lowering import lower
 from autopar.program import (
+    Backward,
     Boundary,
     CallLine,
     FreeLine,
@@ -30,9 +30,13 @@ from autopar.program import (
     JointProgram,
     KernelLine,
     ReadyLine,
+    Start,
     StartLine,
+    Wait,
     WaitLine,
+    backward_order,
     kept_gathers,
+    step_calls,
 )
 from tests.helpers.harness import abstract_cost, free_problem, model_case, random_strategy
 from tests.helpers.jobs import llama, machine, tokens
@@ -83,7 +87,7 @@ def test_the_last_block_stays_gathered_where_one_microbatch_is_in_flight() -> No
     kept = kept_gathers(one.stage)
     calls = [x for x in one.forward if members([x], GatherLine)]
     assert kept and kept <= {x.out.name for x in members(calls[-1:], GatherLine)}
-    sent = Boundary(one.stage.local(one.stage.loss or ""), "loss", "loss")
+    sent = Boundary(one.stage.variables[one.stage.loss or ""], "loss", "loss")
     assert kept_gathers(replace(one.stage, sent=(sent,))) == frozenset()
 
 
@@ -140,6 +144,27 @@ def test_reductions_run_beside_matmuls_of_weight_gradients() -> None:
                 assert all(isinstance(x, KernelLine | ReadyLine | FreeLine) for x in between)
                 assert any(isinstance(x, KernelLine) and "mm" in x.target for x in between)
                 assert line.reads[0] not in {n for x in between for n in x.writes}
+    assert n_begun > 0
+
+
+def test_reductions_begin_where_the_order_says() -> None:
+    """Between the two gradients of a matmul, of which one is what is reduced."""
+    n_begun = 0
+    for joint in (*drawn(), *planned()):
+        order, body = backward_order(joint.stage), joint.stage.body
+        begun = []
+        for k, work in enumerate(order):
+            if isinstance(work, Start) and isinstance(work.call, Backward):
+                begun.append(body[work.call.position])
+                end = order.index(Wait(work.call))
+                second = order[end - 1]
+                assert end == k + 2 and isinstance(second, Backward) and second.part == "weight"
+                first = Backward(second.position, "input", second.apart)
+                assert first in order[:k] and Backward(second.position) not in order
+        starts = [line.move for line in joint.backward if isinstance(line, StartLine)]
+        moves = [move for move in starts if isinstance(move, GradientMove)]
+        assert [move.move for move in moves if move.phase == "backward"] == begun
+        n_begun += len(begun)
     assert n_begun > 0
 
 
@@ -226,11 +251,12 @@ def test_predictions_hide_no_gather_that_does_not_begin_early() -> None:
     """Those of several moves do not, nor the first; a tied embedding for the head does."""
     n_waited = 0
     for joint in (*drawn(), *planned()):
-        calls = overlap_of(joint.stage)
-        for lines, apart in ((joint.forward, calls.forward), (joint.backward, calls.backward)):
-            hidden = Counter(c.tensor for c in apart.overlapped if c.phase == "param_gather")
+        calls = step_calls(joint.stage)
+        for lines, own in ((joint.forward, calls.forward), (joint.backward, calls.backward)):
+            gathers = [call for call in own if call.phase == "param_gather"]
+            hidden = Counter(call.tensor for call in gathers if call.is_beside)
             assert hidden <= begun_early(lines)
-            n_waited += sum(c.phase == "param_gather" for c in apart.waited)
+            n_waited += sum(not call.is_beside for call in gathers)
     assert n_waited > 0
 
 
@@ -239,9 +265,9 @@ def test_all_gathers_but_the_first_are_hidden() -> None:
         dropped_gpt2(4), machine((1, 4)), tokens(0), manual=Manual(dp=2, tp=2, zero=3)
     )
     stage = program_of(plan)
-    calls = overlap_of(stage).forward
-    waited = [c.tensor for c in calls.waited if c.phase == "param_gather"]
+    gathers = [call for call in step_calls(stage).forward if call.phase == "param_gather"]
+    waited = [call.tensor for call in gathers if not call.is_beside]
     assert waited == ["transformer.wte.weight"]
     begun = begun_early(differentiate(stage).forward)
-    assert begun == Counter(c.tensor for c in calls.overlapped if c.phase == "param_gather")
+    assert begun == Counter(call.tensor for call in gathers if call.is_beside)
     assert begun["transformer.wte.weight"] == 1, "for the head"
