@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autopar.caching import cached_method
 from autopar.errors import BatchError
 from autopar.identity import Same
 from autopar.measured import (
@@ -82,19 +83,6 @@ class Analysis:
     # Equal calls and types -> one placed operator; filled for every number of microbatches.
     _patterns: dict[Hashable, PlacedOperator] = field(
         default_factory=dict, repr=False, compare=False
-    )
-    # These caches hold for this set of operators alone, so `part` starts them empty.
-    _alike: dict[int, dict[int, PlacedOperator]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _placed: dict[int, tuple[PlacedOperator, ...]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _groups: dict[int, tuple[OperatorGroup, ...]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _kept_bytes: dict[tuple[int, frozenset[int]], Sequence[float]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
     )
     # The runs of each request to `folding.find_runs`.
     repeated: dict[tuple[int, bool], Any] = field(
@@ -226,28 +214,23 @@ class Analysis:
         """Bytes saved for backward by one microbatch, unsharded, without the operators `again`."""
         return sum(self.kept_by_operator(n_microbatches, again))
 
+    @cached_method
     def kept_by_operator(
         self, n_microbatches: int, again: frozenset[int] = frozenset()
     ) -> Sequence[float]:
         """`kept_bytes` of each operator; what several of them save counts for the first."""
-        key = n_microbatches, again
-        if key not in self._kept_bytes:
-            types, owners = self.microbatch_types(n_microbatches).tensors, self.kept_owners
-            n_splits, seen = self.batch.n_splits(n_microbatches), {*self.program.parameters}
-            out = [0.0] * len(self.operators)
-            for i, o in enumerate(self.operators):
-                saved = self.saved.get(o.name)
-                if saved is None or i in again:
-                    continue
-                names = (
-                    *(o.inputs[k] for k in saved.inputs),
-                    *(o.outputs[k] for k in saved.outputs),
-                )
-                new = {owners.get(name, name) for name in names} - seen
-                seen |= new
-                out[i] = sum(types[n].size_bytes for n in new) + saved.other_bytes / n_splits
-            self._kept_bytes[key] = out
-        return self._kept_bytes[key]
+        types, owners = self.microbatch_types(n_microbatches).tensors, self.kept_owners
+        n_splits, seen = self.batch.n_splits(n_microbatches), {*self.program.parameters}
+        out = [0.0] * len(self.operators)
+        for i, o in enumerate(self.operators):
+            saved = self.saved.get(o.name)
+            if saved is None or i in again:
+                continue
+            names = (*(o.inputs[k] for k in saved.inputs), *(o.outputs[k] for k in saved.outputs))
+            new = {owners.get(name, name) for name in names} - seen
+            seen |= new
+            out[i] = sum(types[n].size_bytes for n in new) + saved.other_bytes / n_splits
+        return out
 
     def microbatch_types(self, n_microbatches: int) -> Types:
         """Types of one microbatch; raises `BatchError` when the batch does not divide."""
@@ -255,27 +238,21 @@ class Analysis:
             self._types[n_microbatches] = self._divided(n_microbatches)
         return self._types[n_microbatches]
 
+    @cached_method
     def placed_operators(self, n_microbatches: int) -> tuple[PlacedOperator, ...]:
         """Every operator with its strategies on one axis, at the sizes of one microbatch."""
-        if n_microbatches not in self._placed:
-            by_kind = self.placed_by_kind(n_microbatches)
-            self._placed[n_microbatches] = tuple(
-                by_kind[self.kinds[o.name]].of(o) for o in self.operators
-            )
-        return self._placed[n_microbatches]
+        by_kind = self.placed_by_kind(n_microbatches)
+        return tuple(by_kind[self.kinds[o.name]].of(o) for o in self.operators)
 
+    @cached_method
     def placed_by_kind(self, n_microbatches: int) -> Mapping[int, PlacedOperator]:
         """Kind -> one operator of `placed_operators`."""
-        if n_microbatches not in self._alike:
-            if self.whole:
-                known = self.whole.placed_by_kind(n_microbatches)
-                found = {kind: known[kind] for kind in self._distinct}
-            else:
-                tensors = self.microbatch_types(n_microbatches).tensors
-                placed = place_operators(self._distinct.values(), tensors, self._patterns)
-                found = dict(zip(self._distinct, placed, strict=True))
-            self._alike[n_microbatches] = found
-        return self._alike[n_microbatches]
+        if self.whole:
+            known = self.whole.placed_by_kind(n_microbatches)
+            return {kind: known[kind] for kind in self._distinct}
+        tensors = self.microbatch_types(n_microbatches).tensors
+        placed = place_operators(self._distinct.values(), tensors, self._patterns)
+        return dict(zip(self._distinct, placed, strict=True))
 
     @cached_property
     def _distinct(self) -> Mapping[int, Operator]:
@@ -290,12 +267,10 @@ class Analysis:
         by_kind = self.placed_by_kind(n_microbatches)
         return {o.name: by_kind[self.kinds[o.name]].sizes for o in self.operators}
 
+    @cached_method
     def groups(self, n_microbatches: int) -> tuple[OperatorGroup, ...]:
         """The planning nodes, at the sizes of one microbatch."""
-        if n_microbatches not in self._groups:
-            placed = self.placed_operators(n_microbatches)
-            self._groups[n_microbatches] = form_groups(self.program, placed)
-        return self._groups[n_microbatches]
+        return form_groups(self.program, self.placed_operators(n_microbatches))
 
     def _divided(self, n_microbatches: int) -> Types:
         if n_microbatches == 1:

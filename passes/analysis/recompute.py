@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import get_args
 
+from autopar.caching import cached_method
 from autopar.errors import NotSupportedError
 from autopar.options import Options, Recompute
 from autopar.passes.analysis.analysis import Analysis
@@ -51,9 +52,6 @@ class Recomputable:
 
     ranges: tuple[tuple[str, ...], ...]
     modes: tuple[Recompute | None, ...]
-    _within: dict[Analysis, tuple[range, ...]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
 
     @staticmethod
     def of(analysis: Analysis, options: Options) -> Recomputable | None:
@@ -76,18 +74,17 @@ class Recomputable:
         ranges = tuple(tuple(names[r.start : r.stop]) for r in blocks(analysis))
         return Recomputable(ranges, SEARCHED) if ranges else None
 
+    @cached_method
     def within(self, part: Analysis) -> tuple[range, ...]:
         """The ranges that a part of the program has, as consecutive positions of its operators."""
-        if part not in self._within:
-            place = {operator.name: i for i, operator in enumerate(part.operators)}
-            found = []
-            for names in self.ranges:
-                own = [place[name] for name in names if name in place]
-                if own:
-                    assert own == list(range(own[0], own[-1] + 1)), "a range is cut, not thinned"
-                    found.append(range(own[0], own[-1] + 1))
-            self._within[part] = tuple(found)
-        return self._within[part]
+        place = {operator.name: i for i, operator in enumerate(part.operators)}
+        found = []
+        for names in self.ranges:
+            own = [place[name] for name in names if name in place]
+            if own:
+                assert own == list(range(own[0], own[-1] + 1)), "a range is cut, not thinned"
+                found.append(range(own[0], own[-1] + 1))
+        return tuple(found)
 
     def operators_within(self, part: Analysis) -> frozenset[int]:
         """The positions of all ranges within a part."""

@@ -17,6 +17,7 @@ from functools import cached_property
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.caching import cached_method
 from autopar.errors import InfeasibleError
 from autopar.measured import Saved
 from autopar.passes.analysis import JointStrategy, OperatorGroup, PlacedOperator
@@ -50,7 +51,6 @@ class ChoiceTable:
     preference: Array
     saved: frozenset[int]
     known: SpecColumns
-    _columns: dict[int, SpecColumn] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return self.picked.shape[1]
@@ -66,13 +66,10 @@ class ChoiceTable:
         every = self.first.strategies
         return tuple(tuple(every[i] for i in of) for of in self.picked.T.tolist())
 
+    @cached_method
     def column(self, number: int) -> SpecColumn:
         """The spec of a value in each choice."""
-        if number not in self._columns:
-            self._columns[number] = self._column(self.first.values[number])
-        return self._columns[number]
-
-    def _column(self, value: str) -> SpecColumn:
+        value = self.first.values[number]
         placements = tuple([joint.placements[value] for joint in self.first.strategies])
         key = (placements, self.likeness, self.active_axes, self.n_axes)
         return self.known.of(key, lambda: self._new_column(placements))
@@ -115,6 +112,7 @@ class GroupCandidates:
     def spec(self, choice: int, value: str) -> Spec:
         return self.specs(value)[choice]
 
+    @cached_method
     def strategies(self, choice: int) -> dict[str, OperatorStrategy]:
         """Operator of the group -> its strategy under a choice."""
         out = {}
@@ -334,9 +332,9 @@ class CandidateMaker:
             saved |= price.kept.keys()
         return time_s * self.cases.n_microbatches[:, None], kept_bytes, frozenset(saved)
 
-    def members(self, candidates: GroupCandidates) -> tuple[MemberPrice, ...]:
+    def members(self, table: ChoiceTable) -> tuple[MemberPrice, ...]:
         """The price of each operator of a group; their `kept` is what the group is charged for."""
-        group, table = candidates.group, candidates.table
+        group = table.first
         own = {self._owner(group.values[i]) for i in table.saved}
         charged = {self._owner(name) for name in group.values} - own
         return tuple(self._pricer.members(group, table.picked, charged))

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 
+from autopar.caching import cached_method
 from autopar.cost.laws import CostModel
 from autopar.cost.memory import static_bytes_per_param
 from autopar.options import Recompute
@@ -132,7 +133,6 @@ class LeastRerun:
     analysis: Analysis
     recomputable: Recomputable
     cost: CostModel
-    _known: dict[int, list[tuple[float, float]]] = field(default_factory=dict, init=False)
 
     def __call__(self, n_microbatches: int, n_in_flight: int, budget_bytes: float) -> float:
         """Seconds of a step, if activations and the loss have `budget_bytes` on each device.
@@ -143,9 +143,7 @@ class LeastRerun:
         kept_bytes = n_in_flight * self.analysis.kept_bytes(n_microbatches)
         budget_bytes -= least_at_loss_bytes(self.analysis, n_microbatches, n_ranks)
         missing_bytes, total_s = kept_bytes - n_ranks * budget_bytes, 0.0
-        if n_microbatches not in self._known:
-            self._known[n_microbatches] = self._steps(n_microbatches)
-        for freed_bytes, time_s in self._known[n_microbatches]:
+        for freed_bytes, time_s in self._steps(n_microbatches):
             if missing_bytes <= 0:
                 break
             freed_bytes *= n_in_flight
@@ -153,6 +151,7 @@ class LeastRerun:
             missing_bytes -= freed_bytes
         return total_s
 
+    @cached_method
     def _steps(self, n_microbatches: int) -> list[tuple[float, float]]:
         """(bytes freed, seconds) of each range from one mode to a leaner one, cheapest first."""
         modes = [mode for mode in self.recomputable.modes if mode is not None]

@@ -31,6 +31,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.caching import cached_method
 from autopar.options import Recompute
 from autopar.passes.analysis import Analysis, Recomputable
 from autopar.passes.intra.builder import ProblemBuilder, ReshardEdge, Variable
@@ -68,16 +69,10 @@ class _Adder:
     modes: tuple[Recompute | None, ...]
     # (variable, range) -> seconds and bytes, [cases, modes, choices].
     _joined: dict[tuple[int, int], tuple[Array, Array]] = field(default_factory=dict)
-    _members: dict[ChoiceTable, tuple[MemberPrice, ...]] = field(default_factory=dict)
-    _again: dict[tuple[ReshardTables, SpecColumn, SpecColumn], RerunCosts] = field(
-        default_factory=dict
-    )
     # Result of a matmul -> seconds of a step, [cases, choices], for the bias that is added to it.
     _sums: dict[str, Array] = field(default_factory=dict)
     _interned: dict[tuple[tuple[int, ...], bytes], Array] = field(default_factory=dict)
     _in_modes_of: dict[Hashable, tuple[Array, Array] | None] = field(default_factory=dict)
-    # id of an operator's price -> forward seconds of a step.
-    _forward_s: dict[MemberPrice, Array] = field(default_factory=dict)
 
     @property
     def cases(self) -> Cases:
@@ -111,7 +106,7 @@ class _Adder:
         if not any(i in self.ranges.party_of for i in positions):
             return
         always = np.zeros((len(self.cases), len(candidates)))
-        prices = self._prices(candidates)
+        prices = self._prices(candidates.table)
         for item, price, i in zip(candidates.group.members, prices, positions, strict=True):
             n_like, r = self.maker.n_stood_for(item), self.ranges.party_of.get(i)
             always += price.at_once_bytes
@@ -119,10 +114,7 @@ class _Adder:
                 always += n_like * price.kept_bytes
                 continue
             is_kept = self._is_kept(v, i)
-            if price not in self._forward_s:
-                forward_s = (price.forward_s + price.inner_s) * self.cases.n_microbatches[:, None]
-                self._forward_s[price] = forward_s
-            forward_s = self._forward_s[price]
+            forward_s = self._forward_s(price)
             matmul = self.ranges.matmul_of_bias_add(i)
             if matmul is not None:  # it runs with its matmul, unless a reshard is between them
                 self._sums[matmul] = forward_s
@@ -142,11 +134,14 @@ class _Adder:
                 self._keep_result(v, r, value, is_kept)
         self.builder.variables[v].size_bytes = self._intern(always)
 
-    def _prices(self, candidates: GroupCandidates) -> tuple[MemberPrice, ...]:
-        key = candidates.table
-        if key not in self._members:
-            self._members[key] = self.maker.members(candidates)
-        return self._members[key]
+    @cached_method
+    def _prices(self, table: ChoiceTable) -> tuple[MemberPrice, ...]:
+        return self.maker.members(table)
+
+    @cached_method
+    def _forward_s(self, price: MemberPrice) -> Array:
+        """[cases, choices]: forward seconds of a step."""
+        return (price.forward_s + price.inner_s) * self.cases.n_microbatches[:, None]
 
     def _is_kept(self, v: int, i: int) -> NDArray[np.bool_]:
         """[choices]: is the result saved in mode "selective"?"""
@@ -254,8 +249,11 @@ class _Adder:
 
         None if nothing runs again. Equal edges have the same arrays.
         """
-        again, sums_s = self._paths(reshard), self._sums.get(reshard.value)
-        wanted = self.builder.variables[reshard.target].specs[reshard.value]
+        made, wanted = (
+            self.builder.variables[v].specs[reshard.value] for v in (reshard.source, reshard.target)
+        )
+        again = self._paths(self.builder.tables(reshard.value), made, wanted)
+        sums_s = self._sums.get(reshard.value)
         hands_on = self._hands_on(reshard)
         arrays = (edge.cost_s, again, sums_s, wanted)
         key = (*map(id, arrays), hands_on)  # all these arrays are kept alive
@@ -304,14 +302,9 @@ class _Adder:
             np.stack([sizes.get(mode or "none", nothing) for mode in self.modes], axis=-1),
         )
 
-    def _paths(self, reshard: ReshardEdge) -> RerunCosts:
-        tables = self.builder.tables(reshard.value)
-        made = self.builder.variables[reshard.source].specs[reshard.value]
-        wanted = self.builder.variables[reshard.target].specs[reshard.value]
-        key = (tables, made, wanted)
-        if key not in self._again:
-            self._again[key] = rerun_costs(tables, self.cases, made.distinct, wanted.distinct)
-        return self._again[key]
+    @cached_method
+    def _paths(self, tables: ReshardTables, made: SpecColumn, wanted: SpecColumn) -> RerunCosts:
+        return rerun_costs(tables, self.cases, made.distinct, wanted.distinct)
 
     def _mode_variable(self, r: int) -> int | None:
         """Add a range's mode variable; None if there is a single mode."""

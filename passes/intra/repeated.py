@@ -92,9 +92,6 @@ class Repeated:
     folded_problem: IntraOpProblem
     problems: RepeatedProblems
     group_of: Mapping[int, int]
-    _strategies: dict[tuple[int, int], dict[str, OperatorStrategy]] = field(
-        default_factory=dict, init=False
-    )
     _apart: dict[int, Apart] = field(default_factory=dict, init=False)
 
     @cached_property
@@ -148,12 +145,9 @@ class Repeated:
         """Operator of the whole program -> its strategy."""
         out = {}
         for whole, f, copy in self._stand_ins:
-            v = self.group_of[f]
-            at = (v, self._chosen(choice, v, copy))
-            if at not in self._strategies:
-                self._strategies[at] = self.folded_problem.candidates[v].strategies(at[1])
-            name = self.folded.analysis.operators[f].name
-            out[self.folded.whole.operators[whole].name] = self._strategies[at][name]
+            v, name = self.group_of[f], self.folded.analysis.operators[f].name
+            of_group = self.folded_problem.candidates[v].strategies(self._chosen(choice, v, copy))
+            out[self.folded.whole.operators[whole].name] = of_group[name]
         return out
 
     def storage(self, choice: RepeatedChoice) -> dict[str, Storage]:

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.caching import cached_method
 from autopar.passes.solvers.choice import Point
 from autopar.passes.solvers.problem import (
     SAME_OPTIMUM_REL,
@@ -84,7 +85,6 @@ class Exchanges:
             block.by_state(row for choice in known for row in choice.copies[r])
             for r, block in enumerate(self._blocks)
         ]
-        self._known_offers: dict[tuple[Choice, _Kind], _Offers] = {}
 
     def fitted(self, point: Point[RepeatedChoice]) -> Point[RepeatedChoice] | None:
         """A cheap choice within the budget that exchanges lead to from `point`; None: they lead to
@@ -148,21 +148,20 @@ class Exchanges:
                 before = block.handed_on(row)
         return kinds
 
+    @cached_method
     def _offers(self, base: Choice, kind: _Kind) -> _Offers:
         """The exchanges of a kind: every choice of each variable that is not handed on, then known
         rows."""
-        if (base, kind) not in self._known_offers:
-            r, before, row = kind
-            block = self._blocks[r]
-            saved_s, more_bytes = block.exchanged(base, before, row)
-            now_s, now_bytes = block.total(base, before, row)
-            known = [block.total(base, before, new) for new in self._known_rows(kind)]
-            self._known_offers[base, kind] = _Offers.of(
-                np.concatenate((saved_s, [now_s - new_s for new_s, _ in known])),
-                np.concatenate((more_bytes, [new_bytes - now_bytes for _, new_bytes in known])),
-                SAME_OPTIMUM_REL * now_s,
-            )
-        return self._known_offers[base, kind]
+        r, before, row = kind
+        block = self._blocks[r]
+        saved_s, more_bytes = block.exchanged(base, before, row)
+        now_s, now_bytes = block.total(base, before, row)
+        known = [block.total(base, before, new) for new in self._known_rows(kind)]
+        return _Offers.of(
+            np.concatenate((saved_s, [now_s - new_s for new_s, _ in known])),
+            np.concatenate((more_bytes, [new_bytes - now_bytes for _, new_bytes in known])),
+            SAME_OPTIMUM_REL * now_s,
+        )
 
     def _known_rows(self, kind: _Kind) -> Sequence[Choice]:
         """Known rows that hand on the same as copies of this kind."""

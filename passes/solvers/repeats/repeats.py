@@ -18,6 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar.caching import cached_method
 from autopar.passes.solvers.problem import (
     Choice,
     ChoiceProblem,
@@ -232,11 +233,10 @@ class RepeatedProblem:
                 terms.append(n * self.of_copy(r, base, state, row))
         return ChoiceTotals(*map(math.fsum, np.concatenate(terms, axis=1).tolist()))
 
+    @cached_method
     def _of_once(self, base: Choice) -> FloatArray:
         """[seconds and bytes; terms] of what counts once."""
-        if base not in self._known_once:
-            self._known_once[base] = self._terms(self.every.once_entries, base)
-        return self._known_once[base]
+        return self._terms(self.every.once_entries, base)
 
     def of_copy(self, r: int, base: Choice, before: Choice, row: Choice) -> FloatArray:
         """[seconds and bytes; terms] of one copy that is handed the choices `before` and
@@ -257,8 +257,4 @@ class RepeatedProblem:
 
     @cached_property
     def _known(self) -> dict[tuple[int, Choice, Choice, Choice], FloatArray]:
-        return {}
-
-    @cached_property
-    def _known_once(self) -> dict[Choice, FloatArray]:
         return {}

@@ -20,6 +20,7 @@ import math
 import time
 from functools import cache
 
+from autopar.caching import cached_method
 from autopar.passes.solvers.choice import QUICK, Bracket, Hull, Point, search
 from autopar.passes.solvers.eliminate import TooWide
 from autopar.passes.solvers.problem import (
@@ -61,7 +62,6 @@ class RepeatedSolver:
     def __init__(self, problem: RepeatedProblem, plan: RepeatedPlan) -> None:
         self.problem, self.elimination = problem, RepeatedElimination(problem, plan)
         self._hull = Hull(self.elimination)
-        self._branches: dict[Branch, Hull[RepeatedChoice]] = {}
 
     def solve(
         self,
@@ -143,10 +143,9 @@ class RepeatedSolver:
                 return [*(Branch(r, s) for s in every), Branch(r, None)]
         return []
 
+    @cached_method
     def _branch(self, branch: Branch) -> Hull[RepeatedChoice]:
-        if branch not in self._branches:
-            self._branches[branch] = Hull(self.elimination.within(branch))
-        return self._branches[branch]
+        return Hull(self.elimination.within(branch))
 
     def _within(
         self,
