@@ -8,8 +8,8 @@ An operator on one device follows a roofline, plus its launch:
 
 u is the exposed memory time of a matmul on top of its arithmetic, divided by the time to touch each
 operand once (`product_traffic_ratio`): tiles read operands several times and hide most of it. 2mkn
-flops touch mk + kn + mn elements, so the efficiency of a matmul depends on its sizes
-(`product_efficiency`). A small m, n or k lowers it, and so does the launch.
+flops touch mk + kn + mn elements, so the efficiency of a matmul depends on its sizes. A small m, n
+or k lowers it, and so does the launch.
 
 Replicated work costs its full time on every rank. Views launch nothing and are free; callers do
 not price them.
@@ -72,13 +72,6 @@ def op_time_s(
     exposed = device.product_traffic_ratio if isinstance(device, ProfiledDevice) else 0.0
     busy_s = np.maximum(flops / rate + exposed * memory_s, memory_s) + device.launch_s
     return busy_s if isinstance(busy_s, np.ndarray) else float(busy_s)
-
-
-def product_efficiency(m: int, n: int, k: int, device: Device, dtype: torch.dtype) -> float:
-    """Achieved rate of an m x k by k x n matmul / the rate of an infinitely large one."""
-    flops, n_elements = 2.0 * m * n * k, m * k + k * n + m * n
-    time_s = op_time_s(flops, float(n_elements * dtype.itemsize), device, dtype)
-    return flops / flops_per_s(device, dtype) / time_s
 
 
 @dataclass(frozen=True)

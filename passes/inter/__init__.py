@@ -1,6 +1,7 @@
 """Which stages a pipeline has: the cuts, submeshes, views and microbatch counts worth solving.
 
 Reading order: `submeshes.py` (devices of a stage), `layers.py` (where stages may begin),
+`given_stages.py` (where the user's stages end), `counts.py` (numbers of microbatches),
 `candidate.py` (a plan before it is solved), `bounds.py` and `layer_bounds.py` (lower bounds on
 stages), `messages.py` (what they send at least), `space.py` (all pipelines), `stage_search.py`
 (those with one number of microbatches, best first), `recipes.py` (Megatron pipelines).
@@ -13,6 +14,12 @@ from autopar.passes.inter.candidate import (
     Candidate,
     StageLayout,
     n_operators,
+)
+from autopar.passes.inter.counts import microbatch_counts, recipe_counts
+from autopar.passes.inter.given_stages import (
+    ends_by_stage,
+    given_ends,
+    stage_without_parameters,
 )
 from autopar.passes.inter.layers import Layers, balanced, find_layers, operator_flops
 from autopar.passes.inter.recipes import (
@@ -52,12 +59,17 @@ __all__ = [
     "check_pinned_axes",
     "check_ranks",
     "distinct_views",
+    "ends_by_stage",
     "find_layers",
+    "given_ends",
     "megatron_pipelines",
+    "microbatch_counts",
     "n_operators",
     "operator_flops",
     "pins_on",
+    "recipe_counts",
     "recipe_limits",
+    "stage_without_parameters",
     "step_bound_s",
     "submesh_sizes",
     "views_of",

@@ -16,9 +16,10 @@ import numpy as np
 from autopar.errors import MeshError, OptionError
 from autopar.mesh import LogicalMesh, Mesh, factored_view, has_degrees
 from autopar.options import Manual, Options
-from autopar.passes.analysis import Analysis, microbatch_counts, recipe_counts
+from autopar.passes.analysis import Analysis
 from autopar.passes.inter.bounds import step_bound_s
 from autopar.passes.inter.candidate import Candidate, StageLayout
+from autopar.passes.inter.counts import microbatch_counts, recipe_counts
 from autopar.passes.inter.layers import MOST_LAYERS, balanced
 from autopar.passes.inter.space import PipelineSpace
 from autopar.passes.inter.submeshes import view_at, views_text

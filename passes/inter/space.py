@@ -32,12 +32,12 @@ from autopar.passes.analysis import (
     compute_dtype,
     find_runs,
     fold,
-    given_ends,
     is_searched,
-    microbatch_counts,
 )
 from autopar.passes.inter.bounds import StageBounds
 from autopar.passes.inter.candidate import Candidate, StageLayout
+from autopar.passes.inter.counts import microbatch_counts
+from autopar.passes.inter.given_stages import given_ends
 from autopar.passes.inter.layer_bounds import LayerBounds
 from autopar.passes.inter.layers import MOST_LAYERS, Layers, find_layers
 from autopar.passes.inter.submeshes import (

@@ -21,7 +21,7 @@ from autopar.cost.laws import CostModel
 from autopar.cost.memory import optimizer_time_s, static_bytes_per_param
 from autopar.cost.price import slowdown_of
 from autopar.errors import BatchError
-from autopar.passes.analysis import FIRST_COUNT, Analysis, Recomputable, is_searched, stored_dtype
+from autopar.passes.analysis import Analysis, Recomputable, is_searched, stored_dtype
 from autopar.passes.intra.at_loss import AtLoss
 from autopar.passes.intra.builder import ProblemBuilder
 from autopar.passes.intra.candidates import CandidateMaker
@@ -39,6 +39,8 @@ Array = NDArray[np.float64]
 # The most cases built at once. 72 keeps arrays at about 1 MB, small enough to cache. Of stages, and
 # with searched recompute, few are requested, and the latter are several times as large.
 MOST_CASES, FEW_CASES = 72, 8
+# Pipelines mostly have at least so many: m = 8p keeps the bubble (p - 1) / m of p stages below 1/8.
+FIRST_COUNT = 16
 
 
 def intra_op_problem(

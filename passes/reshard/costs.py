@@ -16,7 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.laws import CostModel
-from autopar.passes.reshard.move_graph import MoveGraph, MoveStep, clear_graphs, move_graph
+from autopar.passes.reshard.move_graph import MoveGraph, MoveStep, move_graph
 from autopar.passes.reshard.paths import (
     LastMoves,
     Ties,
@@ -230,12 +230,6 @@ def reshard_tables(
         gradients = [float(t.gradient_bytes(t.size_bytes)) for t in tensors]
         gradient_s = lines.seconds(np.array(gradients))
     return ReshardTables.build(tensors, sizes, seconds, no_reduce_scatter, gradient_s)
-
-
-def clear_tables() -> None:
-    """Forget all tables, for tests that change how they are made."""
-    _table.cache_clear()
-    clear_graphs()
 
 
 @lru_cache(maxsize=1024)

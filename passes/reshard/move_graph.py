@@ -309,9 +309,3 @@ def _drawn(n_cells: int, has_grad: bool, in_use: tuple[bool, ...]) -> MoveGraph:
         specs, index, source, target, tuple(moved), tuple(Primitive(*key) for key in primitives),
         run_forward, run_backward, at, splits, has_split.reshape(len(specs), len(splits)),
     )  # fmt: skip
-
-
-def clear_graphs() -> None:
-    """Forget all graphs, for tests that change the moves."""
-    _graph.cache_clear()
-    _drawn.cache_clear()

@@ -28,7 +28,7 @@ from autopar.identity import Same
 from autopar.passes.search.evaluator import Placed
 from autopar.passes.search.simplicity import Simplicity
 from autopar.passes.search.simulator import Solved
-from autopar.passes.solvers import TimeLimitError
+from autopar.passes.solvers.problem import TimeLimitError
 
 # Nodes of one name that are refined in a row, without a faster plan, before another has a turn.
 _MOST_IN_A_ROW = 8

@@ -21,13 +21,7 @@ from autopar.cost.price import StepPricer
 from autopar.errors import InfeasibleError, MeshError, OptionError
 from autopar.mesh import LogicalMesh, Mesh, factored_view
 from autopar.options import Manual, Options
-from autopar.passes.analysis import (
-    Analysis,
-    compute_dtype,
-    given_ends,
-    microbatch_counts,
-    recipe_counts,
-)
+from autopar.passes.analysis import Analysis, compute_dtype
 from autopar.passes.inter import (
     Candidate,
     PipelineSpace,
@@ -38,9 +32,12 @@ from autopar.passes.inter import (
     check_pinned_axes,
     check_ranks,
     distinct_views,
+    given_ends,
     megatron_pipelines,
+    microbatch_counts,
     n_operators,
     pins_on,
+    recipe_counts,
     recipe_limits,
     submesh_sizes,
     views_of,

@@ -23,8 +23,13 @@ from itertools import chain, product, starmap
 from autopar.errors import InfeasibleError, NotSupportedError
 from autopar.mesh import LogicalMesh
 from autopar.options import Options
-from autopar.passes.analysis import microbatch_counts
-from autopar.passes.inter import Candidate, StageLayout, axes_text, n_operators
+from autopar.passes.inter import (
+    Candidate,
+    StageLayout,
+    axes_text,
+    microbatch_counts,
+    n_operators,
+)
 from autopar.passes.intra import Constraints, Role, too_little_memory
 from autopar.passes.search.branch_bound import Node
 from autopar.passes.search.evaluator import Evaluator, Placed

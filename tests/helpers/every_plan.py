@@ -15,14 +15,16 @@ from autopar.cost.price import StepPricer
 from autopar.errors import BatchError, InfeasibleError
 from autopar.mesh import LogicalMesh, Mesh
 from autopar.options import Options, schedule_name
-from autopar.passes.analysis import (
-    Analysis,
-    compute_dtype,
-    find_runs,
+from autopar.passes.analysis import Analysis, compute_dtype, find_runs
+from autopar.passes.inter import (
+    Candidate,
+    StageLayout,
+    find_layers,
     microbatch_counts,
     stage_without_parameters,
+    submesh_sizes,
+    views_of,
 )
-from autopar.passes.inter import Candidate, StageLayout, find_layers, submesh_sizes, views_of
 from autopar.passes.intra import Constraints
 from autopar.passes.search import Evaluator, Planner, PlanningResult, Simulator
 from tests.helpers.captures import captured

@@ -12,7 +12,7 @@ from autopar.options import Options
 from autopar.passes.analysis import Analysis
 from autopar.passes.search import Planner
 from autopar.passes.search.evaluator import Evaluator
-from autopar.passes.solvers import TimeLimitError
+from autopar.passes.solvers.problem import TimeLimitError
 from tests.helpers.harness import Mlp, random_rows
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import math
 from collections.abc import Sequence
 from dataclasses import replace
@@ -217,15 +216,6 @@ def test_a_problem_without_variables_costs_nothing() -> None:
     empty = ChoiceProblem((), (), ())
     for found in map(solved, (solve(empty), solve(empty, "ilp"), solve_brute_force(empty))):
         assert found.choice == () and found.totals.cost_s == 0
-
-
-def test_cbc_is_the_fallback(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As where highspy is not installed."""
-    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    monkeypatch.setattr(pulp, "HiGHS", None)
-    for seed in range(8):
-        problem = random_problem(seed)
-        check_same(problem, solve_ilp(problem))
 
 
 # -- limits of time and work -----------------------------------------------------------------------

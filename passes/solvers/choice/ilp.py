@@ -13,19 +13,16 @@ is the tightest linearisation of one pair (its vertices are integral). e needs n
 single e is nonzero once x is integral. A forbidden pair has no e, a forbidden choice no x; no large
 constant stands in for infinity.
 
-The program is written with PuLP and solved by HiGHS, or by PuLP's bundled CBC where highspy is
-missing. Their tolerances are absolute, so costs and bytes are scaled to about `SCALED_OPTIMUM`. The
-gap is set to 0. At a time limit PuLP's `status` says "Optimal" although nothing is proven;
-`sol_status` is right, and is read here. HiGHS 1.15's presolve calls some feasible programs with a
-tight capacity row infeasible, or never returns (HiGHS issues 3090 and 3296 are of this kind). So
-programs with a budget are solved without presolve. Of choices whose costs differ by less than
-these tolerances, any may be found.
+The program is written with PuLP and solved by HiGHS. Its tolerances are absolute, so costs and
+bytes are scaled to about `SCALED_OPTIMUM`. The gap is set to 0. At a time limit PuLP's `status`
+says "Optimal" although nothing is proven; `sol_status` is right, and is read here. HiGHS 1.15's
+presolve calls some feasible programs with a tight capacity row infeasible, or never returns (HiGHS
+issues 3090 and 3296 are of this kind). So programs with a budget are solved without presolve. Of
+choices whose costs differ by less than these tolerances, any may be found.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import itertools
 import math
 import time
@@ -33,6 +30,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import highspy
 import numpy as np
 import pulp
 
@@ -265,60 +263,38 @@ class _Model:
             return IlpResult(None, 0.0, False)
         self.program.solve(_solver(time_limit_s, not self.has_limit, n_nodes))
         status = self.program.sol_status
-        if math.isinf(_objective(self.program)):  # stopped at the node limit, without a choice
-            status = pulp.LpSolutionNoSolutionFound
+        if status == pulp.LpSolutionIntegerFeasible and math.isinf(self._reached()[0]):
+            status = pulp.LpSolutionNoSolutionFound  # stopped at the node limit, without a choice
         if status in (pulp.LpSolutionInfeasible, pulp.LpSolutionUnbounded):
             return IlpResult(None, math.inf, True)
         if status == pulp.LpSolutionNoSolutionFound:
-            return IlpResult(
-                None, max(_dual_bound(self.program), 0.0) / self.objective_factor, False
-            )
+            return IlpResult(None, max(self._reached()[1], 0.0) / self.objective_factor, False)
         choice = tuple(max(range(len(x)), key=lambda k: x[k].value() or 0.0) for x in self.x)
         proven = status == pulp.LpSolutionOptimal
-        bound = self.program.objective.value() if proven else _dual_bound(self.program)
+        bound = self.program.objective.value() if proven else self._reached()[1]
         return IlpResult(choice, max(bound or 0.0, 0.0) / self.objective_factor, proven)
 
-
-def _dual_bound(program: Any) -> float:
-    """HiGHS's proven bound. PuLP does not report CBC's; 0 is always a lower bound."""
-    model = program.solverModel
-    return float(model.getInfo().mip_dual_bound) if hasattr(model, "getInfo") else 0.0
-
-
-def _objective(program: Any) -> float:
-    """HiGHS's objective, infinite without a solution. Otherwise 0: PuLP's status holds."""
-    model = program.solverModel
-    if program.sol_status != pulp.LpSolutionIntegerFeasible or not hasattr(model, "getInfo"):
-        return 0.0
-    return float(model.getInfo().objective_function_value)
-
-
-def _has_highs() -> bool:
-    return importlib.util.find_spec("highspy") is not None
+    def _reached(self) -> tuple[float, float]:
+        """HiGHS's objective, infinite without a solution, and its proven bound."""
+        info = self.program.solverModel.getInfo()
+        return float(info.objective_function_value), float(info.mip_dual_bound)
 
 
 def _solver(time_limit_s: float, presolve: bool, n_nodes: int) -> Any:
-    limit_s = None if math.isinf(time_limit_s) else time_limit_s
-    options = {"msg": False, "gapRel": 0.0, "gapAbs": 0.0, "timeLimit": limit_s, "threads": 1}
-    if not _has_highs():
-        # PuLP 3.3 deprecates the class that finds the bundled CBC; 4.0 installs CBC separately.
-        bundled = getattr(pulp, "PULP_CBC_CMD", None)
-        return pulp.COIN_CMD(path=bundled and bundled.pulp_cbc_path, maxNodes=n_nodes, **options)
     return pulp.HiGHS(
-        **options,
+        msg=False,
+        gapRel=0.0,
+        gapAbs=0.0,
+        timeLimit=None if math.isinf(time_limit_s) else time_limit_s,
+        threads=1,
         # A callback, since PuLP does not know the status of HiGHS's own node limit.
         callbackTuple=(_stop_at_node, n_nodes),
-        callbacksToActivate=[_interrupts()],
+        callbacksToActivate=[highspy.cb.HighsCallbackType.kCallbackMipInterrupt],
         presolve="on" if presolve else "off",
         mip_feasibility_tolerance=TOLERANCE,
         primal_feasibility_tolerance=TOLERANCE,
         dual_feasibility_tolerance=TOLERANCE,
     )
-
-
-def _interrupts() -> Any:
-    highspy = importlib.import_module("highspy")
-    return highspy.cb.HighsCallbackType.kCallbackMipInterrupt
 
 
 def _stop_at_node(kind: int, message: str, found: Any, asked: Any, n_nodes: int) -> None:

@@ -27,7 +27,6 @@ from autopar.passes.solvers.problem.problem import (
     TimeLimitError,
     codes_of,
     make_solution,
-    memory,
     over_budget,
     within,
 )
@@ -73,7 +72,6 @@ __all__ = [
     "codes_of",
     "compiled",
     "make_solution",
-    "memory",
     "over_budget",
     "seen_through",
     "views",
