@@ -29,7 +29,6 @@ from autopar.passes.analysis import (
     Folded,
     Recomputable,
     aligned_runs,
-    compute_dtype,
     find_runs,
     fold,
     is_searched,
@@ -163,7 +162,7 @@ class PipelineSpace:
         recomputing = self._problems(folded, recomputable) if searches else plain
         # Without pins, because one block stands for others.
         constraints = self.limits or Constraints(self.options.forbid)
-        on = folded, self.layers, self._any_cost.dtype, plain, recomputing
+        on = folded, self.layers, self.hardware.dtype, plain, recomputing
         return LayerBounds(*on, constraints, self._times_s)
 
     def least_step_s(self, m: int) -> float:
@@ -193,7 +192,7 @@ class PipelineSpace:
         """For what does not depend on the view."""
         links, device = self.hardware.links, self.hardware.device
         view = factored_view(self.mesh, links, device, {"dp": self.mesh.n_ranks, "tp": 1})
-        return CostModel(view, compute_dtype(self.analysis))
+        return CostModel(view, self.hardware.dtype)
 
     @cached_property
     def _times_s(self) -> Array:
@@ -209,7 +208,7 @@ class PipelineSpace:
         return fold(self.analysis.gathering_as("least"), runs), recomputable
 
     def _problems(self, folded: Folded, recomputable: Recomputable | None) -> ProblemFamilies:
-        family = tuple(CostModel(view, self._any_cost.dtype) for view in self.views)
+        family = tuple(CostModel(view, self.hardware.dtype) for view in self.views)
         return ProblemFamilies(
             folded.analysis, self.options.optimizer, (family,), self.counts,
             recomputable=recomputable, prices=self.prices,

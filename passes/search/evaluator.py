@@ -27,7 +27,6 @@ from autopar.passes.analysis import (
     Recomputable,
     Run,
     aligned_runs,
-    compute_dtype,
     cut,
     find_runs,
     fold,
@@ -153,9 +152,11 @@ class Evaluator:
     def __post_init__(self) -> None:
         known = self.analysis.in_schedule(schedule_name(self.options))
         assert known is self.analysis, "analysed for another schedule"
-        self.dtype = compute_dtype(self.analysis)
         self.recomputable = Recomputable.of(self.analysis, self.options)
         self._shared_recomputable = self._shared_recomputable or self.recomputable
+
+    def cost_of(self, view: LogicalMesh) -> CostModel:
+        return CostModel(view, self.hardware.dtype)
 
     @cached_property
     def without_recompute(self) -> Evaluator | None:
@@ -279,7 +280,7 @@ class Evaluator:
         """Lower bound on the bytes per device of the largest stage; nothing is solved."""
         return max(
             least_bytes(
-                stage.part, CostModel(stage.layout.view, self.dtype), stage.n_microbatches,
+                stage.part, self.cost_of(stage.layout.view), stage.n_microbatches,
                 self.options.optimizer, stage.layout.constraints, stage.depth, self.recomputable,
             )
             for stage in self._stages(candidate)
@@ -291,7 +292,7 @@ class Evaluator:
         if self.recomputable is None:
             return 0.0
         part, view, limits = stage.part, stage.layout.view, stage.layout.constraints
-        cost = CostModel(view, self.dtype)
+        cost = self.cost_of(view)
         key = part, view.n_ranks
         if key not in self._least_rerun:
             self._least_rerun[key] = LeastRerun(part, self.recomputable, cost)
@@ -313,7 +314,7 @@ class Evaluator:
             if is_searched(recomputable) and part is not self.analysis:  # few requests
                 self._choosers[key] = Chooser(folded, *arguments, prices=self.prices)
             else:
-                real = tuple(CostModel(view, self.dtype) for view in self.views)
+                real = tuple(map(self.cost_of, self.views))
                 plain = tuple(replace(cost, hides=False) for cost in real)
                 families = (real, tuple(map(recipe_cost, real)), plain)
                 self._choosers[key] = Chooser(
@@ -351,7 +352,7 @@ class Evaluator:
         key = stage.key, budget_bytes, self.recompute_key, self.hides
         if key not in self._chosen:
             self.limit.check()
-            cost, constraints = CostModel(stage.layout.view, self.dtype), stage.layout.constraints
+            cost, constraints = self.cost_of(stage.layout.view), stage.layout.constraints
             request = PlacementRequest(cost, stage.n_microbatches, constraints, stage.depth)
             if constraints.prefers_sharding:
                 request = replace(request, cost=recipe_cost(cost), runs_on=cost)

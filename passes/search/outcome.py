@@ -6,7 +6,6 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autopar.cost.hardware import Hardware
 from autopar.errors import InfeasibleError
 from autopar.passes.inter import Candidate
 from autopar.passes.search.branch_bound import BranchAndBound, Node
@@ -33,7 +32,6 @@ class PlanningResult:
     """
 
     solved: Solved
-    hardware: Hardware
     alternatives: tuple[Alternative, ...] = ()
     bound_s: float | None = None
     ruled_out: Mapping[str, int] = field(default_factory=dict)

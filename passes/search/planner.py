@@ -15,13 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autopar.cost.hardware import Hardware, resolve
-from autopar.cost.laws import CostModel
+from autopar.cost.hardware import Hardware
 from autopar.cost.price import StepPricer
 from autopar.errors import InfeasibleError, MeshError, OptionError
 from autopar.mesh import LogicalMesh, Mesh, factored_view
 from autopar.options import Manual, Options
-from autopar.passes.analysis import Analysis, compute_dtype
+from autopar.passes.analysis import Analysis
 from autopar.passes.inter import (
     Candidate,
     PipelineSpace,
@@ -78,15 +77,12 @@ class Planner:
 
     analysis: Analysis
     mesh: Mesh
+    hardware: Hardware
     options: Options
     inputs: tuple[InputSignature, ...] = ()
     report: Progress = lambda text: None
     spent_s: float = 0.0
     _prices: Prices = field(default_factory=Prices, init=False)
-
-    @cached_property
-    def hardware(self) -> Hardware:
-        return resolve(self.mesh, compute_dtype(self.analysis))
 
     @cached_property
     def pricer(self) -> StepPricer:
@@ -172,15 +168,13 @@ class Planner:
         chosen = search.chosen
         bound_s = None if options.manual is not None else search.bound_s
         if is_timed_out and bound_s is None:  # only recipes were tried
-            bound_s = least_step_s(self.analysis, CostModel(self._any_view, self.evaluator.dtype))
+            bound_s = least_step_s(self.analysis, self.evaluator.cost_of(self._any_view))
         n_configurations = self.pipelines.n_configurations if self.pipelines else 0
         why = None if is_timed_out else WhySlower(self.simulator, chosen, self.pricer)
         named = AxisNames(self.simulator, options).named
         rows = alternatives_of(search, self.levels.errors, chosen, named, why)
         stats = self.evaluator.stats(n_configurations)
-        return PlanningResult(
-            named(chosen), self.hardware, (*rows, *notes), bound_s, search.ruled_out, stats
-        )
+        return PlanningResult(named(chosen), (*rows, *notes), bound_s, search.ruled_out, stats)
 
     def _rank(self, solved: Solved) -> Simplicity:
         pipeline = self.simulator.pipeline(solved.stages)
@@ -219,7 +213,7 @@ class Planner:
     def _roots(self) -> Iterator[Node]:
         if self.options.manual is not None:
             return
-        cost = CostModel(self._any_view, self.evaluator.dtype)
+        cost = self.evaluator.cost_of(self._any_view)
         times_s = least_times_s(self.analysis, cost).sum(axis=1)
         sizes = [self.mesh.n_ranks] if self.options.n_stages in (None, 1) else []
         views = distinct_views(self.mesh, self.hardware, self.options, sizes)

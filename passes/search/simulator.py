@@ -175,7 +175,7 @@ class Simulator:
 
     def _simulate(self, candidate: Candidate, choices: Sequence[Chosen]) -> Solved:
         stages = tuple(
-            PlacedStage(part, chosen.strategy, CostModel(layout.view, self.evaluator.dtype))
+            PlacedStage(part, chosen.strategy, self.evaluator.cost_of(layout.view))
             for part, layout, chosen in zip(
                 self.evaluator.parts(candidate.ends), candidate.stages, choices, strict=True
             )

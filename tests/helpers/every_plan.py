@@ -69,7 +69,7 @@ class Choices:
 
     def planned(self) -> PlanningResult:
         """The planner's choice."""
-        return Planner(self.analysis, self.mesh, self.options).run()
+        return Planner(self.analysis, self.mesh, self.hardware, self.options).run()
 
     @cached_property
     def _pricer(self) -> StepPricer:

@@ -82,7 +82,8 @@ class Case:
 
     def planner(self, limit_bytes: float) -> Planner:
         options = replace(self.options, memory_limit=math.floor(limit_bytes))
-        return Planner(self.analysis, self.mesh, options)
+        hardware = resolve(self.mesh, compute_dtype(self.analysis))
+        return Planner(self.analysis, self.mesh, hardware, options)
 
 
 def case_of(seed: int) -> Case:

@@ -119,11 +119,15 @@ def stages_of(search: StageSearch, candidate: Candidate) -> tuple[StageChoice, .
     return tuple(map(StageChoice, firsts, lasts, views))
 
 
+def planner_of(choices: Choices) -> Planner:
+    return Planner(choices.analysis, choices.mesh, choices.hardware, choices.options)
+
+
 def spans_of(choices: Choices, space: PipelineSpace, candidate: Candidate) -> list[float]:
     """What is known of one pipeline on every level: shared, free, budget, then solved."""
     m = candidate.n_microbatches
     search = StageSearch(space, m, math.inf)
-    several = SeveralStages(Planner(choices.analysis, choices.mesh, choices.options).levels, space)
+    several = SeveralStages(planner_of(choices).levels, space)
     stages, spans = stages_of(search, candidate), list[float]()
     while True:
         spans.append(search.least_of(stages))
@@ -180,7 +184,7 @@ def test_no_simulated_step_within_little_memory_is_below_its_bound() -> None:
 
 def planned(choices: Choices) -> tuple[PlanningResult, dict[str, Alternative]]:
     """A plan, and what is said of alternatives with stages."""
-    result = Planner(choices.analysis, choices.mesh, choices.options).run()
+    result = planner_of(choices).run()
     return result, {row.name: row for row in result.alternatives if "stages" in row.name}
 
 

@@ -207,7 +207,7 @@ def test_what_may_be_left_out_needs_a_source_where_it_is_given(tmp_path: Path, k
 def test_explicit_links_and_device_win() -> None:
     links = (Link(1e-5, 1e-9), Link(1e-6, 1e-10))
     hardware = resolve(Mesh((2, 4), links=links, device=DEVICE), torch.bfloat16)
-    assert hardware == Hardware(links, DEVICE, "explicit", 1e12, 0.0)
+    assert hardware == Hardware(links, DEVICE, "explicit", 1e12, 0.0, dtype=torch.bfloat16)
     assert hardware.memory_limit_bytes == 1e10
 
 
