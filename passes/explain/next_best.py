@@ -28,7 +28,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from autopar.cost.laws import CostModel
-from autopar.passes.analysis import KEPT, Analysis, Folded, find_runs, fold
+from autopar.passes.analysis import KEPT, Analysis, Folded, find_runs, fold, place_in
 from autopar.passes.intra import Constraints, IntraOpProblem, intra_op_problem
 from autopar.passes.lowering import PlacedStage
 from autopar.passes.search import depths
@@ -169,12 +169,7 @@ def stand_in(folded: Folded, node: str) -> str | None:
         position = operators[reader].inputs.index(node)
         like, values = fewer[folded.stands_for[reader]].inputs[position], frozenset((node,))
     readers = (i for i, o in enumerate(operators) if values & {*o.inputs})
-    blocks = {
-        (r, (i - run.start) // run.period)
-        for i in readers
-        for r, run in enumerate(folded.runs)
-        if run.start <= i < run.end
-    }
+    blocks = {place_in(folded.runs, i) for i in readers} - {None}
     return like if len(blocks) < KEPT else None
 
 

@@ -19,9 +19,7 @@ from numpy.typing import NDArray
 
 from autopar.caching import cached_method
 from autopar.errors import InfeasibleError
-from autopar.measured import Saved
 from autopar.passes.analysis import JointStrategy, OperatorGroup, PlacedOperator
-from autopar.passes.intra.at_loss import AtLoss
 from autopar.passes.intra.cases import Cases
 from autopar.passes.intra.constraints import AppliedConstraints
 from autopar.passes.intra.member_prices import MemberPrice, MemberPricer, lowered_over
@@ -131,18 +129,13 @@ class GroupCandidates:
 class CandidateMaker:
     """Prices groups in several cases.
 
-    sizes_at            per number in `cases.distinct_counts`: operator -> sizes of its names
     n_like              operator -> how many equal ones it stands for in its group (`repeated.py`)
     tables_of_sizes     cached tables by `_likeness`, with the times of some machine of these sizes
     tables_of_machine   such a table -> the same table with the times of this machine
     columns             the spec columns of all problems of the program
     """
 
-    cases: Cases
-    sizes_at: Sequence[Mapping[str, Mapping[str, int]]]
-    saved: Mapping[str, Saved]
-    owners: Mapping[str, str]
-    at_loss: AtLoss
+    pricer: MemberPricer
     limits: AppliedConstraints
     n_like: Mapping[str, int] = field(default_factory=dict)
     tables_of_machine: dict[ChoiceTable, ChoiceTable] = field(default_factory=dict)
@@ -150,21 +143,12 @@ class CandidateMaker:
     columns: SpecColumns = field(default_factory=SpecColumns)
 
     @property
+    def cases(self) -> Cases:
+        return self.pricer.cases
+
+    @property
     def _active(self) -> tuple[int, ...]:
         return self.cases.active_axes
-
-    @cached_property
-    def _pricer(self) -> MemberPricer:
-        limits = self.limits
-        return MemberPricer(
-            self.cases,
-            self.sizes_at,
-            self.saved,
-            self.owners,
-            limits.batch_cells,
-            limits.parameters,
-            self.at_loss,
-        )
 
     def make(self, group: OperatorGroup, first_savers: set[str]) -> GroupCandidates:
         """All legal choices of `group`; raises `InfeasibleError` if the constraints leave none.
@@ -187,10 +171,10 @@ class CandidateMaker:
 
         Types and batch positions are compared in one case; the other cases follow from them.
         """
-        neediest = self.at_loss.neediest
+        neediest = self.pricer.at_loss.neediest
         members = tuple(
             (
-                self.saved.get(item.name), self.n_like.get(item.name, 1),
+                self.pricer.saved.get(item.name), self.n_like.get(item.name, 1),
                 neediest if neediest and item.name == neediest.operator else None,
             )
             for item in group.members
@@ -205,7 +189,7 @@ class CandidateMaker:
         return group.likeness, members, values, views
 
     def _owner(self, value: str) -> str:
-        return self.owners.get(value, value)
+        return self.pricer.owners.get(value, value)
 
     def _table(self, group: OperatorGroup, first_savers: Set[str]) -> ChoiceTable:
         factors = self._factors(group)
@@ -323,7 +307,7 @@ class CandidateMaker:
         what is needed at the loss. Last, the numbers of the values that are charged."""
         shape = len(self.cases), picked.shape[1]
         time_s, kept_bytes, saved = np.zeros(shape), np.zeros(shape), set[int]()
-        prices = self._pricer.members(group, picked, first_savers)
+        prices = self.pricer.members(group, picked, first_savers)
         for item, price in zip(group.members, prices, strict=True):
             n_like = self.n_stood_for(item)
             time_s += n_like * (price.forward_s + price.backward_s)
@@ -337,7 +321,7 @@ class CandidateMaker:
         group = table.first
         own = {self._owner(group.values[i]) for i in table.saved}
         charged = {self._owner(name) for name in group.values} - own
-        return tuple(self._pricer.members(group, table.picked, charged))
+        return tuple(self.pricer.members(group, table.picked, charged))
 
     def n_stood_for(self, item: PlacedOperator) -> int:
         """The number of operators that one stands for in its group."""

@@ -28,6 +28,7 @@ from autopar.passes.intra.candidates import CandidateMaker
 from autopar.passes.intra.cases import Case, Cases
 from autopar.passes.intra.constraints import AppliedConstraints, Constraints
 from autopar.passes.intra.hiding import NOTHING_HIDDEN, Hiding
+from autopar.passes.intra.member_prices import MemberPricer
 from autopar.passes.intra.parameters import ParameterMaker
 from autopar.passes.intra.priced import Prices
 from autopar.passes.intra.problem import IntraOpProblem, IntraOpProblems
@@ -97,10 +98,12 @@ def intra_op_problems(
     prices = prices or Prices()
     priced = prices.of(stacked, constraints, optimizer, at_loss)
     sizes_at = [analysis.notation_sizes(m) for m in counts]
-    maker = CandidateMaker(
-        stacked, sizes_at, analysis.saved, analysis.kept_owners, at_loss, limits, n_like or {},
-        priced.groups, priced.placed.groups, prices.columns,
+    pricer = MemberPricer(
+        stacked, sizes_at, analysis.saved, analysis.kept_owners, limits.batch_cells,
+        limits.parameters, at_loss,
     )  # fmt: skip
+    tables = priced.groups, priced.placed.groups
+    maker = CandidateMaker(pricer, limits, n_like or {}, *tables, prices.columns)
     savers: set[str] = set()
     candidates = [maker.make(group, savers) for group in analysis.groups(counts[0])]
     device, dtype = every[0][0].mesh.device, stored_dtype(analysis)

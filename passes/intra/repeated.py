@@ -21,7 +21,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.passes.analysis import Folded, OperatorGroup, Run, Side
+from autopar.passes.analysis import Folded, OperatorGroup, Run, Side, place_in
 from autopar.passes.intra.hiding import Array, Parts, Weights
 from autopar.passes.intra.problem import IntraOpProblem, IntraOpProblems
 from autopar.passes.solvers.eliminate import TooWide
@@ -197,13 +197,9 @@ class Repeated:
         folded, out = self.folded, []
         place = {n: k for k, of in enumerate(self.folded_problem.modes) for n in of.operators}
         for i, f in enumerate(folded.stands_for):
-            run = next((run for run in folded.runs if run.start <= i < run.end), None)
-            copy = None
-            if run is not None:
-                j, offset = divmod(i - run.start, run.period)
-                is_end = j in (0, run.count - 1)
-                f = places_of(folded, run, offset)[1 if not is_end else 0 if j == 0 else 2]
-                copy = None if is_end else j - 1
+            at, copy = place_in(folded.runs, i), None
+            if at is not None and 0 < at[1] < folded.runs[at[0]].count - 1:
+                copy = at[1] - 1
             out.append((place.get(folded.analysis.operators[f].name), copy, i))
         return out
 
@@ -226,20 +222,12 @@ class Repeated:
         folded, out = self.folded, []
         blocks = [set(repeat.block) for repeat in self.problems.repeats]
         for i, f in enumerate(folded.stands_for):
-            at = next(
-                ((r, run) for r, run in enumerate(folded.runs) if run.start <= i < run.end), None
-            )
-            copy: int | None = None
+            at, copy = place_in(folded.runs, i), None
             if at is not None:
-                r, run = at
-                j, offset = divmod(i - run.start, run.period)
-                first, copied, last = places_of(folded, run, offset)
+                (r, j), run = at, folded.runs[at[0]]
+                _, copied, last = places_of(folded, run, (i - run.start) % run.period)
                 copies_from = 1 if self.group_of[copied] in blocks[r] else 2
-                if j < copies_from:
-                    f = (first, copied)[j]
-                elif copies_from == 1 and j == run.count - 1:
-                    f = last
-                else:
+                if copies_from <= j < run.count - (copies_from == 1):
                     f, copy = (copied, last)[copies_from - 1], j - copies_from
             out.append((i, f, copy))
         return out
