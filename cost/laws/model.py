@@ -23,8 +23,8 @@ from typing import Literal, overload
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from autopar.arrays import Array
 from autopar.cost.hardware import ProfiledDevice, attention_flops_per_s, flops_per_s, group_on
 from autopar.cost.laws.collectives import collective_lines, collective_time_s
 from autopar.mesh import Device, LogicalMesh
@@ -32,7 +32,6 @@ from autopar.placement import COLLECTIVES, PrimitiveKind
 from autopar.program import BUCKET_BYTES
 
 Kind = Literal["matmul", "attention", "memory"]
-Array = NDArray[np.float64]
 
 
 @overload
@@ -123,12 +122,12 @@ class CostModel:
 
     def op_times_s(
         self,
-        flops: NDArray[np.float64],
-        size_bytes: NDArray[np.float64],
+        flops: Array,
+        size_bytes: Array,
         kind: Kind = "matmul",
         *,
         is_backward: bool = False,
-    ) -> NDArray[np.float64]:
+    ) -> Array:
         """`op_time_s` of each choice in the arrays."""
         device, dtype = self.mesh.device, self.dtype
         return op_time_s(flops, size_bytes, device, dtype, kind, is_backward=is_backward)

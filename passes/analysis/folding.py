@@ -22,8 +22,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import BoolArray, Indices
 from autopar.passes.analysis.analysis import Analysis
 
 _BEFORE, _AFTER = 2, 1
@@ -197,7 +197,7 @@ class _Finder:
         self.blocks = [program.block(operator.name) for operator in analysis.operators]
         self.sends = [not sent.isdisjoint(operator.outputs) for operator in analysis.operators]
         codes = [analysis.kinds[operator.name] for operator in analysis.operators]
-        self.codes: NDArray[np.int64] = np.array(codes, dtype=np.int64)
+        self.codes: Indices = np.array(codes, dtype=np.int64)
 
     def within(self, low: int, high: int) -> Iterator[Run]:
         """The best run among operators low..high-1, then the best on either side of it."""
@@ -256,7 +256,7 @@ class _Finder:
         return a == b or (a[0] + period, a[1]) == b
 
 
-def _true_ranges(marks: NDArray[np.bool_]) -> list[tuple[int, int]]:
+def _true_ranges(marks: BoolArray) -> list[tuple[int, int]]:
     """The maximal ranges of true marks."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], marks, [False])).astype(np.int8)))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))

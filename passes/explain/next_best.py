@@ -25,8 +25,8 @@ from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import Array, BoolArray, Codes
 from autopar.cost.laws import CostModel
 from autopar.passes.analysis import KEPT, Analysis, Folded, find_runs, fold, place_in
 from autopar.passes.intra import Constraints, IntraOpProblem, intra_op_problem
@@ -51,7 +51,6 @@ AS_FAST_REL = 1e-9
 WHOLE_OPERATORS = 2000
 # These limits allow some seconds; the defaults would allow ten and more.
 LIMITS = TableLimits(table_entries=2**26, kept_entries=2**26, total_entries=2**30)
-Indices = NDArray[np.intp]
 
 
 def decisions(
@@ -179,7 +178,7 @@ class Options:
 
     variable: int
     decided: tuple[Storage | OperatorStrategy, ...]
-    choices: tuple[Indices, ...]
+    choices: tuple[Codes, ...]
     parameter: str = ""
 
 
@@ -207,11 +206,11 @@ def of_operator(problem: IntraOpProblem, name: str) -> Options:
     return Options(v, decided, choices)
 
 
-def every_choice(numbers: ChoiceProblem) -> list[NDArray[np.bool_]]:
+def every_choice(numbers: ChoiceProblem) -> list[BoolArray]:
     return [np.ones(k, dtype=bool) for k in numbers.sizes]
 
 
-def _kept(problem: IntraOpProblem, plan: Strategy, options: Options) -> list[NDArray[np.bool_]]:
+def _kept(problem: IntraOpProblem, plan: Strategy, options: Options) -> list[BoolArray]:
     """Per variable, a mask of the plan's choices.
 
     All choices stay of the variable that decides, and of those that only make readers agree.
@@ -257,14 +256,14 @@ class Marginals:
 
     problem: IntraOpProblem
     numbers: ChoiceProblem
-    kept: tuple[Indices, ...]
+    kept: tuple[Codes, ...]
     plan: EliminationPlan
     potentials: Potentials
-    costs_s: Sequence[NDArray[np.float64]]
+    costs_s: Sequence[Array]
 
     @staticmethod
     def of(
-        problem: IntraOpProblem, keep: Sequence[NDArray[np.bool_]], limits: TableLimits = LIMITS
+        problem: IntraOpProblem, keep: Sequence[BoolArray], limits: TableLimits = LIMITS
     ) -> Marginals:
         """The marginals over the choices of `keep`.
 

@@ -34,8 +34,8 @@ from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from autopar.arrays import Array, BoolArray
 from autopar.caching import cached_method
 from autopar.cost.laws import CostModel
 from autopar.errors import BatchError, InfeasibleError
@@ -46,14 +46,12 @@ from autopar.passes.intra import Constraints, IntraOpProblem, ProblemFamilies
 from autopar.passes.solvers.choice import Messages
 from autopar.passes.solvers.problem import (
     BUDGET_REL,
-    BoolArray,
     ChoiceProblem,
     ChoiceProblems,
     Numbers,
     Weights,
 )
 
-Array = NDArray[np.float64]
 # Kept operators of a layer that occur equally often in it, and how often.
 Alike = tuple[frozenset[int], int]
 Part = Literal["whole_s", "work_s"]

@@ -21,15 +21,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import Array
 from autopar.passes.analysis import Analysis, Run
 from autopar.passes.solvers.problem import Infeasible
 from autopar.passes.solvers.stages import cluster_operators, least_flops
 from autopar.program import Program
 from autopar.rules import rule_for
 
-Array = NDArray[np.float64]
 N_WANTED = 32
 # The stage search takes 0.1 s for 48 layers, and 2 s for 96. With this limit, half blocks can be
 # layers in models of up to 24 blocks, and blocks are joined in models of more than 48.

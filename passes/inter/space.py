@@ -17,9 +17,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-import numpy as np
-from numpy.typing import NDArray
-
+from autopar.arrays import Array
 from autopar.cost.hardware import Hardware
 from autopar.cost.laws import CostModel
 from autopar.mesh import LogicalMesh, Mesh, factored_view
@@ -48,8 +46,6 @@ from autopar.passes.inter.submeshes import (
 )
 from autopar.passes.intra import Constraints, Prices, ProblemFamilies, least_times_s
 from autopar.passes.solvers.stages import StageChoice
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)

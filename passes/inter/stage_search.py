@@ -24,8 +24,8 @@ from functools import cached_property
 from typing import NamedTuple, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import Array, BoolArray, Codes, Indices
 from autopar.passes.inter.candidate import Candidate
 from autopar.passes.inter.layer_bounds import Part
 from autopar.passes.inter.layers import sums_of_ranges
@@ -41,7 +41,6 @@ from autopar.passes.solvers.stages import (
 
 # Plans whose bounds are closer than this (relative) are in no order.
 _STEP_REL = 1e-3
-Array = NDArray[np.float64]
 # A view, a level, and what is bounded.
 Key = tuple[int, int, Part]
 
@@ -259,9 +258,7 @@ class StageSearch:
         self._raise(of, rows, slice(level, None), seconds)
         self._in_budget.add(key)
 
-    def _raise(
-        self, of: Array, rows: NDArray[np.bool_], levels: slice, seconds: Array | float
-    ) -> None:
+    def _raise(self, of: Array, rows: BoolArray, levels: slice, seconds: Array | float) -> None:
         of[rows, levels] = np.maximum(of[rows, levels], seconds)
         self.__dict__.pop("_of_cells", None)
 
@@ -312,7 +309,7 @@ class StageSearch:
         return float(max(spans_s, whole_s[fits].max(initial=0.0)))
 
     @cached_property
-    def _cells(self) -> NDArray[np.intp]:
+    def _cells(self) -> Codes:
         """The first row of each cell."""
         keys = np.stack((self._first, self._last, self._size))
         is_new = np.any(keys[:, 1:] != keys[:, :-1], axis=0)
@@ -324,7 +321,7 @@ class StageSearch:
         return {StageChoice(*of): row for row, of in enumerate(columns)}
 
     @cached_property
-    def _alike(self) -> NDArray[np.int64]:
+    def _alike(self) -> Indices:
         """[rows]: equal numbers for stages of equal layers on the same view."""
         kinds = self.space.kinds
         known: dict[object, int] = {}
@@ -335,7 +332,7 @@ class StageSearch:
         return np.array(out, dtype=np.int64)
 
 
-def _least(of_rows: Array, starts: NDArray[np.intp], counts: NDArray[np.bool_]) -> Array:
+def _least(of_rows: Array, starts: Codes, counts: BoolArray) -> Array:
     """[cells, levels]: the least of the rows that count, or of all if none does."""
     some = np.minimum.reduceat(np.where(counts, of_rows, np.inf), starts)
     found: Array = np.where(np.isfinite(some), some, np.minimum.reduceat(of_rows, starts))

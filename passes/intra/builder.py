@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.arrays import Array, Codes
 from autopar.errors import InfeasibleError
 from autopar.identity import Same
 from autopar.passes.analysis import Side, boundary_specs
@@ -34,7 +35,6 @@ from autopar.passes.solvers.problem import ChoiceProblems, Edge
 from autopar.placement import PREFERENCE, I, R, Spec
 from autopar.program import Program, Storage
 
-Array = NDArray[np.float64]
 # Small beside what a cost model resolves, large beside the rounding of sums.
 TIE_REL = 1e-11
 MAX_PAIRS = 1500  # the largest domain of a reuse variable over pairs of placements
@@ -156,7 +156,7 @@ class ProblemBuilder:
         return self._with_ties[key]
 
     def _add_conversions(
-        self, index: int, target: int, found: ConversionCosts, columns: NDArray[np.intp] | None
+        self, index: int, target: int, found: ConversionCosts, columns: Codes | None
     ) -> None:
         cost_s = self.add_ties(found.cost_s, found.tie)
         self.edges.append(Edge(index, target, cost_s, found.size_bytes, None, columns))

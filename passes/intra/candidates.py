@@ -15,8 +15,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import Array, BoolArray, Indices
 from autopar.caching import cached_method
 from autopar.errors import InfeasibleError
 from autopar.passes.analysis import JointStrategy, OperatorGroup, PlacedOperator
@@ -26,8 +26,6 @@ from autopar.passes.intra.member_prices import MemberPrice, MemberPricer, lowere
 from autopar.passes.reshard import SpecColumn, SpecColumns
 from autopar.placement import PREFERENCE, I, Placement, Spec
 from autopar.program import OperatorStrategy
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -40,10 +38,10 @@ class ChoiceTable:
     """
 
     first: OperatorGroup
-    picked: NDArray[np.int64]
+    picked: Indices
     active_axes: tuple[int, ...]
     n_axes: int
-    legal: NDArray[np.bool_]
+    legal: BoolArray
     time_s: Array
     size_bytes: Array
     preference: Array
@@ -238,14 +236,14 @@ class CandidateMaker:
         time_s[~table.legal] = np.inf
         return replace(table, time_s=time_s)
 
-    def _factors(self, group: OperatorGroup) -> NDArray[np.int64]:
+    def _factors(self, group: OperatorGroup) -> Indices:
         """[cases, factors]: the sizes of the factors that a group's strategies shard."""
         found = [self.cases.factor(*cut) for cut in group.cuts.factors]
         return np.array(found, dtype=np.int64).reshape(-1, len(self.cases)).T
 
     def _uneven(
-        self, group: OperatorGroup, axes: tuple[int, ...], factors: NDArray[np.int64]
-    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+        self, group: OperatorGroup, axes: tuple[int, ...], factors: Indices
+    ) -> tuple[BoolArray, BoolArray]:
         """The factors that the ranks of `axes` together do not divide in some case.
 
         Returns [cases, factors], in which cases they do not; and [strategies, factors], which
@@ -256,14 +254,12 @@ class CandidateMaker:
         some = uneven.any(axis=0)
         return uneven[:, some], group.cuts.marks[:, some]
 
-    def _fitting(
-        self, group: OperatorGroup, axis: int, factors: NDArray[np.int64]
-    ) -> NDArray[np.bool_]:
+    def _fitting(self, group: OperatorGroup, axis: int, factors: Indices) -> BoolArray:
         """[cases, strategies]: which strategies a group may use on one axis."""
         allowed = {id(j) for j in self.limits.allowed(group, axis, group.strategies)}
         uneven, marks = self._uneven(group, (axis,), factors)
         fits = np.array([id(j) in allowed for j in group.strategies]) & ~(uneven @ marks.T)
-        wanted: dict[bytes, NDArray[np.bool_]] = {}
+        wanted: dict[bytes, BoolArray] = {}
         for row in fits:
             key = row.tobytes()
             if key not in wanted:
@@ -274,9 +270,9 @@ class CandidateMaker:
         return fits
 
     def _legal(
-        self, group: OperatorGroup, fitting: Sequence[NDArray[np.bool_]], picked: NDArray[np.int64],
-        factors: NDArray[np.int64],
-    ) -> NDArray[np.bool_]:  # fmt: skip
+        self, group: OperatorGroup, fitting: Sequence[BoolArray], picked: Indices,
+        factors: Indices,
+    ) -> BoolArray:  # fmt: skip
         """[cases, choices]: every strategy fits its axis, factors that several axes shard divide,
         and no operator is replaced by two different functions."""
         legal = np.ones((len(self.cases), picked.shape[1]), dtype=bool)
@@ -301,7 +297,7 @@ class CandidateMaker:
         return sum(PREFERENCE[p.kind] for p in joint.placements.values()) * 1e-5
 
     def _price(
-        self, group: OperatorGroup, picked: NDArray[np.int64], first_savers: set[str]
+        self, group: OperatorGroup, picked: Indices, first_savers: set[str]
     ) -> tuple[Array, Array, frozenset[int]]:
         """[cases, choices]: seconds of a step, and bytes saved for backward by one microbatch, with
         what is needed at the loss. Last, the numbers of the values that are charged."""

@@ -11,14 +11,13 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import Array, Indices
 from autopar.caching import cached_method
 from autopar.cost.laws import CostModel
 from autopar.passes.reshard import priced_alike
 from autopar.placement import TensorType
 
-Array = NDArray[np.float64]
 # A cost model and a number of microbatches.
 Case = tuple[CostModel, int]
 
@@ -58,7 +57,7 @@ class Cases:
         return tuple(dict.fromkeys(self.counts))
 
     @cached_property
-    def count_of(self) -> NDArray[np.int64]:
+    def count_of(self) -> Indices:
         """[cases]: the index in `distinct_counts`."""
         return np.array([self.distinct_counts.index(m) for m in self.counts], dtype=np.int64)
 
@@ -77,13 +76,13 @@ class Cases:
         return tuple(map(priced_alike, self.meshes))
 
     @cached_property
-    def mesh_of(self) -> NDArray[np.int64]:
+    def mesh_of(self) -> Indices:
         """[cases]: the index in `meshes`."""
         place = {cost: i for i, cost in enumerate(self.meshes)}
         return np.array([place[cost] for cost in self.costs], dtype=np.int64)
 
     @cached_property
-    def sizes(self) -> NDArray[np.int64]:
+    def sizes(self) -> Indices:
         """[cases, axes]: ranks of every axis."""
         return np.array([cost.mesh.sizes for cost in self.costs], dtype=np.int64)
 
@@ -107,7 +106,7 @@ class Cases:
         return np.array(of_counts, dtype=np.float64)[self.count_of]
 
     @cached_method
-    def factor(self, value: str, dim: int, factor: int) -> NDArray[np.int64]:
+    def factor(self, value: str, dim: int, factor: int) -> Indices:
         """[cases]: the size of one factor of a value's dim."""
         of_counts = [t.dims[dim][factor] for t in self.distinct_types(value)]
         return np.array(of_counts, dtype=np.int64)[self.count_of]

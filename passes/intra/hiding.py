@@ -40,15 +40,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
+from autopar.arrays import Array
 from autopar.passes.solvers.problem import Solution
 from autopar.passes.solvers.repeats import RepeatedChoice
 
 # A plan this close to its bound (relative) is not weighed again, and how often it is at most.
 EXPOSED_GAP_GOAL, MOST_PRICES = 2e-3, 3
-Array = NDArray[np.float64]
 
 
 class Hidable(NamedTuple):

@@ -14,7 +14,6 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopar.cost.hardware import attention_flops_per_s
 from autopar.cost.laws import CostModel
@@ -36,7 +35,6 @@ from autopar.passes.intra.recompute_choice import add_recompute
 from autopar.passes.reshard import priced_alike
 from autopar.rules import rule_for
 
-Array = NDArray[np.float64]
 # The most cases built at once. 72 keeps arrays at about 1 MB, small enough to cache. Of stages, and
 # with searched recompute, few are requested, and the latter are several times as large.
 MOST_CASES, FEW_CASES = 72, 8

@@ -13,8 +13,8 @@ from functools import cached_property
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from autopar.arrays import Array
 from autopar.caching import cached_method
 from autopar.cost.laws import CostModel
 from autopar.cost.memory import static_bytes_per_param
@@ -26,8 +26,6 @@ from autopar.passes.intra.member_prices import operator_times_s
 from autopar.passes.intra.rerun import RerunRanges
 from autopar.placement import TensorType
 from autopar.rules import rule_for
-
-Array = NDArray[np.float64]
 
 
 def static_bytes(analysis: Analysis, dtype: torch.dtype, optimizer: str) -> float:

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import Array, BoolArray, Indices
 from autopar.cost.laws import CostModel, Kind
 from autopar.measured import Saved
 from autopar.passes.analysis import Neediest, OperatorGroup, PlacedOperator
@@ -21,7 +21,6 @@ from autopar.placement import PrimitiveKind, TensorType
 from autopar.program import Operator
 from autopar.rules import AxisStrategy, Lowering, OpRule, rule_for
 
-Array = NDArray[np.float64]
 _NOTHING = np.zeros((1, 1))
 
 
@@ -63,8 +62,8 @@ class LoweredChoices:
     lowering: Lowering
     axes: tuple[int, ...]
     at: Sequence[int]
-    sizes: Mapping[str, NDArray[np.int64]]
-    n_ranks: NDArray[np.int64]
+    sizes: Mapping[str, Indices]
+    n_ranks: Indices
     itemsize: int
 
     def values(self, formula: str) -> Array:
@@ -93,7 +92,7 @@ class MemberPricer:
     at_loss: AtLoss
 
     def members(
-        self, group: OperatorGroup, picked: NDArray[np.int64], first_savers: set[str]
+        self, group: OperatorGroup, picked: Indices, first_savers: set[str]
     ) -> Iterator[MemberPrice]:
         """The price of each operator of a group, under the choices of a table.
 
@@ -103,7 +102,7 @@ class MemberPricer:
         shape = len(self.cases), picked.shape[1]
         shares: dict[bytes, Array] = {}
 
-        def share(is_cut: NDArray[np.bool_]) -> Array:
+        def share(is_cut: BoolArray) -> Array:
             """The fraction of one rank: axes whose strategy `is_cut` [strategies] divide it."""
             key = is_cut.tobytes()
             if key not in shares:
@@ -148,7 +147,7 @@ class MemberPricer:
             yield MemberPrice(forward, backward, *inner, own_bytes, kept, at_once_bytes)
 
     def _lowered(
-        self, rule: OpRule, item: PlacedOperator, chosen: NDArray[np.int64]
+        self, rule: OpRule, item: PlacedOperator, chosen: Indices
     ) -> tuple[LoweredChoices, ...]:
         """The choices with which an operator is replaced, by the function.
 
@@ -191,9 +190,7 @@ class MemberPricer:
                     time_s[inner.phase][:, of.at] += inner_s
         return time_s["forward"], time_s["backward"]
 
-    def _local_sizes(
-        self, item: PlacedOperator, chosen: NDArray[np.int64]
-    ) -> dict[str, NDArray[np.int64]]:
+    def _local_sizes(self, item: PlacedOperator, chosen: Indices) -> dict[str, Indices]:
         """Name of the operator's notation -> its size on one rank, [cases, choices]."""
         n_shards = {
             name: np.ones((len(self.cases), chosen.shape[1]), dtype=np.int64) for name in item.sizes
@@ -264,7 +261,7 @@ class MemberPricer:
 
     def _kept_values(
         self, group: OperatorGroup, item: PlacedOperator,
-        share: Callable[[NDArray[np.bool_]], Array], first_savers: set[str],
+        share: Callable[[BoolArray], Array], first_savers: set[str],
     ) -> dict[int, Array]:  # fmt: skip
         """Number of a value in the group -> the bytes of its storage, if this operator is the first
         to save that."""

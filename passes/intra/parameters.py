@@ -15,8 +15,8 @@ from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import Array, BoolArray, Indices
 from autopar.cost.laws import CostModel
 from autopar.cost.memory import StaticBytes
 from autopar.passes.analysis import Gathering
@@ -38,9 +38,6 @@ from autopar.placement import (
 from autopar.program import Period, Storage
 
 PERIODS: tuple[Period, ...] = ("step", "micro", "use")
-Array = NDArray[np.float64]
-BoolArray = NDArray[np.bool_]
-Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -206,7 +203,7 @@ class ParameterMaker:
 
         return time_s, tie, size_bytes, hidable
 
-    def _periods_allowed(self, storages: Sequence[Storage], gathers: bool) -> NDArray[np.bool_]:
+    def _periods_allowed(self, storages: Sequence[Storage], gathers: bool) -> BoolArray:
         """[storages, 1]: may a parameter be converted with the storage's period?"""
         may = partial(self.limits.period_allowed, gathers=gathers, is_recipe=self.is_recipe)
         return np.array([[may(s.period)] for s in storages], dtype=bool)
@@ -233,7 +230,7 @@ class Storages:
     """The storages of a parameter on all meshes; `legal` is [cases, storages]."""
 
     every: tuple[Storage, ...]
-    legal: NDArray[np.bool_]
+    legal: BoolArray
 
 
 def _spare_cell(tensor: TensorType, sizes: tuple[int, ...]) -> tuple[int, int] | None:
@@ -295,7 +292,7 @@ def _apart(of: Array, n_microbatches: int, period: int, use: Uses) -> tuple[floa
 @compiled
 def conversion_costs(
     sums: Array, mesh_of: Indices, n_microbatches: Array, rows: Indices, periods: Indices,
-    allowed: NDArray[np.bool_], use_bytes: Array, stored_bytes: Array, cast: float,
+    allowed: BoolArray, use_bytes: Array, stored_bytes: Array, cast: float,
     gradient: Array, sync_price: float, blocks_price: float, use: Uses,
 ) -> tuple[Array, Ties, Array]:  # fmt: skip
     """`ParameterMaker.conversions`, from sums over paths (`path_costs`): [cases, storages, uses].

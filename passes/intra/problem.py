@@ -19,23 +19,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import BoolArray
 from autopar.options import Recompute
 from autopar.passes.analysis import Side
 from autopar.passes.intra.candidates import GroupCandidates
 from autopar.passes.intra.hiding import NOTHING_HIDDEN, HidableCosts, Hiding, Weights
 from autopar.passes.reshard import SpecColumn
-from autopar.passes.solvers.problem import (
-    BoolArray,
-    ChoiceProblem,
-    ChoiceProblems,
-    Numbers,
-)
+from autopar.passes.solvers.problem import ChoiceProblem, ChoiceProblems, Numbers
 from autopar.placement import Spec
 from autopar.program import Recomputed, Storage
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import Array, BoolArray, Codes, Indices
 from autopar.caching import cached_method
 from autopar.options import Recompute
 from autopar.passes.analysis import Analysis, Recomputable
@@ -43,7 +43,6 @@ from autopar.passes.intra.rerun import RerunCosts, RerunRanges, n_shards_of, rer
 from autopar.passes.reshard import ReshardTables, SpecColumn
 from autopar.passes.solvers.problem import Edge
 
-Array = NDArray[np.float64]
 # Breaks ties towards less recompute. Beside sums of other ties it is too small to decide more.
 _MODE_TIE = 1e-2
 
@@ -143,7 +142,7 @@ class _Adder:
         """[cases, choices]: forward seconds of a step."""
         return (price.forward_s + price.inner_s) * self.cases.n_microbatches[:, None]
 
-    def _is_kept(self, v: int, i: int) -> NDArray[np.bool_]:
+    def _is_kept(self, v: int, i: int) -> BoolArray:
         """[choices]: is the result saved in mode "selective"?"""
         candidates = self.candidates[v]
         last = self.ranges.every[self.ranges.party_of[i]][-1]
@@ -158,12 +157,12 @@ class _Adder:
         ]
         return ~np.array(is_replaced, dtype=bool)
 
-    def _keep_result(self, v: int, r: int, value: str, is_kept: NDArray[np.bool_]) -> None:
+    def _keep_result(self, v: int, r: int, value: str, is_kept: BoolArray) -> None:
         if self.ranges.is_only(value, r) and not self._is_handed_on(v, r, value, is_kept):
             size_bytes = self._local_bytes(value, self.candidates[v].specs(value))
             self._charge(v, r, np.where(is_kept, size_bytes, 0.0), "selective")
 
-    def _is_handed_on(self, v: int, r: int, value: str, is_kept: NDArray[np.bool_]) -> bool:
+    def _is_handed_on(self, v: int, r: int, value: str, is_kept: BoolArray) -> bool:
         """Is its only reader a reshard of the range, which then decides whether it is saved?"""
         operator = self.ranges.analysis.operators[self.ranges.place[self.candidates[v].group.name]]
         saved = self.ranges.analysis.saved[operator.name]
@@ -337,9 +336,7 @@ class _Adder:
             cost_s, size_bytes = (self._intern(a.swapaxes(1, 2)) for a in (cost_s, size_bytes))
         self.builder.edges.append(Edge(u, w, cost_s, size_bytes))
 
-    def _equal(
-        self, u: int, rows: NDArray[np.int64], v: int, columns: NDArray[np.int64], n: int
-    ) -> None:
+    def _equal(self, u: int, rows: Indices, v: int, columns: Indices, n: int) -> None:
         self.builder.edges.append(Edge(u, v, _equality(n), None, rows, columns))
 
     def _spend(self, v: int, r: int, seconds: Array, mode: Recompute | None) -> None:
@@ -376,7 +373,7 @@ def _equality(n: int) -> Array:
 
 
 @lru_cache(maxsize=64)
-def _pair_codes(n: int, m: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+def _pair_codes(n: int, m: int) -> tuple[Codes, Codes]:
     """[n * m]: the first and the second of every pair."""
     first, second = np.divmod(np.arange(n * m), m)
     return first, second

@@ -21,11 +21,12 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autopar.arrays import Array, BoolArray
 from autopar.passes.analysis import Folded, OperatorGroup, Run, Side, place_in
-from autopar.passes.intra.hiding import Array, Parts, Weights
+from autopar.passes.intra.hiding import Parts, Weights
 from autopar.passes.intra.problem import IntraOpProblem, IntraOpProblems
 from autopar.passes.solvers.eliminate import TooWide
-from autopar.passes.solvers.problem import BoolArray, ProblemError
+from autopar.passes.solvers.problem import ProblemError
 from autopar.passes.solvers.repeats import (
     Repeat,
     RepeatedChoice,

@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import Array
 from autopar.passes.analysis import Analysis
 from autopar.passes.intra.cases import Cases
 from autopar.passes.reshard import ReshardTables, primitive_lines
@@ -169,9 +169,6 @@ class RerunRanges:
             if own.other_bytes or kept & made:
                 return range(positions.start, i + 1)
         return range(positions.start, positions.start)
-
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)

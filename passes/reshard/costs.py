@@ -13,8 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import Array, BoolArray, Indices
 from autopar.cost.laws import CostModel
 from autopar.passes.reshard.move_graph import MoveGraph, MoveStep, move_graph
 from autopar.passes.reshard.paths import (
@@ -29,7 +29,6 @@ from autopar.passes.reshard.paths import (
 from autopar.passes.reshard.primitive_costs import primitive_lines
 from autopar.placement import Spec, TensorType
 
-Array = NDArray[np.float64]
 _ALL = slice(None)
 
 
@@ -47,9 +46,9 @@ class ReshardTables:
     tensors: tuple[TensorType, ...]
     sizes: tuple[tuple[int, ...], ...]
     graph: MoveGraph
-    legal: NDArray[np.bool_]
+    legal: BoolArray
     seconds: Array
-    backward: NDArray[np.int64] = field(init=False)
+    backward: Indices = field(init=False)
     _last: LastMoves = field(init=False)
     _row: dict[int, int] = field(default_factory=dict, init=False)
     _known: dict[Hashable, Array] = field(default_factory=dict, init=False)
@@ -138,7 +137,7 @@ class ReshardTables:
         found: LastMoves = self._last[case, row]
         return found
 
-    def _found(self, sources: Sequence[int]) -> NDArray[np.int64]:
+    def _found(self, sources: Sequence[int]) -> Indices:
         """The rows of `sources` in `_last`; paths from new sources are found together."""
         unknown = [s for s in dict.fromkeys(sources) if s not in self._row]
         if unknown:
@@ -215,7 +214,7 @@ def _table(tensor: TensorType, cost: CostModel, no_reduce_scatter: bool) -> Resh
 def reshard_tables(
     tensors: Sequence[TensorType],
     costs: tuple[CostModel, ...],
-    cost_of: NDArray[np.int64],
+    cost_of: Indices,
     no_reduce_scatter: bool = False,
 ) -> ReshardTables:
     """The tables of tensors that differ only in sizes, one case each.

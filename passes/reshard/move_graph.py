@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import Array, BoolArray, Indices
 from autopar.placement import (
     COLLECTIVES,
     TABLE,
@@ -185,43 +185,41 @@ class MoveGraph:
 
     specs: tuple[Spec, ...]
     index: Mapping[Spec, int]
-    source: NDArray[np.int64]
-    target: NDArray[np.int64]
+    source: Indices
+    target: Indices
     axes: tuple[tuple[int, ...], ...]
     primitives: tuple[Primitive, ...]
-    forward: NDArray[np.int64]
-    backward: NDArray[np.int64]
+    forward: Indices
+    backward: Indices
     at: Mapping[tuple[int, int], int]
     splits: tuple[tuple[tuple[int, int], tuple[int, ...]], ...]
-    has_split: NDArray[np.bool_]
+    has_split: BoolArray
     drawn: MoveGraph | None = None
 
     @cached_property
-    def calls(self) -> NDArray[np.float64]:
+    def calls(self) -> Array:
         """[primitives]: 1 for a collective, else 0."""
         return np.array([float(p.kind in COLLECTIVES) for p in self.primitives])
 
     @cached_property
-    def ties(self) -> NDArray[np.float64]:
+    def ties(self) -> Array:
         """[moves]: the number of collectives, and a little for every move, to avoid detours."""
-        found: NDArray[np.float64] = self.calls[self.forward] + self.calls[self.backward] + 1e-3
+        found: Array = self.calls[self.forward] + self.calls[self.backward] + 1e-3
         return found
 
     @cached_property
-    def first(self) -> NDArray[np.int64]:
+    def first(self) -> Indices:
         """[specs + 1]: first[v] up to first[v + 1] are the moves out of spec v."""
         return np.searchsorted(self.source, np.arange(len(self.specs) + 1))
 
-    def legal(
-        self, tensors: Sequence[TensorType], sizes: Sequence[Sequence[int]]
-    ) -> NDArray[np.bool_]:
+    def legal(self, tensors: Sequence[TensorType], sizes: Sequence[Sequence[int]]) -> BoolArray:
         """[cases, specs]: is the spec legal for the case's tensor on axes of the case's sizes?"""
         n_ranks = np.array(sizes, dtype=np.int64)
         uneven = np.zeros((len(tensors), len(self.splits)), dtype=bool)
         for split, ((dim, factor), axes) in enumerate(self.splits):
             cut = np.array([tensor.dims[dim][factor] for tensor in tensors])
             uneven[:, split] = cut % n_ranks[:, axes].prod(axis=1) > 0
-        out: NDArray[np.bool_] = ~(uneven @ self.has_split.T)
+        out: BoolArray = ~(uneven @ self.has_split.T)
         return out
 
     def step(

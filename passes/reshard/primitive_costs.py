@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import Array, BoolArray, Indices
 from autopar.cost.laws import CostModel
 from autopar.passes.reshard.move_graph import MoveGraph
 from autopar.placement import PrimitiveKind
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,11 +28,11 @@ class PrimitiveLines:
 
     latency_s: Array
     s_per_byte: Array
-    n_shards: NDArray[np.int64]
-    is_collective: NDArray[np.bool_]
+    n_shards: Indices
+    is_collective: BoolArray
     bucket_bytes: Array
 
-    def of(self, meshes: NDArray[np.int64]) -> PrimitiveLines:
+    def of(self, meshes: Indices) -> PrimitiveLines:
         """The lines of some meshes, which may repeat."""
         return PrimitiveLines(
             self.latency_s[meshes], self.s_per_byte[meshes], self.n_shards[meshes],

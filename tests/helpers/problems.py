@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from autopar.arrays import Array
 from autopar.passes.solvers.eliminate import TableLimits, minimise, plan_elimination, plan_order
 from autopar.passes.solvers.problem import (
     BUDGET_REL,
@@ -19,7 +20,6 @@ from autopar.passes.solvers.problem import (
     ChoiceProblem,
     ChoiceTotals,
     Edge,
-    FloatArray,
     Infeasible,
     Potentials,
     Solution,
@@ -62,7 +62,7 @@ def solve_brute_force(problem: ChoiceProblem) -> Solution[Choice] | Infeasible:
     assert math.prod(problem.sizes) <= 2**22, "too many to enumerate"
     cost, size = np.zeros(problem.sizes), np.zeros(problem.sizes)
 
-    def add(costs: FloatArray, sizes: FloatArray, *variables: int) -> None:
+    def add(costs: Array, sizes: Array, *variables: int) -> None:
         """Arrays whose axes are these variables."""
         shape = [k if v in variables else 1 for v, k in enumerate(problem.sizes)]
         for total, array in ((cost, costs), (size, sizes)):

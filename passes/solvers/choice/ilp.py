@@ -34,15 +34,14 @@ import highspy
 import numpy as np
 import pulp
 
+from autopar.arrays import Array, Codes
 from autopar.passes.solvers.choice.reductions import Reduced, drop_forbidden
 from autopar.passes.solvers.problem import (
     BUDGET_REL,
     FORBIDDEN,
     Choice,
     ChoiceProblem,
-    Codes,
     Edge,
-    FloatArray,
     Infeasible,
     Shape,
     Solution,
@@ -150,7 +149,7 @@ def most_columns(sizes: Iterable[int], tables: Iterable[Shape]) -> int:
 def _typical_cost(problem: ChoiceProblem) -> float:
     """The cost of a local optimum, in which each variable in turn takes its best choice; 1 if that
     cost is 0 or infinite."""
-    around: list[list[tuple[int, FloatArray]]] = [[] for _ in problem.names]
+    around: list[list[tuple[int, Array]]] = [[] for _ in problem.names]
     for e in problem.edges:
         pairs_s = e.dense(e.cost_s)
         around[e.u].append((e.v, pairs_s))
@@ -304,7 +303,7 @@ def _stop_at_node(kind: int, message: str, found: Any, asked: Any, n_nodes: int)
         asked.user_interrupt = True
 
 
-def _groups(tables: list[FloatArray], codes: Codes | None) -> tuple[list[int], list[int]]:
+def _groups(tables: list[Array], codes: Codes | None) -> tuple[list[int], list[int]]:
     """Groups of equal rows, among the rows that some choice has: (one row of each group, the group
     of each choice)."""
     stacked = np.ascontiguousarray(np.concatenate(tables, axis=1))

@@ -24,6 +24,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, Protocol, TypeVar
 
+from autopar.arrays import BoolArray
 from autopar.passes.solvers.eliminate import (
     ConditionedPlan,
     EliminationPlan,
@@ -33,7 +34,6 @@ from autopar.passes.solvers.eliminate import (
 )
 from autopar.passes.solvers.problem import (
     SAME_OPTIMUM_REL,
-    BoolArray,
     Choice,
     ChoiceProblem,
     ChoiceTotals,

@@ -23,19 +23,17 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar.arrays import Array, BoolArray, Codes
 from autopar.passes.solvers.choice.lagrangian import Bracket, Elimination, Point
 from autopar.passes.solvers.choice.message_loops import improve, sweep_back, sweep_there
 from autopar.passes.solvers.choice.reductions import Reduced, drop_forbidden, restrict
 from autopar.passes.solvers.eliminate import TableLimits, TooWide, plan_elimination
 from autopar.passes.solvers.problem import (
     SAME_OPTIMUM_REL,
-    BoolArray,
     Choice,
     ChoiceProblem,
     ChoiceProblems,
     ChoiceTotals,
-    Codes,
-    FloatArray,
     Layout,
     Numbers,
     Weights,
@@ -95,7 +93,7 @@ class MessagePassing:
                 bound = total
         return min(bound, total), best
 
-    def _best_near(self, row: FloatArray, weights: Weights, most: float) -> Point[Choice] | None:
+    def _best_near(self, row: Array, weights: Weights, most: float) -> Point[Choice] | None:
         """The best of the choices whose bounds are at most this; None: none is allowed, or found
         quickly."""
         bound, slack = self._messages.slack(row, weights.cost)
@@ -146,9 +144,9 @@ class Messages:
     tables: Codes
     sides: Codes
     codes: Codes
-    shares: FloatArray
+    shares: Array
     n_messages: int
-    _last: dict[float, FloatArray] = field(default_factory=dict)
+    _last: dict[float, Array] = field(default_factory=dict)
 
     @staticmethod
     def of(problem: ChoiceProblem | ChoiceProblems, layout: Layout) -> Messages:
@@ -182,7 +180,7 @@ class Messages:
             n_messages,
         )
 
-    def bound_and_choice(self, row: FloatArray, kind: float = 1.0) -> tuple[float, Choice | None]:
+    def bound_and_choice(self, row: Array, kind: float = 1.0) -> tuple[float, Choice | None]:
         """A lower bound on all sums of costs in a row (infinite: none is allowed), and the best
         choice found; None: there is none."""
         messages = self._last.pop(kind, None)
@@ -206,7 +204,7 @@ class Messages:
         improve(row, *self._arrays, best, self._scratch)
         return min(bounds[-1], best_total), tuple(best.tolist())
 
-    def slack(self, row: FloatArray, kind: float = 1.0) -> tuple[float, list[FloatArray]]:
+    def slack(self, row: Array, kind: float = 1.0) -> tuple[float, list[Array]]:
         """A lower bound on all sums, and per variable how much more it is with each choice.
 
         With one choice alone the messages on the way back would be higher by no less, and a higher
@@ -218,7 +216,7 @@ class Messages:
         bound = self._swept_back(row, messages, out)
         return bound, np.split(out, np.cumsum(sizes)[:-1])
 
-    def _swept_back(self, row: FloatArray, messages: FloatArray, slack: FloatArray) -> float:
+    def _swept_back(self, row: Array, messages: Array, slack: Array) -> float:
         return sweep_back(row, *self._arrays, self.shares, messages, self._scratch, slack)
 
     @property
@@ -226,7 +224,7 @@ class Messages:
         return self.variables, self.links, self.tables, self.sides, self.codes
 
     @cached_property
-    def _scratch(self) -> FloatArray:
+    def _scratch(self) -> Array:
         """Room for a number per choice, or per row or column."""
         longest = max(self.variables[:, 1].max(initial=1), self.tables[:, 1:].max(initial=1))
         return np.zeros((3, int(longest)))

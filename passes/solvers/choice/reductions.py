@@ -16,18 +16,9 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
-from autopar.passes.solvers.problem import (
-    BoolArray,
-    Choice,
-    ChoiceProblem,
-    Codes,
-    Edge,
-    FloatArray,
-    codes_of,
-    compiled,
-)
+from autopar.arrays import Array, BoolArray, Codes
+from autopar.passes.solvers.problem import Choice, ChoiceProblem, Edge, codes_of, compiled
 
 # Dropping choices makes others dominated; a few rounds find nearly all of them.
 MAX_ROUNDS = 3
@@ -38,7 +29,7 @@ class Reduced:
     """A restricted problem; `kept[v][k]` is the original index of its choice k."""
 
     problem: ChoiceProblem
-    kept: tuple[NDArray[np.intp], ...]
+    kept: tuple[Codes, ...]
 
     @staticmethod
     def whole(problem: ChoiceProblem) -> Reduced:
@@ -155,7 +146,7 @@ def drop_dominated(reduced: Reduced) -> Reduced:
 
 def _tables(
     problem: ChoiceProblem, v: int, incident: Sequence[Edge], keep: Sequence[BoolArray]
-) -> Iterator[tuple[FloatArray, Codes]]:
+) -> Iterator[tuple[Array, Codes]]:
     """(array, row of every choice) of a variable's own costs and of its edges, restricted to the
     choices that other variables keep."""
     with_bytes = problem.budget_bytes is not None
@@ -171,7 +162,7 @@ def _tables(
                 yield np.take(array, seen, axis=1), rows
 
 
-def _undominated(n: int, tables: Iterable[tuple[FloatArray, Codes]]) -> BoolArray:
+def _undominated(n: int, tables: Iterable[tuple[Array, Codes]]) -> BoolArray:
     """[n]: is the choice dominated by no other? A choice dominates another if it is <= in every
     entry of its row, in every table."""
     better, worse = np.nonzero(~np.eye(n, dtype=bool))
@@ -190,7 +181,7 @@ def _undominated(n: int, tables: Iterable[tuple[FloatArray, Codes]]) -> BoolArra
 
 
 @compiled
-def _nowhere_above(table: FloatArray, rows: Codes, better: Codes, worse: Codes) -> int:
+def _nowhere_above(table: Array, rows: Codes, better: Codes, worse: Codes) -> int:
     """Move the pairs with table[rows[better]] <= table[rows[worse]] in all entries to the front;
     returns how many they are."""
     # By pair of rows, since choices share rows: 0 not compared, 1 nowhere above, 2 above.

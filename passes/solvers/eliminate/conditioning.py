@@ -27,8 +27,8 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import Array, Codes
 from autopar.passes.solvers.eliminate.elimination import eliminate, least_of_classes
 from autopar.passes.solvers.eliminate.elimination_order import (
     EliminationPlan,
@@ -36,7 +36,7 @@ from autopar.passes.solvers.eliminate.elimination_order import (
     TooWide,
     plan_order,
 )
-from autopar.passes.solvers.problem import Axes, Choice, Codes, FloatArray, Potentials, Scope
+from autopar.passes.solvers.problem import Axes, Choice, Potentials, Scope
 
 # Steps of more than FIRST_ENTRIES entries are left to the core. Hubs are added until the core's
 # tables without them have at most CORE_ENTRIES, or there are MOST_HUBS.
@@ -59,7 +59,7 @@ _ANY = TableLimits(2**62, 2**62, 2**62)
 
 # A table's variables, and per axis the index of every choice.
 _Given = tuple[Scope, tuple[Codes, ...]]
-Assigned = NDArray[np.intp]  # [branches, level]: the classes of the first hubs
+Assigned = Codes  # [branches, level]: the classes of the first hubs
 
 
 @dataclass(frozen=True, eq=False)
@@ -67,9 +67,9 @@ class Lazy:
     """A table of the core, made from another over the same axes by `finish`, per branch. `bound`
     makes lower bounds of it, at less cost."""
 
-    made_from: FloatArray
-    finish: Callable[[FloatArray], FloatArray]
-    bound: Callable[[FloatArray], FloatArray]
+    made_from: Array
+    finish: Callable[[Array], Array]
+    bound: Callable[[Array], Array]
 
 
 @dataclass(frozen=True, eq=False)
@@ -230,8 +230,8 @@ class _Core:
     def __init__(
         self,
         plan: ConditionedPlan,
-        unary: Mapping[int, FloatArray],
-        tables: Sequence[FloatArray],
+        unary: Mapping[int, Array],
+        tables: Sequence[Array],
         lazy: Sequence[Lazy | None],
     ) -> None:
         self.plan, self.unary, self.lazy = plan, unary, lazy
@@ -250,7 +250,7 @@ class _Core:
         # [level][table]: minimised over the hubs that have no value yet
         self._relaxed = [self._without(level) for level in range(len(plan.hubs) + 1)]
 
-    def _without(self, level: int) -> list[FloatArray]:
+    def _without(self, level: int) -> list[Array]:
         out = []
         for part, table in zip(self.plan.parts, self.tables, strict=True):
             free = tuple(axis for axis, of in enumerate(part.levels) if of >= level)
@@ -290,7 +290,7 @@ class _Core:
         k = int(totals.argmin())
         return (float(totals[k]), branches[k]) if math.isfinite(totals[k]) else (math.inf, None)
 
-    def _known_bounds(self, branches: Assigned) -> FloatArray:
+    def _known_bounds(self, branches: Assigned) -> Array:
         """Lower bounds on what branches cost, computed once per branch."""
         keys = list(map(tuple, branches.tolist()))
         new = [i for i, key in enumerate(keys) if key not in self._known]
@@ -304,7 +304,7 @@ class _Core:
         values = np.tile(np.arange(n), len(branches))[:, None]
         return np.concatenate((np.repeat(branches, n, axis=0), values), axis=1)
 
-    def _totals(self, branches: Assigned, exact: bool = True) -> FloatArray:
+    def _totals(self, branches: Assigned, exact: bool = True) -> Array:
         """[branches]: lower bounds on what they cost; `exact` ones where all hubs have values."""
         plan, level = self.plan, branches.shape[1]
         out = np.zeros(len(branches))

@@ -13,9 +13,10 @@ from functools import lru_cache
 
 import numpy as np
 
+from autopar.arrays import Codes
 from autopar.passes.solvers.eliminate import elimination_loops as loops
 from autopar.passes.solvers.eliminate.elimination_order import EliminationPlan
-from autopar.passes.solvers.problem import Codes, EliminationStep, Layout, PlacedTable, Shape
+from autopar.passes.solvers.problem import EliminationStep, Layout, PlacedTable, Shape
 
 
 @dataclass(frozen=True, eq=False)

@@ -14,9 +14,9 @@ from functools import reduce
 
 import numpy as np
 
+from autopar.arrays import Codes
 from autopar.caching import cached_method
 from autopar.passes.solvers.problem.machine_code import compiled
-from autopar.passes.solvers.problem.problem import Codes
 
 
 @dataclass(eq=False)

@@ -21,11 +21,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.arrays import Array, BoolArray, Codes
 from autopar.errors import AutoparError
 
-FloatArray = NDArray[np.float64]
-BoolArray = NDArray[np.bool_]
-Codes = NDArray[np.intp]
 Choice = tuple[int, ...]
 C = TypeVar("C")
 
@@ -55,8 +53,8 @@ class Edge:
 
     u: int
     v: int
-    cost_s: FloatArray
-    bytes: FloatArray | None = None
+    cost_s: Array
+    bytes: Array | None = None
     rows: Codes | None = None
     columns: Codes | None = None
 
@@ -66,7 +64,7 @@ class Edge:
         n_rows, n_columns = self.cost_s.shape[-2:]
         return n_rows, n_columns
 
-    def bytes_or_zero(self) -> FloatArray:
+    def bytes_or_zero(self) -> Array:
         return np.zeros_like(self.cost_s) if self.bytes is None else self.bytes
 
     def is_of(self, variables: Set[int]) -> bool:
@@ -82,7 +80,7 @@ class Edge:
             column = int(self.columns[column])
         return row, column
 
-    def dense(self, array: FloatArray) -> FloatArray:
+    def dense(self, array: Array) -> Array:
         """One of the arrays with a row and a column per choice: [..., K_u, K_v]."""
         if self.rows is not None:
             array = array[..., self.rows, :]
@@ -126,8 +124,8 @@ class ChoiceProblem:
     """
 
     names: tuple[str, ...]
-    cost_s: tuple[FloatArray, ...]
-    bytes: tuple[FloatArray, ...]
+    cost_s: tuple[Array, ...]
+    bytes: tuple[Array, ...]
     edges: tuple[Edge, ...] = ()
     budget_bytes: float | None = None
     is_checked: bool = field(default=False, repr=False, compare=False)
@@ -239,8 +237,8 @@ def within(budget_bytes: float | None, size_bytes: float) -> bool:
 
 def check_numbers(
     names: Sequence[str],
-    cost_s: Sequence[FloatArray],
-    size_bytes: Sequence[FloatArray],
+    cost_s: Sequence[Array],
+    size_bytes: Sequence[Array],
     edges: Sequence[Edge],
     n_axes_before: int,
 ) -> None:
@@ -285,7 +283,7 @@ def _n_codes(
 
 def _check(
     sound: set[tuple[int, bool]], name: str, shape: tuple[int, ...], lead: int,
-    cost: FloatArray, size_bytes: FloatArray | None,
+    cost: Array, size_bytes: Array | None,
 ) -> None:  # fmt: skip
     """Check the arrays of one variable or edge. `sound` holds the arrays that passed, and whether
     as costs, because variables share arrays."""

@@ -19,8 +19,9 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar.arrays import Array, Codes
 from autopar.passes.solvers.problem.partitions import Partitions
-from autopar.passes.solvers.problem.problem import Codes, Edge, FloatArray, codes_of
+from autopar.passes.solvers.problem.problem import Edge, codes_of
 
 Scope = tuple[int, ...]
 
@@ -52,7 +53,7 @@ class Axes:
         return hash(self._key)
 
 
-def axes_of(edges: Iterable[Edge], *own: Sequence[FloatArray]) -> tuple[Axes, ...]:
+def axes_of(edges: Iterable[Edge], *own: Sequence[Array]) -> tuple[Axes, ...]:
     """The axes of edges' tables; those of length 1 only where a variable follows an equality. `own`
     are the costs and bytes of all variables; without them no variable follows."""
     free = {v for v, of in enumerate(zip(*own, strict=True)) if not any(a.any() for a in of)}

@@ -29,6 +29,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.arrays import Array, Codes
 from autopar.passes.solvers.choice import Point
 from autopar.passes.solvers.eliminate import (
     ConditionedPlan,
@@ -39,15 +40,7 @@ from autopar.passes.solvers.eliminate import (
     minimise_conditioned,
     project,
 )
-from autopar.passes.solvers.problem import (
-    Choice,
-    ChoiceTotals,
-    Codes,
-    FloatArray,
-    Potentials,
-    Scope,
-    Weights,
-)
+from autopar.passes.solvers.problem import Choice, ChoiceTotals, Potentials, Scope, Weights
 from autopar.passes.solvers.repeats.order import BlockPlan, RepeatedPlan
 from autopar.passes.solvers.repeats.powers import Power, least_power
 from autopar.passes.solvers.repeats.repeats import RepeatedChoice, RepeatedProblem
@@ -134,25 +127,25 @@ class _Solved:
     branch: Branch | None
 
     @staticmethod
-    def of(block: BlockPlan, row: FloatArray, branch: Branch | None) -> _Solved:
+    def of(block: BlockPlan, row: Array, branch: Branch | None) -> _Solved:
         """From a row [1, numbers], for the walks of a branch; None: for all walks."""
         given = Potentials(block.layout, row[:, : block.layout.n_numbers])
         return _Solved(block, project(block.plan, given), branch)
 
-    def joined(self, one: FloatArray) -> FloatArray:
+    def joined(self, one: Array) -> Array:
         """The tables of all copies, from those of one copy [..., states before, states after]."""
         return self._ends(Power.of(self._walks(one), self.block.count).table, one)
 
-    def least_joined(self, one: FloatArray) -> FloatArray:
+    def least_joined(self, one: Array) -> Array:
         """A lower bound on `joined`."""
         return self._ends(least_power(self._walks(one), self.block.count), one)
 
-    def _ends(self, table: FloatArray, one: FloatArray) -> FloatArray:
+    def _ends(self, table: Array, one: Array) -> Array:
         """Of walks, those that begin before a change of state and end after it."""
         n = self.block.n_states
         return table[:, :n, -n:].reshape(one.shape)
 
-    def _walks(self, one: FloatArray) -> FloatArray:
+    def _walks(self, one: Array) -> Array:
         """The steps of a branch, [cases, states, states], from tables of one copy."""
         branch, n = self.branch, self.block.n_states
         cases = one.reshape(-1, n, n)

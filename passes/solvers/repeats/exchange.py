@@ -23,16 +23,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.arrays import Array, Codes
 from autopar.caching import cached_method
 from autopar.passes.solvers.choice import Point
-from autopar.passes.solvers.problem import (
-    SAME_OPTIMUM_REL,
-    Choice,
-    Codes,
-    FloatArray,
-    codes_of,
-    within,
-)
+from autopar.passes.solvers.problem import SAME_OPTIMUM_REL, Choice, codes_of, within
 from autopar.passes.solvers.repeats.repeats import RepeatedChoice, RepeatedProblem, RepeatedProblems
 
 # (repeat, choices handed, choices made): copies of one kind have the same exchanges.
@@ -45,13 +39,13 @@ class _Offers:
     `gains` are the indices of those that save seconds, `cuts` of those that save bytes, best first.
     """
 
-    saved_s: FloatArray
-    more_bytes: FloatArray
+    saved_s: Array
+    more_bytes: Array
     gains: Codes
     cuts: Codes
 
     @staticmethod
-    def of(saved_s: FloatArray, more_bytes: FloatArray, least_s: float) -> _Offers:
+    def of(saved_s: Array, more_bytes: Array, least_s: float) -> _Offers:
         """Gains save more than `least_s`, most seconds per added byte first. Cuts save bytes,
         fewest seconds per saved byte first."""
         gains = np.flatnonzero(np.isfinite(saved_s) & (saved_s > least_s))
@@ -67,7 +61,7 @@ class _Offers:
         return (saved_s / more_bytes if more_bytes > 0 else math.inf), saved_s
 
 
-def _s_per_byte(saved_s: FloatArray, size_bytes: FloatArray) -> FloatArray:
+def _s_per_byte(saved_s: Array, size_bytes: Array) -> Array:
     """Infinite where the bytes are not positive."""
     out = np.full(len(saved_s), np.inf)
     return np.divide(saved_s, size_bytes, out=out, where=size_bytes > 0)
@@ -254,7 +248,7 @@ class _Copies:
             out.setdefault(self.handed_on(row), []).append(row)
         return out
 
-    def exchanged(self, base: Choice, before: Choice, row: Choice) -> tuple[FloatArray, FloatArray]:
+    def exchanged(self, base: Choice, before: Choice, row: Choice) -> tuple[Array, Array]:
         """[changes]: the seconds that each saves, and the bytes that it adds, all else kept."""
         of = {"inside": row, "handed": before, "outside": base}
         places = [joint.places[of[joint.where][joint.at]] for joint in self.inner_joints]

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.arrays import Array, Codes
 from autopar.passes.solvers.eliminate import (
     FIRST_ENTRIES,
     ConditionedPlan,
@@ -25,7 +26,7 @@ from autopar.passes.solvers.eliminate import (
     plan_conditioned,
     plan_order,
 )
-from autopar.passes.solvers.problem import Axes, Codes, FloatArray, Layout, Partitions, codes_of
+from autopar.passes.solvers.problem import Axes, Layout, Partitions, codes_of
 from autopar.passes.solvers.repeats.repeats import RepeatedProblems
 
 
@@ -86,7 +87,7 @@ class _Constants:
 
     def __init__(self, n_numbers: int) -> None:
         self.n_numbers = n_numbers
-        self._arrays: list[FloatArray] = []
+        self._arrays: list[Array] = []
         self._at: dict[tuple[str, int], int] = {}
 
     def zeros(self, n: int) -> int:
@@ -97,14 +98,14 @@ class _Constants:
         """The offset of an equality table of n choices."""
         return self._place(("same", n), np.where(np.eye(n, dtype=bool), 0.0, np.inf))
 
-    def _place(self, key: tuple[str, int], array: FloatArray) -> int:
+    def _place(self, key: tuple[str, int], array: Array) -> int:
         if key not in self._at:
             self._at[key] = self.n_numbers
             self._arrays.append(array.ravel())
             self.n_numbers += array.size
         return self._at[key]
 
-    def after(self, row: FloatArray) -> FloatArray:
+    def after(self, row: Array) -> Array:
         """The row [1, numbers], followed by the constants."""
         return np.concatenate((row[0], *self._arrays))[None]
 

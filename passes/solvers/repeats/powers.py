@@ -18,7 +18,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.passes.solvers.problem import FloatArray, compiled
+from autopar.arrays import Array
+from autopar.passes.solvers.problem import compiled
 
 # Steps of value iteration for a bound: more cost more than they lift it.
 N_ITERATIONS = 12
@@ -29,12 +30,12 @@ class Power:
     """T^n: `squares[b]` is T^(2^b). `bits` are the bits of n that are set, lowest first.
     `partial[k]` is the min-plus product of the squares of the first k + 1 of them."""
 
-    squares: tuple[FloatArray, ...]
+    squares: tuple[Array, ...]
     bits: tuple[int, ...]
-    partial: tuple[FloatArray, ...]
+    partial: tuple[Array, ...]
 
     @staticmethod
-    def of(table: FloatArray, n: int) -> Power:
+    def of(table: Array, n: int) -> Power:
         """`table` is [cases, states, states]; n is at least 1."""
         assert n >= 1
         squares = [np.array(table)]  # writable like the others, so that `_product` is compiled once
@@ -47,7 +48,7 @@ class Power:
         return Power(tuple(squares), bits, tuple(partial))
 
     @property
-    def table(self) -> FloatArray:
+    def table(self) -> Array:
         """T^n."""
         return self.partial[-1]
 
@@ -72,7 +73,7 @@ class Power:
 
 
 @compiled
-def _product(left: FloatArray, right: FloatArray) -> FloatArray:
+def _product(left: Array, right: Array) -> Array:
     n_cases, n, _ = left.shape
     out = np.full(left.shape, np.inf)
     for case in range(n_cases):
@@ -87,7 +88,7 @@ def _product(left: FloatArray, right: FloatArray) -> FloatArray:
 
 
 @compiled
-def least_power(table: FloatArray, n: int) -> FloatArray:
+def least_power(table: Array, n: int) -> Array:
     """A lower bound on each entry of T^n."""
     n_cases, m, _ = table.shape
     out = np.empty(table.shape)
@@ -126,6 +127,6 @@ def least_power(table: FloatArray, n: int) -> FloatArray:
     return out
 
 
-def _through(left: FloatArray, right: FloatArray, case: int, start: int, end: int) -> int:
+def _through(left: Array, right: Array, case: int, start: int, end: int) -> int:
     """The state in the middle of a cheapest walk, over `left` and then over `right`."""
     return int((left[case, start] + right[case, :, end]).argmin())

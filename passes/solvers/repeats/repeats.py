@@ -18,6 +18,7 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar.arrays import Array
 from autopar.caching import cached_method
 from autopar.passes.solvers.problem import (
     Choice,
@@ -26,7 +27,6 @@ from autopar.passes.solvers.problem import (
     ChoiceTotals,
     Edge,
     Entries,
-    FloatArray,
     Layout,
     Numbers,
     ProblemError,
@@ -197,7 +197,7 @@ class RepeatedProblem:
     every: RepeatedProblems
     case: int
     times: int = 1
-    costs: FloatArray | None = None
+    costs: Array | None = None
 
     @staticmethod
     def alone(numbers: ChoiceProblem, repeats: tuple[Repeat, ...]) -> RepeatedProblem:
@@ -234,11 +234,11 @@ class RepeatedProblem:
         return ChoiceTotals(*map(math.fsum, np.concatenate(terms, axis=1).tolist()))
 
     @cached_method
-    def _of_once(self, base: Choice) -> FloatArray:
+    def _of_once(self, base: Choice) -> Array:
         """[seconds and bytes; terms] of what counts once."""
         return self._terms(self.every.once_entries, base)
 
-    def of_copy(self, r: int, base: Choice, before: Choice, row: Choice) -> FloatArray:
+    def of_copy(self, r: int, base: Choice, before: Choice, row: Choice) -> Array:
         """[seconds and bytes; terms] of one copy that is handed the choices `before` and
         makes the choices `row`; all else is as in `base`."""
         repeat = self.repeats[r]
@@ -250,11 +250,11 @@ class RepeatedProblem:
             self._known[key] = self._terms(self.every.copy_entries[r], chosen)
         return self._known[key]
 
-    def _terms(self, entries: Entries, choice: Sequence[int]) -> FloatArray:
+    def _terms(self, entries: Entries, choice: Sequence[int]) -> Array:
         """[seconds and bytes; terms]"""
         at, row = entries.at(choice), self.row
         return np.stack((row.cost_s[0, at], row.size_bytes[0, at]))
 
     @cached_property
-    def _known(self) -> dict[tuple[int, Choice, Choice, Choice], FloatArray]:
+    def _known(self) -> dict[tuple[int, Choice, Choice, Choice], Array]:
         return {}
