@@ -34,7 +34,6 @@ from autopar.passes.intra.repeated import (
     repeated_problems,
 )
 from autopar.passes.solvers.choice import Solver, WorkLimit, conflict, most_columns, solve
-from autopar.passes.solvers.eliminate import TooWide
 from autopar.passes.solvers.problem import ChoiceProblem, Infeasible, Solution
 from autopar.passes.solvers.repeats import (
     RepeatedChoice,
@@ -126,6 +125,10 @@ class _WrittenOut:
     problem: RepeatedProblem
     solver: Solver
 
+    def of(self, problem: RepeatedProblem) -> _WrittenOut:
+        """The solver of a problem with other costs."""
+        return replace(self, problem=problem)
+
     def solve(
         self, budget_bytes: float | None, time_limit_s: float | None, gap_goal: float,
         limit_s: float = math.inf,
@@ -189,7 +192,7 @@ class Chooser:
         """The fastest strategy within `budget_bytes` per device.
 
         "auto" eliminates, with a price of bytes if the budget binds. If a wide gap is left, or the
-        tables would be too large, the program written out is solved by all means (`_WrittenOut`);
+        tables would be large, the program written out is solved by all means (`_WrittenOut`);
         the ILP stops after the work of `CLOSE_GAP`, or when `time_limit_s` has passed. If no
         objective can be below `limit_s`, the solver stops there, with a choice that is not
         `settled`.
@@ -207,10 +210,9 @@ class Chooser:
             chooser = written_out
             whole, _ = chooser._case(ask, ask.cost)
         assert whole is not None, "without blocks nothing stands for others"
-        try:
-            found = chooser._choose(ask, *limits)
-        except TooWide:
+        if whole.plan is None:
             return written_out._choose(ask, *limits, by=solver)
+        found = chooser._choose(ask, *limits)
         enough = ask.gap_goal
         if whole.problems.repeats:
             coarse = is_searched(self.recomputable)
@@ -233,25 +235,20 @@ class Chooser:
         self, whole: Repeated, place: int, ask: PlacementRequest, by: Solver | None
     ) -> RepeatedSolver | _WrittenOut:
         """The solver of a problem. That by elimination is kept: results for one budget serve the
-        others.
-
-        Raises `TooWide` as `Repeated.solver` does.
-        """
-        if by:
-            return _WrittenOut(whole.problems.of(place, ask.n_in_flight), by)
+        others."""
         solvers, key = self._solvers.setdefault(whole, {}), (place, ask.n_in_flight)
+        if by:
+            return _WrittenOut(whole.problems.of(*key), by)
         if key not in solvers:
-            solvers[key] = whole.solver(whole.problems.of(*key))
+            assert whole.plan is not None, "the caller has seen that elimination is quick"
+            solvers[key] = RepeatedSolver(whole.problems.of(*key), whole.plan)
         return solvers[key]
 
     def _choose(
         self, ask: PlacementRequest, budget_bytes: float | None, time_limit_s: float | None,
         limit_s: float, by: Solver | None = None,
     ) -> Chosen:  # fmt: skip
-        """The choice by elimination, or of the problem written out `by` a solver.
-
-        Raises `TooWide` if tables would be too large.
-        """
+        """The choice by elimination, or of the problem written out `by` a solver."""
         whole, place = self._case(ask, ask.cost)
         assert whole is not None, "the caller has seen that blocks are equal"
         folded, solver = whole.folded_problem, self._solver(whole, place, ask, by)
@@ -270,12 +267,8 @@ class Chooser:
         hiding = HidingProblem(problem, runs_on.apart(place))
 
         def solve_weighed(weights: Weights) -> Solution[RepeatedChoice] | None:
-            weighed = hiding.weighed(weights)
-            other = _WrittenOut(weighed, by) if by else whole.solver(weighed)
-            try:
-                found = other.solve(budget_bytes, time_limit_s, ask.gap_goal, limit_s)
-            except TooWide:
-                return None
+            other = solver.of(hiding.weighed(weights))
+            found = other.solve(budget_bytes, time_limit_s, ask.gap_goal, limit_s)
             return None if isinstance(found, Infeasible) else found
 
         best = _best(solution, hiding, solve_weighed, runs_on.folded_problem, ask, limit_s)

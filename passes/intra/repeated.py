@@ -25,7 +25,6 @@ from autopar.arrays import Array, BoolArray
 from autopar.passes.analysis import Folded, OperatorGroup, Run, Side, place_in
 from autopar.passes.intra.hiding import Parts, Weights
 from autopar.passes.intra.problem import IntraOpProblem, IntraOpProblems
-from autopar.passes.solvers.eliminate import TooWide
 from autopar.passes.solvers.problem import ProblemError
 from autopar.passes.solvers.repeats import (
     Repeat,
@@ -33,7 +32,6 @@ from autopar.passes.solvers.repeats import (
     RepeatedPlan,
     RepeatedProblem,
     RepeatedProblems,
-    RepeatedSolver,
     quick_plan,
 )
 from autopar.placement import Spec
@@ -96,18 +94,9 @@ class Repeated:
     _apart: dict[int, Apart] = field(default_factory=dict, init=False)
 
     @cached_property
-    def _plan(self) -> RepeatedPlan | None:
+    def plan(self) -> RepeatedPlan | None:
         """The `quick_plan` of the problems; all cases share it."""
         return quick_plan(self.problems)
-
-    def solver(self, problem: RepeatedProblem) -> RepeatedSolver:
-        """The solver by elimination of one of the problems, or of one with other costs.
-
-        Raises `TooWide` where other solvers are better.
-        """
-        if self._plan is None:
-            raise TooWide("elimination of a program without repeated blocks would take long")
-        return RepeatedSolver(problem, self._plan)
 
     @cached_property
     def _is_once(self) -> BoolArray:

@@ -11,8 +11,8 @@ back, v takes the argmin of the same sum at the chosen values of S_v, a vector o
 
 - Tables are over classes of choices. Choices of v that no table distinguishes count as one, the
   cheapest of them.
-- `elimination_order.py` plans the order. Where tables would be too large, `conditioning.py` tries
-  the values of hubs.
+- `elimination_order.py` plans the order. Where tables would be too large, `passes/solvers/choice`
+  passes messages.
 - Variables may remain. The result is then one table over them (`project`).
 - Rows may hold several problems of one structure. `eliminate` runs compiled loops on each
   (`elimination_loops.py`).

@@ -76,10 +76,6 @@ class EliminationPlan:
     largest: int
     kept: int
 
-    def entries_of(self, step: EliminationStep) -> int:
-        """The entries of the joint table that a step computes; a view computes none."""
-        return 0 if step.is_view else self.joint_entries(step)
-
     def joint_entries(self, step: EliminationStep) -> int:
         """The entries of the joint table of a step's bucket."""
         of = (step.partition, *step.made.partitions)

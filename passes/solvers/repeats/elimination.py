@@ -32,17 +32,14 @@ import numpy as np
 from autopar.arrays import Array, Codes
 from autopar.passes.solvers.choice import Point
 from autopar.passes.solvers.eliminate import (
-    ConditionedPlan,
-    Lazy,
     Projection,
     TableLimits,
     minimise,
-    minimise_conditioned,
     project,
 )
 from autopar.passes.solvers.problem import Choice, ChoiceTotals, Potentials, Scope, Weights
 from autopar.passes.solvers.repeats.order import BlockPlan, RepeatedPlan
-from autopar.passes.solvers.repeats.powers import Power, least_power
+from autopar.passes.solvers.repeats.powers import Power
 from autopar.passes.solvers.repeats.repeats import RepeatedChoice, RepeatedProblem
 
 
@@ -95,13 +92,9 @@ class RepeatedElimination:
             _Solved.of(block, row, branch if branch is not None and branch.repeat == r else None)
             for r, block in enumerate(of.blocks)
         ]
-        if isinstance(of.plan, ConditionedPlan):
-            lazy = [Lazy(s.one.table, s.joined, s.least_joined) for s in solved]
-            value, chosen = minimise_conditioned(of.plan, Potentials(of.once, row), lazy)
-        else:
-            tables = (s.joined(s.one.table).ravel() for s in solved)
-            potentials = Potentials(of.whole, np.concatenate((row[0], *tables))[None])
-            value, chosen = minimise(of.plan, potentials)
+        tables = (s.joined().ravel() for s in solved)
+        potentials = Potentials(of.layout, np.concatenate((row[0], *tables))[None])
+        value, chosen = minimise(of.plan, potentials)
         # For states the class, for other variables the choice.
         base = [0] * of.n_variables
         for v, k in zip(of.variables, chosen, strict=True):
@@ -132,18 +125,10 @@ class _Solved:
         given = Potentials(block.layout, row[:, : block.layout.n_numbers])
         return _Solved(block, project(block.plan, given), branch)
 
-    def joined(self, one: Array) -> Array:
-        """The tables of all copies, from those of one copy [..., states before, states after]."""
-        return self._ends(Power.of(self._walks(one), self.block.count).table, one)
-
-    def least_joined(self, one: Array) -> Array:
-        """A lower bound on `joined`."""
-        return self._ends(least_power(self._walks(one), self.block.count), one)
-
-    def _ends(self, table: Array, one: Array) -> Array:
-        """Of walks, those that begin before a change of state and end after it."""
-        n = self.block.n_states
-        return table[:, :n, -n:].reshape(one.shape)
+    def joined(self) -> Array:
+        """The table of all copies: walks that begin before a change of state and end after it."""
+        n, walks = self.block.n_states, self._walks(self.one.table)
+        return Power.of(walks, self.block.count).table[:, :n, -n:]
 
     def _walks(self, one: Array) -> Array:
         """The steps of a branch, [cases, states, states], from tables of one copy."""

@@ -10,20 +10,15 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
 from autopar.arrays import Array, Codes
 from autopar.passes.solvers.eliminate import (
-    FIRST_ENTRIES,
-    ConditionedPlan,
-    EliminationPlan,
     TableLimits,
     TooWide,
-    plan_conditioned,
     plan_order,
 )
 from autopar.passes.solvers.problem import Axes, Layout, Partitions, codes_of
@@ -56,29 +51,20 @@ class RepeatedPlan:
             Axes(tuple(place[v] for v in block.axes.scope), block.axes.codes)
             for block in self.blocks
         ]
-        handed_on = [place[v] for block in self.blocks for s in block.states for v in s.ends]
-        self.plan = _plan(n_choices, once, blocks, handed_on, self.blocks, limits)
+        self.plan = plan_order(n_choices, (*once, *blocks), limits=limits)
         own_at = [
             self.constants.zeros(states[v].n) if v in states else layout.own_at[v]
             for v in self.variables
         ]
-        self.once = Layout(
-            tuple(own_at), tuple(n_choices), tuple(layout.table_at[i] for i in problems.once),
-            tuple(layout.shapes[i] for i in problems.once), self.constants.n_numbers,
-        )  # fmt: skip
         shapes = [block.table_shape for block in self.blocks]
-        ends = [self.once.n_numbers, *(math.prod(shape) for shape in shapes)]
+        ends = [self.constants.n_numbers, *(math.prod(shape) for shape in shapes)]
         *tables_at, n_numbers = itertools.accumulate(ends)
-        # `once`, then the table of all copies of every block.
-        self.whole = Layout(
-            self.once.own_at, self.once.n_choices, (*self.once.table_at, *tables_at),
-            (*self.once.shapes, *shapes), n_numbers,
+        # The tables that exist once, then the table of all copies of every block.
+        self.layout = Layout(
+            tuple(own_at), tuple(n_choices),
+            (*(layout.table_at[i] for i in problems.once), *tables_at),
+            (*(layout.shapes[i] for i in problems.once), *shapes), n_numbers,
         )  # fmt: skip
-
-    @property
-    def n_hubs(self) -> int:
-        """How many variables have their values tried."""
-        return len(self.plan.hubs) if isinstance(self.plan, ConditionedPlan) else 0
 
 
 class _Constants:
@@ -110,25 +96,6 @@ class _Constants:
         return np.concatenate((row[0], *self._arrays))[None]
 
 
-def _plan(
-    sizes: Sequence[int], once: Sequence[Axes], blocks: Sequence[Axes], handed_on: Sequence[int],
-    of_blocks: Sequence[BlockPlan], limits: TableLimits,
-) -> EliminationPlan | ConditionedPlan:  # fmt: skip
-    """The plan of what is outside copies, with the tables of all copies. If a table would be large,
-    the plan conditions on hubs; variables that copies hand on (`handed_on`) are no hubs."""
-    entries = max((block.n_additions for block in of_blocks), default=1)
-    if entries <= FIRST_ENTRIES:
-        narrow = limits.and_(TableLimits(table_entries=FIRST_ENTRIES))
-        with suppress(TooWide):
-            return plan_order(sizes, (*once, *blocks), limits=narrow)
-    try:
-        return plan_conditioned(sizes, once, blocks, handed_on, limits)
-    except TooWide:
-        if entries > limits.table_entries:
-            raise
-        return plan_order(sizes, (*once, *blocks), limits=limits)
-
-
 @dataclass(frozen=True, eq=False)
 class _State:
     """What copies hand on of one variable. `first` is the variable before the copies, `last` its
@@ -143,10 +110,6 @@ class _State:
     @property
     def n(self) -> int:
         return len(self.firsts)
-
-    @property
-    def ends(self) -> tuple[int, int]:
-        return self.first, self.last
 
     def seen_by(self, codes: Codes | None) -> Codes:
         """The index of every class on an axis, where `codes` are the indices of choices."""
@@ -196,12 +159,12 @@ class BlockPlan:
         self.plan = plan_order(sizes, tables, remaining, whole, limits)
         self.n_states = math.prod(s.n for s in self.states)
         shape = [self.plan.partitions.n_classes(p) for p in self.plan.left_over]
-        # The additions of a min-plus product of two tables of one copy.
-        self.n_additions = math.prod(shape) * self.n_states
-        if math.prod(shape) > min(limits.kept_entries, limits.table_entries):
+        n_entries = math.prod(shape)
+        # A min-plus product of two tables of one copy adds up a number of states per entry.
+        if n_entries > limits.kept_entries or n_entries * self.n_states > limits.table_entries:
             raise TooWide(
                 f"a repeated block hands on {self.n_states} states, a table of "
-                f"{math.prod(shape)} entries; the limits are {limits}",
+                f"{n_entries} entries; the limits are {limits}",
                 hint="solve the ILP instead",
             )
         self.outer_codes = [

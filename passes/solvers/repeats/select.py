@@ -41,18 +41,11 @@ _Found = tuple[Point[RepeatedChoice], float]
 
 
 def quick_plan(problems: RepeatedProblems) -> RepeatedPlan | None:
-    """The plan of elimination, a quick one if there is one.
-
-    None: other solvers are quicker. That is so without repeated blocks, if elimination would take
-    long or try values of hubs.
-
-    Raises `TooWide` as `RepeatedPlan` does.
-    """
+    """The plan of elimination; None: it would take long, and other solvers are quicker."""
     try:
-        plan = RepeatedPlan(problems, QUICK)
+        return RepeatedPlan(problems, QUICK)
     except TooWide:
-        return RepeatedPlan(problems) if problems.repeats else None
-    return plan if problems.repeats or not plan.n_hubs else None
+        return None
 
 
 class RepeatedSolver:
@@ -63,6 +56,10 @@ class RepeatedSolver:
         self.problem, self.elimination = problem, RepeatedElimination(problem, plan)
         self._hull = Hull(self.elimination)
 
+    def of(self, problem: RepeatedProblem) -> RepeatedSolver:
+        """The solver of a problem with other costs."""
+        return RepeatedSolver(problem, self.elimination.plan)
+
     def solve(
         self,
         budget_bytes: float | None,
@@ -72,8 +69,6 @@ class RepeatedSolver:
     ) -> Solution[RepeatedChoice] | Infeasible:
         """The cheapest choice within the budget, or near it; a gap of at most `gap_goal` is not
         closed further. It stops with a choice and its gap once no choice can be below `limit_s`.
-
-        Raises `TooWide` where a table would be too large.
         """
         deadline = time.perf_counter() + (math.inf if time_limit_s is None else time_limit_s)
         hull = self._hull
