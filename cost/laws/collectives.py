@@ -80,11 +80,6 @@ def cheapest_algorithm(kind: str, size_bytes: float, group: LinkGroup) -> str:
     return min(_candidates(kind, group), key=lambda c: c[1](size_bytes, *numbers, 0.0))[0]
 
 
-def algorithms_of(kind: str, group: LinkGroup) -> tuple[str, ...]:
-    """The algorithms that `group` can run."""
-    return tuple(name for name, _ in _candidates(kind, group))
-
-
 def bus_bytes_per_s(kind: str, size_bytes: float, n_ranks: int, time_s: float) -> float:
     """Bus bandwidth as nccl-tests prints it."""
     turns = _BUS_TURNS.get(kind)

@@ -106,16 +106,6 @@ class CostModel:
             return collective_lines(kind, group_on(self.mesh, axes))
         return ((self.mesh.device.launch_s, 1.0 / self.mesh.device.bytes_per_s),)
 
-    def bucketed_time_s(self, kind: PrimitiveKind, size_bytes: int, axes: tuple[int, ...]) -> float:
-        """Seconds of a primitive on one tensor of a bucket: its share, by bytes, of a full bucket.
-
-        A tensor of a full bucket or more has a collective of its own.
-        """
-        if kind not in COLLECTIVES or size_bytes >= self.bucket_bytes:
-            return self.primitive_time_s(kind, size_bytes, axes)
-        bucket_s = self.primitive_time_s(kind, self.bucket_bytes, axes)
-        return bucket_s * size_bytes / self.bucket_bytes
-
     def for_parameters(self, size_bytes: int) -> CostModel:
         """This model for parameters of `size_bytes` in total, which may not fill a bucket."""
         return replace(self, bucket_bytes=max(min(BUCKET_BYTES, size_bytes), 1))

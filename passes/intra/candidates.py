@@ -312,9 +312,9 @@ class CandidateMaker:
             saved |= price.kept.keys()
         return time_s * self.cases.n_microbatches[:, None], kept_bytes, frozenset(saved)
 
-    def members(self, table: ChoiceTable) -> tuple[MemberPrice, ...]:
+    def members(self, candidates: GroupCandidates) -> tuple[MemberPrice, ...]:
         """The price of each operator of a group; their `kept` is what the group is charged for."""
-        group = table.first
+        group, table = candidates.group, candidates.table
         own = {self._owner(group.values[i]) for i in table.saved}
         charged = {self._owner(name) for name in group.values} - own
         return tuple(self.pricer.members(group, table.picked, charged))

@@ -133,9 +133,14 @@ class _Adder:
                 self._keep_result(v, r, value, is_kept)
         self.builder.variables[v].size_bytes = self._intern(always)
 
+    @cached_property
+    def _one_of(self) -> Mapping[ChoiceTable, GroupCandidates]:
+        """One of the equal groups that share a table."""
+        return {candidates.table: candidates for candidates in self.candidates}
+
     @cached_method
     def _prices(self, table: ChoiceTable) -> tuple[MemberPrice, ...]:
-        return self.maker.members(table)
+        return self.maker.members(self._one_of[table])
 
     @cached_method
     def _forward_s(self, price: MemberPrice) -> Array:

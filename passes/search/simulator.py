@@ -79,13 +79,6 @@ class Simulator:
     def _budget_bytes(self) -> float:
         return self.evaluator.budget_bytes
 
-    def solve(self, candidate: Candidate) -> Solved:
-        """Solve a candidate within the budget and simulate it.
-
-        Raises `InfeasibleError` if a stage does not fit, `BatchError` if rows do not divide.
-        """
-        return self.simulated(self.evaluator.placed(candidate, self._budget_bytes))
-
     def simulated(self, placed: Placed) -> Solved:
         """Simulate a candidate; if its peak exceeds the budget, with leaner placements.
 

@@ -26,7 +26,7 @@ from autopar.passes.inter import (
     views_of,
 )
 from autopar.passes.intra import Constraints
-from autopar.passes.search import Evaluator, Planner, PlanningResult, Simulator
+from autopar.passes.search import Evaluator, Planner, PlanningResult, Simulator, Solved
 from tests.helpers.captures import captured
 from tests.helpers.harness import Mlp, random_tokens, tiny_gpt2
 from tests.helpers.machines import two_tiers
@@ -84,12 +84,18 @@ class Choices:
     def simulator(self) -> Simulator:
         return Simulator(self.evaluator, self._pricer)
 
+    def simulated(self, candidate: Candidate) -> Solved:
+        """A candidate solved within the budget; raises if it does not fit or divide."""
+        simulator = self.simulator
+        placed = simulator.evaluator.placed(candidate, simulator.evaluator.budget_bytes)
+        return simulator.simulated(placed)
+
     def step_times_s(self) -> dict[str, float]:
         """Name -> simulated step, of every plan that fits."""
         found: dict[str, float] = {}
         for candidate in self.candidates():
             try:
-                found[candidate.name] = self.simulator.solve(candidate).step_time_s
+                found[candidate.name] = self.simulated(candidate).step_time_s
             except (InfeasibleError, BatchError):
                 continue
         return found

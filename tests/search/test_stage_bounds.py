@@ -147,7 +147,7 @@ def test_no_simulated_step_is_below_its_bound(
     for candidate in choices.candidates():
         if len(candidate.stages) == 1:
             continue
-        step_time_s = choices.simulator.solve(candidate).step_time_s
+        step_time_s = choices.simulated(candidate).step_time_s
         spans = spans_of(choices, space, candidate)
         assert spans == sorted(spans) and len(spans) > 3
         assert space.least_step_s(m) <= spans[0] * (1 + REL)
@@ -163,7 +163,7 @@ def test_no_simulated_step_within_little_memory_is_below_its_bound() -> None:
     options = {"microbatches": 8, "schedule": "gpipe"}
     free = choices_of("gpt2", (2, 2), TIERED, Options.of(**options))
     few = [c for c in free.candidates() if len(c.stages) > 1][::12]
-    limit = int(0.6 * min(free.simulator.solve(c).peak_bytes for c in few))
+    limit = int(0.6 * min(free.simulated(c).peak_bytes for c in few))
     choices = choices_of("gpt2", (2, 2), TIERED, Options.of(memory_limit=limit, **options))
     space = space_of(choices, limit)
     n_fit = 0

@@ -35,11 +35,6 @@ class Clustering:
     largest_cut_bytes: float
     largest_flops: float
 
-    def layers(self) -> list[range]:
-        """The operators of each layer."""
-        starts = (0, *self.ends[:-1])
-        return [range(a, b) for a, b in zip(starts, self.ends, strict=True)]
-
 
 def cluster_operators(
     flops: Sequence[float], cut_bytes: Sequence[float], n_layers: int, delta: float = 0.5

@@ -13,7 +13,6 @@ from autopar.cost.laws import (
     KINDS,
     LEGEND,
     algorithms,
-    algorithms_of,
     bus_bytes_per_s,
     cheapest_algorithm,
     collective_time_s,
@@ -57,6 +56,11 @@ def groups(draw: st.DrawFn) -> LinkGroup:
     stride, n_ranks = draw(st.sampled_from([1, 2, 3, 4, 8])), draw(st.integers(2, 256))
     members = range(first, first + n_ranks * stride, stride)
     return group_of(members, ranks_per_node, *draw(placed_links()))
+
+
+def algorithms_of(kind: str, group: LinkGroup) -> list[str]:
+    """The algorithms that a group can run."""
+    return [one.algorithm for one in explain(kind, group) if not one.left_out]
 
 
 def symbolic_time_s(kind: str, algorithm: str, size_bytes: int, group: LinkGroup) -> float:
