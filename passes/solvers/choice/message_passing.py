@@ -47,7 +47,7 @@ N_STALLED, STALLED_REL = 20, 1e-4
 # How near bounds are of the choices that elimination tries, the nearest first. About a tenth of a
 # second each.
 NEAR_REL = (1e-7, 1e-3)
-QUICK = TableLimits(2**25, 2**22, 2**27)
+QUICK = TableLimits(2**26, 2**22, 2**27)
 IMPOSSIBLE = Point[Choice]((), ChoiceTotals(math.inf, math.inf))
 
 

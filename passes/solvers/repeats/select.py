@@ -18,11 +18,12 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from contextlib import suppress
 from functools import cache
 
 from autopar.caching import cached_method
 from autopar.passes.solvers.choice import QUICK, Bracket, Hull, Point, search
-from autopar.passes.solvers.eliminate import TooWide
+from autopar.passes.solvers.eliminate import TableLimits, TooWide
 from autopar.passes.solvers.problem import (
     FORBIDDEN,
     SAME_OPTIMUM_REL,
@@ -41,11 +42,15 @@ _Found = tuple[Point[RepeatedChoice], float]
 
 
 def quick_plan(problems: RepeatedProblems) -> RepeatedPlan | None:
-    """The plan of elimination; None: it would take long, and other solvers are quicker."""
-    try:
-        return RepeatedPlan(problems, QUICK)
-    except TooWide:
-        return None
+    """The plan of elimination, a quick one if there is one.
+
+    None: other solvers are quicker. Without repeated blocks that is so if elimination would take
+    long.
+    """
+    for limits in (QUICK, TableLimits()) if problems.repeats else (QUICK,):
+        with suppress(TooWide):
+            return RepeatedPlan(problems, limits)
+    return None
 
 
 class RepeatedSolver:
