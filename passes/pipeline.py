@@ -42,7 +42,7 @@ from autopar.passes.analysis import (
     compute_dtype,
     keep_whole_as_planned,
     pad,
-    padded_for,
+    pad_for_ranks,
 )
 from autopar.passes.backward import proved
 from autopar.passes.binding import (
@@ -138,9 +138,9 @@ class OpenSearch(Pass):
     def run(self, facts: Compilation) -> Iterable[object]:
         program, target = facts[Program], facts[Target]
         options = options_for(program, target.options)
-        longer, paddings = padded_for(program, target.mesh.n_ranks)
+        longer, paddings = pad_for_ranks(program, target.mesh.n_ranks)
         analysis = Analysis.of(longer, options.batch_dims or None)
-        analysis = analysis.in_schedule(schedule_name(options))
+        analysis = analysis.set_schedule(schedule_name(options))
         yield SearchSpace(analysis, paddings, options, _hardware(target.mesh, analysis))
 
 

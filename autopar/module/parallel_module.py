@@ -223,9 +223,9 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         every = self._options.check_every
         self._hyperparameters = Hyperparameters(stage_group(self._place), self._device, every)
         self._finite = FiniteCheck(everyone(self._place), self._device)
-        call_before_steps(self._stored.values(), self, type(self)._before_optimizer)
+        call_before_steps(self._stored.values(), self, type(self)._prepare_optimizer)
 
-    def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def _prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of these parameters steps: what all ranks must agree on before it does."""
         self._hyperparameters.check(optimizer)
         self._originals.warn_of_gradients()

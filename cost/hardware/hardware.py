@@ -90,13 +90,13 @@ def resolve(mesh: Mesh, dtype: torch.dtype = torch.float32) -> Hardware:
 
 def resolve_on(profile: Profile, mesh: Mesh, dtype: torch.dtype = torch.float32) -> Hardware:
     """`resolve` for a mesh of devices of this profile."""
-    profile = _sharing_cores(profile, mesh.devices_per_node)
+    profile = _share_cores(profile, mesh.devices_per_node)
     intra, inter = profile.link("intra_node"), profile.link("inter_node")
     links = (intra,) * len(mesh.shape) if mesh.nodes == 1 else (inter, intra)
-    return on_links(profile, links, dtype)
+    return link_hardware(profile, links, dtype)
 
 
-def on_links(profile: Profile, links: tuple[Link, ...], dtype: torch.dtype) -> Hardware:
+def link_hardware(profile: Profile, links: tuple[Link, ...], dtype: torch.dtype) -> Hardware:
     """A profile's device with the given links.
 
     Raises `NotSupportedError` for a dtype without a rate.
@@ -123,7 +123,7 @@ def on_links(profile: Profile, links: tuple[Link, ...], dtype: torch.dtype) -> H
     return Hardware(links, device, profile.name, peak[dtype], margin, is_gpu, dtype)
 
 
-def _sharing_cores(profile: Profile, ranks_per_node: int) -> Profile:
+def _share_cores(profile: Profile, ranks_per_node: int) -> Profile:
     """The profile of one rank, slowed by ranks / cores where a node has more ranks than cores."""
     n_cores = profile.optional("node.cores_count")
     if n_cores is None or ranks_per_node <= n_cores:

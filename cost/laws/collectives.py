@@ -26,8 +26,8 @@ from autopar.cost.laws.formulas import (
     SYMBOLS,
     Formula,
     algorithms,
-    on_one_level,
     require_kind,
+    simplify_one_level,
 )
 
 # (n, *LinkGroup.numbers, gamma) -> seconds
@@ -106,7 +106,7 @@ def explain(kind: str, group: LinkGroup) -> tuple[Explained, ...]:
         entry = FORMULAS[kind, name]
         expression = entry.expression
         if group.is_one_level and entry.placement != "two levels":
-            expression = on_one_level(expression)
+            expression = simplify_one_level(expression)
         text = str(expression)
         rows.append(Explained(name, text, entry.source, _left_out(entry, group), entry.note))
     return tuple(rows)

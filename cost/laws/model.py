@@ -106,7 +106,7 @@ class CostModel:
             return collective_lines(kind, group_on(self.mesh, axes))
         return ((self.mesh.device.launch_s, 1.0 / self.mesh.device.bytes_per_s),)
 
-    def for_parameters(self, size_bytes: int) -> CostModel:
+    def limit_buckets(self, size_bytes: int) -> CostModel:
         """This model for parameters of `size_bytes` in total, which may not fill a bucket."""
         return replace(self, bucket_bytes=max(min(BUCKET_BYTES, size_bytes), 1))
 

@@ -12,13 +12,13 @@ Mainly hands on `Analysis`, `cut` and `fold`.
 from autopar.passes.analysis.analysis import Analysis, Neediest, compute_dtype, stored_dtype
 from autopar.passes.analysis.arguments import override, prologue_lines
 from autopar.passes.analysis.cutting import Side, boundary_specs, cut, is_boundary_spec
-from autopar.passes.analysis.equal_parts import Numbered, lowered_as, renamed
+from autopar.passes.analysis.equal_parts import Numbered, rename_lowered, rename_strategy
 from autopar.passes.analysis.fallback import accept_missing, keep_whole_as_planned
 from autopar.passes.analysis.folding import KEPT, Folded, Run, find_runs, fold, place_in
 from autopar.passes.analysis.gathering import Gathering
 from autopar.passes.analysis.groups import JointStrategy, OperatorGroup, PlacedOperator
 from autopar.passes.analysis.microbatch import batch_of
-from autopar.passes.analysis.padding import Paddings, find_paddings, pad, padded_for
+from autopar.passes.analysis.padding import Paddings, find_paddings, pad, pad_for_ranks
 from autopar.passes.analysis.recompute import (
     MODES,
     SEARCHED,
@@ -56,13 +56,13 @@ __all__ = [
     "is_boundary_spec",
     "is_searched",
     "keep_whole_as_planned",
-    "lowered_as",
     "override",
     "pad",
-    "padded_for",
+    "pad_for_ranks",
     "place_in",
     "prologue_lines",
     "recomputed_operators",
-    "renamed",
+    "rename_lowered",
+    "rename_strategy",
     "stored_dtype",
 ]

@@ -120,13 +120,13 @@ class Analysis:
             gathers="stages",
         )
 
-    def in_schedule(self, name: str) -> Analysis:
+    def set_schedule(self, name: str) -> Analysis:
         """The same program, planned for a schedule."""
         all_in_flight = name == "gpipe"
         is_other = all_in_flight != self.all_in_flight
         return replace(self, all_in_flight=all_in_flight) if is_other else self
 
-    def gathering_as(self, gathers: Gathers) -> Analysis:
+    def set_gathers(self, gathers: Gathers) -> Analysis:
         """The same program, of which stages are to be made. It is folded later."""
         assert self.parameter_names is None, "folded already"
         return replace(self, whole=self, gathers=gathers)
@@ -235,7 +235,7 @@ class Analysis:
     def microbatch_types(self, n_microbatches: int) -> Types:
         """Types of one microbatch; raises `BatchError` when the batch does not divide."""
         if n_microbatches not in self._types:
-            self._types[n_microbatches] = self._divided(n_microbatches)
+            self._types[n_microbatches] = self._divide(n_microbatches)
         return self._types[n_microbatches]
 
     @cached_method
@@ -272,13 +272,13 @@ class Analysis:
         """The planning nodes, at the sizes of one microbatch."""
         return form_groups(self.program, self.placed_operators(n_microbatches))
 
-    def _divided(self, n_microbatches: int) -> Types:
+    def _divide(self, n_microbatches: int) -> Types:
         if n_microbatches == 1:
             return self.types
         self.batch.check_divides(n_microbatches)
         if self.batch.n_splits(n_microbatches) == 1:
             return self.types
-        for (tensor, (dim, factor)), names in self._with_rows.items():
+        for (tensor, (dim, factor)), names in self._row_types.items():
             size = tensor.dims[dim][factor]
             if size % n_microbatches:
                 raise BatchError(
@@ -287,16 +287,16 @@ class Analysis:
                     where=names[0],
                     hint="choose fewer microbatches",
                 )
-        return self.types.with_divided(self._with_rows, n_microbatches)
+        return self.types.divide_rows(self._row_types, n_microbatches)
 
     @cached_property
     def n_divisible(self) -> int:
         """Numbers of microbatches divide this one: the model views its batch as factors. 0: any."""
-        sizes = (tensor.dims[dim][factor] for tensor, (dim, factor) in self._with_rows)
+        sizes = (tensor.dims[dim][factor] for tensor, (dim, factor) in self._row_types)
         return math.gcd(*sizes)
 
     @cached_property
-    def _with_rows(self) -> Mapping[tuple[TensorType, Cell], Sequence[str]]:
+    def _row_types(self) -> Mapping[tuple[TensorType, Cell], Sequence[str]]:
         return self.types.by_cell(self.batch.cells)
 
 

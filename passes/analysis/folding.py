@@ -157,7 +157,7 @@ class _StandIns:
         if at is None:
             return i
         r, block = at
-        return self._moved(i, r, block, max(b for b in self.blocks[r] if b <= block))
+        return self._shift(i, r, block, max(b for b in self.blocks[r] if b <= block))
 
     def read_instead(self, i: int, reader: int | None) -> int:
         """What `reader` reads in place of dropped operator i. Reader None is the program's end."""
@@ -168,9 +168,9 @@ class _StandIns:
         number = reads_at[1] if reads_at is not None and reads_at[0] == r else run.count
         # Keep the distance to the reader, counted in kept blocks.
         back = (kept.index(number) if number in kept else len(kept)) - (number - block)
-        return self._moved(i, r, block, kept[back]) if back >= 0 else self.stands_for(i)
+        return self._shift(i, r, block, kept[back]) if back >= 0 else self.stands_for(i)
 
-    def _moved(self, i: int, r: int, block: int, other: int) -> int:
+    def _shift(self, i: int, r: int, block: int, other: int) -> int:
         return i + (other - block) * self.runs[r].period
 
 
@@ -222,13 +222,13 @@ class _Finder:
                 break
             wired = np.array([self._alike(i, period) for i in range(first, end)])
             for a, b in _true_ranges(wired):
-                run = self._aligned(Run(first + a, period, (b - a) // period + 1), first + b)
+                run = self._align(Run(first + a, period, (b - a) // period + 1), first + b)
                 better = best is None or self._gain(run) > self._gain(best)
                 if run.count >= self.least and better:
                     best = run
         return best
 
-    def _aligned(self, run: Run, end: int) -> Run:
+    def _align(self, run: Run, end: int) -> Run:
         """The run, beginning with a numbered module. Operators up to `end` have an equal one a
         period later, so the run may begin a bit later with as many blocks."""
         latest = end - run.period * (run.count - 1)

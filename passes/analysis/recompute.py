@@ -107,17 +107,17 @@ def aligned_runs(part: Analysis, recomputable: Recomputable) -> tuple[Run, ...]:
     its blocks holds whole ranges, because then no block can stand for others.
     """
     ranges = recomputable.within(part)
-    return tuple(run for found in find_runs(part) for run in _aligned(found, ranges))
+    return tuple(run for found in find_runs(part) for run in _align(found, ranges))
 
 
-def _aligned(run: Run, ranges: Sequence[range]) -> tuple[Run, ...]:
+def _align(run: Run, ranges: Sequence[range]) -> tuple[Run, ...]:
     """The parts of a run in which all blocks have equal ranges; blocks may be several of its own.
 
     Empty if a range is in two blocks, or too few blocks are equal, however many make one.
     """
     starts = [positions.start for positions in ranges]
     for n in range(1, run.count // KEPT + 1):
-        longer = _shifted(Run(run.start, n * run.period, run.count // n), starts)
+        longer = _shift(Run(run.start, n * run.period, run.count // n), starts)
         inside: list[list[tuple[int, int]]] = [[] for _ in range(longer.count)]
         for positions in ranges:
             blocks = {longer.block_at(i) for i in (positions.start, positions[-1])}
@@ -144,7 +144,7 @@ def _equal_parts(run: Run, inside: Sequence[object]) -> Iterator[Run]:
         start = part.end
 
 
-def _shifted(run: Run, starts: Sequence[int]) -> Run:
+def _shift(run: Run, starts: Sequence[int]) -> Run:
     """The run, starting at the first of `starts` within its first block."""
     first = next((i for i in starts if run.start <= i < run.start + run.period), run.start)
     return Run(first, run.period, (run.end - first) // run.period)

@@ -12,8 +12,8 @@ from collections.abc import Callable, Sequence
 from autopar.passes.analysis import find_runs, fold
 from autopar.passes.explain.next_best import (
     N_SHOWN,
+    DecisionOptions,
     Marginals,
-    Options,
     Ranked,
     every_choice,
     of_operator,
@@ -57,7 +57,9 @@ def _of_stage(stage: PlacedStage, k: int, data: PlanData, n_shown: int) -> Runne
     ranked: dict[str, list[tuple[Ranked, RunnerUp]]] = {}
 
     def others(
-        node: str, of: Callable[[IntraOpProblem, str], Options], own: Storage | OperatorStrategy
+        node: str,
+        of: Callable[[IntraOpProblem, str], DecisionOptions],
+        own: Storage | OperatorStrategy,
     ) -> tuple[RunnerUp, ...]:
         if node not in ranked:
             options = of(problem, node)

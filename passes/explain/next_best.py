@@ -173,7 +173,7 @@ def stand_in(folded: Folded, node: str) -> str | None:
 
 
 @dataclass(frozen=True)
-class Options:
+class DecisionOptions:
     """The options of a decision: what each decides, and which choices of `variable` decide so."""
 
     variable: int
@@ -182,13 +182,13 @@ class Options:
     parameter: str = ""
 
 
-def of_parameter(problem: IntraOpProblem, name: str) -> Options:
+def of_parameter(problem: IntraOpProblem, name: str) -> DecisionOptions:
     storages = problem.storages[name]
     choices = tuple(np.array([i]) for i in range(len(storages)))
-    return Options(problem.parameter_variables[name], storages, choices, name)
+    return DecisionOptions(problem.parameter_variables[name], storages, choices, name)
 
 
-def of_operator(problem: IntraOpProblem, name: str) -> Options:
+def of_operator(problem: IntraOpProblem, name: str) -> DecisionOptions:
     """The options of an operator; choices of its group that place its tensors alike are one."""
     v = next(
         v
@@ -203,14 +203,14 @@ def of_operator(problem: IntraOpProblem, name: str) -> Options:
         alike.setdefault(key, []).append(choice)
     choices = tuple(np.array(of) for of in alike.values())
     decided = tuple(candidates.strategies(int(of[0]))[name] for of in choices)
-    return Options(v, decided, choices)
+    return DecisionOptions(v, decided, choices)
 
 
 def every_choice(numbers: ChoiceProblem) -> list[BoolArray]:
     return [np.ones(k, dtype=bool) for k in numbers.sizes]
 
 
-def _kept(problem: IntraOpProblem, plan: Strategy, options: Options) -> list[BoolArray]:
+def _kept(problem: IntraOpProblem, plan: Strategy, options: DecisionOptions) -> list[BoolArray]:
     """Per variable, a mask of the plan's choices.
 
     All choices stay of the variable that decides, and of those that only make readers agree.
@@ -234,8 +234,8 @@ def _kept(problem: IntraOpProblem, plan: Strategy, options: Options) -> list[Boo
 
 
 class Ranked(NamedTuple):
-    """An option that is possible: its place among `Options.decided`, and what it costs more than
-    the fastest; 0 if it is as fast."""
+    """An option that is possible: its place among `DecisionOptions.decided`, and what it costs more
+    than the fastest; 0 if it is as fast."""
 
     option: int
     extra_s: float
@@ -275,7 +275,7 @@ class Marginals:
         costs_s = min_marginals(plan, potentials)
         return Marginals(problem, numbers, kept, plan, potentials, costs_s)
 
-    def ranked(self, options: Options) -> list[Ranked]:
+    def ranked(self, options: DecisionOptions) -> list[Ranked]:
         """All possible options, fastest first."""
         costs_s = self.costs_s[options.variable]
         each_s = [float(costs_s[of].min()) for of in options.choices]
@@ -286,7 +286,7 @@ class Marginals:
 
     def choice(
         self,
-        options: Options,
+        options: DecisionOptions,
         own: Storage | OperatorStrategy,
         rest: RestOfStage,
         blocks: tuple[int, int] | None,
@@ -315,7 +315,7 @@ class Marginals:
             blocks,
         )
 
-    def _option(self, options: Options, i: int) -> Option:
+    def _option(self, options: DecisionOptions, i: int) -> Option:
         """An option, with the totals of the fastest choice that has it."""
         v, decided = options.variable, options.decided[i]
         every = self.potentials.own

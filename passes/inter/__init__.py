@@ -21,7 +21,7 @@ from autopar.passes.inter.given_stages import (
     given_ends,
     stage_without_parameters,
 )
-from autopar.passes.inter.layers import Layers, balanced, find_layers, operator_flops
+from autopar.passes.inter.layers import Layers, balance, find_layers, operator_flops
 from autopar.passes.inter.recipes import (
     Megatron,
     check_ranks,
@@ -36,11 +36,11 @@ from autopar.passes.inter.submeshes import (
     check_degrees,
     check_pinned_axes,
     distinct_views,
+    pinnable_views,
     pins_on,
     submesh_sizes,
     views_of,
     views_text,
-    with_pinned_axes,
 )
 
 __all__ = [
@@ -54,7 +54,7 @@ __all__ = [
     "StageSearch",
     "all_views",
     "axes_text",
-    "balanced",
+    "balance",
     "check_degrees",
     "check_pinned_axes",
     "check_ranks",
@@ -66,6 +66,7 @@ __all__ = [
     "microbatch_counts",
     "n_operators",
     "operator_flops",
+    "pinnable_views",
     "pins_on",
     "recipe_counts",
     "recipe_limits",
@@ -74,5 +75,4 @@ __all__ = [
     "submesh_sizes",
     "views_of",
     "views_text",
-    "with_pinned_axes",
 ]

@@ -17,7 +17,7 @@ A stage must fit, too. For any price of a byte,
     sum over layers of min (seconds + price x bytes)  -  price x budget
 
 is at most what the stage takes, because its bytes are at most the budget (weak duality of the
-Lagrangian). `LayerBounds.within_budget` takes the best of a few prices. These problems have a
+Lagrangian). `LayerBounds.budget_bounds` takes the best of a few prices. These problems have a
 choice of recompute, if the plans have.
 
 Equal blocks have equal problems. So the problem is that of the folded program, and a layer of c
@@ -43,7 +43,7 @@ from autopar.mesh import LogicalMesh
 from autopar.passes.analysis import Folded
 from autopar.passes.inter.layers import Layers, sums_of_ranges
 from autopar.passes.intra import Constraints, IntraOpProblem, ProblemFamilies
-from autopar.passes.solvers.choice import Messages
+from autopar.passes.solvers.choice import MessageGraph
 from autopar.passes.solvers.problem import (
     BUDGET_REL,
     ChoiceProblem,
@@ -92,8 +92,8 @@ class _Groups:
         return self.is_once()
 
     @cached_property
-    def _messages(self) -> dict[Part, Messages]:
-        return {part: Messages.of(self.problem, self.problem.layout) for part in get_args(Part)}
+    def _messages(self) -> dict[Part, MessageGraph]:
+        return {part: MessageGraph.of(self.problem, self.problem.layout) for part in get_args(Part)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -128,7 +128,7 @@ class LayerBounds:
         least_s = np.array(self._sums(found)).T + self._rest_s(view, m, groups)
         return LeastSeconds(*np.maximum(least_s, equal_s))
 
-    def within_budget(
+    def budget_bounds(
         self, view: LogicalMesh, m: int, depth: int, budget_bytes: float, step_s: float, part: Part
     ) -> Array:
         """[first layer, last layer]: one of `LeastSeconds` within a budget, with `depth`
@@ -179,7 +179,7 @@ class LayerBounds:
         variables = _variables_within(problem.numbers, inside, len(problem.candidates))
         stored = set(problem.parameter_variables.values())
         inside_stored = frozenset(i for i, v in enumerate(variables) if v in stored)
-        alone = ChoiceProblems.alone(_of_variables(problem.numbers, variables))
+        alone = ChoiceProblems.alone(_subproblem(problem.numbers, variables))
         whole = replace(alone, stored=inside_stored)
         members = (m.name for v in groups for m in problem.candidates[v].group.members)
         return _Groups(
@@ -246,7 +246,7 @@ def _variables_within(numbers: ChoiceProblem, inside: set[int], n_groups: int) -
     return sorted(found)
 
 
-def _of_variables(numbers: ChoiceProblem, variables: Sequence[int]) -> ChoiceProblem:
+def _subproblem(numbers: ChoiceProblem, variables: Sequence[int]) -> ChoiceProblem:
     """The problem of some variables, and of the edges between them."""
     place = {v: i for i, v in enumerate(variables)}
     edges = (

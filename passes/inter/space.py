@@ -89,7 +89,7 @@ class PipelineSpace:
         on = analysis, mesh, hardware, options
         return PipelineSpace(*on, budget_bytes, layers, n_stages, prices=prices or Prices())
 
-    def of_recipe(self, limits: Constraints, n_least: int, n_most: int) -> PipelineSpace:
+    def recipe_space(self, limits: Constraints, n_least: int, n_most: int) -> PipelineSpace:
         """A recipe's pipelines, over at least `n_least` and at most `n_most` layers."""
         layers = self.layers
         if n_most != MOST_LAYERS or n_least > layers.n_layers:
@@ -201,7 +201,7 @@ class PipelineSpace:
         runs, recomputable = find_runs(self.analysis), Recomputable.of(self.analysis, self.options)
         if recomputable is not None and aligned_runs(self.analysis, recomputable) != runs:
             recomputable = None
-        return fold(self.analysis.gathering_as("least"), runs), recomputable
+        return fold(self.analysis.set_gathers("least"), runs), recomputable
 
     def _problems(self, folded: Folded, recomputable: Recomputable | None) -> ProblemFamilies:
         family = tuple(CostModel(view, self.hardware.dtype) for view in self.views)

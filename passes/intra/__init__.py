@@ -33,7 +33,7 @@ from autopar.passes.intra.least import (
     static_bytes_of,
     unpadded_static_bytes,
 )
-from autopar.passes.intra.member_prices import lowered_over, operator_times_s
+from autopar.passes.intra.member_prices import joint_lowering, operator_times_s
 from autopar.passes.intra.priced import Prices
 from autopar.passes.intra.problem import IntraOpProblem
 
@@ -50,11 +50,11 @@ __all__ = [
     "Role",
     "choose",
     "intra_op_problem",
+    "joint_lowering",
     "least_bytes",
     "least_static_bytes",
     "least_step_s",
     "least_times_s",
-    "lowered_over",
     "operator_times_s",
     "recipe_cost",
     "shared_s",

@@ -22,7 +22,7 @@ from autopar.errors import InfeasibleError
 from autopar.passes.analysis import JointStrategy, OperatorGroup, PlacedOperator
 from autopar.passes.intra.cases import Cases
 from autopar.passes.intra.constraints import AppliedConstraints
-from autopar.passes.intra.member_prices import MemberPrice, MemberPricer, lowered_over
+from autopar.passes.intra.member_prices import MemberPrice, MemberPricer, joint_lowering
 from autopar.passes.reshard import SpecColumn, SpecColumns
 from autopar.placement import PREFERENCE, I, Placement, Spec
 from autopar.program import OperatorStrategy
@@ -118,7 +118,7 @@ class GroupCandidates:
             out[item.name] = OperatorStrategy(
                 tuple(self.spec(choice, n) for n in item.operator.inputs),
                 tuple(self.spec(choice, n) for n in item.operator.outputs),
-                *lowered_over(chosen, self.table.active_axes),
+                *joint_lowering(chosen, self.table.active_axes),
             )
         return out
 
@@ -159,7 +159,7 @@ class CandidateMaker:
             placed = self.tables_of_sizes[key] = self._table(group, first_savers)
             self.tables_of_machine[placed] = placed
         elif placed not in self.tables_of_machine:
-            self.tables_of_machine[placed] = self._repriced(placed, group, first_savers)
+            self.tables_of_machine[placed] = self._reprice(placed, group, first_savers)
         table = self.tables_of_machine[placed]
         first_savers |= {self._owner(group.values[number]) for number in table.saved}
         return GroupCandidates(group, table)
@@ -191,7 +191,7 @@ class CandidateMaker:
 
     def _table(self, group: OperatorGroup, first_savers: Set[str]) -> ChoiceTable:
         factors = self._factors(group)
-        fitting = [self._fitting(group, axis, factors) for axis in self._active]
+        fitting = [self._fitting_strategies(group, axis, factors) for axis in self._active]
         every = [np.flatnonzero(fits.any(axis=0)).tolist() for fits in fitting]
         products = list(itertools.product(*every))
         picked = np.array(products, dtype=np.int64).reshape(len(products), len(every)).T
@@ -228,7 +228,7 @@ class CandidateMaker:
             hint="relax forbid, force or the recipe for the tensors it uses",
         )
 
-    def _repriced(
+    def _reprice(
         self, table: ChoiceTable, group: OperatorGroup, first_savers: Set[str]
     ) -> ChoiceTable:
         """A table from another machine of the same sizes, with the times of this machine."""
@@ -241,7 +241,7 @@ class CandidateMaker:
         found = [self.cases.factor(*cut) for cut in group.cuts.factors]
         return np.array(found, dtype=np.int64).reshape(-1, len(self.cases)).T
 
-    def _uneven(
+    def _uneven_factors(
         self, group: OperatorGroup, axes: tuple[int, ...], factors: Indices
     ) -> tuple[BoolArray, BoolArray]:
         """The factors that the ranks of `axes` together do not divide in some case.
@@ -254,10 +254,10 @@ class CandidateMaker:
         some = uneven.any(axis=0)
         return uneven[:, some], group.cuts.marks[:, some]
 
-    def _fitting(self, group: OperatorGroup, axis: int, factors: Indices) -> BoolArray:
+    def _fitting_strategies(self, group: OperatorGroup, axis: int, factors: Indices) -> BoolArray:
         """[cases, strategies]: which strategies a group may use on one axis."""
         allowed = {id(j) for j in self.limits.allowed(group, axis, group.strategies)}
-        uneven, marks = self._uneven(group, (axis,), factors)
+        uneven, marks = self._uneven_factors(group, (axis,), factors)
         fits = np.array([id(j) in allowed for j in group.strategies]) & ~(uneven @ marks.T)
         wanted: dict[bytes, BoolArray] = {}
         for row in fits:
@@ -281,7 +281,7 @@ class CandidateMaker:
         for n in range(2, len(picked) + 1):
             for some in itertools.combinations(range(len(picked)), n):
                 axes = tuple(self._active[k] for k in some)
-                uneven, marks = self._uneven(group, axes, factors)
+                uneven, marks = self._uneven_factors(group, axes, factors)
                 shared = np.logical_and.reduce([marks[picked[k]] for k in some])
                 legal &= ~(uneven @ shared.T)
         for item, chosen in zip(group.members, group.chosen.T, strict=True):

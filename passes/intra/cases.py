@@ -15,7 +15,7 @@ import numpy as np
 from autopar.arrays import Array, Indices
 from autopar.caching import cached_method
 from autopar.cost.laws import CostModel
-from autopar.passes.reshard import priced_alike
+from autopar.passes.reshard import canonical_cost
 from autopar.placement import TensorType
 
 # A cost model and a number of microbatches.
@@ -72,8 +72,8 @@ class Cases:
 
     @cached_property
     def move_costs(self) -> tuple[CostModel, ...]:
-        """Per mesh, the cost model that prices its moves (`priced_alike`)."""
-        return tuple(map(priced_alike, self.meshes))
+        """Per mesh, the cost model that prices its moves (`canonical_cost`)."""
+        return tuple(map(canonical_cost, self.meshes))
 
     @cached_property
     def mesh_of(self) -> Indices:

@@ -16,12 +16,19 @@ from weakref import WeakKeyDictionary
 
 from autopar.cost.laws import CostModel
 from autopar.errors import InfeasibleError
-from autopar.passes.analysis import Analysis, Folded, Recomputable, fold, is_searched, renamed
+from autopar.passes.analysis import (
+    Analysis,
+    Folded,
+    Recomputable,
+    fold,
+    is_searched,
+    rename_strategy,
+)
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.hiding import (
     EXPOSED_GAP_GOAL,
+    ExposureWeights,
     LeastExposed,
-    Weights,
     least_exposed,
 )
 from autopar.passes.intra.intra_op import ProblemBatch, ProblemFamilies
@@ -96,7 +103,7 @@ class Chosen:
 
     def named(self, names: Mapping[str, str]) -> Chosen:
         """The same choice, renamed for an equal program (`passes/analysis/equal_parts.py`)."""
-        return replace(self, read=lambda: renamed(self.strategy, names))
+        return replace(self, read=lambda: rename_strategy(self.strategy, names))
 
 
 @dataclass(frozen=True)
@@ -252,8 +259,8 @@ class Chooser:
         whole, place = self._case(ask, ask.cost)
         assert whole is not None, "the caller has seen that blocks are equal"
         folded, solver = whole.folded_problem, self._solver(whole, place, ask, by)
-        beside_s = folded.beside_s(place)
-        limit_s -= beside_s
+        offset_s = folded.offset_s(place)
+        limit_s -= offset_s
         solution = solver.solve(budget_bytes, time_limit_s, ask.gap_goal, limit_s)
         if isinstance(solution, Infeasible):
             program = self.folded.whole.program
@@ -266,8 +273,8 @@ class Chooser:
             problem, runs_on = other.problems.of(place, ask.n_in_flight), other
         hiding = HidingProblem(problem, runs_on.apart(place))
 
-        def solve_weighed(weights: Weights) -> Solution[RepeatedChoice] | None:
-            other = solver.of(hiding.weighed(weights))
+        def solve_weighed(weights: ExposureWeights) -> Solution[RepeatedChoice] | None:
+            other = solver.of(hiding.weigh(weights))
             found = other.solve(budget_bytes, time_limit_s, ask.gap_goal, limit_s)
             return None if isinstance(found, Infeasible) else found
 
@@ -276,7 +283,7 @@ class Chooser:
         law, launches_s = runs_on.folded_problem.hiding, runs_on.folded_problem.launches_s
         objective_s = law.step_s(best.parts, ask.n_microbatches) + launches_s
         exposed_s = law.exposed_sync_s(best.parts, ask.n_microbatches)
-        gap = _gap(objective_s, max(floor_s, best.bound_s + beside_s))
+        gap = _gap(objective_s, max(floor_s, best.bound_s + offset_s))
         return Chosen(
             objective_s=objective_s,
             once_s=runs_on.once_s(problem, best.choice) + exposed_s + launches_s,
@@ -287,7 +294,7 @@ class Chooser:
             read=partial(_strategy, self.folded.whole, whole, best.choice, ask),
             settled=solution.settled and best.bound_s < limit_s,
             solver_gap=solution.gap,
-            hidden_bound_s=max(floor_s, solution.bound_s + beside_s),
+            hidden_bound_s=max(floor_s, solution.bound_s + offset_s),
         )
 
 
@@ -308,7 +315,7 @@ def choose(
 def _best(
     first: Solution[RepeatedChoice],
     hiding: HidingProblem,
-    solve: Callable[[Weights], Solution[RepeatedChoice] | None],
+    solve: Callable[[ExposureWeights], Solution[RepeatedChoice] | None],
     problem: IntraOpProblem,
     ask: PlacementRequest,
     limit_s: float,
@@ -321,7 +328,7 @@ def _best(
 
 def _floor_s(
     best: LeastExposed,
-    solve: Callable[[Weights], Solution[RepeatedChoice] | None],
+    solve: Callable[[ExposureWeights], Solution[RepeatedChoice] | None],
     problem: IntraOpProblem,
     case: int,
     ask: PlacementRequest,
@@ -332,7 +339,7 @@ def _floor_s(
     is_near = problem.slack_s(case) <= EXPOSED_GAP_GOAL * best.bound_s
     if is_near or best.bound_s >= limit_s or ask.runs_on is not None:
         return 0.0
-    found = solve(problem.without_last)
+    found = solve(problem.bound_weights)
     return 0.0 if found is None else found.bound_s + problem.launches_s
 
 

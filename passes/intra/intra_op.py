@@ -32,7 +32,7 @@ from autopar.passes.intra.parameters import ParameterMaker
 from autopar.passes.intra.priced import Prices
 from autopar.passes.intra.problem import IntraOpProblem, IntraOpProblems
 from autopar.passes.intra.recompute_choice import add_recompute
-from autopar.passes.reshard import priced_alike
+from autopar.passes.reshard import canonical_cost
 from autopar.rules import rule_for
 
 # The most cases built at once. 72 keeps arrays at about 1 MB, small enough to cache. Of stages, and
@@ -80,7 +80,7 @@ def intra_op_problems(
     strategies (`alike_counts`).
     """
     program = analysis.program
-    every = tuple((cost.for_parameters(analysis.parameter_bytes), m) for cost, m in cases)
+    every = tuple((cost.limit_buckets(analysis.parameter_bytes), m) for cost, m in cases)
     counts = tuple(dict.fromkeys(m for _, m in every))
     types = {m: analysis.microbatch_types(m) for m in counts}
     first = types[counts[0]]
@@ -123,7 +123,7 @@ def intra_op_problems(
     builder.connect(candidates)
     if recomputable is not None:
         add_recompute(builder, candidates, maker, analysis, recomputable)
-    return builder.finished(candidates)
+    return builder.finish(candidates)
 
 
 def backward_share(analysis: Analysis, cost: CostModel, recomputes: bool) -> float:
@@ -191,10 +191,10 @@ class ProblemFamilies:
     @cached_property
     def _families(self) -> list[dict[CostModel, None]]:
         """The families; cost models with equal prices appear once."""
-        return [dict.fromkeys(map(priced_alike, family)) for family in self.families]
+        return [dict.fromkeys(map(canonical_cost, family)) for family in self.families]
 
     @cached_property
-    def _together(self) -> list[dict[Hashable, tuple[CostModel, ...]]]:
+    def _family_kinds(self) -> list[dict[Hashable, tuple[CostModel, ...]]]:
         """Per family: kind -> its cost models."""
         kinds = [dict.fromkeys(map(self._kind, family)) for family in self._families]
         return [
@@ -220,8 +220,8 @@ class ProblemFamilies:
         Raises `InfeasibleError` if the constraints leave nothing in any of the cases, `BatchError`
         if the batch does not divide.
         """
-        cost, kind = priced_alike(cost), self._kind(cost)
-        every = [of.get(kind, ()) for of in self._together]
+        cost, kind = canonical_cost(cost), self._kind(cost)
+        every = [of.get(kind, ()) for of in self._family_kinds]
         costs = next((of for of in every if cost in of), (cost,))
         if constraints.pins or set(constraints.roles) == {"data"}:
             costs = (cost,)  # pins are of one mesh; for pure data parallelism all meshes are equal
@@ -231,7 +231,7 @@ class ProblemFamilies:
         is_few = not is_whole or is_searched(self.recomputable)
         n_cases = FEW_CASES if is_few else MOST_CASES
         first = 1 if is_whole else FIRST_COUNT
-        counts = self._counts_with(n_microbatches, first, max(1, n_cases // n_most))
+        counts = self._batch_counts(n_microbatches, first, max(1, n_cases // n_most))
         key = (costs, counts, repr(constraints))
         if key not in self._built:
             cases = tuple((c, m) for m in counts for c in costs)
@@ -244,7 +244,7 @@ class ProblemFamilies:
                 del self._built[next(iter(self._built))]
         return self._built[key]
 
-    def _counts_with(self, n_microbatches: int, first: int, n_most: int) -> tuple[int, ...]:
+    def _batch_counts(self, n_microbatches: int, first: int, n_most: int) -> tuple[int, ...]:
         """The numbers of microbatches that are built together with `n_microbatches`.
 
         If they cannot all be built at once, numbers below `first` are built apart. Stages start
@@ -274,10 +274,10 @@ class ProblemBatch:
 
     def place(self, cost: CostModel, n_microbatches: int) -> int:
         """The index of a case among the problems."""
-        return self.cases.index((priced_alike(cost), n_microbatches))
+        return self.cases.index((canonical_cost(cost), n_microbatches))
 
     def of(self, cost: CostModel, n_microbatches: int) -> IntraOpProblem:
-        case = (priced_alike(cost), n_microbatches)
+        case = (canonical_cost(cost), n_microbatches)
         if case not in self._of:
             self._of[case] = self.problems.of(self.cases.index(case))
         return self._of[case]

@@ -172,11 +172,11 @@ class LeastRerun:
 
     def _mode(self, r: int, mode: Recompute, n_microbatches: int) -> tuple[float, float]:
         """(bytes that a mode of a range frees at most, seconds that it takes at least)."""
-        freed_bytes, times_s = self._again(r, mode, n_microbatches)
+        freed_bytes, times_s = self._rerun_cost(r, mode, n_microbatches)
         n_ranks = self.cost.mesh.n_ranks
         return freed_bytes, shared_s(times_s, self.analysis, n_ranks, n_microbatches)
 
-    def _again(self, r: int, mode: Recompute, n_microbatches: int) -> tuple[float, Array]:
+    def _rerun_cost(self, r: int, mode: Recompute, n_microbatches: int) -> tuple[float, Array]:
         """(bytes that a mode of a range frees at most, [2] `least_times_s` of what runs again)."""
         ranges, types = self._ranges, self.analysis.microbatch_types(n_microbatches).tensors
         held = {v: types[v].size_bytes for v in ranges.taken[r] if ranges.is_only(v, r)}

@@ -34,7 +34,7 @@ from autopar.arrays import Array, BoolArray, Codes, Indices
 from autopar.caching import cached_method
 from autopar.options import Recompute
 from autopar.passes.analysis import Analysis, Recomputable
-from autopar.passes.intra.builder import ProblemBuilder, ReshardEdge, Variable
+from autopar.passes.intra.builder import BuiltVariable, ProblemBuilder, ReshardEdge
 from autopar.passes.intra.candidates import CandidateMaker, ChoiceTable, GroupCandidates
 from autopar.passes.intra.cases import Cases
 from autopar.passes.intra.member_prices import MemberPrice
@@ -134,13 +134,13 @@ class _Adder:
         self.builder.variables[v].size_bytes = self._intern(always)
 
     @cached_property
-    def _one_of(self) -> Mapping[ChoiceTable, GroupCandidates]:
+    def _representatives(self) -> Mapping[ChoiceTable, GroupCandidates]:
         """One of the equal groups that share a table."""
         return {candidates.table: candidates for candidates in self.candidates}
 
     @cached_method
     def _prices(self, table: ChoiceTable) -> tuple[MemberPrice, ...]:
-        return self.maker.members(self._one_of[table])
+        return self.maker.members(self._representatives[table])
 
     @cached_method
     def _forward_s(self, price: MemberPrice) -> Array:
@@ -234,7 +234,7 @@ class _Adder:
     def _run_reshard_again(self, reshard: ReshardEdge, variable: int | None) -> None:
         edge = self.builder.edges[reshard.edge]
         wanted = self.builder.variables[reshard.target].specs[reshard.value]
-        found = self._in_modes(reshard, edge)
+        found = self._edge_costs(reshard, edge)
         if found is None:
             return
         total_s, size_bytes = found
@@ -245,10 +245,10 @@ class _Adder:
         pairs = self._variable(f"{reshard.value} again", n_specs * n_modes)
         self.builder.edges[reshard.edge] = Edge(edge.u, pairs, total_s, size_bytes, edge.rows, None)
         spec_of, mode_of = _pair_codes(n_specs, n_modes)
-        self._equal(pairs, spec_of, reshard.target, wanted.code, n_specs)
-        self._equal(variable, np.arange(n_modes), pairs, mode_of, n_modes)
+        self._add_equality(pairs, spec_of, reshard.target, wanted.code, n_specs)
+        self._add_equality(variable, np.arange(n_modes), pairs, mode_of, n_modes)
 
-    def _in_modes(self, reshard: ReshardEdge, edge: Edge) -> tuple[Array, Array] | None:
+    def _edge_costs(self, reshard: ReshardEdge, edge: Edge) -> tuple[Array, Array] | None:
         """Seconds and bytes of an edge: [cases, specs made, pairs (spec wanted, mode)].
 
         None if nothing runs again. Equal edges have the same arrays.
@@ -262,7 +262,7 @@ class _Adder:
         arrays = (edge.cost_s, again, sums_s, wanted)
         key = (*map(id, arrays), hands_on)  # all these arrays are kept alive
         if key not in self._in_modes_of:
-            cost_s, size_bytes = self._of_modes(reshard, again, hands_on)
+            cost_s, size_bytes = self._mode_costs(reshard, again, hands_on)
             total_s = edge.cost_s[..., None] + cost_s
             shape = (*total_s.shape[:2], -1)
             self._in_modes_of[key] = (
@@ -283,7 +283,7 @@ class _Adder:
             return False
         return self._is_handed_on(v, r, value, self._is_kept(v, i))
 
-    def _of_modes(
+    def _mode_costs(
         self, reshard: ReshardEdge, again: RerunCosts, hands_on: bool
     ) -> tuple[Array, Array]:
         """Seconds of a step, and bytes: [cases, specs made, specs wanted, modes]."""
@@ -322,7 +322,7 @@ class _Adder:
 
     def _variable(self, name: str, n_choices: int) -> int:
         zero = self.builder.priced.placed.zeros(n_choices)
-        self.builder.variables.append(Variable(name, zero, zero))
+        self.builder.variables.append(BuiltVariable(name, zero, zero))
         return len(self.builder.variables) - 1
 
     def _join(self, v: int, r: int, variable: int | None, cost_s: Array, size_bytes: Array) -> None:
@@ -341,16 +341,16 @@ class _Adder:
             cost_s, size_bytes = (self._intern(a.swapaxes(1, 2)) for a in (cost_s, size_bytes))
         self.builder.edges.append(Edge(u, w, cost_s, size_bytes))
 
-    def _equal(self, u: int, rows: Indices, v: int, columns: Indices, n: int) -> None:
+    def _add_equality(self, u: int, rows: Indices, v: int, columns: Indices, n: int) -> None:
         self.builder.edges.append(Edge(u, v, _equality(n), None, rows, columns))
 
     def _spend(self, v: int, r: int, seconds: Array, mode: Recompute | None) -> None:
         for k in self._places(mode):
-            self._of(v, r)[0][:, k] += seconds
+            self._range_table(v, r)[0][:, k] += seconds
 
     def _charge(self, v: int, r: int, size_bytes: Array, mode: Recompute | None) -> None:
         for k in self._places(mode):
-            self._of(v, r)[1][:, k] += size_bytes
+            self._range_table(v, r)[1][:, k] += size_bytes
 
     def _places(self, mode: Recompute | None) -> Iterator[int]:
         """The indices of a mode among `modes`; "attention-core" runs again in full."""
@@ -358,7 +358,7 @@ class _Adder:
             if own == mode or (own == "attention-core" and mode == "full"):
                 yield k
 
-    def _of(self, v: int, r: int) -> tuple[Array, Array]:
+    def _range_table(self, v: int, r: int) -> tuple[Array, Array]:
         if (v, r) not in self._joined:
             n_choices = self.builder.variables[v].cost_s.shape[-1]
             shape = (len(self.cases), len(self.modes), n_choices)

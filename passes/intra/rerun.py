@@ -209,5 +209,5 @@ def rerun_costs(
     rows = [tables.index[spec] for spec in made]
     columns = [tables.index[spec] for spec in wanted]
     of_moves = [seconds, seconds * (1 - calls), results * calls, calls, np.ones_like(calls)]
-    sums = tables.along_paths(rows, columns, np.stack(of_moves, axis=1))
+    sums = tables.path_sums(rows, columns, np.stack(of_moves, axis=1))
     return RerunCosts(*(sums[:, k] for k in range(len(of_moves))))

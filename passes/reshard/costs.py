@@ -100,7 +100,7 @@ class ReshardTables:
         Seconds are forward + backward; infinite if there is no path or a spec is not legal. Ties
         are rounded to thousandths, and 0 where seconds are infinite.
         """
-        graph, rows = self.graph, self._found(sources)
+        graph, rows = self.graph, self._rows_of(sources)
         time_s, tie = path_seconds(
             graph.source, self._last[cases], rows, np.array(targets, dtype=np.int64),
             graph.forward, self.backward, self.seconds[cases], graph.ties,
@@ -108,20 +108,20 @@ class ReshardTables:
         time_s[~self.legal[cases, sources]] = np.inf
         return time_s, tie
 
-    def along_paths(
+    def path_sums(
         self, sources: Sequence[int], targets: Sequence[int], move_values: Array
     ) -> Array:
         """Sums over the moves of each path: [cases, k, moves] -> [cases, k, sources, targets]."""
-        rows, at = self._found(sources), np.array(targets, dtype=np.int64)
+        rows, at = self._rows_of(sources), np.array(targets, dtype=np.int64)
         values = np.ascontiguousarray(move_values)  # the loops are compiled once per layout
         return sum_along(self.graph.source, self._last, rows, at, values)
 
-    def last_along_paths(
+    def last_path_values(
         self, sources: Sequence[int], targets: Sequence[int], move_values: Array
     ) -> Array:
         """Of the last move of each path whose value is not 0: [cases, moves] -> [cases, sources,
         targets]."""
-        rows, at = self._found(sources), np.array(targets, dtype=np.int64)
+        rows, at = self._rows_of(sources), np.array(targets, dtype=np.int64)
         values = np.ascontiguousarray(move_values)
         return last_along(self.graph.source, self._last, rows, at, values)
 
@@ -133,11 +133,11 @@ class ReshardTables:
 
     def last_moves(self, source: int, case: int) -> LastMoves:
         """[specs]: the last moves of the paths from `source`, which minimise time, then tie."""
-        (row,) = self._found([source])
+        (row,) = self._rows_of([source])
         found: LastMoves = self._last[case, row]
         return found
 
-    def _found(self, sources: Sequence[int]) -> Indices:
+    def _rows_of(self, sources: Sequence[int]) -> Indices:
         """The rows of `sources` in `_last`; paths from new sources are found together."""
         unknown = [s for s in dict.fromkeys(sources) if s not in self._row]
         if unknown:
@@ -203,7 +203,7 @@ def reshard_table(
     tensor: TensorType, cost: CostModel, no_reduce_scatter: bool = False
 ) -> ReshardTable:
     """The table of a tensor type under a cost model; equal layers and stages share it."""
-    return _table(tensor, priced_alike(cost), no_reduce_scatter).of(0)
+    return _table(tensor, canonical_cost(cost), no_reduce_scatter).of(0)
 
 
 @lru_cache(maxsize=1024)
@@ -232,7 +232,7 @@ def reshard_tables(
 
 
 @lru_cache(maxsize=1024)
-def priced_alike(cost: CostModel) -> CostModel:
+def canonical_cost(cost: CostModel) -> CostModel:
     """A cost model with the same prices: names and the first rank do not matter."""
     names = tuple(f"axis_{i}" for i in range(cost.mesh.n_axes))
     mesh = replace(cost.mesh, names=names, first_rank=0)

@@ -67,7 +67,7 @@ def _split(tensor: TensorType, spec: Spec, sizes: Sequence[int], cell: tuple[int
     return Split(cell[0], math.prod(dims[cell[0]][: cell[1]]))
 
 
-def _with(spec: Spec, axes: Sequence[int], placement: Placement) -> Spec:
+def _place(spec: Spec, axes: Sequence[int], placement: Placement) -> Spec:
     """`spec` with `placement` on `axes`; if they shard, they become the innermost axes."""
     placements = list(spec.placements)
     for axis in axes:
@@ -87,7 +87,7 @@ def moves_from(
 ) -> Iterator[MoveStep]:
     """Every single move out of `spec`."""
     for axes, target in _changes(tensor, spec, sizes):
-        if _with(spec, axes, target) in legal:
+        if _place(spec, axes, target) in legal:
             yield _step(tensor, spec, sizes, axes, target)
 
 
@@ -121,10 +121,10 @@ def _step(
     target: Placement,
 ) -> MoveStep:  # fmt: skip
     source = spec.placements[axes[0]]
-    after = _with(spec, axes, target)
+    after = _place(spec, axes, target)
     splits: tuple[Split, ...] = ()
     if source.is_shard and target.is_shard:
-        pieces = _with_both(tensor, spec, sizes, axes, target)
+        pieces = _outer_size(tensor, spec, sizes, axes, target)
         splits = (Split(source.dim, pieces), _split(tensor, spec, sizes, target.cell))
     elif source.is_shard:
         splits = (_split(tensor, spec, sizes, source.cell),)
@@ -145,7 +145,7 @@ def _name(source: Placement, target: Placement) -> str:
     return f"{source.kind}_to_{target.kind}".lower()
 
 
-def _with_both(
+def _outer_size(
     tensor: TensorType, spec: Spec, sizes: Sequence[int], axes: Sequence[int], target: Placement
 ) -> int:
     """`outer` of the source's split, counted in a piece that is already cut along the target."""
@@ -275,19 +275,19 @@ def _drawn(n_cells: int, has_grad: bool, in_use: tuple[bool, ...]) -> MoveGraph:
 
     plain = {spec.placements: i for spec, i in index.items() if not spec.order}
 
-    def moved_to(spec: Spec, axes: tuple[int, ...], placement: Placement) -> int:
-        """The index of `_with(spec, axes, placement)`, without its cost in most cases."""
+    def target_of(spec: Spec, axes: tuple[int, ...], placement: Placement) -> int:
+        """The index of `_place(spec, axes, placement)`, without its cost in most cases."""
         after = list(spec.placements)
         for axis in axes:
             after[axis] = placement
         if spec.order or (placement.is_shard and after.count(placement) > len(axes)):
-            return index[_with(spec, axes, placement)]
+            return index[_place(spec, axes, placement)]
         return plain[tuple(after)]
 
     ends, moved, run = [], [], []
     for i, spec in enumerate(specs):
         for axes, placement in _changes(tensor, spec, sizes):
-            j = moved_to(spec, axes, placement)
+            j = target_of(spec, axes, placement)
             forward, backward = TABLE[_name(spec.placements[axes[0]], placement)]
             backward = backward if has_grad else "identity"
             ends.append((i, j))

@@ -31,7 +31,7 @@ class SpecColumn:
     def __getitem__(self, choice: int) -> Spec:
         return self.distinct[self.code[choice]]
 
-    def looked_up(self, index: Mapping[Spec, int]) -> Indices:
+    def lookup(self, index: Mapping[Spec, int]) -> Indices:
         """The number in `index` of every choice's spec; `index` has them all."""
         return np.array([index[spec] for spec in self.distinct], dtype=np.int64)[self.code]
 
@@ -71,4 +71,4 @@ def _numbers(columns: Sequence[SpecColumn]) -> list[Indices]:
     for column in columns:
         for spec in column.distinct:
             index.setdefault(spec, len(index))
-    return [column.looked_up(index) for column in columns]
+    return [column.lookup(index) for column in columns]

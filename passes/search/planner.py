@@ -35,12 +35,12 @@ from autopar.passes.inter import (
     megatron_pipelines,
     microbatch_counts,
     n_operators,
+    pinnable_views,
     pins_on,
     recipe_counts,
     recipe_limits,
     submesh_sizes,
     views_of,
-    with_pinned_axes,
 )
 from autopar.passes.intra import (
     Constraints,
@@ -188,7 +188,7 @@ class Planner:
         elif options.n_stages in (None, 1) and not options.force and self.analysis.batch.size:
             views = views_of(self.mesh, self.hardware, options, 0, self.mesh.n_ranks)
             for recipe in recipes_on(views, options):
-                yield nodes.counted(recipe)
+                yield nodes.single_stage(recipe)
 
     def _manual(self, manual: Manual) -> Iterator[Node]:
         """The user's recipe; with stages, more microbatches mean a smaller bubble."""
@@ -198,14 +198,14 @@ class Planner:
             check_ranks(manual, self.mesh)
             limits, view = recipe_limits(self.options, manual), self._view(manual.dp, manual.tp)
             counts = recipe_counts(self.analysis, self.options, manual, self.mesh.n_ranks)
-            named = [self._of_one("manual recipe", view, limits, m) for m in counts]
+            named = [self._single_stage("manual recipe", view, limits, m) for m in counts]
             yield RecipeNodes(self.levels).root(named)
             return
         space = self._space(manual.pp)
         several = SeveralStages(self.levels, space)
         yield from several.megatron(megatron_pipelines(space, manual))
 
-    def _of_one(self, name: str, view: LogicalMesh, limits: Constraints, m: int) -> Candidate:
+    def _single_stage(self, name: str, view: LogicalMesh, limits: Constraints, m: int) -> Candidate:
         return Candidate(
             name, (n_operators(self.analysis.program),), (StageLayout(view, limits),), m
         )
@@ -217,11 +217,11 @@ class Planner:
         times_s = least_times_s(self.analysis, cost).sum(axis=1)
         sizes = [self.mesh.n_ranks] if self.options.n_stages in (None, 1) else []
         views = distinct_views(self.mesh, self.hardware, self.options, sizes)
-        for view in with_pinned_axes(self.options, views):
+        for view in pinnable_views(self.options, views):
             pins = pins_on(self.analysis, self.options, view)
             limits = Constraints(self.options.forbid, pins=pins)
             for m in self.evaluator.counts:
-                candidate = self._of_one(f"search on {axes_text(view)}", view, limits, m)
+                candidate = self._single_stage(f"search on {axes_text(view)}", view, limits, m)
                 bound_s = shared_s(times_s, self.analysis, self.mesh.n_ranks, m)
                 yield self.levels.root(candidate, bound_s)
         if self.pipelines is not None:
@@ -254,7 +254,7 @@ class Planner:
 
     def _simulate_leanest(self, candidate: Candidate) -> None:
         try:
-            self.simulator.with_least_memory(candidate)
+            self.simulator.simulate_leanest(candidate)
         except InfeasibleError as error:  # its constraints leave no placement at all
             self.report(f"{candidate.name}: {error.what}")
 

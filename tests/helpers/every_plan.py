@@ -51,7 +51,7 @@ def choices_of(
 ) -> Choices:
     """Devices are slower for GPT-2, whose matmuls are smaller."""
     mesh = two_tiers(shape, s_per_byte, 1e10 if model == "mlp" else 1e9)
-    analysis = analysis_of(model).in_schedule(schedule_name(options))
+    analysis = analysis_of(model).set_schedule(schedule_name(options))
     return Choices(analysis, mesh, options)
 
 

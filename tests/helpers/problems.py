@@ -25,8 +25,8 @@ from autopar.passes.solvers.problem import (
     Solution,
     Weights,
     axes_of,
+    infeasible_budget,
     make_solution,
-    over_budget,
 )
 from autopar.passes.solvers.repeats import (
     Repeat,
@@ -78,7 +78,7 @@ def solve_brute_force(problem: ChoiceProblem) -> Solution[Choice] | Infeasible:
     if problem.budget_bytes is not None:
         min_bytes = float(size[possible].min())
         if not problem.fits(min_bytes):
-            return over_budget(problem.budget_bytes, min_bytes)
+            return infeasible_budget(problem.budget_bytes, min_bytes)
         cost[size > problem.budget_bytes * (1 + BUDGET_REL)] = math.inf
     choice = [int(k) for k in np.unravel_index(int(cost.argmin()), problem.sizes)]
     return make_solution(problem, choice, None)

@@ -146,7 +146,7 @@ def test_zero_3_is_tried_where_zero_1_does_not_fit() -> None:
             if recipe.view.sizes == (2, 2) and "Megatron" not in recipe.names
         )
         search = BranchAndBound(0.0, 0.0, lambda solved: Simplicity())
-        search.run([RecipeNodes(planner.levels).counted(recipe)])
+        search.run([RecipeNodes(planner.levels).single_stage(recipe)])
         (solved,) = search.found
         return solved
 

@@ -93,7 +93,7 @@ def test_a_recipe_is_bounded_by_its_layers(shape: tuple[int, ...]) -> None:
         if recipe.view.n_ranks in space.sizes and recipe.space.layers == space.layers:
             assert space.least_step_s(recipe.n_microbatches) <= recipe.shared_s * (1 + REL)
         placed = choices.evaluator.placed(recipe.candidate, None)
-        step_s = choices.simulator.as_placed(placed).step_time_s
+        step_s = choices.simulator.simulate_once(placed).step_time_s
         assert recipe.layered_s <= step_s * (1 + REL), recipe.candidate.name
 
 
@@ -175,7 +175,7 @@ def test_no_simulated_step_within_little_memory_is_below_its_bound() -> None:
             assert math.isinf(spans[-1])
             continue
         n_fit += 1
-        assert spans[-1] <= choices.simulator.as_placed(placed).step_time_s, candidate.name
+        assert spans[-1] <= choices.simulator.simulate_once(placed).step_time_s, candidate.name
     assert 2 <= n_fit < len(few)
 
 

@@ -95,10 +95,10 @@ def test_exchanges_from_over_the_budget() -> None:
     problem = uneven_parts(10)
     fastest, lean = (RepeatedChoice(k, ((k,) * 10,)) for k in ((1, 1), (0, 0)))
     exchanges = Exchanges(problem, 40.0, [lean])
-    found = exchanges.fitted(Point(fastest, problem.evaluate(fastest)))
+    found = exchanges.fit(Point(fastest, problem.evaluate(fastest)))
     assert found is not None and 40.0 - 7.0 < found.totals.bytes <= 40.0
     assert problem.evaluate(found.choice) == found.totals
-    found = Exchanges(problem, 0.0, []).fitted(Point(fastest, problem.evaluate(fastest)))
+    found = Exchanges(problem, 0.0, []).fit(Point(fastest, problem.evaluate(fastest)))
     assert found is not None and found.choice == lean
 
 

@@ -46,8 +46,8 @@ from autopar.passes.solvers.problem import (
     Shape,
     Solution,
     TimeLimitError,
+    infeasible_budget,
     make_solution,
-    over_budget,
 )
 
 SCALED_OPTIMUM = 1e3
@@ -134,7 +134,7 @@ def _explain(problem: ChoiceProblem, time_limit_s: float | None) -> Infeasible:
     scale = max(sum(float(b.max()) for b in problem.bytes), 1.0)
     result = _run(problem, "bytes", scale, deadline)
     if result.choice is not None and result.proven:
-        return over_budget(problem.budget_bytes, problem.evaluate(result.choice).bytes)
+        return infeasible_budget(problem.budget_bytes, problem.evaluate(result.choice).bytes)
     if result.proven:
         return FORBIDDEN
     return Infeasible("no choice fits the budget", None)
@@ -262,18 +262,18 @@ class _Model:
             return IlpResult(None, 0.0, False)
         self.program.solve(_solver(time_limit_s, not self.has_limit, n_nodes))
         status = self.program.sol_status
-        if status == pulp.LpSolutionIntegerFeasible and math.isinf(self._reached()[0]):
+        if status == pulp.LpSolutionIntegerFeasible and math.isinf(self._bounds()[0]):
             status = pulp.LpSolutionNoSolutionFound  # stopped at the node limit, without a choice
         if status in (pulp.LpSolutionInfeasible, pulp.LpSolutionUnbounded):
             return IlpResult(None, math.inf, True)
         if status == pulp.LpSolutionNoSolutionFound:
-            return IlpResult(None, max(self._reached()[1], 0.0) / self.objective_factor, False)
+            return IlpResult(None, max(self._bounds()[1], 0.0) / self.objective_factor, False)
         choice = tuple(max(range(len(x)), key=lambda k: x[k].value() or 0.0) for x in self.x)
         proven = status == pulp.LpSolutionOptimal
-        bound = self.program.objective.value() if proven else self._reached()[1]
+        bound = self.program.objective.value() if proven else self._bounds()[1]
         return IlpResult(choice, max(bound or 0.0, 0.0) / self.objective_factor, proven)
 
-    def _reached(self) -> tuple[float, float]:
+    def _bounds(self) -> tuple[float, float]:
         """HiGHS's objective, infinite without a solution, and its proven bound."""
         info = self.program.solverModel.getInfo()
         return float(info.objective_function_value), float(info.mip_dual_bound)

@@ -68,8 +68,8 @@ class MessagePassing:
         return Numbers.of(self.problem)
 
     @cached_property
-    def _messages(self) -> Messages:
-        return Messages.of(self.problem, self._numbers.layout)
+    def _messages(self) -> MessageGraph:
+        return MessageGraph.of(self.problem, self._numbers.layout)
 
     def at(self, weights: Weights) -> tuple[float, Point[Choice]]:
         row = self._numbers.at(weights).rows[0]
@@ -79,14 +79,14 @@ class MessagePassing:
         best, total = IMPOSSIBLE, math.inf
         if choice is not None:
             best = Point(choice, self.problem.evaluate(choice))
-            total = _weighed(best.totals, weights)
+            total = _weighted_total(best.totals, weights)
         for more in NEAR_REL:
             if total <= bound * (1 + CLOSED_REL):
                 break
             near = self._best_near(row, weights, bound * (1 + more))
             if near is None:
                 continue
-            total_of_near = _weighed(near.totals, weights)
+            total_of_near = _weighted_total(near.totals, weights)
             if total_of_near < total:
                 best, total = near, total_of_near
             if total <= bound * (1 + more):  # all that was left out is dearer
@@ -125,13 +125,13 @@ class MessagePassing:
         return [bound + more <= most for more in slack]
 
 
-def _weighed(totals: ChoiceTotals, weights: Weights) -> float:
+def _weighted_total(totals: ChoiceTotals, weights: Weights) -> float:
     cost_s = totals.cost_s * weights.cost if weights.cost else 0.0
     return cost_s + totals.bytes * weights.size
 
 
 @dataclass(frozen=True, eq=False)
-class Messages:
+class MessageGraph:
     """Passes messages between the variables of one problem, or of some that differ in numbers.
 
     The first fields are the arrays of `message_loops.py`, in the order in which its functions take
@@ -149,7 +149,7 @@ class Messages:
     _last: dict[float, Array] = field(default_factory=dict)
 
     @staticmethod
-    def of(problem: ChoiceProblem | ChoiceProblems, layout: Layout) -> Messages:
+    def of(problem: ChoiceProblem | ChoiceProblems, layout: Layout) -> MessageGraph:
         sizes = problem.sizes
         before: list[list[tuple[int, int]]] = [[] for _ in sizes]
         after: list[list[tuple[int, int]]] = [[] for _ in sizes]
@@ -170,7 +170,7 @@ class Messages:
         both = zip(before, after, strict=True)
         links = [link for b, a in zip(before, after, strict=True) for link in (*b, *a)]
         tables = [(at, *e.shape) for at, e in zip(layout.table_at, problem.edges, strict=True)]
-        return Messages(
+        return MessageGraph(
             np.array(rows, dtype=np.intp).reshape(-1, 5),
             np.array(links, dtype=np.intp).reshape(-1, 2),
             np.array(tables, dtype=np.intp).reshape(-1, 3),

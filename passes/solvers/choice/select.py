@@ -47,8 +47,8 @@ from autopar.passes.solvers.problem import (
     Infeasible,
     Solution,
     Weights,
+    infeasible_budget,
     make_solution,
-    over_budget,
     within,
 )
 
@@ -126,7 +126,7 @@ def _bracket(
         least_bytes, lean = minimiser.at(Weights(0.0, size=1.0))
         if not within(budget_bytes, lean.totals.bytes):
             is_leanest = lean.totals.bytes <= least_bytes * (1 + SAME_OPTIMUM_REL)
-            return over_budget(budget_bytes, lean.totals.bytes) if is_leanest else None
+            return infeasible_budget(budget_bytes, lean.totals.bytes) if is_leanest else None
         hull.corners.append(lean)
         bracket = search(hull, budget_bytes, deadline)
     return None if math.isinf(bracket.best.totals.cost_s) else bracket

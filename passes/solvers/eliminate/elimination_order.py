@@ -29,7 +29,7 @@ from autopar.passes.solvers.problem import (
     PlacedTable,
     Scope,
     axes_of,
-    seen_through,
+    replace_views,
     views,
 )
 
@@ -133,7 +133,7 @@ def _planned(
     partitions = Partitions()
     given = [_given(partitions, sizes, t, axes) for t, axes in enumerate(tables)]
     pairs = views(partitions, given, (v for v in range(len(sizes)) if v not in remaining))
-    seen = seen_through(given, pairs)
+    seen = replace_views(given, pairs)
     graph = InteractionGraph.of(partitions, len(sizes), ((t.scope, t.partitions) for t in seen))
     fixed = {*remaining, *(step.variable for step in pairs)}
     order = greedy_order(graph, (v for v in range(len(sizes)) if v not in fixed))

@@ -23,8 +23,8 @@ from autopar.passes.solvers.problem.problem import (
     Solution,
     TimeLimitError,
     codes_of,
+    infeasible_budget,
     make_solution,
-    over_budget,
     within,
 )
 from autopar.passes.solvers.problem.problems import ChoiceProblems
@@ -34,7 +34,7 @@ from autopar.passes.solvers.problem.tables import (
     PlacedTable,
     Scope,
     axes_of,
-    seen_through,
+    replace_views,
     views,
 )
 
@@ -65,9 +65,9 @@ __all__ = [
     "axes_of",
     "codes_of",
     "compiled",
+    "infeasible_budget",
     "make_solution",
-    "over_budget",
-    "seen_through",
+    "replace_views",
     "views",
     "within",
 ]

@@ -344,7 +344,7 @@ def make_solution(
     return Solution(tuple(int(k) for k in choice), totals, gap)
 
 
-def over_budget(budget_bytes: float | None, min_bytes: float) -> Infeasible:
+def infeasible_budget(budget_bytes: float | None, min_bytes: float) -> Infeasible:
     """The `Infeasible` of a problem whose leanest choice exceeds the budget."""
     return Infeasible(
         f"the leanest choice needs {min_bytes:.0f} bytes, the budget is {budget_bytes}",

@@ -122,7 +122,7 @@ def views(
             of[w][table.table] = table
     steps: list[EliminationStep] = []
     for v, mentioned in of.items():
-        bucket = _as_pair(v, list(mentioned.values()))
+        bucket = _pair_tables(v, list(mentioned.values()))
         if bucket is None:
             continue
         made = _view(partitions, len(tables) + len(steps), v, bucket)
@@ -136,7 +136,7 @@ def views(
     return steps
 
 
-def seen_through(
+def replace_views(
     tables: Sequence[PlacedTable], steps: Sequence[EliminationStep]
 ) -> list[PlacedTable]:
     """The tables, with the bucket of every view replaced by what the view made."""
@@ -144,7 +144,7 @@ def seen_through(
     return [t for t in (*tables, *(step.made for step in steps)) if t.table not in gone]
 
 
-def _as_pair(
+def _pair_tables(
     v: int, tables: Sequence[PlacedTable]
 ) -> tuple[PlacedTable, PlacedTable, PlacedTable] | None:
     """(its only table, the equality with its first, the equality with its second) of a pair

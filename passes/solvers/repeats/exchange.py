@@ -10,7 +10,7 @@ up:
     saved_s, more_bytes     of one exchange in a copy that is handed `before` and has chosen `row`
                             (`Exchanges._offers`)
 
-This is a knapsack, filled greedily (`Exchanges.fitted`). First, what exceeds the budget is saved at
+This is a knapsack, filled greedily (`Exchanges.fit`). First, what exceeds the budget is saved at
 the fewest seconds per byte (`_cut`). Then seconds are saved at the most seconds per byte (`_fill`;
 Dantzig, "Discrete-variable extremum problems", Operations Research 5, 1957).
 """
@@ -76,11 +76,11 @@ class Exchanges:
         self.problem, self.budget_bytes = problem, budget_bytes
         self._blocks = [_Copies(problem, r) for r in range(len(problem.repeats))]
         self._known = [
-            block.by_state(row for choice in known for row in choice.copies[r])
+            block.group_by_state(row for choice in known for row in choice.copies[r])
             for r, block in enumerate(self._blocks)
         ]
 
-    def fitted(self, point: Point[RepeatedChoice]) -> Point[RepeatedChoice] | None:
+    def fit(self, point: Point[RepeatedChoice]) -> Point[RepeatedChoice] | None:
         """A cheap choice within the budget that exchanges lead to from `point`; None: they lead to
         none."""
         copies, base = [list(rows) for rows in point.choice.copies], list(point.choice.base)
@@ -139,7 +139,7 @@ class Exchanges:
             before = tuple(base[u] for u in block.ins)
             for k, row in enumerate(rows):
                 kinds.setdefault((r, before, row), []).append(k)
-                before = block.handed_on(row)
+                before = block.output_choices(row)
         return kinds
 
     @cached_method
@@ -148,7 +148,7 @@ class Exchanges:
         rows."""
         r, before, row = kind
         block = self._blocks[r]
-        saved_s, more_bytes = block.exchanged(base, before, row)
+        saved_s, more_bytes = block.change_costs(base, before, row)
         now_s, now_bytes = block.total(base, before, row)
         known = [block.total(base, before, new) for new in self._known_rows(kind)]
         return _Offers.of(
@@ -160,7 +160,7 @@ class Exchanges:
     def _known_rows(self, kind: _Kind) -> Sequence[Choice]:
         """Known rows that hand on the same as copies of this kind."""
         r, _, row = kind
-        return self._known[r].get(self._blocks[r].handed_on(row), ())
+        return self._known[r].get(self._blocks[r].output_choices(row), ())
 
     def _take(
         self, copies: list[list[Choice]], kind: _Kind, copies_of_kind: Sequence[int], e: int
@@ -201,7 +201,7 @@ class _Copies:
         self.inner = [i for i in range(len(repeat.block)) if i not in self.out]
         self.joints: list[list[_Joint]] = [[] for _ in repeat.block]
         handed = {u: i for i, u in enumerate(self.ins)}
-        for e, table_at, shape in every.tables(every.of_copies[r]):
+        for e, table_at, shape in every.tables(every.copy_edges[r]):
             rows, columns = (
                 codes_of(codes, every.sizes[v]) * stride
                 for v, codes, stride in ((e.u, e.rows, shape[1]), (e.v, e.columns, 1))
@@ -237,18 +237,18 @@ class _Copies:
         changes = [np.arange(self.sizes[n]) + starts[n] for n, _ in joints]
         self.change_of = np.concatenate([none, *changes])
 
-    def handed_on(self, row: Choice) -> Choice:
+    def output_choices(self, row: Choice) -> Choice:
         """The choices in a row that a copy hands on."""
         return tuple([row[i] for i in self.out])
 
-    def by_state(self, rows: Iterable[Choice]) -> dict[Choice, list[Choice]]:
+    def group_by_state(self, rows: Iterable[Choice]) -> dict[Choice, list[Choice]]:
         """What rows hand on -> the distinct rows."""
         out: dict[Choice, list[Choice]] = {}
         for row in dict.fromkeys(rows):
-            out.setdefault(self.handed_on(row), []).append(row)
+            out.setdefault(self.output_choices(row), []).append(row)
         return out
 
-    def exchanged(self, base: Choice, before: Choice, row: Choice) -> tuple[Array, Array]:
+    def change_costs(self, base: Choice, before: Choice, row: Choice) -> tuple[Array, Array]:
         """[changes]: the seconds that each saves, and the bytes that it adds, all else kept."""
         of = {"inside": row, "handed": before, "outside": base}
         places = [joint.places[of[joint.where][joint.at]] for joint in self.inner_joints]
@@ -264,5 +264,5 @@ class _Copies:
 
     def total(self, base: Choice, before: Choice, row: Choice) -> tuple[float, float]:
         """(seconds, bytes) of a whole copy."""
-        cost_s, size_bytes = self.problem.of_copy(self.r, base, before, row).tolist()
+        cost_s, size_bytes = self.problem.copy_terms(self.r, base, before, row).tolist()
         return math.fsum(cost_s), math.fsum(size_bytes)

@@ -133,7 +133,7 @@ class BlockPlan:
     def __init__(
         self, problems: RepeatedProblems, r: int, limits: TableLimits, constants: _Constants
     ) -> None:
-        edges, repeat = problems.edges(problems.of_copies[r]), problems.repeats[r]
+        edges, repeat = problems.edges(problems.copy_edges[r]), problems.repeats[r]
         self.block, self.count = repeat.block, repeat.count
         partitions = Partitions()
         self.states = [
@@ -149,7 +149,7 @@ class BlockPlan:
         sizes += 2 * [s.n for s in self.states]
         handed = {s.first: n + i for i, s in enumerate(self.states)}
         tables = []
-        for i in problems.of_copies[r]:
+        for i in problems.copy_edges[r]:
             tables.append(_renumbered(problems.numbers.axes[i], place | handed, firsts))
         for i, s in enumerate(self.states):
             tables.append(Axes((place[s.last], n + n_states + i), (s.codes, None)))
@@ -178,7 +178,7 @@ class BlockPlan:
     def _laid_out(self, problems: RepeatedProblems, r: int, constants: _Constants) -> Layout:
         """The layout of one copy's numbers. What is outside the copy costs nothing, and equality
         tables join the states it hands on to its variables."""
-        layout, at, sizes = problems.layout, problems.of_copies[r], self.plan.sizes
+        layout, at, sizes = problems.layout, problems.copy_edges[r], self.plan.sizes
         own_at = [layout.own_at[v] for v in self.block]
         own_at += [constants.zeros(n) for n in sizes[len(self.block) :]]
         tables_at = [layout.table_at[i] for i in at] + [constants.same(s.n) for s in self.states]
@@ -201,7 +201,7 @@ def _state(
     """The classes of choices that later copies, or what comes after them, distinguish."""
     sizes = problems.sizes
     seen = [partitions.one_class(sizes[first])]
-    for edges, v in ((problems.of_copies[r], first), (problems.once, last)):
+    for edges, v in ((problems.copy_edges[r], first), (problems.once, last)):
         for e in problems.edges(edges):
             for w, codes in ((e.u, e.rows), (e.v, e.columns)):
                 if w == v:

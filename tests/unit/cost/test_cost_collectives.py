@@ -158,7 +158,7 @@ def test_all_reduce_is_reduce_scatter_then_all_gather(size_bytes: int, group: Li
 def test_hierarchical_is_flat_in_one_node_and_with_one_rank_in_each(kind: str, flat: str) -> None:
     hierarchical = formula(kind, "hierarchical")
     alike = {formulas.alpha_in: formulas.alpha, formulas.beta_in: formulas.beta}
-    expected = formulas.on_one_level(formula(kind, flat)).subs(alike)
+    expected = formulas.simplify_one_level(formula(kind, flat)).subs(alike)
     one_node = {formulas.N: 1, formulas.L_N: 0, formulas.g: formulas.p, formulas.L_g: formulas.L}
     one_each = {formulas.N: formulas.p, formulas.L_N: formulas.L, formulas.g: 1, formulas.L_g: 0}
     for place in (one_node, one_each):

@@ -21,7 +21,7 @@ from autopar.cost.hardware import (
     resolve,
     shipped_name,
 )
-from autopar.cost.hardware.names import spelled
+from autopar.cost.hardware.names import spelling_of
 from autopar.cost.hardware.profile import DEFAULTS
 from autopar.errors import NotSupportedError, OptionError
 from autopar.mesh import Device, Link, Mesh
@@ -117,7 +117,7 @@ def test_names_that_are_near_are_suggested_and_not_taken(given: str, near: list[
 
 def test_no_two_profiles_are_spelled_alike() -> None:
     spellings = [
-        (spelled(known), name)
+        (spelling_of(known), name)
         for name in SHIPPED
         for known in {name, *load_profile(name).cuda_names}
     ]

@@ -33,7 +33,7 @@ def test_primitives_are_lines_in_their_bytes(shape: tuple[int, int]) -> None:
         lines = primitive_lines(graph, costs)
         for size_bytes in (1 << 13, 1 << 20, 1 << 28):
             sizes = np.full(len(costs), float(size_bytes))
-            seconds, bucketed = lines.seconds(sizes), lines.bucketed(sizes)
+            seconds, bucketed = lines.seconds(sizes), lines.bucket_times_s(sizes)
             for b, cost in enumerate(costs):
                 for p, primitive in enumerate(graph.primitives):
                     local = size_bytes // int(lines.n_shards[b, p])
