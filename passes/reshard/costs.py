@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
 
@@ -28,8 +28,6 @@ from autopar.passes.reshard.paths import (
 )
 from autopar.passes.reshard.primitive_costs import primitive_lines
 from autopar.placement import Spec, TensorType
-
-_ALL = slice(None)
 
 
 @dataclass(eq=False)
@@ -92,9 +90,7 @@ class ReshardTables:
         legal = graph.legal(tensors, sizes)
         return ReshardTables(tuple(tensors), tuple(sizes), graph, legal, both)
 
-    def between(
-        self, sources: Sequence[int], targets: Sequence[int], cases: slice = _ALL
-    ) -> tuple[Array, Ties]:
+    def between(self, sources: Sequence[int], targets: Sequence[int]) -> tuple[Array, Ties]:
         """(seconds, ties) between specs: [cases, sources, targets].
 
         Seconds are forward + backward; infinite if there is no path or a spec is not legal. Ties
@@ -102,10 +98,10 @@ class ReshardTables:
         """
         graph, rows = self.graph, self._rows_of(sources)
         time_s, tie = path_seconds(
-            graph.source, self._last[cases], rows, np.array(targets, dtype=np.int64),
-            graph.forward, self.backward, self.seconds[cases], graph.ties,
+            graph.source, self._last, rows, np.array(targets, dtype=np.int64),
+            graph.forward, self.backward, self.seconds, graph.ties,
         )  # fmt: skip
-        time_s[~self.legal[cases, sources]] = np.inf
+        time_s[~self.legal[:, sources]] = np.inf
         return time_s, tie
 
     def path_sums(
@@ -172,21 +168,6 @@ class ReshardTable:
     @property
     def index(self) -> Mapping[Spec, int]:
         return self.tables.index
-
-    def seconds(self, sources: Sequence[Spec], targets: Sequence[Spec]) -> list[list[float]]:
-        """The seconds of the cheapest reshards: [sources][targets]."""
-        rows, columns = ([self.index[spec] for spec in specs] for specs in (sources, targets))
-        return self.tables.between(rows, columns, self._cases)[0][0].tolist()
-
-    @property
-    def _cases(self) -> slice:
-        return slice(self.case, self.case + 1)
-
-    @cached_property
-    def specs(self) -> tuple[Spec, ...]:
-        """The legal specs."""
-        legal = np.flatnonzero(self.tables.legal[self.case])
-        return tuple(self.tables.graph.specs[i] for i in legal)
 
     def path(self, source: Spec, target: Spec) -> tuple[MoveStep, ...]:
         """The moves of the cheapest reshard; empty when the specs are equal."""

@@ -27,6 +27,7 @@ from autopar.passes.solvers.problem import (
     axes_of,
     infeasible_budget,
     make_solution,
+    within,
 )
 from autopar.passes.solvers.repeats import (
     Repeat,
@@ -77,7 +78,7 @@ def solve_brute_force(problem: ChoiceProblem) -> Solution[Choice] | Infeasible:
         return FORBIDDEN
     if problem.budget_bytes is not None:
         min_bytes = float(size[possible].min())
-        if not problem.fits(min_bytes):
+        if not within(problem.budget_bytes, min_bytes):
             return infeasible_budget(problem.budget_bytes, min_bytes)
         cost[size > problem.budget_bytes * (1 + BUDGET_REL)] = math.inf
     choice = [int(k) for k in np.unravel_index(int(cost.argmin()), problem.sizes)]
@@ -212,7 +213,7 @@ def check_same(problem: ChoiceProblem, found: Solution[Choice] | Infeasible) -> 
     assert found.gap == 0 and found.bound_s == found.totals.cost_s
     totals = problem.evaluate(found.choice)
     assert (totals.cost_s, totals.bytes) == (found.totals.cost_s, found.totals.bytes)
-    assert problem.fits(found.totals.bytes)
+    assert within(problem.budget_bytes, found.totals.bytes)
 
 
 def random_repeated(seed: int) -> RepeatedProblem:

@@ -48,6 +48,7 @@ from autopar.passes.solvers.problem import (
     TimeLimitError,
     infeasible_budget,
     make_solution,
+    within,
 )
 
 SCALED_OPTIMUM = 1e3
@@ -186,7 +187,8 @@ def _run(
         result = model.solve(deadline - time.perf_counter(), work_limit.n_nodes)
         if result.choice is None:
             return result
-        if objective == "bytes" or problem.fits(problem.evaluate(result.choice).bytes):
+        size_bytes = problem.evaluate(result.choice).bytes
+        if objective == "bytes" or within(problem.budget_bytes, size_bytes):
             return result
         model.exclude(result.choice)
     return IlpResult(None, result.bound, False)

@@ -81,10 +81,6 @@ class EliminationPlan:
         of = (step.partition, *step.made.partitions)
         return math.prod(self.partitions.n_classes(p) for p in of)
 
-    @property
-    def order(self) -> Scope:
-        return tuple(step.variable for step in self.steps)
-
     def within(self, limits: TableLimits) -> bool:
         return (
             self.largest <= limits.table_entries

@@ -157,10 +157,6 @@ class ChoiceProblem:
                 size.append(float(edge.bytes[at]))
         return ChoiceTotals(math.fsum(cost), math.fsum(size))
 
-    def fits(self, size_bytes: float) -> bool:
-        """Do `size_bytes` fit in the budget (to `BUDGET_REL`)?"""
-        return within(self.budget_bytes, size_bytes)
-
     def restrict(self, keep: Sequence[BoolArray]) -> ChoiceProblem:
         """The same problem with only the choices that `keep[v]` marks."""
         edges = [e.restricted(keep[e.u], keep[e.v]) for e in self.edges]
@@ -337,7 +333,7 @@ def make_solution(
 ) -> Solution[Choice]:
     """Evaluate `choice` on `problem`. `bound_s` None: it is proven optimal."""
     totals = problem.evaluate(choice)
-    assert math.isfinite(totals.cost_s) and problem.fits(totals.bytes), totals
+    assert math.isfinite(totals.cost_s) and within(problem.budget_bytes, totals.bytes), totals
     gap = 0.0
     if bound_s is not None and bound_s < totals.cost_s * (1 - SAME_OPTIMUM_REL):
         gap = 1 - max(bound_s, 0.0) / totals.cost_s

@@ -33,7 +33,6 @@ from autopar.arrays import Array, Codes
 from autopar.passes.solvers.choice import Point
 from autopar.passes.solvers.eliminate import (
     Projection,
-    TableLimits,
     minimise,
     project,
 )
@@ -58,11 +57,6 @@ class RepeatedElimination:
     def __init__(self, problem: RepeatedProblem, plan: RepeatedPlan) -> None:
         self.problem, self.plan = problem, plan
         self.branch: Branch | None = None
-
-    @staticmethod
-    def of(problem: RepeatedProblem, limits: TableLimits | None = None) -> RepeatedElimination:
-        """Raises `TooWide` as `RepeatedPlan` does."""
-        return RepeatedElimination(problem, RepeatedPlan(problem.every, limits))
 
     def n_states(self, repeat: int) -> int:
         """How many states the copies of a repeat can hand on."""

@@ -31,7 +31,6 @@ so (Zheng et al., "Alpa", OSDI 2022, appendix A). Only such orders are plans.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
@@ -130,12 +129,6 @@ class StageProblem:
 
     def choice(self, stage: int) -> StageChoice:
         return StageChoice(int(self.first[stage]), int(self.last[stage]), int(self.config[stage]))
-
-    def span_of(self, stages: Sequence[int]) -> float:
-        """The span of a plan, given by the indices of its stages."""
-        levels = [min(k, self.n_levels - 1) for k in reversed(range(len(stages)))]
-        at = list(stages), levels
-        return span_s(self.work_s[at], self.added_s[at], self.n_microbatches)
 
 
 def span_s(work_s: Array, added_s: Array, n_microbatches: int | None = None) -> float:
