@@ -136,7 +136,7 @@ class Compilation:
             _ = self[required]
         if kind in self._facts:
             return  # a required pass made it (`may_provide`)
-        printed_after, began_s = _printed_after(), time.perf_counter()
+        printed_after, began_s = _printed_pass(), time.perf_counter()
         self._running = one
         try:
             made = tuple(one.run(self))
@@ -152,7 +152,7 @@ class Compilation:
                 print(text_of(fact), file=sys.stderr)  # noqa: T201
 
 
-def _printed_after() -> str | None:
+def _printed_pass() -> str | None:
     """The pass that `AUTOPAR_PRINT_AFTER` names; raises `OptionError` for an unknown name."""
     wanted = os.environ.get(PRINT_AFTER) or None
     names = [kind.name() for kind in Pass.__subclasses__()]

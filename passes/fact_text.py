@@ -7,6 +7,7 @@ from dataclasses import asdict
 
 import torch
 
+from autopar.cost.hardware import Hardware
 from autopar.passes.analysis import Analysis
 from autopar.passes.compilation import size_of, text_of
 from autopar.passes.facts import (
@@ -158,6 +159,11 @@ def _(space: SearchSpace) -> str:
 def _(analysis: Analysis) -> str:
     n_kinds = len(set(analysis.kinds.values()))
     return f"{_count(len(analysis.operators), 'operator')} of {_count(n_kinds, 'kind')}"
+
+
+@size_of.register
+def _(hardware: Hardware) -> str:
+    return hardware.profile_name
 
 
 @size_of.register

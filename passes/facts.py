@@ -1,6 +1,7 @@
 """Facts that no other room defines: what the passes of `pipeline.py` hand to each other.
 
-The other facts are `Program`, `Analysis`, `PlanningResult`, `PlanData`, `Pipeline` and `Predicted`.
+The other facts are `Program`, `Analysis`, `Hardware`, `PlanningResult`, `PlanData`, `Pipeline` and
+`Predicted`.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 
 from torch import nn
 
+from autopar.cost.hardware import Hardware
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.analysis import Analysis, Paddings
@@ -58,11 +60,13 @@ class KeptWhole:
 
 @dataclass(frozen=True)
 class SearchSpace:
-    """The analysed program with every padding that may help, and the options that fit it."""
+    """The analysed program with every padding that may help, the options that fit it, and the
+    machine in numbers."""
 
     analysis: Analysis
     paddings: Paddings
     options: Options
+    hardware: Hardware
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,8 @@
     search         SearchSpace, Inputs, Target           -> PlanningResult
     record         SearchSpace, PlanningResult, ...      -> PlanData
     analyse        Program, KeptWhole, PlanData          -> Analysis
-    place          Analysis, PlanData, Target            -> Placed
+    resolve-mesh   Analysis, Target                      -> Hardware
+    place          Analysis, PlanData, Target, ...       -> Placed
     lower          Placed, PlanData                      -> Unverified
     verify         Unverified                            -> Pipeline
     price          Pipeline, Placed, ...                 -> Predicted
@@ -16,8 +17,8 @@
 
 `plan`, `parallelize` and `Plan.bind` run this list (`PASSES`); a pass runs when its fact is first
 read (`compilation.py`). A saved plan gives `PlanData`, so nothing is searched. `record` may hand on
-the analysis, placements and prediction of the search. So `analyse`, `place` and `price` run only
-for a plan from another process, or if unused paddings were dropped.
+the analysis, hardware, placements and prediction of the search. So `analyse`, `resolve-mesh`,
+`place` and `price` run only for a plan from another process, or if unused paddings were dropped.
 
 `other_shapes` is the list for the same plan on another batch. `evaluation` is the list for a
 forward program over the same shards. `autopar passes MODEL --mesh 1x4` prints the time and the
@@ -41,7 +42,7 @@ from autopar.passes.analysis import (
     compute_dtype,
     keep_whole_as_planned,
     pad,
-    padded_for,
+    pad_for_ranks,
 )
 from autopar.passes.backward import proved
 from autopar.passes.binding import (
@@ -137,9 +138,10 @@ class OpenSearch(Pass):
     def run(self, facts: Compilation) -> Iterable[object]:
         program, target = facts[Program], facts[Target]
         options = options_for(program, target.options)
-        longer, paddings = padded_for(program, target.mesh.n_ranks)
+        longer, paddings = pad_for_ranks(program, target.mesh.n_ranks)
         analysis = Analysis.of(longer, options.batch_dims or None)
-        yield SearchSpace(analysis.in_schedule(schedule_name(options)), paddings, options)
+        analysis = analysis.set_schedule(schedule_name(options))
+        yield SearchSpace(analysis, paddings, options, _hardware(target.mesh, analysis))
 
 
 @dataclass(frozen=True)
@@ -150,11 +152,11 @@ class Search(Pass):
     provides = (PlanningResult,)
 
     def run(self, facts: Compilation) -> Iterable[object]:
-        space, mesh = facts[SearchSpace], facts[Target].mesh
-        options, analysis = space.options, space.analysis
+        space, options = facts[SearchSpace], facts[SearchSpace].options
         report = options.progress if callable(options.progress) else lambda text: None
         spent_s = sum(ran.seconds for ran in facts.ran)
-        yield Planner(analysis, mesh, options, facts[Inputs].tensors, report, spent_s).run()
+        on = space.analysis, facts[Target].mesh, space.hardware, options
+        yield Planner(*on, facts[Inputs].tensors, report, spent_s).run()
 
 
 @dataclass(frozen=True)
@@ -163,7 +165,7 @@ class Record(Pass):
 
     requires = (Program, Inputs, KeptWhole, SearchSpace, PlanningResult, Target)
     provides = (PlanData,)
-    may_provide = (Analysis, Placed, Predicted)
+    may_provide = (Analysis, Hardware, Placed, Predicted)
 
     def run(self, facts: Compilation) -> Iterable[object]:
         program, space, target = facts[Program], facts[SearchSpace], facts[Target]
@@ -177,7 +179,7 @@ class Record(Pass):
         yield PlanData(
             model=program.model_name,
             graph_hash=analysis.program.hash(),
-            mesh=record_of(target.mesh, result.hardware),
+            mesh=record_of(target.mesh, space.hardware),
             microbatches=solved.candidate.n_microbatches,
             precision=options.precision,
             optimizer=options.optimizer,
@@ -199,13 +201,14 @@ class Record(Pass):
             recipe=_recipe(solved.candidate, options),
             bound_s=result.bound_s,
             ruled_out=result.ruled_out,
-            limit_bytes=result.hardware.limit_bytes(options.memory_limit, options.memory_margin),
+            limit_bytes=space.hardware.limit_bytes(options.memory_limit, options.memory_margin),
             reduce_dtype=str(options.reduce_dtype).removeprefix("torch.")
             if options.reduce_dtype
             else None,
             master_weights=options.master_weights,
         )
         yield analysis
+        yield space.hardware
         if is_final:
             yield Placed(solved.stages)
             yield solved.predicted
@@ -241,6 +244,17 @@ class Analyse(Pass):
 
 
 @dataclass(frozen=True)
+class ResolveMesh(Pass):
+    """Find the rates and links of the mesh, for the dtype that the model computes in."""
+
+    requires = (Analysis, Target)
+    provides = (Hardware,)
+
+    def run(self, facts: Compilation) -> Iterable[object]:
+        yield _hardware(facts[Target].mesh, facts[Analysis])
+
+
+@dataclass(frozen=True)
 class Place(Pass):
     """Place the plan on the program; refuse what is not legal.
 
@@ -249,7 +263,7 @@ class Place(Pass):
     with_outputs   keep what the model returns
     """
 
-    requires = (Analysis, PlanData, Target)
+    requires = (Analysis, PlanData, Target, Hardware)
     provides = (Placed,)
 
     same_graph: bool = True
@@ -262,8 +276,7 @@ class Place(Pass):
             check_graph(data, analysis)
         if self.n_blocks is not None:
             check_rows(data, analysis, self.n_blocks)
-        hardware = _hardware(mesh, analysis)
-        yield Placed(place_stages(data, analysis, mesh, hardware, self.with_outputs))
+        yield Placed(place_stages(data, analysis, mesh, facts[Hardware], self.with_outputs))
 
 
 @dataclass(frozen=True)
@@ -302,14 +315,13 @@ class Verify(Pass):
 class Price(Pass):
     """Predict the time, memory and communication of a step."""
 
-    requires = (Pipeline, Placed, Analysis, PlanData, Target)
+    requires = (Pipeline, Placed, Analysis, PlanData, Target, Hardware)
     provides = (Predicted,)
 
     def run(self, facts: Compilation) -> Iterable[object]:
-        data, mesh, analysis = facts[PlanData], facts[Target].mesh, facts[Analysis]
-        hardware = _hardware(mesh, analysis)
-        n_samples = analysis.batch.n_samples
-        pricer = StepPricer.of(mesh, hardware, data.optimizer, n_samples, data.inputs)
+        data, n_samples = facts[PlanData], facts[Analysis].batch.n_samples
+        on = facts[Target].mesh, facts[Hardware]
+        pricer = StepPricer.of(*on, data.optimizer, n_samples, data.inputs)
         yield pricer(facts[Pipeline], [stage.cost for stage in facts[Placed].stages])
 
 
@@ -388,6 +400,7 @@ PASSES: tuple[Pass, ...] = (
     Search(),
     Record(),
     Analyse(),
+    ResolveMesh(),
     Place(),
     Lower(),
     Verify(),
@@ -400,7 +413,8 @@ PASSES: tuple[Pass, ...] = (
 def other_shapes(n_blocks: int, with_outputs: bool) -> tuple[Pass, ...]:
     """The passes for a plan that was made for another batch."""
     place = Place(same_graph=False, n_blocks=n_blocks, with_outputs=with_outputs)
-    return KeepWhole(), Analyse(), place, Lower(with_outputs), Verify(), Differentiate(), Emit()
+    found = KeepWhole(), Analyse(), ResolveMesh(), place
+    return *found, Lower(with_outputs), Verify(), Differentiate(), Emit()
 
 
 def evaluation(with_outputs: bool) -> tuple[Pass, ...]:

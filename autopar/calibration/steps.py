@@ -117,7 +117,7 @@ def step_samples(profile: str, grid: SampleGrid, device: torch.device) -> list[S
     for program in grid.step_programs:
         if program.recipe and dist.get_world_size() == 1:
             continue
-        planned, step = (_sharded if program.recipe else _alone)(program, profile, device)
+        planned, step = (_sharded if program.recipe else _single_device)(program, profile, device)
         cases.append(TimedCall(step, by_slowest=True))
         samples.append(_predicted(program, planned))
     times_s = medians_s(cases, device, 0.0, grid.n_step_rounds)
@@ -163,7 +163,7 @@ def _sharded(program: StepProgram, profile: str, device: torch.device) -> tuple[
     return module.plan, step
 
 
-def _alone(program: StepProgram, profile: str, device: torch.device) -> tuple[Plan, Step]:
+def _single_device(program: StepProgram, profile: str, device: torch.device) -> tuple[Plan, Step]:
     """The plan and the step of a program on this rank alone: the executor without groups."""
     model, x = _made(program, 1)
     planned = plan(model, Mesh((1, 1), hardware=profile), (x,), microbatches=1)

@@ -48,18 +48,18 @@ def medians_s(
         for case, n, times_s in zip(cases, n_calls, rounds, strict=True):
             dist.barrier()
             time_s = _time_s(case, n, device) / n * case.share
-            times_s.append(_over_ranks(time_s, device, case.by_slowest))
+            times_s.append(_rank_times(time_s, device, case.by_slowest))
     return [statistics.median(times_s) for times_s in rounds]
 
 
 def _n_calls(case: TimedCall, device: torch.device, sample_s: float) -> int:
     """The number of calls that fills `sample_s`, equal on all ranks; the first call warms up."""
     _time_s(case, 1, device)
-    pilot_s = _over_ranks(_time_s(case, 3, device) / 3, device)
+    pilot_s = _rank_times(_time_s(case, 3, device) / 3, device)
     return max(1, min(_MOST_CALLS[device.type], round(sample_s / max(pilot_s, 1e-7))))
 
 
-def _over_ranks(value: float, device: torch.device, is_largest: bool = False) -> float:
+def _rank_times(value: float, device: torch.device, is_largest: bool = False) -> float:
     """The mean over ranks, or the largest value."""
     values = torch.tensor(value, dtype=torch.float64, device=device)
     dist.all_reduce(values, op=dist.ReduceOp.MAX if is_largest else dist.ReduceOp.SUM)
@@ -68,7 +68,7 @@ def _over_ranks(value: float, device: torch.device, is_largest: bool = False) ->
 
 def _time_s(case: TimedCall, n_calls: int, device: torch.device) -> float:
     """Seconds of `n_calls` calls together."""
-    timed = _on_gpu_s if device.type == "cuda" else _on_cpu_s
+    timed = _gpu_time_s if device.type == "cuda" else _cpu_time_s
     if case.prepare is None:
         return timed(case.run, range(n_calls), device)
     total_s = 0.0
@@ -78,14 +78,14 @@ def _time_s(case: TimedCall, n_calls: int, device: torch.device) -> float:
     return total_s
 
 
-def _on_cpu_s(run: Callable[[int], object], calls: range, device: torch.device) -> float:
+def _cpu_time_s(run: Callable[[int], object], calls: range, device: torch.device) -> float:
     begun_s = time.perf_counter()
     for i in calls:
         run(i)
     return time.perf_counter() - begun_s
 
 
-def _on_gpu_s(run: Callable[[int], object], calls: range, device: torch.device) -> float:
+def _gpu_time_s(run: Callable[[int], object], calls: range, device: torch.device) -> float:
     begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     _occupy(device, len(calls))
     begin.record()
@@ -108,5 +108,5 @@ def issue_time_s(run: Callable[[int], object], device: torch.device, n_calls: in
     times_s = []
     for _ in range(9):
         torch.cuda.synchronize(device)
-        times_s.append(_on_cpu_s(run, range(n_calls), device) / n_calls)
+        times_s.append(_cpu_time_s(run, range(n_calls), device) / n_calls)
     return statistics.median(times_s)

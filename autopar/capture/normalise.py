@@ -100,7 +100,7 @@ def _emit(
         assert isinstance(result, fx.Node)
         result = builder.cast(result, node.meta["val"].dtype)
     if not builder.grad_enabled and packet not in RETURNS_INPUT:
-        return fx.node.map_aggregate(result, lambda value: _without_gradient(builder, value))
+        return fx.node.map_aggregate(result, lambda value: _drop_gradient(builder, value))
     return result
 
 
@@ -133,7 +133,7 @@ def _decomposed(builder: Builder, call: TracedCall, autocast: Autocast) -> Any:
     return results if isinstance(call.origin.meta["val"], (list, tuple)) else results[0]
 
 
-def _without_gradient(builder: Builder, value: Any) -> Any:
+def _drop_gradient(builder: Builder, value: Any) -> Any:
     """`value` detached if it carries gradient.
 
     A rewrite may return its input, but a view or copy made with gradients off carries none.

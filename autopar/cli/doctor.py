@@ -63,17 +63,13 @@ def _packages() -> Iterator[Check]:
 
 
 def _solvers() -> Check:
-    """HiGHS solves the integer programs; PuLP's bundled CBC is the fallback."""
+    """HiGHS solves the integer programs that PuLP writes."""
     import pulp
 
     version = importlib.metadata.version("pulp")
-    found = pulp.listSolvers(onlyAvailable=True)
-    wanted = [name for name in ("HiGHS", "PULP_CBC_CMD") if name in found]
-    detail = f"PuLP {version} with {', '.join(wanted) or 'no solver'}"
-    hint = "pip install highspy"
-    if "HiGHS" in wanted:
-        return Check("solvers", "ok", detail)
-    return Check("solvers", "note" if wanted else "problem", detail, hint)
+    if "HiGHS" in pulp.listSolvers(onlyAvailable=True):
+        return Check("solvers", "ok", f"PuLP {version} with HiGHS")
+    return Check("solvers", "problem", f"PuLP {version} with no solver", "pip install highspy")
 
 
 def _devices() -> Iterator[Check]:

@@ -50,13 +50,13 @@ def load_subject(
     Raises `OptionError` for a name that cannot be loaded, or sizes that are missing or unused.
     """
     if name.endswith(".json"):
-        return _from_config(Path(name), batch, seq, real)
+        return _config_model(Path(name), batch, seq, real)
     if batch is not None or seq is not None:
         raise OptionError(
             "--batch and --seq are for a config.json",
             hint="a factory returns its own example batch",
         )
-    return _from_factory(name)
+    return _factory_model(name)
 
 
 def load_loss(name: str) -> Callable[..., Any]:
@@ -83,7 +83,7 @@ def is_plan_file(name: str) -> bool:
     return "graph_hash" in content or "model_type" not in content
 
 
-def _from_factory(name: str) -> Subject:
+def _factory_model(name: str) -> Subject:
     from torch import nn
 
     module_name, colon, attribute = name.partition(":")
@@ -130,7 +130,7 @@ def _users_fault(what: str, error: Exception) -> OptionError:
     )
 
 
-def _from_config(path: Path, batch: int | None, seq: int | None, real: bool) -> Subject:
+def _config_model(path: Path, batch: int | None, seq: int | None, real: bool) -> Subject:
     if batch is None or seq is None:
         raise OptionError(f"{path} needs the size of a batch", hint="--batch 8 --seq 1024")
     if batch < 1 or seq < 1:
@@ -187,4 +187,4 @@ def _model_class(transformers: Any, config: Any) -> Any:
             hint=f"{', '.join(_TOKEN_HEADS)} take input_ids and labels; "
             f"for others write a factory: {_FACTORY_HINT}",
         )
-    return found._from_config
+    return found._config_model

@@ -9,10 +9,10 @@
                                       is told what to write instead
 
 Any other optimizer that needs whole tensors is refused by its first such operator
-(`runtime/tensors`). torch calls `_before_step` before each step of every optimizer of the process.
+(`runtime/tensors`). torch calls `_prepare_step` before each step of every optimizer of the process.
 
 torch's own elementwise optimizers need no check of each operator. They step on plain shards: a
-`_shadow` of the optimizer has these as parameters and state; `_after_step` takes new state back.
+`_shadow` of the optimizer has these as parameters and state; `_finish_step` takes new state back.
 Hooks of the user's own read and write the optimizer itself, so one that has some has no shadow.
 """
 
@@ -63,7 +63,7 @@ _trained: WeakIdKeyDictionary = WeakIdKeyDictionary()  # those of them that an o
 # Parameters of parallel modules -> what their module does before an optimizer steps.
 _listeners: WeakIdKeyDictionary = WeakIdKeyDictionary()
 _checked: WeakSet[Optimizer] = WeakSet()
-_loading: WeakSet[Optimizer] = WeakSet()  # those that call `_after_load`
+_loading: WeakSet[Optimizer] = WeakSet()  # those that call `_finish_load`
 _is_watching = False
 
 
@@ -83,8 +83,8 @@ def watch_optimizers(model: nn.Module) -> None:
     for name, parameter in model.named_parameters():
         _copied[parameter] = name
     if not _is_watching:
-        register_optimizer_step_pre_hook(_before_step)
-        register_optimizer_step_post_hook(_after_step)
+        register_optimizer_step_pre_hook(_prepare_step)
+        register_optimizer_step_post_hook(_finish_step)
         clip_grad._clip_grads_with_norm_ = _checked_clipping(clip_grad._clip_grads_with_norm_)
         _is_watching = True
 
@@ -107,7 +107,7 @@ def has_trained(parameter: Tensor) -> bool:
     return parameter in _trained
 
 
-def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
+def _prepare_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
     """Check the optimizer, until it has stepped; returns new arguments of the step, if any."""
     if optimizer not in _checked:
         _check(optimizer)
@@ -126,7 +126,7 @@ def _before_step(optimizer: Optimizer, args: Any, kwargs: Any) -> Any:
 def _check(optimizer: Optimizer) -> None:
     parameters = [p for group in optimizer.param_groups for p in group["params"]]
     if any(isinstance(p, Sharded) for p in parameters) and optimizer not in _loading:
-        optimizer.register_load_state_dict_post_hook(_after_load)
+        optimizer.register_load_state_dict_post_hook(_finish_load)
         _loading.add(optimizer)
         _cut_state(optimizer)
     _refuse_copied(optimizer, parameters)
@@ -139,7 +139,7 @@ def _check(optimizer: Optimizer) -> None:
 
 
 def _has_hooks(optimizer: Optimizer) -> bool:
-    """Are there step hooks besides `_before_step` and `_after_step`?"""
+    """Are there step hooks besides `_prepare_step` and `_finish_step`?"""
     own = optimizer._optimizer_step_pre_hooks or optimizer._optimizer_step_post_hooks
     everywhere = len(_global_optimizer_pre_hooks) + len(_global_optimizer_post_hooks)
     return bool(own) or everywhere > 2
@@ -160,7 +160,7 @@ def _shadow(optimizer: Optimizer) -> Optimizer:
     return shadow
 
 
-def _after_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
+def _finish_step(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
     """Note that gradients were used; take new state from the shadow, if one has stepped."""
     for group in optimizer.param_groups:
         for p in group["params"]:
@@ -236,7 +236,7 @@ def _refuse_whole(optimizer: Optimizer, parameters: Iterable[Tensor]) -> None:
             )
 
 
-def _after_load(optimizer: Optimizer) -> None:
+def _finish_load(optimizer: Optimizer) -> None:
     for group in optimizer.param_groups:
         lacks = sorted(optimizer.defaults.keys() - group.keys())
         if lacks:

@@ -155,10 +155,10 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         """Hear of steps of optimizers, and show the layers; what is planned is there."""
         self._scale_losses(scale)
         parameters = self._state.stored.parameters.values()
-        call_before_steps(parameters, self, type(self)._before_optimizer)
+        call_before_steps(parameters, self, type(self)._prepare_optimizer)
         self._show_layers()
 
-    def _before_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+    def _prepare_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
         """An optimizer of these parameters steps: what all ranks must agree on before it does."""
         held = self._state
         held.hyperparameters.check(optimizer)

@@ -287,13 +287,13 @@ def _run_ranks(
         mine = [None if g is None else g[rank] for g in seeds]
         return [y.detach() for y in outputs], _gradients(outputs, tensors, mine)
 
-    def in_thread(world: ThreadWorld) -> tuple[list[Tensor], list[Tensor | None]]:
+    def thread_call(world: ThreadWorld) -> tuple[list[Tensor], list[Tensor | None]]:
         return on_rank(world.rank, world.make_groups(mesh)[axes])
 
     # Without communication no threads are needed; they would take most of the time.
     n_ranks = math.prod(sizes)
     by_rank = (
-        run_threads(in_thread, n_ranks) if axes else [on_rank(r, None) for r in range(n_ranks)]
+        run_threads(thread_call, n_ranks) if axes else [on_rank(r, None) for r in range(n_ranks)]
     )
     outputs = [list(column) for column in zip(*(outs for outs, _ in by_rank), strict=True)]
     gradients = [list(column) for column in zip(*(grads for _, grads in by_rank), strict=True)]

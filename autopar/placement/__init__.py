@@ -23,11 +23,11 @@ from autopar.placement.spec import (
     all_specs,
     canonical_spec,
     divides,
+    every_order,
     illegal_reason,
     local_bytes,
     local_dims,
     local_shape,
-    with_orders,
     without_gradient,
 )
 
@@ -54,6 +54,7 @@ __all__ = [
     "canonical_spec",
     "difference",
     "divides",
+    "every_order",
     "gather",
     "gradient_spec",
     "illegal_reason",
@@ -62,6 +63,5 @@ __all__ = [
     "local_shape",
     "parse_pins",
     "scatter",
-    "with_orders",
     "without_gradient",
 ]

@@ -258,7 +258,7 @@ def all_specs(tensor: TensorType, sizes: tuple[int, ...]) -> tuple[Spec, ...]:
         spec
         for placements in itertools.product(*options)
         if divides(tensor, placements, sizes)
-        for spec in with_orders(placements)
+        for spec in every_order(placements)
     )
 
 
@@ -279,7 +279,7 @@ def _shard_counts(
     return counts
 
 
-def with_orders(placements: tuple[Placement, ...]) -> Iterator[Spec]:
+def every_order(placements: tuple[Placement, ...]) -> Iterator[Spec]:
     """The specs of `placements`: one for every distinct order of axes that share a factor."""
     seen: set[Spec] = set()
     if not _shared_cells(placements):

@@ -8,13 +8,13 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from autopar.cost.hardware import Hardware, resolve
+from autopar.cost.hardware import Hardware
 from autopar.cost.laws import CostModel
 from autopar.cost.price import collectives_of, link_between, timeline_of
 from autopar.cost.simulate import Timeline
 from autopar.mesh import Mesh
 from autopar.options import Options
-from autopar.passes.analysis import Analysis, compute_dtype
+from autopar.passes.analysis import Analysis
 from autopar.passes.compilation import Compilation
 from autopar.passes.facts import Placed, Sources, Target
 from autopar.passes.lowering import PlacedStage
@@ -48,7 +48,7 @@ class Bound:
 
     @property
     def hardware(self) -> Hardware:
-        return resolve(self.mesh, compute_dtype(self.analysis))
+        return self.compilation[Hardware]
 
     @property
     def costs(self) -> list[CostModel]:
@@ -75,8 +75,7 @@ class Bound:
     @property
     def assumed(self) -> str:
         """What the prediction takes for granted, in lines."""
-        dtype = compute_dtype(self.analysis)
-        return assumed(self.hardware, dtype, self.data, self.pipeline, self.predicted)
+        return assumed(self.hardware, self.data, self.pipeline, self.predicted)
 
     def timeline(
         self, slow: tuple[int, float] | None = None, jitter: tuple[float, int] | None = None

@@ -17,7 +17,6 @@ from autopar.cost.price import link_between, timeline_of
 from autopar.errors import AutoparError
 from autopar.mesh import Mesh
 from autopar.options import Options
-from autopar.passes.analysis import compute_dtype
 from autopar.passes.binding import example_of
 from autopar.passes.compilation import Compilation
 from autopar.passes.explain import runners_up
@@ -87,7 +86,7 @@ def _changed_step_s(bound: Bound, change: str) -> float:
     """What `plan.what_if(change)` takes. Lines do not know links, and what is proved stays proved,
     so only what the change touches is made again."""
     profile = changed(profile_of(bound.mesh), change)
-    hardware = resolve_on(profile, bound.mesh, compute_dtype(bound.analysis))
+    hardware = resolve_on(profile, bound.mesh, bound.hardware.dtype)
     target = Target(bound.mesh.with_links(hardware.links, hardware.device), Options())
     other = Compilation(PASSES, target, bound.data, bound.analysis)
     costs = [stage.cost for stage in other[Placed].stages]

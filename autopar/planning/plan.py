@@ -22,7 +22,6 @@ from autopar.cost.simulate import Timeline
 from autopar.errors import OptionError, PlanError
 from autopar.mesh import Mesh
 from autopar.options import Options
-from autopar.passes.analysis import compute_dtype
 from autopar.passes.binding import ExampleInputs, check_mesh, example_of, mesh_of
 from autopar.passes.compilation import Compilation
 from autopar.passes.explain import decisions
@@ -249,7 +248,7 @@ class Plan:
         bound = self._bound("what_if()")
         analysis, machine = bound.analysis, bound.mesh
         profile = changed(profile_of(machine), changes)
-        other = resolve_on(profile, machine, compute_dtype(analysis))
+        other = resolve_on(profile, machine, bound.hardware.dtype)
         return Plan(
             self.data, bind(self.data, analysis, machine.with_links(other.links, other.device))
         )

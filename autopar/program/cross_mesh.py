@@ -93,8 +93,8 @@ def _slices(
                 Slice(
                     source_rank,
                     target_rank,
-                    _within(common, box),
-                    _within(common, other),
+                    _inner_slices(common, box),
+                    _inner_slices(common, other),
                     tuple(stop - start for start, stop in common),
                 )
             )
@@ -166,7 +166,7 @@ def _box(
     return tuple(intervals)
 
 
-def _within(part: _Box, box: _Box) -> tuple[slice, ...]:
+def _inner_slices(part: _Box, box: _Box) -> tuple[slice, ...]:
     """`part` as an index into the tensor that holds `box`."""
     return tuple(
         slice(start - base, stop - base) for (start, stop), (base, _) in zip(part, box, strict=True)

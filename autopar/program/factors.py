@@ -241,9 +241,7 @@ class Types:
             found.setdefault((self.tensors[name], cell), []).append(name)
         return found
 
-    def with_divided(
-        self, values: Mapping[tuple[TensorType, Cell], Sequence[str]], n: int
-    ) -> Types:
+    def divide_rows(self, values: Mapping[tuple[TensorType, Cell], Sequence[str]], n: int) -> Types:
         """The types of one of `n` microbatches; `values` are those with a batch factor."""
         tensors = dict(self.tensors)
         for (old, (dim, factor)), names in values.items():

@@ -16,7 +16,7 @@ from autopar.cost.hardware.hardware import (
     attention_flops_per_s,
     detect,
     flops_per_s,
-    on_links,
+    link_hardware,
     resolve,
     resolve_on,
 )
@@ -52,8 +52,8 @@ __all__ = [
     "flat_group",
     "flops_per_s",
     "group_on",
+    "link_hardware",
     "load_profile",
-    "on_links",
     "parse_changes",
     "profile_of",
     "resolve",

@@ -43,7 +43,7 @@ class ProfiledDevice(Device):
 
 @dataclass(frozen=True)
 class Hardware:
-    """A mesh in numbers: one link per axis and the device.
+    """A mesh in numbers: one link per axis and the device, for a model that computes in `dtype`.
 
     `peak_flops_per_s` is the datasheet's rate of the resolved dtype; `device.flops_per_s` is the
     achieved rate. By default a plan leaves `memory_margin_fraction` of the memory free.
@@ -55,6 +55,7 @@ class Hardware:
     peak_flops_per_s: float
     memory_margin_fraction: float
     is_gpu: bool = False
+    dtype: torch.dtype = torch.float32
 
     @property
     def memory_limit_bytes(self) -> float:
@@ -81,20 +82,21 @@ def resolve(mesh: Mesh, dtype: torch.dtype = torch.float32) -> Hardware:
         NotSupportedError: the profile has no rate for `dtype`.
     """
     if mesh.links is not None and mesh.device is not None:
-        return Hardware(mesh.links, mesh.device, "explicit", mesh.device.flops_per_s, 0.0)
+        rate = mesh.device.flops_per_s
+        return Hardware(mesh.links, mesh.device, "explicit", rate, 0.0, dtype=dtype)
     name = mesh.hardware if mesh.hardware is not None else detect()
     return resolve_on(load_profile(name), mesh, dtype)
 
 
 def resolve_on(profile: Profile, mesh: Mesh, dtype: torch.dtype = torch.float32) -> Hardware:
     """`resolve` for a mesh of devices of this profile."""
-    profile = _sharing_cores(profile, mesh.devices_per_node)
+    profile = _share_cores(profile, mesh.devices_per_node)
     intra, inter = profile.link("intra_node"), profile.link("inter_node")
     links = (intra,) * len(mesh.shape) if mesh.nodes == 1 else (inter, intra)
-    return on_links(profile, links, dtype)
+    return link_hardware(profile, links, dtype)
 
 
-def on_links(profile: Profile, links: tuple[Link, ...], dtype: torch.dtype) -> Hardware:
+def link_hardware(profile: Profile, links: tuple[Link, ...], dtype: torch.dtype) -> Hardware:
     """A profile's device with the given links.
 
     Raises `NotSupportedError` for a dtype without a rate.
@@ -118,10 +120,10 @@ def on_links(profile: Profile, links: tuple[Link, ...], dtype: torch.dtype) -> H
     )
     margin = profile.value("device.memory_margin_fraction")
     is_gpu = bool(profile.cuda_names)
-    return Hardware(links, device, profile.name, peak[dtype], margin, is_gpu)
+    return Hardware(links, device, profile.name, peak[dtype], margin, is_gpu, dtype)
 
 
-def _sharing_cores(profile: Profile, ranks_per_node: int) -> Profile:
+def _share_cores(profile: Profile, ranks_per_node: int) -> Profile:
     """The profile of one rank, slowed by ranks / cores where a node has more ranks than cores."""
     n_cores = profile.optional("node.cores_count")
     if n_cores is None or ranks_per_node <= n_cores:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 _MOST_NEAR, _ALIKE = 4, 0.7
 
 
-def spelled(name: str) -> str:
+def spelling_of(name: str) -> str:
     """The letters and digits of a name, in lower case."""
     return re.sub(r"[^a-z0-9]", "", name.lower())
 
@@ -24,7 +24,7 @@ def near_names(given: str, known: Mapping[str, Sequence[str]]) -> list[str]:
     Near is a spelling that contains the given one ("a100" in a100-80gb), a name whose model is in
     the given one ("h100" of h100-sxm in "H100-SXM5"), or one with nearly the same letters.
     """
-    wanted = spelled(given)
+    wanted = spelling_of(given)
     if len(wanted) < 2:
         return []
     ranks = {}
@@ -39,4 +39,4 @@ def near_names(given: str, known: Mapping[str, Sequence[str]]) -> list[str]:
 def _model(name: str) -> str:
     """The part of a name that says which device it is: the first with a digit."""
     parts = re.split(r"[^a-z0-9]", name.lower())
-    return next((part for part in parts if any(map(str.isdigit, part))), spelled(name))
+    return next((part for part in parts if any(map(str.isdigit, part))), spelling_of(name))

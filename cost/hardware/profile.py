@@ -43,7 +43,7 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
-from autopar.cost.hardware.names import near_names, spelled
+from autopar.cost.hardware.names import near_names, spelling_of
 from autopar.errors import OptionError
 from autopar.mesh import Figures, Link
 from autopar.units import format_bytes
@@ -148,7 +148,9 @@ def shipped_name(given: str | Figures) -> str | None:
     """
     if isinstance(given, Figures) or given in available_profiles():
         return None if isinstance(given, Figures) else given
-    return next((name for name in available_profiles() if spelled(given) in _spellings(name)), None)
+    return next(
+        (name for name in available_profiles() if spelling_of(given) in _spellings(name)), None
+    )
 
 
 def where_else(given: str) -> str:
@@ -169,7 +171,7 @@ def load_profile(given: str | Path | Figures) -> Profile:
     Raises `OptionError` where there is no such profile, or it is malformed.
     """
     if isinstance(given, Figures):
-        return _of_figures(given)
+        return _figures_profile(given)
     if isinstance(given, Path) or given.endswith(".toml"):
         path = Path(given)
         if not path.is_file():
@@ -188,7 +190,7 @@ def figures_of(profile: Profile) -> Figures:
 
 
 @cache
-def _of_figures(figures: Figures) -> Profile:
+def _figures_profile(figures: Figures) -> Profile:
     where = f"the figures of {figures.name!r} in a plan"
     for key, value in figures.values:
         _check_value(key, value, where)
@@ -205,7 +207,7 @@ def _shipped(name: str) -> Profile:
 @cache
 def _spellings(name: str) -> tuple[str, ...]:
     """How a shipped profile may be called: its name, then the names that torch gives the device."""
-    return tuple(map(spelled, (name, *_shipped(name).cuda_names)))
+    return tuple(map(spelling_of, (name, *_shipped(name).cuda_names)))
 
 
 def _read(path: Path) -> Profile:

@@ -10,7 +10,6 @@ its neighbours. It mainly hands on `CostModel`, `collective_time_s` and `op_time
 
 from autopar.cost.laws.collectives import (
     Explained,
-    algorithms_of,
     bus_bytes_per_s,
     cheapest_algorithm,
     collective_time_s,
@@ -26,7 +25,6 @@ __all__ = [
     "Explained",
     "Kind",
     "algorithms",
-    "algorithms_of",
     "bus_bytes_per_s",
     "cheapest_algorithm",
     "collective_time_s",

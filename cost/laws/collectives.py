@@ -26,8 +26,8 @@ from autopar.cost.laws.formulas import (
     SYMBOLS,
     Formula,
     algorithms,
-    on_one_level,
     require_kind,
+    simplify_one_level,
 )
 
 # (n, *LinkGroup.numbers, gamma) -> seconds
@@ -80,11 +80,6 @@ def cheapest_algorithm(kind: str, size_bytes: float, group: LinkGroup) -> str:
     return min(_candidates(kind, group), key=lambda c: c[1](size_bytes, *numbers, 0.0))[0]
 
 
-def algorithms_of(kind: str, group: LinkGroup) -> tuple[str, ...]:
-    """The algorithms that `group` can run."""
-    return tuple(name for name, _ in _candidates(kind, group))
-
-
 def bus_bytes_per_s(kind: str, size_bytes: float, n_ranks: int, time_s: float) -> float:
     """Bus bandwidth as nccl-tests prints it."""
     turns = _BUS_TURNS.get(kind)
@@ -111,7 +106,7 @@ def explain(kind: str, group: LinkGroup) -> tuple[Explained, ...]:
         entry = FORMULAS[kind, name]
         expression = entry.expression
         if group.is_one_level and entry.placement != "two levels":
-            expression = on_one_level(expression)
+            expression = simplify_one_level(expression)
         text = str(expression)
         rows.append(Explained(name, text, entry.source, _left_out(entry, group), entry.note))
     return tuple(rows)

@@ -141,7 +141,7 @@ _two_levels = L_g * alpha_in + _SHARE_IN * n * beta_in + _across
 _TWO_TREE = (sympy.sqrt(2 * L * alpha) + sympy.sqrt(n * beta)) ** 2
 
 
-def _in_switch(members: sympy.Expr) -> sympy.Expr:
+def _switch_sum(members: sympy.Expr) -> sympy.Expr:
     """The all_reduce of one node's members, summed in the switch."""
     return 7 * alpha_in + (1 + 1 / members) * n * sigma
 
@@ -155,9 +155,9 @@ FORMULAS: dict[tuple[str, str], Formula] = {
         2 * _rounds + _SUMS, f"{_RABENSEIFNER}{_ANY_RANKS}", "one level"
     ),
     ("all_reduce", "hierarchical"): Formula(2 * _two_levels + _SUMS, _BLUECONNECT, "two levels"),
-    ("all_reduce", "in_switch"): Formula(_in_switch(p), _SWITCH, "one level", True),
+    ("all_reduce", "in_switch"): Formula(_switch_sum(p), _SWITCH, "one level", True),
     ("all_reduce", "hierarchical_in_switch"): Formula(
-        _in_switch(g) + 2 * _across + _SHARE_ACROSS * n * gamma,
+        _switch_sum(g) + 2 * _across + _SHARE_ACROSS * n * gamma,
         f"{_SWITCH}; then across as in {_BLUECONNECT}",
         "two levels",
         True,
@@ -236,7 +236,7 @@ def formula(kind: str, algorithm: str) -> sympy.Expr:
     return FORMULAS[kind, algorithm].expression
 
 
-def on_one_level(expression: sympy.Expr) -> sympy.Expr:
+def simplify_one_level(expression: sympy.Expr) -> sympy.Expr:
     """A formula for a group on one level (`Placement`), where only alpha and beta remain."""
     one_node = {N: 1, L_N: 0, g: p, L_g: L, alpha_in: alpha, beta_in: beta}
     return expression.subs(_RING_BETA, beta).subs(one_node)

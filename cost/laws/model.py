@@ -8,8 +8,8 @@ An operator on one device follows a roofline, plus its launch:
 
 u is the exposed memory time of a matmul on top of its arithmetic, divided by the time to touch each
 operand once (`product_traffic_ratio`): tiles read operands several times and hide most of it. 2mkn
-flops touch mk + kn + mn elements, so the efficiency of a matmul depends on its sizes
-(`product_efficiency`). A small m, n or k lowers it, and so does the launch.
+flops touch mk + kn + mn elements, so the efficiency of a matmul depends on its sizes. A small m, n
+or k lowers it, and so does the launch.
 
 Replicated work costs its full time on every rank. Views launch nothing and are free; callers do
 not price them.
@@ -23,8 +23,8 @@ from typing import Literal, overload
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from autopar.arrays import Array
 from autopar.cost.hardware import ProfiledDevice, attention_flops_per_s, flops_per_s, group_on
 from autopar.cost.laws.collectives import collective_lines, collective_time_s
 from autopar.mesh import Device, LogicalMesh
@@ -32,7 +32,6 @@ from autopar.placement import COLLECTIVES, PrimitiveKind
 from autopar.program import BUCKET_BYTES
 
 Kind = Literal["matmul", "attention", "memory"]
-Array = NDArray[np.float64]
 
 
 @overload
@@ -74,13 +73,6 @@ def op_time_s(
     return busy_s if isinstance(busy_s, np.ndarray) else float(busy_s)
 
 
-def product_efficiency(m: int, n: int, k: int, device: Device, dtype: torch.dtype) -> float:
-    """Achieved rate of an m x k by k x n matmul / the rate of an infinitely large one."""
-    flops, n_elements = 2.0 * m * n * k, m * k + k * n + m * n
-    time_s = op_time_s(flops, float(n_elements * dtype.itemsize), device, dtype)
-    return flops / flops_per_s(device, dtype) / time_s
-
-
 @dataclass(frozen=True)
 class CostModel:
     """Prices what a stage does; `mesh` carries its links and device.
@@ -114,28 +106,18 @@ class CostModel:
             return collective_lines(kind, group_on(self.mesh, axes))
         return ((self.mesh.device.launch_s, 1.0 / self.mesh.device.bytes_per_s),)
 
-    def bucketed_time_s(self, kind: PrimitiveKind, size_bytes: int, axes: tuple[int, ...]) -> float:
-        """Seconds of a primitive on one tensor of a bucket: its share, by bytes, of a full bucket.
-
-        A tensor of a full bucket or more has a collective of its own.
-        """
-        if kind not in COLLECTIVES or size_bytes >= self.bucket_bytes:
-            return self.primitive_time_s(kind, size_bytes, axes)
-        bucket_s = self.primitive_time_s(kind, self.bucket_bytes, axes)
-        return bucket_s * size_bytes / self.bucket_bytes
-
-    def for_parameters(self, size_bytes: int) -> CostModel:
+    def limit_buckets(self, size_bytes: int) -> CostModel:
         """This model for parameters of `size_bytes` in total, which may not fill a bucket."""
         return replace(self, bucket_bytes=max(min(BUCKET_BYTES, size_bytes), 1))
 
     def op_times_s(
         self,
-        flops: NDArray[np.float64],
-        size_bytes: NDArray[np.float64],
+        flops: Array,
+        size_bytes: Array,
         kind: Kind = "matmul",
         *,
         is_backward: bool = False,
-    ) -> NDArray[np.float64]:
+    ) -> Array:
         """`op_time_s` of each choice in the arrays."""
         device, dtype = self.mesh.device, self.dtype
         return op_time_s(flops, size_bytes, device, dtype, kind, is_backward=is_backward)

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import torch
 
-from autopar.cost.hardware import Profile, load_profile, on_links
+from autopar.cost.hardware import Profile, link_hardware, load_profile
 from autopar.cost.published.rows import PublishedRun
 from autopar.cost.transformer import LayerModel, StepModel, TransformerMachine
 
@@ -30,7 +30,7 @@ def step_model(row: PublishedRun, profile: Profile | None = None) -> StepModel:
     layer = LayerModel(row.shape, row.recipe, row.software, dtype.itemsize)
     experts = row.shape.experts
     n_chosen = experts.chosen if experts and row.software.thrifty_dispatch else 0
-    hardware = on_links(profile, links, dtype)
+    hardware = link_hardware(profile, links, dtype)
     return StepModel(layer, TransformerMachine(hardware, each, row.recipe, dtype, n_chosen))
 
 

@@ -47,11 +47,6 @@ class PartWork:
     collectives_s: float = 0.0
     overlapped_s: float = 0.0
 
-    @property
-    def total_s(self) -> float:
-        """How long it takes if overlapped collectives do not slow compute."""
-        return self.duration().time_s
-
     def duration(self, slowdown_fraction: float = 0.0, compute_factor: float = 1.0) -> PartDuration:
         """How long it takes, with compute that takes `compute_factor` times as long."""
         compute_s = self.compute_s * compute_factor

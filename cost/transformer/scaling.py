@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from autopar.cost.hardware import Profile, on_links
+from autopar.cost.hardware import Profile, link_hardware
 from autopar.cost.transformer.estimate import StepModel
 from autopar.cost.transformer.layer import LayerModel
 from autopar.cost.transformer.machine import TransformerMachine
@@ -94,7 +94,9 @@ def weak_scaling(
     """
     _check(shape, recipe)
     dtype = training_dtype(profile)
-    hardware = on_links(profile, (profile.link("inter_node"), profile.link("intra_node")), dtype)
+    hardware = link_hardware(
+        profile, (profile.link("inter_node"), profile.link("intra_node")), dtype
+    )
     first_dp = _dp(recipe, nodes[0], devices_per_node)
     if batch is None:
         n_microbatches = MICROBATCHES_PER_STAGE * recipe.pp if recipe.pp > 1 else 1

@@ -3,54 +3,38 @@
 Reading order: `groups.py` (planning nodes), `microbatch.py` (the batch), `gathering.py` (what
 parameters cost), `analysis.py` (these facts in one object), `folding.py` (repeated blocks),
 `equal_parts.py` (equal stages), `cutting.py` (stages and what crosses between them),
-`given_stages.py` (where the user's stages end), `counts.py` (numbers of microbatches),
 `recompute.py` (what may be recomputed), `padding.py` (vocabularies), `fallback.py` (operators
-without a rule), `row_counts.py` (outputs of microbatches), `arguments.py` (arguments of calls in
-generated programs).
+without a rule), `arguments.py` (arguments of calls in generated programs).
 May import the solvers and everything below `passes`, but not `passes/reshard`.
 Mainly hands on `Analysis`, `cut` and `fold`.
 """
 
 from autopar.passes.analysis.analysis import Analysis, Neediest, compute_dtype, stored_dtype
 from autopar.passes.analysis.arguments import override, prologue_lines
-from autopar.passes.analysis.counts import (
-    FIRST_COUNT,
-    microbatch_counts,
-    recipe_counts,
-)
 from autopar.passes.analysis.cutting import Side, boundary_specs, cut, is_boundary_spec
-from autopar.passes.analysis.equal_parts import Numbered, lowered_as, renamed
+from autopar.passes.analysis.equal_parts import Numbered, rename_lowered, rename_strategy
 from autopar.passes.analysis.fallback import accept_missing, keep_whole_as_planned
 from autopar.passes.analysis.folding import KEPT, Folded, Run, find_runs, fold, place_in
-from autopar.passes.analysis.gathering import Gathering, Gathers
-from autopar.passes.analysis.given_stages import (
-    ends_by_stage,
-    given_ends,
-    stage_without_parameters,
-)
+from autopar.passes.analysis.gathering import Gathering
 from autopar.passes.analysis.groups import JointStrategy, OperatorGroup, PlacedOperator
 from autopar.passes.analysis.microbatch import batch_of
-from autopar.passes.analysis.padding import Paddings, find_paddings, pad, padded_for
+from autopar.passes.analysis.padding import Paddings, find_paddings, pad, pad_for_ranks
 from autopar.passes.analysis.recompute import (
     MODES,
     SEARCHED,
     Recomputable,
     aligned_runs,
-    blocks,
     is_searched,
     recomputed_operators,
 )
-from autopar.passes.analysis.row_counts import microbatch_scales
 
 __all__ = [
-    "FIRST_COUNT",
     "KEPT",
     "MODES",
     "SEARCHED",
     "Analysis",
     "Folded",
     "Gathering",
-    "Gathers",
     "JointStrategy",
     "Neediest",
     "Numbered",
@@ -63,29 +47,22 @@ __all__ = [
     "accept_missing",
     "aligned_runs",
     "batch_of",
-    "blocks",
     "boundary_specs",
     "compute_dtype",
     "cut",
-    "ends_by_stage",
     "find_paddings",
     "find_runs",
     "fold",
-    "given_ends",
     "is_boundary_spec",
     "is_searched",
     "keep_whole_as_planned",
-    "lowered_as",
-    "microbatch_counts",
-    "microbatch_scales",
     "override",
     "pad",
-    "padded_for",
+    "pad_for_ranks",
     "place_in",
     "prologue_lines",
-    "recipe_counts",
     "recomputed_operators",
-    "renamed",
-    "stage_without_parameters",
+    "rename_lowered",
+    "rename_strategy",
     "stored_dtype",
 ]

@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
+from autopar.caching import cached_method
 from autopar.errors import BatchError
 from autopar.identity import Same
 from autopar.measured import (
@@ -83,19 +84,6 @@ class Analysis:
     _patterns: dict[Hashable, PlacedOperator] = field(
         default_factory=dict, repr=False, compare=False
     )
-    # These caches hold for this set of operators alone, so `part` starts them empty.
-    _alike: dict[int, dict[int, PlacedOperator]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _placed: dict[int, tuple[PlacedOperator, ...]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _groups: dict[int, tuple[OperatorGroup, ...]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
-    _kept_bytes: dict[tuple[int, frozenset[int]], Sequence[float]] = field(
-        default_factory=dict, init=False, repr=False, compare=False
-    )
     # The runs of each request to `folding.find_runs`.
     repeated: dict[tuple[int, bool], Any] = field(
         default_factory=dict, init=False, repr=False, compare=False
@@ -132,13 +120,13 @@ class Analysis:
             gathers="stages",
         )
 
-    def in_schedule(self, name: str) -> Analysis:
+    def set_schedule(self, name: str) -> Analysis:
         """The same program, planned for a schedule."""
         all_in_flight = name == "gpipe"
         is_other = all_in_flight != self.all_in_flight
         return replace(self, all_in_flight=all_in_flight) if is_other else self
 
-    def gathering_as(self, gathers: Gathers) -> Analysis:
+    def set_gathers(self, gathers: Gathers) -> Analysis:
         """The same program, of which stages are to be made. It is folded later."""
         assert self.parameter_names is None, "folded already"
         return replace(self, whole=self, gathers=gathers)
@@ -226,56 +214,45 @@ class Analysis:
         """Bytes saved for backward by one microbatch, unsharded, without the operators `again`."""
         return sum(self.kept_by_operator(n_microbatches, again))
 
+    @cached_method
     def kept_by_operator(
         self, n_microbatches: int, again: frozenset[int] = frozenset()
     ) -> Sequence[float]:
         """`kept_bytes` of each operator; what several of them save counts for the first."""
-        key = n_microbatches, again
-        if key not in self._kept_bytes:
-            types, owners = self.microbatch_types(n_microbatches).tensors, self.kept_owners
-            n_splits, seen = self.batch.n_splits(n_microbatches), {*self.program.parameters}
-            out = [0.0] * len(self.operators)
-            for i, o in enumerate(self.operators):
-                saved = self.saved.get(o.name)
-                if saved is None or i in again:
-                    continue
-                names = (
-                    *(o.inputs[k] for k in saved.inputs),
-                    *(o.outputs[k] for k in saved.outputs),
-                )
-                new = {owners.get(name, name) for name in names} - seen
-                seen |= new
-                out[i] = sum(types[n].size_bytes for n in new) + saved.other_bytes / n_splits
-            self._kept_bytes[key] = out
-        return self._kept_bytes[key]
+        types, owners = self.microbatch_types(n_microbatches).tensors, self.kept_owners
+        n_splits, seen = self.batch.n_splits(n_microbatches), {*self.program.parameters}
+        out = [0.0] * len(self.operators)
+        for i, o in enumerate(self.operators):
+            saved = self.saved.get(o.name)
+            if saved is None or i in again:
+                continue
+            names = (*(o.inputs[k] for k in saved.inputs), *(o.outputs[k] for k in saved.outputs))
+            new = {owners.get(name, name) for name in names} - seen
+            seen |= new
+            out[i] = sum(types[n].size_bytes for n in new) + saved.other_bytes / n_splits
+        return out
 
     def microbatch_types(self, n_microbatches: int) -> Types:
         """Types of one microbatch; raises `BatchError` when the batch does not divide."""
         if n_microbatches not in self._types:
-            self._types[n_microbatches] = self._divided(n_microbatches)
+            self._types[n_microbatches] = self._divide(n_microbatches)
         return self._types[n_microbatches]
 
+    @cached_method
     def placed_operators(self, n_microbatches: int) -> tuple[PlacedOperator, ...]:
         """Every operator with its strategies on one axis, at the sizes of one microbatch."""
-        if n_microbatches not in self._placed:
-            by_kind = self.placed_by_kind(n_microbatches)
-            self._placed[n_microbatches] = tuple(
-                by_kind[self.kinds[o.name]].of(o) for o in self.operators
-            )
-        return self._placed[n_microbatches]
+        by_kind = self.placed_by_kind(n_microbatches)
+        return tuple(by_kind[self.kinds[o.name]].of(o) for o in self.operators)
 
+    @cached_method
     def placed_by_kind(self, n_microbatches: int) -> Mapping[int, PlacedOperator]:
         """Kind -> one operator of `placed_operators`."""
-        if n_microbatches not in self._alike:
-            if self.whole:
-                known = self.whole.placed_by_kind(n_microbatches)
-                found = {kind: known[kind] for kind in self._distinct}
-            else:
-                tensors = self.microbatch_types(n_microbatches).tensors
-                placed = place_operators(self._distinct.values(), tensors, self._patterns)
-                found = dict(zip(self._distinct, placed, strict=True))
-            self._alike[n_microbatches] = found
-        return self._alike[n_microbatches]
+        if self.whole:
+            known = self.whole.placed_by_kind(n_microbatches)
+            return {kind: known[kind] for kind in self._distinct}
+        tensors = self.microbatch_types(n_microbatches).tensors
+        placed = place_operators(self._distinct.values(), tensors, self._patterns)
+        return dict(zip(self._distinct, placed, strict=True))
 
     @cached_property
     def _distinct(self) -> Mapping[int, Operator]:
@@ -290,20 +267,18 @@ class Analysis:
         by_kind = self.placed_by_kind(n_microbatches)
         return {o.name: by_kind[self.kinds[o.name]].sizes for o in self.operators}
 
+    @cached_method
     def groups(self, n_microbatches: int) -> tuple[OperatorGroup, ...]:
         """The planning nodes, at the sizes of one microbatch."""
-        if n_microbatches not in self._groups:
-            placed = self.placed_operators(n_microbatches)
-            self._groups[n_microbatches] = form_groups(self.program, placed)
-        return self._groups[n_microbatches]
+        return form_groups(self.program, self.placed_operators(n_microbatches))
 
-    def _divided(self, n_microbatches: int) -> Types:
+    def _divide(self, n_microbatches: int) -> Types:
         if n_microbatches == 1:
             return self.types
         self.batch.check_divides(n_microbatches)
         if self.batch.n_splits(n_microbatches) == 1:
             return self.types
-        for (tensor, (dim, factor)), names in self._with_rows.items():
+        for (tensor, (dim, factor)), names in self._row_types.items():
             size = tensor.dims[dim][factor]
             if size % n_microbatches:
                 raise BatchError(
@@ -312,16 +287,16 @@ class Analysis:
                     where=names[0],
                     hint="choose fewer microbatches",
                 )
-        return self.types.with_divided(self._with_rows, n_microbatches)
+        return self.types.divide_rows(self._row_types, n_microbatches)
 
     @cached_property
     def n_divisible(self) -> int:
         """Numbers of microbatches divide this one: the model views its batch as factors. 0: any."""
-        sizes = (tensor.dims[dim][factor] for tensor, (dim, factor) in self._with_rows)
+        sizes = (tensor.dims[dim][factor] for tensor, (dim, factor) in self._row_types)
         return math.gcd(*sizes)
 
     @cached_property
-    def _with_rows(self) -> Mapping[tuple[TensorType, Cell], Sequence[str]]:
+    def _row_types(self) -> Mapping[tuple[TensorType, Cell], Sequence[str]]:
         return self.types.by_cell(self.batch.cells)
 
 

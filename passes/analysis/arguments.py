@@ -40,7 +40,7 @@ def prologue_lines(graph: torch.fx.Graph) -> tuple[tuple[str, str], ...]:
         if node.target is operator.getitem:
             lines.append((node.name, f"{node.args[0]}[{node.args[1]!r}]"))
         elif node.op == "call_function":
-            args = _of_any_rows(node)
+            args = _row_free_arguments(node)
             words = [*map(word, args), *(f"{k}={word(v)}" for k, v in node.kwargs.items())]
             lines.append((node.name, f"torch.ops.{node.target}({', '.join(words)})"))
         elif node.op == "output":
@@ -48,7 +48,7 @@ def prologue_lines(graph: torch.fx.Graph) -> tuple[tuple[str, str], ...]:
     return tuple(lines)
 
 
-def _of_any_rows(node: torch.fx.Node) -> tuple[Any, ...]:
+def _row_free_arguments(node: torch.fx.Node) -> tuple[Any, ...]:
     """A prologue's arguments for any number of rows, because a rank may be given only its own.
 
     Rows are the leading dim, and views keep them leading: the leading size becomes -1.

@@ -85,7 +85,7 @@ def _factors(analysis: Analysis, values: Sequence[str]) -> tuple[int, ...]:
     return tuple(numbers.setdefault(c, len(numbers)) for c in classes)
 
 
-def renamed(strategy: Strategy, names: Mapping[str, str]) -> Strategy:
+def rename_strategy(strategy: Strategy, names: Mapping[str, str]) -> Strategy:
     """A strategy, renamed for an equal program (`Numbered.names_in`)."""
     return replace(
         strategy,
@@ -100,7 +100,7 @@ def renamed(strategy: Strategy, names: Mapping[str, str]) -> Strategy:
     )
 
 
-def lowered_as(
+def rename_lowered(
     lowered: StageProgram, program: Program, other: Program, names: Mapping[str, str]
 ) -> StageProgram:
     """A lowered program, renamed for an equal program so that it can be joined and priced.

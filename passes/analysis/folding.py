@@ -22,8 +22,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import BoolArray, Indices
 from autopar.passes.analysis.analysis import Analysis
 
 _BEFORE, _AFTER = 2, 1
@@ -157,7 +157,7 @@ class _StandIns:
         if at is None:
             return i
         r, block = at
-        return self._moved(i, r, block, max(b for b in self.blocks[r] if b <= block))
+        return self._shift(i, r, block, max(b for b in self.blocks[r] if b <= block))
 
     def read_instead(self, i: int, reader: int | None) -> int:
         """What `reader` reads in place of dropped operator i. Reader None is the program's end."""
@@ -168,9 +168,9 @@ class _StandIns:
         number = reads_at[1] if reads_at is not None and reads_at[0] == r else run.count
         # Keep the distance to the reader, counted in kept blocks.
         back = (kept.index(number) if number in kept else len(kept)) - (number - block)
-        return self._moved(i, r, block, kept[back]) if back >= 0 else self.stands_for(i)
+        return self._shift(i, r, block, kept[back]) if back >= 0 else self.stands_for(i)
 
-    def _moved(self, i: int, r: int, block: int, other: int) -> int:
+    def _shift(self, i: int, r: int, block: int, other: int) -> int:
         return i + (other - block) * self.runs[r].period
 
 
@@ -197,7 +197,7 @@ class _Finder:
         self.blocks = [program.block(operator.name) for operator in analysis.operators]
         self.sends = [not sent.isdisjoint(operator.outputs) for operator in analysis.operators]
         codes = [analysis.kinds[operator.name] for operator in analysis.operators]
-        self.codes: NDArray[np.int64] = np.array(codes, dtype=np.int64)
+        self.codes: Indices = np.array(codes, dtype=np.int64)
 
     def within(self, low: int, high: int) -> Iterator[Run]:
         """The best run among operators low..high-1, then the best on either side of it."""
@@ -222,13 +222,13 @@ class _Finder:
                 break
             wired = np.array([self._alike(i, period) for i in range(first, end)])
             for a, b in _true_ranges(wired):
-                run = self._aligned(Run(first + a, period, (b - a) // period + 1), first + b)
+                run = self._align(Run(first + a, period, (b - a) // period + 1), first + b)
                 better = best is None or self._gain(run) > self._gain(best)
                 if run.count >= self.least and better:
                     best = run
         return best
 
-    def _aligned(self, run: Run, end: int) -> Run:
+    def _align(self, run: Run, end: int) -> Run:
         """The run, beginning with a numbered module. Operators up to `end` have an equal one a
         period later, so the run may begin a bit later with as many blocks."""
         latest = end - run.period * (run.count - 1)
@@ -256,7 +256,7 @@ class _Finder:
         return a == b or (a[0] + period, a[1]) == b
 
 
-def _true_ranges(marks: NDArray[np.bool_]) -> list[tuple[int, int]]:
+def _true_ranges(marks: BoolArray) -> list[tuple[int, int]]:
     """The maximal ranges of true marks."""
     edges = np.flatnonzero(np.diff(np.concatenate(([False], marks, [False])).astype(np.int8)))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))

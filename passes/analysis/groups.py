@@ -19,8 +19,8 @@ from functools import cached_property
 from itertools import chain
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import BoolArray, Indices
 from autopar.identity import Same
 from autopar.placement import Placement, TensorType
 from autopar.program import Operator, Program, name_sizes
@@ -60,7 +60,7 @@ class Cuts:
     group shards."""
 
     factors: tuple[tuple[str, int, int], ...]
-    marks: NDArray[np.bool_]
+    marks: BoolArray
 
 
 @dataclass(frozen=True)
@@ -113,7 +113,7 @@ class OperatorGroup:
         return tuple(JointStrategy(known, chosen) for known, chosen in partial)
 
     @cached_property
-    def chosen(self) -> NDArray[np.int64]:
+    def chosen(self) -> Indices:
         """[strategies, members]: the index of each operator's strategy."""
         return np.array([joint.members for joint in self.strategies], dtype=np.int64)
 
@@ -131,7 +131,7 @@ class OperatorGroup:
         return Cuts(tuple(number), marks)
 
     @cached_property
-    def is_cut(self) -> NDArray[np.bool_]:
+    def is_cut(self) -> BoolArray:
         """[values, strategies]: which values each strategy shards."""
         found = np.zeros((len(self.values), len(self.strategies)), dtype=bool)
         for (name, _, _), marks in zip(self.cuts.factors, self.cuts.marks.T, strict=True):

@@ -91,7 +91,7 @@ def find_batch(
     is dim 0 of every input that is as long there as the first input.
     """
     seeds, size = _seed_inputs(program, types, batch_dims or {})
-    open_values = _without_batch(program, items, seeds)
+    open_values = _open_values(program, items, seeds)
     # Equal operators share one tuple of strategies.
     distinct = {id(item.strategies): item for item in items}
     split = {key: _split(item) for key, item in distinct.items()}
@@ -105,7 +105,7 @@ def find_batch(
         broken = broken or program.where(stuck)
     if program.loss is not None and placed.get(program.loss) != P:
         broken = broken or program.where(program.loss)
-    broken = broken or _changed_from_rows(program, placed)
+    broken = broken or _row_dependent_buffer(program, placed)
     if broken is not None:  # ranks, unlike microbatches, may exchange values (batch norm)
         placed, _ = _BatchWalk(seeds, open_values).run(every)
     cells = {name: p.cell for name, p in placed.items() if p.is_shard}
@@ -133,7 +133,7 @@ def _seed_inputs(
     return seeds, size
 
 
-def _changed_from_rows(program: Program, placed: Mapping[str, Placement]) -> str | None:
+def _row_dependent_buffer(program: Program, placed: Mapping[str, Placement]) -> str | None:
     """The buffer that every microbatch would see or leave different, if there is one."""
     seen_by_loss: set[str] = set()
     stack = [program.node(program.loss)] if program.loss is not None else []
@@ -150,7 +150,7 @@ def _changed_from_rows(program: Program, placed: Mapping[str, Placement]) -> str
     return None
 
 
-def _without_batch(
+def _open_values(
     program: Program, items: Sequence[PlacedOperator], seeds: Mapping[str, Placement]
 ) -> frozenset[str]:
     """Constants, and values computed without any batched input.

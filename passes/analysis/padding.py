@@ -90,7 +90,7 @@ def find_paddings(program: Program, n_ranks: int) -> Paddings:
     return _find(program, n_ranks)[0]
 
 
-def padded_for(program: Program, n_ranks: int) -> tuple[Program, Paddings]:
+def pad_for_ranks(program: Program, n_ranks: int) -> tuple[Program, Paddings]:
     """The program with everything padded that `find_paddings` finds, and what it found.
 
     Raises `MissingRuleError` for an operator without a rule.
@@ -281,7 +281,7 @@ class _Padded:
         old = self.old
         for node in old.graph.nodes:
             if node.op == "output":
-                self.graph.output(self._mapped(node.args[0]))
+                self.graph.output(self._map(node.args[0]))
             elif node.op == "placeholder":
                 self.made[node] = self._placeholder(node)
             else:
@@ -291,7 +291,7 @@ class _Padded:
             old,
             graph=self.graph,
             constants={
-                name: partial(_lengthened, make, self._shape(name))
+                name: partial(_lengthen, make, self._shape(name))
                 if self._shape(name) != self._old_shape(name)
                 else make
                 for name, make in old.constants.items()
@@ -309,12 +309,12 @@ class _Padded:
         return tuple(self.old.node(value).meta["val"].shape)
 
     def _shape(self, value: str) -> Shape:
-        return self._resized(value, self._old_shape(value))
+        return self._resize(value, self._old_shape(value))
 
-    def _resized(self, value: str, shape: Shape) -> Shape:
+    def _resize(self, value: str, shape: Shape) -> Shape:
         return tuple(self.sizes.get((value, dim), n) for dim, n in enumerate(shape))
 
-    def _mapped(self, arguments: Any) -> Any:
+    def _map(self, arguments: Any) -> Any:
         return torch.fx.node.map_arg(arguments, self.made.__getitem__)
 
     def _placeholder(self, node: torch.fx.Node) -> torch.fx.Node:
@@ -350,7 +350,7 @@ class _Padded:
         elif {cell for _, cell in _named_cells(operator)} & self.sizes.keys():
             target, args, kwargs = self._lengthened_call(node, operator)
             new = self.graph.create_node(
-                "call_function", target, self._mapped(args), self._mapped(kwargs), name=node.name
+                "call_function", target, self._map(args), self._map(kwargs), name=node.name
             )
             new.meta = {**node.meta, "val": self._run(new)}
             self._check(operator, new)
@@ -378,7 +378,7 @@ class _Padded:
         call = operator.call
         inputs = zip(operator.inputs, call.inputs, strict=True)
         outputs = zip(operator.outputs, call.outputs, strict=True)
-        return [self._resized(*i) for i in inputs], [self._resized(*o) for o in outputs]
+        return [self._resize(*i) for i in inputs], [self._resize(*o) for o in outputs]
 
     def _run(self, node: torch.fx.Node) -> Any:
         value_of = lambda n: n.meta["val"]  # noqa: E731
@@ -395,7 +395,7 @@ class _Padded:
         assert found == self._shapes(operator)[1], (str(node.target), found)
 
 
-def _lengthened(make: Callable[[], torch.Tensor], shape: Shape) -> torch.Tensor:
+def _lengthen(make: Callable[[], torch.Tensor], shape: Shape) -> torch.Tensor:
     """A constant, padded with zeros at the end of its dims."""
     value = make()
     added = (n - old for n, old in zip(reversed(shape), reversed(value.shape), strict=True))

@@ -22,9 +22,10 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import get_args
 
+from autopar.caching import cached_method
 from autopar.errors import NotSupportedError
 from autopar.options import Options, Recompute
 from autopar.passes.analysis.analysis import Analysis
@@ -51,9 +52,6 @@ class Recomputable:
 
     ranges: tuple[tuple[str, ...], ...]
     modes: tuple[Recompute | None, ...]
-    _within: dict[Analysis, tuple[range, ...]] = field(
-        default_factory=dict, repr=False, compare=False
-    )
 
     @staticmethod
     def of(analysis: Analysis, options: Options) -> Recomputable | None:
@@ -76,18 +74,17 @@ class Recomputable:
         ranges = tuple(tuple(names[r.start : r.stop]) for r in blocks(analysis))
         return Recomputable(ranges, SEARCHED) if ranges else None
 
+    @cached_method
     def within(self, part: Analysis) -> tuple[range, ...]:
         """The ranges that a part of the program has, as consecutive positions of its operators."""
-        if part not in self._within:
-            place = {operator.name: i for i, operator in enumerate(part.operators)}
-            found = []
-            for names in self.ranges:
-                own = [place[name] for name in names if name in place]
-                if own:
-                    assert own == list(range(own[0], own[-1] + 1)), "a range is cut, not thinned"
-                    found.append(range(own[0], own[-1] + 1))
-            self._within[part] = tuple(found)
-        return self._within[part]
+        place = {operator.name: i for i, operator in enumerate(part.operators)}
+        found = []
+        for names in self.ranges:
+            own = [place[name] for name in names if name in place]
+            if own:
+                assert own == list(range(own[0], own[-1] + 1)), "a range is cut, not thinned"
+                found.append(range(own[0], own[-1] + 1))
+        return tuple(found)
 
     def operators_within(self, part: Analysis) -> frozenset[int]:
         """The positions of all ranges within a part."""
@@ -110,17 +107,17 @@ def aligned_runs(part: Analysis, recomputable: Recomputable) -> tuple[Run, ...]:
     its blocks holds whole ranges, because then no block can stand for others.
     """
     ranges = recomputable.within(part)
-    return tuple(run for found in find_runs(part) for run in _aligned(found, ranges))
+    return tuple(run for found in find_runs(part) for run in _align(found, ranges))
 
 
-def _aligned(run: Run, ranges: Sequence[range]) -> tuple[Run, ...]:
+def _align(run: Run, ranges: Sequence[range]) -> tuple[Run, ...]:
     """The parts of a run in which all blocks have equal ranges; blocks may be several of its own.
 
     Empty if a range is in two blocks, or too few blocks are equal, however many make one.
     """
     starts = [positions.start for positions in ranges]
     for n in range(1, run.count // KEPT + 1):
-        longer = _shifted(Run(run.start, n * run.period, run.count // n), starts)
+        longer = _shift(Run(run.start, n * run.period, run.count // n), starts)
         inside: list[list[tuple[int, int]]] = [[] for _ in range(longer.count)]
         for positions in ranges:
             blocks = {longer.block_at(i) for i in (positions.start, positions[-1])}
@@ -147,7 +144,7 @@ def _equal_parts(run: Run, inside: Sequence[object]) -> Iterator[Run]:
         start = part.end
 
 
-def _shifted(run: Run, starts: Sequence[int]) -> Run:
+def _shift(run: Run, starts: Sequence[int]) -> Run:
     """The run, starting at the first of `starts` within its first block."""
     first = next((i for i in starts if run.start <= i < run.start + run.period), run.start)
     return Run(first, run.period, (run.end - first) // run.period)

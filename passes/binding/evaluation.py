@@ -10,7 +10,8 @@ from collections.abc import Sequence
 
 from autopar.cost.laws import CostModel
 from autopar.errors import PlanError
-from autopar.passes.analysis import Analysis, cut, ends_by_stage
+from autopar.passes.analysis import Analysis, cut
+from autopar.passes.inter import ends_by_stage
 from autopar.passes.intra import Constraints, PlacementRequest, choose
 from autopar.passes.lowering import PlacedStage, replay, stage_record
 from autopar.placement import I, R, Spec

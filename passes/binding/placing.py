@@ -6,7 +6,7 @@ from autopar.cost.hardware import Hardware
 from autopar.cost.laws import CostModel
 from autopar.errors import BatchError, PlanError
 from autopar.mesh import Mesh, factored_view
-from autopar.passes.analysis import Analysis, compute_dtype, cut
+from autopar.passes.analysis import Analysis, cut
 from autopar.passes.lowering import PlacedStage, replay, replay_ends
 from autopar.plans import PlanData
 
@@ -66,6 +66,6 @@ def place_stages(
             )
         view = factored_view(mesh, hardware.links, hardware.device, record.axes, first_rank)
         strategy = replay(part, record, data.microbatches, data.forbid)
-        found.append(PlacedStage(part, strategy, CostModel(view, compute_dtype(analysis))))
+        found.append(PlacedStage(part, strategy, CostModel(view, hardware.dtype)))
         first_rank += record.n_ranks
     return tuple(found)

@@ -48,7 +48,7 @@ def capture_step(
         warnings.simplefilter("ignore")  # the planner warns
         accept_missing(program, options.fallback)
     batch = batch_of(program, options.batch_dims)
-    n = _asked(options, batch.size)
+    n = _asked_microbatches(options, batch.size)
     if n == 1 or batch.broken_at is None:
         return program
     part = captured(accumulation_of(example_inputs, n, options.batch_dims or {}))
@@ -90,7 +90,7 @@ def _asks_for_several(options: Options) -> bool:
     return by_size or (isinstance(options.microbatches, int) and options.microbatches > 1)
 
 
-def _asked(options: Options, n_rows: int) -> int:
+def _asked_microbatches(options: Options, n_rows: int) -> int:
     if isinstance(options.microbatches, int):
         return options.microbatches
     assert options.manual is not None and options.manual.microbatch_size is not None

@@ -5,11 +5,10 @@ prices of all decisions at once). May import every other room of `passes`, and w
 Mainly hands on `decisions` and `runners_up`.
 """
 
-from autopar.passes.explain.all_options import RunnersUp, runners_up
+from autopar.passes.explain.all_options import runners_up
 from autopar.passes.explain.next_best import decisions
 
 __all__ = [
-    "RunnersUp",
     "decisions",
     "runners_up",
 ]

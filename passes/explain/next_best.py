@@ -4,7 +4,7 @@ The options are every storage of a parameter, or every strategy of an operator. 
 everything else on the stage is chosen anew. With x the choices of the stage's problem
 (`passes/intra/problem.py`) and v the variable that decides,
 
-    cost of option k = min over x with x_v in k of the objective        (`_Marginals`)
+    cost of option k = min over x with x_v in k of the objective        (`Marginals`)
 
 There is no memory limit here, because a budget would need a search per option. All that compute may
 hide is hidden (`passes/intra/hiding.py`): what an option exposes is not in its cost. For the best
@@ -22,12 +22,13 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import Array, BoolArray, Codes
 from autopar.cost.laws import CostModel
-from autopar.passes.analysis import KEPT, Analysis, Folded, find_runs, fold
+from autopar.passes.analysis import KEPT, Analysis, Folded, find_runs, fold, place_in
 from autopar.passes.intra import Constraints, IntraOpProblem, intra_op_problem
 from autopar.passes.lowering import PlacedStage
 from autopar.passes.search import depths
@@ -50,7 +51,6 @@ AS_FAST_REL = 1e-9
 WHOLE_OPERATORS = 2000
 # These limits allow some seconds; the defaults would allow ten and more.
 LIMITS = TableLimits(table_entries=2**26, kept_entries=2**26, total_entries=2**30)
-Indices = NDArray[np.intp]
 
 
 def decisions(
@@ -119,12 +119,12 @@ def _choice(
         of = of_parameter if target.is_parameter else of_operator
         options = of(problem, node)
         try:
-            weighed = _Marginals.of(problem, options, _all(problem.numbers), limits)
+            marginals = Marginals.of(problem, every_choice(problem.numbers), limits)
         except TooWide:
             continue
-        return weighed.choice(own, "anew", blocks, n_shown)
-    kept = _kept(problem, stage.strategy, options.variable)
-    return _Marginals.of(problem, options, kept, TableLimits()).choice(own, "kept", blocks, n_shown)
+        return marginals.choice(options, own, "anew", blocks, n_shown)
+    marginals = Marginals.of(problem, _kept(problem, stage.strategy, options), TableLimits())
+    return marginals.choice(options, own, "kept", blocks, n_shown)
 
 
 def stage_problem(analysis: Analysis, cost: CostModel, data: PlanData) -> IntraOpProblem:
@@ -168,32 +168,27 @@ def stand_in(folded: Folded, node: str) -> str | None:
         position = operators[reader].inputs.index(node)
         like, values = fewer[folded.stands_for[reader]].inputs[position], frozenset((node,))
     readers = (i for i, o in enumerate(operators) if values & {*o.inputs})
-    blocks = {
-        (r, (i - run.start) // run.period)
-        for i in readers
-        for r, run in enumerate(folded.runs)
-        if run.start <= i < run.end
-    }
+    blocks = {place_in(folded.runs, i) for i in readers} - {None}
     return like if len(blocks) < KEPT else None
 
 
 @dataclass(frozen=True)
-class Options:
+class DecisionOptions:
     """The options of a decision: what each decides, and which choices of `variable` decide so."""
 
     variable: int
     decided: tuple[Storage | OperatorStrategy, ...]
-    choices: tuple[Indices, ...]
+    choices: tuple[Codes, ...]
     parameter: str = ""
 
 
-def of_parameter(problem: IntraOpProblem, name: str) -> Options:
+def of_parameter(problem: IntraOpProblem, name: str) -> DecisionOptions:
     storages = problem.storages[name]
     choices = tuple(np.array([i]) for i in range(len(storages)))
-    return Options(problem.parameter_variables[name], storages, choices, name)
+    return DecisionOptions(problem.parameter_variables[name], storages, choices, name)
 
 
-def of_operator(problem: IntraOpProblem, name: str) -> Options:
+def of_operator(problem: IntraOpProblem, name: str) -> DecisionOptions:
     """The options of an operator; choices of its group that place its tensors alike are one."""
     v = next(
         v
@@ -208,19 +203,19 @@ def of_operator(problem: IntraOpProblem, name: str) -> Options:
         alike.setdefault(key, []).append(choice)
     choices = tuple(np.array(of) for of in alike.values())
     decided = tuple(candidates.strategies(int(of[0]))[name] for of in choices)
-    return Options(v, decided, choices)
+    return DecisionOptions(v, decided, choices)
 
 
-def _all(numbers: ChoiceProblem) -> list[NDArray[np.bool_]]:
+def every_choice(numbers: ChoiceProblem) -> list[BoolArray]:
     return [np.ones(k, dtype=bool) for k in numbers.sizes]
 
 
-def _kept(problem: IntraOpProblem, plan: Strategy, free: int) -> list[NDArray[np.bool_]]:
+def _kept(problem: IntraOpProblem, plan: Strategy, options: DecisionOptions) -> list[BoolArray]:
     """Per variable, a mask of the plan's choices.
 
-    All choices stay of the variable `free`, and of those that only make readers agree.
+    All choices stay of the variable that decides, and of those that only make readers agree.
     """
-    keep = _all(problem.numbers)
+    keep, free = every_choice(problem.numbers), options.variable
     for v, candidates in enumerate(problem.candidates):
         for member in candidates.group.members if v != free else ():
             own, operator = plan.operators[member.name], member.operator
@@ -238,89 +233,102 @@ def _kept(problem: IntraOpProblem, plan: Strategy, free: int) -> list[NDArray[np
     return [mask if mask.any() else ~mask for mask in keep]
 
 
+class Ranked(NamedTuple):
+    """An option that is possible: its place among `DecisionOptions.decided`, and what it costs more
+    than the fastest; 0 if it is as fast."""
+
+    option: int
+    extra_s: float
+
+
+def shown_of(others: Sequence[Ranked], n_shown: int) -> list[Ranked]:
+    """The best few; if one is slower than the fastest, at least one such is among them."""
+    shown, slower = list(others[:n_shown]), [one for one in others if one.extra_s > 0]
+    if slower and slower[0] not in shown:
+        shown[-1] = slower[0]
+    return shown
+
+
 @dataclass(frozen=True)
-class _Marginals:
-    """The least cost of every option; `kept` maps choices of `numbers` to those of `problem`."""
+class Marginals:
+    """The least cost of every choice of every variable (`costs_s`), of a problem without a memory
+    limit. `kept` maps choices of `numbers` to those of `problem`."""
 
     problem: IntraOpProblem
-    options: Options
     numbers: ChoiceProblem
-    kept: tuple[Indices, ...]
+    kept: tuple[Codes, ...]
     plan: EliminationPlan
     potentials: Potentials
-    least_s: tuple[float, ...]
+    costs_s: Sequence[Array]
 
     @staticmethod
     def of(
-        problem: IntraOpProblem,
-        options: Options,
-        keep: Sequence[NDArray[np.bool_]],
-        limits: TableLimits,
-    ) -> _Marginals:
+        problem: IntraOpProblem, keep: Sequence[BoolArray], limits: TableLimits = LIMITS
+    ) -> Marginals:
         """The marginals over the choices of `keep`.
 
         Raises `TooWide` if the tables would exceed `limits`.
         """
         numbers = problem.numbers.restrict(keep).merged()
-        plan = plan_elimination(numbers, limits)
-        potentials = Potentials.of(numbers, Weights())
-        marginals = min_marginals(plan, potentials)[options.variable]
-        least_s = tuple(float(marginals[of].min()) for of in options.choices)
+        plan, potentials = plan_elimination(numbers, limits), Potentials.of(numbers, Weights())
         kept = tuple(np.flatnonzero(mask) for mask in keep)
-        return _Marginals(problem, options, numbers, kept, plan, potentials, least_s)
+        costs_s = min_marginals(plan, potentials)
+        return Marginals(problem, numbers, kept, plan, potentials, costs_s)
+
+    def ranked(self, options: DecisionOptions) -> list[Ranked]:
+        """All possible options, fastest first."""
+        costs_s = self.costs_s[options.variable]
+        each_s = [float(costs_s[of].min()) for of in options.choices]
+        least_s = min(each_s)
+        extra_s = [s - least_s if s > least_s * (1 + AS_FAST_REL) else 0.0 for s in each_s]
+        order = sorted(range(len(each_s)), key=lambda i: each_s[i])
+        return [Ranked(i, extra_s[i]) for i in order if math.isfinite(each_s[i])]
 
     def choice(
         self,
+        options: DecisionOptions,
         own: Storage | OperatorStrategy,
         rest: RestOfStage,
         blocks: tuple[int, int] | None,
         n_shown: int,
     ) -> Choice:
-        possible = [i for i, cost_s in enumerate(self.least_s) if math.isfinite(cost_s)]
-        if not possible:
+        ranked = self.ranked(options)
+        if not ranked:
             return Choice(None, (), 0, 0, rest, blocks)
-        least_s = min(self.least_s) * (1 + AS_FAST_REL)
-        ranked = sorted(possible, key=lambda i: self.least_s[i])
-        as_fast = [i for i in ranked if self.least_s[i] <= least_s]
-        chosen = next((i for i in ranked if self.options.decided[i] == own), None)
-        others = [i for i in ranked if i != chosen]
-        slower = [i for i in others if i not in as_fast]
-        shown = others[:n_shown]
-        if slower and slower[0] not in shown:
-            shown[-1] = slower[0]
-        base = self._option(chosen if chosen in as_fast else ranked[0])
+        chosen = next((one for one in ranked if options.decided[one.option] == own), None)
+        is_fast = chosen is not None and not chosen.extra_s
+        base = self._option(options, chosen.option if chosen and is_fast else ranked[0].option)
 
-        def more(i: int) -> Option:
-            option = self._option(i)
-            extra_s = 0.0 if i in as_fast else option.extra_s - base.extra_s
+        def more(one: Ranked) -> Option:
+            option = self._option(options, one.option)
+            extra_s = option.extra_s - base.extra_s if one.extra_s else 0.0
             return replace(
                 option, extra_s=extra_s, extra_bytes=option.extra_bytes - base.extra_bytes
             )
 
         return Choice(
             None if chosen is None else more(chosen),
-            tuple(more(i) for i in shown),
-            len(possible),
-            len(as_fast),
+            tuple(map(more, shown_of([one for one in ranked if one != chosen], n_shown))),
+            len(ranked),
+            sum(not one.extra_s for one in ranked),
             rest,
             blocks,
         )
 
-    def _option(self, i: int) -> Option:
+    def _option(self, options: DecisionOptions, i: int) -> Option:
         """An option, with the totals of the fastest choice that has it."""
-        v, decided = self.options.variable, self.options.decided[i]
+        v, decided = options.variable, options.decided[i]
         every = self.potentials.own
         own = np.full_like(every[v], np.inf)
-        own[:, self.options.choices[i]] = every[v][:, self.options.choices[i]]
+        own[:, options.choices[i]] = every[v][:, options.choices[i]]
         potentials = Potentials.given((*every[:v], own, *every[v + 1 :]), self.potentials.tables)
         _, choice = minimise(self.plan, potentials)
         totals = self.numbers.evaluate(choice)
         if not isinstance(decided, Storage):
             return Option(None, (), decided, totals.cost_s, totals.bytes)
-        name = self.options.parameter
         uses = dict.fromkeys(
-            candidates.spec(int(self.kept[g][choice[g]]), name)
+            candidates.spec(int(self.kept[g][choice[g]]), options.parameter)
             for g, candidates in enumerate(self.problem.candidates)
-            if name in candidates.group.inputs
+            if options.parameter in candidates.group.inputs
         )
         return Option(decided, tuple(uses), None, totals.cost_s, totals.bytes)

@@ -1,6 +1,7 @@
 """Which stages a pipeline has: the cuts, submeshes, views and microbatch counts worth solving.
 
 Reading order: `submeshes.py` (devices of a stage), `layers.py` (where stages may begin),
+`given_stages.py` (where the user's stages end), `counts.py` (numbers of microbatches),
 `candidate.py` (a plan before it is solved), `bounds.py` and `layer_bounds.py` (lower bounds on
 stages), `messages.py` (what they send at least), `space.py` (all pipelines), `stage_search.py`
 (those with one number of microbatches, best first), `recipes.py` (Megatron pipelines).
@@ -14,7 +15,13 @@ from autopar.passes.inter.candidate import (
     StageLayout,
     n_operators,
 )
-from autopar.passes.inter.layers import Layers, balanced, find_layers, operator_flops
+from autopar.passes.inter.counts import microbatch_counts, recipe_counts
+from autopar.passes.inter.given_stages import (
+    ends_by_stage,
+    given_ends,
+    stage_without_parameters,
+)
+from autopar.passes.inter.layers import Layers, balance, find_layers, operator_flops
 from autopar.passes.inter.recipes import (
     Megatron,
     check_ranks,
@@ -29,11 +36,11 @@ from autopar.passes.inter.submeshes import (
     check_degrees,
     check_pinned_axes,
     distinct_views,
+    pinnable_views,
     pins_on,
     submesh_sizes,
     views_of,
     views_text,
-    with_pinned_axes,
 )
 
 __all__ = [
@@ -47,20 +54,25 @@ __all__ = [
     "StageSearch",
     "all_views",
     "axes_text",
-    "balanced",
+    "balance",
     "check_degrees",
     "check_pinned_axes",
     "check_ranks",
     "distinct_views",
+    "ends_by_stage",
     "find_layers",
+    "given_ends",
     "megatron_pipelines",
+    "microbatch_counts",
     "n_operators",
     "operator_flops",
+    "pinnable_views",
     "pins_on",
+    "recipe_counts",
     "recipe_limits",
+    "stage_without_parameters",
     "step_bound_s",
     "submesh_sizes",
     "views_of",
     "views_text",
-    "with_pinned_axes",
 ]

@@ -19,8 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import Array, BoolArray
 from autopar.cost.memory import static_bytes_per_param
 from autopar.mesh import Link, Mesh
 from autopar.passes.analysis import Analysis, stored_dtype
@@ -28,9 +28,6 @@ from autopar.passes.inter.layers import Layers, sums_of_ranges
 from autopar.passes.inter.messages import LeastMessages
 from autopar.passes.intra import static_bytes_of
 from autopar.passes.solvers.stages import StageProblem, least_span_s, span_s
-
-Array = NDArray[np.float64]
-BoolArray = NDArray[np.bool_]
 
 
 def step_bound_s(

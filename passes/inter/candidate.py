@@ -30,7 +30,7 @@ class Candidate:
     n_microbatches: int
     recipe: str = ""
 
-    def forbidding(self, *words: str) -> Candidate:
+    def restrict(self, *words: str) -> Candidate:
         """The same with more words in `forbid`."""
         stages = (
             replace(s, constraints=replace(s.constraints, forbid=s.constraints.forbid.union(words)))

@@ -17,7 +17,7 @@ A stage must fit, too. For any price of a byte,
     sum over layers of min (seconds + price x bytes)  -  price x budget
 
 is at most what the stage takes, because its bytes are at most the budget (weak duality of the
-Lagrangian). `LayerBounds.within_budget` takes the best of a few prices. These problems have a
+Lagrangian). `LayerBounds.budget_bounds` takes the best of a few prices. These problems have a
 choice of recompute, if the plans have.
 
 Equal blocks have equal problems. So the problem is that of the folded program, and a layer of c
@@ -27,32 +27,31 @@ equal blocks takes c times the optimum of one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from autopar.arrays import Array, BoolArray
+from autopar.caching import cached_method
 from autopar.cost.laws import CostModel
 from autopar.errors import BatchError, InfeasibleError
 from autopar.mesh import LogicalMesh
 from autopar.passes.analysis import Folded
 from autopar.passes.inter.layers import Layers, sums_of_ranges
 from autopar.passes.intra import Constraints, IntraOpProblem, ProblemFamilies
-from autopar.passes.solvers.choice import Messages
+from autopar.passes.solvers.choice import MessageGraph
 from autopar.passes.solvers.problem import (
     BUDGET_REL,
-    BoolArray,
     ChoiceProblem,
     ChoiceProblems,
     Numbers,
     Weights,
 )
 
-Array = NDArray[np.float64]
 # Kept operators of a layer that occur equally often in it, and how often.
 Alike = tuple[frozenset[int], int]
 Part = Literal["whole_s", "work_s"]
@@ -93,8 +92,8 @@ class _Groups:
         return self.is_once()
 
     @cached_property
-    def _messages(self) -> dict[Part, Messages]:
-        return {part: Messages.of(self.problem, self.problem.layout) for part in get_args(Part)}
+    def _messages(self) -> dict[Part, MessageGraph]:
+        return {part: MessageGraph.of(self.problem, self.problem.layout) for part in get_args(Part)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -114,30 +113,35 @@ class LayerBounds:
     recomputing: ProblemFamilies
     constraints: Constraints
     shared_s: Array
-    _free: dict[tuple[LogicalMesh, int], LeastSeconds] = field(default_factory=dict, init=False)
-    _kept: dict[Hashable, list[_Groups]] = field(default_factory=dict, init=False)
 
+    @cached_method
     def free(self, view: LogicalMesh, m: int) -> LeastSeconds:
         """[layers]: without a memory limit, with `m` microbatches."""
-        if (view, m) not in self._free:
-            self._free[view, m] = self._without_limit(view, m)
-        return self._free[view, m]
+        shares_s, groups = self._shares_s(view, m), self._groups_of(self.plain, view, m)
+        equal_s = np.add.reduceat(shares_s, [first for first, _ in self.layers.ranges])
+        if groups is None:
+            return LeastSeconds(equal_s, equal_s)
+        found = [
+            np.concatenate([of.lower_bounds(part, [Weights()]) for part in get_args(Part)])
+            for of in groups
+        ]
+        least_s = np.array(self._sums(found)).T + self._rest_s(view, m, groups)
+        return LeastSeconds(*np.maximum(least_s, equal_s))
 
-    def within_budget(
+    def budget_bounds(
         self, view: LogicalMesh, m: int, depth: int, budget_bytes: float, step_s: float, part: Part
     ) -> Array:
         """[first layer, last layer]: one of `LeastSeconds` within a budget, with `depth`
         microbatches in flight. `whole_s` is infinite if a stage cannot fit. `step_s` is about what
         stages take.
         """
-        n, problem = self.layers.n_layers, self._problem(self.recomputing, view, m)
-        if problem is None:
+        n, groups = self.layers.n_layers, self._groups_of(self.recomputing, view, m)
+        if groups is None:
             return np.zeros((n, n))
         prices = [step_s / budget_bytes * share for share in _STEPS_PER_BUDGET]
         weights = [Weights(size=price) for price in prices]
         if part == "whole_s":  # else it is known which stages cannot fit
             weights.append(Weights(cost=0.0, size=1.0))
-        groups = self._groups_of(self.recomputing, view, m, problem)
         found = [of.lower_bounds(part, weights, depth) for of in groups]
         priced = list(np.array(self._sums(found)).T)
         least_bytes = priced.pop() if part == "whole_s" else np.zeros(n)
@@ -148,40 +152,20 @@ class LayerBounds:
         is_too_large = np.triu(sums_of_ranges(least_bytes) > limit_bytes)
         return np.where(is_too_large, np.inf, best)
 
-    def _without_limit(self, view: LogicalMesh, m: int) -> LeastSeconds:
-        problem, shares_s = self._problem(self.plain, view, m), self._shares_s(view, m)
-        equal_s = np.add.reduceat(shares_s, [first for first, _ in self.layers.ranges])
-        if problem is None:
-            return LeastSeconds(equal_s, equal_s)
-        groups = self._groups_of(self.plain, view, m, problem)
-        found = [
-            np.concatenate([of.lower_bounds(part, [Weights()]) for part in get_args(Part)])
-            for of in groups
-        ]
-        least_s = np.array(self._sums(found)).T + self._rest_s(view, m, groups)
-        return LeastSeconds(*np.maximum(least_s, equal_s))
-
-    def _problem(
+    @cached_method
+    def _groups_of(
         self, families: ProblemFamilies, view: LogicalMesh, m: int
-    ) -> IntraOpProblem | None:
-        """None if the whole program is impossible on the view; a stage may have less of it."""
+    ) -> list[_Groups] | None:
+        """The problem of each of `_distinct`.
+
+        None if the whole program is impossible on the view; a stage may have less of it.
+        """
         cost = CostModel(view, self.dtype)
         try:
-            return families.of(cost, m, self.constraints).of(cost, m)
+            problem = families.of(cost, m, self.constraints).of(cost, m)
         except (InfeasibleError, BatchError):
             return None
-
-    def _groups_of(
-        self, families: ProblemFamilies, view: LogicalMesh, m: int, problem: IntraOpProblem
-    ) -> list[_Groups]:
-        """The problem of each of `_distinct`."""
-        key = view, m
-        if families is self.recomputing and key in self._kept:
-            return self._kept[key]
-        found = [self._groups(problem, kept) for kept in self._distinct]
-        if families is self.recomputing:  # for other numbers of microbatches in flight
-            self._kept[key] = found
-        return found
+        return [self._groups(problem, kept) for kept in self._distinct]
 
     def _groups(self, problem: IntraOpProblem, kept: frozenset[int]) -> _Groups:
         names = {self.folded.analysis.operators[f].name: f for f in kept}
@@ -195,7 +179,7 @@ class LayerBounds:
         variables = _variables_within(problem.numbers, inside, len(problem.candidates))
         stored = set(problem.parameter_variables.values())
         inside_stored = frozenset(i for i, v in enumerate(variables) if v in stored)
-        alone = ChoiceProblems.alone(_of_variables(problem.numbers, variables))
+        alone = ChoiceProblems.alone(_subproblem(problem.numbers, variables))
         whole = replace(alone, stored=inside_stored)
         members = (m.name for v in groups for m in problem.candidates[v].group.members)
         return _Groups(
@@ -262,7 +246,7 @@ def _variables_within(numbers: ChoiceProblem, inside: set[int], n_groups: int) -
     return sorted(found)
 
 
-def _of_variables(numbers: ChoiceProblem, variables: Sequence[int]) -> ChoiceProblem:
+def _subproblem(numbers: ChoiceProblem, variables: Sequence[int]) -> ChoiceProblem:
     """The problem of some variables, and of the edges between them."""
     place = {v: i for i, v in enumerate(variables)}
     edges = (

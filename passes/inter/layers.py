@@ -21,15 +21,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import Array
 from autopar.passes.analysis import Analysis, Run
 from autopar.passes.solvers.problem import Infeasible
 from autopar.passes.solvers.stages import cluster_operators, least_flops
 from autopar.program import Program
 from autopar.rules import rule_for
 
-Array = NDArray[np.float64]
 N_WANTED = 32
 # The stage search takes 0.1 s for 48 layers, and 2 s for 96. With this limit, half blocks can be
 # layers in models of up to 24 blocks, and blocks are joined in models of more than 48.
@@ -80,14 +79,14 @@ def find_layers(
     `n_least` if that is more.
     """
     flops = operator_flops(analysis)
-    bytes_after, depths = _allowed(analysis, _crossing_bytes(analysis)), _depths(analysis.program)
-    thin = _thin(bytes_after, _block_limit(bytes_after, runs))
+    bytes_after, depths = _cut_bytes(analysis, _crossing_bytes(analysis)), _depths(analysis.program)
+    thin = _thin_cuts(bytes_after, _block_limit(bytes_after, runs))
     if not runs or len(_distinct(depths, thin, flops, bytes_after)) + 1 < n_least:
-        thin = _thin(bytes_after, _clustered_limit(flops, bytes_after, max(n_least, N_WANTED)))
+        thin = _thin_cuts(bytes_after, _clustered_limit(flops, bytes_after, max(n_least, N_WANTED)))
     chosen = _distinct(depths, thin, flops, bytes_after)
     if len(chosen) + 1 < n_least:
         chosen = [b for b, size in enumerate(bytes_after) if math.isfinite(size)]
-    chosen = _fewer(depths, chosen, flops, n_least, n_most)
+    chosen = _fewer_cuts(depths, chosen, flops, n_least, n_most)
     return Layers.of(analysis, [*(b + 1 for b in chosen), len(flops)])
 
 
@@ -114,7 +113,7 @@ def _crossing_bytes(analysis: Analysis) -> list[float]:
     return list(itertools.accumulate(change))[: len(operators) - 1]
 
 
-def balanced(weights: Sequence[float], n_parts: int) -> tuple[int, ...]:
+def balance(weights: Sequence[float], n_parts: int) -> tuple[int, ...]:
     """The last index of each of `n_parts` consecutive parts, the heaviest as light as possible.
 
     Of the splits that attain this, the most even one. Raises `ProblemError` for more parts than
@@ -130,7 +129,7 @@ def balanced(weights: Sequence[float], n_parts: int) -> tuple[int, ...]:
     return tuple(end - 1 for end in found.ends)
 
 
-def _allowed(analysis: Analysis, bytes_after: Sequence[float]) -> list[float]:
+def _cut_bytes(analysis: Analysis, bytes_after: Sequence[float]) -> list[float]:
     """`bytes_after`, infinite where the program must not be cut.
 
     The last stage makes the loss, so nothing is cut after it. One stage must both read and change
@@ -165,7 +164,7 @@ def _clustered_limit(flops: Sequence[float], bytes_after: Sequence[float], n: in
     return dearest - 1.0
 
 
-def _thin(bytes_after: Sequence[float], limit_bytes: float) -> list[int]:
+def _thin_cuts(bytes_after: Sequence[float], limit_bytes: float) -> list[int]:
     limit = limit_bytes * (1 + _SAME_BYTES_REL)
     return [b for b, size in enumerate(bytes_after) if size <= limit]
 
@@ -192,7 +191,7 @@ def _depths(program: Program) -> list[int]:
     ]
 
 
-def _fewer(
+def _fewer_cuts(
     depths: Sequence[int], chosen: list[int], flops: Sequence[float], n_least: int, n_most: int
 ) -> list[int]:
     """At most `n_most - 1` of the boundaries, but at least `n_least - 1` if there are so many."""
@@ -210,7 +209,7 @@ def _fewer(
     weights = [math.fsum(flops[a:b]) for a, b in itertools.pairwise(bounds)]
     # Each part joins two layers, or three, and so on: parts are as even as the layers are.
     n_parts = math.ceil(len(weights) / math.ceil(len(weights) / n_most))
-    return [chosen[last] for last in balanced(weights, max(n_parts, n_least))[:-1]]
+    return [chosen[last] for last in balance(weights, max(n_parts, n_least))[:-1]]
 
 
 def sums_of_ranges(of_layers: Array) -> Array:

@@ -13,13 +13,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import Array
 from autopar.mesh import Link
 from autopar.passes.analysis import Analysis
 from autopar.passes.inter.layers import Layers
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)

@@ -16,10 +16,11 @@ import numpy as np
 from autopar.errors import MeshError, OptionError
 from autopar.mesh import LogicalMesh, Mesh, factored_view, has_degrees
 from autopar.options import Manual, Options
-from autopar.passes.analysis import Analysis, microbatch_counts, recipe_counts
+from autopar.passes.analysis import Analysis
 from autopar.passes.inter.bounds import step_bound_s
 from autopar.passes.inter.candidate import Candidate, StageLayout
-from autopar.passes.inter.layers import MOST_LAYERS, balanced
+from autopar.passes.inter.counts import microbatch_counts, recipe_counts
+from autopar.passes.inter.layers import MOST_LAYERS, balance
 from autopar.passes.inter.space import PipelineSpace
 from autopar.passes.inter.submeshes import view_at, views_text
 from autopar.passes.intra import Constraints
@@ -88,13 +89,13 @@ def megatron_pipelines(space: PipelineSpace, manual: Manual | None = None) -> li
     # no model has thousands of layers worth a stage.
     n_least = max(min(mesh.n_ranks, MOST_LAYERS), manual.pp if manual else 0)
     limits = recipe_limits(options, manual)
-    space = space.of_recipe(limits, n_least, max(mesh.n_ranks, MOST_LAYERS))
+    space = space.recipe_space(limits, n_least, max(mesh.n_ranks, MOST_LAYERS))
     ends = _ends_that_learn(space)
     if manual is not None and manual.pp > len(ends):  # some stages have nothing to optimise
         ends = list(range(space.layers.n_layers))
     flops = np.add.reduceat(space.layers.flops, [0, *(end + 1 for end in ends[:-1])]).tolist()
     cuts = {
-        n: [ends[last] for last in balanced(flops, n)]
+        n: [ends[last] for last in balance(flops, n)]
         for n in {n for n, _, _ in splits}
         if n <= len(ends)
     }

@@ -17,9 +17,7 @@ from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
-import numpy as np
-from numpy.typing import NDArray
-
+from autopar.arrays import Array
 from autopar.cost.hardware import Hardware
 from autopar.cost.laws import CostModel
 from autopar.mesh import LogicalMesh, Mesh, factored_view
@@ -29,15 +27,14 @@ from autopar.passes.analysis import (
     Folded,
     Recomputable,
     aligned_runs,
-    compute_dtype,
     find_runs,
     fold,
-    given_ends,
     is_searched,
-    microbatch_counts,
 )
 from autopar.passes.inter.bounds import StageBounds
 from autopar.passes.inter.candidate import Candidate, StageLayout
+from autopar.passes.inter.counts import microbatch_counts
+from autopar.passes.inter.given_stages import given_ends
 from autopar.passes.inter.layer_bounds import LayerBounds
 from autopar.passes.inter.layers import MOST_LAYERS, Layers, find_layers
 from autopar.passes.inter.submeshes import (
@@ -49,8 +46,6 @@ from autopar.passes.inter.submeshes import (
 )
 from autopar.passes.intra import Constraints, Prices, ProblemFamilies, least_times_s
 from autopar.passes.solvers.stages import StageChoice
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -94,7 +89,7 @@ class PipelineSpace:
         on = analysis, mesh, hardware, options
         return PipelineSpace(*on, budget_bytes, layers, n_stages, prices=prices or Prices())
 
-    def of_recipe(self, limits: Constraints, n_least: int, n_most: int) -> PipelineSpace:
+    def recipe_space(self, limits: Constraints, n_least: int, n_most: int) -> PipelineSpace:
         """A recipe's pipelines, over at least `n_least` and at most `n_most` layers."""
         layers = self.layers
         if n_most != MOST_LAYERS or n_least > layers.n_layers:
@@ -163,7 +158,7 @@ class PipelineSpace:
         recomputing = self._problems(folded, recomputable) if searches else plain
         # Without pins, because one block stands for others.
         constraints = self.limits or Constraints(self.options.forbid)
-        on = folded, self.layers, self._any_cost.dtype, plain, recomputing
+        on = folded, self.layers, self.hardware.dtype, plain, recomputing
         return LayerBounds(*on, constraints, self._times_s)
 
     def least_step_s(self, m: int) -> float:
@@ -193,7 +188,7 @@ class PipelineSpace:
         """For what does not depend on the view."""
         links, device = self.hardware.links, self.hardware.device
         view = factored_view(self.mesh, links, device, {"dp": self.mesh.n_ranks, "tp": 1})
-        return CostModel(view, compute_dtype(self.analysis))
+        return CostModel(view, self.hardware.dtype)
 
     @cached_property
     def _times_s(self) -> Array:
@@ -206,10 +201,10 @@ class PipelineSpace:
         runs, recomputable = find_runs(self.analysis), Recomputable.of(self.analysis, self.options)
         if recomputable is not None and aligned_runs(self.analysis, recomputable) != runs:
             recomputable = None
-        return fold(self.analysis.gathering_as("least"), runs), recomputable
+        return fold(self.analysis.set_gathers("least"), runs), recomputable
 
     def _problems(self, folded: Folded, recomputable: Recomputable | None) -> ProblemFamilies:
-        family = tuple(CostModel(view, self._any_cost.dtype) for view in self.views)
+        family = tuple(CostModel(view, self.hardware.dtype) for view in self.views)
         return ProblemFamilies(
             folded.analysis, self.options.optimizer, (family,), self.counts,
             recomputable=recomputable, prices=self.prices,

@@ -24,8 +24,8 @@ from functools import cached_property
 from typing import NamedTuple, get_args
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import Array, BoolArray, Codes, Indices
 from autopar.passes.inter.candidate import Candidate
 from autopar.passes.inter.layer_bounds import Part
 from autopar.passes.inter.layers import sums_of_ranges
@@ -41,7 +41,6 @@ from autopar.passes.solvers.stages import (
 
 # Plans whose bounds are closer than this (relative) are in no order.
 _STEP_REL = 1e-3
-Array = NDArray[np.float64]
 # A view, a level, and what is bounded.
 Key = tuple[int, int, Part]
 
@@ -139,7 +138,7 @@ class StageSearch:
                 stages = tuple(map(problem.choice, found))
                 if stages not in self.tried:
                     self.tried.add(stages)
-                    yield StagePlan(max(plan_s, self.bound_s), self._on_views(found))
+                    yield StagePlan(max(plan_s, self.bound_s), self._fastest_views(found))
             if to_go.least_s > within_s:
                 within_s = self._next_s(within_s)
             elif within_s >= self._most_of_all_s:
@@ -152,7 +151,7 @@ class StageSearch:
         The more seconds stages may take, the shorter is the least span. Where it meets them is the
         bound.
         """
-        whole_s, *_ = self._of_cells
+        whole_s, *_ = self._cell_bounds
         longer_s = np.unique(whole_s[(whole_s > within_s) & np.isfinite(whole_s)])
         low, high = 0, len(longer_s)
         while low < high:
@@ -250,7 +249,7 @@ class StageSearch:
     def _add_budget(self, key: Key, step_s: float) -> None:
         (view, level, part), space = key, self.space
         depth, rows = space.depth(self.m, level + 1), self._view == view
-        found = space.layer_bounds.within_budget(
+        found = space.layer_bounds.budget_bounds(
             space.views[view], self.m, depth, space.budget_bytes, step_s, part
         )
         seconds = found[self._first[rows], self._last[rows]][:, None]
@@ -259,14 +258,12 @@ class StageSearch:
         self._raise(of, rows, slice(level, None), seconds)
         self._in_budget.add(key)
 
-    def _raise(
-        self, of: Array, rows: NDArray[np.bool_], levels: slice, seconds: Array | float
-    ) -> None:
+    def _raise(self, of: Array, rows: BoolArray, levels: slice, seconds: Array | float) -> None:
         of[rows, levels] = np.maximum(of[rows, levels], seconds)
-        self.__dict__.pop("_of_cells", None)
+        self.__dict__.pop("_cell_bounds", None)
 
     @cached_property
-    def _of_cells(self) -> tuple[Array, Array, Array]:
+    def _cell_bounds(self) -> tuple[Array, Array, Array]:
         """What each cell takes at least: all or all that it sends, its work, and what it adds with
         its messages, [cells, levels] each.
 
@@ -282,7 +279,7 @@ class StageSearch:
 
     def _problem(self, within_s: float) -> StageProblem:
         """The cells that alone take at most so long."""
-        space, starts, (whole_s, work_s, added_s) = self.space, self._cells, self._of_cells
+        space, starts, (whole_s, work_s, added_s) = self.space, self._cells, self._cell_bounds
         work_s = np.where(whole_s <= within_s, work_s, np.inf)
         return StageProblem(
             self._first[starts], self._last[starts], self._size[starts], work_s,
@@ -290,7 +287,7 @@ class StageSearch:
             space.mesh.n_ranks, space.n_stages, space.mesh.devices_per_node, self._drains_m,
         )  # fmt: skip
 
-    def _on_views(self, cells: Sequence[int]) -> tuple[StageChoice, ...]:
+    def _fastest_views(self, cells: Sequence[int]) -> tuple[StageChoice, ...]:
         """The stages of some cells, each on its fastest view; a solved one, if several are."""
         out, ends = [], [*self._cells[1:], self.n_stages]
         for k, cell in enumerate(cells):
@@ -305,14 +302,14 @@ class StageSearch:
     @property
     def _most_of_all_s(self) -> float:
         """No plan that may fit takes longer, or has a longer span."""
-        whole_s, work_s, added_s = self._of_cells
+        whole_s, work_s, added_s = self._cell_bounds
         fits = np.isfinite(whole_s)
         most_added_s = 2 * self._n_levels * added_s[fits].max(initial=0.0)
         spans_s = work_s[fits].max(initial=0.0) + most_added_s
         return float(max(spans_s, whole_s[fits].max(initial=0.0)))
 
     @cached_property
-    def _cells(self) -> NDArray[np.intp]:
+    def _cells(self) -> Codes:
         """The first row of each cell."""
         keys = np.stack((self._first, self._last, self._size))
         is_new = np.any(keys[:, 1:] != keys[:, :-1], axis=0)
@@ -324,7 +321,7 @@ class StageSearch:
         return {StageChoice(*of): row for row, of in enumerate(columns)}
 
     @cached_property
-    def _alike(self) -> NDArray[np.int64]:
+    def _alike(self) -> Indices:
         """[rows]: equal numbers for stages of equal layers on the same view."""
         kinds = self.space.kinds
         known: dict[object, int] = {}
@@ -335,7 +332,7 @@ class StageSearch:
         return np.array(out, dtype=np.int64)
 
 
-def _least(of_rows: Array, starts: NDArray[np.intp], counts: NDArray[np.bool_]) -> Array:
+def _least(of_rows: Array, starts: Codes, counts: BoolArray) -> Array:
     """[cells, levels]: the least of the rows that count, or of all if none does."""
     some = np.minimum.reduceat(np.where(counts, of_rows, np.inf), starts)
     found: Array = np.where(np.isfinite(some), some, np.minimum.reduceat(of_rows, starts))

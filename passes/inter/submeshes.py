@@ -94,7 +94,7 @@ def pins_on(
     return pins
 
 
-def with_pinned_axes(options: Options, views: Sequence[LogicalMesh]) -> list[LogicalMesh]:
+def pinnable_views(options: Options, views: Sequence[LogicalMesh]) -> list[LogicalMesh]:
     """The views on which every axis that `force` shards over has several ranks."""
     return [
         view
@@ -106,7 +106,7 @@ def with_pinned_axes(options: Options, views: Sequence[LogicalMesh]) -> list[Log
 def check_pinned_axes(options: Options, views: Sequence[LogicalMesh]) -> None:
     """Raise `InfeasibleError` if `force` shards over an axis of one rank on all of the views."""
     for pin in options.force:
-        if not with_pinned_axes(replace(options, force=(pin,)), views):
+        if not pinnable_views(replace(options, force=(pin,)), views):
             found = ", ".join(dict.fromkeys(axes_text(view) for view in views))
             raise InfeasibleError(
                 f"axis {pin.axis} has one rank, so nothing can be sharded over it; a stage is "

@@ -19,10 +19,8 @@ from autopar.passes.intra.chooser import (
 )
 from autopar.passes.intra.constraints import AxisPin, Constraints, Role, recipe_cost
 from autopar.passes.intra.intra_op import (
-    ProblemBatch,
     ProblemFamilies,
     intra_op_problem,
-    intra_op_problems,
 )
 from autopar.passes.intra.least import (
     LeastRerun,
@@ -35,10 +33,9 @@ from autopar.passes.intra.least import (
     static_bytes_of,
     unpadded_static_bytes,
 )
-from autopar.passes.intra.member_prices import lowered_over, operator_times_s
+from autopar.passes.intra.member_prices import joint_lowering, operator_times_s
 from autopar.passes.intra.priced import Prices
 from autopar.passes.intra.problem import IntraOpProblem
-from autopar.passes.intra.repeated import Repeated, placed_once, repeated_problems
 
 __all__ = [
     "AxisPin",
@@ -49,22 +46,17 @@ __all__ = [
     "LeastRerun",
     "PlacementRequest",
     "Prices",
-    "ProblemBatch",
     "ProblemFamilies",
-    "Repeated",
     "Role",
     "choose",
     "intra_op_problem",
-    "intra_op_problems",
+    "joint_lowering",
     "least_bytes",
     "least_static_bytes",
     "least_step_s",
     "least_times_s",
-    "lowered_over",
     "operator_times_s",
-    "placed_once",
     "recipe_cost",
-    "repeated_problems",
     "shared_s",
     "static_bytes",
     "static_bytes_of",

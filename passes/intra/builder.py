@@ -20,6 +20,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.arrays import Array, Codes
 from autopar.errors import InfeasibleError
 from autopar.identity import Same
 from autopar.passes.analysis import Side, boundary_specs
@@ -34,7 +35,6 @@ from autopar.passes.solvers.problem import ChoiceProblems, Edge
 from autopar.placement import PREFERENCE, I, R, Spec
 from autopar.program import Program, Storage
 
-Array = NDArray[np.float64]
 # Small beside what a cost model resolves, large beside the rounding of sums.
 TIE_REL = 1e-11
 MAX_PAIRS = 1500  # the largest domain of a reuse variable over pairs of placements
@@ -51,7 +51,7 @@ class Consumer:
 
 
 @dataclass
-class Variable:
+class BuiltVariable:
     """A variable of a problem under construction.
 
     Its numbers are [cases or 1, choices]; `specs[value]` has a spec per choice.
@@ -86,7 +86,7 @@ class ProblemBuilder:
     maker: ParameterMaker
     priced: Priced
     launches_s: float = 0.0
-    variables: list[Variable] = field(default_factory=list)
+    variables: list[BuiltVariable] = field(default_factory=list)
     edges: list[Edge] = field(default_factory=list)
     storages: dict[str, tuple[Storage, ...]] = field(default_factory=dict)
     parameter_variables: dict[str, int] = field(default_factory=dict)
@@ -97,7 +97,7 @@ class ProblemBuilder:
     may_be_last: dict[int, float] = field(default_factory=dict)
     waits_per_sync: float = 0.0
     tie_s: Array = field(default_factory=lambda: np.zeros(1))
-    _with_ties: dict[tuple[Same, Same], Array] = field(default_factory=dict)
+    _tied_costs: dict[tuple[Same, Same], Array] = field(default_factory=dict)
 
     def connect(self, candidates: Sequence[GroupCandidates]) -> None:
         """Make all variables and edges."""
@@ -106,7 +106,7 @@ class ProblemBuilder:
         self.tie_s = TIE_REL * np.where((least_s > 0) & np.isfinite(least_s), least_s, 1.0)
         for index, c in enumerate(candidates):
             self.variables.append(
-                Variable(
+                BuiltVariable(
                     c.group.name, self.add_ties(c.table.time_s, c.table.preference[None]),
                     c.table.size_bytes,
                     {n: c.specs(n) for n in (*c.group.inputs, *c.group.outputs)},
@@ -125,7 +125,7 @@ class ProblemBuilder:
             self._connect_parameter(name, consumers.get(name, []))
         self._price_ends(producer)
 
-    def finished(self, candidates: Sequence[GroupCandidates]) -> IntraOpProblems:
+    def finish(self, candidates: Sequence[GroupCandidates]) -> IntraOpProblems:
         """The problems, from the variables and edges built so far."""
         numbers = ChoiceProblems(
             len(self.cases),
@@ -150,13 +150,13 @@ class ProblemBuilder:
     def add_ties(self, cost_s: Array, tie: NDArray[np.floating[Any]]) -> Array:
         """Seconds with what breaks ties: [cases or 1, ...]. Equal problems share one sum."""
         key = Same(cost_s), Same(tie)
-        if key not in self._with_ties:
+        if key not in self._tied_costs:
             weight = self.tie_s.reshape(-1, *(1,) * (cost_s.ndim - 1))
-            self._with_ties[key] = cost_s + weight * tie if tie.any() else cost_s
-        return self._with_ties[key]
+            self._tied_costs[key] = cost_s + weight * tie if tie.any() else cost_s
+        return self._tied_costs[key]
 
     def _add_conversions(
-        self, index: int, target: int, found: ConversionCosts, columns: NDArray[np.intp] | None
+        self, index: int, target: int, found: ConversionCosts, columns: Codes | None
     ) -> None:
         cost_s = self.add_ties(found.cost_s, found.tie)
         self.edges.append(Edge(index, target, cost_s, found.size_bytes, None, columns))
@@ -201,7 +201,7 @@ class ProblemBuilder:
         alike: dict[tuple[str, int], list[int]] = {}
         for reader in readers:
             alike.setdefault(reader.kind, []).append(reader.variable)
-        for options, members in (s for of in alike.values() for s in self._sharing(value, of)):
+        for options, members in (s for of in alike.values() for s in self._clusters(value, of)):
             if len(members) == 1:
                 target = members[0]
             else:
@@ -209,7 +209,7 @@ class ProblemBuilder:
             edge = self._reshard_edge(value, source, target)
             self.reshards.append(ReshardEdge(edge, value, source, target, tuple(members)))
 
-    def _sharing(self, value: str, members: Sequence[int]) -> list[tuple[list[Spec], list[int]]]:
+    def _clusters(self, value: str, members: Sequence[int]) -> list[tuple[list[Spec], list[int]]]:
         """(placements in common, members): each member joins the first with which it has any."""
         found: list[tuple[list[Spec], list[int]]] = []
         for member in members:
@@ -234,7 +234,7 @@ class ProblemBuilder:
 
     def _add_variable(self, name: str, specs: dict[str, SpecColumn]) -> int:
         zero = self.priced.placed.zeros(len(next(iter(specs.values()))))
-        self.variables.append(Variable(name, zero, zero, specs))
+        self.variables.append(BuiltVariable(name, zero, zero, specs))
         return len(self.variables) - 1
 
     def _equality_edge(
@@ -264,7 +264,7 @@ class ProblemBuilder:
             variable, tables = self.variables[producer[value]], self.tables(value)
             plain = I if self.cases.type(value).has_grad else R
             goal = tables.index[Spec.everywhere(plain, sizes)]
-            rows = variable.specs[value].looked_up(tables.index)
+            rows = variable.specs[value].lookup(tables.index)
             time_s, tie = tables.between(rows.tolist(), [goal])
             variable.cost_s = variable.cost_s + self.add_ties(time_s[..., 0], tie[..., 0]) * m
 
@@ -284,7 +284,9 @@ class ProblemBuilder:
             self.maker, self.cases.type(name), storages
         )
         index = len(self.variables)
-        self.variables.append(Variable(f"{name} stored", self.add_ties(time_s, tie), size_bytes))
+        self.variables.append(
+            BuiltVariable(f"{name} stored", self.add_ties(time_s, tie), size_bytes)
+        )
         self.storages[name], self.parameter_variables[name] = storages.every, index
         if len(members) == 1:
             uses = (self.variables[members[0]].specs[name],)
@@ -300,7 +302,7 @@ class ProblemBuilder:
             alike.setdefault(reader.kind, []).append(reader)
         clusters, domains = list[list[Consumer]](), list[tuple[Spec, ...]]()
         for cluster in alike.values():
-            for options, members in self._sharing(name, [reader.variable for reader in cluster]):
+            for options, members in self._clusters(name, [reader.variable for reader in cluster]):
                 clusters.append([reader for reader in cluster if reader.variable in members])
                 domains.append(tuple(options))
         if len(clusters) == 2 and len(domains[0]) * len(domains[1]) <= MAX_PAIRS:
@@ -353,7 +355,7 @@ class ProblemBuilder:
             found = self.priced.shared_conversions(*known, uses, each_use)
             if not np.isfinite(found.cost_s).any():  # no storage is the recipe's for both
                 found = self.priced.shared_conversions(
-                    self.maker.without_recipe, *known[1:], uses, each_use
+                    self.maker.search_maker, *known[1:], uses, each_use
                 )
             self._add_conversions(index, target, found, None)
         self.hidable[index] = found.hidable

@@ -15,20 +15,17 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import Array, BoolArray, Indices
+from autopar.caching import cached_method
 from autopar.errors import InfeasibleError
-from autopar.measured import Saved
 from autopar.passes.analysis import JointStrategy, OperatorGroup, PlacedOperator
-from autopar.passes.intra.at_loss import AtLoss
 from autopar.passes.intra.cases import Cases
 from autopar.passes.intra.constraints import AppliedConstraints
-from autopar.passes.intra.member_prices import MemberPrice, MemberPricer, lowered_over
+from autopar.passes.intra.member_prices import MemberPrice, MemberPricer, joint_lowering
 from autopar.passes.reshard import SpecColumn, SpecColumns
 from autopar.placement import PREFERENCE, I, Placement, Spec
 from autopar.program import OperatorStrategy
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,16 +38,15 @@ class ChoiceTable:
     """
 
     first: OperatorGroup
-    picked: NDArray[np.int64]
+    picked: Indices
     active_axes: tuple[int, ...]
     n_axes: int
-    legal: NDArray[np.bool_]
+    legal: BoolArray
     time_s: Array
     size_bytes: Array
     preference: Array
     saved: frozenset[int]
     known: SpecColumns
-    _columns: dict[int, SpecColumn] = field(default_factory=dict)
 
     def __len__(self) -> int:
         return self.picked.shape[1]
@@ -66,13 +62,10 @@ class ChoiceTable:
         every = self.first.strategies
         return tuple(tuple(every[i] for i in of) for of in self.picked.T.tolist())
 
+    @cached_method
     def column(self, number: int) -> SpecColumn:
         """The spec of a value in each choice."""
-        if number not in self._columns:
-            self._columns[number] = self._column(self.first.values[number])
-        return self._columns[number]
-
-    def _column(self, value: str) -> SpecColumn:
+        value = self.first.values[number]
         placements = tuple([joint.placements[value] for joint in self.first.strategies])
         key = (placements, self.likeness, self.active_axes, self.n_axes)
         return self.known.of(key, lambda: self._new_column(placements))
@@ -115,6 +108,7 @@ class GroupCandidates:
     def spec(self, choice: int, value: str) -> Spec:
         return self.specs(value)[choice]
 
+    @cached_method
     def strategies(self, choice: int) -> dict[str, OperatorStrategy]:
         """Operator of the group -> its strategy under a choice."""
         out = {}
@@ -124,7 +118,7 @@ class GroupCandidates:
             out[item.name] = OperatorStrategy(
                 tuple(self.spec(choice, n) for n in item.operator.inputs),
                 tuple(self.spec(choice, n) for n in item.operator.outputs),
-                *lowered_over(chosen, self.table.active_axes),
+                *joint_lowering(chosen, self.table.active_axes),
             )
         return out
 
@@ -133,18 +127,13 @@ class GroupCandidates:
 class CandidateMaker:
     """Prices groups in several cases.
 
-    sizes_at            per number in `cases.distinct_counts`: operator -> sizes of its names
     n_like              operator -> how many equal ones it stands for in its group (`repeated.py`)
     tables_of_sizes     cached tables by `_likeness`, with the times of some machine of these sizes
     tables_of_machine   such a table -> the same table with the times of this machine
     columns             the spec columns of all problems of the program
     """
 
-    cases: Cases
-    sizes_at: Sequence[Mapping[str, Mapping[str, int]]]
-    saved: Mapping[str, Saved]
-    owners: Mapping[str, str]
-    at_loss: AtLoss
+    pricer: MemberPricer
     limits: AppliedConstraints
     n_like: Mapping[str, int] = field(default_factory=dict)
     tables_of_machine: dict[ChoiceTable, ChoiceTable] = field(default_factory=dict)
@@ -152,21 +141,12 @@ class CandidateMaker:
     columns: SpecColumns = field(default_factory=SpecColumns)
 
     @property
+    def cases(self) -> Cases:
+        return self.pricer.cases
+
+    @property
     def _active(self) -> tuple[int, ...]:
         return self.cases.active_axes
-
-    @cached_property
-    def _pricer(self) -> MemberPricer:
-        limits = self.limits
-        return MemberPricer(
-            self.cases,
-            self.sizes_at,
-            self.saved,
-            self.owners,
-            limits.batch_cells,
-            limits.parameters,
-            self.at_loss,
-        )
 
     def make(self, group: OperatorGroup, first_savers: set[str]) -> GroupCandidates:
         """All legal choices of `group`; raises `InfeasibleError` if the constraints leave none.
@@ -179,7 +159,7 @@ class CandidateMaker:
             placed = self.tables_of_sizes[key] = self._table(group, first_savers)
             self.tables_of_machine[placed] = placed
         elif placed not in self.tables_of_machine:
-            self.tables_of_machine[placed] = self._repriced(placed, group, first_savers)
+            self.tables_of_machine[placed] = self._reprice(placed, group, first_savers)
         table = self.tables_of_machine[placed]
         first_savers |= {self._owner(group.values[number]) for number in table.saved}
         return GroupCandidates(group, table)
@@ -189,10 +169,10 @@ class CandidateMaker:
 
         Types and batch positions are compared in one case; the other cases follow from them.
         """
-        neediest = self.at_loss.neediest
+        neediest = self.pricer.at_loss.neediest
         members = tuple(
             (
-                self.saved.get(item.name), self.n_like.get(item.name, 1),
+                self.pricer.saved.get(item.name), self.n_like.get(item.name, 1),
                 neediest if neediest and item.name == neediest.operator else None,
             )
             for item in group.members
@@ -207,11 +187,11 @@ class CandidateMaker:
         return group.likeness, members, values, views
 
     def _owner(self, value: str) -> str:
-        return self.owners.get(value, value)
+        return self.pricer.owners.get(value, value)
 
     def _table(self, group: OperatorGroup, first_savers: Set[str]) -> ChoiceTable:
         factors = self._factors(group)
-        fitting = [self._fitting(group, axis, factors) for axis in self._active]
+        fitting = [self._fitting_strategies(group, axis, factors) for axis in self._active]
         every = [np.flatnonzero(fits.any(axis=0)).tolist() for fits in fitting]
         products = list(itertools.product(*every))
         picked = np.array(products, dtype=np.int64).reshape(len(products), len(every)).T
@@ -248,7 +228,7 @@ class CandidateMaker:
             hint="relax forbid, force or the recipe for the tensors it uses",
         )
 
-    def _repriced(
+    def _reprice(
         self, table: ChoiceTable, group: OperatorGroup, first_savers: Set[str]
     ) -> ChoiceTable:
         """A table from another machine of the same sizes, with the times of this machine."""
@@ -256,14 +236,14 @@ class CandidateMaker:
         time_s[~table.legal] = np.inf
         return replace(table, time_s=time_s)
 
-    def _factors(self, group: OperatorGroup) -> NDArray[np.int64]:
+    def _factors(self, group: OperatorGroup) -> Indices:
         """[cases, factors]: the sizes of the factors that a group's strategies shard."""
         found = [self.cases.factor(*cut) for cut in group.cuts.factors]
         return np.array(found, dtype=np.int64).reshape(-1, len(self.cases)).T
 
-    def _uneven(
-        self, group: OperatorGroup, axes: tuple[int, ...], factors: NDArray[np.int64]
-    ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:
+    def _uneven_factors(
+        self, group: OperatorGroup, axes: tuple[int, ...], factors: Indices
+    ) -> tuple[BoolArray, BoolArray]:
         """The factors that the ranks of `axes` together do not divide in some case.
 
         Returns [cases, factors], in which cases they do not; and [strategies, factors], which
@@ -274,14 +254,12 @@ class CandidateMaker:
         some = uneven.any(axis=0)
         return uneven[:, some], group.cuts.marks[:, some]
 
-    def _fitting(
-        self, group: OperatorGroup, axis: int, factors: NDArray[np.int64]
-    ) -> NDArray[np.bool_]:
+    def _fitting_strategies(self, group: OperatorGroup, axis: int, factors: Indices) -> BoolArray:
         """[cases, strategies]: which strategies a group may use on one axis."""
         allowed = {id(j) for j in self.limits.allowed(group, axis, group.strategies)}
-        uneven, marks = self._uneven(group, (axis,), factors)
+        uneven, marks = self._uneven_factors(group, (axis,), factors)
         fits = np.array([id(j) in allowed for j in group.strategies]) & ~(uneven @ marks.T)
-        wanted: dict[bytes, NDArray[np.bool_]] = {}
+        wanted: dict[bytes, BoolArray] = {}
         for row in fits:
             key = row.tobytes()
             if key not in wanted:
@@ -292,9 +270,9 @@ class CandidateMaker:
         return fits
 
     def _legal(
-        self, group: OperatorGroup, fitting: Sequence[NDArray[np.bool_]], picked: NDArray[np.int64],
-        factors: NDArray[np.int64],
-    ) -> NDArray[np.bool_]:  # fmt: skip
+        self, group: OperatorGroup, fitting: Sequence[BoolArray], picked: Indices,
+        factors: Indices,
+    ) -> BoolArray:  # fmt: skip
         """[cases, choices]: every strategy fits its axis, factors that several axes shard divide,
         and no operator is replaced by two different functions."""
         legal = np.ones((len(self.cases), picked.shape[1]), dtype=bool)
@@ -303,7 +281,7 @@ class CandidateMaker:
         for n in range(2, len(picked) + 1):
             for some in itertools.combinations(range(len(picked)), n):
                 axes = tuple(self._active[k] for k in some)
-                uneven, marks = self._uneven(group, axes, factors)
+                uneven, marks = self._uneven_factors(group, axes, factors)
                 shared = np.logical_and.reduce([marks[picked[k]] for k in some])
                 legal &= ~(uneven @ shared.T)
         for item, chosen in zip(group.members, group.chosen.T, strict=True):
@@ -319,13 +297,13 @@ class CandidateMaker:
         return sum(PREFERENCE[p.kind] for p in joint.placements.values()) * 1e-5
 
     def _price(
-        self, group: OperatorGroup, picked: NDArray[np.int64], first_savers: set[str]
+        self, group: OperatorGroup, picked: Indices, first_savers: set[str]
     ) -> tuple[Array, Array, frozenset[int]]:
         """[cases, choices]: seconds of a step, and bytes saved for backward by one microbatch, with
         what is needed at the loss. Last, the numbers of the values that are charged."""
         shape = len(self.cases), picked.shape[1]
         time_s, kept_bytes, saved = np.zeros(shape), np.zeros(shape), set[int]()
-        prices = self._pricer.members(group, picked, first_savers)
+        prices = self.pricer.members(group, picked, first_savers)
         for item, price in zip(group.members, prices, strict=True):
             n_like = self.n_stood_for(item)
             time_s += n_like * (price.forward_s + price.backward_s)
@@ -339,7 +317,7 @@ class CandidateMaker:
         group, table = candidates.group, candidates.table
         own = {self._owner(group.values[i]) for i in table.saved}
         charged = {self._owner(name) for name in group.values} - own
-        return tuple(self._pricer.members(group, table.picked, charged))
+        return tuple(self.pricer.members(group, table.picked, charged))
 
     def n_stood_for(self, item: PlacedOperator) -> int:
         """The number of operators that one stands for in its group."""

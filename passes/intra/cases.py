@@ -7,17 +7,17 @@ differ, and what divides them. So every array of numbers starts with an axis of 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import Array, Indices
+from autopar.caching import cached_method
 from autopar.cost.laws import CostModel
-from autopar.passes.reshard import priced_alike
+from autopar.passes.reshard import canonical_cost
 from autopar.placement import TensorType
 
-Array = NDArray[np.float64]
 # A cost model and a number of microbatches.
 Case = tuple[CostModel, int]
 
@@ -33,11 +33,6 @@ class Cases:
     every: tuple[Case, ...]
     types: Mapping[int, Mapping[str, TensorType]]
     n_splits: Mapping[int, int]
-    _size_bytes: dict[str, Array] = field(default_factory=dict, init=False)
-    _distinct_types: dict[str, tuple[TensorType, ...]] = field(default_factory=dict, init=False)
-    _factors: dict[tuple[str, int, int], NDArray[np.int64]] = field(
-        default_factory=dict, init=False
-    )
 
     def __post_init__(self) -> None:
         first = self.costs[0]
@@ -62,7 +57,7 @@ class Cases:
         return tuple(dict.fromkeys(self.counts))
 
     @cached_property
-    def count_of(self) -> NDArray[np.int64]:
+    def count_of(self) -> Indices:
         """[cases]: the index in `distinct_counts`."""
         return np.array([self.distinct_counts.index(m) for m in self.counts], dtype=np.int64)
 
@@ -77,17 +72,17 @@ class Cases:
 
     @cached_property
     def move_costs(self) -> tuple[CostModel, ...]:
-        """Per mesh, the cost model that prices its moves (`priced_alike`)."""
-        return tuple(map(priced_alike, self.meshes))
+        """Per mesh, the cost model that prices its moves (`canonical_cost`)."""
+        return tuple(map(canonical_cost, self.meshes))
 
     @cached_property
-    def mesh_of(self) -> NDArray[np.int64]:
+    def mesh_of(self) -> Indices:
         """[cases]: the index in `meshes`."""
         place = {cost: i for i, cost in enumerate(self.meshes)}
         return np.array([place[cost] for cost in self.costs], dtype=np.int64)
 
     @cached_property
-    def sizes(self) -> NDArray[np.int64]:
+    def sizes(self) -> Indices:
         """[cases, axes]: ranks of every axis."""
         return np.array([cost.mesh.sizes for cost in self.costs], dtype=np.int64)
 
@@ -99,27 +94,22 @@ class Cases:
         """A value's type in the first case; for facts that are the same in every case."""
         return self.types[self.counts[0]][value]
 
+    @cached_method
     def distinct_types(self, value: str) -> tuple[TensorType, ...]:
         """A value's types, one per number in `distinct_counts`."""
-        if value not in self._distinct_types:
-            of_counts = tuple(self.types[m][value] for m in self.distinct_counts)
-            self._distinct_types[value] = of_counts
-        return self._distinct_types[value]
+        return tuple(self.types[m][value] for m in self.distinct_counts)
 
+    @cached_method
     def size_bytes(self, value: str) -> Array:
         """[cases]: the bytes of a value in one microbatch, unsharded."""
-        if value not in self._size_bytes:
-            of_counts = [t.size_bytes for t in self.distinct_types(value)]
-            self._size_bytes[value] = np.array(of_counts, dtype=np.float64)[self.count_of]
-        return self._size_bytes[value]
+        of_counts = [t.size_bytes for t in self.distinct_types(value)]
+        return np.array(of_counts, dtype=np.float64)[self.count_of]
 
-    def factor(self, value: str, dim: int, factor: int) -> NDArray[np.int64]:
+    @cached_method
+    def factor(self, value: str, dim: int, factor: int) -> Indices:
         """[cases]: the size of one factor of a value's dim."""
-        key = value, dim, factor
-        if key not in self._factors:
-            of_counts = [t.dims[dim][factor] for t in self.distinct_types(value)]
-            self._factors[key] = np.array(of_counts, dtype=np.int64)[self.count_of]
-        return self._factors[key]
+        of_counts = [t.dims[dim][factor] for t in self.distinct_types(value)]
+        return np.array(of_counts, dtype=np.int64)[self.count_of]
 
 
 def array_of(cases: Cases, of_counts: Sequence[float]) -> Array:

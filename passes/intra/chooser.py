@@ -16,12 +16,19 @@ from weakref import WeakKeyDictionary
 
 from autopar.cost.laws import CostModel
 from autopar.errors import InfeasibleError
-from autopar.passes.analysis import Analysis, Folded, Recomputable, fold, is_searched, renamed
+from autopar.passes.analysis import (
+    Analysis,
+    Folded,
+    Recomputable,
+    fold,
+    is_searched,
+    rename_strategy,
+)
 from autopar.passes.intra.constraints import Constraints
 from autopar.passes.intra.hiding import (
     EXPOSED_GAP_GOAL,
+    ExposureWeights,
     LeastExposed,
-    Weights,
     least_exposed,
 )
 from autopar.passes.intra.intra_op import ProblemBatch, ProblemFamilies
@@ -34,7 +41,6 @@ from autopar.passes.intra.repeated import (
     repeated_problems,
 )
 from autopar.passes.solvers.choice import Solver, WorkLimit, conflict, most_columns, solve
-from autopar.passes.solvers.eliminate import TooWide
 from autopar.passes.solvers.problem import ChoiceProblem, Infeasible, Solution
 from autopar.passes.solvers.repeats import (
     RepeatedChoice,
@@ -97,7 +103,7 @@ class Chosen:
 
     def named(self, names: Mapping[str, str]) -> Chosen:
         """The same choice, renamed for an equal program (`passes/analysis/equal_parts.py`)."""
-        return replace(self, read=lambda: renamed(self.strategy, names))
+        return replace(self, read=lambda: rename_strategy(self.strategy, names))
 
 
 @dataclass(frozen=True)
@@ -125,6 +131,10 @@ class _WrittenOut:
 
     problem: RepeatedProblem
     solver: Solver
+
+    def of(self, problem: RepeatedProblem) -> _WrittenOut:
+        """The solver of a problem with other costs."""
+        return replace(self, problem=problem)
 
     def solve(
         self, budget_bytes: float | None, time_limit_s: float | None, gap_goal: float,
@@ -189,7 +199,7 @@ class Chooser:
         """The fastest strategy within `budget_bytes` per device.
 
         "auto" eliminates, with a price of bytes if the budget binds. If a wide gap is left, or the
-        tables would be too large, the program written out is solved by all means (`_WrittenOut`);
+        tables would be large, the program written out is solved by all means (`_WrittenOut`);
         the ILP stops after the work of `CLOSE_GAP`, or when `time_limit_s` has passed. If no
         objective can be below `limit_s`, the solver stops there, with a choice that is not
         `settled`.
@@ -207,10 +217,9 @@ class Chooser:
             chooser = written_out
             whole, _ = chooser._case(ask, ask.cost)
         assert whole is not None, "without blocks nothing stands for others"
-        try:
-            found = chooser._choose(ask, *limits)
-        except TooWide:
+        if whole.plan is None:
             return written_out._choose(ask, *limits, by=solver)
+        found = chooser._choose(ask, *limits)
         enough = ask.gap_goal
         if whole.problems.repeats:
             coarse = is_searched(self.recomputable)
@@ -233,30 +242,25 @@ class Chooser:
         self, whole: Repeated, place: int, ask: PlacementRequest, by: Solver | None
     ) -> RepeatedSolver | _WrittenOut:
         """The solver of a problem. That by elimination is kept: results for one budget serve the
-        others.
-
-        Raises `TooWide` as `Repeated.solver` does.
-        """
-        if by:
-            return _WrittenOut(whole.problems.of(place, ask.n_in_flight), by)
+        others."""
         solvers, key = self._solvers.setdefault(whole, {}), (place, ask.n_in_flight)
+        if by:
+            return _WrittenOut(whole.problems.of(*key), by)
         if key not in solvers:
-            solvers[key] = whole.solver(whole.problems.of(*key))
+            assert whole.plan is not None, "the caller has seen that elimination is quick"
+            solvers[key] = RepeatedSolver(whole.problems.of(*key), whole.plan)
         return solvers[key]
 
     def _choose(
         self, ask: PlacementRequest, budget_bytes: float | None, time_limit_s: float | None,
         limit_s: float, by: Solver | None = None,
     ) -> Chosen:  # fmt: skip
-        """The choice by elimination, or of the problem written out `by` a solver.
-
-        Raises `TooWide` if tables would be too large.
-        """
+        """The choice by elimination, or of the problem written out `by` a solver."""
         whole, place = self._case(ask, ask.cost)
         assert whole is not None, "the caller has seen that blocks are equal"
         folded, solver = whole.folded_problem, self._solver(whole, place, ask, by)
-        beside_s = folded.beside_s(place)
-        limit_s -= beside_s
+        offset_s = folded.offset_s(place)
+        limit_s -= offset_s
         solution = solver.solve(budget_bytes, time_limit_s, ask.gap_goal, limit_s)
         if isinstance(solution, Infeasible):
             program = self.folded.whole.program
@@ -269,13 +273,9 @@ class Chooser:
             problem, runs_on = other.problems.of(place, ask.n_in_flight), other
         hiding = HidingProblem(problem, runs_on.apart(place))
 
-        def solve_weighed(weights: Weights) -> Solution[RepeatedChoice] | None:
-            weighed = hiding.weighed(weights)
-            other = _WrittenOut(weighed, by) if by else whole.solver(weighed)
-            try:
-                found = other.solve(budget_bytes, time_limit_s, ask.gap_goal, limit_s)
-            except TooWide:
-                return None
+        def solve_weighed(weights: ExposureWeights) -> Solution[RepeatedChoice] | None:
+            other = solver.of(hiding.weigh(weights))
+            found = other.solve(budget_bytes, time_limit_s, ask.gap_goal, limit_s)
             return None if isinstance(found, Infeasible) else found
 
         best = _best(solution, hiding, solve_weighed, runs_on.folded_problem, ask, limit_s)
@@ -283,7 +283,7 @@ class Chooser:
         law, launches_s = runs_on.folded_problem.hiding, runs_on.folded_problem.launches_s
         objective_s = law.step_s(best.parts, ask.n_microbatches) + launches_s
         exposed_s = law.exposed_sync_s(best.parts, ask.n_microbatches)
-        gap = _gap(objective_s, max(floor_s, best.bound_s + beside_s))
+        gap = _gap(objective_s, max(floor_s, best.bound_s + offset_s))
         return Chosen(
             objective_s=objective_s,
             once_s=runs_on.once_s(problem, best.choice) + exposed_s + launches_s,
@@ -294,7 +294,7 @@ class Chooser:
             read=partial(_strategy, self.folded.whole, whole, best.choice, ask),
             settled=solution.settled and best.bound_s < limit_s,
             solver_gap=solution.gap,
-            hidden_bound_s=max(floor_s, solution.bound_s + beside_s),
+            hidden_bound_s=max(floor_s, solution.bound_s + offset_s),
         )
 
 
@@ -315,7 +315,7 @@ def choose(
 def _best(
     first: Solution[RepeatedChoice],
     hiding: HidingProblem,
-    solve: Callable[[Weights], Solution[RepeatedChoice] | None],
+    solve: Callable[[ExposureWeights], Solution[RepeatedChoice] | None],
     problem: IntraOpProblem,
     ask: PlacementRequest,
     limit_s: float,
@@ -328,7 +328,7 @@ def _best(
 
 def _floor_s(
     best: LeastExposed,
-    solve: Callable[[Weights], Solution[RepeatedChoice] | None],
+    solve: Callable[[ExposureWeights], Solution[RepeatedChoice] | None],
     problem: IntraOpProblem,
     case: int,
     ask: PlacementRequest,
@@ -339,7 +339,7 @@ def _floor_s(
     is_near = problem.slack_s(case) <= EXPOSED_GAP_GOAL * best.bound_s
     if is_near or best.bound_s >= limit_s or ask.runs_on is not None:
         return 0.0
-    found = solve(problem.without_last)
+    found = solve(problem.bound_weights)
     return 0.0 if found is None else found.bound_s + problem.launches_s
 
 

@@ -161,12 +161,12 @@ class AppliedConstraints:
         strict = "sequence" in self.constraints.forbid
         kept = list(joints)
         if rule.flops is not None:
-            kept = _where(self._shards_parameter, kept)
+            kept = _prefer(self._shards_parameter, kept)
         elif not strict:
-            kept = _where(_shards_something, kept)
+            kept = _prefer(_shards_something, kept)
         elif rule.lower and group.members[0].operator.inputs[0] in self.parameters:
-            kept = _where(lambda j: self._cuts_vocabulary(group, j), kept)
-        return _where(lambda j: not self._replicates_parameter(j), kept) if strict else kept
+            kept = _prefer(lambda j: self._cuts_vocabulary(group, j), kept)
+        return _prefer(lambda j: not self._replicates_parameter(j), kept) if strict else kept
 
     def _cuts_vocabulary(self, group: OperatorGroup, joint: JointStrategy) -> bool:
         """Is a lookup as in Megatron: a token table sharded by rows, a position table whole?"""
@@ -266,7 +266,7 @@ def _shards_something(joint: JointStrategy) -> bool:
     return any(p.is_shard for p in joint.placements.values())
 
 
-def _where(
+def _prefer(
     wanted: Callable[[JointStrategy], bool], joints: Sequence[JointStrategy]
 ) -> list[JointStrategy]:
     """The joints for which `wanted` holds, or all if there are none."""

@@ -40,15 +40,12 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
-import numpy as np
-from numpy.typing import NDArray
-
+from autopar.arrays import Array
 from autopar.passes.solvers.problem import Solution
 from autopar.passes.solvers.repeats import RepeatedChoice
 
 # A plan this close to its bound (relative) is not weighed again, and how often it is at most.
 EXPOSED_GAP_GOAL, MOST_PRICES = 2e-3, 3
-Array = NDArray[np.float64]
 
 
 class Hidable(NamedTuple):
@@ -71,7 +68,7 @@ class Parts(NamedTuple):
     blocks_s: float
 
 
-class Weights(NamedTuple):
+class ExposureWeights(NamedTuple):
     """What is added to A: so many times A, c, s and z."""
 
     hidden: float
@@ -80,7 +77,7 @@ class Weights(NamedTuple):
     blocks: float
 
 
-class Prices(NamedTuple):
+class ExposurePrices(NamedTuple):
     """The prices u and t of exposed sync and of all else that is exposed."""
 
     sync: float
@@ -109,17 +106,19 @@ class Hiding:
         beside_s = parts.hidden_s - hidden_s - (1 - self.backward_share) * parts.compute_s
         return max(0.0, (1 - self.sync_price) * parts.sync_s - beside_s / n_microbatches)
 
-    def exposed_s(self, parts: Parts, n_microbatches: int) -> Prices:
+    def exposed_s(self, parts: Parts, n_microbatches: int) -> ExposurePrices:
         """Seconds that are exposed, by what prices are for."""
-        return Prices(self.exposed_sync_s(parts, n_microbatches), self.exposed_blocks_s(parts))
+        return ExposurePrices(
+            self.exposed_sync_s(parts, n_microbatches), self.exposed_blocks_s(parts)
+        )
 
     def step_s(self, parts: Parts, n_microbatches: int) -> float:
         return parts.hidden_s + sum(self.exposed_s(parts, n_microbatches))
 
-    def weights(self, prices: Prices, n_microbatches: int) -> Weights:
+    def weights(self, prices: ExposurePrices, n_microbatches: int) -> ExposureWeights:
         """What is added to A at these prices of what is exposed."""
         beside = prices.sync / n_microbatches
-        return Weights(
+        return ExposureWeights(
             -beside,
             beside * (1 - self.backward_share) - prices.blocks,
             prices.sync * (1 - self.sync_price) + beside * self.sync_price,
@@ -142,7 +141,7 @@ class LeastExposed(NamedTuple):
 def least_exposed(
     first: Solution[RepeatedChoice],
     parts_of: Callable[[RepeatedChoice], Parts],
-    solve: Callable[[Weights], Solution[RepeatedChoice] | None],
+    solve: Callable[[ExposureWeights], Solution[RepeatedChoice] | None],
     hiding: Hiding,
     n_microbatches: int,
     limit_s: float = math.inf,
@@ -163,7 +162,7 @@ def least_exposed(
         for k, seconds in enumerate(exposed_s):
             if intervals[k] is None and seconds > 0:
                 intervals[k] = 0.0, 1.0
-        prices = Prices(*(sum(of) / 2 if of else 0.0 for of in intervals))
+        prices = ExposurePrices(*(sum(of) / 2 if of else 0.0 for of in intervals))
         found = solve(hiding.weights(prices, n_microbatches))
         if found is None:
             break

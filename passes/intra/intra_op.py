@@ -14,31 +14,32 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
 from autopar.cost.hardware import attention_flops_per_s
 from autopar.cost.laws import CostModel
 from autopar.cost.memory import optimizer_time_s, static_bytes_per_param
 from autopar.cost.price import slowdown_of
 from autopar.errors import BatchError
-from autopar.passes.analysis import FIRST_COUNT, Analysis, Recomputable, is_searched, stored_dtype
+from autopar.passes.analysis import Analysis, Recomputable, is_searched, stored_dtype
 from autopar.passes.intra.at_loss import AtLoss
 from autopar.passes.intra.builder import ProblemBuilder
 from autopar.passes.intra.candidates import CandidateMaker
 from autopar.passes.intra.cases import Case, Cases
 from autopar.passes.intra.constraints import AppliedConstraints, Constraints
 from autopar.passes.intra.hiding import NOTHING_HIDDEN, Hiding
+from autopar.passes.intra.member_prices import MemberPricer
 from autopar.passes.intra.parameters import ParameterMaker
 from autopar.passes.intra.priced import Prices
 from autopar.passes.intra.problem import IntraOpProblem, IntraOpProblems
 from autopar.passes.intra.recompute_choice import add_recompute
-from autopar.passes.reshard import priced_alike
+from autopar.passes.reshard import canonical_cost
 from autopar.rules import rule_for
 
-Array = NDArray[np.float64]
 # The most cases built at once. 72 keeps arrays at about 1 MB, small enough to cache. Of stages, and
 # with searched recompute, few are requested, and the latter are several times as large.
 MOST_CASES, FEW_CASES = 72, 8
+# Pipelines mostly have at least so many: m = 8p keeps the bubble (p - 1) / m of p stages below 1/8.
+FIRST_COUNT = 16
 
 
 def intra_op_problem(
@@ -79,7 +80,7 @@ def intra_op_problems(
     strategies (`alike_counts`).
     """
     program = analysis.program
-    every = tuple((cost.for_parameters(analysis.parameter_bytes), m) for cost, m in cases)
+    every = tuple((cost.limit_buckets(analysis.parameter_bytes), m) for cost, m in cases)
     counts = tuple(dict.fromkeys(m for _, m in every))
     types = {m: analysis.microbatch_types(m) for m in counts}
     first = types[counts[0]]
@@ -95,10 +96,12 @@ def intra_op_problems(
     prices = prices or Prices()
     priced = prices.of(stacked, constraints, optimizer, at_loss)
     sizes_at = [analysis.notation_sizes(m) for m in counts]
-    maker = CandidateMaker(
-        stacked, sizes_at, analysis.saved, analysis.kept_owners, at_loss, limits, n_like or {},
-        priced.groups, priced.placed.groups, prices.columns,
+    pricer = MemberPricer(
+        stacked, sizes_at, analysis.saved, analysis.kept_owners, limits.batch_cells,
+        limits.parameters, at_loss,
     )  # fmt: skip
+    tables = priced.groups, priced.placed.groups
+    maker = CandidateMaker(pricer, limits, n_like or {}, *tables, prices.columns)
     savers: set[str] = set()
     candidates = [maker.make(group, savers) for group in analysis.groups(counts[0])]
     device, dtype = every[0][0].mesh.device, stored_dtype(analysis)
@@ -120,7 +123,7 @@ def intra_op_problems(
     builder.connect(candidates)
     if recomputable is not None:
         add_recompute(builder, candidates, maker, analysis, recomputable)
-    return builder.finished(candidates)
+    return builder.finish(candidates)
 
 
 def backward_share(analysis: Analysis, cost: CostModel, recomputes: bool) -> float:
@@ -188,10 +191,10 @@ class ProblemFamilies:
     @cached_property
     def _families(self) -> list[dict[CostModel, None]]:
         """The families; cost models with equal prices appear once."""
-        return [dict.fromkeys(map(priced_alike, family)) for family in self.families]
+        return [dict.fromkeys(map(canonical_cost, family)) for family in self.families]
 
     @cached_property
-    def _together(self) -> list[dict[Hashable, tuple[CostModel, ...]]]:
+    def _family_kinds(self) -> list[dict[Hashable, tuple[CostModel, ...]]]:
         """Per family: kind -> its cost models."""
         kinds = [dict.fromkeys(map(self._kind, family)) for family in self._families]
         return [
@@ -217,8 +220,8 @@ class ProblemFamilies:
         Raises `InfeasibleError` if the constraints leave nothing in any of the cases, `BatchError`
         if the batch does not divide.
         """
-        cost, kind = priced_alike(cost), self._kind(cost)
-        every = [of.get(kind, ()) for of in self._together]
+        cost, kind = canonical_cost(cost), self._kind(cost)
+        every = [of.get(kind, ()) for of in self._family_kinds]
         costs = next((of for of in every if cost in of), (cost,))
         if constraints.pins or set(constraints.roles) == {"data"}:
             costs = (cost,)  # pins are of one mesh; for pure data parallelism all meshes are equal
@@ -228,7 +231,7 @@ class ProblemFamilies:
         is_few = not is_whole or is_searched(self.recomputable)
         n_cases = FEW_CASES if is_few else MOST_CASES
         first = 1 if is_whole else FIRST_COUNT
-        counts = self._counts_with(n_microbatches, first, max(1, n_cases // n_most))
+        counts = self._batch_counts(n_microbatches, first, max(1, n_cases // n_most))
         key = (costs, counts, repr(constraints))
         if key not in self._built:
             cases = tuple((c, m) for m in counts for c in costs)
@@ -241,7 +244,7 @@ class ProblemFamilies:
                 del self._built[next(iter(self._built))]
         return self._built[key]
 
-    def _counts_with(self, n_microbatches: int, first: int, n_most: int) -> tuple[int, ...]:
+    def _batch_counts(self, n_microbatches: int, first: int, n_most: int) -> tuple[int, ...]:
         """The numbers of microbatches that are built together with `n_microbatches`.
 
         If they cannot all be built at once, numbers below `first` are built apart. Stages start
@@ -271,10 +274,10 @@ class ProblemBatch:
 
     def place(self, cost: CostModel, n_microbatches: int) -> int:
         """The index of a case among the problems."""
-        return self.cases.index((priced_alike(cost), n_microbatches))
+        return self.cases.index((canonical_cost(cost), n_microbatches))
 
     def of(self, cost: CostModel, n_microbatches: int) -> IntraOpProblem:
-        case = (priced_alike(cost), n_microbatches)
+        case = (canonical_cost(cost), n_microbatches)
         if case not in self._of:
             self._of[case] = self.problems.of(self.cases.index(case))
         return self._of[case]

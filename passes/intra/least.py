@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 
+from autopar.arrays import Array
+from autopar.caching import cached_method
 from autopar.cost.laws import CostModel
 from autopar.cost.memory import static_bytes_per_param
 from autopar.options import Recompute
@@ -25,8 +26,6 @@ from autopar.passes.intra.member_prices import operator_times_s
 from autopar.passes.intra.rerun import RerunRanges
 from autopar.placement import TensorType
 from autopar.rules import rule_for
-
-Array = NDArray[np.float64]
 
 
 def static_bytes(analysis: Analysis, dtype: torch.dtype, optimizer: str) -> float:
@@ -132,7 +131,6 @@ class LeastRerun:
     analysis: Analysis
     recomputable: Recomputable
     cost: CostModel
-    _known: dict[int, list[tuple[float, float]]] = field(default_factory=dict, init=False)
 
     def __call__(self, n_microbatches: int, n_in_flight: int, budget_bytes: float) -> float:
         """Seconds of a step, if activations and the loss have `budget_bytes` on each device.
@@ -143,9 +141,7 @@ class LeastRerun:
         kept_bytes = n_in_flight * self.analysis.kept_bytes(n_microbatches)
         budget_bytes -= least_at_loss_bytes(self.analysis, n_microbatches, n_ranks)
         missing_bytes, total_s = kept_bytes - n_ranks * budget_bytes, 0.0
-        if n_microbatches not in self._known:
-            self._known[n_microbatches] = self._steps(n_microbatches)
-        for freed_bytes, time_s in self._known[n_microbatches]:
+        for freed_bytes, time_s in self._steps(n_microbatches):
             if missing_bytes <= 0:
                 break
             freed_bytes *= n_in_flight
@@ -153,6 +149,7 @@ class LeastRerun:
             missing_bytes -= freed_bytes
         return total_s
 
+    @cached_method
     def _steps(self, n_microbatches: int) -> list[tuple[float, float]]:
         """(bytes freed, seconds) of each range from one mode to a leaner one, cheapest first."""
         modes = [mode for mode in self.recomputable.modes if mode is not None]
@@ -175,11 +172,11 @@ class LeastRerun:
 
     def _mode(self, r: int, mode: Recompute, n_microbatches: int) -> tuple[float, float]:
         """(bytes that a mode of a range frees at most, seconds that it takes at least)."""
-        freed_bytes, times_s = self._again(r, mode, n_microbatches)
+        freed_bytes, times_s = self._rerun_cost(r, mode, n_microbatches)
         n_ranks = self.cost.mesh.n_ranks
         return freed_bytes, shared_s(times_s, self.analysis, n_ranks, n_microbatches)
 
-    def _again(self, r: int, mode: Recompute, n_microbatches: int) -> tuple[float, Array]:
+    def _rerun_cost(self, r: int, mode: Recompute, n_microbatches: int) -> tuple[float, Array]:
         """(bytes that a mode of a range frees at most, [2] `least_times_s` of what runs again)."""
         ranges, types = self._ranges, self.analysis.microbatch_types(n_microbatches).tensors
         held = {v: types[v].size_bytes for v in ranges.taken[r] if ranges.is_only(v, r)}

@@ -10,8 +10,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import Array, BoolArray, Indices
 from autopar.cost.laws import CostModel, Kind
 from autopar.measured import Saved
 from autopar.passes.analysis import Neediest, OperatorGroup, PlacedOperator
@@ -21,7 +21,6 @@ from autopar.placement import PrimitiveKind, TensorType
 from autopar.program import Operator
 from autopar.rules import AxisStrategy, Lowering, OpRule, rule_for
 
-Array = NDArray[np.float64]
 _NOTHING = np.zeros((1, 1))
 
 
@@ -63,8 +62,8 @@ class LoweredChoices:
     lowering: Lowering
     axes: tuple[int, ...]
     at: Sequence[int]
-    sizes: Mapping[str, NDArray[np.int64]]
-    n_ranks: NDArray[np.int64]
+    sizes: Mapping[str, Indices]
+    n_ranks: Indices
     itemsize: int
 
     def values(self, formula: str) -> Array:
@@ -93,7 +92,7 @@ class MemberPricer:
     at_loss: AtLoss
 
     def members(
-        self, group: OperatorGroup, picked: NDArray[np.int64], first_savers: set[str]
+        self, group: OperatorGroup, picked: Indices, first_savers: set[str]
     ) -> Iterator[MemberPrice]:
         """The price of each operator of a group, under the choices of a table.
 
@@ -103,7 +102,7 @@ class MemberPricer:
         shape = len(self.cases), picked.shape[1]
         shares: dict[bytes, Array] = {}
 
-        def share(is_cut: NDArray[np.bool_]) -> Array:
+        def share(is_cut: BoolArray) -> Array:
             """The fraction of one rank: axes whose strategy `is_cut` [strategies] divide it."""
             key = is_cut.tobytes()
             if key not in shares:
@@ -137,18 +136,18 @@ class MemberPricer:
                 rule, item.operator, self.cases.type, self.cases.costs[0], flops, moved,
                 share(is_lowered[chosen]) if rule.fused and rule.lower else 1.0,
             )  # fmt: skip
-            lowered = self._lowered(rule, item, chosen[picked])
+            lowered = self._lowered_choices(rule, item, chosen[picked])
             inner = self._inner_times_s(lowered, item, shape)
             own_bytes = self._own_bytes(item, labelled)
             kept = self._kept_values(group, item, share, first_savers)
             at_once_bytes = _NOTHING
             neediest = self.at_loss.neediest
             if neediest is not None and item.name == neediest.operator:
-                at_once_bytes = self._at_once_bytes(neediest, lowered, item, labelled, local_bytes)
+                at_once_bytes = self._start_bytes(neediest, lowered, item, labelled, local_bytes)
             yield MemberPrice(forward, backward, *inner, own_bytes, kept, at_once_bytes)
 
-    def _lowered(
-        self, rule: OpRule, item: PlacedOperator, chosen: NDArray[np.int64]
+    def _lowered_choices(
+        self, rule: OpRule, item: PlacedOperator, chosen: Indices
     ) -> tuple[LoweredChoices, ...]:
         """The choices with which an operator is replaced, by the function.
 
@@ -160,7 +159,7 @@ class MemberPricer:
         alike: dict[tuple[Lowering, tuple[int, ...]], list[int]] = {}
         for c, indices in enumerate(chosen.T.tolist()):
             strategies = [item.strategies[i] for i in indices]
-            lowering, axes = lowered_over(strategies, self.cases.active_axes)
+            lowering, axes = joint_lowering(strategies, self.cases.active_axes)
             if lowering is not None:
                 alike.setdefault((lowering, axes), []).append(c)
         sizes = self._local_sizes(item, chosen) if alike else {}
@@ -191,9 +190,7 @@ class MemberPricer:
                     time_s[inner.phase][:, of.at] += inner_s
         return time_s["forward"], time_s["backward"]
 
-    def _local_sizes(
-        self, item: PlacedOperator, chosen: NDArray[np.int64]
-    ) -> dict[str, NDArray[np.int64]]:
+    def _local_sizes(self, item: PlacedOperator, chosen: Indices) -> dict[str, Indices]:
         """Name of the operator's notation -> its size on one rank, [cases, choices]."""
         n_shards = {
             name: np.ones((len(self.cases), chosen.shape[1]), dtype=np.int64) for name in item.sizes
@@ -229,9 +226,9 @@ class MemberPricer:
         saved = self.saved.get(item.name)
         if saved is None or not saved.other_bytes:
             return _NOTHING
-        return self._of_rank(saved.other_bytes, item, labelled)
+        return self._rank_bytes(saved.other_bytes, item, labelled)
 
-    def _at_once_bytes(
+    def _start_bytes(
         self, neediest: Neediest, lowered: Sequence[LoweredChoices], item: PlacedOperator,
         labelled: Array, local_bytes: Callable[[str], Array],
     ) -> Array:  # fmt: skip
@@ -241,8 +238,8 @@ class MemberPricer:
         `passes/lowering/line_costs.py`.
         """
         needed = neediest.temporaries
-        forward = self._of_rank(needed.forward_bytes, item, labelled)
-        backward = self._of_rank(needed.backward_bytes, item, labelled)
+        forward = self._rank_bytes(needed.forward_bytes, item, labelled)
+        backward = self._rank_bytes(needed.backward_bytes, item, labelled)
         for of in lowered:
             for total, formula in (
                 (forward, of.lowering.forward_bytes), (backward, of.lowering.backward_bytes)
@@ -253,7 +250,7 @@ class MemberPricer:
         at_once: Array = np.maximum(forward, backward) - neediest.later_bytes
         return np.maximum(at_once, 0.0) * np.array(self.at_loss.needs)[:, None]
 
-    def _of_rank(self, total_bytes: float, item: PlacedOperator, labelled: Array) -> Array:
+    def _rank_bytes(self, total_bytes: float, item: PlacedOperator, labelled: Array) -> Array:
         """[cases, choices]: one rank's part of bytes at the program's global shapes."""
         total = total_bytes * labelled
         batch = self.batch_cells
@@ -264,7 +261,7 @@ class MemberPricer:
 
     def _kept_values(
         self, group: OperatorGroup, item: PlacedOperator,
-        share: Callable[[NDArray[np.bool_]], Array], first_savers: set[str],
+        share: Callable[[BoolArray], Array], first_savers: set[str],
     ) -> dict[int, Array]:  # fmt: skip
         """Number of a value in the group -> the bytes of its storage, if this operator is the first
         to save that."""
@@ -282,7 +279,7 @@ class MemberPricer:
         return found
 
 
-def lowered_over(
+def joint_lowering(
     chosen: Sequence[AxisStrategy], axes: Sequence[int]
 ) -> tuple[Lowering | None, tuple[int, ...]]:
     """The function that replaces an operator with one strategy per axis, and the axes it

@@ -15,8 +15,8 @@ from functools import cached_property, lru_cache, partial
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import Array, BoolArray, Indices
 from autopar.cost.laws import CostModel
 from autopar.cost.memory import StaticBytes
 from autopar.passes.analysis import Gathering
@@ -33,14 +33,11 @@ from autopar.placement import (
     TensorType,
     canonical_spec,
     divides,
-    with_orders,
+    every_order,
 )
 from autopar.program import Period, Storage
 
 PERIODS: tuple[Period, ...] = ("step", "micro", "use")
-Array = NDArray[np.float64]
-BoolArray = NDArray[np.bool_]
-Indices = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
@@ -63,7 +60,7 @@ class ParameterMaker:
     is_recipe: bool = True  # are conversions those of `constraints.zero`, if it is given?
 
     @property
-    def without_recipe(self) -> ParameterMaker:
+    def search_maker(self) -> ParameterMaker:
         """The same, with conversions that a search may choose."""
         return replace(self, is_recipe=False)
 
@@ -80,7 +77,7 @@ class ParameterMaker:
         for sizes in self.sizes:
             specs = self._specs(name, tensor, used, sizes)
             if specs not in known:
-                known[specs] = self._with_periods(name, specs)
+                known[specs] = self._every_storage(name, specs)
             of_meshes.append(specs)
         every = tuple(dict.fromkeys(itertools.chain.from_iterable(known.values())))
         marks = [[storage in of for storage in every] for of in map(frozenset, known.values())]
@@ -100,9 +97,9 @@ class ParameterMaker:
         spare = _spare_cell(tensor, sizes)
         if spare is not None:
             cells.setdefault(spare)
-        return self._by_recipe(_storage_specs(tensor, tuple(cells), sizes), used)
+        return self._recipe_specs(_storage_specs(tensor, tuple(cells), sizes), used)
 
-    def _with_periods(self, name: str, specs: Sequence[Spec]) -> tuple[Storage, ...]:
+    def _every_storage(self, name: str, specs: Sequence[Spec]) -> tuple[Storage, ...]:
         fixed = self.limits.constraints.storage.get(name)
         if fixed is not None:
             return tuple(dict.fromkeys((fixed, Storage(fixed.spec))))
@@ -113,7 +110,7 @@ class ParameterMaker:
         )
         return tuple(s for s in kept if self.limits.storage_allowed(name, s))
 
-    def _by_recipe(self, specs: tuple[Spec, ...], used: Sequence[Spec]) -> tuple[Spec, ...]:
+    def _recipe_specs(self, specs: tuple[Spec, ...], used: Sequence[Spec]) -> tuple[Spec, ...]:
         """Under a ZeRO recipe, the specs that a use may be stored in."""
         if not self.limits.constraints.zero:
             return specs
@@ -206,7 +203,7 @@ class ParameterMaker:
 
         return time_s, tie, size_bytes, hidable
 
-    def _periods_allowed(self, storages: Sequence[Storage], gathers: bool) -> NDArray[np.bool_]:
+    def _periods_allowed(self, storages: Sequence[Storage], gathers: bool) -> BoolArray:
         """[storages, 1]: may a parameter be converted with the storage's period?"""
         may = partial(self.limits.period_allowed, gathers=gathers, is_recipe=self.is_recipe)
         return np.array([[may(s.period)] for s in storages], dtype=bool)
@@ -233,7 +230,7 @@ class Storages:
     """The storages of a parameter on all meshes; `legal` is [cases, storages]."""
 
     every: tuple[Storage, ...]
-    legal: NDArray[np.bool_]
+    legal: BoolArray
 
 
 def _spare_cell(tensor: TensorType, sizes: tuple[int, ...]) -> tuple[int, int] | None:
@@ -259,7 +256,7 @@ def _storage_specs(
         spec
         for placements in itertools.product(*options)
         if divides(tensor, placements, sizes)
-        for spec in with_orders(placements)
+        for spec in every_order(placements)
     )
 
 
@@ -270,7 +267,9 @@ def _kept_per_byte(tensor: TensorType) -> tuple[float, float]:
 
 
 @compiled
-def _apart(of: Array, n_microbatches: int, period: int, use: Uses) -> tuple[float, float, float]:
+def _conversion_s(
+    of: Array, n_microbatches: int, period: int, use: Uses
+) -> tuple[float, float, float]:
     """Seconds of a step in one conversion: waited for; beside compute once a step, and otherwise.
 
     `of` is a row of `path_costs`, `period` an index of `PERIODS`. Gathers of several moves do not
@@ -295,7 +294,7 @@ def _apart(of: Array, n_microbatches: int, period: int, use: Uses) -> tuple[floa
 @compiled
 def conversion_costs(
     sums: Array, mesh_of: Indices, n_microbatches: Array, rows: Indices, periods: Indices,
-    allowed: NDArray[np.bool_], use_bytes: Array, stored_bytes: Array, cast: float,
+    allowed: BoolArray, use_bytes: Array, stored_bytes: Array, cast: float,
     gradient: Array, sync_price: float, blocks_price: float, use: Uses,
 ) -> tuple[Array, Ties, Array]:  # fmt: skip
     """`ParameterMaker.conversions`, from sums over paths (`path_costs`): [cases, storages, uses].
@@ -326,7 +325,7 @@ def conversion_costs(
                 else:
                     times, n_kept = m, 1.0 if use.stays else 0.0
                 may = exists > 0 and allowed[int(gathers > 0), i, j]
-                waited_s, sync_s, blocks_s = _apart(of, m, periods[i], use)
+                waited_s, sync_s, blocks_s = _conversion_s(of, m, periods[i], use)
                 seconds = waited_s + sync_price * sync_s + blocks_price * blocks_s
                 time_s[case, i, j] = seconds if may else np.inf
                 tie[case, i, j] = calls * times
@@ -348,7 +347,9 @@ def hidable_costs(
     sync_s, blocks_s = np.empty(paths.shape[:2]), np.empty(paths.shape[:2])
     for i in range(paths.shape[0]):
         for j in range(paths.shape[1]):
-            _, sync_s[i, j], blocks_s[i, j] = _apart(paths[i, j], n_microbatches, periods[i], use)
+            _, sync_s[i, j], blocks_s[i, j] = _conversion_s(
+                paths[i, j], n_microbatches, periods[i], use
+            )
     return sync_s, blocks_s
 
 
@@ -378,17 +379,17 @@ def path_costs(
     ]
     values = np.stack(
         [
-            lines.bucketed(size_bytes, once)[:, forward],
-            lines.bucketed(gradient_bytes, once)[:, backward],
-            lines.bucketed(size_bytes, often)[:, forward],
-            lines.bucketed(gradient_bytes, often)[:, backward],
+            lines.bucket_times_s(size_bytes, once)[:, forward],
+            lines.bucket_times_s(gradient_bytes, once)[:, backward],
+            lines.bucket_times_s(size_bytes, often)[:, forward],
+            lines.bucket_times_s(gradient_bytes, often)[:, backward],
             *(np.broadcast_to(value, (n_meshes, n_moves)) for value in on_all),
         ],
         axis=1,
     )
     time_s, _ = tables.between(sources, targets)
-    sums = tables.along_paths(sources, targets, values)
-    first_s = tables.last_along_paths(sources, targets, values[:, 1] * calls[backward])
+    sums = tables.path_sums(sources, targets, values)
+    first_s = tables.last_path_values(sources, targets, values[:, 1] * calls[backward])
     later_s = np.where(first_s > 0, sums[:, 1] - first_s, 0.0)[:, None]
     exists = np.isfinite(time_s)[:, None]
     every = np.concatenate((sums[:, :5], later_s, sums[:, 5:], exists), axis=1)

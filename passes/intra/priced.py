@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.arrays import Array
 from autopar.identity import Same
 from autopar.passes.intra.at_loss import AtLoss
 from autopar.passes.intra.candidates import ChoiceTable
@@ -32,8 +33,6 @@ from autopar.passes.reshard import (
 )
 from autopar.placement import Spec, TensorType
 from autopar.program import Storage
-
-Array = NDArray[np.float64]
 
 
 @dataclass(eq=False)

@@ -19,23 +19,16 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import BoolArray
 from autopar.options import Recompute
 from autopar.passes.analysis import Side
 from autopar.passes.intra.candidates import GroupCandidates
-from autopar.passes.intra.hiding import NOTHING_HIDDEN, HidableCosts, Hiding, Weights
+from autopar.passes.intra.hiding import NOTHING_HIDDEN, ExposureWeights, HidableCosts, Hiding
 from autopar.passes.reshard import SpecColumn
-from autopar.passes.solvers.problem import (
-    BoolArray,
-    ChoiceProblem,
-    ChoiceProblems,
-    Numbers,
-)
+from autopar.passes.solvers.problem import ChoiceProblem, ChoiceProblems, Numbers
 from autopar.placement import Spec
 from autopar.program import Recomputed, Storage
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True)
@@ -134,15 +127,15 @@ class IntraOpProblem:
         )
         return (1 - self.hiding.sync_price) * max(waits_s, default=0.0)
 
-    def beside_s(self, case: int) -> float:
+    def offset_s(self, case: int) -> float:
         """What makes a bound on the numbers one on the step, if it is added."""
         return self.launches_s - self.slack_s(case)
 
     @property
-    def without_last(self) -> Weights:
+    def bound_weights(self) -> ExposureWeights:
         """The weights with which the numbers are a bound on the step without `slack_s`: what waits
         on average for the last bucket is hidden, too."""
-        return Weights(0.0, 0.0, -(1 - self.hiding.sync_price) * self.waits_per_sync, 0.0)
+        return ExposureWeights(0.0, 0.0, -(1 - self.hiding.sync_price) * self.waits_per_sync, 0.0)
 
     @property
     def computes(self) -> tuple[int, ...]:

@@ -29,11 +29,12 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import Array, BoolArray, Codes, Indices
+from autopar.caching import cached_method
 from autopar.options import Recompute
 from autopar.passes.analysis import Analysis, Recomputable
-from autopar.passes.intra.builder import ProblemBuilder, ReshardEdge, Variable
+from autopar.passes.intra.builder import BuiltVariable, ProblemBuilder, ReshardEdge
 from autopar.passes.intra.candidates import CandidateMaker, ChoiceTable, GroupCandidates
 from autopar.passes.intra.cases import Cases
 from autopar.passes.intra.member_prices import MemberPrice
@@ -42,7 +43,6 @@ from autopar.passes.intra.rerun import RerunCosts, RerunRanges, n_shards_of, rer
 from autopar.passes.reshard import ReshardTables, SpecColumn
 from autopar.passes.solvers.problem import Edge
 
-Array = NDArray[np.float64]
 # Breaks ties towards less recompute. Beside sums of other ties it is too small to decide more.
 _MODE_TIE = 1e-2
 
@@ -68,16 +68,10 @@ class _Adder:
     modes: tuple[Recompute | None, ...]
     # (variable, range) -> seconds and bytes, [cases, modes, choices].
     _joined: dict[tuple[int, int], tuple[Array, Array]] = field(default_factory=dict)
-    _members: dict[ChoiceTable, tuple[MemberPrice, ...]] = field(default_factory=dict)
-    _again: dict[tuple[ReshardTables, SpecColumn, SpecColumn], RerunCosts] = field(
-        default_factory=dict
-    )
     # Result of a matmul -> seconds of a step, [cases, choices], for the bias that is added to it.
     _sums: dict[str, Array] = field(default_factory=dict)
     _interned: dict[tuple[tuple[int, ...], bytes], Array] = field(default_factory=dict)
     _in_modes_of: dict[Hashable, tuple[Array, Array] | None] = field(default_factory=dict)
-    # id of an operator's price -> forward seconds of a step.
-    _forward_s: dict[MemberPrice, Array] = field(default_factory=dict)
 
     @property
     def cases(self) -> Cases:
@@ -111,7 +105,7 @@ class _Adder:
         if not any(i in self.ranges.party_of for i in positions):
             return
         always = np.zeros((len(self.cases), len(candidates)))
-        prices = self._prices(candidates)
+        prices = self._prices(candidates.table)
         for item, price, i in zip(candidates.group.members, prices, positions, strict=True):
             n_like, r = self.maker.n_stood_for(item), self.ranges.party_of.get(i)
             always += price.at_once_bytes
@@ -119,10 +113,7 @@ class _Adder:
                 always += n_like * price.kept_bytes
                 continue
             is_kept = self._is_kept(v, i)
-            if price not in self._forward_s:
-                forward_s = (price.forward_s + price.inner_s) * self.cases.n_microbatches[:, None]
-                self._forward_s[price] = forward_s
-            forward_s = self._forward_s[price]
+            forward_s = self._forward_s(price)
             matmul = self.ranges.matmul_of_bias_add(i)
             if matmul is not None:  # it runs with its matmul, unless a reshard is between them
                 self._sums[matmul] = forward_s
@@ -142,13 +133,21 @@ class _Adder:
                 self._keep_result(v, r, value, is_kept)
         self.builder.variables[v].size_bytes = self._intern(always)
 
-    def _prices(self, candidates: GroupCandidates) -> tuple[MemberPrice, ...]:
-        key = candidates.table
-        if key not in self._members:
-            self._members[key] = self.maker.members(candidates)
-        return self._members[key]
+    @cached_property
+    def _representatives(self) -> Mapping[ChoiceTable, GroupCandidates]:
+        """One of the equal groups that share a table."""
+        return {candidates.table: candidates for candidates in self.candidates}
 
-    def _is_kept(self, v: int, i: int) -> NDArray[np.bool_]:
+    @cached_method
+    def _prices(self, table: ChoiceTable) -> tuple[MemberPrice, ...]:
+        return self.maker.members(self._representatives[table])
+
+    @cached_method
+    def _forward_s(self, price: MemberPrice) -> Array:
+        """[cases, choices]: forward seconds of a step."""
+        return (price.forward_s + price.inner_s) * self.cases.n_microbatches[:, None]
+
+    def _is_kept(self, v: int, i: int) -> BoolArray:
         """[choices]: is the result saved in mode "selective"?"""
         candidates = self.candidates[v]
         last = self.ranges.every[self.ranges.party_of[i]][-1]
@@ -163,12 +162,12 @@ class _Adder:
         ]
         return ~np.array(is_replaced, dtype=bool)
 
-    def _keep_result(self, v: int, r: int, value: str, is_kept: NDArray[np.bool_]) -> None:
+    def _keep_result(self, v: int, r: int, value: str, is_kept: BoolArray) -> None:
         if self.ranges.is_only(value, r) and not self._is_handed_on(v, r, value, is_kept):
             size_bytes = self._local_bytes(value, self.candidates[v].specs(value))
             self._charge(v, r, np.where(is_kept, size_bytes, 0.0), "selective")
 
-    def _is_handed_on(self, v: int, r: int, value: str, is_kept: NDArray[np.bool_]) -> bool:
+    def _is_handed_on(self, v: int, r: int, value: str, is_kept: BoolArray) -> bool:
         """Is its only reader a reshard of the range, which then decides whether it is saved?"""
         operator = self.ranges.analysis.operators[self.ranges.place[self.candidates[v].group.name]]
         saved = self.ranges.analysis.saved[operator.name]
@@ -235,7 +234,7 @@ class _Adder:
     def _run_reshard_again(self, reshard: ReshardEdge, variable: int | None) -> None:
         edge = self.builder.edges[reshard.edge]
         wanted = self.builder.variables[reshard.target].specs[reshard.value]
-        found = self._in_modes(reshard, edge)
+        found = self._edge_costs(reshard, edge)
         if found is None:
             return
         total_s, size_bytes = found
@@ -246,21 +245,24 @@ class _Adder:
         pairs = self._variable(f"{reshard.value} again", n_specs * n_modes)
         self.builder.edges[reshard.edge] = Edge(edge.u, pairs, total_s, size_bytes, edge.rows, None)
         spec_of, mode_of = _pair_codes(n_specs, n_modes)
-        self._equal(pairs, spec_of, reshard.target, wanted.code, n_specs)
-        self._equal(variable, np.arange(n_modes), pairs, mode_of, n_modes)
+        self._add_equality(pairs, spec_of, reshard.target, wanted.code, n_specs)
+        self._add_equality(variable, np.arange(n_modes), pairs, mode_of, n_modes)
 
-    def _in_modes(self, reshard: ReshardEdge, edge: Edge) -> tuple[Array, Array] | None:
+    def _edge_costs(self, reshard: ReshardEdge, edge: Edge) -> tuple[Array, Array] | None:
         """Seconds and bytes of an edge: [cases, specs made, pairs (spec wanted, mode)].
 
         None if nothing runs again. Equal edges have the same arrays.
         """
-        again, sums_s = self._paths(reshard), self._sums.get(reshard.value)
-        wanted = self.builder.variables[reshard.target].specs[reshard.value]
+        made, wanted = (
+            self.builder.variables[v].specs[reshard.value] for v in (reshard.source, reshard.target)
+        )
+        again = self._paths(self.builder.tables(reshard.value), made, wanted)
+        sums_s = self._sums.get(reshard.value)
         hands_on = self._hands_on(reshard)
         arrays = (edge.cost_s, again, sums_s, wanted)
         key = (*map(id, arrays), hands_on)  # all these arrays are kept alive
         if key not in self._in_modes_of:
-            cost_s, size_bytes = self._of_modes(reshard, again, hands_on)
+            cost_s, size_bytes = self._mode_costs(reshard, again, hands_on)
             total_s = edge.cost_s[..., None] + cost_s
             shape = (*total_s.shape[:2], -1)
             self._in_modes_of[key] = (
@@ -281,7 +283,7 @@ class _Adder:
             return False
         return self._is_handed_on(v, r, value, self._is_kept(v, i))
 
-    def _of_modes(
+    def _mode_costs(
         self, reshard: ReshardEdge, again: RerunCosts, hands_on: bool
     ) -> tuple[Array, Array]:
         """Seconds of a step, and bytes: [cases, specs made, specs wanted, modes]."""
@@ -304,14 +306,9 @@ class _Adder:
             np.stack([sizes.get(mode or "none", nothing) for mode in self.modes], axis=-1),
         )
 
-    def _paths(self, reshard: ReshardEdge) -> RerunCosts:
-        tables = self.builder.tables(reshard.value)
-        made = self.builder.variables[reshard.source].specs[reshard.value]
-        wanted = self.builder.variables[reshard.target].specs[reshard.value]
-        key = (tables, made, wanted)
-        if key not in self._again:
-            self._again[key] = rerun_costs(tables, self.cases, made.distinct, wanted.distinct)
-        return self._again[key]
+    @cached_method
+    def _paths(self, tables: ReshardTables, made: SpecColumn, wanted: SpecColumn) -> RerunCosts:
+        return rerun_costs(tables, self.cases, made.distinct, wanted.distinct)
 
     def _mode_variable(self, r: int) -> int | None:
         """Add a range's mode variable; None if there is a single mode."""
@@ -325,7 +322,7 @@ class _Adder:
 
     def _variable(self, name: str, n_choices: int) -> int:
         zero = self.builder.priced.placed.zeros(n_choices)
-        self.builder.variables.append(Variable(name, zero, zero))
+        self.builder.variables.append(BuiltVariable(name, zero, zero))
         return len(self.builder.variables) - 1
 
     def _join(self, v: int, r: int, variable: int | None, cost_s: Array, size_bytes: Array) -> None:
@@ -344,18 +341,16 @@ class _Adder:
             cost_s, size_bytes = (self._intern(a.swapaxes(1, 2)) for a in (cost_s, size_bytes))
         self.builder.edges.append(Edge(u, w, cost_s, size_bytes))
 
-    def _equal(
-        self, u: int, rows: NDArray[np.int64], v: int, columns: NDArray[np.int64], n: int
-    ) -> None:
+    def _add_equality(self, u: int, rows: Indices, v: int, columns: Indices, n: int) -> None:
         self.builder.edges.append(Edge(u, v, _equality(n), None, rows, columns))
 
     def _spend(self, v: int, r: int, seconds: Array, mode: Recompute | None) -> None:
         for k in self._places(mode):
-            self._of(v, r)[0][:, k] += seconds
+            self._range_table(v, r)[0][:, k] += seconds
 
     def _charge(self, v: int, r: int, size_bytes: Array, mode: Recompute | None) -> None:
         for k in self._places(mode):
-            self._of(v, r)[1][:, k] += size_bytes
+            self._range_table(v, r)[1][:, k] += size_bytes
 
     def _places(self, mode: Recompute | None) -> Iterator[int]:
         """The indices of a mode among `modes`; "attention-core" runs again in full."""
@@ -363,7 +358,7 @@ class _Adder:
             if own == mode or (own == "attention-core" and mode == "full"):
                 yield k
 
-    def _of(self, v: int, r: int) -> tuple[Array, Array]:
+    def _range_table(self, v: int, r: int) -> tuple[Array, Array]:
         if (v, r) not in self._joined:
             n_choices = self.builder.variables[v].cost_s.shape[-1]
             shape = (len(self.cases), len(self.modes), n_choices)
@@ -383,7 +378,7 @@ def _equality(n: int) -> Array:
 
 
 @lru_cache(maxsize=64)
-def _pair_codes(n: int, m: int) -> tuple[NDArray[np.intp], NDArray[np.intp]]:
+def _pair_codes(n: int, m: int) -> tuple[Codes, Codes]:
     """[n * m]: the first and the second of every pair."""
     first, second = np.divmod(np.arange(n * m), m)
     return first, second

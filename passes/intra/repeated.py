@@ -21,18 +21,17 @@ from typing import NamedTuple
 
 import numpy as np
 
-from autopar.passes.analysis import Folded, OperatorGroup, Run, Side
-from autopar.passes.intra.hiding import Array, Parts, Weights
+from autopar.arrays import Array, BoolArray
+from autopar.passes.analysis import Folded, OperatorGroup, Run, Side, place_in
+from autopar.passes.intra.hiding import ExposureWeights, Parts
 from autopar.passes.intra.problem import IntraOpProblem, IntraOpProblems
-from autopar.passes.solvers.eliminate import TooWide
-from autopar.passes.solvers.problem import BoolArray, ProblemError
+from autopar.passes.solvers.problem import ProblemError
 from autopar.passes.solvers.repeats import (
     Repeat,
     RepeatedChoice,
     RepeatedPlan,
     RepeatedProblem,
     RepeatedProblems,
-    RepeatedSolver,
     quick_plan,
 )
 from autopar.placement import Spec
@@ -50,7 +49,7 @@ def repeated_problems(folded: Folded, problems: IntraOpProblems) -> Repeated | N
     return _Maker(folded, problems).make()
 
 
-class Apart(NamedTuple):
+class TimeParts(NamedTuple):
     """Of the numbers of a row: compute, and what compute may hide, once a step and otherwise."""
 
     compute_s: Array
@@ -63,7 +62,7 @@ class HidingProblem:
     """A problem with all copies, and the step of its choices where compute hides communication."""
 
     problem: RepeatedProblem
-    apart: Apart
+    apart: TimeParts
 
     def parts(self, choice: RepeatedChoice) -> Parts:
         """A choice's seconds, apart for `Hiding`."""
@@ -74,7 +73,7 @@ class HidingProblem:
     def _each(self) -> list[RepeatedProblem]:
         return [replace(self.problem, costs=row) for row in self.apart]
 
-    def weighed(self, weights: Weights) -> RepeatedProblem:
+    def weigh(self, weights: ExposureWeights) -> RepeatedProblem:
         """The problem in which exposed communication has a price."""
         cost_s = self.problem.row.cost_s[0]
         allowed, (hidden, *others) = np.isfinite(cost_s), weights
@@ -92,24 +91,12 @@ class Repeated:
     folded_problem: IntraOpProblem
     problems: RepeatedProblems
     group_of: Mapping[int, int]
-    _strategies: dict[tuple[int, int], dict[str, OperatorStrategy]] = field(
-        default_factory=dict, init=False
-    )
-    _apart: dict[int, Apart] = field(default_factory=dict, init=False)
+    _apart: dict[int, TimeParts] = field(default_factory=dict, init=False)
 
     @cached_property
-    def _plan(self) -> RepeatedPlan | None:
+    def plan(self) -> RepeatedPlan | None:
         """The `quick_plan` of the problems; all cases share it."""
         return quick_plan(self.problems)
-
-    def solver(self, problem: RepeatedProblem) -> RepeatedSolver:
-        """The solver by elimination of one of the problems, or of one with other costs.
-
-        Raises `TooWide` where other solvers are better.
-        """
-        if self._plan is None:
-            raise TooWide("elimination of a program without repeated blocks would take long")
-        return RepeatedSolver(problem, self._plan)
 
     @cached_property
     def _is_once(self) -> BoolArray:
@@ -120,11 +107,11 @@ class Repeated:
         costs = np.where(self._is_once, problem.row.cost_s[0], 0.0)
         return replace(problem, costs=costs).evaluate(choice).cost_s
 
-    def apart(self, case: int) -> Apart:
+    def apart(self, case: int) -> TimeParts:
         """What of a case's numbers is compute, and what compute may hide."""
         if case not in self._apart:
             layout, problem = self.problems.layout, self.folded_problem
-            of = Apart(*(np.zeros(layout.n_numbers) for _ in range(3)))
+            of = TimeParts(*(np.zeros(layout.n_numbers) for _ in range(3)))
             row_s = self.problems.row(case, 1).cost_s[0]
             for v in problem.computes:
                 own = slice(layout.own_at[v], layout.own_at[v] + layout.n_choices[v])
@@ -148,12 +135,9 @@ class Repeated:
         """Operator of the whole program -> its strategy."""
         out = {}
         for whole, f, copy in self._stand_ins:
-            v = self.group_of[f]
-            at = (v, self._chosen(choice, v, copy))
-            if at not in self._strategies:
-                self._strategies[at] = self.folded_problem.candidates[v].strategies(at[1])
-            name = self.folded.analysis.operators[f].name
-            out[self.folded.whole.operators[whole].name] = self._strategies[at][name]
+            v, name = self.group_of[f], self.folded.analysis.operators[f].name
+            of_group = self.folded_problem.candidates[v].strategies(self._choice(choice, v, copy))
+            out[self.folded.whole.operators[whole].name] = of_group[name]
         return out
 
     def storage(self, choice: RepeatedChoice) -> dict[str, Storage]:
@@ -165,7 +149,7 @@ class Repeated:
             theirs = self.folded.analysis.operators[f].inputs
             for name, like in zip(self.folded.whole.operators[whole].inputs, theirs, strict=True):
                 if name in parameters:
-                    out[name] = storages[like][self._chosen(choice, variables[like], copy)]
+                    out[name] = storages[like][self._choice(choice, variables[like], copy)]
         return {name: out[name] for name in parameters}
 
     @property
@@ -190,7 +174,7 @@ class Repeated:
             of = None if mode is None else self.folded_problem.modes[mode]
             if of is not None:
                 v = of.variable
-                like = of.recomputed(None if v is None else self._chosen(choice, v, copy))
+                like = of.recomputed(None if v is None else self._choice(choice, v, copy))
                 if like is not None:
                     own = tuple(names[i] for _, _, i in items)
                     found.append(Recomputed(like.mode, own))
@@ -203,17 +187,13 @@ class Repeated:
         folded, out = self.folded, []
         place = {n: k for k, of in enumerate(self.folded_problem.modes) for n in of.operators}
         for i, f in enumerate(folded.stands_for):
-            run = next((run for run in folded.runs if run.start <= i < run.end), None)
-            copy = None
-            if run is not None:
-                j, offset = divmod(i - run.start, run.period)
-                is_end = j in (0, run.count - 1)
-                f = places_of(folded, run, offset)[1 if not is_end else 0 if j == 0 else 2]
-                copy = None if is_end else j - 1
+            at, copy = place_in(folded.runs, i), None
+            if at is not None and 0 < at[1] < folded.runs[at[0]].count - 1:
+                copy = at[1] - 1
             out.append((place.get(folded.analysis.operators[f].name), copy, i))
         return out
 
-    def _chosen(self, choice: RepeatedChoice, v: int, copy: int | None) -> int:
+    def _choice(self, choice: RepeatedChoice, v: int, copy: int | None) -> int:
         """The choice of variable v in a copy of its block; outside blocks there is one choice."""
         if copy is not None:
             for repeat, rows in zip(self.problems.repeats, choice.copies, strict=True):
@@ -232,20 +212,12 @@ class Repeated:
         folded, out = self.folded, []
         blocks = [set(repeat.block) for repeat in self.problems.repeats]
         for i, f in enumerate(folded.stands_for):
-            at = next(
-                ((r, run) for r, run in enumerate(folded.runs) if run.start <= i < run.end), None
-            )
-            copy: int | None = None
+            at, copy = place_in(folded.runs, i), None
             if at is not None:
-                r, run = at
-                j, offset = divmod(i - run.start, run.period)
-                first, copied, last = places_of(folded, run, offset)
+                (r, j), run = at, folded.runs[at[0]]
+                _, copied, last = places_of(folded, run, (i - run.start) % run.period)
                 copies_from = 1 if self.group_of[copied] in blocks[r] else 2
-                if j < copies_from:
-                    f = (first, copied)[j]
-                elif copies_from == 1 and j == run.count - 1:
-                    f = last
-                else:
+                if copies_from <= j < run.count - (copies_from == 1):
                     f, copy = (copied, last)[copies_from - 1], j - copies_from
             out.append((i, f, copy))
         return out
@@ -333,7 +305,7 @@ class _Maker:
         for edge in self.numbers.edges:
             readers.setdefault(edge.u, []).append(edge.v)
 
-        return [_reached(v, len(self.members), readers) for v in range(n)]
+        return [_reader_groups(v, len(self.members), readers) for v in range(n)]
 
     @cached_property
     def places(self) -> list[Place]:
@@ -356,8 +328,8 @@ class _Maker:
         block = tuple(v for v, place in enumerate(self.places) if place == (r, _COPIED))
         after = frozenset(v for v, place in enumerate(self.places) if place == (r, _LAST))
         like: dict[int, int] = {}
-        for u in self._joined_before(r):
-            found = self._like(u, run.period)
+        for u in self._entry_variables(r):
+            found = self._counterpart(u, run.period)
             if found is None or found not in block:
                 return None
             like[u] = found
@@ -367,7 +339,7 @@ class _Maker:
             return None
         return Repeat(block, like, after, run.count - 2)
 
-    def _joined_before(self, r: int) -> set[int]:
+    def _entry_variables(self, r: int) -> set[int]:
         """The variables of the first block that are joined to the copied block."""
         first, copied = (r, _FIRST), (r, _COPIED)
         return {u for u, v in self._edges() if (self.places[u], self.places[v]) == (first, copied)}
@@ -378,7 +350,7 @@ class _Maker:
             yield edge.u, edge.v
             yield edge.v, edge.u
 
-    def _like(self, u: int, period: int) -> int | None:
+    def _counterpart(self, u: int, period: int) -> int | None:
         """The counterpart of group u one period later, if it has equal choices; else None."""
         if u >= len(self.members):
             return None
@@ -391,19 +363,21 @@ class _Maker:
             a.distinct == b.distinct and np.array_equal(a.code, b.code)
             for a, b in (
                 (mine.specs(x), theirs.specs(y))
-                for x, y in zip(_made(mine.group), _made(theirs.group), strict=True)
+                for x, y in zip(
+                    _group_outputs(mine.group), _group_outputs(theirs.group), strict=True
+                )
             )
         )
         return v if same else None
 
 
-def _made(group: OperatorGroup) -> list[str]:
+def _group_outputs(group: OperatorGroup) -> list[str]:
     """The values that a group makes, in order."""
     return [name for member in group.members for name in member.operator.outputs]
 
 
-def _reached(v: int, n_groups: int, readers: Mapping[int, Sequence[int]]) -> frozenset[int]:
+def _reader_groups(v: int, n_groups: int, readers: Mapping[int, Sequence[int]]) -> frozenset[int]:
     """Variable v if it is a group, else the groups that read it."""
     if v < n_groups:
         return frozenset((v,))
-    return frozenset().union(*(_reached(r, n_groups, readers) for r in readers.get(v, ())))
+    return frozenset().union(*(_reader_groups(r, n_groups, readers) for r in readers.get(v, ())))

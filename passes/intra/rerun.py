@@ -22,8 +22,8 @@ from dataclasses import dataclass
 from functools import cached_property
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import Array
 from autopar.passes.analysis import Analysis
 from autopar.passes.intra.cases import Cases
 from autopar.passes.reshard import ReshardTables, primitive_lines
@@ -171,9 +171,6 @@ class RerunRanges:
         return range(positions.start, positions.start)
 
 
-Array = NDArray[np.float64]
-
-
 @dataclass(frozen=True, eq=False)
 class RerunCosts:
     """Costs of the reshards between two variables: [cases, specs made, specs wanted] each.
@@ -212,5 +209,5 @@ def rerun_costs(
     rows = [tables.index[spec] for spec in made]
     columns = [tables.index[spec] for spec in wanted]
     of_moves = [seconds, seconds * (1 - calls), results * calls, calls, np.ones_like(calls)]
-    sums = tables.along_paths(rows, columns, np.stack(of_moves, axis=1))
+    sums = tables.path_sums(rows, columns, np.stack(of_moves, axis=1))
     return RerunCosts(*(sums[:, k] for k in range(len(of_moves))))

@@ -13,7 +13,7 @@ from autopar.errors import PlanError
 from autopar.mesh import LogicalMesh
 from autopar.options import Recompute
 from autopar.passes.analysis import Analysis, PlacedOperator, Side, is_boundary_spec
-from autopar.passes.intra import lowered_over
+from autopar.passes.intra import joint_lowering
 from autopar.placement import I, Placement, R, Spec, TensorType, illegal_reason
 from autopar.plans import (
     StageRecord,
@@ -232,7 +232,7 @@ def _operator(
             where=where,
             hint="shard one of the dims that need collectives inside the operator",
         )
-    return OperatorStrategy(inputs, outputs, *lowered_over(chosen, axes))
+    return OperatorStrategy(inputs, outputs, *joint_lowering(chosen, axes))
 
 
 def _match(

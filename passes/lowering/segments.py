@@ -115,7 +115,7 @@ def _stands_for_source(
     owner = owners[i].get(line.source)
     if owner is None or uses[owner] > 1 or _made_in(owner, span):
         return False
-    return line.out.size_bytes <= program.local(line.source).size_bytes
+    return line.out.size_bytes <= program.variables[line.source].size_bytes
 
 
 def _last_needed(

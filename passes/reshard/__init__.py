@@ -10,7 +10,7 @@ Mainly hands on `reshard_tables`, `ReshardTable` and `SpecColumn`.
 from autopar.passes.reshard.costs import (
     ReshardTable,
     ReshardTables,
-    priced_alike,
+    canonical_cost,
     reshard_table,
     reshard_tables,
 )
@@ -27,8 +27,8 @@ __all__ = [
     "SpecColumns",
     "Ties",
     "all_alike",
+    "canonical_cost",
     "moves_from",
-    "priced_alike",
     "primitive_lines",
     "reshard_table",
     "reshard_tables",

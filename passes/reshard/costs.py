@@ -10,13 +10,13 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, lru_cache
+from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import Array, BoolArray, Indices
 from autopar.cost.laws import CostModel
-from autopar.passes.reshard.move_graph import MoveGraph, MoveStep, clear_graphs, move_graph
+from autopar.passes.reshard.move_graph import MoveGraph, MoveStep, move_graph
 from autopar.passes.reshard.paths import (
     LastMoves,
     Ties,
@@ -28,9 +28,6 @@ from autopar.passes.reshard.paths import (
 )
 from autopar.passes.reshard.primitive_costs import primitive_lines
 from autopar.placement import Spec, TensorType
-
-Array = NDArray[np.float64]
-_ALL = slice(None)
 
 
 @dataclass(eq=False)
@@ -47,9 +44,9 @@ class ReshardTables:
     tensors: tuple[TensorType, ...]
     sizes: tuple[tuple[int, ...], ...]
     graph: MoveGraph
-    legal: NDArray[np.bool_]
+    legal: BoolArray
     seconds: Array
-    backward: NDArray[np.int64] = field(init=False)
+    backward: Indices = field(init=False)
     _last: LastMoves = field(init=False)
     _row: dict[int, int] = field(default_factory=dict, init=False)
     _known: dict[Hashable, Array] = field(default_factory=dict, init=False)
@@ -93,36 +90,34 @@ class ReshardTables:
         legal = graph.legal(tensors, sizes)
         return ReshardTables(tuple(tensors), tuple(sizes), graph, legal, both)
 
-    def between(
-        self, sources: Sequence[int], targets: Sequence[int], cases: slice = _ALL
-    ) -> tuple[Array, Ties]:
+    def between(self, sources: Sequence[int], targets: Sequence[int]) -> tuple[Array, Ties]:
         """(seconds, ties) between specs: [cases, sources, targets].
 
         Seconds are forward + backward; infinite if there is no path or a spec is not legal. Ties
         are rounded to thousandths, and 0 where seconds are infinite.
         """
-        graph, rows = self.graph, self._found(sources)
+        graph, rows = self.graph, self._rows_of(sources)
         time_s, tie = path_seconds(
-            graph.source, self._last[cases], rows, np.array(targets, dtype=np.int64),
-            graph.forward, self.backward, self.seconds[cases], graph.ties,
+            graph.source, self._last, rows, np.array(targets, dtype=np.int64),
+            graph.forward, self.backward, self.seconds, graph.ties,
         )  # fmt: skip
-        time_s[~self.legal[cases, sources]] = np.inf
+        time_s[~self.legal[:, sources]] = np.inf
         return time_s, tie
 
-    def along_paths(
+    def path_sums(
         self, sources: Sequence[int], targets: Sequence[int], move_values: Array
     ) -> Array:
         """Sums over the moves of each path: [cases, k, moves] -> [cases, k, sources, targets]."""
-        rows, at = self._found(sources), np.array(targets, dtype=np.int64)
+        rows, at = self._rows_of(sources), np.array(targets, dtype=np.int64)
         values = np.ascontiguousarray(move_values)  # the loops are compiled once per layout
         return sum_along(self.graph.source, self._last, rows, at, values)
 
-    def last_along_paths(
+    def last_path_values(
         self, sources: Sequence[int], targets: Sequence[int], move_values: Array
     ) -> Array:
         """Of the last move of each path whose value is not 0: [cases, moves] -> [cases, sources,
         targets]."""
-        rows, at = self._found(sources), np.array(targets, dtype=np.int64)
+        rows, at = self._rows_of(sources), np.array(targets, dtype=np.int64)
         values = np.ascontiguousarray(move_values)
         return last_along(self.graph.source, self._last, rows, at, values)
 
@@ -134,11 +129,11 @@ class ReshardTables:
 
     def last_moves(self, source: int, case: int) -> LastMoves:
         """[specs]: the last moves of the paths from `source`, which minimise time, then tie."""
-        (row,) = self._found([source])
+        (row,) = self._rows_of([source])
         found: LastMoves = self._last[case, row]
         return found
 
-    def _found(self, sources: Sequence[int]) -> NDArray[np.int64]:
+    def _rows_of(self, sources: Sequence[int]) -> Indices:
         """The rows of `sources` in `_last`; paths from new sources are found together."""
         unknown = [s for s in dict.fromkeys(sources) if s not in self._row]
         if unknown:
@@ -174,21 +169,6 @@ class ReshardTable:
     def index(self) -> Mapping[Spec, int]:
         return self.tables.index
 
-    def seconds(self, sources: Sequence[Spec], targets: Sequence[Spec]) -> list[list[float]]:
-        """The seconds of the cheapest reshards: [sources][targets]."""
-        rows, columns = ([self.index[spec] for spec in specs] for specs in (sources, targets))
-        return self.tables.between(rows, columns, self._cases)[0][0].tolist()
-
-    @property
-    def _cases(self) -> slice:
-        return slice(self.case, self.case + 1)
-
-    @cached_property
-    def specs(self) -> tuple[Spec, ...]:
-        """The legal specs."""
-        legal = np.flatnonzero(self.tables.legal[self.case])
-        return tuple(self.tables.graph.specs[i] for i in legal)
-
     def path(self, source: Spec, target: Spec) -> tuple[MoveStep, ...]:
         """The moves of the cheapest reshard; empty when the specs are equal."""
         tables, at, out = self.tables, self.index[target], []
@@ -204,7 +184,7 @@ def reshard_table(
     tensor: TensorType, cost: CostModel, no_reduce_scatter: bool = False
 ) -> ReshardTable:
     """The table of a tensor type under a cost model; equal layers and stages share it."""
-    return _table(tensor, priced_alike(cost), no_reduce_scatter).of(0)
+    return _table(tensor, canonical_cost(cost), no_reduce_scatter).of(0)
 
 
 @lru_cache(maxsize=1024)
@@ -215,7 +195,7 @@ def _table(tensor: TensorType, cost: CostModel, no_reduce_scatter: bool) -> Resh
 def reshard_tables(
     tensors: Sequence[TensorType],
     costs: tuple[CostModel, ...],
-    cost_of: NDArray[np.int64],
+    cost_of: Indices,
     no_reduce_scatter: bool = False,
 ) -> ReshardTables:
     """The tables of tensors that differ only in sizes, one case each.
@@ -232,14 +212,8 @@ def reshard_tables(
     return ReshardTables.build(tensors, sizes, seconds, no_reduce_scatter, gradient_s)
 
 
-def clear_tables() -> None:
-    """Forget all tables, for tests that change how they are made."""
-    _table.cache_clear()
-    clear_graphs()
-
-
 @lru_cache(maxsize=1024)
-def priced_alike(cost: CostModel) -> CostModel:
+def canonical_cost(cost: CostModel) -> CostModel:
     """A cost model with the same prices: names and the first rank do not matter."""
     names = tuple(f"axis_{i}" for i in range(cost.mesh.n_axes))
     mesh = replace(cost.mesh, names=names, first_rank=0)

@@ -23,8 +23,8 @@ from dataclasses import dataclass, replace
 from functools import cached_property, lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import Array, BoolArray, Indices
 from autopar.placement import (
     COLLECTIVES,
     TABLE,
@@ -67,7 +67,7 @@ def _split(tensor: TensorType, spec: Spec, sizes: Sequence[int], cell: tuple[int
     return Split(cell[0], math.prod(dims[cell[0]][: cell[1]]))
 
 
-def _with(spec: Spec, axes: Sequence[int], placement: Placement) -> Spec:
+def _place(spec: Spec, axes: Sequence[int], placement: Placement) -> Spec:
     """`spec` with `placement` on `axes`; if they shard, they become the innermost axes."""
     placements = list(spec.placements)
     for axis in axes:
@@ -87,7 +87,7 @@ def moves_from(
 ) -> Iterator[MoveStep]:
     """Every single move out of `spec`."""
     for axes, target in _changes(tensor, spec, sizes):
-        if _with(spec, axes, target) in legal:
+        if _place(spec, axes, target) in legal:
             yield _step(tensor, spec, sizes, axes, target)
 
 
@@ -121,10 +121,10 @@ def _step(
     target: Placement,
 ) -> MoveStep:  # fmt: skip
     source = spec.placements[axes[0]]
-    after = _with(spec, axes, target)
+    after = _place(spec, axes, target)
     splits: tuple[Split, ...] = ()
     if source.is_shard and target.is_shard:
-        pieces = _with_both(tensor, spec, sizes, axes, target)
+        pieces = _outer_size(tensor, spec, sizes, axes, target)
         splits = (Split(source.dim, pieces), _split(tensor, spec, sizes, target.cell))
     elif source.is_shard:
         splits = (_split(tensor, spec, sizes, source.cell),)
@@ -145,7 +145,7 @@ def _name(source: Placement, target: Placement) -> str:
     return f"{source.kind}_to_{target.kind}".lower()
 
 
-def _with_both(
+def _outer_size(
     tensor: TensorType, spec: Spec, sizes: Sequence[int], axes: Sequence[int], target: Placement
 ) -> int:
     """`outer` of the source's split, counted in a piece that is already cut along the target."""
@@ -185,43 +185,41 @@ class MoveGraph:
 
     specs: tuple[Spec, ...]
     index: Mapping[Spec, int]
-    source: NDArray[np.int64]
-    target: NDArray[np.int64]
+    source: Indices
+    target: Indices
     axes: tuple[tuple[int, ...], ...]
     primitives: tuple[Primitive, ...]
-    forward: NDArray[np.int64]
-    backward: NDArray[np.int64]
+    forward: Indices
+    backward: Indices
     at: Mapping[tuple[int, int], int]
     splits: tuple[tuple[tuple[int, int], tuple[int, ...]], ...]
-    has_split: NDArray[np.bool_]
+    has_split: BoolArray
     drawn: MoveGraph | None = None
 
     @cached_property
-    def calls(self) -> NDArray[np.float64]:
+    def calls(self) -> Array:
         """[primitives]: 1 for a collective, else 0."""
         return np.array([float(p.kind in COLLECTIVES) for p in self.primitives])
 
     @cached_property
-    def ties(self) -> NDArray[np.float64]:
+    def ties(self) -> Array:
         """[moves]: the number of collectives, and a little for every move, to avoid detours."""
-        found: NDArray[np.float64] = self.calls[self.forward] + self.calls[self.backward] + 1e-3
+        found: Array = self.calls[self.forward] + self.calls[self.backward] + 1e-3
         return found
 
     @cached_property
-    def first(self) -> NDArray[np.int64]:
+    def first(self) -> Indices:
         """[specs + 1]: first[v] up to first[v + 1] are the moves out of spec v."""
         return np.searchsorted(self.source, np.arange(len(self.specs) + 1))
 
-    def legal(
-        self, tensors: Sequence[TensorType], sizes: Sequence[Sequence[int]]
-    ) -> NDArray[np.bool_]:
+    def legal(self, tensors: Sequence[TensorType], sizes: Sequence[Sequence[int]]) -> BoolArray:
         """[cases, specs]: is the spec legal for the case's tensor on axes of the case's sizes?"""
         n_ranks = np.array(sizes, dtype=np.int64)
         uneven = np.zeros((len(tensors), len(self.splits)), dtype=bool)
         for split, ((dim, factor), axes) in enumerate(self.splits):
             cut = np.array([tensor.dims[dim][factor] for tensor in tensors])
             uneven[:, split] = cut % n_ranks[:, axes].prod(axis=1) > 0
-        out: NDArray[np.bool_] = ~(uneven @ self.has_split.T)
+        out: BoolArray = ~(uneven @ self.has_split.T)
         return out
 
     def step(
@@ -277,19 +275,19 @@ def _drawn(n_cells: int, has_grad: bool, in_use: tuple[bool, ...]) -> MoveGraph:
 
     plain = {spec.placements: i for spec, i in index.items() if not spec.order}
 
-    def moved_to(spec: Spec, axes: tuple[int, ...], placement: Placement) -> int:
-        """The index of `_with(spec, axes, placement)`, without its cost in most cases."""
+    def target_of(spec: Spec, axes: tuple[int, ...], placement: Placement) -> int:
+        """The index of `_place(spec, axes, placement)`, without its cost in most cases."""
         after = list(spec.placements)
         for axis in axes:
             after[axis] = placement
         if spec.order or (placement.is_shard and after.count(placement) > len(axes)):
-            return index[_with(spec, axes, placement)]
+            return index[_place(spec, axes, placement)]
         return plain[tuple(after)]
 
     ends, moved, run = [], [], []
     for i, spec in enumerate(specs):
         for axes, placement in _changes(tensor, spec, sizes):
-            j = moved_to(spec, axes, placement)
+            j = target_of(spec, axes, placement)
             forward, backward = TABLE[_name(spec.placements[axes[0]], placement)]
             backward = backward if has_grad else "identity"
             ends.append((i, j))
@@ -309,9 +307,3 @@ def _drawn(n_cells: int, has_grad: bool, in_use: tuple[bool, ...]) -> MoveGraph:
         specs, index, source, target, tuple(moved), tuple(Primitive(*key) for key in primitives),
         run_forward, run_backward, at, splits, has_split.reshape(len(specs), len(splits)),
     )  # fmt: skip
-
-
-def clear_graphs() -> None:
-    """Forget all graphs, for tests that change the moves."""
-    _graph.cache_clear()
-    _drawn.cache_clear()

@@ -13,11 +13,10 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.arrays import Array, BoolArray, Indices
 from autopar.passes.solvers.problem import compiled
 
-Array = NDArray[np.float64]
 Ties = NDArray[np.float32]  # they only break ties, so half the memory is enough
-Indices = NDArray[np.int64]
 LastMoves = NDArray[np.signedinteger[Any]]
 
 
@@ -128,7 +127,7 @@ def path_seconds(
 @compiled
 def move_weights(
     before: Indices, target: Indices, forward: Indices, backward: Indices,
-    legal: NDArray[np.bool_], seconds: Array, ties: Array,
+    legal: BoolArray, seconds: Array, ties: Array,
 ) -> Array:  # fmt: skip
     """[cases, moves]: seconds, plus a share of the tie so small that it decides only among equals.
 

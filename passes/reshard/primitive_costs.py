@@ -11,13 +11,11 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import Array, BoolArray, Indices
 from autopar.cost.laws import CostModel
 from autopar.passes.reshard.move_graph import MoveGraph
 from autopar.placement import PrimitiveKind
-
-Array = NDArray[np.float64]
 
 
 @dataclass(frozen=True, eq=False)
@@ -30,11 +28,11 @@ class PrimitiveLines:
 
     latency_s: Array
     s_per_byte: Array
-    n_shards: NDArray[np.int64]
-    is_collective: NDArray[np.bool_]
+    n_shards: Indices
+    is_collective: BoolArray
     bucket_bytes: Array
 
-    def of(self, meshes: NDArray[np.int64]) -> PrimitiveLines:
+    def of(self, meshes: Indices) -> PrimitiveLines:
         """The lines of some meshes, which may repeat."""
         return PrimitiveLines(
             self.latency_s[meshes], self.s_per_byte[meshes], self.n_shards[meshes],
@@ -43,18 +41,18 @@ class PrimitiveLines:
 
     def seconds(self, size_bytes: Array) -> Array:
         """[meshes, primitives]: seconds for tensors of `size_bytes` [meshes], unsharded."""
-        return self._of_local(size_bytes[:, None] / self.n_shards)
+        return self._local_times_s(size_bytes[:, None] / self.n_shards)
 
-    def bucketed(self, size_bytes: Array, most_bytes: float = math.inf) -> Array:
+    def bucket_times_s(self, size_bytes: Array, most_bytes: float = math.inf) -> Array:
         """The same for tensors that share each collective with a full bucket, of `most_bytes` at
         most."""
         sent = size_bytes[:, None] / self.n_shards
         bucket = np.minimum(self.bucket_bytes, most_bytes)[:, None]
         shares = self.is_collective & (sent < bucket)
-        full_s = self._of_local(np.where(shares, bucket, sent))
+        full_s = self._local_times_s(np.where(shares, bucket, sent))
         return np.where(shares, full_s * sent / bucket, full_s)
 
-    def _of_local(self, size_bytes: Array) -> Array:
+    def _local_times_s(self, size_bytes: Array) -> Array:
         times: Array = (self.latency_s + self.s_per_byte * size_bytes[..., None]).min(axis=-1)
         return times
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import BoolArray, Indices
 from autopar.placement import Spec
 
 
@@ -16,7 +16,7 @@ class SpecColumn:
     """Choice c places the value as `distinct[code[c]]`."""
 
     distinct: tuple[Spec, ...]
-    code: NDArray[np.int64]
+    code: Indices
 
     @staticmethod
     def of(specs: Sequence[Spec]) -> SpecColumn:
@@ -31,11 +31,11 @@ class SpecColumn:
     def __getitem__(self, choice: int) -> Spec:
         return self.distinct[self.code[choice]]
 
-    def looked_up(self, index: Mapping[Spec, int]) -> NDArray[np.int64]:
+    def lookup(self, index: Mapping[Spec, int]) -> Indices:
         """The number in `index` of every choice's spec; `index` has them all."""
         return np.array([index[spec] for spec in self.distinct], dtype=np.int64)[self.code]
 
-    def equals(self, other: SpecColumn) -> NDArray[np.bool_]:
+    def equals(self, other: SpecColumn) -> BoolArray:
         """[distinct specs here, distinct specs of `other`]: are they equal?"""
         alike = [[mine == theirs for theirs in other.distinct] for mine in self.distinct]
         return np.array(alike, dtype=bool)
@@ -58,17 +58,17 @@ class SpecColumns:
         return found
 
 
-def all_alike(columns: Sequence[SpecColumn]) -> NDArray[np.bool_]:
+def all_alike(columns: Sequence[SpecColumn]) -> BoolArray:
     """[choices]: do all columns place the value alike? They are over the same choices."""
     first, *others = _numbers(columns)
-    alike: NDArray[np.bool_] = np.logical_and.reduce([first == other for other in others])
+    alike: BoolArray = np.logical_and.reduce([first == other for other in others])
     return alike
 
 
-def _numbers(columns: Sequence[SpecColumn]) -> list[NDArray[np.int64]]:
+def _numbers(columns: Sequence[SpecColumn]) -> list[Indices]:
     """Per column, a number per choice; equal specs have equal numbers."""
     index: dict[Spec, int] = {}
     for column in columns:
         for spec in column.distinct:
             index.setdefault(spec, len(index))
-    return [column.looked_up(index) for column in columns]
+    return [column.lookup(index) for column in columns]

@@ -9,7 +9,7 @@ May import `passes/inter`, `lowering`, the rooms below them, and what lies below
 Mainly hands on `Planner` and `PlanningResult`.
 """
 
-from autopar.passes.search.evaluator import Evaluator, Placed, depths
+from autopar.passes.search.evaluator import Evaluator, Proposal, depths
 from autopar.passes.search.outcome import PlanningResult
 from autopar.passes.search.planner import Planner
 from autopar.passes.search.simulator import Simulator, Solved
@@ -18,10 +18,10 @@ from autopar.passes.search.stats import PlanningStats
 
 __all__ = [
     "Evaluator",
-    "Placed",
     "Planner",
     "PlanningResult",
     "PlanningStats",
+    "Proposal",
     "Simulator",
     "Solved",
     "WhySlower",

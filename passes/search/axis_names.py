@@ -33,7 +33,7 @@ class AxisNames:
         programs = self.simulator.pipeline(solved.stages).stages
         views = [stage.cost.mesh for stage in solved.stages]
         renamed = [
-            _with_context(view, context_axes(program))
+            _rename_axes(view, context_axes(program))
             for view, program in zip(views, programs, strict=True)
         ]
         layouts = zip(candidate.stages, renamed, strict=True)
@@ -50,7 +50,7 @@ class AxisNames:
         )
 
 
-def _with_context(view: LogicalMesh, axes: tuple[int, ...]) -> LogicalMesh:
+def _rename_axes(view: LogicalMesh, axes: tuple[int, ...]) -> LogicalMesh:
     names = dict(zip(axes, _CONTEXT, strict=False))
     return replace(view, names=tuple(names.get(k, name) for k, name in enumerate(view.names)))
 

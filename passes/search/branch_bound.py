@@ -25,10 +25,10 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
 
 from autopar.identity import Same
-from autopar.passes.search.evaluator import Placed
+from autopar.passes.search.evaluator import Proposal
 from autopar.passes.search.simplicity import Simplicity
 from autopar.passes.search.simulator import Solved
-from autopar.passes.solvers import TimeLimitError
+from autopar.passes.solvers.problem import TimeLimitError
 
 # Nodes of one name that are refined in a row, without a faster plan, before another has a turn.
 _MOST_IN_A_ROW = 8
@@ -56,7 +56,7 @@ class Node:
     simplest: Simplicity
     level: str
     refine: Callable[[float], Sequence[Node | Solved]] | None
-    placed: Placed | None = None
+    placed: Proposal | None = None
     recipe: str = ""
     is_rival: bool = False
     note: str = ""
@@ -155,7 +155,7 @@ class BranchAndBound:
         worth_s = self.incumbent_s * (1 - self.tolerance)
         faster = [node for node in able if node.least_s < worth_s]
         if faster:
-            faster = self._row.without_its_name(faster)
+            faster = self._row.next_names(faster)
             # A solved plan may become the incumbent, and may end the search.
             alike_s = faster[0].turn[0] * (1 + self.tolerance)
             solved = (n for n in faster if n.placed is not None and n.least_s < alike_s)
@@ -186,7 +186,7 @@ class _Row:
         self.length = self.length + 1 if goes_on else 1
         self.name, self.incumbent_s = name, incumbent_s
 
-    def without_its_name(self, nodes: list[Node]) -> list[Node]:
+    def next_names(self, nodes: list[Node]) -> list[Node]:
         """The nodes of other names, if it is their turn and there are any."""
         if self.length < _MOST_IN_A_ROW:
             return nodes

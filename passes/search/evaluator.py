@@ -27,7 +27,6 @@ from autopar.passes.analysis import (
     Recomputable,
     Run,
     aligned_runs,
-    compute_dtype,
     cut,
     find_runs,
     fold,
@@ -51,7 +50,7 @@ from autopar.schedule import ORDERS, in_flight
 
 
 @dataclass(frozen=True)
-class Placed:
+class Proposal:
     """A candidate whose stages have placements. Microbatches run in the order of 1F1B, or not."""
 
     candidate: Candidate
@@ -151,20 +150,22 @@ class Evaluator:
     _shared_recomputable: Recomputable | None = None
 
     def __post_init__(self) -> None:
-        known = self.analysis.in_schedule(schedule_name(self.options))
+        known = self.analysis.set_schedule(schedule_name(self.options))
         assert known is self.analysis, "analysed for another schedule"
-        self.dtype = compute_dtype(self.analysis)
         self.recomputable = Recomputable.of(self.analysis, self.options)
         self._shared_recomputable = self._shared_recomputable or self.recomputable
 
+    def cost_of(self, view: LogicalMesh) -> CostModel:
+        return CostModel(view, self.hardware.dtype)
+
     @cached_property
-    def without_recompute(self) -> Evaluator | None:
+    def plain_evaluator(self) -> Evaluator | None:
         """The same without recompute; None if recompute is not searched. Both share solves."""
         if not is_searched(self.recomputable):
             return None
         return replace(self, options=replace(self.options, recompute="none"))
 
-    def recomputing(self, mode: str) -> Evaluator:
+    def recompute_evaluator(self, mode: str) -> Evaluator:
         """The same where every block is recomputed in this mode. Both share solves.
 
         Raises `NotSupportedError` if the mode has nothing to recompute.
@@ -179,7 +180,7 @@ class Evaluator:
         return "searched" if is_searched(self.recomputable) else str(self.recomputable.modes)
 
     @cached_property
-    def hiding_nothing(self) -> Evaluator:
+    def exposed_evaluator(self) -> Evaluator:
         """The same with `hides=False`. Both share solves."""
         return replace(self, hides=False)
 
@@ -194,14 +195,14 @@ class Evaluator:
 
     def placed(
         self, candidate: Candidate, budget_bytes: float | None, limit_s: float = math.inf
-    ) -> Placed:
+    ) -> Proposal:
         """Solve a candidate within a budget, or without one.
 
         If a single searched stage cannot be below `limit_s`, its solver stops early.
 
         Raises `InfeasibleError` if a stage does not fit, `BatchError` if rows do not divide.
         """
-        return self._checked(candidate, self._choices(candidate, budget_bytes, limit_s))
+        return self._check_finite(candidate, self._choices(candidate, budget_bytes, limit_s))
 
     def solved_stage(self, candidate: Candidate, k: int, limit_s: float) -> Chosen:
         """The placements of one stage within the budget.
@@ -213,12 +214,12 @@ class Evaluator:
         stage = self._stage(candidate.ends, k, layout, candidate.n_microbatches)
         return self._choose(stage, self.budget_bytes, limit_s)
 
-    def _checked(self, candidate: Candidate, choices: Sequence[Chosen]) -> Placed:
+    def _check_finite(self, candidate: Candidate, choices: Sequence[Chosen]) -> Proposal:
         if not all(math.isfinite(chosen.objective_s) for chosen in choices):
             raise InfeasibleError(  # chosen on the abstract machine
                 "this machine forbids what the recipe does", hint="choose other degrees"
             )
-        return Placed(candidate, tuple(choices), schedule_name(self.options) == "1f1b")
+        return Proposal(candidate, tuple(choices), schedule_name(self.options) == "1f1b")
 
     def _choices(
         self, candidate: Candidate, budget_bytes: float | None, limit_s: float = math.inf
@@ -279,7 +280,7 @@ class Evaluator:
         """Lower bound on the bytes per device of the largest stage; nothing is solved."""
         return max(
             least_bytes(
-                stage.part, CostModel(stage.layout.view, self.dtype), stage.n_microbatches,
+                stage.part, self.cost_of(stage.layout.view), stage.n_microbatches,
                 self.options.optimizer, stage.layout.constraints, stage.depth, self.recomputable,
             )
             for stage in self._stages(candidate)
@@ -291,7 +292,7 @@ class Evaluator:
         if self.recomputable is None:
             return 0.0
         part, view, limits = stage.part, stage.layout.view, stage.layout.constraints
-        cost = CostModel(view, self.dtype)
+        cost = self.cost_of(view)
         key = part, view.n_ranks
         if key not in self._least_rerun:
             self._least_rerun[key] = LeastRerun(part, self.recomputable, cost)
@@ -313,7 +314,7 @@ class Evaluator:
             if is_searched(recomputable) and part is not self.analysis:  # few requests
                 self._choosers[key] = Chooser(folded, *arguments, prices=self.prices)
             else:
-                real = tuple(CostModel(view, self.dtype) for view in self.views)
+                real = tuple(map(self.cost_of, self.views))
                 plain = tuple(replace(cost, hides=False) for cost in real)
                 families = (real, tuple(map(recipe_cost, real)), plain)
                 self._choosers[key] = Chooser(
@@ -341,7 +342,7 @@ class Evaluator:
         Recompute is searched only if the fastest placements without it do not fit. Then it competes
         with placements that fit without it.
         """
-        no_recompute = self.without_recompute
+        no_recompute = self.plain_evaluator
         if no_recompute is not None:
             if budget_bytes is None:
                 return no_recompute._choose(stage, None, limit_s)
@@ -351,7 +352,7 @@ class Evaluator:
         key = stage.key, budget_bytes, self.recompute_key, self.hides
         if key not in self._chosen:
             self.limit.check()
-            cost, constraints = CostModel(stage.layout.view, self.dtype), stage.layout.constraints
+            cost, constraints = self.cost_of(stage.layout.view), stage.layout.constraints
             request = PlacementRequest(cost, stage.n_microbatches, constraints, stage.depth)
             if constraints.prefers_sharding:
                 request = replace(request, cost=recipe_cost(cost), runs_on=cost)

@@ -35,7 +35,7 @@ from functools import partial
 from autopar.errors import InfeasibleError
 from autopar.passes.inter import Candidate
 from autopar.passes.search.branch_bound import Node
-from autopar.passes.search.evaluator import Evaluator, Placed
+from autopar.passes.search.evaluator import Evaluator, Proposal
 from autopar.passes.search.simplicity import Simplicity
 from autopar.passes.search.simulator import Simulator, Solved
 from autopar.passes.solvers.problem import within
@@ -63,7 +63,7 @@ class Levels:
     @property
     def _plain(self) -> Evaluator:
         """Without recompute, unless the user chose it."""
-        return self._whole.without_recompute or self._whole
+        return self._whole.plain_evaluator or self._whole
 
     def root(self, candidate: Candidate, shared_s: float) -> Node:
         """A candidate of which only the bound of all is known."""
@@ -92,16 +92,16 @@ class Levels:
         if within(self._plain.budget_bytes, free.size_bytes):
             return [self._leaf(known, free, self._plain)]
         if self._plain is self._whole:
-            return [replace(known, refine=partial(self._solved, self._whole, known, candidate))]
+            return [replace(known, refine=partial(self._solve, self._whole, known, candidate))]
         rerun = node.after("rerun", max(bound_s, self._rerun_s(free, candidate)), None)
-        return [replace(rerun, refine=partial(self._divided, rerun, candidate))]
+        return [replace(rerun, refine=partial(self._divide, rerun, candidate))]
 
-    def _divided(self, node: Node, candidate: Candidate, limit_s: float) -> Parts:
+    def _divide(self, node: Node, candidate: Candidate, limit_s: float) -> Parts:
         """The plans without recompute, solved; and all plans."""
-        every = replace(node, refine=partial(self._solved, self._whole, node, candidate))
-        return [*self._solved(self._plain, node, candidate, limit_s), every]
+        every = replace(node, refine=partial(self._solve, self._whole, node, candidate))
+        return [*self._solve(self._plain, node, candidate, limit_s), every]
 
-    def _solved(
+    def _solve(
         self, evaluator: Evaluator, node: Node, candidate: Candidate, limit_s: float
     ) -> Parts:
         """Within the budget."""
@@ -111,14 +111,14 @@ class Levels:
             return self.impossible(error, candidate)
         bound_s = max(placed.bound_s, node.bound_s)
         if bound_s >= limit_s > node.bound_s:
-            refine = partial(self._solved, evaluator, node, candidate)
+            refine = partial(self._solve, evaluator, node, candidate)
             return [node.after("solved", bound_s, refine)]
         return [self._leaf(node.after("solved", bound_s, None), placed, evaluator)]
 
     def _leaf(
         self,
         node: Node,
-        placed: Placed,
+        placed: Proposal,
         solver: Evaluator | None,
         leaner: Evaluator | None = None,
         rival_of: Candidate | None = None,
@@ -128,9 +128,9 @@ class Levels:
         After that, the `solver` finds their rivals; None: these are some, of a candidate that
         forbids less.
         """
-        return _Leaf(self, node, placed, solver, leaner, rival_of or placed.candidate).as_node
+        return _Leaf(self, node, placed, solver, leaner, rival_of or placed.candidate).solved_node
 
-    def rivals(self, node: Node, placed: Placed, solver: Evaluator, fits: bool) -> Iterator[Node]:
+    def rivals(self, node: Node, placed: Proposal, solver: Evaluator, fits: bool) -> Iterator[Node]:
         """Alternatives to the placements of one stage that gather less, or assume less overlap.
 
         Their bound stays that of all placements: those that are left out may be faster.
@@ -142,7 +142,7 @@ class Levels:
         if len(gathered) == 2 or not fits:
             words = "zero1", "zero2"
             yield self._rival(node, "gathered", candidate, words, solver, self._whole)
-        exposed = solver.hiding_nothing, self._whole.hiding_nothing
+        exposed = solver.exposed_evaluator, self._whole.exposed_evaluator
         yield self._rival(node, "exposed", candidate, (), *exposed)
 
     def _rival(
@@ -150,11 +150,11 @@ class Levels:
         solver: Evaluator, leaner: Evaluator,
     ) -> Node:  # fmt: skip
         rival = replace(node.after(level, node.bound_s, None), is_rival=True)
-        forbidding = candidate.forbidding(*forbid)
-        refine = partial(self._rival_solved, rival, candidate, forbidding, solver, leaner)
+        forbidding = candidate.restrict(*forbid)
+        refine = partial(self._solve_rival, rival, candidate, forbidding, solver, leaner)
         return replace(rival, refine=refine)
 
-    def _rival_solved(
+    def _solve_rival(
         self, rival: Node, candidate: Candidate, forbidding: Candidate, solver: Evaluator,
         leaner: Evaluator, limit_s: float,
     ) -> Parts:  # fmt: skip
@@ -166,13 +166,13 @@ class Levels:
             return self.impossible(error, candidate)
         (chosen,) = found.choices
         if chosen.bound_s >= within_s:
-            again = partial(self._rival_solved, rival, candidate, forbidding, solver, leaner)
+            again = partial(self._solve_rival, rival, candidate, forbidding, solver, leaner)
             return [replace(rival, refine=again, given_up_s=chosen.bound_s)]
         gap = max(0.0, 1 - rival.bound_s / chosen.objective_s)
         found = replace(found, choices=(replace(chosen, gap=gap),))
         return [self._leaf(rival, found, None, leaner, candidate)]
 
-    def _rerun_s(self, least: Placed, candidate: Candidate) -> float:
+    def _rerun_s(self, least: Proposal, candidate: Candidate) -> float:
         """A bound with what must run again at least; `least` is the optimum if nothing did."""
         return least.choices[0].hidden_bound_s + self._whole.least_rerun_s(candidate)
 
@@ -192,13 +192,13 @@ class _Leaf:
 
     levels: Levels
     node: Node
-    placed: Placed
+    placed: Proposal
     solver: Evaluator | None
     leaner: Evaluator | None
     candidate: Candidate
 
     @property
-    def as_node(self) -> Node:
+    def solved_node(self) -> Node:
         return replace(self.node, refine=self.simulated, placed=self.placed)
 
     @property
@@ -207,23 +207,23 @@ class _Leaf:
         return simulator.on(self.leaner or simulator.evaluator)
 
     @property
-    def _exhausted(self) -> Sequence[Node]:
+    def _rest(self) -> Sequence[Node]:
         """The node stays for its bound, unless its plans are another's."""
         node = self.node
         return () if self.solver is None else (node.after("simulated", node.bound_s, None),)
 
     @property
     def _lean(self) -> Node:
-        return replace(self.as_node, refine=self.lean, is_rival=True)
+        return replace(self.solved_node, refine=self.lean, is_rival=True)
 
     def simulated(self, limit_s: float) -> Parts:
         # Farther above the bound, rivals may be below the limit.
         if limit_s <= self.placed.least_s <= self.node.bound_s * (1 + RIVAL_REL):
-            return [replace(self.as_node, given_up_s=self.placed.least_s)]
-        solved = self._simulator.simulated_if_fits(self.placed)
+            return [replace(self.solved_node, given_up_s=self.placed.least_s)]
+        solved = self._simulator.simulate_if_fits(self.placed)
         if solved is None:
-            return [*self._exhausted, self._lean]
-        return [*self._exhausted, replace(solved, candidate=self.candidate), *self._rivals(solved)]
+            return [*self._rest, self._lean]
+        return [*self._rest, replace(solved, candidate=self.candidate), *self._rivals(solved)]
 
     def lean(self, limit_s: float) -> Parts:
         """The simulated peak exceeds the budget: leaner placements are found."""
@@ -240,6 +240,6 @@ class _Leaf:
             return
         if found is None or found.step_time_s > self.node.bound_s * (1 + RIVAL_REL):
             simulator = self._simulator
-            peak_bytes = simulator.as_placed(self.placed).peak_bytes
+            peak_bytes = simulator.simulate_once(self.placed).peak_bytes
             fits = within(self.levels.simulator.evaluator.budget_bytes, peak_bytes)
             yield from self.levels.rivals(self.node, self.placed, self.solver, fits)

@@ -6,11 +6,10 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 
-from autopar.cost.hardware import Hardware
 from autopar.errors import InfeasibleError
 from autopar.passes.inter import Candidate
 from autopar.passes.search.branch_bound import BranchAndBound, Node
-from autopar.passes.search.evaluator import Placed
+from autopar.passes.search.evaluator import Proposal
 from autopar.passes.search.simulator import Solved
 from autopar.passes.search.stats import PlanningStats
 from autopar.plans import Alternative, PlanSummary
@@ -19,7 +18,7 @@ from autopar.plans import Alternative, PlanSummary
 # were not.
 N_EXPLAINED = 6
 # A candidate that is slower -> what makes it slower, and its summary.
-Why = Callable[[Solved | Placed], tuple[str, PlanSummary]]
+Why = Callable[[Solved | Proposal], tuple[str, PlanSummary]]
 # Why candidates have no plan.
 Errors = Sequence[tuple[InfeasibleError, Candidate]]
 
@@ -33,7 +32,6 @@ class PlanningResult:
     """
 
     solved: Solved
-    hardware: Hardware
     alternatives: tuple[Alternative, ...] = ()
     bound_s: float | None = None
     ruled_out: Mapping[str, int] = field(default_factory=dict)
@@ -56,7 +54,7 @@ def alternatives_of(
     `named` names the axes of what was simulated. `why` says of the first `N_EXPLAINED` what makes
     them slower, and sums them up; None: nothing is said.
     """
-    rows = list[tuple[Alternative, Solved | Placed]]()
+    rows = list[tuple[Alternative, Solved | Proposal]]()
     fastest, least = dict[str, Solved](), dict[str, Node]()
     for solved in sorted(search.found, key=lambda s: s.step_time_s):
         fastest.setdefault(solved.candidate.name, solved)

@@ -15,19 +15,12 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
-from autopar.cost.hardware import Hardware, resolve
-from autopar.cost.laws import CostModel
+from autopar.cost.hardware import Hardware
 from autopar.cost.price import StepPricer
 from autopar.errors import InfeasibleError, MeshError, OptionError
 from autopar.mesh import LogicalMesh, Mesh, factored_view
 from autopar.options import Manual, Options
-from autopar.passes.analysis import (
-    Analysis,
-    compute_dtype,
-    given_ends,
-    microbatch_counts,
-    recipe_counts,
-)
+from autopar.passes.analysis import Analysis
 from autopar.passes.inter import (
     Candidate,
     PipelineSpace,
@@ -38,13 +31,16 @@ from autopar.passes.inter import (
     check_pinned_axes,
     check_ranks,
     distinct_views,
+    given_ends,
     megatron_pipelines,
+    microbatch_counts,
     n_operators,
+    pinnable_views,
     pins_on,
+    recipe_counts,
     recipe_limits,
     submesh_sizes,
     views_of,
-    with_pinned_axes,
 )
 from autopar.passes.intra import (
     Constraints,
@@ -81,15 +77,12 @@ class Planner:
 
     analysis: Analysis
     mesh: Mesh
+    hardware: Hardware
     options: Options
     inputs: tuple[InputSignature, ...] = ()
     report: Progress = lambda text: None
     spent_s: float = 0.0
     _prices: Prices = field(default_factory=Prices, init=False)
-
-    @cached_property
-    def hardware(self) -> Hardware:
-        return resolve(self.mesh, compute_dtype(self.analysis))
 
     @cached_property
     def pricer(self) -> StepPricer:
@@ -175,15 +168,13 @@ class Planner:
         chosen = search.chosen
         bound_s = None if options.manual is not None else search.bound_s
         if is_timed_out and bound_s is None:  # only recipes were tried
-            bound_s = least_step_s(self.analysis, CostModel(self._any_view, self.evaluator.dtype))
+            bound_s = least_step_s(self.analysis, self.evaluator.cost_of(self._any_view))
         n_configurations = self.pipelines.n_configurations if self.pipelines else 0
         why = None if is_timed_out else WhySlower(self.simulator, chosen, self.pricer)
         named = AxisNames(self.simulator, options).named
         rows = alternatives_of(search, self.levels.errors, chosen, named, why)
         stats = self.evaluator.stats(n_configurations)
-        return PlanningResult(
-            named(chosen), self.hardware, (*rows, *notes), bound_s, search.ruled_out, stats
-        )
+        return PlanningResult(named(chosen), (*rows, *notes), bound_s, search.ruled_out, stats)
 
     def _rank(self, solved: Solved) -> Simplicity:
         pipeline = self.simulator.pipeline(solved.stages)
@@ -197,7 +188,7 @@ class Planner:
         elif options.n_stages in (None, 1) and not options.force and self.analysis.batch.size:
             views = views_of(self.mesh, self.hardware, options, 0, self.mesh.n_ranks)
             for recipe in recipes_on(views, options):
-                yield nodes.counted(recipe)
+                yield nodes.single_stage(recipe)
 
     def _manual(self, manual: Manual) -> Iterator[Node]:
         """The user's recipe; with stages, more microbatches mean a smaller bubble."""
@@ -207,14 +198,14 @@ class Planner:
             check_ranks(manual, self.mesh)
             limits, view = recipe_limits(self.options, manual), self._view(manual.dp, manual.tp)
             counts = recipe_counts(self.analysis, self.options, manual, self.mesh.n_ranks)
-            named = [self._of_one("manual recipe", view, limits, m) for m in counts]
+            named = [self._single_stage("manual recipe", view, limits, m) for m in counts]
             yield RecipeNodes(self.levels).root(named)
             return
         space = self._space(manual.pp)
         several = SeveralStages(self.levels, space)
         yield from several.megatron(megatron_pipelines(space, manual))
 
-    def _of_one(self, name: str, view: LogicalMesh, limits: Constraints, m: int) -> Candidate:
+    def _single_stage(self, name: str, view: LogicalMesh, limits: Constraints, m: int) -> Candidate:
         return Candidate(
             name, (n_operators(self.analysis.program),), (StageLayout(view, limits),), m
         )
@@ -222,15 +213,15 @@ class Planner:
     def _roots(self) -> Iterator[Node]:
         if self.options.manual is not None:
             return
-        cost = CostModel(self._any_view, self.evaluator.dtype)
+        cost = self.evaluator.cost_of(self._any_view)
         times_s = least_times_s(self.analysis, cost).sum(axis=1)
         sizes = [self.mesh.n_ranks] if self.options.n_stages in (None, 1) else []
         views = distinct_views(self.mesh, self.hardware, self.options, sizes)
-        for view in with_pinned_axes(self.options, views):
+        for view in pinnable_views(self.options, views):
             pins = pins_on(self.analysis, self.options, view)
             limits = Constraints(self.options.forbid, pins=pins)
             for m in self.evaluator.counts:
-                candidate = self._of_one(f"search on {axes_text(view)}", view, limits, m)
+                candidate = self._single_stage(f"search on {axes_text(view)}", view, limits, m)
                 bound_s = shared_s(times_s, self.analysis, self.mesh.n_ranks, m)
                 yield self.levels.root(candidate, bound_s)
         if self.pipelines is not None:
@@ -263,7 +254,7 @@ class Planner:
 
     def _simulate_leanest(self, candidate: Candidate) -> None:
         try:
-            self.simulator.with_least_memory(candidate)
+            self.simulator.simulate_leanest(candidate)
         except InfeasibleError as error:  # its constraints leave no placement at all
             self.report(f"{candidate.name}: {error.what}")
 

@@ -23,23 +23,29 @@ from itertools import chain, product, starmap
 from autopar.errors import InfeasibleError, NotSupportedError
 from autopar.mesh import LogicalMesh
 from autopar.options import Options
-from autopar.passes.analysis import microbatch_counts
-from autopar.passes.inter import Candidate, StageLayout, axes_text, n_operators
+from autopar.passes.inter import (
+    Candidate,
+    StageLayout,
+    axes_text,
+    microbatch_counts,
+    n_operators,
+)
 from autopar.passes.intra import Constraints, Role, too_little_memory
 from autopar.passes.search.branch_bound import Node
-from autopar.passes.search.evaluator import Evaluator, Placed
+from autopar.passes.search.evaluator import Evaluator, Proposal
 from autopar.passes.search.levels import Levels, Parts
 from autopar.passes.search.simplicity import Simplicity
 from autopar.passes.solvers.problem import within
 
-# How far a simulated step is below what its placements take at least (`Placed.least_s`), relative,
-# for what `passes/analysis/gathering.py` says. `tests/search/test_simulator.py` measures it.
+# How far a simulated step is below what its placements take at least (`Proposal.least_s`),
+# relative, for what `passes/analysis/gathering.py` says. `tests/search/test_simulator.py` measures
+# it.
 SLACK_REL = 0.02
 _MODES = ("selective", "full")
 
 
 @dataclass(frozen=True)
-class Recipe:
+class PlainRecipe:
     """A recipe on one view: `family` is its plain name, `names` say all. There is a name for each
     of its constraints, in the order in which they are tried."""
 
@@ -48,7 +54,7 @@ class Recipe:
     names: Mapping[str, Constraints]
 
 
-def recipes_on(views: Sequence[LogicalMesh], options: Options) -> Iterator[Recipe]:
+def recipes_on(views: Sequence[LogicalMesh], options: Options) -> Iterator[PlainRecipe]:
     """The recipes of one stage, without those that `forbid` excludes."""
     views, forbid = [v for v in views if v.active_axes], options.forbid
     fixes_degrees = not isinstance(options.mesh_shape, str)
@@ -58,7 +64,7 @@ def recipes_on(views: Sequence[LogicalMesh], options: Options) -> Iterator[Recip
         for zero, family in enumerate(("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")):
             if not forbid & {"data", f"zero{zero}"}:
                 limits = Constraints(forbid, (data,) * view.n_axes, zero)
-                yield Recipe(family, view, {family: limits})
+                yield PlainRecipe(family, view, {family: limits})
     for view in views:
         splits_batch = view.sizes[0] > 1
         if view.n_axes != 2 or view.sizes[1] == 1 or "tensor" in forbid:
@@ -67,12 +73,12 @@ def recipes_on(views: Sequence[LogicalMesh], options: Options) -> Iterator[Recip
             continue
         roles: tuple[Role, ...] = ("data", "tensor")
         whole = Constraints(forbid | {"sequence"}, roles, 0)
-        yield Recipe("Megatron", view, {"Megatron": whole})
+        yield PlainRecipe("Megatron", view, {"Megatron": whole})
         zeros = [z for z in (1, 3) if f"zero{z}" not in forbid] if splits_batch else [0]
         if zeros and "sequence" not in forbid:
             name = "Megatron with SP and ZeRO-{}" if splits_batch else "Megatron with SP"
             sharded = {name.format(zero): Constraints(forbid, roles, zero) for zero in zeros}
-            yield Recipe("Megatron", view, sharded)
+            yield PlainRecipe("Megatron", view, sharded)
 
 
 @dataclass(frozen=True)
@@ -90,7 +96,7 @@ class RecipeNodes:
         node = Node(first.name, 0.0, simplest, "recipe", None, recipe=first.recipe)
         return node.after("recipe", 0.0, lambda _: self._free(node, series))
 
-    def counted(self, recipe: Recipe) -> Node:
+    def single_stage(self, recipe: PlainRecipe) -> Node:
         """A recipe of one stage, with every number of microbatches worth trying."""
         evaluator, view = self.levels.simulator.evaluator, recipe.view
         (roles,) = {limits.roles for limits in recipe.names.values()}
@@ -101,11 +107,11 @@ class RecipeNodes:
         counts = microbatch_counts(analysis, evaluator.options, view.n_ranks, n_splits)
         ends = (n_operators(analysis.program),)
 
-        def with_each(name: str, limits: Constraints) -> list[Candidate]:
+        def candidates_of(name: str, limits: Constraints) -> list[Candidate]:
             on = f"{name} on {axes_text(view)}", ends, (StageLayout(view, limits),)
             return [Candidate(*on, m, recipe=recipe.family) for m in counts]
 
-        return self.root(*starmap(with_each, recipe.names.items()))
+        return self.root(*starmap(candidates_of, recipe.names.items()))
 
     def _free(self, node: Node, series: Sequence[Sequence[Candidate]]) -> Parts:
         """As if memory had no limit: fewest microbatches, nothing runs again.
@@ -130,7 +136,7 @@ class RecipeNodes:
         if is_small and within(evaluator.budget_bytes, free.size_bytes):
             return [self._leaf(node, free, evaluator, small)]
         least_s = free.least_s / (1 + self.slack_rel)
-        return [node.after("free", least_s, lambda _: self._tried(node, chain([first], small)))]
+        return [node.after("free", least_s, lambda _: self._try(node, chain([first], small)))]
 
     def _small(
         self, series: Sequence[Sequence[Candidate]]
@@ -144,14 +150,14 @@ class RecipeNodes:
     def _evaluators(self) -> list[Evaluator]:
         """Without recompute, unless the user chose it; then with each mode that there is."""
         whole = self.levels.simulator.evaluator
-        plain = whole.without_recompute
+        plain = whole.plain_evaluator
         found = [plain or whole]
         for mode in _MODES if plain is not None else ():
             with suppress(NotSupportedError):
-                found.append(whole.recomputing(mode))
+                found.append(whole.recompute_evaluator(mode))
         return found
 
-    def _tried(self, node: Node, attempts: Iterator[tuple[Evaluator, Candidate]]) -> Parts:
+    def _try(self, node: Node, attempts: Iterator[tuple[Evaluator, Candidate]]) -> Parts:
         """The first attempt that fits by the solver's bytes."""
         last: tuple[InfeasibleError, Candidate] | None = None
         for evaluator, candidate in attempts:
@@ -166,16 +172,16 @@ class RecipeNodes:
         return []
 
     def _leaf(
-        self, node: Node, placed: Placed, evaluator: Evaluator,
+        self, node: Node, placed: Proposal, evaluator: Evaluator,
         attempts: Iterator[tuple[Evaluator, Candidate]],
     ) -> Node:  # fmt: skip
         """A solved attempt, which is left to simulate."""
-        refine = partial(self._simulated, node, placed, evaluator, attempts)
+        refine = partial(self._simulate, node, placed, evaluator, attempts)
         leaf = node.after("solved", placed.least_s / (1 + self.slack_rel), refine)
         return replace(leaf, placed=placed, name=placed.candidate.name)
 
-    def _simulated(
-        self, node: Node, placed: Placed, evaluator: Evaluator,
+    def _simulate(
+        self, node: Node, placed: Proposal, evaluator: Evaluator,
         attempts: Iterator[tuple[Evaluator, Candidate]], _: float,
     ) -> Parts:  # fmt: skip
         """The attempt, if its simulated peak fits; else the next one."""
@@ -183,7 +189,7 @@ class RecipeNodes:
             return [self.levels.simulator.on(evaluator).simulated(placed)]
         except InfeasibleError as error:
             self.levels.impossible(error, placed.candidate)
-            return self._tried(node, attempts)
+            return self._try(node, attempts)
 
 
 def _may_fit(evaluator: Evaluator, candidate: Candidate) -> bool:

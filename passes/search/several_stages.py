@@ -62,7 +62,7 @@ class SeveralStages:
         for m in self.space.counts:
             node = Node("several stages", self.space.least_step_s(m), simplest, "shared", None)
             if math.isfinite(node.bound_s):
-                yield replace(node, refine=partial(self._begun, node, m))
+                yield replace(node, refine=partial(self._begin, node, m))
             else:
                 yield replace(node, note=_NONE)
         if self.space.n_stages is None:
@@ -75,9 +75,9 @@ class SeveralStages:
             name = candidate.name if pipeline.is_manual else "Megatron of several stages"
             simplest = Simplicity.recipe_on(candidate)
             node = Node(name, pipeline.shared_s, simplest, "shared", None, recipe=candidate.recipe)
-            yield replace(node, refine=partial(self._layered, node, pipeline))
+            yield replace(node, refine=partial(self._bound_by_layers, node, pipeline))
 
-    def _layered(self, node: Node, pipeline: Megatron, limit_s: float) -> Parts:
+    def _bound_by_layers(self, node: Node, pipeline: Megatron, limit_s: float) -> Parts:
         candidate = pipeline.candidate
         nodes = RecipeNodes(self.levels, slack_rel=0.0)
         recipe = nodes.root([candidate])
@@ -86,16 +86,16 @@ class SeveralStages:
             return [node.after("layers", bound_s, recipe.refine)]
         return [replace(recipe, bound_s=bound_s)]
 
-    def _begun(self, node: Node, m: int, limit_s: float) -> Parts:
+    def _begin(self, node: Node, m: int, limit_s: float) -> Parts:
         options = self._evaluator.options
         # No plan that matters later takes longer (`BranchAndBound`).
         most_s = limit_s * (1 + options.tie) / (1 - options.tolerance)
         search = StageSearch(self.space, m, most_s)
         self.n_configurations += search.n_stages
-        return self._refined(node, search, limit_s)
+        return self._refine(node, search, limit_s)
 
-    def _refined(self, node: Node, search: StageSearch, limit_s: float) -> Parts:
-        again, solve = partial(self._refined, node, search), partial(self.solved, limit_s=limit_s)
+    def _refine(self, node: Node, search: StageSearch, limit_s: float) -> Parts:
+        again, solve = partial(self._refine, node, search), partial(self.solved, limit_s=limit_s)
         if self._n_in_vain > _MOST_VARIABLES_IN_VAIN:
             return [replace(node, refine=None, note=_STAGES_GIVEN_UP)]
         n_solved = self._n_solved
@@ -107,7 +107,7 @@ class SeveralStages:
                 is_first = not n_solved and self._n_solved
                 if not (is_first and search.solve_all(plan, solve, limit_s)):
                     return [known]
-            found = self._simulated(search.space.candidate(search.m, plan.stages), limit_s)
+            found = self._simulate(search.space.candidate(search.m, plan.stages), limit_s)
             if found is not None:
                 search.given_up_s = min(search.given_up_s, search.least_of(plan.stages))
             solved = [found] if isinstance(found, Solved) else []
@@ -143,7 +143,7 @@ class SeveralStages:
         whole_s, once_s = chosen.bound_s, chosen.once_s
         return StageBound(whole_s, max(0.0, whole_s - once_s), once_s)
 
-    def _simulated(self, candidate: Candidate, limit_s: float) -> Solved | float | None:
+    def _simulate(self, candidate: Candidate, limit_s: float) -> Solved | float | None:
         """A solved pipeline, or seconds that none of its steps was found below; None if none fits.
 
         The seconds are at least `limit_s`.

@@ -17,11 +17,11 @@ from autopar.cost.laws import CostModel
 from autopar.identity import Same
 from autopar.mesh import LogicalMesh
 from autopar.options import schedule_name
-from autopar.passes.analysis import Analysis, lowered_as, renamed
+from autopar.passes.analysis import Analysis, rename_lowered, rename_strategy
 from autopar.passes.inter import Candidate
 from autopar.passes.intra import Chosen, too_little_memory
 from autopar.passes.lowering import Abridger, PlacedStage
-from autopar.passes.search.evaluator import Evaluator, Placed
+from autopar.passes.search.evaluator import Evaluator, Proposal
 from autopar.passes.solvers.problem import within
 from autopar.plans import Predicted
 from autopar.program import Pipeline, StageProgram, Strategy
@@ -79,14 +79,7 @@ class Simulator:
     def _budget_bytes(self) -> float:
         return self.evaluator.budget_bytes
 
-    def solve(self, candidate: Candidate) -> Solved:
-        """Solve a candidate within the budget and simulate it.
-
-        Raises `InfeasibleError` if a stage does not fit, `BatchError` if rows do not divide.
-        """
-        return self.simulated(self.evaluator.placed(candidate, self._budget_bytes))
-
-    def simulated(self, placed: Placed) -> Solved:
+    def simulated(self, placed: Proposal) -> Solved:
         """Simulate a candidate; if its peak exceeds the budget, with leaner placements.
 
         Raises `InfeasibleError` if none fits.
@@ -95,12 +88,12 @@ class Simulator:
         assert isinstance(found, Solved)
         return found
 
-    def simulated_if_fits(self, placed: Placed) -> Solved | None:
+    def simulate_if_fits(self, placed: Proposal) -> Solved | None:
         """Simulate a candidate with these placements; None if its peak exceeds the budget."""
-        solved = self.as_placed(placed)
+        solved = self.simulate_once(placed)
         return solved if within(self._budget_bytes, solved.peak_bytes) else None
 
-    def fit_to_budget(self, placed: Placed, limit_s: float) -> Solved | float:
+    def fit_to_budget(self, placed: Proposal, limit_s: float) -> Solved | float:
         """As `simulated`; or seconds, at least `limit_s`, below which nothing is found here.
 
         They are what the placements within a smaller budget take at least. Others may fit, too:
@@ -112,7 +105,7 @@ class Simulator:
 
         Raises `InfeasibleError` if none fits.
         """
-        solved = self.as_placed(placed)
+        solved = self.simulate_once(placed)
         if within(self._budget_bytes, solved.peak_bytes):
             return solved
         # Smaller budgets restrict the problem, so its lower bound holds for them.
@@ -134,7 +127,7 @@ class Simulator:
                 fewest_bytes = smaller_bytes
                 if not isinstance(found, Solved):
                     found = leaner.least_s * share
-            elif within(self._budget_bytes, (solved := self.as_placed(leaner)).peak_bytes):
+            elif within(self._budget_bytes, (solved := self.simulate_once(leaner)).peak_bytes):
                 found, fewest_bytes = solved, smaller_bytes
                 limit_s = min(limit_s, solved.step_time_s * (1 - self.evaluator.options.tolerance))
             else:
@@ -151,12 +144,12 @@ class Simulator:
             return replace(found, gap=0.0 if found.candidate.is_recipe else gap)
         return found
 
-    def with_least_memory(self, candidate: Candidate) -> Solved:
+    def simulate_leanest(self, candidate: Candidate) -> Solved:
         """Simulate a candidate with its leanest placements.
 
         Raises `InfeasibleError` if no placement satisfies the constraints.
         """
-        return self.as_placed(
+        return self.simulate_once(
             self.evaluator.placed(candidate, self.evaluator.least_bytes(candidate))
         )
 
@@ -165,7 +158,7 @@ class Simulator:
         """All that was simulated, whatever its peak."""
         return self._solved.values()
 
-    def as_placed(self, placed: Placed) -> Solved:
+    def simulate_once(self, placed: Proposal) -> Solved:
         """Simulate a candidate once, whatever its peak."""
         candidate, choices = placed.candidate, placed.choices
         key = candidate.name, candidate.ends, candidate.n_microbatches, tuple(map(Same, choices))
@@ -175,7 +168,7 @@ class Simulator:
 
     def _simulate(self, candidate: Candidate, choices: Sequence[Chosen]) -> Solved:
         stages = tuple(
-            PlacedStage(part, chosen.strategy, CostModel(layout.view, self.evaluator.dtype))
+            PlacedStage(part, chosen.strategy, self.evaluator.cost_of(layout.view))
             for part, layout, chosen in zip(
                 self.evaluator.parts(candidate.ends), candidate.stages, choices, strict=True
             )
@@ -200,8 +193,10 @@ class Simulator:
         first, names = self.evaluator.representative(stage.analysis)
         if names is not None:
             renaming = {there: name for name, there in names.items()}
-            equal = PlacedStage(first, renamed(stage.strategy, renaming), stage.cost)
-            return lowered_as(self._program(equal), first.program, stage.analysis.program, names)
+            equal = PlacedStage(first, rename_strategy(stage.strategy, renaming), stage.cost)
+            return rename_lowered(
+                self._program(equal), first.program, stage.analysis.program, names
+            )
         known = self._lowered[stage.analysis, stage.cost.mesh.canonical]
         for strategy, program in known:
             if strategy == stage.strategy:

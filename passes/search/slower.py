@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from autopar.cost.laws import CostModel
 from autopar.cost.price import StepPricer, exposed_calls, summary_of
 from autopar.cost.simulate import Timeline
-from autopar.passes.search.evaluator import Placed
+from autopar.passes.search.evaluator import Proposal
 from autopar.passes.search.simulator import Simulator, Solved
 from autopar.plans import PlanSummary, Predicted
 from autopar.program import CallLine, Pipeline, line_counts
@@ -30,12 +30,12 @@ class WhySlower:
     fastest: Solved
     pricer: StepPricer
 
-    def __call__(self, found: Solved | Placed) -> tuple[str, PlanSummary]:
+    def __call__(self, found: Solved | Proposal) -> tuple[str, PlanSummary]:
         """`all_reduce across nodes`, empty if no part of the step takes longer; and the summary.
 
         What was only solved is simulated so, within the budget or not.
         """
-        slow = found if isinstance(found, Solved) else self.simulator.as_placed(found)
+        slow = found if isinstance(found, Solved) else self.simulator.simulate_once(found)
         pipeline, costs = self.simulator.pipeline(slow.stages), [s.cost for s in slow.stages]
         timeline = self.pricer.timeline(pipeline, costs)
         summary = summary_of(pipeline, costs, timeline, self.pricer.optimizer)

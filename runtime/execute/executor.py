@@ -176,7 +176,7 @@ class Executor:
             if self.ties:
                 self.ties.sum(stored, kept)
             assert self._made_loss is not None, "a training program has a loss"
-            loss = self._from_last_stage(self._loss(step), self._made_loss)
+            loss = self._last_stage_value(self._loss(step), self._made_loss)
             if self.crossings:
                 self.crossings.finish()
             self._store_buffers(step)
@@ -205,11 +205,11 @@ class Executor:
                 self.crossings.finish()
             self._store_buffers(step)
             last, made = self.pipeline.stages[-1], self._made_loss
-            loss = None if made is None else self._from_last_stage(self._loss(step), made)
+            loss = None if made is None else self._last_stage_value(self._loss(step), made)
             outputs: list[Tensor | None] = list(step.outputs) or [None] * len(last.outputs)
             if everywhere:
                 outputs = [
-                    self._from_last_stage(value, last.variables[name])
+                    self._last_stage_value(value, last.variables[name])
                     for value, name in zip(outputs, last.outputs, strict=True)
                 ]
             return (loss, *outputs)
@@ -306,7 +306,7 @@ class Executor:
     ) -> tuple[Any, ...]:
         parameters = [use.value for use in step.uses]
         if self.program.accumulation is not None:
-            step = self._of_microbatch(step, index, self.program.accumulation)
+            step = self._microbatch_value(step, index, self.program.accumulation)
         delivered = [self._deliver(item, step, index) for item in self.program.delivered]
         taken = [[received[b.value] for b in self.program.received]] if received else []
         return (parameters, delivered, *taken, self.environment)
@@ -364,7 +364,7 @@ class Executor:
             if found is not None and local.has_grad and boundary.value not in found:
                 found[boundary.value] = torch.zeros(local.shape, dtype=local.dtype, device=device)
 
-    def _from_last_stage(self, value: Tensor | None, made: Local) -> Tensor:
+    def _last_stage_value(self, value: Tensor | None, made: Local) -> Tensor:
         """Share the last stage's value with every rank, as an all_reduce: other ranks add zeros."""
         if self.pipeline.n_stages == 1:
             assert value is not None
@@ -396,7 +396,7 @@ class Executor:
         moved = value.to(self.environment.device, item.local.dtype, non_blocking=True)
         return moved.contiguous()
 
-    def _of_microbatch(self, step: _Step, index: int, accumulation: Accumulation) -> _Step:
+    def _microbatch_value(self, step: _Step, index: int, accumulation: Accumulation) -> _Step:
         """The step on the rows of one microbatch, with its own divisors and seed."""
         inputs, seed = accumulation.rows(step.inputs, index), step_seed(step.seed, index)
         return replace(step, inputs=inputs, scalars=self._scalars(inputs, False, seed))

@@ -43,12 +43,12 @@ class Comparison:
         found = []
         for rank, own in enumerate(ranks):
             peers = [o for r, o in enumerate(ranks) if o.stage == own.stage and r != rank]
-            said = _beside(own, peers) if peers else self._beside_itself(rank, ranks)
+            said = _compare(own, peers) if peers else self._compare_itself(rank, ranks)
             if said is not None:
                 found.append(f"rank {rank} (stage {own.stage}) is slow: {said}")
         return found
 
-    def _beside_itself(self, rank: int, ranks: Sequence[OwnTimes]) -> str | None:
+    def _compare_itself(self, rank: int, ranks: Sequence[OwnTimes]) -> str | None:
         own_s, fastest_s = ranks[rank].step_s, self._fastest_s[rank]
         slower = [
             r.step_s / max(self._fastest_s[k], 1e-9) for k, r in enumerate(ranks) if k != rank
@@ -62,7 +62,7 @@ class Comparison:
         )
 
 
-def _beside(own: OwnTimes, peers: Sequence[OwnTimes]) -> str | None:
+def _compare(own: OwnTimes, peers: Sequence[OwnTimes]) -> str | None:
     usual_s = statistics.median(peer.step_s for peer in peers)
     if not _is_slow(own.step_s, usual_s):
         return None

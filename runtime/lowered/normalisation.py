@@ -30,7 +30,7 @@ from autopar.runtime.lowered.lowered import Kept, Lowered
 Statistics = tuple[Tensor, Tensor, Tensor, Tensor, Tensor]
 
 
-def _per_channel(values: Tensor, like: Tensor) -> Tensor:
+def _channel_view(values: Tensor, like: Tensor) -> Tensor:
     """[c] as [1 c 1 ...]."""
     return values.view(1, -1, *(1,) * (like.dim() - 2))
 
@@ -43,16 +43,16 @@ def _normalised(
     dims = [d for d in range(x.dim()) if d != 1]
     n = x.numel() // x.shape[1]
     mean = wide.mean(dims)
-    squares = (wide - _per_channel(mean, x)).square().sum(dims)
+    squares = (wide - _channel_view(mean, x)).square().sum(dims)
     means, sums = g.all_gather(torch.stack([mean, squares])[None], Split(0)).unbind(1)
     mean = means.mean(0)
     variance = (sums + n * (means - mean).square()).sum(0) / (n * g.size)
     scale = (variance + eps).rsqrt()
-    out = (wide - _per_channel(mean, x)) * _per_channel(scale, x)
+    out = (wide - _channel_view(mean, x)) * _channel_view(scale, x)
     if weight is not None:
-        out = out * _per_channel(weight, x)
+        out = out * _channel_view(weight, x)
     if bias is not None:
-        out = out + _per_channel(bias, x)
+        out = out + _channel_view(bias, x)
     kept = mean, scale, None if bias is None else bias.dtype, g
     return (out.to(x.dtype), mean, scale, variance), kept
 
@@ -102,15 +102,15 @@ def _backward(
     assert x is not None
     wide, dy = x.to(working_dtype(x.dtype)), gradients[0].to(working_dtype(x.dtype))
     dims = [d for d in range(x.dim()) if d != 1]
-    normal = (wide - _per_channel(mean, x)) * _per_channel(scale, x)
+    normal = (wide - _channel_view(mean, x)) * _channel_view(scale, x)
     sums = torch.stack([dy.sum(dims), (dy * normal).sum(dims)])
     x_gradient = None
     if wanted[0]:
         with phase("backward", g.context):
             shift, slope = g.all_reduce(sums) / (x.numel() // x.shape[1] * g.size)
         factor = scale if weight is None else scale * weight
-        moved = dy - _per_channel(shift, x) - normal * _per_channel(slope, x)
-        x_gradient = (moved * _per_channel(factor, x)).to(x.dtype)
+        moved = dy - _channel_view(shift, x) - normal * _channel_view(slope, x)
+        x_gradient = (moved * _channel_view(factor, x)).to(x.dtype)
     found: list[Tensor | None] = [x_gradient]
     # Gradients are of the tensor arguments that there are.
     found += [] if weight is None else [sums[1].to(weight.dtype)]

@@ -65,7 +65,7 @@ def initial_shards(
     there are no values to read.
     """
     if weights == "rank0":
-        shards = _from_rank0(place, model)
+        shards = _rank0_weights(place, model)
         _buffers_from_rank0(place, model, buffers or {})
     elif weights == "init":
         shared = _shared_seed(seed)
@@ -118,7 +118,7 @@ def changed_buffers(
     return {b.name: held[b.name].to(place.device, b.local.dtype, copy=True) for b in place.changed}
 
 
-def _from_rank0(place: StageState, model: nn.Module) -> dict[str, Tensor]:
+def _rank0_weights(place: StageState, model: nn.Module) -> dict[str, Tensor]:
     values: dict[str, Tensor] = dict(model.named_parameters(remove_duplicate=False))
     with together():
         if own_rank() == 0:

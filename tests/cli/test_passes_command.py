@@ -31,7 +31,7 @@ def test_of_a_model_it_is_what_each_took() -> None:
     listed = {row["name"]: row for row in rows(MODEL, *MESH)}
     assert list(listed) == [one.name() for one in PASSES]
     idle = {name for name, row in listed.items() if row["seconds"] is None}
-    assert idle == {"analyse", "place", "price"}
+    assert idle == {"analyse", "resolve-mesh", "place", "price"}
     assert listed["capture"]["made"]["Program"].endswith("4 parameters")
     assert "considered" in listed["search"]["made"]["PlanningResult"]
     assert listed["emit"]["made"]["Sources"].startswith("1 file, ")

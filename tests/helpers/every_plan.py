@@ -15,16 +15,18 @@ from autopar.cost.price import StepPricer
 from autopar.errors import BatchError, InfeasibleError
 from autopar.mesh import LogicalMesh, Mesh
 from autopar.options import Options, schedule_name
-from autopar.passes.analysis import (
-    Analysis,
-    compute_dtype,
-    find_runs,
+from autopar.passes.analysis import Analysis, compute_dtype, find_runs
+from autopar.passes.inter import (
+    Candidate,
+    StageLayout,
+    find_layers,
     microbatch_counts,
     stage_without_parameters,
+    submesh_sizes,
+    views_of,
 )
-from autopar.passes.inter import Candidate, StageLayout, find_layers, submesh_sizes, views_of
 from autopar.passes.intra import Constraints
-from autopar.passes.search import Evaluator, Planner, PlanningResult, Simulator
+from autopar.passes.search import Evaluator, Planner, PlanningResult, Simulator, Solved
 from tests.helpers.captures import captured
 from tests.helpers.harness import Mlp, random_tokens, tiny_gpt2
 from tests.helpers.machines import two_tiers
@@ -49,7 +51,7 @@ def choices_of(
 ) -> Choices:
     """Devices are slower for GPT-2, whose matmuls are smaller."""
     mesh = two_tiers(shape, s_per_byte, 1e10 if model == "mlp" else 1e9)
-    analysis = analysis_of(model).in_schedule(schedule_name(options))
+    analysis = analysis_of(model).set_schedule(schedule_name(options))
     return Choices(analysis, mesh, options)
 
 
@@ -67,7 +69,7 @@ class Choices:
 
     def planned(self) -> PlanningResult:
         """The planner's choice."""
-        return Planner(self.analysis, self.mesh, self.options).run()
+        return Planner(self.analysis, self.mesh, self.hardware, self.options).run()
 
     @cached_property
     def _pricer(self) -> StepPricer:
@@ -82,12 +84,18 @@ class Choices:
     def simulator(self) -> Simulator:
         return Simulator(self.evaluator, self._pricer)
 
+    def simulated(self, candidate: Candidate) -> Solved:
+        """A candidate solved within the budget; raises if it does not fit or divide."""
+        simulator = self.simulator
+        placed = simulator.evaluator.placed(candidate, simulator.evaluator.budget_bytes)
+        return simulator.simulated(placed)
+
     def step_times_s(self) -> dict[str, float]:
         """Name -> simulated step, of every plan that fits."""
         found: dict[str, float] = {}
         for candidate in self.candidates():
             try:
-                found[candidate.name] = self.simulator.solve(candidate).step_time_s
+                found[candidate.name] = self.simulated(candidate).step_time_s
             except (InfeasibleError, BatchError):
                 continue
         return found

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from autopar.arrays import Array
 from autopar.passes.solvers.eliminate import TableLimits, minimise, plan_elimination, plan_order
 from autopar.passes.solvers.problem import (
     BUDGET_REL,
@@ -19,14 +20,14 @@ from autopar.passes.solvers.problem import (
     ChoiceProblem,
     ChoiceTotals,
     Edge,
-    FloatArray,
     Infeasible,
     Potentials,
     Solution,
     Weights,
     axes_of,
+    infeasible_budget,
     make_solution,
-    over_budget,
+    within,
 )
 from autopar.passes.solvers.repeats import (
     Repeat,
@@ -62,7 +63,7 @@ def solve_brute_force(problem: ChoiceProblem) -> Solution[Choice] | Infeasible:
     assert math.prod(problem.sizes) <= 2**22, "too many to enumerate"
     cost, size = np.zeros(problem.sizes), np.zeros(problem.sizes)
 
-    def add(costs: FloatArray, sizes: FloatArray, *variables: int) -> None:
+    def add(costs: Array, sizes: Array, *variables: int) -> None:
         """Arrays whose axes are these variables."""
         shape = [k if v in variables else 1 for v, k in enumerate(problem.sizes)]
         for total, array in ((cost, costs), (size, sizes)):
@@ -77,8 +78,8 @@ def solve_brute_force(problem: ChoiceProblem) -> Solution[Choice] | Infeasible:
         return FORBIDDEN
     if problem.budget_bytes is not None:
         min_bytes = float(size[possible].min())
-        if not problem.fits(min_bytes):
-            return over_budget(problem.budget_bytes, min_bytes)
+        if not within(problem.budget_bytes, min_bytes):
+            return infeasible_budget(problem.budget_bytes, min_bytes)
         cost[size > problem.budget_bytes * (1 + BUDGET_REL)] = math.inf
     choice = [int(k) for k in np.unravel_index(int(cost.argmin()), problem.sizes)]
     return make_solution(problem, choice, None)
@@ -212,7 +213,7 @@ def check_same(problem: ChoiceProblem, found: Solution[Choice] | Infeasible) -> 
     assert found.gap == 0 and found.bound_s == found.totals.cost_s
     totals = problem.evaluate(found.choice)
     assert (totals.cost_s, totals.bytes) == (found.totals.cost_s, found.totals.bytes)
-    assert problem.fits(found.totals.bytes)
+    assert within(problem.budget_bytes, found.totals.bytes)
 
 
 def random_repeated(seed: int) -> RepeatedProblem:

@@ -9,7 +9,7 @@ import pytest
 
 from autopar.options import Options
 from autopar.passes.analysis import Analysis
-from autopar.passes.search import Placed
+from autopar.passes.search import Proposal
 from tests.helpers.captures import captured
 from tests.helpers.every_plan import Choices
 from tests.helpers.machines import cluster
@@ -33,13 +33,13 @@ def choices_of(model: str, m: int) -> Choices:
     return Choices(analysis_of(model), cluster(4), options)
 
 
-def every_placed(choices: Choices) -> Iterator[Placed]:
+def every_placed(choices: Choices) -> Iterator[Proposal]:
     """The fastest placements on every view, leaner ones, and those that store parameters alike."""
     evaluator = choices.evaluator
     for candidate in choices.candidates():
         least_bytes = evaluator.least_bytes(candidate)
         for words in ((), ("zero3",), ("zero1", "zero2"), ("zero1", "zero2", "zero3")):
-            yield evaluator.placed(candidate.forbidding(*words), None)
+            yield evaluator.placed(candidate.restrict(*words), None)
         for factor in (1.0, 1.1):
             yield evaluator.placed(candidate, factor * least_bytes)
 
@@ -51,7 +51,7 @@ def test_bytes_are_near_the_peak(model: str, m: int) -> None:
     """And hardly above it: else plans that fit would be left out."""
     choices, nearest = choices_of(model, m), []
     for placed in every_placed(choices):
-        peak_bytes = choices.simulator.as_placed(placed).peak_bytes
+        peak_bytes = choices.simulator.simulate_once(placed).peak_bytes
         share = placed.size_bytes / peak_bytes
         assert share < 1.01, (placed.candidate.name, placed.size_bytes, peak_bytes)
         nearest.append(share)

@@ -16,7 +16,13 @@ import autopar
 from autopar import Device, Link, Manual, Mesh
 from autopar.cost.simulate import PartWork, StageTimes, simulate
 from autopar.passes.analysis import Analysis
-from autopar.passes.intra.hiding import Hiding, Parts, Prices, Weights, least_exposed
+from autopar.passes.intra.hiding import (
+    ExposurePrices,
+    ExposureWeights,
+    Hiding,
+    Parts,
+    least_exposed,
+)
 from autopar.passes.solvers.problem import ChoiceTotals, Solution
 from autopar.passes.solvers.repeats import RepeatedChoice
 from autopar.plans import Predicted
@@ -112,7 +118,7 @@ def parts_of(hiding: Hiding, rest_s: float, compute_s: float, sync_s: float, z_s
     return Parts(hidden_s, compute_s, sync_s, z_s)
 
 
-def weighed_s(parts: Parts, weights: Weights) -> float:
+def weighed_s(parts: Parts, weights: ExposureWeights) -> float:
     return sum((weight * of for weight, of in zip(weights, parts, strict=True)), parts.hidden_s)
 
 
@@ -139,7 +145,7 @@ def test_every_price_gives_a_lower_bound(
 ) -> None:  # fmt: skip
     hiding = Hiding.of(slowdown, 2 / 3)
     parts = parts_of(hiding, rest_s, compute_s, sync_s, z_s)
-    bound_s = weighed_s(parts, hiding.weights(Prices(of_sync, of_blocks), m))
+    bound_s = weighed_s(parts, hiding.weights(ExposurePrices(of_sync, of_blocks), m))
     assert bound_s <= hiding.step_s(parts, m) * (1 + REL) + REL
 
 
@@ -190,9 +196,9 @@ def loss_of(seed: int) -> float:
         return parts_of(hiding, *(sum(column) for column in zip(*rows, strict=True)))
 
     every = [RepeatedChoice(base, ()) for base in itertools.product(range(3), repeat=6)]
-    prices = [Weights(0.0, 0.0, 0.0, 0.0)]
+    prices = [ExposureWeights(0.0, 0.0, 0.0, 0.0)]
 
-    def solve(weights: Weights) -> Solution[RepeatedChoice]:
+    def solve(weights: ExposureWeights) -> Solution[RepeatedChoice]:
         prices.append(weights)
         choice = min(every, key=lambda c: weighed_s(of(c), weights))
         return Solution(choice, ChoiceTotals(weighed_s(of(choice), weights), 0.0), 0.0)

@@ -27,8 +27,11 @@ from autopar.cost.hardware import resolve
 from autopar.cost.laws import CostModel
 from autopar.cost.price import StepPricer
 from autopar.options import Options
-from autopar.passes.analysis import Analysis, compute_dtype, microbatch_counts
-from autopar.passes.inter import distinct_views
+from autopar.passes.analysis import Analysis, compute_dtype
+from autopar.passes.inter import (
+    distinct_views,
+    microbatch_counts,
+)
 from autopar.passes.search import Planner, PlanningResult
 from tests.helpers.captures import captured
 from tests.helpers.every_placement import REL, Plan, Space
@@ -79,7 +82,8 @@ class Case:
 
     def planner(self, limit_bytes: float) -> Planner:
         options = replace(self.options, memory_limit=math.floor(limit_bytes))
-        return Planner(self.analysis, self.mesh, options)
+        hardware = resolve(self.mesh, compute_dtype(self.analysis))
+        return Planner(self.analysis, self.mesh, hardware, options)
 
 
 def case_of(seed: int) -> Case:

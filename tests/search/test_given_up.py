@@ -5,20 +5,23 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+import torch
 
 from autopar.capture import capture
+from autopar.cost.hardware import resolve
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.analysis import Analysis
 from autopar.passes.search import Planner
 from autopar.passes.search.evaluator import Evaluator
-from autopar.passes.solvers import TimeLimitError
+from autopar.passes.solvers.problem import TimeLimitError
 from tests.helpers.harness import Mlp, random_rows
 
 
 def planner() -> Planner:
     analysis = Analysis.of(capture(Mlp(n_layers=2), random_rows(0, "x", "y"), precision="fp64"))
-    return Planner(analysis, Mesh((1, 2), hardware="a100-80gb"), Options.of(stages=1))
+    mesh = Mesh((1, 2), hardware="a100-80gb")
+    return Planner(analysis, mesh, resolve(mesh, torch.float64), Options.of(stages=1))
 
 
 def give_up(self: Evaluator, candidate: Any, *_: Any) -> Any:

@@ -7,6 +7,7 @@ from dataclasses import replace
 
 import pytest
 
+from autopar.cost.hardware import resolve
 from autopar.errors import BatchError, OptionError
 from autopar.mesh import Mesh
 from autopar.options import Options
@@ -46,7 +47,7 @@ def test_what_may_not_be_is_no_candidate() -> None:
     (limits,) = {repr(s.constraints) for c in found for s in c.stages}
     assert "tensor" in limits
     for on, options in ((mesh, Options.of(forbid=["pipeline"])), (cluster(1), Options.of())):
-        assert Planner(gpt2(), on, options).pipelines is None
+        assert Planner(gpt2(), on, resolve(on), options).pipelines is None
 
 
 def test_microbatches_are_those_asked_for_or_possible() -> None:

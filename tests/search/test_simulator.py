@@ -11,7 +11,7 @@ import pytest
 
 from autopar.errors import InfeasibleError
 from autopar.options import Options
-from autopar.passes.search import Placed, Simulator, Solved
+from autopar.passes.search import Proposal, Simulator, Solved
 from tests.helpers.every_plan import Choices, choices_of
 from tests.helpers.machines import FAST, SLOW, TIERED
 from tests.helpers.nightly import one_in, sampled
@@ -37,9 +37,9 @@ def test_no_step_of_one_stage_is_below_its_bounds(model: str, speed: tuple[float
         least_bytes = evaluator.least_bytes(candidate)
         every = [evaluator.placed(candidate, b) for b in (None, least_bytes, 1.3 * least_bytes)]
         for words in (("zero3",), ("zero1", "zero2"), ("zero1", "zero2", "zero3")):
-            every.append(evaluator.placed(candidate.forbidding(*words), None))
+            every.append(evaluator.placed(candidate.restrict(*words), None))
         for placed in every:
-            step_time_s = choices.simulator.as_placed(placed).step_time_s
+            step_time_s = choices.simulator.simulate_once(placed).step_time_s
             assert bound_s <= step_time_s * (1 + REL), candidate.name
             assert placed.least_s <= step_time_s * (1 + REL), candidate.name
             nearest = max(nearest, placed.least_s / step_time_s)
@@ -47,7 +47,7 @@ def test_no_step_of_one_stage_is_below_its_bounds(model: str, speed: tuple[float
 
 
 @cache
-def placed_mlp() -> tuple[Choices, tuple[Placed, ...]]:
+def placed_mlp() -> tuple[Choices, tuple[Proposal, ...]]:
     """Every plan of an MLP on two nodes, with one, two, three and four stages."""
     choices = choices_of("mlp", (2, 2), TIERED, Options.of(microbatches=16))
     return choices, tuple(choices.evaluator.placed(c, None) for c in choices.candidates())
@@ -85,7 +85,7 @@ def limits_of(speed: tuple[float, float], m: int) -> list[float]:
     return [peak_bytes - 1 for peak_bytes in sorted(peaks)[::4]]
 
 
-def step_time_s(simulator: Simulator, placed: Placed) -> float:
+def step_time_s(simulator: Simulator, placed: Proposal) -> float:
     """Infinite if it does not fit."""
     try:
         return simulator.simulated(placed).step_time_s
@@ -109,7 +109,7 @@ def test_a_peak_over_the_budget_is_mended_or_bounded(speed: tuple[float, float],
                 continue
             alone_s = step_time_s(choices.simulator, placed)
             n_failed += math.isinf(alone_s)
-            first = choices.simulator.as_placed(placed)
+            first = choices.simulator.simulate_once(placed)
             if math.isinf(alone_s) or first.peak_bytes <= budget_bytes:
                 continue
             simulator = Simulator(choices.evaluator, choices.simulator.pricer)

@@ -93,7 +93,7 @@ def test_a_recipe_is_bounded_by_its_layers(shape: tuple[int, ...]) -> None:
         if recipe.view.n_ranks in space.sizes and recipe.space.layers == space.layers:
             assert space.least_step_s(recipe.n_microbatches) <= recipe.shared_s * (1 + REL)
         placed = choices.evaluator.placed(recipe.candidate, None)
-        step_s = choices.simulator.as_placed(placed).step_time_s
+        step_s = choices.simulator.simulate_once(placed).step_time_s
         assert recipe.layered_s <= step_s * (1 + REL), recipe.candidate.name
 
 
@@ -119,11 +119,15 @@ def stages_of(search: StageSearch, candidate: Candidate) -> tuple[StageChoice, .
     return tuple(map(StageChoice, firsts, lasts, views))
 
 
+def planner_of(choices: Choices) -> Planner:
+    return Planner(choices.analysis, choices.mesh, choices.hardware, choices.options)
+
+
 def spans_of(choices: Choices, space: PipelineSpace, candidate: Candidate) -> list[float]:
     """What is known of one pipeline on every level: shared, free, budget, then solved."""
     m = candidate.n_microbatches
     search = StageSearch(space, m, math.inf)
-    several = SeveralStages(Planner(choices.analysis, choices.mesh, choices.options).levels, space)
+    several = SeveralStages(planner_of(choices).levels, space)
     stages, spans = stages_of(search, candidate), list[float]()
     while True:
         spans.append(search.least_of(stages))
@@ -143,7 +147,7 @@ def test_no_simulated_step_is_below_its_bound(
     for candidate in choices.candidates():
         if len(candidate.stages) == 1:
             continue
-        step_time_s = choices.simulator.solve(candidate).step_time_s
+        step_time_s = choices.simulated(candidate).step_time_s
         spans = spans_of(choices, space, candidate)
         assert spans == sorted(spans) and len(spans) > 3
         assert space.least_step_s(m) <= spans[0] * (1 + REL)
@@ -159,7 +163,7 @@ def test_no_simulated_step_within_little_memory_is_below_its_bound() -> None:
     options = {"microbatches": 8, "schedule": "gpipe"}
     free = choices_of("gpt2", (2, 2), TIERED, Options.of(**options))
     few = [c for c in free.candidates() if len(c.stages) > 1][::12]
-    limit = int(0.6 * min(free.simulator.solve(c).peak_bytes for c in few))
+    limit = int(0.6 * min(free.simulated(c).peak_bytes for c in few))
     choices = choices_of("gpt2", (2, 2), TIERED, Options.of(memory_limit=limit, **options))
     space = space_of(choices, limit)
     n_fit = 0
@@ -171,7 +175,7 @@ def test_no_simulated_step_within_little_memory_is_below_its_bound() -> None:
             assert math.isinf(spans[-1])
             continue
         n_fit += 1
-        assert spans[-1] <= choices.simulator.as_placed(placed).step_time_s, candidate.name
+        assert spans[-1] <= choices.simulator.simulate_once(placed).step_time_s, candidate.name
     assert 2 <= n_fit < len(few)
 
 
@@ -180,7 +184,7 @@ def test_no_simulated_step_within_little_memory_is_below_its_bound() -> None:
 
 def planned(choices: Choices) -> tuple[PlanningResult, dict[str, Alternative]]:
     """A plan, and what is said of alternatives with stages."""
-    result = Planner(choices.analysis, choices.mesh, choices.options).run()
+    result = planner_of(choices).run()
     return result, {row.name: row for row in result.alternatives if "stages" in row.name}
 
 

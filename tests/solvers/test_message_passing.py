@@ -5,11 +5,14 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 
+from autopar.passes.solvers.choice import solve
 from autopar.passes.solvers.choice.message_passing import MessagePassing
-from autopar.passes.solvers.problem import ChoiceProblem, Weights
-from tests.helpers.problems import least, random_problem, seeds, weighed
+from autopar.passes.solvers.eliminate import TableLimits, TooWide, plan_elimination
+from autopar.passes.solvers.problem import ChoiceProblem, Edge, Weights
+from tests.helpers.problems import check_same, least, random_problem, seeds, weighed
 
 
 def is_tree(problem: ChoiceProblem) -> bool:
@@ -48,3 +51,22 @@ def test_some_random_problems_are_trees_and_some_are_forbidden() -> None:
     problems = [random_problem(seed) for seed in range(60)]
     assert 5 < sum(map(is_tree, problems)) < 55
     assert any(math.isinf(least(problem, Weights())) for problem in problems)
+
+
+def chain_with_hubs(seed: int, n: int = 4, k: int = 3, n_hubs: int = 2) -> ChoiceProblem:
+    """A chain whose variables all have an edge to every hub: a bias, or an encoder's output."""
+    rng = np.random.default_rng(seed)
+    pairs = [(v - 1, v, 1.0) for v in range(n_hubs + 1, n_hubs + n)]
+    pairs += [(v, h, 0.3) for v in range(n_hubs, n_hubs + n) for h in range(n_hubs)]
+    edges = [Edge(u, v, s * rng.random((k, k)), rng.random((k, k))) for u, v, s in pairs]
+    own = tuple(rng.random(k) for _ in range(n_hubs + n))
+    return ChoiceProblem(tuple(map(str, range(n_hubs + n))), own, own, tuple(edges))
+
+
+def test_what_all_blocks_read_needs_no_tables() -> None:
+    """Tables over a chain's state and all hubs are too large; messages and the ILP do without."""
+    for seed in range(8):
+        problem = chain_with_hubs(seed)
+        with pytest.raises(TooWide):
+            plan_elimination(problem, TableLimits(table_entries=3**3))
+        check_same(problem, solve(problem, limits=TableLimits(table_entries=3**3)))

@@ -16,7 +16,7 @@ from autopar.passes.solvers.eliminate import (
     plan_order,
 )
 from autopar.passes.solvers.problem import ChoiceProblem, Edge, Potentials, Weights, axes_of
-from autopar.passes.solvers.repeats import Repeat, RepeatedProblem
+from autopar.passes.solvers.repeats import Repeat, RepeatedPlan, RepeatedProblem
 from autopar.passes.solvers.repeats.elimination import RepeatedElimination
 from tests.helpers.problems import WEIGHTS, check_same, least, random_problem, unroll, weighed
 
@@ -138,7 +138,7 @@ def test_pairs_in_repeated_blocks(seed: int) -> None:
     numbers = with_pair(plain, 0, (2, 3), rng)
     repeat = Repeat((1, 2, 3, 5), {0: 1}, frozenset([4]), 3)
     problem = RepeatedProblem.alone(numbers, (repeat,))
-    elimination = RepeatedElimination.of(problem)
+    elimination = RepeatedElimination(problem, RepeatedPlan(problem.every))
     assert views_of(elimination.plan.blocks[0].plan)
     written, _ = unroll(problem)
     for weights in WEIGHTS:

@@ -19,7 +19,7 @@ from autopar.passes.solvers.problem import (
     ProblemError,
     Weights,
 )
-from autopar.passes.solvers.repeats import Repeat, RepeatedChoice, RepeatedProblem
+from autopar.passes.solvers.repeats import Repeat, RepeatedChoice, RepeatedPlan, RepeatedProblem
 from autopar.passes.solvers.repeats.elimination import RepeatedElimination
 from autopar.passes.solvers.repeats.powers import Power
 from tests.helpers.problems import (
@@ -50,7 +50,7 @@ def test_the_optimum_is_that_of_the_problem_written_out(seed: int) -> None:
     assert written.n_variables == sum(map(len, where))
     tables = [e.cost_s.shape for e in written.edges]
     assert problem.every.unrolled_size(most_columns) == most_columns(written.sizes, tables)
-    elimination = RepeatedElimination.of(problem)
+    elimination = RepeatedElimination(problem, RepeatedPlan(problem.every))
     for weights in WEIGHTS:
         value, point = elimination.at(weights)
         expected = least(written, weights)
@@ -69,7 +69,7 @@ def test_many_copies() -> None:
         problem = random_repeated(seed)
         many = tuple(replace(repeat, count=40 + seed) for repeat in problem.repeats)
         longer = RepeatedProblem.alone(problem.numbers, many)
-        value, point = RepeatedElimination.of(longer).at(Weights())
+        value, point = RepeatedElimination(longer, RepeatedPlan(longer.every)).at(Weights())
         assert value == pytest.approx(least(unroll(longer)[0], Weights()), rel=REL, abs=1e-15)
         if math.isfinite(value):
             n_feasible += 1
@@ -117,7 +117,7 @@ def test_blocks_that_are_joined_otherwise_are_refused() -> None:
 def test_blocks_that_hand_on_too_much_are_refused() -> None:
     problem = random_repeated(3)
     with pytest.raises(TooWide):
-        RepeatedElimination.of(problem, TableLimits(table_entries=1))
+        RepeatedPlan(problem.every, TableLimits(table_entries=1))
 
 
 def test_under_a_budget() -> None:

@@ -13,6 +13,7 @@ from autopar.passes.solvers.problem import ChoiceProblem, Edge, Infeasible, Solu
 from autopar.passes.solvers.repeats import (
     Repeat,
     RepeatedChoice,
+    RepeatedPlan,
     RepeatedProblem,
 )
 from autopar.passes.solvers.repeats.elimination import Branch, RepeatedElimination
@@ -33,7 +34,7 @@ def test_branches_part_all_choices() -> None:
     n_changing = 0
     for seed in range(30):
         problem = random_repeated(seed)
-        elimination = RepeatedElimination.of(problem)
+        elimination = RepeatedElimination(problem, RepeatedPlan(problem.every))
         for r, weights in ((r, w) for r in range(len(problem.repeats)) for w in WEIGHTS):
             whole, _ = elimination.at(weights)
             every: list[int | None] = [*range(elimination.n_states(r)), None]
@@ -95,10 +96,10 @@ def test_exchanges_from_over_the_budget() -> None:
     problem = uneven_parts(10)
     fastest, lean = (RepeatedChoice(k, ((k,) * 10,)) for k in ((1, 1), (0, 0)))
     exchanges = Exchanges(problem, 40.0, [lean])
-    found = exchanges.fitted(Point(fastest, problem.evaluate(fastest)))
+    found = exchanges.fit(Point(fastest, problem.evaluate(fastest)))
     assert found is not None and 40.0 - 7.0 < found.totals.bytes <= 40.0
     assert problem.evaluate(found.choice) == found.totals
-    found = Exchanges(problem, 0.0, []).fitted(Point(fastest, problem.evaluate(fastest)))
+    found = Exchanges(problem, 0.0, []).fit(Point(fastest, problem.evaluate(fastest)))
     assert found is not None and found.choice == lean
 
 
@@ -110,7 +111,7 @@ def test_gaps_are_honest_and_closed_to_the_goal() -> None:
         problem = random_repeated(seed)
         long = tuple(replace(r, count=7) for r in problem.repeats)
         problem = RepeatedProblem.alone(problem.numbers, long)
-        elimination = RepeatedElimination.of(problem)
+        elimination = RepeatedElimination(problem, RepeatedPlan(problem.every))
         value, fastest = elimination.at(Weights())
         if math.isinf(value) or fastest.totals.cost_s == 0:
             continue

@@ -52,7 +52,7 @@ def attention(b: Builder, call: TracedCall) -> fx.Node | None:
             "queries and keys are kept for backward"
         )
     b.findings.add("replaced", "attention with dropout", made_of, source_line(call.origin))
-    return _fused(b, call, bound) if obstacle is None else _by_parts(b, bound)
+    return _fused(b, call, bound) if obstacle is None else _attention_parts(b, bound)
 
 
 def _obstacle(b: Builder, call: TracedCall, bound: dict[str, Any]) -> str | None:
@@ -90,7 +90,7 @@ def _scale(bound: dict[str, Any]) -> float:
     return 1 / math.sqrt(width) if bound["scale"] is None else float(bound["scale"])
 
 
-def _by_parts(b: Builder, bound: dict[str, Any]) -> fx.Node:
+def _attention_parts(b: Builder, bound: dict[str, Any]) -> fx.Node:
     query, key, value, mask = (bound[n] for n in ("query", "key", "value", "attn_mask"))
     dtype = query.meta["val"].dtype
     last = key.meta["val"].dim() - 1

@@ -133,7 +133,7 @@ def _position(node: ast.expr | ast.stmt) -> Position:
     return node.lineno, node.end_lineno, node.col_offset, node.end_col_offset
 
 
-def without_checks(graph: fx.Graph) -> None:
+def disable_checks(graph: fx.Graph) -> None:
     """Erase what nothing reads of the values that depend on data: only checks asked for them."""
     for node in reversed(graph.nodes):
         values = pytree.tree_leaves(node.meta.get("val"))

@@ -26,7 +26,7 @@ from autopar.capture.findings import Findings
 from autopar.capture.names import source_line
 from autopar.capture.python_state import CACHE_HINT, Calls, check_hooks, checked_trace
 from autopar.capture.trace.checkpointed import regions_marked
-from autopar.capture.trace.checks import checks_passed, without_checks
+from autopar.capture.trace.checks import checks_passed, disable_checks
 from autopar.capture.trace.derivatives import (
     DerivativeAskedError,
     Recorded,
@@ -243,7 +243,7 @@ def _traced(
             if loss_fn is not None:
                 _point_to_loss(module.graph, loss_fn)
             targets_in_rows(module.graph)
-            without_checks(module.graph)
+            disable_checks(module.graph)
             _check_static(model, module.graph)
     return Traced(exported, reads, tuple(sorted(known.buffers)) if known else ())
 

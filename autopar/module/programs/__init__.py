@@ -1,8 +1,8 @@
 """The compiled programs of a parallel module: one for each mode, signature and state of the code.
 
 Read `compiled_step.py` (one of them on this rank), `signatures.py` (which batches are alike),
-`captures.py` (how many are kept), `variants.py` (what the user's Python values are now) and
-`programs.py` (all of them).
+`captures.py` (how many are kept), `variants.py` (what the user's Python values are now),
+`row_counts.py` (outputs of microbatches) and `programs.py` (all of them).
 It may import `module/batches`, `module/job.py` and what lies below `module`.
 """
 

@@ -19,6 +19,7 @@ from autopar.errors import CaptureError, NotSupportedError, PlanError
 from autopar.module.agreement import Fingerprint, Given, agreed_program, fingerprints
 from autopar.module.job import from_rank_0, own_rank
 from autopar.module.programs.compiled_step import TRAINS, Built, Kind, Links
+from autopar.module.programs.row_counts import microbatch_scales
 from autopar.module.programs.signatures import (
     refuse_empty,
     refuse_unlike,
@@ -26,7 +27,6 @@ from autopar.module.programs.signatures import (
     warn_of_unread,
 )
 from autopar.module.programs.variants import Variants
-from autopar.passes.analysis import microbatch_scales
 from autopar.passes.binding import planned_accumulation, planned_row_dims
 from autopar.passes.compilation import Compilation
 from autopar.passes.facts import EvaluationStages, Placed, Target, Trained

@@ -23,9 +23,9 @@ from autopar.program import CallLine, Local, Pipeline, StageProgram, Storage, st
 from autopar.report.page.subject import Subject
 from autopar.report.picture import (
     VIEWS,
-    Node,
     ParameterUsed,
     PictureEdge,
+    PictureNode,
     fold,
     is_collective,
     operator_name,
@@ -107,7 +107,7 @@ class _StageGraph:
             * sum(m.forward_s + (m.backward_s if m.has_grad else 0.0) for m in edge.moves),
         }
 
-    def _detail(self, node: Node) -> dict[str, Any]:
+    def _detail(self, node: PictureNode) -> dict[str, Any]:
         """What a node is: where it comes from, what it costs, what it was chosen over."""
         seconds = [self.seconds.get(line.key, (0.0, 0.0)) for line in node.lines]
         n = self.n_microbatches
@@ -136,7 +136,7 @@ class _StageGraph:
             "runners_up": self._runners_up(core[-1].key) if core else [],
         }
 
-    def _placements(self, node: Node) -> list[dict[str, Any]]:
+    def _placements(self, node: PictureNode) -> list[dict[str, Any]]:
         if node.result is None:
             return []
         return [
@@ -161,7 +161,7 @@ class _StageGraph:
             "runners_up": self._runners_up(p.name),
         }
 
-    def _inner(self, node: Node) -> list[dict[str, Any]]:
+    def _inner(self, node: PictureNode) -> list[dict[str, Any]]:
         """Collectives inside operators that have their own lowering."""
         return [
             {

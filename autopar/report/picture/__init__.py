@@ -13,14 +13,21 @@ from autopar.report.picture.kinds import (
     parameter_variables,
     shard_kinds,
 )
-from autopar.report.picture.nodes import VIEWS, Node, PictureEdge, kind_of, operator_name, picture
+from autopar.report.picture.nodes import (
+    VIEWS,
+    PictureEdge,
+    PictureNode,
+    kind_of,
+    operator_name,
+    picture,
+)
 
 __all__ = [
     "FRAME",
     "VIEWS",
-    "Node",
     "ParameterUsed",
     "PictureEdge",
+    "PictureNode",
     "dot",
     "escaped",
     "fold",

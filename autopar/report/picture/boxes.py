@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from autopar.placement import COLLECTIVES, Spec
 from autopar.program import MoveLine, StageProgram
 from autopar.report.picture.kinds import ParameterUsed
-from autopar.report.picture.nodes import VIEWS, Node, operator_name
+from autopar.report.picture.nodes import VIEWS, PictureNode, operator_name
 from autopar.units import format_bytes
 
 COLOURS = {
@@ -30,7 +30,7 @@ def escaped(text: str) -> str:
     return html.escape(_CONTROL.sub("?", text))
 
 
-def box_label(node: Node, program: StageProgram, framed: bool) -> str:
+def box_label(node: PictureNode, program: StageProgram, framed: bool) -> str:
     """The box of a module: its operators, the placement of its result, its parameters."""
     axes = [i for i, size in enumerate(program.axis_sizes) if size > 1]
     width = max(len(axes), 1)
@@ -52,14 +52,14 @@ def _row(content: str, width: int) -> str:
     return f'<TR><TD COLSPAN="{width}">{content}</TD></TR>'
 
 
-def _cell(node: Node, axis: int, program: StageProgram) -> str:
+def _cell(node: PictureNode, axis: int, program: StageProgram) -> str:
     assert node.result is not None
     colour = COLOURS[node.shards[axis]]
     text = f"{program.axis_names[axis]} {node.result.spec.placements[axis]}"
     return f'<TD BGCOLOR="{colour}">{escaped(text)}</TD>'
 
 
-def _titles(node: Node, framed: bool) -> list[str]:
+def _titles(node: PictureNode, framed: bool) -> list[str]:
     """The title of the box, and below it the operators in it."""
     if not node.lines:
         return [f"<B>{escaped(node.name)}</B>" + (" (input)" if node.kind == "input" else "")]
@@ -80,11 +80,11 @@ def _titles(node: Node, framed: bool) -> list[str]:
     return rows
 
 
-def _path(node: Node) -> str:
+def _path(node: PictureNode) -> str:
     return ".".join(part for part in (node.block.path, node.name) if part)
 
 
-def _parameters(node: Node, program: StageProgram, axes: Sequence[int]) -> list[str]:
+def _parameters(node: PictureNode, program: StageProgram, axes: Sequence[int]) -> list[str]:
     """Parameters with equal placements on one line: `weight 64×192: I S(1) -> R S(1)`."""
     rows: dict[str, list[str]] = {}
     for used in node.parameters:
@@ -100,7 +100,7 @@ def _parameters(node: Node, program: StageProgram, axes: Sequence[int]) -> list[
     ]
 
 
-def _parameter_name(node: Node, name: str) -> str:
+def _parameter_name(node: PictureNode, name: str) -> str:
     relative = node.block.relative(name)
     own = f"{node.name}."
     return relative[len(own) :] if node.name and relative.startswith(own) else relative
@@ -121,7 +121,7 @@ def _spec(spec: Spec, axes: Sequence[int]) -> str:
     return f"{text} order {','.join(map(str, spec.order))}" if spec.order else text
 
 
-def _inner(node: Node, program: StageProgram) -> list[str]:
+def _inner(node: PictureNode, program: StageProgram) -> list[str]:
     """Collectives inside operators that have their own lowering."""
     out = []
     for line in node.lines:

@@ -22,7 +22,7 @@ from typing import NamedTuple
 from autopar.placement import COLLECTIVES
 from autopar.program import MoveLine
 from autopar.report.blocks import Block
-from autopar.report.picture.nodes import Node, Picture, PictureEdge, operator_name
+from autopar.report.picture.nodes import Picture, PictureEdge, PictureNode, operator_name
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ def fold(picture: Picture) -> tuple[tuple[Section, ...], tuple[PictureEdge, ...]
 
 
 def _look(
-    nodes: Sequence[Node],
+    nodes: Sequence[PictureNode],
     into: Mapping[int, Sequence[PictureEdge]],
     run: Sequence[int],
     before: Sequence[int],
@@ -110,7 +110,7 @@ def _are_equal(a: _Look, b: _Look, is_first: bool) -> bool:
     )
 
 
-def _signature(node: Node) -> tuple[object, ...]:
+def _signature(node: PictureNode) -> tuple[object, ...]:
     """Everything that is drawn of a node, with names relative to its block."""
     return (
         node.kind,

@@ -37,7 +37,7 @@ VIEWS = frozenset({
 
 
 @dataclass(frozen=True)
-class Node:
+class PictureNode:
     """Operators drawn as one box; an input, the loss or a crossing has a `name` but no lines.
 
     kind      input, received, arrived, sent, loss value; or projection, attention, embedding,
@@ -69,7 +69,7 @@ class PictureEdge:
 class Picture:
     """Nodes in execution order, and edges from earlier to later nodes."""
 
-    nodes: tuple[Node, ...]
+    nodes: tuple[PictureNode, ...]
     edges: tuple[PictureEdge, ...]
 
 
@@ -149,7 +149,7 @@ def picture(program: StageProgram) -> Picture:
         last = found[f"{kind} {name}"][0]
         if last.root in home:
             edges.append(PictureEdge(home[last.root], len(nodes), last.value, last.moves))
-        nodes.append(Node(kind, name, Block(), (), None, ()))
+        nodes.append(PictureNode(kind, name, Block(), (), None, ()))
     kept = {(e.source, e.target, e.value): e for e in edges if e.source != e.target}
     return Picture(tuple(nodes), tuple(kept.values()))
 
@@ -158,7 +158,7 @@ def _sources(
     program: StageProgram,
     found: Mapping[str, tuple[_Read, ...]],
     shards: Mapping[str, tuple[str, ...]],
-) -> tuple[list[Node], dict[str, int]]:
+) -> tuple[list[PictureNode], dict[str, int]]:
     """Nodes of the inputs that are read and of received values; and variable -> its node."""
     used = {read.root for reading in found.values() for read in reading}
     sources = [
@@ -168,13 +168,14 @@ def _sources(
     ]
     sources += [("received", r.value, r.local) for r in program.received]
     nodes = [
-        Node(kind, name, Block(), (), local, shards[local.name]) for kind, name, local in sources
+        PictureNode(kind, name, Block(), (), local, shards[local.name])
+        for kind, name, local in sources
     ]
     return nodes, {local.name: i for i, (_, _, local) in enumerate(sources)}
 
 
 def _arrivals(
-    nodes: list[Node], home: dict[str, int], found: dict[str, tuple[_Read, ...]]
+    nodes: list[PictureNode], home: dict[str, int], found: dict[str, tuple[_Read, ...]]
 ) -> tuple[list[PictureEdge], dict[str, tuple[_Read, ...]]]:
     """Make the reshards that all readers of a received value share a node of their own.
 
@@ -191,7 +192,7 @@ def _arrivals(
         value = common[-1].out.name
         edges.append(PictureEdge(position, len(nodes), value, common))
         home[value] = len(nodes)
-        nodes.append(Node("arrived", node.name, Block(), (), None, ()))
+        nodes.append(PictureNode("arrived", node.name, Block(), (), None, ()))
         found = {
             key: tuple(
                 _Read(r.value, value, r.moves[len(common) :]) if r.root == root else r
@@ -294,7 +295,7 @@ def _node(
     group: _NodeDraft,
     shards: Mapping[str, tuple[str, ...]],
     parameters: Mapping[str, ParameterUsed],
-) -> Node:
+) -> PictureNode:
     core = [line for line in group.lines if operator_name(line) not in VIEWS] or group.lines
     result = core[-1].outs[0]
     used = {
@@ -305,4 +306,6 @@ def _node(
     kind = kind_of(group.lines)
     name = group.block.relative(module)
     lines = tuple(group.lines)
-    return Node(kind, name, group.block, lines, result, shards[result.name], tuple(used.values()))
+    return PictureNode(
+        kind, name, group.block, lines, result, shards[result.name], tuple(used.values())
+    )

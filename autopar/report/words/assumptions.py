@@ -29,11 +29,9 @@ _N_NAMES = 2  # of parameters whose state a line is about
 _KEPT_WIDE = {torch.bfloat16: "bf16-mixed", torch.float16: "fp16-mixed"}
 
 
-def assumed(
-    hardware: Hardware, dtype: torch.dtype, data: PlanData, pipeline: Pipeline, predicted: Predicted
-) -> str:
-    """The lines; `dtype` is that in which most matmuls are computed."""
-    lines = [_rates(hardware, dtype), *_state(data, pipeline)]
+def assumed(hardware: Hardware, data: PlanData, pipeline: Pipeline, predicted: Predicted) -> str:
+    """The lines of a plan on its machine."""
+    dtype, lines = hardware.dtype, [_rates(hardware), *_state(data, pipeline)]
     busiest = max(pipeline.stages, key=lambda program: sum(_times_s(program)))
     if isinstance(hardware.device, ProfiledDevice):
         lines += _host(hardware.device, busiest, pipeline.n_microbatches)
@@ -41,10 +39,10 @@ def assumed(
     return "\n".join(lines)
 
 
-def _rates(hardware: Hardware, dtype: torch.dtype) -> str:
+def _rates(hardware: Hardware) -> str:
     achieved = hardware.device.flops_per_s / _TERA
     peak = hardware.peak_flops_per_s / _TERA
-    name = _name(dtype)
+    dtype, name = hardware.dtype, _name(hardware.dtype)
     if dtype == torch.float32 and _uses_tf32() and isinstance(hardware.device, ProfiledDevice):
         name += " (TF32, if the device has it)"
     return (

@@ -13,19 +13,16 @@ is the tightest linearisation of one pair (its vertices are integral). e needs n
 single e is nonzero once x is integral. A forbidden pair has no e, a forbidden choice no x; no large
 constant stands in for infinity.
 
-The program is written with PuLP and solved by HiGHS, or by PuLP's bundled CBC where highspy is
-missing. Their tolerances are absolute, so costs and bytes are scaled to about `SCALED_OPTIMUM`. The
-gap is set to 0. At a time limit PuLP's `status` says "Optimal" although nothing is proven;
-`sol_status` is right, and is read here. HiGHS 1.15's presolve calls some feasible programs with a
-tight capacity row infeasible, or never returns (HiGHS issues 3090 and 3296 are of this kind). So
-programs with a budget are solved without presolve. Of choices whose costs differ by less than
-these tolerances, any may be found.
+The program is written with PuLP and solved by HiGHS. Its tolerances are absolute, so costs and
+bytes are scaled to about `SCALED_OPTIMUM`. The gap is set to 0. At a time limit PuLP's `status`
+says "Optimal" although nothing is proven; `sol_status` is right, and is read here. HiGHS 1.15's
+presolve calls some feasible programs with a tight capacity row infeasible, or never returns (HiGHS
+issues 3090 and 3296 are of this kind). So programs with a budget are solved without presolve. Of
+choices whose costs differ by less than these tolerances, any may be found.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.util
 import itertools
 import math
 import time
@@ -33,24 +30,25 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
+import highspy
 import numpy as np
 import pulp
 
+from autopar.arrays import Array, Codes
 from autopar.passes.solvers.choice.reductions import Reduced, drop_forbidden
 from autopar.passes.solvers.problem import (
     BUDGET_REL,
     FORBIDDEN,
     Choice,
     ChoiceProblem,
-    Codes,
     Edge,
-    FloatArray,
     Infeasible,
     Shape,
     Solution,
     TimeLimitError,
+    infeasible_budget,
     make_solution,
-    over_budget,
+    within,
 )
 
 SCALED_OPTIMUM = 1e3
@@ -137,7 +135,7 @@ def _explain(problem: ChoiceProblem, time_limit_s: float | None) -> Infeasible:
     scale = max(sum(float(b.max()) for b in problem.bytes), 1.0)
     result = _run(problem, "bytes", scale, deadline)
     if result.choice is not None and result.proven:
-        return over_budget(problem.budget_bytes, problem.evaluate(result.choice).bytes)
+        return infeasible_budget(problem.budget_bytes, problem.evaluate(result.choice).bytes)
     if result.proven:
         return FORBIDDEN
     return Infeasible("no choice fits the budget", None)
@@ -152,7 +150,7 @@ def most_columns(sizes: Iterable[int], tables: Iterable[Shape]) -> int:
 def _typical_cost(problem: ChoiceProblem) -> float:
     """The cost of a local optimum, in which each variable in turn takes its best choice; 1 if that
     cost is 0 or infinite."""
-    around: list[list[tuple[int, FloatArray]]] = [[] for _ in problem.names]
+    around: list[list[tuple[int, Array]]] = [[] for _ in problem.names]
     for e in problem.edges:
         pairs_s = e.dense(e.cost_s)
         around[e.u].append((e.v, pairs_s))
@@ -189,7 +187,8 @@ def _run(
         result = model.solve(deadline - time.perf_counter(), work_limit.n_nodes)
         if result.choice is None:
             return result
-        if objective == "bytes" or problem.fits(problem.evaluate(result.choice).bytes):
+        size_bytes = problem.evaluate(result.choice).bytes
+        if objective == "bytes" or within(problem.budget_bytes, size_bytes):
             return result
         model.exclude(result.choice)
     return IlpResult(None, result.bound, False)
@@ -265,60 +264,38 @@ class _Model:
             return IlpResult(None, 0.0, False)
         self.program.solve(_solver(time_limit_s, not self.has_limit, n_nodes))
         status = self.program.sol_status
-        if math.isinf(_objective(self.program)):  # stopped at the node limit, without a choice
-            status = pulp.LpSolutionNoSolutionFound
+        if status == pulp.LpSolutionIntegerFeasible and math.isinf(self._bounds()[0]):
+            status = pulp.LpSolutionNoSolutionFound  # stopped at the node limit, without a choice
         if status in (pulp.LpSolutionInfeasible, pulp.LpSolutionUnbounded):
             return IlpResult(None, math.inf, True)
         if status == pulp.LpSolutionNoSolutionFound:
-            return IlpResult(
-                None, max(_dual_bound(self.program), 0.0) / self.objective_factor, False
-            )
+            return IlpResult(None, max(self._bounds()[1], 0.0) / self.objective_factor, False)
         choice = tuple(max(range(len(x)), key=lambda k: x[k].value() or 0.0) for x in self.x)
         proven = status == pulp.LpSolutionOptimal
-        bound = self.program.objective.value() if proven else _dual_bound(self.program)
+        bound = self.program.objective.value() if proven else self._bounds()[1]
         return IlpResult(choice, max(bound or 0.0, 0.0) / self.objective_factor, proven)
 
-
-def _dual_bound(program: Any) -> float:
-    """HiGHS's proven bound. PuLP does not report CBC's; 0 is always a lower bound."""
-    model = program.solverModel
-    return float(model.getInfo().mip_dual_bound) if hasattr(model, "getInfo") else 0.0
-
-
-def _objective(program: Any) -> float:
-    """HiGHS's objective, infinite without a solution. Otherwise 0: PuLP's status holds."""
-    model = program.solverModel
-    if program.sol_status != pulp.LpSolutionIntegerFeasible or not hasattr(model, "getInfo"):
-        return 0.0
-    return float(model.getInfo().objective_function_value)
-
-
-def _has_highs() -> bool:
-    return importlib.util.find_spec("highspy") is not None
+    def _bounds(self) -> tuple[float, float]:
+        """HiGHS's objective, infinite without a solution, and its proven bound."""
+        info = self.program.solverModel.getInfo()
+        return float(info.objective_function_value), float(info.mip_dual_bound)
 
 
 def _solver(time_limit_s: float, presolve: bool, n_nodes: int) -> Any:
-    limit_s = None if math.isinf(time_limit_s) else time_limit_s
-    options = {"msg": False, "gapRel": 0.0, "gapAbs": 0.0, "timeLimit": limit_s, "threads": 1}
-    if not _has_highs():
-        # PuLP 3.3 deprecates the class that finds the bundled CBC; 4.0 installs CBC separately.
-        bundled = getattr(pulp, "PULP_CBC_CMD", None)
-        return pulp.COIN_CMD(path=bundled and bundled.pulp_cbc_path, maxNodes=n_nodes, **options)
     return pulp.HiGHS(
-        **options,
+        msg=False,
+        gapRel=0.0,
+        gapAbs=0.0,
+        timeLimit=None if math.isinf(time_limit_s) else time_limit_s,
+        threads=1,
         # A callback, since PuLP does not know the status of HiGHS's own node limit.
         callbackTuple=(_stop_at_node, n_nodes),
-        callbacksToActivate=[_interrupts()],
+        callbacksToActivate=[highspy.cb.HighsCallbackType.kCallbackMipInterrupt],
         presolve="on" if presolve else "off",
         mip_feasibility_tolerance=TOLERANCE,
         primal_feasibility_tolerance=TOLERANCE,
         dual_feasibility_tolerance=TOLERANCE,
     )
-
-
-def _interrupts() -> Any:
-    highspy = importlib.import_module("highspy")
-    return highspy.cb.HighsCallbackType.kCallbackMipInterrupt
 
 
 def _stop_at_node(kind: int, message: str, found: Any, asked: Any, n_nodes: int) -> None:
@@ -328,7 +305,7 @@ def _stop_at_node(kind: int, message: str, found: Any, asked: Any, n_nodes: int)
         asked.user_interrupt = True
 
 
-def _groups(tables: list[FloatArray], codes: Codes | None) -> tuple[list[int], list[int]]:
+def _groups(tables: list[Array], codes: Codes | None) -> tuple[list[int], list[int]]:
     """Groups of equal rows, among the rows that some choice has: (one row of each group, the group
     of each choice)."""
     stacked = np.ascontiguousarray(np.concatenate(tables, axis=1))

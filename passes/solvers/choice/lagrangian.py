@@ -24,16 +24,14 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Generic, Protocol, TypeVar
 
+from autopar.arrays import BoolArray
 from autopar.passes.solvers.eliminate import (
-    ConditionedPlan,
     EliminationPlan,
     min_marginals,
     minimise,
-    minimise_conditioned,
 )
 from autopar.passes.solvers.problem import (
     SAME_OPTIMUM_REL,
-    BoolArray,
     Choice,
     ChoiceProblem,
     ChoiceTotals,
@@ -69,18 +67,14 @@ class Elimination:
     """A `Minimiser` of a merged problem, by an elimination plan."""
 
     problem: ChoiceProblem
-    plan: EliminationPlan | ConditionedPlan
+    plan: EliminationPlan
 
     @cached_property
     def _numbers(self) -> Numbers:
         return Numbers.of(self.problem)
 
     def at(self, weights: Weights) -> tuple[float, Point[Choice]]:
-        plan, potentials = self.plan, self._numbers.at(weights)
-        if isinstance(plan, ConditionedPlan):
-            value, choice = minimise_conditioned(plan, potentials)
-        else:
-            value, choice = minimise(plan, potentials)
+        value, choice = minimise(self.plan, self._numbers.at(weights))
         return value, Point(choice, self.problem.evaluate(choice))
 
 

@@ -14,7 +14,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.passes.solvers.problem import Codes, FloatArray, compiled
+from autopar.arrays import Array, Codes
+from autopar.passes.solvers.problem import compiled
 
 OWN_AT, N_CHOICES, FIRST_LINK, AFTER, END = range(5)
 EDGE, SIDE = range(2)
@@ -24,8 +25,8 @@ VARIABLE, CODES_AT, MESSAGE_AT = range(3)
 
 @compiled
 def sweep_there(
-    row: FloatArray, variables: Codes, links: Codes, tables: Codes, sides: Codes, codes: Codes,
-    shares: FloatArray, messages: FloatArray, chosen: Codes, scratch: FloatArray,
+    row: Array, variables: Codes, links: Codes, tables: Codes, sides: Codes, codes: Codes,
+    shares: Array, messages: Array, chosen: Codes, scratch: Array,
 ) -> float:  # fmt: skip
     """Send messages to later variables, and choose; returns what the choice costs."""
     belief, costs, due = scratch
@@ -50,8 +51,8 @@ def sweep_there(
 
 @compiled
 def sweep_back(
-    row: FloatArray, variables: Codes, links: Codes, tables: Codes, sides: Codes, codes: Codes,
-    shares: FloatArray, messages: FloatArray, scratch: FloatArray, slack: FloatArray,
+    row: Array, variables: Codes, links: Codes, tables: Codes, sides: Codes, codes: Codes,
+    shares: Array, messages: Array, scratch: Array, slack: Array,
 ) -> float:  # fmt: skip
     """Send messages to earlier variables; returns a lower bound on all totals.
 
@@ -84,8 +85,8 @@ def sweep_back(
 
 @compiled
 def _add_slack(
-    row: FloatArray, n: int, link: Codes, tables: Codes, sides: Codes, codes: Codes,
-    messages: FloatArray, least: float, due: FloatArray, slack: FloatArray,
+    row: Array, n: int, link: Codes, tables: Codes, sides: Codes, codes: Codes,
+    messages: Array, least: float, due: Array, slack: Array,
 ) -> None:  # fmt: skip
     """Add what the message just sent would be higher by, had it been of one choice alone."""
     table, here = tables[link[EDGE]], sides[link[EDGE], link[SIDE]]
@@ -108,8 +109,8 @@ def _add_slack(
 
 @compiled
 def improve(
-    row: FloatArray, variables: Codes, links: Codes, tables: Codes, sides: Codes, codes: Codes,
-    chosen: Codes, scratch: FloatArray,
+    row: Array, variables: Codes, links: Codes, tables: Codes, sides: Codes, codes: Codes,
+    chosen: Codes, scratch: Array,
 ) -> None:  # fmt: skip
     """Change one variable at a time while the total falls."""
     costs, is_better = scratch[0], True
@@ -128,8 +129,8 @@ def improve(
 
 @compiled
 def _believe(
-    row: FloatArray, of: Codes, links: Codes, sides: Codes, codes: Codes, messages: FloatArray,
-    belief: FloatArray,
+    row: Array, of: Codes, links: Codes, sides: Codes, codes: Codes, messages: Array,
+    belief: Array,
 ) -> None:  # fmt: skip
     n, own_at = of[N_CHOICES], of[OWN_AT]
     belief[:n] = row[own_at : own_at + n]
@@ -139,7 +140,7 @@ def _believe(
 
 @compiled
 def _add_message(
-    n: int, link: Codes, sides: Codes, codes: Codes, messages: FloatArray, out: FloatArray
+    n: int, link: Codes, sides: Codes, codes: Codes, messages: Array, out: Array
 ) -> None:
     """Add the message that a link brings to each of n choices."""
     side = sides[link[EDGE], link[SIDE]]
@@ -150,8 +151,8 @@ def _add_message(
 
 @compiled
 def _add_given(
-    row: FloatArray, n: int, link: Codes, tables: Codes, sides: Codes, codes: Codes, chosen: Codes,
-    out: FloatArray,
+    row: Array, n: int, link: Codes, tables: Codes, sides: Codes, codes: Codes, chosen: Codes,
+    out: Array,
 ) -> None:  # fmt: skip
     """Add the costs of a link to each of n choices, given the choice at its other end."""
     table, here = tables[link[EDGE]], sides[link[EDGE], link[SIDE]]
@@ -168,8 +169,8 @@ def _add_given(
 
 @compiled
 def _send(
-    row: FloatArray, n: int, link: Codes, tables: Codes, sides: Codes, codes: Codes, share: float,
-    messages: FloatArray, belief: FloatArray, due: FloatArray,
+    row: Array, n: int, link: Codes, tables: Codes, sides: Codes, codes: Codes, share: float,
+    messages: Array, belief: Array, due: Array,
 ) -> float:  # fmt: skip
     """Set the message from a variable to the other end of a link; returns what its least number
     was, which becomes 0."""

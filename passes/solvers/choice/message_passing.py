@@ -23,19 +23,17 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar.arrays import Array, BoolArray, Codes
 from autopar.passes.solvers.choice.lagrangian import Bracket, Elimination, Point
 from autopar.passes.solvers.choice.message_loops import improve, sweep_back, sweep_there
 from autopar.passes.solvers.choice.reductions import Reduced, drop_forbidden, restrict
 from autopar.passes.solvers.eliminate import TableLimits, TooWide, plan_elimination
 from autopar.passes.solvers.problem import (
     SAME_OPTIMUM_REL,
-    BoolArray,
     Choice,
     ChoiceProblem,
     ChoiceProblems,
     ChoiceTotals,
-    Codes,
-    FloatArray,
     Layout,
     Numbers,
     Weights,
@@ -70,8 +68,8 @@ class MessagePassing:
         return Numbers.of(self.problem)
 
     @cached_property
-    def _messages(self) -> Messages:
-        return Messages.of(self.problem, self._numbers.layout)
+    def _messages(self) -> MessageGraph:
+        return MessageGraph.of(self.problem, self._numbers.layout)
 
     def at(self, weights: Weights) -> tuple[float, Point[Choice]]:
         row = self._numbers.at(weights).rows[0]
@@ -81,21 +79,21 @@ class MessagePassing:
         best, total = IMPOSSIBLE, math.inf
         if choice is not None:
             best = Point(choice, self.problem.evaluate(choice))
-            total = _weighed(best.totals, weights)
+            total = _weighted_total(best.totals, weights)
         for more in NEAR_REL:
             if total <= bound * (1 + CLOSED_REL):
                 break
             near = self._best_near(row, weights, bound * (1 + more))
             if near is None:
                 continue
-            total_of_near = _weighed(near.totals, weights)
+            total_of_near = _weighted_total(near.totals, weights)
             if total_of_near < total:
                 best, total = near, total_of_near
             if total <= bound * (1 + more):  # all that was left out is dearer
                 bound = total
         return min(bound, total), best
 
-    def _best_near(self, row: FloatArray, weights: Weights, most: float) -> Point[Choice] | None:
+    def _best_near(self, row: Array, weights: Weights, most: float) -> Point[Choice] | None:
         """The best of the choices whose bounds are at most this; None: none is allowed, or found
         quickly."""
         bound, slack = self._messages.slack(row, weights.cost)
@@ -127,13 +125,13 @@ class MessagePassing:
         return [bound + more <= most for more in slack]
 
 
-def _weighed(totals: ChoiceTotals, weights: Weights) -> float:
+def _weighted_total(totals: ChoiceTotals, weights: Weights) -> float:
     cost_s = totals.cost_s * weights.cost if weights.cost else 0.0
     return cost_s + totals.bytes * weights.size
 
 
 @dataclass(frozen=True, eq=False)
-class Messages:
+class MessageGraph:
     """Passes messages between the variables of one problem, or of some that differ in numbers.
 
     The first fields are the arrays of `message_loops.py`, in the order in which its functions take
@@ -146,12 +144,12 @@ class Messages:
     tables: Codes
     sides: Codes
     codes: Codes
-    shares: FloatArray
+    shares: Array
     n_messages: int
-    _last: dict[float, FloatArray] = field(default_factory=dict)
+    _last: dict[float, Array] = field(default_factory=dict)
 
     @staticmethod
-    def of(problem: ChoiceProblem | ChoiceProblems, layout: Layout) -> Messages:
+    def of(problem: ChoiceProblem | ChoiceProblems, layout: Layout) -> MessageGraph:
         sizes = problem.sizes
         before: list[list[tuple[int, int]]] = [[] for _ in sizes]
         after: list[list[tuple[int, int]]] = [[] for _ in sizes]
@@ -172,7 +170,7 @@ class Messages:
         both = zip(before, after, strict=True)
         links = [link for b, a in zip(before, after, strict=True) for link in (*b, *a)]
         tables = [(at, *e.shape) for at, e in zip(layout.table_at, problem.edges, strict=True)]
-        return Messages(
+        return MessageGraph(
             np.array(rows, dtype=np.intp).reshape(-1, 5),
             np.array(links, dtype=np.intp).reshape(-1, 2),
             np.array(tables, dtype=np.intp).reshape(-1, 3),
@@ -182,7 +180,7 @@ class Messages:
             n_messages,
         )
 
-    def bound_and_choice(self, row: FloatArray, kind: float = 1.0) -> tuple[float, Choice | None]:
+    def bound_and_choice(self, row: Array, kind: float = 1.0) -> tuple[float, Choice | None]:
         """A lower bound on all sums of costs in a row (infinite: none is allowed), and the best
         choice found; None: there is none."""
         messages = self._last.pop(kind, None)
@@ -206,7 +204,7 @@ class Messages:
         improve(row, *self._arrays, best, self._scratch)
         return min(bounds[-1], best_total), tuple(best.tolist())
 
-    def slack(self, row: FloatArray, kind: float = 1.0) -> tuple[float, list[FloatArray]]:
+    def slack(self, row: Array, kind: float = 1.0) -> tuple[float, list[Array]]:
         """A lower bound on all sums, and per variable how much more it is with each choice.
 
         With one choice alone the messages on the way back would be higher by no less, and a higher
@@ -218,7 +216,7 @@ class Messages:
         bound = self._swept_back(row, messages, out)
         return bound, np.split(out, np.cumsum(sizes)[:-1])
 
-    def _swept_back(self, row: FloatArray, messages: FloatArray, slack: FloatArray) -> float:
+    def _swept_back(self, row: Array, messages: Array, slack: Array) -> float:
         return sweep_back(row, *self._arrays, self.shares, messages, self._scratch, slack)
 
     @property
@@ -226,7 +224,7 @@ class Messages:
         return self.variables, self.links, self.tables, self.sides, self.codes
 
     @cached_property
-    def _scratch(self) -> FloatArray:
+    def _scratch(self) -> Array:
         """Room for a number per choice, or per row or column."""
         longest = max(self.variables[:, 1].max(initial=1), self.tables[:, 1:].max(initial=1))
         return np.zeros((3, int(longest)))

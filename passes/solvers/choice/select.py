@@ -4,9 +4,8 @@
 
 1. pass messages: their choice is the answer where their bound meets it, or is as near as
    `gap_goal`;
-2. drop choices that their bound rules out (`MessagePassing.marks`), and those that cannot matter
-   (`reductions.py`), unless elimination is quick without that;
-3. eliminate, with hubs if need be, or pass messages again where the graph is too wide for tables;
+2. drop choices that their bound rules out (`MessagePassing.marks`);
+3. eliminate, or pass messages again where the graph is too wide for tables;
 4. let the ILP close the gap on what the bound leaves (`_core`), within its limit of work. If no
    choice is known by then, the ILP is the only solver that is left.
 
@@ -33,13 +32,11 @@ from autopar.passes.solvers.choice.lagrangian import (
     search,
 )
 from autopar.passes.solvers.choice.message_passing import QUICK, MessagePassing
-from autopar.passes.solvers.choice.reductions import Reduced, drop_forbidden, reduce, restrict
+from autopar.passes.solvers.choice.reductions import Reduced, drop_forbidden, restrict
 from autopar.passes.solvers.eliminate import (
-    ConditionedPlan,
     EliminationPlan,
     TableLimits,
     TooWide,
-    plan_conditioned,
     plan_elimination,
 )
 from autopar.passes.solvers.problem import (
@@ -50,16 +47,12 @@ from autopar.passes.solvers.problem import (
     Infeasible,
     Solution,
     Weights,
-    axes_of,
+    infeasible_budget,
     make_solution,
-    over_budget,
     within,
 )
 
 Solver = Literal["auto", "ilp"]
-# Values that hubs may have together: to try more takes minutes, and gigabytes.
-MOST_BRANCHES = 4096
-_AnyPlan = EliminationPlan | ConditionedPlan
 
 
 def solve(
@@ -97,20 +90,11 @@ def solve(
             return make_solution(problem, sent.best.choice, sent.open_bound_s)
         left = drop_forbidden(restrict(whole, messages.marks(sent)))
     assert left is not None, "the best choice known is left"
-    # Elimination is faster with fewer choices. But finding out which choices cannot matter takes
-    # longer than a quick elimination.
-    plan = _plan(left.problem, quick)
-    if plan is None:
-        left = reduce(left)
-        if left is None:
-            return FORBIDDEN
-        plan = _plan(left.problem, limits) or _plan_with_hubs(left.problem, limits)
-    messages = MessagePassing(left.problem, quick)
-    minimiser: Minimiser[Choice] = Elimination(left.problem, plan) if plan else messages
-    try:
-        found = _bracket(minimiser, problem.budget_bytes, deadline)
-    except TooWide:  # too many values of hubs are left
-        plan, found = None, _bracket(messages, problem.budget_bytes, deadline)
+    plan = _plan(left.problem, limits)
+    minimiser: Minimiser[Choice] = MessagePassing(left.problem, quick)
+    if plan is not None:
+        minimiser = Elimination(left.problem, plan)
+    found = _bracket(minimiser, problem.budget_bytes, deadline)
     if isinstance(found, Infeasible):
         return found
     if found is None:
@@ -120,23 +104,12 @@ def solve(
     return make_solution(problem, left.lift(found.best.choice), found.open_bound_s)
 
 
-def _plan(problem: ChoiceProblem, limits: TableLimits | None) -> _AnyPlan | None:
+def _plan(problem: ChoiceProblem, limits: TableLimits | None) -> EliminationPlan | None:
     """The elimination plan of a problem; None: it exceeds `limits`."""
     try:
         return plan_elimination(problem, limits)
     except TooWide:
         return None
-
-
-def _plan_with_hubs(problem: ChoiceProblem, limits: TableLimits | None) -> _AnyPlan | None:
-    """The plan that tries values of hubs; None: it exceeds `limits`, too, or `MOST_BRANCHES`."""
-    axes = axes_of(problem.edges, problem.cost_s, problem.bytes)
-    try:
-        plan = plan_conditioned(problem.sizes, axes, limits=limits)
-    except TooWide:
-        return None
-    n_branches = math.prod(map(plan.n_classes, range(len(plan.hubs))))
-    return plan if n_branches <= MOST_BRANCHES else None
 
 
 def _bracket(
@@ -153,7 +126,7 @@ def _bracket(
         least_bytes, lean = minimiser.at(Weights(0.0, size=1.0))
         if not within(budget_bytes, lean.totals.bytes):
             is_leanest = lean.totals.bytes <= least_bytes * (1 + SAME_OPTIMUM_REL)
-            return over_budget(budget_bytes, lean.totals.bytes) if is_leanest else None
+            return infeasible_budget(budget_bytes, lean.totals.bytes) if is_leanest else None
         hull.corners.append(lean)
         bracket = search(hull, budget_bytes, deadline)
     return None if math.isinf(bracket.best.totals.cost_s) else bracket
@@ -162,7 +135,7 @@ def _bracket(
 def _close_gap(
     bracket: Bracket[Choice],
     reduced: Reduced,
-    plan: _AnyPlan | None,
+    plan: EliminationPlan | None,
     deadline: float,
     work_limit: WorkLimit | None,
 ) -> Bracket[Choice]:
@@ -180,11 +153,13 @@ def _close_gap(
     return replace(bracket, best=best, bound_s=bound_s)
 
 
-def _core(problem: ChoiceProblem, plan: _AnyPlan | None, bracket: Bracket[Choice]) -> Reduced:
+def _core(
+    problem: ChoiceProblem, plan: EliminationPlan | None, bracket: Bracket[Choice]
+) -> Reduced:
     """The part of `problem` that may be in a solution no dearer than the bracket's best; all of it
-    without a plan, with hubs, or where min-marginals need too much memory."""
+    without a plan, or where min-marginals need too much memory."""
     whole = Reduced.whole(problem)
-    if not isinstance(plan, EliminationPlan):
+    if plan is None:
         return whole
     try:
         core = drop_forbidden(restrict(whole, keep_marks(problem, plan, bracket)))

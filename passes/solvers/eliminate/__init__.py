@@ -2,18 +2,10 @@
 
 Read `elimination.py` (the recurrence), `elimination_order.py` and `greedy_order.py` (the order, and
 how large tables become), `elimination_code.py` and `elimination_loops.py` (a plan as arrays for
-compiled loops), `conditioning.py` (branch and bound over hubs), `marginals.py` (the least total per
-choice). May import `passes/solvers/problem`. Mainly hands on `plan_elimination`, `minimise`,
-`project`, `minimise_conditioned` and `min_marginals`.
+compiled loops), `marginals.py` (the least total per choice). May import `passes/solvers/problem`.
+Mainly hands on `plan_elimination`, `minimise`, `project` and `min_marginals`.
 """
 
-from autopar.passes.solvers.eliminate.conditioning import (
-    FIRST_ENTRIES,
-    ConditionedPlan,
-    Lazy,
-    minimise_conditioned,
-    plan_conditioned,
-)
 from autopar.passes.solvers.eliminate.elimination import Projection, minimise, project
 from autopar.passes.solvers.eliminate.elimination_order import (
     EliminationPlan,
@@ -25,17 +17,12 @@ from autopar.passes.solvers.eliminate.elimination_order import (
 from autopar.passes.solvers.eliminate.marginals import min_marginals
 
 __all__ = [
-    "FIRST_ENTRIES",
-    "ConditionedPlan",
     "EliminationPlan",
-    "Lazy",
     "Projection",
     "TableLimits",
     "TooWide",
     "min_marginals",
     "minimise",
-    "minimise_conditioned",
-    "plan_conditioned",
     "plan_elimination",
     "plan_order",
     "project",

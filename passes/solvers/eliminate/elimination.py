@@ -11,8 +11,8 @@ back, v takes the argmin of the same sum at the chosen values of S_v, a vector o
 
 - Tables are over classes of choices. Choices of v that no table distinguishes count as one, the
   cheapest of them.
-- `elimination_order.py` plans the order. Where tables would be too large, `conditioning.py` tries
-  the values of hubs.
+- `elimination_order.py` plans the order. Where tables would be too large, `passes/solvers/choice`
+  passes messages.
 - Variables may remain. The result is then one table over them (`project`).
 - Rows may hold several problems of one structure. `eliminate` runs compiled loops on each
   (`elimination_loops.py`).
@@ -28,15 +28,12 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
-from numpy.typing import NDArray
 
+from autopar.arrays import Array, Codes
 from autopar.passes.solvers.eliminate.elimination_code import Code, code_of
 from autopar.passes.solvers.eliminate.elimination_loops import run_steps, walk_back
 from autopar.passes.solvers.eliminate.elimination_order import EliminationPlan
-from autopar.passes.solvers.problem import Choice, Codes, FloatArray, PlacedTable, Potentials
-
-# [rows, variables]
-Choices = NDArray[np.intp]
+from autopar.passes.solvers.problem import Choice, PlacedTable, Potentials
 
 
 @dataclass(frozen=True, eq=False)
@@ -46,15 +43,15 @@ class Eliminated:
 
     plan: EliminationPlan
     code: Code
-    numbers: FloatArray
-    constant: FloatArray
+    numbers: Array
+    constant: Array
 
-    def table(self, t: int) -> FloatArray:
+    def table(self, t: int) -> Array:
         """[problems, ...]: table t, given or made."""
         at, shape = self.code.table_at[t], self.code.shapes[t]
         return self.numbers[:, at : at + math.prod(shape)].reshape(len(self.numbers), *shape)
 
-    def chosen(self, known: Mapping[int, Codes], n_rows: int = 1) -> Choices:
+    def chosen(self, known: Mapping[int, Codes], n_rows: int = 1) -> Codes:
         """[rows, variables]: the best choices of all variables in the first problem. `known` holds
         the values [rows] of the remaining variables."""
         code = self.code
@@ -77,9 +74,9 @@ class Projection:
     total over all other variables."""
 
     eliminated: Eliminated
-    table: FloatArray
+    table: Array
 
-    def choices_at(self, remaining: Choices) -> Choices:
+    def choices_at(self, remaining: Codes) -> Codes:
         """[rows, variables]: choices in the first problem that attain the table's entries, where
         `remaining` [rows, remaining variables] are the choices of those."""
         known = {v: remaining[:, k] for k, v in enumerate(self.eliminated.plan.remaining)}
@@ -119,8 +116,8 @@ def minimise(plan: EliminationPlan, potentials: Potentials) -> tuple[float, Choi
 
 
 def over(
-    plan: EliminationPlan, placed: PlacedTable, table: FloatArray, joins: Mapping[int, int]
-) -> FloatArray:
+    plan: EliminationPlan, placed: PlacedTable, table: Array, joins: Mapping[int, int]
+) -> Array:
     """A table over the classes of finer partitions `joins` (variable -> partition): [problems,
     ...], of length 1 for variables that it does not mention."""
     order = [placed.scope.index(v) for v in joins if v in placed.scope]
@@ -134,9 +131,7 @@ def over(
     return np.ascontiguousarray(out).reshape(len(table), *shape)
 
 
-def least_of_classes(
-    array: FloatArray, plan: EliminationPlan, partition: int, axis: int
-) -> FloatArray:
+def least_of_classes(array: Array, plan: EliminationPlan, partition: int, axis: int) -> Array:
     """The minimum of every class, along an axis of choices."""
     n = plan.partitions.n_classes(partition)
     if n == array.shape[axis]:

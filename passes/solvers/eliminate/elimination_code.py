@@ -13,9 +13,10 @@ from functools import lru_cache
 
 import numpy as np
 
+from autopar.arrays import Codes
 from autopar.passes.solvers.eliminate import elimination_loops as loops
 from autopar.passes.solvers.eliminate.elimination_order import EliminationPlan
-from autopar.passes.solvers.problem import Codes, EliminationStep, Layout, PlacedTable, Shape
+from autopar.passes.solvers.problem import EliminationStep, Layout, PlacedTable, Shape
 
 
 @dataclass(frozen=True, eq=False)
@@ -45,7 +46,7 @@ def code_of(plan: EliminationPlan, layout: Layout) -> Code:
 
 
 @dataclass
-class _Source:
+class _StepSource:
     """A table that a step reads, as offsets into it: `by_class` of the classes of the eliminated
     variable, `by_axis[w]` of the classes of separator variable w."""
 
@@ -54,7 +55,7 @@ class _Source:
     by_axis: dict[int, Codes]
 
 
-_Groups = list[list[_Source]]
+_Groups = list[list[_StepSource]]
 
 
 @dataclass
@@ -112,7 +113,7 @@ class _Coder:
         self.table_at[view.made.table] = self.table_at[table.table]
         self.shapes[view.made.table] = (*before, n_pairs // n_second, n_second, *after)
 
-    def _at(self, codes: Codes) -> int:
+    def _offset_of(self, codes: Codes) -> int:
         """The offset of an index array in `places`; equal arrays are stored once."""
         codes = np.ascontiguousarray(codes, dtype=np.intp)
         key = codes.tobytes()
@@ -137,13 +138,13 @@ class _Coder:
             for placed in step.bucket:
                 if len(placed.scope) == 1:
                     at = self.table_at[placed.table]
-                    self.alone.append([at, self._at(placed.codes[0])])
+                    self.alone.append([at, self._offset_of(placed.codes[0])])
         for placed in step.bucket:
             self._add_read(step, placed)
         partition = plan.partitions.codes[step.partition]
         self.steps.append([
             step.variable, plan.sizes[step.variable], plan.partitions.n_classes(step.partition),
-            self.layout.own_at[step.variable], self._at(partition),
+            self.layout.own_at[step.variable], self._offset_of(partition),
             math.prod(sizes[v] for v in rows), sizes.get(last, 1), made_at,
             n_first, wide, narrow, first_alone, len(self.alone) - first_alone,
             first_read, len(self.reads) - first_read, int(is_new),
@@ -156,7 +157,7 @@ class _Coder:
     def _add_read(self, step: EliminationStep, placed: PlacedTable) -> None:
         first, own = len(self.axes), 0
         for v, codes, stride in zip(placed.scope, placed.codes, self._strides(placed), strict=True):
-            at = self._at(codes * stride)
+            at = self._offset_of(codes * stride)
             if v == step.variable:
                 own = at
             else:
@@ -167,7 +168,7 @@ class _Coder:
         self, step: EliminationStep, rows: tuple[int, ...], last: int, sizes: dict[int, int]
     ) -> tuple[int, int]:
         """Add the slots of a step's tables, wide ones first: (how many are wide, narrow)."""
-        wide, narrow = _grouped(
+        wide, narrow = _group(
             [self._source(step, placed) for placed in step.bucket if len(placed.scope) > 1], last
         )
         n_classes, n_scratch = self.plan.partitions.n_classes(step.partition), 0
@@ -180,17 +181,17 @@ class _Coder:
                 by_row = _sums([source.by_axis.get(v, np.zeros(sizes[v], np.intp)) for v in mine])
                 by_column = source.by_axis.get(last, np.zeros(n_columns, np.intp))
                 self.sources.append([
-                    self.table_at[source.table.table], self._at(source.by_class),
-                    self._at(by_row), self._at(by_column),
+                    self.table_at[source.table.table], self._offset_of(source.by_class),
+                    self._offset_of(by_row), self._offset_of(by_column),
                 ])  # fmt: skip
             row_of = np.arange(n_rows).reshape([sizes[v] if v in mine else 1 for v in rows])
             row_of = np.broadcast_to(row_of, [sizes[v] for v in rows]).ravel()
-            self.slots.append([first, len(group), n_rows, n_columns, self._at(row_of)])
+            self.slots.append([first, len(group), n_rows, n_columns, self._offset_of(row_of)])
             n_scratch += n_classes * n_rows * n_columns
         self._n_scratch = max(self._n_scratch, n_classes + n_scratch)
         return len(wide), len(narrow)
 
-    def _source(self, step: EliminationStep, placed: PlacedTable) -> _Source:
+    def _source(self, step: EliminationStep, placed: PlacedTable) -> _StepSource:
         joins = {step.variable: step.partition}
         joins |= zip(step.made.scope, step.made.partitions, strict=True)
         by_axis = {
@@ -200,18 +201,18 @@ class _Coder:
             )
         }
         by_class = by_axis.pop(step.variable)
-        return _Source(placed, by_class, by_axis)
+        return _StepSource(placed, by_class, by_axis)
 
 
-def _grouped(
-    sources: Sequence[_Source], last: int
-) -> tuple[list[list[_Source]], list[list[_Source]]]:
+def _group(
+    sources: Sequence[_StepSource], last: int
+) -> tuple[list[list[_StepSource]], list[list[_StepSource]]]:
     """(wide groups, narrow groups) of tables that are summed before they are joined.
 
     A table whose variables are among those of a wide group joins it. The others without the last
     variable are one narrow group. Wide tables beyond `N_WIDE` groups join the last group.
     """
-    wide, narrow = _Groups(), list[_Source]()
+    wide, narrow = _Groups(), list[_StepSource]()
     for source in sorted(sources, key=lambda of: (last not in of.by_axis, -len(of.by_axis))):
         for group in wide:
             if source.by_axis.keys() <= group[0].by_axis.keys():

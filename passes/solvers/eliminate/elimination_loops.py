@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from autopar.passes.solvers.problem import Codes, FloatArray, compiled
+from autopar.arrays import Array, Codes
+from autopar.passes.solvers.problem import compiled
 
 N_WIDE = 3
 
@@ -50,8 +51,8 @@ AXIS_VARIABLE, AXIS_CODES_AT = range(2)
 
 @compiled
 def run_steps(
-    numbers: FloatArray, steps: Codes, slots: Codes, sources: Codes, alone: Codes, places: Codes,
-    scratch: FloatArray,
+    numbers: Array, steps: Codes, slots: Codes, sources: Codes, alone: Codes, places: Codes,
+    scratch: Array,
 ) -> None:  # fmt: skip
     """Write the tables that the steps make."""
     for s in range(len(steps)):
@@ -61,8 +62,8 @@ def run_steps(
 
 @compiled
 def _make(
-    numbers: FloatArray, step: Codes, slots: Codes, sources: Codes, alone: Codes, places: Codes,
-    scratch: FloatArray,
+    numbers: Array, step: Codes, slots: Codes, sources: Codes, alone: Codes, places: Codes,
+    scratch: Array,
 ) -> None:  # fmt: skip
     """Write the table that one step makes."""
     n_classes, n_columns = step[N_CLASSES], step[N_COLUMNS]
@@ -132,7 +133,7 @@ def _make(
 
 @compiled
 def _least_of_one(
-    best: FloatArray, x: FloatArray, of_x: int, n_x_rows: int, narrow: FloatArray, of_narrow: int,
+    best: Array, x: Array, of_x: int, n_x_rows: int, narrow: Array, of_narrow: int,
     n_narrow_rows: int, n_classes: int,
 ) -> None:  # fmt: skip
     """Write the minimum over classes k of x[of_x + k n_x_rows] + narrow[of_narrow + k
@@ -158,7 +159,7 @@ def _least_of_one(
 
 
 @compiled
-def _least_of_short(out: FloatArray, x: FloatArray, narrow: FloatArray) -> None:
+def _least_of_short(out: Array, x: Array, narrow: Array) -> None:
     """Write the minimum over classes k of x[k, c] + narrow[k, r] to `out` [r, c], whose rows are
     short: the innermost loop runs along r."""
     n_classes, n_columns = x.shape
@@ -176,9 +177,7 @@ def _least_of_short(out: FloatArray, x: FloatArray, narrow: FloatArray) -> None:
 
 
 @compiled
-def _least_alone(
-    numbers: FloatArray, step: Codes, alone: Codes, places: Codes, least: FloatArray
-) -> None:
+def _least_alone(numbers: Array, step: Codes, alone: Codes, places: Codes, least: Array) -> None:
     """Write, for every class of a variable, the least of what its choices cost by themselves."""
     for c in range(len(least)):
         least[c] = np.inf
@@ -192,8 +191,8 @@ def _least_alone(
 
 @compiled
 def _join(
-    numbers: FloatArray, slot: Codes, sources: Codes, places: Codes, n_classes: int,
-    joined: FloatArray,
+    numbers: Array, slot: Codes, sources: Codes, places: Codes, n_classes: int,
+    joined: Array,
 ) -> None:  # fmt: skip
     """Write the sum of a slot's tables: [classes, rows, columns]."""
     n_rows, n_columns = slot[SLOT_ROWS], slot[SLOT_COLUMNS]
@@ -220,7 +219,7 @@ def _join(
 
 @compiled
 def walk_back(
-    numbers: FloatArray, steps: Codes, reads: Codes, axes: Codes, places: Codes, chosen: Codes
+    numbers: Array, steps: Codes, reads: Codes, axes: Codes, places: Codes, chosen: Codes
 ) -> None:
     """Write every variable's best choice, the last eliminated variable first. Among equal choices
     the first is taken."""

@@ -29,7 +29,7 @@ from autopar.passes.solvers.problem import (
     PlacedTable,
     Scope,
     axes_of,
-    seen_through,
+    replace_views,
     views,
 )
 
@@ -76,18 +76,10 @@ class EliminationPlan:
     largest: int
     kept: int
 
-    def entries_of(self, step: EliminationStep) -> int:
-        """The entries of the joint table that a step computes; a view computes none."""
-        return 0 if step.is_view else self.joint_entries(step)
-
     def joint_entries(self, step: EliminationStep) -> int:
         """The entries of the joint table of a step's bucket."""
         of = (step.partition, *step.made.partitions)
         return math.prod(self.partitions.n_classes(p) for p in of)
-
-    @property
-    def order(self) -> Scope:
-        return tuple(step.variable for step in self.steps)
 
     def within(self, limits: TableLimits) -> bool:
         return (
@@ -137,7 +129,7 @@ def _planned(
     partitions = Partitions()
     given = [_given(partitions, sizes, t, axes) for t, axes in enumerate(tables)]
     pairs = views(partitions, given, (v for v in range(len(sizes)) if v not in remaining))
-    seen = seen_through(given, pairs)
+    seen = replace_views(given, pairs)
     graph = InteractionGraph.of(partitions, len(sizes), ((t.scope, t.partitions) for t in seen))
     fixed = {*remaining, *(step.variable for step in pairs)}
     order = greedy_order(graph, (v for v in range(len(sizes)) if v not in fixed))

@@ -14,15 +14,16 @@ from collections.abc import Iterable, Mapping
 
 import numpy as np
 
+from autopar.arrays import Array
 from autopar.passes.solvers.eliminate.elimination import eliminate, least_of_classes, over
 from autopar.passes.solvers.eliminate.elimination_order import EliminationPlan, TooWide
-from autopar.passes.solvers.problem import EliminationStep, FloatArray, PlacedTable, Potentials
+from autopar.passes.solvers.problem import EliminationStep, PlacedTable, Potentials
 
 # Entries of the largest joint table, and of all tables that are kept at once.
 MOST_JOINT, MOST_KEPT = 2**24, 2**25
 
 
-def min_marginals(plan: EliminationPlan, potentials: Potentials) -> list[FloatArray]:
+def min_marginals(plan: EliminationPlan, potentials: Potentials) -> list[Array]:
     """For each variable of one problem a [K_v] array: the least total over all choices with x_v =
     k.
 
@@ -35,7 +36,7 @@ def min_marginals(plan: EliminationPlan, potentials: Potentials) -> list[FloatAr
     return [marginals[v] for v in range(len(plan.sizes))]
 
 
-def _downward(plan: EliminationPlan, potentials: Potentials) -> Iterable[tuple[int, FloatArray]]:
+def _downward(plan: EliminationPlan, potentials: Potentials) -> Iterable[tuple[int, Array]]:
     """(variable, min-marginals [K_v]) of the eliminated variables of one problem."""
     eliminated = eliminate(plan, potentials)
     tables = {t: eliminated.table(t) for t in eliminated.code.shapes}
@@ -43,7 +44,7 @@ def _downward(plan: EliminationPlan, potentials: Potentials) -> Iterable[tuple[i
     total = float(eliminated.constant[0])
     roots = {t: float(tables[t][0]) for t, step in step_of.items() if not step.made.scope}
     # By made table: the least total of everything outside it, over its axes; and its root.
-    down: dict[int, FloatArray] = {}
+    down: dict[int, Array] = {}
     root_of = {root: root for root in roots}
     for step in reversed(plan.steps):
         made, root = step.made, root_of[step.made.table]
@@ -72,9 +73,7 @@ def _downward(plan: EliminationPlan, potentials: Potentials) -> Iterable[tuple[i
                 down[child.table] = _coarser(plan, rest, _joint_partitions(step), child)
 
 
-def _own_costs(
-    step: EliminationStep, potentials: Potentials, tables: Mapping[int, FloatArray]
-) -> FloatArray:
+def _own_costs(step: EliminationStep, potentials: Potentials, tables: Mapping[int, Array]) -> Array:
     """[problems, choices]: what the variable costs by itself."""
     total = potentials.own[step.variable]
     for placed in step.bucket:
@@ -90,8 +89,8 @@ def _joint_partitions(step: EliminationStep) -> dict[int, int]:
 
 
 def _other_tables(
-    plan: EliminationPlan, step: EliminationStep, tables: Mapping[int, FloatArray]
-) -> Iterable[tuple[PlacedTable, FloatArray]]:
+    plan: EliminationPlan, step: EliminationStep, tables: Mapping[int, Array]
+) -> Iterable[tuple[PlacedTable, Array]]:
     """The tables of a bucket with other variables, over the joint table's classes."""
     joins = _joint_partitions(step)
     for placed in step.bucket:
@@ -100,8 +99,8 @@ def _other_tables(
 
 
 def _coarser(
-    plan: EliminationPlan, joint: FloatArray, joins: Mapping[int, int], placed: PlacedTable
-) -> FloatArray:
+    plan: EliminationPlan, joint: Array, joins: Mapping[int, int], placed: PlacedTable
+) -> Array:
     """The minimum of a joint table over the coarser classes of one of the tables in it."""
     shape = [plan.partitions.n_classes(p) for p in joins.values()]
     out = np.broadcast_to(joint, (len(joint), *shape))

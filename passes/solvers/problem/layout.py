@@ -11,11 +11,11 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.passes.solvers.problem.problem import FloatArray
+from autopar.arrays import Array
 
 Shape = tuple[int, ...]
 # Offset in a row -> array [problems or 1, ...].
-ArraysByOffset = Mapping[int, FloatArray]
+ArraysByOffset = Mapping[int, Array]
 
 
 @dataclass(frozen=True)
@@ -30,9 +30,7 @@ class Layout:
     n_numbers: int
 
     @staticmethod
-    def of(
-        own: Sequence[FloatArray], tables: Sequence[FloatArray], keys: Iterable[Hashable]
-    ) -> Layout:
+    def of(own: Sequence[Array], tables: Sequence[Array], keys: Iterable[Hashable]) -> Layout:
         """Lay out arrays [problems or 1, ...], those of variables first."""
         n_numbers, at, places = 0, dict[Hashable, int](), list[int]()
         for key, array in zip(keys, (*own, *tables), strict=True):
@@ -48,14 +46,12 @@ class Layout:
             n_numbers,
         )
 
-    def placed(
-        self, own: Sequence[FloatArray | None], tables: Sequence[FloatArray | None]
-    ) -> ArraysByOffset:
+    def placed(self, own: Sequence[Array | None], tables: Sequence[Array | None]) -> ArraysByOffset:
         """Offset -> array; None entries are left out."""
         arrays = zip((*self.own_at, *self.table_at), (*own, *tables), strict=True)
         return {at: array for at, array in arrays if array is not None}
 
-    def rows(self, placed: ArraysByOffset, problem: int | None = None) -> FloatArray:
+    def rows(self, placed: ArraysByOffset, problem: int | None = None) -> Array:
         """[problems or 1, numbers]: the arrays at their offsets, zeros elsewhere; of one `problem`,
         if it is given."""
         if problem is not None:

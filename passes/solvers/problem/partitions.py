@@ -14,8 +14,9 @@ from functools import reduce
 
 import numpy as np
 
+from autopar.arrays import Codes
+from autopar.caching import cached_method
 from autopar.passes.solvers.problem.machine_code import compiled
-from autopar.passes.solvers.problem.problem import Codes
 
 
 @dataclass(eq=False)
@@ -25,7 +26,6 @@ class Partitions:
 
     codes: list[Codes] = field(default_factory=list)
     firsts: list[Codes] = field(default_factory=list)
-    _grouped: dict[int, tuple[Codes, Codes]] = field(default_factory=dict)
     _numbers: dict[bytes, int] = field(default_factory=dict)
     _exact: dict[bytes, int] = field(default_factory=dict)
     _pairs: dict[tuple[int, int], int] = field(default_factory=dict)
@@ -62,14 +62,12 @@ class Partitions:
     def n_classes(self, partition: int) -> int:
         return len(self.firsts[partition])
 
+    @cached_method
     def grouped(self, partition: int) -> tuple[Codes, Codes]:
         """(the choices sorted by class, where each class begins among them)."""
-        if partition not in self._grouped:
-            order = np.argsort(self.codes[partition], kind="stable")
-            n = self.n_classes(partition)
-            starts = np.searchsorted(self.codes[partition][order], np.arange(n))
-            self._grouped[partition] = order, starts
-        return self._grouped[partition]
+        order = np.argsort(self.codes[partition], kind="stable")
+        every = np.arange(self.n_classes(partition))
+        return order, np.searchsorted(self.codes[partition][order], every)
 
     def join(self, partitions: Iterable[int]) -> int:
         """The coarsest partition that distinguishes whatever any of these does."""

@@ -19,8 +19,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from autopar.arrays import Array, Codes
 from autopar.passes.solvers.problem.layout import Layout
-from autopar.passes.solvers.problem.problem import ChoiceProblem, Codes, FloatArray, codes_of
+from autopar.passes.solvers.problem.problem import ChoiceProblem, codes_of
 from autopar.passes.solvers.problem.problems import ChoiceProblems
 
 
@@ -36,7 +37,7 @@ class Potentials:
     """One weighted sum of costs: rows [problems, numbers] in the places of `layout`."""
 
     layout: Layout
-    rows: FloatArray
+    rows: Array
 
     @staticmethod
     def of(problem: ChoiceProblem, weights: Weights) -> Potentials:
@@ -44,19 +45,19 @@ class Potentials:
         return Numbers.of(problem).at(weights)
 
     @staticmethod
-    def given(own: Sequence[FloatArray], tables: Sequence[FloatArray]) -> Potentials:
+    def given(own: Sequence[Array], tables: Sequence[Array]) -> Potentials:
         """From arrays [problems or 1, choices] per variable and [problems or 1, ...] per table."""
         layout = Layout.of(own, tables, map(id, (*own, *tables)))
         return Potentials(layout, layout.rows(layout.placed(own, tables)))
 
     @cached_property
-    def own(self) -> tuple[FloatArray, ...]:
+    def own(self) -> tuple[Array, ...]:
         """[problems, choices] per variable."""
         pairs = zip(self.layout.own_at, self.layout.n_choices, strict=True)
         return tuple(self.rows[:, at : at + n] for at, n in pairs)
 
     @cached_property
-    def tables(self) -> tuple[FloatArray, ...]:
+    def tables(self) -> tuple[Array, ...]:
         """[problems, ...] per table."""
         pairs = zip(self.layout.table_at, self.layout.shapes, strict=True)
         n = len(self.rows)
@@ -68,8 +69,8 @@ class Numbers:
     """Costs and bytes of one problem, [1, numbers] each, in the places of `layout`."""
 
     layout: Layout
-    cost_s: FloatArray
-    size_bytes: FloatArray
+    cost_s: Array
+    size_bytes: Array
 
     @staticmethod
     def of(problem: ChoiceProblem) -> Numbers:

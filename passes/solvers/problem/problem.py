@@ -21,11 +21,9 @@ from typing import Any, Generic, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from autopar.arrays import Array, BoolArray, Codes
 from autopar.errors import AutoparError
 
-FloatArray = NDArray[np.float64]
-BoolArray = NDArray[np.bool_]
-Codes = NDArray[np.intp]
 Choice = tuple[int, ...]
 C = TypeVar("C")
 
@@ -55,8 +53,8 @@ class Edge:
 
     u: int
     v: int
-    cost_s: FloatArray
-    bytes: FloatArray | None = None
+    cost_s: Array
+    bytes: Array | None = None
     rows: Codes | None = None
     columns: Codes | None = None
 
@@ -66,7 +64,7 @@ class Edge:
         n_rows, n_columns = self.cost_s.shape[-2:]
         return n_rows, n_columns
 
-    def bytes_or_zero(self) -> FloatArray:
+    def bytes_or_zero(self) -> Array:
         return np.zeros_like(self.cost_s) if self.bytes is None else self.bytes
 
     def is_of(self, variables: Set[int]) -> bool:
@@ -82,7 +80,7 @@ class Edge:
             column = int(self.columns[column])
         return row, column
 
-    def dense(self, array: FloatArray) -> FloatArray:
+    def dense(self, array: Array) -> Array:
         """One of the arrays with a row and a column per choice: [..., K_u, K_v]."""
         if self.rows is not None:
             array = array[..., self.rows, :]
@@ -126,8 +124,8 @@ class ChoiceProblem:
     """
 
     names: tuple[str, ...]
-    cost_s: tuple[FloatArray, ...]
-    bytes: tuple[FloatArray, ...]
+    cost_s: tuple[Array, ...]
+    bytes: tuple[Array, ...]
     edges: tuple[Edge, ...] = ()
     budget_bytes: float | None = None
     is_checked: bool = field(default=False, repr=False, compare=False)
@@ -158,10 +156,6 @@ class ChoiceProblem:
             if edge.bytes is not None:
                 size.append(float(edge.bytes[at]))
         return ChoiceTotals(math.fsum(cost), math.fsum(size))
-
-    def fits(self, size_bytes: float) -> bool:
-        """Do `size_bytes` fit in the budget (to `BUDGET_REL`)?"""
-        return within(self.budget_bytes, size_bytes)
 
     def restrict(self, keep: Sequence[BoolArray]) -> ChoiceProblem:
         """The same problem with only the choices that `keep[v]` marks."""
@@ -239,8 +233,8 @@ def within(budget_bytes: float | None, size_bytes: float) -> bool:
 
 def check_numbers(
     names: Sequence[str],
-    cost_s: Sequence[FloatArray],
-    size_bytes: Sequence[FloatArray],
+    cost_s: Sequence[Array],
+    size_bytes: Sequence[Array],
     edges: Sequence[Edge],
     n_axes_before: int,
 ) -> None:
@@ -285,7 +279,7 @@ def _n_codes(
 
 def _check(
     sound: set[tuple[int, bool]], name: str, shape: tuple[int, ...], lead: int,
-    cost: FloatArray, size_bytes: FloatArray | None,
+    cost: Array, size_bytes: Array | None,
 ) -> None:  # fmt: skip
     """Check the arrays of one variable or edge. `sound` holds the arrays that passed, and whether
     as costs, because variables share arrays."""
@@ -339,14 +333,14 @@ def make_solution(
 ) -> Solution[Choice]:
     """Evaluate `choice` on `problem`. `bound_s` None: it is proven optimal."""
     totals = problem.evaluate(choice)
-    assert math.isfinite(totals.cost_s) and problem.fits(totals.bytes), totals
+    assert math.isfinite(totals.cost_s) and within(problem.budget_bytes, totals.bytes), totals
     gap = 0.0
     if bound_s is not None and bound_s < totals.cost_s * (1 - SAME_OPTIMUM_REL):
         gap = 1 - max(bound_s, 0.0) / totals.cost_s
     return Solution(tuple(int(k) for k in choice), totals, gap)
 
 
-def over_budget(budget_bytes: float | None, min_bytes: float) -> Infeasible:
+def infeasible_budget(budget_bytes: float | None, min_bytes: float) -> Infeasible:
     """The `Infeasible` of a problem whose leanest choice exceeds the budget."""
     return Infeasible(
         f"the leanest choice needs {min_bytes:.0f} bytes, the budget is {budget_bytes}",

@@ -11,12 +11,11 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar.arrays import Array, BoolArray
 from autopar.passes.solvers.problem.layout import ArraysByOffset, Layout
 from autopar.passes.solvers.problem.problem import (
-    BoolArray,
     ChoiceProblem,
     Edge,
-    FloatArray,
     check_numbers,
     memory,
     merged,
@@ -37,8 +36,8 @@ class ChoiceProblems:
 
     n_problems: int
     names: tuple[str, ...]
-    cost_s: tuple[FloatArray, ...]
-    bytes: tuple[FloatArray, ...]
+    cost_s: tuple[Array, ...]
+    bytes: tuple[Array, ...]
     edges: tuple[Edge, ...] = ()
     stored: frozenset[int] = frozenset()
     is_checked: bool = field(default=False, repr=False, compare=False)
@@ -65,7 +64,7 @@ class ChoiceProblems:
         """The same problems with `merged` edges."""
         return replace(self, edges=merged(self.edges), is_checked=True)
 
-    def rows(self, i: int, times: float = 1) -> tuple[FloatArray, FloatArray]:
+    def rows(self, i: int, times: float = 1) -> tuple[Array, Array]:
         """(costs, bytes) of problem i, [1, numbers] each, in the places of the layout; with `times`
         the bytes of what is not stored."""
         cost_s, size_bytes = (self.layout.rows(kind, i) for kind in self._placed)
@@ -76,8 +75,8 @@ class ChoiceProblems:
     def of(self, i: int) -> ChoiceProblem:
         """Problem i."""
 
-        def own(array: FloatArray) -> FloatArray:
-            found: FloatArray = array[i if len(array) > 1 else 0]
+        def own(array: Array) -> Array:
+            found: Array = array[i if len(array) > 1 else 0]
             return found
 
         edges = (e.mapped(own) for e in self.edges)

@@ -19,8 +19,9 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar.arrays import Array, Codes
 from autopar.passes.solvers.problem.partitions import Partitions
-from autopar.passes.solvers.problem.problem import Codes, Edge, FloatArray, codes_of
+from autopar.passes.solvers.problem.problem import Edge, codes_of
 
 Scope = tuple[int, ...]
 
@@ -52,7 +53,7 @@ class Axes:
         return hash(self._key)
 
 
-def axes_of(edges: Iterable[Edge], *own: Sequence[FloatArray]) -> tuple[Axes, ...]:
+def axes_of(edges: Iterable[Edge], *own: Sequence[Array]) -> tuple[Axes, ...]:
     """The axes of edges' tables; those of length 1 only where a variable follows an equality. `own`
     are the costs and bytes of all variables; without them no variable follows."""
     free = {v for v, of in enumerate(zip(*own, strict=True)) if not any(a.any() for a in of)}
@@ -121,7 +122,7 @@ def views(
             of[w][table.table] = table
     steps: list[EliminationStep] = []
     for v, mentioned in of.items():
-        bucket = _as_pair(v, list(mentioned.values()))
+        bucket = _pair_tables(v, list(mentioned.values()))
         if bucket is None:
             continue
         made = _view(partitions, len(tables) + len(steps), v, bucket)
@@ -135,7 +136,7 @@ def views(
     return steps
 
 
-def seen_through(
+def replace_views(
     tables: Sequence[PlacedTable], steps: Sequence[EliminationStep]
 ) -> list[PlacedTable]:
     """The tables, with the bucket of every view replaced by what the view made."""
@@ -143,7 +144,7 @@ def seen_through(
     return [t for t in (*tables, *(step.made for step in steps)) if t.table not in gone]
 
 
-def _as_pair(
+def _pair_tables(
     v: int, tables: Sequence[PlacedTable]
 ) -> tuple[PlacedTable, PlacedTable, PlacedTable] | None:
     """(its only table, the equality with its first, the equality with its second) of a pair

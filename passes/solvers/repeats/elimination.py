@@ -29,27 +29,16 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.arrays import Array, Codes
 from autopar.passes.solvers.choice import Point
 from autopar.passes.solvers.eliminate import (
-    ConditionedPlan,
-    Lazy,
     Projection,
-    TableLimits,
     minimise,
-    minimise_conditioned,
     project,
 )
-from autopar.passes.solvers.problem import (
-    Choice,
-    ChoiceTotals,
-    Codes,
-    FloatArray,
-    Potentials,
-    Scope,
-    Weights,
-)
+from autopar.passes.solvers.problem import Choice, ChoiceTotals, Potentials, Scope, Weights
 from autopar.passes.solvers.repeats.order import BlockPlan, RepeatedPlan
-from autopar.passes.solvers.repeats.powers import Power, least_power
+from autopar.passes.solvers.repeats.powers import Power
 from autopar.passes.solvers.repeats.repeats import RepeatedChoice, RepeatedProblem
 
 
@@ -68,11 +57,6 @@ class RepeatedElimination:
     def __init__(self, problem: RepeatedProblem, plan: RepeatedPlan) -> None:
         self.problem, self.plan = problem, plan
         self.branch: Branch | None = None
-
-    @staticmethod
-    def of(problem: RepeatedProblem, limits: TableLimits | None = None) -> RepeatedElimination:
-        """Raises `TooWide` as `RepeatedPlan` does."""
-        return RepeatedElimination(problem, RepeatedPlan(problem.every, limits))
 
     def n_states(self, repeat: int) -> int:
         """How many states the copies of a repeat can hand on."""
@@ -102,13 +86,9 @@ class RepeatedElimination:
             _Solved.of(block, row, branch if branch is not None and branch.repeat == r else None)
             for r, block in enumerate(of.blocks)
         ]
-        if isinstance(of.plan, ConditionedPlan):
-            lazy = [Lazy(s.one.table, s.joined, s.least_joined) for s in solved]
-            value, chosen = minimise_conditioned(of.plan, Potentials(of.once, row), lazy)
-        else:
-            tables = (s.joined(s.one.table).ravel() for s in solved)
-            potentials = Potentials(of.whole, np.concatenate((row[0], *tables))[None])
-            value, chosen = minimise(of.plan, potentials)
+        tables = (s.joined().ravel() for s in solved)
+        potentials = Potentials(of.layout, np.concatenate((row[0], *tables))[None])
+        value, chosen = minimise(of.plan, potentials)
         # For states the class, for other variables the choice.
         base = [0] * of.n_variables
         for v, k in zip(of.variables, chosen, strict=True):
@@ -134,25 +114,17 @@ class _Solved:
     branch: Branch | None
 
     @staticmethod
-    def of(block: BlockPlan, row: FloatArray, branch: Branch | None) -> _Solved:
+    def of(block: BlockPlan, row: Array, branch: Branch | None) -> _Solved:
         """From a row [1, numbers], for the walks of a branch; None: for all walks."""
         given = Potentials(block.layout, row[:, : block.layout.n_numbers])
         return _Solved(block, project(block.plan, given), branch)
 
-    def joined(self, one: FloatArray) -> FloatArray:
-        """The tables of all copies, from those of one copy [..., states before, states after]."""
-        return self._ends(Power.of(self._walks(one), self.block.count).table, one)
+    def joined(self) -> Array:
+        """The table of all copies: walks that begin before a change of state and end after it."""
+        n, walks = self.block.n_states, self._walks(self.one.table)
+        return Power.of(walks, self.block.count).table[:, :n, -n:]
 
-    def least_joined(self, one: FloatArray) -> FloatArray:
-        """A lower bound on `joined`."""
-        return self._ends(least_power(self._walks(one), self.block.count), one)
-
-    def _ends(self, table: FloatArray, one: FloatArray) -> FloatArray:
-        """Of walks, those that begin before a change of state and end after it."""
-        n = self.block.n_states
-        return table[:, :n, -n:].reshape(one.shape)
-
-    def _walks(self, one: FloatArray) -> FloatArray:
+    def _walks(self, one: Array) -> Array:
         """The steps of a branch, [cases, states, states], from tables of one copy."""
         branch, n = self.branch, self.block.n_states
         cases = one.reshape(-1, n, n)

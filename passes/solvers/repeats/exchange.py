@@ -10,7 +10,7 @@ up:
     saved_s, more_bytes     of one exchange in a copy that is handed `before` and has chosen `row`
                             (`Exchanges._offers`)
 
-This is a knapsack, filled greedily (`Exchanges.fitted`). First, what exceeds the budget is saved at
+This is a knapsack, filled greedily (`Exchanges.fit`). First, what exceeds the budget is saved at
 the fewest seconds per byte (`_cut`). Then seconds are saved at the most seconds per byte (`_fill`;
 Dantzig, "Discrete-variable extremum problems", Operations Research 5, 1957).
 """
@@ -23,15 +23,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.arrays import Array, Codes
+from autopar.caching import cached_method
 from autopar.passes.solvers.choice import Point
-from autopar.passes.solvers.problem import (
-    SAME_OPTIMUM_REL,
-    Choice,
-    Codes,
-    FloatArray,
-    codes_of,
-    within,
-)
+from autopar.passes.solvers.problem import SAME_OPTIMUM_REL, Choice, codes_of, within
 from autopar.passes.solvers.repeats.repeats import RepeatedChoice, RepeatedProblem, RepeatedProblems
 
 # (repeat, choices handed, choices made): copies of one kind have the same exchanges.
@@ -44,13 +39,13 @@ class _Offers:
     `gains` are the indices of those that save seconds, `cuts` of those that save bytes, best first.
     """
 
-    saved_s: FloatArray
-    more_bytes: FloatArray
+    saved_s: Array
+    more_bytes: Array
     gains: Codes
     cuts: Codes
 
     @staticmethod
-    def of(saved_s: FloatArray, more_bytes: FloatArray, least_s: float) -> _Offers:
+    def of(saved_s: Array, more_bytes: Array, least_s: float) -> _Offers:
         """Gains save more than `least_s`, most seconds per added byte first. Cuts save bytes,
         fewest seconds per saved byte first."""
         gains = np.flatnonzero(np.isfinite(saved_s) & (saved_s > least_s))
@@ -66,7 +61,7 @@ class _Offers:
         return (saved_s / more_bytes if more_bytes > 0 else math.inf), saved_s
 
 
-def _s_per_byte(saved_s: FloatArray, size_bytes: FloatArray) -> FloatArray:
+def _s_per_byte(saved_s: Array, size_bytes: Array) -> Array:
     """Infinite where the bytes are not positive."""
     out = np.full(len(saved_s), np.inf)
     return np.divide(saved_s, size_bytes, out=out, where=size_bytes > 0)
@@ -81,12 +76,11 @@ class Exchanges:
         self.problem, self.budget_bytes = problem, budget_bytes
         self._blocks = [_Copies(problem, r) for r in range(len(problem.repeats))]
         self._known = [
-            block.by_state(row for choice in known for row in choice.copies[r])
+            block.group_by_state(row for choice in known for row in choice.copies[r])
             for r, block in enumerate(self._blocks)
         ]
-        self._known_offers: dict[tuple[Choice, _Kind], _Offers] = {}
 
-    def fitted(self, point: Point[RepeatedChoice]) -> Point[RepeatedChoice] | None:
+    def fit(self, point: Point[RepeatedChoice]) -> Point[RepeatedChoice] | None:
         """A cheap choice within the budget that exchanges lead to from `point`; None: they lead to
         none."""
         copies, base = [list(rows) for rows in point.choice.copies], list(point.choice.base)
@@ -145,29 +139,28 @@ class Exchanges:
             before = tuple(base[u] for u in block.ins)
             for k, row in enumerate(rows):
                 kinds.setdefault((r, before, row), []).append(k)
-                before = block.handed_on(row)
+                before = block.output_choices(row)
         return kinds
 
+    @cached_method
     def _offers(self, base: Choice, kind: _Kind) -> _Offers:
         """The exchanges of a kind: every choice of each variable that is not handed on, then known
         rows."""
-        if (base, kind) not in self._known_offers:
-            r, before, row = kind
-            block = self._blocks[r]
-            saved_s, more_bytes = block.exchanged(base, before, row)
-            now_s, now_bytes = block.total(base, before, row)
-            known = [block.total(base, before, new) for new in self._known_rows(kind)]
-            self._known_offers[base, kind] = _Offers.of(
-                np.concatenate((saved_s, [now_s - new_s for new_s, _ in known])),
-                np.concatenate((more_bytes, [new_bytes - now_bytes for _, new_bytes in known])),
-                SAME_OPTIMUM_REL * now_s,
-            )
-        return self._known_offers[base, kind]
+        r, before, row = kind
+        block = self._blocks[r]
+        saved_s, more_bytes = block.change_costs(base, before, row)
+        now_s, now_bytes = block.total(base, before, row)
+        known = [block.total(base, before, new) for new in self._known_rows(kind)]
+        return _Offers.of(
+            np.concatenate((saved_s, [now_s - new_s for new_s, _ in known])),
+            np.concatenate((more_bytes, [new_bytes - now_bytes for _, new_bytes in known])),
+            SAME_OPTIMUM_REL * now_s,
+        )
 
     def _known_rows(self, kind: _Kind) -> Sequence[Choice]:
         """Known rows that hand on the same as copies of this kind."""
         r, _, row = kind
-        return self._known[r].get(self._blocks[r].handed_on(row), ())
+        return self._known[r].get(self._blocks[r].output_choices(row), ())
 
     def _take(
         self, copies: list[list[Choice]], kind: _Kind, copies_of_kind: Sequence[int], e: int
@@ -208,7 +201,7 @@ class _Copies:
         self.inner = [i for i in range(len(repeat.block)) if i not in self.out]
         self.joints: list[list[_Joint]] = [[] for _ in repeat.block]
         handed = {u: i for i, u in enumerate(self.ins)}
-        for e, table_at, shape in every.tables(every.of_copies[r]):
+        for e, table_at, shape in every.tables(every.copy_edges[r]):
             rows, columns = (
                 codes_of(codes, every.sizes[v]) * stride
                 for v, codes, stride in ((e.u, e.rows, shape[1]), (e.v, e.columns, 1))
@@ -244,18 +237,18 @@ class _Copies:
         changes = [np.arange(self.sizes[n]) + starts[n] for n, _ in joints]
         self.change_of = np.concatenate([none, *changes])
 
-    def handed_on(self, row: Choice) -> Choice:
+    def output_choices(self, row: Choice) -> Choice:
         """The choices in a row that a copy hands on."""
         return tuple([row[i] for i in self.out])
 
-    def by_state(self, rows: Iterable[Choice]) -> dict[Choice, list[Choice]]:
+    def group_by_state(self, rows: Iterable[Choice]) -> dict[Choice, list[Choice]]:
         """What rows hand on -> the distinct rows."""
         out: dict[Choice, list[Choice]] = {}
         for row in dict.fromkeys(rows):
-            out.setdefault(self.handed_on(row), []).append(row)
+            out.setdefault(self.output_choices(row), []).append(row)
         return out
 
-    def exchanged(self, base: Choice, before: Choice, row: Choice) -> tuple[FloatArray, FloatArray]:
+    def change_costs(self, base: Choice, before: Choice, row: Choice) -> tuple[Array, Array]:
         """[changes]: the seconds that each saves, and the bytes that it adds, all else kept."""
         of = {"inside": row, "handed": before, "outside": base}
         places = [joint.places[of[joint.where][joint.at]] for joint in self.inner_joints]
@@ -271,5 +264,5 @@ class _Copies:
 
     def total(self, base: Choice, before: Choice, row: Choice) -> tuple[float, float]:
         """(seconds, bytes) of a whole copy."""
-        cost_s, size_bytes = self.problem.of_copy(self.r, base, before, row).tolist()
+        cost_s, size_bytes = self.problem.copy_terms(self.r, base, before, row).tolist()
         return math.fsum(cost_s), math.fsum(size_bytes)

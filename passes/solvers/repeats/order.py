@@ -10,22 +10,18 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Mapping, Sequence
-from contextlib import suppress
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
 
+from autopar.arrays import Array, Codes
 from autopar.passes.solvers.eliminate import (
-    FIRST_ENTRIES,
-    ConditionedPlan,
-    EliminationPlan,
     TableLimits,
     TooWide,
-    plan_conditioned,
     plan_order,
 )
-from autopar.passes.solvers.problem import Axes, Codes, FloatArray, Layout, Partitions, codes_of
+from autopar.passes.solvers.problem import Axes, Layout, Partitions, codes_of
 from autopar.passes.solvers.repeats.repeats import RepeatedProblems
 
 
@@ -55,29 +51,20 @@ class RepeatedPlan:
             Axes(tuple(place[v] for v in block.axes.scope), block.axes.codes)
             for block in self.blocks
         ]
-        handed_on = [place[v] for block in self.blocks for s in block.states for v in s.ends]
-        self.plan = _plan(n_choices, once, blocks, handed_on, self.blocks, limits)
+        self.plan = plan_order(n_choices, (*once, *blocks), limits=limits)
         own_at = [
             self.constants.zeros(states[v].n) if v in states else layout.own_at[v]
             for v in self.variables
         ]
-        self.once = Layout(
-            tuple(own_at), tuple(n_choices), tuple(layout.table_at[i] for i in problems.once),
-            tuple(layout.shapes[i] for i in problems.once), self.constants.n_numbers,
-        )  # fmt: skip
         shapes = [block.table_shape for block in self.blocks]
-        ends = [self.once.n_numbers, *(math.prod(shape) for shape in shapes)]
+        ends = [self.constants.n_numbers, *(math.prod(shape) for shape in shapes)]
         *tables_at, n_numbers = itertools.accumulate(ends)
-        # `once`, then the table of all copies of every block.
-        self.whole = Layout(
-            self.once.own_at, self.once.n_choices, (*self.once.table_at, *tables_at),
-            (*self.once.shapes, *shapes), n_numbers,
+        # The tables that exist once, then the table of all copies of every block.
+        self.layout = Layout(
+            tuple(own_at), tuple(n_choices),
+            (*(layout.table_at[i] for i in problems.once), *tables_at),
+            (*(layout.shapes[i] for i in problems.once), *shapes), n_numbers,
         )  # fmt: skip
-
-    @property
-    def n_hubs(self) -> int:
-        """How many variables have their values tried."""
-        return len(self.plan.hubs) if isinstance(self.plan, ConditionedPlan) else 0
 
 
 class _Constants:
@@ -86,7 +73,7 @@ class _Constants:
 
     def __init__(self, n_numbers: int) -> None:
         self.n_numbers = n_numbers
-        self._arrays: list[FloatArray] = []
+        self._arrays: list[Array] = []
         self._at: dict[tuple[str, int], int] = {}
 
     def zeros(self, n: int) -> int:
@@ -97,35 +84,16 @@ class _Constants:
         """The offset of an equality table of n choices."""
         return self._place(("same", n), np.where(np.eye(n, dtype=bool), 0.0, np.inf))
 
-    def _place(self, key: tuple[str, int], array: FloatArray) -> int:
+    def _place(self, key: tuple[str, int], array: Array) -> int:
         if key not in self._at:
             self._at[key] = self.n_numbers
             self._arrays.append(array.ravel())
             self.n_numbers += array.size
         return self._at[key]
 
-    def after(self, row: FloatArray) -> FloatArray:
+    def after(self, row: Array) -> Array:
         """The row [1, numbers], followed by the constants."""
         return np.concatenate((row[0], *self._arrays))[None]
-
-
-def _plan(
-    sizes: Sequence[int], once: Sequence[Axes], blocks: Sequence[Axes], handed_on: Sequence[int],
-    of_blocks: Sequence[BlockPlan], limits: TableLimits,
-) -> EliminationPlan | ConditionedPlan:  # fmt: skip
-    """The plan of what is outside copies, with the tables of all copies. If a table would be large,
-    the plan conditions on hubs; variables that copies hand on (`handed_on`) are no hubs."""
-    entries = max((block.n_additions for block in of_blocks), default=1)
-    if entries <= FIRST_ENTRIES:
-        narrow = limits.and_(TableLimits(table_entries=FIRST_ENTRIES))
-        with suppress(TooWide):
-            return plan_order(sizes, (*once, *blocks), limits=narrow)
-    try:
-        return plan_conditioned(sizes, once, blocks, handed_on, limits)
-    except TooWide:
-        if entries > limits.table_entries:
-            raise
-        return plan_order(sizes, (*once, *blocks), limits=limits)
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,10 +110,6 @@ class _State:
     @property
     def n(self) -> int:
         return len(self.firsts)
-
-    @property
-    def ends(self) -> tuple[int, int]:
-        return self.first, self.last
 
     def seen_by(self, codes: Codes | None) -> Codes:
         """The index of every class on an axis, where `codes` are the indices of choices."""
@@ -169,7 +133,7 @@ class BlockPlan:
     def __init__(
         self, problems: RepeatedProblems, r: int, limits: TableLimits, constants: _Constants
     ) -> None:
-        edges, repeat = problems.edges(problems.of_copies[r]), problems.repeats[r]
+        edges, repeat = problems.edges(problems.copy_edges[r]), problems.repeats[r]
         self.block, self.count = repeat.block, repeat.count
         partitions = Partitions()
         self.states = [
@@ -185,7 +149,7 @@ class BlockPlan:
         sizes += 2 * [s.n for s in self.states]
         handed = {s.first: n + i for i, s in enumerate(self.states)}
         tables = []
-        for i in problems.of_copies[r]:
+        for i in problems.copy_edges[r]:
             tables.append(_renumbered(problems.numbers.axes[i], place | handed, firsts))
         for i, s in enumerate(self.states):
             tables.append(Axes((place[s.last], n + n_states + i), (s.codes, None)))
@@ -195,12 +159,12 @@ class BlockPlan:
         self.plan = plan_order(sizes, tables, remaining, whole, limits)
         self.n_states = math.prod(s.n for s in self.states)
         shape = [self.plan.partitions.n_classes(p) for p in self.plan.left_over]
-        # The additions of a min-plus product of two tables of one copy.
-        self.n_additions = math.prod(shape) * self.n_states
-        if math.prod(shape) > min(limits.kept_entries, limits.table_entries):
+        n_entries = math.prod(shape)
+        # A min-plus product of two tables of one copy adds up a number of states per entry.
+        if n_entries > limits.kept_entries or n_entries * self.n_states > limits.table_entries:
             raise TooWide(
                 f"a repeated block hands on {self.n_states} states, a table of "
-                f"{math.prod(shape)} entries; the limits are {limits}",
+                f"{n_entries} entries; the limits are {limits}",
                 hint="solve the ILP instead",
             )
         self.outer_codes = [
@@ -214,7 +178,7 @@ class BlockPlan:
     def _laid_out(self, problems: RepeatedProblems, r: int, constants: _Constants) -> Layout:
         """The layout of one copy's numbers. What is outside the copy costs nothing, and equality
         tables join the states it hands on to its variables."""
-        layout, at, sizes = problems.layout, problems.of_copies[r], self.plan.sizes
+        layout, at, sizes = problems.layout, problems.copy_edges[r], self.plan.sizes
         own_at = [layout.own_at[v] for v in self.block]
         own_at += [constants.zeros(n) for n in sizes[len(self.block) :]]
         tables_at = [layout.table_at[i] for i in at] + [constants.same(s.n) for s in self.states]
@@ -237,7 +201,7 @@ def _state(
     """The classes of choices that later copies, or what comes after them, distinguish."""
     sizes = problems.sizes
     seen = [partitions.one_class(sizes[first])]
-    for edges, v in ((problems.of_copies[r], first), (problems.once, last)):
+    for edges, v in ((problems.copy_edges[r], first), (problems.once, last)):
         for e in problems.edges(edges):
             for w, codes in ((e.u, e.rows), (e.v, e.columns)):
                 if w == v:

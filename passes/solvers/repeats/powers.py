@@ -4,12 +4,6 @@
 
 Entry [x, y] of T^n is the least total of n steps from state x to state y. It is computed by
 repeated squaring (`Power.of`). All tables have a leading axis of cases that never mix.
-
-A bound on T^n costs much less (`least_power`). For any numbers g of states, each step of a walk
-costs at least what it lowers g by and the least `l` of T[x, z] + g[z] - g[x]; so n steps from x to
-y cost at least n l + g[x] - g[y]. Value iteration makes g for which l is near the least mean cost
-of a cycle (Odoni, "On finding the maximal gain for Markov decision processes", Operations Research
-17, 1969; here in the min-plus algebra).
 """
 
 from __future__ import annotations
@@ -18,10 +12,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from autopar.passes.solvers.problem import FloatArray, compiled
-
-# Steps of value iteration for a bound: more cost more than they lift it.
-N_ITERATIONS = 12
+from autopar.arrays import Array
+from autopar.passes.solvers.problem import compiled
 
 
 @dataclass(frozen=True, eq=False)
@@ -29,12 +21,12 @@ class Power:
     """T^n: `squares[b]` is T^(2^b). `bits` are the bits of n that are set, lowest first.
     `partial[k]` is the min-plus product of the squares of the first k + 1 of them."""
 
-    squares: tuple[FloatArray, ...]
+    squares: tuple[Array, ...]
     bits: tuple[int, ...]
-    partial: tuple[FloatArray, ...]
+    partial: tuple[Array, ...]
 
     @staticmethod
-    def of(table: FloatArray, n: int) -> Power:
+    def of(table: Array, n: int) -> Power:
         """`table` is [cases, states, states]; n is at least 1."""
         assert n >= 1
         squares = [np.array(table)]  # writable like the others, so that `_product` is compiled once
@@ -47,7 +39,7 @@ class Power:
         return Power(tuple(squares), bits, tuple(partial))
 
     @property
-    def table(self) -> FloatArray:
+    def table(self) -> Array:
         """T^n."""
         return self.partial[-1]
 
@@ -72,7 +64,7 @@ class Power:
 
 
 @compiled
-def _product(left: FloatArray, right: FloatArray) -> FloatArray:
+def _product(left: Array, right: Array) -> Array:
     n_cases, n, _ = left.shape
     out = np.full(left.shape, np.inf)
     for case in range(n_cases):
@@ -86,46 +78,6 @@ def _product(left: FloatArray, right: FloatArray) -> FloatArray:
     return out
 
 
-@compiled
-def least_power(table: FloatArray, n: int) -> FloatArray:
-    """A lower bound on each entry of T^n."""
-    n_cases, m, _ = table.shape
-    out = np.empty(table.shape)
-    if n == 1:
-        out[:] = table
-        return out
-    first, last = np.empty(m), np.empty(m)
-    for case in range(n_cases):
-        steps, g = table[case], np.zeros(m)
-        for k in range(N_ITERATIONS):
-            highest = 0.0
-            for x in range(m):
-                least = np.inf
-                for z in range(m):
-                    total = steps[x, z] + g[z]
-                    least = total if total < least else least
-                first[x] = least
-                if highest < least < np.inf:
-                    highest = least
-            if k == N_ITERATIONS - 1:
-                break
-            for x in range(m):  # where no walk begins any number will do
-                g[x] = first[x] if first[x] < np.inf else highest
-        step = np.inf
-        for x in range(m):
-            step = min(step, first[x] - g[x])
-        last[:] = np.inf
-        for z in range(m):
-            for y in range(m):
-                total = steps[z, y] - g[z]
-                last[y] = total if total < last[y] else last[y]
-        # The first step is exact from its start, the last one to its end.
-        for x in range(m):
-            for y in range(m):
-                out[case, x, y] = first[x] + (n - 2) * step + last[y]
-    return out
-
-
-def _through(left: FloatArray, right: FloatArray, case: int, start: int, end: int) -> int:
+def _through(left: Array, right: Array, case: int, start: int, end: int) -> int:
     """The state in the middle of a cheapest walk, over `left` and then over `right`."""
     return int((left[case, start] + right[case, :, end]).argmin())

@@ -18,6 +18,8 @@ from functools import cached_property
 
 import numpy as np
 
+from autopar.arrays import Array
+from autopar.caching import cached_method
 from autopar.passes.solvers.problem import (
     Choice,
     ChoiceProblem,
@@ -25,7 +27,6 @@ from autopar.passes.solvers.problem import (
     ChoiceTotals,
     Edge,
     Entries,
-    FloatArray,
     Layout,
     Numbers,
     ProblemError,
@@ -112,7 +113,7 @@ class RepeatedProblems:
         return {v: r for r, repeat in enumerate(self.repeats) for v in repeat.block}
 
     @cached_property
-    def of_copies(self) -> tuple[tuple[int, ...], ...]:
+    def copy_edges(self) -> tuple[tuple[int, ...], ...]:
         """Per repeat, the indices of the edges that every copy has."""
         out = []
         for repeat in self.repeats:
@@ -124,7 +125,7 @@ class RepeatedProblems:
     @cached_property
     def once(self) -> tuple[int, ...]:
         """The indices of the edges that exist once: those of no copy, or of the last copy alone."""
-        repeated = set(itertools.chain.from_iterable(self.of_copies))
+        repeated = set(itertools.chain.from_iterable(self.copy_edges))
         return tuple(i for i in range(len(self.numbers.edges)) if i not in repeated)
 
     def edges(self, places: Iterable[int]) -> list[Edge]:
@@ -145,11 +146,11 @@ class RepeatedProblems:
                     {v for e in self.edges(at) for v in (e.u, e.v)} - {*of.block, *of.counterpart}
                 )
             )
-            for of, at in zip(self.repeats, self.of_copies, strict=True)
+            for of, at in zip(self.repeats, self.copy_edges, strict=True)
         ]
 
     @cached_property
-    def once_entries(self) -> Entries:
+    def single_entries(self) -> Entries:
         """The entries that count once: of variables outside blocks, and of the edges `once`."""
         others = [v for v in range(len(self.sizes)) if v not in self.owner]
         return Entries.of(self.numbers, others, self.once)
@@ -159,7 +160,7 @@ class RepeatedProblems:
         """Per repeat, the entries of one copy."""
         return [
             Entries.of(self.numbers, repeat.block, edges)
-            for repeat, edges in zip(self.repeats, self.of_copies, strict=True)
+            for repeat, edges in zip(self.repeats, self.copy_edges, strict=True)
         ]
 
     def unrolled_size(self, size: Callable[[Iterable[int], Iterable[Shape]], int]) -> int:
@@ -169,9 +170,9 @@ class RepeatedProblems:
         total = size(
             [k for v, k in enumerate(sizes) if v not in self.owner], [shapes[i] for i in self.once]
         )
-        for repeat, edges in zip(self.repeats, self.of_copies, strict=True):
-            of_copy = size([sizes[v] for v in repeat.block], [shapes[i] for i in edges])
-            total += repeat.count * of_copy
+        for repeat, edges in zip(self.repeats, self.copy_edges, strict=True):
+            copy_terms = size([sizes[v] for v in repeat.block], [shapes[i] for i in edges])
+            total += repeat.count * copy_terms
         return total
 
     def row(self, i: int, times: int) -> Numbers:
@@ -196,7 +197,7 @@ class RepeatedProblem:
     every: RepeatedProblems
     case: int
     times: int = 1
-    costs: FloatArray | None = None
+    costs: Array | None = None
 
     @staticmethod
     def alone(numbers: ChoiceProblem, repeats: tuple[Repeat, ...]) -> RepeatedProblem:
@@ -222,23 +223,22 @@ class RepeatedProblem:
     def evaluate(self, choice: RepeatedChoice) -> ChoiceTotals:
         """The totals of a choice over all copies. Equal copies are evaluated once."""
         base = choice.base
-        terms = [self._of_once(base)]
+        terms = [self._once_terms(base)]
         for r, (repeat, rows) in enumerate(zip(self.repeats, choice.copies, strict=True)):
             ins = tuple(repeat.counterpart)
             handed_on = [repeat.block.index(repeat.counterpart[u]) for u in ins]
             first = tuple(base[u] for u in ins)
             given = [first, *(tuple(row[c] for c in handed_on) for row in rows[:-1])]
             for (state, row), n in Counter(zip(given, rows, strict=True)).items():
-                terms.append(n * self.of_copy(r, base, state, row))
+                terms.append(n * self.copy_terms(r, base, state, row))
         return ChoiceTotals(*map(math.fsum, np.concatenate(terms, axis=1).tolist()))
 
-    def _of_once(self, base: Choice) -> FloatArray:
+    @cached_method
+    def _once_terms(self, base: Choice) -> Array:
         """[seconds and bytes; terms] of what counts once."""
-        if base not in self._known_once:
-            self._known_once[base] = self._terms(self.every.once_entries, base)
-        return self._known_once[base]
+        return self._terms(self.every.single_entries, base)
 
-    def of_copy(self, r: int, base: Choice, before: Choice, row: Choice) -> FloatArray:
+    def copy_terms(self, r: int, base: Choice, before: Choice, row: Choice) -> Array:
         """[seconds and bytes; terms] of one copy that is handed the choices `before` and
         makes the choices `row`; all else is as in `base`."""
         repeat = self.repeats[r]
@@ -250,15 +250,11 @@ class RepeatedProblem:
             self._known[key] = self._terms(self.every.copy_entries[r], chosen)
         return self._known[key]
 
-    def _terms(self, entries: Entries, choice: Sequence[int]) -> FloatArray:
+    def _terms(self, entries: Entries, choice: Sequence[int]) -> Array:
         """[seconds and bytes; terms]"""
         at, row = entries.at(choice), self.row
         return np.stack((row.cost_s[0, at], row.size_bytes[0, at]))
 
     @cached_property
-    def _known(self) -> dict[tuple[int, Choice, Choice, Choice], FloatArray]:
-        return {}
-
-    @cached_property
-    def _known_once(self) -> dict[Choice, FloatArray]:
+    def _known(self) -> dict[tuple[int, Choice, Choice, Choice], Array]:
         return {}

@@ -5,12 +5,13 @@ price of bytes gives a lower bound and a choice that fits (`passes/solvers/choic
 Their distance is the gap. It is closed from both sides:
 
     choices   from one corner of the hull to the next all copies change at once. As many copies as
-              fit take the choices of the corner over the budget (`_mixed`). Exchanges in single
+              fit take the choices of the corner over the budget (`_mixtures`). Exchanges in single
               copies do the rest (`exchange.py`)
     bounds    prices mix corners for nothing, but between copies that hand on different states one
-              copy pays for the change. So all choices are divided into *branches* (`_parted`): all
-              copies hand on one state, for each state, or some copy changes it. The least bound of
-              all branches is a lower bound of the problem. Branches with a high bound are skipped
+              copy pays for the change. So all choices are divided into *branches*
+              (`_branches_of`): all copies hand on one state, for each state, or some copy changes
+              it. The least bound of all branches is a lower bound of the problem. Branches with a
+              high bound are skipped
 """
 
 from __future__ import annotations
@@ -18,16 +19,18 @@ from __future__ import annotations
 import itertools
 import math
 import time
+from contextlib import suppress
 from functools import cache
 
+from autopar.caching import cached_method
 from autopar.passes.solvers.choice import QUICK, Bracket, Hull, Point, search
-from autopar.passes.solvers.eliminate import TooWide
+from autopar.passes.solvers.eliminate import TableLimits, TooWide
 from autopar.passes.solvers.problem import (
     FORBIDDEN,
     SAME_OPTIMUM_REL,
     Infeasible,
     Solution,
-    over_budget,
+    infeasible_budget,
     within,
 )
 from autopar.passes.solvers.repeats.elimination import Branch, RepeatedElimination
@@ -42,16 +45,13 @@ _Found = tuple[Point[RepeatedChoice], float]
 def quick_plan(problems: RepeatedProblems) -> RepeatedPlan | None:
     """The plan of elimination, a quick one if there is one.
 
-    None: other solvers are quicker. That is so without repeated blocks, if elimination would take
-    long or try values of hubs.
-
-    Raises `TooWide` as `RepeatedPlan` does.
+    None: other solvers are quicker. Without repeated blocks that is so if elimination would take
+    long.
     """
-    try:
-        plan = RepeatedPlan(problems, QUICK)
-    except TooWide:
-        return RepeatedPlan(problems) if problems.repeats else None
-    return plan if problems.repeats or not plan.n_hubs else None
+    for limits in (QUICK, TableLimits()) if problems.repeats else (QUICK,):
+        with suppress(TooWide):
+            return RepeatedPlan(problems, limits)
+    return None
 
 
 class RepeatedSolver:
@@ -61,7 +61,10 @@ class RepeatedSolver:
     def __init__(self, problem: RepeatedProblem, plan: RepeatedPlan) -> None:
         self.problem, self.elimination = problem, RepeatedElimination(problem, plan)
         self._hull = Hull(self.elimination)
-        self._branches: dict[Branch, Hull[RepeatedChoice]] = {}
+
+    def of(self, problem: RepeatedProblem) -> RepeatedSolver:
+        """The solver of a problem with other costs."""
+        return RepeatedSolver(problem, self.elimination.plan)
 
     def solve(
         self,
@@ -72,8 +75,6 @@ class RepeatedSolver:
     ) -> Solution[RepeatedChoice] | Infeasible:
         """The cheapest choice within the budget, or near it; a gap of at most `gap_goal` is not
         closed further. It stops with a choice and its gap once no choice can be below `limit_s`.
-
-        Raises `TooWide` where a table would be too large.
         """
         deadline = time.perf_counter() + (math.inf if time_limit_s is None else time_limit_s)
         hull = self._hull
@@ -85,33 +86,33 @@ class RepeatedSolver:
             return Solution(fastest.choice, fastest.totals, 0.0, is_settled)
         assert budget_bytes is not None, "everything is within no budget"
         if not within(budget_bytes, hull.leanest.totals.bytes):
-            return over_budget(budget_bytes, hull.leanest.totals.bytes)
-        best, bound_s = self._searched(budget_bytes, gap_goal, deadline, limit_s)
+            return infeasible_budget(budget_bytes, hull.leanest.totals.bytes)
+        best, bound_s = self._search(budget_bytes, gap_goal, deadline, limit_s)
         gap = _gap(best, bound_s)
         return Solution(best.choice, best.totals, gap, settled=bound_s < limit_s)
 
-    def _searched(
+    def _search(
         self, budget_bytes: float, gap_goal: float, deadline: float, limit_s: float
     ) -> _Found:
         """By prices, then exchanges, then branches while the gap is too wide."""
         bracket = search(self._hull, budget_bytes, deadline, limit_s)
         if bracket.bound_s >= limit_s:
             return bracket.best, bracket.bound_s
-        best, bound_s = self._exchanged(self._hull, bracket, budget_bytes, gap_goal)
+        best, bound_s = self._exchange(self._hull, bracket, budget_bytes, gap_goal)
         if _gap(best, bound_s) <= gap_goal or bracket.neighbours is None:
             return best, bound_s
         least_s = math.inf
-        for branch in self._parted(bracket.neighbours):
+        for branch in self._branches_of(bracket.neighbours):
             if time.perf_counter() > deadline:
                 return best, bound_s
-            found = self._within(
+            found = self._search_branch(
                 self._branch(branch), bracket, best, budget_bytes, gap_goal, deadline
             )
             best = min(best, found[0], key=lambda point: point.totals.cost_s)
             least_s = min(least_s, found[1])
         return best, bound_s if math.isinf(least_s) else max(bound_s, least_s)
 
-    def _exchanged(
+    def _exchange(
         self,
         hull: Hull[RepeatedChoice],
         bracket: Bracket[RepeatedChoice],
@@ -123,15 +124,15 @@ class RepeatedSolver:
         if _gap(best, bound_s) <= gap_goal or neighbours is None or not self.problem.repeats:
             return best, bound_s
         exchanges = Exchanges(self.problem, budget_bytes, [of.choice for of in hull.corners])
-        for start in _mixed(self.problem, budget_bytes, *neighbours):
-            found = exchanges.fitted(start)
+        for start in _mixtures(self.problem, budget_bytes, *neighbours):
+            found = exchanges.fit(start)
             if found is not None and found.totals.cost_s < best.totals.cost_s:
                 best = found
             if _gap(best, bound_s) <= gap_goal:
                 break
         return best, bound_s
 
-    def _parted(
+    def _branches_of(
         self, neighbours: tuple[Point[RepeatedChoice], Point[RepeatedChoice]]
     ) -> list[Branch]:
         """Branches that cover all choices, by what copies hand on in one repeat; none where both
@@ -143,12 +144,11 @@ class RepeatedSolver:
                 return [*(Branch(r, s) for s in every), Branch(r, None)]
         return []
 
+    @cached_method
     def _branch(self, branch: Branch) -> Hull[RepeatedChoice]:
-        if branch not in self._branches:
-            self._branches[branch] = Hull(self.elimination.within(branch))
-        return self._branches[branch]
+        return Hull(self.elimination.within(branch))
 
-    def _within(
+    def _search_branch(
         self,
         hull: Hull[RepeatedChoice],
         whole: Bracket[RepeatedChoice],
@@ -170,10 +170,10 @@ class RepeatedSolver:
         if not within(budget_bytes, hull.leanest.totals.bytes):
             return best, math.inf
         bracket = search(hull, budget_bytes, deadline)
-        return self._exchanged(hull, bracket, budget_bytes, gap_goal)
+        return self._exchange(hull, bracket, budget_bytes, gap_goal)
 
 
-def _mixed(
+def _mixtures(
     problem: RepeatedProblem, budget_bytes: float, over: Point[RepeatedChoice],
     under: Point[RepeatedChoice],
 ) -> list[Point[RepeatedChoice]]:  # fmt: skip
@@ -201,7 +201,7 @@ def _fullest(
         pair, fraction = (over, under), n / n_most
         if not is_first:
             pair, fraction = (under, over), 1 - fraction
-        choice = _joined(problem, ends, *pair, fraction)
+        choice = _mixture(problem, ends, *pair, fraction)
         return Point(choice, problem.evaluate(choice))
 
     low, high = 0, n_most
@@ -214,7 +214,7 @@ def _fullest(
     return [at(n) for n in range(low, min(low + 1, n_most) + 1)]
 
 
-def _joined(
+def _mixture(
     problem: RepeatedProblem, ends: RepeatedChoice, first: RepeatedChoice, last: RepeatedChoice,
     fraction: float,
 ) -> RepeatedChoice:  # fmt: skip

@@ -23,14 +23,8 @@ from fractions import Fraction
 
 import numpy as np
 
-from autopar.passes.solvers.problem import (
-    BUDGET_REL,
-    Codes,
-    FloatArray,
-    Infeasible,
-    ProblemError,
-    compiled,
-)
+from autopar.arrays import Array, Codes
+from autopar.passes.solvers.problem import BUDGET_REL, Infeasible, ProblemError, compiled
 
 
 @dataclass(frozen=True)
@@ -40,11 +34,6 @@ class Clustering:
     ends: tuple[int, ...]
     largest_cut_bytes: float
     largest_flops: float
-
-    def layers(self) -> list[range]:
-        """The operators of each layer."""
-        starts = (0, *self.ends[:-1])
-        return [range(a, b) for a, b in zip(starts, self.ends, strict=True)]
 
 
 def cluster_operators(
@@ -102,13 +91,13 @@ def least_flops(flops: Sequence[float], n_layers: int) -> float:
     return high
 
 
-def _prefix(work: FloatArray) -> FloatArray:
+def _prefix(work: Array) -> Array:
     """[operators + 1]: flops of the first k operators, each sum rounded once."""
     exact = itertools.accumulate(map(Fraction, work.tolist()), initial=Fraction(0))
     return np.array([float(total) for total in exact])
 
 
-def _window(prefix: FloatArray, limit_flops: float) -> list[int]:
+def _window(prefix: Array, limit_flops: float) -> list[int]:
     """For each k the least i such that operators i..k-1 stay within the limit."""
     # Flops are not negative, so the least i never decreases.
     out = [0]
@@ -121,7 +110,7 @@ def _window(prefix: FloatArray, limit_flops: float) -> list[int]:
 
 
 @compiled
-def _least_largest(paid: FloatArray, starts: Codes, n_layers: int) -> float:
+def _least_largest(paid: Array, starts: Codes, n_layers: int) -> float:
     """G(L, n): the least largest cut; infinite where the limit on flops allows nothing."""
     n = len(paid)
     table = np.full((n + 1, n_layers + 1), np.inf)
@@ -135,9 +124,7 @@ def _least_largest(paid: FloatArray, starts: Codes, n_layers: int) -> float:
     return table[n, n_layers]
 
 
-def _most_even(
-    prefix: FloatArray, may_begin: np.ndarray, starts: list[int], n_layers: int
-) -> list[int]:
+def _most_even(prefix: Array, may_begin: np.ndarray, starts: list[int], n_layers: int) -> list[int]:
     """The ends of the layers of least squared flops that begin only where they may."""
     n = len(may_begin)
     share = prefix / max(prefix[-1], 1.0)
@@ -157,7 +144,7 @@ def _most_even(
     return ends
 
 
-def _largest_of_fewest(prefix: FloatArray, limit_flops: float, n_layers: int) -> float | None:
+def _largest_of_fewest(prefix: Array, limit_flops: float, n_layers: int) -> float | None:
     """The largest flops among the fewest layers within a limit; None: that takes more than
     `n_layers`."""
     start, largest = 0, 0.0

@@ -21,7 +21,7 @@ import numpy as np
 from autopar.passes.solvers.stages.recurrence import CostToGo
 
 
-class _Begun(NamedTuple):
+class _PartialPlan(NamedTuple):
     """The first stages of a plan, in the order in which they are extended.
 
     least_s    of all plans that begin so
@@ -48,7 +48,7 @@ def plans(to_go: CostToGo, limit_s: float = math.inf) -> Iterator[tuple[float, l
     """(span, indices of the stages) of every plan whose span is at most `limit_s`, best first."""
     problem, n_devices = to_go.problem, to_go.problem.n_devices // to_go.unit
     heap = [
-        _Begun(least_s, problem.n_layers, 0.0, (), 0.0, -math.inf, level, n_devices)
+        _PartialPlan(least_s, problem.n_layers, 0.0, (), 0.0, -math.inf, level, n_devices)
         for level in to_go.first_levels
         if (least_s := float(to_go.table[0, -1, level + 1])) <= limit_s and math.isfinite(least_s)
     ]
@@ -58,11 +58,11 @@ def plans(to_go: CostToGo, limit_s: float = math.inf) -> Iterator[tuple[float, l
         if begun.n_left == 0:
             yield begun.least_s, list(begun.stages)
             continue
-        for longer in _extended(to_go, begun, limit_s):
+        for longer in _extensions(to_go, begun, limit_s):
             heapq.heappush(heap, longer)
 
 
-def _extended(to_go: CostToGo, begun: _Begun, limit_s: float) -> Iterator[_Begun]:
+def _extensions(to_go: CostToGo, begun: _PartialPlan, limit_s: float) -> Iterator[_PartialPlan]:
     """The plan with each possible next stage."""
     problem, first = to_go.problem, to_go.problem.n_layers - begun.n_left
     start, end = problem.starts[first : first + 2].tolist()
@@ -81,7 +81,7 @@ def _extended(to_go: CostToGo, begun: _Begun, limit_s: float) -> Iterator[_Begun
         of_begun = np.maximum(span_s, waits_s + 2 * (before_s + after_s))
         least_s = np.where(begins, np.maximum(of_begun, before_s + rest_s), np.inf)
         for i in np.flatnonzero(np.isfinite(least_s) & (least_s <= limit_s)).tolist():
-            yield _Begun(
+            yield _PartialPlan(
                 float(least_s[i]), problem.n_layers - 1 - int(last[i]), float(before_s[i]),
                 (*begun.stages, start + i), float(span_s[i]), float(waits_s[i]), level,
                 int(left[i]),

@@ -31,17 +31,14 @@ so (Zheng et al., "Alpa", OSDI 2022, appendix A). Only such orders are plans.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
-from autopar.passes.solvers.problem import FloatArray, ProblemError
-
-IntArray = NDArray[np.int64]
+from autopar.arrays import Array, Indices
+from autopar.passes.solvers.problem import ProblemError
 
 
 class StageChoice(NamedTuple):
@@ -68,11 +65,11 @@ class StageProblem:
     Raises `ProblemError` for wrong shapes, NaN, negative numbers and counts below 1.
     """
 
-    first: IntArray
-    last: IntArray
-    config: IntArray
-    work_s: FloatArray
-    added_s: FloatArray
+    first: Indices
+    last: Indices
+    config: Indices
+    work_s: Array
+    added_s: Array
     config_devices: tuple[int, ...]
     n_layers: int
     n_devices: int
@@ -113,12 +110,12 @@ class StageProblem:
         return self.n_stages is not None
 
     @cached_property
-    def starts(self) -> IntArray:
+    def starts(self) -> Indices:
         """[first layer]: the index of the first stage that begins there; then the end."""
         return np.searchsorted(self.first, np.arange(self.n_layers + 1))
 
     @cached_property
-    def drained_s(self) -> FloatArray:
+    def drained_s(self) -> Array:
         """[stages, levels]: the part of `work_s` that comes on top of twice all later stages."""
         return drained_s(self.work_s, self.added_s, np.arange(self.n_levels), self.n_microbatches)
 
@@ -133,14 +130,8 @@ class StageProblem:
     def choice(self, stage: int) -> StageChoice:
         return StageChoice(int(self.first[stage]), int(self.last[stage]), int(self.config[stage]))
 
-    def span_of(self, stages: Sequence[int]) -> float:
-        """The span of a plan, given by the indices of its stages."""
-        levels = [min(k, self.n_levels - 1) for k in reversed(range(len(stages)))]
-        at = list(stages), levels
-        return span_s(self.work_s[at], self.added_s[at], self.n_microbatches)
 
-
-def span_s(work_s: FloatArray, added_s: FloatArray, n_microbatches: int | None = None) -> float:
+def span_s(work_s: Array, added_s: Array, n_microbatches: int | None = None) -> float:
     """The span of stages in order, [stages] each; the module docstring has the formula."""
     if not np.isfinite(work_s).all():
         return math.inf
@@ -150,9 +141,7 @@ def span_s(work_s: FloatArray, added_s: FloatArray, n_microbatches: int | None =
     return float((done_s - added_s + np.maximum(work_s, waits_s)).max())
 
 
-def drained_s(
-    work_s: FloatArray, added_s: FloatArray, n_after: IntArray, n_microbatches: int | None
-) -> FloatArray:
+def drained_s(work_s: Array, added_s: Array, n_after: Indices, n_microbatches: int | None) -> Array:
     """The part of stages' work that comes on top of twice all later stages, [..., n_after].
 
     Minus infinity where the first microbatch is not back before the forward of the last one.

@@ -21,8 +21,9 @@ import math
 
 import numpy as np
 
-from autopar.passes.solvers.problem import BoolArray, FloatArray, compiled
-from autopar.passes.solvers.stages.problem import IntArray, StageProblem
+from autopar.arrays import Array, BoolArray, Indices
+from autopar.passes.solvers.problem import compiled
+from autopar.passes.solvers.stages.problem import StageProblem
 
 
 class CostToGo:
@@ -70,9 +71,9 @@ def least_span_s(problem: StageProblem) -> float:
 
 @compiled
 def _recurrence(
-    work: FloatArray, added: FloatArray, drained: FloatArray, lasts: IntArray, configs: IntArray,
-    starts: IntArray, sizes: IntArray, begins: BoolArray, is_exact: bool,
-) -> tuple[FloatArray, FloatArray]:  # fmt: skip
+    work: Array, added: Array, drained: Array, lasts: Indices, configs: Indices,
+    starts: Indices, sizes: Indices, begins: BoolArray, is_exact: bool,
+) -> tuple[Array, Array]:  # fmt: skip
     """f and g; `sizes` are [configurations], `begins` [configurations, devices]."""
     n_layers, n_devices, n_levels = len(starts) - 1, begins.shape[1] - 1, work.shape[1]
     # 0: f, 1: g. follow[..., j]: the least of what comes after a stage at level j.
@@ -114,7 +115,7 @@ def _recurrence(
 
 @compiled
 def _is_dominated(
-    work: FloatArray, added: FloatArray, configs: IntArray, sizes: IntArray, start: int, stop: int,
+    work: Array, added: Array, configs: Indices, sizes: Indices, start: int, stop: int,
     i: int, n_levels: int,
 ) -> bool:  # fmt: skip
     """Is another stage of these as good as stage i at every level? Of equal ones, the first is."""

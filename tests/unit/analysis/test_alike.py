@@ -9,7 +9,14 @@ import torch
 
 from autopar.cost.memory import peak_memory
 from autopar.cost.price import stage_times
-from autopar.passes.analysis import Analysis, Numbered, cut, find_runs, lowered_as, renamed
+from autopar.passes.analysis import (
+    Analysis,
+    Numbered,
+    cut,
+    find_runs,
+    rename_lowered,
+    rename_strategy,
+)
 from autopar.passes.intra import Constraints, PlacementRequest, choose
 from autopar.passes.lowering import lower
 from autopar.program import Pipeline, Strategy
@@ -78,7 +85,7 @@ def test_what_one_chooses_the_others_choose_under_their_names() -> None:
     names = Numbered.of(one).names_in(Numbered.of(other))
     mine, theirs = strategy_of(one), strategy_of(other)
     assert mine != theirs
-    found = renamed(mine, names)
+    found = rename_strategy(mine, names)
     assert found == theirs
     assert list(found.operators) == list(theirs.operators)
     assert list(found.storage) == list(theirs.storage)
@@ -92,7 +99,7 @@ def test_what_is_lowered_for_one_is_joined_and_priced_as_the_others() -> None:
     names = Numbered.of(one).names_in(Numbered.of(other))
     ends = [lower(part, strategy_of(part), cost) for part in (begin, end)]
     middle = [lower(part, strategy_of(part), cost) for part in (one, other)]
-    named = lowered_as(middle[0], one.program, other.program, names)
+    named = rename_lowered(middle[0], one.program, other.program, names)
     assert [p.name for p in named.parameters] == [p.name for p in middle[1].parameters]
     found, wanted = (
         Pipeline.of([ends[0], middle[0], third, ends[1]], [cost.mesh] * 4, one_f_one_b)

@@ -11,7 +11,7 @@ import pytest
 from torch import Tensor, nn
 
 from autopar.passes.analysis import KEPT, Analysis, cut, find_runs, fold
-from autopar.passes.inter import Layers, balanced, find_layers, operator_flops
+from autopar.passes.inter import Layers, balance, find_layers, operator_flops
 from tests.helpers.captures import captured
 from tests.helpers.harness import (
     MODELS,
@@ -158,7 +158,7 @@ def test_balanced_parts_equal_every_partition_counted_out() -> None:
     for _ in range(200):
         weights = (rng.integers(0, 6, int(rng.integers(1, 9))) * 1.0).tolist()
         n_parts = int(rng.integers(1, len(weights) + 1))
-        last = balanced(weights, n_parts)
+        last = balance(weights, n_parts)
         assert last[-1] == len(weights) - 1 and len(last) == n_parts
 
         def heaviest(inner: Sequence[int], weights: list[float] = weights) -> float:

@@ -21,7 +21,7 @@ from autopar.cost.hardware import (
     resolve,
     shipped_name,
 )
-from autopar.cost.hardware.names import spelled
+from autopar.cost.hardware.names import spelling_of
 from autopar.cost.hardware.profile import DEFAULTS
 from autopar.errors import NotSupportedError, OptionError
 from autopar.mesh import Device, Link, Mesh
@@ -117,7 +117,7 @@ def test_names_that_are_near_are_suggested_and_not_taken(given: str, near: list[
 
 def test_no_two_profiles_are_spelled_alike() -> None:
     spellings = [
-        (spelled(known), name)
+        (spelling_of(known), name)
         for name in SHIPPED
         for known in {name, *load_profile(name).cuda_names}
     ]
@@ -207,7 +207,7 @@ def test_what_may_be_left_out_needs_a_source_where_it_is_given(tmp_path: Path, k
 def test_explicit_links_and_device_win() -> None:
     links = (Link(1e-5, 1e-9), Link(1e-6, 1e-10))
     hardware = resolve(Mesh((2, 4), links=links, device=DEVICE), torch.bfloat16)
-    assert hardware == Hardware(links, DEVICE, "explicit", 1e12, 0.0)
+    assert hardware == Hardware(links, DEVICE, "explicit", 1e12, 0.0, dtype=torch.bfloat16)
     assert hardware.memory_limit_bytes == 1e10
 
 

@@ -10,7 +10,13 @@ from __future__ import annotations
 import pytest
 import torch
 
-from autopar.cost.hardware import attention_flops_per_s, flat_group, load_profile, on_links, resolve
+from autopar.cost.hardware import (
+    attention_flops_per_s,
+    flat_group,
+    link_hardware,
+    load_profile,
+    resolve,
+)
 from autopar.cost.laws import bus_bytes_per_s, collective_time_s, op_time_s
 from autopar.cost.published.fit import at_priors
 from autopar.mesh import Link, Mesh
@@ -44,7 +50,7 @@ PRODUCTS = [
 def test_products(
     name: str, m: int, n: int, k: int, dtype: torch.dtype, published_tflops: float
 ) -> None:
-    device = on_links(at_priors(name), LINKS, dtype).device
+    device = link_hardware(at_priors(name), LINKS, dtype).device
     flops, moved_bytes = 2.0 * m * n * k, float((m * k + k * n + m * n) * dtype.itemsize)
     predicted = flops / op_time_s(flops, moved_bytes, device, dtype) / 1e12
     assert predicted == pytest.approx(published_tflops, rel=0.18)
@@ -120,7 +126,7 @@ def test_memory_bandwidth(name: str, published: float) -> None:
 # FlashAttention-2's forward, sequence 8192, TFLOPS: Azure AI-benchmarking-guide.
 @pytest.mark.parametrize(("name", "published"), [("a100-80gb", 179.5), ("h100-sxm", 327.9)])
 def test_fused_attention(name: str, published: float) -> None:
-    device = on_links(at_priors(name), LINKS, torch.bfloat16).device
+    device = link_hardware(at_priors(name), LINKS, torch.bfloat16).device
     forward, backward = attention_flops_per_s(device, torch.bfloat16)
     assert forward / 1e12 == pytest.approx(published, rel=0.02)
     assert backward < forward

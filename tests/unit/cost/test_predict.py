@@ -162,7 +162,7 @@ def test_a_pipeline_of_two_by_hand() -> None:
         sum(FAST.latency_s + c.sent.local.size_bytes * FAST.s_per_byte for c in pipeline.crossings)
     )
     loss_s = collective_time_s("all_reduce", 8, flat_group(2, FAST))
-    busy_s = [s.forward.total_s + s.of("backward").total_s for s in stages]
+    busy_s = [s.forward.duration().time_s + s.of("backward").duration().time_s for s in stages]
     update_s = max(s.update_s for s in stages)
     assert found.step_time_s == pytest.approx(sum(busy_s) + sum(sent) + loss_s + update_s)
     assert found.compute_time_s == pytest.approx(max(busy_s))

@@ -151,7 +151,7 @@ def test_what_overlaps(compute_s: float, waited_s: float, beside_s: float, slowd
     assert duration.hidden_s <= min(beside_s, duration.compute_s) + 1e-9
     assert duration.exposed_s + duration.hidden_s == pytest.approx(waited_s + beside_s)
     # Never better than no collectives at all, never worse than one after the other.
-    one_by_one_s = PartWork(compute_s, waited_s + beside_s).total_s
+    one_by_one_s = PartWork(compute_s, waited_s + beside_s).duration().time_s
     assert compute_s + waited_s - 1e-9 <= duration.time_s
     assert PartWork(compute_s, waited_s, beside_s).duration(0.0).time_s <= one_by_one_s + 1e-9
 

@@ -12,7 +12,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from autopar.cost.hardware import Profile, changed, doublings, flops_per_s, load_profile, on_links
+from autopar.cost.hardware import (
+    Profile,
+    changed,
+    doublings,
+    flops_per_s,
+    link_hardware,
+    load_profile,
+)
 from autopar.cost.published import read_runs
 from autopar.cost.published.fit import log_error
 from autopar.cost.published.rows import read_row
@@ -65,7 +72,7 @@ def step(
     """The model of a step in bfloat16 on nodes of 8."""
     layer = LayerModel(shape, recipe, Software(**words))
     links = (profile.link("inter_node"), profile.link("intra_node"))
-    hardware = on_links(profile, links, torch.bfloat16)
+    hardware = link_hardware(profile, links, torch.bfloat16)
     return StepModel(layer, TransformerMachine(hardware, 8, recipe))
 
 
@@ -207,7 +214,10 @@ def test_1f1b_is_the_closed_form(pp: int, m: int) -> None:
     """(sum of all stages) + (m - 1) (slowest stage, the one with the head) + update."""
     model = step(SMALL, Recipe(pp=pp, global_batch=m), FREE_LINKS)
     stages = [model.stage_times(chunk) for chunk in model.chunks]
-    each_s = [stage.of("forward").total_s + stage.of("backward").total_s for stage in stages]
+    each_s = [
+        stage.of("forward").duration().time_s + stage.of("backward").duration().time_s
+        for stage in stages
+    ]
     assert each_s[-1] == max(each_s)
     update_s = max(stage.update_s for stage in stages)
     expected_s = sum(each_s) + (m - 1) * max(each_s) + update_s

@@ -19,7 +19,7 @@ from tests.helpers.jobs import MlpWithLoss, machine, rows
 
 # The search hands on its analysis, placements and prediction, so no pass makes them again.
 OF_THE_SEARCH = ["capture", "read-inputs", "keep-whole", "open-search", "search", "record"]
-OF_A_SAVED_PLAN = ["capture", "keep-whole", "analyse", "place"]
+OF_A_SAVED_PLAN = ["capture", "keep-whole", "analyse", "resolve-mesh", "place"]
 
 
 def planned() -> Plan:

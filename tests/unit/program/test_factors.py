@@ -141,6 +141,6 @@ def test_types_of_one_microbatch() -> None:
         {"x": TensorType(((8,), (4, 2)), 4, True), "w": TensorType(((8,),), 4, True)},
         {"x": ((0,), (1, 2)), "w": ((3,),)},
     )
-    divided = types.with_divided(types.by_cell({"x": (0, 0)}), 4)
+    divided = types.divide_rows(types.by_cell({"x": (0, 0)}), 4)
     assert divided.tensors["x"].dims == ((2,), (4, 2))
     assert divided.tensors["w"] == types.tensors["w"]

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from autopar.errors import MeshError, OptionError
 from autopar.mesh import Mesh
 from autopar.options import StageOption
-from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis import Analysis
 from autopar.program import Program
 
 

@@ -4,13 +4,11 @@ from __future__ import annotations
 
 from autopar.errors import BatchError, OptionError
 from autopar.options import Manual, Options
-from autopar.passes.analysis.analysis import Analysis
+from autopar.passes.analysis import Analysis
 
 # The limit per device: beyond it a microbatch has next to no compute.
 _PER_DEVICE = 16
 _LEAST_LIMIT = 64
-# Pipelines mostly have at least so many: m = 8p keeps the bubble (p - 1) / m of p stages below 1/8.
-FIRST_COUNT = 16
 
 
 def microbatch_counts(
