@@ -187,4 +187,4 @@ def _model_class(transformers: Any, config: Any) -> Any:
             hint=f"{', '.join(_TOKEN_HEADS)} take input_ids and labels; "
             f"for others write a factory: {_FACTORY_HINT}",
         )
-    return found._config_model
+    return found._from_config
