@@ -121,7 +121,7 @@ def test_folded_is_eliminated(name: str, axes: str, forbid: str) -> None:
     assert chosen.strategy.storage.keys() == storage.keys()
 
 
-@one_in(2)
+@one_in(3)
 @pytest.mark.parametrize(
     ("name", "axes", "forbid"),
     sampled(
@@ -139,7 +139,7 @@ def test_folded_is_the_whole_ilp(name: str, axes: str, forbid: str) -> None:
     assert chosen.objective_s == pytest.approx(whole.totals.cost_s + problem.launches_s, rel=REL)
 
 
-@one_in(2)
+@one_in(3)
 @pytest.mark.parametrize(("name", "axes", "forbid", "share"), sampled(BUDGETS, BUDGETS[-2:]))
 def test_the_gap_covers_the_optimum_within_a_budget(
     name: str, axes: str, forbid: str, share: str

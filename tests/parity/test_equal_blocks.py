@@ -53,7 +53,7 @@ def planned(
     return plan if mode is None else recomputing(plan, mode)
 
 
-@one_in(2)
+@one_in(3)
 @pytest.mark.parametrize(("model", "layout", "mode"), sampled(CASES, BY_DAY))
 def test_a_step_is_one_processs(model: str, layout: str, mode: Recompute | None) -> None:
     plan = planned(model, layout, 12 if layout == "stages" else 6, mode, "fp64")

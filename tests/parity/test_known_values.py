@@ -86,7 +86,7 @@ def data(net: Net, y: Tensor) -> Tensor:
 HOW = [solver, literal, flag, mask, sized, data]
 
 
-@one_in(2)
+@one_in(3)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("how", HOW)
 def test_a_step_is_eagers(how: Callable[[Net, Tensor], Tensor]) -> None:

@@ -170,7 +170,7 @@ BY_DAY = [
 ]
 
 
-@one_in(2)
+@one_in(3)
 @pytest.mark.parametrize(("model", "sizes", "n_microbatches", "recipe"), sampled(CASES, BY_DAY))
 def test_plan(model: str, sizes: tuple[int, ...], n_microbatches: int, recipe: str) -> None:
     """The plan follows its recipe and is right; forbidden, reduce_scatters are absent."""

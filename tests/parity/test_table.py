@@ -54,7 +54,7 @@ AT_NIGHT: tuple[AnyCell, ...] = (
 SAMPLE = (*BY_DAY, *AT_NIGHT)
 
 
-@one_in(2)
+@one_in(3)
 @pytest.mark.parametrize(
     "cell", [*BY_DAY, *(pytest.param(cell, marks=nightly) for cell in AT_NIGHT)], ids=str
 )

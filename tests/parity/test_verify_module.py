@@ -186,7 +186,7 @@ RANDOM: dict[str, tuple[Callable[[], nn.Module], Callable[[int], dict[str, Tenso
 }
 
 
-@one_in(2)
+@one_in(3)
 @pytest.mark.parametrize("name", RANDOM)
 def test_models_that_draw_random_numbers(name: str) -> None:
     make, rows = RANDOM[name]

@@ -181,7 +181,7 @@ def other_specs(p: StoredParameter, sizes: Sizes) -> list[Spec]:
     return [Spec((how,) * len(sizes)) for how in (I, R)] + [Spec((I,) * rest + (c,)) for c in cuts]
 
 
-@one_in(2)
+@one_in(3)
 @pytest.mark.parametrize("shapes", MESHES, ids=str)
 def test_operands_that_are_cut_differently(shapes: tuple[Sizes, ...]) -> None:
     """A whole operand is cut, one that is cut otherwise gathered, whichever comes first."""
