@@ -50,7 +50,10 @@ class HeldState(nn.Module):
 
     @property
     def stream(self) -> Stream:
-        """The random numbers of the module's steps; raises `NotPlannedError` before a plan."""
+        """The random numbers of steps: `base` is the seed, `n_steps` counts the steps so far.
+
+        Raises `NotPlannedError` before a plan.
+        """
         return self._state.stream
 
     @property
