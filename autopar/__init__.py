@@ -41,7 +41,7 @@ if TYPE_CHECKING:
     from autopar.oracle import check_rule
     from autopar.parity import Report, verify
     from autopar.planning import Plan
-    from autopar.program import Audit
+    from autopar.program.graph import Audit
     from autopar.rules import register_rule
     from autopar.runtime.checkpoints import AsyncSaver
     from autopar.runtime.launch import launch
@@ -95,7 +95,7 @@ __all__ = [
 _HOMES = {
     "AbsentRanksError": "autopar.errors",
     "AsyncSaver": "autopar.runtime.checkpoints",
-    "Audit": "autopar.program",
+    "Audit": "autopar.program.graph",
     "AutoparError": "autopar.errors",
     "BatchError": "autopar.errors",
     "CaptureError": "autopar.errors",

@@ -1,4 +1,4 @@
-"""Results of methods that are kept as long as their object: `cached_property` with arguments."""
+"""Results that are kept as long as their object: `cached_property` for functions and arguments."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from typing import Any, TypeVar, cast
 F = TypeVar("F", bound=Callable[..., Any])
 
 
-def cached_method(method: F) -> F:
-    """A method that runs once for the same arguments, which are positional and hashable.
+def once(function: F) -> F:
+    """A method, or a function of an object, that runs once for each object and the same arguments.
 
-    Results lie in the `__dict__` of the object, also of a frozen dataclass. So they are gone with
-    the object, and `dataclasses.replace` starts without them.
+    Arguments after the object are positional and hashable. Results lie in the `__dict__` of the
+    object, also of a frozen dataclass. So they are gone with the object, and `dataclasses.replace`
+    starts without them.
     """
-    name = f"_results_of_{method.__name__}"
+    key = f"{function.__module__}.{function.__qualname__}"
 
-    @wraps(method)
-    def once(self: Any, *args: Any) -> Any:
-        results = self.__dict__.setdefault(name, {})
+    @wraps(function)
+    def result(subject: Any, *args: Any) -> Any:
+        results = vars(subject).setdefault(key, {})
         if args not in results:
-            results[args] = method(self, *args)
+            results[args] = function(subject, *args)
         return results[args]
 
-    return cast(F, once)
+    return cast(F, result)

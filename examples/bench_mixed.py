@@ -27,7 +27,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import autopar
 from autopar import Manual, Mesh, Plan
-from autopar.program import CallLine, line_counts
+from autopar.program.lines import CallLine, line_counts
 
 # torchtitan@b5bcd76c, benchmarks/asyncTP_llama3_h100_2025-06_torchtitan.md: vanilla tensor
 # parallelism, torch.compile, full recompute; 16 rows a GPU, tokens per second and GPU.

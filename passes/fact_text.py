@@ -23,7 +23,8 @@ from autopar.passes.facts import (
 from autopar.passes.lowering import PlacedStage
 from autopar.passes.search import PlanningResult
 from autopar.plans import PlanData, Predicted
-from autopar.program import Pipeline, Program, program_text
+from autopar.program.graph import Program
+from autopar.program.lines import Pipeline, program_text
 from autopar.units import format_bytes, format_seconds
 
 

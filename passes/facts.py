@@ -19,7 +19,7 @@ from autopar.passes.analysis import Analysis, Paddings
 from autopar.passes.binding import ExampleInputs
 from autopar.passes.lowering import PlacedStage
 from autopar.plans import InputSignature, StageRecord
-from autopar.program import JointProgram, Pipeline
+from autopar.program.lines import JointProgram, Pipeline
 
 
 @dataclass(frozen=True)

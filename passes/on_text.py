@@ -1,4 +1,4 @@
-"""Some passes, run on programs that are given as text (`program/text.py`)."""
+"""Some passes, run on programs that are given as text (`program/lines/text.py`)."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from autopar.options import Options
 from autopar.passes.compilation import Compilation
 from autopar.passes.facts import Differentiated, Target, Unverified
 from autopar.passes.pipeline import PASSES
-from autopar.program import JointProgram, Pipeline, StageProgram, parse_programs
+from autopar.program.lines import JointProgram, Pipeline, StageProgram, parse_programs
 from autopar.schedule import forward_only, one_f_one_b
 
 

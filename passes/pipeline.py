@@ -77,7 +77,8 @@ from autopar.passes.inter import Candidate
 from autopar.passes.lowering import PlacedStage, join, lower_few, stage_record
 from autopar.passes.search import Planner, PlanningResult
 from autopar.plans import MANUAL, PlanData, Predicted, StageRecord
-from autopar.program import Pipeline, Program, StageProgram
+from autopar.program.graph import Program
+from autopar.program.lines import Pipeline, StageProgram
 from autopar.schedule import ORDERS, forward_only
 from autopar.verifier import verify_pipeline
 

@@ -35,7 +35,7 @@ from autopar.calibration.timing import TimedCall, medians_s
 from autopar.mesh import Mesh
 from autopar.options import Manual
 from autopar.planning import Plan
-from autopar.program import flatten_inputs
+from autopar.program.graph import flatten_inputs
 from autopar.runtime.execute import Environment, Executor, load_code
 
 Step = Callable[[int], None]

@@ -20,7 +20,7 @@ from torch.utils import _pytree as pytree
 from autopar.capture.builder import Builder
 from autopar.capture.outputs import Outputs
 from autopar.errors import BatchError, CaptureError
-from autopar.program import Accumulation, flatten_inputs, row_dims
+from autopar.program.graph import Accumulation, flatten_inputs, row_dims
 
 aten = torch.ops.aten
 

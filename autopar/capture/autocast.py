@@ -25,7 +25,7 @@ from autopar.capture.builder import Builder
 from autopar.errors import NotSupportedError
 from autopar.operators import function_of
 from autopar.precision import Precision
-from autopar.program import ParameterInfo
+from autopar.program.graph import ParameterInfo
 
 aten = torch.ops.aten
 # Kept whole, while autocast reaches the matmuls in it. Casts of its operands give the same bits,

@@ -17,7 +17,7 @@ from torch.export.graph_signature import InputKind
 from autopar.capture.builder import Builder
 from autopar.capture.inplace import functionalise
 from autopar.errors import NotSupportedError
-from autopar.program import BufferInfo
+from autopar.program.graph import BufferInfo
 
 _WORDS = {
     InputKind.PARAMETER: "parameter",

@@ -1,10 +1,10 @@
-"""Collects what capture notices on its way, for the audit of the program (`program/audit.py`)."""
+"""Collects what capture notices on its way, for the program's audit (`program/graph/audit.py`)."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from autopar.program import Audit, Note
+from autopar.program.graph import Audit, Note
 
 
 @dataclass

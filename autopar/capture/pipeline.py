@@ -51,7 +51,7 @@ from autopar.capture.trace import (
 )
 from autopar.errors import CaptureError, NotSupportedError, OptionError
 from autopar.precision import WORDS, Precision, lifted_dtype
-from autopar.program import (
+from autopar.program.graph import (
     Accumulation,
     BufferInfo,
     Frozen,

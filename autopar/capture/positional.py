@@ -40,7 +40,7 @@ from autopar.capture.trace import fake_like, fake_mode
 from autopar.errors import NotSupportedError
 from autopar.operators import ATTENTION_DROPOUT, DROPOUT, UNIFORM, seed_tensor
 from autopar.precision import AS_IT_IS, Precision, no_autocast
-from autopar.program import Program
+from autopar.program.graph import Program
 
 # Functions made of random ones.
 COMPOSITES = ("scaled_dot_product_attention", "lstm", "gru", "rnn_tanh", "rnn_relu")

@@ -16,7 +16,7 @@ import torch
 from torch import fx, nn
 
 from autopar.capture.dependence import Depends, subgraph
-from autopar.program import Prologue
+from autopar.program.graph import Prologue
 
 aten = torch.ops.aten
 

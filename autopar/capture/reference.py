@@ -16,7 +16,7 @@ from torch import fx, nn
 from autopar.capture.constants import buffer
 from autopar.errors import BatchError
 from autopar.operators import seed_tensor, step_seed
-from autopar.program import Program
+from autopar.program.graph import Program
 from autopar.rules import FUSED
 
 aten = torch.ops.aten

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal
 from autopar.cli.shell import Result
 
 if TYPE_CHECKING:
-    from autopar.program import Audit, Program
+    from autopar.program.graph import Audit, Program
     from autopar.rules import OpCall
 
 Status = Literal["covered", "replicated", "missing", "refused"]
@@ -138,7 +138,7 @@ def uneven_dims(program: Program, n_ranks: int, kept_whole: Sequence[str] = ()) 
     have a rule or be in `kept_whole`.
     """
     from autopar.passes.analysis import find_paddings, keep_whole_as_planned
-    from autopar.program import operators_of, tensor_types
+    from autopar.program.graph import operators_of, tensor_types
 
     keep_whole_as_planned(kept_whole)
     paddings = find_paddings(program, n_ranks)

@@ -24,7 +24,7 @@ from itertools import zip_longest
 from typing import NamedTuple
 
 from autopar.codegen.blocks import Piece, Statement, Template
-from autopar.program import identifier
+from autopar.program.lines import identifier
 
 
 class Slice(NamedTuple):

@@ -25,7 +25,7 @@ from autopar.codegen.words import (
     taken_from,
     unpacked,
 )
-from autopar.program import UNUSED, Local, Variable
+from autopar.program.lines import UNUSED, Local, Variable
 
 
 @dataclass(frozen=True)

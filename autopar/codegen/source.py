@@ -11,6 +11,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+from autopar.caching import once
 from autopar.codegen.blocks import (
     Statement,
     Work,
@@ -48,7 +49,7 @@ from autopar.codegen.words import (
     unpacked,
     wrapped,
 )
-from autopar.program import (
+from autopar.program.lines import (
     UNUSED,
     CallLine,
     DetachLine,
@@ -71,7 +72,6 @@ from autopar.program import (
     communications,
     free_name,
     group_name,
-    once,
     reserved_names,
 )
 from autopar.units import format_seconds

@@ -16,7 +16,7 @@ from autopar.codegen.words import (
     type_text,
 )
 from autopar.placement import Move, Split
-from autopar.program import (
+from autopar.program.lines import (
     UNUSED,
     CallLine,
     DetachLine,

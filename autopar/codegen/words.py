@@ -14,7 +14,7 @@ import torch
 
 from autopar.errors import OptionError
 from autopar.placement import COLLECTIVES, Spec
-from autopar.program import CallLine, Local, MoveLine, Variable
+from autopar.program.lines import CallLine, Local, MoveLine, Variable
 from autopar.rules import find_operator
 from autopar.units import format_bytes, format_seconds
 

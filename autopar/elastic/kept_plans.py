@@ -20,7 +20,7 @@ from autopar.errors import OptionError, PlanError
 from autopar.mesh import Mesh
 from autopar.options import BESIDE_A_PLAN, Options
 from autopar.planning import Plan
-from autopar.program import flatten_inputs
+from autopar.program.graph import flatten_inputs
 from autopar.runtime.state import gathered, own_rank, together
 from autopar.runtime.storage import disk_faults
 

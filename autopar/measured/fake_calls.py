@@ -15,7 +15,7 @@ import torch.fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from autopar.errors import NotSupportedError
-from autopar.program import Program
+from autopar.program.graph import Program
 
 T = TypeVar("T")
 _MAX_KNOWN = 1 << 14

@@ -31,7 +31,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
 from autopar.measured.fake_calls import PerCall, as_list, fresh_like
-from autopar.program import Program
+from autopar.program.graph import Program
 from autopar.rules import OpCall
 
 

@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from autopar.measured.fake_calls import PerCall, as_list, fresh_like
 from autopar.measured.live_bytes import LiveBytes
 from autopar.operators import workspace_bytes
-from autopar.program import Program
+from autopar.program.graph import Program
 from autopar.rules import OpCall
 
 

@@ -14,7 +14,7 @@ from autopar.module.calls import check_inputs
 from autopar.module.held_state import HeldState
 from autopar.module.padding import PaddingCheck
 from autopar.planning import Plan
-from autopar.program import Program, flatten_inputs
+from autopar.program.graph import Program, flatten_inputs
 
 
 class Feeding(HeldState):

@@ -29,7 +29,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from autopar.capture import version_of
 from autopar.errors import NotSupportedError, StateError
 from autopar.module.optimizers import has_trained
-from autopar.program import ChangedBuffer
+from autopar.program.lines import ChangedBuffer
 from autopar.runtime.state import all_names, together
 
 # Parameter of users' models -> the models and parallel modules that it was copied for, and whether

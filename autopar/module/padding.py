@@ -27,7 +27,7 @@ from autopar.errors import AutoparError, BatchError
 from autopar.module.agreement import Given
 from autopar.module.programs import Built
 from autopar.precision import widened
-from autopar.program import flatten_inputs
+from autopar.program.graph import flatten_inputs
 
 _TOLERANCE = 1e-10  # relative to the largest element of a tensor, and to that of all gradients
 _HINT = (

@@ -71,7 +71,7 @@ from autopar.passes.facts import Source, Target
 from autopar.passes.pipeline import PASSES
 from autopar.planning import Plan, settled_heap
 from autopar.plans import PlanData
-from autopar.program import Audit, Program, flatten_inputs
+from autopar.program.graph import Audit, Program, flatten_inputs
 from autopar.runtime.state import LossScale, all_names
 
 

@@ -28,7 +28,8 @@ from autopar.passes.compilation import Compilation
 from autopar.passes.facts import Source, Target
 from autopar.planning import Bound, Plan
 from autopar.plans import PlanData
-from autopar.program import Pipeline, Program
+from autopar.program.graph import Program
+from autopar.program.lines import Pipeline
 from autopar.runtime.state import (
     LossScaler,
     StageState,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from autopar.errors import NotSupportedError
 from autopar.module.job import own_rank
-from autopar.program import Program
+from autopar.program.graph import Program
 
 _N_TOLD = 3  # lines on stderr
 _OWN = frozenset({"stream", "training"})

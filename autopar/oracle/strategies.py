@@ -37,7 +37,7 @@ from autopar.placement import (
     local_shape,
     scatter,
 )
-from autopar.program import Atom, Factors, leaves, name_sizes, unify
+from autopar.program.graph import Atom, Factors, leaves, name_sizes, unify
 from autopar.rules import (
     GROUP,
     AxisStrategy,

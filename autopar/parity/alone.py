@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import change_buffers, microbatch_inputs, reference_step
-from autopar.program import Program
+from autopar.program.graph import Program
 
 
 class StepResult(NamedTuple):

@@ -22,7 +22,7 @@ from autopar.parity.alone import reference, whole_parameters
 from autopar.parity.eager import ModuleStep, module_step, same
 from autopar.parity.report import relative_error
 from autopar.precision import AS_IT_IS, Precision
-from autopar.program import Accumulation, Program
+from autopar.program.graph import Accumulation, Program
 
 IN_FLOAT32, IN_FLOAT64 = 1e-6, 1e-10
 N_ROUNDINGS = 256  # units of precision of the largest number by which a gradient may be off

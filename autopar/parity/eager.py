@@ -41,7 +41,7 @@ from autopar.errors import AutoparError, VerificationError
 from autopar.operators import step_seed
 from autopar.parity.alone import StepResult
 from autopar.precision import AS_IT_IS, Precision
-from autopar.program import Accumulation
+from autopar.program.graph import Accumulation
 
 _TORCH, _AUTOPAR = (str(Path(path).parent) for path in (torch.__file__, Path(__file__).parent))
 Batch = Mapping[str, Any] | Sequence[Any]

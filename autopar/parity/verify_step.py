@@ -26,7 +26,7 @@ from autopar.parity.sharded import thread_errors
 from autopar.passes.binding import capture_step
 from autopar.planning import Plan, on_program, plan_program
 from autopar.precision import Precision, widened
-from autopar.program import Program, flatten_inputs
+from autopar.program.graph import Program, flatten_inputs
 
 # In float64 only a wrong program differs; in the model's own dtypes casts and sums round.
 TOLERANCE = {"fp64": 1e-10, "model": 1e-6}

@@ -20,7 +20,8 @@ from autopar.passes.facts import Placed, Sources, Target
 from autopar.passes.lowering import PlacedStage
 from autopar.passes.pipeline import PASSES
 from autopar.plans import PlanData, Predicted
-from autopar.program import Collective, Pipeline
+from autopar.program.communication import Collective
+from autopar.program.lines import Pipeline
 from autopar.report import assumed, memory_bar, time_bar
 
 

@@ -24,7 +24,8 @@ from autopar.passes.facts import Placed, Source, Target, Unverified
 from autopar.passes.pipeline import PASSES
 from autopar.passes.search import PlanningResult
 from autopar.planning.bound import Bound
-from autopar.program import Pipeline, Program
+from autopar.program.graph import Program
+from autopar.program.lines import Pipeline
 from autopar.report import Help, Subject
 from autopar.schedule import ORDERS
 from autopar.units import format_bytes

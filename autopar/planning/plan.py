@@ -31,7 +31,8 @@ from autopar.passes.search import PlanningResult, PlanningStats
 from autopar.planning.bound import Bound, bind, settled_heap
 from autopar.planning.page import subject_of
 from autopar.plans import PlanData, Predicted, load_plan, parse_storage
-from autopar.program import Collective, Program
+from autopar.program.communication import Collective
+from autopar.program.graph import Program
 from autopar.report import (
     dot,
     explain,

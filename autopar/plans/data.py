@@ -33,7 +33,7 @@ from autopar.errors import OptionError, PlanError
 from autopar.options import Recompute
 from autopar.placement import Spec
 from autopar.precision import Precision
-from autopar.program import Period, Storage
+from autopar.program.lines import Period, Storage
 
 VERSION = 2
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autopar.placement import Spec
-from autopar.program import OperatorStrategy, Storage
+from autopar.program.lines import OperatorStrategy, Storage
 
 # What the cost of an option assumes of everything else on the stage: it is chosen "anew", so that
 # the stage is the fastest one with this option, or "kept" as in the plan.

@@ -28,7 +28,7 @@ from autopar.plans.data import (
 )
 from autopar.plans.json_values import Json, parse_json, read_json
 from autopar.precision import WORDS as PRECISIONS
-from autopar.program import has_clashing_groups
+from autopar.program.lines import has_clashing_groups
 from autopar.schedule import ORDERS
 
 MOST_RANKS = 2**20

@@ -10,7 +10,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import groupby
 
-from autopar.program import CallLine, Line, Pipeline, StageProgram, starred
+from autopar.program.lines import CallLine, Line, Pipeline, StageProgram, starred
 
 # Prefix of a list of modules -> the indices of its blocks.
 Blocks = Mapping[str, tuple[int, ...]]

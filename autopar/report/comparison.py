@@ -22,7 +22,8 @@ from typing import Any
 from autopar.errors import PlanError
 from autopar.placement import Spec
 from autopar.plans import PlanData, Predicted, StageRecord, parse_operator, parse_storage
-from autopar.program import Collective, starred
+from autopar.program.communication import Collective
+from autopar.program.lines import starred
 from autopar.report.page import page_html
 from autopar.report.stages import axes_text
 from autopar.report.tables import traffic_rows

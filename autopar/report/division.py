@@ -16,7 +16,14 @@ import math
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
-from autopar.program import CallLine, Local, Pipeline, ShardKind, StageProgram, StoredParameter
+from autopar.program.lines import (
+    CallLine,
+    Local,
+    Pipeline,
+    ShardKind,
+    StageProgram,
+    StoredParameter,
+)
 
 
 @dataclass(frozen=True)

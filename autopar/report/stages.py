@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.program import CallLine, Crossing, Pipeline, StageProgram, Tie
+from autopar.program.lines import CallLine, Crossing, Pipeline, StageProgram, Tie
 from autopar.report.blocks import Block
 from autopar.report.tables import ParameterRow, parameter_rows
 from autopar.schedule import Action, Schedule, clocks, start_times

@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from autopar.plans import Alternative, PlanData, StageRecord
-from autopar.program import Collective, StageProgram, StoredParameter, starred
+from autopar.program.communication import Collective
+from autopar.program.lines import StageProgram, StoredParameter, starred
 from autopar.report.blocks import Block, range_text
 from autopar.units import format_bytes, format_bytes_of, format_seconds
 

@@ -8,15 +8,16 @@
 
 `verify_program` has proved the stage's own lines, so these are taken as right here. Not proved:
 that the kernels compute the derivative, and that the calls are those of `step_calls`. Kernels are
-recorded from autograd, and calls follow the same order (`autopar/program/order.py`); tests compare
-steps, and every rank's calls with the list.
+recorded from autograd, and calls follow the same order (`program/communication/order.py`); tests
+compare steps, and every rank's calls with the list.
 """
 
 from __future__ import annotations
 
 from dataclasses import replace
 
-from autopar.program import (
+from autopar.program.communication import runs_of
+from autopar.program.lines import (
     UNUSED,
     CallLine,
     FreeLine,
@@ -30,7 +31,6 @@ from autopar.program import (
     StartLine,
     WaitLine,
     communications,
-    runs_of,
     taken_parameters,
 )
 from autopar.verifier.joint_flow import (

@@ -27,7 +27,7 @@ from functools import cache
 import torch
 
 from autopar.errors import VerificationError
-from autopar.program import (
+from autopar.program.lines import (
     UNUSED,
     CallLine,
     Communication,

@@ -26,7 +26,8 @@ from dataclasses import dataclass, field
 from functools import cached_property, lru_cache
 
 from autopar.placement import I, R, Spec, gradient_spec
-from autopar.program import (
+from autopar.program.communication import used_parameters
+from autopar.program.lines import (
     CallLine,
     FunctionBackward,
     FusedReductions,
@@ -43,7 +44,6 @@ from autopar.program import (
     Variable,
     WaitLine,
     communications,
-    used_parameters,
 )
 from autopar.verifier.joint_flow import Fault, error, place
 from autopar.verifier.stage import check_move
@@ -290,7 +290,7 @@ def _values(spec: Spec) -> Spec:
 def _moves(stage: StageProgram) -> dict[int, tuple[MoveLine, Local]]:
     """Every move that has a backward, by identity, with what it moves."""
     found: dict[int, tuple[MoveLine, Local]] = {}
-    now = dict(stage.given)
+    now = dict(stage.given_variables)
     for line in stage.body:
         if isinstance(line, MoveLine):
             found[id(line)] = line, now[line.source]

@@ -20,16 +20,8 @@ import math
 from collections.abc import Sequence
 
 from autopar.errors import VerificationError
-from autopar.program import (
-    Crossing,
-    Messages,
-    Piece,
-    Pipeline,
-    Tie,
-    crossing_slices,
-    most_batch_shards,
-    tie_exchanges,
-)
+from autopar.program.communication import Messages, Piece, crossing_slices, tie_exchanges
+from autopar.program.lines import Crossing, Pipeline, Tie, most_batch_shards
 from autopar.schedule import Action, validate
 from autopar.verifier.deadlock import GroupCall, check_rendezvous
 from autopar.verifier.stage import verify_program

@@ -33,7 +33,7 @@ from autopar.placement import (
     local_bytes,
     local_dims,
 )
-from autopar.program import (
+from autopar.program.lines import (
     DEVICE,
     UNUSED,
     CallLine,
@@ -312,7 +312,7 @@ class _Checker:
         """Raise unless the tensor is sharded on each axis, or `rest`.
 
         `rest` is the placement on an axis along which only one rank takes part
-        (`program/cross_mesh.py`).
+        (`program/communication/cross_mesh.py`).
         """
         for axis, placement in self._active(local.spec):
             if not placement.is_shard and placement.kind != rest:

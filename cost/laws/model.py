@@ -29,7 +29,7 @@ from autopar.cost.hardware import ProfiledDevice, attention_flops_per_s, flops_p
 from autopar.cost.laws.collectives import collective_lines, collective_time_s
 from autopar.mesh import Device, LogicalMesh
 from autopar.placement import COLLECTIVES, PrimitiveKind
-from autopar.program import BUCKET_BYTES
+from autopar.program.communication import BUCKET_BYTES
 
 Kind = Literal["matmul", "attention", "memory"]
 

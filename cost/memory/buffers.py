@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from autopar.placement import PrimitiveKind
-from autopar.program import GatherLine, MoveLine
+from autopar.program.lines import GatherLine, MoveLine
 
 
 def primitive_bytes(line: MoveLine, kind: PrimitiveKind, size_bytes: int) -> float:

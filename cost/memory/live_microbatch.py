@@ -1,7 +1,7 @@
 """Live bytes of one microbatch, moment by moment, in the order in which a rank works.
 
 A storage lives from the moment that makes it to the last one that needs it. The order
-(`autopar/program/order.py`) is walked once; then the moments are played on a ledger.
+(`autopar/program/communication/order.py`) is walked once; then the moments are played on a ledger.
 
 A line needs what it reads. The backward of an operator needs what the operator keeps
 (`CallLine.keeps`, `saved_bytes`), and lines that run again what they read.
@@ -26,19 +26,11 @@ from dataclasses import dataclass, field
 
 from autopar.cost.memory.buffers import gather_bytes, primitive_bytes, reduction_bytes
 from autopar.cost.memory.ledger import Ledger, LedgerState
-from autopar.program import (
-    UNUSED,
+from autopar.program.communication import (
     Backward,
-    CallLine,
-    DetachLine,
     Forward,
     Gather,
-    GatherLine,
-    Line,
-    Local,
-    MoveLine,
     Reduction,
-    StageProgram,
     Start,
     Wait,
     Work,
@@ -46,6 +38,16 @@ from autopar.program import (
     forward_order,
     gathers_at,
     positions_of,
+)
+from autopar.program.lines import (
+    UNUSED,
+    CallLine,
+    DetachLine,
+    GatherLine,
+    Line,
+    Local,
+    MoveLine,
+    StageProgram,
 )
 
 ACTIVATIONS, GRADIENTS = "activations", "activation gradients"
@@ -138,7 +140,7 @@ class _Walk:
 
     def forward(self) -> None:
         program = self.program
-        self._known = dict(program.given)
+        self._known = dict(program.given_variables)
         self._moment()
         received = [(ACTIVATIONS, b.local.name) for b in program.received]
         for storage, boundary in zip(received, program.received, strict=True):

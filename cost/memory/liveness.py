@@ -28,15 +28,13 @@ from autopar.cost.memory.ledger import Ledger
 from autopar.cost.memory.live_microbatch import MicrobatchMemory
 from autopar.cost.memory.state import OPTIMIZERS, static_bytes_per_param
 from autopar.placement import COLLECTIVES, Split
-from autopar.program import (
-    ConversionBucket,
+from autopar.program.communication import ConversionBucket, conversion_buckets, return_buckets
+from autopar.program.lines import (
     ParameterUse,
     StageProgram,
-    conversion_buckets,
     every_delivered,
     every_parameter,
     parameter_counts,
-    return_buckets,
 )
 from autopar.schedule import Schedule, in_flight
 

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from autopar.cost.laws import CostModel
 from autopar.cost.price.overlap import Calls, overlap_of, overlapped_of
 from autopar.cost.simulate import Timeline
-from autopar.program import RankCall, StageProgram
+from autopar.program.communication import RankCall
+from autopar.program.lines import StageProgram
 
 
 @dataclass(frozen=True)

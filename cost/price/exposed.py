@@ -11,7 +11,7 @@ from autopar.cost.laws import CostModel
 from autopar.cost.price.divided import divided_calls
 from autopar.cost.simulate import Timeline
 from autopar.placement import PrimitiveKind
-from autopar.program import Pipeline
+from autopar.program.lines import Pipeline
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from autopar.cost.laws import CostModel
 from autopar.cost.price.divided import divided_calls
 from autopar.cost.simulate import Timeline
-from autopar.program import Pipeline
+from autopar.program.lines import Pipeline
 
 
 @dataclass(frozen=True)

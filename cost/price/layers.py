@@ -14,7 +14,8 @@ from dataclasses import dataclass
 from autopar.cost.laws import CostModel
 from autopar.cost.price.overlap import Calls, TimedCall, overlap_of, overlapped_of, waited_of
 from autopar.cost.price.stage_times import LineTime, backward_lines, forward_lines
-from autopar.program import CallLine, StageProgram, block_of
+from autopar.program.graph import block_of
+from autopar.program.lines import CallLine, StageProgram
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Which collectives of a stage run beside compute, and which of them compute waits for.
 
     what                                     begins                            waited for
-    ZeRO-3 gathers and reductions            where `program/order.py` says     where it says
+    ZeRO-3 gathers and reductions            where `order.py` says             where it says
     gradients returned per microbatch        with a bucket's last gradient     after backward
     gradients returned once a step           the same, in the last backward    at the end of a step
     all others                               in their place                    in their place
@@ -23,7 +23,8 @@ from typing import NamedTuple
 
 from autopar.cost.hardware import ProfiledDevice
 from autopar.cost.laws import CostModel
-from autopar.program import RankCall, StageProgram, return_buckets, step_calls
+from autopar.program.communication import RankCall, return_buckets, step_calls
+from autopar.program.lines import StageProgram
 
 
 class TimedCall(NamedTuple):

@@ -6,8 +6,8 @@
 
 With one stage nothing waits, and step = compute + comm + optimizer. Times of one rank (compute,
 comm, exposed comm, optimizer) are those of the busiest stage: the one with the most compute and
-communication. `autopar/program/collective.py` lists the collectives that the runtime executes. So a
-bucket is priced as the one call that it is.
+communication. `program/communication/collective.py` lists the collectives that the runtime
+executes. So a bucket is priced as the one call that it is.
 
 A rank sends or receives the slices of a message one by one, and the slowest rank decides
 (`transfer_s`):
@@ -30,20 +30,16 @@ from autopar.cost.simulate import StageTimes, TieTimes, Timeline, simulate
 from autopar.errors import NotSupportedError
 from autopar.mesh import Link, Mesh
 from autopar.plans import Predicted
-from autopar.program import (
-    CallLine,
+from autopar.program.communication import (
     Collective,
     Messages,
     Piece,
-    Pipeline,
-    StageProgram,
     TieExchange,
     copy_axes,
-    counted_sum,
-    line_counts,
     rank_collectives,
     tie_exchanges,
 )
+from autopar.program.lines import CallLine, Pipeline, StageProgram, counted_sum, line_counts
 from autopar.schedule import Action, in_flight
 
 # (rank, rank) -> the link between them.

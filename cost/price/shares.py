@@ -23,7 +23,7 @@ from autopar.cost.laws import CostModel
 from autopar.cost.price.divided import divided_calls
 from autopar.cost.price.stage_times import backward_lines, forward_lines
 from autopar.cost.simulate import Timeline
-from autopar.program import CallLine, Line, Pipeline, StageProgram
+from autopar.program.lines import CallLine, Line, Pipeline, StageProgram
 
 _KINDS = ("matmul", "attention", "pointwise")
 

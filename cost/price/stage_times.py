@@ -26,23 +26,25 @@ from autopar.cost.memory import optimizer_time_s
 from autopar.cost.price.overlap import Calls, overlap_of, overlapped_of, slowdown_of, waited_of
 from autopar.cost.simulate import PartWork, StageTimes
 from autopar.placement import COLLECTIVES
-from autopar.program import (
+from autopar.program.communication import (
     Backward,
-    CallLine,
-    GatherLine,
-    Line,
-    MoveLine,
     Reduction,
-    StageProgram,
     Start,
     Wait,
     Work,
     backward_order,
+    forward_order,
+    positions_of,
+)
+from autopar.program.lines import (
+    CallLine,
+    GatherLine,
+    Line,
+    MoveLine,
+    StageProgram,
     counted_sum,
     every_parameter,
-    forward_order,
     line_counts,
-    positions_of,
 )
 
 

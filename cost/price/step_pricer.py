@@ -12,7 +12,7 @@ from autopar.cost.price.prediction import link_between, predict, timeline_of
 from autopar.cost.simulate import Timeline
 from autopar.mesh import Mesh
 from autopar.plans import InputSignature, Predicted
-from autopar.program import Pipeline
+from autopar.program.lines import Pipeline
 
 
 @dataclass(frozen=True)

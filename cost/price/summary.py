@@ -13,7 +13,7 @@ from autopar.cost.price.prediction import collectives_of
 from autopar.cost.price.shares import step_shares
 from autopar.cost.simulate import Timeline
 from autopar.plans import PlanSummary
-from autopar.program import Pipeline, StageProgram, starred
+from autopar.program.lines import Pipeline, StageProgram, starred
 
 
 def summary_of(

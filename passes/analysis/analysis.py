@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from autopar.caching import cached_method
+from autopar.caching import once
 from autopar.errors import BatchError
 from autopar.identity import Same
 from autopar.measured import (
@@ -34,7 +34,7 @@ from autopar.passes.analysis.groups import (
 )
 from autopar.passes.analysis.microbatch import Batch, find_batch
 from autopar.placement import TensorType
-from autopar.program import Cell, Operator, Program, Types, operators_of, tensor_types
+from autopar.program.graph import Cell, Operator, Program, Types, operators_of, tensor_types
 from autopar.rules import rule_for
 
 
@@ -214,7 +214,7 @@ class Analysis:
         """Bytes saved for backward by one microbatch, unsharded, without the operators `again`."""
         return sum(self.kept_by_operator(n_microbatches, again))
 
-    @cached_method
+    @once
     def kept_by_operator(
         self, n_microbatches: int, again: frozenset[int] = frozenset()
     ) -> Sequence[float]:
@@ -238,13 +238,13 @@ class Analysis:
             self._types[n_microbatches] = self._divide(n_microbatches)
         return self._types[n_microbatches]
 
-    @cached_method
+    @once
     def placed_operators(self, n_microbatches: int) -> tuple[PlacedOperator, ...]:
         """Every operator with its strategies on one axis, at the sizes of one microbatch."""
         by_kind = self.placed_by_kind(n_microbatches)
         return tuple(by_kind[self.kinds[o.name]].of(o) for o in self.operators)
 
-    @cached_method
+    @once
     def placed_by_kind(self, n_microbatches: int) -> Mapping[int, PlacedOperator]:
         """Kind -> one operator of `placed_operators`."""
         if self.whole:
@@ -267,7 +267,7 @@ class Analysis:
         by_kind = self.placed_by_kind(n_microbatches)
         return {o.name: by_kind[self.kinds[o.name]].sizes for o in self.operators}
 
-    @cached_method
+    @once
     def groups(self, n_microbatches: int) -> tuple[OperatorGroup, ...]:
         """The planning nodes, at the sizes of one microbatch."""
         return form_groups(self.program, self.placed_operators(n_microbatches))

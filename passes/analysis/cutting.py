@@ -16,7 +16,7 @@ A value that crosses may be placed in few ways (`boundary_specs`). Every slice o
 cross once and be gathered inside the stage that reads it. So a crossing tensor is S on each axis
 of more than one rank, wherever a factor divides. Where none divides, one rank takes part: a
 sent tensor is R there (its gradient P), a received one P (its gradient R). See `Boundary` in
-`autopar/program/stage_program.py`.
+`autopar/program/lines/stage_program.py`.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ import torch.fx
 
 from autopar.errors import NotSupportedError, OptionError
 from autopar.placement import I, P, R, S, Spec, TensorType, divides, illegal_reason
-from autopar.program import ParameterInfo, Program
+from autopar.program.graph import ParameterInfo, Program
 
 
 def cut(

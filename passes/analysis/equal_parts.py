@@ -11,7 +11,8 @@ from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.passes.analysis.analysis import Analysis
-from autopar.program import Boundary, Program, StageProgram, StoredParameter, Strategy
+from autopar.program.graph import Program
+from autopar.program.lines import Boundary, StageProgram, StoredParameter, Strategy
 
 
 @dataclass(frozen=True)

@@ -18,7 +18,7 @@ from collections.abc import Iterable
 from typing import Literal
 
 from autopar.operators import NAMESPACE, function_of
-from autopar.program import Program
+from autopar.program.graph import Program
 from autopar.rules import (
     OpCall,
     has_rule,

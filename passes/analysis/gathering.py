@@ -1,9 +1,10 @@
 """What is known of the collectives of parameters before anything is placed.
 
-They are those of ZeRO, and the return of gradients. How they run, `autopar/program/order.py` and
-`cost/price/overlap.py` say. All that is said here holds whatever is placed, except where a
-parameter of the first or the last block is not gathered: then its neighbours take its place. Which
-blocks are in a stage is open, so averages over all parameters are known instead, or the least.
+They are those of ZeRO, and the return of gradients. How they run,
+`autopar/program/communication/order.py` and `cost/price/overlap.py` say. All that is said here
+holds whatever is placed, except where a parameter of the first or the last block is not gathered:
+then its neighbours take its place. Which blocks are in a stage is open, so averages over all
+parameters are known instead, or the least.
 """
 
 from __future__ import annotations
@@ -13,12 +14,8 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 from autopar.placement import TensorType
-from autopar.program import (
-    Operator,
-    Program,
-    buckets,
-    sync_bucket_bytes,
-)
+from autopar.program.communication import buckets, sync_bucket_bytes
+from autopar.program.graph import Operator, Program
 
 # What is known: of a whole program all; of stages averages, or what holds for any stage at least.
 Gathers = Literal["whole", "stages", "least"]

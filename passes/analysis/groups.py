@@ -23,7 +23,7 @@ import numpy as np
 from autopar.arrays import BoolArray, Indices
 from autopar.identity import Same
 from autopar.placement import Placement, TensorType
-from autopar.program import Operator, Program, name_sizes
+from autopar.program.graph import Operator, Program, name_sizes
 from autopar.rules import AxisStrategy, Pattern, axis_strategies, resolve, rule_for
 
 

@@ -27,7 +27,7 @@ from dataclasses import dataclass, field
 from autopar.errors import BatchError, NotSupportedError
 from autopar.passes.analysis.groups import PlacedOperator, place_operators
 from autopar.placement import P, Placement, R, S
-from autopar.program import Operator, Program, Types, operators_of, row_dims, tensor_types
+from autopar.program.graph import Operator, Program, Types, operators_of, row_dims, tensor_types
 from autopar.rules import AxisStrategy
 
 

@@ -1,6 +1,6 @@
 """Which vocabularies are padded to divide over the ranks, and the padded program.
 
-A vocabulary is a class of factors (`autopar/program/factors.py`): the row dim of an embedding's
+A vocabulary is a class of factors (`program/graph/factors.py`): the row dim of an embedding's
 table, or the class dim of a cross-entropy. In a tied language model it is a dim of the embedding,
 of the head's weight and bias, and of the logits. Its V elements become V' = n ceil(V / n) for n
 ranks, in every dim of the class. Elements beyond V may hold any finite value if two conditions hold
@@ -42,7 +42,7 @@ import torch.nn.functional as F
 from autopar.errors import PlanError
 from autopar.passes.analysis.arguments import override
 from autopar.placement import Spec
-from autopar.program import Operator, Program, operators_of, tensor_types
+from autopar.program.graph import Operator, Program, operators_of, tensor_types
 from autopar.rules import MATMULS, N_VALID, PADDED, VIEWS, rule_for
 
 Shape = tuple[int, ...]

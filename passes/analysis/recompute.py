@@ -25,12 +25,12 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import get_args
 
-from autopar.caching import cached_method
+from autopar.caching import once
 from autopar.errors import NotSupportedError
 from autopar.options import Options, Recompute
 from autopar.passes.analysis.analysis import Analysis
 from autopar.passes.analysis.folding import KEPT, Run, find_runs
-from autopar.program import Recomputed
+from autopar.program.lines import Recomputed
 from autopar.rules import rule_for
 
 LEAST_BLOCKS = 2
@@ -74,7 +74,7 @@ class Recomputable:
         ranges = tuple(tuple(names[r.start : r.stop]) for r in blocks(analysis))
         return Recomputable(ranges, SEARCHED) if ranges else None
 
-    @cached_method
+    @once
     def within(self, part: Analysis) -> tuple[range, ...]:
         """The ranges that a part of the program has, as consecutive positions of its operators."""
         place = {operator.name: i for i, operator in enumerate(part.operators)}

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Collection, Sequence
 
-from autopar.program import (
+from autopar.program.lines import (
     FusedReductions,
     GradientMove,
     JointLine,

@@ -4,7 +4,7 @@ Autograd runs the backward of operators in the reverse order of their creation, 
 of one tensor in the order in which they arrive. So does this walk, and the kernels are the same:
 on one rank a step equals that of autograd bit for bit.
 
-    for all work in backward's order          (`autopar/program/order.py`)
+    for all work in backward's order          (`autopar/program/communication/order.py`)
         operator                        the kernels of its derivative  (`templates.py`)
         reshard                         the reshard of the gradient    (its row of the table)
         line that runs again            its kernels in forward
@@ -27,18 +27,27 @@ from autopar.passes.backward.provision import finished
 from autopar.passes.backward.recording import Meta, run_on_fakes
 from autopar.passes.backward.templates import Call, Template, result_metas, template
 from autopar.placement import gradient_spec
-from autopar.program import (
-    UNUSED,
+from autopar.program.communication import (
     Backward,
+    Forward,
+    Gather,
+    Reduction,
+    Start,
+    Wait,
+    backward_order,
+    forward_order,
+    gathers_at,
+    positions_of,
+)
+from autopar.program.lines import (
+    UNUSED,
     CallLine,
     Communication,
     DetachLine,
-    Forward,
     FunctionBackward,
     FunctionLine,
     FusedGathers,
     FusedReductions,
-    Gather,
     GatherLine,
     GradientMove,
     JointLine,
@@ -47,18 +56,11 @@ from autopar.program import (
     Local,
     LossAtEnd,
     MoveLine,
-    Reduction,
     Ref,
     StageProgram,
-    Start,
     StartLine,
     Variable,
-    Wait,
     WaitLine,
-    backward_order,
-    forward_order,
-    gathers_at,
-    positions_of,
     reserved_names,
     taken_parameters,
 )

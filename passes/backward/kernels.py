@@ -10,7 +10,7 @@ import torch
 from autopar.passes.backward.names import Names, result_word
 from autopar.passes.backward.recording import Kernel, Meta, Slot, filled
 from autopar.passes.backward.templates import OCCURRENCE, Call
-from autopar.program import DEVICE, UNUSED, CallLine, KernelLine, Ref, Variable
+from autopar.program.lines import DEVICE, UNUSED, CallLine, KernelLine, Ref, Variable
 
 # Recorded results may have other strides than real ones (`softplus_backward`), which a view of them
 # may not fit. A reshape is the same view where it fits.

@@ -13,7 +13,7 @@ from itertools import zip_longest
 
 from autopar.codegen import prints_all
 from autopar.passes.backward.joint import differentiate
-from autopar.program import (
+from autopar.program.lines import (
     CallLine,
     JointProgram,
     Pipeline,

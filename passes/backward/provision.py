@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 
-from autopar.program import (
+from autopar.program.lines import (
     CallLine,
     FreeLine,
     FunctionBackward,

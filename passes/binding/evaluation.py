@@ -16,7 +16,7 @@ from autopar.passes.intra import Constraints, PlacementRequest, choose
 from autopar.passes.lowering import PlacedStage, replay, stage_record
 from autopar.placement import I, R, Spec
 from autopar.plans import PlanData, StageRecord
-from autopar.program import Pipeline, Storage
+from autopar.program.lines import Pipeline, Storage
 
 
 def evaluation_parts(

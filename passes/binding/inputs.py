@@ -13,7 +13,7 @@ from autopar.cost.hardware import Hardware, figures_of, load_profile, shipped_na
 from autopar.errors import MeshError, OptionError, PlanError
 from autopar.mesh import Device, Figures, Link, Mesh
 from autopar.plans import InputSignature, MeshRecord, PlanData
-from autopar.program import Program, flatten_inputs, row_dims
+from autopar.program.graph import Program, flatten_inputs, row_dims
 
 ExampleInputs = Mapping[str, Any] | Sequence[Any]
 

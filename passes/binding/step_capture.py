@@ -20,7 +20,7 @@ from autopar.passes.analysis import accept_missing, batch_of
 from autopar.passes.binding.inputs import ExampleInputs, planned_row_dims
 from autopar.plans import PlanData
 from autopar.precision import Precision
-from autopar.program import Accumulation, Program
+from autopar.program.graph import Accumulation, Program
 
 LossFn = Callable[..., Tensor]
 

@@ -27,7 +27,7 @@ from autopar.passes.lowering import PlacedStage
 from autopar.passes.search import depths
 from autopar.passes.solvers.eliminate import TooWide
 from autopar.plans import PlanData, RunnerUp
-from autopar.program import OperatorStrategy, Storage
+from autopar.program.lines import OperatorStrategy, Storage
 
 # Name of a parameter, or key of an operator -> its best options that the plan did not take.
 RunnersUp = dict[str, tuple[RunnerUp, ...]]

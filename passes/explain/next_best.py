@@ -42,7 +42,7 @@ from autopar.passes.solvers.eliminate import (
 )
 from autopar.passes.solvers.problem import ChoiceProblem, Potentials, Weights
 from autopar.plans import Choice, Decision, Option, PlanData, RestOfStage
-from autopar.program import OperatorStrategy, Storage, Strategy
+from autopar.program.lines import OperatorStrategy, Storage, Strategy
 
 N_SHOWN = 3
 # Options within this share of the stage's cost are equally fast: the rest is ties and rounding.
@@ -123,7 +123,9 @@ def _choice(
         except TooWide:
             continue
         return marginals.choice(options, own, "anew", blocks, n_shown)
-    marginals = Marginals.of(problem, _kept(problem, stage.strategy, options), TableLimits())
+    marginals = Marginals.of(
+        problem, _plan_choices(problem, stage.strategy, options), TableLimits()
+    )
     return marginals.choice(options, own, "kept", blocks, n_shown)
 
 
@@ -210,7 +212,9 @@ def every_choice(numbers: ChoiceProblem) -> list[BoolArray]:
     return [np.ones(k, dtype=bool) for k in numbers.sizes]
 
 
-def _kept(problem: IntraOpProblem, plan: Strategy, options: DecisionOptions) -> list[BoolArray]:
+def _plan_choices(
+    problem: IntraOpProblem, plan: Strategy, options: DecisionOptions
+) -> list[BoolArray]:
     """Per variable, a mask of the plan's choices.
 
     All choices stay of the variable that decides, and of those that only make readers agree.
@@ -321,7 +325,9 @@ class Marginals:
         every = self.potentials.own
         own = np.full_like(every[v], np.inf)
         own[:, options.choices[i]] = every[v][:, options.choices[i]]
-        potentials = Potentials.given((*every[:v], own, *every[v + 1 :]), self.potentials.tables)
+        potentials = Potentials.of_arrays(
+            (*every[:v], own, *every[v + 1 :]), self.potentials.tables
+        )
         _, choice = minimise(self.plan, potentials)
         totals = self.numbers.evaluate(choice)
         if not isinstance(decided, Storage):

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 
 from autopar.mesh import LogicalMesh
 from autopar.passes.intra import Constraints
-from autopar.program import Program
+from autopar.program.graph import Program
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from autopar.errors import MeshError, OptionError
 from autopar.mesh import Mesh
 from autopar.options import StageOption
 from autopar.passes.analysis import Analysis
-from autopar.program import Program
+from autopar.program.graph import Program
 
 
 def given_ends(analysis: Analysis, mesh: Mesh, stages: Sequence[StageOption]) -> tuple[int, ...]:

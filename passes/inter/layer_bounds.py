@@ -36,7 +36,7 @@ import numpy as np
 import torch
 
 from autopar.arrays import Array, BoolArray
-from autopar.caching import cached_method
+from autopar.caching import once
 from autopar.cost.laws import CostModel
 from autopar.errors import BatchError, InfeasibleError
 from autopar.mesh import LogicalMesh
@@ -114,7 +114,7 @@ class LayerBounds:
     constraints: Constraints
     shared_s: Array
 
-    @cached_method
+    @once
     def free(self, view: LogicalMesh, m: int) -> LeastSeconds:
         """[layers]: without a memory limit, with `m` microbatches."""
         shares_s, groups = self._shares_s(view, m), self._groups_of(self.plain, view, m)
@@ -152,7 +152,7 @@ class LayerBounds:
         is_too_large = np.triu(sums_of_ranges(least_bytes) > limit_bytes)
         return np.where(is_too_large, np.inf, best)
 
-    @cached_method
+    @once
     def _groups_of(
         self, families: ProblemFamilies, view: LogicalMesh, m: int
     ) -> list[_Groups] | None:
@@ -179,7 +179,7 @@ class LayerBounds:
         variables = _variables_within(problem.numbers, inside, len(problem.candidates))
         stored = set(problem.parameter_variables.values())
         inside_stored = frozenset(i for i, v in enumerate(variables) if v in stored)
-        alone = ChoiceProblems.alone(_subproblem(problem.numbers, variables))
+        alone = ChoiceProblems.of_one(_subproblem(problem.numbers, variables))
         whole = replace(alone, stored=inside_stored)
         members = (m.name for v in groups for m in problem.candidates[v].group.members)
         return _Groups(

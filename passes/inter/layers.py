@@ -26,7 +26,7 @@ from autopar.arrays import Array
 from autopar.passes.analysis import Analysis, Run
 from autopar.passes.solvers.problem import Infeasible
 from autopar.passes.solvers.stages import cluster_operators, least_flops
-from autopar.program import Program
+from autopar.program.graph import Program
 from autopar.rules import rule_for
 
 N_WANTED = 32

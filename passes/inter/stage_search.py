@@ -273,7 +273,7 @@ class StageSearch:
         whole_s = np.minimum.reduceat(self._whole_s, starts)
         is_best = self._whole_s == np.repeat(whole_s, np.diff([*starts, self.n_stages]), axis=0)
         counts = is_best & self._is_solved
-        work_s, added_s = (_least(of, starts, counts) for of in (self._work_s, self._added_s))
+        work_s, added_s = (_row_minima(of, starts, counts) for of in (self._work_s, self._added_s))
         added_s = np.minimum(added_s, work_s) + self._passed_s[starts]
         return np.maximum(whole_s, self._sent_s[starts]), work_s, added_s
 
@@ -332,7 +332,7 @@ class StageSearch:
         return np.array(out, dtype=np.int64)
 
 
-def _least(of_rows: Array, starts: Codes, counts: BoolArray) -> Array:
+def _row_minima(of_rows: Array, starts: Codes, counts: BoolArray) -> Array:
     """[cells, levels]: the least of the rows that count, or of all if none does."""
     some = np.minimum.reduceat(np.where(counts, of_rows, np.inf), starts)
     found: Array = np.where(np.isfinite(some), some, np.minimum.reduceat(of_rows, starts))

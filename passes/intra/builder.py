@@ -33,7 +33,8 @@ from autopar.passes.intra.problem import IntraOpProblem, IntraOpProblems, RangeM
 from autopar.passes.reshard import ReshardTables, SpecColumn
 from autopar.passes.solvers.problem import ChoiceProblems, Edge
 from autopar.placement import PREFERENCE, I, R, Spec
-from autopar.program import Program, Storage
+from autopar.program.graph import Program
+from autopar.program.lines import Storage
 
 # Small beside what a cost model resolves, large beside the rounding of sums.
 TIE_REL = 1e-11

@@ -17,7 +17,7 @@ from functools import cached_property
 import numpy as np
 
 from autopar.arrays import Array, BoolArray, Indices
-from autopar.caching import cached_method
+from autopar.caching import once
 from autopar.errors import InfeasibleError
 from autopar.passes.analysis import JointStrategy, OperatorGroup, PlacedOperator
 from autopar.passes.intra.cases import Cases
@@ -25,7 +25,7 @@ from autopar.passes.intra.constraints import AppliedConstraints
 from autopar.passes.intra.member_prices import MemberPrice, MemberPricer, joint_lowering
 from autopar.passes.reshard import SpecColumn, SpecColumns
 from autopar.placement import PREFERENCE, I, Placement, Spec
-from autopar.program import OperatorStrategy
+from autopar.program.lines import OperatorStrategy
 
 
 @dataclass(frozen=True, eq=False)
@@ -62,7 +62,7 @@ class ChoiceTable:
         every = self.first.strategies
         return tuple(tuple(every[i] for i in of) for of in self.picked.T.tolist())
 
-    @cached_method
+    @once
     def column(self, number: int) -> SpecColumn:
         """The spec of a value in each choice."""
         value = self.first.values[number]
@@ -108,7 +108,7 @@ class GroupCandidates:
     def spec(self, choice: int, value: str) -> Spec:
         return self.specs(value)[choice]
 
-    @cached_method
+    @once
     def strategies(self, choice: int) -> dict[str, OperatorStrategy]:
         """Operator of the group -> its strategy under a choice."""
         out = {}

@@ -13,7 +13,7 @@ from functools import cached_property
 import numpy as np
 
 from autopar.arrays import Array, Indices
-from autopar.caching import cached_method
+from autopar.caching import once
 from autopar.cost.laws import CostModel
 from autopar.passes.reshard import canonical_cost
 from autopar.placement import TensorType
@@ -94,18 +94,18 @@ class Cases:
         """A value's type in the first case; for facts that are the same in every case."""
         return self.types[self.counts[0]][value]
 
-    @cached_method
+    @once
     def distinct_types(self, value: str) -> tuple[TensorType, ...]:
         """A value's types, one per number in `distinct_counts`."""
         return tuple(self.types[m][value] for m in self.distinct_counts)
 
-    @cached_method
+    @once
     def size_bytes(self, value: str) -> Array:
         """[cases]: the bytes of a value in one microbatch, unsharded."""
         of_counts = [t.size_bytes for t in self.distinct_types(value)]
         return np.array(of_counts, dtype=np.float64)[self.count_of]
 
-    @cached_method
+    @once
     def factor(self, value: str, dim: int, factor: int) -> Indices:
         """[cases]: the size of one factor of a value's dim."""
         of_counts = [t.dims[dim][factor] for t in self.distinct_types(value)]

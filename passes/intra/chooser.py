@@ -47,7 +47,8 @@ from autopar.passes.solvers.repeats import (
     RepeatedProblem,
     RepeatedSolver,
 )
-from autopar.program import Program, Strategy
+from autopar.program.graph import Program
+from autopar.program.lines import Strategy
 from autopar.units import format_bytes
 
 # The solver stops this close to the optimum, because predictions are far coarser.
@@ -271,7 +272,7 @@ class Chooser:
             assert other is not None, "machines differ in their numbers alone"
             assert other.folded_problem.structure == folded.structure
             problem, runs_on = other.problems.of(place, ask.n_in_flight), other
-        hiding = HidingProblem(problem, runs_on.apart(place))
+        hiding = HidingProblem(problem, runs_on.time_parts(place))
 
         def solve_weighed(weights: ExposureWeights) -> Solution[RepeatedChoice] | None:
             other = solver.of(hiding.weigh(weights))

@@ -28,7 +28,8 @@ from autopar.cost.laws import CostModel
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.passes.analysis import JointStrategy, OperatorGroup, PlacedOperator
 from autopar.placement import Placement, S, Spec
-from autopar.program import Period, Program, Storage
+from autopar.program.graph import Program
+from autopar.program.lines import Period, Storage
 from autopar.rules import rule_for
 
 Role = Literal["any", "data", "tensor"]

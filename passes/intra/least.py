@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from autopar.arrays import Array
-from autopar.caching import cached_method
+from autopar.caching import once
 from autopar.cost.laws import CostModel
 from autopar.cost.memory import static_bytes_per_param
 from autopar.options import Recompute
@@ -149,7 +149,7 @@ class LeastRerun:
             missing_bytes -= freed_bytes
         return total_s
 
-    @cached_method
+    @once
     def _steps(self, n_microbatches: int) -> list[tuple[float, float]]:
         """(bytes freed, seconds) of each range from one mode to a leaner one, cheapest first."""
         modes = [mode for mode in self.recomputable.modes if mode is not None]

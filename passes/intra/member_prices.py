@@ -18,7 +18,7 @@ from autopar.passes.analysis import Neediest, OperatorGroup, PlacedOperator
 from autopar.passes.intra.at_loss import AtLoss
 from autopar.passes.intra.cases import Cases, array_of
 from autopar.placement import PrimitiveKind, TensorType
-from autopar.program import Operator
+from autopar.program.graph import Operator
 from autopar.rules import AxisStrategy, Lowering, OpRule, rule_for
 
 _NOTHING = np.zeros((1, 1))

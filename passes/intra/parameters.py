@@ -2,7 +2,7 @@
 
 A parameter is stored Invariant or Sharded, and used as its operators need it. The reshard from
 storage to use *is* DDP, ZeRO or FSDP; its period is part of the choice (`Period` in
-`autopar/program/strategy.py`). Uses with equal placements share one conversion.
+`autopar/program/lines/strategy.py`). Uses with equal placements share one conversion.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from autopar.placement import (
     divides,
     every_order,
 )
-from autopar.program import Period, Storage
+from autopar.program.lines import Period, Storage
 
 PERIODS: tuple[Period, ...] = ("step", "micro", "use")
 
@@ -273,7 +273,7 @@ def _conversion_s(
     """Seconds of a step in one conversion: waited for; beside compute once a step, and otherwise.
 
     `of` is a row of `path_costs`, `period` an index of `PERIODS`. Gathers of several moves do not
-    begin early (`autopar/program/order.py`), and what returns in later rounds is waited for.
+    begin early (`program/communication/order.py`), and what returns in later rounds is waited for.
     """
     gathered_s, first_s, later_s = of[0], of[1] - of[5], of[5]
     fused_s, reduced_s, moves = of[2], of[3], of[4]

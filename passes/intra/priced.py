@@ -32,7 +32,7 @@ from autopar.passes.reshard import (
     reshard_tables,
 )
 from autopar.placement import Spec, TensorType
-from autopar.program import Storage
+from autopar.program.lines import Storage
 
 
 @dataclass(eq=False)

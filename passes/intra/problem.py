@@ -28,7 +28,7 @@ from autopar.passes.intra.hiding import NOTHING_HIDDEN, ExposureWeights, Hidable
 from autopar.passes.reshard import SpecColumn
 from autopar.passes.solvers.problem import ChoiceProblem, ChoiceProblems, Numbers
 from autopar.placement import Spec
-from autopar.program import Recomputed, Storage
+from autopar.program.lines import Recomputed, Storage
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class IntraOpProblem:
         numbers = self.numbers
         if n_in_flight != 1:
             stored = frozenset(self.parameter_variables.values())
-            alone = replace(ChoiceProblems.alone(numbers), stored=stored)
+            alone = replace(ChoiceProblems.of_one(numbers), stored=stored)
             numbers = Numbers.row(alone, 0, n_in_flight).problem(alone)
         return replace(self, numbers=replace(numbers, budget_bytes=budget_bytes))
 

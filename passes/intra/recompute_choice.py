@@ -31,7 +31,7 @@ from functools import cached_property, lru_cache
 import numpy as np
 
 from autopar.arrays import Array, BoolArray, Codes, Indices
-from autopar.caching import cached_method
+from autopar.caching import once
 from autopar.options import Recompute
 from autopar.passes.analysis import Analysis, Recomputable
 from autopar.passes.intra.builder import BuiltVariable, ProblemBuilder, ReshardEdge
@@ -138,11 +138,11 @@ class _Adder:
         """One of the equal groups that share a table."""
         return {candidates.table: candidates for candidates in self.candidates}
 
-    @cached_method
+    @once
     def _prices(self, table: ChoiceTable) -> tuple[MemberPrice, ...]:
         return self.maker.members(self._representatives[table])
 
-    @cached_method
+    @once
     def _forward_s(self, price: MemberPrice) -> Array:
         """[cases, choices]: forward seconds of a step."""
         return (price.forward_s + price.inner_s) * self.cases.n_microbatches[:, None]
@@ -306,7 +306,7 @@ class _Adder:
             np.stack([sizes.get(mode or "none", nothing) for mode in self.modes], axis=-1),
         )
 
-    @cached_method
+    @once
     def _paths(self, tables: ReshardTables, made: SpecColumn, wanted: SpecColumn) -> RerunCosts:
         return rerun_costs(tables, self.cases, made.distinct, wanted.distinct)
 

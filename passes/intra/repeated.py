@@ -35,7 +35,7 @@ from autopar.passes.solvers.repeats import (
     quick_plan,
 )
 from autopar.placement import Spec
-from autopar.program import OperatorStrategy, Recomputed, Storage
+from autopar.program.lines import OperatorStrategy, Recomputed, Storage
 
 # (run, block) of a folded operator or variable; None: outside all runs, or in several blocks.
 Place = tuple[int, int] | None
@@ -91,7 +91,7 @@ class Repeated:
     folded_problem: IntraOpProblem
     problems: RepeatedProblems
     group_of: Mapping[int, int]
-    _apart: dict[int, TimeParts] = field(default_factory=dict, init=False)
+    _time_parts: dict[int, TimeParts] = field(default_factory=dict, init=False)
 
     @cached_property
     def plan(self) -> RepeatedPlan | None:
@@ -107,9 +107,9 @@ class Repeated:
         costs = np.where(self._is_once, problem.row.cost_s[0], 0.0)
         return replace(problem, costs=costs).evaluate(choice).cost_s
 
-    def apart(self, case: int) -> TimeParts:
+    def time_parts(self, case: int) -> TimeParts:
         """What of a case's numbers is compute, and what compute may hide."""
-        if case not in self._apart:
+        if case not in self._time_parts:
             layout, problem = self.problems.layout, self.folded_problem
             of = TimeParts(*(np.zeros(layout.n_numbers) for _ in range(3)))
             row_s = self.problems.row(case, 1).cost_s[0]
@@ -126,10 +126,10 @@ class Repeated:
                             table = found.T if turned else found
                             assert table.shape == shape, "a conversion has an edge of its own"
                             row[at : at + math.prod(shape)] = table.ravel()
-            self._apart[case] = of
-            if len(self._apart) > MOST_APART:
-                del self._apart[next(iter(self._apart))]
-        return self._apart[case]
+            self._time_parts[case] = of
+            if len(self._time_parts) > MOST_APART:
+                del self._time_parts[next(iter(self._time_parts))]
+        return self._time_parts[case]
 
     def operators(self, choice: RepeatedChoice) -> dict[str, OperatorStrategy]:
         """Operator of the whole program -> its strategy."""

@@ -4,7 +4,7 @@ Consecutive blocks that are placed alike cost the same. Of such a group three bl
 the first, because the blocks before it may be placed otherwise; the second, which stands for all
 blocks up to the last; and the last. Every block that is left out has an equal block before and
 after it. So it costs what the second costs, and changes the live bytes by as much
-(`autopar/program/abridged.py`, `cost/memory/ledger.py`). The price is exact, and the time to find
+(`program/lines/abridged.py`, `cost/memory/ledger.py`). The price is exact, and the time to find
 it does not grow with depth.
 
 Text needs more (`lower_few`): the blocks beside the one that stands for others have equal
@@ -21,7 +21,7 @@ from dataclasses import dataclass, field, replace
 from autopar.cost.laws import CostModel
 from autopar.passes.analysis import Analysis, Folded, Run, find_runs, fold, place_in
 from autopar.passes.lowering.lines import PlacedStage, lower
-from autopar.program import CallLine, Recomputed, RepeatedLines, StageProgram, Strategy
+from autopar.program.lines import CallLine, Recomputed, RepeatedLines, StageProgram, Strategy
 
 # Blocks before the one that stands for others, and after it, in a text.
 _N_BEFORE, _N_AFTER = 3, 2

@@ -19,15 +19,7 @@ from collections import Counter
 from collections.abc import Iterator, Sequence, Set
 from dataclasses import replace
 
-from autopar.program import (
-    CallLine,
-    GatherLine,
-    Line,
-    Local,
-    Ref,
-    StoredParameter,
-    Workspace,
-)
+from autopar.program.lines import CallLine, GatherLine, Line, Local, Ref, StoredParameter, Workspace
 from autopar.rules import FUSED
 
 

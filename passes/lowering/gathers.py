@@ -1,8 +1,8 @@
 """Puts the gathers of a block's parameters (ZeRO-3) side by side, at the block's beginning.
 
-There they run as few calls (`autopar/program/gathers.py`), of whose seconds each has its share, by
-bytes. `autopar/program/blocks.py` says what a block is. Operators outside of blocks gather what
-they read themselves. A block that reads a parameter twice gathers twice, as two runs.
+There they run as few calls (`program/communication/gathers.py`), of whose seconds each has its
+share, by bytes. `program/graph/blocks.py` says what a block is. Operators outside of blocks gather
+what they read themselves. A block that reads a parameter twice gathers twice, as two runs.
 """
 
 from __future__ import annotations
@@ -11,16 +11,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from autopar.cost.laws import CostModel
-from autopar.program import (
-    CallLine,
-    GatherLine,
-    Line,
-    MoveLine,
-    StageProgram,
-    fused_gathers,
-    gathers_at,
-    runs_of,
-)
+from autopar.program.communication import fused_gathers, gathers_at, runs_of
+from autopar.program.lines import CallLine, GatherLine, Line, MoveLine, StageProgram
 
 
 def with_gathers_first(body: Sequence[Line]) -> list[Line]:

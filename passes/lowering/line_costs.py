@@ -18,16 +18,8 @@ from autopar.identity import Same
 from autopar.passes.analysis import Analysis, PlacedOperator
 from autopar.passes.intra import operator_times_s
 from autopar.placement import local_bytes
-from autopar.program import (
-    UNUSED,
-    InnerCall,
-    Local,
-    Operator,
-    OperatorStrategy,
-    Strategy,
-    Workspace,
-    name_sizes,
-)
+from autopar.program.graph import Operator, name_sizes
+from autopar.program.lines import UNUSED, InnerCall, Local, OperatorStrategy, Strategy, Workspace
 from autopar.rules import rule_for
 
 

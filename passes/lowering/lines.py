@@ -30,12 +30,11 @@ from autopar.passes.lowering.line_costs import LineCosts
 from autopar.passes.lowering.segments import with_segments
 from autopar.passes.reshard import MoveStep, reshard_table, step_time_s
 from autopar.placement import I, R, Spec, TensorType, canonical_spec, local_shape, without_gradient
-from autopar.program import (
+from autopar.program.graph import Accumulation, BufferInfo, Operator
+from autopar.program.lines import (
     DEVICE,
     UNUSED,
-    Accumulation,
     Boundary,
-    BufferInfo,
     CallLine,
     ChangedBuffer,
     Delivered,
@@ -45,7 +44,6 @@ from autopar.program import (
     Line,
     Local,
     MoveLine,
-    Operator,
     OperatorStrategy,
     ParameterUse,
     Pipeline,
@@ -170,7 +168,7 @@ class _Lowering:
 
     @cached_property
     def _kinds(self) -> Mapping[int, FactorKind]:
-        """Class of factors (`program/factors.py`) -> its kind, if that is not "sequence"."""
+        """Class of factors (`program/graph/factors.py`) -> its kind, if that is not "sequence"."""
         classes, rows = self.analysis.types.classes, self.strategy.batch_cells
         weights = self._weights or tuple(self.program.parameters)
         kinds = dict[int, FactorKind]((c, "tensor") for n in weights for d in classes[n] for c in d)

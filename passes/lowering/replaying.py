@@ -25,7 +25,8 @@ from autopar.plans import (
     recomputed_text,
     storage_text,
 )
-from autopar.program import OperatorStrategy, Program, Recomputed, Storage, Strategy
+from autopar.program.graph import Program
+from autopar.program.lines import OperatorStrategy, Recomputed, Storage, Strategy
 from autopar.rules import AxisStrategy
 
 

@@ -26,12 +26,12 @@ from dataclasses import replace
 
 from autopar.options import Recompute
 from autopar.placement import COLLECTIVES
-from autopar.program import (
+from autopar.program.graph import Program
+from autopar.program.lines import (
     CallLine,
     GatherLine,
     Line,
     MoveLine,
-    Program,
     Recomputed,
     Segment,
     StageProgram,

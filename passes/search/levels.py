@@ -207,13 +207,13 @@ class _Leaf:
         return simulator.on(self.leaner or simulator.evaluator)
 
     @property
-    def _rest(self) -> Sequence[Node]:
+    def _unsolved(self) -> Sequence[Node]:
         """The node stays for its bound, unless its plans are another's."""
         node = self.node
         return () if self.solver is None else (node.after("simulated", node.bound_s, None),)
 
     @property
-    def _lean(self) -> Node:
+    def _lean_node(self) -> Node:
         return replace(self.solved_node, refine=self.lean, is_rival=True)
 
     def simulated(self, limit_s: float) -> Parts:
@@ -222,8 +222,12 @@ class _Leaf:
             return [replace(self.solved_node, given_up_s=self.placed.least_s)]
         solved = self._simulator.simulate_if_fits(self.placed)
         if solved is None:
-            return [*self._rest, self._lean]
-        return [*self._rest, replace(solved, candidate=self.candidate), *self._rivals(solved)]
+            return [*self._unsolved, self._lean_node]
+        return [
+            *self._unsolved,
+            replace(solved, candidate=self.candidate),
+            *self._rivals(solved),
+        ]
 
     def lean(self, limit_s: float) -> Parts:
         """The simulated peak exceeds the budget: leaner placements are found."""
@@ -233,7 +237,7 @@ class _Leaf:
             return [*self.levels.impossible(error, self.placed.candidate), *self._rivals(None)]
         if isinstance(found, Solved):
             return [replace(found, candidate=self.candidate), *self._rivals(found)]
-        return [replace(self._lean, given_up_s=found)]
+        return [replace(self._lean_node, given_up_s=found)]
 
     def _rivals(self, found: Solved | None) -> Iterator[Node]:
         if self.solver is None:

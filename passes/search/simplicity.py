@@ -19,7 +19,7 @@ from typing import NamedTuple
 from autopar.cost.price import collectives_of
 from autopar.passes.inter import Candidate
 from autopar.passes.search.simulator import Solved
-from autopar.program import Pipeline
+from autopar.program.lines import Pipeline
 
 
 class Simplicity(NamedTuple):

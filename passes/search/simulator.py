@@ -24,7 +24,7 @@ from autopar.passes.lowering import Abridger, PlacedStage
 from autopar.passes.search.evaluator import Evaluator, Proposal
 from autopar.passes.solvers.problem import within
 from autopar.plans import Predicted
-from autopar.program import Pipeline, StageProgram, Strategy
+from autopar.program.lines import Pipeline, StageProgram, Strategy
 from autopar.schedule import ORDERS
 
 # How often the solver's bytes are cut at most, when the simulated peak exceeds the budget.

@@ -16,7 +16,7 @@ from autopar.cost.simulate import Timeline
 from autopar.passes.search.evaluator import Proposal
 from autopar.passes.search.simulator import Simulator, Solved
 from autopar.plans import PlanSummary, Predicted
-from autopar.program import CallLine, Pipeline, line_counts
+from autopar.program.lines import CallLine, Pipeline, line_counts
 
 # FLOPs of two plans are equal up to this, relative.
 _FLOPS_REL = 0.02

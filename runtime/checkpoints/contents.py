@@ -21,7 +21,7 @@ from zlib import crc32
 from torch import Tensor
 
 from autopar.operators import Stream
-from autopar.program import StoredParameter
+from autopar.program.lines import StoredParameter
 from autopar.runtime.state import LossScale, StageState, all_names
 from autopar.runtime.storage import Part, whole_part
 from autopar.runtime.tensors import boxes, local_of

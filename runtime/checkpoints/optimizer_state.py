@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import StateError
-from autopar.program import StoredParameter
+from autopar.program.lines import StoredParameter
 from autopar.runtime.checkpoints.contents import part_of, writes_copy, writes_shard
 from autopar.runtime.checkpoints.several import OneOptimizer
 from autopar.runtime.state import OPTIMIZER_PREFIX, StageState

@@ -23,7 +23,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import DivergenceError
-from autopar.program import StoredParameter
+from autopar.program.lines import StoredParameter
 from autopar.runtime.checkpoints.contents import ModuleState, part_of
 from autopar.runtime.groups import current_context
 from autopar.runtime.state import StageState, gathered

@@ -3,7 +3,7 @@
 A message from stage i to stage j carries all values of one microbatch that j reads from i. Both
 ends cut them into the same slices, in the same order. An activation leaves in its sent layout
 and arrives in its received layout; its gradient returns by the same slices. A rank without a
-slice holds zeros: its placement is Partial there (`autopar/program/cross_mesh.py`).
+slice holds zeros: its placement is Partial there (`autopar/program/communication/cross_mesh.py`).
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autopar.program import Crossing, Local, Pipeline, Slice, crossing_slices, local_factors
+from autopar.program.communication import Slice, crossing_slices, local_factors
+from autopar.program.lines import Crossing, Local, Pipeline
 from autopar.runtime.collectives.p2p import Messenger, Posted
 from autopar.runtime.flight import Pace
 from autopar.schedule import Action

@@ -14,7 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from autopar.program import Pipeline, Slice, Tie, copy_axes, local_factors, tied_slices
+from autopar.program.communication import Slice, copy_axes, local_factors, tied_slices
+from autopar.program.lines import Pipeline, Tie
 from autopar.runtime.collectives.p2p import Messenger
 from autopar.runtime.groups import Group, phase
 

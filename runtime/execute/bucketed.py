@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from autopar.placement import COLLECTIVES, PrimitiveKind, Split
-from autopar.program import buckets, primitive_bytes
+from autopar.program.communication import buckets, primitive_bytes
 from autopar.runtime.collectives import apply_primitive, start_fused
 from autopar.runtime.groups import Group, Pending
 

@@ -19,7 +19,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from autopar.program import BUCKET_BYTES, Local, MoveLine, StoredParameter
+from autopar.program.communication import BUCKET_BYTES
+from autopar.program.lines import Local, MoveLine, StoredParameter
 from autopar.runtime.execute.bucketed import Step, bucketed_apply
 from autopar.runtime.groups import Group, phase
 

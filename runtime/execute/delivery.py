@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autopar.errors import BatchError
 from autopar.placement import Spec
-from autopar.program import Delivered, batch_shards
+from autopar.program.lines import Delivered, batch_shards
 
 
 def batch_index(item: Delivered, sizes: Sequence[int], coordinate: Sequence[int]) -> int:

@@ -32,7 +32,8 @@ from torch import Tensor
 from autopar.errors import StepError
 from autopar.operators import seed_tensor, step_seed
 from autopar.precision import working_dtype
-from autopar.program import Accumulation, Delivered, Local, Pipeline
+from autopar.program.graph import Accumulation
+from autopar.program.lines import Delivered, Local, Pipeline
 from autopar.runtime.collectives import Crossings, Messenger, TiedGradients
 from autopar.runtime.execute.conversions import Conversions, Use, add_gradient
 from autopar.runtime.execute.delivery import deliver

@@ -15,12 +15,8 @@ from collections.abc import Mapping, Sequence
 
 from torch import Tensor
 
-from autopar.program import (
-    StageProgram,
-    return_bucket_bytes,
-    return_buckets,
-    taken_parameters,
-)
+from autopar.program.communication import return_bucket_bytes, return_buckets
+from autopar.program.lines import StageProgram, taken_parameters
 from autopar.runtime.execute.bucketed import Chain, bucketed_apply, start_bucket
 from autopar.runtime.execute.conversions import Conversions, Use
 from autopar.runtime.groups import Pending, phase

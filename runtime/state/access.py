@@ -26,7 +26,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from autopar.errors import OptionError, StateError
-from autopar.program import ChangedBuffer, StoredParameter
+from autopar.program.lines import ChangedBuffer, StoredParameter
 from autopar.runtime.groups import Group
 from autopar.runtime.state.names import (
     Shape,

@@ -31,7 +31,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import Placement, _StridedShard
 
-from autopar.program import Pipeline, StoredParameter
+from autopar.program.lines import Pipeline, StoredParameter
 from autopar.runtime.state.dcp import BoxedLocal
 from autopar.runtime.state.names import all_names, world_size
 from autopar.runtime.state.stage_state import StageState

@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from autopar.errors import AutoparError, StateError
-from autopar.program import ChangedBuffer, StoredParameter
+from autopar.program.lines import ChangedBuffer, StoredParameter
 from autopar.runtime.flight import explained
 from autopar.runtime.groups import current_context
 

@@ -22,7 +22,7 @@ from functools import cached_property
 import torch
 
 from autopar.mesh import LogicalMesh
-from autopar.program import ChangedBuffer, Pipeline, StoredParameter
+from autopar.program.lines import ChangedBuffer, Pipeline, StoredParameter
 from autopar.runtime.collectives import Messenger
 from autopar.runtime.groups import Group
 from autopar.runtime.state.names import all_names

@@ -28,7 +28,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from autopar.errors import StateError
-from autopar.program import ChangedBuffer, StoredParameter
+from autopar.program.lines import ChangedBuffer, StoredParameter
 from autopar.runtime.state.initialise import initial_values
 from autopar.runtime.state.names import (
     all_names,

@@ -30,7 +30,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 
 from autopar.placement import I, S, Spec, Split
-from autopar.program import StoredParameter
+from autopar.program.lines import StoredParameter
 from autopar.runtime.execute import shard
 from autopar.runtime.groups import DistGroup, Group
 

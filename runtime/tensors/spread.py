@@ -19,7 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from autopar.program import StoredParameter
+from autopar.program.lines import StoredParameter
 from autopar.runtime.groups import Group, ReduceOp
 from autopar.runtime.tensors.sharding import (
     Box,

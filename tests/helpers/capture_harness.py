@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from autopar.capture import capture, reference_step, whole_buffers
-from autopar.program import Program, flatten_inputs
+from autopar.program.graph import Program, flatten_inputs
 
 aten = torch.ops.aten
 

@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from autopar.capture import Watch, capture
 from autopar.module.programs import programs
 from autopar.passes.binding import step_capture
-from autopar.program import Program
+from autopar.program.graph import Program
 
 _OF_BUFFERS = " of the model's buffers"  # how `Frozen` names them
 N_KEPT = 64  # programs, the last ones used

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.distributed.checkpoint import HuggingFaceStorageReader
 from torch.optim import AdamW, Optimizer
 
-from autopar.program import StoredParameter
+from autopar.program.lines import StoredParameter
 from autopar.runtime.checkpoints import ModuleState, load, save
 from autopar.runtime.state import initial_buffers, initial_shards
 from autopar.runtime.tensors import gather_whole, local_shard

@@ -34,7 +34,7 @@ from autopar.passes.intra import Constraints, IntraOpProblem, intra_op_problem
 from autopar.passes.lowering import PlacedStage, join
 from autopar.passes.reshard import reshard_table, step_time_s
 from autopar.placement import COLLECTIVES, I, Spec, local_shape
-from autopar.program import CallLine, OperatorStrategy, Storage, Strategy
+from autopar.program.lines import CallLine, OperatorStrategy, Storage, Strategy
 from autopar.schedule import ORDERS
 
 Array = NDArray[np.float64]

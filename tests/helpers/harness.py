@@ -30,7 +30,8 @@ from autopar.passes.intra import (
 )
 from autopar.passes.lowering import lower
 from autopar.placement import Spec
-from autopar.program import (
+from autopar.program.communication import step_calls
+from autopar.program.lines import (
     OperatorStrategy,
     Period,
     Pipeline,
@@ -38,7 +39,6 @@ from autopar.program import (
     StageProgram,
     Storage,
     Strategy,
-    step_calls,
 )
 from autopar.runtime.groups import CollectiveCall
 from tests.helpers.captures import captured

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from autopar.placement import I, P, R, Spec
-from autopar.program import (
+from autopar.program.lines import (
     CallLine,
     FreeLine,
     FunctionBackward,

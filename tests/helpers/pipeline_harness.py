@@ -13,7 +13,8 @@ from autopar.mesh import Device, Link, LogicalMesh
 from autopar.passes.analysis import Analysis, boundary_specs, cut
 from autopar.passes.intra import Constraints, IntraOpProblem, intra_op_problem
 from autopar.passes.lowering import lower
-from autopar.program import Period, Pipeline, Program, StageProgram, Strategy
+from autopar.program.graph import Program
+from autopar.program.lines import Period, Pipeline, StageProgram, Strategy
 from autopar.schedule import ORDERS, forward_only
 from autopar.verifier import verify_program
 from tests.helpers.harness import legal_storages, random_ranges, random_strategy

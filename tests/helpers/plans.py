@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from autopar import Plan
 from autopar.planning import Bound
-from autopar.program import Pipeline, StageProgram
+from autopar.program.lines import Pipeline, StageProgram
 
 
 def bound_of(plan: Plan) -> Bound:

@@ -271,7 +271,7 @@ def random_repeated(seed: int) -> RepeatedProblem:
         tuple(rng.integers(0, 4, k).astype(float) for k in sizes),
         tuple(edges),
     )
-    return RepeatedProblem.alone(numbers, tuple(repeats))
+    return RepeatedProblem.of_one(numbers, tuple(repeats))
 
 
 def solved(outcome: Solution[Choice] | Infeasible) -> Solution[Choice]:

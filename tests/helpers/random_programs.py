@@ -20,7 +20,8 @@ from autopar.cost.price import collectives_of
 from autopar.errors import BatchError, NotSupportedError
 from autopar.passes.analysis import Analysis
 from autopar.passes.intra import Constraints
-from autopar.program import Collective, Period, Pipeline, rank_collectives
+from autopar.program.communication import Collective, rank_collectives
+from autopar.program.lines import Period, Pipeline
 from autopar.runtime.groups import CollectiveCall
 from tests.helpers.captures import captured
 from tests.helpers.harness import TEXT_MODELS, random_tokens

@@ -19,7 +19,8 @@ from autopar.codegen import emit
 from autopar.passes.backward import differentiate
 from autopar.placement import TensorType, difference, gather
 from autopar.precision import lifted_dtype
-from autopar.program import Pipeline, Program
+from autopar.program.graph import Program
+from autopar.program.lines import Pipeline
 from autopar.runtime.execute import Environment, Executor, delivery, load_code
 from autopar.runtime.groups import CollectiveCall, Recorder
 from autopar.runtime.launch import ThreadWorld, run_threads

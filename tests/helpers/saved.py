@@ -11,7 +11,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils import _pytree as pytree
 
 from autopar.measured import Saved, saved_for_backward
-from autopar.program import Program
+from autopar.program.graph import Program
 
 
 class Draft:

@@ -10,7 +10,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from autopar.placement import I, Placement, S, Spec, TensorType, local_shape
-from autopar.program import Local, Pipeline, StageProgram, StoredParameter
+from autopar.program.lines import Local, Pipeline, StageProgram, StoredParameter
 from autopar.runtime.collectives import DistMessenger
 from autopar.runtime.groups import make_groups, world_group
 from autopar.runtime.launch import ThreadWorld

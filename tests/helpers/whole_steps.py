@@ -16,7 +16,8 @@ from torch import Tensor
 from autopar.codegen import emit
 from autopar.measured import LiveBytes
 from autopar.passes.backward import differentiate
-from autopar.program import Pipeline, Program
+from autopar.program.graph import Program
+from autopar.program.lines import Pipeline
 from autopar.runtime.collectives import DistMessenger
 from autopar.runtime.execute import Environment, Executor, load_code
 from autopar.runtime.groups import make_groups, world_group

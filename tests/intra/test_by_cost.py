@@ -19,7 +19,8 @@ from autopar.passes.analysis import Analysis
 from autopar.passes.intra import Constraints, PlacementRequest, choose
 from autopar.passes.lowering import lower
 from autopar.placement import I, Placement, R, S
-from autopar.program import StageProgram, Strategy, step_calls
+from autopar.program.communication import step_calls
+from autopar.program.lines import StageProgram, Strategy
 from tests.helpers.harness import Bert, abstract_cost, generated_code, model_case, thread_step
 
 __all__ = ["generated_code"]

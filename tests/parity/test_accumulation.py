@@ -15,7 +15,7 @@ from autopar import Device, Link, Manual, Mesh
 from autopar.capture import whole_buffers
 from autopar.errors import BatchError, NotSupportedError
 from autopar.parity import reference, whole_parameters
-from autopar.program import flatten_inputs
+from autopar.program.graph import flatten_inputs
 from autopar.runtime.launch import WorkerPool
 from tests.helpers.nightly import nightly, sampled
 

@@ -18,7 +18,7 @@ from autopar.capture import capture, reference_step
 from autopar.errors import MissingRuleError, NotSupportedError
 from autopar.operators import ATTENTION_DROPOUT, DROPOUT, Stream
 from autopar.passes.analysis import Analysis, find_runs
-from autopar.program import Program
+from autopar.program.graph import Program
 from autopar.runtime.launch import WorkerPool
 from tests.helpers.capture_harness import Module
 from tests.helpers.jobs import tokens

@@ -21,7 +21,8 @@ from autopar.passes.backward import differentiate
 from autopar.passes.intra import AxisPin, Constraints, PlacementRequest, choose, intra_op_problem
 from autopar.passes.lowering import lower
 from autopar.placement import S
-from autopar.program import StageProgram, Strategy, step_calls
+from autopar.program.communication import step_calls
+from autopar.program.lines import StageProgram, Strategy
 from tests.helpers.harness import (
     Case,
     Step,

@@ -15,7 +15,7 @@ from autopar.codegen import emit
 from autopar.options import Recompute
 from autopar.passes.backward import differentiate, proved
 from autopar.passes.lowering import lower_few
-from autopar.program import JointProgram
+from autopar.program.lines import JointProgram
 from tests.helpers.nightly import nightly
 from tests.helpers.plans import bound_of
 from tests.parity.test_equal_blocks import LAYOUTS, MODELS, MODES, planned

@@ -12,7 +12,7 @@ from autopar.passes.inter import operator_flops
 from autopar.passes.intra import Constraints, PlacementRequest, choose, recipe_cost
 from autopar.passes.lowering import lower
 from autopar.placement import I, Move, R, Spec
-from autopar.program import CallLine, Period, StageProgram, Strategy
+from autopar.program.lines import CallLine, Period, StageProgram, Strategy
 from tests.helpers.harness import Case, abstract_cost, generated_code, model_case, thread_step
 from tests.helpers.nightly import one_in, sampled
 from tests.helpers.random_programs import named_analysis, named_batch

@@ -23,7 +23,7 @@ from autopar.passes.analysis import Analysis
 from autopar.passes.intra import Constraints, PlacementRequest, choose
 from autopar.placement import S, Spec
 from autopar.planning import Plan
-from autopar.program import Strategy
+from autopar.program.lines import Strategy
 from tests.helpers.captures import captured
 from tests.helpers.harness import (
     Step,

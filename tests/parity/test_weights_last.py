@@ -9,7 +9,7 @@ from torch import Tensor
 import autopar
 from autopar.options import Recompute
 from autopar.passes.backward import differentiate
-from autopar.program import (
+from autopar.program.lines import (
     FusedReductions,
     JointProgram,
     KernelLine,

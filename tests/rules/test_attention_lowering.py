@@ -17,7 +17,7 @@ from autopar.cost.laws import CostModel
 from autopar.passes.analysis import Analysis
 from autopar.passes.intra import Constraints, PlacementRequest, choose
 from autopar.placement import Split
-from autopar.program import OperatorStrategy, Strategy
+from autopar.program.lines import OperatorStrategy, Strategy
 from autopar.rules.lowering import CAUSAL_ATTENTION
 from autopar.runtime.groups import Group
 from autopar.runtime.launch import ThreadWorld, run_threads

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from autopar.errors import MissingRuleError, VerificationError
 from autopar.oracle import OracleCase, check_rule, check_strategy, combinations, report_case
 from autopar.placement import I, Notation, P, R, S
-from autopar.program import name_sizes
+from autopar.program.graph import name_sizes
 from autopar.rules import AxisStrategy, OpCall, OpRule, all_rules, find_operator, has_rule, rule_for
 from autopar.rules.convolutions import CONVOLUTIONS
 from autopar.rules.lowering import VOCABULARY_CROSS_ENTROPY

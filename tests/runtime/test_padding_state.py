@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 import autopar
 from autopar import Manual
 from autopar.placement import I, S, Spec
-from autopar.program import StoredParameter
+from autopar.program.lines import StoredParameter
 from autopar.runtime.launch import ThreadWorld, run_threads
 from autopar.runtime.state.dtensors import dtensor_of
 from autopar.runtime.tensors import boxes, gather_whole, local_shard

@@ -14,7 +14,7 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from autopar.program import Pipeline
+from autopar.program.lines import Pipeline
 from autopar.runtime.execute import Executor
 from tests.helpers.harness import generated_code, model_case
 from tests.helpers.models.pipeline_models import Skip, analysis_of, batch_of

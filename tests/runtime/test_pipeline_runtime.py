@@ -13,7 +13,9 @@ from torch import Tensor, nn
 from autopar.capture.reference import reference_step
 from autopar.passes.analysis import Analysis
 from autopar.placement import TensorType, gather
-from autopar.program import Pipeline, Program, message_edges
+from autopar.program.communication import message_edges
+from autopar.program.graph import Program
+from autopar.program.lines import Pipeline
 from autopar.runtime.collectives import Messenger, Posted, Send
 from tests.helpers.harness import generated_code
 from tests.helpers.models.pipeline_models import (

@@ -23,20 +23,9 @@ from autopar.errors import NotSupportedError, PlanError, VerificationError
 from autopar.options import Recompute
 from autopar.passes.analysis import MODES, recomputed_operators
 from autopar.passes.backward import differentiate
-from autopar.program import (
-    CallLine,
-    Forward,
-    Gather,
-    GatherLine,
-    MoveLine,
-    Pipeline,
-    Program,
-    Segment,
-    StageProgram,
-    Start,
-    backward_order,
-    rank_collectives,
-)
+from autopar.program.communication import Forward, Gather, Start, backward_order, rank_collectives
+from autopar.program.graph import Program
+from autopar.program.lines import CallLine, GatherLine, MoveLine, Pipeline, Segment, StageProgram
 from autopar.runtime.groups import CollectiveCall
 from autopar.schedule import forward_only
 from autopar.verifier import verify_program

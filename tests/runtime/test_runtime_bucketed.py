@@ -11,7 +11,7 @@ import torch
 import autopar
 from autopar import Manual
 from autopar.placement import COLLECTIVES, PrimitiveKind, Split
-from autopar.program import rank_collectives, sync_bucket_bytes
+from autopar.program.communication import rank_collectives, sync_bucket_bytes
 from autopar.runtime.collectives import apply_primitive
 from autopar.runtime.execute.bucketed import BucketItem, bucketed_apply
 from autopar.runtime.groups import Group, Recorder

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from autopar.errors import NotSupportedError
 from autopar.placement import I, R, S, Spec
-from autopar.program import StoredParameter
+from autopar.program.lines import StoredParameter
 from autopar.runtime.launch import ThreadWorld, run_threads
 from autopar.runtime.state import StageState
 from autopar.runtime.tensors import OfParameter, Sharded, Spread, stored_parameter

@@ -137,7 +137,7 @@ def test_pairs_in_repeated_blocks(seed: int) -> None:
     )
     numbers = with_pair(plain, 0, (2, 3), rng)
     repeat = Repeat((1, 2, 3, 5), {0: 1}, frozenset([4]), 3)
-    problem = RepeatedProblem.alone(numbers, (repeat,))
+    problem = RepeatedProblem.of_one(numbers, (repeat,))
     elimination = RepeatedElimination(problem, RepeatedPlan(problem.every))
     assert views_of(elimination.plan.blocks[0].plan)
     written, _ = unroll(problem)

@@ -68,7 +68,7 @@ def test_many_copies() -> None:
     for seed in range(12):
         problem = random_repeated(seed)
         many = tuple(replace(repeat, count=40 + seed) for repeat in problem.repeats)
-        longer = RepeatedProblem.alone(problem.numbers, many)
+        longer = RepeatedProblem.of_one(problem.numbers, many)
         value, point = RepeatedElimination(longer, RepeatedPlan(longer.every)).at(Weights())
         assert value == pytest.approx(least(unroll(longer)[0], Weights()), rel=REL, abs=1e-15)
         if math.isfinite(value):
@@ -104,14 +104,14 @@ def chain(*edges: tuple[int, int]) -> ChoiceProblem:
 
 def test_blocks_that_are_joined_otherwise_are_refused() -> None:
     with pytest.raises(ProblemError, match="cannot be joined"):
-        RepeatedProblem.alone(chain((0, 1), (1, 2)), (Repeat((1,), {}, frozenset({2}), 2),))
+        RepeatedProblem.of_one(chain((0, 1), (1, 2)), (Repeat((1,), {}, frozenset({2}), 2),))
     with pytest.raises(ProblemError, match="cannot be the like"):
-        RepeatedProblem.alone(chain((0, 1)), (Repeat((1,), {0: 2}, frozenset(), 2),))
+        RepeatedProblem.of_one(chain((0, 1)), (Repeat((1,), {0: 2}, frozenset(), 2),))
     with pytest.raises(ProblemError, match="two repeated blocks"):
-        RepeatedProblem.alone(chain(), (Repeat((1,), {}, frozenset(), 2),) * 2)
+        RepeatedProblem.of_one(chain(), (Repeat((1,), {}, frozenset(), 2),) * 2)
     joined = (Repeat((1,), {}, frozenset(), 2), Repeat((2,), {}, frozenset(), 2))
     with pytest.raises(ProblemError, match="cannot be joined"):
-        RepeatedProblem.alone(chain((1, 2)), joined)
+        RepeatedProblem.of_one(chain((1, 2)), joined)
 
 
 def test_blocks_that_hand_on_too_much_are_refused() -> None:

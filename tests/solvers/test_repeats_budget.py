@@ -63,7 +63,7 @@ def chain_of_states(n_copies: int, change_s: float) -> RepeatedProblem:
         ("first", "copy"), (pay, pay), (1 - pay, 1 - pay),
         (Edge(0, 1, change),),
     )  # fmt: skip
-    return RepeatedProblem.alone(numbers, (Repeat((1,), {0: 1}, frozenset(), n_copies),))
+    return RepeatedProblem.of_one(numbers, (Repeat((1,), {0: 1}, frozenset(), n_copies),))
 
 
 def test_what_a_change_costs_is_in_the_bound() -> None:
@@ -81,7 +81,7 @@ def uneven_parts(n_copies: int) -> RepeatedProblem:
     """Copies of a large and a small part; each costs its bytes, or as many seconds."""
     large, small = np.array([7.0, 0.0]), np.array([2.0, 0.0])
     numbers = ChoiceProblem(("large", "small"), (large, small), (large[::-1], small[::-1]))
-    return RepeatedProblem.alone(numbers, (Repeat((0, 1), {}, frozenset(), n_copies),))
+    return RepeatedProblem.of_one(numbers, (Repeat((0, 1), {}, frozenset(), n_copies),))
 
 
 @pytest.mark.parametrize("budget_bytes", [9.0, 16.0, 24.0, 62.0])
@@ -110,7 +110,7 @@ def test_gaps_are_honest_and_closed_to_the_goal() -> None:
     for seed in range(24):
         problem = random_repeated(seed)
         long = tuple(replace(r, count=7) for r in problem.repeats)
-        problem = RepeatedProblem.alone(problem.numbers, long)
+        problem = RepeatedProblem.of_one(problem.numbers, long)
         elimination = RepeatedElimination(problem, RepeatedPlan(problem.every))
         value, fastest = elimination.at(Weights())
         if math.isinf(value) or fastest.totals.cost_s == 0:

@@ -1,10 +1,10 @@
-"""`cached_method`: once for the same arguments, as long as the object, for frozen ones too."""
+"""`once`: once for the same arguments, as long as the object, for frozen ones too."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
 
-from autopar.caching import cached_method
+from autopar.caching import once
 
 
 @dataclass(frozen=True)
@@ -13,7 +13,7 @@ class Counter:
 
     calls: list[tuple[int, str]] = field(default_factory=list)
 
-    @cached_method
+    @once
     def called(self, number: int, word: str = "") -> int:
         """How many calls there were before."""
         self.calls.append((number, word))

@@ -28,7 +28,7 @@ from autopar.capture.python_state.observe import Observation, observe, of_module
 from autopar.capture.python_state.reads import Recorder, recorded
 from autopar.capture.python_state.snapshot import Held, Scalar, same
 from autopar.errors import CaptureError
-from autopar.program import AttributeReads, Frozen
+from autopar.program.graph import AttributeReads, Frozen
 
 T = TypeVar("T")
 

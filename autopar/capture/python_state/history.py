@@ -16,7 +16,7 @@ from torch.utils import _pytree as pytree
 
 from autopar.capture.python_state.snapshot import INTERNAL
 from autopar.errors import CaptureError
-from autopar.program import AttributeReads
+from autopar.program.graph import AttributeReads
 
 
 def with_history(model: nn.Module) -> Iterator[tuple[tuple[str, str], Tensor]]:

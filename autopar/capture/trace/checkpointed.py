@@ -28,7 +28,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from autopar.capture.findings import Findings
 from autopar.capture.trace.exchange import Exchange
 from autopar.errors import NotSupportedError
-from autopar.program import Checkpointed
+from autopar.program.graph import Checkpointed
 
 # Meta key: the outermost region that a node is of.
 REGION = "autopar_region"

@@ -44,7 +44,7 @@ from autopar.capture.trace.transforms import transforms_traced
 from autopar.errors import CaptureError, NotSupportedError
 from autopar.operators import UnsupportedFunctionError
 from autopar.precision import AS_IT_IS, Precision
-from autopar.program import AttributeReads
+from autopar.program.graph import AttributeReads
 
 T = TypeVar("T")
 LossFn = Callable[[Any, Any], torch.Tensor]

@@ -14,7 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.parameter import is_lazy
 
 from autopar.errors import CaptureError, NotSupportedError, OptionError
-from autopar.program import flatten_inputs
+from autopar.program.graph import flatten_inputs
 
 # Classes that wrap a module for several devices, by full name (importing some takes seconds).
 _WRAPPERS = (

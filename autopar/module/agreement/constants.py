@@ -19,7 +19,7 @@ from autopar.errors import DivergenceError
 from autopar.module.agreement.hashes import content_hash
 from autopar.module.agreement.meeting import compared, has_others
 from autopar.module.agreement.settings import different
-from autopar.program import Program
+from autopar.program.graph import Program
 from autopar.units import format_ranks
 
 

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from autopar.program import flatten_inputs
+from autopar.program.graph import flatten_inputs
 
 _WORDS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int32}
 # Words at once: a few temporaries of 8 MiB, however large the batch is.

@@ -90,7 +90,7 @@ class Loader:
         self._assembly = Assembly(dataset, collate_fn or default_collate, fill)
         self._loader: DataLoader[Any] = DataLoader(
             self._assembly,
-            batch_size=None, sampler=self._tasks, collate_fn=_plain_loader,
+            batch_size=None, sampler=self._tasks, collate_fn=_identity,
             pin_memory=on_gpu if pin_memory is None else pin_memory,
             generator=torch.Generator(), **options,
         )  # fmt: skip
@@ -112,7 +112,7 @@ class Loader:
         """
         return {
             "epoch": self._epoch, "next_batch": self._next, "seed": self._seed,
-            **self._dataset_loader(),
+            **self._loader_facts(),
         }  # fmt: skip
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
@@ -120,7 +120,7 @@ class Loader:
 
         Raises `OptionError` if the state is of other batches.
         """
-        own = self._dataset_loader()
+        own = self._loader_facts()
         other = {k: v for k, v in own.items() if state.get(k) != v}
         if other or not {"epoch", "next_batch", "seed"} <= state.keys():
             kept = {k: state.get(k) for k in own}
@@ -136,7 +136,7 @@ class Loader:
         if not self._is_placed:
             self._epoch, self._next = self._epoch + 1, 0
         self._is_placed = False
-        tasks = self._epoch_rows(self._epoch)[self._next :]
+        tasks = self._epoch_tasks(self._epoch)[self._next :]
         self._check_padding(tasks)
         return self._iterate(tasks, self._epoch)
 
@@ -160,7 +160,7 @@ class Loader:
             yield self._marked(task, batch, is_local)
         self._epoch, self._next, self._is_placed = epoch + 1, 0, True
 
-    def _epoch_rows(self, epoch: int) -> list[Task]:
+    def _epoch_tasks(self, epoch: int) -> list[Task]:
         n, size, order = len(self.dataset), self.batch_size, list(range(len(self.dataset)))
         if self._shuffle:
             generator = torch.Generator().manual_seed(self._seed + epoch)
@@ -245,7 +245,7 @@ class Loader:
             )
         return {**batch, "batch": mark}
 
-    def _dataset_loader(self) -> dict[str, Any]:
+    def _loader_facts(self) -> dict[str, Any]:
         return {
             "n_rows": len(self.dataset), "batch_size": self.batch_size, "shuffle": self._shuffle,
         }  # fmt: skip
@@ -277,7 +277,7 @@ def _arrived(batch: Any, copied: torch.cuda.Event, device: torch.device) -> Any:
     return batch
 
 
-def _plain_loader(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 

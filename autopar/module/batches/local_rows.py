@@ -15,14 +15,8 @@ from torch import Tensor
 
 from autopar.errors import BatchError, NotSupportedError, OptionError
 from autopar.module.agreement import Given, Rows
-from autopar.program import (
-    Delivered,
-    Program,
-    StageProgram,
-    batch_shards,
-    flatten_inputs,
-    row_dims,
-)
+from autopar.program.graph import Program, flatten_inputs, row_dims
+from autopar.program.lines import Delivered, StageProgram, batch_shards
 from autopar.runtime.execute import batch_index
 from autopar.runtime.state import StageState
 

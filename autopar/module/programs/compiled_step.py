@@ -19,7 +19,9 @@ from autopar.codegen import file_name
 from autopar.passes.analysis import Analysis
 from autopar.passes.compilation import Compilation
 from autopar.passes.facts import Sources
-from autopar.program import Pipeline, Program, message_edges
+from autopar.program.communication import message_edges
+from autopar.program.graph import Program
+from autopar.program.lines import Pipeline
 from autopar.runtime.collectives import DistMessenger, Messenger
 from autopar.runtime.execute import Environment, Executor, load_code
 from autopar.runtime.groups import Group, make_edges, make_groups, world_group

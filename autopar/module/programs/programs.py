@@ -33,7 +33,7 @@ from autopar.passes.facts import EvaluationStages, Placed, Target, Trained
 from autopar.passes.pipeline import evaluation, other_shapes
 from autopar.planning import Bound
 from autopar.precision import Precision
-from autopar.program import Program
+from autopar.program.graph import Program
 
 
 @dataclass(frozen=True)

@@ -23,7 +23,7 @@ from typing import Any
 
 from torch import fx
 
-from autopar.program import Operator, Program, operators_of
+from autopar.program.graph import Operator, Program, operators_of
 from autopar.rules import rule_for
 
 _DIVISIONS = ("aten.div.Tensor", "aten.div.Scalar")

@@ -20,7 +20,7 @@ from autopar.capture import accepted
 from autopar.errors import AutoparError, BatchError, CaptureError
 from autopar.module.agreement import Fingerprint, Given, fingerprints
 from autopar.precision import lifted_dtype
-from autopar.program import Program, flatten_inputs
+from autopar.program.graph import Program, flatten_inputs
 
 Signature = tuple[tuple[str, Any], ...]
 

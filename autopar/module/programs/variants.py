@@ -19,7 +19,7 @@ from autopar.errors import AutoparError, CaptureError, PlanError
 from autopar.module.job import agree, own_rank
 from autopar.module.programs.captures import Captures, Key
 from autopar.module.programs.compiled_step import Built
-from autopar.program import Program
+from autopar.program.graph import Program
 
 Changed = dict[str, tuple[object, object]]
 MAX_VARIANTS = 8  # of one key; the least recently used one is dropped

@@ -8,7 +8,7 @@ from typing import Any
 from autopar.cost.laws import CostModel
 from autopar.cost.price import peak_memory_of, step_shares
 from autopar.cost.simulate import Timeline
-from autopar.program import Pipeline
+from autopar.program.lines import Pipeline
 
 _NAMES = {
     "matmul": "matmuls",

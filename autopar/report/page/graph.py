@@ -19,7 +19,7 @@ from typing import Any
 
 from autopar.cost.price import backward_lines, forward_lines
 from autopar.plans import RunnerUp, operator_text, storage_text
-from autopar.program import CallLine, Local, Pipeline, StageProgram, Storage, starred
+from autopar.program.lines import CallLine, Local, Pipeline, StageProgram, Storage, starred
 from autopar.report.page.subject import Subject
 from autopar.report.picture import (
     VIEWS,

@@ -9,7 +9,8 @@ from autopar.cost.hardware import Hardware
 from autopar.cost.laws import CostModel
 from autopar.cost.simulate import Timeline
 from autopar.plans import PlanData, Predicted, RunnerUp
-from autopar.program import Collective, Pipeline
+from autopar.program.communication import Collective
+from autopar.program.lines import Pipeline
 
 
 @dataclass(frozen=True)

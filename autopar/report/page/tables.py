@@ -7,7 +7,8 @@ from dataclasses import asdict
 from typing import Any
 
 from autopar.placement import COLLECTIVES
-from autopar.program import Collective, StageProgram, starred
+from autopar.program.communication import Collective
+from autopar.program.lines import StageProgram, starred
 from autopar.report.page.subject import Subject
 from autopar.report.stages import crossing_rows, tie_text
 from autopar.report.tables import parameter_rows

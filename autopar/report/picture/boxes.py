@@ -8,7 +8,7 @@ from collections import Counter
 from collections.abc import Sequence
 
 from autopar.placement import COLLECTIVES, Spec
-from autopar.program import MoveLine, StageProgram
+from autopar.program.lines import MoveLine, StageProgram
 from autopar.report.picture.kinds import ParameterUsed
 from autopar.report.picture.nodes import VIEWS, PictureNode, operator_name
 from autopar.units import format_bytes

@@ -20,7 +20,7 @@ from itertools import groupby
 from typing import NamedTuple
 
 from autopar.placement import COLLECTIVES
-from autopar.program import MoveLine
+from autopar.program.lines import MoveLine
 from autopar.report.blocks import Block
 from autopar.report.picture.nodes import Picture, PictureEdge, PictureNode, operator_name
 

@@ -19,7 +19,8 @@ from collections import defaultdict
 
 import graphviz
 
-from autopar.program import Boundary, Crossing, Pipeline, StageProgram, step_calls, summarise
+from autopar.program.communication import step_calls, summarise
+from autopar.program.lines import Boundary, Crossing, Pipeline, StageProgram
 from autopar.report.picture.boxes import (
     COLOURS,
     CROSSING,

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.placement import Spec
-from autopar.program import GatherLine, MoveLine, ShardKind, StageProgram, StoredParameter
+from autopar.program.lines import GatherLine, MoveLine, ShardKind, StageProgram, StoredParameter
 
 
 @dataclass(frozen=True)

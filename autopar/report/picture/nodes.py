@@ -22,7 +22,7 @@ import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
-from autopar.program import CallLine, DetachLine, Local, MoveLine, StageProgram
+from autopar.program.lines import CallLine, DetachLine, Local, MoveLine, StageProgram
 from autopar.report.blocks import Block
 from autopar.report.picture.kinds import ParameterUsed, parameter_variables, shard_kinds
 

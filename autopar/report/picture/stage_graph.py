@@ -13,7 +13,7 @@ from functools import cached_property
 
 import graphviz
 
-from autopar.program import MoveLine, StageProgram
+from autopar.program.lines import MoveLine, StageProgram
 from autopar.report.picture.boxes import (
     CROSSING,
     FRAME,

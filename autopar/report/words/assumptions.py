@@ -19,7 +19,14 @@ import torch
 from autopar.cost.hardware import Hardware, ProfiledDevice
 from autopar.cost.memory import static_bytes_per_param
 from autopar.plans import PlanData, Predicted
-from autopar.program import CallLine, Pipeline, StageProgram, every_parameter, line_counts, starred
+from autopar.program.lines import (
+    CallLine,
+    Pipeline,
+    StageProgram,
+    every_parameter,
+    line_counts,
+    starred,
+)
 from autopar.units import format_seconds
 
 _LEAST_GAIN = 1.1  # below, advice is noise

@@ -7,12 +7,8 @@ from collections.abc import Sequence
 
 from autopar.cost.price import HiddenKind
 from autopar.plans import PlanData, Predicted
-from autopar.program import (
-    Collective,
-    Pipeline,
-    Segment,
-    starred,
-)
+from autopar.program.communication import Collective
+from autopar.program.lines import Pipeline, Segment, starred
 from autopar.report.blocks import block_set, every_block, modules_of_lines
 from autopar.report.division import division
 from autopar.report.stages import (

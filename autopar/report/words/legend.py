@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 
-from autopar.program import Pipeline
+from autopar.program.lines import Pipeline
 from autopar.report.tables import ParameterRow, parameter_rows
 
 # What a cell has -> its meaning, in the order of the legend.

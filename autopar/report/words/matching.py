@@ -18,7 +18,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 
 from autopar.errors import OptionError
-from autopar.program import starred
+from autopar.program.lines import starred
 
 # Names that an error lists.
 _N_LISTED = 8

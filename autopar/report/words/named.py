@@ -10,7 +10,7 @@ import math
 from collections.abc import Callable, Iterator, Sequence
 
 from autopar.plans import Decision, PlanData, Predicted, StageRecord
-from autopar.program import (
+from autopar.program.lines import (
     CallLine,
     GatherLine,
     MoveLine,

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Sequence
 
 from autopar.placement import Spec
 from autopar.plans import Choice, Decision, Option, operator_text
-from autopar.program import Storage
+from autopar.program.lines import Storage
 from autopar.units import format_bytes, format_seconds
 
 N_READERS = 4

@@ -24,7 +24,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from autopar.placement import Spec
-from autopar.program import CallLine, ShardKind, StageProgram, StoredParameter
+from autopar.program.lines import CallLine, ShardKind, StageProgram, StoredParameter
 from autopar.report.blocks import Block
 from autopar.report.division import Product, is_sharded, products
 from autopar.report.picture import kind_of, operator_name, parameter_variables

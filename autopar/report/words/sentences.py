@@ -18,7 +18,7 @@ from dataclasses import replace
 from autopar.cost.hardware import Hardware
 from autopar.cost.simulate import Timeline
 from autopar.plans import Alternative, PlanData, Predicted
-from autopar.program import Pipeline
+from autopar.program.lines import Pipeline
 from autopar.report.blocks import block_set, every_block, modules_of_lines
 from autopar.report.division import share_text
 from autopar.report.words.parallelism import (

@@ -15,7 +15,7 @@ from functools import reduce
 import numpy as np
 
 from autopar.arrays import Codes
-from autopar.caching import cached_method
+from autopar.caching import once
 from autopar.passes.solvers.problem.machine_code import compiled
 
 
@@ -62,7 +62,7 @@ class Partitions:
     def n_classes(self, partition: int) -> int:
         return len(self.firsts[partition])
 
-    @cached_method
+    @once
     def grouped(self, partition: int) -> tuple[Codes, Codes]:
         """(the choices sorted by class, where each class begins among them)."""
         order = np.argsort(self.codes[partition], kind="stable")

@@ -45,7 +45,7 @@ class Potentials:
         return Numbers.of(problem).at(weights)
 
     @staticmethod
-    def given(own: Sequence[Array], tables: Sequence[Array]) -> Potentials:
+    def of_arrays(own: Sequence[Array], tables: Sequence[Array]) -> Potentials:
         """From arrays [problems or 1, choices] per variable and [problems or 1, ...] per table."""
         layout = Layout.of(own, tables, map(id, (*own, *tables)))
         return Potentials(layout, layout.rows(layout.placed(own, tables)))
@@ -75,7 +75,7 @@ class Numbers:
     @staticmethod
     def of(problem: ChoiceProblem) -> Numbers:
         """The numbers of one problem."""
-        return Numbers.row(ChoiceProblems.alone(problem), 0)
+        return Numbers.row(ChoiceProblems.of_one(problem), 0)
 
     @staticmethod
     def row(problems: ChoiceProblems, i: int, times: float = 1) -> Numbers:

@@ -47,7 +47,7 @@ class ChoiceProblems:
             check_numbers(self.names, self.cost_s, self.bytes, self.edges, 1)
 
     @staticmethod
-    def alone(problem: ChoiceProblem) -> ChoiceProblems:
+    def of_one(problem: ChoiceProblem) -> ChoiceProblems:
         """A single problem as several."""
         edges = (e.mapped(lambda array: array[None]) for e in problem.edges)
         cost_s, size_bytes = (

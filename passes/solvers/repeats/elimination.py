@@ -86,7 +86,7 @@ class RepeatedElimination:
             _Solved.of(block, row, branch if branch is not None and branch.repeat == r else None)
             for r, block in enumerate(of.blocks)
         ]
-        tables = (s.joined().ravel() for s in solved)
+        tables = (s.power_table().ravel() for s in solved)
         potentials = Potentials(of.layout, np.concatenate((row[0], *tables))[None])
         value, chosen = minimise(of.plan, potentials)
         # For states the class, for other variables the choice.
@@ -119,7 +119,7 @@ class _Solved:
         given = Potentials(block.layout, row[:, : block.layout.n_numbers])
         return _Solved(block, project(block.plan, given), branch)
 
-    def joined(self) -> Array:
+    def power_table(self) -> Array:
         """The table of all copies: walks that begin before a change of state and end after it."""
         n, walks = self.block.n_states, self._walks(self.one.table)
         return Power.of(walks, self.block.count).table[:, :n, -n:]

@@ -24,7 +24,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.arrays import Array, Codes
-from autopar.caching import cached_method
+from autopar.caching import once
 from autopar.passes.solvers.choice import Point
 from autopar.passes.solvers.problem import SAME_OPTIMUM_REL, Choice, codes_of, within
 from autopar.passes.solvers.repeats.repeats import RepeatedChoice, RepeatedProblem, RepeatedProblems
@@ -142,7 +142,7 @@ class Exchanges:
                 before = block.output_choices(row)
         return kinds
 
-    @cached_method
+    @once
     def _offers(self, base: Choice, kind: _Kind) -> _Offers:
         """The exchanges of a kind: every choice of each variable that is not handed on, then known
         rows."""

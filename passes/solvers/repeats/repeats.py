@@ -19,7 +19,7 @@ from functools import cached_property
 import numpy as np
 
 from autopar.arrays import Array
-from autopar.caching import cached_method
+from autopar.caching import once
 from autopar.passes.solvers.problem import (
     Choice,
     ChoiceProblem,
@@ -200,9 +200,9 @@ class RepeatedProblem:
     costs: Array | None = None
 
     @staticmethod
-    def alone(numbers: ChoiceProblem, repeats: tuple[Repeat, ...]) -> RepeatedProblem:
+    def of_one(numbers: ChoiceProblem, repeats: tuple[Repeat, ...]) -> RepeatedProblem:
         """A single problem in which some blocks stand for several copies."""
-        every = RepeatedProblems(ChoiceProblems.alone(numbers), repeats)
+        every = RepeatedProblems(ChoiceProblems.of_one(numbers), repeats)
         return RepeatedProblem(every, 0)
 
     @property
@@ -233,7 +233,7 @@ class RepeatedProblem:
                 terms.append(n * self.copy_terms(r, base, state, row))
         return ChoiceTotals(*map(math.fsum, np.concatenate(terms, axis=1).tolist()))
 
-    @cached_method
+    @once
     def _once_terms(self, base: Choice) -> Array:
         """[seconds and bytes; terms] of what counts once."""
         return self._terms(self.every.single_entries, base)

@@ -22,7 +22,7 @@ import time
 from contextlib import suppress
 from functools import cache
 
-from autopar.caching import cached_method
+from autopar.caching import once
 from autopar.passes.solvers.choice import QUICK, Bracket, Hull, Point, search
 from autopar.passes.solvers.eliminate import TableLimits, TooWide
 from autopar.passes.solvers.problem import (
@@ -144,7 +144,7 @@ class RepeatedSolver:
                 return [*(Branch(r, s) for s in every), Branch(r, None)]
         return []
 
-    @cached_method
+    @once
     def _branch(self, branch: Branch) -> Hull[RepeatedChoice]:
         return Hull(self.elimination.within(branch))
 

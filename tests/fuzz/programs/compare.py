@@ -24,7 +24,7 @@ import autopar
 from autopar.capture import PositionalRandom, draws_of
 from autopar.errors import AutoparError, DivergenceError, VerificationError
 from autopar.passes.analysis import Analysis
-from autopar.program import StageProgram, parse_programs, program_text
+from autopar.program.lines import StageProgram, parse_programs, program_text
 from tests.fuzz.programs.draw import loss_of
 from tests.fuzz.programs.layouts import ALONE, Layout
 from tests.fuzz.programs.program import Program

@@ -17,7 +17,7 @@ from autopar.passes.analysis import Analysis, recomputed_operators
 from autopar.passes.binding import mesh_of
 from autopar.passes.lowering import stage_record
 from autopar.planning import bind
-from autopar.program import Recomputed
+from autopar.program.lines import Recomputed
 from tests.helpers.jobs import WIDTH
 from tests.helpers.plans import bound_of
 

@@ -19,7 +19,7 @@ from autopar.passes.analysis import (
 )
 from autopar.passes.intra import Constraints, PlacementRequest, choose
 from autopar.passes.lowering import lower
-from autopar.program import Pipeline, Strategy
+from autopar.program.lines import Pipeline, Strategy
 from autopar.schedule import one_f_one_b
 from tests.helpers.captures import captured
 from tests.helpers.harness import random_tokens, tiny_gpt2

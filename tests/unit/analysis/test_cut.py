@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from autopar.capture import capture
 from autopar.errors import OptionError
 from autopar.passes.analysis import cut
-from autopar.program import Program
+from autopar.program.graph import Program
 from tests.helpers.harness import MODELS, model_case
 from tests.helpers.models.pipeline_models import SideOutput, Tied, analysis_of, batch_of
 from tests.helpers.pipeline_harness import ends_before, random_ends

@@ -19,7 +19,7 @@ from autopar import Manual, PlanError
 from autopar.capture import capture, reference_step
 from autopar.passes.analysis import find_paddings, pad
 from autopar.plans import parse_plan
-from autopar.program import Program
+from autopar.program.graph import Program
 from autopar.runtime.launch import ThreadWorld, run_threads
 from autopar.runtime.lowered import vocab_parallel_cross_entropy, vocab_parallel_embedding
 from tests.helpers.captures import captured

@@ -17,8 +17,15 @@ import autopar
 from autopar import Manual
 from autopar.passes.backward import differentiate
 from autopar.passes.lowering import lower
-from autopar.program import (
+from autopar.program.communication import (
     Backward,
+    Start,
+    Wait,
+    backward_order,
+    kept_gathers,
+    step_calls,
+)
+from autopar.program.lines import (
     Boundary,
     CallLine,
     FreeLine,
@@ -30,13 +37,8 @@ from autopar.program import (
     JointProgram,
     KernelLine,
     ReadyLine,
-    Start,
     StartLine,
-    Wait,
     WaitLine,
-    backward_order,
-    kept_gathers,
-    step_calls,
 )
 from tests.helpers.harness import abstract_cost, free_problem, model_case, random_strategy
 from tests.helpers.jobs import llama, machine, tokens

@@ -13,7 +13,7 @@ from autopar import Manual
 from autopar.codegen import emit
 from autopar.errors import VerificationError
 from autopar.passes.backward import differentiate
-from autopar.program import (
+from autopar.program.lines import (
     CallLine,
     JointProgram,
     LossAtEnd,

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.errors import NotSupportedError
-from autopar.program import Program
+from autopar.program.graph import Program
 from tests.helpers.capture_harness import Module, check, targets, x
 
 

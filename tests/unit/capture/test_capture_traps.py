@@ -14,7 +14,7 @@ from torch.nn import functional as F
 from autopar.capture import capture, reference_step
 from autopar.errors import BatchError, CaptureError
 from autopar.operators import DROPOUT, UNIFORM
-from autopar.program import flatten_inputs
+from autopar.program.graph import flatten_inputs
 from tests.helpers.capture_harness import Module, check, dtypes_of_floats, targets, x
 
 aten = torch.ops.aten

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from autopar.capture import capture
 from autopar.errors import NotSupportedError
-from autopar.program import Program
+from autopar.program.graph import Program
 from tests.helpers.capture_harness import Module
 from tests.helpers.jobs import gpt2, tokens
 from tests.helpers.models import checkpointed as models

@@ -15,7 +15,7 @@ import autopar
 from autopar.capture import capture
 from autopar.errors import AutoparError, NotSupportedError
 from autopar.operators import function_call, function_of
-from autopar.program import Program
+from autopar.program.graph import Program
 from tests.helpers import functions
 from tests.helpers.capture_harness import Module, check, dtypes_of_floats, x
 

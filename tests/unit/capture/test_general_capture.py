@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from autopar.capture import capture
 from autopar.errors import MissingRuleError
-from autopar.program import operators_of
+from autopar.program.graph import operators_of
 from tests.helpers.capture_harness import Module, check, targets
 
 aten = torch.ops.aten

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import Manual, MeshError
-from autopar.program import free_name, group_name, identifier, reserved_names
+from autopar.program.lines import free_name, group_name, identifier, reserved_names
 from tests.helpers.jobs import machine
 from tests.helpers.nightly import nightly
 

@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 import autopar
 from autopar import Mesh, Plan
-from autopar.program import CallLine
+from autopar.program.lines import CallLine
 
 
 def planned(p: float, attention: str = "sdpa") -> Plan:

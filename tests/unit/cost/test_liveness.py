@@ -22,7 +22,7 @@ from autopar.mesh import Device, Link, LogicalMesh
 from autopar.passes.analysis import Analysis, cut
 from autopar.passes.intra import Constraints, PlacementRequest, choose
 from autopar.passes.lowering import lower
-from autopar.program import Pipeline, Strategy
+from autopar.program.lines import Pipeline, Strategy
 from autopar.runtime.launch import WorkerPool
 from autopar.schedule import ORDERS
 from tests.helpers.captures import captured

@@ -19,16 +19,8 @@ from autopar.mesh import Link, Mesh
 from autopar.passes.intra import Constraints, PlacementRequest, choose
 from autopar.passes.lowering import lower
 from autopar.plans import Predicted
-from autopar.program import (
-    BUCKET_BYTES,
-    Messages,
-    Piece,
-    Pipeline,
-    StageProgram,
-    Strategy,
-    buckets,
-    primitive_bytes,
-)
+from autopar.program.communication import BUCKET_BYTES, Messages, Piece, buckets, primitive_bytes
+from autopar.program.lines import Pipeline, StageProgram, Strategy
 from tests.helpers.harness import abstract_cost, model_case, zero_strategy_of
 from tests.helpers.pipeline_harness import Layout, random_ends, random_pipeline
 

@@ -15,7 +15,8 @@ import pytest
 
 from autopar.cost.price import collectives_of
 from autopar.passes.lowering import lower
-from autopar.program import Gather, Pipeline, Start, Strategy, backward_order
+from autopar.program.communication import Gather, Start, backward_order
+from autopar.program.lines import Pipeline, Strategy
 from autopar.runtime.groups import Recorder
 from tests.helpers.harness import abstract_cost, generated_code, model_case, zero_strategy_of
 from tests.helpers.nightly import sampled

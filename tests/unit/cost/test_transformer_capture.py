@@ -35,7 +35,7 @@ from autopar.cost.transformer import Chunk, LayerModel, Recipe, Software, shape_
 from autopar.cost.transformer.chunks import parameters_of
 from autopar.cost.transformer.ends import embedding_items, head_items
 from autopar.cost.transformer.work import Exchange, Item, Kernel
-from autopar.program import CallLine
+from autopar.program.lines import CallLine
 from tests.helpers.jobs import BATCH, CASES, SEQUENCE, WIDTH
 
 N_LAYERS, TP, FLOAT32 = 2, 2, 4

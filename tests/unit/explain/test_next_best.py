@@ -21,7 +21,7 @@ from autopar.passes.solvers.eliminate import TableLimits
 from autopar.passes.solvers.problem import Solution
 from autopar.placement import Spec
 from autopar.plans import Choice, Option, parse_storage
-from autopar.program import OperatorStrategy, Storage
+from autopar.program.lines import OperatorStrategy, Storage
 from autopar.report.words import storage_words
 from tests.helpers import jobs
 from tests.helpers.jobs import machine

@@ -12,7 +12,7 @@ import autopar
 from autopar import Manual, Mesh, Plan
 from autopar.cost.price import exposed_calls
 from autopar.passes.search import PlanningResult, Simulator, Solved, WhySlower
-from autopar.program import CallLine, Pipeline
+from autopar.program.lines import CallLine, Pipeline
 from tests.helpers.jobs import CASES, gpt2
 from tests.helpers.plans import bound_of, pipeline_of
 

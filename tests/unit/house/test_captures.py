@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.capture import Watch
-from autopar.program import Program
+from autopar.program.graph import Program
 from tests.helpers.captures import captured
 
 WIDTH = 4

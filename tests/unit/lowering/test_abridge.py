@@ -28,7 +28,8 @@ from autopar.passes.analysis import (
 )
 from autopar.passes.intra import Chooser, Constraints, PlacementRequest
 from autopar.passes.lowering import Abridger, lower
-from autopar.program import Pipeline, StageProgram, Strategy, block_of, every_parameter
+from autopar.program.graph import block_of
+from autopar.program.lines import Pipeline, StageProgram, Strategy, every_parameter
 from tests.helpers.captures import captured
 from tests.helpers.harness import random_tokens, tiny_gpt2
 from tests.helpers.machines import balanced_cost

@@ -12,7 +12,15 @@ from torch import Tensor
 
 from autopar.passes.lowering.fusion import fuse_bias
 from autopar.placement import R, Spec
-from autopar.program import CallLine, Line, Local, ParameterUse, Ref, StoredParameter, Workspace
+from autopar.program.lines import (
+    CallLine,
+    Line,
+    Local,
+    ParameterUse,
+    Ref,
+    StoredParameter,
+    Workspace,
+)
 
 Step = tuple[str, str, tuple[Any, ...]]  # variable, operator, arguments
 ADD, MM, LINEAR = "aten.add.Tensor", "aten.mm.default", "aten.linear.default"

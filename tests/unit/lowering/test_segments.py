@@ -6,7 +6,7 @@ import torch
 
 import autopar
 from autopar import Manual
-from autopar.program import MoveLine
+from autopar.program.lines import MoveLine
 from tests.helpers.jobs import llama, machine, tokens
 from tests.helpers.plans import program_of
 

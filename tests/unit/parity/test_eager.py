@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from autopar.parity.eager import ModuleStep, module_step
-from autopar.program import Accumulation
+from autopar.program.graph import Accumulation
 
 ROWS, WIDTH = 4, 6
 

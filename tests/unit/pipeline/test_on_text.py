@@ -15,7 +15,7 @@ from autopar.errors import OptionError, VerificationError
 from autopar.passes.compilation import text_of
 from autopar.passes.facts import Differentiated, Sources
 from autopar.passes.on_text import run_passes
-from autopar.program import (
+from autopar.program.lines import (
     DEVICE,
     CallLine,
     JointProgram,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 from torch import nn
 
-from autopar.program import block_lists, block_of
+from autopar.program.graph import block_lists, block_of
 
 
 def layer(width: int) -> nn.Module:

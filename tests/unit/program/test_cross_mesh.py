@@ -15,7 +15,7 @@ from torch import Tensor
 from autopar.errors import VerificationError
 from autopar.mesh import LogicalMesh
 from autopar.placement import I, P, Placement, R, S, Spec, TensorType, all_specs
-from autopar.program import Slice, local_factors, slices
+from autopar.program.communication import Slice, local_factors, slices
 from autopar.runtime.execute import shard
 from tests.helpers.machines import mesh_of
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from autopar.placement import Notation, TensorType
-from autopar.program import Factors, Types, name_sizes
+from autopar.program.graph import Factors, Types, name_sizes
 from autopar.rules import resolve, view_notation
 
 Shape = tuple[int, ...]

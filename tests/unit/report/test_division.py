@@ -10,7 +10,7 @@ import pytest
 
 import autopar
 from autopar import Device, Link, Manual, Mesh
-from autopar.program import Pipeline
+from autopar.program.lines import Pipeline
 from autopar.report import Division, division
 from autopar.report.division import is_sharded, products
 from tests.helpers.jobs import CASES, VOCABULARY, WIDTH, machine

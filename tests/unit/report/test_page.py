@@ -19,7 +19,7 @@ from autopar import Manual, Mesh, OptionError, Plan
 from autopar.cost.price import layer_works, step_shares
 from autopar.passes.explain import decisions, runners_up
 from autopar.plans import MANUAL
-from autopar.program import starred
+from autopar.program.lines import starred
 from autopar.report.page import page_html
 from autopar.report.picture import fold, picture
 from tests.helpers.models.tiny_model import Tiny, batch

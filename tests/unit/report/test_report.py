@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import autopar
 from autopar import Manual, Plan, PlanError
 from autopar.placement import COLLECTIVES
-from autopar.program import step_calls
+from autopar.program.communication import step_calls
 from autopar.report import dot
 from autopar.report.blocks import Block
 from autopar.report.picture import escaped, fold, picture

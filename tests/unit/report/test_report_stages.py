@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import autopar
 from autopar import OptionError, Plan
 from autopar.plans import Alternative
-from autopar.program import slices
+from autopar.program.communication import slices
 from autopar.report import explain
 from autopar.report.stages import crossing_rows, grid, parameter_tables, stage_rows
 from autopar.report.tables import N_ALTERNATIVES, alternative_rows

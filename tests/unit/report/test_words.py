@@ -11,7 +11,7 @@ import pytest
 import autopar
 from autopar import Manual, Mesh, Plan, PlanError
 from autopar.plans import Alternative, parse_plan
-from autopar.program import starred
+from autopar.program.lines import starred
 from autopar.report import folded_names
 from autopar.report.blocks import block_set, range_text
 from autopar.report.tables import alternative_note, parameter_rows

@@ -22,7 +22,7 @@ from autopar.passes.compilation import Compilation
 from autopar.passes.facts import Differentiated, Placed, Target
 from autopar.passes.lowering import lower
 from autopar.passes.pipeline import Differentiate
-from autopar.program import (
+from autopar.program.lines import (
     GradientMove,
     JointLine,
     JointProgram,

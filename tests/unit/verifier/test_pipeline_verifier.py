@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from autopar.errors import VerificationError
-from autopar.program import Boundary, Crossing, Pipeline
+from autopar.program.lines import Boundary, Crossing, Pipeline
 from autopar.schedule import Action, Schedule
 from autopar.verifier import check_rendezvous, verify_pipeline
 from autopar.verifier.pipeline import pipeline_sequences

@@ -18,7 +18,7 @@ from autopar.errors import VerificationError
 from autopar.passes.lowering import lower
 from autopar.passes.reshard import moves_from
 from autopar.placement import Spec, Split, TensorType, all_specs
-from autopar.program import StageProgram
+from autopar.program.lines import StageProgram
 from autopar.verifier import GroupCall, check_rendezvous, verify_program
 from autopar.verifier.stage import check_move
 from tests.helpers.harness import abstract_cost, free_problem, model_case, random_strategy

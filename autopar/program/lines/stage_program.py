@@ -19,9 +19,9 @@ import torch
 
 from autopar.options import Recompute
 from autopar.placement import Move, PrimitiveKind, Spec, TensorType
-from autopar.program.program import Accumulation
-from autopar.program.strategy import Period
-from autopar.program.variables import Assignment, Operation
+from autopar.program.graph import Accumulation
+from autopar.program.lines.strategy import Period
+from autopar.program.lines.variables import Assignment, Operation
 from autopar.rules import own_rule
 
 # What a factor of a tensor's dim counts:
@@ -360,7 +360,7 @@ class StageProgram:
         return frozenset(found)
 
     @cached_property
-    def given(self) -> Mapping[str, Local]:
+    def given_variables(self) -> Mapping[str, Local]:
         """The variables that the body, or the moves of parameters before it, start from."""
         found = {item.local.name: item.local for item in self.delivered}
         found |= {boundary.local.name: boundary.local for boundary in self.received}
@@ -372,7 +372,10 @@ class StageProgram:
     @cached_property
     def variables(self) -> Mapping[str, Local]:
         """All variables, as the last line that assigns them leaves them."""
-        return {**self.given, **{out.name: out for line in self.body for out in line.outs}}
+        return {
+            **self.given_variables,
+            **{out.name: out for line in self.body for out in line.outs},
+        }
 
     @cached_property
     def differentiated(self) -> frozenset[int]:

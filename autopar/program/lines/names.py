@@ -14,7 +14,7 @@ from collections.abc import Collection, Sequence
 from functools import cache
 
 from autopar.placement import TABLE, Spec
-from autopar.program.variables import UNUSED
+from autopar.program.lines.variables import UNUSED
 from autopar.rules import all_rules
 
 _WORDS = frozenset(

@@ -21,9 +21,9 @@ import torch
 import torch.fx
 from torch.utils import _pytree as pytree
 
-from autopar.program.audit import Audit
-from autopar.program.blocks import block_of
-from autopar.program.frozen import Frozen
+from autopar.program.graph.audit import Audit
+from autopar.program.graph.blocks import block_of
+from autopar.program.graph.frozen import Frozen
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,12 @@ import torch
 
 from autopar.errors import VerificationError
 from autopar.mesh import LogicalMesh
-from autopar.program.stage_program import Boundary, StageProgram, StoredParameter, most_batch_shards
+from autopar.program.lines.stage_program import (
+    Boundary,
+    StageProgram,
+    StoredParameter,
+    most_batch_shards,
+)
 from autopar.schedule import Schedule, Transfer, forward_only, lower, one_f_one_b
 
 # (number of stages, number of microbatches) -> the schedule

@@ -33,12 +33,12 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
+from autopar.caching import once
 from autopar.placement import COLLECTIVES
-from autopar.program.gathers import fused_gathers, gathers_at, reduced_runs, runs_of
-from autopar.program.loss_at_end import lines_at_end
-from autopar.program.once import once
-from autopar.program.regathers import kept_gathers, repeated_gathers
-from autopar.program.stage_program import CallLine, GatherLine, MoveLine, StageProgram
+from autopar.program.communication.gathers import fused_gathers, gathers_at, reduced_runs, runs_of
+from autopar.program.communication.loss_at_end import lines_at_end
+from autopar.program.communication.regathers import kept_gathers, repeated_gathers
+from autopar.program.lines import CallLine, GatherLine, MoveLine, StageProgram
 
 # Of a matmul's backward: all of it, the gradient that is communicated next, or the other one.
 Part = Literal["whole", "input", "weight"]

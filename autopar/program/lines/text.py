@@ -23,8 +23,8 @@ import torch
 
 from autopar.errors import OptionError
 from autopar.placement import Move, Spec, Split
-from autopar.program import joint_program, stage_program
-from autopar.program.variables import Ref
+from autopar.program.lines import joint_program, stage_program
+from autopar.program.lines.variables import Ref
 
 _WIDTH = 100
 # With more required fields than these, all are named.

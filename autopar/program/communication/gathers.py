@@ -13,9 +13,9 @@ from collections.abc import Iterable, Sequence
 
 import torch
 
-from autopar.program.bucketing import BUCKET_BYTES, buckets
-from autopar.program.once import once
-from autopar.program.stage_program import GatherLine, StageProgram
+from autopar.caching import once
+from autopar.program.communication.bucketing import BUCKET_BYTES, buckets
+from autopar.program.lines import GatherLine, StageProgram
 
 _FUSED = ("all_gather", "reduce_scatter")
 

@@ -20,9 +20,8 @@ from dataclasses import dataclass, field
 
 from autopar.mesh import LogicalMesh
 from autopar.placement import P, Placement, R, Spec
-from autopar.program.cross_mesh import Slice, slices
-from autopar.program.pipeline import Crossing, Pipeline, Tie
-from autopar.program.stage_program import StoredParameter
+from autopar.program.communication.cross_mesh import Slice, slices
+from autopar.program.lines import Crossing, Pipeline, StoredParameter, Tie
 from autopar.schedule import Action
 
 

@@ -22,7 +22,7 @@ import torch.fx
 
 from autopar.identity import Same
 from autopar.placement import Notation, TensorType
-from autopar.program.program import Program, row_dims
+from autopar.program.graph.program import Program, row_dims
 from autopar.rules import OpCall, check_call, rule_for
 
 Shape = tuple[int, ...]

@@ -12,7 +12,7 @@ import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
 
-from autopar.program.stage_program import Delivered, StageProgram, StoredParameter
+from autopar.program.lines.stage_program import Delivered, StageProgram, StoredParameter
 
 
 def counted_sum(counted: Iterable[tuple[float, int]]) -> float:

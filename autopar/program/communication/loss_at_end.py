@@ -14,9 +14,9 @@ from __future__ import annotations
 import math
 from collections.abc import Collection
 
+from autopar.caching import once
 from autopar.placement import COLLECTIVES
-from autopar.program.once import once
-from autopar.program.stage_program import CallLine, Line, MoveLine, StageProgram
+from autopar.program.lines import CallLine, Line, MoveLine, StageProgram
 
 
 @once

@@ -18,14 +18,14 @@ from typing import Any, ClassVar
 import torch
 
 from autopar.placement import Spec
-from autopar.program.stage_program import (
+from autopar.program.lines.stage_program import (
     CallLine,
     DetachLine,
     GatherLine,
     MoveLine,
     StageProgram,
 )
-from autopar.program.variables import UNUSED, Assignment, Operation, Results
+from autopar.program.lines.variables import UNUSED, Assignment, Operation, Results
 
 
 @dataclass(frozen=True)

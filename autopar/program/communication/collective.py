@@ -25,13 +25,12 @@ from typing import Literal
 
 import torch
 
+from autopar.caching import once
 from autopar.placement import COLLECTIVES, PrimitiveKind
-from autopar.program.abridged import every_parameter, line_counts
-from autopar.program.bucketing import BUCKET_BYTES, Bucket, buckets, sync_bucket_bytes
-from autopar.program.gathers import gathers_at
-from autopar.program.messages import Messages, Piece, copy_axes, tie_exchanges
-from autopar.program.once import once
-from autopar.program.order import (
+from autopar.program.communication.bucketing import BUCKET_BYTES, Bucket, buckets, sync_bucket_bytes
+from autopar.program.communication.gathers import gathers_at
+from autopar.program.communication.messages import Messages, Piece, copy_axes, tie_exchanges
+from autopar.program.communication.order import (
     Backward,
     Forward,
     Gather,
@@ -44,15 +43,17 @@ from autopar.program.order import (
     forward_order,
     positions_of,
 )
-from autopar.program.pipeline import Pipeline
-from autopar.program.stage_program import (
+from autopar.program.lines import (
     CallLine,
     GatherLine,
     Line,
     MoveLine,
     ParameterUse,
+    Pipeline,
     StageProgram,
     StoredParameter,
+    every_parameter,
+    line_counts,
 )
 
 # "output": gathers of model outputs for the user; only in programs that return outputs.

@@ -9,9 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
-from autopar.program.gathers import gathers_at, runs_of
-from autopar.program.once import once
-from autopar.program.stage_program import CallLine, GatherLine, StageProgram, storage_owners
+from autopar.caching import once
+from autopar.program.communication.gathers import gathers_at, runs_of
+from autopar.program.lines import CallLine, GatherLine, StageProgram, storage_owners
 
 
 @once
