@@ -16,7 +16,6 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
 
 import torch
 
@@ -24,7 +23,13 @@ from autopar.passes.backward.apart import with_weight_gradients_last
 from autopar.passes.backward.kernels import KernelPrinter, call_of
 from autopar.passes.backward.names import Names
 from autopar.passes.backward.provision import finished
-from autopar.passes.backward.recording import Meta, run_on_fakes
+from autopar.passes.backward.recording import (
+    Meta,
+    contiguous_meta,
+    contiguous_stride,
+    run_on_fakes,
+    sum_meta,
+)
 from autopar.passes.backward.templates import Call, Template, result_metas, template
 from autopar.placement import gradient_spec
 from autopar.program.communication import (
@@ -197,7 +202,7 @@ class _Walk:
                 self._define(local, self.device)
 
     def _define(self, local: Local, device: str) -> None:
-        stride = _contiguous_stride(local.shape)
+        stride = contiguous_stride(local.shape)
         has_grad = local.has_grad and _is_continuous(local.dtype)
         self.metas[local.name] = Meta(local.shape, stride, local.dtype, device, has_grad)
         self.locals[local.name] = local
@@ -239,7 +244,7 @@ class _Walk:
                 continue
             variable = self._gradient_variable(name)
             found.append(variable.name)
-            self._add(name, variable.name, _contiguous(self.metas[name]))
+            self._add(name, variable.name, contiguous_meta(self.metas[name]))
         return tuple(found)
 
     def _line(self, i: int) -> None:
@@ -265,7 +270,7 @@ class _Walk:
         out = self._gradient_variable(line.source)
         self.backward.append(GradientMove(out, gradient, line))
         meta = self.metas[line.source]._replace(dtype=self.gradient_metas[gradient].dtype)
-        self._add(line.source, out.name, _contiguous(meta))
+        self._add(line.source, out.name, contiguous_meta(meta))
 
     def _move_early(self, i: int, begun: int) -> None:
         """The move of a gradient, beside the lines from `begun` on that it does not need."""
@@ -350,7 +355,7 @@ class _Walk:
 
     def _reduced_meta(self, member: GradientMove) -> Meta:
         before = self.gradient_metas[member.source]
-        return _contiguous(before._replace(shape=member.out.shape))
+        return contiguous_meta(before._replace(shape=member.out.shape))
 
     def _operator(self, i: int, line: CallLine, given: Sequence[str | None]) -> None:
         call, inputs = self.calls[i]
@@ -431,7 +436,7 @@ class _Walk:
         self.backward.append(FunctionBackward(tuple(outs), line, kept, inputs, tuple(given)))
         for name, out in zip(names, outs, strict=True):
             if out.name != UNUSED:
-                self._add(name, out.name, _contiguous(self.metas[name]))
+                self._add(name, out.name, contiguous_meta(self.metas[name]))
 
     def _gradient_variable(self, name: str) -> Variable:
         """A new variable for a gradient of `name`."""
@@ -451,7 +456,7 @@ class _Walk:
         args = Ref(known), Ref(gradient)
         self.backward.append(KernelLine((total,), "aten.add.Tensor", args, {}, ""))
         self.gradients[name] = total.name
-        summed = _sum_meta(self.gradient_metas[known], meta)
+        summed = sum_meta(self.gradient_metas[known], meta)
         if summed.stride != self.gradient_metas[known].stride:
             self.moved.add(total.name)
         self.gradient_metas[total.name] = summed._replace(is_conj=False)
@@ -473,23 +478,6 @@ def _divided(
 
 def _is_continuous(dtype: torch.dtype) -> bool:
     return dtype.is_floating_point or dtype.is_complex
-
-
-@lru_cache(maxsize=1 << 12)
-def _sum_meta(a: Meta, b: Meta) -> Meta:
-    total = torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device="meta") + (
-        torch.empty_strided(b.shape, b.stride, dtype=b.dtype, device="meta")
-    )
-    return a._replace(stride=total.stride(), dtype=total.dtype)
-
-
-def _contiguous(meta: Meta) -> Meta:
-    return meta._replace(stride=_contiguous_stride(meta.shape), has_grad=False, is_conj=False)
-
-
-@lru_cache(maxsize=1 << 12)
-def _contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
-    return torch.empty(shape, device="meta").stride()
 
 
 def _stem(line: CallLine) -> str:

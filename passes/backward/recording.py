@@ -15,7 +15,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -293,3 +293,23 @@ def _place(tensor: Tensor) -> tuple[object, ...]:
 
 def _storage(tensor: Tensor) -> int:
     return tensor.untyped_storage()._cdata
+
+
+@lru_cache(maxsize=1 << 12)
+def sum_meta(a: Meta, b: Meta) -> Meta:
+    """What is known of the sum of two tensors."""
+    total = torch.empty_strided(a.shape, a.stride, dtype=a.dtype, device="meta") + (
+        torch.empty_strided(b.shape, b.stride, dtype=b.dtype, device="meta")
+    )
+    return a._replace(stride=total.stride(), dtype=total.dtype)
+
+
+def contiguous_meta(meta: Meta) -> Meta:
+    """A contiguous gradient of the same shape."""
+    return meta._replace(stride=contiguous_stride(meta.shape), has_grad=False, is_conj=False)
+
+
+@lru_cache(maxsize=1 << 12)
+def contiguous_stride(shape: tuple[int, ...]) -> tuple[int, ...]:
+    """torch's strides of a contiguous tensor, in elements."""
+    return torch.empty(shape, device="meta").stride()
