@@ -144,14 +144,16 @@ def export_weights(
 ) -> None:
     """Write whole weights as Hugging Face's safetensors, without a whole model on any rank.
 
-    `weights=path`, `from_pretrained` and `safetensors` read them. Every rank must call it; raises
+    `weights=path`, `from_pretrained` and `safetensors` read them: a model that has a `config` of
+    transformers gets its `config.json` beside them. Every rank must call it; raises
     `AbsentRanksError`, which names those that do not, and `StateError` for a folder that is there.
     """
     held = module.checkpointed()
     with together_in("autopar.export_weights(...)"):
         state.export_weights(
-            held.place, module.shards, path, max_shard_bytes, module.persistent_buffers
-        )
+            held.place, module.shards, path, max_shard_bytes, module.persistent_buffers,
+            module.write_configs,
+        )  # fmt: skip
 
 
 def compare(*plans: Plan) -> Comparison:

@@ -122,7 +122,7 @@ class PlannedModule(Guarded):
         """Raise `NotSupportedError`, with another way to generate."""
         raise NotSupportedError(
             "generate() on a parallel module",
-            hint="load pm.full_state_dict() into the original model on one process",
+            hint="whole = pm.unsharded() on every rank, then whole.generate(...) on rank 0",
         )
 
     def share_memory(self) -> NoReturn:

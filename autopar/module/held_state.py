@@ -6,13 +6,16 @@ Names are the user's own. State dicts and whole tensors need every rank.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from autopar.errors import NotPlannedError, NotSupportedError
+from autopar.module.job import own_rank
 from autopar.module.planned_state import PlannedState
+from autopar.module.unsharded import unsharded, write_configs
 from autopar.operators import Stream
 from autopar.options import Options
 from autopar.planning import Plan
@@ -29,6 +32,7 @@ from autopar.runtime.state import (
 class HeldState(nn.Module):
     """Base of `ParallelModule`. `_state_or_none` is None until there is a plan."""
 
+    _model: tuple[nn.Module]
     _options: Options
     _device: torch.device
     _state_or_none: PlannedState | None
@@ -129,6 +133,26 @@ class HeldState(nn.Module):
         with together_in("pm.full_state_dict()"):
             held.originals.seen()
             return state.full_state_dict(held.place, held.shards, self.persistent_buffers)
+
+    def unsharded(self) -> nn.Module | None:
+        """The user's model with the values of now, whole, on rank 0's CPU; None on other ranks.
+
+        A copy in evaluation mode, of the user's own class: for its `generate`, evaluation on one
+        process, or `save_pretrained`. Training goes on in this module, and does not change it. It
+        takes the memory of the whole model, in the model's dtypes.
+
+        Every rank must call it; raises `AbsentRanksError`, which names those that do not, and
+        `NotSupportedError` if the model cannot be copied.
+        """
+        held = self._state
+        with together_in("pm.unsharded()"):
+            held.originals.seen()
+            values = state.all_values(held.place, held.shards, held.stored.buffers)
+            return None if own_rank() != 0 else unsharded(self._model[0], values)
+
+    def write_configs(self, folder: Path) -> None:
+        """Write the configs of a model of transformers to a folder; nothing for other models."""
+        write_configs(self._model[0], folder)
 
     def full_gradients(self) -> dict[str, Tensor]:
         """Whole gradients on rank 0's CPU, by parameter name; {} on other ranks.

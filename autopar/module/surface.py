@@ -26,6 +26,10 @@ _OF_WRAPPERS = {
     "module": "it is the module itself: pm.state_dict(), pm.parameters()",
     "no_sync": "leave it out: pm.step adds to the gradients; weight=1 / n for one of n batches",
 }
+_OF_MODELS = {
+    "save_pretrained": "autopar.export_weights(pm, folder) on every rank, which writes config.json "
+    "too; or whole = pm.unsharded() on every rank, and whole.save_pretrained(folder) on rank 0",
+}
 _WAYS_OUT = {
     "forward": "pm.step(..., outputs=fn) hands fn the model's outputs; hooks on the user's model "
     "before autopar.parallelize are traced",
@@ -76,9 +80,10 @@ class Surface(nn.Module):
         raise kind(
             f"a parallel module has no `{name}`: it is a part or method of the user's "
             f"{type(model).__name__}, which is not sharded",
-            hint=f"{type(model).__name__}.{name}(pm) calls a method that needs only parameters; "
-            "call others on the original model, or use pm.step, pm(**batch), "
-            "pm.named_parameters() and pm.full_state_dict()",
+            hint=_OF_MODELS.get(name)
+            or f"{type(model).__name__}.{name}(pm) calls a method that needs only parameters; "
+            "call others on the original model, or on pm.unsharded(), the model with the values of "
+            "now; or use pm.step, pm(**batch), pm.named_parameters() and pm.full_state_dict()",
         )
 
     def __setattr__(self, name: str, value: Any) -> None:

@@ -10,6 +10,7 @@ Mainly hands on `StageState` and `initial_shards`.
 """
 
 from autopar.runtime.state.access import (
+    all_values,
     clip_grad_norm_,
     everyone,
     full_gradients,
@@ -48,6 +49,7 @@ __all__ = [
     "LossScaler",
     "StageState",
     "all_names",
+    "all_values",
     "changed_buffers",
     "check_buffer",
     "clip_grad_norm_",

@@ -16,7 +16,7 @@ axis that does not shard p. For q = inf copies do no harm.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from hashlib import sha256
 from typing import Any, NamedTuple
 
@@ -53,26 +53,37 @@ def full_state_dict(
     place: StageState, locals_: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None = None
 ) -> dict[str, Tensor]:
     """Whole CPU tensors under every name on rank 0, {} on the others; all must call it."""
-    out: dict[str, Tensor] = {}
-    for names, value in values_on_rank_0(place, locals_, buffers):
-        out |= dict.fromkeys(names, value)
-    return out
+    return _by_name(values_on_rank_0(place, locals_, buffers, place.changed_anywhere))
+
+
+def all_values(
+    place: StageState, locals_: Mapping[str, Tensor], buffers: Mapping[str, Tensor]
+) -> dict[str, Tensor]:
+    """As `full_state_dict`, with the buffers that steps change and state dicts leave out."""
+    return _by_name(values_on_rank_0(place, locals_, buffers, place.all_changed))
+
+
+def _by_name(values: Iterable[tuple[tuple[str, ...], Tensor]]) -> dict[str, Tensor]:
+    return {name: value for names, value in values for name in names}
 
 
 def values_on_rank_0(
-    place: StageState, locals_: Mapping[str, Tensor], buffers: Mapping[str, Tensor] | None
+    place: StageState,
+    locals_: Mapping[str, Tensor],
+    buffers: Mapping[str, Tensor] | None,
+    changed: Sequence[ChangedBuffer],
 ) -> Iterator[tuple[tuple[str, ...], Tensor]]:
-    """(all names, whole CPU tensor) of the state dict's values, one by one; nothing elsewhere.
+    """(all names, whole CPU tensor) of a model's values, one by one; nothing elsewhere.
 
-    All ranks must go through all of it.
+    `changed` are the buffers that steps change. All ranks must go through all of it.
     """
     for parameter, whole in _on_rank_0(place, locals_, place.owners):
         yield all_names(parameter), whole
     if place.rank == 0:
-        constants = constant_buffers(buffers, place.changed_anywhere).items()
+        constants = constant_buffers(buffers, changed).items()
         for name, value in constants:
             yield (name,), value.detach().to("cpu", copy=True)
-    for buffer in place.changed_anywhere:
+    for buffer in changed:
         held = _from_its_stage(place, buffer, buffers or {})
         if held is not None:
             yield all_names(buffer), held

@@ -2,6 +2,7 @@
 
     model-00001-of-00003.safetensors ...    whole tensors, in the order of stages
     model.safetensors.index.json            name -> file
+    config.json ...                         what `add_files` writes
 
 A stage gathers one parameter at a time, and rank 0 writes a file as soon as it is full. So no rank
 holds the whole model. A tied parameter is written once, under its owner's name, as transformers
@@ -12,7 +13,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError
@@ -34,8 +35,11 @@ def export_weights(
     path: str | os.PathLike[str],
     max_shard_bytes: int,
     buffers: Mapping[str, Tensor] | None = None,
+    add_files: Callable[[Path], None] | None = None,
 ) -> None:
     """Write the weights and persistent buffers to a new folder; all ranks call it.
+
+    `add_files` writes what else belongs to the folder, on rank 0.
 
     Raises `OptionError` for a size below 1, and `StateError` for a folder that is not empty, and
     for what the file system refuses.
@@ -50,7 +54,8 @@ def export_weights(
             make_draft(folder)
     files: list[list[str]] = []
     n_bytes, error = 0, None
-    for held in _grouped(values_on_rank_0(place, locals_, buffers), max_shard_bytes):
+    values = values_on_rank_0(place, locals_, buffers, place.changed_anywhere)
+    for held in _grouped(values, max_shard_bytes):
         files.append(list(held))
         n_bytes += sum(value.nbytes for value in held.values())
         try:
@@ -63,6 +68,8 @@ def export_weights(
             if error is not None:
                 raise StateError(f"writing {folder} failed: {error}", hint="is its disk full?")
             if own_rank() == 0:
+                if add_files is not None:
+                    add_files(beside(folder, "draft"))
                 _finish(folder, files, n_bytes)
     except StateError:
         if own_rank() == 0:

@@ -112,10 +112,14 @@ class StageState:
         return self.pipeline.stages[self.stage].changed
 
     @cached_property
+    def all_changed(self) -> tuple[ChangedBuffer, ...]:
+        """The buffers that steps change, over all stages in order."""
+        return tuple(b for program in self.pipeline.stages for b in program.changed)
+
+    @cached_property
     def changed_anywhere(self) -> tuple[ChangedBuffer, ...]:
-        """The persistent buffers that steps change, over all stages in order."""
-        stages = self.pipeline.stages
-        return tuple(b for program in stages for b in program.changed if b.persistent)
+        """Those of them that state dicts have."""
+        return tuple(b for b in self.all_changed if b.persistent)
 
     @cached_property
     def entries(self) -> tuple[StoredParameter | ChangedBuffer, ...]:

@@ -332,8 +332,24 @@ def checkpointing_pm(run: Run) -> None:
     run.pm.gradient_checkpointing_enable()
 
 
-@habit(SECTION, "`pm.save_pretrained(folder)`", "load `pm.full_state_dict()` into the model",
-       kind=Gpt2, refused=(NotSupportedError, "part or method of"))  # fmt: skip
+@habit(SECTION, "text while it trains: `pm.unsharded().generate(ids)`", "works, on rank 0",
+       kind=Gpt2, layouts=ALL)  # fmt: skip
+def generating(run: Run) -> None:
+    train(run, tokens, shifted_loss)
+    whole = run.pm.unsharded()
+    if whole is not None:
+        prompt = tokens(3)["input_ids"][:, :4]
+        found, expected = (
+            model.generate(prompt, max_new_tokens=4, do_sample=False)  # type: ignore[operator]
+            for model in (whole, run.alone.eval())
+        )
+        assert torch.equal(found, expected)
+    run.alone.train()
+    train(run, tokens, shifted_loss)
+
+
+@habit(SECTION, "`pm.save_pretrained(folder)`", "`autopar.export_weights`, or `pm.unsharded()`",
+       kind=Gpt2, refused=(NotSupportedError, "export_weights"))  # fmt: skip
 def save_pretrained(run: Run) -> None:
     parallelize(run, tokens(0), loss_fn=shifted_loss)
     run.pm.save_pretrained("/nonexistent")

@@ -44,8 +44,8 @@ def applied(run: Run) -> None:
     run.train(optimizers)
 
 
-@habit(SECTION, "`pm.generate(...)`", "use `pm.full_state_dict()` in the original model",
-       refused=(NotSupportedError, "full_state_dict"))  # fmt: skip
+@habit(SECTION, "`pm.generate(...)`", "use `pm.unsharded().generate(...)`",
+       refused=(NotSupportedError, "unsharded"))  # fmt: skip
 def generated(run: Run) -> None:
     run.pm.generate()
 

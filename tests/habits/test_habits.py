@@ -20,7 +20,7 @@ def tried(name: str, layout: str) -> str:
     return try_habit(name, layout)
 
 
-@one_in(5)
+@one_in(10)
 @pytest.mark.parametrize(("name", "layout"), sampled(CASES, FIRST))
 def test_habit(name: str, layout: str, workers: Callable[[int], WorkerPool]) -> None:
     texts = workers(2).run(tried, name, layout)

@@ -6,14 +6,18 @@
 A test's CPU seconds are those of its call, with the processes it uses. A test of the first tier
 above `LIMIT_S` fails the run, unless `LISTED` says why it stays. It runs a second time before: the
 first call may pay for an import, a capture or processes that others share. On a machine that is
-slower at that moment than the one where the limits were set, they are as much higher.
+slower than the one where the limits were set, they are as much higher. A short loop measures that
+all along: what else a machine does slows its cores for a while.
 
 This is a plugin of pytest: `-p tests.helpers.tiers`, with `--first-tier` or `--shard=i/n`.
 """
 
 from __future__ import annotations
 
+import multiprocessing
+import os
 import re
+import statistics
 import time
 from collections.abc import Generator
 from typing import Any
@@ -26,7 +30,8 @@ from _pytest.terminal import TerminalReporter
 
 LIMIT_S = 3.0
 SUM_S = 1150.0
-LOOP_S = 0.05  # least `_loop_s` where the limits were set; within hours it was 0.11, too
+LOOP_S = 0.0086  # `_loop_s` where the limits were set; within hours it was twice that, too
+N_TESTS_A_LOOP = 10
 N_SHOWN = 10
 # Test, with or without its parameters -> why it may take more than `LIMIT_S`.
 LISTED = {
@@ -84,9 +89,13 @@ class _Tier:
         self.call_s: dict[str, float] = {}
         self.sum_s = 0.0
         self.slowness: list[float] = []
+        self._n_calls, self._loops_s = 0, [_loop_s()]
 
     @pytest.hookimpl(wrapper=True)
     def pytest_runtest_call(self, item: pytest.Item) -> Generator[None, Any, Any]:
+        if self._n_calls % N_TESTS_A_LOOP == 0:
+            self._loops_s.append(_loop_s())
+        self._n_calls += 1
         start_s = _cpu_s()
         try:
             return (yield)
@@ -104,7 +113,7 @@ class _Tier:
             first_s = _call_s(item)
             item._initrequest()  # type: ignore[attr-defined]  # new fixtures
             reports = runtestprotocol(item, log=False, nextitem=nextitem)
-            item.user_properties[:] = [(_CALL, min(first_s, _call_s(item)) / _slowness())]
+            item.user_properties[:] = [(_CALL, min(first_s, _call_s(item)) / self._slowness())]
         for report in reports:
             report.user_properties = list(item.user_properties)
             hook.pytest_runtest_logreport(report=report)
@@ -116,7 +125,7 @@ class _Tier:
             self.call_s[report.nodeid] = _call_s(report)
 
     def pytest_sessionfinish(self, session: pytest.Session) -> None:
-        measured = {"cpu_s": _cpu_s(), "slowness": _slowness()}
+        measured = {"cpu_s": _cpu_s(), "slowness": self._slowness()}
         if hasattr(session.config, "workeroutput"):
             session.config.workeroutput |= measured
             return
@@ -128,6 +137,10 @@ class _Tier:
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:
         self._add(getattr(node, "workeroutput", {}))
+
+    def _slowness(self) -> float:
+        """How much slower this machine is than that where the limits were set; at least 1."""
+        return max(1.0, statistics.fmean(self._loops_s) / LOOP_S)
 
     def _add(self, measured: dict[str, float]) -> None:
         """What one process took in all, with the processes that it started."""
@@ -166,25 +179,19 @@ def _call_s(test: pytest.Item | pytest.TestReport) -> float:
 
 
 def _cpu_s() -> float:
-    """CPU seconds of this process and of those below it, ended ones included."""
-    me = psutil.Process()
-    total_s = sum(me.cpu_times()[:4])
-    for process in me.children(recursive=True):
+    """CPU seconds of this process and of those that it started, ended ones included."""
+    total_s = sum(os.times()[:4])
+    for process in multiprocessing.active_children():
         try:
-            total_s += sum(process.cpu_times()[:4])
-        except psutil.NoSuchProcess:  # it has just ended; its parent has its seconds now
+            total_s += sum(psutil.Process(process.pid).cpu_times()[:4])
+        except psutil.NoSuchProcess:  # it has just ended; this process has its seconds now
             continue
     return total_s
 
 
 def _loop_s() -> float:
-    """CPU seconds of a million additions."""
-    start_s, total = time.process_time(), 0
-    for i in range(1_000_000):
-        total += i * i
+    """CPU seconds to make rows, sort them and put them into a table: objects, as planning has."""
+    start_s = time.process_time()
+    rows = sorted((str(i), i) for i in range(20_000))
+    _ = {text: (text, i) for text, i in rows}
     return time.process_time() - start_s
-
-
-def _slowness() -> float:
-    """How much slower this machine is now than that where the limits were set; at least 1."""
-    return max(1.0, min(_loop_s() for _ in range(3)) / LOOP_S)

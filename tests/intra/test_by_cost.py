@@ -22,6 +22,7 @@ from autopar.placement import I, Placement, R, S
 from autopar.program.communication import step_calls
 from autopar.program.lines import StageProgram, Strategy
 from tests.helpers.harness import Bert, abstract_cost, generated_code, model_case, thread_step
+from tests.helpers.nightly import one_in
 
 __all__ = ["generated_code"]
 
@@ -112,6 +113,7 @@ def test_narrow_layers_are_data_parallel(loss: str, precision: str) -> None:
         planned.check_runs()
 
 
+@one_in(3)
 @pytest.mark.parametrize("precision", DTYPES)
 @pytest.mark.parametrize("by", ["view", "chunk"])
 def test_bert_is_megatron(by: str, precision: str) -> None:

@@ -30,7 +30,7 @@ from autopar.schedule import ORDERS, place
 from tests.helpers.captures import captured
 from tests.helpers.harness import random_tokens
 from tests.helpers.models.wide_models import meta_tokens, wide_gpt2, wide_llama
-from tests.helpers.nightly import nightly
+from tests.helpers.nightly import nightly, one_in
 
 REL = 1e-9
 seconds = st.floats(0.0, 10.0)
@@ -51,6 +51,7 @@ def predicted(s_per_byte: float, manual: Manual, n_microbatches: int = 1) -> Pre
     return plan.predicted
 
 
+@one_in(3)
 @pytest.mark.parametrize(("zero", "s_per_byte"), [(0, 1e-11), (2, 2e-10), (3, 1e-9), (3, 1e-11)])
 def test_a_step_is_between_the_longer_and_the_sum(zero: int, s_per_byte: float) -> None:
     """Of compute and communication; some of it is hidden, on fast links and on slow ones."""

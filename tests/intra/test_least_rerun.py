@@ -40,7 +40,7 @@ def cost_of(sizes: tuple[int, ...]) -> CostModel:
     return CostModel(mesh, torch.float64, hides=False)
 
 
-@one_in(2)
+@one_in(4)
 @pytest.mark.parametrize(
     ("name", "sizes", "n_microbatches"),
     [

@@ -98,7 +98,7 @@ BUDGETS: list[Case] = [
 ]
 
 
-@one_in(3)
+@one_in(6)
 @pytest.mark.parametrize(
     ("name", "axes", "forbid"),
     sampled(

@@ -121,6 +121,7 @@ CASES: list[tuple[str, tuple[int, ...], str]] = [
 ]
 
 
+@one_in(3)
 @pytest.mark.parametrize(("name", "sizes", "forbid"), sampled(CASES, [*CASES[:2], CASES[-1]]))
 def test_bytes_and_seconds_are_those_of_the_lines(
     name: str, sizes: tuple[int, ...], forbid: str

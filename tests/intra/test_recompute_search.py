@@ -14,7 +14,7 @@ from autopar.errors import InfeasibleError
 from autopar.options import Recompute
 from tests.helpers.machines import one_node
 from tests.helpers.models.recompute_models import recomputing
-from tests.helpers.nightly import nightly
+from tests.helpers.nightly import nightly, one_in
 from tests.helpers.ranks import TOLERANCE, pipeline_step
 from tests.helpers.recompute_plans import batch, model, modes_of, planned_gpt2, slow_links
 
@@ -84,6 +84,7 @@ def test_a_plan_that_chose_is_saved_and_explained(tmp_path: Path) -> None:
         assert f"runs again in backward: {count} in mode {mode}: " in plan.explain()
 
 
+@one_in(3)
 @pytest.mark.parametrize("mode", MODES)
 def test_a_mode_that_is_asked_for_is_in_all_that_is_known(mode: Recompute) -> None:
     """On one device there is one placement: planning with a mode equals adding the mode to a plan,

@@ -17,7 +17,7 @@ from autopar.errors import BatchError, NotSupportedError
 from autopar.parity import reference, whole_parameters
 from autopar.program.graph import flatten_inputs
 from autopar.runtime.launch import WorkerPool
-from tests.helpers.nightly import nightly, sampled
+from tests.helpers.nightly import nightly, one_in, sampled
 
 # A slow device with fast links: all sharding pays.
 MESH = Mesh((1, 2), links=[Link(1e-9, 1e-15)] * 2, device=Device(1e6, 1e6, 1e12))
@@ -84,6 +84,7 @@ def loop(model: nn.Module, batch: dict[str, Tensor], n: int) -> tuple[Tensor, nn
     return total, alone
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("case", "plan"),
     sampled(

@@ -14,7 +14,7 @@ from autopar.parity import Report
 from autopar.runtime.launch import WorkerPool
 from tests.helpers import functions
 from tests.helpers.jobs import Batch, error, machine
-from tests.helpers.nightly import nightly
+from tests.helpers.nightly import nightly, one_in
 from tests.parity.table import TOLERANCE
 
 NAMES = tuple(f"/{function.__name__}#" for function in functions.RULES)
@@ -40,6 +40,7 @@ def placed(plan: autopar.Plan) -> list[str]:
     return [spec for key, spec in plan.data.operators.items() if key.startswith(NAMES)]
 
 
+@one_in(3)
 @pytest.mark.parametrize("of", functions.MODELS)
 @pytest.mark.filterwarnings("ignore:.*kept whole")
 def test_without_a_rule_a_function_is_whole_and_exact(of: str) -> None:

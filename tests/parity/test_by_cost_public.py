@@ -143,7 +143,7 @@ def check_megatron(plan: Plan, norm: str = "post") -> None:
             assert plan.placements[f"blocks.{i}.{norm}.weight"] == ("I", "I")
 
 
-@one_in(3)
+@one_in(6)
 @pytest.mark.parametrize("norm", ["post", "pre"])
 @pytest.mark.parametrize("by", ["view", "index", "chunk", "split", "slice"])
 def test_bert_is_megatrons(by: str, norm: str) -> None:

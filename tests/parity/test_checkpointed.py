@@ -24,7 +24,7 @@ from tests.parity.table import TOLERANCE
 MESH = machine((1, 2))
 
 
-@one_in(3)
+@one_in(6)
 @pytest.mark.parametrize("how", models.HOWS)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_parity_with_the_users_module(how: str) -> None:
@@ -79,6 +79,7 @@ def aligned(how: str, n_blocks: int) -> tuple[Run, tuple[Run, ...]]:
     return run, aligned_runs(analysis, regions) if regions else ()
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("how", "n_own"), [("blocks", 1), ("second", 2), ("part", 1), ("pairs", 2)]
 )

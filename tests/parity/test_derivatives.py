@@ -110,7 +110,7 @@ class Model(nn.Module):
         return self.loss(self.net, x)
 
 
-@one_in(3)
+@one_in(6)
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("layout", [Manual(), Manual(dp=2)], ids=["one", "dp"])
 @pytest.mark.parametrize("loss", [constant, forces, equation, functional])

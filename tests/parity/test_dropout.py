@@ -30,6 +30,7 @@ from tests.helpers.models.dropout_models import (
     rows,
     train_interrupted,
 )
+from tests.helpers.nightly import one_in
 
 
 def test_rows_of_masks_are_rows_of_the_batch() -> None:
@@ -222,6 +223,7 @@ def loss_and_gradients(program: Program, model: Attention) -> list[Tensor]:
     return [loss.detach(), *torch.autograd.grad(loss, list(model.parameters()))]
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", MASKS)
 @pytest.mark.parametrize("p", [NEVER, P])
 def test_attention_is_its_parts(p: float, name: str) -> None:

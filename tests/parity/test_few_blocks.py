@@ -16,7 +16,7 @@ from autopar.options import Recompute
 from autopar.passes.backward import differentiate, proved
 from autopar.passes.lowering import lower_few
 from autopar.program.lines import JointProgram
-from tests.helpers.nightly import nightly
+from tests.helpers.nightly import nightly, one_in
 from tests.helpers.plans import bound_of
 from tests.parity.test_equal_blocks import LAYOUTS, MODELS, MODES, planned
 
@@ -102,6 +102,7 @@ def square(x: Tensor) -> Tensor:
     return x.square().mean()
 
 
+@one_in(2)
 @pytest.mark.parametrize(("layout", "mode"), [("zero-3", "full"), ("data", "none")])
 def test_a_small_step(layout: str, mode: Recompute) -> None:
     torch.manual_seed(0)
@@ -114,6 +115,7 @@ def test_a_small_step(layout: str, mode: Recompute) -> None:
     check_text(report.plan)
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("reads", "wanted"),
     [
@@ -146,6 +148,7 @@ class Shuffled(nn.Module):
         return square(x)
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("places", "wanted"), [(list(range(10)), True), ([0, 1, 2, 3, 6, 5, 4, 7, 8, 9], False)]
 )

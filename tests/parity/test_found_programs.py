@@ -120,7 +120,7 @@ def test_microbatches_of_an_empty_value() -> None:
     check(Net(block_diagonal).double(), drawn(x=(8, 4, 4)), Manual(), microbatches=2)
 
 
-@one_in(3)
+@one_in(6)
 @pytest.mark.parametrize("name", BODIES)
 def test_a_step_is_eagers(name: str) -> None:
     check(Net(BODIES[name]).double(), drawn(x=(4, 4, 4)), Manual(), DP, TP, PP)
@@ -263,6 +263,7 @@ MODELS: dict[str, tuple[Callable[..., Tensor], Callable[[], Any], Callable[[], B
 }  # fmt: skip
 
 
+@one_in(3)
 @pytest.mark.parametrize("name", MODELS)
 def test_a_step_of_these_parts_is_eagers(name: str) -> None:
     body, parts, batch, layouts = MODELS[name]

@@ -66,7 +66,7 @@ def _made(name: str, seed: int) -> tuple[nn.Module, Any, dict[str, Any], Tensor]
     return model, None, batch, outputs[0] if isinstance(outputs, tuple) else outputs.loss
 
 
-@one_in(2)
+@one_in(4)
 @pytest.mark.parametrize(
     ("name", "seed"),
     sampled([(n, s) for n in MODELS for s in range(N_SEEDS)], [(n, 0) for n in MODELS]),

@@ -25,7 +25,7 @@ from autopar.precision import Precision
 from autopar.runtime.launch import WorkerPool
 from autopar.runtime.tensors import local_of
 from tests.helpers.jobs import CASES, VOCABULARY, adamw, gpt2, machine, tokens
-from tests.helpers.nightly import first_by_day, nightly
+from tests.helpers.nightly import first_by_day, nightly, one_in
 
 Pool = Callable[[int], WorkerPool]
 HALF = (torch.bfloat16, torch.float16)
@@ -246,6 +246,7 @@ def test_a_checkpoint_of_half_precision_is_loaded_into_float32(tmp_path: Path) -
     assert all(torch.equal(goes_on[name], value) for name, value in pm.full_state_dict().items())
 
 
+@one_in(2)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float16])
 def test_evaluation_uses_half_precision(dtype: torch.dtype) -> None:
     case = CASES["gpt2"]
@@ -264,6 +265,7 @@ def state_lines(plan: Plan) -> list[str]:
     return [line for line in plan.explain().splitlines() if line.startswith("state:")]
 
 
+@one_in(2)
 @pytest.mark.parametrize(("half", "policy"), [*zip(HALF, USED, strict=True)])
 def test_a_plan_says_what_is_kept_in_half_precision(half: torch.dtype, policy: str) -> None:
     model, name = gpt2(1).to(half), str(half).removeprefix("torch.")

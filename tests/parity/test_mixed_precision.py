@@ -65,7 +65,7 @@ BITS = [
 ]  # fmt: skip
 
 
-@one_in(4)
+@one_in(8)
 @pytest.mark.parametrize(("name", "precision", "dtype"), BITS)
 def test_one_process_has_every_bit_of_the_reference(
     name: str, precision: str, dtype: torch.dtype

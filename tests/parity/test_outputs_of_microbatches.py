@@ -76,7 +76,7 @@ def loop(model: nn.Module, n: int, n_rows: int = N_ROWS) -> list[dict[str, Tenso
 KINDS = ("mean", "sum", "with auxiliary", "by hand", "elements first", "contrastive", "root")
 
 
-@one_in(3)
+@one_in(6)
 @pytest.mark.parametrize("of", KINDS)
 def test_a_loop_over_chunks(of: str) -> None:
     model, loss, seen = outputs_of_step(of, 4)

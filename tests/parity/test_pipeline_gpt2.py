@@ -16,7 +16,7 @@ from examples.compare import Size
 from examples.compare_pipeline import AUTOPAR, TORCH, disagreements, stages
 from examples.pipeline_gpt2 import N_STAGES, PipelineGPT2, ScheduleName
 from tests.helpers.jobs import BATCH, HEADS, N_STEPS, SEQUENCE, advance, gpt2, gradient, tokens
-from tests.helpers.nightly import sampled
+from tests.helpers.nightly import one_in, sampled
 
 TOLERANCE = 1e-10
 LEARNING_RATE = 0.1
@@ -73,6 +73,7 @@ def in_a_pipeline(
     return losses, worst
 
 
+@one_in(2)
 @pytest.mark.parametrize(
     ("n_microbatches", "schedule", "n_tensor"),
     sampled(

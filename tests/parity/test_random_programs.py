@@ -47,7 +47,7 @@ def programs() -> list[Any]:
     ]
 
 
-@one_in(4)
+@one_in(8)
 @pytest.mark.parametrize(("kind", "seed"), programs())
 def test_a_step_is_one_processs(kind: str, seed: int) -> None:
     program = random_program(kind, seed)

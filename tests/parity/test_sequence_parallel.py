@@ -34,6 +34,7 @@ from tests.helpers.harness import (
     tiny_gpt2,
     tiny_llama,
 )
+from tests.helpers.nightly import one_in
 
 __all__ = ["generated_code"]
 
@@ -89,6 +90,7 @@ def calls_on_rows(wide: Wide, plan: Plan) -> Counter[tuple[str, str]]:
     return calls
 
 
+@one_in(2)
 @WIDE
 def test_activations_are_scattered_and_gathered(wide: Wide) -> None:
     """Each layer has two reduce_scatters and two all_gathers, in forward and in backward."""
@@ -142,6 +144,7 @@ class Small:
         return thread_step(self.analysis, self.cost, self.strategy, self.batch, 1)
 
 
+@one_in(2)
 @pytest.mark.parametrize("make", [tiny_gpt2, tiny_llama])
 def test_rows_of_a_small_sequence(make: Callable[[], nn.Module]) -> None:
     """Rows of small models are sharded too, and steps compute what one process computes."""

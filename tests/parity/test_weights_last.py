@@ -44,7 +44,7 @@ def results(plan: autopar.Plan, weights_last: bool) -> list[dict[str, Tensor]]:
     return ranks.run_ranks(program, bound.pipeline, parameters, work, weights_last=weights_last)
 
 
-@one_in(3)
+@one_in(6)
 @pytest.mark.parametrize(("model", "layout", "mode"), sampled(CASES, BY_DAY))
 def test_all_bits_stay(model: str, layout: str, mode: Recompute | None) -> None:
     plan = planned(model, layout, 2, mode)
@@ -57,6 +57,7 @@ def parted(plan: autopar.Plan) -> list[JointProgram]:
     return [differentiate(stage, weights_last=True) for stage in bound_of(plan).pipeline.stages]
 
 
+@one_in(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_first_part_is_what_others_wait_for(layout: str) -> None:
     """It hands over the gradients of received tensors; the second one those of all weights that

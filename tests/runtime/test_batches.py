@@ -18,7 +18,7 @@ from autopar import BatchError, Manual
 from autopar.runtime.execute import Executor
 from tests.helpers.jobs import machine, rank
 from tests.helpers.models.tiny_model import Tiny, batch
-from tests.helpers.nightly import nightly
+from tests.helpers.nightly import nightly, one_in
 from tests.helpers.pools import Pool
 
 MESH = machine((1, 2))
@@ -128,6 +128,7 @@ def refused(plan: str, name: str) -> tuple[str, list[torch.Tensor | None]]:
     return str(refusal.value), [p.grad for p in module.parameters()]
 
 
+@one_in(3)
 @pytest.mark.parametrize(("name", "plan"), [(n, p) for n, case in CASES.items() for p in case[0]])
 def test_every_rank_refuses(name: str, plan: str, workers: Pool) -> None:
     """Nothing was captured and no gradient was made."""
@@ -196,6 +197,7 @@ def train(plan: str) -> Epoch:
     return found
 
 
+@one_in(3)
 @pytest.mark.parametrize("plan", SIZES)
 def test_a_shorter_last_batch(plan: str, workers: Pool) -> None:
     torch.manual_seed(0)

@@ -33,6 +33,7 @@ from tests.helpers.checkpoint_jobs import (
     train_and_save,
 )
 from tests.helpers.full_disk import files_of_at_most
+from tests.helpers.nightly import one_in
 from tests.helpers.pools import Pool
 from tests.helpers.state_model import (
     DIMS,
@@ -76,6 +77,7 @@ def on_ranks(workers: Pool, shapes: Shapes, job: Callable[..., Any], *args: Any)
     return job(shapes, *args) if n_ranks == 1 else workers(n_ranks).run(job, shapes, *args)[0]
 
 
+@one_in(2)
 @pytest.mark.filterwarnings("ignore:torch.distributed is disabled")  # one process reads too
 @pytest.mark.parametrize("chain", CHAINS)
 def test_onto_other_ranks_and_back(chain: str, workers: Pool, tmp_path: Path) -> None:

@@ -24,7 +24,7 @@ from autopar.runtime.tensors import local_of
 from tests.fuzz.trees import damaged
 from tests.helpers.checkpoint_jobs import Rank, assert_same
 from tests.helpers.jobs import MlpWithLoss, machine
-from tests.helpers.nightly import nightly
+from tests.helpers.nightly import nightly, one_in
 from tests.helpers.pools import Pool
 from tests.helpers.state_model import ONE, PAIR, seeded_model
 
@@ -251,6 +251,7 @@ def buffers_apart() -> str:
     return said(pm.check_replicas)
 
 
+@one_in(3)
 @pytest.mark.parametrize("manual", [Manual(dp=2), Manual(dp=2, zero=3), Manual(tp=2), Manual(pp=2)])
 def test_parity_equal_replicas_pass(manual: Manual, tmp_path: Path, workers: Pool) -> None:
     for said_by_each, is_saved in workers(2).run(compared, manual, None, str(tmp_path)):

@@ -24,6 +24,7 @@ from autopar.runtime.checkpoints import load, save
 from autopar.runtime.checkpoints.trees import decoded, encoded
 from tests.helpers.checkpoint_jobs import Rank
 from tests.helpers.jobs import advance, machine
+from tests.helpers.nightly import one_in
 from tests.helpers.pools import Pool
 from tests.helpers.state_model import ONE, PAIR
 
@@ -217,6 +218,7 @@ def stop_and_resume(path: str, before: Manual, after: Manual) -> list[Any]:
     return [straight, again.train(N_STEPS - step), step]
 
 
+@one_in(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_the_same_bits(layout: str, workers: Pool, tmp_path: Path) -> None:
     job = workers(2).run(stop_and_resume, str(tmp_path), LAYOUTS[layout], LAYOUTS[layout])

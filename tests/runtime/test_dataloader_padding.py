@@ -24,7 +24,7 @@ from tests.helpers.loading import (
     make,
     parallel,
 )
-from tests.helpers.nightly import nightly
+from tests.helpers.nightly import nightly, one_in
 from tests.helpers.pools import Pool
 
 
@@ -43,6 +43,7 @@ def padded(plan: str, n_rows: int, how: dict[str, Any], pad: Any) -> tuple[Any, 
     return found, [mark and (mark.n_padded, mark.is_local) for mark in marks]
 
 
+@one_in(3)
 @pytest.mark.parametrize("plan", PLANS)
 @pytest.mark.parametrize("n_rows", [13, 9])
 def test_padding_is_exact(plan: str, n_rows: int, workers: Pool) -> None:
@@ -118,6 +119,7 @@ class Weak(Model):
         return super().forward(x, labels).float() + weak
 
 
+@one_in(3)
 @pytest.mark.parametrize("precision", ["model", "bf16-mixed", "bf16-autocast"])
 def test_a_weak_term_counts_in_any_precision(precision: str) -> None:
     """Far below the rounding of bfloat16, in which the step itself runs."""
@@ -175,6 +177,7 @@ def test_rows_that_are_read_at_once_and_are_plain_lists() -> None:
     assert (batches[1]["labels"][5:] == -100).all()
 
 
+@one_in(3)
 @pytest.mark.parametrize("precision", ["model", "bf16-mixed", "fp16-mixed"])
 def test_rounding_is_told_from_padding(precision: str) -> None:
     """With dropout, in float32 and in half precision."""

@@ -20,7 +20,7 @@ from autopar import Manual, NonFiniteError, ParallelModule
 from autopar.runtime.state import LossScale, LossScaler
 from autopar.runtime.state.loss_scale import FIRST, INTERVAL
 from tests.helpers.jobs import Case, MlpWithLoss, advance, machine, rank, rows
-from tests.helpers.nightly import nightly, sampled
+from tests.helpers.nightly import nightly, one_in, sampled
 from tests.helpers.pools import Pool
 
 LAYOUTS = {"tp": Manual(tp=2), "zero-3": Manual(dp=2, zero=3), "stages": Manual(pp=2)}
@@ -141,6 +141,7 @@ def skipped(layout: Manual, rank: int, how: str) -> LossScale:
     return scale_of(pm)
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("layout", "rank", "how"),
     sampled(

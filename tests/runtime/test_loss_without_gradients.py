@@ -15,6 +15,7 @@ from torch.nn import functional as F
 import autopar
 from autopar import BatchError, Manual, NotPlannedError
 from tests.helpers.jobs import machine, rank
+from tests.helpers.nightly import one_in
 from tests.helpers.pools import Pool
 
 MESH = machine((1, 2))
@@ -90,6 +91,7 @@ def evaluate(plan: str) -> dict[str, Any]:
     }  # fmt: skip
 
 
+@one_in(3)
 @pytest.mark.parametrize("plan", PLANS)
 def test_evaluation_takes_the_batch_of_a_step(plan: str, workers: Pool) -> None:
     model = made(Scores)

@@ -115,7 +115,7 @@ BY_DAY: list[tuple[str, str, str]] = [
 ]
 
 
-@one_in(3)
+@one_in(6)
 @pytest.mark.parametrize(("mode", "how", "model"), sampled(CELLS, BY_DAY))
 def test_parity(mode: Recompute, how: str, model: str) -> None:
     plan = planned(model, how, mode)

@@ -16,7 +16,7 @@ from autopar.options import Recompute
 from autopar.planning import Bound, bind
 from tests.helpers.harness import generated_code, random_ranges
 from tests.helpers.models.recompute_models import recomputing
-from tests.helpers.nightly import nightly, sampled
+from tests.helpers.nightly import nightly, one_in, sampled
 from tests.helpers.plans import bound_of
 from tests.helpers.pools import Pool
 from tests.helpers.recompute_plans import batch, model
@@ -61,6 +61,7 @@ def measured_and_predicted(
 FALLS: dict[Recompute, float] = {"full": 0.65, "selective": 0.75, "attention-core": 0.95}
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("mode", "kind"),
     sampled(

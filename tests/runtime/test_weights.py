@@ -244,7 +244,9 @@ def test_into_transformers(tmp_path: Path) -> None:
     batch = {"input_ids": tokens, "labels": tokens}
     pm = autopar.parallelize(AutoModelForCausalLM.from_config(config), (1, 1), batch)
     autopar.export_weights(pm, tmp_path / "out", max_shard_bytes=20_000)
-    config.save_pretrained(tmp_path / "out")
+    written = json.loads((tmp_path / "out" / "config.json").read_text())
+    assert written["architectures"] == ["GPT2LMHeadModel"]
+    assert not hasattr(config, "_of") and config.architectures is None
     again = AutoModelForCausalLM.from_pretrained(tmp_path / "out")
     assert_same(dict(again.state_dict()), pm.full_state_dict())
     other = AutoModelForCausalLM.from_config(config)

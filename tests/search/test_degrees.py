@@ -12,6 +12,7 @@ from autopar import Manual, Mesh, Plan
 from autopar.cli import parse_degrees
 from autopar.errors import MeshError, OptionError
 from tests.helpers.harness import Mlp
+from tests.helpers.nightly import one_in
 
 
 def planned(shape: tuple[int, int], **options: Any) -> Plan:
@@ -20,6 +21,7 @@ def planned(shape: tuple[int, int], **options: Any) -> Plan:
     return autopar.plan(model, Mesh(shape, hardware="a100-80gb"), batch, **options)
 
 
+@one_in(3)
 @pytest.mark.parametrize(
     ("degrees", "stages"),
     [({"tp": 2}, 1), ({"dp": 4, "tp": 2}, "auto"), ({"tp": 2}, 2), ({"dp": 2, "tp": 2}, "auto")],

@@ -42,7 +42,7 @@ MANY: list[Case] = [
 ]
 
 
-@one_in(2)
+@one_in(4)
 @pytest.mark.parametrize(
     ("model", "shape", "s_per_byte", "microbatches"), sampled([*FEW, *MANY], FEW)
 )

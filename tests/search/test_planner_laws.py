@@ -26,7 +26,7 @@ from tests.helpers.harness import Mlp
 from tests.helpers.jobs import rank
 from tests.helpers.machines import A100, cluster
 from tests.helpers.models.wide_models import meta_tokens, wide_gpt2
-from tests.helpers.nightly import nightly
+from tests.helpers.nightly import nightly, one_in
 
 REL = 1e-9
 UNITS = {"B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
@@ -35,6 +35,7 @@ UNITS = {"B": 1.0, "KiB": 2.0**10, "MiB": 2.0**20, "GiB": 2.0**30}
 # -- layouts -------------------------------------------------------------------------------------
 
 
+@one_in(2)
 @pytest.mark.parametrize(("n_layers", "n_microbatches"), [(2, 2), (3, 1)])
 def test_a_block_has_four_all_reduces_per_microbatch(n_layers: int, n_microbatches: int) -> None:
     """Wide blocks and few rows, on eight devices of a node: two forward and two backward per layer,
@@ -208,6 +209,7 @@ def test_another_hash_seed_gives_the_same_bytes(
     assert first == second
 
 
+@one_in(2)
 @pytest.mark.parametrize("memory_limit", [None, 80_000])
 def test_planning_leaves_no_cycle(memory_limit: int | None) -> None:
     """What a search made is freed with its plan, without the garbage collector; also where some

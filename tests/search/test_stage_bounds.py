@@ -136,7 +136,7 @@ def spans_of(choices: Choices, space: PipelineSpace, candidate: Candidate) -> li
             return spans
 
 
-@one_in(2)
+@one_in(4)
 @pytest.mark.parametrize(("model", "shape", "s_per_byte", "m"), CASES)
 def test_no_simulated_step_is_below_its_bound(
     model: str, shape: tuple[int, ...], s_per_byte: tuple[float, float], m: int

@@ -98,7 +98,11 @@ def eager_step(
     net: nn.Module, batch: dict[str, Tensor], seed: int | None = None
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """The loss of a step of eager torch; gradients add up. With `seed` random numbers are those
-    of the captured program."""
+    of the captured program.
+
+    Each gradient gets memory of its own: that of `m` and that of `n` in `m + n.t()` are one tensor,
+    to which torch would add both of the next step.
+    """
     if seed is None:
         loss = loss_of(net(**batch))
         loss.backward()
@@ -106,6 +110,9 @@ def eager_step(
         with PositionalRandom(seed):
             loss = loss_of(net(**batch))
             loss.backward()
+    for parameter in net.parameters():
+        if parameter.grad is not None:
+            parameter.grad = parameter.grad.clone()
     return loss.detach(), state_of(net)
 
 

@@ -11,10 +11,12 @@ import sys
 from collections import Counter
 
 import pytest
+import torch
+from torch import nn
 
 from autopar.rules import all_rules
 from tests.fuzz.programs.check import report, run_programs
-from tests.fuzz.programs.compare import captured_operators
+from tests.fuzz.programs.compare import captured_operators, eager_step
 from tests.fuzz.programs.draw import random_program
 from tests.fuzz.programs.tally import UNREACHED, Tally, table
 from tests.fuzz.programs.templates import groups, program_of
@@ -24,7 +26,7 @@ from tests.helpers.nightly import nightly
 __all__ = ["generated_code"]
 
 # Programs of a chunk, one test each, by day and at night.
-BY_DAY, AT_NIGHT = (300, 2), (10_000, 100)
+BY_DAY, AT_NIGHT = (150, 2), (10_000, 100)
 # `make fuzz` alone: what nobody has drawn before may fail.
 HUNTS = bool(os.environ.get("AUTOPAR_HUNT"))
 MOST_FOR_OPERATORS = 10_000
@@ -70,6 +72,27 @@ def check(numbers: range, always_layouts: bool = False) -> None:
     faults = run_programs(BASE, numbers, tally, always_layouts)
     sys.stdout.write(tally.text())
     assert not faults, "".join(report(BASE, *fault) for fault in faults[:3])
+
+
+class OneGradient(nn.Module):
+    """The gradients of both parameters are one tensor."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.m, self.n = nn.Parameter(torch.ones(1, 8)), nn.Parameter(torch.ones(8, 1))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (x + self.m + self.n.t()).sigmoid().sum()
+
+
+def test_the_reference_adds_gradients_that_are_one_tensor() -> None:
+    """torch alone adds both to it, so each is three times its value after two steps."""
+    net, batch = OneGradient(), {"x": torch.zeros(8)}
+    first = {name: value.clone() for name, value in eager_step(net, batch)[1].items()}
+    second = eager_step(net, batch)[1]
+    assert second.keys() == {"grad m", "grad n"}
+    for name, value in second.items():
+        assert torch.equal(value, 2 * first[name])
 
 
 @nightly

@@ -17,7 +17,7 @@ from tests.fuzz.programs.layouts import ALONE, Layout
 from tests.fuzz.programs.tally import is_known
 from tests.fuzz.programs.templates import groups, program_of
 from tests.helpers.harness import generated_code
-from tests.helpers.nightly import nightly
+from tests.helpers.nightly import nightly, one_in
 
 __all__ = ["generated_code"]
 
@@ -27,6 +27,7 @@ NUMBERS = [k if k % 32 == 13 else pytest.param(k, marks=nightly) for k in range(
 N_RANDOM = int(os.environ.get("AUTOPAR_EXAMPLES", "0"))
 
 
+@one_in(3)
 @pytest.mark.parametrize("k", NUMBERS)
 def test_a_step_is_eagers(k: int) -> None:
     """On one process, and on two ranks under drawn placements."""

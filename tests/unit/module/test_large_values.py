@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import autopar
+from tests.helpers.nightly import one_in
 from tests.unit.module.test_frozen_values import Changes, setting
 
 X: dict[str, Any] = {"x": torch.arange(32.0, dtype=torch.float64).view(8, 4) / 32}
@@ -61,6 +62,7 @@ LARGE: dict[str, tuple[Callable[[], Any], Callable[[Any], Any], Changes]] = {
 }  # fmt: skip
 
 
+@one_in(3)
 @pytest.mark.filterwarnings("ignore:.*captured again")
 @pytest.mark.parametrize("name", LARGE)
 def test_large_values_change(name: str) -> None:

@@ -285,7 +285,7 @@ WRONG_USE: dict[str, tuple[Callable[[], Any], type[AutoparError], str]] = {
         r"penalty\.backward\(\) adds its gradients",
     ),
     "generate": (
-        lambda: ready().generate(), NotSupportedError, r"full_state_dict\(\) into the original",
+        lambda: ready().generate(), NotSupportedError, r"pm\.unsharded\(\) on every rank",
     ),
     "weights of a model on meta": (
         lambda: autopar.parallelize(Tiny().to("meta"), machine((1, 1)), batch()), AutoparError,
