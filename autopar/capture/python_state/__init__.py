@@ -2,8 +2,9 @@
 
 Read: `frozen.py` (recorded at capture, compared before each step); `reads.py` (attributes of
 modules that a trace reads); `observe.py` with `code.py` (what else the code depends on);
-`snapshot.py` (values as a flat list); `alike.py` (values of equal modules); `calls.py` (what forward calls of torch); `hooks.py` (hooks:
-traced, or refused); `history.py` (tensors with a history of autograd that modules keep).
+`snapshot.py` (values as a flat list); `alike.py` (values of equal modules); `calls.py` (what
+forward calls of torch); `hooks.py` (hooks: traced, or refused); `history.py` (tensors with a
+history of autograd that modules keep).
 May import `findings.py` of `capture`, and what `capture` may import.
 Mainly hands on `checked_trace`, `check_hooks` and `freeze` for a capture, `Watch` and
 `version_of` for what comes later, `with_history` for copies of the model.

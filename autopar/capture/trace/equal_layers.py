@@ -345,13 +345,15 @@ def _is_traced(tensor: Tensor, tracer: Any) -> bool:
 def _are_new(tensors: Sequence[Tensor], given: Sequence[Tensor]) -> bool:
     """Does each have memory of its own, all of it, and no name beside?"""
     memories = [t.untyped_storage()._cdata for t in (*given, *tensors)]
-    return len({*memories[len(given) :]}) == len(tensors) and not (
-        {*memories[: len(given)]} & {*memories[len(given) :]}
-    ) and all(
-        t.storage_offset() == 0
-        and is_non_overlapping_and_dense_or_false(t)
-        and t.untyped_storage().nbytes() == t.numel() * t.element_size()
-        for t in tensors
+    return (
+        len({*memories[len(given) :]}) == len(tensors)
+        and not ({*memories[: len(given)]} & {*memories[len(given) :]})
+        and all(
+            t.storage_offset() == 0
+            and is_non_overlapping_and_dense_or_false(t)
+            and t.untyped_storage().nbytes() == t.numel() * t.element_size()
+            for t in tensors
+        )
     )
 
 
@@ -371,7 +373,7 @@ def _like(tensors: Sequence[Tensor]) -> list[Tensor]:
 
 def _mark(tracer: Any, target: Any, number: int, tensors: Sequence[Tensor]) -> Any:
     """A node of the trace."""
-    proxies = [get_proxy_slot(t, tracer).proxy for t in tensors]  # type: ignore[attr-defined]
+    proxies = [get_proxy_slot(t, tracer).proxy for t in tensors]
     proxy = tracer.create_proxy("call_function", target, (number, proxies), {})
     proxy.node.meta["val"] = None
     return proxy

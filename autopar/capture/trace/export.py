@@ -38,7 +38,7 @@ from autopar.capture.trace.derivatives import (
     Recorded,
     derivatives_traced,
 )
-from autopar.capture.trace.equal_layers import EqualLayers
+from autopar.capture.trace.equal_layers import EqualLayers, layers_of
 from autopar.capture.trace.functions import functions_kept
 from autopar.capture.trace.grad_modes import GradModes
 from autopar.capture.trace.isolate import fake_copy, fake_inputs, fake_mode
@@ -181,6 +181,7 @@ def export_model(
     check_kind(model)
     check_hooks(model, findings, training)
     derivatives = constants = False
+    layers_once = layers_once and bool(layers_of(model))
     while True:
         try:
             return _traced(
@@ -218,9 +219,7 @@ def _traced(
         target.training = twin.training  # not `train()`, which would set all modules
     known = Known(model, twin) if constants else None
 
-    def traced(
-        run: Callable[[Observation], T], state: Observation
-    ) -> tuple[T, list[object]]:
+    def traced(run: Callable[[Observation], T], state: Observation) -> tuple[T, list[object]]:
         """The result of something that runs forward of `target`, and what that called of torch."""
         recorded, calls = Recorded() if derivatives else None, Calls()
         with warnings.catch_warnings(record=True) as caught, quiet():
@@ -273,7 +272,9 @@ def _traced(
             _check_static(model, module.graph)
     graph = inline_regions(exported.graph_module)
     write_out(graph, exported, layers)
-    return Traced(exported, graph, reads, tuple(sorted(known.buffers)) if known else (), layers.n_copies)
+    return Traced(
+        exported, graph, reads, tuple(sorted(known.buffers)) if known else (), layers.n_copies
+    )
 
 
 @contextmanager

@@ -173,7 +173,7 @@ class _Values:
         assert isinstance(like, FakeTensor)
         sizes = tuple(like.shape), like.stride()
         base = self._bases.get(_memory(like))
-        if (like.storage_offset() if base is None else base.dtype != like.dtype):
+        if like.storage_offset() if base is None else base.dtype != like.dtype:
             raise UnequalLayersError("a view whose memory is not known")
         with like.fake_mode, torch.no_grad():
             if base is not None:

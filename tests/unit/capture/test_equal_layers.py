@@ -16,6 +16,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSeq2SeqLM
 from autopar.capture.findings import Findings
 from autopar.capture.trace.checkpointed import REGION
 from autopar.capture.trace.export import Traced, export_model
+from tests.helpers.nightly import nightly
 
 N = 6
 MARKS = ("stack_trace", "grad_enabled", "seeded")
@@ -97,6 +98,7 @@ def causal(family: str, **sizes: Any) -> nn.Module:
     return model.train()
 
 
+@nightly
 @pytest.mark.parametrize("is_checkpointed", [False, True])
 def test_llama(is_checkpointed: bool) -> None:
     model = causal("llama", num_hidden_layers=N, **SMALL)
@@ -105,14 +107,21 @@ def test_llama(is_checkpointed: bool) -> None:
     check(model, tokens(), N - 2)
 
 
+@nightly
 def test_gpt2_with_dropout() -> None:
     check(causal("gpt2", n_layer=N, n_embd=16, n_head=2, vocab_size=32), tokens(), N - 2)
 
 
+@nightly
 def test_mixtral() -> None:
-    check(causal("mixtral", num_hidden_layers=N, num_local_experts=2, num_key_value_heads=2, **SMALL), tokens(), N - 2)
+    check(
+        causal("mixtral", num_hidden_layers=N, num_local_experts=2, num_key_value_heads=2, **SMALL),
+        tokens(),
+        N - 2,
+    )
 
 
+@nightly
 def test_attention_of_two_kinds() -> None:
     """Sliding windows in every other layer."""
     kinds = ["sliding_attention", "full_attention"] * (N // 2)
@@ -125,6 +134,7 @@ def test_attention_of_two_kinds() -> None:
     assert once.reads == whole.reads
 
 
+@nightly
 def test_two_stacks() -> None:
     """The first layer of a T5 has a table of positions, so it is unlike the others."""
     config = AutoConfig.for_model(
@@ -136,6 +146,7 @@ def test_two_stacks() -> None:
     assert once.reads == whole.reads
 
 
+@nightly
 def test_vit() -> None:
     config = AutoConfig.for_model(
         "vit", hidden_size=16, intermediate_size=32, num_hidden_layers=N, num_attention_heads=2,
@@ -146,6 +157,7 @@ def test_vit() -> None:
     check(model, batch, N - 2, lambda out, _: out.last_hidden_state.square().mean())
 
 
+@nightly
 def test_encoder_of_torch() -> None:
     layer = nn.TransformerEncoderLayer(16, 2, 32, batch_first=True)
     model = nn.TransformerEncoder(layer, N, enable_nested_tensor=False)
@@ -191,12 +203,11 @@ class Alternating(Plain):
         return super().forward(x) * self.scale
 
 
-_PLACES: dict[int, int] = {}
 _DEPTH: contextvars.ContextVar[int] = contextvars.ContextVar("depth", default=0)
 
 
-class KnownByTable(Plain):
-    """Which layer it is, only a table outside says, by the weight's width or identity."""
+class KnownByContext(Plain):
+    """Which layer it is, only a variable of the context says."""
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * _DEPTH.get()
@@ -348,7 +359,7 @@ def tied() -> nn.Module:
     return model
 
 
-def in_eval(number: int) -> nn.Module:
+def random_alike() -> nn.Module:
     model = Stack(Stochastic)
     for layer in model.layers:
         layer.index = 0  # type: ignore[assignment]
@@ -361,12 +372,12 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "index read from __dict__": (lambda: Stack(IndexedInDict), 0),
     "index within an object": (lambda: Stack(IndexedInObject), 0),
     "alternating": (lambda: Stack(Alternating), 2),
-    "index from the context": (lambda: InContext(KnownByTable), 0),
+    "index from the context": (lambda: InContext(KnownByContext), 0),
     "one frozen": (lambda: Stack(Frozen), N - 4),
     "buffers": (lambda: Stack(WithBuffer), N - 3),
     "changed buffers": (lambda: Stack(Counting), 0),
     "random": (lambda: Stack(Stochastic), 0),
-    "random, one rate": (lambda: in_eval(0), N - 3),
+    "random, one rate": (lambda: random_alike(), N - 3),
     "in place": (lambda: Stack(InPlace), N - 3),
     "checkpointed, no_grad": (lambda: Stack(Checkpointed), N - 3),
     "skip connections": (lambda: Skipping(Plain), N - 3),
