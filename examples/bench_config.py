@@ -68,7 +68,7 @@ def measure(names: Sequence[str], repeats: int) -> dict[str, list[float]]:
     What is compiled once per installation is compiled before.
     """
     with tempfile.TemporaryDirectory() as folder:
-        commands = {"imports": IMPORTS}
+        commands: dict[str, tuple[str, ...]] = {"imports": IMPORTS}
         for name in names:
             path = Path(folder) / name / "config.json"
             path.parent.mkdir()

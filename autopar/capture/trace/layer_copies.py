@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
-from autopar.capture.trace.checkpointed import REGION, another_region
+from autopar.capture.trace.checkpointed import REGION, Region, another_region
 from autopar.capture.trace.equal_layers import BEGINS, ENDS, STANDS_FOR, Copy, EqualLayers
 from autopar.capture.trace.grad_modes import GRAD_ENABLED
 from autopar.capture.trace.seeds import SEEDED
@@ -121,7 +121,10 @@ class _Writer:
             raise UnequalLayersError("layers are called from several lines")
         old = self.layers.prefix + self.layers.examples[copy.example].layer.path
         new = self.layers.prefix + copy.layer.path
-        outer, regions = begins.meta.get(REGION), dict[object, object]()
+        outer, around = begins.meta.get(REGION), node.meta.get(REGION)
+        if outer is not None and around is None:
+            raise UnequalLayersError("only the layer that was traced is checkpointed")
+        regions: dict[Region, Region] = {}
         stacks: dict[tuple[str, ...], dict[str, Any]] = {}
 
         def made(own: fx.Node) -> dict[str, Any]:
@@ -132,11 +135,13 @@ class _Writer:
                 if key not in stacks:
                     stacks[key] = dict(_moved(stack, old, new))
                 meta["nn_module_stack"] = stacks[key]
-            if (region := meta.pop(REGION, None)) is not None and region is not outer:
-                meta[REGION] = regions.setdefault(region, None) or another_region(region)
-                regions[region] = meta[REGION]
+            region = meta.pop(REGION, None)
+            if around is not None:  # the outermost counts
+                meta[REGION] = around
             elif region is not None:
-                meta[REGION] = node.meta[REGION]
+                if region not in regions:
+                    regions[region] = another_region(region)
+                meta[REGION] = regions[region]
             return meta
 
         return made
@@ -145,12 +150,17 @@ class _Writer:
         """Is a layer that was traced what its copy would be?"""
         begins, body, example = self.begins[number], self.bodies[number], self.bodies[copy.example]
         env, meta = self._operands(begins, copy), self._meta(begins, copy)
+        regions: dict[Region | None, Region | None] = {None: None}
         for own, traced in itertools.zip_longest(example, body):
             if own is None or traced is None or own.target is not traced.target:
                 raise UnequalLayersError("the last layer has other operators")
             args = fx.node.map_arg((own.args, own.kwargs), lambda n: _look_up(env, n))
-            if args != (traced.args, traced.kwargs) or _known(meta(own)) != _known(traced.meta):
+            expected, found = meta(own), traced.meta
+            if args != (traced.args, traced.kwargs) or _known(expected) != _known(found):
                 raise UnequalLayersError("the last layer has other operands")
+            region = regions.setdefault(expected.get(REGION), found.get(REGION))
+            if region is not found.get(REGION):
+                raise UnequalLayersError("the last layer has other checkpointed parts")
             env[own] = traced
         pairs = zip(self.results[copy.example], self.results[number], strict=True)
         if any(_look_up(env, one) is not other for one, other in pairs):

@@ -280,7 +280,7 @@ class Skipping(Stack):
     """Every layer reads the input, and the fourth what the second returned."""
 
     def forward(self, x: Tensor) -> Tensor:
-        first, kept = x, []
+        first, kept = x, list[Tensor]()
         for number, layer in enumerate(self.layers):
             x = layer(x + (kept[1] if number == 3 else first))
             kept.append(x)
@@ -293,7 +293,7 @@ class Growing(Stack):
     def forward(self, x: Tensor) -> Tensor:
         cache: list[Tensor] = []
         for layer in self.layers:
-            x = layer(sum(cache, x))
+            x = layer(x + sum(cache))
             cache.append(x)
         return torch.cat(cache)
 
@@ -339,6 +339,13 @@ class UnderNoGrad(Stack):
         return x
 
 
+class PartlyCheckpointed(Stack):
+    def forward(self, x: Tensor) -> Tensor:
+        for number, layer in enumerate(self.layers):
+            x = checkpoint(layer, x, use_reentrant=False) if number % 2 == 1 else layer(x)
+        return x
+
+
 class Widening(Stack):
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers:
@@ -380,6 +387,7 @@ MODELS: dict[str, tuple[Callable[[], nn.Module], int]] = {
     "random, one rate": (lambda: random_alike(), N - 3),
     "in place": (lambda: Stack(InPlace), N - 3),
     "checkpointed, no_grad": (lambda: Stack(Checkpointed), N - 3),
+    "some checkpointed": (lambda: PartlyCheckpointed(Plain), 0),
     "skip connections": (lambda: Skipping(Plain), N - 3),
     "a list that grows": (lambda: Growing(Plain), N - 3),
     "from several lines": (lambda: Unrolled(Plain), 0),
