@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Processes draw hash seeds of their own, so that tests of equal plans compare different ones.
 export PYTHONHASHSEED :=
 
-.PHONY: demo compare bench-plan bench-zoo fuzz bench-runtime bench-checks bench-checkpoints bench-mixed same-plans validate-local test first-tier test-browser nightly faults lint golden docs docs-site page parity test-gpu validate install clean
+.PHONY: demo compare bench-plan bench-config bench-zoo fuzz bench-runtime bench-checks bench-checkpoints bench-mixed same-plans validate-local test first-tier test-browser nightly faults lint golden docs docs-site page parity test-gpu validate install clean
 
 # Trains on four processes; plans a Llama of 8 layers for 16 GPUs and draws it; a short comparison.
 demo: install
@@ -35,7 +35,12 @@ compare: install
 bench-plan: install
 	$(BIN)/python -m examples.bench_plan
 
-# The same for every small model of the zoo on three meshes, on a CPU profile and a GPU's. Half an hour.
+# What a user waits for, from a config.json to a plan of Llama-8B and 70B: CPU seconds of the whole
+# command in new processes, medians of five. Some three minutes; nothing else should run.
+bench-config: install
+	$(BIN)/python -m examples.bench_config
+
+# The same as bench-plan for every small model of the zoo on three meshes, on a CPU profile and a GPU's. Half an hour.
 bench-zoo: install
 	$(BIN)/python -m tests.parity.plan_zoo
 

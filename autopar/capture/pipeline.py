@@ -46,7 +46,6 @@ from autopar.capture.trace import (
     check_leaves,
     checkpointed_regions,
     export_model,
-    inline_regions,
     note_regions,
 )
 from autopar.errors import CaptureError, NotSupportedError, OptionError
@@ -132,7 +131,7 @@ def capture(
     rows = first_rows(example_inputs, accumulation) if accumulation else example_inputs
     findings = Findings()
     try:
-        exported, reads, known = export_model(
+        exported, graph, reads, known, _ = export_model(
             model, rows, findings, training=training, loss_fn=loss_fn, modes=modes,
             precision=precision,
         )  # fmt: skip
@@ -141,7 +140,6 @@ def capture(
             raise
         raise of_microbatch(error, example_inputs, accumulation) from error
     prefix = "model." if loss_fn is not None else ""
-    graph = inline_regions(exported.graph_module)
     changed = return_changes(model, exported, graph, prefix)
     _check_known(known, exported, changed, prefix, live_buffers)
     values = [n.meta.get("val") for n in exported.graph.nodes if n.op == "placeholder"]

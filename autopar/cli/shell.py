@@ -35,11 +35,17 @@ JsonFlag = Annotated[bool, typer.Option("--json", help="Print one JSON object an
 
 @dataclass(frozen=True)
 class Result:
-    """What a command found, as text and as data, and whether its check passed."""
+    """What a command found, as text and as data, and whether its check passed.
+
+    `data` may be a function of it, called if the data are asked for.
+    """
 
     text: str
-    data: dict[str, Any]
+    data: dict[str, Any] | Callable[[], dict[str, Any]]
     ok: bool = True
+
+    def facts(self) -> dict[str, Any]:
+        return self.data() if callable(self.data) else self.data
 
 
 class ErrorGroup(TyperGroup):
@@ -119,7 +125,8 @@ def prints_result(command: Callable[..., Result]) -> Callable[..., None]:
     def run(*args: Any, as_json: bool, **kwargs: Any) -> None:
         with _stdout_to_stderr():
             result = command(*args, **kwargs)
-        typer.echo(to_json(result.data) if as_json else result.text)
+            facts = result.facts() if as_json else None
+        typer.echo(result.text if facts is None else to_json(facts))
         raise typer.Exit(GOOD if result.ok else FAILED_CHECK)
 
     flag = inspect.Parameter(

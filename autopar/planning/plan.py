@@ -177,7 +177,7 @@ class Plan:
         """The plan in two or three sentences: what it does, what it costs, what else would cost."""
         bound = self._bound("verdict()")
         on = self.data, bound.pipeline, bound.predicted
-        return verdict(*on, bound.timeline(), bound.hardware)
+        return verdict(*on, bound.timeline(with_memory=False), bound.hardware)
 
     def explain(self, name: str | None = None) -> str:
         """The plan in words, its verdict first; with a name, what it is of and its alternatives.
@@ -189,7 +189,7 @@ class Plan:
         on = self.data, bound.pipeline, bound.predicted
         if name is not None:
             return explain_name(*on, name, lambda n: decisions(bound.stages, self.data, n))
-        step = bound.timeline()
+        step = bound.timeline(with_memory=False)
         return explain(
             *on, bound.collectives, verdict(*on, step, bound.hardware), bound.assumed,
             hidden_of(bound.pipeline, bound.costs, step), bound.hardware.peak_flops_per_s,

@@ -31,6 +31,7 @@ from autopar.errors import CaptureError
 from autopar.program.graph import AttributeReads, Frozen
 
 T = TypeVar("T")
+L = TypeVar("L")
 
 CACHE_HINT = "if its first call fills a cache, call the model once before autopar.parallelize"
 _STATE_HINT = (
@@ -44,15 +45,15 @@ def checked_trace(
     model: nn.Module,
     twin: nn.Module,
     loss_fn: Any,
-    export: Callable[[], tuple[ExportedProgram, list[object]]],
-    forward: Callable[[], tuple[None, list[object]]],
-) -> tuple[ExportedProgram, AttributeReads]:
+    export: Callable[[Observation], tuple[tuple[ExportedProgram, L], list[object]]],
+    forward: Callable[[Observation], tuple[None, list[object]]],
+) -> tuple[tuple[ExportedProgram, L], AttributeReads]:
     """Run `export`, which traces `twin`, and leave the user's Python state as it was.
 
     Returns the trace and what it read. A trace may set state once (a setting that is found by the
     first call): then a second run from that state must change nothing and be equal. `forward` alone
     takes a fifth of the time; where it calls something else of torch, a second trace decides. Both
-    also return what they called.
+    get what was observed before them, and also return what they called.
 
     Raises `CaptureError` if the trace changes Python state that it reads in any other way, or reads
     tensors that have a history of autograd.
@@ -61,11 +62,11 @@ def checked_trace(
     python, numpy_, torch_ = random.getstate(), np.random.get_state(), torch.get_rng_state()
     recorders: list[Recorder] = []
 
-    def run(trace: Callable[[], T], state: Observation) -> tuple[T, CaptureError | None]:
+    def run(trace: Callable[[Observation], T], state: Observation) -> tuple[T, CaptureError | None]:
         with recorded(twin, model) as recorder:
             recorders.append(recorder)
             try:
-                made = trace()
+                made = trace(state)
             finally:  # a trace that fails may fail for that
                 check_history(model, (*recorder.reads,))
         return made, _refusal(model, recorder, state, Observation.around_trace(model, loss_fn))
@@ -91,7 +92,7 @@ def checked_trace(
                     (again, _), still = run(export, Observation.around_trace(model, loss_fn))
                 except CaptureError as error:
                     raise refusal from error
-                if still is not None or _text(again) != _text(exported):
+                if still is not None or _text(again[0]) != _text(exported[0]):
                     raise refusal
         return exported, (*recorders[0].reads,)
     finally:

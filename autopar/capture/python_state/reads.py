@@ -8,23 +8,29 @@ only by its writes, or in a container that the trace was handed.
 
 from __future__ import annotations
 
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from pathlib import Path
+from types import MethodType
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from autopar.capture.python_state.snapshot import (
     ABSENT,
     INTERNAL,
+    Scalar,
     Snapshot,
     equal,
     is_plain,
     snapshot,
 )
 
+_TORCH = str(Path(torch.__file__).parent)
 _lock = threading.Lock()
 _active: dict[int, tuple[Recorder, str]] = {}  # id of a module -> who records it, its path
 
@@ -45,26 +51,55 @@ class _First:
 
 
 @dataclass
+class Window:
+    """All reads within a part of a trace.
+
+    reads     (module, attribute), in order
+    is_whole  a module's `__dict__` was read, so all attributes may have been
+    """
+
+    reads: dict[tuple[nn.Module, str], None] = field(default_factory=dict)
+    is_whole: bool = False
+
+
+@dataclass
 class Recorder:
-    """`reads` of one trace: (module path, attribute), in order."""
+    """`reads` of one trace: (module path, attribute), in order.
+
+    has_written   did forward set an attribute so far?
+    window        what else records reads
+    """
 
     reads: dict[tuple[str, str], None] = field(default_factory=dict)
+    has_written: bool = False
+    window: Window | None = None
     _first: dict[tuple[int, str], _First] = field(default_factory=dict)
 
     def read(self, module: nn.Module, path: str, name: str, value: object) -> None:
         key = id(module), name
+        if self.window is not None:
+            self.window.reads[module, name] = None
         if key not in self._first:
             self.reads[path, name] = None
             taken = snapshot(name, value if is_plain(value) else None)
             self._first[key] = _First(module, path, value, taken)
 
     def write(self, module: nn.Module, path: str, name: str, value: object) -> None:
+        self.has_written = True
         first = self._first.get((id(module), name))
         if first is None:
             held = vars(module).get(name, ABSENT)
             first = _First(module, path, held, snapshot(name, None), is_set=True)
             self._first[id(module), name] = first
         first.written = (value,)
+
+    def is_unchanged(self, module: nn.Module, name: str) -> bool:
+        """Is in an attribute what was in it as it was first read?"""
+        first = self._first[id(module), name]
+        value = value_of(module, name)
+        now = snapshot(name, value if is_plain(value) else None)
+        made_anew = isinstance(value, (*Scalar, MethodType)) and value == first.value
+        return (value is first.value or made_anew) and equal(first.taken.values, now.values)
 
     def changed(self) -> Iterator[tuple[str, str]]:
         """(module path, attribute) of what the trace read and left changed."""
@@ -119,12 +154,28 @@ def recorded(*models: nn.Module) -> Iterator[Recorder]:
                 nn.Module.__setattr__ = _plain_setattr  # type: ignore[method-assign]
 
 
+def recorder_of(module: nn.Module) -> Recorder | None:
+    """Who records the reads of a module, if anybody does."""
+    return _active[id(module)][0] if id(module) in _active else None
+
+
+def value_of(module: nn.Module, name: str) -> object:
+    """An attribute, without a record."""
+    try:
+        return object.__getattribute__(module, name)
+    except AttributeError:
+        return ABSENT
+
+
 _plain_setattr = nn.Module.__setattr__
 
 
 def _getattribute(self: nn.Module, name: str) -> Any:
     watched = _active.get(id(self))
     if watched is None or name in INTERNAL or name.startswith("__"):
+        if name == "__dict__" and watched is not None and watched[0].window is not None:
+            reader = sys._getframe(1).f_code.co_filename
+            watched[0].window.is_whole |= not reader.startswith(_TORCH)
         return object.__getattribute__(self, name)
     try:
         value = object.__getattribute__(self, name)
@@ -140,6 +191,8 @@ def _setattr(self: nn.Module, name: str, value: Any) -> None:
     watched = _active.get(id(self))
     if watched is not None and not _is_registered(self, name):
         watched[0].write(self, watched[1], name, value)
+    elif watched is not None and watched[0].window is not None:
+        watched[0].has_written = True  # a buffer
     _plain_setattr(self, name, value)
 
 

@@ -361,6 +361,22 @@ class Snapshot:
             unique = f"{name} ({n})"
         self.values[unique] = value
 
+    def is_unchanged(self) -> bool:
+        """Is the same at every place that was read?"""
+        try:
+            return (
+                all(holder[key] is value for holder, key, value in self.items)
+                and all(getattr(of, name, ABSENT) is value for of, name, value in self.attributes)
+                and all(
+                    len(now) == len(then) and all(map(operator.is_, now, then))
+                    for now, then in self.contents
+                )
+                and all(function(of) == result for function, of, result in self.measures)
+                and not any(key in holder for holder, key in self.missing)
+            )
+        except (KeyError, IndexError, ValueError):
+            return False
+
     def restore(self) -> None:
         """Put everything back where it was read, so that a trace leaves no mark."""
         for container, copy in self.contents:

@@ -1,7 +1,8 @@
 """Traces the user's module, on fake tensors, to one ATen graph.
 
 Read: `kinds.py` (what is no model, and no input); `isolate.py`, `norms.py` (the fake copy);
-`export.py` (the trace); `exchange.py`, with
+`export.py` (the trace); `equal_layers.py` and `layer_copies.py` (one of equal layers is traced);
+`exchange.py`, with
 `functions.py`, `checkpointed.py`, `derivatives.py`, `transforms.py` (`autograd.Function`,
 `torch.utils.checkpoint`, `torch.autograd.grad` and `torch.func` in the trace); `replaced.py`
 (functions that cannot be traced), `checks.py` (checks that only raise); `known.py` (values of
@@ -16,7 +17,7 @@ from autopar.capture.trace.export import LossFn, WithLoss, accepted, export_mode
 from autopar.capture.trace.grad_modes import GRAD_ENABLED
 from autopar.capture.trace.isolate import cast_at_door, fake_like, fake_mode
 from autopar.capture.trace.kinds import check_kind, check_leaves
-from autopar.capture.trace.regions import inline_regions, substitute
+from autopar.capture.trace.regions import substitute
 from autopar.capture.trace.seeds import SEEDED
 
 __all__ = [
@@ -33,7 +34,6 @@ __all__ = [
     "export_model",
     "fake_like",
     "fake_mode",
-    "inline_regions",
     "note_regions",
     "substitute",
 ]

@@ -73,6 +73,11 @@ def _marked(is_selective: bool) -> Iterator[None]:
         node.meta[REGION] = region
 
 
+def another_region(region: Region) -> Region:
+    """A call like that of `region`, of a copy of its operators."""
+    return Region(next(_numbers), region.is_selective)
+
+
 def generate(
     function: Any,
     preserve_rng_state: bool = True,

@@ -11,20 +11,26 @@ import re
 import traceback
 import warnings
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch.export import ExportedProgram
 from torch.utils import _pytree as pytree
 
 from autopar import operators
 from autopar.capture.findings import Findings
 from autopar.capture.names import source_line
-from autopar.capture.python_state import CACHE_HINT, Calls, check_hooks, checked_trace
+from autopar.capture.python_state import (
+    CACHE_HINT,
+    Calls,
+    Observation,
+    check_hooks,
+    checked_trace,
+)
 from autopar.capture.trace.checkpointed import regions_marked
 from autopar.capture.trace.checks import checks_passed, disable_checks
 from autopar.capture.trace.derivatives import (
@@ -32,12 +38,15 @@ from autopar.capture.trace.derivatives import (
     Recorded,
     derivatives_traced,
 )
+from autopar.capture.trace.equal_layers import EqualLayers, layers_of
 from autopar.capture.trace.functions import functions_kept
 from autopar.capture.trace.grad_modes import GradModes
 from autopar.capture.trace.isolate import fake_copy, fake_inputs, fake_mode
 from autopar.capture.trace.kinds import check_kind
 from autopar.capture.trace.known import Known
+from autopar.capture.trace.layer_copies import UnequalLayersError, write_out
 from autopar.capture.trace.quiet import quiet
+from autopar.capture.trace.regions import inline_regions
 from autopar.capture.trace.replaced import Replaced, targets_in_rows
 from autopar.capture.trace.seeds import Seeds
 from autopar.capture.trace.transforms import transforms_traced
@@ -96,11 +105,14 @@ _LOSS_NOTE = "loss_fn gets (outputs, batch)"
 
 
 class Traced(NamedTuple):
-    """A trace; which attributes of modules it read, and which buffers for their values."""
+    """A trace, and its graph without regions; which attributes of modules it read, and which
+    buffers for their values; how many layers were copied instead of traced."""
 
     exported: ExportedProgram
+    graph: fx.Graph
     reads: AttributeReads
     buffers: tuple[str, ...]
+    n_copies: int
 
 
 class WithLoss(nn.Module):
@@ -154,10 +166,12 @@ def export_model(
     loss_fn: LossFn | None,
     modes: Mapping[str, bool] | None = None,
     precision: Precision = AS_IT_IS,
+    layers_once: bool = True,
 ) -> Traced:
     """Trace a fake copy of `model`; also returns what the trace read of it as constants.
 
-    `modes`: the training mode of each module, by path; None: those that the model has.
+    modes        the training mode of each module, by path; None: those that the model has
+    layers_once  equal layers are traced once (`equal_layers.py`): the same graph, sooner
 
     Raises `CaptureError` if the model cannot be one static graph: control flow or shapes depend
     on data, forward assigns tensors to attributes or changes Python values that it reads, or the
@@ -167,15 +181,21 @@ def export_model(
     check_kind(model)
     check_hooks(model, findings, training)
     derivatives = constants = False
+    layers_once = layers_once and bool(layers_of(model))
     while True:
         try:
             return _traced(
                 model, example_inputs, findings, training, loss_fn, modes, precision,
-                derivatives, constants,
+                derivatives, constants, layers_once,
             )  # fmt: skip
         except DerivativeAskedError:
-            derivatives = True
+            derivatives, layers_once = True, False
+        except UnequalLayersError:
+            layers_once = False
         except CaptureError as error:
+            if layers_once:  # it may come of that
+                layers_once = False
+                continue
             if constants or error.hint not in {hint for _, hint in _OF_VALUES}:
                 raise
             constants = True
@@ -184,9 +204,12 @@ def export_model(
 def _traced(
     model: nn.Module, example_inputs: Mapping[str, Any] | Sequence[Any], findings: Findings,
     training: bool, loss_fn: LossFn | None, modes: Mapping[str, bool] | None,
-    precision: Precision, derivatives: bool, constants: bool,
+    precision: Precision, derivatives: bool, constants: bool, layers_once: bool,
 ) -> Traced:  # fmt: skip
-    """One try; forward may ask for derivatives, and for values of constants, if they are True."""
+    """One try; forward may ask for derivatives, and for values of constants, if they are True.
+
+    `layers_once`: equal layers are traced once. Raises `UnequalLayersError` if that was wrong.
+    """
     mode = fake_mode()
     twin = fake_copy(model, mode, training, modes, precision)
     args, kwargs = fake_inputs(mode, example_inputs)
@@ -196,7 +219,7 @@ def _traced(
         target.training = twin.training  # not `train()`, which would set all modules
     known = Known(model, twin) if constants else None
 
-    def traced(run: Callable[[], T]) -> tuple[T, list[object]]:
+    def traced(run: Callable[[Observation], T], state: Observation) -> tuple[T, list[object]]:
         """The result of something that runs forward of `target`, and what that called of torch."""
         recorded, calls = Recorded() if derivatives else None, Calls()
         with warnings.catch_warnings(record=True) as caught, quiet():
@@ -214,7 +237,7 @@ def _traced(
                     ),
                     precision.autocast(),
                 ):
-                    made = run()
+                    made = run(state)
             except DerivativeAskedError:
                 raise
             except NotSupportedError as error:
@@ -228,14 +251,16 @@ def _traced(
         _check_side_effects(model, caught)
         return made, calls.lines
 
-    def export() -> ExportedProgram:
-        return torch.export.export(target, args, kwargs, strict=False)
+    def export(state: Observation) -> tuple[ExportedProgram, EqualLayers]:
+        layers = EqualLayers(twin, "" if loss_fn is None else "model.", state, findings)
+        with layers.called() if layers_once else nullcontext():
+            return torch.export.export(target, args, kwargs, strict=False), layers
 
-    def forward() -> None:
+    def forward(_: Observation) -> None:
         with mode:
             target(*args, **kwargs)
 
-    exported, reads = checked_trace(
+    (exported, layers), reads = checked_trace(
         model, twin, loss_fn, partial(traced, export), partial(traced, forward)
     )
     for module in exported.graph_module.modules():
@@ -245,7 +270,11 @@ def _traced(
             targets_in_rows(module.graph)
             disable_checks(module.graph)
             _check_static(model, module.graph)
-    return Traced(exported, reads, tuple(sorted(known.buffers)) if known else ())
+    graph = inline_regions(exported.graph_module)
+    write_out(graph, exported, layers)
+    return Traced(
+        exported, graph, reads, tuple(sorted(known.buffers)) if known else (), layers.n_copies
+    )
 
 
 @contextmanager
