@@ -9,6 +9,7 @@ from typing import Any
 from torch import nn
 
 from autopar.capture import check_kind
+from autopar.cost.hardware import load_profile
 from autopar.errors import OptionError
 from autopar.mesh import Mesh
 from autopar.module import ParallelModule
@@ -34,7 +35,7 @@ def plan(model: nn.Module, mesh: Any, example_inputs: ExampleInputs, **options: 
     `NotSupportedError`, each with a hint.
     """
     check_kind(model)
-    target = Target(Mesh.of(mesh), Options.of(**options))
+    target = Target(_machine(mesh), Options.of(**options))
     return planned(Compilation(PASSES, Source(model, example_inputs), target))
 
 
@@ -58,16 +59,25 @@ def parallelize(
     Raises `MeshError` if the number of processes is not that of the mesh's ranks, `OptionError` for
     an option that conflicts with the plan, `DivergenceError` if ranks call it differently.
     """
+    machine = Mesh.of(mesh) if plan is not None else _machine(mesh)
     if plan is not None:
         options = _options_beside(plan, options)
     given = {"example_inputs": example_inputs is not None, "plan": plan is not None}
     brings = " and ".join(name for name, is_given in given.items() if is_given) or "neither"
-    module = ParallelModule(model, Mesh.of(mesh), Options.of(**options), weights, brings)
+    module = ParallelModule(model, machine, Options.of(**options), weights, brings)
     if plan is not None:
         module._use_plan(plan, example_inputs)
     elif example_inputs is not None:
         module._make_plan(example_inputs)
     return module
+
+
+def _machine(mesh: Any) -> Mesh:
+    """The mesh to plan for; a wrong name of its hardware is told before the model is traced."""
+    machine = Mesh.of(mesh)
+    if machine.hardware is not None and machine.links is None:
+        load_profile(machine.hardware)
+    return machine
 
 
 _ABSENT = object()

@@ -64,7 +64,7 @@ from autopar.passes.search.slower import WhySlower
 from autopar.passes.search.time_limit import TimeLimit, TimeUp
 from autopar.passes.solvers.problem import within
 from autopar.plans import Alternative, InputSignature
-from autopar.units import format_bytes
+from autopar.units import format_bytes, format_seconds
 
 # So many candidates that do not fit are simulated at most, to say how much the leanest needs.
 _MOST_LEANEST = 8
@@ -147,7 +147,7 @@ class Planner:
             """Report what comes next; end the search if the time is up and there is a plan."""
             limit.has_plan = has_plan
             limit.check()
-            self.report(f"planning {node.name}")
+            self.report(f"planning {node.name}{_progress(search)}")
 
         search = BranchAndBound(options.tolerance, options.tie, self._rank, before)
         notes = list[Alternative]()
@@ -364,3 +364,12 @@ class Planner:
         sizes = given or self._stage_sizes
         views = distinct_views(self.mesh, self.hardware, self.options, sizes)
         check_pinned_axes(self.options, views)
+
+
+def _progress(search: BranchAndBound) -> str:
+    """The fastest plan so far, and what none takes less than."""
+    if not search.found:
+        return ""
+    bound_s = search.bound_s
+    least = "" if bound_s is None else f", none below {format_seconds(bound_s)}"
+    return f": best so far {format_seconds(search.incumbent_s)}{least}"
