@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
@@ -18,14 +18,16 @@ from autopar.passes.binding import ExampleInputs
 from autopar.passes.compilation import Compilation
 from autopar.passes.facts import Source, Target
 from autopar.passes.pipeline import PASSES
-from autopar.planning import Plan, planned, settled_heap
+from autopar.planning import MeshLike, Plan, PlanOptions, planned, settled_heap
 from autopar.report import ComparedPlan, Comparison
 from autopar.runtime import checkpoints, state
 from autopar.runtime.groups import together_in
 
 
 @settled_heap()
-def plan(model: nn.Module, mesh: Any, example_inputs: ExampleInputs, **options: Any) -> Plan:
+def plan(
+    model: nn.Module, mesh: MeshLike, example_inputs: ExampleInputs, **options: Unpack[PlanOptions]
+) -> Plan:
     """Choose how to run `model` on `mesh`; needs no devices and no weights.
 
     example_inputs: one global batch, a dict of keyword inputs or a tuple of positional ones; meta
@@ -41,12 +43,12 @@ def plan(model: nn.Module, mesh: Any, example_inputs: ExampleInputs, **options: 
 
 def parallelize(
     model: nn.Module,
-    mesh: Any,
+    mesh: MeshLike,
     example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
     *,
     plan: Plan | None = None,
     weights: str = "rank0",
-    **options: Any,
+    **options: Unpack[PlanOptions],
 ) -> ParallelModule:
     """Shard `model` over `mesh`; call it on every rank of a torchrun or `autopar.launch` job.
 
@@ -60,11 +62,10 @@ def parallelize(
     an option that conflicts with the plan, `DivergenceError` if ranks call it differently.
     """
     machine = Mesh.of(mesh) if plan is not None else _machine(mesh)
-    if plan is not None:
-        options = _options_beside(plan, options)
+    chosen = Options.of(**options if plan is None else _options_beside(plan, options))
     given = {"example_inputs": example_inputs is not None, "plan": plan is not None}
     brings = " and ".join(name for name, is_given in given.items() if is_given) or "neither"
-    module = ParallelModule(model, machine, Options.of(**options), weights, brings)
+    module = ParallelModule(model, machine, chosen, weights, brings)
     if plan is not None:
         module._use_plan(plan, example_inputs)
     elif example_inputs is not None:
@@ -72,7 +73,7 @@ def parallelize(
     return module
 
 
-def _machine(mesh: Any) -> Mesh:
+def _machine(mesh: MeshLike) -> Mesh:
     """The mesh to plan for; a wrong name of its hardware is told before the model is traced."""
     machine = Mesh.of(mesh)
     if machine.hardware is not None and machine.links is None:

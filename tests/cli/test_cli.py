@@ -292,7 +292,8 @@ def test_bytes_meshes_recipes_and_pins() -> None:
     ("parse", "text"),
     [
         (parse_bytes, "40 apples"), (parse_bytes, "GiB"), (parse_bytes, "40"),
-        (parse_manual, "dd=2"), (parse_manual, "dp=two"), (parse_manual, "dp"), (parse_mesh, "2x"), (parse_mesh, ""),
+        (parse_manual, "dd=2"), (parse_manual, "dp=two"), (parse_manual, "dp"),
+        (parse_mesh, "2x"), (parse_mesh, ""),
         (parse_stages, "a@"), (lambda text: parse_force([text]), "h.0.weight"),
     ],
 )  # fmt: skip
