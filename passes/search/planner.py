@@ -56,7 +56,7 @@ from autopar.passes.search.branch_bound import BranchAndBound, Node
 from autopar.passes.search.evaluator import Evaluator
 from autopar.passes.search.levels import Levels
 from autopar.passes.search.outcome import PlanningResult, alternatives_of
-from autopar.passes.search.recipes import RecipeNodes, recipes_on
+from autopar.passes.search.recipes import RecipeNodes, known_layouts, recipes_on
 from autopar.passes.search.several_stages import SeveralStages
 from autopar.passes.search.simplicity import Simplicity, simplicity_of
 from autopar.passes.search.simulator import Simulator, Solved
@@ -166,6 +166,7 @@ class Planner:
         if not search.found:
             raise self._nothing_fits(self.levels.errors)
         chosen = search.chosen
+        search.nodes.extend(self._known(chosen.step_time_s))
         bound_s = None if options.manual is not None else search.bound_s
         if is_timed_out and bound_s is None:  # only recipes were tried
             bound_s = least_step_s(self.analysis, self.evaluator.cost_of(self._any_view))
@@ -189,6 +190,16 @@ class Planner:
             views = views_of(self.mesh, self.hardware, options, 0, self.mesh.n_ranks)
             for recipe in recipes_on(views, options):
                 yield nodes.single_stage(recipe)
+
+    def _known(self, chosen_s: float) -> Iterator[Node]:
+        """Layouts that are known by name, for the rows of the result."""
+        options, nodes = self.options, RecipeNodes(self.levels)
+        is_one = options.n_stages in (None, 1) and options.mesh_shape == "auto"
+        if not is_one or options.manual or options.force or not self.analysis.batch.size:
+            return
+        views = views_of(self.mesh, self.hardware, options, 0, self.mesh.n_ranks)
+        for layout in known_layouts(self.mesh, views, options.forbid):
+            yield from nodes.priced(layout, chosen_s)
 
     def _manual(self, manual: Manual) -> Iterator[Node]:
         """The user's recipe; with stages, more microbatches mean a smaller bubble."""

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from autopar.cost.hardware import Hardware
 from autopar.plans import Alternative, PlanData, Predicted
-from autopar.report.tables import alternative_note, headline, idle_warnings
+from autopar.report.tables import NOT_TRIED, alternative_note, headline, idle_warnings
 from autopar.units import format_bytes, format_bytes_of, format_count, format_seconds
 
 _N_ALTERNATIVES = 3
@@ -101,10 +101,11 @@ def _alternatives(data: PlanData) -> list[str]:
     """The best of each family of plans: the search, several stages, each recipe."""
     found: dict[str, Alternative] = {}
     for alternative in data.alternatives:
-        if alternative.name != data.chosen and alternative.name != "the rest":
+        if alternative.name not in (data.chosen, NOT_TRIED):
             family = alternative.recipe or alternative.name.partition(" on ")[0]
             found.setdefault(family, alternative)
     rows = list(found.values())[:_N_ALTERNATIVES]
+    rows += [a for a in data.alternatives if a.name == NOT_TRIED]
     width = max((len(row.name) for row in rows), default=0)
     texts = []
     for row in rows:
