@@ -155,8 +155,8 @@ def test_a_gain_within_the_error_of_predictions_is_called_so() -> None:
     n_kinds = len({(call.kind, call.axes_text) for call in plan.collectives()})
     assert said_of(1.022) == [
         "That is within the error of predictions on a100-80gb, 3.0% on average: it needs "
-        f"{n_calls} calls of {n_kinds} kind of collectives, plain ZeRO-3 1 kind. `tie=0.03` "
-        "takes plain ZeRO-3, 1.02 s."
+        f"{n_calls} calls of {n_kinds} kind of collectives, the simple plan 1 kind. tie=0.03 "
+        "chooses that: 1.02 s."
     ]
     assert said_of(1.04) == said_of(0.99) == []
 
