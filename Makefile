@@ -167,6 +167,6 @@ $(SITE): $(STAMP)
 
 # Keeps .venv: remove that by hand.
 clean:
-	rm -rf build dist autopar.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache \
+	rm -rf build dist src/autopar.egg-info .pytest_cache .mypy_cache .ruff_cache .import_linter_cache \
 	  .hypothesis docs/gallery/made $(STAMP) $(SITE)
 	find autopar passes cost runtime tests examples docs -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
 from autopar.capture import check_kind
+from autopar.cost.hardware import load_profile
 from autopar.errors import OptionError
 from autopar.mesh import Mesh
 from autopar.module import ParallelModule
@@ -17,14 +18,16 @@ from autopar.passes.binding import ExampleInputs
 from autopar.passes.compilation import Compilation
 from autopar.passes.facts import Source, Target
 from autopar.passes.pipeline import PASSES
-from autopar.planning import Plan, planned, settled_heap
+from autopar.planning import MeshLike, Plan, PlanOptions, planned, settled_heap
 from autopar.report import ComparedPlan, Comparison
 from autopar.runtime import checkpoints, state
 from autopar.runtime.groups import together_in
 
 
 @settled_heap()
-def plan(model: nn.Module, mesh: Any, example_inputs: ExampleInputs, **options: Any) -> Plan:
+def plan(
+    model: nn.Module, mesh: MeshLike, example_inputs: ExampleInputs, **options: Unpack[PlanOptions]
+) -> Plan:
     """Choose how to run `model` on `mesh`; needs no devices and no weights.
 
     example_inputs: one global batch, a dict of keyword inputs or a tuple of positional ones; meta
@@ -34,18 +37,18 @@ def plan(model: nn.Module, mesh: Any, example_inputs: ExampleInputs, **options: 
     `NotSupportedError`, each with a hint.
     """
     check_kind(model)
-    target = Target(Mesh.of(mesh), Options.of(**options))
+    target = Target(_machine(mesh), Options.of(**options))
     return planned(Compilation(PASSES, Source(model, example_inputs), target))
 
 
 def parallelize(
     model: nn.Module,
-    mesh: Any,
+    mesh: MeshLike,
     example_inputs: Mapping[str, Any] | Sequence[Any] | None = None,
     *,
     plan: Plan | None = None,
     weights: str = "rank0",
-    **options: Any,
+    **options: Unpack[PlanOptions],
 ) -> ParallelModule:
     """Shard `model` over `mesh`; call it on every rank of a torchrun or `autopar.launch` job.
 
@@ -58,16 +61,24 @@ def parallelize(
     Raises `MeshError` if the number of processes is not that of the mesh's ranks, `OptionError` for
     an option that conflicts with the plan, `DivergenceError` if ranks call it differently.
     """
-    if plan is not None:
-        options = _options_beside(plan, options)
+    machine = Mesh.of(mesh) if plan is not None else _machine(mesh)
+    chosen = Options.of(**options if plan is None else _options_beside(plan, options))
     given = {"example_inputs": example_inputs is not None, "plan": plan is not None}
     brings = " and ".join(name for name, is_given in given.items() if is_given) or "neither"
-    module = ParallelModule(model, Mesh.of(mesh), Options.of(**options), weights, brings)
+    module = ParallelModule(model, machine, chosen, weights, brings)
     if plan is not None:
         module._use_plan(plan, example_inputs)
     elif example_inputs is not None:
         module._make_plan(example_inputs)
     return module
+
+
+def _machine(mesh: MeshLike) -> Mesh:
+    """The mesh to plan for; a wrong name of its hardware is told before the model is traced."""
+    machine = Mesh.of(mesh)
+    if machine.hardware is not None and machine.links is None:
+        load_profile(machine.hardware)
+    return machine
 
 
 _ABSENT = object()

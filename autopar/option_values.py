@@ -9,10 +9,17 @@ from __future__ import annotations
 import difflib
 import inspect
 import math
-from collections.abc import Callable, Iterable, Sequence
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from autopar.errors import NotSupportedError, OptionError
+
+_BYTES = {
+    "B": 1,
+    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
+    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
+}  # fmt: skip
 
 
 def is_int(value: Any) -> bool:
@@ -30,11 +37,32 @@ def check_count(name: str, value: Any) -> int:
     return int(value)
 
 
-def check_word(name: str, value: Any, built: Sequence[str], later: Sequence[str]) -> str:
-    """`value` if it is in `built`; values in `later` are documented, but refused."""
+def parse_bytes(text: str) -> int:
+    """`40GiB` -> 42949672960. Raises `OptionError` for a text without a unit."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
+    if match is not None and not match[2]:
+        raise OptionError(
+            f"{text!r} is a size without a unit", hint=f"write {text}GiB; {text}B is bytes"
+        )
+    if match is None or match[2].upper() not in _BYTES:
+        raise OptionError(f"{text!r} is no size", hint="write 40GiB or 40GB")
+    return int(float(match[1]) * _BYTES[match[2].upper()])
+
+
+def check_word(
+    name: str, value: Any, built: Sequence[str], later: Sequence[str],
+    others: Mapping[str, str] | None = None,
+) -> str:  # fmt: skip
+    """`value` if it is in `built`; values in `later` are documented, but refused.
+
+    `others`: other words that people use -> the one that is meant.
+    """
     if not isinstance(value, str) or value not in (*built, *later):
         words = ", ".join(repr(w) for w in (*built, *later))
-        hint = closest(value, (*built, *later)) if isinstance(value, str) else None
+        hint = None
+        if isinstance(value, str):
+            meant = (others or {}).get(value.lower(), value)
+            hint = closest(meant, (*built, *later))
         raise OptionError(f"{name} is one of {words}, not {value!r}", hint=hint)
     if value in later:
         raise NotSupportedError(

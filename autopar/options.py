@@ -22,6 +22,7 @@ from autopar.option_values import (
     is_int,
     loss_function,
     one_of,
+    parse_bytes,
     positive,
     share,
 )
@@ -45,6 +46,20 @@ _INSTEAD_OF = {
     "ep": "leave manual out: the search divides experts by itself",
 }
 FORBIDDABLE = tuple("data tensor sequence expert pipeline zero1 zero2 zero3 recompute".split())
+# Other names of what can be forbidden.
+_ALSO_CALLED = {
+    "dp": "data", "ddp": "data", "tp": "tensor", "sp": "sequence", "cp": "sequence",
+    "ep": "expert", "pp": "pipeline", "stages": "pipeline", "fsdp": "zero3", "zero": "zero3",
+    "checkpointing": "recompute",
+}  # fmt: skip
+# What is no option -> where it belongs.
+_ELSEWHERE = {
+    "hardware": 'give it to the mesh: autopar.Mesh((2, 8), hardware="h100-sxm")',
+    "zero": "manual=autopar.Manual(zero=...); without it, the search chooses",
+    "tp": 'mesh_shape={"tp": ...}, or manual=autopar.Manual(tp=...)',
+    "dp": 'mesh_shape={"dp": ...}, or manual=autopar.Manual(dp=...)',
+    "pp": "stages=..., or manual=autopar.Manual(pp=...)",
+}
 
 
 @dataclass(frozen=True)
@@ -116,7 +131,7 @@ class Options:
     """Checked options; make them with `Options.of`.
 
     `mesh_shape`     "auto", "as-given", or degrees that every stage has, as {"tp": 4}
-    `memory_limit`   bytes per device; None: the hardware's memory less a margin
+    `memory_limit`   bytes per device, or "40GiB"; None: the hardware's memory less a margin
     `memory_margin`  the margin, a share of the device's memory; None: the one of the hardware
     `tolerance`      relative; the search ends once no plan can be faster by more
     `tie`            relative; among plans this close to the fastest the simplest is chosen
@@ -208,7 +223,7 @@ class Options:
             if name not in valid:
                 raise OptionError(
                     f"there is no option {name!r}; the options are {', '.join(valid)}",
-                    hint=closest(name, valid),
+                    hint=_ELSEWHERE.get(name) or closest(name, valid),
                 )
         options = Options(**{name: _CHECKS[name](value) for name, value in kwargs.items()})
         _check_precision(options)
@@ -351,11 +366,13 @@ def _stage_list(value: tuple[Any, ...]) -> tuple[StageOption, ...]:
 
 
 def _memory_limit(value: Any) -> int | None:
+    if isinstance(value, str):
+        value = parse_bytes(value)
     size_bytes = positive("memory_limit", value, "bytes per device")
     if size_bytes is not None and size_bytes < 1:
         raise OptionError(
             f"memory_limit={value!r} is less than one byte per device",
-            hint="it is in bytes: 40 * 2**30 is 40 GiB",
+            hint='write memory_limit="40GiB"; a number is bytes',
         )
     return None if size_bytes is None else int(size_bytes)
 
@@ -376,7 +393,7 @@ def _forbid(value: Any) -> frozenset[str]:
         raise OptionError(
             f"forbid is a word or several, not {value!r}", hint=f"one of {', '.join(FORBIDDABLE)}"
         )
-    return frozenset(check_word("forbid", word, FORBIDDABLE, ()) for word in words)
+    return frozenset(check_word("forbid", word, FORBIDDABLE, (), _ALSO_CALLED) for word in words)
 
 
 def _batch_dims(value: Any) -> dict[str, int | None]:

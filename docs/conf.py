@@ -57,8 +57,8 @@ if os.environ.get("AUTOPAR_DOCS_INTERSPHINX") == "1":
 # Classes that are passed on and never made by users; their docstrings are read in the source.
 PASSED_ON = (
     "Bound Checkpointed ExampleInputs Figures Loaded Loader LocalBatches Localise "
-    "LossScale ModuleState Note OpCall OpRule Optimizers Options Pin PlanData PlanningStats "
-    "Precision Recompute StageOption Stateful States Stream"
+    "LossScale MeshLike ModuleState Note OpCall OpRule Optimizers Options Pin PlanData PlanOptions "
+    "PlanningStats Precision Recompute StageOption Stateful States Stream"
 ).split()
 # Names in annotations: those of other projects, and these.
 nitpick_ignore_regex = [
@@ -66,7 +66,7 @@ nitpick_ignore_regex = [
     (
         "py:.*",
         r"(Any|Callable|Collection|Iterable|Iterator|Mapping|Path|PurePath|Sequence|Tensor|Optimizer"
-        r"|DataLoader|Dataset|DeviceMesh|Module|Parameter|Literal|Self|optional|TracebackType)",
+        r"|DataLoader|Dataset|DeviceMesh|Module|Parameter|Literal|Self|Unpack|optional|TracebackType)",
     ),
     ("py:.*", rf"(autopar\..*\.)?({'|'.join(PASSED_ON)})"),
 ]

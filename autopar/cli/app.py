@@ -15,7 +15,6 @@ from autopar.cli.models import is_plan_file
 from autopar.cli.options import (
     LossOption,
     PlanRequest,
-    parse_bytes,
     parse_counts,
     parse_mesh,
     takes_flags,
@@ -32,9 +31,11 @@ from autopar.cli.shell import (
     prints_result,
     progress,
     to_json,
+    typed_words,
     writing,
 )
 from autopar.errors import OptionError
+from autopar.option_values import parse_bytes
 
 # Plain help: the same text in a terminal, a pipe and a golden file.
 app = typer.Typer(
@@ -84,12 +85,16 @@ def _root(
 @prints_result
 @takes_planning_options
 def plan(
+    context: typer.Context,
     model: ModelArgument,
     request: PlanRequest,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Save the plan.")] = None,
+    verbose: Annotated[
+        bool, typer.Option("--verbose", "-v", help="Explain all of it, as autopar explain does.")
+    ] = False,
 ) -> Result:
-    """Choose how to run MODEL on a mesh, and explain it."""
-    from autopar.cli.summary import plan_json
+    """Choose how to run MODEL on a mesh, and say what it costs."""
+    from autopar.cli.summary import next_commands, plan_json
 
     made = make_plan(model, request)
     if output is not None:
@@ -97,7 +102,8 @@ def plan(
             made.save(output)
         note(f"saved {output}")
     saved = None if output is None else str(output)
-    return Result(made.explain(), lambda: plan_json(made) | {"saved": saved})
+    text = made.explain() if verbose else f"{made}\n{next_commands(typed_words(context))}"
+    return Result(text, lambda: plan_json(made) | {"saved": saved})
 
 
 @command()

@@ -51,12 +51,25 @@ def load_subject(
     """
     if name.endswith(".json"):
         return _config_model(Path(name), batch, seq, real)
+    _refuse_hub_id(name)
     if batch is not None or seq is not None:
         raise OptionError(
             "--batch and --seq are for a config.json",
             hint="a factory returns its own example batch",
         )
     return _factory_model(name)
+
+
+def _refuse_hub_id(name: str) -> None:
+    """Raises `OptionError` for `organisation/model`, and for a folder."""
+    if ":" in name or not ("/" in name or Path(name).is_dir()):
+        return
+    if (Path(name) / "config.json").is_file():
+        raise OptionError(f"{name} is a folder", hint=f"pass {name.rstrip('/')}/config.json")
+    raise OptionError(
+        f"{name} is no file here, and names of a model hub are not looked up",
+        hint="download its config.json and pass that, with --batch 8 --seq 1024",
+    )
 
 
 def load_loss(name: str) -> Callable[..., Any]:

@@ -4,7 +4,7 @@
 `PlanRequest`. `autopar.options.Options` checks the values; this file only parses texts:
 
     mesh     "2x8", "4"                        sizes
-    bytes    "40GiB", "40GB", "1024"           binary and decimal units
+    bytes    "40GiB", "40GB", "1024B"          binary and decimal units
     manual   "dp=2,tp=4,sp,zero=1"             `Manual`'s fields; a bare word is True
     force    "h.0.mlp.c_fc.weight=S(0)@1"      repeated
     stages   "2", or "wte,h.0@1x2;h.1,ln_f@1x2"   modules of each stage, and its devices
@@ -29,13 +29,6 @@ if TYPE_CHECKING:
     from autopar.mesh import Mesh
     from autopar.options import Manual
 
-_BYTES = {
-    "": 1, "B": 1,
-    "KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40,
-    "KB": 10**3, "MB": 10**6, "GB": 10**9, "TB": 10**12,
-}  # fmt: skip
-
-
 LossOption = Annotated[
     str | None, typer.Option(metavar="package:fn", help="fn(outputs, batch) -> loss.")
 ]
@@ -58,6 +51,10 @@ class PlanRequest:
 
         if self.mesh is None:
             raise OptionError("a mesh is needed to plan", hint="--mesh 2x8, or --mesh 4")
+        if self.hardware is not None:  # a wrong name is told before a model is built
+            from autopar.cost.hardware import load_profile
+
+            load_profile(self.hardware)
         return Mesh(parse_mesh(self.mesh), hardware=self.hardware)
 
     def options(self) -> dict[str, Any]:
@@ -65,8 +62,8 @@ class PlanRequest:
         out = dict(self.given)
         readers: dict[str, Callable[[Any], Any]] = {
             "microbatches": parse_count, "stages": parse_stages,
-            "mesh_shape": parse_degrees, "memory_limit": parse_bytes, "manual": parse_manual,
-            "force": parse_force, "forbid": parse_forbid,
+            "mesh_shape": parse_degrees, "manual": parse_manual, "force": parse_force,
+            "forbid": parse_forbid,
         }  # fmt: skip
         return out | {name: readers[name](out[name]) for name in readers if name in out}
 
@@ -208,14 +205,6 @@ def parse_stages(text: str) -> int | str | list[tuple[tuple[str, ...], tuple[int
     return stages
 
 
-def parse_bytes(text: str) -> int:
-    """`40GiB` -> 42949672960."""
-    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([A-Za-z]*)", text.strip())
-    if match is None or match[2].upper() not in _BYTES:
-        raise OptionError(f"{text!r} is not a number of bytes", hint="write 40GiB, 40GB or 1024")
-    return int(float(match[1]) * _BYTES[match[2].upper()])
-
-
 def parse_degrees(text: str) -> str | dict[str, Any]:
     """`dp=2,tp=4` -> {"dp": 2, "tp": 4}; words stay words."""
     pairs = [word.partition("=") for word in text.split(",")]
@@ -234,6 +223,12 @@ def parse_manual(text: str) -> Manual:
     values: dict[str, Any] = {}
     for word in text.split(","):
         name, equals, value = (part.strip() for part in word.partition("="))
+        if re.search(r"\s", f"{name}{value}"):
+            divided = re.sub(r"[\s,]+", ",", text.strip())
+            raise OptionError(
+                f"--manual {text!r} has spaces where commas belong",
+                hint=f"write --manual {divided}",
+            )
         if name not in known:
             raise OptionError(
                 f"the manual recipe has no {name!r}; it has {', '.join(sorted(known))}",

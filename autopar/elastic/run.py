@@ -22,7 +22,7 @@ from __future__ import annotations
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
 from torch import nn
 
@@ -35,6 +35,7 @@ from autopar.mesh import Mesh
 from autopar.module import ParallelModule
 from autopar.options import BESIDE_A_PLAN, Options
 from autopar.passes.binding import ExampleInputs
+from autopar.planning import MeshLike, PlanOptions
 from autopar.runtime.checkpoints import AsyncSaver, Optimizers
 from autopar.runtime.launch import init_from_environment
 from autopar.runtime.state import gathered, together, world_size
@@ -52,11 +53,11 @@ def resilient(
     save_every: int,
     keep_last: int = 2,
     keep_every: int | None = None,
-    mesh: Callable[[int], Any] | None = None,
+    mesh: Callable[[int], MeshLike] | None = None,
     plans: str | os.PathLike[str] | None = None,
     weights: str = "rank0",
     compare_every: int | None = 100,
-    **options: Any,
+    **options: Unpack[PlanOptions],
 ) -> ResilientRun:
     """Shard `model` over the ranks that there are, for a loop that goes on after a restart.
 
@@ -89,7 +90,7 @@ def resilient(
         keep_plan(pm.plan, kept)
         return ResilientRun(pm, Path(folder), saver, save_every, compare_every)
     plan, path = found
-    beside = {k: v for k, v in options.items() if k in BESIDE_A_PLAN | _DTYPES}
+    beside: dict[str, Any] = {k: v for k, v in options.items() if k in BESIDE_A_PLAN | _DTYPES}
     try:
         pm = api.parallelize(model, machine, example_inputs, plan=plan, weights=weights, **beside)
     except PlanError as error:

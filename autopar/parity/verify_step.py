@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Unpack
 
 import torch
 import torch.distributed as dist
@@ -24,7 +24,7 @@ from autopar.parity.captured import CaptureCheck, compare_capture, tolerance_of
 from autopar.parity.report import Report, relative_error
 from autopar.parity.sharded import thread_errors
 from autopar.passes.binding import capture_step
-from autopar.planning import Plan, on_program, plan_program
+from autopar.planning import MeshLike, Plan, PlanOptions, on_program, plan_program
 from autopar.precision import Precision, widened
 from autopar.program.graph import Program, flatten_inputs
 
@@ -35,7 +35,10 @@ IN_FLOAT64 = TOLERANCE["fp64"]
 
 @torch.enable_grad()
 def verify(
-    model: nn.Module, mesh: Any, example_inputs: Mapping[str, Any] | Sequence[Any], **options: Any
+    model: nn.Module,
+    mesh: MeshLike,
+    example_inputs: Mapping[str, Any] | Sequence[Any],
+    **options: Unpack[PlanOptions],
 ) -> Report:
     """Run one sharded step of `model`; compare loss, gradients and buffers with one process.
 

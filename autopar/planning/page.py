@@ -115,7 +115,7 @@ def _memory(bound: Bound, with_replans: bool) -> Iterator[Help]:
     peak_bytes, limit_bytes = bound.predicted.peak_bytes, bound.limit_bytes
     for what, factor in (("half the memory", 0.5), ("twice the memory", 2.0)):
         other_bytes = int(limit_bytes * factor)
-        command = f"autopar plan MODEL {_machine(bound.mesh, bound)} --memory-limit {other_bytes}"
+        command = f"autopar plan MODEL {_machine(bound.mesh, bound)} --memory-limit {other_bytes}B"
         limit = format_bytes(other_bytes)
         if factor < 1 and peak_bytes <= other_bytes:
             note = f"the plan fits in {limit} as it is: it needs {format_bytes(peak_bytes)}"

@@ -7,6 +7,7 @@ lowered on first use (`Bound`). `Plan.load` gives an unbound plan; `Plan.bind` b
 
 from __future__ import annotations
 
+import html
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -34,10 +35,13 @@ from autopar.plans import PlanData, Predicted, load_plan, parse_storage
 from autopar.program.communication import Collective
 from autopar.program.graph import Program
 from autopar.report import (
+    Brief,
+    brief,
     dot,
     explain,
     explain_name,
     facts_json,
+    headline,
     page_html,
     verdict,
 )
@@ -67,12 +71,15 @@ class Stage:
     axes: Mapping[str, int]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Plan:
-    """A parallel plan. `data` is what `save` writes; `bound` is None for an unbound plan."""
+    """A parallel plan. `data` is what `save` writes; `bound` is None for an unbound plan.
+
+    `print(plan)` shows the essence, `plan.explain()` all; a notebook shows the essence as a table.
+    """
 
     data: PlanData
-    bound: Bound | None = field(default=None, repr=False, compare=False)
+    bound: Bound | None = field(default=None, compare=False)
 
     @property
     def stats(self) -> PlanningStats | None:
@@ -255,7 +262,18 @@ class Plan:
         )
 
     def __str__(self) -> str:
-        return self.explain() if self.bound else f"unbound plan of {self.data.model}"
+        return str(self._brief) if self.bound else f"unbound plan of {self.data.model}"
+
+    def __repr__(self) -> str:
+        return f"<Plan of {headline(self.data)}>"
+
+    def _repr_html_(self) -> str:
+        return self._brief.html() if self.bound else html.escape(str(self))
+
+    @cached_property
+    def _brief(self) -> Brief:
+        bound = self._bound("a summary")
+        return brief(self.data, bound.predicted, bound.hardware, self.verdict(), bound.assumed)
 
     def save(self, path: str | Path) -> None:
         """Write the plan as JSON."""

@@ -16,7 +16,9 @@ from autopar.report.scaling import scaling_svg, scaling_text
 from autopar.report.simulation import simulation_dict, simulation_text, what_if_dict, what_if_text
 from autopar.report.tables import headline, optimality
 from autopar.report.words import (
+    Brief,
     assumed,
+    brief,
     context_axes,
     explain,
     explain_name,
@@ -25,12 +27,14 @@ from autopar.report.words import (
 )
 
 __all__ = [
+    "Brief",
     "ComparedPlan",
     "Comparison",
     "Division",
     "Help",
     "Subject",
     "assumed",
+    "brief",
     "context_axes",
     "division",
     "dot",

@@ -16,6 +16,11 @@ from autopar.units import format_bytes, format_bytes_of, format_seconds
 N_ALTERNATIVES = 25
 # Plans are as fast as each other if their steps differ by less, relative.
 _AS_FAST_REL = 5e-4
+# A bound further below the plan, relative, rules nothing out. `tolerance` and `tie` are less.
+_OPEN_REL = 0.03
+# Layouts that people know by name; pipelines with tensor parallelism over a node; and the row of
+# what was not tried (`passes/search`).
+_KNOWN, _OF_A_NODE, NOT_TRIED = ("HSDP", "FSDP x TP"), "(Megatron)", "the rest"
 # Level of the search (`passes/search/levels.py`) -> how it rules plans out.
 _LEVELS = {
     "shared": "by equal shares",
@@ -77,12 +82,19 @@ def idle_warnings(data: PlanData) -> list[str]:
 
 
 def alternative_rows(data: PlanData) -> tuple[list[Alternative], str]:
-    """The best alternatives, always with the chosen one, and a summary of the others."""
-    shown = list(data.alternatives[:N_ALTERNATIVES])
-    rest = [a for a in data.alternatives[N_ALTERNATIVES:] if a.name != data.chosen]
-    shown += [a for a in data.alternatives[N_ALTERNATIVES:] if a.name == data.chosen]
+    """The best alternatives, always with the chosen one, those known by name and what was not
+    tried; and a summary of the others."""
+    first, others = data.alternatives[:N_ALTERNATIVES], data.alternatives[N_ALTERNATIVES:]
+    kept = [a for a in others if a.name == data.chosen or _is_known(a)]
+    rest = [a for a in others if a not in kept]
     words = _kinds_text(rest, chosen_s(data) or 0.0)
-    return shown, f"and {len(rest)} more: {', '.join(words)}" if rest else ""
+    return [*first, *kept], f"and {len(rest)} more: {', '.join(words)}" if rest else ""
+
+
+def _is_known(alternative: Alternative) -> bool:
+    """Is it a layout that people look for, or what the time was not enough for?"""
+    name = alternative.name
+    return alternative.recipe in _KNOWN or name.endswith(_OF_A_NODE) or name == NOT_TRIED
 
 
 def _kinds_text(rest: Sequence[Alternative], own_s: float) -> Iterator[str]:
@@ -93,12 +105,16 @@ def _kinds_text(rest: Sequence[Alternative], own_s: float) -> Iterator[str]:
     bounds_s = [a.least_s for a in untimed if a.least_s is not None]
     needs = [a.peak_bytes for a in untimed if a.least_s is None and a.peak_bytes is not None]
     n_others = len(untimed) - len(bounds_s) - len(needs)
+    open_s = [s for s in bounds_s if _is_open(s, own_s)]
+    bounds_s = [s for s in bounds_s if not _is_open(s, own_s)]
     if n_slower:
         yield f"{n_slower} slower"
     if len(times_s) > n_slower:
         yield f"{len(times_s) - n_slower} as fast or faster, not as simple"
     if bounds_s:
         yield f"{len(bounds_s)} ruled out: at least {format_seconds(min(bounds_s))}"
+    if open_s:
+        yield f"{len(open_s)} not searched to the end: at least {format_seconds(min(open_s))}"
     if needs:
         yield f"{len(needs)} that do not fit: the leanest needs {format_bytes(min(needs))}"
     if n_others:
@@ -112,13 +128,20 @@ def alternative_note(alternative: Alternative, data: PlanData) -> str:
     if alternative.step_time_s is not None:
         return alternative.note or _slower(alternative, data)
     if alternative.least_s is not None:
-        return f"ruled out: at least {format_seconds(alternative.least_s)}"
+        least = format_seconds(alternative.least_s)
+        is_open = _is_open(alternative.least_s, chosen_s(data) or 0.0)
+        return f"{'not searched to the end' if is_open else 'ruled out'}: at least {least}"
     if alternative.peak_bytes is not None:
         needs = format_bytes(alternative.peak_bytes)
         if data.limit_bytes is not None:
             needs = format_bytes_of(alternative.peak_bytes, data.limit_bytes)
         return f"does not fit: needs {needs}"
     return alternative.note
+
+
+def _is_open(least_s: float, own_s: float) -> bool:
+    """Is a bound too far below the plan to rule anything out?"""
+    return least_s < own_s * (1 - _OPEN_REL)
 
 
 def _slower(alternative: Alternative, data: PlanData) -> str:

@@ -47,6 +47,7 @@ class Hardware:
 
     `peak_flops_per_s` is the datasheet's rate of the resolved dtype; `device.flops_per_s` is the
     achieved rate. By default a plan leaves `memory_margin_fraction` of the memory free.
+    `error_fraction` is the mean error of predictions on the profile; None where none is known.
     """
 
     links: tuple[Link, ...]
@@ -56,6 +57,7 @@ class Hardware:
     memory_margin_fraction: float
     is_gpu: bool = False
     dtype: torch.dtype = torch.float32
+    error_fraction: float | None = None
 
     @property
     def memory_limit_bytes(self) -> float:
@@ -120,7 +122,8 @@ def link_hardware(profile: Profile, links: tuple[Link, ...], dtype: torch.dtype)
     )
     margin = profile.value("device.memory_margin_fraction")
     is_gpu = bool(profile.cuda_names)
-    return Hardware(links, device, profile.name, peak[dtype], margin, is_gpu, dtype)
+    error = profile.optional("prediction.error_fraction")
+    return Hardware(links, device, profile.name, peak[dtype], margin, is_gpu, dtype, error)
 
 
 def _share_cores(profile: Profile, ranks_per_node: int) -> Profile:

@@ -27,6 +27,8 @@ Optional quantities, and what holds without them (`DEFAULTS`):
                                          (`cost/laws/formulas.py`)             no such switch
     backend.reduce_scatter_ratio         measured time / time by the formula, for backends
     backend.send_recv_ratio              that run a reduce_scatter or a message differently  1
+    prediction.error_fraction            mean error of predicted steps of published
+                                         runs (`autopar validate`)           not validated
     node.cores_count                     cores of a node whose ranks are processes; with
                                          more ranks than cores, ranks take turns   one per rank
 
@@ -76,6 +78,7 @@ DEFAULTS: dict[str, float | None] = {
     "link.intra_node.in_switch_s_per_byte": None,
     "backend.reduce_scatter_ratio": None,
     "backend.send_recv_ratio": None,
+    "prediction.error_fraction": None,
     "node.cores_count": None,
 }
 MEASURED_RATIOS = ("reduce_scatter", "send_recv")

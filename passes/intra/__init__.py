@@ -17,7 +17,13 @@ from autopar.passes.intra.chooser import (
     choose,
     too_little_memory,
 )
-from autopar.passes.intra.constraints import AxisPin, Constraints, Role, recipe_cost
+from autopar.passes.intra.constraints import (
+    SPLIT_BATCH,
+    AxisPin,
+    Constraints,
+    Role,
+    recipe_cost,
+)
 from autopar.passes.intra.intra_op import (
     ProblemFamilies,
     intra_op_problem,
@@ -38,6 +44,7 @@ from autopar.passes.intra.priced import Prices
 from autopar.passes.intra.problem import IntraOpProblem
 
 __all__ = [
+    "SPLIT_BATCH",
     "AxisPin",
     "Chooser",
     "Chosen",

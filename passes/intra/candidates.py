@@ -21,7 +21,7 @@ from autopar.caching import once
 from autopar.errors import InfeasibleError
 from autopar.passes.analysis import JointStrategy, OperatorGroup, PlacedOperator
 from autopar.passes.intra.cases import Cases
-from autopar.passes.intra.constraints import AppliedConstraints
+from autopar.passes.intra.constraints import SPLIT_BATCH, AppliedConstraints
 from autopar.passes.intra.member_prices import MemberPrice, MemberPricer, joint_lowering
 from autopar.passes.reshard import SpecColumn, SpecColumns
 from autopar.placement import PREFERENCE, I, Placement, Spec
@@ -215,7 +215,7 @@ class CandidateMaker:
         """The error that names rows that do not divide, if a recipe must split them."""
         role, cells = self.limits.constraints.role, self.limits.batch_cells
         n_ranks = math.prod(
-            int(self.cases.sizes[0, axis]) for axis in self._active if role(axis) == "data"
+            int(self.cases.sizes[0, axis]) for axis in self._active if role(axis) in SPLIT_BATCH
         )
         rows = [int(self.cases.factor(v, *cells[v])[0]) for v in group.values if v in cells]
         if rows and rows[0] % n_ranks:

@@ -2,6 +2,7 @@
 
 role "any"     the solver is free on this axis
 role "data"    everything that has a batch shards it; nothing else is sharded (dp)
+role "copy"    as "data", and parameters are whole on it: HSDP shards them on the other axes
 role "tensor"  the batch is not sharded, and every matmul with a parameter shards that parameter if
                it can (tp). `sequence` is forbidden unless the recipe has sequence parallelism; with
                it, everything else that can be sharded is
@@ -32,7 +33,9 @@ from autopar.program.graph import Program
 from autopar.program.lines import Period, Storage
 from autopar.rules import rule_for
 
-Role = Literal["any", "data", "tensor"]
+Role = Literal["any", "data", "copy", "tensor"]
+# Roles that split the batch.
+SPLIT_BATCH: tuple[Role, ...] = ("data", "copy")
 
 
 @dataclass(frozen=True)
@@ -73,9 +76,8 @@ class Constraints:
 
         Data parallelism without ZeRO keeps all of them on every rank.
         """
-        is_whole = self.zero == 0
-        kept = (n for a, n in enumerate(sizes) if not (is_whole and self.role(a) == "data"))
-        return math.prod(kept)
+        whole = SPLIT_BATCH if self.zero == 0 else ("copy",)
+        return math.prod(n for a, n in enumerate(sizes) if self.role(a) not in whole)
 
 
 @dataclass(frozen=True)
@@ -142,7 +144,7 @@ class AppliedConstraints:
             kept = [j for j in kept if not self._shards_other(j)]
         if "expert" in forbid:
             kept = [j for j in kept if not self._shards_experts(group, j)]
-        if role == "data":
+        if role in SPLIT_BATCH:
             batch = [j for j in kept if self._shards_batch(j)]
             kept = batch or [j for j in kept if not _shards_something(j)]
         return [j for j in kept if self._respects_pins(group, j, axis)]

@@ -32,6 +32,8 @@ from autopar.passes.solvers.problem import TimeLimitError
 
 # Nodes of one name that are refined in a row, without a faster plan, before another has a turn.
 _MOST_IN_A_ROW = 8
+# Of a node whose solver gave up.
+NOT_IN_TIME = "no placements found in time"
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,6 +50,7 @@ class Node:
     recipe      the plain recipe that makes its plans
     is_rival    its plans are some of another node, looked for in another way
     note        what is said of it instead of its bound
+    row         its name among the alternatives, until its placements are solved; else its name
     given_up_s  heuristic floor, not a bound: refining found nothing faster than these seconds
     """
 
@@ -60,12 +63,17 @@ class Node:
     recipe: str = ""
     is_rival: bool = False
     note: str = ""
+    row: str = ""
     given_up_s: float = 0.0
 
     @property
     def turn(self) -> tuple[float, str, str]:
         """Nodes are refined in this order."""
         return self.least_s, self.name, self.level
+
+    @property
+    def row_name(self) -> str:
+        return self.row if self.row and self.placed is None else self.name
 
     @property
     def is_part(self) -> bool:
@@ -117,7 +125,7 @@ class BranchAndBound:
                 parts = list(node.refine(limit_s))
             except TimeLimitError as error:  # its solver gave up: it stays for its bound
                 self.unsolved.append(error)
-                parts = [replace(node, refine=None, note="no placements found in time")]
+                parts = [replace(node, refine=None, note=NOT_IN_TIME)]
             self.nodes.remove(node)  # not before: refining may raise to end the search
             for part in parts:
                 if isinstance(part, Solved):

@@ -56,7 +56,7 @@ from autopar.passes.search.branch_bound import BranchAndBound, Node
 from autopar.passes.search.evaluator import Evaluator
 from autopar.passes.search.levels import Levels
 from autopar.passes.search.outcome import PlanningResult, alternatives_of
-from autopar.passes.search.recipes import RecipeNodes, recipes_on
+from autopar.passes.search.recipes import RecipeNodes, known_layouts, recipes_on
 from autopar.passes.search.several_stages import SeveralStages
 from autopar.passes.search.simplicity import Simplicity, simplicity_of
 from autopar.passes.search.simulator import Simulator, Solved
@@ -64,7 +64,7 @@ from autopar.passes.search.slower import WhySlower
 from autopar.passes.search.time_limit import TimeLimit, TimeUp
 from autopar.passes.solvers.problem import within
 from autopar.plans import Alternative, InputSignature
-from autopar.units import format_bytes
+from autopar.units import format_bytes, format_seconds
 
 # So many candidates that do not fit are simulated at most, to say how much the leanest needs.
 _MOST_LEANEST = 8
@@ -147,7 +147,7 @@ class Planner:
             """Report what comes next; end the search if the time is up and there is a plan."""
             limit.has_plan = has_plan
             limit.check()
-            self.report(f"planning {node.name}")
+            self.report(f"planning {node.name}{_progress(search)}")
 
         search = BranchAndBound(options.tolerance, options.tie, self._rank, before)
         notes = list[Alternative]()
@@ -166,6 +166,7 @@ class Planner:
         if not search.found:
             raise self._nothing_fits(self.levels.errors)
         chosen = search.chosen
+        search.nodes.extend(self._known(chosen.step_time_s))
         bound_s = None if options.manual is not None else search.bound_s
         if is_timed_out and bound_s is None:  # only recipes were tried
             bound_s = least_step_s(self.analysis, self.evaluator.cost_of(self._any_view))
@@ -189,6 +190,16 @@ class Planner:
             views = views_of(self.mesh, self.hardware, options, 0, self.mesh.n_ranks)
             for recipe in recipes_on(views, options):
                 yield nodes.single_stage(recipe)
+
+    def _known(self, chosen_s: float) -> Iterator[Node]:
+        """Layouts that are known by name, for the rows of the result."""
+        options, nodes = self.options, RecipeNodes(self.levels)
+        is_one = options.n_stages in (None, 1) and options.mesh_shape == "auto"
+        if not is_one or options.manual or options.force or not self.analysis.batch.size:
+            return
+        views = views_of(self.mesh, self.hardware, options, 0, self.mesh.n_ranks)
+        for layout in known_layouts(self.mesh, views, options.forbid):
+            yield from nodes.priced(layout, chosen_s)
 
     def _manual(self, manual: Manual) -> Iterator[Node]:
         """The user's recipe; with stages, more microbatches mean a smaller bubble."""
@@ -364,3 +375,12 @@ class Planner:
         sizes = given or self._stage_sizes
         views = distinct_views(self.mesh, self.hardware, self.options, sizes)
         check_pinned_axes(self.options, views)
+
+
+def _progress(search: BranchAndBound) -> str:
+    """The fastest plan so far, and what none takes less than."""
+    if not search.found:
+        return ""
+    bound_s = search.bound_s
+    least = "" if bound_s is None else f", none below {format_seconds(bound_s)}"
+    return f": best so far {format_seconds(search.incumbent_s)}{least}"

@@ -4,6 +4,12 @@
     Megatron                         dp x tp, on every view of two axes
     Megatron with SP and ZeRO        the same with activations split between matmuls, and shards
 
+Beside these, layouts that are known by name are priced for the rows of the result, and for nothing
+else (`known_layouts`):
+
+    HSDP                             ZeRO-3 inside of a node, copies across nodes
+    FSDP x TP                        ZeRO-3 across nodes, Megatron with SP inside of a node
+
 A recipe is tried with the fewest microbatches that fit, first without recompute, then with
 selective and with full recompute; beside Megatron, ZeRO-3 is tried where ZeRO-1 does not fit. Its
 placements are in the search's space, too, so a recipe bounds nothing: its node's bound is that of
@@ -14,14 +20,14 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence, Set
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import chain, product, starmap
 
 from autopar.errors import InfeasibleError, NotSupportedError
-from autopar.mesh import LogicalMesh
+from autopar.mesh import LogicalMesh, Mesh
 from autopar.options import Options
 from autopar.passes.inter import (
     Candidate,
@@ -30,12 +36,12 @@ from autopar.passes.inter import (
     microbatch_counts,
     n_operators,
 )
-from autopar.passes.intra import Constraints, Role, too_little_memory
-from autopar.passes.search.branch_bound import Node
+from autopar.passes.intra import SPLIT_BATCH, Constraints, Role, too_little_memory
+from autopar.passes.search.branch_bound import NOT_IN_TIME, Node
 from autopar.passes.search.evaluator import Evaluator, Proposal
 from autopar.passes.search.levels import Levels, Parts
 from autopar.passes.search.simplicity import Simplicity
-from autopar.passes.solvers.problem import within
+from autopar.passes.solvers.problem import TimeLimitError, within
 
 # How far a simulated step is below what its placements take at least (`Proposal.least_s`),
 # relative, for what `passes/analysis/gathering.py` says. `tests/search/test_simulator.py` measures
@@ -81,6 +87,21 @@ def recipes_on(views: Sequence[LogicalMesh], options: Options) -> Iterator[Plain
             yield PlainRecipe("Megatron", view, sharded)
 
 
+def known_layouts(
+    mesh: Mesh, views: Sequence[LogicalMesh], forbid: Set[str]
+) -> Iterator[PlainRecipe]:
+    """Layouts of the view of nodes x devices per node that are no recipes of the search."""
+    n_nodes, n_local = mesh.nodes, mesh.devices_per_node
+    view = next((v for v in views if v.sizes == (n_nodes, n_local)), None)
+    if view is None or min(view.sizes) == 1 or forbid & {"data", "zero3"}:
+        return
+    copies = Constraints(frozenset(forbid), ("copy", "data"), 3)
+    yield PlainRecipe("HSDP", replace(view, names=("dp", "fsdp")), {"HSDP": copies})
+    if not forbid & {"tensor", "sequence"}:
+        both = Constraints(frozenset(forbid), ("data", "tensor"), 3)
+        yield PlainRecipe("FSDP x TP", view, {"FSDP x TP": both})
+
+
 @dataclass(frozen=True)
 class RecipeNodes:
     """Makes the nodes of recipes. Steps are at most so far below what their placements take."""
@@ -101,7 +122,7 @@ class RecipeNodes:
         evaluator, view = self.levels.simulator.evaluator, recipe.view
         (roles,) = {limits.roles for limits in recipe.names.values()}
         n_splits = math.prod(
-            size for size, role in zip(view.sizes, roles, strict=True) if role == "data"
+            size for size, role in zip(view.sizes, roles, strict=True) if role in SPLIT_BATCH
         )
         analysis = evaluator.analysis
         counts = microbatch_counts(analysis, evaluator.options, view.n_ranks, n_splits)
@@ -112,6 +133,21 @@ class RecipeNodes:
             return [Candidate(*on, m, recipe=recipe.family) for m in counts]
 
         return self.root(*starmap(candidates_of, recipe.names.items()))
+
+    def priced(self, recipe: PlainRecipe, known_s: float) -> list[Node]:
+        """A recipe as nodes with its price, or with a bound above `known_s`; none if it does not
+        fit. Nothing is simulated."""
+        parts: Parts = [self.single_stage(recipe)]
+        while parts:
+            (node,) = parts
+            assert isinstance(node, Node) and node.refine is not None, "nothing is simulated"
+            if node.placed is not None or node.bound_s > known_s:
+                return [node]
+            try:
+                parts = node.refine(math.inf)
+            except TimeLimitError:  # its solver gave up
+                return [replace(node, note=NOT_IN_TIME)]
+        return []
 
     def _free(self, node: Node, series: Sequence[Sequence[Candidate]]) -> Parts:
         """As if memory had no limit: fewest microbatches, nothing runs again.

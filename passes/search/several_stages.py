@@ -75,7 +75,15 @@ class SeveralStages:
             name = candidate.name if pipeline.is_manual else "Megatron of several stages"
             simplest = Simplicity.recipe_on(candidate)
             node = Node(name, pipeline.shared_s, simplest, "shared", None, recipe=candidate.recipe)
+            node = replace(node, row="" if pipeline.is_manual else self._row(candidate))
             yield replace(node, refine=partial(self._bound_by_layers, node, pipeline))
+
+    def _row(self, candidate: Candidate) -> str:
+        """`TP8 x PP4 x DP2`, of pipelines with tensor parallelism over all of a node."""
+        dp, tp = candidate.stages[0].view.sizes
+        if tp == 1 or tp != self.space.mesh.devices_per_node:
+            return ""
+        return f"TP{tp} x PP{len(candidate.stages)} x DP{dp} (Megatron)"
 
     def _bound_by_layers(self, node: Node, pipeline: Megatron, limit_s: float) -> Parts:
         candidate = pipeline.candidate
@@ -84,7 +92,7 @@ class SeveralStages:
         bound_s = max(node.bound_s, pipeline.layered_s)
         if bound_s >= limit_s:  # its name would be one of many
             return [node.after("layers", bound_s, recipe.refine)]
-        return [replace(recipe, bound_s=bound_s)]
+        return [replace(recipe, bound_s=bound_s, row=node.row)]
 
     def _begin(self, node: Node, m: int, limit_s: float) -> Parts:
         options = self._evaluator.options

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 import subprocess
 import sys
 from collections.abc import Callable
@@ -12,8 +13,9 @@ import pytest
 
 import autopar
 from autopar.cli import doctor, shell
-from autopar.cli.options import parse_bytes, parse_force, parse_manual, parse_mesh, parse_stages
+from autopar.cli.options import parse_force, parse_manual, parse_mesh, parse_stages
 from autopar.errors import OptionError
+from autopar.option_values import parse_bytes
 from autopar.options import Manual
 from autopar.runtime.flight import FlightRecord
 from tests.cli.factories import CONFIG, SIZES, Run, run
@@ -84,8 +86,23 @@ def test_plan_prints_json_alone(run: Run, capfd: pytest.CaptureFixture[str]) -> 
     assert "library" not in printed.out
 
 
+def test_plan_is_short_and_names_what_to_run_next(run: Run) -> None:
+    words = ("plan", "tiny:mlp", "--mesh", "1x2", "--memory-limit", "1 GiB")
+    result = run(*words, "--output", "plan.json")
+    assert result.exit_code == shell.GOOD, result.output
+    lines = result.stdout.splitlines()
+    assert len(lines) <= 14
+    labels = {line[:9].strip(): line[10:] for line in lines[4:] if line[:9].strip()}
+    assert labels["plan"].startswith("Mlp on (") and labels["step"].count("per device") == 1
+    assert labels["memory"].endswith("free; the limit is 1.0 GiB")
+    commands = [shlex.split(line[10:]) for line in lines[-2:]]
+    assert [command[0] for command in commands] == ["autopar", "autopar"]
+    assert "\nconsidered\n" in run(*commands[0][1:]).stdout  # they run as printed
+    assert run(*commands[1][1:]).stdout == "plan.html\nplan.dot\n"
+
+
 def test_plan_explains(run: Run) -> None:
-    result = run("plan", "tiny:mlp", "--mesh", "1x2", "--forbid", "zero3,tensor")
+    result = run("plan", "tiny:mlp", "--mesh", "1x2", "--forbid", "zero3,tensor", "-v")
     assert result.exit_code == shell.GOOD, result.output
     assert "\n\nMlp on (" in result.stdout
     assert "ZeRO-3" not in result.stdout
@@ -163,7 +180,7 @@ def test_state_of_a_published_configuration_in_bfloat16(
     run: Run, flags: tuple[str, ...], n_bytes: int
 ) -> None:
     Path("config.json").write_text(json.dumps(CONFIG | {"torch_dtype": "bfloat16"}))
-    result = run("plan", "config.json", "--mesh", "1x2", *SIZES, "--manual", "dp=2", *flags)
+    result = run("plan", "config.json", "--mesh", "1x2", *SIZES, "--manual", "dp=2", *flags, "-v")
     assert result.exit_code == shell.GOOD, result.output
     (line,) = (text for text in result.stdout.splitlines() if text.startswith("state:"))
     assert line.startswith(f"state: {n_bytes} bytes a parameter:")
@@ -231,6 +248,16 @@ def test_doctor_fails_on_a_problem(run: Run, monkeypatch: pytest.MonkeyPatch) ->
             "aten.fake_quantize_per_tensor_affine_cachemask.default",
         ),
         (("plan", "tiny:mlp", "--no-such-flag"), "--no-such-flag"),
+        # Told before the factory, which fails, is called.
+        (("plan", "tiny:broken", "--mesh", "2", "--hardware", "h100sx"), "did you mean 'h100-sxm'"),
+        (("plan", "tiny:mlp", "--mesh", "2", "--memory-limit", "40"), "write 40GiB"),
+        (("plan", "tiny:mlp", "--mesh", "2", "--forbid", "tp"), "did you mean 'tensor'"),
+        (
+            ("plan", "tiny:mlp", "--mesh", "2", "--manual", "dp=2 tp=2, sp"),
+            "write --manual dp=2,tp=2,sp",
+        ),
+        (("plan", "some/model-8b", "--mesh", "2", *SIZES), "download its config.json"),
+        (("plan", "../", "--mesh", "2", *SIZES), "names of a model hub are not"),
         (("explain", "tiny:mlp", "--model", "tiny:mlp", "--mesh", "2"), "is a model"),
         (("calibrate", "--ranks", "two"), "'two' is not a list of counts"),
         (("calibrate", "--ranks", "2,1"), "a group of 1 has no"),
@@ -249,7 +276,7 @@ def test_an_unknown_architecture_is_refused(run: Run, tmp_path: Path) -> None:
 
 
 def test_bytes_meshes_recipes_and_pins() -> None:
-    sizes = {"40GiB": 40 * 2**30, "1.5 kb": 1500, "7": 7, "2TB": 2 * 10**12, "1024B": 1024}
+    sizes = {"40GiB": 40 * 2**30, "1.5 kb": 1500, "7B": 7, "2TB": 2 * 10**12, "1024B": 1024}
     assert {text: parse_bytes(text) for text in sizes} == sizes
     assert parse_mesh("2x8") == (2, 8)
     assert parse_mesh("4") == (4,)
@@ -264,8 +291,9 @@ def test_bytes_meshes_recipes_and_pins() -> None:
 @pytest.mark.parametrize(
     ("parse", "text"),
     [
-        (parse_bytes, "40 apples"), (parse_bytes, "GiB"), (parse_manual, "dd=2"),
-        (parse_manual, "dp=two"), (parse_manual, "dp"), (parse_mesh, "2x"), (parse_mesh, ""),
+        (parse_bytes, "40 apples"), (parse_bytes, "GiB"), (parse_bytes, "40"),
+        (parse_manual, "dd=2"), (parse_manual, "dp=two"), (parse_manual, "dp"),
+        (parse_mesh, "2x"), (parse_mesh, ""),
         (parse_stages, "a@"), (lambda text: parse_force([text]), "h.0.weight"),
     ],
 )  # fmt: skip

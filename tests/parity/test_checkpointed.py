@@ -28,7 +28,7 @@ MESH = machine((1, 2))
 @pytest.mark.parametrize("how", models.HOWS)
 @pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")
 def test_parity_with_the_users_module(how: str) -> None:
-    options = {"manual": Manual(dp=2)} if how == "part" else {}
+    options: dict[str, Any] = {"manual": Manual(dp=2)} if how == "part" else {}
     report = autopar.verify(models.stack(how), MESH, models.batch(), precision="fp64", **options)
     report.raise_if_wrong()
     assert report.tolerance == report.capture_tolerance == TOLERANCE

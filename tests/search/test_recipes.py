@@ -21,7 +21,7 @@ from autopar.passes.binding import capture_step
 from autopar.passes.inter import Candidate, find_layers, views_of
 from autopar.passes.search import Evaluator, Planner, Solved
 from autopar.passes.search.branch_bound import BranchAndBound
-from autopar.passes.search.recipes import RecipeNodes, recipes_on
+from autopar.passes.search.recipes import RecipeNodes, known_layouts, recipes_on
 from autopar.passes.search.simplicity import Simplicity
 from tests.helpers.candidates import assert_covers, gpt2, recipes
 from tests.helpers.harness import Mlp, random_rows
@@ -193,3 +193,50 @@ def test_zero_leaves_whole_what_does_not_divide_beside_tp() -> None:
     )  # fmt: skip
     (stored,) = plan.data.parameters.values()
     assert stored.startswith("I S(0)")
+
+
+def test_layouts_known_by_name_are_rows() -> None:
+    """HSDP, FSDP x TP, pipelines with tensor parallelism over a node: each has a price or bound."""
+    mesh = cluster(2, 4)
+    found = Planner(gpt2(), mesh, hardware_of(mesh), Options.of()).run()
+    rows = {a.name: a for a in found.alternatives}
+    hsdp, both = rows["HSDP on dp=2 x fsdp=4"], rows["FSDP x TP on dp=2 x tp=4"]
+    assert (hsdp.recipe, both.recipe) == ("HSDP", "FSDP x TP")
+    named = hsdp, both, rows["TP4 x PP2 x DP1 (Megatron)"]
+    least_s = found.bound_s or 0.0
+    for row in named:
+        price_s = row.step_time_s or row.least_s or 0.0
+        assert price_s >= least_s or row.peak_bytes, row
+    assert found.solved.candidate.recipe not in ("HSDP", "FSDP x TP")
+
+
+@pytest.mark.parametrize(("memory_limit", "is_priced"), [(None, True), (1000, False)])
+def test_hsdp_shards_parameters_inside_of_a_node(memory_limit: int | None, is_priced: bool) -> None:
+    mesh, options = cluster(2, 4), Options.of(memory_limit=memory_limit)
+    planner = Planner(gpt2(), mesh, hardware_of(mesh), options)
+    views = views_of(mesh, planner.hardware, options, 0, 8)
+    hsdp, both = known_layouts(mesh, views, frozenset())
+    nodes = RecipeNodes(planner.levels)
+    if not is_priced:
+        assert nodes.priced(hsdp, math.inf) == []
+        ((error, _),) = planner.levels.errors
+        assert error.least_bytes is not None and error.least_bytes > 1000
+        return
+    (priced,) = nodes.priced(hsdp, math.inf)
+    assert priced.placed is not None
+    storages = priced.placed.choices[0].strategy.storage.values()
+    assert {storage.spec.placements[0].kind for storage in storages} == {"I"}
+    assert any(storage.spec.placements[1].is_shard for storage in storages)
+    assert {s.period for s in storages if s.spec.placements[1].is_shard} == {"use"}
+    (bounded,) = nodes.priced(both, 0.0)
+    assert bounded.bound_s > 0.0
+
+
+def test_known_layouts_need_nodes_and_what_is_not_forbidden() -> None:
+    def names(mesh: Mesh, *forbid: str) -> list[str]:
+        views = views_of(mesh, hardware_of(mesh), Options.of(), 0, mesh.n_ranks)
+        return [layout.family for layout in known_layouts(mesh, views, frozenset(forbid))]
+
+    assert names(cluster(2, 4)) == ["HSDP", "FSDP x TP"]
+    assert names(cluster(2, 4), "tensor") == ["HSDP"]
+    assert names(cluster(2, 4), "zero3") == names(cluster(1, 4)) == []

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from dataclasses import replace
 from functools import cache
+from typing import Any
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ from autopar.report import optimality
 from tests.helpers.harness import Mlp
 
 
-def planned(**options: object) -> Plan:
+def planned(**options: Any) -> Plan:
     torch.manual_seed(0)
     batch = {name: torch.zeros(16, 64) for name in ("x", "y")}
     mesh = autopar.Mesh((1, 4), hardware="a100-80gb")

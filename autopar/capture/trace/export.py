@@ -64,6 +64,8 @@ _DATA_DEPENDENT_HINT = (
     "use masks and torch.where, so that every shape is known before the step (counts: index_add_ "
     "for bincount); what never changes, such as a graph, may be a buffer"
 )
+# Errors whose own words are about the tracer -> what they mean.
+_MEANINGS = {"GuardOnDataDependent": "what runs depends on the values of a tensor"}
 # Refusals that values of constants may lift.
 _OF_VALUES: tuple[tuple[str, str], ...] = (
     (
@@ -327,6 +329,7 @@ def _export_error(model: nn.Module, error: Exception) -> CaptureError:
     hint = next((note for note in notes if note.startswith(_LOSS_NOTE)), hint)
     first_line = next((line for line in str(error).splitlines() if line.strip()), "")
     reason = f"{type(error).__name__}: {first_line.strip()}" if first_line else repr(error)
+    reason = next((text for key, text in _MEANINGS.items() if key in names), reason)
     return CaptureError(
         f"cannot trace {type(model).__name__} into one graph: {reason}",
         where=_user_line(error),

@@ -11,11 +11,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+# Kind -> its name in text, and what that means.
 _KINDS = {
-    "frozen": "Python values in the graph",
-    "kept": "run as written",
-    "replaced": "run in an equal form",
-    "refused": "not run",
+    "frozen": ("read as constants", "Python values in the graph"),
+    "kept": ("kept", "run as written"),
+    "replaced": ("replaced", "run in an equal form"),
+    "refused": ("refused", "not run"),
 }
 _N_SHORT = 3
 
@@ -49,16 +50,16 @@ class Audit:
     def text(self, full: bool = False) -> str:
         """A line for each kind that has findings, with the first few; all of them if `full`."""
         lines: list[str] = []
-        for kind, meaning in _KINDS.items():
+        for kind, (name, meaning) in _KINDS.items():
             notes: Sequence[Note] = getattr(self, kind)
             if not full:
                 notes = [note for note in notes if not note.routine]
             if not notes:
                 continue
             if full:
-                lines += [f"{kind} ({meaning}):", *(f"  {note}" for note in notes)]
+                lines += [f"{name} ({meaning}):", *(f"  {note}" for note in notes)]
             else:
                 first = ", ".join(note.what for note in notes[:_N_SHORT])
                 more = f" and {len(notes) - _N_SHORT} more" if len(notes) > _N_SHORT else ""
-                lines.append(f"{kind}: {first}{more}")
+                lines.append(f"{name}: {first}{more}")
         return "\n".join(lines)

@@ -2,12 +2,14 @@
 
 Read `parallelism.py` (how a plan is parallel, from its placements), `sentences.py` (the verdict),
 `assumptions.py` and `legend.py` (what is taken for granted, what letters mean), `explanation.py`
-(the whole plan); then `matching.py` (which names a user means), `next_best.py` (what a decision was
-chosen over) and `named.py` (one name). May import the files of `report` and `picture`.
+(the whole plan), `brief.py` (the same on one screen); then `matching.py` (which names a user
+means), `next_best.py` (what a decision was chosen over) and `named.py` (one name).
+May import the files of `report` and `picture`.
 Mainly hands on `explain`, `explain_name`, `verdict` and `context_axes`.
 """
 
 from autopar.report.words.assumptions import assumed
+from autopar.report.words.brief import Brief, brief
 from autopar.report.words.explanation import explain
 from autopar.report.words.matching import matching_names
 from autopar.report.words.named import explain_name
@@ -16,7 +18,9 @@ from autopar.report.words.parallelism import context_axes
 from autopar.report.words.sentences import verdict
 
 __all__ = [
+    "Brief",
     "assumed",
+    "brief",
     "context_axes",
     "explain",
     "explain_name",

@@ -16,6 +16,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from autopar.cost.hardware import Hardware
+from autopar.cost.price import collectives_of
 from autopar.cost.simulate import Timeline
 from autopar.plans import Alternative, PlanData, Predicted
 from autopar.program.lines import Pipeline
@@ -50,14 +51,17 @@ def verdict(
     timeline: Timeline,
     hardware: Hardware,
 ) -> list[str]:
-    """Two or three sentences; `timeline` is a step of the pipeline on the `hardware`.
+    """Two to four sentences; `timeline` is a step of the pipeline on the `hardware`.
 
     The memory limit is the one that the plan was made for; without one, the hardware's.
     """
     device = "GPU" if hardware.is_gpu else "device"
     limit_bytes = data.limit_bytes or hardware.memory_limit_bytes
     memory = _memory(predicted.peak_bytes, limit_bytes, hardware.device.memory_bytes)
-    sentences = _does(pipeline, device), _costs(timeline, memory), _compared(data)
+    sentences = (
+        _does(pipeline, device), _costs(timeline, memory), _compared(data),
+        _within_error(data, pipeline, hardware),
+    )  # fmt: skip
     return [sentence for sentence in sentences if sentence]
 
 
@@ -302,6 +306,41 @@ def _compared(data: PlanData) -> str:
         return ""
     best = min(lean, key=lambda a: a.peak_bytes or 0.0)
     return f"No simple plan fits: {_plain(best)} needs {format_bytes(best.peak_bytes or 0.0)}."
+
+
+def _within_error(data: PlanData, pipeline: Pipeline, hardware: Hardware) -> str:
+    """Of a searched plan that beats the best simple one by less than predictions err: what it needs
+    for that, and how to get the simple one; else empty."""
+    known = {a.name: a for a in data.alternatives}
+    chosen, error = known.get(data.chosen), hardware.error_fraction
+    timed = [a for a in data.alternatives if a.recipe and a.step_time_s is not None]
+    if chosen is None or chosen.recipe or not chosen.step_time_s or not timed or not error:
+        return ""
+    best = min(timed, key=lambda a: a.step_time_s or 0.0)
+    best_s = best.step_time_s or 0.0
+    gain = best_s / chosen.step_time_s - 1
+    if not 0 < gain < error:
+        return ""
+    tie = math.ceil(100 * gain) / 100
+    return (
+        f"That is within the error of predictions on {hardware.profile_name}, {error:.1%} on "
+        f"average: {_calls(data, pipeline, best)}. tie={tie:g} chooses that: "
+        f"{format_seconds(best_s)}."
+    )
+
+
+def _calls(data: PlanData, pipeline: Pipeline, simple: Alternative) -> str:
+    """`it needs 17,904 calls of 16 kinds of collectives, the simple plan 2 kinds`."""
+    every = collectives_of(pipeline, data.optimizer)
+    kinds = {(c.stage, c.kind, c.axes_text) for c in every}
+    text = f"it needs {sum(c.count for c in every):,} calls of {_kinds(len(kinds))} of collectives"
+    if simple.summary is None:
+        return f"{text}, and the simple plan others"
+    return f"{text}, the simple plan {_kinds(len(simple.summary.traffic_bytes))}"
+
+
+def _kinds(n: int) -> str:
+    return f"{n} kind{'s' if n != 1 else ''}"
 
 
 def _faster(own_s: float, other_s: float, about: str) -> str:

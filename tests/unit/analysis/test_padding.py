@@ -212,8 +212,9 @@ def test_parity(name: str) -> None:
 
 
 def test_what_a_plan_does_not_shard_is_not_padded() -> None:
-    options = {"microbatches": 1, "manual": Manual(dp=4)}
-    plan = autopar.plan(Smoothed(), machine((1, 4)), batch(Smoothed), **options)
+    plan = autopar.plan(
+        Smoothed(), machine((1, 4)), batch(Smoothed), microbatches=1, manual=Manual(dp=4)
+    )
     assert plan.data.padded == {}
     assert plan.data.graph_hash == capture(Smoothed(), batch(Smoothed)).hash()
 

@@ -11,6 +11,7 @@ import pytest
 from typer.testing import CliRunner, Result
 
 from autopar.cli import FAILED_CHECK, GOOD, app
+from autopar.cost.hardware import available_profiles, load_profile
 from autopar.cost.published import (
     AccuracyTarget,
     Entry,
@@ -27,6 +28,7 @@ from autopar.cost.published.scoring import entry_of
 from autopar.cost.published.tables import activation_memory, layer_passes_s, layer_times
 from autopar.errors import OptionError
 from tests.helpers.commands import refused
+from tests.helpers.nightly import nightly
 
 Run = dict[str, Any]
 
@@ -52,6 +54,18 @@ def small_run(run_id: str = "small", **changes: Any) -> Run:
 @pytest.fixture(scope="module")
 def shipped() -> RunsFile:
     return read_runs()
+
+
+@nightly
+def test_profiles_have_the_errors_of_validation(shipped: RunsFile) -> None:
+    """Of three runs and more; of fewer, and of none, nothing is said."""
+    groups = score(shipped).profiles
+    for name in available_profiles():
+        errors, error = groups.get(name), load_profile(name).optional("prediction.error_fraction")
+        if errors is None or errors.n < 3:
+            assert error is None, name
+        else:
+            assert error == pytest.approx(errors.mape, abs=0.001), name
 
 
 def test_errors_are_means_of_sizes() -> None:

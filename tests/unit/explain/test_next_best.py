@@ -6,6 +6,7 @@ import math
 from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -48,10 +49,10 @@ class Net(nn.Module):
 
 
 def plan_of(
-    model: nn.Module | None = None, shape: tuple[int, int] = (2, 2), **options: object
+    model: nn.Module | None = None, shape: tuple[int, int] = (2, 2), **options: Any
 ) -> Plan:
     """One stage and one microbatch, unless `options` say otherwise."""
-    given = {"stages": 1, "microbatches": 1, "mesh_shape": "as-given"} | options
+    given: dict[str, Any] = {"stages": 1, "microbatches": 1, "mesh_shape": "as-given"} | options
     return autopar.plan(model or Net(), machine(shape), {"x": torch.zeros(ROWS, WIDTH)}, **given)
 
 

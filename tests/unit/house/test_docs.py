@@ -59,8 +59,8 @@ def test_the_readme_snippet_runs_as_it_is_pasted(tmp_path: Path) -> None:
         check=False,
     )
     assert "Error" not in ran.stderr, ran.stderr
-    assert "considered" in ran.stdout
-    steps = [line for line in ran.stdout.splitlines() if line.startswith("step ")]
+    assert "\nalso " in ran.stdout
+    steps = [line for line in ran.stdout.splitlines() if re.match(r"step \d:", line)]
     losses = [float(line.split()[-1]) for line in steps]
     assert len(losses) == 5
     assert losses[-1] < losses[0]

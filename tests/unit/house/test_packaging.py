@@ -25,24 +25,45 @@ def pyproject() -> dict[str, Any]:
 
 
 @pytest.fixture(scope="module")
-def wheel_names(tmp_path_factory: pytest.TempPathFactory) -> list[str]:
-    """File names in a wheel built from a copy, so that no build folder lands in the tree."""
+def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A copy of what is built, so that no build folder lands in the tree."""
     source = tmp_path_factory.mktemp("source")
-    for name in ("autopar", *LINKED):
+    for name in ("autopar", "src", *LINKED):
         ignored = shutil.ignore_patterns("__pycache__", "node_modules")
         shutil.copytree(ROOT / name, source / name, symlinks=True, ignore=ignored)
     project = pyproject()["project"]
     for name in ("pyproject.toml", *project["license-files"], project.get("readme")):
         if name:
             shutil.copy(ROOT / name, source)
-    build = "import sys, setuptools.build_meta as b; b.build_wheel(sys.argv[1])"
+    return source
+
+
+def built(source: Path, kind: str) -> zipfile.ZipFile:
+    """The wheel that `build_{kind}` makes of a copy."""
+    build = f"import sys, setuptools.build_meta as b; b.build_{kind}(sys.argv[1])"
     done = subprocess.run(
-        [sys.executable, "-c", build, "dist"], cwd=source, capture_output=True, text=True
+        [sys.executable, "-c", build, f"dist_{kind}"], cwd=source, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stdout + done.stderr
-    (wheel,) = (source / "dist").glob("*.whl")
-    with zipfile.ZipFile(wheel) as archive:
+    (wheel,) = (source / f"dist_{kind}").glob("*.whl")
+    return zipfile.ZipFile(wheel)
+
+
+@pytest.fixture(scope="module")
+def wheel_names(source: Path) -> list[str]:
+    """File names in a wheel."""
+    with built(source, "wheel") as archive:
         return archive.namelist()
+
+
+def test_an_editable_install_is_a_folder_on_the_path(source: Path) -> None:
+    """Editors and type checkers read paths of `.pth` files, and run no finder."""
+    with built(source, "editable") as archive:
+        (path,) = (name for name in archive.namelist() if name.endswith(".pth"))
+        folder = Path(archive.read(path).decode().strip())
+    assert folder == source / "src"
+    found = {entry.name for entry in folder.iterdir() if entry.suffix != ".egg-info"}
+    assert found == {"autopar"} and (folder / "autopar" / "py.typed").is_file()
 
 
 @pytest.mark.parametrize("name", LINKED)

@@ -110,8 +110,8 @@ def test_hooks_are_refused(way_out: str) -> None:
 def test_a_short_report_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     made()
     lines = capsys.readouterr().err.splitlines()
-    assert lines == ["autopar captured Net: frozen: `beta` of the model, `gain` of the model, "
-                     "`extra` of the model"]  # fmt: skip
+    assert lines == ["autopar captured Net: read as constants: `beta` of the model, `gain` of "
+                     "the model, `extra` of the model"]  # fmt: skip
 
 
 def test_nothing_to_report(capsys: pytest.CaptureFixture[str]) -> None:

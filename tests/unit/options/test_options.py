@@ -60,6 +60,16 @@ def test_every_option_has_a_default_that_is_allowed() -> None:
         if option.name != "force":
             assert getattr(Options.of(**{option.name: default}), option.name) == default
     assert type(Options.of(memory_limit=40e9).memory_limit) is int  # whole bytes
+    assert Options.of(memory_limit="40GiB").memory_limit == 40 * 2**30
+
+
+def test_what_is_no_option_is_sent_where_it_belongs() -> None:
+    with pytest.raises(
+        OptionError, match=r"no option 'hardware'(.|\n)*autopar.Mesh\(\(2, 8\), hard"
+    ):
+        Options.of(hardware="h100-sxm")
+    with pytest.raises(OptionError, match=r"no option 'tp'(.|\n)*mesh_shape"):
+        Options.of(tp=2)
 
 
 @pytest.mark.parametrize(
@@ -78,9 +88,10 @@ def test_every_option_has_a_default_that_is_allowed() -> None:
         ("mesh_shape", "as_given", "did you mean 'as-given'"),
         ("optimizer", "AdamW", "optimizer is one of"),
         ("precision", "fp32", "precision is one of 'model', 'bf16-mixed'"),
-        ("memory_limit", "40GB", "positive number of bytes per device, not '40GB'"),
+        ("memory_limit", "40", r"'40' is a size without a unit(.|\n)*write 40GiB"),
+        ("memory_limit", "40 apples", "is no size"),
         ("memory_limit", -1, "positive"),
-        ("memory_limit", 0.5, r"less than one byte(.|\n)*2\*\*30"),
+        ("memory_limit", 0.5, r"less than one byte(.|\n)*memory_limit=\"40GiB\""),
         ("memory_limit", float("inf"), "positive number"),
         ("memory_margin", 1, "share of the device's memory, from 0 to below 1, not 1"),
         ("recompute", True, "recompute is one of"),
@@ -102,6 +113,7 @@ def test_every_option_has_a_default_that_is_allowed() -> None:
         ("loss_fn", lambda out, y, w: out, r"takes \(out, y, w\); .*missing a required argument"),
         ("progress", 1, "progress is True, False or a function, not 1"),
         ("forbid", "tensors", "forbid is one of .* not 'tensors'(.|\n)*did you mean 'tensor'"),
+        ("forbid", "tp", "not 'tp'(.|\n)*did you mean 'tensor'"),
         ("forbid", ["data", 3], "forbid is one of .* not 3"),
         ("forbid", 3, "forbid is a word or several, not 3"),
         ("stages", [], r"stages=\[\] holds no stage(.|\n)*hint: stages=\["),

@@ -24,7 +24,7 @@ from tests.helpers.models.tiny_model import Tiny, batch
 from tests.helpers.plans import pipeline_of, program_of
 
 WIDTH = 16
-MEGATRON = {"manual": Manual(dp=2, tp=2)}
+MEGATRON: dict[str, Any] = {"manual": Manual(dp=2, tp=2)}
 
 
 class Layer(nn.Module):
@@ -107,7 +107,7 @@ def test_other_placements_are_drawn_apart() -> None:
 def test_a_block_of_one_box_has_no_frame() -> None:
     """The members of an `nn.Sequential` are blocks too."""
     case = CASES["mlp"]
-    options = {"loss_fn": case.loss_fn} if case.loss_fn else {}
+    options: dict[str, Any] = {"loss_fn": case.loss_fn} if case.loss_fn else {}
     graph = autopar.plan(case.model(), (2, 2), case.batch(0), **MEGATRON, **options).to_dot()
     assert "<B>net.0</B></TD>" in graph and "label=<<B>net.0</B>>" not in graph
     assert "label=<<B>net.2</B>>" in graph  # two boxes: a projection and, after a reshard, its bias

@@ -9,7 +9,7 @@ import pytest
 
 import autopar
 from autopar import Manual, Mesh, Plan
-from autopar.plans import Alternative, parse_plan
+from autopar.plans import Alternative, PlanSummary, parse_plan
 from autopar.report.words.sentences import mean_shares, rounded_shares
 from tests.helpers.jobs import CASES
 from tests.helpers.nightly import nightly
@@ -138,6 +138,27 @@ def test_the_fastest_simple_plan_is_compared() -> None:
     assert compared(far) == ["3 times as fast as the best simple plan, plain data parallelism."]
     equal = replace(fast, step_time_s=1.001)
     assert compared(equal) == ["As fast as the best simple plan, plain ZeRO-3."]
+
+
+def test_a_gain_within_the_error_of_predictions_is_called_so() -> None:
+    """What it needs, what the simple plan takes, and the option that chooses that."""
+    plan = planned("mlp", Mesh((1, 4), hardware="a100-80gb"), manual=Manual(dp=4))
+    own = Alternative("search on dp=4", 1.0)
+    sent = PlanSummary({}, {"all_gather over dp": 1.0}, {})
+
+    def said_of(simple_s: float) -> list[str]:
+        simple = Alternative("ZeRO-3 on dp=4", simple_s, recipe="ZeRO-3", summary=sent)
+        data = replace(plan.data, chosen=own.name, recipe="", alternatives=(own, simple))
+        return replace(plan, data=data).verdict()[3:]
+
+    n_calls = sum(call.count for call in plan.collectives())
+    n_kinds = len({(call.kind, call.axes_text) for call in plan.collectives()})
+    assert said_of(1.022) == [
+        "That is within the error of predictions on a100-80gb, 3.0% on average: it needs "
+        f"{n_calls} calls of {n_kinds} kind of collectives, the simple plan 1 kind. tie=0.03 "
+        "chooses that: 1.02 s."
+    ]
+    assert said_of(1.04) == said_of(0.99) == []
 
 
 def test_no_simple_plan_fits() -> None:

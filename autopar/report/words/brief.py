@@ -1,0 +1,114 @@
+"""A plan on one screen: its verdict, its axes, a step, memory, three alternatives.
+
+`explanation.py` has the whole. Remarks that change what one would do are in both: axes that repeat
+work, state kept in half precision, dtypes that would pay.
+"""
+
+from __future__ import annotations
+
+import html
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from autopar.cost.hardware import Hardware
+from autopar.plans import Alternative, PlanData, Predicted
+from autopar.report.tables import NOT_TRIED, alternative_note, headline, idle_warnings
+from autopar.units import format_bytes, format_bytes_of, format_count, format_seconds
+
+_N_ALTERNATIVES = 3
+# Lines of `assumptions.py` that advise.
+_ADVICE = ("advice:", "host:", "keeps float32")
+
+
+@dataclass(frozen=True)
+class Brief:
+    """The sentences of the verdict, and labelled lines; a label without text goes on."""
+
+    verdict: Sequence[str]
+    rows: Sequence[tuple[str, str]]
+
+    def __str__(self) -> str:
+        rows = "\n".join(f"{label:9} {text}".rstrip() for label, text in self.rows)
+        return "\n".join([*self.verdict, "", rows])
+
+    def html(self) -> str:
+        """For notebooks: the verdict, and the lines as a table."""
+        said = "<br>".join(html.escape(sentence) for sentence in self.verdict)
+        rows = "".join(
+            f'<tr><th style="text-align:left">{html.escape(label)}</th>'
+            f'<td style="text-align:left">{html.escape(text)}</td></tr>'
+            for label, text in self.rows
+        )
+        return f"<p>{said}</p><table>{rows}</table>"
+
+
+def brief(
+    data: PlanData,
+    predicted: Predicted,
+    hardware: Hardware,
+    verdict: Sequence[str],
+    assumed: str,
+) -> Brief:
+    """The plan on its machine; `verdict` and `assumed` are those of `explain`."""
+    advice = [line for line in assumed.splitlines() if any(word in line for word in _ADVICE)]
+    rows = [
+        ("plan", headline(data)),
+        *(("", warning) for warning in idle_warnings(data)),
+        ("step", _step(data, predicted, "GPU" if hardware.is_gpu else "device")),
+        ("memory", _memory(data, predicted, hardware)),
+        *_labelled("also", _alternatives(data)),
+        *_labelled("advice", [line.removeprefix("advice: ") for line in advice]),
+    ]
+    return Brief(verdict, rows)
+
+
+def _labelled(label: str, texts: Sequence[str]) -> Iterator[tuple[str, str]]:
+    for number, text in enumerate(texts):
+        yield ("" if number else label), text
+
+
+def _step(data: PlanData, predicted: Predicted, device: str) -> str:
+    """`9.27 s predicted, MFU 41.4%, 7.07 k tokens/s per GPU, 452 k in all; no plan takes less`"""
+    words = [f"{format_seconds(predicted.step_time_s)} predicted"]
+    if predicted.mfu:
+        words.append(f"MFU {predicted.mfu:.1%}")
+    rate, what = (
+        (predicted.tokens_per_s, "tokens")
+        if predicted.tokens_per_s
+        else (predicted.samples_per_s, "samples")
+    )
+    if rate:
+        each = format_count(rate / sum(stage.n_ranks for stage in data.stages))
+        words.append(f"{each} {what}/s per {device}, {format_count(rate)} in all")
+    text = ", ".join(words)
+    if data.bound_s is not None:
+        text += f"; no plan takes less than {format_seconds(data.bound_s)}"
+    return text
+
+
+def _memory(data: PlanData, predicted: Predicted, hardware: Hardware) -> str:
+    """`65.9 of 79.6 GiB per device, 13.7 GiB free; the limit is 71.7 GiB`."""
+    device_bytes = hardware.device.memory_bytes
+    limit_bytes = data.limit_bytes or hardware.memory_limit_bytes
+    free_bytes = device_bytes - predicted.peak_bytes
+    text = f"{format_bytes_of(predicted.peak_bytes, device_bytes)} per device"
+    if free_bytes > 0:
+        text += f", {format_bytes(free_bytes)} free"
+    return f"{text}; the limit is {format_bytes(limit_bytes)}"
+
+
+def _alternatives(data: PlanData) -> list[str]:
+    """The best of each family of plans: the search, several stages, each recipe."""
+    found: dict[str, Alternative] = {}
+    for alternative in data.alternatives:
+        if alternative.name not in (data.chosen, NOT_TRIED):
+            family = alternative.recipe or alternative.name.partition(" on ")[0]
+            found.setdefault(family, alternative)
+    rows = list(found.values())[:_N_ALTERNATIVES]
+    rows += [a for a in data.alternatives if a.name == NOT_TRIED]
+    width = max((len(row.name) for row in rows), default=0)
+    texts = []
+    for row in rows:
+        time = "-" if row.step_time_s is None else format_seconds(row.step_time_s)
+        texts.append(f"{row.name:{width}}  {time:>9}  {alternative_note(row, data)}".rstrip())
+    return texts
