@@ -236,6 +236,25 @@ def test_the_timeline_zooms_to_layers_and_is_saved(shown: Shown) -> None:
     assert shown.errors() == []
 
 
+def test_memory_over_the_step(shown: Shown) -> None:
+    """The highest point is the predicted peak; it is marked, found and said; then memory falls."""
+    shown.run("document.getElementById('timeline').scrollIntoView()")
+    peak = shown.wait("return document.querySelector('.timeline-box').dataset.peak")
+    assert float(peak) == pytest.approx(shown.plan.predicted.peak_bytes)
+    marked = "return [...document.querySelectorAll('.plots text')].map(t => t.textContent)"
+    assert f"peak {format_bytes(float(peak))}" in shown.run(marked)
+    shown.run("document.getElementById('time-peak').click()")
+    said = shown.browser.find_element(By.ID, "memory-at").text
+    assert format_bytes(float(peak)) in said and "activations" in said
+    stage = shown.facts["memory"]["stage"]
+    held = shown.facts["live"]["stages"][stage]["held"]
+    rows = "return document.querySelectorAll('#held-rows tr').length"
+    assert shown.run(rows) == len(held) and shown.facts["memory"]["at"] in shown.run(
+        "return document.querySelector('.held summary').textContent"
+    )
+    assert shown.errors() == []
+
+
 def test_tables_filter_and_sort(shown: Shown) -> None:
     rows = "return document.querySelectorAll('#parameter-rows tbody tr').length"
     every = shown.run(rows)

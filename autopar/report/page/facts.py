@@ -5,7 +5,8 @@
     setting                     mesh, inputs, precision, optimizer, microbatches, schedule, hash
     predicted                   `Predicted`, seconds and bytes
     optimality, assumptions     lines
-    time, memory                the two bars (`bars.py`)
+    time, memory                the two bars (`bars.py`, `memory.py`)
+    live                        memory over the step (`memory.py`)
     helps                       what other machines or batches would change (`subject.py`)
     alternatives                candidates of the search; `chosen` marks the plan's own
     stages                      the graph of each (`graph.py`)
@@ -25,8 +26,9 @@ from typing import Any
 
 from autopar.cost.price import summary_of
 from autopar.plans import Alternative
-from autopar.report.page.bars import memory_bar, time_bar
+from autopar.report.page.bars import time_bar
 from autopar.report.page.graph import graphs
+from autopar.report.page.memory import memory_bar, memory_facts
 from autopar.report.page.subject import Subject
 from autopar.report.page.tables import (
     collective_table,
@@ -61,6 +63,7 @@ def plan_facts(subject: Subject) -> dict[str, Any]:
         "assumptions": subject.assumed.splitlines(),
         "time": time_bar(subject.pipeline, subject.costs, subject.timeline),
         "memory": memory_bar(subject.pipeline, data.optimizer, subject.limit_bytes),
+        "live": memory_facts(subject),
         "helps": [asdict(row) for row in subject.helps],
         "alternatives": [_alternative(row, subject) for row in data.alternatives],
         "stages": graphs(subject),

@@ -75,6 +75,24 @@ def test_the_parts_add_up_to_the_step_and_the_peak(plan: Plan, facts: dict[str, 
     assert math.fsum(sizes) == pytest.approx(plan.predicted.peak_bytes) and min(sizes) > 0
 
 
+def test_live_memory_rises_to_the_peak_and_falls(plan: Plan, facts: dict[str, Any]) -> None:
+    """Every moment of `peak_memory`, by kind; activations go in backward."""
+    kinds, peaks = facts["live"]["kinds"], plan.predicted.peak_bytes_per_stage
+    for stage, peak_bytes in zip(facts["live"]["stages"], peaks, strict=True):
+        phases = stage["phases"]
+        shown = [sum(sizes) for _, points, *_ in phases for _, sizes, _ in points]
+        assert max(shown) == pytest.approx(peak_bytes) == stage["peak"][0]
+        assert math.fsum(row[3] for row in stage["held"]) <= peak_bytes * (1 + 1e-9)
+        for _, points, left, _ in phases:
+            shares = [share for share, *_ in points]
+            assert shares == sorted(shares) and all(0 <= share <= 1 for share in shares)
+            assert min(left) >= 0 and min(min(sizes) for _, sizes, _ in points) >= 0
+        (_, _, before, _), (_, _, kept, others), (_, _, left, others_later) = phases[:3]
+        assert sum(kept) - others - sum(before) == pytest.approx(stage["kept"])
+        at = kinds.index("activations")
+        assert left[at] - others_later < 0.01 * (kept[at] - others)
+
+
 def test_layers_add_up_to_the_actions(plan: Plan) -> None:
     bound, stages = bound_of(plan), plan.simulate().record.stages
     for program, cost, times in zip(bound.pipeline.stages, bound.costs, stages, strict=True):

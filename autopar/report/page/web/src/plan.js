@@ -120,7 +120,7 @@ function layerLinks(stages) {
 }
 
 function timeline(facts) {
-  return new TimelineView(facts.timeline, facts.memory.limit_bytes, layerLinks(facts.stages)).element;
+  return new TimelineView(facts.timeline, facts.live, facts.memory.limit_bytes, layerLinks(facts.stages)).element;
 }
 
 /** Boxes of the graph by their time in all equal blocks together. */
