@@ -7,7 +7,8 @@
     optimality, assumptions     lines
     time, memory                the two bars (`bars.py`, `memory.py`)
     live                        memory over the step (`memory.py`)
-    helps                       what other machines or batches would change (`subject.py`)
+    command                     what plans it again
+    choices, machine            what other options or machines would change (`subject.py`)
     alternatives                candidates of the search; `chosen` marks the plan's own
     stages                      the graph of each (`graph.py`)
     timeline                    the simulated step (`timeline.py`)
@@ -64,7 +65,9 @@ def plan_facts(subject: Subject) -> dict[str, Any]:
         "time": time_bar(subject.pipeline, subject.costs, subject.timeline),
         "memory": memory_bar(subject.pipeline, data.optimizer, subject.limit_bytes),
         "live": memory_facts(subject),
-        "helps": [asdict(row) for row in subject.helps],
+        "command": subject.command,
+        "choices": [asdict(row) for row in subject.choices],
+        "machine": [asdict(row) for row in subject.machine],
         "alternatives": [_alternative(row, subject) for row in data.alternatives],
         "stages": graphs(subject),
         "timeline": timeline_facts(subject),

@@ -1,5 +1,6 @@
 // The page of one plan, from its verdict to its code.
 import { memoryBar, timeBar } from "./bars.js";
+import { alternatives, command, helps } from "./choices.js";
 import { codeLink, details, shortPath } from "./details.js";
 import { figure, h, section } from "./dom.js";
 import * as format from "./format.js";
@@ -12,7 +13,7 @@ export function planPage(facts) {
   const isSeveral = facts.stages.length > 1;
   const parts = [
     section("made-of", "What the step and the memory are made of", bars(facts)),
-    section("helps", "What would help", helps(facts.helps)),
+    section("helps", "What would help", helps(facts)),
     section("alternatives", "Alternatives", alternatives(facts)),
     section("operators", "Dearest operators", operators(facts, isSeveral)),
     section("graph", "Graph", graph(facts)),
@@ -41,6 +42,7 @@ function header(facts, parts) {
       number("MFU", predicted.mfu, format.percent), number("peak memory", predicted.peak_bytes, format.bytes),
       number("communication", predicted.comm_time_s, format.seconds), number("of it exposed", predicted.exposed_comm_s, format.seconds),
       facts.stages.length > 1 ? number("bubble", predicted.bubble, format.percent) : null),
+    command(facts.command),
     h("nav", { "aria-label": "parts of the page" }, parts.map((part) => h("a", { href: `#${part.id}` }, part.querySelector("h2").textContent))));
 }
 
@@ -49,49 +51,6 @@ function bars(facts) {
   return h("div", { class: "columns" },
     h("div", {}, h("h3", {}, `Time${facts.stages.length > 1 ? ` of the busiest stage, ${facts.time.stage}` : ""}`), timeBar(facts.time)),
     h("div", {}, h("h3", {}, `Peak memory of a rank${ofStage(facts.memory.stage)}`), memoryBar(facts.memory)));
-}
-
-function helps(rows) {
-  return h("div", { class: "scroll" }, h("table", { id: "help-rows" },
-    h("caption", {}, "gain: samples per second more. The same plan is simulated, unless it says that another was planned."),
-    h("thead", {}, h("tr", {}, ["what", "gain", "step", "", "to see it"].map((name, k) => h("th", { scope: "col", class: k === 1 || k === 2 ? "n" : null }, name)))),
-    h("tbody", {}, rows.map((row) => h("tr", {}, h("td", {}, row.what), h("td", { class: "n" }, figure(row.gain, format.gain)),
-      h("td", { class: "n" }, figure(row.step_time_s, format.seconds)), h("td", {}, row.note), h("td", {}, h("code", {}, row.command)))))));
-}
-
-function alternatives(facts) {
-  const rows = facts.alternatives;
-  if (!rows.length) return h("p", {}, `${facts.chosen}; no alternatives were tried`);
-  const times = rows.map((row) => row.step_time_s).filter((time) => time !== null);
-  const most = Math.min(Math.max(...times), 3 * Math.min(...times));
-  return h("div", {}, h("p", { class: "small" }, facts.optimality), h("div", { class: "alternatives" }, rows.map((row) => {
-    const wide = row.step_time_s === null ? 0 : Math.min(row.step_time_s / most, 1);
-    return h("details", { class: row.chosen ? "alternative chosen" : "alternative" },
-      h("summary", {}, h("span", { class: "name" }, row.name), h("span", { class: "track" }, h("span", { class: "fill", style: `width: ${100 * wide}%` })),
-        h("span", { class: "n" }, figure(row.step_time_s, format.seconds)), h("span", { class: "why" }, row.chosen ? "the plan" : row.why)),
-      difference(row, facts));
-  })));
-}
-
-/** How an alternative differs from the plan, as far as the search recorded it. */
-function difference(row, facts) {
-  if (row.chosen) return h("div", { class: "difference" }, h("p", {}, "This is the plan."));
-  const own = facts.alternatives.find((one) => one.chosen)?.summary;
-  const known = row.peak_bytes === null ? "" : h("p", {}, "peak memory of a rank: ", figure(row.peak_bytes, format.bytes));
-  if (!row.summary || !own) {
-    return h("div", { class: "difference" }, h("p", {}, row.why || "nothing else is known of it"), known, h("p", { class: "small" }, "Placements are recorded of the fastest alternatives only."));
-  }
-  return h("div", { class: "difference" }, known,
-    sideBySide("seconds of a step", own.times_s, row.summary.times_s, format.seconds),
-    sideBySide("bytes of collectives", own.traffic_bytes, row.summary.traffic_bytes, format.bytes),
-    sideBySide("parameters that differ", own.parameters, row.summary.parameters, (text) => text ?? format.NONE, true));
-}
-
-function sideBySide(title, plan, other, text, onlyDifferent = false) {
-  const keys = [...new Set([...Object.keys(plan), ...Object.keys(other)])].filter((key) => !onlyDifferent || plan[key] !== other[key]);
-  const cell = (value) => h("td", { class: onlyDifferent ? null : "n" }, onlyDifferent ? text(value) : figure(value ?? null, text));
-  return h("table", {}, h("caption", {}, keys.length ? title : `${title}: none`), h("thead", {}, h("tr", {}, ["", "the plan", "this one"].map((name, k) => h("th", { class: k && !onlyDifferent ? "n" : null }, name)))),
-    h("tbody", {}, keys.map((key) => h("tr", {}, h("td", {}, key), cell(plan[key]), cell(other[key])))));
 }
 
 function graph(facts) {
