@@ -177,7 +177,7 @@ def _more_microbatches(bound: Bound, commands: Commands) -> Help:
     links = link_between(bound.mesh, bound.hardware.links)
     step_s = timeline_of(doubled, bound.costs, bound.data.optimizer, links).step_time_s
     note = f"{n} microbatches of the same size; another plan may be faster"
-    cut = {} if commands.options.microbatches == "auto" else {"microbatches": n}
+    cut: dict[str, Any] = {} if commands.options.microbatches == "auto" else {"microbatches": n}
     return Help(
         "twice the batch", step_s, 2 * bound.predicted.step_time_s / step_s - 1, note,
         commands.plan(batch=2, **cut),

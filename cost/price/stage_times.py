@@ -29,6 +29,7 @@ from autopar.cost.simulate import PartWork, StageTimes
 from autopar.placement import COLLECTIVES
 from autopar.program.communication import (
     Backward,
+    Forward,
     Reduction,
     Start,
     Wait,
@@ -73,11 +74,15 @@ def _work(compute_s: float, calls: Calls) -> PartWork:
 
 
 class LineTime(NamedTuple):
-    """Seconds of compute of the line at `position`, `n` times in one microbatch."""
+    """Seconds of compute of the line at `position`, `n` times in one microbatch.
+
+    `again`: it runs again for backward.
+    """
 
     position: int
     time_s: float
     n: int
+    again: bool = False
 
 
 def forward_lines(program: StageProgram) -> Iterator[LineTime]:
@@ -101,8 +106,9 @@ def _work_times(program: StageProgram, work: Work, counts: Sequence[int]) -> Ite
     if isinstance(work, Start) or (isinstance(done, Backward) and done.part == "weight"):
         return  # a matmul's two parts are counted at the first
     is_backward = isinstance(done, Backward | Reduction)
+    again = isinstance(done, Forward) and done.again
     for i in positions_of(done):
-        yield LineTime(i, _line_s(program.body[i], is_backward), counts[i])
+        yield LineTime(i, _line_s(program.body[i], is_backward), counts[i], again)
 
 
 def works_begin_s(program: StageProgram, is_backward: bool) -> list[float]:

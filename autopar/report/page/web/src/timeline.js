@@ -7,6 +7,7 @@ import * as format from "./format.js";
 import { EVENTS, MEMORY, PHASES } from "./kinds.js";
 import { grouped, partOf, placed, seconds, works } from "./layers.js";
 import { heldAtPeak, highest, memoryCourse, memoryPlot, said } from "./memory.js";
+import { keep, kept } from "./state.js";
 import { HOW, isAsked } from "./zooms.js";
 
 const RIGHT = 16, ROW = 22, NARROW = 600;
@@ -40,6 +41,7 @@ export class TimelineView {
     this.surface.call(this.zoom).on("dblclick.zoom", null);
     this.plots.addEventListener("keydown", (event) => this.key(event));
     this.plots.addEventListener("pointermove", (event) => this.read(event));
+    this.range0 = kept("time")?.split("-").map((share) => share * timeline.step_time_s);
     new ResizeObserver(() => this.resized()).observe(this.plots);
   }
 
@@ -50,12 +52,15 @@ export class TimelineView {
   resized() {
     const { inner, left } = this;
     this.zoom.extent([[left, 0], [left + inner, 100]]).translateExtent([[left, 0], [left + inner, 100]]);
+    if (this.range0 && this.plots.clientWidth) { const [from, to] = this.range0; this.range0 = null; this.show(from, to); }
     this.draw();
   }
 
   zoomed(transform) {
     const at = (x) => ((transform.invertX(x) - this.left) / this.inner) * this.timeline.step_time_s;
     this.domain = [Math.max(at(this.left), 0), Math.min(at(this.left + this.inner), this.timeline.step_time_s)];
+    const shares = this.domain.map((time) => (time / this.timeline.step_time_s).toPrecision(6));
+    keep("time", transform.k > 1 ? shares.join("-") : null);
     if (!this.isWaiting) { this.isWaiting = true; requestAnimationFrame(() => { this.isWaiting = false; this.draw(); }); }
   }
 
