@@ -200,7 +200,7 @@ def report(
     ] = Path("plan.html"),
     replan: Annotated[
         bool,
-        typer.Option(help="Plan again for half and twice the memory and for twice the nodes."),
+        typer.Option(help="Plan again with other options, other memory, and twice the nodes."),
     ] = True,
 ) -> Result:
     """Write a plan as an HTML page.
@@ -209,9 +209,11 @@ def report(
     limits it and what would help.
     """
     from autopar.cli.summary import plan_json
+    from autopar.planning import ShellModel
 
     made = plan_of(subject, model, request, "report")
-    files = made.report(output, replan=replan)
+    shell = ShellModel(model or subject, request.batch, request.seq, request.loss)
+    files = made.report(output, replan, shell)
     written = [str(files.page), str(files.dot)]
     return Result("\n".join(written), plan_json(made) | {"written": written})
 

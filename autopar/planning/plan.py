@@ -30,6 +30,7 @@ from autopar.passes.facts import Placed, Source, Target
 from autopar.passes.pipeline import PASSES
 from autopar.passes.search import PlanningResult, PlanningStats
 from autopar.planning.bound import Bound, bind, settled_heap
+from autopar.planning.commands import ShellModel
 from autopar.planning.page import subject_of
 from autopar.plans import PlanData, Predicted, load_plan, parse_storage
 from autopar.program.communication import Collective
@@ -206,27 +207,31 @@ class Plan:
         """The plan as a Graphviz graph."""
         return dot(self.data.model, self._bound("to_dot()").pipeline)
 
-    def to_json(self, replan: bool = True) -> str:
+    def to_json(self, replan: bool = True, shell: ShellModel | None = None) -> str:
         """The facts that the page shows, as JSON (`autopar/report/page/facts.py` says which).
 
-        replan    plan again with half and twice the memory, and on twice the nodes, for at most
-                  ten seconds each
+        replan    plan again with other options, with half and twice the memory, and on twice the
+                  nodes, for at most ten seconds each
+        shell     how a command line names the model: its commands are for a shell, not Python
         """
         bound = self._bound("to_json()")
         with settled_heap():
-            return facts_json(subject_of(bound, replan))
+            return facts_json(subject_of(bound, replan, shell))
 
-    def report(self, path: str | Path, replan: bool = True) -> ReportFiles:
+    def report(
+        self, path: str | Path, replan: bool = True, shell: ShellModel | None = None
+    ) -> ReportFiles:
         """Write the plan as one HTML page, which needs no network and no other program.
 
-        Its graph is also written beside it as `.dot`, for Graphviz. `replan`: see `to_json`.
+        Its graph is also written beside it as `.dot`, for Graphviz. `replan`, `shell`: see
+        `to_json`.
         Raises `OptionError` if a file cannot be written, or if `path` itself ends in `.dot`.
         """
         target = Path(path)
         graph = target.with_suffix(".dot")
         if graph == target:
             raise OptionError(f"{target} is the page's own graph", hint="name the page plan.html")
-        text = page_html(f"{self.data.model}: parallel plan", self.to_json(replan))
+        text = page_html(f"{self.data.model}: parallel plan", self.to_json(replan, shell))
         try:
             target.write_text(text, encoding="utf-8")
             graph.write_text(self.to_dot(), encoding="utf-8")

@@ -2,20 +2,25 @@
 
 Read `state.py` (bytes and update time per parameter), then `ledger.py` (a count of live bytes),
 `buffers.py` (buffers of collectives), `live_microbatch.py` (live bytes of one microbatch, moment by
-moment), and `liveness.py` (the peak over a whole step).
+moment), `liveness.py` (the peak over a whole step), and `course.py` (all its moments, for reports).
 
 The room may import `hardware` and what lies below `cost`; not `laws` or `simulate`, which are its
 neighbours. It mainly hands on `peak_memory`, `kept_bytes` and `static_bytes_per_param`.
 """
 
+from autopar.cost.memory.course import LiveBytes, MemoryCourse, Phase, memory_course
 from autopar.cost.memory.liveness import PeakMemory, gradients_under_way, kept_bytes, peak_memory
 from autopar.cost.memory.state import StaticBytes, optimizer_time_s, static_bytes_per_param
 
 __all__ = [
+    "LiveBytes",
+    "MemoryCourse",
     "PeakMemory",
+    "Phase",
     "StaticBytes",
     "gradients_under_way",
     "kept_bytes",
+    "memory_course",
     "optimizer_time_s",
     "peak_memory",
     "static_bytes_per_param",

@@ -61,10 +61,14 @@ StorageId = tuple[str, str]
 
 @dataclass
 class Moment:
-    """Storages are made, bytes are counted if the moment has a text, others are made, some end."""
+    """Storages are made, bytes are counted if the moment has a text, others are made, some end.
+
+    `work` is the number of its work in the order of forward or backward.
+    """
 
     text: str = ""
     workspace_bytes: float = 0.0
+    work: int = 0
     made: list[tuple[StorageId, float]] = field(default_factory=list)
     made_after: list[tuple[StorageId, float]] = field(default_factory=list)
     ended: list[StorageId] = field(default_factory=list)
@@ -81,6 +85,12 @@ class MicrobatchMemory:
         walk.backward()
         self._moments, self._repeats = walk.moments, walk.repeats
         self._before: LedgerState | None = None
+
+    def works(self) -> tuple[list[int], list[int]]:
+        """The number of the work of each marked moment, of forward and of backward."""
+        parts = self._moments[: self._n_forward], self._moments[self._n_forward :]
+        forward, backward = ([m.work for m in part if m.text] for part in parts)
+        return forward, backward
 
     def forward(self) -> None:
         """Afterwards what backward needs, the loss and sent tensors are held."""
@@ -179,6 +189,8 @@ class _Walk:
         for k, (work, place) in enumerate(zip(order, places, strict=True)):
             first = len(self.moments)
             self._work(work)
+            for moment in self.moments[first:]:
+                moment.work = k
             if place is None:
                 continue
             count = self.program.repeats[place].count

@@ -21,7 +21,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.cost.memory.ledger import Ledger
@@ -58,9 +58,24 @@ def peak_memory(
                   (`gradients_under_way`)
     """
     ledger = Ledger()
+    deque(phases_of(program, optimizer, n_in_flight, n_under_way, ledger), maxlen=0)
+    return PeakMemory(ledger.peak_bytes, ledger.at, ledger.parts)
+
+
+def phases_of(
+    program: StageProgram, optimizer: str, n_in_flight: int, n_under_way: int, ledger: Ledger
+) -> Iterator[tuple[str, Sequence[int]]]:
+    """Simulate the step on a ledger. Yields the name of each phase once it is over.
+
+    The phases are "before"; "forward" and "backward" of the first microbatch, then of a later
+    one; "after"; "optimizer". With them come the numbers of the works that the first marks of the
+    phase belong to, in `forward_order` or `backward_order`.
+    """
     _always(program, optimizer, ledger)
     _convert(program, ledger)
+    yield "before", ()
     microbatch = MicrobatchMemory(program, ledger)
+    works = microbatch.works()
     others = min(n_in_flight, program.n_microbatches) - 1
     kept_bytes = _kept_bytes(microbatch, ledger) if others else 0.0
     for first in (True, False)[: program.n_microbatches]:
@@ -72,18 +87,21 @@ def peak_memory(
         ledger.is_paused = is_last and others > 0
         microbatch.forward()
         ledger.is_paused = False
+        yield "forward", works[0]
         microbatch.backward()
         _bring_back(program, "micro", ledger)
         _send_back(program, n_under_way, ledger)
+        yield "backward", works[1]
     ledger.clear("in flight")
     _bring_back(program, "step", ledger)
     ledger.clear("converted")
     ledger.clear("messages")
+    yield "after", ()
     if program.trains:
         # `torch.optim` makes each temporary for a whole list of tensors at once.
         updated = (p.stored.size_bytes for p in every_parameter(program) if p.requires_grad)
         ledger.mark("the optimizer", OPTIMIZERS[optimizer].temporaries * sum(updated))
-    return PeakMemory(ledger.peak_bytes, ledger.at, ledger.parts)
+    yield "optimizer", ()
 
 
 def kept_bytes(program: StageProgram, optimizer: str) -> float:

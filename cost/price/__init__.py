@@ -18,13 +18,19 @@ from autopar.cost.price.overlap import overlap_of, slowdown_of
 from autopar.cost.price.prediction import (
     collectives_of,
     link_between,
+    memory_course_of,
     peak_memory_of,
     peak_of_stage,
     predict,
     timeline_of,
 )
 from autopar.cost.price.shares import Share, StepShares, step_shares
-from autopar.cost.price.stage_times import backward_lines, forward_lines, stage_times
+from autopar.cost.price.stage_times import (
+    backward_lines,
+    forward_lines,
+    stage_times,
+    works_begin_s,
+)
 from autopar.cost.price.step_pricer import StepPricer
 from autopar.cost.price.summary import summary_of
 
@@ -42,6 +48,7 @@ __all__ = [
     "hidden_of",
     "layer_works",
     "link_between",
+    "memory_course_of",
     "overlap_of",
     "peak_memory_of",
     "peak_of_stage",
@@ -51,4 +58,5 @@ __all__ = [
     "step_shares",
     "summary_of",
     "timeline_of",
+    "works_begin_s",
 ]

@@ -20,13 +20,27 @@ from autopar.program.lines import CallLine, StageProgram
 
 @dataclass(frozen=True)
 class LayerWork:
-    """Seconds of a run of lines of one layer in a microbatch, and of the collectives that are its:
-    those that compute waits for, and those that run beside it."""
+    """Seconds of a run of lines of one layer in a microbatch, and the collectives that are its."""
 
     layer: str
-    compute_s: float = 0.0
-    waited_s: float = 0.0
-    overlapped_s: float = 0.0
+    compute_s: float
+    calls: Calls
+
+    @property
+    def waited_s(self) -> float:
+        """Of collectives that compute waits for."""
+        return waited_of(self.calls)
+
+    @property
+    def overlapped_s(self) -> float:
+        """Of collectives that run beside compute."""
+        return overlapped_of(self.calls)
+
+    def by_phase(self) -> dict[str, tuple[float, float]]:
+        """Phase of communication -> seconds waited for, and beside compute."""
+        phases = dict.fromkeys(timed.call.phase for timed in self.calls)
+        of = {phase: [c for c in self.calls if c.call.phase == phase] for phase in phases}
+        return {phase: (waited_of(calls), overlapped_of(calls)) for phase, calls in of.items()}
 
 
 def layer_works(
@@ -50,12 +64,7 @@ def _works(lines: Iterable[LineTime], calls: Calls, modules: list[str]) -> tuple
         by_layer[_layer(timed.call.tensor.split(", ")[0])].append(timed)
     # The calls of a layer without operators of its own come last.
     return tuple(
-        LayerWork(
-            layer,
-            compute_s.get(layer, 0.0),
-            waited_of(by_layer[layer]),
-            overlapped_of(by_layer[layer]),
-        )
+        LayerWork(layer, compute_s.get(layer, 0.0), tuple(by_layer[layer]))
         for layer in dict.fromkeys((*compute_s, *by_layer))
     )
 

@@ -24,7 +24,14 @@ from dataclasses import replace
 
 from autopar.cost.hardware import flat_group
 from autopar.cost.laws import CostModel, collective_time_s
-from autopar.cost.memory import PeakMemory, gradients_under_way, kept_bytes, peak_memory
+from autopar.cost.memory import (
+    MemoryCourse,
+    PeakMemory,
+    gradients_under_way,
+    kept_bytes,
+    memory_course,
+    peak_memory,
+)
 from autopar.cost.price.stage_times import stage_times
 from autopar.cost.simulate import StageTimes, TieTimes, Timeline, simulate
 from autopar.errors import NotSupportedError
@@ -132,6 +139,13 @@ def peak_memory_of(pipeline: Pipeline, stage: int, optimizer: str) -> PeakMemory
         program.price_cache[key] = peak_memory(program, optimizer, n_in_flight, n_under_way)
     found: PeakMemory = program.price_cache[key]
     return found
+
+
+def memory_course_of(pipeline: Pipeline, stage: int, optimizer: str) -> MemoryCourse:
+    """The live bytes of that step, moment by moment."""
+    schedule, program = pipeline.schedule, pipeline.stages[stage]
+    n_in_flight, n_under_way = in_flight(schedule, stage), gradients_under_way(schedule, stage)
+    return memory_course(program, optimizer, n_in_flight, n_under_way)
 
 
 def timeline_of(

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator, Sequence
+from itertools import accumulate
 from typing import NamedTuple
 
 import torch
@@ -28,6 +29,7 @@ from autopar.cost.simulate import PartWork, StageTimes
 from autopar.placement import COLLECTIVES
 from autopar.program.communication import (
     Backward,
+    Forward,
     Reduction,
     Start,
     Wait,
@@ -72,11 +74,15 @@ def _work(compute_s: float, calls: Calls) -> PartWork:
 
 
 class LineTime(NamedTuple):
-    """Seconds of compute of the line at `position`, `n` times in one microbatch."""
+    """Seconds of compute of the line at `position`, `n` times in one microbatch.
+
+    `again`: it runs again for backward.
+    """
 
     position: int
     time_s: float
     n: int
+    again: bool = False
 
 
 def forward_lines(program: StageProgram) -> Iterator[LineTime]:
@@ -92,12 +98,25 @@ def backward_lines(program: StageProgram) -> Iterator[LineTime]:
 def _line_times(program: StageProgram, order: Sequence[Work]) -> Iterator[LineTime]:
     counts = line_counts(program)
     for work in order:
-        done = work.call if isinstance(work, Wait) else work
-        if isinstance(work, Start) or (isinstance(done, Backward) and done.part == "weight"):
-            continue  # a matmul's two parts are counted at the first
-        is_backward = isinstance(done, Backward | Reduction)
-        for i in positions_of(done):
-            yield LineTime(i, _line_s(program.body[i], is_backward), counts[i])
+        yield from _work_times(program, work, counts)
+
+
+def _work_times(program: StageProgram, work: Work, counts: Sequence[int]) -> Iterator[LineTime]:
+    done = work.call if isinstance(work, Wait) else work
+    if isinstance(work, Start) or (isinstance(done, Backward) and done.part == "weight"):
+        return  # a matmul's two parts are counted at the first
+    is_backward = isinstance(done, Backward | Reduction)
+    again = isinstance(done, Forward) and done.again
+    for i in positions_of(done):
+        yield LineTime(i, _line_s(program.body[i], is_backward), counts[i], again)
+
+
+def works_begin_s(program: StageProgram, is_backward: bool) -> list[float]:
+    """Seconds of compute before each work of forward or backward; the last is that of all."""
+    order = backward_order(program) if is_backward else forward_order(program)
+    counts = line_counts(program)
+    each_s = (_total_s(_work_times(program, work, counts)) for work in order)
+    return list(accumulate(each_s, initial=0.0))
 
 
 def _total_s(lines: Iterable[LineTime]) -> float:

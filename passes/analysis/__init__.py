@@ -24,6 +24,7 @@ from autopar.passes.analysis.recompute import (
     SEARCHED,
     Recomputable,
     aligned_runs,
+    blocks,
     is_searched,
     recomputed_operators,
 )
@@ -47,6 +48,7 @@ __all__ = [
     "accept_missing",
     "aligned_runs",
     "batch_of",
+    "blocks",
     "boundary_specs",
     "compute_dtype",
     "cut",

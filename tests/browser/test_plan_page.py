@@ -17,6 +17,7 @@ from selenium.webdriver.common.keys import Keys
 import autopar
 from autopar.units import format_bytes, format_count, format_seconds
 from tests.browser.conftest import Shown
+from tests.helpers.plans import bound_of
 
 Made = Callable[[str], Shown]
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
@@ -36,6 +37,8 @@ def gain(value: float) -> str:
 FORMATS: dict[str, Callable[[float], str]] = {
     "seconds": format_seconds, "bytes": format_bytes, "count": format_count,
     "percent": lambda share: f"{share:.1%}", "gain": gain,
+    "flops": lambda rate: f"{format_count(rate)}FLOP/s",
+    "days": lambda value: f"{float(f'{value:.3g}'):,.10g} days",
 }  # fmt: skip
 
 
@@ -54,7 +57,7 @@ def test_the_page_opens_without_an_error(shown: Shown) -> None:
     assert shown.errors() == []
     heads = shown.run("return [...document.querySelectorAll('h2')].map(e => e.textContent)")
     assert heads[:6] == [
-        "What the step and the memory are made of", "What would help", "Alternatives",
+        "Time and memory", "What would help", "Alternatives",
         "Dearest operators", "Graph", "Timeline",
     ]  # fmt: skip
     assert shown.path.stat().st_size < MOST_BYTES
@@ -75,6 +78,13 @@ def test_numbers_are_the_predictions(shown: Shown) -> None:
     assert by_name["step"] == predicted.step_time_s == timeline.step_time_s
     assert by_name["peak memory"] == predicted.peak_bytes
     assert by_name["MFU"] == predicted.mfu and by_name["tokens/s"] == predicted.tokens_per_s
+    n_ranks, hardware = shown.facts["setting"]["n_ranks"], bound_of(shown.plan).hardware
+    assert by_name["tokens/s per device"] == predicted.tokens_per_s / n_ranks
+    assert by_name["per device"] == pytest.approx(predicted.mfu * hardware.peak_flops_per_s)
+    trillion_s = by_name["a trillion tokens"] * 86400
+    assert trillion_s * predicted.tokens_per_s == pytest.approx(1e12)
+    (free,) = [value for name, value in by_name.items() if name.startswith("free of")]
+    assert free == hardware.device.memory_bytes - predicted.peak_bytes
     assert by_name["communication"] == predicted.comm_time_s == timeline.comm_time_s
     assert by_name["of it exposed"] == predicted.exposed_comm_s
     verdict = shown.run(
@@ -103,17 +113,23 @@ def test_bars_add_up(shown: Shown) -> None:
 
 
 def test_alternatives_open(shown: Shown) -> None:
+    shown.run("document.querySelectorAll('.rest').forEach(d => { d.open = true; })")
     rows = shown.browser.find_elements(By.CSS_SELECTOR, ".alternative")
     assert len(rows) == len(shown.plan.data.alternatives)
+    assert shown.run("return document.querySelectorAll('.rest .alternative').length") == max(
+        len(rows) - 6, 0
+    )
+    by_name = {row.find_element(By.CSS_SELECTOR, ".name").text: row for row in rows}
+    rows = [by_name[alternative.name] for alternative in shown.plan.data.alternatives]
     for row, alternative in zip(rows, shown.plan.data.alternatives, strict=True):
-        assert row.find_element(By.CSS_SELECTOR, ".name").text == alternative.name
+        assert row.find_element(By.CSS_SELECTOR, ".why").text
+        if alternative.summary is None or alternative.name == shown.plan.data.chosen:
+            continue  # its row has all that is known
         shown.run("arguments[0].scrollIntoView({block: 'center'})", row)
         row.find_element(By.TAG_NAME, "summary").click()
         said = row.find_element(By.CSS_SELECTOR, ".difference").text
-        assert said
-        if alternative.summary is not None and alternative.name != shown.plan.data.chosen:
-            assert all(kind in said for kind in alternative.summary.times_s)
-            assert all(kind in said for kind in alternative.summary.traffic_bytes)
+        assert all(kind in said for kind in alternative.summary.times_s)
+        assert all(kind in said for kind in alternative.summary.traffic_bytes)
     assert shown.errors() == []
 
 
@@ -236,6 +252,25 @@ def test_the_timeline_zooms_to_layers_and_is_saved(shown: Shown) -> None:
     assert shown.errors() == []
 
 
+def test_memory_over_the_step(shown: Shown) -> None:
+    """The highest point is the predicted peak; it is marked, found and said; then memory falls."""
+    shown.run("document.getElementById('timeline').scrollIntoView()")
+    peak = shown.wait("return document.querySelector('.timeline-box').dataset.peak")
+    assert float(peak) == pytest.approx(shown.plan.predicted.peak_bytes)
+    marked = "return [...document.querySelectorAll('.plots text')].map(t => t.textContent)"
+    assert f"peak {format_bytes(float(peak))}" in shown.run(marked)
+    shown.run("document.getElementById('time-peak').click()")
+    said = shown.browser.find_element(By.ID, "memory-at").text
+    assert format_bytes(float(peak)) in said and "activations" in said
+    stage = shown.facts["memory"]["stage"]
+    held = shown.facts["live"]["stages"][stage]["held"]
+    rows = "return document.querySelectorAll('#held-rows tr').length"
+    assert shown.run(rows) == len(held) and shown.facts["memory"]["at"] in shown.run(
+        "return document.querySelector('.held summary').textContent"
+    )
+    assert shown.errors() == []
+
+
 def test_tables_filter_and_sort(shown: Shown) -> None:
     rows = "return document.querySelectorAll('#parameter-rows tbody tr').length"
     every = shown.run(rows)
@@ -256,10 +291,12 @@ def test_tables_filter_and_sort(shown: Shown) -> None:
     shown.run("arguments[0].click()", calls)
     assert shown.run(cells) == sorted(shown.run(cells))
     assert shown.run("return document.querySelector('th[aria-sort]').ariaSort") == "ascending"
-    assert (
-        len(shown.run("return [...document.querySelectorAll('.devices td')]"))
-        == (shown.facts["setting"]["n_ranks"])
-    )
+    devices = shown.browser.find_element(By.CSS_SELECTOR, ".devices").text
+    assert f"{shown.facts['setting']['n_ranks'] - 1}" in devices
+    axes = [axis for stage in shown.facts["devices"] for axis in stage["axes"]]
+    for axis in axes:
+        whole = f"{axis['name']} = all {axis['size']}, in rank order"
+        assert (whole in devices) or f"groups of {axis['size']}" in devices
 
 
 def test_the_dearest_operators(shown: Shown) -> None:
@@ -279,6 +316,129 @@ def test_the_dearest_operators(shown: Shown) -> None:
     link = shown.browser.find_element(By.CSS_SELECTOR, "#operator-rows a")
     shown.run("arguments[0].click()", link)
     assert shown.wait("return document.querySelector('.line:target')?.closest('details').open")
+
+
+FIRST_TEXTS = """
+const seen = [];
+for (const e of document.querySelectorAll('main *')) {
+  const r = e.getBoundingClientRect(), isTitle = e.tagName.toLowerCase() === 'title';
+  const own = [...e.childNodes].some(n => n.nodeType === 3 && n.data.trim());
+  if (!own || !r.width || !r.height || isTitle) continue;
+  const scale = e.ownerSVGElement ? e.getScreenCTM().a : 1;
+  seen.push([parseFloat(getComputedStyle(e).fontSize) * scale, e.textContent.slice(0, 40)]);
+}
+return seen.sort((a, b) => a[0] - b[0]).slice(0, 3);
+"""
+
+
+@pytest.mark.parametrize("theme", ["light", "dark"])
+@pytest.mark.parametrize("width", [1440, 390])
+def test_desktop_and_phone(shown: Shown, width: int, theme: str) -> None:
+    """Nothing scrolls sideways, no text is smaller than 9 px, also once all is unfolded and fit."""
+    size = {"width": width, "height": 844, "deviceScaleFactor": 1, "mobile": width < 600}
+    shown.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
+    try:
+        shown.browser.get(f"{shown.path.as_uri()}#;theme={theme}")
+        shown.browser.refresh()
+        shown.wait("return document.documentElement.dataset.ready")
+        shown.go_to_graph()
+        shown.run("document.getElementById('timeline').scrollIntoView()")
+        shown.wait("return document.querySelectorAll('.plots rect').length")
+        assert shown.run("return document.documentElement.dataset.theme") == theme
+        assert shown.run("return document.documentElement.scrollWidth") <= width
+        assert shown.run(FIRST_TEXTS)[0][0] >= 9 - 1e-3, shown.run(FIRST_TEXTS)
+        shown.run("document.getElementById('unfold-all').click()")
+        every = sum(s["n_nodes"] for s in shown.facts["stages"])
+        shown.wait("return document.querySelectorAll('.node').length > arguments[0]", every // 2)
+        shown.run("document.getElementById('fit').click()")
+        assert shown.run(FIRST_TEXTS)[0][0] >= 9 - 1e-3, shown.run(FIRST_TEXTS)
+        assert shown.errors() == []
+    finally:
+        shown.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+def test_the_url_has_what_is_open(shown: Shown) -> None:
+    """A copied URL shows the same box, colours, part of the step and opened files."""
+    shown.go_to_graph()
+    shown.run("const heat = document.getElementById('heat'); heat.value = 'bytes';"
+              "heat.dispatchEvent(new Event('change'));"
+              "document.querySelector('.node').dispatchEvent(new MouseEvent('click'));"
+              "document.querySelector('details.file').open = true;"
+              "document.getElementById('time-in').click()")  # fmt: skip
+    shown.wait("return location.hash.includes('open=') && location.hash.includes('time=')")
+    link = shown.browser.find_element(By.CSS_SELECTOR, "nav a[href='#timeline']")
+    shown.run("arguments[0].click()", link)
+    url = shown.wait("return location.hash.startsWith('#timeline;') && location.href")
+    ranged = shown.browser.find_element(By.ID, "timeline-range").text
+    said = shown.browser.find_element(By.ID, "details").text
+    shown.browser.get("about:blank")
+    shown.browser.get(url)
+    shown.wait("return document.documentElement.dataset.ready")
+    shown.go_to_graph()
+    assert shown.run("return document.getElementById('heat').value") == "bytes"
+    assert shown.run("return document.querySelector('details.file').open")
+    shown.wait("return document.getElementById('timeline-range').textContent === arguments[0]",
+               ranged)  # fmt: skip
+    assert shown.browser.find_element(By.ID, "details").text == said
+    assert shown.errors() == []
+
+
+def test_what_zero_moves_is_on_the_boxes(shown: Shown) -> None:
+    """All gathers and gradient sync of the step, on the boxes of their parameters."""
+    shown.go_to_graph()
+    texts = shown.run("return [...document.querySelectorAll('.moved')].map(e => e.textContent)")
+    assert any(text.startswith("gathers ") or "syncs " in text for text in texts)
+    for stage, shown_stage in enumerate(shown.facts["stages"]):
+        on_boxes = {}
+        for part in shown_stage["sections"]:
+            for d in (shown_stage["details"][str(node)] for node in part["copies"][0]):
+                for p in d["parameters"]:
+                    moved = sum(m["size_bytes"] for m in p["moved"])
+                    on_boxes[p["name"]] = moved * len(part["blocks"])
+        rows = [
+            c.count * c.size_bytes for c in shown.plan.collectives()
+            if c.stage == stage and c.phase in ("param_gather", "grad_sync") and "pp" not in c.axes
+        ]  # fmt: skip
+        assert sum(on_boxes.values()) == pytest.approx(sum(rows), rel=0.02)
+
+
+def test_the_wheel_scrolls_the_page_and_one_colour_means_one_thing(shown: Shown) -> None:
+    shown.go_to_graph()
+    where = "return document.querySelector('svg.graph > g').getAttribute('transform')"
+    before = shown.run(where)
+    turn = (
+        "const turned = new WheelEvent('wheel', {deltaY: 100, bubbles: true, cancelable: true,"
+        "ctrlKey: arguments[0]}); document.querySelector('svg.graph').dispatchEvent(turned);"
+        "return turned.defaultPrevented"
+    )
+    assert not shown.run(turn, False) and shown.run(where) == before
+    assert shown.run(turn, True) and shown.run(where) != before
+    colours = shown.run(
+        "return [...document.querySelectorAll('.swatch')].map(s =>"
+        " [s.style.backgroundColor, s.parentElement.firstChild.nextSibling.textContent])"
+    )
+    words: dict[str, set[str]] = {}
+    for colour, word in colours:
+        words.setdefault(colour, set()).add(word.removeprefix("hidden: ").partition(" over ")[0])
+    same = (
+        {"optimizer"},
+        {"gathered weights", "gathers of parameters"},
+        {"gradients", "gradient sync"},
+        {"activations", "collectives of activations"},
+        {"waits for messages", "messages"},
+    )
+    assert all(len(found) == 1 or found in same for found in words.values()), words
+
+
+def test_a_command_is_copied(shown: Shown) -> None:
+    shown.run("window.copied = null; Object.defineProperty(navigator, 'clipboard', {value:"
+              " {writeText: async text => { window.copied = text; }}})")  # fmt: skip
+    shown.run("document.querySelector('.help .copy').click()")
+    assert shown.wait("return window.copied") == shown.facts["choices"][0]["command"]
+    assert shown.wait("return document.querySelector('.help .copy').textContent") == "copied"
+    nav = "return document.querySelector('nav').getBoundingClientRect().top"
+    shown.run("document.getElementById('assumptions').scrollIntoView()")
+    assert shown.wait(f"{nav} >= 0 && ({nav.removeprefix('return ')}) < 5"), "navigation is sticky"
 
 
 def test_light_dark_and_print(shown: Shown) -> None:

@@ -60,12 +60,47 @@ def test_report_of_a_saved_plan(run: Run) -> None:
     found = run("report", "plan.json", "--model", "tiny:mlp", "--no-replan")
     assert (found.exit_code, found.stdout) == (shell.GOOD, "plan.html\nplan.dot\n")
     assert Path("plan.dot").read_text().startswith("digraph plan {")
-    notes = {row["what"]: row["note"] for row in page_facts(Path("plan.html").read_text())["helps"]}
+    notes = _machine_notes("plan.html")
     assert notes["twice the memory"] == "not planned again"
     again = run("report", *STAGES, "-o", "page.html", "--json")
     assert good(again)["written"] == ["page.html", "page.dot"]
-    notes = {row["what"]: row["note"] for row in page_facts(Path("page.html").read_text())["helps"]}
+    notes = _machine_notes("page.html")
     assert notes["twice the memory"] != "not planned again"
+
+
+def _machine_notes(page: str) -> dict[str, str]:
+    return {row["what"]: row["note"] for row in page_facts(Path(page).read_text())["machine"]}
+
+
+@pytest.mark.parametrize(
+    "flags",
+    [
+        pytest.param("--microbatches 2 --memory-limit 40GiB --forbid tensor", marks=nightly),
+        pytest.param(
+            "--stages 2 --precision bf16-mixed --reduce-dtype bfloat16 --optimizer sgd",
+            marks=nightly,
+        ),
+        "--force transformer.wte.weight=S(0)@0 --mesh-shape dp=4,tp=1",
+        "--manual dp=2,tp=2,recompute=full",
+    ],
+)
+def test_every_command_of_a_page_runs_as_printed(run: Run, flags: str) -> None:
+    """With the options of the plan; the first one plans the same again."""
+    config = {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 64,
+              "n_layer": 2, "n_head": 4, "n_positions": 32, "vocab_size": 256}  # fmt: skip
+    Path("my model.json").write_text(json.dumps(config))
+    sizes = ("--batch", "8", "--seq", "32", "--mesh", "1x4", "--hardware", "a100-80gb")
+    words = ("my model.json", *sizes, *flags.split())
+    good(run("report", *words, "--no-replan", "--json"))
+    facts = page_facts(Path("plan.html").read_text())
+    rows = facts["choices"] + facts["machine"]
+    for row in rows:
+        program, *again = shlex.split(row["command"])
+        assert program == "autopar" and good(run(*again, "--json"))
+    program, *again = shlex.split(facts["command"])
+    good(run(*again, "-o", "again.json", "--json"))
+    good(run("plan", *words, "-o", "plan.json", "--json"))
+    assert Path("again.json").read_text() == Path("plan.json").read_text()
 
 
 def test_report_that_cannot_be_written(run: Run) -> None:

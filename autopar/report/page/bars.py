@@ -1,4 +1,4 @@
-"""The two bars of the page: what the step is made of, and what memory is made of at its peak."""
+"""The bar of time: what the step is made of. Memory is in `memory.py`."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from autopar.cost.laws import CostModel
-from autopar.cost.price import peak_memory_of, step_shares
+from autopar.cost.price import step_shares
 from autopar.cost.simulate import Timeline
 from autopar.program.lines import Pipeline
 
@@ -20,14 +20,6 @@ _NAMES = {
     "wait": "waits for messages",
     "idle": "bubble",
     "optimizer": "optimizer",
-}
-# Kinds of `cost/memory` that one reader's word covers, in the order of the bar.
-_MEMORY = {
-    "weights": ("parameters",),
-    "gradients": ("gradients", "gradients of uses", "synced"),
-    "optimizer": ("optimizer",),
-    "gathered weights": ("converted", "gathered"),
-    "buffers": ("workspace", "batch", "messages"),
 }
 
 
@@ -49,27 +41,4 @@ def time_bar(pipeline: Pipeline, costs: Sequence[CostModel], timeline: Timeline)
             {"kind": "collective", "name": f"collectives over {s.axes}", "time_s": s.time_s}
             for s in shares.hidden
         ],
-    }
-
-
-def memory_bar(pipeline: Pipeline, optimizer: str, limit_bytes: float) -> dict[str, Any]:
-    """Bytes of one rank of the fullest stage at its peak, by kind; they add up to the peak."""
-    peaks = [peak_memory_of(pipeline, k, optimizer) for k in range(pipeline.n_stages)]
-    stage = max(range(len(peaks)), key=lambda k: peaks[k].peak_bytes)
-    peak = peaks[stage]
-    left = {kind: size for kind, size in peak.parts.items() if size}
-    parts = []
-    for name, kinds in _MEMORY.items():
-        size_bytes = sum(left.pop(kind, 0.0) for kind in kinds)
-        if size_bytes:
-            parts.append({"name": name, "size_bytes": size_bytes})
-    if left:
-        at = sum(part["name"] in ("weights", "gradients", "optimizer") for part in parts)
-        parts.insert(at, {"name": "activations", "size_bytes": sum(left.values())})
-    return {
-        "stage": stage,
-        "peak_bytes": peak.peak_bytes,
-        "limit_bytes": limit_bytes,
-        "at": peak.at.replace("/", " ").partition("#")[0].strip(),
-        "parts": parts,
     }

@@ -3,10 +3,12 @@
     model, chosen, headline     what was planned, and which candidate won
     verdict, warnings           sentences
     setting                     mesh, inputs, precision, optimizer, microbatches, schedule, hash
-    predicted                   `Predicted`, seconds and bytes
+    predicted, figures          `Predicted`; the same per device and per trillion tokens
     optimality, assumptions     lines
-    time, memory                the two bars (`bars.py`)
-    helps                       what other machines or batches would change (`subject.py`)
+    time, memory                the two bars (`bars.py`, `memory.py`)
+    live                        memory over the step (`memory.py`)
+    command                     what plans it again
+    choices, machine            what other options or machines would change (`subject.py`)
     alternatives                candidates of the search; `chosen` marks the plan's own
     stages                      the graph of each (`graph.py`)
     timeline                    the simulated step (`timeline.py`)
@@ -25,13 +27,14 @@ from typing import Any
 
 from autopar.cost.price import summary_of
 from autopar.plans import Alternative
-from autopar.report.page.bars import memory_bar, time_bar
+from autopar.report.page.bars import time_bar
 from autopar.report.page.graph import graphs
+from autopar.report.page.memory import memory_bar, memory_facts
 from autopar.report.page.subject import Subject
 from autopar.report.page.tables import (
     collective_table,
     crossing_table,
-    device_map,
+    device_groups,
     parameter_table,
     tie_texts,
 )
@@ -57,11 +60,15 @@ def plan_facts(subject: Subject) -> dict[str, Any]:
         "warnings": idle_warnings(data),
         "setting": _setting(subject),
         "predicted": asdict(subject.predicted),
+        "figures": figures(subject),
         "optimality": optimality(data, subject.predicted.step_time_s),
         "assumptions": subject.assumed.splitlines(),
         "time": time_bar(subject.pipeline, subject.costs, subject.timeline),
         "memory": memory_bar(subject.pipeline, data.optimizer, subject.limit_bytes),
-        "helps": [asdict(row) for row in subject.helps],
+        "live": memory_facts(subject),
+        "command": subject.command,
+        "choices": [asdict(row) for row in subject.choices],
+        "machine": [asdict(row) for row in subject.machine],
         "alternatives": [_alternative(row, subject) for row in data.alternatives],
         "stages": graphs(subject),
         "timeline": timeline_facts(subject),
@@ -69,8 +76,22 @@ def plan_facts(subject: Subject) -> dict[str, Any]:
         "collectives": collective_table(subject),
         "crossings": crossing_table(subject),
         "ties": tie_texts(subject),
-        "devices": device_map(subject),
+        "devices": device_groups(subject),
         "code": dict(subject.sources),
+    }
+
+
+def figures(subject: Subject) -> dict[str, float | None]:
+    """Rates of one device, the days that a trillion tokens take, and the bytes left free."""
+    predicted, n = subject.predicted, subject.pipeline.n_ranks
+    tokens_per_s, samples_per_s = predicted.tokens_per_s, predicted.samples_per_s
+    return {
+        "tokens_per_s": tokens_per_s / n if tokens_per_s else None,
+        "samples_per_s": samples_per_s / n if samples_per_s else None,
+        "flops_per_s": predicted.mfu * subject.hardware.peak_flops_per_s,
+        "days_per_trillion_tokens": 1e12 / tokens_per_s / 86400 if tokens_per_s else None,
+        "free_bytes": subject.hardware.device.memory_bytes - predicted.peak_bytes,
+        "device_bytes": subject.hardware.device.memory_bytes,
     }
 
 

@@ -15,10 +15,11 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from autopar.cost.price import backward_lines, forward_lines
 from autopar.plans import RunnerUp, operator_text, storage_text
+from autopar.program.communication import Collective
 from autopar.program.lines import CallLine, Local, Pipeline, StageProgram, Storage, starred
 from autopar.report.page.subject import Subject
 from autopar.report.picture import (
@@ -40,9 +41,34 @@ def graphs(subject: Subject) -> list[dict[str, Any]]:
     """The graph of every stage."""
     files = list(subject.sources.items())
     return [
-        _StageGraph(program, subject.pipeline, k, subject.runners_up[k], files[k]).data()
+        _StageGraph(
+            program, subject.pipeline, subject.runners_up[k], files[k],
+            _moved(program, [c for c in subject.collectives if c.stage == k]),
+        ).data()
         for k, program in enumerate(subject.pipeline.stages)
-    ]
+    ]  # fmt: skip
+
+
+def _moved(
+    program: StageProgram, collectives: Sequence[Collective]
+) -> dict[str, list[dict[str, Any]]]:
+    """Parameter -> its gathers and gradient sync of a step; a fused call is shared out by size."""
+    size_of = {p.name: p.stored.size_bytes for p in program.parameters}
+    found: dict[str, dict[tuple[str, str], float]] = {}
+    for c in collectives:
+        names = [name for name in c.tensor.split(", ") if name in size_of]
+        whole_bytes = sum(size_of[name] for name in names)
+        for name in names if c.phase in ("param_gather", "grad_sync") else ():
+            sums, key = found.setdefault(name, {}), (c.phase, c.axes_text)
+            more_bytes = c.count * c.size_bytes * size_of[name] / whole_bytes
+            sums[key] = sums.get(key, 0.0) + more_bytes
+    return {
+        name: [
+            {"phase": phase, "axes": axes, "size_bytes": size}
+            for (phase, axes), size in sums.items()
+        ]
+        for name, sums in found.items()
+    }
 
 
 class _StageGraph:
@@ -50,11 +76,11 @@ class _StageGraph:
         self,
         program: StageProgram,
         pipeline: Pipeline,
-        stage: int,
         runners_up: Mapping[str, Sequence[RunnerUp]],
         source: tuple[str, str],
+        moved: Mapping[str, list[dict[str, Any]]],
     ) -> None:
-        self.program, self.runners_up = program, runners_up
+        self.program, self.runners_up, self.moved = program, runners_up, moved
         self.n_microbatches = pipeline.n_microbatches
         self.file, text = source
         self.headings = _headings(text)
@@ -109,10 +135,14 @@ class _StageGraph:
 
     def _detail(self, node: PictureNode) -> dict[str, Any]:
         """What a node is: where it comes from, what it costs, what it was chosen over."""
-        seconds = [self.seconds.get(line.key, (0.0, 0.0)) for line in node.lines]
+        seconds = [self.seconds.get(line.key, _NO_TIME) for line in node.lines]
         n = self.n_microbatches
         core = [x for x in node.lines if operator_name(x) not in VIEWS] or list(node.lines)
-        names = Counter(operator_name(line) for line in core)
+        # The dearest first, attention before all, for there may be no room for all.
+        dearest = sorted(
+            core, key=lambda x: (not x.is_attention, -sum(self.seconds.get(x.key, _NO_TIME)[:2]))
+        )
+        names = Counter(operator_name(line) for line in dearest)
         module = core[-1].key.rpartition("/")[0] if core else ""
         return {
             "kind": node.kind,
@@ -123,8 +153,9 @@ class _StageGraph:
             "shape": _shape(node.result),
             "global_shape": _global_shape(node.result),
             "dtype": str(node.result.dtype).removeprefix("torch.") if node.result else "",
-            "forward_s": n * sum(f for f, _ in seconds),
-            "backward_s": n * sum(b for _, b in seconds),
+            "forward_s": n * sum(s.forward_s for s in seconds),
+            "backward_s": n * sum(s.backward_s for s in seconds),
+            "again_s": n * sum(s.again_s for s in seconds),
             "kept_bytes": sum(
                 line.saved_bytes + sum(o.size_bytes for o in line.outs if o.name in self.kept)
                 for line in node.lines
@@ -158,6 +189,7 @@ class _StageGraph:
             "period": p.period,
             "stored_bytes": p.stored.size_bytes,
             "gathers": traffic(used.gathers, self.program),
+            "moved": self.moved.get(p.name, []),
             "runners_up": self._runners_up(p.name),
         }
 
@@ -193,19 +225,29 @@ def _option(option: RunnerUp) -> str:
     return operator_text(option.decided.inputs, option.decided.outputs)
 
 
-def _line_seconds(program: StageProgram) -> dict[str, tuple[float, float]]:
-    """Key of an operator -> its seconds in one microbatch: forward; backward and again."""
-    found: dict[str, tuple[float, float]] = {}
-    for number, lines in enumerate((forward_lines(program), backward_lines(program))):
+class _Seconds(NamedTuple):
+    """Of an operator in one microbatch. Backward has what runs again, which is `again_s`."""
+
+    forward_s: float = 0.0
+    backward_s: float = 0.0
+    again_s: float = 0.0
+
+
+_NO_TIME = _Seconds()
+
+
+def _line_seconds(program: StageProgram) -> dict[str, _Seconds]:
+    """Key of an operator -> its seconds."""
+    found: dict[str, _Seconds] = {}
+    for is_backward, lines in enumerate((forward_lines(program), backward_lines(program))):
         for time in lines:
             line = program.body[time.position]
             if isinstance(line, CallLine):
-                forward_s, backward_s = found.get(line.key, (0.0, 0.0))
-                more_s = time.n * time.time_s
-                found[line.key] = (
-                    (forward_s + more_s, backward_s)
-                    if number == 0
-                    else (forward_s, backward_s + more_s)
+                was, more_s = found.get(line.key, _NO_TIME), time.n * time.time_s
+                found[line.key] = _Seconds(
+                    was.forward_s + (0.0 if is_backward else more_s),
+                    was.backward_s + (more_s if is_backward else 0.0),
+                    was.again_s + (more_s if time.again else 0.0),
                 )
     return found
 

@@ -15,13 +15,14 @@ from autopar.program.lines import Pipeline
 
 @dataclass(frozen=True)
 class Help:
-    """What another machine or batch would change.
+    """What another option, machine or batch would change.
 
     what         in words, as "links between nodes twice as fast"
     step_time_s  of the same plan then; None if it does not run, or was not simulated
     gain         samples per second, relative to the plan, minus 1
     note         why there is no time, or what the time leaves out
-    command      flags of the command line that show it
+    command      a command or Python that shows it
+    peak_bytes   of a rank then
     """
 
     what: str
@@ -29,11 +30,15 @@ class Help:
     gain: float | None
     note: str
     command: str
+    peak_bytes: float | None = None
 
 
 @dataclass(frozen=True)
 class Subject:
-    """A bound plan. `costs` and `runners_up` are by stage; `sources` are its generated files."""
+    """A bound plan. `costs` and `runners_up` are by stage; `sources` are its generated files.
+
+    `choices` and `machine` would help; `command` plans it again.
+    """
 
     data: PlanData
     pipeline: Pipeline
@@ -43,7 +48,9 @@ class Subject:
     timeline: Timeline
     hardware: Hardware
     runners_up: Sequence[Mapping[str, Sequence[RunnerUp]]]
-    helps: Sequence[Help]
+    choices: Sequence[Help]
+    machine: Sequence[Help]
+    command: str
     sources: Mapping[str, str]
     assumed: str
 

@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import asdict
 from typing import Any
 
 from autopar.placement import COLLECTIVES
 from autopar.program.communication import Collective
-from autopar.program.lines import StageProgram, starred
+from autopar.program.lines import starred
 from autopar.report.page.subject import Subject
 from autopar.report.stages import crossing_rows, tie_text
 from autopar.report.tables import parameter_rows
@@ -71,18 +70,28 @@ def tie_texts(subject: Subject) -> list[str]:
     return [tie_text(subject.pipeline, tie) for tie in subject.pipeline.ties]
 
 
-def device_map(subject: Subject) -> list[dict[str, Any]]:
-    """Every rank: its node, its stage, and its place on the axes of that."""
-    return list(_devices(subject))
+def device_groups(subject: Subject) -> list[dict[str, Any]]:
+    """Of every stage: its ranks, and on each axis the groups that work together, with their link.
 
-
-def _devices(subject: Subject) -> Iterator[dict[str, Any]]:
-    n_local = subject.data.mesh.shape[-1]
-    for stage, mesh in enumerate(subject.pipeline.meshes):
-        program: StageProgram = subject.pipeline.stages[stage]
-        for rank in mesh.ranks:
-            at = zip(program.axis_names, mesh.coordinate(rank), strict=True)
-            yield {
-                "rank": rank, "node": rank // n_local, "stage": stage,
-                "at": dict(at),
-            }  # fmt: skip
+    `first` are the ranks of the first group; the others are as far apart.
+    """
+    n_local, links = subject.data.mesh.shape[-1], subject.hardware.links
+    found = []
+    for program, mesh in zip(subject.pipeline.stages, subject.pipeline.meshes, strict=True):
+        axes = []
+        for axis, (name, size) in enumerate(
+            zip(program.axis_names, program.axis_sizes, strict=True)
+        ):
+            if size == 1:
+                continue
+            at = {rank: mesh.coordinate(rank) for rank in mesh.ranks}
+            first = [r for r, c in at.items() if not any(c[:axis]) and not any(c[axis + 1 :])]
+            n_nodes = len({rank // n_local for rank in first})
+            link = links[-1] if n_nodes == 1 else links[0]
+            axes.append(
+                {"name": name, "size": size, "groups": len(at) // size, "first": first,
+                 "n_nodes": n_nodes,
+                 "bytes_per_s": 1 / link.s_per_byte if link.s_per_byte else None}
+            )  # fmt: skip
+        found.append({"ranks": [mesh.ranks[0], mesh.ranks[-1]], "axes": axes})
+    return found

@@ -1,11 +1,11 @@
-"""The simulated step as data: what each device does when, by layer, and the bytes it holds.
+"""The simulated step as data: what each device does when, by layer.
 
     actions    names of actions, which events give by number
     events     [device, lane, action, start_s, end_s]; lanes: 0 compute, 1 collectives, 2 messages
     layers     names; of each stage, `forward` and `backward` of one microbatch as
-               [layer, compute_s, waited_s, overlapped_s] in the order in which they run; and
+               [layer, compute_s, [phase, waited_s, overlapped_s] ...] in the order in which they
+               run, with what waits for and runs beside collectives of a phase; and
                `slowdown`, by how much longer compute takes beside communication, as a fraction
-    memory     of each device, [time_s, size_bytes] at every change
 
 An action `2F0` is stage 2's forward of microbatch 0. The page cuts it into its layers: each waits
 for its collectives, then computes. What compute is slowed by is spread evenly.
@@ -41,7 +41,11 @@ def timeline_facts(subject: Subject) -> dict[str, Any]:
         subject.pipeline.stages, subject.costs, timeline.record.stages, strict=True
     ):
         forward, backward = (
-            [[number(layers, w.layer), w.compute_s, w.waited_s, w.overlapped_s] for w in works]
+            [
+                [number(layers, w.layer), rounded(w.compute_s)]
+                + [[phase, *map(rounded, seconds)] for phase, seconds in w.by_phase().items()]
+                for w in works
+            ]
             for works in layer_works(program, cost)
         )
         slowdown = times.overlap_slowdown_fraction
@@ -53,9 +57,6 @@ def timeline_facts(subject: Subject) -> dict[str, Any]:
         "events": events,
         "layers": list(layers),
         "stages": stages,
-        "memory": [
-            [list(point) for point in timeline.memory(k)] for k in range(len(timeline.devices))
-        ],
     }
 
 

@@ -75,6 +75,24 @@ def test_the_parts_add_up_to_the_step_and_the_peak(plan: Plan, facts: dict[str, 
     assert math.fsum(sizes) == pytest.approx(plan.predicted.peak_bytes) and min(sizes) > 0
 
 
+def test_live_memory_rises_to_the_peak_and_falls(plan: Plan, facts: dict[str, Any]) -> None:
+    """Every moment of `peak_memory`, by kind; activations go in backward."""
+    kinds, peaks = facts["live"]["kinds"], plan.predicted.peak_bytes_per_stage
+    for stage, peak_bytes in zip(facts["live"]["stages"], peaks, strict=True):
+        phases = stage["phases"]
+        shown = [sum(sizes) for _, points, *_ in phases for _, sizes, _ in points]
+        assert max(shown) == pytest.approx(peak_bytes) == stage["peak"][0]
+        assert math.fsum(row[3] for row in stage["held"]) <= peak_bytes * (1 + 1e-9)
+        for _, points, left, _ in phases:
+            shares = [share for share, *_ in points]
+            assert shares == sorted(shares) and all(0 <= share <= 1 for share in shares)
+            assert min(left) >= 0 and min(min(sizes) for _, sizes, _ in points) >= 0
+        (_, _, before, _), (_, _, kept, others), (_, _, left, others_later) = phases[:3]
+        assert sum(kept) - others - sum(before) == pytest.approx(stage["kept"])
+        at = kinds.index("activations")
+        assert left[at] - others_later < 0.01 * (kept[at] - others)
+
+
 def test_layers_add_up_to_the_actions(plan: Plan) -> None:
     bound, stages = bound_of(plan), plan.simulate().record.stages
     for program, cost, times in zip(bound.pipeline.stages, bound.costs, stages, strict=True):
@@ -136,19 +154,50 @@ def test_runners_up_are_those_of_each_decision() -> None:
 @nightly
 def test_what_helps_is_what_it_would_be() -> None:
     plan = gpt2(1)
-    rows = {row["what"]: row for row in json.loads(plan.to_json())["helps"]}
+    facts = json.loads(plan.to_json())
+    rows = {row["what"]: row for row in facts["choices"] + facts["machine"]}
     for row in rows.values():
-        if "--what-if" in row["command"]:
-            change = row["command"].partition("--what-if ")[2]
+        if "what_if" in row["command"]:
+            change = row["command"].split('"')[1]
             assert row["step_time_s"] == plan.what_if(change).simulate().step_time_s
     assert "links between nodes twice as fast" not in rows
     assert rows["half the memory"]["gain"] == 0.0
     assert rows["twice the nodes, same batch"]["step_time_s"] <= plan.predicted.step_time_s
     tight = gpt2(1, memory_limit=int(plan.predicted.peak_bytes * 1.05))
-    row = {row["what"]: row for row in json.loads(tight.to_json())["helps"]}["half the memory"]
+    row = {row["what"]: row for row in json.loads(tight.to_json())["machine"]}["half the memory"]
     assert "the plan needs" in row["note"] or "no plan fits" in row["note"]
-    quick = {row["what"]: row for row in json.loads(tight.to_json(replan=False))["helps"]}
+    quick = {row["what"]: row for row in json.loads(tight.to_json(replan=False))["machine"]}
     assert quick["half the memory"]["step_time_s"] is None
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        pytest.param(
+            {"microbatches": 2, "memory_limit": 40 * 2**30, "forbid": ["tensor"]}, marks=nightly
+        ),
+        {"manual": Manual(dp=2, tp=2, sp=True, zero=1), "reduce_dtype": None},
+        {"force": {"transformer.wte.weight": "S(0)@0"}, "mesh_shape": {"dp": 4, "tp": 1}},
+    ],
+)
+def test_python_that_is_printed_runs(
+    options: dict[str, Any], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It plans the same again, and what every row says."""
+    config = AutoConfig.for_model("gpt2", n_layer=1, n_embd=64, n_head=4, vocab_size=256)
+    ids = torch.zeros(8, 32, dtype=torch.int64)
+    names: dict[str, Any] = {
+        "autopar": autopar, "model": AutoModelForCausalLM.from_config(config),
+        "example_inputs": {"input_ids": ids, "labels": ids},
+    }  # fmt: skip
+    mesh = Mesh((1, 4), hardware="a100-80gb")
+    names["plan"] = autopar.plan(names["model"], mesh, names["example_inputs"], **options)
+    facts = json.loads(names["plan"].to_json(replan=False))
+    exec(facts["command"].replace("print(", "again = (", 1), names)
+    assert names["again"].data.to_json() == names["plan"].data.to_json()
+    for row in facts["choices"] + facts["machine"]:
+        exec(row["command"], names)
+    assert capsys.readouterr().out
 
 
 @nightly
@@ -161,7 +210,8 @@ def test_every_bound_plan_has_facts(tmp_path: Path) -> None:
     loaded = Plan.load(tmp_path / "plan.json").bind(model)
     changed = autopar.plan(model, (1, 2), batch()).what_if("device.peak_flops_per_s=2x")
     for each in (plan, loaded, changed):
-        rows = {row["what"]: row for row in json.loads(each.to_json())["helps"]}
+        facts = json.loads(each.to_json())
+        rows = {row["what"]: row for row in facts["choices"] + facts["machine"]}
         assert not any("what-if" in row["command"] for row in rows.values())
         doubled = rows[
             "twice the nodes, same batch" if each is changed else "twice the devices, same batch"

@@ -1,7 +1,7 @@
 // Two stacked bars: what the step is made of, and what memory is made of at its peak.
 import { h, figure } from "./dom.js";
 import * as format from "./format.js";
-import { MEMORY, TIME } from "./kinds.js";
+import { MEMORY, MEMORY_WORDS, TIME } from "./kinds.js";
 
 /** The step of one plan; `most` is the length of a full bar, for bars on one scale. */
 export function timeBar(time, most = time.step_time_s) {
@@ -23,7 +23,7 @@ export function memoryBar(memory, most = Math.max(memory.limit_bytes, memory.pea
     title: `limit ${format.bytes(memory.limit_bytes)}`,
   });
   bar.append(limit);
-  const rows = parts.map((p) => row(p, memory.peak_bytes, format.bytes));
+  const rows = parts.map((p) => row(p, memory.peak_bytes, format.bytes, MEMORY_WORDS[p.name]));
   return h("div", { class: "bar-of", "data-bar": "memory" }, bar,
     legend(rows, "peak", memory.peak_bytes, format.bytes),
     h("p", { class: "small" }, "of ", figure(memory.limit_bytes, format.bytes, { "data-what": "limit" }),
@@ -39,9 +39,9 @@ function stacked(parts, most, text, said = "") {
     }, h("span", { class: "in-piece" }, p.size / most > 0.09 ? p.name : ""))));
 }
 
-function row(part, whole, text) {
+function row(part, whole, text, said = "") {
   return h("tr", {},
-    h("td", {}, h("span", { class: part.isHidden ? "swatch hatched" : "swatch", style: `background-color: ${part.colour}` }), part.name),
+    h("td", {}, h("span", { class: part.isHidden ? "swatch hatched" : "swatch", style: `background-color: ${part.colour}` }), part.name, said ? h("div", { class: "small said" }, said) : null),
     h("td", { class: "n" }, figure(part.size, text, { "data-part": part.name })),
     h("td", { class: "n" }, format.percent(part.size / whole)));
 }

@@ -1,6 +1,7 @@
 // What is known of one node of the graph, beside it.
 import { figure, h } from "./dom.js";
 import * as format from "./format.js";
+import { movedText } from "./graph.js";
 
 export const codeLink = ({ file, line }) => `#${file}-${line}`;
 
@@ -9,7 +10,7 @@ export const shortPath = (path) => path.replace(/^.*\/(site|dist)-packages\//, "
 
 export function details(shown, axes) {
   const d = shown.detail;
-  const row = (name, ...value) => h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, ...value));
+  const row = (name, ...value) => h("tr", {}, h("th", { scope: "row" }, name), h("td", {}, ...value.flat()));
   const spec = (text) => `${text} on ${axes.map((a) => a.name).join(" ")}`;
   return [
     h("h3", {}, shown.path || shown.title),
@@ -19,7 +20,8 @@ export function details(shown, axes) {
       d.shape.length ? row("result", `${d.dtype}[${d.shape.join(", ")}] on a rank, [${d.global_shape.join(", ")}] of a microbatch on all`) : "",
       d.placements.length ? row("placement", d.placements.map((p) => `${p.axis}: ${p.placement}, ${p.kind}`).join("; ")) : "",
       row("forward", figure(d.forward_s, format.seconds, { "data-what": "forward" }), " a step"),
-      row("backward", figure(d.backward_s, format.seconds, { "data-what": "backward" }), " a step"),
+      row("backward", figure(d.backward_s, format.seconds, { "data-what": "backward" }), " a step", d.again_s ? [", of it run again: ", figure(d.again_s, format.seconds)] : ""),
+      movedText(d) ? row("communication", `${movedText(d)} a step`) : "",
       row("kept for backward", figure(d.kept_bytes, format.bytes, { "data-what": "kept" }), " a microbatch"),
       d.collectives.length ? row("inside", d.collectives.map((c) => `${c.kind} over ${c.axes}, ${format.bytes(c.size_bytes)}`).join("; ")) : "",
       d.where.length ? row("source", d.where.map((where) => h("div", { class: "source", title: where }, shortPath(where)))) : "",

@@ -26,6 +26,14 @@ export function count(value) {
   return value === null || value === undefined ? NONE : threeDigits(value, COUNTS);
 }
 
+export function flops(rate) {
+  return rate === null || rate === undefined ? NONE : `${count(rate)}FLOP/s`.replace(/(\d)FLOP/, "$1 FLOP");
+}
+
+export function days(value) {
+  return value === null || value === undefined ? NONE : `${Number(value.toPrecision(3)).toLocaleString("en")} days`;
+}
+
 export function percent(share, digits = 1) {
   return share === null || share === undefined ? NONE : `${fixed(100 * share, digits)}%`;
 }

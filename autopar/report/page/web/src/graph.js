@@ -9,7 +9,11 @@ import { zoom, zoomIdentity } from "d3-zoom";
 import { h, s } from "./dom.js";
 import * as format from "./format.js";
 import { PLACED } from "./kinds.js";
+import { keep, kept } from "./state.js";
+import { HOW, isAsked } from "./zooms.js";
 
+// The smallest text is of 11 px, and readable from 9.
+const LEAST_SCALE = 9 / 11;
 const CHIP = 17, LINE = 15, PAD = 8;
 const layouts = instance();
 
@@ -61,21 +65,23 @@ export class Graph {
   constructor(stages, onselect) {
     this.stages = stages;
     this.onselect = onselect;
-    this.unfolded = new Set();
-    this.heat = "time";
+    this.unfolded = new Set(kept("unfold")?.split(",").filter(Boolean));
+    this.heat = kept("heat") ?? "time";
     this.view = s("g");
     this.svg = s("svg", { class: "graph", role: "group", "aria-label": "graph of the stages", tabindex: 0 }, this.view);
-    this.zoom = zoom().scaleExtent([0.02, 4]).on("zoom", ({ transform }) => this.view.setAttribute("transform", transform));
+    this.zoom = zoom().filter(isAsked).scaleExtent([0.02, 4]).on("zoom", ({ transform }) => this.zoomed(transform));
     select(this.svg).call(this.zoom).on("dblclick.zoom", null);
     this.search = h("input", { type: "search", id: "graph-search", placeholder: "search modules, operators, parameters", "aria-label": "search the graph", oninput: () => this.find() });
     this.found = h("span", { class: "small", role: "status", id: "graph-found" });
-    const heat = h("select", { id: "heat", "aria-label": "colour by", onchange: () => { this.heat = heat.value; this.paint(); } },
+    const heat = h("select", { id: "heat", "aria-label": "colour by", onchange: () => { this.heat = heat.value; keep("heat", heat.value); this.paint(); } },
       h("option", { value: "time" }, "colour by time"), h("option", { value: "bytes" }, "colour by bytes"), h("option", { value: "none" }, "no colour"));
+    heat.value = this.heat;
+    this.scaleOf = h("span", { class: "heat-scale", id: "heat-scale" });
     const button = (id, text, act) => h("button", { type: "button", id, onclick: act }, text);
     this.element = h("div", { class: "graph-box" },
-      h("div", { class: "tools" }, this.search, this.found, heat,
+      h("div", { class: "tools" }, this.search, this.found, heat, this.scaleOf,
         button("zoom-in", "+", () => this.scale(1.4)), button("zoom-out", "−", () => this.scale(1 / 1.4)), button("fit", "fit", () => this.fit()),
-        button("unfold-all", "unfold all", () => this.foldAll(false)), button("fold-all", "fold all", () => this.foldAll(true))),
+        button("unfold-all", "unfold all", () => this.foldAll(false)), button("fold-all", "fold all", () => this.foldAll(true)), h("span", { class: "small" }, HOW)),
       legend(), this.svg);
     this.svg.addEventListener("keydown", (event) => this.key(event));
   }
@@ -87,6 +93,7 @@ export class Graph {
     this.paper(laid, drawn);
     this.paint();
     this.find(false);
+    if (kept("node")) this.choose(kept("node"));
     this.element.dataset.nodes = drawn.nodes.length;
   }
 
@@ -172,17 +179,20 @@ export class Graph {
   paint() {
     const of = (shown) => (this.heat === "bytes" ? shown.bytes : shown.time);
     const most = Math.max(...[...this.boxes.values()].map(({ shown }) => of(shown)), 1e-30);
+    const text = this.heat === "bytes" ? format.bytes : format.seconds; // a box's share of the colour is its share of the most
+    this.scaleOf.replaceChildren(...(this.heat === "none" ? [] : ["0", h("span", { class: "ramp" }), text(most)]));
     for (const { shown, drawn } of this.boxes.values()) {
-      const share = this.heat === "none" ? 0 : Math.sqrt(of(shown) / most);
-      drawn.querySelector(".body").style.setProperty("--share", `${(70 * share).toFixed(0)}%`);
+      const share = this.heat === "none" ? 0 : of(shown) / most;
+      drawn.querySelector(".body").style.setProperty("--share", `${(85 * share).toFixed(0)}%`);
       const number = drawn.querySelector(".number");
-      number.textContent = this.heat === "none" || !of(shown) ? "" : this.heat === "bytes" ? format.bytes(of(shown)) : format.seconds(of(shown));
+      number.textContent = this.heat === "none" || !of(shown) ? "" : text(of(shown));
     }
   }
 
   choose(id) {
     const found = this.boxes.get(id);
     if (!found) return;
+    keep("node", id);
     for (const { drawn } of this.boxes.values()) drawn.classList.toggle("chosen", drawn === found.drawn);
     this.onselect(found.shown);
   }
@@ -215,17 +225,26 @@ export class Graph {
 
   toggle(key) {
     if (!this.unfolded.delete(key)) this.unfolded.add(key);
+    keep("unfold", [...this.unfolded].join(","));
     return this.draw();
   }
 
   foldAll(isFolded) {
     this.unfolded.clear();
     if (!isFolded) this.stages.forEach((stage, k) => stage.sections.forEach((section, n) => section.blocks.length > 1 && this.unfolded.add(`${k}:${n}`)));
+    keep("unfold", [...this.unfolded].join(","));
     this.isPlaced = false;
     return this.draw();
   }
 
   scale(factor) { select(this.svg).call(this.zoom.scaleBy, factor); }
+
+  /** Text that would be too small is left out; titles of frames keep their size. */
+  zoomed(transform) {
+    this.view.setAttribute("transform", transform);
+    this.view.classList.toggle("far", transform.k < LEAST_SCALE);
+    this.view.style.setProperty("--k", Math.min(transform.k, 1));
+  }
 
   /** The whole graph. */
   fit() {
@@ -237,7 +256,8 @@ export class Graph {
   /** Where reading begins: the first node, large enough to read. */
   begin() {
     const { width } = this.svg.getBoundingClientRect();
-    const k = Math.max(Math.min(width / (this.size.width + 40), 1), 0.7);
+    const k = Math.max(Math.min(width / (this.size.width + 40), 1), LEAST_SCALE);
+    this.svg.style.height = `${Math.min(k * this.size.height + 40, Math.max(0.75 * window.innerHeight, 320))}px`;
     const first = [...this.boxes.values()].reduce((a, b) => (b.y < a.y ? b : a));
     const left = Math.min(Math.max(width / 2 - k * first.x, width - k * this.size.width - 20), (width - k * Math.min(this.size.width, width / k)) / 2);
     select(this.svg).call(this.zoom.transform, zoomIdentity.translate(left, 20).scale(k));
@@ -320,13 +340,24 @@ const chipWidth = (p) => textWidth(chipText(p), "11px sans-serif") + 12;
 function size(shown) {
   const { operators, placements } = shown.detail;
   const chips = placements.reduce((sum, p) => sum + chipWidth(p) + 4, 0);
-  const width = Math.max(textWidth(shown.title, "bold 13px sans-serif") + 74, textWidth(operatorText(operators), "11px sans-serif"), chips, 90) + 2 * PAD;
-  return { width, height: LINE + (operators.length ? LINE : 0) + (placements.length ? CHIP + 4 : 0) + 2 * PAD };
+  const moved = movedText(shown.detail);
+  const width = Math.max(textWidth(shown.title, "bold 13px sans-serif") + 74, textWidth(operatorText(operators), "11px sans-serif"), textWidth(moved, "11px sans-serif"), chips, 90) + 2 * PAD;
+  return { width, height: LINE + (operators.length ? LINE : 0) + (moved ? LINE : 0) + (placements.length ? CHIP + 4 : 0) + 2 * PAD };
 }
 
 function operatorText(operators) {
   const text = operators.join(", ");
   return text.length > 48 ? `${text.slice(0, 46)} …` : text;
+}
+
+/** `gathers 1.8 GiB dp, syncs 448 MiB dp`: what a step moves of its parameters, on a rank. */
+export function movedText({ parameters }) {
+  const sums = new Map();
+  for (const { phase, axes, size_bytes } of parameters.flatMap((p) => p.moved)) {
+    const name = `${phase}:${axes}`;
+    sums.set(name, (sums.get(name) ?? 0) + size_bytes);
+  }
+  return [...sums].map(([name, size]) => `${name.startsWith("param") ? "gathers" : "syncs"} ${format.bytes(size)} ${name.split(":")[1]}`).join(", ");
 }
 
 function nodeBox(shown, x, y, act) {
@@ -340,6 +371,8 @@ function nodeBox(shown, x, y, act) {
     s("text", { class: "number", x: left + width - PAD, y: top + PAD + 11, "text-anchor": "end" }));
   let line = top + PAD + LINE;
   if (operators.length) { drawn.append(s("text", { class: "small-text", x: left + PAD, y: line + 11 }, operatorText(operators))); line += LINE; }
+  const moved = movedText(shown.detail);
+  if (moved) { drawn.append(s("text", { class: "moved", x: left + PAD, y: line + 11 }, moved)); line += LINE; }
   let across = left + PAD;
   for (const p of placements) {
     const wide = chipWidth(p);
@@ -386,5 +419,6 @@ function legend() {
   return h("details", { class: "legend-box" }, h("summary", {}, "legend"),
     h("ul", {}, Object.entries(PLACED).map(([kind, text]) => h("li", {}, h("span", { class: `chip-word ${kind}` }, kind), ` ${text}`)),
       h("li", {}, "a pill on an edge: the tensor is resharded, forward | backward, with the bytes of one microbatch and rank"),
+      h("li", {}, "gathers, syncs: bytes of its parameters that a rank gathers, and of their gradients that it reduces, in a step"),
       h("li", {}, "×N: N equal blocks in a row, drawn once")));
 }

@@ -1,9 +1,11 @@
 // The page of one plan, from its verdict to its code.
 import { memoryBar, timeBar } from "./bars.js";
+import { alternatives, command, helps } from "./choices.js";
 import { codeLink, details, shortPath } from "./details.js";
 import { figure, h, section } from "./dom.js";
 import * as format from "./format.js";
 import { Graph } from "./graph.js";
+import { anchor } from "./state.js";
 import { table } from "./table.js";
 import { themeButton } from "./theme.js";
 import { TimelineView } from "./timeline.js";
@@ -11,8 +13,8 @@ import { TimelineView } from "./timeline.js";
 export function planPage(facts) {
   const isSeveral = facts.stages.length > 1;
   const parts = [
-    section("made-of", "What the step and the memory are made of", bars(facts)),
-    section("helps", "What would help", helps(facts.helps)),
+    section("made-of", "Time and memory", bars(facts)),
+    section("helps", "What would help", helps(facts)),
     section("alternatives", "Alternatives", alternatives(facts)),
     section("operators", "Dearest operators", operators(facts, isSeveral)),
     section("graph", "Graph", graph(facts)),
@@ -24,24 +26,31 @@ export function planPage(facts) {
     section("code", "Generated code", code(facts.code)),
     section("assumptions", "Assumptions", assumptions(facts)),
   ].filter(Boolean);
-  return [header(facts, parts), ...parts];
+  return [header(facts), navigation(parts), ...parts];
 }
 
-function header(facts, parts) {
-  const { setting, predicted } = facts;
-  const number = (name, value, text) => h("div", { class: "number" }, h("dt", {}, name), h("dd", {}, figure(value, text, { "data-predicted": name })));
+function header(facts) {
+  const { setting, predicted, figures } = facts, state = facts.assumptions.find((line) => line.startsWith("state:"));
+  const number = (name, value, text) => (value === null ? null : h("div", { class: "number" }, h("dt", {}, name), h("dd", {}, figure(value, text, { "data-predicted": name }))));
   return h("header", { id: "verdict" },
     h("div", { class: "top" }, h("h1", {}, facts.model), themeButton()),
-    h("p", { class: "small" }, `${setting.mesh.join(" × ")} ${setting.hardware}; ${setting.inputs.join(", ")}; ${setting.precision === "model" ? "the model's dtypes" : setting.precision}, ${setting.optimizer}, `
-      + `${setting.microbatches} microbatch${setting.microbatches === 1 ? "" : "es"}${facts.stages.length > 1 ? `, ${setting.schedule}` : ""}; found by ${facts.chosen}`),
+    h("p", { class: "small" }, `${setting.mesh.join(" × ")} ${setting.hardware}; ${setting.inputs.join(", ")}; ${setting.optimizer}, `
+      + `${setting.microbatches} microbatch${setting.microbatches === 1 ? "" : "es"}${facts.stages.length > 1 ? `, ${setting.schedule}` : ""}; ${facts.chosen}`),
     h("ul", { class: "verdict" }, facts.verdict.map((sentence) => h("li", {}, sentence))),
     facts.warnings.map((text) => h("p", { class: "note" }, text)),
     h("dl", { class: "numbers" },
-      number("step", predicted.step_time_s, format.seconds), number("tokens/s", predicted.tokens_per_s, format.count), number("samples/s", predicted.samples_per_s, format.count),
-      number("MFU", predicted.mfu, format.percent), number("peak memory", predicted.peak_bytes, format.bytes),
+      number("step", predicted.step_time_s, format.seconds), number("tokens/s", predicted.tokens_per_s, format.count), number("tokens/s per device", figures.tokens_per_s, format.count),
+      number("samples/s", predicted.samples_per_s, format.count), number("MFU", predicted.mfu, format.percent), number("per device", figures.flops_per_s, format.flops),
+      number("a trillion tokens", figures.days_per_trillion_tokens, format.days),
+      number("peak memory", predicted.peak_bytes, format.bytes), number(`free of ${format.bytes(figures.device_bytes)}`, figures.free_bytes, format.bytes),
       number("communication", predicted.comm_time_s, format.seconds), number("of it exposed", predicted.exposed_comm_s, format.seconds),
       facts.stages.length > 1 ? number("bubble", predicted.bubble, format.percent) : null),
-    h("nav", { "aria-label": "parts of the page" }, parts.map((part) => h("a", { href: `#${part.id}` }, part.querySelector("h2").textContent))));
+    state ? h("p", { class: "small", id: "state" }, state) : null,
+    command(facts.command));
+}
+
+function navigation(parts) {
+  return h("nav", { "aria-label": "parts of the page" }, h("a", { href: "#verdict" }, "Verdict"), parts.map((part) => h("a", { href: `#${part.id}` }, part.querySelector("h2").textContent)));
 }
 
 function bars(facts) {
@@ -51,57 +60,18 @@ function bars(facts) {
     h("div", {}, h("h3", {}, `Peak memory of a rank${ofStage(facts.memory.stage)}`), memoryBar(facts.memory)));
 }
 
-function helps(rows) {
-  return h("div", { class: "scroll" }, h("table", { id: "help-rows" },
-    h("caption", {}, "gain: samples per second more. The same plan is simulated, unless it says that another was planned."),
-    h("thead", {}, h("tr", {}, ["what", "gain", "step", "", "to see it"].map((name, k) => h("th", { scope: "col", class: k === 1 || k === 2 ? "n" : null }, name)))),
-    h("tbody", {}, rows.map((row) => h("tr", {}, h("td", {}, row.what), h("td", { class: "n" }, figure(row.gain, format.gain)),
-      h("td", { class: "n" }, figure(row.step_time_s, format.seconds)), h("td", {}, row.note), h("td", {}, h("code", {}, row.command)))))));
-}
-
-function alternatives(facts) {
-  const rows = facts.alternatives;
-  if (!rows.length) return h("p", {}, `${facts.chosen}; no alternatives were tried`);
-  const times = rows.map((row) => row.step_time_s).filter((time) => time !== null);
-  const most = Math.min(Math.max(...times), 3 * Math.min(...times));
-  return h("div", {}, h("p", { class: "small" }, facts.optimality), h("div", { class: "alternatives" }, rows.map((row) => {
-    const wide = row.step_time_s === null ? 0 : Math.min(row.step_time_s / most, 1);
-    return h("details", { class: row.chosen ? "alternative chosen" : "alternative" },
-      h("summary", {}, h("span", { class: "name" }, row.name), h("span", { class: "track" }, h("span", { class: "fill", style: `width: ${100 * wide}%` })),
-        h("span", { class: "n" }, figure(row.step_time_s, format.seconds)), h("span", { class: "why" }, row.chosen ? "the plan" : row.why)),
-      difference(row, facts));
-  })));
-}
-
-/** How an alternative differs from the plan, as far as the search recorded it. */
-function difference(row, facts) {
-  if (row.chosen) return h("div", { class: "difference" }, h("p", {}, "This is the plan."));
-  const own = facts.alternatives.find((one) => one.chosen)?.summary;
-  const known = row.peak_bytes === null ? "" : h("p", {}, "peak memory of a rank: ", figure(row.peak_bytes, format.bytes));
-  if (!row.summary || !own) {
-    return h("div", { class: "difference" }, h("p", {}, row.why || "nothing else is known of it"), known, h("p", { class: "small" }, "Placements are recorded of the fastest alternatives only."));
-  }
-  return h("div", { class: "difference" }, known,
-    sideBySide("seconds of a step", own.times_s, row.summary.times_s, format.seconds),
-    sideBySide("bytes of collectives", own.traffic_bytes, row.summary.traffic_bytes, format.bytes),
-    sideBySide("parameters that differ", own.parameters, row.summary.parameters, (text) => text ?? format.NONE, true));
-}
-
-function sideBySide(title, plan, other, text, onlyDifferent = false) {
-  const keys = [...new Set([...Object.keys(plan), ...Object.keys(other)])].filter((key) => !onlyDifferent || plan[key] !== other[key]);
-  const cell = (value) => h("td", { class: onlyDifferent ? null : "n" }, onlyDifferent ? text(value) : figure(value ?? null, text));
-  return h("table", {}, h("caption", {}, keys.length ? title : `${title}: none`), h("thead", {}, h("tr", {}, ["", "the plan", "this one"].map((name, k) => h("th", { class: k && !onlyDifferent ? "n" : null }, name)))),
-    h("tbody", {}, keys.map((key) => h("tr", {}, h("td", {}, key), cell(plan[key]), cell(other[key])))));
-}
-
 function graph(facts) {
   const panel = h("aside", { class: "details", id: "details", "aria-live": "polite" }, h("p", {}, "Click a box to see what it is, what it costs, and what else could have been chosen."));
-  const drawn = new Graph(facts.stages, (shown) => panel.replaceChildren(...details(shown, facts.stages[shown.stageNumber].axes)));
+  const drawn = new Graph(facts.stages, (shown) => {
+    panel.replaceChildren(...details(shown, facts.stages[shown.stageNumber].axes));
+    both.classList.add("has-choice");
+  });
+  const both = h("div", { class: "graph-and-details" }, drawn.element, panel);
   const begin = new IntersectionObserver((entries) => {
     if (entries.some((entry) => entry.isIntersecting)) { begin.disconnect(); drawn.draw(); }
   }, { rootMargin: "600px" });
   begin.observe(drawn.element);
-  return h("div", { class: "graph-and-details" }, drawn.element, panel);
+  return both;
 }
 
 /** Layer -> where its first operators are printed. */
@@ -120,7 +90,7 @@ function layerLinks(stages) {
 }
 
 function timeline(facts) {
-  return new TimelineView(facts.timeline, facts.memory.limit_bytes, layerLinks(facts.stages)).element;
+  return new TimelineView(facts.timeline, facts.live, facts.memory.limit_bytes, layerLinks(facts.stages)).element;
 }
 
 /** Boxes of the graph by their time in all equal blocks together. */
@@ -128,7 +98,7 @@ function operators(facts, isSeveral) {
   const rows = facts.stages.flatMap((stage, number) => stage.sections.flatMap((part) => part.copies[0].map((node) => {
     const d = stage.details[node], count = part.blocks.length;
     const module = count > 1 ? part.blocks[0].replace(/\d+$/, "*") + d.module.slice(part.blocks[0].length) : d.module;
-    return { ...d, stage: number, module: module || d.name || d.kind, count, time: count * (d.forward_s + d.backward_s) };
+    return { ...d, stage: number, module: module || d.name || d.kind, count, time: count * (d.forward_s + d.backward_s), again: count * d.again_s };
   }))).filter((row) => row.time > 0).sort((a, b) => b.time - a.time);
   const columns = [
     ...(isSeveral ? [stageColumn] : []),
@@ -137,6 +107,7 @@ function operators(facts, isSeveral) {
     { name: "count", value: (r) => r.count, show: (r) => String(r.count), isNumber: true },
     { name: "placement", value: (r) => r.placements.map((p) => p.placement).join(" "), show: (r) => r.placements.map((p) => `${p.axis} ${p.placement}`).join(", ") },
     { name: "time of all", value: (r) => r.time, show: (r) => figure(r.time, format.seconds), isNumber: true },
+    { name: "of it again", value: (r) => r.again, show: (r) => (r.again ? figure(r.again, format.seconds) : ""), isNumber: true },
     { name: "source", value: (r) => r.where.join(" "), show: (r) => h("span", { title: r.where.join("\n") }, shortPath(r.where[0] ?? "")) },
     { name: "generated", value: (r) => r.generated?.line ?? 0, show: (r) => (r.generated ? h("a", { href: codeLink(r.generated) }, `${r.generated.file}:${r.generated.line}`) : "") },
   ];
@@ -183,13 +154,16 @@ function between(facts) {
     facts.ties.map((text) => h("p", {}, text)));
 }
 
+/** Groups and links of each stage; a single axis is said in words. */
 function devices(facts) {
-  const nodes = new Map();
-  for (const device of facts.devices) nodes.set(device.node, [...(nodes.get(device.node) ?? []), device]);
-  const at = (device) => Object.entries(device.at).map(([axis, place]) => `${axis} ${place}`).join(", ");
-  return h("div", { class: "scroll" }, h("p", { class: "small" }, "a row per node; each cell: rank, and its place on the axes"),
-    h("table", { class: "devices" }, h("tbody", {}, [...nodes].map(([node, members]) => h("tr", {}, h("th", { scope: "row" }, `node ${node}`),
-      members.map((d) => h("td", { class: `stage-${d.stage % 6}` }, h("b", {}, String(d.rank)), facts.stages.length > 1 ? ` stage ${d.stage}` : "", h("div", { class: "small" }, at(d)))))))));
+  const list = (ranks) => (ranks.length > 6 ? `${ranks.slice(0, 3).join(", ")}, … ${ranks.at(-1)}` : ranks.join(", "));
+  const axis = ({ name, size, groups, first, n_nodes, bytes_per_s }) => h("li", {}, h("b", {}, `${name} = `),
+    groups === 1 ? `all ${size}, in rank order` : `${groups} groups of ${size}, the first of ranks ${list(first)}`,
+    `; ${n_nodes === 1 ? "inside a node" : `across ${n_nodes} nodes`}${bytes_per_s ? `, ${format.bytes(bytes_per_s)}/s` : ""}`);
+  const stages = facts.devices.map(({ ranks: [first, last], axes }, k) => h("div", { class: "device-stage", style: `flex-grow: ${last - first + 1}` },
+    h("h3", {}, `${facts.stages.length > 1 ? `stage ${k}: ` : ""}${first === last ? `rank ${first}` : `ranks ${first} to ${last}`}`),
+    h("ul", {}, axes.length ? axes.map(axis) : h("li", {}, "one rank"))));
+  return h("div", { class: "devices" }, stages);
 }
 
 function code(files) {
@@ -199,7 +173,7 @@ function code(files) {
 
 /** A link into a closed file opens it, whoever follows it. */
 function openCode() {
-  const line = document.getElementById(decodeURIComponent(location.hash.slice(1)));
+  const line = document.getElementById(anchor());
   const file = line?.closest("details.file");
   if (!file || file.open) return;
   file.open = true;

@@ -4,56 +4,63 @@ import { select } from "d3-selection";
 import { zoom, zoomIdentity } from "d3-zoom";
 import { h } from "./dom.js";
 import * as format from "./format.js";
+import { EVENTS, MEMORY, PHASES } from "./kinds.js";
+import { grouped, partOf, placed, seconds, works } from "./layers.js";
+import { heldAtPeak, highest, memoryCourse, memoryPlot, said } from "./memory.js";
+import { keep, kept } from "./state.js";
+import { HOW, isAsked } from "./zooms.js";
 
-const LEFT = 150, RIGHT = 16, ROW = 22;
-const COLOURS = {
-  forward: "#56b4e9", backward: "#e69f00", "once a step": "#999999", collectives: "#d55e00", messages: "#cc79a7",
-};
+const RIGHT = 16, ROW = 22, NARROW = 600;
 const LANES = ["compute", "collectives", "messages"];
-// An action is cut into its layers where a layer has at least so many pixels.
-const LEAST_PIXELS = 3;
+// What the collectives of actions once a step move.
+const ONCE = { "gather parameters": PHASES.param_gather, "sync gradients": PHASES.grad_sync, "tied gradients": PHASES.grad_sync };
+// An action of so many pixels is cut into its layers, of which neighbours share a box of at least so many.
+const LEAST_CUT = 24, LEAST_PIXELS = 4;
 
 export class TimelineView {
-  constructor(timeline, limitBytes, links) {
+  constructor(timeline, live, limitBytes, links) {
     this.timeline = timeline;
+    this.live = live;
     this.links = links; // of layers, into the generated code
     this.limitBytes = limitBytes;
     this.domain = [0, timeline.step_time_s];
-    const fullest = this.fullest();
-    this.device = h("select", { id: "memory-of", "aria-label": "memory of", onchange: () => this.draw() },
+    const peaks = live.stages.map(({ peak: [size] }) => size), fullest = peaks.indexOf(Math.max(...peaks));
+    this.device = h("select", { id: "memory-of", "aria-label": "memory of", onchange: () => { this.held.replaceChildren(heldAtPeak(live, Number(this.device.value))); this.draw(); } },
       timeline.devices.map((name, k) => h("option", { value: k, selected: k === fullest }, `memory of ${name}`)));
     this.plots = h("div", { class: "plots", tabindex: 0, role: "group", "aria-label": "timeline of a step" });
     this.range = h("span", { class: "small", role: "status", id: "timeline-range" });
+    this.readout = h("p", { class: "small readout", id: "memory-at", role: "status" }, "Point at the memory to see what is held.");
+    this.held = h("div", {}, heldAtPeak(live, fullest));
     const button = (id, text, act) => h("button", { type: "button", id, onclick: act }, text);
     this.element = h("div", { class: "timeline-box" }, h("div", { class: "tools" },
-      button("time-in", "+", () => this.scale(2)), button("time-out", "−", () => this.scale(0.5)), button("time-fit", "whole step", () => this.reset()),
-      this.device, button("perfetto", "save for Perfetto", () => this.save()), this.range),
-    h("ul", { class: "keys" }, Object.entries(COLOURS).map(([name, colour]) => h("li", {}, h("span", { class: "swatch", style: `background-color: ${colour}` }), name))),
-    this.plots);
-    this.zoom = zoom().scaleExtent([1, 20000]).on("zoom", (event) => this.zoomed(event.transform));
+      button("time-in", "+", () => this.scale(2)), button("time-out", "−", () => this.scale(0.5)), button("time-fit", "whole step", () => this.reset()), button("time-peak", "peak", () => this.toPeak()),
+      this.device, button("perfetto", "save for Perfetto", () => this.save()), this.range, h("span", { class: "small" }, HOW)),
+    keys(Object.entries(EVENTS), "above: "), keys(Object.entries(MEMORY), "memory: "), this.plots, this.readout, this.held);
+    this.zoom = zoom().filter(isAsked).scaleExtent([1, 20000]).on("zoom", (event) => this.zoomed(event.transform));
     this.surface = select(this.plots);
     this.surface.call(this.zoom).on("dblclick.zoom", null);
     this.plots.addEventListener("keydown", (event) => this.key(event));
+    this.plots.addEventListener("pointermove", (event) => this.read(event));
+    this.range0 = kept("time")?.split("-").map((share) => share * timeline.step_time_s);
     new ResizeObserver(() => this.resized()).observe(this.plots);
   }
 
-  fullest() {
-    const peaks = this.timeline.memory.map((points) => Math.max(...points.map(([, size]) => size)));
-    return peaks.indexOf(Math.max(...peaks));
-  }
-
-  get width() { return Math.max(this.plots.clientWidth, 320); }
-  get inner() { return this.width - LEFT - RIGHT; }
+  get width() { return Math.max(this.plots.clientWidth, 240); }
+  get left() { return this.width < NARROW ? 92 : 150; }
+  get inner() { return this.width - this.left - RIGHT; }
 
   resized() {
-    const { inner } = this;
-    this.zoom.extent([[LEFT, 0], [LEFT + inner, 100]]).translateExtent([[LEFT, 0], [LEFT + inner, 100]]);
+    const { inner, left } = this;
+    this.zoom.extent([[left, 0], [left + inner, 100]]).translateExtent([[left, 0], [left + inner, 100]]);
+    if (this.range0 && this.plots.clientWidth) { const [from, to] = this.range0; this.range0 = null; this.show(from, to); }
     this.draw();
   }
 
   zoomed(transform) {
-    const at = (x) => ((transform.invertX(x) - LEFT) / this.inner) * this.timeline.step_time_s;
-    this.domain = [Math.max(at(LEFT), 0), Math.min(at(LEFT + this.inner), this.timeline.step_time_s)];
+    const at = (x) => ((transform.invertX(x) - this.left) / this.inner) * this.timeline.step_time_s;
+    this.domain = [Math.max(at(this.left), 0), Math.min(at(this.left + this.inner), this.timeline.step_time_s)];
+    const shares = this.domain.map((time) => (time / this.timeline.step_time_s).toPrecision(6));
+    keep("time", transform.k > 1 ? shares.join("-") : null);
     if (!this.isWaiting) { this.isWaiting = true; requestAnimationFrame(() => { this.isWaiting = false; this.draw(); }); }
   }
 
@@ -63,8 +70,22 @@ export class TimelineView {
   /** Show from one time to another, in seconds. */
   show(from, to) {
     const k = this.timeline.step_time_s / (to - from);
-    const x = LEFT + (from / this.timeline.step_time_s) * this.inner;
-    this.surface.call(this.zoom.transform, zoomIdentity.translate(LEFT - k * x, 0).scale(k));
+    const x = this.left + (from / this.timeline.step_time_s) * this.inner;
+    this.surface.call(this.zoom.transform, zoomIdentity.translate(this.left - k * x, 0).scale(k));
+  }
+
+  /** The moment of the peak, a hundredth of the step wide. */
+  toPeak() {
+    const { step_time_s } = this.timeline, { time } = highest(this.course(Number(this.device.value)));
+    const from = Math.min(Math.max(time - 0.005 * step_time_s, 0), 0.99 * step_time_s);
+    this.show(from, from + 0.01 * step_time_s);
+    this.readout.textContent = said(this.live, this.course(Number(this.device.value)), time);
+  }
+
+  /** What is held at the time under the pointer. */
+  read(event) {
+    const [from, to] = this.domain, share = (event.clientX - this.plots.getBoundingClientRect().left - this.left) / this.inner;
+    if (share >= 0 && share <= 1) this.readout.textContent = said(this.live, this.seen, from + share * (to - from));
   }
 
   key(event) {
@@ -79,28 +100,19 @@ export class TimelineView {
     const [from, to] = this.domain, pixel = (to - from) / this.inner;
     const boxes = [...this.boxes(from, to, pixel)].filter((b) => b.end > from && b.start < to);
     const rows = this.rows();
-    const x = { domain: this.domain, label: null, tickFormat: (t) => format.seconds(t), ticks: 6 };
+    const x = { domain: this.domain, label: null, tickFormat: (t) => format.seconds(t), ticks: this.width < NARROW ? 3 : 6 };
     const lanes = Plot.plot({
-      width: this.width, height: rows.length * ROW + 40, marginLeft: LEFT, marginRight: RIGHT, marginTop: 6, marginBottom: 26, x,
-      y: { domain: rows, label: null, padding: 0.12 },
-      color: { domain: Object.keys(COLOURS), range: Object.values(COLOURS) },
+      width: this.width, height: rows.length * ROW + 40, marginLeft: this.left, marginRight: RIGHT, marginTop: 6, marginBottom: 26, x,
+      y: { domain: rows, label: null, padding: 0.12, tickFormat: (row) => (this.width < NARROW ? row.replace("stage ", "").replace("collectives", "collect.") : row) },
+      color: { domain: Object.keys(EVENTS), range: Object.values(EVENTS) },
       marks: [
         Plot.barX(boxes, { x1: (b) => Math.max(b.start, from), x2: (b) => Math.min(b.end, to), y: "row", fill: "kind", stroke: "var(--paper)", strokeWidth: 0.4, title: "title", href: "href" }),
-        Plot.text(boxes.filter((b) => b.text && (b.end - b.start) / pixel > 7 * b.text.length + 6), { x: (b) => (Math.max(b.start, from) + Math.min(b.end, to)) / 2, y: "row", text: "text", fill: "#111", fontSize: 11, pointerEvents: "none" }),
+        Plot.text(boxes.filter((b) => b.text && fits(b.text, (b.end - b.start) / pixel)), { x: (b) => (Math.max(b.start, from) + Math.min(b.end, to)) / 2, y: "row", text: "text", fill: "#111", fontSize: 11, pointerEvents: "none" }),
       ],
     });
-    const points = this.memory(Number(this.device.value));
-    const top = Math.max(this.limitBytes, ...points.map((p) => p.size)) * 1.05;
-    const memory = Plot.plot({
-      width: this.width, height: 130, marginLeft: LEFT, marginRight: RIGHT, marginTop: 10, marginBottom: 26, x,
-      y: { domain: [0, top], label: null, tickFormat: (b) => format.bytes(b), ticks: binaryTicks(top), grid: true },
-      marks: [
-        Plot.areaY(points, { x: "time", y1: 0, y2: "size", curve: "step-after", fill: "#009e73", fillOpacity: 0.45, clip: true }),
-        Plot.lineY(points, { x: "time", y: "size", curve: "step-after", stroke: "#009e73", clip: true }),
-        Plot.ruleY([this.limitBytes], { stroke: "currentColor", strokeDasharray: "4 3" }),
-        Plot.text([{ y: this.limitBytes }], { y: "y", frameAnchor: "right", dy: -6, textAnchor: "end", text: () => `limit ${format.bytes(this.limitBytes)}` }),
-      ],
-    });
+    this.seen = this.course(Number(this.device.value));
+    const memory = memoryPlot(this.live, this.seen, this.limitBytes, { from, to, pixel, x, width: this.width, marginLeft: this.left, marginRight: RIGHT });
+    this.element.dataset.peak = highest(this.seen).size;
     this.plots.replaceChildren(lanes, memory);
     this.range.textContent = `${format.seconds(from)} to ${format.seconds(to)}`;
     this.element.dataset.boxes = boxes.length;
@@ -117,60 +129,53 @@ export class TimelineView {
     const { events, actions, devices } = this.timeline;
     for (const [device, lane, number, start, end] of events) {
       if (end < from || start > to) continue;
-      const action = actions[number], name = devices[device];
-      const part = action.match(/^(?:collectives of )?(\d+)([FB])(\d+)$/);
-      const isCut = part && lane < 2 && (end - start) / pixel > LEAST_PIXELS * this.works(part).length;
-      if (isCut && lane === 0) yield* this.layers(part, name, start, end);
+      const action = actions[number], name = devices[device], part = partOf(action);
+      const isCut = part && lane < 2 && (end - start) / pixel > LEAST_CUT;
+      if (isCut && lane === 0) yield* this.layers(part, name, start, end, pixel);
       else if (!(isCut && lane === 1)) {
-        yield { row: `${name} ${LANES[lane]}`, start, end, kind: lane === 2 ? "messages" : lane === 1 ? "collectives" : kindOf(part),
+        yield { row: `${name} ${LANES[lane]}`, start, end, kind: lane === 2 ? "messages" : lane === 1 ? ONCE[action] ?? "collectives" : kindOf(part),
           text: lane === 0 ? action : "", title: `${action}: ${format.seconds(end - start)}, from ${format.seconds(start)}` };
       }
     }
   }
 
-  works([, stage, letter]) {
-    return this.timeline.stages[stage][letter === "F" ? "forward" : "backward"];
-  }
-
-  /** An action, layer by layer: each waits for its collectives, then computes. */
-  *layers(part, name, start, end) {
-    const works = this.works(part), sum = (at) => works.reduce((total, work) => total + work[at], 0);
-    const slowed = this.timeline.stages[part[1]].slowdown, compute = sum(1), waited = sum(2), beside = sum(3);
-    const exposed = beside - Math.min(beside, compute * (1 + slowed));
-    const stretch = compute ? (end - start - waited - exposed) / compute : 0;
-    let now = start, free = start;
-    for (const [layer, compute_s, waited_s, beside_s] of works) {
-      const href = this.links.get(this.timeline.layers[layer]);
-      const title = `${part[0].replace("collectives of ", "")}, ${this.timeline.layers[layer]}`;
-      if (waited_s) {
-        yield { row: `${name} collectives`, start: now, end: now + waited_s, kind: "collectives", text: "", title: `${title}: ${format.seconds(waited_s)} of collectives, waited for` };
-        now += waited_s;
+  /** An action, layer by layer, as far as there is room. */
+  *layers(part, name, start, end, pixel) {
+    let free = start;
+    const groups = grouped(works(this.timeline, part), LEAST_PIXELS * pixel);
+    for (const layer of placed(this.timeline, part, groups, start, end)) {
+      const whole = layer.last === layer.name ? layer.name : `${layer.name} … ${layer.last.split(".").at(-1)}`;
+      const title = `${part.join("")}, ${whole}`;
+      const text = [whole, whole.split(".").slice(-2).join("."), whole.split(".").at(-1)].find((words) => fits(words, layer.took / pixel)) ?? "";
+      let now = layer.start - seconds(layer.waits);
+      for (const [phase, time] of layer.waits) {
+        yield { row: `${name} collectives`, start: now, end: now + time, kind: PHASES[phase], text: "", title: `${title}: ${format.seconds(time)} of ${PHASES[phase]}, waited for` };
+        now += time;
       }
-      if (compute_s) {
-        const took = compute_s * stretch;
-        yield { row: `${name} compute`, start: now, end: now + took, kind: kindOf(part), text: this.timeline.layers[layer], href, title: `${title}: ${format.seconds(compute_s)} of compute` };
-        if (beside_s) {
-          free = Math.max(free, now);
-          yield { row: `${name} collectives`, start: free, end: free + beside_s, kind: "collectives", text: "", title: `${title}: ${format.seconds(beside_s)} of collectives beside compute` };
-          free += beside_s;
-        }
-        now += took;
+      if (!layer.compute) continue;
+      yield { row: `${name} compute`, start: now, end: now + layer.took, kind: kindOf(part), text, href: this.links.get(layer.name), title: `${title}: ${format.seconds(layer.compute)} of compute` };
+      for (const [phase, time] of layer.besides) {
+        free = Math.max(free, now);
+        yield { row: `${name} collectives`, start: free, end: free + time, kind: PHASES[phase], text: "", title: `${title}: ${format.seconds(time)} of ${PHASES[phase]} beside compute` };
+        free += time;
       }
     }
   }
 
-  memory(device) {
-    const points = this.timeline.memory[device].map(([time, size]) => ({ time, size }));
-    return [...points, { time: this.timeline.step_time_s, size: points.at(-1).size }];
+  /** The memory of a device over the step, made once. */
+  course(device) {
+    this.courses ??= [];
+    return (this.courses[device] ??= memoryCourse(this.live, this.timeline, device));
   }
 
   /** The step as a trace for Perfetto (Trace Event Format). */
   trace() {
-    const { devices, events, actions, memory } = this.timeline, micro = 1e6;
+    const { devices, events, actions } = this.timeline, micro = 1e6;
     const traceEvents = devices.map((name, pid) => ({ name: "process_name", ph: "M", pid, args: { name } }));
     for (const [pid] of devices.entries()) LANES.forEach((name, tid) => traceEvents.push({ name: "thread_name", ph: "M", pid, tid, args: { name } }));
     for (const [pid, tid, action, start, end] of events) traceEvents.push({ name: actions[action], ph: "X", pid, tid, ts: start * micro, dur: (end - start) * micro });
-    memory.forEach((points, pid) => points.forEach(([time, bytes]) => traceEvents.push({ name: "memory", ph: "C", pid, ts: time * micro, args: { bytes } })));
+    devices.forEach((_, pid) => this.course(pid).forEach(({ time, sizes }) => traceEvents.push({
+      name: "memory", ph: "C", pid, ts: time * micro, args: Object.fromEntries(this.live.kinds.map((kind, k) => [kind, sizes[k]])) })));
     return JSON.stringify({ traceEvents, displayTimeUnit: "ms" });
   }
 
@@ -181,13 +186,12 @@ export class TimelineView {
   }
 }
 
-function kindOf(part) {
-  return part ? (part[2] === "F" ? "forward" : "backward") : "once a step";
+const fits = (text, width) => width > 7 * text.length + 6;
+
+function keys(entries, title) {
+  return h("ul", { class: "keys" }, h("li", { class: "small" }, title), entries.map(([name, colour]) => h("li", {}, h("span", { class: "swatch", style: `background-color: ${colour}` }), name)));
 }
 
-/** A few round numbers of KiB, MiB, GiB, ... up to `top`. */
-function binaryTicks(top) {
-  const unit = 1024 ** Math.floor(Math.log(top) / Math.log(1024));
-  const step = [1, 2, 5, 10, 20, 50, 100, 200, 500].find((n) => top / (n * unit) <= 5) ?? 1000;
-  return Array.from({ length: Math.floor(top / (step * unit)) + 1 }, (_, k) => k * step * unit);
+function kindOf(part) {
+  return part ? (part[1] === "F" ? "forward" : "backward") : "once a step";
 }
