@@ -229,6 +229,8 @@ class WithBuffer(Plain):
 
 
 class Counting(Plain):
+    n: Tensor
+
     def __init__(self, index: int) -> None:
         super().__init__(index)
         self.register_buffer("n", torch.zeros(()))
