@@ -76,14 +76,18 @@ class Commands:
         return shlex.join(words)
 
 
-def options_of(data: PlanData, given: Options | None) -> Options:
+def options_of(data: PlanData, given: Options | None, default_limit_bytes: float) -> Options:
     """The options that a plan was made with: as `given`, or those that a loaded plan records."""
     if given is not None:
         return given
+    n_stages, limit_bytes = len(data.stages), data.limit_bytes
+    is_limited = limit_bytes is not None and limit_bytes != default_limit_bytes
     reduce_dtype = getattr(torch, data.reduce_dtype) if data.reduce_dtype else None
     return replace(
         _DEFAULTS, precision=data.precision, optimizer=data.optimizer, reduce_dtype=reduce_dtype,
         master_weights=data.master_weights, forbid=frozenset(data.forbid),
+        microbatches=data.microbatches, stages=n_stages if n_stages > 1 else "auto",
+        memory_limit=int(limit_bytes or 0) if is_limited else None,
     )  # fmt: skip
 
 

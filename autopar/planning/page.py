@@ -54,7 +54,8 @@ def subject_of(bound: Bound, with_replans: bool, shell: ShellModel | None = None
     """What the page of a bound plan is made of; `shell` is how a command line named its model."""
     made = bound.compilation
     given = made[Target].options if PlanningResult in made else None
-    commands = Commands(bound.mesh, options_of(bound.data, given), shell)
+    options = options_of(bound.data, given, bound.hardware.memory_limit_bytes)
+    commands = Commands(bound.mesh, options, shell)
     choices = [
         *_choices(bound, commands, with_replans),
         _more_microbatches(bound, commands),

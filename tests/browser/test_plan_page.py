@@ -482,6 +482,11 @@ def test_bars_share_a_scale(
     )
     steps = [plan.predicted.step_time_s for plan in plans]
     assert lengths == pytest.approx([100 * step / max(steps) for step in steps], abs=0.01)
+    tops = browser.execute_script(
+        "return [...document.querySelectorAll('#memory .of-plan')].map(e =>"
+        " e.getBoundingClientRect().top)"
+    )
+    assert len(tops) == 2 and len(set(tops)) == 1, "the plans stand side by side"
     notes = browser.execute_script("return document.querySelector('.note').textContent")
     assert "these are plans of different graphs" in notes
     assert not [line for line in browser.get_log("browser") if line["level"] != "INFO"]

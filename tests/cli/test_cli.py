@@ -55,11 +55,14 @@ def test_no_torch_is_imported_for_the_options() -> None:
 
 
 def test_report_of_a_saved_plan(run: Run) -> None:
-    good(run("plan", "tiny:mlp", "--mesh", "1x2", "-o", "plan.json", "--json"))
+    limited = ("--memory-limit", "3GiB", "--microbatches", "2")
+    good(run("plan", "tiny:mlp", "--mesh", "1x2", *limited, "-o", "plan.json", "--json"))
     assert "--model MODEL" in refused(run("report", "plan.json"))
     found = run("report", "plan.json", "--model", "tiny:mlp", "--no-replan")
     assert (found.exit_code, found.stdout) == (shell.GOOD, "plan.html\nplan.dot\n")
     assert Path("plan.dot").read_text().startswith("digraph plan {")
+    _, command, *words = shlex.split(page_facts(Path("plan.html").read_text())["command"])
+    assert good(run(command, *words, "--json")) and set(limited) <= set(words)
     notes = _machine_notes("plan.html")
     assert notes["twice the memory"] == "not planned again"
     again = run("report", *STAGES, "-o", "page.html", "--json")
