@@ -45,7 +45,7 @@ def parse_bytes(text: str) -> int:
             f"{text!r} is a size without a unit", hint=f"write {text}GiB; {text}B is bytes"
         )
     if match is None or match[2].upper() not in _BYTES:
-        raise OptionError(f"{text!r} is no size", hint="write 40GiB or 40GB")
+        raise OptionError(f"{text!r} is not a number of bytes", hint="write 40GiB or 40GB")
     return int(float(match[1]) * _BYTES[match[2].upper()])
 
 

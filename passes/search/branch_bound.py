@@ -98,14 +98,14 @@ class BranchAndBound:
 
     tolerance, tie   relative; both as in `Options`
     rank             how simple a simulated plan is
-    before           called before each refinement, with whether there is a plan; may raise to end
-                     the search, as refining may
+    before           called before each refinement, with the search; may raise to end the search,
+                     as refining may
     """
 
     tolerance: float
     tie: float
     rank: Callable[[Solved], Simplicity]
-    before: Callable[[Node, bool], None] = lambda node, has_plan: None
+    before: Callable[[Node, BranchAndBound], None] = lambda node, search: None
     found: list[Solved] = field(default_factory=list)
     nodes: list[Node] = field(default_factory=list)
     unsolved: list[TimeLimitError] = field(default_factory=list)
@@ -117,7 +117,7 @@ class BranchAndBound:
         self.nodes.extend(roots)
         while (work := self._next()) is not None:
             node, limit_s = work
-            self.before(node, bool(self.found))
+            self.before(node, self)
             self._row.add(node.name, self.incumbent_s)
             assert node.refine is not None, "only such nodes are next"
             parts: list[Node | Solved]

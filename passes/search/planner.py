@@ -143,9 +143,9 @@ class Planner:
         options = self.options
         is_timed_out, limit = False, self.evaluator.limit
 
-        def before(node: Node, has_plan: bool) -> None:
+        def before(node: Node, search: BranchAndBound) -> None:
             """Report what comes next; end the search if the time is up and there is a plan."""
-            limit.has_plan = has_plan
+            limit.has_plan = bool(search.found)
             limit.check()
             self.report(f"planning {node.name}{_progress(search)}")
 

@@ -62,7 +62,7 @@ def test_without_hardware_it_is_the_detected_one(monkeypatch: pytest.MonkeyPatch
         (("all_reduce", "--ranks", "9", "--nodes", "4"), "9 ranks on 4 nodes"),
         (("all_reduce", "--ranks", "1"), "at least 2 ranks"),
         (("all_reduce", "--ranks", "2", "--nodes", "0"), "2 ranks on 0 nodes"),
-        (("all_reduce", "--ranks", "2", "--size", "big"), "'big' is no size"),
+        (("all_reduce", "--ranks", "2", "--size", "big"), "'big' is not a number of bytes"),
         (("all_reduce", "--ranks", "2", "--size", "0B"), "a size of 0 bytes"),
         (("all_reduce", "--ranks", "2", "--hardware", "abacus"), "unknown hardware profile"),
     ],

@@ -89,7 +89,7 @@ def test_what_is_no_option_is_sent_where_it_belongs() -> None:
         ("optimizer", "AdamW", "optimizer is one of"),
         ("precision", "fp32", "precision is one of 'model', 'bf16-mixed'"),
         ("memory_limit", "40", r"'40' is a size without a unit(.|\n)*write 40GiB"),
-        ("memory_limit", "40 apples", "is no size"),
+        ("memory_limit", "40 apples", "is not a number of bytes"),
         ("memory_limit", -1, "positive"),
         ("memory_limit", 0.5, r"less than one byte(.|\n)*memory_limit=\"40GiB\""),
         ("memory_limit", float("inf"), "positive number"),
