@@ -27,6 +27,7 @@ from typing import Any
 
 from autopar.cost.price import summary_of
 from autopar.plans import Alternative
+from autopar.report.figures import Figures
 from autopar.report.page.bars import time_bar
 from autopar.report.page.graph import graphs
 from autopar.report.page.memory import memory_bar, memory_facts
@@ -60,7 +61,9 @@ def plan_facts(subject: Subject) -> dict[str, Any]:
         "warnings": idle_warnings(data),
         "setting": _setting(subject),
         "predicted": asdict(subject.predicted),
-        "figures": figures(subject),
+        "figures": asdict(
+            Figures.of(subject.predicted, subject.hardware, subject.pipeline.n_ranks)
+        ),
         "optimality": optimality(data, subject.predicted.step_time_s),
         "assumptions": subject.assumed.splitlines(),
         "time": time_bar(subject.pipeline, subject.costs, subject.timeline),
@@ -78,20 +81,6 @@ def plan_facts(subject: Subject) -> dict[str, Any]:
         "ties": tie_texts(subject),
         "devices": device_groups(subject),
         "code": dict(subject.sources),
-    }
-
-
-def figures(subject: Subject) -> dict[str, float | None]:
-    """Rates of one device, the days that a trillion tokens take, and the bytes left free."""
-    predicted, n = subject.predicted, subject.pipeline.n_ranks
-    tokens_per_s, samples_per_s = predicted.tokens_per_s, predicted.samples_per_s
-    return {
-        "tokens_per_s": tokens_per_s / n if tokens_per_s else None,
-        "samples_per_s": samples_per_s / n if samples_per_s else None,
-        "flops_per_s": predicted.mfu * subject.hardware.peak_flops_per_s,
-        "days_per_trillion_tokens": 1e12 / tokens_per_s / 86400 if tokens_per_s else None,
-        "free_bytes": subject.hardware.device.memory_bytes - predicted.peak_bytes,
-        "device_bytes": subject.hardware.device.memory_bytes,
     }
 
 

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 
 from autopar.cost.hardware import Hardware
 from autopar.plans import Alternative, PlanData, Predicted
+from autopar.report.figures import Figures
 from autopar.report.tables import NOT_TRIED, alternative_note, headline, idle_warnings
 from autopar.units import format_bytes, format_bytes_of, format_count, format_seconds
 
@@ -50,12 +51,14 @@ def brief(
     assumed: str,
 ) -> Brief:
     """The plan on its machine; `verdict` and `assumed` are those of `explain`."""
+    n_ranks = sum(stage.n_ranks for stage in data.stages)
+    figures = Figures.of(predicted, hardware, n_ranks)
     advice = [line for line in assumed.splitlines() if any(word in line for word in _ADVICE)]
     rows = [
         ("plan", headline(data)),
         *(("", warning) for warning in idle_warnings(data)),
-        ("step", _step(data, predicted, "GPU" if hardware.is_gpu else "device")),
-        ("memory", _memory(data, predicted, hardware)),
+        ("step", _step(data, predicted, figures, "GPU" if hardware.is_gpu else "device")),
+        ("memory", _memory(data, predicted, figures, hardware)),
         *_labelled("also", _alternatives(data)),
         *_labelled("advice", [line.removeprefix("advice: ") for line in advice]),
     ]
@@ -67,34 +70,30 @@ def _labelled(label: str, texts: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield ("" if number else label), text
 
 
-def _step(data: PlanData, predicted: Predicted, device: str) -> str:
+def _step(data: PlanData, predicted: Predicted, figures: Figures, device: str) -> str:
     """`9.27 s predicted, MFU 41.4%, 7.07 k tokens/s per GPU, 452 k in all; no plan takes less`"""
     words = [f"{format_seconds(predicted.step_time_s)} predicted"]
     if predicted.mfu:
         words.append(f"MFU {predicted.mfu:.1%}")
-    rate, what = (
-        (predicted.tokens_per_s, "tokens")
-        if predicted.tokens_per_s
-        else (predicted.samples_per_s, "samples")
+    what, each, rate = (
+        ("tokens", figures.tokens_per_s, predicted.tokens_per_s)
+        if figures.tokens_per_s
+        else ("samples", figures.samples_per_s, predicted.samples_per_s)
     )
-    if rate:
-        each = format_count(rate / sum(stage.n_ranks for stage in data.stages))
-        words.append(f"{each} {what}/s per {device}, {format_count(rate)} in all")
+    if each and rate:
+        words.append(f"{format_count(each)} {what}/s per {device}, {format_count(rate)} in all")
     text = ", ".join(words)
     if data.bound_s is not None:
         text += f"; no plan takes less than {format_seconds(data.bound_s)}"
     return text
 
 
-def _memory(data: PlanData, predicted: Predicted, hardware: Hardware) -> str:
+def _memory(data: PlanData, predicted: Predicted, figures: Figures, hardware: Hardware) -> str:
     """`65.9 of 79.6 GiB per device, 13.7 GiB free; the limit is 71.7 GiB`."""
-    device_bytes = hardware.device.memory_bytes
-    limit_bytes = data.limit_bytes or hardware.memory_limit_bytes
-    free_bytes = device_bytes - predicted.peak_bytes
-    text = f"{format_bytes_of(predicted.peak_bytes, device_bytes)} per device"
-    if free_bytes > 0:
-        text += f", {format_bytes(free_bytes)} free"
-    return f"{text}; the limit is {format_bytes(limit_bytes)}"
+    text = f"{format_bytes_of(predicted.peak_bytes, figures.device_bytes)} per device"
+    if figures.free_bytes > 0:
+        text += f", {format_bytes(figures.free_bytes)} free"
+    return f"{text}; the limit is {format_bytes(data.limit_bytes or hardware.memory_limit_bytes)}"
 
 
 def _alternatives(data: PlanData) -> list[str]:

@@ -1,0 +1,39 @@
+"""Figures of a plan that one compares with published ones: rates of a device, days, free memory."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from autopar.cost.hardware import Hardware
+from autopar.plans import Predicted
+
+_SECONDS_A_DAY = 86400
+
+
+@dataclass(frozen=True)
+class Figures:
+    """Rates of one device; None where the batch has no tokens, or no rows.
+
+    days_per_trillion_tokens  of the whole mesh
+    free_bytes                of a device's memory, at the peak
+    """
+
+    tokens_per_s: float | None
+    samples_per_s: float | None
+    flops_per_s: float
+    days_per_trillion_tokens: float | None
+    free_bytes: float
+    device_bytes: float
+
+    @staticmethod
+    def of(predicted: Predicted, hardware: Hardware, n_ranks: int) -> Figures:
+        tokens_per_s, samples_per_s = predicted.tokens_per_s, predicted.samples_per_s
+        device_bytes = hardware.device.memory_bytes
+        return Figures(
+            tokens_per_s / n_ranks if tokens_per_s else None,
+            samples_per_s / n_ranks if samples_per_s else None,
+            predicted.mfu * hardware.peak_flops_per_s,
+            1e12 / tokens_per_s / _SECONDS_A_DAY if tokens_per_s else None,
+            device_bytes - predicted.peak_bytes,
+            device_bytes,
+        )
