@@ -2,8 +2,8 @@
 
 Read `blocks.py` (names of equal layers), `figures.py` (rates to compare), `tables.py`, `stages.py`
 and `division.py` (facts of a plan as rows). Then the rooms: `words` (a plan as text), `picture` (as
-a graph), `page` (as an HTML page); and `comparison.py`, `simulation.py`, `scaling.py` (plans side by
-side; steps; scaling).
+a graph), `page` (as an HTML page); and `comparison.py`, `simulation.py`, `scaling.py` (plans side
+by side; steps; scaling).
 May import `cost`, `plans`, `program` and the rooms below them, but not `passes`.
 Mainly hands on `explain`, `explain_name`, `verdict`, `dot` and `page_html`.
 """
