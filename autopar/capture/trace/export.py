@@ -41,6 +41,7 @@ from autopar.capture.trace.derivatives import (
 from autopar.capture.trace.equal_layers import EqualLayers, layers_of
 from autopar.capture.trace.functions import functions_kept
 from autopar.capture.trace.grad_modes import GradModes
+from autopar.capture.trace.identity import check_identities
 from autopar.capture.trace.isolate import fake_copy, fake_inputs, fake_mode
 from autopar.capture.trace.kinds import check_kind
 from autopar.capture.trace.known import Known
@@ -223,6 +224,7 @@ def _traced(
 
     def traced(run: Callable[[Observation], T], state: Observation) -> tuple[T, list[object]]:
         """The result of something that runs forward of `target`, and what that called of torch."""
+        check_identities(model, state)
         recorded, calls = Recorded() if derivatives else None, Calls()
         with warnings.catch_warnings(record=True) as caught, quiet():
             warnings.simplefilter("always")
