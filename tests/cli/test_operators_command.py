@@ -139,5 +139,5 @@ def test_a_call_that_its_rule_refuses() -> None:
 
     result = ops_result(operator_uses(capture(Sparse(), words()[1])))
     assert not result.ok
-    assert result.data["missing"] == ["aten.embedding.default"]
+    assert result.facts()["missing"] == ["aten.embedding.default"]
     assert "sparse gradients of an embedding are not supported" in result.text
