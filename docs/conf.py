@@ -58,7 +58,7 @@ if os.environ.get("AUTOPAR_DOCS_INTERSPHINX") == "1":
 PASSED_ON = (
     "Bound Checkpointed ExampleInputs Figures Loaded Loader LocalBatches Localise "
     "LossScale MeshLike ModuleState Note OpCall OpRule Optimizers Options Pin PlanData PlanOptions "
-    "PlanningStats Precision Recompute StageOption Stateful States Stream"
+    "PlanningStats Precision Recompute ShellModel StageOption Stateful States Stream"
 ).split()
 # Names in annotations: those of other projects, and these.
 nitpick_ignore_regex = [

@@ -1,6 +1,6 @@
 """Reports: a plan as text, as a graph and as an HTML page; comparisons, simulations, scaling.
 
-Read `blocks.py` (names of equal layers), `figures.py` (rates to compare), `tables.py`, `stages.py`
+Read `blocks.py` (names of equal layers), `device_rates.py` (to compare), `tables.py`, `stages.py`
 and `division.py` (facts of a plan as rows). Then the rooms: `words` (a plan as text), `picture` (as
 a graph), `page` (as an HTML page); and `comparison.py`, `simulation.py`, `scaling.py` (plans side
 by side; steps; scaling).

@@ -27,7 +27,7 @@ from typing import Any
 
 from autopar.cost.price import summary_of
 from autopar.plans import Alternative
-from autopar.report.figures import Figures
+from autopar.report.device_rates import DeviceRates
 from autopar.report.page.bars import time_bar
 from autopar.report.page.graph import graphs
 from autopar.report.page.memory import memory_bar, memory_facts
@@ -62,7 +62,7 @@ def plan_facts(subject: Subject) -> dict[str, Any]:
         "setting": _setting(subject),
         "predicted": asdict(subject.predicted),
         "figures": asdict(
-            Figures.of(subject.predicted, subject.hardware, subject.pipeline.n_ranks)
+            DeviceRates.of(subject.predicted, subject.hardware, subject.pipeline.n_ranks)
         ),
         "optimality": optimality(data, subject.predicted.step_time_s),
         "assumptions": subject.assumed.splitlines(),

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 from autopar.cost.hardware import Hardware
 from autopar.plans import Alternative, PlanData, Predicted
-from autopar.report.figures import Figures
+from autopar.report.device_rates import DeviceRates
 from autopar.report.tables import NOT_TRIED, alternative_note, headline, idle_warnings
 from autopar.units import format_bytes, format_bytes_of, format_count, format_seconds
 
@@ -52,7 +52,7 @@ def brief(
 ) -> Brief:
     """The plan on its machine; `verdict` and `assumed` are those of `explain`."""
     n_ranks = sum(stage.n_ranks for stage in data.stages)
-    figures = Figures.of(predicted, hardware, n_ranks)
+    figures = DeviceRates.of(predicted, hardware, n_ranks)
     advice = [line for line in assumed.splitlines() if any(word in line for word in _ADVICE)]
     rows = [
         ("plan", headline(data)),
@@ -70,7 +70,7 @@ def _labelled(label: str, texts: Sequence[str]) -> Iterator[tuple[str, str]]:
         yield ("" if number else label), text
 
 
-def _step(data: PlanData, predicted: Predicted, figures: Figures, device: str) -> str:
+def _step(data: PlanData, predicted: Predicted, figures: DeviceRates, device: str) -> str:
     """`9.27 s predicted, MFU 41.4%, 7.07 k tokens/s per GPU, 452 k in all; no plan takes less`"""
     words = [f"{format_seconds(predicted.step_time_s)} predicted"]
     if predicted.mfu:
@@ -88,7 +88,7 @@ def _step(data: PlanData, predicted: Predicted, figures: Figures, device: str) -
     return text
 
 
-def _memory(data: PlanData, predicted: Predicted, figures: Figures, hardware: Hardware) -> str:
+def _memory(data: PlanData, predicted: Predicted, figures: DeviceRates, hardware: Hardware) -> str:
     """`65.9 of 79.6 GiB per device, 13.7 GiB free; the limit is 71.7 GiB`."""
     text = f"{format_bytes_of(predicted.peak_bytes, figures.device_bytes)} per device"
     if figures.free_bytes > 0:

@@ -1,4 +1,4 @@
-"""Figures of a plan that one compares with published ones: rates of a device, days, free memory."""
+"""Rates of a device that one compares with published ones, days of training, free memory."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _SECONDS_A_DAY = 86400
 
 
 @dataclass(frozen=True)
-class Figures:
+class DeviceRates:
     """Rates of one device; None where the batch has no tokens, or no rows.
 
     days_per_trillion_tokens  of the whole mesh
@@ -26,10 +26,10 @@ class Figures:
     device_bytes: float
 
     @staticmethod
-    def of(predicted: Predicted, hardware: Hardware, n_ranks: int) -> Figures:
+    def of(predicted: Predicted, hardware: Hardware, n_ranks: int) -> DeviceRates:
         tokens_per_s, samples_per_s = predicted.tokens_per_s, predicted.samples_per_s
         device_bytes = hardware.device.memory_bytes
-        return Figures(
+        return DeviceRates(
             tokens_per_s / n_ranks if tokens_per_s else None,
             samples_per_s / n_ranks if samples_per_s else None,
             predicted.mfu * hardware.peak_flops_per_s,
