@@ -20,7 +20,15 @@ from autopar.cli.options import (
     takes_flags,
     takes_planning_options,
 )
-from autopar.cli.plans import ModelOption, ModelOrPlan, load_model, load_plan, make_plan, plan_of
+from autopar.cli.plans import (
+    ModelOption,
+    ModelOrPlan,
+    load_model,
+    load_plan,
+    make_plan,
+    plan_of,
+    shell_model,
+)
 from autopar.cli.scaling import ScaleRequest, scale_flags
 from autopar.cli.shell import (
     ErrorGroup,
@@ -31,7 +39,6 @@ from autopar.cli.shell import (
     prints_result,
     progress,
     to_json,
-    typed_words,
     writing,
 )
 from autopar.errors import OptionError
@@ -85,7 +92,6 @@ def _root(
 @prints_result
 @takes_planning_options
 def plan(
-    context: typer.Context,
     model: ModelArgument,
     request: PlanRequest,
     output: Annotated[Path | None, typer.Option("--output", "-o", help="Save the plan.")] = None,
@@ -102,7 +108,8 @@ def plan(
             made.save(output)
         note(f"saved {output}")
     saved = None if output is None else str(output)
-    text = made.explain() if verbose else f"{made}\n{next_commands(typed_words(context))}"
+    same = made.command(shell_model(model, request))
+    text = made.explain() if verbose else f"{made}\n{next_commands(same)}"
     return Result(text, lambda: plan_json(made) | {"saved": saved})
 
 
@@ -209,11 +216,9 @@ def report(
     limits it and what would help.
     """
     from autopar.cli.summary import plan_json
-    from autopar.planning import ShellModel
 
     made = plan_of(subject, model, request, "report")
-    shell = ShellModel(model or subject, request.batch, request.seq, request.loss)
-    files = made.report(output, replan, shell)
+    files = made.report(output, replan, shell_model(model or subject, request))
     written = [str(files.page), str(files.dot)]
     return Result("\n".join(written), plan_json(made) | {"written": written})
 

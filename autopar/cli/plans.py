@@ -14,7 +14,7 @@ from autopar.errors import OptionError
 
 if TYPE_CHECKING:
     from autopar.cli.models import Subject
-    from autopar.planning import Plan
+    from autopar.planning import Plan, ShellModel
 
 ModelOrPlan = Annotated[
     str, typer.Argument(metavar="MODEL|PLAN.json", help="A model to plan, or a saved plan.")
@@ -41,6 +41,13 @@ def make_plan(model: str, request: PlanRequest) -> Plan:
         options |= {"progress": report, "loss_fn": subject.loss_fn}
         made = plan(subject.model, mesh, subject.example_inputs, **options)
     return made
+
+
+def shell_model(model: str, request: PlanRequest) -> ShellModel:
+    """How this command line names its model."""
+    from autopar.planning import ShellModel
+
+    return ShellModel(model, request.batch, request.seq, request.loss)
 
 
 def load_plan(subject: str, request: PlanRequest, model: str | None = None) -> Plan:

@@ -27,8 +27,6 @@ GOOD, FAILED_CHECK, WRONG_USE = 0, 1, 2
 Progress = Callable[[str], None]
 # Where the root's context keeps whether `--json` was given, known before any flag is parsed.
 _AS_JSON = "autopar.json"
-# Where it keeps the words of the command line.
-_WORDS = "autopar.words"
 # Of unknown flags, missing arguments and the like; typer does not export it.
 _UsageError = cast("type[Exception]", typer.BadParameter.__base__)
 
@@ -58,7 +56,6 @@ class ErrorGroup(TyperGroup):
 
     def parse_args(self, ctx: Any, args: list[str]) -> Any:
         ctx.meta[_AS_JSON] = "--json" in args
-        ctx.meta[_WORDS] = tuple(args)
         return super().parse_args(ctx, args)
 
     def invoke(self, ctx: Any) -> Any:
@@ -80,12 +77,6 @@ class ErrorGroup(TyperGroup):
             }
             typer.echo(to_json({"error": said}))
             raise typer.Exit(WRONG_USE) from error
-
-
-def typed_words(context: typer.Context) -> tuple[str, ...]:
-    """The words of the command line, the command's name first."""
-    words: tuple[str, ...] = context.meta[_WORDS]
-    return words
 
 
 def _error_json(error: AutoparError) -> dict[str, Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import shlex
-from collections.abc import Sequence
 from dataclasses import asdict
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +10,10 @@ if TYPE_CHECKING:
     from autopar.plans import PlanData
 
 
-def next_commands(typed: Sequence[str]) -> str:
+def next_commands(command: str) -> str:
     """What to run after `autopar plan ...`, with the same model, mesh and options."""
-    words, skip = list[str](), False
-    for word in typed[1:]:
-        is_output = word in ("-o", "--output")
-        if not (skip or is_output or word.startswith("--output=")):
-            words.append(word)
-        skip = is_output
-    same = shlex.join(words)
-    return f"next      autopar plan {same} -v\n          autopar report {same} -o plan.html"
+    report = command.replace("autopar plan", "autopar report", 1)
+    return f"next      {command} -v\n          {report} -o plan.html"
 
 
 def plan_json(plan: Plan) -> dict[str, Any]:

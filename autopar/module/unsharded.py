@@ -33,7 +33,7 @@ def unsharded(model: nn.Module, values: Mapping[str, Tensor]) -> nn.Module:
             memo[id(buffer)] = values[name].to(buffer.dtype)
     try:
         return copy.deepcopy(model, memo).eval()
-    except (TypeError, NotImplementedError, RuntimeError) as error:
+    except (TypeError, RuntimeError) as error:
         raise NotSupportedError(
             f"{type(model).__name__} cannot be copied: {error}",
             hint="load pm.full_state_dict() into a new model, on rank 0",

@@ -15,7 +15,10 @@ import torch
 
 from autopar.mesh import Mesh
 from autopar.options import Manual, Options, StageOption
+from autopar.passes.facts import Target
+from autopar.passes.search import PlanningResult
 from autopar.placement import Pin
+from autopar.planning.bound import Bound
 from autopar.plans import PlanData
 
 _SILENT = ("progress", "optimizer_gather", "check_every")
@@ -39,6 +42,14 @@ class Commands:
     mesh: Mesh
     options: Options
     shell: ShellModel | None = None
+
+    @staticmethod
+    def of(bound: Bound, shell: ShellModel | None = None) -> Commands:
+        """Of a plan; `shell` is how a command line named its model."""
+        made = bound.compilation
+        given = made[Target].options if PlanningResult in made else None
+        options = _options_of(bound.data, given, bound.hardware.memory_limit_bytes)
+        return Commands(bound.mesh, options, shell)
 
     def plan(self, mesh: Mesh | None = None, batch: int = 1, **changed: Any) -> str:
         """Plan again, with some options changed, on another mesh, with `batch` times the rows."""
@@ -76,7 +87,7 @@ class Commands:
         return shlex.join(words)
 
 
-def options_of(data: PlanData, given: Options | None, default_limit_bytes: float) -> Options:
+def _options_of(data: PlanData, given: Options | None, default_limit_bytes: float) -> Options:
     """The options that a plan was made with: as `given`, or those that a loaded plan records."""
     if given is not None:
         return given

@@ -30,7 +30,7 @@ from autopar.passes.facts import Placed, Source, Target, Unverified
 from autopar.passes.pipeline import PASSES
 from autopar.passes.search import PlanningResult
 from autopar.planning.bound import Bound
-from autopar.planning.commands import Commands, ShellModel, options_of, round_limit
+from autopar.planning.commands import Commands, ShellModel, round_limit
 from autopar.plans import Alternative, PlanData
 from autopar.program.graph import Program
 from autopar.program.lines import Pipeline
@@ -52,10 +52,7 @@ _WORDS = {
 
 def subject_of(bound: Bound, with_replans: bool, shell: ShellModel | None = None) -> Subject:
     """What the page of a bound plan is made of; `shell` is how a command line named its model."""
-    made = bound.compilation
-    given = made[Target].options if PlanningResult in made else None
-    options = options_of(bound.data, given, bound.hardware.memory_limit_bytes)
-    commands = Commands(bound.mesh, options, shell)
+    commands = Commands.of(bound, shell)
     choices = [
         *_choices(bound, commands, with_replans),
         _more_microbatches(bound, commands),

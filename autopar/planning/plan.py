@@ -30,7 +30,7 @@ from autopar.passes.facts import Placed, Source, Target
 from autopar.passes.pipeline import PASSES
 from autopar.passes.search import PlanningResult, PlanningStats
 from autopar.planning.bound import Bound, bind, settled_heap
-from autopar.planning.commands import ShellModel
+from autopar.planning.commands import Commands, ShellModel
 from autopar.planning.page import subject_of
 from autopar.plans import PlanData, Predicted, load_plan, parse_storage
 from autopar.program.communication import Collective
@@ -265,6 +265,10 @@ class Plan:
         return Plan(
             self.data, bind(self.data, analysis, machine.with_links(other.links, other.device))
         )
+
+    def command(self, shell: ShellModel | None = None) -> str:
+        """What makes this plan again when it is pasted: Python, or with `shell` a command."""
+        return Commands.of(self._bound("command()"), shell).plan()
 
     def __str__(self) -> str:
         return str(self._brief) if self.bound else f"unbound plan of {self.data.model}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from functools import partial
 from types import CellType, FunctionType, MethodType
 from typing import Any
@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor, nn
 
-from autopar.capture.python_state.snapshot import ABSENT, Scalar, same
+from autopar.capture.python_state.snapshot import ABSENT, Scalar, same, slot_names
 
 _HEAP_TYPE = 1 << 9  # Py_TPFLAGS_HEAPTYPE: a class that Python code made
 
@@ -82,12 +82,5 @@ def _parts(function: FunctionType) -> tuple[Any, ...]:
 
 
 def _attributes(value: Any) -> tuple[Any, ...]:
-    return getattr(value, "__dict__", None), *_slots(value)
-
-
-def _slots(value: Any) -> Iterator[Any]:
-    for kind in type(value).__mro__:
-        names = vars(kind).get("__slots__", ())
-        for name in (names,) if isinstance(names, str) else names:
-            if name not in ("__dict__", "__weakref__"):
-                yield getattr(value, name, ABSENT)
+    slots = (getattr(value, name, ABSENT) for name in slot_names(value))
+    return getattr(value, "__dict__", None), *slots

@@ -333,11 +333,9 @@ class Snapshot:
         if isinstance(held, dict):
             for key in [*held]:
                 self.item(held, key, f"{text}.{key}", place, depth + 1)
-        for kind in type(value).__mro__:
-            slots = vars(kind).get("__slots__", ())
-            for key in (slots,) if isinstance(slots, str) else slots:
-                if key not in ("__dict__", "__weakref__") and hasattr(value, key):
-                    self.attribute(value, key, f"{text}.{key}", place, depth + 1)
+        for key in slot_names(value):
+            if hasattr(value, key):
+                self.attribute(value, key, f"{text}.{key}", place, depth + 1)
 
     def function(self, function: Any, text: str, place: str) -> None:
         """A function or class: which one it is."""
@@ -440,6 +438,15 @@ def described(function: Any) -> object:
 def is_plain(value: object) -> bool:
     """Can the trace read a Python value from this? A function or class has none of its own."""
     return not isinstance(value, (*Functions, nn.Module, Tensor))
+
+
+def slot_names(value: object) -> Iterator[str]:
+    """The attributes that an object keeps in slots."""
+    for kind in type(value).__mro__:
+        names = vars(kind).get("__slots__", ())
+        for name in (names,) if isinstance(names, str) else names:
+            if name not in ("__dict__", "__weakref__"):
+                yield name
 
 
 def snapshot(text: str, value: object, place: str = "") -> Snapshot:

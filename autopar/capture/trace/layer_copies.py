@@ -127,13 +127,13 @@ class _Writer:
         regions: dict[Region, Region] = {}
         stacks: dict[tuple[str, ...], dict[str, Any]] = {}
 
-        def made(own: fx.Node) -> dict[str, Any]:
+        def metadata(own: fx.Node) -> dict[str, Any]:
             meta = dict(own.meta)
             stack = meta.get("nn_module_stack")
             if stack:
                 key = tuple(stack)
                 if key not in stacks:
-                    stacks[key] = dict(_moved(stack, old, new))
+                    stacks[key] = dict(_stack_of_copy(stack, old, new))
                 meta["nn_module_stack"] = stacks[key]
             region = meta.pop(REGION, None)
             if around is not None:  # the outermost counts
@@ -144,7 +144,7 @@ class _Writer:
                 meta[REGION] = regions[region]
             return meta
 
-        return made
+        return metadata
 
     def _compare(self, number: int, copy: Copy) -> None:
         """Is a layer that was traced what its copy would be?"""
@@ -203,7 +203,7 @@ def _look_up(env: Mapping[fx.Node, fx.Node], node: fx.Node) -> fx.Node:
     return env[node]
 
 
-def _moved(stack: Mapping[str, Any], old: str, new: str) -> Iterator[tuple[str, Any]]:
+def _stack_of_copy(stack: Mapping[str, Any], old: str, new: str) -> Iterator[tuple[str, Any]]:
     """The modules of an operator, those of layer `old` as of layer `new`."""
     for key, (path, kind) in stack.items():
         is_within = path == old or path.startswith(f"{old}.")

@@ -43,13 +43,13 @@ def graphs(subject: Subject) -> list[dict[str, Any]]:
     return [
         _StageGraph(
             program, subject.pipeline, subject.runners_up[k], files[k],
-            _moved(program, [c for c in subject.collectives if c.stage == k]),
+            _parameter_traffic(program, [c for c in subject.collectives if c.stage == k]),
         ).data()
         for k, program in enumerate(subject.pipeline.stages)
     ]  # fmt: skip
 
 
-def _moved(
+def _parameter_traffic(
     program: StageProgram, collectives: Sequence[Collective]
 ) -> dict[str, list[dict[str, Any]]]:
     """Parameter -> its gathers and gradient sync of a step; a fused call is shared out by size."""

@@ -55,7 +55,7 @@ def text_of(graph: fx.Graph) -> list[object]:
     return [*map(line, graph.nodes)]
 
 
-def both(
+def traces(
     model: nn.Module, batch: Any, loss_fn: Callable[..., Tensor] | None = None
 ) -> tuple[Traced, Traced]:
     made = [
@@ -72,7 +72,7 @@ def check(
     model: nn.Module, batch: Any, n_copies: int, loss_fn: Callable[..., Tensor] | None = None
 ) -> None:
     """The graphs and what was read are equal; `n_copies` layers were not traced."""
-    once, whole = both(model, batch, loss_fn)
+    once, whole = traces(model, batch, loss_fn)
     assert text_of(once.graph) == text_of(whole.graph)
     assert once.reads == whole.reads
     assert (once.n_copies, whole.n_copies) == (n_copies, 0)
@@ -129,7 +129,7 @@ def test_attention_of_two_kinds() -> None:
         "gemma3_text", num_hidden_layers=N, layer_types=kinds, head_dim=8, sliding_window=4,
         num_key_value_heads=1, **SMALL,
     )  # fmt: skip
-    once, whole = both(model, tokens())
+    once, whole = traces(model, tokens())
     assert text_of(once.graph) == text_of(whole.graph)
     assert once.reads == whole.reads
 
@@ -141,7 +141,7 @@ def test_two_stacks() -> None:
         "t5", d_model=16, d_ff=32, num_layers=N, num_decoder_layers=N, num_heads=2, d_kv=8,
         vocab_size=32, use_cache=False, decoder_start_token_id=0, pad_token_id=0,
     )  # fmt: skip
-    once, whole = both(AutoModelForSeq2SeqLM.from_config(config).train(), tokens())
+    once, whole = traces(AutoModelForSeq2SeqLM.from_config(config).train(), tokens())
     assert text_of(once.graph) == text_of(whole.graph)
     assert once.reads == whole.reads
 
