@@ -36,7 +36,7 @@ from autopar.precision import Precision
 Recompute = Literal["full", "selective", "attention-core"]
 _MODES: tuple[Recompute, ...] = get_args(Recompute)
 # Options that a plan does not record: user code, or of planning and running alone.
-BESIDE_A_PLAN = frozenset({"loss_fn", "optimizer_gather", "progress", "check_every"})
+BESIDE_A_PLAN = frozenset({"loss_fn", "optimizer_gather", "progress", "check_every", "compile"})
 OPTIMIZERS = ("adamw", "sgd", "adam")
 REDUCE_DTYPES = ("float32", "bfloat16", "float16")
 # Sizes of `Manual` that are not built -> what a user can do.
@@ -148,6 +148,7 @@ class Options:
                      user code, may gather whole (`runtime/tensors`)
     `check_every`    ranks compare batches and learning rates in the first steps, then in every
                      n-th; None: only in the first ones
+    `compile`        "regions": fuse operators between collectives by `torch.compile`; bits differ
     """
 
     microbatches: int | str = "auto"
@@ -174,6 +175,7 @@ class Options:
     loss_fn: Callable[[Any, Any], Any] | None = None
     progress: bool | Callable[..., Any] = False
     check_every: int | None = 100
+    compile: str = "none"
 
     @property
     def n_stages(self) -> int | None:
@@ -181,6 +183,11 @@ class Options:
         if isinstance(self.stages, tuple):
             return len(self.stages)
         return self.stages if isinstance(self.stages, int) else None
+
+    @property
+    def compiles(self) -> bool:
+        """Do generated programs have regions that are compiled?"""
+        return self.compile == "regions"
 
     @property
     def dtypes(self) -> Precision:
@@ -480,6 +487,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "loss_fn": loss_function,
     "progress": _progress,
     "check_every": lambda value: None if value is None else check_count("check_every", value),
+    "compile": one_of("compile", "none regions", "auto regions+graphs"),
 }
 
 

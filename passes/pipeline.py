@@ -13,7 +13,7 @@
     verify         Unverified                            -> Pipeline
     price          Pipeline, Placed, ...                 -> Predicted
     differentiate  Pipeline, Target                      -> Differentiated
-    emit           Differentiated                        -> Sources
+    emit           Differentiated, Target                -> Sources
 
 `plan`, `parallelize` and `Plan.bind` run this list (`PASSES`); a pass runs when its fact is first
 read (`compilation.py`). A saved plan gives `PlanData`, so nothing is searched. `record` may hand on
@@ -348,14 +348,15 @@ class Differentiate(Pass):
 
 @dataclass(frozen=True)
 class Emit(Pass):
-    """Print the program of every stage as a Python file."""
+    """Print the program of every stage as a Python file, in regions if they are compiled."""
 
-    requires = (Differentiated,)
+    requires = (Differentiated, Target)
     provides = (Sources,)
 
     def run(self, facts: Compilation) -> Iterable[object]:
-        stages = facts[Differentiated].stages
-        yield Sources({file_name(k): emit(stage, k, len(stages)) for k, stage in enumerate(stages)})
+        stages, in_regions = facts[Differentiated].stages, facts[Target].options.compiles
+        texts = [emit(stage, k, len(stages), in_regions) for k, stage in enumerate(stages)]
+        yield Sources({file_name(k): text for k, text in enumerate(texts)})
 
 
 @dataclass(frozen=True)

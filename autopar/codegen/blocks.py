@@ -29,7 +29,7 @@ class Statement(NamedTuple):
     """A line as it is printed; `block` is that of its operator or of its parameters.
 
     It is None for what is outside of blocks, or between two. `follows` says that it belongs to the
-    statement before it, as a free does.
+    statement before it, as a free does. `region` is the number of its region, if it is in one.
     """
 
     rows: tuple[str, ...]
@@ -41,6 +41,7 @@ class Statement(NamedTuple):
     late: tuple[str, ...] = ()
     follows: bool = False
     is_view: bool = False
+    region: int | None = None
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def without_wide_frees(statements: Sequence[Statement]) -> list[Statement]:
             found.append(s)
             continue
         found[-1] = found[-1]._replace(late=found[-1].late + late)
-        found += freeing(name for name in s.frees if name not in wide)
+        found += freeing((name for name in s.frees if name not in wide), s.region)
     return found
 
 
@@ -120,14 +121,17 @@ def without_frees(s: Statement, names: Collection[str]) -> Statement:
     """A statement that does not free these names."""
     if not any(name in names for name in s.frees):
         return s
-    kept = freeing(name for name in s.frees if name not in names)
+    kept = freeing((name for name in s.frees if name not in names), s.region)
     return kept[0] if kept else s._replace(rows=(), reads=(), frees=())
 
 
-def freeing(names: Iterable[str]) -> list[Statement]:
+def freeing(names: Iterable[str], region: int | None = None) -> list[Statement]:
     """The statement that frees some names; none for no names."""
     kept = tuple(names)
-    return [Statement((del_row(kept),), kept, (), None, frees=kept, follows=True)] if kept else []
+    if not kept:
+        return []
+    row = del_row(kept)
+    return [Statement((row,), kept, (), None, frees=kept, follows=True, region=region)]
 
 
 def del_row(names: Sequence[str]) -> str:

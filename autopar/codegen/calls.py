@@ -21,8 +21,9 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from autopar.codegen.blocks import LEAST_PIECES, Statement, affine, del_row
+from autopar.codegen.blocks import LEAST_PIECES, Statement, affine, del_row, freeing
 from autopar.codegen.flow import BlockFunction, Call, Channel, Part
+from autopar.codegen.regions import marked
 from autopar.codegen.words import listed
 
 _MOST_CALLS = 16  # in a loop
@@ -202,10 +203,7 @@ def _variable(channel: Channel, maker: str) -> str:
 
 
 def printed(statements: Sequence[Statement]) -> list[str]:
-    out: list[str] = []
-    for s in statements:
-        out += [*s.rows, *([del_row(s.late)] if s.late else [])]
-    return out
+    return marked([t for s in statements for t in (s, *freeing(s.late, s.region))])
 
 
 def _range(i: int, rounds: int, step: int) -> str:

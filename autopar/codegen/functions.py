@@ -16,6 +16,7 @@ from autopar.codegen.blocks import (
     without_frees,
 )
 from autopar.codegen.flow import BlockFunction, Slice
+from autopar.codegen.regions import marked
 from autopar.codegen.words import (
     LINE_LENGTH,
     commented,
@@ -47,7 +48,7 @@ class FunctionPrinter:
         first = f.template.first
         parameters = {local.name for local, _ in self.parameters}
         own = [without_frees(s, parameters) for s in self.statements[first.start : first.stop]]
-        rows = [row for s in own for row in s.rows]
+        rows = marked(own)
         words = _Words.of(f.template, rows)
         names = [words.name(name) for name in first.names]
         head: list[str] = []

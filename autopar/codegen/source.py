@@ -7,7 +7,7 @@ the comment also has the bytes it moves and their predicted time.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -24,13 +24,13 @@ from autopar.codegen.defined import check_defined
 from autopar.codegen.flow import Part
 from autopar.codegen.fold import Folded, fold, outside_names, unfolded
 from autopar.codegen.functions import FunctionPrinter
+from autopar.codegen.header import bindings, imports
 from autopar.codegen.layout import joined, with_views_inside
+from autopar.codegen.regions import RegionCutter, RegionNumbers
 from autopar.codegen.statements import (
     Statements,
     is_view,
     line_blocks,
-    moves_of,
-    phase_of,
     prologue_rows,
     section_of,
 )
@@ -47,7 +47,6 @@ from autopar.codegen.words import (
     taken_from,
     type_text,
     unpacked,
-    wrapped,
 )
 from autopar.program.lines import (
     UNUSED,
@@ -81,9 +80,13 @@ def file_name(stage: int) -> str:
     return f"stage_{stage}.py"
 
 
-def emit(joint: JointProgram, stage: int = 0, n_stages: int = 1) -> str:
-    """The source of one stage, ending in a newline; every name is proved to have a value."""
-    text = "\n".join(joined(_source(joint).lines(stage, n_stages))) + "\n"
+def emit(joint: JointProgram, stage: int = 0, n_stages: int = 1, has_regions: bool = False) -> str:
+    """The source of one stage, ending in a newline; every name is proved to have a value.
+
+    `has_regions`: what a compiler may fuse are functions of their own (`regions.py`).
+    """
+    source = _Source(joint, has_regions=True) if has_regions else _source(joint)
+    text = "\n".join(joined(source.lines(stage, n_stages))) + "\n"
     check_defined(text)
     return text
 
@@ -110,6 +113,7 @@ def _source(joint: JointProgram) -> _Source:
 @dataclass(frozen=True)
 class _Source:
     joint: JointProgram
+    has_regions: bool = False
 
     @cached_property
     def statements(self) -> Statements:
@@ -133,7 +137,14 @@ class _Source:
             f"{name}={size}"
             for name, size in zip(program.axis_names, program.axis_sizes, strict=True)
         )
-        lines = [
+        functions = [*self._block_functions(), *self._cut("forward", self._forward())]
+        if self._at_end:
+            functions += ["", "", *self._loss()]
+        if program.trains:
+            functions += ["", "", *self._cut("backward", self._backward())]
+        if program.prologue:
+            functions += ["", "", *prologue_rows(program)]
+        return [
             f'"""{docstring_text(program.name)}: stage {stage} of {n_stages} on mesh ({axes}), '
             f"{program.n_microbatches} microbatch{'es' if program.n_microbatches > 1 else ''}.",
             "",
@@ -142,21 +153,13 @@ class _Source:
             + " Shard, P Partial; and traffic.",
             '"""',
             "",
-            *self._imports(),
+            *imports(self._lines, bool(self._cutter.known)),
             "",
-            *self._bindings(),
+            *bindings(self._lines, self.statements),
             "",
             "",
-            *self._block_functions(),
-            *self._forward(),
+            *functions,
         ]
-        if self._at_end:
-            lines += ["", "", *self._loss()]
-        if program.trains:
-            lines += ["", "", *self._backward()]
-        if program.prologue:
-            lines += ["", "", *prologue_rows(program)]
-        return lines
 
     def are_alike(self) -> bool:
         """Are the operators of all blocks that a block stands for printed like its own?"""
@@ -168,54 +171,6 @@ class _Source:
         """All lines but frees."""
         both = (*self.joint.forward, *self.joint.backward)
         return [line for line in both if not isinstance(line, FreeLine)]
-
-    def _imports(self) -> list[str]:
-        moves: set[str] = set()
-        functions: set[str] = set()
-        needs_phase = False
-        for line in self._lines:
-            if isinstance(line, KernelLine):
-                continue
-            needs_phase |= phase_of(line) != ""
-            moves.update(move.name for move in moves_of(line))
-            match line:
-                case CallLine(lowered=str(name)) | FunctionLine(call=CallLine(lowered=str(name))):
-                    functions.add(name)
-                case FunctionLine():
-                    functions.add("taped")
-        out = ["import torch", ""]
-        if moves:
-            out += wrapped("from autopar.runtime.collectives import ", sorted(moves))
-        if needs_phase:
-            out.append("from autopar.runtime.groups import phase")
-        if functions:
-            out += wrapped("from autopar.runtime.lowered import ", sorted(functions))
-        return out if len(out) > 2 else out[:1]
-
-    def _bindings(self) -> list[str]:
-        """Operators, looked up once; a taped one has its backward with it."""
-        targets: set[str] = set()
-        found: dict[str, str] = {}
-        for line in self._lines:
-            match line:
-                case KernelLine() | CallLine(lowered=None):
-                    targets.add(line.target)
-                case FunctionLine(call=CallLine(lowered=None)):
-                    target, given = line.call.target, line.differentiable
-                    handle = self.statements.function_handle(line)
-                    found[handle] = f"taped(torch.ops.{target}, {given})"
-        found |= {
-            self.statements.operator_handle(target): f"torch.ops.{target}" for target in targets
-        }
-        names = [name for name in sorted(found) if found[name].startswith("torch.ops.aten.")]
-        out = ["aten = torch.ops.aten"] if names else []
-        row: list[str] = []
-        for name in [*names, ""]:
-            if row and (not name or len(_bound([*row, name], found)) > LINE_LENGTH):
-                out.append(_bound(row, found))
-                row = []
-            row += [name]
-        return [*out, *(f"{name} = {found[name]}" for name in sorted(found.keys() - {*names}))]
 
     @cached_property
     def folded(self) -> Folded:
@@ -330,9 +285,21 @@ class _Source:
                 if key not in known:
                     known[key] = free_name(f.name, {*known.values(), *self._known_names})
                     doc = f'    """Block i of {docstring_text(f.template.span)}."""'
-                    out += [f"def {known[key]}{first}", doc, *body, "", ""]
+                    rows = [f"def {known[key]}{first}", doc, *body]
+                    out += [*self._cut(known[key], rows), "", ""]
                 f.name = known[key]
         return out
+
+    def _cut(self, name: str, rows: list[str]) -> list[str]:
+        """The rows of a function, after the functions of its regions."""
+        regions, own = self._cutter.cut(name, rows) if self.has_regions else ([], rows)
+        return [*regions, *own]
+
+    @cached_property
+    def _cutter(self) -> RegionCutter:
+        """Its operators are known once all statements are printed."""
+        operators = {handle: target for target, handle in self.statements.handles.items()}
+        return RegionCutter(operators, {*self._known_names})
 
     @cached_property
     def _variables(self) -> dict[str, Local | Variable]:
@@ -407,9 +374,10 @@ class _Source:
         """The lines, under a comment where another module of the model begins."""
         out: list[Statement] = []
         module = section = ""
+        regions = RegionNumbers(self.has_regions)
         for line in lines:
             if isinstance(line, FreeLine):
-                out += freeing(line.names)
+                out += freeing(line.names, regions.open)
                 continue
             rows: list[str] = []
             work, block = self._work(line)
@@ -434,10 +402,11 @@ class _Source:
             follows = isinstance(line, KernelLine) and not line.key
             if isinstance(line, ReadyLine):
                 follows = line.position < len(self._positions)
+            region = regions.next(line, block, follows)
             out.append(
                 Statement(
                     tuple(rows), line.reads, line.writes, block, work,
-                    follows=follows, is_view=is_view(line),
+                    follows=follows, is_view=is_view(line), region=region,
                 )
             )  # fmt: skip
         return out
@@ -472,9 +441,3 @@ class _Source:
                 out.append((parameter.shard, origin))
             out += [(use.local, origin) for use in parameter.uses]
         return out
-
-
-def _bound(names: Sequence[str], found: Mapping[str, str]) -> str:
-    """Names of operators and the operators, in a row."""
-    operators = (found[name].removeprefix("torch.ops.") for name in names if name)
-    return f"{', '.join(names)} = {', '.join(operators)}"

@@ -2,12 +2,13 @@
 
 Read `executor.py` (the step), `delivery.py` (inputs per microbatch), `conversions.py`,
 `bucketed.py` and `returns.py` (parameters and gradients between storage and use), then `load.py`
-(generated files).
+(generated files) and `compiled.py` (their regions).
 It imports `runtime/collectives` and `runtime/groups`, and may not import `launch`, its neighbour.
 
 Mainly hands on `Executor`, `Environment` and `load_code`.
 """
 
+from autopar.runtime.execute.compiled import compiled, require_compiler
 from autopar.runtime.execute.delivery import batch_index, shard
 from autopar.runtime.execute.executor import Environment, Executor
 from autopar.runtime.execute.load import load_code
@@ -16,6 +17,8 @@ __all__ = [
     "Environment",
     "Executor",
     "batch_index",
+    "compiled",
     "load_code",
+    "require_compiler",
     "shard",
 ]

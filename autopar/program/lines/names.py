@@ -19,7 +19,7 @@ from autopar.rules import all_rules
 
 _WORDS = frozenset(
     "torch aten env parameters delivered received saved cotangents ready phase taped taken kept i "
-    "range reversed float forward backward prologue backward_input backward_weight".split()
+    "range reversed float compiled forward backward prologue backward_input backward_weight".split()
 ) | {UNUSED}
 # What blocks hand on to each other, and to backward (`autopar/codegen/flow.py`).
 _HANDED_ON = ("carried", "coming", "gathered", "gradients", "reducing")

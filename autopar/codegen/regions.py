@@ -1,0 +1,244 @@
+"""Cuts straight lines of operators out of a function, into functions that a compiler can fuse.
+
+A region is a maximal run of operators of one block: no collective, start, wait, message, random
+draw or hand-over of a gradient is in it, and no line changes its place. So whatever hides behind a
+region still does. Regions that differ in names alone share one function.
+
+`RegionNumbers` says which region a line is in, `marked` puts marks about the rows of each, and
+`RegionCutter` makes functions of what is between marks.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import textwrap
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import lru_cache
+
+import torch
+
+from autopar.codegen.blocks import Statement, del_row, is_comment
+from autopar.codegen.words import LINE_LENGTH, name_rows
+from autopar.errors import OptionError
+from autopar.program.lines import DEVICE, CallLine, DetachLine, JointLine, KernelLine, free_name
+from autopar.rules import find_operator
+
+# A region has at least so many kernels that can be fused with others.
+LEAST_FUSED = 2
+_DYNAMIC = {
+    torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape,
+    torch.Tag.data_dependent_output,
+}  # fmt: skip
+_FUSING_TAGS = {torch.Tag.pointwise, torch.Tag.reduction}
+# Operators without such a tag that inductor fuses too (torch/_inductor/lowering.py).
+_FUSED = frozenset(
+    f"aten.{name}"
+    for name in (
+        "native_layer_norm.default", "native_layer_norm_backward.default", "_softmax.default",
+        "_softmax_backward_data.default", "_log_softmax.default",
+        "_log_softmax_backward_data.default", "cat.default", "to.dtype", "clone.default",
+        "constant_pad_nd.default", "pad.default", "var_mean.correction",
+    )
+)  # fmt: skip
+# No printed row has these characters.
+_BEGIN, _END = "\0(", "\0)"
+
+
+@lru_cache
+def _tags(target: str) -> frozenset[torch.Tag] | None:
+    """The tags of an operator; None for what is no operator of PyTorch."""
+    try:
+        return frozenset(find_operator(target).tags)
+    except OptionError:
+        return None
+
+
+def is_compilable(line: JointLine) -> bool:
+    """Is a line an ATen operator whose results depend on tensors and constants alone?"""
+    if isinstance(line, DetachLine):
+        return True
+    if not isinstance(line, KernelLine | CallLine) or getattr(line, "lowered", None):
+        return False
+    tags = _tags(line.target) if line.target.startswith("aten.") else None
+    is_here = DEVICE in (*line.args, *line.kwargs.values())
+    return tags is not None and not tags & _DYNAMIC and not is_here
+
+
+@lru_cache
+def _is_fused(target: str) -> bool:
+    return target in _FUSED or bool((_tags(target) or frozenset()) & _FUSING_TAGS)
+
+
+class RegionNumbers:
+    """Numbers the regions of a function, line by line; `open` is the one that a free belongs to."""
+
+    def __init__(self, is_wanted: bool) -> None:
+        self.open: int | None = None
+        self._count = itertools.count() if is_wanted else None
+        self._block: str | None = None
+
+    def next(self, line: JointLine, block: str | None, follows: bool) -> int | None:
+        """The number of the region that a line of a block is in."""
+        if self._count is None or not is_compilable(line):
+            self.open = None
+        elif self.open is None or not (follows or block == self._block):
+            self.open = next(self._count)
+        self._block = self._block if follows else block
+        return self.open
+
+
+def marked(statements: Sequence[Statement]) -> list[str]:
+    """The rows of statements, with marks about each region; a comment over it stays outside."""
+    rows: list[str] = []
+    for region, own in itertools.groupby(statements, lambda s: s.region):
+        first = len(rows)
+        rows += [row for s in own for row in s.rows]
+        if region is not None:
+            while first < len(rows) and (not rows[first] or is_comment(rows[first])):
+                first += 1
+            rows[first:] = [_BEGIN, *rows[first:], _END]
+    return rows
+
+
+@dataclass
+class RegionCutter:
+    """Makes functions of the regions of one file.
+
+    operators   global name of an operator -> operator
+    taken       names that no function may have
+    known       region, by its code with numbers for names -> the function that it has
+    """
+
+    operators: Mapping[str, str]
+    taken: set[str]
+    known: dict[str, str] = field(default_factory=dict)
+
+    def cut(self, name: str, rows: Sequence[str]) -> tuple[list[str], list[str]]:
+        """The functions of the regions of function `name`, and its rows with calls of them."""
+        functions: list[str] = []
+        out: list[str] = []
+        rest = list(rows)
+        while rest:
+            row = rest.pop(0)
+            if row != _BEGIN:
+                out.append(row)
+                continue
+            end = rest.index(_END)
+            own, rest = rest[:end], rest[end + 1 :]
+            region = _Region.of(own, [r for r in rest if not r.startswith("\0")], self.operators)
+            if region is None:
+                out += own
+                continue
+            key = region.canonical()
+            if key not in self.known:
+                self.known[key] = free_name(f"{name}_region", self.taken)
+                self.taken.add(self.known[key])
+                functions += region.function(self.known[key])
+            out += region.call(self.known[key])
+            rest = _without(rest, region.dropped)
+        return functions, out
+
+
+@dataclass(frozen=True)
+class _Region:
+    """Some rows of a function.
+
+    reads      names that they take
+    results    names that they make and later rows read
+    freed      names that they take and free
+    dropped    names that they make, and that later rows only free
+    """
+
+    rows: tuple[str, ...]
+    reads: tuple[str, ...]
+    results: tuple[str, ...]
+    freed: tuple[str, ...]
+    dropped: frozenset[str]
+    operators: Mapping[str, str]
+
+    @staticmethod
+    def of(
+        rows: Sequence[str], later: Sequence[str], operators: Mapping[str, str]
+    ) -> _Region | None:
+        """None for rows that would gain nothing, or that take more than tensors."""
+        body, after = _parsed(rows), _parsed(later)
+        called = [n.func.id for n in ast.walk(body) if isinstance(n, ast.Call)
+                  and isinstance(n.func, ast.Name)]  # fmt: skip
+        n_fused = sum(_is_fused(operators[name]) for name in called if name in operators)
+        if n_fused < LEAST_FUSED:
+            return None
+        reads: dict[str, None] = {}
+        made: dict[str, None] = {}
+        freed: list[str] = []
+        for statement in body.body:
+            for name in _names(statement, ast.Load):
+                if name not in made and name not in operators and name != "torch":
+                    reads[name] = None
+            made |= dict.fromkeys(_names(statement, ast.Store))
+            freed += [name for name in _names(statement, ast.Del) if name not in made]
+        if "i" in reads:  # a number of the block, of which a compiler would make a case each
+            return None
+        read_later, freed_later = {*_names(after, ast.Load)}, {*_names(after, ast.Del)}
+        results = tuple(name for name in made if name in read_later)
+        dropped = frozenset(freed_later & made.keys() - read_later)
+        return _Region(tuple(rows), tuple(reads), results, tuple(freed), dropped, operators)
+
+    def canonical(self) -> str:
+        """Its code, by numbers in place of names."""
+        number: dict[str, str] = {}
+        text = f"    ({', '.join(self.reads)}), ({', '.join(self.results)})"
+        tree = _parsed([text, *_without(self.rows, {*self.freed})])
+        for node in ast.walk(tree):
+            if isinstance(node, ast.Name) and node.id not in self.operators and node.id != "torch":
+                node.id = number.setdefault(node.id, f"v{len(number)}")
+        return ast.unparse(tree)
+
+    def function(self, name: str) -> list[str]:
+        return [
+            "@compiled",
+            *_bracketed(f"def {name}(", self.reads, "):"),
+            *_without(self.rows, {*self.freed}),
+            *_bracketed("    return (", self.results, ")"),
+            "",
+            "",
+        ]
+
+    def call(self, name: str) -> list[str]:
+        frees = [del_row(self.freed)] if self.freed else []
+        left = f"{', '.join(self.results)}{',' if len(self.results) == 1 else ''}"
+        right = f"{name}({', '.join(self.reads)})"
+        if len(row := f"    {left} = {right}") <= LINE_LENGTH:
+            return [row, *frees]
+        *start, last = _bracketed("    (", self.results, f") = {name}(")
+        return [*start, *_bracketed(last, self.reads, ")"), *frees]
+
+
+def _bracketed(start: str, names: Sequence[str], end: str) -> list[str]:
+    """`start`, names and `end`, on one line if they fit; a comma says that it is a tuple."""
+    row = f"{start}{', '.join(names)}{',' if len(names) == 1 else ''}{end}"
+    if len(row) <= LINE_LENGTH:
+        return [row]
+    indent = len(start) - len(start.lstrip())
+    return [start, *name_rows(names, indent + 4), f"{' ' * indent}{end}"]
+
+
+def _parsed(rows: Sequence[str]) -> ast.Module:
+    return ast.parse(textwrap.dedent("\n".join(rows)))
+
+
+def _names(node: ast.AST, context: type[ast.expr_context]) -> list[str]:
+    return [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, context)]
+
+
+def _without(rows: Sequence[str], names: set[str] | frozenset[str]) -> list[str]:
+    """The rows; those that free names do not free these."""
+    out: list[str] = []
+    for row in rows:
+        if row.startswith("    del "):
+            kept = [n for n in row.removeprefix("    del ").split(", ") if n not in names]
+            out += [del_row(kept)] if kept else []
+        else:
+            out.append(row)
+    return out

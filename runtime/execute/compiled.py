@@ -1,0 +1,80 @@
+"""Compiles regions of generated files, which are functions of tensors alone, by `torch.compile`.
+
+Kernels are kept on disk by torch (`TORCHINDUCTOR_CACHE_DIR`), so ranks of a host share them, and a
+run that starts again finds them. With `TORCH_COMPILE_DISABLE=1` regions run as they are written.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import shutil
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from autopar.errors import NotSupportedError
+
+Region = Callable[..., tuple[Tensor, ...]]
+
+# One compiles at a time: ranks may be threads.
+_LOCK = threading.RLock()
+
+
+class CompiledRegion:
+    """A region that is compiled when it is first called, for the shapes that it then has.
+
+    compile_s   seconds of its first call; None before
+    """
+
+    def __init__(self, function: Region) -> None:
+        functools.update_wrapper(self, function)
+        self.compile_s: float | None = None
+        self._run: Region = torch.compile(function, fullgraph=True, dynamic=False)
+
+    def __call__(self, *tensors: Any) -> tuple[Tensor, ...]:
+        if self.compile_s is not None:
+            return self._run(*tensors)
+        with _LOCK:
+            began_s = time.perf_counter()
+            results = self._run(*tensors)
+            if self.compile_s is None:
+                self.compile_s = time.perf_counter() - began_s
+            return results
+
+
+# (file, name) -> its region, which ranks that are threads of a process share.
+_REGIONS: weakref.WeakValueDictionary[tuple[str, str], CompiledRegion] = (
+    weakref.WeakValueDictionary()
+)
+
+
+def compiled(function: Region) -> CompiledRegion:
+    """The decorator of regions in generated files."""
+    key = function.__code__.co_filename, function.__name__
+    with _LOCK:
+        region = _REGIONS.get(key)
+        if region is None:
+            region = _REGIONS[key] = CompiledRegion(function)
+        return region
+
+
+def require_compiler(device: torch.device) -> None:
+    """Raises `NotSupportedError` if `torch.compile` lacks what it needs for a device."""
+    if device.type == "cpu":
+        wanted = os.environ.get("CXX", "g++")
+        if shutil.which(wanted) is None:
+            raise NotSupportedError(
+                f'compile="regions" needs a C++ compiler, and there is no {wanted}',
+                hint="apt-get install g++, or set CXX to another compiler, or leave compile= out",
+            )
+    elif not torch.utils._triton.has_triton():
+        raise NotSupportedError(
+            f'compile="regions" needs triton for {device.type}, which is not installed',
+            hint="pip install triton, or leave compile= out",
+        )
