@@ -1,6 +1,7 @@
 """Measure what autopar generates beside what is written by hand: `make bench-runtime`.
 
     python -m examples.bench_runtime [--rows ddp,zero-3] [--pairs 15] [--layers 4] [--width 256]
+    python -m examples.bench_runtime --compiled [--rows ...]
     python -m examples.bench_runtime --delayed [--layers 12] [--share 0.5]
 
 One GPT-2 with the same weights and batch, in float32. Both sides of a row live in the same
@@ -21,6 +22,10 @@ processes.
                 over pairs, with the 90% interval of bootstrap resamples, as in
                 `examples/compare.py`
     kernels     a second table says where a step of each side goes (`examples/bench_parts.py`)
+
+`--compiled` has each row twice, with `compile="regions"` on autopar's side: beside the other one in
+eager mode, and compiled as its documentation says (each block by `torch.compile`, a whole model on
+one process).
 
 `--delayed` shows overlap, of `ddp` and `zero-3`, on autopar's side alone. Collectives are delayed
 as on a slow network (`examples/bench_delays.py`). A pair is a step without delays and one with.
@@ -98,7 +103,7 @@ class Row:
     theirs: str
     n_ranks: int
     manual: Manual | None
-    other: Callable[[Size, Batch], Side]
+    other: Callable[[Size, Batch, bool], Side]
     tied: bool = True
 
 
@@ -130,33 +135,50 @@ class Overlap:
         return median_ratio(longer)
 
 
-def with_autopar(row: Row, size: Size, batch: Batch) -> Side:
+def with_autopar(row: Row, size: Size, batch: Batch, is_compiled: bool = False) -> Side:
     """The unmodified Hugging Face model through `autopar.parallelize`."""
-    mesh = (1, row.n_ranks)
-    module = autopar.parallelize(size.model(), mesh, batch, precision="model", manual=row.manual)
+    module = autopar.parallelize(
+        size.model(), (1, row.n_ranks), batch, precision="model", manual=row.manual,
+        compile="regions" if is_compiled else "none",
+    )  # fmt: skip
     return Side(module, lambda given: module.step(**given))
 
 
-def eager(size: Size, batch: Batch) -> Side:
+def compile_each(blocks: nn.Sequential | nn.ModuleList) -> None:
+    """Compile each block, as is advised for DDP, FSDP2 and tensor parallelism."""
+    for block in blocks:
+        block.compile(dynamic=False)
+
+
+def eager(size: Size, batch: Batch, is_compiled: bool) -> Side:
     model = size.model()
+    if is_compiled:
+        model.compile(dynamic=False)
     return Side(model, lambda given: backward(model(**given).loss))
 
 
-def megatron(size: Size, batch: Batch) -> Side:
+def megatron(size: Size, batch: Batch, is_compiled: bool) -> Side:
     assert dist.group.WORLD is not None
     tp = TensorParallel(dist.group.WORLD)
     model = MegatronGPT2(values_of(size, "model"), size.n_heads, tp)
+    if is_compiled:
+        compile_each(model.blocks)
     return Side(model, lambda given: backward(model(**given)))
 
 
-def ddp(size: Size, batch: Batch) -> Side:
-    model = DistributedDataParallel(size.model())
+def ddp(size: Size, batch: Batch, is_compiled: bool) -> Side:
+    own: Any = size.model()
+    if is_compiled:
+        compile_each(own.transformer.h)
+    model = DistributedDataParallel(own)
     return Side(model, lambda given: backward(model(**given).loss), own_samples(batch))
 
 
-def fsdp(size: Size, batch: Batch) -> Side:
+def fsdp(size: Size, batch: Batch, is_compiled: bool) -> Side:
     """FSDP2: a group of parameters for each block, and one for all others."""
     model: Any = size.model()
+    if is_compiled:
+        compile_each(model.transformer.h)
     mesh = init_device_mesh("cpu", (dist.get_world_size(),))
     for block in model.transformer.h:
         fully_shard(block, mesh=mesh)
@@ -164,10 +186,12 @@ def fsdp(size: Size, batch: Batch) -> Side:
     return Side(model, lambda given: backward(model(**given).loss), own_samples(batch))
 
 
-def pipelining(size: Size, batch: Batch) -> Side:
+def pipelining(size: Size, batch: Batch, is_compiled: bool) -> Side:
     rows, length = batch["input_ids"].shape
     values = values_of(size, "model")
     pipeline = PipelineGPT2(values, size.n_heads, rows, length, N_MICROBATCHES, "1f1b")
+    if is_compiled:
+        pipeline.module.compile(dynamic=False)
     return Side(pipeline.module, lambda given: pipeline.step(**given))
 
 
@@ -203,15 +227,20 @@ def whole_loss(loss: Tensor | None) -> float:
     return statistics.fmean(each for each in everyone if each is not None)
 
 
-def measure(name: str, size: Size, batch: Batch, n_pairs: int) -> Measured:
-    """One rank's part of a row: compare losses, then time pairs if they agree."""
+def measure(
+    name: str, size: Size, batch: Batch, n_pairs: int, ours: bool = False, theirs: bool = False
+) -> Measured:
+    """One rank's part of a row: compare losses, then time pairs if they agree.
+
+    `ours` and `theirs`: is autopar's side compiled, is the other?
+    """
     row = ROWS[name]
-    sides = with_autopar(row, size, batch), row.other(size, batch)
+    sides = with_autopar(row, size, batch, ours), row.other(size, batch, theirs)
     optimizers = [torch.optim.SGD(s.module.parameters(), lr=LEARNING_RATE) for s in sides]
     losses = []
     for _ in range(N_LOSSES):
-        ours, theirs = (whole_loss(side.step(batch)) for side in sides)
-        losses.append((ours, theirs))
+        ours_loss, theirs_loss = (whole_loss(side.step(batch)) for side in sides)
+        losses.append((ours_loss, theirs_loss))
         for optimizer in optimizers:
             optimizer.step()
     if disagreements(name, losses):
@@ -250,10 +279,15 @@ def measure_delayed(name: str, size: Size, batch: Batch, n_pairs: int, share: fl
 def disagreements(name: str, losses: Sequence[tuple[float, float]]) -> list[str]:
     """The losses that are not equal, as texts."""
     return [
-        f"{name}: losses of step {index} differ: autopar {ours}, {ROWS[name].theirs} {theirs}"
+        f"{name}: losses of step {index} differ: autopar {ours}, {row_of(name).theirs} {theirs}"
         for index, (ours, theirs) in enumerate(losses)
         if not abs(ours - theirs) <= TOLERANCE  # NaN is in no tolerance
     ]
+
+
+def row_of(name: str) -> Row:
+    """The row of a line of the tables."""
+    return ROWS[name.partition(",")[0]]
 
 
 def time_table(found: dict[str, Measured]) -> Table:
@@ -263,7 +297,7 @@ def time_table(found: dict[str, Measured]) -> Table:
     for title in ("pairs", "autopar", "other", "ratio", "90% interval", "losses differ by"):
         table.add_column(title, justify="right")
     for name, measured in found.items():
-        row = ROWS[name]
+        row = row_of(name)
         texts = ["-"] * 4
         if measured.pairs:
             ratio, low, high = median_ratio(measured.pairs)
@@ -283,7 +317,7 @@ def parts_table(found: dict[str, Measured]) -> Table:
     for title in ("matmuls", "other kernels", "between kernels"):
         table.add_column(title, justify="right")
     for name, measured in found.items():
-        sides = f"autopar {ROWS[name].ours}", ROWS[name].theirs
+        sides = f"autopar {row_of(name).ours}", row_of(name).theirs
         for side, parts in zip(sides, measured.parts, strict=False):
             table.add_row(name, side, *parts.texts())
     return table
@@ -326,6 +360,7 @@ def main(argv: Sequence[str] | None = None, launch: Launch = autopar.launch) -> 
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--layers", type=int, help=f"{Size.n_layers}; {DELAYED_LAYERS} if delayed")
     parser.add_argument("--width", type=int, default=Size.width)
+    parser.add_argument("--compiled", action="store_true", help="beside eager and compiled others")
     parser.add_argument("--delayed", action="store_true", help="delay collectives, show overlap")
     parser.add_argument("--share", type=float, default=0.5, help="communication / compute")
     given = parser.parse_args(argv)
@@ -346,7 +381,10 @@ def main(argv: Sequence[str] | None = None, launch: Launch = autopar.launch) -> 
     found = {}
     for name in names:
         size = Size(layers, given.width, tied=ROWS[name].tied)
-        found[name] = launch(measure, ROWS[name].n_ranks, name, size, batch, given.pairs)[0]
+        run = partial(launch, measure, ROWS[name].n_ranks, name, size, batch, given.pairs)
+        found[name] = run(given.compiled)[0]
+        if given.compiled:
+            found[f"{name}, both compiled"] = run(True, True)[0]
     console.print(time_table(found))
     console.print(parts_table(found))
     wrong = [line for name in found for line in disagreements(name, found[name].losses)]

@@ -343,7 +343,8 @@ class Differentiate(Pass):
         if Placed in facts:
             for stage, whole in zip(facts[Placed].stages, pipeline.stages, strict=True):
                 few.append(lower_few(stage, bool(whole.outputs)))
-        yield Differentiated(proved(pipeline, facts[Target].device, few))
+        target = facts[Target]
+        yield Differentiated(proved(pipeline, target.device, few, target.options.compiles))
 
 
 @dataclass(frozen=True)

@@ -21,16 +21,10 @@ import torch
 
 from autopar.codegen.blocks import Statement, del_row, is_comment
 from autopar.codegen.words import LINE_LENGTH, name_rows
-from autopar.errors import OptionError
-from autopar.program.lines import DEVICE, CallLine, DetachLine, JointLine, KernelLine, free_name
-from autopar.rules import find_operator
+from autopar.program.lines import JointLine, free_name, is_compilable, operator_tags
 
 # A region has at least so many kernels that can be fused with others.
 LEAST_FUSED = 2
-_DYNAMIC = {
-    torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape,
-    torch.Tag.data_dependent_output,
-}  # fmt: skip
 _FUSING_TAGS = {torch.Tag.pointwise, torch.Tag.reduction}
 # Operators without such a tag that inductor fuses too (torch/_inductor/lowering.py).
 _FUSED = frozenset(
@@ -47,28 +41,8 @@ _BEGIN, _END = "\0(", "\0)"
 
 
 @lru_cache
-def _tags(target: str) -> frozenset[torch.Tag] | None:
-    """The tags of an operator; None for what is no operator of PyTorch."""
-    try:
-        return frozenset(find_operator(target).tags)
-    except OptionError:
-        return None
-
-
-def is_compilable(line: JointLine) -> bool:
-    """Is a line an ATen operator whose results depend on tensors and constants alone?"""
-    if isinstance(line, DetachLine):
-        return True
-    if not isinstance(line, KernelLine | CallLine) or getattr(line, "lowered", None):
-        return False
-    tags = _tags(line.target) if line.target.startswith("aten.") else None
-    is_here = DEVICE in (*line.args, *line.kwargs.values())
-    return tags is not None and not tags & _DYNAMIC and not is_here
-
-
-@lru_cache
 def _is_fused(target: str) -> bool:
-    return target in _FUSED or bool((_tags(target) or frozenset()) & _FUSING_TAGS)
+    return target in _FUSED or bool((operator_tags(target) or frozenset()) & _FUSING_TAGS)
 
 
 class RegionNumbers:

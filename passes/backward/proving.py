@@ -13,6 +13,7 @@ from itertools import zip_longest
 
 from autopar.codegen import prints_all
 from autopar.passes.backward.joint import differentiate
+from autopar.passes.backward.late_ready import hand_over_late
 from autopar.program.lines import (
     CallLine,
     JointProgram,
@@ -25,24 +26,33 @@ from autopar.verifier import verify_joint
 
 
 def proved(
-    pipeline: Pipeline, device: str = "cpu", few_blocks: Sequence[StageProgram | None] = ()
+    pipeline: Pipeline,
+    device: str = "cpu",
+    few_blocks: Sequence[StageProgram | None] = (),
+    is_compiled: bool = False,
 ) -> tuple[JointProgram, ...]:
     """Every stage both ways, verified; for a pipeline without gradients, forward only.
 
     `few_blocks` has each stage with few of its repeated blocks. Where the text of all follows from
-    theirs, the other blocks have no lines.
+    theirs, the other blocks have no lines. `is_compiled`: gradients wait for the end of their block
+    (`late_ready.py`).
     """
+
+    def both_ways(stage: StageProgram) -> JointProgram:
+        joint = differentiate(stage, device)
+        joint = hand_over_late(joint) if is_compiled else joint
+        verify_joint(joint)
+        return joint
+
     trains = pipeline.schedule.trains
     joints: list[JointProgram] = []
     for stage, few in zip_longest(pipeline.stages, few_blocks):
         whole, joint = replace(stage, trains=trains), None
         if few is not None and few.delivered == whole.delivered:
-            alone = differentiate(replace(few, trains=trains, repeats=()), device)
-            verify_joint(alone)
+            alone = both_ways(replace(few, trains=trains, repeats=()))
             joint = _standing_for(whole, alone, few.repeats)
         if joint is None or not prints_all(joint):
-            joint = differentiate(whole, device)
-            verify_joint(joint)
+            joint = both_ways(whole)
         joints.append(joint)
     return tuple(joints)
 

@@ -2,6 +2,7 @@
 
 Read `strategy.py` (the placements of a plan), `variables.py` and `stage_program.py` (the lines of a
 stage, and what they read and define), `joint_program.py` (forward and backward as they run),
+`compilable.py` (which lines a compiler may fuse),
 `abridged.py` (programs with few of their repeated blocks), `pipeline.py` (stages joined),
 `names.py` (names of variables in generated programs), `text.py` (programs as text).
 May import `graph`, `schedule`, `mesh` and what that may. Mainly hands on `Strategy`,
@@ -15,6 +16,7 @@ from autopar.program.lines.abridged import (
     line_counts,
     parameter_counts,
 )
+from autopar.program.lines.compilable import is_compilable, operator_tags
 from autopar.program.lines.joint_program import (
     Communication,
     FreeLine,
@@ -128,8 +130,10 @@ __all__ = [
     "group_name",
     "has_clashing_groups",
     "identifier",
+    "is_compilable",
     "line_counts",
     "most_batch_shards",
+    "operator_tags",
     "parameter_counts",
     "parse_programs",
     "program_text",
