@@ -72,6 +72,7 @@ from autopar.passes.pipeline import PASSES
 from autopar.planning import Plan, settled_heap
 from autopar.plans import PlanData
 from autopar.program.graph import Audit, Program, flatten_inputs
+from autopar.runtime.execute import require_compiler
 from autopar.runtime.state import LossScale, all_names
 
 
@@ -87,6 +88,8 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         self._model = (model,)  # a tuple, so that it is not a submodule
         self._mesh, self._options, self._weights = mesh, options, weights
         self._device = join_process_group(mesh)
+        if options.compiles:
+            require_compiler(self._device)
         compare_settings(mesh, options, weights, brings, self._device)
         self._agreement = Agreement(self._device, options.check_every)
         self._state_or_none: PlannedState | None = None

@@ -22,11 +22,12 @@ from autopar.options import Options
 from autopar.parity.alone import reference, whole_parameters
 from autopar.parity.captured import CaptureCheck, compare_capture, tolerance_of
 from autopar.parity.report import Report, relative_error
-from autopar.parity.sharded import thread_errors
+from autopar.parity.sharded import CPU, thread_errors
 from autopar.passes.binding import capture_step
 from autopar.planning import MeshLike, Plan, PlanOptions, on_program, plan_program
 from autopar.precision import Precision, widened
 from autopar.program.graph import Program, flatten_inputs
+from autopar.runtime.execute import require_compiler
 
 # In float64 only a wrong program differs; in the model's own dtypes casts and sums round.
 TOLERANCE = {"fp64": 1e-10, "model": 1e-6}
@@ -61,6 +62,8 @@ def verify(
             hint="call it outside",
         )
     checked = Options.of(**options)
+    if checked.compiles:
+        require_compiler(CPU)
     inputs = {k: v for k, v in flatten_inputs(example_inputs).items() if isinstance(v, Tensor)}
     _check_real(inputs)
     program = capture_step(model, example_inputs, checked)

@@ -8,7 +8,7 @@ It imports `runtime/collectives` and `runtime/groups`, and may not import `launc
 Mainly hands on `Executor`, `Environment` and `load_code`.
 """
 
-from autopar.runtime.execute.compiled import compiled, require_compiler
+from autopar.runtime.execute.compiled import compiled, require_compiler, tell_when_compiled
 from autopar.runtime.execute.delivery import batch_index, shard
 from autopar.runtime.execute.executor import Environment, Executor
 from autopar.runtime.execute.load import load_code
@@ -21,4 +21,5 @@ __all__ = [
     "load_code",
     "require_compiler",
     "shard",
+    "tell_when_compiled",
 ]

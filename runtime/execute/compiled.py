@@ -13,7 +13,6 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,10 +33,11 @@ class CompiledRegion:
 
     def __init__(self, function: Region) -> None:
         functools.update_wrapper(self, function)
+        self.file = function.__code__.co_filename
         self.compile_s: float | None = None
         self._run: Region = torch.compile(function, fullgraph=True, dynamic=False)
 
-    def __call__(self, *tensors: Any) -> tuple[Tensor, ...]:
+    def __call__(self, *tensors: Tensor) -> tuple[Tensor, ...]:
         if self.compile_s is not None:
             return self._run(*tensors)
         with _LOCK:
@@ -45,6 +45,7 @@ class CompiledRegion:
             results = self._run(*tensors)
             if self.compile_s is None:
                 self.compile_s = time.perf_counter() - began_s
+                _tell_if_complete(self.file)
             return results
 
 
@@ -52,6 +53,8 @@ class CompiledRegion:
 _REGIONS: weakref.WeakValueDictionary[tuple[str, str], CompiledRegion] = (
     weakref.WeakValueDictionary()
 )
+# File -> whom to tell when all its regions are compiled.
+_LISTENERS: dict[str, Callable[[int, float], None]] = {}
 
 
 def compiled(function: Region) -> CompiledRegion:
@@ -62,6 +65,28 @@ def compiled(function: Region) -> CompiledRegion:
         if region is None:
             region = _REGIONS[key] = CompiledRegion(function)
         return region
+
+
+def tell_when_compiled(file: str, tell: Callable[[int, float], None]) -> int:
+    """Call `tell(number of regions, their seconds)` once those of a file are compiled.
+
+    Returns how many are not compiled yet; with none, nothing is told.
+    """
+    with _LOCK:
+        n_left = sum(region.compile_s is None for region in _regions_of(file))
+        if n_left:
+            _LISTENERS[file] = tell
+        return n_left
+
+
+def _regions_of(file: str) -> list[CompiledRegion]:
+    return [region for region in list(_REGIONS.values()) if region.file == file]
+
+
+def _tell_if_complete(file: str) -> None:
+    times_s = [region.compile_s for region in _regions_of(file)]
+    if file in _LISTENERS and None not in times_s:
+        _LISTENERS.pop(file)(len(times_s), sum(time_s or 0.0 for time_s in times_s))
 
 
 def require_compiler(device: torch.device) -> None:

@@ -6,6 +6,7 @@ generated file of its own stage. All ranks hold the same pipeline.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -23,8 +24,10 @@ from autopar.program.communication import message_edges
 from autopar.program.graph import Program
 from autopar.program.lines import Pipeline
 from autopar.runtime.collectives import DistMessenger, Messenger
-from autopar.runtime.execute import Environment, Executor, load_code
+from autopar.runtime.execute import Environment, Executor, load_code, tell_when_compiled
 from autopar.runtime.groups import Group, make_edges, make_groups, world_group
+from autopar.runtime.state import own_rank
+from autopar.units import format_seconds
 
 # What a program computes: a step, without or with the model's outputs; without gradients, the
 # model's outputs or the loss alone.
@@ -88,6 +91,7 @@ class Built:
         program, pipeline = compilation[Analysis].program, compilation[Pipeline]
         k = pipeline.stage_of(links.rank)
         code, path = load_code(file_name(k), compilation[Sources].files[file_name(k)])
+        _tell_of_regions(program.model_name, str(path))
         taken = {item.source for item in pipeline.stages[k].delivered}
         constants = {name: make() for name, make in program.constants.items() if name in taken}
         executor = Executor(pipeline, links.rank, code, links.environment(), constants, buffers)
@@ -106,3 +110,16 @@ class Built:
             own.pipeline, links.rank, own.code, links.environment(), own.constants, buffers
         )
         return replace(self, executor=executor)
+
+
+def _tell_of_regions(model: str, file: str) -> None:
+    """Say on stderr of rank 0 that a first step compiles, and how long that took."""
+
+    def tell(text: str) -> None:
+        print(f"autopar {text} of {model}", file=sys.stderr, flush=True)  # noqa: T201
+
+    def on_end(n_regions: int, time_s: float) -> None:
+        tell(f"compiled {n_regions} regions in {format_seconds(time_s)}")
+
+    if own_rank() == 0 and (n_left := tell_when_compiled(file, on_end)):
+        tell(f"compiles {n_left} regions in the first step")
