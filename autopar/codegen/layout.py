@@ -78,7 +78,9 @@ def _write_inside(found: list[Statement], at: int, name: str) -> bool:
     if _hands_over(last):
         comment = f"{type_of}  {comment}"
     reads = tuple(n for n in dict.fromkeys((*maker.reads, *last.reads)) if n != name)
-    found[-1] = last._replace(rows=(commented(new, comment) if mark else new,), reads=reads)
+    region = None if maker.region is None else last.region
+    row = commented(new, comment) if mark else new
+    found[-1] = last._replace(rows=(row,), reads=reads, region=region)
     if _hands_over(last):
         found[-1] = found[-1]._replace(work=maker.work, block=maker.block, follows=maker.follows)
     after = at + 1 if not found[at + 1].frees else len(found) - 1

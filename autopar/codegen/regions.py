@@ -21,6 +21,7 @@ import torch
 
 from autopar.codegen.blocks import Statement, del_row, is_comment
 from autopar.codegen.words import LINE_LENGTH, name_rows
+from autopar.errors import VerificationError
 from autopar.program.lines import JointLine, free_name, is_compilable, operator_tags
 
 # A region has at least so many kernels that can be fused with others.
@@ -140,6 +141,11 @@ class _Region:
         body, after = _parsed(rows), _parsed(later)
         called = [n.func.id for n in ast.walk(body) if isinstance(n, ast.Call)
                   and isinstance(n.func, ast.Name)]  # fmt: skip
+        if others := {*called} - operators.keys() - {"float"}:
+            raise VerificationError(
+                f"a region calls {', '.join(sorted(others))}, which is no operator",
+                hint="this is a bug of autopar",
+            )
         n_fused = sum(_is_fused(operators[name]) for name in called if name in operators)
         if n_fused < LEAST_FUSED:
             return None

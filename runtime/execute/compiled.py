@@ -1,7 +1,7 @@
 """Compiles regions of generated files, which are functions of tensors alone, by `torch.compile`.
 
 Kernels are kept on disk by torch (`TORCHINDUCTOR_CACHE_DIR`), so ranks of a host share them, and a
-run that starts again finds them. With `TORCH_COMPILE_DISABLE=1` regions run as they are written.
+run that starts again finds them. With `TORCHDYNAMO_DISABLE=1` regions run as they are written.
 """
 
 from __future__ import annotations
