@@ -58,7 +58,7 @@ def test_the_page_opens_without_an_error(shown: Shown) -> None:
     heads = shown.run("return [...document.querySelectorAll('h2')].map(e => e.textContent)")
     assert heads[:6] == [
         "Time and memory", "What would help", "Alternatives",
-        "Dearest operators", "Graph", "Timeline",
+        "Most expensive operators", "Graph", "Timeline",
     ]  # fmt: skip
     assert shown.path.stat().st_size < MOST_BYTES
     loaded = shown.run("return performance.getEntriesByType('resource').map(e => e.name)")
@@ -299,7 +299,7 @@ def test_tables_filter_and_sort(shown: Shown) -> None:
         assert (whole in devices) or f"groups of {axis['size']}" in devices
 
 
-def test_the_dearest_operators(shown: Shown) -> None:
+def test_the_most_expensive_operators(shown: Shown) -> None:
     """Their compute adds up to that of the step, but for parameters made for use and slowdown."""
     times = [float(value) for value, _, _ in figures(shown, "#operator-rows")]
     assert times == sorted(times, reverse=True)
