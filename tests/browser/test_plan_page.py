@@ -215,6 +215,23 @@ def test_colours_zoom_and_keys(shown: Shown) -> None:
     assert shown.errors() == []
 
 
+def test_collectives_are_drawn_by_layer_where_compute_is(shown: Shown) -> None:
+    """Not as one lump at the start of the action, beside those of its layers."""
+    shown.run("document.getElementById('timeline').scrollIntoView()")
+    shown.wait("return document.querySelector('.plots title')")
+    for _ in range(8):
+        at = shown.run("return document.getElementById('timeline-range').textContent")
+        titles = shown.run(
+            "return [...document.querySelectorAll('.plots title')].map(t => t.textContent)"
+        )
+        lumps = {t.split()[2].rstrip(":") for t in titles if t.startswith("collectives of ")}
+        assert lumps.isdisjoint(t.partition(", ")[0] for t in titles if t.endswith("of compute"))
+        shown.run("document.getElementById('time-in').click()")
+        shown.wait(
+            "return document.getElementById('timeline-range').textContent !== arguments[0]", at
+        )
+
+
 def test_the_timeline_zooms_to_layers_and_is_saved(shown: Shown) -> None:
     shown.run("document.getElementById('timeline').scrollIntoView()")
     titles = "return [...document.querySelectorAll('.plots title')].map(t => t.textContent)"
