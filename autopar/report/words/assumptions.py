@@ -67,11 +67,11 @@ def _rates(hardware: Hardware) -> Remark:
     dtype, name = hardware.dtype, _name(hardware.dtype)
     if dtype == torch.float32 and _uses_tf32() and isinstance(hardware.device, ProfiledDevice):
         name += " (TF32, if the device has it)"
-    return Remark(
-        "assumed",
+    text = (
         f"{hardware.profile_name}, {achieved:.3g} TFLOP/s of matmuls in {name} (MFU counts "
-        f"{peak:.3g}), {hardware.device.bytes_per_s / _TERA:.3g} TB/s{_slowed(hardware)}",
+        f"{peak:.3g}), {hardware.device.bytes_per_s / _TERA:.3g} TB/s"
     )
+    return Remark("assumed", text + _slowed(hardware) + _error(hardware))
 
 
 def _slowed(hardware: Hardware) -> str:
@@ -80,6 +80,13 @@ def _slowed(hardware: Hardware) -> str:
     if not isinstance(device, ProfiledDevice):
         return ""
     return f"; compute takes {device.overlap_slowdown_fraction:.0%} longer beside communication"
+
+
+def _error(hardware: Hardware) -> str:
+    """How far predictions on the profile are from published runs."""
+    if hardware.error_fraction is None:
+        return ""
+    return f"; predictions err by {hardware.error_fraction:.1%} on average"
 
 
 def _state(data: PlanData, pipeline: Pipeline) -> Iterator[Remark]:
