@@ -99,7 +99,10 @@ def plan(
         bool, typer.Option("--verbose", "-v", help="Explain all of it, as autopar explain does.")
     ] = False,
 ) -> Result:
-    """Choose how to run MODEL on a mesh, and say what it costs."""
+    """Choose how to run MODEL on a mesh, and say what it costs.
+
+    docs/tutorials/read_a_plan.md explains what is printed.
+    """
     from autopar.cli.summary import next_commands, plan_json
 
     made = make_plan(model, request)
@@ -124,7 +127,8 @@ def explain(
 ) -> Result:
     """Explain a plan, or one NAME in it.
 
-    PLAN.json needs --model for costs; alone it gives placements.
+    PLAN.json needs --model for costs; alone it gives placements. docs/tutorials/read_a_plan.md
+    explains what is printed.
     """
     from autopar.cli.summary import data_json, data_text, plan_json
 

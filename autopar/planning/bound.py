@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
@@ -23,7 +23,7 @@ from autopar.passes.pipeline import PASSES
 from autopar.plans import PlanData, Predicted
 from autopar.program.communication import Collective
 from autopar.program.lines import Pipeline
-from autopar.report import assumed, memory_bar, time_bar
+from autopar.report import Remark, assumed, memory_bar, time_bar
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ class Bound:
         return collectives_of(self.pipeline, self.data.optimizer)
 
     @property
-    def assumed(self) -> str:
+    def assumed(self) -> Sequence[Remark]:
         """What the prediction takes for granted, in lines."""
         return assumed(self.hardware, self.data, self.pipeline, self.predicted)
 

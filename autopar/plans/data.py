@@ -103,6 +103,11 @@ class Alternative:
     slower_by: str = ""
     summary: PlanSummary | None = None
 
+    @property
+    def is_too_large(self) -> bool:
+        """Does not even its leanest plan fit?"""
+        return self.step_time_s is None and self.least_s is None and self.peak_bytes is not None
+
 
 @dataclass(frozen=True)
 class StageRecord:

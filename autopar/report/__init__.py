@@ -18,6 +18,7 @@ from autopar.report.simulation import simulation_dict, simulation_text, what_if_
 from autopar.report.tables import headline, optimality
 from autopar.report.words import (
     Brief,
+    Remark,
     assumed,
     brief,
     context_axes,
@@ -33,6 +34,7 @@ __all__ = [
     "Comparison",
     "Division",
     "Help",
+    "Remark",
     "Subject",
     "assumed",
     "brief",

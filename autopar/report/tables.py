@@ -103,7 +103,7 @@ def _kinds_text(rest: Sequence[Alternative], own_s: float) -> Iterator[str]:
     n_slower = sum(time_s > own_s for time_s in times_s)
     untimed = [a for a in rest if a.step_time_s is None]
     bounds_s = [a.least_s for a in untimed if a.least_s is not None]
-    needs = [a.peak_bytes for a in untimed if a.least_s is None and a.peak_bytes is not None]
+    needs = [a.peak_bytes or 0.0 for a in untimed if a.is_too_large]
     n_others = len(untimed) - len(bounds_s) - len(needs)
     open_s = [s for s in bounds_s if _is_open(s, own_s)]
     bounds_s = [s for s in bounds_s if not _is_open(s, own_s)]
@@ -131,10 +131,11 @@ def alternative_note(alternative: Alternative, data: PlanData) -> str:
         least = format_seconds(alternative.least_s)
         is_open = _is_open(alternative.least_s, chosen_s(data) or 0.0)
         return f"{'not searched to the end' if is_open else 'ruled out'}: at least {least}"
-    if alternative.peak_bytes is not None:
-        needs = format_bytes(alternative.peak_bytes)
+    if alternative.is_too_large:
+        peak_bytes = alternative.peak_bytes or 0.0
+        needs = format_bytes(peak_bytes)
         if data.limit_bytes is not None:
-            needs = format_bytes_of(alternative.peak_bytes, data.limit_bytes)
+            needs = format_bytes_of(peak_bytes, data.limit_bytes)
         return f"does not fit: needs {needs}"
     return alternative.note
 
@@ -154,7 +155,8 @@ def _slower(alternative: Alternative, data: PlanData) -> str:
         return f"{about}as fast"
     percent = f"{abs(gain):.1%}" if abs(gain) < 0.1 else f"{abs(gain):.0%}"
     if gain < 0:
-        return f"faster by {about}{percent}, not as simple"
+        why = "an estimate: it was not simulated" if alternative.is_estimate else "not as simple"
+        return f"faster by {about}{percent}, {why}"
     words = f"slower by {about}{percent}"
     if gain >= 1:
         words = f"takes {about}{gain + 1:.2g} times as long"

@@ -21,7 +21,8 @@ class StageLayout:
 class Candidate:
     """A pipeline whose stages end after `ends` operators (`passes/analysis/cutting.py`).
 
-    `recipe` is the plain recipe that places it: "data parallel", "ZeRO-3" or "Megatron".
+    `recipe` is the plain recipe that places it: "data parallel", "ZeRO-3" or "Megatron". `row` is
+    what people call it among the alternatives, where it has no plan; empty: its name.
     """
 
     name: str
@@ -29,6 +30,7 @@ class Candidate:
     stages: tuple[StageLayout, ...]
     n_microbatches: int
     recipe: str = ""
+    row: str = ""
 
     def restrict(self, *words: str) -> Candidate:
         """The same with more words in `forbid`."""

@@ -69,7 +69,16 @@ class Megatron:
             tuple(StageLayout(v, space.constraints(v)) for v in views),
             self.n_microbatches,
             "" if self.is_manual else "Megatron",
+            self._row,
         )
+
+    @property
+    def _row(self) -> str:
+        """`TP8 x PP4 x DP2`, of tensor parallelism over all of a node."""
+        dp, tp = self.view.sizes
+        if self.is_manual or tp == 1 or tp != self.space.mesh.devices_per_node:
+            return ""
+        return f"TP{tp} x PP{len(self.last_layers)} x DP{dp} (Megatron)"
 
 
 def megatron_pipelines(space: PipelineSpace, manual: Manual | None = None) -> list[Megatron]:

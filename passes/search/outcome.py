@@ -79,11 +79,12 @@ def alternatives_of(
         else:
             slower_by, summary = why(one)
             yield replace(row, slower_by=slower_by, summary=summary)
+    solved_rows = {one.candidate.row for _, one in rows}
     leanest = dict[str, tuple[InfeasibleError, str]]()
     for error, candidate in sorted(errors, key=lambda e: e[0].least_bytes or math.inf):
-        leanest.setdefault(candidate.name, (error, candidate.recipe))
+        leanest.setdefault(candidate.row or candidate.name, (error, candidate.recipe))
     for name, (error, recipe) in leanest.items():
-        if name not in timed and name not in least:
+        if name not in timed and name not in least and name not in solved_rows:
             yield infeasible_row(name, recipe, error)
     for name, node in least.items():
         if name not in timed and (node.note or node.refine is not None):

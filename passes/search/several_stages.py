@@ -75,15 +75,9 @@ class SeveralStages:
             name = candidate.name if pipeline.is_manual else "Megatron of several stages"
             simplest = Simplicity.recipe_on(candidate)
             node = Node(name, pipeline.shared_s, simplest, "shared", None, recipe=candidate.recipe)
-            node = replace(node, row="" if pipeline.is_manual else self._row(candidate))
-            yield replace(node, refine=partial(self._bound_by_layers, node, pipeline))
-
-    def _row(self, candidate: Candidate) -> str:
-        """`TP8 x PP4 x DP2`, of pipelines with tensor parallelism over all of a node."""
-        dp, tp = candidate.stages[0].view.sizes
-        if tp == 1 or tp != self.space.mesh.devices_per_node:
-            return ""
-        return f"TP{tp} x PP{len(candidate.stages)} x DP{dp} (Megatron)"
+            yield replace(
+                node, row=candidate.row, refine=partial(self._bound_by_layers, node, pipeline)
+            )
 
     def _bound_by_layers(self, node: Node, pipeline: Megatron, limit_s: float) -> Parts:
         candidate = pipeline.candidate

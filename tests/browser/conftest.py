@@ -113,3 +113,8 @@ def made(tmp_path_factory: pytest.TempPathFactory, browser: webdriver.Chrome) ->
         return kept[name].open()
 
     return of
+
+
+@pytest.fixture(params=["gpt2", "t5"])
+def shown(request: pytest.FixtureRequest, made: Callable[[str], Shown]) -> Shown:
+    return made(request.param)

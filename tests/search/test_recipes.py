@@ -18,9 +18,10 @@ from autopar.mesh import LogicalMesh, Mesh
 from autopar.options import Manual, Options
 from autopar.passes.analysis import Analysis, find_runs
 from autopar.passes.binding import capture_step
-from autopar.passes.inter import Candidate, find_layers, views_of
+from autopar.passes.inter import Candidate, find_layers, megatron_pipelines, views_of
 from autopar.passes.search import Evaluator, Planner, Solved
 from autopar.passes.search.branch_bound import BranchAndBound
+from autopar.passes.search.outcome import alternatives_of
 from autopar.passes.search.recipes import RecipeNodes, known_layouts, recipes_on
 from autopar.passes.search.simplicity import Simplicity
 from tests.helpers.candidates import assert_covers, gpt2, recipes
@@ -208,6 +209,28 @@ def test_layouts_known_by_name_are_rows() -> None:
         price_s = row.step_time_s or row.least_s or 0.0
         assert price_s >= least_s or row.peak_bytes, row
     assert found.solved.candidate.recipe not in ("HSDP", "FSDP x TP")
+
+
+def test_pipelines_that_do_not_fit_have_the_name_that_people_know() -> None:
+    """One row for all their numbers of microbatches, with what the leanest needs; none if one of
+    them has a plan."""
+    mesh = cluster(2, 4)
+    planner = Planner(gpt2(), mesh, hardware_of(mesh), Options.of(stages=1))
+    chosen, space = planner.run().solved, replace(planner, options=Options.of()).pipelines
+    assert space is not None
+    pipelines = [pipeline.candidate for pipeline in megatron_pipelines(space.space)]
+    known = [candidate for candidate in pipelines if candidate.row]
+    assert {candidate.row for candidate in known} == {"TP4 x PP2 x DP1 (Megatron)"}
+    errors = [(InfeasibleError("", least_bytes=9.0 - n), one) for n, one in enumerate(known)]
+
+    def rows(*solved: Solved) -> list[tuple[str, float | None]]:
+        search = BranchAndBound(0.0, 0.0, lambda _: Simplicity.of_search(1), found=list(solved))
+        found = alternatives_of(search, errors, chosen, lambda one: one)
+        return [(a.name, a.peak_bytes) for a in found if a.name != chosen.candidate.name]
+
+    assert len(known) > 1
+    assert rows() == [(known[0].row, 10.0 - len(known))]
+    assert [name for name, _ in rows(replace(chosen, candidate=known[0]))] == [known[0].name]
 
 
 @pytest.mark.parametrize(("memory_limit", "is_priced"), [(None, True), (1000, False)])

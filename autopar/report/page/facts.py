@@ -65,7 +65,7 @@ def plan_facts(subject: Subject) -> dict[str, Any]:
             DeviceRates.of(subject.predicted, subject.hardware, subject.pipeline.n_ranks)
         ),
         "optimality": optimality(data, subject.predicted.step_time_s),
-        "assumptions": subject.assumed.splitlines(),
+        "assumptions": [str(line) for line in subject.assumed],
         "time": time_bar(subject.pipeline, subject.costs, subject.timeline),
         "memory": memory_bar(subject.pipeline, data.optimizer, subject.limit_bytes),
         "live": memory_facts(subject),

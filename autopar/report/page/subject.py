@@ -11,6 +11,7 @@ from autopar.cost.simulate import Timeline
 from autopar.plans import PlanData, Predicted, RunnerUp
 from autopar.program.communication import Collective
 from autopar.program.lines import Pipeline
+from autopar.report.words import Remark
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class Subject:
     machine: Sequence[Help]
     command: str
     sources: Mapping[str, str]
-    assumed: str
+    assumed: Sequence[Remark]
 
     @property
     def limit_bytes(self) -> float:

@@ -8,7 +8,7 @@ May import the files of `report` and `picture`.
 Mainly hands on `explain`, `explain_name`, `verdict` and `context_axes`.
 """
 
-from autopar.report.words.assumptions import assumed
+from autopar.report.words.assumptions import Remark, assumed
 from autopar.report.words.brief import Brief, brief
 from autopar.report.words.explanation import explain
 from autopar.report.words.matching import matching_names
@@ -19,6 +19,7 @@ from autopar.report.words.sentences import verdict
 
 __all__ = [
     "Brief",
+    "Remark",
     "assumed",
     "brief",
     "context_axes",

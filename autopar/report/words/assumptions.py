@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -36,27 +37,41 @@ _N_NAMES = 2  # of parameters whose state a line is about
 _KEPT_WIDE = {torch.bfloat16: "bf16-mixed", torch.float16: "fp16-mixed"}
 
 
-def assumed(hardware: Hardware, data: PlanData, pipeline: Pipeline, predicted: Predicted) -> str:
+@dataclass(frozen=True)
+class Remark:
+    """A line; `advises` of one that may change what a reader does."""
+
+    label: str
+    text: str
+    advises: bool = False
+
+    def __str__(self) -> str:
+        return f"{self.label}: {self.text}"
+
+
+def assumed(
+    hardware: Hardware, data: PlanData, pipeline: Pipeline, predicted: Predicted
+) -> Sequence[Remark]:
     """The lines of a plan on its machine."""
     dtype, lines = hardware.dtype, [_rates(hardware), *_state(data, pipeline)]
     busiest = max(pipeline.stages, key=lambda program: sum(_times_s(program)))
     if isinstance(hardware.device, ProfiledDevice):
         lines += _host(hardware.device, busiest, pipeline.n_microbatches)
         lines += _advice(hardware.device, dtype, busiest, pipeline.n_microbatches, predicted)
-    return "\n".join(lines)
+    return lines
 
 
-def _rates(hardware: Hardware) -> str:
+def _rates(hardware: Hardware) -> Remark:
     achieved = hardware.device.flops_per_s / _TERA
     peak = hardware.peak_flops_per_s / _TERA
     dtype, name = hardware.dtype, _name(hardware.dtype)
     if dtype == torch.float32 and _uses_tf32() and isinstance(hardware.device, ProfiledDevice):
         name += " (TF32, if the device has it)"
-    return (
-        f"assumed: {hardware.profile_name}, {achieved:.3g} TFLOP/s of matmuls in {name} (MFU "
-        f"counts {peak:.3g}), {hardware.device.bytes_per_s / _TERA:.3g} TB/s"
-        f"{_slowed(hardware)}"
+    text = (
+        f"{hardware.profile_name}, {achieved:.3g} TFLOP/s of matmuls in {name} (MFU counts "
+        f"{peak:.3g}), {hardware.device.bytes_per_s / _TERA:.3g} TB/s"
     )
+    return Remark("assumed", text + _slowed(hardware) + _error(hardware))
 
 
 def _slowed(hardware: Hardware) -> str:
@@ -67,7 +82,14 @@ def _slowed(hardware: Hardware) -> str:
     return f"; compute takes {device.overlap_slowdown_fraction:.0%} longer beside communication"
 
 
-def _state(data: PlanData, pipeline: Pipeline) -> Iterator[str]:
+def _error(hardware: Hardware) -> str:
+    """How far predictions on the profile are from published runs."""
+    if hardware.error_fraction is None:
+        return ""
+    return f"; predictions err by {hardware.error_fraction:.1%} on average"
+
+
+def _state(data: PlanData, pipeline: Pipeline) -> Iterator[Remark]:
     """Bytes of a trained parameter's state; a line, with names, per combination of dtypes."""
     kinds: dict[tuple[torch.dtype, torch.dtype], Counter[str]] = {}
     for program in pipeline.stages:
@@ -78,14 +100,16 @@ def _state(data: PlanData, pipeline: Pipeline) -> Iterator[str]:
     for (stored, used), n_elements in sorted(kinds.items(), key=lambda item: -item[1].total()):
         of = static_bytes_per_param(data.optimizer, stored)
         text = (
-            f"state: {of.total_bytes:g} bytes a parameter: {of.parameter_bytes:g} stored, "
+            f"{of.total_bytes:g} bytes a parameter: {of.parameter_bytes:g} stored, "
             f"{of.gradient_bytes:g} of its gradient, {of.optimizer_bytes:g} of {data.optimizer}"
         )
         if used != stored:
             text += f"; and {used.itemsize} of its cast while a step runs"
         if stored in _KEPT_WIDE:
             text += f', all in {_name(stored)}; precision="{_KEPT_WIDE[stored]}" keeps float32'
-        yield f"{text} ({_largest(n_elements)})" if len(kinds) > 1 else text
+        if len(kinds) > 1:
+            text += f" ({_largest(n_elements)})"
+        yield Remark("state", text, advises=stored in _KEPT_WIDE)
 
 
 def _largest(n_elements: Counter[str]) -> str:
@@ -101,22 +125,24 @@ def _times_s(program: StageProgram) -> list[float]:
     return [(x.forward_s + x.backward_s) * n for x, n in counted if isinstance(x, CallLine)]
 
 
-def _host(device: ProfiledDevice, program: StageProgram, n_microbatches: int) -> Iterator[str]:
+def _host(device: ProfiledDevice, program: StageProgram, n_microbatches: int) -> Iterator[Remark]:
     counted = zip(program.body, line_counts(program), strict=True)
     n_launches = sum(n * _n_launches(x) for x, n in counted if isinstance(x, CallLine))
     host_s, kernels_s = n_launches * device.host_s, sum(_times_s(program))
     if host_s > kernels_s:
-        yield (
-            f"host: {n_launches} launches of {format_seconds(device.host_s)} in a microbatch take "
+        more_s = n_microbatches * (host_s - kernels_s)
+        text = (
+            f"{n_launches} launches of {format_seconds(device.host_s)} in a microbatch take "
             f"{format_seconds(host_s)}, and their kernels {format_seconds(kernels_s)}: the step "
-            f"will take {format_seconds(n_microbatches * (host_s - kernels_s))} more than predicted"
+            f"will take {format_seconds(more_s)} more than predicted"
         )
+        yield Remark("host", text, advises=True)
 
 
 def _advice(
     device: ProfiledDevice, dtype: torch.dtype, program: StageProgram, n_microbatches: int,
     predicted: Predicted,
-) -> Iterator[str]:  # fmt: skip
+) -> Iterator[Remark]:  # fmt: skip
     if dtype != torch.float32:
         return
     rates = dict(device.rates_flops_per_s)
@@ -131,7 +157,8 @@ def _advice(
             program, rates[dtype] / rate, of_others, device.launch_s, n_microbatches, predicted
         )
         if gain >= _LEAST_GAIN:
-            yield f"advice: {way} would be about {gain:.2g} times as fast"
+            text = f"{way} would be about {gain:.2g} times as fast"
+            yield Remark("advice", text, advises=True)
 
 
 def _gain(

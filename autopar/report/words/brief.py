@@ -1,7 +1,7 @@
 """A plan on one screen: its verdict, its axes, a step, memory, three alternatives.
 
 `explanation.py` has the whole. Remarks that change what one would do are in both: axes that repeat
-work, state kept in half precision, dtypes that would pay.
+work, state kept in half precision, dtypes that would pay. Recipes that do not fit share a line.
 """
 
 from __future__ import annotations
@@ -14,11 +14,10 @@ from autopar.cost.hardware import Hardware
 from autopar.plans import Alternative, PlanData, Predicted
 from autopar.report.device_rates import DeviceRates
 from autopar.report.tables import NOT_TRIED, alternative_note, headline, idle_warnings
+from autopar.report.words.assumptions import Remark
 from autopar.units import format_bytes, format_bytes_of, format_count, format_seconds
 
 _N_ALTERNATIVES = 3
-# Lines of `assumptions.py` that advise.
-_ADVICE = ("advice:", "host:", "keeps float32")
 
 
 @dataclass(frozen=True)
@@ -48,19 +47,20 @@ def brief(
     predicted: Predicted,
     hardware: Hardware,
     verdict: Sequence[str],
-    assumed: str,
+    assumed: Sequence[Remark],
 ) -> Brief:
     """The plan on its machine; `verdict` and `assumed` are those of `explain`."""
     n_ranks = sum(stage.n_ranks for stage in data.stages)
     figures = DeviceRates.of(predicted, hardware, n_ranks)
-    advice = [line for line in assumed.splitlines() if any(word in line for word in _ADVICE)]
+    limit_bytes = data.limit_bytes or hardware.memory_limit_bytes
+    advice = [r.text if r.label == "advice" else str(r) for r in assumed if r.advises]
     rows = [
         ("plan", headline(data)),
         *(("", warning) for warning in idle_warnings(data)),
         ("step", _step(data, predicted, figures, "GPU" if hardware.is_gpu else "device")),
-        ("memory", _memory(data, predicted, figures, hardware)),
-        *_labelled("also", _alternatives(data)),
-        *_labelled("advice", [line.removeprefix("advice: ") for line in advice]),
+        ("memory", _memory(predicted, figures, limit_bytes)),
+        *_labelled("also", _alternatives(data, limit_bytes)),
+        *_labelled("advice", advice),
     ]
     return Brief(verdict, rows)
 
@@ -88,26 +88,38 @@ def _step(data: PlanData, predicted: Predicted, figures: DeviceRates, device: st
     return text
 
 
-def _memory(data: PlanData, predicted: Predicted, figures: DeviceRates, hardware: Hardware) -> str:
+def _memory(predicted: Predicted, figures: DeviceRates, limit_bytes: float) -> str:
     """`65.9 of 79.6 GiB per device, 13.7 GiB free; the limit is 71.7 GiB`."""
     text = f"{format_bytes_of(predicted.peak_bytes, figures.device_bytes)} per device"
     if figures.free_bytes > 0:
         text += f", {format_bytes(figures.free_bytes)} free"
-    return f"{text}; the limit is {format_bytes(data.limit_bytes or hardware.memory_limit_bytes)}"
+    return f"{text}; the limit is {format_bytes(limit_bytes)}"
 
 
-def _alternatives(data: PlanData) -> list[str]:
-    """The best of each family of plans: the search, several stages, each recipe."""
+def _alternatives(data: PlanData, limit_bytes: float) -> list[str]:
+    """The best of each family of plans: the search, several stages, each recipe.
+
+    Those that do not fit are left out; of recipes, one line says what each needs more.
+    """
+    known = {a.name: a for a in data.alternatives}
+    own = known[data.chosen].recipe if data.chosen in known else ""
     found: dict[str, Alternative] = {}
     for alternative in data.alternatives:
         if alternative.name not in (data.chosen, NOT_TRIED):
             family = alternative.recipe or alternative.name.partition(" on ")[0]
-            found.setdefault(family, alternative)
-    rows = list(found.values())[:_N_ALTERNATIVES]
+            kept = found.setdefault(family, alternative)
+            if kept.is_too_large and not alternative.is_too_large:
+                found[family] = alternative
+    rows = [a for a in found.values() if not a.is_too_large][:_N_ALTERNATIVES]
     rows += [a for a in data.alternatives if a.name == NOT_TRIED]
     width = max((len(row.name) for row in rows), default=0)
     texts = []
     for row in rows:
         time = "-" if row.step_time_s is None else format_seconds(row.step_time_s)
         texts.append(f"{row.name:{width}}  {time:>9}  {alternative_note(row, data)}".rstrip())
-    return texts
+    large = [
+        f"{a.recipe}, by {format_bytes((a.peak_bytes or 0.0) - limit_bytes)}"
+        for a in found.values()
+        if a.is_too_large and a.recipe not in ("", own)
+    ]
+    return [*texts, *([f"does not fit: {'; '.join(large)}"] if large else [])]

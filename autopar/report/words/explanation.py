@@ -27,8 +27,12 @@ from autopar.report.tables import (
     optimality,
     traffic_rows,
 )
+from autopar.report.words.assumptions import Remark
 from autopar.report.words.legend import legend
 from autopar.units import format_bytes, format_count, format_seconds
+
+# What every line means, and every term of it.
+PAGES = "docs/tutorials/read_a_plan.md", "docs/glossary.md"
 
 
 def explain(
@@ -37,7 +41,7 @@ def explain(
     predicted: Predicted,
     collectives: Sequence[Collective],
     verdict: Sequence[str] = (),
-    assumed: str = "",
+    assumed: Sequence[Remark] = (),
     hidden: Sequence[HiddenKind] = (),
     peak_flops_per_s: float | None = None,
 ) -> str:
@@ -69,11 +73,12 @@ def explain(
                     _prediction(predicted, pipeline, peak_flops_per_s),
                     _hidden(hidden),
                     optimality(data, predicted.step_time_s),
-                    assumed,
+                    *map(str, assumed),
                 ],
             )
         ),
         _alternatives(data),
+        f"explained in {' and '.join(PAGES)}",
     ]
     return "\n\n".join(part for part in parts if part)
 

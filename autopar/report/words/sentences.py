@@ -22,6 +22,7 @@ from autopar.plans import Alternative, PlanData, Predicted
 from autopar.program.lines import Pipeline
 from autopar.report.blocks import block_set, every_block, modules_of_lines
 from autopar.report.division import share_text
+from autopar.report.tables import NOT_TRIED
 from autopar.report.words.parallelism import (
     LEAST_FLOPS,
     MODULES,
@@ -287,7 +288,8 @@ def _compared(data: PlanData) -> str:
         simulated_s = (a.step_time_s for a in data.alternatives if not a.is_estimate)
         gain = chosen.step_time_s / min(s for s in simulated_s if s is not None) - 1
         if gain <= 0:
-            return f"It is {_plain(chosen)}: the search found nothing faster."
+            in_time = " in its time" if NOT_TRIED in known else ""
+            return f"It is {_plain(chosen)}: the search found nothing faster{in_time}."
         if gain < _AS_FAST:
             return f"It is {_plain(chosen)}, as fast as the fastest plan found."
         return f"It is {_plain(chosen)}, {_percent(gain)} slower than the fastest plan found."
@@ -333,7 +335,9 @@ def _calls(data: PlanData, pipeline: Pipeline, simple: Alternative) -> str:
     """`it needs 17,904 calls of 16 kinds of collectives, the simple plan 2 kinds`."""
     every = collectives_of(pipeline, data.optimizer)
     kinds = {(c.stage, c.kind, c.axes_text) for c in every}
-    text = f"it needs {sum(c.count for c in every):,} calls of {_kinds(len(kinds))} of collectives"
+    n_calls = sum(c.count for c in every)
+    needs = f"{n_calls:,} calls of {_kinds(len(kinds))} of" if every else "no"
+    text = f"it needs {needs} collectives"
     if simple.summary is None:
         return f"{text}, and the simple plan others"
     return f"{text}, the simple plan {_kinds(len(simple.summary.traffic_bytes))}"

@@ -29,7 +29,7 @@ PAGES = [
 # The README's snippet is pasted (`test_docs.py`).
 RUN = [p for p in PAGES[1:] if any(b.kind in ("python", "console") for b in blocks_of(p))]
 # They plan or train for seconds.
-SLOW = "calibrate constrain index megatron plan precision read_a_plan train".split()
+SLOW = "calibrate config constrain index megatron plan precision read_a_plan train".split()
 
 
 def name_of(page: Path) -> str:

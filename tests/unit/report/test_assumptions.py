@@ -57,6 +57,7 @@ def test_rates_and_what_mfu_counts() -> None:
         wide(), "assumed"
     )
     assert "in bfloat16 (MFU counts 312)" in line(wide("bf16-mixed"), "assumed")
+    assert line(wide(), "assumed").endswith("; predictions err by 3.0% on average")
 
 
 def test_bytes_of_state() -> None:
@@ -98,5 +99,5 @@ def test_launches_of_small_models() -> None:
 def test_a_device_of_one_rate_has_no_advice() -> None:
     mesh = Mesh((1, 2), links=[Link(1e-6, 1e-9)] * 2, device=Device(1e13, 1e12, 8e10, 1e-6))
     plan = planned(mesh=mesh)
-    assert "explicit" in line(plan, "assumed")
+    assert "explicit" in line(plan, "assumed") and "err" not in line(plan, "assumed")
     assert not line(plan, "advice") and not line(plan, "host")

@@ -50,7 +50,6 @@ def test_alternatives_are_the_best_of_three_families() -> None:
         Alternative("Megatron on dp=2 x tp=2", 1.2, recipe="Megatron"),
         Alternative("Megatron on dp=1 x tp=4", 1.3, recipe="Megatron"),
         Alternative("several stages", None, least_s=1.4),
-        Alternative("data parallel on dp=4 x tp=1", None, recipe="data parallel", peak_bytes=2e9),
     ]
     data = replace(plan.data, chosen=own.name, alternatives=(own, *others))
     also = rows_of(replace(plan, data=data))["also"]
@@ -58,6 +57,23 @@ def test_alternatives_are_the_best_of_three_families() -> None:
         ["ZeRO-3 on dp=4 x tp=1", "1.1 s", "slower by 10%"],
         ["Megatron on dp=2 x tp=2", "1.2 s", "slower by 20%"],
         ["several stages", "-", "ruled out: at least 1.4 s"],
+    ]
+
+
+def test_what_does_not_fit_shares_a_line() -> None:
+    """Recipes of which nothing fits, by what their leanest plans lack; and not the plan's own."""
+    plan = planned()
+    own = Alternative("Megatron on dp=1 x tp=4", 1.0, recipe="Megatron")
+    large = [("Megatron", 80), ("HSDP", 73), ("HSDP", 90), ("ZeRO-1", 75), ("ZeRO-2", 99), ("", 74)]
+    rows = [
+        own,
+        *(Alternative(f"{of} {n}", None, recipe=of, peak_bytes=n * 2.0**30) for of, n in large),
+        Alternative("ZeRO-2 on dp=4", None, recipe="ZeRO-2", least_s=2.0),
+    ]
+    data = replace(plan.data, chosen=own.name, alternatives=tuple(rows))
+    assert [" ".join(text.split()) for text in rows_of(replace(plan, data=data))["also"]] == [
+        "ZeRO-2 on dp=4 - ruled out: at least 2 s",
+        "does not fit: HSDP, by 1.0 GiB; ZeRO-1, by 3.0 GiB",
     ]
 
 

@@ -244,7 +244,7 @@ def check_costs(plan: Plan) -> None:
 def check_comparison(plan: Plan) -> None:
     """Which is faster, the plan or the fastest recipe, and by how much."""
     data, own_s, text = plan.data, tables.chosen_s(plan.data), " ".join(plan.verdict()[2:])
-    assert own_s is not None and "ithin" not in text
+    assert own_s is not None and "Within" not in text
     simple = [a for a in data.alternatives if a.recipe and a.name != data.chosen]
     simple_s = [a.step_time_s for a in simple if a.step_time_s is not None]
     bounds_s = [a.least_s for a in simple if a.least_s is not None]

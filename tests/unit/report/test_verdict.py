@@ -159,6 +159,10 @@ def test_a_gain_within_the_error_of_predictions_is_called_so() -> None:
         "chooses that: 1.02 s."
     ]
     assert said_of(1.04) == said_of(0.99) == []
+    words = "data", "tensor", "sequence", "pipeline"
+    plan = planned("mlp", Mesh((1, 4), hardware="a100-80gb"), forbid=words)
+    assert not plan.collectives()
+    assert "it needs no collectives, the simple plan 1 kind." in said_of(1.022)[0]
 
 
 def test_no_simple_plan_fits() -> None:
@@ -174,6 +178,10 @@ def test_without_simple_plans_nothing_is_compared() -> None:
 def test_the_plan_is_a_simple_one() -> None:
     own = Alternative("ZeRO-3 on dp=4", 1.0, recipe="ZeRO-3")
     assert compared(chosen=own) == ["It is plain ZeRO-3: the search found nothing faster."]
+    rest = Alternative("the rest", None, "not tried when time_limit_s=60 had passed")
+    assert compared(rest, chosen=own) == [
+        "It is plain ZeRO-3: the search found nothing faster in its time."
+    ]
     faster = Alternative("search on dp=4", 0.986)
     assert compared(faster, chosen=own) == [
         "It is plain ZeRO-3, 1.4% slower than the fastest plan found."

@@ -93,11 +93,14 @@ def test_why_alternatives_lost() -> None:
         Alternative("f", None, least_s=13.4),
         Alternative("g", None, peak_bytes=91.0 * GIB),
         Alternative("h", None, "said so"),
+        Alternative("i", 0.8),
+        Alternative("j", 0.8, is_estimate=True),
     )
     assert found == [
         "", "slower by 12%: all_reduce across nodes", "slower by about 12%",
         "slower by 1.2%: bubble", "takes about 2.5 times as long: recompute", "as fast",
         "ruled out: at least 13.4 s", "does not fit: needs 91.0 of 72.0 GiB", "said so",
+        "faster by 20%, not as simple", "faster by about 20%, an estimate: it was not simulated",
     ]  # fmt: skip
 
 

@@ -16,7 +16,7 @@ export function planPage(facts) {
     section("made-of", "Time and memory", bars(facts)),
     section("helps", "What would help", helps(facts)),
     section("alternatives", "Alternatives", alternatives(facts)),
-    section("operators", "Dearest operators", operators(facts, isSeveral)),
+    section("operators", "Most expensive operators", operators(facts, isSeveral)),
     section("graph", "Graph", graph(facts)),
     section("timeline", "Timeline", timeline(facts)),
     section("parameters", "Parameters", parameters(facts, isSeveral)),

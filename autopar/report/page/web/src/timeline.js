@@ -24,6 +24,7 @@ export class TimelineView {
     this.links = links; // of layers, into the generated code
     this.limitBytes = limitBytes;
     this.domain = [0, timeline.step_time_s];
+    this.computes = new Map(timeline.events.filter(([, lane]) => lane === 0).map(([device, , number, start, end]) => [`${device}:${timeline.actions[number]}`, end - start]));
     const peaks = live.stages.map(({ peak: [size] }) => size), fullest = peaks.indexOf(Math.max(...peaks));
     this.device = h("select", { id: "memory-of", "aria-label": "memory of", onchange: () => { this.held.replaceChildren(heldAtPeak(live, Number(this.device.value))); this.draw(); } },
       timeline.devices.map((name, k) => h("option", { value: k, selected: k === fullest }, `memory of ${name}`)));
@@ -130,7 +131,8 @@ export class TimelineView {
     for (const [device, lane, number, start, end] of events) {
       if (end < from || start > to) continue;
       const action = actions[number], name = devices[device], part = partOf(action);
-      const isCut = part && lane < 2 && (end - start) / pixel > LEAST_CUT;
+      // The collectives of an action are cut if its compute is: they are drawn with its layers.
+      const isCut = part && lane < 2 && this.computes.get(`${device}:${part.join("")}`) / pixel > LEAST_CUT;
       if (isCut && lane === 0) yield* this.layers(part, name, start, end, pixel);
       else if (!(isCut && lane === 1)) {
         yield { row: `${name} ${LANES[lane]}`, start, end, kind: lane === 2 ? "messages" : lane === 1 ? ONCE[action] ?? "collectives" : kindOf(part),

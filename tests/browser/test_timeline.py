@@ -1,0 +1,88 @@
+"""The timeline of a plan's page: a step by layer, and memory over it."""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+import pytest
+from selenium.webdriver.common.by import By
+
+from autopar.units import format_bytes, format_seconds
+from tests.browser.conftest import Shown
+
+pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
+
+
+def test_collectives_are_drawn_by_layer_where_compute_is(shown: Shown) -> None:
+    """Not as one lump at the start of the action, beside those of its layers."""
+    shown.run("document.getElementById('timeline').scrollIntoView()")
+    shown.wait("return document.querySelector('.plots title')")
+    for _ in range(8):
+        at = shown.run("return document.getElementById('timeline-range').textContent")
+        titles = shown.run(
+            "return [...document.querySelectorAll('.plots title')].map(t => t.textContent)"
+        )
+        lumps = {t.split()[2].rstrip(":") for t in titles if t.startswith("collectives of ")}
+        assert lumps.isdisjoint(t.partition(", ")[0] for t in titles if t.endswith("of compute"))
+        shown.run("document.getElementById('time-in').click()")
+        shown.wait(
+            "return document.getElementById('timeline-range').textContent !== arguments[0]", at
+        )
+
+
+def test_the_timeline_zooms_to_layers_and_is_saved(shown: Shown) -> None:
+    shown.run("document.getElementById('timeline').scrollIntoView()")
+    titles = "return [...document.querySelectorAll('.plots title')].map(t => t.textContent)"
+    shown.wait(f"return ({titles.removeprefix('return ')}).length")
+    actions = {a for a in shown.facts["timeline"]["actions"] if re.fullmatch(r"\d+[FB]\d+", a)}
+    drawn = " ".join(shown.run(titles))
+    assert all(action in drawn for action in actions)
+    for _ in range(6):
+        shown.run("document.getElementById('time-in').click()")
+    shown.wait("return document.getElementById('timeline-range').textContent.startsWith('0 s') "
+               "=== false")  # fmt: skip
+    inside = (
+        "return [...document.querySelectorAll('.plots rect')].every(r => r.x.baseVal.value >= 0)"
+    )
+    assert shown.run(inside)
+    link = shown.browser.find_element(By.CSS_SELECTOR, ".plots a")
+    shown.run("arguments[0].dispatchEvent(new MouseEvent('click', {bubbles: true}))", link)
+    assert shown.wait("return document.querySelector('.line:target')?.closest('details').open")
+    layers = {t.partition(": ")[0].partition(", ")[2] for t in shown.run(titles) if ", " in t}
+    assert layers & set(shown.facts["timeline"]["layers"])
+    shown.run("document.getElementById('time-fit').click()")
+    range_text = "return document.getElementById('timeline-range').textContent"
+    whole = f"0 s to {format_seconds(shown.plan.predicted.step_time_s)}"
+    assert shown.wait(f"{range_text} === arguments[0]", whole)
+    saved: Any = shown.run(
+        "let text; const make = URL.createObjectURL; window.saved = null;"
+        "URL.createObjectURL = blob => { window.saved = blob.text(); return make(blob); };"
+        "document.getElementById('perfetto').click(); return window.saved"
+    )
+    events = json.loads(saved)["traceEvents"]
+    spans = [e for e in events if e["ph"] == "X"]
+    assert len(spans) == len(shown.plan.simulate().events)
+    end_us = max(e["ts"] + e["dur"] for e in spans)
+    assert end_us == pytest.approx(1e6 * shown.plan.predicted.step_time_s, rel=1e-6)
+    assert shown.errors() == []
+
+
+def test_memory_over_the_step(shown: Shown) -> None:
+    """The highest point is the predicted peak; it is marked, found and said; then memory falls."""
+    shown.run("document.getElementById('timeline').scrollIntoView()")
+    peak = shown.wait("return document.querySelector('.timeline-box').dataset.peak")
+    assert float(peak) == pytest.approx(shown.plan.predicted.peak_bytes)
+    marked = "return [...document.querySelectorAll('.plots text')].map(t => t.textContent)"
+    assert f"peak {format_bytes(float(peak))}" in shown.run(marked)
+    shown.run("document.getElementById('time-peak').click()")
+    said = shown.browser.find_element(By.ID, "memory-at").text
+    assert format_bytes(float(peak)) in said and "activations" in said
+    stage = shown.facts["memory"]["stage"]
+    held = shown.facts["live"]["stages"][stage]["held"]
+    rows = "return document.querySelectorAll('#held-rows tr').length"
+    assert shown.run(rows) == len(held) and shown.facts["memory"]["at"] in shown.run(
+        "return document.querySelector('.held summary').textContent"
+    )
+    assert shown.errors() == []
