@@ -146,8 +146,10 @@ def test_a_gain_within_the_error_of_predictions_is_called_so() -> None:
     own = Alternative("search on dp=4", 1.0)
     sent = PlanSummary({}, {"all_gather over dp": 1.0}, {})
 
-    def said_of(simple_s: float) -> list[str]:
-        simple = Alternative("ZeRO-3 on dp=4", simple_s, recipe="ZeRO-3", summary=sent)
+    def said_of(simple_s: float, is_estimate: bool = False) -> list[str]:
+        simple = Alternative(
+            "ZeRO-3 on dp=4", simple_s, recipe="ZeRO-3", summary=sent, is_estimate=is_estimate
+        )
         data = replace(plan.data, chosen=own.name, recipe="", alternatives=(own, simple))
         return replace(plan, data=data).verdict()[3:]
 
@@ -159,6 +161,8 @@ def test_a_gain_within_the_error_of_predictions_is_called_so() -> None:
         "chooses that: 1.02 s."
     ]
     assert said_of(1.04) == said_of(0.99) == []
+    (estimated,) = said_of(1.015, is_estimate=True)
+    assert estimated.endswith("That is estimated, not simulated: 1.01 s.")
     words = "data", "tensor", "sequence", "pipeline"
     plan = planned("mlp", Mesh((1, 4), hardware="a100-80gb"), forbid=words)
     assert not plan.collectives()
