@@ -68,6 +68,7 @@ class _Checker:
         self.sizes = self.program.axis_sizes
         self.axes = range(len(self.sizes))
         self.words = words_of(self.program)
+        self.parameters = {p.name: p for p in self.program.parameters}
 
     def run(self) -> None:
         if len(self.program.axis_names) != len(self.sizes):
@@ -241,7 +242,7 @@ class _Checker:
             raise _error(f"its moves lead to {at.name}, not {end.name}", where)
 
     def _gather(self, line: GatherLine, where: str) -> None:
-        owner = {p.name: p for p in self.program.parameters}.get(line.parameter)
+        owner = self.parameters.get(line.parameter)
         if owner is None or owner.period != "use" or owner.shard.name != line.source:
             raise _error(f"{line.parameter} is not gathered for each use", where)
         self._type(line.out, where)

@@ -351,6 +351,7 @@ def compute_dtype(analysis: Analysis) -> torch.dtype:
     return _most(analysis, {n: analysis.dtypes[n] for n in analysis.program.parameters})
 
 
+@once
 def stored_dtype(analysis: Analysis) -> torch.dtype:
     """The dtype in which most parameter elements are stored."""
     return _most(analysis, {n: info.dtype for n, info in analysis.program.parameters.items()})

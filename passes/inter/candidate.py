@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from autopar.caching import once
 from autopar.mesh import LogicalMesh
 from autopar.passes.intra import Constraints
 from autopar.program.graph import Program
@@ -46,5 +47,6 @@ class Candidate:
         return any(layout.constraints.roles for layout in self.stages)
 
 
+@once
 def n_operators(program: Program) -> int:
     return sum(1 for _ in program.operators)

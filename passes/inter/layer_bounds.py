@@ -27,7 +27,7 @@ equal blocks takes c times the optimum of one.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Literal, NamedTuple, get_args
@@ -42,11 +42,10 @@ from autopar.errors import BatchError, InfeasibleError
 from autopar.mesh import LogicalMesh
 from autopar.passes.analysis import Folded
 from autopar.passes.inter.layers import Layers, sums_of_ranges
-from autopar.passes.intra import Constraints, IntraOpProblem, ProblemFamilies
+from autopar.passes.intra import Constraints, ProblemBatch, ProblemFamilies
 from autopar.passes.solvers.choice import MessageGraph
 from autopar.passes.solvers.problem import (
     BUDGET_REL,
-    ChoiceProblem,
     ChoiceProblems,
     Numbers,
     Weights,
@@ -67,33 +66,48 @@ class LeastSeconds(NamedTuple):
 
 
 @dataclass(frozen=True, eq=False)
-class _Groups:
-    """The problem of some groups, and which kept operators are in the groups.
+class _GroupProblems:
+    """The problems of some groups in every case of a batch.
 
-    `is_once` says of a row of its numbers which costs a step pays once.
+    `variables` are those of the batch's problems. `operators` are the kept ones in the groups.
     """
 
-    problem: ChoiceProblems
-    is_once: Callable[[], BoolArray]
+    batch: ProblemBatch
+    problems: ChoiceProblems
+    variables: Sequence[int]
     operators: frozenset[int]
+
+    @cached_property
+    def is_once(self) -> BoolArray:
+        """Of a row of the numbers, which costs a step pays once."""
+        return self.batch.problems.first.is_once(self.problems, self.variables)
+
+    @cached_property
+    def messages(self) -> MessageGraph:
+        return MessageGraph.of(self.problems, self.problems.layout)
+
+
+@dataclass(frozen=True, eq=False)
+class _Groups:
+    """The problem of some groups in one case."""
+
+    every: _GroupProblems
+    case: int
 
     def lower_bounds(self, part: Part, weights: Sequence[Weights], depth: int = 1) -> Array:
         """[weights]: lower bounds on the sums of a part, with as many microbatches in flight."""
-        numbers, messages = Numbers.row(self.problem, 0, depth), self._messages[part]
+        numbers = Numbers.row(self.every.problems, self.case, depth)
         if part == "work_s":  # what is forbidden stays so
-            is_without = self._is_once & np.isfinite(numbers.cost_s)
+            is_without = self.every.is_once & np.isfinite(numbers.cost_s)
             numbers = replace(numbers, cost_s=np.where(is_without, 0.0, numbers.cost_s))
+        messages = self._messages[part]
         return np.array(
             [messages.bound_and_choice(numbers.at(w).rows[0], w.cost)[0] for w in weights]
         )
 
     @cached_property
-    def _is_once(self) -> BoolArray:
-        return self.is_once()
-
-    @cached_property
     def _messages(self) -> dict[Part, MessageGraph]:
-        return {part: MessageGraph.of(self.problem, self.problem.layout) for part in get_args(Part)}
+        return {part: self.every.messages.fresh_copy() for part in get_args(Part)}
 
 
 @dataclass(frozen=True, eq=False)
@@ -162,12 +176,15 @@ class LayerBounds:
         """
         cost = CostModel(view, self.dtype)
         try:
-            problem = families.of(cost, m, self.constraints).of(cost, m)
+            batch = families.of(cost, m, self.constraints)
         except (InfeasibleError, BatchError):
             return None
-        return [self._groups(problem, kept) for kept in self._distinct]
+        case = batch.place(cost, m)
+        return [_Groups(self._group_problems(batch, kept), case) for kept in self._distinct]
 
-    def _groups(self, problem: IntraOpProblem, kept: frozenset[int]) -> _Groups:
+    @once
+    def _group_problems(self, batch: ProblemBatch, kept: frozenset[int]) -> _GroupProblems:
+        problem, numbers = batch.problems.first, batch.problems.numbers
         names = {self.folded.analysis.operators[f].name: f for f in kept}
         groups = [
             v
@@ -176,15 +193,12 @@ class LayerBounds:
         ]
         modes = (of.variable for of in problem.modes if not names.keys().isdisjoint(of.operators))
         inside = {*groups, *(v for v in modes if v is not None)}
-        variables = _variables_within(problem.numbers, inside, len(problem.candidates))
-        stored = set(problem.parameter_variables.values())
-        inside_stored = frozenset(i for i, v in enumerate(variables) if v in stored)
-        alone = ChoiceProblems.of_one(_subproblem(problem.numbers, variables))
-        whole = replace(alone, stored=inside_stored)
+        variables = _variables_within(numbers, inside, len(problem.candidates))
         members = (m.name for v in groups for m in problem.candidates[v].group.members)
-        return _Groups(
-            whole,
-            lambda: problem.is_once(whole, variables),
+        return _GroupProblems(
+            batch,
+            _subproblems(numbers, variables),
+            variables,
             frozenset(names[name] for name in members),
         )
 
@@ -203,7 +217,7 @@ class LayerBounds:
         shares_s = self._shares_s(view, m)
         for layer, parts in zip(self.layers.ranges, self._parts, strict=True):
             groups = (of_kept[kept] for kept, _ in parts)
-            inside = {f for of in groups for f in of.operators}
+            inside = {f for of in groups for f in of.every.operators}
             rest = (shares_s[i] for i in range(*layer) if self.folded.stands_for[i] not in inside)
             out.append(sum(rest))
         return np.array(out, dtype=np.float64)
@@ -230,7 +244,7 @@ class LayerBounds:
         return list(dict.fromkeys(kept for parts in self._parts for kept, _ in parts))
 
 
-def _variables_within(numbers: ChoiceProblem, inside: set[int], n_groups: int) -> list[int]:
+def _variables_within(numbers: ChoiceProblems, inside: set[int], n_groups: int) -> list[int]:
     """These variables, and all that are joined to some of them and to no other group."""
     near: dict[int, set[int]] = {}
     for edge in numbers.edges:
@@ -239,22 +253,23 @@ def _variables_within(numbers: ChoiceProblem, inside: set[int], n_groups: int) -
     found, n_before = set(inside), -1
     while len(found) > n_before:  # some are joined to others alone
         n_before = len(found)
-        for v in range(n_groups, numbers.n_variables):
+        for v in range(n_groups, len(numbers.names)):
             of_v = near.get(v, set())
             if of_v & found and {u for u in of_v if u < n_groups} <= inside:
                 found.add(v)
     return sorted(found)
 
 
-def _subproblem(numbers: ChoiceProblem, variables: Sequence[int]) -> ChoiceProblem:
-    """The problem of some variables, and of the edges between them."""
+def _subproblems(numbers: ChoiceProblems, variables: Sequence[int]) -> ChoiceProblems:
+    """The problems of some variables, and of the edges between them."""
     place = {v: i for i, v in enumerate(variables)}
     edges = (
         replace(edge, u=place[edge.u], v=place[edge.v])
         for edge in numbers.edges
         if edge.u in place and edge.v in place
     )
-    return ChoiceProblem(
-        tuple(numbers.names[v] for v in variables), tuple(numbers.cost_s[v] for v in variables),
-        tuple(numbers.bytes[v] for v in variables), tuple(edges), is_checked=True,
+    return ChoiceProblems(
+        numbers.n_problems, tuple(numbers.names[v] for v in variables),
+        tuple(numbers.cost_s[v] for v in variables), tuple(numbers.bytes[v] for v in variables),
+        tuple(edges), frozenset(place[v] for v in numbers.stored if v in place), is_checked=True,
     )  # fmt: skip

@@ -52,7 +52,8 @@ from autopar.passes.solvers.stages import StageChoice
 class PipelineSpace:
     """All pipelines with at least two stages, or with exactly `n_stages`.
 
-    `limits` are the constraints of a recipe, if its pipelines are meant.
+    `limits` are the constraints of a recipe, if its pipelines are meant; then `searched` is the
+    space of all, with which it shares what is known of the program.
     """
 
     analysis: Analysis
@@ -64,6 +65,7 @@ class PipelineSpace:
     n_stages: int | None = None
     limits: Constraints | None = None
     prices: Prices = field(default_factory=Prices)
+    searched: PipelineSpace | None = None
 
     @staticmethod
     def of(
@@ -94,7 +96,7 @@ class PipelineSpace:
         layers = self.layers
         if n_most != MOST_LAYERS or n_least > layers.n_layers:
             layers = find_layers(self.analysis, find_runs(self.analysis), n_least, n_most)
-        return replace(self, layers=layers, limits=limits)
+        return replace(self, layers=layers, limits=limits, searched=self)
 
     @cached_property
     def counts(self) -> tuple[int, ...]:
@@ -152,8 +154,7 @@ class PipelineSpace:
 
     @cached_property
     def layer_bounds(self) -> LayerBounds:
-        folded, recomputable = self._folded
-        plain = self._problems(folded, None if is_searched(recomputable) else recomputable)
+        (folded, recomputable), plain = self._folded, self._plain
         searches = is_searched(recomputable) and self.limits is None
         recomputing = self._problems(folded, recomputable) if searches else plain
         # Without pins, because one block stands for others.
@@ -198,10 +199,20 @@ class PipelineSpace:
     def _folded(self) -> tuple[Folded, Recomputable | None]:
         """What parameters cost at least, and what may run again; None if its ranges do not align
         with the folded blocks. Then bounds of the budget say only what holds anyway."""
+        if self.searched is not None:
+            return self.searched._folded
         runs, recomputable = find_runs(self.analysis), Recomputable.of(self.analysis, self.options)
         if recomputable is not None and aligned_runs(self.analysis, recomputable) != runs:
             recomputable = None
         return fold(self.analysis.set_gathers("least"), runs), recomputable
+
+    @cached_property
+    def _plain(self) -> ProblemFamilies:
+        """The problems without a choice of recompute."""
+        if self.searched is not None:
+            return self.searched._plain
+        folded, recomputable = self._folded
+        return self._problems(folded, None if is_searched(recomputable) else recomputable)
 
     def _problems(self, folded: Folded, recomputable: Recomputable | None) -> ProblemFamilies:
         family = tuple(CostModel(view, self.hardware.dtype) for view in self.views)

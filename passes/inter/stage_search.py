@@ -334,6 +334,9 @@ class StageSearch:
 
 def _row_minima(of_rows: Array, starts: Codes, counts: BoolArray) -> Array:
     """[cells, levels]: the least of the rows that count, or of all if none does."""
-    some = np.minimum.reduceat(np.where(counts, of_rows, np.inf), starts)
-    found: Array = np.where(np.isfinite(some), some, np.minimum.reduceat(of_rows, starts))
-    return found
+    found: Array = np.minimum.reduceat(of_rows, starts)
+    rows = np.flatnonzero(counts.any(axis=1))  # few
+    cells = np.searchsorted(starts, rows, side="right") - 1
+    some = np.full(found.shape, np.inf)
+    np.minimum.at(some, cells, np.where(counts[rows], of_rows[rows], np.inf))
+    return np.where(np.isfinite(some), some, found)

@@ -25,6 +25,7 @@ from autopar.passes.intra.constraints import (
     recipe_cost,
 )
 from autopar.passes.intra.intra_op import (
+    ProblemBatch,
     ProblemFamilies,
     intra_op_problem,
 )
@@ -53,6 +54,7 @@ __all__ = [
     "LeastRerun",
     "PlacementRequest",
     "Prices",
+    "ProblemBatch",
     "ProblemFamilies",
     "Role",
     "choose",

@@ -189,6 +189,11 @@ class Chooser:
             most_kept=MOST_KNOWN,
         )  # fmt: skip
 
+    @property
+    def _whole_chooser(self) -> Chooser:
+        """`_written_out`, or this one if there are no repeated blocks."""
+        return self._written_out if self.folded.runs else self
+
     def choose(
         self,
         ask: PlacementRequest,
@@ -207,19 +212,18 @@ class Chooser:
 
         Raises `InfeasibleError` that names the missing bytes.
         """
-        written_out = self._written_out if self.folded.runs else self
         limits = budget_bytes, time_limit_s, limit_s
         if solver != "auto":
-            return written_out._choose(ask, *limits, by=solver)
+            return self._whole_chooser._choose(ask, *limits, by=solver)
         # Pins name single parameters, so with pins blocks are not equal.
-        chooser = written_out if ask.constraints.pins else self
+        chooser = self._whole_chooser if ask.constraints.pins else self
         whole, _ = chooser._case(ask, ask.cost)
         if whole is None:  # one block cannot stand for the others
-            chooser = written_out
+            chooser = self._whole_chooser
             whole, _ = chooser._case(ask, ask.cost)
         assert whole is not None, "without blocks nothing stands for others"
         if whole.plan is None:
-            return written_out._choose(ask, *limits, by=solver)
+            return self._whole_chooser._choose(ask, *limits, by=solver)
         found = chooser._choose(ask, *limits)
         enough = ask.gap_goal
         if whole.problems.repeats:
@@ -229,7 +233,7 @@ class Chooser:
             return found
         if whole.problems.unrolled_size(most_columns) > CLOSE_GAP.most_columns:
             return found
-        return min(found, written_out._choose(ask, *limits, by=solver), key=lambda c: c.gap)
+        return min(found, self._whole_chooser._choose(ask, *limits, by=solver), key=lambda c: c.gap)
 
     def _case(self, ask: PlacementRequest, cost: CostModel) -> tuple[Repeated | None, int]:
         """The problems with all blocks, and the index of the one for `cost`; None if one block

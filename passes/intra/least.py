@@ -7,7 +7,7 @@ no collective runs. `LeastRerun` says what a memory budget costs at least in rec
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -178,14 +178,26 @@ class LeastRerun:
 
     def _rerun_cost(self, r: int, mode: Recompute, n_microbatches: int) -> tuple[float, Array]:
         """(bytes that a mode of a range frees at most, [2] `least_times_s` of what runs again)."""
-        ranges, types = self._ranges, self.analysis.microbatch_types(n_microbatches).tensors
-        held = {v: types[v].size_bytes for v in ranges.taken[r] if ranges.is_only(v, r)}
-        freed, other_bytes, again = dict[str, int](), 0.0, list[int]()
+        freed, held, other_bytes, times_s = self._rerun(r, mode)
+        types = self.analysis.microbatch_types(n_microbatches).tensors
+        freed_bytes, held_bytes = (sum(types[v].size_bytes for v in of) for of in (freed, held))
+        other_bytes /= self.analysis.batch.n_splits(n_microbatches)
+        return freed_bytes + other_bytes - held_bytes, times_s
+
+    @once
+    def _rerun(
+        self, r: int, mode: Recompute
+    ) -> tuple[Collection[str], Collection[str], float, Array]:
+        """(values that are freed at most, values that are held, other bytes that are freed from all
+        rows, [2] `least_times_s` of what runs again)."""
+        ranges = self._ranges
+        held = {v for v in ranges.taken[r] if ranges.is_only(v, r)}
+        freed, other_bytes, again = set[str](), 0.0, list[int]()
         for i in ranges.every[r]:
             operator, rule = self.analysis.operators[i], ranges.rule(i)
             for value in ranges.kept_by(i):
                 if ranges.is_only(value, r) and value not in self.analysis.program.parameters:
-                    freed[value] = types[value].size_bytes
+                    freed.add(value)
             saved = self.analysis.saved.get(operator.name)
             if saved is not None:
                 other_bytes += saved.other_bytes
@@ -194,12 +206,10 @@ class LeastRerun:
             if ranges.runs_again(i) and not is_kept and not is_added:
                 again.append(i)
             if is_kept and not rule.lower:  # some choices of a lowered operator keep nothing
-                held |= {v: types[v].size_bytes for v in operator.outputs if ranges.is_only(v, r)}
+                held |= {v for v in operator.outputs if ranges.is_only(v, r)}
                 if saved is not None and rule.fused:
                     other_bytes -= saved.other_bytes
-        other_bytes /= self.analysis.batch.n_splits(n_microbatches)
-        times_s = self._forward_s[:, again].sum(axis=1)
-        return sum(freed.values()) + other_bytes - sum(held.values()), times_s
+        return freed, held, other_bytes, self._forward_s[:, again].sum(axis=1)
 
     def _is_matmul(self, r: int, i: int) -> bool:
         """Is it a matmul whose result "selective" saves? The last operator's is not saved."""

@@ -21,6 +21,7 @@ from functools import cached_property
 import numpy as np
 
 from autopar.arrays import BoolArray
+from autopar.caching import once
 from autopar.options import Recompute
 from autopar.passes.analysis import Side
 from autopar.passes.intra.candidates import GroupCandidates
@@ -115,6 +116,7 @@ class IntraOpProblem:
         compute."""
         return frozenset(of.variable for of in self.modes if of.variable is not None)
 
+    @once
     def slack_s(self, case: int) -> float:
         """How far a choice's objective is above its simulated step at most.
 

@@ -23,6 +23,7 @@ from autopar.mesh import LogicalMesh
 from autopar.options import Options, schedule_name
 from autopar.passes.analysis import (
     Analysis,
+    Folded,
     Numbered,
     Recomputable,
     Run,
@@ -136,6 +137,7 @@ class Evaluator:
     prices: Prices = field(default_factory=Prices)
     _chosen: dict[object, Chosen] = field(default_factory=dict)
     _choosers: dict[tuple[Analysis, str], Chooser] = field(default_factory=dict)
+    _folded: dict[tuple[Analysis, tuple[Run, ...]], Folded] = field(default_factory=dict)
     _parts: dict[tuple[int, ...], tuple[Analysis, ...]] = field(default_factory=dict)
     # Likeness -> the representative, which is the first part with it. A part -> its representative,
     # and names there -> names here (None: it is its own).
@@ -309,7 +311,7 @@ class Evaluator:
         recomputable = self.recomputable
         key = part, self.recompute_key
         if key not in self._choosers:
-            folded = fold(part, self.runs(part))
+            folded = self._fold(part)
             arguments = self.options.optimizer, recomputable
             if is_searched(recomputable) and part is not self.analysis:  # few requests
                 self._choosers[key] = Chooser(folded, *arguments, prices=self.prices)
@@ -321,6 +323,14 @@ class Evaluator:
                     folded, *arguments, families, self.counts, self.prices
                 )
         return self._choosers[key]
+
+    def _fold(self, part: Analysis) -> Folded:
+        """The program with few blocks of its runs; with the same runs, whatever is recomputed, it
+        is the same, and so is what is known of it."""
+        key = part, self.runs(part)
+        if key not in self._folded:
+            self._folded[key] = fold(*key)
+        return self._folded[key]
 
     def _choose_named(
         self, stage: _Stage, budget_bytes: float | None, limit_s: float = math.inf

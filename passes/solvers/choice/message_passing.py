@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 import numpy as np
@@ -179,6 +179,10 @@ class MessageGraph:
             np.array([1 / max(1, len(b), len(a)) for b, a in both]),
             n_messages,
         )
+
+    def fresh_copy(self) -> MessageGraph:
+        """The same graph without messages: for problems whose sums are others."""
+        return replace(self, _last={})
 
     def bound_and_choice(self, row: Array, kind: float = 1.0) -> tuple[float, Choice | None]:
         """A lower bound on all sums of costs in a row (infinite: none is allowed), and the best
