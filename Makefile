@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Processes draw hash seeds of their own, so that tests of equal plans compare different ones.
 export PYTHONHASHSEED :=
 
-.PHONY: demo compare bench-plan bench-config bench-zoo fuzz bench-runtime bench-checks bench-checkpoints bench-mixed same-plans validate-local test first-tier test-browser nightly faults lint golden docs docs-site page parity test-gpu validate install clean
+.PHONY: demo compare bench-plan bench-config bench-zoo fuzz bench-runtime bench-compile bench-checks bench-checkpoints bench-mixed same-plans validate-local test first-tier test-browser nightly faults lint golden docs docs-site page parity test-gpu validate install clean
 
 # Trains on four processes; plans a Llama of 8 layers for 16 GPUs and draws it; a short comparison.
 demo: install
@@ -48,6 +48,10 @@ bench-zoo: install
 # on one and two processes. Some two minutes. With --delayed, overlap under a slow network.
 bench-runtime: install
 	$(BIN)/python -m examples.bench_runtime
+
+# What compile="regions" takes to compile: with no compiled kernels on disk, and with them. Two minutes.
+bench-compile: install
+	$(BIN)/python -m examples.bench_compile
 
 # What the checks of a step take, of the demo's GPT-2 on two processes.
 bench-checks: install

@@ -6,10 +6,11 @@ one operator and of its derivative), `templates.py` (what stands for them in a p
 `provision.py` (views made again, what is saved, frees), `late_ready.py` (gradients handed over
 behind their block), `proving.py` (every stage, a deep one by few blocks).
 It may import `passes/analysis`, and what lies below `passes`.
-It hands on `differentiate`, and `proved`, which also verifies what it wrote.
+It hands on `differentiate`, `hand_over_late`, and `proved`, which also verifies what it wrote.
 """
 
 from autopar.passes.backward.joint import differentiate
+from autopar.passes.backward.late_ready import hand_over_late
 from autopar.passes.backward.proving import proved
 
-__all__ = ["differentiate", "proved"]
+__all__ = ["differentiate", "hand_over_late", "proved"]
