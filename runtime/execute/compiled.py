@@ -42,7 +42,12 @@ class CompiledRegion:
             return self._run(*tensors)
         with _LOCK:
             began_s = time.perf_counter()
-            results = self._run(*tensors)
+            try:
+                results = self._run(*tensors)
+            except Exception as error:
+                name = getattr(self, "__name__", "a region")
+                error.add_note(f'{name} of {self.file} did not compile; compile="none" runs it')
+                raise
             if self.compile_s is None:
                 self.compile_s = time.perf_counter() - began_s
                 _tell_if_complete(self.file)
