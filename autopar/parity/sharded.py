@@ -10,6 +10,7 @@ from torch import Tensor
 from autopar.codegen import file_name
 from autopar.parity.alone import StepResult, gradients_of
 from autopar.parity.report import relative_error
+from autopar.passes.facts import Target
 from autopar.placement import TensorType, gather
 from autopar.planning import Plan
 from autopar.runtime.execute import Environment, Executor, load_code
@@ -17,6 +18,8 @@ from autopar.runtime.launch import ThreadWorld, run_threads
 from autopar.runtime.tensors import extended, local_shard
 
 CPU = torch.device("cpu")
+# How long ranks wait for one that runs, and for one that may compile its regions first.
+TURN_S, COMPILING_TURN_S = 60.0, 1800.0
 
 
 def thread_errors(
@@ -57,7 +60,9 @@ def thread_errors(
         loss = executor.step(stored, given)
         return StepResult(loss.cpu(), _on_cpu(gradients_of(stored)), _on_cpu(held))
 
-    results = run_threads(run, pipeline.n_ranks)
+    compiles = plan.bound.compilation[Target].options.compiles
+    timeout_s = COMPILING_TURN_S if compiles else TURN_S
+    results = run_threads(run, pipeline.n_ranks, timeout_s=timeout_s)
     errors = {"loss": max(relative_error(found.loss, wanted.loss) for found in results)}
     for stage, mesh in zip(pipeline.stages, pipeline.meshes, strict=True):
         for p in stage.parameters:
