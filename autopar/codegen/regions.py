@@ -2,7 +2,8 @@
 
 A region is a maximal run of operators of one block: no collective, start, wait, message, random
 draw or hand-over of a gradient is in it, and no line changes its place. So whatever hides behind a
-region still does. Regions that differ in names alone share one function.
+region still does. Regions that differ in names alone share one function: they have equal shapes, so
+a compiler makes one case of it.
 
 `RegionNumbers` says which region a line is in, `marked` puts marks about the rows of each, and
 `RegionCutter` makes functions of what is between marks.
@@ -91,7 +92,7 @@ class RegionCutter:
     functional  global name of an operator that writes in place -> of the one that makes a result.
                 Regions write to nothing that they are given, which compilers handle worse
     taken       names that no function may have
-    known       region, by its code with numbers for names -> the function that it has
+    known       region, by its code with numbers for names, and types -> the function that it has
     called      operators that regions call in place of those that write
     """
 
@@ -139,6 +140,7 @@ class _Region:
     results    names that they make and later rows read
     freed      names that they take and free
     dropped    names that they make, and that later rows only free
+    calls      global names of the operators that they call
     """
 
     rows: tuple[str, ...]
@@ -180,24 +182,19 @@ class _Region:
         results = tuple(name for name in made if name in read_later)
         dropped = frozenset(freed_later & made.keys() - read_later)
         return _Region(
-            tuple(rows),
-            tuple(reads),
-            results,
-            tuple(freed),
-            dropped,
-            frozenset(called),
-            operators,
+            tuple(rows), tuple(reads), results, tuple(freed), dropped, frozenset(called), operators
         )
 
     def canonical(self) -> str:
-        """Its code, by numbers in place of names."""
+        """Its code, by numbers in place of names, and the types of what it makes."""
         number: dict[str, str] = {}
         text = f"    ({', '.join(self.reads)}), ({', '.join(self.results)})"
         tree = _parsed([text, *_without(self.rows, {*self.freed})])
         for node in ast.walk(tree):
             if isinstance(node, ast.Name) and node.id not in self.operators and node.id != "torch":
                 node.id = number.setdefault(node.id, f"v{len(number)}")
-        return ast.unparse(tree)
+        types = [row.partition("  # ")[2] for row in self.rows if not is_comment(row)]
+        return "\n".join([ast.unparse(tree), *types])
 
     def function(self, name: str) -> list[str]:
         return [
