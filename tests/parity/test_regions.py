@@ -45,8 +45,9 @@ def test_regions_run_as_they_are_written(
 
 
 @nightly
+@pytest.mark.filterwarnings("ignore:.torch.jit:DeprecationWarning")  # raised in inductor
 @pytest.mark.parametrize(("family", "layout"), COMPILED)
 def test_compiled_regions(family: str, layout: str) -> None:
     found = report(family, layout)
     assert found.ok
-    assert found.worst < 1e-10
+    assert max(found.errors.values()) < 1e-10
