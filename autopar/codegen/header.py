@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 from autopar.codegen.statements import Statements, moves_of, phase_of
 from autopar.codegen.words import LINE_LENGTH, wrapped
@@ -36,14 +36,9 @@ def imports(lines: Sequence[JointLine], has_regions: bool) -> list[str]:
     return out if len(out) > 2 else out[:1]
 
 
-def bindings(
-    lines: Sequence[JointLine], statements: Statements, of_regions: Iterable[str]
-) -> list[str]:
-    """Operators, looked up once; a taped one has its backward with it.
-
-    `of_regions` are operators that regions call in place of those of lines.
-    """
-    targets = {*of_regions}
+def bindings(lines: Sequence[JointLine], statements: Statements) -> list[str]:
+    """Operators, looked up once; a taped one has its backward with it."""
+    targets: set[str] = set()
     found: dict[str, str] = {}
     for line in lines:
         match line:

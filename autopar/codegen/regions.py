@@ -20,7 +20,7 @@ from functools import lru_cache
 
 import torch
 
-from autopar.codegen.blocks import WORD, Statement, del_row, is_comment
+from autopar.codegen.blocks import Statement, del_row, is_comment
 from autopar.codegen.words import LINE_LENGTH, name_rows
 from autopar.errors import VerificationError
 from autopar.program.lines import JointLine, free_name, is_compilable, operator_tags
@@ -40,12 +40,6 @@ _FUSED = frozenset(
 )  # fmt: skip
 # No printed row has these characters.
 _BEGIN, _END = "\0(", "\0)"
-
-
-def functional(target: str) -> str | None:
-    """`aten.add_.Tensor` -> `aten.add.Tensor`; None for an operator that writes to nothing."""
-    name, _, overload = target.rpartition(".")
-    return f"{name[:-1]}.{overload}" if name.endswith("_") else None
 
 
 @lru_cache
@@ -89,18 +83,13 @@ class RegionCutter:
     """Makes functions of the regions of one file.
 
     operators   global name of an operator -> operator
-    functional  global name of an operator that writes in place -> of the one that makes a result.
-                Regions write to nothing that they are given, which compilers handle worse
     taken       names that no function may have
     known       region, by its code with numbers for names, and types -> the function that it has
-    called      operators that regions call in place of those that write
     """
 
     operators: Mapping[str, str]
-    functional: Mapping[str, str]
     taken: set[str]
     known: dict[str, str] = field(default_factory=dict)
-    called: set[str] = field(default_factory=set)
 
     def cut(self, name: str, rows: Sequence[str]) -> tuple[list[str], list[str]]:
         """The functions of the regions of function `name`, and its rows with calls of them."""
@@ -114,21 +103,17 @@ class RegionCutter:
                 continue
             end = rest.index(_END)
             own, rest = rest[:end], rest[end + 1 :]
-            pure = [WORD.sub(lambda m: self.functional.get(m[0], m[0]), r) for r in own]
-            region = _Region.of(pure, [r for r in rest if not r.startswith("\0")], self.operators)
+            region = _Region.of(own, [r for r in rest if not r.startswith("\0")], self.operators)
             if region is None:
                 out += own
                 continue
             key = region.canonical()
-            self.called |= {
-                self.operators[n] for n in self.functional.values() if n in region.calls
-            }
             if key not in self.known:
                 self.known[key] = free_name(f"{name}_region", self.taken)
                 self.taken.add(self.known[key])
                 functions += region.function(self.known[key])
             out += region.call(self.known[key])
-            rest = _without(rest, region.dropped)
+            rest = _keep_alive(rest, region.dropped)
         return functions, out
 
 
@@ -140,7 +125,6 @@ class _Region:
     results    names that they make and later rows read
     freed      names that they take and free
     dropped    names that they make, and that later rows only free
-    calls      global names of the operators that they call
     """
 
     rows: tuple[str, ...]
@@ -148,7 +132,6 @@ class _Region:
     results: tuple[str, ...]
     freed: tuple[str, ...]
     dropped: frozenset[str]
-    calls: frozenset[str]
     operators: Mapping[str, str]
 
     @staticmethod
@@ -181,15 +164,13 @@ class _Region:
         read_later, freed_later = {*_names(after, ast.Load)}, {*_names(after, ast.Del)}
         results = tuple(name for name in made if name in read_later)
         dropped = frozenset(freed_later & made.keys() - read_later)
-        return _Region(
-            tuple(rows), tuple(reads), results, tuple(freed), dropped, frozenset(called), operators
-        )
+        return _Region(tuple(rows), tuple(reads), results, tuple(freed), dropped, operators)
 
     def canonical(self) -> str:
         """Its code, by numbers in place of names, and the types of what it makes."""
         number: dict[str, str] = {}
         text = f"    ({', '.join(self.reads)}), ({', '.join(self.results)})"
-        tree = _parsed([text, *_without(self.rows, {*self.freed})])
+        tree = _parsed([text, *_keep_alive(self.rows, {*self.freed})])
         for node in ast.walk(tree):
             if isinstance(node, ast.Name) and node.id not in self.operators and node.id != "torch":
                 node.id = number.setdefault(node.id, f"v{len(number)}")
@@ -200,7 +181,7 @@ class _Region:
         return [
             "@compiled",
             *_bracketed(f"def {name}(", self.reads, "):"),
-            *_without(self.rows, {*self.freed}),
+            *_keep_alive(self.rows, {*self.freed}),
             *_bracketed("    return (", self.results, ")"),
             "",
             "",
@@ -233,8 +214,8 @@ def _names(node: ast.AST, context: type[ast.expr_context]) -> list[str]:
     return [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, context)]
 
 
-def _without(rows: Sequence[str], names: set[str] | frozenset[str]) -> list[str]:
-    """The rows; those that free names do not free these."""
+def _keep_alive(rows: Sequence[str], names: set[str] | frozenset[str]) -> list[str]:
+    """The rows, none of which frees these names."""
     out: list[str] = []
     for row in rows:
         if row.startswith("    del "):

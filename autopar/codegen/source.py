@@ -26,7 +26,7 @@ from autopar.codegen.fold import Folded, fold, outside_names, unfolded
 from autopar.codegen.functions import FunctionPrinter
 from autopar.codegen.header import bindings, imports
 from autopar.codegen.layout import joined, with_views_inside
-from autopar.codegen.regions import RegionCutter, RegionNumbers, functional
+from autopar.codegen.regions import RegionCutter, RegionNumbers
 from autopar.codegen.statements import (
     Statements,
     is_view,
@@ -155,7 +155,7 @@ class _Source:
             "",
             *imports(self._lines, bool(self._cutter.known)),
             "",
-            *bindings(self._lines, self.statements, self._cutter.called),
+            *bindings(self._lines, self.statements),
             "",
             "",
             *functions,
@@ -298,11 +298,8 @@ class _Source:
     @cached_property
     def _cutter(self) -> RegionCutter:
         """Its operators are known once all statements are printed."""
-        known = dict(self.statements.handles)
-        pure = {handle: functional(target) for target, handle in known.items()}
-        made = {h: self.statements.operator_handle(target) for h, target in pure.items() if target}
         operators = {handle: target for target, handle in self.statements.handles.items()}
-        return RegionCutter(operators, made, {*self._known_names})
+        return RegionCutter(operators, {*self._known_names})
 
     @cached_property
     def _variables(self) -> dict[str, Local | Variable]:

@@ -12,8 +12,8 @@ from dataclasses import replace
 from itertools import zip_longest
 
 from autopar.codegen import prints_all
+from autopar.passes.backward.fusible import make_fusible
 from autopar.passes.backward.joint import differentiate
-from autopar.passes.backward.late_ready import hand_over_late
 from autopar.program.lines import (
     CallLine,
     JointProgram,
@@ -34,13 +34,13 @@ def proved(
     """Every stage both ways, verified; for a pipeline without gradients, forward only.
 
     `few_blocks` has each stage with few of its repeated blocks. Where the text of all follows from
-    theirs, the other blocks have no lines. `is_compiled`: gradients wait for the end of their block
-    (`late_ready.py`).
+    theirs, the other blocks have no lines. `is_compiled`: operators of a block are one region
+    (`fusible.py`).
     """
 
     def both_ways(stage: StageProgram) -> JointProgram:
         joint = differentiate(stage, device)
-        joint = hand_over_late(joint) if is_compiled else joint
+        joint = make_fusible(joint) if is_compiled else joint
         verify_joint(joint)
         return joint
 
