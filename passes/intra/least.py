@@ -203,10 +203,11 @@ class LeastRerun:
                 other_bytes += saved.other_bytes
             is_kept = self._is_matmul(r, i) and mode == "selective"
             is_added = ranges.matmul_of_bias_add(i) is not None and mode == "selective"
-            if ranges.runs_again(i) and not is_kept and not is_added:
+            if ranges.runs_again(i, mode) and not is_kept and not is_added:
                 again.append(i)
             if is_kept and not rule.lower:  # some choices of a lowered operator keep nothing
-                held |= {v for v in operator.outputs if ranges.is_only(v, r)}
+                if i in ranges.matmuls_read_again:
+                    held |= {v for v in operator.outputs if ranges.is_only(v, r)}
                 if saved is not None and rule.fused:
                     other_bytes -= saved.other_bytes
         return freed, held, other_bytes, self._forward_s[:, again].sum(axis=1)

@@ -117,8 +117,9 @@ class _Adder:
             matmul = self.ranges.matmul_of_bias_add(i)
             if matmul is not None:  # it runs with its matmul, unless a reshard is between them
                 self._sums[matmul] = forward_s
-            if self.ranges.runs_again(i):
+            if self.ranges.runs_again(i, "full"):
                 self._spend(v, r, forward_s, "full")
+            if self.ranges.runs_again(i, "selective"):
                 apart_s = np.where(is_kept | (matmul is not None), 0.0, forward_s)
                 self._spend(v, r, apart_s, "selective")
             self._charge(v, r, price.own_bytes, None)
@@ -129,7 +130,8 @@ class _Adder:
                     self._charge(v, r, size_bytes, None)
                 else:
                     always += n_like * size_bytes
-            for value in item.operator.outputs if is_kept.any() else ():
+            is_read = i in self.ranges.matmuls_read_again
+            for value in item.operator.outputs if is_read and is_kept.any() else ():
                 self._keep_result(v, r, value, is_kept)
         self.builder.variables[v].size_bytes = self._intern(always)
 

@@ -24,11 +24,13 @@ from functools import cached_property
 import numpy as np
 
 from autopar.arrays import Array
+from autopar.options import Recompute
 from autopar.passes.analysis import Analysis
 from autopar.passes.intra.cases import Cases
 from autopar.passes.reshard import ReshardTables, primitive_lines
 from autopar.placement import COLLECTIVES, Spec
-from autopar.rules import FUSED, OpRule, rule_for
+from autopar.program.communication import Needs, Step
+from autopar.rules import FUSED, OpRule, is_function, rule_for
 
 # Consecutive positions in `Analysis.operators`.
 Positions = range
@@ -68,19 +70,46 @@ class RerunRanges:
     def is_matmul(self, i: int) -> bool:
         return self.rule(i).flops is not None
 
-    def runs_again(self, i: int) -> bool:
-        """Does an operator of a range run again?
+    def runs_again(self, i: int, mode: Recompute) -> bool:
+        """Does some backward of its range need that an operator runs again in this mode?
 
-        The last one does not if it saves only its inputs, because it saves them before it runs
-        (`_saves_before_it_runs` in `passes/lowering/segments.py`).
+        Matmuls do not in "selective", but for those that a function replaces.
         """
-        last = self.every[self.party_of[i]][-1]
-        if i < last:
-            return True
-        saved = self.analysis.saved[self.analysis.operators[i].name]
-        rule = self.rule(i)
-        is_plain = rule.flops is not None and not rule.fused
-        return bool(saved.outputs) or not (is_plain or not saved.other_bytes)
+        is_apart = mode == "selective" and not self.is_matmul(i)
+        return i in self._needed_again["selective" if is_apart else "full"]
+
+    @cached_property
+    def _needed_again(self) -> Mapping[Recompute, frozenset[int]]:
+        full, selective = set[int](), set[int]()
+        for positions, needs in zip(self.every, self._needs, strict=True):
+            apart = {i for i in positions if not self.is_matmul(i)}
+            for i in positions:
+                full |= needs.of_backward(i, positions)
+                selective |= needs.of_backward(i, apart)
+        return {"full": frozenset(full), "selective": frozenset(selective)}
+
+    @cached_property
+    def matmuls_read_again(self) -> frozenset[int]:
+        """The matmuls of ranges whose results backward reads, or what runs again in "selective"."""
+        found = set[int]()
+        for positions, needs in zip(self.every, self._needs, strict=True):
+            for i in positions:
+                again = i in self._needed_again["selective"]
+                found |= needs.kept_by(i) | (needs.read_by(i) if again else set())
+        return frozenset(i for i in found if self.is_matmul(i))
+
+    @cached_property
+    def _needs(self) -> tuple[Needs, ...]:
+        return tuple(Needs.of(p.start, map(self._step, p)) for p in self.every)
+
+    def _step(self, i: int) -> Step:
+        operator, rule = self.analysis.operators[i], self.rule(i)
+        saved = self.analysis.saved.get(operator.name)
+        return Step.of_call(
+            operator.inputs, operator.outputs, self.kept_by(i),
+            saved.other_bytes if saved else 0.0, is_function(str(operator.call.op)),
+            self.is_matmul(i) and not rule.fused,
+        )  # fmt: skip
 
     def matmul_of_bias_add(self, i: int) -> str | None:
         """The matmul result to which an operator only adds a bias; else None.

@@ -5,16 +5,16 @@ whose backward needs something that the segment does not keep: a result of the s
 that only that operator saves. The lines after it (the last matmul's reduction, a sum, a dropout)
 keep nothing, so running them again would be useless. They stay outside and run once.
 
-torch.utils.checkpoint stops as soon as it has all that autograd saved. If the last line saves
-nothing but what it reads, that is before it runs: the last matmul of a block does not run twice.
+Of its lines those run again that a backward needs (`autopar/program/communication/reruns.py`).
+torch.utils.checkpoint too stops as soon as it has all that autograd saved: the last matmul of a
+block does not run twice, nor a view of a sum over ranks whose result is kept.
 
 A reshard of a tensor from before the segment does not run again if its result is no larger and
 nothing else needs the tensor: then the result is kept instead.
 
 In mode "selective", the results of lines with matmul FLOPs and of reshards that communicate are
-kept. Parameters are gathered again all the same: only the activations of a block are kept. If only
-a kept reshard reads the result of a matmul (a partial sum, as large as the whole), it does not run
-again either, and its result is not kept, because nothing needs it.
+kept. Parameters are gathered again all the same: only the activations of a block are kept. A
+matmul's result that only a kept reshard reads (a partial sum, as large as the whole) is not kept.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ from dataclasses import replace
 
 from autopar.options import Recompute
 from autopar.placement import COLLECTIVES
+from autopar.program.communication import needs_of_lines
 from autopar.program.graph import Program
 from autopar.program.lines import (
     CallLine,
-    GatherLine,
     Line,
     MoveLine,
     Recomputed,
@@ -141,42 +141,22 @@ def _made_in(owner: str, span: _Span) -> bool:
 def _segment(
     program: StageProgram, span: _Span, mode: Recompute, name: str, reshards: Set[int]
 ) -> Segment:
+    """Of the lines that are not kept, those that the backward of some line needs run again."""
     body, (*lines, end) = program.body, range(*span)
-    last = body[end]
-    assert isinstance(last, CallLine)
-    read = {name for i in range(*span) for name in body[i].reads}
     kept = {i for i in lines if mode == "selective" and _is_kept(body[i])} | reshards
-    again = [i for i in lines if i not in kept]
-    # Parameters that only lines after it read were gathered with those of the segment.
-    again = [i for i in again if not _is_unread_gather(body[i], read)]
-    if not _saves_before_it_runs(last):
-        again.append(end)
-    return Segment(name, mode, *span, tuple(again))
-
-
-def _is_unread_gather(line: Line, read: Set[str]) -> bool:
-    return isinstance(line, GatherLine) and line.out.name not in read
+    needs, may_run = needs_of_lines(body, *span), {*lines, end} - kept
+    again = {
+        k
+        for i in program.differentiated.intersection(range(*span))
+        for k in needs.of_backward(i, may_run)
+    }
+    return Segment(name, mode, *span, tuple(sorted(again)))
 
 
 def _is_kept(line: Line) -> bool:
     if isinstance(line, MoveLine):
         return line.move.forward in COLLECTIVES
     return isinstance(line, CallLine) and line.flops > 0 and line.lowered is None
-
-
-def _saves_before_it_runs(line: CallLine) -> bool:
-    """Is all that autograd keeps of the line there before its kernel runs?
-
-    ATen operators save their inputs before the kernel runs. Matmuls also save copies that they make
-    of inputs; whatever else operators save, the kernel makes. Python functions save after they ran.
-    """
-    is_matmul = line.flops > 0 and not line.is_attention
-    return (
-        line.lowered is None
-        and line.target.startswith("aten.")
-        and (is_matmul or not line.saved_bytes)
-        and {out.name for out in line.outs}.isdisjoint(line.keeps)
-    )
 
 
 def _name(keys: Sequence[str], taken: Set[str]) -> str:

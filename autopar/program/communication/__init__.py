@@ -1,6 +1,7 @@
 """Who communicates what, and when: read off the lines of a program, never stored.
 
 Read `gathers.py` (gathers that are one call), `regathers.py` (what backward gathers again),
+`reruns.py` (when lines run again),
 `loss_at_end.py` (the loss, when the step ends), `order.py` (what runs when, both ways),
 `bucketing.py`, `cross_mesh.py` and `messages.py` (what crosses between stages), `collective.py`
 (the collectives of a step).
@@ -51,6 +52,7 @@ from autopar.program.communication.order import (
     positions_of,
 )
 from autopar.program.communication.regathers import kept_gathers
+from autopar.program.communication.reruns import Needs, Step, needs_of_lines
 
 __all__ = [
     "BUCKET_BYTES",
@@ -60,11 +62,13 @@ __all__ = [
     "Forward",
     "Gather",
     "Messages",
+    "Needs",
     "Piece",
     "RankCall",
     "Reduction",
     "Slice",
     "Start",
+    "Step",
     "TieExchange",
     "Wait",
     "Work",
@@ -79,6 +83,7 @@ __all__ = [
     "kept_gathers",
     "local_factors",
     "message_edges",
+    "needs_of_lines",
     "positions_of",
     "primitive_bytes",
     "rank_collectives",

@@ -3,7 +3,7 @@
     forward     the lines of the body, in order
     backward    of every line that has one, last line first; before it, what it needs
                     parameters that it reads, gathered again     (`regathers.py`)
-                    the lines of a recomputed segment            (`Segment`)
+                    the lines of a recomputed segment            (`reruns.py`)
 
 Parameters of ZeRO-3 are gathered and their gradients reduced run by run (`gathers.py`), beside
 compute. A run is a block's parameters, so its communication takes as long as its neighbour's
@@ -38,6 +38,7 @@ from autopar.placement import COLLECTIVES
 from autopar.program.communication.gathers import fused_gathers, gathers_at, reduced_runs, runs_of
 from autopar.program.communication.loss_at_end import lines_at_end
 from autopar.program.communication.regathers import kept_gathers, repeated_gathers
+from autopar.program.communication.reruns import reruns
 from autopar.program.lines import CallLine, GatherLine, MoveLine, StageProgram
 
 # Of a matmul's backward: all of it, the gradient that is communicated next, or the other one.
@@ -116,8 +117,7 @@ def forward_order(program: StageProgram) -> tuple[Work, ...]:
 @once
 def backward_order(program: StageProgram) -> tuple[Work, ...]:
     """What a rank does in backward, in order."""
-    anew, reduced = repeated_gathers(program), reduced_runs(program)
-    again = {segment.last: segment.again for segment in program.segments}
+    anew, reduced, again = repeated_gathers(program), reduced_runs(program), reruns(program)
     order: list[Work] = []
     for i in sorted(program.differentiated, reverse=True):
         for run in anew.get(i, ()):

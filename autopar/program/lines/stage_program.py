@@ -187,8 +187,9 @@ Line = MoveLine | CallLine | DetachLine | GatherLine
 class Segment:
     """Lines `start` to `stop` - 1 of a body, of which those at `again` run again in backward.
 
-    They do before the backward of the last line, in order. Between forward and backward only what
-    they read is kept, and what the backward of the other lines needs.
+    Each does before the first backward that needs it (`autopar/program/communication/reruns.py`).
+    Between forward and backward only what they read is kept, and what the backward of the other
+    lines needs.
     """
 
     name: str

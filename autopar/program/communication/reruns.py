@@ -1,0 +1,111 @@
+"""When lines of a recomputed segment run again: each before the first backward that needs it.
+
+    before    all lines of the segment, backward of its last line, ..., backward of its first line
+    after     what the last line's backward needs, backward of the last line, what ...
+
+So few results are there at once, and a compiler sees them beside what reads them. The backward of
+an operator needs what the operator keeps (`CallLine.keeps`). It needs the operator itself if that
+saves more, as the statistics of a norm, or whatever a function keeps. Of a matmul that is copies of
+its inputs, which backward makes itself, before the matmul would run.
+Gathers of parameters begin with the first line that runs again, because compute hides them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Sequence
+from dataclasses import dataclass
+
+from autopar.caching import once
+from autopar.operators import function_of
+from autopar.program.lines import CallLine, GatherLine, Line, StageProgram
+
+
+@once
+def reruns(program: StageProgram) -> dict[int, tuple[int, ...]]:
+    """Position of an operator -> positions of the lines that run again before its backward."""
+    found: dict[int, tuple[int, ...]] = {}
+    for segment in program.segments:
+        needs = needs_of_lines(program.body, segment.start, segment.stop)
+        waiting = {*segment.again}
+        first = {k for k in waiting if isinstance(program.body[k], GatherLine)}
+        for i in range(segment.last, segment.start - 1, -1):
+            wanted = needs.of_backward(i, waiting) if i in program.differentiated else set[int]()
+            if wanted:
+                wanted |= first & waiting
+                waiting -= wanted
+                found[i] = tuple(sorted(wanted))
+    return found
+
+
+@dataclass(frozen=True)
+class Step:
+    """An operator or reshard, by names of values. Its backward reads those in `kept`; if it
+    `saves_more`, that is there only after it ran."""
+
+    reads: Sequence[str]
+    writes: Sequence[str]
+    kept: Sequence[str]
+    saves_more: bool
+
+    @staticmethod
+    def of_call(
+        reads: Sequence[str], writes: Sequence[str], kept: Sequence[str],
+        saved_bytes: float, is_function: bool, is_matmul: bool,
+    ) -> Step:  # fmt: skip
+        """`saved_bytes` besides `kept`; `is_matmul` without that of fused attention."""
+        copies = reads if saved_bytes else ()
+        saves_more = is_function or (saved_bytes > 0 and not is_matmul)
+        return Step(reads, writes, (*kept, *copies), saves_more)
+
+
+@dataclass(frozen=True)
+class Needs:
+    """What consecutive steps, from position `start` on, need of each other, by position: `read` to
+    run, `kept` for their backward."""
+
+    start: int
+    read: Sequence[frozenset[int]]
+    kept: Sequence[frozenset[int]]
+
+    @staticmethod
+    def of(start: int, steps: Iterable[Step]) -> Needs:
+        made: dict[str, int] = {}
+        read, kept = list[frozenset[int]](), list[frozenset[int]]()
+        for i, step in enumerate(steps, start):
+            read.append(frozenset(made[name] for name in step.reads if name in made))
+            made |= dict.fromkeys(step.writes, i)
+            own = {i} if step.saves_more else set()
+            kept.append(frozenset(own | {made[name] for name in step.kept if name in made}))
+        return Needs(start, read, kept)
+
+    def read_by(self, i: int) -> frozenset[int]:
+        """The steps that make what step `i` reads."""
+        return self.read[i - self.start]
+
+    def kept_by(self, i: int) -> frozenset[int]:
+        """The steps that make what the backward of step `i` reads, itself among them."""
+        return self.kept[i - self.start]
+
+    def of_backward(self, i: int, again: Collection[int]) -> set[int]:
+        """The steps, of those in `again`, that run before the backward of step `i`."""
+        found, left = set[int](), [k for k in self.kept_by(i) if k in again]
+        while left:
+            if (k := left.pop()) not in found:
+                found.add(k)
+                left += (j for j in self.read_by(k) if j in again)
+        return found
+
+
+def needs_of_lines(body: Sequence[Line], start: int, stop: int) -> Needs:
+    """What lines `start` to `stop` - 1 of a body need of each other."""
+    return Needs.of(start, (_step(body[i]) for i in range(start, stop)))
+
+
+def _step(line: Line) -> Step:
+    if not isinstance(line, CallLine):
+        return Step(line.reads, line.writes, (), False)
+    is_function = line.lowered is not None or function_of(line.target) is not None
+    is_matmul = line.flops > 0 and not line.is_attention
+    return Step.of_call(
+        line.reads, line.writes, line.keeps, line.saved_bytes, is_function, is_matmul
+    )
