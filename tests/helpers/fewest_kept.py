@@ -113,8 +113,8 @@ class KeptValues:
             name: k for k, name in enumerate({SOURCE, SINK, *(n for e in capacity for n in e)})
         }
         rows, columns = zip(*((nodes[a], nodes[b]) for a, b in capacity), strict=True)
-        units = np.array([*capacity.values()], dtype=np.int32)
-        graph = csr_matrix((units, (rows, columns)), shape=(len(nodes), len(nodes)))
+        most = np.array([*capacity.values()], dtype=np.int32)
+        graph = csr_matrix((most, (rows, columns)), shape=(len(nodes), len(nodes)))
         flow = maximum_flow(graph, nodes[SOURCE], nodes[SINK])
         return int(flow.flow_value) * UNIT_BYTES
 
