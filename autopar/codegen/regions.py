@@ -24,8 +24,14 @@ from autopar.program.lines import JointLine, free_name, is_compilable, is_fused
 
 # A region has at least so many kernels that can be fused with others.
 LEAST_FUSED = 2
+_DECORATOR = "@compiled"
 # No printed row has these characters.
 _BEGIN, _END = "\0(", "\0)"
+
+
+def count_regions(source: str) -> int:
+    """How many functions of a generated file are compiled."""
+    return source.splitlines().count(_DECORATOR)
 
 
 class RegionNumbers:
@@ -160,7 +166,7 @@ class _Region:
 
     def function(self, name: str) -> list[str]:
         return [
-            "@compiled",
+            _DECORATOR,
             *_bracketed(f"def {name}(", self.reads, "):"),
             *_keep_alive(self.rows, {*self.freed}),
             *_bracketed("    return (", self.results, ")"),
