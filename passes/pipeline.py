@@ -28,7 +28,7 @@ facts of each pass.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import autopar.passes.fact_text  # noqa: F401  (registers how facts are printed)
 from autopar.codegen import emit, file_name
@@ -142,7 +142,7 @@ class OpenSearch(Pass):
         longer, paddings = pad_for_ranks(program, target.mesh.n_ranks)
         analysis = Analysis.of(longer, options.batch_dims or None)
         analysis = analysis.set_schedule(schedule_name(options))
-        yield SearchSpace(analysis, paddings, options, _hardware(target.mesh, analysis))
+        yield SearchSpace(analysis, paddings, options, _hardware(target, analysis))
 
 
 @dataclass(frozen=True)
@@ -228,8 +228,9 @@ def _record(stage: PlacedStage, mesh: Mesh) -> StageRecord:
     return stage_record(stage.analysis, stage.strategy, view, shape)
 
 
-def _hardware(mesh: Mesh, analysis: Analysis) -> Hardware:
-    return resolve(mesh, compute_dtype(analysis))
+def _hardware(target: Target, analysis: Analysis) -> Hardware:
+    found = resolve(target.mesh, compute_dtype(analysis))
+    return replace(found, software="compiled") if target.options.compiles else found
 
 
 @dataclass(frozen=True)
@@ -252,7 +253,7 @@ class ResolveMesh(Pass):
     provides = (Hardware,)
 
     def run(self, facts: Compilation) -> Iterable[object]:
-        yield _hardware(facts[Target].mesh, facts[Analysis])
+        yield _hardware(facts[Target], facts[Analysis])
 
 
 @dataclass(frozen=True)

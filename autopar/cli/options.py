@@ -99,6 +99,9 @@ def _planning_flags(
     recompute: Annotated[
         str | None, typer.Option(help="auto, none, selective, attention-core or full.")
     ] = None,
+    compiled: Annotated[
+        str | None, typer.Option("--compile", help="none, or regions: what torch.compile fuses.")
+    ] = None,
     manual: Annotated[str | None, typer.Option(help="A recipe: dp=2,tp=4,pp=2,sp,zero=1.")] = None,
     force: Annotated[
         list[str] | None, typer.Option(help="Pin a parameter: NAME=S(0)@1. Repeatable.")
@@ -126,9 +129,10 @@ def _planning_flags(
         "microbatches": microbatches, "schedule": schedule, "stages": stages,
         "mesh_shape": mesh_shape, "optimizer": optimizer, "precision": precision,
         "memory_limit": memory_limit, "memory_margin": memory_margin, "recompute": recompute,
-        "manual": manual, "force": force or None, "forbid": forbid or None, "fallback": fallback,
-        "solver": solver, "tolerance": tolerance, "tie": tie, "time_limit_s": time_limit_s,
-        "reduce_dtype": reduce_dtype, "master_weights": master_weights or None,
+        "compile": compiled, "manual": manual, "force": force or None, "forbid": forbid or None,
+        "fallback": fallback, "solver": solver, "tolerance": tolerance, "tie": tie,
+        "time_limit_s": time_limit_s, "reduce_dtype": reduce_dtype,
+        "master_weights": master_weights or None,
     }  # fmt: skip
     set_by_user = {name: value for name, value in given.items() if value is not None}
     return PlanRequest(mesh, hardware, batch, seq, loss, set_by_user)

@@ -7,9 +7,10 @@ equal blocks: `blocks.py` (their pieces), `flow.py` (what these hand on to each 
 and loops). `regions.py` has what a compiler may fuse. Last, `defined.py` (each name has a value
 where it is read).
 May import `cost`, `runtime` and the layers below them.
-Hands on `emit` (the source of one stage) and `file_name`.
+Mainly hands on `emit` (the source of one stage) and `file_name`.
 """
 
+from autopar.codegen.regions import count_regions
 from autopar.codegen.source import emit, file_name, prints_all
 
-__all__ = ["emit", "file_name", "prints_all"]
+__all__ = ["count_regions", "emit", "file_name", "prints_all"]

@@ -16,35 +16,22 @@ import itertools
 import textwrap
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import lru_cache
-
-import torch
 
 from autopar.codegen.blocks import Statement, del_row, is_comment
 from autopar.codegen.words import LINE_LENGTH, name_rows
 from autopar.errors import VerificationError
-from autopar.program.lines import JointLine, free_name, is_compilable, operator_tags
+from autopar.program.lines import JointLine, free_name, is_compilable, is_fused
 
 # A region has at least so many kernels that can be fused with others.
 LEAST_FUSED = 2
-_FUSING_TAGS = {torch.Tag.pointwise, torch.Tag.reduction}
-# Operators without such a tag that inductor fuses too (torch/_inductor/lowering.py).
-_FUSED = frozenset(
-    f"aten.{name}"
-    for name in (
-        "native_layer_norm.default", "native_layer_norm_backward.default", "_softmax.default",
-        "_softmax_backward_data.default", "_log_softmax.default",
-        "_log_softmax_backward_data.default", "cat.default", "to.dtype", "clone.default",
-        "constant_pad_nd.default", "pad.default", "var_mean.correction",
-    )
-)  # fmt: skip
+_DECORATOR = "@compiled"
 # No printed row has these characters.
 _BEGIN, _END = "\0(", "\0)"
 
 
-@lru_cache
-def _is_fused(target: str) -> bool:
-    return target in _FUSED or bool((operator_tags(target) or frozenset()) & _FUSING_TAGS)
+def count_regions(source: str) -> int:
+    """How many functions of a generated file are compiled."""
+    return source.splitlines().count(_DECORATOR)
 
 
 class RegionNumbers:
@@ -147,7 +134,7 @@ class _Region:
                 f"a region calls {', '.join(sorted(others))}, which is no operator",
                 hint="this is a bug of autopar",
             )
-        n_fused = sum(_is_fused(operators[name]) for name in called if name in operators)
+        n_fused = sum(is_fused(operators[name]) for name in called if name in operators)
         if n_fused < LEAST_FUSED:
             return None
         reads: dict[str, None] = {}
@@ -179,7 +166,7 @@ class _Region:
 
     def function(self, name: str) -> list[str]:
         return [
-            "@compiled",
+            _DECORATOR,
             *_bracketed(f"def {name}(", self.reads, "):"),
             *_keep_alive(self.rows, {*self.freed}),
             *_bracketed("    return (", self.results, ")"),

@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from autopar.caching import GC_EVERY
+from autopar.codegen import count_regions
 from autopar.cost.hardware import Hardware
 from autopar.cost.laws import CostModel
 from autopar.cost.price import collectives_of, link_between, timeline_of
@@ -17,13 +18,13 @@ from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.analysis import Analysis
 from autopar.passes.compilation import Compilation
-from autopar.passes.facts import Placed, Sources, Target
+from autopar.passes.facts import Placed, Sources, Target, Unverified
 from autopar.passes.lowering import PlacedStage
 from autopar.passes.pipeline import PASSES
 from autopar.plans import PlanData, Predicted
 from autopar.program.communication import Collective
 from autopar.program.lines import Pipeline
-from autopar.report import Remark, assumed, memory_bar, time_bar
+from autopar.report import Remark, assumed, compiling, memory_bar, time_bar
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,10 @@ class Bound:
     @property
     def mesh(self) -> Mesh:
         return self.compilation[Target].mesh
+
+    @property
+    def options(self) -> Options:
+        return self.compilation[Target].options
 
     @property
     def analysis(self) -> Analysis:
@@ -77,7 +82,16 @@ class Bound:
     @property
     def assumed(self) -> Sequence[Remark]:
         """What the prediction takes for granted, in lines."""
-        return assumed(self.hardware, self.data, self.pipeline, self.predicted)
+        remarks = assumed(self.hardware, self.data, self.pipeline, self.predicted)
+        return [*remarks, *([self._compiling()] if self.options.compiles else [])]
+
+    def _compiling(self) -> Remark:
+        """What compiling buys: lines have other prices, and what is proved stays proved."""
+        target = replace(self.compilation[Target], options=replace(self.options, compile="none"))
+        eager = Compilation(PASSES, target, self.data, self.analysis)
+        eager.give(eager[Unverified].pipeline)
+        n_regions = max(map(count_regions, self.sources.values()))
+        return compiling(self.predicted, eager[Predicted], n_regions, self.hardware.is_gpu)
 
     def timeline(
         self, slow: tuple[int, float] | None = None, jitter: tuple[float, int] | None = None,
@@ -117,13 +131,15 @@ def bind(
     analysis: Analysis,
     mesh: Mesh,
     stages: tuple[PlacedStage, ...] | None = None,
+    compile: str = "none",
 ) -> Bound:
     """Place a plan on an analysed program, or take `stages` that are placed already.
 
     Raises `PlanError` if the plan is for another graph, or is not legal on this one.
     """
     placed = () if stages is None else (Placed(stages),)
-    compilation = Compilation(PASSES, Target(mesh, Options()), data, analysis, *placed)
+    options = Options(compile=compile)
+    compilation = Compilation(PASSES, Target(mesh, options), data, analysis, *placed)
     _ = compilation[Placed]
     return Bound(compilation)
 

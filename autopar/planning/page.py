@@ -159,7 +159,8 @@ def _changed_step_s(bound: Bound, change: str) -> float:
     so only what the change touches is made again."""
     profile = changed(profile_of(bound.mesh), change)
     hardware = resolve_on(profile, bound.mesh, bound.hardware.dtype)
-    target = Target(bound.mesh.with_links(hardware.links, hardware.device), Options())
+    machine = bound.mesh.with_links(hardware.links, hardware.device)
+    target = replace(bound.compilation[Target], mesh=machine)
     other = Compilation(PASSES, target, bound.data, bound.analysis)
     costs = [stage.cost for stage in other[Placed].stages]
     pipeline = bound.pipeline if change.startswith("link.") else other[Unverified].pipeline

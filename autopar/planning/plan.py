@@ -262,9 +262,8 @@ class Plan:
         analysis, machine = bound.analysis, bound.mesh
         profile = changed(profile_of(machine), changes)
         other = resolve_on(profile, machine, bound.hardware.dtype)
-        return Plan(
-            self.data, bind(self.data, analysis, machine.with_links(other.links, other.device))
-        )
+        machine = machine.with_links(other.links, other.device)
+        return Plan(self.data, bind(self.data, analysis, machine, compile=bound.options.compile))
 
     def command(self, shell: ShellModel | None = None) -> str:
         """What makes this plan again when it is pasted: Python, or with `shell` a command."""
@@ -298,15 +297,16 @@ class Plan:
         model: nn.Module,
         mesh: Any = None,
         loss_fn: Callable[..., torch.Tensor] | None = None,
+        compile: str = "none",
     ) -> Plan:
-        """Bind a loaded plan to its model: check it and place it.
+        """Bind a loaded plan to its model: check it and place it. `compile`: how it is to run.
 
         Raises `PlanError` if the graph or the mesh is another one, or a placement is not legal.
         """
         machine = Mesh.of(mesh) if mesh is not None else mesh_of(self.data.mesh)
         check_mesh(self.data, machine)
         source = Source(model, example_of(self.data))
-        target = Target(machine, Options.of(loss_fn=loss_fn))
+        target = Target(machine, Options.of(loss_fn=loss_fn, compile=compile))
         compilation = Compilation(PASSES, source, target, self.data)
         _ = compilation[Placed]
         compilation.forget(Source)

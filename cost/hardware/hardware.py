@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Literal
 
 import torch
 
@@ -22,6 +23,8 @@ from autopar.errors import NotSupportedError
 from autopar.mesh import Device, Link, Mesh
 
 DEFAULT_PROFILE = "cpu-local"
+# How operators run: a kernel each, or fused with their neighbours by a compiler.
+Software = Literal["eager", "compiled"]
 
 
 @dataclass(frozen=True)
@@ -48,6 +51,7 @@ class Hardware:
     `peak_flops_per_s` is the datasheet's rate of the resolved dtype; `device.flops_per_s` is the
     achieved rate. By default a plan leaves `memory_margin_fraction` of the memory free.
     `error_fraction` is the mean error of predictions on the profile; None where none is known.
+    `software` is what runs on the machine.
     """
 
     links: tuple[Link, ...]
@@ -58,6 +62,7 @@ class Hardware:
     is_gpu: bool = False
     dtype: torch.dtype = torch.float32
     error_fraction: float | None = None
+    software: Software = "eager"
 
     @property
     def memory_limit_bytes(self) -> float:

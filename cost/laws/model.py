@@ -25,7 +25,14 @@ import numpy as np
 import torch
 
 from autopar.arrays import Array
-from autopar.cost.hardware import ProfiledDevice, attention_flops_per_s, flops_per_s, group_on
+from autopar.cost.hardware import (
+    Hardware,
+    ProfiledDevice,
+    Software,
+    attention_flops_per_s,
+    flops_per_s,
+    group_on,
+)
 from autopar.cost.laws.collectives import collective_lines, collective_time_s
 from autopar.mesh import Device, LogicalMesh
 from autopar.placement import COLLECTIVES, PrimitiveKind
@@ -77,13 +84,20 @@ def op_time_s(
 class CostModel:
     """Prices what a stage does; `mesh` carries its links and device.
 
-    Unless it `hides`, it is an abstract machine where compute hides no communication.
+    Unless it `hides`, it is an abstract machine where compute hides no communication. `software`
+    is what runs its operators (`autopar/passes/analysis/kernels.py`).
     """
 
     mesh: LogicalMesh
     dtype: torch.dtype = torch.float32
     bucket_bytes: int = BUCKET_BYTES
     hides: bool = True
+    software: Software = "eager"
+
+    @staticmethod
+    def of(mesh: LogicalMesh, hardware: Hardware) -> CostModel:
+        """Prices on a view of a machine."""
+        return CostModel(mesh, hardware.dtype, software=hardware.software)
 
     def primitive_time_s(
         self, kind: PrimitiveKind, size_bytes: int, axes: tuple[int, ...]
@@ -117,10 +131,13 @@ class CostModel:
         kind: Kind = "matmul",
         *,
         is_backward: bool = False,
+        n_launches: int = 1,
     ) -> Array:
-        """`op_time_s` of each choice in the arrays."""
+        """`op_time_s` of each choice in the arrays. An operator of a kernel that another one began
+        launches nothing."""
         device, dtype = self.mesh.device, self.dtype
-        return op_time_s(flops, size_bytes, device, dtype, kind, is_backward=is_backward)
+        time_s = op_time_s(flops, size_bytes, device, dtype, kind, is_backward=is_backward)
+        return time_s if n_launches else time_s - device.launch_s
 
 
 @lru_cache(maxsize=1 << 16)

@@ -1,10 +1,10 @@
 """What is known of a program before any mesh: types, batch, planning nodes, repeated blocks.
 
 Reading order: `groups.py` (planning nodes), `microbatch.py` (the batch), `gathering.py` (what
-parameters cost), `analysis.py` (these facts in one object), `folding.py` (repeated blocks),
-`equal_parts.py` (equal stages), `cutting.py` (stages and what crosses between them),
-`recompute.py` (what may be recomputed), `padding.py` (vocabularies), `fallback.py` (operators
-without a rule), `arguments.py` (arguments of calls in generated programs).
+parameters cost), `kernels.py` (which operators a compiler fuses), `analysis.py` (these facts in one
+object), `folding.py` (repeated blocks), `equal_parts.py` (equal stages), `cutting.py` (stages and
+what crosses between them), `recompute.py` (what may be recomputed), `padding.py` (vocabularies),
+`fallback.py` (operators without a rule), `arguments.py` (arguments of calls in generated programs).
 May import the solvers and everything below `passes`, but not `passes/reshard`.
 Mainly hands on `Analysis`, `cut` and `fold`.
 """
@@ -17,6 +17,7 @@ from autopar.passes.analysis.fallback import accept_missing, keep_whole_as_plann
 from autopar.passes.analysis.folding import KEPT, Folded, Run, find_runs, fold, place_in
 from autopar.passes.analysis.gathering import Gathering
 from autopar.passes.analysis.groups import JointStrategy, OperatorGroup, PlacedOperator
+from autopar.passes.analysis.kernels import FusedTraffic
 from autopar.passes.analysis.microbatch import batch_of
 from autopar.passes.analysis.padding import Paddings, find_paddings, pad, pad_for_ranks
 from autopar.passes.analysis.recompute import (
@@ -35,6 +36,7 @@ __all__ = [
     "SEARCHED",
     "Analysis",
     "Folded",
+    "FusedTraffic",
     "Gathering",
     "JointStrategy",
     "Neediest",

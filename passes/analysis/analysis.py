@@ -7,6 +7,7 @@ The facts are computed once for the whole program. A stage (`cutting.py`) or a f
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -15,6 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autopar.caching import once
+from autopar.cost.hardware import Software
 from autopar.errors import BatchError
 from autopar.identity import Same
 from autopar.measured import (
@@ -32,10 +34,11 @@ from autopar.passes.analysis.groups import (
     form_groups,
     place_operators,
 )
+from autopar.passes.analysis.kernels import FusedTraffic, Kernels, fused_traffic
 from autopar.passes.analysis.microbatch import Batch, find_batch
 from autopar.placement import TensorType
 from autopar.program.graph import Cell, Operator, Program, Types, operators_of, tensor_types
-from autopar.rules import rule_for
+from autopar.rules import FUSED, rule_for
 
 
 class Neediest(NamedTuple):
@@ -209,6 +212,42 @@ class Analysis:
             if (found := self.saved.get(o.name)) is not None
         }
         return gathering_of(self.program, self.operators, self.types.tensors, saved, self.gathers)
+
+    @cached_property
+    def bias_adds(self) -> Mapping[str, str]:
+        """Operator that only adds a bias to the result of a matmul -> that result.
+
+        The two run as one unless a reshard is between them (`passes/lowering/fusion.py`).
+        """
+        n_reads = Counter(name for operator in self.operators for name in operator.inputs)
+        tensors, found = self.types.tensors, dict[str, str]()
+        makers = {n: str(o.call.op) for o in self.operators for n in o.outputs}
+        for operator in self.operators:
+            if str(operator.call.op) != "aten.add.Tensor" or len(operator.inputs) != 2:
+                continue
+            for value, bias in (operator.inputs, operator.inputs[::-1]):
+                if bias not in self.program.parameters or makers.get(value) not in FUSED:
+                    continue
+                if tensors[bias].shape == tensors[value].shape[-1:] and n_reads[value] == 1:
+                    found.setdefault(operator.name, value)
+        return found
+
+    def fused_traffic(self, software: Software) -> Mapping[str, FusedTraffic]:
+        """Operator -> what it moves as a part of a kernel; nothing for those that run alone."""
+        return self._fused_traffic if software == "compiled" else {}
+
+    @cached_property
+    def _fused_traffic(self) -> Mapping[str, FusedTraffic]:
+        if self.whole and self.parameter_names is not None:  # folded: operands are in equal places
+            return self.whole._fused_traffic
+        on = self.program, self.operators, self._kernels, self.types.tensors
+        return fused_traffic(*on, self.saved)
+
+    @cached_property
+    def _kernels(self) -> Kernels:
+        if self.whole:
+            return self.whole._kernels
+        return Kernels.of(self.program, self.operators, self.bias_adds)
 
     def kept_bytes(self, n_microbatches: int, again: frozenset[int] = frozenset()) -> float:
         """Bytes saved for backward by one microbatch, unsharded, without the operators `again`."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
+from autopar.cost.hardware import Software
 from autopar.passes.analysis.analysis import Analysis
 from autopar.program.graph import Program
 from autopar.program.lines import Boundary, StageProgram, StoredParameter, Strategy
@@ -27,18 +28,23 @@ class Numbered:
     likeness: Hashable
 
     @staticmethod
-    def of(analysis: Analysis, ranges: Sequence[range] = ()) -> Numbered:
-        """Number a program; `ranges` of positions must be equal too (`Recomputable.within`)."""
+    def of(
+        analysis: Analysis, ranges: Sequence[range] = (), software: Software = "eager"
+    ) -> Numbered:
+        """Number a program; `ranges` of positions must be equal too (`Recomputable.within`), and
+        what operators move under this software."""
         program, operators = analysis.program, analysis.operators
         read = (n for o in operators for n in (*o.inputs, *o.outputs))
         values = tuple(dict.fromkeys((*read, *program.parameters, *program.received)))
         number = {name: i for i, name in enumerate(values)}
+        fused = analysis.fused_traffic(software)
         ends = (tuple(program.parameters), program.received, program.sent, program.outputs)
         likeness = (
             tuple(
                 (
                     analysis.kinds[o.name],
                     analysis.temporaries[o.name],
+                    fused.get(o.name),
                     *(number[n] for n in (*o.inputs, *o.outputs)),
                 )
                 for o in operators

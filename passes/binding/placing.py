@@ -66,6 +66,6 @@ def place_stages(
             )
         view = factored_view(mesh, hardware.links, hardware.device, record.axes, first_rank)
         strategy = replay(part, record, data.microbatches, data.forbid)
-        found.append(PlacedStage(part, strategy, CostModel(view, hardware.dtype)))
+        found.append(PlacedStage(part, strategy, CostModel.of(view, hardware)))
         first_rank += record.n_ranks
     return tuple(found)

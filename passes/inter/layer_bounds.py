@@ -33,10 +33,10 @@ from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
-import torch
 
 from autopar.arrays import Array, BoolArray
 from autopar.caching import once
+from autopar.cost.hardware import Hardware
 from autopar.cost.laws import CostModel
 from autopar.errors import BatchError, InfeasibleError
 from autopar.mesh import LogicalMesh
@@ -122,7 +122,7 @@ class LayerBounds:
 
     folded: Folded
     layers: Layers
-    dtype: torch.dtype
+    hardware: Hardware
     plain: ProblemFamilies
     recomputing: ProblemFamilies
     constraints: Constraints
@@ -174,7 +174,7 @@ class LayerBounds:
 
         None if the whole program is impossible on the view; a stage may have less of it.
         """
-        cost = CostModel(view, self.dtype)
+        cost = CostModel.of(view, self.hardware)
         try:
             batch = families.of(cost, m, self.constraints)
         except (InfeasibleError, BatchError):

@@ -159,7 +159,7 @@ class PipelineSpace:
         recomputing = self._problems(folded, recomputable) if searches else plain
         # Without pins, because one block stands for others.
         constraints = self.limits or Constraints(self.options.forbid)
-        on = folded, self.layers, self.hardware.dtype, plain, recomputing
+        on = folded, self.layers, self.hardware, plain, recomputing
         return LayerBounds(*on, constraints, self._times_s)
 
     def least_step_s(self, m: int) -> float:
@@ -189,7 +189,7 @@ class PipelineSpace:
         """For what does not depend on the view."""
         links, device = self.hardware.links, self.hardware.device
         view = factored_view(self.mesh, links, device, {"dp": self.mesh.n_ranks, "tp": 1})
-        return CostModel(view, self.hardware.dtype)
+        return CostModel.of(view, self.hardware)
 
     @cached_property
     def _times_s(self) -> Array:
@@ -215,7 +215,7 @@ class PipelineSpace:
         return self._problems(folded, None if is_searched(recomputable) else recomputable)
 
     def _problems(self, folded: Folded, recomputable: Recomputable | None) -> ProblemFamilies:
-        family = tuple(CostModel(view, self.hardware.dtype) for view in self.views)
+        family = tuple(CostModel.of(view, self.hardware) for view in self.views)
         return ProblemFamilies(
             folded.analysis, self.options.optimizer, (family,), self.counts,
             recomputable=recomputable, prices=self.prices,

@@ -40,7 +40,7 @@ from autopar.passes.intra.least import (
     static_bytes_of,
     unpadded_static_bytes,
 )
-from autopar.passes.intra.member_prices import joint_lowering, operator_times_s
+from autopar.passes.intra.member_prices import Moved, joint_lowering, operator_times_s
 from autopar.passes.intra.priced import Prices
 from autopar.passes.intra.problem import IntraOpProblem
 
@@ -52,6 +52,7 @@ __all__ = [
     "Constraints",
     "IntraOpProblem",
     "LeastRerun",
+    "Moved",
     "PlacementRequest",
     "Prices",
     "ProblemBatch",

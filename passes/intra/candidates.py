@@ -173,6 +173,7 @@ class CandidateMaker:
         members = tuple(
             (
                 self.pricer.saved.get(item.name), self.n_like.get(item.name, 1),
+                self.pricer.fused.get(item.name),
                 neediest if neediest and item.name == neediest.operator else None,
             )
             for item in group.members

@@ -7,7 +7,7 @@ no collective runs. `LeastRerun` says what a memory budget costs at least in rec
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -22,7 +22,7 @@ from autopar.options import Recompute
 from autopar.passes.analysis import Analysis, Recomputable, stored_dtype
 from autopar.passes.intra.at_loss import least_at_loss_bytes
 from autopar.passes.intra.constraints import Constraints
-from autopar.passes.intra.member_prices import operator_times_s
+from autopar.passes.intra.member_prices import Moved, operator_times_s
 from autopar.passes.intra.rerun import RerunRanges
 from autopar.placement import TensorType
 from autopar.rules import rule_for
@@ -105,17 +105,22 @@ def least_times_s(analysis: Analysis, cost: CostModel) -> Array:
 
 def _least_times_s(analysis: Analysis, cost: CostModel) -> Array:
     """[forward and backward, 2, operators]: `least_times_s` in its phases."""
-    types, alike = analysis.types.tensors, dict[int, Array]()
-    for kind, item in analysis.placed_by_kind(analysis.batch.n_accumulated).items():
+    types, alike = analysis.types.tensors, dict[Hashable, Array]()
+    fused = analysis.fused_traffic(cost.software)
+    by_kind = analysis.placed_by_kind(analysis.batch.n_accumulated)
+    kinds = [(analysis.kinds[o.name], fused.get(o.name)) for o in analysis.operators]
+    for kind in dict.fromkeys(kinds):
+        item = by_kind[kind[0]]
         operator = item.operator
         rule = rule_for(str(operator.call.op))
-        moved = sum(types[n].size_bytes for n in (*operator.inputs, *operator.outputs))
+        sizes = (types[n].size_bytes for n in (*operator.inputs, *operator.outputs))
+        moved = Moved.of((np.array([float(n), 0.0]) for n in sizes), kind[1], np.zeros(2))
         forward, backward = operator_times_s(
             rule, operator, types.__getitem__, cost,
-            np.array([float(rule.flops_of(item.sizes)), 0.0]), np.array([float(moved), 0.0]),
+            np.array([float(rule.flops_of(item.sizes)), 0.0]), moved,
         )  # fmt: skip
         alike[kind] = np.stack((forward, backward))
-    return np.stack([alike[analysis.kinds[o.name]] for o in analysis.operators], axis=2)
+    return np.stack([alike[kind] for kind in kinds], axis=2)
 
 
 @dataclass(frozen=True, eq=False)

@@ -6,15 +6,16 @@ value that several operators save for backward is charged to the first of them.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping, Sequence, Set
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Set
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 
 from autopar.arrays import Array, BoolArray, Indices
 from autopar.cost.laws import CostModel, Kind
 from autopar.measured import Saved
-from autopar.passes.analysis import Neediest, OperatorGroup, PlacedOperator
+from autopar.passes.analysis import FusedTraffic, Neediest, OperatorGroup, PlacedOperator
 from autopar.passes.intra.at_loss import AtLoss
 from autopar.passes.intra.cases import Cases, array_of
 from autopar.placement import PrimitiveKind, TensorType
@@ -80,7 +81,8 @@ class MemberPricer:
     """Prices operators in several cases.
 
     `sizes_at` has, per number in `cases.distinct_counts`, operator -> the sizes of its names.
-    `owners` maps views -> the values that own their storages (`Analysis.kept_owners`).
+    `owners` maps views -> the values that own their storages (`Analysis.kept_owners`). `fused` has
+    what operators of kernels move (`Analysis.fused_traffic`).
     """
 
     cases: Cases
@@ -90,6 +92,7 @@ class MemberPricer:
     batch_cells: Mapping[str, tuple[int, int]]
     parameters: Set[str]
     at_loss: AtLoss
+    fused: Mapping[str, FusedTraffic]
 
     def members(
         self, group: OperatorGroup, picked: Indices, first_savers: set[str]
@@ -123,9 +126,8 @@ class MemberPricer:
         for item, chosen in zip(group.members, group.chosen.T, strict=True):
             is_labelled = np.array([bool(strategy.label) for strategy in item.strategies])
             labelled = share(is_labelled[chosen])
-            moved = np.zeros(shape)
-            for name in (*item.operator.inputs, *item.operator.outputs):
-                moved += local_bytes(name)
+            names = (*item.operator.inputs, *item.operator.outputs)
+            moved = Moved.of(map(local_bytes, names), self.fused.get(item.name), np.zeros(shape))
             rule = rule_for(str(item.operator.call.op))
             flops = np.zeros(1)
             if rule.flops is not None:
@@ -288,30 +290,58 @@ def joint_lowering(
     return (found[0][0] if found else None), tuple(axis for _, axis in found)
 
 
+class Moved(NamedTuple):
+    """Bytes that an operator reads and writes, forward and backward, and its launches."""
+
+    forward_bytes: Array
+    backward_bytes: Array
+    launches: tuple[int, int] = (1, 1)
+
+    @staticmethod
+    def of(operand_bytes: Iterable[Array], fused: FusedTraffic | None, start: Array) -> Moved:
+        """`operand_bytes` are of its inputs, then of its results, and `start` is zero.
+
+        Alone, it touches every operand; its backward 1.5 times the bytes, with the gradients in and
+        out. In a kernel with others, it moves what they do not.
+        """
+        if fused is None:
+            moved = sum(operand_bytes, start=start)
+            return Moved(moved, 1.5 * moved)
+        sizes, forward, backward = list(operand_bytes), start, start
+        for size_bytes, share, backward_share in zip(
+            sizes, fused.forward, fused.backward, strict=True
+        ):
+            forward = forward + share * size_bytes
+            backward = backward + backward_share * size_bytes
+        return Moved(forward, backward, fused.launches)
+
+
 def operator_times_s(
     rule: OpRule, operator: Operator, type_of: Callable[[str], TensorType], cost: CostModel,
-    flops: Array, moved_bytes: Array, rows_share: Array | float = 1.0,
+    flops: Array, moved: Moved, rows_share: Array | float = 1.0,
 ) -> tuple[Array, Array]:  # fmt: skip
     """Forward and backward seconds of one operator in one microbatch.
 
     The backward of a matmul has one matmul per input with gradient. The backward of fused attention
-    has five matmuls for the forward's two, because it computes the scores again. The backward of
-    any other operator touches 1.5 times the bytes, with the gradients in and out.
+    has five matmuls for the forward's two, because it computes the scores again. Any other operator
+    takes the time of what it moves.
 
     A causal kernel skips what is hidden: half of all pairs of queries and keys. Where rows of the
     query are cut, `rows_share` of them on each rank, the rank with the last rows skips least, and
     the others wait for it.
     """
+    moved_bytes = moved.forward_bytes
     if rule.view:
         return np.zeros_like(moved_bytes), np.zeros_like(moved_bytes)
     kind: Kind = "memory" if rule.flops is None else "attention" if rule.fused else "matmul"
     if rule.fused and operator.call.args.get("is_causal"):
         flops = flops * (1.0 - rows_share / 2)
-    forward = cost.op_times_s(flops, moved_bytes, kind)
+    forward = cost.op_times_s(flops, moved_bytes, kind, n_launches=moved.launches[0])
     if not any(type_of(n).has_grad for n in operator.outputs):
         return forward, np.zeros_like(forward)
     if rule.flops is None:
-        return forward, cost.op_times_s(flops, 1.5 * moved_bytes, kind)
+        n_launches = moved.launches[1]
+        return forward, cost.op_times_s(flops, moved.backward_bytes, kind, n_launches=n_launches)
     if rule.fused:
         return forward, cost.op_times_s(2.5 * flops, 2.0 * moved_bytes, kind, is_backward=True)
     n_matmuls = sum(type_of(n).has_grad for n in operator.inputs[:2])

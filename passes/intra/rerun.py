@@ -16,7 +16,6 @@ sum over the moves of its path (`rerun_costs`).
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -30,7 +29,7 @@ from autopar.passes.intra.cases import Cases
 from autopar.passes.reshard import ReshardTables, primitive_lines
 from autopar.placement import COLLECTIVES, Spec
 from autopar.program.communication import Needs, Step
-from autopar.rules import FUSED, OpRule, is_function, rule_for
+from autopar.rules import OpRule, is_function, rule_for
 
 # Consecutive positions in `Analysis.operators`.
 Positions = range
@@ -116,22 +115,7 @@ class RerunRanges:
 
         The two run as one unless a reshard is between them (`passes/lowering/fusion.py`).
         """
-        operator = self.analysis.operators[i]
-        if str(operator.call.op) != "aten.add.Tensor" or len(operator.inputs) != 2:
-            return None
-        for value, bias in (operator.inputs, operator.inputs[::-1]):
-            at = self._made_at.get(value)
-            if at is None or bias not in self.analysis.program.parameters:
-                continue
-            op, tensors = str(self.analysis.operators[at].call.op), self.analysis.types.tensors
-            is_row = tensors[bias].shape == tensors[value].shape[-1:]
-            if op in FUSED and is_row and self._n_reads[value] == 1:
-                return value
-        return None
-
-    @cached_property
-    def _n_reads(self) -> Counter[str]:
-        return Counter(name for operator in self.analysis.operators for name in operator.inputs)
+        return self.analysis.bias_adds.get(self.analysis.operators[i].name)
 
     def owner(self, value: str) -> str:
         return self.analysis.storage_owners.get(value, value)

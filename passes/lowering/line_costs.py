@@ -8,7 +8,7 @@ share that its placements leave it.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -16,7 +16,7 @@ import numpy as np
 from autopar.cost.laws import CostModel
 from autopar.identity import Same
 from autopar.passes.analysis import Analysis, PlacedOperator
-from autopar.passes.intra import operator_times_s
+from autopar.passes.intra import Moved, operator_times_s
 from autopar.placement import local_bytes
 from autopar.program.graph import Operator, name_sizes
 from autopar.program.lines import UNUSED, InnerCall, Local, OperatorStrategy, Strategy, Workspace
@@ -46,17 +46,16 @@ class LineCosts:
     strategy: Strategy
     cost: CostModel
     # By pattern, because equal operators share one.
-    _prices: dict[tuple[Same, OperatorStrategy], LinePrice] = field(
-        default_factory=dict, init=False
-    )
+    _prices: dict[tuple[Hashable, ...], LinePrice] = field(default_factory=dict, init=False)
 
     def __post_init__(self) -> None:
         self.types, self.sizes = self.strategy.types, self.cost.mesh.sizes
         self.active = self.cost.mesh.active_axes
+        self.fused = self.analysis.fused_traffic(self.cost.software)
 
     def price(self, item: PlacedOperator, chosen: OperatorStrategy) -> LinePrice:
         """The price of an operator; cached for equal operators that are placed alike."""
-        key = Same(item.pattern), chosen
+        key = Same(item.pattern), chosen, self.fused.get(item.name)
         found = self._prices.get(key)
         if found is None:
             found = self._prices[key] = self._price(item, chosen)
@@ -66,7 +65,7 @@ class LineCosts:
         operator, rule = item.operator, rule_for(str(item.operator.call.op))
         placed = (*zip(operator.inputs, chosen.inputs, strict=True),
                   *zip(operator.outputs, chosen.outputs, strict=True))  # fmt: skip
-        moved = sum(local_bytes(self.types[v], s, self.sizes) for v, s in placed)
+        sizes = (np.array([float(local_bytes(self.types[v], s, self.sizes))]) for v, s in placed)
         share = 1.0
         for axis in self.active:
             if any(s.placements[axis].is_shard for _, s in placed):
@@ -82,7 +81,7 @@ class LineCosts:
             self.types.__getitem__,
             self.cost,
             np.array([flops]),
-            np.array([float(moved)]),
+            Moved.of(sizes, self.fused.get(operator.name), np.zeros(1)),
             1.0 / math.prod(self.sizes[axis] for axis in chosen.lowered_axes),
         )
         return LinePrice(flops, whole * n_matmuls, float(forward[0]), float(backward[0]), share)

@@ -158,7 +158,7 @@ class Evaluator:
         self._shared_recomputable = self._shared_recomputable or self.recomputable
 
     def cost_of(self, view: LogicalMesh) -> CostModel:
-        return CostModel(view, self.hardware.dtype)
+        return CostModel.of(view, self.hardware)
 
     @cached_property
     def plain_evaluator(self) -> Evaluator | None:
@@ -250,7 +250,7 @@ class Evaluator:
             return part, None
         if part not in self._representative_of:
             ranges = self._shared_recomputable.within(part) if self._shared_recomputable else ()
-            numbered = Numbered.of(part, ranges)
+            numbered = Numbered.of(part, ranges, self.hardware.software)
             first, its = self._representatives.setdefault(numbered.likeness, (part, numbered))
             names = None if first is part else its.names_in(numbered)
             self._representative_of[part] = first, names

@@ -2,7 +2,7 @@
 
 Read `strategy.py` (the placements of a plan), `variables.py` and `stage_program.py` (the lines of a
 stage, and what they read and define), `joint_program.py` (forward and backward as they run),
-`compilable.py` (which lines a compiler may fuse),
+`compilable.py` (which lines a compiler may take, which it fuses),
 `abridged.py` (programs with few of their repeated blocks), `pipeline.py` (stages joined),
 `names.py` (names of variables in generated programs), `text.py` (programs as text).
 May import `graph`, `schedule`, `mesh` and what that may. Mainly hands on `Strategy`,
@@ -16,7 +16,7 @@ from autopar.program.lines.abridged import (
     line_counts,
     parameter_counts,
 )
-from autopar.program.lines.compilable import is_compilable, operator_tags
+from autopar.program.lines.compilable import is_compilable, is_compilable_call, is_fused
 from autopar.program.lines.joint_program import (
     Communication,
     FreeLine,
@@ -131,9 +131,10 @@ __all__ = [
     "has_clashing_groups",
     "identifier",
     "is_compilable",
+    "is_compilable_call",
+    "is_fused",
     "line_counts",
     "most_batch_shards",
-    "operator_tags",
     "parameter_counts",
     "parse_programs",
     "program_text",

@@ -1,4 +1,7 @@
-"""Says which lines a compiler may fuse with others: ATen operators on tensors and constants."""
+"""Says which lines a compiler may take: ATen operators on tensors and constants.
+
+`is_fused` says which of them it makes one kernel of with their neighbours.
+"""
 
 from __future__ import annotations
 
@@ -17,6 +20,17 @@ _DYNAMIC = {
     torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape,
     torch.Tag.data_dependent_output,
 }  # fmt: skip
+_FUSING_TAGS = {torch.Tag.pointwise, torch.Tag.reduction}
+# Operators without such a tag that inductor fuses too (torch/_inductor/lowering.py).
+_FUSED = frozenset(
+    f"aten.{name}"
+    for name in (
+        "layer_norm.default", "native_layer_norm.default", "native_layer_norm_backward.default",
+        "softmax.int", "_softmax.default", "_softmax_backward_data.default", "log_softmax.int",
+        "_log_softmax.default", "_log_softmax_backward_data.default", "cat.default", "to.dtype",
+        "clone.default", "constant_pad_nd.default", "pad.default", "var_mean.correction",
+    )
+)  # fmt: skip
 
 
 @lru_cache
@@ -28,13 +42,24 @@ def operator_tags(target: str) -> frozenset[torch.Tag] | None:
         return None
 
 
+@lru_cache
+def is_fused(target: str) -> bool:
+    """Does inductor make one kernel of this operator and its neighbours?"""
+    return target in _FUSED or bool((operator_tags(target) or frozenset()) & _FUSING_TAGS)
+
+
+def is_compilable_call(target: str) -> bool:
+    """Is it an ATen operator whose results depend on its arguments alone?"""
+    tags = operator_tags(target) if target.startswith("aten.") else None
+    return tags is not None and not tags & _DYNAMIC
+
+
 def is_compilable(line: JointLine) -> bool:
     """Is a line an ATen operator whose results depend on tensors and constants alone?"""
     match line:
         case DetachLine():
             return True
         case KernelLine() | CallLine(lowered=None):
-            tags = operator_tags(line.target) if line.target.startswith("aten.") else None
             is_here = DEVICE in (*line.args, *line.kwargs.values())
-            return tags is not None and not tags & _DYNAMIC and not is_here
+            return is_compilable_call(line.target) and not is_here
     return False

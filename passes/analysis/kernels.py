@@ -1,0 +1,187 @@
+"""Which operators a compiler makes one kernel of, and what each of them then reads and writes.
+
+Pointwise operators, reductions and norms that follow each other are one kernel. It reads each value
+once, and writes what others read or what is kept for backward; the rest never reaches memory. The
+price of a kernel is a sum over its operators:
+
+    forward     values that it is the first to read, and its results that others read or keep
+    backward    the gradients of both, and kept values that it is the first to read
+    launches    of the first operator
+
+No part of a kernel are matmuls, attention, random draws, operators with a lowering of their own,
+and sums that add a bias to a matmul, because both are one call. A kernel is of one region: of one
+block, and without an operator between that no compiler takes (`autopar/codegen/regions.py`). None
+of its values depends on another one through an operator outside. Views are free.
+
+This is a fact of the whole program, whatever its placements are. A reshard between two operators of
+a kernel costs its own price alone. Where stages are cut, kernels end; so a stage moves no less than
+its operators do in the whole, and sums of the whole are lower bounds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from autopar.measured import Saved
+from autopar.placement import TensorType
+from autopar.program.graph import Operator, Program
+from autopar.program.lines import is_compilable_call, is_fused
+from autopar.rules import rule_for
+
+
+@dataclass(frozen=True)
+class FusedTraffic:
+    """What an operator of a kernel moves.
+
+    forward, backward   per operand, inputs before results, how many times its bytes
+    launches            forward and backward: 1 for the operator that counts for its kernel, else 0
+    """
+
+    forward: tuple[float, ...]
+    backward: tuple[float, ...]
+    launches: tuple[int, int]
+
+
+@dataclass(frozen=True)
+class Kernels:
+    """The kernels of a whole program.
+
+    `numbers` maps operator -> its kernel; those that fuse with no other have none. `roots` maps
+    view -> the value that it shows.
+    """
+
+    numbers: Mapping[str, int]
+    roots: Mapping[str, str]
+
+    @staticmethod
+    def of(program: Program, operators: Sequence[Operator], bias_adds: Collection[str]) -> Kernels:
+        """`bias_adds` are the sums that add a bias to a matmul (`Analysis.bias_adds`)."""
+        roots: dict[str, str] = {}
+        made: dict[str, _Place] = {}
+        kernels: dict[str, str] = {}  # operator -> an earlier operator of its kernel, or itself
+        region, block = 0, None
+
+        def first(name: str) -> str:
+            while kernels[name] != name:
+                name = kernels[name]
+            return name
+
+        for operator in operators:
+            op, here = str(operator.call.op), program.block(operator.name)
+            rule = rule_for(op)
+            sources = [roots.get(name, name) for name in operator.inputs]
+            if rule.view:
+                roots |= {name: sources[0] for name in operator.outputs if sources}
+                continue
+            region += here != block or not is_compilable_call(op)
+            block = here
+            is_light = rule.flops is None and not rule.lower and operator.name not in bias_adds
+            own = _Place(operator.name, region if is_light and is_fused(op) else None)
+            before = [made[name] for name in sources if name in made]
+            own.depth = max((p.depth + (not own.fuses(p)) for p in before), default=0)
+            made |= dict.fromkeys(operator.outputs, own)
+            kernels[operator.name] = operator.name
+            for place in before:
+                if own.fuses(place) and own.depth == place.depth:
+                    kernels[first(operator.name)] = first(place.name)
+        sizes: dict[str, int] = {}
+        for name in kernels:
+            sizes[first(name)] = sizes.get(first(name), 0) + 1
+        number = {name: k for k, name in enumerate(sizes)}
+        return Kernels({n: number[first(n)] for n in kernels if sizes[first(n)] > 1}, roots)
+
+
+@dataclass
+class _Place:
+    """Where an operator is: the region in which it may fuse, if it may, and how many kernels are
+    before its own on any path."""
+
+    name: str
+    region: int | None
+    depth: int = 0
+
+    def fuses(self, other: _Place) -> bool:
+        return self.region is not None and self.region == other.region
+
+
+def fused_traffic(
+    program: Program, operators: Sequence[Operator], kernels: Kernels,
+    types: Mapping[str, TensorType], saved: Mapping[str, Saved],
+) -> dict[str, FusedTraffic]:  # fmt: skip
+    """What the operators of kernels move in a program, which may be a stage of the whole."""
+    found: dict[str, FusedTraffic] = {}
+    traffic = _Traffic(kernels, types, _needed(program, operators, kernels, saved))
+    for operator in operators:
+        if operator.name in kernels.numbers:
+            found[operator.name] = traffic.of(operator, saved.get(operator.name))
+    return found
+
+
+def _needed(
+    program: Program, operators: Sequence[Operator], kernels: Kernels, saved: Mapping[str, Saved]
+) -> tuple[Mapping[str, int], set[str], set[str]]:
+    """Value -> the kernel that makes it; which values are read elsewhere, and which are kept."""
+    roots, numbers = kernels.roots, kernels.numbers
+    made = {n: numbers[o.name] for o in operators if o.name in numbers for n in o.outputs}
+    ends = program.loss, *program.outputs, *program.sent, *program.updates
+    crossing, kept = {roots.get(n, n) for n in ends if n is not None}, set[str]()
+    for operator in operators:
+        of, own = saved.get(operator.name), numbers.get(operator.name, -1)
+        if rule_for(str(operator.call.op)).view:
+            continue
+        names = [roots.get(name, name) for name in operator.inputs]
+        crossing |= {name for name in names if made.get(name) != own}
+        if of is not None:
+            kept |= {names[i] for i in of.inputs} | {operator.outputs[i] for i in of.outputs}
+    return made, crossing, kept
+
+
+@dataclass
+class _Traffic:
+    """Counts what kernels move; `_left` has the bytes of a value that a kernel has yet to move."""
+
+    kernels: Kernels
+    types: Mapping[str, TensorType]
+    needed: tuple[Mapping[str, int], set[str], set[str]]
+    _left: dict[tuple[int, str, str], float] = field(default_factory=dict)
+    _launched: set[tuple[int, str]] = field(default_factory=set)
+
+    def of(self, operator: Operator, saved: Saved | None) -> FusedTraffic:
+        made, crossing, kept = self.needed
+        number = self.kernels.numbers[operator.name]
+        forward, backward = list[float](), list[float]()
+        has_grad = any(self.types[name].has_grad for name in operator.outputs)
+        for i, name in enumerate(operator.inputs):
+            is_own = made.get(self._root(name)) == number
+            forward.append(0.0 if is_own else self._once(number, name, "value"))
+            moved = 0.0
+            if has_grad and self.types[name].has_grad and not is_own:
+                moved += self._once(number, name, "gradient")
+            if saved is not None and i in saved.inputs:
+                moved += self._once(number, name, "kept")
+            backward.append(moved)
+        for i, name in enumerate(operator.outputs):
+            forward.append(float(name in crossing or name in kept))
+            moved = float(self.types[name].has_grad and name in crossing)
+            if saved is not None and i in saved.outputs:
+                moved += self._once(number, name, "kept")
+            backward.append(moved)
+        launches = self._launch(number, "forward"), has_grad and self._launch(number, "backward")
+        return FusedTraffic(tuple(forward), tuple(backward), (launches[0], int(launches[1])))
+
+    def _root(self, name: str) -> str:
+        return self.kernels.roots.get(name, name)
+
+    def _once(self, number: int, name: str, what: str) -> float:
+        """How much of a value a kernel moves here, which has moved other views of it before."""
+        root, size_bytes = self._root(name), float(self.types[name].size_bytes)
+        left = self._left.get((number, root, what), float(self.types[root].size_bytes))
+        share = min(1.0, left / size_bytes) if size_bytes else 0.0
+        self._left[number, root, what] = left - share * size_bytes
+        return share
+
+    def _launch(self, number: int, phase: str) -> int:
+        is_first = (number, phase) not in self._launched
+        self._launched.add((number, phase))
+        return int(is_first)
