@@ -344,20 +344,19 @@ class Differentiate(Pass):
         if Placed in facts:
             for stage, whole in zip(facts[Placed].stages, pipeline.stages, strict=True):
                 few.append(lower_few(stage, bool(whole.outputs)))
-        target = facts[Target]
-        yield Differentiated(proved(pipeline, target.device, few, target.options.compiles))
+        yield Differentiated(proved(pipeline, facts[Target].device, few))
 
 
 @dataclass(frozen=True)
 class Emit(Pass):
     """Print the program of every stage as a Python file, in regions if they are compiled."""
 
-    requires = (Differentiated, Target)
+    requires = (Differentiated,)
     provides = (Sources,)
 
     def run(self, facts: Compilation) -> Iterable[object]:
-        stages, in_regions = facts[Differentiated].stages, facts[Target].options.compiles
-        texts = [emit(stage, k, len(stages), in_regions) for k, stage in enumerate(stages)]
+        stages = facts[Differentiated].stages
+        texts = [emit(stage, k, len(stages)) for k, stage in enumerate(stages)]
         yield Sources({file_name(k): text for k, text in enumerate(texts)})
 
 

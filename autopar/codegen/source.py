@@ -80,12 +80,12 @@ def file_name(stage: int) -> str:
     return f"stage_{stage}.py"
 
 
-def emit(joint: JointProgram, stage: int = 0, n_stages: int = 1, has_regions: bool = False) -> str:
+def emit(joint: JointProgram, stage: int = 0, n_stages: int = 1) -> str:
     """The source of one stage, ending in a newline; every name is proved to have a value.
 
-    `has_regions`: what a compiler may fuse are functions of their own (`regions.py`).
+    If it is compiled, what a compiler may fuse are functions of their own (`regions.py`).
     """
-    source = _Source(joint, has_regions=True) if has_regions else _source(joint)
+    source = _Source(joint, has_regions=True) if joint.stage.is_compiled else _source(joint)
     text = "\n".join(joined(source.lines(stage, n_stages))) + "\n"
     check_defined(text)
     return text

@@ -1,8 +1,9 @@
 """How many bytes a rank of a stage needs: state between steps, and the peak within a step.
 
 Read `state.py` (bytes and update time per parameter), then `ledger.py` (a count of live bytes),
-`buffers.py` (buffers of collectives), `live_microbatch.py` (live bytes of one microbatch, moment by
-moment), `liveness.py` (the peak over a whole step), and `course.py` (all its moments, for reports).
+`buffers.py` (buffers of collectives), `regions.py` (compiled regions), `live_microbatch.py` (live
+bytes of one microbatch, moment by moment), `liveness.py` (the peak over a whole step), and
+`course.py` (all its moments, for reports).
 
 The room may import `hardware` and what lies below `cost`; not `laws` or `simulate`, which are its
 neighbours. It mainly hands on `peak_memory`, `kept_bytes` and `static_bytes_per_param`.

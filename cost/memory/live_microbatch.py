@@ -14,6 +14,9 @@ passed on (`Workspace.passed`) is no new storage. A parameter's gradient stays.
 Communication: a call that is under way holds its buffers. A fused call has a flat buffer, out of
 which results are copied (`runtime/collectives/fused.py`).
 
+Compiled regions (`regions.py`): what a region is given lives until it returns, and values between
+operators that it fuses are in no memory.
+
 Between stages: sent tensors, which may be under way, and gradients to be sent back live until the
 backward of their microbatch is over.
 """
@@ -22,10 +25,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
 from autopar.cost.memory.buffers import gather_bytes, primitive_bytes, reduction_bytes
 from autopar.cost.memory.ledger import Ledger, LedgerState
+from autopar.cost.memory.regions import LiveRegions, Moment, StorageId
 from autopar.program.communication import (
     Backward,
     Forward,
@@ -55,24 +58,6 @@ GATHERS, REDUCTIONS = "gathers under way", "reductions under way"
 # Gradients of parameters stay when the microbatch is over: of stored tensors, and of uses.
 _LASTING = ("gradients", "gradients of uses")
 
-# A storage: its kind and its owner in the ledger.
-StorageId = tuple[str, str]
-
-
-@dataclass
-class Moment:
-    """Storages are made, bytes are counted if the moment has a text, others are made, some end.
-
-    `work` is the number of its work in the order of forward or backward.
-    """
-
-    text: str = ""
-    workspace_bytes: float = 0.0
-    work: int = 0
-    made: list[tuple[StorageId, float]] = field(default_factory=list)
-    made_after: list[tuple[StorageId, float]] = field(default_factory=list)
-    ended: list[StorageId] = field(default_factory=list)
-
 
 class MicrobatchMemory:
     """The moments of a microbatch of a program, to be played on a ledger any number of times."""
@@ -83,6 +68,7 @@ class MicrobatchMemory:
         walk.forward()
         self._n_forward = len(walk.moments)
         walk.backward()
+        walk.regions.settle(walk.moments)
         self._moments, self._repeats = walk.moments, walk.repeats
         self._before: LedgerState | None = None
 
@@ -146,6 +132,7 @@ class _Walk:
         # Position of a reshard under way -> its result, and what it holds.
         self._moved: dict[int, tuple[str, list[StorageId]]] = {}
         self._leaves = _leaves(program)
+        self.regions = LiveRegions(program)
         self._segments = {i: s for s in program.segments for i in range(s.start, s.stop)}
 
     def forward(self) -> None:
@@ -157,6 +144,7 @@ class _Walk:
             self._make(storage, boundary.local.size_bytes)
         order = forward_order(program)
         self._works(order, [_place(program, work) for work in order])
+        self.regions.enter(None, len(self.moments))
         for storage in (*received, *map(self._storage, program.returned)):
             self._need(storage)
 
@@ -174,6 +162,7 @@ class _Walk:
             place = _place(program, work) if _is_own(work) else place
             places.append(place)
         self._works(order, places[::-1])
+        self.regions.enter(None, len(self.moments))
         lasting = [local.name for local in sent] + ([program.loss] if program.loss else [])
         for name in lasting:
             self._need(self._storage(name))
@@ -188,9 +177,12 @@ class _Walk:
         begun = set[int]()
         for k, (work, place) in enumerate(zip(order, places, strict=True)):
             first = len(self.moments)
+            self.regions.enter(work, first)
             self._work(work)
             for moment in self.moments[first:]:
                 moment.work = k
+                if self.regions.fuses:
+                    moment.workspace_bytes = 0.0
             if place is None:
                 continue
             count = self.program.repeats[place].count
@@ -236,6 +228,7 @@ class _Walk:
         moment = self.moments[-1]
         (moment.made_after if after else moment.made).append((storage, size_bytes))
         self._bytes[storage] = size_bytes
+        self.regions.touch(storage)
         if storage[0] not in _LASTING:
             self._need(storage)
 
@@ -243,6 +236,7 @@ class _Walk:
         if storage in self._bytes:
             m = len(self.moments) - 1 - ago
             self._last[storage] = max(m, self._last.get(storage, 0))
+            self.regions.touch(storage)
 
     # Forward.
 

@@ -29,18 +29,16 @@ def proved(
     pipeline: Pipeline,
     device: str = "cpu",
     few_blocks: Sequence[StageProgram | None] = (),
-    is_compiled: bool = False,
 ) -> tuple[JointProgram, ...]:
     """Every stage both ways, verified; for a pipeline without gradients, forward only.
 
     `few_blocks` has each stage with few of its repeated blocks. Where the text of all follows from
-    theirs, the other blocks have no lines. `is_compiled`: operators of a block are one region
-    (`fusible.py`).
+    theirs, the other blocks have no lines.
     """
 
     def both_ways(stage: StageProgram) -> JointProgram:
         joint = differentiate(stage, device)
-        joint = make_fusible(joint) if is_compiled else joint
+        joint = make_fusible(joint) if stage.is_compiled else joint
         verify_joint(joint)
         return joint
 

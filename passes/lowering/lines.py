@@ -129,6 +129,7 @@ class _Lowering:
             self.program.training,
             changed,
             self._accumulation(),
+            is_compiled=self.cost.software == "compiled",
         )
         again = with_segments(lowered, self.strategy.recomputed, self.program)
         return with_shared_prices(again, self.cost)

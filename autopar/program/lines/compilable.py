@@ -20,6 +20,7 @@ _DYNAMIC = {
     torch.Tag.nondeterministic_seeded, torch.Tag.dynamic_output_shape,
     torch.Tag.data_dependent_output,
 }  # fmt: skip
+_ATTENTION = "scaled_dot_product"
 _FUSING_TAGS = {torch.Tag.pointwise, torch.Tag.reduction}
 # Operators without such a tag that inductor fuses too (torch/_inductor/lowering.py).
 _FUSED = frozenset(
@@ -49,9 +50,13 @@ def is_fused(target: str) -> bool:
 
 
 def is_compilable_call(target: str) -> bool:
-    """Is it an ATen operator whose results depend on its arguments alone?"""
+    """Is it an ATen operator whose results depend on its arguments alone, and no fused attention?
+
+    Attention is a kernel of its own both ways. A region about it would mix what is before and after
+    it, and hold both.
+    """
     tags = operator_tags(target) if target.startswith("aten.") else None
-    return tags is not None and not tags & _DYNAMIC
+    return tags is not None and not tags & _DYNAMIC and _ATTENTION not in target
 
 
 def is_compilable(line: JointLine) -> bool:

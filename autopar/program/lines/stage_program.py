@@ -309,7 +309,8 @@ class StageProgram:
     `accumulation`, each microbatch has its own prologue and its own seed. `segments` are disjoint
     and in order. A program with `repeats` (disjoint too) is for pricing and cannot run
     (`abridged.py`); its `every_parameter` lists the parameters of the whole program in order, each
-    by the name of the one that stands for it.
+    by the name of the one that stands for it. If it `is_compiled`, runs of its operators are
+    functions that a compiler fuses (`compilable.py`).
     """
 
     name: str
@@ -332,6 +333,7 @@ class StageProgram:
     segments: tuple[Segment, ...] = ()
     repeats: tuple[RepeatedLines, ...] = ()
     every_parameter: tuple[str, ...] = ()
+    is_compiled: bool = False
     # Prices of this program, computed once for all pipelines that share it
     # (`cost/price/prediction.py`). Pass the dict of a program with equal costs as
     # `shared_prices`, and both share it.

@@ -1,0 +1,115 @@
+"""Live bytes where operators run in compiled regions (`autopar/codegen/regions.py`).
+
+    what a region is given             lives until the region returns
+    what only operators touch that     is in no memory, nor are temporaries of these operators
+    a region fuses
+    what they make of its arguments    is there from the beginning: a compiler fuses what reads the
+    alone                              same, and so makes it early
+    anything else                      lives as without regions: it is freed after its last use
+
+Regions are found in the order of work as codegen finds them in lines: runs of operators of one
+block that a compiler takes. Beside torch.compile on CPUs: `tests/runtime/test_compiled_memory.py`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from autopar.program.communication import Backward, Forward, Work
+from autopar.program.lines import CallLine, Line, MoveLine, StageProgram, is_compilable, is_fused
+
+# A storage: its kind and its owner in the ledger.
+StorageId = tuple[str, str]
+
+
+@dataclass
+class Moment:
+    """Storages are made, bytes are counted if the moment has a text, others are made, some end.
+
+    `work` is the number of its work in the order of forward or backward.
+    """
+
+    text: str = ""
+    workspace_bytes: float = 0.0
+    work: int = 0
+    made: list[tuple[StorageId, float]] = field(default_factory=list)
+    made_after: list[tuple[StorageId, float]] = field(default_factory=list)
+    ended: list[StorageId] = field(default_factory=list)
+
+
+class LiveRegions:
+    """The regions of a stage's moments; none if the stage is not compiled.
+
+    While moments are written, `enter` says of which work they are, `touch` which storages they make
+    or need; `fuses` is whether the work is fused with its neighbours. `settle` then changes where
+    storages are made and end.
+    """
+
+    def __init__(self, program: StageProgram) -> None:
+        self._program = program
+        self._regions: list[range] = []  # of moments
+        self._block: str | None = None
+        self._is_open = self._is_passed = self._is_late = self.fuses = False
+        # Storage -> the only region that touches it, by fused operators alone; else None.
+        self._only: dict[StorageId, int | None] = {}
+        # What fused operators make of the arguments of their region alone; what else it makes.
+        self._early: set[StorageId] = set()
+        self._late: set[StorageId] = set()
+
+    def enter(self, work: Work | None, moment: int) -> None:
+        """The moments from this one on are of this work; None: of none."""
+        if not self._program.is_compiled:
+            return
+        if self._is_open:
+            self._regions[-1] = range(self._regions[-1].start, moment)
+        line = self._program.body[work.position] if isinstance(work, Forward | Backward) else None
+        self._is_passed = line is not None and _is_view(line)
+        if self._is_passed:
+            return
+        call = line if isinstance(line, CallLine) and is_compilable(line) else None
+        if call is not None and not (self._is_open and call.block == self._block):
+            self._regions.append(range(moment, moment))
+            self._late.clear()
+        self._is_open, self._block = call is not None, call.block if call else None
+        self.fuses = call is not None and is_fused(call.target)
+        self._is_late = False
+
+    def touch(self, storage: StorageId) -> None:
+        """The moment makes or needs a storage."""
+        if not self._program.is_compiled or self._is_passed:
+            return
+        if storage in self._only:
+            self._is_late |= storage in self._late
+        elif self._is_open:
+            is_late = self._is_late or not self.fuses
+            (self._late if is_late else self._early).add(storage)
+        here = len(self._regions) if self.fuses else None
+        self._only[storage] = here if self._only.get(storage, here) == here else None
+
+    def settle(self, moments: Sequence[Moment]) -> None:
+        """Change the moments to those of the regions."""
+        ended = {storage for moment in moments for storage in moment.ended}
+        nowhere = {storage for storage in ended if self._only.get(storage) is not None}
+        made: dict[StorageId, int] = {}
+        for m, moment in enumerate(moments if self._regions else ()):
+            moment.made = [item for item in moment.made if item[0] not in nowhere]
+            moment.made_after = [item for item in moment.made_after if item[0] not in nowhere]
+            moment.ended = [storage for storage in moment.ended if storage not in nowhere]
+            made |= {storage: m for storage, _ in (*moment.made, *moment.made_after)}
+        for region in self._regions:
+            for m in region[1:]:
+                early = [item for item in moments[m].made if item[0] in self._early]
+                moments[m].made = [item for item in moments[m].made if item not in early]
+                moments[region[0]].made += early
+            for m in region[:-1]:
+                given = [s for s in moments[m].ended if made.get(s, region[0]) < region[0]]
+                moments[m].ended = [s for s in moments[m].ended if s not in given]
+                moments[region[-1]].ended += given
+
+
+def _is_view(line: Line) -> bool:
+    """Does a line run nothing, either way?"""
+    if isinstance(line, MoveLine):
+        return line.move.forward == line.move.backward == "identity"
+    return isinstance(line, CallLine) and bool(line.shares) and None not in line.shares
