@@ -14,7 +14,7 @@ from __future__ import annotations
 import ast
 import itertools
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, Sequence, Set
 from dataclasses import dataclass, field
 
 from autopar.codegen.blocks import Statement, del_row, is_comment
@@ -82,15 +82,18 @@ class RegionCutter:
         """The functions of the regions of function `name`, and its rows with calls of them."""
         functions: list[str] = []
         out: list[str] = []
-        rest = list(rows)
-        while rest:
-            row = rest.pop(0)
-            if row != _BEGIN:
-                out.append(row)
+        dropped: set[str] = set()
+        last_read, last_freed = _last_uses(rows)
+        at = 0
+        while at < len(rows):
+            if rows[at] != _BEGIN:
+                out += _keep_alive(rows[at : at + 1], dropped)
+                at += 1
                 continue
-            end = rest.index(_END)
-            own, rest = rest[:end], rest[end + 1 :]
-            region = _Region.of(own, [r for r in rest if not r.startswith("\0")], self.operators)
+            end = rows.index(_END, at)
+            own, at = _keep_alive(rows[at + 1 : end], dropped), end + 1
+            read, freed = ({n for n, i in of.items() if i > end} for of in (last_read, last_freed))
+            region = _Region.of(own, read, freed, self.operators)
             if region is None:
                 out += own
                 continue
@@ -100,7 +103,7 @@ class RegionCutter:
                 self.taken.add(self.known[key])
                 functions += region.function(self.known[key])
             out += region.call(self.known[key])
-            rest = _keep_alive(rest, region.dropped)
+            dropped |= region.dropped
         return functions, out
 
 
@@ -123,10 +126,11 @@ class _Region:
 
     @staticmethod
     def of(
-        rows: Sequence[str], later: Sequence[str], operators: Mapping[str, str]
-    ) -> _Region | None:
+        rows: Sequence[str], read_later: Set[str], freed_later: Set[str],
+        operators: Mapping[str, str],
+    ) -> _Region | None:  # fmt: skip
         """None for rows that would gain nothing, or that take more than tensors."""
-        body, after = _parsed(rows), _parsed(later)
+        body = _parsed(rows)
         called = [n.func.id for n in ast.walk(body) if isinstance(n, ast.Call)
                   and isinstance(n.func, ast.Name)]  # fmt: skip
         if others := {*called} - operators.keys() - {"float"}:
@@ -148,7 +152,6 @@ class _Region:
             freed += [name for name in _names(statement, ast.Del) if name not in made]
         if "i" in reads:  # a number of the block, of which a compiler would make a case each
             return None
-        read_later, freed_later = {*_names(after, ast.Load)}, {*_names(after, ast.Del)}
         results = tuple(name for name in made if name in read_later)
         dropped = frozenset(freed_later & made.keys() - read_later)
         return _Region(tuple(rows), tuple(reads), results, tuple(freed), dropped, operators)
@@ -193,6 +196,16 @@ def _bracketed(start: str, names: Sequence[str], end: str) -> list[str]:
     return [start, *name_rows(names, indent + 4), f"{' ' * indent}{end}"]
 
 
+def _last_uses(rows: Sequence[str]) -> tuple[dict[str, int], dict[str, int]]:
+    """Name -> the last row that reads it, and the last that frees it."""
+    read, freed = dict[str, int](), dict[str, int]()
+    for node in ast.walk(_parsed([row if not row.startswith("\0") else "" for row in rows])):
+        if isinstance(node, ast.Name) and not isinstance(node.ctx, ast.Store):
+            of = freed if isinstance(node.ctx, ast.Del) else read
+            of[node.id] = max(of.get(node.id, 0), node.lineno - 1)
+    return read, freed
+
+
 def _parsed(rows: Sequence[str]) -> ast.Module:
     return ast.parse(textwrap.dedent("\n".join(rows)))
 
@@ -201,7 +214,7 @@ def _names(node: ast.AST, context: type[ast.expr_context]) -> list[str]:
     return [n.id for n in ast.walk(node) if isinstance(n, ast.Name) and isinstance(n.ctx, context)]
 
 
-def _keep_alive(rows: Sequence[str], names: set[str] | frozenset[str]) -> list[str]:
+def _keep_alive(rows: Sequence[str], names: Set[str]) -> list[str]:
     """The rows, none of which frees these names."""
     out: list[str] = []
     for row in rows:

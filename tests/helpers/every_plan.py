@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cache, cached_property
 
 import torch
@@ -65,7 +65,8 @@ class Choices:
 
     @cached_property
     def hardware(self) -> Hardware:
-        return resolve(self.mesh, compute_dtype(self.analysis))
+        found = resolve(self.mesh, compute_dtype(self.analysis))
+        return replace(found, software="compiled") if self.options.compiles else found
 
     def planned(self) -> PlanningResult:
         """The planner's choice."""

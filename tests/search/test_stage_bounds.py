@@ -142,7 +142,21 @@ def test_no_simulated_step_is_below_its_bound(
     model: str, shape: tuple[int, ...], s_per_byte: tuple[float, float], m: int
 ) -> None:
     """Of every plan with stages, on every level."""
-    choices = choices_of(model, shape, s_per_byte, Options.of(microbatches=m))
+    check_bounds(choices_of(model, shape, s_per_byte, Options.of(microbatches=m)))
+
+
+@nightly
+@pytest.mark.parametrize(("model", "shape", "s_per_byte", "m"), CASES)
+def test_no_simulated_compiled_step_is_below_its_bound(
+    model: str, shape: tuple[int, ...], s_per_byte: tuple[float, float], m: int
+) -> None:
+    options = Options.of(microbatches=m, compile="regions")
+    check_bounds(choices_of(model, shape, s_per_byte, options))
+
+
+def check_bounds(choices: Choices) -> None:
+    m = choices.options.microbatches
+    assert isinstance(m, int)
     space, nearest = space_of(choices), [0.0, 0.0, 0.0]
     for candidate in choices.candidates():
         if len(candidate.stages) == 1:

@@ -127,7 +127,9 @@ def _times_s(program: StageProgram) -> list[float]:
 
 def _host(device: ProfiledDevice, program: StageProgram, n_microbatches: int) -> Iterator[Remark]:
     counted = zip(program.body, line_counts(program), strict=True)
-    n_launches = sum(n * _n_launches(x) for x, n in counted if isinstance(x, CallLine))
+    n_launches = sum(
+        n * _n_launches(x, device.launch_s) for x, n in counted if isinstance(x, CallLine)
+    )
     host_s, kernels_s = n_launches * device.host_s, sum(_times_s(program))
     if host_s > kernels_s:
         more_s = n_microbatches * (host_s - kernels_s)
@@ -169,7 +171,7 @@ def _gain(
     operators take `of_others`."""
     counted = zip(program.body, line_counts(program), strict=True)
     saved_s = sum(
-        max(x.forward_s + x.backward_s - _n_launches(x) * launch_s, 0.0)
+        max(x.forward_s + x.backward_s - _n_launches(x, launch_s) * launch_s, 0.0)
         * n
         * (1 - (ratio if x.flops else of_others))
         for x, n in counted
@@ -179,9 +181,10 @@ def _gain(
     return predicted.step_time_s / left_s if left_s > 0 else 1.0
 
 
-def _n_launches(line: CallLine) -> int:
-    """Kernels of an operator: none of a view, one more for its backward."""
-    return bool(line.forward_s) + bool(line.backward_s)
+def _n_launches(line: CallLine, launch_s: float) -> int:
+    """Kernels of an operator: none of a view, one more for its backward. What takes less than a
+    launch is in a kernel that another operator began."""
+    return sum(time_s > 0.0 and time_s >= launch_s for time_s in (line.forward_s, line.backward_s))
 
 
 def _uses_tf32() -> bool:

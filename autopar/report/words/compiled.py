@@ -1,6 +1,7 @@
 """What compiling regions buys a plan, and what it takes, in a line.
 
-`compiled: 113 ms without, 4 regions a rank, compiling takes about 25.6 s, which 1.74 k steps save`
+compiled: 98.6 ms a step, eager 113 ms, 4 regions a rank, compiling takes about 25.6 s, which
+          1.74 k steps save
 """
 
 from __future__ import annotations
@@ -23,9 +24,13 @@ def compiling(compiled: Predicted, eager: Predicted, n_regions: int, is_gpu: boo
     On GPUs nobody has measured what compiling takes.
     """
     saved_s = eager.step_time_s - compiled.step_time_s
-    words = [f"{format_seconds(eager.step_time_s)} without"]
+    words = [
+        f"{format_seconds(compiled.step_time_s)} a step",
+        f"eager {format_seconds(eager.step_time_s)}",
+    ]
     if abs(compiled.peak_bytes - eager.peak_bytes) > _AS_MANY * eager.peak_bytes:
-        words.append(f"peak {format_bytes(eager.peak_bytes)} without")
+        peaks = format_bytes(compiled.peak_bytes), format_bytes(eager.peak_bytes)
+        words.append("peak {}, eager {}".format(*peaks))
     words.append(f"{n_regions} region{'' if n_regions == 1 else 's'} a rank")
     if not is_gpu and n_regions and saved_s > 0:
         compile_s = n_regions * _REGION_S
