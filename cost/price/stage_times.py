@@ -108,7 +108,7 @@ def _work_times(program: StageProgram, work: Work, counts: Sequence[int]) -> Ite
     is_backward = isinstance(done, Backward | Reduction)
     again = isinstance(done, Forward) and done.again
     for i in positions_of(done):
-        yield LineTime(i, _line_s(program.body[i], is_backward), counts[i], again)
+        yield LineTime(i, _line_s(program.body[i], is_backward, again), counts[i], again)
 
 
 def works_begin_s(program: StageProgram, is_backward: bool) -> list[float]:
@@ -123,10 +123,12 @@ def _total_s(lines: Iterable[LineTime]) -> float:
     return counted_sum((line.time_s, line.n) for line in lines)
 
 
-def _line_s(line: Line, is_backward: bool) -> float:
+def _line_s(line: Line, is_backward: bool, again: bool) -> float:
     local_s = _local_backward_s if is_backward else _local_s
     match line:
         case CallLine():
+            if again:
+                return line.again_s
             return line.backward_s if is_backward else line.forward_s
         case MoveLine():
             return local_s(line)

@@ -6,6 +6,9 @@ price of a kernel is a sum over its operators:
 
     forward     values that it is the first to read, and its results that others read or keep
     backward    the gradients of both, and kept values that it is the first to read
+    again       what a kernel that runs again in backward moves more than if its values were kept:
+                forward writes none of them, and backward makes them as it needs them. If that is
+                less, running again is free
     launches    of the first operator
 
 No part of a kernel are matmuls, attention, random draws, operators with a lowering of their own,
@@ -20,8 +23,9 @@ its operators do in the whole, and sums of the whole are lower bounds.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 from autopar.measured import Saved
 from autopar.placement import TensorType
@@ -34,13 +38,14 @@ from autopar.rules import rule_for
 class FusedTraffic:
     """What an operator of a kernel moves.
 
-    forward, backward   per operand, inputs before results, how many times its bytes
-    launches            forward and backward: 1 for the operator that counts for its kernel, else 0
+    forward, backward, again   per operand, inputs before results, how many times its bytes
+    launches                   of the three: 1 for the operator that counts for its kernel, else 0
     """
 
     forward: tuple[float, ...]
     backward: tuple[float, ...]
-    launches: tuple[int, int]
+    again: tuple[float, ...]
+    launches: tuple[int, int, int]
 
 
 @dataclass(frozen=True)
@@ -110,12 +115,58 @@ def fused_traffic(
     types: Mapping[str, TensorType], saved: Mapping[str, Saved],
 ) -> dict[str, FusedTraffic]:  # fmt: skip
     """What the operators of kernels move in a program, which may be a stage of the whole."""
-    found: dict[str, FusedTraffic] = {}
-    traffic = _Traffic(kernels, types, _needed(program, operators, kernels, saved))
+    made, crossing, kept = _needed(program, operators, kernels, saved)
+    traffic = _Traffic(kernels, types, (made, crossing, kept))
+    bare = _Traffic(kernels, types, (made, crossing, set()))
+    by_kernel: dict[int, list[_Moves]] = {}
     for operator in operators:
         if operator.name in kernels.numbers:
-            found[operator.name] = traffic.of(operator, saved.get(operator.name))
-    return found
+            moves = _Moves(
+                operator,
+                traffic.of(operator, saved.get(operator.name)),
+                bare.of(operator, None),
+                any(name in kept - crossing for name in operator.outputs),
+            )
+            by_kernel.setdefault(kernels.numbers[operator.name], []).append(moves)
+    return {
+        moves.operator.name: found
+        for kernel in by_kernel.values()
+        for moves, found in zip(kernel, _with_again(kernel, types), strict=True)
+    }
+
+
+class _Moves(NamedTuple):
+    """What an operator moves, and what it would move if nothing were kept; `keeps` a result that
+    only backward reads."""
+
+    operator: Operator
+    usual: FusedTraffic
+    bare: FusedTraffic
+    keeps: bool
+
+
+def _with_again(
+    kernel: Sequence[_Moves], types: Mapping[str, TensorType]
+) -> Iterator[FusedTraffic]:
+    """The traffic of a kernel's operators, with that of running again."""
+    rereads = any(moves.keeps for moves in kernel)
+    more: list[list[float]] = []
+    more_bytes = positive_bytes = 0.0
+    for operator, usual, bare, _ in kernel:
+        names, n_inputs = (*operator.inputs, *operator.outputs), len(operator.inputs)
+        more.append([])
+        for k, name in enumerate(names):
+            runs = 2 + (rereads and k < n_inputs)
+            saved = usual.forward[k] + usual.backward[k] - bare.backward[k]
+            share = runs * bare.forward[k] - saved
+            more[-1].append(max(share, 0.0))
+            more_bytes += share * types[name].size_bytes
+            positive_bytes += max(share, 0.0) * types[name].size_bytes
+    scale = max(more_bytes, 0.0) / positive_bytes if positive_bytes else 0.0
+    for moves, shares in zip(kernel, more, strict=True):
+        forward, backward, _ = moves.usual.launches
+        launches = forward, backward, forward if scale else 0
+        yield replace(moves.usual, again=tuple(scale * x for x in shares), launches=launches)
 
 
 def _needed(
@@ -168,7 +219,8 @@ class _Traffic:
                 moved += self._once(number, name, "kept")
             backward.append(moved)
         launches = self._launch(number, "forward"), has_grad and self._launch(number, "backward")
-        return FusedTraffic(tuple(forward), tuple(backward), (launches[0], int(launches[1])))
+        counts = launches[0], int(launches[1]), launches[0]
+        return FusedTraffic(tuple(forward), tuple(backward), tuple(forward), counts)
 
     def _root(self, name: str) -> str:
         return self.kernels.roots.get(name, name)

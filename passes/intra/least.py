@@ -100,11 +100,11 @@ def shared_s(times_s: Array, analysis: Analysis, n_ranks: int, n_microbatches: i
 def least_times_s(analysis: Analysis, cost: CostModel) -> Array:
     """[2, operators]: seconds on one device with the program's whole batch at once; and the part of
     them that does not shrink with the share: launches."""
-    return _least_times_s(analysis, cost).sum(axis=0)
+    return _least_times_s(analysis, cost)[:2].sum(axis=0)
 
 
 def _least_times_s(analysis: Analysis, cost: CostModel) -> Array:
-    """[forward and backward, 2, operators]: `least_times_s` in its phases."""
+    """[forward, backward and again, 2, operators]: `least_times_s` in its phases."""
     types, alike = analysis.types.tensors, dict[Hashable, Array]()
     fused = analysis.fused_traffic(cost.software)
     by_kind = analysis.placed_by_kind(analysis.batch.n_accumulated)
@@ -115,11 +115,11 @@ def _least_times_s(analysis: Analysis, cost: CostModel) -> Array:
         rule = rule_for(str(operator.call.op))
         sizes = (types[n].size_bytes for n in (*operator.inputs, *operator.outputs))
         moved = Moved.of((np.array([float(n), 0.0]) for n in sizes), kind[1], np.zeros(2))
-        forward, backward = operator_times_s(
+        times = operator_times_s(
             rule, operator, types.__getitem__, cost,
             np.array([float(rule.flops_of(item.sizes)), 0.0]), moved,
         )  # fmt: skip
-        alike[kind] = np.stack((forward, backward))
+        alike[kind] = np.stack(times)
     return np.stack([alike[kind] for kind in kinds], axis=2)
 
 
@@ -170,10 +170,10 @@ class LeastRerun:
         return RerunRanges(self.analysis, self.recomputable.within(self.analysis))
 
     @cached_property
-    def _forward_s(self) -> Array:
-        """[2, operators]: as in `least_times_s`, of forward alone."""
-        forward_s: Array = _least_times_s(self.analysis, self.cost)[0]
-        return forward_s
+    def _again_s(self) -> Array:
+        """[2, operators]: as in `least_times_s`, of what runs again."""
+        again_s: Array = _least_times_s(self.analysis, self.cost)[2]
+        return again_s
 
     def _mode(self, r: int, mode: Recompute, n_microbatches: int) -> tuple[float, float]:
         """(bytes that a mode of a range frees at most, seconds that it takes at least)."""
@@ -215,7 +215,7 @@ class LeastRerun:
                     held |= {v for v in operator.outputs if ranges.is_only(v, r)}
                 if saved is not None and rule.fused:
                     other_bytes -= saved.other_bytes
-        return freed, held, other_bytes, self._forward_s[:, again].sum(axis=1)
+        return freed, held, other_bytes, self._again_s[:, again].sum(axis=1)
 
     def _is_matmul(self, r: int, i: int) -> bool:
         """Is it a matmul whose result "selective" saves? The last operator's is not saved."""

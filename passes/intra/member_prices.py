@@ -29,14 +29,15 @@ _NOTHING = np.zeros((1, 1))
 class MemberPrice:
     """One operator of a group under each choice: every array is [cases, choices] or [1, 1].
 
-    Seconds are of one microbatch; `inner` ones are of the collectives inside the operator. Bytes
-    are saved for backward: `own_bytes` besides values, and `kept` by the number of the value in its
-    group, of storages that no operator saved before. `at_once_bytes` are what it needs when the
-    first backward begins (`at_loss.py`).
+    Seconds are of one microbatch; `again_s` is what running it again adds, `inner` ones are of the
+    collectives inside the operator. Bytes are saved for backward: `own_bytes` besides values, and
+    `kept` by the number of the value in its group, of storages that no operator saved before.
+    `at_once_bytes` are what it needs when the first backward begins (`at_loss.py`).
     """
 
     forward_s: Array
     backward_s: Array
+    again_s: Array
     inner_s: Array
     inner_backward_s: Array
     own_bytes: Array
@@ -134,7 +135,7 @@ class MemberPricer:
                 of_counts = [rule.flops_of(sizes[item.name]) for sizes in self.sizes_at]
                 flops = array_of(self.cases, of_counts) * labelled
             is_lowered = np.array([strategy.lowering is not None for strategy in item.strategies])
-            forward, backward = operator_times_s(
+            times = operator_times_s(
                 rule, item.operator, self.cases.type, self.cases.costs[0], flops, moved,
                 share(is_lowered[chosen]) if rule.fused and rule.lower else 1.0,
             )  # fmt: skip
@@ -146,7 +147,7 @@ class MemberPricer:
             neediest = self.at_loss.neediest
             if neediest is not None and item.name == neediest.operator:
                 at_once_bytes = self._start_bytes(neediest, lowered, item, labelled, local_bytes)
-            yield MemberPrice(forward, backward, *inner, own_bytes, kept, at_once_bytes)
+            yield MemberPrice(*times, *inner, own_bytes, kept, at_once_bytes)
 
     def _lowered_choices(
         self, rule: OpRule, item: PlacedOperator, chosen: Indices
@@ -291,11 +292,13 @@ def joint_lowering(
 
 
 class Moved(NamedTuple):
-    """Bytes that an operator reads and writes, forward and backward, and its launches."""
+    """Bytes that an operator reads and writes, forward, backward and again in backward, and its
+    launches."""
 
     forward_bytes: Array
     backward_bytes: Array
-    launches: tuple[int, int] = (1, 1)
+    again_bytes: Array
+    launches: tuple[int, int, int] = (1, 1, 1)
 
     @staticmethod
     def of(operand_bytes: Iterable[Array], fused: FusedTraffic | None, start: Array) -> Moved:
@@ -306,21 +309,28 @@ class Moved(NamedTuple):
         """
         if fused is None:
             moved = sum(operand_bytes, start=start)
-            return Moved(moved, 1.5 * moved)
-        sizes, forward, backward = list(operand_bytes), start, start
-        for size_bytes, share, backward_share in zip(
-            sizes, fused.forward, fused.backward, strict=True
-        ):
-            forward = forward + share * size_bytes
-            backward = backward + backward_share * size_bytes
-        return Moved(forward, backward, fused.launches)
+            return Moved(moved, 1.5 * moved, moved)
+        sizes = list(operand_bytes)
+        forward, backward, again = (
+            sum((share * n for share, n in zip(shares, sizes, strict=True)), start=start)
+            for shares in (fused.forward, fused.backward, fused.again)
+        )
+        return Moved(forward, backward, again, fused.launches)
+
+
+class OperatorTimes(NamedTuple):
+    """Seconds of one operator in one microbatch; `again_s` is what running it again adds."""
+
+    forward_s: Array
+    backward_s: Array
+    again_s: Array
 
 
 def operator_times_s(
     rule: OpRule, operator: Operator, type_of: Callable[[str], TensorType], cost: CostModel,
     flops: Array, moved: Moved, rows_share: Array | float = 1.0,
-) -> tuple[Array, Array]:  # fmt: skip
-    """Forward and backward seconds of one operator in one microbatch.
+) -> OperatorTimes:  # fmt: skip
+    """Seconds of one operator in one microbatch.
 
     The backward of a matmul has one matmul per input with gradient. The backward of fused attention
     has five matmuls for the forward's two, because it computes the scores again. Any other operator
@@ -332,17 +342,20 @@ def operator_times_s(
     """
     moved_bytes = moved.forward_bytes
     if rule.view:
-        return np.zeros_like(moved_bytes), np.zeros_like(moved_bytes)
+        return OperatorTimes(*(np.zeros_like(moved_bytes) for _ in range(3)))
     kind: Kind = "memory" if rule.flops is None else "attention" if rule.fused else "matmul"
     if rule.fused and operator.call.args.get("is_causal"):
         flops = flops * (1.0 - rows_share / 2)
-    forward = cost.op_times_s(flops, moved_bytes, kind, n_launches=moved.launches[0])
+    n_forward, n_backward, n_again = moved.launches
+    forward = cost.op_times_s(flops, moved_bytes, kind, n_launches=n_forward)
+    again = cost.op_times_s(flops, moved.again_bytes, kind, n_launches=n_again)
     if not any(type_of(n).has_grad for n in operator.outputs):
-        return forward, np.zeros_like(forward)
-    if rule.flops is None:
-        n_launches = moved.launches[1]
-        return forward, cost.op_times_s(flops, moved.backward_bytes, kind, n_launches=n_launches)
-    if rule.fused:
-        return forward, cost.op_times_s(2.5 * flops, 2.0 * moved_bytes, kind, is_backward=True)
-    n_matmuls = sum(type_of(n).has_grad for n in operator.inputs[:2])
-    return forward, n_matmuls * cost.op_times_s(flops, moved_bytes)
+        backward = np.zeros_like(forward)
+    elif rule.flops is None:
+        backward = cost.op_times_s(flops, moved.backward_bytes, kind, n_launches=n_backward)
+    elif rule.fused:
+        backward = cost.op_times_s(2.5 * flops, 2.0 * moved_bytes, kind, is_backward=True)
+    else:
+        n_matmuls = sum(type_of(n).has_grad for n in operator.inputs[:2])
+        backward = n_matmuls * cost.op_times_s(flops, moved_bytes)
+    return OperatorTimes(forward, backward, again)

@@ -113,14 +113,14 @@ class _Adder:
                 always += n_like * price.kept_bytes
                 continue
             is_kept = self._is_kept(v, i)
-            forward_s = self._forward_s(price)
+            again_s = self._again_s(price)
             matmul = self.ranges.matmul_of_bias_add(i)
             if matmul is not None:  # it runs with its matmul, unless a reshard is between them
-                self._sums[matmul] = forward_s
+                self._sums[matmul] = again_s
             if self.ranges.runs_again(i, "full"):
-                self._spend(v, r, forward_s, "full")
+                self._spend(v, r, again_s, "full")
             if self.ranges.runs_again(i, "selective"):
-                apart_s = np.where(is_kept | (matmul is not None), 0.0, forward_s)
+                apart_s = np.where(is_kept | (matmul is not None), 0.0, again_s)
                 self._spend(v, r, apart_s, "selective")
             self._charge(v, r, price.own_bytes, None)
             if self.ranges.rule(i).fused:
@@ -145,9 +145,9 @@ class _Adder:
         return self.maker.members(self._representatives[table])
 
     @once
-    def _forward_s(self, price: MemberPrice) -> Array:
-        """[cases, choices]: forward seconds of a step."""
-        return (price.forward_s + price.inner_s) * self.cases.n_microbatches[:, None]
+    def _again_s(self, price: MemberPrice) -> Array:
+        """[cases, choices]: seconds of a step that running it again adds."""
+        return (price.again_s + price.inner_s) * self.cases.n_microbatches[:, None]
 
     def _is_kept(self, v: int, i: int) -> BoolArray:
         """[choices]: is the result saved in mode "selective"?"""

@@ -92,6 +92,7 @@ def _fused(matmul: CallLine, total: CallLine, bias: str) -> CallLine:
         model_flops=matmul.model_flops + total.model_flops,
         forward_s=matmul.forward_s + total.forward_s,
         backward_s=matmul.backward_s + total.backward_s,
+        again_s=matmul.again_s + total.again_s,
         shares=(None,),
         workspace=Workspace(
             max(a.forward_bytes, b.forward_bytes),

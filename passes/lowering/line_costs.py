@@ -35,6 +35,7 @@ class LinePrice:
     model_flops: float
     forward_s: float
     backward_s: float
+    again_s: float
     share: float
 
 
@@ -75,7 +76,7 @@ class LineCosts:
         n_matmuls = 1
         if any(self.types[v].has_grad for v in operator.outputs):
             n_matmuls += sum(self.types[v].has_grad for v in operator.inputs[:2])
-        forward, backward = operator_times_s(
+        times = operator_times_s(
             rule,
             operator,
             self.types.__getitem__,
@@ -84,7 +85,8 @@ class LineCosts:
             Moved.of(sizes, self.fused.get(operator.name), np.zeros(1)),
             1.0 / math.prod(self.sizes[axis] for axis in chosen.lowered_axes),
         )
-        return LinePrice(flops, whole * n_matmuls, float(forward[0]), float(backward[0]), share)
+        forward_s, backward_s, again_s = (float(of[0]) for of in times)
+        return LinePrice(flops, whole * n_matmuls, forward_s, backward_s, again_s, share)
 
     def share(self, operator: Operator, price: LinePrice) -> float:
         """What share of the bytes measured on whole tensors one rank has, per microbatch."""

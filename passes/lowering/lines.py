@@ -369,7 +369,7 @@ class _Lowering:
                 tuple(outs), target, args, kwargs, self.program.keys[node.name],
                 self.program.sources.get(node.name, ""),
                 chosen.lowered.function if chosen.lowered else None, chosen.lowered_axes, inner,
-                price.flops, price.forward_s, price.backward_s, saved_bytes, keeps,
+                price.flops, price.forward_s, price.backward_s, price.again_s, saved_bytes, keeps,
                 self.line_costs.storage_of(operator, names), price.model_flops,
                 self.line_costs.workspace(operator, chosen, inputs, outs, share),
                 self.program.block(operator.name),

@@ -80,7 +80,7 @@ def test_peak_of_compiled_regions(kind: str, recompute: str, tmp_path: Path) -> 
 
     def step() -> None:
         pm.zero_grad()
-        pm.step(**tokens)
+        pm.step(input_ids=tokens["input_ids"], labels=tokens["labels"])
 
     step()
     step()

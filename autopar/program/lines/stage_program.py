@@ -121,6 +121,7 @@ class CallLine(Operation):
     lowered       the function that replaces it, over the group along `lowered_axes`; or None
     flops         of this rank, forward, in one microbatch
     model_flops   of all ranks without replicated work, forward and backward
+    again_s       what running it again in backward adds to a step
     saved_bytes   what autograd saves besides inputs and outputs
     keeps         variables whose storage autograd saves; one that it saves twice is here twice
     shares        for each output, the variable whose storage it views; None for new storage
@@ -139,6 +140,7 @@ class CallLine(Operation):
     flops: float
     forward_s: float
     backward_s: float
+    again_s: float = 0.0
     saved_bytes: float = 0.0
     keeps: tuple[str, ...] = ()
     shares: tuple[str | None, ...] = ()

@@ -76,7 +76,24 @@ def test_a_block_of_gpt2_writes_what_others_read_or_keep() -> None:
     residual, norm, half, *_, tanh, plus_one, result = fused
     assert own & {*fused} == {residual, norm, half, tanh, plus_one, result}
     launches = np.sum([traffic(gpt2())[name].launches for name in fused], axis=0)
-    assert launches.tolist() == [2, 2]
+    assert launches[:2].tolist() == [2, 2]
+
+
+def test_a_gelu_that_runs_again_is_free_and_a_norm_is_not() -> None:
+    """GELU reads and writes two values less in forward than it writes again, and backward reads
+    three less. The norm keeps its input anyway, which it reads again, to write its result."""
+    analysis = gpt2()
+    program, types = analysis.program, analysis.types.tensors
+    again: dict[str, float] = {}
+    for operator in analysis.operators:
+        if program.block(operator.name) == "transformer.h.1" and operator.name in traffic(analysis):
+            own = traffic(analysis)[operator.name]
+            names = (*operator.inputs, *operator.outputs)
+            moved = sum(k * types[n].size_bytes for k, n in zip(own.again, names, strict=True))
+            kind = str(operator.call.op).split(".")[1]
+            again[kind] = again.get(kind, 0.0) + moved
+    assert again["layer_norm"] > 0.0
+    assert again["tanh"] == again["pow"] == again["mul"] == 0.0
 
 
 def test_a_chain_costs_as_much_as_two_operators() -> None:
@@ -120,7 +137,7 @@ def test_a_random_draw_divides_a_kernel() -> None:
     analysis = analysis_of(steps)
     found = traffic(analysis)
     assert not any("dropout" in name for name in found)
-    assert [found[n].launches for n in found if "neg" in n] == [(1, 1), (0, 0), (1, 1), (0, 0)]
+    assert [found[n].launches[:2] for n in found if "neg" in n] == [(1, 1), (0, 0), (1, 1), (0, 0)]
 
 
 def test_a_kernel_reads_each_value_once_and_halves_as_halves() -> None:
