@@ -45,9 +45,10 @@ bench-zoo: install
 	$(BIN)/python -m tests.parity.plan_zoo
 
 # Step times of what autopar generates beside eager, Megatron by hand, DDP, FSDP2 and torch's 1F1B,
-# on one and two processes. Some two minutes. With --delayed, overlap under a slow network.
+# on one and two processes. Some two minutes. ARGS="--compiled --activation gelu_new": with compiled
+# regions, of a model where fusing matters; "--delayed --compiled": overlap under a slow network.
 bench-runtime: install
-	$(BIN)/python -m examples.bench_runtime
+	$(BIN)/python -m examples.bench_runtime $(ARGS)
 
 # What compile="regions" takes to compile: with no compiled kernels on disk, and with them. Two minutes.
 bench-compile: install

@@ -148,7 +148,8 @@ class Options:
                      user code, may gather whole (`runtime/tensors`)
     `check_every`    ranks compare batches and learning rates in the first steps, then in every
                      n-th; None: only in the first ones
-    `compile`        "regions": fuse operators between collectives by `torch.compile`; bits differ
+    `compile`        "regions": fuse operators between collectives by `torch.compile`; bits differ.
+                     "regions+graphs": as CUDA graphs, too. "auto": see `module/compiling.py`
     """
 
     microbatches: int | str = "auto"
@@ -187,7 +188,7 @@ class Options:
     @property
     def compiles(self) -> bool:
         """Do generated programs have regions that are compiled?"""
-        return self.compile == "regions"
+        return self.compile in ("regions", "regions+graphs")
 
     @property
     def dtypes(self) -> Precision:
@@ -487,7 +488,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "loss_fn": loss_function,
     "progress": _progress,
     "check_every": lambda value: None if value is None else check_count("check_every", value),
-    "compile": one_of("compile", "none regions", "auto regions+graphs"),
+    "compile": one_of("compile", "none regions regions+graphs auto"),
 }
 
 

@@ -1,8 +1,8 @@
 """Measure what autopar generates beside what is written by hand: `make bench-runtime`.
 
     python -m examples.bench_runtime [--rows ddp,zero-3] [--pairs 15] [--layers 4] [--width 256]
-    python -m examples.bench_runtime --compiled [--rows ...]
-    python -m examples.bench_runtime --delayed [--layers 12] [--share 0.5]
+    python -m examples.bench_runtime --compiled [--activation gelu_new] [--rows ...]
+    python -m examples.bench_runtime --delayed [--compiled] [--layers 12] [--share 0.5]
 
 One GPT-2 with the same weights and batch, in float32. Both sides of a row live in the same
 processes.
@@ -25,10 +25,12 @@ processes.
 
 `--compiled` has each row twice, with `compile="regions"` on autopar's side: beside the other one in
 eager mode, and compiled as its documentation says (each block by `torch.compile`, a whole model on
-one process).
+one process). The default activation is the tanh GELU as one kernel, which leaves little to fuse.
+With `--activation gelu_new` it is Hugging Face's own, eight operators, on both sides of each row.
 
 `--delayed` shows overlap, of `ddp` and `zero-3`, on autopar's side alone. Collectives are delayed
 as on a slow network (`examples/bench_delays.py`). A pair is a step without delays and one with.
+With `--compiled` each row comes a second time, with `compile="regions"`: regions must hide as much.
 
     compute         a step without delays; it contains the true time of the collectives
     communication   the delays of a step, `--share` of the compute. Gradients of `ddp` hide behind
@@ -56,6 +58,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.nn.parallel import DistributedDataParallel
+from transformers.activations import ACT2FN
 
 import autopar
 from autopar import Manual
@@ -63,7 +66,7 @@ from autopar.units import format_seconds
 from examples.bench_delays import Delays
 from examples.bench_parts import Parts, parts_of
 from examples.compare import N_WARM_UP, Batch, Size, median_ratio, timed_pair, values_of
-from examples.megatron_gpt2 import MegatronGPT2, TensorParallel
+from examples.megatron_gpt2 import Block, MegatronGPT2, TensorParallel
 from examples.pipeline_gpt2 import PipelineGPT2
 from examples.train_gpt2 import ROWS as N_SAMPLES
 from examples.train_gpt2 import batches
@@ -72,6 +75,7 @@ TOLERANCE = 1e-5
 N_LOSSES = 3
 LEARNING_RATE = 0.1
 N_MICROBATCHES = 4
+BOTH = ", both compiled"  # ends the name of a line in which the other is compiled, too
 ALPHA_SHARE = 0.1  # of the communication, in delays that do not depend on bytes
 Launch = Callable[..., list[Any]]
 Pairs = list[tuple[float, float]]
@@ -104,6 +108,7 @@ class Row:
     n_ranks: int
     manual: Manual | None
     other: Callable[[Size, Batch, bool], Side]
+    compiled: str  # the other, compiled
     tied: bool = True
 
 
@@ -144,6 +149,13 @@ def with_autopar(row: Row, size: Size, batch: Batch, is_compiled: bool = False) 
     return Side(module, lambda given: module.step(**given))
 
 
+def set_activation(model: nn.Module, size: Size) -> None:
+    """Give hand-written blocks the activation of the Hugging Face model."""
+    for block in model.modules():
+        if isinstance(block, Block) and size.activation != Size.activation:
+            block.activation = ACT2FN[size.activation]
+
+
 def compile_each(blocks: nn.Sequential | nn.ModuleList) -> None:
     """Compile each block, as is advised for DDP, FSDP2 and tensor parallelism."""
     for block in blocks:
@@ -159,8 +171,9 @@ def eager(size: Size, batch: Batch, is_compiled: bool) -> Side:
 
 def megatron(size: Size, batch: Batch, is_compiled: bool) -> Side:
     assert dist.group.WORLD is not None
-    tp = TensorParallel(dist.group.WORLD)
+    tp = TensorParallel(dist.group.WORLD, is_counting=not is_compiled)
     model = MegatronGPT2(values_of(size, "model"), size.n_heads, tp)
+    set_activation(model, size)
     if is_compiled:
         compile_each(model.blocks)
     return Side(model, lambda given: backward(model(**given)))
@@ -190,19 +203,23 @@ def pipelining(size: Size, batch: Batch, is_compiled: bool) -> Side:
     rows, length = batch["input_ids"].shape
     values = values_of(size, "model")
     pipeline = PipelineGPT2(values, size.n_heads, rows, length, N_MICROBATCHES, "1f1b")
+    set_activation(pipeline.module, size)
     if is_compiled:
         pipeline.module.compile(dynamic=False)
     return Side(pipeline.module, lambda given: pipeline.step(**given))
 
 
 ROWS = {
-    "eager": Row("one rank", "eager", 1, None, eager),
-    "tp": Row("tp=2", "Megatron by hand", 2, Manual(tp=2), megatron),
-    "ddp": Row("dp=2", "torch DDP", 2, Manual(dp=2), ddp),
-    "zero-3": Row("dp=2, zero=3", "torch FSDP2", 2, Manual(dp=2, zero=3), fsdp),
+    "eager": Row("one rank", "eager", 1, None, eager, "torch.compile(model)"),
+    "tp": Row("tp=2", "Megatron by hand", 2, Manual(tp=2), megatron, "Megatron, compiled blocks"),
+    "ddp": Row("dp=2", "torch DDP", 2, Manual(dp=2), ddp, "DDP, compiled blocks"),
+    "zero-3": Row(
+        "dp=2, zero=3", "torch FSDP2", 2, Manual(dp=2, zero=3), fsdp, "FSDP2, compiled blocks"
+    ),
     "1f1b": Row(
         "pp=2, 1F1B", "torch Schedule1F1B", 2,
-        Manual(pp=2, microbatch_size=N_SAMPLES // N_MICROBATCHES), pipelining, tied=False,
+        Manual(pp=2, microbatch_size=N_SAMPLES // N_MICROBATCHES), pipelining,
+        "1F1B, compiled stages", tied=False,
     ),
 }  # fmt: skip
 DELAYED = ("ddp", "zero-3")
@@ -252,9 +269,11 @@ def measure(
     return Measured(losses, pairs, tuple(parts_of(partial(side.step, batch)) for side in sides))
 
 
-def measure_delayed(name: str, size: Size, batch: Batch, n_pairs: int, share: float) -> Overlap:
+def measure_delayed(
+    name: str, size: Size, batch: Batch, n_pairs: int, share: float, is_compiled: bool = False
+) -> Overlap:
     """One rank's part of `--delayed`: the same step without delays and with."""
-    side = with_autopar(ROWS[name], size, batch)
+    side = with_autopar(ROWS[name], size, batch, is_compiled)
     for _ in range(N_LOSSES + N_WARM_UP):  # the first steps of a module compare the batch, too
         side.step(batch)
     times = [timed_pair(side.step, side.step, batch, False) for _ in range(3)]
@@ -279,7 +298,7 @@ def measure_delayed(name: str, size: Size, batch: Batch, n_pairs: int, share: fl
 def disagreements(name: str, losses: Sequence[tuple[float, float]]) -> list[str]:
     """The losses that are not equal, as texts."""
     return [
-        f"{name}: losses of step {index} differ: autopar {ours}, {row_of(name).theirs} {theirs}"
+        f"{name}: losses of step {index} differ: autopar {ours}, {beside(name)} {theirs}"
         for index, (ours, theirs) in enumerate(losses)
         if not abs(ours - theirs) <= TOLERANCE  # NaN is in no tolerance
     ]
@@ -288,6 +307,12 @@ def disagreements(name: str, losses: Sequence[tuple[float, float]]) -> list[str]
 def row_of(name: str) -> Row:
     """The row of a line of the tables."""
     return ROWS[name.partition(",")[0]]
+
+
+def beside(name: str) -> str:
+    """What autopar is compared with in a line of the tables."""
+    row = row_of(name)
+    return row.compiled if name.endswith(BOTH) else row.theirs
 
 
 def time_table(found: dict[str, Measured]) -> Table:
@@ -306,7 +331,7 @@ def time_table(found: dict[str, Measured]) -> Table:
             texts = [*medians, f"{ratio:.3f}", f"{low:.3f} to {high:.3f}"]
         apart = max(abs(ours - theirs) for ours, theirs in measured.losses)
         n_pairs = str(len(measured.pairs))
-        table.add_row(name, row.ours, row.theirs, n_pairs, *texts, f"{apart:.0e}")
+        table.add_row(name, row.ours, beside(name), n_pairs, *texts, f"{apart:.0e}")
     return table
 
 
@@ -317,7 +342,7 @@ def parts_table(found: dict[str, Measured]) -> Table:
     for title in ("matmuls", "other kernels", "between kernels"):
         table.add_column(title, justify="right")
     for name, measured in found.items():
-        sides = f"autopar {row_of(name).ours}", row_of(name).theirs
+        sides = f"autopar {row_of(name).ours}", beside(name)
         for side, parts in zip(sides, measured.parts, strict=False):
             table.add_row(name, side, *parts.texts())
     return table
@@ -336,7 +361,7 @@ def overlap_table(found: dict[str, Overlap]) -> Table:
         serial = (compute_s + seen.delay_s) / max(compute_s, seen.delay_s)
         times = [format_seconds(time_s) for time_s in (compute_s, seen.delay_s, with_s)]
         table.add_row(
-            name, ROWS[name].ours, str(len(seen.pairs)), str(seen.n_calls), *times,
+            name, row_of(name).ours, str(len(seen.pairs)), str(seen.n_calls), *times,
             f"{ratio:.3f}", f"{low:.3f} to {high:.3f}", f"{serial:.3f}",
         )  # fmt: skip
     return table
@@ -360,6 +385,7 @@ def main(argv: Sequence[str] | None = None, launch: Launch = autopar.launch) -> 
     parser.add_argument("--pairs", type=int, default=15)
     parser.add_argument("--layers", type=int, help=f"{Size.n_layers}; {DELAYED_LAYERS} if delayed")
     parser.add_argument("--width", type=int, default=Size.width)
+    parser.add_argument("--activation", default=Size.activation)
     parser.add_argument("--compiled", action="store_true", help="beside eager and compiled others")
     parser.add_argument("--delayed", action="store_true", help="delay collectives, show overlap")
     parser.add_argument("--share", type=float, default=0.5, help="communication / compute")
@@ -373,18 +399,20 @@ def main(argv: Sequence[str] | None = None, launch: Launch = autopar.launch) -> 
             parser.error(f"--delayed has the rows {', '.join(DELAYED)}, not {', '.join(alone)}")
         seen = {}
         for name in names:
-            size = Size(layers, given.width, tied=ROWS[name].tied)
+            size = Size(layers, given.width, activation=given.activation, tied=ROWS[name].tied)
             asked = measure_delayed, 2, name, size, batch, given.pairs, given.share
             seen[name] = launch(*asked)[0]
+            if given.compiled:
+                seen[f"{name}, compiled"] = launch(*asked, True)[0]
         console.print(overlap_table(seen))
         return 0
     found = {}
     for name in names:
-        size = Size(layers, given.width, tied=ROWS[name].tied)
+        size = Size(layers, given.width, activation=given.activation, tied=ROWS[name].tied)
         run = partial(launch, measure, ROWS[name].n_ranks, name, size, batch, given.pairs)
         found[name] = run(given.compiled)[0]
         if given.compiled:
-            found[f"{name}, both compiled"] = run(True, True)[0]
+            found[name + BOTH] = run(True, True)[0]
     console.print(time_table(found))
     console.print(parts_table(found))
     wrong = [line for name in found for line in disagreements(name, found[name].losses)]

@@ -356,7 +356,8 @@ class Emit(Pass):
 
     def run(self, facts: Compilation) -> Iterable[object]:
         stages = facts[Differentiated].stages
-        texts = [emit(stage, k, len(stages)) for k, stage in enumerate(stages)]
+        has_graphs = facts[Target].options.compile == "regions+graphs"
+        texts = [emit(stage, k, len(stages), has_graphs) for k, stage in enumerate(stages)]
         yield Sources({file_name(k): text for k, text in enumerate(texts)})
 
 

@@ -100,7 +100,7 @@ def _planning_flags(
         str | None, typer.Option(help="auto, none, selective, attention-core or full.")
     ] = None,
     compiled: Annotated[
-        str | None, typer.Option("--compile", help="none, or regions: what torch.compile fuses.")
+        str | None, typer.Option("--compile", help="none, regions, regions+graphs or auto.")
     ] = None,
     manual: Annotated[str | None, typer.Option(help="A recipe: dp=2,tp=4,pp=2,sp,zero=1.")] = None,
     force: Annotated[

@@ -9,8 +9,8 @@ from autopar.codegen.words import LINE_LENGTH, wrapped
 from autopar.program.lines import CallLine, FunctionLine, JointLine, KernelLine
 
 
-def imports(lines: Sequence[JointLine], has_regions: bool) -> list[str]:
-    """What the lines use of the runtime."""
+def imports(lines: Sequence[JointLine], decorator: str) -> list[str]:
+    """What the lines use of the runtime; `decorator` is that of regions, if there are any."""
     moves: set[str] = set()
     functions: set[str] = set()
     needs_phase = False
@@ -27,8 +27,8 @@ def imports(lines: Sequence[JointLine], has_regions: bool) -> list[str]:
     out = ["import torch", ""]
     if moves:
         out += wrapped("from autopar.runtime.collectives import ", sorted(moves))
-    if has_regions:
-        out.append("from autopar.runtime.execute import compiled")
+    if decorator:
+        out.append(f"from autopar.runtime.execute import {decorator}")
     if needs_phase:
         out.append("from autopar.runtime.groups import phase")
     if functions:

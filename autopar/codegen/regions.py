@@ -22,16 +22,18 @@ from autopar.codegen.words import LINE_LENGTH, name_rows
 from autopar.errors import VerificationError
 from autopar.program.lines import JointLine, free_name, is_compilable, is_fused
 
+# Decorators of regions, without and with CUDA graphs (`runtime/execute/compiled.py`).
+DECORATORS = "compiled", "graphed"
 # A region has at least so many kernels that can be fused with others.
 LEAST_FUSED = 2
-_DECORATOR = "@compiled"
 # No printed row has these characters.
 _BEGIN, _END = "\0(", "\0)"
 
 
 def count_regions(source: str) -> int:
     """How many functions of a generated file are compiled."""
-    return source.splitlines().count(_DECORATOR)
+    rows = source.splitlines()
+    return sum(rows.count(f"@{decorator}") for decorator in DECORATORS)
 
 
 class RegionNumbers:
@@ -71,11 +73,13 @@ class RegionCutter:
 
     operators   global name of an operator -> operator
     taken       names that no function may have
+    decorator   of its functions
     known       region, by its code with numbers for names, and types -> the function that it has
     """
 
     operators: Mapping[str, str]
     taken: set[str]
+    decorator: str
     known: dict[str, str] = field(default_factory=dict)
 
     def cut(self, name: str, rows: Sequence[str]) -> tuple[list[str], list[str]]:
@@ -101,7 +105,7 @@ class RegionCutter:
             if key not in self.known:
                 self.known[key] = free_name(f"{name}_region", self.taken)
                 self.taken.add(self.known[key])
-                functions += region.function(self.known[key])
+                functions += [f"@{self.decorator}", *region.function(self.known[key])]
             out += region.call(self.known[key])
             dropped |= region.dropped
         return functions, out
@@ -169,7 +173,6 @@ class _Region:
 
     def function(self, name: str) -> list[str]:
         return [
-            _DECORATOR,
             *_bracketed(f"def {name}(", self.reads, "):"),
             *_keep_alive(self.rows, {*self.freed}),
             *_bracketed("    return (", self.results, ")"),

@@ -26,7 +26,7 @@ from autopar.codegen.fold import Folded, fold, outside_names, unfolded
 from autopar.codegen.functions import FunctionPrinter
 from autopar.codegen.header import bindings, imports
 from autopar.codegen.layout import joined, with_views_inside
-from autopar.codegen.regions import RegionCutter, RegionNumbers
+from autopar.codegen.regions import DECORATORS, RegionCutter, RegionNumbers
 from autopar.codegen.statements import (
     Statements,
     is_view,
@@ -80,12 +80,14 @@ def file_name(stage: int) -> str:
     return f"stage_{stage}.py"
 
 
-def emit(joint: JointProgram, stage: int = 0, n_stages: int = 1) -> str:
+def emit(joint: JointProgram, stage: int = 0, n_stages: int = 1, has_graphs: bool = False) -> str:
     """The source of one stage, ending in a newline; every name is proved to have a value.
 
-    If it is compiled, what a compiler may fuse are functions of their own (`regions.py`).
+    If it is compiled, what a compiler may fuse are functions of their own (`regions.py`), and with
+    `has_graphs` CUDA graphs.
     """
-    source = _Source(joint, has_regions=True) if joint.stage.is_compiled else _source(joint)
+    decorator = DECORATORS[has_graphs]
+    source = _Source(joint, decorator) if joint.stage.is_compiled else _source(joint)
     text = "\n".join(joined(source.lines(stage, n_stages))) + "\n"
     check_defined(text)
     return text
@@ -113,7 +115,7 @@ def _source(joint: JointProgram) -> _Source:
 @dataclass(frozen=True)
 class _Source:
     joint: JointProgram
-    has_regions: bool = False
+    decorator: str = ""
 
     @cached_property
     def statements(self) -> Statements:
@@ -153,7 +155,7 @@ class _Source:
             + " Shard, P Partial; and traffic.",
             '"""',
             "",
-            *imports(self._lines, bool(self._cutter.known)),
+            *imports(self._lines, self.decorator if self._cutter.known else ""),
             "",
             *bindings(self._lines, self.statements),
             "",
@@ -292,14 +294,14 @@ class _Source:
 
     def _cut(self, name: str, rows: list[str]) -> list[str]:
         """The rows of a function, after the functions of its regions."""
-        regions, own = self._cutter.cut(name, rows) if self.has_regions else ([], rows)
+        regions, own = self._cutter.cut(name, rows) if self.decorator else ([], rows)
         return [*regions, *own]
 
     @cached_property
     def _cutter(self) -> RegionCutter:
         """Its operators are known once all statements are printed."""
         operators = {handle: target for target, handle in self.statements.handles.items()}
-        return RegionCutter(operators, {*self._known_names})
+        return RegionCutter(operators, {*self._known_names}, self.decorator)
 
     @cached_property
     def _variables(self) -> dict[str, Local | Variable]:
@@ -374,7 +376,7 @@ class _Source:
         """The lines, under a comment where another module of the model begins."""
         out: list[Statement] = []
         module = section = ""
-        regions = RegionNumbers(self.has_regions)
+        regions = RegionNumbers(bool(self.decorator))
         for line in lines:
             if isinstance(line, FreeLine):
                 out += freeing(line.names, regions.open)

@@ -42,6 +42,7 @@ from autopar.module.calls import (
     one_form,
     weight_of,
 )
+from autopar.module.compiling import settle_compile
 from autopar.module.feeding import Feeding
 from autopar.module.finite import Guard, SkippedIfBad, Unguarded
 from autopar.module.habits import (
@@ -89,7 +90,7 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         self._mesh, self._options, self._weights = mesh, options, weights
         self._device = join_process_group(mesh)
         if options.compiles:
-            require_compiler(self._device)
+            require_compiler(self._device, options.compile)
         compare_settings(mesh, options, weights, brings, self._device)
         self._agreement = Agreement(self._device, options.check_every)
         self._state_or_none: PlannedState | None = None
@@ -141,6 +142,7 @@ class ParallelModule(PlannedModule, Feeding, Surface):
         """Adopt rank 0's plan: rank 0 keeps its facts, the others place the plan."""
         if PlanData not in compilation:
             compilation.give(data)
+        self._options = settle_compile(self._options, compilation, self._device)
         model, program = self._model[0], compilation[Program]
         if self._options.loss_fn is not None:
             warn_of_unread(program, model, compilation[Source].example_inputs)

@@ -27,6 +27,7 @@ class Report:
     not_compared       why capture was not compared; None if it was. Then `ok` is False.
     lifted_errors      in mixed precision: of the same plan with every float as float64
     lifted_tolerance   for `lifted_errors`
+    uncompiled_errors  with `compile`: of the same plan without; `errors` are of the compiled step
     """
 
     errors: Mapping[str, float]
@@ -37,6 +38,7 @@ class Report:
     not_compared: str | None
     lifted_errors: Mapping[str, float] = field(default_factory=dict)
     lifted_tolerance: float = 0.0
+    uncompiled_errors: Mapping[str, float] = field(default_factory=dict)
 
     @property
     def ok(self) -> bool:
@@ -45,9 +47,10 @@ class Report:
 
     @property
     def sharding_ok(self) -> bool:
-        """Is the sharded step that of the captured program on one process?"""
+        """Is the sharded step that of the captured program on one process, compiled or not?"""
         lifted = (error <= self.lifted_tolerance for error in self.lifted_errors.values())
-        return all(error <= self.tolerance for error in self.errors.values()) and all(lifted)
+        both = (*self.errors.values(), *self.uncompiled_errors.values())
+        return all(error <= self.tolerance for error in both) and all(lifted)
 
     @property
     def capture_ok(self) -> bool:
@@ -57,12 +60,16 @@ class Report:
 
     @property
     def worst(self) -> float:
-        """The worst error of both comparisons."""
-        return _worst((*self.errors.values(), *self.capture_errors.values()))
+        """The worst error of sharding, compiled or not, and of capture."""
+        every = self.errors, self.uncompiled_errors, self.capture_errors
+        return _worst(tuple(error for errors in every for error in errors.values()))
 
     def text(self) -> str:
         """One line for each comparison, and one for each value that exceeds its tolerance."""
-        lines = [*_lines("sharding", self.errors, self.tolerance)]
+        what = "sharding, compiled" if self.uncompiled_errors else "sharding"
+        lines = [*_lines(what, self.errors, self.tolerance)]
+        if self.uncompiled_errors:
+            lines += _lines("sharding, not compiled", self.uncompiled_errors, self.tolerance)
         if self.lifted_errors:
             lines += _lines("sharding in float64", self.lifted_errors, self.lifted_tolerance)
         if self.not_compared is not None:

@@ -27,7 +27,7 @@ from autopar.passes.binding import capture_step
 from autopar.planning import MeshLike, Plan, PlanOptions, on_program, plan_program
 from autopar.precision import Precision, widened
 from autopar.program.graph import Program, flatten_inputs
-from autopar.runtime.execute import require_compiler
+from autopar.runtime.execute import lacking, require_compiler
 
 # In float64 only a wrong program differs; in the model's own dtypes casts and sums round.
 TOLERANCE = {"fp64": 1e-10, "model": 1e-6}
@@ -49,8 +49,11 @@ def verify(
 
     Options are those of `plan`; with `precision="fp64"` the tolerance of sharding is 1e-10. In
     mixed precision sums round in every layout; so the same plan also runs with all casts lifted to
-    float64, which must agree to 1e-10, except in a job. The inputs must be real tensors; a model on
-    meta gets random weights. In a job, every rank must call it, and every rank gets the report.
+    float64, which must agree to 1e-10, except in a job. With `compile="regions"` the same plan also
+    runs without, except in a job: fused kernels round in another order, so each of the two is
+    compared with one process; "auto" stands for "regions" where a compiler is. The inputs must be
+    real tensors; a model on meta gets random weights. In a job, every rank must call it, and every
+    rank gets the report.
     `torch.no_grad` around it changes nothing.
 
     Raises `BatchError` for inputs on meta, `OptionError` under `torch.inference_mode`, and
@@ -62,8 +65,11 @@ def verify(
             hint="call it outside",
         )
     checked = Options.of(**options)
-    if checked.compiles:
-        require_compiler(CPU)
+    if not dist.is_initialized():
+        if checked.compile == "auto":  # whatever it stands for in a run
+            checked = replace(checked, compile="none" if lacking(CPU, "regions") else "regions")
+        if checked.compiles:
+            require_compiler(CPU, checked.compile)
     inputs = {k: v for k, v in flatten_inputs(example_inputs).items() if isinstance(v, Tensor)}
     _check_real(inputs)
     program = capture_step(model, example_inputs, checked)
@@ -80,11 +86,17 @@ def verify(
         precision=_unlifted(checked),
     )  # fmt: skip
     wanted = reference(program, parameters, inputs, buffers, plan.data.microbatches)
-    errors = thread_errors(plan, parameters, buffers, inputs, wanted)
-    if not is_mixed:
-        return Report(errors, tolerance, plan, *check)
-    lifted = _lifted_errors(model, example_inputs, inputs, checked, plan, parameters, buffers)
-    return Report(errors, tolerance, plan, *check, lifted, IN_FLOAT64)
+    report = Report(
+        thread_errors(plan, parameters, buffers, inputs, wanted), tolerance, plan, *check
+    )
+    if checked.compiles:
+        eager = on_program(plan, program, example_inputs, replace(checked, compile="none"))
+        errors = thread_errors(eager, parameters, buffers, inputs, wanted)
+        report = replace(report, uncompiled_errors=errors)
+    if is_mixed:
+        lifted = _lifted_errors(model, example_inputs, inputs, checked, plan, parameters, buffers)
+        report = replace(report, lifted_errors=lifted, lifted_tolerance=IN_FLOAT64)
+    return report
 
 
 def _unlifted(options: Options) -> Precision:

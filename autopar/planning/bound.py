@@ -83,15 +83,22 @@ class Bound:
     def assumed(self) -> Sequence[Remark]:
         """What the prediction takes for granted, in lines."""
         remarks = assumed(self.hardware, self.data, self.pipeline, self.predicted)
-        return [*remarks, *([self._compiling()] if self.options.compiles else [])]
+        if not self.options.compiles:
+            return remarks
+        eager = self.run_as("none").predicted
+        return [*remarks, compiling(self.predicted, eager, self.n_regions, self.hardware.is_gpu)]
 
-    def _compiling(self) -> Remark:
-        """What compiling buys: lines have other prices, and what is proved stays proved."""
-        target = replace(self.compilation[Target], options=replace(self.options, compile="none"))
-        eager = Compilation(PASSES, target, self.data, self.analysis)
-        eager.give(eager[Unverified].pipeline)
-        n_regions = max(map(count_regions, self.sources.values()))
-        return compiling(self.predicted, eager[Predicted], n_regions, self.hardware.is_gpu)
+    @property
+    def n_regions(self) -> int:
+        """How many functions a rank compiles, at most."""
+        return max(map(count_regions, self.sources.values()))
+
+    def run_as(self, compile: str) -> Bound:
+        """The same plan, compiled or not: lines have other prices, what is proved stays proved."""
+        target = replace(self.compilation[Target], options=replace(self.options, compile=compile))
+        other = Compilation(PASSES, target, self.data, self.analysis)
+        other.give(other[Unverified].pipeline)
+        return Bound(other)
 
     def timeline(
         self, slow: tuple[int, float] | None = None, jitter: tuple[float, int] | None = None,

@@ -48,4 +48,4 @@ class PlanOptions(TypedDict, total=False):
     loss_fn: Callable[[Any, Any], Any] | None
     progress: bool | Callable[[str], object]
     check_every: int | None
-    compile: Literal["none", "regions"] | str
+    compile: Literal["none", "regions", "regions+graphs", "auto"] | str

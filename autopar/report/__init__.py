@@ -17,6 +17,7 @@ from autopar.report.scaling import scaling_svg, scaling_text
 from autopar.report.simulation import simulation_dict, simulation_text, what_if_dict, what_if_text
 from autopar.report.tables import headline, optimality
 from autopar.report.words import (
+    REGION_S,
     Brief,
     Remark,
     assumed,
@@ -30,6 +31,7 @@ from autopar.report.words import (
 )
 
 __all__ = [
+    "REGION_S",
     "Brief",
     "ComparedPlan",
     "Comparison",

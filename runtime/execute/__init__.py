@@ -8,7 +8,13 @@ It imports `runtime/collectives` and `runtime/groups`, and may not import `launc
 Mainly hands on `Executor`, `Environment` and `load_code`.
 """
 
-from autopar.runtime.execute.compiled import compiled, require_compiler, tell_when_compiled
+from autopar.runtime.execute.compiled import (
+    compiled,
+    graphed,
+    lacking,
+    require_compiler,
+    tell_when_compiled,
+)
 from autopar.runtime.execute.delivery import batch_index, shard
 from autopar.runtime.execute.executor import Environment, Executor
 from autopar.runtime.execute.load import load_code
@@ -18,6 +24,8 @@ __all__ = [
     "Executor",
     "batch_index",
     "compiled",
+    "graphed",
+    "lacking",
     "load_code",
     "require_compiler",
     "shard",

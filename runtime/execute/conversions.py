@@ -90,10 +90,12 @@ class Conversions:
         return self.groups[line.move.axes]
 
 
-def add_gradient(use: Use, gradient: Tensor, stored: Mapping[str, Tensor]) -> None:
+def add_gradient(
+    use: Use, gradient: Tensor, stored: Mapping[str, Tensor], is_lent: bool = False
+) -> None:
     """Add the gradient of one microbatch: to `.grad`, or to what waits for moves.
 
-    Nobody else may read `gradient` later, unless it is a view.
+    Nobody else may read `gradient` later, unless it is a view or `is_lent`.
     """
     parameter = stored[use.parameter.name]
     if not parameter.requires_grad:
@@ -102,7 +104,7 @@ def add_gradient(use: Use, gradient: Tensor, stored: Mapping[str, Tensor]) -> No
         if use.local.gradient_dtype is not None:
             gradient = gradient.to(use.local.gradient_dtype)
         if use.gradient is None:
-            use.gradient = _owned(gradient, use.value.stride())
+            use.gradient = _owned(gradient, use.value.stride(), is_lent)
         else:
             use.gradient += gradient
         return
@@ -110,14 +112,14 @@ def add_gradient(use: Use, gradient: Tensor, stored: Mapping[str, Tensor]) -> No
         gradient = gradient.to(parameter.dtype)
     known = parameter.grad
     if known is None:
-        parameter.grad = _owned(gradient, parameter.stride())
+        parameter.grad = _owned(gradient, parameter.stride(), is_lent)
     else:
         known += gradient
 
 
-def _owned(gradient: Tensor, stride: tuple[int, ...]) -> Tensor:
+def _owned(gradient: Tensor, stride: tuple[int, ...], is_lent: bool) -> Tensor:
     """The gradient with a storage of its own, of these strides."""
-    if gradient._base is None and gradient.stride() == stride:
+    if not is_lent and gradient._base is None and gradient.stride() == stride:
         return gradient
     made = torch.empty_strided(gradient.shape, stride, dtype=gradient.dtype, device=gradient.device)
     return made.copy_(gradient)

@@ -71,12 +71,14 @@ class StageCode:
                ends. None if forward returns the loss itself
     backward   (saved, cotangents, ready, env); calls `ready(k, gradient)` for the gradients of the
                parameters, then of what was received. None for a program without backward
+    has_graphs  are results of its regions valid until the next step begins, and no longer?
     """
 
     forward: Callable[..., tuple[tuple[Any, ...], list[Any]]]
     backward: Callable[..., None] | None
     prologue: Callable[..., tuple[Tensor, ...]] | None
     loss: Callable[..., Tensor] | None = None
+    has_graphs: bool = False
 
 
 @dataclass
@@ -165,7 +167,7 @@ class Executor:
         with self._in_flight():
             kept = self.ties.detach_earlier(stored) if self.ties else {}
             scalars = {} if self.program.accumulation else self._scalars(inputs, is_local, seed)
-            uses = self.conversions.uses(stored)
+            uses = self._uses(stored)
             for returns in self._returns.values():
                 returns.begin(uses)
             buffers = dict(self.buffers)
@@ -181,7 +183,7 @@ class Executor:
             if self.crossings:
                 self.crossings.finish()
             self._store_buffers(step)
-            return loss
+            return self._own(loss)
 
     @torch.no_grad()
     def forward(
@@ -199,7 +201,7 @@ class Executor:
         """
         assert self.program.n_microbatches == 1
         with self._in_flight():
-            uses, scalars = self.conversions.uses(stored), self._scalars(inputs, is_local, seed)
+            uses, scalars = self._uses(stored), self._scalars(inputs, is_local, seed)
             step = _Step(stored, uses, inputs, scalars, dict(self.buffers), seed, is_local, None)
             self._run(step)
             if self.crossings:
@@ -207,6 +209,7 @@ class Executor:
             self._store_buffers(step)
             last, made = self.pipeline.stages[-1], self._made_loss
             loss = None if made is None else self._last_stage_value(self._loss(step), made)
+            loss = None if loss is None else self._own(loss)
             outputs: list[Tensor | None] = list(step.outputs) or [None] * len(last.outputs)
             if everywhere:
                 outputs = [
@@ -214,6 +217,18 @@ class Executor:
                     for value, name in zip(outputs, last.outputs, strict=True)
                 ]
             return (loss, *outputs)
+
+    def _uses(self, stored: Mapping[str, Tensor]) -> list[Use]:
+        """The uses of parameters. Graphs read in place what stays where it is stored."""
+        uses = self.conversions.uses(stored)
+        for use in uses if self.code.has_graphs else ():
+            if use.parameter.cast is None and not use.moves:
+                torch._dynamo.mark_static_address(use.value, guard=False)
+        return uses
+
+    def _own(self, value: Tensor) -> Tensor:
+        """A value that lives longer than the step, or until a message has gone at some time."""
+        return value.clone() if self.code.has_graphs else value
 
     @contextmanager
     def _in_flight(self) -> Iterator[None]:
@@ -228,6 +243,8 @@ class Executor:
                 hint="start the processes again, from the last checkpoint",
             )
         self._flight.begin_step(self.stage)
+        if self.code.has_graphs:
+            torch.compiler.cudagraph_mark_step_begin()
         try:
             yield
         except Exception as error:
@@ -278,10 +295,11 @@ class Executor:
             received |= self.crossings.arrived(action)
         (loss, *results), saved = self.code.forward(*self._arguments(index, step, received))
         n_sent, n_state = len(self.program.sent), len(self.program.sent) + len(self.program.changed)
-        sent = {b.value: r for b, r in zip(self.program.sent, results[:n_sent], strict=True)}
+        values = map(self._own, results[:n_sent])
+        sent = {b.value: r for b, r in zip(self.program.sent, values, strict=True)}
         held = zip(self.program.changed, results[n_sent:n_state], strict=True)
         step.buffers.update((buffer.name, value) for buffer, value in held)
-        step.outputs = tuple(results[n_state:])
+        step.outputs = tuple(map(self._own, results[n_state:]))
         if step.on_outputs is not None and self.stage == self.pipeline.n_stages - 1:
             step.on_outputs(step.outputs)
         if self._peers("send_forward", index):
@@ -348,10 +366,10 @@ class Executor:
             if position >= len(step.uses):
                 boundary = self.program.received[position - len(step.uses)]
                 if index in step.gradients and boundary.local.has_grad:
-                    step.gradients[index][boundary.value] = gradient.contiguous()
+                    step.gradients[index][boundary.value] = self._own(gradient.contiguous())
                 return
             use = step.uses[position]
-            add_gradient(use, gradient, step.stored)
+            add_gradient(use, gradient, step.stored, self.code.has_graphs)
             for returns in sync:
                 returns.ready(position)
 

@@ -12,6 +12,7 @@ import tempfile
 import time
 from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from autopar.errors import LaunchError
 from autopar.runtime.execute.executor import StageCode
@@ -86,4 +87,5 @@ def load_code(name: str, source: str) -> tuple[StageCode, Path]:
     namespace: dict[str, object] = {"__name__": f"autopar_generated_{path.parent.name}"}
     exec(compile(source, str(path), "exec"), namespace)
     names = "forward", "backward", "prologue", "loss"
-    return StageCode(*(namespace.get(name) for name in names)), path  # type: ignore[arg-type]
+    functions: dict[str, Any] = {name: namespace.get(name) for name in names}
+    return StageCode(**functions, has_graphs="graphed" in namespace), path

@@ -40,13 +40,16 @@ def launch(workers: Pool, measured: dict[str, Any]) -> Launch:
 
 @nightly
 @pytest.mark.parametrize("names", [["eager"], ["tp", "ddp", "zero-3", "1f1b"]])
+@pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", "gelu_new"])
 def test_parity_of_the_rows(
     names: list[str],
+    activation: str,
     launch: Launch,
     measured: dict[str, Measured],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert bench_runtime.main(["--rows", ",".join(names), *TINY], launch) == 0
+    words = ["--rows", ",".join(names), "--activation", activation, *TINY]
+    assert bench_runtime.main(words, launch) == 0
     printed = capsys.readouterr().out
     assert [*measured] == names
     for name, row in measured.items():
@@ -58,8 +61,15 @@ def test_parity_of_the_rows(
 
 
 @nightly
-def test_parity_rows_with_delays(launch: Launch, measured: dict[str, Overlap]) -> None:
-    assert bench_runtime.main(["--delayed", *TINY], launch) == 0
+@pytest.mark.parametrize("words", [[], ["--compiled"]], ids=["eager", "compiled"])
+def test_parity_rows_with_delays(
+    words: list[str],
+    launch: Launch,
+    measured: dict[str, Overlap],
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    assert bench_runtime.main(["--delayed", *words, *TINY], launch) == 0
+    assert ("ddp, compiled" in capsys.readouterr().out) == bool(words)
     for row in measured.values():
         assert len(row.pairs) == 2
         assert row.n_calls > 1 and row.size_bytes > 0 and row.delay_s > 0

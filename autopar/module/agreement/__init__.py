@@ -10,6 +10,7 @@ from autopar.module.agreement.batches import N_CHECKED, Agreement, Given, Rows
 from autopar.module.agreement.constants import agreed_program, agreed_values
 from autopar.module.agreement.hashes import Fingerprint, fingerprints
 from autopar.module.agreement.hyperparameters import Hyperparameters
+from autopar.module.agreement.meeting import compared, has_others
 from autopar.module.agreement.settings import compare_settings
 
 __all__ = [
@@ -22,5 +23,7 @@ __all__ = [
     "agreed_program",
     "agreed_values",
     "compare_settings",
+    "compared",
     "fingerprints",
+    "has_others",
 ]

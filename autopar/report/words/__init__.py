@@ -11,7 +11,7 @@ Mainly hands on `explain`, `explain_name`, `verdict` and `context_axes`.
 
 from autopar.report.words.assumptions import Remark, assumed
 from autopar.report.words.brief import Brief, brief
-from autopar.report.words.compiled import compiling
+from autopar.report.words.compiled import REGION_S, compiling
 from autopar.report.words.explanation import explain
 from autopar.report.words.matching import matching_names
 from autopar.report.words.named import explain_name
@@ -20,6 +20,7 @@ from autopar.report.words.parallelism import context_axes
 from autopar.report.words.sentences import verdict
 
 __all__ = [
+    "REGION_S",
     "Brief",
     "Remark",
     "assumed",

@@ -13,7 +13,7 @@ from autopar.report.words.assumptions import Remark
 from autopar.units import format_bytes, format_count, format_seconds
 
 # `make bench-compile` on CPUs: 5 regions of a Llama in 31 to 33 s (docs/measured.md).
-_REGION_S = 6.4
+REGION_S = 6.4
 # A difference below is not worth a number.
 _AS_MANY = 0.005
 
@@ -33,7 +33,7 @@ def compiling(compiled: Predicted, eager: Predicted, n_regions: int, is_gpu: boo
         words.append("peak {}, eager {}".format(*peaks))
     words.append(f"{n_regions} region{'' if n_regions == 1 else 's'} a rank")
     if not is_gpu and n_regions and saved_s > 0:
-        compile_s = n_regions * _REGION_S
+        compile_s = n_regions * REGION_S
         n_steps = format_count(math.ceil(compile_s / saved_s))
         words.append(
             f"compiling takes about {format_seconds(compile_s)}, which {n_steps} steps save"

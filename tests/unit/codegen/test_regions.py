@@ -130,10 +130,15 @@ def test_a_missing_compiler_is_told_before_the_plan(monkeypatch: pytest.MonkeyPa
         autopar.verify(Gated(2), 1, {"x": torch.ones(4, 8)}, compile="regions")
 
 
-def test_what_is_not_built_is_refused() -> None:
-    for word in ("auto", "regions+graphs"):
-        with pytest.raises(NotSupportedError, match=f"compile={re.escape(repr(word))} is not"):
-            autopar.plan(Gated(2), 1, {"x": torch.empty(4, 8)}, compile=word)
+def test_graphs_have_a_decorator_of_their_own() -> None:
+    batch = {"x": torch.empty(4, 8)}
+    plans = [
+        autopar.plan(Gated(2), 1, batch, compile=word) for word in ("regions", "regions+graphs")
+    ]
+    compiled, graphed = (plan.code()["stage_0.py"] for plan in plans)
+    assert graphed == compiled.replace("@compiled", "@graphed").replace(
+        "import compiled", "import graphed"
+    )
 
 
 def test_ranks_share_a_region_and_its_end_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
