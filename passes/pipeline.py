@@ -351,7 +351,7 @@ class Differentiate(Pass):
 class Emit(Pass):
     """Print the program of every stage as a Python file, in regions if they are compiled."""
 
-    requires = (Differentiated,)
+    requires = (Differentiated, Target)
     provides = (Sources,)
 
     def run(self, facts: Compilation) -> Iterable[object]:
