@@ -131,7 +131,7 @@ def fused_traffic(
     return {
         moves.operator.name: found
         for kernel in by_kernel.values()
-        for moves, found in zip(kernel, _with_again(kernel, types), strict=True)
+        for moves, found in zip(kernel, _kernel_traffic(kernel, types), strict=True)
     }
 
 
@@ -145,7 +145,7 @@ class _Moves(NamedTuple):
     keeps: bool
 
 
-def _with_again(
+def _kernel_traffic(
     kernel: Sequence[_Moves], types: Mapping[str, TensorType]
 ) -> Iterator[FusedTraffic]:
     """The traffic of a kernel's operators, with that of running again."""

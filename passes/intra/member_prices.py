@@ -348,7 +348,9 @@ def operator_times_s(
         flops = flops * (1.0 - rows_share / 2)
     n_forward, n_backward, n_again = moved.launches
     forward = cost.op_times_s(flops, moved_bytes, kind, n_launches=n_forward)
-    again = cost.op_times_s(flops, moved.again_bytes, kind, n_launches=n_again)
+    again = forward
+    if moved.again_bytes is not moved_bytes:
+        again = cost.op_times_s(flops, moved.again_bytes, kind, n_launches=n_again)
     if not any(type_of(n).has_grad for n in operator.outputs):
         backward = np.zeros_like(forward)
     elif rule.flops is None:
