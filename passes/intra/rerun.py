@@ -83,8 +83,8 @@ class RerunRanges:
         for positions, needs in zip(self.every, self._needs, strict=True):
             apart = {i for i in positions if not self.is_matmul(i)}
             for i in positions:
-                full |= needs.of_backward(i, positions)
-                selective |= needs.of_backward(i, apart)
+                full |= needs.reruns(i, positions)
+                selective |= needs.reruns(i, apart)
         return {"full": frozenset(full), "selective": frozenset(selective)}
 
     @cached_property
@@ -94,7 +94,7 @@ class RerunRanges:
         for positions, needs in zip(self.every, self._needs, strict=True):
             for i in positions:
                 again = i in self._needed_again["selective"]
-                found |= needs.kept_by(i) | (needs.read_by(i) if again else set())
+                found |= needs.kept[i] | (needs.read[i] if again else set())
         return frozenset(i for i in found if self.is_matmul(i))
 
     @cached_property
@@ -104,7 +104,7 @@ class RerunRanges:
     def _step(self, i: int) -> Step:
         operator, rule = self.analysis.operators[i], self.rule(i)
         saved = self.analysis.saved.get(operator.name)
-        return Step.of_call(
+        return Step.call(
             operator.inputs, operator.outputs, self.kept_by(i),
             saved.other_bytes if saved else 0.0, is_function(str(operator.call.op)),
             self.is_matmul(i) and not rule.fused,

@@ -26,7 +26,7 @@ from dataclasses import replace
 
 from autopar.options import Recompute
 from autopar.placement import COLLECTIVES
-from autopar.program.communication import needs_of_lines
+from autopar.program.communication import line_needs
 from autopar.program.graph import Program
 from autopar.program.lines import (
     CallLine,
@@ -144,11 +144,11 @@ def _segment(
     """Of the lines that are not kept, those that the backward of some line needs run again."""
     body, (*lines, end) = program.body, range(*span)
     kept = {i for i in lines if mode == "selective" and _is_kept(body[i])} | reshards
-    needs, may_run = needs_of_lines(body, *span), {*lines, end} - kept
+    needs, may_run = line_needs(body, *span), {*lines, end} - kept
     again = {
         k
         for i in program.differentiated.intersection(range(*span))
-        for k in needs.of_backward(i, may_run)
+        for k in needs.reruns(i, may_run)
     }
     return Segment(name, mode, *span, tuple(sorted(again)))
 

@@ -52,7 +52,7 @@ from autopar.program.communication.order import (
     positions_of,
 )
 from autopar.program.communication.regathers import kept_gathers
-from autopar.program.communication.reruns import Needs, Step, needs_of_lines
+from autopar.program.communication.reruns import Needs, Step, line_needs
 
 __all__ = [
     "BUCKET_BYTES",
@@ -81,9 +81,9 @@ __all__ = [
     "fused_gathers",
     "gathers_at",
     "kept_gathers",
+    "line_needs",
     "local_factors",
     "message_edges",
-    "needs_of_lines",
     "positions_of",
     "primitive_bytes",
     "rank_collectives",

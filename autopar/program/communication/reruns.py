@@ -12,7 +12,7 @@ Gathers of parameters begin with the first line that runs again, because compute
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.caching import once
@@ -25,11 +25,11 @@ def reruns(program: StageProgram) -> dict[int, tuple[int, ...]]:
     """Position of an operator -> positions of the lines that run again before its backward."""
     found: dict[int, tuple[int, ...]] = {}
     for segment in program.segments:
-        needs = needs_of_lines(program.body, segment.start, segment.stop)
+        needs = line_needs(program.body, segment.start, segment.stop)
         waiting = {*segment.again}
         first = {k for k in waiting if isinstance(program.body[k], GatherLine)}
         for i in range(segment.last, segment.start - 1, -1):
-            wanted = needs.of_backward(i, waiting) if i in program.differentiated else set[int]()
+            wanted = needs.reruns(i, waiting) if i in program.differentiated else set[int]()
             if wanted:
                 wanted |= first & waiting
                 waiting -= wanted
@@ -48,7 +48,7 @@ class Step:
     saves_more: bool
 
     @staticmethod
-    def of_call(
+    def call(
         reads: Sequence[str], writes: Sequence[str], kept: Sequence[str],
         saved_bytes: float, is_function: bool, is_matmul: bool,
     ) -> Step:  # fmt: skip
@@ -60,43 +60,34 @@ class Step:
 
 @dataclass(frozen=True)
 class Needs:
-    """What consecutive steps, from position `start` on, need of each other, by position: `read` to
-    run, `kept` for their backward."""
+    """Position of a step -> the steps that it needs: `read` to run, `kept` for its backward."""
 
-    start: int
-    read: Sequence[frozenset[int]]
-    kept: Sequence[frozenset[int]]
+    read: Mapping[int, frozenset[int]]
+    kept: Mapping[int, frozenset[int]]
 
     @staticmethod
     def of(start: int, steps: Iterable[Step]) -> Needs:
+        """What consecutive steps, from position `start` on, need of each other."""
         made: dict[str, int] = {}
-        read, kept = list[frozenset[int]](), list[frozenset[int]]()
+        read, kept = dict[int, frozenset[int]](), dict[int, frozenset[int]]()
         for i, step in enumerate(steps, start):
-            read.append(frozenset(made[name] for name in step.reads if name in made))
+            read[i] = frozenset(made[name] for name in step.reads if name in made)
             made |= dict.fromkeys(step.writes, i)
             own = {i} if step.saves_more else set()
-            kept.append(frozenset(own | {made[name] for name in step.kept if name in made}))
-        return Needs(start, read, kept)
+            kept[i] = frozenset(own | {made[name] for name in step.kept if name in made})
+        return Needs(read, kept)
 
-    def read_by(self, i: int) -> frozenset[int]:
-        """The steps that make what step `i` reads."""
-        return self.read[i - self.start]
-
-    def kept_by(self, i: int) -> frozenset[int]:
-        """The steps that make what the backward of step `i` reads, itself among them."""
-        return self.kept[i - self.start]
-
-    def of_backward(self, i: int, again: Collection[int]) -> set[int]:
+    def reruns(self, i: int, again: Collection[int]) -> set[int]:
         """The steps, of those in `again`, that run before the backward of step `i`."""
-        found, left = set[int](), [k for k in self.kept_by(i) if k in again]
+        found, left = set[int](), [k for k in self.kept[i] if k in again]
         while left:
             if (k := left.pop()) not in found:
                 found.add(k)
-                left += (j for j in self.read_by(k) if j in again)
+                left += (j for j in self.read[k] if j in again)
         return found
 
 
-def needs_of_lines(body: Sequence[Line], start: int, stop: int) -> Needs:
+def line_needs(body: Sequence[Line], start: int, stop: int) -> Needs:
     """What lines `start` to `stop` - 1 of a body need of each other."""
     return Needs.of(start, (_step(body[i]) for i in range(start, stop)))
 
@@ -106,6 +97,4 @@ def _step(line: Line) -> Step:
         return Step(line.reads, line.writes, (), False)
     is_function = line.lowered is not None or function_of(line.target) is not None
     is_matmul = line.flops > 0 and not line.is_attention
-    return Step.of_call(
-        line.reads, line.writes, line.keeps, line.saved_bytes, is_function, is_matmul
-    )
+    return Step.call(line.reads, line.writes, line.keeps, line.saved_bytes, is_function, is_matmul)
