@@ -170,16 +170,23 @@ class _Adder:
             self._charge(v, r, np.where(is_kept, size_bytes, 0.0), "selective")
 
     def _is_handed_on(self, v: int, r: int, value: str, is_kept: BoolArray) -> bool:
-        """Is its only reader a reshard of the range, which then decides whether it is saved?"""
+        """Is its only reader a reshard of the range, which then decides whether it is saved? It may
+        read a view, or the sum with a bias; the last of several decides."""
         operator = self.ranges.analysis.operators[self.ranges.place[self.candidates[v].group.name]]
         saved = self.ranges.analysis.saved[operator.name]
-        readers = self._reshards_of.get(value, [])
+        readers = self._reshards_of.get(self._decisive(value), [])
         return (
             len(readers) == 1
             and self._range_of(readers[0]) == r
             and not saved.outputs
             and bool(is_kept.all())
         )
+
+    @once
+    def _decisive(self, value: str) -> str:
+        """What a value is called where the last reshard reads it."""
+        moved = [name for name in self.ranges.aliases(value) if name in self._reshards_of]
+        return moved[-1] if moved else value
 
     @cached_property
     def _reshards_of(self) -> Mapping[str, list[ReshardEdge]]:
@@ -260,11 +267,12 @@ class _Adder:
         )
         again = self._paths(self.builder.tables(reshard.value), made, wanted)
         sums_s = self._sums.get(reshard.value)
-        hands_on = self._hands_on(reshard)
+        handed = self._handed(reshard)
+        decides = None if handed is None else self._decisive(handed) == reshard.value
         arrays = (edge.cost_s, again, sums_s, wanted)
-        key = (*map(id, arrays), hands_on)  # all these arrays are kept alive
+        key = (*map(id, arrays), decides)  # all these arrays are kept alive
         if key not in self._in_modes_of:
-            cost_s, size_bytes = self._mode_costs(reshard, again, hands_on)
+            cost_s, size_bytes = self._mode_costs(reshard, again, handed)
             total_s = edge.cost_s[..., None] + cost_s
             shape = (*total_s.shape[:2], -1)
             self._in_modes_of[key] = (
@@ -274,24 +282,28 @@ class _Adder:
             )
         return self._in_modes_of[key]
 
-    def _hands_on(self, reshard: ReshardEdge) -> bool:
-        """Does it read a matmul's result of its own range, and decide whether that is saved?"""
-        v, value = reshard.source, reshard.value
-        r = self._range_of(reshard)
-        i = self.ranges.place[self.candidates[v].group.name] if v < len(self.candidates) else -1
-        if r is None or self.ranges.party_of.get(i) != r or not self.ranges.is_only(value, r):
-            return False
-        if value not in self.ranges.analysis.operators[i].outputs:
-            return False
-        return self._is_handed_on(v, r, value, self._is_kept(v, i))
+    def _handed(self, reshard: ReshardEdge) -> str | None:
+        """The result of a matmul of its own range that it reads, if reshards decide whether that is
+        saved."""
+        r, value = self._range_of(reshard), self.ranges.matmul_of.get(reshard.value)
+        if r is None or value is None or not self.ranges.is_only(value, r):
+            return None
+        v = self._maker_of[value]
+        i = self.ranges.place[self.candidates[v].group.name]
+        is_made = value in self.ranges.analysis.operators[i].outputs
+        if not is_made or self.ranges.party_of.get(i) != r:
+            return None
+        return value if self._is_handed_on(v, r, value, self._is_kept(v, i)) else None
 
     def _mode_costs(
-        self, reshard: ReshardEdge, again: RerunCosts, hands_on: bool
+        self, reshard: ReshardEdge, again: RerunCosts, handed: str | None
     ) -> tuple[Array, Array]:
         """Seconds of a step, and bytes: [cases, specs made, specs wanted, modes]."""
         m, value = self.cases.n_microbatches[:, None, None], reshard.value
         kept_bytes = again.kept_bytes
-        if hands_on:
+        if handed is not None and self._decisive(handed) != value:
+            kept_bytes = np.zeros_like(kept_bytes)
+        elif handed is not None:
             made = self.candidates[reshard.source].specs(value).distinct
             own = self.cases.size_bytes(value)[:, None] / n_shards_of(made, self.cases)
             kept_bytes = kept_bytes + np.where(again.calls > 0, 0.0, own[..., None])

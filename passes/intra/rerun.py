@@ -16,7 +16,7 @@ sum over the moves of its path (`rerun_costs`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -116,6 +116,43 @@ class RerunRanges:
         The two run as one unless a reshard is between them (`passes/lowering/fusion.py`).
         """
         return self.analysis.bias_adds.get(self.analysis.operators[i].name)
+
+    def aliases(self, value: str) -> Iterator[str]:
+        """A value, then what it is called with a bias and as a view of its size, as long as nothing
+        else reads it."""
+        tensors = self.analysis.types.tensors
+        while True:
+            yield value
+            readers = self._readers.get(value, ())
+            if len(readers) != 1:
+                return
+            operator = self.analysis.operators[readers[0]]
+            (name, *more) = operator.outputs
+            is_view = self.rule(readers[0]).view and self.owner(name) == self.owner(value)
+            if more or not (is_view or self.matmul_of_bias_add(readers[0]) == value):
+                return
+            if tensors[name].size_bytes != tensors[value].size_bytes:
+                return
+            value = name
+
+    @cached_property
+    def _readers(self) -> Mapping[str, Sequence[int]]:
+        found: dict[str, list[int]] = {}
+        for i, operator in enumerate(self.analysis.operators):
+            for name in operator.inputs:
+                found.setdefault(name, []).append(i)
+        return found
+
+    @cached_property
+    def matmul_of(self) -> Mapping[str, str]:
+        """Value -> the matmul's result of which it is an alias."""
+        return {
+            name: value
+            for i, operator in enumerate(self.analysis.operators)
+            if self.is_matmul(i)
+            for value in operator.outputs
+            for name in self.aliases(value)
+        }
 
     def owner(self, value: str) -> str:
         return self.analysis.storage_owners.get(value, value)
