@@ -90,7 +90,8 @@ def verify(
         thread_errors(plan, parameters, buffers, inputs, wanted), tolerance, plan, *check
     )
     if checked.compiles:
-        eager = on_program(plan, program, example_inputs, replace(checked, compile="none"))
+        assert plan.bound is not None, "a plan that was just made is bound"
+        eager = Plan(plan.data, plan.bound.run_as("none"))
         errors = thread_errors(eager, parameters, buffers, inputs, wanted)
         report = replace(report, uncompiled_errors=errors)
     if is_mixed:

@@ -22,8 +22,9 @@ LAYOUTS = {
     "sp": Manual(tp=2, sp=True),
     "zero3": Manual(dp=2, zero=3),
 }
-# BART with sequence parallelism keeps both a norm's shard, for the residual, and it gathered.
-CLOSE = 1.05
+CLOSE = 1.02
+# With sequence parallelism BART keeps both a norm's shard, for the residual, and it gathered.
+LESS_CLOSE = {("bart", "sp"): 1.08}
 MIB = 2**20
 BY_DAY = [("gpt2", "tp"), ("llama", "sp")]
 EVERY = [(family, layout) for family in FAMILIES for layout in LAYOUTS]
@@ -49,7 +50,7 @@ def test_selective_keeps_the_fewest_bytes(family: str, layout: str) -> None:
         return
     for segment in segments:
         assert segment.fewest <= segment.now + 64 * len(segments)
-        assert segment.now <= CLOSE * segment.fewest
+        assert segment.now <= LESS_CLOSE.get((family, layout), CLOSE) * segment.fewest
 
 
 @lru_cache
