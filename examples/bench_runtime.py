@@ -298,7 +298,7 @@ def measure_delayed(
 def disagreements(name: str, losses: Sequence[tuple[float, float]]) -> list[str]:
     """The losses that are not equal, as texts."""
     return [
-        f"{name}: losses of step {index} differ: autopar {ours}, {beside(name)} {theirs}"
+        f"{name}: losses of step {index} differ: autopar {ours}, {other_side_name(name)} {theirs}"
         for index, (ours, theirs) in enumerate(losses)
         if not abs(ours - theirs) <= TOLERANCE  # NaN is in no tolerance
     ]
@@ -309,7 +309,7 @@ def row_of(name: str) -> Row:
     return ROWS[name.partition(",")[0]]
 
 
-def beside(name: str) -> str:
+def other_side_name(name: str) -> str:
     """What autopar is compared with in a line of the tables."""
     row = row_of(name)
     return row.compiled if name.endswith(BOTH) else row.theirs
@@ -331,7 +331,7 @@ def time_table(found: dict[str, Measured]) -> Table:
             texts = [*medians, f"{ratio:.3f}", f"{low:.3f} to {high:.3f}"]
         apart = max(abs(ours - theirs) for ours, theirs in measured.losses)
         n_pairs = str(len(measured.pairs))
-        table.add_row(name, row.ours, beside(name), n_pairs, *texts, f"{apart:.0e}")
+        table.add_row(name, row.ours, other_side_name(name), n_pairs, *texts, f"{apart:.0e}")
     return table
 
 
@@ -342,7 +342,7 @@ def parts_table(found: dict[str, Measured]) -> Table:
     for title in ("matmuls", "other kernels", "between kernels"):
         table.add_column(title, justify="right")
     for name, measured in found.items():
-        sides = f"autopar {row_of(name).ours}", beside(name)
+        sides = f"autopar {row_of(name).ours}", other_side_name(name)
         for side, parts in zip(sides, measured.parts, strict=False):
             table.add_row(name, side, *parts.texts())
     return table

@@ -5,8 +5,8 @@ draw or hand-over of a gradient is in it, and no line changes its place. So what
 region still does. Regions that differ in names alone share one function: they have equal shapes, so
 a compiler makes one case of it.
 
-`RegionNumbers` says which region a line is in, `marked` puts marks about the rows of each, and
-`RegionCutter` makes functions of what is between marks.
+`RegionNumbers` (`program/lines`) says which region a line is in, `marked` puts marks about the rows
+of each, and `RegionCutter` makes functions of what is between marks.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 from autopar.codegen.blocks import Statement, del_row, is_comment
 from autopar.codegen.words import LINE_LENGTH, name_rows
 from autopar.errors import VerificationError
-from autopar.program.lines import JointLine, free_name, is_compilable, is_fused
+from autopar.program.lines import free_name, is_fused
 
 # Decorators of regions, without and with CUDA graphs (`runtime/execute/compiled.py`).
 DECORATORS = "compiled", "graphed"
@@ -34,24 +34,6 @@ def count_regions(source: str) -> int:
     """How many functions of a generated file are compiled."""
     rows = source.splitlines()
     return sum(rows.count(f"@{decorator}") for decorator in DECORATORS)
-
-
-class RegionNumbers:
-    """Numbers the regions of a function, line by line; `open` is the one that a free belongs to."""
-
-    def __init__(self, is_wanted: bool) -> None:
-        self.open: int | None = None
-        self._count = itertools.count() if is_wanted else None
-        self._block: str | None = None
-
-    def next(self, line: JointLine, block: str | None, follows: bool) -> int | None:
-        """The number of the region that a line of a block is in."""
-        if self._count is None or not is_compilable(line):
-            self.open = None
-        elif self.open is None or not (follows or block == self._block):
-            self.open = next(self._count)
-        self._block = self._block if follows else block
-        return self.open
 
 
 def marked(statements: Sequence[Statement]) -> list[str]:

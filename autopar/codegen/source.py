@@ -26,7 +26,7 @@ from autopar.codegen.fold import Folded, fold, outside_names, unfolded
 from autopar.codegen.functions import FunctionPrinter
 from autopar.codegen.header import bindings, imports
 from autopar.codegen.layout import joined, with_views_inside
-from autopar.codegen.regions import DECORATORS, RegionCutter, RegionNumbers
+from autopar.codegen.regions import DECORATORS, RegionCutter
 from autopar.codegen.statements import (
     Statements,
     is_view,
@@ -63,6 +63,7 @@ from autopar.program.lines import (
     LossAtEnd,
     MoveLine,
     ReadyLine,
+    RegionNumbers,
     StageProgram,
     StartLine,
     Variable,
@@ -71,6 +72,7 @@ from autopar.program.lines import (
     communications,
     free_name,
     group_name,
+    is_compilable,
     reserved_names,
 )
 from autopar.units import format_seconds
@@ -376,7 +378,7 @@ class _Source:
         """The lines, under a comment where another module of the model begins."""
         out: list[Statement] = []
         module = section = ""
-        regions = RegionNumbers(bool(self.decorator))
+        regions = RegionNumbers()
         for line in lines:
             if isinstance(line, FreeLine):
                 out += freeing(line.names, regions.open)
@@ -404,7 +406,8 @@ class _Source:
             follows = isinstance(line, KernelLine) and not line.key
             if isinstance(line, ReadyLine):
                 follows = line.position < len(self._positions)
-            region = regions.next(line, block, follows)
+            is_taken = bool(self.decorator) and is_compilable(line)
+            region = regions.next(is_taken, block, follows)
             out.append(
                 Statement(
                     tuple(rows), line.reads, line.writes, block, work,

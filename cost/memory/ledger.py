@@ -5,6 +5,24 @@ from __future__ import annotations
 from collections.abc import Collection
 from dataclasses import dataclass, field
 
+# A storage: its kind and its owner in the ledger.
+StorageId = tuple[str, str]
+
+
+@dataclass
+class Moment:
+    """Storages are made, bytes are counted if the moment has a text, others are made, some end.
+
+    `work` is the number of its work in the order of forward or backward.
+    """
+
+    text: str = ""
+    workspace_bytes: float = 0.0
+    work: int = 0
+    made: list[tuple[StorageId, float]] = field(default_factory=list)
+    made_after: list[tuple[StorageId, float]] = field(default_factory=list)
+    ended: list[StorageId] = field(default_factory=list)
+
 
 @dataclass(frozen=True)
 class LedgerState:

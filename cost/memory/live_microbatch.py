@@ -27,8 +27,8 @@ import math
 from collections.abc import Sequence
 
 from autopar.cost.memory.buffers import gather_bytes, primitive_bytes, reduction_bytes
-from autopar.cost.memory.ledger import Ledger, LedgerState
-from autopar.cost.memory.regions import LiveRegions, Moment, StorageId
+from autopar.cost.memory.ledger import Ledger, LedgerState, Moment, StorageId
+from autopar.cost.memory.regions import LiveRegions
 from autopar.program.communication import (
     Backward,
     Forward,

@@ -7,35 +7,24 @@
     alone                              same, and so makes it early
     anything else                      lives as without regions: it is freed after its last use
 
-Regions are found in the order of work as codegen finds them in lines: runs of operators of one
-block that a compiler takes. Beside torch.compile on CPUs: `tests/runtime/test_compiled_memory.py`.
+Beside torch.compile on CPUs: `tests/runtime/test_compiled_memory.py`.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
 
+from autopar.cost.memory.ledger import Moment, StorageId
 from autopar.program.communication import Backward, Forward, Work
-from autopar.program.lines import CallLine, Line, MoveLine, StageProgram, is_compilable, is_fused
-
-# A storage: its kind and its owner in the ledger.
-StorageId = tuple[str, str]
-
-
-@dataclass
-class Moment:
-    """Storages are made, bytes are counted if the moment has a text, others are made, some end.
-
-    `work` is the number of its work in the order of forward or backward.
-    """
-
-    text: str = ""
-    workspace_bytes: float = 0.0
-    work: int = 0
-    made: list[tuple[StorageId, float]] = field(default_factory=list)
-    made_after: list[tuple[StorageId, float]] = field(default_factory=list)
-    ended: list[StorageId] = field(default_factory=list)
+from autopar.program.lines import (
+    CallLine,
+    Line,
+    MoveLine,
+    RegionNumbers,
+    StageProgram,
+    is_compilable,
+    is_fused,
+)
 
 
 class LiveRegions:
@@ -49,8 +38,8 @@ class LiveRegions:
     def __init__(self, program: StageProgram) -> None:
         self._program = program
         self._regions: list[range] = []  # of moments
-        self._block: str | None = None
-        self._is_open = self._is_passed = self._is_late = self.fuses = False
+        self._numbers = RegionNumbers()
+        self._is_passed = self._is_late = self.fuses = False
         # Storage -> the only region that touches it, by fused operators alone; else None.
         self._only: dict[StorageId, int | None] = {}
         # What fused operators make of the arguments of their region alone; what else it makes.
@@ -61,17 +50,17 @@ class LiveRegions:
         """The moments from this one on are of this work; None: of none."""
         if not self._program.is_compiled:
             return
-        if self._is_open:
+        if self._numbers.open is not None:
             self._regions[-1] = range(self._regions[-1].start, moment)
         line = self._program.body[work.position] if isinstance(work, Forward | Backward) else None
         self._is_passed = line is not None and _is_view(line)
         if self._is_passed:
             return
         call = line if isinstance(line, CallLine) and is_compilable(line) else None
-        if call is not None and not (self._is_open and call.block == self._block):
+        number = self._numbers.next(call is not None, call.block if call else None)
+        if number == len(self._regions):
             self._regions.append(range(moment, moment))
             self._late.clear()
-        self._is_open, self._block = call is not None, call.block if call else None
         self.fuses = call is not None and is_fused(call.target)
         self._is_late = False
 
@@ -81,7 +70,7 @@ class LiveRegions:
             return
         if storage in self._only:
             self._is_late |= storage in self._late
-        elif self._is_open:
+        elif self._numbers.open is not None:
             is_late = self._is_late or not self.fuses
             (self._late if is_late else self._early).add(storage)
         here = len(self._regions) if self.fuses else None

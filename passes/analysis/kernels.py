@@ -30,7 +30,7 @@ from typing import NamedTuple
 from autopar.measured import Saved
 from autopar.placement import TensorType
 from autopar.program.graph import Operator, Program
-from autopar.program.lines import is_compilable_call, is_fused
+from autopar.program.lines import RegionNumbers, is_compilable_call, is_fused
 from autopar.rules import rule_for
 
 
@@ -65,7 +65,7 @@ class Kernels:
         roots: dict[str, str] = {}
         made: dict[str, _Place] = {}
         kernels: dict[str, str] = {}  # operator -> an earlier operator of its kernel, or itself
-        region, block = 0, None
+        regions = RegionNumbers()
 
         def first(name: str) -> str:
             while kernels[name] != name:
@@ -73,14 +73,13 @@ class Kernels:
             return name
 
         for operator in operators:
-            op, here = str(operator.call.op), program.block(operator.name)
+            op = str(operator.call.op)
             rule = rule_for(op)
             sources = [roots.get(name, name) for name in operator.inputs]
             if rule.view:
                 roots |= {name: sources[0] for name in operator.outputs if sources}
                 continue
-            region += here != block or not is_compilable_call(op)
-            block = here
+            region = regions.next(is_compilable_call(op), program.block(operator.name))
             is_light = rule.flops is None and not rule.lower and operator.name not in bias_adds
             own = _Place(operator.name, region if is_light and is_fused(op) else None)
             before = [made[name] for name in sources if name in made]

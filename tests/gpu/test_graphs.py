@@ -23,7 +23,7 @@ LAYOUTS: dict[str, Callable[[int], Manual]] = {
 }
 
 
-def made(compiling: str, layout: str = "tensor", n: int = 1) -> autopar.ParallelModule:
+def parallelized(compiling: str, layout: str = "tensor", n: int = 1) -> autopar.ParallelModule:
     """A GPT-2 in float64, two microbatches a step."""
     torch.manual_seed(0)
     manual = LAYOUTS[layout](n) if n > 1 else Manual()
@@ -36,7 +36,7 @@ def made(compiling: str, layout: str = "tensor", n: int = 1) -> autopar.Parallel
 
 def losses(compiling: str, layout: str = "tensor", n: int = 1) -> list[float]:
     """Losses of steps with AdamW, read after the last one; every second step adds gradients up."""
-    pm = made(compiling, layout, n)
+    pm = parallelized(compiling, layout, n)
     optimizer = torch.optim.AdamW(pm.parameters(), lr=1e-2)
     found = []
     for seed in range(2 * N_STEPS):
@@ -69,14 +69,14 @@ def n_launches(pm: autopar.ParallelModule) -> int:
 
 def test_a_region_is_launched_once(gpu: torch.device) -> None:
     counters.clear()
-    eager, graphed = made("none"), made("regions+graphs")
+    eager, graphed = parallelized("none"), parallelized("regions+graphs")
     assert n_launches(graphed) < n_launches(eager)
     assert counters["inductor"]["cudagraph_skips"] == 0
     assert counters["inductor"]["cudagraph_recorded_non_static_inputs"] > 0
 
 
 def test_an_evaluation_between_steps_changes_nothing(gpu: torch.device) -> None:
-    pm, alone = made("regions+graphs"), made("none")
+    pm, alone = parallelized("regions+graphs"), parallelized("none")
     for seed in range(N_STEPS):
         found = pm.step(**tokens(seed))
         outside = pm.loss(**tokens(seed + 1))

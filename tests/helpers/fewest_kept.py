@@ -91,7 +91,10 @@ class KeptValues:
         yield from (owner for owner in found if owner in self.made)
 
     def _sum(self, owners: Collection[str]) -> int:
-        return sum(self.size_bytes[owner] for owner in owners)
+        return UNIT_BYTES * sum(map(self._units, owners))
+
+    def _units(self, owner: str) -> int:
+        return -(-self.size_bytes[owner] // UNIT_BYTES)
 
     def _fewest(self, segment: Segment, needed: Collection[str], free: Collection[str]) -> int:
         span = range(segment.start, segment.stop)
@@ -99,7 +102,7 @@ class KeptValues:
         values |= {owner for i in span for owner in self._read(i)}
         capacity: dict[tuple[str, str], int] = {}
         for owner in values:
-            units = 0 if owner in free else -(-self.size_bytes[owner] // UNIT_BYTES)
+            units = 0 if owner in free else self._units(owner)
             capacity[owner, f"{owner} kept"] = units
             i = self.made[owner]
             if i not in span or not may_run_again(self.body[i]):

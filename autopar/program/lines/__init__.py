@@ -16,7 +16,12 @@ from autopar.program.lines.abridged import (
     line_counts,
     parameter_counts,
 )
-from autopar.program.lines.compilable import is_compilable, is_compilable_call, is_fused
+from autopar.program.lines.compilable import (
+    RegionNumbers,
+    is_compilable,
+    is_compilable_call,
+    is_fused,
+)
 from autopar.program.lines.joint_program import (
     Communication,
     FreeLine,
@@ -107,6 +112,7 @@ __all__ = [
     "ReadyLine",
     "Recomputed",
     "Ref",
+    "RegionNumbers",
     "RepeatedLines",
     "ScheduleFactory",
     "Segment",

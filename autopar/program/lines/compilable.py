@@ -1,10 +1,12 @@
-"""Says which lines a compiler may take: ATen operators on tensors and constants.
+"""Says which lines a compiler may fuse with others: ATen operators on tensors and constants.
 
-`is_fused` says which of them it makes one kernel of with their neighbours.
+A region is a maximal run of such operators of one block (`RegionNumbers`): it is a function of the
+generated file (`autopar/codegen/regions.py`), and so its prices and live bytes are counted.
 """
 
 from __future__ import annotations
 
+import itertools
 from functools import lru_cache
 
 import torch
@@ -68,3 +70,22 @@ def is_compilable(line: JointLine) -> bool:
             is_here = DEVICE in (*line.args, *line.kwargs.values())
             return is_compilable_call(line.target) and not is_here
     return False
+
+
+class RegionNumbers:
+    """Numbers the regions of a program, operator by operator; `open` is that of the last one."""
+
+    def __init__(self) -> None:
+        self.open: int | None = None
+        self._count = itertools.count()
+        self._block: str | None = None
+
+    def next(self, is_taken: bool, block: str | None, follows: bool = False) -> int | None:
+        """The number of the region that an operator of a block is in; None if it is not taken. One
+        that `follows` belongs to the block of the operator before."""
+        if not is_taken:
+            self.open = None
+        elif self.open is None or not (follows or block == self._block):
+            self.open = next(self._count)
+        self._block = self._block if follows else block
+        return self.open

@@ -30,7 +30,7 @@ BY_DAY = [("gpt2", "tp"), ("llama", "sp")]
 EVERY = [(family, layout) for family in FAMILIES for layout in LAYOUTS]
 
 
-def kept(family: str, layout: str) -> list[Kept]:
+def segments_of(family: str, layout: str) -> list[Kept]:
     entry, manual = FAMILIES[family], LAYOUTS[layout]
     options = {"recompute": "selective", "microbatches": entry.microbatches, **entry.options}
     mesh = Mesh((1, 1 if manual is None else 2))
@@ -44,12 +44,12 @@ def kept(family: str, layout: str) -> list[Kept]:
 )
 def test_selective_keeps_the_fewest_bytes(family: str, layout: str) -> None:
     try:
-        segments = kept(family, layout)
+        segments = segments_of(family, layout)
     except NotSupportedError as error:
         assert "has no repeated blocks" in str(error)  # noqa: PT017
         return
     for segment in segments:
-        assert segment.fewest <= segment.now + 64 * len(segments)
+        assert segment.fewest <= segment.now
         assert segment.now <= LESS_CLOSE.get((family, layout), CLOSE) * segment.fewest
 
 
