@@ -51,7 +51,7 @@ from autopar.program.lines.names import (
     starred,
     suffix,
 )
-from autopar.program.lines.pipeline import Crossing, Pipeline, ScheduleFactory, Tie
+from autopar.program.lines.pipeline import Crossing, Pipeline, Tie
 from autopar.program.lines.stage_program import (
     Boundary,
     CallLine,
@@ -114,7 +114,6 @@ __all__ = [
     "Ref",
     "RegionNumbers",
     "RepeatedLines",
-    "ScheduleFactory",
     "Segment",
     "ShardKind",
     "StageProgram",

@@ -17,7 +17,7 @@ simulator prices it, and the verifier checks it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -31,10 +31,14 @@ from autopar.program.lines.stage_program import (
     StoredParameter,
     most_batch_shards,
 )
-from autopar.schedule import Schedule, Transfer, forward_only, lower, one_f_one_b
-
-# (number of stages, number of microbatches) -> the schedule
-ScheduleFactory = Callable[[int, int], Schedule]
+from autopar.schedule import (
+    Schedule,
+    ScheduleFactory,
+    Transfer,
+    forward_only,
+    lower,
+    one_f_one_b,
+)
 
 
 @dataclass(frozen=True)
@@ -94,7 +98,7 @@ class Pipeline:
             pair = c.source, c.target
             transfers[pair] = transfers.get(pair, False) or (c.has_grad and trains)
         between = frozenset(Transfer(*pair, returns) for pair, returns in transfers.items())
-        schedule = _schedule(order, len(stages), stages[0].n_microbatches, between)
+        schedule = _schedule(order, tuple(range(len(stages))), stages[0].n_microbatches, between)
         n_blocks = math.lcm(*(most_batch_shards(s.delivered, s.axis_sizes) for s in stages))
         return Pipeline(tuple(stages), tuple(meshes), schedule, crossings, _ties(stages), n_blocks)
 
@@ -136,9 +140,12 @@ class Pipeline:
 
 @lru_cache(maxsize=16)
 def _schedule(
-    order: ScheduleFactory, n_stages: int, n_microbatches: int, between: frozenset[Transfer]
+    order: ScheduleFactory,
+    devices: tuple[int, ...],
+    n_microbatches: int,
+    between: frozenset[Transfer],
 ) -> Schedule:
-    return lower(order(n_stages, n_microbatches), between)
+    return lower(order(devices, n_microbatches), between)
 
 
 def _crossings(stages: Sequence[StageProgram]) -> tuple[Crossing, ...]:
