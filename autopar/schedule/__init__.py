@@ -23,7 +23,10 @@ from autopar.schedule.grid import clocks, format_grid, in_flight, start_times
 from autopar.schedule.legality import prove_deadlock_free, validate
 from autopar.schedule.lowering import lower
 from autopar.schedule.orders import (
+    CHUNKS,
     ORDERS,
+    ScheduleFactory,
+    devices_of,
     forward_only,
     gpipe,
     interleaved,
@@ -33,16 +36,19 @@ from autopar.schedule.orders import (
 from autopar.schedule.script import Script, ScriptStep, place, script_of
 
 __all__ = [
+    "CHUNKS",
     "GRADIENTS_DONE",
     "ORDERS",
     "Action",
     "Kind",
     "Schedule",
+    "ScheduleFactory",
     "Script",
     "ScriptStep",
     "Transfer",
     "chain",
     "clocks",
+    "devices_of",
     "format_grid",
     "forward_only",
     "gpipe",

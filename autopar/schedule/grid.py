@@ -137,8 +137,8 @@ def _blocking_device(
     schedule: Schedule, message: Action, partner: Action, starts: list[list[float]]
 ) -> int | None:
     """The device that is not yet at `partner`, the other end of `message`; None if it is there."""
-    peer = schedule.device_of(partner.stage)
-    if peer == schedule.device_of(message.stage) or not partner.stage < schedule.n_stages:
+    to, devices = partner.stage, schedule.devices
+    if to >= len(devices) or (peer := devices[to]) == devices[message.stage]:
         raise VerificationError(
             f"{message} has stage {partner.stage} at its other end, which cannot be"
         )

@@ -1,7 +1,8 @@
 """The order of forwards and backwards on each device: gpipe, 1f1b, interleaved, zero bubble.
 
-n stages, m microbatches, p devices of v chunks each (stage s on device s mod p). `in flight` is
-the largest number of live microbatches on stage i.
+An order is a function of the device of every stage and the number of microbatches. Each has its own
+placement (`devices_of`). n stages, m microbatches, p devices of v chunks each. `in flight` is the
+largest number of live microbatches on stage i.
 
     gpipe        all forwards, then all backwards                      in flight m
     1f1b         stage i runs min(m, n - i) forwards, then alternates
@@ -32,33 +33,58 @@ Sources: GPipe, Huang et al. 2019; PipeDream-Flush and interleaving, Narayanan e
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 
 from autopar.errors import OptionError
 from autopar.schedule.actions import Action, Kind, Schedule
 
+# (the device of each stage, number of microbatches) -> the schedule
+ScheduleFactory = Callable[[Sequence[int], int], Schedule]
 
-def gpipe(n_stages: int, n_microbatches: int) -> Schedule:
-    """All forwards, then all backwards."""
-    return _with_first(n_stages, n_microbatches, lambda stage: n_microbatches)
+# Fewest and most stages of a device, by the words of the option `schedule`.
+CHUNKS: Mapping[str, tuple[int, int | None]] = {
+    "gpipe": (1, 1),
+    "1f1b": (1, 1),
+    "interleaved": (2, None),
+    "zero-bubble": (1, 1),
+}
 
 
-def one_f_one_b(n_stages: int, n_microbatches: int) -> Schedule:
-    """Each backward as early as possible: at most n - i microbatches are live on stage i."""
-    return _with_first(n_stages, n_microbatches, lambda stage: n_stages - stage)
+def devices_of(order: str, n_devices: int, n_chunks: int) -> tuple[int, ...]:
+    """The device of every stage, as `order` places them: round after round over the devices.
 
-
-def interleaved(n_devices: int, n_chunks: int, n_microbatches: int) -> Schedule:
-    """1f1b over `n_chunks` stages on each device: the bubble is `n_chunks` times shorter.
-
-    In flight on device i are min(m v, 2(p - i - 1) + (v - 1)p + 1) chunks. With one chunk, this
-    is 1f1b.
-
-    Raises `OptionError` if `n_microbatches` is not a multiple of `n_devices`.
+    Raises `OptionError` for a number of chunks that `order` cannot have.
     """
-    _check_counts(n_devices * n_chunks, n_microbatches)
-    if n_chunks == 1:
-        return one_f_one_b(n_devices, n_microbatches)
+    fewest, most = CHUNKS[order]
+    if n_chunks < fewest or (most is not None and n_chunks > most):
+        wanted = f"{fewest}" if most == fewest else f"{fewest} or more"
+        raise OptionError(
+            f"{n_chunks} stages on each device, which {order} cannot schedule",
+            hint=f"{order} takes {wanted} on each device",
+        )
+    return tuple(range(n_devices)) * n_chunks
+
+
+def gpipe(devices: Sequence[int], n_microbatches: int) -> Schedule:
+    """All forwards, then all backwards."""
+    n_devices, _ = _counts("gpipe", devices, n_microbatches)
+    return _eager(n_devices, n_microbatches, [n_microbatches] * n_devices)
+
+
+def one_f_one_b(devices: Sequence[int], n_microbatches: int) -> Schedule:
+    """Each backward as early as possible: at most n - i microbatches are live on stage i."""
+    n_devices, _ = _counts("1f1b", devices, n_microbatches)
+    return _eager(n_devices, n_microbatches, range(n_devices, 0, -1))
+
+
+def interleaved(devices: Sequence[int], n_microbatches: int) -> Schedule:
+    """1f1b over v stages on each device: the bubble is v times shorter.
+
+    In flight on device i are min(m v, 2(p - i - 1) + (v - 1)p + 1) chunks.
+
+    Raises `OptionError` if `n_microbatches` is not a multiple of the number of devices.
+    """
+    n_devices, n_chunks = _counts("interleaved", devices, n_microbatches)
     if n_microbatches % n_devices:
         raise OptionError(
             f"{n_microbatches} microbatches are not in whole rounds of {n_devices}, the number of "
@@ -79,15 +105,15 @@ def interleaved(n_devices: int, n_chunks: int, n_microbatches: int) -> Schedule:
         ]
         n_first = 2 * (n_devices - device - 1) + (n_chunks - 1) * n_devices + 1
         rows.append(_in_turn(forwards, backwards, n_first))
-    return Schedule(tuple(rows), n_microbatches, n_chunks=n_chunks)
+    return Schedule(tuple(rows), tuple(devices), n_microbatches)
 
 
-def zero_bubble(n_stages: int, n_microbatches: int, *, zb_h2: bool = False) -> Schedule:
+def zero_bubble(devices: Sequence[int], n_microbatches: int, *, zb_h2: bool = False) -> Schedule:
     """ZB-H1: parameter gradients fill the bubble. Every stage needs the memory of 1f1b's stage 0.
 
     zb_h2    ZB-H2: almost no bubble, with twice that memory
     """
-    _check_counts(n_stages, n_microbatches)
+    n_stages, _ = _counts("zero-bubble", devices, n_microbatches)
     rows = []
     for stage in range(n_stages):
         n_first = 2 * (n_stages - stage) - 1 if zb_h2 else n_stages - stage
@@ -102,35 +128,43 @@ def zero_bubble(n_stages: int, n_microbatches: int, *, zb_h2: bool = False) -> S
                 row.append(late[action.microbatch - delay])
         row += late[max(0, n_microbatches - delay) :]
         rows.append(tuple(row))
-    return Schedule(tuple(rows), n_microbatches, splits_backward=True)
+    return Schedule(tuple(rows), tuple(devices), n_microbatches, splits_backward=True)
 
 
-def forward_only(n_stages: int, n_microbatches: int) -> Schedule:
-    """Forwards only, for evaluation."""
-    _check_counts(n_stages, n_microbatches)
-    stages = tuple(
-        tuple(Action("forward", stage, k) for k in range(n_microbatches))
-        for stage in range(n_stages)
-    )
-    return Schedule(stages, n_microbatches, trains=False)
+def forward_only(devices: Sequence[int], n_microbatches: int) -> Schedule:
+    """Forwards only, for evaluation, of stages on any devices.
+
+    A device runs its stages by rounds of p microbatches.
+    """
+    n_devices = _n_devices(devices, n_microbatches)
+    rows: list[list[Action]] = [[] for _ in range(n_devices)]
+    for first in range(0, n_microbatches, n_devices):
+        last = min(first + n_devices, n_microbatches)
+        for stage, device in enumerate(devices):
+            rows[device] += _all("forward", stage, last)[first:]
+    return Schedule(tuple(map(tuple, rows)), tuple(devices), n_microbatches, trains=False)
 
 
 # Keyed by the words of the option `schedule`.
-ORDERS: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+ORDERS: Mapping[str, ScheduleFactory] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zero-bubble": zero_bubble,
+}
 
 
-def _with_first(n_stages: int, n_microbatches: int, first: Callable[[int], int]) -> Schedule:
-    """On each stage, `first(stage)` forwards first, then as `_in_turn`."""
-    _check_counts(n_stages, n_microbatches)
+def _eager(n_stages: int, n_microbatches: int, n_first: Sequence[int]) -> Schedule:
+    """On stage i, `n_first[i]` forwards first, then as `_in_turn`."""
     rows = tuple(
         _in_turn(
             _all("forward", stage, n_microbatches),
             _all("backward", stage, n_microbatches),
-            first(stage),
+            n_first[stage],
         )
         for stage in range(n_stages)
     )
-    return Schedule(rows, n_microbatches)
+    return Schedule(rows, tuple(range(n_stages)), n_microbatches)
 
 
 def _all(kind: Kind, stage: int, n_microbatches: int) -> list[Action]:
@@ -147,9 +181,30 @@ def _in_turn(forwards: list[Action], backwards: list[Action], n_first: int) -> t
     return tuple(row)
 
 
-def _check_counts(n_stages: int, n_microbatches: int) -> None:
-    if n_stages < 1 or n_microbatches < 1:
+def _counts(order: str, devices: Sequence[int], n_microbatches: int) -> tuple[int, int]:
+    """The numbers of devices and of stages on each.
+
+    Raises `OptionError` if `order` places its stages on other devices.
+    """
+    n_devices = _n_devices(devices, n_microbatches)
+    n_chunks = len(devices) // n_devices
+    expected = devices_of(order, n_devices, n_chunks)
+    if tuple(devices) != expected:
         raise OptionError(
-            f"a schedule needs at least one stage and one microbatch, not {n_stages} and "
+            f"stages on devices {_listed(devices)}, which {order} cannot schedule",
+            hint=f"place them on {_listed(expected)}",
+        )
+    return n_devices, n_chunks
+
+
+def _listed(devices: Sequence[int]) -> str:
+    return ", ".join(map(str, devices))
+
+
+def _n_devices(devices: Sequence[int], n_microbatches: int) -> int:
+    if not devices or n_microbatches < 1:
+        raise OptionError(
+            f"a schedule needs at least one stage and one microbatch, not {len(devices)} and "
             f"{n_microbatches}"
         )
+    return len(set(devices))

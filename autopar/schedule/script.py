@@ -36,10 +36,12 @@ class ScriptStep(NamedTuple):
 class Script:
     """The steps of every device.
 
+    devices     the device of each stage
     channels    per channel, the send of microbatch 0
     """
 
     rows: tuple[tuple[ScriptStep, ...], ...]
+    devices: tuple[int, ...]
     channels: tuple[Action, ...]
     n_microbatches: int
 
@@ -93,7 +95,6 @@ def place(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
         for start, action in zip(line, actions, strict=True):
             by_clock[start].append(action)
     sends, made, read = _channels(schedule, transfers)
-    n_devices = schedule.n_devices
     rows: list[list[ScriptStep]] = [[] for _ in schedule.rows]
     posts: list[list[int]] = [[] for _ in schedule.rows]
     # Messages go right after they are made, or right before they are read: see `lowering.py`.
@@ -107,14 +108,14 @@ def place(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
                 posts[source].append(first + microbatch)
                 posts[target].append(~(first + microbatch))
         for compute in computes:
-            device = compute.stage % n_devices
+            device = schedule.device_of(compute.stage)
             rows[device].append(ScriptStep(posts[device], _numbers(read, compute), compute))
             posts[device] = []
         before = computes
     for row, left in zip(rows, posts, strict=True):
         if left:
             row.append(ScriptStep(left, (), None))
-    return Script(tuple(map(tuple, rows)), sends, schedule.n_microbatches)
+    return Script(tuple(map(tuple, rows)), schedule.devices, sends, schedule.n_microbatches)
 
 
 def place_as_made(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
@@ -143,7 +144,7 @@ def place_as_made(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
         if ready:
             steps.append(ScriptStep(ready, (), None))
         rows.append(tuple(steps))
-    return Script(tuple(rows), sends, schedule.n_microbatches)
+    return Script(tuple(rows), schedule.devices, sends, schedule.n_microbatches)
 
 
 def _read(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
@@ -169,7 +170,7 @@ def _read(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
         if posts:
             steps.append(ScriptStep(posts, (), None))
         rows.append(tuple(steps))
-    return Script(tuple(rows), sends, schedule.n_microbatches)
+    return Script(tuple(rows), schedule.devices, sends, schedule.n_microbatches)
 
 
 class _Channel(NamedTuple):

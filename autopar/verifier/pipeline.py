@@ -25,7 +25,7 @@ from collections.abc import Sequence
 
 from autopar.errors import NotSupportedError, VerificationError
 from autopar.program.communication import Messages, Piece, crossing_slices, tie_exchanges
-from autopar.program.lines import Crossing, Pipeline, Tie, devices_of, most_batch_shards
+from autopar.program.lines import Crossing, Pipeline, Tie, mesh_devices, most_batch_shards
 from autopar.schedule import Action, validate
 from autopar.verifier.deadlock import GroupCall, check_rendezvous
 from autopar.verifier.stage import verify_program
@@ -93,9 +93,9 @@ def _check_stages(pipeline: Pipeline) -> None:
     if not len(pipeline.stages) == len(pipeline.meshes) == pipeline.schedule.n_stages:
         counts = (len(pipeline.stages), len(pipeline.meshes), pipeline.schedule.n_stages)
         raise _error(f"{counts} stages, meshes and lines of the schedule", "the pipeline")
-    if pipeline.schedule.devices != devices_of(pipeline.meshes):
+    if pipeline.schedule.devices != mesh_devices(pipeline.meshes):
         raise _error(
-            f"its stages are on devices {devices_of(pipeline.meshes)}, those of the schedule on "
+            f"its stages are on devices {mesh_devices(pipeline.meshes)}, those of the schedule on "
             f"{pipeline.schedule.devices}",
             "the pipeline",
         )

@@ -48,7 +48,6 @@ from autopar.program.lines import (
     ParameterUse,
     Pipeline,
     Ref,
-    ScheduleFactory,
     StageProgram,
     Storage,
     StoredParameter,
@@ -60,6 +59,7 @@ from autopar.program.lines import (
     suffix,
 )
 from autopar.rules import GROUP, rule_for
+from autopar.schedule import ScheduleFactory
 
 # A move, and its forward and backward seconds.
 _TimedStep = tuple[MoveStep, float, float]

@@ -111,7 +111,7 @@ class _Stage:
 @lru_cache(maxsize=128)
 def depths(schedule: str, n_stages: int, n_microbatches: int) -> tuple[int, ...]:
     """The microbatches in flight on every stage, whose activations it holds at once."""
-    order = ORDERS[schedule](n_stages, n_microbatches)
+    order = ORDERS[schedule](range(n_stages), n_microbatches)
     return tuple(in_flight(order, stage) for stage in range(n_stages))
 
 

@@ -18,7 +18,7 @@ simulator prices it, and the verifier checks it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -32,10 +32,14 @@ from autopar.program.lines.stage_program import (
     StoredParameter,
     most_batch_shards,
 )
-from autopar.schedule import Schedule, Transfer, forward_only, lower, one_f_one_b
-
-# (device of every stage, number of microbatches) -> the schedule
-ScheduleFactory = Callable[[tuple[int, ...], int], Schedule]
+from autopar.schedule import (
+    Schedule,
+    ScheduleFactory,
+    Transfer,
+    forward_only,
+    lower,
+    one_f_one_b,
+)
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ class Pipeline:
             pair = c.source, c.target
             transfers[pair] = transfers.get(pair, False) or (c.has_grad and trains)
         between = frozenset(Transfer(*pair, returns) for pair, returns in transfers.items())
-        schedule = _schedule(order, devices_of(meshes), stages[0].n_microbatches, between)
+        schedule = _schedule(order, mesh_devices(meshes), stages[0].n_microbatches, between)
         n_blocks = math.lcm(*(most_batch_shards(s.delivered, s.axis_sizes) for s in stages))
         return Pipeline(tuple(stages), tuple(meshes), schedule, crossings, _ties(stages), n_blocks)
 
@@ -157,7 +161,7 @@ def _schedule(
     return lower(order(devices, n_microbatches), between)
 
 
-def devices_of(meshes: Sequence[LogicalMesh]) -> tuple[int, ...]:
+def mesh_devices(meshes: Sequence[LogicalMesh]) -> tuple[int, ...]:
     """The device of every stage: stages with equal meshes are on one."""
     numbers = {mesh: k for k, mesh in enumerate(dict.fromkeys(meshes))}
     return tuple(numbers[mesh] for mesh in meshes)
