@@ -102,13 +102,9 @@ class TiedGradients:
     ) -> dict[int, Tensor]:
         """The sum over all stages, in the layout of each stage of this rank."""
         # (stage, stage whose layout it has) -> gradient
-        parts: dict[tuple[int, int], Tensor] = {}
-        for stage, share in shares.items():
-            parameter = stored[share.name]
-            own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-            parts[stage, stage] = own.detach()
+        own = {stage: _gradient(stored[share.name]) for stage, share in shares.items()}
+        parts = {(stage, stage): gradient for stage, gradient in own.items()}
         for both in exchanges:
-            own = {k: parts[k, k] for k in shares}
             parts |= self._exchange(shares, both, own)
         totals = {}
         for stage, share in shares.items():
@@ -159,6 +155,10 @@ class TiedGradients:
         with pace.waiting():
             posted.wait_sent()
         return found
+
+
+def _gradient(parameter: Tensor) -> Tensor:
+    return (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).detach()
 
 
 def _half(pipeline: Pipeline, tie: Tie, source: int, target: int, rank: int) -> _HalfExchange:
