@@ -16,7 +16,7 @@ first. One simulation that ends proves that every run ends. If it gets stuck, ev
 device waits for exactly one other device; following these waits finds a cycle (`_cycle`).
 
 With equal costs on n stages and m microbatches, 1f1b and gpipe both take
-(n + m - 1)(forward + backward) clocks. They differ in memory (`in_flight`).
+(n + m - 1)(forward + backward) clocks. They differ in memory (`live.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import itertools
 from collections.abc import Callable
 
 from autopar.errors import VerificationError
-from autopar.schedule.actions import GRADIENTS_DONE, IDLE, Action, Kind, Schedule
+from autopar.schedule.actions import IDLE, Action, Kind, Schedule
 
 Times = tuple[tuple[float, ...], ...]
 
@@ -93,18 +93,6 @@ def clocks(schedule: Schedule, forward: float = 1, backward: float = 1, weight: 
         for start, action in zip(line, actions, strict=True)
     )
     return max(ends, default=0)
-
-
-def in_flight(schedule: Schedule, device: int) -> int:
-    """The largest number of microbatches that are live on `device`, counted once per chunk.
-
-    A microbatch is live from a stage's forward to the end of its backward.
-    """
-    most = now = 0
-    for action in schedule.rows[device]:
-        now += (action.kind == "forward") - (action.kind in GRADIENTS_DONE)
-        most = max(most, now)
-    return most
 
 
 def format_grid(schedule: Schedule) -> str:

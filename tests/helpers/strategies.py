@@ -101,9 +101,8 @@ def schedules(draw: st.DrawFn, max_stages: int = 12, max_microbatches: int = 12)
     fewest, most = CHUNKS[order]
     n_chunks = draw(st.integers(fewest, most or 4))
     n_devices = draw(st.integers(1, max_stages // n_chunks))
-    n_microbatches = draw(st.integers(1, max_microbatches))
-    if order == "interleaved":
-        n_microbatches = n_devices * max(1, n_microbatches // n_devices)
+    fewest_m = 2 * n_devices if order == "dualpipe-v" else 1
+    n_microbatches = draw(st.integers(fewest_m, max(fewest_m, max_microbatches)))
     return placed(order, n_devices, n_microbatches, n_chunks)
 
 

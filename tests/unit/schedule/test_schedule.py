@@ -114,11 +114,6 @@ def test_reference_results_of_eager_zero_bubble(n: int) -> None:
             assert clocks(schedule, 1, 1, 1) <= clocks(zero_bubble(range(n), m), 1, 1, 1)
 
 
-def test_microbatches_come_in_rounds() -> None:
-    with pytest.raises(OptionError, match="6 microbatches are not in whole rounds of 4"):
-        placed("interleaved", 4, 6, 2)
-
-
 @pytest.mark.parametrize("order", [*ORDERS.values(), forward_only])
 @pytest.mark.parametrize(("n", "m"), [(0, 1), (1, 0), (-1, 4)])
 def test_counts_below_one(order: ScheduleFactory, n: int, m: int) -> None:
