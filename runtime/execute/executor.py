@@ -71,6 +71,10 @@ class StageCode:
                ends. None if forward returns the loss itself
     backward   (saved, cotangents, ready, env); calls `ready(k, gradient)` for the gradients of the
                parameters, then of what was received. None for a program without backward
+    backward_input, backward_weight
+               the same in two functions, of a program that splits backward:
+               (saved, cotangents, ready, env) -> kept, which hands over the gradients of what was
+               received, then (kept, ready, env), which frees `kept` as it goes
     has_graphs  are results of its regions valid until the next step begins, and no longer?
     """
 
@@ -78,6 +82,8 @@ class StageCode:
     backward: Callable[..., None] | None
     prologue: Callable[..., tuple[Tensor, ...]] | None
     loss: Callable[..., Tensor] | None = None
+    backward_input: Callable[..., list[Any]] | None = None
+    backward_weight: Callable[..., None] | None = None
     has_graphs: bool = False
 
 
