@@ -86,6 +86,6 @@ def load_code(name: str, source: str) -> tuple[StageCode, Path]:
     linecache.checkcache(str(path))
     namespace: dict[str, object] = {"__name__": f"autopar_generated_{path.parent.name}"}
     exec(compile(source, str(path), "exec"), namespace)
-    names = "forward backward prologue loss backward_input backward_weight".split()
+    names = "forward", "backward", "backward_input", "backward_weight", "prologue", "loss"
     functions: dict[str, Any] = {name: namespace.get(name) for name in names}
     return StageCode(**functions, has_graphs="graphed" in namespace), path

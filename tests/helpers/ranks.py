@@ -98,13 +98,12 @@ def run_ranks(
     parameters: Mapping[str, Tensor],
     work: Callable[[Rank], T],
     buffers: Mapping[str, Tensor] | None = None,
-    weights_last: bool = False,
 ) -> list[T]:
     """`work` on every rank: the stages emitted, `parameters` dealt out, copies of `buffers`."""
     n_stages = pipeline.n_stages
     codes = {}
     for k, stage in enumerate(pipeline.stages):
-        joint = differentiate(stage, DEVICE.type, weights_last=weights_last)
+        joint = differentiate(stage, DEVICE.type)
         codes[k] = load_code(f"stage_{k}.py", emit(joint, k, n_stages))[0]
     constants = {name: compute() for name, compute in program.constants.items()}
 
