@@ -154,6 +154,29 @@ def test_other_placements_are_refused(
     assert failure.value.hint or not devices
 
 
+def step_s(schedule: Schedule, message_s: float, sends_as_made: bool) -> float:
+    stage = StageTimes(
+        1, NOTHING, PartWork(1.0), SplitBackward(PartWork(1.0), PartWork(1.0)), NOTHING, 0.0
+    )
+    stages = [stage] * schedule.n_stages
+    return simulate(schedule, stages, message_s, sends_as_made=sends_as_made).step_time_s
+
+
+def test_receives_are_posted_in_time() -> None:
+    """Messages of 5% of a forward cost what they cost at best: on the way in and out."""
+    for p, m, order in itertools.product((2, 4, 8), (16, 32), V_SHAPED):
+        schedule = placed(order, p, m, 2)
+        at_best = step_s(schedule, 0.05, True)
+        assert step_s(schedule, 0.05, False) == pytest.approx(at_best)
+    for p, m, v in ((4, 8, 2), (4, 16, 2), (4, 16, 4), (8, 32, 4)):
+        schedule = placed("interleaved", p, m, v)
+        closed_s = 3 * (m * v + p - 1) + 0.05 * 2 * (p * v - 1)
+        assert step_s(schedule, 0.05, True) == pytest.approx(closed_s)
+        assert step_s(schedule, 0.05, False) == pytest.approx(closed_s)
+    longer = placed("interleaved", 4, 32, 4)
+    assert step_s(longer, 0.05, False) <= 1.01 * step_s(longer, 0.05, True)
+
+
 def test_stages_of_a_device() -> None:
     schedule = placed("zero-bubble-v", 3, 6, 2)
     assert schedule.devices == (0, 1, 2, 2, 1, 0)
