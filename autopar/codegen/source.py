@@ -68,7 +68,6 @@ from autopar.program.lines import (
     StartLine,
     Variable,
     WaitLine,
-    WeightGradients,
     communications,
     free_name,
     group_name,
@@ -145,7 +144,9 @@ class _Source:
         if self._at_end:
             functions += ["", "", *self._loss()]
         if program.trains:
-            functions += ["", "", *self._cut("backward", self._backward())]
+            for rows in self._backward():
+                name = rows[0].removeprefix("def ").partition("(")[0]
+                functions += ["", "", *self._cut(name, rows)]
         if program.prologue:
             functions += ["", "", *prologue_rows(program)]
         return [
@@ -182,7 +183,9 @@ class _Source:
         joint = self.joint
         forward = self._statements(self._parts[0], "")
         backward = self._statements(joint.backward, "backward of ")
-        if any(isinstance(line, WeightGradients) for line in joint.backward):
+        if self.program.splits_backward:
+            if joint.stands_for:
+                raise UnfoldableError("backward in two functions")
             return unfolded(forward, backward, joint.saved)
         forward, backward = with_views_inside(forward), with_views_inside(backward)
         ahead, behind = without_wide_frees(forward), without_wide_frees(backward)
@@ -320,7 +323,8 @@ class _Source:
                     found |= {out.name: out for out in line.outs}
         return found
 
-    def _backward(self) -> list[str]:
+    def _backward(self) -> list[list[str]]:
+        """The function; or its two parts, and the function that calls both."""
         joint, folded = self.joint, self.folded
         given = [name or UNUSED for name in joint.cotangents]
         names = [*folded.saved, *(channel.variable for channel in folded.channels)]
@@ -332,31 +336,21 @@ class _Source:
         if any(joint.cotangents):
             taken += taken_from("cotangents", given)
         arguments = "saved, cotangents, ready, env"
-        parts = [i for i, x in enumerate(joint.backward) if isinstance(x, WeightGradients)]
-        if parts:
-            return self._two_parts(parts[0], taken, arguments, {*joint.saved, *given})
-        main = self._main(folded.backward)
-        out = [f"def backward({arguments}):", *self._groups(main), *taken, *main]
-        return out if joint.backward else [*out, "    pass"]
-
-    def _two_parts(
-        self, at: int, taken: Sequence[str], arguments: str, there: set[str]
-    ) -> list[str]:
-        """Backward as two functions: what others wait for, and the gradients of weights."""
-        first, second = self.joint.backward[:at], self.joint.backward[at + 1 :]
-        there = there | {name for line in first for name in line.writes}
-        kept = [n for n in dict.fromkeys(n for x in second for n in x.reads) if n in there]
-        statements = self.folded.backward.statements
-        one = printed(with_views_inside(statements[:at]))
-        two = printed(with_views_inside(statements[at + 1 :]))
+        if not self.program.splits_backward:
+            main = self._main(folded.backward)
+            out = [f"def backward({arguments}):", *self._groups(main), *taken, *main]
+            return [out if joint.backward else [*out, "    pass"]]
+        parts = (self._statements(lines, "backward of ") for lines in joint.backward_parts)
+        one, two = (printed(with_views_inside(statements)) for statements in parts)
+        kept = name_rows(joint.kept) if joint.kept else []
+        rest = [*taken_from("kept", joint.kept), *two] or ["    pass"]
         return [
-            *[f"def backward_input({arguments}):", *self._groups(one), *taken, *one],
-            *["    return [", *name_rows(kept), "    ]", "", ""],
-            *["def backward_weight(kept, ready, env):", *self._groups(two)],
-            *[*taken_from("kept", kept), *two, "", ""],
-            f"def backward({arguments}):",
-            f"    backward_weight(backward_input({arguments}), ready, env)",
-        ]
+            [f"def backward_input({arguments}):", *self._groups(one), *taken, *one,
+             "    return [", *kept, "    ]"],
+            ["def backward_weight(kept, ready, env):", *self._groups(two), *rest],
+            [f"def backward({arguments}):",
+             f"    backward_weight(backward_input({arguments}), ready, env)"],
+        ]  # fmt: skip
 
     @cached_property
     def _every_group(self) -> tuple[tuple[int, ...], ...]:

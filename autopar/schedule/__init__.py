@@ -32,6 +32,7 @@ from autopar.schedule.lowering import lower
 from autopar.schedule.orders import (
     CHUNKS,
     ORDERS,
+    SPLITS_BACKWARD,
     ScheduleFactory,
     devices_of,
     dualpipe_v,
@@ -48,6 +49,7 @@ __all__ = [
     "CHUNKS",
     "GRADIENTS_DONE",
     "ORDERS",
+    "SPLITS_BACKWARD",
     "Action",
     "Kind",
     "LiveCount",

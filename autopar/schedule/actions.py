@@ -138,12 +138,6 @@ class Schedule:
     splits_backward: bool = False
 
     @property
-    def stages(self) -> tuple[tuple[Action, ...], ...]:
-        """The rows, one per stage; only for schedules with one stage per device."""
-        assert self.n_chunks == 1, "devices have several stages"
-        return self.rows
-
-    @property
     def n_devices(self) -> int:
         return len(self.rows)
 
@@ -166,6 +160,10 @@ class Schedule:
     def stages_on(self, device: int) -> tuple[int, ...]:
         """The stages of a device, in order."""
         return tuple(stage for stage, at in enumerate(self.devices) if at == device)
+
+    def actions_of(self, stage: int) -> Iterator[Action]:
+        """What a stage does, in order."""
+        return (action for action in self.rows[self.devices[stage]] if action.stage == stage)
 
     def is_inside(self, transfer: Transfer) -> bool:
         """Both ends are on one device, so nothing is sent."""

@@ -72,23 +72,19 @@ from autopar.program.lines import (
 from autopar.runtime.lowered import LOWERED
 
 
-def differentiate(
-    stage: StageProgram, device: str = "cpu", weights_last: bool = False
-) -> JointProgram:
+def differentiate(stage: StageProgram, device: str = "cpu") -> JointProgram:
     """Forward and backward of a stage as lines.
 
     A program that does not train has no backward. `device` is the type of device that the kernels
-    are for: "cpu" or "cuda". `weights_last` puts all gradients of weights into a function of their
-    own (`apart.py`).
+    are for: "cpu" or "cuda".
     """
-    return _Walk(stage, device, weights_last).run()
+    return _Walk(stage, device).run()
 
 
 @dataclass
 class _Walk:
     stage: StageProgram
     device: str
-    weights_last: bool = False
     metas: dict[str, Meta] = field(default_factory=dict)
     locals: dict[str, Local] = field(default_factory=dict)
     # Variable -> its gradient so far; and metas of gradients.
@@ -159,7 +155,7 @@ class _Walk:
         lost = self.gradients.keys() - {*taken}
         assert not lost, f"no line takes the gradients of {', '.join(sorted(lost))}"
         gradients = tuple(self.gradients.get(name) for name in taken)
-        if self.weights_last:
+        if stage.splits_backward:
             made = {name for name in gradients[: len(parameters)] if name is not None}
             received = {name for name in gradients[len(parameters) :] if name is not None}
             backward = with_weight_gradients_last(backward, made, received)

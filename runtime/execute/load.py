@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import LaunchError
-from autopar.runtime.execute.executor import StageCode
+from autopar.runtime.execute.code import StageCode
 
 # Folders of programs that nobody has loaded for so long are removed.
 MAX_AGE_S = 30 * 86400.0
@@ -86,6 +86,6 @@ def load_code(name: str, source: str) -> tuple[StageCode, Path]:
     linecache.checkcache(str(path))
     namespace: dict[str, object] = {"__name__": f"autopar_generated_{path.parent.name}"}
     exec(compile(source, str(path), "exec"), namespace)
-    names = "forward", "backward", "prologue", "loss"
+    names = "forward", "backward", "backward_input", "backward_weight", "prologue", "loss"
     functions: dict[str, Any] = {name: namespace.get(name) for name in names}
     return StageCode(**functions, has_graphs="graphed" in namespace), path

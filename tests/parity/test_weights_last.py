@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from torch import Tensor
@@ -13,6 +15,7 @@ from autopar.program.lines import (
     FusedReductions,
     JointProgram,
     KernelLine,
+    Pipeline,
     ReadyLine,
     WaitLine,
     WeightGradients,
@@ -31,7 +34,13 @@ BY_DAY = [
 ]
 
 
-def results(plan: autopar.Plan, weights_last: bool) -> list[dict[str, Tensor]]:
+def split(pipeline: Pipeline) -> Pipeline:
+    """The pipeline, whose stages run backward in two actions."""
+    stages = tuple(replace(stage, splits_backward=True) for stage in pipeline.stages)
+    return replace(pipeline, stages=stages)
+
+
+def results(plan: autopar.Plan, splits_backward: bool) -> list[dict[str, Tensor]]:
     """The loss and the gradients of every rank."""
     bound, batch = bound_of(plan), tokens(0)
     program = bound.analysis.program
@@ -41,7 +50,8 @@ def results(plan: autopar.Plan, weights_last: bool) -> list[dict[str, Tensor]]:
         return {"loss": loss, **{n: ranks.gradient_of(p) for n, p in rank.stored.items()}}
 
     parameters = {n: p.detach().float() for n, p in ranks.random_parameters(program, 0).items()}
-    return ranks.run_ranks(program, bound.pipeline, parameters, work, weights_last=weights_last)
+    pipeline = split(bound.pipeline) if splits_backward else bound.pipeline
+    return ranks.run_ranks(program, pipeline, parameters, work)
 
 
 @one_in(6)
@@ -54,7 +64,7 @@ def test_all_bits_stay(model: str, layout: str, mode: Recompute | None) -> None:
 
 
 def parted(plan: autopar.Plan) -> list[JointProgram]:
-    return [differentiate(stage, weights_last=True) for stage in bound_of(plan).pipeline.stages]
+    return [differentiate(stage) for stage in split(bound_of(plan).pipeline).stages]
 
 
 @one_in(3)

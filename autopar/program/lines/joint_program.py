@@ -10,7 +10,7 @@ gathered again, where `order.py` says. Neither function needs autograd.
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any, ClassVar
@@ -218,7 +218,7 @@ class LossAtEnd:
 
 @dataclass(frozen=True)
 class WeightGradients:
-    """Parts backward: the lines after it only make gradients of parameters (`apart.py`)."""
+    """Parts backward: the lines after it only make gradients of parameters (`order.py`)."""
 
     reads: ClassVar[tuple[str, ...]] = ()
     writes: ClassVar[tuple[str, ...]] = ()
@@ -270,6 +270,24 @@ class JointProgram:
     def taken(self) -> tuple[str, ...]:
         """The variables that forward takes and may have a gradient: parameters, then received."""
         return (*taken_parameters(self.stage), *(b.local.name for b in self.stage.received))
+
+    @cached_property
+    def backward_parts(self) -> tuple[Sequence[JointLine], Sequence[JointLine]]:
+        """The lines of backward before and after its `WeightGradients`; without one, all before."""
+        lines = self.backward
+        at = next((i for i, x in enumerate(lines) if isinstance(x, WeightGradients)), len(lines))
+        return lines[:at], lines[at + 1 :]
+
+    @cached_property
+    def kept(self) -> tuple[str, ...]:
+        """The variables that the second part of backward takes from the first, in order."""
+        made, needed = set[str](), dict[str, None]()
+        for line in self.backward_parts[1]:
+            needed |= dict.fromkeys(name for name in line.reads if name not in made)
+            made.update(line.writes)
+        there = {*self.saved, *self.cotangents}
+        there.update(name for line in self.backward_parts[0] for name in line.writes)
+        return tuple(name for name in needed if name in there)
 
 
 def taken_parameters(stage: StageProgram) -> tuple[str, ...]:

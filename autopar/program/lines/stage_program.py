@@ -312,7 +312,8 @@ class StageProgram:
     and in order. A program with `repeats` (disjoint too) is for pricing and cannot run
     (`abridged.py`); its `every_parameter` lists the parameters of the whole program in order, each
     by the name of the one that stands for it. If it `is_compiled`, runs of its operators are
-    functions that a compiler fuses (`compilable.py`).
+    functions that a compiler fuses (`compilable.py`). If it `splits_backward`, gradients that only
+    parameters need are a second action of a microbatch.
     """
 
     name: str
@@ -336,6 +337,7 @@ class StageProgram:
     repeats: tuple[RepeatedLines, ...] = ()
     every_parameter: tuple[str, ...] = ()
     is_compiled: bool = False
+    splits_backward: bool = False
     # Prices of this program, computed once for all pipelines that share it
     # (`cost/price/prediction.py`). Pass the dict of a program with equal costs as
     # `shared_prices`, and both share it.

@@ -176,10 +176,10 @@ def test_durations_of_messages_count() -> None:
 
 def edited(schedule: Schedule, stage: int, old: str, new: str) -> Schedule:
     """`schedule` with `old` replaced by `new` in one stage's text."""
-    line = " ".join(map(str, schedule.stages[stage]))
+    line = " ".join(map(str, schedule.rows[stage]))
     assert old in line, f"{old} is not in {line}"
     actions = tuple(parse_action(word) for word in line.replace(old, new).split())
-    stages = (*schedule.stages[:stage], actions, *schedule.stages[stage + 1 :])
+    stages = (*schedule.rows[:stage], actions, *schedule.rows[stage + 1 :])
     return replace(schedule, rows=stages)
 
 
