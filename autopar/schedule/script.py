@@ -99,19 +99,22 @@ def place(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
     posts: list[list[int]] = [[] for _ in schedule.rows]
     # Messages go right after they are made, or right before they are read: see `lowering.py`.
     when_made = schedule.n_chunks > 1 or schedule.splits_backward
-    channels = made if when_made else read
-    before: list[Action] = []
+
+    def post(channels: _Channels, compute: Action) -> None:
+        for first, source, target in channels.get((compute.kind, compute.stage), ()):
+            posts[source].append(first + compute.microbatch)
+            posts[target].append(~(first + compute.microbatch))
+
     for clock in sorted(by_clock):
         computes = by_clock[clock]
-        for kind, stage, microbatch, _ in before if when_made else computes:
-            for first, source, target in channels.get((kind, stage), ()):
-                posts[source].append(first + microbatch)
-                posts[target].append(~(first + microbatch))
-        for compute in computes:
+        for compute in computes if not when_made else ():
+            post(read, compute)
+        for compute in reversed(computes):
             device = schedule.device_of(compute.stage)
             rows[device].append(ScriptStep(posts[device], _numbers(read, compute), compute))
             posts[device] = []
-        before = computes
+            if when_made:
+                post(made, compute)
     for row, left in zip(rows, posts, strict=True):
         if left:
             row.append(ScriptStep(left, (), None))
