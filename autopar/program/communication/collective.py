@@ -27,11 +27,11 @@ import torch
 
 from autopar.caching import once
 from autopar.placement import COLLECTIVES, PrimitiveKind
+from autopar.program.communication.backwards import Backward
 from autopar.program.communication.bucketing import BUCKET_BYTES, Bucket, buckets, sync_bucket_bytes
 from autopar.program.communication.gathers import gathers_at
 from autopar.program.communication.messages import Messages, Piece, copy_axes, tie_exchanges
 from autopar.program.communication.order import (
-    Backward,
     Forward,
     Gather,
     Reduction,
