@@ -4,10 +4,10 @@
     second    gradients that only parameters need, and their reductions
 
 A matmul of an activation by a weight is divided: the gradient of the activation is in the first
-part, that of the weight in the second. An operator that reads no activation with a gradient (an
-embedding, a cast of a weight) is in the second part as a whole. Any other operator is in the first
-as a whole: the backward of norms, attention and convolutions is one kernel for all of its
-gradients. Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024.
+part, those of the weight and of a bias in the second. An operator that reads no activation with a
+gradient (an embedding, a cast of a weight) is in the second part as a whole. Any other operator is
+in the first as a whole: the backward of norms, attention and convolutions is one kernel for all of
+its gradients. Source: Qi et al., "Zero Bubble Pipeline Parallelism", ICLR 2024.
 
 All terms of a gradient are made in one part, so they are added in the order that they always had.
 """
@@ -24,8 +24,10 @@ from autopar.program.lines import CallLine, GatherLine, Line, StageProgram
 
 # Of a matmul's backward: all of it, the gradient that others wait for, or the other one.
 Part = Literal["whole", "input", "weight"]
-# Matmuls of two tensors whose gradients are a matmul each.
-MATMULS = tuple(f"aten.{word}.default" for word in ("linear", "mm", "bmm", "matmul", "einsum"))
+# Matmuls of two tensors whose gradients are a matmul each; some add a bias.
+MATMULS = tuple(
+    f"aten.{word}.default" for word in ("linear", "addmm", "mm", "bmm", "matmul", "einsum")
+)
 
 
 @dataclass(frozen=True)
