@@ -171,7 +171,8 @@ def _single_device(program: StepProgram, profile: str, device: torch.device) -> 
     pipeline, captured = planned.bound.pipeline, planned.bound.analysis.program
     ((name, source),) = planned.code().items()
     constants = {key: make() for key, make in captured.constants.items()}
-    executor = Executor(pipeline, 0, load_code(name, source)[0], Environment(device, {}), constants)
+    codes = {0: load_code(name, source)[0]}
+    executor = Executor(pipeline, 0, codes, Environment(device, {}), constants)
     stored = dict(_stored(planned, model))
     leaves = flatten_inputs((x,))
     inputs = {key: leaves[info.path] for key, info in captured.inputs.items()}

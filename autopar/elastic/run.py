@@ -114,7 +114,7 @@ class ResilientRun:
         self.pm, self.folder, self.save_every = pm, folder, save_every
         self.resumed: int | None = None
         self._saver, self._progress = saver, Progress()
-        self._watched = Watched(compare_every, pm.checkpointed().place.stage)
+        self._watched = Watched(compare_every, min(pm.checkpointed().place.stages))
         self._saved: int | None = None
 
     @property

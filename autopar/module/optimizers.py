@@ -20,7 +20,7 @@ from __future__ import annotations
 
 import warnings
 from collections import defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 from weakref import WeakSet, ref
 
@@ -67,11 +67,13 @@ _loading: WeakSet[Optimizer] = WeakSet()  # those that call `_finish_load`
 _is_watching = False
 
 
-def warn_of_none(parameters: Iterable[nn.Parameter], stage: int, n_stages: int) -> None:
-    """Warn if a stage of a pipeline trains nothing, which optimizers of torch refuse."""
+def warn_of_none(parameters: Iterable[nn.Parameter], stages: Sequence[int], n_stages: int) -> None:
+    """Warn if a rank of a pipeline trains nothing, which optimizers of torch refuse."""
     if n_stages > 1 and not any(parameter.requires_grad for parameter in parameters):
+        several = f"a rank of stages {', '.join(map(str, stages))}"
+        where = several if len(stages) > 1 else f"pipeline stage {stages[0]}"
         warnings.warn(
-            f"pipeline stage {stage} trains no parameter, and torch's optimizers refuse an empty "
+            f"{where} trains no parameter, and torch's optimizers refuse an empty "
             'list: give them a group, AdamW([{"params": pm.parameters()}]), on every rank alike',
             stacklevel=7,
         )

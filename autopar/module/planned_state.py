@@ -70,7 +70,7 @@ class Stored:
             name for info in program.parameters.values() for name in (info.name, *info.aliases)
         }
         parameters = make_parameters(place, held, gathered_names(options.optimizer_gather, names))
-        warn_of_none(parameters.values(), place.stage, place.pipeline.n_stages)
+        warn_of_none(parameters.values(), place.stages, place.pipeline.n_stages)
         persistent = initial_buffers(model, torch.device("cpu"))
         constants = constant_buffers(persistent, place.changed_anywhere)
         buffers = agreed_values(constants, weights, place.device)
@@ -165,7 +165,7 @@ class PlannedState:
 
     @property
     def dtensor_mesh(self) -> DeviceMesh | None:
-        """The mesh of this rank's stage, for `DTensor`s; made at the first call, by every rank."""
+        """The mesh of this rank's stages, for `DTensor`s; made at the first call, by every rank."""
         if self._dtensor_mesh is None:
             place = self.place
             self._dtensor_mesh = stage_device_mesh(place.pipeline, place.rank, place.device.type)

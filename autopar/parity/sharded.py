@@ -37,26 +37,28 @@ def thread_errors(
     assert plan.bound is not None
     pipeline, program = plan.bound.pipeline, plan.bound.analysis.program
     files = plan.bound.sources_on(device.type)
-    codes = [load_code(name, files[name])[0] for name in map(file_name, range(pipeline.n_stages))]
+    names = enumerate(map(file_name, range(pipeline.n_stages)))
+    codes = {k: load_code(name, files[name])[0] for k, name in names}
     constants = {k: make() for k, make in program.constants.items()}
     given = {n: inputs[info.path] for n, info in program.inputs.items()}
 
     def run(world: ThreadWorld) -> StepResult:
-        k = pipeline.stage_of(world.rank)
-        mesh = pipeline.meshes[k]
+        device_of_rank = pipeline.device_of(world.rank)
+        mesh = pipeline.device_meshes[device_of_rank]
         coordinate = mesh.coordinate(world.rank)
-        groups = [world.make_groups(m) for m in pipeline.meshes][k]
+        groups = [world.make_groups(m) for m in pipeline.device_meshes][device_of_rank]
         stored = {
             p.name: local_shard(parameters[p.mirror_of or p.name], p, mesh.sizes, coordinate)
             .to(device)
             .requires_grad_(p.requires_grad)
+            for k in pipeline.stages_of(world.rank)
             for p in pipeline.stages[k].parameters
         }
         environment = Environment(
             device, groups, world.messenger(rendezvous=True), world.world_group()
         )
         held = {name: value.clone().to(device) for name, value in buffers.items()}
-        executor = Executor(pipeline, world.rank, codes[k], environment, constants, held)
+        executor = Executor(pipeline, world.rank, codes, environment, constants, held)
         loss = executor.step(stored, given)
         return StepResult(loss.cpu(), _on_cpu(gradients_of(stored)), _on_cpu(held))
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from autopar.program.lines import CallLine, Crossing, Pipeline, StageProgram, Tie
 from autopar.report.blocks import Block
 from autopar.report.tables import ParameterRow, parameter_rows
-from autopar.schedule import Action, Schedule, clocks, start_times
+from autopar.schedule import Action, clocks, start_times
 
 # Clocks of the grid that are shown: the start of a step shows the pattern.
 N_CLOCKS = 10
@@ -191,14 +191,11 @@ def ideal_bubble(pipeline: Pipeline) -> float:
 
 def grid(pipeline: Pipeline, n_shown: int = N_CLOCKS) -> ScheduleGrid:
     """The first `n_shown` clocks of the schedule, without its messages."""
-    order = Schedule(
-        tuple(tuple(a for a in actions if a.is_compute) for actions in pipeline.schedule.stages),
-        pipeline.schedule.n_microbatches,
-        trains=pipeline.schedule.trains,
-    )
+    rows = (tuple(a for a in row if a.is_compute) for row in pipeline.schedule.rows)
+    order = replace(pipeline.schedule, rows=tuple(rows), transfers=None)
     times = start_times(order, lambda action: 1)
-    rows = []
-    for line, actions in zip(times, order.stages, strict=True):
+    lines = []
+    for line, actions in zip(times, order.rows, strict=True):
         at = {int(start): action for start, action in zip(line, actions, strict=True)}
-        rows.append(tuple(at.get(i) for i in range(min(n_shown, int(clocks(order))))))
-    return ScheduleGrid(tuple(rows), int(clocks(order)))
+        lines.append(tuple(at.get(i) for i in range(min(n_shown, int(clocks(order))))))
+    return ScheduleGrid(tuple(lines), int(clocks(order)))

@@ -2,8 +2,8 @@
 
 Read: `actions.py` (an action, a transfer, a schedule, and their text), `grid.py` (when every
 action runs; why one simulation proves that a schedule finishes), `legality.py` (what a schedule
-must satisfy), `orders.py` (gpipe, 1f1b, interleaved, zero_bubble), `lowering.py` and `script.py`
-(where sends and receives go).
+must satisfy), `orders.py` (gpipe, 1f1b, interleaved, zero bubble, V shapes), `live.py` (how many
+microbatches a device holds), `lowering.py` and `script.py` (where sends and receives go).
 May import `errors`, `units`, `operators` and `precision`.
 Mainly hands on `Schedule`, `lower`, `validate` and `script_of`: the simulator, the verifier and the
 runtime read the same schedule.
@@ -19,35 +19,56 @@ from autopar.schedule.actions import (
     parse_action,
     parse_schedule,
 )
-from autopar.schedule.grid import clocks, format_grid, in_flight, start_times
+from autopar.schedule.grid import clocks, format_grid, start_times
 from autopar.schedule.legality import prove_deadlock_free, validate
+from autopar.schedule.live import (
+    LiveCount,
+    in_flight,
+    in_flight_of_stage,
+    live_counts,
+    waiting_weights,
+)
 from autopar.schedule.lowering import lower
 from autopar.schedule.orders import (
+    CHUNKS,
     ORDERS,
+    SPLITS_BACKWARD,
+    ScheduleFactory,
+    devices_of,
+    dualpipe_v,
     forward_only,
     gpipe,
     interleaved,
     one_f_one_b,
     zero_bubble,
+    zero_bubble_v,
 )
 from autopar.schedule.script import Script, ScriptStep, place, script_of
 
 __all__ = [
+    "CHUNKS",
     "GRADIENTS_DONE",
     "ORDERS",
+    "SPLITS_BACKWARD",
     "Action",
     "Kind",
+    "LiveCount",
     "Schedule",
+    "ScheduleFactory",
     "Script",
     "ScriptStep",
     "Transfer",
     "chain",
     "clocks",
+    "devices_of",
+    "dualpipe_v",
     "format_grid",
     "forward_only",
     "gpipe",
     "in_flight",
+    "in_flight_of_stage",
     "interleaved",
+    "live_counts",
     "lower",
     "one_f_one_b",
     "parse_action",
@@ -57,5 +78,7 @@ __all__ = [
     "script_of",
     "start_times",
     "validate",
+    "waiting_weights",
     "zero_bubble",
+    "zero_bubble_v",
 ]

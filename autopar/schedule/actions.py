@@ -12,8 +12,9 @@ Backward may be split into two parts. Other stages wait only for the first:
 
     2I0     gradients of what stage 2 received          2W0     gradients of its parameters
 
-With v chunks, each of p devices has v stages: stage s is on device s mod p. With one chunk,
-stages and devices are the same.
+A stage is on one device (`Schedule.devices`). A device may have several, which are then called
+chunks. On two devices of two chunks, looped stages are on 0, 1, 0, 1, and V-shaped ones on
+0, 1, 1, 0.
 
 A *transfer* says that a stage's forward reads tensors of an earlier stage. One message per
 microbatch carries all tensors between the two stages. Stages on one device send nothing.
@@ -22,7 +23,8 @@ microbatch carries all tensors between the two stages. Stages on one device send
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
@@ -122,24 +124,18 @@ class Schedule:
     """What every device does, in order.
 
     rows              the actions of each device
+    devices           the device of each stage
     transfers         what its sends and receives carry; None before it is lowered (`lower`)
     trains            False for a schedule of forwards only
-    n_chunks          number of stages per device
     splits_backward   every backward is split into two parts
     """
 
     rows: tuple[tuple[Action, ...], ...]
+    devices: tuple[int, ...]
     n_microbatches: int
     transfers: frozenset[Transfer] | None = None
     trains: bool = True
-    n_chunks: int = 1
     splits_backward: bool = False
-
-    @property
-    def stages(self) -> tuple[tuple[Action, ...], ...]:
-        """The rows, one per stage; only for schedules with one stage per device."""
-        assert self.n_chunks == 1, "devices have several stages"
-        return self.rows
 
     @property
     def n_devices(self) -> int:
@@ -147,14 +143,27 @@ class Schedule:
 
     @property
     def n_stages(self) -> int:
-        return len(self.rows) * self.n_chunks
+        return len(self.devices)
+
+    @property
+    def n_chunks(self) -> int:
+        """The most stages that a device has."""
+        return max(Counter(self.devices).values(), default=1)
 
     @property
     def is_lowered(self) -> bool:
         return self.transfers is not None
 
     def device_of(self, stage: int) -> int:
-        return stage % len(self.rows)
+        return self.devices[stage]
+
+    def stages_on(self, device: int) -> tuple[int, ...]:
+        """The stages of a device, in order."""
+        return tuple(stage for stage, at in enumerate(self.devices) if at == device)
+
+    def actions_of(self, stage: int) -> Iterator[Action]:
+        """What a stage does, in order."""
+        return (action for action in self.rows[self.devices[stage]] if action.stage == stage)
 
     def is_inside(self, transfer: Transfer) -> bool:
         """Both ends are on one device, so nothing is sent."""
@@ -198,9 +207,9 @@ def parse_action(text: str) -> Action:
 def parse_schedule(text: str) -> Schedule:
     """Parse one line of actions per device; idle cells (`.`) of a grid are skipped.
 
-    The rest is inferred from the actions: the numbers of microbatches and of chunks, the
-    transfers of a lowered schedule, and whether it trains. Raises `PlanError` for a word that is
-    not an action.
+    The rest is inferred from the actions: the number of microbatches, the device of every stage,
+    the transfers of a lowered schedule, and whether it trains. Raises `PlanError` for a word that
+    is not an action, and for a stage that no device or more than one runs.
     """
     rows = tuple(
         tuple(parse_action(word) for word in line.split() if word != IDLE)
@@ -210,9 +219,9 @@ def parse_schedule(text: str) -> Schedule:
     kinds = {a.kind for a in actions}
     returned = {(a.peer, a.stage) for a in actions if a.kind == "send_backward"}
     sent = {(a.stage, a.peer) for a in actions if a.kind == "send_forward"}
-    n_stages = 1 + max((a.stage for a in actions), default=-1)
     return Schedule(
         rows,
+        _devices_of(rows),
         n_microbatches=1 + max((a.microbatch for a in actions), default=-1),
         transfers=frozenset(
             Transfer(source, target, (source, target) in returned)
@@ -222,6 +231,16 @@ def parse_schedule(text: str) -> Schedule:
         if any(not a.is_compute for a in actions)
         else None,
         trains=bool(kinds & {"backward", "backward_input", "backward_weight"}),
-        n_chunks=max(1, -(-n_stages // max(1, len(rows)))),
         splits_backward=bool(kinds & {"backward_input", "backward_weight"}),
     )
+
+
+def _devices_of(rows: Sequence[Sequence[Action]]) -> tuple[int, ...]:
+    """The device of every stage. Raises `PlanError` unless each stage runs on one device."""
+    found = {(action.stage, device) for device, row in enumerate(rows) for action in row}
+    stages = sorted(stage for stage, _ in found)
+    for at, stage in enumerate(stages):
+        if stage != at:
+            what = f"stage {stage} on two devices" if stage < at else f"no stage {at}"
+            raise PlanError(f"the schedule has {what}", hint="every stage is on one device")
+    return tuple(device for _, device in sorted(found))

@@ -16,7 +16,7 @@ first. One simulation that ends proves that every run ends. If it gets stuck, ev
 device waits for exactly one other device; following these waits finds a cycle (`_cycle`).
 
 With equal costs on n stages and m microbatches, 1f1b and gpipe both take
-(n + m - 1)(forward + backward) clocks. They differ in memory (`in_flight`).
+(n + m - 1)(forward + backward) clocks. They differ in memory (`live.py`).
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ import itertools
 from collections.abc import Callable
 
 from autopar.errors import VerificationError
-from autopar.schedule.actions import GRADIENTS_DONE, IDLE, Action, Kind, Schedule
+from autopar.schedule.actions import IDLE, Action, Kind, Schedule
 
 Times = tuple[tuple[float, ...], ...]
 
@@ -95,18 +95,6 @@ def clocks(schedule: Schedule, forward: float = 1, backward: float = 1, weight: 
     return max(ends, default=0)
 
 
-def in_flight(schedule: Schedule, device: int) -> int:
-    """The largest number of microbatches that are live on `device`, counted once per chunk.
-
-    A microbatch is live from a stage's forward to the end of its backward.
-    """
-    most = now = 0
-    for action in schedule.rows[device]:
-        now += (action.kind == "forward") - (action.kind in GRADIENTS_DONE)
-        most = max(most, now)
-    return most
-
-
 def format_grid(schedule: Schedule) -> str:
     """One line per device, one column per clock, at equal costs; `.` is idle.
 
@@ -137,8 +125,8 @@ def _blocking_device(
     schedule: Schedule, message: Action, partner: Action, starts: list[list[float]]
 ) -> int | None:
     """The device that is not yet at `partner`, the other end of `message`; None if it is there."""
-    peer = schedule.device_of(partner.stage)
-    if peer == schedule.device_of(message.stage) or not partner.stage < schedule.n_stages:
+    to, devices = partner.stage, schedule.devices
+    if to >= len(devices) or (peer := devices[to]) == devices[message.stage]:
         raise VerificationError(
             f"{message} has stage {partner.stage} at its other end, which cannot be"
         )

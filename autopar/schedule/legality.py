@@ -22,7 +22,8 @@ from autopar.schedule.grid import start_times
 def validate(schedule: Schedule) -> None:
     """Raise `VerificationError` unless the schedule satisfies the rules of this module."""
     for device, actions in enumerate(schedule.rows):
-        stray = next((a for a in actions if schedule.device_of(a.stage) != device), None)
+        stages = schedule.stages_on(device)
+        stray = next((a for a in actions if a.stage not in stages), None)
         if stray is not None:
             raise VerificationError(
                 f"{_row(schedule, device)} has {stray}, an action of another "
@@ -96,7 +97,7 @@ def _extent(schedule: Schedule) -> str:
 def _expected(schedule: Schedule, device: int) -> Iterable[Action]:
     """Every action that a device must run, in no particular order."""
     kinds = schedule.computes()
-    for stage in range(device, schedule.n_stages, schedule.n_devices):
+    for stage in schedule.stages_on(device):
         first = [Action(kind, stage, 0) for kind in kinds]
         for transfer in sorted(schedule.transfers or ()):
             if stage in (transfer.source, transfer.target) and not schedule.is_inside(transfer):

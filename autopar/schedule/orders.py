@@ -1,155 +1,265 @@
-"""The order of forwards and backwards on each device: gpipe, 1f1b, interleaved, zero bubble.
+"""The order of forwards and backwards on each device, schedule by schedule.
 
-n stages, m microbatches, p devices of v chunks each (stage s on device s mod p). `in flight` is
-the largest number of live microbatches on stage i.
+An order is a function of the device of every stage and the number of microbatches. Each has its own
+placement (`devices_of`): stages go over the devices in rounds, or, in the V shapes, down and up
+again. Each device runs some forwards first, then a backward and a forward in turn, then the
+remaining backwards (`_row`). If backwards are split, the parameter part may lag (`_split`).
 
-    gpipe        all forwards, then all backwards                      in flight m
-    1f1b         stage i runs min(m, n - i) forwards, then alternates
-                 backward and forward, then the remaining backwards    in flight min(m, n - i)
-    interleaved  1f1b over v chunks per device: a round of p microbatches goes through one
-                 chunk, then through the next; device i runs 2(p - i - 1) + (v - 1)p + 1
-                 forwards before it alternates                         (`interleaved`)
-    zero_bubble  1f1b with split backwards: stage i runs the parameter
-                 part i microbatches later, as no stage waits for it   in flight min(m, n)
-                 `zb_h2`: 2(n - i) - 1 forwards first, and the
-                 parameter part 2i microbatches later                  in flight min(m, 2n - 1)
+    gpipe          all forwards first
+    1f1b           device i runs n - i forwards first
+    interleaved    1f1b over v stages a device: a round of microbatches goes through one stage, then
+                   through the next; 2(p - i - 1) + (v - 1)r + 1 forwards first
+    zero-bubble    1f1b with split backwards: device i runs the parameter part i microbatches later,
+                   as no stage waits for it
+        `zb_h2`    2(n - i) - 1 forwards first, and the parameter part 2i microbatches later
+    zero-bubble-v  stages i and 2p - 1 - i on device i: 2p forwards first, then a forward, an input
+                   part and a parameter part of one stage, then of the other; parameter parts lag at
+                   the end
+    dualpipe-v     the same with one more forward ahead, and the parameter parts lag less
 
-Every stage runs its backwards in the order of its forwards, so gradients add up in the same
-order under every schedule. If m <= n - i, stage i has no forwards left to alternate with, so
+n stages, m microbatches, p devices of v stages, rounds of r >= p microbatches (r = p if p divides
+m). Forward takes f, the input part of backward b and its parameter part w. The bubble is what a
+step takes beyond v m (f + b + w), with equal stages and free messages. `in flight` is the largest
+number of live microbatches on device i, counted once a stage (`live.py`).
+
+                   bubble                                     in flight
+    gpipe          (n - 1)(f + b + w)                         m
+    1f1b           (n - 1)(f + b + w)                         min(m, n - i)
+    interleaved    (p - 1)(f + b + w)         if p divides m  min(m v, 2(p - i - 1) + (v - 1)r + 1)
+    zero-bubble    (n - 1)(f + b - w)         if w <= f, w <= b and n <= m          min(m, n)
+        `zb_h2`    (n - 1) f                  if w = f = b and 2n <= m              min(m, 2n - 1)
+    zero-bubble-v  (p - 1) max(b, 2(b - w))   if f <= b, w <= b and 2p <= m + 1     2p
+    dualpipe-v     (p - 1)(f + b - w)         if f = b and w <= b                   2p + 1
+
+Papers give the V shapes no bubble for f = b = w but the fill of p - 1, which these are.
+
+Microbatches of a stage come in one order in every kind of action, so gradients add up in the same
+order under every schedule. If m <= n - i, stage i has no forwards left to take turns with, so
 gpipe and 1f1b are the same list.
 
-The bubble is what a step takes beyond m (f + b). With equal stages and free messages, forward f,
-backward b, and w the parameter part of b, it is:
-
-    gpipe, 1f1b    (n - 1)(f + b)              interleaved    (p - 1)(f + b) / v
-    zero_bubble    (n - 1)(f + b - 2w)         if w <= f, w <= b / 2 and n <= m
-    zb_h2          (n - 1) f                   if w = f = b / 2 and 2n <= m: only the fill is left
-
 Sources: GPipe, Huang et al. 2019; PipeDream-Flush and interleaving, Narayanan et al. 2021 (arXiv
-2104.04473, figure 4); ZB-H1 and ZB-H2, Qi et al. 2023 (arXiv 2401.10241, figures 2 and 3).
+2104.04473, figure 4); ZB-H1 and ZB-H2, Qi et al. 2023 (arXiv 2401.10241, figures 2 and 3); ZB-V,
+Qi et al. 2024 (arXiv 2405.15362); DualPipe, DeepSeek-V3 2024 (arXiv 2412.19437, figure 5), of which
+DualPipeV is one half.
 """
 
 from __future__ import annotations
 
-import itertools
-from collections.abc import Callable
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 from autopar.errors import OptionError
 from autopar.schedule.actions import Action, Kind, Schedule
 
+# (the device of each stage, number of microbatches) -> the schedule
+ScheduleFactory = Callable[[Sequence[int], int], Schedule]
 
-def gpipe(n_stages: int, n_microbatches: int) -> Schedule:
-    """All forwards, then all backwards."""
-    return _with_first(n_stages, n_microbatches, lambda stage: n_microbatches)
+# Fewest and most stages of a device, by the words of the option `schedule`.
+CHUNKS: Mapping[str, tuple[int, int | None]] = {
+    "gpipe": (1, 1),
+    "1f1b": (1, 1),
+    "interleaved": (2, None),
+    "zero-bubble": (1, 1),
+    "zero-bubble-v": (2, 2),
+    "dualpipe-v": (2, 2),
+}
+_V_SHAPED = ("zero-bubble-v", "dualpipe-v")
+# Those that run backward as two actions.
+SPLITS_BACKWARD = frozenset({"zero-bubble", *_V_SHAPED})
 
 
-def one_f_one_b(n_stages: int, n_microbatches: int) -> Schedule:
-    """Each backward as early as possible: at most n - i microbatches are live on stage i."""
-    return _with_first(n_stages, n_microbatches, lambda stage: n_stages - stage)
+def devices_of(order: str, n_devices: int, n_chunks: int) -> tuple[int, ...]:
+    """The device of every stage, as `order` places them: 0, 1, 0, 1 or, in a V, 0, 1, 1, 0.
 
-
-def interleaved(n_devices: int, n_chunks: int, n_microbatches: int) -> Schedule:
-    """1f1b over `n_chunks` stages on each device: the bubble is `n_chunks` times shorter.
-
-    In flight on device i are min(m v, 2(p - i - 1) + (v - 1)p + 1) chunks. With one chunk, this
-    is 1f1b.
-
-    Raises `OptionError` if `n_microbatches` is not a multiple of `n_devices`.
+    Raises `OptionError` for a number of chunks that `order` cannot have.
     """
-    _check_counts(n_devices * n_chunks, n_microbatches)
-    if n_chunks == 1:
-        return one_f_one_b(n_devices, n_microbatches)
-    if n_microbatches % n_devices:
+    fewest, most = CHUNKS[order]
+    if n_chunks < fewest or (most is not None and n_chunks > most):
+        wanted = f"{fewest}" if most == fewest else f"{fewest} or more"
         raise OptionError(
-            f"{n_microbatches} microbatches are not in whole rounds of {n_devices}, the number of "
-            "devices, which an interleaved schedule needs",
-            hint=f"use a multiple of {n_devices} microbatches",
+            f"{n_chunks} stages on each device, which {order} cannot schedule",
+            hint=f"{order} takes {wanted} on each device",
         )
-    turns = [
-        (chunk, first + k)
-        for first in range(0, n_microbatches, n_devices)
-        for chunk in range(n_chunks)
-        for k in range(n_devices)
-    ]
+    there = tuple(range(n_devices))
+    return there + there[::-1] if order in _V_SHAPED else there * n_chunks
+
+
+def gpipe(devices: Sequence[int], n_microbatches: int) -> Schedule:
+    """All forwards, then all backwards."""
+    n, m = _n_devices("gpipe", devices, n_microbatches), n_microbatches
+    return _schedule(devices, m, (_row(m, [i] * m, [i] * m, m) for i in range(n)))
+
+
+def one_f_one_b(devices: Sequence[int], n_microbatches: int) -> Schedule:
+    """Each backward as early as possible: at most n - i microbatches are live on stage i."""
+    n, m = _n_devices("1f1b", devices, n_microbatches), n_microbatches
+    return _schedule(devices, m, (_row(m, [i] * m, [i] * m, n - i) for i in range(n)))
+
+
+def interleaved(devices: Sequence[int], n_microbatches: int) -> Schedule:
+    """1f1b over several stages on each device: the bubble is as many times shorter.
+
+    Megatron's order, which takes whole rounds of p microbatches. Other numbers are cut into as many
+    rounds of p or a few more, of which the first are the longest.
+    """
+    p, m = _n_devices("interleaved", devices, n_microbatches), n_microbatches
+    n_rounds = max(1, m // p)
+    rounds = [m // n_rounds + (k < m % n_rounds) for k in range(n_rounds)]
     rows = []
-    for device in range(n_devices):
-        forwards = [Action("forward", c * n_devices + device, k) for c, k in turns]
-        backwards = [
-            Action("backward", (n_chunks - 1 - c) * n_devices + device, k) for c, k in turns
-        ]
-        n_first = 2 * (n_devices - device - 1) + (n_chunks - 1) * n_devices + 1
-        rows.append(_in_turn(forwards, backwards, n_first))
-    return Schedule(tuple(rows), n_microbatches, n_chunks=n_chunks)
+    for i in range(p):
+        stages = range(i, len(devices), p)
+        forwards = [stage for size in rounds for stage in stages for _ in range(size)]
+        backwards = [stage for size in rounds for stage in stages[::-1] for _ in range(size)]
+        n_first = 2 * (p - i - 1) + (len(stages) - 1) * rounds[0] + 1
+        rows.append(_row(m, forwards, backwards, n_first))
+    return _schedule(devices, m, rows)
 
 
-def zero_bubble(n_stages: int, n_microbatches: int, *, zb_h2: bool = False) -> Schedule:
+def zero_bubble(devices: Sequence[int], n_microbatches: int, *, zb_h2: bool = False) -> Schedule:
     """ZB-H1: parameter gradients fill the bubble. Every stage needs the memory of 1f1b's stage 0.
 
     zb_h2    ZB-H2: almost no bubble, with twice that memory
     """
-    _check_counts(n_stages, n_microbatches)
+    n, m = _n_devices("zero-bubble", devices, n_microbatches), n_microbatches
     rows = []
-    for stage in range(n_stages):
-        n_first = 2 * (n_stages - stage) - 1 if zb_h2 else n_stages - stage
-        delay = 2 * stage if zb_h2 else stage
-        forwards = _all("forward", stage, n_microbatches)
-        backwards = _all("backward_input", stage, n_microbatches)
-        late = _all("backward_weight", stage, n_microbatches)
-        row: list[Action] = []
-        for action in _in_turn(forwards, backwards, n_first):
-            row.append(action)
-            if action.kind == "backward_input" and action.microbatch >= delay:
-                row.append(late[action.microbatch - delay])
-        row += late[max(0, n_microbatches - delay) :]
-        rows.append(tuple(row))
-    return Schedule(tuple(rows), n_microbatches, splits_backward=True)
+    for i in range(n):
+        n_first, lag = (2 * (n - i) - 1, 2 * i) if zb_h2 else (n - i, i)
+        rows.append(_split(_row(m, [i] * m, [i] * m, n_first), m, lag))
+    return _schedule(devices, m, rows)
 
 
-def forward_only(n_stages: int, n_microbatches: int) -> Schedule:
-    """Forwards only, for evaluation."""
-    _check_counts(n_stages, n_microbatches)
-    stages = tuple(
-        tuple(Action("forward", stage, k) for k in range(n_microbatches))
-        for stage in range(n_stages)
-    )
-    return Schedule(stages, n_microbatches, trains=False)
+def zero_bubble_v(devices: Sequence[int], n_microbatches: int) -> Schedule:
+    """ZB-V: the bubble of ZB-H2 with the memory of 1f1b's stage 0."""
+    p, m = _n_devices("zero-bubble-v", devices, n_microbatches), n_microbatches
+    return _schedule(devices, m, [_split(_v_row(p, i, m, 0), p + i, 2 * i) for i in range(p)])
+
+
+def dualpipe_v(devices: Sequence[int], n_microbatches: int) -> Schedule:
+    """DualPipeV: a forward and a backward of different stages are neighbours.
+
+    Raises `OptionError` for fewer than 2p microbatches.
+    """
+    p, m = _n_devices("dualpipe-v", devices, n_microbatches), n_microbatches
+    if m < 2 * p:
+        raise OptionError(
+            f"{m} microbatches on {p} devices, fewer than dualpipe-v can schedule",
+            hint=f"use at least {2 * p} microbatches, or zero-bubble-v",
+        )
+    return _schedule(devices, m, [_split(_v_row(p, i, m, 1), p, i) for i in range(p)])
+
+
+def forward_only(devices: Sequence[int], n_microbatches: int) -> Schedule:
+    """Forwards only, for evaluation, of stages on any devices: the last stage that can run, first.
+
+    It is what happens at equal costs, clock by clock.
+    """
+    _check_counts(devices, n_microbatches)
+    rows: list[list[Action]] = [[] for _ in set(devices)]
+    n_done = [0] * len(devices)
+    while n_done[-1] < n_microbatches:
+        n_arrived = [n_microbatches, *n_done]
+        ready = (stage for stage, n in enumerate(n_done) if n < n_arrived[stage])
+        for stage in {devices[stage]: stage for stage in ready}.values():
+            rows[devices[stage]].append(Action("forward", stage, n_done[stage]))
+            n_done[stage] += 1
+    return Schedule(tuple(map(tuple, rows)), tuple(devices), n_microbatches, trains=False)
 
 
 # Keyed by the words of the option `schedule`.
-ORDERS: dict[str, Callable[[int, int], Schedule]] = {"gpipe": gpipe, "1f1b": one_f_one_b}
+ORDERS: Mapping[str, ScheduleFactory] = {
+    "gpipe": gpipe,
+    "1f1b": one_f_one_b,
+    "interleaved": interleaved,
+    "zero-bubble": zero_bubble,
+    "zero-bubble-v": zero_bubble_v,
+    "dualpipe-v": dualpipe_v,
+}
 
 
-def _with_first(n_stages: int, n_microbatches: int, first: Callable[[int], int]) -> Schedule:
-    """On each stage, `first(stage)` forwards first, then as `_in_turn`."""
-    _check_counts(n_stages, n_microbatches)
-    rows = tuple(
-        _in_turn(
-            _all("forward", stage, n_microbatches),
-            _all("backward", stage, n_microbatches),
-            first(stage),
-        )
-        for stage in range(n_stages)
-    )
-    return Schedule(rows, n_microbatches)
+def _v_row(p: int, i: int, m: int, n_more: int) -> list[Action]:
+    """Device i of a V: 2p forwards first; `n_more` more from backward p - i - 1 on."""
+    down, up = i, 2 * p - 1 - i
+    in_turn = [down, up] * m
+    forwards = [down] * (2 * (p - i) - 1) + [up, down] * i + [up] * (p - i) + in_turn
+    return _row(m, forwards, [up] * (p - i) + in_turn, 2 * p, (p - i - 1, n_more))
 
 
-def _all(kind: Kind, stage: int, n_microbatches: int) -> list[Action]:
-    return [Action(kind, stage, k) for k in range(n_microbatches)]
+def _row(
+    m: int,
+    forwards: Iterable[int],
+    backwards: Iterable[int],
+    n_first: int,
+    more: tuple[int, int] = (0, 0),
+) -> list[Action]:
+    """`n_first` forwards, then a backward and a forward in turn, then the remaining backwards.
+
+    forwards, backwards    the stage of each. Beyond `m` of a stage, a forward is a turn in which
+                           nothing runs, and a backward is left out
+    more                   (k, n): before backward k, `n` forwards more
+    """
+    ahead = _numbered("forward", forwards)
+    row: list[Action] = []
+    n_done, at = 0, n_first
+    made = (action for action in _numbered("backward", backwards) if action.microbatch < m)
+    for k, backward in enumerate(made):
+        at += more[1] if k == more[0] else 0
+        row += [*ahead[n_done : at + k], backward]
+        n_done = max(n_done, at + k)
+    return [action for action in row if action.microbatch < m]
 
 
-def _in_turn(forwards: list[Action], backwards: list[Action], n_first: int) -> tuple[Action, ...]:
-    """`n_first` forwards, then a backward and a forward in turn, then the remaining backwards."""
-    row = forwards[:n_first]
-    rest = iter(forwards[n_first:])
-    for backward in backwards:
-        row.append(backward)
-        row.extend(itertools.islice(rest, 1))
-    return tuple(row)
+def _numbered(kind: Kind, stages: Iterable[int]) -> list[Action]:
+    """Actions of these stages; each stage takes its microbatches in order."""
+    n_done, actions = Counter[int](), list[Action]()
+    for stage in stages:
+        actions.append(Action(kind, stage, n_done[stage]))
+        n_done[stage] += 1
+    return actions
 
 
-def _check_counts(n_stages: int, n_microbatches: int) -> None:
-    if n_stages < 1 or n_microbatches < 1:
+def _split(row: Sequence[Action], n_late: int, lag: int) -> list[Action]:
+    """The row with every backward in two parts.
+
+    The parameter part comes right after the input part. In the last `n_late` backwards, it is that
+    of `lag` backwards before.
+    """
+    n_left = sum(action.kind == "backward" for action in row)
+    waiting, split = deque[Action](), list[Action]()
+    for action in row:
+        if action.kind == "forward":
+            split.append(action)
+            continue
+        split.append(action._replace(kind="backward_input"))
+        waiting.append(action._replace(kind="backward_weight"))
+        if n_left > n_late or len(waiting) > lag:
+            split.append(waiting.popleft())
+        n_left -= 1
+    return [*split, *waiting]
+
+
+def _schedule(devices: Sequence[int], m: int, rows: Iterable[Iterable[Action]]) -> Schedule:
+    kept = tuple(map(tuple, rows))
+    splits = kept[0][-1].kind == "backward_weight"
+    return Schedule(kept, tuple(devices), m, splits_backward=splits)
+
+
+def _n_devices(order: str, devices: Sequence[int], n_microbatches: int) -> int:
+    """The number of devices. Raises `OptionError` unless the stages are where `order` has them."""
+    _check_counts(devices, n_microbatches)
+    n_devices = len(set(devices))
+    expected = devices_of(order, n_devices, len(devices) // n_devices)
+    if tuple(devices) != expected:
+        placed, wanted = (", ".join(map(str, at)) for at in (devices, expected))
         raise OptionError(
-            f"a schedule needs at least one stage and one microbatch, not {n_stages} and "
+            f"stages on devices {placed}, which {order} cannot schedule",
+            hint=f"place them on {wanted}",
+        )
+    return n_devices
+
+
+def _check_counts(devices: Sequence[int], n_microbatches: int) -> None:
+    if not devices or n_microbatches < 1:
+        raise OptionError(
+            f"a schedule needs at least one stage and one microbatch, not {len(devices)} and "
             f"{n_microbatches}"
         )

@@ -36,10 +36,12 @@ class ScriptStep(NamedTuple):
 class Script:
     """The steps of every device.
 
+    devices     the device of each stage
     channels    per channel, the send of microbatch 0
     """
 
     rows: tuple[tuple[ScriptStep, ...], ...]
+    devices: tuple[int, ...]
     channels: tuple[Action, ...]
     n_microbatches: int
 
@@ -93,28 +95,30 @@ def place(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
         for start, action in zip(line, actions, strict=True):
             by_clock[start].append(action)
     sends, made, read = _channels(schedule, transfers)
-    n_devices = schedule.n_devices
     rows: list[list[ScriptStep]] = [[] for _ in schedule.rows]
     posts: list[list[int]] = [[] for _ in schedule.rows]
     # Messages go right after they are made, or right before they are read: see `lowering.py`.
     when_made = schedule.n_chunks > 1 or schedule.splits_backward
-    channels = made if when_made else read
-    before: list[Action] = []
+
+    def post(channels: _Channels, compute: Action) -> None:
+        for first, source, target in channels.get((compute.kind, compute.stage), ()):
+            posts[source].append(first + compute.microbatch)
+            posts[target].append(~(first + compute.microbatch))
+
     for clock in sorted(by_clock):
         computes = by_clock[clock]
-        for kind, stage, microbatch, _ in before if when_made else computes:
-            for first, source, target in channels.get((kind, stage), ()):
-                posts[source].append(first + microbatch)
-                posts[target].append(~(first + microbatch))
-        for compute in computes:
-            device = compute.stage % n_devices
+        for compute in computes if not when_made else ():
+            post(read, compute)
+        for compute in reversed(computes):
+            device = schedule.device_of(compute.stage)
             rows[device].append(ScriptStep(posts[device], _numbers(read, compute), compute))
             posts[device] = []
-        before = computes
+            if when_made:
+                post(made, compute)
     for row, left in zip(rows, posts, strict=True):
         if left:
             row.append(ScriptStep(left, (), None))
-    return Script(tuple(map(tuple, rows)), sends, schedule.n_microbatches)
+    return Script(tuple(map(tuple, rows)), schedule.devices, sends, schedule.n_microbatches)
 
 
 def place_as_made(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
@@ -143,7 +147,7 @@ def place_as_made(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
         if ready:
             steps.append(ScriptStep(ready, (), None))
         rows.append(tuple(steps))
-    return Script(tuple(rows), sends, schedule.n_microbatches)
+    return Script(tuple(rows), schedule.devices, sends, schedule.n_microbatches)
 
 
 def _read(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
@@ -169,7 +173,7 @@ def _read(schedule: Schedule, transfers: Iterable[Transfer]) -> Script:
         if posts:
             steps.append(ScriptStep(posts, (), None))
         rows.append(tuple(steps))
-    return Script(tuple(rows), sends, schedule.n_microbatches)
+    return Script(tuple(rows), schedule.devices, sends, schedule.n_microbatches)
 
 
 class _Channel(NamedTuple):

@@ -1,27 +1,31 @@
 """Verifies a whole pipeline before it runs: its stages, and what joins them (`verify_pipeline`).
 
     stages      each program keeps its own invariants (`verify_program`) and has the axes of its
-                mesh; ranks are consecutive and in order; all have one number of microbatches;
-                every stage's batch split divides the blocks of rows; the last stage has the loss
+                mesh; the ranks of devices are consecutive and in order; all stages have one number
+                of microbatches; every stage's batch split divides the blocks of rows; the last
+                stage has the loss
     crossings   every received tensor is sent by an earlier stage with the same factors, dtype
                 and gradient; slices exist between the two layouts; the schedule has a
-                transfer for it, with gradients if it has one
-    ties        a tied parameter has the same shape, factors, dtype and requires_grad everywhere
+                transfer for it, with gradients if it has one. Between stages of one device every
+                slice stays on its rank
+    ties        a tied parameter has the same shape, factors, dtype and requires_grad everywhere,
+                and a name of its own on each stage of a rank
     progress    no rank waits for ever                               (`pipeline_sequences`)
 
 Progress is proved for messages that block one by one. This is stricter than the runtime, which
 posts a run of messages as one batch and goes on. All ranks of a stage make the same calls in an
-action, in one order (`stage.py`). So here an action is one call over all ranks of the stage.
+action, in one order (`stage.py`). So here an action is one call over all ranks of the device.
 """
 
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Sequence
 
-from autopar.errors import VerificationError
+from autopar.errors import NotSupportedError, VerificationError
 from autopar.program.communication import Messages, Piece, crossing_slices, tie_exchanges
-from autopar.program.lines import Crossing, Pipeline, Tie, most_batch_shards
+from autopar.program.lines import Crossing, Pipeline, Tie, mesh_devices, most_batch_shards
 from autopar.schedule import Action, validate
 from autopar.verifier.deadlock import GroupCall, check_rendezvous
 from autopar.verifier.stage import verify_program
@@ -45,13 +49,13 @@ def verify_pipeline(pipeline: Pipeline) -> None:
 
 
 def pipeline_sequences(pipeline: Pipeline) -> dict[int, list[GroupCall]]:
-    """Every rank's calls in one step: its stage's actions, its messages, and calls of all ranks."""
-    messages = Messages(pipeline)
-    out: dict[int, list[GroupCall]] = {r: [] for mesh in pipeline.meshes for r in mesh.ranks}
+    """Every rank's calls in one step: its row of actions, its messages, and calls of all ranks."""
+    messages, meshes = Messages(pipeline), pipeline.device_meshes
+    out: dict[int, list[GroupCall]] = {r: [] for mesh in meshes for r in mesh.ranks}
     calls_by_send: dict[Action, list[GroupCall]] = {}  # by the send: both ends share its calls
-    for stage, mesh in enumerate(pipeline.meshes):
+    for mesh, row in zip(meshes, pipeline.schedule.rows, strict=True):
         ranks = mesh.ranks
-        for action in pipeline.schedule.stages[stage]:
+        for action in row:
             if action.is_compute:
                 call = GroupCall(ranks, str(action))
                 for rank in ranks:
@@ -64,7 +68,8 @@ def pipeline_sequences(pipeline: Pipeline) -> dict[int, list[GroupCall]]:
             for piece, call in zip(pieces, calls_by_send[send], strict=True):
                 out[piece.source_rank if is_send else piece.target_rank].append(call)
     for exchange in tie_exchanges(pipeline):
-        for call in _message_calls(exchange.pieces, "tied"):
+        sent = [p for p in exchange.pieces if p.source_rank != p.target_rank]
+        for call in _message_calls(sent, "tied"):
             for rank in call.ranks:
                 out[rank].append(call)
     if pipeline.stages[-1].loss is not None:
@@ -88,14 +93,22 @@ def _check_stages(pipeline: Pipeline) -> None:
     if not len(pipeline.stages) == len(pipeline.meshes) == pipeline.schedule.n_stages:
         counts = (len(pipeline.stages), len(pipeline.meshes), pipeline.schedule.n_stages)
         raise _error(f"{counts} stages, meshes and lines of the schedule", "the pipeline")
+    if pipeline.schedule.devices != mesh_devices(pipeline.meshes):
+        raise _error(
+            f"its stages are on devices {mesh_devices(pipeline.meshes)}, those of the schedule on "
+            f"{pipeline.schedule.devices}",
+            "the pipeline",
+        )
     first = pipeline.meshes[0].first_rank
+    for mesh in pipeline.device_meshes:
+        if mesh.first_rank != first:
+            where = f"stage {pipeline.meshes.index(mesh)}"
+            raise _error(f"it begins at rank {mesh.first_rank}, not {first}", where)
+        first += mesh.n_ranks
     for stage, (program, mesh) in enumerate(zip(pipeline.stages, pipeline.meshes, strict=True)):
         where, is_last = f"stage {stage}", stage == pipeline.n_stages - 1
         if (program.axis_names, program.axis_sizes) != (mesh.names, mesh.sizes):
             raise _error(f"its program is for axes {program.axis_sizes}, not {mesh.sizes}", where)
-        if mesh.first_rank != first:
-            raise _error(f"it begins at rank {mesh.first_rank}, not {first}", where)
-        first += mesh.n_ranks
         if program.n_microbatches != pipeline.schedule.n_microbatches:
             n_microbatches = pipeline.schedule.n_microbatches
             raise _error(
@@ -138,6 +151,9 @@ def _check_crossing(pipeline: Pipeline, crossing: Crossing) -> None:
     if sum(piece.n_elements for piece in pieces) != n_elements:
         raise _error(f"its slices do not hold its {n_elements} elements", where)
     pair = crossing.source, crossing.target
+    is_inside = pipeline.meshes[pair[0]] == pipeline.meshes[pair[1]]
+    if is_inside and any(piece.source_rank != piece.target_rank for piece in pieces):
+        raise _error("its slices go to other ranks of the same stages", where)
     transfers = {(t.source, t.target): t for t in pipeline.schedule.transfers or ()}
     if pair not in transfers:
         raise _error("the schedule has no transfer for it", where)
@@ -158,6 +174,13 @@ def _check_tie(pipeline: Pipeline, tie: Tie) -> None:
                 raise _error(f"{what} is {getattr(p, what)}, not {getattr(first, what)}", where)
         if p.stored.dtype != first.stored.dtype:
             raise _error(f"it is {p.stored.dtype}, not {first.stored.dtype}", where)
+    taken = Counter((pipeline.meshes[stage], name) for stage, name in tie.places)
+    if (most := taken.most_common(1)[0])[1] > 1:
+        name = most[0][1]
+        raise NotSupportedError(
+            f"several stages of one rank use the parameter {name!r} under one name",
+            hint="tie it under a second name, or take a schedule of one stage a rank",
+        )
 
 
 def _error(reason: str, where: str) -> VerificationError:

@@ -36,7 +36,7 @@ from autopar.program.lines import (
     every_parameter,
     parameter_counts,
 )
-from autopar.schedule import Schedule, in_flight
+from autopar.schedule import Schedule, in_flight_of_stage
 
 
 @dataclass(frozen=True)
@@ -136,17 +136,18 @@ def gradients_under_way(schedule: Schedule, stage: int) -> int:
     """The most gradient messages that a stage has sent and may still hold during a backward.
 
     Only backwards with the most microbatches in flight count, because peaks are there. The runtime
-    waits for a batch of messages once it has posted as many later batches as there are stages
+    waits for a batch of messages once it has posted as many later batches as there are devices
     (`Crossings.post` in `runtime/collectives/crossings.py`).
     """
-    most_in_flight, now = in_flight(schedule, stage), 0
-    most, held = 0, deque[int](maxlen=schedule.n_stages)
-    for is_compute, run in itertools.groupby(schedule.stages[stage], lambda a: a.is_compute):
+    most_in_flight, now = in_flight_of_stage(schedule, stage), 0
+    most, held = 0, deque[int](maxlen=schedule.n_devices)
+    row = schedule.rows[schedule.device_of(stage)]
+    for is_compute, run in itertools.groupby(row, lambda a: a.is_compute):
         if not is_compute:
-            sends = [action.kind for action in run if action.is_send]
-            held += [sends.count("send_backward")] if sends else []
+            sends = [(action.kind, action.stage) for action in run if action.is_send]
+            held += [sends.count(("send_backward", stage))] if sends else []
             continue
-        for action in run:
+        for action in (a for a in run if a.stage == stage):
             if action.kind == "forward":
                 now += 1
                 continue

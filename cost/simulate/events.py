@@ -98,12 +98,12 @@ class StepRecord:
                 )
         for message, (start_s, end_s) in enumerate(zip(self.left_at, self.arrived_at, strict=True)):
             send = self.script.send(message)
-            yield Event(send.stage % len(self.script.rows), str(send), start_s, end_s, "p2p")
+            yield Event(self.script.devices[send.stage], str(send), start_s, end_s, "p2p")
 
     def memory(self, device: int) -> Iterator[tuple[float, float]]:
         """(time_s, size_bytes) at every change of the bytes that a device holds."""
-        n_devices = len(self.script.rows)
-        now_bytes = sum(times.static_bytes for times in self.stages[device::n_devices])
+        placed = zip(self.stages, self.script.devices, strict=True)
+        now_bytes = sum(times.static_bytes for times, at in placed if at == device)
         yield 0.0, now_bytes
         for at, step in enumerate(self.script.rows[device]):
             if step.compute is None:

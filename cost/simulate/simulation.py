@@ -56,7 +56,7 @@ class StepSimulation:
         slow: tuple[int, float] | None = None,
         jitter: tuple[float, int] | None = None,
     ) -> None:
-        assert len(stages) % len(script.rows) == 0, "a schedule of other stages"
+        assert len(stages) == len(script.devices), "a schedule of other stages"
         self.script, self.stages, self.slow = script, stages, slow
         self.durations = [self._durations(device, jitter) for device in range(len(script.rows))]
         self.devices = [
@@ -65,7 +65,8 @@ class StepSimulation:
             )
             for i, row in enumerate(script.rows)
         ]
-        self.totals = [DeviceTotals(stages[i].n_ranks) for i in range(len(script.rows))]
+        first = [script.devices.index(device) for device in range(len(script.rows))]
+        self.totals = [DeviceTotals(stages[stage].n_ranks) for stage in first]
         self.engine = Engine(script, self.devices, _routes(script, message_s))
         self.once: list[Event] = []
 
@@ -123,7 +124,7 @@ class StepSimulation:
 
     def work(self, stage: int, action: str, work: PartWork) -> None:
         """Compute and collectives of a stage, outside the schedule."""
-        device = self._device_of(stage)
+        device = self.script.devices[stage]
         slowdown = self.stages[stage].overlap_slowdown_fraction
         duration = work.duration(slowdown, self._factor(device))
         self._advance(device, action, duration)
@@ -131,7 +132,7 @@ class StepSimulation:
 
     def together(self, stages: Iterable[int], action: str, time_s: float) -> None:
         """A collective of the devices of some stages; it starts when the last of them is ready."""
-        devices = sorted({self._device_of(stage) for stage in stages})
+        devices = sorted({self.script.devices[stage] for stage in stages})
         start_s = max(self.devices[device].clock_s for device in devices)
         for device in devices:
             self.devices[device].clock_s = start_s
@@ -141,7 +142,7 @@ class StepSimulation:
 
     def update(self, stage: int, time_s: float) -> None:
         """The optimizer."""
-        device = self._device_of(stage)
+        device = self.script.devices[stage]
         time_s *= self._factor(device)
         self._advance(device, "optimizer", PartDuration(time_s))
         self.totals[device].update_s += time_s
@@ -164,9 +165,6 @@ class StepSimulation:
             totals.hidden_s += sum(b.sync_s for b in device.overlapped_syncs.values()) - exposed_s
             device.clock_s += exposed_s
 
-    def _device_of(self, stage: int) -> int:
-        return stage % len(self.devices)
-
     def _advance(self, device: int, action: str, duration: PartDuration) -> None:
         start_s = self.devices[device].clock_s
         end_s = self.devices[device].clock_s = start_s + duration.time_s
@@ -183,9 +181,9 @@ class StepSimulation:
 
 def _routes(script: Script, message_s: MessageTime) -> list[Route]:
     """The route of every message; all microbatches take the time of microbatch 0."""
-    n_devices = len(script.rows)
+    devices = script.devices
     routes = [
-        Route(message_s(send), send.stage % n_devices, send.partner.stage % n_devices)
+        Route(message_s(send), devices[send.stage], devices[send.partner.stage])
         for send in script.channels
     ]
     return [route for route in routes for _ in range(script.n_microbatches)]
@@ -204,7 +202,7 @@ def simulate(
 ) -> Timeline:
     """Simulate one step of a valid schedule, or of its script (`script_of`), which can be reused.
 
-    stages          the times of each stage; a device has n_chunks of them
+    stages          the times of each stage
     message_s       seconds of a send's transfer, equal for all microbatches; or one number for all
                     sends. A schedule without messages gets those of a chain of stages.
     loss_s          seconds to give the loss to all ranks

@@ -78,12 +78,11 @@ def peak_bytes(
     layer: LayerModel, chunks: Sequence[Chunk], schedule: Schedule, machine: TransformerMachine
 ) -> float:
     """Peak bytes on the rank that needs most, over all devices and the whole step."""
-    n_devices = len(schedule.rows)
     kept = [_kept_bytes(layer, chunk) for chunk in chunks]
     for_weights = sum(item.weight_bytes for item in layer.items())
     peaks = []
     for device, row in enumerate(schedule.rows):
-        held = chunks[device::n_devices]
+        held = [chunks[stage] for stage in schedule.stages_on(device)]
         static = sum(_static_bytes(layer, chunk, machine) for chunk in held)
         now = most = 0.0
         for action in row:

@@ -5,15 +5,7 @@ from __future__ import annotations
 from functools import lru_cache
 
 from autopar.cost.transformer.recipe import Order, Recipe
-from autopar.schedule import (
-    Schedule,
-    Script,
-    gpipe,
-    interleaved,
-    one_f_one_b,
-    script_of,
-    zero_bubble,
-)
+from autopar.schedule import ORDERS, Schedule, Script, devices_of, script_of, zero_bubble
 
 
 def schedule_of(recipe: Recipe) -> Schedule:
@@ -28,17 +20,10 @@ def script_of_recipe(recipe: Recipe) -> Script:
 
 @lru_cache(maxsize=64)
 def _schedule(order: Order, n_devices: int, n_chunks: int, n_microbatches: int) -> Schedule:
-    match order:
-        case "interleaved":
-            return interleaved(n_devices, n_chunks, n_microbatches)
-        case "zero-bubble":
-            return zero_bubble(n_devices, n_microbatches)
-        case "zero-bubble-2":
-            return zero_bubble(n_devices, n_microbatches, zb_h2=True)
-        case "gpipe":
-            return gpipe(n_devices, n_microbatches)
-        case "1f1b":
-            return one_f_one_b(n_devices, n_microbatches)
+    if order == "zero-bubble-2":
+        return zero_bubble(range(n_devices), n_microbatches, zb_h2=True)
+    word = "1f1b" if n_chunks == 1 and order == "interleaved" else order
+    return ORDERS[word](devices_of(word, n_devices, n_chunks), n_microbatches)
 
 
 @lru_cache(maxsize=64)

@@ -50,10 +50,10 @@ def part_of(place: StageState, p: StoredParameter, local: Tensor) -> Part:
 
 
 def model_parts(state: ModuleState) -> dict[str, Part]:
-    """What this rank writes of the parameters that its stage owns, under all names, and buffers."""
+    """What this rank writes of the parameters that its stages own, under all names, and buffers."""
     place = state.place
     parts: dict[str, Part] = {}
-    for owned in place.owned_by(place.stage):
+    for owned in place.owned:
         for name in all_names(owned):
             if writes_shard(place, owned, name):
                 parts[name] = part_of(place, owned, state.locals_[owned.name])
@@ -75,12 +75,12 @@ def writes_shard(place: StageState, p: StoredParameter, key: str) -> bool:
 
 
 def writes_copy(place: StageState, key: str) -> bool:
-    """Whether this rank writes what every rank of its stage has whole."""
+    """Whether this rank writes what every rank of its mesh has whole."""
     return _is_turn(key, place.rank - place.mesh.first_rank, place.mesh.n_ranks)
 
 
 def _in_world(place: StageState) -> tuple[int, int]:
-    return place.rank, sum(mesh.n_ranks for mesh in place.pipeline.meshes)
+    return place.rank, place.pipeline.n_ranks
 
 
 def _is_turn(key: str, number: int, count: int) -> bool:

@@ -33,6 +33,7 @@ from autopar.runtime.state import (
     model_shapes,
     open_newest,
     own_rank,
+    owner_name,
     together,
     world_size,
 )
@@ -98,13 +99,13 @@ def _read(
         moments = restore(
             place, state.locals_, optimizer, record.get("optimizer"), checkpoint.tensors
         )
-        for name, part in moments.parts.items():
+        for name, part in moments.parts:
             checkpoint.fill(name, part)
     values = []
-    for owner, p in place.held.items():
+    for p in place.parameters:
         live = part_of(place, p, state.locals_[p.name])
         read = Part(torch.empty_like(live.local, device="cpu"), live.boxes, live.shape)
-        checkpoint.fill(found[owner], read)
+        checkpoint.fill(found[owner_name(p)], read)
         values.append((live, read))
     live_names = sorted(state.buffers.keys() & (stored.keys() - constants.keys()))
     buffers = [(state.buffers[name], checkpoint.whole(name)) for name in live_names]

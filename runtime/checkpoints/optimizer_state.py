@@ -28,7 +28,7 @@ from autopar.errors import StateError
 from autopar.program.lines import StoredParameter
 from autopar.runtime.checkpoints.contents import part_of, writes_copy, writes_shard
 from autopar.runtime.checkpoints.several import OneOptimizer
-from autopar.runtime.state import OPTIMIZER_PREFIX, StageState
+from autopar.runtime.state import OPTIMIZER_PREFIX, StageState, owner_name
 from autopar.runtime.storage import Part, StoredTensor, whole_part
 from autopar.runtime.tensors import Sharded, is_sharded, local_of
 
@@ -37,9 +37,9 @@ _SHARD, _PLAIN = "shard", "plain"
 
 @dataclass(frozen=True)
 class OptimizerState:
-    """`parts` on disk; `record` for JSON, or for `Optimizer.load_state_dict`."""
+    """`parts` on disk, by key; `record` for JSON, or for `Optimizer.load_state_dict`."""
 
-    parts: dict[str, Part]
+    parts: Sequence[tuple[str, Part]]
     record: dict[str, Any]
 
 
@@ -48,8 +48,8 @@ def split_state(
 ) -> OptimizerState:
     """What this rank writes of the state, by name; its parts share the optimizer's memory.
 
-    The groups include this stage's mirrors, which `merged_record` checks; the state covers only
-    parameters that the stage owns.
+    The groups include this rank's mirrors, which `merged_record` checks; the state covers only
+    parameters that its stages own.
 
     Raises `StateError` for parameters that are not in `locals_`, and for state that cannot be
     resharded for another mesh.
@@ -67,7 +67,7 @@ def split_state(
     ]
     parts: dict[str, Part] = {}
     kinds: dict[str, dict[str, Any]] = {}
-    for p in place.owned_by(place.stage):
+    for p in place.owned:
         local = locals_[p.name]
         for key, value in optimizer.state.get(local, {}).items():
             kind = _kind(p, key, value, local)
@@ -77,7 +77,7 @@ def split_state(
                 parts[name] = part_of(place, p, value)
             elif kind == {"kind": _PLAIN} and writes_copy(place, name):
                 parts[name] = whole_part(value)
-    return OptimizerState(parts, {"groups": groups, "state": kinds})
+    return OptimizerState(list(parts.items()), {"groups": groups, "state": kinds})
 
 
 def merged_record(
@@ -141,23 +141,25 @@ def restore(
             "the checkpoint holds no optimizer state", hint="pass optimizer=None to load without"
         )
     groups, indices = _restored_groups(place, locals_, optimizer, record)
-    parts: dict[str, Part] = {}
+    parts: list[tuple[str, Part]] = []
     state: dict[int, dict[str, Any]] = {}
     for saved_name, kinds in record["state"].items():
         if saved_name not in place.canonical:
             raise StateError(f"the checkpoint has optimizer state of `{saved_name}`, the model not")
-        p = place.held.get(place.canonical[saved_name])
-        if p is None:
-            continue
-        for key, kind in kinds.items():
-            value = kind.get("value")
-            if "kind" in kind:
-                file_key = f"{OPTIMIZER_PREFIX}{saved_name}.{key}"
-                entry = stored.get(file_key)
-                if entry is None:
-                    raise StateError(f"the checkpoint lacks `{file_key}`, which its record lists")
-                value, parts[file_key] = _empty(place, p, locals_[p.name], key, kind["kind"], entry)
-            state.setdefault(indices[p.name], {})[key] = value
+        for p in place.held.get(place.canonical[saved_name], ()):
+            for key, kind in kinds.items():
+                value = kind.get("value")
+                if "kind" in kind:
+                    file_key = f"{OPTIMIZER_PREFIX}{saved_name}.{key}"
+                    entry = stored.get(file_key)
+                    if entry is None:
+                        raise StateError(
+                            f"the checkpoint lacks `{file_key}`, which its record lists"
+                        )
+                    local = locals_[p.name]
+                    value, part = _empty(place, p, local, key, kind["kind"], entry)
+                    parts.append((file_key, part))
+                state.setdefault(indices[p.name], {})[key] = value
     return OptimizerState(parts, {"state": state, "param_groups": groups})
 
 
@@ -191,7 +193,7 @@ def _restored_groups(
         groups.append({**(options or now), "params": list(positions)})
         if "param_names" in group:
             groups[-1]["param_names"] = group["param_names"]
-    left = [p.name for owner, p in place.held.items() if owner in saved and p.name not in indices]
+    left = [p.name for p in place.parameters if owner_name(p) in saved and p.name not in indices]
     if left:
         raise _other_groups(record, left)
     return groups, indices

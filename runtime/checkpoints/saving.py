@@ -116,7 +116,7 @@ def snapshot(
         if (one := as_one(optimizer)) is not None:
             split = split_state(state.place, state.locals_, one)
             own = split.record
-            parts |= split.parts
+            parts |= dict(split.parts)
         for name, it in (states or {}).items():
             refuse_as_state(name, it)
         trees = {

@@ -4,6 +4,8 @@ A message from stage i to stage j carries all values of one microbatch that j re
 ends cut them into the same slices, in the same order. An activation leaves in its sent layout
 and arrives in its received layout; its gradient returns by the same slices. A rank without a
 slice holds zeros: its placement is Partial there (`autopar/program/communication/cross_mesh.py`).
+
+Between two stages of one rank the same slices are cut and put together, and nothing is sent.
 """
 
 from __future__ import annotations
@@ -61,7 +63,7 @@ class _PeerSlice:
 class Crossings:
     """Posts the messages of one rank's schedule, and assembles the tensors that arrive.
 
-    A rank waits for its oldest batch of sends once more batches than stages are under way. So
+    A rank waits for its oldest batch of sends once more batches than devices are under way. So
     neighbours do not block each other, and sent tensors do not pile up.
     """
 
@@ -69,6 +71,7 @@ class Crossings:
         self, pipeline: Pipeline, rank: int, messenger: Messenger, device: torch.device
     ) -> None:
         self.pipeline, self.rank, self.messenger, self.device = pipeline, rank, messenger, device
+        self._sizes = pipeline.device_meshes[pipeline.device_of(rank)].sizes
         self._pace = messenger.context.flight.pace
         self._unfinished_sends: list[Posted] = []
         self._pending_receives: dict[Action, tuple[_ReceivedBatch, int, int]] = {}
@@ -97,21 +100,18 @@ class Crossings:
         if sends:
             self._unfinished_sends.append(posted)
         # Waiting cannot deadlock: the schedule was verified with batches that run in order.
-        while len(self._unfinished_sends) > self.pipeline.n_stages:
+        while len(self._unfinished_sends) > self.pipeline.schedule.n_devices:
             with self._pace.waiting():
                 self._unfinished_sends.pop(0).wait_sent()
 
     def arrived(self, action: Action) -> dict[str, Tensor]:
         """The local tensors of one receive, by value name; waits for them."""
         batch, start, end = self._pending_receives.pop(action)
-        pieces = iter(batch.take(start, end))
-        out = {}
-        for route in self._routes_of(action):
-            local = _end(route.crossing, action)
-            shape = local_factors(local.dims, local.spec, self._sizes())
-            mine = [(part, next(pieces)) for part in self._parts(route, action)]
-            out[route.crossing.value] = self._assembled(local, shape, mine)
-        return out
+        return self._values(action, batch.take(start, end))
+
+    def handed(self, send: Action, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the other end of a send gets that is a stage of this rank: nothing is sent."""
+        return self._values(send.partner, [piece for piece, _ in self._sends(send, values)])
 
     def finish(self) -> None:
         """Wait until everything this rank sent has left."""
@@ -120,8 +120,15 @@ class Crossings:
                 posted.wait_sent()
         self._unfinished_sends.clear()
 
-    def _sizes(self) -> tuple[int, ...]:
-        return self.pipeline.meshes[self.pipeline.stage_of(self.rank)].sizes
+    def _values(self, receive: Action, pieces: Sequence[Tensor]) -> dict[str, Tensor]:
+        """The local tensors of a receive, by value name, from the pieces of the message."""
+        left, out = iter(pieces), {}
+        for route in self._routes_of(receive):
+            local = _end(route.crossing, receive)
+            shape = local_factors(local.dims, local.spec, self._sizes)
+            mine = [(part, next(left)) for part in self._parts(route, receive)]
+            out[route.crossing.value] = self._assembled(local, shape, mine)
+        return out
 
     def _routes_of(self, action: Action) -> list[_Route]:
         """The routes of a message; a backward message carries only values with gradients."""
@@ -160,7 +167,7 @@ class Crossings:
         out: Sends = []
         for route in self._routes_of(action):
             local = _end(route.crossing, action)
-            shape = local_factors(local.dims, local.spec, self._sizes())
+            shape = local_factors(local.dims, local.spec, self._sizes)
             seen = values[route.crossing.value].detach().reshape(shape)
             for part in self._parts(route, action):
                 out.append((seen[part.at].contiguous(), part.peer))

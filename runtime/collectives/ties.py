@@ -8,7 +8,8 @@ All ranks sum in stage order, so copies stay bit-equal.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import itertools
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -21,30 +22,35 @@ from autopar.runtime.groups import Group, phase
 
 
 @dataclass(frozen=True)
-class _GradientExchange:
-    """The slices of a gradient that this rank exchanges with another stage."""
-
-    sent: tuple[Slice, ...]
-    received: tuple[Slice, ...]
-
-
-@dataclass(frozen=True)
 class _Share:
-    """This rank's part in one tie: its stage's name for the parameter, and one exchange per stage.
+    """This rank's part in one tie as one of its stages: the parameter, as that stage stores it.
 
     `stages` is the order of summation, `shape` the shard's shape by factors, and `copies` the axes
     along which ranks hold the same shard.
     """
 
+    stage: int
     name: str
     stages: tuple[int, ...]
     shape: tuple[int, ...]
     copies: tuple[int, ...]
-    exchanges: Mapping[int, _GradientExchange]
+
+
+@dataclass(frozen=True)
+class _HalfExchange:
+    """The slices that stage `source` sends to stage `target`, of which this rank has an end."""
+
+    source: int
+    target: int
+    slices: tuple[Slice, ...]
 
 
 class TiedGradients:
-    """This rank's part in summing the gradients of tied parameters."""
+    """This rank's part in summing the gradients of tied parameters.
+
+    Every two stages of a tie exchange their gradients, in one order on all ranks, so ranks cannot
+    wait in a cycle. Of two stages of one rank nothing is sent.
+    """
 
     def __init__(
         self,
@@ -53,18 +59,25 @@ class TiedGradients:
         messenger: Messenger,
         groups: Mapping[tuple[int, ...], Group],
     ) -> None:
-        self.messenger, self.groups = messenger, groups
-        self.stage = pipeline.stage_of(rank)
-        self._shares = [
-            _share(pipeline, tie, self.stage, rank)
-            for tie in pipeline.ties
-            if self.stage in dict(tie.places)
-        ]
+        self.rank, self.messenger, self.groups = rank, messenger, groups
+        self._shares: list[list[_Share]] = []
+        self._exchanges: list[list[tuple[_HalfExchange, _HalfExchange]]] = []
+        own = pipeline.stages_of(rank)
+        for tie in pipeline.ties:
+            names = dict(tie.places)
+            self._shares.append([_share(pipeline, tie, k) for k in own if k in names])
+            self._exchanges.append(
+                [
+                    (_half(pipeline, tie, a, b, rank), _half(pipeline, tie, b, a, rank))
+                    for a, b in itertools.combinations(names, 2)
+                    if a in own or b in own
+                ]
+            )
 
     def detach_earlier(self, stored: Mapping[str, Tensor]) -> dict[str, Tensor | None]:
         """Detach the gradients of earlier steps, which are sums already; returns them by name."""
         kept: dict[str, Tensor | None] = {}
-        for share in self._shares:
+        for share in itertools.chain.from_iterable(self._shares):
             parameter = stored[share.name]
             kept[share.name], parameter.grad = parameter.grad, None
         return kept
@@ -73,64 +86,94 @@ class TiedGradients:
     def sum(self, stored: Mapping[str, Tensor], kept: Mapping[str, Tensor | None]) -> None:
         """Replace this step's gradients by their sums, and add those of earlier steps."""
         with phase("grad_sync"):
-            for share in self._shares:
-                parameter = stored[share.name]
-                if not parameter.requires_grad:
+            for shares, exchanges in zip(self._shares, self._exchanges, strict=True):
+                if not all(stored[share.name].requires_grad for share in shares):
                     continue
-                own = torch.zeros_like(parameter) if parameter.grad is None else parameter.grad
-                total = self._total(share, own.detach())
-                earlier = kept[share.name]
-                parameter.grad = total if earlier is None else earlier + total
+                totals = self._totals({share.stage: share for share in shares}, exchanges, stored)
+                for share in shares:
+                    total, earlier = totals[share.stage], kept[share.name]
+                    stored[share.name].grad = total if earlier is None else earlier + total
 
-    def _total(self, share: _Share, own: Tensor) -> Tensor:
-        parts = {
-            other: self._exchange(share, exchange, own)
-            for other, exchange in share.exchanges.items()
+    def _totals(
+        self,
+        shares: Mapping[int, _Share],
+        exchanges: Sequence[tuple[_HalfExchange, _HalfExchange]],
+        stored: Mapping[str, Tensor],
+    ) -> dict[int, Tensor]:
+        """The sum over all stages, in the layout of each stage of this rank."""
+        # (stage, stage whose layout it has) -> gradient
+        own = {stage: _gradient(stored[share.name]) for stage, share in shares.items()}
+        parts = {(stage, stage): gradient for stage, gradient in own.items()}
+        for both in exchanges:
+            parts |= self._exchange(shares, both, own)
+        totals = {}
+        for stage, share in shares.items():
+            first, *rest = (parts[other, stage] for other in share.stages)
+            totals[stage] = first.clone()
+            for part in rest:
+                totals[stage] += part
+        return totals
+
+    def _exchange(
+        self,
+        shares: Mapping[int, _Share],
+        both: Sequence[_HalfExchange],
+        own: Mapping[int, Tensor],
+    ) -> dict[tuple[int, int], Tensor]:
+        """Exchange the gradients of two stages; returns what stages of this rank get."""
+        cut = {
+            half.source: own[half.source].reshape(shares[half.source].shape)
+            for half in both
+            if half.source in shares
         }
-        parts[self.stage] = own
-        first, *rest = (parts[stage] for stage in share.stages)
-        total = first.clone()
-        for part in rest:
-            total += part
-        return total
-
-    def _exchange(self, share: _Share, exchange: _GradientExchange, own: Tensor) -> Tensor:
-        """Send this stage's gradient; returns the other stage's, in this stage's layout."""
-        seen = own.reshape(share.shape)
-        posted = self.messenger.post(
-            [(seen[s.source].contiguous(), s.target_rank) for s in exchange.sent],
-            [(s.shape, own.dtype, s.source_rank) for s in exchange.received],
-            "grad_sync",
-        )
-        out = own.new_zeros(share.shape)
+        sends, receives = [], []
+        for half in both:
+            for s in half.slices:
+                if s.source_rank == self.rank != s.target_rank:
+                    sends.append((cut[half.source][s.source].contiguous(), s.target_rank))
+                elif s.target_rank == self.rank != s.source_rank:
+                    dtype = own[half.target].dtype
+                    receives.append((s.shape, dtype, s.source_rank))
+        posted = self.messenger.post(sends, receives, "grad_sync")
         pace = self.messenger.context.flight.pace
         with pace.waiting():
-            received = posted.wait_received()
-        for s, piece in zip(exchange.received, received, strict=True):
-            out[s.target] = piece
+            received = iter(posted.wait_received())
+        found = {}
+        for half in both:
+            if half.target not in shares:
+                continue
+            share = shares[half.target]
+            out = own[half.target].new_zeros(share.shape)
+            for s in half.slices:
+                if s.target_rank == self.rank:
+                    is_here = s.source_rank == self.rank
+                    out[s.target] = cut[half.source][s.source] if is_here else next(received)
+            whole = out.view(own[half.target].shape)
+            if share.copies:
+                whole = self.groups[share.copies].all_reduce(whole)
+            found[half.source, half.target] = whole
         with pace.waiting():
             posted.wait_sent()
-        whole = out.view(own.shape)
-        return self.groups[share.copies].all_reduce(whole) if share.copies else whole
+        return found
 
 
-def _share(pipeline: Pipeline, tie: Tie, stage: int, rank: int) -> _Share:
-    """A rank's part in one tie; exchanges are in stage order, so ranks cannot wait in a cycle."""
+def _gradient(parameter: Tensor) -> Tensor:
+    return (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).detach()
+
+
+def _half(pipeline: Pipeline, tie: Tie, source: int, target: int, rank: int) -> _HalfExchange:
+    slices = tied_slices(pipeline, tie, source, target)
+    own = tuple(s for s in slices if rank in (s.source_rank, s.target_rank))
+    return _HalfExchange(source, target, own)
+
+
+def _share(pipeline: Pipeline, tie: Tie, stage: int) -> _Share:
     name, mesh = dict(tie.places)[stage], pipeline.meshes[stage]
     parameter = pipeline.parameter(stage, name)
-    exchanges = {}
-    for other, _ in tie.places:
-        if other != stage:
-            sent = tied_slices(pipeline, tie, stage, other)
-            received = tied_slices(pipeline, tie, other, stage)
-            exchanges[other] = _GradientExchange(
-                tuple(s for s in sent if s.source_rank == rank),
-                tuple(s for s in received if s.target_rank == rank),
-            )
     return _Share(
+        stage,
         name,
         tuple(k for k, _ in tie.places),
         local_factors(parameter.dims, parameter.stored.spec, mesh.sizes),
         copy_axes(parameter, mesh),
-        exchanges,
     )

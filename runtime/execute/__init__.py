@@ -1,6 +1,7 @@
-"""Decides how one rank executes its stage's generated program for a training step.
+"""Decides how one rank executes the generated programs of its stages for a training step.
 
-Read `executor.py` (the step), `delivery.py` (inputs per microbatch), `conversions.py`,
+Read `executor.py` (the step), `stage_runner.py` (one stage of it), `code.py` (what a generated file
+is), `delivery.py` (inputs per microbatch), `conversions.py`,
 `bucketed.py` and `returns.py` (parameters and gradients between storage and use), then `load.py`
 (generated files) and `compiled.py` (their regions).
 It imports `runtime/collectives` and `runtime/groups`, and may not import `launch`, its neighbour.
@@ -8,6 +9,7 @@ It imports `runtime/collectives` and `runtime/groups`, and may not import `launc
 Mainly hands on `Executor`, `Environment` and `load_code`.
 """
 
+from autopar.runtime.execute.code import Environment, StageCode
 from autopar.runtime.execute.compiled import (
     compiled,
     graphed,
@@ -16,12 +18,13 @@ from autopar.runtime.execute.compiled import (
     tell_when_compiled,
 )
 from autopar.runtime.execute.delivery import batch_index, shard
-from autopar.runtime.execute.executor import Environment, Executor
+from autopar.runtime.execute.executor import Executor
 from autopar.runtime.execute.load import load_code
 
 __all__ = [
     "Environment",
     "Executor",
+    "StageCode",
     "batch_index",
     "compiled",
     "graphed",

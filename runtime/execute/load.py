@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from autopar.errors import LaunchError
-from autopar.runtime.execute.executor import StageCode
+from autopar.runtime.execute.code import StageCode
 
 # Folders of programs that nobody has loaded for so long are removed.
 MAX_AGE_S = 30 * 86400.0

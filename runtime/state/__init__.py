@@ -38,7 +38,7 @@ from autopar.runtime.state.opening import (
     model_shapes,
     open_newest,
 )
-from autopar.runtime.state.stage_state import StageState
+from autopar.runtime.state.stage_state import StageState, owner_name
 from autopar.runtime.state.weights import changed_buffers, initial_buffers, initial_shards
 
 __all__ = [
@@ -66,6 +66,7 @@ __all__ = [
     "model_shapes",
     "open_newest",
     "own_rank",
+    "owner_name",
     "stage_device_mesh",
     "stage_group",
     "state_dict",

@@ -192,11 +192,10 @@ def load_state_dict(
                 if not name:
                     continue
                 whole = _whole(tensors[name])
-            kept = place.held.get(owned.name)
-            if kept is not None:
+            for kept in place.held.get(owned.name, ()):
                 part = local_shard(whole, kept, place.sizes, place.coordinate)
                 locals_[kept.name].copy_(part)
-            elif owned in place.changed:
+            if owned in place.changed:
                 assert buffers is not None
                 buffers[owned.name].copy_(whole)
     return IncompatibleKeys(missing, unexpected)
@@ -342,7 +341,7 @@ def everyone(place: StageState) -> Group | None:
 
 
 def stage_group(place: StageState) -> Group | None:
-    """The group of all ranks of this rank's stage; None for a single rank."""
+    """The group of all ranks of this rank's mesh; None for a single rank."""
     axes = max(place.groups, key=len, default=())
     return place.groups[axes] if axes else None
 

@@ -131,18 +131,18 @@ def dtensor_of(
 
 
 def stage_device_mesh(pipeline: Pipeline, rank: int, device_type: str) -> DeviceMesh | None:
-    """The device mesh of a rank's stage; None in a world of one.
+    """The device mesh of a rank's stages; None in a world of one.
 
     Process groups are made by all ranks together. So every rank must call this, and makes the
-    meshes of all stages in stage order.
+    meshes of all devices in the order of ranks.
     """
     if world_size() == 1:
         return None
     made = [
         DeviceMesh(device_type, torch.tensor(m.ranks).view(m.sizes), mesh_dim_names=m.names)
-        for m in pipeline.meshes
+        for m in pipeline.device_meshes
     ]
-    return made[pipeline.stage_of(rank)]
+    return made[pipeline.device_of(rank)]
 
 
 def state_dict(
@@ -151,7 +151,7 @@ def state_dict(
     device_mesh: DeviceMesh | None,
     buffers: Mapping[str, Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """This stage's part of `model.state_dict()`: DTensors, and all buffers as plain tensors.
+    """This rank's part of `model.state_dict()`: DTensors, and all buffers as plain tensors.
 
     With one stage this is every key. All names of a tied parameter hold the same DTensor.
     `torch.distributed.checkpoint` reads a mirror without a name of its own, but does not write it.

@@ -3,10 +3,11 @@
 Every stage keeps its own parameters on its own ranks. State dicts, checkpoints and norms cover the
 whole model. Every rank has the pipeline, and derives from it
 
-    parameters   what this rank keeps a shard of, under this stage's names
+    stages       those of this rank, which all have its mesh
+    parameters   what this rank keeps a shard of, under its stages' names
     owners       every parameter of the model once, as the stage that owns it stores it, with
                  all of its names, those of its mirrors included
-    held         owner's name -> what this rank keeps of it: the parameter, or its mirror
+    held         owner's name -> what this rank keeps of it: the parameter, its mirrors, or both
 
 So all ranks check names over the whole model, and run collectives over `owners` in the same
 order, whatever they keep. A mirror has its owner's value: it loads the owner's, and is never
@@ -33,7 +34,7 @@ from autopar.runtime.tensors import Groups
 class StageState:
     """One rank's place in the pipeline.
 
-    `groups` are its stage's; `messenger` and `world` join the stages. The latter may be missing
+    `groups` are of its mesh; `messenger` and `world` join the stages. The latter may be missing
     when there is one stage, and groups when it has one rank. Shards are on `device`.
     """
 
@@ -45,12 +46,12 @@ class StageState:
     world: Group | None = None
 
     @cached_property
-    def stage(self) -> int:
-        return self.pipeline.stage_of(self.rank)
+    def stages(self) -> tuple[int, ...]:
+        return self.pipeline.stages_of(self.rank)
 
-    @property
+    @cached_property
     def mesh(self) -> LogicalMesh:
-        return self.pipeline.meshes[self.stage]
+        return self.pipeline.device_meshes[self.pipeline.device_of(self.rank)]
 
     @property
     def sizes(self) -> tuple[int, ...]:
@@ -62,12 +63,17 @@ class StageState:
 
     @property
     def is_first(self) -> bool:
-        """Whether this rank is the first of its stage."""
+        """Whether this rank is the first of its mesh."""
         return not any(self.coordinate)
 
-    @property
+    @cached_property
     def parameters(self) -> tuple[StoredParameter, ...]:
-        return self.pipeline.stages[self.stage].parameters
+        return tuple(p for k in self.stages for p in self.pipeline.stages[k].parameters)
+
+    @cached_property
+    def owned(self) -> tuple[StoredParameter, ...]:
+        """The parameters that stages of this rank own, with all their names."""
+        return tuple(p for k in self.stages for p in self.owned_by(k))
 
     @cached_property
     def owners(self) -> tuple[StoredParameter, ...]:
@@ -89,8 +95,11 @@ class StageState:
         raise AssertionError(f"no stage owns {owned.name}")
 
     @cached_property
-    def held(self) -> Mapping[str, StoredParameter]:
-        return {owner_name(p): p for p in self.parameters}
+    def held(self) -> Mapping[str, Sequence[StoredParameter]]:
+        found: dict[str, list[StoredParameter]] = {}
+        for p in self.parameters:
+            found.setdefault(owner_name(p), []).append(p)
+        return found
 
     @cached_property
     def canonical(self) -> Mapping[str, str]:
@@ -106,10 +115,10 @@ class StageState:
                 found.setdefault(owner_name(p), {}).update(dict.fromkeys(all_names(p)))
         return {owner: tuple(names) for owner, names in found.items()}
 
-    @property
+    @cached_property
     def changed(self) -> tuple[ChangedBuffer, ...]:
-        """The buffers that this stage's steps change."""
-        return self.pipeline.stages[self.stage].changed
+        """The buffers that steps change on this rank."""
+        return tuple(b for k in self.stages for b in self.pipeline.stages[k].changed)
 
     @cached_property
     def all_changed(self) -> tuple[ChangedBuffer, ...]:
@@ -132,9 +141,15 @@ class StageState:
         return next(mesh.first_rank for program, mesh in stages if buffer in program.changed)
 
     def saves(self, parameter: StoredParameter) -> bool:
-        """Whether this stage saves the parameter under its name: no earlier stage has that name."""
-        earlier = self.pipeline.stages[: self.stage]
-        return not any(parameter.name in all_names(p) for s in earlier for p in s.parameters)
+        """Whether this rank saves a parameter of its stages under its name: no earlier stage has
+        that name."""
+        programs = enumerate(self.pipeline.stages)
+        first = next(
+            k
+            for k, program in programs
+            if any(parameter.name in all_names(p) for p in program.parameters)
+        )
+        return first in self.stages
 
 
 def owner_name(parameter: StoredParameter) -> str:

@@ -40,7 +40,7 @@ from autopar.runtime.state.names import (
     world_size,
 )
 from autopar.runtime.state.opening import model_shapes, open_newest
-from autopar.runtime.state.stage_state import StageState
+from autopar.runtime.state.stage_state import StageState, owner_name
 from autopar.runtime.storage import Part, holds_checkpoint, whole_part
 from autopar.runtime.tensors import boxes, local_shard
 
@@ -107,7 +107,7 @@ def initial_buffers(
 def changed_buffers(
     place: StageState, model: nn.Module, seed: int | None = None
 ) -> dict[str, Tensor]:
-    """The model's values of the buffers that this rank's stage changes, persistent or not.
+    """The model's values of the buffers that this rank's stages change, persistent or not.
 
     A buffer on `meta` gets its value from its module's initialiser.
     """
@@ -134,8 +134,7 @@ def _rank0_weights(place: StageState, model: nn.Module) -> dict[str, Tensor]:
             whole = torch.empty(owned.shape, dtype=dtype, device=place.device)
         if world_size() > 1:
             dist.broadcast(whole, src=0)
-        kept = place.held.get(owned.name)
-        if kept is not None:
+        for kept in place.held.get(owned.name, ()):
             shards[kept.name] = local_shard(whole, kept, place.sizes, place.coordinate)
     return shards
 
@@ -177,8 +176,8 @@ def _initialised(place: StageState, model: nn.Module, seed: int) -> dict[str, Te
     """Values drawn under the owners' names, so that a mirror's values are its owner's."""
     shards = {}
     for name, value in initial_values(model, list(place.held), seed):
-        kept = place.held[name]
-        shards[kept.name] = local_shard(value, kept, place.sizes, place.coordinate)
+        for kept in place.held[name]:
+            shards[kept.name] = local_shard(value, kept, place.sizes, place.coordinate)
     return shards
 
 
@@ -206,9 +205,9 @@ def _fill_from_path(
         return
     with together(), _Safetensors(path) as files:
         names = expected.match(files.shapes)
-        for owner, kept in place.held.items():
+        for kept in place.parameters:
             for box in boxes(kept, place.sizes, place.coordinate):
-                part = files.read(names[owner], box.of_whole)
+                part = files.read(names[owner_name(kept)], box.of_whole)
                 shards[kept.name][box.of_shard].copy_(part)
         for buffer in place.changed:
             if buffer.persistent:
@@ -247,9 +246,10 @@ def _fill_from_checkpoint(
     with open_newest(path) as checkpoint, together():
         stored = model_shapes(checkpoint)
         names = expected.match(stored)
-        for owner, kept in place.held.items():
+        for kept in place.parameters:
             own = boxes(kept, place.sizes, place.coordinate)
-            checkpoint.fill(names[owner], Part(shards[kept.name], own, kept.shape))
+            into = Part(shards[kept.name], own, kept.shape)
+            checkpoint.fill(names[owner_name(kept)], into)
         for buffer in place.changed:
             if buffer.persistent:
                 checkpoint.fill(names[buffer.name], whole_part(changed[buffer.name]))

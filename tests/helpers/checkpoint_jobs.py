@@ -77,7 +77,7 @@ class Rank:
             for key, value in {"value": local.detach(), **kept}.items():
                 is_shard = value.shape == local.shape
                 held = gather_whole(value, p, place.sizes, place.groups) if is_shard else value
-                own[f"{place.stage if p.mirror_of else ''}{p.name}/{key}"] = held.clone()
+                own[f"{place.stages[0] if p.mirror_of else ''}{p.name}/{key}"] = held.clone()
         every: list[Any] = [own]
         if dist.is_initialized():
             every = [None] * dist.get_world_size()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -13,9 +13,10 @@ from autopar.mesh import Device, Link, LogicalMesh
 from autopar.passes.analysis import Analysis, boundary_specs, cut
 from autopar.passes.intra import Constraints, IntraOpProblem, intra_op_problem
 from autopar.passes.lowering import lower
+from autopar.placement import P, R, Spec
 from autopar.program.graph import Program
 from autopar.program.lines import Period, Pipeline, StageProgram, Strategy
-from autopar.schedule import ORDERS, forward_only
+from autopar.schedule import ORDERS, SPLITS_BACKWARD, devices_of, forward_only
 from autopar.verifier import verify_program
 from tests.helpers.harness import legal_storages, random_ranges, random_strategy
 from tests.helpers.machines import AXIS_NAMES
@@ -27,18 +28,25 @@ DEVICE = Device(1.0, 1e30, 1e15, 0.0)
 
 @dataclass(frozen=True)
 class Layout:
-    """How a pipeline is laid out: one mesh shape per stage, the order of work, microbatches."""
+    """How a pipeline is laid out: one mesh shape per device, the order of work, microbatches."""
 
     shapes: Shapes
     n_microbatches: int
     order: str = "1f1b"
+    n_chunks: int = 1
 
     @property
     def n_stages(self) -> int:
-        return len(self.shapes)
+        return len(self.shapes) * self.n_chunks
+
+    @property
+    def meshes(self) -> tuple[LogicalMesh, ...]:
+        """The mesh of every stage."""
+        meshes = device_meshes(self.shapes)
+        return tuple(meshes[k] for k in devices_of(self.order, len(meshes), self.n_chunks))
 
 
-def stage_meshes(shapes: Shapes) -> tuple[LogicalMesh, ...]:
+def device_meshes(shapes: Shapes) -> tuple[LogicalMesh, ...]:
     """Meshes of consecutive ranks."""
     meshes, first = [], 0
     for shape in shapes:
@@ -60,17 +68,29 @@ def random_pipeline(
 ) -> Pipeline:
     """A legal assignment of every stage; `period` for every parameter that may have it; if it
     `recomputes`, random ranges run again. A program captured for evaluation runs forward only."""
-    meshes = stage_meshes(layout.shapes)
+    meshes = layout.meshes
     parts = [analysis.part(program) for program in cut(analysis.program, ends, with_outputs)]
-    stages = [
-        _random_stage(
-            part, mesh, layout.n_microbatches, rng, with_outputs, period, recomputes,
-            constraints or Constraints(),
-        )
-        for part, mesh in zip(parts, meshes, strict=True)
-    ]  # fmt: skip
-    order = ORDERS[layout.order] if analysis.program.training else forward_only
-    return Pipeline.of(stages, meshes, order)
+    stages: list[StageProgram] = []
+    sent: dict[str, tuple[LogicalMesh, Spec]] = {}
+    for part, mesh in zip(parts, meshes, strict=True):
+        # What stays on a rank arrives as it left: of R, which one rank sends, one has the value.
+        handed = {
+            value: Spec(tuple(P if p == R else p for p in spec.placements), spec.order)
+            for value, (source, spec) in sent.items()
+            if source == mesh
+        }
+        stages.append(
+            _random_stage(
+                part, mesh, layout.n_microbatches, rng, with_outputs, period, recomputes,
+                constraints or Constraints(), handed,
+            )
+        )  # fmt: skip
+        sent |= {b.value: (mesh, b.local.spec) for b in stages[-1].sent}
+    if not analysis.program.training:
+        return Pipeline.of(stages, meshes, forward_only)
+    splits = layout.order in SPLITS_BACKWARD
+    stages = [replace(stage, splits_backward=splits) for stage in stages]
+    return Pipeline.of(stages, meshes, ORDERS[layout.order])
 
 
 def _random_stage(
@@ -82,6 +102,7 @@ def _random_stage(
     period: Period | None,
     recomputes: bool,
     constraints: Constraints,
+    handed: Mapping[str, Spec],
 ) -> StageProgram:
     cost = CostModel(mesh, torch.float64)
     problem = intra_op_problem(part, cost, n_microbatches, constraints, "adamw")
@@ -90,7 +111,8 @@ def _random_stage(
     strategy = replace(
         strategy,
         received={
-            v: rng.choice(boundary_specs(strategy.types[v], mesh.sizes, "received"))
+            v: handed.get(v)
+            or rng.choice(boundary_specs(strategy.types[v], mesh.sizes, "received"))
             for v in program.received
         },
         sent={

@@ -101,20 +101,20 @@ def run_ranks(
 ) -> list[T]:
     """`work` on every rank: the stages emitted, `parameters` dealt out, copies of `buffers`."""
     n_stages = pipeline.n_stages
-    codes = []
+    codes = {}
     for k, stage in enumerate(pipeline.stages):
         joint = differentiate(stage, DEVICE.type)
-        codes.append(load_code(f"stage_{k}.py", emit(joint, k, n_stages))[0])
+        codes[k] = load_code(f"stage_{k}.py", emit(joint, k, n_stages))[0]
     constants = {name: compute() for name, compute in program.constants.items()}
 
     def run(world: ThreadWorld) -> T:
-        k = pipeline.stage_of(world.rank)
-        # Groups of all stages, in the same order on all ranks, as processes must make them.
-        groups = [world.make_groups(mesh) for mesh in pipeline.meshes][k]
-        mesh = pipeline.meshes[k]
+        device = pipeline.device_of(world.rank)
+        # Groups of all meshes, in the same order on all ranks, as processes must make them.
+        groups = [world.make_groups(mesh) for mesh in pipeline.device_meshes][device]
+        mesh = pipeline.device_meshes[device]
         at = mesh.coordinate(world.rank)
         stored = {}
-        for p in pipeline.stages[k].parameters:
+        for p in (p for k in pipeline.stages_of(world.rank) for p in pipeline.stages[k].parameters):
             whole = parameters[p.mirror_of or p.name].detach()
             part = delivery.shard(whole, p.dims, p.stored.spec, mesh.sizes, at).clone()
             stored[p.name] = part.to(DEVICE).requires_grad_(p.requires_grad)
@@ -122,7 +122,7 @@ def run_ranks(
             DEVICE, groups, world.messenger(rendezvous=True), world.world_group()
         )
         held = {name: value.clone().to(DEVICE) for name, value in (buffers or {}).items()}
-        executor = Executor(pipeline, world.rank, codes[k], environment, constants, held)
+        executor = Executor(pipeline, world.rank, codes, environment, constants, held)
         return work(Rank(executor, stored, held, world))
 
     return run_threads(run, pipeline.n_ranks)

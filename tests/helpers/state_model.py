@@ -156,14 +156,14 @@ def process_place(pipeline: Pipeline) -> StageState:
     if not dist.is_initialized():
         return StageState(pipeline, 0, CPU)
     rank = dist.get_rank()
-    groups = [make_groups(mesh) for mesh in pipeline.meshes]
-    own = groups[pipeline.stage_of(rank)]
+    groups = [make_groups(mesh) for mesh in pipeline.device_meshes]
+    own = groups[pipeline.device_of(rank)]
     return StageState(pipeline, rank, CPU, own, DistMessenger(CPU), world_group())
 
 
 def thread_place(pipeline: Pipeline, world: ThreadWorld) -> StageState:
-    groups = [world.make_groups(mesh) for mesh in pipeline.meshes]
-    own = groups[pipeline.stage_of(world.rank)]
+    groups = [world.make_groups(mesh) for mesh in pipeline.device_meshes]
+    own = groups[pipeline.device_of(world.rank)]
     messenger = world.messenger(rendezvous=True)
     return StageState(pipeline, world.rank, CPU, own, messenger, world.world_group())
 

@@ -19,9 +19,8 @@ from autopar.placement import (
     Term,
     all_specs,
 )
-from autopar.schedule import ORDERS, Schedule, Transfer, forward_only, interleaved, zero_bubble
+from autopar.schedule import CHUNKS, ORDERS, Schedule, Transfer, devices_of, forward_only
 
-PLAIN_ORDERS = (*ORDERS.values(), zero_bubble, forward_only)
 AXIS_SIZES = ((2,), (4,), (2, 2), (1, 4), (2, 3))
 NAMES = ("a", "b", "c", "head_dim", "x1")
 
@@ -87,16 +86,24 @@ def notations(draw: st.DrawFn) -> Notation:
     return Notation(inputs, outputs, frozen, frozenset(sizes.items()))
 
 
+def placed(order: str, n_devices: int, n_microbatches: int, n_chunks: int = 1) -> Schedule:
+    """A schedule on the placement of its order."""
+    return ORDERS[order](devices_of(order, n_devices, n_chunks), n_microbatches)
+
+
 @st.composite
 def schedules(draw: st.DrawFn, max_stages: int = 12, max_microbatches: int = 12) -> Schedule:
     """Of every order, without messages."""
-    if draw(st.booleans()):
-        order = draw(st.sampled_from(PLAIN_ORDERS))
-        return order(draw(st.integers(1, max_stages)), draw(st.integers(1, max_microbatches)))
-    n_chunks = draw(st.integers(2, 4))
+    order = draw(st.sampled_from(("forward", *ORDERS)))
+    if order == "forward":
+        devices = draw(st.permutations(range(draw(st.integers(1, max_stages // 2))))) * 2
+        return forward_only(devices, draw(st.integers(1, max_microbatches)))
+    fewest, most = CHUNKS[order]
+    n_chunks = draw(st.integers(fewest, most or 4))
     n_devices = draw(st.integers(1, max_stages // n_chunks))
-    n_rounds = draw(st.integers(1, max(1, max_microbatches // n_devices)))
-    return interleaved(n_devices, n_chunks, n_rounds * n_devices)
+    fewest_m = 2 * n_devices if order == "dualpipe-v" else 1
+    n_microbatches = draw(st.integers(fewest_m, max(fewest_m, max_microbatches)))
+    return placed(order, n_devices, n_microbatches, n_chunks)
 
 
 @st.composite

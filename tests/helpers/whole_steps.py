@@ -58,13 +58,15 @@ class WholeStep(NamedTuple):
         pipeline, device = self.pipeline, torch.device("cpu")
         several = pipeline.n_ranks > 1
         rank = dist.get_rank() if several else 0
-        stage = pipeline.stage_of(rank)
-        groups = [make_groups(mesh) if several else {} for mesh in pipeline.meshes][stage]
+        meshes, device_of_rank = pipeline.device_meshes, pipeline.device_of(rank)
+        groups = [make_groups(mesh) if several else {} for mesh in meshes][device_of_rank]
         joined = (DistMessenger(device), world_group()) if pipeline.n_stages > 1 else (None, None)
-        text = emit(differentiate(pipeline.stages[stage]), stage, pipeline.n_stages)
-        code, _ = load_code(f"stage_{stage}.py", text)
+        codes = {}
+        for k in pipeline.stages_of(rank):
+            text = emit(differentiate(pipeline.stages[k]), k, pipeline.n_stages)
+            codes[k], _ = load_code(f"stage_{k}.py", text)
         environment = Environment(device, groups, *joined)
-        executor = Executor(pipeline, rank, code, environment, self.constants)
+        executor = Executor(pipeline, rank, codes, environment, self.constants)
         return step_bytes(executor, self.inputs)
 
 

@@ -163,7 +163,7 @@ def test_the_law_is_below_the_simulated_step(
         1, PartWork(), forward, backward, PartWork(), 0.0, sync_s, n_buckets,
         overlap_slowdown_fraction=f,
     )  # fmt: skip
-    script = place(ORDERS["1f1b"](1, m), ())
+    script = place(ORDERS["1f1b"](range(1), m), ())
     step_time_s = simulate(script, [times], lambda send: 0.0).step_time_s
     hiding, both = Hiding.of(f, 3 / 4), forward + backward
     last_s = sync_s / n_buckets

@@ -351,7 +351,7 @@ def test_a_stage_without_parameters(workers: Pool, tmp_path: Path) -> None:
 def save_with_drifting_mirror(path: str) -> str:
     """The last stage decays the tied head; the first does not decay the embedding."""
     rank = Rank(((1, 1), (1, 1)), 0, AdamW)
-    if rank.place.stage == 0:
+    if rank.place.stages == (0,):
         rank.optimizer = AdamW(rank.locals.values(), weight_decay=0.0)
     with pytest.raises(StateError) as caught:
         rank.save(path, 1)

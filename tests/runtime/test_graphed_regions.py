@@ -40,13 +40,13 @@ def trained(compiling: str, layout: str) -> list[Result]:
     pipeline, program = plan.bound.pipeline, plan.bound.analysis.program
     texts = [text.replace(OURS, REPLAYED) for text in plan.code().values()]
     assert all(("@graphed" in text) == (compiling != "none") for text in texts)
-    codes = [load_code(f"stage_{k}.py", text)[0] for k, text in enumerate(texts)]
+    codes = {k: load_code(f"stage_{k}.py", text)[0] for k, text in enumerate(texts)}
     constants = {name: make() for name, make in program.constants.items()}
     given = {name: batch[info.path] for name, info in program.inputs.items()}
     values = dict(model.named_parameters())
 
     def run(world: ThreadWorld) -> Result:
-        k = pipeline.stage_of(world.rank)
+        (k,) = pipeline.stages_of(world.rank)
         mesh = pipeline.meshes[k]
         at = mesh.coordinate(world.rank)
         groups = [world.make_groups(m) for m in pipeline.meshes][k]
@@ -57,7 +57,7 @@ def trained(compiling: str, layout: str) -> list[Result]:
         }  # fmt: skip
         messenger = world.messenger(rendezvous=True)
         environment = Environment(torch.device("cpu"), groups, messenger, world.world_group())
-        executor = Executor(pipeline, world.rank, codes[k], environment, constants)
+        executor = Executor(pipeline, world.rank, codes, environment, constants)
         losses = []
         for _ in range(N_STEPS):
             losses.append(executor.step(stored, given))

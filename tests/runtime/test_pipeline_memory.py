@@ -96,7 +96,7 @@ def in_flight_before_each(pipeline: Pipeline, stage: int) -> list[set[int]]:
     """The microbatches in flight in the schedule, before each computation."""
     found: list[set[int]] = []
     now: set[int] = set()
-    for action in pipeline.schedule.stages[stage]:
+    for action in pipeline.schedule.actions_of(stage):
         if action.is_compute:
             found.append(now)
             now = now ^ {action.microbatch}

@@ -246,7 +246,7 @@ def test_outputs_of_every_microbatch_on_the_last_stage(order: str) -> None:
         return seen
 
     for rank, seen in enumerate(run_ranks(program, pipeline, parameters, work)):
-        if pipeline.stage_of(rank) < 2:
+        if 2 not in pipeline.stages_of(rank):
             assert seen == []
             continue
         assert len(seen) == 4
@@ -280,7 +280,7 @@ def test_evaluation(everywhere: bool) -> None:
     for rank, (found, *outputs) in enumerate(run_ranks(program, forward, parameters, work)):
         assert isinstance(found, Tensor)
         assert relative_error(found, loss.detach()) <= TOLERANCE
-        if pipeline.stage_of(rank) < 2 and not everywhere:
+        if 2 not in pipeline.stages_of(rank) and not everywhere:
             assert outputs == [None] * len(tensors)
             continue
         for mine, wanted in zip(outputs, tensors, strict=True):

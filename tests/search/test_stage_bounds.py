@@ -42,7 +42,7 @@ def space_of(choices: Choices, budget_bytes: float | None = None) -> PipelineSpa
 @hypothesis.given(
     st.lists(st.tuples(st.floats(0.0, 10.0), st.floats(0.0, 1.0)), min_size=2, max_size=5),
     st.integers(1, 12),
-    st.sampled_from(sorted(ORDERS)),
+    st.sampled_from(("1f1b", "gpipe")),
     st.floats(0.0, 20.0),
     st.lists(st.floats(0.0, 20.0), min_size=4, max_size=4),
 )
@@ -52,7 +52,7 @@ def test_no_schedule_is_faster_than_the_span(
     """However much stages and messages differ, and however their seconds divide into forward and
     backward; with work of once a step on the first."""
     n, each_s = len(times), np.array([time_s for time_s, _ in times])
-    script = place(ORDERS[schedule](n, m), [Transfer(k, k + 1, True) for k in range(n - 1)])
+    script = place(ORDERS[schedule](range(n), m), [Transfer(k, k + 1, True) for k in range(n - 1)])
     stages = [
         StageTimes(
             n_ranks=1, before=PartWork(0.0 if k else once_s / 4),

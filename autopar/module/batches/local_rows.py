@@ -1,12 +1,12 @@
 """Which rows of an input a rank reads, and a local batch seen as a part of the global one.
 
-A rank reads the rows that its stage splits over the ranks of its mesh. The others pass through
+A rank reads the rows that its stages split over the ranks of their mesh. The others pass through
 other ranks: rows of an input are needed only where an operator reads it.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ class LocalRows:
     """The rows of one rank.
 
     program      the planned program; its shapes are of the planned batch
-    place        this rank's stage and coordinate
+    place        this rank's stages and coordinate
     batch_dims   the option of this name
     """
 
@@ -58,8 +58,9 @@ class LocalRows:
         return slice(index * n_rows // n_shards, (index + 1) * n_rows // n_shards)
 
     def takes(self, placeholder: str) -> bool:
-        """Whether this rank's stage reads an input."""
-        return placeholder in self._stage.prologue_inputs or bool(self._delivered(placeholder))
+        """Whether a stage of this rank reads an input."""
+        is_divisor = any(placeholder in stage.prologue_inputs for stage in self._stages)
+        return is_divisor or bool(self._delivered(placeholder))
 
     def of_batch(self, given: Given, global_rows: int | None) -> dict[str, Rows]:
         """Path -> rows, of the inputs of a local batch that this rank reads.
@@ -112,7 +113,7 @@ class LocalRows:
         if mixed := self._mixed():
             return f"this plan reads {mixed} whole and in parts"
         stages = self.place.pipeline.stages
-        if all(_counts(s, n) <= {1} for s in stages for n in self.program.inputs):
+        if all(_counts(stages, n) <= {1} for n in self.program.inputs):
             return "this plan does not split rows over ranks"
         return None
 
@@ -134,11 +135,11 @@ class LocalRows:
         return tuple(whole[str(i)] for i in range(len(whole)))
 
     @property
-    def _stage(self) -> StageProgram:
-        return self.place.pipeline.stages[self.place.stage]
+    def _stages(self) -> list[StageProgram]:
+        return [self.place.pipeline.stages[k] for k in self.place.stages]
 
     def _delivered(self, placeholder: str) -> list[Delivered]:
-        return [d for d in self._stage.delivered if d.source == placeholder]
+        return [d for stage in self._stages for d in stage.delivered if d.source == placeholder]
 
     def _row_dim(self, path: str) -> int:
         return self.row_dims.get(path, 0)
@@ -154,7 +155,7 @@ class LocalRows:
 
     def _part(self, placeholder: str) -> tuple[int, int]:
         """(index, number) of the parts of the rows that this rank reads; the whole is (0, 1)."""
-        counts = _counts(self._stage, placeholder)
+        counts = _counts(self._stages, placeholder)
         if len(counts) != 1 or self.program.accumulation is not None:
             return 0, 1
         (n_parts,) = counts
@@ -162,12 +163,15 @@ class LocalRows:
         return batch_index(item, self.place.sizes, self.place.coordinate), n_parts
 
     def _mixed(self) -> list[str]:
-        """A local batch is cut once: the inputs that a stage reads whole and in parts."""
+        """A local batch is cut once: the inputs that a rank reads whole and in parts."""
         refused: set[str] = set()
-        for stage in self.place.pipeline.stages:
-            counts = {name: _counts(stage, name) for name in self.program.inputs}
+        pipeline = self.place.pipeline
+        for mesh in pipeline.device_meshes:
+            stages = [pipeline.stages[k] for k in pipeline.stages_of(mesh.first_rank)]
+            counts = {name: _counts(stages, name) for name in self.program.inputs}
             mixed = {name for name, found in counts.items() if len(found) > 1}
-            divisors = [n for n in stage.prologue_inputs if self._has_rows(n)]
+            read = dict.fromkeys(name for stage in stages for name in stage.prologue_inputs)
+            divisors = [name for name in read if self._has_rows(name)]
             if len({max(counts[n], default=1) for n in divisors}) > 1:
                 mixed |= {*divisors}
             refused |= {self.program.inputs[name].path for name in mixed}
@@ -177,7 +181,11 @@ class LocalRows:
         return self.program.inputs[placeholder].path in self.row_dims
 
 
-def _counts(stage: StageProgram, placeholder: str) -> set[int]:
-    """Into how many parts of its rows a stage splits an input."""
-    items = [d for d in stage.delivered if d.source == placeholder]
-    return {batch_shards(item, stage.axis_sizes) for item in items}
+def _counts(stages: Iterable[StageProgram], placeholder: str) -> set[int]:
+    """Into how many parts of its rows some stages split an input."""
+    return {
+        batch_shards(item, stage.axis_sizes)
+        for stage in stages
+        for item in stage.delivered
+        if item.source == placeholder
+    }

@@ -1,7 +1,7 @@
 """The compiled programs of one rank: for the planned shapes, for other shapes, and for evaluation.
 
 Each of them is a graph of its own, on which the plan is placed stage by stage. A rank compiles the
-generated file of its own stage. All ranks hold the same pipeline.
+generated files of its own stages. All ranks hold the same pipeline.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ TRAINS: tuple[Kind, ...] = ("step", "step with outputs")
 
 @dataclass(frozen=True)
 class Links:
-    """How this rank communicates: the groups of its stage, and messages between stages."""
+    """How this rank communicates: the groups of its mesh, and messages between stages."""
 
     rank: int
     device: torch.device
@@ -49,16 +49,15 @@ class Links:
     def join(pipeline: Pipeline, rank: int, device: torch.device) -> Links:
         """Make the process groups; every rank must call it with the same pipeline.
 
-        Groups of the axes come first, stage by stage; then, on GPUs, one per directed edge.
+        Groups of the axes come first, mesh by mesh; then, on GPUs, one per directed edge.
         """
-        meshes = pipeline.meshes
-        several = len(meshes) > 1
+        meshes = pipeline.device_meshes
         groups: Mapping[tuple[int, ...], Group] = {}
         for mesh in meshes:
             made = make_groups(mesh) if dist.is_initialized() else {}
             if rank in mesh.ranks:
                 groups = made
-        if not several:
+        if pipeline.n_stages == 1:
             return Links(rank, device, groups, None, None)
         edges = {} if device.type == "cpu" else make_edges(message_edges(pipeline))
         return Links(rank, device, groups, DistMessenger(device, edges), world_group())
@@ -70,6 +69,8 @@ class Links:
 @dataclass(frozen=True)
 class Built:
     """One captured and compiled program, for one mode and one input signature.
+
+    `code_path` is the generated file of the first of this rank's stages.
 
     `scales` are of the outputs of a microbatch (`microbatch_scales`).
     """
@@ -87,15 +88,17 @@ class Built:
         buffers: Mapping[str, Tensor],
         scales: tuple[float, ...] = (),
     ) -> Built:
-        """Compile this rank's stage. Running it updates the module's `buffers` that it changes."""
+        """Compile this rank's stages. Running them updates the module's `buffers` they change."""
         program, pipeline = compilation[Analysis].program, compilation[Pipeline]
-        k = pipeline.stage_of(links.rank)
-        code, path = load_code(file_name(k), compilation[Sources].files[file_name(k)])
-        _tell_of_regions(program.model_name, str(path))
-        taken = {item.source for item in pipeline.stages[k].delivered}
+        files, own = compilation[Sources].files, pipeline.stages_of(links.rank)
+        loaded = {k: load_code(file_name(k), files[file_name(k)]) for k in own}
+        for _, path in loaded.values():
+            _tell_of_regions(program.model_name, str(path))
+        taken = {item.source for k in own for item in pipeline.stages[k].delivered}
         constants = {name: make() for name, make in program.constants.items() if name in taken}
-        executor = Executor(pipeline, links.rank, code, links.environment(), constants, buffers)
-        return Built(program, pipeline, executor, path, scales)
+        codes = {k: code for k, (code, _) in loaded.items()}
+        executor = Executor(pipeline, links.rank, codes, links.environment(), constants, buffers)
+        return Built(program, pipeline, executor, loaded[own[0]][1], scales)
 
     def outputs(self, tensors: Sequence[Tensor]) -> Any:
         """The model's output structure of one microbatch, as the model makes it of these rows."""
@@ -107,7 +110,7 @@ class Built:
         """The same program, changing other `buffers`."""
         own = self.executor
         executor = Executor(
-            own.pipeline, links.rank, own.code, links.environment(), own.constants, buffers
+            own.pipeline, links.rank, own.codes, links.environment(), own.constants, buffers
         )
         return replace(self, executor=executor)
 

@@ -197,20 +197,21 @@ def rank_collectives(
 
     `local_inputs`: ranks get only their own rows of the batch, and all_reduce the divisors.
 
-    All ranks of a stage make the same collectives, but not the same sends: of the ranks that hold
+    All ranks of a mesh make the same collectives, but not the same sends: of the ranks that hold
     the same shard only the first one sends. So the rank at coordinate 0 always takes part.
     """
-    stage = pipeline.stage_of(rank)
-    program = replace(pipeline.stages[stage], trains=pipeline.schedule.trains)
-    calls = step_calls(program)
-    if local_inputs:
-        calls = replace(calls, before=(*calls.before, *_divisors(program)))
-    rows = list(summarise(calls, program.axis_names, stage))
-    rows += _sends(pipeline, stage, rank)
-    rows += _tied(pipeline, stage, rank)
+    rows: list[Collective] = []
+    for stage in pipeline.stages_of(rank):
+        program = replace(pipeline.stages[stage], trains=pipeline.schedule.trains)
+        calls = step_calls(program)
+        if local_inputs:
+            calls = replace(calls, before=(*calls.before, *_divisors(program)))
+        rows += summarise(calls, program.axis_names, stage)
+        rows += _sends(pipeline, stage, rank)
+        rows += _tied(pipeline, stage, rank)
     if pipeline.n_stages > 1 and pipeline.stages[-1].loss is not None:
-        size_bytes = pipeline.loss_dtype.itemsize
-        rows.append(Collective("all_reduce", "loss", "world", stage, 1, size_bytes, "loss"))
+        size_bytes, first = pipeline.loss_dtype.itemsize, pipeline.stages_of(rank)[0]
+        rows.append(Collective("all_reduce", "loss", "world", first, 1, size_bytes, "loss"))
     return tuple(rows)
 
 
@@ -218,7 +219,7 @@ def _sends(pipeline: Pipeline, stage: int, rank: int) -> list[Collective]:
     """What a rank sends to other stages: activations forward, gradients backward."""
     messages = Messages(pipeline)
     counts: dict[tuple[str, Piece], int] = {}
-    for action in pipeline.schedule.stages[stage]:
+    for action in pipeline.schedule.actions_of(stage):
         for piece in messages.of(action) if action.is_send else ():
             if piece.source_rank == rank:
                 counts[action.kind, piece] = counts.get((action.kind, piece), 0) + 1
@@ -242,7 +243,7 @@ def _tied(pipeline: Pipeline, stage: int, rank: int) -> list[Collective]:
         calls = [
             Collective("send", "grad_sync", "pp", stage, 1, piece.size_bytes, name)
             for piece in exchange.pieces
-            if piece.source_rank == rank
+            if piece.source_rank == rank != piece.target_rank
         ]
         parameter = pipeline.parameter(stage, name)
         axes = tuple(program.axis_names[a] for a in copy_axes(parameter, pipeline.meshes[stage]))

@@ -51,7 +51,7 @@ from autopar.program.lines.names import (
     starred,
     suffix,
 )
-from autopar.program.lines.pipeline import Crossing, Pipeline, ScheduleFactory, Tie
+from autopar.program.lines.pipeline import Crossing, Pipeline, Tie, mesh_devices
 from autopar.program.lines.stage_program import (
     Boundary,
     CallLine,
@@ -114,7 +114,6 @@ __all__ = [
     "Ref",
     "RegionNumbers",
     "RepeatedLines",
-    "ScheduleFactory",
     "Segment",
     "ShardKind",
     "StageProgram",
@@ -140,6 +139,7 @@ __all__ = [
     "is_compilable_call",
     "is_fused",
     "line_counts",
+    "mesh_devices",
     "most_batch_shards",
     "parameter_counts",
     "parse_programs",

@@ -5,6 +5,7 @@
     ties        parameters that several stages use: each stage has its copy, and after backward
                 every copy gets the sum of the gradients
     schedule    the actions of every stage in order, with sends and receives
+    devices     sets of ranks. Stages on one device have one mesh, and hand tensors on locally
     n_blocks    how the rows of a batch are split: every stage sees them as `n_blocks` blocks of
                 `n_microbatches` parts. So a microbatch has the same rows on all stages, and the
                 rows of a rank are contiguous on each. It is the least common multiple of the
@@ -17,7 +18,7 @@ simulator prices it, and the verifier checks it.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property, lru_cache
 
@@ -31,10 +32,14 @@ from autopar.program.lines.stage_program import (
     StoredParameter,
     most_batch_shards,
 )
-from autopar.schedule import Schedule, Transfer, forward_only, lower, one_f_one_b
-
-# (number of stages, number of microbatches) -> the schedule
-ScheduleFactory = Callable[[int, int], Schedule]
+from autopar.schedule import (
+    Schedule,
+    ScheduleFactory,
+    Transfer,
+    forward_only,
+    lower,
+    one_f_one_b,
+)
 
 
 @dataclass(frozen=True)
@@ -85,7 +90,10 @@ class Pipeline:
     ) -> Pipeline:
         """Join the stages; `order` makes their schedule.
 
-        Raises `VerificationError` if a stage reads what no earlier stage sends, or another tensor.
+        Stages with equal meshes are on one device.
+
+        Raises `VerificationError` if a stage reads what no earlier stage sends, or another tensor,
+        and if `order` is for stages on other devices.
         """
         crossings = _crossings(stages)
         transfers: dict[tuple[int, int], bool] = {}
@@ -94,7 +102,7 @@ class Pipeline:
             pair = c.source, c.target
             transfers[pair] = transfers.get(pair, False) or (c.has_grad and trains)
         between = frozenset(Transfer(*pair, returns) for pair, returns in transfers.items())
-        schedule = _schedule(order, len(stages), stages[0].n_microbatches, between)
+        schedule = _schedule(order, mesh_devices(meshes), stages[0].n_microbatches, between)
         n_blocks = math.lcm(*(most_batch_shards(s.delivered, s.axis_sizes) for s in stages))
         return Pipeline(tuple(stages), tuple(meshes), schedule, crossings, _ties(stages), n_blocks)
 
@@ -111,13 +119,22 @@ class Pipeline:
     def n_microbatches(self) -> int:
         return self.stages[0].n_microbatches
 
+    @cached_property
+    def device_meshes(self) -> tuple[LogicalMesh, ...]:
+        """The mesh of every device, in the order of ranks."""
+        return tuple(dict.fromkeys(self.meshes))
+
     @property
     def n_ranks(self) -> int:
-        return sum(mesh.n_ranks for mesh in self.meshes)
+        return sum(mesh.n_ranks for mesh in self.device_meshes)
 
-    def stage_of(self, rank: int) -> int:
-        """The stage of a rank of the world."""
-        return next(k for k, mesh in enumerate(self.meshes) if rank in mesh.ranks)
+    def device_of(self, rank: int) -> int:
+        """The device that a rank of the world is part of."""
+        return next(k for k, mesh in enumerate(self.device_meshes) if rank in mesh.ranks)
+
+    def stages_of(self, rank: int) -> tuple[int, ...]:
+        """The stages of a rank of the world."""
+        return tuple(k for k, mesh in enumerate(self.meshes) if rank in mesh.ranks)
 
     def parameter(self, stage: int, name: str) -> StoredParameter:
         return next(p for p in self.stages[stage].parameters if p.name == name)
@@ -136,9 +153,18 @@ class Pipeline:
 
 @lru_cache(maxsize=16)
 def _schedule(
-    order: ScheduleFactory, n_stages: int, n_microbatches: int, between: frozenset[Transfer]
+    order: ScheduleFactory,
+    devices: tuple[int, ...],
+    n_microbatches: int,
+    between: frozenset[Transfer],
 ) -> Schedule:
-    return lower(order(n_stages, n_microbatches), between)
+    return lower(order(devices, n_microbatches), between)
+
+
+def mesh_devices(meshes: Sequence[LogicalMesh]) -> tuple[int, ...]:
+    """The device of every stage: stages with equal meshes are on one."""
+    numbers = {mesh: k for k, mesh in enumerate(dict.fromkeys(meshes))}
+    return tuple(numbers[mesh] for mesh in meshes)
 
 
 def _crossings(stages: Sequence[StageProgram]) -> tuple[Crossing, ...]:

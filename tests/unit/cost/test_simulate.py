@@ -15,14 +15,13 @@ from autopar.schedule import (
     ORDERS,
     Schedule,
     chain,
-    interleaved,
     lower,
     one_f_one_b,
     parse_schedule,
     script_of,
     zero_bubble,
 )
-from tests.helpers.strategies import schedules
+from tests.helpers.strategies import placed, schedules
 
 NOTHING = PartWork()
 
@@ -36,7 +35,7 @@ def stage(
 
 
 def lowered(order: str, n_stages: int, n_microbatches: int) -> Schedule:
-    return lower(ORDERS[order](n_stages, n_microbatches), chain(n_stages))
+    return lower(ORDERS[order](range(n_stages), n_microbatches), chain(n_stages))
 
 
 def adds_up(timeline: Timeline) -> None:
@@ -54,7 +53,7 @@ def events_of(timeline: Timeline, action: str) -> tuple[float, float]:
 def test_parts_of_a_backward() -> None:
     whole = stage(1.0, 3.0)
     halves = replace(whole, backward=SplitBackward(PartWork(1.5), PartWork(1.5)))
-    found = simulate(zero_bubble(4, 8), [replace(halves, forward=PartWork(1.5))] * 4)
+    found = simulate(zero_bubble(range(4), 8), [replace(halves, forward=PartWork(1.5))] * 4)
     assert found.step_time_s == pytest.approx(8 * 4.5 + 3 * 1.5)
     adds_up(found)
     # A schedule that does not split backward runs the sum of its parts.
@@ -163,7 +162,7 @@ def test_overlap_by_hand() -> None:
 
 
 def one_device(n_microbatches: int, **fields: Any) -> Timeline:
-    return simulate(one_f_one_b(1, n_microbatches), [stage(1.0, 2.0, **fields)])
+    return simulate(one_f_one_b(range(1), n_microbatches), [stage(1.0, 2.0, **fields)])
 
 
 @pytest.mark.parametrize("sync_s", [0.5, 2.0, 10.0])
@@ -187,13 +186,13 @@ def test_sync_slows_the_backward_beside_it() -> None:
 def test_sync_waits_for_the_lane() -> None:
     """The last backward's own collectives use the lane first."""
     times = replace(stage(1.0, 2.0, sync_s=1.0, n_sync_buckets=4), backward=PartWork(2.0, 0.0, 1.0))
-    assert simulate(one_f_one_b(1, 1), [times]).step_time_s == pytest.approx(3.0 + 0.5)
+    assert simulate(one_f_one_b(range(1), 1), [times]).step_time_s == pytest.approx(3.0 + 0.5)
 
 
 def test_sync_of_chunks_shares_the_lane() -> None:
     """The last chunk's gradients are ready first; their sync runs beside the other's backward."""
     times = stage(1.0, 2.0, sync_s=1.5, n_sync_buckets=3)
-    found = simulate(interleaved(1, 2, 1), [times] * 2)
+    found = simulate(placed("interleaved", 1, 1, 2), [times] * 2)
     assert [e[1:] for e in sorted(lane_of(found, "collectives"))] == [
         pytest.approx((2 + 2 / 3, 4.5)),
         pytest.approx((4 + 2 / 3, 6.5)),

@@ -15,8 +15,9 @@ from torch import Tensor, nn
 import autopar
 from autopar import OptionError, Plan
 from autopar.cost.simulate import Event, PartWork, SplitBackward, StageTimes, Timeline, simulate
-from autopar.schedule import interleaved, one_f_one_b, zero_bubble
+from autopar.schedule import one_f_one_b, zero_bubble
 from tests.helpers.jobs import machine
+from tests.helpers.strategies import placed
 
 SVG = "{http://www.w3.org/2000/svg}"
 WIDTH = 16
@@ -40,7 +41,7 @@ def two_stages() -> Timeline:
         static_bytes=100.0,
         kept_bytes=10.0,
     )
-    return simulate(one_f_one_b(2, 1), [times, times], 1.0)
+    return simulate(one_f_one_b(range(2), 1), [times, times], 1.0)
 
 
 def of_lane(timeline: Timeline, device: int, lane: str) -> list[tuple[str, float, float]]:
@@ -76,7 +77,7 @@ def test_memory_by_hand() -> None:
 def test_memory_of_split_backwards() -> None:
     """Kept until the weight part of the backward is done."""
     halves = stage(PartWork(1.0), SplitBackward(PartWork(1.0), PartWork(1.0)), kept_bytes=1.0)
-    parts = simulate(zero_bubble(2, 1), [halves] * 2)
+    parts = simulate(zero_bubble(range(2), 1), [halves] * 2)
     assert parts.memory(1) == ((0.0, 0.0), (1.0, 1.0), (4.0, 0.0))
 
 
@@ -97,7 +98,7 @@ def test_a_chrome_trace(tmp_path: Path) -> None:
 
 
 def test_a_trace_without_known_bytes_has_no_memory(tmp_path: Path) -> None:
-    timeline = simulate(interleaved(2, 2, 2), [stage(PartWork(1.0), PartWork(2.0))] * 4)
+    timeline = simulate(placed("interleaved", 2, 2, 2), [stage(PartWork(1.0), PartWork(2.0))] * 4)
     timeline.to_chrome_trace(tmp_path / "trace.json")
     entries = json.loads((tmp_path / "trace.json").read_text())["traceEvents"]
     assert not [e for e in entries if e["ph"] == "C"]
@@ -128,7 +129,9 @@ def test_a_drawing(tmp_path: Path) -> None:
 def test_a_slow_device_by_hand() -> None:
     """Only compute takes longer, including the optimizer."""
     times = StageTimes(1, PartWork(), PartWork(1.0, 1.0), PartWork(2.0, 1.0), PartWork(), 1.0)
-    before, slow = (simulate(one_f_one_b(2, 1), [times] * 2, slow=s) for s in (None, (1, 1.5)))
+    before, slow = (
+        simulate(one_f_one_b(range(2), 1), [times] * 2, slow=s) for s in (None, (1, 1.5))
+    )
     assert before.step_time_s == 2 + 5 + 3 + 1
     assert slow.step_time_s == 2 + (1.5 + 1 + 3 + 1) + 3 + 1.5
     assert slow.devices[1].update_s == 1.5
@@ -139,7 +142,7 @@ def test_jitter_is_drawn_for_every_compute() -> None:
     stages = [stage(PartWork(1.0), PartWork(1.0))] * 2
 
     def computes(seed: int) -> list[Event]:
-        timeline = simulate(one_f_one_b(2, 4), stages, jitter=(0.5, seed))
+        timeline = simulate(one_f_one_b(range(2), 4), stages, jitter=(0.5, seed))
         return [e for e in timeline.events if e.lane == "compute"]
 
     took_s = {e.action: e.end_s - e.start_s for e in computes(1)}
@@ -158,7 +161,7 @@ def test_jitter_is_drawn_for_every_compute() -> None:
 )
 def test_options_that_cannot_be(options: dict[str, Any], words: str) -> None:
     with pytest.raises(OptionError, match=words):
-        simulate(one_f_one_b(2, 2), [stage(PartWork(1.0), PartWork(1.0))] * 2, **options)
+        simulate(one_f_one_b(range(2), 2), [stage(PartWork(1.0), PartWork(1.0))] * 2, **options)
 
 
 class Layers(nn.Module):
@@ -201,5 +204,5 @@ def test_a_device_is_at_it_from_its_first_event_to_its_last() -> None:
     """ZB-H2 has no bubble on any device; the step is longer by the fill of the pipeline only."""
     one = PartWork(1.0)
     stages = [StageTimes(1, PartWork(), one, SplitBackward(one, one), PartWork(), 0.0)] * 4
-    timeline = simulate(zero_bubble(4, 8, zb_h2=True), stages, sends_as_made=True)
+    timeline = simulate(zero_bubble(range(4), 8, zb_h2=True), stages, sends_as_made=True)
     assert (timeline.step_time_s, timeline.longest_device_s) == (8 * 3.0 + 3, 8 * 3.0)

@@ -54,16 +54,16 @@ def test_lowered_pipelines_pass(model: str, shapes: Shapes, order: str) -> None:
 
 def reordered(pipeline: Pipeline, stage: int, i: int, j: int) -> Pipeline:
     """`pipeline` with two actions of one stage swapped."""
-    actions = list(pipeline.schedule.stages[stage])
+    actions = list(pipeline.schedule.rows[stage])
     actions[i], actions[j] = actions[j], actions[i]
-    stages = [*pipeline.schedule.stages]
+    stages = [*pipeline.schedule.rows]
     stages[stage] = tuple(actions)
     return replace(pipeline, schedule=replace(pipeline.schedule, rows=tuple(stages)))
 
 
 def message_pairs(schedule: Schedule, stage: int) -> list[tuple[int, int]]:
     """Positions of neighbouring messages with the same peer stage."""
-    actions = schedule.stages[stage]
+    actions = schedule.rows[stage]
     return [
         (i, i + 1)
         for i, (a, b) in enumerate(itertools.pairwise(actions))
@@ -87,9 +87,9 @@ def test_a_swapped_pair_of_messages(stage: int) -> None:
 def test_messages_of_another_microbatch() -> None:
     pipeline = drawn("mlp", SHAPES[1], "gpipe", 0)
     sends = [
-        i for i, a in enumerate(pipeline.schedule.stages[0]) if a == Action("send_forward", 0, 0, 1)
+        i for i, a in enumerate(pipeline.schedule.rows[0]) if a == Action("send_forward", 0, 0, 1)
     ]
-    other = pipeline.schedule.stages[0].index(Action("send_forward", 0, 1, 1))
+    other = pipeline.schedule.rows[0].index(Action("send_forward", 0, 1, 1))
     refused(reordered(pipeline, 0, sends[0], other), "before|for ever")
 
 
@@ -122,7 +122,7 @@ def test_a_transfer_without_its_gradient() -> None:
     transfers = frozenset(replace(t, has_gradient=False) for t in pipeline.schedule.transfers)
     kept = tuple(
         tuple(a for a in actions if not a.kind.endswith("_backward"))
-        for actions in pipeline.schedule.stages
+        for actions in pipeline.schedule.rows
     )
     schedule = replace(pipeline.schedule, transfers=transfers, rows=kept)
     refused(replace(pipeline, schedule=schedule), "brings no gradient back")

@@ -1,0 +1,51 @@
+"""Every schedule on thread ranks: several stages on one rank, backward in two actions.
+
+Steps beside one process, gradients of all schedules beside 1F1B's bit by bit.
+"""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+from torch import nn
+
+from autopar.passes.analysis import Analysis
+from autopar.program.lines import Pipeline
+from autopar.verifier import verify_pipeline
+from tests.helpers.harness import generated_code
+from tests.helpers.models.pipeline_models import SideOutput, Skip, Tied, analysis_of, batch_of
+from tests.helpers.pipeline_harness import Layout, Shapes, ends_before, random_pipeline
+from tests.helpers.ranks import wrong_in_step
+
+__all__ = ["generated_code"]
+
+CUTS = {Skip: "b c d", Tied: "b c d", SideOutput: "side b c"}
+TWO: tuple[Shapes, ...] = (((1, 1), (1, 1)), ((1, 2), (2, 1)))
+CHUNKED = ("interleaved", "zero-bubble-v", "dualpipe-v")
+
+
+def made(model: type[nn.Module], layout: Layout, seed: int) -> tuple[Analysis, Pipeline]:
+    """`model` as four stages, with a random assignment."""
+    analysis = analysis_of(model)
+    ends = ends_before(analysis.program, *CUTS[model].split())
+    assert len(ends) == layout.n_stages
+    return analysis, random_pipeline(analysis, ends, layout, random.Random(seed))
+
+
+@pytest.mark.parametrize("shapes", TWO)
+@pytest.mark.parametrize("order", CHUNKED)
+@pytest.mark.parametrize("model", CUTS)
+def test_two_stages_a_rank(model: type[nn.Module], order: str, shapes: Shapes) -> None:
+    for seed in range(2):
+        analysis, pipeline = made(model, Layout(shapes, 4, order, 2), seed)
+        verify_pipeline(pipeline)
+        assert wrong_in_step(analysis.program, pipeline, batch_of(model, seed), seed) == {}
+
+
+@pytest.mark.parametrize("model", CUTS)
+def test_zero_bubble(model: type[nn.Module]) -> None:
+    shapes = ((1, 1), (1, 1), (1, 2), (1, 1))
+    analysis, pipeline = made(model, Layout(shapes, 4, "zero-bubble"), 0)
+    verify_pipeline(pipeline)
+    assert wrong_in_step(analysis.program, pipeline, batch_of(model, 0), 0) == {}
