@@ -28,6 +28,7 @@ from autopar.option_values import (
 )
 from autopar.placement import Pin, parse_pins
 from autopar.precision import Precision
+from autopar.schedule import CHUNKS
 
 # Which operators of a block run again in backward, so that their results are not kept:
 #   full             all of them; only the inputs of the block are kept
@@ -71,7 +72,9 @@ class Manual:
     zero         the ZeRO stage over dp, 0 to 3; no effect without `dp > 1`
     microbatch_size   samples of one data-parallel rank; None: one microbatch
     recompute    none, or a mode of the option `recompute`, for every block
-    cp, ep, interleave   not built: 1
+    interleave   stages of each rank (chunks); more than one with `pp > 1` only. The schedule is
+                 then "interleaved", unless the option `schedule` names another
+    cp, ep       not built: 1
 
     Raises `OptionError` for a value that is not allowed, `NotSupportedError` for one that is not
     built.
@@ -100,7 +103,12 @@ class Manual:
                 f"Manual.zero is a ZeRO stage, 0 to 3, not {self.zero!r}",
                 hint="0 is plain data parallelism",
             )
-        for name in ("cp", "ep", "interleave"):
+        if self.interleave > 1 and self.pp == 1:
+            raise OptionError(
+                f"Manual(interleave={self.interleave}) has several stages on each rank, and pp=1",
+                hint="give pp > 1, or leave interleave out",
+            )
+        for name in ("cp", "ep"):
             if getattr(self, name) > 1:
                 raise NotSupportedError(
                     f"Manual.{name}={getattr(self, name)} is not supported yet",
@@ -465,7 +473,7 @@ def _memory_margin(value: Any) -> float | None:
 
 _CHECKS: dict[str, Callable[[Any], Any]] = {
     "microbatches": _microbatches,
-    "schedule": one_of("schedule", "auto gpipe 1f1b", "interleaved zero-bubble"),
+    "schedule": one_of("schedule", " ".join(("auto", *CHUNKS)), "pipedream pipedream-2bw terapipe"),
     "stages": _stages,
     "mesh_shape": _mesh_shape,
     "optimizer": one_of("optimizer", " ".join(OPTIMIZERS), "adafactor"),
@@ -490,8 +498,3 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "check_every": lambda value: None if value is None else check_count("check_every", value),
     "compile": one_of("compile", "none regions regions+graphs auto"),
 }
-
-
-def schedule_name(options: Options) -> str:
-    """The schedule's name. "auto" is 1f1b: it is as fast as gpipe and keeps fewer activations."""
-    return "1f1b" if options.schedule == "auto" else options.schedule

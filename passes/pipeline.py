@@ -35,7 +35,7 @@ from autopar.codegen import emit, file_name
 from autopar.cost.hardware import Hardware, resolve
 from autopar.cost.price import StepPricer
 from autopar.mesh import Mesh
-from autopar.options import Options, schedule_name
+from autopar.options import Options
 from autopar.passes.analysis import (
     Analysis,
     accept_missing,
@@ -73,13 +73,12 @@ from autopar.passes.facts import (
     Trained,
     Unverified,
 )
-from autopar.passes.inter import Candidate
+from autopar.passes.inter import Candidate, plain_order
 from autopar.passes.lowering import PlacedStage, join, lower_few, stage_record
 from autopar.passes.search import Planner, PlanningResult
 from autopar.plans import MANUAL, PlanData, Predicted, StageRecord
 from autopar.program.graph import Program
 from autopar.program.lines import Pipeline, StageProgram
-from autopar.schedule import ORDERS, forward_only
 from autopar.verifier import verify_pipeline
 
 
@@ -141,7 +140,7 @@ class OpenSearch(Pass):
         options = options_for(program, target.options)
         longer, paddings = pad_for_ranks(program, target.mesh.n_ranks)
         analysis = Analysis.of(longer, options.batch_dims or None)
-        analysis = analysis.set_schedule(schedule_name(options))
+        analysis = analysis.set_schedule(plain_order(options))
         yield SearchSpace(analysis, paddings, options, _hardware(target, analysis))
 
 
@@ -184,7 +183,7 @@ class Record(Pass):
             microbatches=solved.candidate.n_microbatches,
             precision=options.precision,
             optimizer=options.optimizer,
-            schedule=schedule_name(options),
+            schedule=solved.candidate.schedule,
             inputs=facts[Inputs].tensors,
             static_inputs=dict(facts[Inputs].static),
             positional=facts[Inputs].positional,
@@ -296,8 +295,8 @@ class Lower(Pass):
     only_forward: bool = False
 
     def run(self, facts: Compilation) -> Iterable[object]:
-        order = forward_only if self.only_forward else ORDERS[facts[PlanData].schedule]
-        yield Unverified(join(facts[Placed].stages, order, self.with_outputs))
+        schedule = None if self.only_forward else facts[PlanData].schedule
+        yield Unverified(join(facts[Placed].stages, schedule, self.with_outputs))
 
 
 @dataclass(frozen=True)

@@ -67,9 +67,7 @@ _loading: WeakSet[Optimizer] = WeakSet()  # those that call `_finish_load`
 _is_watching = False
 
 
-def warn_of_none(
-    parameters: Iterable[nn.Parameter], stages: Sequence[int], n_stages: int
-) -> None:
+def warn_of_none(parameters: Iterable[nn.Parameter], stages: Sequence[int], n_stages: int) -> None:
     """Warn if a rank of a pipeline trains nothing, which optimizers of torch refuse."""
     if n_stages > 1 and not any(parameter.requires_grad for parameter in parameters):
         several = f"a rank of stages {', '.join(map(str, stages))}"

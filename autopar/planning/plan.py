@@ -91,13 +91,11 @@ class Plan:
 
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
-        """The pipeline stages, first to last."""
+        """The pipeline stages, first to last; with several a rank, they have the same ranks."""
         found: list[Stage] = []
-        first_rank = 0
-        for record in self.data.stages:
+        for first_rank, record in zip(self.data.first_ranks, self.data.stages, strict=True):
             modules = dict.fromkeys(key.rpartition("/")[0] for key in record.operators)
             ranks = tuple(range(first_rank, first_rank + record.n_ranks))
-            first_rank += record.n_ranks
             found.append(
                 Stage(record.mesh_shape, ranks, tuple(m for m in modules if m), dict(record.axes))
             )
@@ -130,7 +128,7 @@ class Plan:
 
     @property
     def schedule(self) -> str:
-        """The schedule of the pipeline: "gpipe" or "1f1b"."""
+        """The schedule of the pipeline, a word of the option `schedule`."""
         return self.data.schedule
 
     @property

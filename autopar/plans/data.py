@@ -3,7 +3,8 @@
 Keys are stable: parameters go by name, operators by "module path/operator name#occurrence", never
 by graph node. A plan holds no code. Its costs are for the reader: they are computed again when a
 plan is loaded. A stage starts at an operator and ends before the first of the next stage. Its ranks
-follow those of the stage before. The entries of a stage are
+follow those of the stage before. If stages hold v times the ranks of the mesh, each rank has v of
+them (chunks), as the schedule places them. The entries of a stage are
 
     parameters       the storage and, if it is sharded, how often it is gathered   `I S(0)`
     operators        `inputs -> outputs`: one spec per tensor, one placement per logical axis
@@ -34,6 +35,7 @@ from autopar.options import Recompute
 from autopar.placement import Spec
 from autopar.precision import Precision
 from autopar.program.lines import Period, Storage
+from autopar.schedule import devices_of
 
 VERSION = 2
 
@@ -174,6 +176,25 @@ class PlanData:
     master_weights: bool = False
 
     @property
+    def devices(self) -> tuple[int, ...]:
+        """The device of every stage: stages on one device have the same ranks."""
+        held = sum(stage.n_ranks for stage in self.stages)
+        n_chunks = max(1, held // math.prod(self.mesh.shape))
+        if n_chunks == 1:
+            return tuple(range(len(self.stages)))
+        return devices_of(self.schedule, len(self.stages) // n_chunks, n_chunks)
+
+    @property
+    def first_ranks(self) -> tuple[int, ...]:
+        """The first rank of every stage."""
+        first: dict[int, int] = {}
+        n_ranks = 0
+        for device, stage in sorted(zip(self.devices, self.stages, strict=True), key=_device):
+            if device not in first:
+                first[device], n_ranks = n_ranks, n_ranks + stage.n_ranks
+        return tuple(first[device] for device in self.devices)
+
+    @property
     def is_manual(self) -> bool:
         """Did the user decide, and not the search?"""
         return self.recipe == MANUAL
@@ -205,6 +226,10 @@ class PlanData:
 
     def save(self, path: str | Path) -> None:
         Path(path).write_text(self.to_json(), encoding="utf-8")
+
+
+def _device(placed: tuple[int, StageRecord]) -> int:
+    return placed[0]
 
 
 def storage_text(storage: Storage) -> str:

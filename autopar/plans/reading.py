@@ -29,7 +29,7 @@ from autopar.plans.data import (
 from autopar.plans.json_values import Json, parse_json, read_json
 from autopar.precision import WORDS as PRECISIONS
 from autopar.program.lines import has_clashing_groups
-from autopar.schedule import ORDERS
+from autopar.schedule import CHUNKS, ORDERS
 
 MOST_RANKS = 2**20
 MOST_AXES = 8
@@ -279,13 +279,26 @@ def _padded(value: Json, stages: Collection[StageRecord]) -> dict[str, tuple[int
 
 
 def _check_ranks(document: Json, plan: PlanData) -> None:
-    """Raises `PlanError` unless the stages have the ranks of the mesh."""
+    """Raises `PlanError` unless the stages have the ranks of the mesh, each equally often."""
     held, n_ranks = sum(stage.n_ranks for stage in plan.stages), math.prod(plan.mesh.shape)
-    if held != n_ranks:
+    n_chunks, n_stages = held // n_ranks, len(plan.stages)
+    fewest, most = CHUNKS[plan.schedule]
+    is_plain = n_chunks == 1 and (fewest == 1 or n_stages == 1)
+    is_allowed = is_plain or fewest <= n_chunks <= (most or n_chunks)
+    if held % n_ranks or not n_chunks or not is_allowed or n_stages % n_chunks:
         raise PlanError(
             f"the plan's stages hold {held:,} ranks, the mesh has {n_ranks:,}",
             where=document.where,
+            hint=f"{plan.schedule} has {fewest} or more stages on a rank" if fewest > 1 else None,
         )
+    layouts: dict[int, StageRecord] = {}
+    for k, (device, stage) in enumerate(zip(plan.devices, plan.stages, strict=True)):
+        first = layouts.setdefault(device, stage)
+        if (stage.mesh_shape, [*stage.axes.items()]) != (first.mesh_shape, [*first.axes.items()]):
+            raise PlanError(
+                f"stages[{k}] has other axes than an earlier stage on its ranks",
+                where=document.where,
+            )
 
 
 def _check_paths(raw: Mapping[str, Json], plan: PlanData) -> None:

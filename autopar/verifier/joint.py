@@ -3,6 +3,8 @@
     lines        forward has the lines of the stage, in order; operators that are written out are
                  there as kernels, which make the operator's results        (`_check_forward`)
     end          what waits for the end of the step makes the loss alone    (`_check_end`)
+    parts        which gradients the parts of a backward that is split hand over
+                                                                            (`_check_parts`)
     variables    names, storages, handles; what is saved; what runs again   (`joint_flow.py`)
     gradients    shapes, dtypes and placements; all are handed over         (`joint_gradients.py`)
 
@@ -28,8 +30,10 @@ from autopar.program.lines import (
     Line,
     LossAtEnd,
     MoveLine,
+    ReadyLine,
     StartLine,
     WaitLine,
+    WeightGradients,
     communications,
     taken_parameters,
 )
@@ -49,6 +53,7 @@ def verify_joint(joint: JointProgram) -> None:
     """Raise `VerificationError`, naming the line and the reason, unless all invariants hold."""
     _check_forward(joint)
     _check_end(joint)
+    _check_parts(joint)
     _check_variables(joint)
     check_gradients(joint)
 
@@ -63,13 +68,29 @@ def _check_variables(joint: JointProgram) -> None:
             *(boundary.local.name for boundary in stage.received),
         }
     )
-    kept = {*stage.returned, *joint.saved}
-    check_flow("forward", Flow(taken, taken, taken, words), joint.forward, kept)
+    returned = {*stage.returned, *joint.saved}
+    check_flow("forward", Flow(taken, taken, taken, words), joint.forward, returned)
     given = {name for name in joint.cotangents if name is not None}
     saved = frozenset(joint.saved)
     flow = Flow(saved | given, frozenset(), saved, words, is_backward=True)
-    check_flow("backward", flow, joint.backward, ())
+    first, second = joint.backward_parts
+    check_flow("backward", flow, first, joint.kept)
+    if stage.splits_backward:
+        check_flow("the second part of backward", flow, second, ())
     check_reruns(joint)
+
+
+def _check_parts(joint: JointProgram) -> None:
+    """Raise unless backward has two parts if it is split: the first hands over the gradients of
+    what was received, the second those of parameters."""
+    n_parts = 1 + sum(isinstance(line, WeightGradients) for line in joint.backward)
+    if n_parts != 1 + joint.stage.splits_backward:
+        raise error(f"it has {n_parts} parts", f"backward of {joint.stage.name}")
+    n_parameters = len(taken_parameters(joint.stage))
+    for is_second, lines in enumerate(joint.backward_parts if n_parts > 1 else ()):
+        for number, line in enumerate(lines):
+            if isinstance(line, ReadyLine) and (line.position < n_parameters) != is_second:
+                raise error("it is handed over in the wrong part", place("backward", number, line))
 
 
 def _check_forward(joint: JointProgram) -> None:

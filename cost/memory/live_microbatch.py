@@ -18,7 +18,7 @@ Compiled regions (`regions.py`): what a region is given lives until it returns, 
 operators that it fuses are in no memory.
 
 Between stages: sent tensors, which may be under way, and gradients to be sent back live until the
-backward of their microbatch is over.
+backward of their microbatch is over, or its first part.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from autopar.program.communication import (
     Start,
     Wait,
     Work,
-    backward_order,
+    backward_parts,
     forward_order,
     gathers_at,
     positions_of,
@@ -67,7 +67,7 @@ class MicrobatchMemory:
         walk = _Walk(program)
         walk.forward()
         self._n_forward = len(walk.moments)
-        walk.backward()
+        self._n_first = walk.backward()
         walk.regions.settle(walk.moments)
         self._moments, self._repeats = walk.moments, walk.repeats
         self._before: LedgerState | None = None
@@ -84,7 +84,17 @@ class MicrobatchMemory:
 
     def backward(self) -> None:
         """Afterwards only the gradients of parameters are held."""
-        self._play(self._n_forward, len(self._moments))
+        self.backward_input()
+        self.backward_weight()
+
+    def backward_input(self) -> None:
+        """The first part of a backward that is split, or all. Afterwards what the second part
+        needs is held."""
+        self._play(self._n_forward, self._n_first)
+
+    def backward_weight(self) -> None:
+        """The second part. Afterwards only the gradients of parameters are held."""
+        self._play(self._n_first, len(self._moments))
         self.forget()
 
     def forget(self) -> None:
@@ -148,31 +158,48 @@ class _Walk:
         for storage in (*received, *map(self._storage, program.returned)):
             self._need(storage)
 
-    def backward(self) -> None:
-        """The backward in order; then what is left is freed with the graph."""
-        program, order = self.program, backward_order(self.program)
+    def backward(self) -> int:
+        """The backward in order; then what is left is freed with the graph.
+
+        Returns the number of moments up to the end of its first part.
+        """
+        program, (order, second) = self.program, backward_parts(self.program)
         self._moment()
         if program.loss is not None and order:
             self._give(program.loss, "seed", program.variables[program.loss].size_bytes)
         sent = [b.local for b in program.sent if b.local.has_grad]
         for local in sent:
             self._give(local.name, f"{local.name}@received", local.size_bytes)
-        places, place = list[int | None](), None
-        for work in reversed(order):  # what runs for the backward of a line belongs to it
-            place = _place(program, work) if _is_own(work) else place
-            places.append(place)
-        self._works(order, places[::-1])
-        self.regions.enter(None, len(self.moments))
+        self._backward_works(order)
         lasting = [local.name for local in sent] + ([program.loss] if program.loss else [])
         for name in lasting:
             self._need(self._storage(name))
+        for boundary in program.received:
+            if (owner := self._gradient_of.pop(boundary.local.name, None)) is not None:
+                self._need((GRADIENTS, owner))
+        n_first = len(self.moments)
+        if second:
+            self._backward_works(second, len(order))
         for owner in self._gradient_of.values():
             self._need((GRADIENTS, owner))
         for storage, m in self._last.items():
             self.moments[m].ended.append(storage)
+        return n_first
 
-    def _works(self, order: Sequence[Work], places: Sequence[int | None]) -> None:
-        """Write the moments of an order; `places` has the repeat of the program that each is in."""
+    def _backward_works(self, order: Sequence[Work], n_before: int = 0) -> None:
+        """Write the moments of a part of backward."""
+        places, place = list[int | None](), None
+        for work in reversed(order):  # what runs for the backward of a line belongs to it
+            place = _place(self.program, work) if _is_own(work) else place
+            places.append(place)
+        self._works(order, places[::-1], n_before)
+        self.regions.enter(None, len(self.moments))
+
+    def _works(
+        self, order: Sequence[Work], places: Sequence[int | None], n_before: int = 0
+    ) -> None:
+        """Write the moments of an order; `places` has the repeat of the program that each is in.
+        `n_before` works were before, in the same direction."""
         ends = {place: k for k, place in enumerate(places) if place is not None}
         begun = set[int]()
         for k, (work, place) in enumerate(zip(order, places, strict=True)):
@@ -180,7 +207,7 @@ class _Walk:
             self.regions.enter(work, first)
             self._work(work)
             for moment in self.moments[first:]:
-                moment.work = k
+                moment.work = n_before + k
                 if self.regions.fuses:
                     moment.workspace_bytes = 0.0
             if place is None:
@@ -371,6 +398,8 @@ class _Walk:
         if saved not in self._bytes and line.saved_bytes and segment is not None:
             self._make(saved, line.saved_bytes)  # copies of what it reads, made again
             kept = (*kept, *line.reads)
+        if self.program.splits_backward:
+            kept = tuple(name for name in kept if work.reads(name))
         for storage in (saved, *map(self._storage, kept)):
             self._need(storage)
         for owner in taken:

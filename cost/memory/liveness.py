@@ -36,7 +36,7 @@ from autopar.program.lines import (
     every_parameter,
     parameter_counts,
 )
-from autopar.schedule import Schedule, in_flight
+from autopar.schedule import Schedule, in_flight_of_stage
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ def gradients_under_way(schedule: Schedule, stage: int) -> int:
     waits for a batch of messages once it has posted as many later batches as there are devices
     (`Crossings.post` in `runtime/collectives/crossings.py`).
     """
-    most_in_flight, now = in_flight(schedule, stage), 0
+    most_in_flight, now = in_flight_of_stage(schedule, stage), 0
     most, held = 0, deque[int](maxlen=schedule.n_devices)
     row = schedule.rows[schedule.device_of(stage)]
     for is_compute, run in itertools.groupby(row, lambda a: a.is_compute):

@@ -42,7 +42,8 @@ def divided_calls(
             yield DividedCall(call, factor * time_s * (1 - of_call), factor * time_s * of_call)
 
     inside_s = 0.0
-    for part, own in ((times.forward, calls.forward), (times.of("backward"), calls.backward)):
+    backward = calls.backward + calls.weights
+    for part, own in ((times.forward, calls.forward), (times.of("backward"), backward)):
         hidden_s = part.duration(times.overlap_slowdown_fraction).hidden_s
         yield from divided(own, n, hidden_s)
         inside_s += n * hidden_s

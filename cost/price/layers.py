@@ -50,7 +50,7 @@ def layer_works(
     calls, modules = overlap_of(program, cost), _modules(program)
     return (
         _works(forward_lines(program), calls.forward, modules),
-        _works(backward_lines(program), calls.backward, modules),
+        _works(backward_lines(program), calls.backward + calls.weights, modules),
     )
 
 

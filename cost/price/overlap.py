@@ -40,6 +40,7 @@ Calls = tuple[TimedCall, ...]
 class Overlap(NamedTuple):
     """A stage's collectives; `forward` and `backward` of one microbatch, `step` once.
 
+    weights     of the second part of a backward that is split
     before      before forward: all are waited for
     step        the return of gradients once a step: what is waited for starts after the last
                 backward
@@ -51,6 +52,7 @@ class Overlap(NamedTuple):
     backward: Calls
     step: Calls
     last_s: float
+    weights: Calls = ()
 
 
 def overlap_of(program: StageProgram, cost: CostModel) -> Overlap:
@@ -65,6 +67,7 @@ def overlap_of(program: StageProgram, cost: CostModel) -> Overlap:
         _timed(calls.backward, cost),
         step,
         overlapped_of(last.values()),
+        _timed(calls.weights, cost),
     )
 
 

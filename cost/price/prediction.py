@@ -47,7 +47,7 @@ from autopar.program.communication import (
     tie_exchanges,
 )
 from autopar.program.lines import CallLine, Pipeline, StageProgram, counted_sum, line_counts
-from autopar.schedule import Action, in_flight
+from autopar.schedule import Action, in_flight_of_stage
 
 # (rank, rank) -> the link between them.
 LinkBetween = Callable[[int, int], Link]
@@ -79,7 +79,7 @@ def collectives_of(
         )
     return tuple(
         row
-        for mesh in pipeline.meshes
+        for mesh in pipeline.device_meshes
         for row in rank_collectives(pipeline, mesh.first_rank, local_inputs)
     )
 
@@ -133,7 +133,7 @@ def peak_of_stage(pipeline: Pipeline, stage: int, optimizer: str) -> float:
 def peak_memory_of(pipeline: Pipeline, stage: int, optimizer: str) -> PeakMemory:
     """That peak, where it is reached, and what it is made of."""
     schedule = pipeline.schedule
-    n_in_flight, n_under_way = in_flight(schedule, stage), gradients_under_way(schedule, stage)
+    n_in_flight, n_under_way = in_flight_of_stage(schedule, stage), gradients_under_way(schedule, stage)
     program, key = pipeline.stages[stage], ("peak", optimizer, n_in_flight, n_under_way)
     if key not in program.price_cache:
         program.price_cache[key] = peak_memory(program, optimizer, n_in_flight, n_under_way)
@@ -144,7 +144,7 @@ def peak_memory_of(pipeline: Pipeline, stage: int, optimizer: str) -> PeakMemory
 def memory_course_of(pipeline: Pipeline, stage: int, optimizer: str) -> MemoryCourse:
     """The live bytes of that step, moment by moment."""
     schedule, program = pipeline.schedule, pipeline.stages[stage]
-    n_in_flight, n_under_way = in_flight(schedule, stage), gradients_under_way(schedule, stage)
+    n_in_flight, n_under_way = in_flight_of_stage(schedule, stage), gradients_under_way(schedule, stage)
     return memory_course(program, optimizer, n_in_flight, n_under_way)
 
 
@@ -197,7 +197,7 @@ def _times_of_stage(program: StageProgram, cost: CostModel, optimizer: str) -> S
 
 def _with_memory(pipeline: Pipeline, stage: int, times: StageTimes, optimizer: str) -> StageTimes:
     kept = kept_bytes(pipeline.stages[stage], optimizer)
-    n_in_flight = in_flight(pipeline.schedule, stage)
+    n_in_flight = in_flight_of_stage(pipeline.schedule, stage)
     static = peak_of_stage(pipeline, stage, optimizer) - n_in_flight * kept
     return replace(times, static_bytes=static, kept_bytes=kept)
 
@@ -230,7 +230,7 @@ def _tie_times(
 
 def _everywhere_s(pipeline: Pipeline, between: LinkBetween) -> float:
     """Seconds of the loss's all_reduce over all ranks, on the slowest link between neighbours."""
-    ranks = [rank for mesh in pipeline.meshes for rank in mesh.ranks]
+    ranks = [rank for mesh in pipeline.device_meshes for rank in mesh.ranks]
     links = [between(a, b) for a, b in itertools.pairwise(ranks)]
     slowest = Link(max(k.latency_s for k in links), max(k.s_per_byte for k in links))
     group = flat_group(len(ranks), slowest)

@@ -3,14 +3,15 @@
     before    parameters converted for use                                once
     forward   the lines of the body                                       per microbatch
     backward  the differentiated lines, the recomputed lines, and the
-              return of ZeRO-2 gradients                                  per microbatch
+              return of ZeRO-2 gradients, perhaps in two parts            per microbatch
     sync      the return of the other gradients, beside the last backward once
     after     what of that return cannot start there; then the optimizer  once
 
 Each part has compute (operators, and the local parts of reshards) and collectives. Which of them
 run beside compute, `overlap.py` says; all others wait. `CallLine.forward_s` is compute alone; the
 collectives inside a lowered operator are priced with all others, from `step_calls`.
-`MoveLine.forward_s` of a collective is left out of compute.
+`MoveLine.forward_s` of a collective is left out of compute. The two gradients of a matmul have the
+same FLOPs, so each takes half of its backward.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ import torch
 from autopar.cost.laws import CostModel
 from autopar.cost.memory import optimizer_time_s
 from autopar.cost.price.overlap import Calls, overlap_of, overlapped_of, slowdown_of, waited_of
-from autopar.cost.simulate import PartWork, StageTimes
+from autopar.cost.simulate import PartWork, SplitBackward, StageTimes
 from autopar.placement import COLLECTIVES
 from autopar.program.communication import (
     Backward,
@@ -35,6 +36,7 @@ from autopar.program.communication import (
     Wait,
     Work,
     backward_order,
+    backward_parts,
     forward_order,
     positions_of,
 )
@@ -54,13 +56,17 @@ def stage_times(program: StageProgram, cost: CostModel, optimizer: str) -> Stage
     """The times of one stage; all its ranks take the same time."""
     calls = overlap_of(program, cost)
     converted_s, returned_s = _conversions_s(program)
-    backward_s = _total_s(backward_lines(program)) + returned_s["micro"]
+    first, second = (_total_s(_line_times(program, part)) for part in backward_parts(program))
+    backward: PartWork | SplitBackward = _work(first + returned_s["micro"], calls.backward)
+    if program.splits_backward:
+        weights = _work(second + returned_s["micro"], calls.weights)
+        backward = SplitBackward(_work(first, calls.backward), weights)
     sync_s, last_s = overlapped_of(calls.step), calls.last_s
     return StageTimes(
         n_ranks=cost.mesh.n_ranks,
         before=PartWork(converted_s, waited_of(calls.before)),
         forward=_work(_total_s(forward_lines(program)), calls.forward),
-        backward=_work(backward_s, calls.backward),
+        backward=backward,
         after=PartWork(returned_s["step"], waited_of(calls.step)),
         update_s=_update_s(program, cost, optimizer) if program.trains else 0.0,
         sync_s=sync_s,
@@ -102,13 +108,15 @@ def _line_times(program: StageProgram, order: Sequence[Work]) -> Iterator[LineTi
 
 
 def _work_times(program: StageProgram, work: Work, counts: Sequence[int]) -> Iterator[LineTime]:
+    if isinstance(work, Start):
+        return
     done = work.call if isinstance(work, Wait) else work
-    if isinstance(work, Start) or (isinstance(done, Backward) and done.part == "weight"):
-        return  # a matmul's two parts are counted at the first
+    share = 0.5 if isinstance(done, Backward) and done.part != "whole" else 1.0
     is_backward = isinstance(done, Backward | Reduction)
     again = isinstance(done, Forward) and done.again
     for i in positions_of(done):
-        yield LineTime(i, _line_s(program.body[i], is_backward, again), counts[i], again)
+        time_s = share * _line_s(program.body[i], is_backward, again)
+        yield LineTime(i, time_s, counts[i], again)
 
 
 def works_begin_s(program: StageProgram, is_backward: bool) -> list[float]:

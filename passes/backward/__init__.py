@@ -2,9 +2,9 @@
 
 Read `joint.py` (the walk over the order of work), `recording.py` (the kernels of
 one operator and of its derivative), `templates.py` (what stands for them in a program),
-`kernels.py` and `names.py` (a template as lines), `apart.py` (gradients of weights apart),
-`provision.py` (views made again, what is saved, frees), `fusible.py` (the operators of a block
-as one region), `proving.py` (every stage, a deep one by few blocks).
+`kernels.py` and `names.py` (a template as lines), `provision.py` (views made again, what is saved,
+frees), `fusible.py` (the operators of a block as one region), `proving.py` (every stage, a deep
+one by few blocks).
 It may import `passes/analysis`, and what lies below `passes`.
 It hands on `differentiate`, `make_fusible`, and `proved`, which also verifies what it wrote.
 """

@@ -14,12 +14,12 @@ on one rank a step equals that of autograd bit for bit.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from typing import NamedTuple
 
 import torch
 
-from autopar.passes.backward.apart import with_weight_gradients_last
 from autopar.passes.backward.kernels import KernelPrinter, call_of
 from autopar.passes.backward.names import Names
 from autopar.passes.backward.provision import finished
@@ -39,7 +39,8 @@ from autopar.program.communication import (
     Reduction,
     Start,
     Wait,
-    backward_order,
+    Work,
+    backward_parts,
     forward_order,
     gathers_at,
     positions_of,
@@ -66,10 +67,19 @@ from autopar.program.lines import (
     StartLine,
     Variable,
     WaitLine,
+    WeightGradients,
     reserved_names,
     taken_parameters,
 )
 from autopar.runtime.lowered import LOWERED
+
+
+class _Made(NamedTuple):
+    """A gradient of the variable `of`, or a term of it."""
+
+    of: str
+    gradient: str
+    meta: Meta
 
 
 def differentiate(stage: StageProgram, device: str = "cpu") -> JointProgram:
@@ -92,16 +102,17 @@ class _Walk:
     gradient_metas: dict[str, Meta] = field(default_factory=dict)
     # Sums of gradients whose strides are not those of the first term.
     moved: set[str] = field(default_factory=set)
-    backward: list[JointLine] = field(default_factory=list)
+    # Which kernels the lines that run again are is known when the walk has passed them.
+    backward: list[JointLine | Forward] = field(default_factory=list)
     forward: dict[int, list[JointLine]] = field(default_factory=dict)
     # Position of an operator -> variables of the slots that its forward hands on; and the lines of
     # its forward that come before its result, such as copies of its arguments.
     kept: dict[int, dict[int, str]] = field(default_factory=dict)
     copies: dict[int, list[JointLine]] = field(default_factory=dict)
-    # Reductions that were begun: their ends, and the moves that make their results.
-    under_way: dict[Reduction, tuple[WaitLine, dict[str, GradientMove]]] = field(
-        default_factory=dict
-    )
+    # Calls that were begun: their ends, and the moves that make their results, by variable.
+    under_way: dict[Work, tuple[WaitLine, dict[str, GradientMove]]] = field(default_factory=dict)
+    # Position of a divided matmul -> what is left of its backward: lines, and gradients.
+    left: dict[int, tuple[list[JointLine], list[_Made]]] = field(default_factory=dict)
     # Position of an operator -> its call, and the variables of its slots.
     calls: dict[int, tuple[Call, list[str]]] = field(default_factory=dict)
 
@@ -114,7 +125,7 @@ class _Walk:
         }
 
     def run(self) -> JointProgram:
-        stage, begun = self.stage, 0
+        stage = self.stage
         self._arguments()
         for i, line in enumerate(stage.body):
             self.forward[i] = [line]
@@ -122,43 +133,33 @@ class _Walk:
         if not stage.trains:
             return finished(stage, self._ordered(), [], (), ())
         cotangents = self._cotangents()
-        # Which kernels the lines that run again are is known when the walk has passed them.
-        again: dict[int, list[int]] = {}
-        for work in backward_order(stage):
+        first, second = backward_parts(stage)
+        marker = [WeightGradients()] if stage.splits_backward else []
+        for work in (*first, *marker, *second):
             match work:
-                case Forward(i):
-                    again.setdefault(len(self.backward), []).append(i)
-                case Backward(i, "input"):
-                    begun = len(self.backward)
-                    self._line(i)
-                case Backward(i, "whole"):
-                    self._line(i)
-                case Start(Backward(i)):
-                    self._move_early(i, begun)
-                case Backward() | Wait(Backward()):
-                    continue  # its lines are there
+                case Forward() | WeightGradients():
+                    self.backward.append(work)
+                case Backward(i, "weight"):
+                    self._make(work, *self.left.pop(i, ((), ())))
+                case Backward():
+                    self._line(work)
+                case Start(Backward() as call):
+                    self._line(call, True)
                 case Reduction(positions):
                     self._reduce(positions)
                 case Start(Reduction(positions) as call):
                     self._reduce(positions, call)
-                case Wait(Reduction() as call):
+                case Wait(Reduction() | Backward() as call):
                     self._wait(call)
                 case Gather() | Start() | Wait():
                     self.backward.append(self._communication(work))
         backward: list[JointLine] = []
-        for k in range(len(self.backward) + 1):
-            for i in again.get(k, ()):
-                backward += self.forward.get(i, ())
-            backward += self.backward[k : k + 1]
-        parameters = taken_parameters(stage)
-        taken = (*parameters, *(b.local.name for b in stage.received))
+        for item in self.backward:
+            backward += self.forward.get(item.position, ()) if isinstance(item, Forward) else [item]
+        taken = (*taken_parameters(stage), *(b.local.name for b in stage.received))
         lost = self.gradients.keys() - {*taken}
         assert not lost, f"no line takes the gradients of {', '.join(sorted(lost))}"
         gradients = tuple(self.gradients.get(name) for name in taken)
-        if stage.splits_backward:
-            made = {name for name in gradients[: len(parameters)] if name is not None}
-            received = {name for name in gradients[len(parameters) :] if name is not None}
-            backward = with_weight_gradients_last(backward, made, received)
         return finished(stage, self._ordered(), backward, cotangents, gradients, self.moved)
 
     def _ordered(self) -> list[JointLine]:
@@ -243,20 +244,33 @@ class _Walk:
             self._add(name, variable.name, contiguous_meta(self.metas[name]))
         return tuple(found)
 
-    def _line(self, i: int) -> None:
-        line = self.stage.body[i]
+    def _line(self, work: Backward, is_early: bool = False) -> None:
+        """The backward of a line; `is_early`: it is a move that is only begun."""
+        line = self.stage.body[work.position]
         match line:
             case MoveLine():
-                self._move(line)
+                self._move(line, work if is_early else None)
             case CallLine():
                 given = [self.gradients.pop(out.name, None) for out in line.outs]
                 if any(name is not None for name in given):
                     if line.lowered is None:
-                        self._operator(i, line, given)
+                        self._operator(work, line, given)
                     else:
-                        self._function(i, line, given)
+                        self._function(work, line, given)
 
-    def _move(self, line: MoveLine) -> None:
+    def _make(self, work: Backward, lines: Sequence[JointLine], made: Sequence[_Made]) -> None:
+        """The lines of an operator's backward, or those that the gradient of `work.apart` needs."""
+        if work.part == "input":
+            wanted = [one for one in made if work.makes(one.of)]
+            others = [one for one in made if not work.makes(one.of)]
+            lines, later = _divided(lines, {one.gradient for one in wanted})
+            self.left[work.position] = later, others
+            made = wanted
+        self.backward += lines
+        for one in made:
+            self._add(*one)
+
+    def _move(self, line: MoveLine, begun: Work | None) -> None:
         gradient = self.gradients.pop(line.out.name, None)
         if gradient is None or not line.has_grad:
             return
@@ -264,22 +278,8 @@ class _Walk:
             self._add(line.source, gradient, self.gradient_metas[gradient])
             return
         out = self._gradient_variable(line.source)
-        self.backward.append(GradientMove(out, gradient, line))
-        meta = self.metas[line.source]._replace(dtype=self.gradient_metas[gradient].dtype)
-        self._add(line.source, out.name, contiguous_meta(meta))
-
-    def _move_early(self, i: int, begun: int) -> None:
-        """The move of a gradient, beside the lines from `begun` on that it does not need."""
-        kernels = self.backward[begun:]
-        del self.backward[begun:]
-        self._line(i)
-        if self.backward[begun:]:
-            move, *sums = self.backward[begun:]
-            assert isinstance(move, GradientMove)
-            first, later = _divided(kernels, move)
-            start, wait = StartLine(move, _handle(move)), WaitLine(move, _handle(move))
-            kernels = [*first, start, *later, wait, *sums]
-        self.backward[begun:] = kernels
+        move = GradientMove(out, gradient, line)
+        self._communicate(move, {line.source: move}, begun)
 
     def _reduce(self, positions: Sequence[int], begun: Reduction | None = None) -> None:
         """Reduce the gradients of parameters by one call, which is waited for if it is `begun`."""
@@ -298,15 +298,24 @@ class _Walk:
                 members.append(GradientMove(out, gradient, line.moves[0]))
             reduction = FusedReductions(tuple(members))
         results = dict(zip([line.source for line in lines], members[-len(lines) :], strict=True))
+        self._communicate(reduction, results, begun)
+
+    def _communicate(
+        self,
+        line: GradientMove | FusedReductions,
+        results: dict[str, GradientMove],
+        begun: Work | None,
+    ) -> None:
+        """Gradients are moved by one call, which is waited for if it is `begun`."""
         if begun is None:
-            self.backward.append(reduction)
+            self.backward.append(line)
             self._add_results(results)
         else:
-            self.backward.append(StartLine(reduction, _handle(reduction)))
-            self.under_way[begun] = WaitLine(reduction, _handle(reduction)), results
+            self.backward.append(StartLine(line, _handle(line)))
+            self.under_way[begun] = WaitLine(line, _handle(line)), results
 
-    def _wait(self, call: Reduction) -> None:
-        """The reductions of a call are there."""
+    def _wait(self, call: Work) -> None:
+        """The gradients that a call moves are there."""
         if call in self.under_way:
             line, results = self.under_way.pop(call)
             self.backward.append(line)
@@ -353,12 +362,13 @@ class _Walk:
         before = self.gradient_metas[member.source]
         return contiguous_meta(before._replace(shape=member.out.shape))
 
-    def _operator(self, i: int, line: CallLine, given: Sequence[str | None]) -> None:
+    def _operator(self, work: Backward, line: CallLine, given: Sequence[str | None]) -> None:
+        i = work.position
         call, inputs = self.calls[i]
         metas = [None if name is None else self.gradient_metas[name] for name in given]
         found = template(call, metas)
         if found is None:
-            self._function(i, line, given)
+            self._function(work, line, given)
             return
         made = found.recording
         line = self._forward_of(i, line, found, inputs)
@@ -374,13 +384,15 @@ class _Walk:
         for name, slot in zip(inputs, made.gradients, strict=True):
             if slot is not None and slot not in variables and slot not in last:
                 last[slot] = self._gradient_variable(name)
-        if i in self.kept_lines:
-            self.backward += self.copies.get(i, ())
-        self.backward += printer.lines(found.again, {}, found.read | last.keys())
-        self.backward += printer.lines(made.backward, last, found.read)
-        for name, slot in zip(inputs, made.gradients, strict=True):
-            if slot is not None:
-                self._add(name, printer.variables[slot], made.metas[slot])
+        lines = [*self.copies.get(i, ())] if i in self.kept_lines else []
+        lines += printer.lines(found.again, {}, found.read | last.keys())
+        lines += printer.lines(made.backward, last, found.read)
+        gradients = [
+            _Made(name, printer.variables[slot], made.metas[slot])
+            for name, slot in zip(inputs, made.gradients, strict=True)
+            if slot is not None
+        ]
+        self._make(work, lines, gradients)
 
     def _forward_of(
         self, i: int, line: CallLine, found: Template, inputs: Sequence[str]
@@ -416,11 +428,11 @@ class _Walk:
         self.kept[i] = {slot: printer.variables[slot] for slot in found.kept}
         return line
 
-    def _function(self, i: int, line: CallLine, given: Sequence[str | None]) -> None:
+    def _function(self, work: Backward, line: CallLine, given: Sequence[str | None]) -> None:
         kept = self.names.new(f"{_stem(line)}_kept")
         names = [name for name in line.reads if name in self.metas]
         differentiable = tuple(self.metas[name].has_grad for name in names)
-        self.forward[i] = [FunctionLine(line, kept, differentiable)]
+        self.forward[work.position] = [FunctionLine(line, kept, differentiable)]
         outs = []
         for name in names:
             wanted = self.metas[name].has_grad
@@ -429,10 +441,13 @@ class _Walk:
         keeps = LOWERED[line.lowered].keeps if line.lowered else ()
         taken = (line.args[k] for k in keeps)
         inputs = tuple(arg.name if isinstance(arg, Ref) else None for arg in taken)
-        self.backward.append(FunctionBackward(tuple(outs), line, kept, inputs, tuple(given)))
-        for name, out in zip(names, outs, strict=True):
-            if out.name != UNUSED:
-                self._add(name, out.name, contiguous_meta(self.metas[name]))
+        backward = FunctionBackward(tuple(outs), line, kept, inputs, tuple(given))
+        gradients = [
+            _Made(name, out.name, contiguous_meta(self.metas[name]))
+            for name, out in zip(names, outs, strict=True)
+            if out.name != UNUSED
+        ]
+        self._make(work, [backward], gradients)
 
     def _gradient_variable(self, name: str) -> Variable:
         """A new variable for a gradient of `name`."""
@@ -459,10 +474,10 @@ class _Walk:
 
 
 def _divided(
-    lines: Sequence[JointLine], move: GradientMove
+    lines: Sequence[JointLine], names: Collection[str]
 ) -> tuple[list[JointLine], list[JointLine]]:
-    """The lines that `move` needs, and the others; both in order."""
-    needed, first, later = {move.source}, list[JointLine](), list[JointLine]()
+    """The lines that make variables, with what these need, and the others; both in order."""
+    needed, first, later = {*names}, list[JointLine](), list[JointLine]()
     for line in reversed(lines):
         if needed.isdisjoint(line.writes):
             later.append(line)

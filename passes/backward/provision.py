@@ -26,6 +26,7 @@ from autopar.program.lines import (
     ReadyLine,
     StageProgram,
     WaitLine,
+    WeightGradients,
     communications,
     taken_parameters,
 )
@@ -43,7 +44,8 @@ def finished(
     `moved` have other strides than their first term."""
     read = {name for name in gradients if name is not None}
     given = {name for name in cotangents if name is not None}
-    needed = _with_handovers(_without_unread(backward, read), gradients, given)
+    n_late = len(taken_parameters(stage)) if stage.splits_backward else 0
+    needed = _with_handovers(_without_unread(backward, read), gradients, given, n_late)
     complete = _with_views(forward, _with_sums_in_place(needed, given, moved))
     saved = _undefined(complete, given, _variables(stage, forward))
     kept = {*stage.returned, *saved}
@@ -57,11 +59,16 @@ def finished(
 
 
 def _with_handovers(
-    lines: Sequence[JointLine], gradients: Sequence[str | None], given: Collection[str]
+    lines: Sequence[JointLine],
+    gradients: Sequence[str | None],
+    given: Collection[str],
+    n_late: int,
 ) -> list[JointLine]:
     """The lines of backward; a gradient is handed over after the line that completes it.
 
-    It is shared if its memory is read later, except a view, which whoever gets it copies anyway.
+    The first `n_late` gradients, those of parameters, wait for the second part of backward: so
+    those of different microbatches arrive in order, however the parts interleave. A gradient is
+    shared if its memory is read later, except a view, which whoever gets it copies anyway.
     """
     waiting: dict[str, list[int]] = {}
     for position, name in enumerate(gradients):
@@ -76,17 +83,24 @@ def _with_handovers(
 
     def hand_over(name: str, i: int) -> None:
         positions = waiting.pop(name, [])
-        is_read_later = last_read.get(storages.get(name, name), -1) > i
-        for position in positions:
+        late = [position for position in positions if position < n_late]
+        is_read_later = bool(late) or last_read.get(storages.get(name, name), -1) > i
+        for position in positions[len(late) :]:
             is_shared = position != positions[-1] or is_read_later
             found.append(ReadyLine(position, name, is_shared))
+        if late:
+            waiting[name] = late
 
     made = {name for line in lines for name in line.writes}
-    for name in [name for name in waiting if name not in made]:
+    complete = [name for name in waiting if name not in made]
+    for name in complete:
         hand_over(name, -1)  # what backward is given is a gradient as it is
     for i, line in enumerate(lines):
         found.append(line)
-        for name in line.writes:
+        complete += line.writes
+        if isinstance(line, WeightGradients):
+            n_late = 0
+        for name in complete if isinstance(line, WeightGradients) else line.writes:
             hand_over(name, i)
     return found
 

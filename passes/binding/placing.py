@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 from autopar.cost.hardware import Hardware
 from autopar.cost.laws import CostModel
 from autopar.errors import BatchError, PlanError
@@ -49,15 +51,15 @@ def place_stages(
 
     Raises `PlanError` if they do not fit the program, or do not add up to the mesh.
     """
-    held = sum(stage.n_ranks for stage in data.stages)
-    if held != mesh.n_ranks:
-        raise PlanError(f"the plan's stages hold {held} ranks, the mesh has {mesh.n_ranks}")
+    planned = math.prod(data.mesh.shape)
+    if planned != mesh.n_ranks:
+        raise PlanError(f"the plan's stages hold {planned} ranks, the mesh has {mesh.n_ranks}")
     ends = replay_ends(analysis.program, data.stages)
     parts = [analysis]
     if len(ends) > 1:
         parts = [analysis.part(p) for p in cut(analysis.program, ends, with_outputs)]
-    found, first_rank = [], 0
-    for part, record in zip(parts, data.stages, strict=True):
+    found = []
+    for part, record, first_rank in zip(parts, data.stages, data.first_ranks, strict=True):
         held_shape = mesh.submesh_shape(first_rank, record.n_ranks)
         if record.mesh_shape != held_shape:
             raise PlanError(
@@ -67,5 +69,4 @@ def place_stages(
         view = factored_view(mesh, hardware.links, hardware.device, record.axes, first_rank)
         strategy = replay(part, record, data.microbatches, data.forbid)
         found.append(PlacedStage(part, strategy, CostModel.of(view, hardware)))
-        first_rank += record.n_ranks
     return tuple(found)

@@ -47,7 +47,7 @@ def runners_up(
 
 
 def _of_stage(stage: PlacedStage, k: int, data: PlanData, n_shown: int) -> RunnersUp:
-    depth = depths(data.schedule, len(data.stages), data.microbatches)[k]
+    depth = depths(data.schedule, data.devices, data.microbatches)[k]
     folded = fold(stage.analysis, find_runs(stage.analysis))
     problem = stage_problem(folded.analysis, stage.cost, data).under(None, depth)
     try:

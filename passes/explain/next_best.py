@@ -108,7 +108,7 @@ def _decision(
 def _choice(
     stage: PlacedStage, k: int, data: PlanData, target: _Target, limits: TableLimits, n_shown: int
 ) -> Choice:
-    depth = depths(data.schedule, len(data.stages), data.microbatches)[k]
+    depth = depths(data.schedule, data.devices, data.microbatches)[k]
     own: Storage | OperatorStrategy = (
         stage.strategy.storage[target.node]
         if target.is_parameter

@@ -4,9 +4,10 @@ Reading order: `submeshes.py` (devices of a stage), `layers.py` (where stages ma
 `given_stages.py` (where the user's stages end), `counts.py` (numbers of microbatches),
 `candidate.py` (a plan before it is solved), `bounds.py` and `layer_bounds.py` (lower bounds on
 stages), `messages.py` (what they send at least), `space.py` (all pipelines), `stage_search.py`
-(those with one number of microbatches, best first), `recipes.py` (Megatron pipelines).
+(those with one number of microbatches, best first), `orders.py` (schedules), `recipes.py`
+(pipelines of equal stages).
 May import `passes/intra`, `analysis` and `solvers`, and what lies below `passes`.
-Mainly hands on `PipelineSpace`, `StageSearch`, `megatron_pipelines` and `step_bound_s`.
+Mainly hands on `PipelineSpace`, `StageSearch`, `equal_pipelines` and `step_bound_s`.
 """
 
 from autopar.passes.inter.bounds import step_bound_s
@@ -22,10 +23,11 @@ from autopar.passes.inter.given_stages import (
     stage_without_parameters,
 )
 from autopar.passes.inter.layers import Layers, balance, find_layers, operator_flops
+from autopar.passes.inter.orders import PipelineOrder, has_plain_order, orders_of, plain_order
 from autopar.passes.inter.recipes import (
-    Megatron,
+    EqualPipeline,
     check_ranks,
-    megatron_pipelines,
+    equal_pipelines,
     recipe_limits,
 )
 from autopar.passes.inter.space import PipelineSpace
@@ -45,8 +47,9 @@ from autopar.passes.inter.submeshes import (
 
 __all__ = [
     "Candidate",
+    "EqualPipeline",
     "Layers",
-    "Megatron",
+    "PipelineOrder",
     "PipelineSpace",
     "StageBound",
     "StageLayout",
@@ -60,14 +63,17 @@ __all__ = [
     "check_ranks",
     "distinct_views",
     "ends_by_stage",
+    "equal_pipelines",
     "find_layers",
     "given_ends",
-    "megatron_pipelines",
+    "has_plain_order",
     "microbatch_counts",
     "n_operators",
     "operator_flops",
+    "orders_of",
     "pinnable_views",
     "pins_on",
+    "plain_order",
     "recipe_counts",
     "recipe_limits",
     "stage_without_parameters",

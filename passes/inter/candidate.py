@@ -8,6 +8,7 @@ from autopar.caching import once
 from autopar.mesh import LogicalMesh
 from autopar.passes.intra import Constraints
 from autopar.program.graph import Program
+from autopar.program.lines import mesh_devices
 
 
 @dataclass(frozen=True)
@@ -23,7 +24,8 @@ class Candidate:
     """A pipeline whose stages end after `ends` operators (`passes/analysis/cutting.py`).
 
     `recipe` is the plain recipe that places it: "data parallel", "ZeRO-3" or "Megatron". `row` is
-    what people call it among the alternatives, where it has no plan; empty: its name.
+    what people call it among the alternatives, where it has no plan; empty: its name. Stages with
+    equal views are on one device, as `schedule` places them.
     """
 
     name: str
@@ -32,6 +34,17 @@ class Candidate:
     n_microbatches: int
     recipe: str = ""
     row: str = ""
+    schedule: str = "1f1b"
+
+    @property
+    def devices(self) -> tuple[int, ...]:
+        """The device of every stage."""
+        return mesh_devices([layout.view for layout in self.stages])
+
+    @property
+    def has_chunks(self) -> bool:
+        """Has a device several stages?"""
+        return len({*self.devices}) < len(self.stages)
 
     def restrict(self, *words: str) -> Candidate:
         """The same with more words in `forbid`."""

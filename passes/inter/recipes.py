@@ -1,15 +1,17 @@
-"""The Megatron recipe with stages: equal submeshes, layers of balanced FLOPs, one view for all.
+"""Pipelines of equal submeshes: layers of balanced FLOPs, one view for all.
 
-Each of S stages has dp x tp ranks. The batch is split over dp and matmuls over tp (the roles "data"
-and "tensor" of `passes/intra/constraints.py`). Placements are chosen on the abstract machine of
-recipes (`recipe_cost`) and priced on the real one. They are some of those that the roles allow, so
-the layers' optima bound them, too (`Megatron.layered_s`).
+Each of p submeshes has dp x tp ranks, and one stage or more, as the schedule says (`orders.py`). In
+the Megatron recipe the batch is split over dp and matmuls over tp (the roles "data" and "tensor" of
+`passes/intra/constraints.py`). Placements are chosen on the abstract machine of recipes
+(`recipe_cost`) and priced on the real one. They are some of those that the roles allow, so the
+layers' optima bound them, too (`EqualPipeline.layered_s`). Else the solver is free.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Literal
 
 import numpy as np
 
@@ -21,37 +23,54 @@ from autopar.passes.inter.bounds import step_bound_s
 from autopar.passes.inter.candidate import Candidate, StageLayout
 from autopar.passes.inter.counts import microbatch_counts, recipe_counts
 from autopar.passes.inter.layers import MOST_LAYERS, balance
+from autopar.passes.inter.orders import PipelineOrder, orders_of, plain_order
 from autopar.passes.inter.space import PipelineSpace
 from autopar.passes.inter.submeshes import view_at, views_text
 from autopar.passes.intra import Constraints
 
+# Who places its operators: Megatron's layout, the user's own numbers in it, or the solver.
+Source = Literal["Megatron", "manual", "search"]
+
 
 @dataclass(frozen=True)
-class Megatron:
-    """One Megatron pipeline; `last_layers` has the last layer of each stage. `is_manual`: the user
-    asked for it."""
+class EqualPipeline:
+    """One pipeline of equal submeshes; `last_layers` has the last layer of each stage."""
 
     space: PipelineSpace
     view: LogicalMesh
     last_layers: tuple[int, ...]
     n_microbatches: int
-    is_manual: bool = False
+    order: PipelineOrder
+    source: Source = "Megatron"
 
     @property
     def shared_s(self) -> float:
         """Lower bound on its step: every operator in equal shares; it costs nothing."""
-        n_ranks, bounds = self.view.n_ranks, self.space.bounds
-        return bounds.span_of(self.last_layers, n_ranks, self.n_microbatches)
+        n_ranks, bounds, m = self.view.n_ranks, self.space.bounds, self.n_microbatches
+        if self.order.schedule == plain_order(self.space.options):
+            return bounds.span_of(self.last_layers, n_ranks, m)
+        each_s = bounds.each_s(n_ranks, m)[self._firsts, self.last_layers]
+        return m * float(np.bincount(self._devices, each_s).max())
 
     @property
     def layered_s(self) -> float:
         """Lower bound on its step: its span by what layers take at least on its view."""
         whole_s, work_s = self.space.layer_bounds.free(self.view, self.n_microbatches)
         whole_s, work_s = (np.add.reduceat(s, self._firsts) for s in (whole_s, work_s))
+        if self.order.schedule != plain_order(self.space.options):
+            return float(np.bincount(self._devices, whole_s).max())
         of_ranges = self.space.bounds.messages.passed_s(self.view.n_ranks, self.n_microbatches)
         passed_s = of_ranges[self._firsts, self.last_layers]
         on = self.n_microbatches, self.space.is_1f1b
         return step_bound_s(whole_s, work_s, *on, passed_s=passed_s)
+
+    @property
+    def n_devices(self) -> int:
+        return len(self.last_layers) // self.order.n_chunks
+
+    @property
+    def _devices(self) -> tuple[int, ...]:
+        return self.order.devices(self.n_devices)
 
     @property
     def _firsts(self) -> list[int]:
@@ -60,73 +79,109 @@ class Megatron:
     @property
     def candidate(self) -> Candidate:
         space, view = self.space, self.view
-        n_stages, on = len(self.last_layers), (space.mesh, space.hardware)
-        views = [view_at(*on, view, k * view.n_ranks) for k in range(n_stages)]
-        name = "manual recipe" if self.is_manual else f"Megatron, {views_text(views)}"
+        on = space.mesh, space.hardware
+        views = [view_at(*on, view, k * view.n_ranks) for k in range(self.n_devices)]
+        name = "manual recipe" if self.source == "manual" else f"{self.source}, {views_text(views)}"
         return Candidate(
-            f"{name}, m={self.n_microbatches}",
+            f"{name}, {self._order_text}m={self.n_microbatches}",
             space.layers.ends_of(self.last_layers),
-            tuple(StageLayout(v, space.constraints(v)) for v in views),
+            tuple(StageLayout(views[k], space.constraints(views[k])) for k in self._devices),
             self.n_microbatches,
-            "" if self.is_manual else "Megatron",
+            "Megatron" if self.source == "Megatron" else "",
             self._row,
+            self.order.schedule,
         )
+
+    @property
+    def _order_text(self) -> str:
+        """`interleaved x 2, `; nothing for one stage a rank in the usual order."""
+        schedule, n_chunks = self.order
+        if schedule == plain_order(self.space.options):
+            return ""
+        return f"{schedule}{f' x {n_chunks}' if schedule == 'interleaved' else ''}, "
 
     @property
     def _row(self) -> str:
         """`TP8 x PP4 x DP2`, of tensor parallelism over all of a node."""
         dp, tp = self.view.sizes
-        if self.is_manual or tp == 1 or tp != self.space.mesh.devices_per_node:
+        if self.source != "Megatron" or tp == 1 or tp != self.space.mesh.devices_per_node:
             return ""
-        return f"TP{tp} x PP{len(self.last_layers)} x DP{dp} (Megatron)"
+        order = self._order_text.removesuffix(", ")
+        words = f"Megatron, {order}" if order else "Megatron"
+        return f"TP{tp} x PP{self.n_devices} x DP{dp} ({words})"
 
 
-def megatron_pipelines(space: PipelineSpace, manual: Manual | None = None) -> list[Megatron]:
-    """The Megatron pipelines for the program and machine of `space`, with every number of
-    microbatches; with `manual` those of the recipe asked for.
+def equal_pipelines(space: PipelineSpace, source: Source = "Megatron") -> list[EqualPipeline]:
+    """The pipelines of equal submeshes for the program and machine of `space`, with every schedule
+    and every number of microbatches.
 
     Raises `MeshError` if `manual` does not place every rank, `OptionError` if the model cannot be
-    cut so often, and `OptionError` or `BatchError` if the batch does not divide as it says.
+    cut so often, or the schedule has not so many microbatches, and `OptionError` or `BatchError` if
+    the batch does not divide as it says.
     """
     analysis, mesh, options = space.analysis, space.mesh, space.options
+    orders, manual = orders_of(options), options.manual
     if manual is None:
         splits = list(_splits(analysis, mesh, options))
     else:
         check_ranks(manual, mesh)
         splits = [(manual.pp, manual.dp, manual.tp)]
+    n_stages_asked = manual.pp * orders[0].n_chunks if manual is not None else 0
     # The recipe asked for is cut into the same layers as all others. `n_least` is capped, because
     # no model has thousands of layers worth a stage.
-    n_least = max(min(mesh.n_ranks, MOST_LAYERS), manual.pp if manual else 0)
+    n_least = max(min(mesh.n_ranks, MOST_LAYERS), n_stages_asked)
     limits = recipe_limits(options, manual)
-    space = space.recipe_space(limits, n_least, max(mesh.n_ranks, MOST_LAYERS))
+    if source != "search":
+        space = space.recipe_space(limits, n_least, max(mesh.n_ranks, MOST_LAYERS))
     ends = _ends_that_learn(space)
-    if manual is not None and manual.pp > len(ends):  # some stages have nothing to optimise
+    if n_stages_asked > len(ends):  # some stages have nothing to optimise
         ends = list(range(space.layers.n_layers))
     flops = np.add.reduceat(space.layers.flops, [0, *(end + 1 for end in ends[:-1])]).tolist()
     cuts = {
         n: [ends[last] for last in balance(flops, n)]
-        for n in {n for n, _, _ in splits}
+        for n in {n * order.n_chunks for n, _, _ in splits for order in orders}
         if n <= len(ends)
     }
+    if manual is not None and n_stages_asked not in cuts:
+        some = "1 stage" if len(ends) == 1 else f"{len(ends)} stages"
+        asked = f"pp={manual.pp}" + (
+            f", interleave={orders[0].n_chunks}" if orders[0].n_chunks > 1 else ""
+        )
+        raise OptionError(
+            f"Manual({asked}): the model can be cut into {some}",
+            hint="give fewer stages, and dp or tp the other ranks",
+        )
     found = []
-    for n_stages, dp, tp in splits:
-        if n_stages not in cuts and manual is not None:
-            some = "1 stage" if len(ends) == 1 else f"{len(ends)} stages"
-            raise OptionError(
-                f"Manual(pp={n_stages}): the model can be cut into {some}",
-                hint="give fewer stages, and dp or tp the other ranks",
-            )
-        if n_stages not in cuts:
-            continue
+    for n_devices, dp, tp in splits:
         axes = {"dp": dp, "tp": tp}
         view = factored_view(mesh, space.hardware.links, space.hardware.device, axes)
         if manual is not None:
             counts = recipe_counts(analysis, options, manual, mesh.n_ranks)
         else:
             counts = microbatch_counts(analysis, options, mesh.n_ranks, dp)
-        on = space, view, tuple(cuts[n_stages])
-        found += [Megatron(*on, m, manual is not None) for m in counts]
+        for order in orders:
+            possible = _counts_of(order, n_devices, counts, manual is not None)
+            n_stages = n_devices * order.n_chunks
+            last_layers = cuts.get(n_stages)
+            if last_layers is not None and n_stages == (space.options.n_stages or n_stages):
+                on = space, view, tuple(last_layers)
+                found += [EqualPipeline(*on, m, order, source) for m in possible]
     return found
+
+
+def _counts_of(
+    order: PipelineOrder, n_devices: int, counts: Sequence[int], is_manual: bool
+) -> list[int]:
+    """The numbers of microbatches that a schedule can have.
+
+    Raises `OptionError` if it is asked for and can have none of them.
+    """
+    refusals = {m: order.refusal(n_devices, m) for m in counts}
+    possible = [m for m, refusal in refusals.items() if refusal is None]
+    last = refusals[counts[-1]]
+    if is_manual and not possible and last is not None:
+        raise last
+    return possible
 
 
 def _ends_that_learn(space: PipelineSpace) -> list[int]:

@@ -21,7 +21,7 @@ from autopar.arrays import Array
 from autopar.cost.hardware import Hardware
 from autopar.cost.laws import CostModel
 from autopar.mesh import LogicalMesh, Mesh, factored_view
-from autopar.options import Options, schedule_name
+from autopar.options import Options
 from autopar.passes.analysis import (
     Analysis,
     Folded,
@@ -37,6 +37,7 @@ from autopar.passes.inter.counts import microbatch_counts
 from autopar.passes.inter.given_stages import given_ends
 from autopar.passes.inter.layer_bounds import LayerBounds
 from autopar.passes.inter.layers import MOST_LAYERS, Layers, find_layers
+from autopar.passes.inter.orders import plain_order
 from autopar.passes.inter.submeshes import (
     distinct_views,
     pins_on,
@@ -129,8 +130,8 @@ class PipelineSpace:
 
     @property
     def is_1f1b(self) -> bool:
-        """Else the order of microbatches is that of gpipe."""
-        return schedule_name(self.options) == "1f1b"
+        """Else the order of microbatches is that of gpipe. These are stages with own ranks."""
+        return plain_order(self.options) == "1f1b"
 
     def constraints(self, view: LogicalMesh) -> Constraints:
         if self.limits is not None:
@@ -182,6 +183,7 @@ class PipelineSpace:
             self.layers.ends_of([stage.last for stage in stages]),
             tuple(StageLayout(view, self.constraints(view)) for view in views),
             m,
+            schedule=plain_order(self.options),
         )
 
     @cached_property

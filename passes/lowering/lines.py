@@ -59,7 +59,7 @@ from autopar.program.lines import (
     suffix,
 )
 from autopar.rules import GROUP, rule_for
-from autopar.schedule import ScheduleFactory
+from autopar.schedule import ORDERS, SPLITS_BACKWARD, forward_only
 
 # A move, and its forward and backward seconds.
 _TimedStep = tuple[MoveStep, float, float]
@@ -471,13 +471,20 @@ class PlacedStage:
 
 
 def join(
-    stages: Sequence[PlacedStage], order: ScheduleFactory, with_outputs: bool = False
+    stages: Sequence[PlacedStage], schedule: str | None, with_outputs: bool = False
 ) -> Pipeline:
-    """The pipeline of the lowered stages; `with_outputs` also returns the model's outputs."""
+    """The pipeline of the lowered stages; without a schedule it runs forward only.
+
+    `with_outputs` also returns the model's outputs.
+    """
     programs = [
-        lower(s.analysis, s.strategy, s.cost, with_outputs and k == len(stages) - 1)
+        replace(
+            lower(s.analysis, s.strategy, s.cost, with_outputs and k == len(stages) - 1),
+            splits_backward=schedule in SPLITS_BACKWARD,
+        )
         for k, s in enumerate(stages)
     ]
+    order = forward_only if schedule is None else ORDERS[schedule]
     return Pipeline.of(programs, [s.cost.mesh for s in stages], order)
 
 

@@ -30,7 +30,7 @@ class AxisNames:
         options, candidate = self.options, solved.candidate
         if options.force or options.mesh_shape != "auto" or options.manual or candidate.recipe:
             return solved
-        programs = self.simulator.pipeline(solved.stages).stages
+        programs = self.simulator.pipeline(solved.stages, solved.candidate.schedule).stages
         views = [stage.cost.mesh for stage in solved.stages]
         renamed = [
             _rename_axes(view, context_axes(program))

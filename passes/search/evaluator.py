@@ -8,7 +8,7 @@ simulated (`simulator.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Hashable, Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
@@ -20,7 +20,7 @@ from autopar.cost.laws import CostModel
 from autopar.errors import InfeasibleError
 from autopar.identity import Same
 from autopar.mesh import LogicalMesh
-from autopar.options import Options, schedule_name
+from autopar.options import Options
 from autopar.passes.analysis import (
     Analysis,
     Folded,
@@ -33,7 +33,7 @@ from autopar.passes.analysis import (
     fold,
     is_searched,
 )
-from autopar.passes.inter import Candidate, StageLayout, step_bound_s
+from autopar.passes.inter import Candidate, StageLayout, plain_order, step_bound_s
 from autopar.passes.intra import (
     Chooser,
     Chosen,
@@ -47,16 +47,15 @@ from autopar.passes.intra import (
 from autopar.passes.search.stats import PlanningStats
 from autopar.passes.search.time_limit import TimeLimit
 from autopar.passes.solvers.problem import within
-from autopar.schedule import ORDERS, in_flight
+from autopar.schedule import ORDERS, in_flight_of_stage
 
 
 @dataclass(frozen=True)
 class Proposal:
-    """A candidate whose stages have placements. Microbatches run in the order of 1F1B, or not."""
+    """A candidate whose stages have placements."""
 
     candidate: Candidate
     choices: tuple[Chosen, ...]
-    is_1f1b: bool
 
     @cached_property
     def least_s(self) -> float:
@@ -73,8 +72,11 @@ class Proposal:
         if len(each_s) == 1:
             return each_s[0]
         whole_s, once_s = np.array(each_s), [chosen.once_s for chosen in self.choices]
+        schedule = self.candidate.schedule
+        if schedule not in ("1f1b", "gpipe"):  # others have no proven bubble
+            return float(np.bincount(self.candidate.devices, whole_s).max())
         work_s, m = np.maximum(whole_s - once_s, 0.0), self.n_microbatches
-        return step_bound_s(whole_s, work_s, m, self.is_1f1b, once_s[0])
+        return step_bound_s(whole_s, work_s, m, schedule == "1f1b", once_s[0])
 
     @property
     def n_microbatches(self) -> int:
@@ -82,8 +84,8 @@ class Proposal:
 
     @property
     def size_bytes(self) -> float:
-        """Bytes per device of the largest stage, as the solver counts them."""
-        return max(chosen.size_bytes for chosen in self.choices)
+        """Bytes of the device that holds most, as the solver counts them."""
+        return _most_bytes(self.candidate, (chosen.size_bytes for chosen in self.choices))
 
 
 @dataclass(frozen=True)
@@ -109,10 +111,10 @@ class _Stage:
 
 
 @lru_cache(maxsize=128)
-def depths(schedule: str, n_stages: int, n_microbatches: int) -> tuple[int, ...]:
+def depths(schedule: str, devices: tuple[int, ...], n_microbatches: int) -> tuple[int, ...]:
     """The microbatches in flight on every stage, whose activations it holds at once."""
-    order = ORDERS[schedule](range(n_stages), n_microbatches)
-    return tuple(in_flight(order, stage) for stage in range(n_stages))
+    order = ORDERS[schedule](devices, n_microbatches)
+    return tuple(in_flight_of_stage(order, stage) for stage in range(len(devices)))
 
 
 @dataclass
@@ -152,7 +154,7 @@ class Evaluator:
     _shared_recomputable: Recomputable | None = None
 
     def __post_init__(self) -> None:
-        known = self.analysis.set_schedule(schedule_name(self.options))
+        known = self.analysis.set_schedule(plain_order(self.options))
         assert known is self.analysis, "analysed for another schedule"
         self.recomputable = Recomputable.of(self.analysis, self.options)
         self._shared_recomputable = self._shared_recomputable or self.recomputable
@@ -212,33 +214,43 @@ class Evaluator:
         If it alone cannot be below `limit_s`, the solver stops early. Raises `InfeasibleError` if
         nothing fits.
         """
-        layout = candidate.stages[k]
-        stage = self._stage(candidate.ends, k, layout, candidate.n_microbatches)
-        return self._choose(stage, self.budget_bytes, limit_s)
+        return self._choose(self._stage(candidate, k), self.budget_bytes, limit_s)
 
     def _check_finite(self, candidate: Candidate, choices: Sequence[Chosen]) -> Proposal:
         if not all(math.isfinite(chosen.objective_s) for chosen in choices):
             raise InfeasibleError(  # chosen on the abstract machine
                 "this machine forbids what the recipe does", hint="choose other degrees"
             )
-        return Proposal(candidate, tuple(choices), schedule_name(self.options) == "1f1b")
+        return Proposal(candidate, tuple(choices))
 
     def _choices(
         self, candidate: Candidate, budget_bytes: float | None, limit_s: float = math.inf
     ) -> list[Chosen]:
-        """The placements of every stage."""
-        limit_s = _solver_limit_s(candidate, limit_s)
-        return [self._choose_named(s, budget_bytes, limit_s) for s in self._stages(candidate)]
+        """The placements of every stage. Stages of one device share its budget: where it binds,
+        in proportion to what they hold without one."""
+        limit_s, stages = _solver_limit_s(candidate, limit_s), list(self._stages(candidate))
+        budgets = [budget_bytes] * len(stages)
+        if budget_bytes is not None and candidate.has_chunks:
+            free_bytes = [self._choose(stage, None).size_bytes for stage in stages]
+            held_bytes = np.bincount(candidate.devices, free_bytes)[[*candidate.devices]]
+            shares = np.array(free_bytes) / held_bytes
+            fits = [within(budget_bytes, size_bytes) for size_bytes in held_bytes.tolist()]
+            budgets = [
+                None if fit else budget_bytes * share
+                for fit, share in zip(fits, shares.tolist(), strict=True)
+            ]
+        return [
+            self._choose_named(stage, own_bytes, limit_s)
+            for stage, own_bytes in zip(stages, budgets, strict=True)
+        ]
 
     def _stages(self, candidate: Candidate) -> Iterator[_Stage]:
-        for k, layout in enumerate(candidate.stages):
-            yield self._stage(candidate.ends, k, layout, candidate.n_microbatches)
+        return (self._stage(candidate, k) for k in range(len(candidate.stages)))
 
-    def _stage(
-        self, ends: tuple[int, ...], k: int, layout: StageLayout, n_microbatches: int
-    ) -> _Stage:
-        depth = depths(schedule_name(self.options), len(ends), n_microbatches)[k]
-        part = self.parts(ends)[k]
+    def _stage(self, candidate: Candidate, k: int) -> _Stage:
+        layout, n_microbatches = candidate.stages[k], candidate.n_microbatches
+        depth = depths(candidate.schedule, candidate.devices, n_microbatches)[k]
+        part = self.parts(candidate.ends)[k]
         names: Mapping[str, str] | None = None
         if not (layout.constraints.pins or layout.constraints.storage):
             part, names = self.representative(part)
@@ -261,7 +273,7 @@ class Evaluator:
 
         Raises `InfeasibleError` if no placement satisfies the constraints.
         """
-        return max(map(self._least_bytes_of, self._stages(candidate)))
+        return _most_bytes(candidate, map(self._least_bytes_of, self._stages(candidate)))
 
     def _least_bytes_of(self, stage: _Stage) -> float:
         """A budget of 0 bytes fails without a search, and the error names the fewest bytes."""
@@ -279,14 +291,15 @@ class Evaluator:
         return PlanningStats(largest.n_written_out, largest.n_variables, n_configurations, n_solved)
 
     def size_bound_bytes(self, candidate: Candidate) -> float:
-        """Lower bound on the bytes per device of the largest stage; nothing is solved."""
-        return max(
+        """Lower bound on the bytes of the device that holds most; nothing is solved."""
+        each = (
             least_bytes(
                 stage.part, self.cost_of(stage.layout.view), stage.n_microbatches,
                 self.options.optimizer, stage.layout.constraints, stage.depth, self.recomputable,
             )
             for stage in self._stages(candidate)
         )  # fmt: skip
+        return _most_bytes(candidate, each)
 
     def least_rerun_s(self, candidate: Candidate) -> float:
         """Lower bound on the seconds of a step in which a candidate of one stage runs again."""
@@ -379,6 +392,11 @@ class Evaluator:
                     chosen = _faster(chosen, other)
             self._chosen[key] = chosen
         return self._chosen[key]
+
+
+def _most_bytes(candidate: Candidate, of_stages: Iterable[float]) -> float:
+    """Bytes of the device whose stages have most together."""
+    return float(np.bincount(candidate.devices, [*of_stages]).max())
 
 
 def _solver_limit_s(candidate: Candidate, limit_s: float) -> float:

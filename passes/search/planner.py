@@ -31,12 +31,13 @@ from autopar.passes.inter import (
     check_pinned_axes,
     check_ranks,
     distinct_views,
+    equal_pipelines,
     given_ends,
-    megatron_pipelines,
     microbatch_counts,
     n_operators,
     pinnable_views,
     pins_on,
+    plain_order,
     recipe_counts,
     recipe_limits,
     submesh_sizes,
@@ -178,7 +179,7 @@ class Planner:
         return PlanningResult(named(chosen), (*rows, *notes), bound_s, search.ruled_out, stats)
 
     def _rank(self, solved: Solved) -> Simplicity:
-        pipeline = self.simulator.pipeline(solved.stages)
+        pipeline = self.simulator.pipeline(solved.stages, solved.candidate.schedule)
         return simplicity_of(solved, pipeline, self.options.optimizer)
 
     def _recipes(self) -> Iterator[Node]:
@@ -214,12 +215,13 @@ class Planner:
             return
         space = self._space(manual.pp)
         several = SeveralStages(self.levels, space)
-        yield from several.megatron(megatron_pipelines(space, manual))
+        yield from several.of_equal_stages(equal_pipelines(space, "manual"))
 
     def _single_stage(self, name: str, view: LogicalMesh, limits: Constraints, m: int) -> Candidate:
         return Candidate(
-            name, (n_operators(self.analysis.program),), (StageLayout(view, limits),), m
-        )
+            name, (n_operators(self.analysis.program),), (StageLayout(view, limits),), m,
+            schedule=plain_order(self.options),
+        )  # fmt: skip
 
     def _roots(self) -> Iterator[Node]:
         if self.options.manual is not None:

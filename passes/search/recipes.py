@@ -35,6 +35,7 @@ from autopar.passes.inter import (
     axes_text,
     microbatch_counts,
     n_operators,
+    plain_order,
 )
 from autopar.passes.intra import SPLIT_BATCH, Constraints, Role, too_little_memory
 from autopar.passes.search.branch_bound import NOT_IN_TIME, Node
@@ -130,7 +131,8 @@ class RecipeNodes:
 
         def candidates_of(name: str, limits: Constraints) -> list[Candidate]:
             on = f"{name} on {axes_text(view)}", ends, (StageLayout(view, limits),)
-            return [Candidate(*on, m, recipe=recipe.family) for m in counts]
+            order = plain_order(evaluator.options)
+            return [Candidate(*on, m, recipe=recipe.family, schedule=order) for m in counts]
 
         return self.root(*starmap(candidates_of, recipe.names.items()))
 

@@ -24,12 +24,13 @@ from functools import partial
 from autopar.errors import InfeasibleError
 from autopar.passes.inter import (
     Candidate,
-    Megatron,
+    EqualPipeline,
     PipelineSpace,
     StageBound,
     StagePlan,
     StageSearch,
-    megatron_pipelines,
+    equal_pipelines,
+    has_plain_order,
 )
 from autopar.passes.search.branch_bound import Node
 from autopar.passes.search.evaluator import Evaluator
@@ -59,27 +60,31 @@ class SeveralStages:
 
     def roots(self) -> Iterator[Node]:
         simplest = Simplicity.of_search(2)  # an axis in some stage, and the stages
-        for m in self.space.counts:
+        options = self._evaluator.options
+        for m in self.space.counts if has_plain_order(options) else ():
             node = Node("several stages", self.space.least_step_s(m), simplest, "shared", None)
             if math.isfinite(node.bound_s):
                 yield replace(node, refine=partial(self._begin, node, m))
             else:
                 yield replace(node, note=_NONE)
-        if self.space.n_stages is None:
-            yield from self.megatron(megatron_pipelines(self.space))
+        if self.space.n_stages is None or not has_plain_order(options):
+            yield from self.of_equal_stages(equal_pipelines(self.space, "Megatron"))
+        if not has_plain_order(options):
+            yield from self.of_equal_stages(equal_pipelines(self.space, "search"))
 
-    def megatron(self, pipelines: list[Megatron]) -> Iterator[Node]:
-        """The nodes of recipes."""
+    def of_equal_stages(self, pipelines: list[EqualPipeline]) -> Iterator[Node]:
+        """The nodes of pipelines of equal submeshes."""
         for pipeline in pipelines:
             candidate = pipeline.candidate
-            name = candidate.name if pipeline.is_manual else "Megatron of several stages"
+            name = f"{pipeline.source} of several stages"
+            name = candidate.name if pipeline.source == "manual" else name
             simplest = Simplicity.recipe_on(candidate)
             node = Node(name, pipeline.shared_s, simplest, "shared", None, recipe=candidate.recipe)
             yield replace(
                 node, row=candidate.row, refine=partial(self._bound_by_layers, node, pipeline)
             )
 
-    def _bound_by_layers(self, node: Node, pipeline: Megatron, limit_s: float) -> Parts:
+    def _bound_by_layers(self, node: Node, pipeline: EqualPipeline, limit_s: float) -> Parts:
         candidate = pipeline.candidate
         nodes = RecipeNodes(self.levels, slack_rel=0.0)
         recipe = nodes.root([candidate])

@@ -16,7 +16,6 @@ from dataclasses import dataclass, field, replace
 from autopar.cost.laws import CostModel
 from autopar.identity import Same
 from autopar.mesh import LogicalMesh
-from autopar.options import schedule_name
 from autopar.passes.analysis import Analysis, rename_lowered, rename_strategy
 from autopar.passes.inter import Candidate
 from autopar.passes.intra import Chosen, too_little_memory
@@ -25,7 +24,7 @@ from autopar.passes.search.evaluator import Evaluator, Proposal
 from autopar.passes.solvers.problem import within
 from autopar.plans import Predicted
 from autopar.program.lines import Pipeline, StageProgram, Strategy
-from autopar.schedule import ORDERS
+from autopar.schedule import ORDERS, SPLITS_BACKWARD
 
 # How often the solver's bytes are cut at most, when the simulated peak exceeds the budget.
 MOST_CUTS = 24
@@ -64,11 +63,11 @@ class Simulator:
     evaluator: Evaluator
     pricer: Pricer
     _abridgers: dict[tuple[Analysis, str], Abridger] = field(default_factory=dict)
-    # By the stage's program and mesh.
-    _lowered: defaultdict[tuple[Analysis, LogicalMesh], list[tuple[Strategy, StageProgram]]] = (
-        field(default_factory=lambda: defaultdict(list))
-    )
-    # Name, cut, microbatches and the choices themselves -> result
+    # By the stage's program and mesh, and whether backward is two actions.
+    _lowered: defaultdict[
+        tuple[Analysis, LogicalMesh, bool], list[tuple[Strategy, StageProgram]]
+    ] = field(default_factory=lambda: defaultdict(list))
+    # Name, cut, schedule, microbatches and the choices themselves -> result
     _solved: dict[object, Solved] = field(default_factory=dict)
 
     def on(self, evaluator: Evaluator) -> Simulator:
@@ -161,7 +160,10 @@ class Simulator:
     def simulate_once(self, placed: Proposal) -> Solved:
         """Simulate a candidate once, whatever its peak."""
         candidate, choices = placed.candidate, placed.choices
-        key = candidate.name, candidate.ends, candidate.n_microbatches, tuple(map(Same, choices))
+        key = (
+            candidate.name, candidate.ends, candidate.schedule, candidate.n_microbatches,
+            tuple(map(Same, choices)),
+        )  # fmt: skip
         if key not in self._solved:
             self._solved[key] = self._simulate(candidate, choices)
         return self._solved[key]
@@ -173,7 +175,8 @@ class Simulator:
                 self.evaluator.parts(candidate.ends), candidate.stages, choices, strict=True
             )
         )
-        predicted = self.pricer(self.pipeline(stages), [s.cost for s in stages])
+        pipeline = self.pipeline(stages, candidate.schedule)
+        predicted = self.pricer(pipeline, [s.cost for s in stages])
         # A recipe is solved on an abstract machine, and only the simulator joins stages. So the
         # objective of both is the simulated time.
         abstract = candidate.is_recipe
@@ -182,26 +185,26 @@ class Simulator:
         gap = 0.0 if abstract else max(chosen.gap for chosen in choices)
         return Solved(candidate, stages, predicted, objective_s, gap)
 
-    def pipeline(self, stages: Sequence[PlacedStage]) -> Pipeline:
+    def pipeline(self, stages: Sequence[PlacedStage], schedule: str) -> Pipeline:
         """The stages lowered, with few of their blocks, and joined."""
-        order = ORDERS[schedule_name(self.evaluator.options)]
-        programs = [self._program(stage) for stage in stages]
-        return Pipeline.of(programs, [stage.cost.mesh for stage in stages], order)
+        programs = [self._program(stage, schedule in SPLITS_BACKWARD) for stage in stages]
+        return Pipeline.of(programs, [stage.cost.mesh for stage in stages], ORDERS[schedule])
 
-    def _program(self, stage: PlacedStage) -> StageProgram:
+    def _program(self, stage: PlacedStage, splits_backward: bool) -> StageProgram:
         """The lowered stage; equal stages of all candidates are lowered once."""
         first, names = self.evaluator.representative(stage.analysis)
         if names is not None:
             renaming = {there: name for name, there in names.items()}
             equal = PlacedStage(first, rename_strategy(stage.strategy, renaming), stage.cost)
             return rename_lowered(
-                self._program(equal), first.program, stage.analysis.program, names
+                self._program(equal, splits_backward), first.program, stage.analysis.program, names
             )
-        known = self._lowered[stage.analysis, stage.cost.mesh.canonical]
+        known = self._lowered[stage.analysis, stage.cost.mesh.canonical, splits_backward]
         for strategy, program in known:
             if strategy == stage.strategy:
                 return program
         program = self._abridger(stage.analysis).lower(stage.strategy, stage.cost)
+        program = replace(program, splits_backward=splits_backward)
         known.append((stage.strategy, program))
         return program
 

@@ -36,7 +36,10 @@ class WhySlower:
         What was only solved is simulated so, within the budget or not.
         """
         slow = found if isinstance(found, Solved) else self.simulator.simulate_once(found)
-        pipeline, costs = self.simulator.pipeline(slow.stages), [s.cost for s in slow.stages]
+        pipeline, costs = (
+            self.simulator.pipeline(slow.stages, slow.candidate.schedule),
+            [s.cost for s in slow.stages],
+        )
         timeline = self.pricer.timeline(pipeline, costs)
         summary = summary_of(pipeline, costs, timeline, self.pricer.optimizer)
         return self.reason(slow, pipeline, costs, timeline), summary
@@ -55,7 +58,9 @@ class WhySlower:
             return _communication(pipeline, costs, timeline)
         if _recomputes(slow) and not _recomputes(self.fastest):
             return "recompute"
-        return _compute(pipeline, self.simulator.pipeline(self.fastest.stages))
+        return _compute(
+            pipeline, self.simulator.pipeline(self.fastest.stages, self.fastest.candidate.schedule)
+        )
 
 
 def _compute(slow: Pipeline, fast: Pipeline) -> str:

@@ -33,9 +33,9 @@ from autopar.runtime.state import (
     model_shapes,
     open_newest,
     own_rank,
+    owner_name,
     together,
     world_size,
-    owner_name,
 )
 from autopar.runtime.storage import Checkpoint, DamagedError, Part
 

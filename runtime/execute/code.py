@@ -17,8 +17,8 @@ from autopar.runtime.groups import Group
 class Environment:
     """The runtime services that generated code and the executor use.
 
-    `groups` are the device's: those of all its stages. `world` (a group of all ranks) and `messenger` join the stages, and
-    may be missing when there is one stage.
+    `groups` are those of the rank's mesh, which all its stages have. `world` (a group of all ranks)
+    and `messenger` join the stages, and may be missing when there is one stage.
     """
 
     device: torch.device

@@ -204,7 +204,9 @@ class StageRunner:
         found: list[Tensor | None] = []
         if self.program.loss is not None and (made := self._made_loss) is not None:
             weight = self.running.shared.weight
-            found.append(torch.full(made.shape, weight, dtype=made.dtype, device=self.environment.device))
+            found.append(
+                torch.full(made.shape, weight, dtype=made.dtype, device=self.environment.device)
+            )
         return found + [returned.get(b.value) for b in self.program.sent]
 
     def _taking(self, index: int) -> Callable[[int, Tensor], None]:
@@ -285,7 +287,9 @@ class StageRunner:
         axes = self._prologue_axes() if shared.is_local else ()
         with phase("loss"):
             return {
-                name: (self.environment.group(axes).all_reduce(value) if axes else value).to(self.environment.device)
+                name: (self.environment.group(axes).all_reduce(value) if axes else value).to(
+                    self.environment.device
+                )
                 for name, value in zip(self.program.prologue_outputs, values, strict=True)
             }
 

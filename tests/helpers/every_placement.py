@@ -35,7 +35,6 @@ from autopar.passes.lowering import PlacedStage, join
 from autopar.passes.reshard import reshard_table, step_time_s
 from autopar.placement import COLLECTIVES, I, Spec, local_shape
 from autopar.program.lines import CallLine, OperatorStrategy, Storage, Strategy
-from autopar.schedule import ORDERS
 
 Array = NDArray[np.float64]
 Choice = tuple[int, ...]
@@ -115,7 +114,7 @@ class Space:
         if choice not in self.simulated:
             strategy = self.strategy(choice)
             stage = PlacedStage(self.analysis, strategy, self.cost)
-            found = self.pricer(join([stage], ORDERS["1f1b"]), [self.cost])
+            found = self.pricer(join([stage], "1f1b"), [self.cost])
             name = f"{dict(self.cost.mesh.axes)}, m={self.m}"
             plan = Plan(name, found.step_time_s, found.peak_bytes, strategy)
             assert self.floor_s[choice] <= plan.step_time_s * (1 + REL), f"{plan}"
@@ -195,7 +194,7 @@ class Space:
         for choice in self._samples():
             stage = PlacedStage(self.analysis, self.strategy(choice), self.cost)
             times_s = np.zeros((len(self.groups), 2))
-            for line in join([stage], ORDERS["1f1b"]).stages[0].body:
+            for line in join([stage], "1f1b").stages[0].body:
                 if isinstance(line, CallLine):
                     times_s[owner[line.key]] += line.forward_s + line.backward_s, line.forward_s
             for g, of_group in enumerate(least_s):

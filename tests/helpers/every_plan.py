@@ -14,13 +14,14 @@ from autopar.cost.hardware import Hardware, resolve
 from autopar.cost.price import StepPricer
 from autopar.errors import BatchError, InfeasibleError
 from autopar.mesh import LogicalMesh, Mesh
-from autopar.options import Options, schedule_name
+from autopar.options import Options
 from autopar.passes.analysis import Analysis, compute_dtype, find_runs
 from autopar.passes.inter import (
     Candidate,
     StageLayout,
     find_layers,
     microbatch_counts,
+    plain_order,
     stage_without_parameters,
     submesh_sizes,
     views_of,
@@ -51,7 +52,7 @@ def choices_of(
 ) -> Choices:
     """Devices are slower for GPT-2, whose matmuls are smaller."""
     mesh = two_tiers(shape, s_per_byte, 1e10 if model == "mlp" else 1e9)
-    analysis = analysis_of(model).set_schedule(schedule_name(options))
+    analysis = analysis_of(model).set_schedule(plain_order(options))
     return Choices(analysis, mesh, options)
 
 
@@ -149,4 +150,5 @@ class Choices:
             cuts,
             tuple(StageLayout(view, limits) for view in views),
             n_microbatches,
+            schedule=plain_order(self.options),
         )

@@ -6,20 +6,17 @@ Steps beside one process, gradients of all schedules beside 1F1B's bit by bit.
 from __future__ import annotations
 
 import random
-from dataclasses import replace
 
 import pytest
-import torch
-from torch import Tensor, nn
+from torch import nn
 
 from autopar.passes.analysis import Analysis
 from autopar.program.lines import Pipeline
-from autopar.schedule import ORDERS
 from autopar.verifier import verify_pipeline
 from tests.helpers.harness import generated_code
 from tests.helpers.models.pipeline_models import SideOutput, Skip, Tied, analysis_of, batch_of
 from tests.helpers.pipeline_harness import Layout, Shapes, ends_before, random_pipeline
-from tests.helpers.ranks import Rank, named_inputs, random_parameters, run_ranks, wrong_in_step
+from tests.helpers.ranks import wrong_in_step
 
 __all__ = ["generated_code"]
 

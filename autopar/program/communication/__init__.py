@@ -1,7 +1,7 @@
 """Who communicates what, and when: read off the lines of a program, never stored.
 
-Read `gathers.py` (gathers that are one call), `regathers.py` (what backward gathers again),
-`reruns.py` (when lines run again),
+Read `gathers.py` (gathers that are one call), `backwards.py` (the two parts of backward),
+`regathers.py` (what backward gathers again), `reruns.py` (when lines run again),
 `loss_at_end.py` (the loss, when the step ends), `order.py` (what runs when, both ways),
 `bucketing.py`, `cross_mesh.py` and `messages.py` (what crosses between stages), `collective.py`
 (the collectives of a step).
@@ -9,6 +9,7 @@ May import `lines` and what that may. Mainly hands on `forward_order`, `backward
 `step_calls`.
 """
 
+from autopar.program.communication.backwards import Backward
 from autopar.program.communication.bucketing import (
     BUCKET_BYTES,
     buckets,
@@ -40,7 +41,6 @@ from autopar.program.communication.messages import (
     tied_slices,
 )
 from autopar.program.communication.order import (
-    Backward,
     Forward,
     Gather,
     Reduction,
@@ -48,6 +48,7 @@ from autopar.program.communication.order import (
     Wait,
     Work,
     backward_order,
+    backward_parts,
     forward_order,
     positions_of,
 )
@@ -73,6 +74,7 @@ __all__ = [
     "Wait",
     "Work",
     "backward_order",
+    "backward_parts",
     "buckets",
     "conversion_buckets",
     "copy_axes",

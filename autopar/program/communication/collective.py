@@ -27,18 +27,18 @@ import torch
 
 from autopar.caching import once
 from autopar.placement import COLLECTIVES, PrimitiveKind
+from autopar.program.communication.backwards import Backward
 from autopar.program.communication.bucketing import BUCKET_BYTES, Bucket, buckets, sync_bucket_bytes
 from autopar.program.communication.gathers import gathers_at
 from autopar.program.communication.messages import Messages, Piece, copy_axes, tie_exchanges
 from autopar.program.communication.order import (
-    Backward,
     Forward,
     Gather,
     Reduction,
     Start,
     Wait,
     Work,
-    backward_order,
+    backward_parts,
     calls_beside,
     forward_order,
     positions_of,
@@ -125,18 +125,22 @@ class RankCall:
 
 @dataclass(frozen=True)
 class StepCalls:
-    """The calls of a step: `before`; `forward` and `backward` per microbatch; `after`."""
+    """The calls of a step: `before`; `forward` and `backward` per microbatch; `after`.
+
+    If backward is split, `backward` has those of its first part, and `weights` of the second.
+    """
 
     before: tuple[RankCall, ...]
     forward: tuple[RankCall, ...]
     backward: tuple[RankCall, ...]
     after: tuple[RankCall, ...]
     n_microbatches: int
+    weights: tuple[RankCall, ...] = ()
 
     @property
     def microbatch(self) -> tuple[RankCall, ...]:
         """One microbatch's calls. With several stages, calls of other microbatches interleave."""
-        return self.forward + self.backward
+        return self.forward + self.backward + self.weights
 
     def __iter__(self) -> Iterator[RankCall]:
         yield from self.before
@@ -158,12 +162,16 @@ class StepCalls:
 @once
 def step_calls(program: StageProgram) -> StepCalls:
     """The calls of one training step."""
+    first, second = (tuple(_calls(program, order)) for order in backward_parts(program))
+    returned = tuple(_return_calls(program, "micro"))
+    is_split = program.splits_backward
     return StepCalls(
         tuple(_bucket_calls(conversion_buckets(program), "param_gather")),
         tuple(_calls(program, forward_order(program))),
-        (*_calls(program, backward_order(program)), *_return_calls(program, "micro")),
+        first if is_split else first + returned,
         tuple(_return_calls(program, "step")),
         program.n_microbatches,
+        second + returned if is_split else second,
     )
 
 

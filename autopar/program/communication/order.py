@@ -23,6 +23,13 @@ communicated next, as the sum over ranks of an input's gradient, that one comes 
 
 What the weight's gradient reads is alive there anyway. No call changes places with another.
 
+If a program splits backward, all of it is in two parts, each in this order (`backwards.py`):
+
+    first     gradients of activations
+    second    gradients that only parameters need, and the reductions of those
+
+What runs again, or is gathered again, does so before the first backward that needs it.
+
 Time, bytes, collectives and the lines of backward are all read off this order: `cost/price`,
 `cost/memory`, `collective.py`, `passes/backward`.
 """
@@ -31,20 +38,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 from autopar.caching import once
 from autopar.placement import COLLECTIVES
+from autopar.program.communication.backwards import MATMULS, Backward, backwards
 from autopar.program.communication.gathers import fused_gathers, gathers_at, reduced_runs, runs_of
 from autopar.program.communication.loss_at_end import lines_at_end
 from autopar.program.communication.regathers import kept_gathers, repeated_gathers
 from autopar.program.communication.reruns import reruns
 from autopar.program.lines import CallLine, GatherLine, MoveLine, StageProgram
-
-# Of a matmul's backward: all of it, the gradient that is communicated next, or the other one.
-Part = Literal["whole", "input", "weight"]
-# Matmuls of two tensors whose gradients are a matmul each.
-_MATMULS = tuple(f"aten.{word}.default" for word in ("linear", "mm", "bmm", "matmul", "einsum"))
 
 
 @dataclass(frozen=True)
@@ -53,22 +55,6 @@ class Forward:
 
     position: int
     again: bool = False
-
-
-@dataclass(frozen=True)
-class Backward:
-    """The backward of the operator or reshard at `position`, or a part of it.
-
-    `apart` is the variable whose gradient the part "input" makes, and "weight" does not.
-    """
-
-    position: int
-    part: Part = "whole"
-    apart: str = ""
-
-    def makes(self, name: str) -> bool:
-        """Does it make the gradient of a variable that the operator reads?"""
-        return self.part == "whole" or (name == self.apart) == (self.part == "input")
 
 
 @dataclass(frozen=True)
@@ -114,22 +100,33 @@ def forward_order(program: StageProgram) -> tuple[Work, ...]:
     return (*ahead, Wait(end[0]), *end[1:])
 
 
-@once
 def backward_order(program: StageProgram) -> tuple[Work, ...]:
     """What a rank does in backward, in order."""
+    first, second = backward_parts(program)
+    return (*first, *second)
+
+
+@once
+def backward_parts(program: StageProgram) -> tuple[tuple[Work, ...], tuple[Work, ...]]:
+    """What a rank does in the two parts of backward; all is in the first if it is not split."""
     anew, reduced, again = repeated_gathers(program), reduced_runs(program), reruns(program)
-    order: list[Work] = []
-    for i in sorted(program.differentiated, reverse=True):
-        for run in anew.get(i, ()):
-            order += (Gather(call, True) for call in fused_gathers(program, run))
-        order += _lines(program, again.get(i, ()), True)
-        if not isinstance(program.body[i], GatherLine):
-            order.append(Backward(i))
-        elif i in reduced:
-            calls = fused_gathers(program, reduced[i][::-1], backward=True)
-            order += map(Reduction, calls)
-    order = list(_begin_gathers_early(program, _delay_reductions(program, order)))
-    return tuple(_begin_sums_early(program, order))
+    parts: list[tuple[Work, ...]] = []
+    for backward in backwards(program, range(len(program.body))):
+        order: list[Work] = []
+        for work in backward:
+            i = work.position
+            for run in anew.get(i, ()) if work.part != "weight" else ():
+                order += (Gather(call, True) for call in fused_gathers(program, run))
+            order += _lines(program, again.get(work, ()), True)
+            if not isinstance(program.body[i], GatherLine):
+                order.append(work)
+            elif i in reduced:
+                calls = fused_gathers(program, reduced[i][::-1], backward=True)
+                order += map(Reduction, calls)
+        ahead = _begin_gathers_early(program, _delay_reductions(program, order))
+        parts.append(tuple(_begin_sums_early(program, ahead)))
+    first, second = parts
+    return first, second
 
 
 def _lines(program: StageProgram, positions: Sequence[int], again: bool = False) -> list[Work]:
@@ -218,9 +215,10 @@ def _matmul_before(
     for k in range(len(order) - 1, -1, -1):
         work = order[k]
         call = program.body[positions_of(work)[0]]
-        if not (isinstance(work, Backward) and isinstance(call, CallLine) and name in call.reads):
+        is_whole = isinstance(work, Backward) and work.part == "whole"
+        if not (is_whole and isinstance(call, CallLine) and name in call.reads):
             return None
-        if call.target in _MATMULS:
+        if call.target in MATMULS:
             read = {*call.reads}
             both = len(read) == 2 and all(program.variables[n].has_grad for n in read)
             return (k, name) if both else None

@@ -10,8 +10,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from autopar.caching import once
+from autopar.program.communication.backwards import is_late
 from autopar.program.communication.gathers import gathers_at, runs_of
-from autopar.program.lines import CallLine, GatherLine, StageProgram, storage_owners
+from autopar.program.lines import CallLine, GatherLine, Segment, StageProgram, storage_owners
 
 
 @once
@@ -26,7 +27,8 @@ def repeated_gathers(program: StageProgram) -> dict[int, tuple[tuple[int, ...], 
     every = {k for positions in needed.values() for k in positions}
     found: dict[int, tuple[tuple[int, ...], ...]] = {}
     there = set(stays)
-    for i in sorted(needed, reverse=True):  # the first operator in backward's order gathers a run
+    # The first operator in backward's order gathers a run.
+    for i in sorted(needed, key=lambda i: (is_late(program, i), -i)):
         wanted = dict.fromkeys(runs[k] for k in needed[i] if k not in there)
         members = [tuple(k for k in run if k in every and k not in stays) for run in wanted]
         there.update(k for run in members for k in run)
@@ -71,11 +73,17 @@ def _needed_again(program: StageProgram) -> dict[int, list[int]]:
             read = line.reads
         if isinstance(line, CallLine) and i in program.differentiated:
             read += line.keeps
-        first, last = (segment.start, segment.last) if segment is not None else (i, i)
+        first, last = (i, i) if segment is None else (segment.start, _last_of(program, segment))
         owners = dict.fromkeys(owner.get(name, name).rpartition("@")[0] for name in read)
         positions = [made[name] for name in owners if name in made]
         needed.setdefault(last, []).extend(k for k in positions if k < first)
     return needed
+
+
+def _last_of(program: StageProgram, segment: Segment) -> int:
+    """The line of a segment whose backward comes first."""
+    lines = (i for i in range(segment.last, segment.start - 1, -1) if not is_late(program, i))
+    return next(lines, segment.last)
 
 
 def _names(program: StageProgram, positions: Iterable[int]) -> list[str]:

@@ -13,27 +13,30 @@ Gathers of parameters begin with the first line that runs again, because compute
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.caching import once
 from autopar.operators import function_of
+from autopar.program.communication.backwards import Backward, backwards
 from autopar.program.lines import CallLine, GatherLine, Line, StageProgram
 
 
 @once
-def reruns(program: StageProgram) -> dict[int, tuple[int, ...]]:
-    """Position of an operator -> positions of the lines that run again before its backward."""
-    found: dict[int, tuple[int, ...]] = {}
+def reruns(program: StageProgram) -> dict[Backward, tuple[int, ...]]:
+    """The backward of an operator, or a part -> positions of the lines that run again before it."""
+    found: dict[Backward, tuple[int, ...]] = {}
     for segment in program.segments:
-        needs = line_needs(program.body, segment.start, segment.stop)
+        positions = range(segment.start, segment.stop)
         waiting = {*segment.again}
         first = {k for k in waiting if isinstance(program.body[k], GatherLine)}
-        for i in range(segment.last, segment.start - 1, -1):
-            wanted = needs.reruns(i, waiting) if i in program.differentiated else set[int]()
-            if wanted:
-                wanted |= first & waiting
-                waiting -= wanted
-                found[i] = tuple(sorted(wanted))
+        for order in filter(None, backwards(program, positions)):
+            needs = _needs_of(program.body, positions, order)
+            for work in order:
+                wanted = needs.reruns(work.position, waiting)
+                if wanted:
+                    wanted |= first & waiting
+                    waiting -= wanted
+                    found[work] = tuple(sorted(wanted))
     return found
 
 
@@ -89,12 +92,20 @@ class Needs:
 
 def line_needs(body: Sequence[Line], start: int, stop: int) -> Needs:
     """What lines `start` to `stop` - 1 of a body need of each other."""
-    return Needs.of(start, (_step(body[i]) for i in range(start, stop)))
+    return _needs_of(body, range(start, stop), ())
 
 
-def _step(line: Line) -> Step:
+def _needs_of(body: Sequence[Line], positions: range, order: Iterable[Backward]) -> Needs:
+    """What lines need of each other, for these backwards of them."""
+    works = {work.position: work for work in order}
+    each = (_step(body[i], works.get(i) or Backward(i)) for i in positions)
+    return Needs.of(positions.start, each)
+
+
+def _step(line: Line, work: Backward) -> Step:
     if not isinstance(line, CallLine):
         return Step(line.reads, line.writes, (), False)
     is_function = line.lowered is not None or function_of(line.target) is not None
     is_matmul = line.flops > 0 and not line.is_attention
-    return Step.call(line.reads, line.writes, line.keeps, line.saved_bytes, is_function, is_matmul)
+    step = Step.call(line.reads, line.writes, line.keeps, line.saved_bytes, is_function, is_matmul)
+    return replace(step, kept=[name for name in step.kept if work.reads(name)])

@@ -5,7 +5,7 @@
     ties        parameters that several stages use: each stage has its copy, and after backward
                 every copy gets the sum of the gradients
     schedule    the actions of every stage in order, with sends and receives
-    devices     sets of ranks. Several stages on one device have one mesh, and hand tensors on locally
+    devices     sets of ranks. Stages on one device have one mesh, and hand tensors on locally
     n_blocks    how the rows of a batch are split: every stage sees them as `n_blocks` blocks of
                 `n_microbatches` parts. So a microbatch has the same rows on all stages, and the
                 rows of a rank are contiguous on each. It is the least common multiple of the

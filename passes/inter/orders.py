@@ -1,0 +1,81 @@
+"""Which schedules a request allows, and how many stages a rank has in them.
+
+    one stage         1f1b, or gpipe if asked for: the microbatches run one after the other
+    one a rank        1f1b, gpipe, zero-bubble
+    several a rank    interleaved (v of them); zero-bubble-v and dualpipe-v (two)
+
+Stages that share ranks are equal submeshes with equal views, so that tensors stay where they are.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from autopar.errors import OptionError
+from autopar.options import Manual, Options
+from autopar.schedule import CHUNKS, ORDERS, devices_of
+
+# Stages a rank that the search tries. Published layouts have up to 12.
+_SEARCHED_CHUNKS = (1, 2, 3, 4, 6, 8)
+
+
+class PipelineOrder(NamedTuple):
+    """A schedule, and the stages of each rank."""
+
+    schedule: str
+    n_chunks: int = 1
+
+    def devices(self, n_devices: int) -> tuple[int, ...]:
+        """The device of every stage."""
+        return devices_of(self.schedule, n_devices, self.n_chunks)
+
+    def refusal(self, n_devices: int, n_microbatches: int) -> OptionError | None:
+        """Why the schedule cannot have so many; None if it can."""
+        try:
+            ORDERS[self.schedule](self.devices(n_devices), n_microbatches)
+        except OptionError as error:
+            return error
+        return None
+
+
+def plain_order(options: Options) -> str:
+    """The schedule of a single stage, and of stages of any size. "auto" is 1f1b: it is as fast as
+    gpipe and keeps fewer activations."""
+    return "gpipe" if options.schedule == "gpipe" else "1f1b"
+
+
+def has_plain_order(options: Options) -> bool:
+    """May stages be of any size? Other schedules are of equal stages."""
+    return options.schedule in ("auto", "1f1b", "gpipe")
+
+
+def orders_of(options: Options) -> list[PipelineOrder]:
+    """The schedules of the pipelines of equal stages that a request allows.
+
+    Raises `OptionError` if `manual` has a number of stages a rank that `schedule` does not take.
+    """
+    word = options.schedule
+    if options.manual is not None:
+        return [_order_asked_for(options.manual, word)]
+    return [
+        PipelineOrder(name, n_chunks)
+        for name in (["1f1b"] if word == "auto" else [word])
+        for n_chunks in _SEARCHED_CHUNKS
+        if CHUNKS[name][0] <= n_chunks <= (CHUNKS[name][1] or n_chunks)
+    ]
+
+
+def _order_asked_for(manual: Manual, word: str) -> PipelineOrder:
+    n_chunks = manual.interleave
+    if word == "auto":
+        return PipelineOrder("1f1b" if n_chunks == 1 else "interleaved", n_chunks)
+    fewest, most = CHUNKS[word]
+    if n_chunks == 1 and fewest == most:
+        n_chunks = fewest
+    if n_chunks < fewest or (most is not None and n_chunks > most):
+        raise OptionError(
+            f"Manual(interleave={manual.interleave}) with schedule={word!r}",
+            hint=f"give interleave={fewest}{'' if most == fewest else ' or more'}, or another "
+            "schedule",
+        )
+    return PipelineOrder(word, n_chunks)
