@@ -2,13 +2,15 @@
 
 Read `state.py` (bytes and update time per parameter), then `ledger.py` (a count of live bytes),
 `buffers.py` (buffers of collectives), `regions.py` (compiled regions), `live_microbatch.py` (live
-bytes of one microbatch, moment by moment), `liveness.py` (the peak over a whole step), and
+bytes of one microbatch, moment by moment), `microbatch.py` (played on a ledger), `liveness.py` (the
+peak over a whole step), `actions.py` (the same by action, for devices with several stages), and
 `course.py` (all its moments, for reports).
 
 The room may import `hardware` and what lies below `cost`; not `laws` or `simulate`, which are its
 neighbours. It mainly hands on `peak_memory`, `kept_bytes` and `static_bytes_per_param`.
 """
 
+from autopar.cost.memory.actions import StageMemory, peak_of_row, stage_memory
 from autopar.cost.memory.course import LiveBytes, MemoryCourse, Phase, memory_course
 from autopar.cost.memory.liveness import PeakMemory, gradients_under_way, kept_bytes, peak_memory
 from autopar.cost.memory.state import StaticBytes, optimizer_time_s, static_bytes_per_param
@@ -18,11 +20,14 @@ __all__ = [
     "MemoryCourse",
     "PeakMemory",
     "Phase",
+    "StageMemory",
     "StaticBytes",
     "gradients_under_way",
     "kept_bytes",
     "memory_course",
     "optimizer_time_s",
     "peak_memory",
+    "peak_of_row",
+    "stage_memory",
     "static_bytes_per_param",
 ]

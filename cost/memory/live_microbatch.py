@@ -1,7 +1,8 @@
 """Live bytes of one microbatch, moment by moment, in the order in which a rank works.
 
 A storage lives from the moment that makes it to the last one that needs it. The order
-(`autopar/program/communication/order.py`) is walked once; then the moments are played on a ledger.
+(`autopar/program/communication/order.py`) is walked once; then the moments are played on a ledger
+(`microbatch.py`).
 
 A line needs what it reads. The backward of an operator needs what the operator keeps
 (`CallLine.keeps`, `saved_bytes`), and lines that run again what they read.
@@ -9,7 +10,8 @@ What runs again, or is gathered again, makes new storages; the backwards after i
 
 Gradients: the first consumer's backward makes the gradient of a variable, and the backwards of
 other consumers add to it. The producer's backward is the last that needs it. A gradient that is
-passed on (`Workspace.passed`) is no new storage. A parameter's gradient stays.
+passed on (`Workspace.passed`) is no new storage. A parameter's gradient stays; one that the first
+part of a split backward makes is kept for the second, which adds it to those of other microbatches.
 
 Communication: a call that is under way holds its buffers. A fused call has a flat buffer, out of
 which results are copied (`runtime/collectives/fused.py`).
@@ -27,7 +29,7 @@ import math
 from collections.abc import Sequence
 
 from autopar.cost.memory.buffers import gather_bytes, primitive_bytes, reduction_bytes
-from autopar.cost.memory.ledger import Ledger, LedgerState, Moment, StorageId
+from autopar.cost.memory.ledger import Moment, StorageId
 from autopar.cost.memory.regions import LiveRegions
 from autopar.program.communication import (
     Backward,
@@ -56,76 +58,10 @@ from autopar.program.lines import (
 ACTIVATIONS, GRADIENTS = "activations", "activation gradients"
 GATHERS, REDUCTIONS = "gathers under way", "reductions under way"
 # Gradients of parameters stay when the microbatch is over: of stored tensors, and of uses.
-_LASTING = ("gradients", "gradients of uses")
+LASTING = ("gradients", "gradients of uses")
 
 
-class MicrobatchMemory:
-    """The moments of a microbatch of a program, to be played on a ledger any number of times."""
-
-    def __init__(self, program: StageProgram, ledger: Ledger) -> None:
-        self.ledger = ledger
-        walk = _Walk(program)
-        walk.forward()
-        self._n_forward = len(walk.moments)
-        self._n_first = walk.backward()
-        walk.regions.settle(walk.moments)
-        self._moments, self._repeats = walk.moments, walk.repeats
-        self._before: LedgerState | None = None
-
-    def works(self) -> tuple[list[int], list[int]]:
-        """The number of the work of each marked moment, of forward and of backward."""
-        parts = self._moments[: self._n_forward], self._moments[self._n_forward :]
-        forward, backward = ([m.work for m in part if m.text] for part in parts)
-        return forward, backward
-
-    def forward(self) -> None:
-        """Afterwards what backward needs, the loss and sent tensors are held."""
-        self._play(0, self._n_forward)
-
-    def backward(self) -> None:
-        """Afterwards only the gradients of parameters are held."""
-        self.backward_input()
-        self.backward_weight()
-
-    def backward_input(self) -> None:
-        """The first part of a backward that is split, or all. Afterwards what the second part
-        needs is held."""
-        self._play(self._n_forward, self._n_first)
-
-    def backward_weight(self) -> None:
-        """The second part. Afterwards only the gradients of parameters are held."""
-        self._play(self._n_first, len(self._moments))
-        self.forget()
-
-    def forget(self) -> None:
-        """Free everything of the microbatch but the gradients of parameters."""
-        for kind in (ACTIVATIONS, GRADIENTS, GATHERS, REDUCTIONS):
-            self.ledger.clear(kind)
-
-    def _play(self, start: int, stop: int) -> None:
-        ledger = self.ledger
-        for m in range(start, stop):
-            moment, repeats = self._moments[m], self._repeats.get(m, ())
-            if any(is_first for is_first, _ in repeats):
-                self._before = ledger.before_block()
-            self._make(moment.made)
-            if moment.text:
-                ledger.mark(moment.text, moment.workspace_bytes)
-            self._make(moment.made_after)
-            for kind, owner in moment.ended:
-                ledger.drop(kind, owner)
-            for is_first, count in repeats:
-                if not is_first and self._before is not None:
-                    ledger.repeat(self._before, count, _LASTING)
-                    self._before = None
-
-    def _make(self, storages: Sequence[tuple[StorageId, float]]) -> None:
-        for (kind, owner), size_bytes in storages:
-            if kind not in _LASTING or not self.ledger.has(kind, owner):
-                self.ledger.add(kind, owner, size_bytes)
-
-
-class _Walk:
+class MicrobatchWalk:
     """Writes the moments of a program; `repeats` has those at which equal blocks begin and end."""
 
     def __init__(self, program: StageProgram) -> None:
@@ -142,6 +78,10 @@ class _Walk:
         # Position of a reshard under way -> its result, and what it holds.
         self._moved: dict[int, tuple[str, list[StorageId]]] = {}
         self._leaves = _leaves(program)
+        # Does what is made now wait for the second part of backward? What does, and its repeat.
+        self._holds = program.splits_backward
+        self._held: dict[str, int | None] = {}
+        self._place: int | None = None
         self.regions = LiveRegions(program)
         self._segments = {i: s for s in program.segments for i in range(s.start, s.stop)}
 
@@ -178,13 +118,31 @@ class _Walk:
             if (owner := self._gradient_of.pop(boundary.local.name, None)) is not None:
                 self._need((GRADIENTS, owner))
         n_first = len(self.moments)
-        if second:
+        if program.splits_backward:
+            self._hand_over(len(order))
             self._backward_works(second, len(order))
         for owner in self._gradient_of.values():
             self._need((GRADIENTS, owner))
         for storage, m in self._last.items():
             self.moments[m].ended.append(storage)
         return n_first
+
+    def _hand_over(self, n_before: int) -> None:
+        """The second part begins: it takes the gradients of parameters, repeat by repeat."""
+        self._holds = False
+        held: dict[int | None, list[str]] = {}
+        for name, place in self._held.items():
+            held.setdefault(place, []).append(name)
+        for place, names in held.items():
+            first = len(self.moments)
+            for name in names:
+                self._arrive(name, self._gradient_of.pop(name))
+            for moment in self.moments[first:]:
+                moment.work = n_before
+            if place is not None:
+                count = self.program.repeats[place].count
+                self.repeats.setdefault(first, []).append((True, count))
+                self.repeats.setdefault(len(self.moments) - 1, []).append((False, count))
 
     def _backward_works(self, order: Sequence[Work], n_before: int = 0) -> None:
         """Write the moments of a part of backward."""
@@ -203,7 +161,7 @@ class _Walk:
         ends = {place: k for k, place in enumerate(places) if place is not None}
         begun = set[int]()
         for k, (work, place) in enumerate(zip(order, places, strict=True)):
-            first = len(self.moments)
+            first, self._place = len(self.moments), place
             self.regions.enter(work, first)
             self._work(work)
             for moment in self.moments[first:]:
@@ -251,12 +209,12 @@ class _Walk:
         self.moments.append(Moment(text, workspace_bytes))
 
     def _make(self, storage: StorageId, size_bytes: float, after: bool = False) -> None:
-        assert storage not in self._bytes or storage[0] in _LASTING, f"{storage} is made twice"
+        assert storage not in self._bytes or storage[0] in LASTING, f"{storage} is made twice"
         moment = self.moments[-1]
         (moment.made_after if after else moment.made).append((storage, size_bytes))
         self._bytes[storage] = size_bytes
         self.regions.touch(storage)
-        if storage[0] not in _LASTING:
+        if storage[0] not in LASTING:
             self._need(storage)
 
     def _need(self, storage: StorageId, ago: int = 0) -> None:
@@ -360,11 +318,12 @@ class _Walk:
         is_fused = len(lines) > 1
         self._moment()
         buffer = GRADIENTS, f"{handle[1]} reduced"
-        if is_fused:
+        is_buffer = is_fused and not self._holds
+        if is_buffer:
             self._make(buffer, sum(sizes))
         for line, size_bytes in zip(lines, sizes, strict=True):
             owner = f"{line.out.name}@reduced"
-            self._make((GRADIENTS, owner), 0.0 if is_fused else size_bytes)
+            self._make((GRADIENTS, owner), 0.0 if is_buffer else size_bytes)
             self._arrive(line.source, owner)
         self._moment("copying reduced gradients")
         self._need(buffer)
@@ -447,7 +406,9 @@ class _Walk:
         `others` are the gradients that arrive with it or after it.
         """
         size_bytes = self._bytes[GRADIENTS, owner]
-        if name in self._leaves:
+        if name in self._leaves and self._holds:
+            self._held[name] = self._place
+        elif name in self._leaves:
             kind, kept_as, kept_bytes = self._leaves[name]
             is_same = size_bytes == kept_bytes
             # The first one is kept as it is; one of another dtype is cast.

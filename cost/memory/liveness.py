@@ -7,8 +7,8 @@
     backward    one gradient per variable, from the first consumer's backward to the
                 producer's; a gradient that is passed on (`Workspace.passed`) counts once
     workspace   temporaries of operators, buffers of collectives
-    in flight   bytes kept by other microbatches between their forward and backward;
-                each keeps as much as the simulated one
+    in flight   bytes kept by other microbatches between their forward and backward, and between
+                the two parts of a backward that is split; each keeps as much as the simulated one
     messages    gradients that were sent and are still under way
 
 A storage counts once, however many variables view it. The first microbatch makes the gradients and
@@ -25,7 +25,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 from autopar.cost.memory.ledger import Ledger
-from autopar.cost.memory.live_microbatch import MicrobatchMemory
+from autopar.cost.memory.microbatch import MicrobatchMemory
 from autopar.cost.memory.state import OPTIMIZERS, static_bytes_per_param
 from autopar.placement import COLLECTIVES, Split
 from autopar.program.communication import ConversionBucket, conversion_buckets, return_buckets
@@ -49,27 +49,37 @@ class PeakMemory:
 
 
 def peak_memory(
-    program: StageProgram, optimizer: str, n_in_flight: int = 1, n_under_way: int = 0
+    program: StageProgram,
+    optimizer: str,
+    n_in_flight: int = 1,
+    n_under_way: int = 0,
+    n_waiting: int = 0,
 ) -> PeakMemory:
     """Simulate the live bytes of one step of `program` and return their peak.
 
-    n_in_flight   the most microbatches between their forward and their backward (`in_flight`)
+    n_in_flight   the most microbatches between their forward and their backward, or its first part
     n_under_way   gradient messages that may still be held during another backward
                   (`gradients_under_way`)
+    n_waiting     the most microbatches between the two parts of their backward
     """
     ledger = Ledger()
-    deque(phases_of(program, optimizer, n_in_flight, n_under_way, ledger), maxlen=0)
+    deque(phases_of(program, optimizer, n_in_flight, n_under_way, ledger, n_waiting), maxlen=0)
     return PeakMemory(ledger.peak_bytes, ledger.at, ledger.parts)
 
 
 def phases_of(
-    program: StageProgram, optimizer: str, n_in_flight: int, n_under_way: int, ledger: Ledger
+    program: StageProgram,
+    optimizer: str,
+    n_in_flight: int,
+    n_under_way: int,
+    ledger: Ledger,
+    n_waiting: int = 0,
 ) -> Iterator[tuple[str, Sequence[int]]]:
     """Simulate the step on a ledger. Yields the name of each phase once it is over.
 
-    The phases are "before"; "forward" and "backward" of the first microbatch, then of a later
-    one; "after"; "optimizer". With them come the numbers of the works that the first marks of the
-    phase belong to, in `forward_order` or `backward_order`.
+    The phases are "before"; "forward", "backward" and, if backward is split, "weights" of the first
+    microbatch, then of a later one; "after"; "optimizer". With them come the numbers of the works
+    that the first marks of the phase belong to, in `forward_order` or `backward_order`.
     """
     _always(program, optimizer, ledger)
     _convert(program, ledger)
@@ -77,21 +87,31 @@ def phases_of(
     microbatch = MicrobatchMemory(program, ledger)
     works = microbatch.works()
     others = min(n_in_flight, program.n_microbatches) - 1
-    kept_bytes = _kept_bytes(microbatch, ledger) if others else 0.0
+    n_waiting = min(n_waiting, program.n_microbatches - 1)
+    kept_bytes, waiting_bytes = 0.0, 0.0
+    if others or n_waiting:
+        kept_bytes, waiting_bytes = _kept_bytes(microbatch, ledger)
     for first in (True, False)[: program.n_microbatches]:
         # If all microbatches are in flight at once, the second backward follows the last forward.
         # The forward here then only restores its live bytes, and its peaks do not count.
         is_last = not first and others + 1 == program.n_microbatches
         ledger.drop("in flight", "others")
         ledger.add("in flight", "others", kept_bytes * (others - is_last))
+        ledger.add("in flight", "waiting", waiting_bytes * n_waiting)
         ledger.is_paused = is_last and others > 0
         microbatch.forward()
         ledger.is_paused = False
         yield "forward", works[0]
-        microbatch.backward()
+        ledger.drop("in flight", "waiting")
+        ledger.add("in flight", "waiting", waiting_bytes * max(n_waiting - 1, 0))
+        microbatch.backward_input()
+        if program.splits_backward:
+            _send_back(program, n_under_way, ledger)
+            yield "backward", works[1]
+        microbatch.backward_weight()
         _bring_back(program, "micro", ledger)
         _send_back(program, n_under_way, ledger)
-        yield "backward", works[1]
+        yield ("weights", works[2]) if program.splits_backward else ("backward", works[1])
     ledger.clear("in flight")
     _bring_back(program, "step", ledger)
     ledger.clear("converted")
@@ -109,7 +129,7 @@ def kept_bytes(program: StageProgram, optimizer: str) -> float:
     ledger = Ledger()
     _always(program, optimizer, ledger)
     _convert(program, ledger)
-    return _kept_bytes(MicrobatchMemory(program, ledger), ledger)
+    return _kept_bytes(MicrobatchMemory(program, ledger), ledger)[0]
 
 
 def gradients_under_way(schedule: Schedule, stage: int) -> int:
@@ -136,14 +156,21 @@ def gradients_under_way(schedule: Schedule, stage: int) -> int:
     return most
 
 
-def _kept_bytes(microbatch: MicrobatchMemory, ledger: Ledger) -> float:
-    """Bytes that a microbatch keeps after its forward; the ledger is left as it was."""
+def _kept_bytes(microbatch: MicrobatchMemory, ledger: Ledger) -> tuple[float, float]:
+    """Bytes that a microbatch keeps after its forward, and between the two parts of its backward.
+
+    The ledger is left as it was.
+    """
     before_bytes, ledger.is_paused = ledger.live_bytes, True
     microbatch.forward()
     kept_bytes = ledger.live_bytes - before_bytes
+    waiting_bytes = 0.0
+    if microbatch.is_split:
+        microbatch.backward_input()
+        waiting_bytes = ledger.live_bytes - before_bytes
     microbatch.forget()
     ledger.is_paused = False
-    return kept_bytes
+    return kept_bytes, waiting_bytes
 
 
 def _send_back(program: StageProgram, n_under_way: int, ledger: Ledger) -> None:

@@ -108,10 +108,11 @@ def _line_times(program: StageProgram, order: Sequence[Work]) -> Iterator[LineTi
 
 
 def _work_times(program: StageProgram, work: Work, counts: Sequence[int]) -> Iterator[LineTime]:
-    if isinstance(work, Start):
-        return
     done = work.call if isinstance(work, Wait) else work
-    share = 0.5 if isinstance(done, Backward) and done.part != "whole" else 1.0
+    part = done.part if isinstance(done, Backward) else "whole"
+    if isinstance(work, Start) or (part == "weight" and not program.splits_backward):
+        return  # a matmul's two gradients are counted at the first if nothing is between the two
+    share = 0.5 if part != "whole" and program.splits_backward else 1.0
     is_backward = isinstance(done, Backward | Reduction)
     again = isinstance(done, Forward) and done.again
     for i in positions_of(done):

@@ -82,8 +82,8 @@ def _stage(subject: Subject, stage: int, texts: dict[str, int]) -> dict[str, Any
 
 
 def _phase(phase: Phase, program: StageProgram, texts: dict[str, int]) -> list[Any]:
-    begins_s = works_begin_s(program, phase.name == "backward")
-    has_works = phase.name in ("forward", "backward") and begins_s[-1] > 0
+    begins_s = works_begin_s(program, phase.name != "forward")
+    has_works = phase.name in ("forward", "backward", "weights") and begins_s[-1] > 0
     points = [
         [
             round(begins_s[m.work] / begins_s[-1], 6) if has_works else 0.0,
