@@ -19,7 +19,6 @@ from torch import Tensor
 from autopar.program.communication import Slice, crossing_slices, local_factors
 from autopar.program.lines import Crossing, Local, Pipeline
 from autopar.runtime.collectives.p2p import Messenger, Posted
-from autopar.runtime.flight import Pace
 from autopar.schedule import Action
 
 Sends = list[tuple[Tensor, int]]
@@ -32,23 +31,6 @@ class _Route:
 
     crossing: Crossing
     slices: tuple[Slice, ...]
-
-
-@dataclass
-class _ReceivedBatch:
-    """The tensors that one batch brings, in the order of its receives; taken ones become None."""
-
-    posted: Posted
-    pace: Pace
-    pieces: list[Tensor | None] | None = None
-
-    def take(self, start: int, end: int) -> list[Tensor]:
-        if self.pieces is None:
-            with self.pace.waiting():
-                self.pieces = list(self.posted.wait_received())
-        taken = [piece for piece in self.pieces[start:end] if piece is not None]
-        self.pieces[start:end] = [None] * (end - start)
-        return taken
 
 
 @dataclass(frozen=True)
@@ -74,7 +56,7 @@ class Crossings:
         self._sizes = pipeline.device_meshes[pipeline.device_of(rank)].sizes
         self._pace = messenger.context.flight.pace
         self._unfinished_sends: list[Posted] = []
-        self._pending_receives: dict[Action, tuple[_ReceivedBatch, int, int]] = {}
+        self._pending_receives: dict[Action, tuple[Posted, int, int]] = {}
         self._routes: dict[tuple[int, int], tuple[_Route, ...]] = {}
 
     def post(
@@ -95,8 +77,7 @@ class Crossings:
                 receives += self._receives(action)
                 ends.append((action, start, len(receives)))
         posted = self.messenger.post(sends, receives)
-        batch = _ReceivedBatch(posted, self._pace)
-        self._pending_receives |= {action: (batch, start, end) for action, start, end in ends}
+        self._pending_receives |= {action: (posted, start, end) for action, start, end in ends}
         if sends:
             self._unfinished_sends.append(posted)
         # Waiting cannot deadlock: the schedule was verified with batches that run in order.
@@ -105,9 +86,14 @@ class Crossings:
                 self._unfinished_sends.pop(0).wait_sent()
 
     def arrived(self, action: Action) -> dict[str, Tensor]:
-        """The local tensors of one receive, by value name; waits for them."""
-        batch, start, end = self._pending_receives.pop(action)
-        return self._values(action, batch.take(start, end))
+        """The local tensors of one receive, by value name; waits for them.
+
+        Not for others of their batch: the schedule may post those before they are made.
+        """
+        posted, start, end = self._pending_receives.pop(action)
+        with self._pace.waiting():
+            pieces = posted.wait_received(start, end)
+        return self._values(action, pieces)
 
     def handed(self, send: Action, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What the other end of a send gets that is a stage of this rank: nothing is sent."""

@@ -39,10 +39,11 @@ class Posted(ABC):
     """One batch of messages. It keeps the sent tensors alive until they are known to be sent."""
 
     @abstractmethod
-    def wait_received(self) -> list[Tensor]:
-        """The received tensors, in the order of the batch's receives; blocks until all arrived.
+    def wait_received(self, start: int = 0, end: int | None = None) -> list[Tensor]:
+        """The tensors of the batch's receives from `start` to `end`; blocks until these arrived.
 
-        The batch may wait long for its sends, so it drops its references to these tensors.
+        The batch may wait long for its sends, so it drops its references to these tensors, and
+        never gives one twice.
         """
 
     @abstractmethod
@@ -125,19 +126,23 @@ class DistMessenger(Messenger):
             group = self.edges.get((self.rank, peer))
             out.setdefault(group, []).append(dist.P2POp(dist.isend, x, peer, group))
         into: dict[dist.ProcessGroup | None, list[dist.P2POp]] = {}
-        for x, (_, _, peer) in zip(received, receives, strict=True):
+        places: dict[dist.ProcessGroup | None, list[int]] = {}
+        for at, (x, (_, _, peer)) in enumerate(zip(received, receives, strict=True)):
             if x.numel():
                 group = self.edges.get((peer, self.rank))
                 into.setdefault(group, []).append(dist.P2POp(dist.irecv, x, peer, group))
+                places.setdefault(group, []).append(at)
         sent_works: list[dist.Work] = []
-        received_works: list[dist.Work] = []
+        received_works: list[dist.Work | None] = [None] * len(received)
         for group in dict.fromkeys([*out, *into]):
             first, last = out.get(group, []), into.get(group, [])
             works = dist.batch_isend_irecv(first + last)
             # NCCL has one work for all messages of a group.
             is_joint = len(works) < len(first) + len(last)
             sent_works += (works if is_joint else works[: len(first)]) if first else []
-            received_works += (works if is_joint else works[len(first) :]) if last else []
+            arriving = works * len(last) if is_joint else works[len(first) :]
+            for at, work in zip(places.get(group, ()), arriving, strict=True):
+                received_works[at] = work
         return _DistPosted(sent, sent_works, received, received_works)
 
 
@@ -147,15 +152,20 @@ class _DistPosted(Posted):
         sent: list[Tensor],
         sent_works: list[dist.Work],
         received: list[Tensor],
-        received_works: list[dist.Work],
+        received_works: list[dist.Work | None],
     ) -> None:
         self._sent, self._sent_works = sent, sent_works
-        self._received, self._received_works = received, received_works
+        self._received: list[Tensor | None] = [*received]
+        self._received_works = received_works
 
-    def wait_received(self) -> list[Tensor]:
-        for work in self._received_works:
-            work.wait()
-        received, self._received, self._received_works = self._received, [], []
+    def wait_received(self, start: int = 0, end: int | None = None) -> list[Tensor]:
+        of = slice(start, end)
+        for work in self._received_works[of]:
+            if work is not None:
+                work.wait()
+        received = [x for x in self._received[of] if x is not None]
+        self._received[of] = [None] * len(self._received[of])
+        self._received_works[of] = [None] * len(self._received_works[of])
         return received
 
     def is_sent(self) -> bool:

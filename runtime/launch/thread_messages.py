@@ -79,11 +79,12 @@ class _PostedBatch(Posted):
     def is_over(self) -> bool:
         return all(end.is_done for end in self.ends)
 
-    def wait_received(self) -> list[Tensor]:
-        self._wait(self.receives)
-        values = [end.value for end in self.receives]
-        for end in self.receives:
-            end.value = None
+    def wait_received(self, start: int = 0, end: int | None = None) -> list[Tensor]:
+        of = self.receives[start:end]
+        self._wait(of)
+        values = [receive.value for receive in of]
+        for receive in of:
+            receive.value = None
         return [value for value in values if value is not None]
 
     def is_sent(self) -> bool:

@@ -131,7 +131,27 @@ CHOSEN: dict[str, Layout] = {
     "pp2 dp2 zero-3": Layout((2, 2), manual=Manual(pp=2, dp=2, zero=3)),
     "pp4": Layout((1, 4), manual=Manual(pp=4)),
 }
-LAYOUTS = SEARCHED | CHOSEN
+# Schedules of equal stages, and the recipes that they are for.
+ORDERED: dict[str, tuple[str, Layout]] = {
+    "pp2 interleaved": ("interleaved", Layout((1, 2), manual=Manual(pp=2, interleave=2))),
+    "pp2 dp2 zero-1 interleaved": (
+        "interleaved", Layout((2, 2), manual=Manual(pp=2, dp=2, zero=1, interleave=2)),
+    ),
+    "pp2 tp2 interleaved full": (
+        "interleaved", Layout((2, 2), manual=Manual(pp=2, tp=2, interleave=2, recompute="full")),
+    ),
+    "pp4 zero-bubble": ("zero-bubble", Layout((1, 4), manual=Manual(pp=4))),
+    "pp2 dp2 zero-2 zero-bubble": (
+        "zero-bubble", Layout((2, 2), manual=Manual(pp=2, dp=2, zero=2)),
+    ),
+    "pp2 zero-bubble-v selective": (
+        "zero-bubble-v", Layout((1, 2), manual=Manual(pp=2, recompute="selective")),
+    ),
+    "pp2 tp2 zero-bubble-v": ("zero-bubble-v", Layout((2, 2), manual=Manual(pp=2, tp=2))),
+    "pp2 dp2 zero-3 dualpipe-v": ("dualpipe-v", Layout((2, 2), manual=Manual(pp=2, dp=2, zero=3))),
+    "pp2 dualpipe-v": ("dualpipe-v", Layout((1, 2), manual=Manual(pp=2))),
+}  # fmt: skip
+LAYOUTS = SEARCHED | CHOSEN | {name: layout for name, (_, layout) in ORDERED.items()}
 
 
 class PipelineCell(NamedTuple):
@@ -171,8 +191,10 @@ def pipeline_cells() -> list[PipelineCell]:
     """Every searched layout under both orders and counts; every other one under one of the four."""
     ways = list(itertools.product(("1f1b", "gpipe"), (4, 8)))
     searched = itertools.product(SEARCHED, CASES, ways)
+    ordered = itertools.product(ORDERED.items(), CASES)
     others = zip(itertools.product(CHOSEN, CASES), itertools.cycle((*ways, ways[0])), strict=False)
     return [
         *(PipelineCell(model, layout, *way) for layout, model, way in searched),
         *(PipelineCell(model, layout, *way) for (layout, model), way in others),
+        *(PipelineCell(model, layout, order, 8) for (layout, (order, _)), model in ordered),
     ]

@@ -69,6 +69,23 @@ def large_both_ways(messenger: Messenger) -> float:
     return received.double().mean().item()
 
 
+def in_parts(messenger: Messenger) -> list[float]:
+    """The second receive of a batch is sent only after the first was taken."""
+    scalar = vector(0.0)
+    if messenger.rank == 0:
+        posted = messenger.post([(vector(1.0), 1)], [])
+        (answer,) = messenger.post([], [incoming(scalar, 1)]).wait_received()
+        messenger.post([(answer + 1, 1)], []).wait_sent()
+        posted.wait_sent()
+        return []
+    posted = messenger.post([], [incoming(scalar, 0), incoming(scalar, 0)])
+    (first,) = posted.wait_received(0, 1)
+    messenger.post([(first + 1, 0)], []).wait_sent()
+    (second,) = posted.wait_received()
+    assert posted.wait_received() == []
+    return [first.item(), second.item()]
+
+
 def run_on_threads(job: Callable[[Messenger], object], rendezvous: bool) -> list[object]:
     return run_threads(lambda world: job(world.messenger(rendezvous)), 2)
 
@@ -112,6 +129,12 @@ def test_both_directions_at_once(run_pair: Run) -> None:
 
 def test_skip_connections_of_several_dtypes(run_pair: Run) -> None:
     assert_equal(run_pair(skip_connections)[1], of_dtypes(0))
+
+
+def test_a_receive_is_taken_before_others_of_its_batch(workers: Pool) -> None:
+    assert run_on_threads(in_parts, False)[1] == [1.0, 3.0]
+    for on_rank in (on_process, by_edges):
+        assert workers(2).run(on_rank, in_parts)[1] == [1.0, 3.0]
 
 
 def test_large_tensors_cross_without_blocking(workers: Pool) -> None:
