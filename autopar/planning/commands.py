@@ -98,6 +98,7 @@ def _options_of(data: PlanData, given: Options | None, default_limit_bytes: floa
         _DEFAULTS, precision=data.precision, optimizer=data.optimizer, reduce_dtype=reduce_dtype,
         master_weights=data.master_weights, forbid=frozenset(data.forbid),
         microbatches=data.microbatches, stages=n_stages if n_stages > 1 else "auto",
+        schedule="auto" if data.schedule == "1f1b" else data.schedule,
         memory_limit=int(limit_bytes or 0) if is_limited else None,
     )  # fmt: skip
 

@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from autopar.program.lines import CallLine, Crossing, Pipeline, StageProgram, Tie
 from autopar.report.blocks import Block
 from autopar.report.tables import ParameterRow, parameter_rows
-from autopar.schedule import Action, clocks, start_times
+from autopar.schedule import Action, Schedule, clocks, start_times
 
 # Clocks of the grid that are shown: the start of a step shows the pattern.
 N_CLOCKS = 10
@@ -184,15 +184,23 @@ def tie_text(pipeline: Pipeline, tie: Tie) -> str:
 
 
 def ideal_bubble(pipeline: Pipeline) -> float:
-    """The bubble of p equal stages, m microbatches and free messages: (p - 1) / (m + p - 1)."""
-    idle = pipeline.n_stages - 1
-    return idle / (pipeline.n_microbatches + idle)
+    """The bubble of the schedule with equal stages and free messages, where the gradients of inputs
+    and of weights take as long as forward: (p - 1) / (m + p - 1) for 1F1B."""
+    schedule = pipeline.schedule
+    order = replace(schedule, rows=_computes(schedule), transfers=None)
+    splits = schedule.splits_backward
+    whole = clocks(order, 1, 1, 1) if splits else clocks(order, 1, 2)
+    return 1 - 3 * schedule.n_chunks * schedule.n_microbatches / whole
+
+
+def _computes(schedule: Schedule) -> tuple[tuple[Action, ...], ...]:
+    """The rows without messages."""
+    return tuple(tuple(action for action in row if action.is_compute) for row in schedule.rows)
 
 
 def grid(pipeline: Pipeline, n_shown: int = N_CLOCKS) -> ScheduleGrid:
     """The first `n_shown` clocks of the schedule, without its messages."""
-    rows = (tuple(a for a in row if a.is_compute) for row in pipeline.schedule.rows)
-    order = replace(pipeline.schedule, rows=tuple(rows), transfers=None)
+    order = replace(pipeline.schedule, rows=_computes(pipeline.schedule), transfers=None)
     times = start_times(order, lambda action: 1)
     lines = []
     for line, actions in zip(times, order.rows, strict=True):

@@ -2,7 +2,7 @@
 
     step   = end of the simulated schedule, with the optimizer          (`timeline_of`)
     mfu    = model flops of all ranks / (n_ranks x peak flops_per_s x step)    (`predict`)
-    peak   = maximum over stages of `peak_memory`                       (`peak_of_stage`)
+    peak   = maximum over ranks, of all stages of a rank together        (`peak_of_stage`)
 
 With one stage nothing waits, and step = compute + comm + optimizer. Times of one rank (compute,
 comm, exposed comm, optimizer) are those of the busiest stage: the one with the most compute and
@@ -27,10 +27,13 @@ from autopar.cost.laws import CostModel, collective_time_s
 from autopar.cost.memory import (
     MemoryCourse,
     PeakMemory,
+    StageMemory,
     gradients_under_way,
     kept_bytes,
     memory_course,
     peak_memory,
+    peak_of_row,
+    stage_memory,
 )
 from autopar.cost.price.stage_times import stage_times
 from autopar.cost.simulate import StageTimes, TieTimes, Timeline, simulate
@@ -47,7 +50,7 @@ from autopar.program.communication import (
     tie_exchanges,
 )
 from autopar.program.lines import CallLine, Pipeline, StageProgram, counted_sum, line_counts
-from autopar.schedule import Action, in_flight_of_stage
+from autopar.schedule import Action, in_flight_of_stage, live_counts
 
 # (rank, rank) -> the link between them.
 LinkBetween = Callable[[int, int], Link]
@@ -126,8 +129,24 @@ def predict(
 
 
 def peak_of_stage(pipeline: Pipeline, stage: int, optimizer: str) -> float:
-    """Peak bytes on a rank of a stage, with the microbatches that its schedule keeps in flight."""
-    return float(peak_memory_of(pipeline, stage, optimizer).peak_bytes)
+    """Peak bytes on a rank of a stage: of all its stages, with the microbatches that the schedule
+    keeps in flight."""
+    schedule = pipeline.schedule
+    device = schedule.device_of(stage)
+    stages = schedule.stages_on(device)
+    if len(stages) == 1 and not schedule.splits_backward:
+        return float(peak_memory_of(pipeline, stage, optimizer).peak_bytes)
+    memories = {k: _memory_of(pipeline.stages[k], optimizer) for k in stages}
+    under_way = {k: gradients_under_way(schedule, k) for k in stages}
+    return peak_of_row(schedule.rows[device], memories, under_way)
+
+
+def _memory_of(program: StageProgram, optimizer: str) -> StageMemory:
+    key = "memory", optimizer
+    if key not in program.price_cache:
+        program.price_cache[key] = stage_memory(program, optimizer)
+    found: StageMemory = program.price_cache[key]
+    return found
 
 
 def peak_memory_of(pipeline: Pipeline, stage: int, optimizer: str) -> PeakMemory:
@@ -196,10 +215,16 @@ def _times_of_stage(program: StageProgram, cost: CostModel, optimizer: str) -> S
 
 
 def _with_memory(pipeline: Pipeline, stage: int, times: StageTimes, optimizer: str) -> StageTimes:
-    kept = kept_bytes(pipeline.stages[stage], optimizer)
-    n_in_flight = in_flight_of_stage(pipeline.schedule, stage)
-    static = peak_of_stage(pipeline, stage, optimizer) - n_in_flight * kept
-    return replace(times, static_bytes=static, kept_bytes=kept)
+    schedule = pipeline.schedule
+    device = schedule.device_of(stage)
+    stages = schedule.stages_on(device)
+    kept = {k: kept_bytes(pipeline.stages[k], optimizer) for k in stages}
+    most_kept_bytes = max(
+        sum(n * kept[k] for k, n in zip(stages, count.live, strict=True))
+        for count in live_counts(schedule, device)
+    )
+    static = (peak_of_stage(pipeline, stage, optimizer) - most_kept_bytes) / len(stages)
+    return replace(times, static_bytes=static, kept_bytes=kept[stage])
 
 
 def transfer_s(pieces: Iterable[Piece], link_between: LinkBetween) -> float:

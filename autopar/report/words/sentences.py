@@ -142,10 +142,14 @@ def _placed(pipeline: Pipeline, device: str) -> Iterator[str]:
 
 
 def _stages_text(pipeline: Pipeline, device: str) -> str:
-    """`four stages of 16 GPUs`; empty for one."""
+    """`four stages of 16 GPUs`, `eight stages, two on each of 4 x 16 GPUs`; empty for one."""
     sizes = [mesh.n_ranks for mesh in pipeline.meshes]
     if len(sizes) == 1:
         return ""
+    if (n_chunks := pipeline.schedule.n_chunks) > 1:
+        n_devices, each = pipeline.schedule.n_devices, _devices(sizes[0], device)
+        where = f"each of {n_devices} {device}s" if sizes[0] == 1 else f"{n_devices} times {each}"
+        return f"{_number(len(sizes))} stages, {_number(n_chunks)} on {where}"
     if len(set(sizes)) == 1:
         return f"{_number(len(sizes))} stages of {_devices(sizes[0], device)}"
     return f"{_number(len(sizes))} stages of {_and(list(map(str, sizes)))} {device}s"
