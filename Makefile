@@ -118,7 +118,7 @@ test-gpu: install
 	$(BIN)/python -m pytest $(PARITY_ON_THREADS)
 
 PARITY_ON_THREADS := $(addprefix tests/parity/test_, random_programs.py experts_planned.py \
-  sequence_parallel.py planned_parity.py equal_blocks.py weights_last.py) \
+  sequence_parallel.py planned_parity.py equal_blocks.py split_backward.py) \
   tests/runtime/test_recompute.py tests/runtime/test_pipeline_runtime.py \
   tests/rules/test_attention_lowering.py
 

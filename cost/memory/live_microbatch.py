@@ -71,7 +71,6 @@ class MicrobatchWalk:
         self._last: dict[StorageId, int] = {}  # the last moment that needs a storage
         self._bytes: dict[StorageId, float] = {}
         self._owners: dict[str, str] = {}  # variable -> owner of its storage
-        self._instead: dict[str, str] = {}  # owner -> the storage that was made again in its place
         self._known: dict[str, Local] = {}
         self._inputs: dict[int, dict[str, Local]] = {}
         self._gradient_of: dict[str, str] = {}
@@ -257,17 +256,18 @@ class MicrobatchWalk:
                 self._owners[out.name] = self._owners.get(shared, shared)
             else:
                 name = f"{UNUSED}{position}" if out.name == UNUSED else out.name
-                owner = made = f"{name}@{i}"
+                owner = f"{name}@{i}"
                 if again:
-                    made = self._instead[owner] = f"{owner} again"
-                self._make((ACTIVATIONS, made), out.size_bytes)
+                    before, owner = owner, f"{owner} again"
+                    if isinstance(line, GatherLine):  # its views are made again, too
+                        self._owners |= {n: owner for n, of in self._owners.items() if of == before}
+                self._make((ACTIVATIONS, owner), out.size_bytes)
                 self._owners[out.name] = owner
             self._known[out.name] = out
 
     def _storage(self, name: str) -> StorageId:
-        """The storage of a variable of forward, or the one made again in its place."""
-        owner = self._owners.get(name, name)
-        return ACTIVATIONS, self._instead.get(owner, owner)
+        """The storage of a variable of forward; of one that was made again, the new one."""
+        return ACTIVATIONS, self._owners.get(name, name)
 
     # Communication of parameters.
 

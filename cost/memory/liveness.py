@@ -36,7 +36,7 @@ from autopar.program.lines import (
     every_parameter,
     parameter_counts,
 )
-from autopar.schedule import Schedule, in_flight_of_stage
+from autopar.schedule import GRADIENTS_DONE, Schedule, in_flight_of_stage
 
 
 @dataclass(frozen=True)
@@ -152,7 +152,7 @@ def gradients_under_way(schedule: Schedule, stage: int) -> int:
                 now += 1
                 continue
             most = max(most, sum(held) if now == most_in_flight else 0)
-            now -= 1
+            now -= action.kind in GRADIENTS_DONE
     return most
 
 

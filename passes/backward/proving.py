@@ -2,7 +2,7 @@
 
 Equal blocks have equal lines, but for names. So the lines of a few are enough to print all
 (`autopar/codegen/calls.py`), and the time to derive, prove and print a stage does not grow with
-depth.
+depth. A split backward is printed line by line, so all of its lines are derived.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def proved(
     joints: list[JointProgram] = []
     for stage, few in zip_longest(pipeline.stages, few_blocks):
         whole, joint = replace(stage, trains=trains), None
-        if few is not None and few.delivered == whole.delivered:
+        if few is not None and few.delivered == whole.delivered and not whole.splits_backward:
             alone = both_ways(replace(few, trains=trains, repeats=()))
             joint = _standing_for(whole, alone, few.repeats)
         if joint is None or not prints_all(joint):

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from autopar.capture.reference import change_buffers, reference_step
 from autopar.codegen import emit
-from autopar.passes.backward import differentiate
+from autopar.passes.backward import differentiate, make_fusible
 from autopar.placement import TensorType, difference, gather
 from autopar.precision import lifted_dtype
 from autopar.program.graph import Program
@@ -104,6 +104,7 @@ def run_ranks(
     codes = {}
     for k, stage in enumerate(pipeline.stages):
         joint = differentiate(stage, DEVICE.type)
+        joint = make_fusible(joint) if stage.is_compiled else joint
         codes[k] = load_code(f"stage_{k}.py", emit(joint, k, n_stages))[0]
     constants = {name: compute() for name, compute in program.constants.items()}
 

@@ -90,7 +90,7 @@ class Pipeline:
     ) -> Pipeline:
         """Join the stages; `order` makes their schedule.
 
-        Stages with equal meshes are on one device.
+        Stages with equal meshes are on one device. All split their backward if the schedule does.
 
         Raises `VerificationError` if a stage reads what no earlier stage sends, or another tensor,
         and if `order` is for stages on other devices.
@@ -103,6 +103,8 @@ class Pipeline:
             transfers[pair] = transfers.get(pair, False) or (c.has_grad and trains)
         between = frozenset(Transfer(*pair, returns) for pair, returns in transfers.items())
         schedule = _schedule(order, mesh_devices(meshes), stages[0].n_microbatches, between)
+        if schedule.splits_backward:
+            stages = [stage.split_backward() for stage in stages]
         n_blocks = math.lcm(*(most_batch_shards(s.delivered, s.axis_sizes) for s in stages))
         return Pipeline(tuple(stages), tuple(meshes), schedule, crossings, _ties(stages), n_blocks)
 

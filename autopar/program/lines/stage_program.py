@@ -11,12 +11,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import InitVar, dataclass, field
+from dataclasses import InitVar, dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal
 
 import torch
 
+from autopar.caching import once
 from autopar.options import Recompute
 from autopar.placement import Move, PrimitiveKind, Spec, TensorType
 from autopar.program.graph import Accumulation
@@ -346,6 +347,12 @@ class StageProgram:
 
     def __post_init__(self, shared_prices: dict[Hashable, Any] | None) -> None:
         object.__setattr__(self, "price_cache", {} if shared_prices is None else shared_prices)
+
+    @once
+    def split_backward(self) -> StageProgram:
+        """The same program, whose backward is two actions."""
+        prices = self.price_cache.setdefault("split backward", {})
+        return replace(self, splits_backward=True, shared_prices=prices)
 
     @cached_property
     def returned(self) -> frozenset[str]:
