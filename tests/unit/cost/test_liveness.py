@@ -46,10 +46,10 @@ Pool = Callable[[int], WorkerPool]
 
 
 @lru_cache
-def small_gpt2() -> Analysis:
-    """Two layers, 16 x 32 tokens, in float32."""
+def small_gpt2(n_layer: int = 2) -> Analysis:
+    """16 x 32 tokens, in float32."""
     config = GPT2Config(
-        n_layer=2, n_embd=64, n_head=4, vocab_size=256, n_positions=32, resid_pdrop=0.0,
+        n_layer=n_layer, n_embd=64, n_head=4, vocab_size=256, n_positions=32, resid_pdrop=0.0,
         embd_pdrop=0.0, attn_pdrop=0.0, bos_token_id=0, eos_token_id=0,
     )  # fmt: skip
     ids = torch.zeros((16, 32), dtype=torch.int64)
@@ -101,9 +101,9 @@ def test_peak_memory_of_one_rank(n_microbatches: int) -> None:
 CASES = [("plain", 4), ("tensor", 1), ("zero1", 1), ("zero2", 4), ("zero3", 4)]
 
 
-def thread_bytes(pipeline: Pipeline) -> list[float]:
+def thread_bytes(pipeline: Pipeline, n_layer: int = 2) -> list[float]:
     """Peaks of thread ranks. What a collective makes counts for the rank that comes last."""
-    program = small_gpt2().program
+    program = small_gpt2(n_layer).program
     inputs, parameters = named_inputs(program, batch()), random_parameters(program, 0)
 
     def work(rank: Rank) -> float:
@@ -131,9 +131,11 @@ STAGED: list[tuple[int, int, int, str]] = [
 FOUR = (4, 1, 8, "1f1b")
 
 
-def staged_pipeline(n_devices: int, n_chunks: int, n_microbatches: int, order: str) -> Pipeline:
+def staged_pipeline(
+    n_devices: int, n_chunks: int, n_microbatches: int, order: str, n_layer: int = 2
+) -> Pipeline:
     """Equal numbers of operators per stage, placed by the planner."""
-    analysis, devices = small_gpt2(), devices_of(order, n_devices, n_chunks)
+    analysis, devices = small_gpt2(n_layer), devices_of(order, n_devices, n_chunks)
     n, links = len(list(analysis.program.operators)), (Link(1e-6, 1e-9),)
     parts = cut(analysis.program, [n * (k + 1) // len(devices) for k in range(len(devices))])
     device = Device(1e12, 1e11, 1e10, 1e-6)
@@ -152,6 +154,15 @@ def test_peak_memory_of_two_devices(case: tuple[int, int, int, str]) -> None:
     pipeline = staged_pipeline(*case)
     predicted = [peak_of_stage(pipeline, k, "adamw") for k in range(2)]
     assert predicted == pytest.approx(thread_bytes(pipeline), rel=CLOSE)
+
+
+@nightly
+@pytest.mark.parametrize("case", STAGED)
+def test_peak_memory_of_whole_blocks(case: tuple[int, int, int, str]) -> None:
+    """Stages of two blocks or four: what is sent counts less than in stages of half a block."""
+    pipeline = staged_pipeline(*case, n_layer=8)
+    predicted = [peak_of_stage(pipeline, k, "adamw") for k in range(2)]
+    assert predicted == pytest.approx(thread_bytes(pipeline, n_layer=8), rel=0.03)
 
 
 @nightly
