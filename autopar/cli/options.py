@@ -76,7 +76,12 @@ def _planning_flags(
     seq: Annotated[int | None, typer.Option(help="Tokens per row.")] = None,
     loss: LossOption = None,
     microbatches: Annotated[str | None, typer.Option(help="auto, or how many.")] = None,
-    schedule: Annotated[str | None, typer.Option(help="auto, gpipe or 1f1b.")] = None,
+    schedule: Annotated[
+        str | None,
+        typer.Option(
+            help="auto, gpipe, 1f1b, interleaved, zero-bubble, zero-bubble-v or dualpipe-v."
+        ),
+    ] = None,
     stages: Annotated[
         str | None, typer.Option(help="auto, how many, or MODULES@1x2;MODULES@1x2.")
     ] = None,
@@ -102,7 +107,9 @@ def _planning_flags(
     compiled: Annotated[
         str | None, typer.Option("--compile", help="none, regions, regions+graphs or auto.")
     ] = None,
-    manual: Annotated[str | None, typer.Option(help="A recipe: dp=2,tp=4,pp=2,sp,zero=1.")] = None,
+    manual: Annotated[
+        str | None, typer.Option(help="A recipe: dp=2,pp=2,interleave=2,sp,zero=1.")
+    ] = None,
     force: Annotated[
         list[str] | None, typer.Option(help="Pin a parameter: NAME=S(0)@1. Repeatable.")
     ] = None,

@@ -25,7 +25,12 @@ class PlanOptions(TypedDict, total=False):
     """All options; each has a default (`autopar.options.Options`)."""
 
     microbatches: int | Literal["auto"] | str
-    schedule: Literal["auto", "gpipe", "1f1b"] | str
+    schedule: (
+        Literal[
+            "auto", "gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v", "dualpipe-v"
+        ]
+        | str
+    )
     stages: int | Literal["auto"] | str | Sequence[_Stage]
     mesh_shape: Literal["auto", "as-given"] | str | Mapping[str, int]
     optimizer: Literal["adamw", "sgd", "adam"] | str

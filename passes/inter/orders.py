@@ -52,9 +52,15 @@ def has_plain_order(options: Options) -> bool:
 def orders_of(options: Options) -> list[PipelineOrder]:
     """The schedules of the pipelines of equal stages that a request allows.
 
-    Raises `OptionError` if `manual` has a number of stages a rank that `schedule` does not take.
+    Raises `OptionError` if `manual` has a number of stages a rank that `schedule` does not take,
+    and for stages of the user's with a schedule of equal stages.
     """
     word = options.schedule
+    if isinstance(options.stages, tuple) and not has_plain_order(options):
+        raise OptionError(
+            f"schedule={word!r} has equal stages, and stages= gives modules to each",
+            hint="give a number of stages, or schedule='1f1b'",
+        )
     if options.manual is not None:
         return [_order_asked_for(options.manual, word)]
     return [
