@@ -18,20 +18,24 @@ remaining backwards (`_row`). If backwards are split, the parameter part may lag
     dualpipe-v     the same with one more forward ahead, and the parameter parts lag less
 
 n stages, m microbatches, p devices of v stages, rounds of r >= p microbatches (r = p if p divides
-m). Forward takes f, the input part of backward b and its parameter part w. The bubble is what a
-step takes beyond v m (f + b + w), with equal stages and free messages. `in flight` is the largest
-number of live microbatches on device i, counted once a stage (`live.py`).
+m). A stage's forward takes f, the input part of its backward b, the parameter part w. The bubble is
+what a step takes beyond v m (f + b + w), with equal stages and free messages. `in flight` is the
+largest number of live microbatches on device i, counted once a stage (`live.py`).
 
-                   bubble                                     in flight
-    gpipe          (n - 1)(f + b + w)                         m
-    1f1b           (n - 1)(f + b + w)                         min(m, n - i)
-    interleaved    (p - 1)(f + b + w)         if p divides m  min(m v, 2(p - i - 1) + (v - 1)r + 1)
-    zero-bubble    (n - 1)(f + b - w)         if w <= f, w <= b and n <= m          min(m, n)
-        `zb_h2`    (n - 1) f                  if w = f = b and 2n <= m              min(m, 2n - 1)
-    zero-bubble-v  (p - 1) max(b, 2(b - w))   if f <= b, w <= b and 2p <= m + 1     2p
-    dualpipe-v     (p - 1)(f + b - w)         if f = b and w <= b                   2p + 1
+                   bubble                                                    in flight
+    gpipe          (n - 1)(f + b + w)                                        m
+    1f1b           (n - 1)(f + b + w)                                        min(m, n - i)
+    interleaved    (p - 1)(f + b + w)        if p divides m
+                                              min(m v, 2(p - i - 1) + (v - 1)r + 1)
+    zero-bubble    (n - 1)(f + b - w)        if w <= f, w <= b, n <= m       min(m, n)
+        `zb_h2`    (n - 1) f                 if w = f = b, 2n <= m           min(m, 2n - 1)
+    zero-bubble-v  (p - 1) max(b, 2(b - w))  if f <= b, w <= b, 2p <= m + 1  2p
+    dualpipe-v     (p - 1)(f + b - w)        if f = b, w <= b                2p + 1
 
-Papers give the V shapes no bubble for f = b = w but the fill of p - 1, which these are.
+For f = b = w, the V shapes idle while the devices fill, p - 1 forwards of half a stage, as their
+papers say. DualPipe's has (p - 1)(F&B + B - 3W) with B = b + w: a forward and a backward that
+overlap are one action there, and their results are there when both are done. Here they are two, so
+a step is (p - 1) b shorter.
 
 Microbatches of a stage come in one order in every kind of action, so gradients add up in the same
 order under every schedule. If m <= n - i, stage i has no forwards left to take turns with, so

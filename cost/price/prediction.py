@@ -152,7 +152,10 @@ def _memory_of(program: StageProgram, optimizer: str) -> StageMemory:
 def peak_memory_of(pipeline: Pipeline, stage: int, optimizer: str) -> PeakMemory:
     """That peak, where it is reached, and what it is made of."""
     schedule = pipeline.schedule
-    n_in_flight, n_under_way = in_flight_of_stage(schedule, stage), gradients_under_way(schedule, stage)
+    n_in_flight, n_under_way = (
+        in_flight_of_stage(schedule, stage),
+        gradients_under_way(schedule, stage),
+    )
     program, key = pipeline.stages[stage], ("peak", optimizer, n_in_flight, n_under_way)
     if key not in program.price_cache:
         program.price_cache[key] = peak_memory(program, optimizer, n_in_flight, n_under_way)
@@ -163,7 +166,10 @@ def peak_memory_of(pipeline: Pipeline, stage: int, optimizer: str) -> PeakMemory
 def memory_course_of(pipeline: Pipeline, stage: int, optimizer: str) -> MemoryCourse:
     """The live bytes of that step, moment by moment."""
     schedule, program = pipeline.schedule, pipeline.stages[stage]
-    n_in_flight, n_under_way = in_flight_of_stage(schedule, stage), gradients_under_way(schedule, stage)
+    n_in_flight, n_under_way = (
+        in_flight_of_stage(schedule, stage),
+        gradients_under_way(schedule, stage),
+    )
     return memory_course(program, optimizer, n_in_flight, n_under_way)
 
 

@@ -13,7 +13,14 @@ from dataclasses import dataclass, replace
 from autopar.cost.hardware import Software
 from autopar.passes.analysis.analysis import Analysis
 from autopar.program.graph import Program
-from autopar.program.lines import Boundary, StageProgram, StoredParameter, Strategy
+from autopar.program.lines import (
+    Boundary,
+    GatherLine,
+    Line,
+    StageProgram,
+    StoredParameter,
+    Strategy,
+)
 
 
 @dataclass(frozen=True)
@@ -112,7 +119,7 @@ def rename_lowered(
 ) -> StageProgram:
     """A lowered program, renamed for an equal program so that it can be joined and priced.
 
-    Its lines keep their names.
+    Its lines keep their names, but for the parameters that they gather.
     """
     infos = {info.name: other.parameters[names[n]] for n, info in program.parameters.items()}
 
@@ -120,12 +127,18 @@ def rename_lowered(
         info = infos[p.name]
         return replace(p, name=info.name, aliases=info.aliases, mirror_of=info.mirror_of)
 
+    def named(line: Line) -> Line:
+        if not isinstance(line, GatherLine):
+            return line
+        return replace(line, parameter=infos[line.parameter].name)
+
     def crossing(boundary: Boundary) -> Boundary:
         value = names[boundary.value]
         return replace(boundary, value=value, key=other.value_key(value))
 
     return replace(
         lowered,
+        body=tuple(map(named, lowered.body)),
         parameters=tuple(map(parameter, lowered.parameters)),
         received=tuple(map(crossing, lowered.received)),
         sent=tuple(map(crossing, lowered.sent)),

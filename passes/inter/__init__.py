@@ -26,6 +26,7 @@ from autopar.passes.inter.layers import Layers, balance, find_layers, operator_f
 from autopar.passes.inter.orders import PipelineOrder, has_plain_order, orders_of, plain_order
 from autopar.passes.inter.recipes import (
     EqualPipeline,
+    Source,
     check_ranks,
     equal_pipelines,
     recipe_limits,
@@ -51,6 +52,7 @@ __all__ = [
     "Layers",
     "PipelineOrder",
     "PipelineSpace",
+    "Source",
     "StageBound",
     "StageLayout",
     "StagePlan",

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 from autopar.cost.hardware import Hardware
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.analysis import Analysis
-from autopar.passes.inter import Candidate, PipelineSpace, megatron_pipelines
+from autopar.passes.inter import Candidate, PipelineSpace, Source, equal_pipelines
 from tests.helpers.harness import language_model, tiny_gpt2
 
 
@@ -30,11 +28,12 @@ def pipeline_space(
 
 
 def recipes(
-    analysis: Analysis, mesh: Mesh, hardware: Hardware, options: Options, *how: Any
+    analysis: Analysis, mesh: Mesh, hardware: Hardware, options: Options
 ) -> list[Candidate]:
-    """The Megatron pipelines as candidates; `how` is passed on."""
+    """The Megatron pipelines as candidates."""
     space = pipeline_space(analysis, mesh, hardware, options)
-    return [pipeline.candidate for pipeline in megatron_pipelines(space, *how)]
+    source: Source = "manual" if options.manual else "Megatron"
+    return [pipeline.candidate for pipeline in equal_pipelines(space, source)]
 
 
 def assert_covers(candidate: Candidate, mesh: Mesh) -> None:

@@ -81,8 +81,8 @@ def step_bytes(executor: Executor, inputs: Mapping[str, Tensor]) -> tuple[float,
     inputs = dict(inputs)
     stored = {
         p.name: (torch.randn(p.stored.shape) * 0.02).requires_grad_()
-        for runner in executor.stages.values()
-        for p in runner.program.parameters
+        for stage in executor.stages.values()
+        for p in stage.program.parameters
     }
     optimizer = torch.optim.AdamW(stored.values(), foreach=True)
 

@@ -6,17 +6,20 @@ Steps beside one process, gradients of all schedules beside 1F1B's bit by bit.
 from __future__ import annotations
 
 import random
+from functools import partial
 
 import pytest
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from autopar.passes.analysis import Analysis
 from autopar.program.lines import Pipeline
+from autopar.schedule import ORDERS
 from autopar.verifier import verify_pipeline
 from tests.helpers.harness import generated_code
 from tests.helpers.models.pipeline_models import SideOutput, Skip, Tied, analysis_of, batch_of
 from tests.helpers.pipeline_harness import Layout, Shapes, ends_before, random_pipeline
-from tests.helpers.ranks import wrong_in_step
+from tests.helpers.ranks import Rank, named_inputs, random_parameters, run_ranks, wrong_in_step
 
 __all__ = ["generated_code"]
 
@@ -49,3 +52,37 @@ def test_zero_bubble(model: type[nn.Module]) -> None:
     analysis, pipeline = made(model, Layout(shapes, 4, "zero-bubble"), 0)
     verify_pipeline(pipeline)
     assert wrong_in_step(analysis.program, pipeline, batch_of(model, 0), 0) == {}
+
+
+WAYS = (
+    Layout(((1, 1),) * 4, 8, "1f1b"),
+    Layout(((1, 1),) * 4, 8, "gpipe"),
+    Layout(((1, 1),) * 4, 8, "zero-bubble"),
+    Layout(((1, 1),) * 2, 8, "interleaved", 2),
+    Layout(((1, 1),) * 2, 8, "zero-bubble-v", 2),
+    Layout(((1, 1),) * 2, 8, "dualpipe-v", 2),
+)
+
+
+@pytest.mark.parametrize("model", CUTS)
+def test_all_schedules_give_the_same_bits(model: type[nn.Module]) -> None:
+    """Gradients add up by microbatch, of several readers and of tied weights by stage."""
+    assert {layout.order for layout in WAYS} == ORDERS.keys()
+    found = []
+    for layout in WAYS:
+        analysis, pipeline = made(model, layout, 0)
+        program, batch = analysis.program, batch_of(model, 0)
+
+        def gradients(rank: Rank, inputs: dict[str, Tensor]) -> dict[str, Tensor]:
+            rank.executor.step(rank.stored, inputs)
+            return {n: p.grad for n, p in rank.stored.items() if p.grad is not None}
+
+        inputs = named_inputs(program, batch)
+        parameters = random_parameters(program, 0)
+        of_ranks = run_ranks(program, pipeline, parameters, partial(gradients, inputs=inputs))
+        found.append({name: grad for own in of_ranks for name, grad in own.items()})
+    first, *others = found
+    for layout, other in zip(WAYS[1:], others, strict=True):
+        assert first.keys() == other.keys()
+        wrong = [name for name in first if not torch.equal(first[name], other[name])]
+        assert not wrong, layout.order

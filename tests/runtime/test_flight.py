@@ -148,7 +148,8 @@ def test_a_pipeline_that_failed_half_way_takes_no_step() -> None:
 
     def work(rank: Rank) -> None:
         executor, n_left = rank.executor, [1]
-        inputs, code = named_inputs(program, case.batch(0)), rank.executor.code
+        (stage,) = executor.stages.values()
+        inputs, code = named_inputs(program, case.batch(0)), stage.code
 
         def forward(*args: Any) -> Any:
             if n_left.pop() == 0:
@@ -156,9 +157,9 @@ def test_a_pipeline_that_failed_half_way_takes_no_step() -> None:
             n_left.append(0)
             return code.forward(*args)
 
-        if executor.stage == 0:
+        if stage.stage == 0:
             executor.step(rank.stored, inputs)  # waits for gradients in vain
-        executor.code = replace(code, forward=forward)
+        stage.code = replace(code, forward=forward)
         for _ in range(2):
             with pytest.raises((RuntimeError, StepError)) as raised:
                 executor.step(rank.stored, inputs)

@@ -63,8 +63,9 @@ class Watched:
     def __init__(self, executor: Executor) -> None:
         self.microbatches: list[Watch] = []
         self.seen: list[set[int]] = []
-        code = self._code = executor.code
-        executor.code = replace(code, forward=self.forward, backward=self.backward)
+        (stage,) = executor.stages.values()
+        code = self._code = stage.code
+        stage.code = replace(code, forward=self.forward, backward=self.backward)
 
     def look(self) -> set[int]:
         return {k for k, watch in enumerate(self.microbatches) if watch.is_alive}

@@ -18,7 +18,7 @@ from autopar.mesh import LogicalMesh, Mesh
 from autopar.options import Manual, Options
 from autopar.passes.analysis import Analysis, find_runs
 from autopar.passes.binding import capture_step
-from autopar.passes.inter import Candidate, find_layers, megatron_pipelines, views_of
+from autopar.passes.inter import Candidate, equal_pipelines, find_layers, views_of
 from autopar.passes.search import Evaluator, Planner, Solved
 from autopar.passes.search.branch_bound import BranchAndBound
 from autopar.passes.search.outcome import alternatives_of
@@ -64,9 +64,9 @@ def views(candidate: Candidate) -> list[LogicalMesh]:
 
 def test_a_manual_recipe_is_that_one() -> None:
     mesh = cluster(2, 4)
-    hardware, options = hardware_of(mesh), Options.of()
+    hardware = hardware_of(mesh)
     manual = Manual(dp=2, tp=2, pp=2, sp=True, zero=1, microbatch_size=2)
-    (candidate,) = recipes(gpt2(), mesh, hardware, options, manual)
+    (candidate,) = recipes(gpt2(), mesh, hardware, Options.of(manual=manual))
     assert candidate.name == "manual recipe, m=4" and not candidate.recipe
     assert [v.sizes for v in views(candidate)] == [(2, 2)] * 2
     assert [v.first_rank for v in views(candidate)] == [0, 4]
@@ -75,9 +75,9 @@ def test_a_manual_recipe_is_that_one() -> None:
     assert "zero=1" in limits and "sequence" not in limits
     uneven, too_many = replace(manual, microbatch_size=3), replace(manual, dp=4)
     with pytest.raises(OptionError, match="microbatch_size=3"):
-        recipes(gpt2(), mesh, hardware, options, uneven)
+        recipes(gpt2(), mesh, hardware, Options.of(manual=uneven))
     with pytest.raises(MeshError, match="places 16 ranks"):
-        recipes(gpt2(), mesh, hardware, options, too_many)
+        recipes(gpt2(), mesh, hardware, Options.of(manual=too_many))
 
 
 def test_stages_of_a_recipe_have_balanced_flops() -> None:
@@ -99,13 +99,13 @@ def test_every_stage_of_a_recipe_has_a_parameter_to_optimise() -> None:
         layer.requires_grad_(False)
     rows = Analysis.of(capture(model, random_rows(0, "x", "y"), precision="fp64"))
     mesh = cluster(2)
-    found, *_ = recipes(rows, mesh, hardware_of(mesh), Options.of(), Manual(pp=2))
+    found, *_ = recipes(rows, mesh, hardware_of(mesh), Options.of(manual=Manual(pp=2)))
     infos = rows.program.parameters
     for a, b in itertools.pairwise([0, *found.ends]):
         read = {name for operator in rows.operators[a:b] for name in operator.inputs}
         assert any(infos[name].requires_grad for name in read & infos.keys())
     mesh = cluster(4)
-    found, *_ = recipes(rows, mesh, hardware_of(mesh), Options.of(), Manual(pp=4))
+    found, *_ = recipes(rows, mesh, hardware_of(mesh), Options.of(manual=Manual(pp=4)))
     assert len(found.ends) == 4  # three layers learn
 
 
@@ -122,7 +122,8 @@ def test_what_the_real_machine_forbids_has_no_plan() -> None:
     evaluator = Evaluator(analysis, options, hardware_of(mesh), math.inf)
 
     def least_s(manual: Manual) -> float:
-        candidate = recipes(analysis, mesh, hardware_of(mesh), options, manual)[0]
+        asked = replace(options, manual=manual)
+        candidate = recipes(analysis, mesh, hardware_of(mesh), asked)[0]
         return evaluator.placed(candidate, None).least_s
 
     assert least_s(inside) > 0
@@ -218,7 +219,7 @@ def test_pipelines_that_do_not_fit_have_the_name_that_people_know() -> None:
     planner = Planner(gpt2(), mesh, hardware_of(mesh), Options.of(stages=1))
     chosen, space = planner.run().solved, replace(planner, options=Options.of()).pipelines
     assert space is not None
-    pipelines = [pipeline.candidate for pipeline in megatron_pipelines(space.space)]
+    pipelines = [pipeline.candidate for pipeline in equal_pipelines(space.space)]
     known = [candidate for candidate in pipelines if candidate.row]
     assert {candidate.row for candidate in known} == {"TP4 x PP2 x DP1 (Megatron)"}
     errors = [(InfeasibleError("", least_bytes=9.0 - n), one) for n, one in enumerate(known)]

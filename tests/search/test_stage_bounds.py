@@ -18,7 +18,7 @@ from autopar.passes.inter import (
     PipelineSpace,
     StagePlan,
     StageSearch,
-    megatron_pipelines,
+    equal_pipelines,
     step_bound_s,
 )
 from autopar.passes.search import Planner, PlanningResult
@@ -86,7 +86,7 @@ def test_a_recipe_is_bounded_by_its_layers(shape: tuple[int, ...]) -> None:
     mesh = cluster(*shape)
     space = pipeline_space(gpt2(), mesh, hardware_of(mesh), Options.of(recompute="none"))
     choices = Choices(gpt2(), mesh, Options.of(recompute="none"))
-    recipes = megatron_pipelines(space)
+    recipes = equal_pipelines(space)
     assert recipes
     for recipe in recipes:
         assert 0 < recipe.shared_s <= recipe.layered_s * (1 + REL) < math.inf
@@ -244,7 +244,7 @@ def test_stages_are_found_where_they_are_fast() -> None:
 def test_recipes_that_cannot_be_among_the_best_are_not_solved() -> None:
     """Four stages of four devices each wait for slow messages between microbatches of one row."""
     mesh = Mesh((4,), hardware="a100-80gb")
-    recipes = megatron_pipelines(pipeline_space(gpt2(), mesh, hardware_of(mesh), Options.of()))
+    recipes = equal_pipelines(pipeline_space(gpt2(), mesh, hardware_of(mesh), Options.of()))
     result, of_stages = planned(Choices(gpt2(), mesh, Options.of()))
     too_slow = [r for r in recipes if r.shared_s > result.solved.step_time_s * 1.02]
     assert too_slow

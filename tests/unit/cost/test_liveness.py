@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -24,7 +25,7 @@ from autopar.passes.intra import Constraints, PlacementRequest, choose
 from autopar.passes.lowering import lower
 from autopar.program.lines import Pipeline, Strategy
 from autopar.runtime.launch import WorkerPool
-from autopar.schedule import ORDERS
+from autopar.schedule import ORDERS, SPLITS_BACKWARD, devices_of
 from tests.helpers.captures import captured
 from tests.helpers.harness import (
     abstract_cost,
@@ -117,35 +118,37 @@ def test_peak_memory_of_two_ranks(how: str, n_microbatches: int) -> None:
     assert predicted_bytes(pipeline) == pytest.approx(max(thread_bytes(pipeline)), rel=CLOSE)
 
 
-# Ranks of each stage, microbatches, order.
-STAGED: list[tuple[tuple[int, ...], int, str]] = [
-    ((1, 1), 1, "1f1b"),
-    ((1, 1), 8, "1f1b"),
-    ((1, 1), 4, "gpipe"),
+# Devices of a rank each, stages of each device, microbatches, order.
+STAGED: list[tuple[int, int, int, str]] = [
+    (2, 1, 1, "1f1b"),
+    (2, 1, 8, "1f1b"),
+    (2, 1, 4, "gpipe"),
+    (2, 1, 8, "zero-bubble"),
+    (2, 2, 8, "interleaved"),
+    (2, 2, 8, "zero-bubble-v"),
+    (2, 2, 8, "dualpipe-v"),
 ]
-FOUR = ((1, 1, 1, 1), 8, "1f1b")
+FOUR = (4, 1, 8, "1f1b")
 
 
-def staged_pipeline(sizes: tuple[int, ...], n_microbatches: int, order: str) -> Pipeline:
+def staged_pipeline(n_devices: int, n_chunks: int, n_microbatches: int, order: str) -> Pipeline:
     """Equal numbers of operators per stage, placed by the planner."""
-    analysis, n_stages = small_gpt2(), len(sizes)
-    n = len(list(analysis.program.operators))
-    parts = cut(analysis.program, [n * (k + 1) // n_stages for k in range(n_stages)])
-    stages, meshes, first_rank = [], [], 0
-    for program, n_ranks in zip(parts, sizes, strict=True):
-        part, links = analysis.part(program), (Link(1e-6, 1e-9),)
-        device = Device(1e12, 1e11, 1e10, 1e-6)
-        mesh = LogicalMesh((n_ranks,), ("tp",), links, device, first_rank)
-        cost = CostModel(mesh, torch.float32)
+    analysis, devices = small_gpt2(), devices_of(order, n_devices, n_chunks)
+    n, links = len(list(analysis.program.operators)), (Link(1e-6, 1e-9),)
+    parts = cut(analysis.program, [n * (k + 1) // len(devices) for k in range(len(devices))])
+    device = Device(1e12, 1e11, 1e10, 1e-6)
+    meshes = [LogicalMesh((1,), ("tp",), links, device, first_rank) for first_rank in devices]
+    stages = []
+    for program, mesh in zip(parts, meshes, strict=True):
+        part, cost = analysis.part(program), CostModel(mesh, torch.float32)
         chosen = choose(part, PlacementRequest(cost, n_microbatches, Constraints()), "adamw", None)
-        stages.append(lower(part, chosen.strategy, cost))
-        meshes.append(mesh)
-        first_rank += n_ranks
+        splits = order in SPLITS_BACKWARD
+        stages.append(replace(lower(part, chosen.strategy, cost), splits_backward=splits))
     return Pipeline.of(stages, meshes, ORDERS[order])
 
 
 @pytest.mark.parametrize("case", STAGED)
-def test_peak_memory_of_two_stages(case: tuple[tuple[int, ...], int, str]) -> None:
+def test_peak_memory_of_two_devices(case: tuple[int, int, int, str]) -> None:
     pipeline = staged_pipeline(*case)
     predicted = [peak_of_stage(pipeline, k, "adamw") for k in range(2)]
     assert predicted == pytest.approx(thread_bytes(pipeline), rel=CLOSE)
@@ -161,7 +164,7 @@ def test_peak_memory_of_four_stages(workers: Pool) -> None:
 
 def test_earlier_stages_hold_more_microbatches() -> None:
     n_microbatches = 8
-    program = staged_pipeline((1, 1), n_microbatches, "1f1b").stages[0]
+    program = staged_pipeline(2, 1, n_microbatches, "1f1b").stages[0]
     peaks = [peak_memory(program, "adamw", n).peak_bytes for n in (1, 2, 3, 4)]
     steps = [b - a for a, b in itertools.pairwise(peaks)]
     assert steps == pytest.approx([steps[0]] * 3)

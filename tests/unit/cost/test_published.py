@@ -168,7 +168,6 @@ def test_a_run_is_predicted_and_says_what_was_assumed() -> None:
         ({"profile": "abacus"}, "unknown hardware profile 'abacus'; hint: it is one of"),
         ({"schedule": "dualpipe"}, "schedule 'dualpipe'"),
         ({"global_batch": 17}, "is not a whole number of microbatches"),
-        ({"pp": 2, "interleave": 2, "dp": 4, "global_batch": 24}, "microbatches"),
         ({"tp": "two"}, "malformed: invalid literal for int()"),
         ({"dp": 0}, "malformed: dp is 0"),
         ({"cp": -1}, "malformed: cp is -1"),
