@@ -134,6 +134,7 @@ class MicrobatchWalk:
             held.setdefault(place, []).append(name)
         for place, names in held.items():
             first = len(self.moments)
+            self._moment()
             for name in names:
                 self._arrive(name, self._gradient_of.pop(name))
             for moment in self.moments[first:]:

@@ -433,11 +433,8 @@ class _Walk:
         names = [name for name in line.reads if name in self.metas]
         differentiable = tuple(self.metas[name].has_grad for name in names)
         self.forward[work.position] = [FunctionLine(line, kept, differentiable)]
-        outs = []
-        for name in names:
-            wanted = self.metas[name].has_grad
-            unused = Variable(UNUSED, (), torch.float32)
-            outs.append(self._gradient_variable(name) if wanted else unused)
+        unused = Variable(UNUSED, (), torch.float32)
+        outs = [self._gradient_variable(n) if self.metas[n].has_grad else unused for n in names]
         keeps = LOWERED[line.lowered].keeps if line.lowered else ()
         taken = (line.args[k] for k in keeps)
         inputs = tuple(arg.name if isinstance(arg, Ref) else None for arg in taken)

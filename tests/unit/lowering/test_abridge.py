@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from autopar.cost.laws import CostModel
-from autopar.cost.memory import PeakMemory, peak_memory
+from autopar.cost.memory import PeakMemory, peak_memory, stage_memory
 from autopar.cost.price import predict, stage_times
 from autopar.options import Recompute
 from autopar.passes.analysis import (
@@ -64,6 +64,11 @@ def check(analysis: Analysis, strategy: Strategy, cost: CostModel) -> StageProgr
     assert priced[0] == priced[1]
     for n_in_flight in (1, 3):
         same(*(peak_memory(program, "adamw", n_in_flight) for program in (few, whole)))
+    split = [program.split_backward() for program in (few, whole)]
+    one, other = (stage_memory(program, "adamw") for program in split)
+    assert one == other
+    one_times, other_times = (stage_times(program, cost, "adamw") for program in split)
+    assert one_times == other_times
     return few
 
 
