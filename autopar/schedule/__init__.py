@@ -32,7 +32,6 @@ from autopar.schedule.lowering import lower
 from autopar.schedule.orders import (
     CHUNKS,
     ORDERS,
-    SPLITS_BACKWARD,
     ScheduleFactory,
     devices_of,
     dualpipe_v,
@@ -49,7 +48,6 @@ __all__ = [
     "CHUNKS",
     "GRADIENTS_DONE",
     "ORDERS",
-    "SPLITS_BACKWARD",
     "Action",
     "Kind",
     "LiveCount",

@@ -59,7 +59,7 @@ from autopar.program.lines import (
     suffix,
 )
 from autopar.rules import GROUP, rule_for
-from autopar.schedule import ORDERS, SPLITS_BACKWARD, forward_only
+from autopar.schedule import ORDERS, forward_only
 
 # A move, and its forward and backward seconds.
 _TimedStep = tuple[MoveStep, float, float]
@@ -478,10 +478,7 @@ def join(
     `with_outputs` also returns the model's outputs.
     """
     programs = [
-        replace(
-            lower(s.analysis, s.strategy, s.cost, with_outputs and k == len(stages) - 1),
-            splits_backward=schedule in SPLITS_BACKWARD,
-        )
+        lower(s.analysis, s.strategy, s.cost, with_outputs and k == len(stages) - 1)
         for k, s in enumerate(stages)
     ]
     order = forward_only if schedule is None else ORDERS[schedule]

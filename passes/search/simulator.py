@@ -24,7 +24,7 @@ from autopar.passes.search.evaluator import Evaluator, Proposal
 from autopar.passes.solvers.problem import within
 from autopar.plans import Predicted
 from autopar.program.lines import Pipeline, StageProgram, Strategy
-from autopar.schedule import ORDERS, SPLITS_BACKWARD
+from autopar.schedule import ORDERS
 
 # How often the solver's bytes are cut at most, when the simulated peak exceeds the budget.
 MOST_CUTS = 24
@@ -63,10 +63,10 @@ class Simulator:
     evaluator: Evaluator
     pricer: Pricer
     _abridgers: dict[tuple[Analysis, str], Abridger] = field(default_factory=dict)
-    # By the stage's program and mesh, and whether backward is two actions.
-    _lowered: defaultdict[
-        tuple[Analysis, LogicalMesh, bool], list[tuple[Strategy, StageProgram]]
-    ] = field(default_factory=lambda: defaultdict(list))
+    # By the stage's program and mesh.
+    _lowered: defaultdict[tuple[Analysis, LogicalMesh], list[tuple[Strategy, StageProgram]]] = (
+        field(default_factory=lambda: defaultdict(list))
+    )
     # Name, cut, schedule, microbatches and the choices themselves -> result
     _solved: dict[object, Solved] = field(default_factory=dict)
 
@@ -187,24 +187,23 @@ class Simulator:
 
     def pipeline(self, stages: Sequence[PlacedStage], schedule: str) -> Pipeline:
         """The stages lowered, with few of their blocks, and joined."""
-        programs = [self._program(stage, schedule in SPLITS_BACKWARD) for stage in stages]
+        programs = [self._program(stage) for stage in stages]
         return Pipeline.of(programs, [stage.cost.mesh for stage in stages], ORDERS[schedule])
 
-    def _program(self, stage: PlacedStage, splits_backward: bool) -> StageProgram:
+    def _program(self, stage: PlacedStage) -> StageProgram:
         """The lowered stage; equal stages of all candidates are lowered once."""
         first, names = self.evaluator.representative(stage.analysis)
         if names is not None:
             renaming = {there: name for name, there in names.items()}
             equal = PlacedStage(first, rename_strategy(stage.strategy, renaming), stage.cost)
             return rename_lowered(
-                self._program(equal, splits_backward), first.program, stage.analysis.program, names
+                self._program(equal), first.program, stage.analysis.program, names
             )
-        known = self._lowered[stage.analysis, stage.cost.mesh.canonical, splits_backward]
+        known = self._lowered[stage.analysis, stage.cost.mesh.canonical]
         for strategy, program in known:
             if strategy == stage.strategy:
                 return program
         program = self._abridger(stage.analysis).lower(stage.strategy, stage.cost)
-        program = replace(program, splits_backward=splits_backward)
         known.append((stage.strategy, program))
         return program
 

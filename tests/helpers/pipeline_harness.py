@@ -16,7 +16,7 @@ from autopar.passes.lowering import lower
 from autopar.placement import P, R, Spec
 from autopar.program.graph import Program
 from autopar.program.lines import Period, Pipeline, StageProgram, Strategy
-from autopar.schedule import ORDERS, SPLITS_BACKWARD, devices_of, forward_only
+from autopar.schedule import ORDERS, devices_of, forward_only
 from autopar.verifier import verify_program
 from tests.helpers.harness import legal_storages, random_ranges, random_strategy
 from tests.helpers.machines import AXIS_NAMES
@@ -88,8 +88,6 @@ def random_pipeline(
         sent |= {b.value: (mesh, b.local.spec) for b in stages[-1].sent}
     if not analysis.program.training:
         return Pipeline.of(stages, meshes, forward_only)
-    splits = layout.order in SPLITS_BACKWARD
-    stages = [replace(stage, splits_backward=splits) for stage in stages]
     return Pipeline.of(stages, meshes, ORDERS[layout.order])
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable
-from dataclasses import replace
 from functools import lru_cache
 
 import pytest
@@ -25,7 +24,7 @@ from autopar.passes.intra import Constraints, PlacementRequest, choose
 from autopar.passes.lowering import lower
 from autopar.program.lines import Pipeline, Strategy
 from autopar.runtime.launch import WorkerPool
-from autopar.schedule import ORDERS, SPLITS_BACKWARD, devices_of
+from autopar.schedule import ORDERS, devices_of
 from tests.helpers.captures import captured
 from tests.helpers.harness import (
     abstract_cost,
@@ -144,8 +143,7 @@ def staged_pipeline(
     for program, mesh in zip(parts, meshes, strict=True):
         part, cost = analysis.part(program), CostModel(mesh, torch.float32)
         chosen = choose(part, PlacementRequest(cost, n_microbatches, Constraints()), "adamw", None)
-        splits = order in SPLITS_BACKWARD
-        stages.append(replace(lower(part, chosen.strategy, cost), splits_backward=splits))
+        stages.append(lower(part, chosen.strategy, cost))
     return Pipeline.of(stages, meshes, ORDERS[order])
 
 
