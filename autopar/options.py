@@ -108,12 +108,9 @@ class Manual:
                 f"Manual(interleave={self.interleave}) has several stages on each rank, and pp=1",
                 hint="give pp > 1, or leave interleave out",
             )
-        for name in ("cp", "ep"):
-            if getattr(self, name) > 1:
-                raise NotSupportedError(
-                    f"Manual.{name}={getattr(self, name)} is not supported yet",
-                    hint=_INSTEAD_OF.get(name, "use dp, tp, pp, sp and zero"),
-                )
+        for name, instead in _INSTEAD_OF.items():
+            if (n := getattr(self, name)) > 1:
+                raise NotSupportedError(f"Manual.{name}={n} is not supported yet", hint=instead)
         check_word("Manual.recompute", self.recompute, ("none", *_MODES), ())
 
     @property
