@@ -95,8 +95,8 @@ class Crossings:
             pieces = posted.wait_received(start, end)
         return self._values(action, pieces)
 
-    def handed(self, send: Action, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
-        """What the other end of a send gets that is a stage of this rank: nothing is sent."""
+    def hand_over(self, send: Action, values: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What the other end of a send gets if it is a stage of this rank; nothing is sent."""
         return self._values(send.partner, [piece for piece, _ in self._sends(send, values)])
 
     def finish(self) -> None:

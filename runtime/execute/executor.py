@@ -78,6 +78,11 @@ class Executor:
             for t in sorted(pipeline.schedule.transfers or ())
             if t.source in self.stages and t.target in self.stages
         ]
+        # (stage, microbatch) -> what other stages of this rank handed it: activations by value,
+        # gradients by stage and value.
+        self._activations: defaultdict[tuple[int, int], dict[str, Tensor]] = defaultdict(dict)
+        self._gradients: defaultdict[tuple[int, int], dict[int, Mapping[str, Tensor]]]
+        self._gradients = defaultdict(dict)
         self.crossings: Crossings | None = None
         self.ties: TiedGradients | None = None
         if pipeline.n_stages > 1:
@@ -193,10 +198,8 @@ class Executor:
 
     def _run(self, shared: StepInputs) -> None:
         """Run the actions in order; consecutive messages go as one batch."""
-        self._handed: defaultdict[tuple[int, int], dict[str, Tensor]] = defaultdict(dict)
-        self._returned: defaultdict[tuple[int, int], dict[int, Mapping[str, Tensor]]] = defaultdict(
-            dict
-        )
+        self._activations.clear()
+        self._gradients.clear()
         for stage in self.stages.values():
             stage.begin(shared)
         for is_compute, actions in itertools.groupby(self.actions, lambda a: a.is_compute):
@@ -211,13 +214,13 @@ class Executor:
         runner, k = self.stages[action.stage], action.microbatch
         match action.kind:
             case "forward":
-                runner.forward(k, self._received(action))
+                runner.forward(k, self._read_activations(action))
                 self._hand_on(action)
             case "backward":
-                runner.backward(k, self._gradients(action))
+                runner.backward(k, self._sum_gradients(action))
                 self._hand_back(action)
             case "backward_input":
-                runner.backward_input(k, self._gradients(action))
+                runner.backward_input(k, self._sum_gradients(action))
                 self._hand_back(action)
             case "backward_weight":
                 runner.backward_weight(k)
@@ -225,13 +228,13 @@ class Executor:
     def _post(self, actions: Sequence[Action]) -> None:
         assert self.crossings is not None
         self._flight.act(" ".join(map(str, actions)), actions[0].stage)
-        values = {a: self._made(a)[a.microbatch] for a in actions if a.is_send}
+        values = {a: self._outbox(a)[a.microbatch] for a in actions if a.is_send}
         self.crossings.post(actions, values)
         for action in actions:  # a value may go to several stages: keep it until the last send
             if action.is_send and self._peers(action)[-1] == action:
-                del self._made(action)[action.microbatch]
+                del self._outbox(action)[action.microbatch]
 
-    def _made(self, send: Action) -> dict[int, dict[str, Tensor]]:
+    def _outbox(self, send: Action) -> dict[int, dict[str, Tensor]]:
         """What the sends of a stage take, by microbatch."""
         runner = self.stages[send.stage]
         return runner.activations if send.is_forward else runner.gradients
@@ -241,17 +244,17 @@ class Executor:
         key = action.stage, kind or action.kind, action.microbatch
         return self._messages.get(key, ())
 
-    def _received(self, forward: Action) -> dict[str, Tensor]:
+    def _read_activations(self, forward: Action) -> dict[str, Tensor]:
         """What a stage reads of other stages, for a microbatch."""
-        received = self._handed.pop((forward.stage, forward.microbatch), {})
+        received = self._activations.pop((forward.stage, forward.microbatch), {})
         for action in self._peers(forward, "recv_forward"):
             assert self.crossings is not None
             received |= self.crossings.arrived(action)
         return received
 
-    def _gradients(self, backward: Action) -> dict[str, Tensor]:
+    def _sum_gradients(self, backward: Action) -> dict[str, Tensor]:
         """The gradients of what a stage sent, summed in the order of the stages that read it."""
-        parts = self._returned.pop((backward.stage, backward.microbatch), {})
+        parts = self._gradients.pop((backward.stage, backward.microbatch), {})
         for action in self._peers(backward, "recv_backward"):
             assert self.crossings is not None and action.peer is not None
             parts[action.peer] = self.crossings.arrived(action)
@@ -269,8 +272,8 @@ class Executor:
             if transfer.source == forward.stage:
                 assert self.crossings is not None
                 send, _ = transfer.forward(k)
-                given = self.crossings.handed(send, runner.activations[k])
-                self._handed[transfer.target, k] |= given
+                given = self.crossings.hand_over(send, runner.activations[k])
+                self._activations[transfer.target, k] |= given
         if not self._peers(forward, "send_forward"):
             del runner.activations[k]
 
@@ -281,8 +284,8 @@ class Executor:
             if transfer.target == backward.stage and transfer.has_gradient:
                 assert self.crossings is not None
                 send, _ = transfer.backward(k)
-                given = self.crossings.handed(send, runner.gradients[k])
-                self._returned[transfer.source, k][transfer.target] = given
+                given = self.crossings.hand_over(send, runner.gradients[k])
+                self._gradients[transfer.source, k][transfer.target] = given
         if not self._peers(backward, "send_backward"):
             del runner.gradients[k]
 

@@ -140,28 +140,23 @@ class StageRunner:
         if self.code.backward is not None:
             step.saved[index] = saved
 
-    def backward(self, index: int, returned: Mapping[str, Tensor]) -> None:
-        """Backward of a microbatch, from the gradients of what it sent.
+    def backward(self, index: int, returned: dict[str, Tensor]) -> None:
+        """Backward of a microbatch, from the gradients of what it sent, which it takes away.
 
         The gradients of what it received are in `gradients`.
         """
         assert self.code.backward is not None
         with phase("backward"):
-            # It frees them one by one, as it does what is saved: nobody else may hold them.
-            saved, cotangents = self.running.saved.pop(index), self._cotangents(returned)
-            self.code.backward(saved, cotangents, self._taking(index), self.environment)
+            self.code.backward(*self._backward_arguments(index, returned))
         self._finish_inputs(index)
         self._finish_weights()
 
-    def backward_input(self, index: int, returned: Mapping[str, Tensor]) -> None:
+    def backward_input(self, index: int, returned: dict[str, Tensor]) -> None:
         """The part of `backward` that other stages wait for."""
         assert self.code.backward_input is not None
         with phase("backward"):
-            saved, cotangents = self.running.saved.pop(index), self._cotangents(returned)
-            taking = self._taking(index)
-            self.running.kept[index] = self.code.backward_input(
-                saved, cotangents, taking, self.environment
-            )
+            arguments = self._backward_arguments(index, returned)
+            self.running.kept[index] = self.code.backward_input(*arguments)
         self._finish_inputs(index)
 
     def backward_weight(self, index: int) -> None:
@@ -198,6 +193,12 @@ class StageRunner:
         delivered = [self._deliver(item, shared, scalars, index) for item in self.program.delivered]
         taken = [[received[b.value] for b in self.program.received]] if received else []
         return (parameters, delivered, *taken, self.environment)
+
+    def _backward_arguments(self, index: int, returned: dict[str, Tensor]) -> tuple[Any, ...]:
+        """Backward frees what is saved, and gradients, one by one: nobody else may hold them."""
+        saved, cotangents = self.running.saved.pop(index), self._cotangents(returned)
+        returned.clear()
+        return saved, cotangents, self._taking(index), self.environment
 
     def _cotangents(self, returned: Mapping[str, Tensor]) -> list[Tensor | None]:
         """The gradients of the loss and of sent values, in the order that backward takes."""
