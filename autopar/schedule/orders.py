@@ -86,6 +86,22 @@ def devices_of(order: str, n_devices: int, n_chunks: int) -> tuple[int, ...]:
     return there + there[::-1] if order in _V_SHAPED else there * n_chunks
 
 
+def fewest_microbatches(order: str, n_devices: int) -> int:
+    """The fewest microbatches that `order` can schedule."""
+    return 2 * n_devices if order == "dualpipe-v" else 1
+
+
+def check_microbatches(order: str, n_devices: int, n_microbatches: int) -> None:
+    """Raises `OptionError` for fewer microbatches than `order` can schedule."""
+    fewest = fewest_microbatches(order, n_devices)
+    if n_microbatches < fewest:
+        raise OptionError(
+            f"{n_microbatches} microbatches on {n_devices} devices, fewer than {order} can "
+            "schedule",
+            hint=f"use at least {fewest} microbatches, or zero-bubble-v",
+        )
+
+
 def gpipe(devices: Sequence[int], n_microbatches: int) -> Schedule:
     """All forwards, then all backwards."""
     n, m = _n_devices("gpipe", devices, n_microbatches), n_microbatches
@@ -142,11 +158,7 @@ def dualpipe_v(devices: Sequence[int], n_microbatches: int) -> Schedule:
     Raises `OptionError` for fewer than 2p microbatches.
     """
     p, m = _n_devices("dualpipe-v", devices, n_microbatches), n_microbatches
-    if m < 2 * p:
-        raise OptionError(
-            f"{m} microbatches on {p} devices, fewer than dualpipe-v can schedule",
-            hint=f"use at least {2 * p} microbatches, or zero-bubble-v",
-        )
+    check_microbatches("dualpipe-v", p, m)
     return _schedule(devices, m, [_split(_v_row(p, i, m, 1), p, i) for i in range(p)])
 
 

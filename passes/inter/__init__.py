@@ -10,7 +10,7 @@ May import `passes/intra`, `analysis` and `solvers`, and what lies below `passes
 Mainly hands on `PipelineSpace`, `StageSearch`, `equal_pipelines` and `step_bound_s`.
 """
 
-from autopar.passes.inter.bounds import step_bound_s
+from autopar.passes.inter.bounds import shared_step_bound_s, step_bound_s
 from autopar.passes.inter.candidate import (
     Candidate,
     StageLayout,
@@ -78,6 +78,7 @@ __all__ = [
     "plain_order",
     "recipe_counts",
     "recipe_limits",
+    "shared_step_bound_s",
     "stage_without_parameters",
     "step_bound_s",
     "submesh_sizes",

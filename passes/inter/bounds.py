@@ -50,12 +50,30 @@ def step_bound_s(
     return max(float(whole_s.max()), span_s(work_s + once_s * first, added_s, m))
 
 
+def shared_step_bound_s(
+    whole_s: Array, work_s: Array, added_s: Array, devices: Sequence[int]
+) -> float:
+    """No step of these stages, [stages], is faster, in any order: a device may have several.
+
+    `added_s` is what one microbatch takes on a stage at least before the next stage has it, and, if
+    backward is one action, after that stage has handed its gradient back; with its messages. A
+    device does the work of stage k, and of those after k that it has, after the first microbatch
+    passed the stages before k. If backward is one action, the last of that work is a backward of k
+    or of a later stage. Its gradient then passes back through the stages before k.
+    """
+    at = np.asarray(devices)
+    before_s = np.cumsum(added_s) - added_s
+    from_here_s = np.triu(at[:, None] == at) @ work_s
+    return float(max(np.bincount(at, whole_s).max(), (before_s + from_here_s).max()))
+
+
 @dataclass(frozen=True, eq=False)
 class StageBounds:
     """Least seconds and bytes of every range of layers of one program, [first layer, last layer].
 
     `shared_s` is divided by devices and microbatches, `static_bytes` by devices. `launches_s` is
-    paid in full on every device for every microbatch. `is_possible` has the ranges with a parameter
+    paid in full on every device for every microbatch. `forward_s` has both of forward alone, of
+    each layer. `is_possible` has the ranges with a parameter
     to optimise. `is_1f1b` is the order of microbatches. `given` has the devices of each stage, if
     the user gave them: every layer is one.
     """
@@ -65,30 +83,49 @@ class StageBounds:
     static_bytes: Array
     messages: LeastMessages
     is_possible: BoolArray
+    forward_s: Array
     budget_bytes: float
     is_1f1b: bool = True
     given: Sequence[int] = ()
 
     @staticmethod
     def of(
-        analysis: Analysis, times_s: Array, layers: Layers, links: Sequence[Link], optimizer: str,
+        analysis: Analysis, phases_s: Array, layers: Layers, links: Sequence[Link], optimizer: str,
         budget_bytes: float, is_1f1b: bool = True, given: Sequence[int] = (),
     ) -> StageBounds:  # fmt: skip
-        """`times_s` are the `least_times_s` of the program."""
-        whole_s, launches_s = times_s
-        parts = np.stack((whole_s - launches_s, launches_s))
-        of_layers = np.add.reduceat(parts, [0, *layers.ends[:-1]], axis=1)
+        """`phases_s` are the `least_phases_s` of the program."""
+        forward_s, of_layers = (
+            np.add.reduceat(
+                np.stack((times_s[0] - times_s[1], times_s[1])), [0, *layers.ends[:-1]], axis=1
+            )
+            for times_s in (phases_s[0], phases_s.sum(axis=0))
+        )
         static, learns = _parameters(analysis, layers, optimizer)
         ranges = np.triu(np.ones_like(sums_of_ranges(static), dtype=bool))
         is_possible = ranges & (sums_of_ranges(learns) > 0)
         shared_s, launched_s, static = map(sums_of_ranges, (*of_layers, static))
         messages = LeastMessages.of(analysis, layers, links)
-        least = shared_s, launched_s, static, messages
-        return StageBounds(*least, is_possible, budget_bytes, is_1f1b, given)
+        least = shared_s, launched_s, static, messages, is_possible, forward_s
+        return StageBounds(*least, budget_bytes, is_1f1b, given)
 
     def each_s(self, n_ranks: int, n_microbatches: int) -> Array:
         """Least seconds of one microbatch on `n_ranks` devices, [first layer, last layer]."""
         return self.shared_s / (n_microbatches * n_ranks) + self.launches_s
+
+    def added_s(
+        self, last_layers: Sequence[int], n_ranks: int, m: int, each_s: Array,
+        devices: Sequence[int], splits_backward: bool,
+    ) -> Array:  # fmt: skip
+        """`added_s` of `shared_step_bound_s`, [stages]; `each_s` is one microbatch, both ways."""
+        firsts, at = [0, *(last + 1 for last in last_layers[:-1])], np.asarray(devices)
+        on, messages = (n_ranks, m), self.messages
+        is_sent = np.append(at[1:] != at[:-1], False)
+        if not splits_backward:
+            return each_s + is_sent * messages.passed_s(*on)[firsts, last_layers]
+        shared_s, launches_s = np.add.reduceat(self.forward_s, firsts, axis=1)
+        onward_s = messages.onward_s(*on)[firsts, last_layers]
+        added_s: Array = shared_s / (m * n_ranks) + launches_s + is_sent * onward_s
+        return added_s
 
     def may_be(self, n_ranks: int) -> BoolArray:
         """[first layer, last layer]: may it be a stage of `n_ranks` devices?"""

@@ -72,10 +72,14 @@ class LeastMessages:
         latency_s = ratio * min(link.latency_s for link in links)
         return LeastMessages(latency_s, Sent(*onward), Sent(*back), Sent(*sent))
 
+    def onward_s(self, n_ranks: int, n_microbatches: int) -> Array:
+        """One microbatch's message to the next stage."""
+        return self.onward.seconds(self.latency_s, n_ranks, n_microbatches)
+
     def passed_s(self, n_ranks: int, n_microbatches: int) -> Array:
         """One microbatch's message to the next stage, and the one back."""
         on = self.latency_s, n_ranks, n_microbatches
-        return self.onward.seconds(*on) + self.back.seconds(*on)
+        return self.onward_s(n_ranks, n_microbatches) + self.back.seconds(*on)
 
     def sent_s(self, n_ranks: int, n_microbatches: int) -> Array:
         """What one rank sends in the forwards of a step, one message after the other."""

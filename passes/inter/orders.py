@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from autopar.errors import OptionError
 from autopar.options import Manual, Options
-from autopar.schedule import CHUNKS, ORDERS, devices_of
+from autopar.schedule import CHUNKS, devices_of
 
 # Stages a rank that the search tries. Published layouts have up to 12.
 _SEARCHED_CHUNKS = (1, 2, 3, 4, 6, 8)
@@ -28,14 +28,6 @@ class PipelineOrder(NamedTuple):
     def devices(self, n_devices: int) -> tuple[int, ...]:
         """The device of every stage."""
         return devices_of(self.schedule, n_devices, self.n_chunks)
-
-    def refusal(self, n_devices: int, n_microbatches: int) -> OptionError | None:
-        """Why the schedule cannot have so many; None if it can."""
-        try:
-            ORDERS[self.schedule](self.devices(n_devices), n_microbatches)
-        except OptionError as error:
-            return error
-        return None
 
 
 def plain_order(options: Options) -> str:

@@ -15,11 +15,12 @@ from typing import Literal
 
 import numpy as np
 
+from autopar.arrays import Array
 from autopar.errors import MeshError, OptionError
 from autopar.mesh import LogicalMesh, Mesh, factored_view, has_degrees
 from autopar.options import Manual, Options
 from autopar.passes.analysis import Analysis
-from autopar.passes.inter.bounds import step_bound_s
+from autopar.passes.inter.bounds import shared_step_bound_s, step_bound_s
 from autopar.passes.inter.candidate import Candidate, StageLayout
 from autopar.passes.inter.counts import microbatch_counts, recipe_counts
 from autopar.passes.inter.layers import MOST_LAYERS, balance
@@ -27,6 +28,7 @@ from autopar.passes.inter.orders import PipelineOrder, orders_of, plain_order
 from autopar.passes.inter.space import PipelineSpace
 from autopar.passes.inter.submeshes import view_at, views_text
 from autopar.passes.intra import Constraints
+from autopar.schedule import SPLITS_BACKWARD, check_microbatches, fewest_microbatches
 
 # Who places its operators: Megatron's layout, the user's own numbers in it, or the solver.
 Source = Literal["Megatron", "manual", "search"]
@@ -49,8 +51,8 @@ class EqualPipeline:
         n_ranks, bounds, m = self.view.n_ranks, self.space.bounds, self.n_microbatches
         if self.order.schedule == plain_order(self.space.options):
             return bounds.span_of(self.last_layers, n_ranks, m)
-        each_s = bounds.each_s(n_ranks, m)[self._firsts, self.last_layers]
-        return m * float(np.bincount(self._devices, each_s).max())
+        work_s = m * bounds.each_s(n_ranks, m)[self._firsts, self.last_layers]
+        return self._shared_step_s(work_s, work_s)
 
     @property
     def layered_s(self) -> float:
@@ -58,11 +60,17 @@ class EqualPipeline:
         whole_s, work_s = self.space.layer_bounds.free(self.view, self.n_microbatches)
         whole_s, work_s = (np.add.reduceat(s, self._firsts) for s in (whole_s, work_s))
         if self.order.schedule != plain_order(self.space.options):
-            return float(np.bincount(self._devices, whole_s).max())
+            return self._shared_step_s(whole_s, work_s)
         of_ranges = self.space.bounds.messages.passed_s(self.view.n_ranks, self.n_microbatches)
         passed_s = of_ranges[self._firsts, self.last_layers]
         on = self.n_microbatches, self.space.is_1f1b
         return step_bound_s(whole_s, work_s, *on, passed_s=passed_s)
+
+    def _shared_step_s(self, whole_s: Array, work_s: Array) -> float:
+        m, devices = self.n_microbatches, self._devices
+        splits = self.order.schedule in SPLITS_BACKWARD
+        on = self.last_layers, self.view.n_ranks, m, work_s / m, devices, splits
+        return shared_step_bound_s(whole_s, work_s, self.space.bounds.added_s(*on), devices)
 
     @property
     def n_devices(self) -> int:
@@ -176,12 +184,10 @@ def _counts_of(
 
     Raises `OptionError` if it is asked for and can have none of them.
     """
-    refusals = {m: order.refusal(n_devices, m) for m in counts}
-    possible = [m for m, refusal in refusals.items() if refusal is None]
-    last = refusals[counts[-1]]
-    if is_manual and not possible and last is not None:
-        raise last
-    return possible
+    fewest = fewest_microbatches(order.schedule, n_devices)
+    if is_manual and max(counts) < fewest:
+        check_microbatches(order.schedule, n_devices, counts[-1])
+    return [m for m in counts if m >= fewest]
 
 
 def _ends_that_learn(space: PipelineSpace) -> list[int]:

@@ -45,7 +45,7 @@ from autopar.passes.inter.submeshes import (
     view_at,
     views_text,
 )
-from autopar.passes.intra import Constraints, Prices, ProblemFamilies, least_times_s
+from autopar.passes.intra import Constraints, Prices, ProblemFamilies, least_phases_s
 from autopar.passes.solvers.stages import StageChoice
 
 
@@ -149,7 +149,7 @@ class PipelineSpace:
     @cached_property
     def bounds(self) -> StageBounds:
         return StageBounds.of(
-            self.analysis, self._times_s, self.layers, self.hardware.links, self.options.optimizer,
+            self.analysis, self._phases_s, self.layers, self.hardware.links, self.options.optimizer,
             self.budget_bytes, self.is_1f1b, self.given,
         )  # fmt: skip
 
@@ -161,7 +161,7 @@ class PipelineSpace:
         # Without pins, because one block stands for others.
         constraints = self.limits or Constraints(self.options.forbid)
         on = folded, self.layers, self.hardware, plain, recomputing
-        return LayerBounds(*on, constraints, self._times_s)
+        return LayerBounds(*on, constraints, self._phases_s.sum(axis=0))
 
     def least_step_s(self, m: int) -> float:
         """Lower bound on every pipeline with `m` microbatches; it builds no placement problem.
@@ -194,8 +194,8 @@ class PipelineSpace:
         return CostModel.of(view, self.hardware)
 
     @cached_property
-    def _times_s(self) -> Array:
-        return least_times_s(self.analysis, self._any_cost)
+    def _phases_s(self) -> Array:
+        return least_phases_s(self.analysis, self._any_cost)
 
     @cached_property
     def _folded(self) -> tuple[Folded, Recomputable | None]:

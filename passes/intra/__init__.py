@@ -32,6 +32,7 @@ from autopar.passes.intra.intra_op import (
 from autopar.passes.intra.least import (
     LeastRerun,
     least_bytes,
+    least_phases_s,
     least_static_bytes,
     least_step_s,
     least_times_s,
@@ -62,6 +63,7 @@ __all__ = [
     "intra_op_problem",
     "joint_lowering",
     "least_bytes",
+    "least_phases_s",
     "least_static_bytes",
     "least_step_s",
     "least_times_s",

@@ -100,11 +100,16 @@ def shared_s(times_s: Array, analysis: Analysis, n_ranks: int, n_microbatches: i
 def least_times_s(analysis: Analysis, cost: CostModel) -> Array:
     """[2, operators]: seconds on one device with the program's whole batch at once; and the part of
     them that does not shrink with the share: launches."""
-    return _least_times_s(analysis, cost)[:2].sum(axis=0)
+    return least_phases_s(analysis, cost).sum(axis=0)
+
+
+def least_phases_s(analysis: Analysis, cost: CostModel) -> Array:
+    """[forward and backward, 2, operators]: `least_times_s` in its phases."""
+    return _least_times_s(analysis, cost)[:2]
 
 
 def _least_times_s(analysis: Analysis, cost: CostModel) -> Array:
-    """[forward, backward and again, 2, operators]: `least_times_s` in its phases."""
+    """[forward, backward and again, 2, operators]: as `least_phases_s`."""
     types, alike = analysis.types.tensors, dict[Hashable, Array]()
     fused = analysis.fused_traffic(cost.software)
     by_kind = analysis.placed_by_kind(analysis.batch.n_accumulated)

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import strategies as st
 
-from autopar.cost.simulate import PartWork, StageTimes, simulate
+from autopar.cost.simulate import PartWork, SplitBackward, StageTimes, simulate
 from autopar.errors import InfeasibleError
 from autopar.mesh import LogicalMesh, Mesh
 from autopar.options import Options
@@ -19,13 +19,22 @@ from autopar.passes.inter import (
     StagePlan,
     StageSearch,
     equal_pipelines,
+    shared_step_bound_s,
     step_bound_s,
 )
 from autopar.passes.search import Planner, PlanningResult
 from autopar.passes.search.several_stages import SeveralStages
 from autopar.passes.solvers.stages import StageChoice
 from autopar.plans import Alternative
-from autopar.schedule import ORDERS, Transfer, place
+from autopar.schedule import (
+    CHUNKS,
+    ORDERS,
+    SPLITS_BACKWARD,
+    Transfer,
+    devices_of,
+    fewest_microbatches,
+    place,
+)
 from tests.helpers.candidates import gpt2, pipeline_space
 from tests.helpers.every_plan import Choices, choices_of
 from tests.helpers.machines import FAST, SLOW, TIERED, cluster, hardware_of
@@ -68,6 +77,60 @@ def test_no_schedule_is_faster_than_the_span(
     longest_s = np.maximum(m * each_s, m * passed_s / 2)
     found = step_bound_s(longest_s, m * each_s, m, schedule == "1f1b", once_s, passed_s)
     assert found <= step_s * (1 + 1e-9) + 1e-12
+
+
+@hypothesis.given(
+    st.sampled_from(("interleaved", "zero-bubble", "zero-bubble-v", "dualpipe-v")),
+    st.integers(1, 4),
+    st.integers(2, 3),
+    st.integers(0, 9),
+    st.lists(st.tuples(*[st.floats(0.0, 10.0)] * 3), min_size=12, max_size=12),
+    st.lists(st.floats(0.0, 5.0), min_size=12, max_size=12),
+)
+def test_no_order_on_shared_devices_is_faster(
+    order: str, p: int, v: int, more: int, times: list[tuple[float, ...]], sent_s: list[float]
+) -> None:
+    """However much stages, their forwards and both parts of their backwards, and messages
+    differ."""
+    fewest, most = CHUNKS[order]
+    devices = devices_of(order, p, min(max(v, fewest), most or v))
+    m, n, splits = fewest_microbatches(order, p) + more, len(devices), order in SPLITS_BACKWARD
+    script = place(ORDERS[order](devices, m), [Transfer(k, k + 1, True) for k in range(n - 1)])
+    parts_s, no_work = np.array(times[:n]), PartWork(0.0)
+    stages = [
+        StageTimes(
+            n_ranks=1, before=no_work, forward=PartWork(forward_s),
+            backward=SplitBackward(PartWork(input_s), PartWork(weight_s)) if splits
+            else PartWork(input_s + weight_s),
+            after=no_work, update_s=0.0,
+        )
+        for forward_s, input_s, weight_s in times[:n]
+    ]  # fmt: skip
+    step_s = simulate(
+        script, stages, lambda send: sent_s[min(send.stage, send.partner.stage)]
+    ).step_time_s
+    is_sent = np.append(np.diff(devices) != 0, False)
+    added_s = parts_s[:, 0] if splits else parts_s.sum(axis=1)
+    added_s = added_s + is_sent * np.array(sent_s[:n]) * (1 if splits else 2)
+    work_s = m * parts_s.sum(axis=1)
+    assert shared_step_bound_s(work_s, work_s, added_s, devices) <= step_s * (1 + 1e-9) + 1e-12
+
+
+@pytest.mark.parametrize(
+    ("order", "n_chunks", "bubble_s"),
+    [("interleaved", 3, 9.0), ("zero-bubble", 1, 3.0), ("zero-bubble-v", 2, 3.0),
+     ("dualpipe-v", 2, 3.0)],
+)  # fmt: skip
+def test_equal_stages_have_the_bubbles_of_the_papers(
+    order: str, n_chunks: int, bubble_s: float
+) -> None:
+    """4 devices whose stages take a second for a forward and for each part of a backward: the
+    bound is the formula of `autopar/schedule/orders.py`."""
+    m, devices = 16, devices_of(order, 4, n_chunks)
+    work_s, n = np.full(len(devices), 3.0 * m), len(devices)
+    added_s = np.full(n, 1.0 if order in SPLITS_BACKWARD else 3.0)
+    found_s = shared_step_bound_s(work_s, work_s, added_s, devices)
+    assert found_s == pytest.approx(3.0 * m * n_chunks + bubble_s)
 
 
 @pytest.mark.parametrize("n", [2, 3, 5])
