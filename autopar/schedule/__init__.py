@@ -32,6 +32,7 @@ from autopar.schedule.lowering import lower
 from autopar.schedule.orders import (
     CHUNKS,
     ORDERS,
+    SPLITS_BACKWARD,
     ScheduleFactory,
     check_microbatches,
     devices_of,
@@ -50,6 +51,7 @@ __all__ = [
     "CHUNKS",
     "GRADIENTS_DONE",
     "ORDERS",
+    "SPLITS_BACKWARD",
     "Action",
     "Kind",
     "LiveCount",

@@ -68,6 +68,8 @@ CHUNKS: Mapping[str, tuple[int, int | None]] = {
     "dualpipe-v": (2, 2),
 }
 _V_SHAPED = ("zero-bubble-v", "dualpipe-v")
+# Those that run backward as two actions.
+SPLITS_BACKWARD = frozenset({"zero-bubble", *_V_SHAPED})
 
 
 def devices_of(order: str, n_devices: int, n_chunks: int) -> tuple[int, ...]:

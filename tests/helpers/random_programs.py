@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any
 
@@ -19,10 +19,12 @@ from torch import Tensor, nn
 from autopar.cost.price import collectives_of
 from autopar.errors import BatchError, NotSupportedError
 from autopar.passes.analysis import Analysis
+from autopar.passes.inter import n_operators
 from autopar.passes.intra import Constraints
 from autopar.program.communication import Collective, rank_collectives
 from autopar.program.lines import Period, Pipeline
 from autopar.runtime.groups import CollectiveCall
+from autopar.schedule import CHUNKS, ORDERS, fewest_microbatches
 from tests.helpers.captures import captured
 from tests.helpers.harness import TEXT_MODELS, random_tokens
 from tests.helpers.models import dropout_models, odd_models
@@ -109,6 +111,7 @@ def laid_out(
 ) -> RandomProgram:
     """A program on stages of these shapes, all else drawn."""
     layout = Layout(shapes, rng.choice(exact_counts(analysis)), rng.choice(("gpipe", "1f1b")))
+    layout = reordered(layout, random.Random(f"order {name} {seed}"), n_operators(analysis.program))
     period: Period | None = rng.choice((None, None, "micro", "use"))
     recomputes = rng.random() < 0.4
     ends = random_ends(analysis.program, layout.n_stages, rng)
@@ -117,6 +120,16 @@ def laid_out(
     )
     text = f"{name}, {layout}, stages end at {ends}, {period=}, {recomputes=}"
     return RandomProgram(analysis, pipeline, batch, seed, text)
+
+
+def reordered(layout: Layout, rng: random.Random, most_stages: int) -> Layout:
+    """Every other layout under another schedule, if that takes its numbers."""
+    order = rng.choice([word for word in ORDERS if word not in ("gpipe", "1f1b")])
+    fewest, most = CHUNKS[order]
+    other = replace(layout, order=order, n_chunks=rng.randint(fewest, most or fewest + 1))
+    p, m = len(layout.shapes), layout.n_microbatches
+    takes = m >= fewest_microbatches(order, p) and other.n_stages <= most_stages
+    return other if takes and rng.random() < 0.5 else layout
 
 
 @lru_cache
@@ -156,8 +169,8 @@ def faults(program: RandomProgram) -> dict[str, Any]:
         program.analysis.program, program.pipeline, program.batch, program.seed
     )
     wrong: dict[str, Any] = {**above(errors)}
-    stages = program.pipeline.meshes
-    firsts = sum((recorded_rows(calls[mesh.first_rank]) for mesh in stages), Counter[Row]())
+    meshes = program.pipeline.device_meshes
+    firsts = sum((recorded_rows(calls[mesh.first_rank]) for mesh in meshes), Counter[Row]())
     if firsts != (listed := predicted_rows(collectives_of(program.pipeline))):
         wrong["calls that a plan lists"] = _difference(listed, firsts)
     for rank, of_rank in enumerate(calls):
