@@ -279,7 +279,7 @@ def test_doctor_fails_on_a_problem(run: Run, monkeypatch: pytest.MonkeyPatch) ->
         (("plan", "tiny:mlp", "--mesh", "2", "--stages", "2", "--forbid", "pipeline"), "stages=2"),
         (("plan", "tiny:mlp", "--mesh", "2", "--stages", "up@1;nothing@1"), "nothing"),
         (("plan", "tiny:mlp", "--mesh", "2", "--stages", "up@1;down@x"), "not a mesh"),
-        (("plan", "tiny:mlp", "--mesh", "2", "--schedule", "interleaved"), "interleaved"),
+        (("plan", "tiny:mlp", "--mesh", "2", "--schedule", "pipedream"), "pipedream"),
         (("plan", "tiny:mlp", "--mesh", "2", "--forbid", "all"), "forbid"),
         (
             ("plan", "tiny:rare", "--mesh", "2"),

@@ -157,12 +157,11 @@ def test_refused(name: str, value: Any, message: str) -> None:
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
-        (Options.of, {"schedule": "interleaved"}),
-        (Options.of, {"schedule": "zero-bubble"}),
+        (Options.of, {"schedule": "pipedream"}),
+        (Options.of, {"schedule": "terapipe"}),
         (Options.of, {"optimizer": "adafactor"}),
         (Manual, {"cp": 2}),
         (Manual, {"ep": 2}),
-        (Manual, {"interleave": 2}),
     ],
 )
 def test_not_built_names_option_and_value(kind: Any, options: dict[str, Any]) -> None:
