@@ -243,7 +243,7 @@ def _tied(pipeline: Pipeline, stage: int, rank: int) -> list[Collective]:
         calls = [
             Collective("send", "grad_sync", "pp", stage, 1, piece.size_bytes, name)
             for piece in exchange.pieces
-            if piece.source_rank == rank != piece.target_rank
+            if piece.tensor == name and piece.source_rank == rank != piece.target_rank
         ]
         parameter = pipeline.parameter(stage, name)
         axes = tuple(program.axis_names[a] for a in copy_axes(parameter, pipeline.meshes[stage]))
