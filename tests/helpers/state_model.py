@@ -21,12 +21,14 @@ Sizes = tuple[int, ...]
 Shapes = tuple[Sizes, ...]
 ONE: Shapes = ((1, 1),)
 PAIR: Shapes = ((1, 2),)
-# One stage, and stages of unlike meshes, of which the first is one rank or several.
+# One stage, and stages of unlike meshes, of which the first is one rank or several. A stage of the
+# shape () is a second one on the ranks of the first stage.
 SHAPES_OF_4: tuple[Shapes, ...] = (
     ((2, 2),),
     ((1, 1), (1, 3)),
     ((1, 2), (2, 1)),
     ((1, 1), (1, 2), (1, 1)),
+    ((1, 2), (1, 2), ()),
 )
 CPU = torch.device("cpu")
 
@@ -142,12 +144,15 @@ def pipeline_of(
     """The model cut into a stage per shape, on consecutive ranks; as in `STAGES` unless told."""
     stages, meshes, first = [], [], 0
     for kept, sizes in zip(cut or STAGES[len(shapes)], shapes, strict=True):
-        mesh = replace(mesh_of(*sizes), first_rank=first)
+        if not sizes:  # a parameter has another name on each stage of a rank
+            kept = {name: owner for name, owner in kept.items() if name != owner}
+        mesh = replace(mesh_of(*sizes), first_rank=first) if sizes else meshes[0]
+        sizes = mesh.sizes
         stages.append(
             StageProgram("tied", mesh.names, sizes, plan(sizes, kept), (), (), None, (), 1)
         )
+        first += mesh.n_ranks if mesh not in meshes else 0
         meshes.append(mesh)
-        first += mesh.n_ranks
     return Pipeline.of(stages, meshes)
 
 
