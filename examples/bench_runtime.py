@@ -7,12 +7,16 @@
 One GPT-2 with the same weights and batch, in float32. Both sides of a row live in the same
 processes.
 
-    row       ranks   autopar                                beside
-    eager     1       one rank                               the model itself, `loss.backward()`
-    tp        2       `Manual(tp=2)`                         `examples/megatron_gpt2.py`
-    ddp       2       `Manual(dp=2)`                         `DistributedDataParallel`
-    zero-3    2       `Manual(dp=2, zero=3)`                 `fully_shard` of each block
-    1f1b      2       `Manual(pp=2, microbatch_size=...)`    `Schedule1F1B`, 4 microbatches each
+    row             ranks   autopar                            beside
+    eager           1       one rank                           the model itself, `loss.backward()`
+    tp              2       `Manual(tp=2)`                     `examples/megatron_gpt2.py`
+    ddp             2       `Manual(dp=2)`                     `DistributedDataParallel`
+    zero-3          2       `Manual(dp=2, zero=3)`             `fully_shard` of each block
+    1f1b            2       `Manual(pp=2)`                     `Schedule1F1B`
+    interleaved     2       `Manual(pp=2, interleave=2)`       `ScheduleInterleaved1F1B`
+    zero-bubble-v   2       `Manual(pp=2)` and this schedule   `ScheduleZBVZeroBubble`
+
+Pipelines have 4 microbatches and the same stages on both sides: one of each rank, then two.
 
     losses      of `N_LOSSES` steps with plain SGD between, so gradients are compared too. They
                 must agree to 1e-5, or nothing is timed
@@ -24,8 +28,9 @@ processes.
     kernels     a second table says where a step of each side goes (`examples/bench_parts.py`)
 
 `--compiled` has each row twice, with `compile="regions"` on autopar's side: beside the other one in
-eager mode, and compiled as its documentation says (each block by `torch.compile`, a whole model on
-one process). The default activation is the tanh GELU as one kernel, which leaves little to fuse.
+eager mode, and compiled as its documentation says (each block or stage by `torch.compile`, a whole
+model on one process). torch compiles no stage whose backward is split: zero-bubble-v is there once.
+The default activation is the tanh GELU as one kernel, which leaves little to fuse.
 With `--activation gelu_new` it is Hugging Face's own, eight operators, on both sides of each row.
 
 `--delayed` shows overlap, of `ddp` and `zero-3`, on autopar's side alone. Collectives are delayed
@@ -67,7 +72,7 @@ from examples.bench_delays import Delays
 from examples.bench_parts import Parts, parts_of
 from examples.compare import N_WARM_UP, Batch, Size, median_ratio, timed_pair, values_of
 from examples.megatron_gpt2 import Block, MegatronGPT2, TensorParallel
-from examples.pipeline_gpt2 import PipelineGPT2
+from examples.pipeline_gpt2 import PipelineGPT2, ScheduleName
 from examples.train_gpt2 import ROWS as N_SAMPLES
 from examples.train_gpt2 import batches
 
@@ -75,6 +80,7 @@ TOLERANCE = 1e-5
 N_LOSSES = 3
 LEARNING_RATE = 0.1
 N_MICROBATCHES = 4
+MICROBATCH = N_SAMPLES // N_MICROBATCHES
 BOTH = ", both compiled"  # ends the name of a line in which the other is compiled, too
 ALPHA_SHARE = 0.1  # of the communication, in delays that do not depend on bytes
 Launch = Callable[..., list[Any]]
@@ -108,8 +114,9 @@ class Row:
     n_ranks: int
     manual: Manual | None
     other: Callable[[Size, Batch, bool], Side]
-    compiled: str  # the other, compiled
+    compiled: str | None  # the other, compiled; None: it cannot be
     tied: bool = True
+    schedule: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -144,7 +151,7 @@ def with_autopar(row: Row, size: Size, batch: Batch, is_compiled: bool = False) 
     """The unmodified Hugging Face model through `autopar.parallelize`."""
     module = autopar.parallelize(
         size.model(), (1, row.n_ranks), batch, precision="model", manual=row.manual,
-        compile="regions" if is_compiled else "none",
+        schedule=row.schedule, compile="regions" if is_compiled else "none",
     )  # fmt: skip
     return Side(module, lambda given: module.step(**given))
 
@@ -199,13 +206,13 @@ def fsdp(size: Size, batch: Batch, is_compiled: bool) -> Side:
     return Side(model, lambda given: backward(model(**given).loss), own_samples(batch))
 
 
-def pipelining(size: Size, batch: Batch, is_compiled: bool) -> Side:
+def pipelining(schedule: ScheduleName, size: Size, batch: Batch, is_compiled: bool) -> Side:
     rows, length = batch["input_ids"].shape
     values = values_of(size, "model")
-    pipeline = PipelineGPT2(values, size.n_heads, rows, length, N_MICROBATCHES, "1f1b")
+    pipeline = PipelineGPT2(values, size.n_heads, rows, length, N_MICROBATCHES, schedule)
     set_activation(pipeline.module, size)
     if is_compiled:
-        pipeline.module.compile(dynamic=False)
+        compile_each(pipeline.module)
     return Side(pipeline.module, lambda given: pipeline.step(**given))
 
 
@@ -217,9 +224,18 @@ ROWS = {
         "dp=2, zero=3", "torch FSDP2", 2, Manual(dp=2, zero=3), fsdp, "FSDP2, compiled blocks"
     ),
     "1f1b": Row(
-        "pp=2, 1F1B", "torch Schedule1F1B", 2,
-        Manual(pp=2, microbatch_size=N_SAMPLES // N_MICROBATCHES), pipelining,
-        "1F1B, compiled stages", tied=False,
+        "pp=2, 1F1B", "torch Schedule1F1B", 2, Manual(pp=2, microbatch_size=MICROBATCH),
+        partial(pipelining, "1f1b"), "1F1B, compiled stages", tied=False,
+    ),
+    "interleaved": Row(
+        "pp=2 x 2, interleaved", "torch ScheduleInterleaved1F1B", 2,
+        Manual(pp=2, interleave=2, microbatch_size=MICROBATCH),
+        partial(pipelining, "interleaved"), "Interleaved1F1B, compiled stages", tied=False,
+    ),
+    "zero-bubble-v": Row(
+        "pp=2 x 2, ZB-V", "torch ScheduleZBVZeroBubble", 2,
+        Manual(pp=2, microbatch_size=MICROBATCH), partial(pipelining, "zero-bubble-v"), None,
+        tied=False, schedule="zero-bubble-v",
     ),
 }  # fmt: skip
 DELAYED = ("ddp", "zero-3")
@@ -312,7 +328,7 @@ def row_of(name: str) -> Row:
 def other_side_name(name: str) -> str:
     """What autopar is compared with in a line of the tables."""
     row = row_of(name)
-    return row.compiled if name.endswith(BOTH) else row.theirs
+    return row.compiled if row.compiled and name.endswith(BOTH) else row.theirs
 
 
 def time_table(found: dict[str, Measured]) -> Table:
@@ -411,7 +427,7 @@ def main(argv: Sequence[str] | None = None, launch: Launch = autopar.launch) -> 
         size = Size(layers, given.width, activation=given.activation, tied=ROWS[name].tied)
         run = partial(launch, measure, ROWS[name].n_ranks, name, size, batch, given.pairs)
         found[name] = run(given.compiled)[0]
-        if given.compiled:
+        if given.compiled and ROWS[name].compiled is not None:
             found[name + BOTH] = run(True, True)[0]
     console.print(time_table(found))
     console.print(parts_table(found))

@@ -17,7 +17,7 @@ from examples.bench_runtime import N_LOSSES, ROWS, Launch, Measured, Overlap, di
 from tests.helpers.nightly import nightly
 from tests.helpers.pools import Pool
 
-TINY = ["--pairs", "2", "--layers", "2", "--width", "32"]
+TINY = ["--pairs", "2", "--layers", "4", "--width", "32"]
 
 
 @pytest.fixture
@@ -39,7 +39,9 @@ def launch(workers: Pool, measured: dict[str, Any]) -> Launch:
 
 
 @nightly
-@pytest.mark.parametrize("names", [["eager"], ["tp", "ddp", "zero-3", "1f1b"]])
+@pytest.mark.parametrize(
+    "names", [["eager"], ["tp", "ddp", "zero-3", "1f1b"], ["interleaved", "zero-bubble-v"]]
+)
 @pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", "gelu_new"])
 def test_parity_of_the_rows(
     names: list[str],
