@@ -10,9 +10,9 @@ group of t ≥ 1 ranks. Inside a stage the layers are those of `examples/megatro
     between       the hidden states of a microbatch, whole on every rank of a stage: rank i of one
                   stage sends them to rank i of the next
 
-    gpipe, 1f1b      a stage on each rank
-    interleaved      two: stages 0 and 2, 1 and 3
-    zero-bubble-v    two, in a V: stages 0 and 3, 1 and 2
+    gpipe, 1f1b, zero-bubble    a stage on each rank
+    interleaved                 two: stages 0 and 2, 1 and 3
+    zero-bubble-v               two, in a V: stages 0 and 3, 1 and 2
 
 The head is not tied to the embedding. `torch.distributed.pipelining` does not add up the gradients
 of a weight that two stages use; the user would have to write that sum, with one more collective a
@@ -39,6 +39,7 @@ from torch.distributed.pipelining import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
 
@@ -55,12 +56,13 @@ from examples.megatron_gpt2 import (
 )
 
 N_PIPELINE = 2
-ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble-v"]
+ScheduleName = Literal["gpipe", "1f1b", "interleaved", "zero-bubble", "zero-bubble-v"]
 # The stages of each pipeline rank.
 STAGES: Mapping[ScheduleName, tuple[tuple[int, ...], ...]] = {
     "gpipe": ((0,), (1,)),
     "1f1b": ((0,), (1,)),
     "interleaved": ((0, 2), (1, 3)),
+    "zero-bubble": ((0,), (1,)),
     "zero-bubble-v": ((0, 3), (1, 2)),
 }
 
@@ -68,6 +70,7 @@ _SCHEDULES: Mapping[ScheduleName, Any] = {
     "gpipe": ScheduleGPipe,
     "1f1b": Schedule1F1B,
     "interleaved": ScheduleInterleaved1F1B,
+    "zero-bubble": ScheduleInterleavedZeroBubble,
     "zero-bubble-v": ScheduleZBVZeroBubble,
 }
 
@@ -152,8 +155,9 @@ class PipelineGPT2:
             )
             for k, module in zip(own, self.module, strict=True)
         ]
+        takes_one = schedule in ("gpipe", "1f1b")
         self._schedule = _SCHEDULES[schedule](
-            stages if len(stages) > 1 else stages[0], n_microbatches,
+            stages[0] if takes_one else stages, n_microbatches,
             loss_fn=self._loss, scale_grads=False,
         )  # fmt: skip
         self._n_counted = torch.ones(())
