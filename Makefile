@@ -44,8 +44,8 @@ bench-config: install
 bench-zoo: install
 	$(BIN)/python -m tests.parity.plan_zoo
 
-# Step times of what autopar generates beside eager, Megatron by hand, DDP, FSDP2 and torch's 1F1B,
-# on one and two processes. Some two minutes. ARGS="--compiled --activation gelu_new": with compiled
+# Step times of what autopar generates beside eager, Megatron by hand, DDP, FSDP2 and torch's pipeline
+# schedules, on one and two processes. Some four minutes. ARGS="--compiled --activation gelu_new": with compiled
 # regions, of a model where fusing matters; "--delayed --compiled": overlap under a slow network.
 bench-runtime: install
 	$(BIN)/python -m examples.bench_runtime $(ARGS)

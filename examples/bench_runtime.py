@@ -2,17 +2,23 @@
 
     python -m examples.bench_runtime [--rows ddp,zero-3] [--pairs 15] [--layers 4] [--width 256]
     python -m examples.bench_runtime --compiled [--activation gelu_new] [--rows ...]
-    python -m examples.bench_runtime --delayed [--compiled] [--layers 12] [--share 0.5]
+    python -m examples.bench_runtime --delayed [--compiled] [--rows ...] [--layers 12] [--share 0.5]
 
 One GPT-2 with the same weights and batch, in float32. Both sides of a row live in the same
 processes.
 
-    row       ranks   autopar                                beside
-    eager     1       one rank                               the model itself, `loss.backward()`
-    tp        2       `Manual(tp=2)`                         `examples/megatron_gpt2.py`
-    ddp       2       `Manual(dp=2)`                         `DistributedDataParallel`
-    zero-3    2       `Manual(dp=2, zero=3)`                 `fully_shard` of each block
-    1f1b      2       `Manual(pp=2, microbatch_size=...)`    `Schedule1F1B`, 4 microbatches each
+    row             ranks   autopar                            beside
+    eager           1       one rank                           the model itself, `loss.backward()`
+    tp              2       `Manual(tp=2)`                     `examples/megatron_gpt2.py`
+    ddp             2       `Manual(dp=2)`                     `DistributedDataParallel`
+    zero-3          2       `Manual(dp=2, zero=3)`             `fully_shard` of each block
+    1f1b            2       `Manual(pp=2)`                     `Schedule1F1B`
+    interleaved     2       `Manual(pp=2, interleave=2)`       `ScheduleInterleaved1F1B`
+    zero-bubble     2       `Manual(pp=2)` and this schedule   `ScheduleInterleavedZeroBubble`
+    zero-bubble-v   2       `Manual(pp=2)` and this schedule   `ScheduleZBVZeroBubble`
+
+Pipelines have 4 microbatches and the same stages on both sides. A rank has one, or two under
+interleaved and zero-bubble-v. torch's interleaved zero bubble, with one stage a rank, is ZB-H1.
 
     losses      of `N_LOSSES` steps with plain SGD between, so gradients are compared too. They
                 must agree to 1e-5, or nothing is timed
@@ -24,8 +30,9 @@ processes.
     kernels     a second table says where a step of each side goes (`examples/bench_parts.py`)
 
 `--compiled` has each row twice, with `compile="regions"` on autopar's side: beside the other one in
-eager mode, and compiled as its documentation says (each block by `torch.compile`, a whole model on
-one process). The default activation is the tanh GELU as one kernel, which leaves little to fuse.
+eager mode, and compiled as its documentation says (each block or stage by `torch.compile`, a whole
+model on one process). torch compiles no stage whose backward is split, so zero bubble has one line.
+The default activation is the tanh GELU as one kernel, which leaves little to fuse.
 With `--activation gelu_new` it is Hugging Face's own, eight operators, on both sides of each row.
 
 `--delayed` shows overlap, of `ddp` and `zero-3`, on autopar's side alone. Collectives are delayed
@@ -38,6 +45,9 @@ With `--compiled` each row comes a second time, with `compile="regions"`: region
     delayed step    a step with delays
     ratio           delayed step / max(compute, communication): 1 if all is hidden
     no overlap      (compute + communication) / max(compute, communication)
+
+Of pipelines, `--delayed` delays messages, each by `--share` of a stage's forward, and compares the
+step with its simulation (`examples/bench_messages.py`); the ratio should be 0.9 to 1.1.
 """
 
 from __future__ import annotations
@@ -63,11 +73,12 @@ from transformers.activations import ACT2FN
 import autopar
 from autopar import Manual
 from autopar.units import format_seconds
+from examples import bench_messages
 from examples.bench_delays import Delays
 from examples.bench_parts import Parts, parts_of
 from examples.compare import N_WARM_UP, Batch, Size, median_ratio, timed_pair, values_of
 from examples.megatron_gpt2 import Block, MegatronGPT2, TensorParallel
-from examples.pipeline_gpt2 import PipelineGPT2
+from examples.pipeline_gpt2 import PipelineGPT2, ScheduleName
 from examples.train_gpt2 import ROWS as N_SAMPLES
 from examples.train_gpt2 import batches
 
@@ -75,6 +86,7 @@ TOLERANCE = 1e-5
 N_LOSSES = 3
 LEARNING_RATE = 0.1
 N_MICROBATCHES = 4
+MICROBATCH = N_SAMPLES // N_MICROBATCHES
 BOTH = ", both compiled"  # ends the name of a line in which the other is compiled, too
 ALPHA_SHARE = 0.1  # of the communication, in delays that do not depend on bytes
 Launch = Callable[..., list[Any]]
@@ -108,8 +120,9 @@ class Row:
     n_ranks: int
     manual: Manual | None
     other: Callable[[Size, Batch, bool], Side]
-    compiled: str  # the other, compiled
+    compiled: str | None  # the other, compiled; None: it cannot be
     tied: bool = True
+    schedule: str = "auto"
 
 
 @dataclass(frozen=True)
@@ -144,7 +157,7 @@ def with_autopar(row: Row, size: Size, batch: Batch, is_compiled: bool = False) 
     """The unmodified Hugging Face model through `autopar.parallelize`."""
     module = autopar.parallelize(
         size.model(), (1, row.n_ranks), batch, precision="model", manual=row.manual,
-        compile="regions" if is_compiled else "none",
+        schedule=row.schedule, compile="regions" if is_compiled else "none",
     )  # fmt: skip
     return Side(module, lambda given: module.step(**given))
 
@@ -199,13 +212,13 @@ def fsdp(size: Size, batch: Batch, is_compiled: bool) -> Side:
     return Side(model, lambda given: backward(model(**given).loss), own_samples(batch))
 
 
-def pipelining(size: Size, batch: Batch, is_compiled: bool) -> Side:
+def pipelining(schedule: ScheduleName, size: Size, batch: Batch, is_compiled: bool) -> Side:
     rows, length = batch["input_ids"].shape
     values = values_of(size, "model")
-    pipeline = PipelineGPT2(values, size.n_heads, rows, length, N_MICROBATCHES, "1f1b")
+    pipeline = PipelineGPT2(values, size.n_heads, rows, length, N_MICROBATCHES, schedule)
     set_activation(pipeline.module, size)
     if is_compiled:
-        pipeline.module.compile(dynamic=False)
+        compile_each(pipeline.module)
     return Side(pipeline.module, lambda given: pipeline.step(**given))
 
 
@@ -217,12 +230,27 @@ ROWS = {
         "dp=2, zero=3", "torch FSDP2", 2, Manual(dp=2, zero=3), fsdp, "FSDP2, compiled blocks"
     ),
     "1f1b": Row(
-        "pp=2, 1F1B", "torch Schedule1F1B", 2,
-        Manual(pp=2, microbatch_size=N_SAMPLES // N_MICROBATCHES), pipelining,
-        "1F1B, compiled stages", tied=False,
+        "pp=2, 1F1B", "torch Schedule1F1B", 2, Manual(pp=2, microbatch_size=MICROBATCH),
+        partial(pipelining, "1f1b"), "1F1B, compiled stages", tied=False,
+    ),
+    "interleaved": Row(
+        "pp=2 x 2, interleaved", "torch ScheduleInterleaved1F1B", 2,
+        Manual(pp=2, interleave=2, microbatch_size=MICROBATCH),
+        partial(pipelining, "interleaved"), "Interleaved1F1B, compiled stages", tied=False,
+    ),
+    "zero-bubble": Row(
+        "pp=2, ZB-H1", "torch InterleavedZeroBubble", 2,
+        Manual(pp=2, microbatch_size=MICROBATCH), partial(pipelining, "zero-bubble"), None,
+        tied=False, schedule="zero-bubble",
+    ),
+    "zero-bubble-v": Row(
+        "pp=2 x 2, ZB-V", "torch ScheduleZBVZeroBubble", 2,
+        Manual(pp=2, microbatch_size=MICROBATCH), partial(pipelining, "zero-bubble-v"), None,
+        tied=False, schedule="zero-bubble-v",
     ),
 }  # fmt: skip
 DELAYED = ("ddp", "zero-3")
+PIPELINES = ("1f1b", "interleaved", "zero-bubble", "zero-bubble-v")
 DELAYED_LAYERS = 12  # the first and the last block of ZeRO-3 are waited for
 
 
@@ -295,6 +323,18 @@ def measure_delayed(
     return Overlap(pairs, delays.n_calls, delays.size_bytes, delays.delay_s)
 
 
+def measure_messages(
+    name: str, size: Size, batch: Batch, n_pairs: int, share: float, is_compiled: bool = False
+) -> bench_messages.Delayed:
+    """One rank's part of `--delayed` for a pipeline."""
+    side = with_autopar(ROWS[name], size, batch, is_compiled)
+    for _ in range(N_LOSSES + N_WARM_UP):
+        side.step(batch)
+    assert isinstance(side.module, autopar.ParallelModule)
+    script = side.module.plan.simulate().record.script
+    return bench_messages.measure(side.step, script, batch, n_pairs, share)
+
+
 def disagreements(name: str, losses: Sequence[tuple[float, float]]) -> list[str]:
     """The losses that are not equal, as texts."""
     return [
@@ -312,7 +352,7 @@ def row_of(name: str) -> Row:
 def other_side_name(name: str) -> str:
     """What autopar is compared with in a line of the tables."""
     row = row_of(name)
-    return row.compiled if name.endswith(BOTH) else row.theirs
+    return row.compiled if row.compiled and name.endswith(BOTH) else row.theirs
 
 
 def time_table(found: dict[str, Measured]) -> Table:
@@ -390,28 +430,34 @@ def main(argv: Sequence[str] | None = None, launch: Launch = autopar.launch) -> 
     parser.add_argument("--delayed", action="store_true", help="delay collectives, show overlap")
     parser.add_argument("--share", type=float, default=0.5, help="communication / compute")
     given = parser.parse_args(argv)
-    names = given.rows or [*(DELAYED if given.delayed else ROWS)]
+    names = given.rows or [*((*DELAYED, *PIPELINES) if given.delayed else ROWS)]
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
     (batch,) = batches(1)
     layers = given.layers or (DELAYED_LAYERS if given.delayed else Size.n_layers)
     if given.delayed:
-        if alone := [name for name in names if name not in DELAYED]:
-            parser.error(f"--delayed has the rows {', '.join(DELAYED)}, not {', '.join(alone)}")
-        seen = {}
+        if alone := [name for name in names if name not in (*DELAYED, *PIPELINES)]:
+            rows = ", ".join((*DELAYED, *PIPELINES))
+            parser.error(f"--delayed has the rows {rows}, not {', '.join(alone)}")
+        seen: dict[str, Any] = {}
         for name in names:
             size = Size(layers, given.width, activation=given.activation, tied=ROWS[name].tied)
-            asked = measure_delayed, 2, name, size, batch, given.pairs, given.share
+            job = measure_messages if name in PIPELINES else measure_delayed
+            asked = job, 2, name, size, batch, given.pairs, given.share
             seen[name] = launch(*asked)[0]
             if given.compiled:
                 seen[f"{name}, compiled"] = launch(*asked, True)[0]
-        console.print(overlap_table(seen))
+        pipelines = {n: of for n, of in seen.items() if isinstance(of, bench_messages.Delayed)}
+        if others := {n: of for n, of in seen.items() if n not in pipelines}:
+            console.print(overlap_table(others))
+        if pipelines:
+            console.print(bench_messages.table_of(pipelines))
         return 0
     found = {}
     for name in names:
         size = Size(layers, given.width, activation=given.activation, tied=ROWS[name].tied)
         run = partial(launch, measure, ROWS[name].n_ranks, name, size, batch, given.pairs)
         found[name] = run(given.compiled)[0]
-        if given.compiled:
+        if given.compiled and ROWS[name].compiled is not None:
             found[name + BOTH] = run(True, True)[0]
     console.print(time_table(found))
     console.print(parts_table(found))

@@ -9,6 +9,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from autopar.mesh import LogicalMesh
 from autopar.placement import I, Placement, S, Spec, TensorType, local_shape
 from autopar.program.lines import Local, Pipeline, StageProgram, StoredParameter
 from autopar.runtime.collectives import DistMessenger
@@ -142,7 +143,8 @@ def pipeline_of(
     shapes: Sequence[Sizes], cut: Sequence[Mapping[str, str | None]] | None = None
 ) -> Pipeline:
     """The model cut into a stage per shape, on consecutive ranks; as in `STAGES` unless told."""
-    stages, meshes, first = [], [], 0
+    meshes: list[LogicalMesh] = []
+    stages, first = [], 0
     for kept, sizes in zip(cut or STAGES[len(shapes)], shapes, strict=True):
         if not sizes:  # a parameter has another name on each stage of a rank
             kept = {name: owner for name, owner in kept.items() if name != owner}

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
 
+from autopar.cost.simulate import simulate
 from autopar.placement import Split
+from autopar.runtime.collectives import DistMessenger, Posted
 from autopar.runtime.groups import DistGroup, Pending
+from autopar.schedule import devices_of, script_of, zero_bubble_v
 from examples import bench_runtime
 from examples.bench_delays import Delays
+from examples.bench_messages import Delayed, MessageDelays, stage_times
 from examples.bench_runtime import N_LOSSES, ROWS, Launch, Measured, Overlap, disagreements
 from tests.helpers.nightly import nightly
 from tests.helpers.pools import Pool
 
-TINY = ["--pairs", "2", "--layers", "2", "--width", "32"]
+# Messages of rank 0 in a step: four microbatches on each edge of stages that leaves it.
+N_SENT = {"1f1b": 4, "interleaved": 12, "zero-bubble": 4, "zero-bubble-v": 8}
+TINY = ["--pairs", "2", "--layers", "4", "--width", "32"]
 
 
 @pytest.fixture
@@ -39,7 +47,10 @@ def launch(workers: Pool, measured: dict[str, Any]) -> Launch:
 
 
 @nightly
-@pytest.mark.parametrize("names", [["eager"], ["tp", "ddp", "zero-3", "1f1b"]])
+@pytest.mark.parametrize(
+    "names",
+    [["eager"], ["tp", "ddp", "zero-3", "1f1b"], ["interleaved", "zero-bubble", "zero-bubble-v"]],
+)
 @pytest.mark.parametrize("activation", ["gelu_pytorch_tanh", "gelu_new"])
 def test_parity_of_the_rows(
     names: list[str],
@@ -68,12 +79,27 @@ def test_parity_rows_with_delays(
     measured: dict[str, Overlap],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert bench_runtime.main(["--delayed", *words, *TINY], launch) == 0
+    rows = "--rows", "ddp,zero-3"
+    assert bench_runtime.main(["--delayed", *words, *rows, *TINY], launch) == 0
     assert ("ddp, compiled" in capsys.readouterr().out) == bool(words)
     for row in measured.values():
         assert len(row.pairs) == 2
         assert row.n_calls > 1 and row.size_bytes > 0 and row.delay_s > 0
     assert measured["zero-3"].n_calls > measured["ddp"].n_calls
+
+
+@nightly
+def test_parity_of_pipelines_with_delays(
+    launch: Launch, measured: dict[str, Delayed], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """How close they are is measured, not tested: that depends on what else runs."""
+    rows = "--rows", ",".join(bench_runtime.PIPELINES)
+    assert bench_runtime.main(["--delayed", *rows, *TINY], launch) == 0
+    assert "beside its simulation" in capsys.readouterr().out
+    for name, row in measured.items():
+        assert row.n_messages == N_SENT[name]
+        for (time_s, free_s), (_, slow_s) in zip(row.without, row.pairs, strict=True):
+            assert 0 < free_s < slow_s and time_s > 0
 
 
 def test_losses_that_differ_are_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -128,3 +154,53 @@ def test_delays_last_unless_a_rank_works_meanwhile() -> None:
         delays.clear()
         assert (delays.n_calls, delays.size_bytes, delays.delay_s) == (0, 0, 0.0)
     assert dict(vars(DistGroup)) == before
+
+
+class Arrived(Posted):
+    """A batch that is there at once."""
+
+    def wait_received(self, start: int = 0, end: int | None = None) -> list[Tensor]:
+        return []
+
+    def is_sent(self) -> bool:
+        return True
+
+    def wait_sent(self) -> None:
+        pass
+
+
+def test_messages_one_way_follow_each_other(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Two a batch, three seconds each, to a rank that posts its receives two seconds later."""
+    monkeypatch.setattr(DistMessenger, "post", lambda *args: Arrived())
+    before, clock, x = DistMessenger.post, Clock(), torch.ones(2)
+    ends = [SimpleNamespace(rank=rank) for rank in (0, 1)]
+    clock.now_s = 1.0
+    with MessageDelays(3.0, tmp_path / "posted", 2, clock, clock.sleep) as delays:
+        post: Any = DistMessenger.post
+        sent = post(ends[0], [(x, 1), (x, 1)], [])
+        clock.now_s = 3.0
+        received = post(ends[1], [], [((2,), x.dtype, 0)] * 2)
+        received.wait_received(0, 1)
+        assert clock.now_s == 6.0
+        sent.wait_sent()
+        assert clock.now_s == 9.0
+        clock.now_s = 20.0  # the rank worked, longer than the messages took
+        received.wait_received(1, 2)
+        assert clock.now_s == 20.0
+        post(ends[0], [(x, 1)], [], "ties").wait_sent()
+        assert (clock.now_s, delays.n_messages) == (20.0, 2)
+    assert DistMessenger.post is before
+
+
+def test_seconds_of_stages_are_those_of_their_actions() -> None:
+    schedule = zero_bubble_v(devices_of("zero-bubble-v", 2, 2), 2)
+    texts = [[str(action) for action in row] for row in schedule.rows]
+    own_s = [{"begin": 4.0, "0SF0>1": 12.0} | dict.fromkeys(row, 1.0) for row in texts]
+    own_s[1]["1F1"] = 5.0
+    stages = stage_times(script_of(schedule), own_s)
+    assert [stage.before.compute_s for stage in stages] == [4.0, 4.0, 0.0, 0.0]
+    assert [stage.forward.compute_s for stage in stages] == [2.0, 4.0, 2.0, 2.0]
+    step_s = simulate(schedule, stages, 0.0).step_time_s
+    assert step_s >= max(sum(seconds.values()) for seconds in own_s)
