@@ -10,7 +10,7 @@ The room may import `hardware` and what lies below `cost`; not `laws` or `simula
 neighbours. It mainly hands on `peak_memory`, `kept_bytes` and `static_bytes_per_param`.
 """
 
-from autopar.cost.memory.actions import StageMemory, peak_of_row, stage_memory
+from autopar.cost.memory.actions import RowPeak, StageMemory, peak_of_row, stage_memory
 from autopar.cost.memory.course import LiveBytes, MemoryCourse, Phase, memory_course
 from autopar.cost.memory.liveness import PeakMemory, gradients_under_way, kept_bytes, peak_memory
 from autopar.cost.memory.state import StaticBytes, optimizer_time_s, static_bytes_per_param
@@ -20,6 +20,7 @@ __all__ = [
     "MemoryCourse",
     "PeakMemory",
     "Phase",
+    "RowPeak",
     "StageMemory",
     "StaticBytes",
     "gradients_under_way",

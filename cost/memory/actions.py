@@ -85,16 +85,36 @@ def stage_memory(program: StageProgram, optimizer: str) -> StageMemory:
     )
 
 
+@dataclass(frozen=True)
+class RowPeak:
+    """The peak of a device, and when it is.
+
+    action   during it; None: before the first action or after the last one
+    counts   of each stage, microbatches in flight, waiting for their weights, done, when it begins
+    """
+
+    peak_bytes: float
+    action: Action | None
+    counts: Mapping[int, tuple[int, int, int]]
+
+    @property
+    def phase(self) -> str:
+        """The phase of `phases_of` that the action is; "" for none."""
+        return _PHASES[self.action.kind] if self.action else ""
+
+
 def peak_of_row(
     row: Sequence[Action], memories: Mapping[int, StageMemory], n_under_way: Mapping[int, int]
-) -> float:
+) -> RowPeak:
     """The peak of a device that runs a row of a schedule; `memories` are those of its stages.
 
     n_under_way   stage -> gradient messages that may still be held during another backward
     """
     counts = {stage: [0, 0, 0] for stage in memories}  # in flight, waiting, done
-    peak_bytes = sum(memory.edge_bytes for memory in memories.values())
-    for kind, stage, microbatch, _ in (action for action in row if action.is_compute):
+    peak_bytes, peak_action = sum(memory.edge_bytes for memory in memories.values()), None
+    at_peak: dict[int, tuple[int, int, int]] = {}
+    for action in (action for action in row if action.is_compute):
+        kind, stage, microbatch, _ = action
         now, own = counts[stage], memories[stage]
         held_bytes = sum(memory.held_bytes(*counts[k]) for k, memory in memories.items())
         held_bytes += sum(
@@ -103,8 +123,10 @@ def peak_of_row(
             if counts[k][2]
         )
         above = (own.later if microbatch else own.first)[_PHASES[kind]]
-        peak_bytes = max(peak_bytes, held_bytes + above)
+        if held_bytes + above > peak_bytes:
+            peak_bytes, peak_action = held_bytes + above, action
+            at_peak = {k: (n[0], n[1], n[2]) for k, n in counts.items()}
         now[0] += {"forward": 1, "backward": -1, "backward_input": -1}.get(kind, 0)
         now[1] += {"backward_input": 1, "backward_weight": -1}.get(kind, 0)
         now[2] += kind in GRADIENTS_DONE
-    return peak_bytes
+    return RowPeak(peak_bytes, peak_action, at_peak)

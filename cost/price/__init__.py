@@ -22,6 +22,7 @@ from autopar.cost.price.prediction import (
     peak_memory_of,
     peak_of_stage,
     predict,
+    row_peak_of,
     timeline_of,
 )
 from autopar.cost.price.shares import Share, StepShares, step_shares
@@ -53,6 +54,7 @@ __all__ = [
     "peak_memory_of",
     "peak_of_stage",
     "predict",
+    "row_peak_of",
     "slowdown_of",
     "stage_times",
     "step_shares",

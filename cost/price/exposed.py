@@ -27,10 +27,9 @@ def exposed_calls(
     pipeline: Pipeline, costs: Sequence[CostModel], timeline: Timeline
 ) -> tuple[ExposedCalls, ...]:
     """By kind and links, the most seconds first; `timeline` is that of the pipeline."""
-    stage = timeline.busiest_device
-    cost = costs[stage]
     found: dict[tuple[PrimitiveKind, bool], float] = defaultdict(float)
-    for divided in divided_calls(pipeline.stages[stage], cost, timeline, stage):
+    for divided in divided_calls(pipeline, costs, timeline, timeline.busiest_device):
+        cost = costs[divided.stage]
         known = cost.mesh.nodes is not None
         crosses = known and group_on(cost.mesh, divided.call.axes).n_nodes > 1
         found[divided.call.kind, crosses] += divided.exposed_s

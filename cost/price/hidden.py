@@ -30,10 +30,9 @@ def hidden_of(
     pipeline: Pipeline, costs: Sequence[CostModel], timeline: Timeline
 ) -> tuple[HiddenKind, ...]:
     """The kinds that the busiest device has; `timeline` is that of the pipeline."""
-    stage = timeline.busiest_device
-    totals = timeline.devices[stage]
+    totals = timeline.busiest
     found = {name: [0.0, 0.0] for name in ("param_gather", "grad_sync", "activations")}
-    for divided in divided_calls(pipeline.stages[stage], costs[stage], timeline, stage):
+    for divided in divided_calls(pipeline, costs, timeline, timeline.busiest_device):
         phase = divided.call.phase
         name = "activations" if phase in ("forward", "backward") else phase
         if name in found:

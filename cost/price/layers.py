@@ -13,9 +13,11 @@ from dataclasses import dataclass
 
 from autopar.cost.laws import CostModel
 from autopar.cost.price.overlap import Calls, TimedCall, overlap_of, overlapped_of, waited_of
-from autopar.cost.price.stage_times import LineTime, backward_lines, forward_lines
+from autopar.cost.price.stage_times import LineTime, forward_lines, line_times
+from autopar.program.communication import backward_parts
 from autopar.program.graph import block_of
 from autopar.program.lines import CallLine, StageProgram
+from autopar.schedule import Kind
 
 
 @dataclass(frozen=True)
@@ -43,15 +45,19 @@ class LayerWork:
         return {phase: (waited_of(calls), overlapped_of(calls)) for phase, calls in of.items()}
 
 
-def layer_works(
-    program: StageProgram, cost: CostModel
-) -> tuple[tuple[LayerWork, ...], tuple[LayerWork, ...]]:
-    """Of one microbatch's forward, and of its backward."""
+def layer_works(program: StageProgram, cost: CostModel) -> dict[Kind, tuple[LayerWork, ...]]:
+    """Of one microbatch's forward, and of its backward or both parts of it."""
     calls, modules = overlap_of(program, cost), _modules(program)
-    return (
-        _works(forward_lines(program), calls.forward, modules),
-        _works(backward_lines(program), calls.backward + calls.weights, modules),
-    )
+    first, second = backward_parts(program)
+    found: dict[Kind, tuple[LayerWork, ...]] = {
+        "forward": _works(forward_lines(program), calls.forward, modules)
+    }
+    if not program.splits_backward:
+        return found | {"backward": _works(line_times(program, first), calls.backward, modules)}
+    return found | {
+        "backward_input": _works(line_times(program, first), calls.backward, modules),
+        "backward_weight": _works(line_times(program, second), calls.weights, modules),
+    }
 
 
 def _works(lines: Iterable[LineTime], calls: Calls, modules: list[str]) -> tuple[LayerWork, ...]:

@@ -27,6 +27,7 @@ from autopar.cost.laws import CostModel, collective_time_s
 from autopar.cost.memory import (
     MemoryCourse,
     PeakMemory,
+    RowPeak,
     StageMemory,
     gradients_under_way,
     kept_bytes,
@@ -136,6 +137,13 @@ def peak_of_stage(pipeline: Pipeline, stage: int, optimizer: str) -> float:
     stages = schedule.stages_on(device)
     if len(stages) == 1 and not schedule.splits_backward:
         return float(peak_memory_of(pipeline, stage, optimizer).peak_bytes)
+    return row_peak_of(pipeline, device, optimizer).peak_bytes
+
+
+def row_peak_of(pipeline: Pipeline, device: int, optimizer: str) -> RowPeak:
+    """That peak of a device with several stages, or a backward in two parts."""
+    schedule = pipeline.schedule
+    stages = schedule.stages_on(device)
     memories = {k: _memory_of(pipeline.stages[k], optimizer) for k in stages}
     under_way = {k: gradients_under_way(schedule, k) for k in stages}
     return peak_of_row(schedule.rows[device], memories, under_way)
@@ -164,8 +172,14 @@ def peak_memory_of(pipeline: Pipeline, stage: int, optimizer: str) -> PeakMemory
 
 
 def memory_course_of(pipeline: Pipeline, stage: int, optimizer: str) -> MemoryCourse:
-    """The live bytes of that step, moment by moment."""
+    """The live bytes of a stage's step, moment by moment.
+
+    If its rank has several stages or a backward in two parts, they are those of one microbatch in
+    flight: what else the rank holds depends on the moment (`row_peak_of`).
+    """
     schedule, program = pipeline.schedule, pipeline.stages[stage]
+    if len(schedule.stages_on(schedule.device_of(stage))) > 1 or schedule.splits_backward:
+        return memory_course(program, optimizer)
     n_in_flight, n_under_way = (
         in_flight_of_stage(schedule, stage),
         gradients_under_way(schedule, stage),

@@ -1,4 +1,4 @@
-"""What a step is made of, on its busiest stage: seconds by kind, which add up to the step.
+"""What a step is made of, on its busiest device: seconds by kind, which add up to the step.
 
     matmul, attention, pointwise    kernels of the lines, forward, backward and recomputed
     conversion                      parameters made for use, and gradients brought back, on a rank
@@ -23,7 +23,7 @@ from autopar.cost.laws import CostModel
 from autopar.cost.price.divided import divided_calls
 from autopar.cost.price.stage_times import backward_lines, forward_lines
 from autopar.cost.simulate import Timeline
-from autopar.program.lines import CallLine, Line, Pipeline, StageProgram
+from autopar.program.lines import CallLine, Line, Pipeline
 
 _KINDS = ("matmul", "attention", "pointwise")
 
@@ -39,27 +39,28 @@ class Share:
 
 @dataclass(frozen=True)
 class StepShares:
-    """The step of the busiest stage: `parts` add up to it, `hidden` runs beside them."""
+    """The step of the busiest device: `parts` add up to it, `hidden` runs beside them."""
 
-    stage: int
+    device: int
     step_time_s: float
     parts: tuple[Share, ...]
     hidden: tuple[Share, ...]
 
 
 def step_shares(pipeline: Pipeline, costs: Sequence[CostModel], timeline: Timeline) -> StepShares:
-    """The shares of a step; `timeline` is that of the pipeline, one device a stage."""
-    stage = timeline.busiest_device
-    program, totals = pipeline.stages[stage], timeline.devices[stage]
-    times = timeline.record.stages[stage]
-    n, backward = pipeline.n_microbatches, list(backward_lines(program))
+    """The shares of a step; `timeline` is that of the pipeline."""
+    device, totals = timeline.busiest_device, timeline.busiest
+    n, converted_s = pipeline.n_microbatches, 0.0
     by_kind: dict[str, float] = defaultdict(float)
-    for line in (*forward_lines(program), *backward):
-        by_kind[_kind(program.body[line.position])] += n * line.n * line.time_s
-    returned_s = times.of("backward").compute_s - math.fsum(x.n * x.time_s for x in backward)
-    converted_s = times.before.compute_s + times.after.compute_s + n * returned_s
+    for stage in timeline.stages_on(device):
+        program, times = pipeline.stages[stage], timeline.record.stages[stage]
+        backward = list(backward_lines(program))
+        for line in (*forward_lines(program), *backward):
+            by_kind[_kind(program.body[line.position])] += n * line.n * line.time_s
+        returned_s = times.of("backward").compute_s - math.fsum(x.n * x.time_s for x in backward)
+        converted_s += times.before.compute_s + times.after.compute_s + n * returned_s
     slowdown_s = totals.compute_s - math.fsum(by_kind.values()) - converted_s
-    exposed, hidden = _by_axes(program, costs[stage], timeline, stage)
+    exposed, hidden = _by_axes(pipeline, costs, timeline, device)
     other_s = totals.collectives_s - math.fsum(exposed.values())
     parts = [
         *(Share(kind, by_kind[kind]) for kind in _KINDS),
@@ -68,12 +69,12 @@ def step_shares(pipeline: Pipeline, costs: Sequence[CostModel], timeline: Timeli
         *(Share("collective", time_s, axes) for axes, time_s in exposed.items()),
         Share("other collective", other_s),
         Share("wait", totals.waited_s),
-        Share("idle", timeline.idle_s(stage)),
+        Share("idle", timeline.idle_s(device)),
         Share("optimizer", totals.update_s),
     ]
     least_s = 1e-9 * timeline.step_time_s  # what is left of rounding
     return StepShares(
-        stage,
+        device,
         timeline.step_time_s,
         tuple(part for part in parts if part.time_s > least_s),
         tuple(Share("collective", s, axes) for axes, s in hidden.items() if s > least_s),
@@ -87,13 +88,14 @@ def _kind(line: Line) -> str:
 
 
 def _by_axes(
-    program: StageProgram, cost: CostModel, timeline: Timeline, stage: int
+    pipeline: Pipeline, costs: Sequence[CostModel], timeline: Timeline, device: int
 ) -> tuple[dict[str, float], dict[str, float]]:
     """Axes -> seconds of a step of their collectives, exposed and hidden."""
     exposed: dict[str, float] = defaultdict(float)
     hidden: dict[str, float] = defaultdict(float)
-    for divided in divided_calls(program, cost, timeline, stage):
-        axes = "+".join(program.axis_names[axis] for axis in divided.call.axes)
+    for divided in divided_calls(pipeline, costs, timeline, device):
+        names = pipeline.stages[divided.stage].axis_names
+        axes = "+".join(names[axis] for axis in divided.call.axes)
         exposed[axes] += divided.exposed_s
         hidden[axes] += divided.hidden_s
     return exposed, hidden

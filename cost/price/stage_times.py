@@ -56,7 +56,7 @@ def stage_times(program: StageProgram, cost: CostModel, optimizer: str) -> Stage
     """The times of one stage; all its ranks take the same time."""
     calls = overlap_of(program, cost)
     converted_s, returned_s = _conversions_s(program)
-    first, second = (_total_s(_line_times(program, part)) for part in backward_parts(program))
+    first, second = (_total_s(line_times(program, part)) for part in backward_parts(program))
     backward: PartWork | SplitBackward = _work(first + returned_s["micro"], calls.backward)
     if program.splits_backward:
         weights = _work(second + returned_s["micro"], calls.weights)
@@ -93,15 +93,16 @@ class LineTime(NamedTuple):
 
 def forward_lines(program: StageProgram) -> Iterator[LineTime]:
     """Compute of one microbatch's forward: operators and local parts of reshards, in order."""
-    return _line_times(program, forward_order(program))
+    return line_times(program, forward_order(program))
 
 
 def backward_lines(program: StageProgram) -> Iterator[LineTime]:
     """Compute of its backward, in order: with what runs again, and local parts of gathers."""
-    return _line_times(program, backward_order(program))
+    return line_times(program, backward_order(program))
 
 
-def _line_times(program: StageProgram, order: Sequence[Work]) -> Iterator[LineTime]:
+def line_times(program: StageProgram, order: Sequence[Work]) -> Iterator[LineTime]:
+    """Compute of works of forward or backward, in order."""
     counts = line_counts(program)
     for work in order:
         yield from _work_times(program, work, counts)

@@ -47,6 +47,10 @@ class Timeline:
         """The device with the most compute and communication."""
         return max(range(len(self.devices)), key=lambda k: self.devices[k].busy_s)
 
+    def stages_on(self, device: int) -> tuple[int, ...]:
+        """The stages of a device, in order."""
+        return tuple(k for k, at in enumerate(self.record.script.devices) if at == device)
+
     @property
     def busiest(self) -> DeviceTotals:
         return self.devices[self.busiest_device]

@@ -59,6 +59,16 @@ def make_t5() -> Plan:
     return autopar.plan(model, machine, ids(32, 64), stages=2, microbatches=4)
 
 
+def make_chunks() -> Plan:
+    """Two stages a rank in a V, with backward in two parts."""
+    with torch.device("meta"):
+        config = AutoConfig.for_model("gpt2", n_layer=8, n_embd=256, n_head=8, vocab_size=512)
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    recipe = autopar.Manual(pp=4, microbatch_size=4)
+    machine = autopar.Mesh((1, 4), hardware="a100-80gb")
+    return autopar.plan(model, machine, ids(32, 128), manual=recipe, schedule="zero-bubble-v")
+
+
 def make_70b() -> Plan:
     with torch.device("meta"):
         config = AutoConfig.for_model(
@@ -70,7 +80,9 @@ def make_70b() -> Plan:
     return autopar.plan(model, autopar.Mesh((16, 8), hardware="h100-sxm"), ids(512, 4096))
 
 
-MAKE: dict[str, Callable[[], Plan]] = {"gpt2": make_gpt2, "t5": make_t5, "70b": make_70b}
+MAKE: dict[str, Callable[[], Plan]] = {
+    "gpt2": make_gpt2, "t5": make_t5, "chunks": make_chunks, "70b": make_70b,
+}  # fmt: skip
 
 
 class Shown:

@@ -11,6 +11,7 @@ from selenium.webdriver.common.by import By
 
 from autopar.units import format_bytes, format_seconds
 from tests.browser.conftest import Shown
+from tests.browser.test_plan_page import Made
 
 pytestmark = [pytest.mark.browser, pytest.mark.timeout(900)]
 
@@ -36,7 +37,7 @@ def test_the_timeline_zooms_to_layers_and_is_saved(shown: Shown) -> None:
     shown.run("document.getElementById('timeline').scrollIntoView()")
     titles = "return [...document.querySelectorAll('.plots title')].map(t => t.textContent)"
     shown.wait(f"return ({titles.removeprefix('return ')}).length")
-    actions = {a for a in shown.facts["timeline"]["actions"] if re.fullmatch(r"\d+[FB]\d+", a)}
+    actions = {a for a in shown.facts["timeline"]["actions"] if re.fullmatch(r"\d+[FBIW]\d+", a)}
     drawn = " ".join(shown.run(titles))
     assert all(action in drawn for action in actions)
     for _ in range(6):
@@ -79,10 +80,36 @@ def test_memory_over_the_step(shown: Shown) -> None:
     shown.run("document.getElementById('time-peak').click()")
     said = shown.browser.find_element(By.ID, "memory-at").text
     assert format_bytes(float(peak)) in said and "activations" in said
-    stage = shown.facts["memory"]["stage"]
-    held = shown.facts["live"]["stages"][stage]["held"]
+    devices, stage = shown.facts["live"]["devices"], shown.facts["memory"]["stage"]
+    (held,) = (device["held"] for device in devices if stage in device["stages"])
     rows = "return document.querySelectorAll('#held-rows tr').length"
     assert shown.run(rows) == len(held) and shown.facts["memory"]["at"] in shown.run(
         "return document.querySelector('.held summary').textContent"
     )
+    assert shown.errors() == []
+
+
+@pytest.mark.parametrize("name", ["gpt2", "t5", "chunks"])
+def test_devices_with_several_stages(name: str, made: Made) -> None:
+    """Each device has a row with the actions of all its stages; parts of backward differ."""
+    shown = made(name)
+    shown.run("document.getElementById('timeline').scrollIntoView()")
+    peak = shown.wait("return document.querySelector('.timeline-box').dataset.peak")
+    assert float(peak) == pytest.approx(shown.plan.predicted.peak_bytes)
+    keys = shown.run("return [...document.querySelectorAll('.keys li')].map(e => e.textContent)")
+    assert ("gradients of weights" in keys) == (name == "chunks")
+    titles = shown.run(
+        "return [...document.querySelectorAll('.plots title')].map(t => t.textContent)"
+    )
+    actions = {a for a in shown.facts["timeline"]["actions"] if re.fullmatch(r"\d+[FBIW]\d+", a)}
+    assert all(any(action in title for title in titles) for action in actions)
+    shown.run("document.getElementById('time-peak').click()")
+    assert format_bytes(float(peak)) in shown.browser.find_element(By.ID, "memory-at").text
+    for device, facts in enumerate(shown.facts["live"]["devices"]):
+        shown.run(
+            "const e = document.getElementById('memory-of'); e.value = arguments[0];"
+            "e.dispatchEvent(new Event('change'))", str(device),
+        )  # fmt: skip
+        peak = shown.run("return document.querySelector('.timeline-box').dataset.peak")
+        assert float(peak) == pytest.approx(facts["peak"][0])
     assert shown.errors() == []

@@ -24,10 +24,10 @@ _NAMES = {
 
 
 def time_bar(pipeline: Pipeline, costs: Sequence[CostModel], timeline: Timeline) -> dict[str, Any]:
-    """Seconds of the busiest stage, by kind: `parts` add up to the step, `hidden` runs beside."""
+    """Seconds of the busiest device, by kind: `parts` add up to the step, `hidden` runs beside."""
     shares = step_shares(pipeline, costs, timeline)
     return {
-        "stage": shares.stage,
+        "device": shares.device,
         "step_time_s": shares.step_time_s,
         "parts": [
             {

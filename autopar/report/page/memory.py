@@ -1,25 +1,36 @@
 """Memory as data: what it is made of at the peak, and the live bytes over a step.
 
     kinds     the reader's words for kinds of bytes, in the order in which they are stacked
-    phases    of each stage, [name, points, left, others]. They are "before"; "forward" and
-              "backward" of the first microbatch, then of a later one; "after"; "optimizer". A point
-              is [share, bytes, text]: the share of the phase's compute before it, bytes by kind,
-              and the number of a text that says what runs. `left` are the bytes by kind when the
-              phase is over; `others` of them are of other microbatches in flight
-    kept      bytes that a microbatch in flight keeps
-    peak      bytes, what runs then, and the number of its phase
-    held      at the peak, by kind, what holds it, and how many of it are alike
+    stages    of each, what it takes:
+      phases    [name, points, left, others]. They are "before"; "forward" and "backward" (if it is
+                split, "backward" and "weights") of the first microbatch, then of a later one;
+                "after"; "optimizer". A point is [share, bytes, text]: the share of the phase's
+                compute before it, bytes by kind, and the number of a text that says what runs.
+                `left` are the bytes by kind when the phase is over; `others` of them are of other
+                microbatches in flight
+      kept      bytes that a microbatch in flight keeps
+      message   bytes of gradients that may be under way once a microbatch is done
+    devices   of each, its `stages`, and at its peak: the bytes, what runs then, and by kind what
+              holds them, and how many of it are alike (`held`)
+
+A rank with several stages, or with a backward in two parts, holds at any time what its stages hold
+between their actions, and what the action that runs takes above that (`_held`, `_above`). There a
+stage has its phases with one microbatch in flight, and what is held goes by stage.
 
 Phases have a few hundred points: of neighbours, the highest and the lowest are kept.
 """
 
 from __future__ import annotations
 
+import itertools
+import math
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-from autopar.cost.memory import LiveBytes, Phase, kept_bytes
-from autopar.cost.price import memory_course_of, peak_of_stage, works_begin_s
+from autopar.cost.memory import LiveBytes, MemoryCourse, Phase, gradients_under_way, kept_bytes
+from autopar.cost.price import memory_course_of, peak_of_stage, row_peak_of, works_begin_s
+from autopar.program.communication import backward_parts
 from autopar.program.lines import Pipeline, StageProgram, starred
 from autopar.report.page.subject import Subject
 
@@ -37,56 +48,146 @@ _WORD = {kind: word for word, kinds in _MEMORY.items() for kind in kinds}
 # Of each phase, about twice as many points are kept; rows of what is held at the peak.
 _N_BUCKETS, _N_HELD = 300, 12
 _LEAST_SHARE = 0.002
+_ONCE = ("before", "after", "optimizer")
+
+
+@dataclass(frozen=True)
+class _Peak:
+    """The peak of a device: what runs, and by word and what holds them the bytes of each."""
+
+    at: str
+    held: Mapping[tuple[str, str], Sequence[float]]
+
+    @property
+    def size_bytes(self) -> float:
+        return math.fsum(itertools.chain.from_iterable(self.held.values()))
 
 
 def memory_bar(pipeline: Pipeline, optimizer: str, limit_bytes: float) -> dict[str, Any]:
     """Bytes of one rank of the fullest stage at its peak, by kind; they add up to the peak."""
     peaks = [peak_of_stage(pipeline, k, optimizer) for k in range(pipeline.n_stages)]
     stage = peaks.index(max(peaks))
-    peak = memory_course_of(pipeline, stage, optimizer).peak
-    sizes = zip(_MEMORY, _by_word(peak.parts), strict=True)
+    peak = _peak(pipeline, pipeline.schedule.device_of(stage), optimizer)
+    sizes = dict.fromkeys(_MEMORY, 0.0)
+    for (word, _), each_bytes in peak.held.items():
+        sizes[word] += math.fsum(each_bytes)
     return {
         "stage": stage,
-        "peak_bytes": peak.size_bytes,
+        "peak_bytes": peaks[stage],
         "limit_bytes": limit_bytes,
-        "at": _said(peak.at),
-        "parts": [{"name": name, "size_bytes": size} for name, size in sizes if size],
+        "at": peak.at,
+        "parts": [{"name": name, "size_bytes": size} for name, size in sizes.items() if size],
     }
 
 
 def memory_facts(subject: Subject) -> dict[str, Any]:
     """The live bytes of every stage over a step; this file's docstring says how."""
     texts: dict[str, int] = {}
-    stages = [_stage(subject, stage, texts) for stage in range(subject.pipeline.n_stages)]
-    return {"kinds": list(_MEMORY), "texts": list(texts), "stages": stages}
+    pipeline, optimizer = subject.pipeline, subject.data.optimizer
+    return {
+        "kinds": list(_MEMORY),
+        "stages": [_stage(subject, stage, texts) for stage in range(pipeline.n_stages)],
+        "devices": [
+            _device(pipeline, device, optimizer) for device in range(pipeline.schedule.n_devices)
+        ],
+        "texts": list(texts),
+    }
 
 
 def _stage(subject: Subject, stage: int, texts: dict[str, int]) -> dict[str, Any]:
     program, optimizer = subject.pipeline.stages[stage], subject.data.optimizer
     course = memory_course_of(subject.pipeline, stage, optimizer)
-    held: dict[tuple[str, str], list[float]] = {}
-    for (kind, what), size_bytes in course.held.items():
-        held.setdefault((_word(kind), starred(_said(what))), []).append(size_bytes)
-    rows = sorted(held.items(), key=lambda row: -sum(row[1]))
-    least_bytes = _LEAST_SHARE * course.peak.size_bytes
     return {
         "phases": [_phase(phase, program, texts) for phase in course.phases],
         "kept": kept_bytes(program, optimizer),
-        "peak": [course.peak.size_bytes, _said(course.peak.at), course.peak_phase],
+        "message": _message_bytes(subject.pipeline, stage),
+    }
+
+
+def _device(pipeline: Pipeline, device: int, optimizer: str) -> dict[str, Any]:
+    stages = pipeline.schedule.stages_on(device)
+    peak = _peak(pipeline, device, optimizer)
+    size_bytes = peak_of_stage(pipeline, stages[0], optimizer)
+    rows = sorted(peak.held.items(), key=lambda row: -sum(row[1]))
+    return {
+        "stages": list(stages),
+        "peak": [size_bytes, peak.at],
         "held": [
             [kind, what, len(sizes), sum(sizes)]
             for (kind, what), sizes in rows[:_N_HELD]
-            if sum(sizes) > least_bytes
+            if sum(sizes) > _LEAST_SHARE * size_bytes
         ],
     }
 
 
+def _peak(pipeline: Pipeline, device: int, optimizer: str) -> _Peak:
+    schedule = pipeline.schedule
+    stages = schedule.stages_on(device)
+    courses = {k: memory_course_of(pipeline, k, optimizer) for k in stages}
+    held: dict[tuple[str, str], list[float]] = {}
+    if len(stages) == 1 and not schedule.splits_backward:
+        (course,) = courses.values()
+        for (kind, what), size_bytes in course.held.items():
+            held.setdefault((_word(kind), starred(_said(what))), []).append(size_bytes)
+        return _Peak(_said(course.peak.at), held)
+    found = row_peak_of(pipeline, device, optimizer)
+    at = ""
+    for k, course in courses.items():
+        if (action := found.action) is None:
+            moments = itertools.chain.from_iterable(
+                phase.moments for phase in course.phases if phase.name in _ONCE
+            )
+            top = max(moments, key=lambda moment: moment.size_bytes)
+            sizes, at = _by_word(top.parts), _said(top.at)
+        else:
+            sizes = _held(course, found.counts[k], _message_bytes(pipeline, k))
+            if k == action.stage:
+                above, at = _above(course, found.phase, action.microbatch > 0)
+                sizes = [a + b for a, b in zip(sizes, above, strict=True)]
+        held |= {
+            (word, f"stage {k}"): [size] for word, size in zip(_MEMORY, sizes, strict=True) if size
+        }
+    return _Peak(at, held)
+
+
+def _held(course: MemoryCourse, counts: tuple[int, int, int], message_bytes: float) -> list[float]:
+    """By word, what a stage holds between two actions (`StageMemory.held_bytes`)."""
+    n_in_flight, n_waiting, n_done = counts
+    before, forward, backward, weights = (_by_word(phase.left) for phase in course.phases[:4])
+    splits = course.phases[3].name == "weights"
+    done = (weights if splits else backward) if n_done else before
+    messages = dict.fromkeys(_MEMORY, 0.0) | {"buffers": message_bytes if n_done else 0.0}
+    columns = zip(done, before, forward, backward, messages.values(), strict=True)
+    return [
+        static + n_in_flight * (kept - start) + n_waiting * (waiting - start) + message
+        for static, start, kept, waiting, message in columns
+    ]
+
+
+def _above(course: MemoryCourse, name: str, is_later: bool) -> tuple[list[float], str]:
+    """By word, what an action takes above what is held when it begins, and what runs then."""
+    at = [i for i, phase in enumerate(course.phases) if phase.name == name][-1 if is_later else 0]
+    top = max(course.phases[at].moments, key=lambda moment: moment.size_bytes)
+    sizes = zip(_by_word(top.parts), _by_word(course.phases[at - 1].left), strict=True)
+    return [size - held for size, held in sizes], _said(top.at)
+
+
+def _message_bytes(pipeline: Pipeline, stage: int) -> float:
+    """Of gradients that a stage may hold until they have gone; its phases have them elsewhere."""
+    schedule, received = pipeline.schedule, pipeline.stages[stage].received
+    returned = sum(b.local.size_bytes for b in received if b.local.has_grad)
+    return float(gradients_under_way(schedule, stage) * returned)
+
+
 def _phase(phase: Phase, program: StageProgram, texts: dict[str, int]) -> list[Any]:
     begins_s = works_begin_s(program, phase.name != "forward")
-    has_works = phase.name in ("forward", "backward", "weights") and begins_s[-1] > 0
+    n_first = len(backward_parts(program)[0])
+    start_s = begins_s[n_first] if phase.name == "weights" else 0.0
+    whole_s = (begins_s[n_first] if phase.name == "backward" else begins_s[-1]) - start_s
+    has_works = phase.name not in _ONCE and whole_s > 0
     points = [
         [
-            round(begins_s[m.work] / begins_s[-1], 6) if has_works else 0.0,
+            round((begins_s[m.work] - start_s) / whole_s, 6) if has_works else 0.0,
             _by_word(m.parts),
             texts.setdefault(_said(m.at), len(texts)),
         ]

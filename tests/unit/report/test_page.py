@@ -43,6 +43,9 @@ OPTIONS: dict[str, dict[str, Any]] = {
     "search": {},
     "zero3": {"manual": Manual(dp=4, zero=3)},
     "stages": {"stages": 2, "microbatches": 4},
+    "chunks": {"manual": Manual(pp=2, dp=2, interleave=2, microbatch_size=1)},
+    "zero bubble": {"manual": Manual(pp=4, microbatch_size=2), "schedule": "zero-bubble"},
+    "V": {"manual": Manual(pp=2, tp=2, microbatch_size=2), "schedule": "zero-bubble-v"},
     "recompute": {"manual": Manual(tp=2, dp=2), "recompute": "full", "microbatches": 2},
 }
 
@@ -68,7 +71,7 @@ def test_the_parts_add_up_to_the_step_and_the_peak(plan: Plan, facts: dict[str, 
     assert min(parts) > 0 and facts["time"]["step_time_s"] == plan.predicted.step_time_s
     exposed = [s.time_s for s in shares.parts if "collective" in s.kind or s.kind == "wait"]
     assert math.fsum(exposed) == pytest.approx(plan.predicted.exposed_comm_s, rel=1e-6)
-    totals = plan.simulate().devices[shares.stage]
+    totals = plan.simulate().devices[shares.device]
     hidden = math.fsum(share.time_s for share in shares.hidden)
     assert hidden == pytest.approx(totals.hidden_s, rel=1e-6, abs=1e-12)
     sizes = [part["size_bytes"] for part in facts["memory"]["parts"]]
@@ -78,16 +81,26 @@ def test_the_parts_add_up_to_the_step_and_the_peak(plan: Plan, facts: dict[str, 
 def test_live_memory_rises_to_the_peak_and_falls(plan: Plan, facts: dict[str, Any]) -> None:
     """Every moment of `peak_memory`, by kind; activations go in backward."""
     kinds, peaks = facts["live"]["kinds"], plan.predicted.peak_bytes_per_stage
+    schedule = pipeline_of(plan).schedule
+    is_plain = schedule.n_chunks == 1 and not schedule.splits_backward
+    for device in facts["live"]["devices"]:
+        (peak_bytes,) = {peaks[stage] for stage in device["stages"]}
+        assert device["peak"][0] == peak_bytes
+        held_bytes = math.fsum(row[3] for row in device["held"])
+        assert held_bytes <= peak_bytes * (1 + 1e-9)
+        assert held_bytes >= 0.98 * peak_bytes or is_plain  # there a row is all of a kind
     for stage, peak_bytes in zip(facts["live"]["stages"], peaks, strict=True):
         phases = stage["phases"]
+        names = [name for name, *_ in phases]
+        assert ("weights" in names) == schedule.splits_backward
         shown = [sum(sizes) for _, points, *_ in phases for _, sizes, _ in points]
-        assert max(shown) == pytest.approx(peak_bytes) == stage["peak"][0]
-        assert math.fsum(row[3] for row in stage["held"]) <= peak_bytes * (1 + 1e-9)
+        assert max(shown) == pytest.approx(peak_bytes) or not is_plain
         for _, points, left, _ in phases:
             shares = [share for share, *_ in points]
             assert shares == sorted(shares) and all(0 <= share <= 1 for share in shares)
             assert min(left) >= 0 and min(min(sizes) for _, sizes, _ in points) >= 0
-        (_, _, before, _), (_, _, kept, others), (_, _, left, others_later) = phases[:3]
+        (_, _, before, _), (_, _, kept, others) = phases[:2]
+        _, _, left, others_later = phases[3 if schedule.splits_backward else 2]
         assert sum(kept) - others - sum(before) == pytest.approx(stage["kept"])
         at = kinds.index("activations")
         assert left[at] - others_later < 0.01 * (kept[at] - others)
@@ -95,16 +108,20 @@ def test_live_memory_rises_to_the_peak_and_falls(plan: Plan, facts: dict[str, An
 
 def test_layers_add_up_to_the_actions(plan: Plan) -> None:
     bound, stages = bound_of(plan), plan.simulate().record.stages
+    n_blocks = min(2, 4 // len(stages))
     for program, cost, times in zip(bound.pipeline.stages, bound.costs, stages, strict=True):
-        for works, kind in zip(layer_works(program, cost), ("forward", "backward"), strict=True):
-            part = times.of(kind)  # type: ignore[arg-type]
+        assert tuple(layer_works(program, cost)) == bound.pipeline.schedule.computes()
+        for kind, works in layer_works(program, cost).items():
+            part = times.of(kind)
             conversions_s = part.compute_s - math.fsum(w.compute_s for w in works)
             assert -1e-15 < conversions_s <= 0.2 * part.compute_s  # of gradients brought back
             assert math.fsum(w.waited_s for w in works) == pytest.approx(part.collectives_s)
             assert math.fsum(w.overlapped_s for w in works) == pytest.approx(part.overlapped_s)
             layers = [w.layer for w in works]
             assert len(set(layers)) == len(layers)
-            assert len([layer for layer in layers if layer.startswith("transformer.h.")]) >= 2
+            assert (
+                len([layer for layer in layers if layer.startswith("transformer.h.")]) >= n_blocks
+            )
 
 
 def test_the_graph_has_the_edges_of_the_picture(plan: Plan, facts: dict[str, Any]) -> None:

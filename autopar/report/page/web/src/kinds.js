@@ -24,7 +24,7 @@ export const PHASES = {
 };
 
 export const EVENTS = {
-  forward: "#a6bddb", backward: "#8674c4", "once a step": "#6b6b6b", "gathers of parameters": MEMORY["gathered weights"], "gradient sync": MEMORY.gradients,
+  forward: "#a6bddb", backward: "#8674c4", "gradients of weights": "#b9aee0", "once a step": "#6b6b6b", "gathers of parameters": MEMORY["gathered weights"], "gradient sync": MEMORY.gradients,
   "collectives of activations": MEMORY.activations, collectives: TIME.collective, messages: TIME.wait,
 };
 

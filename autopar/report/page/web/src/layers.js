@@ -1,11 +1,11 @@
 // An action of the timeline, cut into its layers: each waits for its collectives, then computes.
 
 /** [stage, letter, microbatch] of `2F0`, or of its collectives; null of anything else. */
-export const partOf = (action) => action.match(/^(?:collectives of )?(\d+)([FB])(\d+)$/)?.slice(1) ?? null;
+export const partOf = (action) => action.match(/^(?:collectives of )?(\d+)([FBIW])(\d+)$/)?.slice(1) ?? null;
 
 /** The layers of a part as [{ name, compute, waits, besides }], the lists by phase: [phase, seconds]. */
 export function works(timeline, [stage, letter]) {
-  return timeline.stages[stage][letter === "F" ? "forward" : "backward"].map(([layer, compute, ...phases]) => ({
+  return timeline.stages[stage][letter].map(([layer, compute, ...phases]) => ({
     name: timeline.layers[layer], compute,
     waits: phases.filter(([, waited]) => waited).map(([phase, waited]) => [phase, waited]),
     besides: phases.filter(([, , beside]) => beside).map(([phase, , beside]) => [phase, beside]),

@@ -9,35 +9,83 @@ import { clock, partOf } from "./layers.js";
 const LEAST_OF_LIMIT = 0.25;
 const total = (sizes) => sizes.reduce((sum, size) => sum + size, 0);
 
-/** [{ time, sizes, text }] of a device: its phases (autopar/report/page/memory.py) laid over its actions. */
+/**
+ * [{ time, sizes, text }] of a device: the phases of its stages (autopar/report/page/memory.py) laid over its actions.
+ * A point is what the stages hold between actions, and what the action takes above that. Phases of a device with one
+ * stage and whole backwards have the other microbatches in flight already.
+ */
 export function memoryCourse(live, timeline, device) {
-  const { phases, kept } = live.stages[device], at = live.kinds.indexOf("activations"), points = [];
-  const of = (name) => phases.filter((phase) => phase[0] === name);
-  const [before] = of("before"), [after] = of("after"), [optimizer] = of("optimizer");
-  const forwards = of("forward"), backwards = of("backward");
-  const add = (time, sizes, text, more = 0) => points.push({ time, sizes: more ? sizes.map((size, k) => (k === at ? size + more : size)) : sizes, text });
-  const lay = ([, moments, left, others], start, end, time, isOf, nOthers) => {
-    const more = isOf ? nOthers * kept - others : 0;
-    for (const [share, sizes, text] of moments) add(time(share), sizes, live.texts[text], more);
-    add(end, left, "", more);
+  const points = [], stages = live.devices[device].stages.map((k) => new Stage(live, k)), [only] = stages;
+  const isPlain = stages.length === 1 && !only.splits;
+  const add = (time, sizes, text) => points.push({ time, sizes, text });
+  const once = (name, start, end) => {
+    const phases = stages.map((stage) => stage.of(name)[0]), [[, moments]] = phases;
+    if (stages.length === 1) for (const [, sizes, text] of moments) add(start, sizes, live.texts[text]);
+    else if (moments.length) add(start, plus(...phases.map(([, points, left]) => top(points) ?? left)), live.texts[moments[0][2]]);
+    add(end, plus(...phases.map(([, , left]) => left)), "");
   };
-  lay(before, 0, 0, () => 0, false);
-  const inFlight = new Set();
-  let nDone = 0, last = 0;
+  once("before", 0, 0);
+  let last = 0;
   const own = timeline.events.filter(([k, lane]) => k === device && lane === 0).map(([, , action, start, end]) => [timeline.actions[action], start, end]);
   for (const [action, start, end] of own.sort((a, b) => a[1] - b[1])) {
     const part = partOf(action);
     if (!part) continue;
-    const isForward = part[1] === "F", profiles = isForward ? forwards : backwards;
-    inFlight.add(part[2]);
-    lay(profiles[nDone ? profiles.length - 1 : 0], start, end, clock(timeline, part, start, end), true, inFlight.size - 1);
-    if (!isForward) { inFlight.delete(part[2]); nDone += 1; }
+    const [k, letter, microbatch] = part, stage = stages.find(({ number }) => number === Number(k));
+    const others = isPlain ? null : plus(...stages.map((s) => s.held()));
+    const [, moments, left, before] = stage.begin(letter, Number(microbatch), isPlain);
+    const time = clock(timeline, part, start, end), above = (sizes) => (isPlain ? plus(sizes, before) : plus(others, minus(sizes, before)));
+    for (const [share, sizes, text] of moments) add(time(share), above(sizes), live.texts[text]);
+    add(end, above(left), "");
+    stage.end(letter);
     last = end;
   }
   const update = own.find(([action]) => action === "optimizer")?.[1] ?? timeline.step_time_s;
-  lay(after, last, update, () => last, false);
-  lay(optimizer, update, timeline.step_time_s, () => update, false);
+  once("after", last, update);
+  once("optimizer", update, timeline.step_time_s);
   return points.map((point) => ({ ...point, size: total(point.sizes) }));
+}
+
+const plus = (...rows) => rows[0].map((_, k) => rows.reduce((sum, row) => sum + row[k], 0));
+const minus = (a, b) => a.map((size, k) => size - b[k]);
+const times = (n, sizes) => sizes.map((size) => n * size);
+const top = (moments) => moments.map(([, sizes]) => sizes).reduce((a, b) => (a && total(a) >= total(b) ? a : b), null);
+const NAMES = { F: "forward", B: "backward", I: "backward", W: "weights" };
+
+/** A stage in a step: how many of its microbatches are in flight, wait for the gradients of weights, are done. */
+class Stage {
+  constructor(live, number) {
+    Object.assign(this, live.stages[number], { number, nInFlight: 0, nWaiting: 0, nDone: 0 });
+    this.splits = this.of("weights").length > 0;
+    this.alone = (kind, size) => live.kinds.map((name) => (name === kind ? size : 0));
+    const [before, forward, backward, weights] = this.phases.map(([, , left]) => left);
+    this.before = before;
+    this.after = this.splits ? weights : backward;
+    this.keeps = minus(forward, before);
+    this.waits = minus(backward, before);
+  }
+
+  of(name) { return this.phases.filter((phase) => phase[0] === name); }
+
+  /** What it holds between actions. */
+  held() {
+    const always = this.nDone ? plus(this.after, this.alone("buffers", this.message)) : this.before;
+    return plus(always, times(this.nInFlight, this.keeps), times(this.nWaiting, this.waits));
+  }
+
+  /** The phase of an action, and the bytes that its points have too few, or too many if others are laid below them. */
+  begin(letter, microbatch, isPlain) {
+    const profiles = this.of(NAMES[letter]), isLater = isPlain ? this.nDone > 0 : microbatch > 0;
+    const phase = profiles[isLater ? profiles.length - 1 : 0];
+    if (letter === "F") this.nInFlight += 1;
+    const more = (this.nInFlight - 1) * this.kept - phase[3];
+    return [...phase.slice(0, 3), isPlain ? this.alone("activations", more) : this.phases[this.phases.indexOf(phase) - 1][2]];
+  }
+
+  end(letter) {
+    if (letter === "B" || letter === "I") this.nInFlight -= 1;
+    this.nWaiting += { I: 1, W: -1 }[letter] ?? 0;
+    this.nDone += { B: 1, W: 1 }[letter] ?? 0;
+  }
 }
 
 export const highest = (points) => points.reduce((a, b) => (b.size > a.size ? b : a));
@@ -82,7 +130,7 @@ export function said(live, points, time) {
 
 /** What is held at the peak of a device, by operator and kind. */
 export function heldAtPeak(live, device) {
-  const { held, peak: [size, text] } = live.stages[device];
+  const { held, peak: [size, text] } = live.devices[device];
   return h("details", { class: "held" }, h("summary", {}, `what is held at the peak, ${format.bytes(size)}${text ? `, at ${text}` : ""}`),
     h("div", { class: "scroll" }, h("table", { id: "held-rows" }, h("tbody", {}, held.map(([kind, what, n, bytes]) => h("tr", {},
       h("td", {}, h("span", { class: "swatch", style: `background-color: ${MEMORY[kind]}` }), kind), h("td", {}, h("code", {}, what), n > 1 ? ` ×${n}` : ""),

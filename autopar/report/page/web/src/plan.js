@@ -56,7 +56,7 @@ function navigation(parts) {
 function bars(facts) {
   const ofStage = (k) => (facts.stages.length > 1 ? ` of stage ${k}` : "");
   return h("div", { class: "columns" },
-    h("div", {}, h("h3", {}, `Time${facts.stages.length > 1 ? ` of the busiest stage, ${facts.time.stage}` : ""}`), timeBar(facts.time)),
+    h("div", {}, h("h3", {}, `Time${facts.stages.length > 1 ? ` of ${facts.timeline.devices[facts.time.device]}, the busiest` : ""}`), timeBar(facts.time)),
     h("div", {}, h("h3", {}, `Peak memory of a rank${ofStage(facts.memory.stage)}`), memoryBar(facts.memory)));
 }
 

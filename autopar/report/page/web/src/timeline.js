@@ -25,7 +25,7 @@ export class TimelineView {
     this.limitBytes = limitBytes;
     this.domain = [0, timeline.step_time_s];
     this.computes = new Map(timeline.events.filter(([, lane]) => lane === 0).map(([device, , number, start, end]) => [`${device}:${timeline.actions[number]}`, end - start]));
-    const peaks = live.stages.map(({ peak: [size] }) => size), fullest = peaks.indexOf(Math.max(...peaks));
+    const peaks = live.devices.map(({ peak: [size] }) => size), fullest = peaks.indexOf(Math.max(...peaks));
     this.device = h("select", { id: "memory-of", "aria-label": "memory of", onchange: () => { this.held.replaceChildren(heldAtPeak(live, Number(this.device.value))); this.draw(); } },
       timeline.devices.map((name, k) => h("option", { value: k, selected: k === fullest }, `memory of ${name}`)));
     this.plots = h("div", { class: "plots", tabindex: 0, role: "group", "aria-label": "timeline of a step" });
@@ -36,7 +36,7 @@ export class TimelineView {
     this.element = h("div", { class: "timeline-box" }, h("div", { class: "tools" },
       button("time-in", "+", () => this.scale(2)), button("time-out", "−", () => this.scale(0.5)), button("time-fit", "whole step", () => this.reset()), button("time-peak", "peak", () => this.toPeak()),
       this.device, button("perfetto", "save for Perfetto", () => this.save()), this.range, h("span", { class: "small" }, HOW)),
-    keys(Object.entries(EVENTS), "above: "), keys(Object.entries(MEMORY), "memory: "), this.plots, this.readout, this.held);
+    keys(Object.entries(EVENTS).filter(([kind]) => kind !== "gradients of weights" || timeline.stages.some(({ W }) => W)), "above: "), keys(Object.entries(MEMORY), "memory: "), this.plots, this.readout, this.held);
     this.zoom = zoom().filter(isAsked).scaleExtent([1, 20000]).on("zoom", (event) => this.zoomed(event.transform));
     this.surface = select(this.plots);
     this.surface.call(this.zoom).on("dblclick.zoom", null);
@@ -104,7 +104,7 @@ export class TimelineView {
     const x = { domain: this.domain, label: null, tickFormat: (t) => format.seconds(t), ticks: this.width < NARROW ? 3 : 6 };
     const lanes = Plot.plot({
       width: this.width, height: rows.length * ROW + 40, marginLeft: this.left, marginRight: RIGHT, marginTop: 6, marginBottom: 26, x,
-      y: { domain: rows, label: null, padding: 0.12, tickFormat: (row) => (this.width < NARROW ? row.replace("stage ", "").replace("collectives", "collect.") : row) },
+      y: { domain: rows, label: null, padding: 0.12, tickFormat: (row) => (this.width < NARROW ? row.replace(/^(stage|device) /, "").replace("collectives", "collect.") : row) },
       color: { domain: Object.keys(EVENTS), range: Object.values(EVENTS) },
       marks: [
         Plot.barX(boxes, { x1: (b) => Math.max(b.start, from), x2: (b) => Math.min(b.end, to), y: "row", fill: "kind", stroke: "var(--paper)", strokeWidth: 0.4, title: "title", href: "href" }),
@@ -195,5 +195,5 @@ function keys(entries, title) {
 }
 
 function kindOf(part) {
-  return part ? (part[1] === "F" ? "forward" : "backward") : "once a step";
+  return part ? { F: "forward", W: "gradients of weights" }[part[1]] ?? "backward" : "once a step";
 }
