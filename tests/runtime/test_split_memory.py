@@ -100,7 +100,7 @@ def predicted_peak(pipeline: Pipeline, device: int) -> float:
     stages = schedule.stages_on(device)
     memories = {k: stage_memory(pipeline.stages[k], "adamw") for k in stages}
     under_way = {k: gradients_under_way(schedule, k) for k in stages}
-    return peak_of_row(schedule.rows[device], memories, under_way)
+    return peak_of_row(schedule.rows[device], memories, under_way).peak_bytes
 
 
 LAYOUTS = [
