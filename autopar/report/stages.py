@@ -3,7 +3,7 @@
 modules     the modules of a stage, folded: `transformer.wte, transformer.h.0-5`. A block that two
             stages share is marked `(part)`
 crossing    bytes of one microbatch over all ranks: every element crosses once
-grid        a row per stage, a column per clock. Every action takes one clock and messages take
+grid        a row per device, a column per clock. Every action takes one clock and messages take
             none, so the grid shows the order of a step and not its time
 """
 
@@ -62,7 +62,7 @@ class CrossingRow:
 
 @dataclass(frozen=True)
 class ScheduleGrid:
-    """The first clocks of a schedule; a cell is an action, or None if the stage is idle."""
+    """The first clocks of a schedule; a cell is an action, or None if the device is idle."""
 
     rows: tuple[tuple[Action | None, ...], ...]
     n_clocks: int

@@ -23,11 +23,11 @@ _LANES: Mapping[Lane, tuple[float, float]] = {
 _FRAME = "#9aa5b1"
 _COMPUTE = re.compile(r"\d+([FBIW])\d+")
 _COLOURS = {
-    "forward": "#a9cdf5", "backward": "#f6cf9b", "of parameters": "#cfe3b4",
+    "forward": "#a9cdf5", "backward": "#f6cf9b", "gradients of weights": "#cfe3b4",
     "collectives": "#8a6d3b", "messages": "#b3261e",
     "once a step (parameters, gradients, loss, optimizer)": "#c9ced6",
 }  # fmt: skip
-_WORDS = {"F": "forward", "B": "backward", "I": "backward", "W": "of parameters"}
+_WORDS = {"F": "forward", "B": "backward", "I": "backward", "W": "gradients of weights"}
 
 
 def svg(idle_s: Mapping[str, float], events: Sequence[Event], step_time_s: float) -> str:

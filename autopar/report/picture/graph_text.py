@@ -45,7 +45,7 @@ _MEANINGS = {
     "replicated": "the same on every rank (R, I)",
     "partial": "to be summed over ranks (P)",
 }
-_FORWARD, _BACKWARD = "#ffffff", "#cfd4da"
+_FORWARD, _BACKWARD, _WEIGHTS = "#ffffff", "#cfd4da", "#e8ebee"
 
 
 def dot(model: str, pipeline: Pipeline) -> str:
@@ -151,27 +151,35 @@ def _draw_ties(graph: graphviz.Digraph, pipeline: Pipeline, stages: list[StageGr
 
 
 def _schedule(pipeline: Pipeline) -> str:
-    clocks = grid(pipeline)
-    n_shown = len(clocks.rows[0])
+    clocks, schedule = grid(pipeline), pipeline.schedule
+    n_shown, has_chunks = len(clocks.rows[0]), schedule.n_chunks > 1
+    who = "device" if has_chunks else "stage"
     rows = [
-        f"<TR><TD>stage {stage}</TD>{''.join(_clock(action) for action in actions)}</TR>"
-        for stage, actions in enumerate(clocks.rows)
+        f"<TR><TD>{who} {k}</TD>{''.join(_clock(action, has_chunks) for action in actions)}</TR>"
+        for k, actions in enumerate(clocks.rows)
     ]
+    words = (
+        "F forward, I gradients of inputs, W of weights of a microbatch, as if all took as long"
+        if schedule.splits_backward
+        else "F forward, B backward of a microbatch, as if both took the same time"
+    )
+    before = "before the letter, the stage; " if has_chunks else ""
     some = f"the first {n_shown} of {clocks.n_clocks} clocks" if n_shown < clocks.n_clocks else ""
     return (
         f'<<TABLE BORDER="1" CELLBORDER="0" CELLSPACING="1" CELLPADDING="3" COLOR="{FRAME}">'
         f'<TR><TD COLSPAN="{n_shown + 1}"><B>schedule</B>{some and ": " + some}</TD></TR>'
         f'{"".join(rows)}<TR><TD COLSPAN="{n_shown + 1}" ALIGN="LEFT"><FONT POINT-SIZE="9">'
-        "F forward, B backward of a microbatch, as if both took the same time</FONT></TD></TR>"
-        "</TABLE>>"
+        f"{before}{words}</FONT></TD></TR></TABLE>>"
     )
 
 
-def _clock(action: Action | None) -> str:
+def _clock(action: Action | None, has_chunks: bool) -> str:
+    """A cell: `F0`, or `2F0` if a device has several stages."""
     if action is None:
         return "<TD></TD>"
-    letter, colour = ("F", _FORWARD) if action.kind == "forward" else ("B", _BACKWARD)
-    return f'<TD BORDER="1" COLOR="{FRAME}" BGCOLOR="{colour}">{letter}{action.microbatch}</TD>'
+    text = str(action) if has_chunks else str(action).removeprefix(str(action.stage))
+    colour = {"forward": _FORWARD, "backward_weight": _WEIGHTS}.get(action.kind, _BACKWARD)
+    return f'<TD BORDER="1" COLOR="{FRAME}" BGCOLOR="{colour}">{text}</TD>'
 
 
 def _legend(pipeline: Pipeline) -> str:

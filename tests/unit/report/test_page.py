@@ -119,9 +119,7 @@ def test_layers_add_up_to_the_actions(plan: Plan) -> None:
             assert math.fsum(w.overlapped_s for w in works) == pytest.approx(part.overlapped_s)
             layers = [w.layer for w in works]
             assert len(set(layers)) == len(layers)
-            assert (
-                len([layer for layer in layers if layer.startswith("transformer.h.")]) >= n_blocks
-            )
+            assert sum(layer.startswith("transformer.h.") for layer in layers) >= n_blocks
 
 
 def test_the_graph_has_the_edges_of_the_picture(plan: Plan, facts: dict[str, Any]) -> None:

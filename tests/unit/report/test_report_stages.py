@@ -24,6 +24,7 @@ from tests.helpers.jobs import machine
 from tests.helpers.plans import pipeline_of
 
 WIDTH = 16
+SHADES = {"forward": "#ffffff", "backward_input": "#cfd4da", "backward_weight": "#e8ebee"}
 Stages = Sequence[tuple[Sequence[str], tuple[int, int]]]
 
 
@@ -173,3 +174,22 @@ def test_grid() -> None:
     assert clocks.n_clocks == 2 * (4 + 1)
     texts = [[str(action) for action in row] for row in clocks.rows]
     assert texts == [["0F0", "0F1", "None", "0B0"], ["None", "1F0", "1B0", "1F1"]]
+
+
+def test_the_schedule_of_devices_with_several_stages_is_drawn() -> None:
+    recipe = autopar.Manual(pp=2)
+    plan = autopar.plan(
+        jobs.gpt2(4), machine((1, 2)), jobs.tokens(0), manual=recipe, microbatches=4,
+        schedule="zero-bubble-v",
+    )  # fmt: skip
+    text, rows = plan.to_dot(), grid(pipeline_of(plan)).rows
+    assert [str(action) for action in rows[0][:4]] == ["0F0", "0F1", "0F2", "3F0"]
+    for device, row in enumerate(rows):
+        cells = "".join(
+            f'<TD BORDER="1" COLOR="#9aa5b1" BGCOLOR="{SHADES[action.kind]}">{action}</TD>'
+            if action
+            else "<TD></TD>"
+            for action in row
+        )
+        assert f"<TR><TD>device {device}</TD>{cells}</TR>" in text
+    assert "I gradients of inputs, W of weights" in text
