@@ -23,7 +23,7 @@ class Lowered:
 
     pipelines: Sequence[tuple[Solved, Pipeline]]
 
-    def pipeline(self, stages: Any) -> Pipeline:
+    def pipeline(self, stages: Any, schedule: str) -> Pipeline:
         return next(of for one, of in self.pipelines if one.stages is stages)
 
 
