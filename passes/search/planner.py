@@ -156,6 +156,8 @@ class Planner:
             with limit.running():
                 search.run(self._recipes())
                 search.run(self._roots())
+                if self.pipelines is not None:
+                    search.run(self.pipelines.with_orders())
         except TimeUp:
             is_timed_out = True
             passed = f"not tried when time_limit_s={options.time_limit_s:g} had passed"
