@@ -125,6 +125,8 @@ class SeveralStages:
 
     def _next_of(self, node: Node, waiting: list[Waiting], limit_s: float) -> Parts:
         """The pipeline with the least bound by its layers, and those that are left."""
+        if self._is_in_vain(limit_s):
+            return [replace(node, refine=None, note=_PLACED_GIVEN_UP)]
         parts = list[Node | Solved]()
         while waiting and waiting[0][0] < limit_s and not parts:
             bound_s, is_layered, k, pipeline = heappop(waiting)
@@ -141,14 +143,19 @@ class SeveralStages:
         return parts
 
     def _place(self, node: Node, recipe: Node, limit_s: float) -> Parts:
-        """A pipeline's placements, unless many were found in vain since the last faster plan."""
+        """A pipeline's placements."""
+        if self._is_in_vain(limit_s):
+            return [replace(node, refine=None, note=_PLACED_GIVEN_UP)]
+        assert recipe.refine is not None, "a root is refined"
+        found = recipe.refine(limit_s)
+        self._n_placed_in_vain += bool(found)
+        return found
+
+    def _is_in_vain(self, limit_s: float) -> bool:
+        """Were many pipelines placed since the last faster plan?"""
         if limit_s < self._limit_s:
             self._limit_s, self._n_placed_in_vain = limit_s, 0
-        if self._n_placed_in_vain >= _MOST_PLACED_IN_VAIN:
-            return [replace(node, refine=None, note=_PLACED_GIVEN_UP)]
-        self._n_placed_in_vain += 1
-        assert recipe.refine is not None, "a root is refined"
-        return recipe.refine(limit_s)
+        return self._n_placed_in_vain >= _MOST_PLACED_IN_VAIN
 
     def _bound_by_layers(self, node: Node, pipeline: EqualPipeline, limit_s: float) -> Parts:
         candidate = pipeline.candidate
