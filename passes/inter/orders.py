@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 from autopar.errors import OptionError
 from autopar.options import Manual, Options
-from autopar.schedule import CHUNKS, ORDERS, devices_of
+from autopar.schedule import CHUNKS, devices_of
 
 # The schedules of stages of any size.
 PLAIN = ("1f1b", "gpipe")
@@ -50,17 +50,15 @@ def orders_of(options: Options) -> list[PipelineOrder]:
     """
     if options.manual is not None:
         return [_order_asked_for(options.manual, options.schedule)]
-    return _with_chunks("1f1b" if options.schedule == "auto" else options.schedule)
+    return _chunked("1f1b" if options.schedule == "auto" else options.schedule)
 
 
 def other_orders(options: Options) -> list[PipelineOrder]:
-    """The schedules other than the plain ones that a request allows."""
-    if options.schedule != "auto":
-        return [] if has_plain_order(options) else orders_of(options)
-    return [order for word in ORDERS if word not in PLAIN for order in _with_chunks(word)]
+    """The schedules other than the plain ones that a request allows; "auto" allows none yet."""
+    return [] if has_plain_order(options) else orders_of(options)
 
 
-def _with_chunks(word: str) -> list[PipelineOrder]:
+def _chunked(word: str) -> list[PipelineOrder]:
     fewest, most = CHUNKS[word]
     return [PipelineOrder(word, n) for n in _SEARCHED_CHUNKS if fewest <= n <= (most or n)]
 

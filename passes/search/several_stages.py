@@ -17,7 +17,7 @@ Megatron pipelines are in this space, too. Their bounds are those of their own r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from heapq import heapify, heappop, heappush
@@ -36,6 +36,7 @@ from autopar.passes.inter import (
     equal_pipelines,
     has_plain_order,
     other_orders,
+    plain_order,
 )
 from autopar.passes.search.branch_bound import Node
 from autopar.passes.search.evaluator import Evaluator
@@ -84,7 +85,7 @@ class SeveralStages:
             yield from self.of_equal_stages(equal_pipelines(self.space, "Megatron"))
 
     def of_equal_stages(self, pipelines: list[EqualPipeline]) -> Iterator[Node]:
-        """The nodes of pipelines of equal submeshes."""
+        """A node of each pipeline of equal submeshes."""
         for pipeline in pipelines:
             candidate = pipeline.candidate
             name = f"{pipeline.source} of several stages"
@@ -95,33 +96,38 @@ class SeveralStages:
                 node, row=candidate.row, refine=partial(self._bound_by_layers, node, pipeline)
             )
 
-    def with_orders(self) -> Iterator[Node]:
-        """The pipelines of equal submeshes that `roots` has not: a node of each source and
-        schedule, which gives out its pipelines best first."""
+    def more(self) -> Iterator[Node]:
+        """The pipelines of equal submeshes that `roots` has not: those of other schedules, and
+        Megatron's with SP and ZeRO-1.
+
+        A node of each source and schedule gives out its pipelines best first.
+        """
         options = self._evaluator.options
-        if not self._evaluator.analysis.program.training or self.space.given:
+        if self.space.given:
             return
         orders = other_orders(options)
-        plain = [PipelineOrder("1f1b")] if options.schedule in ("auto", "1f1b") else []
-        sources: dict[Source, Sequence[PipelineOrder]] = {"Megatron": orders, "search": orders}
+        plain = [PipelineOrder(plain_order(options))] if self.space.n_stages is None else []
+        sources: dict[Source, list[PipelineOrder]] = {"Megatron": orders, "search": orders}
         if not options.forbid & {"sequence", "zero1"}:
-            sources["Megatron with SP and ZeRO-1"] = [*plain, *orders]
+            sources["Megatron with SP and ZeRO-1"] = orders or plain
         for source, of_source in sources.items():
             for schedule, alike in groupby(of_source, lambda order: order.schedule):
-                pipelines = equal_pipelines(self.space, source, [*alike])
-                if not pipelines:
-                    continue
-                name = f"{source} of several stages, {schedule}"
-                recipe = "Megatron" if pipelines[0].is_recipe else ""
-                simplest = Simplicity.of_order(schedule, bool(recipe))
-                least_s = dict[object, float]()
-                for of in pipelines:
-                    if of.shared_key not in least_s:
-                        least_s[of.shared_key] = of.shared_s
-                waiting = [(least_s[of.shared_key], False, k, of) for k, of in enumerate(pipelines)]
-                heapify(waiting)
-                node = Node(name, waiting[0][0], simplest, "shared", None, recipe=recipe)
-                yield replace(node, refine=partial(self._next_of, node, waiting))
+                if pipelines := equal_pipelines(self.space, source, [*alike]):
+                    yield self._waiting(f"{source} of several stages", schedule, pipelines)
+
+    def _waiting(self, name: str, schedule: str, pipelines: Sequence[EqualPipeline]) -> Node:
+        """A node of pipelines of one source and schedule."""
+        least_s = dict[Hashable, float]()
+        for of in pipelines:
+            if of.shared_key not in least_s:
+                least_s[of.shared_key] = of.shared_s
+        waiting = [(least_s[of.shared_key], False, k, of) for k, of in enumerate(pipelines)]
+        heapify(waiting)
+        is_recipe = pipelines[0].is_recipe
+        simplest = Simplicity.of_order(schedule, is_recipe)
+        recipe = "Megatron" if is_recipe else ""
+        node = Node(name, waiting[0][0], simplest, "shared", None, recipe=recipe)
+        return replace(node, refine=partial(self._next_of, node, waiting))
 
     def _next_of(self, node: Node, waiting: list[Waiting], limit_s: float) -> Parts:
         """The pipeline with the least bound by its layers, and those that are left."""
