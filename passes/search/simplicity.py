@@ -57,7 +57,7 @@ class Simplicity(NamedTuple):
     def of_order(schedule: str, is_recipe: bool) -> Simplicity:
         """What several stages in this order aim at."""
         order, chunks = _ORDERS[schedule], CHUNKS[schedule][0]
-        least = Simplicity(axes=2) if is_recipe else Simplicity.of_search(2)
+        least = Simplicity(axes=1) if is_recipe else Simplicity.of_search(2)
         return least._replace(order=order, chunks=chunks)
 
     @staticmethod
