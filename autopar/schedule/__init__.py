@@ -24,6 +24,7 @@ from autopar.schedule.legality import prove_deadlock_free, validate
 from autopar.schedule.live import (
     LiveCount,
     in_flight,
+    in_flight_by_stage,
     in_flight_of_stage,
     live_counts,
     waiting_weights,
@@ -70,6 +71,7 @@ __all__ = [
     "forward_only",
     "gpipe",
     "in_flight",
+    "in_flight_by_stage",
     "in_flight_of_stage",
     "interleaved",
     "live_counts",

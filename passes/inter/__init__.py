@@ -23,7 +23,7 @@ from autopar.passes.inter.given_stages import (
     stage_without_parameters,
 )
 from autopar.passes.inter.layers import Layers, balance, find_layers, operator_flops
-from autopar.passes.inter.orders import PipelineOrder, has_plain_order, orders_of, plain_order
+from autopar.passes.inter.orders import PipelineOrder, has_plain_order, other_orders, plain_order
 from autopar.passes.inter.recipes import (
     EqualPipeline,
     Source,
@@ -72,7 +72,7 @@ __all__ = [
     "microbatch_counts",
     "n_operators",
     "operator_flops",
-    "orders_of",
+    "other_orders",
     "pinnable_views",
     "pins_on",
     "plain_order",

@@ -15,8 +15,10 @@ from autopar.errors import OptionError
 from autopar.options import Manual, Options
 from autopar.schedule import CHUNKS, devices_of
 
+# The schedules of stages of any size.
+PLAIN = ("1f1b", "gpipe")
 # Stages a rank that the search tries. Published layouts have up to 12.
-_SEARCHED_CHUNKS = (1, 2, 3, 4, 6, 8)
+_SEARCHED_CHUNKS = (1, 2, 3, 4, 6, 8, 12)
 
 
 class PipelineOrder(NamedTuple):
@@ -38,29 +40,33 @@ def plain_order(options: Options) -> str:
 
 def has_plain_order(options: Options) -> bool:
     """May stages be of any size? Other schedules are of equal stages."""
-    return options.schedule in ("auto", "1f1b", "gpipe")
+    return options.schedule in ("auto", *PLAIN)
 
 
 def orders_of(options: Options) -> list[PipelineOrder]:
-    """The schedules of the pipelines of equal stages that a request allows.
+    """The schedules of the pipelines of equal stages that a request asks for; "auto" is 1f1b.
 
     Raises `OptionError` if `manual` has a number of stages a rank that `schedule` does not take,
     and for stages of the user's with a schedule of equal stages.
     """
-    word = options.schedule
     if isinstance(options.stages, tuple) and not has_plain_order(options):
         raise OptionError(
-            f"schedule={word!r} has equal stages, and stages= gives modules to each",
+            f"schedule={options.schedule!r} has equal stages, and stages= gives modules to each",
             hint="give a number of stages, or schedule='1f1b'",
         )
     if options.manual is not None:
-        return [_order_asked_for(options.manual, word)]
-    return [
-        PipelineOrder(name, n_chunks)
-        for name in (["1f1b"] if word == "auto" else [word])
-        for n_chunks in _SEARCHED_CHUNKS
-        if CHUNKS[name][0] <= n_chunks <= (CHUNKS[name][1] or n_chunks)
-    ]
+        return [_order_asked_for(options.manual, options.schedule)]
+    return _chunked("1f1b" if options.schedule == "auto" else options.schedule)
+
+
+def other_orders(options: Options) -> list[PipelineOrder]:
+    """The schedules other than the plain ones that a request allows; "auto" allows none yet."""
+    return [] if has_plain_order(options) else orders_of(options)
+
+
+def _chunked(word: str) -> list[PipelineOrder]:
+    fewest, most = CHUNKS[word]
+    return [PipelineOrder(word, n) for n in _SEARCHED_CHUNKS if fewest <= n <= (most or n)]
 
 
 def _order_asked_for(manual: Manual, word: str) -> PipelineOrder:

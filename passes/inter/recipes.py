@@ -9,7 +9,7 @@ layers' optima bound them, too (`EqualPipeline.layered_s`). Else the solver is f
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -30,8 +30,10 @@ from autopar.passes.inter.submeshes import view_at, views_text
 from autopar.passes.intra import Constraints
 from autopar.schedule import SPLITS_BACKWARD, check_microbatches, fewest_microbatches
 
-# Who places its operators: Megatron's layout, the user's own numbers in it, or the solver.
-Source = Literal["Megatron", "manual", "search"]
+# Who places its operators: Megatron's layout, without and with sequence parallelism and ZeRO-1, the
+# user's own numbers in it, or the solver.
+Source = Literal["Megatron", "Megatron with SP and ZeRO-1", "manual", "search"]
+_SHARDED: Source = "Megatron with SP and ZeRO-1"
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,11 @@ class EqualPipeline:
     n_microbatches: int
     order: PipelineOrder
     source: Source = "Megatron"
+
+    @property
+    def shared_key(self) -> Hashable:
+        """Pipelines of equal keys in one space have the same `shared_s`."""
+        return self.view.n_ranks, self.last_layers, self.n_microbatches, self.order
 
     @property
     def shared_s(self) -> float:
@@ -89,16 +96,30 @@ class EqualPipeline:
         space, view = self.space, self.view
         on = space.mesh, space.hardware
         views = [view_at(*on, view, k * view.n_ranks) for k in range(self.n_devices)]
-        name = "manual recipe" if self.source == "manual" else f"{self.source}, {views_text(views)}"
+        name = f"{self._source_text}, {views_text(views)}"
+        name = "manual recipe" if self.source == "manual" else name
         return Candidate(
             f"{name}, {self._order_text}m={self.n_microbatches}",
             space.layers.ends_of(self.last_layers),
             tuple(StageLayout(views[k], space.constraints(views[k])) for k in self._devices),
             self.n_microbatches,
-            "Megatron" if self.source == "Megatron" else "",
+            "Megatron" if self.is_recipe else "",
             self._row,
             self.order.schedule,
         )
+
+    @property
+    def is_recipe(self) -> bool:
+        """Is it Megatron's, and nobody asked for it?"""
+        return self.source in ("Megatron", _SHARDED)
+
+    @property
+    def _source_text(self) -> str:
+        """What shards nothing here is left out."""
+        if self.source != _SHARDED:
+            return self.source
+        dp, tp = self.view.sizes
+        return "Megatron with " + " and ".join(["SP"] * (tp > 1) + ["ZeRO-1"] * (dp > 1))
 
     @property
     def _order_text(self) -> str:
@@ -112,25 +133,31 @@ class EqualPipeline:
     def _row(self) -> str:
         """`TP8 x PP4 x DP2`, of tensor parallelism over all of a node."""
         dp, tp = self.view.sizes
-        if self.source != "Megatron" or tp == 1 or tp != self.space.mesh.devices_per_node:
+        if not self.is_recipe or tp == 1 or tp != self.space.mesh.devices_per_node:
             return ""
         order = self._order_text.removesuffix(", ")
-        words = f"Megatron, {order}" if order else "Megatron"
+        words = f"{self._source_text}, {order}" if order else self._source_text
         return f"TP{tp} x PP{self.n_devices} x DP{dp} ({words})"
 
 
-def equal_pipelines(space: PipelineSpace, source: Source = "Megatron") -> list[EqualPipeline]:
-    """The pipelines of equal submeshes for the program and machine of `space`, with every schedule
-    and every number of microbatches.
+def equal_pipelines(
+    space: PipelineSpace, source: Source = "Megatron", orders: Sequence[PipelineOrder] = ()
+) -> list[EqualPipeline]:
+    """The pipelines of equal submeshes for the program and machine of `space`, with these schedules
+    (by default those asked for) and every number of microbatches.
 
     Raises `MeshError` if `manual` does not place every rank, `OptionError` if the model cannot be
     cut so often, or the schedule has not so many microbatches, and `OptionError` or `BatchError` if
     the batch does not divide as it says.
     """
     analysis, mesh, options = space.analysis, space.mesh, space.options
-    orders, manual = orders_of(options), options.manual
+    orders, manual = orders or orders_of(options), options.manual
     if manual is None:
-        splits = list(_splits(analysis, mesh, options))
+        splits = [
+            (n_devices, dp, tp)
+            for n_devices, dp, tp in _splits(analysis, mesh, options)
+            if source != _SHARDED or max(dp, tp) > 1
+        ]
     else:
         check_ranks(manual, mesh)
         splits = [(manual.pp, manual.dp, manual.tp)]
@@ -139,8 +166,10 @@ def equal_pipelines(space: PipelineSpace, source: Source = "Megatron") -> list[E
     # no model has thousands of layers worth a stage.
     n_least = max(min(mesh.n_ranks, MOST_LAYERS), n_stages_asked)
     limits = recipe_limits(options, manual)
-    if source != "search":
-        space = space.recipe_space(limits, n_least, max(mesh.n_ranks, MOST_LAYERS))
+    if source == _SHARDED:
+        limits = Constraints(options.forbid, limits.roles, 1)
+    n_most = max(mesh.n_ranks, MOST_LAYERS)
+    space = space.equal_space(None if source == "search" else limits, n_least, n_most)
     ends = _ends_that_learn(space)
     if n_stages_asked > len(ends):  # some stages have nothing to optimise
         ends = list(range(space.layers.n_layers))

@@ -53,8 +53,8 @@ from autopar.passes.solvers.stages import StageChoice
 class PipelineSpace:
     """All pipelines with at least two stages, or with exactly `n_stages`.
 
-    `limits` are the constraints of a recipe, if its pipelines are meant; then `searched` is the
-    space of all, with which it shares what is known of the program.
+    `limits` are the constraints of a recipe, if its pipelines are meant. `searched` is the space
+    of all, with which one of equal submeshes shares what is known of the program.
     """
 
     analysis: Analysis
@@ -92,8 +92,9 @@ class PipelineSpace:
         on = analysis, mesh, hardware, options
         return PipelineSpace(*on, budget_bytes, layers, n_stages, prices=prices or Prices())
 
-    def recipe_space(self, limits: Constraints, n_least: int, n_most: int) -> PipelineSpace:
-        """A recipe's pipelines, over at least `n_least` and at most `n_most` layers."""
+    def equal_space(self, limits: Constraints | None, n_least: int, n_most: int) -> PipelineSpace:
+        """Pipelines of equal submeshes, of a recipe or searched, over at least `n_least` and at
+        most `n_most` layers."""
         layers = self.layers
         if n_most != MOST_LAYERS or n_least > layers.n_layers:
             layers = find_layers(self.analysis, find_runs(self.analysis), n_least, n_most)

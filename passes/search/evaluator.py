@@ -47,7 +47,7 @@ from autopar.passes.intra import (
 from autopar.passes.search.stats import PlanningStats
 from autopar.passes.search.time_limit import TimeLimit
 from autopar.passes.solvers.problem import within
-from autopar.schedule import ORDERS, in_flight_of_stage
+from autopar.schedule import ORDERS, in_flight_by_stage
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class _Stage:
 def depths(schedule: str, devices: tuple[int, ...], n_microbatches: int) -> tuple[int, ...]:
     """The microbatches in flight on every stage, whose activations it holds at once."""
     order = ORDERS[schedule](devices, n_microbatches)
-    return tuple(in_flight_of_stage(order, stage) for stage in range(len(devices)))
+    return in_flight_by_stage(order)
 
 
 @dataclass

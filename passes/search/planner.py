@@ -33,6 +33,7 @@ from autopar.passes.inter import (
     distinct_views,
     equal_pipelines,
     given_ends,
+    has_plain_order,
     microbatch_counts,
     n_operators,
     pinnable_views,
@@ -156,6 +157,10 @@ class Planner:
             with limit.running():
                 search.run(self._recipes())
                 search.run(self._roots())
+                if self.pipelines is not None and (
+                    not has_plain_order(options) or (search.found and len(search.chosen.stages) > 1)
+                ):
+                    search.run(self.pipelines.more())
         except TimeUp:
             is_timed_out = True
             passed = f"not tried when time_limit_s={options.time_limit_s:g} had passed"

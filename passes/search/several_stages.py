@@ -17,20 +17,26 @@ Megatron pipelines are in this space, too. Their bounds are those of their own r
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
+from heapq import heapify, heappop, heappush
+from itertools import groupby
 
 from autopar.errors import InfeasibleError
 from autopar.passes.inter import (
     Candidate,
     EqualPipeline,
+    PipelineOrder,
     PipelineSpace,
+    Source,
     StageBound,
     StagePlan,
     StageSearch,
     equal_pipelines,
     has_plain_order,
+    other_orders,
+    plain_order,
 )
 from autopar.passes.search.branch_bound import Node
 from autopar.passes.search.evaluator import Evaluator
@@ -44,8 +50,14 @@ from autopar.passes.search.simulator import Solved
 # since a pipeline was the fastest plan: where launches and messages take longest, spans are far
 # below. A Llama-70B on 128 GPUs solves 15 stages, a GPT-2 of two layers on 64 processes 1,500.
 _MOST_IN_VAIN, _MOST_VARIABLES_IN_VAIN = 24, 6_000
+# So many pipelines of equal submeshes are placed without a faster plan before the rest is given up.
+_MOST_PLACED_IN_VAIN = 12
+_PLACED_GIVEN_UP = f"given up after {_MOST_PLACED_IN_VAIN} pipelines in vain"
 _NONE, _GIVEN_UP = "none fits", f"given up after {_MOST_IN_VAIN} plans in vain"
 _STAGES_GIVEN_UP = f"given up after stages of {_MOST_VARIABLES_IN_VAIN} variables solved in vain"
+
+# A bound, whether it is that of its layers, a number, the pipeline.
+Waiting = tuple[float, bool, int, EqualPipeline]
 
 
 @dataclass
@@ -57,6 +69,8 @@ class SeveralStages:
     n_configurations: int = 0
     _n_solved: int = 0
     _n_in_vain: int = 0  # variables of these, since a pipeline was the fastest plan
+    _limit_s: float = math.inf
+    _n_placed_in_vain: int = 0
 
     def roots(self) -> Iterator[Node]:
         simplest = Simplicity.of_search(2)  # an axis in some stage, and the stages
@@ -67,13 +81,11 @@ class SeveralStages:
                 yield replace(node, refine=partial(self._begin, node, m))
             else:
                 yield replace(node, note=_NONE)
-        if self.space.n_stages is None or not has_plain_order(options):
+        if self.space.n_stages is None and has_plain_order(options):
             yield from self.of_equal_stages(equal_pipelines(self.space, "Megatron"))
-        if not has_plain_order(options):
-            yield from self.of_equal_stages(equal_pipelines(self.space, "search"))
 
     def of_equal_stages(self, pipelines: list[EqualPipeline]) -> Iterator[Node]:
-        """The nodes of pipelines of equal submeshes."""
+        """A node of each pipeline of equal submeshes."""
         for pipeline in pipelines:
             candidate = pipeline.candidate
             name = f"{pipeline.source} of several stages"
@@ -83,6 +95,73 @@ class SeveralStages:
             yield replace(
                 node, row=candidate.row, refine=partial(self._bound_by_layers, node, pipeline)
             )
+
+    def more(self) -> Iterator[Node]:
+        """The pipelines of equal submeshes that `roots` has not: those of other schedules, and
+        Megatron's with SP and ZeRO-1.
+
+        A node of each source and schedule gives out its pipelines best first.
+        """
+        options = self._evaluator.options
+        if self.space.given:
+            return
+        orders = other_orders(options)
+        plain = [PipelineOrder(plain_order(options))] if self.space.n_stages is None else []
+        sources: dict[Source, list[PipelineOrder]] = {"Megatron": orders, "search": orders}
+        if not options.forbid & {"sequence", "zero1"}:
+            sources["Megatron with SP and ZeRO-1"] = orders or plain
+        for source, of_source in sources.items():
+            for schedule, alike in groupby(of_source, lambda order: order.schedule):
+                if pipelines := equal_pipelines(self.space, source, [*alike]):
+                    yield self._waiting(f"{source} of several stages", schedule, pipelines)
+
+    def _waiting(self, name: str, schedule: str, pipelines: Sequence[EqualPipeline]) -> Node:
+        """A node of pipelines of one source and schedule."""
+        least_s = dict[Hashable, float]()
+        for of in pipelines:
+            if of.shared_key not in least_s:
+                least_s[of.shared_key] = of.shared_s
+        waiting = [(least_s[of.shared_key], False, k, of) for k, of in enumerate(pipelines)]
+        heapify(waiting)
+        is_recipe = pipelines[0].is_recipe
+        simplest = Simplicity.of_order(schedule, is_recipe)
+        recipe = "Megatron" if is_recipe else ""
+        node = Node(name, waiting[0][0], simplest, "shared", None, recipe=recipe)
+        return replace(node, refine=partial(self._next_of, node, waiting))
+
+    def _next_of(self, node: Node, waiting: list[Waiting], limit_s: float) -> Parts:
+        """The pipeline with the least bound by its layers, and those that are left."""
+        if self._is_in_vain(limit_s):
+            return [replace(node, refine=None, note=_PLACED_GIVEN_UP)]
+        parts = list[Node | Solved]()
+        while waiting and waiting[0][0] < limit_s and not parts:
+            bound_s, is_layered, k, pipeline = heappop(waiting)
+            if not is_layered:
+                heappush(waiting, (max(bound_s, pipeline.layered_s), True, k, pipeline))
+                continue
+            candidate = pipeline.candidate
+            recipe = RecipeNodes(self.levels, slack_rel=0.0).root([candidate])
+            found = replace(recipe, bound_s=bound_s, row=candidate.row, level="layers")
+            parts.append(replace(found, refine=partial(self._place, found, recipe)))
+        if waiting:
+            again = partial(self._next_of, node, waiting)
+            parts.append(node.after("layers", waiting[0][0], again))
+        return parts
+
+    def _place(self, node: Node, recipe: Node, limit_s: float) -> Parts:
+        """A pipeline's placements."""
+        if self._is_in_vain(limit_s):
+            return [replace(node, refine=None, note=_PLACED_GIVEN_UP)]
+        assert recipe.refine is not None, "a root is refined"
+        found = recipe.refine(limit_s)
+        self._n_placed_in_vain += bool(found)
+        return found
+
+    def _is_in_vain(self, limit_s: float) -> bool:
+        """Were many pipelines placed since the last faster plan?"""
+        if limit_s < self._limit_s:
+            self._limit_s, self._n_placed_in_vain = limit_s, 0
+        return self._n_placed_in_vain >= _MOST_PLACED_IN_VAIN
 
     def _bound_by_layers(self, node: Node, pipeline: EqualPipeline, limit_s: float) -> Parts:
         candidate = pipeline.candidate

@@ -6,6 +6,7 @@ import itertools
 import math
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
@@ -18,13 +19,20 @@ from autopar.mesh import LogicalMesh, Mesh
 from autopar.options import Manual, Options
 from autopar.passes.analysis import Analysis, find_runs
 from autopar.passes.binding import capture_step
-from autopar.passes.inter import Candidate, equal_pipelines, find_layers, views_of
+from autopar.passes.inter import (
+    Candidate,
+    PipelineOrder,
+    Source,
+    equal_pipelines,
+    find_layers,
+    views_of,
+)
 from autopar.passes.search import Evaluator, Planner, Solved
 from autopar.passes.search.branch_bound import BranchAndBound
 from autopar.passes.search.outcome import alternatives_of
 from autopar.passes.search.recipes import RecipeNodes, known_layouts, recipes_on
 from autopar.passes.search.simplicity import Simplicity
-from tests.helpers.candidates import assert_covers, gpt2, recipes
+from tests.helpers.candidates import assert_covers, gpt2, pipeline_space, recipes
 from tests.helpers.harness import Mlp, random_rows
 from tests.helpers.machines import A100, cluster, hardware_of
 from tests.helpers.models.wide_models import meta_tokens, wide_gpt2
@@ -264,3 +272,53 @@ def test_known_layouts_need_nodes_and_what_is_not_forbidden() -> None:
     assert names(cluster(2, 4)) == ["HSDP", "FSDP x TP"]
     assert names(cluster(2, 4), "tensor") == ["HSDP"]
     assert names(cluster(2, 4), "zero3") == names(cluster(1, 4)) == []
+
+
+def test_recipes_with_stages_shard_activations_and_optimizer_state() -> None:
+    """What has no effect on a view is left out of the name; a view without any has no such
+    recipe."""
+    mesh = cluster(2, 2)
+    space = pipeline_space(gpt2(), mesh, hardware_of(mesh), Options.of())
+    found = [of.candidate for of in equal_pipelines(space, "Megatron with SP and ZeRO-1")]
+    names = {c.stages[0].view.sizes: c.name.partition(", ")[0] for c in found}
+    assert names == {(2, 1): "Megatron with ZeRO-1", (1, 2): "Megatron with SP"}
+    for candidate in found:
+        for stage in candidate.stages:
+            assert "sequence" not in stage.constraints.forbid
+            assert (stage.constraints.roles, stage.constraints.zero) == (("data", "tensor"), 1)
+        assert candidate.recipe == "Megatron"
+
+
+def test_1f1b_is_simpler_than_interleaved_than_zero_bubble() -> None:
+    """Whoever placed it; and fewer stages a rank are simpler."""
+    mesh = cluster(4)
+
+    def simplest(order: PipelineOrder, source: Source) -> Simplicity:
+        space = pipeline_space(gpt2(8), mesh, hardware_of(mesh), Options.of())
+        return min(
+            Simplicity.recipe_on(of.candidate) for of in equal_pipelines(space, source, [order])
+        )
+
+    orders = [
+        PipelineOrder("1f1b"), PipelineOrder("interleaved", 2), PipelineOrder("interleaved", 4),
+        PipelineOrder("zero-bubble"), PipelineOrder("zero-bubble-v", 2),
+    ]  # fmt: skip
+    sources: tuple[Source, ...] = ("Megatron", "search")
+    ranks = [simplest(order, source) for order in orders for source in sources]
+    assert ranks == sorted(ranks)
+    for order in orders:
+        assert Simplicity.of_order(order.schedule, True) <= simplest(order, "Megatron")
+
+
+def test_chunks_with_embedding_and_head_have_fewer_blocks() -> None:
+    """A vocabulary whose head has the FLOPs of several blocks: the last chunk is lighter by as
+    many."""
+    mesh = cluster(2)
+    program = Analysis.of(capture_step(wide_gpt2(12, 128, 32, 4096), meta_tokens(4, 32), Options()))
+    space = pipeline_space(program, mesh, hardware_of(mesh), Options.of(), math.inf)
+    (of, *_) = equal_pipelines(space, "search", [PipelineOrder("interleaved", 2)])
+    layers = of.space.layers
+    flops = np.add.reduceat(layers.flops, [0, *(last + 1 for last in of.last_layers[:-1])])
+    n_blocks = np.diff([-1, *of.last_layers])
+    assert n_blocks[-1] < n_blocks[1]
+    assert flops.max() <= flops.sum() / len(flops) + max(layers.flops)

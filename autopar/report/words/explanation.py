@@ -29,6 +29,7 @@ from autopar.report.tables import (
 )
 from autopar.report.words.assumptions import Remark
 from autopar.report.words.legend import legend
+from autopar.schedule import in_flight
 from autopar.units import format_bytes, format_count, format_seconds
 
 # What every line means, and every term of it.
@@ -71,6 +72,7 @@ def explain(
                 None,
                 [
                     _prediction(predicted, pipeline, peak_flops_per_s),
+                    _beside_1f1b(data.schedule, pipeline),
                     _hidden(hidden),
                     optimality(data, predicted.step_time_s),
                     *map(str, assumed),
@@ -172,6 +174,20 @@ def _prediction(predicted: Predicted, pipeline: Pipeline, peak_flops_per_s: floa
         of_peak = f" of {number} {prefix}FLOP/s" if peak_flops_per_s else ""
         words.append(f"MFU {predicted.mfu:.1%}{of_peak}")
     return ", ".join(words)
+
+
+def _beside_1f1b(name: str, pipeline: Pipeline) -> str:
+    """What another schedule is for: its bubble and its memory beside those of 1f1b."""
+    schedule = pipeline.schedule
+    if name in ("1f1b", "gpipe") or pipeline.n_stages == 1 or not schedule.trains:
+        return ""
+    p, m = schedule.n_devices, schedule.n_microbatches
+    most = max(in_flight(schedule, device) for device in range(p)) / schedule.n_chunks
+    return (
+        f"schedule: {name} has a bubble of {ideal_bubble(pipeline):.1%}, 1f1b {p - 1}/{m + p - 1} "
+        f"= {(p - 1) / (m + p - 1):.1%} (equal stages, free messages); "
+        f"a rank has {most:.3g} microbatches in flight, with 1f1b {min(m, p)}"
+    )
 
 
 def _hidden(kinds: Sequence[HiddenKind]) -> str:

@@ -67,6 +67,21 @@ def test_gpt2_on_two_stages(golden: Golden) -> None:
     golden("gpt2_2_stages.txt", gpt2().explain() + "\n")
 
 
+def test_another_schedule_is_beside_1f1b() -> None:
+    """Two chunks on each of two ranks, four microbatches: as the formulas of
+    `autopar/schedule/orders.py` say. 1f1b has no such line."""
+    recipe = autopar.Manual(pp=2, interleave=2)
+    plan = autopar.plan(
+        jobs.gpt2(4), machine((1, 2)), jobs.tokens(0), manual=recipe, microbatches=4
+    )
+    (line,) = (text for text in plan.explain().splitlines() if text.startswith("schedule: "))
+    assert line == (
+        "schedule: interleaved has a bubble of 11.1%, 1f1b 1/5 = 20.0% (equal stages, free "
+        "messages); a rank has 2.5 microbatches in flight, with 1f1b 2"
+    )
+    assert "schedule: " not in gpt2().explain()
+
+
 def test_headline() -> None:
     first = branched().explain().split("\n\n")[1]
     middle = re.escape("(dp=1 x tp=1 | dp=1 x tp=1 | ")

@@ -20,6 +20,7 @@ from autopar.schedule import (
     devices_of,
     forward_only,
     in_flight,
+    in_flight_by_stage,
     in_flight_of_stage,
     live_counts,
     lower,
@@ -101,6 +102,7 @@ def test_live_microbatches_of_v_shapes() -> None:
             assert [in_flight(schedule, i) for i in range(p)] == [most] * p
             by_stage = [in_flight_of_stage(schedule, s) for s in range(2 * p)]
             assert by_stage == [2 * p - s for s in range(2 * p)]
+            assert in_flight_by_stage(schedule) == tuple(by_stage)
             lag = [max(1, i + 1 if order == "zero-bubble-v" else i // 2 + 1) for i in range(p)]
             waits = [waiting_weights(schedule, s) for s in range(2 * p)]
             assert all(waits[i] <= lag[i] + 1 and waits[-1 - i] <= lag[i] for i in range(p))
