@@ -46,14 +46,8 @@ def has_plain_order(options: Options) -> bool:
 def orders_of(options: Options) -> list[PipelineOrder]:
     """The schedules of the pipelines of equal stages that a request asks for; "auto" is 1f1b.
 
-    Raises `OptionError` if `manual` has a number of stages a rank that `schedule` does not take,
-    and for stages of the user's with a schedule of equal stages.
+    Raises `OptionError` if `manual` has a number of stages a rank that `schedule` does not take.
     """
-    if isinstance(options.stages, tuple) and not has_plain_order(options):
-        raise OptionError(
-            f"schedule={options.schedule!r} has equal stages, and stages= gives modules to each",
-            hint="give a number of stages, or schedule='1f1b'",
-        )
     if options.manual is not None:
         return [_order_asked_for(options.manual, options.schedule)]
     return _chunked("1f1b" if options.schedule == "auto" else options.schedule)

@@ -34,6 +34,7 @@ from autopar.passes.inter import (
     equal_pipelines,
     given_ends,
     has_plain_order,
+    has_plain_order,
     microbatch_counts,
     n_operators,
     pinnable_views,
@@ -336,6 +337,11 @@ class Planner:
         n_stages, n_ranks = self.options.stages, self.mesh.n_ranks
         if self.options.force and self.options.manual is None:
             self._check_pins()
+        if isinstance(n_stages, tuple) and not has_plain_order(self.options):
+            raise OptionError(
+                f"schedule={self.options.schedule!r} has equal stages, and stages= gives modules",
+                hint="give a number of stages, or schedule='1f1b'",
+            )
         if isinstance(n_stages, tuple):
             given_ends(self.analysis, self.mesh, n_stages)
         if not isinstance(n_stages, int):
