@@ -34,7 +34,6 @@ from autopar.passes.inter import (
     equal_pipelines,
     given_ends,
     has_plain_order,
-    has_plain_order,
     microbatch_counts,
     n_operators,
     pinnable_views,
