@@ -27,7 +27,7 @@ from autopar.planning.plan import Plan, plan_program
 from autopar.units import format_seconds
 from examples.bench_plan import causal
 
-RUNS = ("seqsel_t5_175B_full", "meg21_f12_int_B24", "dgxc_gpt3_175B_bf16_512")
+RUNS = ("seqsel_t5_175B_full", "meg21_f12_int_B24")
 # Words of the sources -> profiles of `cost/hardware`.
 _HARDWARE = {"A100-80GB": "a100-80gb", "H100-80GB": "h100-sxm"}
 _N_LOCAL = 8

@@ -36,6 +36,7 @@ from autopar.passes.inter import (
     has_plain_order,
     microbatch_counts,
     n_operators,
+    other_orders,
     pinnable_views,
     pins_on,
     plain_order,
@@ -345,7 +346,8 @@ class Planner:
             given_ends(self.analysis, self.mesh, n_stages)
         if not isinstance(n_stages, int):
             return
-        if n_stages > n_ranks:
+        most_chunks = max((order.n_chunks for order in other_orders(self.options)), default=1)
+        if n_stages > n_ranks * most_chunks:
             raise MeshError(f"stages={n_stages} cannot share {n_ranks} ranks")
         n_all = n_operators(self.analysis.program)
         if n_stages > n_all:

@@ -1,4 +1,4 @@
-"""Pipelines as nodes: those with each number of microbatches, and the Megatron pipelines.
+"""Pipelines as nodes: those with each number of microbatches, and those of equal submeshes.
 
 The first have two levels, each with a bound that holds for every pipeline:
 
@@ -12,6 +12,10 @@ Plans whose placements take too long are given up, but the bound counts them: ot
 take as little as the solver's bound. So is the rest after many plans in vain.
 
 Megatron pipelines are in this space, too. Their bounds are those of their own restricted stages.
+Pipelines in other orders are of equal submeshes. There are thousands of them, so one node of each
+source and schedule gives them out, the least bound first: by equal shares, then by their layers
+(`passes/inter/recipes.py`). They are searched if the user asks for the schedule. After
+`_MOST_PLACED_IN_VAIN` of them without a faster plan, the rest is given up.
 """
 
 from __future__ import annotations

@@ -322,3 +322,15 @@ def test_chunks_with_embedding_and_head_have_fewer_blocks() -> None:
     n_blocks = np.diff([-1, *of.last_layers])
     assert n_blocks[-1] < n_blocks[1]
     assert flops.max() <= flops.sum() / len(flops) + max(layers.flops)
+
+
+@pytest.mark.parametrize(("schedule", "n_stages"), [("interleaved", 4), ("zero-bubble", 2)])
+def test_the_search_keeps_to_the_schedule_asked_for(schedule: str, n_stages: int) -> None:
+    """With as many stages, which may be more than ranks."""
+    mesh = cluster(2)
+    options = Options.of(schedule=schedule, stages=n_stages)
+    found = Planner(gpt2(), mesh, hardware_of(mesh), options).run()
+    candidate = found.solved.candidate
+    assert (candidate.schedule, len(candidate.stages)) == (schedule, n_stages)
+    assert found.bound_s is not None
+    assert 0 < found.bound_s <= found.solved.step_time_s
