@@ -43,6 +43,7 @@ from autopar.passes.intra import (
     least_bytes,
     least_static_bytes,
     recipe_cost,
+    too_little_memory,
 )
 from autopar.passes.search.stats import PlanningStats
 from autopar.passes.search.time_limit import TimeLimit
@@ -226,23 +227,37 @@ class Evaluator:
     def _choices(
         self, candidate: Candidate, budget_bytes: float | None, limit_s: float = math.inf
     ) -> list[Chosen]:
-        """The placements of every stage. Stages of one device share its budget: where it binds,
-        in proportion to what they hold without one."""
+        """The placements of every stage."""
         limit_s, stages = _solver_limit_s(candidate, limit_s), list(self._stages(candidate))
-        budgets = [budget_bytes] * len(stages)
+        budgets: Sequence[float | None] = [budget_bytes] * len(stages)
         if budget_bytes is not None and candidate.has_chunks:
-            free_bytes = [self._choose(stage, None).size_bytes for stage in stages]
-            held_bytes = np.bincount(candidate.devices, free_bytes)[[*candidate.devices]]
-            shares = np.array(free_bytes) / held_bytes
-            fits = [within(budget_bytes, size_bytes) for size_bytes in held_bytes.tolist()]
-            budgets = [
-                None if fit else budget_bytes * share
-                for fit, share in zip(fits, shares.tolist(), strict=True)
-            ]
+            budgets = self._budgets(candidate, stages, budget_bytes)
         return [
             self._choose_named(stage, own_bytes, limit_s)
             for stage, own_bytes in zip(stages, budgets, strict=True)
         ]
+
+    def _budgets(
+        self, candidate: Candidate, stages: Sequence[_Stage], budget_bytes: float
+    ) -> list[float | None]:
+        """The budgets of the stages of one device: together its own, where that binds.
+
+        Each stage has its fewest bytes. What is left is divided in proportion to the bytes that it
+        would take besides. Raises `InfeasibleError` if not even the fewest fit together.
+        """
+        devices = [*candidate.devices]
+        free_bytes = np.array([self._choose(stage, None).size_bytes for stage in stages])
+        if within(budget_bytes, float(np.bincount(devices, free_bytes).max())):
+            return [None] * len(stages)
+        fewest_bytes = np.array([self._least_bytes_of(stage) for stage in stages])
+        most_bytes = _most_bytes(candidate, fewest_bytes)
+        if not within(budget_bytes, most_bytes):
+            raise too_little_memory(budget_bytes, most_bytes, candidate.name)
+        more_bytes = np.maximum(free_bytes - fewest_bytes, 0.0)
+        left_bytes = budget_bytes - np.bincount(devices, fewest_bytes)[devices]
+        wanted_bytes = np.bincount(devices, more_bytes)[devices]
+        share = np.minimum(left_bytes / np.maximum(wanted_bytes, 1.0), 1.0)
+        return [*(fewest_bytes + share * more_bytes).tolist()]
 
     def _stages(self, candidate: Candidate) -> Iterator[_Stage]:
         return (self._stage(candidate, k) for k in range(len(candidate.stages)))

@@ -10,9 +10,10 @@ import pytest
 
 import autopar
 from autopar import Manual
-from autopar.errors import OptionError, PlanError
+from autopar.errors import InfeasibleError, OptionError, PlanError
 from autopar.plans import parse_plan
 from autopar.schedule import CHUNKS
+from autopar.units import format_bytes
 from tests.helpers.harness import Mlp, random_rows
 
 MESH = (1, 4)
@@ -60,6 +61,17 @@ def test_a_search_of_one_schedule(word: str) -> None:
 
 def test_one_stage_has_no_use_for_another_schedule() -> None:
     assert planned(schedule="zero-bubble-v", stages=1).schedule == "1f1b"
+
+
+def test_stages_of_a_rank_share_its_memory() -> None:
+    """Less than they need is refused by what a rank has, not by what one stage has of it."""
+    manual = Manual(pp=2, dp=2, interleave=2)
+    peak_bytes = planned(manual=manual).predicted.peak_bytes
+    enough = planned(memory_limit=1.01 * peak_bytes, manual=manual)
+    assert enough.predicted.peak_bytes == peak_bytes
+    with pytest.raises(InfeasibleError) as caught:
+        planned(memory_limit=0.9 * peak_bytes, manual=manual)
+    assert f"no plan fits in {format_bytes(0.9 * peak_bytes)} per device" in str(caught.value)
 
 
 MODULES = [("net.0 net.1".split(), 2), ("net.2 net.3".split(), 2)]
