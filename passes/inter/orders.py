@@ -50,7 +50,7 @@ def orders_of(options: Options) -> list[PipelineOrder]:
     """
     if options.manual is not None:
         return [_order_asked_for(options.manual, options.schedule)]
-    return _chunked("1f1b" if options.schedule == "auto" else options.schedule)
+    return _orders_with_chunks("1f1b" if options.schedule == "auto" else options.schedule)
 
 
 def other_orders(options: Options) -> list[PipelineOrder]:
@@ -58,7 +58,7 @@ def other_orders(options: Options) -> list[PipelineOrder]:
     return [] if has_plain_order(options) else orders_of(options)
 
 
-def _chunked(word: str) -> list[PipelineOrder]:
+def _orders_with_chunks(word: str) -> list[PipelineOrder]:
     fewest, most = CHUNKS[word]
     return [PipelineOrder(word, n) for n in _SEARCHED_CHUNKS if fewest <= n <= (most or n)]
 

@@ -161,7 +161,7 @@ class Planner:
                 if self.pipelines is not None and (
                     not has_plain_order(options) or (search.found and len(search.chosen.stages) > 1)
                 ):
-                    search.run(self.pipelines.more())
+                    search.run(self.pipelines.other_pipelines())
         except TimeUp:
             is_timed_out = True
             passed = f"not tried when time_limit_s={options.time_limit_s:g} had passed"

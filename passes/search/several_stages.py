@@ -61,7 +61,7 @@ _NONE, _GIVEN_UP = "none fits", f"given up after {_MOST_IN_VAIN} plans in vain"
 _STAGES_GIVEN_UP = f"given up after stages of {_MOST_VARIABLES_IN_VAIN} variables solved in vain"
 
 # A bound, whether it is that of its layers, a number, the pipeline.
-Waiting = tuple[float, bool, int, EqualPipeline]
+QueuedPipeline = tuple[float, bool, int, EqualPipeline]
 
 
 @dataclass
@@ -100,7 +100,7 @@ class SeveralStages:
                 node, row=candidate.row, refine=partial(self._bound_by_layers, node, pipeline)
             )
 
-    def more(self) -> Iterator[Node]:
+    def other_pipelines(self) -> Iterator[Node]:
         """The pipelines of equal submeshes that `roots` has not: those of other schedules, and
         Megatron's with SP and ZeRO-1.
 
@@ -117,9 +117,9 @@ class SeveralStages:
         for source, of_source in sources.items():
             for schedule, alike in groupby(of_source, lambda order: order.schedule):
                 if pipelines := equal_pipelines(self.space, source, [*alike]):
-                    yield self._waiting(f"{source} of several stages", schedule, pipelines)
+                    yield self._lazy_node(f"{source} of several stages", schedule, pipelines)
 
-    def _waiting(self, name: str, schedule: str, pipelines: Sequence[EqualPipeline]) -> Node:
+    def _lazy_node(self, name: str, schedule: str, pipelines: Sequence[EqualPipeline]) -> Node:
         """A node of pipelines of one source and schedule."""
         least_s = dict[Hashable, float]()
         for of in pipelines:
@@ -133,7 +133,7 @@ class SeveralStages:
         node = Node(name, waiting[0][0], simplest, "shared", None, recipe=recipe)
         return replace(node, refine=partial(self._next_of, node, waiting))
 
-    def _next_of(self, node: Node, waiting: list[Waiting], limit_s: float) -> Parts:
+    def _next_of(self, node: Node, waiting: list[QueuedPipeline], limit_s: float) -> Parts:
         """The pipeline with the least bound by its layers, and those that are left."""
         if self._is_in_vain(limit_s):
             return [replace(node, refine=None, note=_PLACED_GIVEN_UP)]

@@ -68,7 +68,10 @@ class TiedGradients:
             self._shares.append([_share(pipeline, tie, k) for k in own if k in names])
             self._exchanges.append(
                 [
-                    (_half(pipeline, tie, a, b, rank), _half(pipeline, tie, b, a, rank))
+                    (
+                        _half_exchange(pipeline, tie, a, b, rank),
+                        _half_exchange(pipeline, tie, b, a, rank),
+                    )
                     for a, b in itertools.combinations(names, 2)
                     if a in own or b in own
                 ]
@@ -161,7 +164,9 @@ def _gradient(parameter: Tensor) -> Tensor:
     return (torch.zeros_like(parameter) if parameter.grad is None else parameter.grad).detach()
 
 
-def _half(pipeline: Pipeline, tie: Tie, source: int, target: int, rank: int) -> _HalfExchange:
+def _half_exchange(
+    pipeline: Pipeline, tie: Tie, source: int, target: int, rank: int
+) -> _HalfExchange:
     slices = tied_slices(pipeline, tie, source, target)
     own = tuple(s for s in slices if rank in (s.source_rank, s.target_rank))
     return _HalfExchange(source, target, own)

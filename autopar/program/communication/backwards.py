@@ -89,7 +89,7 @@ def _late_gradients(program: StageProgram) -> Mapping[int, str]:
             late[i] = ""
         elif len(own) == 1 and len(read) > 1 and _is_matmul(line):
             late[i] = own[0]
-    while wrong := _with_early_terms(program, reads, late, activations):
+    while wrong := _early_terms(program, reads, late, activations):
         for i in wrong:
             del late[i]
     made = {name for i, own in late.items() for name in reads[i] if name != own}
@@ -119,7 +119,7 @@ def _is_matmul(line: Line) -> bool:
     return isinstance(line, CallLine) and line.lowered is None and line.target in MATMULS
 
 
-def _with_early_terms(
+def _early_terms(
     program: StageProgram,
     reads: Mapping[int, Iterable[str]],
     late: Mapping[int, str],

@@ -72,7 +72,7 @@ def explain(
                 None,
                 [
                     _prediction(predicted, pipeline, peak_flops_per_s),
-                    _beside_1f1b(data.schedule, pipeline),
+                    _schedule_line(data.schedule, pipeline),
                     _hidden(hidden),
                     optimality(data, predicted.step_time_s),
                     *map(str, assumed),
@@ -176,7 +176,7 @@ def _prediction(predicted: Predicted, pipeline: Pipeline, peak_flops_per_s: floa
     return ", ".join(words)
 
 
-def _beside_1f1b(name: str, pipeline: Pipeline) -> str:
+def _schedule_line(name: str, pipeline: Pipeline) -> str:
     """What another schedule is for: its bubble and its memory beside those of 1f1b."""
     schedule = pipeline.schedule
     if name in ("1f1b", "gpipe") or pipeline.n_stages == 1 or not schedule.trains:
