@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
 from functools import cache
 
 import torch
@@ -101,8 +102,9 @@ def test_what_is_lowered_for_one_is_joined_and_priced_as_the_others() -> None:
     middle = [lower(part, strategy_of(part), cost) for part in (one, other)]
     named = rename_lowered(middle[0], one.program, other.program, names)
     assert [p.name for p in named.parameters] == [p.name for p in middle[1].parameters]
+    meshes = [replace(cost.mesh, first_rank=4 * k) for k in range(4)]
     found, wanted = (
-        Pipeline.of([ends[0], middle[0], third, ends[1]], [cost.mesh] * 4, one_f_one_b)
+        Pipeline.of([ends[0], middle[0], third, ends[1]], meshes, one_f_one_b)
         for third in (named, middle[1])
     )
     assert found.ties == wanted.ties
