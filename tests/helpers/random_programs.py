@@ -10,7 +10,7 @@ import random
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import torch
@@ -111,15 +111,28 @@ def laid_out(
 ) -> RandomProgram:
     """A program on stages of these shapes, all else drawn."""
     layout = Layout(shapes, rng.choice(exact_counts(analysis)), rng.choice(("gpipe", "1f1b")))
-    layout = reordered(layout, random.Random(f"order {name} {seed}"), n_operators(analysis.program))
+    other = reordered(layout, random.Random(f"order {name} {seed}"), n_operators(analysis.program))
     period: Period | None = rng.choice((None, None, "micro", "use"))
     recomputes = rng.random() < 0.4
-    ends = random_ends(analysis.program, layout.n_stages, rng)
-    pipeline = random_pipeline(
-        analysis, ends, layout, rng, period=period, recomputes=recomputes, constraints=constraints
-    )
-    text = f"{name}, {layout}, stages end at {ends}, {period=}, {recomputes=}"
+    draw = partial(
+        random_pipeline, analysis, rng=rng, period=period, recomputes=recomputes,
+        constraints=constraints,
+    )  # fmt: skip
+    ends = random_ends(analysis.program, other.n_stages, rng)
+    pipeline = draw(ends, other)
+    if other != layout and shares_a_name(pipeline):  # which is refused
+        other, ends = layout, random_ends(analysis.program, layout.n_stages, rng)
+        pipeline = draw(ends, other)
+    text = f"{name}, {other}, stages end at {ends}, {period=}, {recomputes=}"
     return RandomProgram(analysis, pipeline, batch, seed, text)
+
+
+def shares_a_name(pipeline: Pipeline) -> bool:
+    """Do two stages of a rank use a parameter under one name?"""
+    places = (
+        [(pipeline.meshes[stage], name) for stage, name in tie.places] for tie in pipeline.ties
+    )
+    return any(len({*of_tie}) < len(of_tie) for of_tie in places)
 
 
 def reordered(layout: Layout, rng: random.Random, most_stages: int) -> Layout:
