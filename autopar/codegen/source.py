@@ -342,8 +342,8 @@ class _Source:
             return [out if joint.backward else [*out, "    pass"]]
         parts = (self._statements(lines, "backward of ") for lines in joint.backward_parts)
         one, two = (printed(with_views_inside(statements)) for statements in parts)
-        kept = name_rows(joint.kept) if joint.kept else []
-        rest = [*taken_from("kept", joint.kept), *two] or ["    pass"]
+        kept = name_rows(joint.kept_variables) if joint.kept_variables else []
+        rest = [*taken_from("kept", joint.kept_variables), *two] or ["    pass"]
         return [
             [f"def backward_input({arguments}):", *self._groups(one), *taken, *one,
              "    return [", *kept, "    ]"],

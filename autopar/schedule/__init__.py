@@ -25,9 +25,7 @@ from autopar.schedule.live import (
     LiveCount,
     in_flight,
     in_flight_by_stage,
-    in_flight_of_stage,
     live_counts,
-    waiting_weights,
 )
 from autopar.schedule.lowering import lower
 from autopar.schedule.orders import (
@@ -72,7 +70,6 @@ __all__ = [
     "gpipe",
     "in_flight",
     "in_flight_by_stage",
-    "in_flight_of_stage",
     "interleaved",
     "live_counts",
     "lower",
@@ -84,7 +81,6 @@ __all__ = [
     "script_of",
     "start_times",
     "validate",
-    "waiting_weights",
     "zero_bubble",
     "zero_bubble_v",
 ]

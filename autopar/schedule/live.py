@@ -30,13 +30,6 @@ def in_flight(schedule: Schedule, device: int) -> int:
     return max((sum(count.live) for count in _course(schedule, device)), default=0)
 
 
-def in_flight_of_stage(schedule: Schedule, stage: int) -> int:
-    """The largest number of microbatches that are live on `stage`."""
-    device = schedule.device_of(stage)
-    at = schedule.stages_on(device).index(stage)
-    return max((count.live[at] for count in _course(schedule, device)), default=0)
-
-
 def in_flight_by_stage(schedule: Schedule) -> tuple[int, ...]:
     """The largest number of microbatches that are live on every stage."""
     live, most = [0] * schedule.n_stages, [0] * schedule.n_stages
@@ -45,13 +38,6 @@ def in_flight_by_stage(schedule: Schedule) -> tuple[int, ...]:
             live[stage] += (kind == "forward") - (kind in GRADIENTS_DONE)
             most[stage] = max(most[stage], live[stage])
     return tuple(most)
-
-
-def waiting_weights(schedule: Schedule, stage: int) -> int:
-    """The largest number of microbatches of `stage` whose backward lacks only its second part."""
-    device = schedule.device_of(stage)
-    at = schedule.stages_on(device).index(stage)
-    return max((count.waiting[at] for count in _course(schedule, device)), default=0)
 
 
 def live_counts(schedule: Schedule, device: int) -> tuple[LiveCount, ...]:

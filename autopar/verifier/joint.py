@@ -74,7 +74,7 @@ def _check_variables(joint: JointProgram) -> None:
     saved = frozenset(joint.saved)
     flow = Flow(saved | given, frozenset(), saved, words, is_backward=True)
     first, second = joint.backward_parts
-    check_flow("backward", flow, first, joint.kept)
+    check_flow("backward", flow, first, joint.kept_variables)
     if stage.splits_backward:
         check_flow("the second part of backward", flow, second, ())
     check_reruns(joint)

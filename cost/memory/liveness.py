@@ -7,8 +7,8 @@
     backward    one gradient per variable, from the first consumer's backward to the
                 producer's; a gradient that is passed on (`Workspace.passed`) counts once
     workspace   temporaries of operators, buffers of collectives
-    in flight   bytes kept by other microbatches between their forward and backward, and between
-                the two parts of a backward that is split; each keeps as much as the simulated one
+    in flight   bytes kept by other microbatches between their forward and backward; each keeps as
+                much as the simulated one
     messages    gradients that were sent and are still under way
 
 A storage counts once, however many variables view it. The first microbatch makes the gradients and
@@ -36,7 +36,7 @@ from autopar.program.lines import (
     every_parameter,
     parameter_counts,
 )
-from autopar.schedule import GRADIENTS_DONE, Schedule, in_flight_of_stage
+from autopar.schedule import GRADIENTS_DONE, Schedule, in_flight_by_stage
 
 
 @dataclass(frozen=True)
@@ -53,17 +53,15 @@ def peak_memory(
     optimizer: str,
     n_in_flight: int = 1,
     n_under_way: int = 0,
-    n_waiting: int = 0,
 ) -> PeakMemory:
     """Simulate the live bytes of one step of `program` and return their peak.
 
     n_in_flight   the most microbatches between their forward and their backward, or its first part
     n_under_way   gradient messages that may still be held during another backward
                   (`gradients_under_way`)
-    n_waiting     the most microbatches between the two parts of their backward
     """
     ledger = Ledger()
-    deque(phases_of(program, optimizer, n_in_flight, n_under_way, ledger, n_waiting), maxlen=0)
+    deque(phases_of(program, optimizer, n_in_flight, n_under_way, ledger), maxlen=0)
     return PeakMemory(ledger.peak_bytes, ledger.at, ledger.parts)
 
 
@@ -73,7 +71,6 @@ def phases_of(
     n_in_flight: int,
     n_under_way: int,
     ledger: Ledger,
-    n_waiting: int = 0,
 ) -> Iterator[tuple[str, Sequence[int]]]:
     """Simulate the step on a ledger. Yields the name of each phase once it is over.
 
@@ -87,23 +84,17 @@ def phases_of(
     microbatch = MicrobatchMemory(program, ledger)
     works = microbatch.works()
     others = min(n_in_flight, program.n_microbatches) - 1
-    n_waiting = min(n_waiting, program.n_microbatches - 1)
-    kept_bytes, waiting_bytes = 0.0, 0.0
-    if others or n_waiting:
-        kept_bytes, waiting_bytes = _kept_bytes(microbatch, ledger)
+    kept_bytes = _kept_bytes(microbatch, ledger) if others else 0.0
     for first in (True, False)[: program.n_microbatches]:
         # If all microbatches are in flight at once, the second backward follows the last forward.
         # The forward here then only restores its live bytes, and its peaks do not count.
         is_last = not first and others + 1 == program.n_microbatches
         ledger.drop("in flight", "others")
         ledger.add("in flight", "others", kept_bytes * (others - is_last))
-        ledger.add("in flight", "waiting", waiting_bytes * n_waiting)
         ledger.is_paused = is_last and others > 0
         microbatch.forward()
         ledger.is_paused = False
         yield "forward", works[0]
-        ledger.drop("in flight", "waiting")
-        ledger.add("in flight", "waiting", waiting_bytes * max(n_waiting - 1, 0))
         microbatch.backward_input()
         if program.splits_backward:
             _send_back(program, n_under_way, ledger)
@@ -129,7 +120,7 @@ def kept_bytes(program: StageProgram, optimizer: str) -> float:
     ledger = Ledger()
     _always(program, optimizer, ledger)
     _convert(program, ledger)
-    return _kept_bytes(MicrobatchMemory(program, ledger), ledger)[0]
+    return _kept_bytes(MicrobatchMemory(program, ledger), ledger)
 
 
 def gradients_under_way(schedule: Schedule, stage: int) -> int:
@@ -139,7 +130,7 @@ def gradients_under_way(schedule: Schedule, stage: int) -> int:
     waits for a batch of messages once it has posted as many later batches as there are devices
     (`Crossings.post` in `runtime/collectives/crossings.py`).
     """
-    most_in_flight, now = in_flight_of_stage(schedule, stage), 0
+    most_in_flight, now = in_flight_by_stage(schedule)[stage], 0
     most, held = 0, deque[int](maxlen=schedule.n_devices)
     row = schedule.rows[schedule.device_of(stage)]
     for is_compute, run in itertools.groupby(row, lambda a: a.is_compute):
@@ -156,21 +147,14 @@ def gradients_under_way(schedule: Schedule, stage: int) -> int:
     return most
 
 
-def _kept_bytes(microbatch: MicrobatchMemory, ledger: Ledger) -> tuple[float, float]:
-    """Bytes that a microbatch keeps after its forward, and between the two parts of its backward.
-
-    The ledger is left as it was.
-    """
+def _kept_bytes(microbatch: MicrobatchMemory, ledger: Ledger) -> float:
+    """Bytes that a microbatch keeps after its forward; the ledger is left as it was."""
     before_bytes, ledger.is_paused = ledger.live_bytes, True
     microbatch.forward()
     kept_bytes = ledger.live_bytes - before_bytes
-    waiting_bytes = 0.0
-    if microbatch.is_split:
-        microbatch.backward_input()
-        waiting_bytes = ledger.live_bytes - before_bytes
     microbatch.forget()
     ledger.is_paused = False
-    return kept_bytes, waiting_bytes
+    return kept_bytes
 
 
 def _send_back(program: StageProgram, n_under_way: int, ledger: Ledger) -> None:

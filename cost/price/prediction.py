@@ -51,7 +51,7 @@ from autopar.program.communication import (
     tie_exchanges,
 )
 from autopar.program.lines import CallLine, Pipeline, StageProgram, counted_sum, line_counts
-from autopar.schedule import Action, in_flight_of_stage, live_counts
+from autopar.schedule import Action, Schedule, in_flight_by_stage, live_counts
 
 # (rank, rank) -> the link between them.
 LinkBetween = Callable[[int, int], Link]
@@ -160,15 +160,17 @@ def _memory_of(program: StageProgram, optimizer: str) -> StageMemory:
 def peak_memory_of(pipeline: Pipeline, stage: int, optimizer: str) -> PeakMemory:
     """That peak, where it is reached, and what it is made of."""
     schedule = pipeline.schedule
-    n_in_flight, n_under_way = (
-        in_flight_of_stage(schedule, stage),
-        gradients_under_way(schedule, stage),
-    )
+    n_in_flight, n_under_way = _most_held(schedule, stage)
     program, key = pipeline.stages[stage], ("peak", optimizer, n_in_flight, n_under_way)
     if key not in program.price_cache:
         program.price_cache[key] = peak_memory(program, optimizer, n_in_flight, n_under_way)
     found: PeakMemory = program.price_cache[key]
     return found
+
+
+def _most_held(schedule: Schedule, stage: int) -> tuple[int, int]:
+    """Microbatches in flight on a stage, and gradients that it has sent, at most."""
+    return in_flight_by_stage(schedule)[stage], gradients_under_way(schedule, stage)
 
 
 def memory_course_of(pipeline: Pipeline, stage: int, optimizer: str) -> MemoryCourse:
@@ -180,10 +182,7 @@ def memory_course_of(pipeline: Pipeline, stage: int, optimizer: str) -> MemoryCo
     schedule, program = pipeline.schedule, pipeline.stages[stage]
     if len(schedule.stages_on(schedule.device_of(stage))) > 1 or schedule.splits_backward:
         return memory_course(program, optimizer)
-    n_in_flight, n_under_way = (
-        in_flight_of_stage(schedule, stage),
-        gradients_under_way(schedule, stage),
-    )
+    n_in_flight, n_under_way = _most_held(schedule, stage)
     return memory_course(program, optimizer, n_in_flight, n_under_way)
 
 

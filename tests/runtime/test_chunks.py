@@ -28,7 +28,7 @@ TWO: tuple[Shapes, ...] = (((1, 1), (1, 1)), ((1, 2), (2, 1)))
 CHUNKED = ("interleaved", "zero-bubble-v", "dualpipe-v")
 
 
-def made(model: type[nn.Module], layout: Layout, seed: int) -> tuple[Analysis, Pipeline]:
+def lay_out(model: type[nn.Module], layout: Layout, seed: int) -> tuple[Analysis, Pipeline]:
     """`model` as four stages, with a random assignment."""
     analysis = analysis_of(model)
     ends = ends_before(analysis.program, *CUTS[model].split())
@@ -41,7 +41,7 @@ def made(model: type[nn.Module], layout: Layout, seed: int) -> tuple[Analysis, P
 @pytest.mark.parametrize("model", CUTS)
 def test_two_stages_a_rank(model: type[nn.Module], order: str, shapes: Shapes) -> None:
     for seed in range(2):
-        analysis, pipeline = made(model, Layout(shapes, 4, order, 2), seed)
+        analysis, pipeline = lay_out(model, Layout(shapes, 4, order, 2), seed)
         verify_pipeline(pipeline)
         assert wrong_in_step(analysis.program, pipeline, batch_of(model, seed), seed) == {}
 
@@ -49,7 +49,7 @@ def test_two_stages_a_rank(model: type[nn.Module], order: str, shapes: Shapes) -
 @pytest.mark.parametrize("model", CUTS)
 def test_zero_bubble(model: type[nn.Module]) -> None:
     shapes = ((1, 1), (1, 1), (1, 2), (1, 1))
-    analysis, pipeline = made(model, Layout(shapes, 4, "zero-bubble"), 0)
+    analysis, pipeline = lay_out(model, Layout(shapes, 4, "zero-bubble"), 0)
     verify_pipeline(pipeline)
     assert wrong_in_step(analysis.program, pipeline, batch_of(model, 0), 0) == {}
 
@@ -70,7 +70,7 @@ def test_all_schedules_give_the_same_bits(model: type[nn.Module]) -> None:
     assert {layout.order for layout in WAYS} == ORDERS.keys()
     found = []
     for layout in WAYS:
-        analysis, pipeline = made(model, layout, 0)
+        analysis, pipeline = lay_out(model, layout, 0)
         program, batch = analysis.program, batch_of(model, 0)
 
         def gradients(rank: Rank, inputs: dict[str, Tensor]) -> dict[str, Tensor]:

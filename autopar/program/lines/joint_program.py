@@ -279,7 +279,7 @@ class JointProgram:
         return lines[:at], lines[at + 1 :]
 
     @cached_property
-    def kept(self) -> tuple[str, ...]:
+    def kept_variables(self) -> tuple[str, ...]:
         """The variables that the second part of backward takes from the first, in order."""
         made, needed = set[str](), dict[str, None]()
         for line in self.backward_parts[1]:

@@ -140,7 +140,7 @@ def _peak(pipeline: Pipeline, device: int, optimizer: str) -> _Peak:
             top = max(moments, key=lambda moment: moment.size_bytes)
             sizes, at = _by_word(top.parts), _said(top.at)
         else:
-            sizes = _held(course, found.counts[k], _message_bytes(pipeline, k))
+            sizes = _bytes_between_actions(course, found.counts[k], _message_bytes(pipeline, k))
             if k == action.stage:
                 above, at = _above(course, found.phase, action.microbatch > 0)
                 sizes = [a + b for a, b in zip(sizes, above, strict=True)]
@@ -150,7 +150,9 @@ def _peak(pipeline: Pipeline, device: int, optimizer: str) -> _Peak:
     return _Peak(at, held)
 
 
-def _held(course: MemoryCourse, counts: tuple[int, int, int], message_bytes: float) -> list[float]:
+def _bytes_between_actions(
+    course: MemoryCourse, counts: tuple[int, int, int], message_bytes: float
+) -> list[float]:
     """By word, what a stage holds between two actions (`StageMemory.held_bytes`)."""
     n_in_flight, n_waiting, n_done = counts
     before, forward, backward, weights = (_by_word(phase.left) for phase in course.phases[:4])
