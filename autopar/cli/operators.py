@@ -124,8 +124,7 @@ def _replacements(calls: Sequence[OpCall]) -> tuple[Replacement, ...]:
         free = set(notation.names) - notation.frozen
         for names, lowering in rule.lower.items():
             if set(names.split()) <= free:
-                counts = Counter(f"{inner.kind} {inner.phase}" for inner in lowering.inner)
-                inner = tuple(f"{n} {text}" for text, n in counts.items())
+                inner = tuple(f"{n} {' '.join(key)}" for key, n in lowering.n_calls.items())
                 made = Replacement(names, str(notation), lowering.function, inner)
                 found.setdefault(lowering.function, made)
     return tuple(found.values())

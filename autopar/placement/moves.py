@@ -17,12 +17,13 @@ PrimitiveKind = Literal[
     "all_gather",
     "reduce_scatter",
     "all_to_all",
+    "send_recv",
     "slice",
     "zero_pad",
     "keep_first",
 ]
 COLLECTIVES: frozenset[str] = frozenset(
-    {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
+    {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"}
 )
 
 # name -> (forward primitive, backward primitive)

@@ -282,8 +282,10 @@ def layer_norm(call: OpCall) -> Notation:
 def attention(call: OpCall) -> Notation:
     """scaled_dot_product_attention: batch, heads and the query's sequence `s` are free.
 
-    The sequence `t` of keys and the head dims `e` and `f` stay whole. The sequence of a causal
-    query is named `c` instead of `s`: a shard needs to know its position, so `c` has a lowering.
+    The head dims `e` and `f` stay whole. The sequence `t` of keys is sharded only with that of the
+    query, by a ring; not if there is a mask, if dims broadcast, or if a causal query has more or
+    fewer rows than keys. The sequence of a causal query is named `c` instead of `s`: a shard needs
+    to know its position, so `c` has a lowering.
 
     With enable_gqa, the query has n x g heads, key and value have n, and head i uses i // g. So the
     query's heads are (key heads, group `g`), and either may be sharded.
@@ -319,7 +321,11 @@ def attention(call: OpCall) -> Notation:
             )
         )
     results = (result + named_term(out[-2:], (rows, "f")),)
-    return Notation(tuple(terms), results, frozenset({"t", "e", "f"}))
+    shares = key[:-2] == value[:-2] and (
+        query[:-2] == key[:-2] or (grouped and query[:heads] == key[:heads])
+    )
+    goes_round = shares and len(call.inputs) == 3 and (rows == "s" or query[-2] == key[-2])
+    return Notation(tuple(terms), results, frozenset({"e", "f"} if goes_round else {"t", "e", "f"}))
 
 
 def embedding(call: OpCall) -> Notation:

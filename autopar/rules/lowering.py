@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Literal
 
 import numpy as np
+import sympy
 from numpy.typing import NDArray
 
 from autopar.placement import PrimitiveKind
@@ -38,13 +39,15 @@ def width_bytes(itemsize: int) -> int:
 class Inner:
     """A collective inside a lowered function; `size_bytes` is a formula, by NCCL's accounting.
 
-    A collective of backward with `gradient_of` runs only if that input has a gradient.
+    count         a formula: it runs so many times
+    gradient_of   in backward, it runs only if that input has a gradient
     """
 
     kind: PrimitiveKind
     size_bytes: str
     phase: Literal["forward", "backward"] = "forward"
     gradient_of: int | None = None
+    count: str = "1"
 
     def runs(self, input_grads: Sequence[bool]) -> bool:
         """Does it run? `input_grads[i]`: input i of the operator has a gradient."""
@@ -60,11 +63,13 @@ class Lowering:
     arguments       the operator's arguments that it takes, in order, and `GROUP`
     outputs         placement of each result; None (or nothing): by the notation
     inner           its collectives, in order of execution
+    beside          a formula: the share of its compute, forward or backward, beside which these run
     keeps           the operator's tensors that autograd saves
     saved_bytes     what autograd saves besides
     forward_bytes, backward_bytes   temporaries
-    contiguous      it computes offsets from contiguous shards, so that only the outermost factor of
-                    a dim may be sharded
+    contiguous      the names whose shards must be contiguous, because it computes offsets from
+                    them: only the outermost factor of a dim may be sharded. "last": the last of
+                    those lowered
     wraps           it runs the operator itself on shards; what that saves and needs is measured and
                     added
     """
@@ -73,12 +78,22 @@ class Lowering:
     arguments: tuple[str, ...]
     outputs: tuple[str | None, ...] = ()
     inner: tuple[Inner, ...] = ()
+    beside: str = "0"
     keeps: tuple[str, ...] = ()
     saved_bytes: str = "0"
     forward_bytes: str = "0"
     backward_bytes: str = "0"
-    contiguous: bool = True
+    contiguous: Literal["none", "last", "all"] = "last"
     wraps: bool = False
+
+    @property
+    def n_calls(self) -> Mapping[tuple[PrimitiveKind, str], str]:
+        """How often it runs each kind of collective in each phase: formulas of `ranks`."""
+        found: dict[tuple[PrimitiveKind, str], sympy.Expr] = {}
+        for inner in self.inner:
+            key = inner.kind, inner.phase
+            found[key] = found.get(key, 0) + sympy.sympify(inner.count)
+        return {key: str(n) for key, n in found.items()}
 
     def value(self, formula: str, sizes: Mapping[str, float], itemsize: int, n_ranks: int) -> float:
         """The value of a formula of this lowering; `sizes` are those of one of `n_ranks` ranks."""
@@ -122,6 +137,23 @@ CAUSAL_ATTENTION = Lowering(
     wraps=True,
 )
 
+# Keys and values of one rank, in a message; their gradients are added in float32 at least.
+_KEYS, _GRADIENTS = "lead*t*(e + f)*item", "lead*t*(e + f)*width"
+RING_ATTENTION = Lowering(
+    "ring_attention",
+    ("query", "key", "value", GROUP, "is_causal", "scale", "enable_gqa"),
+    inner=(
+        Inner("send_recv", _KEYS, count="ranks - 1"),
+        Inner("send_recv", _KEYS, "backward", count="ranks - 1"),
+        Inner("send_recv", _GRADIENTS, "backward", count="ranks"),
+    ),
+    beside="(ranks - 1)/ranks",
+    forward_bytes=f"2*{_KEYS}",
+    backward_bytes=f"2*{_KEYS} + 2*{_GRADIENTS}",
+    contiguous="all",
+    wraps=True,
+)
+
 _PER_ROW = Inner("all_reduce", "n*width")
 VOCABULARY_CROSS_ENTROPY = Lowering(
     "vocab_parallel_cross_entropy",
@@ -144,7 +176,7 @@ BATCH_NORM = Lowering(
     saved_bytes="2*c*width",
     forward_bytes="n*c*lead*width",  # deviations, before they are scaled
     backward_bytes="2*n*c*lead*width",  # normalised input, and that times the gradient
-    contiguous=False,
+    contiguous="none",
 )
 BATCH_NORM_WITH_STATISTICS = replace(
     BATCH_NORM,

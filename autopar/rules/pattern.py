@@ -119,8 +119,8 @@ def _distribute(
 
 
 def _sharded_together(rule: OpRule, pattern: Pattern) -> Iterator[tuple[str, ...]]:
-    """Every label alone, and the pairs of labels that the rule lowers."""
-    yield from ((label,) for label in pattern.labels)
+    """Every label that may be alone, and the pairs of labels that the rule lowers."""
+    yield from ((label,) for label in pattern.labels if pattern.names[label] not in rule.paired)
     for pair in (key.split() for key in rule.lower if " " in key):
         yield from itertools.product(
             *([label for label in pattern.labels if pattern.names[label] == n] for n in pair)
@@ -166,8 +166,7 @@ def axis_strategies(
     add([R] * n_in, [R] * n_out)
     for labels in _sharded_together(rule, pattern):
         lowering = rule.lower.get(" ".join(pattern.names[label] for label in labels))
-        counted = pattern.labels[labels[-1]][0]
-        if lowering and lowering.contiguous and any(cell and cell[1] for cell in counted):
+        if lowering and not _is_contiguous(lowering, pattern, labels):
             continue
         in_cells, out_cells = _cells(pattern, labels)
         outputs = [S(*c) if c else P for c in out_cells]
@@ -179,3 +178,10 @@ def axis_strategies(
         if all(input_grads[i] or not any(input_grads) for i in together):
             add(inputs, [P] * n_out)
     return tuple(found.values())
+
+
+def _is_contiguous(lowering: Lowering, pattern: Pattern, labels: Sequence[str]) -> bool:
+    """Are shards of the labels contiguous where the function needs that?"""
+    needed = {"none": [], "last": labels[-1:], "all": labels}[lowering.contiguous]
+    cells = (cell for label in needed for side in pattern.labels[label] for cell in side)
+    return not any(cell and cell[1] for cell in cells)

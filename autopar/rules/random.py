@@ -45,7 +45,8 @@ def attention(call: OpCall) -> Notation:
     (out,) = notation.outputs
     keys = notation.inputs[1][-2]
     positions = tuple((dim,) for dim in (*out[:-1], keys))
-    return Notation((*notation.inputs, (), *positions), notation.outputs, notation.frozen)
+    held = notation.frozen | {"t"}
+    return Notation((*notation.inputs, (), *positions), notation.outputs, held)
 
 
 RANDOM = (

@@ -119,7 +119,8 @@ class OpRule:
                an operator costs the bytes that it touches
     linear     sets of inputs that may be Partial together while the others are Replicate; then the
                outputs are Partial. A function of the call if it depends on arguments
-    lower      name -> what replaces the operator if that name is sharded
+    lower      name -> what replaces the operator if that name is sharded; or a pair of names
+    paired     names that are sharded only in the pairs of `lower`
     localise   computes one rank's values of arguments that carry sizes
     fused      fused attention, which has rates of its own
     view       costs nothing: the output shares the input's memory
@@ -132,6 +133,7 @@ class OpRule:
     flops: str | None = None
     linear: LinearSets | Callable[[OpCall], LinearSets] = ()
     lower: Mapping[str, Lowering] = field(default_factory=dict)
+    paired: tuple[str, ...] = ()
     localise: Localise | None = None
     fused: bool = False
     view: bool = False

@@ -15,7 +15,12 @@ from autopar.rules.convolutions import CONVOLUTIONAL
 from autopar.rules.experts import EXPERT_MATMULS
 from autopar.rules.indexing import INDEXING, refuse_sparse
 from autopar.rules.losses import LOSSES, refuse_mean
-from autopar.rules.lowering import CAUSAL_ATTENTION, VOCABULARY_CROSS_ENTROPY, VOCABULARY_EMBEDDING
+from autopar.rules.lowering import (
+    CAUSAL_ATTENTION,
+    RING_ATTENTION,
+    VOCABULARY_CROSS_ENTROPY,
+    VOCABULARY_EMBEDDING,
+)
 from autopar.rules.normalisation import NORMALISATION
 from autopar.rules.padded import PADDED
 from autopar.rules.random import RANDOM
@@ -160,7 +165,8 @@ MATMULS = (
     OpRule("aten.einsum.default", f.einsum, "2", f.tensors_linear_alone),
     OpRule(
         "aten.scaled_dot_product_attention.default", f.attention, "4*s*c*t*e*g",
-        lower={"c": CAUSAL_ATTENTION}, fused=True,
+        lower={"c": CAUSAL_ATTENTION, "c t": RING_ATTENTION, "s t": RING_ATTENTION},
+        paired=("t",), fused=True,
     ),
 )  # fmt: skip
 

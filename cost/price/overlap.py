@@ -4,6 +4,7 @@
     ZeRO-3 gathers and reductions            where `order.py` says             where it says
     gradients returned per microbatch        with a bucket's last gradient     after backward
     gradients returned once a step           the same, in the last backward    at the end of a step
+    collectives inside an operator           with its compute                  with its compute
     all others                               in their place                    in their place
 
 Those that run beside compute (`RankCall.is_beside`) are overlapped: they are exposed where all of
@@ -18,7 +19,8 @@ equally long; a small one (an embedding) hides less than this law says.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
 from typing import NamedTuple
 
 from autopar.cost.hardware import ProfiledDevice
@@ -88,7 +90,14 @@ def overlapped_of(calls: Iterable[TimedCall]) -> float:
 
 
 def _timed(calls: Iterable[RankCall], cost: CostModel) -> Calls:
-    return tuple(
-        TimedCall(call, cost.primitive_time_s(call.kind, call.size_bytes, call.axes))
-        for call in calls
-    )
+    return tuple(timed for call in calls for timed in _divided(call, cost))
+
+
+def _divided(call: RankCall, cost: CostModel) -> Iterator[TimedCall]:
+    """A call; one inside an operator in two: what is beside its compute, and what is left."""
+    time_s = cost.primitive_time_s(call.kind, call.size_bytes, call.axes)
+    beside_s = min(call.beside_s, time_s)
+    if beside_s:
+        yield TimedCall(replace(call, is_beside=True), beside_s)
+    if beside_s < time_s or not time_s:
+        yield TimedCall(call, time_s - beside_s)

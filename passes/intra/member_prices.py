@@ -140,7 +140,7 @@ class MemberPricer:
                 share(is_lowered[chosen]) if rule.fused and rule.lower else 1.0,
             )  # fmt: skip
             lowered = self._lowered_choices(rule, item, chosen[picked])
-            inner = self._inner_times_s(lowered, item, shape)
+            inner = self._inner_times_s(lowered, item, times)
             own_bytes = self._own_bytes(item, labelled)
             kept = self._kept_values(group, item, share, first_savers)
             at_once_bytes = _NOTHING
@@ -175,22 +175,28 @@ class MemberPricer:
         )  # fmt: skip
 
     def _inner_times_s(
-        self, lowered: Sequence[LoweredChoices], item: PlacedOperator, shape: tuple[int, int]
+        self, lowered: Sequence[LoweredChoices], item: PlacedOperator, times: OperatorTimes
     ) -> tuple[Array, Array]:
-        """(forward, backward) seconds of the collectives inside a lowered operator.
+        """(forward, backward) seconds that a lowered operator, which takes `times`, waits for its
+        collectives.
 
         Results are [cases, choices], or [1, 1] if there are no collectives.
         """
         if not any(of.lowering.inner for of in lowered):
             return _NOTHING, _NOTHING
-        time_s = {"forward": np.zeros(shape), "backward": np.zeros(shape)}
+        compute_s = {"forward": times.forward_s, "backward": times.backward_s}
+        time_s = {phase: np.zeros_like(own_s) for phase, own_s in compute_s.items()}
         grads = [self.cases.type(n).has_grad for n in item.operator.inputs]
         for of in lowered:
             for inner in of.lowering.inner:
                 if inner.runs(grads):
                     size_bytes = of.values(inner.size_bytes)
                     inner_s = self._collective_times_s(inner.kind, size_bytes, of.axes)
-                    time_s[inner.phase][:, of.at] += inner_s
+                    time_s[inner.phase][:, of.at] += inner_s * of.values(inner.count)
+            share = of.values(of.lowering.beside) * self.cases.costs[0].hides
+            for phase, own_s in compute_s.items():
+                waited_s = time_s[phase][:, of.at] - share * own_s[:, of.at]
+                time_s[phase][:, of.at] = np.maximum(waited_s, 0.0)
         return time_s["forward"], time_s["backward"]
 
     def _local_sizes(self, item: PlacedOperator, chosen: Indices) -> dict[str, Indices]:

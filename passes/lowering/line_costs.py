@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -136,22 +136,36 @@ class LineCosts:
 
     def inner(
         self, operator: Operator, chosen: OperatorStrategy,
-        inputs: Sequence[Local], outs: Sequence[Local],
+        inputs: Sequence[Local], outs: Sequence[Local], price: LinePrice,
     ) -> tuple[InnerCall, ...]:  # fmt: skip
         """The collectives inside the function that replaces an operator.
 
-        Those of backward are included only where an input has a gradient.
+        Those of backward are included only where an input has a gradient. What runs beside compute
+        is divided among them by their seconds.
         """
         if chosen.lowered is None:
             return ()
+
+        def value(formula: str) -> float:
+            return self._lowered(formula, operator, chosen, inputs, outs)
+
+        axes, share = chosen.lowered_axes, value(chosen.lowered.beside)
+        compute_s = {"forward": price.forward_s, "backward": price.backward_s}
+        calls = [
+            InnerCall(c.kind, c.phase, int(value(c.size_bytes)), round(value(c.count)))
+            for c in chosen.lowered.inner
+            if c.runs([i.has_grad for i in inputs])
+        ]
+        each_s = [self.cost.primitive_time_s(c.kind, c.size_bytes, axes) for c in calls]
+        total_s = {
+            phase: sum(t * c.count for c, t in zip(calls, each_s, strict=True) if c.phase == phase)
+            for phase in compute_s
+        }
         return tuple(
-            InnerCall(
-                call.kind,
-                call.phase,
-                int(self._lowered(call.size_bytes, operator, chosen, inputs, outs)),
-            )
-            for call in chosen.lowered.inner
-            if call.runs([i.has_grad for i in inputs])
+            replace(c, beside_s=share * compute_s[c.phase] * time_s / total_s[c.phase])
+            if share and time_s
+            else c
+            for c, time_s in zip(calls, each_s, strict=True)
         )
 
     def _lowered(

@@ -362,7 +362,7 @@ class _Lowering:
             kwargs = {}
         price = self.line_costs.price(item, chosen)
         share = self.line_costs.share(operator, price)
-        inner = self.line_costs.inner(operator, chosen, inputs, outs)
+        inner = self.line_costs.inner(operator, chosen, inputs, outs, price)
         saved_bytes, keeps = self.line_costs.kept(operator, chosen, inputs, outs, share)
         self.body.append(
             CallLine(

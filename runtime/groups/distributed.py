@@ -68,6 +68,17 @@ class DistGroup(Group):
         dist.all_to_all_single(out, rows, list(n_received), list(n_sent), self.process_group)
         return out
 
+    def _shift(self, x: Tensor) -> Pending[Tensor]:
+        # Messages to neighbours alone, and yet a collective: no order of sends and receives.
+        out, sent = torch.empty_like(x), [0] * self.size
+        received = [0] * self.size
+        sent[(self.rank + 1) % self.size] = received[self.rank - 1] = x.numel()
+        group = self.process_group
+        work = dist.all_to_all_single(
+            out.view(-1), x.view(-1), received, sent, group=group, async_op=True
+        )
+        return Pending(out, work, x)
+
 
 def axis_subsets(mesh: LogicalMesh) -> Iterator[tuple[int, ...]]:
     """Every non-empty subset of the axes with more than one rank, single axes first."""

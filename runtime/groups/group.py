@@ -45,7 +45,8 @@ class CollectiveCall:
     """One collective executed, or one message sent, by this rank.
 
     `size_bytes` is the buffer of an all_reduce, the output of an all_gather, the input of a
-    reduce_scatter, the local send buffer of an all_to_all, or the sent tensor.
+    reduce_scatter, the local send buffer of an all_to_all, or the sent tensor ("send" to another
+    stage, "send_recv" round a ring).
     """
 
     kind: CallKind
@@ -267,6 +268,14 @@ class Group(ABC):
         self._record("all_to_all", returned.nbytes)
         return returned
 
+    def shift(self, x: Tensor) -> Pending[Tensor]:
+        """Send `x` to the next rank of the ring; the pending result is what the rank before sent.
+
+        The last rank sends to the first. All ranks' tensors have one shape.
+        """
+        self._record("send_recv", x.nbytes)
+        return self._shift(x.detach().contiguous()).timed(self.context.flight.pace)
+
     def slice(self, x: Tensor, split: Split) -> Tensor:
         """This rank's piece of `x` along `split`; no communication."""
         dim, rest = split.dim, _rest(x, split, self.size)
@@ -317,3 +326,7 @@ class Group(ABC):
         self, rows: Tensor, n_sent: Sequence[int], n_received: Sequence[int]
     ) -> Tensor:
         """[sum(n_sent), *row] -> [sum(n_received), *row]; both in rank order."""
+
+    @abstractmethod
+    def _shift(self, x: Tensor) -> Pending[Tensor]:
+        """[*shape] -> [*shape], from the rank before."""

@@ -246,6 +246,9 @@ class ThreadGroup(Group):
 
         return self._met("all_to_all", (source, target), stack, compute)
 
+    def _shift(self, x: Tensor) -> Pending[Tensor]:
+        return self._met("send_recv", (), x, lambda xs: [xs[i - 1].clone() for i in range(len(xs))])
+
     def _all_to_all_rows(
         self, rows: Tensor, n_sent: Sequence[int], n_received: Sequence[int]
     ) -> Tensor:

@@ -4,10 +4,10 @@ Planning knows these functions by name (`autopar/rules/lowering.py`). Each takes
 ranks that share the dim: to communicate, forward and backward, or only to know its position.
 
 Each is a pair, forward and backward (`lowered.py`), that needs no autograd. Read `vocabulary.py`,
-`bags.py`, `normalisation.py`, `experts.py`, `attention.py`, in any order, then `tape.py`. This room
-imports `runtime/groups`, `operators`, `placement` and `precision`, and may not import
-`collectives`, its neighbour. It mainly hands on functions such as `vocab_parallel_cross_entropy`,
-all of them by name as `LOWERED`, and `taped`.
+`bags.py`, `normalisation.py`, `experts.py`, `attention.py` and `ring.py`, in any order, then
+`tape.py`. This room imports `runtime/groups`, `operators`, `placement` and `precision`, and may not
+import `collectives`, its neighbour. It mainly hands on functions such as
+`vocab_parallel_cross_entropy`, all of them by name as `LOWERED`, and `taped`.
 """
 
 from autopar.runtime.lowered.attention import causal_attention
@@ -18,6 +18,7 @@ from autopar.runtime.lowered.normalisation import (
     synchronised_batch_norm,
     synchronised_batch_norm_with_statistics,
 )
+from autopar.runtime.lowered.ring import ring_attention
 from autopar.runtime.lowered.tape import taped
 from autopar.runtime.lowered.vocabulary import (
     vocab_parallel_cross_entropy,
@@ -28,6 +29,7 @@ LOWERED: dict[str, Lowered] = {
     "causal_attention": causal_attention,
     "expert_exchange_linear": expert_exchange_linear,
     "expert_parallel_linear": expert_parallel_linear,
+    "ring_attention": ring_attention,
     "synchronised_batch_norm": synchronised_batch_norm,
     "synchronised_batch_norm_with_statistics": synchronised_batch_norm_with_statistics,
     "vocab_parallel_bags": vocab_parallel_bags,
@@ -42,6 +44,7 @@ __all__ = [
     "causal_attention",
     "expert_exchange_linear",
     "expert_parallel_linear",
+    "ring_attention",
     "synchronised_batch_norm",
     "synchronised_batch_norm_with_statistics",
     "taped",

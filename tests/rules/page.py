@@ -218,11 +218,10 @@ def _together(call: OpCall, positions: Sequence[int]) -> str:
 
 def describe(lowering: Lowering) -> str:
     """The function that replaces an operator, and the collectives inside it."""
-    counts: dict[str, int] = {}
-    for inner in lowering.inner:
-        text = inner.kind if inner.phase == "forward" else f"{inner.kind} in backward"
-        counts[text] = counts.get(text, 0) + 1
-    collectives = ", ".join(f"{n} {text}" for text, n in counts.items())
+    collectives = ", ".join(
+        f"{n} {kind}{' in backward' if phase == 'backward' else ''}"
+        for (kind, phase), n in lowering.n_calls.items()
+    )
     return f"`{lowering.function}`" + (f" ({collectives})" if collectives else "")
 
 

@@ -178,7 +178,7 @@ PLANTED: Mapping[str, tuple[str, Sample, dict[str, Any], str]] = {
     "keys of attention sharded": (
         "aten.scaled_dot_product_attention.default",
         call(x(2, 2, 4, 2), x(2, 2, 4, 2), x(2, 2, 4, 2)),
-        {"notation": "b h s e!, b h t e, b h t f -> b h s f"}, "output 0 under P",
+        {"notation": "b h s e!, b h t e, b h t f -> b h s f", "paired": ()}, "output 0 under P",
     ),
     "a causal mask on a sharded query": (
         "aten.scaled_dot_product_attention.default",

@@ -113,6 +113,7 @@ class RankCall:
     """One call of a collective by one rank, over the group along `axes`.
 
     `is_beside`: it runs beside compute, also in predictions (`calls_beside` in `order.py`).
+    `beside_s`: else, the seconds of its own operator's compute that it runs beside.
     """
 
     kind: PrimitiveKind
@@ -121,6 +122,7 @@ class RankCall:
     size_bytes: int
     tensor: str
     is_beside: bool = field(default=False, compare=False)
+    beside_s: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -413,9 +415,10 @@ def _inner_calls(line: Line, of: str, phase: str) -> list[RankCall]:
     if not isinstance(line, CallLine):
         return []
     return [
-        RankCall(c.kind, line.lowered_axes, phase, c.size_bytes, line.key)
+        RankCall(c.kind, line.lowered_axes, phase, c.size_bytes, line.key, beside_s=c.beside_s)
         for c in line.inner
         if c.phase == of
+        for _ in range(c.count)
     ]
 
 

@@ -108,11 +108,16 @@ class Workspace:
 
 @dataclass(frozen=True)
 class InnerCall:
-    """A collective inside a lowered function."""
+    """A collective inside a lowered function, which runs it `count` times.
+
+    Each runs beside `beside_s` of the function's compute.
+    """
 
     kind: PrimitiveKind
     phase: str
     size_bytes: int
+    count: int = 1
+    beside_s: float = 0.0
 
 
 @dataclass(frozen=True)

@@ -1,0 +1,285 @@
+"""Attention over queries, keys and values that are all sharded contiguously on a group.
+
+Rank r of p holds rows [r·s, (r+1)·s) of the query and keys [r·u, (r+1)·u), with their values. The
+keys and values go round a ring: in step i, rank r has those of rank r − i, computes with them, and
+meanwhile receives those of rank r − i − 1. Each step gives the attention to its keys alone, oⱼ, and
+the logarithm of its sum, Lⱼ = log Σ exp(q·k). Together they are
+
+    L = log Σⱼ exp(Lⱼ),    o = Σⱼ exp(Lⱼ − L)·oⱼ
+
+(online softmax; H. Liu, M. Zaharia, P. Abbeel: "Ring Attention with Blockwise Transformers for
+Near-Infinite Context", arXiv:2310.01889). Backward goes round once more. Flash attention's backward
+takes o and L as data, so with those of all keys it gives the part of one step exactly. Gradients of
+keys and values go round with them, each a step behind: every rank adds its part, and p steps bring
+them home.
+
+If causal, rows and keys of a rank are equally many. A rank sees all keys of the ranks before it,
+its own up to the row, and none of the ranks after it: it skips those. So the last rank computes
+most.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from autopar.precision import working_dtype
+from autopar.runtime.groups import Group, phase
+from autopar.runtime.lowered.lowered import Kept, Lowered
+
+aten = torch.ops.aten
+
+
+def _attention(
+    query: Tensor, key: Tensor, value: Tensor, g: Group,
+    is_causal: bool, scale: float | None, grouped: bool,
+) -> tuple[Tensor, Kept]:  # fmt: skip
+    """This rank's rows: b h c e, b n t e, b n t f -> b h c f. Dims before `h` may be more or fewer.
+
+    `grouped` is `enable_gqa` of torch's operator: `h` is a multiple of `n`.
+    """
+    kernel = _Kernel(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    q, k, v = map(_four_dims, (query, key, value))
+    total, total_lse = q.new_empty(0), q.new_empty(0)
+    for step in _steps(g, is_causal, k, v):
+        if not step.is_seen:
+            continue
+        out, lse = kernel.forward(q, step.key, step.value, step.is_own and is_causal)
+        if step.is_own:
+            total, total_lse = out.to(working_dtype(out.dtype)), lse
+            continue
+        both = torch.logaddexp(total_lse, lse)
+        total.mul_((total_lse - both).exp_().unsqueeze(-1))
+        total.add_((lse - both).exp_().unsqueeze(-1) * out)
+        total_lse = both
+    out = total.to(q.dtype)
+    return out.view(*query.shape[:-1], value.shape[-1]), (out, total_lse, g, is_causal, kernel)
+
+
+def _attention_backward(
+    kept: Kept, inputs: Sequence[Tensor], gradients: Sequence[Tensor], wanted: Sequence[bool]
+) -> tuple[Tensor | None, ...]:
+    out, lse, g, is_causal, kernel = kept
+    q, k, v = map(_four_dims, inputs)
+    grad = _four_dims(gradients[0])
+    wide = working_dtype(q.dtype)
+    of_query = torch.zeros_like(q, dtype=wide)
+    of_block, coming = _Block.of(torch.zeros_like(k), torch.zeros_like(v), wide), None
+    with phase("backward", g.context):
+        for step in _steps(g, is_causal, k, v):
+            if step.is_seen:
+                causal = step.is_own and is_causal
+                parts = kernel.backward(grad, q, step.key, step.value, out, lse, causal)
+                of_query += parts[0]
+            if coming is not None:
+                of_block = replace(of_block, flat=coming.wait())
+            if step.is_seen:
+                of_block.add(*parts[1:])
+            coming = g.shift(of_block.flat)
+        assert coming is not None, "a group has a rank"
+        of_block = replace(of_block, flat=coming.wait())
+    found = (of_query, of_block.key, of_block.value)
+    return tuple(
+        part.to(x.dtype).view(x.shape) if is_wanted else None
+        for part, x, is_wanted in zip(found, inputs, wanted, strict=True)
+    )
+
+
+def _four_dims(x: Tensor) -> Tensor:
+    """As batch, heads, rows, features; without heads, one."""
+    x = x.unsqueeze(0) if x.dim() == 2 else x
+    return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
+
+
+class _Step(NamedTuple):
+    """The keys and values of one rank, while the ring is in this step.
+
+    is_own     they are this rank's
+    is_seen    some row of this rank sees some of them
+    """
+
+    key: Tensor
+    value: Tensor
+    is_own: bool
+    is_seen: bool
+
+
+def _steps(g: Group, is_causal: bool, key: Tensor, value: Tensor) -> Iterator[_Step]:
+    """All ranks' keys and values, this rank's first. The next ones come while one is used."""
+    block = _Block.of(key, value, key.dtype)
+    for i in range(g.size):
+        coming = g.shift(block.flat) if i + 1 < g.size else None
+        yield _Step(block.key, block.value, i == 0, not is_causal or i <= g.rank)
+        if coming is not None:
+            block = replace(block, flat=coming.wait())
+
+
+@dataclass(frozen=True)
+class _Block:
+    """Keys and values, or their gradients, in one message: `flat`."""
+
+    flat: Tensor
+    key_shape: torch.Size
+    value_shape: torch.Size
+
+    @staticmethod
+    def of(key: Tensor, value: Tensor, dtype: torch.dtype) -> _Block:
+        flat = torch.cat((key.reshape(-1), value.reshape(-1))).to(dtype)
+        return _Block(flat, key.shape, value.shape)
+
+    @property
+    def key(self) -> Tensor:
+        return self.flat[: self.key_shape.numel()].view(self.key_shape)
+
+    @property
+    def value(self) -> Tensor:
+        return self.flat[self.key_shape.numel() :].view(self.value_shape)
+
+    def add(self, key: Tensor, value: Tensor) -> None:
+        """Add to both, in place."""
+        self.key.add_(key)
+        self.value.add_(value)
+
+
+@dataclass(frozen=True)
+class _Kernel:
+    """Attention to the keys of one step, with the logarithm of its sums.
+
+    Flash kernels take equally many features in queries, keys and values, so the shorter ones get
+    zeros, which change no score and no other result.
+    """
+
+    scale: float
+
+    def forward(self, q: Tensor, k: Tensor, v: Tensor, causal: bool) -> tuple[Tensor, Tensor]:
+        """The results, and the logarithms of the sums: b h c f, b h c."""
+        n = max(q.shape[-1], v.shape[-1])
+        padded = (_pad(x, n) for x in (q, k, v))
+        out, lse = _kernels_of(q)[0](*padded, causal, self.scale)
+        return out[..., : v.shape[-1]], lse
+
+    def backward(
+        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """The parts of the gradients, with the results and sums of all keys."""
+        n, widths = max(q.shape[-1], v.shape[-1]), [x.shape[-1] for x in (q, k, v)]
+        padded = (_pad(x, n) for x in (grad, q, k, v, out))
+        found = _kernels_of(q)[1](*padded, lse, causal, self.scale)
+        of_q, of_k, of_v = (x[..., :width] for x, width in zip(found, widths, strict=True))
+        return of_q, of_k, of_v
+
+
+def _pad(x: Tensor, n: int) -> Tensor:
+    return F.pad(x, (0, n - x.shape[-1])) if x.shape[-1] < n else x
+
+
+Attend = Callable[..., tuple[Tensor, Tensor]]
+AttendBackward = Callable[..., tuple[Tensor, Tensor, Tensor]]
+
+
+def _kernels_of(x: Tensor) -> tuple[Attend, AttendBackward]:
+    """The kernels for tensors such as `x`, forward and backward."""
+    if x.device.type == "cpu":
+        return _cpu_flash, _cpu_flash_backward
+    if x.device.type == "cuda" and x.dtype in (torch.float16, torch.bfloat16):
+        return _cuda_flash, _cuda_flash_backward
+    return _by_matmuls, _by_matmuls_backward
+
+
+def _cpu_flash(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    out, lse = aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+    return out, lse
+
+
+def _cpu_flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    found: tuple[Tensor, Tensor, Tensor] = (
+        aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            grad, q, k, v, out, lse, 0.0, causal, scale=scale
+        )
+    )
+    return found
+
+
+def _cuda_flash(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    k, v = _heads_of(k, q), _heads_of(v, q)
+    out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
+    return out, lse
+
+
+def _cuda_flash_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    no_seed = torch.empty((), dtype=torch.int64, device=q.device)
+    of_q, of_k, of_v = aten._scaled_dot_product_flash_attention_backward(
+        grad, q, _heads_of(k, q), _heads_of(v, q), out, lse, None, None, q.shape[-2], k.shape[-2],
+        0.0, causal, no_seed, no_seed, scale=scale,
+    )  # fmt: skip
+    return of_q, _shared(of_k, k), _shared(of_v, v)
+
+
+def _by_matmuls(
+    q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor]:
+    scores = _scores(q, k, causal, scale)
+    lse = scores.logsumexp(-1)
+    weights = (scores - lse.unsqueeze(-1)).exp_().to(q.dtype)
+    return weights @ _heads_of(v, q), lse
+
+
+def _by_matmuls_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
+    scale: float,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    weights = (_scores(q, k, causal, scale) - lse.unsqueeze(-1)).exp_()
+    of_weights = (grad @ _heads_of(v, q).mT).to(weights.dtype)
+    of_scores = weights * (of_weights - (grad * out).sum(-1, keepdim=True).to(weights.dtype))
+    of_scores = (of_scores * scale).to(q.dtype)
+    of_k, of_v = of_scores.mT @ q, weights.to(q.dtype).mT @ grad
+    return of_scores @ _heads_of(k, q), _shared(of_k, k), _shared(of_v, v)
+
+
+def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
+    scores = (q @ _heads_of(k, q).mT * scale).to(working_dtype(q.dtype))
+    if causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    return scores
+
+
+def _heads_of(x: Tensor, q: Tensor) -> Tensor:
+    """Keys or values with as many heads as the query; a group of its heads shares one."""
+    n = q.shape[1] // x.shape[1]
+    return x if n == 1 else x.repeat_interleave(n, dim=1)
+
+
+def _shared(grad: Tensor, x: Tensor) -> Tensor:
+    """The gradient of what heads of the query share."""
+    return grad.unflatten(1, (x.shape[1], -1)).sum(2)
+
+
+def _like(
+    query: Tensor, key: Tensor, value: Tensor, g: Group,
+    is_causal: bool, scale: float | None, grouped: bool,
+) -> Tensor:  # fmt: skip
+    """Attention by the same kernel to the keys of one rank."""
+    out: Tensor = F.scaled_dot_product_attention(
+        query, key, value, is_causal=is_causal, scale=scale, enable_gqa=grouped
+    )
+    return out
+
+
+ring_attention = Lowered(_attention, _attention_backward, keeps=(0, 1, 2), like=_like)

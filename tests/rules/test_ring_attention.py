@@ -1,0 +1,144 @@
+"""Ring attention: rows, keys and values on shards of one sequence."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from autopar.placement import Split
+from autopar.rules.lowering import RING_ATTENTION
+from autopar.runtime.groups import Group, Recorder
+from autopar.runtime.launch import ThreadWorld, run_threads
+from autopar.runtime.lowered import ring, ring_attention
+from tests.helpers.harness import generated_code, thread_step
+from tests.helpers.machines import mesh_of
+from tests.helpers.tensors import random_tensor
+from tests.rules.test_attention_lowering import Placed
+
+__all__ = ["generated_code"]
+
+ROWS = Split(2)
+
+
+def group(world: ThreadWorld) -> Group:
+    """The group of all ranks; four ranks are two merged axes."""
+    mesh = mesh_of(2, 2) if world.n_ranks == 4 else mesh_of(world.n_ranks)
+    return world.make_groups(mesh)[mesh.active_axes]
+
+
+def differences(
+    tensors: tuple[Tensor, ...], n_ranks: int, is_causal: bool, grouped: bool
+) -> list[float]:
+    """Of the results and of the gradients, on any rank, from attention on one process in float64.
+
+    `tensors` are query, key, value, and the gradient of the results.
+    """
+    whole = [x.double().requires_grad_() for x in tensors[:3]]
+    q, k, v = whole
+    expected = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, enable_gqa=grouped)
+    expected.backward(tensors[3].double())
+    found: list[list[float]] = []
+
+    def work(world: ThreadWorld) -> None:
+        g = group(world)
+        local = [g.slice(x, ROWS).requires_grad_() for x in tensors[:3]]
+        out = ring_attention(*local, g, is_causal, None, grouped)
+        out.backward(g.slice(tensors[3], ROWS))
+        pairs = [(out, expected), *((a.grad, b.grad) for a, b in zip(local, whole, strict=True))]
+        found.append(
+            [
+                float((a.detach().double() - g.slice(b, ROWS)).abs().max())
+                for a, b in pairs
+                if b is not None
+            ]
+        )
+
+    run_threads(work, n_ranks)
+    return [max(of_ranks) for of_ranks in zip(*found, strict=True)]
+
+
+def tensors(
+    dtype: torch.dtype, n_key_heads: int = 4, n_features: tuple[int, int] = (8, 8), lead: int = 2
+) -> tuple[Tensor, ...]:
+    e, f = n_features
+    shapes = [(lead, 4, 12, e), (lead, n_key_heads, 12, e), (lead, n_key_heads, 12, f)]
+    every = [*shapes, (lead, 4, 12, f)]
+    return tuple(random_tensor(i, *shape).to(dtype) for i, shape in enumerate(every))
+
+
+@pytest.mark.parametrize("kernels", ["flash", "matmuls"])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_it_is_attention_on_one_process(
+    kernels: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also with heads that share keys, and values with more or fewer features than keys."""
+    if kernels == "matmuls":
+        pair = ring._by_matmuls, ring._by_matmuls_backward
+        monkeypatch.setattr(ring, "_kernels_of", lambda x: pair)
+    for n_ranks, n_key_heads, n_features in itertools.product(
+        (2, 3, 4), (4, 2), ((8, 8), (8, 4), (4, 8))
+    ):
+        given = tensors(torch.float64, n_key_heads, n_features)
+        found = differences(given, n_ranks, is_causal, n_key_heads < 4)
+        assert max(found) < 1e-13, (n_ranks, n_key_heads, n_features, found)
+
+
+def test_half_precision_is_added_in_float32() -> None:
+    """Gradients are as near to float64 as those of one kernel over all keys."""
+    given = tensors(torch.bfloat16)
+    gradients = []
+    for dtype in (torch.bfloat16, torch.float64):
+        q, k, v = (x.to(dtype).requires_grad_() for x in given[:3])
+        out = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        gradients.append(torch.autograd.grad(out, (q, k, v), given[3].to(dtype)))
+    usual = [float((a.double() - b).abs().max()) for a, b in zip(*gradients, strict=True)]
+    _, *found = differences(given, 4, True, False)
+    assert all(a <= 2 * b for a, b in zip(found, usual, strict=True)), (found, usual)
+
+
+def test_any_number_of_dims_before_the_rows() -> None:
+    given = tensors(torch.float64, lead=6)
+    for shape in ((4,), (2, 3, 4)):
+        q, k, v, _ = (
+            x[:1].squeeze(0) if len(shape) == 1 else x.unflatten(0, (2, 3)) for x in given
+        )
+        rows = Split(q.dim() - 2)
+        expected = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+
+        def work(world: ThreadWorld) -> None:
+            g = group(world)
+            local = [g.slice(x, rows) for x in (q, k, v)]  # noqa: B023
+            out = ring_attention(*local, g, True, None, False)
+            torch.testing.assert_close(out, g.slice(expected, rows), rtol=0, atol=1e-14)  # noqa: B023
+
+        run_threads(work, 2)
+
+
+def test_messages_go_round_once_and_gradients_come_home() -> None:
+    """p - 1 messages forward, p - 1 of keys and p of gradients backward."""
+
+    def work(world: ThreadWorld) -> None:
+        g = group(world)
+        with Recorder() as recorder:
+            local = [g.slice(x, ROWS).requires_grad_() for x in tensors(torch.float64)[:3]]
+            ring_attention(*local, g, True, None, False).sum().backward()
+        kinds = [(call.kind, call.phase) for call in recorder.calls]
+        assert kinds == [("send_recv", "forward")] * 2 + [("send_recv", "backward")] * 5
+
+    run_threads(work, 3)
+
+
+@pytest.mark.parametrize(("heads", "sizes"), [((6, 6), (4,)), ((6, 2), (4,)), ((6, 6), (2, 2))])
+def test_a_plan_with_a_ring_trains_as_one_process(
+    heads: tuple[int, int], sizes: tuple[int, ...]
+) -> None:
+    """Where heads do not divide; also over two axes, and with grouped queries."""
+    placed = Placed.of(heads, sizes)
+    assert placed.attention.lowered == RING_ATTENTION
+    step = thread_step(placed.analysis, placed.cost, placed.strategy, placed.batch, 0)
+    assert step.wrong == {}
+    assert step.calls == step.foretold
