@@ -168,15 +168,14 @@ class Statements:
         group = self._group(move)
         if len(move.splits) == 2:
             (a, b) = move.splits
-            return (
-                f"{move.name}{method}({source}, {group}, source=({a.dim}, {a.outer}), "
-                f"target=({b.dim}, {b.outer}))"
-            )
+            return f"{move.name}{method}({source}, {group}, source={_cut(a)}, target={_cut(b)})"
         words = [source, group]
         for split in move.splits:
             words.append(f"dim={split.dim}")
             if split.outer != 1:
                 words.append(f"outer={split.outer}")
+            if split.folds != 1:
+                words.append(f"folds={split.folds}")
         return f"{move.name}{method}({', '.join(words)})"
 
     def _group(self, move: Move) -> str:
@@ -198,6 +197,12 @@ class Statements:
         flags = line.differentiable if isinstance(line, FunctionLine) else line.wanted
         taped = f"{_handle(line.call.target)}_taped_{''.join(str(int(flag)) for flag in flags)}"
         return free_name(taped, self.names)
+
+
+def _cut(split: Split) -> str:
+    """A split as (dim, outer) or (dim, outer, folds)."""
+    folds = f", {split.folds}" if split.folds > 1 else ""
+    return f"({split.dim}, {split.outer}{folds})"
 
 
 def _types(outs: Iterable[Variable]) -> str:

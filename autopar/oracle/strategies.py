@@ -39,6 +39,7 @@ from autopar.placement import (
 )
 from autopar.program.graph import Atom, Factors, leaves, name_sizes, unify
 from autopar.rules import (
+    FOLDED,
     GROUP,
     AxisStrategy,
     Lowering,
@@ -187,7 +188,7 @@ def _run_lowered(
     call: OpCall, lowering: Lowering, tensors: Sequence[Tensor], group: Group | None
 ) -> list[Tensor]:
     """Run the function that replaces the operator on other tensors; results as a list."""
-    values = _substituted(call, tensors) | {GROUP: group}
+    values = _substituted(call, tensors) | {GROUP: group, FOLDED: False}
     out = getattr(lowered, lowering.function)(*(values[name] for name in lowering.arguments))
     return list(out) if isinstance(out, (list, tuple)) else [out]
 

@@ -1,12 +1,14 @@
 """Placement: where the values of a tensor live on a mesh, and how that changes.
 
 Read `spec.py` (placements and specs), `moves.py` (one-axis changes, with their backward),
-`notation.py` (which dims of an operator's tensors are the same), `pins.py` (what `force` demands),
-`shards.py` (the definition of a placement, on real tensors).
+`head_tail.py` (shards of a causal sequence), `notation.py` (which dims of an operator's tensors are
+the same), `pins.py` (what `force` demands), `shards.py` (the definition of a placement, on real
+tensors).
 It imports only rooms below it; it uses `errors`, and torch only in `shards.py`.
 It mainly hands on `Spec`, `Move` and `Notation`.
 """
 
+from autopar.placement.head_tail import folds_of, head_tail_order, intervals_of
 from autopar.placement.moves import COLLECTIVES, TABLE, Move, PrimitiveKind, Split
 from autopar.placement.notation import ELLIPSIS, Dim, Notation, Term
 from autopar.placement.pins import Pin, parse_pins
@@ -55,9 +57,12 @@ __all__ = [
     "difference",
     "divides",
     "every_order",
+    "folds_of",
     "gather",
     "gradient_spec",
+    "head_tail_order",
     "illegal_reason",
+    "intervals_of",
     "local_bytes",
     "local_dims",
     "local_shape",

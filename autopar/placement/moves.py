@@ -53,10 +53,14 @@ class Split:
 
     `outer` is the product of the local sizes of the factors before the sharded one. It is 1 for a
     contiguous shard, and more for a strided one (heads of a fused QKV).
+
+    `folds` is 1 for pieces in order. For n, `rest` is taken as 2n pieces in head-tail order, 0,
+    2n - 1, 1, 2n - 2, ..., before it is cut: rank r of n has pieces r and 2n - 1 - r.
     """
 
     dim: int
     outer: int = 1
+    folds: int = 1
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ It mainly hands on `OpCall`, `rule_for` and `axis_strategies`.
 
 from autopar.rules.derived import is_pure
 from autopar.rules.functions import is_function
-from autopar.rules.lowering import GROUP, Lowering
+from autopar.rules.lowering import FOLDED, GROUP, Lowering
 from autopar.rules.operators import find_operator
 from autopar.rules.padded import N_VALID, PADDED
 from autopar.rules.pattern import AxisStrategy, Pattern, axis_strategies, resolve
@@ -32,6 +32,7 @@ from autopar.rules.tables import FUSED, MATMULS, VIEWS
 from autopar.rules.views import view_notation
 
 __all__ = [
+    "FOLDED",
     "FUSED",
     "GROUP",
     "MATMULS",

@@ -28,6 +28,8 @@ from autopar.rules.formulas import Sizes, evaluate, evaluate_all
 
 # The argument that is the group of ranks over which the name is sharded.
 GROUP = "group"
+# The argument that says whether the sequence is in head-tail order (`placement/head_tail.py`).
+FOLDED = "folded"
 
 
 def width_bytes(itemsize: int) -> int:
@@ -60,7 +62,7 @@ class Inner:
 class Lowering:
     """A function of `runtime.lowered` and its costs.
 
-    arguments       the operator's arguments that it takes, in order, and `GROUP`
+    arguments       the operator's arguments that it takes, in order, `GROUP` and `FOLDED`
     outputs         placement of each result; None (or nothing): by the notation
     inner           its collectives, in order of execution
     beside          a formula: the share of its compute, forward or backward, beside which these run
@@ -130,7 +132,7 @@ VOCABULARY_WEIGHTED_BAGS = replace(
 
 CAUSAL_ATTENTION = Lowering(
     "causal_attention",
-    ("query", "key", "value", GROUP, "scale", "enable_gqa"),
+    ("query", "key", "value", GROUP, "scale", "enable_gqa", FOLDED),
     saved_bytes="c*t*item",  # the mask, as a summand of the scores
     forward_bytes="c*t",  # the mask as flags
     backward_bytes="lead*t*(e + f)*item",  # gradients of the keys and values in use
@@ -141,7 +143,7 @@ CAUSAL_ATTENTION = Lowering(
 _KEYS, _GRADIENTS = "lead*t*(e + f)*item", "lead*t*(e + f)*width"
 RING_ATTENTION = Lowering(
     "ring_attention",
-    ("query", "key", "value", GROUP, "is_causal", "scale", "enable_gqa"),
+    ("query", "key", "value", GROUP, "is_causal", "scale", "enable_gqa", FOLDED),
     inner=(
         Inner("send_recv", _KEYS, count="ranks - 1"),
         Inner("send_recv", _KEYS, "backward", count="ranks - 1"),

@@ -46,7 +46,7 @@ from autopar.program.lines import (
     communications,
 )
 from autopar.verifier.joint_flow import Fault, error, place
-from autopar.verifier.stage import check_move
+from autopar.verifier.stage import check_move, folds_over
 
 # Of a gradient: its shape, and where its values are.
 Type = tuple[tuple[int, ...], Spec]
@@ -232,15 +232,16 @@ class _Gradients:
         """Raise `Fault` unless the move of the gradient leads to its placement."""
         assert line.out.spec is not None
         move, after = line.move.move, line.move.out
-        key = before.dims, before.spec, move, after.spec, line.out.spec
+        sizes = self.joint.stage.axis_sizes
+        folds = [folds_over(local, move.axes, sizes) for local in (after, before)]
+        key = before.dims, before.spec, move, after.spec, line.out.spec, *folds
         if key in self.sound:
             return
         wanted = gradient_spec(before.spec)
         if line.out.spec != wanted:
             raise Fault(f"{line.out.name} is {line.out.spec}, not {wanted}")
-        sizes = self.joint.stage.axis_sizes
         given = gradient_spec(after.spec)
-        reason = check_move(before.tensor, given, move.transposed, wanted, sizes)
+        reason = check_move(before.tensor, given, move.transposed, wanted, sizes, folds)
         if reason is not None:
             raise Fault(reason)
         self.sound.add(key)

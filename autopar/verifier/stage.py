@@ -29,6 +29,7 @@ from autopar.placement import (
     Spec,
     Split,
     TensorType,
+    folds_of,
     illegal_reason,
     local_bytes,
     local_dims,
@@ -69,6 +70,8 @@ class _Checker:
         self.axes = range(len(self.sizes))
         self.words = words_of(self.program)
         self.parameters = {p.name: p for p in self.program.parameters}
+        folded = (local.folded for local in self.program.variables.values())
+        self.folded = next((axis for axis in folded if axis is not None), None)
 
     def run(self) -> None:
         if len(self.program.axis_names) != len(self.sizes):
@@ -105,7 +108,7 @@ class _Checker:
         return self.known[name]
 
     def _type(self, local: Local, where: str) -> None:
-        key = local.dims, local.dtype, local.has_grad, local.spec, local.shape
+        key = local.dims, local.dtype, local.has_grad, local.spec, local.shape, local.folded
         if key in self.sound_types:
             return
         tensor = local.tensor
@@ -119,6 +122,11 @@ class _Checker:
                 f"{list(tensor.shape)} leaves {list(expected)}",
                 where,
             )
+        if local.folded is not None:
+            if local.folded not in self.axes or local.folded != self.folded:
+                raise _error(f"{local.name} is in head-tail order on axis {local.folded}", where)
+            if folds_of(local.dims, local.spec, local.folded, self.sizes) == 1:
+                raise _error(f"{local.name} cannot be in head-tail order at {local.spec}", where)
         self.sound_types.add(key)
 
     def _line(self, line: Line, where: str) -> None:
@@ -173,11 +181,22 @@ class _Checker:
         for out in line.outs:
             self._type(out, where)
             self._define(out, where)
+        self._one_order((*inputs, *line.outs), where)
         for axis in self.axes:
             if self.sizes[axis] > 1 and axis not in line.lowered_axes:
                 self._one_kind(inputs, line.outs, axis, where)
         if any(axis not in self.axes or self.sizes[axis] == 1 for axis in line.lowered_axes):
             raise _error(f"there is no group over axes {line.lowered_axes}", where)
+
+    def _one_order(self, locals_: Sequence[Local], where: str) -> None:
+        """Raise unless all sequences of an operator are in one order on the folded axis."""
+        axis = self.folded
+        if axis is None:
+            return
+        sequences = [x for x in locals_ if x.factor_kinds and x.shard_kind(axis) == "sequence"]
+        if len({x.folded for x in sequences}) > 1:
+            names = ", ".join(x.name for x in sequences)
+            raise _error(f"of {names} only some are in head-tail order", where)
 
     def _one_kind(
         self, inputs: Sequence[Local], results: Sequence[Local], axis: int, where: str
@@ -212,11 +231,12 @@ class _Checker:
         if line.has_grad != source.has_grad:
             raise _error(f"has_grad is {line.has_grad}, but {source.name}'s is not", where)
         found = line.forward_bytes, line.backward_bytes
-        key = *same, source.spec, line.move, line.out.spec, found
+        folds = tuple(folds_over(local, line.move.axes, self.sizes) for local in (source, out))
+        key = *same, source.spec, line.move, line.out.spec, found, folds
         if key in self.sound_moves:
             return
         tensor = source.tensor
-        reason = check_move(tensor, source.spec, line.move, line.out.spec, self.sizes)
+        reason = check_move(tensor, source.spec, line.move, line.out.spec, self.sizes, folds)
         if reason is not None:
             raise _error(reason, where)
         before, after = (local_bytes(tensor, s, self.sizes) for s in (source.spec, line.out.spec))
@@ -329,10 +349,19 @@ def words_of(program: StageProgram) -> frozenset[str]:
     return reserved_names(program.axis_names) | {DEVICE.name}
 
 
+def folds_over(local: Local, axes: Sequence[int], sizes: Sequence[int]) -> int:
+    """`Split.folds` of a variable's shard over axes."""
+    return sizes[local.folded] if local.folded is not None and local.folded in axes else 1
+
+
 def check_move(
-    tensor: TensorType, source: Spec, move: Move, target: Spec, sizes: Sequence[int]
-) -> str | None:
-    """Why `move` does not turn `source` into `target`; None if it does."""
+    tensor: TensorType, source: Spec, move: Move, target: Spec, sizes: Sequence[int],
+    folds: Sequence[int] = (1, 1),
+) -> str | None:  # fmt: skip
+    """Why `move` does not turn `source` into `target`; None if it does.
+
+    `folds` are those of their shards over the axes of the move.
+    """
     if move.name not in TABLE:
         return f"there is no move {move.name}"
     axes = move.axes
@@ -358,7 +387,7 @@ def check_move(
         expected = (*holders, *axes) if new.is_shard and cell == new.cell else holders
         if target.axes_of(cell) != expected:
             return f"S{cell} is split by axes {target.axes_of(cell)}, not {expected} in this order"
-    splits = _splits(tensor, source, axes, old, new, sizes)
+    splits = _splits(tensor, source, axes, old, new, sizes, folds)
     if move.splits != splits:
         return f"{move.name} cuts {_shown(move.splits)}, not {_shown(splits)}"
     return None
@@ -371,11 +400,13 @@ def _splits(
     old: Placement,
     new: Placement,
     sizes: Sequence[int],
+    folds: Sequence[int],
 ) -> tuple[Split, ...]:
     """The cuts of a move, by the definition of `placement.Move`."""
 
     def outer(dims: Sequence[Sequence[int]], placement: Placement) -> Split:
-        return Split(placement.dim, math.prod(dims[placement.dim][: placement.factor]))
+        size = math.prod(dims[placement.dim][: placement.factor])
+        return Split(placement.dim, size, folds[0 if placement == old else 1])
 
     dims = [list(factors) for factors in local_dims(tensor, source, sizes)]
     if not (old.is_shard and new.is_shard):
@@ -386,7 +417,8 @@ def _splits(
 
 
 def _shown(splits: Sequence[Split]) -> str:
-    return " then ".join(f"dim {s.dim} outer {s.outer}" for s in splits) or "nothing"
+    words = (f"dim {s.dim} outer {s.outer}{f' folds {s.folds}' * (s.folds > 1)}" for s in splits)
+    return " then ".join(words) or "nothing"
 
 
 def describe(line: Line) -> str:

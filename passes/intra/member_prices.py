@@ -134,12 +134,11 @@ class MemberPricer:
             if rule.flops is not None:
                 of_counts = [rule.flops_of(sizes[item.name]) for sizes in self.sizes_at]
                 flops = array_of(self.cases, of_counts) * labelled
-            is_lowered = np.array([strategy.lowering is not None for strategy in item.strategies])
+            lowered = self._lowered_choices(rule, item, chosen[picked])
             times = operator_times_s(
                 rule, item.operator, self.cases.type, self.cases.costs[0], flops, moved,
-                share(is_lowered[chosen]) if rule.fused and rule.lower else 1.0,
+                _rows_shares(lowered, shape) if rule.fused else 1.0,
             )  # fmt: skip
-            lowered = self._lowered_choices(rule, item, chosen[picked])
             inner = self._inner_times_s(lowered, item, times)
             own_bytes = self._own_bytes(item, labelled)
             kept = self._kept_values(group, item, share, first_savers)
@@ -286,6 +285,18 @@ class MemberPricer:
                 of_rank = share(group.is_cut[group.number[name]])
                 found[group.number[name]] = self.cases.size_bytes(owner)[:, None] * of_rank
         return found
+
+
+def _rows_shares(lowered: Sequence[LoweredChoices], shape: tuple[int, int]) -> Array:
+    """[cases, choices]: `rows_share` of `operator_times_s`.
+
+    It is 1 where rows can be in head-tail order (`passes/lowering/head_tail.py`).
+    """
+    shares = np.ones(shape)
+    for of in lowered:
+        is_folded = (len(of.axes) == 1) & (of.sizes.get("c", 1) % 2 == 0)
+        shares[:, of.at] = np.where(is_folded, 1.0, 1.0 / of.n_ranks)
+    return shares
 
 
 def joint_lowering(

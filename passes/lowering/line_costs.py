@@ -41,11 +41,13 @@ class LinePrice:
 
 @dataclass
 class LineCosts:
-    """Prices the operators of one stage under its strategy."""
+    """Prices the operators of one stage under its strategy; `folded` is its folded axis, if any
+    (`head_tail.py`)."""
 
     analysis: Analysis
     strategy: Strategy
     cost: CostModel
+    folded: int | None = None
     # By pattern, because equal operators share one.
     _prices: dict[tuple[Hashable, ...], LinePrice] = field(default_factory=dict, init=False)
 
@@ -83,10 +85,16 @@ class LineCosts:
             self.cost,
             np.array([flops]),
             Moved.of(sizes, self.fused.get(operator.name), np.zeros(1)),
-            1.0 / math.prod(self.sizes[axis] for axis in chosen.lowered_axes),
+            self._rows_share(chosen),
         )
         forward_s, backward_s, again_s = (float(of[0]) for of in times)
         return LinePrice(flops, whole * n_matmuls, forward_s, backward_s, again_s, share)
+
+    def _rows_share(self, chosen: OperatorStrategy) -> float:
+        """`rows_share` of `operator_times_s`: in head-tail order all ranks skip as much."""
+        if chosen.lowered_axes == (self.folded,):
+            return 1.0
+        return 1.0 / math.prod(self.sizes[axis] for axis in chosen.lowered_axes)
 
     def share(self, operator: Operator, price: LinePrice) -> float:
         """What share of the bytes measured on whole tensors one rank has, per microbatch."""

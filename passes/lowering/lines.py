@@ -24,8 +24,10 @@ from autopar.passes.analysis import (
     override,
     prologue_lines,
 )
+from autopar.passes.lowering.factor_kinds import FactorKinds
 from autopar.passes.lowering.fusion import fuse_bias
 from autopar.passes.lowering.gathers import with_gathers_first, with_shared_prices
+from autopar.passes.lowering.head_tail import HeadTail
 from autopar.passes.lowering.line_costs import LineCosts
 from autopar.passes.lowering.segments import with_segments
 from autopar.passes.reshard import MoveStep, reshard_table, step_time_s
@@ -39,7 +41,6 @@ from autopar.program.lines import (
     ChangedBuffer,
     Delivered,
     DetachLine,
-    FactorKind,
     GatherLine,
     Line,
     Local,
@@ -58,7 +59,7 @@ from autopar.program.lines import (
     reserved_names,
     suffix,
 )
-from autopar.rules import GROUP, rule_for
+from autopar.rules import FOLDED, GROUP, rule_for
 from autopar.schedule import ORDERS, forward_only
 
 # A move, and its forward and backward seconds.
@@ -95,7 +96,9 @@ class _Lowering:
         self.sizes = self.cost.mesh.sizes
         self.active = self.cost.mesh.active_axes
         self.types = self.strategy.types
-        self.line_costs = LineCosts(self.analysis, self.strategy, self.cost)
+        self.kinds = FactorKinds(self.analysis, self.strategy)
+        self.head_tail = HeadTail.of(self.analysis, self.strategy, self.cost.mesh, self.kinds)
+        self.line_costs = LineCosts(self.analysis, self.strategy, self.cost, self.head_tail.axis)
         self.taken |= reserved_names(self.cost.mesh.names)
 
     def run(self) -> StageProgram:
@@ -160,35 +163,9 @@ class _Lowering:
         info = self.program.parameters.get(value)
         return Local(
             name, self.shapes[key], self.analysis.dtypes[value], spec, tensor.dims,
-            tensor.has_grad, info.reduce_dtype if info else None, self._factor_kinds(value),
+            tensor.has_grad, info.reduce_dtype if info else None, self.kinds.of(value),
+            self.head_tail.axis if self.head_tail.folds(value, spec) > 1 else None,
         )  # fmt: skip
-
-    def _factor_kinds(self, value: str) -> tuple[tuple[FactorKind, ...], ...]:
-        classes = self.analysis.types.classes[value]
-        return tuple(tuple(self._kinds.get(c, "sequence") for c in dim) for dim in classes)
-
-    @cached_property
-    def _kinds(self) -> Mapping[int, FactorKind]:
-        """Class of factors (`program/graph/factors.py`) -> its kind, if that is not "sequence"."""
-        classes, rows = self.analysis.types.classes, self.strategy.batch_cells
-        weights = self._weights or tuple(self.program.parameters)
-        kinds = dict[int, FactorKind]((c, "tensor") for n in weights for d in classes[n] for c in d)
-        return kinds | {classes[v][dim][k]: "data" for v, (dim, k) in rows.items() if v in classes}
-
-    @property
-    def _weights(self) -> tuple[str, ...]:
-        """The parameters, or views of them, that matmuls and embeddings read.
-
-        Positions that are added to activations have factors of their own, which are no features.
-        """
-        of_parameters = {*self.program.parameters, *self.analysis.parameter_views}
-        return tuple(
-            value
-            for operator in self.analysis.operators
-            if (rule := rule_for(str(operator.call.op))).flops is not None or rule.lower
-            for value in operator.inputs
-            if value in of_parameters
-        )
 
     def _moves(
         self, value: str, tensor: TensorType, source: Spec, target: Spec,
@@ -198,15 +175,17 @@ class _Lowering:
 
         A chain is one expression in the generated program, so its intermediates need no names.
         """
-        lines, at = [], first
+        lines, at, before = [], first, source
         restricted = self.strategy.sequence_forbidden and value not in self.program.parameters
         steps = self._steps(tensor, source, target, restricted)
         for k, (step, forward, backward) in enumerate(steps, start=1):
             own = name if k == len(steps) or is_chain else self._unique(f"{name}_{k}")
             out = self._placed(own, value, tensor, step.target)
+            move = self.head_tail.fold(step.move, value, before, step.target)
+            before = step.target
             lines.append(
                 MoveLine(
-                    out, at, step.move, value, phase, step.forward_bytes,
+                    out, at, move, value, phase, step.forward_bytes,
                     step.backward_bytes if tensor.has_grad else 0, forward, backward,
                     tensor.has_grad,
                 )
@@ -397,6 +376,7 @@ class _Lowering:
         schema = operator.call.args
         values = {**schema, **dict(zip(schema, args, strict=False)), **kwargs}
         values[GROUP] = Ref(group_name(self.cost.mesh.names, chosen.lowered_axes))
+        values[FOLDED] = chosen.lowered_axes == (self.head_tail.axis,)
         return tuple(values[name] for name in chosen.lowered.arguments)
 
     def _receive(self, value: str) -> Boundary:

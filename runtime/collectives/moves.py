@@ -51,25 +51,25 @@ def apply_primitive(kind: PrimitiveKind, x: Tensor, g: Group, splits: Sequence[S
 class MoveFunction:
     """The row `name` of the table as a function of a tensor and a group.
 
-    `dim` and `outer` are the split of a move to or from Shard; `source` and `target` are the two
-    splits of `s_to_s`, as (dim, outer).
+    `dim`, `outer` and `folds` are the split of a move to or from Shard; `source` and `target` are
+    the two splits of `s_to_s`, as (dim, outer) or (dim, outer, folds).
     """
 
     name: str
 
     def __call__(
-        self, x: Tensor, g: Group, dim: int | None = None, outer: int = 1,
-        source: tuple[int, int] | None = None, target: tuple[int, int] | None = None,
+        self, x: Tensor, g: Group, dim: int | None = None, outer: int = 1, folds: int = 1,
+        source: tuple[int, ...] | None = None, target: tuple[int, ...] | None = None,
     ) -> Tensor:  # fmt: skip
-        splits = _splits(dim, outer, source, target)
+        splits = _splits(dim, outer, folds, source, target)
         return apply_primitive(TABLE[self.name][0], x, g, splits).contiguous()
 
     def start(
-        self, x: Tensor, g: Group, dim: int | None = None, outer: int = 1,
-        source: tuple[int, int] | None = None, target: tuple[int, int] | None = None,
+        self, x: Tensor, g: Group, dim: int | None = None, outer: int = 1, folds: int = 1,
+        source: tuple[int, ...] | None = None, target: tuple[int, ...] | None = None,
     ) -> Pending[Tensor]:  # fmt: skip
         """Begin the move. `x` must not be written before the wait."""
-        kind, splits = TABLE[self.name][0], _splits(dim, outer, source, target)
+        kind, splits = TABLE[self.name][0], _splits(dim, outer, folds, source, target)
         if kind in COLLECTIVES:
             return g.start(kind, x, splits)
         return Pending(apply_primitive(kind, x, g, splits).contiguous())
@@ -92,11 +92,12 @@ class MoveFunction:
 
 
 def _splits(
-    dim: int | None, outer: int, source: tuple[int, int] | None, target: tuple[int, int] | None
-) -> tuple[Split, ...]:
+    dim: int | None, outer: int, folds: int,
+    source: tuple[int, ...] | None, target: tuple[int, ...] | None,
+) -> tuple[Split, ...]:  # fmt: skip
     if source is not None and target is not None:
         return Split(*source), Split(*target)
-    return () if dim is None else (Split(dim, outer),)
+    return () if dim is None else (Split(dim, outer, folds),)
 
 
 # Forward primitive | backward primitive.

@@ -12,10 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from autopar.errors import BatchError
-from autopar.placement import Spec
+from autopar.placement import Spec, intervals_of
 from autopar.program.lines import Delivered, batch_shards
 
 
@@ -64,8 +65,10 @@ def shard(
     sizes: Sequence[int],
     coordinate: Sequence[int],
     skip: tuple[int, int] | None = None,
+    folded: int | None = None,
 ) -> Tensor:
-    """One rank's part of a whole tensor; factor `skip` is already cut."""
+    """One rank's part of a whole tensor; factor `skip` is already cut, and the shard on axis
+    `folded` is in head-tail order."""
     left = [list(factors) for factors in dims]
     out = whole
     for axis in spec.order or range(len(sizes)):
@@ -78,8 +81,12 @@ def shard(
         if placement.cell == skip:
             continue
         outer, inner = math.prod(left[dim][:factor]), math.prod(left[dim][factor + 1 :])
-        seen = out.reshape(*out.shape[:dim], outer, n, size * inner, *out.shape[dim + 1 :])
-        part = seen.select(dim + 1, coordinate[axis])
+        seen = out.reshape(*out.shape[:dim], outer, n * size, inner, *out.shape[dim + 1 :])
+        parts = [
+            seen.narrow(dim + 1, start, stop - start)
+            for start, stop in intervals_of(coordinate[axis], n, n * size, axis == folded)
+        ]
+        part = torch.cat(parts, dim + 1) if len(parts) > 1 else parts[0]
         out = part.reshape(*out.shape[:dim], outer * size * inner, *out.shape[dim + 1 :])
     return out
 
@@ -102,6 +109,7 @@ def deliver(
     if is_local and item.batch_cell is not None:
         blocks = max(n_blocks // batch_shards(item, sizes), 1)
         part = microbatch_of(value, item, microbatch, n_microbatches, blocks)
-        return shard(part, dims, item.local.spec, sizes, coordinate, skip=item.batch_cell)
+        cell, folded = item.batch_cell, item.local.folded
+        return shard(part, dims, item.local.spec, sizes, coordinate, cell, folded)
     part = microbatch_of(value, item, microbatch, n_microbatches, n_blocks)
-    return shard(part, dims, item.local.spec, sizes, coordinate)
+    return shard(part, dims, item.local.spec, sizes, coordinate, folded=item.local.folded)

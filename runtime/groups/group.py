@@ -8,6 +8,8 @@ local size outer * rest, a `Split(dim, outer)` cuts or concatenates along `rest`
     cut   [.., outer * n * rest, ..] -> [n, .., outer * rest, ..]     (`cut`)
     join  [n, .., outer * rest, ..]  -> [.., outer * n * rest, ..]    (`join`, its inverse)
 
+both in head-tail order if the split folds.
+
     all_gather     = join . gather
     reduce_scatter = scatter-sum . cut
     all_to_all     = join(source) . transpose . cut(target)
@@ -33,7 +35,7 @@ import torch
 from torch import Tensor
 
 from autopar.errors import VerificationError
-from autopar.placement import PrimitiveKind, Split
+from autopar.placement import PrimitiveKind, Split, head_tail_order
 from autopar.runtime.flight import FlightRecord, watch
 from autopar.runtime.groups.pending import Pending
 
@@ -134,7 +136,7 @@ WORLD_AXIS = "world"
 
 def cut(x: Tensor, split: Split, n_pieces: int) -> Tensor:
     """The pieces of `x` along `split`, stacked on a new leading dim; contiguous."""
-    dim = split.dim
+    dim, x = split.dim, in_cut_order(x, split)
     parts = x.unflatten(dim, (split.outer, n_pieces, _rest(x, split, n_pieces)))
     return parts.movedim(dim + 1, 0).flatten(dim + 1, dim + 2).contiguous()
 
@@ -144,7 +146,28 @@ def join(stack: Tensor, split: Split) -> Tensor:
     dim = split.dim
     rest = _rest(stack[0], split, 1)
     parts = stack.unflatten(dim + 1, (split.outer, rest)).movedim(0, dim + 1)
-    return parts.flatten(dim, dim + 2).contiguous()
+    return in_own_order(parts.flatten(dim, dim + 2), split).contiguous()
+
+
+def in_cut_order(x: Tensor, split: Split) -> Tensor:
+    """A whole tensor, in the order in which `split` cuts it."""
+    return _permuted(x, split, head_tail_order(split.folds)) if split.folds > 1 else x
+
+
+def in_own_order(x: Tensor, split: Split) -> Tensor:
+    """The inverse of `in_cut_order`."""
+    if split.folds == 1:
+        return x
+    order = head_tail_order(split.folds)
+    return _permuted(x, split, sorted(range(len(order)), key=order.__getitem__))
+
+
+def _permuted(x: Tensor, split: Split, order: Sequence[int]) -> Tensor:
+    """`x` with the pieces of each outer block in another order."""
+    dim, n = split.dim, len(order)
+    pieces = x.unflatten(dim, (split.outer, n, _rest(x, split, n)))
+    index = torch.tensor(order, device=x.device)
+    return pieces.index_select(dim + 1, index).flatten(dim, dim + 2)
 
 
 def _rest(x: Tensor, split: Split, n_pieces: int) -> int:
@@ -278,6 +301,7 @@ class Group(ABC):
 
     def slice(self, x: Tensor, split: Split) -> Tensor:
         """This rank's piece of `x` along `split`; no communication."""
+        x = in_cut_order(x, split)
         dim, rest = split.dim, _rest(x, split, self.size)
         out = torch.empty(_replaced(x, dim, split.outer * rest), dtype=x.dtype, device=x.device)
         parts = x.detach().unflatten(dim, (split.outer, self.size, rest))
@@ -292,7 +316,7 @@ class Group(ABC):
         )
         parts = out.unflatten(dim, (split.outer, self.size, rest))
         parts.select(dim + 1, self.rank).copy_(x.detach().unflatten(dim, (split.outer, rest)))
-        return out
+        return in_own_order(out, split)
 
     def keep_first(self, x: Tensor) -> Tensor:
         """`x` on the group's first rank, zeros on the others; no communication."""

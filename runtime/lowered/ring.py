@@ -1,4 +1,4 @@
-"""Attention over queries, keys and values that are all sharded contiguously on a group.
+"""Attention over queries, keys and values that are all sharded alike on a group.
 
 Rank r of p holds rows [r·s, (r+1)·s) of the query and keys [r·u, (r+1)·u), with their values. The
 keys and values go round a ring: in step i, rank r has those of rank r − i, computes with them, and
@@ -15,7 +15,8 @@ them home.
 
 If causal, rows and keys of a rank are equally many. A rank sees all keys of the ranks before it,
 its own up to the row, and none of the ranks after it: it skips those. So the last rank computes
-most.
+most. In head-tail order (`autopar/placement/head_tail.py`) all compute as much: all rows see the
+head of a rank before, and rows of the tail see all keys of a rank after.
 """
 
 from __future__ import annotations
@@ -38,56 +39,71 @@ aten = torch.ops.aten
 
 def _attention(
     query: Tensor, key: Tensor, value: Tensor, g: Group,
-    is_causal: bool, scale: float | None, grouped: bool,
+    is_causal: bool, scale: float | None, grouped: bool, folded: bool = False,
 ) -> tuple[Tensor, Kept]:  # fmt: skip
     """This rank's rows: b h c e, b n t e, b n t f -> b h c f. Dims before `h` may be more or fewer.
 
-    `grouped` is `enable_gqa` of torch's operator: `h` is a multiple of `n`.
+    `grouped` is `enable_gqa` of torch's operator: `h` is a multiple of `n`. `folded` says that rows
+    and keys are in head-tail order.
     """
     kernel = _Kernel(1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    seen = _Seen(g.rank, is_causal, folded)
     q, k, v = map(_four_dims, (query, key, value))
     total, total_lse = q.new_empty(0), q.new_empty(0)
-    for step in _steps(g, is_causal, k, v):
-        if not step.is_seen:
-            continue
-        out, lse = kernel.forward(q, step.key, step.value, step.is_own and is_causal)
-        if step.is_own:
-            total, total_lse = out.to(working_dtype(out.dtype)), lse
-            continue
-        both = torch.logaddexp(total_lse, lse)
-        total.mul_((total_lse - both).exp_().unsqueeze(-1))
-        total.add_((lse - both).exp_().unsqueeze(-1) * out)
-        total_lse = both
+    for source, block in _round(g, _Block.of(k, v, k.dtype)):
+        for rows, keys in seen.parts(source, q.shape[-2], k.shape[-2]):
+            causal, part = is_causal and source == g.rank, block.part(keys)
+            out, lse = kernel.forward(q[..., rows, :], part.key, part.value, causal)
+            if source == g.rank:
+                total, total_lse = out.to(working_dtype(out.dtype)), lse
+            else:
+                _add_part(total[..., rows, :], total_lse[..., rows], out, lse)
     out = total.to(q.dtype)
-    return out.view(*query.shape[:-1], value.shape[-1]), (out, total_lse, g, is_causal, kernel)
+    kept = out, total_lse, g, seen, kernel
+    return out.view(*query.shape[:-1], value.shape[-1]), kept
+
+
+def _add_part(total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> None:
+    """Add attention to other keys, in place."""
+    both = torch.logaddexp(total_lse, lse)
+    total.mul_((total_lse - both).exp_().unsqueeze(-1))
+    total.add_((lse - both).exp_().unsqueeze(-1) * out)
+    total_lse.copy_(both)
 
 
 def _attention_backward(
     kept: Kept, inputs: Sequence[Tensor], gradients: Sequence[Tensor], wanted: Sequence[bool]
 ) -> tuple[Tensor | None, ...]:
-    out, lse, g, is_causal, kernel = kept
+    out, lse, g, seen, kernel = kept
     q, k, v = map(_four_dims, inputs)
     grad = _four_dims(gradients[0])
     wide = working_dtype(q.dtype)
     of_query = torch.zeros_like(q, dtype=wide)
     of_block, coming = _Block.of(torch.zeros_like(k), torch.zeros_like(v), wide), None
     with phase("backward", g.context):
-        for step in _steps(g, is_causal, k, v):
-            if step.is_seen:
-                causal = step.is_own and is_causal
-                parts = kernel.backward(grad, q, step.key, step.value, out, lse, causal)
-                of_query += parts[0]
+        for source, block in _round(g, _Block.of(k, v, k.dtype)):
+            found = []
+            for rows, keys in seen.parts(source, q.shape[-2], k.shape[-2]):
+                causal, part = seen.is_causal and source == g.rank, block.part(keys)
+                mine = (x[..., rows, :] for x in (grad, q))
+                whole = out[..., rows, :], lse[..., rows]
+                of_rows, *of_keys = kernel.backward(*mine, part.key, part.value, *whole, causal)
+                of_query[..., rows, :] += of_rows
+                found.append((keys, of_keys))
             if coming is not None:
                 of_block = replace(of_block, flat=coming.wait())
-            if step.is_seen:
-                of_block.add(*parts[1:])
+            for keys, (of_key, of_value) in found:
+                part = of_block.part(keys)
+                part.key.add_(of_key)
+                part.value.add_(of_value)
             coming = g.shift(of_block.flat)
         assert coming is not None, "a group has a rank"
         of_block = replace(of_block, flat=coming.wait())
-    found = (of_query, of_block.key, of_block.value)
     return tuple(
         part.to(x.dtype).view(x.shape) if is_wanted else None
-        for part, x, is_wanted in zip(found, inputs, wanted, strict=True)
+        for part, x, is_wanted in zip(
+            (of_query, of_block.key, of_block.value), inputs, wanted, strict=True
+        )
     )
 
 
@@ -97,32 +113,46 @@ def _four_dims(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
 
 
-class _Step(NamedTuple):
-    """The keys and values of one rank, while the ring is in this step.
+@dataclass(frozen=True)
+class _Seen:
+    """Which rows of a rank see which keys of another, all of them but for its own if causal."""
 
-    is_own     they are this rank's
-    is_seen    some row of this rank sees some of them
-    """
+    rank: int
+    is_causal: bool
+    folded: bool
 
-    key: Tensor
-    value: Tensor
-    is_own: bool
-    is_seen: bool
+    def parts(self, source: int, n_rows: int, n_keys: int) -> Iterator[tuple[slice, slice]]:
+        """The rows and the keys of rank `source`; nothing if no row sees one."""
+        rows, keys = slice(None), slice(None)
+        if self.is_causal and source != self.rank:
+            if not self.folded and source > self.rank:
+                return
+            if self.folded and source < self.rank:
+                keys = slice(0, n_keys // 2)
+            elif self.folded:
+                rows = slice(n_rows // 2, None)
+        yield rows, keys
 
 
-def _steps(g: Group, is_causal: bool, key: Tensor, value: Tensor) -> Iterator[_Step]:
-    """All ranks' keys and values, this rank's first. The next ones come while one is used."""
-    block = _Block.of(key, value, key.dtype)
+def _round(g: Group, block: _Block) -> Iterator[tuple[int, _Block]]:
+    """Each rank with its keys and values, this rank first. The next come while these are used."""
     for i in range(g.size):
         coming = g.shift(block.flat) if i + 1 < g.size else None
-        yield _Step(block.key, block.value, i == 0, not is_causal or i <= g.rank)
+        yield (g.rank - i) % g.size, block
         if coming is not None:
             block = replace(block, flat=coming.wait())
 
 
+class _Part(NamedTuple):
+    """Some of the keys, with their values."""
+
+    key: Tensor
+    value: Tensor
+
+
 @dataclass(frozen=True)
 class _Block:
-    """Keys and values, or their gradients, in one message: `flat`."""
+    """Keys and values of a rank, or their gradients, in one message: `flat`."""
 
     flat: Tensor
     key_shape: torch.Size
@@ -133,6 +163,10 @@ class _Block:
         flat = torch.cat((key.reshape(-1), value.reshape(-1))).to(dtype)
         return _Block(flat, key.shape, value.shape)
 
+    def part(self, keys: slice) -> _Part:
+        """Views of some of them."""
+        return _Part(self.key[..., keys, :], self.value[..., keys, :])
+
     @property
     def key(self) -> Tensor:
         return self.flat[: self.key_shape.numel()].view(self.key_shape)
@@ -140,11 +174,6 @@ class _Block:
     @property
     def value(self) -> Tensor:
         return self.flat[self.key_shape.numel() :].view(self.value_shape)
-
-    def add(self, key: Tensor, value: Tensor) -> None:
-        """Add to both, in place."""
-        self.key.add_(key)
-        self.value.add_(value)
 
 
 @dataclass(frozen=True)
@@ -273,7 +302,7 @@ def _shared(grad: Tensor, x: Tensor) -> Tensor:
 
 def _like(
     query: Tensor, key: Tensor, value: Tensor, g: Group,
-    is_causal: bool, scale: float | None, grouped: bool,
+    is_causal: bool, scale: float | None, grouped: bool, folded: bool = False,
 ) -> Tensor:  # fmt: skip
     """Attention by the same kernel to the keys of one rank."""
     out: Tensor = F.scaled_dot_product_attention(

@@ -6,6 +6,9 @@ first, with sizes p and the rank at positions c, the box has the interval
 
     [o, o + n / prod(p)),    o = sum_i c_i * n / (p_1 ... p_i)          (`_box`)
 
+On a folded axis, whose shards are in head-tail order (`placement/head_tail.py`), a part is two
+boxes: so it is cut further by inner axes as one after the other.
+
 A rank *owns* its part if it is at position 0 of every axis that does not cut the tensor. So the
 parts of the owners tile the tensor. On an axis of more than one rank
 
@@ -28,10 +31,20 @@ from functools import lru_cache
 
 from autopar.errors import VerificationError
 from autopar.mesh import LogicalMesh
-from autopar.placement import P, R, Spec, TensorType, illegal_reason, local_dims
+from autopar.placement import (
+    P,
+    R,
+    Spec,
+    TensorType,
+    illegal_reason,
+    intervals_of,
+    local_dims,
+)
 
 # One interval [start, stop) per factor.
 _Box = tuple[tuple[int, int], ...]
+# Where a box begins in the tensor that holds it, per factor.
+_At = tuple[int, ...]
 
 
 @dataclass(frozen=True)
@@ -59,15 +72,16 @@ def slices(
     source_mesh: LogicalMesh,
     target: Spec,
     target_mesh: LogicalMesh,
+    folded: tuple[int | None, int | None] = (None, None),
 ) -> tuple[Slice, ...]:
     """The slices that take a tensor from `source` to `target`, by source rank, then target rank.
 
     `dims` are its global factor sizes per dim. A tensor without dims is one slice of shape (). A
-    tensor without elements has no slices.
+    tensor without elements has no slices. `folded` are the folded axes of both ends.
 
     Raises `VerificationError` for specs that cannot be sent or received.
     """
-    return _slices(tuple(map(tuple, dims)), source, source_mesh, target, target_mesh)
+    return _slices(tuple(map(tuple, dims)), source, source_mesh, target, target_mesh, folded)
 
 
 @lru_cache(maxsize=256)
@@ -77,15 +91,17 @@ def _slices(
     source_mesh: LogicalMesh,
     target: Spec,
     target_mesh: LogicalMesh,
+    folded: tuple[int | None, int | None],
 ) -> tuple[Slice, ...]:
     _check("sent", dims, source, source_mesh, (R.kind, "S"))
     _check("received", dims, target, target_mesh, (P.kind, "S"))
     if any(0 in factors for factors in dims):
         return ()
-    ranks = {box: rank for rank, box in _owned(dims, target, target_mesh)}
+    ends = _owned(dims, target, target_mesh, folded[1])
+    targets = {box: (rank, at) for rank, box, at in ends}
     found = []
-    for source_rank, box in _owned(dims, source, source_mesh):
-        for target_rank, other in _overlapping(box, ranks):
+    for source_rank, box, source_at in _owned(dims, source, source_mesh, folded[0]):
+        for target_rank, other, target_at in _overlapping(box, targets):
             common = tuple(
                 (max(a, b), min(c, d)) for (a, c), (b, d) in zip(box, other, strict=True)
             )
@@ -93,21 +109,30 @@ def _slices(
                 Slice(
                     source_rank,
                     target_rank,
-                    _inner_slices(common, box),
-                    _inner_slices(common, other),
+                    _inner_slices(common, box, source_at),
+                    _inner_slices(common, other, target_at),
                     tuple(stop - start for start, stop in common),
                 )
             )
     return tuple(found)
 
 
-def _overlapping(box: _Box, ranks: Mapping[_Box, int]) -> list[tuple[int, _Box]]:
-    """The boxes of `ranks` that intersect `box`, by rank. They are equal and tile the tensor."""
-    intervals = []
-    for (start, stop), (a, b) in zip(box, next(iter(ranks)), strict=True):
-        n = b - a
-        intervals.append([(k * n, (k + 1) * n) for k in range(start // n, -(-stop // n))])
-    return sorted((ranks[other], other) for other in itertools.product(*intervals))
+def _overlapping(box: _Box, targets: Mapping[_Box, tuple[int, _At]]) -> list[tuple[int, _Box, _At]]:
+    """The boxes of `targets` that intersect `box`, by rank. They tile the tensor."""
+    sizes = {tuple(b - a for a, b in other) for other in targets}
+    if len(sizes) > 1:  # of folded parts that an inner axis cuts unevenly
+        near = [
+            other
+            for other in targets
+            if all(a < d and c < b for (a, b), (c, d) in zip(box, other, strict=True))
+        ]
+    else:
+        intervals = [
+            [(k * n, (k + 1) * n) for k in range(start // n, -(-stop // n))]
+            for (start, stop), n in zip(box, sizes.pop(), strict=True)
+        ]
+        near = [*itertools.product(*intervals)]
+    return sorted((rank, other, at) for other in near for rank, at in [targets[other]])
 
 
 def local_factors(
@@ -141,33 +166,50 @@ def _check(
 
 
 def _owned(
-    dims: Sequence[Sequence[int]], spec: Spec, mesh: LogicalMesh
-) -> Iterator[tuple[int, _Box]]:
-    """(rank, box) of every rank that owns its part, by rank."""
+    dims: Sequence[Sequence[int]], spec: Spec, mesh: LogicalMesh, folded: int | None
+) -> Iterator[tuple[int, _Box, _At]]:
+    """(rank, box, its place in the rank's tensor) of the ranks that own their parts, by rank."""
     whole = [axis for axis, p in enumerate(spec.placements) if not p.is_shard]
     for rank in mesh.ranks:
         coordinate = mesh.coordinate(rank)
         if not any(coordinate[axis] for axis in whole):
-            yield rank, _box(dims, spec, mesh.sizes, coordinate)
+            for boxes in itertools.product(*_intervals(dims, spec, mesh.sizes, coordinate, folded)):
+                yield rank, tuple(box for box, _ in boxes), tuple(at for _, at in boxes)
 
 
-def _box(
-    dims: Sequence[Sequence[int]], spec: Spec, sizes: Sequence[int], coordinate: Sequence[int]
-) -> _Box:
-    """The part of the rank at `coordinate`: one interval per factor."""
-    intervals = []
+def _intervals(
+    dims: Sequence[Sequence[int]], spec: Spec, sizes: Sequence[int], coordinate: Sequence[int],
+    folded: int | None,
+) -> Iterator[list[tuple[tuple[int, int], int]]]:  # fmt: skip
+    """Per factor, what the rank at `coordinate` has of it: intervals, with their places there."""
     for dim, factors in enumerate(dims):
         for factor, n in enumerate(factors):
-            start = 0
+            parts = [(0, n)]
             for axis in spec.axes_of((dim, factor)):
-                n //= sizes[axis]
-                start += coordinate[axis] * n
-            intervals.append((start, start + n))
-    return tuple(intervals)
+                n_ranks, k = sizes[axis], coordinate[axis]
+                if axis == folded:
+                    parts = intervals_of(k, n_ranks, n, True)
+                else:
+                    parts = _between(parts, *intervals_of(k, n_ranks, n, False)[0])
+                n //= n_ranks
+            ends = itertools.accumulate((stop - start for start, stop in parts), initial=0)
+            yield list(zip(parts, ends, strict=False))
 
 
-def _inner_slices(part: _Box, box: _Box) -> tuple[slice, ...]:
-    """`part` as an index into the tensor that holds `box`."""
+def _between(parts: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
+    """The intervals of elements [start, stop) of `parts`, one after the other."""
+    found, before = [], 0
+    for a, b in parts:
+        first, last = max(start, before), min(stop, before + b - a)
+        if first < last:
+            found.append((a + first - before, a + last - before))
+        before += b - a
+    return found
+
+
+def _inner_slices(part: _Box, box: _Box, at: _At) -> tuple[slice, ...]:
+    """`part` as an index into the tensor that holds `box` at these places."""
     return tuple(
-        slice(start - base, stop - base) for (start, stop), (base, _) in zip(part, box, strict=True)
+        slice(start - base + place, stop - base + place)
+        for (start, stop), (base, _), place in zip(part, box, at, strict=True)
     )

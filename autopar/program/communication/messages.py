@@ -90,8 +90,9 @@ def crossing_slices(pipeline: Pipeline, crossing: Crossing) -> tuple[Slice, ...]
     sent, received = crossing.sent.local, crossing.received.local
     meshes = pipeline.meshes
     return slices(
-        sent.dims, sent.spec, meshes[crossing.source], received.spec, meshes[crossing.target]
-    )
+        sent.dims, sent.spec, meshes[crossing.source], received.spec, meshes[crossing.target],
+        (sent.folded, received.folded),
+    )  # fmt: skip
 
 
 def tied_slices(pipeline: Pipeline, tie: Tie, source: int, target: int) -> tuple[Slice, ...]:

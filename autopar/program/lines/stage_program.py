@@ -40,7 +40,7 @@ class Local:
 
     `dims` are the global factor sizes, of one microbatch. `gradient_dtype` is that of the gradient
     if it is another one, as of a parameter in mixed precision. `factor_kinds` has a `FactorKind`
-    per factor of `dims`.
+    per factor of `dims`. `folded` is the axis whose shard is in head-tail order, if there is one.
     """
 
     name: str
@@ -51,6 +51,7 @@ class Local:
     has_grad: bool = False
     gradient_dtype: torch.dtype | None = None
     factor_kinds: tuple[tuple[FactorKind, ...], ...] = field(default=(), compare=False, repr=False)
+    folded: int | None = None
 
     def shard_kind(self, axis: int) -> ShardKind:
         """What the ranks of a mesh axis have of this tensor."""
