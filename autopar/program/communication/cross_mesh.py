@@ -7,7 +7,8 @@ first, with sizes p and the rank at positions c, the box has the interval
     [o, o + n / prod(p)),    o = sum_i c_i * n / (p_1 ... p_i)          (`_box`)
 
 On a folded axis, whose shards are in head-tail order (`placement/head_tail.py`), a part is two
-boxes: so it is cut further by inner axes as one after the other.
+boxes, one after the other, as which inner axes cut it. If both ends are folded alike, elements are
+numbered in that order, and a part is one box.
 
 A rank *owns* its part if it is at position 0 of every axis that does not cut the tensor. So the
 parts of the owners tile the tensor. On an axis of more than one rank
@@ -81,6 +82,10 @@ def slices(
 
     Raises `VerificationError` for specs that cannot be sent or received.
     """
+    ends = (source, source_mesh, folded[0]), (target, target_mesh, folded[1])
+    folds = [(spec.placements[a], mesh.sizes[a]) for spec, mesh, a in ends if a is not None]
+    if len(folds) == 2 and folds[0] == folds[1]:
+        folded = None, None
     return _slices(tuple(map(tuple, dims)), source, source_mesh, target, target_mesh, folded)
 
 
@@ -114,7 +119,7 @@ def _slices(
                     tuple(stop - start for start, stop in common),
                 )
             )
-    return tuple(found)
+    return tuple(sorted(found, key=lambda piece: (piece.source_rank, piece.target_rank)))
 
 
 def _overlapping(box: _Box, targets: Mapping[_Box, tuple[int, _At]]) -> list[tuple[int, _Box, _At]]:

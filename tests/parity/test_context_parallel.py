@@ -1,0 +1,71 @@
+"""One sequence shared by ranks: whole models, with attention round a ring or by rows."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from transformers import (
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    PreTrainedModel,
+)
+
+from autopar.capture import capture
+from autopar.passes.analysis import Analysis
+from autopar.passes.intra import Constraints, PlacementRequest, choose
+from autopar.passes.lowering import lower
+from tests.helpers.harness import abstract_cost, generated_code, thread_step
+from tests.helpers.nightly import sampled
+
+__all__ = ["generated_code"]
+
+N_TOKENS, VOCABULARY, WIDTH = 32, 64, 24
+
+
+def gpt2() -> PreTrainedModel:
+    """Three heads, which two ranks cannot share, and a table of learned positions."""
+    dropout = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
+    shape = {"n_layer": 2, "n_head": 3, "n_embd": WIDTH, "n_positions": N_TOKENS}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **shape, **dropout, **ends))
+
+
+def llama() -> PreTrainedModel:
+    """Three heads share one key head, fewer than ranks; rotary positions."""
+    shape = {"num_hidden_layers": 2, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH}
+    heads = {"num_attention_heads": 3, "num_key_value_heads": 1}
+    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **shape, **heads, **ends))
+
+
+MODELS = {"gpt2": gpt2, "llama": llama}
+CASES = [
+    (m, sizes, f) for m in MODELS for sizes in ((2,), (4,), (2, 2)) for f in ("ring", "causal")
+]
+
+
+@pytest.mark.parametrize(
+    ("model", "sizes", "function"),
+    sampled(CASES, [("gpt2", (4,), "ring"), ("llama", (2,), "causal")]),
+)
+def test_a_step_on_one_sequence(model: str, sizes: tuple[int, ...], function: str) -> None:
+    """Labels are shifted by the model, some are ignored; over one axis shards are head and tail."""
+    torch.manual_seed(0)
+    ids = torch.randint(0, VOCABULARY, (1, N_TOKENS))
+    batch = {"input_ids": ids, "labels": ids.clone()}
+    batch["labels"][0, 3] = -100
+    program = capture(MODELS[model](), batch, precision="fp64")
+    # Where compute hides no messages, keys are gathered: that is as many bytes in fewer calls.
+    cost = replace(abstract_cost(sizes), hides=function == "ring")
+    analysis = Analysis.of(program)
+    request = PlacementRequest(cost, 1, Constraints())
+    strategy = choose(analysis, request, "adamw", None).strategy
+    lowered = {of.lowered.function for of in strategy.operators.values() if of.lowered is not None}
+    assert f"{function}_attention" in lowered
+    variables = lower(analysis, strategy, cost).variables.values()
+    assert any(local.folded is not None for local in variables) == (len(sizes) == 1)
+    assert thread_step(analysis, cost, strategy, batch, 0).wrong == {}
