@@ -9,7 +9,7 @@ It mainly hands on `Spec`, `Move` and `Notation`.
 """
 
 from autopar.placement.head_tail import folds_of, head_tail_order, intervals_of
-from autopar.placement.moves import COLLECTIVES, TABLE, Move, PrimitiveKind, Split
+from autopar.placement.moves import COLLECTIVES, COMMUNICATION, TABLE, Move, PrimitiveKind, Split
 from autopar.placement.notation import ELLIPSIS, Dim, Notation, Term
 from autopar.placement.pins import Pin, parse_pins
 from autopar.placement.shards import difference, gather, gradient_spec, scatter
@@ -35,6 +35,7 @@ from autopar.placement.spec import (
 
 __all__ = [
     "COLLECTIVES",
+    "COMMUNICATION",
     "ELLIPSIS",
     "PREFERENCE",
     "TABLE",

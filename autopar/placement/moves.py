@@ -23,8 +23,10 @@ PrimitiveKind = Literal[
     "keep_first",
 ]
 COLLECTIVES: frozenset[str] = frozenset(
-    {"all_reduce", "all_gather", "reduce_scatter", "all_to_all", "send_recv"}
+    {"all_reduce", "all_gather", "reduce_scatter", "all_to_all"}
 )
+# Also messages round a ring, which are no part of a move.
+COMMUNICATION = COLLECTIVES | {"send_recv"}
 
 # name -> (forward primitive, backward primitive)
 TABLE: dict[str, tuple[PrimitiveKind, PrimitiveKind]] = {

@@ -70,8 +70,7 @@ class _Checker:
         self.axes = range(len(self.sizes))
         self.words = words_of(self.program)
         self.parameters = {p.name: p for p in self.program.parameters}
-        folded = (local.folded for local in self.program.variables.values())
-        self.folded = next((axis for axis in folded if axis is not None), None)
+        self.folded = self.program.folded
 
     def run(self) -> None:
         if len(self.program.axis_names) != len(self.sizes):

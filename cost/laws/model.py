@@ -35,7 +35,7 @@ from autopar.cost.hardware import (
 )
 from autopar.cost.laws.collectives import collective_lines, collective_time_s
 from autopar.mesh import Device, LogicalMesh
-from autopar.placement import COLLECTIVES, PrimitiveKind
+from autopar.placement import COMMUNICATION, PrimitiveKind
 from autopar.program.communication import BUCKET_BYTES
 
 Kind = Literal["matmul", "attention", "memory"]
@@ -116,7 +116,7 @@ class CostModel:
         """
         if kind == "identity":
             return ((0.0, 0.0),)
-        if kind in COLLECTIVES:
+        if kind in COMMUNICATION:
             return collective_lines(kind, group_on(self.mesh, axes))
         return ((self.mesh.device.launch_s, 1.0 / self.mesh.device.bytes_per_s),)
 
@@ -146,6 +146,6 @@ def _primitive_time_s(
 ) -> float:
     if kind == "identity":
         return 0.0
-    if kind in COLLECTIVES:
+    if kind in COMMUNICATION:
         return collective_time_s(kind, size_bytes, group_on(model.mesh, axes))
     return size_bytes / model.mesh.device.bytes_per_s + model.mesh.device.launch_s

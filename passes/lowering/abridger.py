@@ -20,7 +20,8 @@ from dataclasses import dataclass, field, replace
 
 from autopar.cost.laws import CostModel
 from autopar.passes.analysis import Analysis, Folded, Run, find_runs, fold, place_in
-from autopar.passes.lowering.lines import PlacedStage, lower
+from autopar.passes.lowering.lines import lower
+from autopar.passes.lowering.placed_stage import PlacedStage
 from autopar.program.lines import CallLine, Recomputed, RepeatedLines, StageProgram, Strategy
 
 # Blocks before the one that stands for others, and after it, in a text.

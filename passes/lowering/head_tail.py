@@ -1,8 +1,8 @@
 """Which shards of a stage are in head-tail order, so that all ranks have equal causal work.
 
 One axis may be *folded*: every shard of a sequence on it is in head-tail order
-(`autopar/placement/head_tail.py`), wherever that is possible at all. It is the axis over which the
-causal attention of the stage is lowered. It is not folded if
+(`autopar/placement/head_tail.py`). It is the axis over which the causal attention of the stage is
+lowered. It is not folded if
 
     another causal attention shards its rows over other axes
     a sequence has no 2n equal pieces, or another axis cuts it further out
@@ -14,73 +14,129 @@ sequences.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from collections.abc import Sequence
+from dataclasses import replace
 
 from autopar.mesh import LogicalMesh
-from autopar.passes.analysis import Analysis
-from autopar.passes.lowering.factor_kinds import FactorKinds
+from autopar.passes.lowering.placed_stage import PlacedStage
 from autopar.placement import Move, Spec, folds_of
-from autopar.program.lines import Strategy
+from autopar.program.lines import (
+    Boundary,
+    CallLine,
+    DetachLine,
+    FactorKind,
+    Line,
+    Local,
+    MoveLine,
+    StageProgram,
+)
 
 
-@dataclass(frozen=True, eq=False)
-class HeadTail:
-    """The folded axis of a stage; None if there is none."""
+def folded_axis(stage: PlacedStage) -> int | None:
+    """The folded axis of a stage, by its placements; None if there is none."""
+    strategy, sizes = stage.strategy, stage.cost.mesh.sizes
+    axes = {
+        chosen.lowered_axes
+        for operator in stage.analysis.operators
+        if operator.call.args.get("is_causal")
+        and (chosen := strategy.operators[operator.name]).lowered is not None
+    }
+    over = next(iter(axes)) if len(axes) == 1 else ()
+    if len(over) != 1:
+        return None
+    (axis,), parameters = over, stage.analysis.program.parameters
+    can_fold = all(
+        value not in parameters and folds_of(strategy.types[value].dims, spec, axis, sizes) > 1
+        for value, spec in stage.specs()
+        if _is_sequence(spec, stage.factor_kinds(value), axis)
+    )
+    return axis if can_fold else None
 
-    axis: int | None
-    kinds: FactorKinds
-    sizes: tuple[int, ...]
 
-    @staticmethod
-    def of(
-        analysis: Analysis, strategy: Strategy, mesh: LogicalMesh, kinds: FactorKinds
-    ) -> HeadTail:
-        axes = {
-            chosen.lowered_axes
-            for operator in analysis.operators
-            if operator.call.args.get("is_causal")
-            and (chosen := strategy.operators[operator.name]).lowered is not None
-        }
-        over = next(iter(axes)) if len(axes) == 1 else ()
-        found = HeadTail(over[0] if len(over) == 1 else None, kinds, mesh.sizes)
-        return found if found._is_possible() else replace(found, axis=None)
+def _is_sequence(spec: Spec, kinds: Sequence[Sequence[FactorKind]], axis: int) -> bool:
+    placement = spec.placements[axis]
+    return placement.is_shard and kinds[placement.dim][placement.factor] == "sequence"
 
-    def folds(self, value: str, spec: Spec) -> int:
-        """`Split.folds` of a value's shard on the axis."""
-        if self.axis is None or not self._is_sequence(value, spec, self.axis):
-            return 1
-        dims = self.kinds.strategy.types[value].dims
-        return folds_of(dims, spec, self.axis, self.sizes)
 
-    def fold(self, move: Move, value: str, source: Spec, target: Spec) -> Move:
-        """The move between two specs of a value, with its splits folded."""
-        if self.axis not in move.axes:
-            return move
-        shards = [s for s in (source, target) if s.placements[self.axis].is_shard]
-        splits = zip(move.splits, shards, strict=True)
-        folded = tuple(replace(split, folds=self.folds(value, spec)) for split, spec in splits)
-        return replace(move, splits=folded)
+def fold_alike(
+    programs: Sequence[StageProgram], meshes: Sequence[LogicalMesh]
+) -> list[StageProgram] | None:
+    """The stages of a pipeline, all of one mesh with the same folded axis; None if they cannot.
 
-    def _is_sequence(self, value: str, spec: Spec, axis: int) -> bool:
-        placement = spec.placements[axis]
-        kinds = self.kinds.of(value)
-        return placement.is_shard and kinds[placement.dim][placement.factor] == "sequence"
+    Stages of one mesh hand tensors on as they are.
+    """
+    axes: dict[LogicalMesh, set[int]] = {}
+    for program, mesh in zip(programs, meshes, strict=True):
+        axes.setdefault(mesh, set()).update({program.folded} - {None})  # type: ignore[arg-type]
+    found = []
+    for program, mesh in zip(programs, meshes, strict=True):
+        if program.folded is None and axes[mesh]:
+            program = in_head_tail_order(program, min(axes[mesh]))
+        if len(axes[mesh]) > 1 or not _is_folded(program):
+            return None
+        found.append(program)
+    return found
 
-    def _is_possible(self) -> bool:
-        axis, parameters = self.axis, self.kinds.analysis.program.parameters
-        return axis is not None and not any(
-            self._is_sequence(value, spec, axis)
-            and (value in parameters or self.folds(value, spec) == 1)
-            for value, spec in self._specs()
+
+def _is_folded(program: StageProgram) -> bool:
+    """Are all its shards of sequences on the folded axis in head-tail order?"""
+    axis = program.folded
+    if axis is None:
+        return True
+    state = [p.stored for p in program.parameters] + [
+        use.local for p in program.parameters for use in p.uses
+    ]
+    ends = [b.local for b in (*program.received, *program.sent)]
+    return not any(x.shard_kind(axis) == "sequence" for x in state) and not any(
+        x.shard_kind(axis) == "sequence" and x.folded is None for x in ends
+    )
+
+
+def in_head_tail_order(program: StageProgram, axis: int) -> StageProgram:
+    """A stage whose shards of sequences on an axis are in head-tail order, where they can be."""
+    sizes = program.axis_sizes
+
+    def placed(local: Local) -> Local:
+        is_folded = _is_sequence(local.spec, local.factor_kinds, axis) and (
+            folds_of(local.dims, local.spec, axis, sizes) > 1
         )
+        return replace(local, folded=axis) if is_folded else local
 
-    def _specs(self) -> Iterator[tuple[str, Spec]]:
-        """Every value with every spec in which it is stored, made, read, sent or received."""
-        strategy = self.kinds.strategy
-        yield from ((name, storage.spec) for name, storage in strategy.storage.items())
-        yield from (*strategy.received.items(), *strategy.sent.items())
-        for operator in self.kinds.analysis.operators:
-            chosen = strategy.operators[operator.name]
-            yield from zip(operator.inputs, chosen.inputs, strict=True)
-            yield from zip(operator.outputs, chosen.outputs, strict=True)
+    def line_of(line: Line) -> Line:
+        match line:
+            case MoveLine():
+                out = placed(line.out)
+                ends = (known[line.source], out)
+                move = _folded_move(line.move, ends, sizes[axis])
+                found: Line = replace(line, out=out, move=move)
+            case CallLine():
+                found = replace(line, outs=tuple(map(placed, line.outs)))
+            case DetachLine():
+                found = replace(line, out=placed(line.out))
+            case _:
+                return line
+        known.update({out.name: out for out in found.outs})
+        return found
+
+    def boundary(of: Boundary) -> Boundary:
+        return replace(of, local=placed(of.local))
+
+    folded = replace(
+        program,
+        delivered=tuple(replace(d, local=placed(d.local)) for d in program.delivered),
+        received=tuple(map(boundary, program.received)),
+        sent=tuple(map(boundary, program.sent)),
+    )
+    known = dict(folded.given_variables)
+    return replace(folded, body=tuple(map(line_of, program.body)))
+
+
+def _folded_move(move: Move, ends: tuple[Local, Local], n_ranks: int) -> Move:
+    """A move between two variables, with the splits of folded shards folded."""
+    cut = [local for local in ends if local.spec.placements[move.axes[0]].is_shard]
+    splits = zip(move.splits, cut, strict=True)
+    folded = (
+        replace(split, folds=n_ranks) if local.folded in move.axes else split
+        for split, local in splits
+    )
+    return replace(move, splits=tuple(folded))

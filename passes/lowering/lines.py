@@ -9,7 +9,7 @@ Stages are lowered one by one (`lower`) and joined into a pipeline (`join`).
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
@@ -24,11 +24,11 @@ from autopar.passes.analysis import (
     override,
     prologue_lines,
 )
-from autopar.passes.lowering.factor_kinds import FactorKinds
 from autopar.passes.lowering.fusion import fuse_bias
 from autopar.passes.lowering.gathers import with_gathers_first, with_shared_prices
-from autopar.passes.lowering.head_tail import HeadTail
+from autopar.passes.lowering.head_tail import fold_alike, folded_axis, in_head_tail_order
 from autopar.passes.lowering.line_costs import LineCosts
+from autopar.passes.lowering.placed_stage import PlacedStage
 from autopar.passes.lowering.segments import with_segments
 from autopar.passes.reshard import MoveStep, reshard_table, step_time_s
 from autopar.placement import I, R, Spec, TensorType, canonical_spec, local_shape, without_gradient
@@ -67,10 +67,14 @@ _TimedStep = tuple[MoveStep, float, float]
 
 
 def lower(
-    analysis: Analysis, strategy: Strategy, cost: CostModel, with_outputs: bool = False
-) -> StageProgram:
-    """The stage program of a strategy; `with_outputs` also returns the model's outputs whole."""
-    return _Lowering(analysis, strategy, cost, with_outputs).run()
+    analysis: Analysis, strategy: Strategy, cost: CostModel, with_outputs: bool = False,
+    may_fold: bool = True,
+) -> StageProgram:  # fmt: skip
+    """The stage program of a strategy; `with_outputs` also returns the model's outputs whole.
+
+    If it `may_fold`, causal sequences are in head-tail order where they can be (`head_tail.py`).
+    """
+    return _Lowering(analysis, strategy, cost, with_outputs, may_fold).run()
 
 
 @dataclass
@@ -79,6 +83,8 @@ class _Lowering:
     strategy: Strategy
     cost: CostModel
     with_outputs: bool
+    may_fold: bool
+    folded: int | None = None
     body: list[Line] = field(default_factory=list)
     produced: dict[str, Spec] = field(default_factory=dict)
     variables: dict[tuple[str, Spec], str] = field(default_factory=dict)
@@ -96,9 +102,10 @@ class _Lowering:
         self.sizes = self.cost.mesh.sizes
         self.active = self.cost.mesh.active_axes
         self.types = self.strategy.types
-        self.kinds = FactorKinds(self.analysis, self.strategy)
-        self.head_tail = HeadTail.of(self.analysis, self.strategy, self.cost.mesh, self.kinds)
-        self.line_costs = LineCosts(self.analysis, self.strategy, self.cost, self.head_tail.axis)
+        self.stage = PlacedStage(self.analysis, self.strategy, self.cost)
+        if self.may_fold:
+            self.folded = folded_axis(self.stage)
+        self.line_costs = LineCosts(self.analysis, self.strategy, self.cost, self.folded)
         self.taken |= reserved_names(self.cost.mesh.names)
 
     def run(self) -> StageProgram:
@@ -135,7 +142,8 @@ class _Lowering:
             is_compiled=self.cost.software == "compiled",
         )
         again = with_segments(lowered, self.strategy.recomputed, self.program)
-        return with_shared_prices(again, self.cost)
+        priced = with_shared_prices(again, self.cost)
+        return priced if self.folded is None else in_head_tail_order(priced, self.folded)
 
     def _accumulation(self) -> Accumulation | None:
         """The accumulation with inputs by placeholder, as a stage knows them."""
@@ -163,8 +171,7 @@ class _Lowering:
         info = self.program.parameters.get(value)
         return Local(
             name, self.shapes[key], self.analysis.dtypes[value], spec, tensor.dims,
-            tensor.has_grad, info.reduce_dtype if info else None, self.kinds.of(value),
-            self.head_tail.axis if self.head_tail.folds(value, spec) > 1 else None,
+            tensor.has_grad, info.reduce_dtype if info else None, self.stage.factor_kinds(value),
         )  # fmt: skip
 
     def _moves(
@@ -175,17 +182,15 @@ class _Lowering:
 
         A chain is one expression in the generated program, so its intermediates need no names.
         """
-        lines, at, before = [], first, source
+        lines, at = [], first
         restricted = self.strategy.sequence_forbidden and value not in self.program.parameters
         steps = self._steps(tensor, source, target, restricted)
         for k, (step, forward, backward) in enumerate(steps, start=1):
             own = name if k == len(steps) or is_chain else self._unique(f"{name}_{k}")
             out = self._placed(own, value, tensor, step.target)
-            move = self.head_tail.fold(step.move, value, before, step.target)
-            before = step.target
             lines.append(
                 MoveLine(
-                    out, at, move, value, phase, step.forward_bytes,
+                    out, at, step.move, value, phase, step.forward_bytes,
                     step.backward_bytes if tensor.has_grad else 0, forward, backward,
                     tensor.has_grad,
                 )
@@ -376,7 +381,7 @@ class _Lowering:
         schema = operator.call.args
         values = {**schema, **dict(zip(schema, args, strict=False)), **kwargs}
         values[GROUP] = Ref(group_name(self.cost.mesh.names, chosen.lowered_axes))
-        values[FOLDED] = chosen.lowered_axes == (self.head_tail.axis,)
+        values[FOLDED] = chosen.lowered_axes == (self.folded,)
         return tuple(values[name] for name in chosen.lowered.arguments)
 
     def _receive(self, value: str) -> Boundary:
@@ -431,25 +436,6 @@ class _Lowering:
         return name
 
 
-@dataclass(frozen=True)
-class PlacedStage:
-    """One stage of a program with its placements, on the mesh of its cost model."""
-
-    analysis: Analysis
-    strategy: Strategy
-    cost: CostModel
-
-    def specs(self) -> Iterator[tuple[str, Spec]]:
-        """Every value with every spec that it has: at operators, in storage and on boundaries."""
-        for operator in self.analysis.operators:
-            chosen = self.strategy.operators[operator.name]
-            yield from zip(operator.inputs, chosen.inputs, strict=True)
-            yield from zip(operator.outputs, chosen.outputs, strict=True)
-        yield from ((name, storage.spec) for name, storage in self.strategy.storage.items())
-        yield from self.strategy.received.items()
-        yield from self.strategy.sent.items()
-
-
 def join(
     stages: Sequence[PlacedStage], schedule: str | None, with_outputs: bool = False
 ) -> Pipeline:
@@ -457,12 +443,17 @@ def join(
 
     `with_outputs` also returns the model's outputs.
     """
-    programs = [
-        lower(s.analysis, s.strategy, s.cost, with_outputs and k == len(stages) - 1)
-        for k, s in enumerate(stages)
-    ]
+
+    def lowered(may_fold: bool) -> list[StageProgram]:
+        return [
+            lower(s.analysis, s.strategy, s.cost, with_outputs and k == len(stages) - 1, may_fold)
+            for k, s in enumerate(stages)
+        ]
+
+    meshes = [s.cost.mesh for s in stages]
+    programs = fold_alike(lowered(True), meshes) or lowered(False)
     order = forward_only if schedule is None else ORDERS[schedule]
-    return Pipeline.of(programs, [s.cost.mesh for s in stages], order)
+    return Pipeline.of(programs, meshes, order)
 
 
 def _replaced(value: Any, waiting: list[str]) -> Any:

@@ -19,7 +19,7 @@ from autopar.mesh import LogicalMesh
 from autopar.passes.analysis import Analysis, rename_lowered, rename_strategy
 from autopar.passes.inter import Candidate
 from autopar.passes.intra import Chosen, too_little_memory
-from autopar.passes.lowering import Abridger, PlacedStage
+from autopar.passes.lowering import Abridger, PlacedStage, fold_alike
 from autopar.passes.search.evaluator import Evaluator, Proposal
 from autopar.passes.solvers.problem import within
 from autopar.plans import Predicted
@@ -188,7 +188,8 @@ class Simulator:
     def pipeline(self, stages: Sequence[PlacedStage], schedule: str) -> Pipeline:
         """The stages lowered, with few of their blocks, and joined."""
         programs = [self._program(stage) for stage in stages]
-        return Pipeline.of(programs, [stage.cost.mesh for stage in stages], ORDERS[schedule])
+        meshes = [stage.cost.mesh for stage in stages]
+        return Pipeline.of(fold_alike(programs, meshes) or programs, meshes, ORDERS[schedule])
 
     def _program(self, stage: PlacedStage) -> StageProgram:
         """The lowered stage; equal stages of all candidates are lowered once."""

@@ -12,11 +12,11 @@ from autopar.cost.laws import CostModel
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.passes.analysis import Analysis, boundary_specs, cut
 from autopar.passes.intra import Constraints, IntraOpProblem, intra_op_problem
-from autopar.passes.lowering import lower
+from autopar.passes.lowering import PlacedStage, join
 from autopar.placement import P, R, Spec
 from autopar.program.graph import Program
-from autopar.program.lines import Period, Pipeline, StageProgram, Strategy
-from autopar.schedule import ORDERS, devices_of, forward_only
+from autopar.program.lines import Period, Pipeline, Strategy
+from autopar.schedule import devices_of
 from autopar.verifier import verify_program
 from tests.helpers.harness import legal_storages, random_ranges, random_strategy
 from tests.helpers.machines import AXIS_NAMES
@@ -70,7 +70,7 @@ def random_pipeline(
     `recomputes`, random ranges run again. A program captured for evaluation runs forward only."""
     meshes = layout.meshes
     parts = [analysis.part(program) for program in cut(analysis.program, ends, with_outputs)]
-    stages: list[StageProgram] = []
+    stages: list[PlacedStage] = []
     sent: dict[str, tuple[LogicalMesh, Spec]] = {}
     for part, mesh in zip(parts, meshes, strict=True):
         # What stays on a rank arrives as it left: of R, which one rank sends, one has the value.
@@ -81,14 +81,16 @@ def random_pipeline(
         }
         stages.append(
             _random_stage(
-                part, mesh, layout.n_microbatches, rng, with_outputs, period, recomputes,
+                part, mesh, layout.n_microbatches, rng, period, recomputes,
                 constraints or Constraints(), handed,
             )
         )  # fmt: skip
-        sent |= {b.value: (mesh, b.local.spec) for b in stages[-1].sent}
-    if not analysis.program.training:
-        return Pipeline.of(stages, meshes, forward_only)
-    return Pipeline.of(stages, meshes, ORDERS[layout.order])
+        sent |= {value: (mesh, spec) for value, spec in stages[-1].strategy.sent.items()}
+    order = layout.order if analysis.program.training else None
+    pipeline = join(stages, order, with_outputs)
+    for stage in pipeline.stages:
+        verify_program(stage)
+    return pipeline
 
 
 def _random_stage(
@@ -96,12 +98,11 @@ def _random_stage(
     mesh: LogicalMesh,
     n_microbatches: int,
     rng: random.Random,
-    with_outputs: bool,
     period: Period | None,
     recomputes: bool,
     constraints: Constraints,
     handed: Mapping[str, Spec],
-) -> StageProgram:
+) -> PlacedStage:
     cost = CostModel(mesh, torch.float64)
     problem = intra_op_problem(part, cost, n_microbatches, constraints, "adamw")
     strategy = random_strategy(part, problem, n_microbatches, rng)
@@ -122,9 +123,7 @@ def _random_stage(
         strategy = _with_period(part, problem, strategy, period, rng)
     if recomputes:
         strategy = replace(strategy, recomputed=random_ranges(part, rng))
-    stage = lower(part, strategy, cost, with_outputs and bool(program.outputs))
-    verify_program(stage)
-    return stage
+    return PlacedStage(part, strategy, cost)
 
 
 def _with_period(

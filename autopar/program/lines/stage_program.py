@@ -380,6 +380,12 @@ class StageProgram:
         return frozenset(found)
 
     @cached_property
+    def folded(self) -> int | None:
+        """The axis whose shards of sequences are in head-tail order, if there is one."""
+        axes = (local.folded for local in self.variables.values())
+        return next((axis for axis in axes if axis is not None), None)
+
+    @cached_property
     def given_variables(self) -> Mapping[str, Local]:
         """The variables that the body, or the moves of parameters before it, start from."""
         found = {item.local.name: item.local for item in self.delivered}
