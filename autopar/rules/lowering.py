@@ -150,8 +150,9 @@ RING_ATTENTION = Lowering(
         Inner("send_recv", _GRADIENTS, "backward", count="ranks"),
     ),
     beside="(ranks - 1)/ranks",
-    forward_bytes=f"2*{_KEYS}",
-    backward_bytes=f"2*{_KEYS} + 2*{_GRADIENTS}",
+    # Besides messages: the results of a step, before they are added; gradients of rows.
+    forward_bytes=f"2*{_KEYS} + lead*g*s*c*f*(3*width - 2*item)",
+    backward_bytes=f"2*{_KEYS} + 2*{_GRADIENTS} + lead*g*s*c*e*width",
     contiguous="all",
     wraps=True,
 )

@@ -67,7 +67,7 @@ def _add_part(total: Tensor, total_lse: Tensor, out: Tensor, lse: Tensor) -> Non
     """Add attention to other keys, in place."""
     both = torch.logaddexp(total_lse, lse)
     total.mul_((total_lse - both).exp_().unsqueeze(-1))
-    total.add_((lse - both).exp_().unsqueeze(-1) * out)
+    total.addcmul_((lse - both).exp_().unsqueeze(-1), out.to(total.dtype))
     total_lse.copy_(both)
 
 

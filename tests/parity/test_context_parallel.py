@@ -26,19 +26,19 @@ __all__ = ["generated_code"]
 N_TOKENS, VOCABULARY, WIDTH = 32, 64, 24
 
 
-def gpt2() -> PreTrainedModel:
+def gpt2(n_tokens: int = N_TOKENS) -> PreTrainedModel:
     """Three heads, which two ranks cannot share, and a table of learned positions."""
     dropout = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
-    shape = {"n_layer": 2, "n_head": 3, "n_embd": WIDTH, "n_positions": N_TOKENS}
+    shape = {"n_layer": 2, "n_head": 3, "n_embd": WIDTH, "n_positions": n_tokens}
     ends = {"bos_token_id": 0, "eos_token_id": 0}
     return GPT2LMHeadModel(GPT2Config(vocab_size=VOCABULARY, **shape, **dropout, **ends))
 
 
-def llama() -> PreTrainedModel:
+def llama(n_tokens: int = N_TOKENS) -> PreTrainedModel:
     """Three heads share one key head, fewer than ranks; rotary positions."""
     shape = {"num_hidden_layers": 2, "hidden_size": WIDTH, "intermediate_size": 2 * WIDTH}
     heads = {"num_attention_heads": 3, "num_key_value_heads": 1}
-    ends = {"bos_token_id": 0, "eos_token_id": 0}
+    ends = {"bos_token_id": 0, "eos_token_id": 0, "max_position_embeddings": n_tokens}
     return LlamaForCausalLM(LlamaConfig(vocab_size=VOCABULARY, **shape, **heads, **ends))
 
 
