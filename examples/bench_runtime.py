@@ -35,9 +35,10 @@ model on one process). torch compiles no stage whose backward is split, so zero 
 The default activation is the tanh GELU as one kernel, which leaves little to fuse.
 With `--activation gelu_new` it is Hugging Face's own, eight operators, on both sides of each row.
 
-`--delayed` shows overlap, of `ddp` and `zero-3`, on autopar's side alone. Collectives are delayed
-as on a slow network (`examples/bench_delays.py`). A pair is a step without delays and one with.
-With `--compiled` each row comes a second time, with `compile="regions"`: regions must hide as much.
+`--delayed` shows overlap, of `ddp`, `zero-3` and `ring`, on autopar's side alone. Collectives are
+delayed as on a slow network (`examples/bench_delays.py`). A pair is a step without delays and one
+with. With `--compiled` each row comes a second time, with `compile="regions"`: regions must hide
+as much.
 
     compute         a step without delays; it contains the true time of the collectives
     communication   the delays of a step, `--share` of the compute. Gradients of `ddp` hide behind
@@ -45,6 +46,9 @@ With `--compiled` each row comes a second time, with `compile="regions"`: region
     delayed step    a step with delays
     ratio           delayed step / max(compute, communication): 1 if all is hidden
     no overlap      (compute + communication) / max(compute, communication)
+
+`ring` has one long sequence on two ranks, so that attention is most of a step: its keys and values
+go round beside it.
 
 Of pipelines, `--delayed` delays messages, each by `--share` of a stage's forward, and compares the
 step with its simulation (`examples/bench_messages.py`); the ratio should be 0.9 to 1.1.
@@ -56,7 +60,7 @@ import argparse
 import statistics
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -113,16 +117,21 @@ class Side:
 
 @dataclass(frozen=True)
 class Row:
-    """One comparison: autopar's plan, and what it is compared with."""
+    """One comparison: autopar's plan, and what it is compared with.
+
+    `length` is that of its one sequence, of a row that has a batch of its own.
+    """
 
     ours: str
     theirs: str
     n_ranks: int
     manual: Manual | None
-    other: Callable[[Size, Batch, bool], Side]
+    other: Callable[[Size, Batch, bool], Side] | None
     compiled: str | None  # the other, compiled; None: it cannot be
     tied: bool = True
     schedule: str = "auto"
+    forbid: tuple[str, ...] = ()
+    length: int = 0
 
 
 @dataclass(frozen=True)
@@ -158,6 +167,7 @@ def with_autopar(row: Row, size: Size, batch: Batch, is_compiled: bool = False) 
     module = autopar.parallelize(
         size.model(), (1, row.n_ranks), batch, precision="model", manual=row.manual,
         schedule=row.schedule, compile="regions" if is_compiled else "none",
+        forbid={*row.forbid},
     )  # fmt: skip
     return Side(module, lambda given: module.step(**given))
 
@@ -248,8 +258,11 @@ ROWS = {
         Manual(pp=2, microbatch_size=MICROBATCH), partial(pipelining, "zero-bubble-v"), None,
         tied=False, schedule="zero-bubble-v",
     ),
+    "ring": Row(
+        "cp=2, ring", "", 2, None, None, None, forbid=("data", "tensor", "pipeline"), length=4096
+    ),
 }  # fmt: skip
-DELAYED = ("ddp", "zero-3")
+DELAYED = ("ddp", "zero-3", "ring")
 PIPELINES = ("1f1b", "interleaved", "zero-bubble", "zero-bubble-v")
 DELAYED_LAYERS = 12  # the first and the last block of ZeRO-3 are waited for
 
@@ -280,6 +293,7 @@ def measure(
     `ours` and `theirs`: is autopar's side compiled, is the other?
     """
     row = ROWS[name]
+    assert row.other is not None, f"{name} is compared with nothing"
     sides = with_autopar(row, size, batch, ours), row.other(size, batch, theirs)
     optimizers = [torch.optim.SGD(s.module.parameters(), lr=LEARNING_RATE) for s in sides]
     losses = []
@@ -301,6 +315,12 @@ def measure_delayed(
     name: str, size: Size, batch: Batch, n_pairs: int, share: float, is_compiled: bool = False
 ) -> Overlap:
     """One rank's part of `--delayed`: the same step without delays and with."""
+    if length := ROWS[name].length:
+        size = replace(size, n_layers=2, width=128, n_heads=4, n_positions=length)
+        ids = torch.randint(
+            size.vocabulary, (1, length), generator=torch.Generator().manual_seed(0)
+        )
+        batch = {"input_ids": ids, "labels": ids}
     side = with_autopar(ROWS[name], size, batch, is_compiled)
     for _ in range(N_LOSSES + N_WARM_UP):  # the first steps of a module compare the batch, too
         side.step(batch)
@@ -430,7 +450,8 @@ def main(argv: Sequence[str] | None = None, launch: Launch = autopar.launch) -> 
     parser.add_argument("--delayed", action="store_true", help="delay collectives, show overlap")
     parser.add_argument("--share", type=float, default=0.5, help="communication / compute")
     given = parser.parse_args(argv)
-    names = given.rows or [*((*DELAYED, *PIPELINES) if given.delayed else ROWS)]
+    compared = [name for name, row in ROWS.items() if row.other is not None]
+    names = given.rows or [*((*DELAYED, *PIPELINES) if given.delayed else compared)]
     console = Console(highlight=False, width=None if sys.stdout.isatty() else 150)
     (batch,) = batches(1)
     layers = given.layers or (DELAYED_LAYERS if given.delayed else Size.n_layers)
@@ -452,6 +473,8 @@ def main(argv: Sequence[str] | None = None, launch: Launch = autopar.launch) -> 
         if pipelines:
             console.print(bench_messages.table_of(pipelines))
         return 0
+    if alone := [name for name in names if name not in compared]:
+        parser.error(f"{', '.join(alone)}: only with --delayed")
     found = {}
     for name in names:
         size = Size(layers, given.width, activation=given.activation, tied=ROWS[name].tied)

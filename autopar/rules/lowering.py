@@ -147,7 +147,7 @@ RING_ATTENTION = Lowering(
     inner=(
         Inner("send_recv", _KEYS, count="ranks - 1"),
         Inner("send_recv", _KEYS, "backward", count="ranks - 1"),
-        Inner("send_recv", _GRADIENTS, "backward", count="ranks"),
+        Inner("send_recv", _GRADIENTS, "backward", count="ranks - 1"),
     ),
     beside="(ranks - 1)/ranks",
     # Besides messages: the results of a step, before they are added; gradients of rows.

@@ -10,8 +10,9 @@ the logarithm of its sum, Lⱼ = log Σ exp(q·k). Together they are
 (online softmax; H. Liu, M. Zaharia, P. Abbeel: "Ring Attention with Blockwise Transformers for
 Near-Infinite Context", arXiv:2310.01889). Backward goes round once more. Flash attention's backward
 takes o and L as data, so with those of all keys it gives the part of one step exactly. Gradients of
-keys and values go round with them, each a step behind: every rank adds its part, and p steps bring
-them home.
+keys and values go round with them, each a step behind: every rank but their own adds its part, and
+p − 1 messages bring them home. A rank computes half of its own part at first, and half beside the
+last of these messages.
 
 If causal, rows and keys of a rank are equally many. A rank sees all keys of the ranks before it,
 its own up to the row, and none of the ranks after it: it skips those. So the last rank computes
@@ -22,7 +23,7 @@ head of a rank before, and rows of the tail see all keys of a rank after.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -31,7 +32,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from autopar.precision import working_dtype
-from autopar.runtime.groups import Group, phase
+from autopar.runtime.groups import Group, Pending, phase
 from autopar.runtime.lowered.lowered import Kept, Lowered
 
 aten = torch.ops.aten
@@ -51,8 +52,8 @@ def _attention(
     q, k, v = map(_four_dims, (query, key, value))
     total, total_lse = q.new_empty(0), q.new_empty(0)
     for source, block in _round(g, _Block.of(k, v, k.dtype)):
-        for rows, keys in seen.parts(source, q.shape[-2], k.shape[-2]):
-            causal, part = is_causal and source == g.rank, block.part(keys)
+        for rows, keys, causal in seen.parts(source, q.shape[-2], k.shape[-2]):
+            part = block.part(keys)
             out, lse = kernel.forward(q[..., rows, :], part.key, part.value, causal)
             if source == g.rank:
                 total, total_lse = out.to(working_dtype(out.dtype)), lse
@@ -79,31 +80,34 @@ def _attention_backward(
     grad = _four_dims(gradients[0])
     wide = working_dtype(q.dtype)
     of_query = torch.zeros_like(q, dtype=wide)
-    of_block, coming = _Block.of(torch.zeros_like(k), torch.zeros_like(v), wide), None
+    own = _Block.of(torch.zeros_like(k), torch.zeros_like(v), wide)
+    coming: Pending[Tensor] | None = None
+    first, last = seen.own_halves(q.shape[-2], k.shape[-2])
+
+    def gradients_of(block: _Block, parts: Iterable[_SeenPart]) -> Iterator[tuple[slice, _Part]]:
+        for rows, keys, causal in parts:
+            part, sums = block.part(keys), lse[..., rows]
+            mine, whole = (x[..., rows, :] for x in (grad, q)), out[..., rows, :]
+            of_rows, *of_keys = kernel.backward(*mine, *part, whole, sums, causal)
+            of_query[..., rows, :] += of_rows
+            yield keys, _Part(*of_keys)
+
     with phase("backward", g.context):
         for source, block in _round(g, _Block.of(k, v, k.dtype)):
-            found = []
-            for rows, keys in seen.parts(source, q.shape[-2], k.shape[-2]):
-                causal, part = seen.is_causal and source == g.rank, block.part(keys)
-                mine = (x[..., rows, :] for x in (grad, q))
-                whole = out[..., rows, :], lse[..., rows]
-                of_rows, *of_keys = kernel.backward(*mine, part.key, part.value, *whole, causal)
-                of_query[..., rows, :] += of_rows
-                found.append((keys, of_keys))
-            if coming is not None:
-                of_block = replace(of_block, flat=coming.wait())
-            for keys, (of_key, of_value) in found:
-                part = of_block.part(keys)
-                part.key.add_(of_key)
-                part.value.add_(of_value)
-            coming = g.shift(of_block.flat)
-        assert coming is not None, "a group has a rank"
-        of_block = replace(of_block, flat=coming.wait())
+            if source == g.rank:  # some of it waits until the last gradients are on their way
+                own.add(gradients_of(block, first))
+                continue
+            found = [*gradients_of(block, seen.parts(source, q.shape[-2], k.shape[-2]))]
+            flat = torch.zeros_like(own.flat) if coming is None else coming.wait()
+            others = replace(own, flat=flat)
+            others.add(found)
+            coming = g.shift(others.flat)
+        own.add(gradients_of(_Block.of(k, v, k.dtype), last))
+        if coming is not None:
+            own.flat.add_(coming.wait())
     return tuple(
         part.to(x.dtype).view(x.shape) if is_wanted else None
-        for part, x, is_wanted in zip(
-            (of_query, of_block.key, of_block.value), inputs, wanted, strict=True
-        )
+        for part, x, is_wanted in zip((of_query, own.key, own.value), inputs, wanted, strict=True)
     )
 
 
@@ -113,16 +117,24 @@ def _four_dims(x: Tensor) -> Tensor:
     return x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:])
 
 
+class _SeenPart(NamedTuple):
+    """Rows of a rank, and keys of a rank that they all see, or only up to the row if causal."""
+
+    rows: slice
+    keys: slice
+    is_causal: bool
+
+
 @dataclass(frozen=True)
 class _Seen:
-    """Which rows of a rank see which keys of another, all of them but for its own if causal."""
+    """Which rows of a rank see which keys of another."""
 
     rank: int
     is_causal: bool
     folded: bool
 
-    def parts(self, source: int, n_rows: int, n_keys: int) -> Iterator[tuple[slice, slice]]:
-        """The rows and the keys of rank `source`; nothing if no row sees one."""
+    def parts(self, source: int, n_rows: int, n_keys: int) -> Iterator[_SeenPart]:
+        """Of the keys of rank `source`; nothing if no row sees one."""
         rows, keys = slice(None), slice(None)
         if self.is_causal and source != self.rank:
             if not self.folded and source > self.rank:
@@ -131,7 +143,16 @@ class _Seen:
                 keys = slice(0, n_keys // 2)
             elif self.folded:
                 rows = slice(n_rows // 2, None)
-        yield rows, keys
+        yield _SeenPart(rows, keys, self.is_causal and source == self.rank)
+
+    def own_halves(self, n_rows: int, n_keys: int) -> tuple[list[_SeenPart], list[_SeenPart]]:
+        """The same of its own keys, in two halves of the work."""
+        rows, keys = ((slice(0, n // 2), slice(n // 2, None)) for n in (n_rows, n_keys))
+        if not self.is_causal:
+            first, last = ([_SeenPart(slice(None), of, False)] for of in keys)
+            return first, last
+        last = [_SeenPart(*pair, True) for pair in zip(rows, keys, strict=True)]
+        return [_SeenPart(rows[1], keys[0], False)], last
 
 
 def _round(g: Group, block: _Block) -> Iterator[tuple[int, _Block]]:
@@ -162,6 +183,13 @@ class _Block:
     def of(key: Tensor, value: Tensor, dtype: torch.dtype) -> _Block:
         flat = torch.cat((key.reshape(-1), value.reshape(-1))).to(dtype)
         return _Block(flat, key.shape, value.shape)
+
+    def add(self, parts: Iterable[tuple[slice, _Part]]) -> None:
+        """Add to some of the keys, and to their values, in place."""
+        for keys, added in parts:
+            own = self.part(keys)
+            own.key.add_(added.key)
+            own.value.add_(added.value)
 
     def part(self, keys: slice) -> _Part:
         """Views of some of them."""
