@@ -64,7 +64,7 @@ def laid_out(n_microbatches: int, n_ranks: int, how: str) -> tuple[CostModel, St
     cost = CostModel(mesh, torch.float32)
     if how.startswith("zero"):
         return cost, zero_strategy_of(analysis, cost, int(how[-1]), n_microbatches)
-    forbid = frozenset({"data"}) if how == "tensor" else frozenset[str]()
+    forbid = frozenset({"data", "sequence"} if how == "tensor" else ())
     chosen = choose(
         analysis, PlacementRequest(cost, n_microbatches, Constraints(forbid)), "adamw", None
     )
