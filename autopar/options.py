@@ -42,8 +42,7 @@ OPTIMIZERS = ("adamw", "sgd", "adam")
 REDUCE_DTYPES = ("float32", "bfloat16", "float16")
 # Sizes of `Manual` that are not built -> what a user can do.
 _INSTEAD_OF = {
-    "cp": "leave manual out: the search cuts sequences by itself and gathers keys; ring attention "
-    "is not built",
+    "cp": "leave manual out: the search cuts sequences by itself",
     "ep": "leave manual out: the search divides experts by itself",
 }
 FORBIDDABLE = tuple("data tensor sequence expert pipeline zero1 zero2 zero3 recompute".split())
