@@ -166,8 +166,8 @@ def _permuted(x: Tensor, split: Split, order: Sequence[int]) -> Tensor:
     """`x` with the pieces of each outer block in another order."""
     dim, n = split.dim, len(order)
     pieces = x.unflatten(dim, (split.outer, n, _rest(x, split, n)))
-    index = torch.tensor(order, device=x.device)
-    return pieces.index_select(dim + 1, index).flatten(dim, dim + 2)
+    # Not by an index, which would be copied to the device in each call.
+    return torch.cat([pieces.narrow(dim + 1, k, 1) for k in order], dim + 1).flatten(dim, dim + 2)
 
 
 def _rest(x: Tensor, split: Split, n_pieces: int) -> int:
