@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from autopar.errors import NotSupportedError, OptionError
+from autopar.mesh import INNER_AXES
 from autopar.option_values import (
     check_count,
     check_word,
@@ -135,7 +136,8 @@ class StageOption:
 class Options:
     """Checked options; make them with `Options.of`.
 
-    `mesh_shape`     "auto", "as-given", or degrees that every stage has, as {"tp": 4}
+    `mesh_shape`     "auto" (every dp x tp), "as-given", or degrees that every stage has, as
+                     {"tp": 4}; a third axis is tried where it is asked for, as {"cp": 2}
     `memory_limit`   bytes per device, or "40GiB"; None: the hardware's memory less a margin
     `memory_margin`  the margin, a share of the device's memory; None: the one of the hardware
     `tolerance`      relative; the search ends once no plan can be faster by more
@@ -330,12 +332,17 @@ def _microbatches(value: Any) -> int | str:
 def _mesh_shape(value: Any) -> str | Mapping[str, int]:
     if not isinstance(value, Mapping):
         return check_word("mesh_shape", value, ("auto", "as-given"), ())
-    if not value or not value.keys() <= {"dp", "tp"}:
+    if not value or not value.keys() <= {"dp", *INNER_AXES, "tp"}:
         raise OptionError(
-            f"mesh_shape fixes the degrees dp and tp, or one of them, not {value!r}",
+            f"mesh_shape fixes some of the degrees dp, ep, cp and tp, not {value!r}",
             hint='mesh_shape={"tp": 4}; stages=2 fixes the number of stages',
         )
-    return {name: check_count(f"mesh_shape[{name!r}]", n) for name, n in value.items()}
+    found = {name: check_count(f"mesh_shape[{name!r}]", n) for name, n in value.items()}
+    if sum(found.get(name, 1) > 1 for name in INNER_AXES) > 1:
+        raise NotSupportedError(
+            f"mesh_shape={found}: a stage has three axes at most", hint="leave cp or ep out"
+        )
+    return found
 
 
 def _stages(value: Any) -> int | str | tuple[StageOption, ...]:
