@@ -31,10 +31,11 @@ def verified(model: str, shape: tuple[int, ...], **degrees: int) -> Report:
 @pytest.mark.parametrize(
     ("model", "sizes"),
     [
-        ("llama", (1, 2, 2)),
-        ("gpt2", (2, 2, 1)),
-        pytest.param("llama", (2, 2, 2), marks=nightly),
+        ("gpt2", (1, 2, 2)),
+        pytest.param("gpt2", (2, 2, 1), marks=nightly),
         pytest.param("gpt2", (2, 2, 2), marks=nightly),
+        pytest.param("llama", (1, 2, 2), marks=nightly),
+        pytest.param("llama", (2, 2, 2), marks=nightly),
     ],
 )
 def test_a_step_is_that_of_one_process(model: str, sizes: tuple[int, int, int]) -> None:
@@ -42,8 +43,9 @@ def test_a_step_is_that_of_one_process(model: str, sizes: tuple[int, int, int]) 
     report = verified(model, (1, dp * cp * tp), dp=dp, cp=cp, tp=tp)
     (stage,) = report.plan.stages
     assert stage.axes == {"dp": dp, "cp": cp, "tp": tp}
-    used = {call.axis for call in report.plan.collectives()}
-    assert used, "nothing is sharded"
+    used = [call.axis for call in report.plan.collectives()]
+    names = {n for axis in used for n in (axis if isinstance(axis, tuple) else (axis,))}
+    assert names == {name for name, size in stage.axes.items() if size > 1}, "an axis is idle"
 
 
 @nightly

@@ -50,7 +50,7 @@ MOST_SWEEPS = 300
 # A bound so close to a total meets it. Ties differ by more (`TIE_WEIGHT_REL`).
 CLOSED_REL = 1e-12
 # The end: so many sweeps have lifted the bound by no more than this.
-N_STALLED, STALLED_REL = 20, 1e-4
+STALLED_REL = 1e-4
 # How near bounds are of the choices that elimination tries, the nearest first. About a tenth of a
 # second each.
 NEAR_REL = (1e-7, 1e-3)
@@ -203,9 +203,12 @@ class MessageGraph:
         """The same graph without messages: for problems whose sums are others."""
         return replace(self, _last={})
 
-    def bound_and_choice(self, row: Array, kind: float = 1.0) -> tuple[float, Choice | None]:
+    def bound_and_choice(
+        self, row: Array, kind: float = 1.0, near_rel: float = CLOSED_REL, n_stalled: int = 20
+    ) -> tuple[float, Choice | None]:
         """A lower bound on all sums of costs in a row (infinite: none is allowed), and the best
-        choice found; None: there is none."""
+        choice found; None: there is none. It ends where the two are so near, or where so many
+        sweeps change little."""
         messages = self._last.pop(kind, None)
         if messages is None:
             messages = np.zeros(self.n_messages)
@@ -219,7 +222,7 @@ class MessageGraph:
             if math.isinf(bound):
                 return math.inf, None
             bounds.append(max((bound, *bounds[-1:])))
-            if _has_ended(bounds, best_total):
+            if _has_ended(bounds, best_total, near_rel, n_stalled):
                 break
         self._last[kind] = messages
         if best is None:
@@ -282,8 +285,8 @@ class MessageGraph:
         return np.zeros((3, int(longest)))
 
 
-def _has_ended(bounds: Sequence[float], best_total: float) -> bool:
-    if best_total <= bounds[-1] * (1 + CLOSED_REL):
+def _has_ended(bounds: Sequence[float], best_total: float, near_rel: float, n_stalled: int) -> bool:
+    if best_total <= bounds[-1] * (1 + near_rel):
         return True
-    stalled = len(bounds) > N_STALLED and math.isfinite(best_total)
-    return stalled and bounds[-1] <= bounds[-1 - N_STALLED] * (1 + STALLED_REL)
+    stalled = len(bounds) > n_stalled and math.isfinite(best_total)
+    return stalled and bounds[-1] <= bounds[-1 - n_stalled] * (1 + STALLED_REL)

@@ -49,6 +49,9 @@ from autopar.passes.solvers.repeats.repeats import (
 _DEAR = 1e3
 # How near bounds are of the choices that elimination tries, the nearest first.
 _NEAR_REL = (1e-7, 1e-3, math.inf)
+# Messages end where bound and choice are so near, which elimination closes, or after so many sweeps
+# that change little.
+_END = 1e-6, 10
 
 
 @dataclass(frozen=True, eq=False)
@@ -242,7 +245,7 @@ class UniformGraph:
         uniform = np.concatenate(
             [(row if inner else eased) * times for times, inner in self._kinds]
         )
-        bound, choice = self.graph.bound_and_choice(uniform, kind)
+        bound, choice = self.graph.bound_and_choice(uniform, kind, *_END)
         if math.isinf(bound):
             return bound, [], None
         bound, slack = self._divided(uniform, kind)
@@ -277,11 +280,15 @@ class UniformGraph:
             slack.append(belief - belief.min() + more)
             if n_copies == 1:
                 own.append(slack[-1])
-        found, _ = self.rest.bound_and_choice(row := np.concatenate((uniform, *own)), kind)
-        if math.isfinite(found):
+        if not own:
+            return bound, slack
+        own[0] = own[0] + bound  # what is near, is so beside the whole
+        row = np.concatenate((uniform, *own))
+        bound, _ = self.rest.bound_and_choice(row, kind, *_END)
+        if math.isfinite(bound):
             for v, of in zip(self._rest, self.rest.slack(row, kind)[1], strict=True):
                 slack[v] = of
-        return bound + found, slack
+        return bound, slack
 
     def _tie(self, uniform: Array, sent: Array, end: int, later: int, side: int) -> None:
         """Give a copy at an end the message that all others have; what it is joined to there gets
