@@ -47,8 +47,8 @@ def equal_blocks(seed: int, n: int = 4, k: int = 5, count: int = 20) -> Repeated
             edges += [Edge(at[0] - 1, at[i], tables[n - 1, i]) for i in (0, 1)]
     names = tuple(f"v{i}" for i in range(1 + 3 * n))
     numbers = ChoiceProblem(names, (outer[0], *own * 3), (outer[1], *size * 3), tuple(edges))
-    block, after = range(1 + n, 1 + 2 * n), range(1 + 2 * n, 1 + 3 * n)
-    repeat = Repeat(tuple(block), {n: 2 * n}, frozenset(after), count)
+    copied, after = range(1 + n, 1 + 2 * n), range(1 + 2 * n, 1 + 3 * n)
+    repeat = Repeat(tuple(copied), {n: 2 * n}, frozenset(after), count)
     return RepeatedProblem.of_one(numbers, (repeat,))
 
 
