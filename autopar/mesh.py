@@ -1,8 +1,9 @@
 """Device meshes: the ranks, the links between them, and the axes that a stage sees.
 
-A `Mesh` is the machine: nodes x devices per node. A `LogicalMesh` is a view of consecutive ranks
-with named axes (dp x tp ...); placements refer to these axes, and each axis has the link that its
-collectives use. In both, ranks are row-major: the last axis varies fastest.
+A `Mesh` is the machine: nodes x devices per node, in several pods if another link joins some. A
+`LogicalMesh` is a view of consecutive ranks with named axes (dp x tp ...); placements refer to
+these axes, and each axis has the link that its collectives use. In both, ranks are row-major: the
+last axis varies fastest.
 """
 
 from __future__ import annotations
@@ -15,6 +16,9 @@ from pathlib import PurePath
 from typing import Any
 
 from autopar.errors import MeshError
+
+# Axes that a view has between dp and tp if `mesh_shape` says so; tp varies fastest over ranks.
+INNER_AXES = ("ep", "cp")
 
 
 @dataclass(frozen=True)
@@ -76,13 +80,14 @@ def is_axis_name(name: str) -> bool:
 
 @dataclass(frozen=True)
 class Mesh:
-    """The machine: `shape` is (nodes, devices per node) or (devices,).
+    """The machine: `shape` is (devices,), (nodes, devices per node) or (pods, nodes, devices per
+    node): groups of nodes that another link joins.
 
     Give either `hardware` (the name of a profile, the path of one, or the figures of one in a
     plan), or both `links` (one per axis) and `device`. With neither,
     `autopar.cost.hardware.resolve` detects the hardware and falls back to `cpu-local`.
 
-    Raises `MeshError` for a shape of more than two axes, a size below 1, bad axis names, links
+    Raises `MeshError` for a shape of more than three axes, a size below 1, bad axis names, links
     without device or device without links.
     """
 
@@ -103,15 +108,16 @@ class Mesh:
         if not isinstance(shape, (int, Sequence)):
             raise MeshError(f"a mesh shape is a tuple of sizes, not {shape!r}")
         sizes = (shape,) if isinstance(shape, int) else tuple(shape)
-        if len(sizes) not in (1, 2):
+        if len(sizes) not in (1, 2, 3):
             raise MeshError(
-                f"a mesh has one or two axes, not {len(sizes)}: {sizes}",
-                hint="give (nodes, devices per node); the planner finds dp x tp x ... views itself",
+                f"a mesh has one to three axes, not {len(sizes)}: {sizes}",
+                hint="give (nodes, devices per node), or (pods, nodes, devices per node); the "
+                "planner finds dp x tp views itself",
             )
         if any(not isinstance(n, int) or isinstance(n, bool) or n < 1 for n in sizes):
             raise MeshError(f"mesh sizes must be whole numbers of at least 1: {sizes}")
         if axis_names is None:
-            axis_names = ("node", "device")[-len(sizes) :]
+            axis_names = ("pod", "node", "device")[-len(sizes) :]
         names = tuple(axis_names)
         if any(not isinstance(name, str) for name in names):
             raise MeshError(f"axis_names are texts, not {names}")
@@ -149,8 +155,8 @@ class Mesh:
 
     @property
     def nodes(self) -> int:
-        """Nodes; 1 for a shape of one axis."""
-        return self.shape[0] if len(self.shape) == 2 else 1
+        """Nodes of all pods; 1 for a shape of one axis."""
+        return math.prod(self.shape[:-1])
 
     @property
     def devices_per_node(self) -> int:
@@ -160,12 +166,29 @@ class Mesh:
     def node_of(self, rank: int) -> int:
         return rank // self.devices_per_node
 
+    def link_axis(self, rank: int, other: int) -> int:
+        """The axis whose link joins two ranks: the outermost on which they differ."""
+        for axis in range(len(self.shape) - 1):
+            n_inside = math.prod(self.shape[axis + 1 :])
+            if rank // n_inside != other // n_inside:
+                return axis
+        return len(self.shape) - 1
+
+    def submesh_sizes(self, first_rank: int, n_ranks: int) -> tuple[int, ...]:
+        """The sizes of consecutive ranks on the mesh's axes. Unless they fill whole nodes, or whole
+        pods, they are on one."""
+        found, n_left, n_inside = [], n_ranks, 1
+        for size in reversed(self.shape[1:]):
+            n_inside *= size
+            fills = n_left > size and n_left % size == 0 and first_rank % n_inside == 0
+            found.append(size if fills else n_left)
+            n_left = n_left // size if fills else 1
+        return (n_left, *reversed(found))
+
     def submesh_shape(self, first_rank: int, n_ranks: int) -> tuple[int, int]:
         """(nodes, devices per node) of consecutive ranks; (1, n) unless they fill whole nodes."""
-        each = self.devices_per_node
-        if n_ranks > each and first_rank % each == 0 and n_ranks % each == 0:
-            return n_ranks // each, each
-        return 1, n_ranks
+        *nodes, each = self.submesh_sizes(first_rank, n_ranks)
+        return math.prod(nodes), each
 
     def with_links(self, links: Sequence[Link], device: Device) -> Mesh:
         """This mesh with explicit links and device instead of a profile name."""
@@ -185,7 +208,7 @@ class Mesh:
             return Mesh(value)
         if hasattr(value, "mesh_dim_names") and hasattr(value, "mesh"):
             shape = tuple(int(n) for n in value.mesh.shape)
-            if len(shape) > 2:
+            if len(shape) > 3:
                 raise MeshError(
                     f"a {len(shape)}-D DeviceMesh is not a machine mesh: {shape}",
                     hint="pass (nodes, devices per node); the planner finds the inner axes",
@@ -209,11 +232,20 @@ class Mesh:
 
 @dataclass(frozen=True)
 class Nodes:
-    """The nodes of a machine: `n_ranks` consecutive ranks each; links inside and between nodes."""
+    """The nodes of a machine: `n_ranks` consecutive ranks each; links inside and between nodes.
+
+    `pods`: the ranks of a pod, and the link between pods; None if there is one pod.
+    """
 
     n_ranks: int
     inside: Link
     across: Link
+    pods: tuple[int, Link] | None = None
+
+    @property
+    def period(self) -> int:
+        """The ranks after which the machine repeats."""
+        return self.n_ranks if self.pods is None else self.pods[0]
 
 
 @dataclass(frozen=True)
@@ -297,7 +329,7 @@ class LogicalMesh:
     @property
     def canonical(self) -> LogicalMesh:
         """The first view that lies on the nodes as this one does, and so costs the same."""
-        first_rank = 0 if self.nodes is None else self.first_rank % self.nodes.n_ranks
+        first_rank = 0 if self.nodes is None else self.first_rank % self.nodes.period
         return replace(self, first_rank=first_rank)
 
 
@@ -312,22 +344,30 @@ def logical_views(
     """The candidate views of a stage's consecutive ranks; by default of all ranks.
 
     `mesh_shape` "as-given": one view, with the axes of the mesh. "auto": every dp x tp. Degrees,
-    as {"tp": 4}: those that have them; none, if the ranks do not divide.
+    as {"tp": 4}: those that have them; none, if the ranks do not divide. Their other axes are
+    between dp and tp.
     """
     assert mesh.axis_names is not None
     n = mesh.n_ranks if n_ranks is None else n_ranks
     if mesh_shape == "as-given":
-        shape = mesh.submesh_shape(first_rank, n)[-len(mesh.axis_names) :]
-        every = [dict(zip(mesh.axis_names, shape, strict=True))]
+        sizes = mesh.submesh_sizes(first_rank, n)
+        every = [dict(zip(mesh.axis_names, sizes, strict=True))]
     else:
-        every = [{"dp": n // tp, "tp": tp} for tp in range(1, n + 1) if n % tp == 0]
+        given = {} if isinstance(mesh_shape, str) else mesh_shape
+        between = {name: given[name] for name in INNER_AXES if given.get(name, 1) > 1}
+        left, rest = divmod(n, math.prod(between.values()))
+        tensor = [tp for tp in range(1, left + 1) if left % tp == 0 and not rest]
+        every = [{"dp": left // tp, **between, "tp": tp} for tp in tensor]
     wanted = (axes for axes in every if has_degrees(mesh_shape, axes))
     return [factored_view(mesh, links, device, axes, first_rank) for axes in wanted]
 
 
 def has_degrees(mesh_shape: str | Mapping[str, int], axes: Mapping[str, int]) -> bool:
-    """Does a view with these axes have the degrees of `mesh_shape`, if it fixes any?"""
-    return isinstance(mesh_shape, str) or mesh_shape.items() <= axes.items()
+    """Does a view with these axes have the degrees of `mesh_shape`, if it fixes any? An axis that
+    it lacks has one rank."""
+    return isinstance(mesh_shape, str) or all(
+        axes.get(name, 1) == size for name, size in mesh_shape.items()
+    )
 
 
 def factored_view(
@@ -339,8 +379,8 @@ def factored_view(
 ) -> LogicalMesh:
     """A view of consecutive ranks of `mesh`, from `first_rank`, with `axes` (outermost first).
 
-    An axis gets the link between nodes if one of its groups leaves a node. The view keeps the
-    machine's nodes: costs follow from how groups lie on them.
+    An axis gets the link between nodes if one of its groups leaves a node, that between pods if one
+    leaves a pod. The view keeps the machine's nodes: costs follow from how groups lie on them.
 
     Raises `MeshError` for more ranks than the mesh has.
     """
@@ -350,14 +390,13 @@ def factored_view(
             f"axes {dict(axes)} hold {n_ranks} ranks from rank {first_rank}, "
             f"the mesh has {mesh.n_ranks}"
         )
-    nodes = Nodes(mesh.devices_per_node, links[-1], links[0])
+    pods = (math.prod(mesh.shape[1:]), links[0]) if len(mesh.shape) == 3 else None
+    nodes = Nodes(mesh.devices_per_node, links[-1], links[-2:][0], pods)
     view = LogicalMesh(
         tuple(axes.values()), tuple(axes), (links[-1],) * len(axes), device, first_rank, nodes
     )
-    chosen = []
-    for axis in range(view.n_axes):
-        leaves_node = any(
-            mesh.node_of(group[0]) != mesh.node_of(group[-1]) for group in view.groups([axis])
-        )
-        chosen.append(links[0] if leaves_node else links[-1])
-    return replace(view, links=tuple(chosen))
+    outermost = (
+        min(mesh.link_axis(group[0], group[-1]) for group in view.groups([axis]))
+        for axis in range(view.n_axes)
+    )
+    return replace(view, links=tuple(links[axis] for axis in outermost))

@@ -15,6 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from autopar.errors import NotSupportedError, OptionError
+from autopar.mesh import INNER_AXES
 from autopar.option_values import (
     check_count,
     check_word,
@@ -41,10 +42,7 @@ BESIDE_A_PLAN = frozenset({"loss_fn", "optimizer_gather", "progress", "check_eve
 OPTIMIZERS = ("adamw", "sgd", "adam")
 REDUCE_DTYPES = ("float32", "bfloat16", "float16")
 # Sizes of `Manual` that are not built -> what a user can do.
-_INSTEAD_OF = {
-    "cp": "leave manual out: the search cuts sequences by itself",
-    "ep": "leave manual out: the search divides experts by itself",
-}
+_INSTEAD_OF = {"ep": "leave manual out: the search divides experts by itself"}
 FORBIDDABLE = tuple("data tensor sequence expert pipeline zero1 zero2 zero3 recompute".split())
 # Other names of what can be forbidden.
 _ALSO_CALLED = {
@@ -64,16 +62,19 @@ _ELSEWHERE = {
 
 @dataclass(frozen=True)
 class Manual:
-    """The Megatron recipe in place of a search. Ranks vary fastest over tp, then dp, then pp.
+    """The Megatron recipe in place of a search. Ranks vary fastest over tp, then cp, dp, pp.
 
-    dp, tp, pp   sizes of data, tensor and pipeline parallelism; their product is the mesh's ranks
+    dp, tp, pp   sizes of data, tensor and pipeline parallelism; their product, times cp, is the
+                 mesh's ranks
+    cp           parts of every sequence; keys and values go round a ring, or are gathered. With
+                 `tp > 1` it needs `sp`
     sp           shard activations between tensor-parallel regions; no effect without `tp > 1`
-    zero         the ZeRO stage over dp, 0 to 3; no effect without `dp > 1`
+    zero         the ZeRO stage over dp and cp, 0 to 3; no effect where both are 1
     microbatch_size   samples of one data-parallel rank; None: one microbatch
     recompute    none, or a mode of the option `recompute`, for every block
     interleave   stages of each rank (chunks); more than one with `pp > 1` only. The schedule is
                  then "interleaved", unless the option `schedule` names another
-    cp, ep       not built: 1
+    ep           not built: 1
 
     Raises `OptionError` for a value that is not allowed, `NotSupportedError` for one that is not
     built.
@@ -107,10 +108,21 @@ class Manual:
                 f"Manual(interleave={self.interleave}) has several stages on each rank, and pp=1",
                 hint="give pp > 1, or leave interleave out",
             )
+        if self.cp > 1 and self.tp > 1 and not self.sp:
+            raise OptionError(
+                f"Manual(cp={self.cp}, tp={self.tp}) cuts sequences over cp, and activations "
+                "between matmuls are whole over tp",
+                hint="give sp=True, so that sequences are cut there, too",
+            )
         for name, instead in _INSTEAD_OF.items():
             if (n := getattr(self, name)) > 1:
                 raise NotSupportedError(f"Manual.{name}={n} is not supported yet", hint=instead)
         check_word("Manual.recompute", self.recompute, ("none", *_MODES), ())
+
+    @property
+    def axes(self) -> dict[str, int]:
+        """The axes of a stage, outermost first."""
+        return {"dp": self.dp, **({"cp": self.cp} if self.cp > 1 else {}), "tp": self.tp}
 
     @property
     def n_ranks(self) -> int:
@@ -134,7 +146,8 @@ class StageOption:
 class Options:
     """Checked options; make them with `Options.of`.
 
-    `mesh_shape`     "auto", "as-given", or degrees that every stage has, as {"tp": 4}
+    `mesh_shape`     "auto" (every dp x tp), "as-given", or degrees that every stage has, as
+                     {"tp": 4}; a third axis is tried where it is asked for, as {"cp": 2}
     `memory_limit`   bytes per device, or "40GiB"; None: the hardware's memory less a margin
     `memory_margin`  the margin, a share of the device's memory; None: the one of the hardware
     `tolerance`      relative; the search ends once no plan can be faster by more
@@ -309,8 +322,8 @@ def _check_recipe(options: Options, manual: Manual) -> None:
         "pipeline": ("pp", manual.pp > 1),
         "data": ("dp", manual.dp > 1),
         "tensor": ("tp", manual.tp > 1),
-        "sequence": ("sp", manual.sp and manual.tp > 1),
-        f"zero{manual.zero}": ("zero", manual.zero > 0 and manual.dp > 1),
+        "sequence": ("cp", True) if manual.cp > 1 else ("sp", manual.sp and manual.tp > 1),
+        f"zero{manual.zero}": ("zero", manual.zero > 0 and manual.dp * manual.cp > 1),
     }
     for word, (name, active) in asked.items():
         if active and word in options.forbid:
@@ -329,12 +342,17 @@ def _microbatches(value: Any) -> int | str:
 def _mesh_shape(value: Any) -> str | Mapping[str, int]:
     if not isinstance(value, Mapping):
         return check_word("mesh_shape", value, ("auto", "as-given"), ())
-    if not value or not value.keys() <= {"dp", "tp"}:
+    if not value or not value.keys() <= {"dp", *INNER_AXES, "tp"}:
         raise OptionError(
-            f"mesh_shape fixes the degrees dp and tp, or one of them, not {value!r}",
+            f"mesh_shape fixes some of the degrees dp, ep, cp and tp, not {value!r}",
             hint='mesh_shape={"tp": 4}; stages=2 fixes the number of stages',
         )
-    return {name: check_count(f"mesh_shape[{name!r}]", n) for name, n in value.items()}
+    found = {name: check_count(f"mesh_shape[{name!r}]", n) for name, n in value.items()}
+    if sum(found.get(name, 1) > 1 for name in INNER_AXES) > 1:
+        raise NotSupportedError(
+            f"mesh_shape={found}: a stage has three axes at most", hint="leave cp or ep out"
+        )
+    return found
 
 
 def _stages(value: Any) -> int | str | tuple[StageOption, ...]:

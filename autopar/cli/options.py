@@ -85,7 +85,9 @@ def _planning_flags(
     stages: Annotated[
         str | None, typer.Option(help="auto, how many, or MODULES@1x2;MODULES@1x2.")
     ] = None,
-    mesh_shape: Annotated[str | None, typer.Option(help="auto, as-given, or dp=2,tp=4.")] = None,
+    mesh_shape: Annotated[
+        str | None, typer.Option(help="auto, as-given, or dp=2,cp=2,tp=4.")
+    ] = None,
     optimizer: Annotated[str | None, typer.Option(help="adamw, sgd or adam.")] = None,
     precision: Annotated[
         str | None, typer.Option(help="model, bf16-mixed, bf16-autocast, fp16-mixed or fp64.")

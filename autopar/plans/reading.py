@@ -128,7 +128,7 @@ def _counts(value: Json) -> dict[str, int]:
 
 def _mesh(value: Json) -> MeshRecord:
     raw = value.record("shape axis_names hardware links device".split(), ["figures"])
-    shape = tuple(size.whole(1, MOST_RANKS) for size in raw["shape"].items(1, 2))
+    shape = tuple(size.whole(1, MOST_RANKS) for size in raw["shape"].items(1, 3))
     if math.prod(shape) > MOST_RANKS:
         raise PlanError(
             f"{raw['shape'].place} has {math.prod(shape):,} ranks; a plan has at most "

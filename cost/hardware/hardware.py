@@ -99,7 +99,8 @@ def resolve_on(profile: Profile, mesh: Mesh, dtype: torch.dtype = torch.float32)
     """`resolve` for a mesh of devices of this profile."""
     profile = _share_cores(profile, mesh.devices_per_node)
     intra, inter = profile.link("intra_node"), profile.link("inter_node")
-    links = (intra,) * len(mesh.shape) if mesh.nodes == 1 else (inter, intra)
+    between = intra if mesh.nodes == 1 else inter
+    links = (*(between for _ in mesh.shape[1:]), intra)
     return link_hardware(profile, links, dtype)
 
 

@@ -9,7 +9,7 @@ on its own group alone:
     n_nodes    nodes that hold them
     per_node   members in the node that holds fewest
     inside     the link between two members in one node
-    across     the link between two members in different nodes
+    across     the link between two members in different nodes; in different pods, if some are
 
 All groups of a mesh axis run the same collective at once, and the slowest one decides. `group_on`
 takes the group that spans most nodes; among those, the one with fewest members in a node.
@@ -117,8 +117,13 @@ def _group_on(mesh: LogicalMesh, axes: tuple[int, ...]) -> LinkGroup:
         )
     ranks = np.arange(mesh.n_ranks).reshape(mesh.sizes) + mesh.first_rank
     others = [i for i in range(mesh.n_axes) if i not in axes]
-    node_of = ranks.transpose(*others, *axes).reshape(-1, n_ranks) // nodes.n_ranks
+    groups, across = ranks.transpose(*others, *axes).reshape(-1, n_ranks), nodes.across
+    if nodes.pods is not None:
+        n_pod_ranks, between_pods = nodes.pods
+        pod_of = groups // n_pod_ranks
+        across = between_pods if (pod_of != pod_of[:, :1]).any() else across
+    node_of = groups // nodes.n_ranks
     # Most groups differ only in their first node.
     distinct = np.unique(node_of - node_of.min(axis=1, keepdims=True), axis=0)
-    found = [group_of(row.tolist(), 1, nodes.inside, nodes.across) for row in distinct]
+    found = [group_of(row.tolist(), 1, nodes.inside, across) for row in distinct]
     return max(found, key=lambda group: (group.n_nodes, -group.per_node))

@@ -62,7 +62,7 @@ _ELEMENTWISE = ("adamw", "adam", "sgd")
 
 def link_between(mesh: Mesh, links: Sequence[Link]) -> LinkBetween:
     """The link of any two ranks, as a function; `links` are those of the mesh axes, in order."""
-    return lambda a, b: links[-1] if mesh.node_of(a) == mesh.node_of(b) else links[0]
+    return lambda a, b: links[mesh.link_axis(a, b)]
 
 
 def collectives_of(

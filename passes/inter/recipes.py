@@ -1,7 +1,8 @@
 """Pipelines of equal submeshes: layers of balanced FLOPs, one view for all.
 
 Each of p submeshes has dp x tp ranks, and one stage or more, as the schedule says (`orders.py`). In
-the Megatron recipe the batch is split over dp and matmuls over tp (the roles "data" and "tensor" of
+the Megatron recipe the batch is split over dp, matmuls over tp, and sequences over cp if the user
+says so (the roles "data", "tensor" and "context" of
 `passes/intra/constraints.py`). Placements are chosen on the abstract machine of recipes
 (`recipe_cost`) and priced on the real one. They are some of those that the roles allow, so the
 layers' optima bound them, too (`EqualPipeline.layered_s`). Else the solver is free.
@@ -27,13 +28,14 @@ from autopar.passes.inter.layers import MOST_LAYERS, balance
 from autopar.passes.inter.orders import PipelineOrder, orders_of, plain_order
 from autopar.passes.inter.space import PipelineSpace
 from autopar.passes.inter.submeshes import view_at, views_text
-from autopar.passes.intra import Constraints
+from autopar.passes.intra import Constraints, Role
 from autopar.schedule import SPLITS_BACKWARD, check_microbatches, fewest_microbatches
 
 # Who places its operators: Megatron's layout, without and with sequence parallelism and ZeRO-1, the
 # user's own numbers in it, or the solver.
 Source = Literal["Megatron", "Megatron with SP and ZeRO-1", "manual", "search"]
 _SHARDED: Source = "Megatron with SP and ZeRO-1"
+_ROLES: dict[str, Role] = {"dp": "data", "cp": "context", "tp": "tensor"}
 
 
 @dataclass(frozen=True)
@@ -118,8 +120,9 @@ class EqualPipeline:
         """What shards nothing here is left out."""
         if self.source != _SHARDED:
             return self.source
-        dp, tp = self.view.sizes
-        return "Megatron with " + " and ".join(["SP"] * (tp > 1) + ["ZeRO-1"] * (dp > 1))
+        axes = self.view.axes
+        words = ["SP"] * (axes["tp"] > 1) + ["ZeRO-1"] * (axes["dp"] > 1)
+        return "Megatron with " + " and ".join(words)
 
     @property
     def _order_text(self) -> str:
@@ -132,7 +135,7 @@ class EqualPipeline:
     @property
     def _row(self) -> str:
         """`TP8 x PP4 x DP2`, of tensor parallelism over all of a node."""
-        dp, tp = self.view.sizes
+        dp, tp = self.view.axes["dp"], self.view.axes["tp"]
         if not self.is_recipe or tp == 1 or tp != self.space.mesh.devices_per_node:
             return ""
         order = self._order_text.removesuffix(", ")
@@ -154,13 +157,13 @@ def equal_pipelines(
     orders, manual = orders or orders_of(options), options.manual
     if manual is None:
         splits = [
-            (n_devices, dp, tp)
+            (n_devices, {"dp": dp, "tp": tp})
             for n_devices, dp, tp in _splits(analysis, mesh, options)
             if source != _SHARDED or max(dp, tp) > 1
         ]
     else:
         check_ranks(manual, mesh)
-        splits = [(manual.pp, manual.dp, manual.tp)]
+        splits = [(manual.pp, manual.axes)]
     n_stages_asked = manual.pp * orders[0].n_chunks if manual is not None else 0
     # The recipe asked for is cut into the same layers as all others. `n_least` is capped, because
     # no model has thousands of layers worth a stage.
@@ -176,7 +179,7 @@ def equal_pipelines(
     flops = np.add.reduceat(space.layers.flops, [0, *(end + 1 for end in ends[:-1])]).tolist()
     cuts = {
         n: [ends[last] for last in balance(flops, n)]
-        for n in {n * order.n_chunks for n, _, _ in splits for order in orders}
+        for n in {n * order.n_chunks for n, _ in splits for order in orders}
         if n <= len(ends)
     }
     if manual is not None and n_stages_asked not in cuts:
@@ -189,13 +192,12 @@ def equal_pipelines(
             hint="give fewer stages, and dp or tp the other ranks",
         )
     found = []
-    for n_devices, dp, tp in splits:
-        axes = {"dp": dp, "tp": tp}
+    for n_devices, axes in splits:
         view = factored_view(mesh, space.hardware.links, space.hardware.device, axes)
         if manual is not None:
             counts = recipe_counts(analysis, options, manual, mesh.n_ranks)
         else:
-            counts = microbatch_counts(analysis, options, mesh.n_ranks, dp)
+            counts = microbatch_counts(analysis, options, mesh.n_ranks, axes["dp"])
         for order in orders:
             possible = _counts_of(order, n_devices, counts, manual is not None)
             n_stages = n_devices * order.n_chunks
@@ -247,17 +249,19 @@ def _splits(analysis: Analysis, mesh: Mesh, options: Options) -> Iterator[tuple[
 
 def check_ranks(manual: Manual, mesh: Mesh) -> None:
     """Raises `MeshError` if the recipe does not place every rank of the mesh."""
-    if manual.pp * manual.dp * manual.tp != mesh.n_ranks:
-        sizes = f"dp={manual.dp}, tp={manual.tp}, pp={manual.pp}"
+    if manual.n_ranks != mesh.n_ranks:
+        degrees = manual.axes | {"pp": manual.pp}
         raise MeshError(
-            f"Manual({sizes}) places {manual.pp * manual.dp * manual.tp} ranks, "
-            f"the mesh has {mesh.n_ranks}",
-            hint="make dp * tp * pp the number of devices",
+            f"Manual({', '.join(f'{name}={n}' for name, n in degrees.items())}) places "
+            f"{manual.n_ranks} ranks, the mesh has {mesh.n_ranks}",
+            hint=f"make {' * '.join(degrees)} the number of devices",
         )
 
 
 def recipe_limits(options: Options, manual: Manual | None) -> Constraints:
     """The constraints of Megatron; without `manual`, no ZeRO and no sequence parallelism."""
-    sequence = frozenset() if manual is not None and manual.sp else frozenset({"sequence"})
-    zero = manual.zero if manual is not None else 0
-    return Constraints(options.forbid | sequence, ("data", "tensor"), zero)
+    if manual is None:
+        return Constraints(options.forbid | {"sequence"}, ("data", "tensor"), 0)
+    sequence = frozenset() if manual.sp or manual.cp > 1 else frozenset({"sequence"})
+    roles = tuple(_ROLES[name] for name in manual.axes)
+    return Constraints(options.forbid | sequence, roles, manual.zero)

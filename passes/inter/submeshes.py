@@ -122,7 +122,8 @@ def check_degrees(mesh: Mesh, options: Options, sizes: Sequence[int]) -> None:
     if isinstance(shape, str):
         return
     each = math.prod(shape.values())
-    if not any(n == each if len(shape) == 2 else n % each == 0 for n in sizes):
+    is_whole = {"dp", "tp"} <= shape.keys()
+    if not any(n == each if is_whole else n % each == 0 for n in sizes):
         raise MeshError(
             f"mesh_shape={dict(shape)} fits no stage of {mesh.n_ranks} ranks; stages may have "
             f"{', '.join(map(str, sorted(set(sizes))))}",

@@ -3,6 +3,8 @@
 role "any"     the solver is free on this axis
 role "data"    everything that has a batch shards it; nothing else is sharded (dp)
 role "copy"    as "data", and parameters are whole on it: HSDP shards them on the other axes
+role "context" everything with a dim that is neither batch nor a parameter's shards that, such as
+               sequences; nothing else is sharded. Keys and values go round, or are gathered (cp)
 role "tensor"  the batch is not sharded, and every matmul with a parameter shards that parameter if
                it can (tp). `sequence` is forbidden unless the recipe has sequence parallelism; with
                it, everything else that can be sharded is
@@ -33,9 +35,11 @@ from autopar.program.graph import Program
 from autopar.program.lines import Period, Storage
 from autopar.rules import rule_for
 
-Role = Literal["any", "data", "copy", "tensor"]
+Role = Literal["any", "data", "copy", "context", "tensor"]
 # Roles that split the batch.
 SPLIT_BATCH: tuple[Role, ...] = ("data", "copy")
+# Roles over which ZeRO shards what all ranks have.
+ZERO_SHARDS: tuple[Role, ...] = ("data", "context")
 
 
 @dataclass(frozen=True)
@@ -51,8 +55,8 @@ class AxisPin:
 class Constraints:
     """Constraints on the choices of one stage.
 
-    zero       recipes only, the storage on "data" axes: 0 replicated, 1 to 3 sharded with the
-               period of that ZeRO stage
+    zero       recipes only, the storage on "data" and "context" axes: 0 replicated, 1 to 3 sharded
+               with the period of that ZeRO stage
     pins       by the parameter's placeholder
     storage    fixes a parameter's storage outright, so that evaluation uses the shards of training
     """
@@ -76,7 +80,7 @@ class Constraints:
 
         Data parallelism without ZeRO keeps all of them on every rank.
         """
-        whole = SPLIT_BATCH if self.zero == 0 else ("copy",)
+        whole = (*SPLIT_BATCH, "context") if self.zero == 0 else ("copy",)
         return math.prod(n for a, n in enumerate(sizes) if self.role(a) not in whole)
 
 
@@ -136,7 +140,7 @@ class AppliedConstraints:
         """The strategies that a group may use on an axis."""
         forbid, role = self.constraints.forbid, self.constraints.role(axis)
         kept = [j for j in joints if not self._is_partial_input(group, j)]
-        if "data" in forbid or role == "tensor":
+        if "data" in forbid or role in ("context", "tensor"):
             kept = [j for j in kept if not self._shards_batch(j)]
         if "tensor" in forbid:
             kept = [j for j in kept if not self._shards_parameter(j)]
@@ -144,9 +148,11 @@ class AppliedConstraints:
             kept = [j for j in kept if not self._shards_other(j)]
         if "expert" in forbid:
             kept = [j for j in kept if not self._shards_experts(group, j)]
-        if role in SPLIT_BATCH:
-            batch = [j for j in kept if self._shards_batch(j)]
-            kept = batch or [j for j in kept if not _shards_something(j)]
+        if role == "context":
+            kept = [j for j in kept if not self._shards_parameter(j)]
+        if role in SPLIT_BATCH or role == "context":
+            splits = self._shards_other if role == "context" else self._shards_batch
+            kept = [*filter(splits, kept)] or [j for j in kept if not _shards_something(j)]
         return [j for j in kept if self._respects_pins(group, j, axis)]
 
     def preferred(
@@ -256,11 +262,11 @@ class AppliedConstraints:
         return f"zero{level}" not in forbid and (zero in (None, level) or not is_recipe)
 
     def fits_recipe(self, stored: Spec, use: Spec) -> bool:
-        """With a given `zero`: is it sharded for storage alone only on "data" axes?"""
+        """With a given `zero`: is it sharded for storage alone only on axes of `ZERO_SHARDS`?"""
         return all(
             kept == used
             if used.is_shard
-            else not kept.is_shard or self.constraints.role(axis) == "data"
+            else not kept.is_shard or self.constraints.role(axis) in ZERO_SHARDS
             for axis, (kept, used) in enumerate(zip(stored.placements, use.placements, strict=True))
         )
 

@@ -38,6 +38,8 @@ from autopar.rules import rule_for
 # The most cases built at once. 72 keeps arrays at about 1 MB, small enough to cache. Of stages, and
 # with searched recompute, few are requested, and the latter are several times as large.
 MOST_CASES, FEW_CASES = 72, 8
+# Problems with more axes in use are built alone: they are large, and few are requested.
+MOST_BATCHED_AXES = 2
 # Pipelines mostly have at least so many: m = 8p keeps the bubble (p - 1) / m of p stages below 1/8.
 FIRST_COUNT = 16
 
@@ -223,10 +225,11 @@ class ProblemFamilies:
         cost, kind = canonical_cost(cost), self._kind(cost)
         every = [of.get(kind, ()) for of in self._family_kinds]
         costs = next((of for of in every if cost in of), (cost,))
-        if constraints.pins or set(constraints.roles) == {"data"}:
+        is_wide = len(cost.mesh.active_axes) > MOST_BATCHED_AXES
+        if constraints.pins or set(constraints.roles) == {"data"} or is_wide:
             costs = (cost,)  # pins are of one mesh; for pure data parallelism all meshes are equal
         # Equally many counts for all families, so that their problems offer the same choices.
-        n_most = max(map(len, (*every, costs)))
+        n_most = MOST_CASES if is_wide else max(map(len, (*every, costs)))
         is_whole = cost.mesh.n_ranks >= self._n_ranks
         is_few = not is_whole or is_searched(self.recomputable)
         n_cases = FEW_CASES if is_few else MOST_CASES

@@ -21,7 +21,7 @@ from autopar.cost.laws import CostModel
 from autopar.cost.memory import StaticBytes
 from autopar.passes.analysis import Gathering
 from autopar.passes.intra.cases import Cases
-from autopar.passes.intra.constraints import AppliedConstraints
+from autopar.passes.intra.constraints import ZERO_SHARDS, AppliedConstraints
 from autopar.passes.intra.hiding import Hidable, HidableCosts, Hiding
 from autopar.passes.reshard import ReshardTables, Ties, primitive_lines
 from autopar.passes.solvers.problem import compiled
@@ -118,10 +118,10 @@ class ParameterMaker:
         return tuple(spec for spec, row in zip(specs, fits, strict=True) if row.any()) or specs
 
     def _fit_recipe(self, stored: Sequence[Spec], used: Sequence[Spec]) -> BoolArray:
-        """[stored, used]: under a ZeRO recipe, sharded on every data axis beside what the use
-        shards; where no spec is, whole on these axes."""
+        """[stored, used]: under a ZeRO recipe, sharded on every axis of `ZERO_SHARDS` beside what
+        the use shards; where no spec is, whole on these axes."""
         constraints = self.limits.constraints
-        data = [a for a in self.cases.active_axes if constraints.role(a) == "data"]
+        data = [a for a in self.cases.active_axes if constraints.role(a) in ZERO_SHARDS]
         fits = np.array([[self.limits.fits_recipe(s, u) for u in used] for s in stored], dtype=bool)
         if not constraints.zero:
             return fits

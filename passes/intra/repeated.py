@@ -27,9 +27,9 @@ from autopar.passes.intra.hiding import ExposureWeights, Parts
 from autopar.passes.intra.problem import IntraOpProblem, IntraOpProblems
 from autopar.passes.solvers.problem import ProblemError
 from autopar.passes.solvers.repeats import (
+    QuickPlan,
     Repeat,
     RepeatedChoice,
-    RepeatedPlan,
     RepeatedProblem,
     RepeatedProblems,
     quick_plan,
@@ -94,7 +94,7 @@ class Repeated:
     _time_parts: dict[int, TimeParts] = field(default_factory=dict, init=False)
 
     @cached_property
-    def plan(self) -> RepeatedPlan | None:
+    def plan(self) -> QuickPlan | None:
         """The `quick_plan` of the problems; all cases share it."""
         return quick_plan(self.problems)
 

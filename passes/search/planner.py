@@ -11,7 +11,7 @@ The search is `BranchAndBound.run` (`branch_bound.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 
@@ -214,7 +214,7 @@ class Planner:
             raise OptionError("manual is the whole recipe; force cannot be combined with it")
         if manual.pp == 1:
             check_ranks(manual, self.mesh)
-            limits, view = recipe_limits(self.options, manual), self._view(manual.dp, manual.tp)
+            limits, view = recipe_limits(self.options, manual), self._view(manual.axes)
             counts = recipe_counts(self.analysis, self.options, manual, self.mesh.n_ranks)
             named = [self._single_stage("manual recipe", view, limits, m) for m in counts]
             yield RecipeNodes(self.levels).root(named)
@@ -322,11 +322,10 @@ class Planner:
     @property
     def _any_view(self) -> LogicalMesh:
         """For what does not depend on axes."""
-        return self._view(self.mesh.n_ranks, 1)
+        return self._view({"dp": self.mesh.n_ranks, "tp": 1})
 
-    def _view(self, dp: int, tp: int) -> LogicalMesh:
-        links, device = self.hardware.links, self.hardware.device
-        return factored_view(self.mesh, links, device, {"dp": dp, "tp": tp})
+    def _view(self, axes: Mapping[str, int]) -> LogicalMesh:
+        return factored_view(self.mesh, self.hardware.links, self.hardware.device, axes)
 
     def _check_stages(self) -> None:
         """Raises `MeshError` or `OptionError` if there are more stages than ranks or operators.

@@ -65,7 +65,7 @@ def recipes_on(views: Sequence[LogicalMesh], options: Options) -> Iterator[Plain
     """The recipes of one stage, without those that `forbid` excludes."""
     views, forbid = [v for v in views if v.active_axes], options.forbid
     fixes_degrees = not isinstance(options.mesh_shape, str)
-    plain = [v for v in views if not (fixes_degrees and v.axes["tp"] > 1)]
+    plain = [v for v in views if not fixes_degrees or v.axes["dp"] == v.n_ranks]
     for view in plain[:1]:  # for data parallelism all views are the same
         data: Role = "data"
         for zero, family in enumerate(("data parallel", "ZeRO-1", "ZeRO-2", "ZeRO-3")):

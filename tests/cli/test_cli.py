@@ -274,7 +274,7 @@ def test_doctor_fails_on_a_problem(run: Run, monkeypatch: pytest.MonkeyPatch) ->
         (("ops", "lost.json", *SIZES), "cannot read"),
         (("plan", "tiny:mlp"), "a mesh is needed"),
         (("plan", "tiny:mlp", "--mesh", "two"), "not a mesh"),
-        (("plan", "tiny:mlp", "--mesh", "2x2x2"), "one or two axes"),
+        (("plan", "tiny:mlp", "--mesh", "2x2x2x2"), "one to three axes"),
         (("plan", "tiny:mlp", "--mesh", "2", "--hardware", "abacus"), "abacus"),
         (("plan", "tiny:mlp", "--mesh", "2", "--stages", "2", "--forbid", "pipeline"), "stages=2"),
         (("plan", "tiny:mlp", "--mesh", "2", "--stages", "up@1;nothing@1"), "nothing"),

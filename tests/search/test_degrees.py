@@ -10,7 +10,7 @@ import torch
 import autopar
 from autopar import Manual, Mesh, Plan
 from autopar.cli import parse_degrees
-from autopar.errors import MeshError, OptionError
+from autopar.errors import MeshError, NotSupportedError, OptionError
 from tests.helpers.harness import Mlp
 from tests.helpers.nightly import one_in
 
@@ -24,8 +24,11 @@ def planned(shape: tuple[int, int], **options: Any) -> Plan:
 @one_in(3)
 @pytest.mark.parametrize(
     ("degrees", "stages"),
-    [({"tp": 2}, 1), ({"dp": 4, "tp": 2}, "auto"), ({"tp": 2}, 2), ({"dp": 2, "tp": 2}, "auto")],
-)
+    [
+        ({"tp": 2}, 1), ({"dp": 4, "tp": 2}, "auto"), ({"tp": 2}, 2), ({"dp": 2, "tp": 2}, "auto"),
+        ({"dp": 2, "cp": 2, "tp": 2}, 1), ({"cp": 2}, 2), ({"ep": 2, "tp": 4}, "auto"),
+    ],
+)  # fmt: skip
 def test_stages_have_the_degrees(degrees: dict[str, int], stages: int | str) -> None:
     plan = planned((2, 4), mesh_shape=degrees, stages=stages)
     assert isinstance(stages, str) or len(plan.stages) == stages
@@ -54,6 +57,8 @@ def test_degrees_that_no_stage_can_have_are_refused() -> None:
 
 
 def test_what_fixes_no_degree_is_refused() -> None:
+    with pytest.raises(NotSupportedError, match="three axes at most"):
+        planned((2, 4), mesh_shape={"cp": 2, "ep": 2})
     wrong: list[Any] = [{}, {"pp": 2}, {"tp": 0}, {"tp": "2"}, "given", 4]
     for value in wrong:
         with pytest.raises(OptionError, match="mesh_shape"):
@@ -63,5 +68,5 @@ def test_what_fixes_no_degree_is_refused() -> None:
 
 
 def test_degrees_are_read_from_the_command_line() -> None:
-    assert parse_degrees("dp=2, tp=4") == {"dp": 2, "tp": 4}
+    assert parse_degrees("dp=2, cp=2, tp=4") == {"dp": 2, "cp": 2, "tp": 4}
     assert parse_degrees("as-given") == "as-given"

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import asdict
 from typing import Any
 
+from autopar.mesh import Mesh
 from autopar.placement import COLLECTIVES
 from autopar.program.communication import Collective
 from autopar.program.lines import starred
@@ -75,7 +76,7 @@ def device_groups(subject: Subject) -> list[dict[str, Any]]:
 
     `first` are the ranks of the first group; the others are as far apart.
     """
-    n_local, links = subject.data.mesh.shape[-1], subject.hardware.links
+    machine, links = Mesh(subject.data.mesh.shape), subject.hardware.links
     found = []
     for program, mesh in zip(subject.pipeline.stages, subject.pipeline.meshes, strict=True):
         axes = []
@@ -86,8 +87,8 @@ def device_groups(subject: Subject) -> list[dict[str, Any]]:
                 continue
             at = {rank: mesh.coordinate(rank) for rank in mesh.ranks}
             first = [r for r, c in at.items() if not any(c[:axis]) and not any(c[axis + 1 :])]
-            n_nodes = len({rank // n_local for rank in first})
-            link = links[-1] if n_nodes == 1 else links[0]
+            n_nodes = len({machine.node_of(rank) for rank in first})
+            link = links[machine.link_axis(first[0], first[-1])]
             axes.append(
                 {"name": name, "size": size, "groups": len(at) // size, "first": first,
                  "n_nodes": n_nodes,

@@ -9,8 +9,8 @@ bound and a choice in milliseconds), `select.py` (which solver answers). May imp
 
 from autopar.passes.solvers.choice.ilp import WorkLimit, most_columns, solve_ilp
 from autopar.passes.solvers.choice.lagrangian import Bracket, Hull, Point, search
-from autopar.passes.solvers.choice.message_passing import QUICK, MessageGraph
-from autopar.passes.solvers.choice.reductions import conflict
+from autopar.passes.solvers.choice.message_passing import QUICK, MessageGraph, close_gap
+from autopar.passes.solvers.choice.reductions import Reduced, conflict, restrict
 from autopar.passes.solvers.choice.select import Solver, solve
 
 __all__ = [
@@ -19,10 +19,13 @@ __all__ = [
     "Hull",
     "MessageGraph",
     "Point",
+    "Reduced",
     "Solver",
     "WorkLimit",
+    "close_gap",
     "conflict",
     "most_columns",
+    "restrict",
     "search",
     "solve",
     "solve_ilp",

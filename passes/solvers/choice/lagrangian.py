@@ -126,8 +126,17 @@ class Hull(Generic[C]):
     @cached_property
     def fastest(self) -> Point[C] | None:
         """The cheapest choice, whatever its bytes; None: nothing is allowed."""
-        value, point = self.at(0.0)
+        value, point = self._free
         return point if math.isfinite(value) else None
+
+    @property
+    def least(self) -> float:
+        """The least cost, whatever the bytes, or a bound on it."""
+        return self._free[0]
+
+    @cached_property
+    def _free(self) -> tuple[float, Point[C]]:
+        return self.at(0.0)
 
     @cached_property
     def leanest(self) -> Point[C]:

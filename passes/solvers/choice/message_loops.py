@@ -108,6 +108,52 @@ def _add_slack(
 
 
 @compiled
+def pay_edges(
+    row: Array, variables: Codes, links: Codes, tables: Codes, sides: Codes, codes: Codes,
+    shares: Array, messages: Array, scratch: Array, paid: Array,
+) -> None:  # fmt: skip
+    """Write messages by which no edge costs less than nothing to `paid`, after a sweep back: edges
+    get from each variable what it sent them its message for."""
+    belief, _, due = scratch
+    paid[:] = messages
+    for v in range(len(variables)):
+        of = variables[v]
+        _believe(row, of, links, sides, codes, messages, belief)
+        for k in range(of[FIRST_LINK], of[AFTER]):
+            table, here = tables[links[k, EDGE]], sides[links[k, EDGE], links[k, SIDE]]
+            n_here = table[N_ROWS] if links[k, SIDE] == 0 else table[N_COLUMNS]
+            _least_of_places(of[N_CHOICES], here, codes, belief, n_here, due)
+            for p in range(n_here):
+                paid[here[MESSAGE_AT] + p] -= shares[v] * due[p] if due[p] < np.inf else -np.inf
+
+
+@compiled
+def reduce_edges(row: Array, tables: Codes, sides: Codes, messages: Array, left: Array) -> Array:
+    """Write what edges cost at least in each row and column, less their messages, to `left`, in the
+    places of messages; returns the least of each edge."""
+    least = np.full(len(tables), np.inf)
+    left[:] = np.inf
+    for e in range(len(tables)):
+        table_at, n_rows, n_columns = tables[e]
+        to_rows, to_columns = sides[e, 0, MESSAGE_AT], sides[e, 1, MESSAGE_AT]
+        sent = messages[to_columns : to_columns + n_columns]
+        of_columns = left[to_columns : to_columns + n_columns]
+        for r in range(n_rows):
+            given, best = messages[to_rows + r], np.inf
+            if given == np.inf:
+                continue
+            costs = row[table_at + r * n_columns : table_at + (r + 1) * n_columns]
+            for c in range(n_columns):
+                if sent[c] < np.inf:
+                    cost = costs[c] - given - sent[c]
+                    best = cost if cost < best else best
+                    of_columns[c] = cost if cost < of_columns[c] else of_columns[c]
+            left[to_rows + r] = best
+            least[e] = min(least[e], best)
+    return least
+
+
+@compiled
 def improve(
     row: Array, variables: Codes, links: Codes, tables: Codes, sides: Codes, codes: Codes,
     chosen: Codes, scratch: Array,
@@ -168,6 +214,17 @@ def _add_given(
 
 
 @compiled
+def _least_of_places(
+    n: int, here: Codes, codes: Codes, belief: Array, n_here: int, due: Array
+) -> None:
+    """Write the least belief of the choices in each place of a side."""
+    due[:n_here] = np.inf
+    for x in range(n):
+        place = codes[here[CODES_AT] + x]
+        due[place] = min(due[place], belief[x])
+
+
+@compiled
 def _send(
     row: Array, n: int, link: Codes, tables: Codes, sides: Codes, codes: Codes, share: float,
     messages: Array, belief: Array, due: Array,
@@ -179,10 +236,7 @@ def _send(
     n_here, n_there = n_rows, n_columns
     if link[SIDE] == 1:
         n_here, n_there = n_columns, n_rows
-    due[:n_here] = np.inf
-    for x in range(n):
-        place = codes[here[CODES_AT] + x]
-        due[place] = min(due[place], belief[x])
+    _least_of_places(n, here, codes, belief, n_here, due)
     for p in range(n_here):
         if due[p] < np.inf:  # a message that is infinite made the belief so
             due[p] = share * due[p] - messages[here[MESSAGE_AT] + p]

@@ -17,15 +17,22 @@ bound never falls from sweep to sweep. Where it meets a choice, that is the opti
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from typing import Any, TypeVar
 
 import numpy as np
 
 from autopar.arrays import Array, BoolArray, Codes
 from autopar.passes.solvers.choice.lagrangian import Bracket, Elimination, Point
-from autopar.passes.solvers.choice.message_loops import improve, sweep_back, sweep_there
+from autopar.passes.solvers.choice.message_loops import (
+    improve,
+    pay_edges,
+    reduce_edges,
+    sweep_back,
+    sweep_there,
+)
 from autopar.passes.solvers.choice.reductions import Reduced, drop_forbidden, restrict
 from autopar.passes.solvers.eliminate import TableLimits, TooWide, plan_elimination
 from autopar.passes.solvers.problem import (
@@ -43,12 +50,13 @@ MOST_SWEEPS = 300
 # A bound so close to a total meets it. Ties differ by more (`TIE_WEIGHT_REL`).
 CLOSED_REL = 1e-12
 # The end: so many sweeps have lifted the bound by no more than this.
-N_STALLED, STALLED_REL = 20, 1e-4
+STALLED_REL = 1e-4
 # How near bounds are of the choices that elimination tries, the nearest first. About a tenth of a
 # second each.
 NEAR_REL = (1e-7, 1e-3)
 QUICK = TableLimits(2**26, 2**22, 2**27)
-IMPOSSIBLE = Point[Choice]((), ChoiceTotals(math.inf, math.inf))
+IMPOSSIBLE = Point[Any]((), ChoiceTotals(math.inf, math.inf))
+C = TypeVar("C")
 
 
 @dataclass(frozen=True, eq=False)
@@ -76,22 +84,8 @@ class MessagePassing:
         bound, choice = self._messages.bound_and_choice(row, weights.cost)
         if math.isinf(bound):
             return bound, IMPOSSIBLE
-        best, total = IMPOSSIBLE, math.inf
-        if choice is not None:
-            best = Point(choice, self.problem.evaluate(choice))
-            total = _weighted_total(best.totals, weights)
-        for more in NEAR_REL:
-            if total <= bound * (1 + CLOSED_REL):
-                break
-            near = self._best_near(row, weights, bound * (1 + more))
-            if near is None:
-                continue
-            total_of_near = _weighted_total(near.totals, weights)
-            if total_of_near < total:
-                best, total = near, total_of_near
-            if total <= bound * (1 + more):  # all that was left out is dearer
-                bound = total
-        return min(bound, total), best
+        best = None if choice is None else Point(choice, self.problem.evaluate(choice))
+        return close_gap(bound, best, weights, lambda most: self._best_near(row, weights, most))
 
     def _best_near(self, row: Array, weights: Weights, most: float) -> Point[Choice] | None:
         """The best of the choices whose bounds are at most this; None: none is allowed, or found
@@ -123,6 +117,31 @@ class MessagePassing:
         most = best.cost_s + paid_s
         most += SAME_OPTIMUM_REL * most  # what is cheaper by rounding alone
         return [bound + more <= most for more in slack]
+
+
+def close_gap(
+    bound: float,
+    best: Point[C] | None,
+    weights: Weights,
+    best_near: Callable[[float], Point[C] | None],
+    near_rel: Sequence[float] = NEAR_REL,
+) -> tuple[float, Point[C]]:
+    """A bound and the best choice known, from others. `best_near` finds the best of the choices
+    whose bounds are at most a number, if that is quick; infinitely near are those that may be
+    better than the best known."""
+    total = math.inf if best is None else _weighted_total(best.totals, weights)
+    for more in near_rel:
+        if total <= bound * (1 + CLOSED_REL):
+            break
+        near = best_near(total if math.isinf(more) else bound * (1 + more))
+        if near is None:
+            continue
+        total_of_near = _weighted_total(near.totals, weights)
+        if total_of_near < total:
+            best, total = near, total_of_near
+        if total <= bound * (1 + more):  # all that was left out is dearer
+            bound = total
+    return min(bound, total), best or IMPOSSIBLE
 
 
 def _weighted_total(totals: ChoiceTotals, weights: Weights) -> float:
@@ -184,9 +203,12 @@ class MessageGraph:
         """The same graph without messages: for problems whose sums are others."""
         return replace(self, _last={})
 
-    def bound_and_choice(self, row: Array, kind: float = 1.0) -> tuple[float, Choice | None]:
+    def bound_and_choice(
+        self, row: Array, kind: float = 1.0, near_rel: float = CLOSED_REL, n_stalled: int = 20
+    ) -> tuple[float, Choice | None]:
         """A lower bound on all sums of costs in a row (infinite: none is allowed), and the best
-        choice found; None: there is none."""
+        choice found; None: there is none. It ends where the two are so near, or where so many
+        sweeps change little."""
         messages = self._last.pop(kind, None)
         if messages is None:
             messages = np.zeros(self.n_messages)
@@ -200,7 +222,7 @@ class MessageGraph:
             if math.isinf(bound):
                 return math.inf, None
             bounds.append(max((bound, *bounds[-1:])))
-            if _has_ended(bounds, best_total):
+            if _has_ended(bounds, best_total, near_rel, n_stalled):
                 break
         self._last[kind] = messages
         if best is None:
@@ -220,6 +242,35 @@ class MessageGraph:
         bound = self._swept_back(row, messages, out)
         return bound, np.split(out, np.cumsum(sizes)[:-1])
 
+    def paid(self, row: Array, kind: float) -> Array:
+        """Messages whose least beliefs and least edges add up to the bound of the last
+        `bound_and_choice`, of this row."""
+        paid = np.empty(self.n_messages)
+        pay_edges(row, *self._arrays, self.shares, self._last[kind], self._scratch, paid)
+        return paid
+
+    def reduced(self, row: Array, messages: Array) -> tuple[Array, Array]:
+        """(what edges cost at least in each of their rows and columns, less both messages, in the
+        places of messages; the least of each edge)."""
+        left = np.empty(self.n_messages)
+        return left, reduce_edges(row, self.tables, self.sides, messages, left)
+
+    def message(self, messages: Array, edge: int, side: int) -> Array:
+        """The part of `messages` that an edge sends to a side."""
+        at, n = self.sides[edge, side, 2], self.tables[edge, 1 + side]
+        return messages[at : at + n]
+
+    def places(self, edge: int, side: int) -> Codes:
+        """[choices of the variable on that side]: their places in messages."""
+        v, codes_at, at = self.sides[edge, side]
+        found: Codes = at + self.codes[codes_at : codes_at + self.variables[v, 1]]
+        return found
+
+    def table(self, row: Array, edge: int) -> Array:
+        """[rows, columns]: the costs of an edge."""
+        at, n_rows, n_columns = self.tables[edge]
+        return row[at : at + n_rows * n_columns].reshape(n_rows, n_columns)
+
     def _swept_back(self, row: Array, messages: Array, slack: Array) -> float:
         return sweep_back(row, *self._arrays, self.shares, messages, self._scratch, slack)
 
@@ -234,8 +285,8 @@ class MessageGraph:
         return np.zeros((3, int(longest)))
 
 
-def _has_ended(bounds: Sequence[float], best_total: float) -> bool:
-    if best_total <= bounds[-1] * (1 + CLOSED_REL):
+def _has_ended(bounds: Sequence[float], best_total: float, near_rel: float, n_stalled: int) -> bool:
+    if best_total <= bounds[-1] * (1 + near_rel):
         return True
-    stalled = len(bounds) > N_STALLED and math.isfinite(best_total)
-    return stalled and bounds[-1] <= bounds[-1 - N_STALLED] * (1 + STALLED_REL)
+    stalled = len(bounds) > n_stalled and math.isfinite(best_total)
+    return stalled and bounds[-1] <= bounds[-1 - n_stalled] * (1 + STALLED_REL)

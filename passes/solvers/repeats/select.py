@@ -20,11 +20,11 @@ import itertools
 import math
 import time
 from contextlib import suppress
-from functools import cache
+from functools import cache, cached_property
 
 from autopar.caching import once
 from autopar.passes.solvers.choice import QUICK, Bracket, Hull, Point, search
-from autopar.passes.solvers.eliminate import TableLimits, TooWide
+from autopar.passes.solvers.eliminate import TooWide
 from autopar.passes.solvers.problem import (
     FORBIDDEN,
     SAME_OPTIMUM_REL,
@@ -35,22 +35,27 @@ from autopar.passes.solvers.problem import (
 )
 from autopar.passes.solvers.repeats.elimination import Branch, RepeatedElimination
 from autopar.passes.solvers.repeats.exchange import Exchanges
+from autopar.passes.solvers.repeats.messages import RepeatedMessages, UniformGraph
 from autopar.passes.solvers.repeats.order import RepeatedPlan
 from autopar.passes.solvers.repeats.repeats import RepeatedChoice, RepeatedProblem, RepeatedProblems
 
 # The best known choice, and a lower bound on all.
 _Found = tuple[Point[RepeatedChoice], float]
+# How problems of one structure are solved: by elimination, or by messages.
+QuickPlan = RepeatedPlan | UniformGraph
 
 
-def quick_plan(problems: RepeatedProblems) -> RepeatedPlan | None:
-    """The plan of elimination, a quick one if there is one.
+def quick_plan(problems: RepeatedProblems) -> QuickPlan | None:
+    """The plan of elimination; the graph for messages if elimination would take long.
 
-    None: other solvers are quicker. Without repeated blocks that is so if elimination would take
-    long.
+    None: other solvers are quicker, as without repeated blocks.
     """
-    for limits in (QUICK, TableLimits()) if problems.repeats else (QUICK,):
-        with suppress(TooWide):
-            return RepeatedPlan(problems, limits)
+    with suppress(TooWide):
+        return RepeatedPlan(problems, QUICK)
+    with suppress(TooWide):
+        return UniformGraph(problems) if problems.repeats else None
+    with suppress(TooWide):
+        return RepeatedPlan(problems)
     return None
 
 
@@ -58,13 +63,19 @@ class RepeatedSolver:
     """Solves one problem within any budgets; results for one budget serve the others. `plan` is the
     `quick_plan` of the problem and its siblings."""
 
-    def __init__(self, problem: RepeatedProblem, plan: RepeatedPlan) -> None:
-        self.problem, self.elimination = problem, RepeatedElimination(problem, plan)
-        self._hull = Hull(self.elimination)
+    def __init__(self, problem: RepeatedProblem, plan: QuickPlan) -> None:
+        self.problem, self.plan = problem, plan
+        self._hull = Hull(self._minimiser)
+
+    @cached_property
+    def _minimiser(self) -> RepeatedElimination | RepeatedMessages:
+        if isinstance(self.plan, RepeatedPlan):
+            return RepeatedElimination(self.problem, self.plan)
+        return RepeatedMessages(self.problem, self.plan)
 
     def of(self, problem: RepeatedProblem) -> RepeatedSolver:
         """The solver of a problem with other costs."""
-        return RepeatedSolver(problem, self.elimination.plan)
+        return RepeatedSolver(problem, self.plan)
 
     def solve(
         self,
@@ -81,9 +92,9 @@ class RepeatedSolver:
         if hull.fastest is None:
             return FORBIDDEN
         if within(budget_bytes, hull.fastest.totals.bytes):
-            fastest = hull.fastest
+            fastest, gap = hull.fastest, _gap(hull.fastest, hull.least)
             is_settled = fastest.totals.cost_s <= limit_s
-            return Solution(fastest.choice, fastest.totals, 0.0, is_settled)
+            return Solution(fastest.choice, fastest.totals, gap, is_settled)
         assert budget_bytes is not None, "everything is within no budget"
         if not within(budget_bytes, hull.leanest.totals.bytes):
             return infeasible_budget(budget_bytes, hull.leanest.totals.bytes)
@@ -136,8 +147,10 @@ class RepeatedSolver:
         self, neighbours: tuple[Point[RepeatedChoice], Point[RepeatedChoice]]
     ) -> list[Branch]:
         """Branches that cover all choices, by what copies hand on in one repeat; none where both
-        neighbours hand on one and the same state."""
-        elimination = self.elimination
+        neighbours hand on one and the same state, or tables would be too large."""
+        elimination = self._minimiser
+        if isinstance(elimination, RepeatedMessages):
+            return []
         for r in range(len(self.problem.repeats)):
             if len(set.union(*(elimination.states(r, p.choice) for p in neighbours))) > 1:
                 every = range(elimination.n_states(r))
@@ -146,7 +159,8 @@ class RepeatedSolver:
 
     @once
     def _branch(self, branch: Branch) -> Hull[RepeatedChoice]:
-        return Hull(self.elimination.within(branch))
+        assert isinstance(self._minimiser, RepeatedElimination), "messages have no branches"
+        return Hull(self._minimiser.within(branch))
 
     def _search_branch(
         self,

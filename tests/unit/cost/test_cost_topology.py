@@ -26,6 +26,15 @@ def test_a_view_without_nodes_has_its_slowest_axis() -> None:
     assert group_on(mesh, (2,)) == flat_group(1, SLOW)
 
 
+def test_a_group_of_several_pods_has_the_link_between_them() -> None:
+    links = (Link(1e-4, 1e-8), SLOW, FAST)
+    mesh = factored_view(Mesh((2, 2, 2)), links, DEVICE, {"a": 2, "b": 2, "c": 2})
+    assert group_on(mesh, (2,)) == LinkGroup(2, 1, 2, FAST, SLOW)
+    assert group_on(mesh, (1, 2)) == LinkGroup(4, 2, 2, FAST, SLOW)
+    assert group_on(mesh, (0,)) == LinkGroup(2, 2, 1, FAST, links[0])
+    assert group_on(mesh, (0, 1, 2)) == LinkGroup(8, 4, 2, FAST, links[0])
+
+
 @given(
     sizes=st.lists(st.integers(1, 4), min_size=1, max_size=3),
     ranks_per_node=st.integers(1, 9),

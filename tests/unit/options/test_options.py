@@ -160,7 +160,6 @@ def test_refused(name: str, value: Any, message: str) -> None:
         (Options.of, {"schedule": "pipedream"}),
         (Options.of, {"schedule": "terapipe"}),
         (Options.of, {"optimizer": "adafactor"}),
-        (Manual, {"cp": 2}),
         (Manual, {"ep": 2}),
     ],
 )
@@ -203,6 +202,7 @@ def test_one_word_or_several() -> None:
         ({"zero": 4}, "ZeRO stage, 0 to 3, not 4"),
         ({"zero": True}, "ZeRO stage"),
         ({"sp": 1}, "Manual.sp is True or False, not 1"),
+        ({"cp": 2, "tp": 2}, r"cuts sequences over cp(.|\n)*hint: give sp=True"),
         ({"microbatch_size": 0}, "Manual.microbatch_size is a whole number"),
         ({"recompute": "auto"}, "Manual.recompute is one of"),
     ],

@@ -42,6 +42,16 @@ class TestMesh:
         assert mesh.axis_names == ("node", "device")
         assert len({mesh, Mesh((2, 8)), Mesh((8, 2))}) == 2
 
+    def test_three_axes_are_pods_of_nodes(self) -> None:
+        mesh = Mesh((2, 3, 4))
+        assert (mesh.n_ranks, mesh.nodes, mesh.devices_per_node) == (24, 6, 4)
+        assert mesh.axis_names == ("pod", "node", "device")
+        assert [mesh.link_axis(0, rank) for rank in (0, 3, 4, 11, 12, 23)] == [2, 2, 1, 1, 0, 0]
+        assert [mesh.submesh_sizes(*of) for of in ((0, 24), (12, 12), (4, 8), (4, 12), (1, 2))] == [
+            (2, 3, 4), (1, 3, 4), (1, 2, 4), (1, 3, 4), (1, 1, 2),
+        ]  # fmt: skip
+        assert mesh.submesh_shape(0, 24) == (6, 4)
+
     @pytest.mark.parametrize("shape", [4, (4,), [4]])
     def test_one_axis_is_one_node(self, shape: Any) -> None:
         mesh = Mesh(shape)
@@ -51,8 +61,8 @@ class TestMesh:
     @pytest.mark.parametrize(
         ("arguments", "message"),
         [
-            ({"shape": (2, 2, 2)}, r"one or two axes, not 3(.|\n)*hint: give \(nodes"),
-            ({"shape": ()}, "one or two axes, not 0"),
+            ({"shape": (2, 2, 2, 2)}, r"one to three axes, not 4(.|\n)*hint: give \(nodes"),
+            ({"shape": ()}, "one to three axes, not 0"),
             ({"shape": (0, 2)}, "at least 1"),
             ({"shape": (True, 2)}, "whole numbers"),
             ({"shape": (2.0, 2)}, "whole numbers"),
@@ -85,6 +95,11 @@ class TestMeshOf:
         value = FakeDeviceMesh(torch.arange(4).view(2, 2), ("dp", "tp"))
         assert Mesh.of(value) == Mesh((2, 2), ("dp", "tp"))
 
+    def test_device_mesh_of_three_dims(self) -> None:
+        names = ("dp", "cp", "tp")
+        value = FakeDeviceMesh(torch.arange(16).view(2, 2, 4), names)
+        assert Mesh.of(value) == Mesh((2, 2, 4), names)
+
     @pytest.mark.parametrize(
         ("names", "expected"),
         [(None, ("node", "device")), (("tp",), ("node", "tp")), (("node",), ("node", "device"))],
@@ -97,7 +112,7 @@ class TestMeshOf:
     @pytest.mark.parametrize(
         ("value", "message"),
         [
-            (FakeDeviceMesh(torch.arange(8).view(2, 2, 2)), "3-D DeviceMesh(.|\n)*hint"),
+            (FakeDeviceMesh(torch.arange(16).view(2, 2, 2, 2)), "4-D DeviceMesh(.|\n)*hint"),
             (FakeDeviceMesh(torch.tensor([0, 2])), r"0\.\.n-1 (.|\n)*\[0, 2\](.|\n)*hint"),
             ("2x4", "cannot make a mesh of '2x4'(.|\n)*hint"),
             (None, "cannot make a mesh of None"),
@@ -148,6 +163,26 @@ class TestViews:
     def test_auto_is_every_factorisation(self) -> None:
         views = logical_views(Mesh((2, 3)), (SLOW, FAST), DEVICE, "auto")
         assert [view.axes for view in views] == [{"dp": 6 // n, "tp": n} for n in (1, 2, 3, 6)]
+
+    def test_other_axes_are_between_dp_and_tp(self) -> None:
+        def of(degrees: dict[str, int]) -> list[dict[str, int]]:
+            views = logical_views(Mesh((2, 4)), (SLOW, FAST), DEVICE, degrees)
+            assert all([*view.axes] in (["dp", "cp", "tp"], ["dp", "tp"]) for view in views)
+            return [view.axes for view in views]
+
+        assert of({"cp": 2, "dp": 1, "tp": 4}) == [{"dp": 1, "cp": 2, "tp": 4}]
+        assert of({"cp": 4}) == [{"dp": 2, "cp": 4, "tp": 1}, {"dp": 1, "cp": 4, "tp": 2}]
+        assert of({"cp": 1, "tp": 2}) == [{"dp": 4, "tp": 2}]
+        assert of({"cp": 3}) == of({"dp": 2, "cp": 2, "tp": 4}) == []
+
+    def test_as_given_on_pods(self) -> None:
+        links, mesh = (Link(1e-4, 1e-8), SLOW, FAST), Mesh((2, 3, 4))
+        (view,) = logical_views(mesh, links, DEVICE, "as-given")
+        assert (view.axes, view.links) == ({"pod": 2, "node": 3, "device": 4}, links)
+        crossing = factored_view(mesh, links, DEVICE, {"dp": 3, "tp": 8})
+        assert crossing.links == (links[0], links[0]), "ranks 8 to 15 are in both pods"
+        within = factored_view(mesh, links, DEVICE, {"dp": 3, "tp": 4}, first_rank=12)
+        assert (within.links, within.canonical.first_rank) == (links[1:], 0)
 
     def test_sizes_must_hold_the_ranks(self) -> None:
         with pytest.raises(MeshError, match="hold 16 ranks from rank 0, the mesh has 8"):

@@ -75,7 +75,7 @@ WRONG: dict[str, tuple[str, Any, str]] = {
     "a bool for a number": ("microbatches", True, "microbatches is true; expected a whole number"),
     "many microbatches": ("microbatches", 10**9, "microbatches is 1000000000; expected a whole"),
     "many devices": ("mesh.shape", [10**6, 10**6], "mesh.shape has 1,000,000,000,000 ranks"),
-    "a mesh of three axes": ("mesh.shape", [1, 1, 2], "mesh.shape is a list of 3; expected a list"),
+    "a mesh of four axes": ("mesh.shape", [1] * 4, "mesh.shape is a list of 4; expected a list"),
     "a rate of 0": ("mesh.device.flops_per_s", 0, "mesh.device.flops_per_s is 0; expected a numb"),
     "a link's fields": ("mesh.links.0", [1.0], "mesh.links[0] is a list of 1; expected a list of"),
     "another mesh": ("mesh.shape", [1, 4], "stages hold 2 ranks, the mesh has 4"),
