@@ -16,12 +16,13 @@ A mask has as many bytes as the scores of an unfused attention, so it never exis
 
     mask = elementwise(parts)        a part has a dim of rows, of columns, or neither: small
 
-Parts are computed once, and the mask from them in blocks of rows, until one is neither.
+Parts are computed once, and the mask from them: where its rows change, if they do so at few columns
+(`piecewise_masks.py`); else in blocks of rows, until one is neither.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import torch
@@ -32,6 +33,7 @@ from autopar.capture.builder import TracedCall
 from autopar.capture.dependence import Depends, subgraph
 from autopar.capture.findings import Findings
 from autopar.capture.names import source_line
+from autopar.capture.piecewise_masks import PiecewiseMask
 from autopar.errors import CaptureError
 from autopar.operators import ATTENTION_DROPOUT
 
@@ -67,14 +69,15 @@ def replace_masks(
             users.setdefault(mask, []).append(node)
     read: set[fx.Node] = set()
     for mask, attentions in users.items():
-        rows, columns = mask.meta["val"].shape[-2:]
-        if rows * columns > _MAX_ELEMENTS:
+        try:
+            found = _Mask(mask).looked_at(leaves)
+        except _TooLargeError:
+            rows, columns = mask.meta["val"].shape[-2:]
             findings.add(
                 "kept", f"an attention mask of {rows} x {columns}", "too large to be looked at",
                 source_line(mask),
             )  # fmt: skip
             continue
-        found = _Mask(mask).looked_at(leaves)
         if found is None:
             continue
         kind, its_leaves = found
@@ -114,6 +117,10 @@ def _call(node: fx.Node) -> TracedCall:
     return TracedCall(node.target, node.args, dict(node.kwargs), node)
 
 
+class _TooLargeError(Exception):
+    """A mask has too many elements to look at each."""
+
+
 class _Mask:
     """Looks at one mask.
 
@@ -131,7 +138,10 @@ class _Mask:
     def looked_at(
         self, leaves: Mapping[fx.Node, Callable[[], Tensor]]
     ) -> tuple[str, frozenset[fx.Node]] | None:
-        """("causal" or "full", leaves that were read); None if it is neither, or not known."""
+        """("causal" or "full", leaves that were read); None if it is neither, or not known.
+
+        Raises `_TooLargeError`.
+        """
         graph, inputs = subgraph([*self.parts])
         stored = (n.meta["val"].untyped_storage().nbytes() for n in graph.nodes if n.op != "output")
         if any(n_bytes > _MAX_PART_BYTES for n_bytes in stored):
@@ -161,13 +171,19 @@ class _Mask:
     def _kind(self, parts: Mapping[fx.Node, Tensor]) -> str | None:
         """What every block of rows is."""
         kinds = {"full", "causal"} if self.n_rows == self.n_columns > 1 else {"full"}
+        piecewise = PiecewiseMask.of(self.mask, self.steps, parts)
+        if piecewise is not None:
+            rows = torch.arange(self.n_rows).unsqueeze(1)
+            near, block = piecewise.at(torch.cat((rows, rows + 1), dim=1))
+            return next(iter(_shown(block, rows >= near, kinds)), None)
+        if self.n_rows * self.n_columns > _MAX_ELEMENTS:
+            raise _TooLargeError
         n_rows = max(1, _BLOCK_ELEMENTS // self.n_columns)
         columns = torch.arange(self.n_columns)
         for start in range(0, self.n_rows, n_rows):
             block = self._block(parts, start, min(n_rows, self.n_rows - start))
             rows = torch.arange(start, start + block.shape[-2])
-            seen = {"full": torch.tensor(True), "causal": rows.unsqueeze(1) >= columns}
-            kinds = {kind for kind in kinds if _shows(block, seen[kind])}
+            kinds = _shown(block, rows.unsqueeze(1) >= columns, kinds)
             if not kinds:
                 return None
         return kinds.pop()
@@ -208,6 +224,12 @@ def _once(value: Tensor) -> Tensor:
         if value.shape[dim] > 1 and (value.stride(dim) == 0 or bool((value == first).all())):
             value = first
     return value
+
+
+def _shown(block: Tensor, causal: Tensor, kinds: Collection[str]) -> set[str]:
+    """The kinds that a block of a mask may be of; `causal` is what a causal one shows."""
+    seen = {"full": torch.tensor(True), "causal": causal}
+    return {kind for kind in kinds if _shows(block, seen[kind])}
 
 
 def _shows(block: Tensor, seen: Tensor) -> bool:

@@ -88,7 +88,8 @@ def inner_calls(line: CallLine, phase: str) -> str:
     sizes: dict[tuple[str, int], int] = {}
     for call in line.inner:
         if call.phase == phase:
-            sizes[call.kind, call.size_bytes] = sizes.get((call.kind, call.size_bytes), 0) + 1
+            key = call.kind, call.size_bytes
+            sizes[key] = sizes.get(key, 0) + call.count
     return ", ".join(
         f"{n} {kind}{'s' if n > 1 else ''} of {format_bytes(size_bytes)}"
         for (kind, size_bytes), n in sizes.items()

@@ -203,6 +203,7 @@ class _StageGraph:
             }
             for line in node.lines
             for call in line.inner
+            for _ in range(call.count)
         ]
 
     def _generated(self, module: str) -> dict[str, Any] | None:

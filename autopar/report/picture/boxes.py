@@ -128,7 +128,8 @@ def _inner(node: PictureNode, program: StageProgram) -> list[str]:
         if line.inner:
             axes = "+".join(program.axis_names[axis] for axis in line.lowered_axes)
             for kind in dict.fromkeys(call.kind for call in line.inner):
-                sizes = [call.size_bytes for call in line.inner if call.kind == kind]
+                alike = [call for call in line.inner if call.kind == kind]
+                sizes = [call.size_bytes for call in alike for _ in range(call.count)]
                 out.append(f"inside: {len(sizes)} × {kind} {axes}, {format_bytes(sum(sizes))}")
     return out
 

@@ -14,7 +14,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autopar
 from autopar import PlanError
 from autopar.capture import capture
+from autopar.capture.piecewise_masks import PiecewiseMask
 from autopar.operators import ATTENTION_DROPOUT
+from autopar.program.graph import Program
 from tests.helpers.capture_harness import Module, check
 from tests.helpers.jobs import CASES
 from tests.helpers.whole_steps import WholeStep
@@ -180,18 +182,72 @@ def test_a_buffer_that_was_read_is_watched() -> None:
         pm.step(xs().float())
 
 
-@pytest.mark.parametrize("n", [N, 2**16 + 1])
-def test_a_model_on_meta(n: int) -> None:
-    """A mask of more than 2**32 elements is not looked at."""
+def distances(self: nn.Module, x: Tensor) -> Tensor:
+    """Causal, but not by a comparison of rows with columns."""
+    at = torch.arange(x.shape[1])
+    return at[:, None] - at[None, :] >= 0
+
+
+def on_meta(make_mask: Callable[..., Any], n: int) -> Program:
     with torch.device("meta"):
-        model = attending(by_position)
-    program = capture(model, (torch.empty(2, n, WIDTH, device="meta"),))
-    ((mask, *others),) = (n.args[3:] for n in program.operators if n.target == ATTENTION)
-    if n == N:
+        model = attending(make_mask)
+    return capture(model, (torch.empty(2, n, WIDTH, device="meta"),))
+
+
+@pytest.mark.parametrize("make_mask", [by_position, per_row])
+def test_a_model_on_meta_of_any_length(make_mask: Callable[..., Any]) -> None:
+    """131,072 tokens: of a comparison, every row is looked at where it changes alone."""
+    for n in (N, 2**17):
+        operators = on_meta(make_mask, n).operators
+        ((mask, *others),) = (n.args[3:] for n in operators if n.target == ATTENTION)
         assert (mask, others) == (None, [0.0, True])
-    else:
-        assert mask is not None and not any(others)
-        assert "too large" in program.audit.kept[0].why
+
+
+def test_a_mask_that_is_too_large_stays() -> None:
+    """One of more than 2**32 elements, of which each is looked at."""
+    program = on_meta(distances, 2**16 + 1)
+    ((mask, *others),) = (n.args[3:] for n in program.operators if n.target == ATTENTION)
+    assert mask is not None and not any(others)
+    assert "too large" in program.audit.kept[0].why
+
+
+COMPARED = {
+    "equal": lambda r, c: r >= c,
+    "the other way round": lambda r, c: ~(c > r),
+    "one later": lambda r, c: r + 1 >= c,
+    "one earlier": lambda r, c: r > c,
+    "a window": lambda r, c: (r >= c) & (r - 3 < c),
+    "all but one": lambda r, c: (r >= c) & (c != 2),
+    "one more": lambda r, c: (r >= c) | (c == 4),
+    "documents": lambda r, c: (r >= c) & (r // 3 == c // 3),
+    "one document": lambda r, c: (r >= c) & (r // 9 == c // 9),
+    "all": lambda r, c: (r >= c) | (r < c),
+    "falling columns": lambda r, c: -r <= -c,
+    "steps": lambda r, c: r // 2 >= c // 2,
+    "a number": lambda r, c: torch.where(r >= c, 0.0, -torch.inf).double(),
+    "another number": lambda r, c: torch.where(r >= c, 0.0, -1.0).double(),
+}
+
+
+GONE = {"equal", "the other way round", "one document", "all", "falling columns", "a number"}
+
+
+@pytest.mark.parametrize("name", COMPARED)
+def test_looking_where_rows_change_finds_what_looking_everywhere_does(
+    name: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def compared(self: nn.Module, x: Tensor) -> Tensor:
+        at = torch.arange(x.shape[1])
+        return COMPARED[name](at[:, None], at[None, :])
+
+    def looked_at() -> tuple[bool, ...]:
+        ((mask, *is_causal),) = flags(attending(compared), xs(7))
+        return mask is None, *map(bool, is_causal)
+
+    where_it_changes = looked_at()
+    monkeypatch.setattr(PiecewiseMask, "of", lambda *args: None)
+    assert where_it_changes == looked_at()
+    assert where_it_changes[0] == (name in GONE)
 
 
 def test_the_audit_says_so() -> None:
