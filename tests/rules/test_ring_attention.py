@@ -4,21 +4,25 @@ from __future__ import annotations
 
 import itertools
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+import autopar
 from autopar.placement import Split
+from autopar.rules import rule_for
 from autopar.rules.lowering import RING_ATTENTION
 from autopar.runtime.groups import Group, Recorder
 from autopar.runtime.launch import ThreadWorld, run_threads
 from autopar.runtime.lowered import ring_attention
 from tests.helpers.harness import generated_code, thread_step
 from tests.helpers.machines import mesh_of
+from tests.helpers.nightly import nightly
 from tests.helpers.tensors import random_tensor
-from tests.rules.test_attention_lowering import Placed
+from tests.rules.test_attention_lowering import ATTENTION, Attends, Placed
 
 __all__ = ["generated_code"]
 
@@ -139,3 +143,30 @@ def test_a_plan_with_a_ring_trains_as_one_process(
     step = thread_step(placed.analysis, placed.cost, placed.strategy, placed.batch, 0)
     assert step.wrong == {}
     assert step.calls == step.foretold
+
+
+WAYS = {"ring": ("c t", "s t"), "gather": ("c",), "heads": ()}
+
+
+@nightly
+@pytest.mark.parametrize(("n_heads", "n_rows"), [*itertools.product((16, 25), (2048, 65536))])
+def test_the_way_that_is_chosen_is_the_fastest(
+    n_heads: int, n_rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Within 1% of each way by itself: a ring, keys gathered, or sequences exchanged for heads."""
+    with torch.device("meta"):
+        model = Attends(64 * n_heads, n_heads, n_heads, n_layers=2).bfloat16()
+        x = torch.empty(1, n_rows, 64 * n_heads).bfloat16()
+    mesh = autopar.Mesh((1, 8), hardware="h100-sxm")
+
+    def step_s() -> float:
+        plan = autopar.plan(model, mesh, {"x": x}, stages=1, mesh_shape="as-given")
+        return plan.predicted.step_time_s
+
+    found_s, rule = step_s(), rule_for(ATTENTION)
+    each_s = {}
+    for way, names in WAYS.items():
+        only = replace(rule, lower={name: rule.lower[name] for name in names})
+        monkeypatch.setitem(vars(sys.modules[rule_for.__module__])["_registry"], ATTENTION, only)
+        each_s[way] = step_s()
+    assert found_s <= 1.01 * min(each_s.values()), (found_s, each_s)
