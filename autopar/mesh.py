@@ -15,7 +15,8 @@ from dataclasses import dataclass, field, replace
 from pathlib import PurePath
 from typing import Any
 
-from autopar.errors import MeshError
+from autopar.errors import MeshError, NotSupportedError, OptionError
+from autopar.option_values import check_count, check_word
 
 # Axes that a view has between dp and tp if `mesh_shape` says so; tp varies fastest over ranks.
 INNER_AXES = ("ep", "cp")
@@ -360,6 +361,24 @@ def logical_views(
         every = [{"dp": left // tp, **between, "tp": tp} for tp in tensor]
     wanted = (axes for axes in every if has_degrees(mesh_shape, axes))
     return [factored_view(mesh, links, device, axes, first_rank) for axes in wanted]
+
+
+def check_mesh_shape(value: Any) -> str | Mapping[str, int]:
+    """The option `mesh_shape`: a word, or degrees by the names of axes. Raises `OptionError`, or
+    `NotSupportedError` for more than three axes."""
+    if not isinstance(value, Mapping):
+        return check_word("mesh_shape", value, ("auto", "as-given"), ())
+    if not value or not value.keys() <= {"dp", *INNER_AXES, "tp"}:
+        raise OptionError(
+            f"mesh_shape fixes some of the degrees dp, ep, cp and tp, not {value!r}",
+            hint='mesh_shape={"tp": 4}; stages=2 fixes the number of stages',
+        )
+    found = {name: check_count(f"mesh_shape[{name!r}]", n) for name, n in value.items()}
+    if sum(found.get(name, 1) > 1 for name in INNER_AXES) > 1:
+        raise NotSupportedError(
+            f"mesh_shape={found}: a stage has three axes at most", hint="leave cp or ep out"
+        )
+    return found
 
 
 def has_degrees(mesh_shape: str | Mapping[str, int], axes: Mapping[str, int]) -> bool:

@@ -15,7 +15,7 @@ from typing import Any, Literal, get_args
 import torch
 
 from autopar.errors import NotSupportedError, OptionError
-from autopar.mesh import INNER_AXES
+from autopar.mesh import check_mesh_shape
 from autopar.option_values import (
     check_count,
     check_word,
@@ -41,8 +41,6 @@ _MODES: tuple[Recompute, ...] = get_args(Recompute)
 BESIDE_A_PLAN = frozenset({"loss_fn", "optimizer_gather", "progress", "check_every", "compile"})
 OPTIMIZERS = ("adamw", "sgd", "adam")
 REDUCE_DTYPES = ("float32", "bfloat16", "float16")
-# Sizes of `Manual` that are not built -> what a user can do.
-_INSTEAD_OF = {"ep": "leave manual out: the search divides experts by itself"}
 FORBIDDABLE = tuple("data tensor sequence expert pipeline zero1 zero2 zero3 recompute".split())
 # Other names of what can be forbidden.
 _ALSO_CALLED = {
@@ -114,9 +112,11 @@ class Manual:
                 "between matmuls are whole over tp",
                 hint="give sp=True, so that sequences are cut there, too",
             )
-        for name, instead in _INSTEAD_OF.items():
-            if (n := getattr(self, name)) > 1:
-                raise NotSupportedError(f"Manual.{name}={n} is not supported yet", hint=instead)
+        if self.ep > 1:
+            raise NotSupportedError(
+                f"Manual.ep={self.ep} is not supported yet",
+                hint="leave manual out: the search divides experts by itself",
+            )
         check_word("Manual.recompute", self.recompute, ("none", *_MODES), ())
 
     @property
@@ -339,22 +339,6 @@ def _microbatches(value: Any) -> int | str:
     return check_count("microbatches", value)
 
 
-def _mesh_shape(value: Any) -> str | Mapping[str, int]:
-    if not isinstance(value, Mapping):
-        return check_word("mesh_shape", value, ("auto", "as-given"), ())
-    if not value or not value.keys() <= {"dp", *INNER_AXES, "tp"}:
-        raise OptionError(
-            f"mesh_shape fixes some of the degrees dp, ep, cp and tp, not {value!r}",
-            hint='mesh_shape={"tp": 4}; stages=2 fixes the number of stages',
-        )
-    found = {name: check_count(f"mesh_shape[{name!r}]", n) for name, n in value.items()}
-    if sum(found.get(name, 1) > 1 for name in INNER_AXES) > 1:
-        raise NotSupportedError(
-            f"mesh_shape={found}: a stage has three axes at most", hint="leave cp or ep out"
-        )
-    return found
-
-
 def _stages(value: Any) -> int | str | tuple[StageOption, ...]:
     if isinstance(value, str):
         return check_word("stages", value, ("auto",), ())
@@ -489,7 +473,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "microbatches": _microbatches,
     "schedule": one_of("schedule", " ".join(("auto", *CHUNKS)), "pipedream pipedream-2bw terapipe"),
     "stages": _stages,
-    "mesh_shape": _mesh_shape,
+    "mesh_shape": check_mesh_shape,
     "optimizer": one_of("optimizer", " ".join(OPTIMIZERS), "adafactor"),
     "precision": one_of("precision", "model bf16-mixed bf16-autocast fp16-mixed fp64"),
     "reduce_dtype": _reduce_dtype,

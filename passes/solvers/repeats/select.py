@@ -1,8 +1,9 @@
 """The solver of problems with repeated blocks: the optimum, or nearly so under a budget.
 
-Without a budget that binds, elimination finds the optimum. Under a budget that binds, the
-price of bytes gives a lower bound and a choice that fits (`passes/solvers/choice/lagrangian.py`).
-Their distance is the gap. It is closed from both sides:
+Without a budget that binds, elimination finds the optimum; messages do, or nearly so, where its
+tables would be too large (`messages.py`). Under a budget that binds, the price of bytes gives a
+lower bound and a choice that fits (`passes/solvers/choice/lagrangian.py`). Their distance is the
+gap. It is closed from both sides:
 
     choices   from one corner of the hull to the next all copies change at once. As many copies as
               fit take the choices of the corner over the budget (`_mixtures`). Exchanges in single
