@@ -96,7 +96,8 @@ class _GroupProblems:
 
     @cached_property
     def messages(self) -> MessageGraph:
-        return MessageGraph.of(self.problems, self.problems.layout)
+        of = self.problems
+        return MessageGraph.of(of.sizes, of.edges, of.layout)
 
 
 @dataclass(frozen=True, eq=False)

@@ -39,8 +39,8 @@ from autopar.passes.solvers.problem import (
     SAME_OPTIMUM_REL,
     Choice,
     ChoiceProblem,
-    ChoiceProblems,
     ChoiceTotals,
+    Edge,
     Layout,
     Numbers,
     Weights,
@@ -77,7 +77,7 @@ class MessagePassing:
 
     @cached_property
     def _messages(self) -> MessageGraph:
-        return MessageGraph.of(self.problem, self._numbers.layout)
+        return MessageGraph.of(self.problem.sizes, self.problem.edges, self._numbers.layout)
 
     def at(self, weights: Weights) -> tuple[float, Point[Choice]]:
         row = self._numbers.at(weights).rows[0]
@@ -168,12 +168,11 @@ class MessageGraph:
     _last: dict[float, Array] = field(default_factory=dict)
 
     @staticmethod
-    def of(problem: ChoiceProblem | ChoiceProblems, layout: Layout) -> MessageGraph:
-        sizes = problem.sizes
+    def of(sizes: Sequence[int], edges: Sequence[Edge], layout: Layout) -> MessageGraph:
         before: list[list[tuple[int, int]]] = [[] for _ in sizes]
         after: list[list[tuple[int, int]]] = [[] for _ in sizes]
         sides, codes, n_codes, n_messages = [], [np.zeros(0, dtype=np.intp)], 0, 0
-        for k, e in enumerate(problem.edges):
+        for k, e in enumerate(edges):
             ends = zip((e.u, e.v), (e.v, e.u), (e.rows, e.columns), e.shape, strict=True)
             for side, (one, other, of_choices, n_places) in enumerate(ends):
                 (after if one < other else before)[one].append((k, side))
@@ -188,7 +187,7 @@ class MessageGraph:
             n_links = ends_at[1]
         both = zip(before, after, strict=True)
         links = [link for b, a in zip(before, after, strict=True) for link in (*b, *a)]
-        tables = [(at, *e.shape) for at, e in zip(layout.table_at, problem.edges, strict=True)]
+        tables = [(at, *e.shape) for at, e in zip(layout.table_at, edges, strict=True)]
         return MessageGraph(
             np.array(rows, dtype=np.intp).reshape(-1, 5),
             np.array(links, dtype=np.intp).reshape(-1, 2),

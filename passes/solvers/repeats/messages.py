@@ -127,9 +127,6 @@ class _Joined:
     def kind(self) -> tuple[int, bool]:
         return self.times, self.inner
 
-    def side(self, v: int) -> int:
-        return int(self.edge.v == v)
-
 
 class UniformGraph:
     """The graphs of the uniform problem, and of what is no copy, for all problems of one structure.
@@ -154,30 +151,23 @@ class UniformGraph:
             tuple(of.edge.shape for of in self.edges),
             len(begin) * layout.n_numbers,
         )
-        numbers = replace(problems.numbers, edges=tuple(joined.edge for joined in self.edges))
-        self.graph = MessageGraph.of(numbers, uniform)
+        every = [joined.edge for joined in self.edges]
+        self.graph = MessageGraph.of(problems.sizes, every, uniform)
         self._make_rest(uniform)
 
     def _make_rest(self, uniform: Layout) -> None:
         """The graph of what is no copy; its own costs follow the uniform row."""
-        numbers = self.problems.numbers
         self._rest = [v for v, n in enumerate(self._counts) if n == 1]
         place = {v: i for i, v in enumerate(self._rest)}
         kept = [(i, of.edge) for i, of in enumerate(self.edges) if not any(of.ends)]
-        sizes = tuple(numbers.sizes[v] for v in self._rest)
-        ends = [uniform.n_numbers, *sizes]
-        *own_at, n_numbers = np.cumsum(ends).tolist()
+        sizes = tuple(self.problems.sizes[v] for v in self._rest)
+        *own_at, n_numbers = np.cumsum([uniform.n_numbers, *sizes]).tolist()
         layout = Layout(
             tuple(own_at), sizes, tuple(uniform.table_at[i] for i, _ in kept),
             tuple(edge.shape for _, edge in kept), n_numbers,
         )  # fmt: skip
-        part = replace(
-            numbers, names=tuple(numbers.names[v] for v in self._rest),
-            cost_s=tuple(numbers.cost_s[v] for v in self._rest),
-            bytes=tuple(numbers.bytes[v] for v in self._rest),
-            edges=tuple(replace(e, u=place[e.u], v=place[e.v]) for _, e in kept),
-        )  # fmt: skip
-        self.rest = MessageGraph.of(part, layout)
+        edges = [replace(edge, u=place[edge.u], v=place[edge.v]) for _, edge in kept]
+        self.rest = MessageGraph.of(sizes, edges, layout)
 
     def _count(self, v: int) -> int:
         """How many copies have a variable; what has one is no copy."""
