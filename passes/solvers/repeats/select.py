@@ -25,7 +25,7 @@ from functools import cache, cached_property
 
 from autopar.caching import once
 from autopar.passes.solvers.choice import QUICK, Bracket, Hull, Point, search
-from autopar.passes.solvers.eliminate import TooWide
+from autopar.passes.solvers.eliminate import TableLimits, TooWide
 from autopar.passes.solvers.problem import (
     FORBIDDEN,
     SAME_OPTIMUM_REL,
@@ -47,16 +47,17 @@ QuickPlan = RepeatedPlan | UniformGraph
 
 
 def quick_plan(problems: RepeatedProblems) -> QuickPlan | None:
-    """The plan of elimination; the graph for messages if elimination would take long.
+    """The plan of elimination, a quick one if there is one; the graph for messages if its tables
+    would be too large.
 
-    None: other solvers are quicker, as without repeated blocks.
+    None: other solvers are quicker. Without repeated blocks that is so if elimination would take
+    long.
     """
-    with suppress(TooWide):
-        return RepeatedPlan(problems, QUICK)
+    for limits in (QUICK, TableLimits()) if problems.repeats else (QUICK,):
+        with suppress(TooWide):
+            return RepeatedPlan(problems, limits)
     with suppress(TooWide):
         return UniformGraph(problems) if problems.repeats else None
-    with suppress(TooWide):
-        return RepeatedPlan(problems)
     return None
 
 
