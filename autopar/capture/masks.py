@@ -175,7 +175,7 @@ class _Mask:
         if piecewise is not None:
             rows = torch.arange(self.n_rows).unsqueeze(1)
             near, block = piecewise.at(torch.cat((rows, rows + 1), dim=1))
-            return next(iter(_shown(block, rows >= near, kinds)), None)
+            return next(iter(_possible_kinds(block, rows >= near, kinds)), None)
         if self.n_rows * self.n_columns > _MAX_ELEMENTS:
             raise _TooLargeError
         n_rows = max(1, _BLOCK_ELEMENTS // self.n_columns)
@@ -183,7 +183,7 @@ class _Mask:
         for start in range(0, self.n_rows, n_rows):
             block = self._block(parts, start, min(n_rows, self.n_rows - start))
             rows = torch.arange(start, start + block.shape[-2])
-            kinds = _shown(block, rows.unsqueeze(1) >= columns, kinds)
+            kinds = _possible_kinds(block, rows.unsqueeze(1) >= columns, kinds)
             if not kinds:
                 return None
         return kinds.pop()
@@ -226,7 +226,7 @@ def _once(value: Tensor) -> Tensor:
     return value
 
 
-def _shown(block: Tensor, causal: Tensor, kinds: Collection[str]) -> set[str]:
+def _possible_kinds(block: Tensor, causal: Tensor, kinds: Collection[str]) -> set[str]:
     """The kinds that a block of a mask may be of; `causal` is what a causal one shows."""
     seen = {"full": torch.tensor(True), "causal": causal}
     return {kind for kind in kinds if _shows(block, seen[kind])}

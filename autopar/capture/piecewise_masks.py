@@ -67,7 +67,7 @@ class PiecewiseMask:
             for node, value in self.values.items()
         }
         for node in self._both:
-            values[node] = _computed(node, values)
+            values[node] = _compute(node, values)
         return every, values[self.mask].expand(every.shape)
 
     def _add(self, node: fx.Node) -> bool:
@@ -76,7 +76,7 @@ class PiecewiseMask:
         if not any(source in self._both for source in inputs):
             columns = [x for x in inputs if self._has_columns(self.values[x])]
             if not columns or not any(self._has_rows(self.values[x]) for x in inputs):
-                self.values[node] = _computed(node, self.values)
+                self.values[node] = _compute(node, self.values)
                 return True
             if node.target not in _COMPARISONS or len(inputs) != 2 or len(columns) != 1:
                 return False
@@ -99,7 +99,7 @@ class PiecewiseMask:
         return value.dim() >= 1 and value.shape[-1] > 1
 
 
-def _computed(node: fx.Node, values: Mapping[fx.Node, Tensor]) -> Tensor:
+def _compute(node: fx.Node, values: Mapping[fx.Node, Tensor]) -> Tensor:
     """A step on values; those that expand keep their shape."""
     if node.target is aten.expand.default:
         source: Any = node.args[0]

@@ -90,10 +90,10 @@ def overlapped_of(calls: Iterable[TimedCall]) -> float:
 
 
 def _timed(calls: Iterable[RankCall], cost: CostModel) -> Calls:
-    return tuple(timed for call in calls for timed in _divided(call, cost))
+    return tuple(timed for call in calls for timed in _split_call(call, cost))
 
 
-def _divided(call: RankCall, cost: CostModel) -> Iterator[TimedCall]:
+def _split_call(call: RankCall, cost: CostModel) -> Iterator[TimedCall]:
     """A call; one inside an operator in two: what is beside its compute, and what is left."""
     time_s = cost.primitive_time_s(call.kind, call.size_bytes, call.axes)
     beside_s = min(call.beside_s, time_s)

@@ -71,7 +71,7 @@ def fold_alike(
     found = []
     for program, mesh in zip(programs, meshes, strict=True):
         if program.folded is None and axes[mesh]:
-            program = in_head_tail_order(program, min(axes[mesh]))
+            program = fold_shards(program, min(axes[mesh]))
         if len(axes[mesh]) > 1 or not _is_folded(program):
             return None
         found.append(program)
@@ -92,7 +92,7 @@ def _is_folded(program: StageProgram) -> bool:
     )
 
 
-def in_head_tail_order(program: StageProgram, axis: int) -> StageProgram:
+def fold_shards(program: StageProgram, axis: int) -> StageProgram:
     """A stage whose shards of sequences on an axis are in head-tail order, where they can be."""
     sizes = program.axis_sizes
 

@@ -26,7 +26,7 @@ from autopar.passes.analysis import (
 )
 from autopar.passes.lowering.fusion import fuse_bias
 from autopar.passes.lowering.gathers import with_gathers_first, with_shared_prices
-from autopar.passes.lowering.head_tail import fold_alike, folded_axis, in_head_tail_order
+from autopar.passes.lowering.head_tail import fold_alike, fold_shards, folded_axis
 from autopar.passes.lowering.line_costs import LineCosts
 from autopar.passes.lowering.placed_stage import PlacedStage
 from autopar.passes.lowering.segments import with_segments
@@ -143,7 +143,7 @@ class _Lowering:
         )
         again = with_segments(lowered, self.strategy.recomputed, self.program)
         priced = with_shared_prices(again, self.cost)
-        return priced if self.folded is None else in_head_tail_order(priced, self.folded)
+        return priced if self.folded is None else fold_shards(priced, self.folded)
 
     def _accumulation(self) -> Accumulation | None:
         """The accumulation with inputs by placeholder, as a stage knows them."""

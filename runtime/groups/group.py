@@ -136,7 +136,7 @@ WORLD_AXIS = "world"
 
 def cut(x: Tensor, split: Split, n_pieces: int) -> Tensor:
     """The pieces of `x` along `split`, stacked on a new leading dim; contiguous."""
-    dim, x = split.dim, in_cut_order(x, split)
+    dim, x = split.dim, permute_to_cut(x, split)
     parts = x.unflatten(dim, (split.outer, n_pieces, _rest(x, split, n_pieces)))
     return parts.movedim(dim + 1, 0).flatten(dim + 1, dim + 2).contiguous()
 
@@ -146,16 +146,16 @@ def join(stack: Tensor, split: Split) -> Tensor:
     dim = split.dim
     rest = _rest(stack[0], split, 1)
     parts = stack.unflatten(dim + 1, (split.outer, rest)).movedim(0, dim + 1)
-    return in_own_order(parts.flatten(dim, dim + 2), split).contiguous()
+    return permute_back(parts.flatten(dim, dim + 2), split).contiguous()
 
 
-def in_cut_order(x: Tensor, split: Split) -> Tensor:
+def permute_to_cut(x: Tensor, split: Split) -> Tensor:
     """A whole tensor, in the order in which `split` cuts it."""
     return _permuted(x, split, head_tail_order(split.folds)) if split.folds > 1 else x
 
 
-def in_own_order(x: Tensor, split: Split) -> Tensor:
-    """The inverse of `in_cut_order`."""
+def permute_back(x: Tensor, split: Split) -> Tensor:
+    """The inverse of `permute_to_cut`."""
     if split.folds == 1:
         return x
     order = head_tail_order(split.folds)
@@ -301,7 +301,7 @@ class Group(ABC):
 
     def slice(self, x: Tensor, split: Split) -> Tensor:
         """This rank's piece of `x` along `split`; no communication."""
-        x = in_cut_order(x, split)
+        x = permute_to_cut(x, split)
         dim, rest = split.dim, _rest(x, split, self.size)
         out = torch.empty(_replaced(x, dim, split.outer * rest), dtype=x.dtype, device=x.device)
         parts = x.detach().unflatten(dim, (split.outer, self.size, rest))
@@ -316,7 +316,7 @@ class Group(ABC):
         )
         parts = out.unflatten(dim, (split.outer, self.size, rest))
         parts.select(dim + 1, self.rank).copy_(x.detach().unflatten(dim, (split.outer, rest)))
-        return in_own_order(out, split)
+        return permute_back(out, split)
 
     def keep_first(self, x: Tensor) -> Tensor:
         """`x` on the group's first rank, zeros on the others; no communication."""

@@ -40,7 +40,7 @@ def _attention(
     if not folded:
         return _part(query_local, g.rank, key, value, scale, grouped)
     parts = zip(query_local.chunk(2, -2), (g.rank, 2 * g.size - 1 - g.rank), strict=True)
-    return _joined([_part(q, number, key, value, scale, grouped) for q, number in parts])
+    return _join_rows([_part(q, number, key, value, scale, grouped) for q, number in parts])
 
 
 def _part(
@@ -62,7 +62,7 @@ def _part(
     return out
 
 
-def _joined(parts: Sequence[Tensor]) -> Tensor:
+def _join_rows(parts: Sequence[Tensor]) -> Tensor:
     """Parts of the rows, one after the other; strides are in the same order as those of a part."""
     order = sorted(range(parts[0].dim()), key=parts[0].stride, reverse=True)
     rows = torch.cat([part.permute(order) for part in parts], order.index(parts[0].dim() - 2))

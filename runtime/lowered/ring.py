@@ -246,7 +246,7 @@ def _kernels_of(x: Tensor) -> tuple[Attend, AttendBackward]:
         return _cpu_flash, _cpu_flash_backward
     if x.device.type == "cuda" and x.dtype in (torch.float16, torch.bfloat16):
         return _cuda_flash, _cuda_flash_backward
-    return _by_matmuls, _by_matmuls_backward
+    return _matmul_attention, _matmul_attention_backward
 
 
 def _cpu_flash(
@@ -271,7 +271,7 @@ def _cpu_flash_backward(
 def _cuda_flash(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    k, v = _heads_of(k, q), _heads_of(v, q)
+    k, v = _repeat_heads(k, q), _repeat_heads(v, q)
     out, lse, *_ = aten._scaled_dot_product_flash_attention(q, k, v, 0.0, causal, scale=scale)
     return out, lse
 
@@ -281,49 +281,50 @@ def _cuda_flash_backward(
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     no_seed = torch.empty((), dtype=torch.int64, device=q.device)
+    keys, values = _repeat_heads(k, q), _repeat_heads(v, q)
     of_q, of_k, of_v = aten._scaled_dot_product_flash_attention_backward(
-        grad, q, _heads_of(k, q), _heads_of(v, q), out, lse, None, None, q.shape[-2], k.shape[-2],
+        grad, q, keys, values, out, lse, None, None, q.shape[-2], k.shape[-2],
         0.0, causal, no_seed, no_seed, scale=scale,
     )  # fmt: skip
-    return of_q, _shared(of_k, k), _shared(of_v, v)
+    return of_q, _sum_groups(of_k, k), _sum_groups(of_v, v)
 
 
-def _by_matmuls(
+def _matmul_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
     scores = _scores(q, k, causal, scale)
     lse = scores.logsumexp(-1)
     weights = (scores - lse.unsqueeze(-1)).exp_().to(q.dtype)
-    return weights @ _heads_of(v, q), lse
+    return weights @ _repeat_heads(v, q), lse
 
 
-def _by_matmuls_backward(
+def _matmul_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     weights = (_scores(q, k, causal, scale) - lse.unsqueeze(-1)).exp_()
-    of_weights = (grad @ _heads_of(v, q).mT).to(weights.dtype)
+    of_weights = (grad @ _repeat_heads(v, q).mT).to(weights.dtype)
     of_scores = weights * (of_weights - (grad * out).sum(-1, keepdim=True).to(weights.dtype))
     of_scores = (of_scores * scale).to(q.dtype)
     of_k, of_v = of_scores.mT @ q, weights.to(q.dtype).mT @ grad
-    return of_scores @ _heads_of(k, q), _shared(of_k, k), _shared(of_v, v)
+    return of_scores @ _repeat_heads(k, q), _sum_groups(of_k, k), _sum_groups(of_v, v)
 
 
 def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    scores = (q @ _heads_of(k, q).mT * scale).to(working_dtype(q.dtype))
+    scores = (q @ _repeat_heads(k, q).mT * scale).to(working_dtype(q.dtype))
     if causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
         scores = scores.masked_fill(later, -torch.inf)
     return scores
 
 
-def _heads_of(x: Tensor, q: Tensor) -> Tensor:
+def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:
     """Keys or values with as many heads as the query; a group of its heads shares one."""
     n = q.shape[1] // x.shape[1]
     return x if n == 1 else x.repeat_interleave(n, dim=1)
 
 
-def _shared(grad: Tensor, x: Tensor) -> Tensor:
+def _sum_groups(grad: Tensor, x: Tensor) -> Tensor:
     """The gradient of what heads of the query share."""
     return grad.unflatten(1, (x.shape[1], -1)).sum(2)
 

@@ -78,7 +78,7 @@ def test_it_is_attention_on_one_process(
     than keys."""
     if kernels == "matmuls":
         ring = sys.modules[ring_attention.forward.__module__]
-        pair = ring._by_matmuls, ring._by_matmuls_backward
+        pair = ring._matmul_attention, ring._matmul_attention_backward
         monkeypatch.setattr(ring, "_kernels_of", lambda x: pair)
     for n_ranks, n_key_heads, n_features, folded in itertools.product(
         (2, 3, 4), (4, 2), ((8, 8), (8, 4), (4, 8)), (False, True)

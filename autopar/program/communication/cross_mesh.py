@@ -195,13 +195,15 @@ def _intervals(
                 if axis == folded:
                     parts = intervals_of(k, n_ranks, n, True)
                 else:
-                    parts = _between(parts, *intervals_of(k, n_ranks, n, False)[0])
+                    parts = _sub_intervals(parts, *intervals_of(k, n_ranks, n, False)[0])
                 n //= n_ranks
             ends = itertools.accumulate((stop - start for start, stop in parts), initial=0)
             yield list(zip(parts, ends, strict=False))
 
 
-def _between(parts: Sequence[tuple[int, int]], start: int, stop: int) -> list[tuple[int, int]]:
+def _sub_intervals(
+    parts: Sequence[tuple[int, int]], start: int, stop: int
+) -> list[tuple[int, int]]:
     """The intervals of elements [start, stop) of `parts`, one after the other."""
     found, before = [], 0
     for a, b in parts:
