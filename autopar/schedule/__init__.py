@@ -23,7 +23,6 @@ from autopar.schedule.grid import clocks, format_grid, start_times
 from autopar.schedule.legality import prove_deadlock_free, validate
 from autopar.schedule.live import (
     LiveCount,
-    even_in_flight,
     in_flight,
     in_flight_by_stage,
     live_counts,
@@ -38,7 +37,6 @@ from autopar.schedule.orders import (
     devices_of,
     dualpipe_v,
     fewest_microbatches,
-    first_forwards,
     forward_only,
     gpipe,
     interleaved,
@@ -66,9 +64,7 @@ __all__ = [
     "clocks",
     "devices_of",
     "dualpipe_v",
-    "even_in_flight",
     "fewest_microbatches",
-    "first_forwards",
     "format_grid",
     "forward_only",
     "gpipe",

@@ -29,7 +29,6 @@ from autopar.passes.inter.recipes import (
     Source,
     check_ranks,
     equal_pipelines,
-    fewest_chunks,
     recipe_limits,
 )
 from autopar.passes.inter.space import PipelineSpace
@@ -67,7 +66,6 @@ __all__ = [
     "distinct_views",
     "ends_by_stage",
     "equal_pipelines",
-    "fewest_chunks",
     "find_layers",
     "given_ends",
     "has_plain_order",

@@ -158,9 +158,10 @@ class Planner:
             with limit.running():
                 search.run(self._recipes())
                 search.run(self._roots())
-                if self.pipelines is not None and (search.found or not has_plain_order(options)):
-                    has_stages = bool(search.found) and len(search.chosen.stages) > 1
-                    search.run(self.pipelines.other_pipelines(has_stages))
+                if self.pipelines is not None and (
+                    not has_plain_order(options) or (search.found and len(search.chosen.stages) > 1)
+                ):
+                    search.run(self.pipelines.other_pipelines())
         except TimeUp:
             is_timed_out = True
             passed = f"not tried when time_limit_s={options.time_limit_s:g} had passed"
@@ -344,8 +345,7 @@ class Planner:
             given_ends(self.analysis, self.mesh, n_stages)
         if not isinstance(n_stages, int):
             return
-        chunks = [of.n_chunks for of in other_orders(self.options)]
-        most_chunks = 1 if has_plain_order(self.options) else max(chunks)
+        most_chunks = max((order.n_chunks for order in other_orders(self.options)), default=1)
         if n_stages > n_ranks * most_chunks:
             raise MeshError(f"stages={n_stages} cannot share {n_ranks} ranks")
         n_all = n_operators(self.analysis.program)
