@@ -27,13 +27,12 @@ from typing import Any
 
 import torch
 from torch import Tensor, fx, nn
-from torch.utils import _pytree as pytree
 
 from autopar.capture.builder import TracedCall
 from autopar.capture.dependence import Depends, subgraph
 from autopar.capture.findings import Findings
 from autopar.capture.names import source_line
-from autopar.capture.piecewise_masks import PiecewiseMask
+from autopar.capture.piecewise_masks import PiecewiseMask, compute_step
 from autopar.errors import CaptureError
 from autopar.operators import ATTENTION_DROPOUT
 
@@ -174,7 +173,7 @@ class _Mask:
         piecewise = PiecewiseMask.of(self.mask, self.steps, parts)
         if piecewise is not None:
             rows = torch.arange(self.n_rows).unsqueeze(1)
-            near, block = piecewise.at(torch.cat((rows, rows + 1), dim=1))
+            near, block = piecewise.evaluate(torch.cat((rows, rows + 1), dim=1))
             return next(iter(_possible_kinds(block, rows >= near, kinds)), None)
         if self.n_rows * self.n_columns > _MAX_ELEMENTS:
             raise _TooLargeError
@@ -197,16 +196,7 @@ class _Mask:
             for node, part in parts.items()
         }
         for node in self.steps:
-            if node.target is aten.expand.default:
-                source = node.args[0]
-                assert isinstance(source, fx.Node)
-                values[node] = values[source]
-            else:
-                args, kwargs = pytree.tree_map_only(
-                    fx.Node, values.__getitem__, (node.args, node.kwargs)
-                )
-                assert callable(node.target)
-                values[node] = node.target(*args, **kwargs)
+            values[node] = compute_step(node, values)
         return values[self.mask]
 
 

@@ -54,7 +54,7 @@ class PiecewiseMask:
             found.values[node] = value
         return found if all(map(found._add, steps)) else None
 
-    def at(self, columns: Tensor) -> tuple[Tensor, Tensor]:
+    def evaluate(self, columns: Tensor) -> tuple[Tensor, Tensor]:
         """(columns, the mask there), [n_rows, k] each: at both sides of its changes, at both ends,
         and at `columns` [n_rows, m]."""
         ends = torch.tensor([0, self.n_columns - 1]).expand(self.n_rows, 2)
@@ -67,7 +67,7 @@ class PiecewiseMask:
             for node, value in self.values.items()
         }
         for node in self._both:
-            values[node] = _compute(node, values)
+            values[node] = compute_step(node, values)
         return every, values[self.mask].expand(every.shape)
 
     def _add(self, node: fx.Node) -> bool:
@@ -76,7 +76,7 @@ class PiecewiseMask:
         if not any(source in self._both for source in inputs):
             columns = [x for x in inputs if self._has_columns(self.values[x])]
             if not columns or not any(self._has_rows(self.values[x]) for x in inputs):
-                self.values[node] = _compute(node, self.values)
+                self.values[node] = compute_step(node, self.values)
                 return True
             if node.target not in _COMPARISONS or len(inputs) != 2 or len(columns) != 1:
                 return False
@@ -99,7 +99,7 @@ class PiecewiseMask:
         return value.dim() >= 1 and value.shape[-1] > 1
 
 
-def _compute(node: fx.Node, values: Mapping[fx.Node, Tensor]) -> Tensor:
+def compute_step(node: fx.Node, values: Mapping[fx.Node, Tensor]) -> Tensor:
     """A step on values; those that expand keep their shape."""
     if node.target is aten.expand.default:
         source: Any = node.args[0]

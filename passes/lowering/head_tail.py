@@ -96,39 +96,38 @@ def fold_shards(program: StageProgram, axis: int) -> StageProgram:
     """A stage whose shards of sequences on an axis are in head-tail order, where they can be."""
     sizes = program.axis_sizes
 
-    def placed(local: Local) -> Local:
-        is_folded = _is_sequence(local.spec, local.factor_kinds, axis) and (
-            folds_of(local.dims, local.spec, axis, sizes) > 1
-        )
+    def place(local: Local) -> Local:
+        can_fold = folds_of(local.dims, local.spec, axis, sizes) > 1
+        is_folded = can_fold and local.shard_kind(axis) == "sequence"
         return replace(local, folded=axis) if is_folded else local
 
-    def line_of(line: Line) -> Line:
+    def fold_line(line: Line) -> Line:
         match line:
             case MoveLine():
-                out = placed(line.out)
+                out = place(line.out)
                 ends = (known[line.source], out)
                 move = _folded_move(line.move, ends, sizes[axis])
                 found: Line = replace(line, out=out, move=move)
             case CallLine():
-                found = replace(line, outs=tuple(map(placed, line.outs)))
+                found = replace(line, outs=tuple(map(place, line.outs)))
             case DetachLine():
-                found = replace(line, out=placed(line.out))
+                found = replace(line, out=place(line.out))
             case _:
                 return line
         known.update({out.name: out for out in found.outs})
         return found
 
-    def boundary(of: Boundary) -> Boundary:
-        return replace(of, local=placed(of.local))
+    def fold_boundary(of: Boundary) -> Boundary:
+        return replace(of, local=place(of.local))
 
     folded = replace(
         program,
-        delivered=tuple(replace(d, local=placed(d.local)) for d in program.delivered),
-        received=tuple(map(boundary, program.received)),
-        sent=tuple(map(boundary, program.sent)),
+        delivered=tuple(replace(d, local=place(d.local)) for d in program.delivered),
+        received=tuple(map(fold_boundary, program.received)),
+        sent=tuple(map(fold_boundary, program.sent)),
     )
     known = dict(folded.given_variables)
-    return replace(folded, body=tuple(map(line_of, program.body)))
+    return replace(folded, body=tuple(map(fold_line, program.body)))
 
 
 def _folded_move(move: Move, ends: tuple[Local, Local], n_ranks: int) -> Move:

@@ -444,14 +444,14 @@ def join(
     `with_outputs` also returns the model's outputs.
     """
 
-    def lowered(may_fold: bool) -> list[StageProgram]:
+    def lower_all(may_fold: bool) -> list[StageProgram]:
         return [
             lower(s.analysis, s.strategy, s.cost, with_outputs and k == len(stages) - 1, may_fold)
             for k, s in enumerate(stages)
         ]
 
     meshes = [s.cost.mesh for s in stages]
-    programs = fold_alike(lowered(True), meshes) or lowered(False)
+    programs = fold_alike(lower_all(True), meshes) or lower_all(False)
     order = forward_only if schedule is None else ORDERS[schedule]
     return Pipeline.of(programs, meshes, order)
 

@@ -151,7 +151,7 @@ def join(stack: Tensor, split: Split) -> Tensor:
 
 def permute_to_cut(x: Tensor, split: Split) -> Tensor:
     """A whole tensor, in the order in which `split` cuts it."""
-    return _permuted(x, split, head_tail_order(split.folds)) if split.folds > 1 else x
+    return _permute(x, split, head_tail_order(split.folds)) if split.folds > 1 else x
 
 
 def permute_back(x: Tensor, split: Split) -> Tensor:
@@ -159,10 +159,10 @@ def permute_back(x: Tensor, split: Split) -> Tensor:
     if split.folds == 1:
         return x
     order = head_tail_order(split.folds)
-    return _permuted(x, split, sorted(range(len(order)), key=order.__getitem__))
+    return _permute(x, split, sorted(range(len(order)), key=order.__getitem__))
 
 
-def _permuted(x: Tensor, split: Split, order: Sequence[int]) -> Tensor:
+def _permute(x: Tensor, split: Split, order: Sequence[int]) -> Tensor:
     """`x` with the pieces of each outer block in another order."""
     dim, n = split.dim, len(order)
     pieces = x.unflatten(dim, (split.outer, n, _rest(x, split, n)))

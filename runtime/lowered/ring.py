@@ -25,12 +25,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from autopar.operators import seed_tensor
 from autopar.precision import working_dtype
 from autopar.runtime.groups import Group, Pending, phase
 from autopar.runtime.lowered.lowered import Kept, Lowered
@@ -246,7 +247,7 @@ def _kernels_of(x: Tensor) -> tuple[Attend, AttendBackward]:
         return _cpu_flash, _cpu_flash_backward
     if x.device.type == "cuda" and x.dtype in (torch.float16, torch.bfloat16):
         return _cuda_flash, _cuda_flash_backward
-    return _matmul_attention, _matmul_attention_backward
+    return _block_attention, _block_attention_backward
 
 
 def _cpu_flash(
@@ -289,33 +290,32 @@ def _cuda_flash_backward(
     return of_q, _sum_groups(of_k, k), _sum_groups(of_v, v)
 
 
-def _matmul_attention(
+def _block_attention(
     q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor]:
-    scores = _scores(q, k, causal, scale)
-    lse = scores.logsumexp(-1)
-    weights = (scores - lse.unsqueeze(-1)).exp_().to(q.dtype)
-    return weights @ _repeat_heads(v, q), lse
+    """Attention with dropout, of which none drops (`operators/attention.py`)."""
+    grouped = q.unflatten(1, (k.shape[1], -1))
+    forward = torch.ops.autopar.attention_dropout_forward
+    out, lse = forward(grouped, k, v, *_undropped(q, k, causal, scale))
+    return out.flatten(1, 2), lse.flatten(1, 2)
 
 
-def _matmul_attention_backward(
+def _block_attention_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool,
     scale: float,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    weights = (_scores(q, k, causal, scale) - lse.unsqueeze(-1)).exp_()
-    of_weights = (grad @ _repeat_heads(v, q).mT).to(weights.dtype)
-    of_scores = weights * (of_weights - (grad * out).sum(-1, keepdim=True).to(weights.dtype))
-    of_scores = (of_scores * scale).to(q.dtype)
-    of_k, of_v = of_scores.mT @ q, weights.to(q.dtype).mT @ grad
-    return of_scores @ _repeat_heads(k, q), _sum_groups(of_k, k), _sum_groups(of_v, v)
+    of_rows = (x.unflatten(1, (k.shape[1], -1)) for x in (grad, out, lse, q))
+    backward = torch.ops.autopar.attention_dropout_backward
+    of_q, of_k, of_v = backward(*of_rows, k, v, *_undropped(q, k, causal, scale))
+    return of_q.flatten(1, 2), of_k, of_v
 
 
-def _scores(q: Tensor, k: Tensor, causal: bool, scale: float) -> Tensor:
-    scores = (q @ _repeat_heads(k, q).mT * scale).to(working_dtype(q.dtype))
-    if causal:
-        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-        scores = scores.masked_fill(later, -torch.inf)
-    return scores
+def _undropped(q: Tensor, k: Tensor, causal: bool, scale: float) -> tuple[Any, ...]:
+    """The other arguments of these operators: no mask, a seed, positions, no dropout."""
+    n_rows = q.shape[-2]
+    sizes = (*q.shape[:2], n_rows, k.shape[-2])
+    positions = [torch.arange(n, device=q.device) for n in sizes]
+    return None, seed_tensor(0).to(q.device), positions, 0.0, 0, causal, n_rows, scale
 
 
 def _repeat_heads(x: Tensor, q: Tensor) -> Tensor:

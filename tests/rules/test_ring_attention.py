@@ -69,16 +69,16 @@ def tensors(
     return tuple(random_tensor(i, *shape).to(dtype) for i, shape in enumerate(every))
 
 
-@pytest.mark.parametrize("kernels", ["flash", "matmuls"])
+@pytest.mark.parametrize("kernels", ["flash", "blocks"])
 @pytest.mark.parametrize("is_causal", [False, True])
 def test_it_is_attention_on_one_process(
     kernels: str, is_causal: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Also in head-tail order, with heads that share keys, and values with more or fewer features
     than keys."""
-    if kernels == "matmuls":
+    if kernels == "blocks":
         ring = sys.modules[ring_attention.forward.__module__]
-        pair = ring._matmul_attention, ring._matmul_attention_backward
+        pair = ring._block_attention, ring._block_attention_backward
         monkeypatch.setattr(ring, "_kernels_of", lambda x: pair)
     for n_ranks, n_key_heads, n_features, folded in itertools.product(
         (2, 3, 4), (4, 2), ((8, 8), (8, 4), (4, 8)), (False, True)

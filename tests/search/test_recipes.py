@@ -208,7 +208,7 @@ def test_zero_leaves_whole_what_does_not_divide_beside_tp() -> None:
 def test_layouts_known_by_name_are_rows() -> None:
     """HSDP, FSDP x TP, pipelines with tensor parallelism over a node: each has a price or bound."""
     mesh = cluster(2, 4)
-    found = Planner(gpt2(), mesh, hardware_of(mesh), Options.of(schedule="1f1b")).run()
+    found = Planner(gpt2(), mesh, hardware_of(mesh), Options.of()).run()
     rows = {a.name: a for a in found.alternatives}
     hsdp, both = rows["HSDP on dp=2 x fsdp=4"], rows["FSDP x TP on dp=2 x tp=4"]
     assert (hsdp.recipe, both.recipe) == ("HSDP", "FSDP x TP")

@@ -130,7 +130,7 @@ class Hull(Generic[C]):
         return point if math.isfinite(value) else None
 
     @property
-    def least(self) -> float:
+    def least_cost_s(self) -> float:
         """The least cost, whatever the bytes, or a bound on it."""
         return self._free[0]
 

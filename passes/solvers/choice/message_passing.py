@@ -241,14 +241,14 @@ class MessageGraph:
         bound = self._swept_back(row, messages, out)
         return bound, np.split(out, np.cumsum(sizes)[:-1])
 
-    def paid(self, row: Array, kind: float) -> Array:
+    def payments(self, row: Array, kind: float) -> Array:
         """Messages whose least beliefs and least edges add up to the bound of the last
         `bound_and_choice`, of this row."""
         paid = np.empty(self.n_messages)
         pay_edges(row, *self._arrays, self.shares, self._last[kind], self._scratch, paid)
         return paid
 
-    def reduced(self, row: Array, messages: Array) -> tuple[Array, Array]:
+    def reduce(self, row: Array, messages: Array) -> tuple[Array, Array]:
         """(what edges cost at least in each of their rows and columns, less both messages, in the
         places of messages; the least of each edge)."""
         left = np.empty(self.n_messages)

@@ -8,7 +8,7 @@ If all copies had the same messages, one copy would stand for all. So messages a
     all else                                once
 
 Messages move costs. Divided among the copies, they are messages of the problem in which each copy
-chooses for itself, too, and any finite messages leave a lower bound (`UniformGraph._divided`). The
+chooses for itself, too, and any finite messages leave a lower bound (`UniformGraph._divide`). The
 first and the last copy get what the others get from their neighbours (`_tie`). Then copies and the
 rest of the problem are joined no longer, and messages in the rest alone bound that. What is
 forbidden between copies is only dear here (`_DEAR`), because some copy may do what others cannot.
@@ -238,16 +238,16 @@ class UniformGraph:
         bound, choice = self.graph.bound_and_choice(uniform, kind, *_END)
         if math.isinf(bound):
             return bound, [], None
-        bound, slack = self._divided(uniform, kind)
+        bound, slack = self._divide(uniform, kind)
         return bound, slack, choice
 
-    def _divided(self, uniform: Array, kind: float) -> tuple[float, list[Array]]:
+    def _divide(self, uniform: Array, kind: float) -> tuple[float, list[Array]]:
         """The bound that messages leave if every copy has an equal share of them."""
         graph = self.graph
-        sent = graph.paid(uniform, kind)
+        sent = graph.payments(uniform, kind)
         for end, later, side in self._ends:
             self._tie(uniform, sent, end, later, side)
-        left, least = graph.reduced(uniform, sent)
+        left, least = graph.reduce(uniform, sent)
         bound = sum(
             of for of, joined in zip(least.tolist(), self.edges, strict=True) if any(joined.ends)
         )

@@ -94,7 +94,7 @@ class RepeatedSolver:
         if hull.fastest is None:
             return FORBIDDEN
         if within(budget_bytes, hull.fastest.totals.bytes):
-            fastest, gap = hull.fastest, _gap(hull.fastest, hull.least)
+            fastest, gap = hull.fastest, _gap(hull.fastest, hull.least_cost_s)
             is_settled = fastest.totals.cost_s <= limit_s
             return Solution(fastest.choice, fastest.totals, gap, is_settled)
         assert budget_bytes is not None, "everything is within no budget"
