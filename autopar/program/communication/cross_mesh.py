@@ -104,9 +104,11 @@ def _slices(
         return ()
     ends = _owned(dims, target, target_mesh, folded[1])
     targets = {box: (rank, at) for rank, box, at in ends}
+    sizes = {tuple(stop - start for start, stop in box) for box in targets}
+    size = sizes.pop() if len(sizes) == 1 else None
     found = []
     for source_rank, box, source_at in _owned(dims, source, source_mesh, folded[0]):
-        for target_rank, other, target_at in _overlapping(box, targets):
+        for target_rank, other, target_at in _overlapping(box, targets, size):
             common = tuple(
                 (max(a, b), min(c, d)) for (a, c), (b, d) in zip(box, other, strict=True)
             )
@@ -122,10 +124,12 @@ def _slices(
     return tuple(sorted(found, key=lambda piece: (piece.source_rank, piece.target_rank)))
 
 
-def _overlapping(box: _Box, targets: Mapping[_Box, tuple[int, _At]]) -> list[tuple[int, _Box, _At]]:
-    """The boxes of `targets` that intersect `box`, by rank. They tile the tensor."""
-    sizes = {tuple(b - a for a, b in other) for other in targets}
-    if len(sizes) > 1:  # of folded parts that an inner axis cuts unevenly
+def _overlapping(
+    box: _Box, targets: Mapping[_Box, tuple[int, _At]], size: tuple[int, ...] | None
+) -> list[tuple[int, _Box, _At]]:
+    """The boxes of `targets` that intersect `box`, by rank. They tile the tensor, and have one
+    `size`; None: they differ, as folded parts that an inner axis cuts unevenly."""
+    if size is None:
         near = [
             other
             for other in targets
@@ -134,7 +138,7 @@ def _overlapping(box: _Box, targets: Mapping[_Box, tuple[int, _At]]) -> list[tup
     else:
         intervals = [
             [(k * n, (k + 1) * n) for k in range(start // n, -(-stop // n))]
-            for (start, stop), n in zip(box, sizes.pop(), strict=True)
+            for (start, stop), n in zip(box, size, strict=True)
         ]
         near = [*itertools.product(*intervals)]
     return sorted((rank, other, at) for other in near for rank, at in [targets[other]])
