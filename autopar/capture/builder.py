@@ -93,6 +93,12 @@ class TracedCall:
     kwargs: dict[str, Any]
     origin: fx.Node
 
+    @staticmethod
+    def of(node: fx.Node) -> TracedCall:
+        """The call of a node of the new graph."""
+        assert isinstance(node.target, torch._ops.OpOverload)
+        return TracedCall(node.target, node.args, dict(node.kwargs), node)
+
     def bind(self) -> dict[str, Any]:
         """Every argument by name, defaults filled in (export drops trailing defaults)."""
         bound = {}
@@ -104,6 +110,15 @@ class TracedCall:
             else:
                 bound[argument.name] = argument.default_value
         return bound
+
+    def change(self, **values: Any) -> None:
+        """Give the node `origin` other values of some arguments; the others stay."""
+        bound, arguments = self.bind() | values, self.target._schema.arguments
+        positional = [a.name for a in arguments if not a.kwarg_only]
+        given = {*positional[: len(self.args)], *self.kwargs, *values}
+        n_given = max((i + 1 for i, name in enumerate(positional) if name in given), default=0)
+        self.origin.args = tuple(bound[name] for name in positional[:n_given])
+        self.origin.kwargs = {n: bound[n] for n in bound if n in given and n not in positional}
 
     @property
     def shape(self) -> tuple[int, ...]:

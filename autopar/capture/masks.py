@@ -37,7 +37,7 @@ from autopar.errors import CaptureError
 from autopar.operators import ATTENTION_DROPOUT
 
 aten = torch.ops.aten
-_ATTENTION = frozenset({aten.scaled_dot_product_attention.default, ATTENTION_DROPOUT})
+ATTENTION = frozenset({aten.scaled_dot_product_attention.default, ATTENTION_DROPOUT})
 # Elementwise, but not tagged so.
 _ALSO_ELEMENTWISE = frozenset(
     {aten.where.Scalar, aten.where.ScalarOther, aten.where.ScalarSelf, aten.to.dtype,
@@ -81,7 +81,7 @@ def replace_masks(
             continue
         kind, its_leaves = found
         for node in attentions:
-            _replace(node, kind)
+            TracedCall.of(node).change(attn_mask=None, is_causal=kind == "causal")
         read |= its_leaves
         made_of = "`is_causal`" if kind == "causal" else "no mask: it hides nothing"
         findings.add("replaced", f"a {kind} mask", made_of, source_line(mask), routine=True)
@@ -90,30 +90,14 @@ def replace_masks(
 
 def _mask_of(node: fx.Node) -> fx.Node | None:
     """The mask of an attention, if it has dims of queries and keys."""
-    if node.target not in _ATTENTION:
+    if node.target not in ATTENTION:
         return None
-    bound = _call(node).bind()
+    bound = TracedCall.of(node).bind()
     key, mask = bound["key"], bound["attn_mask"]
     if mask is None:
         return None
     shape, n_keys = mask.meta["val"].shape, key.meta["val"].shape[-2]
     return mask if len(shape) >= 2 and shape[-1] == n_keys else None
-
-
-def _replace(node: fx.Node, kind: str) -> None:
-    """`attn_mask=None, is_causal=...`; arguments before these become positional."""
-    call = _call(node)
-    bound = call.bind() | {"attn_mask": None, "is_causal": kind == "causal"}
-    names = [argument.name for argument in call.target._schema.arguments]
-    positional = names[: names.index("is_causal") + 1]
-    others = names[len(positional) :]
-    node.args = (*(bound[name] for name in positional), *call.args[len(positional) :])
-    node.kwargs = {name: call.kwargs[name] for name in others if name in call.kwargs}
-
-
-def _call(node: fx.Node) -> TracedCall:
-    assert isinstance(node.target, torch._ops.OpOverload)
-    return TracedCall(node.target, node.args, dict(node.kwargs), node)
 
 
 class _TooLargeError(Exception):

@@ -6,6 +6,7 @@ normalise    canonical operators                      normalise.py, rewrites/, b
                                                       autocast.py
 lift         if asked for: everything in float64      lift.py
 masks        of attention, where a flag will do       masks.py
+groups       of queries that share keys and values    grouped_queries.py
 cut          constants and prologue leave             dependence.py, constants.py, prologue.py
 freeze       ordered placeholders, no dead code       `_freeze`; what it holds: python_state/
 """
@@ -33,6 +34,7 @@ from autopar.capture.builder import Builder
 from autopar.capture.constants import ConstantStore, Leaf, buffer, literal
 from autopar.capture.dependence import Cut, Depends, cut, dependences, merge_equal
 from autopar.capture.findings import Findings
+from autopar.capture.grouped_queries import group_queries
 from autopar.capture.lift import lift
 from autopar.capture.masks import replace_masks
 from autopar.capture.names import operator_keys, source_line
@@ -399,16 +401,18 @@ def _freeze(
 ) -> tuple[Program, set[str]]:
     """The program, and the names of the leaves whose values it holds."""
     seeds = [] if builder.random_seed is None else [builder.random_seed]
-    depends = dependences(
-        builder.graph,
+    leaves = (
         dict.fromkeys((*roles.parameters, *roles.buffers, *seeds), Depends.ANY)
         | dict.fromkeys(roles.inputs, Depends.INPUT)
-        | dict.fromkeys((*roles.leaves, *builder.constants), Depends.CONSTANT),
+        | dict.fromkeys((*roles.leaves, *builder.constants), Depends.CONSTANT)
     )
+    depends = dependences(builder.graph, leaves)
     merge_equal(builder.graph, depends)
     read_in_masks = replace_masks(
         builder.graph, depends, {**roles.leaves, **builder.constants}, builder.findings
     )
+    group_queries(builder)
+    depends = dependences(builder.graph, leaves)
     divisors = find_divisors(builder.graph, builder.divisors, depends, set(roles.leaves))
     results = (*outputs.all, *(updates[n] for n in roles.buffers if n in updates))
     parts = cut(builder.graph, results, depends, divisors)

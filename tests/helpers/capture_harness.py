@@ -18,9 +18,9 @@ aten = torch.ops.aten
 class Module(nn.Module):
     """A model of one linear layer and whatever `body` does with it."""
 
-    def __init__(self, body: Callable[..., Any]) -> None:
+    def __init__(self, body: Callable[..., Any], width: int = 4) -> None:
         super().__init__()
-        self.linear = nn.Linear(4, 4)
+        self.linear = nn.Linear(width, width)
         self.body = body
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
