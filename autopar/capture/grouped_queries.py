@@ -19,6 +19,7 @@ from torch import fx
 from autopar.capture.builder import Builder, TracedCall
 from autopar.capture.masks import ATTENTION
 from autopar.capture.names import source_line
+from autopar.operators import ATTENTION_RANGES
 
 aten = torch.ops.aten
 
@@ -26,11 +27,11 @@ aten = torch.ops.aten
 def group_queries(b: Builder) -> None:
     """Let every attention without a mask read heads that are not repeated."""
     for node in list(b.graph.nodes):
-        if node.target not in ATTENTION:
+        if node.target not in (*ATTENTION, ATTENTION_RANGES):
             continue
         call = TracedCall.of(node)
         bound = call.bind()
-        if bound["attn_mask"] is not None or bound["enable_gqa"]:
+        if bound.get("attn_mask") is not None or bound["enable_gqa"]:
             continue
         key, value = bound["key"], bound["value"]
         heads = len(_shape(key)) - 3

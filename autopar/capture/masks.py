@@ -22,7 +22,7 @@ Parts are computed once, and the mask from them: where its rows change, if they 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -63,7 +63,7 @@ def replace_masks(
     """
     users: dict[fx.Node, list[fx.Node]] = {}
     for node in graph.nodes:
-        mask = _mask_of(node)
+        mask = mask_of(node)
         if mask is not None and depends[mask] is Depends.CONSTANT:
             users.setdefault(mask, []).append(node)
     read: set[fx.Node] = set()
@@ -88,7 +88,7 @@ def replace_masks(
     return frozenset(read)
 
 
-def _mask_of(node: fx.Node) -> fx.Node | None:
+def mask_of(node: fx.Node) -> fx.Node | None:
     """The mask of an attention, if it has dims of queries and keys."""
     if node.target not in ATTENTION:
         return None
@@ -98,6 +98,17 @@ def _mask_of(node: fx.Node) -> fx.Node | None:
         return None
     shape, n_keys = mask.meta["val"].shape, key.meta["val"].shape[-2]
     return mask if len(shape) >= 2 and shape[-1] == n_keys else None
+
+
+def evaluate(
+    nodes: Sequence[fx.Node], leaves: Mapping[fx.Node, Callable[[], Tensor]]
+) -> list[Tensor]:
+    """The values of constants. Raises `CaptureError` for a leaf without a value."""
+    graph, inputs = subgraph([*nodes])
+    by_name = {leaf.name: read for leaf, read in leaves.items()}
+    values = [by_name[n.name]().to(n.meta["val"].dtype) for n in inputs]
+    with torch.no_grad():
+        return list(fx.Interpreter(fx.GraphModule(nn.Module(), graph)).run(*values))
 
 
 class _TooLargeError(Exception):
@@ -129,16 +140,15 @@ class _Mask:
         stored = (n.meta["val"].untyped_storage().nbytes() for n in graph.nodes if n.op != "output")
         if any(n_bytes > _MAX_PART_BYTES for n_bytes in stored):
             return None
-        by_name = {leaf.name: leaf for leaf in leaves}
         try:
-            values = [leaves[by_name[n.name]]().to(n.meta["val"].dtype) for n in inputs]
+            found = evaluate([*self.parts], leaves)
         except CaptureError:  # a buffer without values: raised when its values are needed
             return None
         with torch.no_grad():
-            found = fx.Interpreter(fx.GraphModule(nn.Module(), graph)).run(*values)
             parts = {node: _once(v) for node, v in zip(self.parts, found, strict=True)}
             kind = self._kind(parts)
-        return None if kind is None else (kind, frozenset(by_name[n.name] for n in inputs))
+        read = {node.name for node in inputs}
+        return None if kind is None else (kind, frozenset(x for x in leaves if x.name in read))
 
     def _walk(self, node: fx.Node, seen: set[fx.Node]) -> None:
         if node in seen:

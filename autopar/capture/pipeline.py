@@ -6,6 +6,7 @@ normalise    canonical operators                      normalise.py, rewrites/, b
                                                       autocast.py
 lift         if asked for: everything in float64      lift.py
 masks        of attention, where a flag will do       masks.py
+ranges       of keys per row, for other masks         mask_ranges.py
 groups       of queries that share keys and values    grouped_queries.py
 cut          constants and prologue leave             dependence.py, constants.py, prologue.py
 freeze       ordered placeholders, no dead code       `_freeze`; what it holds: python_state/
@@ -36,6 +37,7 @@ from autopar.capture.dependence import Cut, Depends, cut, dependences, merge_equ
 from autopar.capture.findings import Findings
 from autopar.capture.grouped_queries import group_queries
 from autopar.capture.lift import lift
+from autopar.capture.mask_ranges import range_masks
 from autopar.capture.masks import replace_masks
 from autopar.capture.names import operator_keys, source_line
 from autopar.capture.normalise import normalise
@@ -408,9 +410,9 @@ def _freeze(
     )
     depends = dependences(builder.graph, leaves)
     merge_equal(builder.graph, depends)
-    read_in_masks = replace_masks(
-        builder.graph, depends, {**roles.leaves, **builder.constants}, builder.findings
-    )
+    known = {**roles.leaves, **builder.constants}
+    read_in_masks = replace_masks(builder.graph, depends, known, builder.findings)
+    range_masks(builder, depends, known)
     group_queries(builder)
     depends = dependences(builder.graph, leaves)
     divisors = find_divisors(builder.graph, builder.divisors, depends, set(roles.leaves))

@@ -1,7 +1,8 @@
 """Operators that autopar registers with torch when this package is imported.
 
 Capture puts them in place of ATen operators that hide what is needed to shard them.
-Read `random.py` (random numbers by global index), `attention.py` (attention with dropout),
+Read `random.py` (random numbers by global index), `scores.py` (attention in blocks of rows),
+`attention.py` (with dropout), `ranges.py` (of each row to a range of keys),
 `experts.py` (matmuls per expert), `bags.py` (sums of looked-up rows), `ctc.py` (a loss per row),
 `functions.py` and `function_probe.py` (operators made of `torch.autograd.Function` classes).
 It imports torch and `precision` only.
@@ -9,12 +10,8 @@ It mainly hands on `ATTENTION_DROPOUT`, `DROPOUT`, `UNIFORM`, `Stream`, `functio
 modules `bags`, `ctc` and `experts`.
 """
 
-from autopar.operators import attention, bags, ctc, experts, random
-from autopar.operators.attention import (
-    ATTENTION_DROPOUT,
-    ATTENTION_DROPOUT_KERNEL,
-    workspace_bytes,
-)
+from autopar.operators import attention, bags, ctc, experts, random, ranges, scores
+from autopar.operators.attention import ATTENTION_DROPOUT
 from autopar.operators.function_probe import UnsupportedFunctionError, untraced
 from autopar.operators.functions import (
     NAMESPACE,
@@ -25,10 +22,13 @@ from autopar.operators.functions import (
     is_same_function,
 )
 from autopar.operators.random import DROPOUT, UNIFORM, Stream, seed_tensor, step_seed
+from autopar.operators.ranges import ATTENTION_RANGES, COUNT_BELOW
+from autopar.operators.scores import workspace_bytes
 
 __all__ = [
     "ATTENTION_DROPOUT",
-    "ATTENTION_DROPOUT_KERNEL",
+    "ATTENTION_RANGES",
+    "COUNT_BELOW",
     "DROPOUT",
     "NAMESPACE",
     "UNIFORM",
@@ -44,6 +44,8 @@ __all__ = [
     "function_of",
     "is_same_function",
     "random",
+    "ranges",
+    "scores",
     "seed_tensor",
     "step_seed",
     "untraced",

@@ -1,4 +1,5 @@
-"""Rules of the random operators (`operators/random.py`, `operators/attention.py`).
+"""Rules of random operators and of attention in blocks (`operators/`: `random.py`, `attention.py`,
+`ranges.py`).
 
 The bits of an element depend on its global index. The operators get it as one vector of positions
 per dim. So every dim may be sharded, together with its vector, and no argument is localised.
@@ -49,8 +50,26 @@ def attention(call: OpCall) -> Notation:
     return Notation((*notation.inputs, (), *positions), notation.outputs, held)
 
 
+def count_below(call: OpCall) -> Notation:
+    """`* 1 t, * s 1 -> * s 1`: every row needs all columns."""
+    columns, rows = call.inputs
+    (out,) = call.outputs
+    labels = f.names(len(out) - 2, "_")
+    of_columns, of_rows, of_out = (
+        f.broadcast_term(shape[:-2], out[:-2], labels) for shape in (columns, rows, out)
+    )
+    by_row = f.named_term(rows[-2:-1], ("s",))
+    return Notation(
+        ((*of_columns, (), ("t",)), (*of_rows, *by_row, ())), ((*of_out, *by_row, ()),),
+        frozenset({"t"}),
+    )  # fmt: skip
+
+
 RANDOM = (
     OpRule("autopar.dropout.default", dropout, linear=((0,),)),
     OpRule("autopar.uniform.default", uniform),
     OpRule("autopar.attention_dropout.default", attention, "4*s*t*e*g", fused=True),
+    # Ranges are [*, s, 1]: masks that broadcast over keys.
+    OpRule("autopar.attention_ranges.default", f.attention, "4*s*t*e*g", fused=True),
+    OpRule("autopar.count_below.default", count_below),
 )

@@ -355,7 +355,7 @@ def operator_times_s(
 
     A causal kernel skips what is hidden: half of all pairs of queries and keys. Where rows of the
     query are cut, `rows_share` of them on each rank, the rank with the last rows skips least, and
-    the others wait for it.
+    the others wait for it. Ranges of keys say which share of pairs they show.
     """
     moved_bytes = moved.forward_bytes
     if rule.view:
@@ -363,6 +363,8 @@ def operator_times_s(
     kind: Kind = "memory" if rule.flops is None else "attention" if rule.fused else "matmul"
     if rule.fused and operator.call.args.get("is_causal"):
         flops = flops * (1.0 - rows_share / 2)
+    if rule.fused:
+        flops = flops * operator.call.args.get("seen", 1.0)
     n_forward, n_backward, n_again = moved.launches
     forward = cost.op_times_s(flops, moved_bytes, kind, n_launches=n_forward)
     again = forward

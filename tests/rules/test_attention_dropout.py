@@ -18,6 +18,7 @@ from autopar.operators import (
     DROPOUT,
     attention,
     random,
+    scores,
     seed_tensor,
     workspace_bytes,
 )
@@ -110,8 +111,8 @@ def by_parts(
 
 
 def set_blocks(monkeypatch: pytest.MonkeyPatch, size: int, rows: int) -> None:
-    monkeypatch.setattr(attention, "_BLOCK_ON_CPU", size)
-    monkeypatch.setattr(attention, "_ROWS", rows)
+    monkeypatch.setattr(scores, "_BLOCK_ON_CPU", size)
+    monkeypatch.setattr(scores, "_ROWS", rows)
 
 
 def with_gradients(function: Any, tensors: tuple[Tensor, ...], call: Call) -> list[Tensor]:
@@ -190,7 +191,7 @@ def test_the_workspace_is_what_a_gpu_needs(
     n = 1 << 16
     monkeypatch.setattr(random, "_BLOCK_ON_CPU", n)
     set_blocks(monkeypatch, n, 32)
-    monkeypatch.setattr(attention, "_BLOCK_ON_GPU", n)
+    monkeypatch.setattr(scores, "_BLOCK_ON_GPU", n)
     call = Call((2, 8, 128, 16), (2, 4, 128, 16), is_causal=is_causal, grouped=True)
     q, k, v = (t.detach() for t in call.tensors(dtype))
     q = q.unflatten(1, (4, 2))

@@ -1,4 +1,4 @@
-"""Calls of the operators that draw random numbers, for the oracle."""
+"""Calls of the operators that draw random numbers, and of attention to ranges, for the oracle."""
 
 from __future__ import annotations
 
@@ -50,6 +50,24 @@ ATTENTIONS = [
     attention((8, 4, 2), (4, 4, 2), grouped=True),
 ]
 
+
+def ranges(q: tuple[int, ...], k: tuple[int, ...], *shape: int, grouped: bool = False) -> Sample:
+    """Windows of three keys about each row; ranges of `shape`, and each row sees a key."""
+    n_rows = torch.arange(shape[-1]).reshape(*[1] * (len(shape) - 1), -1, 1)
+    first = (n_rows - 1).expand(*shape, 1).clamp(0, k[-2] - 1)
+    return call(x(*q), x(*k), x(*k), first, first + 3, 0.5, 0.3, grouped)
+
+
+RANGES = [
+    ranges((2, 4, 8, 2), (2, 4, 8, 2), 8),
+    ranges((2, 4, 4, 2), (2, 4, 8, 2), 2, 1, 4),
+    ranges((2, 8, 4, 2), (2, 4, 4, 2), 4, grouped=True),
+    ranges((2, 8, 4, 2), (2, 2, 4, 2), 2, 8, 4, grouped=True),
+    ranges((2, 4, 4, 2), (2, 1, 4, 2), 2, 1, 4, grouped=True),
+    ranges((4, 2), (8, 2), 4),
+    ranges((4, 4, 2), (4, 4, 2), 1),
+]
+
 RANDOM_SAMPLES: dict[str, list[Sample]] = {
     "autopar.dropout.default": [
         call(x(4, 8), SEED, positions(4, 8), 0.4, 0),
@@ -59,6 +77,12 @@ RANDOM_SAMPLES: dict[str, list[Sample]] = {
         call(x(), SEED, [], 0.4, 4),
     ],
     "autopar.attention_dropout.default": ATTENTIONS,
+    "autopar.attention_ranges.default": RANGES,
+    "autopar.count_below.default": [
+        call(torch.arange(8)[None], torch.arange(4)[:, None] * 2, True),
+        call(fixed(2, 1, 1, 8).abs().cumsum(-1), fixed(2, 1, 4, 1), False),
+        call(fixed(1, 8).abs().cumsum(-1), fixed(2, 4, 4, 1), True),
+    ],
     "autopar.uniform.default": [
         call(SEED, positions(4, 8), 0, torch.float64),
         call(SEED, positions(8, 1), 1, torch.float32),
