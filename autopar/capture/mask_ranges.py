@@ -33,10 +33,10 @@ from autopar.operators import ATTENTION_RANGES, COUNT_BELOW
 
 aten = torch.ops.aten
 _ATTENTION = aten.scaled_dot_product_attention.default
-# A block of scores in memory takes some eight times as long as in a fused kernel: 28 bytes a score
-# (written, masked, softmax, cast, read) on an H100 beside 256 multiply-adds.
-_FEW_SEEN = 1 / 8
-_LARGE_BYTES = 1 << 30
+# Scores of blocks go to memory, some 28 bytes each (`rules/random.py`). On an H100 a pair takes ten
+# times as long as in a fused kernel of 128 features.
+_FEW_SEEN = 1 / 16
+_LARGE_BYTES = 1 << 32  # of one sequence
 # What a causal row sees of all keys, where documents are not known.
 _SEEN_OF_CAUSAL = 0.5
 
@@ -96,12 +96,12 @@ def _ranges(
     b: Builder, mask: fx.Node, depends: Mapping[fx.Node, Depends], leaves: Leaves
 ) -> tuple[fx.Node, fx.Node, float] | None:
     """(first, after, the share of pairs that they show); None if the mask stays."""
-    n_columns = mask.meta["val"].shape[-1]
+    n_rows, n_columns = mask.meta["val"].shape[-2:]
     found = _parsed(mask)
     if not found:
         return None
     is_known = depends[mask] is Depends.CONSTANT
-    is_large = mask.meta["val"].numel() >= _LARGE_BYTES
+    is_large = n_rows * n_columns >= _LARGE_BYTES
     if not is_known:
         if not is_large:
             return None

@@ -69,7 +69,10 @@ RANDOM = (
     OpRule("autopar.dropout.default", dropout, linear=((0,),)),
     OpRule("autopar.uniform.default", uniform),
     OpRule("autopar.attention_dropout.default", attention, "4*s*t*e*g", fused=True),
-    # Ranges are [*, s, 1]: masks that broadcast over keys.
-    OpRule("autopar.attention_ranges.default", f.attention, "4*s*t*e*g", fused=True),
+    # Ranges are [*, s, 1]: masks that broadcast over keys. Scores in float32 are written by a
+    # matmul, masked in place (8), read and written by softmax (8), cast (6) and read by a matmul.
+    OpRule(
+        "autopar.attention_ranges.default", f.attention, "4*s*t*e*g", fused=True, score_bytes=28
+    ),
     OpRule("autopar.count_below.default", count_below),
 )

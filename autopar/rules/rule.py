@@ -123,6 +123,7 @@ class OpRule:
     paired     names that are sharded only in the pairs of `lower`
     localise   computes one rank's values of arguments that carry sizes
     fused      fused attention, which has rates of its own
+    score_bytes  bytes that go to memory and back per score: attention in blocks of rows
     view       costs nothing: the output shares the input's memory
     whole_gradients  backward may not be linear in the gradient, so it never gets a Partial one
     check      why a call is not covered, or None; a second line is the hint
@@ -136,6 +137,7 @@ class OpRule:
     paired: tuple[str, ...] = ()
     localise: Localise | None = None
     fused: bool = False
+    score_bytes: int = 0
     view: bool = False
     whole_gradients: bool = False
     check: Callable[[OpCall], str | None] | None = None

@@ -355,16 +355,23 @@ def operator_times_s(
 
     A causal kernel skips what is hidden: half of all pairs of queries and keys. Where rows of the
     query are cut, `rows_share` of them on each rank, the rank with the last rows skips least, and
-    the others wait for it. Ranges of keys say which share of pairs they show.
+    the others wait for it. Ranges of keys say which share of pairs they show. Where attention is
+    in blocks of rows, its scores go to memory.
     """
-    moved_bytes = moved.forward_bytes
     if rule.view:
-        return OperatorTimes(*(np.zeros_like(moved_bytes) for _ in range(3)))
+        return OperatorTimes(*(np.zeros_like(moved.forward_bytes) for _ in range(3)))
     kind: Kind = "memory" if rule.flops is None else "attention" if rule.fused else "matmul"
     if rule.fused and operator.call.args.get("is_causal"):
         flops = flops * (1.0 - rows_share / 2)
-    if rule.fused:
+    if rule.score_bytes:
         flops = flops * operator.call.args.get("seen", 1.0)
+        width = operator.call.inputs[0][-1]  # two matmuls of so many multiply-adds per score
+        score_bytes = rule.score_bytes * flops / (4 * width)
+        moved = moved._replace(
+            forward_bytes=moved.forward_bytes + score_bytes,
+            again_bytes=moved.again_bytes + score_bytes,
+        )
+    moved_bytes = moved.forward_bytes
     n_forward, n_backward, n_again = moved.launches
     forward = cost.op_times_s(flops, moved_bytes, kind, n_launches=n_forward)
     again = forward

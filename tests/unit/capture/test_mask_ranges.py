@@ -14,7 +14,7 @@ from autopar.capture import capture, mask_ranges
 from autopar.operators import ATTENTION_RANGES
 from tests.helpers.capture_harness import Module, check
 
-N, WIDTH, HEADS, WINDOW = 40, 4, 2, 3
+N, WIDTH, HEADS, WINDOW = 64, 4, 2, 3
 MakeMask = Callable[..., Tensor]  # (x, positions [b, s]) -> the mask
 
 
@@ -137,7 +137,7 @@ def packed(*lengths: int) -> Tensor:
 def test_documents(make_mask: MakeMask, monkeypatch: pytest.MonkeyPatch) -> None:
     """Their lengths are known only at a step; a document of one token, and a batch without."""
     model = attending(make_mask)
-    positions = torch.stack([packed(7, 1, 12, 20), packed(40)])
+    positions = torch.stack([packed(7, 1, 12, 44), packed(64)])
     assert ATTENTION_RANGES not in operators(model, xs(), positions)
     monkeypatch.setattr(mask_ranges, "_LARGE_BYTES", N * N)
     found = operators(model, xs(), positions)
