@@ -51,13 +51,20 @@ def check(
     tolerance: float = 1e-12,
     loss_fn: Callable[[Any, Any], Tensor] | None = None,
     precision: str = "model",
+    eager: nn.Module | None = None,
 ) -> Program:
     """Capture a model, which is then float64: loss, outputs, gradients and buffers must equal
-    eager's, up to rounding. If `precision` is "model", it is float64 when it is captured, too."""
+    eager's, up to rounding. If `precision` is "model", it is float64 when it is captured, too.
+
+    eager    computes the same, with parameters of the same names, where the model itself cannot
+    """
     if precision == "model":
         model.double()
     program = capture(model, batch, loss_fn=loss_fn, precision=precision)
     model.double()
+    if eager is not None:
+        eager.double().load_state_dict(model.state_dict())
+        model = eager
     buffers = whole_buffers(program, model)
     model.zero_grad()
     outputs = model(**batch) if isinstance(batch, dict) else model(*batch)

@@ -51,8 +51,10 @@ def same_value(b: Builder, call: TracedCall) -> fx.Node | None:
 
 
 def cast(b: Builder, call: TracedCall) -> fx.Node | None:
-    """Any `to`: only its change of dtype is kept."""
+    """Any `to`: only its change of dtype is kept. Of a number, as vmap writes it: a tensor."""
     bound, source = call.bind(), call.args[0]
+    if not isinstance(source, fx.Node):
+        return b.op(aten.full.default, [], source, dtype=call.dtype, device=torch.device("cpu"))
     if "dtype" in bound:
         wanted = bound["dtype"]
     else:  # to.other, type_as

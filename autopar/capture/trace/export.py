@@ -39,6 +39,7 @@ from autopar.capture.trace.derivatives import (
     derivatives_traced,
 )
 from autopar.capture.trace.equal_layers import EqualLayers, layers_of
+from autopar.capture.trace.flex import flex_attention_traced
 from autopar.capture.trace.functions import functions_kept
 from autopar.capture.trace.grad_modes import GradModes
 from autopar.capture.trace.identity import check_identities
@@ -236,6 +237,7 @@ def _traced(
                     checks_passed(findings),
                     derivatives_traced(recorded),
                     transforms_traced(),
+                    flex_attention_traced(),
                     _entered_in_forward(
                         target, Seeds(), recorded, GradModes(), Replaced(), known, calls
                     ),
