@@ -55,6 +55,9 @@ def _unrepeated(b: Builder, node: Any, dim: int) -> Any:
         first, second = (d % len(shape) for d in node.args[1:])
         inner = _unrepeated(b, node.args[0], {first: second, second: first}.get(dim, dim))
         return None if inner is None else b.op(aten.transpose.int, inner, first, second)
+    if node.target is aten.to.dtype:  # as autocast casts what attention reads
+        inner = _unrepeated(b, node.args[0], dim)
+        return None if inner is None else b.op(aten.to.dtype, inner, node.args[1])
     if node.target is aten.expand.default:
         narrow = node.args[0]
         return narrow if _shape(narrow) == _with_sizes(shape, dim, 1) != shape else None

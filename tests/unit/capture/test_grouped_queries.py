@@ -37,6 +37,7 @@ def before_the_transpose(x: Tensor) -> Tensor:
 REPEATED: dict[str, tuple[int, Repeat]] = {
     "as transformers": (SHARED, as_transformers),
     "interleaved": (SHARED, lambda x: heads(x).repeat_interleave(GROUP, 1)),
+    "cast": (SHARED, lambda x: as_transformers(x.float()).double()),
     "interleaved before the transpose": (SHARED, before_the_transpose),
     "one head": (1, lambda x: heads(x, 1).expand(-1, HEADS, -1, -1)),
 }
@@ -77,7 +78,7 @@ def test_groups(name: str) -> None:
     n_shared, repeat = REPEATED[name]
     model = attending(n_shared, repeat, repeat, is_causal=True)
     assert attention_of(model, xs()) == ((2, n_shared, N, WIDTH // HEADS), True)
-    check(model, (xs(),))
+    check(model, (xs(),), tolerance=1e-5 if name == "cast" else 1e-12)
 
 
 def test_groups_with_dropout() -> None:
