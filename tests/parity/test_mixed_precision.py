@@ -97,9 +97,9 @@ def test_one_process_has_every_bit_of_the_reference(
         assert found[key].dtype == FLOAT32 and torch.equal(found[key], value), key
 
 
-# The models of these run other operators eagerly than in a trace: a mean in bfloat16 rounds twice on
-# a CPU. The gradient of a mean has other
-# strides than that of a sum divided, so the sum of it over rows (`layer_scale`) has another order.
+# The models of these run other operators eagerly than in a trace: a mean in bfloat16 rounds twice
+# on a CPU. The gradient of a mean has other strides than that of a sum divided, so the sum of it
+# over rows (`layer_scale`) has another order.
 OTHER_OPERATORS = {"mixer", "convnext"}
 IN_HALF = (
     "gpt2-dropout", "bert-dropout", "falcon", "encoder-dropout", "einsum", "resnet", "llama", "t5"
