@@ -3,18 +3,15 @@
 Capture puts them in place of ATen operators that hide what is needed to shard them.
 Read `random.py` (random numbers by global index), `attention.py` (attention with dropout),
 `experts.py` (matmuls per expert), `bags.py` (sums of looked-up rows), `ctc.py` (a loss per row),
-`functions.py` and `function_probe.py` (operators made of `torch.autograd.Function` classes).
+`workspace.py` (their temporaries), `functions.py` and `function_probe.py` (operators made of
+`torch.autograd.Function` classes).
 It imports torch and `precision` only.
 It mainly hands on `ATTENTION_DROPOUT`, `DROPOUT`, `UNIFORM`, `Stream`, `function_call`, and the
 modules `bags`, `ctc` and `experts`.
 """
 
 from autopar.operators import attention, bags, ctc, experts, random
-from autopar.operators.attention import (
-    ATTENTION_DROPOUT,
-    ATTENTION_DROPOUT_KERNEL,
-    workspace_bytes,
-)
+from autopar.operators.attention import ATTENTION_DROPOUT, ATTENTION_DROPOUT_KERNEL
 from autopar.operators.function_probe import UnsupportedFunctionError, untraced
 from autopar.operators.functions import (
     NAMESPACE,
@@ -25,6 +22,7 @@ from autopar.operators.functions import (
     is_same_function,
 )
 from autopar.operators.random import DROPOUT, UNIFORM, Stream, seed_tensor, step_seed
+from autopar.operators.workspace import workspace_bytes
 
 __all__ = [
     "ATTENTION_DROPOUT",

@@ -123,6 +123,7 @@ class OpRule:
     paired     names that are sharded only in the pairs of `lower`
     localise   computes one rank's values of arguments that carry sizes
     fused      fused attention, which has rates of its own
+    saves      it saves more than inputs and outputs, though it has FLOPs; as fused attention does
     view       costs nothing: the output shares the input's memory
     whole_gradients  backward may not be linear in the gradient, so it never gets a Partial one
     check      why a call is not covered, or None; a second line is the hint
@@ -136,6 +137,7 @@ class OpRule:
     paired: tuple[str, ...] = ()
     localise: Localise | None = None
     fused: bool = False
+    saves: bool = False
     view: bool = False
     whole_gradients: bool = False
     check: Callable[[OpCall], str | None] | None = None
@@ -172,6 +174,11 @@ class OpRule:
     def _parsed(self) -> Notation:
         assert isinstance(self.notation, str)
         return Notation.parse(self.notation)
+
+    @property
+    def saves_more(self) -> bool:
+        """Is what it saves besides inputs and outputs more than copies of its inputs?"""
+        return self.fused or self.saves
 
     def linear_of(self, call: OpCall) -> LinearSets:
         return self.linear(call) if callable(self.linear) else self.linear

@@ -107,7 +107,7 @@ class RerunRanges:
         return Step.call(
             operator.inputs, operator.outputs, self.kept_by(i),
             saved.other_bytes if saved else 0.0, is_function(str(operator.call.op)),
-            self.is_matmul(i) and not rule.fused,
+            self.is_matmul(i) and not rule.saves_more,
         )  # fmt: skip
 
     def matmul_of_bias_add(self, i: int) -> str | None:

@@ -161,9 +161,15 @@ class CallLine(Operation):
 
     @property
     def is_attention(self) -> bool:
-        """Is it fused attention, which saves tensors besides its inputs and outputs?"""
+        """Is it fused attention?"""
         rule = own_rule(self.target)
         return rule is not None and rule.fused
+
+    @property
+    def saves_more(self) -> bool:
+        """Does it save more than copies of its inputs, besides these and its outputs?"""
+        rule = own_rule(self.target)
+        return rule is not None and rule.saves_more
 
 
 @dataclass(frozen=True)
