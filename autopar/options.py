@@ -38,7 +38,9 @@ from autopar.schedule import CHUNKS
 Recompute = Literal["full", "selective", "attention-core"]
 _MODES: tuple[Recompute, ...] = get_args(Recompute)
 # Options that a plan does not record: user code, or of planning and running alone.
-BESIDE_A_PLAN = frozenset({"loss_fn", "optimizer_gather", "progress", "check_every", "compile"})
+BESIDE_A_PLAN = frozenset(
+    {"loss_fn", "optimizer_gather", "progress", "check_every", "compile", "imbalance"}
+)
 OPTIMIZERS = ("adamw", "sgd", "adam")
 REDUCE_DTYPES = ("float32", "bfloat16", "float16")
 FORBIDDABLE = tuple("data tensor sequence expert pipeline zero1 zero2 zero3 recompute".split())
@@ -163,6 +165,8 @@ class Options:
                      reduced and optimised in float32, as in mixed precision
     `optimizer_gather`  names or patterns (`*`) of parameters that operators of an optimizer, or of
                      user code, may gather whole (`runtime/tensors`)
+    `imbalance`      rows of the fullest expert over the mean, for time and memory where experts are
+                     sharded
     `check_every`    ranks compare batches and learning rates in the first steps, then in every
                      n-th; None: only in the first ones
     `compile`        "regions": fuse operators between collectives by `torch.compile`; bits differ.
@@ -194,6 +198,7 @@ class Options:
     progress: bool | Callable[..., Any] = False
     check_every: int | None = 100
     compile: str = "none"
+    imbalance: float = 1.0
 
     @property
     def n_stages(self) -> int | None:
@@ -465,6 +470,16 @@ def _progress(value: Any) -> Any:
     return value
 
 
+def _imbalance(value: Any) -> float:
+    factor = positive("imbalance", value, "times the mean of rows")
+    if factor is None or not 1 <= factor < math.inf:
+        raise OptionError(
+            f"imbalance={value!r}: the fullest expert has at least the mean of rows, 1.0",
+            hint="imbalance=1.3: it has 1.3 times the mean",
+        )
+    return float(factor)
+
+
 def _memory_margin(value: Any) -> float | None:
     return None if value is None else share("memory_margin", value, "the device's memory")
 
@@ -495,4 +510,5 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "progress": _progress,
     "check_every": lambda value: None if value is None else check_count("check_every", value),
     "compile": one_of("compile", "none regions regions+graphs auto"),
+    "imbalance": _imbalance,
 }

@@ -9,8 +9,8 @@ with gate and up the halves of h.
 
 `weight[ids]` would be n matrices. Here rows are sorted by expert, so each expert's are contiguous
 (`SortedRows`), and one grouped matmul computes all (`F.grouped_mm`, where it has the dtype, device
-and strides), else one matmul per expert. FLOPs and bytes are those of the rows alone. `ExpertLinear`
-and `ExpertMlp` are the functions on sorted rows, forward and backward. Ranks run them, too.
+and strides), else one matmul per expert. FLOPs and bytes are those of the rows alone.
+`ExpertLinear` and `ExpertMlp` are the functions on sorted rows, both ways. Ranks run them, too.
 """
 
 from __future__ import annotations
@@ -97,9 +97,7 @@ def _is_grouped(left: Tensor, right: Tensor) -> bool:
 
 
 def _is_aligned(t: Tensor) -> bool:
-    return t.data_ptr() % 16 == 0 and all(
-        n * t.itemsize % 16 == 0 for n in t.stride() if n != 1
-    )
+    return t.data_ptr() % 16 == 0 and all(n * t.itemsize % 16 == 0 for n in t.stride() if n != 1)
 
 
 ACTIVATIONS: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
@@ -280,7 +278,7 @@ def _(
     activation: str, transposed: bool, wanted: list[bool],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     shapes = (len(gradient), w_in.shape[1 if transposed else 2]), w_in.shape, w_out.shape
-    return tuple(gradient.new_empty(s if w else 0) for s, w in zip(shapes, wanted, strict=True))  # type: ignore[return-value,call-overload]
+    return tuple(gradient.new_empty(s if w else 0) for s, w in zip(shapes, wanted, strict=True))  # type: ignore[return-value]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

@@ -54,3 +54,4 @@ class PlanOptions(TypedDict, total=False):
     progress: bool | Callable[[str], object]
     check_every: int | None
     compile: Literal["none", "regions", "regions+graphs", "auto"] | str
+    imbalance: float

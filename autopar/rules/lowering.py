@@ -114,7 +114,7 @@ class Lowering:
     ) -> NDArray[np.float64]:  # fmt: skip
         """`value` for arrays of sizes, which broadcast."""
         known = {"item": itemsize, "width": width_bytes(itemsize), "imbalance": imbalance}
-        return evaluate_all(formula, {**sizes, **known, "ranks": n_ranks})
+        return evaluate_all(formula, {**known, **sizes, "ranks": n_ranks})
 
 
 VOCABULARY_EMBEDDING = Lowering(

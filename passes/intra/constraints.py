@@ -217,18 +217,20 @@ class AppliedConstraints:
     def _expert_cells(self, member: PlacedOperator) -> Iterator[tuple[str, tuple[int, int]]]:
         """The cells of a matmul's parameters that count matrices, such as experts.
 
-        A feature of a parameter is either in the other input, and summed over, or in the result.
-        A name in both (an einsum over experts) or in neither (rows select experts by id) has one
-        matrix per element.
+        Rules of experts say which name that is. Else a feature of a parameter is either in the
+        other input, and summed over, or in the result; a name in both (an einsum over experts) or
+        in neither has one matrix per element.
         """
         operator, notation = member.operator, member.operator.notation
-        if rule_for(str(operator.call.op)).flops is None:
+        rule = rule_for(str(operator.call.op))
+        if rule.flops is None:
             return
+        of_rule = {key.split()[-1] for key, lowering in rule.lower.items() if lowering.uneven}
         for i, name in enumerate(operator.inputs):
             if name not in self.parameter_views:
                 continue
             others = [t for k, t in enumerate(notation.inputs) if k != i]
-            counting = {
+            counting = of_rule or {
                 n
                 for (n,) in (dim for dim in notation.inputs[i] if len(dim) == 1)
                 if any((n,) in t for t in others) == any((n,) in t for t in notation.outputs)
@@ -292,4 +294,4 @@ def recipe_cost(cost: CostModel) -> CostModel:
     machine = Device(flops_per_s=1.0, bytes_per_s=1e3, memory_bytes=mesh.device.memory_bytes)
     links = (Link(1.0, 1.0),) * mesh.n_axes
     view = LogicalMesh(mesh.sizes, mesh.names, links, machine, mesh.first_rank)
-    return CostModel(view, cost.dtype)
+    return CostModel(view, cost.dtype, imbalance=cost.imbalance)

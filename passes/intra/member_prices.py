@@ -59,6 +59,7 @@ class LoweredChoices:
     at        the indices of these choices
     sizes     name of the notation -> its size on one rank, [cases, choices]
     n_ranks   [cases, 1]: ranks along the axes
+    imbalance of rows: 1, if ranks compute equally many
     """
 
     lowering: Lowering
@@ -67,13 +68,15 @@ class LoweredChoices:
     sizes: Mapping[str, Indices]
     n_ranks: Indices
     itemsize: int
+    imbalance: float
 
     def values(self, formula: str) -> Array:
         """The values of a formula of the function: [cases, choices].
 
         Formulas may be of sizes that no choice cuts: dims of size 1 have no name.
         """
-        values = self.lowering.values(formula, self.sizes, self.itemsize, self.n_ranks)
+        on = self.sizes, self.itemsize, self.n_ranks, self.imbalance
+        values = self.lowering.values(formula, *on)
         return np.broadcast_to(values, (len(self.n_ranks), len(self.at)))
 
 
@@ -139,6 +142,8 @@ class MemberPricer:
                 rule, item.operator, self.cases.type, self.cases.costs[0], flops, moved,
                 _rows_shares(lowered, shape) if rule.fused else 1.0,
             )  # fmt: skip
+            for of in (of for of in lowered if of.imbalance != 1.0):
+                times = times.slowed(of.at, of.imbalance)
             inner = self._inner_times_s(lowered, item, times)
             own_bytes = self._own_bytes(item, labelled)
             kept = self._kept_values(group, item, share, first_savers)
@@ -169,6 +174,7 @@ class MemberPricer:
             LoweredChoices(
                 lowering, axes, at, {name: of[:, at] for name, of in sizes.items()},
                 self.cases.sizes[:, axes].prod(axis=1)[:, None], itemsize,
+                self.cases.costs[0].imbalance if lowering.uneven else 1.0,
             )
             for (lowering, axes), at in alike.items()
         )  # fmt: skip
@@ -191,7 +197,8 @@ class MemberPricer:
                 if inner.runs(grads):
                     size_bytes = of.values(inner.size_bytes)
                     inner_s = self._collective_times_s(inner.kind, size_bytes, of.axes)
-                    time_s[inner.phase][:, of.at] += inner_s * of.values(inner.count)
+                    inner_s *= of.values(inner.count) * of.imbalance
+                    time_s[inner.phase][:, of.at] += inner_s
             share = of.values(of.lowering.beside) * self.cases.costs[0].hides
             for phase, own_s in compute_s.items():
                 waited_s = time_s[phase][:, of.at] - share * own_s[:, of.at]
@@ -341,6 +348,12 @@ class OperatorTimes(NamedTuple):
     forward_s: Array
     backward_s: Array
     again_s: Array
+
+    def slowed(self, at: Sequence[int], factor: float) -> OperatorTimes:
+        """With the choices `at` that many times as slow."""
+        factors = np.ones(self.forward_s.shape[-1])
+        factors[at] = factor
+        return OperatorTimes(*(time_s * factors for time_s in self))
 
 
 def operator_times_s(

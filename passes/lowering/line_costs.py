@@ -87,7 +87,8 @@ class LineCosts:
             Moved.of(sizes, self.fused.get(operator.name), np.zeros(1)),
             self._rows_share(chosen),
         )
-        forward_s, backward_s, again_s = (float(of[0]) for of in times)
+        uneven = self.imbalance(chosen)
+        forward_s, backward_s, again_s = (uneven * float(of[0]) for of in times)
         return LinePrice(flops, whole * n_matmuls, forward_s, backward_s, again_s, share)
 
     def _rows_share(self, chosen: OperatorStrategy) -> float:
@@ -95,6 +96,11 @@ class LineCosts:
         if chosen.lowered_axes == (self.folded,):
             return 1.0
         return 1.0 / math.prod(self.sizes[axis] for axis in chosen.lowered_axes)
+
+    def imbalance(self, chosen: OperatorStrategy) -> float:
+        """How many times the mean of rows the fullest rank computes."""
+        uneven = chosen.lowered is not None and chosen.lowered.uneven
+        return self.cost.imbalance if uneven else 1.0
 
     def share(self, operator: Operator, price: LinePrice) -> float:
         """What share of the bytes measured on whole tensors one rank has, per microbatch."""
@@ -160,7 +166,13 @@ class LineCosts:
         axes, share = chosen.lowered_axes, value(chosen.lowered.beside)
         compute_s = {"forward": price.forward_s, "backward": price.backward_s}
         calls = [
-            InnerCall(c.kind, c.phase, int(value(c.size_bytes)), round(value(c.count)))
+            InnerCall(
+                c.kind,
+                c.phase,
+                int(value(c.size_bytes)),
+                round(value(c.count)),
+                imbalance=self.imbalance(chosen),
+            )
             for c in chosen.lowered.inner
             if c.runs([i.has_grad for i in inputs])
         ]
@@ -184,7 +196,8 @@ class LineCosts:
         assert chosen.lowered is not None
         sizes = name_sizes(operator.notation, [i.shape for i in inputs], [o.shape for o in outs])
         n_ranks = math.prod(self.sizes[axis] for axis in chosen.lowered_axes)
-        return chosen.lowered.value(formula, sizes, inputs[0].dtype.itemsize, n_ranks)
+        on = sizes, inputs[0].dtype.itemsize, n_ranks, self.imbalance(chosen)
+        return chosen.lowered.value(formula, *on)
 
     def storage_of(self, operator: Operator, names: Sequence[str]) -> tuple[str | None, ...]:
         """Per output, the input variable whose storage it shares; None if it has its own."""

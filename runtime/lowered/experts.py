@@ -51,7 +51,7 @@ class _Experts:
         first, numbers = g.rank * n_local, [0, *ends.tolist()]
         mine = slice(first, first + n_local)
         start, *bounds = numbers[first : first + n_local + 1]
-        counts = [b - a for a, b in zip((start, *bounds), bounds)]
+        counts = [b - a for a, b in zip((start, *bounds), bounds, strict=False)]
         order = order[start : start + sum(counts)].clone()
         groups = SortedRows(ends[mine] - start, counts)
         rows = x[order]

@@ -111,7 +111,8 @@ class Workspace:
 class InnerCall:
     """A collective inside a lowered function, which runs it `count` times.
 
-    Each runs beside `beside_s` of the function's compute.
+    Each runs beside `beside_s` of the function's compute, and takes `imbalance` times as long as if
+    all ranks sent and received equally much.
     """
 
     kind: PrimitiveKind
@@ -119,6 +120,7 @@ class InnerCall:
     size_bytes: int
     count: int = 1
     beside_s: float = 0.0
+    imbalance: float = 1.0
 
 
 @dataclass(frozen=True)
