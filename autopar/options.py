@@ -74,7 +74,9 @@ class Manual:
     recompute    none, or a mode of the option `recompute`, for every block
     interleave   stages of each rank (chunks); more than one with `pp > 1` only. The schedule is
                  then "interleaved", unless the option `schedule` names another
-    ep           not built: 1
+    ep           ranks that whole experts are divided over: some of those of dp and cp, and of tp if
+                 `etp` is 1. Rows travel to their experts and back
+    etp          ranks that each expert's features are divided over: tp, or 1; None: tp
 
     Raises `OptionError` for a value that is not allowed, `NotSupportedError` for one that is not
     built.
@@ -85,6 +87,7 @@ class Manual:
     pp: int = 1
     cp: int = 1
     ep: int = 1
+    etp: int | None = None
     sp: bool = False
     zero: int = 0
     microbatch_size: int | None = None
@@ -114,17 +117,68 @@ class Manual:
                 "between matmuls are whole over tp",
                 hint="give sp=True, so that sequences are cut there, too",
             )
-        if self.ep > 1:
-            raise NotSupportedError(
-                f"Manual.ep={self.ep} is not supported yet",
-                hint="leave manual out: the search divides experts by itself",
-            )
+        self._check_experts()
         check_word("Manual.recompute", self.recompute, ("none", *_MODES), ())
+
+    def _check_experts(self) -> None:
+        """Raises `NotSupportedError` where experts need a fourth axis."""
+        if self.etp is not None:
+            check_count("Manual.etp", self.etp)
+        text = f"Manual(dp={self.dp}, cp={self.cp}, tp={self.tp}, ep={self.ep}, etp={self.etp})"
+        if self.etp not in (None, 1, self.tp):
+            raise NotSupportedError(
+                f"{text} divides tp in two axes",
+                hint=f"give etp=1 or etp={self.tp}, or leave it out",
+            )
+        if self.ep % self._tensor_share:
+            raise NotSupportedError(
+                f"{text}: with etp=1 whole experts are divided over all ranks of tp",
+                hint="make ep a multiple of tp, or leave etp out",
+            )
+        inner = self._rows_share
+        if self.dp * self.cp % inner:
+            raise OptionError(
+                f"{text}: experts are divided over {inner} of dp x cp = {self.dp * self.cp} ranks",
+                hint="ep divides dp x cp",
+            )
+        if self.cp > 1 and inner not in (1, self.cp, self.dp * self.cp):
+            raise NotSupportedError(
+                f"{text} has four axes: some of the ranks of dp or cp have the same experts",
+                hint=f"make ep {self.cp * self._tensor_share} (cp) or "
+                f"{self.dp * self.cp * self._tensor_share} (dp x cp), or leave cp out",
+            )
+        if self._tensor_share > 1 and inner > 1 and not self.sp:
+            raise OptionError(
+                f"{text} divides experts over tp, where ranks have the same rows, and over others",
+                hint="give sp=True, so that rows are divided over tp, too",
+            )
+
+    @property
+    def _tensor_share(self) -> int:
+        """Over how many ranks of tp whole experts are divided."""
+        return self.tp if self.etp == 1 and self.ep > 1 else 1
+
+    @property
+    def _rows_share(self) -> int:
+        """Over how many ranks of dp and cp."""
+        return self.ep // self._tensor_share
 
     @property
     def axes(self) -> dict[str, int]:
         """The axes of a stage, outermost first."""
-        return {"dp": self.dp, **({"cp": self.cp} if self.cp > 1 else {}), "tp": self.tp}
+        inner = self._rows_share
+        if self.cp > 1:
+            return {"dp": self.dp, "cp": self.cp, "tp": self.tp}
+        between = {"ep": inner} if inner > 1 else {}
+        return {"dp": self.dp // inner, **between, "tp": self.tp}
+
+    @property
+    def expert_axes(self) -> tuple[str, ...]:
+        """The axes over which whole experts are divided."""
+        inner, found = self._rows_share, list[str]()
+        if inner > 1:
+            found = ["ep"] if self.cp == 1 else ["cp"] if inner == self.cp else ["dp", "cp"]
+        return (*found, *(["tp"] if self._tensor_share > 1 else []))
 
     @property
     def n_ranks(self) -> int:
@@ -328,6 +382,7 @@ def _check_recipe(options: Options, manual: Manual) -> None:
         "data": ("dp", manual.dp > 1),
         "tensor": ("tp", manual.tp > 1),
         "sequence": ("cp", True) if manual.cp > 1 else ("sp", manual.sp and manual.tp > 1),
+        "expert": ("ep", manual.ep > 1),
         f"zero{manual.zero}": ("zero", manual.zero > 0 and manual.dp * manual.cp > 1),
     }
     for word, (name, active) in asked.items():

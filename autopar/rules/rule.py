@@ -180,6 +180,11 @@ class OpRule:
         """Is what it saves besides inputs and outputs more than copies of its inputs?"""
         return self.fused or self.saves
 
+    @property
+    def uneven_names(self) -> frozenset[str]:
+        """The names that count experts: where they are sharded, ranks compute unequal numbers."""
+        return frozenset(key.split()[-1] for key, of in self.lower.items() if of.uneven)
+
     def linear_of(self, call: OpCall) -> LinearSets:
         return self.linear(call) if callable(self.linear) else self.linear
 

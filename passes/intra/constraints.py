@@ -9,6 +9,9 @@ role "tensor"  the batch is not sharded, and every matmul with a parameter shard
                it can (tp). `sequence` is forbidden unless the recipe has sequence parallelism; with
                it, everything else that can be sharded is
 
+Whole experts are divided over the `expert_axes` of a recipe: those of role "data" or "context",
+where their rows travel to them (ep), or of role "tensor". Nowhere else.
+
 Without sequence parallelism, role "tensor" is exactly Megatron's layout, with the collectives of a
 hand-written Megatron. Where several strategies fit:
 
@@ -59,6 +62,7 @@ class Constraints:
                with the period of that ZeRO stage
     pins       by the parameter's placeholder
     storage    fixes a parameter's storage outright, so that evaluation uses the shards of training
+    expert_axes   recipes only: the axes over which whole experts are divided (ep)
     """
 
     forbid: frozenset[str] = frozenset()
@@ -66,6 +70,7 @@ class Constraints:
     zero: int | None = None
     pins: Mapping[str, tuple[AxisPin, ...]] = field(default_factory=dict)
     storage: Mapping[str, Storage] = field(default_factory=dict)
+    expert_axes: frozenset[int] = frozenset()
 
     def role(self, axis: int) -> Role:
         return self.roles[axis] if self.roles else "any"
@@ -81,7 +86,9 @@ class Constraints:
         Data parallelism without ZeRO keeps all of them on every rank.
         """
         whole = (*SPLIT_BATCH, "context") if self.zero == 0 else ("copy",)
-        return math.prod(n for a, n in enumerate(sizes) if self.role(a) not in whole)
+        return math.prod(
+            n for a, n in enumerate(sizes) if self.role(a) not in whole or a in self.expert_axes
+        )
 
 
 @dataclass(frozen=True)
@@ -148,11 +155,15 @@ class AppliedConstraints:
             kept = [j for j in kept if not self._shards_other(j)]
         if "expert" in forbid:
             kept = [j for j in kept if not self._shards_experts(group, j)]
+        has_experts = axis in self.constraints.expert_axes
         if role == "context":
-            kept = [j for j in kept if not self._shards_parameter(j)]
+            divides = lambda j: has_experts and self._shards_experts(group, j)  # noqa: E731
+            kept = [j for j in kept if not self._shards_parameter(j) or divides(j)]
         if role in SPLIT_BATCH or role == "context":
             splits = self._shards_other if role == "context" else self._shards_batch
             kept = [*filter(splits, kept)] or [j for j in kept if not _shards_something(j)]
+        if role != "any":
+            kept = _prefer(lambda j: self._shards_experts(group, j) == has_experts, kept)
         return [j for j in kept if self._respects_pins(group, j, axis)]
 
     def preferred(
@@ -225,12 +236,11 @@ class AppliedConstraints:
         rule = rule_for(str(operator.call.op))
         if rule.flops is None:
             return
-        of_rule = {key.split()[-1] for key, lowering in rule.lower.items() if lowering.uneven}
         for i, name in enumerate(operator.inputs):
             if name not in self.parameter_views:
                 continue
             others = [t for k, t in enumerate(notation.inputs) if k != i]
-            counting = of_rule or {
+            counting = rule.uneven_names or {
                 n
                 for (n,) in (dim for dim in notation.inputs[i] if len(dim) == 1)
                 if any((n,) in t for t in others) == any((n,) in t for t in notation.outputs)

@@ -28,6 +28,7 @@ from autopar.passes.inter import (
     all_views,
     axes_text,
     check_degrees,
+    check_experts,
     check_pinned_axes,
     check_ranks,
     distinct_views,
@@ -214,6 +215,7 @@ class Planner:
             raise OptionError("manual is the whole recipe; force cannot be combined with it")
         if manual.pp == 1:
             check_ranks(manual, self.mesh)
+            check_experts(manual, self.analysis)
             limits, view = recipe_limits(self.options, manual), self._view(manual.axes)
             counts = recipe_counts(self.analysis, self.options, manual, self.mesh.n_ranks)
             named = [self._single_stage("manual recipe", view, limits, m) for m in counts]
