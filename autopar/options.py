@@ -527,7 +527,7 @@ def _progress(value: Any) -> Any:
 
 def _imbalance(value: Any) -> float:
     factor = positive("imbalance", value, "times the mean of rows")
-    if factor is None or not 1 <= factor < math.inf:
+    if factor is None or factor < 1:
         raise OptionError(
             f"imbalance={value!r}: the fullest expert has at least the mean of rows, 1.0",
             hint="imbalance=1.3: it has 1.3 times the mean",

@@ -69,7 +69,7 @@ def lowered(strategy: Strategy) -> set[str]:
 def test_experts_sharded_on_an_axis_are_exchanged_or_own_their_rows() -> None:
     """Random placements otherwise; `test_random_programs.py` has those that are not pinned."""
     functions = set[str]()
-    for seed, shapes in ((2, ((2,),)), (3, ((2, 2),))):
+    for seed, shapes in ((3, ((2,),)), (3, ((2, 2),))):
         pinned = on_axis(mixtral(), len(shapes[0]) - 1)
         program = random_program(MIXTRAL, seed, shapes, pinned)
         assert faults(program) == {}, program.text
