@@ -8,9 +8,10 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 
 import autopar
-from autopar import Manual
+from autopar import Manual, OptionError
 from tests.helpers.jobs import machine
 from tests.helpers.models.moe_models import moe_model
 from tests.helpers.nightly import first_by_day
@@ -74,3 +75,23 @@ def test_a_step_is_that_of_one_process(
     n, exchanges = len(matrices), manual.expert_axes != ("tp",)
     of_rows = {"all_gather forward": n, "all_to_all forward": 2 * n, "all_to_all backward": 2 * n}
     assert counts == (of_rows if exchanges else {})
+
+
+@pytest.mark.parametrize(
+    ("n_experts", "message"),
+    [
+        (3, r"Manual\(ep=2\): 3 experts do not divide(.|\n)*hint: make ep a divisor"),
+        (0, r"Manual\(ep=2\): Linear has no experts(.|\n)*hint: leave ep out"),
+    ],
+)
+def test_experts_that_ranks_cannot_divide_are_refused(n_experts: int, message: str) -> None:
+    model: nn.Module = nn.Linear(4, 4)
+    batch: Any = (torch.randn(4, 4),)
+    loss_fn: Any = lambda outputs, _: outputs.sum()  # noqa: E731
+    if n_experts:
+        model = moe_model("mixtral", num_local_experts=n_experts)
+        ids = torch.zeros(4, N_TOKENS, dtype=torch.int64)
+        batch, loss_fn = {"input_ids": ids, "labels": ids}, None
+    recipe = Manual(dp=2, ep=2)
+    with pytest.raises(OptionError, match=message):
+        autopar.plan(model, machine((1, 2)), batch, manual=recipe, loss_fn=loss_fn)

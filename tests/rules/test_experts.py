@@ -12,7 +12,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar.errors import VerificationError
+from autopar.capture import capture
+from autopar.errors import CaptureError, VerificationError
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.operators import experts
 from autopar.runtime.groups import CollectiveCall, Group, Recorder
@@ -228,6 +229,21 @@ class TestCapture:
         module.experts = nn.Parameter(torch.randn(4, 4, 4))
         found = targets(check(module, (torch.randn(8, 4, dtype=torch.float64), IDS)))
         assert (experts.EXPERT_MLP in found, expert_linear in found) == (is_joined, not is_joined)
+
+    def test_a_loop_over_experts_is_refused_with_a_way_out(self) -> None:
+        def looped(m: Any, rows: Tensor, ids: Tensor) -> Tensor:
+            parts = [rows[torch.where(ids == e)[0]] @ m.experts[e] for e in range(4)]
+            return torch.cat(parts).pow(2).sum()
+
+        def grouped(m: Any, rows: Tensor, ids: Tensor) -> Tensor:
+            ends = torch.searchsorted(ids, torch.arange(4), right=True, out_int32=True)
+            return F.grouped_mm(rows, m.experts, offs=ends).pow(2).sum()
+
+        for forward in (looped, grouped):
+            module = Module(forward)
+            module.experts = nn.Parameter(torch.randn(4, 4, 4))
+            with pytest.raises(CaptureError, match=r"experts: torch.bmm\(weight\[ids\]"):
+                capture(module, (torch.randn(8, 4), IDS))
 
     @pytest.mark.parametrize("family", FAMILIES)
     def test_a_block_of_transformers_equals_eager(self, family: str) -> None:
