@@ -26,8 +26,8 @@ from autopar.cli.shell import set_parameters
 from autopar.errors import OptionError
 
 if TYPE_CHECKING:
+    from autopar.manual import Manual
     from autopar.mesh import Mesh
-    from autopar.options import Manual
 
 LossOption = Annotated[
     str | None, typer.Option(metavar="package:fn", help="fn(outputs, batch) -> loss.")
@@ -234,7 +234,7 @@ def parse_manual(text: str) -> Manual:
     """`dp=2,tp=4,sp` -> Manual(dp=2, tp=4, sp=True)."""
     from dataclasses import fields
 
-    from autopar.options import Manual
+    from autopar.manual import Manual
 
     known = {f.name for f in fields(Manual)}
     values: dict[str, Any] = {}

@@ -18,8 +18,9 @@ import numpy as np
 
 from autopar.arrays import Array
 from autopar.errors import MeshError, OptionError
+from autopar.manual import Manual
 from autopar.mesh import LogicalMesh, Mesh, factored_view, has_degrees
-from autopar.options import Manual, Options
+from autopar.options import Options
 from autopar.passes.analysis import Analysis
 from autopar.passes.inter.bounds import shared_step_bound_s, step_bound_s
 from autopar.passes.inter.candidate import Candidate, StageLayout

@@ -155,15 +155,16 @@ class AppliedConstraints:
             kept = [j for j in kept if not self._shards_other(j)]
         if "expert" in forbid:
             kept = [j for j in kept if not self._shards_experts(group, j)]
-        has_experts = axis in self.constraints.expert_axes
+        experts = self._divided_experts(group, joints) if role != "any" else frozenset[int]()
+        divides = axis in self.constraints.expert_axes
         if role == "context":
-            divides = lambda j: has_experts and self._shards_experts(group, j)  # noqa: E731
-            kept = [j for j in kept if not self._shards_parameter(j) or divides(j)]
+            whole = (j for j in kept if not self._shards_parameter(j))
+            kept = [*whole, *(j for j in kept if divides and id(j) in experts)]
         if role in SPLIT_BATCH or role == "context":
             splits = self._shards_other if role == "context" else self._shards_batch
             kept = [*filter(splits, kept)] or [j for j in kept if not _shards_something(j)]
-        if role != "any":
-            kept = _prefer(lambda j: self._shards_experts(group, j) == has_experts, kept)
+        if experts:
+            kept = _prefer(lambda j: (id(j) in experts) == divides, kept)
         return [j for j in kept if self._respects_pins(group, j, axis)]
 
     def preferred(
@@ -217,6 +218,15 @@ class AppliedConstraints:
             and self.classes[n][p.dim][p.factor] not in self.parameter_classes
             for n, p in joint.placements.items()
         )
+
+    def _divided_experts(
+        self, group: OperatorGroup, joints: Sequence[JointStrategy]
+    ) -> frozenset[int]:
+        """Ids of the strategies that divide experts by a rule of experts."""
+        rules = (rule_for(str(member.operator.call.op)) for member in group.members)
+        if not any(rule.uneven_names for rule in rules):
+            return frozenset()
+        return frozenset(id(j) for j in joints if self._shards_experts(group, j))
 
     def _shards_experts(self, group: OperatorGroup, joint: JointStrategy) -> bool:
         return any(

@@ -18,7 +18,7 @@ from autopar.arrays import Array
 from autopar.caching import once
 from autopar.cost.laws import CostModel
 from autopar.cost.memory import static_bytes_per_param
-from autopar.options import Recompute
+from autopar.manual import Recompute
 from autopar.passes.analysis import Analysis, Recomputable, stored_dtype
 from autopar.passes.intra.at_loss import least_at_loss_bytes
 from autopar.passes.intra.constraints import Constraints

@@ -32,7 +32,7 @@ import numpy as np
 
 from autopar.arrays import Array, BoolArray, Codes, Indices
 from autopar.caching import once
-from autopar.options import Recompute
+from autopar.manual import Recompute
 from autopar.passes.analysis import Analysis, Recomputable
 from autopar.passes.intra.builder import BuiltVariable, ProblemBuilder, ReshardEdge
 from autopar.passes.intra.candidates import CandidateMaker, ChoiceTable, GroupCandidates

@@ -23,7 +23,7 @@ from functools import cached_property
 import numpy as np
 
 from autopar.arrays import Array
-from autopar.options import Recompute
+from autopar.manual import Recompute
 from autopar.passes.analysis import Analysis
 from autopar.passes.intra.cases import Cases
 from autopar.passes.reshard import ReshardTables, primitive_lines

@@ -18,8 +18,9 @@ from functools import cached_property
 from autopar.cost.hardware import Hardware
 from autopar.cost.price import StepPricer
 from autopar.errors import InfeasibleError, MeshError, OptionError
+from autopar.manual import Manual
 from autopar.mesh import LogicalMesh, Mesh, factored_view
-from autopar.options import Manual, Options
+from autopar.options import Options
 from autopar.passes.analysis import Analysis
 from autopar.passes.inter import (
     Candidate,

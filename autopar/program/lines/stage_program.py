@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from autopar.caching import once
-from autopar.options import Recompute
+from autopar.manual import Recompute
 from autopar.placement import Move, PrimitiveKind, Spec, TensorType
 from autopar.program.graph import Accumulation
 from autopar.program.lines.strategy import Period

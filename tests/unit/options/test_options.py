@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from autopar.errors import NotSupportedError, OptionError
-from autopar.options import FORBIDDABLE, Manual, Options, StageOption
+from autopar.manual import Manual
+from autopar.options import FORBIDDABLE, Options, StageOption
 from autopar.placement import I, Pin, Placement, R, S
 
 WEIGHT = "h.0.mlp.c_fc.weight"
