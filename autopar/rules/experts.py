@@ -110,9 +110,8 @@ EXPERT_MATMULS = (
         _expert_mlp,
         "2*n*f*(g*i + o)",
         lower={"e": MIXTURE_OF_EXPERTS, "n e": MIXTURE_OF_ROWS_AND_EXPERTS},
-        passes="n*f*(g + 1)",
         # An activation reads its features and writes as many; a gate reads two and writes one.
-        touches="n*f*(3*g - 1)",
+        between=("n*f*(g + 1)", "n*f*(3*g - 1)"),
         saves=True,
     ),
 )

@@ -123,8 +123,8 @@ class OpRule:
     paired     names that are sharded only in the pairs of `lower`
     localise   computes one rank's values of arguments that carry sizes
     fused      fused attention, which has rates of its own
-    passes     formula: elements that one matmul inside hands on to another
-    touches    formula: elements that kernels between these matmuls read and write
+    between    formulas, if it is several matmuls: elements that one hands on to another, and
+               elements that kernels between them read and write
     saves      it saves more than inputs and outputs, though it has FLOPs; as fused attention does
     view       costs nothing: the output shares the input's memory
     whole_gradients  backward may not be linear in the gradient, so it never gets a Partial one
@@ -140,8 +140,7 @@ class OpRule:
     localise: Localise | None = None
     fused: bool = False
     saves: bool = False
-    passes: str = "0"
-    touches: str = "0"
+    between: tuple[str, ...] = ()
     view: bool = False
     whole_gradients: bool = False
     check: Callable[[OpCall], str | None] | None = None
@@ -198,6 +197,6 @@ class OpRule:
             return 0.0
         return evaluate(self.flops, sizes) * leading(sizes)
 
-    def inner_of(self, sizes: Mapping[str, float]) -> tuple[float, float]:
-        """How many elements it `passes`, and `touches`."""
-        return evaluate(self.passes, sizes), evaluate(self.touches, sizes)
+    def between_of(self, sizes: Mapping[str, float]) -> tuple[float, ...]:
+        """The values of `between`."""
+        return tuple(evaluate(formula, sizes) for formula in self.between)

@@ -123,6 +123,10 @@ def _least_times_s(analysis: Analysis, cost: CostModel) -> Array:
         times = operator_times_s(
             rule, operator, types.__getitem__, cost,
             np.array([float(rule.flops_of(item.sizes)), 0.0]), moved,
+            between_bytes=[
+                np.array([n * types[operator.inputs[0]].itemsize, 0.0])
+                for n in rule.between_of(item.sizes)
+            ],
         )  # fmt: skip
         alike[kind] = np.stack(times)
     return np.stack([alike[kind] for kind in kinds], axis=2)

@@ -138,17 +138,12 @@ class MemberPricer:
                 of_counts = [rule.flops_of(sizes[item.name]) for sizes in self.sizes_at]
                 flops = array_of(self.cases, of_counts) * labelled
             lowered = self._lowered_choices(rule, item, chosen[picked])
-            inner_bytes = None
-            if rule.passes != "0":
-                item_bytes = self.cases.type(item.operator.inputs[0]).itemsize * labelled
-                counts = zip(
-                    *(rule.inner_of(sizes[item.name]) for sizes in self.sizes_at), strict=True
-                )
-                passed, touched = (item_bytes * array_of(self.cases, [*of]) for of in counts)
-                inner_bytes = passed, touched
+            between = zip(*(rule.between_of(of[item.name]) for of in self.sizes_at), strict=True)
+            item_bytes = self.cases.type(item.operator.inputs[0]).itemsize * labelled
+            between_bytes = [item_bytes * array_of(self.cases, [*of]) for of in between]
             times = operator_times_s(
                 rule, item.operator, self.cases.type, self.cases.costs[0], flops, moved,
-                _rows_shares(lowered, shape) if rule.fused else 1.0, inner_bytes,
+                _rows_shares(lowered, shape) if rule.fused else 1.0, between_bytes,
             )  # fmt: skip
             for of in (of for of in lowered if of.imbalance != 1.0):
                 times = times.slowed(of.at, of.imbalance)
@@ -367,7 +362,7 @@ class OperatorTimes(NamedTuple):
 def operator_times_s(
     rule: OpRule, operator: Operator, type_of: Callable[[str], TensorType], cost: CostModel,
     flops: Array, moved: Moved, rows_share: Array | float = 1.0,
-    inner_bytes: tuple[Array, Array] | None = None,
+    between_bytes: Sequence[Array] = (),
 ) -> OperatorTimes:  # fmt: skip
     """Seconds of one operator in one microbatch.
 
@@ -379,8 +374,8 @@ def operator_times_s(
     query are cut, `rows_share` of them on each rank, the rank with the last rows skips least, and
     the others wait for it.
 
-    `inner_bytes` are those that its matmuls pass, and those that kernels between them touch. These
-    take the time of what they move, and 1.5 times that in backward.
+    `between_bytes` are those of `OpRule.between`. Kernels between matmuls take the time of what
+    they move, and 1.5 times that in backward.
     """
     moved_bytes = moved.forward_bytes
     if rule.view:
@@ -388,11 +383,9 @@ def operator_times_s(
     kind: Kind = "memory" if rule.flops is None else "attention" if rule.fused else "matmul"
     if rule.fused and operator.call.args.get("is_causal"):
         flops = flops * (1.0 - rows_share / 2)
-    between_s = np.zeros(())
-    if inner_bytes is not None:
-        moved_bytes = moved_bytes + inner_bytes[0]
+    if between_bytes:
+        moved_bytes = moved_bytes + between_bytes[0]
         moved = moved._replace(forward_bytes=moved_bytes, again_bytes=moved_bytes)
-        between_s = cost.op_times_s(np.zeros(1), inner_bytes[1], "memory")
     n_forward, n_backward, n_again = moved.launches
     forward = cost.op_times_s(flops, moved_bytes, kind, n_launches=n_forward)
     again = forward
@@ -407,9 +400,9 @@ def operator_times_s(
     else:
         n_matmuls = sum(type_of(n).has_grad for n in operator.inputs[:2])
         backward = n_matmuls * cost.op_times_s(flops, moved_bytes)
-    if between_s.ndim:
+    if between_bytes:
+        between_s = cost.op_times_s(np.zeros(1), between_bytes[1], "memory")
         has_grad = any(type_of(n).has_grad for n in operator.outputs)
-        return OperatorTimes(
-            forward + between_s, backward + 1.5 * between_s * has_grad, again + between_s
-        )
+        forward, backward = forward + between_s, backward + 1.5 * between_s * has_grad
+        again = again + between_s
     return OperatorTimes(forward, backward, again)

@@ -75,8 +75,7 @@ class LineCosts:
                 share /= self.sizes[axis]
         whole = rule.flops_of(item.sizes)
         flops = whole * share
-        item_bytes = self.types[operator.inputs[0]].itemsize
-        passed, touched = (np.array([n * share * item_bytes]) for n in rule.inner_of(item.sizes))
+        item_bytes = self.types[operator.inputs[0]].itemsize * share
         n_matmuls = 1
         if any(self.types[v].has_grad for v in operator.outputs):
             n_matmuls += sum(self.types[v].has_grad for v in operator.inputs[:2])
@@ -88,7 +87,7 @@ class LineCosts:
             np.array([flops]),
             Moved.of(sizes, self.fused.get(operator.name), np.zeros(1)),
             self._rows_share(chosen),
-            (passed, touched) if rule.passes != "0" else None,
+            [np.array([n * item_bytes]) for n in rule.between_of(item.sizes)],
         )
         uneven = self.imbalance(chosen)
         forward_s, backward_s, again_s = (uneven * float(of[0]) for of in times)
