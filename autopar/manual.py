@@ -112,7 +112,7 @@ class Manual:
     @property
     def _tensor_share(self) -> int:
         """Over how many ranks of tp whole experts are divided."""
-        return self.tp if self.etp == 1 and self.ep > 1 else 1
+        return self.tp if self.etp == 1 else 1
 
     @property
     def _rows_share(self) -> int:

@@ -78,9 +78,10 @@ class SortedRows:
         return self.outer(*((rows, gradient) if transposed else (gradient, rows)))
 
     def _each(self) -> list[tuple[int, slice]]:
-        counts = self.ends.diff(prepend=self.ends.new_zeros(1)).tolist()
-        found, start = [], 0
-        for e, n in enumerate(self.counts or counts):
+        counts, found, start = self.counts, [], 0
+        if counts is None:
+            counts = self.ends.diff(prepend=self.ends.new_zeros(1)).tolist()
+        for e, n in enumerate(counts):
             if n:
                 found.append((e, slice(start, start + n)))
             start += n

@@ -369,6 +369,7 @@ def test_axes_of_experts(
         (OptionError, {"dp": 4, "ep": 3}, r"over 3 of dp x cp = 4 ranks(.|\n)*hint: ep divides"),
         (OptionError, {"ep": 0}, "Manual.ep"),
         (NotSupportedError, {"tp": 4, "etp": 2}, "divides tp in two axes(.|\n)*hint: give etp=1"),
+        (NotSupportedError, {"tp": 2, "etp": 1}, "over all ranks of tp(.|\n)*make ep a multiple"),
         (NotSupportedError, {"tp": 4, "ep": 2, "etp": 1}, "over all ranks of tp(.|\n)*multiple"),
         (
             NotSupportedError,
