@@ -14,7 +14,7 @@ import autopar
 from autopar import Manual, OptionError
 from tests.helpers.jobs import machine
 from tests.helpers.models.moe_models import moe_model
-from tests.helpers.nightly import first_by_day
+from tests.helpers.nightly import nightly
 
 N_TOKENS, VOCABULARY = 4, 16
 ROUTER_LOSS = {"output_router_logits": True}
@@ -42,7 +42,7 @@ CASES: list[tuple[str, int, Manual, dict[str, Any]]] = [
 ]
 
 
-@first_by_day
+@nightly
 @pytest.mark.parametrize(
     ("family", "n_rows", "manual", "changes"),
     CASES,
