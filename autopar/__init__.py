@@ -35,9 +35,9 @@ if TYPE_CHECKING:
         StepTimeoutError,
         VerificationError,
     )
+    from autopar.manual import Manual
     from autopar.mesh import Device, Link, Mesh
     from autopar.module import ParallelModule
-    from autopar.options import Manual
     from autopar.oracle import check_rule
     from autopar.parity import Report, verify
     from autopar.planning import Plan
@@ -104,7 +104,7 @@ _HOMES = {
     "InfeasibleError": "autopar.errors",
     "LaunchError": "autopar.errors",
     "Link": "autopar.mesh",
-    "Manual": "autopar.options",
+    "Manual": "autopar.manual",
     "Mesh": "autopar.mesh",
     "MeshError": "autopar.errors",
     "MissingRuleError": "autopar.errors",

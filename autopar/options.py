@@ -10,11 +10,12 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, fields
-from typing import Any, Literal, get_args
+from typing import Any, Literal
 
 import torch
 
-from autopar.errors import NotSupportedError, OptionError
+from autopar.errors import OptionError
+from autopar.manual import MODES, Manual, Recompute
 from autopar.mesh import check_mesh_shape
 from autopar.option_values import (
     check_count,
@@ -31,14 +32,10 @@ from autopar.placement import Pin, parse_pins
 from autopar.precision import Precision
 from autopar.schedule import CHUNKS
 
-# Which operators of a block run again in backward, so that their results are not kept:
-#   full             all of them; only the inputs of the block are kept
-#   selective        all but matmuls, attention and collectives, whose results are kept
-#   attention-core   scores, softmax, dropout and matmul with the values, or fused attention
-Recompute = Literal["full", "selective", "attention-core"]
-_MODES: tuple[Recompute, ...] = get_args(Recompute)
 # Options that a plan does not record: user code, or of planning and running alone.
-BESIDE_A_PLAN = frozenset({"loss_fn", "optimizer_gather", "progress", "check_every", "compile"})
+BESIDE_A_PLAN = frozenset(
+    {"loss_fn", "optimizer_gather", "progress", "check_every", "compile", "imbalance"}
+)
 OPTIMIZERS = ("adamw", "sgd", "adam")
 REDUCE_DTYPES = ("float32", "bfloat16", "float16")
 FORBIDDABLE = tuple("data tensor sequence expert pipeline zero1 zero2 zero3 recompute".split())
@@ -56,78 +53,6 @@ _ELSEWHERE = {
     "dp": 'mesh_shape={"dp": ...}, or manual=autopar.Manual(dp=...)',
     "pp": "stages=..., or manual=autopar.Manual(pp=...)",
 }
-
-
-@dataclass(frozen=True)
-class Manual:
-    """The Megatron recipe in place of a search. Ranks vary fastest over tp, then cp, dp, pp.
-
-    dp, tp, pp   sizes of data, tensor and pipeline parallelism; their product, times cp, is the
-                 mesh's ranks
-    cp           parts of every sequence; keys and values go round a ring, or are gathered. With
-                 `tp > 1` it needs `sp`
-    sp           shard activations between tensor-parallel regions; no effect without `tp > 1`
-    zero         the ZeRO stage over dp and cp, 0 to 3; no effect where both are 1
-    microbatch_size   samples of one data-parallel rank; None: one microbatch
-    recompute    none, or a mode of the option `recompute`, for every block
-    interleave   stages of each rank (chunks); more than one with `pp > 1` only. The schedule is
-                 then "interleaved", unless the option `schedule` names another
-    ep           not built: 1
-
-    Raises `OptionError` for a value that is not allowed, `NotSupportedError` for one that is not
-    built.
-    """
-
-    dp: int = 1
-    tp: int = 1
-    pp: int = 1
-    cp: int = 1
-    ep: int = 1
-    sp: bool = False
-    zero: int = 0
-    microbatch_size: int | None = None
-    interleave: int = 1
-    recompute: str = "none"
-
-    def __post_init__(self) -> None:
-        for name in ("dp", "tp", "pp", "cp", "ep", "interleave"):
-            check_count(f"Manual.{name}", getattr(self, name))
-        if self.microbatch_size is not None:
-            check_count("Manual.microbatch_size", self.microbatch_size)
-        if not isinstance(self.sp, bool):
-            raise OptionError(f"Manual.sp is True or False, not {self.sp!r}")
-        if not is_int(self.zero) or self.zero not in range(4):
-            raise OptionError(
-                f"Manual.zero is a ZeRO stage, 0 to 3, not {self.zero!r}",
-                hint="0 is plain data parallelism",
-            )
-        if self.interleave > 1 and self.pp == 1:
-            raise OptionError(
-                f"Manual(interleave={self.interleave}) has several stages on each rank, and pp=1",
-                hint="give pp > 1, or leave interleave out",
-            )
-        if self.cp > 1 and self.tp > 1 and not self.sp:
-            raise OptionError(
-                f"Manual(cp={self.cp}, tp={self.tp}) cuts sequences over cp, and activations "
-                "between matmuls are whole over tp",
-                hint="give sp=True, so that sequences are cut there, too",
-            )
-        if self.ep > 1:
-            raise NotSupportedError(
-                f"Manual.ep={self.ep} is not supported yet",
-                hint="leave manual out: the search divides experts by itself",
-            )
-        check_word("Manual.recompute", self.recompute, ("none", *_MODES), ())
-
-    @property
-    def axes(self) -> dict[str, int]:
-        """The axes of a stage, outermost first."""
-        return {"dp": self.dp, **({"cp": self.cp} if self.cp > 1 else {}), "tp": self.tp}
-
-    @property
-    def n_ranks(self) -> int:
-        """The ranks that the recipe is for."""
-        return self.dp * self.tp * self.pp * self.cp
 
 
 @dataclass(frozen=True)
@@ -163,6 +88,8 @@ class Options:
                      reduced and optimised in float32, as in mixed precision
     `optimizer_gather`  names or patterns (`*`) of parameters that operators of an optimizer, or of
                      user code, may gather whole (`runtime/tensors`)
+    `imbalance`      rows of the fullest expert over the mean, for time and memory where experts are
+                     sharded
     `check_every`    ranks compare batches and learning rates in the first steps, then in every
                      n-th; None: only in the first ones
     `compile`        "regions": fuse operators between collectives by `torch.compile`; bits differ.
@@ -194,6 +121,7 @@ class Options:
     progress: bool | Callable[..., Any] = False
     check_every: int | None = 100
     compile: str = "none"
+    imbalance: float = 1.0
 
     @property
     def n_stages(self) -> int | None:
@@ -222,7 +150,7 @@ class Options:
     def recompute_mode(self) -> Recompute | None:
         """How every repeated block is recomputed; None if the user does not say."""
         words = (self.recompute, self.manual.recompute if self.manual else "none")
-        return next((mode for mode in _MODES if mode in words), None)
+        return next((mode for mode in MODES if mode in words), None)
 
     @property
     def keeps_user_regions(self) -> bool:
@@ -323,6 +251,7 @@ def _check_recipe(options: Options, manual: Manual) -> None:
         "data": ("dp", manual.dp > 1),
         "tensor": ("tp", manual.tp > 1),
         "sequence": ("cp", True) if manual.cp > 1 else ("sp", manual.sp and manual.tp > 1),
+        "expert": ("ep", manual.ep > 1),
         f"zero{manual.zero}": ("zero", manual.zero > 0 and manual.dp * manual.cp > 1),
     }
     for word, (name, active) in asked.items():
@@ -465,6 +394,16 @@ def _progress(value: Any) -> Any:
     return value
 
 
+def _imbalance(value: Any) -> float:
+    factor = positive("imbalance", value, "times the mean of rows")
+    if factor is None or factor < 1:
+        raise OptionError(
+            f"imbalance={value!r}: the fullest expert has at least the mean of rows, 1.0",
+            hint="imbalance=1.3: it has 1.3 times the mean",
+        )
+    return float(factor)
+
+
 def _memory_margin(value: Any) -> float | None:
     return None if value is None else share("memory_margin", value, "the device's memory")
 
@@ -480,7 +419,7 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "master_weights": _master_weights,
     "memory_limit": _memory_limit,
     "memory_margin": _memory_margin,
-    "recompute": one_of("recompute", f"auto none {' '.join(_MODES)}"),
+    "recompute": one_of("recompute", f"auto none {' '.join(MODES)}"),
     "manual": _manual,
     "force": parse_pins,
     "forbid": _forbid,
@@ -495,4 +434,5 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "progress": _progress,
     "check_every": lambda value: None if value is None else check_count("check_every", value),
     "compile": one_of("compile", "none regions regions+graphs auto"),
+    "imbalance": _imbalance,
 }

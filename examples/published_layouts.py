@@ -20,8 +20,9 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.cost.published import read_runs
+from autopar.manual import Manual
 from autopar.mesh import Mesh
-from autopar.options import Manual, Options
+from autopar.options import Options
 from autopar.passes.binding.step_capture import capture_step
 from autopar.planning.plan import Plan, plan_program
 from autopar.units import format_seconds

@@ -229,6 +229,7 @@ def _record(stage: PlacedStage, mesh: Mesh) -> StageRecord:
 
 def _hardware(target: Target, analysis: Analysis) -> Hardware:
     found = resolve(target.mesh, compute_dtype(analysis))
+    found = replace(found, imbalance=target.options.imbalance)
     return replace(found, software="compiled") if target.options.compiles else found
 
 

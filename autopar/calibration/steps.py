@@ -32,8 +32,8 @@ from torch.nn import functional as F
 from autopar.api import parallelize, plan
 from autopar.calibration.samples import SampleGrid, StepProgram, StepSample
 from autopar.calibration.timing import TimedCall, medians_s
+from autopar.manual import Manual
 from autopar.mesh import Mesh
-from autopar.options import Manual
 from autopar.planning import Plan
 from autopar.program.graph import flatten_inputs
 from autopar.runtime.execute import Environment, Executor, load_code

@@ -10,6 +10,7 @@ ranges       of keys per row, for other masks         mask_ranges.py
 groups       of queries that share keys and values    grouped_queries.py
 cut          constants and prologue leave             dependence.py, constants.py, prologue.py
 freeze       ordered placeholders, no dead code       `_freeze`; what it holds: python_state/
+mixtures     of experts, as one operator each         mixtures.py
 """
 
 from __future__ import annotations
@@ -39,6 +40,7 @@ from autopar.capture.grouped_queries import group_queries
 from autopar.capture.lift import lift
 from autopar.capture.mask_ranges import range_masks
 from autopar.capture.masks import replace_masks
+from autopar.capture.mixtures import join_mixtures
 from autopar.capture.names import operator_keys, source_line
 from autopar.capture.normalise import normalise
 from autopar.capture.outputs import Outputs, read_outputs
@@ -423,10 +425,12 @@ def _freeze(
         *roles.parameters, *roles.inputs, *roles.buffers, *parts.constants, *parts.divisors, *seeds
     ]  # fmt: skip
     graph, env = _assemble(builder.graph, placeholders, parts, results)
+    join_mixtures(graph)
     computed = tuple(n for n in parts.constants if n not in builder.constants)
     store = ConstantStore(computed, {n.name: leaf for n, leaf in roles.leaves.items()})
     constants = store.callables() | {n.name: f for n, f in builder.constants.items()}
     operators = [n for n in graph.nodes if n.op == "call_function"]
+    names = {n.name for n in graph.nodes}
     sources = {n.name: line for n in operators if (line := source_line(n)) is not None}
     program = Program(
         graph=graph,
@@ -442,7 +446,7 @@ def _freeze(
         loss=env[outputs.loss].name if outputs.loss is not None else None,
         outputs=tuple(env[n].name for n in outputs.tensors),
         out_spec=outputs.spec,
-        has_grad=frozenset(env[n].name for n in builder.has_grad if n in env),
+        has_grad=frozenset({env[n].name for n in builder.has_grad if n in env} & names),
         keys=operator_keys(operators, prefix),
         sources=sources,
         training=training,

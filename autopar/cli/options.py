@@ -26,8 +26,8 @@ from autopar.cli.shell import set_parameters
 from autopar.errors import OptionError
 
 if TYPE_CHECKING:
+    from autopar.manual import Manual
     from autopar.mesh import Mesh
-    from autopar.options import Manual
 
 LossOption = Annotated[
     str | None, typer.Option(metavar="package:fn", help="fn(outputs, batch) -> loss.")
@@ -106,6 +106,9 @@ def _planning_flags(
     recompute: Annotated[
         str | None, typer.Option(help="auto, none, selective, attention-core or full.")
     ] = None,
+    imbalance: Annotated[
+        float | None, typer.Option(help="Rows of the fullest expert over the mean (1.0).")
+    ] = None,
     compiled: Annotated[
         str | None, typer.Option("--compile", help="none, regions, regions+graphs or auto.")
     ] = None,
@@ -138,8 +141,9 @@ def _planning_flags(
         "microbatches": microbatches, "schedule": schedule, "stages": stages,
         "mesh_shape": mesh_shape, "optimizer": optimizer, "precision": precision,
         "memory_limit": memory_limit, "memory_margin": memory_margin, "recompute": recompute,
-        "compile": compiled, "manual": manual, "force": force or None, "forbid": forbid or None,
-        "fallback": fallback, "solver": solver, "tolerance": tolerance, "tie": tie,
+        "imbalance": imbalance, "compile": compiled, "manual": manual, "force": force or None,
+        "forbid": forbid or None, "fallback": fallback,
+        "solver": solver, "tolerance": tolerance, "tie": tie,
         "time_limit_s": time_limit_s, "reduce_dtype": reduce_dtype,
         "master_weights": master_weights or None,
     }  # fmt: skip
@@ -230,7 +234,7 @@ def parse_manual(text: str) -> Manual:
     """`dp=2,tp=4,sp` -> Manual(dp=2, tp=4, sp=True)."""
     from dataclasses import fields
 
-    from autopar.options import Manual
+    from autopar.manual import Manual
 
     known = {f.name for f in fields(Manual)}
     values: dict[str, Any] = {}

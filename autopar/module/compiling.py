@@ -48,7 +48,7 @@ def settle_compile(options: Options, compilation: Compilation, device: torch.dev
             rank, text = missing[0]
             return "none", f"eager: {format_ranks([rank])} needs {text}"
         eager = Bound(compilation)
-        compiled = eager.run_as("regions")
+        compiled = eager.run_as(compile="regions")
         saved_s = eager.predicted.step_time_s - compiled.predicted.step_time_s
         return verdict(saved_s, compiled.n_regions)
 

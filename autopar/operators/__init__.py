@@ -4,7 +4,8 @@ Capture puts them in place of ATen operators that hide what is needed to shard t
 Read `random.py` (random numbers by global index), `scores.py` (attention in blocks of rows),
 `attention.py` (with dropout), `ranges.py` (of each row to a range of keys),
 `experts.py` (matmuls per expert), `bags.py` (sums of looked-up rows), `ctc.py` (a loss per row),
-`functions.py` and `function_probe.py` (operators made of `torch.autograd.Function` classes).
+`workspace.py` (their temporaries), `functions.py` and `function_probe.py` (operators made of
+`torch.autograd.Function` classes).
 It imports torch and `precision` only.
 It mainly hands on `ATTENTION_DROPOUT`, `DROPOUT`, `UNIFORM`, `Stream`, `function_call`, and the
 modules `bags`, `ctc` and `experts`.
@@ -23,7 +24,7 @@ from autopar.operators.functions import (
 )
 from autopar.operators.random import DROPOUT, UNIFORM, Stream, seed_tensor, step_seed
 from autopar.operators.ranges import ATTENTION_RANGES, COUNT_BELOW
-from autopar.operators.scores import workspace_bytes
+from autopar.operators.workspace import workspace_bytes
 
 __all__ = [
     "ATTENTION_DROPOUT",

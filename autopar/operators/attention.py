@@ -26,13 +26,13 @@ from autopar.operators.random import element_keys, kept_elements
 from autopar.operators.scores import (
     Block,
     Scores,
-    add_workspace,
     block_sizes,
     empty_gradients,
     empty_results,
     mask_view,
     with_heads,
 )
+from autopar.operators.workspace import add_workspace
 from autopar.precision import working_dtype
 
 _SCHEMA = (

@@ -22,7 +22,6 @@ from torch import Tensor
 from autopar.operators.scores import (
     Block,
     Scores,
-    add_workspace,
     block_sizes,
     empty_gradients,
     empty_results,
@@ -31,6 +30,7 @@ from autopar.operators.scores import (
     seen_keys,
     with_heads,
 )
+from autopar.operators.workspace import add_workspace
 from autopar.precision import working_dtype
 
 torch.library.define(

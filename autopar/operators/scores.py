@@ -22,9 +22,8 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import Tensor
@@ -236,20 +235,3 @@ def mask_view(mask: Tensor, lead: Sequence[int], shared: int) -> Tensor:
     heads = mask.shape[-3]
     groups = (1, 1) if heads == 1 else (shared, heads // shared)
     return mask.reshape(math.prod(mask.shape[:-3]), *groups, *mask.shape[-2:])
-
-
-_WORKSPACES: dict[Any, Callable[[Sequence[Any]], int]] = {}
-
-
-def add_workspace(operator: Any, of_arguments: Callable[[Sequence[Any]], int]) -> None:
-    """Note how many bytes of temporaries a kernel needs."""
-    _WORKSPACES[operator] = of_arguments
-
-
-def workspace_bytes(operator: Any, args: Sequence[Any]) -> int:
-    """Bytes of temporaries inside a call of a kernel that is noted; 0 for other operators.
-
-    They are those on a GPU, where blocks are larger: programs are traced on the CPU for any device.
-    """
-    found = _WORKSPACES.get(operator)
-    return 0 if found is None else found(args)

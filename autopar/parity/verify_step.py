@@ -91,7 +91,7 @@ def verify(
     )
     if checked.compiles:
         assert plan.bound is not None, "a plan that was just made is bound"
-        eager = Plan(plan.data, plan.bound.run_as("none"))
+        eager = Plan(plan.data, plan.bound.run_as(compile="none"))
         errors = thread_errors(eager, parameters, buffers, inputs, wanted)
         report = replace(report, uncompiled_errors=errors)
     if is_mixed:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
@@ -12,7 +13,7 @@ from autopar.caching import GC_EVERY
 from autopar.codegen import count_regions
 from autopar.cost.hardware import Hardware
 from autopar.cost.laws import CostModel
-from autopar.cost.price import collectives_of, link_between, timeline_of
+from autopar.cost.price import collectives_of, link_between, peak_of_stage, timeline_of
 from autopar.cost.simulate import Timeline
 from autopar.mesh import Mesh
 from autopar.options import Options
@@ -25,6 +26,8 @@ from autopar.plans import PlanData, Predicted
 from autopar.program.communication import Collective
 from autopar.program.lines import Pipeline
 from autopar.report import Remark, assumed, compiling, memory_bar, time_bar
+
+_SECANTS = 3  # to find the imbalance that a plan survives
 
 
 @dataclass(frozen=True)
@@ -85,7 +88,7 @@ class Bound:
         remarks = assumed(self.hardware, self.data, self.pipeline, self.predicted)
         if not self.options.compiles:
             return remarks
-        eager = self.run_as("none").predicted
+        eager = self.run_as(compile="none").predicted
         return [*remarks, compiling(self.predicted, eager, self.n_regions, self.hardware.is_gpu)]
 
     @property
@@ -93,12 +96,45 @@ class Bound:
         """How many functions a rank compiles, at most."""
         return max(map(count_regions, self.sources.values()))
 
-    def run_as(self, compile: str) -> Bound:
-        """The same plan, compiled or not: lines have other prices, what is proved stays proved."""
-        target = replace(self.compilation[Target], options=replace(self.options, compile=compile))
+    def run_as(self, **changes: Any) -> Bound:
+        """The same plan with another option `compile` or `imbalance`: lines have other prices, what
+        is proved stays proved."""
+        target = replace(self.compilation[Target], options=replace(self.options, **changes))
         other = Compilation(PASSES, target, self.data, self.analysis)
         other.give(other[Unverified].pipeline)
         return Bound(other)
+
+    @property
+    def survives_imbalance(self) -> float | None:
+        """The largest imbalance of experts' rows with which the peak is within the limit, or a
+        little less; 1 if none is. None if no experts are sharded.
+
+        The most is that all rows are of one rank. A peak is convex in the imbalance, so a secant
+        from a point within the limit to one above it reaches the limit within it.
+        """
+        shares = [
+            math.prod(stage.cost.mesh.sizes[axis] for axis in of.lowered_axes)
+            for stage in self.stages
+            for of in stage.strategy.operators.values()
+            if of.lowered is not None and of.lowered.uneven
+        ]
+        if not shares:
+            return None
+
+        def peak_bytes(imbalance: float) -> float:
+            pipeline = self.run_as(imbalance=imbalance).pipeline
+            return max(
+                peak_of_stage(pipeline, k, self.data.optimizer) for k in range(len(self.stages))
+            )
+
+        good, bad = 1.0, float(max(shares))
+        at_good, at_bad = peak_bytes(good), peak_bytes(bad)
+        if at_bad <= self.limit_bytes or at_good > self.limit_bytes:
+            return bad if at_bad <= self.limit_bytes else good
+        for _ in range(_SECANTS):
+            good += (bad - good) * (self.limit_bytes - at_good) / (at_bad - at_good)
+            at_good = peak_bytes(good)
+        return good
 
     def timeline(
         self, slow: tuple[int, float] | None = None, jitter: tuple[float, int] | None = None,

@@ -13,8 +13,9 @@ from typing import Any
 
 import torch
 
+from autopar.manual import Manual
 from autopar.mesh import Mesh
-from autopar.options import Manual, Options, StageOption
+from autopar.options import Options, StageOption
 from autopar.passes.facts import Target
 from autopar.passes.search import PlanningResult
 from autopar.placement import Pin

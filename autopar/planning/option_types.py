@@ -12,8 +12,9 @@ from typing import Any, Literal, TypeAlias, TypedDict
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from autopar.manual import Manual
 from autopar.mesh import Mesh
-from autopar.options import Manual, StageOption
+from autopar.options import StageOption
 
 # What `Mesh.of` takes: (nodes, devices per node), or devices of one node.
 MeshLike: TypeAlias = Mesh | DeviceMesh | Sequence[int] | int
@@ -54,3 +55,4 @@ class PlanOptions(TypedDict, total=False):
     progress: bool | Callable[[str], object]
     check_every: int | None
     compile: Literal["none", "regions", "regions+graphs", "auto"] | str
+    imbalance: float

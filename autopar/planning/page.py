@@ -20,8 +20,9 @@ from torch import nn
 from autopar.cost.hardware import changed, doublings, profile_of, resolve_on
 from autopar.cost.price import link_between, timeline_of
 from autopar.errors import AutoparError
+from autopar.manual import Manual
 from autopar.mesh import Mesh
-from autopar.options import Manual, Options
+from autopar.options import Options
 from autopar.passes.analysis import blocks
 from autopar.passes.binding import example_of
 from autopar.passes.compilation import Compilation

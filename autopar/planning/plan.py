@@ -44,6 +44,7 @@ from autopar.report import (
     facts_json,
     headline,
     page_html,
+    uneven_experts,
     verdict,
 )
 
@@ -171,6 +172,12 @@ class Plan:
         """Predicted step time, memory and communication of the bound program."""
         return self._bound("predicted").predicted
 
+    @cached_property
+    def survives_imbalance(self) -> float | None:
+        """The largest `imbalance` with which the plan is within its memory limit, or a little less;
+        None if no experts are sharded."""
+        return self._bound("survives_imbalance").survives_imbalance
+
     def collectives(self) -> list[Collective]:
         """Every collective of one step."""
         return list(self._bound("collectives()").collectives)
@@ -196,8 +203,10 @@ class Plan:
         if name is not None:
             return explain_name(*on, name, lambda n: decisions(bound.stages, self.data, n))
         step = bound.timeline(with_memory=False)
+        survives = self.survives_imbalance
+        uneven = [] if survives is None else [uneven_experts(bound.options.imbalance, survives)]
         return explain(
-            *on, bound.collectives, verdict(*on, step, bound.hardware), bound.assumed,
+            *on, bound.collectives, verdict(*on, step, bound.hardware), [*bound.assumed, *uneven],
             hidden_of(bound.pipeline, bound.costs, step), bound.hardware.peak_flops_per_s,
         )  # fmt: skip
 

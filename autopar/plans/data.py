@@ -31,7 +31,7 @@ from typing import Any, get_args
 import torch
 
 from autopar.errors import OptionError, PlanError
-from autopar.options import Recompute
+from autopar.manual import Recompute
 from autopar.placement import Spec
 from autopar.precision import Precision
 from autopar.program.lines import Period, Storage

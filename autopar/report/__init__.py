@@ -27,6 +27,7 @@ from autopar.report.words import (
     explain,
     explain_name,
     matching_names,
+    uneven_experts,
     verdict,
 )
 
@@ -59,6 +60,7 @@ __all__ = [
     "simulation_dict",
     "simulation_text",
     "time_bar",
+    "uneven_experts",
     "verdict",
     "what_if_dict",
     "what_if_text",

@@ -1,52 +1,85 @@
-"""Rules of the matmul of each row with the matrix of its own expert.
+"""Rules of matmuls of each row with the matrix of its own expert, alone and in pairs.
 
-    n i, e o i, n -> n o        x, weights, ids; weights are e i o if transposed
+    n i, e o i, n -> n o                  x, weights, ids; weights are e i o if transposed
+    n i!, e (g f) i, e o! f, n -> n o     a mixture: x, both weights, ids; g = 2 if it is gated
 
-Rows and features shard as in any matmul. The experts shard in two ways:
+Rows and features shard as in any matmul; in a mixture, the features between its matmuls, so that
+each rank has a part of every expert. The experts shard in two ways:
 
     EXPERTS             every rank has all rows and computes those of its own experts; the others
                         are zero, so the sum over ranks is the result
     ROWS_AND_EXPERTS    rows are sharded too; each goes to the rank of its expert and back. This is
                         the usual expert parallelism of mixtures of experts
 
-How many rows a rank's experts get depends on the data. Seconds and bytes assume rows that are
-spread evenly. Sizes of collectives use a rank's own rows, which is exact.
+How many rows a rank's experts get depends on the data: `imbalance` times as many as if rows were
+spread evenly (the option of that name). Sizes of collectives use a rank's own rows, which is exact.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from autopar import operators
 from autopar.placement import Notation
 from autopar.rules.lowering import GROUP, Inner, Lowering
 from autopar.rules.rule import OpCall, OpRule
 
-ARGUMENTS = ("x", "weight", "ids", GROUP, "transposed")
+_LINEAR = ("x", "weight", "ids", GROUP, "transposed")
+_MIXTURE = ("x", "w_in", "w_out", "ids", GROUP, "activation", "transposed")
 
+# A rank keeps the rows of its experts, and their positions (int64). Temporaries are the most of the
+# moments that matter, less the results that are not there yet.
+_MINE = "imbalance*n/ranks"
 EXPERTS = Lowering(
     "expert_parallel_linear",
-    ARGUMENTS,
-    keeps=("x", "weight"),
-    saved_bytes="8*n",  # local ids (int64)
-    forward_bytes="n*(i + o)*item/(e*ranks)",  # rows of one expert, and their results
-    backward_bytes="n*(i + o)*item/(e*ranks)",
+    _LINEAR,
+    keeps=("weight",),
+    saved_bytes=f"{_MINE}*(i*item + 8)",
+    forward_bytes=f"{_MINE}*o*item",  # results
+    backward_bytes=f"{_MINE}*(o + i)*item",  # gradients of results, then of rows
+    uneven=True,
+)
+MIXTURE_OF_EXPERTS = replace(
+    EXPERTS,
+    function="expert_parallel_mlp",
+    arguments=_MIXTURE,
+    keeps=("w_in", "w_out"),
+    saved_bytes=f"{_MINE}*(i*item + g*f*item + 8)",
+    forward_bytes=f"item*Max({_MINE}*o, {_MINE}*(f + o) - n*o)",
+    backward_bytes=f"item*Max({_MINE}*(o + g*f + 2*f) - n*i - e*g*f*i, "
+    f"{_MINE}*(o + g*f + i) - n*i, {_MINE}*(o + i))",
 )
 
 # A rank sends its own rows of x, and receives their results back.
 _SENT, _RETURNED = "n*i*item", "n*o*item"
+_RECEIVED = "imbalance*n"
 ROWS_AND_EXPERTS = Lowering(
     "expert_exchange_linear",
-    ARGUMENTS,
+    _LINEAR,
     inner=(
-        Inner("all_to_all", "8*e*ranks"),  # rows per expert (int64)
+        Inner("all_gather", "8*e*ranks*ranks"),  # every rank's rows per expert (int64)
         Inner("all_to_all", _SENT),
         Inner("all_to_all", _RETURNED),
         Inner("all_to_all", _RETURNED, "backward"),
         Inner("all_to_all", _SENT, "backward", gradient_of=0),
     ),
     keeps=("weight",),
-    saved_bytes="n*i*item + 24*n",  # received rows, their ids, the order of the sent rows
-    forward_bytes="n*Max(i, 2*o)*item",  # rows sent; then results computed and received
-    backward_bytes="2*n*Max(i, o)*item",
+    # Received rows and their order; the order of the sent rows.
+    saved_bytes=f"{_RECEIVED}*(i*item + 8) + 8*n",
+    # Results in two orders, or rows in two orders. Backward alike, with gradients.
+    forward_bytes=f"item*(Max(2*{_RECEIVED}*o, {_RECEIVED}*i) - n*o)",
+    backward_bytes=f"item*({_RECEIVED}*(i + Max(o, i)) - n*i)",
+    uneven=True,
+)
+MIXTURE_OF_ROWS_AND_EXPERTS = replace(
+    ROWS_AND_EXPERTS,
+    function="expert_exchange_mlp",
+    arguments=_MIXTURE,
+    keeps=("w_in", "w_out"),
+    saved_bytes=f"{_RECEIVED}*(i*item + g*f*item + 8) + 8*n",
+    forward_bytes=f"item*(Max({_RECEIVED}*(o + Max(f, o)), {_RECEIVED}*(i - g*f)) - n*o)",
+    backward_bytes=f"item*(Max({_RECEIVED}*(o + g*f + 2*f) - e*g*f*i, {_RECEIVED}*(o + g*f + i), "
+    f"2*{_RECEIVED}*i) - n*i)",
 )
 
 
@@ -55,12 +88,30 @@ def _expert_linear(call: OpCall) -> Notation:
     return Notation.parse(f"n i, {weight}, n -> n o")
 
 
+def _expert_mlp(call: OpCall) -> Notation:
+    """Both matmuls run where features of rows are whole, so i and o are frozen."""
+    transposed = call.args["transposed"]
+    made, taken = call.inputs[1][2 if transposed else 1], call.inputs[2][1 if transposed else 2]
+    inner = "f" if made == taken else "(g=2! f)"
+    weights = f"e i {inner}, e f o!" if transposed else f"e {inner} i, e o! f"
+    return Notation.parse(f"n i!, {weights}, n -> n o")
+
+
 EXPERT_MATMULS = (
     OpRule(
-        str(operators.experts.expert_linear._opoverload),
+        str(operators.experts.EXPERT_LINEAR),
         _expert_linear,
         "2*n*i*o",
         linear=((0,), (1,)),
         lower={"e": EXPERTS, "n e": ROWS_AND_EXPERTS},
+    ),
+    OpRule(
+        str(operators.experts.EXPERT_MLP),
+        _expert_mlp,
+        "2*n*f*(g*i + o)",
+        lower={"e": MIXTURE_OF_EXPERTS, "n e": MIXTURE_OF_ROWS_AND_EXPERTS},
+        # An activation reads its features and writes as many; a gate reads two and writes one.
+        between=("n*f*(g + 1)", "n*f*(3*g - 1)"),
+        saves=True,
     ),
 )

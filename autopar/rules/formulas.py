@@ -28,7 +28,7 @@ def evaluate(formula: str, sizes: Mapping[str, float]) -> float:
     return float(function(**{n: known.get(n, 1.0) for n in names}))
 
 
-def evaluate_all(formula: str, sizes: Mapping[str, int | Sizes]) -> NDArray[np.float64]:
+def evaluate_all(formula: str, sizes: Mapping[str, float | Sizes]) -> NDArray[np.float64]:
     """`evaluate` for arrays of sizes, which broadcast."""
     names, function = _compiled(formula)
     lead = reduce(mul, (size for name, size in sizes.items() if name.startswith("_")), 1)

@@ -74,6 +74,8 @@ class Lowering:
                     those lowered
     wraps           it runs the operator itself on shards; what that saves and needs is measured and
                     added
+    uneven          ranks compute unequal numbers of rows: its seconds, with those of its
+                    collectives, are `imbalance` times those of equal numbers
     """
 
     function: str
@@ -87,6 +89,7 @@ class Lowering:
     backward_bytes: str = "0"
     contiguous: Literal["none", "last", "all"] = "last"
     wraps: bool = False
+    uneven: bool = False
 
     @property
     def n_calls(self) -> Mapping[tuple[PrimitiveKind, str], str]:
@@ -97,17 +100,21 @@ class Lowering:
             found[key] = found.get(key, 0) + sympy.sympify(inner.count)
         return {key: str(n) for key, n in found.items()}
 
-    def value(self, formula: str, sizes: Mapping[str, float], itemsize: int, n_ranks: int) -> float:
+    def value(
+        self, formula: str, sizes: Mapping[str, float], itemsize: int, n_ranks: int,
+        imbalance: float = 1.0,
+    ) -> float:  # fmt: skip
         """The value of a formula of this lowering; `sizes` are those of one of `n_ranks` ranks."""
-        widths = {"item": itemsize, "width": width_bytes(itemsize)}
-        return evaluate(formula, {**sizes, **widths, "ranks": n_ranks})
+        known = {"item": itemsize, "width": width_bytes(itemsize), "imbalance": imbalance}
+        return evaluate(formula, {**sizes, **known, "ranks": n_ranks})
 
     def values(
-        self, formula: str, sizes: Mapping[str, Sizes], itemsize: int, n_ranks: Sizes
-    ) -> NDArray[np.float64]:
+        self, formula: str, sizes: Mapping[str, Sizes], itemsize: int, n_ranks: Sizes,
+        imbalance: float = 1.0,
+    ) -> NDArray[np.float64]:  # fmt: skip
         """`value` for arrays of sizes, which broadcast."""
-        widths = {"item": itemsize, "width": width_bytes(itemsize)}
-        return evaluate_all(formula, {**sizes, **widths, "ranks": n_ranks})
+        known = {"item": itemsize, "width": width_bytes(itemsize), "imbalance": imbalance}
+        return evaluate_all(formula, {**known, **sizes, "ranks": n_ranks})
 
 
 VOCABULARY_EMBEDDING = Lowering(

@@ -124,6 +124,9 @@ class OpRule:
     localise   computes one rank's values of arguments that carry sizes
     fused      fused attention, which has rates of its own
     score_bytes  bytes that go to memory and back per score: attention in blocks of rows
+    between    formulas, if it is several matmuls: elements that one hands on to another, and
+               elements that kernels between them read and write
+    saves      it saves more than inputs and outputs, though it has FLOPs; as fused attention does
     view       costs nothing: the output shares the input's memory
     whole_gradients  backward may not be linear in the gradient, so it never gets a Partial one
     check      why a call is not covered, or None; a second line is the hint
@@ -138,6 +141,8 @@ class OpRule:
     localise: Localise | None = None
     fused: bool = False
     score_bytes: int = 0
+    saves: bool = False
+    between: tuple[str, ...] = ()
     view: bool = False
     whole_gradients: bool = False
     check: Callable[[OpCall], str | None] | None = None
@@ -175,6 +180,16 @@ class OpRule:
         assert isinstance(self.notation, str)
         return Notation.parse(self.notation)
 
+    @property
+    def saves_more(self) -> bool:
+        """Is what it saves besides inputs and outputs more than copies of its inputs?"""
+        return self.fused or self.saves
+
+    @property
+    def uneven_names(self) -> frozenset[str]:
+        """The names that count experts: where they are sharded, ranks compute unequal numbers."""
+        return frozenset(key.split()[-1] for key, of in self.lower.items() if of.uneven)
+
     def linear_of(self, call: OpCall) -> LinearSets:
         return self.linear(call) if callable(self.linear) else self.linear
 
@@ -183,3 +198,7 @@ class OpRule:
         if self.flops is None:
             return 0.0
         return evaluate(self.flops, sizes) * leading(sizes)
+
+    def between_of(self, sizes: Mapping[str, float]) -> tuple[float, ...]:
+        """The values of `between`."""
+        return tuple(evaluate(formula, sizes) for formula in self.between)

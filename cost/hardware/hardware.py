@@ -51,7 +51,7 @@ class Hardware:
     `peak_flops_per_s` is the datasheet's rate of the resolved dtype; `device.flops_per_s` is the
     achieved rate. By default a plan leaves `memory_margin_fraction` of the memory free.
     `error_fraction` is the mean error of predictions on the profile; None where none is known.
-    `software` is what runs on the machine.
+    `software` is what runs on the machine. `imbalance` is that of the rows of experts: the option.
     """
 
     links: tuple[Link, ...]
@@ -63,6 +63,7 @@ class Hardware:
     dtype: torch.dtype = torch.float32
     error_fraction: float | None = None
     software: Software = "eager"
+    imbalance: float = 1.0
 
     @property
     def memory_limit_bytes(self) -> float:

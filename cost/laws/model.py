@@ -85,7 +85,8 @@ class CostModel:
     """Prices what a stage does; `mesh` carries its links and device.
 
     Unless it `hides`, it is an abstract machine where compute hides no communication. `software`
-    is what runs its operators (`autopar/passes/analysis/kernels.py`).
+    is what runs its operators (`autopar/passes/analysis/kernels.py`). `imbalance`: the fullest of
+    sharded experts has so many times the mean of rows.
     """
 
     mesh: LogicalMesh
@@ -93,11 +94,14 @@ class CostModel:
     bucket_bytes: int = BUCKET_BYTES
     hides: bool = True
     software: Software = "eager"
+    imbalance: float = 1.0
 
     @staticmethod
     def of(mesh: LogicalMesh, hardware: Hardware) -> CostModel:
         """Prices on a view of a machine."""
-        return CostModel(mesh, hardware.dtype, software=hardware.software)
+        return CostModel(
+            mesh, hardware.dtype, software=hardware.software, imbalance=hardware.imbalance
+        )
 
     def primitive_time_s(
         self, kind: PrimitiveKind, size_bytes: int, axes: tuple[int, ...]

@@ -232,7 +232,7 @@ class MicrobatchWalk:
         if isinstance(line, CallLine):
             saved_bytes = line.saved_bytes if line.has_grad else 0.0
             workspace_bytes = saved_bytes + line.workspace.forward_bytes
-            is_saved |= segment is not None and i not in segment.again and line.is_attention
+            is_saved |= segment is not None and i not in segment.again and line.saves_more
         elif isinstance(line, MoveLine):
             workspace_bytes = primitive_bytes(line, line.move.forward, line.forward_bytes)
         self._moment(f"{_text(line)} again" if again else _text(line), workspace_bytes)

@@ -95,7 +95,7 @@ def _timed(calls: Iterable[RankCall], cost: CostModel) -> Calls:
 
 def _split_call(call: RankCall, cost: CostModel) -> Iterator[TimedCall]:
     """A call; one inside an operator in two: what is beside its compute, and what is left."""
-    time_s = cost.primitive_time_s(call.kind, call.size_bytes, call.axes)
+    time_s = call.imbalance * cost.primitive_time_s(call.kind, call.size_bytes, call.axes)
     beside_s = min(call.beside_s, time_s)
     if beside_s:
         yield TimedCall(replace(call, is_beside=True), beside_s)

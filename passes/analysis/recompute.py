@@ -27,7 +27,8 @@ from typing import get_args
 
 from autopar.caching import once
 from autopar.errors import NotSupportedError
-from autopar.options import Options, Recompute
+from autopar.manual import Recompute
+from autopar.options import Options
 from autopar.passes.analysis.analysis import Analysis
 from autopar.passes.analysis.folding import KEPT, Run, find_runs
 from autopar.program.lines import Recomputed

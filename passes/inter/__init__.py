@@ -27,6 +27,7 @@ from autopar.passes.inter.orders import PipelineOrder, has_plain_order, other_or
 from autopar.passes.inter.recipes import (
     EqualPipeline,
     Source,
+    check_experts,
     check_ranks,
     equal_pipelines,
     recipe_limits,
@@ -61,6 +62,7 @@ __all__ = [
     "axes_text",
     "balance",
     "check_degrees",
+    "check_experts",
     "check_pinned_axes",
     "check_ranks",
     "distinct_views",

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from autopar.errors import BatchError, OptionError
-from autopar.options import Manual, Options
+from autopar.manual import Manual
+from autopar.options import Options
 from autopar.passes.analysis import Analysis
 
 # The limit per device: beyond it a microbatch has next to no compute.

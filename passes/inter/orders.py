@@ -12,7 +12,8 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from autopar.errors import OptionError
-from autopar.options import Manual, Options
+from autopar.manual import Manual
+from autopar.options import Options
 from autopar.schedule import CHUNKS, devices_of
 
 # The schedules of stages of any size.

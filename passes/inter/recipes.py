@@ -18,8 +18,9 @@ import numpy as np
 
 from autopar.arrays import Array
 from autopar.errors import MeshError, OptionError
+from autopar.manual import Manual
 from autopar.mesh import LogicalMesh, Mesh, factored_view, has_degrees
-from autopar.options import Manual, Options
+from autopar.options import Options
 from autopar.passes.analysis import Analysis
 from autopar.passes.inter.bounds import shared_step_bound_s, step_bound_s
 from autopar.passes.inter.candidate import Candidate, StageLayout
@@ -29,13 +30,14 @@ from autopar.passes.inter.orders import PipelineOrder, orders_of, plain_order
 from autopar.passes.inter.space import PipelineSpace
 from autopar.passes.inter.submeshes import view_at, views_text
 from autopar.passes.intra import Constraints, Role
+from autopar.rules import rule_for
 from autopar.schedule import SPLITS_BACKWARD, check_microbatches, fewest_microbatches
 
 # Who places its operators: Megatron's layout, without and with sequence parallelism and ZeRO-1, the
 # user's own numbers in it, or the solver.
 Source = Literal["Megatron", "Megatron with SP and ZeRO-1", "manual", "search"]
 _SHARDED: Source = "Megatron with SP and ZeRO-1"
-_ROLES: dict[str, Role] = {"dp": "data", "cp": "context", "tp": "tensor"}
+_ROLES: dict[str, Role] = {"dp": "data", "ep": "data", "cp": "context", "tp": "tensor"}
 
 
 @dataclass(frozen=True)
@@ -163,6 +165,7 @@ def equal_pipelines(
         ]
     else:
         check_ranks(manual, mesh)
+        check_experts(manual, analysis)
         splits = [(manual.pp, manual.axes)]
     n_stages_asked = manual.pp * orders[0].n_chunks if manual is not None else 0
     # The recipe asked for is cut into the same layers as all others. `n_least` is capped, because
@@ -258,10 +261,38 @@ def check_ranks(manual: Manual, mesh: Mesh) -> None:
         )
 
 
+def check_experts(manual: Manual, analysis: Analysis) -> None:
+    """Raises `OptionError` if the recipe divides experts that the model has not, or not so many."""
+    if manual.ep == 1:
+        return
+    program = analysis.program
+    numbers = {
+        operator.call.inputs[i][dim]: program.sources.get(operator.name)
+        for operator in analysis.operators
+        for name in rule_for(str(operator.call.op)).uneven_names
+        for i, term in enumerate(operator.notation.inputs)
+        for dim, names in enumerate(term)
+        if names == (name,)
+    }
+    if not numbers:
+        raise OptionError(
+            f"Manual(ep={manual.ep}): {program.model_name} has no experts that rows choose by id",
+            hint="leave ep out",
+        )
+    for n, where in numbers.items():
+        if n % manual.ep:
+            raise OptionError(
+                f"Manual(ep={manual.ep}): {n} experts do not divide over so many ranks",
+                where=where,
+                hint="make ep a divisor of the number of experts",
+            )
+
+
 def recipe_limits(options: Options, manual: Manual | None) -> Constraints:
     """The constraints of Megatron; without `manual`, no ZeRO and no sequence parallelism."""
     if manual is None:
         return Constraints(options.forbid | {"sequence"}, ("data", "tensor"), 0)
     sequence = frozenset() if manual.sp or manual.cp > 1 else frozenset({"sequence"})
     roles = tuple(_ROLES[name] for name in manual.axes)
-    return Constraints(options.forbid | sequence, roles, manual.zero)
+    experts = frozenset(a for a, name in enumerate(manual.axes) if name in manual.expert_axes)
+    return Constraints(options.forbid | sequence, roles, manual.zero, expert_axes=experts)

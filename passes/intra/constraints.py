@@ -9,6 +9,9 @@ role "tensor"  the batch is not sharded, and every matmul with a parameter shard
                it can (tp). `sequence` is forbidden unless the recipe has sequence parallelism; with
                it, everything else that can be sharded is
 
+Whole experts are divided over the `expert_axes` of a recipe: those of role "data" or "context",
+where their rows travel to them (ep), or of role "tensor". Nowhere else.
+
 Without sequence parallelism, role "tensor" is exactly Megatron's layout, with the collectives of a
 hand-written Megatron. Where several strategies fit:
 
@@ -59,6 +62,7 @@ class Constraints:
                with the period of that ZeRO stage
     pins       by the parameter's placeholder
     storage    fixes a parameter's storage outright, so that evaluation uses the shards of training
+    expert_axes   recipes only: the axes over which whole experts are divided (ep)
     """
 
     forbid: frozenset[str] = frozenset()
@@ -66,6 +70,7 @@ class Constraints:
     zero: int | None = None
     pins: Mapping[str, tuple[AxisPin, ...]] = field(default_factory=dict)
     storage: Mapping[str, Storage] = field(default_factory=dict)
+    expert_axes: frozenset[int] = frozenset()
 
     def role(self, axis: int) -> Role:
         return self.roles[axis] if self.roles else "any"
@@ -81,7 +86,9 @@ class Constraints:
         Data parallelism without ZeRO keeps all of them on every rank.
         """
         whole = (*SPLIT_BATCH, "context") if self.zero == 0 else ("copy",)
-        return math.prod(n for a, n in enumerate(sizes) if self.role(a) not in whole)
+        return math.prod(
+            n for a, n in enumerate(sizes) if self.role(a) not in whole or a in self.expert_axes
+        )
 
 
 @dataclass(frozen=True)
@@ -148,11 +155,16 @@ class AppliedConstraints:
             kept = [j for j in kept if not self._shards_other(j)]
         if "expert" in forbid:
             kept = [j for j in kept if not self._shards_experts(group, j)]
+        experts = self._divided_experts(group, joints) if role != "any" else frozenset[int]()
+        divides = axis in self.constraints.expert_axes
         if role == "context":
-            kept = [j for j in kept if not self._shards_parameter(j)]
+            whole = (j for j in kept if not self._shards_parameter(j))
+            kept = [*whole, *(j for j in kept if divides and id(j) in experts)]
         if role in SPLIT_BATCH or role == "context":
             splits = self._shards_other if role == "context" else self._shards_batch
             kept = [*filter(splits, kept)] or [j for j in kept if not _shards_something(j)]
+        if experts:
+            kept = _prefer(lambda j: (id(j) in experts) == divides, kept)
         return [j for j in kept if self._respects_pins(group, j, axis)]
 
     def preferred(
@@ -207,6 +219,15 @@ class AppliedConstraints:
             for n, p in joint.placements.items()
         )
 
+    def _divided_experts(
+        self, group: OperatorGroup, joints: Sequence[JointStrategy]
+    ) -> frozenset[int]:
+        """Ids of the strategies that divide experts by a rule of experts."""
+        rules = (rule_for(str(member.operator.call.op)) for member in group.members)
+        if not any(rule.uneven_names for rule in rules):
+            return frozenset()
+        return frozenset(id(j) for j in joints if self._shards_experts(group, j))
+
     def _shards_experts(self, group: OperatorGroup, joint: JointStrategy) -> bool:
         return any(
             joint.placements[name] == S(*cell)
@@ -217,18 +238,19 @@ class AppliedConstraints:
     def _expert_cells(self, member: PlacedOperator) -> Iterator[tuple[str, tuple[int, int]]]:
         """The cells of a matmul's parameters that count matrices, such as experts.
 
-        A feature of a parameter is either in the other input, and summed over, or in the result.
-        A name in both (an einsum over experts) or in neither (rows select experts by id) has one
-        matrix per element.
+        Rules of experts say which name that is. Else a feature of a parameter is either in the
+        other input, and summed over, or in the result; a name in both (an einsum over experts) or
+        in neither has one matrix per element.
         """
         operator, notation = member.operator, member.operator.notation
-        if rule_for(str(operator.call.op)).flops is None:
+        rule = rule_for(str(operator.call.op))
+        if rule.flops is None:
             return
         for i, name in enumerate(operator.inputs):
             if name not in self.parameter_views:
                 continue
             others = [t for k, t in enumerate(notation.inputs) if k != i]
-            counting = {
+            counting = rule.uneven_names or {
                 n
                 for (n,) in (dim for dim in notation.inputs[i] if len(dim) == 1)
                 if any((n,) in t for t in others) == any((n,) in t for t in notation.outputs)
@@ -292,4 +314,4 @@ def recipe_cost(cost: CostModel) -> CostModel:
     machine = Device(flops_per_s=1.0, bytes_per_s=1e3, memory_bytes=mesh.device.memory_bytes)
     links = (Link(1.0, 1.0),) * mesh.n_axes
     view = LogicalMesh(mesh.sizes, mesh.names, links, machine, mesh.first_rank)
-    return CostModel(view, cost.dtype)
+    return CostModel(view, cost.dtype, imbalance=cost.imbalance)

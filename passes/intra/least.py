@@ -18,7 +18,7 @@ from autopar.arrays import Array
 from autopar.caching import once
 from autopar.cost.laws import CostModel
 from autopar.cost.memory import static_bytes_per_param
-from autopar.options import Recompute
+from autopar.manual import Recompute
 from autopar.passes.analysis import Analysis, Recomputable, stored_dtype
 from autopar.passes.intra.at_loss import least_at_loss_bytes
 from autopar.passes.intra.constraints import Constraints
@@ -123,6 +123,10 @@ def _least_times_s(analysis: Analysis, cost: CostModel) -> Array:
         times = operator_times_s(
             rule, operator, types.__getitem__, cost,
             np.array([float(rule.flops_of(item.sizes)), 0.0]), moved,
+            between_bytes=[
+                np.array([n * types[operator.inputs[0]].itemsize, 0.0])
+                for n in rule.between_of(item.sizes)
+            ],
         )  # fmt: skip
         alike[kind] = np.stack(times)
     return np.stack([alike[kind] for kind in kinds], axis=2)

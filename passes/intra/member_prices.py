@@ -59,6 +59,7 @@ class LoweredChoices:
     at        the indices of these choices
     sizes     name of the notation -> its size on one rank, [cases, choices]
     n_ranks   [cases, 1]: ranks along the axes
+    imbalance of rows: 1, if ranks compute equally many
     """
 
     lowering: Lowering
@@ -67,13 +68,15 @@ class LoweredChoices:
     sizes: Mapping[str, Indices]
     n_ranks: Indices
     itemsize: int
+    imbalance: float
 
     def values(self, formula: str) -> Array:
         """The values of a formula of the function: [cases, choices].
 
         Formulas may be of sizes that no choice cuts: dims of size 1 have no name.
         """
-        values = self.lowering.values(formula, self.sizes, self.itemsize, self.n_ranks)
+        on = self.sizes, self.itemsize, self.n_ranks, self.imbalance
+        values = self.lowering.values(formula, *on)
         return np.broadcast_to(values, (len(self.n_ranks), len(self.at)))
 
 
@@ -135,10 +138,15 @@ class MemberPricer:
                 of_counts = [rule.flops_of(sizes[item.name]) for sizes in self.sizes_at]
                 flops = array_of(self.cases, of_counts) * labelled
             lowered = self._lowered_choices(rule, item, chosen[picked])
+            between = zip(*(rule.between_of(of[item.name]) for of in self.sizes_at), strict=True)
+            item_bytes = self.cases.type(item.operator.inputs[0]).itemsize * labelled
+            between_bytes = [item_bytes * array_of(self.cases, [*of]) for of in between]
             times = operator_times_s(
                 rule, item.operator, self.cases.type, self.cases.costs[0], flops, moved,
-                _rows_shares(lowered, shape) if rule.fused else 1.0,
+                _rows_shares(lowered, shape) if rule.fused else 1.0, between_bytes,
             )  # fmt: skip
+            for of in (of for of in lowered if of.imbalance != 1.0):
+                times = times.slowed(of.at, of.imbalance)
             inner = self._inner_times_s(lowered, item, times)
             own_bytes = self._own_bytes(item, labelled)
             kept = self._kept_values(group, item, share, first_savers)
@@ -169,6 +177,7 @@ class MemberPricer:
             LoweredChoices(
                 lowering, axes, at, {name: of[:, at] for name, of in sizes.items()},
                 self.cases.sizes[:, axes].prod(axis=1)[:, None], itemsize,
+                self.cases.costs[0].imbalance if lowering.uneven else 1.0,
             )
             for (lowering, axes), at in alike.items()
         )  # fmt: skip
@@ -191,7 +200,8 @@ class MemberPricer:
                 if inner.runs(grads):
                     size_bytes = of.values(inner.size_bytes)
                     inner_s = self._collective_times_s(inner.kind, size_bytes, of.axes)
-                    time_s[inner.phase][:, of.at] += inner_s * of.values(inner.count)
+                    inner_s *= of.values(inner.count) * of.imbalance
+                    time_s[inner.phase][:, of.at] += inner_s
             share = of.values(of.lowering.beside) * self.cases.costs[0].hides
             for phase, own_s in compute_s.items():
                 waited_s = time_s[phase][:, of.at] - share * own_s[:, of.at]
@@ -342,10 +352,17 @@ class OperatorTimes(NamedTuple):
     backward_s: Array
     again_s: Array
 
+    def slowed(self, at: Sequence[int], factor: float) -> OperatorTimes:
+        """With the choices `at` that many times as slow."""
+        factors = np.ones(self.forward_s.shape[-1])
+        factors[at] = factor
+        return OperatorTimes(*(time_s * factors for time_s in self))
+
 
 def operator_times_s(
     rule: OpRule, operator: Operator, type_of: Callable[[str], TensorType], cost: CostModel,
     flops: Array, moved: Moved, rows_share: Array | float = 1.0,
+    between_bytes: Sequence[Array] = (),
 ) -> OperatorTimes:  # fmt: skip
     """Seconds of one operator in one microbatch.
 
@@ -357,6 +374,9 @@ def operator_times_s(
     query are cut, `rows_share` of them on each rank, the rank with the last rows skips least, and
     the others wait for it. Ranges of keys say which share of pairs they show. Where attention is
     in blocks of rows, its scores go to memory.
+
+    `between_bytes` are those of `OpRule.between`. Kernels between matmuls take the time of what
+    they move, and 1.5 times that in backward.
     """
     if rule.view:
         return OperatorTimes(*(np.zeros_like(moved.forward_bytes) for _ in range(3)))
@@ -371,6 +391,9 @@ def operator_times_s(
             forward_bytes=moved.forward_bytes + score_bytes,
             again_bytes=moved.again_bytes + score_bytes,
         )
+    if between_bytes:
+        every_byte = moved.forward_bytes + between_bytes[0]
+        moved = moved._replace(forward_bytes=every_byte, again_bytes=every_byte)
     moved_bytes = moved.forward_bytes
     n_forward, n_backward, n_again = moved.launches
     forward = cost.op_times_s(flops, moved_bytes, kind, n_launches=n_forward)
@@ -386,4 +409,9 @@ def operator_times_s(
     else:
         n_matmuls = sum(type_of(n).has_grad for n in operator.inputs[:2])
         backward = n_matmuls * cost.op_times_s(flops, moved_bytes)
+    if between_bytes:
+        between_s = cost.op_times_s(np.zeros(1), between_bytes[1], "memory")
+        has_grad = any(type_of(n).has_grad for n in operator.outputs)
+        forward, backward = forward + between_s, backward + 1.5 * between_s * has_grad
+        again = again + between_s
     return OperatorTimes(forward, backward, again)

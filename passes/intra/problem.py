@@ -22,7 +22,7 @@ import numpy as np
 
 from autopar.arrays import BoolArray
 from autopar.caching import once
-from autopar.options import Recompute
+from autopar.manual import Recompute
 from autopar.passes.analysis import Side
 from autopar.passes.intra.candidates import GroupCandidates
 from autopar.passes.intra.hiding import NOTHING_HIDDEN, ExposureWeights, HidableCosts, Hiding

@@ -32,7 +32,7 @@ import numpy as np
 
 from autopar.arrays import Array, BoolArray, Codes, Indices
 from autopar.caching import once
-from autopar.options import Recompute
+from autopar.manual import Recompute
 from autopar.passes.analysis import Analysis, Recomputable
 from autopar.passes.intra.builder import BuiltVariable, ProblemBuilder, ReshardEdge
 from autopar.passes.intra.candidates import CandidateMaker, ChoiceTable, GroupCandidates
@@ -123,7 +123,7 @@ class _Adder:
                 apart_s = np.where(is_kept | (matmul is not None), 0.0, again_s)
                 self._spend(v, r, apart_s, "selective")
             self._charge(v, r, price.own_bytes, None)
-            if self.ranges.rule(i).fused:
+            if self.ranges.rule(i).saves_more:
                 self._charge(v, r, np.where(is_kept, price.own_bytes, 0.0), "selective")
             for number, size_bytes in price.kept.items():
                 if self.ranges.is_only(candidates.group.values[number], r):

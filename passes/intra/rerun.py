@@ -23,7 +23,7 @@ from functools import cached_property
 import numpy as np
 
 from autopar.arrays import Array
-from autopar.options import Recompute
+from autopar.manual import Recompute
 from autopar.passes.analysis import Analysis
 from autopar.passes.intra.cases import Cases
 from autopar.passes.reshard import ReshardTables, primitive_lines
@@ -107,7 +107,7 @@ class RerunRanges:
         return Step.call(
             operator.inputs, operator.outputs, self.kept_by(i),
             saved.other_bytes if saved else 0.0, is_function(str(operator.call.op)),
-            self.is_matmul(i) and not rule.fused,
+            self.is_matmul(i) and not rule.saves_more,
         )  # fmt: skip
 
     def matmul_of_bias_add(self, i: int) -> str | None:

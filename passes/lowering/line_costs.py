@@ -75,6 +75,7 @@ class LineCosts:
                 share /= self.sizes[axis]
         whole = rule.flops_of(item.sizes)
         flops = whole * share
+        item_bytes = self.types[operator.inputs[0]].itemsize * share
         n_matmuls = 1
         if any(self.types[v].has_grad for v in operator.outputs):
             n_matmuls += sum(self.types[v].has_grad for v in operator.inputs[:2])
@@ -86,8 +87,10 @@ class LineCosts:
             np.array([flops]),
             Moved.of(sizes, self.fused.get(operator.name), np.zeros(1)),
             self._rows_share(chosen),
+            [np.array([n * item_bytes]) for n in rule.between_of(item.sizes)],
         )
-        forward_s, backward_s, again_s = (float(of[0]) for of in times)
+        uneven = self.imbalance(chosen)
+        forward_s, backward_s, again_s = (uneven * float(of[0]) for of in times)
         return LinePrice(flops, whole * n_matmuls, forward_s, backward_s, again_s, share)
 
     def _rows_share(self, chosen: OperatorStrategy) -> float:
@@ -95,6 +98,11 @@ class LineCosts:
         if chosen.lowered_axes == (self.folded,):
             return 1.0
         return 1.0 / math.prod(self.sizes[axis] for axis in chosen.lowered_axes)
+
+    def imbalance(self, chosen: OperatorStrategy) -> float:
+        """How many times the mean of rows the fullest rank computes."""
+        uneven = chosen.lowered is not None and chosen.lowered.uneven
+        return self.cost.imbalance if uneven else 1.0
 
     def share(self, operator: Operator, price: LinePrice) -> float:
         """What share of the bytes measured on whole tensors one rank has, per microbatch."""
@@ -160,7 +168,13 @@ class LineCosts:
         axes, share = chosen.lowered_axes, value(chosen.lowered.beside)
         compute_s = {"forward": price.forward_s, "backward": price.backward_s}
         calls = [
-            InnerCall(c.kind, c.phase, int(value(c.size_bytes)), round(value(c.count)))
+            InnerCall(
+                c.kind,
+                c.phase,
+                int(value(c.size_bytes)),
+                round(value(c.count)),
+                imbalance=self.imbalance(chosen),
+            )
             for c in chosen.lowered.inner
             if c.runs([i.has_grad for i in inputs])
         ]
@@ -184,7 +198,8 @@ class LineCosts:
         assert chosen.lowered is not None
         sizes = name_sizes(operator.notation, [i.shape for i in inputs], [o.shape for o in outs])
         n_ranks = math.prod(self.sizes[axis] for axis in chosen.lowered_axes)
-        return chosen.lowered.value(formula, sizes, inputs[0].dtype.itemsize, n_ranks)
+        on = sizes, inputs[0].dtype.itemsize, n_ranks, self.imbalance(chosen)
+        return chosen.lowered.value(formula, *on)
 
     def storage_of(self, operator: Operator, names: Sequence[str]) -> tuple[str | None, ...]:
         """Per output, the input variable whose storage it shares; None if it has its own."""

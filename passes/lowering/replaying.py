@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 
 from autopar.errors import PlanError
+from autopar.manual import Recompute
 from autopar.mesh import LogicalMesh
-from autopar.options import Recompute
 from autopar.passes.analysis import Analysis, PlacedOperator, Side, is_boundary_spec
 from autopar.passes.intra import joint_lowering
 from autopar.placement import I, Placement, R, Spec, TensorType, illegal_reason

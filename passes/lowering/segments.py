@@ -24,7 +24,7 @@ from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from dataclasses import replace
 
-from autopar.options import Recompute
+from autopar.manual import Recompute
 from autopar.placement import COLLECTIVES
 from autopar.program.communication import line_needs
 from autopar.program.graph import Program

@@ -18,8 +18,9 @@ from functools import cached_property
 from autopar.cost.hardware import Hardware
 from autopar.cost.price import StepPricer
 from autopar.errors import InfeasibleError, MeshError, OptionError
+from autopar.manual import Manual
 from autopar.mesh import LogicalMesh, Mesh, factored_view
-from autopar.options import Manual, Options
+from autopar.options import Options
 from autopar.passes.analysis import Analysis
 from autopar.passes.inter import (
     Candidate,
@@ -28,6 +29,7 @@ from autopar.passes.inter import (
     all_views,
     axes_text,
     check_degrees,
+    check_experts,
     check_pinned_axes,
     check_ranks,
     distinct_views,
@@ -214,6 +216,7 @@ class Planner:
             raise OptionError("manual is the whole recipe; force cannot be combined with it")
         if manual.pp == 1:
             check_ranks(manual, self.mesh)
+            check_experts(manual, self.analysis)
             limits, view = recipe_limits(self.options, manual), self._view(manual.axes)
             counts = recipe_counts(self.analysis, self.options, manual, self.mesh.n_ranks)
             named = [self._single_stage("manual recipe", view, limits, m) for m in counts]

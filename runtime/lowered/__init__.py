@@ -12,7 +12,12 @@ import `collectives`, its neighbour. It mainly hands on functions such as
 
 from autopar.runtime.lowered.attention import causal_attention
 from autopar.runtime.lowered.bags import vocab_parallel_bags, vocab_parallel_weighted_bags
-from autopar.runtime.lowered.experts import expert_exchange_linear, expert_parallel_linear
+from autopar.runtime.lowered.experts import (
+    expert_exchange_linear,
+    expert_exchange_mlp,
+    expert_parallel_linear,
+    expert_parallel_mlp,
+)
 from autopar.runtime.lowered.lowered import Lowered
 from autopar.runtime.lowered.normalisation import (
     synchronised_batch_norm,
@@ -28,7 +33,9 @@ from autopar.runtime.lowered.vocabulary import (
 LOWERED: dict[str, Lowered] = {
     "causal_attention": causal_attention,
     "expert_exchange_linear": expert_exchange_linear,
+    "expert_exchange_mlp": expert_exchange_mlp,
     "expert_parallel_linear": expert_parallel_linear,
+    "expert_parallel_mlp": expert_parallel_mlp,
     "ring_attention": ring_attention,
     "synchronised_batch_norm": synchronised_batch_norm,
     "synchronised_batch_norm_with_statistics": synchronised_batch_norm_with_statistics,
@@ -43,7 +50,9 @@ __all__ = [
     "Lowered",
     "causal_attention",
     "expert_exchange_linear",
+    "expert_exchange_mlp",
     "expert_parallel_linear",
+    "expert_parallel_mlp",
     "ring_attention",
     "synchronised_batch_norm",
     "synchronised_batch_norm_with_statistics",

@@ -1,112 +1,159 @@
-"""Linear layers of experts that are sharded contiguously on a group.
+"""Matmuls of experts that are sharded contiguously on a group: one matmul, or a whole mixture.
 
-Rank r of p holds experts [r·e, (r+1)·e).
+Rank r of p holds experts [r·e, (r+1)·e). What is computed of rows sorted by expert is in
+`operators/experts.py`.
 
-`expert_parallel_linear`: every rank has all rows. It computes the rows of its own experts and
-leaves the others 0. The sum over ranks is the result: a Partial, without communication.
+`expert_parallel_...`: every rank has all rows. It gathers and computes the rows of its own experts
+and leaves the others 0. The sum over ranks is the result: a Partial, without communication.
 
-`expert_exchange_linear`: every rank has its own rows, as in GShard (Lepikhin et al.,
+`expert_exchange_...`: every rank has its own rows, as in GShard (Lepikhin et al.,
 arXiv:2006.16668), but without a capacity: no row is dropped, and each rank receives as many rows
-as the ids demand. Three all_to_alls run forward:
+as the ids demand. Forward:
 
-    counts [p·e]    how many rows go to each expert; to the rank that has the expert
-    rows [n, i]     sorted by expert, so that rows for one rank are contiguous
-    results [n, o]  back to the rank and the position their rows came from
+    counts [p, p·e]   all_gather: how many rows each rank has for each expert
+    rows [n, i]       all_to_all: sorted by expert, so that rows for one rank are contiguous
+    results [n, o]    all_to_all: back to the rank and the position their rows came from
 
-Two run backward: the gradients of the results to the experts' ranks, and the gradients of the
-rows back.
+The host waits for the counts, once. Backward uses them again, and has two all_to_alls: gradients of
+the results to the experts' ranks, gradients of the rows back. An expert has its rows in the order
+of ranks, then of positions: the order of one process with the rows of all. So sums are the same.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from autopar import operators
+from autopar.operators.experts import ExpertLinear, ExpertMlp, SortedRows, in_order, sort_rows
 from autopar.placement import Split
 from autopar.runtime.groups import Group, phase
 from autopar.runtime.lowered.lowered import Kept, Lowered
 
-expert_linear = operators.experts.expert_linear
-expert_outer = operators.experts.expert_outer
+Function = ExpertLinear | ExpertMlp
 
 
-def _gradients(
-    x: Tensor, weight: Tensor, ids: Tensor, transposed: bool, gradient: Tensor,
-    wanted: Sequence[bool],
-) -> tuple[Tensor | None, Tensor | None]:  # fmt: skip
-    """Of the rows and of the weight of `expert_linear(x, weight, ids, transposed)`."""
-    of_x = of_weight = None
-    if wanted[0]:
-        of_x = expert_linear(gradient, weight, ids, not transposed)
-    if wanted[1]:
-        pair = (x, gradient) if transposed else (gradient, x)
-        of_weight = expert_outer(*pair, ids, weight.shape[0])
-    return of_x, of_weight
+@dataclass(frozen=True)
+class _Experts:
+    """Lowered functions of rows and `n_weights` weights; `make` takes the operator's options."""
 
+    n_weights: int
+    make: Callable[..., Function]
 
-def _parallel(
-    x: Tensor, weight_local: Tensor, ids: Tensor, g: Group, transposed: bool = False
-) -> tuple[Tensor, Kept]:
-    """The results of this rank's experts, as a Partial: n i, e o i, n -> n o.
+    def parallel(self, x: Tensor, *args: Any) -> tuple[Tensor, Kept]:
+        """The results of this rank's experts, as a Partial. `ids` count over those of all ranks."""
+        weights, ids, g, of = self._read(args)
+        n_local = len(weights[0])
+        order, ends = sort_rows(ids, n_local * g.size)
+        first, numbers = g.rank * n_local, [0, *ends.tolist()]
+        mine = slice(first, first + n_local)
+        start, *bounds = numbers[first : first + n_local + 1]
+        counts = [b - a for a, b in zip((start, *bounds), bounds, strict=False)]
+        order = order[start : start + sum(counts)].clone()
+        groups = SortedRows(ends[mine] - start, counts)
+        rows = x[order]
+        results, kept = of.forward(groups, rows, *weights)
+        out = x.new_zeros(len(x), results.shape[1]).index_copy_(0, order, results)
+        return out, (of, groups, order, rows, kept, len(x))
 
-    `ids` count over the experts of all ranks.
-    """
-    n_local = weight_local.shape[0]
-    start = g.rank * n_local
-    mine = (ids >= start) & (ids < start + n_local)
-    # Invalid ids stay out of range, so they fail as they do unsharded.
-    others = (ids >= 0) & (ids <= g.size * n_local) & ~mine
-    local = (ids - start).masked_fill(others, n_local)
-    return expert_linear(x, weight_local, local, transposed), (local, transposed)
-
-
-def _parallel_backward(
-    kept: Kept, inputs: Sequence[Tensor], gradients: Sequence[Tensor], wanted: Sequence[bool]
-) -> tuple[Tensor | None, Tensor | None, None]:
-    (x, weight), (local, transposed) = inputs, kept
-    return *_gradients(x, weight, local, transposed, gradients[0], wanted), None
-
-
-def _exchange(
-    x_local: Tensor, weight_local: Tensor, ids_local: Tensor, g: Group, transposed: bool = False
-) -> tuple[Tensor, Kept]:
-    """The results of this rank's rows, from the experts of all ranks: n i, e o i, n -> n o."""
-    n_local = weight_local.shape[0]
-    n_experts = n_local * g.size
-    counts = torch.bincount(ids_local, minlength=n_experts)
-    if len(counts) > n_experts + 1:
-        raise IndexError(f"expert {len(counts) - 1} is out of range for {n_experts} experts")
-    counts = counts[:n_experts]
-    along = Split(0, 1)
-    received = g.all_to_all(counts, along, along)
-    numbers = tuple(n.view(g.size, n_local).sum(dim=1).tolist() for n in (counts, received))
-
-    order = ids_local.argsort(stable=True)[: sum(numbers[0])]
-    rows = g.send_rows(x_local[order], *numbers)
-    experts = torch.arange(n_local, device=ids_local.device).repeat(g.size)
-    experts = experts.repeat_interleave(received)
-    results = expert_linear(rows, weight_local, experts, transposed)
-    returned = g.return_rows(results, *numbers)
-    out = x_local.new_zeros(len(x_local), returned.shape[1]).index_copy(0, order, returned)
-    return out, (rows, experts, order, numbers, len(x_local), transposed, g)
-
-
-def _exchange_backward(
-    kept: Kept, inputs: Sequence[Tensor], gradients: Sequence[Tensor], wanted: Sequence[bool]
-) -> tuple[Tensor | None, Tensor | None, None]:
-    (weight,), (rows, experts, order, numbers, n_rows, transposed, g) = inputs, kept
-    with phase("backward", g.context):
-        received = g.send_rows(gradients[0][order], *numbers)
-        of_rows, of_weight = _gradients(rows, weight, experts, transposed, received, wanted)
+    def parallel_backward(
+        self, saved: Kept, weights: Sequence[Tensor], gradients: Sequence[Tensor],
+        wanted: Sequence[bool],
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        of, groups, order, rows, kept, n_rows = saved
+        upstream = gradients[0][order]
+        of_rows, *of_weights = of.backward(groups, upstream, rows, kept, wanted, *weights)
         of_x = None
         if of_rows is not None:
-            returned = g.return_rows(of_rows, *numbers)
-            of_x = returned.new_zeros(n_rows, returned.shape[1]).index_copy(0, order, returned)
-    return of_x, of_weight, None
+            of_x = of_rows.new_zeros(n_rows, of_rows.shape[1]).index_copy_(0, order, of_rows)
+        return of_x, *of_weights, None
+
+    def exchange(self, x: Tensor, *args: Any) -> tuple[Tensor, Kept]:
+        """The results of this rank's rows, from the experts of all ranks."""
+        weights, ids, g, of = self._read(args)
+        exchange, groups = _Exchange.of(ids, len(weights[0]), g)
+        rows = exchange.dispatch(x)
+        found = [*of.forward(groups, rows, *weights)]
+        return exchange.combine(found), (of, exchange, groups, rows, *found)
+
+    def exchange_backward(
+        self, saved: Kept, weights: Sequence[Tensor], gradients: Sequence[Tensor],
+        wanted: Sequence[bool],
+    ) -> tuple[Tensor | None, ...]:  # fmt: skip
+        of, exchange, groups, rows, kept = saved
+        with phase("backward", exchange.group.context):
+            upstream = exchange.dispatch(gradients[0])
+            found = [*of.backward(groups, upstream, rows, kept, wanted, *weights)]
+            del upstream
+            of_x = exchange.combine(found) if wanted[0] else found.pop(0)
+        return of_x, *found, None
+
+    def _read(self, args: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], Tensor, Group, Function]:
+        """Weights, ids, the group, and the function of sorted rows."""
+        weights, (ids, group, *options) = args[: self.n_weights], args[self.n_weights :]
+        return weights, ids, group, self.make(*options)
+
+    @property
+    def lowered_parallel(self) -> Lowered:
+        keeps = tuple(range(1, 1 + self.n_weights))
+        return Lowered(self.parallel, self.parallel_backward, keeps)
+
+    @property
+    def lowered_exchange(self) -> Lowered:
+        keeps = tuple(range(1, 1 + self.n_weights))
+        return Lowered(self.exchange, self.exchange_backward, keeps)
 
 
-expert_parallel_linear = Lowered(_parallel, _parallel_backward, keeps=(0, 1))
-expert_exchange_linear = Lowered(_exchange, _exchange_backward, keeps=(1,))
+@dataclass(frozen=True)
+class _Exchange:
+    """Which rows go where.
+
+    n_sent, n_received    numbers of rows, to and from each rank
+    order                 positions of own rows, in the order in which they are sent
+    arrival               positions of received rows, in the order of experts
+    """
+
+    group: Group
+    n_sent: Sequence[int]
+    n_received: Sequence[int]
+    order: Tensor
+    arrival: Tensor
+
+    @staticmethod
+    def of(ids: Tensor, n_local: int, g: Group) -> tuple[_Exchange, SortedRows]:
+        """The exchange of rows with these ids, and how those that are received are sorted."""
+        order, ends = sort_rows(ids, n_local * g.size)
+        own = ends.diff(prepend=ends.new_zeros(1)).long().unsqueeze(0)
+        numbers = g.all_gather(own, Split(0, 1)).view(g.size, g.size, n_local)
+        table = numbers.tolist()  # the host waits here
+        counts = [sum(of) for of in zip(*(each[g.rank] for each in table), strict=True)]
+        n_sent = [sum(of) for of in table[g.rank]]
+        n_received = [sum(each[g.rank]) for each in table]
+        mine = numbers[:, g.rank]
+        experts = torch.arange(n_local, device=ids.device).repeat(g.size)
+        experts = experts.repeat_interleave(mine.flatten(), output_size=sum(n_received))
+        groups = SortedRows(mine.sum(0).cumsum(0, dtype=torch.int32), counts)
+        return _Exchange(g, n_sent, n_received, order, experts.argsort(stable=True)), groups
+
+    def dispatch(self, x: Tensor) -> Tensor:
+        """Rows to the ranks of their experts; the result is sorted by expert."""
+        x = x[self.order]
+        x = self.group.send_rows(x, self.n_sent, self.n_received)
+        return x[self.arrival]
+
+    def combine(self, found: list[Any]) -> Tensor:
+        """The first of `found`, rows sorted by expert, back to where they came from.
+
+        It is taken out of the list, so that its memory is free as soon as it is copied.
+        """
+        rows: Tensor = in_order(self.arrival, found.pop(0))
+        rows = self.group.return_rows(rows, self.n_sent, self.n_received)
+        return in_order(self.order, rows)
+
+
+_LINEAR, _MLP = _Experts(1, ExpertLinear), _Experts(2, ExpertMlp)
+expert_parallel_linear, expert_exchange_linear = _LINEAR.lowered_parallel, _LINEAR.lowered_exchange
+expert_parallel_mlp, expert_exchange_mlp = _MLP.lowered_parallel, _MLP.lowered_exchange

@@ -15,8 +15,8 @@ import autopar
 from autopar.cli import doctor, shell
 from autopar.cli.options import parse_force, parse_manual, parse_mesh, parse_stages
 from autopar.errors import OptionError
+from autopar.manual import Manual
 from autopar.option_values import parse_bytes
-from autopar.options import Manual
 from autopar.runtime.flight import FlightRecord
 from tests.cli.factories import CONFIG, SIZES, Run, run
 from tests.conftest import Golden

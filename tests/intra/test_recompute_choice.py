@@ -13,7 +13,8 @@ from autopar.cost.laws import CostModel
 from autopar.cost.memory import kept_bytes
 from autopar.cost.price import stage_times
 from autopar.cost.simulate import PartWork
-from autopar.options import Options, Recompute
+from autopar.manual import Recompute
+from autopar.options import Options
 from autopar.passes.analysis import SEARCHED, Analysis, Recomputable, aligned_runs, fold
 from autopar.passes.intra import (
     Chooser,

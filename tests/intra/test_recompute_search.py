@@ -11,7 +11,7 @@ import pytest
 import autopar
 from autopar import Manual, Plan
 from autopar.errors import InfeasibleError
-from autopar.options import Recompute
+from autopar.manual import Recompute
 from tests.helpers.machines import one_node
 from tests.helpers.models.recompute_models import recomputing
 from tests.helpers.nightly import nightly, one_in

@@ -10,7 +10,7 @@ from torch import Tensor
 
 import autopar
 from autopar import Manual
-from autopar.options import Recompute
+from autopar.manual import Recompute
 from tests.helpers.nightly import one_in, sampled
 from tests.parity.zoo import FAMILIES
 

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import Manual
-from autopar.options import Recompute
+from autopar.manual import Recompute
 from tests.helpers.harness import generated_code
 from tests.helpers.jobs import llama, machine, tokens
 from tests.helpers.models.dropout_models import dropped_gpt2

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar.codegen import emit
-from autopar.options import Recompute
+from autopar.manual import Recompute
 from autopar.passes.backward import differentiate, proved
 from autopar.passes.lowering import lower_few
 from autopar.program.lines import JointProgram

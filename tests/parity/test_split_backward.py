@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import autopar
 from autopar import Manual
-from autopar.options import Recompute
+from autopar.manual import Recompute
 from autopar.passes.backward import differentiate, make_fusible
 from autopar.program.graph import Program
 from autopar.program.lines import (

@@ -87,7 +87,8 @@ SECTIONS = (
     ),
     Section(
         "Experts", EXPERT_MATMULS,
-        "Each row times the matrix of its own expert. Experts may be sharded with all rows on "
+        "Each row times the matrix of its own expert; or a mixture, which is two of these with an "
+        "activation between them. Experts may be sharded with all rows on "
         "every rank, or together with the rows, which then travel to their expert and back.",
     ),
     Section(

@@ -3,23 +3,27 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
-from autopar import operators
-from autopar.errors import VerificationError
+from autopar.capture import capture
+from autopar.errors import CaptureError, VerificationError
 from autopar.mesh import Device, Link, LogicalMesh
+from autopar.operators import experts
 from autopar.runtime.groups import CollectiveCall, Group, Recorder
 from autopar.runtime.launch import ThreadWorld, run_threads
+from autopar.runtime.lowered import LOWERED
 from tests.helpers.capture_harness import Module, check, targets
 from tests.helpers.models.moe_models import FAMILIES, moe_model
 from tests.helpers.samples.rule_samples import x
 
-expert_linear = operators.experts.expert_linear._opoverload
+expert_linear = experts.EXPERT_LINEAR
 IDS = torch.tensor([3, 0, 0, 1, 2, 3, 3, 0])
 
 
@@ -44,23 +48,99 @@ class TestOperator:
         ):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-13)
 
-    def test_a_row_without_an_expert_is_zero(self) -> None:
-        rows, weight = x(3, 2), x(4, 5, 2)
-        y = expert_linear(rows, weight, torch.tensor([1, 4, 0]))
-        assert not y[1].any()
-        assert y[0].all() and y[2].all()
-        (gradient,) = torch.autograd.grad(y.sum(), rows)
-        assert not gradient[1].any()
-
     @pytest.mark.parametrize("wrong", [5, -1])
     def test_an_id_that_is_no_expert_is_refused(self, wrong: int) -> None:
-        with pytest.raises((IndexError, RuntimeError), match=r"out of range|non-negative"):
+        with pytest.raises(IndexError, match=f"expert {wrong} is out of range for 4 experts"):
             expert_linear(x(1, 2), x(4, 5, 2), torch.tensor([wrong]))
 
     def test_torch_finds_nothing_wrong_with_it(self) -> None:
         checks = ("test_schema", "test_autograd_registration", "test_faketensor")
         for sample in ((x(8, 6), x(4, 3, 6), IDS), (x(8, 6), x(4, 6, 3), IDS, True)):
             torch.library.opcheck(expert_linear, sample, test_utils=checks)
+        mixture = x(8, 6), x(4, 10, 6), x(4, 3, 5), IDS, "silu", False
+        torch.library.opcheck(experts.expert_mlp_forward._opoverload, mixture, test_utils=checks)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu": F.relu,
+}  # fmt: skip
+
+
+def mixture(
+    x: Tensor, w_in: Tensor, w_out: Tensor, ids: Tensor, activation: str, transposed: bool
+) -> Tensor:
+    """The definition of a mixture, with `looked_up` matrices."""
+    hidden = looked_up(x, w_in, ids, transposed)
+    gate, up = hidden, None
+    if hidden.shape[1] != w_out.shape[1 if transposed else 2]:
+        gate, up = hidden.chunk(2, -1)
+    features = ACTIVATIONS[activation](gate)
+    return looked_up(features if up is None else features * up, w_out, ids, transposed)
+
+
+class TestMixture:
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["loop", "grouped"])
+    @pytest.mark.parametrize("activation", ACTIVATIONS)
+    @pytest.mark.parametrize("n_parts", [1, 2], ids=["plain", "gated"])
+    @pytest.mark.parametrize("transposed", [False, True])
+    def test_value_and_gradients(
+        self, dtype: torch.dtype, activation: str, n_parts: int, transposed: bool
+    ) -> None:
+        """`F.grouped_mm` has float32, not float64. Expert 2 has no rows."""
+        ids = torch.tensor([3, 0, 0, 1, 3, 3, 3, 0])
+        tensors = [x(8, 4), x(4, 8 * n_parts, 4), x(4, 4, 8)]
+        if transposed:
+            tensors[1:] = (w.detach().mT.contiguous().requires_grad_() for w in tensors[1:])
+        tensors = [t.detach().to(dtype).requires_grad_() for t in tensors]
+        mine = experts.EXPERT_MLP(*tensors, ids, activation, transposed)
+        expected = mixture(tensors[0], tensors[1], tensors[2], ids, activation, transposed)
+        upstream = torch.randn_like(mine)
+        pairs = [(mine, expected)]
+        both = (torch.autograd.grad(y, tensors, upstream) for y in (mine, expected))
+        for a, b in (*pairs, *zip(*both, strict=True)):
+            torch.testing.assert_close(a, b, rtol=0, atol=1e-13 if dtype.itemsize == 8 else 1e-5)
+
+    def test_what_is_frozen_gets_no_gradient(self) -> None:
+        """As with adapters: weights do not learn, rows have gradients."""
+        rows, w_in, w_out = x(8, 4), x(4, 16, 4).detach(), x(4, 4, 8).detach()
+        loss = [
+            f(rows, w_in, w_out, IDS, "silu", False).sum() for f in (experts.EXPERT_MLP, mixture)
+        ]
+        mine, expected = (torch.autograd.grad(y, rows)[0] for y in loss)
+        torch.testing.assert_close(mine, expected, rtol=0, atol=1e-13)
+
+
+def exchanged_mixture(
+    world: ThreadWorld, n_ranks: int, case: Sequence[Tensor]
+) -> tuple[Tensor, ...]:
+    """A rank's rows and experts of a whole mixture: results, and all gradients."""
+    mesh = LogicalMesh((n_ranks,), ("ep",), (Link(1, 1),), Device(1, 1, 1))
+    g: Group = world.make_groups(mesh)[(0,)]
+    *tensors, ids, upstream = (t.chunk(n_ranks)[world.rank] for t in case)
+    tensors = [t.detach().requires_grad_() for t in tensors]
+    y = LOWERED["expert_exchange_mlp"](*tensors, ids, g, "silu", False)
+    return y.detach(), *torch.autograd.grad(y, tensors, upstream)
+
+
+@pytest.mark.parametrize("n_ranks", [2, 4])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_an_exchange_keeps_the_order_of_rows_and_so_all_bits(
+    n_ranks: int, dtype: torch.dtype
+) -> None:
+    """One expert has no rows, another most."""
+    generator = torch.Generator().manual_seed(0)
+    ids = torch.randint(0, 4, (64,), generator=generator)
+    ids[ids == 1] = 3
+    shapes = (64, 8), (4, 24, 8), (4, 8, 12), (64, 8)
+    *tensors, upstream = (torch.randn(s, generator=generator, dtype=dtype) for s in shapes)
+    found = run_threads(exchanged_mixture, n_ranks, n_ranks, (*tensors, ids, upstream))
+    for tensor in tensors:
+        tensor.requires_grad_()
+    y: Tensor = experts.EXPERT_MLP(*tensors, ids, "silu", False)
+    expected = y, *torch.autograd.grad(y, tensors, upstream)
+    for whole, parts in zip(expected, zip(*found, strict=True), strict=True):
+        assert torch.equal(whole, torch.cat(parts))
 
 
 def exchanged(world: ThreadWorld, n_received: Callable[[int], int]) -> list[CollectiveCall]:
@@ -88,7 +168,7 @@ class TestExchange:
             run_threads(exchanged, 2, lambda r: 1)
 
 
-def experts(module: Module, rows: Tensor, ids: Tensor, product: Callable[..., Tensor]) -> Tensor:
+def loss_of(module: Module, rows: Tensor, ids: Tensor, product: Callable[..., Tensor]) -> Tensor:
     """A loss of rows times the matrices of `module.experts` [4, 4, 4] chosen by `ids`."""
     return product(module.linear(rows), module.experts, ids).pow(2).sum()
 
@@ -110,7 +190,7 @@ FORMS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 class TestCapture:
     @pytest.mark.parametrize("form", FORMS)
     def test_a_product_with_a_matrix_per_row(self, form: str) -> None:
-        module = Module(lambda m, rows, ids: experts(m, rows, ids, FORMS[form]))
+        module = Module(lambda m, rows, ids: loss_of(m, rows, ids, FORMS[form]))
         module.experts = nn.Parameter(torch.randn(4, 4, 4))
         program = check(module, (torch.randn(8, 4, dtype=torch.float64), IDS))
         found = targets(program)
@@ -119,10 +199,51 @@ class TestCapture:
 
     def test_several_vectors_per_matrix_stay_a_product(self) -> None:
         several = lambda x, w, ids: w[ids] @ x.view(8, 4, 1).expand(8, 4, 2)  # noqa: E731
-        module = Module(lambda m, rows, ids: experts(m, rows, ids, several))
+        module = Module(lambda m, rows, ids: loss_of(m, rows, ids, several))
         module.experts = nn.Parameter(torch.randn(4, 4, 4))
         program = check(module, (torch.randn(8, 4, dtype=torch.float64), IDS))
         assert expert_linear not in targets(program)
+
+    @pytest.mark.parametrize(
+        ("between", "is_joined"),
+        [
+            (lambda h: F.silu(h[:, :4]) * h[:, 4:], True),
+            (lambda h: h.split(4, -1)[1] * F.gelu(h.chunk(2, -1)[0], approximate="tanh"), True),
+            (lambda h: F.relu(h[:, :4]) * h[:, :4], False),
+            (lambda h: F.silu(h[:, ::2]) * h[:, 1::2], False),
+            (lambda h: (F.silu(h) + h)[:, :4], False),
+            (lambda h: F.silu(h[:, :4]) * h[:, 4:] + h.sum(), False),
+        ],
+    )
+    def test_which_mixtures_become_one_operator(
+        self, between: Callable[[Tensor], Tensor], is_joined: bool
+    ) -> None:
+        """Gated by halves, if nothing else reads the features in between."""
+
+        def forward(m: Any, rows: Tensor, ids: Tensor) -> Tensor:
+            hidden = looked_up(m.linear(rows), m.into, ids)
+            return looked_up(between(hidden), m.experts, ids).pow(2).sum()
+
+        module = Module(forward)
+        module.into = nn.Parameter(torch.randn(4, 8, 4))
+        module.experts = nn.Parameter(torch.randn(4, 4, 4))
+        found = targets(check(module, (torch.randn(8, 4, dtype=torch.float64), IDS)))
+        assert (experts.EXPERT_MLP in found, expert_linear in found) == (is_joined, not is_joined)
+
+    def test_a_loop_over_experts_is_refused_with_a_way_out(self) -> None:
+        def looped(m: Any, rows: Tensor, ids: Tensor) -> Tensor:
+            parts = [rows[torch.where(ids == e)[0]] @ m.experts[e] for e in range(4)]
+            return torch.cat(parts).pow(2).sum()
+
+        def grouped(m: Any, rows: Tensor, ids: Tensor) -> Tensor:
+            ends = torch.searchsorted(ids, torch.arange(4), right=True, out_int32=True)
+            return F.grouped_mm(rows, m.experts, offs=ends).pow(2).sum()
+
+        for forward in (looped, grouped):
+            module = Module(forward)
+            module.experts = nn.Parameter(torch.randn(4, 4, 4))
+            with pytest.raises(CaptureError, match=r"experts: torch.bmm\(weight\[ids\]"):
+                capture(module, (torch.randn(8, 4), IDS))
 
     @pytest.mark.parametrize("family", FAMILIES)
     def test_a_block_of_transformers_equals_eager(self, family: str) -> None:
@@ -133,7 +254,9 @@ class TestCapture:
         hidden = torch.randn(4, 4, 16, dtype=torch.float64)
         first = lambda out, _: (out[0] if isinstance(out, tuple) else out).pow(2).sum()  # noqa: E731
         program = check(block, (hidden,), loss_fn=first)
-        assert Counter(targets(program))[expert_linear] == 2
+        counts = Counter(targets(program))
+        joined = family != "gpt_oss"  # whose experts have biases
+        assert (counts[experts.EXPERT_MLP], counts[expert_linear]) == ((1, 0) if joined else (0, 2))
         for node in program.operators:
             sizes = [v.shape for v in [node.meta["val"]] if isinstance(v, Tensor)]
             assert all(len(shape) < 3 or shape[0] != 32 for shape in sizes), node

@@ -20,8 +20,9 @@ from autopar.errors import (
     OptionError,
     VerificationError,
 )
+from autopar.manual import Manual
 from autopar.mesh import Mesh
-from autopar.options import Manual, Options
+from autopar.options import Options
 from autopar.oracle import OracleCase, check_rule, report_case
 from autopar.placement import Notation
 from autopar.planning import plan_program

@@ -20,7 +20,7 @@ import autopar
 from autopar import Manual, Plan
 from autopar.capture import reference_step
 from autopar.errors import NotSupportedError, PlanError, VerificationError
-from autopar.options import Recompute
+from autopar.manual import Recompute
 from autopar.passes.analysis import MODES, recomputed_operators
 from autopar.passes.backward import differentiate
 from autopar.program.communication import Forward, Gather, Start, backward_order, rank_collectives

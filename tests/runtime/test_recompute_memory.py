@@ -12,7 +12,7 @@ import pytest
 import autopar
 from autopar import Device, Link, Manual, Mesh, Plan
 from autopar.cost.price import peak_of_stage
-from autopar.options import Recompute
+from autopar.manual import Recompute
 from autopar.planning import Bound, bind
 from tests.helpers.harness import generated_code, random_ranges
 from tests.helpers.models.recompute_models import recomputing

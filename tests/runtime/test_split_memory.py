@@ -12,8 +12,8 @@ import torch
 from autopar import Manual
 from autopar.cost.memory import StageMemory, gradients_under_way, peak_of_row, stage_memory
 from autopar.cost.price import peak_of_stage
+from autopar.manual import Recompute
 from autopar.measured import LiveBytes
-from autopar.options import Recompute
 from autopar.planning import Bound
 from autopar.program.lines import Pipeline
 from autopar.runtime.execute.stage_runner import StepInputs

@@ -15,8 +15,9 @@ import autopar
 from autopar.capture import capture
 from autopar.cost.hardware import resolve
 from autopar.errors import InfeasibleError, MeshError, OptionError
+from autopar.manual import Manual
 from autopar.mesh import LogicalMesh, Mesh
-from autopar.options import Manual, Options
+from autopar.options import Options
 from autopar.passes.analysis import Analysis, find_runs
 from autopar.passes.binding import capture_step
 from autopar.passes.inter import (

@@ -62,9 +62,12 @@ LossFn = Callable[[Any, Any], torch.Tensor]
 
 _TORCH = str(Path(torch.__file__).parent)
 _OURS = (str(Path(__file__).parents[1]), str(Path(operators.__file__).parent))
+_EXPERTS_HINT = (
+    "experts: torch.bmm(weight[ids], x.unsqueeze(-1)), where no matrix is copied per row"
+)
 _DATA_DEPENDENT_HINT = (
     "use masks and torch.where, so that every shape is known before the step (counts: index_add_ "
-    "for bincount); what never changes, such as a graph, may be a buffer"
+    f"for bincount; {_EXPERTS_HINT}); what never changes, such as a graph, may be a buffer"
 )
 # Errors whose own words are about the tracer -> what they mean.
 _MEANINGS = {"GuardOnDataDependent": "what runs depends on the values of a tensor"}
@@ -90,6 +93,7 @@ _HINTS: tuple[tuple[str, str], ...] = (
 # What the error says -> what to write.
 _HINTS_OF_WORDS: tuple[tuple[str, str], ...] = (
     (r"\bu\d+\b", _DATA_DEPENDENT_HINT),  # as torch names a size that depends on data
+    (r"BF16 type but got mat_a", _EXPERTS_HINT),  # of `F.grouped_mm`, when it is traced
     (
         r"\.numpy\(\)",
         "values leave torch for NumPy (a matching by SciPy, a metric): compute them in torch, or "

@@ -114,6 +114,7 @@ class RankCall:
 
     `is_beside`: it runs beside compute, also in predictions (`calls_beside` in `order.py`).
     `beside_s`: else, the seconds of its own operator's compute that it runs beside.
+    `imbalance`: how many times as long it takes for the rank that sends or receives most.
     """
 
     kind: PrimitiveKind
@@ -123,6 +124,7 @@ class RankCall:
     tensor: str
     is_beside: bool = field(default=False, compare=False)
     beside_s: float = field(default=0.0, compare=False)
+    imbalance: float = field(default=1.0, compare=False)
 
 
 @dataclass(frozen=True)
@@ -415,7 +417,15 @@ def _inner_calls(line: Line, of: str, phase: str) -> list[RankCall]:
     if not isinstance(line, CallLine):
         return []
     return [
-        RankCall(c.kind, line.lowered_axes, phase, c.size_bytes, line.key, beside_s=c.beside_s)
+        RankCall(
+            c.kind,
+            line.lowered_axes,
+            phase,
+            c.size_bytes,
+            line.key,
+            beside_s=c.beside_s,
+            imbalance=c.imbalance,
+        )
         for c in line.inner
         if c.phase == of
         for _ in range(c.count)

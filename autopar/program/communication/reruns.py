@@ -55,7 +55,7 @@ class Step:
         reads: Sequence[str], writes: Sequence[str], kept: Sequence[str],
         saved_bytes: float, is_function: bool, is_matmul: bool,
     ) -> Step:  # fmt: skip
-        """`saved_bytes` besides `kept`; `is_matmul` without that of fused attention."""
+        """`saved_bytes` besides `kept`; `is_matmul`: these are copies."""
         copies = reads if saved_bytes else ()
         saves_more = is_function or (saved_bytes > 0 and not is_matmul)
         return Step(reads, writes, (*kept, *copies), saves_more)
@@ -106,6 +106,6 @@ def _step(line: Line, work: Backward) -> Step:
     if not isinstance(line, CallLine):
         return Step(line.reads, line.writes, (), False)
     is_function = line.lowered is not None or function_of(line.target) is not None
-    is_matmul = line.flops > 0 and not line.is_attention
+    is_matmul = line.flops > 0 and not line.saves_more
     step = Step.call(line.reads, line.writes, line.keeps, line.saved_bytes, is_function, is_matmul)
     return replace(step, kept=[name for name in step.kept if work.reads(name)])

@@ -18,7 +18,7 @@ from typing import Any, Literal
 import torch
 
 from autopar.caching import once
-from autopar.options import Recompute
+from autopar.manual import Recompute
 from autopar.placement import Move, PrimitiveKind, Spec, TensorType
 from autopar.program.graph import Accumulation
 from autopar.program.lines.strategy import Period
@@ -111,7 +111,8 @@ class Workspace:
 class InnerCall:
     """A collective inside a lowered function, which runs it `count` times.
 
-    Each runs beside `beside_s` of the function's compute.
+    Each runs beside `beside_s` of the function's compute, and takes `imbalance` times as long as if
+    all ranks sent and received equally much.
     """
 
     kind: PrimitiveKind
@@ -119,6 +120,7 @@ class InnerCall:
     size_bytes: int
     count: int = 1
     beside_s: float = 0.0
+    imbalance: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -161,9 +163,15 @@ class CallLine(Operation):
 
     @property
     def is_attention(self) -> bool:
-        """Is it fused attention, which saves tensors besides its inputs and outputs?"""
+        """Is it fused attention?"""
         rule = own_rule(self.target)
         return rule is not None and rule.fused
+
+    @property
+    def saves_more(self) -> bool:
+        """Does it save more than copies of its inputs, besides these and its outputs?"""
+        rule = own_rule(self.target)
+        return rule is not None and rule.saves_more
 
 
 @dataclass(frozen=True)

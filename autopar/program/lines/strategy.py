@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Literal
 
-from autopar.options import Recompute
+from autopar.manual import Recompute
 from autopar.placement import Spec, TensorType
 from autopar.rules import Lowering
 

@@ -9,7 +9,7 @@ May import the files of `report` and `picture`.
 Mainly hands on `explain`, `explain_name`, `verdict` and `context_axes`.
 """
 
-from autopar.report.words.assumptions import Remark, assumed
+from autopar.report.words.assumptions import Remark, assumed, uneven_experts
 from autopar.report.words.brief import Brief, brief
 from autopar.report.words.compiled import REGION_S, compiling
 from autopar.report.words.explanation import explain
@@ -31,5 +31,6 @@ __all__ = [
     "explain_name",
     "matching_names",
     "storage_words",
+    "uneven_experts",
     "verdict",
 ]

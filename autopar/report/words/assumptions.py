@@ -2,6 +2,7 @@
 
     assumed    the device's rates and what MFU counts; bytes of state; what overlap costs
     host       where launching kernels takes longer than they do
+    experts    how uneven their rows are (`uneven_experts`)
     advice     other dtypes of matmuls, with an estimate of the gain
 
 The estimate of a dtype: operators with matmuls take the ratio of the rates, others half of their
@@ -59,6 +60,15 @@ def assumed(
         lines += _host(hardware.device, busiest, pipeline.n_microbatches)
         lines += _advice(hardware.device, dtype, busiest, pipeline.n_microbatches, predicted)
     return lines
+
+
+def uneven_experts(imbalance: float, survives: float) -> Remark:
+    """How unevenly rows are taken to choose experts, and how unevenly they may."""
+    text = (
+        f"the fullest expert has {imbalance:.3g} times the mean of rows; memory suffices for "
+        f"{math.floor(100 * survives) / 100:g} times"
+    )
+    return Remark("experts", text)
 
 
 def _rates(hardware: Hardware) -> Remark:

@@ -26,6 +26,7 @@ LATENT: dict[str, Any] = {
 FAMILIES: Mapping[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": N_EXPERTS},
     "qwen2_moe": {"num_experts": N_EXPERTS, "shared_expert_intermediate_size": 8},
+    "qwen3_moe": {"num_experts": N_EXPERTS, "head_dim": 4, "norm_topk_prob": True},
     "olmoe": {"num_experts": N_EXPERTS},
     "deepseek_v3": LATENT,
     "gpt_oss": {

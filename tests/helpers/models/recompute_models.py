@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar import Plan
-from autopar.options import Recompute
+from autopar.manual import Recompute
 from autopar.passes.analysis import Analysis, recomputed_operators
 from autopar.passes.binding import mesh_of
 from autopar.passes.lowering import stage_record

@@ -18,4 +18,9 @@ SAMPLES: Mapping[str, Sequence[Sample]] = {
     "autopar.expert_linear.default": [
         call(x(8, 4), x(4, 4, 4), EXPERTS), call(x(8, 4), x(4, 4, 8), EXPERTS, True),
     ],
+    "autopar.expert_mlp.default": [
+        call(x(8, 4), x(4, 8, 4), x(4, 4, 4), EXPERTS, "silu", False),
+        call(x(8, 4), x(4, 4, 16), x(4, 8, 4), EXPERTS, "gelu_tanh", True),
+        call(x(8, 4), x(4, 8, 4), x(4, 4, 8), EXPERTS, "gelu", False),
+    ],
 }  # fmt: skip

@@ -16,7 +16,7 @@ import torch
 from autopar.cost.laws import CostModel
 from autopar.cost.memory import PeakMemory, peak_memory, stage_memory
 from autopar.cost.price import predict, stage_times
-from autopar.options import Recompute
+from autopar.manual import Recompute
 from autopar.passes.analysis import (
     MODES,
     Analysis,

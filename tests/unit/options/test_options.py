@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 from typing import Any
 
 import pytest
@@ -11,7 +12,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 from autopar.errors import NotSupportedError, OptionError
-from autopar.options import FORBIDDABLE, Manual, Options, StageOption
+from autopar.manual import Manual
+from autopar.options import FORBIDDABLE, Options, StageOption
 from autopar.placement import I, Pin, Placement, R, S
 
 WEIGHT = "h.0.mlp.c_fc.weight"
@@ -93,6 +95,12 @@ def test_what_is_no_option_is_sent_where_it_belongs() -> None:
         ("memory_limit", -1, "positive"),
         ("memory_limit", 0.5, r"less than one byte(.|\n)*memory_limit=\"40GiB\""),
         ("memory_limit", float("inf"), "positive number"),
+        (
+            "imbalance",
+            0.9,
+            r"imbalance=0.9: the fullest expert has at least the mean",
+        ),
+        ("imbalance", float("inf"), "imbalance is a positive number"),
         ("memory_margin", 1, "share of the device's memory, from 0 to below 1, not 1"),
         ("recompute", True, "recompute is one of"),
         ("manual", {"dp": 2}, r"manual is an autopar.Manual(.|\n)*hint: manual="),
@@ -160,7 +168,6 @@ def test_refused(name: str, value: Any, message: str) -> None:
         (Options.of, {"schedule": "pipedream"}),
         (Options.of, {"schedule": "terapipe"}),
         (Options.of, {"optimizer": "adafactor"}),
-        (Manual, {"ep": 2}),
     ],
 )
 def test_not_built_names_option_and_value(kind: Any, options: dict[str, Any]) -> None:
@@ -330,3 +337,50 @@ def test_axis_of_a_logical_mesh() -> None:
     for text in ("S(0)@2", "S(0)@node"):
         with pytest.raises(OptionError, match=r"there is no axis .* 0 \(dp\), 1 \(tp\)"):
             Pin.parse(WEIGHT, text).axis_index(names)
+
+
+@pytest.mark.parametrize(
+    ("recipe", "axes", "expert_axes"),
+    [
+        ({"dp": 4, "ep": 2}, {"dp": 2, "ep": 2, "tp": 1}, ("ep",)),
+        ({"dp": 4, "ep": 4, "tp": 2}, {"dp": 1, "ep": 4, "tp": 2}, ("ep",)),
+        ({"dp": 2, "tp": 2, "ep": 2, "etp": 1}, {"dp": 2, "tp": 2}, ("tp",)),
+        (
+            {"dp": 4, "tp": 2, "ep": 4, "etp": 1, "sp": True},
+            {"dp": 2, "ep": 2, "tp": 2},
+            ("ep", "tp"),
+        ),
+        ({"dp": 2, "cp": 4, "ep": 4}, {"dp": 2, "cp": 4, "tp": 1}, ("cp",)),
+        ({"dp": 2, "cp": 4, "ep": 8}, {"dp": 2, "cp": 4, "tp": 1}, ("dp", "cp")),
+        ({"dp": 2, "tp": 4, "etp": 4}, {"dp": 2, "tp": 4}, ()),
+    ],
+)
+def test_axes_of_experts(
+    recipe: dict[str, Any], axes: dict[str, int], expert_axes: tuple[str, ...]
+) -> None:
+    manual = Manual(**recipe)
+    assert (manual.axes, manual.expert_axes) == (axes, expert_axes)
+    assert manual.n_ranks == math.prod(axes.values())
+
+
+@pytest.mark.parametrize(
+    ("kind", "recipe", "message"),
+    [
+        (OptionError, {"dp": 4, "ep": 3}, r"over 3 of dp x cp = 4 ranks(.|\n)*hint: ep divides"),
+        (OptionError, {"ep": 0}, "Manual.ep"),
+        (NotSupportedError, {"tp": 4, "etp": 2}, "divides tp in two axes(.|\n)*hint: give etp=1"),
+        (NotSupportedError, {"tp": 2, "etp": 1}, "over all ranks of tp(.|\n)*make ep a multiple"),
+        (NotSupportedError, {"tp": 4, "ep": 2, "etp": 1}, "over all ranks of tp(.|\n)*multiple"),
+        (
+            NotSupportedError,
+            {"dp": 4, "cp": 2, "ep": 4},
+            r"four axes(.|\n)*hint: make ep 2 \(cp\) or 8 \(dp x cp\), or leave cp out",
+        ),
+        (OptionError, {"dp": 2, "tp": 2, "ep": 4, "etp": 1}, "same rows(.|\n)*hint: give sp=True"),
+    ],
+)
+def test_refused_axes_of_experts(
+    kind: type[Exception], recipe: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        Manual(**recipe)

@@ -16,7 +16,7 @@ from torch import nn
 import autopar
 from autopar import Manual
 from autopar.errors import VerificationError
-from autopar.options import Recompute
+from autopar.manual import Recompute
 from autopar.passes.backward import differentiate
 from autopar.passes.compilation import Compilation
 from autopar.passes.facts import Differentiated, Placed, Target

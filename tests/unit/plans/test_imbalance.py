@@ -1,0 +1,57 @@
+"""`imbalance=`: experts with unequal numbers of rows, in time and memory."""
+
+from __future__ import annotations
+
+from functools import lru_cache
+from typing import Any
+
+import pytest
+import torch
+
+import autopar
+from autopar import Manual, Plan
+from autopar.errors import InfeasibleError
+from tests.helpers.jobs import machine
+from tests.helpers.models.moe_models import moe_model
+
+RECIPE = Manual(dp=4, ep=4)
+
+
+@lru_cache
+def plan(manual: Manual = RECIPE, **options: Any) -> Plan:
+    """Of a mixture with so many rows that they are most of its memory."""
+    ids = torch.zeros(256, 4, dtype=torch.int64)
+    batch = {"input_ids": ids, "labels": ids}
+    on = moe_model("mixtral"), machine((1, manual.n_ranks)), batch
+    return autopar.plan(*on, manual=manual, microbatches=1, **options)
+
+
+def test_time_and_memory_grow_with_the_fullest_expert() -> None:
+    even, uneven = plan().predicted, plan(imbalance=2.0).predicted
+    assert uneven.compute_time_s > even.compute_time_s
+    assert uneven.comm_time_s > even.comm_time_s
+    assert uneven.peak_bytes > even.peak_bytes
+
+
+def test_whole_experts_know_no_imbalance() -> None:
+    recipe = Manual(dp=2)
+    even, uneven = plan(recipe), plan(recipe, imbalance=2.0)
+    assert even.predicted == uneven.predicted
+    assert even.survives_imbalance is None
+    assert "\nexperts:" not in even.explain()
+
+
+def test_a_plan_says_which_imbalance_it_survives() -> None:
+    peaks = [plan().predicted.peak_bytes, plan(imbalance=2.0).predicted.peak_bytes]
+    limit = int(sum(peaks) / 2)
+    limited = plan(memory_limit=limit)
+    factor = limited.survives_imbalance
+    assert factor is not None and 1 < factor < 2
+    assert "the fullest expert has 1 times the mean of rows; memory suffices for " in (
+        limited.explain()
+    )
+    survives = plan(memory_limit=limit, imbalance=factor)
+    assert survives.predicted.peak_bytes == pytest.approx(limit, rel=1e-3)
+    with pytest.raises(InfeasibleError):
+        plan(memory_limit=limit, imbalance=1.1 * factor)
+    assert plan().survives_imbalance == 4, "all rows may be of one rank"
