@@ -9,9 +9,9 @@ import numpy as np
 import pytest
 
 from autopar.passes.solvers.choice import solve
-from autopar.passes.solvers.choice.message_passing import MessagePassing
+from autopar.passes.solvers.choice.message_passing import MessageGraph, MessagePassing
 from autopar.passes.solvers.eliminate import TableLimits, TooWide, plan_elimination
-from autopar.passes.solvers.problem import ChoiceProblem, Edge, Weights
+from autopar.passes.solvers.problem import ChoiceProblem, Edge, Numbers, Weights
 from tests.helpers.problems import check_same, least, random_problem, seeds, weighed
 
 
@@ -45,6 +45,23 @@ def test_bounds_and_choices(seed: int) -> None:
         assert bound <= wanted * (1 + 1e-9) and wanted <= total * (1 + 1e-9)
         if is_tree(problem):
             assert bound == pytest.approx(total, rel=1e-9)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_costs_below_nothing(seed: int) -> None:
+    """What is paid for elsewhere may cost less than nothing here: messages end all the same."""
+    problem = replace(random_problem(seed), budget_bytes=None)
+    numbers, wanted = Numbers.of(problem), least(problem, Weights())
+    row, layout = numbers.cost_s[0].copy(), numbers.layout
+    for at, n in zip(layout.own_at, problem.sizes, strict=True):
+        row[at : at + n] -= 1.0
+    graph = MessageGraph.of(problem.sizes, problem.edges, layout)
+    bound, choice = graph.bound_and_choice(row)
+    if math.isinf(wanted):
+        return
+    assert bound <= (wanted - problem.n_variables) * (1 - 1e-9)
+    if choice is not None:
+        assert problem.evaluate(choice).cost_s >= wanted * (1 - 1e-9)
 
 
 def test_some_random_problems_are_trees_and_some_are_forbidden() -> None:

@@ -21,6 +21,7 @@ OWN_AT, N_CHOICES, FIRST_LINK, AFTER, END = range(5)
 EDGE, SIDE = range(2)
 TABLE_AT, N_ROWS, N_COLUMNS = range(3)
 VARIABLE, CODES_AT, MESSAGE_AT = range(3)
+MOST_PASSES = 1000
 
 
 @compiled
@@ -158,9 +159,12 @@ def improve(
     row: Array, variables: Codes, links: Codes, tables: Codes, sides: Codes, codes: Codes,
     chosen: Codes, scratch: Array,
 ) -> None:  # fmt: skip
-    """Change one variable at a time while the total falls."""
-    costs, is_better = scratch[0], True
-    while is_better:
+    """Change one variable at a time while the total falls.
+
+    Costs may be negative, so rounding could go in circles: passes are bounded.
+    """
+    costs = scratch[0]
+    for _ in range(MOST_PASSES):
         is_better = False
         for v in range(len(variables)):
             of = variables[v]
@@ -169,8 +173,10 @@ def improve(
             for k in range(of[FIRST_LINK], of[END]):
                 _add_given(row, n, links[k], tables, sides, codes, chosen, costs)
             best = int(costs[:n].argmin())
-            if costs[best] < costs[chosen[v]] * (1 - 1e-12):
+            if costs[chosen[v]] - costs[best] > 1e-12 * abs(costs[best]):
                 chosen[v], is_better = best, True
+        if not is_better:
+            return
 
 
 @compiled
