@@ -138,6 +138,8 @@ def _parsed(node: Any) -> list[_Comparison] | None:
         found = _comparison(first, kind, second)
         if found is None:
             return None
+        if right != int(right) and not found.rows.meta["val"].is_floating_point():
+            return None
         more = right if found.columns is first else -right
         return [replace(found, more=float(more))]
     found = _comparison(left, kind, right)
@@ -152,6 +154,9 @@ def _adds_outer_dim(node: Any) -> bool:
 
 
 def _comparison(left: Any, kind: str, right: Any) -> _Comparison | None:
+    dtypes = {x.meta["val"].dtype if isinstance(x, fx.Node) else None for x in (left, right)}
+    if len(dtypes) > 1 or torch.bool in dtypes:
+        return None
     if _has_columns(left) and _has_rows(right):
         return _Comparison(left, kind, right)
     if _has_columns(right) and _has_rows(left):

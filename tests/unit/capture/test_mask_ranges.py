@@ -102,6 +102,9 @@ KEPT: dict[str, tuple[MakeMask, dict[str, Any]]] = {
     "two ranges": (lambda x, _: ~window(x, _), {}),
     "either": (lambda x, _: window(x, _) | window(x, _).mT, {}),
     "dropout": (window, {"dropout_p": 0.5}),
+    "other dtypes": (lambda x, _: places(x)[0].float() // 4 == places(x)[1] // 4, {}),
+    "flags": (lambda x, _: (places(x)[0] < 2) == (places(x)[1] < 1), {}),
+    "half a row": (lambda x, _: distance(x, _) & (places(x)[0] - places(x)[1] < 0.5), {}),
     "numbers": (lambda x, _: torch.zeros(N, N).masked_fill(window(x, _), 1.0).double(), {}),
 }
 
