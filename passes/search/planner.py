@@ -56,6 +56,7 @@ from autopar.passes.intra import (
 )
 from autopar.passes.search.axis_names import AxisNames
 from autopar.passes.search.branch_bound import BranchAndBound, Node
+from autopar.passes.search.contexts import ContextNodes
 from autopar.passes.search.evaluator import Evaluator
 from autopar.passes.search.levels import Levels
 from autopar.passes.search.outcome import PlanningResult, alternatives_of
@@ -243,6 +244,9 @@ class Planner:
                 candidate = self._single_stage(f"search on {axes_text(view)}", view, limits, m)
                 bound_s = shared_s(times_s, self.analysis, self.mesh.n_ranks, m)
                 yield self.levels.root(candidate, bound_s)
+        options = self.options
+        if sizes and options.mesh_shape == "auto" and not options.force:
+            yield from ContextNodes(self.levels, self.mesh, times_s).roots()
         if self.pipelines is not None:
             yield from self.pipelines.roots()
 
