@@ -38,11 +38,21 @@ from examples.bench_plan import Captured, causal
 _LLAMA = {"heads": 32, "kv_heads": 8, "hidden": 4096, "ffn": 14336, "vocab": 128256, "layers": 32}
 _H100 = {"hardware": "H100-80GB", "dtype": "bf16", "metric": {}}
 _LAYOUT = {"interleave": 1, "sp": True, "zero": 1, "recompute": "none", "microbatch": 1}
-# Layouts of which no step of the same size is published. Llama-8B: NVIDIA/NeMo,
-# docs/source/performance/performance_long_sequence.md (128K tokens, on B200s; here twice as many
-# GPUs). Llama-405B: NVIDIA/dgxc-benchmarking, llama3.1/README_405b.md, whose proxy of 42 layers on
-# 192 GPUs is in the published runs. Mixtures: their model cards, without a layout.
+# Layouts with cp. 8B and 70B at 8,192 tokens: NVIDIA/dgxc-benchmarking@143b90dd,
+# llama3.1/README_8b.md and README_70b.md. 405B: README_405b.md there, without a step of this size.
+# 8B at 131,072 tokens: NVIDIA/NeMo, docs/source/performance/performance_long_sequence.md (128K, on
+# half as many B200s in float8); what it recomputes is not said. Mixtures: their model cards, without
+# a layout.
 OTHERS: dict[str, dict[str, Any]] = {
+    "llama-8b-8": {
+        **_H100, **_LAYOUT, "gpus": 8, "global_batch": 128, "model": {**_LLAMA, "seq": 8192},
+        "tp": 1, "cp": 2, "dp": 4, "pp": 1, "sp": False, "metric": {"iter_seconds": 12.91},
+    },
+    "llama-70b-64": {
+        **_H100, **_LAYOUT, "gpus": 64, "global_batch": 128,
+        "model": {**_LLAMA, "heads": 64, "hidden": 8192, "ffn": 28672, "layers": 80, "seq": 8192},
+        "tp": 4, "cp": 2, "dp": 2, "pp": 4, "interleave": 5, "metric": {"iter_seconds": 14.72},
+    },
     "llama-8b-131k": {
         **_H100, **_LAYOUT, "gpus": 64, "global_batch": 32, "model": {**_LLAMA, "seq": 131072},
         "tp": 2, "cp": 4, "dp": 8, "pp": 1, "recompute": "full",
@@ -71,8 +81,7 @@ OTHERS: dict[str, dict[str, Any]] = {
         "model": {"seq": 4096},
     },
 }  # fmt: skip
-RUNS = ("seqsel_t5_175B_full", "meg21_f12_int_B24", "dgxc_llama31_8B_bf16_8",
-        "dgxc_llama31_70B_bf16_64", *OTHERS)  # fmt: skip
+RUNS = ("seqsel_t5_175B_full", "meg21_f12_int_B24", *OTHERS)
 # Words of the sources -> profiles of `cost/hardware`.
 _HARDWARE = {"A100-80GB": "a100-80gb", "H100-80GB": "h100-sxm"}
 _N_LOCAL = 8

@@ -172,6 +172,8 @@ class Planner:
         if not search.found and not self.levels.errors:
             raise self._no_candidate()
         if not search.found:
+            search.found.extend(self._leanest_that_fit())
+        if not search.found:
             raise self._nothing_fits(self.levels.errors)
         chosen = search.chosen
         search.nodes.extend(self._known(chosen.step_time_s))
@@ -250,13 +252,13 @@ class Planner:
         if self.pipelines is not None:
             yield from self.pipelines.roots()
 
-    def _nothing_fits(self, errors: Sequence[tuple[InfeasibleError, Candidate]]) -> InfeasibleError:
-        """The error for the leanest plan of all that were simulated.
+    def _leanest_that_fit(self) -> list[Solved]:
+        """The plans of fewest bytes that fit after all: the solver's bytes may be above a peak.
 
-        Those that need least by their placements are simulated for it, until no other needs less.
+        Those that need least by their placements are simulated, until no other needs less.
         """
         by_name = dict[str, tuple[float, Candidate]]()
-        for error, candidate in errors:
+        for error, candidate in self.levels.errors:
             if error.least_bytes is not None:
                 known_bytes, _ = by_name.get(candidate.name, (math.inf, candidate))
                 if error.least_bytes < known_bytes:
@@ -266,6 +268,11 @@ class Planner:
             seen_bytes = min((s.peak_bytes for s in self.simulator.every_solved), default=math.inf)
             if least_bytes < seen_bytes:
                 self._simulate_leanest(candidate)
+        every = self.simulator.every_solved
+        return [of for of in every if within(self.budget_bytes, of.peak_bytes)]
+
+    def _nothing_fits(self, errors: Sequence[tuple[InfeasibleError, Candidate]]) -> InfeasibleError:
+        """The error for the leanest plan of all that were simulated."""
         if not self.simulator.every_solved:
             return errors[0][0]
         leanest = min(self.simulator.every_solved, key=lambda solved: solved.peak_bytes)
