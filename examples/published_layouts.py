@@ -41,8 +41,8 @@ _LAYOUT = {"interleave": 1, "sp": True, "zero": 1, "recompute": "none", "microba
 # Layouts with cp. 8B and 70B at 8,192 tokens: NVIDIA/dgxc-benchmarking@143b90dd,
 # llama3.1/README_8b.md and README_70b.md. 405B: README_405b.md there, without a step of this size.
 # 8B at 131,072 tokens: NVIDIA/NeMo, docs/source/performance/performance_long_sequence.md (128K, on
-# half as many B200s in float8); what it recomputes is not said. Mixtures: their model cards, without
-# a layout.
+# half as many B200s in float8); what it recomputes is not said. Mixtures: their model cards,
+# without a layout.
 OTHERS: dict[str, dict[str, Any]] = {
     "llama-8b-8": {
         **_H100, **_LAYOUT, "gpus": 8, "global_batch": 128, "model": {**_LLAMA, "seq": 8192},

@@ -11,7 +11,7 @@ rows instead bounds both (`passes/inter/contexts.py`):
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 
@@ -33,6 +33,9 @@ from autopar.passes.intra import Constraints, Role, shared_s
 from autopar.passes.search.branch_bound import Node
 from autopar.passes.search.levels import Levels, Parts
 from autopar.passes.search.recipes import RecipeNodes, megatron_on
+
+# Those that are ruled out share a row among the alternatives.
+_ROW = "views with cp"
 
 
 @dataclass(frozen=True)
@@ -57,11 +60,11 @@ class ContextNodes:
             for recipe in megatron_on(view, options) if counts else ():
                 node = RecipeNodes(self.levels).single_stage(recipe)
                 candidates = [self._candidate(view, recipe.roles, m) for m in counts]
-                yield self._bounded(node, candidates)
+                yield self._bounded(candidates, partial(_of_recipe, node))
             if len(view.active_axes) == 3:  # those of two are searched anyway
                 for m in counts:
                     candidate = self._candidate(view, ("data", "context", "any"), m)
-                    yield self._bounded(self.levels.root(candidate, 0.0), [candidate])
+                    yield self._bounded([candidate], partial(self.levels.root, candidate))
 
     def _candidate(self, view: LogicalMesh, roles: Sequence[Role], m: int) -> Candidate:
         evaluator = self.levels.simulator.evaluator
@@ -71,30 +74,30 @@ class ContextNodes:
             (StageLayout(view, limits),), m, schedule=plain_order(evaluator.options),
         )  # fmt: skip
 
-    def _bounded(self, node: Node, candidates: Sequence[Candidate]) -> Node:
-        """The node with the bounds of these candidates, fewest microbatches first, before its own
-        levels."""
+    def _bounded(self, candidates: Sequence[Candidate], made: Callable[[float], Node]) -> Node:
+        """A node with the bounds of these candidates, fewest microbatches first, before its own
+        levels: `made` makes it with a bound."""
         analysis = self.levels.simulator.evaluator.analysis
         m = candidates[0].n_microbatches
-        bound_s = shared_s(self.times_s, analysis, self.mesh.n_ranks, m)
-        shared = replace(node, bound_s=bound_s, level="shared")
-        return replace(shared, refine=partial(self._bound_by_rows, shared, node, candidates))
+        node = made(shared_s(self.times_s, analysis, self.mesh.n_ranks, m))
+        refine = partial(self._bound_by_rows, node.bound_s, candidates, made)
+        return replace(node, level="shared", row=_ROW, refine=refine)
 
     def _bound_by_rows(
-        self, node: Node, first: Node, candidates: Sequence[Candidate], limit_s: float
-    ) -> Parts:
+        self, shared_s: float, candidates: Sequence[Candidate], made: Callable[[float], Node],
+        limit_s: float,
+    ) -> Parts:  # fmt: skip
         """As if rows were cut where sequences are."""
         evaluator = self.levels.simulator.evaluator
         (layout,) = candidates[0].stages
         counts = [of.n_microbatches for of in candidates]
         on = evaluator.analysis, self.mesh, evaluator.hardware, layout.view
-        found = rows_instead(*on, math.gcd(*counts))
-        bound_s = node.bound_s
+        found, bound_s = rows_instead(*on, math.gcd(*counts)), shared_s
         if found is not None:
             free_s, hidden_s = self._free_s(*found, limit_s)
             again_s = evaluator.least_rerun_s(candidates[-1])  # more microbatches keep less
             bound_s = max(bound_s, free_s, hidden_s + again_s)
-        return [replace(first, bound_s=bound_s, level="rows")]
+        return [replace(made(bound_s), level="rows", row=_ROW)]
 
     def _free_s(self, view: LogicalMesh, m: int, limit_s: float) -> tuple[float, float]:
         """The free bound of a view of two axes, and what it is if all that can hide is hidden."""
@@ -108,3 +111,7 @@ class ContextNodes:
             (chosen,) = free.choices
             self._rows_s[view, m] = free.bound_s, chosen.hidden_bound_s if chosen.settled else 0.0
         return self._rows_s[view, m]
+
+
+def _of_recipe(node: Node, bound_s: float) -> Node:
+    return replace(node, bound_s=bound_s)
