@@ -162,7 +162,8 @@ class Planner:
                 if self.pipelines is not None and (
                     not has_plain_order(options) or (search.found and len(search.chosen.stages) > 1)
                 ):
-                    search.run(self.pipelines.other_pipelines())
+                    for has_context in (False, True):
+                        search.run(self.pipelines.other_pipelines(has_context))
         except TimeUp:
             is_timed_out = True
             passed = f"not tried when time_limit_s={options.time_limit_s:g} had passed"
