@@ -16,7 +16,7 @@ export PYTHONDONTWRITEBYTECODE :=
 # Processes draw hash seeds of their own, so that tests of equal plans compare different ones.
 export PYTHONHASHSEED :=
 
-.PHONY: demo compare bench-plan bench-config bench-zoo fuzz bench-runtime bench-compile bench-checks bench-checkpoints bench-mixed same-plans validate-local test first-tier test-browser nightly faults lint golden docs docs-site page parity test-gpu validate install clean
+.PHONY: demo compare bench-plan bench-config bench-zoo bench-layouts fuzz bench-runtime bench-compile bench-checks bench-checkpoints bench-mixed same-plans validate-local test first-tier test-browser nightly faults lint golden docs docs-site page parity test-gpu validate install clean
 
 # Trains on four processes; plans a Llama of 8 layers for 16 GPUs and draws it; a short comparison.
 demo: install
@@ -43,6 +43,10 @@ bench-config: install
 # The same as bench-plan for every small model of the zoo on three meshes, on a CPU profile and a GPU's. Half an hour.
 bench-zoo: install
 	$(BIN)/python -m tests.parity.plan_zoo
+
+# Published layouts of 8 to 2,048 GPUs beside the plan that the search finds: predicted steps, CPU seconds. Half an hour.
+bench-layouts: install
+	$(BIN)/python -m examples.published_layouts $(ARGS)
 
 # Step times of what autopar generates beside eager, Megatron by hand, DDP, FSDP2 and torch's pipeline
 # schedules, on one and two processes. Some four minutes. ARGS="--compiled --activation gelu_new": with compiled

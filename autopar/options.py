@@ -71,8 +71,8 @@ class StageOption:
 class Options:
     """Checked options; make them with `Options.of`.
 
-    `mesh_shape`     "auto" (every dp x tp), "as-given", or degrees that every stage has, as
-                     {"tp": 4}; a third axis is tried where it is asked for, as {"cp": 2}
+    `mesh_shape`     "auto" (every dp x tp; dp x cp x tp where rows are few), "as-given", or degrees
+                     that every stage has, as {"tp": 4}; others may be left open, as {"cp": 2}
     `memory_limit`   bytes per device, or "40GiB"; None: the hardware's memory less a margin
     `memory_margin`  the margin, a share of the device's memory; None: the one of the hardware
     `tolerance`      relative; the search ends once no plan can be faster by more

@@ -1,18 +1,25 @@
-"""Published tensor x pipeline x interleaved layouts beside the plan that the search finds.
+"""Published layouts beside the plan that the search finds: `make bench-layouts`, or for some runs
 
-    python -m examples.published_layouts seqsel_t5_175B_full
+    python -m examples.published_layouts seqsel_t5_175B_full llama-8b-131k
 
-Each run is one of `cost/published/published_runs.json`, with its sources there. Its layout is typed
-as `Manual`. Both plans are of the same GPT-2 on the same GPUs with the same global batch, and both
-steps are simulated. The last column is how much faster the plan found is. A run takes half a minute
-to a few minutes; without arguments, those of `RUNS`.
+A run is one of `cost/published/published_runs.json`, with its sources there, or one of `OTHERS`.
+Both plans are of the same unmodified model in half precision, on the same GPUs, with the same
+global batch; both steps are simulated. The layout is typed as `Manual`. Where it has several stages
+a rank and is said not to fit, it is simulated with one. The search has two minutes. Columns:
+
+    published, layout, found  seconds of a step: as published, of the layout, of the plan found
+    faster                    how much faster the plan found is than the layout
+    cpu                       CPU seconds of the search, without capture
+
+Experts have no layout yet: `Manual(ep=)` is not built. A run takes a minute or two.
 """
 
 from __future__ import annotations
 
 import sys
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,15 +27,62 @@ from rich.console import Console
 from rich.table import Table
 
 from autopar.cost.published import read_runs
+from autopar.errors import InfeasibleError
 from autopar.manual import Manual
 from autopar.mesh import Mesh
 from autopar.options import Options
 from autopar.passes.binding.step_capture import capture_step
 from autopar.planning.plan import Plan, plan_program
 from autopar.units import format_seconds
-from examples.bench_plan import causal
+from examples.bench_plan import Captured, causal
 
-RUNS = ("seqsel_t5_175B_full", "meg21_f12_int_B24")
+_LLAMA = {"heads": 32, "kv_heads": 8, "hidden": 4096, "ffn": 14336, "vocab": 128256, "layers": 32}
+_H100 = {"hardware": "H100-80GB", "dtype": "bf16", "metric": {}}
+_LAYOUT = {"interleave": 1, "sp": True, "zero": 1, "recompute": "none", "microbatch": 1}
+# Layouts with cp. 8B and 70B at 8,192 tokens: NVIDIA/dgxc-benchmarking@143b90dd,
+# llama3.1/README_8b.md and README_70b.md. 405B: README_405b.md there, without a step of this size.
+# 8B at 131,072 tokens: NVIDIA/NeMo, docs/source/performance/performance_long_sequence.md (128K, on
+# half as many B200s in float8); what it recomputes is not said. Mixtures: their model cards,
+# without a layout.
+OTHERS: dict[str, dict[str, Any]] = {
+    "llama-8b-8": {
+        **_H100, **_LAYOUT, "gpus": 8, "global_batch": 128, "model": {**_LLAMA, "seq": 8192},
+        "tp": 1, "cp": 2, "dp": 4, "pp": 1, "sp": False, "metric": {"iter_seconds": 12.91},
+    },
+    "llama-70b-64": {
+        **_H100, **_LAYOUT, "gpus": 64, "global_batch": 128,
+        "model": {**_LLAMA, "heads": 64, "hidden": 8192, "ffn": 28672, "layers": 80, "seq": 8192},
+        "tp": 4, "cp": 2, "dp": 2, "pp": 4, "interleave": 5, "metric": {"iter_seconds": 14.72},
+    },
+    "llama-8b-131k": {
+        **_H100, **_LAYOUT, "gpus": 64, "global_batch": 32, "model": {**_LLAMA, "seq": 131072},
+        "tp": 2, "cp": 4, "dp": 8, "pp": 1, "recompute": "full",
+    },
+    "llama-405b-576": {
+        **_H100, **_LAYOUT, "gpus": 576, "global_batch": 252,
+        "model": {**_LLAMA, "heads": 128, "hidden": 16384, "ffn": 53248, "layers": 126,
+                  "seq": 8192},
+        "tp": 8, "cp": 2, "dp": 4, "pp": 9, "interleave": 7,
+    },
+    "qwen3-30b-a3b-16": {
+        **_H100, "gpus": 16, "global_batch": 1024, "family": "qwen3_moe",
+        "model": {"seq": 4096, "hidden_size": 2048, "num_hidden_layers": 48,
+                  "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
+                  "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
+                  "vocab_size": 151936},
+    },
+    "mixtral-8x22b-64": {
+        **_H100, "gpus": 64, "global_batch": 256, "family": "mixtral",
+        "model": {"seq": 4096, "hidden_size": 6144, "num_hidden_layers": 56,
+                  "num_attention_heads": 48, "num_key_value_heads": 8,
+                  "intermediate_size": 16384, "num_local_experts": 8, "vocab_size": 32768},
+    },
+    "deepseek-v3-2048": {
+        **_H100, "gpus": 2048, "global_batch": 8192, "family": "deepseek_v3",
+        "model": {"seq": 4096},
+    },
+}  # fmt: skip
+RUNS = ("seqsel_t5_175B_full", "meg21_f12_int_B24", *OTHERS)
 # Words of the sources -> profiles of `cost/hardware`.
 _HARDWARE = {"A100-80GB": "a100-80gb", "H100-80GB": "h100-sxm"}
 _N_LOCAL = 8
@@ -36,53 +90,85 @@ _N_LOCAL = 8
 
 @dataclass(frozen=True)
 class Compared:
-    """Seconds of a step: as published, of the published layout simulated, of the plan found."""
+    """Seconds of a step: as published, of the published layout simulated, of the plan found.
+
+    `cpu_s` is the search, `note` why the layout is not the published one.
+    """
 
     name: str
     published_s: float | None
-    layout_s: float
+    layout_s: float | None
     found_s: float
     chosen: str
+    cpu_s: float
+    note: str = ""
 
 
-def compare(run: Mapping[str, Any]) -> Compared:
-    sizes = run["model"]
-    dtype = torch.float16 if run["dtype"] == "fp16" else torch.bfloat16
-    with torch.device("meta"):
-        model, inputs, loss_fn = causal(
-            "gpt2", run["global_batch"], sizes["seq"], dtype, n_layer=sizes["layers"],
-            n_embd=sizes["hidden"], n_head=sizes["heads"], n_inner=sizes["ffn"],
-            vocab_size=sizes["vocab"], n_positions=sizes["seq"],
+def model_of(run: Mapping[str, Any]) -> Captured:
+    """A Llama if some heads share keys, a GPT-2 if none do; or its own `family`."""
+    sizes, rows = run["model"], run["global_batch"]
+    length, dtype = sizes["seq"], torch.float16 if run["dtype"] == "fp16" else torch.bfloat16
+    if "family" in run:
+        return causal(run["family"], rows, length, dtype, **{**sizes, "seq": None})
+    if sizes["kv_heads"] == sizes["heads"]:
+        return causal(
+            "gpt2", rows, length, dtype, n_layer=sizes["layers"], n_embd=sizes["hidden"],
+            n_head=sizes["heads"], n_inner=sizes["ffn"], vocab_size=sizes["vocab"],
+            n_positions=length,
         )  # fmt: skip
+    return causal(
+        "llama", rows, length, dtype, num_hidden_layers=sizes["layers"],
+        hidden_size=sizes["hidden"], num_attention_heads=sizes["heads"],
+        num_key_value_heads=sizes["kv_heads"], intermediate_size=sizes["ffn"],
+        vocab_size=sizes["vocab"], max_position_embeddings=length,
+    )  # fmt: skip
+
+
+def compare(run: Mapping[str, Any], name: str = "") -> Compared:
+    with torch.device("meta"):
+        model, inputs, loss_fn = model_of(run)
     hardware = next(name for word, name in _HARDWARE.items() if word in run["hardware"])
     program = capture_step(model, inputs, Options.of(loss_fn=loss_fn))
     mesh = Mesh((run["gpus"] // _N_LOCAL, _N_LOCAL), hardware=hardware)
-    layout = Manual(
-        tp=run["tp"], pp=run["pp"], dp=run["dp"], interleave=run["interleave"], sp=run["sp"],
-        zero=run["zero"], recompute=run["recompute"], microbatch_size=run["microbatch"],
-    )  # fmt: skip
 
     def planned(**options: Any) -> Plan:
-        asked = Options.of(loss_fn=loss_fn, time_limit_s=3600.0, **options)
+        asked = Options.of(loss_fn=loss_fn, time_limit_s=120.0, **options)
         return plan_program(program, mesh, inputs, asked)
 
-    found, published = planned(), planned(manual=layout)
+    began_s = time.process_time()
+    found = planned()
+    cpu_s, layout_s, note = time.process_time() - began_s, None, ""
+    if "tp" in run:
+        layout = Manual(
+            tp=run["tp"], pp=run["pp"], dp=run["dp"], cp=run["cp"], interleave=run["interleave"],
+            sp=run["sp"], zero=run["zero"], recompute=run["recompute"],
+            microbatch_size=run["microbatch"],
+        )  # fmt: skip
+        try:
+            layout_s = planned(manual=layout).data.objective_s
+        except InfeasibleError as error:
+            note = f"1F1B: {error.what}" if layout.interleave > 1 else error.what
+            if layout.interleave > 1:
+                layout_s = planned(manual=replace(layout, interleave=1)).data.objective_s
     published_s = run["metric"].get("iter_seconds")
-    seconds = published.data.objective_s, found.data.objective_s
-    return Compared(run["id"], published_s, *seconds, found.data.chosen)
+    seconds = published_s, layout_s, found.data.objective_s
+    return Compared(name or run["id"], *seconds, found.data.chosen, cpu_s, note)
 
 
 def main(names: list[str]) -> int:
-    runs = {run["id"]: run for run in read_runs().runs}
-    table = Table("run", "published", "layout", "found", "faster", "plan found")
+    runs = {run["id"]: run for run in read_runs().runs} | OTHERS
+    table = Table("run", "published", "layout", "found", "faster", "cpu", "plan found")
     for name in names or RUNS:
-        row = compare(runs[name])
-        published = "-" if row.published_s is None else format_seconds(row.published_s)
+        row = compare(runs[name], name)
+        published, layout = (
+            "-" if s is None else format_seconds(s) for s in (row.published_s, row.layout_s)
+        )
+        faster = "-" if row.layout_s is None else f"{row.layout_s / row.found_s - 1:.1%}"
         table.add_row(
-            name, published, format_seconds(row.layout_s), format_seconds(row.found_s),
-            f"{row.layout_s / row.found_s - 1:.1%}", row.chosen,
+            name, published, layout, format_seconds(row.found_s), faster, f"{row.cpu_s:.0f}",
+            "\n".join(text for text in (row.chosen, row.note) if text),
         )  # fmt: skip
-    Console(highlight=False, width=120).print(table)
+        Console(highlight=False, width=120).print(table)
     return 0
 
 

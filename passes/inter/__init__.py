@@ -2,10 +2,10 @@
 
 Reading order: `submeshes.py` (devices of a stage), `layers.py` (where stages may begin),
 `given_stages.py` (where the user's stages end), `counts.py` (numbers of microbatches),
-`candidate.py` (a plan before it is solved), `bounds.py` and `layer_bounds.py` (lower bounds on
-stages), `messages.py` (what they send at least), `space.py` (all pipelines), `stage_search.py`
-(those with one number of microbatches, best first), `orders.py` (schedules), `recipes.py`
-(pipelines of equal stages).
+`contexts.py` (an axis cp), `candidate.py` (a plan before it is solved), `bounds.py` and
+`layer_bounds.py` (lower bounds on stages), `messages.py` (what they send at least), `space.py` (all
+pipelines), `stage_search.py` (those with one number of microbatches, best first), `orders.py`
+(schedules), `recipes.py` (pipelines of equal stages).
 May import `passes/intra`, `analysis` and `solvers`, and what lies below `passes`.
 Mainly hands on `PipelineSpace`, `StageSearch`, `equal_pipelines` and `step_bound_s`.
 """
@@ -16,6 +16,7 @@ from autopar.passes.inter.candidate import (
     StageLayout,
     n_operators,
 )
+from autopar.passes.inter.contexts import context_counts, rows_instead, stage_degrees
 from autopar.passes.inter.counts import microbatch_counts, recipe_counts
 from autopar.passes.inter.given_stages import (
     ends_by_stage,
@@ -65,6 +66,7 @@ __all__ = [
     "check_experts",
     "check_pinned_axes",
     "check_ranks",
+    "context_counts",
     "distinct_views",
     "ends_by_stage",
     "equal_pipelines",
@@ -80,7 +82,9 @@ __all__ = [
     "plain_order",
     "recipe_counts",
     "recipe_limits",
+    "rows_instead",
     "shared_step_bound_s",
+    "stage_degrees",
     "stage_without_parameters",
     "step_bound_s",
     "submesh_sizes",

@@ -57,7 +57,7 @@ class Candidate:
     @property
     def is_recipe(self) -> bool:
         """Does a recipe place its operators, on the abstract machine of recipes?"""
-        return any(layout.constraints.roles for layout in self.stages)
+        return any(layout.constraints.is_recipe for layout in self.stages)
 
 
 @once

@@ -1,11 +1,11 @@
 """Pipelines of equal submeshes: layers of balanced FLOPs, one view for all.
 
-Each of p submeshes has dp x tp ranks, and one stage or more, as the schedule says (`orders.py`). In
-the Megatron recipe the batch is split over dp, matmuls over tp, and sequences over cp if the user
-says so (the roles "data", "tensor" and "context" of
-`passes/intra/constraints.py`). Placements are chosen on the abstract machine of recipes
-(`recipe_cost`) and priced on the real one. They are some of those that the roles allow, so the
-layers' optima bound them, too (`EqualPipeline.layered_s`). Else the solver is free.
+Each of p submeshes has dp x tp or dp x cp x tp ranks, and one stage or more, as the schedule says
+(`orders.py`). In the Megatron recipe the batch is split over dp, matmuls over tp, sequences over cp
+(the roles "data", "tensor" and "context" of `passes/intra/constraints.py`). Placements are chosen
+on the abstract machine of recipes (`recipe_cost`) and priced on the real one. They are some of
+those that the roles allow, so the layers' optima bound them, too (`EqualPipeline.layered_s`). Else
+the solver is free.
 """
 
 from __future__ import annotations
@@ -19,17 +19,22 @@ import numpy as np
 from autopar.arrays import Array
 from autopar.errors import MeshError, OptionError
 from autopar.manual import Manual
-from autopar.mesh import LogicalMesh, Mesh, factored_view, has_degrees
+from autopar.mesh import LogicalMesh, Mesh, factored_view
 from autopar.options import Options
 from autopar.passes.analysis import Analysis
 from autopar.passes.inter.bounds import shared_step_bound_s, step_bound_s
 from autopar.passes.inter.candidate import Candidate, StageLayout
+from autopar.passes.inter.contexts import (
+    context_counts,
+    rows_instead,
+    stage_degrees,
+)
 from autopar.passes.inter.counts import microbatch_counts, recipe_counts
 from autopar.passes.inter.layers import MOST_LAYERS, balance
 from autopar.passes.inter.orders import PipelineOrder, orders_of, plain_order
 from autopar.passes.inter.space import PipelineSpace
 from autopar.passes.inter.submeshes import view_at, views_text
-from autopar.passes.intra import Constraints, Role
+from autopar.passes.intra import Constraints, recipe_roles
 from autopar.rules import rule_for
 from autopar.schedule import SPLITS_BACKWARD, check_microbatches, fewest_microbatches
 
@@ -37,7 +42,6 @@ from autopar.schedule import SPLITS_BACKWARD, check_microbatches, fewest_microba
 # user's own numbers in it, or the solver.
 Source = Literal["Megatron", "Megatron with SP and ZeRO-1", "manual", "search"]
 _SHARDED: Source = "Megatron with SP and ZeRO-1"
-_ROLES: dict[str, Role] = {"dp": "data", "ep": "data", "cp": "context", "tp": "tensor"}
 
 
 @dataclass(frozen=True)
@@ -68,7 +72,7 @@ class EqualPipeline:
     @property
     def layered_s(self) -> float:
         """Lower bound on its step: its span by what layers take at least on its view."""
-        whole_s, work_s = self.space.layer_bounds.free(self.view, self.n_microbatches)
+        whole_s, work_s = self.space.layer_bounds.free(*self._bounding)
         whole_s, work_s = (np.add.reduceat(s, self._firsts) for s in (whole_s, work_s))
         if self.order.schedule != plain_order(self.space.options):
             return self._shared_step_s(whole_s, work_s)
@@ -76,6 +80,14 @@ class EqualPipeline:
         passed_s = of_ranges[self._firsts, self.last_layers]
         on = self.n_microbatches, self.space.is_1f1b
         return step_bound_s(whole_s, work_s, *on, passed_s=passed_s)
+
+    @property
+    def _bounding(self) -> tuple[LogicalMesh, int]:
+        """The view, with a number of microbatches, whose layers bound these."""
+        own, space = (self.view, self.n_microbatches), self.space
+        if "cp" not in self.view.axes:
+            return own
+        return rows_instead(space.analysis, space.mesh, space.hardware, *own) or own
 
     def _shared_step_s(self, whole_s: Array, work_s: Array) -> float:
         m, devices = self.n_microbatches, self._devices
@@ -123,7 +135,7 @@ class EqualPipeline:
         if self.source != _SHARDED:
             return self.source
         axes = self.view.axes
-        words = ["SP"] * (axes["tp"] > 1) + ["ZeRO-1"] * (axes["dp"] > 1)
+        words = ["SP"] * (axes["tp"] > 1) + ["ZeRO-1"] * (axes["dp"] * axes.get("cp", 1) > 1)
         return "Megatron with " + " and ".join(words)
 
     @property
@@ -137,12 +149,13 @@ class EqualPipeline:
     @property
     def _row(self) -> str:
         """`TP8 x PP4 x DP2`, of tensor parallelism over all of a node."""
-        dp, tp = self.view.axes["dp"], self.view.axes["tp"]
+        dp, tp, cp = (self.view.axes.get(name, 1) for name in ("dp", "tp", "cp"))
         if not self.is_recipe or tp == 1 or tp != self.space.mesh.devices_per_node:
             return ""
         order = self._order_text.removesuffix(", ")
         words = f"{self._source_text}, {order}" if order else self._source_text
-        return f"TP{tp} x PP{self.n_devices} x DP{dp} ({words})"
+        context = f" x CP{cp}" if cp > 1 else ""
+        return f"TP{tp}{context} x PP{self.n_devices} x DP{dp} ({words})"
 
 
 def equal_pipelines(
@@ -158,11 +171,7 @@ def equal_pipelines(
     analysis, mesh, options = space.analysis, space.mesh, space.options
     orders, manual = orders or orders_of(options), options.manual
     if manual is None:
-        splits = [
-            (n_devices, {"dp": dp, "tp": tp})
-            for n_devices, dp, tp in _splits(analysis, mesh, options)
-            if source != _SHARDED or max(dp, tp) > 1
-        ]
+        splits = [*_splits(analysis, mesh, options, source)]
     else:
         check_ranks(manual, mesh)
         check_experts(manual, analysis)
@@ -200,7 +209,8 @@ def equal_pipelines(
         if manual is not None:
             counts = recipe_counts(analysis, options, manual, mesh.n_ranks)
         else:
-            counts = microbatch_counts(analysis, options, mesh.n_ranks, axes["dp"])
+            every = microbatch_counts(analysis, options, mesh.n_ranks, axes["dp"])
+            counts = context_counts(analysis, options, view, every)
         for order in orders:
             possible = _counts_of(order, n_devices, counts, manual is not None)
             n_stages = n_devices * order.n_chunks
@@ -234,20 +244,20 @@ def _ends_that_learn(space: PipelineSpace) -> list[int]:
     return [*learn[:-1].tolist(), n_layers - 1] if len(learn) else [*range(n_layers)]
 
 
-def _splits(analysis: Analysis, mesh: Mesh, options: Options) -> Iterator[tuple[int, int, int]]:
-    """Every number of stages, dp and tp that `forbid` allows. With `force` there is none: it pins
-    what recipes decide."""
+def _splits(
+    analysis: Analysis, mesh: Mesh, options: Options, source: Source
+) -> Iterator[tuple[int, dict[str, int]]]:
+    """Every number of stages, and degrees of a stage. With `force` there is none: it pins what
+    recipes decide."""
     if "pipeline" in options.forbid or options.force:
         return
+    # Beside tp, cp needs sequence parallelism. The search has cp only where it is asked for.
+    may_have_context = source == _SHARDED or (source == "search" and options.mesh_shape != "auto")
     for n_stages in (n for n in range(2, mesh.n_ranks + 1) if mesh.n_ranks % n == 0):
-        each = mesh.n_ranks // n_stages
-        for tp in (n for n in range(1, each + 1) if each % n == 0):
-            dp = each // tp
-            if not has_degrees(options.mesh_shape, {"dp": dp, "tp": tp}):
-                continue
-            splits_batch = dp > 1 and ("data" in options.forbid or not analysis.batch.size)
-            if not splits_batch and not (tp > 1 and "tensor" in options.forbid):
-                yield n_stages, dp, tp
+        for axes in stage_degrees(analysis, options, mesh.n_ranks // n_stages):
+            is_one = source == _SHARDED and max(axes.values()) == 1
+            if not is_one and (may_have_context or "cp" not in axes):
+                yield n_stages, axes
 
 
 def check_ranks(manual: Manual, mesh: Mesh) -> None:
@@ -293,6 +303,6 @@ def recipe_limits(options: Options, manual: Manual | None) -> Constraints:
     if manual is None:
         return Constraints(options.forbid | {"sequence"}, ("data", "tensor"), 0)
     sequence = frozenset() if manual.sp or manual.cp > 1 else frozenset({"sequence"})
-    roles = tuple(_ROLES[name] for name in manual.axes)
+    roles = recipe_roles(manual.axes)
     experts = frozenset(a for a, name in enumerate(manual.axes) if name in manual.expert_axes)
     return Constraints(options.forbid | sequence, roles, manual.zero, expert_axes=experts)

@@ -3,7 +3,7 @@
     layers      operators, clustered so that little crosses between layers (`layers.py`)
     submeshes   shares of a node that divide it, and whole nodes. A stage holds consecutive ranks
                 and never straddles nodes (`submeshes.py`)
-    views       every dp x tp of a submesh, or its own axes
+    views       every dp x tp of a submesh, or its own axes; with cp where that is asked for
     counts      of microbatches: divisors of the batch, each about twice the one before
 
 A pipeline is a cut of the layers into stages, a view of a submesh for each, and a count. The
@@ -136,7 +136,7 @@ class PipelineSpace:
 
     def constraints(self, view: LogicalMesh) -> Constraints:
         if self.limits is not None:
-            return self.limits
+            return self.limits.on(view)
         return Constraints(self.options.forbid, pins=pins_on(self.analysis, self.options, view))
 
     @property

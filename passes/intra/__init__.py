@@ -23,6 +23,7 @@ from autopar.passes.intra.constraints import (
     Constraints,
     Role,
     recipe_cost,
+    recipe_roles,
 )
 from autopar.passes.intra.intra_op import (
     ProblemBatch,
@@ -69,6 +70,7 @@ __all__ = [
     "least_times_s",
     "operator_times_s",
     "recipe_cost",
+    "recipe_roles",
     "shared_s",
     "static_bytes",
     "static_bytes_of",

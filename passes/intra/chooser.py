@@ -123,7 +123,7 @@ class PlacementRequest:
 
     @property
     def gap_goal(self) -> float:
-        return RECIPE_GAP_GOAL if self.constraints.roles else GAP_GOAL
+        return RECIPE_GAP_GOAL if self.constraints.is_recipe else GAP_GOAL
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,8 @@ Recipes of role "tensor" are solved on an abstract machine, where splitting alwa
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 from autopar.cost.laws import CostModel
@@ -43,6 +43,13 @@ Role = Literal["any", "data", "copy", "context", "tensor"]
 SPLIT_BATCH: tuple[Role, ...] = ("data", "copy")
 # Roles over which ZeRO shards what all ranks have.
 ZERO_SHARDS: tuple[Role, ...] = ("data", "context")
+# What the axes of the Megatron recipe do, by their names.
+_ROLES: dict[str, Role] = {"dp": "data", "ep": "data", "cp": "context", "tp": "tensor"}
+
+
+def recipe_roles(names: Iterable[str]) -> tuple[Role, ...]:
+    """What axes of these names do in the Megatron recipe."""
+    return tuple(_ROLES[name] for name in names)
 
 
 @dataclass(frozen=True)
@@ -74,6 +81,15 @@ class Constraints:
 
     def role(self, axis: int) -> Role:
         return self.roles[axis] if self.roles else "any"
+
+    @property
+    def is_recipe(self) -> bool:
+        """Is every axis given a role, so that a recipe places the operators?"""
+        return bool(self.roles) and "any" not in self.roles
+
+    def on(self, view: LogicalMesh) -> Constraints:
+        """The same recipe on a view of other axes, which may have cp; the same for a search."""
+        return replace(self, roles=recipe_roles(view.names)) if self.is_recipe else self
 
     @property
     def prefers_sharding(self) -> bool:

@@ -1,9 +1,10 @@
 """Which plan is the fastest: best-first branch and bound over sets of plans.
 
 Reading order: `branch_bound.py` (the algorithm), `planner.py` (the space of plans), `levels.py`
-(the bounds of one stage), `recipes.py` (plain plans), `several_stages.py` (pipelines),
-`simplicity.py` (which of equals), `time_limit.py` (when it ends early), `evaluator.py` (solves),
-`simulator.py` (lowers and simulates), `slower.py` (why others are slower), `axis_names.py` (cp),
+(the bounds of one stage), `recipes.py` (plain plans), `contexts.py` (an axis cp),
+`several_stages.py` (pipelines), `simplicity.py` (which of equals), `time_limit.py` (when it ends
+early), `evaluator.py` (solves), `simulator.py` (lowers and simulates), `slower.py` (why others are
+slower), `axis_names.py` (cp),
 `outcome.py` and `stats.py` (the result).
 May import `passes/inter`, `lowering`, the rooms below them, and what lies below `passes`.
 Mainly hands on `Planner` and `PlanningResult`.

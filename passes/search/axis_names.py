@@ -15,7 +15,7 @@ from autopar.passes.inter import axes_text, views_text
 from autopar.passes.search.simulator import Simulator, Solved
 from autopar.report import context_axes
 
-_CONTEXT = ("cp", "cp2")
+_CONTEXT = ("cp", "cp2", "cp3")
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,8 @@ class AxisNames:
 
 
 def _rename_axes(view: LogicalMesh, axes: tuple[int, ...]) -> LogicalMesh:
-    names = dict(zip(axes, _CONTEXT, strict=False))
+    kept = {name for k, name in enumerate(view.names) if k not in axes}
+    names = dict(zip(axes, (word for word in _CONTEXT if word not in kept), strict=False))
     return replace(view, names=tuple(names.get(k, name) for k, name in enumerate(view.names)))
 
 

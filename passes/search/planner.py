@@ -58,6 +58,7 @@ from autopar.passes.intra import (
 )
 from autopar.passes.search.axis_names import AxisNames
 from autopar.passes.search.branch_bound import BranchAndBound, Node
+from autopar.passes.search.contexts import ContextNodes
 from autopar.passes.search.evaluator import Evaluator
 from autopar.passes.search.levels import Levels
 from autopar.passes.search.outcome import PlanningResult, alternatives_of
@@ -163,7 +164,8 @@ class Planner:
                 if self.pipelines is not None and (
                     not has_plain_order(options) or (search.found and len(search.chosen.stages) > 1)
                 ):
-                    search.run(self.pipelines.other_pipelines())
+                    for has_context in (False, True):
+                        search.run(self.pipelines.other_pipelines(has_context))
         except TimeUp:
             is_timed_out = True
             passed = f"not tried when time_limit_s={options.time_limit_s:g} had passed"
@@ -172,6 +174,8 @@ class Planner:
             raise search.unsolved[0]
         if not search.found and not self.levels.errors:
             raise self._no_candidate()
+        if not search.found:
+            search.found.extend(self._leanest_that_fit())
         if not search.found:
             raise self._nothing_fits(self.levels.errors)
         chosen = search.chosen
@@ -246,16 +250,19 @@ class Planner:
                 candidate = self._single_stage(f"search on {axes_text(view)}", view, limits, m)
                 bound_s = shared_s(times_s, self.analysis, self.mesh.n_ranks, m)
                 yield self.levels.root(candidate, bound_s)
+        options = self.options
+        if sizes and options.mesh_shape == "auto" and not options.force:
+            yield from ContextNodes(self.levels, self.mesh, times_s).roots()
         if self.pipelines is not None:
             yield from self.pipelines.roots()
 
-    def _nothing_fits(self, errors: Sequence[tuple[InfeasibleError, Candidate]]) -> InfeasibleError:
-        """The error for the leanest plan of all that were simulated.
+    def _leanest_that_fit(self) -> list[Solved]:
+        """The plans of fewest bytes that fit after all: the solver's bytes may be above a peak.
 
-        Those that need least by their placements are simulated for it, until no other needs less.
+        Those that need least by their placements are simulated, until no other needs less.
         """
         by_name = dict[str, tuple[float, Candidate]]()
-        for error, candidate in errors:
+        for error, candidate in self.levels.errors:
             if error.least_bytes is not None:
                 known_bytes, _ = by_name.get(candidate.name, (math.inf, candidate))
                 if error.least_bytes < known_bytes:
@@ -265,6 +272,11 @@ class Planner:
             seen_bytes = min((s.peak_bytes for s in self.simulator.every_solved), default=math.inf)
             if least_bytes < seen_bytes:
                 self._simulate_leanest(candidate)
+        every = self.simulator.every_solved
+        return [of for of in every if within(self.budget_bytes, of.peak_bytes)]
+
+    def _nothing_fits(self, errors: Sequence[tuple[InfeasibleError, Candidate]]) -> InfeasibleError:
+        """The error for the leanest plan of all that were simulated."""
         if not self.simulator.every_solved:
             return errors[0][0]
         leanest = min(self.simulator.every_solved, key=lambda solved: solved.peak_bytes)

@@ -2,7 +2,8 @@
 
     data parallel, ZeRO-1, 2, 3      every axis splits the batch
     Megatron                         dp x tp, on every view of two axes
-    Megatron with SP and ZeRO        the same with activations split between matmuls, and shards
+    Megatron with SP and ZeRO        the same with activations split between matmuls, and shards;
+                                     on views with cp, with sequences split, too (`contexts.py`)
 
 Beside these, layouts that are known by name are priced for the rows of the result, and for nothing
 else (`known_layouts`):
@@ -33,11 +34,12 @@ from autopar.passes.inter import (
     Candidate,
     StageLayout,
     axes_text,
+    context_counts,
     microbatch_counts,
     n_operators,
     plain_order,
 )
-from autopar.passes.intra import SPLIT_BATCH, Constraints, Role, too_little_memory
+from autopar.passes.intra import SPLIT_BATCH, Constraints, Role, recipe_roles, too_little_memory
 from autopar.passes.search.branch_bound import NOT_IN_TIME, Node
 from autopar.passes.search.evaluator import Evaluator, Proposal
 from autopar.passes.search.levels import Levels, Parts
@@ -60,6 +62,11 @@ class PlainRecipe:
     view: LogicalMesh
     names: Mapping[str, Constraints]
 
+    @property
+    def roles(self) -> tuple[Role, ...]:
+        (found,) = {limits.roles for limits in self.names.values()}
+        return found
+
 
 def recipes_on(views: Sequence[LogicalMesh], options: Options) -> Iterator[PlainRecipe]:
     """The recipes of one stage, without those that `forbid` excludes."""
@@ -73,19 +80,28 @@ def recipes_on(views: Sequence[LogicalMesh], options: Options) -> Iterator[Plain
                 limits = Constraints(forbid, (data,) * view.n_axes, zero)
                 yield PlainRecipe(family, view, {family: limits})
     for view in views:
-        splits_batch = view.sizes[0] > 1
-        if view.n_axes != 2 or view.sizes[1] == 1 or "tensor" in forbid:
-            continue
-        if splits_batch and "data" in forbid:
-            continue
-        roles: tuple[Role, ...] = ("data", "tensor")
+        yield from megatron_on(view, options)
+
+
+def megatron_on(view: LogicalMesh, options: Options) -> Iterator[PlainRecipe]:
+    """Megatron's recipes on dp x tp or dp x cp x tp, without those that `forbid` excludes."""
+    forbid, n_data, n_tensor = options.forbid, view.sizes[0], view.sizes[-1]
+    has_context = view.n_axes == 3 and view.axes.get("cp", 1) > 1
+    if view.n_axes != 2 + has_context or (n_tensor == 1 and not has_context):
+        return
+    if (n_tensor > 1 and "tensor" in forbid) or (n_data > 1 and "data" in forbid):
+        return
+    roles = recipe_roles(("dp", "cp", "tp") if has_context else ("dp", "tp"))
+    if not has_context:
         whole = Constraints(forbid | {"sequence"}, roles, 0)
         yield PlainRecipe("Megatron", view, {"Megatron": whole})
-        zeros = [z for z in (1, 3) if f"zero{z}" not in forbid] if splits_batch else [0]
-        if zeros and "sequence" not in forbid:
-            name = "Megatron with SP and ZeRO-{}" if splits_batch else "Megatron with SP"
-            sharded = {name.format(zero): Constraints(forbid, roles, zero) for zero in zeros}
-            yield PlainRecipe("Megatron", view, sharded)
+    splits_data = n_data > 1 or has_context
+    zeros = [z for z in (1, 3) if f"zero{z}" not in forbid] if splits_data else [0]
+    if zeros and "sequence" not in forbid:
+        words = ["SP"] * (n_tensor > 1) + ["ZeRO-{}"] * splits_data
+        name = "Megatron with " + " and ".join(words)
+        sharded = {name.format(zero): Constraints(forbid, roles, zero) for zero in zeros}
+        yield PlainRecipe("Megatron", view, sharded)
 
 
 def known_layouts(
@@ -121,17 +137,17 @@ class RecipeNodes:
     def single_stage(self, recipe: PlainRecipe) -> Node:
         """A recipe of one stage, with every number of microbatches worth trying."""
         evaluator, view = self.levels.simulator.evaluator, recipe.view
-        (roles,) = {limits.roles for limits in recipe.names.values()}
         n_splits = math.prod(
-            size for size, role in zip(view.sizes, roles, strict=True) if role in SPLIT_BATCH
+            n for n, role in zip(view.sizes, recipe.roles, strict=True) if role in SPLIT_BATCH
         )
-        analysis = evaluator.analysis
-        counts = microbatch_counts(analysis, evaluator.options, view.n_ranks, n_splits)
+        analysis, options = evaluator.analysis, evaluator.options
+        counts = microbatch_counts(analysis, options, view.n_ranks, n_splits)
+        counts = context_counts(analysis, options, view, counts)
         ends = (n_operators(analysis.program),)
 
         def candidates_of(name: str, limits: Constraints) -> list[Candidate]:
             on = f"{name} on {axes_text(view)}", ends, (StageLayout(view, limits),)
-            order = plain_order(evaluator.options)
+            order = plain_order(options)
             return [Candidate(*on, m, recipe=recipe.family, schedule=order) for m in counts]
 
         return self.root(*starmap(candidates_of, recipe.names.items()))

@@ -100,13 +100,14 @@ class SeveralStages:
                 node, row=candidate.row, refine=partial(self._bound_by_layers, node, pipeline)
             )
 
-    def other_pipelines(self) -> Iterator[Node]:
+    def other_pipelines(self, has_context: bool) -> Iterator[Node]:
         """The pipelines of equal submeshes that `roots` has not: those of other schedules, and
-        Megatron's with SP and ZeRO-1.
+        Megatron's with SP and ZeRO-1; with an axis cp or without, each given up by itself.
 
         A node of each source and schedule gives out its pipelines best first.
         """
         options = self._evaluator.options
+        self._n_placed_in_vain = 0
         if self.space.given:
             return
         orders = other_orders(options)
@@ -116,7 +117,8 @@ class SeveralStages:
             sources["Megatron with SP and ZeRO-1"] = orders or plain
         for source, of_source in sources.items():
             for schedule, alike in groupby(of_source, lambda order: order.schedule):
-                if pipelines := equal_pipelines(self.space, source, [*alike]):
+                every = equal_pipelines(self.space, source, [*alike])
+                if pipelines := [of for of in every if ("cp" in of.view.axes) == has_context]:
                     yield self._lazy_node(f"{source} of several stages", schedule, pipelines)
 
     def _lazy_node(self, name: str, schedule: str, pipelines: Sequence[EqualPipeline]) -> Node:

@@ -3,7 +3,8 @@
 A simulated candidate has a predicted step time and a predicted peak. The peak is above the bytes
 that the solver counts: it includes gathered parameters, buckets, the workspace of operators, and a
 block that is recomputed. If it exceeds the budget, placements are solved within smaller budgets
-(`fit_to_budget`).
+(`fit_to_budget`). The solver does not see what gathers need that follow each other, one for each
+axis. So they are tried as one call, too, which needs less and may take longer.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import math
 from collections import defaultdict
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 
 from autopar.cost.laws import CostModel
 from autopar.identity import Same
@@ -107,6 +109,9 @@ class Simulator:
         solved = self.simulate_once(placed)
         if within(self._budget_bytes, solved.peak_bytes):
             return solved
+        whole = self._gathered_in_one_call(solved, placed)
+        if whole is not None and within(self._budget_bytes, whole.peak_bytes):
+            return whole
         # Smaller budgets restrict the problem, so its lower bound holds for them.
         bound_s, least_bytes = solved.objective_s * (1 - solved.gap), solved.peak_bytes
         if placed.candidate.is_recipe:
@@ -137,6 +142,10 @@ class Simulator:
             if cut_bytes < least_cut_bytes or placed.least_s * share >= limit_s:
                 break
         if found is None:
+            found = self._gathered_in_one_call(solved, placed)
+        if found is None or (
+            isinstance(found, Solved) and not within(self._budget_bytes, found.peak_bytes)
+        ):
             raise too_little_memory(self._budget_bytes, least_bytes, placed.candidate.name)
         if isinstance(found, Solved):
             gap = max(found.gap, 1 - bound_s / found.objective_s)
@@ -167,6 +176,26 @@ class Simulator:
         if key not in self._solved:
             self._solved[key] = self._simulate(candidate, choices)
         return self._solved[key]
+
+    def _gathered_in_one_call(self, solved: Solved, placed: Proposal) -> Solved | None:
+        """The same where parameters that are used whole are gathered over all axes at once; None
+        if they are already, or the user says how they are stored."""
+        limits = [layout.constraints for layout in solved.candidate.stages]
+        strategies = [_gather_in_one_call(of.analysis, of.strategy) for of in solved.stages]
+        is_given = any(of.pins or of.storage for of in limits)
+        if is_given or all(
+            s == of.strategy for s, of in zip(strategies, solved.stages, strict=True)
+        ):
+            return None
+        choices = tuple(
+            replace(chosen, read=partial(_itself, strategy))
+            for chosen, strategy in zip(placed.choices, strategies, strict=True)
+        )
+        found = self.simulate_once(replace(placed, choices=choices))
+        bound_s = solved.objective_s * (1 - solved.gap)
+        objective_s = max(found.objective_s, found.step_time_s)
+        gap = 0.0 if solved.candidate.is_recipe else 1 - bound_s / objective_s
+        return replace(found, objective_s=objective_s, gap=gap)
 
     def _simulate(self, candidate: Candidate, choices: Sequence[Chosen]) -> Solved:
         stages = tuple(
@@ -213,3 +242,24 @@ class Simulator:
         if key not in self._abridgers:
             self._abridgers[key] = Abridger(part, self.evaluator.runs(part))
         return self._abridgers[key]
+
+
+def _itself(strategy: Strategy) -> Strategy:
+    return strategy
+
+
+def _gather_in_one_call(analysis: Analysis, strategy: Strategy) -> Strategy:
+    """Parameters that no operator uses in shards are stored in the order of the mesh's axes."""
+    in_shards = {
+        name
+        for operator in analysis.operators
+        for name, spec in zip(
+            operator.inputs, strategy.operators[operator.name].inputs, strict=True
+        )
+        if any(p.is_shard for p in spec.placements)
+    }
+    storage = {
+        name: of if name in in_shards else replace(of, spec=replace(of.spec, order=()))
+        for name, of in strategy.storage.items()
+    }
+    return replace(strategy, storage=storage)

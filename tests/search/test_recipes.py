@@ -282,11 +282,17 @@ def test_recipes_with_stages_shard_activations_and_optimizer_state() -> None:
     space = pipeline_space(gpt2(), mesh, hardware_of(mesh), Options.of())
     found = [of.candidate for of in equal_pipelines(space, "Megatron with SP and ZeRO-1")]
     names = {c.stages[0].view.sizes: c.name.partition(", ")[0] for c in found}
-    assert names == {(2, 1): "Megatron with ZeRO-1", (1, 2): "Megatron with SP"}
+    assert names == {
+        (2, 1): "Megatron with ZeRO-1",
+        (1, 2): "Megatron with SP",
+        (1, 2, 1): "Megatron with ZeRO-1",
+    }
     for candidate in found:
         for stage in candidate.stages:
             assert "sequence" not in stage.constraints.forbid
-            assert (stage.constraints.roles, stage.constraints.zero) == (("data", "tensor"), 1)
+            context = ("context",) * (len(stage.view.sizes) == 3)
+            assert stage.constraints.roles == ("data", *context, "tensor")
+            assert stage.constraints.zero == 1
         assert candidate.recipe == "Megatron"
 
 
