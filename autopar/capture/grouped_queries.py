@@ -37,7 +37,7 @@ def group_queries(b: Builder) -> None:
         heads = len(_shape(key)) - 3
         b.origin = node
         with b.graph.inserting_before(node):
-            shared = [_unrepeated(b, x, heads) for x in (key, value)]
+            shared = [_skip_repeat(b, x, heads) for x in (key, value)]
         if None not in shared and len({_shape(x)[heads] for x in shared}) == 1:
             call.change(key=shared[0], value=shared[1], enable_gqa=True)
             b.findings.add(
@@ -46,38 +46,38 @@ def group_queries(b: Builder) -> None:
             )  # fmt: skip
 
 
-def _unrepeated(b: Builder, node: Any, dim: int) -> Any:
+def _skip_repeat(b: Builder, node: Any, dim: int) -> Any:
     """`node` without its repetition along `dim`; None if it has none."""
     shape = _shape(node)
     if dim < 0:
         return None
     if node.target is aten.transpose.int:
         first, second = (d % len(shape) for d in node.args[1:])
-        inner = _unrepeated(b, node.args[0], {first: second, second: first}.get(dim, dim))
+        inner = _skip_repeat(b, node.args[0], {first: second, second: first}.get(dim, dim))
         return None if inner is None else b.op(aten.transpose.int, inner, first, second)
     if node.target is aten.to.dtype:  # as autocast casts what attention reads
-        inner = _unrepeated(b, node.args[0], dim)
+        inner = _skip_repeat(b, node.args[0], dim)
         return None if inner is None else b.op(aten.to.dtype, inner, node.args[1])
     if node.target is aten.expand.default:
         narrow = node.args[0]
-        return narrow if _shape(narrow) == _with_sizes(shape, dim, 1) != shape else None
+        return narrow if _shape(narrow) == _replace_size(shape, dim, 1) != shape else None
     if node.target is not aten.reshape.default or node.args[0].target is not aten.expand.default:
         return None
     wide, narrow = node.args[0], node.args[0].args[0]
     n = _shape(wide)[dim]
-    if _shape(wide) != _with_sizes(shape, dim, n, shape[dim] // n):
+    if _shape(wide) != _replace_size(shape, dim, n, shape[dim] // n):
         return None
-    if _shape(narrow) != _with_sizes(shape, dim, n, 1):
+    if _shape(narrow) != _replace_size(shape, dim, n, 1):
         return None
     if narrow.target is aten.unsqueeze.default:
         return narrow.args[0]
-    return b.op(aten.reshape.default, narrow, list(_with_sizes(shape, dim, n)))
+    return b.op(aten.reshape.default, narrow, list(_replace_size(shape, dim, n)))
 
 
 def _shape(node: fx.Node) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape)
 
 
-def _with_sizes(shape: tuple[int, ...], dim: int, *sizes: int) -> tuple[int, ...]:
+def _replace_size(shape: tuple[int, ...], dim: int, *sizes: int) -> tuple[int, ...]:
     """`shape` with other sizes in the place of one."""
     return (*shape[:dim], *sizes, *shape[dim + 1 :])

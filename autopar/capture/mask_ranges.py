@@ -97,7 +97,7 @@ def _ranges(
 ) -> tuple[fx.Node, fx.Node, float] | None:
     """(first, after, the share of pairs that they show); None if the mask stays."""
     n_rows, n_columns = mask.meta["val"].shape[-2:]
-    found = _parsed(mask)
+    found = _comparisons(mask)
     if not found:
         return None
     is_known = depends[mask] is Depends.CONSTANT
@@ -105,7 +105,7 @@ def _ranges(
     if not is_known:
         if not is_large:
             return None
-        found = [*_by_place(b, found, mask)]
+        found = [*_compare_places(b, found, mask)]
     columns = list(dict.fromkeys(c.columns for c in found))
     is_sorted = all(map(_never_decreases, columns))
     if not is_sorted and not (is_known and _do_not_decrease(columns, leaves)):
@@ -118,15 +118,15 @@ def _ranges(
     return (first, after, seen) if is_large or seen <= _FEW_SEEN else None
 
 
-def _parsed(node: Any) -> list[_Comparison] | None:
+def _comparisons(node: Any) -> list[_Comparison] | None:
     """The comparisons that are all true where a mask is; None if it is something else."""
     if node.target in _AND:
-        parts = [_parsed(source) for source in node.args[:2]]
+        parts = [_comparisons(source) for source in node.args[:2]]
         return None if None in parts else [c for part in parts if part is not None for c in part]
     if node.target in _ONES:
         return []
     if node.target is aten.expand.default or _adds_outer_dim(node):
-        return _parsed(node.args[0])
+        return _comparisons(node.args[0])
     kind = _COMPARISONS.get(node.target)
     if kind is None:
         return None
@@ -178,12 +178,14 @@ def _shape(node: Any) -> tuple[int, ...]:
     return tuple(node.meta["val"].shape) if isinstance(node, fx.Node) else ()
 
 
-def _by_place(b: Builder, found: Sequence[_Comparison], mask: fx.Node) -> Iterator[_Comparison]:
+def _compare_places(
+    b: Builder, found: Sequence[_Comparison], mask: fx.Node
+) -> Iterator[_Comparison]:
     """Inside of documents that are numbered by positions, places instead of positions."""
     n_rows, n_columns = mask.meta["val"].shape[-2:]
     positions = {_positions_of(c.columns) for c in found if c.kind == "eq"} - {None}
     for c in found:
-        (column, of_column), (row, of_row) = _shifted(c.columns), _shifted(c.rows)
+        (column, of_column), (row, of_row) = _base_and_shift(c.columns), _base_and_shift(c.rows)
         if n_rows != n_columns or column is not row or column not in positions:
             yield c
             continue
@@ -194,7 +196,7 @@ def _by_place(b: Builder, found: Sequence[_Comparison], mask: fx.Node) -> Iterat
 
 def _positions_of(number: Any) -> fx.Node | None:
     """x, if documents are numbered by `(x.diff(prepend=...) != 1).cumsum(-1)`."""
-    number = _viewed(number)
+    number = _base(number)
     if number.target is not aten.cumsum.default:
         return None
     begins = number.args[0]
@@ -204,31 +206,31 @@ def _positions_of(number: Any) -> fx.Node | None:
     of_places = {n % steps.meta["val"].dim() for n in (number.args[1], *steps.args[2:3])}
     if steps.target is not aten.diff.default or steps.args[1:2] != (1,) or len(of_places) > 1:
         return None
-    return _viewed(steps.args[0]) if len(steps.args) == 4 else None
+    return _base(steps.args[0]) if len(steps.args) == 4 else None
 
 
-def _viewed(node: Any) -> Any:
+def _base(node: Any) -> Any:
     """What a view shows; all have the same elements but for repetition."""
     while node.target in _VIEWS:
         node = node.args[0]
     return node
 
 
-def _shifted(node: Any) -> tuple[Any, float]:
+def _base_and_shift(node: Any) -> tuple[Any, float]:
     """(x, n) of a view of x + n."""
-    node, more = _viewed(node), 0.0
+    node, more = _base(node), 0.0
     while node.target in (aten.add.Tensor, aten.sub.Tensor) and not node.kwargs:
         source, n = node.args[:2]
         if isinstance(n, fx.Node) or len(node.args) > 2:
             break
         more += n if node.target is aten.add.Tensor else -n
-        node = _viewed(source)
+        node = _base(source)
     return node, more
 
 
 def _never_decreases(node: Any) -> bool:
     """Do its numbers not decrease along the last dim, whatever the inputs are?"""
-    base, _ = _shifted(node)
+    base, _ = _base_and_shift(node)
     if base.target is aten.arange.default:
         return len(base.args) < 3
     if base.target is not aten.cumsum.default:
@@ -265,8 +267,8 @@ def _meet(b: Builder, found: Sequence[_Comparison], n_columns: int) -> tuple[fx.
             firsts.append(below(c.kind == "gt"))
         if c.kind in ("lt", "le", "eq"):
             afters.append(below(c.kind != "lt"))
-    first = _folded(b, aten.maximum.default, firsts)
-    after = _folded(b, aten.minimum.default, afters)
+    first = _combine(b, aten.maximum.default, firsts)
+    after = _combine(b, aten.minimum.default, afters)
     if after is None:
         assert first is not None
         return first, b.op(aten.full_like.default, first, n_columns)
@@ -277,7 +279,9 @@ def _number(value: float) -> float | int:
     return int(value) if value == int(value) else value
 
 
-def _folded(b: Builder, combine: torch._ops.OpOverload, parts: Sequence[fx.Node]) -> fx.Node | None:
+def _combine(
+    b: Builder, combine: torch._ops.OpOverload, parts: Sequence[fx.Node]
+) -> fx.Node | None:
     found: fx.Node | None = None
     for part in parts:
         found = part if found is None else b.op(combine, found, part)

@@ -30,7 +30,7 @@ from autopar.operators.scores import (
     empty_gradients,
     empty_results,
     mask_view,
-    with_heads,
+    split_heads,
 )
 from autopar.operators.workspace import add_workspace
 from autopar.precision import working_dtype
@@ -56,7 +56,7 @@ def attention_dropout(
     """
     lead = [len(vector) for vector in positions[:-2]]
     shared = key.shape[-3] if enable_gqa else (lead[-1] if lead else 1)
-    q, k, v = with_heads(query, key, value, lead, shared)
+    q, k, v = split_heads(query, key, value, lead, shared)
     mask = None if attn_mask is None else mask_view(attn_mask, lead, shared)
     out, _ = torch.ops.autopar.attention_dropout_forward(
         q, k, v, mask, seed, positions, p, occurrence, is_causal, n_queries, scale

@@ -28,7 +28,7 @@ from autopar.operators.scores import (
     lead_of,
     mask_view,
     seen_keys,
-    with_heads,
+    split_heads,
 )
 from autopar.operators.workspace import add_workspace
 from autopar.precision import working_dtype
@@ -51,7 +51,7 @@ def attention_ranges(
     of pairs of rows and keys in ranges: what a plan expects. A row that sees no key gets 0.
     """
     lead, shared = lead_of(query, key, value, enable_gqa)
-    q, k, v = with_heads(query, key, value, lead, shared)
+    q, k, v = split_heads(query, key, value, lead, shared)
     ranges = [mask_view(x, lead, shared) for x in (first, after)]
     out, _ = torch.ops.autopar.attention_ranges_forward(q, k, v, *ranges, seen, scale)
     result: Tensor = out.reshape(*lead, *out.shape[-2:])

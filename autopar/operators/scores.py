@@ -213,7 +213,7 @@ def lead_of(
     return lead, key.shape[-3] if enable_gqa else n_heads
 
 
-def with_heads(
+def split_heads(
     query: Tensor, key: Tensor, value: Tensor, lead: Sequence[int], shared: int
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Query, key and value in the shapes of this file, as views where they do not broadcast."""

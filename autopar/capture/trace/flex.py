@@ -10,7 +10,6 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
-from unittest.mock import patch
 
 from torch import Tensor
 from torch._higher_order_ops.flex_attention import math_attention
@@ -23,14 +22,18 @@ from autopar.errors import NotSupportedError
 @contextmanager
 def flex_attention_traced() -> Iterator[None]:
     """While it is open, calls of `flex_attention` are traced so, however it was imported."""
-    with patch.multiple(
-        flex,
-        _FLEX_ATTENTION_DISABLE_COMPILE_DEBUG=True,  # it is called, not compiled
-        _validate_device=lambda *_: None,
-        _apply_kernel_options=_refuse_statistics,
-        flex_attention_hop=_attention,
-    ):
+    others: dict[str, Any] = {
+        "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG": True,  # it is called, not compiled
+        "_validate_device": lambda *_: None,
+        "_apply_kernel_options": _refuse_statistics,
+        "flex_attention_hop": _attention,
+    }
+    own = {name: getattr(flex, name) for name in others}
+    vars(flex).update(others)
+    try:
         yield
+    finally:
+        vars(flex).update(own)
 
 
 def _refuse_statistics(
