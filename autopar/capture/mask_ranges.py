@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -62,9 +62,18 @@ class _Comparison:
     more: float = 0.0
 
 
+class _RowRanges(NamedTuple):
+    """`first` and `after` [*, s, 1]; the share of pairs that they show; all of a causal mask?"""
+
+    first: fx.Node
+    after: fx.Node
+    seen: float
+    is_causal: bool = False
+
+
 def range_masks(b: Builder, depends: Mapping[fx.Node, Depends], leaves: Leaves) -> None:
     """Replace attention under such masks."""
-    ranges: dict[fx.Node, tuple[fx.Node, fx.Node, float] | None] = {}
+    ranges: dict[fx.Node, _RowRanges | None] = {}
     for node in list(b.graph.nodes):
         mask = mask_of(node)
         if mask is None or node.target is not _ATTENTION or depends[mask] is Depends.ANY:
@@ -80,11 +89,17 @@ def range_masks(b: Builder, depends: Mapping[fx.Node, Depends], leaves: Leaves) 
         found = ranges[mask]
         if found is None:
             continue
+        if found.is_causal:
+            call.change(attn_mask=None, is_causal=True)
+            b.findings.add(
+                "replaced", "a causal mask", "`is_causal`", source_line(mask), routine=True
+            )
+            continue
         width = bound["query"].meta["val"].shape[-1]
         scale = 1 / math.sqrt(width) if bound["scale"] is None else float(bound["scale"])
         tensors = (bound["query"], bound["key"], bound["value"])
         with b.graph.inserting_before(node):
-            by_ranges = b.op(ATTENTION_RANGES, *tensors, *found, scale, bound["enable_gqa"])
+            by_ranges = b.op(ATTENTION_RANGES, *tensors, *found[:3], scale, bound["enable_gqa"])
         node.replace_all_uses_with(by_ranges)
         b.findings.add(
             "replaced", "attention under a mask", "a range of keys per row, in blocks of rows",
@@ -94,8 +109,8 @@ def range_masks(b: Builder, depends: Mapping[fx.Node, Depends], leaves: Leaves) 
 
 def _ranges(
     b: Builder, mask: fx.Node, depends: Mapping[fx.Node, Depends], leaves: Leaves
-) -> tuple[fx.Node, fx.Node, float] | None:
-    """(first, after, the share of pairs that they show); None if the mask stays."""
+) -> _RowRanges | None:
+    """None if the mask stays."""
     n_rows, n_columns = mask.meta["val"].shape[-2:]
     found = _comparisons(mask)
     if not found:
@@ -115,7 +130,10 @@ def _ranges(
     if is_known:
         starts, ends = evaluate((first, after), leaves)
         seen = float((ends - starts).clamp(min=0).double().mean() / n_columns)
-    return (first, after, seen) if is_large or seen <= _FEW_SEEN else None
+        up_to_row = torch.arange(1, n_rows + 1).unsqueeze(1)
+        if n_rows == n_columns and bool((starts <= 0).all() and (ends == up_to_row).all()):
+            return _RowRanges(first, after, seen, is_causal=True)
+    return _RowRanges(first, after, seen) if is_large or seen <= _FEW_SEEN else None
 
 
 def _comparisons(node: Any) -> list[_Comparison] | None:

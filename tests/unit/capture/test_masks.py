@@ -183,9 +183,14 @@ def test_a_buffer_that_was_read_is_watched() -> None:
 
 
 def distances(self: nn.Module, x: Tensor) -> Tensor:
-    """Causal, but not by a comparison of rows with columns."""
+    """Causal, by a difference of rows and columns."""
     at = torch.arange(x.shape[1])
     return at[:, None] - at[None, :] >= 0
+
+
+def every_other(self: nn.Module, x: Tensor) -> Tensor:
+    at = torch.arange(x.shape[1])
+    return (at[:, None] - at[None, :]) % 2 == 0
 
 
 def on_meta(make_mask: Callable[..., Any], n: int) -> Program:
@@ -194,7 +199,7 @@ def on_meta(make_mask: Callable[..., Any], n: int) -> Program:
     return capture(model, (torch.empty(2, n, WIDTH, device="meta"),))
 
 
-@pytest.mark.parametrize("make_mask", [by_position, per_row])
+@pytest.mark.parametrize("make_mask", [by_position, per_row, distances])
 def test_a_model_on_meta_of_any_length(make_mask: Callable[..., Any]) -> None:
     """131,072 tokens: of a comparison, every row is looked at where it changes alone."""
     for n in (N, 2**17):
@@ -205,7 +210,7 @@ def test_a_model_on_meta_of_any_length(make_mask: Callable[..., Any]) -> None:
 
 def test_a_mask_that_is_too_large_stays() -> None:
     """One of more than 2**32 elements, of which each is looked at."""
-    program = on_meta(distances, 2**16 + 1)
+    program = on_meta(every_other, 2**16 + 1)
     ((mask, *others),) = (n.args[3:] for n in program.operators if n.target == ATTENTION)
     assert mask is not None and not any(others)
     assert "too large" in program.audit.kept[0].why
