@@ -51,7 +51,7 @@ CASES = [
 
 @pytest.mark.parametrize(
     ("name", "sizes", "n_rows", "forbid"),
-    sampled(CASES, [("a window", (2,), 1, ()), ("documents", (2,), 1, ("tensor",))]),
+    sampled(CASES, [("documents", (2,), 1, ("tensor",))]),
 )
 def test_a_step_is_that_of_one_process(
     name: str, sizes: tuple[int, ...], n_rows: int, forbid: tuple[str, ...],

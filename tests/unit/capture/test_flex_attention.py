@@ -19,6 +19,7 @@ from autopar import NotSupportedError
 from autopar.capture import capture
 from autopar.operators import ATTENTION_RANGES
 from tests.helpers.capture_harness import Module, check
+from tests.helpers.nightly import nightly
 
 SDPA = torch.ops.aten.scaled_dot_product_attention.default
 N, WIDTH, HEADS, WINDOW = 64, 16, 4, 3
@@ -95,7 +96,12 @@ CASES: dict[str, tuple[Mod | None, Mod | None, int, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", CASES)
+BY_DAY = ("causal", "window, grouped", "documents of the batch", "scores")
+
+
+@pytest.mark.parametrize(
+    "name", [n if n in BY_DAY else pytest.param(n, marks=nightly) for n in CASES]
+)
 def test_it_is_attention(name: str) -> None:
     mask_mod, score_mod, n_shared, operator = CASES[name]
     options = {"enable_gqa": True} if n_shared < HEADS else {}

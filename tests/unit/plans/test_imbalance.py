@@ -13,6 +13,7 @@ from autopar import Manual, Plan
 from autopar.errors import InfeasibleError
 from tests.helpers.jobs import machine
 from tests.helpers.models.moe_models import moe_model
+from tests.helpers.nightly import nightly
 
 RECIPE = Manual(dp=4, ep=4)
 
@@ -26,6 +27,7 @@ def plan(manual: Manual = RECIPE, **options: Any) -> Plan:
     return autopar.plan(*on, manual=manual, microbatches=1, **options)
 
 
+@nightly
 def test_time_and_memory_grow_with_the_fullest_expert() -> None:
     even, uneven = plan().predicted, plan(imbalance=2.0).predicted
     assert uneven.compute_time_s > even.compute_time_s
