@@ -29,7 +29,16 @@ from tests.helpers.models.plain_models import Block, Embedded, Net
 from tests.helpers.nightly import one_in, sampled
 
 NUMBERS = dict(zip("two three four five six seven eight".split(), range(2, 9), strict=True))
-UNITS = {"B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30, "s": 1.0, "ms": 1e-3, "µs": 1e-6}
+UNITS = {
+    "B": 1,
+    "KiB": 2**10,
+    "MiB": 2**20,
+    "GiB": 2**30,
+    "s": 1.0,
+    "ms": 1e-3,
+    "µs": 1e-6,
+    "ns": 1e-9,
+}
 ZERO = {"step": 1, "micro": 2, "use": 3}
 HOW = ("manual", "search", "limit", "tight")
 # The modules of a phrase; those of other phrases are no matmuls.
