@@ -82,8 +82,8 @@ def range_masks(b: Builder, depends: Mapping[fx.Node, Depends], leaves: Leaves) 
         bound = call.bind()
         if bound["dropout_p"] != 0 or bound["is_causal"]:
             continue
+        b.origin = node
         if mask not in ranges:  # before the first attention that reads it
-            b.origin = node
             with b.graph.inserting_before(node):
                 ranges[mask] = _ranges(b, mask, depends, leaves)
         found = ranges[mask]
@@ -128,7 +128,10 @@ def _ranges(
     first, after = _meet(b, found, n_columns)
     seen = _SEEN_OF_CAUSAL if any(c.kind in ("lt", "le") for c in found) else 1.0
     if is_known:
-        starts, ends = evaluate((first, after), leaves)
+        try:
+            starts, ends = evaluate((first, after), leaves)
+        except CaptureError:  # a buffer without values: raised when its values are needed
+            return None
         seen = float((ends - starts).clamp(min=0).double().mean() / n_columns)
         up_to_row = torch.arange(1, n_rows + 1).unsqueeze(1)
         if n_rows == n_columns and bool((starts <= 0).all() and (ends == up_to_row).all()):

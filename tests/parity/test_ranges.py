@@ -66,6 +66,8 @@ def test_a_step_is_that_of_one_process(
     program = capture(model, batch, precision="fp64")
     found = [n for n in program.graph.nodes if n.target is ATTENTION_RANGES]
     assert [n.args[7] for n in found] == [True, True]
+    keys = [program.keys[n.name] for n in found]
+    assert [f"layers.{i}." in key for i, key in enumerate(keys)] == [True, True], keys
     cost, analysis = abstract_cost(sizes), Analysis.of(program)
     request = PlacementRequest(cost, 1, Constraints(frozenset(forbid)))
     strategy = choose(analysis, request, "adamw", None).strategy
