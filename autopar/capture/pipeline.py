@@ -5,9 +5,7 @@ functional   no mutation                              buffers.py, inplace.py, vi
 normalise    canonical operators                      normalise.py, rewrites/, builder.py,
                                                       autocast.py
 lift         if asked for: everything in float64      lift.py
-masks        of attention, where a flag will do       masks.py
-ranges       of keys per row, for other masks         mask_ranges.py
-groups       of queries that share keys and values    grouped_queries.py
+attention    masks, and heads that queries share      attention/
 cut          constants and prologue leave             dependence.py, constants.py, prologue.py
 freeze       ordered placeholders, no dead code       `_freeze`; what it holds: python_state/
 mixtures     of experts, as one operator each         mixtures.py
@@ -30,16 +28,14 @@ from torch.export.graph_signature import InputKind
 from torch.utils import _pytree as pytree
 
 from autopar.capture.accumulate import first_rows, mean_loss, of_microbatch
+from autopar.capture.attention import group_queries, range_masks, replace_masks
 from autopar.capture.autocast import Autocast
 from autopar.capture.buffers import buffer_info, has_buffer, out_of_autograd, return_changes
 from autopar.capture.builder import Builder
 from autopar.capture.constants import ConstantStore, Leaf, buffer, literal
 from autopar.capture.dependence import Cut, Depends, cut, dependences, merge_equal
 from autopar.capture.findings import Findings
-from autopar.capture.grouped_queries import group_queries
 from autopar.capture.lift import lift
-from autopar.capture.mask_ranges import range_masks
-from autopar.capture.masks import replace_masks
 from autopar.capture.mixtures import join_mixtures
 from autopar.capture.names import operator_keys, source_line
 from autopar.capture.normalise import normalise

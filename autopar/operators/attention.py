@@ -110,14 +110,14 @@ class _Dropout(Scores):
     def hide(self, scores: Tensor, block: Block) -> Tensor:
         if self.is_causal:
             after = self.column_of[block.columns] > self.row_of[block.rows, None]
-            block.split(scores).masked_fill_(after, -math.inf)
+            block.split_groups(scores).masked_fill_(after, -math.inf)
         if self.mask is None:
             return scores
         mask = block.part(self.mask)
         if mask.dtype == torch.bool:
-            block.split(scores).masked_fill_(mask.logical_not(), -math.inf)
+            block.split_groups(scores).masked_fill_(mask.logical_not(), -math.inf)
             return scores
-        return (block.split(scores) + mask).flatten(2, 3)
+        return (block.split_groups(scores) + mask).flatten(2, 3)
 
     def draw(self, block: Block) -> Tensor | None:
         if self.p == 0:

@@ -98,7 +98,7 @@ class _Ranges(Scores):
     def hide(self, scores: Tensor, block: Block) -> Tensor:
         columns = self._columns[block.columns]
         hidden = (columns < block.part(self.first)) | (columns >= block.part(self.after))
-        block.split(scores).masked_fill_(hidden, -math.inf)
+        block.split_groups(scores).masked_fill_(hidden, -math.inf)
         return scores
 
 

@@ -67,11 +67,11 @@ class Block:
         sizes = zip(mask.shape, index, strict=True)
         return mask[tuple(slice(None) if n == 1 else part for n, part in sizes)]
 
-    def joined(self, x: Tensor) -> Tensor:
+    def join_groups(self, x: Tensor) -> Tensor:
         """The block of [b, n, g, s, e] as [b, n, g s, e]: rows of one matmul."""
         return x[self.queries].flatten(2, 3)
 
-    def split(self, x: Tensor) -> Tensor:
+    def split_groups(self, x: Tensor) -> Tensor:
         return x.unflatten(2, (self.n_groups, -1))
 
 
@@ -106,8 +106,8 @@ class Scores(ABC):
         out, lse = empty_results(self.query, value)
         for block in self.blocks():
             own, sums = self._results(block, value)
-            out[block.queries] = block.split(own)
-            lse[block.queries] = block.split(sums)[..., 0]
+            out[block.queries] = block.split_groups(own)
+            lse[block.queries] = block.split_groups(sums)[..., 0]
             del own, sums  # else they would still be there with the next block's
         return out, lse
 
@@ -121,13 +121,14 @@ class Scores(ABC):
         working = working_dtype(query.dtype)
         of_key, of_value = (torch.zeros_like(x, dtype=working) for x in (key, value))
         for block in self.blocks():
-            upstream = block.joined(gradient)
-            sums = (upstream.to(working) * block.joined(out)).sum(-1, keepdim=True)
+            upstream = block.join_groups(gradient)
+            sums = (upstream.to(working) * block.join_groups(out)).sum(-1, keepdim=True)
             of_scores, own = self._gradients(block, value, lse, upstream, sums)
             of_value[block.keys] += own
-            of_query[block.queries] = block.split((of_scores @ key[block.keys]).mul_(self.scale))
-            of_key[block.keys] += of_scores.mT @ (block.joined(query) * self.scale)
-            del of_scores, own
+            of_rows = (of_scores @ key[block.keys]).mul_(self.scale)
+            of_query[block.queries] = block.split_groups(of_rows)
+            of_key[block.keys] += of_scores.mT @ (block.join_groups(query) * self.scale)
+            del of_scores, of_rows, own
         return of_query, of_key.to(query.dtype), of_value.to(query.dtype)
 
     def blocks(self) -> Iterator[Block]:
@@ -160,7 +161,7 @@ class Scores(ABC):
 
         `upstream` is the gradient of its rows, `sums` rowsum(dout · out).
         """
-        weights = self._of(block).sub_(block.joined(lse[..., None])).exp_()
+        weights = self._of(block).sub_(block.join_groups(lse[..., None])).exp_()
         kept = self.draw(block)
         dropped = self.drop(weights.to(self.query.dtype, copy=True), kept)
         of_value = dropped.mT @ upstream
@@ -171,7 +172,7 @@ class Scores(ABC):
 
     def _of(self, block: Block) -> Tensor:
         """The scores of a block: [b, n, g s, t]."""
-        scores = (block.joined(self.query) * self.scale) @ self.key[block.keys].mT
+        scores = (block.join_groups(self.query) * self.scale) @ self.key[block.keys].mT
         return self.hide(scores.to(working_dtype(self.query.dtype)), block)
 
 

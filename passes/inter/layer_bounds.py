@@ -177,7 +177,7 @@ class LayerBounds:
         """
         cost = CostModel.of(view, self.hardware)
         try:
-            batch = families.of(cost, m, self.constraints.on(view))
+            batch = families.of(cost, m, self.constraints.on_view(view))
         except (InfeasibleError, BatchError):
             return None
         case = batch.place(cost, m)

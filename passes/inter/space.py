@@ -136,7 +136,7 @@ class PipelineSpace:
 
     def constraints(self, view: LogicalMesh) -> Constraints:
         if self.limits is not None:
-            return self.limits.on(view)
+            return self.limits.on_view(view)
         return Constraints(self.options.forbid, pins=pins_on(self.analysis, self.options, view))
 
     @property

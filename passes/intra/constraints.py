@@ -87,7 +87,7 @@ class Constraints:
         """Is every axis given a role, so that a recipe places the operators?"""
         return bool(self.roles) and "any" not in self.roles
 
-    def on(self, view: LogicalMesh) -> Constraints:
+    def on_view(self, view: LogicalMesh) -> Constraints:
         """The same recipe on a view of other axes, which may have cp; the same for a search."""
         return replace(self, roles=recipe_roles(view.names)) if self.is_recipe else self
 

@@ -9,7 +9,8 @@ import torch
 from torch import Tensor
 from transformers import LlamaForCausalLM, MistralConfig, MistralForCausalLM
 
-from autopar.capture import capture, mask_ranges
+from autopar.capture import capture
+from autopar.capture.attention import ranges
 from autopar.operators import ATTENTION_RANGES
 from autopar.passes.analysis import Analysis
 from autopar.passes.intra import Constraints, PlacementRequest, choose
@@ -58,7 +59,7 @@ def test_a_step_is_that_of_one_process(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
     """One sequence is sharded by heads or rows, several by sequences, too."""
-    monkeypatch.setattr(mask_ranges, "_LARGE_BYTES", N_TOKENS**2)
+    monkeypatch.setattr(ranges, "_LARGE_BYTES", N_TOKENS**2)
     torch.manual_seed(0)
     model, given = MODELS[name](n_rows)
     ids = torch.randint(0, VOCABULARY, (n_rows, N_TOKENS))

@@ -23,6 +23,7 @@ from autopar.operators import (
     workspace_bytes,
 )
 from autopar.precision import working_dtype
+from tests.helpers.attention_inputs import attention_inputs
 
 SEED = seed_tensor(3)
 P, SCALE, OCCURRENCE = 0.3, 0.4, 2
@@ -40,14 +41,7 @@ class Call:
     grouped: bool = False
 
     def tensors(self, dtype: torch.dtype = torch.float64) -> tuple[Tensor, Tensor, Tensor]:
-        """Values are one narrower than keys."""
-        generator = torch.Generator().manual_seed(0)
-        shapes = (self.query, self.key, (*self.key[:-1], self.key[-1] - 1))
-        q, k, v = (
-            torch.randn(s, dtype=torch.float64, generator=generator).to(dtype).requires_grad_()
-            for s in shapes
-        )
-        return q, k, v
+        return attention_inputs(self.query, self.key, dtype)
 
     def positions(self) -> list[Tensor]:
         keys = self.query[:-2] if self.grouped else self.key[:-2]

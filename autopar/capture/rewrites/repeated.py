@@ -14,8 +14,8 @@ from __future__ import annotations
 import torch
 from torch import fx
 
+from autopar.capture.attention import is_elementwise
 from autopar.capture.builder import Builder
-from autopar.capture.masks import is_elementwise
 from autopar.capture.rewrites.places import expanded
 
 aten = torch.ops.aten

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from autopar.capture import capture, mask_ranges
+from autopar.capture import capture
+from autopar.capture.attention import ranges
 from autopar.operators import ATTENTION_RANGES
 from tests.helpers.capture_harness import Module, check
 
@@ -142,7 +143,7 @@ def test_documents(make_mask: MakeMask, monkeypatch: pytest.MonkeyPatch) -> None
     model = attending(make_mask)
     positions = torch.stack([packed(7, 1, 12, 44), packed(64)])
     assert ATTENTION_RANGES not in operators(model, xs(), positions)
-    monkeypatch.setattr(mask_ranges, "_LARGE_BYTES", N * N)
+    monkeypatch.setattr(ranges, "_LARGE_BYTES", N * N)
     found = operators(model, xs(), positions)
     assert ATTENTION_RANGES in found and torch.ops.aten.eq.Tensor not in found
     check(model, (xs(), positions))
@@ -150,7 +151,7 @@ def test_documents(make_mask: MakeMask, monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_numbers_that_may_decrease_stay(monkeypatch: pytest.MonkeyPatch) -> None:
     """Documents that the user numbers, and positions without documents."""
-    monkeypatch.setattr(mask_ranges, "_LARGE_BYTES", N * N)
+    monkeypatch.setattr(ranges, "_LARGE_BYTES", N * N)
     for make_mask in (
         lambda x, ids: ids[:, None, :, None] == ids[:, None, None, :],
         lambda x, at: at[:, None, :, None] >= at[:, None, None, :],

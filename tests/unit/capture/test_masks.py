@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import autopar
 from autopar import PlanError
 from autopar.capture import capture
-from autopar.capture.piecewise_masks import PiecewiseMask
+from autopar.capture.attention import PiecewiseMask
 from autopar.operators import ATTENTION_DROPOUT
 from autopar.program.graph import Program
 from tests.helpers.capture_harness import Module, check

@@ -17,7 +17,7 @@ A mask has as many bytes as the scores of an unfused attention, so it never exis
     mask = elementwise(parts)        a part has a dim of rows, of columns, or neither: small
 
 Parts are computed once, and the mask from them: where its rows change, if they do so at few columns
-(`piecewise_masks.py`); else in blocks of rows, until one is neither.
+(`piecewise.py`); else in blocks of rows, until one is neither.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from typing import Any
 import torch
 from torch import Tensor, fx, nn
 
+from autopar.capture.attention.piecewise import PiecewiseMask, compute_step
 from autopar.capture.builder import TracedCall
 from autopar.capture.dependence import Depends, subgraph
 from autopar.capture.findings import Findings
 from autopar.capture.names import source_line
-from autopar.capture.piecewise_masks import PiecewiseMask, compute_step
 from autopar.errors import CaptureError
 from autopar.operators import ATTENTION_DROPOUT
 

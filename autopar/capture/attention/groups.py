@@ -16,8 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
+from autopar.capture.attention.flags import ATTENTION
 from autopar.capture.builder import Builder, TracedCall
-from autopar.capture.masks import ATTENTION
 from autopar.capture.names import source_line
 from autopar.operators import ATTENTION_RANGES
 

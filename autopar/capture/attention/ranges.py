@@ -24,9 +24,9 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from autopar.capture.attention.flags import evaluate, mask_of
 from autopar.capture.builder import Builder, TracedCall
 from autopar.capture.dependence import Depends
-from autopar.capture.masks import evaluate, mask_of
 from autopar.capture.names import source_line
 from autopar.errors import CaptureError
 from autopar.operators import ATTENTION_RANGES, COUNT_BELOW
