@@ -29,6 +29,8 @@ class Link:
     `in_switch_s_per_byte` is for switches that sum (NVLS); None for others. It is the time per byte
     of one port during such a sum: an all_reduce of n bytes over p ranks keeps each port busy for
     (1 + 1/p) * n * `in_switch_s_per_byte`.
+    `chunk_s`: latency of one chunk where collectives pass chunks on like a pipeline; None where
+    they pass on whole buffers.
     `ratios` corrects the formulas of some collectives: pairs (kind, time on the backend / time by
     the formula).
     """
@@ -36,10 +38,15 @@ class Link:
     latency_s: float
     s_per_byte: float
     in_switch_s_per_byte: float | None = None
+    chunk_s: float | None = field(default=None, kw_only=True)
     ratios: tuple[tuple[str, float], ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
-        if self.latency_s < 0 or self.s_per_byte < 0 or (self.in_switch_s_per_byte or 0.0) < 0:
+        if (
+            self.latency_s < 0
+            or self.s_per_byte < 0
+            or min(self.in_switch_s_per_byte or 0.0, self.chunk_s or 0.0) < 0
+        ):
             raise MeshError(f"a link cannot have negative latency or s_per_byte: {self}")
 
     def ratio(self, kind: str) -> float:

@@ -34,8 +34,13 @@ from autopar.schedule import CHUNKS
 
 # Options that a plan does not record: user code, or of planning and running alone.
 BESIDE_A_PLAN = frozenset(
-    {"loss_fn", "optimizer_gather", "progress", "check_every", "compile", "imbalance"}
+    {"loss_fn", "optimizer_gather", "progress", "check_every", "compile", "imbalance", "software"}
 )
+# Shipped with their constants by `cost/hardware/stacks`; a test compares the two.
+SOFTWARE = (
+    "autopar", "megatron-2021", "megatron-core", "megatron-deepspeed", "torch-compiled",
+    "torch-eager", "transformer-engine",
+)  # fmt: skip
 OPTIMIZERS = ("adamw", "sgd", "adam")
 REDUCE_DTYPES = ("float32", "bfloat16", "float16")
 FORBIDDABLE = tuple("data tensor sequence expert pipeline zero1 zero2 zero3 recompute".split())
@@ -90,6 +95,8 @@ class Options:
                      user code, may gather whole (`runtime/tensors`)
     `imbalance`      rows of the fullest expert over the mean, for time and memory where experts are
                      sharded
+    `software`       what prices assume to run on the devices: "autopar", or another stack by name
+                     (`cost/hardware/software.py`), which says what the plan would take there
     `check_every`    ranks compare batches and learning rates in the first steps, then in every
                      n-th; None: only in the first ones
     `compile`        "regions": fuse operators between collectives by `torch.compile`; bits differ.
@@ -122,6 +129,7 @@ class Options:
     check_every: int | None = 100
     compile: str = "none"
     imbalance: float = 1.0
+    software: str = "autopar"
 
     @property
     def n_stages(self) -> int | None:
@@ -435,4 +443,5 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "check_every": lambda value: None if value is None else check_count("check_every", value),
     "compile": one_of("compile", "none regions regions+graphs auto"),
     "imbalance": _imbalance,
+    "software": one_of("software", " ".join(SOFTWARE)),
 }

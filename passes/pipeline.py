@@ -228,9 +228,9 @@ def _record(stage: PlacedStage, mesh: Mesh) -> StageRecord:
 
 
 def _hardware(target: Target, analysis: Analysis) -> Hardware:
-    found = resolve(target.mesh, compute_dtype(analysis))
+    found = resolve(target.mesh, compute_dtype(analysis), target.options.software)
     found = replace(found, imbalance=target.options.imbalance)
-    return replace(found, software="compiled") if target.options.compiles else found
+    return replace(found, kernels="compiled") if target.options.compiles else found
 
 
 @dataclass(frozen=True)

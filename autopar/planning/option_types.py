@@ -56,3 +56,4 @@ class PlanOptions(TypedDict, total=False):
     check_every: int | None
     compile: Literal["none", "regions", "regions+graphs", "auto"] | str
     imbalance: float
+    software: str

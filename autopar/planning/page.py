@@ -159,7 +159,7 @@ def _changed_step_s(bound: Bound, change: str) -> float:
     """What `plan.what_if(change)` takes. Lines do not know links, and what is proved stays proved,
     so only what the change touches is made again."""
     profile = changed(profile_of(bound.mesh), change)
-    hardware = resolve_on(profile, bound.mesh, bound.hardware.dtype)
+    hardware = resolve_on(profile, bound.mesh, bound.hardware.dtype, bound.options.software)
     machine = bound.mesh.with_links(hardware.links, hardware.device)
     target = replace(bound.compilation[Target], mesh=machine)
     other = Compilation(PASSES, target, bound.data, bound.analysis)

@@ -268,7 +268,7 @@ class Plan:
         bound = self._bound("what_if()")
         analysis, machine = bound.analysis, bound.mesh
         profile = changed(profile_of(machine), changes)
-        other = resolve_on(profile, machine, bound.hardware.dtype)
+        other = resolve_on(profile, machine, bound.hardware.dtype, bound.options.software)
         machine = machine.with_links(other.links, other.device)
         return Plan(self.data, bind(self.data, analysis, machine, compile=bound.options.compile))
 

@@ -16,6 +16,7 @@ class Predicted:
     bubble            idle time / total time, over all ranks
     mfu               model FLOPs / (ranks x peak rate x step time); recomputed and replicated
                       work does not count
+    interval_ratio    80% of published steps lie within this ratio of predicted ones
     samples_per_s, tokens_per_s     None if the batch size is unknown
     """
 
@@ -30,3 +31,16 @@ class Predicted:
     tokens_per_s: float | None
     mfu: float
     peak_bytes_per_stage: tuple[float, ...] = ()
+    interval_ratio: float | None = None
+
+    @property
+    def interval_s(self) -> tuple[float, float] | None:
+        """(low, high): the step takes between these seconds, in 80% of cases; None where nothing is
+        known of the machine.
+
+        The ratio is that of published runs of the same software and device, each predicted by a
+        fit to other papers (`cost/published/intervals.py`).
+        """
+        if self.interval_ratio is None:
+            return None
+        return self.step_time_s / self.interval_ratio, self.step_time_s * self.interval_ratio

@@ -12,8 +12,8 @@ This is the lowest room of `cost`: it may import no other room of it, only what 
 from autopar.cost.hardware.hardware import (
     DEFAULT_PROFILE,
     Hardware,
+    KernelMode,
     ProfiledDevice,
-    Software,
     attention_flops_per_s,
     detect,
     flops_per_s,
@@ -31,14 +31,27 @@ from autopar.cost.hardware.profile import (
     load_profile,
     shipped_name,
 )
+from autopar.cost.hardware.software import (
+    CONSTANTS,
+    FEATURES,
+    SOFTWARE_FOLDER,
+    Software,
+    available_software,
+    load_software,
+    software_of,
+)
 from autopar.cost.hardware.topology import LinkGroup, even_group, flat_group, group_on
 from autopar.cost.hardware.what_if import changed, doublings, parse_changes, profile_of
 
 __all__ = [
+    "CONSTANTS",
     "DEFAULT_PROFILE",
+    "FEATURES",
     "MEASURED_RATIOS",
     "PROFILE_FOLDER",
+    "SOFTWARE_FOLDER",
     "Hardware",
+    "KernelMode",
     "LinkGroup",
     "Profile",
     "ProfiledDevice",
@@ -46,6 +59,7 @@ __all__ = [
     "Software",
     "attention_flops_per_s",
     "available_profiles",
+    "available_software",
     "changed",
     "detect",
     "doublings",
@@ -56,9 +70,11 @@ __all__ = [
     "group_on",
     "link_hardware",
     "load_profile",
+    "load_software",
     "parse_changes",
     "profile_of",
     "resolve",
     "resolve_on",
     "shipped_name",
+    "software_of",
 ]

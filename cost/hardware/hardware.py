@@ -19,12 +19,13 @@ from autopar.cost.hardware.profile import (
     unit_part,
     where_else,
 )
+from autopar.cost.hardware.software import software_of
 from autopar.errors import NotSupportedError
 from autopar.mesh import Device, Link, Mesh
 
 DEFAULT_PROFILE = "cpu-local"
 # How operators run: a kernel each, or fused with their neighbours by a compiler.
-Software = Literal["eager", "compiled"]
+KernelMode = Literal["eager", "compiled"]
 
 
 @dataclass(frozen=True)
@@ -50,8 +51,9 @@ class Hardware:
 
     `peak_flops_per_s` is the datasheet's rate of the resolved dtype; `device.flops_per_s` is the
     achieved rate. By default a plan leaves `memory_margin_fraction` of the memory free.
-    `error_fraction` is the mean error of predictions on the profile; None where none is known.
-    `software` is what runs on the machine. `imbalance` is that of the rows of experts: the option.
+    `interval_ratio`: a predicted step times and over it hold 80% of published ones; None where
+    nothing is known (`software.py`).
+    `kernels`: how operators run. `imbalance` is that of the rows of experts: the option.
     """
 
     links: tuple[Link, ...]
@@ -61,8 +63,8 @@ class Hardware:
     memory_margin_fraction: float
     is_gpu: bool = False
     dtype: torch.dtype = torch.float32
-    error_fraction: float | None = None
-    software: Software = "eager"
+    interval_ratio: float | None = None
+    kernels: KernelMode = "eager"
     imbalance: float = 1.0
 
     @property
@@ -78,8 +80,8 @@ class Hardware:
         return self.device.memory_bytes * (1.0 - margin)
 
 
-def resolve(mesh: Mesh, dtype: torch.dtype = torch.float32) -> Hardware:
-    """The links and the device of `mesh`, for a model that computes in `dtype`.
+def resolve(mesh: Mesh, dtype: torch.dtype = torch.float32, software: str = "autopar") -> Hardware:
+    """The links and the device of `mesh`, for a model that computes in `dtype` under a software.
 
     Explicit links and an explicit device take precedence. They hold for every dtype and leave no
     memory margin. Otherwise `mesh.hardware` names the profile; None detects it. On a mesh of one
@@ -93,16 +95,23 @@ def resolve(mesh: Mesh, dtype: torch.dtype = torch.float32) -> Hardware:
         rate = mesh.device.flops_per_s
         return Hardware(mesh.links, mesh.device, "explicit", rate, 0.0, dtype=dtype)
     name = mesh.hardware if mesh.hardware is not None else detect()
-    return resolve_on(load_profile(name), mesh, dtype)
+    return resolve_on(load_profile(name), mesh, dtype, software)
 
 
-def resolve_on(profile: Profile, mesh: Mesh, dtype: torch.dtype = torch.float32) -> Hardware:
+def resolve_on(
+    profile: Profile,
+    mesh: Mesh,
+    dtype: torch.dtype = torch.float32,
+    software: str = "autopar",
+) -> Hardware:
     """`resolve` for a mesh of devices of this profile."""
-    profile = _share_cores(profile, mesh.devices_per_node)
+    runs = software_of(software, is_gpu=bool(profile.cuda_names))
+    profile = runs.on(_share_cores(profile, mesh.devices_per_node))
     intra, inter = profile.link("intra_node"), profile.link("inter_node")
     between = intra if mesh.nodes == 1 else inter
     links = (*(between for _ in mesh.shape[1:]), intra)
-    return link_hardware(profile, links, dtype)
+    found = link_hardware(profile, links, dtype)
+    return replace(found, interval_ratio=runs.interval_ratio(profile.name))
 
 
 def link_hardware(profile: Profile, links: tuple[Link, ...], dtype: torch.dtype) -> Hardware:
@@ -129,8 +138,7 @@ def link_hardware(profile: Profile, links: tuple[Link, ...], dtype: torch.dtype)
     )
     margin = profile.value("device.memory_margin_fraction")
     is_gpu = bool(profile.cuda_names)
-    error = profile.optional("prediction.error_fraction")
-    return Hardware(links, device, profile.name, peak[dtype], margin, is_gpu, dtype, error)
+    return Hardware(links, device, profile.name, peak[dtype], margin, is_gpu, dtype)
 
 
 def _share_cores(profile: Profile, ranks_per_node: int) -> Profile:

@@ -25,10 +25,11 @@ Optional quantities, and what holds without them (`DEFAULTS`):
     link.intra_node.in_switch_s_per_byte of one port while the switch sums; an all_reduce
                                          of n bytes moves (1 + 1/p) n
                                          (`cost/laws/formulas.py`)             no such switch
+    link.intra_node.chunk_s              latency of a chunk of a collective, which passes
+                                         the ranks like a pipeline
+                                         (`cost/laws/collectives.py`)          whole buffers
     backend.reduce_scatter_ratio         measured time / time by the formula, for backends
     backend.send_recv_ratio              that run a reduce_scatter or a message differently  1
-    prediction.error_fraction            mean error of predicted steps of published
-                                         runs (`autopar validate`)           not validated
     node.cores_count                     cores of a node whose ranks are processes; with
                                          more ranks than cores, ranks take turns   one per rank
 
@@ -76,9 +77,9 @@ DEFAULTS: dict[str, float | None] = {
     "device.host_s": 0.0,
     "device.overlap_slowdown_fraction": 0.0,
     "link.intra_node.in_switch_s_per_byte": None,
+    "link.intra_node.chunk_s": None,
     "backend.reduce_scatter_ratio": None,
     "backend.send_recv_ratio": None,
-    "prediction.error_fraction": None,
     "node.cores_count": None,
 }
 MEASURED_RATIOS = ("reduce_scatter", "send_recv")
@@ -121,10 +122,14 @@ class Profile:
     def link(self, name: str) -> Link:
         """The link called `name`: `intra_node` or `inter_node`."""
         key = f"link.{name}"
-        in_switch = self.optional(f"{key}.in_switch_s_per_byte") if name == "intra_node" else None
+        in_switch, chunk_s = (
+            self.optional(f"{key}.{figure}") if name == "intra_node" else None
+            for figure in ("in_switch_s_per_byte", "chunk_s")
+        )
         ratios = {kind: self.optional(f"backend.{kind}_ratio") for kind in MEASURED_RATIOS}
         return Link(
             self.value(f"{key}.latency_s"), self.value(f"{key}.s_per_byte"), in_switch,
+            chunk_s=chunk_s,
             ratios=tuple((kind, ratio) for kind, ratio in ratios.items() if ratio is not None),
         )  # fmt: skip
 

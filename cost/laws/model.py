@@ -27,8 +27,8 @@ import torch
 from autopar.arrays import Array
 from autopar.cost.hardware import (
     Hardware,
+    KernelMode,
     ProfiledDevice,
-    Software,
     attention_flops_per_s,
     flops_per_s,
     group_on,
@@ -84,23 +84,23 @@ def op_time_s(
 class CostModel:
     """Prices what a stage does; `mesh` carries its links and device.
 
-    Unless it `hides`, it is an abstract machine where compute hides no communication. `software`
-    is what runs its operators (`autopar/passes/analysis/kernels.py`). `imbalance`: the fullest of
-    sharded experts has so many times the mean of rows.
+    Unless it `hides`, it is an abstract machine where compute hides no communication. `kernels`:
+    how operators run (`autopar/passes/analysis/kernels.py`). `imbalance`: the fullest of sharded
+    experts has so many times the mean of rows.
     """
 
     mesh: LogicalMesh
     dtype: torch.dtype = torch.float32
     bucket_bytes: int = BUCKET_BYTES
     hides: bool = True
-    software: Software = "eager"
+    kernels: KernelMode = "eager"
     imbalance: float = 1.0
 
     @staticmethod
     def of(mesh: LogicalMesh, hardware: Hardware) -> CostModel:
         """Prices on a view of a machine."""
         return CostModel(
-            mesh, hardware.dtype, software=hardware.software, imbalance=hardware.imbalance
+            mesh, hardware.dtype, kernels=hardware.kernels, imbalance=hardware.imbalance
         )
 
     def primitive_time_s(

@@ -1,18 +1,20 @@
-"""Fitting a profile's constants to published runs: least squares with the literature as prior.
+"""Fitting a software's constants to published runs: least squares with the literature as prior.
 
-    minimise   sum over runs        (log predicted - log published)^2 / RUN_SIGMA^2
+    minimise   sum over runs        (log ratio)^2 / RUN_SIGMA^2
              + sum over group runs  (log ratio - mean log ratio of the group)^2 / GROUP_SIGMA^2
              + sum over constants   (log value - log prior)^2 / sigma^2
 
-where log ratio is log(predicted / published). `fit` solves this. Runs of a group are one figure of
-a paper: the same machine, model and software. Their ratios to each other are known better than
-their absolute times. A residual beyond two sigmas counts linearly, not squared (P. J. Huber, 1964).
-So one unusual run does not bend the constants of all others. The unknowns are the logarithms.
+where log ratio is log(predicted / published). `fit` solves this. Runs of a group are
+one figure of a paper: the same machine, model and software. Their ratios to each other are known
+better than their absolute times. A residual beyond two sigmas counts linearly, not squared (P. J.
+Huber, 1964). So one unusual run does not bend the constants of all others. The unknowns are the logarithms.
 
-The prior of a constant (`priors.toml`) comes from data sheets and micro-benchmarks. Its sigma is
-how far whole training runs may lie from that. Without runs on a device, its constants stay at the
-prior. Constants belong to hardware: all runs on a device share them, from whatever paper.
-`leave_one_out` fits without the runs of one paper and predicts those, as it would a user's own run.
+A device's constants are not fitted: they are measurements of its kernels and links alone
+(`cost/hardware/profiles`). What whole steps reach of them belongs to the software
+(`cost/hardware/software.py`). All its runs share its constants, on whatever device and from
+whatever paper. The prior of a constant and its sigma are in `priors.toml`; without runs, constants
+stay there. `leave_one_out` fits without the runs of one paper and predicts those, as it would a
+user's own run.
 """
 
 from __future__ import annotations
@@ -20,14 +22,15 @@ from __future__ import annotations
 import math
 import tomllib
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
-from autopar.cost.hardware import Profile, Quantity, load_profile
+from autopar.cost.hardware import Software
 from autopar.cost.published.predict import step_model
 from autopar.cost.published.rows import PublishedRun
 
@@ -42,40 +45,26 @@ _NUDGE = 0.02  # of a logarithm, for the Jacobian: laws have kinks
 
 @dataclass(frozen=True)
 class Constant:
-    """A fitted constant: its keys in a profile (all get its value), its prior and sigma."""
+    """A fitted constant of software: its name, its prior and sigma, and the prior's source."""
 
-    keys: tuple[str, ...]
+    name: str
     prior: float
     sigma: float
+    source: str = ""
 
 
-def constants_of(name: str) -> tuple[Constant, ...]:
-    """The fitted constants of a profile; empty for one that is not fitted."""
+@cache
+def fitted_constants() -> tuple[Constant, ...]:
+    """The constants that are fitted for each software."""
     with PRIORS.open("rb") as file:
-        table = tomllib.load(file)["profile"].get(name, {})
-    return tuple(
-        Constant(tuple(entry.get("keys", (key,))), entry["prior"], entry["sigma"])
-        for key, entry in table.items()
-    )
-
-
-def with_values(profile: Profile, values: Mapping[str, float]) -> Profile:
-    """The profile with some of its quantities replaced."""
-    changed = {key: Quantity(value, "fit") for key, value in values.items()}
-    return replace(profile, quantities={**profile.quantities, **changed})
-
-
-def at_priors(name: str) -> Profile:
-    """The profile with constants from the literature alone, before any fit to training runs."""
-    constants = constants_of(name)
-    return with_values(load_profile(name), {key: c.prior for c in constants for key in c.keys})
+        return tuple(Constant(name, **entry) for name, entry in tomllib.load(file).items())
 
 
 @dataclass(frozen=True)
 class Fit:
-    """The values of the constants of one profile, and the runs they were fitted to."""
+    """The values of the constants of one software, and the runs they were fitted to."""
 
-    profile: str
+    software: str
     values: Mapping[str, float]
     n_runs: int
 
@@ -84,17 +73,16 @@ def fit(
     name: str, rows: Iterable[PublishedRun], constants: Sequence[Constant],
     groups: Iterable[Sequence[str]] = (), n_steps: int = 32,
 ) -> Fit:  # fmt: skip
-    """Fit constants of the profile `name` to those `rows` that ran on it; groups are of ids."""
-    base = load_profile(name)
-    used = [row for row in rows if row.profile == name and row.step_time_s]
+    """Fit constants of the software `name` to those `rows` that ran it; groups are of ids."""
+    used = [row for row in rows if row.software.name == name and row.step_time_s]
     ids = [row.id for row in used]
     members = [[ids.index(i) for i in group if i in ids] for group in groups]
     prior = np.log([constant.prior for constant in constants])
     sigma = np.array([constant.sigma for constant in constants])
 
     def residuals(at: Array) -> Array:
-        profile = with_values(base, _values(constants, at))
-        errors = np.array([log_error(row, profile) for row in used])
+        values = _values(constants, at)
+        errors = np.array([log_error(row, row.software.with_constants(values)) for row in used])
         apart = [errors[m] - errors[m].mean() for m in members if len(m) > 1]
         return np.concatenate(
             [(at - prior) / sigma, errors / RUN_SIGMA, *(a / GROUP_SIGMA for a in apart)]
@@ -120,17 +108,15 @@ def fit(
     return Fit(name, _values(constants, prior), 0)
 
 
-def log_error(row: PublishedRun, profile: Profile | None = None) -> float:
-    """log(predicted / published) of a run's step time."""
+def log_error(row: PublishedRun, software: Software | None = None) -> float:
+    """log(predicted / published) of a run's step time, with its software or another one."""
     assert row.step_time_s is not None
-    return math.log(step_model(row, profile).step_time_s() / row.step_time_s)
+    return math.log(step_model(row, software).step_time_s() / row.step_time_s)
 
 
 def _values(constants: Sequence[Constant], logs: np.ndarray) -> dict[str, float]:
     return {
-        key: float(math.exp(log))
-        for constant, log in zip(constants, logs, strict=True)
-        for key in constant.keys
+        constant.name: float(math.exp(log)) for constant, log in zip(constants, logs, strict=True)
     }
 
 
@@ -139,15 +125,16 @@ def leave_one_out(
 ) -> dict[str, dict[str, float]]:
     """Paper -> id -> predicted / published - 1, with constants fitted to the other papers' runs."""
     groups, found = list(groups), {}
-    for paper in dict.fromkeys(row.paper for row in rows if row.step_time_s):
-        left_out = [row for row in rows if row.paper == paper and row.step_time_s]
-        others = [row for row in rows if row.paper != paper]
+    timed = [row for row in rows if row.step_time_s]
+    for paper in dict.fromkeys(row.paper for row in timed):
+        left_out = [row for row in timed if row.paper == paper]
+        others = [row for row in timed if row.paper != paper]
         errors = {}
-        for name in dict.fromkeys(row.profile for row in left_out):
-            values = fit(name, others, constants_of(name), groups).values
-            profile = with_values(load_profile(name), values)
+        for name in dict.fromkeys(row.software.name for row in left_out):
+            values = fit(name, others, fitted_constants(), groups).values
             for row in left_out:
-                if row.profile == name:
-                    errors[row.id] = math.exp(log_error(row, profile)) - 1
+                if row.software.name == name:
+                    software = row.software.with_constants(values)
+                    errors[row.id] = math.exp(log_error(row, software)) - 1
         found[paper] = errors
     return found

@@ -9,25 +9,24 @@ the prediction (`PublishedRun.assumed`):
                        sentence-piece tokenizers since LLaMA, from arXiv number 2302 on
     dtype              bf16 on devices that have it, else fp16
 
-Software is derived by the same rules for all rows, from the model's kind, the dtype, the device
-and the words of the notes (`_software`). A row may override any of them under "software":
+Its software (`cost/hardware/software.py`) is the one it names under "software", or
+
+    torch-eager, torch-compiled   ZeRO-3 outside Megatron; compiled if the notes say so
+    megatron-deepspeed            the notes name DeepSpeed
+    transformer-engine            any other run on a device since H100 (`_AFTER_FLASH`)
+    megatron-core                 from arXiv number 2205 on; if the source is no paper, runs in bf16
+    megatron-2021                 earlier ones
+
+The same rules for all rows say which of its features a run has:
 
     fused_attention    the notes name flash attention; or a model that came after it (gated), or
-                       a device that did (`_AFTER_FLASH`): A. Dao et al., arXiv 2205.14135
-    new_attention      Megatron-Core on devices since H100, which calls Transformer Engine
-    fused_kernels      Megatron's hand-written ones (any recipe with tp, pp or ZeRO < 3), or
-                       compiled code
+                       a device that did: A. Dao et al., arXiv 2205.14135
     dropout            a plain model without fused attention: recipes up to 2022 train with 0.1
-    overlapped_sync    as the notes say; else for bf16 runs, which accumulate gradients in
-                       float32 buckets of their own
     fp32_gradients     bf16, whose sums need it
-    fused_optimizer    Megatron's
-    fused_accumulation from arXiv number 2205 on, when Megatron-LM had it; if the source is no
-                       paper, runs in bf16
-    waits_for_messages runs before that: messages did not overlap compute
-    fused_loss         compiled code, and Megatron-Core on devices since H100
+    overlapped_sync, overlapped_tp, overlapped_experts     what the notes say is overlapped
     thrifty_dispatch   the notes name DeepEP
-    fp32_parameters    ZeRO-3 outside Megatron: FSDP keeps float32 shards
+
+A row may override any feature under "software".
 
 A run is skipped only if a degree, the batch or a dim is unknown, or if something in it is not
 supported.
@@ -37,23 +36,18 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field, fields, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autopar.cost.transformer import (
-    Experts,
-    Module,
-    Order,
-    Recipe,
-    Recompute,
-    Software,
-    TransformerShape,
-)
+from autopar.cost.hardware import FEATURES, Software, load_software
+from autopar.cost.transformer import Experts, Module, Order, Recipe, Recompute, TransformerShape
 from autopar.errors import NotSupportedError, OptionError
 
 _ARXIV = re.compile(r"arXiv (\d{4}\.\d{4,5})")
 _AFTER_FLASH = ("h100", "h200", "b200", "gb200", "mi300x", "rtx-4090", "rtx-5090", "l40s", "l4")
 _NO_BF16 = ("v100",)
+_TP_OVERLAPPED = re.compile(r"\btp\b[^.;]*\boverlapped")
+_EP_OVERLAPPED = re.compile(r"\bep communication overlapped")
 _ORDERS: dict[str, Order] = {
     "1f1b": "1f1b", "1f1b-i": "interleaved", "interleaved": "interleaved", "gpipe": "gpipe",
     "zb-1p": "zero-bubble", "zb-h1": "zero-bubble", "zero-bubble": "zero-bubble",
@@ -76,6 +70,7 @@ class PublishedRun:
     """One run. `step_time_s`, `memory_bytes`: the published values, or None.
 
     assumed: the values that the row does not give, with the defaults that they took.
+    open_fields: those of its layout, which `open_fields.py` chooses.
     """
 
     id: str
@@ -89,6 +84,7 @@ class PublishedRun:
     step_time_s: float | None
     memory_bytes: float | None
     assumed: tuple[str, ...] = field(default=())
+    open_fields: tuple[str, ...] = field(default=())
 
 
 @dataclass
@@ -138,7 +134,21 @@ def read_row(row: Mapping[str, Any]) -> PublishedRun:
         step_time_s=_step_time_s(row, shape, recipe),
         memory_bytes=_memory_bytes(row),
         assumed=tuple(reader.assumed),
+        open_fields=_open_fields(row, recipe),
     )
+
+
+def _open_fields(row: Mapping[str, Any], recipe: Recipe) -> tuple[str, ...]:
+    """What a run leaves open of its layout (`open_fields.py`). A run that names a schedule says
+    nothing else by leaving the rest out."""
+    if row.get("schedule"):
+        return ()
+    named = [
+        name
+        for name in ("microbatch", "interleave", "sp", "recompute", "zero")
+        if row.get(name) is None
+    ]
+    return tuple(name for name in named if name != "interleave" or recipe.pp > 1)
 
 
 def _shape(reader: _Reader) -> TransformerShape:
@@ -220,39 +230,48 @@ def _recompute(reader: _Reader, zero: int | None) -> tuple[Recompute, tuple[Modu
 def _software(
     row: Mapping[str, Any], shape: TransformerShape, recipe: Recipe, dtype: str
 ) -> Software:
-    notes = " ".join(str(row.get(key) or "") for key in ("notes", "source")).lower()
-    profile = str(row["profile"])
-    fused_attention = "flash" in notes or shape.is_gated or profile.startswith(_AFTER_FLASH)
-    megatron = recipe.zero < 3 or "megatron" in notes
-    overlapped = dtype == "bf16"
-    if "overlap" in notes:
-        off = "not overlapped" in notes or "overlap off" in notes
-        overlapped = not off
-    derived = Software(
-        fused_attention=fused_attention,
-        new_attention=megatron and profile.startswith(_AFTER_FLASH),
-        fused_kernels=megatron or "compile" in notes or "foundry" in notes,
-        overlapped_sync=overlapped,
-        dropout=not shape.is_gated and not fused_attention,
-        fp32_gradients=dtype == "bf16",
-        fp32_parameters=recipe.zero == 3 and not megatron,
-        fused_loss="compile" in notes or (megatron and profile.startswith(_AFTER_FLASH)),
-        fused_optimizer=megatron,
-        waits_for_messages=not _is_recent(row, dtype),
-        fused_accumulation=_is_recent(row, dtype),
-        thrifty_dispatch="deepep" in notes,
-    )
+    words = " ".join(str(row.get(key) or "") for key in ("notes", "source")).lower()
     given = row.get("software") or {}
-    known = {f.name for f in fields(Software)}
-    if unknown := sorted(set(given) - known):
-        raise NotSupportedError(f"software {', '.join(unknown)}; known are {', '.join(known)}")
+    given = {"name": given} if isinstance(given, str) else dict(given)
+    try:
+        software = load_software(str(given.pop("name", None) or _software_name(row, recipe, words)))
+    except OptionError as error:
+        raise NotSupportedError(str(error)) from error
+    fused_attention = (
+        software.fused_attention
+        or "flash" in words
+        or shape.is_gated
+        or str(row["profile"]).startswith(_AFTER_FLASH)
+    )
+    overlapped = software.overlapped_sync
+    if "overlap" in words:
+        overlapped = "not overlapped" not in words and "overlap off" not in words
+    derived = replace(
+        software,
+        fused_attention=fused_attention,
+        dropout=software.dropout and not shape.is_gated and not fused_attention,
+        fp32_gradients=dtype == "bf16",
+        overlapped_sync=overlapped,
+        overlapped_tp=_TP_OVERLAPPED.search(words) is not None,
+        overlapped_experts=_EP_OVERLAPPED.search(words) is not None,
+        thrifty_dispatch="deepep" in words,
+    )
+    if unknown := sorted(set(given) - set(FEATURES)):
+        raise NotSupportedError(f"software {', '.join(unknown)}; known are {', '.join(FEATURES)}")
     return replace(derived, **given)
 
 
-def _is_recent(row: Mapping[str, Any], dtype: str) -> bool:
-    """Whether a run's software is from May 2022 or later."""
+def _software_name(row: Mapping[str, Any], recipe: Recipe, words: str) -> str:
+    """The software of a run that names none."""
+    if recipe.zero == 3 and "megatron" not in words:
+        return "torch-compiled" if "compile" in words else "torch-eager"
+    if "deepspeed" in words:
+        return "megatron-deepspeed"
+    if str(row["profile"]).startswith(_AFTER_FLASH):
+        return "transformer-engine"
     arxiv = _ARXIV.search(str(row.get("source", "")))
-    return float(arxiv[1]) >= 2205 if arxiv else dtype == "bf16"
+    is_recent = float(arxiv[1]) >= 2205 if arxiv else row.get("dtype") == "bf16"
+    return "megatron-core" if is_recent else "megatron-2021"
 
 
 def _overrides(reader: _Reader) -> dict[str, float]:

@@ -18,6 +18,7 @@ from autopar.cost.published.accuracy import (
     ordering,
 )
 from autopar.cost.published.fit import leave_one_out
+from autopar.cost.published.open_fields import settle
 from autopar.cost.published.predict import step_model
 from autopar.cost.published.rows import PublishedRun, read_row
 from autopar.cost.published.runs import RunsFile, check_values
@@ -219,7 +220,7 @@ def _read(run: Mapping[str, Any]) -> PublishedRun:
     """Read a run. A value of the wrong type raises `NotSupportedError`, so the run is skipped."""
     check_values(run)
     try:
-        return read_row(run)
+        return settle(read_row(run))
     except (TypeError, ValueError) as error:
         raise NotSupportedError(f"malformed: {error}") from error
 

@@ -1,7 +1,7 @@
 """A transformer's training step from its dims and a recipe, without a captured graph.
 
 Read `shape.py` (dims, parameters), `configs.py` (shapes of Hugging Face configs), `recipe.py`
-(layout, software), `work.py` (kernels, collectives), `layer.py` and `ends.py` (items of a layer;
+(layout), `work.py` (kernels, collectives), `layer.py` and `ends.py` (items of a layer;
 embedding and loss), `chunks.py` (where layers are), `machine.py` (seconds of items), `state.py`
 and `memory.py` (bytes), `orders.py` (schedules), `estimate.py` (a step), `scaling.py` (more nodes).
 
@@ -15,7 +15,7 @@ from autopar.cost.transformer.estimate import StepModel
 from autopar.cost.transformer.layer import LayerModel
 from autopar.cost.transformer.machine import TransformerMachine
 from autopar.cost.transformer.memory import kept_of_layer
-from autopar.cost.transformer.recipe import Module, Order, Recipe, Recompute, Software
+from autopar.cost.transformer.recipe import Module, Order, Recipe, Recompute
 from autopar.cost.transformer.scaling import (
     ScalePoint,
     Scaling,
@@ -35,7 +35,6 @@ __all__ = [
     "Recompute",
     "ScalePoint",
     "Scaling",
-    "Software",
     "StepModel",
     "TransformerMachine",
     "TransformerShape",

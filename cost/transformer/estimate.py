@@ -14,6 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from functools import cached_property
 
+from autopar.cost.hardware import Software
 from autopar.cost.simulate import PartWork, SplitBackward, StageTimes, TieTimes, Timeline, simulate
 from autopar.cost.transformer.chunks import Chunk, chunks_of, parameters_of
 from autopar.cost.transformer.ends import embedding_items, head_items
@@ -24,6 +25,10 @@ from autopar.cost.transformer.orders import schedule_of, script_of_recipe
 from autopar.cost.transformer.state import update_time_s
 from autopar.cost.transformer.work import Item
 from autopar.schedule import Action
+
+# Of a layer, without experts. Smaller tensors stay whole (DeepSpeed's documents of ZeRO-3:
+# stage3_param_persistence_threshold, 1e5 elements).
+_N_MATRICES = 4
 
 
 @dataclass(frozen=True)
@@ -59,12 +64,13 @@ class StepModel:
         """ZeRO-3: seconds to gather a chunk's parameters once, and to reduce_scatter gradients."""
         width = self.layer.width
         gather_s = scatter_s = 0.0
+        each_layer = 1 if self.layer.software.gathers_by_layer else _N_MATRICES
+        calls = max(chunk.n_layers, 1) * each_layer
         # Gradients are reduced at the width of the parameters in use.
         for n, group in zip(parameters_of(self.layer, chunk), ("dp", "expert_dp"), strict=True):
-            calls = max(chunk.n_layers, 1)
             each = n * width / calls
-            gather_s += calls * self.machine.exchange_s("all_gather", each, group)
-            scatter_s += calls * self.machine.exchange_s("reduce_scatter", each, group)
+            gather_s += calls * self.machine.ring_s("all_gather", each, group)
+            scatter_s += calls * self.machine.ring_s("reduce_scatter", each, group)
         return gather_s, scatter_s
 
     def sync_s(self, chunk: Chunk) -> tuple[float, float]:
@@ -83,13 +89,13 @@ class StepModel:
     def stage_times(self, chunk: Chunk) -> StageTimes:
         recipe, software, machine = self.layer.recipe, self.layer.software, self.machine
         forward, backward = self.passes(chunk)
-        beside_forward = beside_backward = 0.0
         if recipe.zero == 3:
             gather_s, scatter_s = self._chunk_gathers_s(chunk)
-            beside_forward, beside_backward = gather_s, gather_s + scatter_s
+            forward += _gathering(gather_s, software)
+            backward += _gathering(gather_s + scatter_s, software)
         reduced, gathered = self.sync_s(chunk)
         overlaps = software.overlapped_sync
-        spent = _spent(backward, beside_backward)
+        spent = _spent(backward)
         n_stored = sum(
             n / (machine.group(group).n_ranks if recipe.zero else 1)
             for n, group in zip(parameters_of(self.layer, chunk), ("dp", "expert_dp"), strict=True)
@@ -97,7 +103,7 @@ class StepModel:
         return StageTimes(
             n_ranks=recipe.tp * recipe.cp * recipe.dp,
             before=PartWork(),
-            forward=_spent(forward, beside_forward),
+            forward=_spent(forward),
             backward=_split(spent) if recipe.splits_backward else spent,
             after=PartWork(0.0, gathered + (0.0 if overlaps else reduced)),
             update_s=update_time_s(n_stored, software, machine.device),
@@ -154,19 +160,26 @@ class StepModel:
 
         Under zero-bubble-2, devices end at different times and start the next step at once.
         """
-        timeline = self.simulate()
-        if self.layer.recipe.order == "zero-bubble-2":
-            return timeline.longest_device_s
-        return timeline.step_time_s
+        timeline, recipe = self.simulate(), self.layer.recipe
+        is_open = recipe.order == "zero-bubble-2"
+        time_s = timeline.longest_device_s if is_open else timeline.step_time_s
+        return time_s * self.layer.software.slowest_of(recipe.n_ranks)
 
     def peak_bytes(self) -> float:
         """Peak bytes on the rank that needs most."""
         return peak_bytes(self.layer, self.chunks, schedule_of(self.layer.recipe), self.machine)
 
 
-def _spent(spending: Spending, overlapped_s: float = 0.0) -> PartWork:
+def _gathering(time_s: float, software: Software) -> Spending:
+    """ZeRO-3's collectives of a pass, beside its compute or waited for."""
+    if software.overlapped_gathers:
+        return Spending(beside_s=time_s)
+    return Spending(comm_s=time_s)
+
+
+def _spent(spending: Spending) -> PartWork:
     """The interpreter's delay counts as compute: it delays collectives as well."""
-    return PartWork(spending.compute_s + spending.stalled_s, spending.comm_s, overlapped_s)
+    return PartWork(spending.compute_s + spending.stalled_s, spending.comm_s, spending.beside_s)
 
 
 def _split(whole: PartWork) -> SplitBackward:

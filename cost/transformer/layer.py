@@ -11,7 +11,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from autopar.cost.transformer.recipe import Recipe, Software
+from autopar.cost.hardware import Software
+from autopar.cost.transformer.recipe import Recipe
 from autopar.cost.transformer.shape import TransformerShape
 from autopar.cost.transformer.work import Item, Kernel, elementwise, exchange, matmul
 

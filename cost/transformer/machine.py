@@ -12,12 +12,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 
 import torch
 
-from autopar.cost.hardware import Hardware, LinkGroup, ProfiledDevice, even_group
+from autopar.cost.hardware import Hardware, LinkGroup, ProfiledDevice, Software, even_group
 from autopar.cost.laws import collective_time_s, op_time_s
 from autopar.cost.transformer.recipe import Recipe
 from autopar.cost.transformer.work import Exchange, Item, Kernel
@@ -26,21 +26,26 @@ from autopar.mesh import Device, Link
 
 @dataclass(frozen=True)
 class Spending:
-    """Seconds of a rank: kernels in sequence, collectives, launches by the interpreter."""
+    """Seconds of a rank: kernels in sequence, collectives, launches by the interpreter.
+
+    beside_s: collectives beside compute.
+    """
 
     compute_s: float = 0.0
     comm_s: float = 0.0
     host_s: float = 0.0
+    beside_s: float = 0.0
 
     def __add__(self, other: Spending) -> Spending:
         return Spending(
             self.compute_s + other.compute_s,
             self.comm_s + other.comm_s,
             self.host_s + other.host_s,
+            self.beside_s + other.beside_s,
         )
 
     def times(self, n: float) -> Spending:
-        return Spending(n * self.compute_s, n * self.comm_s, n * self.host_s)
+        return Spending(n * self.compute_s, n * self.comm_s, n * self.host_s, n * self.beside_s)
 
     @property
     def stalled_s(self) -> float:
@@ -52,7 +57,8 @@ class Spending:
 class TransformerMachine:
     """Hardware that runs a recipe, resolved for (nodes, devices per node).
 
-    dtype: of matmuls. n_chosen: experts per token if the dispatch is thrifty, else 0.
+    dtype: of matmuls. n_chosen: experts per token if the dispatch is thrifty, else 0. `software`
+    says what is hidden; `hardware` is what the device reaches under it.
     """
 
     hardware: Hardware
@@ -60,6 +66,7 @@ class TransformerMachine:
     recipe: Recipe
     dtype: torch.dtype = torch.bfloat16
     n_chosen: int = 0
+    software: Software = field(default_factory=Software)
 
     @property
     def device(self) -> Device:
@@ -104,6 +111,11 @@ class TransformerMachine:
             return self._dispatch_s(size_bytes, self.group(group))
         return collective_time_s(kind, size_bytes, self.group(group)) if size_bytes else 0.0
 
+    def ring_s(self, kind: str, size_bytes: float, group: str) -> float:
+        """Seconds in a ring: NCCL has nothing else for all_gather and reduce_scatter, but for one
+        rank a node since 2.23, so their latency grows with the ranks."""
+        return collective_time_s(kind, size_bytes, self.group(group), algorithm="ring")
+
     def _dispatch_s(self, size_bytes: float, group: LinkGroup) -> float:
         """Seconds to send rows to the ranks of their experts: k copies of a token to k experts.
 
@@ -139,7 +151,7 @@ class TransformerMachine:
         return sum((self._steps(i.backward, True) for i in items), Spending())
 
     def _steps(self, steps: Iterable[Kernel | Exchange], is_backward: bool) -> Spending:
-        compute_s = comm_s = 0.0
+        compute_s = comm_s = beside_s = 0.0
         n_launches = 0
         for step in steps:
             if isinstance(step, Kernel):
@@ -150,9 +162,21 @@ class TransformerMachine:
                 compute_s += one_s + (step.n_launches - 1) * self.device.launch_s
                 n_launches += step.n_launches
             else:
-                comm_s += self.exchange_s(step.kind, step.size_bytes, step.group)
+                time_s = self.exchange_s(step.kind, step.size_bytes, step.group)
+                hidden = self._hidden_share(step.group)
+                comm_s += (1 - hidden) * time_s
+                beside_s += hidden * time_s
                 n_launches += 1
-        return Spending(compute_s, comm_s, n_launches * self.host_s)
+        return Spending(compute_s, comm_s, n_launches * self.host_s, beside_s)
+
+    def _hidden_share(self, group: str) -> float:
+        """The share of a group's collectives that runs beside compute.
+
+        A collective under its matmul has a chunk per rank of the group, and waits for one.
+        """
+        if group == "tp" and self.software.overlapped_tp:
+            return 1.0 - 1.0 / self.recipe.tp
+        return float(group == "ep" and self.software.overlapped_experts)
 
 
 def _share_reached(n_places: int, n_draws: int) -> float:

@@ -1,10 +1,7 @@
-"""How a transformer is laid out and with what software: the Megatron recipe as numbers.
+"""How a transformer is laid out: the Megatron recipe as numbers.
 
 Ranks vary tp fastest, then cp, then dp, then pp (Narayanan et al., arXiv 2104.04473, section 3.2).
 Experts are spread over ep of the dp x cp x tp ranks of a stage.
-
-`Software` holds features of a run that change its step time but are no decision of a plan. Each
-feature has a general name, which runs of any paper can have; none belongs to one paper.
 """
 
 from __future__ import annotations
@@ -19,43 +16,6 @@ Recompute = Literal["none", "selective", "attention-core", "modules", "full"]
 Module = Literal["norm", "activation", "core", "feed-forward"]
 # "zero-bubble-2" starts the next step before the last has ended on all devices (ZB-H2).
 Order = Literal["1f1b", "interleaved", "zero-bubble", "zero-bubble-2", "gpipe"]
-
-
-@dataclass(frozen=True)
-class Software:
-    """Named features of a training run.
-
-    fused_attention        one kernel computes scores, softmax and output; scores are never stored
-    new_attention          that kernel is made for the device (cuDNN, FlashAttention-3, which
-                           Transformer Engine calls), not FlashAttention-2
-    fused_kernels          a chain of elementwise operators is one kernel (hand-written or compiled)
-    fused_optimizer        the update of all parameters is one kernel, without temporaries
-    overlapped_sync        gradients are reduced while the last backward runs
-    dropout                0.1 on attention scores and on both residual branches
-    fp32_gradients         gradients accumulate in float32
-    fused_accumulation     the matmul that makes a weight's gradient adds it to earlier ones
-    fp32_parameters        parameters are kept in float32 and cast where they are used (FSDP)
-    split_messages         each of tp ranks sends its part of an activation to the next stage,
-                           which gathers it (arXiv 2104.04473, section 4.1)
-    waits_for_messages     a stage computes nothing while it sends to or receives from another
-    thrifty_dispatch       a token goes once to each node, and once to each rank, that holds any of
-                           its experts (DeepEP), instead of once per expert
-    fused_loss             cross-entropy in one kernel, one float32 copy of the logits
-    """
-
-    fused_attention: bool = True
-    new_attention: bool = False
-    fused_kernels: bool = True
-    fused_optimizer: bool = True
-    overlapped_sync: bool = True
-    dropout: bool = False
-    fp32_gradients: bool = True
-    fused_accumulation: bool = True
-    fp32_parameters: bool = False
-    split_messages: bool = True
-    waits_for_messages: bool = False
-    thrifty_dispatch: bool = False
-    fused_loss: bool = False
 
 
 @dataclass(frozen=True)

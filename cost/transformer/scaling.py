@@ -18,11 +18,11 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from autopar.cost.hardware import Profile, link_hardware
+from autopar.cost.hardware import Profile, Software, link_hardware
 from autopar.cost.transformer.estimate import StepModel
 from autopar.cost.transformer.layer import LayerModel
 from autopar.cost.transformer.machine import TransformerMachine
-from autopar.cost.transformer.recipe import Recipe, Software
+from autopar.cost.transformer.recipe import Recipe
 from autopar.cost.transformer.shape import TransformerShape
 from autopar.errors import OptionError
 

@@ -19,8 +19,8 @@ from __future__ import annotations
 
 import torch
 
+from autopar.cost.hardware import Software
 from autopar.cost.memory import StaticBytes, optimizer_time_s, static_bytes_per_param
-from autopar.cost.transformer.recipe import Software
 from autopar.mesh import Device
 
 _OPTIMIZER = "adamw"

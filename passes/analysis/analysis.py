@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 
 from autopar.caching import once
-from autopar.cost.hardware import Software
+from autopar.cost.hardware import KernelMode
 from autopar.errors import BatchError
 from autopar.identity import Same
 from autopar.measured import (
@@ -232,9 +232,9 @@ class Analysis:
                     found.setdefault(operator.name, value)
         return found
 
-    def fused_traffic(self, software: Software) -> Mapping[str, FusedTraffic]:
+    def fused_traffic(self, kernels: KernelMode) -> Mapping[str, FusedTraffic]:
         """Operator -> what it moves as a part of a kernel; nothing for those that run alone."""
-        return self._fused_traffic if software == "compiled" else {}
+        return self._fused_traffic if kernels == "compiled" else {}
 
     @cached_property
     def _fused_traffic(self) -> Mapping[str, FusedTraffic]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Hashable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from autopar.cost.hardware import Software
+from autopar.cost.hardware import KernelMode
 from autopar.passes.analysis.analysis import Analysis
 from autopar.program.graph import Program
 from autopar.program.lines import (
@@ -36,15 +36,15 @@ class Numbered:
 
     @staticmethod
     def of(
-        analysis: Analysis, ranges: Sequence[range] = (), software: Software = "eager"
+        analysis: Analysis, ranges: Sequence[range] = (), kernels: KernelMode = "eager"
     ) -> Numbered:
         """Number a program; `ranges` of positions must be equal too (`Recomputable.within`), and
-        what operators move under this software."""
+        what operators move in this mode."""
         program, operators = analysis.program, analysis.operators
         read = (n for o in operators for n in (*o.inputs, *o.outputs))
         values = tuple(dict.fromkeys((*read, *program.parameters, *program.received)))
         number = {name: i for i, name in enumerate(values)}
-        fused = analysis.fused_traffic(software)
+        fused = analysis.fused_traffic(kernels)
         ends = (tuple(program.parameters), program.received, program.sent, program.outputs)
         likeness = (
             tuple(

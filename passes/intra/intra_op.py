@@ -100,7 +100,7 @@ def intra_op_problems(
     sizes_at = [analysis.notation_sizes(m) for m in counts]
     pricer = MemberPricer(
         stacked, sizes_at, analysis.saved, analysis.kept_owners, limits.batch_cells,
-        limits.parameters, at_loss, analysis.fused_traffic(every[0][0].software),
+        limits.parameters, at_loss, analysis.fused_traffic(every[0][0].kernels),
     )  # fmt: skip
     tables = priced.groups, priced.placed.groups
     maker = CandidateMaker(pricer, limits, n_like or {}, *tables, prices.columns)

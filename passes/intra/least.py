@@ -111,7 +111,7 @@ def least_phases_s(analysis: Analysis, cost: CostModel) -> Array:
 def _least_times_s(analysis: Analysis, cost: CostModel) -> Array:
     """[forward, backward and again, 2, operators]: as `least_phases_s`."""
     types, alike = analysis.types.tensors, dict[Hashable, Array]()
-    fused = analysis.fused_traffic(cost.software)
+    fused = analysis.fused_traffic(cost.kernels)
     by_kind = analysis.placed_by_kind(analysis.batch.n_accumulated)
     kinds = [(analysis.kinds[o.name], fused.get(o.name)) for o in analysis.operators]
     for kind in dict.fromkeys(kinds):

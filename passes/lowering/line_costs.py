@@ -54,7 +54,7 @@ class LineCosts:
     def __post_init__(self) -> None:
         self.types, self.sizes = self.strategy.types, self.cost.mesh.sizes
         self.active = self.cost.mesh.active_axes
-        self.fused = self.analysis.fused_traffic(self.cost.software)
+        self.fused = self.analysis.fused_traffic(self.cost.kernels)
 
     def price(self, item: PlacedOperator, chosen: OperatorStrategy) -> LinePrice:
         """The price of an operator; cached for equal operators that are placed alike."""

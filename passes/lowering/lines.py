@@ -139,7 +139,7 @@ class _Lowering:
             self.program.training,
             changed,
             self._accumulation(),
-            is_compiled=self.cost.software == "compiled",
+            is_compiled=self.cost.kernels == "compiled",
         )
         again = with_segments(lowered, self.strategy.recomputed, self.program)
         priced = with_shared_prices(again, self.cost)

@@ -217,4 +217,4 @@ def canonical_cost(cost: CostModel) -> CostModel:
     """A cost model with the same prices: names and the first rank do not matter."""
     names = tuple(f"axis_{i}" for i in range(cost.mesh.n_axes))
     mesh = replace(cost.mesh, names=names, first_rank=0)
-    return CostModel(mesh, cost.dtype, hides=cost.hides, software=cost.software)
+    return CostModel(mesh, cost.dtype, hides=cost.hides, kernels=cost.kernels)

@@ -277,7 +277,7 @@ class Evaluator:
             return part, None
         if part not in self._representative_of:
             ranges = self._shared_recomputable.within(part) if self._shared_recomputable else ()
-            numbered = Numbered.of(part, ranges, self.hardware.software)
+            numbered = Numbered.of(part, ranges, self.hardware.kernels)
             first, its = self._representatives.setdefault(numbered.likeness, (part, numbered))
             names = None if first is part else its.names_in(numbered)
             self._representative_of[part] = first, names

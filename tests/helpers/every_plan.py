@@ -67,7 +67,7 @@ class Choices:
     @cached_property
     def hardware(self) -> Hardware:
         found = resolve(self.mesh, compute_dtype(self.analysis))
-        return replace(found, software="compiled") if self.options.compiles else found
+        return replace(found, kernels="compiled") if self.options.compiles else found
 
     def planned(self) -> PlanningResult:
         """The planner's choice."""

@@ -118,7 +118,7 @@ def case_of(seed: int) -> Case:
     mesh = machine(rng, n_ranks)
     hardware = resolve(mesh, compute_dtype(analysis))
     if seed >= N_CASES and not is_cube:
-        hardware = replace(hardware, software="compiled")
+        hardware = replace(hardware, kernels="compiled")
     spaces = tuple(spaces_of(analysis, mesh, hardware, options))
     return Case(analysis, mesh, hardware, options, spaces)
 

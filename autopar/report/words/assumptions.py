@@ -94,9 +94,11 @@ def _slowed(hardware: Hardware) -> str:
 
 def _error(hardware: Hardware) -> str:
     """How far predictions on the profile are from published runs."""
-    if hardware.error_fraction is None:
+    if hardware.interval_ratio is None:
         return ""
-    return f"; predictions err by {hardware.error_fraction:.1%} on average"
+    return (
+        f"; 80% of published steps lie within {hardware.interval_ratio - 1:.0%} of predicted ones"
+    )
 
 
 def _state(data: PlanData, pipeline: Pipeline) -> Iterator[Remark]:

@@ -318,7 +318,8 @@ def _within_error(data: PlanData, pipeline: Pipeline, hardware: Hardware) -> str
     """Of a searched plan that beats the best simple one by less than predictions err: what it needs
     for that, and how to get the simple one; else empty."""
     known = {a.name: a for a in data.alternatives}
-    chosen, error = known.get(data.chosen), hardware.error_fraction
+    ratio = hardware.interval_ratio
+    chosen, error = known.get(data.chosen), ratio and ratio - 1
     timed = [a for a in data.alternatives if a.recipe and a.step_time_s is not None]
     if chosen is None or chosen.recipe or not chosen.step_time_s or not timed or not error:
         return ""
@@ -331,8 +332,9 @@ def _within_error(data: PlanData, pipeline: Pipeline, hardware: Hardware) -> str
     if best.is_estimate:  # simulated, it may be slower than the tie allows
         way_out = "That is estimated, not simulated"
     return (
-        f"That is within the error of predictions on {hardware.profile_name}, {error:.1%} on "
-        f"average: {_calls(data, pipeline, best)}. {way_out}: {format_seconds(best_s)}."
+        f"That is within the error of predictions on {hardware.profile_name}: 80% of published "
+        f"steps lie within {error:.0%} of them. {_calls(data, pipeline, best)}. {way_out}: "
+        f"{format_seconds(best_s)}."
     )
 
 

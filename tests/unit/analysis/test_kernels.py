@@ -20,7 +20,7 @@ from tests.helpers.captures import captured
 
 DEVICE = Device(flops_per_s=1e12, bytes_per_s=1e11, memory_bytes=1e12, launch_s=1e-6)
 ON_ONE = LogicalMesh((1,), ("dp",), (Link(1e-6, 1e-9),), DEVICE)
-EAGER, COMPILED = CostModel(ON_ONE), CostModel(ON_ONE, software="compiled")
+EAGER, COMPILED = CostModel(ON_ONE), CostModel(ON_ONE, kernels="compiled")
 
 
 class Steps(nn.Module):

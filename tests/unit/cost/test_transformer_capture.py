@@ -31,7 +31,8 @@ import pytest
 
 import autopar
 from autopar import Manual, Mesh, Plan
-from autopar.cost.transformer import Chunk, LayerModel, Recipe, Software, shape_of
+from autopar.cost.hardware import Software
+from autopar.cost.transformer import Chunk, LayerModel, Recipe, shape_of
 from autopar.cost.transformer.chunks import parameters_of
 from autopar.cost.transformer.ends import embedding_items, head_items
 from autopar.cost.transformer.work import Exchange, Item, Kernel

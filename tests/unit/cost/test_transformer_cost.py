@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 
 from autopar.cost.hardware import (
     Profile,
+    Software,
     changed,
     doublings,
     flops_per_s,
@@ -28,7 +29,6 @@ from autopar.cost.transformer import (
     LayerModel,
     Order,
     Recipe,
-    Software,
     StepModel,
     TransformerMachine,
     TransformerShape,

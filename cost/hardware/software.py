@@ -1,0 +1,179 @@
+"""Software: what runs on a device, as named features and a few constants, each with its source.
+
+A device's profile says what its kernels and links do alone (`profile.py`). What a whole step of
+training reaches of that depends on the software: which kernels it calls, what it hides, and how
+steadily its ranks run. A software is a TOML file:
+
+    about               one line
+    like                another software whose features, constants and intervals these are; or
+    [features]          those of `Software`; what is left out is False
+    [constants.NAME]    value and source, as in a profile
+    [intervals.DEVICE]  value and source: predicted steps times and over this ratio hold 80% of the
+                        published ones; "any": on any device; else the widest of all software
+
+Constants hold on every device. They are fitted to published runs of that software
+(`cost/published/fit.py`), never to one paper or row:
+
+    sustained_rate_ratio   rate of matmuls and fused attention in a whole step / alone
+                           (clocks under the power limit, caches that neighbours have filled)
+    network_time_ratio     time of bytes between nodes in a whole step / alone
+    jitter_fraction        standard deviation of a rank's step time / its mean; the slowest of N
+                           ranks decides (`slowest_of`)
+    host_ratio             the interpreter's time to issue a kernel / the device's `host_s`
+"""
+
+from __future__ import annotations
+
+import math
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field, fields, replace
+from functools import cache
+from pathlib import Path
+
+from autopar.cost.hardware.profile import Profile, Quantity
+from autopar.errors import OptionError
+
+SOFTWARE_FOLDER = Path(__file__).parent / "stacks"
+
+# Constants, and what holds where a software says nothing.
+CONSTANTS: dict[str, float] = {
+    "sustained_rate_ratio": 1.0,
+    "network_time_ratio": 1.0,
+    "jitter_fraction": 0.0,
+    "host_ratio": 1.0,
+}
+_SUSTAINED = ("device.achieved_flops_fraction.", "device.attention_fraction.")
+_NETWORK = "link.inter_node.s_per_byte"
+
+
+@dataclass(frozen=True)
+class Software:
+    """Named features of a training run, none of which is a decision of a plan.
+
+    fused_attention        one kernel computes scores, softmax and output; scores are never stored
+    new_attention          that kernel is made for the device (cuDNN, FlashAttention-3, which
+                           Transformer Engine calls), not FlashAttention-2
+    fused_kernels          a chain of elementwise operators is one kernel (hand-written or compiled)
+    fused_optimizer        the update of all parameters is one kernel, without temporaries
+    fused_accumulation     the matmul that makes a weight's gradient adds it to earlier ones
+    fused_loss             cross-entropy in one kernel, one float32 copy of the logits
+    dropout                0.1 on attention scores and on both residual branches
+    fp32_gradients         gradients accumulate in float32
+    fp32_parameters        parameters are kept in float32 and cast where they are used (FSDP)
+    overlapped_sync        gradients are reduced while the last backward runs
+    overlapped_tp          collectives of tensor parallelism run in chunks, under their matmuls
+    overlapped_experts     exchanges of experts run under another microbatch's compute
+    overlapped_gathers     ZeRO-3 gathers a layer while the one before computes
+    gathers_by_layer       ZeRO-3 gathers a layer in one call; else each of its tensors alone
+    split_messages         each of tp ranks sends its part of an activation to the next stage,
+                           which gathers it (arXiv 2104.04473, section 4.1)
+    interleaves            a rank can have several chunks of layers
+    waits_for_messages     a stage computes nothing while it sends to or receives from another
+    thrifty_dispatch       a token goes once to each node, and once to each rank, that holds any of
+                           its experts (DeepEP), instead of once per expert
+
+    `constants` and `intervals`: as in the module docstring.
+    """
+
+    name: str = "custom"
+    fused_attention: bool = True
+    new_attention: bool = False
+    fused_kernels: bool = True
+    fused_optimizer: bool = True
+    fused_accumulation: bool = True
+    fused_loss: bool = False
+    dropout: bool = False
+    fp32_gradients: bool = True
+    fp32_parameters: bool = False
+    overlapped_sync: bool = True
+    overlapped_tp: bool = False
+    overlapped_experts: bool = False
+    overlapped_gathers: bool = True
+    gathers_by_layer: bool = True
+    split_messages: bool = True
+    interleaves: bool = True
+    waits_for_messages: bool = False
+    thrifty_dispatch: bool = False
+    constants: Mapping[str, Quantity] = field(default_factory=dict, compare=False)
+    intervals: Mapping[str, Quantity] = field(default_factory=dict, compare=False)
+
+    def constant(self, name: str) -> float:
+        found = self.constants.get(name)
+        return CONSTANTS[name] if found is None else found.value
+
+    def with_constants(self, values: Mapping[str, float]) -> Software:
+        """This software with some constants replaced."""
+        changed = {name: Quantity(value, "fit") for name, value in values.items()}
+        return replace(self, constants={**self.constants, **changed})
+
+    def on(self, profile: Profile) -> Profile:
+        """What a device reaches under this software in a whole step."""
+        rate, network = self.constant("sustained_rate_ratio"), self.constant("network_time_ratio")
+        factors = {_NETWORK: network, "device.host_s": self.constant("host_ratio")}
+        changed = dict(profile.quantities)
+        if self.new_attention:
+            for phase in ("forward", "backward"):
+                if new := changed.get(f"device.new_attention_fraction.{phase}"):
+                    changed[f"device.attention_fraction.{phase}"] = new
+        for key, quantity in changed.items():
+            factor = rate if key.startswith(_SUSTAINED) else factors.get(key, 1.0)
+            if factor != 1.0:
+                source = f"{quantity.source}; times {factor:g} under {self.name}"
+                changed[key] = Quantity(quantity.value * factor, source)
+        return replace(profile, quantities=changed)
+
+    def interval_ratio(self, profile: str) -> float:
+        """80% of published steps lie within this ratio of the predicted ones.
+
+        It is that of runs left out of the fit, by device (`cost/published/intervals.py`).
+        """
+        found = self.intervals.get(profile, self.intervals.get("any"))
+        return widest_interval() if found is None else found.value
+
+    def slowest_of(self, n_ranks: int) -> float:
+        """The step of the slowest of N ranks / a rank's mean step.
+
+        The mean of the greatest of N normal numbers is about sqrt(2 ln N) standard deviations.
+        """
+        return 1.0 + self.constant("jitter_fraction") * math.sqrt(2.0 * math.log(max(n_ranks, 1)))
+
+
+FEATURES = tuple(f.name for f in fields(Software) if f.type == "bool")
+
+
+def software_of(name: str, *, is_gpu: bool) -> Software:
+    """The software of a plan by the option of this name; "autopar" on CPUs is measured there."""
+    return load_software("autopar-cpu" if name == "autopar" and not is_gpu else name)
+
+
+@cache
+def available_software() -> tuple[str, ...]:
+    """The names of the shipped software."""
+    return tuple(sorted(path.stem for path in SOFTWARE_FOLDER.glob("*.toml")))
+
+
+@cache
+def load_software(name: str) -> Software:
+    """A shipped software by name. Raises `OptionError` for an unknown one."""
+    if name not in available_software():
+        raise OptionError(
+            f"unknown software {name!r}", hint=f"it is one of {', '.join(available_software())}"
+        )
+    content = tomllib.loads((SOFTWARE_FOLDER / f"{name}.toml").read_text())
+    if "like" in content:
+        return replace(load_software(content["like"]), name=name)
+    features = dict.fromkeys(FEATURES, False) | content["features"]
+    constants = {key: Quantity(**entry) for key, entry in content.get("constants", {}).items()}
+    intervals = {key: Quantity(**entry) for key, entry in content.get("intervals", {}).items()}
+    assert set(features) == set(FEATURES) and set(constants) <= set(CONSTANTS), name
+    return Software(name=name, constants=constants, intervals=intervals, **features)
+
+
+@cache
+def widest_interval() -> float:
+    """The ratio of an interval where no run of this software on this device is known."""
+    known = [
+        found for name in available_software() for found in load_software(name).intervals.values()
+    ]
+    return max((found.value for found in known), default=1.0)
