@@ -41,6 +41,14 @@ class Software:
     thrifty_dispatch       a token goes once to each node, and once to each rank, that holds any of
                            its experts (DeepEP), instead of once per expert
     fused_loss             cross-entropy in one kernel, one float32 copy of the logits
+    in_place_loss          each step of the loss overwrites the float32 logits (Megatron)
+    copied_loss            the loss is a few compiled kernels with results of their own (Megatron's
+                           "native" fusion)
+    engine_loss            the loss is Transformer Engine's, which overwrites the logits
+    transformer_engine     layers are Transformer Engine's, which has workspaces of its own
+    wide_workspace         cuBLAS has 32 MiB on every device (CUBLAS_WORKSPACE_CONFIG=:4096:8, as
+                           deterministic runs set it)
+    muon                   matrices have one moment (Muon), other parameters AdamW's two
     """
 
     fused_attention: bool = True
@@ -56,11 +64,21 @@ class Software:
     waits_for_messages: bool = False
     thrifty_dispatch: bool = False
     fused_loss: bool = False
+    in_place_loss: bool = False
+    copied_loss: bool = False
+    engine_loss: bool = False
+    transformer_engine: bool = False
+    wide_workspace: bool = False
+    muon: bool = False
 
 
 @dataclass(frozen=True)
 class Recipe:
     """A plan made by hand. `microbatch_size` and `global_batch` are in sequences.
+
+    etp           ranks that share an expert
+    zero_shards   ranks over which ZeRO divides; None: all of data parallelism
+    deferred      microbatches whose gradient of the head waits until the pipeline is empty
 
     Raises `OptionError` if the batch is not a whole number of microbatches on every dp rank.
     """
@@ -78,6 +96,9 @@ class Recipe:
     global_batch: int = 1
     order: Order = "1f1b"
     recomputed: tuple[Module, ...] = ()
+    etp: int = 1
+    zero_shards: int | None = None
+    deferred: int = 0
 
     def __post_init__(self) -> None:
         each = self.dp * self.microbatch_size
