@@ -11,8 +11,9 @@ core/tensor_parallel/cross_entropy.py). With tp > 1 it has three small all_reduc
 Bytes per logit at the peak, where the loss's backward begins (`bytes_per_logit`), in bf16:
 
     torch       log-softmax 4, its gradient 4, the gradient cast 2                           10
-    eager, tp   log-softmax 4; one-hot, softmax, sum and product 4 each, the last two at the
-                end of the other two; logits 2 (torch, distributed/tensor/parallel/loss.py)  18
+    FSDP, tp    log-softmax 4; one-hot, softmax, sum and product 4 each, the last two at the
+                end of the other two; logits 2. DTensor calls its operators one by one, also if
+                layers are compiled (torch, distributed/tensor/parallel/loss.py)             18
     fused       logits 2, gradients 2 + 2                                                     6
     in-place    softmax in the memory of the float32 logits 4, its gradient there, cast 2     6
     copied      Megatron's fused loss: float32 logits 4, softmax 4, gradient cast 2          10
@@ -75,6 +76,6 @@ def bytes_per_logit(software: Software, *, is_sharded: bool) -> float:
         return 6
     if software.copied_loss:
         return 10
-    if software.fused_loss:
-        return 6
-    return 18 if is_sharded and not software.fused_kernels else 10
+    if is_sharded and software.fp32_parameters:
+        return 18
+    return 6 if software.fused_loss else 10
