@@ -57,7 +57,7 @@ def recipe_flags(row: Mapping[str, Any]) -> dict[str, Any]:
     defers = extra.get("defer_embedding_wgrad_compute")
     return {
         "zero_shards": extra.get("zero_shards"),
-        "deferred": int(extra.get("wgrad_deferral_limit") or 0) if defers else 0,
+        "deferred": int(extra.get("wgrad_deferral_limit") or row["global_batch"]) if defers else 0,
     }
 
 
@@ -74,16 +74,16 @@ def with_memory_flags(row: Mapping[str, Any], software: Software) -> Software:
     is_engines = extra.get("cross_entropy_fusion_impl") == "te"
     is_fused = software.fused_loss or is_engines
     is_megatron = software.fused_optimizer
-    return replace(
-        software,
-        fused_loss=is_fused,
-        engine_loss=is_engines,
-        copied_loss=is_megatron and is_fused and not is_engines,
-        in_place_loss=is_megatron and not is_fused,
-        transformer_engine=has_engine,
-        wide_workspace=extra.get("cublas_workspace") == ":4096:8",
-        muon=extra.get("optimizer") == "muon",
-    )
+    flags = {
+        "fused_loss": is_fused,
+        "engine_loss": is_engines,
+        "copied_loss": is_megatron and is_fused and not is_engines,
+        "in_place_loss": is_megatron and not is_fused,
+        "transformer_engine": has_engine,
+        "wide_workspace": extra.get("cublas_workspace") == ":4096:8",
+        "muon": extra.get("optimizer") == "muon",
+    }
+    return replace(software, **(flags | (row.get("software") or {})))
 
 
 def _extra(row: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -51,6 +51,20 @@ def why_skipped(run: Any) -> str:
     return ""
 
 
+def test_a_row_overrides_what_is_derived(pipelined: dict[str, Any]) -> None:
+    """Of features that move memory, too; deferred gradients of the head are all, or so many."""
+    changed = pipelined | {"software": {"engine_loss": True, "transformer_engine": True}}
+    software, derived = read_row(changed).software, read_row(pipelined).software
+    assert (software.engine_loss, software.transformer_engine) == (True, True)
+    assert (derived.engine_loss, derived.transformer_engine) == (False, False)
+    defers = {"defer_embedding_wgrad_compute": True}
+    every = read_row(pipelined | {"extra": defers})
+    few = read_row(pipelined | {"extra": defers | {"wgrad_deferral_limit": 2}})
+    assert every.recipe.deferred >= every.recipe.n_microbatches > few.recipe.deferred == 2
+    peaks = [step_model(row).peak_bytes("last") for row in (read_row(pipelined), few, every)]
+    assert peaks == sorted(set(peaks))
+
+
 def test_rows_with_what_is_not_modelled_say_so() -> None:
     reasons = [why for run in read_runs(GOLDEN_MEMORY).runs if (why := why_skipped(run))]
     assert sorted(reasons) == [
@@ -102,6 +116,7 @@ def test_workspaces() -> None:
     assert workspace_bytes("a100-80gb") == 2 * (8 * MIB + 128 * 1024)
     assert workspace_bytes("a100-80gb", is_wide=True, has_engine=True) == (64 + 4) * MIB
     assert workspace_bytes("h100-sxm") == workspace_bytes("gb200") == 64 * MIB
+    assert workspace_bytes("mi300x") == 256 * MIB
     grouped = workspace_bytes("h100-sxm", has_engine=True, is_grouped=True)
     assert grouped == (64 + 5 * 32) * MIB
 
