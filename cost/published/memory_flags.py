@@ -83,7 +83,9 @@ def with_memory_flags(row: Mapping[str, Any], software: Software) -> Software:
         "wide_workspace": extra.get("cublas_workspace") == ":4096:8",
         "muon": extra.get("optimizer") == "muon",
     }
-    return replace(software, **(flags | (row.get("software") or {})))
+    given = row.get("software")
+    overrides = given if isinstance(given, dict) else {}
+    return replace(software, **{name: overrides.get(name, flag) for name, flag in flags.items()})
 
 
 def _extra(row: Mapping[str, Any]) -> Mapping[str, Any]:
