@@ -18,7 +18,7 @@ from autopar.cost.memory.allocator import (
     Setting,
     footprint,
     footprint_of_plan,
-    margin_under,
+    least_margin,
 )
 from autopar.cost.memory.course import LiveBytes, MemoryCourse, Phase, memory_course
 from autopar.cost.memory.liveness import PeakMemory, gradients_under_way, kept_bytes, peak_memory
@@ -40,7 +40,7 @@ __all__ = [
     "footprint_of_plan",
     "gradients_under_way",
     "kept_bytes",
-    "margin_under",
+    "least_margin",
     "memory_course",
     "optimizer_time_s",
     "peak_memory",

@@ -54,7 +54,7 @@ def footprint_of_plan(peak_bytes: float, hardware: Hardware) -> Footprint:
     return footprint(peak_bytes + libraries, hardware)
 
 
-def margin_under(setting: Setting, hardware: Hardware) -> float:
+def least_margin(setting: Setting, hardware: Hardware) -> float:
     """The least `memory_margin` of plans under a setting, rounded up to thousandths."""
     left = (1.0 - _beside_fraction(hardware)) * (1.0 - SHARES[setting])
     return min(math.ceil(1e3 * (1.0 - left)) / 1e3, hardware.memory_margin_fraction)

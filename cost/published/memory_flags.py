@@ -66,7 +66,7 @@ def setting_of(row: Mapping[str, Any]) -> Setting:
     return "expandable" if "expandable" in _extra(row).get("allocator", "") else "default"
 
 
-def with_memory_flags(row: Mapping[str, Any], software: Software) -> Software:
+def add_memory_flags(row: Mapping[str, Any], software: Software) -> Software:
     """The software of a row with what its flags say of memory."""
     extra = _extra(row)
     layers = extra.get("implementation")

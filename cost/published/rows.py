@@ -42,11 +42,11 @@ from typing import Any
 
 from autopar.cost.memory import Setting
 from autopar.cost.published.memory_flags import (
+    add_memory_flags,
     memory_rank_of,
     recipe_flags,
     setting_of,
     shape_flags,
-    with_memory_flags,
 )
 from autopar.cost.transformer import (
     Experts,
@@ -136,7 +136,7 @@ def read_row(row: Mapping[str, Any]) -> PublishedRun:
     if dtype not in ("fp16", "bf16"):
         raise NotSupportedError(f"dtype {dtype!r}")
     recipe = _recipe(reader, shape)
-    software = with_memory_flags(row, _software(row, shape, recipe, dtype))
+    software = add_memory_flags(row, _software(row, shape, recipe, dtype))
     return PublishedRun(
         id=str(row["id"]),
         paper=_paper(str(row.get("source", ""))),

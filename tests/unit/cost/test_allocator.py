@@ -11,7 +11,7 @@ from torch import nn
 
 import autopar
 from autopar.cost.hardware import Hardware, resolve
-from autopar.cost.memory import footprint, footprint_of_plan, margin_under, workspace_bytes
+from autopar.cost.memory import footprint, footprint_of_plan, least_margin, workspace_bytes
 from autopar.cost.published import GOLDEN_MEMORY, read_runs
 from autopar.cost.published.predict import step_model
 from autopar.cost.published.rows import read_row
@@ -130,12 +130,12 @@ def test_what_fits_under_a_setting(name: str) -> None:
     """At the limit of either setting, reserved bytes and the margin are the whole device."""
     hardware = hardware_of(name)
     whole_bytes = hardware.device.memory_bytes
-    assert 0 < margin_under("expandable", hardware) < hardware.memory_margin_fraction
-    assert margin_under("default", hardware) == pytest.approx(
+    assert 0 < least_margin("expandable", hardware) < hardware.memory_margin_fraction
+    assert least_margin("default", hardware) == pytest.approx(
         hardware.memory_margin_fraction, abs=0.003
     )
     for setting in ("default", "expandable"):
-        margin = margin_under(setting, hardware)
+        margin = least_margin(setting, hardware)
         found = footprint(hardware.limit_bytes(None, margin), hardware, setting)
         taken_bytes = found.reserved_bytes + found.margin_bytes
         assert 0.995 < taken_bytes / whole_bytes <= 1
@@ -145,7 +145,7 @@ def test_what_fits_under_a_setting(name: str) -> None:
 def test_a_device_without_the_allocator_reserves_what_is_allocated() -> None:
     hardware = hardware_of("cpu-local")
     assert footprint_of_plan(1e9, hardware).reserved_bytes == 1e9
-    assert margin_under("expandable", hardware) == hardware.memory_margin_fraction
+    assert least_margin("expandable", hardware) == hardware.memory_margin_fraction
 
 
 def refusal(share: float, **options: Any) -> InfeasibleError:
