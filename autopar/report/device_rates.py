@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.cost.hardware import Hardware
+from autopar.cost.memory import footprint_of_plan
 from autopar.plans import Predicted
 
 _SECONDS_A_DAY = 86400
@@ -15,7 +16,7 @@ class DeviceRates:
     """Rates of one device; None where the batch has no tokens, or no rows.
 
     days_per_trillion_tokens  of the whole mesh
-    free_bytes                of a device's memory, at the peak
+    free_bytes                of a device's memory, at the peak: neither reserved nor margin
     """
 
     tokens_per_s: float | None
@@ -28,12 +29,15 @@ class DeviceRates:
     @staticmethod
     def of(predicted: Predicted, hardware: Hardware, n_ranks: int) -> DeviceRates:
         tokens_per_s, samples_per_s = predicted.tokens_per_s, predicted.samples_per_s
-        device_bytes = hardware.device.memory_bytes
+        device_bytes, taken_bytes = hardware.device.memory_bytes, predicted.peak_bytes
+        if hardware.is_gpu:
+            takes = footprint_of_plan(predicted.peak_bytes, hardware)
+            taken_bytes = takes.reserved_bytes + takes.margin_bytes
         return DeviceRates(
             tokens_per_s / n_ranks if tokens_per_s else None,
             samples_per_s / n_ranks if samples_per_s else None,
             predicted.mfu * hardware.peak_flops_per_s,
             1e12 / tokens_per_s / _SECONDS_A_DAY if tokens_per_s else None,
-            device_bytes - predicted.peak_bytes,
+            device_bytes - taken_bytes,
             device_bytes,
         )

@@ -72,6 +72,14 @@ class Software:
     waits_for_messages     a stage computes nothing while it sends to or receives from another
     thrifty_dispatch       a token goes once to each node, and once to each rank, that holds any of
                            its experts (DeepEP), instead of once per expert
+    in_place_loss          each step of the loss overwrites the float32 logits (Megatron)
+    copied_loss            the loss is a few compiled kernels with results of their own (Megatron's
+                           "native" fusion)
+    engine_loss            the loss is Transformer Engine's, which overwrites the logits
+    transformer_engine     layers are Transformer Engine's, which has workspaces of its own
+    wide_workspace         cuBLAS has 32 MiB on every device (CUBLAS_WORKSPACE_CONFIG=:4096:8, as
+                           deterministic runs set it)
+    muon                   matrices have one moment (Muon), other parameters AdamW's two
 
     `constants` and `intervals`: as in the module docstring.
     """
@@ -95,6 +103,12 @@ class Software:
     interleaves: bool = True
     waits_for_messages: bool = False
     thrifty_dispatch: bool = False
+    in_place_loss: bool = False
+    copied_loss: bool = False
+    engine_loss: bool = False
+    transformer_engine: bool = False
+    wide_workspace: bool = False
+    muon: bool = False
     constants: Mapping[str, Quantity] = field(default_factory=dict, compare=False)
     intervals: Mapping[str, Quantity] = field(default_factory=dict, compare=False)
 

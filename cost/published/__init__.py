@@ -1,10 +1,10 @@
 """The accuracy of the cost model: predictions beside published training runs.
 
-Read `runs.py` (a file of runs, the shipped `published_runs.json` or a user's own), then `rows.py`
-(a run as numbers), `predict.py` (the model of a run), `open_fields.py` (what a run leaves open),
-`tables.py` (two tables of one layer), `accuracy.py` (errors and targets), `scoring.py` (all runs of
-a file), `fit.py` (constants of a software from runs) and `intervals.py` (how far runs lie from
-predictions).
+Read `runs.py` (a file of runs: the shipped `published_runs.json` and `mcore_golden.json`, or a
+user's own), then `rows.py` (a run as numbers), `memory_flags.py` (its flags that move memory),
+`predict.py` (the model of a run), `open_fields.py` (what a run leaves open), `tables.py` (two
+tables of one layer), `accuracy.py` (errors and targets), `scoring.py` (all runs of a file),
+`fit.py` (constants of a software from runs) and `intervals.py` (how far runs lie from predictions).
 
 This is the highest room of `cost`: it may import all the others. It mainly hands on `read_runs`,
 `score` and `Score`.
@@ -13,11 +13,12 @@ This is the highest room of `cost`: it may import all the others. It mainly hand
 from autopar.cost.published.accuracy import AccuracyTarget, ErrorSummary, Ordering
 from autopar.cost.published.fit import fitted_constants
 from autopar.cost.published.intervals import interval_ratios
-from autopar.cost.published.runs import SHIPPED, is_runs_file, read_runs
+from autopar.cost.published.runs import GOLDEN_MEMORY, SHIPPED, is_runs_file, read_runs
 from autopar.cost.published.scoring import Entry, PublishedFigure, Score, score
 from autopar.cost.published.tables import Cell
 
 __all__ = [
+    "GOLDEN_MEMORY",
     "SHIPPED",
     "AccuracyTarget",
     "Cell",

@@ -40,7 +40,23 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 from autopar.cost.hardware import FEATURES, Software, load_software
-from autopar.cost.transformer import Experts, Module, Order, Recipe, Recompute, TransformerShape
+from autopar.cost.memory import Setting
+from autopar.cost.published.memory_flags import (
+    add_memory_flags,
+    memory_rank_of,
+    recipe_flags,
+    setting_of,
+    shape_flags,
+)
+from autopar.cost.transformer import (
+    Experts,
+    MemoryRank,
+    Module,
+    Order,
+    Recipe,
+    Recompute,
+    TransformerShape,
+)
 from autopar.errors import NotSupportedError, OptionError
 
 _ARXIV = re.compile(r"arXiv (\d{4}\.\d{4,5})")
@@ -83,6 +99,8 @@ class PublishedRun:
     overrides: Mapping[str, float]
     step_time_s: float | None
     memory_bytes: float | None
+    memory_rank: MemoryRank = "fullest"
+    setting: Setting = "default"
     assumed: tuple[str, ...] = field(default=())
     open_fields: tuple[str, ...] = field(default=())
 
@@ -121,7 +139,7 @@ def read_row(row: Mapping[str, Any]) -> PublishedRun:
     if dtype not in ("fp16", "bf16"):
         raise NotSupportedError(f"dtype {dtype!r}")
     recipe = _recipe(reader, shape)
-    software = _software(row, shape, recipe, dtype)
+    software = add_memory_flags(row, _software(row, shape, recipe, dtype))
     return PublishedRun(
         id=str(row["id"]),
         paper=_paper(str(row.get("source", ""))),
@@ -133,6 +151,8 @@ def read_row(row: Mapping[str, Any]) -> PublishedRun:
         overrides=_overrides(reader),
         step_time_s=_step_time_s(row, shape, recipe),
         memory_bytes=_memory_bytes(row),
+        memory_rank=memory_rank_of(row),
+        setting=setting_of(row),
         assumed=tuple(reader.assumed),
         open_fields=_open_fields(row, recipe),
     )
@@ -159,8 +179,9 @@ def _shape(reader: _Reader) -> TransformerShape:
     experts = None
     if moe:
         experts = Experts(
-            reader.known("experts", moe), reader.known("topk", moe), int(moe.get("moe_ffn") or ffn)
-        )
+            reader.known("experts", moe), reader.known("topk", moe), int(moe.get("moe_ffn") or ffn),
+            bool(moe.get("grouped_gemm")),
+        )  # fmt: skip
     return TransformerShape(
         layers=layers,
         hidden=hidden,
@@ -170,8 +191,9 @@ def _shape(reader: _Reader) -> TransformerShape:
         ffn=int(ffn),
         seq=reader.known("seq", model),
         vocab=int(model.get("vocab") or reader.assume("vocab", _default_vocab(reader.row))),
-        is_gated=int(ffn) != 4 * hidden or experts is not None,
+        is_gated=model.get("gated", int(ffn) != 4 * hidden or experts is not None),
         experts=experts,
+        **shape_flags(model),
     )
 
 
@@ -202,7 +224,8 @@ def _recipe(reader: _Reader, shape: TransformerShape) -> Recipe:
             sp=bool(row.get("sp")), zero=int(zero or 0), recompute=recompute,
             recomputed=modules,
             microbatch_size=int(row.get("microbatch") or reader.assume("microbatch", 1)),
-            global_batch=reader.known("global_batch"), order=order,
+            global_batch=reader.known("global_batch"), order=order, etp=int(row.get("etp") or 1),
+            **recipe_flags(row),
         )  # fmt: skip
     except OptionError as error:
         raise NotSupportedError(str(error)) from error
@@ -258,7 +281,7 @@ def _software(
     )
     if unknown := sorted(set(given) - set(FEATURES)):
         raise NotSupportedError(f"software {', '.join(unknown)}; known are {', '.join(FEATURES)}")
-    return replace(derived, **given)
+    return add_memory_flags(row, replace(derived, **given))
 
 
 def _software_name(row: Mapping[str, Any], recipe: Recipe, words: str) -> str:
@@ -297,6 +320,8 @@ def _paper(source: str) -> str:
 
 def _step_time_s(row: Mapping[str, Any], shape: TransformerShape, recipe: Recipe) -> float | None:
     metric = row.get("metric") or {}
+    if (row.get("extra") or {}).get("toy"):  # too small: its time is the host's
+        return None
     if metric.get("iter_seconds"):
         return float(metric["iter_seconds"])
     if row.get("derived_iter_seconds"):

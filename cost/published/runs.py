@@ -19,6 +19,8 @@ from typing import Any
 from autopar.errors import NotSupportedError, OptionError
 
 SHIPPED = Path(__file__).parent / "published_runs.json"
+# Regression runs of Megatron-Core, with the peak bytes of one rank and every flag.
+GOLDEN_MEMORY = Path(__file__).parent / "mcore_golden.json"
 _NEEDED = ("id", "model")
 _TABLES = ("rank_groups", "activation_memory_pct", "layer_microbench")
 _POSITIVE = "layers hidden heads seq tp pp dp interleave global_batch".split()

@@ -14,7 +14,7 @@ from autopar.cost.transformer.configs import shape_of
 from autopar.cost.transformer.estimate import StepModel
 from autopar.cost.transformer.layer import LayerModel
 from autopar.cost.transformer.machine import TransformerMachine
-from autopar.cost.transformer.memory import kept_of_layer
+from autopar.cost.transformer.memory import MemoryRank, kept_of_layer
 from autopar.cost.transformer.recipe import Module, Order, Recipe, Recompute
 from autopar.cost.transformer.scaling import (
     ScalePoint,
@@ -29,6 +29,7 @@ __all__ = [
     "Chunk",
     "Experts",
     "LayerModel",
+    "MemoryRank",
     "Module",
     "Order",
     "Recipe",

@@ -43,9 +43,10 @@ def parameters_of(layer: LayerModel, chunk: Chunk) -> tuple[float, float]:
         shared += shape.mlp_parameters / recipe.tp
     else:
         shared += shape.router_parameters
-        experts = shape.experts.n_experts / recipe.ep * shape.mlp_parameters
+        experts = shape.experts.n_experts / (recipe.ep * recipe.etp) * shape.mlp_parameters
     n_ends = chunk.is_first + chunk.is_last
     if n_ends == 2 and shape.is_tied:
         n_ends = 1
     vocabulary = n_ends * shape.embedding_parameters / recipe.tp
-    return chunk.n_layers * shared + vocabulary, chunk.n_layers * experts
+    positions = chunk.is_first * shape.position_parameters
+    return chunk.n_layers * shared + vocabulary + positions, chunk.n_layers * experts

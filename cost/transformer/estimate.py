@@ -15,12 +15,13 @@ from dataclasses import dataclass, replace
 from functools import cached_property
 
 from autopar.cost.hardware import Software
+from autopar.cost.memory import Footprint, Setting, footprint
 from autopar.cost.simulate import PartWork, SplitBackward, StageTimes, TieTimes, Timeline, simulate
 from autopar.cost.transformer.chunks import Chunk, chunks_of, parameters_of
 from autopar.cost.transformer.ends import embedding_items, head_items
 from autopar.cost.transformer.layer import LayerModel
 from autopar.cost.transformer.machine import Spending, TransformerMachine
-from autopar.cost.transformer.memory import is_recomputed, peak_bytes
+from autopar.cost.transformer.memory import MemoryRank, device_peaks, is_recomputed
 from autopar.cost.transformer.orders import schedule_of, script_of_recipe
 from autopar.cost.transformer.state import update_time_s
 from autopar.cost.transformer.work import Item
@@ -165,9 +166,23 @@ class StepModel:
         time_s = timeline.longest_device_s if is_open else timeline.step_time_s
         return time_s * self.layer.software.slowest_of(recipe.n_ranks)
 
-    def peak_bytes(self) -> float:
-        """Peak bytes on the rank that needs most."""
-        return peak_bytes(self.layer, self.chunks, schedule_of(self.layer.recipe), self.machine)
+    def footprint(self, rank: MemoryRank = "fullest", setting: Setting = "default") -> Footprint:
+        """Allocated, reserved and margin on a rank."""
+        return footprint(self.peak_bytes(rank), self.machine.hardware, setting)
+
+    def peak_bytes(self, rank: MemoryRank = "fullest") -> float:
+        """Peak of allocated bytes on a rank."""
+        recipe = self.layer.recipe
+        peaks = device_peaks(self.layer, self.chunks, schedule_of(recipe), self.machine)
+        match rank:
+            case "fullest":
+                return max(peaks)
+            case "first":
+                return peaks[0]
+            case "last":
+                return peaks[-1]
+            case _:
+                return peaks[rank * recipe.pp // recipe.n_ranks]
 
 
 def _gathering(time_s: float, software: Software) -> Spending:

@@ -135,11 +135,13 @@ class LayerModel:
         flops, context = 2 * 2.0 * T * shape.seq * q, T * q * width
         if self.software.fused_attention:  # a causal kernel skips what is masked
             moved = T * (2 * q + 2 * k) * width
+            # Transformer Engine also keeps the result in the order that the kernel wrote.
+            twice = context * self.software.transformer_engine
             yield Item(
                 "fused attention", "core",
                 (Kernel("attention", flops / 2, moved),),
                 (Kernel("attention", 2.5 * flops / 2, 2 * moved),),
-                heads * T * _STATISTICS_BYTES, context,
+                heads * T * _STATISTICS_BYTES + twice, context,
             )  # fmt: skip
             return
         scores = heads * T * shape.seq  # elements
@@ -179,8 +181,10 @@ class LayerModel:
         has_bias = not shape.is_gated
         yield self._matmul("mlp up", rows, wide, h, has_bias=has_bias, n_times=n_experts)
         moved, out = tokens * wide * width, tokens * ffn * width
+        # An expert's activations are scaled by the router's probability, in SwiGLU's own kernel.
+        scaled = 0.0 if shape.experts is None or shape.is_gated else out
         if self.software.fused_kernels:
-            yield elementwise("activation", moved + out, 2 * moved + out, out)
+            yield elementwise("activation", moved + out, 2 * moved + out, out + scaled)
         elif shape.is_gated:  # SiLU and multiplication, each a kernel with its own tensor
             yield elementwise("activation", 5 * out, 8 * out, 2 * out, 2, 4)
         else:  # bias, then GELU
@@ -196,7 +200,7 @@ class LayerModel:
         scores = T * experts.n_experts * 4.0  # the router computes in float32
         yield self._matmul("router", T, experts.n_experts, h)
         yield elementwise("routing", 6 * scores, 6 * scores, scores, 12, 12)
-        rows = T * experts.chosen
+        rows = T * experts.chosen * recipe.etp  # ranks that share an expert see all their tokens
         size = rows * h * width
         # A thrifty dispatch takes tokens in their order, and its combine sums them.
         permutes = not (self.software.thrifty_dispatch and recipe.ep > 1)
@@ -205,9 +209,10 @@ class LayerModel:
         if recipe.ep > 1:
             yield exchange("dispatch", [(_DISPATCH, size)], [(_DISPATCH, size)], "ep")
         yield elementwise("sort by expert", 2 * size, 2 * size, size, 2, 2)
-        yield from self._mlp(rows, experts.ffn, max(experts.n_experts // recipe.ep, 1))
+        n_here = max(experts.n_experts // recipe.ep, 1)
+        yield from self._mlp(rows, experts.ffn / recipe.etp, n_here)
         yield elementwise("sort back", 2 * size, 2 * size, 0.0, 2, 2)
         if recipe.ep > 1:
             yield exchange("combine", [(_DISPATCH, size)], [(_DISPATCH, size)], "ep")
         if permutes:
-            yield elementwise("unpermute", 2 * size, 3 * size, size, 2, 2)
+            yield elementwise("unpermute", 2 * size, 3 * size, 0.0, 2, 2)

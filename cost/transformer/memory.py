@@ -7,24 +7,31 @@ A rank holds at the same time
     kept        for every layer and microbatch in flight: the kept bytes of its items, minus those
                 that recompute makes again, plus the inputs of the recomputation
                 (if backward has two parts, inputs and gradients of matmuls stay for the second)
-    in between  what recompute makes again for one layer; gradients of the logits; under ZeRO-3
+    in between  what recompute makes again for one layer; what the loss makes; under ZeRO-3
                 gathered parameters of two layers, and their gradients
-                                                                             (`peak_bytes`)
+    libraries   workspaces (`cost/memory/workspace.py`); with sequence parallelism the buffer into
+                which activations are gathered
+                                                                             (`device_peaks`)
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Literal
 
+from autopar.cost.memory import workspace_bytes
 from autopar.cost.transformer.chunks import Chunk, parameters_of
-from autopar.cost.transformer.ends import embedding_items, head_items, logits_gradient_bytes
+from autopar.cost.transformer.ends import embedding_items, head_items, loss_bytes
 from autopar.cost.transformer.layer import LayerModel
 from autopar.cost.transformer.machine import TransformerMachine
 from autopar.cost.transformer.recipe import Module, Recipe
 from autopar.cost.transformer.state import static_bytes
 from autopar.cost.transformer.work import Item
 from autopar.schedule import Schedule
+
+# Whose peak: a rank's by its number, or that of the first, last or fullest stage.
+MemoryRank = int | Literal["fullest", "first", "last"]
 
 _FEED_FORWARD = ("mlp up", "activation", "mlp down", "sort by expert", "sort back")
 
@@ -74,16 +81,16 @@ def kept_of_layer(layer: LayerModel) -> KeptBytes:
     return KeptBytes(every - again, again)
 
 
-def peak_bytes(
+def device_peaks(
     layer: LayerModel, chunks: Sequence[Chunk], schedule: Schedule, machine: TransformerMachine
-) -> float:
-    """Peak bytes on the rank that needs most, over all devices and the whole step."""
+) -> list[float]:
+    """Peak bytes of each device of the pipeline, over the whole step."""
     kept = [_kept_bytes(layer, chunk) for chunk in chunks]
     for_weights = sum(item.weight_bytes for item in layer.items())
     peaks = []
     for device, row in enumerate(schedule.rows):
         held = [chunks[stage] for stage in schedule.stages_on(device)]
-        static = sum(_static_bytes(layer, chunk, machine) for chunk in held)
+        static = sum(_static_bytes(layer, chunk) for chunk in held)
         now = most = 0.0
         for action in row:
             size = kept[action.stage]
@@ -99,8 +106,22 @@ def peak_bytes(
                     now -= left
             most = max(most, now)
         between = max(_between_bytes(layer, chunk) for chunk in held)
-        peaks.append(static + most + between)
-    return max(peaks)
+        peaks.append(static + most + between + _library_bytes(layer, machine))
+    return peaks
+
+
+def _library_bytes(layer: LayerModel, machine: TransformerMachine) -> float:
+    """Workspaces, and the buffer into which sequence parallelism gathers activations."""
+    software, experts = layer.software, layer.shape.experts
+    gathered = layer.tokens * layer.shape.hidden * layer.width if layer.recipe.sp else 0.0
+    if not machine.hardware.is_gpu:
+        return gathered
+    return gathered + workspace_bytes(
+        machine.hardware.profile_name,
+        has_engine=software.transformer_engine,
+        is_grouped=experts is not None and experts.is_grouped,
+        is_wide=software.wide_workspace,
+    )
 
 
 def _kept_bytes(layer: LayerModel, chunk: Chunk) -> float:
@@ -114,19 +135,38 @@ def _kept_bytes(layer: LayerModel, chunk: Chunk) -> float:
     )
 
 
-def _static_bytes(layer: LayerModel, chunk: Chunk, machine: TransformerMachine) -> float:
-    each = static_bytes(layer.software)
-    return sum(
-        n * each.under_zero(layer.recipe.zero, machine.group(group).n_ranks)
-        for n, group in zip(parameters_of(layer, chunk), ("dp", "expert_dp"), strict=True)
+def _static_bytes(layer: LayerModel, chunk: Chunk) -> float:
+    """Parameters, gradients and optimizer state of a chunk on its fullest rank.
+
+    Muon has one moment of a matrix. Its ZeRO deals whole tensors to ranks, of which one has all of
+    the embedding; other parameters have AdamW's moments.
+    """
+    each, recipe, has_muon = static_bytes(layer.software), layer.recipe, layer.software.muon
+    of_matrix = replace(each, moments_bytes=each.moments_bytes / 2) if has_muon else each
+    ends, _ = parameters_of(layer, replace(chunk, n_layers=0))
+    shared, experts = parameters_of(layer, chunk)
+    n_data = recipe.dp * recipe.cp
+    n_expert_data = n_data * recipe.tp // (recipe.ep * recipe.etp)
+    n_copies = n_data // recipe.zero_shards if recipe.zero_shards else 1
+    return (
+        ends * each.under_zero(0 if has_muon else recipe.zero, n_data // n_copies)
+        + (shared - ends) * of_matrix.under_zero(recipe.zero, n_data // n_copies)
+        + experts * of_matrix.under_zero(recipe.zero, max(n_expert_data // n_copies, 1))
     )
+
+
+def _deferred_bytes(layer: LayerModel) -> float:
+    """Inputs of the head and gradients of the logits, of microbatches whose weight waits."""
+    each = layer.shape.hidden + layer.shape.vocab / layer.recipe.tp
+    n = min(layer.recipe.deferred, layer.recipe.n_microbatches)
+    return n * layer.tokens * each * layer.width
 
 
 def _between_bytes(layer: LayerModel, chunk: Chunk) -> float:
     """Bytes that a backward needs temporarily."""
     again = kept_of_layer(layer).recomputed_bytes if chunk.n_layers else 0.0
     if chunk.is_last:
-        again = max(again, logits_gradient_bytes(layer))
+        again = max(again, loss_bytes(layer)) + _deferred_bytes(layer)
     if layer.recipe.zero < 3:
         return again
     shared, experts = parameters_of(layer, Chunk(1, is_first=False, is_last=False))

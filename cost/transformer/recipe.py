@@ -22,6 +22,10 @@ Order = Literal["1f1b", "interleaved", "zero-bubble", "zero-bubble-2", "gpipe"]
 class Recipe:
     """A plan made by hand. `microbatch_size` and `global_batch` are in sequences.
 
+    etp           ranks that share an expert
+    zero_shards   ranks over which ZeRO divides; None: all of data parallelism
+    deferred      microbatches whose gradient of the head waits until the pipeline is empty
+
     Raises `OptionError` if the batch is not a whole number of microbatches on every dp rank.
     """
 
@@ -38,6 +42,9 @@ class Recipe:
     global_batch: int = 1
     order: Order = "1f1b"
     recomputed: tuple[Module, ...] = ()
+    etp: int = 1
+    zero_shards: int | None = None
+    deferred: int = 0
 
     def __post_init__(self) -> None:
         each = self.dp * self.microbatch_size

@@ -16,16 +16,23 @@ from dataclasses import dataclass
 
 @dataclass(frozen=True)
 class Experts:
-    """A mixture of experts: `chosen` of `n_experts` see each token; each has `ffn` features."""
+    """A mixture of experts: `chosen` of `n_experts` see each token; each has `ffn` features.
+
+    is_grouped: one kernel multiplies the rows of all experts on a rank
+    """
 
     n_experts: int
     chosen: int
     ffn: int
+    is_grouped: bool = False
 
 
 @dataclass(frozen=True)
 class TransformerShape:
-    """A decoder of equal layers. `is_gated`: layers as Llama's, else as GPT's."""
+    """A decoder of equal layers. `is_gated`: layers as Llama's, else as GPT's.
+
+    ties_head, has_biases, learns_positions: what differs from that; None as `is_gated` says
+    """
 
     layers: int
     hidden: int
@@ -37,6 +44,9 @@ class TransformerShape:
     vocab: int
     is_gated: bool
     experts: Experts | None = None
+    ties_head: bool | None = None
+    has_biases: bool | None = None
+    learns_positions: bool | None = None
 
     @property
     def query_features(self) -> int:
@@ -48,11 +58,20 @@ class TransformerShape:
 
     @property
     def is_tied(self) -> bool:
-        return not self.is_gated
+        return not self.is_gated if self.ties_head is None else self.ties_head
+
+    @property
+    def is_biased(self) -> bool:
+        return not self.is_gated if self.has_biases is None else self.has_biases
+
+    @property
+    def position_parameters(self) -> int:
+        learns = not self.is_gated if self.learns_positions is None else self.learns_positions
+        return learns * self.seq * self.hidden
 
     @property
     def attention_parameters(self) -> int:
-        h, biases = self.hidden, not self.is_gated
+        h, biases = self.hidden, self.is_biased
         qkv = self.query_features + 2 * self.key_features
         return h * qkv + self.query_features * h + biases * (qkv + h)
 
@@ -61,7 +80,7 @@ class TransformerShape:
         """Feed-forward parameters of a dense layer, or of one expert."""
         ffn = self.experts.ffn if self.experts else self.ffn
         n_products = 3 if self.is_gated else 2
-        return n_products * self.hidden * ffn + (not self.is_gated) * (ffn + self.hidden)
+        return n_products * self.hidden * ffn + self.is_biased * (ffn + self.hidden)
 
     @property
     def norm_parameters(self) -> int:
@@ -87,10 +106,11 @@ class TransformerShape:
 
     @property
     def n_parameters(self) -> int:
-        positions = 0 if self.is_gated else self.seq * self.hidden
         embeddings = self.embedding_parameters * (1 if self.is_tied else 2)
         last_norm = self.norm_parameters // 2
-        return self.layers * self.layer_parameters + embeddings + positions + last_norm
+        return (
+            self.layers * self.layer_parameters + embeddings + self.position_parameters + last_norm
+        )
 
     @property
     def model_flops_per_token(self) -> float:

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from functools import cached_property
 
 from autopar.cost.hardware import Hardware
+from autopar.cost.memory import EXPANDABLE, footprint_of_plan, least_margin
 from autopar.cost.price import StepPricer
 from autopar.errors import InfeasibleError, MeshError, OptionError
 from autopar.manual import Manual
@@ -278,13 +279,30 @@ class Planner:
     def _nothing_fits(self, errors: Sequence[tuple[InfeasibleError, Candidate]]) -> InfeasibleError:
         """The error for the leanest plan of all that were simulated."""
         if not self.simulator.every_solved:
-            return errors[0][0]
+            return self._suggest_setting(errors[0][0])
         leanest = min(self.simulator.every_solved, key=lambda solved: solved.peak_bytes)
         where, m = leanest.candidate.name, leanest.candidate.n_microbatches
         if len(leanest.stages) == 1:  # the name of a pipeline says it
             where += f", {m} microbatch{'es' if m > 1 else ''}"
         what = f"{self._state_text}, and the leanest plan seen"
-        return too_little_memory(self.budget_bytes, leanest.peak_bytes, where, what)
+        error = too_little_memory(self.budget_bytes, leanest.peak_bytes, where, what)
+        return self._suggest_setting(error)
+
+    def _suggest_setting(self, error: InfeasibleError) -> InfeasibleError:
+        """The error; where another setting of the allocator is enough, that is the first hint."""
+        options, needed_bytes = self.options, error.least_bytes
+        if options.memory_limit is not None or options.memory_margin is not None:
+            return error
+        margin = least_margin("expandable", self.hardware)
+        limit_bytes = self.hardware.limit_bytes(None, margin)
+        if needed_bytes is None or not within(limit_bytes, needed_bytes):
+            return error
+        reserved_bytes = footprint_of_plan(needed_bytes, self.hardware).reserved_bytes
+        hint = (
+            f"torch's allocator would reserve {format_bytes(reserved_bytes)}: set {EXPANDABLE} and "
+            f"memory_margin={margin:g}; or {error.hint}"
+        )
+        return InfeasibleError(error.what, where=error.where, hint=hint, least_bytes=needed_bytes)
 
     def _simulate_leanest(self, candidate: Candidate) -> None:
         try:

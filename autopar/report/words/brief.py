@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.cost.hardware import Hardware
+from autopar.cost.memory import footprint_of_plan
 from autopar.plans import Alternative, PlanData, Predicted
 from autopar.report.device_rates import DeviceRates
 from autopar.report.tables import NOT_TRIED, alternative_note, headline, idle_warnings
@@ -58,7 +59,7 @@ def brief(
         ("plan", headline(data)),
         *(("", warning) for warning in idle_warnings(data)),
         ("step", _step(data, predicted, figures, "GPU" if hardware.is_gpu else "device")),
-        ("memory", _memory(predicted, figures, limit_bytes)),
+        ("memory", _memory(predicted, figures, hardware, limit_bytes)),
         *_labelled("also", _alternatives(data, limit_bytes)),
         *_labelled("advice", advice),
     ]
@@ -88,9 +89,15 @@ def _step(data: PlanData, predicted: Predicted, figures: DeviceRates, device: st
     return text
 
 
-def _memory(predicted: Predicted, figures: DeviceRates, limit_bytes: float) -> str:
-    """`65.9 of 79.6 GiB per device, 13.7 GiB free; the limit is 71.7 GiB`."""
+def _memory(
+    predicted: Predicted, figures: DeviceRates, hardware: Hardware, limit_bytes: float
+) -> str:
+    """`60 of 80 GiB per device, 63 GiB reserved, 4 GiB for CUDA and NCCL, 13 GiB free; ...`."""
     text = f"{format_bytes_of(predicted.peak_bytes, figures.device_bytes)} per device"
+    if hardware.is_gpu:
+        takes = footprint_of_plan(predicted.peak_bytes, hardware)
+        text += f", {format_bytes(takes.reserved_bytes)} reserved"
+        text += f", {format_bytes(takes.margin_bytes)} for CUDA and NCCL"
     if figures.free_bytes > 0:
         text += f", {format_bytes(figures.free_bytes)} free"
     return f"{text}; the limit is {format_bytes(limit_bytes)}"
