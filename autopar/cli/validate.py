@@ -65,6 +65,7 @@ def score_text(found: Score) -> str:
             papers.setdefault(entry.row.paper, []).append(entry)
     width = max((len(entry.id) for entry in found.entries), default=0)
     parts = [
+        _lines_of_groups(found),
         *(_lines_of_paper(paper, entries, width) for paper, entries in papers.items()),
         _lines_of_skipped(found.entries),
         _lines_of_cells(
@@ -77,6 +78,20 @@ def score_text(found: Score) -> str:
         _lines_of_missing(found.ordering),
     ]
     return "\n\n".join("\n".join(lines) for lines in parts if lines)
+
+
+def _lines_of_groups(found: Score) -> list[str]:
+    """Errors by device and software: how large, and which way."""
+    groups = found.groups
+    width = max(map(len, groups), default=0)
+    lines = ["step time by device and software"]
+    for name, errors in groups.items():
+        if errors.mape is not None and errors.bias is not None:
+            way = "slow" if errors.bias > 0 else "fast"
+            said = f"mean {errors.mape:6.1%}  on average {abs(errors.bias):.1%} too {way}"
+            lines.append(f"  {name:{width}}  {errors.n:3} runs  {said}")
+    held, n = found.held
+    return [*lines, f"  {held} of {n} published steps lie in their 80% interval"] if n else []
 
 
 def leave_one_out_text(papers: Mapping[str, ErrorSummary]) -> str:

@@ -16,21 +16,24 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ErrorSummary:
-    """The summary of `n` errors; `worst` is the name of the largest."""
+    """The summary of `n` errors; `worst` is the name of the largest, `bias` their mean."""
 
     mape: float | None
     max_error: float | None
     n: int
     worst: str | None
+    bias: float | None = None
 
 
 def errors_of(named: Iterable[tuple[str, float | None]]) -> ErrorSummary:
     """The summary of named errors; None is left out."""
-    known = [(abs(error), name) for name, error in named if error is not None]
-    if not known:
+    signed = [(error, name) for name, error in named if error is not None]
+    if not signed:
         return ErrorSummary(None, None, 0, None)
+    n, known = len(signed), [(abs(error), name) for error, name in signed]
     max_error, worst = max(known)
-    return ErrorSummary(sum(error for error, _ in known) / len(known), max_error, len(known), worst)
+    mean, bias = (sum(error for error, _ in errors) / n for errors in (known, signed))
+    return ErrorSummary(mean, max_error, n, worst, bias)
 
 
 @dataclass(frozen=True)

@@ -25,7 +25,7 @@ _NEEDED = ("id", "model")
 _TABLES = ("rank_groups", "activation_memory_pct", "layer_microbench")
 _POSITIVE = "layers hidden heads seq tp pp dp interleave global_batch".split()
 _NOT_NEGATIVE = "kv_heads ffn vocab cp ep microbatch zero".split()  # 0: not given
-_OBJECTS = "metric overrides software moe".split()
+_OBJECTS = "metric overrides moe".split()  # `software` may be a name, too
 _HINT = 'it is a list of runs, or {"runs": [...]}, each run with an id and a model'
 
 
@@ -76,6 +76,8 @@ def check_values(run: Mapping[str, Any]) -> None:
             raise NotSupportedError(f"malformed: {key} is {value}")
         if key in _OBJECTS and value and not isinstance(value, dict):
             raise NotSupportedError(f"malformed: {key} is {value!r}")
+    if not isinstance(run.get("software"), dict | str | None):
+        raise NotSupportedError(f"malformed: software is {run['software']!r}")
 
 
 def _check_run(i: int, run: Any, path: Path) -> None:

@@ -26,7 +26,7 @@ from autopar.cost.published.runs import RunsFile, check_values
 from autopar.cost.published.tables import Cell, activation_memory, layer_times
 from autopar.errors import AutoparError, NotSupportedError
 
-MAX_MAPE, MAX_PROFILE_MAPE, MAX_TIME_ERROR = 0.08, 0.12, 0.30
+MAX_MAPE, MAX_GROUP_MAPE, MAX_TIME_ERROR = 0.05, 0.10, 0.25
 MIN_ORDERING = 0.90
 MAX_MEMORY_MAPE, MAX_MEMORY_ERROR, MAX_ACTIVATION_POINTS = 0.05, 0.07, 5.0
 MAX_SKIPPED = 0.05
@@ -62,6 +62,19 @@ class Entry:
     footprint: Footprint | None = None
     skipped: str | None = None
 
+    @property
+    def interval_s(self) -> tuple[float, float] | None:
+        """80% of published steps of the same software and device lie between these seconds."""
+        if self.time is None or self.row is None:
+            return None
+        ratio = self.row.software.interval_ratio(self.row.profile)
+        return self.time.predicted / ratio, self.time.predicted * ratio
+
+    @property
+    def group(self) -> str | None:
+        """Device and software of a run that was read."""
+        return None if self.row is None else f"{self.row.profile}, {self.row.software.name}"
+
     def to_json(self) -> dict[str, Any]:
         """The run as JSON; bytes are its metric only if it has no step time."""
         is_of_bytes = self.time is None and self.memory is not None
@@ -75,10 +88,15 @@ class Entry:
             "error": None,
             "skipped": self.skipped,
             "assumed": list(self.row.assumed) if self.row else [],
+            "software": self.row and self.row.software.name,
+            "low": None,
+            "high": None,
         }
         first = self.memory if is_of_bytes else self.time
         if first is not None:
             data |= first.to_json()
+        if self.interval_s is not None and not is_of_bytes:
+            data["low"], data["high"] = self.interval_s
         if self.time is not None and self.memory is not None:
             data["memory"] = self.memory.to_json()
         if self.footprint is not None:
@@ -100,15 +118,22 @@ class Score:
         return _time_errors(self.entries)
 
     @property
-    def profiles(self) -> dict[str, ErrorSummary]:
-        """Errors of step times by hardware profile."""
-        names = dict.fromkeys(entry.profile for entry in self.entries)
+    def groups(self) -> dict[str, ErrorSummary]:
+        """Errors of step times by device and software."""
+        names = dict.fromkeys(entry.group for entry in self.entries)
         found = {
-            name: _time_errors(entry for entry in self.entries if entry.profile == name)
+            name: _time_errors(entry for entry in self.entries if entry.group == name)
             for name in names
             if name is not None
         }
         return {name: errors for name, errors in found.items() if errors.n}
+
+    @property
+    def held(self) -> tuple[int, int]:
+        """How many published step times lie in their interval, and of how many."""
+        times = [(e.interval_s, e.time.published) for e in self.entries if e.interval_s and e.time]
+        known = [(interval, published) for interval, published in times if published is not None]
+        return sum(low <= published <= high for (low, high), published in known), len(known)
 
     @property
     def ordering(self) -> dict[str, Ordering]:
@@ -138,8 +163,8 @@ class Score:
         at_most = [
             ("step time, mean", time.mape, MAX_MAPE, "%"),
             *(
-                (f"step time on {name}, mean", errors.mape, MAX_PROFILE_MAPE, "%")
-                for name, errors in self.profiles.items()
+                (f"step time on {name}, mean", errors.mape, MAX_GROUP_MAPE, "%")
+                for name, errors in self.groups.items()
             ),
             (f"step time, worst: {time.worst}", time.max_error, MAX_TIME_ERROR, "%"),
             ("memory, mean", memory.mape, MAX_MEMORY_MAPE, "%"),
@@ -175,7 +200,8 @@ class Score:
             "rows": [entry.to_json() for entry in self.entries],
             "mape": time.mape,
             "max_error": time.max_error,
-            "groups": {name: asdict(errors) for name, errors in self.profiles.items()},
+            "groups": {name: asdict(errors) for name, errors in self.groups.items()},
+            "in_interval": dict(zip(("held", "n"), self.held, strict=True)),
             "ordering": {name: order.to_json() for name, order in self.ordering.items()},
             "memory": asdict(self.memory),
             "activation_memory_pct": _table_json(self.activation),

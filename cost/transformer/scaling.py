@@ -5,9 +5,9 @@ tp, pp, cp and ep are fixed, dp = devices / (tp pp cp) grows, and every rank kee
     batch(n) / batch(n0) = dp(n) / dp(n0)
     efficiency(n)        = (tokens per second and device on n nodes) / (the same on n0)
 
-So an efficiency below 1 is due to gradient sync, over groups that span more nodes. All nodes are
-equally fast, and the switches between them carry the full rate of all ports: there is no congestion
-and there are no faults.
+So an efficiency below 1 is due to gradient sync, over groups that span more nodes, and to the
+slowest of more ranks. All nodes are equally fast, and the switches between them carry the full rate
+of all ports: there is no congestion and there are no faults.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from autopar.cost.hardware import Profile, Software, link_hardware
+from autopar.cost.hardware import Profile, Software, link_hardware, load_software
 from autopar.cost.transformer.estimate import StepModel
 from autopar.cost.transformer.layer import LayerModel
 from autopar.cost.transformer.machine import TransformerMachine
@@ -64,6 +64,12 @@ def training_dtype(profile: Profile) -> torch.dtype:
     return torch.float16 if slow else torch.bfloat16
 
 
+def _usual_stack(profile: Profile) -> str:
+    """Megatron's, with Transformer Engine on devices whose own kernels it calls."""
+    is_new = "device.new_attention_fraction.forward" in profile.quantities
+    return "transformer-engine" if is_new else "megatron-core"
+
+
 def default_nodes(recipe: Recipe, devices_per_node: int) -> tuple[int, ...]:
     """The fewest nodes that hold the recipe, times powers of two."""
     first = _fewest_nodes(recipe, devices_per_node)
@@ -87,13 +93,15 @@ def weak_scaling(
     """Simulate a step on each number of nodes.
 
     recipe      its dp and global batch are replaced
+    software    by default Megatron's on this device (`cost/hardware/stacks`)
     batch       rows on the first number of nodes; by default one microbatch per dp rank, or, with
                 several stages, 8 x stages of them
 
     Raises `OptionError` if the recipe does not fit the model or the devices.
     """
     _check(shape, recipe)
-    dtype = training_dtype(profile)
+    software = software or load_software(_usual_stack(profile))
+    profile, dtype = software.on(profile), training_dtype(profile)
     hardware = link_hardware(
         profile, (profile.link("inter_node"), profile.link("intra_node")), dtype
     )
@@ -105,22 +113,23 @@ def weak_scaling(
     for n_nodes in nodes:
         dp = _dp(recipe, n_nodes, devices_per_node)
         scaled = replace(recipe, dp=dp, global_batch=batch * dp // first_dp)
-        layer = LayerModel(shape, scaled, software or Software(), dtype.itemsize)
-        model = StepModel(layer, TransformerMachine(hardware, devices_per_node, scaled, dtype))
+        layer = LayerModel(shape, scaled, software, dtype.itemsize)
+        machine = TransformerMachine(hardware, devices_per_node, scaled, dtype, software=software)
+        model = StepModel(layer, machine)
         points.append(_point(model, n_nodes, points[0] if points else None))
     return Scaling(profile.name, tuple(points), hardware.memory_limit_bytes)
 
 
 def _point(model: StepModel, n_nodes: int, first: ScalePoint | None) -> ScalePoint:
-    recipe, timeline = model.layer.recipe, model.simulate()
-    tokens_per_s = recipe.global_batch * model.layer.shape.seq / timeline.step_time_s
+    recipe, timeline, step_s = model.layer.recipe, model.simulate(), model.step_time_s()
+    tokens_per_s = recipe.global_batch * model.layer.shape.seq / step_s
     per_device = tokens_per_s / recipe.n_ranks
     return ScalePoint(
         n_nodes=n_nodes,
         n_devices=recipe.n_ranks,
         dp=recipe.dp,
         global_batch=recipe.global_batch,
-        step_time_s=timeline.step_time_s,
+        step_time_s=step_s,
         tokens_per_s=tokens_per_s,
         efficiency=per_device / (first.tokens_per_s / first.n_devices) if first else 1.0,
         compute_time_s=timeline.compute_time_s,

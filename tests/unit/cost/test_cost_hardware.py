@@ -14,12 +14,15 @@ import torch
 from autopar.cost.hardware import (
     PROFILE_FOLDER,
     Hardware,
+    Profile,
     attention_flops_per_s,
     available_profiles,
     detect,
     load_profile,
+    load_software,
     resolve,
     shipped_name,
+    software_of,
 )
 from autopar.cost.hardware.names import spelling_of
 from autopar.cost.hardware.profile import DEFAULTS
@@ -163,10 +166,49 @@ def test_malformed_files_are_refused(tmp_path: Path, old: str, new: str, message
     assert str(path) in str(caught.value)
 
 
+def reached_profile(name: str) -> Profile:
+    """What autopar's runtime reaches of a shipped profile."""
+    profile = load_profile(name)
+    return software_of("autopar", is_gpu=bool(profile.cuda_names)).on(profile)
+
+
+def test_software_changes_what_a_device_reaches() -> None:
+    """By its constants: rates of matmuls and attention, bytes between nodes; nothing else. On CPUs,
+    whose profiles are measured where they run, it changes nothing."""
+    plain, software = load_profile("a100-80gb"), load_software("torch-eager")
+    rate, network = (
+        software.constant(f"{what}_ratio") for what in ("sustained_rate", "network_time")
+    )
+    reached = software.on(plain)
+    scaled = {
+        key: reached.value(key) / plain.value(key)
+        for key in plain.quantities
+        if reached.value(key) != plain.value(key)
+    }
+    assert scaled.pop("link.inter_node.s_per_byte") == pytest.approx(network)
+    assert list(scaled.values()) == [pytest.approx(rate)] * len(scaled)
+    assert all("achieved_flops" in key or "attention" in key for key in scaled)
+    cpu = load_profile("cpu-local")
+    assert software_of("autopar", is_gpu=False).on(cpu) == cpu
+
+
+def test_plans_may_assume_other_software() -> None:
+    mesh = Mesh((2, 8), hardware="h100-sxm")
+    ours, tuned = (
+        resolve(mesh, torch.bfloat16, name) for name in ("autopar", "transformer-engine")
+    )
+    assert tuned.device.flops_per_s > ours.device.flops_per_s
+    assert tuned.peak_flops_per_s == ours.peak_flops_per_s
+    forward, _ = attention_flops_per_s(tuned.device, torch.bfloat16)
+    assert forward > attention_flops_per_s(ours.device, torch.bfloat16)[0]
+    with pytest.raises(OptionError, match="unknown software 'abacus'"):
+        resolve(mesh, software="abacus")
+
+
 @pytest.mark.parametrize("name", available_profiles())
 @pytest.mark.parametrize("shape", [(4,), (1, 8), (2, 1), (64, 8)])
 def test_every_mesh_shape_gets_a_link_per_axis(name: str, shape: tuple[int, ...]) -> None:
-    profile = load_profile(name)
+    profile = reached_profile(name)
     mesh = Mesh(shape, hardware=name)
     hardware = resolve(mesh)
     assert len(hardware.links) == len(shape)
@@ -181,7 +223,7 @@ def test_every_mesh_shape_gets_a_link_per_axis(name: str, shape: tuple[int, ...]
 @pytest.mark.parametrize("name", SHIPPED)
 @pytest.mark.parametrize("shape", [(1, 8), (4, 8)])
 def test_every_dtype_of_a_profile_has_its_rates(name: str, shape: tuple[int, int]) -> None:
-    profile = load_profile(name)
+    profile = reached_profile(name)
     achieved, peaks = profile.rates_flops_per_s(), profile.rates_flops_per_s(peak=True)
     assert {"float64", "float32", "float16", "bfloat16"} <= set(achieved)
     for dtype_name in set(achieved) - {"tfloat32"}:

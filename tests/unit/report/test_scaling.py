@@ -13,7 +13,7 @@ import transformers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from autopar.cost.hardware import changed, load_profile
+from autopar.cost.hardware import Software, changed, load_profile
 from autopar.cost.transformer import (
     Recipe,
     Scaling,
@@ -69,11 +69,13 @@ def test_the_batch_grows_with_the_devices(recipe: Recipe) -> None:
 
 @given(RECIPES.filter(lambda recipe: recipe.zero == 0))
 def test_only_gradient_sync_makes_more_devices_less_efficient(recipe: Recipe) -> None:
-    """With free links, efficiency is 1 for every number of devices."""
+    """With free links and steady ranks, efficiency is 1 for every number of devices."""
     efficiencies = [point.efficiency for point in scaled(recipe).points]
     assert efficiencies == sorted(efficiencies, reverse=True)
-    free = changed(H100, f"{FREE_LINKS},link.intra_node.in_switch_s_per_byte=0x")
-    for point in scaled(recipe, profile=free).points:
+    free = changed(
+        H100, f"{FREE_LINKS},link.intra_node.in_switch_s_per_byte=0x,link.intra_node.chunk_s=0x"
+    )
+    for point in scaled(recipe, profile=free, software=Software()).points:
         assert point.efficiency == pytest.approx(1.0, rel=1e-9)
 
 
