@@ -19,7 +19,6 @@ Constants hold on every device. They are fitted to published runs of that softwa
     network_time_ratio     time of bytes between nodes in a whole step / alone
     jitter_fraction        standard deviation of a rank's step time / its mean; the slowest of N
                            ranks decides (`slowest_of`)
-    host_ratio             the interpreter's time to issue a kernel / the device's `host_s`
 """
 
 from __future__ import annotations
@@ -41,7 +40,6 @@ CONSTANTS: dict[str, float] = {
     "sustained_rate_ratio": 1.0,
     "network_time_ratio": 1.0,
     "jitter_fraction": 0.0,
-    "host_ratio": 1.0,
 }
 _SUSTAINED = ("device.achieved_flops_fraction.", "device.attention_fraction.")
 _NETWORK = "link.inter_node.s_per_byte"
@@ -124,14 +122,13 @@ class Software:
     def on(self, profile: Profile) -> Profile:
         """What a device reaches under this software in a whole step."""
         rate, network = self.constant("sustained_rate_ratio"), self.constant("network_time_ratio")
-        factors = {_NETWORK: network, "device.host_s": self.constant("host_ratio")}
         changed = dict(profile.quantities)
         if self.new_attention:
             for phase in ("forward", "backward"):
                 if new := changed.get(f"device.new_attention_fraction.{phase}"):
                     changed[f"device.attention_fraction.{phase}"] = new
         for key, quantity in changed.items():
-            factor = rate if key.startswith(_SUSTAINED) else factors.get(key, 1.0)
+            factor = rate if key.startswith(_SUSTAINED) else network if key == _NETWORK else 1.0
             if factor != 1.0:
                 source = f"{quantity.source}; times {factor:g} under {self.name}"
                 changed[key] = Quantity(quantity.value * factor, source)

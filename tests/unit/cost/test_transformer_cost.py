@@ -44,7 +44,7 @@ H100 = load_profile("h100-sxm")
 FREE_LINKS = changed(
     H100,
     "link.intra_node.latency_s=0,link.intra_node.s_per_byte=0,link.inter_node.latency_s=0,"
-    "link.inter_node.s_per_byte=0,link.intra_node.in_switch_s_per_byte=0",
+    "link.inter_node.s_per_byte=0,link.intra_node.in_switch_s_per_byte=0,link.intra_node.chunk_s=0",
 )
 PURE = changed(FREE_LINKS, "device.peak_bytes_per_s=1e30,device.launch_s=0,device.host_s=0")
 SHARDED = st.sampled_from([(1, False), (2, False), (4, False), (8, False),

@@ -30,7 +30,7 @@ ALL_TWICE_AS_FAST = (
     "device.peak_flops_per_s=2x,device.peak_bytes_per_s=2x,device.launch_s=0.5x,"
     "device.host_s=0.5x,link.intra_node.latency_s=0.5x,link.intra_node.s_per_byte=0.5x,"
     "link.intra_node.in_switch_s_per_byte=0.5x,link.inter_node.latency_s=0.5x,"
-    "link.inter_node.s_per_byte=0.5x"
+    "link.inter_node.s_per_byte=0.5x,link.intra_node.chunk_s=0.5x"
 )
 KEYS = st.sampled_from(sorted(load_profile("h100-sxm").quantities))
 
