@@ -5,13 +5,16 @@ Each of p submeshes has dp x tp or dp x cp x tp ranks, and one stage or more, as
 (the roles "data", "tensor" and "context" of `passes/intra/constraints.py`). Placements are chosen
 on the abstract machine of recipes (`recipe_cost`) and priced on the real one. They are some of
 those that the roles allow, so the layers' optima bound them, too (`EqualPipeline.layered_s`). Else
-the solver is free.
+the solver is free. Then views that differ in names alone count as one, and inner axes lie in a
+node: layers' optima take communication between nodes for hidden.
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -30,13 +33,19 @@ from autopar.passes.inter.contexts import (
     stage_degrees,
 )
 from autopar.passes.inter.counts import microbatch_counts, recipe_counts
+from autopar.passes.inter.layer_bounds import LeastSeconds
 from autopar.passes.inter.layers import MOST_LAYERS, balance
 from autopar.passes.inter.orders import PipelineOrder, orders_of, plain_order
 from autopar.passes.inter.space import PipelineSpace
-from autopar.passes.inter.submeshes import view_at, views_text
+from autopar.passes.inter.submeshes import distinct_views, view_at, views_text
 from autopar.passes.intra import Constraints, recipe_roles
 from autopar.rules import rule_for
-from autopar.schedule import SPLITS_BACKWARD, check_microbatches, fewest_microbatches
+from autopar.schedule import (
+    SPLITS_BACKWARD,
+    check_microbatches,
+    fewest_microbatches,
+    first_forwards,
+)
 
 # Who places its operators: Megatron's layout, without and with sequence parallelism and ZeRO-1, the
 # user's own numbers in it, or the solver.
@@ -60,7 +69,7 @@ class EqualPipeline:
         """Pipelines of equal keys in one space have the same `shared_s`."""
         return self.view.n_ranks, self.last_layers, self.n_microbatches, self.order
 
-    @property
+    @cached_property
     def shared_s(self) -> float:
         """Lower bound on its step: every operator in equal shares; it costs nothing."""
         n_ranks, bounds, m = self.view.n_ranks, self.space.bounds, self.n_microbatches
@@ -72,8 +81,7 @@ class EqualPipeline:
     @property
     def layered_s(self) -> float:
         """Lower bound on its step: its span by what layers take at least on its view."""
-        whole_s, work_s = self.space.layer_bounds.free(*self._bounding)
-        whole_s, work_s = (np.add.reduceat(s, self._firsts) for s in (whole_s, work_s))
+        whole_s, work_s = self._layered
         if self.order.schedule != plain_order(self.space.options):
             return self._shared_step_s(whole_s, work_s)
         of_ranges = self.space.bounds.messages.passed_s(self.view.n_ranks, self.n_microbatches)
@@ -89,11 +97,40 @@ class EqualPipeline:
             return own
         return rows_instead(space.analysis, space.mesh, space.hardware, *own) or own
 
+    def budget_s(self, limit_s: float) -> float:
+        """Lower bound on its step: what all stages of a device take at least within its budget,
+        after the first microbatch has passed the stages before. Infinite: they cannot fit. It is
+        made no better once it is at least `limit_s`."""
+        devices, m = self._devices, self.n_microbatches
+        depths = first_forwards(self.order.schedule, devices, m)
+        added_s, least_s = self._added_s(self._layered.work_s), 0.0
+        before_s = (np.cumsum(added_s) - added_s)[: self.n_devices]
+        for work_s in self.space.layer_bounds.device_bounds(
+            self.view, m, self._firsts, devices, depths, self.space.budget_bytes
+        ):
+            least_s = max(least_s, float((before_s + work_s).max()))
+            if least_s >= limit_s:
+                break
+        return least_s
+
+    def solved_s(self, whole_s: Array, once_s: Array) -> float:
+        """Lower bound on its step if its stages take these seconds, [stages]: all, and those of
+        once a step."""
+        return self._shared_step_s(whole_s, np.maximum(whole_s - once_s, 0.0))
+
+    @property
+    def _layered(self) -> LeastSeconds:
+        """[stages]: the sums of their layers."""
+        found = self.space.layer_bounds.free(*self._bounding)
+        return LeastSeconds(*(np.add.reduceat(of_layers, self._firsts) for of_layers in found))
+
     def _shared_step_s(self, whole_s: Array, work_s: Array) -> float:
-        m, devices = self.n_microbatches, self._devices
-        splits = self.order.schedule in SPLITS_BACKWARD
-        on = self.last_layers, self.view.n_ranks, m, work_s / m, devices, splits
-        return shared_step_bound_s(whole_s, work_s, self.space.bounds.added_s(*on), devices)
+        return shared_step_bound_s(whole_s, work_s, self._added_s(work_s), self._devices)
+
+    def _added_s(self, work_s: Array) -> Array:
+        m, splits = self.n_microbatches, self.order.schedule in SPLITS_BACKWARD
+        on = self.last_layers, self.view.n_ranks, m, work_s / m, self._devices, splits
+        return self.space.bounds.added_s(*on)
 
     @property
     def n_devices(self) -> int:
@@ -172,6 +209,15 @@ def equal_pipelines(
     orders, manual = orders or orders_of(options), options.manual
     if manual is None:
         splits = [*_splits(analysis, mesh, options, source)]
+        if source == "search":
+            splits = [
+                (n_devices, view.axes)
+                for n_devices in dict.fromkeys(n for n, _ in splits)
+                for view in distinct_views(
+                    mesh, space.hardware, options, [mesh.n_ranks // n_devices]
+                )
+                if view.sizes[-1] <= mesh.devices_per_node
+            ]
     else:
         check_ranks(manual, mesh)
         check_experts(manual, analysis)
@@ -208,6 +254,8 @@ def equal_pipelines(
         view = factored_view(mesh, space.hardware.links, space.hardware.device, axes)
         if manual is not None:
             counts = recipe_counts(analysis, options, manual, mesh.n_ranks)
+        elif source == "search":
+            counts = [*space.counts]
         else:
             every = microbatch_counts(analysis, options, mesh.n_ranks, axes["dp"])
             counts = context_counts(analysis, options, view, every)
@@ -218,6 +266,23 @@ def equal_pipelines(
             if last_layers is not None and n_stages == (space.options.n_stages or n_stages):
                 on = space, view, tuple(last_layers)
                 found += [EqualPipeline(*on, m, order, source) for m in possible]
+    return found
+
+
+def fewest_chunks(pipelines: Sequence[EqualPipeline], tie: float) -> list[EqualPipeline]:
+    """Those with the fewest stages a device whose bound by equal shares is within the tie of the
+    least, of the same schedule, view and number of microbatches.
+
+    More stages a device only shorten the bubble, which that bound knows, and send more.
+    """
+    alike = defaultdict[Hashable, list[EqualPipeline]](list)
+    for of in sorted(pipelines, key=lambda of: of.order.n_chunks):
+        alike[of.order.schedule, of.view, of.n_microbatches].append(of)
+    found = []
+    for group in alike.values():
+        each_s = [of.shared_s for of in group]
+        most_s = min(each_s) * (1 + tie)
+        found.append(next(of for of, s in zip(group, each_s, strict=True) if s <= most_s))
     return found
 
 

@@ -118,7 +118,7 @@ class PlacementRequest:
     cost: CostModel
     n_microbatches: int
     constraints: Constraints
-    n_in_flight: int = 1
+    n_in_flight: float = 1
     runs_on: CostModel | None = None
 
     @property
@@ -169,7 +169,7 @@ class Chooser:
     _repeated: WeakKeyDictionary[ProblemBatch, Repeated | None] = field(
         default_factory=WeakKeyDictionary
     )
-    _solvers: WeakKeyDictionary[Repeated, dict[tuple[int, int], RepeatedSolver]] = field(
+    _solvers: WeakKeyDictionary[Repeated, dict[tuple[int, float], RepeatedSolver]] = field(
         default_factory=WeakKeyDictionary
     )
 

@@ -48,7 +48,7 @@ from autopar.passes.intra import (
 from autopar.passes.search.stats import PlanningStats
 from autopar.passes.search.time_limit import TimeLimit
 from autopar.passes.solvers.problem import within
-from autopar.schedule import ORDERS, in_flight_by_stage
+from autopar.schedule import ORDERS, even_in_flight
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class _Stage:
     names: Mapping[str, str] | None
     layout: StageLayout
     n_microbatches: int
-    depth: int
+    depth: float
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -112,10 +112,9 @@ class _Stage:
 
 
 @lru_cache(maxsize=128)
-def depths(schedule: str, devices: tuple[int, ...], n_microbatches: int) -> tuple[int, ...]:
-    """The microbatches in flight on every stage, whose activations it holds at once."""
-    order = ORDERS[schedule](devices, n_microbatches)
-    return in_flight_by_stage(order)
+def depths(schedule: str, devices: tuple[int, ...], n_microbatches: int) -> tuple[float, ...]:
+    """The microbatches in flight on every stage when its device holds most of them."""
+    return even_in_flight(ORDERS[schedule](devices, n_microbatches))
 
 
 @dataclass

@@ -161,11 +161,10 @@ class Planner:
             with limit.running():
                 search.run(self._recipes())
                 search.run(self._roots())
-                if self.pipelines is not None and (
-                    not has_plain_order(options) or (search.found and len(search.chosen.stages) > 1)
-                ):
+                if self.pipelines is not None and (search.found or not has_plain_order(options)):
+                    has_stages = bool(search.found) and len(search.chosen.stages) > 1
                     for has_context in (False, True):
-                        search.run(self.pipelines.other_pipelines(has_context))
+                        search.run(self.pipelines.other_pipelines(has_stages, has_context))
         except TimeUp:
             is_timed_out = True
             passed = f"not tried when time_limit_s={options.time_limit_s:g} had passed"
@@ -360,7 +359,8 @@ class Planner:
             given_ends(self.analysis, self.mesh, n_stages)
         if not isinstance(n_stages, int):
             return
-        most_chunks = max((order.n_chunks for order in other_orders(self.options)), default=1)
+        chunks = [of.n_chunks for of in other_orders(self.options)]
+        most_chunks = 1 if has_plain_order(self.options) else max(chunks)
         if n_stages > n_ranks * most_chunks:
             raise MeshError(f"stages={n_stages} cannot share {n_ranks} ranks")
         n_all = n_operators(self.analysis.program)

@@ -13,19 +13,20 @@ take as little as the solver's bound. So is the rest after many plans in vain.
 
 Megatron pipelines are in this space, too. Their bounds are those of their own restricted stages.
 Pipelines in other orders are of equal submeshes. There are thousands of them, so one node of each
-source and schedule gives them out, the least bound first: by equal shares, then by their layers
-(`passes/inter/recipes.py`). They are searched if the user asks for the schedule. After
-`_MOST_PLACED_IN_VAIN` of them without a faster plan, the rest is given up.
+source gives them out, the least bound first: by equal shares, by their layers, and by what their
+layers take within the memory of a device (`passes/inter/recipes.py`). They matter only if they are
+faster than a plan in the plain order by more than the tie. After `_MOST_BOUNDED_IN_VAIN` bounds or
+`_MOST_PLACED_IN_VAIN` placements without a faster plan, the rest is given up.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from heapq import heapify, heappop, heappush
-from itertools import groupby
+
+import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.passes.inter import (
@@ -38,6 +39,7 @@ from autopar.passes.inter import (
     StagePlan,
     StageSearch,
     equal_pipelines,
+    fewest_chunks,
     has_plain_order,
     other_orders,
     plain_order,
@@ -55,13 +57,39 @@ from autopar.passes.search.simulator import Solved
 # below. A Llama-70B on 128 GPUs solves 15 stages, a GPT-2 of two layers on 64 processes 1,500.
 _MOST_IN_VAIN, _MOST_VARIABLES_IN_VAIN = 24, 6_000
 # So many pipelines of equal submeshes are placed without a faster plan before the rest is given up.
-_MOST_PLACED_IN_VAIN = 12
+# Where the solver places them it also chooses what runs again, and each counts thrice. Before, so
+# many bounds are made: by layers 0.02 s each for a Llama-70B on 128 GPUs, by budgets 0.1 s.
+_MOST_PLACED_IN_VAIN, _MOST_BOUNDED_IN_VAIN = 12, 56
 _PLACED_GIVEN_UP = f"given up after {_MOST_PLACED_IN_VAIN} pipelines in vain"
 _NONE, _GIVEN_UP = "none fits", f"given up after {_MOST_IN_VAIN} plans in vain"
 _STAGES_GIVEN_UP = f"given up after stages of {_MOST_VARIABLES_IN_VAIN} variables solved in vain"
 
-# A bound, whether it is that of its layers, a number, the pipeline.
-QueuedPipeline = tuple[float, bool, int, EqualPipeline]
+# The levels of the bound of a pipeline of equal submeshes.
+_SHARED, _LAYERS, _BUDGET = range(3)
+# A bound, its level, a number, the pipeline.
+QueuedPipeline = tuple[float, int, int, EqualPipeline]
+
+
+@dataclass
+class _Effort:
+    """What was done for pipelines of equal submeshes without a plan below `limit_s`. Before there
+    is a plan, nothing is too much."""
+
+    limit_s: float
+    n_placed: int = 0
+    n_bounded: int = 0
+
+    @property
+    def is_spent(self) -> bool:
+        return self.n_placed >= _MOST_PLACED_IN_VAIN and math.isfinite(self.limit_s)
+
+    def next_of(self, waiting: Sequence[QueuedPipeline]) -> QueuedPipeline | None:
+        """The one with the least bound below the limit; None once enough was done."""
+        if self.is_spent:
+            return None
+        bounds_more = self.n_bounded < _MOST_BOUNDED_IN_VAIN or math.isinf(self.limit_s)
+        able = (of for of in waiting if of[0] < self.limit_s)
+        return min((of for of in able if bounds_more or of[1] == _BUDGET), default=None)
 
 
 @dataclass
@@ -73,8 +101,7 @@ class SeveralStages:
     n_configurations: int = 0
     _n_solved: int = 0
     _n_in_vain: int = 0  # variables of these, since a pipeline was the fastest plan
-    _limit_s: float = math.inf
-    _n_placed_in_vain: int = 0
+    _efforts: dict[str, _Effort] = field(default_factory=dict)
 
     def roots(self) -> Iterator[Node]:
         simplest = Simplicity.of_search(2)  # an axis in some stage, and the stages
@@ -100,74 +127,125 @@ class SeveralStages:
                 node, row=candidate.row, refine=partial(self._bound_by_layers, node, pipeline)
             )
 
-    def other_pipelines(self, has_context: bool) -> Iterator[Node]:
-        """The pipelines of equal submeshes that `roots` has not: those of other schedules, and
-        Megatron's with SP and ZeRO-1; with an axis cp or without, each given up by itself.
+    def other_pipelines(self, has_stages: bool, has_context: bool) -> Iterator[Node]:
+        """The pipelines of equal submeshes that `roots` has not: those of other schedules, and, if
+        the best plan `has_stages`, Megatron's with SP and ZeRO-1; with an axis cp or without.
 
-        A node of each source and schedule gives out its pipelines best first.
+        A node of each source gives out its pipelines best first. Megatron's in another
+        schedule are tried if that is asked for; else the search of their views is enough.
         """
         options = self._evaluator.options
         self._n_placed_in_vain = 0
         if self.space.given:
             return
         orders = other_orders(options)
-        plain = [PipelineOrder(plain_order(options))] if self.space.n_stages is None else []
-        sources: dict[Source, list[PipelineOrder]] = {"Megatron": orders, "search": orders}
+        asked = [] if has_plain_order(options) else orders
+        if not self.space.analysis.program.training:
+            orders = asked
+        is_plain = has_stages and self.space.n_stages is None
+        plain = [PipelineOrder(plain_order(options))] if is_plain else []
+        sources: dict[Source, list[PipelineOrder]] = {"Megatron": asked, "search": orders}
         if not options.forbid & {"sequence", "zero1"}:
-            sources["Megatron with SP and ZeRO-1"] = orders or plain
+            sources["Megatron with SP and ZeRO-1"] = asked or plain
         for source, of_source in sources.items():
-            for schedule, alike in groupby(of_source, lambda order: order.schedule):
-                every = equal_pipelines(self.space, source, [*alike])
-                if pipelines := [of for of in every if ("cp" in of.view.axes) == has_context]:
-                    yield self._lazy_node(f"{source} of several stages", schedule, pipelines)
+            every = equal_pipelines(self.space, source, of_source) if of_source else []
+            pipelines = [of for of in every if ("cp" in of.view.axes) == has_context]
+            if source == "search":
+                pipelines = fewest_chunks(pipelines, options.tie)
+            if pipelines:
+                simplest = Simplicity.of_order(of_source[0].schedule, source != "search")
+                node = self._lazy_node(f"{source} of several stages", simplest, pipelines)
+                # Of schedules that nobody asked for, nothing is said unless the node is refined.
+                yield replace(node, is_silent=source == "search" and not asked)
 
-    def _lazy_node(self, name: str, schedule: str, pipelines: Sequence[EqualPipeline]) -> Node:
-        """A node of pipelines of one source and schedule."""
+    def _lazy_node(
+        self, name: str, simplest: Simplicity, pipelines: Sequence[EqualPipeline]
+    ) -> Node:
+        """A node of pipelines of one source."""
         least_s = dict[Hashable, float]()
         for of in pipelines:
             if of.shared_key not in least_s:
                 least_s[of.shared_key] = of.shared_s
-        waiting = [(least_s[of.shared_key], False, k, of) for k, of in enumerate(pipelines)]
-        heapify(waiting)
-        is_recipe = pipelines[0].is_recipe
-        simplest = Simplicity.of_order(schedule, is_recipe)
-        recipe = "Megatron" if is_recipe else ""
-        node = Node(name, waiting[0][0], simplest, "shared", None, recipe=recipe)
+        waiting = [(least_s[of.shared_key], _SHARED, k, of) for k, of in enumerate(pipelines)]
+        recipe = "Megatron" if pipelines[0].is_recipe else ""
+        node = Node(name, min(least_s.values()), simplest, "shared", None, recipe=recipe)
         return replace(node, refine=partial(self._next_of, node, waiting))
 
     def _next_of(self, node: Node, waiting: list[QueuedPipeline], limit_s: float) -> Parts:
-        """The pipeline with the least bound by its layers, and those that are left."""
-        if self._is_in_vain(limit_s):
-            return [replace(node, refine=None, note=_PLACED_GIVEN_UP)]
-        parts = list[Node | Solved]()
-        while waiting and waiting[0][0] < limit_s and not parts:
-            bound_s, is_layered, k, pipeline = heappop(waiting)
-            if not is_layered:
-                heappush(waiting, (max(bound_s, pipeline.layered_s), True, k, pipeline))
+        """The pipeline with the least bound on the last level, and those that are left."""
+        effort, parts = self._effort(node, limit_s), list[Node | Solved]()
+        while not parts and (of := effort.next_of(waiting)) is not None:
+            waiting.remove(of)
+            bound_s, level, k, pipeline = of
+            if level == _BUDGET:
+                parts.append(self._unplaced(node, bound_s, pipeline))
                 continue
-            candidate = pipeline.candidate
-            recipe = RecipeNodes(self.levels, slack_rel=0.0).root([candidate])
-            found = replace(recipe, bound_s=bound_s, row=candidate.row, level="layers")
-            parts.append(replace(found, refine=partial(self._place, found, recipe)))
-        if waiting:
-            again = partial(self._next_of, node, waiting)
-            parts.append(node.after("layers", waiting[0][0], again))
-        return parts
+            effort.n_bounded += 1
+            tighter_s = pipeline.layered_s if level == _SHARED else pipeline.budget_s(limit_s)
+            waiting.append((max(bound_s, tighter_s), level + 1, k, pipeline))
+        least_s = min((of[0] for of in waiting), default=math.inf)
+        if math.isinf(least_s):
+            return [*parts, replace(node.after("budget", math.inf, None), note=_NONE)]
+        again = node.after("budget", least_s, partial(self._next_of, node, waiting))
+        if not parts and least_s < limit_s:
+            again = replace(again, refine=None, note=_PLACED_GIVEN_UP)
+        return [*parts, again]
+
+    def _effort(self, node: Node, limit_s: float) -> _Effort:
+        """What was done in vain for recipes, or else, below these seconds."""
+        known = self._efforts.get(node.recipe)
+        if known is None or known.limit_s != limit_s:
+            known = self._efforts[node.recipe] = _Effort(limit_s)
+        return known
+
+    def _unplaced(self, node: Node, bound_s: float, pipeline: EqualPipeline) -> Node:
+        """The node of one pipeline."""
+        candidate = pipeline.candidate
+        if not pipeline.is_recipe:
+            simplest = Simplicity.searched_on(candidate)
+            found = Node(candidate.name, bound_s, simplest, "budget", None)
+            return replace(found, refine=partial(self._search_placements, found, pipeline))
+        recipe = RecipeNodes(self.levels, slack_rel=0.0).root([candidate])
+        found = replace(recipe, bound_s=bound_s, row=candidate.row, level="budget")
+        return replace(found, refine=partial(self._place, found, recipe))
+
+    def _search_placements(self, node: Node, pipeline: EqualPipeline, limit_s: float) -> Parts:
+        """A pipeline's placements, simulated if they may be faster. It stays for its bound."""
+        effort = self._effort(node, limit_s)
+        if effort.is_spent:
+            return [replace(node, refine=None, note=_PLACED_GIVEN_UP)]
+        effort.n_placed += 3
+        candidate, evaluator = pipeline.candidate, self._evaluator
+        try:
+            placed = evaluator.placed(candidate, evaluator.budget_bytes)
+        except InfeasibleError as error:
+            return self.levels.impossible(error, candidate)
+        once_s = np.array([chosen.once_s for chosen in placed.choices])
+        bound_s, least_s = (
+            pipeline.solved_s(np.array(whole_s), once_s)
+            for whole_s in (
+                [chosen.bound_s for chosen in placed.choices],
+                [chosen.objective_s for chosen in placed.choices],
+            )
+        )
+        known = node.after("solved", bound_s, None)
+        if least_s >= limit_s:
+            return [known]
+        try:
+            found = self.levels.simulator.fit_to_budget(placed, limit_s)
+        except InfeasibleError as error:
+            return self.levels.impossible(error, candidate)
+        return [known, found] if isinstance(found, Solved) else [known]
 
     def _place(self, node: Node, recipe: Node, limit_s: float) -> Parts:
-        """A pipeline's placements."""
-        if self._is_in_vain(limit_s):
+        """A recipe's placements."""
+        effort = self._effort(node, limit_s)
+        if effort.is_spent:
             return [replace(node, refine=None, note=_PLACED_GIVEN_UP)]
         assert recipe.refine is not None, "a root is refined"
         found = recipe.refine(limit_s)
-        self._n_placed_in_vain += bool(found)
+        effort.n_placed += bool(found)
         return found
-
-    def _is_in_vain(self, limit_s: float) -> bool:
-        """Were many pipelines placed since the last faster plan?"""
-        if limit_s < self._limit_s:
-            self._limit_s, self._n_placed_in_vain = limit_s, 0
-        return self._n_placed_in_vain >= _MOST_PLACED_IN_VAIN
 
     def _bound_by_layers(self, node: Node, pipeline: EqualPipeline, limit_s: float) -> Parts:
         candidate = pipeline.candidate
