@@ -20,23 +20,16 @@ is at most what the stage takes, because its bytes are at most the budget (weak 
 Lagrangian). `LayerBounds.budget_bounds` takes the best of a few prices. These problems have a
 choice of recompute, if the plans have.
 
-Stages of one device fit together. At any moment their bytes are at most the budget, with the
-microbatches that are then in flight on each. So the law holds for a device, with the sum over all
-layers of its stages, each at the depth of its stage, and the budget once
-(`LayerBounds.device_bounds`). A least sum is concave in the depth, as a minimum of linear
-functions, so it is at least the chord between two depths: a few serve for all (`_DEPTHS`).
-
 Equal blocks have equal problems. So the problem is that of the folded program, and a layer of c
 equal blocks takes c times the optimum of one.
 """
 
 from __future__ import annotations
 
-from bisect import bisect_right
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property
 from typing import Literal, NamedTuple, get_args
 
 import numpy as np
@@ -63,11 +56,6 @@ Alike = tuple[frozenset[int], int]
 Part = Literal["whole_s", "work_s"]
 # Prices of bytes, in steps per budget. On GPT-39B, the best one for a stage was 1/32 to 1/5.
 _STEPS_PER_BUDGET = (1 / 32, 1 / 12, 1 / 5)
-# For a device, the best first: on Llama-70B, one of the two was the best for each of 160 pipelines.
-_STEPS_PER_BUDGET_OF_DEVICE = (1 / 12, 1 / 32)
-_BYTES = Weights(cost=0.0, size=1.0)
-# Microbatches in flight at which least sums are known; between them they are at least the chord.
-_DEPTHS = tuple(4**k for k in range(16))
 
 
 class LeastSeconds(NamedTuple):
@@ -152,7 +140,7 @@ class LayerBounds:
             np.concatenate([of.lower_bounds(part, [Weights()]) for part in get_args(Part)])
             for of in groups
         ]
-        least_s = np.array(self._sums(found)).T + self._rest_s(self.plain, view, m)
+        least_s = np.array(self._sums(found)).T + self._rest_s(view, m, groups)
         return LeastSeconds(*np.maximum(least_s, equal_s))
 
     def budget_bounds(
@@ -162,58 +150,22 @@ class LayerBounds:
         microbatches in flight. `whole_s` is infinite if a stage cannot fit. `step_s` is about what
         stages take.
         """
-        n = self.layers.n_layers
-        if self._groups_of(self.recomputing, view, m) is None:
+        n, groups = self.layers.n_layers, self._groups_of(self.recomputing, view, m)
+        if groups is None:
             return np.zeros((n, n))
-
-        def of_ranges(weights: Weights) -> Array:
-            return sums_of_ranges(self._weighted(view, m, depth, part, weights))
-
+        prices = [step_s / budget_bytes * share for share in _STEPS_PER_BUDGET]
+        weights = [Weights(size=price) for price in prices]
+        if part == "whole_s":  # else it is known which stages cannot fit
+            weights.append(Weights(cost=0.0, size=1.0))
+        found = [of.lower_bounds(part, weights, depth) for of in groups]
+        priced = list(np.array(self._sums(found)).T)
+        least_bytes = priced.pop() if part == "whole_s" else np.zeros(n)
+        rest_s, limit_bytes = self._rest_s(view, m, groups), budget_bytes * (1 + BUDGET_REL)
         best = np.zeros((n, n))
-        for bound_s in _priced_bounds(of_ranges, budget_bytes, step_s, _STEPS_PER_BUDGET):
-            best = np.maximum(best, bound_s)
-        if part == "work_s":  # it is known which stages cannot fit
-            return best
-        return np.where(of_ranges(_BYTES) > budget_bytes * (1 + BUDGET_REL), np.inf, best)
-
-    def device_bounds(
-        self, view: LogicalMesh, m: int, firsts: Sequence[int], devices: Sequence[int],
-        depths: Sequence[int], budget_bytes: float,
-    ) -> Iterator[Array]:  # fmt: skip
-        """[devices]: bounds on the `work_s` of all stages of a device within its budget, from one
-        price of a byte after the other. Infinite if the stages cannot fit.
-
-        Stages begin with the layers `firsts`. On each, `depths` microbatches are in flight at some
-        moment of its device, at least one.
-        """
-        if self._groups_of(self.recomputing, view, m) is None:
-            return
-
-        def of_devices(part: Part, weights: Weights) -> Array:
-            def of_stages(depth: int) -> Array:
-                return np.add.reduceat(self._weighted(view, m, depth, part, weights), firsts)
-
-            found: Array = np.bincount(devices, _least_at(depths, of_stages)).astype(np.float64)
-            return found
-
-        step_s = float(self.free(view, m).whole_s.sum()) / (max(devices) + 1)
-        of_work = partial(of_devices, "work_s")
-        yield from _priced_bounds(of_work, budget_bytes, step_s, _STEPS_PER_BUDGET_OF_DEVICE)
-        is_too_large = of_devices("whole_s", _BYTES) > budget_bytes * (1 + BUDGET_REL)
-        yield np.where(is_too_large, np.inf, 0.0)
-
-    @once
-    def _weighted(
-        self, view: LogicalMesh, m: int, depth: int, part: Part, weights: Weights
-    ) -> Array:
-        """[layers]: the least weighted sums of seconds and bytes, with as many microbatches in
-        flight. The problem of the view is known to be possible."""
-        groups = self._groups_of(self.recomputing, view, m)
-        assert groups is not None
-        found = [of.lower_bounds(part, [weights], depth) for of in groups]
-        (least,) = np.array(self._sums(found)).T
-        rest_s = self._rest_s(self.recomputing, view, m) if weights.cost else 0.0
-        return np.asarray(least + rest_s)
+        for price, of_layers in zip(prices, priced, strict=True):
+            best = np.maximum(best, sums_of_ranges(of_layers + rest_s) - price * limit_bytes)
+        is_too_large = np.triu(sums_of_ranges(least_bytes) > limit_bytes)
+        return np.where(is_too_large, np.inf, best)
 
     @once
     def _groups_of(
@@ -260,16 +212,13 @@ class LayerBounds:
             for parts in self._parts
         ]
 
-    @once
-    def _rest_s(self, families: ProblemFamilies, view: LogicalMesh, m: int) -> Array:
+    def _rest_s(self, view: LogicalMesh, m: int, found: Sequence[_Groups]) -> Array:
         """[layers]: equal shares of the operators that are in no group of the layer's parts."""
-        groups = self._groups_of(families, view, m)
-        assert groups is not None
-        of_kept, out = dict(zip(self._distinct, groups, strict=True)), []
+        of_kept, out = dict(zip(self._distinct, found, strict=True)), []
         shares_s = self._shares_s(view, m)
         for layer, parts in zip(self.layers.ranges, self._parts, strict=True):
-            groups_of = (of_kept[kept] for kept, _ in parts)
-            inside = {f for of in groups_of for f in of.every.operators}
+            groups = (of_kept[kept] for kept, _ in parts)
+            inside = {f for of in groups for f in of.every.operators}
             rest = (shares_s[i] for i in range(*layer) if self.folded.stands_for[i] not in inside)
             out.append(sum(rest))
         return np.array(out, dtype=np.float64)
@@ -294,34 +243,6 @@ class LayerBounds:
     @cached_property
     def _distinct(self) -> list[frozenset[int]]:
         return list(dict.fromkeys(kept for parts in self._parts for kept, _ in parts))
-
-
-def _priced_bounds(
-    least_sums: Callable[[Weights], Array],
-    budget_bytes: float,
-    step_s: float,
-    steps_per_budget: Sequence[float],
-) -> Iterator[Array]:
-    """Bounds on seconds from least sums of seconds and priced bytes, price by price."""
-    for share in steps_per_budget:
-        price = step_s / budget_bytes * share
-        yield least_sums(Weights(size=price)) - price * budget_bytes * (1 + BUDGET_REL)
-
-
-def _least_at(depths: Sequence[int], least_sums: Callable[[int], Array]) -> list[float]:
-    """[stages]: least sums at the depth of each stage, or less: on the chord between two of
-    `_DEPTHS`."""
-    sums, found = dict[int, Array](), []
-    for stage, depth in enumerate(depths):
-        at = bisect_right(_DEPTHS, depth) - 1
-        below, above = _DEPTHS[at : at + 2]
-        for node in (below, above)[: 1 + (depth > below)]:
-            if node not in sums:
-                sums[node] = least_sums(node)
-        share = (depth - below) / (above - below)
-        more = share * (sums[above][stage] - sums[below][stage]) if share else 0.0
-        found.append(float(sums[below][stage] + more))
-    return found
 
 
 def _variables_within(numbers: ChoiceProblems, inside: set[int], n_groups: int) -> list[int]:

@@ -156,9 +156,12 @@ class PipelineSpace:
 
     @cached_property
     def layer_bounds(self) -> LayerBounds:
+        (folded, recomputable), plain = self._folded, self._plain
+        searches = is_searched(recomputable) and self.limits is None
+        recomputing = self._problems(folded, recomputable) if searches else plain
         # Without pins, because one block stands for others.
         constraints = self.limits or Constraints(self.options.forbid)
-        on = self._folded[0], self.layers, self.hardware, self._plain, self._recomputing
+        on = folded, self.layers, self.hardware, plain, recomputing
         return LayerBounds(*on, constraints, self._phases_s.sum(axis=0))
 
     def least_step_s(self, m: int) -> float:
@@ -213,14 +216,6 @@ class PipelineSpace:
             return self.searched._plain
         folded, recomputable = self._folded
         return self._problems(folded, None if is_searched(recomputable) else recomputable)
-
-    @cached_property
-    def _recomputing(self) -> ProblemFamilies:
-        """The problems with the choice, if there is one."""
-        if self.searched is not None:
-            return self.searched._recomputing
-        folded, recomputable = self._folded
-        return self._problems(folded, recomputable) if is_searched(recomputable) else self._plain
 
     def _problems(self, folded: Folded, recomputable: Recomputable | None) -> ProblemFamilies:
         family = tuple(CostModel.of(view, self.hardware) for view in self.views)

@@ -216,6 +216,21 @@ class Evaluator:
         """
         return self._choose(self._stage(candidate, k), self.budget_bytes, limit_s)
 
+    def priced_stage_s(
+        self, candidate: Candidate, k: int, n_in_flight: float, s_per_byte: float
+    ) -> float:
+        """One stage takes no less, in seconds of a step with a price on its bytes, whatever it
+        recomputes."""
+        stage = self._stage(candidate, k)
+        limits, cost = stage.layout.constraints, self.cost_of(stage.layout.view)
+        request = PlacementRequest(cost, stage.n_microbatches, limits, n_in_flight)
+        key = stage.part, "priced"  # of many views, where placements are of few
+        if key not in self._choosers:
+            real = tuple(map(self.cost_of, self.views))
+            folded, arguments = self._fold(stage.part), (self.options.optimizer, self.recomputable)
+            self._choosers[key] = Chooser(folded, *arguments, (real,), self.counts, self.prices)
+        return self._choosers[key].priced_s(request, s_per_byte)
+
     def _check_finite(self, candidate: Candidate, choices: Sequence[Chosen]) -> Proposal:
         if not all(math.isfinite(chosen.objective_s) for chosen in choices):
             raise InfeasibleError(  # chosen on the abstract machine

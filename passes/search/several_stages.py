@@ -13,10 +13,10 @@ take as little as the solver's bound. So is the rest after many plans in vain.
 
 Megatron pipelines are in this space, too. Their bounds are those of their own restricted stages.
 Pipelines in other orders are of equal submeshes. There are thousands of them, so one node of each
-source gives them out, the least bound first: by equal shares, by their layers, and by what their
-layers take within the memory of a device (`passes/inter/recipes.py`). They matter only if they are
-faster than a plan in the plain order by more than the tie. After `_MOST_BOUNDED_IN_VAIN` bounds or
-`_MOST_PLACED_IN_VAIN` placements without a faster plan, the rest is given up.
+source gives them out, the least bound first: by equal shares, by their layers, and by what the
+stages of a device take within its memory (`passes/inter/recipes.py`). They
+matter only if they are faster than a plan in the plain order by more than the tie. The rest ends
+after `_MOST_PLACED_IN_VAIN` placements, or bounds of `_MOST_BOUNDED_IN_VAIN`, in vain.
 """
 
 from __future__ import annotations
@@ -57,15 +57,17 @@ from autopar.passes.search.simulator import Solved
 # below. A Llama-70B on 128 GPUs solves 15 stages, a GPT-2 of two layers on 64 processes 1,500.
 _MOST_IN_VAIN, _MOST_VARIABLES_IN_VAIN = 24, 6_000
 # So many pipelines of equal submeshes are placed without a faster plan before the rest is given up.
-# Where the solver places them it also chooses what runs again, and each counts thrice. Before, so
-# many bounds are made: by layers 0.02 s each for a Llama-70B on 128 GPUs, by budgets 0.1 s.
-_MOST_PLACED_IN_VAIN, _MOST_BOUNDED_IN_VAIN = 12, 56
+# Where the solver places them it also chooses what runs again, and each counts thrice.
+_MOST_PLACED_IN_VAIN = 12
+# Before, bounds are made until they cost so much, in hundredths of a second of a Llama-70B on 128
+# GPUs: by layers, by stages.
+_MOST_BOUNDED_IN_VAIN, _COSTS = 800, (1, 10)
 _PLACED_GIVEN_UP = f"given up after {_MOST_PLACED_IN_VAIN} pipelines in vain"
 _NONE, _GIVEN_UP = "none fits", f"given up after {_MOST_IN_VAIN} plans in vain"
 _STAGES_GIVEN_UP = f"given up after stages of {_MOST_VARIABLES_IN_VAIN} variables solved in vain"
 
 # The levels of the bound of a pipeline of equal submeshes.
-_SHARED, _LAYERS, _BUDGET = range(3)
+_SHARED, _LAYERS, _STAGES = range(3)
 # A bound, its level, a number, the pipeline.
 QueuedPipeline = tuple[float, int, int, EqualPipeline]
 
@@ -83,13 +85,22 @@ class _Effort:
     def is_spent(self) -> bool:
         return self.n_placed >= _MOST_PLACED_IN_VAIN and math.isfinite(self.limit_s)
 
-    def next_of(self, waiting: Sequence[QueuedPipeline]) -> QueuedPipeline | None:
-        """The one with the least bound below the limit; None once enough was done."""
-        if self.is_spent:
-            return None
-        bounds_more = self.n_bounded < _MOST_BOUNDED_IN_VAIN or math.isinf(self.limit_s)
-        able = (of for of in waiting if of[0] < self.limit_s)
-        return min((of for of in able if bounds_more or of[1] == _BUDGET), default=None)
+    def next_of(self, waiting: Sequence[QueuedPipeline], enough_s: float) -> QueuedPipeline | None:
+        """The one with the least bound that may be placed, if that is below the limit, or gets a
+        tighter bound, if that is not enough; None once enough was done."""
+        able = (of for of in waiting if self._is_able(of, enough_s))
+        return min(able, default=None)
+
+    def _is_able(self, of: QueuedPipeline, enough_s: float) -> bool:
+        if of[1] == _last_level(of[3]):
+            return not self.is_spent and of[0] < self.limit_s
+        is_cheap = self.n_bounded < _MOST_BOUNDED_IN_VAIN or math.isinf(self.limit_s)
+        return is_cheap and of[0] < enough_s
+
+
+def _last_level(pipeline: EqualPipeline) -> int:
+    """Recipes have a price on their real machine alone."""
+    return _LAYERS if pipeline.is_recipe else _STAGES
 
 
 @dataclass
@@ -172,30 +183,49 @@ class SeveralStages:
         return replace(node, refine=partial(self._next_of, node, waiting))
 
     def _next_of(self, node: Node, waiting: list[QueuedPipeline], limit_s: float) -> Parts:
-        """The pipeline with the least bound on the last level, and those that are left."""
+        """The pipeline with the least bound on its last level, and those that are left."""
         effort, parts = self._effort(node, limit_s), list[Node | Solved]()
-        while not parts and (of := effort.next_of(waiting)) is not None:
+        while not parts and (of := effort.next_of(waiting, self._enough_s(limit_s))) is not None:
+            self._evaluator.limit.check()
             waiting.remove(of)
             bound_s, level, k, pipeline = of
-            if level == _BUDGET:
+            if level == _last_level(pipeline):
                 parts.append(self._unplaced(node, bound_s, pipeline))
                 continue
-            effort.n_bounded += 1
-            tighter_s = pipeline.layered_s if level == _SHARED else pipeline.budget_s(limit_s)
+            effort.n_bounded += _COSTS[level]
+            tighter_s = self._tighter_s(pipeline, level, self._enough_s(limit_s))
             waiting.append((max(bound_s, tighter_s), level + 1, k, pipeline))
         least_s = min((of[0] for of in waiting), default=math.inf)
         if math.isinf(least_s):
-            return [*parts, replace(node.after("budget", math.inf, None), note=_NONE)]
-        again = node.after("budget", least_s, partial(self._next_of, node, waiting))
+            return [*parts, replace(node.after("layers", math.inf, None), note=_NONE)]
+        again = node.after("layers", least_s, partial(self._next_of, node, waiting))
         if not parts and least_s < limit_s:
             again = replace(again, refine=None, note=_PLACED_GIVEN_UP)
         return [*parts, again]
 
+    def _enough_s(self, limit_s: float) -> float:
+        """A bound is made no better above these seconds. Plans in other orders matter below
+        `limit_s`, which is a tie below the best step; bounds, up to the tolerance."""
+        options = self._evaluator.options
+        more = max(0.0, (1 + options.tie) * (1 - options.tolerance) - 1)
+        return limit_s * (1 + more) if options.schedule == "auto" else limit_s
+
+    def _tighter_s(self, pipeline: EqualPipeline, level: int, enough_s: float) -> float:
+        """The bound of the next level."""
+        if level == _SHARED:
+            return pipeline.layered_s
+        stage_s = partial(self._evaluator.priced_stage_s, pipeline.candidate)
+        try:
+            return pipeline.staged_s(stage_s, enough_s)
+        except InfeasibleError:  # its placements say why
+            return 0.0
+
     def _effort(self, node: Node, limit_s: float) -> _Effort:
-        """What was done in vain for recipes, or else, below these seconds."""
+        """What was done in vain for recipes, or else; less than a tie faster is in vain, too."""
         known = self._efforts.get(node.recipe)
-        if known is None or known.limit_s != limit_s:
+        if known is None or known.limit_s > limit_s * (1 + self._evaluator.options.tie):
             known = self._efforts[node.recipe] = _Effort(limit_s)
+        known.limit_s = limit_s
         return known
 
     def _unplaced(self, node: Node, bound_s: float, pipeline: EqualPipeline) -> Node:
@@ -203,10 +233,10 @@ class SeveralStages:
         candidate = pipeline.candidate
         if not pipeline.is_recipe:
             simplest = Simplicity.searched_on(candidate)
-            found = Node(candidate.name, bound_s, simplest, "budget", None)
+            found = Node(candidate.name, bound_s, simplest, "priced", None)
             return replace(found, refine=partial(self._search_placements, found, pipeline))
         recipe = RecipeNodes(self.levels, slack_rel=0.0).root([candidate])
-        found = replace(recipe, bound_s=bound_s, row=candidate.row, level="budget")
+        found = replace(recipe, bound_s=bound_s, row=candidate.row, level="layers")
         return replace(found, refine=partial(self._place, found, recipe))
 
     def _search_placements(self, node: Node, pipeline: EqualPipeline, limit_s: float) -> Parts:
@@ -228,7 +258,8 @@ class SeveralStages:
                 [chosen.objective_s for chosen in placed.choices],
             )
         )
-        known = node.after("solved", bound_s, None)
+        # How stages of a device divide its budget is a guess.
+        known = node.after("solved", 0.0 if candidate.has_chunks else bound_s, None)
         if least_s >= limit_s:
             return [known]
         try:

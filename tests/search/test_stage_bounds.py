@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import hypothesis
 import numpy as np
@@ -264,24 +265,29 @@ def test_no_simulated_step_within_little_memory_is_below_its_bound() -> None:
     PipelineOrder("zero-bubble-v", 2)],
 )  # fmt: skip
 def test_stages_of_a_device_are_bounded_by_its_memory(order: PipelineOrder) -> None:
-    """The bounds of every level hold for every pipeline that fits. In a tenth of the memory, the
-    state of one device is too much by the bound alone."""
+    """The bounds of every level hold for every pipeline that fits. In a tenth of the memory the
+    last one is larger, and the state of one device alone is too much."""
     options = {"microbatches": 8}
     free = choices_of("gpt2", (2, 2), TIERED, Options.of(**options))
     every = equal_pipelines(space_of(free), "search", [order])
     limit = int(0.8 * max(free.simulated(of.candidate).peak_bytes for of in every))
     choices, n_fit = replace(free, options=Options.of(memory_limit=limit, **options)), 0
-    for of in equal_pipelines(space_of(choices, limit), "search", [order]):
+    tight = equal_pipelines(space_of(choices, limit / 8), "search", [order])
+    for of, within in zip(
+        equal_pipelines(space_of(choices, limit), "search", [order]), tight, strict=True
+    ):
+        stage_s = partial(choices.evaluator.priced_stage_s, of.candidate)
+        staged_s = of.staged_s(stage_s, math.inf)
+        assert math.isinf(within.shared_s)
+        assert within.staged_s(stage_s, math.inf) > staged_s * 1.1
         try:
             step_s = choices.simulated(of.candidate).step_time_s
         except InfeasibleError:
             continue
         n_fit += 1
-        for bound_s in (of.shared_s, of.layered_s, of.budget_s(math.inf)):
+        for bound_s in (of.shared_s, of.layered_s, staged_s):
             assert 0 < bound_s <= step_s * (1 + REL), of.candidate.name
     assert n_fit
-    for of in equal_pipelines(space_of(choices, limit / 8), "search", [order]):
-        assert math.isinf(of.budget_s(math.inf)), of.candidate.name
 
 
 # -- what the planner leaves out -------------------------------------------------------------------
