@@ -68,7 +68,7 @@ from autopar.passes.search.simplicity import Simplicity, simplicity_of
 from autopar.passes.search.simulator import Simulator, Solved
 from autopar.passes.search.slower import WhySlower
 from autopar.passes.search.time_limit import TimeLimit, TimeUp
-from autopar.passes.solvers.problem import within
+from autopar.passes.solvers.problem import TimeLimitError, within
 from autopar.plans import Alternative, InputSignature
 from autopar.units import format_bytes, format_seconds
 
@@ -140,7 +140,8 @@ class Planner:
     def run(self) -> PlanningResult:
         """The best plan; once `time_limit_s` has passed, the best so far.
 
-        Raises `InfeasibleError` if nothing fits, `MeshError` or `OptionError` for more stages than
+        Raises `TimeLimitError` if twice that has passed without a plan, `InfeasibleError` if
+        nothing fits, `MeshError` or `OptionError` for more stages than
         ranks or operators.
         """
         self._check_stages()
@@ -150,7 +151,7 @@ class Planner:
         is_timed_out, limit = False, self.evaluator.limit
 
         def before(node: Node, search: BranchAndBound) -> None:
-            """Report what comes next; end the search if the time is up and there is a plan."""
+            """Report what comes next; end the search if the time is up."""
             limit.has_plan = bool(search.found)
             limit.check()
             self.report(f"planning {node.name}{_progress(search)}")
@@ -171,10 +172,12 @@ class Planner:
             notes.append(Alternative("the rest", None, passed))
         if not search.found and search.unsolved:
             raise search.unsolved[0]
-        if not search.found and not self.levels.errors:
+        if not search.found and not self.levels.errors and not is_timed_out:
             raise self._no_candidate()
         if not search.found:
             search.found.extend(self._leanest_that_fit())
+        if not search.found and is_timed_out:
+            raise self._no_plan_in_time()
         if not search.found:
             raise self._nothing_fits(self.levels.errors)
         chosen = search.chosen
@@ -384,6 +387,12 @@ class Planner:
     def _stage_sizes(self) -> list[int]:
         """As `_sizes`, without the whole mesh if there are several stages."""
         return self._sizes if self.options.stages in ("auto", 1) else self._sizes[:-1]
+
+    def _no_plan_in_time(self) -> TimeLimitError:
+        return TimeLimitError(
+            f"no plan that fits was found in twice time_limit_s={self.options.time_limit_s:g}",
+            hint="raise time_limit_s, or search less: give stages=, mesh_shape= or manual=",
+        )
 
     def _no_candidate(self) -> InfeasibleError:
         fits = f"fits in {format_bytes(self.budget_bytes)} per device"

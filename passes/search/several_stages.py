@@ -59,9 +59,9 @@ _MOST_IN_VAIN, _MOST_VARIABLES_IN_VAIN = 24, 6_000
 # So many pipelines of equal submeshes are placed without a faster plan before the rest is given up.
 # Where the solver places them it also chooses what runs again, and each counts thrice.
 _MOST_PLACED_IN_VAIN = 12
-# Before, bounds are made until they cost so much, in hundredths of a second of a Llama-70B on 128
-# GPUs: by layers, by stages.
-_MOST_BOUNDED_IN_VAIN, _COSTS = 800, (1, 10)
+# Before, bounds are made until they cost so much. A bound by layers costs the distinct operators of
+# the program, one by stages ten times as much: a Llama-70B has 174, a T5 522.
+_MOST_BOUNDED_IN_VAIN, _COSTS = 120_000, (1, 10)
 _PLACED_GIVEN_UP = f"given up after {_MOST_PLACED_IN_VAIN} pipelines in vain"
 _NONE, _GIVEN_UP = "none fits", f"given up after {_MOST_IN_VAIN} plans in vain"
 _STAGES_GIVEN_UP = f"given up after stages of {_MOST_VARIABLES_IN_VAIN} variables solved in vain"
@@ -192,7 +192,7 @@ class SeveralStages:
             if level == _last_level(pipeline):
                 parts.append(self._unplaced(node, bound_s, pipeline))
                 continue
-            effort.n_bounded += _COSTS[level]
+            effort.n_bounded += _COSTS[level] * self.space.layer_bounds.n_distinct
             tighter_s = self._tighter_s(pipeline, level, self._enough_s(limit_s))
             waiting.append((max(bound_s, tighter_s), level + 1, k, pipeline))
         least_s = min((of[0] for of in waiting), default=math.inf)
@@ -250,16 +250,16 @@ class SeveralStages:
             placed = evaluator.placed(candidate, evaluator.budget_bytes)
         except InfeasibleError as error:
             return self.levels.impossible(error, candidate)
-        once_s = np.array([chosen.once_s for chosen in placed.choices])
+        # How stages of a device divide its budget is a guess, so only what none limits is a bound.
+        free = evaluator.placed(candidate, None) if candidate.has_chunks else placed
         bound_s, least_s = (
-            pipeline.solved_s(np.array(whole_s), once_s)
-            for whole_s in (
-                [chosen.bound_s for chosen in placed.choices],
-                [chosen.objective_s for chosen in placed.choices],
+            pipeline.solved_s(np.array(whole_s), np.array([chosen.once_s for chosen in choices]))
+            for whole_s, choices in (
+                ([chosen.bound_s for chosen in free.choices], free.choices),
+                ([chosen.objective_s for chosen in placed.choices], placed.choices),
             )
         )
-        # How stages of a device divide its budget is a guess.
-        known = node.after("solved", 0.0 if candidate.has_chunks else bound_s, None)
+        known = node.after("solved", bound_s, None)
         if least_s >= limit_s:
             return [known]
         try:
