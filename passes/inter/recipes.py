@@ -4,9 +4,11 @@ Each of p submeshes has dp x tp or dp x cp x tp ranks, and one stage or more, as
 (`orders.py`). In the Megatron recipe the batch is split over dp, matmuls over tp, sequences over cp
 (the roles "data", "tensor" and "context" of `passes/intra/constraints.py`). Placements are chosen
 on the abstract machine of recipes (`recipe_cost`) and priced on the real one. They are some of
-those that the roles allow, so the layers' optima bound them, too (`EqualPipeline.layered_s`). Else
-the solver is free. Then views that differ in names alone count as one, and inner axes lie in a
-node: layers' optima take communication between nodes for hidden.
+those that the roles allow, so the layers' optima bound them, too (`EqualPipeline.layered_s`).
+
+Else the solver is free. Views that differ in names alone count as one, and inner axes lie in a
+node: layers' optima take communication between nodes for hidden. "auto" has at least as many
+microbatches as submeshes, and the fewest chunks whose bubble is within the tie (`fewest_chunks`).
 """
 
 from __future__ import annotations
@@ -275,6 +277,8 @@ def equal_pipelines(
             counts = context_counts(analysis, options, view, every)
         for order in orders:
             possible = _counts_of(order, n_devices, counts, manual is not None)
+            if source == "search" and options.schedule == "auto":
+                possible = [m for m in possible if m >= n_devices]  # else most of a step is idle
             n_stages = n_devices * order.n_chunks
             last_layers = cuts.get(n_stages)
             if last_layers is not None and n_stages == (space.options.n_stages or n_stages):

@@ -57,11 +57,11 @@ from autopar.passes.search.simulator import Solved
 # below. A Llama-70B on 128 GPUs solves 15 stages, a GPT-2 of two layers on 64 processes 1,500.
 _MOST_IN_VAIN, _MOST_VARIABLES_IN_VAIN = 24, 6_000
 # So many pipelines of equal submeshes are placed without a faster plan before the rest is given up.
-# Where the solver places them it also chooses what runs again, and each counts thrice.
+# Where the solver places them it also chooses what runs again, and each counts four times.
 _MOST_PLACED_IN_VAIN = 12
 # Before, bounds are made until they cost so much. A bound by layers costs the distinct operators of
 # the program, one by stages ten times as much: a Llama-70B has 174, a T5 522.
-_MOST_BOUNDED_IN_VAIN, _COSTS = 120_000, (1, 10)
+_MOST_BOUNDED_IN_VAIN, _COSTS = 80_000, (1, 10)
 _PLACED_GIVEN_UP = f"given up after {_MOST_PLACED_IN_VAIN} pipelines in vain"
 _NONE, _GIVEN_UP = "none fits", f"given up after {_MOST_IN_VAIN} plans in vain"
 _STAGES_GIVEN_UP = f"given up after stages of {_MOST_VARIABLES_IN_VAIN} variables solved in vain"
@@ -244,7 +244,7 @@ class SeveralStages:
         effort = self._effort(node, limit_s)
         if effort.is_spent:
             return [replace(node, refine=None, note=_PLACED_GIVEN_UP)]
-        effort.n_placed += 3
+        effort.n_placed += 4
         candidate, evaluator = pipeline.candidate, self._evaluator
         try:
             placed = evaluator.placed(candidate, evaluator.budget_bytes)
