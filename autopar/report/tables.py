@@ -24,6 +24,8 @@ _KNOWN, _OF_A_NODE, NOT_TRIED = ("HSDP", "FSDP x TP"), "(Megatron)", "the rest"
 # Level of the search (`passes/search/levels.py`) -> how it rules plans out.
 _LEVELS = {
     "shared": "by equal shares",
+    "layers": "by what layers take",
+    "priced": "by what stages take with their bytes",
     "stages": "by what stages take",
     "free": "without a memory limit",
     "rerun": "by what must run again",

@@ -23,6 +23,7 @@ from autopar.schedule.grid import clocks, format_grid, start_times
 from autopar.schedule.legality import prove_deadlock_free, validate
 from autopar.schedule.live import (
     LiveCount,
+    even_in_flight,
     in_flight,
     in_flight_by_stage,
     live_counts,
@@ -37,6 +38,7 @@ from autopar.schedule.orders import (
     devices_of,
     dualpipe_v,
     fewest_microbatches,
+    first_forwards,
     forward_only,
     gpipe,
     interleaved,
@@ -64,7 +66,9 @@ __all__ = [
     "clocks",
     "devices_of",
     "dualpipe_v",
+    "even_in_flight",
     "fewest_microbatches",
+    "first_forwards",
     "format_grid",
     "forward_only",
     "gpipe",

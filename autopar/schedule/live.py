@@ -8,6 +8,7 @@ split, it waits for its weights between the two parts, and may keep less then.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 from typing import NamedTuple
 
@@ -27,7 +28,9 @@ class LiveCount(NamedTuple):
 
 def in_flight(schedule: Schedule, device: int) -> int:
     """The largest number of microbatches that are live on `device`, counted once a stage."""
-    return max((sum(count.live) for count in _course(schedule, device)), default=0)
+    kinds = (action.kind for action in schedule.rows[device] if action.is_compute)
+    changes = ((kind == "forward") - (kind in GRADIENTS_DONE) for kind in kinds)
+    return max(itertools.accumulate(changes), default=0)
 
 
 def in_flight_by_stage(schedule: Schedule) -> tuple[int, ...]:
@@ -38,6 +41,23 @@ def in_flight_by_stage(schedule: Schedule) -> tuple[int, ...]:
             live[stage] += (kind == "forward") - (kind in GRADIENTS_DONE)
             most[stage] = max(most[stage], live[stage])
     return tuple(most)
+
+
+def even_in_flight(schedule: Schedule) -> tuple[float, ...]:
+    """The microbatches that are live on every stage while its device has most, as even as may be.
+
+    Stages of a device have their own most at different moments. Where all keep as much of a
+    microbatch, only the sum counts. So the most of the device (`in_flight`) are divided evenly, but
+    no stage has more than it ever has (`in_flight_by_stage`).
+    """
+    most, found = in_flight_by_stage(schedule), [0.0] * schedule.n_stages
+    for device in range(schedule.n_devices):
+        n_left = float(in_flight(schedule, device))
+        stages = sorted(schedule.stages_on(device), key=lambda stage: most[stage])
+        for k, stage in enumerate(stages):
+            found[stage] = min(float(most[stage]), n_left / (len(stages) - k))
+            n_left -= found[stage]
+    return tuple(found)
 
 
 def live_counts(schedule: Schedule, device: int) -> tuple[LiveCount, ...]:

@@ -49,8 +49,10 @@ DualPipeV is one half.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import NamedTuple
 
 from autopar.errors import OptionError
 from autopar.schedule.actions import Action, Kind, Schedule
@@ -106,14 +108,12 @@ def check_microbatches(order: str, n_devices: int, n_microbatches: int) -> None:
 
 def gpipe(devices: Sequence[int], n_microbatches: int) -> Schedule:
     """All forwards, then all backwards."""
-    n, m = _n_devices("gpipe", devices, n_microbatches), n_microbatches
-    return _schedule(devices, m, (_row(m, [i] * m, [i] * m, m) for i in range(n)))
+    return _schedule(devices, n_microbatches, _rows("gpipe", devices, n_microbatches))
 
 
 def one_f_one_b(devices: Sequence[int], n_microbatches: int) -> Schedule:
     """Each backward as early as possible: at most n - i microbatches are live on stage i."""
-    n, m = _n_devices("1f1b", devices, n_microbatches), n_microbatches
-    return _schedule(devices, m, (_row(m, [i] * m, [i] * m, n - i) for i in range(n)))
+    return _schedule(devices, n_microbatches, _rows("1f1b", devices, n_microbatches))
 
 
 def interleaved(devices: Sequence[int], n_microbatches: int) -> Schedule:
@@ -122,17 +122,7 @@ def interleaved(devices: Sequence[int], n_microbatches: int) -> Schedule:
     Megatron's order, which takes whole rounds of p microbatches. Other numbers are cut into as many
     rounds of p or a few more, of which the first are the longest.
     """
-    p, m = _n_devices("interleaved", devices, n_microbatches), n_microbatches
-    n_rounds = max(1, m // p)
-    rounds = [m // n_rounds + (k < m % n_rounds) for k in range(n_rounds)]
-    rows = []
-    for i in range(p):
-        stages = range(i, len(devices), p)
-        forwards = [stage for size in rounds for stage in stages for _ in range(size)]
-        backwards = [stage for size in rounds for stage in stages[::-1] for _ in range(size)]
-        n_first = 2 * (p - i - 1) + (len(stages) - 1) * rounds[0] + 1
-        rows.append(_row(m, forwards, backwards, n_first))
-    return _schedule(devices, m, rows)
+    return _schedule(devices, n_microbatches, _rows("interleaved", devices, n_microbatches))
 
 
 def zero_bubble(devices: Sequence[int], n_microbatches: int, *, zb_h2: bool = False) -> Schedule:
@@ -144,14 +134,15 @@ def zero_bubble(devices: Sequence[int], n_microbatches: int, *, zb_h2: bool = Fa
     rows = []
     for i in range(n):
         n_first, lag = (2 * (n - i) - 1, 2 * i) if zb_h2 else (n - i, i)
-        rows.append(_split(_row(m, [i] * m, [i] * m, n_first), m, lag))
+        rows.append(_split(_row(m, _one_stage(i, m, n_first)), m, lag))
     return _schedule(devices, m, rows)
 
 
 def zero_bubble_v(devices: Sequence[int], n_microbatches: int) -> Schedule:
     """ZB-V: the bubble of ZB-H2 with the memory of 1f1b's stage 0."""
-    p, m = _n_devices("zero-bubble-v", devices, n_microbatches), n_microbatches
-    return _schedule(devices, m, [_split(_v_row(p, i, m, 0), p + i, 2 * i) for i in range(p)])
+    rows = _rows("zero-bubble-v", devices, n_microbatches)
+    split = [_split(row, len(rows) + i, 2 * i) for i, row in enumerate(rows)]
+    return _schedule(devices, n_microbatches, split)
 
 
 def dualpipe_v(devices: Sequence[int], n_microbatches: int) -> Schedule:
@@ -159,9 +150,10 @@ def dualpipe_v(devices: Sequence[int], n_microbatches: int) -> Schedule:
 
     Raises `OptionError` for fewer than 2p microbatches.
     """
-    p, m = _n_devices("dualpipe-v", devices, n_microbatches), n_microbatches
-    check_microbatches("dualpipe-v", p, m)
-    return _schedule(devices, m, [_split(_v_row(p, i, m, 1), p, i) for i in range(p)])
+    rows = _rows("dualpipe-v", devices, n_microbatches)
+    check_microbatches("dualpipe-v", len(rows), n_microbatches)
+    split = [_split(row, len(rows), i) for i, row in enumerate(rows)]
+    return _schedule(devices, n_microbatches, split)
 
 
 def forward_only(devices: Sequence[int], n_microbatches: int) -> Schedule:
@@ -192,33 +184,77 @@ ORDERS: Mapping[str, ScheduleFactory] = {
 }
 
 
-def _v_row(p: int, i: int, m: int, n_more: int) -> list[Action]:
-    """Device i of a V: 2p forwards first; `n_more` more from backward p - i - 1 on."""
+def first_forwards(order: str, devices: Sequence[int], n_microbatches: int) -> tuple[int, ...]:
+    """The forwards of every stage before the first backward of its device: so many microbatches of
+    it are live then. The schedule is not made."""
+    p, found = len(set(devices)), [0] * len(devices)
+    for i in range(p):
+        turns = _TURNS[order](p, i, len(devices) // p, n_microbatches)
+        n_first = turns.n_first + (turns.more[1] if turns.more[0] == 0 else 0)
+        for stage in itertools.islice(turns.forwards, n_first):
+            found[stage] += 1
+    return tuple(min(n, n_microbatches) for n in found)
+
+
+class _Turns(NamedTuple):
+    """`n_first` forwards, then a backward and a forward in turn, then the remaining backwards.
+
+    forwards, backwards    the stage of each. Beyond the number of microbatches, a forward of a
+                           stage is a turn in which nothing runs, and a backward is left out
+    more                   (k, n): before backward k, `n` forwards more
+    """
+
+    forwards: Iterable[int]
+    backwards: Iterable[int]
+    n_first: int
+    more: tuple[int, int] = (0, 0)
+
+
+def _one_stage(i: int, m: int, n_first: int) -> _Turns:
+    return _Turns(itertools.repeat(i, m), itertools.repeat(i, m), n_first)
+
+
+def _in_rounds(p: int, i: int, v: int, m: int) -> _Turns:
+    n_rounds = max(1, m // p)
+    rounds = [m // n_rounds + (k < m % n_rounds) for k in range(n_rounds)]
+    stages = range(i, v * p, p)
+    forwards = (stage for size in rounds for stage in stages for _ in range(size))
+    backwards = (stage for size in rounds for stage in stages[::-1] for _ in range(size))
+    return _Turns(forwards, backwards, 2 * (p - i - 1) + (v - 1) * rounds[0] + 1)
+
+
+def _in_a_v(p: int, i: int, m: int, n_more: int) -> _Turns:
+    """2p forwards first; `n_more` more from backward p - i - 1 on."""
     down, up = i, 2 * p - 1 - i
     in_turn = [down, up] * m
     forwards = [down] * (2 * (p - i) - 1) + [up, down] * i + [up] * (p - i) + in_turn
-    return _row(m, forwards, [up] * (p - i) + in_turn, 2 * p, (p - i - 1, n_more))
+    return _Turns(forwards, [up] * (p - i) + in_turn, 2 * p, (p - i - 1, n_more))
 
 
-def _row(
-    m: int,
-    forwards: Iterable[int],
-    backwards: Iterable[int],
-    n_first: int,
-    more: tuple[int, int] = (0, 0),
-) -> list[Action]:
-    """`n_first` forwards, then a backward and a forward in turn, then the remaining backwards.
+# Order -> the turns of device i of p, which has v stages, with m microbatches.
+_TURNS: Mapping[str, Callable[[int, int, int, int], _Turns]] = {
+    "gpipe": lambda p, i, v, m: _one_stage(i, m, m),
+    "1f1b": lambda p, i, v, m: _one_stage(i, m, p - i),
+    "interleaved": _in_rounds,
+    "zero-bubble": lambda p, i, v, m: _one_stage(i, m, p - i),
+    "zero-bubble-v": lambda p, i, v, m: _in_a_v(p, i, m, 0),
+    "dualpipe-v": lambda p, i, v, m: _in_a_v(p, i, m, 1),
+}
 
-    forwards, backwards    the stage of each. Beyond `m` of a stage, a forward is a turn in which
-                           nothing runs, and a backward is left out
-    more                   (k, n): before backward k, `n` forwards more
-    """
-    ahead = _numbered("forward", forwards)
+
+def _rows(order: str, devices: Sequence[int], m: int) -> list[list[Action]]:
+    """The rows of all devices, with whole backwards."""
+    p = _n_devices(order, devices, m)
+    return [_row(m, _TURNS[order](p, i, len(devices) // p, m)) for i in range(p)]
+
+
+def _row(m: int, turns: _Turns) -> list[Action]:
+    ahead = _numbered("forward", turns.forwards)
     row: list[Action] = []
-    n_done, at = 0, n_first
-    made = (action for action in _numbered("backward", backwards) if action.microbatch < m)
+    n_done, at = 0, turns.n_first
+    made = (action for action in _numbered("backward", turns.backwards) if action.microbatch < m)
     for k, backward in enumerate(made):
-        at += more[1] if k == more[0] else 0
+        at += turns.more[1] if k == turns.more[0] else 0
         row += [*ahead[n_done : at + k], backward]
         n_done = max(n_done, at + k)
     return [action for action in row if action.microbatch < m]

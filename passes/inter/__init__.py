@@ -31,6 +31,7 @@ from autopar.passes.inter.recipes import (
     check_experts,
     check_ranks,
     equal_pipelines,
+    fewest_chunks,
     recipe_limits,
 )
 from autopar.passes.inter.space import PipelineSpace
@@ -70,6 +71,7 @@ __all__ = [
     "distinct_views",
     "ends_by_stage",
     "equal_pipelines",
+    "fewest_chunks",
     "find_layers",
     "given_ends",
     "has_plain_order",

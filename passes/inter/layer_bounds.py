@@ -129,6 +129,11 @@ class LayerBounds:
     constraints: Constraints
     shared_s: Array
 
+    @cached_property
+    def n_distinct(self) -> int:
+        """Operators of the program; equal ones of equal blocks count once."""
+        return len({*self.folded.stands_for})
+
     @once
     def free(self, view: LogicalMesh, m: int) -> LeastSeconds:
         """[layers]: without a memory limit, with `m` microbatches."""

@@ -45,7 +45,7 @@ def has_plain_order(options: Options) -> bool:
 
 
 def orders_of(options: Options) -> list[PipelineOrder]:
-    """The schedules of the pipelines of equal stages that a request asks for; "auto" is 1f1b.
+    """The schedules of Megatron's pipelines of equal stages, and of `manual`; "auto" is 1f1b.
 
     Raises `OptionError` if `manual` has a number of stages a rank that `schedule` does not take.
     """
@@ -55,7 +55,14 @@ def orders_of(options: Options) -> list[PipelineOrder]:
 
 
 def other_orders(options: Options) -> list[PipelineOrder]:
-    """The schedules other than the plain ones that a request allows; "auto" allows none yet."""
+    """The schedules other than the plain ones that a request allows, the simplest first.
+
+    "auto" is without dualpipe-v, whose bubble is not below zero-bubble-v's: (p - 1)(f + b - w) is
+    at least (p - 1) max(b, 2(b - w)) where f = b >= w (`autopar/schedule/orders.py`).
+    """
+    if options.schedule == "auto" and options.manual is None:
+        words = ("interleaved", "zero-bubble", "zero-bubble-v")
+        return [order for word in words for order in _orders_with_chunks(word)]
     return [] if has_plain_order(options) else orders_of(options)
 
 

@@ -4,14 +4,20 @@ Each of p submeshes has dp x tp or dp x cp x tp ranks, and one stage or more, as
 (`orders.py`). In the Megatron recipe the batch is split over dp, matmuls over tp, sequences over cp
 (the roles "data", "tensor" and "context" of `passes/intra/constraints.py`). Placements are chosen
 on the abstract machine of recipes (`recipe_cost`) and priced on the real one. They are some of
-those that the roles allow, so the layers' optima bound them, too (`EqualPipeline.layered_s`). Else
-the solver is free.
+those that the roles allow, so the layers' optima bound them, too (`EqualPipeline.layered_s`).
+
+Else the solver is free. Views that differ in names alone count as one, and inner axes lie in a
+node: layers' optima take communication between nodes for hidden. "auto" has at least as many
+microbatches as submeshes, and the fewest chunks whose bubble is within the tie (`fewest_chunks`).
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterator, Sequence
+import math
+from collections import defaultdict
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 import numpy as np
@@ -30,14 +36,24 @@ from autopar.passes.inter.contexts import (
     stage_degrees,
 )
 from autopar.passes.inter.counts import microbatch_counts, recipe_counts
+from autopar.passes.inter.layer_bounds import LeastSeconds
 from autopar.passes.inter.layers import MOST_LAYERS, balance
 from autopar.passes.inter.orders import PipelineOrder, orders_of, plain_order
 from autopar.passes.inter.space import PipelineSpace
-from autopar.passes.inter.submeshes import view_at, views_text
+from autopar.passes.inter.submeshes import distinct_views, view_at, views_text
 from autopar.passes.intra import Constraints, recipe_roles
+from autopar.passes.solvers.problem import BUDGET_REL
 from autopar.rules import rule_for
-from autopar.schedule import SPLITS_BACKWARD, check_microbatches, fewest_microbatches
+from autopar.schedule import (
+    SPLITS_BACKWARD,
+    check_microbatches,
+    fewest_microbatches,
+    first_forwards,
+)
 
+# Prices of bytes, in steps per budget. On most of 36 pipelines of a Llama-70B on 128 GPUs, one of
+# these was the best.
+_STEPS_PER_BUDGET = (1 / 20, 1 / 12)
 # Who places its operators: Megatron's layout, without and with sequence parallelism and ZeRO-1, the
 # user's own numbers in it, or the solver.
 Source = Literal["Megatron", "Megatron with SP and ZeRO-1", "manual", "search"]
@@ -60,20 +76,24 @@ class EqualPipeline:
         """Pipelines of equal keys in one space have the same `shared_s`."""
         return self.view.n_ranks, self.last_layers, self.n_microbatches, self.order
 
-    @property
+    @cached_property
     def shared_s(self) -> float:
-        """Lower bound on its step: every operator in equal shares; it costs nothing."""
+        """Lower bound on its step: every operator in equal shares; it costs nothing. Infinite if
+        equal shares of parameters and state do not fit."""
         n_ranks, bounds, m = self.view.n_ranks, self.space.bounds, self.n_microbatches
         if self.order.schedule == plain_order(self.space.options):
             return bounds.span_of(self.last_layers, n_ranks, m)
-        work_s = m * bounds.each_s(n_ranks, m)[self._firsts, self.last_layers]
+        ranges = self._firsts, self.last_layers
+        static = np.bincount(self._devices, bounds.static_bytes[ranges]).max() / n_ranks
+        if static > self.space.budget_bytes * (1 + BUDGET_REL):
+            return math.inf
+        work_s = m * bounds.each_s(n_ranks, m)[ranges]
         return self._shared_step_s(work_s, work_s)
 
     @property
     def layered_s(self) -> float:
         """Lower bound on its step: its span by what layers take at least on its view."""
-        whole_s, work_s = self.space.layer_bounds.free(*self._bounding)
-        whole_s, work_s = (np.add.reduceat(s, self._firsts) for s in (whole_s, work_s))
+        whole_s, work_s = self._layered
         if self.order.schedule != plain_order(self.space.options):
             return self._shared_step_s(whole_s, work_s)
         of_ranges = self.space.bounds.messages.passed_s(self.view.n_ranks, self.n_microbatches)
@@ -89,11 +109,44 @@ class EqualPipeline:
             return own
         return rows_instead(space.analysis, space.mesh, space.hardware, *own) or own
 
+    def staged_s(self, stage_s: Callable[[int, int, float], float], limit_s: float) -> float:
+        """Lower bound on its step: what the stages of one device take at least within its budget.
+
+        `stage_s` is what a stage takes at least with so many microbatches in flight, and a price on
+        its bytes. At any moment the bytes of all stages of a device are at most the budget. So no
+        step is below their sum without the price of the budget, whatever the price (weak duality).
+        The device is the one whose layers take longest. No price is tried after `limit_s`.
+        """
+        at, budget_bytes = np.asarray(self._devices), self.space.budget_bytes * (1 + BUDGET_REL)
+        of_devices_s, least_s = np.bincount(at, self._layered.whole_s), 0.0
+        (stages,) = np.nonzero(at == of_devices_s.argmax())
+        depths = first_forwards(self.order.schedule, self._devices, self.n_microbatches)
+        for share in _STEPS_PER_BUDGET:
+            price = float(of_devices_s.mean()) / budget_bytes * share
+            priced_s = sum(stage_s(k, depths[k], price) for k in stages.tolist())
+            least_s = max(least_s, priced_s - price * budget_bytes)
+            if least_s >= limit_s:
+                break
+        return least_s
+
+    def solved_s(self, whole_s: Array, once_s: Array) -> float:
+        """Lower bound on its step if its stages take these seconds, [stages]: all, and those of
+        once a step."""
+        return self._shared_step_s(whole_s, np.maximum(whole_s - once_s, 0.0))
+
+    @property
+    def _layered(self) -> LeastSeconds:
+        """[stages]: the sums of their layers."""
+        found = self.space.layer_bounds.free(*self._bounding)
+        return LeastSeconds(*(np.add.reduceat(of_layers, self._firsts) for of_layers in found))
+
     def _shared_step_s(self, whole_s: Array, work_s: Array) -> float:
-        m, devices = self.n_microbatches, self._devices
-        splits = self.order.schedule in SPLITS_BACKWARD
-        on = self.last_layers, self.view.n_ranks, m, work_s / m, devices, splits
-        return shared_step_bound_s(whole_s, work_s, self.space.bounds.added_s(*on), devices)
+        return shared_step_bound_s(whole_s, work_s, self._added_s(work_s), self._devices)
+
+    def _added_s(self, work_s: Array) -> Array:
+        m, splits = self.n_microbatches, self.order.schedule in SPLITS_BACKWARD
+        on = self.last_layers, self.view.n_ranks, m, work_s / m, self._devices, splits
+        return self.space.bounds.added_s(*on)
 
     @property
     def n_devices(self) -> int:
@@ -172,6 +225,15 @@ def equal_pipelines(
     orders, manual = orders or orders_of(options), options.manual
     if manual is None:
         splits = [*_splits(analysis, mesh, options, source)]
+        if source == "search":
+            splits = [
+                (n_devices, view.axes)
+                for n_devices in dict.fromkeys(n for n, _ in splits)
+                for view in distinct_views(
+                    mesh, space.hardware, options, [mesh.n_ranks // n_devices]
+                )
+                if view.sizes[-1] <= mesh.devices_per_node
+            ]
     else:
         check_ranks(manual, mesh)
         check_experts(manual, analysis)
@@ -208,16 +270,37 @@ def equal_pipelines(
         view = factored_view(mesh, space.hardware.links, space.hardware.device, axes)
         if manual is not None:
             counts = recipe_counts(analysis, options, manual, mesh.n_ranks)
+        elif source == "search":
+            counts = [*space.counts]
         else:
             every = microbatch_counts(analysis, options, mesh.n_ranks, axes["dp"])
             counts = context_counts(analysis, options, view, every)
         for order in orders:
             possible = _counts_of(order, n_devices, counts, manual is not None)
+            if source == "search" and options.schedule == "auto":
+                possible = [m for m in possible if m >= n_devices]  # else most of a step is idle
             n_stages = n_devices * order.n_chunks
             last_layers = cuts.get(n_stages)
             if last_layers is not None and n_stages == (space.options.n_stages or n_stages):
                 on = space, view, tuple(last_layers)
                 found += [EqualPipeline(*on, m, order, source) for m in possible]
+    return found
+
+
+def fewest_chunks(pipelines: Sequence[EqualPipeline], tie: float) -> list[EqualPipeline]:
+    """Those with the fewest stages a device whose bound by equal shares is within the tie of the
+    least, of the same schedule, view and number of microbatches.
+
+    More stages a device only shorten the bubble, which that bound knows, and send more.
+    """
+    alike = defaultdict[Hashable, list[EqualPipeline]](list)
+    for of in sorted(pipelines, key=lambda of: of.order.n_chunks):
+        alike[of.order.schedule, of.view, of.n_microbatches].append(of)
+    found = []
+    for group in alike.values():
+        each_s = [of.shared_s for of in group]
+        most_s = min(each_s) * (1 + tie)
+        found.append(next(of for of, s in zip(group, each_s, strict=True) if s <= most_s))
     return found
 
 

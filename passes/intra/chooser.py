@@ -118,7 +118,7 @@ class PlacementRequest:
     cost: CostModel
     n_microbatches: int
     constraints: Constraints
-    n_in_flight: int = 1
+    n_in_flight: float = 1
     runs_on: CostModel | None = None
 
     @property
@@ -169,7 +169,7 @@ class Chooser:
     _repeated: WeakKeyDictionary[ProblemBatch, Repeated | None] = field(
         default_factory=WeakKeyDictionary
     )
-    _solvers: WeakKeyDictionary[Repeated, dict[tuple[int, int], RepeatedSolver]] = field(
+    _solvers: WeakKeyDictionary[Repeated, dict[tuple[int, float], RepeatedSolver]] = field(
         default_factory=WeakKeyDictionary
     )
 
@@ -234,6 +234,16 @@ class Chooser:
         if whole.problems.unrolled_size(most_columns) > CLOSE_GAP.most_columns:
             return found
         return min(found, self._whole_chooser._choose(ask, *limits, by=solver), key=lambda c: c.gap)
+
+    def priced_s(self, ask: PlacementRequest, s_per_byte: float) -> float:
+        """No placements take less, in seconds of a step with a price on their bytes; 0 where that
+        is not quick to know."""
+        whole, place = (self._whole_chooser if ask.constraints.pins else self)._case(ask, ask.cost)
+        if whole is None or whole.plan is None:
+            return 0.0
+        solver = self._solver(whole, place, ask, None)
+        assert isinstance(solver, RepeatedSolver), "there is a quick plan"
+        return solver.least_at(s_per_byte) + whole.folded_problem.offset_s(place)
 
     def _case(self, ask: PlacementRequest, cost: CostModel) -> tuple[Repeated | None, int]:
         """The problems with all blocks, and the index of the one for `cost`; None if one block

@@ -53,7 +53,7 @@ def static_bytes_of(tensor: TensorType, bytes_per_element: float) -> float:
 
 def least_bytes(
     analysis: Analysis, cost: CostModel, n_microbatches: int, optimizer: str,
-    constraints: Constraints, n_in_flight: int = 1, recomputable: Recomputable | None = None,
+    constraints: Constraints, n_in_flight: float = 1, recomputable: Recomputable | None = None,
 ) -> float:  # fmt: skip
     """Lower bound on the bytes per device, from the best case: every rank that may share a tensor
     has an equal share, and everything that may be recomputed is.
@@ -146,7 +146,7 @@ class LeastRerun:
     recomputable: Recomputable
     cost: CostModel
 
-    def __call__(self, n_microbatches: int, n_in_flight: int, budget_bytes: float) -> float:
+    def __call__(self, n_microbatches: int, n_in_flight: float, budget_bytes: float) -> float:
         """Seconds of a step, if activations and the loss have `budget_bytes` on each device.
 
         They are the same on all views of as many devices.

@@ -76,7 +76,7 @@ class IntraOpProblem:
     launches_s: float = 0.0
     case: int = 0
 
-    def under(self, budget_bytes: float | None, n_in_flight: int = 1) -> IntraOpProblem:
+    def under(self, budget_bytes: float | None, n_in_flight: float = 1) -> IntraOpProblem:
         """The problem with a budget, and activations of `n_in_flight` microbatches live at once."""
         numbers = self.numbers
         if n_in_flight != 1:

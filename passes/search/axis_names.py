@@ -32,10 +32,11 @@ class AxisNames:
             return solved
         programs = self.simulator.pipeline(solved.stages, solved.candidate.schedule).stages
         views = [stage.cost.mesh for stage in solved.stages]
-        renamed = [
-            _rename_axes(view, context_axes(program))
-            for view, program in zip(views, programs, strict=True)
-        ]
+        axes = dict[LogicalMesh, set[int]]()  # of a device all stages have one view
+        for view, program in zip(views, programs, strict=True):
+            of_program = set(context_axes(program))
+            axes[view] = axes.get(view, of_program) & of_program
+        renamed = [_rename_axes(view, tuple(sorted(axes[view]))) for view in views]
         layouts = zip(candidate.stages, renamed, strict=True)
         candidate = replace(
             candidate,

@@ -52,6 +52,7 @@ class Node:
     note        what is said of it instead of its bound
     row         its name among the alternatives, until its placements are solved; else its name
     given_up_s  heuristic floor, not a bound: refining found nothing faster than these seconds
+    is_silent   it is no row among the alternatives
     """
 
     name: str
@@ -65,6 +66,7 @@ class Node:
     note: str = ""
     row: str = ""
     given_up_s: float = 0.0
+    is_silent: bool = False
 
     @property
     def turn(self) -> tuple[float, str, str]:
@@ -160,19 +162,27 @@ class BranchAndBound:
         """The node to refine next, and the seconds that its plans must be below to matter."""
         able = [node for node in self.nodes if node.refine is not None]
         able.sort(key=lambda node: node.turn)
-        worth_s = self.incumbent_s * (1 - self.tolerance)
-        faster = [node for node in able if node.least_s < worth_s]
+        faster = [node for node in able if node.least_s < self._worth_s(node)]
         if faster:
             faster = self._row.next_names(faster)
             # A solved plan may become the incumbent, and may end the search.
             alike_s = faster[0].turn[0] * (1 + self.tolerance)
             solved = (n for n in faster if n.placed is not None and n.least_s < alike_s)
-            return next(solved, faster[0]), worth_s
+            node = next(solved, faster[0])
+            return node, self._worth_s(node)
         if not self.found or not self.tie:
             return None
         near_s, simplicity = self.incumbent_s * (1 + self.tie), self._rank(self.chosen)
         simpler = [n for n in able if n.least_s < near_s and n.simplest < simplicity]
         return (min(simpler, key=lambda n: n.simplest), near_s) if simpler else None
+
+    def _worth_s(self, node: Node) -> float:
+        """Plans of the node that take as long, or longer, do not matter. Those in a less simple
+        order than the plan chosen so far matter only outside of its tie."""
+        worth_s = self.incumbent_s * (1 - self.tolerance)
+        if self.found and node.simplest.order > self._rank(self.chosen).order:
+            return min(worth_s, self.chosen.step_time_s / (1 + self.tie))
+        return worth_s
 
     def _rank(self, solved: Solved) -> Simplicity:
         key = Same(solved)

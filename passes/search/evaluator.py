@@ -48,7 +48,7 @@ from autopar.passes.intra import (
 from autopar.passes.search.stats import PlanningStats
 from autopar.passes.search.time_limit import TimeLimit
 from autopar.passes.solvers.problem import within
-from autopar.schedule import ORDERS, in_flight_by_stage
+from autopar.schedule import ORDERS, even_in_flight
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ class _Stage:
     names: Mapping[str, str] | None
     layout: StageLayout
     n_microbatches: int
-    depth: int
+    depth: float
 
     @property
     def key(self) -> tuple[object, ...]:
@@ -112,10 +112,9 @@ class _Stage:
 
 
 @lru_cache(maxsize=128)
-def depths(schedule: str, devices: tuple[int, ...], n_microbatches: int) -> tuple[int, ...]:
-    """The microbatches in flight on every stage, whose activations it holds at once."""
-    order = ORDERS[schedule](devices, n_microbatches)
-    return in_flight_by_stage(order)
+def depths(schedule: str, devices: tuple[int, ...], n_microbatches: int) -> tuple[float, ...]:
+    """The microbatches in flight on every stage when its device holds most of them."""
+    return even_in_flight(ORDERS[schedule](devices, n_microbatches))
 
 
 @dataclass
@@ -216,6 +215,21 @@ class Evaluator:
         nothing fits.
         """
         return self._choose(self._stage(candidate, k), self.budget_bytes, limit_s)
+
+    def priced_stage_s(
+        self, candidate: Candidate, k: int, n_in_flight: float, s_per_byte: float
+    ) -> float:
+        """One stage takes no less, in seconds of a step with a price on its bytes, whatever it
+        recomputes."""
+        stage = self._stage(candidate, k)
+        limits, cost = stage.layout.constraints, self.cost_of(stage.layout.view)
+        request = PlacementRequest(cost, stage.n_microbatches, limits, n_in_flight)
+        key = stage.part, "priced"  # of many views, where placements are of few
+        if key not in self._choosers:
+            real = tuple(map(self.cost_of, self.views))
+            folded, arguments = self._fold(stage.part), (self.options.optimizer, self.recomputable)
+            self._choosers[key] = Chooser(folded, *arguments, (real,), self.counts, self.prices)
+        return self._choosers[key].priced_s(request, s_per_byte)
 
     def _check_finite(self, candidate: Candidate, choices: Sequence[Chosen]) -> Proposal:
         if not all(math.isfinite(chosen.objective_s) for chosen in choices):

@@ -64,7 +64,7 @@ def alternatives_of(
         name, recipe = solved.candidate.name, solved.candidate.recipe
         rows.append((Alternative(name, solved.step_time_s, "", recipe, solved.peak_bytes), solved))
     for node in sorted(search.nodes, key=lambda n: n.bound_s):
-        if node.row_name not in fastest:
+        if node.row_name not in fastest and not node.is_silent:
             least.setdefault(node.row_name, node)
     for name, node in least.items():
         if node.placed is not None and node.recipe:

@@ -69,7 +69,7 @@ from autopar.passes.search.simplicity import Simplicity, simplicity_of
 from autopar.passes.search.simulator import Simulator, Solved
 from autopar.passes.search.slower import WhySlower
 from autopar.passes.search.time_limit import TimeLimit, TimeUp
-from autopar.passes.solvers.problem import within
+from autopar.passes.solvers.problem import TimeLimitError, within
 from autopar.plans import Alternative, InputSignature
 from autopar.units import format_bytes, format_seconds
 
@@ -141,7 +141,8 @@ class Planner:
     def run(self) -> PlanningResult:
         """The best plan; once `time_limit_s` has passed, the best so far.
 
-        Raises `InfeasibleError` if nothing fits, `MeshError` or `OptionError` for more stages than
+        Raises `TimeLimitError` if twice that has passed without a plan, `InfeasibleError` if
+        nothing fits, `MeshError` or `OptionError` for more stages than
         ranks or operators.
         """
         self._check_stages()
@@ -151,7 +152,7 @@ class Planner:
         is_timed_out, limit = False, self.evaluator.limit
 
         def before(node: Node, search: BranchAndBound) -> None:
-            """Report what comes next; end the search if the time is up and there is a plan."""
+            """Report what comes next; end the search if the time is up."""
             limit.has_plan = bool(search.found)
             limit.check()
             self.report(f"planning {node.name}{_progress(search)}")
@@ -162,21 +163,22 @@ class Planner:
             with limit.running():
                 search.run(self._recipes())
                 search.run(self._roots())
-                if self.pipelines is not None and (
-                    not has_plain_order(options) or (search.found and len(search.chosen.stages) > 1)
-                ):
+                if self.pipelines is not None and (search.found or not has_plain_order(options)):
+                    has_stages = bool(search.found) and len(search.chosen.stages) > 1
                     for has_context in (False, True):
-                        search.run(self.pipelines.other_pipelines(has_context))
+                        search.run(self.pipelines.other_pipelines(has_stages, has_context))
         except TimeUp:
             is_timed_out = True
             passed = f"not tried when time_limit_s={options.time_limit_s:g} had passed"
             notes.append(Alternative("the rest", None, passed))
         if not search.found and search.unsolved:
             raise search.unsolved[0]
-        if not search.found and not self.levels.errors:
+        if not search.found and not self.levels.errors and not is_timed_out:
             raise self._no_candidate()
         if not search.found:
             search.found.extend(self._leanest_that_fit())
+        if not search.found and is_timed_out:
+            raise self._no_plan_in_time()
         if not search.found:
             raise self._nothing_fits(self.levels.errors)
         chosen = search.chosen
@@ -378,7 +380,8 @@ class Planner:
             given_ends(self.analysis, self.mesh, n_stages)
         if not isinstance(n_stages, int):
             return
-        most_chunks = max((order.n_chunks for order in other_orders(self.options)), default=1)
+        chunks = [of.n_chunks for of in other_orders(self.options)]
+        most_chunks = 1 if has_plain_order(self.options) else max(chunks)
         if n_stages > n_ranks * most_chunks:
             raise MeshError(f"stages={n_stages} cannot share {n_ranks} ranks")
         n_all = n_operators(self.analysis.program)
@@ -402,6 +405,12 @@ class Planner:
     def _stage_sizes(self) -> list[int]:
         """As `_sizes`, without the whole mesh if there are several stages."""
         return self._sizes if self.options.stages in ("auto", 1) else self._sizes[:-1]
+
+    def _no_plan_in_time(self) -> TimeLimitError:
+        return TimeLimitError(
+            f"no plan that fits was found in twice time_limit_s={self.options.time_limit_s:g}",
+            hint="raise time_limit_s, or search less: give stages=, mesh_shape= or manual=",
+        )
 
     def _no_candidate(self) -> InfeasibleError:
         fits = f"fits in {format_bytes(self.budget_bytes)} per device"

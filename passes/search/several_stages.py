@@ -13,19 +13,20 @@ take as little as the solver's bound. So is the rest after many plans in vain.
 
 Megatron pipelines are in this space, too. Their bounds are those of their own restricted stages.
 Pipelines in other orders are of equal submeshes. There are thousands of them, so one node of each
-source and schedule gives them out, the least bound first: by equal shares, then by their layers
-(`passes/inter/recipes.py`). They are searched if the user asks for the schedule. After
-`_MOST_PLACED_IN_VAIN` of them without a faster plan, the rest is given up.
+source gives them out, the least bound first: by equal shares, by their layers, and by what the
+stages of a device take within its memory (`passes/inter/recipes.py`). They
+matter only if they are faster than a plan in the plain order by more than the tie. The rest ends
+after `_MOST_PLACED_IN_VAIN` placements, or bounds of `_MOST_BOUNDED_IN_VAIN`, in vain.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from heapq import heapify, heappop, heappush
-from itertools import groupby
+
+import numpy as np
 
 from autopar.errors import InfeasibleError
 from autopar.passes.inter import (
@@ -38,6 +39,7 @@ from autopar.passes.inter import (
     StagePlan,
     StageSearch,
     equal_pipelines,
+    fewest_chunks,
     has_plain_order,
     other_orders,
     plain_order,
@@ -55,13 +57,50 @@ from autopar.passes.search.simulator import Solved
 # below. A Llama-70B on 128 GPUs solves 15 stages, a GPT-2 of two layers on 64 processes 1,500.
 _MOST_IN_VAIN, _MOST_VARIABLES_IN_VAIN = 24, 6_000
 # So many pipelines of equal submeshes are placed without a faster plan before the rest is given up.
+# Where the solver places them it also chooses what runs again, and each counts four times.
 _MOST_PLACED_IN_VAIN = 12
+# Before, bounds are made until they cost so much. A bound by layers costs the distinct operators of
+# the program, one by stages ten times as much: a Llama-70B has 174, a T5 522.
+_MOST_BOUNDED_IN_VAIN, _COSTS = 80_000, (1, 10)
 _PLACED_GIVEN_UP = f"given up after {_MOST_PLACED_IN_VAIN} pipelines in vain"
 _NONE, _GIVEN_UP = "none fits", f"given up after {_MOST_IN_VAIN} plans in vain"
 _STAGES_GIVEN_UP = f"given up after stages of {_MOST_VARIABLES_IN_VAIN} variables solved in vain"
 
-# A bound, whether it is that of its layers, a number, the pipeline.
-QueuedPipeline = tuple[float, bool, int, EqualPipeline]
+# The levels of the bound of a pipeline of equal submeshes.
+_SHARED, _LAYERS, _STAGES = range(3)
+# A bound, its level, a number, the pipeline.
+QueuedPipeline = tuple[float, int, int, EqualPipeline]
+
+
+@dataclass
+class _Effort:
+    """What was done for pipelines of equal submeshes without a plan below `limit_s`. Before there
+    is a plan, nothing is too much."""
+
+    limit_s: float
+    n_placed: int = 0
+    n_bounded: int = 0
+
+    @property
+    def is_spent(self) -> bool:
+        return self.n_placed >= _MOST_PLACED_IN_VAIN and math.isfinite(self.limit_s)
+
+    def next_of(self, waiting: Sequence[QueuedPipeline], enough_s: float) -> QueuedPipeline | None:
+        """The one with the least bound that may be placed, if that is below the limit, or gets a
+        tighter bound, if that is not enough; None once enough was done."""
+        able = (of for of in waiting if self._is_able(of, enough_s))
+        return min(able, default=None)
+
+    def _is_able(self, of: QueuedPipeline, enough_s: float) -> bool:
+        if of[1] == _last_level(of[3]):
+            return not self.is_spent and of[0] < self.limit_s
+        is_cheap = self.n_bounded < _MOST_BOUNDED_IN_VAIN or math.isinf(self.limit_s)
+        return is_cheap and of[0] < enough_s
+
+
+def _last_level(pipeline: EqualPipeline) -> int:
+    """Recipes have a price on their real machine alone."""
+    return _LAYERS if pipeline.is_recipe else _STAGES
 
 
 @dataclass
@@ -73,8 +112,7 @@ class SeveralStages:
     n_configurations: int = 0
     _n_solved: int = 0
     _n_in_vain: int = 0  # variables of these, since a pipeline was the fastest plan
-    _limit_s: float = math.inf
-    _n_placed_in_vain: int = 0
+    _efforts: dict[str, _Effort] = field(default_factory=dict)
 
     def roots(self) -> Iterator[Node]:
         simplest = Simplicity.of_search(2)  # an axis in some stage, and the stages
@@ -100,74 +138,145 @@ class SeveralStages:
                 node, row=candidate.row, refine=partial(self._bound_by_layers, node, pipeline)
             )
 
-    def other_pipelines(self, has_context: bool) -> Iterator[Node]:
-        """The pipelines of equal submeshes that `roots` has not: those of other schedules, and
-        Megatron's with SP and ZeRO-1; with an axis cp or without, each given up by itself.
+    def other_pipelines(self, has_stages: bool, has_context: bool) -> Iterator[Node]:
+        """The pipelines of equal submeshes that `roots` has not: those of other schedules, and, if
+        the best plan `has_stages`, Megatron's with SP and ZeRO-1; with an axis cp or without.
 
-        A node of each source and schedule gives out its pipelines best first.
+        A node of each source gives out its pipelines best first. Megatron's in another
+        schedule are tried if that is asked for; else the search of their views is enough.
         """
         options = self._evaluator.options
         self._n_placed_in_vain = 0
         if self.space.given:
             return
         orders = other_orders(options)
-        plain = [PipelineOrder(plain_order(options))] if self.space.n_stages is None else []
-        sources: dict[Source, list[PipelineOrder]] = {"Megatron": orders, "search": orders}
+        asked = [] if has_plain_order(options) else orders
+        if not self.space.analysis.program.training:
+            orders = asked
+        is_plain = has_stages and self.space.n_stages is None
+        plain = [PipelineOrder(plain_order(options))] if is_plain else []
+        sources: dict[Source, list[PipelineOrder]] = {"Megatron": asked, "search": orders}
         if not options.forbid & {"sequence", "zero1"}:
-            sources["Megatron with SP and ZeRO-1"] = orders or plain
+            sources["Megatron with SP and ZeRO-1"] = asked or plain
         for source, of_source in sources.items():
-            for schedule, alike in groupby(of_source, lambda order: order.schedule):
-                every = equal_pipelines(self.space, source, [*alike])
-                if pipelines := [of for of in every if ("cp" in of.view.axes) == has_context]:
-                    yield self._lazy_node(f"{source} of several stages", schedule, pipelines)
+            every = equal_pipelines(self.space, source, of_source) if of_source else []
+            pipelines = [of for of in every if ("cp" in of.view.axes) == has_context]
+            if source == "search":
+                pipelines = fewest_chunks(pipelines, options.tie)
+            if pipelines:
+                simplest = Simplicity.of_order(of_source[0].schedule, source != "search")
+                node = self._lazy_node(f"{source} of several stages", simplest, pipelines)
+                # Of schedules that nobody asked for, nothing is said unless the node is refined.
+                yield replace(node, is_silent=source == "search" and not asked)
 
-    def _lazy_node(self, name: str, schedule: str, pipelines: Sequence[EqualPipeline]) -> Node:
-        """A node of pipelines of one source and schedule."""
+    def _lazy_node(
+        self, name: str, simplest: Simplicity, pipelines: Sequence[EqualPipeline]
+    ) -> Node:
+        """A node of pipelines of one source."""
         least_s = dict[Hashable, float]()
         for of in pipelines:
             if of.shared_key not in least_s:
                 least_s[of.shared_key] = of.shared_s
-        waiting = [(least_s[of.shared_key], False, k, of) for k, of in enumerate(pipelines)]
-        heapify(waiting)
-        is_recipe = pipelines[0].is_recipe
-        simplest = Simplicity.of_order(schedule, is_recipe)
-        recipe = "Megatron" if is_recipe else ""
-        node = Node(name, waiting[0][0], simplest, "shared", None, recipe=recipe)
+        waiting = [(least_s[of.shared_key], _SHARED, k, of) for k, of in enumerate(pipelines)]
+        recipe = "Megatron" if pipelines[0].is_recipe else ""
+        node = Node(name, min(least_s.values()), simplest, "shared", None, recipe=recipe)
         return replace(node, refine=partial(self._next_of, node, waiting))
 
     def _next_of(self, node: Node, waiting: list[QueuedPipeline], limit_s: float) -> Parts:
-        """The pipeline with the least bound by its layers, and those that are left."""
-        if self._is_in_vain(limit_s):
-            return [replace(node, refine=None, note=_PLACED_GIVEN_UP)]
-        parts = list[Node | Solved]()
-        while waiting and waiting[0][0] < limit_s and not parts:
-            bound_s, is_layered, k, pipeline = heappop(waiting)
-            if not is_layered:
-                heappush(waiting, (max(bound_s, pipeline.layered_s), True, k, pipeline))
+        """The pipeline with the least bound on its last level, and those that are left."""
+        effort, parts = self._effort(node, limit_s), list[Node | Solved]()
+        while not parts and (of := effort.next_of(waiting, self._enough_s(limit_s))) is not None:
+            self._evaluator.limit.check()
+            waiting.remove(of)
+            bound_s, level, k, pipeline = of
+            if level == _last_level(pipeline):
+                parts.append(self._unplaced(node, bound_s, pipeline))
                 continue
-            candidate = pipeline.candidate
-            recipe = RecipeNodes(self.levels, slack_rel=0.0).root([candidate])
-            found = replace(recipe, bound_s=bound_s, row=candidate.row, level="layers")
-            parts.append(replace(found, refine=partial(self._place, found, recipe)))
-        if waiting:
-            again = partial(self._next_of, node, waiting)
-            parts.append(node.after("layers", waiting[0][0], again))
-        return parts
+            effort.n_bounded += _COSTS[level] * self.space.layer_bounds.n_distinct
+            tighter_s = self._tighter_s(pipeline, level, self._enough_s(limit_s))
+            waiting.append((max(bound_s, tighter_s), level + 1, k, pipeline))
+        least_s = min((of[0] for of in waiting), default=math.inf)
+        if math.isinf(least_s):
+            return [*parts, replace(node.after("layers", math.inf, None), note=_NONE)]
+        again = node.after("layers", least_s, partial(self._next_of, node, waiting))
+        if not parts and least_s < limit_s:
+            again = replace(again, refine=None, note=_PLACED_GIVEN_UP)
+        return [*parts, again]
+
+    def _enough_s(self, limit_s: float) -> float:
+        """A bound is made no better above these seconds. Plans in other orders matter below
+        `limit_s`, which is a tie below the best step; bounds, up to the tolerance."""
+        options = self._evaluator.options
+        more = max(0.0, (1 + options.tie) * (1 - options.tolerance) - 1)
+        return limit_s * (1 + more) if options.schedule == "auto" else limit_s
+
+    def _tighter_s(self, pipeline: EqualPipeline, level: int, enough_s: float) -> float:
+        """The bound of the next level."""
+        if level == _SHARED:
+            return pipeline.layered_s
+        stage_s = partial(self._evaluator.priced_stage_s, pipeline.candidate)
+        try:
+            return pipeline.staged_s(stage_s, enough_s)
+        except InfeasibleError:  # its placements say why
+            return 0.0
+
+    def _effort(self, node: Node, limit_s: float) -> _Effort:
+        """What was done in vain for recipes, or else; less than a tie faster is in vain, too."""
+        known = self._efforts.get(node.recipe)
+        if known is None or known.limit_s > limit_s * (1 + self._evaluator.options.tie):
+            known = self._efforts[node.recipe] = _Effort(limit_s)
+        known.limit_s = limit_s
+        return known
+
+    def _unplaced(self, node: Node, bound_s: float, pipeline: EqualPipeline) -> Node:
+        """The node of one pipeline."""
+        candidate = pipeline.candidate
+        if not pipeline.is_recipe:
+            simplest = Simplicity.searched_on(candidate)
+            found = Node(candidate.name, bound_s, simplest, "priced", None)
+            return replace(found, refine=partial(self._search_placements, found, pipeline))
+        recipe = RecipeNodes(self.levels, slack_rel=0.0).root([candidate])
+        found = replace(recipe, bound_s=bound_s, row=candidate.row, level="layers")
+        return replace(found, refine=partial(self._place, found, recipe))
+
+    def _search_placements(self, node: Node, pipeline: EqualPipeline, limit_s: float) -> Parts:
+        """A pipeline's placements, simulated if they may be faster. It stays for its bound."""
+        effort = self._effort(node, limit_s)
+        if effort.is_spent:
+            return [replace(node, refine=None, note=_PLACED_GIVEN_UP)]
+        effort.n_placed += 4
+        candidate, evaluator = pipeline.candidate, self._evaluator
+        try:
+            placed = evaluator.placed(candidate, evaluator.budget_bytes)
+        except InfeasibleError as error:
+            return self.levels.impossible(error, candidate)
+        # How stages of a device divide its budget is a guess, so only what none limits is a bound.
+        free = evaluator.placed(candidate, None) if candidate.has_chunks else placed
+        bound_s, least_s = (
+            pipeline.solved_s(np.array(whole_s), np.array([chosen.once_s for chosen in choices]))
+            for whole_s, choices in (
+                ([chosen.bound_s for chosen in free.choices], free.choices),
+                ([chosen.objective_s for chosen in placed.choices], placed.choices),
+            )
+        )
+        known = node.after("solved", bound_s, None)
+        if least_s >= limit_s:
+            return [known]
+        try:
+            found = self.levels.simulator.fit_to_budget(placed, limit_s)
+        except InfeasibleError as error:
+            return self.levels.impossible(error, candidate)
+        return [known, found] if isinstance(found, Solved) else [known]
 
     def _place(self, node: Node, recipe: Node, limit_s: float) -> Parts:
-        """A pipeline's placements."""
-        if self._is_in_vain(limit_s):
+        """A recipe's placements."""
+        effort = self._effort(node, limit_s)
+        if effort.is_spent:
             return [replace(node, refine=None, note=_PLACED_GIVEN_UP)]
         assert recipe.refine is not None, "a root is refined"
         found = recipe.refine(limit_s)
-        self._n_placed_in_vain += bool(found)
+        effort.n_placed += bool(found)
         return found
-
-    def _is_in_vain(self, limit_s: float) -> bool:
-        """Were many pipelines placed since the last faster plan?"""
-        if limit_s < self._limit_s:
-            self._limit_s, self._n_placed_in_vain = limit_s, 0
-        return self._n_placed_in_vain >= _MOST_PLACED_IN_VAIN
 
     def _bound_by_layers(self, node: Node, pipeline: EqualPipeline, limit_s: float) -> Parts:
         candidate = pipeline.candidate

@@ -1,4 +1,7 @@
-"""When a search ends before it is done: once its time has passed, if there is a plan."""
+"""When a search ends before it is done: once its time has passed.
+
+Without a plan, it has as much time again, and `_LEAST_AGAIN_S` at least.
+"""
 
 from __future__ import annotations
 
@@ -10,17 +13,20 @@ from dataclasses import dataclass, field
 
 # Of the limit: what a plan takes after its search, the plan as text among it.
 _AFTER_SEARCH = 0.02
+_LEAST_AGAIN_S = 20.0
 
 
 class TimeUp(Exception):
-    """The time of a search has passed, and there is a plan."""
+    """The time of a search has passed."""
 
 
 @dataclass
 class TimeLimit:
-    """Until `deadline`, on the clock of `time.perf_counter`. It counts while `running`."""
+    """Until `deadline`, on the clock of `time.perf_counter`, and `again_s` more without a plan. It
+    counts while `running`."""
 
     deadline: float = math.inf
+    again_s: float = 0.0
     has_plan: bool = False
     _counts: bool = field(default=False, init=False)
 
@@ -31,7 +37,7 @@ class TimeLimit:
         if seconds is None:
             return TimeLimit()
         left_s = max(seconds * (1 - _AFTER_SEARCH) - spent_s, seconds / 3)
-        return TimeLimit(time.perf_counter() + left_s)
+        return TimeLimit(time.perf_counter() + left_s, max(seconds, _LEAST_AGAIN_S))
 
     @property
     def left_s(self) -> float | None:
@@ -50,5 +56,6 @@ class TimeLimit:
 
     def check(self) -> None:
         """Raises `TimeUp`. Whatever takes long calls it before it begins."""
-        if self._counts and self.has_plan and time.perf_counter() > self.deadline:
+        last = self.deadline + (0.0 if self.has_plan else self.again_s)
+        if self._counts and time.perf_counter() > last:
             raise TimeUp

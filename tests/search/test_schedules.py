@@ -1,4 +1,4 @@
-"""Schedules that are asked for: plans with several stages a rank, as data and as objects."""
+"""Schedules: which one a plan has, and plans with several stages a rank as data and as objects."""
 
 from __future__ import annotations
 
@@ -11,10 +11,14 @@ import pytest
 import autopar
 from autopar import Manual
 from autopar.errors import InfeasibleError, OptionError, PlanError
+from autopar.options import Options
+from autopar.passes.search import Solved
 from autopar.plans import parse_plan
 from autopar.schedule import CHUNKS
 from autopar.units import format_bytes
+from tests.helpers.every_plan import choices_of
 from tests.helpers.harness import Mlp, random_rows
+from tests.helpers.machines import SLOW
 
 MESH = (1, 4)
 
@@ -57,6 +61,21 @@ def test_a_search_of_one_schedule(word: str) -> None:
     assert plan.schedule == word and len(plan.stages) == 4
     assert plan.bound is not None
     assert plan.bound.pipeline.schedule.n_chunks == CHUNKS[word][0]
+
+
+def chosen(**options: Any) -> Solved:
+    """Two devices whose messages take as long as matmuls, and two microbatches."""
+    asked = Options.of(microbatches=2, recompute="none", **options)
+    return choices_of("mlp", (2,), SLOW, asked).planned().solved
+
+
+def test_auto_is_another_schedule_if_that_is_faster_by_more_than_the_tie() -> None:
+    """Of plans within the tie, one in the plain order is the simplest."""
+    plain, found, within = chosen(schedule="1f1b"), chosen(), chosen(tie=0.4)
+    assert found.candidate.schedule in ("interleaved", "zero-bubble", "zero-bubble-v")
+    assert found.step_time_s * 1.02 < plain.step_time_s
+    assert within.candidate.schedule == "1f1b"
+    assert within.step_time_s <= found.step_time_s * 1.4
 
 
 def test_one_stage_has_no_use_for_another_schedule() -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
+from functools import partial
 
 import hypothesis
 import numpy as np
@@ -15,6 +17,7 @@ from autopar.mesh import LogicalMesh, Mesh
 from autopar.options import Options
 from autopar.passes.inter import (
     Candidate,
+    PipelineOrder,
     PipelineSpace,
     StagePlan,
     StageSearch,
@@ -254,6 +257,37 @@ def test_no_simulated_step_within_little_memory_is_below_its_bound() -> None:
         n_fit += 1
         assert spans[-1] <= choices.simulator.simulate_once(placed).step_time_s, candidate.name
     assert 2 <= n_fit < len(few)
+
+
+@one_in(3)
+@pytest.mark.parametrize(
+    "order", [PipelineOrder("interleaved", 2), PipelineOrder("zero-bubble"),
+    PipelineOrder("zero-bubble-v", 2)],
+)  # fmt: skip
+def test_stages_of_a_device_are_bounded_by_its_memory(order: PipelineOrder) -> None:
+    """The bounds of every level hold for every pipeline that fits. In a tenth of the memory the
+    last one is larger, and the state of one device alone is too much."""
+    options = {"microbatches": 8}
+    free = choices_of("gpt2", (2, 2), TIERED, Options.of(**options))
+    every = equal_pipelines(space_of(free), "search", [order])
+    limit = int(0.8 * max(free.simulated(of.candidate).peak_bytes for of in every))
+    choices, n_fit = replace(free, options=Options.of(memory_limit=limit, **options)), 0
+    tight = equal_pipelines(space_of(choices, limit / 8), "search", [order])
+    for of, within in zip(
+        equal_pipelines(space_of(choices, limit), "search", [order]), tight, strict=True
+    ):
+        stage_s = partial(choices.evaluator.priced_stage_s, of.candidate)
+        staged_s = of.staged_s(stage_s, math.inf)
+        assert math.isinf(within.shared_s)
+        assert within.staged_s(stage_s, math.inf) > staged_s * 1.1
+        try:
+            step_s = choices.simulated(of.candidate).step_time_s
+        except InfeasibleError:
+            continue
+        n_fit += 1
+        for bound_s in (of.shared_s, of.layered_s, staged_s):
+            assert 0 < bound_s <= step_s * (1 + REL), of.candidate.name
+    assert n_fit
 
 
 # -- what the planner leaves out -------------------------------------------------------------------

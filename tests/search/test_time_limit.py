@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import json
+import time
 from dataclasses import replace
 from functools import cache
 from typing import Any
@@ -11,6 +13,7 @@ import pytest
 import torch
 
 import autopar
+from autopar.errors import AutoparError
 from autopar.planning import Plan
 from autopar.plans import Alternative
 from autopar.report import optimality
@@ -40,6 +43,17 @@ def test_after_the_limit_there_is_the_best_plan_so_far_and_its_gap() -> None:
     assert "no plan takes less than" in limited.explain()
     assert whole.bound_s is not None and limited.bound_s <= whole.bound_s
     assert whole.gap is not None and 0 <= whole.gap < limited.gap
+
+
+def test_without_a_plan_the_search_ends_soon_after_the_limit(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A clock on which every look takes a minute."""
+    clock = itertools.count(0.0, 60.0)
+    monkeypatch.setattr(time, "perf_counter", lambda: next(clock))
+    with pytest.raises(AutoparError, match="no plan that fits was found in twice") as caught:
+        planned(time_limit_s=1.0)
+    assert "raise time_limit_s" in (caught.value.hint or "")
 
 
 def test_what_the_tie_gives_is_told_from_what_is_not_known() -> None:

@@ -93,7 +93,7 @@ class RepeatedProblems:
                 if other is not None or (last and inside not in repeat.counterpart.values()):
                     raise ProblemError(f"variables {inside} and {outside} cannot be joined")
 
-    def of(self, i: int, times: int = 1) -> RepeatedProblem:
+    def of(self, i: int, times: float = 1) -> RepeatedProblem:
         """Problem i, with `times` the bytes of what is not stored."""
         return RepeatedProblem(self, i, times)
 
@@ -175,7 +175,7 @@ class RepeatedProblems:
             total += repeat.count * copy_terms
         return total
 
-    def row(self, i: int, times: int) -> Numbers:
+    def row(self, i: int, times: float) -> Numbers:
         """The numbers of problem i; those of the last few problems are kept."""
         key = i, times
         if key not in self._rows:
@@ -185,7 +185,7 @@ class RepeatedProblems:
         return self._rows[key]
 
     @cached_property
-    def _rows(self) -> dict[tuple[int, int], Numbers]:
+    def _rows(self) -> dict[tuple[int, float], Numbers]:
         return {}
 
 
@@ -196,7 +196,7 @@ class RepeatedProblem:
 
     every: RepeatedProblems
     case: int
-    times: int = 1
+    times: float = 1
     costs: Array | None = None
 
     @staticmethod

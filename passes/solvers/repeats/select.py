@@ -79,6 +79,11 @@ class RepeatedSolver:
         """The solver of a problem with other costs."""
         return RepeatedSolver(problem, self.plan)
 
+    def least_at(self, s_per_byte: float) -> float:
+        """The least cost with a price on bytes, or a bound on it; infinite: nothing is allowed."""
+        value, _ = self._hull.at(s_per_byte)
+        return value
+
     def solve(
         self,
         budget_bytes: float | None,

@@ -18,6 +18,9 @@ from autopar.schedule import (
     chain,
     clocks,
     devices_of,
+    even_in_flight,
+    fewest_microbatches,
+    first_forwards,
     forward_only,
     in_flight,
     in_flight_by_stage,
@@ -102,6 +105,38 @@ def test_live_microbatches_of_v_shapes() -> None:
             lag = [max(1, i + 1 if order == "zero-bubble-v" else i // 2 + 1) for i in range(p)]
             waits = most_waiting(schedule)
             assert all(waits[i] <= lag[i] + 1 and waits[-1 - i] <= lag[i] for i in range(p))
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_first_forwards_need_no_schedule(order: str) -> None:
+    """So many forwards of each stage are before the first backward of its device."""
+    fewest, most = CHUNKS[order]
+    for p, v, m in itertools.product((1, 2, 3, 5), range(fewest, (most or 4) + 1), (1, 2, 7, 12)):
+        if m < fewest_microbatches(order, p):
+            continue
+        schedule, found = placed(order, p, m, v), [0] * (p * v)
+        for row in schedule.rows:
+            for action in itertools.takewhile(lambda a: a.kind == "forward", row):
+                found[action.stage] += 1
+        assert first_forwards(order, schedule.devices, m) == tuple(found)
+        assert min(found) > 0
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_stages_of_a_device_share_its_most_microbatches(order: str) -> None:
+    """Together they have the most of the device, and none has more than its own most."""
+    fewest, most = CHUNKS[order]
+    for p, v, m in itertools.product((1, 2, 3, 5), range(fewest, (most or 4) + 1), (1, 2, 7, 12)):
+        if m < fewest_microbatches(order, p):
+            continue
+        schedule = placed(order, p, m, v)
+        even, own = even_in_flight(schedule), in_flight_by_stage(schedule)
+        assert all(n <= most for n, most in zip(even, own, strict=True))
+        for device in range(p):
+            together = sum(even[stage] for stage in schedule.stages_on(device))
+            assert together == pytest.approx(in_flight(schedule, device))
+        if v == 1:
+            assert even == own
 
 
 def most_waiting(schedule: Schedule) -> list[int]:
