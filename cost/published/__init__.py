@@ -11,7 +11,7 @@ This is the highest room of `cost`: it may import all the others. It mainly hand
 """
 
 from autopar.cost.published.accuracy import AccuracyTarget, ErrorSummary, Ordering
-from autopar.cost.published.fit import fitted_constants
+from autopar.cost.published.fit import fit, fitted_constants, leave_one_out
 from autopar.cost.published.intervals import interval_ratios
 from autopar.cost.published.runs import GOLDEN_MEMORY, SHIPPED, is_runs_file, read_runs
 from autopar.cost.published.scoring import Entry, PublishedFigure, Score, score
@@ -27,9 +27,11 @@ __all__ = [
     "Ordering",
     "PublishedFigure",
     "Score",
+    "fit",
     "fitted_constants",
     "interval_ratios",
     "is_runs_file",
+    "leave_one_out",
     "read_runs",
     "score",
 ]

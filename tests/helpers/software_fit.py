@@ -13,8 +13,14 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from autopar.cost.hardware import SOFTWARE_FOLDER, Quantity, load_software
-from autopar.cost.published import fitted_constants, interval_ratios, read_runs, score
-from autopar.cost.published.fit import fit, leave_one_out
+from autopar.cost.published import (
+    fit,
+    fitted_constants,
+    interval_ratios,
+    leave_one_out,
+    read_runs,
+    score,
+)
 
 
 def main(has_intervals: bool) -> None:

@@ -224,7 +224,7 @@ def test_what_a_run_leaves_open_is_what_is_fastest_and_fits() -> None:
     closed = read_row(small_run(sp=False, interleave=1, zero=0))
     assert settle(closed) is closed
     large = {"layers": 24, "hidden": 12288, "heads": 96, "seq": 2048}
-    sizes = {"model": large, "tp": 8, "pp": 4, "dp": 1, "microbatch": 16, "global_batch": 64}
+    sizes: Run = {"model": large, "tp": 8, "pp": 4, "dp": 1, "microbatch": 16, "global_batch": 64}
     tight = read_row(small_run(**sizes, sp=True, zero=0, interleave=1, recompute=None))
     assert settle(tight).recipe.recompute == "attention-core"
 
