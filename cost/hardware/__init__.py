@@ -35,6 +35,7 @@ from autopar.cost.hardware.profile import (
 from autopar.cost.hardware.software import (
     CONSTANTS,
     FEATURES,
+    PAIR_ERROR,
     SOFTWARE_FOLDER,
     Software,
     available_software,
@@ -49,6 +50,7 @@ __all__ = [
     "DEFAULT_PROFILE",
     "FEATURES",
     "MEASURED_RATIOS",
+    "PAIR_ERROR",
     "PROFILE_FOLDER",
     "SOFTWARE_FOLDER",
     "Hardware",

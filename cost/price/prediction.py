@@ -97,12 +97,14 @@ def predict(
     peak_flops_per_s: float | None = None,
     n_samples: int | None = None,
     n_tokens: int | None = None,
+    interval_ratio: float | None = None,
 ) -> Predicted:
     """Price one training step of a pipeline; `costs` has one model per stage.
 
     link_between: the link of two ranks of the world; needed with several stages.
     peak_flops_per_s: the datasheet's rate, for MFU; by default the device's achieved rate.
     n_samples, n_tokens: of one global batch.
+    interval_ratio: of the machine's software (`Hardware`).
     """
     timeline = timeline_of(pipeline, costs, optimizer, link_between)
     busiest, step_s = timeline.busiest, timeline.step_time_s
@@ -126,6 +128,7 @@ def predict(
         tokens_per_s=n_tokens / step_s if n_tokens and step_s else None,
         mfu=flops / (pipeline.n_ranks * peak * step_s) if step_s else 0.0,
         peak_bytes_per_stage=peaks,
+        interval_ratio=interval_ratio,
     )
 
 

@@ -45,6 +45,7 @@ class StepPricer:
             pipeline, costs, self.optimizer, link_between(self.mesh, self.hardware.links),
             peak_flops_per_s=self.hardware.peak_flops_per_s,
             n_samples=self.n_samples, n_tokens=self.n_tokens,
+            interval_ratio=self.hardware.interval_ratio,
         )  # fmt: skip
 
     def timeline(self, pipeline: Pipeline, costs: Sequence[CostModel]) -> Timeline:

@@ -15,7 +15,7 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from autopar.cost.hardware import Hardware
+from autopar.cost.hardware import PAIR_ERROR, Hardware
 from autopar.cost.price import collectives_of
 from autopar.cost.simulate import Timeline
 from autopar.plans import Alternative, PlanData, Predicted
@@ -318,10 +318,10 @@ def _within_error(data: PlanData, pipeline: Pipeline, hardware: Hardware) -> str
     """Of a searched plan that beats the best simple one by less than predictions err: what it needs
     for that, and how to get the simple one; else empty."""
     known = {a.name: a for a in data.alternatives}
-    ratio = hardware.interval_ratio
-    chosen, error = known.get(data.chosen), ratio and ratio - 1
+    chosen, error = known.get(data.chosen), PAIR_ERROR
+    is_known = hardware.interval_ratio is not None
     timed = [a for a in data.alternatives if a.recipe and a.step_time_s is not None]
-    if chosen is None or chosen.recipe or not chosen.step_time_s or not timed or not error:
+    if chosen is None or chosen.recipe or not chosen.step_time_s or not timed or not is_known:
         return ""
     best = min(timed, key=lambda a: a.step_time_s or 0.0)
     best_s = best.step_time_s or 0.0
@@ -332,9 +332,8 @@ def _within_error(data: PlanData, pipeline: Pipeline, hardware: Hardware) -> str
     if best.is_estimate:  # simulated, it may be slower than the tie allows
         way_out = "That is estimated, not simulated"
     return (
-        f"That is within the error of predictions on {hardware.profile_name}: 80% of published "
-        f"steps lie within {error:.0%} of them. {_calls(data, pipeline, best)}. {way_out}: "
-        f"{format_seconds(best_s)}."
+        f"That is within the error of predictions between plans, {error:.1%} for half of published "
+        f"pairs: {_calls(data, pipeline, best)}. {way_out}: {format_seconds(best_s)}."
     )
 
 
