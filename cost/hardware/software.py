@@ -14,7 +14,7 @@ steadily its ranks run. A software is a TOML file:
 Constants hold on every device. They are fitted to published runs of that software
 (`cost/published/fit.py`), never to one paper or row:
 
-    sustained_rate_ratio   rate of matmuls and fused attention in a whole step / alone
+    sustained_rate_ratio   rate of tensor cores (matmuls, fused attention) in a whole step / alone
                            (clocks under the power limit, caches that neighbours have filled)
     network_time_ratio     time of bytes between nodes in a whole step / alone
     jitter_fraction        standard deviation of a rank's step time / its mean; the slowest of N
@@ -44,7 +44,11 @@ CONSTANTS: dict[str, float] = {
 # Of two plans of one model, batch and machine, the ratio of steps is predicted within this share
 # for half of the 253 pairs among the shipped runs (2026-11-30): what both share cancels.
 PAIR_ERROR = 0.048
-_SUSTAINED = ("device.achieved_flops_fraction.", "device.attention_fraction.")
+# Tensor cores are what heats a device; no published run computes in float32.
+_SUSTAINED = (
+    *(f"device.achieved_flops_fraction.{name}" for name in ("float16", "bfloat16", "tfloat32")),
+    "device.attention_fraction.",
+)
 _NETWORK = "link.inter_node.s_per_byte"
 
 
