@@ -142,8 +142,7 @@ class Planner:
         """The best plan; once `time_limit_s` has passed, the best so far.
 
         Raises `TimeLimitError` if twice that has passed without a plan, `InfeasibleError` if
-        nothing fits, `MeshError` or `OptionError` for more stages than
-        ranks or operators.
+        nothing fits, `MeshError` or `OptionError` for more stages than ranks or operators.
         """
         self._check_stages()
         self._check_degrees()

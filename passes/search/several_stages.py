@@ -146,7 +146,6 @@ class SeveralStages:
         schedule are tried if that is asked for; else the search of their views is enough.
         """
         options = self._evaluator.options
-        self._n_placed_in_vain = 0
         if self.space.given:
             return
         orders = other_orders(options)

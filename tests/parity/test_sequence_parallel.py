@@ -51,8 +51,8 @@ class Wide:
     config: Mapping[str, int | float]
 
 
-GPT2 = Wide("gpt2", 2048, 2, {
-    "n_layer": 2, "n_embd": 2048, "n_head": 32, "vocab_size": 50304,
+GPT2 = Wide("gpt2", 4096, 2, {
+    "n_layer": 2, "n_embd": 4096, "n_head": 32, "vocab_size": 50304,
     "bos_token_id": 0, "eos_token_id": 0,
     "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
 })  # fmt: skip

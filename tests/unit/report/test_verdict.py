@@ -125,7 +125,9 @@ def test_memory_of_the_limit() -> None:
 def test_the_fastest_simple_plan_is_compared() -> None:
     fast = Alternative("ZeRO-3 on dp=4", 1.012, recipe="ZeRO-3")
     slow = Alternative("Megatron on tp=4", 1.4, recipe="Megatron")
-    assert compared(slow, fast) == ["1.2% faster than the best simple plan, plain ZeRO-3."]
+    better, within = compared(slow, fast)
+    assert better == "1.2% faster than the best simple plan, plain ZeRO-3."
+    assert within.startswith("That is within the error of predictions")
     slower = replace(fast, step_time_s=0.96)
     assert compared(slower) == ["4.2% slower than the best simple plan, plain ZeRO-3."]
     guess = replace(fast, step_time_s=1.3, is_estimate=True)
@@ -137,7 +139,7 @@ def test_the_fastest_simple_plan_is_compared() -> None:
     far = Alternative("data parallel on dp=4", 3.0, recipe="data parallel")
     assert compared(far) == ["3 times as fast as the best simple plan, plain data parallelism."]
     equal = replace(fast, step_time_s=1.001)
-    assert compared(equal) == ["As fast as the best simple plan, plain ZeRO-3."]
+    assert compared(equal)[0] == "As fast as the best simple plan, plain ZeRO-3."
 
 
 def test_a_gain_within_the_error_of_predictions_is_called_so() -> None:
@@ -156,11 +158,11 @@ def test_a_gain_within_the_error_of_predictions_is_called_so() -> None:
     n_calls = sum(call.count for call in plan.collectives())
     n_kinds = len({(call.kind, call.axes_text) for call in plan.collectives()})
     assert said_of(1.022) == [
-        "That is within the error of predictions on a100-80gb, 3.0% on average: it needs "
-        f"{n_calls} calls of {n_kinds} kind of collectives, the simple plan 1 kind. tie=0.03 "
+        "That is within the error of predictions between plans, 4.8% for half of published pairs: "
+        f"it needs {n_calls} calls of {n_kinds} kind of collectives, the simple plan 1 kind. tie=0.03 "
         "chooses that: 1.02 s."
     ]
-    assert said_of(1.04) == said_of(0.99) == []
+    assert said_of(1.05) == said_of(0.99) == []
     (estimated,) = said_of(1.015, is_estimate=True)
     assert estimated.endswith("That is estimated, not simulated: 1.01 s.")
     words = "data", "tensor", "sequence", "pipeline"
