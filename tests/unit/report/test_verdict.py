@@ -159,8 +159,8 @@ def test_a_gain_within_the_error_of_predictions_is_called_so() -> None:
     n_kinds = len({(call.kind, call.axes_text) for call in plan.collectives()})
     assert said_of(1.022) == [
         "That is within the error of predictions between plans, 4.8% for half of published pairs: "
-        f"it needs {n_calls} calls of {n_kinds} kind of collectives, the simple plan 1 kind. tie=0.03 "
-        "chooses that: 1.02 s."
+        f"it needs {n_calls} calls of {n_kinds} kind of collectives, the simple plan 1 kind. "
+        "tie=0.03 chooses that: 1.02 s."
     ]
     assert said_of(1.05) == said_of(0.99) == []
     (estimated,) = said_of(1.015, is_estimate=True)
