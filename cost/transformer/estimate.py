@@ -70,8 +70,8 @@ class StepModel:
         # Gradients are reduced at the width of the parameters in use.
         for n, group in zip(parameters_of(self.layer, chunk), ("dp", "expert_dp"), strict=True):
             each = n * width / calls
-            gather_s += calls * self.machine.ring_s("all_gather", each, group)
-            scatter_s += calls * self.machine.ring_s("reduce_scatter", each, group)
+            gather_s += calls * self.machine.gather_s("all_gather", each, group)
+            scatter_s += calls * self.machine.gather_s("reduce_scatter", each, group)
         return gather_s, scatter_s
 
     def sync_s(self, chunk: Chunk) -> tuple[float, float]:

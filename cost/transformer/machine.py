@@ -111,10 +111,12 @@ class TransformerMachine:
             return self._dispatch_s(size_bytes, self.group(group))
         return collective_time_s(kind, size_bytes, self.group(group)) if size_bytes else 0.0
 
-    def ring_s(self, kind: str, size_bytes: float, group: str) -> float:
-        """Seconds in a ring: NCCL has nothing else for all_gather and reduce_scatter, but for one
-        rank a node since 2.23, so their latency grows with the ranks."""
-        return collective_time_s(kind, size_bytes, self.group(group), algorithm="ring")
+    def gather_s(self, kind: str, size_bytes: float, group: str) -> float:
+        """Seconds of ZeRO-3's all_gather or reduce_scatter. Between nodes NCCL has rings alone, but
+        for one rank a node since 2.23, so their latency grows with the ranks."""
+        on = self.group(group)
+        algorithm = None if on.n_nodes == 1 else "ring"
+        return collective_time_s(kind, size_bytes, on, algorithm=algorithm)
 
     def _dispatch_s(self, size_bytes: float, group: LinkGroup) -> float:
         """Seconds to send rows to the ranks of their experts: k copies of a token to k experts.

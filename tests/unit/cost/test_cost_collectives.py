@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import sympy
 from hypothesis import given
@@ -295,3 +297,26 @@ def test_a_backend_may_do_a_collective_otherwise() -> None:
         times = 2.0 if kind == "reduce_scatter" else 1.0
         assert slower == times * collective_time_s(kind, 1e6, flat_group(4, plain))
     assert Link(1e-5, 1e-9, ratios=(("send_recv", 0.5),)).message_s(1e4) == pytest.approx(1e-5)
+
+
+@pytest.mark.parametrize("in_switch", [None, 1e-11])
+def test_chunks_reach_the_bandwidth_slowly(in_switch: float | None) -> None:
+    """A collective whose chunks follow each other is never faster than whole buffers, slower at
+    sizes between, and at last as fast. An all_reduce is still both of its halves."""
+    link = Link(5e-6, 1e-11, in_switch, chunk_s=5e-7)
+    whole, chunks = (flat_group(8, of) for of in (replace(link, chunk_s=None), link))
+    sizes = [2.0**i for i in range(10, 36)]
+    for kind in ("all_reduce", "all_gather", "reduce_scatter"):
+        slower = [
+            collective_time_s(kind, n, chunks) / collective_time_s(kind, n, whole) for n in sizes
+        ]
+        assert min(slower) >= 1.0 - 1e-9
+        assert slower[0] == pytest.approx(1.0, abs=0.1)
+        assert max(slower) > 1.2
+        assert slower[-1] < 1.02
+    assert collective_time_s("all_to_all", 1e6, chunks) == collective_time_s(
+        "all_to_all", 1e6, whole
+    )
+    if in_switch is None:
+        halves = sum(collective_time_s(k, 1e7, chunks) for k in ("all_gather", "reduce_scatter"))
+        assert collective_time_s("all_reduce", 1e7, chunks) == pytest.approx(halves)
