@@ -13,6 +13,7 @@ from selenium.webdriver.common.by import By
 from selenium.webdriver.common.keys import Keys
 
 import autopar
+from autopar.cost.memory import footprint_of_plan
 from autopar.units import format_bytes, format_count, format_seconds
 from tests.browser.conftest import Shown
 from tests.helpers.plans import bound_of
@@ -77,7 +78,9 @@ def test_numbers_are_the_predictions(shown: Shown) -> None:
     trillion_s = by_name["a trillion tokens"] * 86400
     assert trillion_s * predicted.tokens_per_s == pytest.approx(1e12)
     (free,) = [value for name, value in by_name.items() if name.startswith("free of")]
-    assert free == hardware.device.memory_bytes - predicted.peak_bytes
+    takes = footprint_of_plan(predicted.peak_bytes, hardware)
+    device_bytes = hardware.device.memory_bytes
+    assert free == device_bytes - takes.reserved_bytes - takes.margin_bytes
     assert by_name["communication"] == predicted.comm_time_s == timeline.comm_time_s
     assert by_name["of it exposed"] == predicted.exposed_comm_s
     verdict = shown.run(

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 from selenium.webdriver.common.by import By
 
+from autopar.schedule import SPLITS_BACKWARD
 from autopar.units import format_bytes, format_seconds
 from tests.browser.conftest import Shown
 from tests.browser.test_plan_page import Made
@@ -97,7 +98,8 @@ def test_devices_with_several_stages(name: str, made: Made) -> None:
     peak = shown.wait("return document.querySelector('.timeline-box').dataset.peak")
     assert float(peak) == pytest.approx(shown.plan.predicted.peak_bytes)
     keys = shown.run("return [...document.querySelectorAll('.keys li')].map(e => e.textContent)")
-    assert ("gradients of weights" in keys) == (name == "chunks")
+    assert ("gradients of weights" in keys) == (shown.plan.data.schedule in SPLITS_BACKWARD)
+    assert name != "chunks" or shown.plan.data.schedule in SPLITS_BACKWARD
     titles = shown.run(
         "return [...document.querySelectorAll('.plots title')].map(t => t.textContent)"
     )
