@@ -42,11 +42,8 @@ class Link:
     ratios: tuple[tuple[str, float], ...] = field(default=(), kw_only=True)
 
     def __post_init__(self) -> None:
-        if (
-            self.latency_s < 0
-            or self.s_per_byte < 0
-            or min(self.in_switch_s_per_byte or 0.0, self.chunk_s or 0.0) < 0
-        ):
+        optional = (self.in_switch_s_per_byte or 0.0, self.chunk_s or 0.0)
+        if min(self.latency_s, self.s_per_byte, *optional) < 0:
             raise MeshError(f"a link cannot have negative latency or s_per_byte: {self}")
 
     def ratio(self, kind: str) -> float:

@@ -89,8 +89,9 @@ def _lines_of_groups(found: Score) -> list[str]:
         if errors.mape is not None and errors.bias is not None:
             way = "slow" if errors.bias > 0 else "fast"
             said = f"mean {errors.mape:6.1%}  on average {abs(errors.bias):.1%} too {way}"
-            lines.append(f"  {name:{width}}  {errors.n:3} runs  {said}")
-    held, n = found.held
+            runs = "run " if errors.n == 1 else "runs"
+            lines.append(f"  {name:{width}}  {errors.n:3} {runs}  {said}")
+    held, n = found.count_in_interval()
     return [*lines, f"  {held} of {n} published steps lie in their 80% interval"] if n else []
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from autopar.cost.hardware import Hardware
-from autopar.cost.memory import footprint_of_plan
+from autopar.cost.memory import Footprint, footprint_of_plan
 from autopar.plans import Predicted
 
 _SECONDS_A_DAY = 86400
@@ -17,6 +17,7 @@ class DeviceRates:
 
     days_per_trillion_tokens  of the whole mesh
     free_bytes                of a device's memory, at the peak: neither reserved nor margin
+    footprint                 what the peak takes of a GPU; None on CPUs, whose allocator keeps none
     """
 
     tokens_per_s: float | None
@@ -25,14 +26,14 @@ class DeviceRates:
     days_per_trillion_tokens: float | None
     free_bytes: float
     device_bytes: float
+    footprint: Footprint | None
 
     @staticmethod
     def of(predicted: Predicted, hardware: Hardware, n_ranks: int) -> DeviceRates:
         tokens_per_s, samples_per_s = predicted.tokens_per_s, predicted.samples_per_s
-        device_bytes, taken_bytes = hardware.device.memory_bytes, predicted.peak_bytes
-        if hardware.is_gpu:
-            takes = footprint_of_plan(predicted.peak_bytes, hardware)
-            taken_bytes = takes.reserved_bytes + takes.margin_bytes
+        device_bytes, peak_bytes = hardware.device.memory_bytes, predicted.peak_bytes
+        takes = footprint_of_plan(peak_bytes, hardware) if hardware.is_gpu else None
+        taken_bytes = takes.reserved_bytes + takes.margin_bytes if takes else peak_bytes
         return DeviceRates(
             tokens_per_s / n_ranks if tokens_per_s else None,
             samples_per_s / n_ranks if samples_per_s else None,
@@ -40,4 +41,5 @@ class DeviceRates:
             1e12 / tokens_per_s / _SECONDS_A_DAY if tokens_per_s else None,
             device_bytes - taken_bytes,
             device_bytes,
+            takes,
         )

@@ -1,9 +1,9 @@
 """What a device and its links can do, in numbers, and which links a group of ranks crosses.
 
-Read `names.py` (how devices are called), `profile.py` (profiles), `hardware.py` (a mesh resolved
-to rates and links), `software.py` (what runs on a device, and what it reaches there), `topology.py`
-(the links of a group of ranks), then `what_if.py` (profiles with changed figures). The shipped
-profiles are TOML files in `profiles/`, software in `stacks/`.
+Read `names.py` (how devices are called), `profile.py` (profiles), `software.py` (what runs on a
+device, and what it reaches there), then `hardware.py` (a mesh resolved to rates and links). After
+that come `topology.py` (the links of a group of ranks) and `what_if.py` (profiles with changed
+figures). The shipped profiles are TOML files in `profiles/`, software in `stacks/`.
 
 This is the lowest room of `cost`: it may import no other room of it, only what lies below
 `cost`, such as `mesh.py`. It mainly hands on `Profile`, `Hardware` (made by `resolve`) and

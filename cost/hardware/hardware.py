@@ -106,7 +106,7 @@ def resolve_on(
 ) -> Hardware:
     """`resolve` for a mesh of devices of this profile."""
     runs = software_of(software, is_gpu=bool(profile.cuda_names))
-    profile = runs.on(_share_cores(profile, mesh.devices_per_node))
+    profile = runs.apply_to(_share_cores(profile, mesh.devices_per_node))
     intra, inter = profile.link("intra_node"), profile.link("inter_node")
     between = intra if mesh.nodes == 1 else inter
     links = (*(between for _ in mesh.shape[1:]), intra)

@@ -126,7 +126,7 @@ class Software:
         changed = {name: Quantity(value, "fit") for name, value in values.items()}
         return replace(self, constants={**self.constants, **changed})
 
-    def on(self, profile: Profile) -> Profile:
+    def apply_to(self, profile: Profile) -> Profile:
         """What a device reaches under this software in a whole step."""
         rate, network = self.constant("sustained_rate_ratio"), self.constant("network_time_ratio")
         changed = dict(profile.quantities)
@@ -144,10 +144,9 @@ class Software:
     def interval_ratio(self, profile: str) -> float:
         """80% of published steps lie within this ratio of the predicted ones.
 
-        It is that of runs left out of the fit, by device (`cost/published/intervals.py`). A profile
-        with changed figures (`what_if.py`) is taken for the one that it is made of.
+        It is that of runs left out of the fit, by device (`cost/published/intervals.py`).
         """
-        found = self.intervals.get(profile.split(" with ")[0], self.intervals.get("any"))
+        found = self.intervals.get(profile, self.intervals.get("any"))
         return widest_interval() if found is None else found.value
 
     def slowest_of(self, n_ranks: int) -> float:

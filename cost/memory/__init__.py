@@ -1,10 +1,10 @@
 """How many bytes a rank of a stage needs: state between steps, and the peak within a step.
 
-Read `state.py` (bytes and update time per parameter), `workspace.py` (what libraries hold),
-`allocator.py` (allocated, reserved, margin), then `ledger.py` (a count of live bytes),
-`buffers.py` (buffers of collectives), `regions.py` (compiled regions), `live_microbatch.py` (live
-bytes of one microbatch, moment by moment), `microbatch.py` (played on a ledger), `liveness.py` (the
-peak over a whole step), `actions.py` (the same by action, for devices with several stages), and
+Read `state.py` (bytes and update time per parameter), `workspace.py` (what libraries hold) and
+`allocator.py` (allocated, reserved, margin). Then `ledger.py` (a count of live bytes), `buffers.py`
+(buffers of collectives) and `regions.py` (compiled regions). Then `live_microbatch.py` (live bytes
+of one microbatch, moment by moment), `microbatch.py` (played on a ledger) and `liveness.py` (the
+peak over a whole step). Last `actions.py` (the same by action, for devices with several stages) and
 `course.py` (all its moments, for reports).
 
 The room may import `hardware` and what lies below `cost`; not `laws` or `simulate`, which are its

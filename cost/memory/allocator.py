@@ -44,7 +44,7 @@ def footprint(
 ) -> Footprint:
     """What a peak of allocated bytes takes of a device. Only GPUs have the allocator."""
     share = SHARES[setting] if hardware.is_gpu else 0.0
-    beside_bytes = _beside_fraction(hardware) * hardware.device.memory_bytes
+    beside_bytes = _fraction_outside_allocator(hardware) * hardware.device.memory_bytes
     return Footprint(allocated_bytes, allocated_bytes / (1.0 - share), beside_bytes)
 
 
@@ -56,11 +56,11 @@ def footprint_of_plan(peak_bytes: float, hardware: Hardware) -> Footprint:
 
 def least_margin(setting: Setting, hardware: Hardware) -> float:
     """The least `memory_margin` of plans under a setting, rounded up to thousandths."""
-    left = (1.0 - _beside_fraction(hardware)) * (1.0 - SHARES[setting])
+    left = (1.0 - _fraction_outside_allocator(hardware)) * (1.0 - SHARES[setting])
     return min(math.ceil(1e3 * (1.0 - left)) / 1e3, hardware.memory_margin_fraction)
 
 
-def _beside_fraction(hardware: Hardware) -> float:
+def _fraction_outside_allocator(hardware: Hardware) -> float:
     """The share of a device's memory that is not the allocator's."""
     share = SHARES["default"] if hardware.is_gpu else 0.0
     return max(hardware.memory_margin_fraction - share, 0.0)

@@ -1,10 +1,11 @@
 """The accuracy of the cost model: predictions beside published training runs.
 
 Read `runs.py` (a file of runs: the shipped `published_runs.json` and `mcore_golden.json`, or a
-user's own), then `rows.py` (a run as numbers), `memory_flags.py` (its flags that move memory),
-`predict.py` (the model of a run), `open_fields.py` (what a run leaves open), `tables.py` (two
-tables of one layer), `accuracy.py` (errors and targets), `scoring.py` (all runs of a file),
-`fit.py` (constants of a software from runs) and `intervals.py` (how far runs lie from predictions).
+user's own), then `rows.py` (a run as numbers) and `memory_flags.py` (its flags that move memory).
+Then `predict.py` (the model of a run), `open_fields.py` (what a run leaves open) and `tables.py`
+(two tables of one layer). Then `accuracy.py` (errors and targets) and `scoring.py` (all runs of a
+file). Last `fit.py` (constants of a software from runs) and `intervals.py` (how far runs lie from
+predictions).
 
 This is the highest room of `cost`: it may import all the others. It mainly hands on `read_runs`,
 `score` and `Score`.

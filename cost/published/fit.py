@@ -4,11 +4,10 @@
              + sum over group runs  (log ratio - mean log ratio of the group)^2 / GROUP_SIGMA^2
              + sum over constants   (log value - log prior)^2 / sigma^2
 
-where log ratio is log(predicted / published). `fit` solves this. Runs of a group are
-one figure of a paper: the same machine, model and software. Their ratios to each other are known
-better than their absolute times. A residual beyond two sigmas counts linearly, not squared (P. J.
-Huber, 1964). So one unusual run does not bend the constants of all others. The unknowns are the
-logarithms.
+where log ratio is log(predicted / published). `fit` solves this. Runs of a group are one figure of
+a paper: the same machine, model and software. Their ratios to each other are known better than
+their absolute times. A residual beyond two sigmas counts linearly, not squared (P. J. Huber, 1964).
+So one unusual run does not bend the constants of all others. The unknowns are the logarithms.
 
 A device's constants are not fitted: they are measurements of its kernels and links alone
 (`cost/hardware/profiles`). What whole steps reach of them belongs to the software

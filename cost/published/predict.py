@@ -25,7 +25,7 @@ def step_model(row: PublishedRun, software: Software | None = None) -> StepModel
             if key in profile.quantities
         }
         profile = replace(profile, quantities={**profile.quantities, **changed})
-    profile = software.on(profile)
+    profile = software.apply_to(profile)
     each = int(row.overrides.get("devices_per_node", _DEVICES_PER_NODE))
     dtype = _DTYPES[row.dtype]
     links = (profile.link("inter_node"), profile.link("intra_node"))

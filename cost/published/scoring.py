@@ -128,8 +128,7 @@ class Score:
         }
         return {name: errors for name, errors in found.items() if errors.n}
 
-    @property
-    def held(self) -> tuple[int, int]:
+    def count_in_interval(self) -> tuple[int, int]:
         """How many published step times lie in their interval, and of how many."""
         times = [(e.interval_s, e.time.published) for e in self.entries if e.interval_s and e.time]
         known = [(interval, published) for interval, published in times if published is not None]
@@ -201,7 +200,7 @@ class Score:
             "mape": time.mape,
             "max_error": time.max_error,
             "groups": {name: asdict(errors) for name, errors in self.groups.items()},
-            "in_interval": dict(zip(("held", "n"), self.held, strict=True)),
+            "in_interval": dict(zip(("held", "n"), self.count_in_interval(), strict=True)),
             "ordering": {name: order.to_json() for name, order in self.ordering.items()},
             "memory": asdict(self.memory),
             "activation_memory_pct": _table_json(self.activation),

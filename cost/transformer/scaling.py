@@ -101,7 +101,7 @@ def weak_scaling(
     """
     _check(shape, recipe)
     software = software or load_software(_usual_stack(profile))
-    profile, dtype = software.on(profile), training_dtype(profile)
+    profile, dtype = software.apply_to(profile), training_dtype(profile)
     hardware = link_hardware(
         profile, (profile.link("inter_node"), profile.link("intra_node")), dtype
     )

@@ -99,9 +99,10 @@ def check_mesh(data: PlanData, mesh: Mesh) -> None:
 def record_of(mesh: Mesh, hardware: Hardware) -> MeshRecord:
     assert mesh.axis_names is not None
     device = hardware.device
-    if hardware.profile_name == "explicit" and any(link.ratios for link in hardware.links):
+    unrecorded = any(link.ratios or link.chunk_s is not None for link in hardware.links)
+    if hardware.profile_name == "explicit" and unrecorded:
         raise MeshError(
-            "a plan cannot record explicit links with ratios of collectives",
+            "a plan cannot record explicit links with ratios or chunks of collectives",
             hint="write them in a profile: Mesh(hardware='path.toml')",
         )
     return MeshRecord(

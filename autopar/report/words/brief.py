@@ -11,7 +11,6 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 from autopar.cost.hardware import Hardware
-from autopar.cost.memory import footprint_of_plan
 from autopar.plans import Alternative, PlanData, Predicted
 from autopar.report.device_rates import DeviceRates
 from autopar.report.tables import NOT_TRIED, alternative_note, headline, idle_warnings
@@ -59,7 +58,7 @@ def brief(
         ("plan", headline(data)),
         *(("", warning) for warning in idle_warnings(data)),
         ("step", _step(data, predicted, figures, "GPU" if hardware.is_gpu else "device")),
-        ("memory", _memory(predicted, figures, hardware, limit_bytes)),
+        ("memory", _memory(predicted, figures, limit_bytes)),
         *_labelled("also", _alternatives(data, limit_bytes)),
         *_labelled("advice", advice),
     ]
@@ -89,13 +88,10 @@ def _step(data: PlanData, predicted: Predicted, figures: DeviceRates, device: st
     return text
 
 
-def _memory(
-    predicted: Predicted, figures: DeviceRates, hardware: Hardware, limit_bytes: float
-) -> str:
+def _memory(predicted: Predicted, figures: DeviceRates, limit_bytes: float) -> str:
     """`60 of 80 GiB per device, 63 GiB reserved, 4 GiB for CUDA and NCCL, 13 GiB free; ...`."""
     text = f"{format_bytes_of(predicted.peak_bytes, figures.device_bytes)} per device"
-    if hardware.is_gpu:
-        takes = footprint_of_plan(predicted.peak_bytes, hardware)
+    if takes := figures.footprint:
         text += f", {format_bytes(takes.reserved_bytes)} reserved"
         text += f", {format_bytes(takes.margin_bytes)} for CUDA and NCCL"
     if figures.free_bytes > 0:

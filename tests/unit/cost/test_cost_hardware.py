@@ -169,7 +169,7 @@ def test_malformed_files_are_refused(tmp_path: Path, old: str, new: str, message
 def reached_profile(name: str) -> Profile:
     """What autopar's runtime reaches of a shipped profile."""
     profile = load_profile(name)
-    return software_of("autopar", is_gpu=bool(profile.cuda_names)).on(profile)
+    return software_of("autopar", is_gpu=bool(profile.cuda_names)).apply_to(profile)
 
 
 def test_software_changes_what_a_device_reaches() -> None:
@@ -179,7 +179,7 @@ def test_software_changes_what_a_device_reaches() -> None:
     rate, network = (
         software.constant(f"{what}_ratio") for what in ("sustained_rate", "network_time")
     )
-    reached = software.on(plain)
+    reached = software.apply_to(plain)
     scaled = {
         key: reached.value(key) / plain.value(key)
         for key in plain.quantities
@@ -189,7 +189,7 @@ def test_software_changes_what_a_device_reaches() -> None:
     assert list(scaled.values()) == [pytest.approx(rate)] * len(scaled)
     assert all("achieved_flops" in key or "attention" in key for key in scaled)
     cpu = load_profile("cpu-local")
-    assert software_of("autopar", is_gpu=False).on(cpu) == cpu
+    assert software_of("autopar", is_gpu=False).apply_to(cpu) == cpu
 
 
 def test_plans_may_assume_other_software() -> None:
