@@ -22,7 +22,7 @@ from autopar.cost.hardware import (
     parse_changes,
 )
 from autopar.cost.hardware.what_if import Change
-from autopar.errors import OptionError
+from autopar.errors import MeshError, OptionError
 from tests.helpers.commands import good, refused
 from tests.helpers.models.tiny_model import Tiny, batch
 
@@ -132,6 +132,14 @@ def test_explicit_links_have_no_profile_to_change() -> None:
     mesh = autopar.Mesh((1, 2), links=[autopar.Link(1e-6, 1e-10)] * 2, device=device)
     with pytest.raises(OptionError, match="no profile to change"):
         autopar.plan(Tiny(), mesh, batch(), stages=1).what_if("device.launch_s=2x")
+
+
+@pytest.mark.parametrize("own", [{"chunk_s": 1e-7}, {"ratios": (("reduce_scatter", 2.0),)}])
+def test_explicit_links_that_a_plan_cannot_record_are_refused(own: dict[str, Any]) -> None:
+    device = autopar.Device(flops_per_s=1e12, bytes_per_s=1e11, memory_bytes=1e10)
+    links = [autopar.Link(1e-6, 1e-10, **own)] * 2
+    with pytest.raises(MeshError, match="cannot record explicit links with ratios or chunks"):
+        autopar.plan(Tiny(), autopar.Mesh((1, 2), links=links, device=device), batch(), stages=1)
 
 
 TINY = (
