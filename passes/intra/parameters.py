@@ -97,7 +97,11 @@ class ParameterMaker:
         spare = _spare_cell(tensor, sizes)
         if spare is not None:
             cells.setdefault(spare)
-        return self._recipe_specs(_storage_specs(tensor, tuple(cells), sizes), used)
+        specs = _storage_specs(tensor, tuple(cells), sizes)
+        if not self.limits.constraints.zero:
+            return specs
+        fits = self._fit_recipe(tensor, specs, used, sizes)
+        return tuple(spec for spec, row in zip(specs, fits, strict=True) if row.any()) or specs
 
     def _every_storage(self, name: str, specs: Sequence[Spec]) -> tuple[Storage, ...]:
         fixed = self.limits.constraints.storage.get(name)
@@ -110,22 +114,23 @@ class ParameterMaker:
         )
         return tuple(s for s in kept if self.limits.storage_allowed(name, s))
 
-    def _recipe_specs(self, specs: tuple[Spec, ...], used: Sequence[Spec]) -> tuple[Spec, ...]:
-        """Under a ZeRO recipe, the specs that a use may be stored in."""
-        if not self.limits.constraints.zero:
-            return specs
-        fits = self._fit_recipe(specs, used)
-        return tuple(spec for spec, row in zip(specs, fits, strict=True) if row.any()) or specs
-
-    def _fit_recipe(self, stored: Sequence[Spec], used: Sequence[Spec]) -> BoolArray:
+    def _fit_recipe(
+        self, tensor: TensorType, stored: Sequence[Spec], used: Sequence[Spec],
+        sizes: tuple[int, ...],
+    ) -> BoolArray:  # fmt: skip
         """[stored, used]: under a ZeRO recipe, sharded on every axis of `ZERO_SHARDS` beside what
-        the use shards; where no spec is, whole on these axes."""
+        the use shards; where no spec that divides on this mesh is, whole on these axes."""
         constraints = self.limits.constraints
         data = [a for a in self.cases.active_axes if constraints.role(a) in ZERO_SHARDS]
         fits = np.array([[self.limits.fits_recipe(s, u) for u in used] for s in stored], dtype=bool)
         if not constraints.zero:
             return fits
-        sharded = np.array([all(s.placements[a].is_shard for a in data) for s in stored])
+        sharded = np.array(
+            [
+                all(s.placements[a].is_shard for a in data) and divides(tensor, s.placements, sizes)
+                for s in stored
+            ]
+        )
         among = fits & sharded[:, None]
         return np.where(among.any(axis=0), among, fits)
 
@@ -180,11 +185,12 @@ class ParameterMaker:
         on = self.cases.meshes, tuple(distinct), tuple(columns), use.fused_bytes
         paths = tables.once(on, lambda: path_costs(tables, *on))
         allowed = np.array([self._periods_allowed(storages, g) for g in (False, True)])
-        fits = np.ones((len(storages), len(uses)), dtype=bool)
+        fits = np.ones((len(self.sizes), 1, len(storages), len(uses)), dtype=bool)
         if self.is_recipe and self.limits.constraints.zero is not None:
             specs = list(dict.fromkeys(s.spec for s in storages))
-            rows_of = dict(zip(specs, self._fit_recipe(specs, uses), strict=True))
-            fits[:] = [rows_of[s.spec] for s in storages]
+            place = [specs.index(s.spec) for s in storages]
+            on_mesh = (self._fit_recipe(tables.tensors[0], specs, uses, n) for n in self.sizes)
+            fits[:, 0] = [of_specs[place] for of_specs in on_mesh]
         at = np.array([distinct[row] for row in rows])
         periods = np.array([PERIODS.index(s.period) for s in storages])
         tensor = tables.tensors[0]
@@ -300,7 +306,7 @@ def conversion_costs(
     """`ParameterMaker.conversions`, from sums over paths (`path_costs`): [cases, storages, uses].
 
     `rows` [storages] are places in the sums, `periods` [storages] are indices of `PERIODS`,
-    `allowed` [2, storages, uses] is without and with a gather, and `use_bytes` is [cases, uses].
+    `allowed` [meshes, 2, storages, uses] is without and with a gather, `use_bytes` [cases, uses].
     `cast` is 1 if the parameter is cast for use, `gradient` [cases] the bytes of its gradient per
     byte. A gradient that returns once a step stays as its use makes it; `stored_bytes` [cases,
     storages] of the stored one come when nothing else is live. A hidden second costs a price
@@ -324,7 +330,7 @@ def conversion_costs(
                     times, n_kept = m, copied
                 else:
                     times, n_kept = m, 1.0 if use.stays else 0.0
-                may = exists > 0 and allowed[int(gathers > 0), i, j]
+                may = exists > 0 and allowed[mesh_of[case], int(gathers > 0), i, j]
                 waited_s, sync_s, blocks_s = _conversion_s(of, m, periods[i], use)
                 seconds = waited_s + sync_price * sync_s + blocks_price * blocks_s
                 time_s[case, i, j] = seconds if may else np.inf

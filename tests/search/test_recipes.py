@@ -206,6 +206,15 @@ def test_zero_leaves_whole_what_does_not_divide_beside_tp() -> None:
     assert stored.startswith("I S(0)")
 
 
+def test_what_divides_on_another_view_alone_is_whole_here() -> None:
+    """A fused bias of 3 x 4 heads x 64 has no factor for dp=128; for dp=64 beside tp=4 it has."""
+    model, mesh = wide_gpt2(2, width=256, length=16), Mesh((32, 8), hardware=A100)
+    manual = Manual(dp=128, tp=2, zero=1)
+    plan = autopar.plan(model, mesh, meta_tokens(128, 16), manual=manual)
+    assert plan.placements["transformer.h.0.attn.c_attn.bias"] == ("I", "S(0.1)")
+    assert plan.placements["transformer.h.0.attn.c_attn.weight"][0] == "S(0)"
+
+
 def test_layouts_known_by_name_are_rows() -> None:
     """HSDP, FSDP x TP, pipelines with tensor parallelism over a node: each has a price or bound."""
     mesh = cluster(2, 4)
