@@ -32,6 +32,12 @@ from autopar.passes.solvers.problem import TimeLimitError
 
 # Nodes of one name that are refined in a row, without a faster plan, before another has a turn.
 _MOST_IN_A_ROW = 8
+# So far above the least bound (relative), the incumbent is worth a dive: of so many refinements
+# without a faster plan, the last ones refine what is nearest to a plan, not what has the least
+# bound. A dive of one stage ends after four: what runs again, two solved, one simulated.
+_DIVES_REL, _DIVES_EVERY, _DIVE_LENGTH = 0.05, 24, 4
+# Levels of one stage on the way to a plan.
+_DEPTHS = {"free": 1, "rerun": 2, "solved": 3}
 # Of a node whose solver gave up.
 NOT_IN_TIME = "no placements found in time"
 
@@ -72,6 +78,11 @@ class Node:
     def turn(self) -> tuple[float, str, str]:
         """Nodes are refined in this order."""
         return self.least_s, self.name, self.level
+
+    @property
+    def depth(self) -> int:
+        """How near it is to a plan: 0 if it is none of one stage."""
+        return 0 if self.recipe else _DEPTHS.get(self.level, 0)
 
     @property
     def row_name(self) -> str:
@@ -164,6 +175,10 @@ class BranchAndBound:
         able.sort(key=lambda node: node.turn)
         faster = [node for node in able if node.least_s < self._worth_s(node)]
         if faster:
+            if self._dives(faster[0].least_s):
+                deepest = min(faster, key=lambda n: (-n.depth, n.turn))
+                if deepest.depth:
+                    return deepest, self._worth_s(deepest)
             faster = self._row.next_names(faster)
             # A solved plan may become the incumbent, and may end the search.
             alike_s = faster[0].turn[0] * (1 + self.tolerance)
@@ -175,6 +190,12 @@ class BranchAndBound:
         near_s, simplicity = self.incumbent_s * (1 + self.tie), self._rank(self.chosen)
         simpler = [n for n in able if n.least_s < near_s and n.simplest < simplicity]
         return (min(simpler, key=lambda n: n.simplest), near_s) if simpler else None
+
+    def _dives(self, least_s: float) -> bool:
+        """Is it time for a dive? `least_s` is the least bound of what may be faster."""
+        since = self._row.n_since_faster % _DIVES_EVERY
+        is_far = self.incumbent_s > least_s * (1 + _DIVES_REL)
+        return is_far and since >= _DIVES_EVERY - _DIVE_LENGTH
 
     def _worth_s(self, node: Node) -> float:
         """Plans of the node that take as long, or longer, do not matter. Those in a less simple
@@ -193,14 +214,17 @@ class BranchAndBound:
 
 @dataclass
 class _Row:
-    """How often nodes of one `name` were refined in a row without a faster plan."""
+    """How often nodes of one `name`, and of all, were refined in a row without a faster plan."""
 
     name: str = ""
     incumbent_s: float = math.inf
     length: int = 0
+    n_since_faster: int = 0
 
     def add(self, name: str, incumbent_s: float) -> None:
-        goes_on = name == self.name and incumbent_s == self.incumbent_s
+        is_alike = incumbent_s == self.incumbent_s
+        self.n_since_faster = self.n_since_faster + 1 if is_alike else 1
+        goes_on = name == self.name and is_alike
         self.length = self.length + 1 if goes_on else 1
         self.name, self.incumbent_s = name, incumbent_s
 
