@@ -12,7 +12,8 @@ from autopar.option_values import check_count, check_word, is_int
 #   full             all of them; only the inputs of the block are kept
 #   selective        all but matmuls, attention and collectives, whose results are kept
 #   attention-core   scores, softmax, dropout and matmul with the values, or fused attention
-Recompute = Literal["full", "selective", "attention-core"]
+#   gathers          gathers of activations: of what sequence parallelism gathers, shards are kept
+Recompute = Literal["full", "selective", "attention-core", "gathers"]
 MODES: tuple[Recompute, ...] = get_args(Recompute)
 
 

@@ -7,6 +7,7 @@ where the fewest bytes cross (`_best_shift`). What a cut leaves over at both end
 recomputed too.
 
     full, selective    the whole block
+    gathers            of the whole block what a reshard gathers
     attention-core     the fused attention operator; without one, the two matmuls of activations
                        around a softmax and everything between them (`_attention_cores`)
 
@@ -37,7 +38,7 @@ from autopar.rules import rule_for
 LEAST_BLOCKS = 2
 MODES: tuple[Recompute, ...] = get_args(Recompute)
 # The modes that the search chooses from, least recompute first.
-SEARCHED: tuple[Recompute | None, ...] = (None, "selective", "full")
+SEARCHED: tuple[Recompute | None, ...] = (None, "gathers", "selective", "full")
 _SOFTMAX = ("aten._softmax.default", "aten.softmax.int", "aten._safe_softmax.default")
 
 # Consecutive positions in `Analysis.operators`.

@@ -166,7 +166,8 @@ class LeastRerun:
     @once
     def _steps(self, n_microbatches: int) -> list[tuple[float, float]]:
         """(bytes freed, seconds) of each range from one mode to a leaner one, cheapest first."""
-        modes = [mode for mode in self.recomputable.modes if mode is not None]
+        # Equal shares of all that is saved are what "gathers" leaves at best.
+        modes = [mode for mode in self.recomputable.modes if mode not in (None, "gathers")]
         steps = [
             step
             for r in range(len(self._ranges.every))

@@ -4,6 +4,8 @@ Each range that may run again (`Recomputable` in `passes/analysis/recompute.py`)
 the problem: its mode. A mode that is given gets no variable, and only its costs are added. Modes:
 
     none        the range saves what its operators save
+    gathers     it saves what its operators save, as shards where a reshard gathers it; these
+                reshards run once more
     full        it saves its inputs; its operators and reshards run once more
     selective   it saves its inputs and the results of matmuls and collectives; the rest runs once
                 more. Not saved are the results of its last operator, and a matmul's result that
@@ -45,6 +47,8 @@ from autopar.passes.solvers.problem import Edge
 
 # Breaks ties towards less recompute. Beside sums of other ties it is too small to decide more.
 _MODE_TIE = 1e-2
+# Modes in which operators save what they save.
+_SAVING: tuple[Recompute | None, ...] = (None, "gathers")
 
 
 def add_recompute(
@@ -71,6 +75,8 @@ class _Adder:
     # Result of a matmul -> seconds of a step, [cases, choices], for the bias that is added to it.
     _sums: dict[str, Array] = field(default_factory=dict)
     _interned: dict[tuple[tuple[int, ...], bytes], Array] = field(default_factory=dict)
+    # Edges of reshards whose results are saved: in "gathers", what of them.
+    _saved_edges: set[int] = field(default_factory=set)
     _in_modes_of: dict[Hashable, tuple[Array, Array] | None] = field(default_factory=dict)
 
     @property
@@ -122,18 +128,35 @@ class _Adder:
             if self.ranges.runs_again(i, "selective"):
                 apart_s = np.where(is_kept | (matmul is not None), 0.0, again_s)
                 self._spend(v, r, apart_s, "selective")
-            self._charge(v, r, price.own_bytes, None)
+            self._charge(v, r, price.own_bytes, *_SAVING)
             if self.ranges.rule(i).saves_more:
                 self._charge(v, r, np.where(is_kept, price.own_bytes, 0.0), "selective")
             for number, size_bytes in price.kept.items():
-                if self.ranges.is_only(candidates.group.values[number], r):
-                    self._charge(v, r, size_bytes, None)
+                value = candidates.group.values[number]
+                if self.ranges.is_only(value, r):
+                    self._charge(v, r, size_bytes, *self._saving_modes(v, r, value))
                 else:
                     always += n_like * size_bytes
             is_read = i in self.ranges.matmuls_read_again
             for value in item.operator.outputs if is_read and is_kept.any() else ():
                 self._keep_result(v, r, value, is_kept)
         self.builder.variables[v].size_bytes = self._intern(always)
+
+    def _saving_modes(self, v: int, r: int, value: str) -> Sequence[Recompute | None]:
+        """The modes in which a group is charged for a value that it saves.
+
+        If a reshard of the range makes it, what is saved in "gathers" depends on that.
+        """
+        owner = self.ranges.owner(value)
+        made_by = [
+            reshard
+            for reshard in self.builder.reshards
+            if v in reshard.readers and self.ranges.owner(reshard.value) == owner
+        ]
+        if len(made_by) != 1 or self._range_of(made_by[0]) != r:
+            return _SAVING
+        self._saved_edges.add(made_by[0].edge)
+        return (None,)
 
     @cached_property
     def _representatives(self) -> Mapping[ChoiceTable, GroupCandidates]:
@@ -210,9 +233,8 @@ class _Adder:
             if v < len(self.candidates)
             else self.builder.variables[v].specs[value]
         )
-        for mode in self.modes:
-            if mode is not None:
-                self._charge(v, r, self._local_bytes(value, specs), mode)
+        modes = [mode for mode in self.modes if mode not in _SAVING]
+        self._charge(v, r, self._local_bytes(value, specs), *modes)
 
     @cached_property
     def _maker_of(self) -> Mapping[str, int]:
@@ -270,7 +292,8 @@ class _Adder:
         handed = self._handed(reshard)
         decides = None if handed is None else self._decisive(handed) == reshard.value
         arrays = (edge.cost_s, again, sums_s, wanted)
-        key = (*map(id, arrays), decides)  # all these arrays are kept alive
+        is_saved = reshard.edge in self._saved_edges
+        key = (*map(id, arrays), decides, is_saved)  # all these arrays are kept alive
         if key not in self._in_modes_of:
             cost_s, size_bytes = self._mode_costs(reshard, again, handed)
             total_s = edge.cost_s[..., None] + cost_s
@@ -312,13 +335,29 @@ class _Adder:
             column = self.builder.variables[reshard.target].specs[value]
             first = [int(np.argmax(column.code == k)) for k in range(len(column.distinct))]
             apart_s = apart_s + np.where(again.moves > 0, self._sums[value][:, None, first], 0.0)
-        nothing = np.zeros_like(kept_bytes)
-        seconds = {None: nothing, "selective": apart_s}
-        sizes = {"selective": kept_bytes}
+        nothing = saved_bytes = gathers_s = np.zeros_like(kept_bytes)
+        if reshard.edge in self._saved_edges and "gathers" in self.modes:
+            saved_bytes, is_gathered = self._saved_bytes(reshard)
+            gathers_s = np.where(is_gathered, again.forward_s * m, 0.0)
+        seconds = {None: nothing, "selective": apart_s, "gathers": gathers_s}
+        sizes = {"selective": kept_bytes, "gathers": saved_bytes}
         return (
             np.stack([seconds.get(mode, again.forward_s * m) for mode in self.modes], axis=-1),
             np.stack([sizes.get(mode or "none", nothing) for mode in self.modes], axis=-1),
         )
+
+    def _saved_bytes(self, reshard: ReshardEdge) -> tuple[Array, BoolArray]:
+        """What "gathers" saves of a result, and is it gathered again? [cases, specs made, specs
+        wanted]: a shard instead of what is made of it, if that is larger."""
+        made, wanted = (
+            self.cases.size_bytes(reshard.value)[:, None] / n_shards_of(specs, self.cases)
+            for specs in (
+                self.builder.variables[v].specs[reshard.value].distinct
+                for v in (reshard.source, reshard.target)
+            )
+        )
+        made, wanted = np.broadcast_arrays(made[:, :, None], wanted[:, None, :])
+        return np.minimum(made, wanted), made < wanted
 
     @once
     def _paths(self, tables: ReshardTables, made: SpecColumn, wanted: SpecColumn) -> RerunCosts:
@@ -362,14 +401,14 @@ class _Adder:
         for k in self._places(mode):
             self._range_table(v, r)[0][:, k] += seconds
 
-    def _charge(self, v: int, r: int, size_bytes: Array, mode: Recompute | None) -> None:
-        for k in self._places(mode):
+    def _charge(self, v: int, r: int, size_bytes: Array, *modes: Recompute | None) -> None:
+        for k in self._places(*modes):
             self._range_table(v, r)[1][:, k] += size_bytes
 
-    def _places(self, mode: Recompute | None) -> Iterator[int]:
-        """The indices of a mode among `modes`; "attention-core" runs again in full."""
+    def _places(self, *modes: Recompute | None) -> Iterator[int]:
+        """The indices of some of `modes`; "attention-core" runs again in full."""
         for k, own in enumerate(self.modes):
-            if own == mode or (own == "attention-core" and mode == "full"):
+            if own in modes or (own == "attention-core" and "full" in modes):
                 yield k
 
     def _range_table(self, v: int, r: int) -> tuple[Array, Array]:

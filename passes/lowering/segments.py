@@ -12,6 +12,8 @@ block does not run twice, nor a view of a sum over ranks whose result is kept.
 A reshard of a tensor from before the segment does not run again if its result is no larger and
 nothing else needs the tensor: then the result is kept instead.
 
+In mode "gathers", moves that make a shard larger run again, and nothing else does.
+
 In mode "selective", the results of lines with matmul FLOPs and of reshards that communicate are
 kept. Parameters are gathered again all the same: only the activations of a block are kept. A
 matmul's result that only a kept reshard reads (a partial sum, as large as the whole) is not kept.
@@ -30,6 +32,7 @@ from autopar.program.communication import line_needs
 from autopar.program.graph import Program
 from autopar.program.lines import (
     CallLine,
+    GatherLine,
     Line,
     MoveLine,
     Recomputed,
@@ -69,7 +72,9 @@ def with_segments(
         taken.add(name)
         span = span[0], last + 1
         reshards = {i for i in range(*span) if _stands_for_source(program, i, span, owners, uses)}
-        found.append(_segment(program, span, item.mode, name, reshards))
+        segment = _segment(program, span, item.mode, name, reshards)
+        if item.mode != "gathers" or any(_grows(program, program.body[i]) for i in segment.again):
+            found.append(segment)
     return replace(program, segments=tuple(found))
 
 
@@ -143,7 +148,7 @@ def _segment(
 ) -> Segment:
     """Of the lines that are not kept, those that the backward of some line needs run again."""
     body, (*lines, end) = program.body, range(*span)
-    kept = {i for i in lines if mode == "selective" and _is_kept(body[i])} | reshards
+    kept = {i for i in (*lines, end) if _is_kept(program, i, mode, end)} | reshards
     needs, may_run = line_needs(body, *span), {*lines, end} - kept
     again = {
         k
@@ -153,10 +158,23 @@ def _segment(
     return Segment(name, mode, *span, tuple(sorted(again)))
 
 
-def _is_kept(line: Line) -> bool:
+def _is_kept(program: StageProgram, i: int, mode: Recompute, end: int) -> bool:
+    """Is the result of a line kept? In "selective", that of the last line is not."""
+    line = program.body[i]
+    if mode == "gathers":
+        return not (isinstance(line, GatherLine) or _grows(program, line))
+    if mode != "selective" or i == end:
+        return False
     if isinstance(line, MoveLine):
         return line.move.forward in COLLECTIVES
     return isinstance(line, CallLine) and line.flops > 0 and line.lowered is None
+
+
+def _grows(program: StageProgram, line: Line) -> bool:
+    """Is it a move that makes more of a shard of an activation?"""
+    if not isinstance(line, MoveLine) or line.move.forward != "all_gather":
+        return False
+    return line.out.size_bytes > program.variables[line.source].size_bytes
 
 
 def _name(keys: Sequence[str], taken: Set[str]) -> str:

@@ -75,6 +75,8 @@ from autopar.units import format_bytes, format_seconds
 
 # So many candidates that do not fit are simulated at most, to say how much the leanest needs.
 _MOST_LEANEST = 8
+# Recipes of one stage that take so many times the least are slow: those of several are tried, too.
+_FAR = 1.5
 Progress = Callable[[str], None]
 
 
@@ -161,6 +163,8 @@ class Planner:
         try:
             with limit.running():
                 search.run(self._recipes())
+                if self.pipelines is not None and search.incumbent_s > _FAR * self._least_s:
+                    search.run(self.pipelines.recipes())
                 search.run(self._roots())
                 if self.pipelines is not None and (search.found or not has_plain_order(options)):
                     has_stages = bool(search.found) and len(search.chosen.stages) > 1
@@ -184,13 +188,18 @@ class Planner:
         search.nodes.extend(self._known(chosen.step_time_s))
         bound_s = None if options.manual is not None else search.bound_s
         if is_timed_out and bound_s is None:  # only recipes were tried
-            bound_s = least_step_s(self.analysis, self.evaluator.cost_of(self._any_view))
+            bound_s = self._least_s
         n_configurations = self.pipelines.n_configurations if self.pipelines else 0
         why = None if is_timed_out else WhySlower(self.simulator, chosen, self.pricer)
         named = AxisNames(self.simulator, options).named
         rows = alternatives_of(search, self.levels.errors, chosen, named, why)
         stats = self.evaluator.stats(n_configurations)
         return PlanningResult(named(chosen), (*rows, *notes), bound_s, search.ruled_out, stats)
+
+    @cached_property
+    def _least_s(self) -> float:
+        """No step takes less: all operators in equal shares."""
+        return least_step_s(self.analysis, self.evaluator.cost_of(self._any_view))
 
     def _rank(self, solved: Solved) -> Simplicity:
         pipeline = self.simulator.pipeline(solved.stages, solved.candidate.schedule)

@@ -11,8 +11,9 @@ else (`known_layouts`):
     HSDP                             ZeRO-3 inside of a node, copies across nodes
     FSDP x TP                        ZeRO-3 across nodes, Megatron with SP inside of a node
 
-A recipe is tried with the fewest microbatches that fit, first without recompute, then with
-selective and with full recompute; beside Megatron, ZeRO-3 is tried where ZeRO-1 does not fit. Its
+A recipe is tried with the fewest microbatches that fit, first without recompute. Then gathers of
+sequence parallelism run again, as Megatron's do, then more, then all (the user's own recipe: only
+these gathers, if it does not say what runs again). Beside Megatron, ZeRO-3 is tried where ZeRO-1 does not fit. Its
 placements are in the search's space, too, so a recipe bounds nothing: its node's bound is that of
 its own placements.
 """
@@ -28,6 +29,7 @@ from functools import cached_property, partial
 from itertools import chain, product, starmap
 
 from autopar.errors import InfeasibleError, NotSupportedError
+from autopar.manual import Recompute
 from autopar.mesh import LogicalMesh, Mesh
 from autopar.options import Options
 from autopar.passes.inter import (
@@ -50,7 +52,8 @@ from autopar.passes.solvers.problem import TimeLimitError, within
 # relative, for what `passes/analysis/gathering.py` says. `tests/search/test_simulator.py` measures
 # it.
 SLACK_REL = 0.02
-_MODES = ("selective", "full")
+_GATHERS: Recompute = "gathers"
+_MODES: tuple[Recompute, ...] = (_GATHERS, "selective", "full")
 
 
 @dataclass(frozen=True)
@@ -197,6 +200,8 @@ class RecipeNodes:
     ) -> Iterator[tuple[Evaluator, Candidate]]:
         """The attempts that may fit by their sizes. More microbatches need no more bytes."""
         for evaluator, candidates in product(self._evaluators, series):
+            if evaluator.options.recompute == _GATHERS and not _gathers(candidates[0]):
+                continue
             first = bisect_left(candidates, True, key=partial(_may_fit, evaluator))
             yield from ((evaluator, candidate) for candidate in candidates[first:])
 
@@ -204,9 +209,13 @@ class RecipeNodes:
     def _evaluators(self) -> list[Evaluator]:
         """Without recompute, unless the user chose it; then with each mode that there is."""
         whole = self.levels.simulator.evaluator
-        plain = whole.plain_evaluator
+        plain, options = whole.plain_evaluator, whole.options
         found = [plain or whole]
-        for mode in _MODES if plain is not None else ():
+        modes = _MODES if plain is not None else ()
+        is_manual = options.manual is not None and options.recompute == "auto"
+        if is_manual and whole.recomputable is None and "recompute" not in options.forbid:
+            modes = (_GATHERS,)
+        for mode in modes:
             with suppress(NotSupportedError):
                 found.append(whole.recompute_evaluator(mode))
         return found
@@ -244,6 +253,16 @@ class RecipeNodes:
         except InfeasibleError as error:
             self.levels.impossible(error, placed.candidate)
             return self._try(node, attempts)
+
+
+def _gathers(candidate: Candidate) -> bool:
+    """Does it have sequence parallelism?"""
+    return any(
+        "sequence" not in layout.constraints.forbid and n > 1
+        for layout in candidate.stages
+        for n, role in zip(layout.view.sizes, layout.constraints.roles, strict=True)
+        if role == "tensor"
+    )
 
 
 def _may_fit(evaluator: Evaluator, candidate: Candidate) -> bool:

@@ -110,6 +110,7 @@ class SeveralStages:
     levels: Levels
     space: PipelineSpace
     n_configurations: int = 0
+    _are_recipes_known: bool = False
     _n_solved: int = 0
     _n_in_vain: int = 0  # variables of these, since a pipeline was the fastest plan
     _efforts: dict[str, _Effort] = field(default_factory=dict)
@@ -152,8 +153,7 @@ class SeveralStages:
         asked = [] if has_plain_order(options) else orders
         if not self.space.analysis.program.training:
             orders = asked
-        is_plain = has_stages and self.space.n_stages is None
-        plain = [PipelineOrder(plain_order(options))] if is_plain else []
+        plain = self._plain_recipes if has_stages and not self._are_recipes_known else []
         sources: dict[Source, list[PipelineOrder]] = {"Megatron": asked, "search": orders}
         if not options.forbid & {"sequence", "zero1"}:
             sources["Megatron with SP and ZeRO-1"] = asked or plain
@@ -167,6 +167,23 @@ class SeveralStages:
                 node = self._lazy_node(f"{source} of several stages", simplest, pipelines)
                 # Of schedules that nobody asked for, nothing is said unless the node is refined.
                 yield replace(node, is_silent=source == "search" and not asked)
+
+    def recipes(self) -> Iterator[Node]:
+        """Megatron's pipelines with SP and ZeRO-1 in the usual order, as first incumbents."""
+        self._are_recipes_known = True
+        source: Source = "Megatron with SP and ZeRO-1"
+        if not self._evaluator.options.forbid & {"sequence", "zero1"} and self._plain_recipes:
+            pipelines = equal_pipelines(self.space, source, self._plain_recipes)
+            if pipelines:
+                simplest = Simplicity.of_order(plain_order(self._evaluator.options), True)
+                yield self._lazy_node(f"{source} of several stages", simplest, pipelines)
+
+    @property
+    def _plain_recipes(self) -> list[PipelineOrder]:
+        """The usual order, if recipes may have it."""
+        options = self._evaluator.options
+        is_searched = self.space.n_stages is None and has_plain_order(options)
+        return [PipelineOrder(plain_order(options))] if is_searched else []
 
     def _lazy_node(
         self, name: str, simplest: Simplicity, pipelines: Sequence[EqualPipeline]

@@ -149,8 +149,9 @@ def test_bytes_and_seconds_are_those_of_the_lines(
             assert isinstance(backward, PartWork)
             every_s = backward.compute_s + backward.collectives_s + backward.overlapped_s
             counted.append((kept_bytes(program, "adamw"), every_s))
-        (none, none_s), (selective, selective_s), (full, full_s) = foretold
-        (kept_none, never), (kept_selective, selective_again), (kept_full, full_again) = counted
+        (none, none_s), (gathers, gathers_s), (selective, selective_s), (full, full_s) = foretold
+        (kept_none, never), (kept_gathers, gathers_again), *others = counted
+        (kept_selective, selective_again), (kept_full, full_again) = others
         # A view that is resharded has a storage of its own, which the problem leaves out.
         is_copied = (name, forbid) == ("gpt2", "data")
         assert none - full <= (kept_none - kept_full) * (1 + 1e-6)
@@ -158,6 +159,8 @@ def test_bytes_and_seconds_are_those_of_the_lines(
         assert selective - full == pytest.approx(kept_selective - kept_full, rel=1e-6)
         assert selective_s - none_s == pytest.approx(selective_again - never, rel=1e-6)
         assert full_s - none_s == pytest.approx(full_again - never, rel=1e-6)
+        assert gathers - full == pytest.approx(kept_gathers - kept_full, rel=1e-6)
+        assert gathers_s - none_s == pytest.approx(gathers_again - never, rel=1e-6)
         assert none > selective > full and none_s <= selective_s < full_s
 
 

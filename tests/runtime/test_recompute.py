@@ -30,7 +30,7 @@ from autopar.runtime.groups import CollectiveCall
 from autopar.schedule import forward_only
 from autopar.verifier import verify_program
 from tests.conftest import Golden
-from tests.helpers.harness import foretold_calls, generated_code
+from tests.helpers.harness import OPERATOR_MODES, foretold_calls, generated_code
 from tests.helpers.jobs import llama, machine, rows, tokens
 from tests.helpers.models.dropout_models import dropped_gpt2, eager_gpt2
 from tests.helpers.models.recompute_models import Blocks, recomputing
@@ -247,8 +247,23 @@ CALLED = {
 }  # fmt: skip
 
 
+def test_what_sequence_parallelism_gathers_is_kept_in_shards() -> None:
+    """Gathers of a block run again, and no operator does."""
+    (stage,) = pipeline_of(planned("gpt2", "sp", "gathers")).stages
+    assert stage.segments and not lines_again(stage)
+    saved = differentiate(stage).saved
+    for segment in stage.segments:
+        moves = [stage.body[i] for i in segment.again]
+        assert moves and all(isinstance(m, MoveLine) for m in moves)
+        for move in moves:
+            assert isinstance(move, MoveLine) and move.move.forward == "all_gather"
+            assert move.out.name not in saved
+    plain, lean = (planned("gpt2", "sp", mode).predicted for mode in (None, "gathers"))
+    assert lean.peak_bytes < plain.peak_bytes
+
+
 @pytest.mark.parametrize("model", AGAIN)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", OPERATOR_MODES)
 def test_kernels_that_run_again(mode: Recompute, model: str) -> None:
     plan, wanted = planned(model, "alone", mode), AGAIN[model][mode]
     before, after = kernels(planned(model, "alone")), kernels(plan)
@@ -268,7 +283,7 @@ def lines_again(stage: StageProgram) -> list[CallLine]:
 
 def test_time_is_that_of_the_lines() -> None:
     """At one FLOP per second, recompute adds the time of the lines that run again."""
-    for mode in MODES:
+    for mode in OPERATOR_MODES:
         plan, plain = planned("gpt2", "dp", mode), planned("gpt2", "dp")
         (stage,) = pipeline_of(plan).stages
         again_s = sum(line.forward_s for line in lines_again(stage))
@@ -312,7 +327,9 @@ def test_partial_sums_are_not_kept_besides_what_they_add_up_to() -> None:
     assert found["aten.mm.default"] == plain["aten.mm.default"] > 0
 
 
-@pytest.mark.parametrize("mode", ["full", *(pytest.param(m, marks=nightly) for m in MODES[1:])])
+@pytest.mark.parametrize(
+    "mode", ["full", *(pytest.param(m, marks=nightly) for m in OPERATOR_MODES[1:])]
+)
 def test_a_saved_plan_runs_the_same_again(mode: Recompute, tmp_path: Path) -> None:
     shape, manual = HOW["1f1b"]
     plan = autopar.plan(

@@ -101,7 +101,7 @@ def test_any_operators(seed: int, kind: str) -> None:
 
 # Layout -> modes; each holds more than the one before.
 CASES: dict[Manual, tuple[Recompute | None, ...]] = {
-    Manual(tp=2, sp=True): ("full", "selective", "attention-core", None),
+    Manual(tp=2, sp=True): ("full", "selective", "attention-core", "gathers", None),
     Manual(dp=2, zero=3, microbatch_size=4): ("full", None),
     Manual(pp=2, microbatch_size=4): ("full", "selective", None),
 }

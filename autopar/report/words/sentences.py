@@ -259,7 +259,7 @@ def _named(kind: str) -> str:
 
 
 def _recompute(pipeline: Pipeline) -> str:
-    """`no recompute`, `full recompute of all 80 blocks`."""
+    """`no recompute`, `full recompute of all 80 blocks`, `activations gathered again in ...`."""
     modes: dict[str, list[str]] = {}
     for program in pipeline.stages:
         for segment in program.segments:
@@ -275,7 +275,8 @@ def _recompute(pipeline: Pipeline) -> str:
         n, others = found.n_blocks, _and(list(found.others))
         of_all = "both" if n == 2 else f"all {n}"
         blocks = f"{of_all if n == n_every > 1 else f'{n} of {n_every}'} blocks" if n else ""
-        words.append(f"{mode} recompute of {' and '.join(filter(None, [blocks, others]))}")
+        done = "activations gathered again in" if mode == "gathers" else f"{mode} recompute of"
+        words.append(f"{done} {' and '.join(filter(None, [blocks, others]))}")
     return _and(words)
 
 

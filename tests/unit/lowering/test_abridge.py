@@ -18,7 +18,6 @@ from autopar.cost.memory import PeakMemory, peak_memory, stage_memory
 from autopar.cost.price import predict, stage_times
 from autopar.manual import Recompute
 from autopar.passes.analysis import (
-    MODES,
     Analysis,
     Folded,
     cut,
@@ -31,7 +30,7 @@ from autopar.passes.lowering import Abridger, lower
 from autopar.program.graph import block_of
 from autopar.program.lines import Pipeline, StageProgram, Strategy, every_parameter
 from tests.helpers.captures import captured
-from tests.helpers.harness import random_tokens, tiny_gpt2
+from tests.helpers.harness import OPERATOR_MODES, random_tokens, tiny_gpt2
 from tests.helpers.machines import balanced_cost
 from tests.helpers.models.families import FAMILIES, folded
 from tests.helpers.nightly import nightly, sampled
@@ -122,7 +121,7 @@ def test_blocks_that_are_placed_in_several_ways() -> None:
     assert len(few.repeats) == 2
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", OPERATOR_MODES)
 @pytest.mark.parametrize("family", ["gpt2", "llama"])
 def test_blocks_that_run_again(family: str, mode: Recompute) -> None:
     program = folded(family)
