@@ -12,10 +12,10 @@ else (`known_layouts`):
     FSDP x TP                        ZeRO-3 across nodes, Megatron with SP inside of a node
 
 A recipe is tried with the fewest microbatches that fit, first without recompute. Then gathers of
-sequence parallelism run again, as Megatron's do, then more, then all (the user's own recipe: only
-these gathers, if it does not say what runs again). Beside Megatron, ZeRO-3 is tried where ZeRO-1 does not fit. Its
-placements are in the search's space, too, so a recipe bounds nothing: its node's bound is that of
-its own placements.
+sequence parallelism run again, as Megatron's do, then more, then all. (Of the user's own recipe
+only these gathers, if it does not say what runs again.) Beside Megatron, ZeRO-3 is tried where
+ZeRO-1 does not fit. Its placements are in the search's space, too, so a recipe bounds nothing: its
+node's bound is that of its own placements.
 """
 
 from __future__ import annotations

@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from autopar.cost.laws import CostModel
+from autopar.manual import Recompute
 from autopar.mesh import Device, Link, LogicalMesh
 from autopar.passes.analysis import MODES, Analysis
 from autopar.passes.intra import (

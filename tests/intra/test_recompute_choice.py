@@ -159,7 +159,8 @@ def test_bytes_and_seconds_are_those_of_the_lines(
         assert selective - full == pytest.approx(kept_selective - kept_full, rel=1e-6)
         assert selective_s - none_s == pytest.approx(selective_again - never, rel=1e-6)
         assert full_s - none_s == pytest.approx(full_again - never, rel=1e-6)
-        assert gathers - full == pytest.approx(kept_gathers - kept_full, rel=1e-6)
+        assert gathers - full <= (kept_gathers - kept_full) * (1 + 1e-6)
+        assert is_copied or gathers - full == pytest.approx(kept_gathers - kept_full, rel=1e-6)
         assert gathers_s - none_s == pytest.approx(gathers_again - never, rel=1e-6)
         assert none > selective > full and none_s <= selective_s < full_s
 

@@ -21,7 +21,7 @@ from autopar import Manual, Plan
 from autopar.capture import reference_step
 from autopar.errors import NotSupportedError, PlanError, VerificationError
 from autopar.manual import Recompute
-from autopar.passes.analysis import MODES, recomputed_operators
+from autopar.passes.analysis import recomputed_operators
 from autopar.passes.backward import differentiate
 from autopar.program.communication import Forward, Gather, Start, backward_order, rank_collectives
 from autopar.program.graph import Program
@@ -104,12 +104,14 @@ def foretold(plan: Plan, rank: int) -> Counter[Any]:
 
 
 CELLS = [
-    *itertools.product(MODES, HOW, MODELS),
+    *itertools.product(OPERATOR_MODES, HOW, MODELS),
+    *(("gathers", "sp", model) for model in MODELS),
     *(("attention-core", how, "eager gpt2") for how in HOW),
 ]
 # Each layout once, by turns with each mode and model; and modes that need more of a layout.
 BY_DAY: list[tuple[str, str, str]] = [
-    *zip(itertools.cycle(MODES), HOW, itertools.cycle(MODELS)),
+    ("gathers", "sp", "llama"),
+    *zip(itertools.cycle(OPERATOR_MODES), HOW, itertools.cycle(MODELS)),
     ("full", "zero-3", "llama"),
     ("attention-core", "alone", "eager gpt2"),
 ]
