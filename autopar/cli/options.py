@@ -104,7 +104,7 @@ def _planning_flags(
         float | None, typer.Option(help="A share of the device to leave free, as 0.1.")
     ] = None,
     recompute: Annotated[
-        str | None, typer.Option(help="auto, none, selective, attention-core or full.")
+        str | None, typer.Option(help="auto, none, gathers, selective, attention-core or full.")
     ] = None,
     imbalance: Annotated[
         float | None, typer.Option(help="Rows of the fullest expert over the mean (1.0).")

@@ -40,7 +40,7 @@ class PlanOptions(TypedDict, total=False):
     master_weights: bool
     memory_limit: float | str | None
     memory_margin: float | None
-    recompute: Literal["auto", "none", "selective", "attention-core", "full"] | str
+    recompute: Literal["auto", "none", "selective", "attention-core", "gathers", "full"] | str
     manual: Manual | None
     force: Mapping[str, str | Sequence[str]] | None
     forbid: str | Iterable[str] | None
