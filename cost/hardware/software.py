@@ -6,7 +6,7 @@ steadily its ranks run. A software is a TOML file:
 
     about               one line
     like                another software whose features, constants and intervals these are; or
-    [features]          those of `Software`; what is left out is False
+    [features]          those of `Software`; what is left out is False, or torch's loss
     [constants.NAME]    value and source, as in a profile
     [intervals.DEVICE]  value and source: predicted steps times and over this ratio hold 80% of the
                         published ones; "any": on any device; else the widest of all software
@@ -29,6 +29,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
+from typing import Any, Literal
 
 from autopar.cost.hardware.profile import Profile, Quantity
 from autopar.errors import OptionError
@@ -52,6 +53,13 @@ _SUSTAINED = (
 _NETWORK = "link.inter_node.s_per_byte"
 
 
+# How cross-entropy runs (`cost/transformer/chunks.py` has its bytes): torch's operators; one kernel
+# with one float32 copy of the logits; Megatron's, each step of which overwrites the float32 logits;
+# Megatron's "native" fusion, a few compiled kernels with results of their own; Transformer
+# Engine's, which overwrites the logits.
+Loss = Literal["torch", "fused", "in-place", "copied", "engine"]
+
+
 @dataclass(frozen=True)
 class Software:
     """Named features of a training run, none of which is a decision of a plan.
@@ -62,7 +70,7 @@ class Software:
     fused_kernels          a chain of elementwise operators is one kernel (hand-written or compiled)
     fused_optimizer        the update of all parameters is one kernel, without temporaries
     fused_accumulation     the matmul that makes a weight's gradient adds it to earlier ones
-    fused_loss             cross-entropy in one kernel, one float32 copy of the logits
+    loss                   how cross-entropy runs
     dropout                0.1 on attention scores and on both residual branches
     fp32_gradients         gradients accumulate in float32
     fp32_parameters        parameters are kept in float32 and cast where they are used (FSDP)
@@ -77,10 +85,6 @@ class Software:
     waits_for_messages     a stage computes nothing while it sends to or receives from another
     thrifty_dispatch       a token goes once to each node, and once to each rank, that holds any of
                            its experts (DeepEP), instead of once per expert
-    in_place_loss          each step of the loss overwrites the float32 logits (Megatron)
-    copied_loss            the loss is a few compiled kernels with results of their own (Megatron's
-                           "native" fusion)
-    engine_loss            the loss is Transformer Engine's, which overwrites the logits
     transformer_engine     layers are Transformer Engine's, which has workspaces of its own
     wide_workspace         cuBLAS has 32 MiB on every device (CUBLAS_WORKSPACE_CONFIG=:4096:8, as
                            deterministic runs set it)
@@ -95,7 +99,7 @@ class Software:
     fused_kernels: bool = True
     fused_optimizer: bool = True
     fused_accumulation: bool = True
-    fused_loss: bool = False
+    loss: Loss = "torch"
     dropout: bool = False
     fp32_gradients: bool = True
     fp32_parameters: bool = False
@@ -108,14 +112,15 @@ class Software:
     interleaves: bool = True
     waits_for_messages: bool = False
     thrifty_dispatch: bool = False
-    in_place_loss: bool = False
-    copied_loss: bool = False
-    engine_loss: bool = False
     transformer_engine: bool = False
     wide_workspace: bool = False
     muon: bool = False
     constants: Mapping[str, Quantity] = field(default_factory=dict, compare=False)
     intervals: Mapping[str, Quantity] = field(default_factory=dict, compare=False)
+
+    @property
+    def fuses_loss(self) -> bool:
+        return self.loss in ("fused", "copied", "engine")
 
     def constant(self, name: str) -> float:
         found = self.constants.get(name)
@@ -144,7 +149,7 @@ class Software:
     def interval_ratio(self, profile: str) -> float:
         """80% of published steps lie within this ratio of the predicted ones.
 
-        It is that of runs left out of the fit, by device (`cost/published/intervals.py`).
+        It is that of runs left out of the fit, by device (`cost/published/accuracy.py`).
         """
         found = self.intervals.get(profile, self.intervals.get("any"))
         return widest_interval() if found is None else found.value
@@ -157,7 +162,8 @@ class Software:
         return 1.0 + self.constant("jitter_fraction") * math.sqrt(2.0 * math.log(max(n_ranks, 1)))
 
 
-FEATURES = tuple(f.name for f in fields(Software) if f.type == "bool")
+# With the value of what a file leaves out.
+FEATURES = {f.name: False for f in fields(Software) if f.type == "bool"} | {"loss": "torch"}
 
 
 def software_of(name: str, *, is_gpu: bool) -> Software:
@@ -181,7 +187,7 @@ def load_software(name: str) -> Software:
     content = tomllib.loads((SOFTWARE_FOLDER / f"{name}.toml").read_text())
     if "like" in content:
         return replace(load_software(content["like"]), name=name)
-    features = dict.fromkeys(FEATURES, False) | content["features"]
+    features: dict[str, Any] = FEATURES | content["features"]
     constants = {key: Quantity(**entry) for key, entry in content.get("constants", {}).items()}
     intervals = {key: Quantity(**entry) for key, entry in content.get("intervals", {}).items()}
     assert set(features) == set(FEATURES) and set(constants) <= set(CONSTANTS), name

@@ -1,9 +1,9 @@
 """A transformer's training step from its dims and a recipe, without a captured graph.
 
 Read `shape.py` (dims, parameters), `configs.py` (shapes of Hugging Face configs), `recipe.py`
-(layout), `work.py` (kernels, collectives), `layer.py` and `ends.py` (items of a layer;
-embedding and loss), `chunks.py` (where layers are), `machine.py` (seconds of items), `state.py`
-and `memory.py` (bytes), `orders.py` (schedules), `estimate.py` (a step), `scaling.py` (more nodes).
+(layout, schedule), `work.py` (kernels, collectives), `layer.py` (items of a layer), `chunks.py`
+(where layers, embedding and loss are), `machine.py` (seconds of items), `memory.py` (bytes),
+`estimate.py` (a step), `scaling.py` (more nodes).
 
 May import `laws`, `memory`, `simulate`, `hardware`, and what lies below `cost`; not `price`, its
 neighbour. Mainly hands on `StepModel`, `LayerModel` and `weak_scaling`.

@@ -21,8 +21,7 @@ from autopar.cost.published import (
     score,
 )
 from autopar.cost.published.accuracy import errors_of, ordering
-from autopar.cost.published.open_fields import settle
-from autopar.cost.published.predict import step_model
+from autopar.cost.published.predict import settle, step_model
 from autopar.cost.published.rows import read_row
 from autopar.cost.published.runs import RunsFile
 from autopar.cost.published.scoring import entry_of

@@ -298,17 +298,19 @@ def test_gradients_and_updates_over_data_parallelism(zero: int, overlapped: bool
     expected = (reduce_s, gather_s) if overlapped else (0.0, reduce_s + gather_s)
     assert (times.sync_s, times.after.collectives_s) == pytest.approx(expected)
     assert (times.forward.overlapped_s > 0) is (zero == 3)
-    assert times.update_s * (4 if zero else 1) == pytest.approx(whole.update_s)
+    launch_s = model.machine.device.launch_s
+    stored_s, whole_s = (found.update_s - launch_s for found in (times, whole))
+    assert stored_s * (4 if zero else 1) == pytest.approx(whole_s)
 
 
 @pytest.mark.parametrize("sp", [False, True])
-@pytest.mark.parametrize(("dp", "where"), [(1, "intra"), (2, "inter")])
-def test_messages_between_stages(sp: bool, dp: int, where: str) -> None:
+@pytest.mark.parametrize(("dp", "where"), [(1, -1), (2, 0)])
+def test_messages_between_stages(sp: bool, dp: int, where: int) -> None:
     """Each rank sends a part and the receivers gather, or each sends the whole. Shards of a
     sequence are sent as they are. Two stages of 4 ranks share a node, two of 8 do not."""
     recipe = Recipe(tp=4, pp=2, dp=dp, sp=sp, global_batch=8)
     split, whole = step(SMALL, recipe), step(SMALL, recipe, split_messages=False)
-    link, size = getattr(split.machine, where), split.layer.tokens * SMALL.hidden * 2
+    link, size = split.machine.hardware.links[where], split.layer.tokens * SMALL.hidden * 2
     part_s = link.latency_s + size / 4 * link.s_per_byte
     gather_s = split.machine.exchange_s("all_gather", size, "tp")
     whole_s = link.latency_s + size * link.s_per_byte
