@@ -6,7 +6,7 @@ memory (`settle`).
     microbatch   1, 2, 4 or 8 rows, as far as they divide the batch of a rank
     interleave   chunks of layers per rank, in an interleaved schedule as many as there are layers
     sp           with tensor parallelism, with and without
-    recompute    none, the attention core, full
+    recompute    none, the attention core, norms and activations (which are cheap), full
     zero         0 or 1: optimizer state whole, or in shards
 
 Steps are compared with at most `_ROUNDS` microbatches per stage: more change neither what is kept
@@ -25,14 +25,21 @@ import torch
 
 from autopar.cost.hardware import Quantity, Software, load_profile
 from autopar.cost.published.rows import PublishedRun
-from autopar.cost.transformer import StepModel
+from autopar.cost.transformer import Module, Recompute, StepModel
 from autopar.errors import OptionError
 
-_DEVICES_PER_NODE = 8
+# A node is a domain of NVLink. Of the 72 GPUs in a rack, layouts use 64.
+_DEVICES_PER_NODE = {"gb200": 64}
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _MICROBATCHES = (1, 2, 4, 8)
 _ROUNDS = 4
-_RECOMPUTE = ["none", "attention-core", "full"]
+# With the modules that are recomputed.
+_RECOMPUTE: dict[Recompute, tuple[Module, ...]] = {
+    "none": (),
+    "attention-core": (),
+    "modules": ("norm", "activation"),
+    "full": (),
+}
 
 
 def step_model(row: PublishedRun, software: Software | None = None) -> StepModel:
@@ -44,7 +51,7 @@ def step_model(row: PublishedRun, software: Software | None = None) -> StepModel
         if key in profile.quantities
     }
     profile = replace(profile, quantities={**profile.quantities, **changed})
-    each = int(row.overrides.get("devices_per_node", _DEVICES_PER_NODE))
+    each = int(row.overrides.get("devices_per_node", _DEVICES_PER_NODE.get(row.profile, 8)))
     dtype = _DTYPES[row.dtype]
     return StepModel.of(row.shape, row.recipe, software or row.software, profile, dtype, each)
 
@@ -80,13 +87,16 @@ def _choices(row: PublishedRun) -> Iterator[PublishedRun]:
         "microbatch": [n for n in _MICROBATCHES if recipe.global_batch // recipe.dp % n == 0],
         "interleave": chunks if recipe.pp > 1 and row.software.interleaves else [1],
         "sp": [False, True] if recipe.tp > 1 else [False],
-        "recompute": _RECOMPUTE,
+        "recompute": list(_RECOMPUTE),
         "zero": [0, 1],
     }
     for values in product(*(options[name] for name in row.open_fields)):
         given = dict(zip(row.open_fields, values, strict=True))
         if "microbatch" in given:
             given["microbatch_size"] = given.pop("microbatch")
+        given["recomputed"] = (
+            _RECOMPUTE[given["recompute"]] if "recompute" in given else recipe.recomputed
+        )
         if "interleave" in given and recipe.order in ("1f1b", "interleaved"):
             given["order"] = "interleaved" if given["interleave"] > 1 else "1f1b"
         try:

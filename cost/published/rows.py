@@ -111,6 +111,8 @@ def read_row(row: Row) -> PublishedRun:
     profile, source = row.get("profile"), str(row.get("source", ""))
     if not profile:
         raise NotSupportedError("profile is unknown")
+    if profile == "b200" and "gb200" in str(row.get("hardware")).lower():
+        profile = "gb200"  # the same chip in a rack that feeds it more power
     shape = _shape(reader)
     dtype = row.get("dtype") or reader.assume(
         "dtype", "fp16" if str(profile).startswith(_NO_BF16) else "bf16"
