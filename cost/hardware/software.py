@@ -71,6 +71,8 @@ class Software:
     fused_optimizer        the update of all parameters is one kernel, without temporaries
     fused_accumulation     the matmul that makes a weight's gradient adds it to earlier ones
     loss                   how cross-entropy runs
+    float8                 matmuls of layers, but the router's, are in float8, whose operands are
+                           cast: activations and gradients each microbatch, weights once a step
     dropout                0.1 on attention scores and on both residual branches
     fp32_gradients         gradients accumulate in float32
     fp32_parameters        parameters are kept in float32 and cast where they are used (FSDP)
@@ -79,6 +81,9 @@ class Software:
     overlapped_experts     exchanges of experts run under another microbatch's compute
     overlapped_gathers     ZeRO-3 gathers a layer while the one before computes
     gathers_by_layer       ZeRO-3 gathers a layer in one call; else each of its tensors alone
+    sequence_first         activations are [s, b, h], so that shards of a sequence are contiguous;
+                           else collectives over it copy all that they gather or scatter (torch,
+                           distributed/_functional_collectives.py, `all_gather_tensor`)
     split_messages         each of tp ranks sends its part of an activation to the next stage,
                            which gathers it (arXiv 2104.04473, section 4.1)
     interleaves            a rank can have several chunks of layers
@@ -100,6 +105,7 @@ class Software:
     fused_optimizer: bool = True
     fused_accumulation: bool = True
     loss: Loss = "torch"
+    float8: bool = False
     dropout: bool = False
     fp32_gradients: bool = True
     fp32_parameters: bool = False
@@ -108,6 +114,7 @@ class Software:
     overlapped_experts: bool = False
     overlapped_gathers: bool = True
     gathers_by_layer: bool = True
+    sequence_first: bool = True
     split_messages: bool = True
     interleaves: bool = True
     waits_for_messages: bool = False

@@ -12,6 +12,7 @@ The same rules for all rows say which of its features a run has:
 
     fused_attention      the notes name flash attention; or a model that came after it (gated), or
                          a device that did: A. Dao et al., arXiv 2205.14135
+    float8               the dtype names it
     dropout              a plain model without fused attention: recipes up to 2022 train with 0.1
     fp32_gradients       bf16, whose sums need it
     overlapped_sync, overlapped_tp, overlapped_experts     what the notes say is overlapped
@@ -61,6 +62,7 @@ def software_of_row(
         "fused_attention": fused_attention,
         "dropout": software.dropout and not shape.is_gated and not fused_attention,
         "fp32_gradients": dtype == "bf16",
+        "float8": is_float8(row),
         "overlapped_sync": overlapped,
         "overlapped_tp": _TP_OVERLAPPED.search(words) is not None,
         "overlapped_experts": _EP_OVERLAPPED.search(words) is not None,
@@ -79,6 +81,11 @@ def software_of_row(
     implementation = extra.get("implementation", "transformer_engine" if new_attention else "")
     derived["transformer_engine"] = implementation == "transformer_engine"
     return replace(software, **derived | given)
+
+
+def is_float8(row: Mapping[str, Any]) -> bool:
+    """Whether a row's layers multiply in float8."""
+    return "fp8" in str(row.get("dtype")).lower()
 
 
 def _name(row: Mapping[str, Any], recipe: Recipe, words: str) -> str:

@@ -24,7 +24,7 @@ from typing import Any
 
 from autopar.cost.hardware import Software
 from autopar.cost.memory import Setting
-from autopar.cost.published.features import ARXIV, software_of_row
+from autopar.cost.published.features import ARXIV, is_float8, software_of_row
 from autopar.cost.transformer import (
     Experts,
     MemoryRank,
@@ -117,10 +117,13 @@ def read_row(row: Row) -> PublishedRun:
     dtype = row.get("dtype") or reader.assume(
         "dtype", "fp16" if str(profile).startswith(_NO_BF16) else "bf16"
     )
+    recipe, gib = _recipe(reader, shape), (row.get("metric") or {}).get("mem_gib")
+    step_time_s = _step_time_s(row, shape, recipe)
+    if is_float8(row) and (step_time_s or gib is None):
+        dtype, gib = "bf16", None  # what libraries keep in float8 is not known
     if dtype not in ("fp16", "bf16"):
         raise NotSupportedError(f"dtype {dtype!r}")
-    recipe = _recipe(reader, shape)
-    arxiv, gib = ARXIV.search(source), (row.get("metric") or {}).get("mem_gib")
+    arxiv = ARXIV.search(source)
     return PublishedRun(
         id=str(row["id"]),
         # A source that is no paper begins with a repository.
@@ -131,7 +134,7 @@ def read_row(row: Row) -> PublishedRun:
         software=software_of_row(row, shape, recipe, dtype),
         dtype=dtype,
         overrides=_overrides(reader),
-        step_time_s=_step_time_s(row, shape, recipe),
+        step_time_s=step_time_s,
         memory_bytes=None if gib is None else float(gib) * 2**30,
         memory_rank=_memory_rank(row.get("memory_rank", extra.get("memory_rank", "fullest"))),
         setting="expandable" if "expandable" in extra.get("allocator", "") else "default",

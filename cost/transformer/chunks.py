@@ -95,7 +95,7 @@ def head_items(layer: LayerModel) -> Iterator[Item]:
     yield layer.norm("last norm")
     yield from layer.enter()
     words, h = layer.shape.vocab / tp, layer.shape.hidden
-    yield layer.matmul("logits", T, words, h, is_kept=is_fused)
+    yield layer.matmul("logits", T, words, h, is_kept=is_fused, is_exact=True)
     if is_fused:
         yield elementwise("loss", 4 * logits, 4 * logits)
     else:

@@ -65,22 +65,33 @@ class LayerModel:
 
     def matmul(
         self, name: str, m: float, n: float, k: float, *, has_bias: bool = False,
-        is_kept: bool = True, n_times: int = 1,
+        is_kept: bool = True, n_times: int = 1, is_exact: bool = False,
     ) -> Item:  # fmt: skip
         """`n_times` matmuls with a weight, m k, k n -> m n; backward has one more for each operand,
-        and perhaps kernels that sum a bias's gradient and add the weight's to earlier ones."""
-        width, added = self.width, self.accumulated_bytes
-        flops, moved = n_times * 2.0 * m * n * k, n_times * width * (m * k + k * n + m * n)
-        one = Kernel("matmul", flops, moved, n_times)
-        beside = (n_times * width * m * n if has_bias else 0.0, n_times * k * n * added)
-        backward = (one, one, *(Kernel("memory", 0.0, size) for size in beside if size))
+        and perhaps kernels that sum a bias's gradient and add the weight's to earlier ones.
+
+        In float8 unless `is_exact`: casts read an operand once and write it twice, once transposed.
+        """
+        width, added, in_float8 = self.width, self.accumulated_bytes, self.software.float8
+        in_float8, cast = in_float8 and not is_exact, width + 2
+        read = 1 if in_float8 else width
+        flops, moved = 2.0 * m * n * k, read * (m * k + k * n) + width * m * n
+        one = Kernel("matmul", n_times * flops, n_times * moved, n_times, in_float8)
+        weights = k * n / self.recipe.n_microbatches  # cast once a step
+        there = [cast * (m * k + weights)] if in_float8 else []
+        back = [cast * m * n] if in_float8 else []
+        back += [width * m * n if has_bias else 0.0, k * n * added]
+        forward, backward = (
+            (*ones, *(Kernel("memory", 0.0, n_times * size) for size in beside if size))
+            for ones, beside in (((one,), there), ((one, one), back))
+        )
         kept_bytes = n_times * m * n * width if is_kept else 0.0
         weight_bytes = n_times * width * (m * k + m * n)
-        return Item(name, "matmul", (one,), backward, kept_bytes, weight_bytes=weight_bytes)
+        return Item(name, "matmul", forward, backward, kept_bytes, weight_bytes=weight_bytes)
 
     def norm(self, name: str) -> Item:
         size = self.input_bytes
-        if self.software.fused_kernels:
+        if self.software.fused_kernels or not self.shape.is_gated:  # torch's LayerNorm is a kernel
             return elementwise(name, 2 * size, 3 * size, size)
         # Cast, square, mean, rsqrt, two multiplications, cast back, with copies in float32.
         return elementwise(name, 11 * size, 16 * size, 3 * size, 6, 10)
@@ -92,7 +103,8 @@ class LayerModel:
             return
         if self.recipe.sp:  # backward gathers the input again for the weight's gradient
             gather, scatter = ("all_gather", size), ("reduce_scatter", size)
-            yield exchange("gather sequence", (gather,), (gather, scatter))
+            copies = not self.software.sequence_first
+            yield exchange("gather sequence", (gather,), (gather, scatter), copies=copies)
         else:
             yield exchange("f", (), (("all_reduce", size),))
 
@@ -102,7 +114,8 @@ class LayerModel:
         if self.recipe.tp == 1:
             return
         if self.recipe.sp:
-            yield exchange(name, (("reduce_scatter", size),), (("all_gather", size),))
+            gather, scatter = ("all_gather", size), ("reduce_scatter", size)
+            yield exchange(name, (scatter,), (gather,), copies=not self.software.sequence_first)
         else:
             yield exchange(name, (("all_reduce", size),), ())
 
@@ -196,7 +209,7 @@ class LayerModel:
         assert experts is not None
         T = self.outer_tokens
         scores = T * experts.n_experts * 4.0  # the router computes in float32
-        yield self.matmul("router", T, experts.n_experts, h)
+        yield self.matmul("router", T, experts.n_experts, h, is_exact=True)
         yield elementwise("routing", 6 * scores, 6 * scores, scores, 12, 12)
         rows = T * experts.chosen * recipe.etp  # ranks that share an expert see all their tokens
         size = rows * h * self.width

@@ -21,6 +21,7 @@ from autopar.cost.laws import collective_time_s, op_time_s
 from autopar.cost.simulate import PartWork
 from autopar.cost.transformer.recipe import Recipe
 from autopar.cost.transformer.work import Exchange, Item, Kernel
+from autopar.errors import NotSupportedError
 from autopar.mesh import Device
 
 
@@ -112,8 +113,9 @@ class TransformerMachine:
         n_launches = 0
         for step in steps:
             if isinstance(step, Kernel):
+                flops = step.flops / (self._float8_ratio if step.in_float8 else 1.0)
                 compute_s += op_time_s(
-                    step.flops, step.size_bytes, device, self.dtype, step.kind,
+                    flops, step.size_bytes, device, self.dtype, step.kind,
                     is_backward=is_backward,
                 ) + (step.n_launches - 1) * device.launch_s  # fmt: skip
                 n_launches += step.n_launches
@@ -125,6 +127,14 @@ class TransformerMachine:
                 n_launches += 1
         each_s = device.host_s if isinstance(device, ProfiledDevice) else 0.0
         return PartWork(compute_s, waited_s, beside_s, n_launches * each_s)
+
+    @property
+    def _float8_ratio(self) -> float:
+        ratio = self.device.float8_rate_ratio if isinstance(self.device, ProfiledDevice) else None
+        if ratio is None:
+            name = self.hardware.profile_name
+            raise NotSupportedError(f"hardware profile {name!r} has no rate of float8 matmuls")
+        return ratio
 
     def _hidden_share(self, group: str) -> float:
         """The share of a group's collectives that runs beside compute.

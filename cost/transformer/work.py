@@ -6,6 +6,7 @@ runs the forward of the dropped items again.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
@@ -19,12 +20,13 @@ Sizes = tuple[tuple[str, float], ...]
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch on a rank: its arithmetic and the memory it moves."""
+    """One launch on a rank: its arithmetic, in float8 or not, and the memory it moves."""
 
     kind: Kind
     flops: float
     size_bytes: float
     n_launches: int = 1
+    in_float8: bool = False
 
 
 @dataclass(frozen=True)
@@ -65,7 +67,18 @@ def elementwise(
     return Item(name, part, (forward,), (backward,), kept_bytes, out_bytes)
 
 
-def exchange(name: str, forward: Sizes, backward: Sizes, group: Group = "tp") -> Item:
-    """An item of collectives: (kind, size in bytes) of forward and of backward."""
-    there, back = (tuple(Exchange(k, group, size) for k, size in d) for d in (forward, backward))
-    return Item(name, "matmul", there, back)
+def exchange(
+    name: str, forward: Sizes, backward: Sizes, group: Group = "tp", *, copies: bool = False
+) -> Item:
+    """An item of collectives: (kind, size in bytes) of forward and of backward.
+
+    copies: each has a kernel that copies what is gathered or scattered
+    """
+
+    def steps(sizes: Sizes) -> Iterator[Kernel | Exchange]:
+        for kind, size in sizes:
+            yield Exchange(kind, group, size)
+            if copies:
+                yield Kernel("memory", 0.0, 2 * size)
+
+    return Item(name, "matmul", tuple(steps(forward)), tuple(steps(backward)))
