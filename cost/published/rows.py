@@ -27,6 +27,7 @@ from autopar.cost.memory import Setting
 from autopar.cost.published.features import ARXIV, is_float8, software_of_row
 from autopar.cost.transformer import (
     Experts,
+    Latent,
     MemoryRank,
     Module,
     Order,
@@ -56,6 +57,7 @@ _OVERRIDES = {
     "intranode_bytes_per_s_per_device": "link.intra_node.s_per_byte",
     "devices_per_node": "devices_per_node",
 }
+_LATENT = ("q_rank", "kv_rank", "rotary_head_dim", "v_head_dim")
 _OPEN = ("microbatch", "interleave", "sp", "recompute", "zero")
 Row = Mapping[str, Any]
 
@@ -170,8 +172,13 @@ def _shape(reader: _Reader) -> TransformerShape:
     if moe:
         experts = Experts(
             reader.known("experts", moe), reader.known("topk", moe), int(moe.get("moe_ffn") or ffn),
-            bool(moe.get("grouped_gemm")),
+            bool(moe.get("grouped_gemm")), int(moe.get("shared_ffn") or 0),
         )  # fmt: skip
+    head_dim = int(moe.get("head_dim") or model.get("head_dim") or hidden // heads)
+    latent, mla = None, model.get("mla")
+    if mla:
+        latent = Latent(*(reader.known(k, mla) for k in _LATENT))
+        head_dim = reader.known("qk_head_dim", mla)
     arxiv = ARXIV.search(str(reader.row.get("source", "")))
     usual_vocab = 32000 if arxiv and float(arxiv[1]) >= 2302 else 51200
     return TransformerShape(
@@ -179,7 +186,7 @@ def _shape(reader: _Reader) -> TransformerShape:
         hidden=hidden,
         heads=heads,
         kv_heads=int(model.get("kv_heads") or reader.assume("kv_heads", heads)),
-        head_dim=int(moe.get("head_dim") or model.get("head_dim") or hidden // heads),
+        head_dim=head_dim,
         ffn=ffn,
         seq=reader.known("seq", model),
         vocab=int(model.get("vocab") or reader.assume("vocab", usual_vocab)),
@@ -188,6 +195,8 @@ def _shape(reader: _Reader) -> TransformerShape:
         ties_head=model.get("tied"),
         has_biases=model.get("bias"),
         learns_positions=None if positions is None else positions == "learned",
+        latent=latent,
+        dense_layers=layers - int(moe.get("moe_layers") or layers),
     )
 
 

@@ -23,11 +23,12 @@ from autopar.cost.transformer.scaling import (
     training_dtype,
     weak_scaling,
 )
-from autopar.cost.transformer.shape import Experts, TransformerShape
+from autopar.cost.transformer.shape import Experts, Latent, TransformerShape
 
 __all__ = [
     "Chunk",
     "Experts",
+    "Latent",
     "LayerModel",
     "MemoryRank",
     "Module",

@@ -28,6 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import accumulate
 
 from autopar.cost.hardware import Software
 from autopar.cost.transformer.layer import LayerModel
@@ -39,11 +40,18 @@ _PEAK_BYTES = {"torch": 10, "fused": 6, "in-place": 6, "copied": 10, "engine": 5
 
 @dataclass(frozen=True)
 class Chunk:
-    """Consecutive layers on one device."""
+    """Consecutive layers on one device, of which so many are dense among a mixture's."""
 
     n_layers: int
     is_first: bool
     is_last: bool
+    n_dense: int = 0
+
+    def kinds(self, layer: LayerModel) -> list[tuple[LayerModel, int]]:
+        """The kinds of layers here, and their numbers."""
+        if not self.n_dense:
+            return [(layer, self.n_layers)]
+        return [(layer, self.n_layers - self.n_dense), (layer.dense, self.n_dense)]
 
     def ends(self, layer: LayerModel) -> list[Item]:
         """The items before the first layer, and after the last one."""
@@ -51,33 +59,38 @@ class Chunk:
         return [*before, *(head_items(layer) if self.is_last else ())]
 
 
-def chunks_of(n_layers: int, n_chunks: int) -> tuple[Chunk, ...]:
-    """The chunks of a model, in the order of its layers."""
+def chunks_of(n_layers: int, n_chunks: int, n_dense: int = 0) -> tuple[Chunk, ...]:
+    """The chunks of a model, in the order of its layers, the first `n_dense` of which are dense."""
     each, left = divmod(n_layers, n_chunks)
     counts = [each + (i < left) for i in range(n_chunks)]
     if left and (n_layers + 2) % n_chunks == 0:
         counts = [(n_layers + 2) // n_chunks] * n_chunks
         counts[0] -= 1
         counts[-1] -= 1
-    last = n_chunks - 1
-    return tuple(Chunk(n, i == 0, i == last) for i, n in enumerate(counts))
+    last, ends = n_chunks - 1, accumulate(counts)
+    return tuple(
+        Chunk(n, i == 0, i == last, min(max(n_dense - end + n, 0), n))
+        for i, (n, end) in enumerate(zip(counts, ends, strict=True))
+    )
 
 
 def parameters_of(layer: LayerModel, chunk: Chunk) -> tuple[float, float]:
     """Parameters on a rank before ZeRO: (those that all dp ranks share, those of its experts)."""
     shape, recipe = layer.shape, layer.recipe
-    shared, experts = shape.attention_parameters / recipe.tp + shape.norm_parameters, 0.0
-    if shape.experts is None:
-        shared += shape.mlp_parameters / recipe.tp
-    else:
-        shared += shape.router_parameters
-        experts = shape.experts.n_experts / (recipe.ep * recipe.etp) * shape.mlp_parameters
+    shared = experts = 0.0
+    for kind, n in chunk.kinds(layer):
+        of = kind.shape
+        each = of.attention_parameters + of.shared_parameters
+        each += 0 if of.experts else of.mlp_parameters
+        shared += n * (each / recipe.tp + of.norm_parameters + of.router_parameters)
+        if of.experts is not None:
+            experts += n * of.experts.n_experts / (recipe.ep * recipe.etp) * of.mlp_parameters
     n_ends = chunk.is_first + chunk.is_last
     if n_ends == 2 and shape.is_tied:
         n_ends = 1
     vocabulary = n_ends * shape.embedding_parameters / recipe.tp
     positions = chunk.is_first * shape.position_parameters
-    return chunk.n_layers * shared + vocabulary + positions, chunk.n_layers * experts
+    return shared + vocabulary + positions, experts
 
 
 def embedding_items(layer: LayerModel) -> Iterator[Item]:

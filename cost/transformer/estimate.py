@@ -65,19 +65,28 @@ class StepModel:
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
-        return chunks_of(self.layer.shape.layers, self.layer.recipe.n_chunks)
+        shape = self.layer.shape
+        return chunks_of(shape.layers, self.layer.recipe.n_chunks, shape.dense_layers)
 
     @cached_property
-    def _layer_passes(self) -> tuple[PartWork, PartWork]:
-        items, machine = self.layer.items(), self.machine
-        again = [item for item in items if is_recomputed(item, self.layer.recipe)]
-        return machine.forward(items), machine.backward(items) + machine.forward(again)
+    def _layer_passes(self) -> dict[LayerModel, tuple[PartWork, PartWork]]:
+        """Forward and backward of one layer, by kind."""
+        machine, found = self.machine, {}
+        for kind in dict.fromkeys((self.layer, self.layer.dense)):
+            items = kind.items()
+            again = [item for item in items if is_recomputed(item, kind.recipe)]
+            backward = machine.backward(items) + machine.forward(again)
+            found[kind] = machine.forward(items), backward
+        return found
 
     def passes(self, chunk: Chunk) -> tuple[PartWork, PartWork]:
         """Forward and backward of one microbatch in a chunk."""
-        forward, backward = (work.times(chunk.n_layers) for work in self._layer_passes)
         ends = chunk.ends(self.layer)
-        return forward + self.machine.forward(ends), backward + self.machine.backward(ends)
+        forward, backward = self.machine.forward(ends), self.machine.backward(ends)
+        for kind, n in chunk.kinds(self.layer):
+            there, back = self._layer_passes[kind]
+            forward, backward = forward + there.times(n), backward + back.times(n)
+        return forward, backward
 
     def _parameters(self, chunk: Chunk) -> Iterator[tuple[float, str]]:
         """Parameters of a chunk, and the group over which each of them is copied or sharded."""

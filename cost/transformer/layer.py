@@ -9,7 +9,7 @@ bytes reproduce that paper's sbh (34 + 5 as/h) (its equation 1), and its divisio
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.cost.hardware import Software
 from autopar.cost.transformer.recipe import Recipe
@@ -28,6 +28,11 @@ class LayerModel:
     recipe: Recipe
     software: Software
     width: int = 2
+
+    @property
+    def dense(self) -> LayerModel:
+        """A layer without experts."""
+        return replace(self, shape=self.shape.dense)
 
     @property
     def tokens(self) -> float:
@@ -134,17 +139,28 @@ class LayerModel:
         k = max(shape.key_features / tp, shape.head_dim)
         yield self.norm("attention norm")
         yield from self.enter()
-        yield self.matmul("qkv", T, q + 2 * k, h, has_bias=not shape.is_gated)
-        if shape.is_gated:
+        v, narrow = shape.value_features / tp, shape.latent
+        if narrow is not None:
+            yield self.matmul("latent", T, narrow.q_rank + narrow.kv_rank + narrow.rotary, h)
+            yield self.matmul("queries", T, q, narrow.q_rank)
+            keys = shape.heads / tp * (shape.head_dim + narrow.value)
+            yield self.matmul("keys and values", T, keys, narrow.kv_rank)
+            size = T * (narrow.q_rank + narrow.kv_rank) * width
+            yield elementwise("latent norm", 2 * size, 3 * size, size, 2, 2)
+        else:
+            yield self.matmul("qkv", T, q + 2 * k, h, has_bias=not shape.is_gated)
+        if shape.is_gated or narrow:
             size = T * (q + k) * width
             launches, passes = (1, 2) if self.software.fused_kernels else (10, 10)
-            yield elementwise("rotary", passes * size, passes * size, 0.0, launches, launches)
-        yield from self._core(q, k)
-        yield self.matmul("attention output", T, h, q, is_kept=False)
+            # Every head has a copy of the rotary part of latent keys.
+            kept = T * shape.heads / tp * narrow.rotary * width if narrow else 0.0
+            yield elementwise("rotary", passes * size, passes * size, kept, launches, launches)
+        yield from self._core(q, k, v)
+        yield self.matmul("attention output", T, h, v, is_kept=False)
         yield from self.leave()
         yield self._residual("attention residual")
 
-    def _core(self, q: float, k: float) -> Iterator[Item]:
+    def _core(self, q: float, k: float, v: float) -> Iterator[Item]:
         """Scores, softmax and the weighted sum of values."""
         shape, width, T = self.shape, self.width, self.tokens
         heads = shape.heads / self.recipe.tp
@@ -152,9 +168,9 @@ class LayerModel:
             size = 2 * T * k * width * self.recipe.cp
             gather, scatter = ("all_gather", size), ("reduce_scatter", size)
             yield exchange("ring", (gather,), (gather, scatter), "cp")
-        flops, context = 2 * 2.0 * T * shape.seq * q, T * q * width
+        flops, context = 2.0 * T * shape.seq * (q + v), T * v * width
         if self.software.fused_attention:  # a causal kernel skips what is masked
-            moved = T * (2 * q + 2 * k) * width
+            moved = T * (q + v + 2 * k) * width
             # Transformer Engine also keeps the result in the order that the kernel wrote.
             twice = context * self.software.transformer_engine
             yield Item(
@@ -211,20 +227,29 @@ class LayerModel:
         scores = T * experts.n_experts * 4.0  # the router computes in float32
         yield self.matmul("router", T, experts.n_experts, h, is_exact=True)
         yield elementwise("routing", 6 * scores, 6 * scores, scores, 12, 12)
-        rows = T * experts.chosen * recipe.etp  # ranks that share an expert see all their tokens
+        rows = T * experts.chosen
         size = rows * h * self.width
-        sent = ((_DISPATCH, size),)
+        sent, shared = ((_DISPATCH, size),), size * recipe.etp
+        gather, scatter = ("all_gather", shared), ("reduce_scatter", shared)
         # A thrifty dispatch takes tokens in their order, and its combine sums them.
         permutes = not (self.software.thrifty_dispatch and recipe.ep > 1)
         if permutes:
             yield elementwise("permute", 2 * size, 2 * size, 0.0, 2, 2)
         if recipe.ep > 1:
             yield exchange("dispatch", sent, sent, "ep")
-        yield elementwise("sort by expert", 2 * size, 2 * size, size, 2, 2)
+        if recipe.etp > 1:  # ranks that share an expert see all their tokens
+            yield exchange("gather rows", (gather,), (scatter,), "etp")
+        yield elementwise("sort by expert", 2 * shared, 2 * shared, shared, 2, 2)
         n_here = max(experts.n_experts // recipe.ep, 1)
-        yield from self._mlp(rows, experts.ffn / recipe.etp, n_here)
-        yield elementwise("sort back", 2 * size, 2 * size, 0.0, 2, 2)
+        yield from self._mlp(rows * recipe.etp, experts.ffn / recipe.etp, n_here)
+        yield elementwise("sort back", 2 * shared, 2 * shared, 0.0, 2, 2)
+        if recipe.etp > 1:
+            yield exchange("scatter rows", (scatter,), (gather,), "etp")
         if recipe.ep > 1:
             yield exchange("combine", sent, sent, "ep")
         if permutes:
             yield elementwise("unpermute", 2 * size, 3 * size, 0.0, 2, 2)
+        if experts.shared_ffn:
+            yield from self.enter()
+            yield from self._mlp(self.tokens, experts.shared_ffn / recipe.tp, 1)
+            yield from self.leave()

@@ -4,8 +4,8 @@ Ranks are consecutive, tp fastest, then cp, dp, pp. A group of p ranks that are 
 
     g = gcd(p, devices per node / stride), at least 1
 
-members in each node (`TransformerMachine.group`). Expert ranks are consecutive within a stage.
-Ranks that hold the same experts are ep apart.
+members in each node (`TransformerMachine.group`). Ranks that share an expert are consecutive; then
+come those of other experts. Ranks that hold the same experts are ep x etp apart.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ class TransformerMachine:
             "tp": (r.tp, 1),
             "cp": (r.cp, r.tp),
             "dp": (r.dp * r.cp, r.tp),
-            "ep": (r.ep, 1),
-            "expert_dp": (max(r.ranks_per_stage // r.ep, 1), r.ep),
+            "etp": (r.etp, 1),
+            "ep": (r.ep, r.etp),
+            "expert_dp": (max(r.ranks_per_stage // (r.ep * r.etp), 1), r.ep * r.etp),
             "ends": (2, r.ranks_per_stage * (r.pp - 1)),
         }[name]
         in_node = math.gcd(n_ranks, max(1, self.devices_per_node // max(stride, 1)))

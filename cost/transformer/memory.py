@@ -108,8 +108,9 @@ def device_peaks(layer: LayerModel, chunks: Sequence[Chunk], hardware: Hardware)
 
 def _memory_of(layer: LayerModel, chunk: Chunk) -> StageMemory:
     ends = sum(item.kept_bytes + item.out_bytes for item in chunk.ends(layer))
-    kept = chunk.n_layers * kept_of_layer(layer).kept_bytes + ends
-    for_weights = chunk.n_layers * sum(item.weight_bytes for item in layer.items())
+    kinds = chunk.kinds(layer)
+    kept = sum(n * kept_of_layer(kind).kept_bytes for kind, n in kinds) + ends
+    for_weights = sum(n * item.weight_bytes for kind, n in kinds for item in kind.items())
     static = _static_bytes(layer, chunk) + (_deferred_bytes(layer) if chunk.is_last else 0.0)
     above = {"forward": kept, "backward": _between_bytes(layer, chunk), "weights": 0.0}
     return StageMemory(static, 0.0, kept, min(kept, for_weights), 0.0, static, above, above)

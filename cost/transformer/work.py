@@ -12,7 +12,7 @@ from typing import Literal
 
 from autopar.cost.laws import Kind
 
-Group = Literal["tp", "ep", "cp"]
+Group = Literal["tp", "ep", "cp", "etp"]
 # What recompute may drop: the attention core, cheap elementwise work, everything else.
 Part = Literal["core", "elementwise", "matmul"]
 Sizes = tuple[tuple[str, float], ...]

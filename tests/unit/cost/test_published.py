@@ -285,7 +285,7 @@ def test_collectives_over_a_sequence_that_is_not_first_copy() -> None:
     device = plain.machine.device
     each_s = gathered / device.bytes_per_s + device.launch_s
     for k, n in ((0, 4), (1, 6)):  # two ways in and two ways out; inputs are gathered again
-        work, more = plain._layer_passes[k], copied._layer_passes[k]
+        work, more = (one._layer_passes[one.layer][k] for one in (plain, copied))
         assert more.compute_s - work.compute_s == pytest.approx(n * each_s)
         assert more.collectives_s == work.collectives_s
 

@@ -26,6 +26,8 @@ from autopar.cost.published.fit import log_error
 from autopar.cost.published.rows import read_row
 from autopar.cost.transformer import (
     Chunk,
+    Experts,
+    Latent,
     LayerModel,
     Order,
     Recipe,
@@ -74,6 +76,15 @@ def step(
     links = (profile.link("inter_node"), profile.link("intra_node"))
     hardware = link_hardware(profile, links, torch.bfloat16)
     return StepModel(layer, TransformerMachine(hardware, 8, recipe))
+
+
+def deepseek_v3() -> TransformerShape:
+    """arXiv 2412.19437, section 4.2."""
+    experts = Experts(256, 8, 2048, is_grouped=True, shared_ffn=2048)
+    return TransformerShape(
+        61, 7168, 128, 128, 128, 18432, 4096, 129280, is_gated=True, experts=experts,
+        latent=Latent(1536, 512, 64, 128), dense_layers=3,
+    )  # fmt: skip
 
 
 @st.composite
@@ -127,11 +138,25 @@ def test_recompute_keeps_less_and_full_least(layer: LayerModel, recompute: Any) 
         (gpt(128, 25600, 160), 1008.0),
         (llama(32, 4096, 32, 14336), 8.03),
         (llama(80, 8192, 64, 28672), 70.6),
+        (deepseek_v3(), 671.0),
     ],
-    ids=["GPT-3 175B", "530B", "1T", "Llama-3 8B", "Llama-3 70B"],
+    ids=["GPT-3 175B", "530B", "1T", "Llama-3 8B", "Llama-3 70B", "DeepSeek-V3"],
 )
 def test_parameters_of_known_models(shape: TransformerShape, billions: float) -> None:
     assert shape.n_parameters / 1e9 == pytest.approx(billions, rel=0.002)
+
+
+@pytest.mark.parametrize("n_chunks", [1, 4, 61])
+def test_parameters_of_chunks_are_those_of_the_model(n_chunks: int) -> None:
+    """The dense layers come first. The last norm is left out."""
+    shape = deepseek_v3()
+    layer = LayerModel(shape, Recipe(), Software())
+    chunks = chunks_of(shape.layers, n_chunks, shape.dense_layers)
+    assert [chunk.n_dense for chunk in chunks[:4]] == {1: [3], 4: [3, 0, 0, 0]}.get(
+        n_chunks, [1, 1, 1, 0]
+    )
+    held = sum(sum(parameters_of(layer, chunk)) for chunk in chunks)
+    assert held == shape.n_parameters - shape.hidden
 
 
 @given(st.integers(1, 128), st.integers(1, 100), st.integers(1, 4096), st.integers(1, 200000))
