@@ -5,7 +5,6 @@ training reaches of that depends on the software: which kernels it calls, what i
 steadily its ranks run. A software is a TOML file:
 
     about               one line
-    like                another software whose features, constants and intervals these are; or
     [features]          those of `Software`; what is left out is False, or torch's loss
     [constants.NAME]    value and source, as in a profile
     [intervals.DEVICE]  value and source: predicted steps times and over this ratio hold 80% of the
@@ -16,6 +15,8 @@ Constants hold on every device. They are fitted to published runs of that softwa
 
     sustained_rate_ratio   rate of tensor cores (matmuls, fused attention) in a whole step / alone
                            (clocks under the power limit, caches that neighbours have filled)
+    memory_time_ratio      time of bytes in device memory in a whole step / in a copy alone
+                           (kernels of norms, dropout and sums do not stream as a copy does)
     network_time_ratio     time of bytes between nodes in a whole step / alone
     jitter_fraction        standard deviation of a rank's step time / its mean; the slowest of N
                            ranks decides (`slowest_of`)
@@ -40,6 +41,7 @@ SOFTWARE_FOLDER = Path(__file__).parent / "stacks"
 CONSTANTS: dict[str, float] = {
     "sustained_rate_ratio": 1.0,
     "network_time_ratio": 1.0,
+    "memory_time_ratio": 1.0,
     "jitter_fraction": 0.0,
 }
 # Of two plans of one model, batch and machine, the ratio of steps is predicted within this share
@@ -50,7 +52,7 @@ _SUSTAINED = (
     *(f"device.achieved_flops_fraction.{name}" for name in ("float16", "bfloat16", "tfloat32")),
     "device.attention_fraction.",
 )
-_NETWORK = "link.inter_node.s_per_byte"
+_NETWORK, _MEMORY = "link.inter_node.s_per_byte", "device.achieved_bandwidth_fraction"
 
 
 # How cross-entropy runs (`cost/transformer/chunks.py` has its bytes): torch's operators; one kernel
@@ -80,7 +82,8 @@ class Software:
     overlapped_tp          collectives of tensor parallelism run in chunks, under their matmuls
     overlapped_experts     exchanges of experts run under another microbatch's compute
     overlapped_gathers     ZeRO-3 gathers a layer while the one before computes
-    gathers_by_layer       ZeRO-3 gathers a layer in one call; else each of its tensors alone
+    gathers_by_layer       ZeRO-3 gathers a layer in one call; else each of its tensors alone, as a
+                           list of shards
     sequence_first         activations are [s, b, h], so that shards of a sequence are contiguous;
                            else collectives over it copy all that they gather or scatter (torch,
                            distributed/_functional_collectives.py, `all_gather_tensor`)
@@ -140,14 +143,18 @@ class Software:
 
     def apply_to(self, profile: Profile) -> Profile:
         """What a device reaches under this software in a whole step."""
-        rate, network = self.constant("sustained_rate_ratio"), self.constant("network_time_ratio")
+        factors = {
+            _MEMORY: 1.0 / self.constant("memory_time_ratio"),
+            _NETWORK: self.constant("network_time_ratio"),
+            **dict.fromkeys(_SUSTAINED, self.constant("sustained_rate_ratio")),
+        }
         changed = dict(profile.quantities)
         if self.new_attention:
             for phase in ("forward", "backward"):
                 if new := changed.get(f"device.new_attention_fraction.{phase}"):
                     changed[f"device.attention_fraction.{phase}"] = new
         for key, quantity in changed.items():
-            factor = rate if key.startswith(_SUSTAINED) else network if key == _NETWORK else 1.0
+            factor = next((f for start, f in factors.items() if key.startswith(start)), 1.0)
             if factor != 1.0:
                 source = f"{quantity.source}; times {factor:g} under {self.name}"
                 changed[key] = Quantity(quantity.value * factor, source)
@@ -192,8 +199,6 @@ def load_software(name: str) -> Software:
             f"unknown software {name!r}", hint=f"it is one of {', '.join(available_software())}"
         )
     content = tomllib.loads((SOFTWARE_FOLDER / f"{name}.toml").read_text())
-    if "like" in content:
-        return replace(load_software(content["like"]), name=name)
     features: dict[str, Any] = FEATURES | content["features"]
     constants = {key: Quantity(**entry) for key, entry in content.get("constants", {}).items()}
     intervals = {key: Quantity(**entry) for key, entry in content.get("intervals", {}).items()}

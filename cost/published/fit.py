@@ -45,12 +45,14 @@ _NUDGE = 0.02  # of a logarithm, for the Jacobian: laws have kinks
 
 @dataclass(frozen=True)
 class Constant:
-    """A fitted constant of software: its name, its prior and sigma, and the prior's source."""
+    """A fitted constant of software: its name, its prior and sigma, the prior's source, and the
+    least value that makes sense."""
 
     name: str
     prior: float
     sigma: float
     source: str = ""
+    least: float = 1e-9
 
 
 @cache
@@ -107,8 +109,9 @@ def fit(
     if not used:
         return Fit(name, values(prior), 0)
     fitted = least_squares(
-        residuals, prior, slopes, loss=loss, f_scale=_HUBER, xtol=_CONVERGED, max_nfev=n_steps
-    )
+        residuals, prior, slopes, loss=loss, f_scale=_HUBER, xtol=_CONVERGED, max_nfev=n_steps,
+        bounds=(np.log([constant.least for constant in constants]), np.inf),
+    )  # fmt: skip
     return Fit(name, values(fitted.x), len(used))
 
 

@@ -49,6 +49,10 @@ class TransformerMachine:
         device = self.device
         return device.overlap_slowdown_fraction if isinstance(device, ProfiledDevice) else 0.0
 
+    @property
+    def host_s(self) -> float:
+        return self.device.host_s if isinstance(self.device, ProfiledDevice) else 0.0
+
     def group(self, name: str) -> LinkGroup:
         """One of the recipe's groups of ranks, with its place on nodes and links."""
         r = self.recipe
@@ -72,10 +76,17 @@ class TransformerMachine:
 
     def gather_s(self, kind: str, size_bytes: float, group: str) -> float:
         """Seconds of ZeRO-3's all_gather or reduce_scatter. Between nodes NCCL has rings alone, but
-        for one rank a node since 2.23, so their latency grows with the ranks."""
+        for one rank a node since 2.23, so their latency grows with the ranks.
+
+        DeepSpeed hands torch a list of shards, one per rank, and each is copied by a kernel of its
+        own (deepspeed/runtime/zero/partition_parameters.py; torch, ProcessGroupNCCL.cpp).
+        """
         on = self.group(group)
         algorithm = None if on.n_nodes == 1 else "ring"
-        return collective_time_s(kind, size_bytes, on, algorithm=algorithm)
+        time_s = collective_time_s(kind, size_bytes, on, algorithm=algorithm)
+        if self.software.gathers_by_layer:
+            return time_s
+        return time_s + on.n_ranks * self.host_s + 2 * size_bytes / self.device.bytes_per_s
 
     def _dispatch_s(self, size_bytes: float, group: LinkGroup) -> float:
         """Seconds to send rows to the ranks of their experts: k copies of a token to k experts.
@@ -126,8 +137,7 @@ class TransformerMachine:
                 waited_s += (1 - hidden) * time_s
                 beside_s += hidden * time_s
                 n_launches += 1
-        each_s = device.host_s if isinstance(device, ProfiledDevice) else 0.0
-        return PartWork(compute_s, waited_s, beside_s, n_launches * each_s)
+        return PartWork(compute_s, waited_s, beside_s, n_launches * self.host_s)
 
     @property
     def _float8_ratio(self) -> float:

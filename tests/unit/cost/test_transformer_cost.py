@@ -18,7 +18,6 @@ from autopar.cost.hardware import (
     changed,
     doublings,
     flops_per_s,
-    link_hardware,
     load_profile,
 )
 from autopar.cost.published import read_runs
@@ -32,7 +31,6 @@ from autopar.cost.transformer import (
     Order,
     Recipe,
     StepModel,
-    TransformerMachine,
     TransformerShape,
     kept_of_layer,
 )
@@ -72,10 +70,7 @@ def step(
     shape: TransformerShape, recipe: Recipe, profile: Profile = H100, **words: Any
 ) -> StepModel:
     """The model of a step in bfloat16 on nodes of 8."""
-    layer = LayerModel(shape, recipe, Software(**words))
-    links = (profile.link("inter_node"), profile.link("intra_node"))
-    hardware = link_hardware(profile, links, torch.bfloat16)
-    return StepModel(layer, TransformerMachine(hardware, 8, recipe))
+    return StepModel.of(shape, recipe, Software(**words), profile, torch.bfloat16, 8)
 
 
 def deepseek_v3() -> TransformerShape:
@@ -326,6 +321,17 @@ def test_gradients_and_updates_over_data_parallelism(zero: int, overlapped: bool
     launch_s = model.machine.device.launch_s
     stored_s, whole_s = (found.update_s - launch_s for found in (times, whole))
     assert stored_s * (4 if zero else 1) == pytest.approx(whole_s)
+
+
+def test_a_gather_into_a_list_copies_a_shard_of_each_rank() -> None:
+    recipe = Recipe(dp=64, zero=3, global_batch=64)
+    whole, lists = (step(SMALL, recipe, gathers_by_layer=by_layer) for by_layer in (True, False))
+    size, device = 1e8, whole.machine.device
+    fast_s, slow_s = (model.machine.gather_s("all_gather", size, "dp") for model in (whole, lists))
+    copies_s = 64 * whole.machine.host_s + 2 * size / device.bytes_per_s
+    assert slow_s - fast_s == pytest.approx(copies_s)
+    # Four calls a layer, and as many bytes: never faster.
+    assert lists.step_time_s() > whole.step_time_s()
 
 
 @pytest.mark.parametrize("sp", [False, True])
