@@ -73,6 +73,7 @@ class Software:
     fused_optimizer        the update of all parameters is one kernel, without temporaries
     fused_accumulation     the matmul that makes a weight's gradient adds it to earlier ones
     loss                   how cross-entropy runs
+    cuda_graphs            kernels are launched from recorded graphs, at no cost of the host's
     float8                 matmuls of layers, but the router's, are in float8, whose operands are
                            cast: activations and gradients each microbatch, weights once a step
     dropout                0.1 on attention scores and on both residual branches
@@ -108,6 +109,7 @@ class Software:
     fused_optimizer: bool = True
     fused_accumulation: bool = True
     loss: Loss = "torch"
+    cuda_graphs: bool = False
     float8: bool = False
     dropout: bool = False
     fp32_gradients: bool = True

@@ -17,6 +17,7 @@ The same rules for all rows say which of its features a run has:
     fp32_gradients       bf16, whose sums need it
     overlapped_sync, overlapped_tp, overlapped_experts     what the notes say is overlapped
     thrifty_dispatch     the notes name DeepEP
+    cuda_graphs          the notes name them
     transformer_engine   Megatron-Core on devices since H100, unless `extra` has another
                          "implementation"
     loss                 Transformer Engine's if `extra` says so, else the software's own; a row's
@@ -67,6 +68,7 @@ def software_of_row(
         "overlapped_tp": _TP_OVERLAPPED.search(words) is not None,
         "overlapped_experts": _EP_OVERLAPPED.search(words) is not None,
         "thrifty_dispatch": "deepep" in words,
+        "cuda_graphs": "cuda graph" in words and "no cuda graph" not in words,
         "wide_workspace": extra.get("cublas_workspace") == ":4096:8",
         "muon": extra.get("optimizer") == "muon",
     }

@@ -13,7 +13,6 @@ from autopar.cost.transformer.chunks import Chunk
 from autopar.cost.transformer.configs import shape_of
 from autopar.cost.transformer.estimate import StepModel
 from autopar.cost.transformer.layer import LayerModel
-from autopar.cost.transformer.machine import TransformerMachine
 from autopar.cost.transformer.memory import MemoryRank, kept_of_layer
 from autopar.cost.transformer.recipe import Module, Order, Recipe, Recompute
 from autopar.cost.transformer.scaling import (
@@ -38,7 +37,6 @@ __all__ = [
     "ScalePoint",
     "Scaling",
     "StepModel",
-    "TransformerMachine",
     "TransformerShape",
     "default_nodes",
     "kept_of_layer",

@@ -94,17 +94,18 @@ class StepModel:
 
     def _gathering(self, chunk: Chunk) -> tuple[PartWork, PartWork]:
         """ZeRO-3's collectives of a microbatch's forward and backward, beside compute or not."""
-        software, gather_s, scatter_s = self.layer.software, 0.0, 0.0
+        software, width = self.layer.software, self.layer.width
         calls = max(chunk.n_layers, 1) * (1 if software.gathers_by_layer else _N_MATRICES)
         # Gradients are reduced at the width of the parameters in use.
-        for n, group in self._parameters(chunk):
-            each = n * self.layer.width / calls
-            gather_s += calls * self.machine.gather_s("all_gather", each, group)
-            scatter_s += calls * self.machine.gather_s("reduce_scatter", each, group)
-        works = gather_s, gather_s + scatter_s
-        if software.overlapped_gathers:
-            return PartWork(overlapped_s=works[0]), PartWork(overlapped_s=works[1])
-        return PartWork(0.0, works[0]), PartWork(0.0, works[1])
+        gather_s, scatter_s = (
+            sum(
+                calls * self.machine.gather_s(kind, n * width / calls, group)
+                for n, group in self._parameters(chunk)
+            )
+            for kind in ("all_gather", "reduce_scatter")
+        )
+        where = "overlapped_s" if software.overlapped_gathers else "collectives_s"
+        return PartWork(**{where: gather_s}), PartWork(**{where: gather_s + scatter_s})
 
     def sync_s(self, chunk: Chunk) -> tuple[float, float]:
         """Seconds over data parallelism, once a step: (gradient sync, gather of new parameters)."""

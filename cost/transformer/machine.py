@@ -51,7 +51,10 @@ class TransformerMachine:
 
     @property
     def host_s(self) -> float:
-        return self.device.host_s if isinstance(self.device, ProfiledDevice) else 0.0
+        device = self.device
+        if self.software.cuda_graphs or not isinstance(device, ProfiledDevice):
+            return 0.0
+        return device.host_s
 
     def group(self, name: str) -> LinkGroup:
         """One of the recipe's groups of ranks, with its place on nodes and links."""

@@ -275,6 +275,18 @@ def test_matmuls_in_float8_are_faster_by_less_than_their_rate(shipped: RunsFile)
     assert old.skipped == "hardware profile 'a100-80gb' has no rate of float8 matmuls"
 
 
+def test_a_host_that_launches_many_small_experts_is_waited_for() -> None:
+    """Its kernels are shorter than their launches. A recorded graph has no launches to wait for."""
+    model = {"layers": 2, "hidden": 512, "heads": 8, "seq": 128, "vocab": 1024,
+             "moe": {"experts": 64, "topk": 2, "moe_ffn": 256}}  # fmt: skip
+    run = small_run(profile="h100-sxm", tp=1, dp=8, model=model, recompute="none")
+    slow, recorded = (step_model(read_row(run | {"notes": n})) for n in ("", "CUDA graphs"))
+    for step, is_waited in ((slow, True), (recorded, False)):
+        work = step.passes(step.chunks[0])[0]
+        assert (work.duration().time_s > work.compute_s + work.collectives_s) is is_waited
+    assert recorded.step_time_s() < slow.step_time_s()
+
+
 def test_collectives_over_a_sequence_that_is_not_first_copy() -> None:
     row = read_row(small_run(profile="h100-sxm", tp=8, dp=1, sp=True))
     contiguous = row.software
