@@ -57,7 +57,7 @@ _OVERRIDES = {
     "intranode_bytes_per_s_per_device": "link.intra_node.s_per_byte",
     "devices_per_node": "devices_per_node",
 }
-_LATENT = ("q_rank", "kv_rank", "rotary_head_dim", "v_head_dim")
+_LATENT = ("kv_rank", "rotary_head_dim", "v_head_dim")
 _OPEN = ("microbatch", "interleave", "sp", "recompute", "zero")
 Row = Mapping[str, Any]
 
@@ -176,9 +176,11 @@ def _shape(reader: _Reader) -> TransformerShape:
         )  # fmt: skip
     head_dim = int(moe.get("head_dim") or model.get("head_dim") or hidden // heads)
     latent, mla = None, model.get("mla")
-    if mla:
-        latent = Latent(*(reader.known(k, mla) for k in _LATENT))
-        head_dim = reader.known("qk_head_dim", mla)
+    if isinstance(mla, dict) and all(mla.get(key) for key in (*_LATENT, "qk_head_dim")):
+        latent = Latent(int(mla.get("q_rank") or 0), *(int(mla[key]) for key in _LATENT))
+        head_dim = int(mla["qk_head_dim"])
+    elif mla:
+        reader.assume("latent attention of unknown ranks", "read as plain")
     arxiv = ARXIV.search(str(reader.row.get("source", "")))
     usual_vocab = 32000 if arxiv and float(arxiv[1]) >= 2302 else 51200
     return TransformerShape(

@@ -142,7 +142,7 @@ class LayerModel:
         v, narrow = shape.value_features / tp, shape.latent
         if narrow is not None:
             yield self.matmul("latent", T, narrow.q_rank + narrow.kv_rank + narrow.rotary, h)
-            yield self.matmul("queries", T, q, narrow.q_rank)
+            yield self.matmul("queries", T, q, narrow.q_rank or h)
             keys = shape.heads / tp * (shape.head_dim + narrow.value)
             yield self.matmul("keys and values", T, keys, narrow.kv_rank)
             size = T * (narrow.q_rank + narrow.kv_rank) * width

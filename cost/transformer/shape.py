@@ -32,7 +32,8 @@ class Experts:
 @dataclass(frozen=True)
 class Latent:
     """Attention whose queries, keys and values are made of two narrow tensors (DeepSeek-V2, arXiv
-    2405.04434): their ranks, and the features of a head's rotary part and of its values."""
+    2405.04434): their ranks (0: queries are made of the whole one), and the features of a head's
+    rotary part and of its values."""
 
     q_rank: int
     kv_rank: int
@@ -102,7 +103,8 @@ class TransformerShape:
         if (narrow := self.latent) is not None:
             keys = self.heads * (self.head_dim + narrow.value)
             down = h * (narrow.q_rank + narrow.kv_rank + narrow.rotary)
-            return down + narrow.q_rank * self.query_features + narrow.kv_rank * keys + out
+            queries = (narrow.q_rank or h) * self.query_features
+            return down + queries + narrow.kv_rank * keys + out
         return h * qkv + out + biases * (qkv + h)
 
     @property
