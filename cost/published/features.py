@@ -31,9 +31,9 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import replace
-from typing import Any
+from typing import Any, get_args
 
-from autopar.cost.hardware import FEATURES, Software, load_software
+from autopar.cost.hardware import FEATURES, Loss, Software, load_software
 from autopar.cost.transformer import Recipe, TransformerShape
 from autopar.errors import NotSupportedError, OptionError
 
@@ -79,6 +79,8 @@ def software_of_row(
         derived["loss"] = "engine"
     if unknown := sorted(set(given) - set(FEATURES)):
         raise NotSupportedError(f"software {', '.join(unknown)}; known are {', '.join(FEATURES)}")
+    if (loss := given.get("loss", software.loss)) not in get_args(Loss):
+        raise NotSupportedError(f"software loss {loss!r}; known are {', '.join(get_args(Loss))}")
     new_attention = given.get("new_attention", software.new_attention)
     implementation = extra.get("implementation", "transformer_engine" if new_attention else "")
     derived["transformer_engine"] = implementation == "transformer_engine"

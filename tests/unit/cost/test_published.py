@@ -160,6 +160,7 @@ def test_a_run_is_predicted_and_says_what_was_assumed() -> None:
         ({"profile": None}, "profile is unknown"),
         ({"profile": "abacus"}, "unknown hardware profile 'abacus'; hint: it is one of"),
         ({"schedule": "dualpipe"}, "schedule 'dualpipe'"),
+        ({"software": {"loss": "liger"}}, "software loss 'liger'; known are torch, fused,"),
         ({"global_batch": 17}, "is not a whole number of microbatches"),
         ({"tp": "two"}, "malformed: invalid literal for int()"),
         ({"dp": 0}, "malformed: dp is 0"),
