@@ -98,7 +98,7 @@ def scale_config(
     from autopar.cost.transformer import default_nodes, shape_of, training_dtype, weak_scaling
     from autopar.report import scaling_svg, scaling_text
 
-    shape, left_out = shape_of(read_config(Path(subject)), request.seq)
+    shape = shape_of(read_config(Path(subject)), request.seq)
     recipe, profile = _recipe(request, scale), load_profile(request.hardware)
     each = scale.devices_per_node or DEVICES_PER_NODE
     nodes = scale.nodes or default_nodes(recipe, each)
@@ -114,13 +114,12 @@ def scale_config(
         with writing():
             svg.write_text(scaling_svg(title, scalings), encoding="utf-8")
         written.append(str(svg))
-    notes = [f"note: {text}" for text in left_out]
     data = {
         "shape": asdict(shape), "recipe": _recipe_dict(recipe), "dtype": dtype,
-        "devices_per_node": each, "notes": list(left_out),
+        "devices_per_node": each,
         "scalings": [asdict(scaling) for scaling in scalings], "written": written,
     }  # fmt: skip
-    text = "\n\n".join([title, *notes, scaling_text(scalings), *written])
+    text = "\n\n".join([title, scaling_text(scalings), *written])
     return Result(text, data)
 
 

@@ -34,6 +34,7 @@ class ProfiledDevice(Device):
 
     `rates_flops_per_s`: of matmuls. `attention_rates`: (forward, backward) of fused attention.
     `tf32_flops_per_s`: of float32 matmuls in TF32; None if the device has none.
+    `float8_rate_ratio`: rate of matmuls in float8 / in bfloat16; None likewise.
     """
 
     rates_flops_per_s: tuple[tuple[torch.dtype, float], ...] = ()
@@ -43,6 +44,7 @@ class ProfiledDevice(Device):
     overlap_slowdown_fraction: float = 0.0
     profile_name: str = ""
     tf32_flops_per_s: float | None = None
+    float8_rate_ratio: float | None = None
 
 
 @dataclass(frozen=True)
@@ -135,6 +137,7 @@ def link_hardware(profile: Profile, links: tuple[Link, ...], dtype: torch.dtype)
         overlap_slowdown_fraction=profile.optional("device.overlap_slowdown_fraction") or 0.0,
         profile_name=profile.name,
         tf32_flops_per_s=profile.rates_flops_per_s().get("tfloat32"),
+        float8_rate_ratio=profile.optional("device.float8_rate_ratio"),
     )
     margin = profile.value("device.memory_margin_fraction")
     is_gpu = bool(profile.cuda_names)

@@ -13,6 +13,7 @@ Optional quantities, and what holds without them (`DEFAULTS`):
 
     device.product_traffic_ratio         exposed memory time of a matmul, on top of its
                                          arithmetic / time to touch each operand once    0
+    device.float8_rate_ratio             rate of matmuls in float8 / in bfloat16   no float8
     device.attention_fraction.forward    rate of fused attention's forward
                                          / peak flops_per_s                    matmul rate
     device.attention_fraction.backward   the same of its backward              matmul rate
@@ -70,6 +71,7 @@ _SCALARS = (
 # Optional quantities, and the value that means "unknown".
 DEFAULTS: dict[str, float | None] = {
     "device.product_traffic_ratio": 0.0,
+    "device.float8_rate_ratio": None,
     "device.attention_fraction.forward": None,
     "device.attention_fraction.backward": None,
     "device.new_attention_fraction.forward": None,

@@ -5,8 +5,7 @@ training reaches of that depends on the software: which kernels it calls, what i
 steadily its ranks run. A software is a TOML file:
 
     about               one line
-    like                another software whose features, constants and intervals these are; or
-    [features]          those of `Software`; what is left out is False
+    [features]          those of `Software`; what is left out is False, or torch's loss
     [constants.NAME]    value and source, as in a profile
     [intervals.DEVICE]  value and source: predicted steps times and over this ratio hold 80% of the
                         published ones; "any": on any device; else the widest of all software
@@ -16,6 +15,8 @@ Constants hold on every device. They are fitted to published runs of that softwa
 
     sustained_rate_ratio   rate of tensor cores (matmuls, fused attention) in a whole step / alone
                            (clocks under the power limit, caches that neighbours have filled)
+    memory_time_ratio      time of bytes in device memory in a whole step / in a copy alone
+                           (kernels of norms, dropout and sums do not stream as a copy does)
     network_time_ratio     time of bytes between nodes in a whole step / alone
     jitter_fraction        standard deviation of a rank's step time / its mean; the slowest of N
                            ranks decides (`slowest_of`)
@@ -29,6 +30,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, replace
 from functools import cache
 from pathlib import Path
+from typing import Any, Literal
 
 from autopar.cost.hardware.profile import Profile, Quantity
 from autopar.errors import OptionError
@@ -39,6 +41,7 @@ SOFTWARE_FOLDER = Path(__file__).parent / "stacks"
 CONSTANTS: dict[str, float] = {
     "sustained_rate_ratio": 1.0,
     "network_time_ratio": 1.0,
+    "memory_time_ratio": 1.0,
     "jitter_fraction": 0.0,
 }
 # Of two plans of one model, batch and machine, the ratio of steps is predicted within this share
@@ -49,7 +52,14 @@ _SUSTAINED = (
     *(f"device.achieved_flops_fraction.{name}" for name in ("float16", "bfloat16", "tfloat32")),
     "device.attention_fraction.",
 )
-_NETWORK = "link.inter_node.s_per_byte"
+_NETWORK, _MEMORY = "link.inter_node.s_per_byte", "device.achieved_bandwidth_fraction"
+
+
+# How cross-entropy runs (`cost/transformer/chunks.py` has its bytes): torch's operators; one kernel
+# with one float32 copy of the logits; Megatron's, each step of which overwrites the float32 logits;
+# Megatron's "native" fusion, a few compiled kernels with results of their own; Transformer
+# Engine's, which overwrites the logits.
+Loss = Literal["torch", "fused", "in-place", "copied", "engine"]
 
 
 @dataclass(frozen=True)
@@ -62,7 +72,10 @@ class Software:
     fused_kernels          a chain of elementwise operators is one kernel (hand-written or compiled)
     fused_optimizer        the update of all parameters is one kernel, without temporaries
     fused_accumulation     the matmul that makes a weight's gradient adds it to earlier ones
-    fused_loss             cross-entropy in one kernel, one float32 copy of the logits
+    loss                   how cross-entropy runs
+    cuda_graphs            kernels are launched from recorded graphs, at no cost of the host's
+    float8                 matmuls of layers, but the router's, are in float8, whose operands are
+                           cast: activations and gradients each microbatch, weights once a step
     dropout                0.1 on attention scores and on both residual branches
     fp32_gradients         gradients accumulate in float32
     fp32_parameters        parameters are kept in float32 and cast where they are used (FSDP)
@@ -70,17 +83,17 @@ class Software:
     overlapped_tp          collectives of tensor parallelism run in chunks, under their matmuls
     overlapped_experts     exchanges of experts run under another microbatch's compute
     overlapped_gathers     ZeRO-3 gathers a layer while the one before computes
-    gathers_by_layer       ZeRO-3 gathers a layer in one call; else each of its tensors alone
+    gathers_by_layer       ZeRO-3 gathers a layer in one call; else each of its tensors alone, as a
+                           list of shards
+    sequence_first         activations are [s, b, h], so that shards of a sequence are contiguous;
+                           else collectives over it copy all that they gather or scatter (torch,
+                           distributed/_functional_collectives.py, `all_gather_tensor`)
     split_messages         each of tp ranks sends its part of an activation to the next stage,
                            which gathers it (arXiv 2104.04473, section 4.1)
     interleaves            a rank can have several chunks of layers
     waits_for_messages     a stage computes nothing while it sends to or receives from another
     thrifty_dispatch       a token goes once to each node, and once to each rank, that holds any of
                            its experts (DeepEP), instead of once per expert
-    in_place_loss          each step of the loss overwrites the float32 logits (Megatron)
-    copied_loss            the loss is a few compiled kernels with results of their own (Megatron's
-                           "native" fusion)
-    engine_loss            the loss is Transformer Engine's, which overwrites the logits
     transformer_engine     layers are Transformer Engine's, which has workspaces of its own
     wide_workspace         cuBLAS has 32 MiB on every device (CUBLAS_WORKSPACE_CONFIG=:4096:8, as
                            deterministic runs set it)
@@ -95,7 +108,9 @@ class Software:
     fused_kernels: bool = True
     fused_optimizer: bool = True
     fused_accumulation: bool = True
-    fused_loss: bool = False
+    loss: Loss = "torch"
+    cuda_graphs: bool = False
+    float8: bool = False
     dropout: bool = False
     fp32_gradients: bool = True
     fp32_parameters: bool = False
@@ -104,18 +119,20 @@ class Software:
     overlapped_experts: bool = False
     overlapped_gathers: bool = True
     gathers_by_layer: bool = True
+    sequence_first: bool = True
     split_messages: bool = True
     interleaves: bool = True
     waits_for_messages: bool = False
     thrifty_dispatch: bool = False
-    in_place_loss: bool = False
-    copied_loss: bool = False
-    engine_loss: bool = False
     transformer_engine: bool = False
     wide_workspace: bool = False
     muon: bool = False
     constants: Mapping[str, Quantity] = field(default_factory=dict, compare=False)
     intervals: Mapping[str, Quantity] = field(default_factory=dict, compare=False)
+
+    @property
+    def fuses_loss(self) -> bool:
+        return self.loss in ("fused", "copied", "engine")
 
     def constant(self, name: str) -> float:
         found = self.constants.get(name)
@@ -128,14 +145,18 @@ class Software:
 
     def apply_to(self, profile: Profile) -> Profile:
         """What a device reaches under this software in a whole step."""
-        rate, network = self.constant("sustained_rate_ratio"), self.constant("network_time_ratio")
+        factors = {
+            _MEMORY: 1.0 / self.constant("memory_time_ratio"),
+            _NETWORK: self.constant("network_time_ratio"),
+            **dict.fromkeys(_SUSTAINED, self.constant("sustained_rate_ratio")),
+        }
         changed = dict(profile.quantities)
         if self.new_attention:
             for phase in ("forward", "backward"):
                 if new := changed.get(f"device.new_attention_fraction.{phase}"):
                     changed[f"device.attention_fraction.{phase}"] = new
         for key, quantity in changed.items():
-            factor = rate if key.startswith(_SUSTAINED) else network if key == _NETWORK else 1.0
+            factor = next((f for start, f in factors.items() if key.startswith(start)), 1.0)
             if factor != 1.0:
                 source = f"{quantity.source}; times {factor:g} under {self.name}"
                 changed[key] = Quantity(quantity.value * factor, source)
@@ -144,7 +165,7 @@ class Software:
     def interval_ratio(self, profile: str) -> float:
         """80% of published steps lie within this ratio of the predicted ones.
 
-        It is that of runs left out of the fit, by device (`cost/published/intervals.py`).
+        It is that of runs left out of the fit, by device (`cost/published/accuracy.py`).
         """
         found = self.intervals.get(profile, self.intervals.get("any"))
         return widest_interval() if found is None else found.value
@@ -157,7 +178,8 @@ class Software:
         return 1.0 + self.constant("jitter_fraction") * math.sqrt(2.0 * math.log(max(n_ranks, 1)))
 
 
-FEATURES = tuple(f.name for f in fields(Software) if f.type == "bool")
+# With the value of what a file leaves out.
+FEATURES = {f.name: False for f in fields(Software) if f.type == "bool"} | {"loss": "torch"}
 
 
 def software_of(name: str, *, is_gpu: bool) -> Software:
@@ -179,9 +201,7 @@ def load_software(name: str) -> Software:
             f"unknown software {name!r}", hint=f"it is one of {', '.join(available_software())}"
         )
     content = tomllib.loads((SOFTWARE_FOLDER / f"{name}.toml").read_text())
-    if "like" in content:
-        return replace(load_software(content["like"]), name=name)
-    features = dict.fromkeys(FEATURES, False) | content["features"]
+    features: dict[str, Any] = FEATURES | content["features"]
     constants = {key: Quantity(**entry) for key, entry in content.get("constants", {}).items()}
     intervals = {key: Quantity(**entry) for key, entry in content.get("intervals", {}).items()}
     assert set(features) == set(FEATURES) and set(constants) <= set(CONSTANTS), name

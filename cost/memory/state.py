@@ -68,11 +68,15 @@ class OptimizerRow:
     operators: int
     temporaries: int
     source: str
+    is_fused: bool = False  # the master is rounded into the parameter by the same operator
 
 
 OPTIMIZERS: dict[str, OptimizerRow] = {
     # mul_ p | lerp_ m, g | mul_ v | addcmul_ v, g | sqrt v to t | div_, add_ t | addcdiv_ p, m, t
     "adamw": OptimizerRow(2, 4, 2, 14, 8, 1, "torch/optim/adam.py, _multi_tensor_adam"),
+    "fused-adamw": OptimizerRow(
+        2, 2, 1, 4, 1, 0, "one kernel reads and writes each tensor once (Apex, FusedAdam)", True
+    ),
     "adam": OptimizerRow(2, 2, 2, 14, 7, 1, "the same without weight decay, Adam's default"),
     "sgd": OptimizerRow(0, 2, 1, 0, 1, 0, "torch/optim/sgd.py; momentum is 0 by default"),
     # norm p | norm g twice | row @ col to t | div_, clamp_, rsqrt_ t | mul_ t, g | norm t |
@@ -156,8 +160,8 @@ def optimizer_time_s(
     )
     operators = rule.operators
     if row.master_bytes:  # the master is rounded into the parameter afterwards
-        touched_bytes += row.master_bytes + row.parameter_bytes
-        operators += 1
+        touched_bytes += row.parameter_bytes + (0 if rule.is_fused else row.master_bytes)
+        operators += not rule.is_fused
     return n_params_stored * touched_bytes / device.bytes_per_s + (
         n_tensors * operators * device.launch_s
     )

@@ -1,19 +1,22 @@
 """The accuracy of the cost model: predictions beside published training runs.
 
 Read `runs.py` (a file of runs: the shipped `published_runs.json` and `mcore_golden.json`, or a
-user's own), then `rows.py` (a run as numbers) and `memory_flags.py` (its flags that move memory).
-Then `predict.py` (the model of a run), `open_fields.py` (what a run leaves open) and `tables.py`
-(two tables of one layer). Then `accuracy.py` (errors and targets) and `scoring.py` (all runs of a
-file). Last `fit.py` (constants of a software from runs) and `intervals.py` (how far runs lie from
-predictions).
+user's own), then `rows.py` (a run as numbers) and `features.py` (its software). Then `predict.py`
+(the model of a run, and what the run leaves open) and `tables.py` (two tables of one layer). Then
+`accuracy.py` (errors, targets, intervals), `fit.py` (constants of a software from runs) and
+`scoring.py` (all runs of a file).
 
 This is the highest room of `cost`: it may import all the others. It mainly hands on `read_runs`,
 `score` and `Score`.
 """
 
-from autopar.cost.published.accuracy import AccuracyTarget, ErrorSummary, Ordering
+from autopar.cost.published.accuracy import (
+    AccuracyTarget,
+    ErrorSummary,
+    Ordering,
+    interval_ratios,
+)
 from autopar.cost.published.fit import fit, fitted_constants, leave_one_out
-from autopar.cost.published.intervals import interval_ratios
 from autopar.cost.published.runs import GOLDEN_MEMORY, SHIPPED, is_runs_file, read_runs
 from autopar.cost.published.scoring import Entry, PublishedFigure, Score, score
 from autopar.cost.published.tables import Cell

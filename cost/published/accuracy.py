@@ -1,17 +1,33 @@
-"""Summaries of errors; numbers only.
+"""Errors of predictions in numbers, and the intervals that follow from them.
 
 error      predicted / published - 1
 mape       mean of |error|; `max_error` is its maximum
 ordering   of the pairs in a group with different published times, those that the predictions put
            in the same order; a predicted tie is wrong
+
+How far published steps lie from predictions, by software and device, as a factor:
+
+    ratio = the 80% quantile of |log (predicted / published)|
+
+of runs left out of the fit a paper at a time (`fit.py`), as a user's own run is. Fewer than
+`LEAST_RUNS` runs say little about a quantile: they share the ratio of their software, or, if that
+has too few, of all runs.
 """
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
 from typing import Any
+
+import numpy as np
+
+from autopar.cost.published.rows import PublishedRun
+
+HELD = 0.8  # of the runs
+LEAST_RUNS = 5
 
 
 @dataclass(frozen=True)
@@ -79,3 +95,24 @@ class AccuracyTarget:
 
     def to_json(self) -> dict[str, Any]:
         return asdict(self) | {"met": self.is_met}
+
+
+def interval_ratios(
+    rows: Iterable[PublishedRun], errors: Mapping[str, float]
+) -> dict[str, dict[str, tuple[float, int]]]:
+    """Software -> device -> (ratio, number of runs it is of); `errors` by id, of left-out runs."""
+    logs = [
+        (row.software.name, row.profile, abs(math.log(1 + errors[row.id])))
+        for row in rows
+        if row.id in errors
+    ]
+    found: dict[str, dict[str, tuple[float, int]]] = {}
+    for name, device in dict.fromkeys((name, device) for name, device, _ in logs):
+        of_software = [(of, log) for known, of, log in logs if known == name]
+        of_device = [log for of, log in of_software if of == device]
+        choices = of_device, [log for _, log in of_software]
+        every = [log for *_, log in logs]
+        used = next((known for known in choices if len(known) >= LEAST_RUNS), every)
+        ratio = math.exp(float(np.quantile(used, HELD)))
+        found.setdefault(name, {})[device] = ratio, len(used)
+    return found

@@ -45,12 +45,14 @@ _NUDGE = 0.02  # of a logarithm, for the Jacobian: laws have kinks
 
 @dataclass(frozen=True)
 class Constant:
-    """A fitted constant of software: its name, its prior and sigma, and the prior's source."""
+    """A fitted constant of software: its name, its prior and sigma, the prior's source, and the
+    least value that makes sense."""
 
     name: str
     prior: float
     sigma: float
     source: str = ""
+    least: float = 1e-9
 
 
 @cache
@@ -80,32 +82,37 @@ def fit(
     prior = np.log([constant.prior for constant in constants])
     sigma = np.array([constant.sigma for constant in constants])
 
+    def values(at: Array) -> dict[str, float]:
+        return {
+            known.name: float(value) for known, value in zip(constants, np.exp(at), strict=True)
+        }
+
     def residuals(at: Array) -> Array:
-        values = _values(constants, at)
-        errors = np.array([log_error(row, row.software.with_constants(values)) for row in used])
+        found = values(at)
+        errors = np.array([log_error(row, row.software.with_constants(found)) for row in used])
         apart = [errors[m] - errors[m].mean() for m in members if len(m) > 1]
         return np.concatenate(
             [(at - prior) / sigma, errors / RUN_SIGMA, *(a / GROUP_SIGMA for a in apart)]
         )
 
     def slopes(at: Array) -> Array:
-        here = residuals(at)
         nudged = [residuals(at + _NUDGE * unit) for unit in np.eye(len(at))]
-        return np.column_stack([(there - here) / _NUDGE for there in nudged])
+        return (np.column_stack(nudged) - residuals(at)[:, None]) / _NUDGE
 
     def loss(squares: Array) -> Array:
         """Huber's, and squares for priors: values and both derivatives (`least_squares`)."""
         is_prior = np.arange(len(squares)) < len(prior)
         roots = np.sqrt(np.where(is_prior | (squares <= 1), 1.0, squares))
-        values = np.where(roots > 1, 2 * roots - 1, squares)
-        return np.stack([values, 1 / roots, np.where(roots > 1, -0.5 / roots**3, 0.0)])
+        huber = np.where(roots > 1, 2 * roots - 1, squares)
+        return np.stack([huber, 1 / roots, np.where(roots > 1, -0.5 / roots**3, 0.0)])
 
-    if used:
-        fitted = least_squares(
-            residuals, prior, slopes, loss=loss, f_scale=_HUBER, xtol=_CONVERGED, max_nfev=n_steps
-        )
-        return Fit(name, _values(constants, fitted.x), len(used))
-    return Fit(name, _values(constants, prior), 0)
+    if not used:
+        return Fit(name, values(prior), 0)
+    fitted = least_squares(
+        residuals, prior, slopes, loss=loss, f_scale=_HUBER, xtol=_CONVERGED, max_nfev=n_steps,
+        bounds=(np.log([constant.least for constant in constants]), np.inf),
+    )  # fmt: skip
+    return Fit(name, values(fitted.x), len(used))
 
 
 def log_error(row: PublishedRun, software: Software | None = None) -> float:
@@ -114,27 +121,20 @@ def log_error(row: PublishedRun, software: Software | None = None) -> float:
     return math.log(step_model(row, software).step_time_s() / row.step_time_s)
 
 
-def _values(constants: Sequence[Constant], logs: np.ndarray) -> dict[str, float]:
-    return {
-        constant.name: float(math.exp(log)) for constant, log in zip(constants, logs, strict=True)
-    }
-
-
 def leave_one_out(
     rows: Sequence[PublishedRun], groups: Iterable[Sequence[str]] = ()
 ) -> dict[str, dict[str, float]]:
     """Paper -> id -> predicted / published - 1, with constants fitted to the other papers' runs."""
-    groups, found = list(groups), {}
+    groups, found = list(groups), dict[str, dict[str, float]]()
     timed = [row for row in rows if row.step_time_s]
     for paper in dict.fromkeys(row.paper for row in timed):
-        left_out = [row for row in timed if row.paper == paper]
         others = [row for row in timed if row.paper != paper]
-        errors = {}
-        for name in dict.fromkeys(row.software.name for row in left_out):
-            values = fit(name, others, fitted_constants(), groups).values
-            for row in left_out:
-                if row.software.name == name:
-                    software = row.software.with_constants(values)
-                    errors[row.id] = math.exp(log_error(row, software)) - 1
-        found[paper] = errors
+        fits: dict[str, dict[str, float]] = {}
+        for row in timed:
+            name = row.software.name
+            if row.paper == paper:
+                if name not in fits:
+                    fits[name] = dict(fit(name, others, fitted_constants(), groups).values)
+                software = row.software.with_constants(fits[name])
+                found.setdefault(paper, {})[row.id] = math.exp(log_error(row, software)) - 1
     return found

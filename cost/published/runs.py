@@ -21,11 +21,10 @@ from autopar.errors import NotSupportedError, OptionError
 SHIPPED = Path(__file__).parent / "published_runs.json"
 # Regression runs of Megatron-Core, with the peak bytes of one rank and every flag.
 GOLDEN_MEMORY = Path(__file__).parent / "mcore_golden.json"
-_NEEDED = ("id", "model")
-_TABLES = ("rank_groups", "activation_memory_pct", "layer_microbench")
 _POSITIVE = "layers hidden heads seq tp pp dp interleave global_batch".split()
 _NOT_NEGATIVE = "kv_heads ffn vocab cp ep microbatch zero".split()  # 0: not given
-_OBJECTS = "metric overrides moe".split()  # `software` may be a name, too
+# What a value may be besides None; of others, `rows.py` says what it cannot read.
+_KINDS = {"metric": dict, "overrides": dict, "moe": dict, "software": dict | str}
 _HINT = 'it is a list of runs, or {"runs": [...]}, each run with an id and a model'
 
 
@@ -54,9 +53,24 @@ def read_runs(path: Path = SHIPPED) -> RunsFile:
     runs = tables.get("runs")
     if not isinstance(runs, list) or not runs:
         raise OptionError("there are no runs", where=str(path), hint=_HINT)
-    for i, run in enumerate(runs):
-        _check_run(i, run, path)
-    return RunsFile(runs, **{name: _table(tables, name, path) for name in _TABLES})
+    for i, run in enumerate(runs, 1):
+        if wrong := _why_wrong(run):
+            raise OptionError(wrong, where=f"{path}, run {i}", hint=_HINT)
+    names = ("rank_groups", "activation_memory_pct", "layer_microbench")
+    found = {name: tables.get(name) or {} for name in names}
+    for name, table in found.items():
+        if not isinstance(table, dict):
+            raise OptionError(f"{name} is no object but {table!r}", where=str(path))
+    return RunsFile(runs, **found)
+
+
+def _why_wrong(run: Any) -> str:
+    if not isinstance(run, dict):
+        return f"a run is no object but {run!r}"
+    if missing := [name for name in ("id", "model") if name not in run]:
+        return f"a run has no {' and no '.join(missing)}"
+    is_object = isinstance(run["model"], dict | None)
+    return "" if is_object else f"a model is no object but {run['model']!r}"
 
 
 def is_runs_file(path: Path) -> bool:
@@ -72,26 +86,7 @@ def check_values(run: Mapping[str, Any]) -> None:
     """Raise `NotSupportedError` if a count is too small, or a value should be an object."""
     for key, value in {**run, **(run["model"] or {})}.items():
         least = 1 if key in _POSITIVE else 0 if key in _NOT_NEGATIVE else None
-        if least is not None and isinstance(value, int | float) and value < least:
-            raise NotSupportedError(f"malformed: {key} is {value}")
-        if key in _OBJECTS and value and not isinstance(value, dict):
-            raise NotSupportedError(f"malformed: {key} is {value!r}")
-    if not isinstance(run.get("software"), dict | str | None):
-        raise NotSupportedError(f"malformed: software is {run['software']!r}")
-
-
-def _check_run(i: int, run: Any, path: Path) -> None:
-    where = f"{path}, run {i + 1}"
-    if not isinstance(run, dict):
-        raise OptionError(f"a run is no object but {run!r}", where=where, hint=_HINT)
-    if missing := [name for name in _NEEDED if name not in run]:
-        raise OptionError(f"a run has no {' and no '.join(missing)}", where=where, hint=_HINT)
-    if not isinstance(run["model"], dict | None):
-        raise OptionError(f"a model is no object but {run['model']!r}", where=where)
-
-
-def _table(tables: Mapping[str, Any], name: str, path: Path) -> Mapping[str, Any]:
-    found = tables.get(name) or {}
-    if not isinstance(found, dict):
-        raise OptionError(f"{name} is no object but {found!r}", where=str(path))
-    return found
+        is_small = least is not None and isinstance(value, int | float) and value < least
+        if is_small or (value and not isinstance(value, _KINDS.get(key, object))):
+            text = value if is_small else repr(value)
+            raise NotSupportedError(f"malformed: {key} is {text}")

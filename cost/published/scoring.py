@@ -19,17 +19,14 @@ from autopar.cost.published.accuracy import (
     ordering,
 )
 from autopar.cost.published.fit import leave_one_out
-from autopar.cost.published.open_fields import settle
-from autopar.cost.published.predict import step_model
+from autopar.cost.published.predict import settle, step_model
 from autopar.cost.published.rows import PublishedRun, read_row
 from autopar.cost.published.runs import RunsFile, check_values
 from autopar.cost.published.tables import Cell, activation_memory, layer_times
 from autopar.errors import AutoparError, NotSupportedError
 
-MAX_MAPE, MAX_GROUP_MAPE, MAX_TIME_ERROR = 0.05, 0.10, 0.25
-MIN_ORDERING = 0.90
-MAX_MEMORY_MAPE, MAX_MEMORY_ERROR, MAX_ACTIVATION_POINTS = 0.05, 0.07, 5.0
-MAX_SKIPPED = 0.05
+MAX_MAPE, MAX_GROUP_MAPE, MAX_TIME_ERROR, MIN_ORDERING = 0.05, 0.10, 0.25, 0.90
+MAX_MEMORY_MAPE, MAX_MEMORY_ERROR, MAX_ACTIVATION_POINTS, MAX_SKIPPED = 0.05, 0.07, 5.0, 0.05
 # The paper states the memory of these runs; they are no allocator readings (arXiv 2205.05198,
 # figure 1).
 _STATED_MEMORY = "seqsel_f1_"
@@ -47,7 +44,7 @@ class PublishedFigure:
         return None if self.published is None else self.predicted / self.published - 1
 
     def to_json(self) -> dict[str, float | None]:
-        return {"published": self.published, "predicted": self.predicted, "error": self.error}
+        return asdict(self) | {"error": self.error}
 
 
 @dataclass(frozen=True)
@@ -77,26 +74,21 @@ class Entry:
 
     def to_json(self) -> dict[str, Any]:
         """The run as JSON; bytes are its metric only if it has no step time."""
-        is_of_bytes = self.time is None and self.memory is not None
+        first = self.time or self.memory
+        low, high = self.interval_s or (None, None)
+        figure = first.to_json() if first else dict.fromkeys(("published", "predicted", "error"))
         data: dict[str, Any] = {
             "id": self.id,
             "paper": self.row and self.row.paper,
             "profile": self.profile,
-            "metric": "memory_bytes" if is_of_bytes else "step_time_s",
-            "published": None,
-            "predicted": None,
-            "error": None,
+            "metric": "step_time_s" if first is self.time else "memory_bytes",
+            **figure,
             "skipped": self.skipped,
             "assumed": list(self.row.assumed) if self.row else [],
             "software": self.row and self.row.software.name,
-            "low": None,
-            "high": None,
+            "low": low,
+            "high": high,
         }
-        first = self.memory if is_of_bytes else self.time
-        if first is not None:
-            data |= first.to_json()
-        if self.interval_s is not None and not is_of_bytes:
-            data["low"], data["high"] = self.interval_s
         if self.time is not None and self.memory is not None:
             data["memory"] = self.memory.to_json()
         if self.footprint is not None:
@@ -120,19 +112,18 @@ class Score:
     @property
     def groups(self) -> dict[str, ErrorSummary]:
         """Errors of step times by device and software."""
-        names = dict.fromkeys(entry.group for entry in self.entries)
-        found = {
-            name: _time_errors(entry for entry in self.entries if entry.group == name)
-            for name in names
-            if name is not None
-        }
+        names = dict.fromkeys(entry.group for entry in self.entries if entry.group)
+        found = {name: _time_errors(e for e in self.entries if e.group == name) for name in names}
         return {name: errors for name, errors in found.items() if errors.n}
 
     def count_in_interval(self) -> tuple[int, int]:
         """How many published step times lie in their interval, and of how many."""
-        times = [(e.interval_s, e.time.published) for e in self.entries if e.interval_s and e.time]
-        known = [(interval, published) for interval, published in times if published is not None]
-        return sum(low <= published <= high for (low, high), published in known), len(known)
+        held = [
+            entry.interval_s[0] <= entry.time.published <= entry.interval_s[1]
+            for entry in self.entries
+            if entry.interval_s and entry.time and entry.time.published is not None
+        ]
+        return sum(held), len(held)
 
     @property
     def ordering(self) -> dict[str, Ordering]:
@@ -160,31 +151,21 @@ class Score:
         """The targets for which the file has numbers."""
         time, memory, activation = self.time, self.memory, _cell_errors(self.activation)
         at_most = [
-            ("step time, mean", time.mape, MAX_MAPE, "%"),
-            *(
-                (f"step time on {name}, mean", errors.mape, MAX_GROUP_MAPE, "%")
-                for name, errors in self.groups.items()
-            ),
-            (f"step time, worst: {time.worst}", time.max_error, MAX_TIME_ERROR, "%"),
-            ("memory, mean", memory.mape, MAX_MEMORY_MAPE, "%"),
-            (f"memory, worst: {memory.worst}", memory.max_error, MAX_MEMORY_ERROR, "%"),
-            (
-                f"activation memory, worst: {activation.worst}",
-                activation.max_error, MAX_ACTIVATION_POINTS, "points",
-            ),
-            ("runs skipped", self.n_skipped / len(self.entries), MAX_SKIPPED, "%"),
-        ]  # fmt: skip
-        return [
-            *(
-                AccuracyTarget(name, value, limit, unit=unit)
-                for name, value, limit, unit in at_most
-                if value is not None
-            ),
-            *(
-                AccuracyTarget(f"order of {name}", order.fraction, MIN_ORDERING, at_most=False)
-                for name, order in self.ordering.items()
-                if order.fraction is not None
-            ),
+            ("step time, mean", time.mape, MAX_MAPE),
+            *((f"step time on {k}, mean", e.mape, MAX_GROUP_MAPE) for k, e in self.groups.items()),
+            (f"step time, worst: {time.worst}", time.max_error, MAX_TIME_ERROR),
+            ("memory, mean", memory.mape, MAX_MEMORY_MAPE),
+            (f"memory, worst: {memory.worst}", memory.max_error, MAX_MEMORY_ERROR),
+            ("runs skipped", self.n_skipped / len(self.entries), MAX_SKIPPED),
+        ]
+        found = [AccuracyTarget(name, x, limit) for name, x, limit in at_most if x is not None]
+        if (points := activation.max_error) is not None:
+            name = f"activation memory, worst: {activation.worst}"
+            found.append(AccuracyTarget(name, points, MAX_ACTIVATION_POINTS, unit="points"))
+        return found + [
+            AccuracyTarget(f"order of {name}", order.fraction, MIN_ORDERING, at_most=False)
+            for name, order in self.ordering.items()
+            if order.fraction is not None
         ]
 
     def leave_one_out(self) -> dict[str, ErrorSummary]:
@@ -216,19 +197,19 @@ def score(file: RunsFile, progress: Callable[[str], None] = lambda run_id: None)
     for run in file.runs:
         progress(str(run["id"]))
         entries.append(entry_of(run))
-    return Score(
-        tuple(entries),
-        file.rank_groups,
-        activation_memory(file.activation_memory_pct),
-        layer_times(file.layer_microbench),
-    )
+    activation = activation_memory(file.activation_memory_pct)
+    return Score(tuple(entries), file.rank_groups, activation, layer_times(file.layer_microbench))
 
 
 def entry_of(run: Mapping[str, Any]) -> Entry:
-    """One run, predicted or skipped."""
+    """One run, predicted or skipped. A value of the wrong type skips it, too."""
     row = None
     try:
-        row = _read(run)
+        check_values(run)
+        try:
+            row = settle(read_row(run))
+        except (TypeError, ValueError) as error:
+            raise NotSupportedError(f"malformed: {error}") from error
         return predicted(row)
     except AutoparError as error:
         reason = "; ".join(line.strip() for line in str(error).splitlines())
@@ -237,24 +218,13 @@ def entry_of(run: Mapping[str, Any]) -> Entry:
 
 def predicted(row: PublishedRun) -> Entry:
     """The model's prediction of a run, beside the published values."""
-    step = step_model(row)
-    time = memory = None
+    step, time, memory, takes = step_model(row), None, None, None
     if row.step_time_s is not None or row.memory_bytes is None:
         time = PublishedFigure(row.step_time_s, step.step_time_s())
-    takes = None
     if row.memory_bytes is not None:
         takes = step.footprint(row.memory_rank, row.setting)
         memory = PublishedFigure(row.memory_bytes, takes.allocated_bytes)
     return Entry(row.id, row.profile, row, time, memory, takes)
-
-
-def _read(run: Mapping[str, Any]) -> PublishedRun:
-    """Read a run. A value of the wrong type raises `NotSupportedError`, so the run is skipped."""
-    check_values(run)
-    try:
-        return settle(read_row(run))
-    except (TypeError, ValueError) as error:
-        raise NotSupportedError(f"malformed: {error}") from error
 
 
 def _time_errors(entries: Iterable[Entry]) -> ErrorSummary:

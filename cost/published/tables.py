@@ -15,11 +15,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from autopar.cost.published.predict import step_model
-from autopar.cost.published.rows import PublishedRun, read_row
+from autopar.cost.published.rows import read_row
 from autopar.cost.transformer import Chunk, StepModel, kept_of_layer
 
-_TP = 8
-_MICROBENCH_MODEL, _MICROBENCH_BATCH = "22B", 4
 _SHAPES = {  # layers, hidden, heads
     "22B": (48, 6144, 64), "175B": (96, 12288, 96),
     "530B": (105, 20480, 128), "1T": (128, 25600, 160),
@@ -52,11 +50,17 @@ class Cell:
 
 def activation_memory(table: Mapping[str, Any]) -> list[Cell]:
     """Cells of `activation_memory_pct`: percentages by model and case."""
-    return [
-        _percentage(model, case, float(published))
-        for model, cases in table.get("values", {}).items()
-        for case, published in cases.items()
-    ]
+    cells = []
+    for model, cases in table.get("values", {}).items():
+        for case, published in cases.items():
+            found = None
+            if model in _SHAPES and case in _MEMORY_CASES:
+                kept, of = (
+                    kept_of_layer(_step(model, *_MEMORY_CASES[c]).layer)[0] for c in (case, "none")
+                )
+                found = 100 * kept / of
+            cells.append(_cell(f"{model} {case}", "a model and case", float(published), found, 0))
+    return cells
 
 
 def layer_times(table: Mapping[str, Any]) -> list[Cell]:
@@ -64,59 +68,39 @@ def layer_times(table: Mapping[str, Any]) -> list[Cell]:
     cells = []
     for row in table.get("rows", ()):
         case = str(row.get("case"))
-        predicted_s = layer_passes_s(*_TIME_CASES[case]) if case in _TIME_CASES else {}
-        cells += [
-            _milliseconds(f"{case}, {name}", float(row[name]), predicted_s.get(name))
-            for name in ("fwd", "bwd", "total")
-            if name in row
-        ]
+        found = layer_passes_s(*_TIME_CASES[case]) if case in _TIME_CASES else {}
+        for name in ("fwd", "bwd", "total"):
+            if name in row:
+                ms = 1e3 * found[name] if found else None
+                cells.append(_cell(f"{case}, {name}", "a case", float(row[name]), ms, 1))
     return cells
-
-
-def kept_bytes(model: str, has_sp: bool, recompute: str) -> float:
-    """Bytes that a layer of one of the paper's models keeps of one sequence."""
-    return kept_of_layer(_layer_step(model, has_sp, recompute, 1).layer).kept_bytes
 
 
 def layer_passes_s(has_sp: bool, recompute: str) -> dict[str, float]:
     """Seconds of forward ("fwd"), backward ("bwd") and both for a layer of the 22B model."""
-    step = _layer_step(_MICROBENCH_MODEL, has_sp, recompute, _MICROBENCH_BATCH)
     middle = Chunk(n_layers=1, is_first=False, is_last=False)
-    forward_s, backward_s = (
-        spent.compute_s + spent.stalled_s + spent.comm_s for spent in step.passes(middle)
-    )
+    passes = _step("22B", has_sp, recompute, 4).passes(middle)
+    forward_s, backward_s = (work.duration().time_s for work in passes)
     return {"fwd": forward_s, "bwd": backward_s, "total": forward_s + backward_s}
 
 
-def _layer_step(model: str, has_sp: bool, recompute: str, batch: int) -> StepModel:
-    return step_model(_layer_run(model, has_sp, recompute, batch))
-
-
-def _layer_run(model: str, has_sp: bool, recompute: str, batch: int) -> PublishedRun:
-    """A run on one tensor-parallel group with a single microbatch, to take a layer of."""
+def _step(model: str, has_sp: bool, recompute: str, batch: int = 1) -> StepModel:
+    """A step on one tensor-parallel group with a single microbatch, to take a layer of."""
     layers, hidden, heads = _SHAPES[model]
-    return read_row(
-        {
-            "id": f"a layer of {model}", "source": "arXiv 2205.05198", "profile": "a100-80gb",
-            "model": {
-                "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": heads,
-                "ffn": 4 * hidden, "seq": 2048, "vocab": 51200,
-            },
-            "tp": _TP, "pp": 1, "dp": 1, "sp": has_sp, "recompute": recompute, "zero": 0,
-            "microbatch": batch, "global_batch": batch, "dtype": "fp16",
-        }
-    )  # fmt: skip
+    row = {
+        "id": f"a layer of {model}", "source": "arXiv 2205.05198", "profile": "a100-80gb",
+        "model": {
+            "layers": layers, "hidden": hidden, "heads": heads, "kv_heads": heads,
+            "ffn": 4 * hidden, "seq": 2048, "vocab": 51200,
+        },
+        "tp": 8, "pp": 1, "dp": 1, "sp": has_sp, "recompute": recompute, "zero": 0,
+        "microbatch": batch, "global_batch": batch, "dtype": "fp16",
+    }  # fmt: skip
+    return step_model(read_row(row))
 
 
-def _percentage(model: str, case: str, published: float) -> Cell:
-    name = f"{model} {case}"
-    if model not in _SHAPES or case not in _MEMORY_CASES:
-        return Cell(name, published, None, None, "not a model and case of arXiv 2205.05198")
-    share = kept_bytes(model, *_MEMORY_CASES[case]) / kept_bytes(model, *_MEMORY_CASES["none"])
-    return Cell(name, published, 100 * share, 100 * share - published)
-
-
-def _milliseconds(name: str, published: float, predicted_s: float | None) -> Cell:
-    if predicted_s is None:
-        return Cell(name, published, None, None, "not a case of arXiv 2205.05198, table 4")
-    return Cell(name, published, 1e3 * predicted_s, 1e3 * predicted_s / published - 1)
+def _cell(name: str, what: str, published: float, found: float | None, is_relative: int) -> Cell:
+    if found is None:
+        return Cell(name, published, None, None, f"not {what} of arXiv 2205.05198")
+    error = found - published
+    return Cell(name, published, found, error / published if is_relative else error)

@@ -2,7 +2,8 @@
 
 A rank computes and runs collectives. Compute waits for some of them (`collectives_s`). The others
 run beside it (`overlapped_s`) and slow it down by a fraction f: h seconds beside collectives do
-compute of h / (1 + f) seconds. With c of compute and o of overlapped collectives
+compute of h / (1 + f) seconds. A host launches all of it in `host_s`, which compute cannot
+overtake. With c of compute, at least host_s - collectives_s, and o of overlapped collectives
 (`PartWork.duration`):
 
     hidden    h = min(o, c (1 + f))
@@ -41,15 +42,19 @@ class PartDuration(NamedTuple):
 
 @dataclass(frozen=True)
 class PartWork:
-    """Seconds of work of a rank: its compute, and collectives inside its stage."""
+    """Seconds of work of a rank: its compute, and collectives inside its stage.
+
+    host_s: what the interpreter takes to launch all of it. Where that is longer, compute waits.
+    """
 
     compute_s: float = 0.0
     collectives_s: float = 0.0
     overlapped_s: float = 0.0
+    host_s: float = 0.0
 
     def duration(self, slowdown_fraction: float = 0.0, compute_factor: float = 1.0) -> PartDuration:
         """How long it takes, with compute that takes `compute_factor` times as long."""
-        compute_s = self.compute_s * compute_factor
+        compute_s = max(self.compute_s * compute_factor, self.host_s - self.collectives_s)
         hidden_s = min(self.overlapped_s, compute_s * (1 + slowdown_fraction))
         return PartDuration(
             compute_s + hidden_s * slowdown_fraction / (1 + slowdown_fraction),
@@ -62,7 +67,19 @@ class PartWork:
             self.compute_s + other.compute_s,
             self.collectives_s + other.collectives_s,
             self.overlapped_s + other.overlapped_s,
+            self.host_s + other.host_s,
         )
+
+    def times(self, n: float) -> PartWork:
+        """This work n times."""
+        parts = (self.compute_s, self.collectives_s, self.overlapped_s, self.host_s)
+        return PartWork(*(n * part_s for part_s in parts))
+
+    def split(self) -> SplitBackward:
+        """A backward in two: half of its compute, one matmul of each two, is for parameters."""
+        half_s, host_s = self.compute_s / 2, self.host_s / 2
+        first = PartWork(half_s, self.collectives_s, self.overlapped_s, host_s)
+        return SplitBackward(first, PartWork(half_s, host_s=host_s))
 
 
 @dataclass(frozen=True)

@@ -1,9 +1,9 @@
 """A transformer's training step from its dims and a recipe, without a captured graph.
 
 Read `shape.py` (dims, parameters), `configs.py` (shapes of Hugging Face configs), `recipe.py`
-(layout), `work.py` (kernels, collectives), `layer.py` and `ends.py` (items of a layer;
-embedding and loss), `chunks.py` (where layers are), `machine.py` (seconds of items), `state.py`
-and `memory.py` (bytes), `orders.py` (schedules), `estimate.py` (a step), `scaling.py` (more nodes).
+(layout, schedule), `work.py` (kernels, collectives), `layer.py` (items of a layer), `chunks.py`
+(where layers, embedding and loss are), `machine.py` (seconds of items), `memory.py` (bytes),
+`estimate.py` (a step), `scaling.py` (more nodes).
 
 May import `laws`, `memory`, `simulate`, `hardware`, and what lies below `cost`; not `price`, its
 neighbour. Mainly hands on `StepModel`, `LayerModel` and `weak_scaling`.
@@ -13,7 +13,6 @@ from autopar.cost.transformer.chunks import Chunk
 from autopar.cost.transformer.configs import shape_of
 from autopar.cost.transformer.estimate import StepModel
 from autopar.cost.transformer.layer import LayerModel
-from autopar.cost.transformer.machine import TransformerMachine
 from autopar.cost.transformer.memory import MemoryRank, kept_of_layer
 from autopar.cost.transformer.recipe import Module, Order, Recipe, Recompute
 from autopar.cost.transformer.scaling import (
@@ -23,11 +22,12 @@ from autopar.cost.transformer.scaling import (
     training_dtype,
     weak_scaling,
 )
-from autopar.cost.transformer.shape import Experts, TransformerShape
+from autopar.cost.transformer.shape import Experts, Latent, TransformerShape
 
 __all__ = [
     "Chunk",
     "Experts",
+    "Latent",
     "LayerModel",
     "MemoryRank",
     "Module",
@@ -37,7 +37,6 @@ __all__ = [
     "ScalePoint",
     "Scaling",
     "StepModel",
-    "TransformerMachine",
     "TransformerShape",
     "default_nodes",
     "kept_of_layer",

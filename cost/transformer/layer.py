@@ -9,12 +9,12 @@ bytes reproduce that paper's sbh (34 + 5 as/h) (its equation 1), and its divisio
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from autopar.cost.hardware import Software
 from autopar.cost.transformer.recipe import Recipe
 from autopar.cost.transformer.shape import TransformerShape
-from autopar.cost.transformer.work import Item, Kernel, elementwise, exchange, matmul
+from autopar.cost.transformer.work import Item, Kernel, elementwise, exchange
 
 _DISPATCH = "dispatch"  # an all_to_all that `TransformerMachine` may make cheaper
 _STATISTICS_BYTES = 4  # per row and head: the log-sum-exp that fused attention keeps
@@ -30,6 +30,11 @@ class LayerModel:
     width: int = 2
 
     @property
+    def dense(self) -> LayerModel:
+        """A layer without experts."""
+        return replace(self, shape=self.shape.dense)
+
+    @property
     def tokens(self) -> float:
         """T: tokens of one microbatch on one rank."""
         return self.recipe.microbatch_size * self.shape.seq / self.recipe.cp
@@ -40,6 +45,16 @@ class LayerModel:
         return self.tokens / (self.recipe.tp if self.recipe.sp else 1)
 
     @property
+    def input_bytes(self) -> float:
+        """Bytes of a layer's input: the residual stream."""
+        return self.outer_tokens * self.shape.hidden * self.width
+
+    @property
+    def gradient_width(self) -> int:
+        """Bytes of a gradient's element, as it is accumulated and reduced."""
+        return 4 if self.software.fp32_gradients else self.width
+
+    @property
     def accumulated_bytes(self) -> float:
         """Bytes per weight and microbatch to add a gradient: read it, read and write the sum.
 
@@ -48,93 +63,114 @@ class LayerModel:
         recipe, software = self.recipe, self.software
         if recipe.n_microbatches == 1 or recipe.zero == 3 or software.fused_accumulation:
             return 0.0
-        return self.width + 2 * (4 if software.fp32_gradients else self.width)
+        return self.width + 2 * self.gradient_width
 
     def items(self) -> list[Item]:
         return [*self._attention(), *self._feed_forward()]
 
-    def input_bytes(self) -> float:
-        """Bytes of a layer's input: the residual stream."""
-        return self.outer_tokens * self.shape.hidden * self.width
-
-    def _matmul(
+    def matmul(
         self, name: str, m: float, n: float, k: float, *, has_bias: bool = False,
-        is_kept: bool = True, n_times: int = 1,
+        is_kept: bool = True, n_times: int = 1, is_exact: bool = False,
     ) -> Item:  # fmt: skip
-        return matmul(
-            name, m, n, k, self.width, has_bias=has_bias, is_kept=is_kept, n_times=n_times,
-            accumulated_bytes=self.accumulated_bytes,
-        )  # fmt: skip
+        """`n_times` matmuls with a weight, m k, k n -> m n; backward has one more for each operand,
+        and perhaps kernels that sum a bias's gradient and add the weight's to earlier ones.
+
+        In float8 unless `is_exact`: casts read an operand once and write it twice, once transposed.
+        """
+        width, added, in_float8 = self.width, self.accumulated_bytes, self.software.float8
+        in_float8, cast = in_float8 and not is_exact, width + 2
+        read = 1 if in_float8 else width
+        flops, moved = 2.0 * m * n * k, read * (m * k + k * n) + width * m * n
+        one = Kernel("matmul", n_times * flops, n_times * moved, n_times, in_float8)
+        weights = k * n / self.recipe.n_microbatches  # cast once a step
+        there = [cast * (m * k + weights)] if in_float8 else []
+        back = [cast * m * n] if in_float8 else []
+        back += [width * m * n if has_bias else 0.0, k * n * added]
+        forward, backward = (
+            (*ones, *(Kernel("memory", 0.0, n_times * size) for size in beside if size))
+            for ones, beside in (((one,), there), ((one, one), back))
+        )
+        kept_bytes = n_times * m * n * width if is_kept else 0.0
+        weight_bytes = n_times * width * (m * k + m * n)
+        return Item(name, "matmul", forward, backward, kept_bytes, weight_bytes=weight_bytes)
 
     def norm(self, name: str) -> Item:
-        size = self.outer_tokens * self.shape.hidden * self.width
-        if self.software.fused_kernels:
+        size = self.input_bytes
+        if self.software.fused_kernels or not self.shape.is_gated:  # torch's LayerNorm is a kernel
             return elementwise(name, 2 * size, 3 * size, size)
         # Cast, square, mean, rsqrt, two multiplications, cast back, with copies in float32.
         return elementwise(name, 11 * size, 16 * size, 3 * size, 6, 10)
 
-    def enter(self, n_features: float) -> Iterator[Item]:
+    def enter(self) -> Iterator[Item]:
         """The collective on entry to a tensor-parallel part; backward is its reverse."""
-        size = self.tokens * n_features * self.width
+        size = self.tokens * self.shape.hidden * self.width
         if self.recipe.tp == 1:
             return
         if self.recipe.sp:  # backward gathers the input again for the weight's gradient
-            yield exchange(
-                "gather sequence", [("all_gather", size)],
-                [("all_gather", size), ("reduce_scatter", size)],
-            )  # fmt: skip
+            gather, scatter = ("all_gather", size), ("reduce_scatter", size)
+            copies = not self.software.sequence_first
+            yield exchange("gather sequence", (gather,), (gather, scatter), copies=copies)
         else:
-            yield exchange("f", [], [("all_reduce", size)])
+            yield exchange("f", (), (("all_reduce", size),))
 
-    def _leave(self, n_features: float) -> Iterator[Item]:
-        size = self.tokens * n_features * self.width
+    def leave(self, name: str = "g") -> Iterator[Item]:
+        """The collective on exit from one."""
+        size = self.tokens * self.shape.hidden * self.width
         if self.recipe.tp == 1:
             return
         if self.recipe.sp:
-            yield exchange("scatter sequence", [("reduce_scatter", size)], [("all_gather", size)])
+            gather, scatter = ("all_gather", size), ("reduce_scatter", size)
+            yield exchange(name, (scatter,), (gather,), copies=not self.software.sequence_first)
         else:
-            yield exchange("g", [("all_reduce", size)], [])
+            yield exchange(name, (("all_reduce", size),), ())
 
     def _residual(self, name: str) -> Item:
         """Bias, dropout and the sum with the residual stream."""
-        size = self.outer_tokens * self.shape.hidden * self.width
-        mask = size / self.width if self.software.dropout else 0.0
-        launches = 1 if self.software.fused_kernels else 1 + 2 * self.software.dropout
-        extra = 0.0 if self.software.fused_kernels else 4 * size * self.software.dropout
-        backward = 2 * size + mask if self.software.dropout else size
-        return elementwise(
-            name, 3 * size + mask + extra, backward, mask, launches, launches, out_bytes=size
-        )
+        size, drops, is_fused = self.input_bytes, self.software.dropout, self.software.fused_kernels
+        mask = size / self.width * drops
+        launches = 1 if is_fused else 1 + 2 * drops
+        forward = 3 * size + mask + (0.0 if is_fused else 4 * size * drops)
+        backward = size + drops * size + mask
+        return elementwise(name, forward, backward, mask, launches, launches, size)
 
     def _attention(self) -> Iterator[Item]:
         shape, tp, width, T = self.shape, self.recipe.tp, self.width, self.tokens
         h, q = shape.hidden, shape.query_features / tp
         k = max(shape.key_features / tp, shape.head_dim)
         yield self.norm("attention norm")
-        yield from self.enter(h)
-        yield self._matmul("qkv", T, q + 2 * k, h, has_bias=not shape.is_gated)
-        if shape.is_gated:
+        yield from self.enter()
+        v, narrow = shape.value_features / tp, shape.latent
+        if narrow is not None:
+            yield self.matmul("latent", T, narrow.q_rank + narrow.kv_rank + narrow.rotary, h)
+            yield self.matmul("queries", T, q, narrow.q_rank or h)
+            keys = shape.heads / tp * (shape.head_dim + narrow.value)
+            yield self.matmul("keys and values", T, keys, narrow.kv_rank)
+            size = T * (narrow.q_rank + narrow.kv_rank) * width
+            yield elementwise("latent norm", 2 * size, 3 * size, size, 2, 2)
+        else:
+            yield self.matmul("qkv", T, q + 2 * k, h, has_bias=not shape.is_gated)
+        if shape.is_gated or narrow:
             size = T * (q + k) * width
             launches, passes = (1, 2) if self.software.fused_kernels else (10, 10)
-            yield elementwise("rotary", passes * size, passes * size, 0.0, launches, launches)
-        yield from self._core(q, k)
-        yield self._matmul("attention output", T, h, q, is_kept=False)
-        yield from self._leave(h)
+            # Every head has a copy of the rotary part of latent keys.
+            kept = T * shape.heads / tp * narrow.rotary * width if narrow else 0.0
+            yield elementwise("rotary", passes * size, passes * size, kept, launches, launches)
+        yield from self._core(q, k, v)
+        yield self.matmul("attention output", T, h, v, is_kept=False)
+        yield from self.leave()
         yield self._residual("attention residual")
 
-    def _core(self, q: float, k: float) -> Iterator[Item]:
+    def _core(self, q: float, k: float, v: float) -> Iterator[Item]:
         """Scores, softmax and the weighted sum of values."""
         shape, width, T = self.shape, self.width, self.tokens
         heads = shape.heads / self.recipe.tp
         if self.recipe.cp > 1:  # keys, values and their gradients go round the ring once
             size = 2 * T * k * width * self.recipe.cp
-            yield exchange(
-                "ring", [("all_gather", size)],
-                [("all_gather", size), ("reduce_scatter", size)], "cp",
-            )  # fmt: skip
-        flops, context = 2 * 2.0 * T * shape.seq * q, T * q * width
+            gather, scatter = ("all_gather", size), ("reduce_scatter", size)
+            yield exchange("ring", (gather,), (gather, scatter), "cp")
+        flops, context = 2.0 * T * shape.seq * (q + v), T * v * width
         if self.software.fused_attention:  # a causal kernel skips what is masked
-            moved = T * (2 * q + 2 * k) * width
+            moved = T * (q + v + 2 * k) * width
             # Transformer Engine also keeps the result in the order that the kernel wrote.
             twice = context * self.software.transformer_engine
             yield Item(
@@ -149,27 +185,19 @@ class LayerModel:
         yield Item("scores", "core", (one,), (one, one))
         # Fused, one kernel reads and writes the scores. Eager, scale, mask and softmax are three.
         n, passes = (1, 2) if self.software.fused_kernels else (3, 6)
-        yield Item(
-            "softmax", "core",
-            (Kernel("memory", 0.0, passes * scores * width, n),),
-            (Kernel("memory", 0.0, 3 * scores * width, n),), scores * width,
-        )  # fmt: skip
+        size = scores * width
+        yield elementwise("softmax", passes * size, 3 * size, size, n, n, part="core")
         if self.software.dropout:
-            moved = scores * (2 * width + 1)
-            yield Item(
-                "attention dropout", "core",
-                (Kernel("memory", 0.0, moved),), (Kernel("memory", 0.0, moved),),
-                scores * (1 + width),
-            )  # fmt: skip
+            moved, kept = scores * (2 * width + 1), scores * (1 + width)
+            yield elementwise("attention dropout", moved, moved, kept, part="core")
         yield Item("weighted values", "core", (one,), (one, one), 0.0, context)
 
     def _feed_forward(self) -> Iterator[Item]:
-        shape = self.shape
         yield self.norm("mlp norm")
-        if shape.experts is None:
-            yield from self.enter(shape.hidden)
-            yield from self._mlp(self.tokens, shape.ffn / self.recipe.tp, 1)
-            yield from self._leave(shape.hidden)
+        if self.shape.experts is None:
+            yield from self.enter()
+            yield from self._mlp(self.tokens, self.shape.ffn / self.recipe.tp, 1)
+            yield from self.leave()
         else:
             yield from self._experts()
         yield self._residual("mlp residual")
@@ -179,7 +207,7 @@ class LayerModel:
         shape, width, h = self.shape, self.width, self.shape.hidden
         wide, rows = (2 if shape.is_gated else 1) * ffn, tokens / n_experts
         has_bias = not shape.is_gated
-        yield self._matmul("mlp up", rows, wide, h, has_bias=has_bias, n_times=n_experts)
+        yield self.matmul("mlp up", rows, wide, h, has_bias=has_bias, n_times=n_experts)
         moved, out = tokens * wide * width, tokens * ffn * width
         # An expert's activations are scaled by the router's probability, in SwiGLU's own kernel.
         scaled = 0.0 if shape.experts is None or shape.is_gated else out
@@ -189,30 +217,39 @@ class LayerModel:
             yield elementwise("activation", 5 * out, 8 * out, 2 * out, 2, 4)
         else:  # bias, then GELU
             yield elementwise("activation", 4 * out, 5 * out, out, 2, 2)
-        yield self._matmul("mlp down", rows, h, ffn, n_times=n_experts, is_kept=False)
+        yield self.matmul("mlp down", rows, h, ffn, n_times=n_experts, is_kept=False)
 
     def _experts(self) -> Iterator[Item]:
         """Router, rows sent to the ranks of their experts, matmuls there, rows sent back."""
-        recipe, width, h = self.recipe, self.width, self.shape.hidden
-        experts = self.shape.experts
+        recipe, h, experts = self.recipe, self.shape.hidden, self.shape.experts
         assert experts is not None
         T = self.outer_tokens
         scores = T * experts.n_experts * 4.0  # the router computes in float32
-        yield self._matmul("router", T, experts.n_experts, h)
+        yield self.matmul("router", T, experts.n_experts, h, is_exact=True)
         yield elementwise("routing", 6 * scores, 6 * scores, scores, 12, 12)
-        rows = T * experts.chosen * recipe.etp  # ranks that share an expert see all their tokens
-        size = rows * h * width
+        rows = T * experts.chosen
+        size = rows * h * self.width
+        sent, shared = ((_DISPATCH, size),), size * recipe.etp
+        gather, scatter = ("all_gather", shared), ("reduce_scatter", shared)
         # A thrifty dispatch takes tokens in their order, and its combine sums them.
         permutes = not (self.software.thrifty_dispatch and recipe.ep > 1)
         if permutes:
             yield elementwise("permute", 2 * size, 2 * size, 0.0, 2, 2)
         if recipe.ep > 1:
-            yield exchange("dispatch", [(_DISPATCH, size)], [(_DISPATCH, size)], "ep")
-        yield elementwise("sort by expert", 2 * size, 2 * size, size, 2, 2)
+            yield exchange("dispatch", sent, sent, "ep")
+        if recipe.etp > 1:  # ranks that share an expert see all their tokens
+            yield exchange("gather rows", (gather,), (scatter,), "etp")
+        yield elementwise("sort by expert", 2 * shared, 2 * shared, shared, 2, 2)
         n_here = max(experts.n_experts // recipe.ep, 1)
-        yield from self._mlp(rows, experts.ffn / recipe.etp, n_here)
-        yield elementwise("sort back", 2 * size, 2 * size, 0.0, 2, 2)
+        yield from self._mlp(rows * recipe.etp, experts.ffn / recipe.etp, n_here)
+        yield elementwise("sort back", 2 * shared, 2 * shared, 0.0, 2, 2)
+        if recipe.etp > 1:
+            yield exchange("scatter rows", (scatter,), (gather,), "etp")
         if recipe.ep > 1:
-            yield exchange("combine", [(_DISPATCH, size)], [(_DISPATCH, size)], "ep")
+            yield exchange("combine", sent, sent, "ep")
         if permutes:
             yield elementwise("unpermute", 2 * size, 3 * size, 0.0, 2, 2)
+        if experts.shared_ffn:
+            yield from self.enter()
+            yield from self._mlp(self.tokens, experts.shared_ffn / recipe.tp, 1)
+            yield from self.leave()

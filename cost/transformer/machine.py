@@ -4,8 +4,8 @@ Ranks are consecutive, tp fastest, then cp, dp, pp. A group of p ranks that are 
 
     g = gcd(p, devices per node / stride), at least 1
 
-members in each node (`TransformerMachine.group`). Expert ranks are consecutive within a stage.
-Ranks that hold the same experts are ep apart.
+members in each node (`TransformerMachine.group`). Ranks that share an expert are consecutive; then
+come those of other experts. Ranks that hold the same experts are ep x etp apart.
 """
 
 from __future__ import annotations
@@ -13,44 +13,16 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from functools import cached_property
 
 import torch
 
 from autopar.cost.hardware import Hardware, LinkGroup, ProfiledDevice, Software, even_group
 from autopar.cost.laws import collective_time_s, op_time_s
+from autopar.cost.simulate import PartWork
 from autopar.cost.transformer.recipe import Recipe
 from autopar.cost.transformer.work import Exchange, Item, Kernel
-from autopar.mesh import Device, Link
-
-
-@dataclass(frozen=True)
-class Spending:
-    """Seconds of a rank: kernels in sequence, collectives, launches by the interpreter.
-
-    beside_s: collectives beside compute.
-    """
-
-    compute_s: float = 0.0
-    comm_s: float = 0.0
-    host_s: float = 0.0
-    beside_s: float = 0.0
-
-    def __add__(self, other: Spending) -> Spending:
-        return Spending(
-            self.compute_s + other.compute_s,
-            self.comm_s + other.comm_s,
-            self.host_s + other.host_s,
-            self.beside_s + other.beside_s,
-        )
-
-    def times(self, n: float) -> Spending:
-        return Spending(n * self.compute_s, n * self.comm_s, n * self.host_s, n * self.beside_s)
-
-    @property
-    def stalled_s(self) -> float:
-        """How long the device waits for a slower interpreter."""
-        return max(self.host_s - self.compute_s - self.comm_s, 0.0)
+from autopar.errors import NotSupportedError
+from autopar.mesh import Device
 
 
 @dataclass(frozen=True)
@@ -73,37 +45,31 @@ class TransformerMachine:
         return self.hardware.device
 
     @property
-    def intra(self) -> Link:
-        return self.hardware.links[-1]
-
-    @property
-    def inter(self) -> Link:
-        return self.hardware.links[0]
-
-    @cached_property
     def slowdown(self) -> float:
         device = self.device
         return device.overlap_slowdown_fraction if isinstance(device, ProfiledDevice) else 0.0
 
-    @cached_property
+    @property
     def host_s(self) -> float:
-        return self.device.host_s if isinstance(self.device, ProfiledDevice) else 0.0
+        device = self.device
+        if self.software.cuda_graphs or not isinstance(device, ProfiledDevice):
+            return 0.0
+        return device.host_s
 
     def group(self, name: str) -> LinkGroup:
         """One of the recipe's groups of ranks, with its place on nodes and links."""
         r = self.recipe
-        inside = r.tp * r.cp * r.dp
-        sizes = {
+        n_ranks, stride = {
             "tp": (r.tp, 1),
             "cp": (r.cp, r.tp),
             "dp": (r.dp * r.cp, r.tp),
-            "ep": (r.ep, 1),
-            "expert_dp": (max(inside // r.ep, 1), r.ep),
-            "ends": (2, inside * (r.pp - 1)),
-        }
-        n_ranks, stride = sizes[name]
+            "etp": (r.etp, 1),
+            "ep": (r.ep, r.etp),
+            "expert_dp": (max(r.ranks_per_stage // (r.ep * r.etp), 1), r.ep * r.etp),
+            "ends": (2, r.ranks_per_stage * (r.pp - 1)),
+        }[name]
         in_node = math.gcd(n_ranks, max(1, self.devices_per_node // max(stride, 1)))
-        return even_group(n_ranks, in_node, self.intra, self.inter)
+        return even_group(n_ranks, in_node, self.hardware.links[-1], self.hardware.links[0])
 
     def exchange_s(self, kind: str, size_bytes: float, group: str) -> float:
         """Seconds of one collective among a group's ranks."""
@@ -113,10 +79,17 @@ class TransformerMachine:
 
     def gather_s(self, kind: str, size_bytes: float, group: str) -> float:
         """Seconds of ZeRO-3's all_gather or reduce_scatter. Between nodes NCCL has rings alone, but
-        for one rank a node since 2.23, so their latency grows with the ranks."""
+        for one rank a node since 2.23, so their latency grows with the ranks.
+
+        DeepSpeed hands torch a list of shards, one per rank, and each is copied by a kernel of its
+        own (deepspeed/runtime/zero/partition_parameters.py; torch, ProcessGroupNCCL.cpp).
+        """
         on = self.group(group)
         algorithm = None if on.n_nodes == 1 else "ring"
-        return collective_time_s(kind, size_bytes, on, algorithm=algorithm)
+        time_s = collective_time_s(kind, size_bytes, on, algorithm=algorithm)
+        if self.software.gathers_by_layer:
+            return time_s
+        return time_s + on.n_ranks * self.host_s + 2 * size_bytes / self.device.bytes_per_s
 
     def _dispatch_s(self, size_bytes: float, group: LinkGroup) -> float:
         """Seconds to send rows to the ranks of their experts: k copies of a token to k experts.
@@ -139,37 +112,43 @@ class TransformerMachine:
 
     def hop_s(self, size_bytes: float, source: int, target: int) -> float:
         """Seconds of a message between corresponding ranks of two devices of the pipeline."""
-        r = self.recipe
-        inside = r.tp * r.cp * r.dp
-        nodes = {device * inside // self.devices_per_node for device in (source, target)}
-        crosses = inside >= self.devices_per_node or len(nodes) > 1
-        link = self.inter if crosses else self.intra
-        return link.latency_s + size_bytes * link.s_per_byte
+        inside, each = self.recipe.ranks_per_stage, self.devices_per_node
+        crosses = inside >= each or source * inside // each != target * inside // each
+        return self.hardware.links[0 if crosses else -1].message_s(size_bytes)
 
-    def forward(self, items: Iterable[Item]) -> Spending:
-        return sum((self._steps(i.forward, False) for i in items), Spending())
+    def forward(self, items: Iterable[Item]) -> PartWork:
+        return self._work((step for item in items for step in item.forward), False)
 
-    def backward(self, items: Iterable[Item]) -> Spending:
-        return sum((self._steps(i.backward, True) for i in items), Spending())
+    def backward(self, items: Iterable[Item]) -> PartWork:
+        return self._work((step for item in items for step in item.backward), True)
 
-    def _steps(self, steps: Iterable[Kernel | Exchange], is_backward: bool) -> Spending:
-        compute_s = comm_s = beside_s = 0.0
+    def _work(self, steps: Iterable[Kernel | Exchange], is_backward: bool) -> PartWork:
+        device = self.device
+        compute_s = waited_s = beside_s = 0.0
         n_launches = 0
         for step in steps:
             if isinstance(step, Kernel):
-                one_s = op_time_s(
-                    step.flops, step.size_bytes, self.device, self.dtype, step.kind,
+                flops = step.flops / (self._float8_ratio if step.in_float8 else 1.0)
+                compute_s += op_time_s(
+                    flops, step.size_bytes, device, self.dtype, step.kind,
                     is_backward=is_backward,
-                )  # fmt: skip
-                compute_s += one_s + (step.n_launches - 1) * self.device.launch_s
+                ) + (step.n_launches - 1) * device.launch_s  # fmt: skip
                 n_launches += step.n_launches
             else:
                 time_s = self.exchange_s(step.kind, step.size_bytes, step.group)
                 hidden = self._hidden_share(step.group)
-                comm_s += (1 - hidden) * time_s
+                waited_s += (1 - hidden) * time_s
                 beside_s += hidden * time_s
                 n_launches += 1
-        return Spending(compute_s, comm_s, n_launches * self.host_s, beside_s)
+        return PartWork(compute_s, waited_s, beside_s, n_launches * self.host_s)
+
+    @property
+    def _float8_ratio(self) -> float:
+        ratio = self.device.float8_rate_ratio if isinstance(self.device, ProfiledDevice) else None
+        if ratio is None:
+            name = self.hardware.profile_name
+            raise NotSupportedError(f"hardware profile {name!r} has no rate of float8 matmuls")
+        return ratio
 
     def _hidden_share(self, group: str) -> float:
         """The share of a group's collectives that runs beside compute.

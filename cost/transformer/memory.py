@@ -2,8 +2,7 @@
 
 A rank holds at the same time
 
-    static      parameters, gradients, optimizer state (`state.py`), divided by tensor parallelism
-                and ZeRO
+    static      parameters, gradients, optimizer state, divided by tensor parallelism and ZeRO
     kept        for every layer and microbatch in flight: the kept bytes of its items, minus those
                 that recompute makes again, plus the inputs of the recomputation
                 (if backward has two parts, inputs and gradients of matmuls stay for the second)
@@ -12,28 +11,46 @@ A rank holds at the same time
     libraries   workspaces (`cost/memory/workspace.py`); with sequence parallelism the buffer into
                 which activations are gathered
                                                                              (`device_peaks`)
+
+State per parameter are rows of `cost/memory/state.py`, which names their papers (`precision_of`):
+
+    parameters in float32       `model`                        4 + 4 + 8
+    gradients in float32        `bf16-mixed-fp32-gradients`    2 + 4 + 12
+    neither                     `fp16-mixed`                   2 + 2 + 12
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Literal
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from typing import Literal, NamedTuple
 
-from autopar.cost.memory import workspace_bytes
-from autopar.cost.transformer.chunks import Chunk, parameters_of
-from autopar.cost.transformer.ends import embedding_items, head_items, loss_bytes
+import torch
+
+from autopar.cost.hardware import Hardware, Software
+from autopar.cost.memory import (
+    StageMemory,
+    peak_of_row,
+    static_bytes_per_param,
+    workspace_bytes,
+)
+from autopar.cost.transformer.chunks import Chunk, loss_bytes, parameters_of
 from autopar.cost.transformer.layer import LayerModel
-from autopar.cost.transformer.machine import TransformerMachine
 from autopar.cost.transformer.recipe import Module, Recipe
-from autopar.cost.transformer.state import static_bytes
 from autopar.cost.transformer.work import Item
-from autopar.schedule import Schedule
 
 # Whose peak: a rank's by its number, or that of the first, last or fullest stage.
 MemoryRank = int | Literal["fullest", "first", "last"]
 
 _FEED_FORWARD = ("mlp up", "activation", "mlp down", "sort by expert", "sort back")
+
+
+def precision_of(software: Software) -> tuple[torch.dtype, str]:
+    """The dtype of parameters, and the policy for the state beside them."""
+    if software.fp32_parameters:
+        return torch.float32, "model"
+    policy = "bf16-mixed-fp32-gradients" if software.fp32_gradients else "fp16-mixed"
+    return torch.bfloat16, policy
 
 
 def is_recomputed(item: Item, recipe: Recipe) -> bool:
@@ -63,8 +80,7 @@ def _is_in(item: Item, module: Module) -> bool:
             return item.name in _FEED_FORWARD
 
 
-@dataclass(frozen=True)
-class KeptBytes:
+class KeptBytes(NamedTuple):
     """Bytes of one layer and microbatch: kept until backward, and made again by recompute."""
 
     kept_bytes: float
@@ -76,62 +92,41 @@ def kept_of_layer(layer: LayerModel) -> KeptBytes:
     items, recipe = layer.items(), layer.recipe
     every = sum(item.kept_bytes + item.out_bytes for item in items)
     if recipe.recompute == "full":
-        return KeptBytes(layer.input_bytes(), every)
+        return KeptBytes(layer.input_bytes, every)
     again = sum(item.kept_bytes for item in items if is_recomputed(item, recipe))
     return KeptBytes(every - again, again)
 
 
-def device_peaks(
-    layer: LayerModel, chunks: Sequence[Chunk], schedule: Schedule, machine: TransformerMachine
-) -> list[float]:
+def device_peaks(layer: LayerModel, chunks: Sequence[Chunk], hardware: Hardware) -> Iterator[float]:
     """Peak bytes of each device of the pipeline, over the whole step."""
-    kept = [_kept_bytes(layer, chunk) for chunk in chunks]
-    for_weights = sum(item.weight_bytes for item in layer.items())
-    peaks = []
+    schedule, beside = layer.recipe.schedule, _library_bytes(layer, hardware)
+    memories = [_memory_of(layer, chunk) for chunk in chunks]
     for device, row in enumerate(schedule.rows):
-        held = [chunks[stage] for stage in schedule.stages_on(device)]
-        static = sum(_static_bytes(layer, chunk) for chunk in held)
-        now = most = 0.0
-        for action in row:
-            size = kept[action.stage]
-            left = min(size, chunks[action.stage].n_layers * for_weights)
-            match action.kind:
-                case "forward":
-                    now += size
-                case "backward":
-                    now -= size
-                case "backward_input":
-                    now -= size - left
-                case "backward_weight":
-                    now -= left
-            most = max(most, now)
-        between = max(_between_bytes(layer, chunk) for chunk in held)
-        peaks.append(static + most + between + _library_bytes(layer, machine))
-    return peaks
+        own = {stage: memories[stage] for stage in schedule.stages_on(device)}
+        yield peak_of_row(row, own, {}).peak_bytes + beside
 
 
-def _library_bytes(layer: LayerModel, machine: TransformerMachine) -> float:
+def _memory_of(layer: LayerModel, chunk: Chunk) -> StageMemory:
+    ends = sum(item.kept_bytes + item.out_bytes for item in chunk.ends(layer))
+    kinds = chunk.kinds(layer)
+    kept = sum(n * kept_of_layer(kind).kept_bytes for kind, n in kinds) + ends
+    for_weights = sum(n * item.weight_bytes for kind, n in kinds for item in kind.items())
+    static = _static_bytes(layer, chunk) + (_deferred_bytes(layer) if chunk.is_last else 0.0)
+    above = {"forward": kept, "backward": _between_bytes(layer, chunk), "weights": 0.0}
+    return StageMemory(static, 0.0, kept, min(kept, for_weights), 0.0, static, above, above)
+
+
+def _library_bytes(layer: LayerModel, hardware: Hardware) -> float:
     """Workspaces, and the buffer into which sequence parallelism gathers activations."""
     software, experts = layer.software, layer.shape.experts
     gathered = layer.tokens * layer.shape.hidden * layer.width if layer.recipe.sp else 0.0
-    if not machine.hardware.is_gpu:
+    if not hardware.is_gpu:
         return gathered
     return gathered + workspace_bytes(
-        machine.hardware.profile_name,
+        hardware.profile_name,
         has_engine=software.transformer_engine,
         is_grouped=experts is not None and experts.is_grouped,
         is_wide=software.wide_workspace,
-    )
-
-
-def _kept_bytes(layer: LayerModel, chunk: Chunk) -> float:
-    """What a chunk keeps of one microbatch."""
-    ends = [
-        *(embedding_items(layer) if chunk.is_first else ()),
-        *(head_items(layer) if chunk.is_last else ()),
-    ]
-    return chunk.n_layers * kept_of_layer(layer).kept_bytes + sum(
-        item.kept_bytes + item.out_bytes for item in ends
     )
 
 
@@ -141,7 +136,8 @@ def _static_bytes(layer: LayerModel, chunk: Chunk) -> float:
     Muon has one moment of a matrix. Its ZeRO deals whole tensors to ranks, of which one has all of
     the embedding; other parameters have AdamW's moments.
     """
-    each, recipe, has_muon = static_bytes(layer.software), layer.recipe, layer.software.muon
+    recipe, has_muon = layer.recipe, layer.software.muon
+    each = static_bytes_per_param("adamw", *precision_of(layer.software))
     of_matrix = replace(each, moments_bytes=each.moments_bytes / 2) if has_muon else each
     ends, _ = parameters_of(layer, replace(chunk, n_layers=0))
     shared, experts = parameters_of(layer, chunk)
@@ -166,10 +162,10 @@ def _between_bytes(layer: LayerModel, chunk: Chunk) -> float:
     """Bytes that a backward needs temporarily."""
     again = kept_of_layer(layer).recomputed_bytes if chunk.n_layers else 0.0
     if chunk.is_last:
-        again = max(again, loss_bytes(layer)) + _deferred_bytes(layer)
+        again = max(again, loss_bytes(layer))
     if layer.recipe.zero < 3:
         return again
-    shared, experts = parameters_of(layer, Chunk(1, is_first=False, is_last=False))
+    of_layer = sum(parameters_of(layer, Chunk(1, is_first=False, is_last=False)))
     vocabulary = chunk.is_last * layer.shape.embedding_parameters / layer.recipe.tp
     # Two gathered layers, and the larger of a layer's gradient and the head with its gradient.
-    return again + layer.width * (2 * (shared + experts) + max(shared + experts, 2 * vocabulary))
+    return again + layer.width * (2 * of_layer + max(of_layer, 2 * vocabulary))

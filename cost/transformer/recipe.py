@@ -1,4 +1,4 @@
-"""How a transformer is laid out: the Megatron recipe as numbers.
+"""How a transformer is laid out: the Megatron recipe as numbers, and the schedule that it runs.
 
 Ranks vary tp fastest, then cp, then dp, then pp (Narayanan et al., arXiv 2104.04473, section 3.2).
 Experts are spread over ep of the dp x cp x tp ranks of a stage.
@@ -7,9 +7,11 @@ Experts are spread over ep of the dp x cp x tp ranks of a stage.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Literal
 
 from autopar.errors import OptionError
+from autopar.schedule import ORDERS, Schedule, Script, devices_of, script_of, zero_bubble
 
 # "modules" recomputes the modules in `Recipe.recomputed`, and keeps their inputs.
 Recompute = Literal["none", "selective", "attention-core", "modules", "full"]
@@ -60,8 +62,12 @@ class Recipe:
         return self.order in ("zero-bubble", "zero-bubble-2")
 
     @property
+    def ranks_per_stage(self) -> int:
+        return self.tp * self.cp * self.dp
+
+    @property
     def n_ranks(self) -> int:
-        return self.tp * self.pp * self.dp * self.cp
+        return self.ranks_per_stage * self.pp
 
     @property
     def n_microbatches(self) -> int:
@@ -71,3 +77,26 @@ class Recipe:
     def n_chunks(self) -> int:
         """Stages of the schedule: several per device if they interleave."""
         return self.pp * self.interleave
+
+    @property
+    def schedule(self) -> Schedule:
+        """The order of actions on every device; messages are those of a chain of stages."""
+        return _schedule(self.order, self.pp, self.interleave, self.n_microbatches)
+
+    @property
+    def script(self) -> Script:
+        """That schedule, with each message sent as soon as it is made."""
+        return _script(self.order, self.pp, self.interleave, self.n_microbatches)
+
+
+@lru_cache(maxsize=64)
+def _schedule(order: Order, n_devices: int, n_chunks: int, n_microbatches: int) -> Schedule:
+    if order == "zero-bubble-2":
+        return zero_bubble(range(n_devices), n_microbatches, zb_h2=True)
+    word = "1f1b" if n_chunks == 1 and order == "interleaved" else order
+    return ORDERS[word](devices_of(word, n_devices, n_chunks), n_microbatches)
+
+
+@lru_cache(maxsize=64)
+def _script(order: Order, n_devices: int, n_chunks: int, n_microbatches: int) -> Script:
+    return script_of(_schedule(order, n_devices, n_chunks, n_microbatches), sends_as_made=True)

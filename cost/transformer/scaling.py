@@ -18,10 +18,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from autopar.cost.hardware import Profile, Software, link_hardware, load_software
+from autopar.cost.hardware import Profile, Software, load_software
 from autopar.cost.transformer.estimate import StepModel
-from autopar.cost.transformer.layer import LayerModel
-from autopar.cost.transformer.machine import TransformerMachine
 from autopar.cost.transformer.recipe import Recipe
 from autopar.cost.transformer.shape import TransformerShape
 from autopar.errors import OptionError
@@ -64,12 +62,6 @@ def training_dtype(profile: Profile) -> torch.dtype:
     return torch.float16 if slow else torch.bfloat16
 
 
-def _usual_stack(profile: Profile) -> str:
-    """Megatron's, with Transformer Engine on devices whose own kernels it calls."""
-    is_new = "device.new_attention_fraction.forward" in profile.quantities
-    return "transformer-engine" if is_new else "megatron-core"
-
-
 def default_nodes(recipe: Recipe, devices_per_node: int) -> tuple[int, ...]:
     """The fewest nodes that hold the recipe, times powers of two."""
     first = _fewest_nodes(recipe, devices_per_node)
@@ -93,18 +85,15 @@ def weak_scaling(
     """Simulate a step on each number of nodes.
 
     recipe      its dp and global batch are replaced
-    software    by default Megatron's on this device (`cost/hardware/stacks`)
+    software    by default Megatron's, with Transformer Engine on devices whose kernels it calls
     batch       rows on the first number of nodes; by default one microbatch per dp rank, or, with
                 several stages, 8 x stages of them
 
     Raises `OptionError` if the recipe does not fit the model or the devices.
     """
     _check(shape, recipe)
-    software = software or load_software(_usual_stack(profile))
-    profile, dtype = software.apply_to(profile), training_dtype(profile)
-    hardware = link_hardware(
-        profile, (profile.link("inter_node"), profile.link("intra_node")), dtype
-    )
+    is_new = "device.new_attention_fraction.forward" in profile.quantities
+    software = software or load_software("transformer-engine" if is_new else "megatron-core")
     first_dp = _dp(recipe, nodes[0], devices_per_node)
     if batch is None:
         n_microbatches = MICROBATCHES_PER_STAGE * recipe.pp if recipe.pp > 1 else 1
@@ -113,11 +102,10 @@ def weak_scaling(
     for n_nodes in nodes:
         dp = _dp(recipe, n_nodes, devices_per_node)
         scaled = replace(recipe, dp=dp, global_batch=batch * dp // first_dp)
-        layer = LayerModel(shape, scaled, software, dtype.itemsize)
-        machine = TransformerMachine(hardware, devices_per_node, scaled, dtype, software=software)
-        model = StepModel(layer, machine)
+        dtype = training_dtype(software.apply_to(profile))
+        model = StepModel.of(shape, scaled, software, profile, dtype, devices_per_node)
         points.append(_point(model, n_nodes, points[0] if points else None))
-    return Scaling(profile.name, tuple(points), hardware.memory_limit_bytes)
+    return Scaling(profile.name, tuple(points), model.machine.hardware.memory_limit_bytes)
 
 
 def _point(model: StepModel, n_nodes: int, first: ScalePoint | None) -> ScalePoint:
@@ -125,36 +113,27 @@ def _point(model: StepModel, n_nodes: int, first: ScalePoint | None) -> ScalePoi
     tokens_per_s = recipe.global_batch * model.layer.shape.seq / step_s
     per_device = tokens_per_s / recipe.n_ranks
     return ScalePoint(
-        n_nodes=n_nodes,
-        n_devices=recipe.n_ranks,
-        dp=recipe.dp,
-        global_batch=recipe.global_batch,
-        step_time_s=step_s,
-        tokens_per_s=tokens_per_s,
-        efficiency=per_device / (first.tokens_per_s / first.n_devices) if first else 1.0,
-        compute_time_s=timeline.compute_time_s,
-        exposed_comm_s=timeline.exposed_comm_s,
-        bubble=timeline.bubble,
-        peak_bytes=model.peak_bytes(),
-    )
+        n_nodes, recipe.n_ranks, recipe.dp, recipe.global_batch, step_s, tokens_per_s,
+        per_device / (first.tokens_per_s / first.n_devices) if first else 1.0,
+        timeline.compute_time_s, timeline.exposed_comm_s, timeline.bubble, model.peak_bytes(),
+    )  # fmt: skip
 
 
 def _dp(recipe: Recipe, n_nodes: int, devices_per_node: int) -> int:
     """The dp of a recipe on `n_nodes`."""
     n_devices, each = n_nodes * devices_per_node, recipe.tp * recipe.cp * recipe.pp
-    degrees = f"tp={recipe.tp} x cp={recipe.cp} x pp={recipe.pp}"
     if n_nodes < 1 or n_devices % each:
         raise OptionError(
-            f"{n_nodes} nodes of {devices_per_node} devices are no multiple of {degrees} = {each}",
+            f"{n_nodes} nodes of {devices_per_node} devices are no multiple of "
+            f"tp={recipe.tp} x cp={recipe.cp} x pp={recipe.pp} = {each}",
             hint=f"multiples of {_fewest_nodes(recipe, devices_per_node)} hold it",
         )
-    dp = n_devices // each
-    if dp * recipe.cp * recipe.tp % recipe.ep:
+    n_ranks = n_devices // recipe.pp
+    if n_ranks % recipe.ep:
         raise OptionError(
-            f"ep={recipe.ep} does not divide the {n_devices // recipe.pp} ranks of a stage on "
-            f"{n_nodes} nodes"
+            f"ep={recipe.ep} does not divide the {n_ranks} ranks of a stage on {n_nodes} nodes"
         )
-    return dp
+    return n_devices // each
 
 
 def _check(shape: TransformerShape, recipe: Recipe) -> None:

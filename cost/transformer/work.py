@@ -6,25 +6,27 @@ runs the forward of the dropped items again.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Literal
 
 from autopar.cost.laws import Kind
 
-Group = Literal["tp", "ep", "cp", "expert_tp"]
+Group = Literal["tp", "ep", "cp", "etp"]
 # What recompute may drop: the attention core, cheap elementwise work, everything else.
 Part = Literal["core", "elementwise", "matmul"]
+Sizes = tuple[tuple[str, float], ...]
 
 
 @dataclass(frozen=True)
 class Kernel:
-    """One launch on a rank: its arithmetic and the memory it moves."""
+    """One launch on a rank: its arithmetic, in float8 or not, and the memory it moves."""
 
     kind: Kind
     flops: float
     size_bytes: float
     n_launches: int = 1
+    in_float8: bool = False
 
 
 @dataclass(frozen=True)
@@ -55,47 +57,28 @@ class Item:
     weight_bytes: float = 0.0
 
 
-def matmul(
-    name: str, m: float, n: float, k: float, width: int, *, has_bias: bool = False,
-    is_kept: bool = True, n_times: int = 1, accumulated_bytes: float = 0.0,
-) -> Item:  # fmt: skip
-    """A matmul with a weight, m k, k n -> m n; backward has one more for each operand.
-
-    n_times             number of equal matmuls side by side
-    accumulated_bytes   bytes moved per weight element to add its gradient to earlier ones
-    """
-    flops, moved = n_times * 2.0 * m * n * k, n_times * width * (m * k + k * n + m * n)
-    one = Kernel("matmul", flops, moved, n_times)
-    backward = [one, one]
-    if has_bias:  # its gradient is a sum over rows
-        backward.append(Kernel("memory", 0.0, n_times * width * m * n))
-    if accumulated_bytes:
-        backward.append(Kernel("memory", 0.0, n_times * k * n * accumulated_bytes))
-    kept_bytes = n_times * m * n * width if is_kept else 0.0
-    weight_bytes = n_times * width * (m * k + m * n)
-    return Item(name, "matmul", (one,), tuple(backward), kept_bytes, weight_bytes=weight_bytes)
-
-
 def elementwise(
     name: str, forward_bytes: float, backward_bytes: float, kept_bytes: float = 0.0,
-    n_forward: int = 1, n_backward: int = 1, out_bytes: float = 0.0,
+    n_forward: int = 1, n_backward: int = 1, out_bytes: float = 0.0, part: Part = "elementwise",
 ) -> Item:  # fmt: skip
     """An item whose operators cost only the bytes that they touch."""
-    return Item(
-        name, "elementwise",
-        (Kernel("memory", 0.0, forward_bytes, n_forward),),
-        (Kernel("memory", 0.0, backward_bytes, n_backward),),
-        kept_bytes, out_bytes,
-    )  # fmt: skip
+    forward = Kernel("memory", 0.0, forward_bytes, n_forward)
+    backward = Kernel("memory", 0.0, backward_bytes, n_backward)
+    return Item(name, part, (forward,), (backward,), kept_bytes, out_bytes)
 
 
 def exchange(
-    name: str, forward: Sequence[tuple[str, float]], backward: Sequence[tuple[str, float]],
-    group: Group = "tp",
-) -> Item:  # fmt: skip
-    """An item of collectives: (kind, size in bytes) of forward and of backward."""
-    return Item(
-        name, "matmul",
-        tuple(Exchange(kind, group, size) for kind, size in forward),
-        tuple(Exchange(kind, group, size) for kind, size in backward),
-    )  # fmt: skip
+    name: str, forward: Sizes, backward: Sizes, group: Group = "tp", *, copies: bool = False
+) -> Item:
+    """An item of collectives: (kind, size in bytes) of forward and of backward.
+
+    copies: each has a kernel that copies what is gathered or scattered
+    """
+
+    def steps(sizes: Sizes) -> Iterator[Kernel | Exchange]:
+        for kind, size in sizes:
+            yield Exchange(kind, group, size)
+            if copies:
+                yield Kernel("memory", 0.0, 2 * size)
+
+    return Item(name, "matmul", tuple(steps(forward)), tuple(steps(backward)))

@@ -53,10 +53,10 @@ def why_skipped(run: Any) -> str:
 
 def test_a_row_overrides_what_is_derived(pipelined: dict[str, Any]) -> None:
     """Of features that move memory, too; deferred gradients of the head are all, or so many."""
-    changed = pipelined | {"software": {"engine_loss": True, "transformer_engine": True}}
+    changed = pipelined | {"software": {"loss": "engine", "transformer_engine": True}}
     software, derived = read_row(changed).software, read_row(pipelined).software
-    assert (software.engine_loss, software.transformer_engine) == (True, True)
-    assert (derived.engine_loss, derived.transformer_engine) == (False, False)
+    assert (software.loss, software.transformer_engine) == ("engine", True)
+    assert (derived.loss, derived.transformer_engine) == ("in-place", False)
     defers = {"defer_embedding_wgrad_compute": True}
     every = read_row(pipelined | {"extra": defers})
     few = read_row(pipelined | {"extra": defers | {"wgrad_deferral_limit": 2}})

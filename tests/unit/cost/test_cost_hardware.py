@@ -173,11 +173,12 @@ def reached_profile(name: str) -> Profile:
 
 
 def test_software_changes_what_a_device_reaches() -> None:
-    """By its constants: rates of matmuls and attention, bytes between nodes; nothing else. On CPUs,
-    whose profiles are measured where they run, it changes nothing."""
+    """By its constants: rates of matmuls and attention, bytes between nodes and in memory; nothing
+    else. On CPUs, whose profiles are measured where they run, it changes nothing."""
     plain, software = load_profile("a100-80gb"), load_software("torch-eager")
-    rate, network = (
-        software.constant(f"{what}_ratio") for what in ("sustained_rate", "network_time")
+    rate, network, memory = (
+        software.constant(f"{what}_ratio")
+        for what in ("sustained_rate", "network_time", "memory_time")
     )
     reached = software.apply_to(plain)
     scaled = {
@@ -186,6 +187,7 @@ def test_software_changes_what_a_device_reaches() -> None:
         if reached.value(key) != plain.value(key)
     }
     assert scaled.pop("link.inter_node.s_per_byte") == pytest.approx(network)
+    assert scaled.pop("device.achieved_bandwidth_fraction") == pytest.approx(1 / memory)
     assert list(scaled.values()) == [pytest.approx(rate)] * len(scaled)
     assert all("achieved_flops" in key or "attention" in key for key in scaled)
     cpu = load_profile("cpu-local")

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from functools import partial
+from typing import Any
+
 import pytest
 import torch
 
@@ -13,7 +16,8 @@ from autopar.errors import NotSupportedError, OptionError
 from autopar.mesh import Device, Mesh
 
 DEVICE = Device(flops_per_s=1e12, bytes_per_s=1e11, memory_bytes=1e10, launch_s=5e-6)
-CLASSES = {
+CLASSES: dict[str, Any] = {
+    "fused-adamw": partial(torch.optim.AdamW, fused=True),
     "adamw": torch.optim.AdamW,
     "adam": torch.optim.Adam,
     "sgd": torch.optim.SGD,
@@ -73,6 +77,9 @@ def test_update_time_counts_bytes_touched_and_operators() -> None:
     assert optimizer_time_s(n_params, "sgd", torch.float32, DEVICE) == pytest.approx(
         n_params * 3 * 4 / 1e11 + launch_s
     )
+    # Gradient, master and two moments read, the last three written, the parameter written.
+    megatrons = "fused-adamw", torch.bfloat16, DEVICE, "bf16-mixed-fp32-gradients"
+    assert optimizer_time_s(n_params, *megatrons) == pytest.approx(n_params * 30 / 1e11 + launch_s)
     assert optimizer_time_s(n_params, "adamw", torch.float32, DEVICE, n_tensors=7) == pytest.approx(
         n_params * 20 * 4 / 1e11 + 7 * 8 * launch_s
     )

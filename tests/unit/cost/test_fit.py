@@ -123,6 +123,12 @@ def test_runs_of_a_group_are_held_to_each_other(planted: list[PublishedRun]) -> 
     assert PLANTED[ACROSS] < together < 1.5 * PLANTED[ACROSS]
 
 
+def test_no_constant_is_below_its_least_value(planted: list[PublishedRun]) -> None:
+    known = Constant(RATE, PLANTED[RATE], 1e-6)
+    values = fit(NAME, planted, [known, Constant(ACROSS, 2.5, 10.0, least=2.0)]).values
+    assert values[ACROSS] == pytest.approx(2.0, rel=1e-3)
+
+
 def test_a_paper_is_predicted_without_its_own_runs() -> None:
     """Doubled times of one paper give an error of -50%, since only the others are fitted."""
     small = [

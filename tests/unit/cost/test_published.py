@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,8 +22,7 @@ from autopar.cost.published import (
     score,
 )
 from autopar.cost.published.accuracy import errors_of, ordering
-from autopar.cost.published.open_fields import settle
-from autopar.cost.published.predict import step_model
+from autopar.cost.published.predict import settle, step_model
 from autopar.cost.published.rows import read_row
 from autopar.cost.published.runs import RunsFile
 from autopar.cost.published.scoring import entry_of
@@ -160,6 +160,7 @@ def test_a_run_is_predicted_and_says_what_was_assumed() -> None:
         ({"profile": None}, "profile is unknown"),
         ({"profile": "abacus"}, "unknown hardware profile 'abacus'; hint: it is one of"),
         ({"schedule": "dualpipe"}, "schedule 'dualpipe'"),
+        ({"software": {"loss": "liger"}}, "software loss 'liger'; known are torch, fused,"),
         ({"global_batch": 17}, "is not a whole number of microbatches"),
         ({"tp": "two"}, "malformed: invalid literal for int()"),
         ({"dp": 0}, "malformed: dp is 0"),
@@ -198,7 +199,7 @@ def test_all_shipped_runs(shipped: RunsFile) -> None:
     """As above. Of a run with twice its neighbours' time no model knows why (its own note)."""
     found = score(shipped)
     assert found.n_skipped == 0
-    assert found.time.mape is not None and found.time.mape < 0.08
+    assert found.time.mape is not None and found.time.mape < 0.07
     assert found.time.worst == "vtrain_3.6B_t8d8p1_m64"
     assert found.memory.mape is not None and found.memory.mape < 0.03
     held, n = found.count_in_interval()
@@ -260,6 +261,58 @@ def test_what_the_notes_say_is_overlapped() -> None:
         step_model(read_row(small_run(profile="h100-sxm", notes=words))) for words in (notes, "")
     )
     assert hidden.step_time_s() < plain.step_time_s()
+
+
+def test_matmuls_in_float8_are_faster_by_less_than_their_rate(shipped: RunsFile) -> None:
+    """The attention, casts, collectives and the head are not. What float8 keeps is not predicted.
+    NVIDIA's own float8 steps of Llama-3 70B are 1.4 times as fast (dgxc-benchmarking)."""
+    run = next(dict(run) for run in shipped.runs if run["id"] == "dgxc_llama31_70B_bf16_64")
+    plain, fast = entry_of(run), entry_of(run | {"dtype": "fp8", "metric": {"mem_gib": 9.0}})
+    assert plain.time is not None and fast.skipped is not None  # only bytes are published
+    fast = entry_of(run | {"dtype": "fp8"})
+    assert fast.time is not None and fast.memory is None
+    assert 1.3 < plain.time.predicted / fast.time.predicted < 1.6
+    old = entry_of(run | {"dtype": "fp8", "profile": "a100-80gb"})
+    assert old.skipped == "hardware profile 'a100-80gb' has no rate of float8 matmuls"
+
+
+def test_latent_attention_without_its_ranks_is_read_as_plain() -> None:
+    ranks = {"kv_rank": 64, "qk_head_dim": 32, "rotary_head_dim": 16, "v_head_dim": 32}
+    model = small_run()["model"]
+    plain, unknown, latent = (
+        read_row(small_run(model=model | {"mla": mla})) for mla in (None, True, ranks)
+    )
+    assert plain.shape == unknown.shape and latent.shape.latent is not None
+    assert any("latent attention" in what for what in unknown.assumed)
+    assert latent.shape.query_features == 16 * 48 and latent.shape.value_features == 16 * 32
+    assert entry_of(small_run(model=model | {"mla": ranks})).skipped is None
+
+
+def test_a_host_that_launches_many_small_experts_is_waited_for() -> None:
+    """Its kernels are shorter than their launches. A recorded graph has no launches to wait for."""
+    model = {"layers": 2, "hidden": 512, "heads": 8, "seq": 128, "vocab": 1024,
+             "moe": {"experts": 64, "topk": 2, "moe_ffn": 256}}  # fmt: skip
+    run = small_run(profile="h100-sxm", tp=1, dp=8, model=model, recompute="none")
+    slow, recorded = (step_model(read_row(run | {"notes": n})) for n in ("", "CUDA graphs"))
+    for step, is_waited in ((slow, True), (recorded, False)):
+        work = step.passes(step.chunks[0])[0]
+        assert (work.duration().time_s > work.compute_s + work.collectives_s) is is_waited
+    assert recorded.step_time_s() < slow.step_time_s()
+
+
+def test_collectives_over_a_sequence_that_is_not_first_copy() -> None:
+    row = read_row(small_run(profile="h100-sxm", tp=8, dp=1, sp=True))
+    contiguous = row.software
+    plain, copied = (
+        step_model(row, replace(contiguous, sequence_first=first)) for first in (True, False)
+    )
+    gathered = 2 * plain.layer.tokens * plain.layer.shape.hidden * plain.layer.width
+    device = plain.machine.device
+    each_s = gathered / device.bytes_per_s + device.launch_s
+    for k, n in ((0, 4), (1, 6)):  # two ways in and two ways out; inputs are gathered again
+        work, more = (one._layer_passes[one.layer][k] for one in (plain, copied))
+        assert more.compute_s - work.compute_s == pytest.approx(n * each_s)
+        assert more.collectives_s == work.collectives_s
 
 
 def test_a_layer_keeps_what_was_published(shipped: RunsFile) -> None:

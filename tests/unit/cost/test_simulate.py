@@ -161,6 +161,16 @@ def test_overlap_by_hand() -> None:
     assert PartWork(4.0, 1.0, 9.0).duration(0.5) == pytest.approx((6.0, 1.0 + 3.0, 6.0))
 
 
+def test_compute_waits_for_a_host_that_launches_slower() -> None:
+    """A host of 9 s leaves the device idle for 4 s beside 4 s of compute and 1 s of collectives."""
+    assert PartWork(4.0, 1.0, host_s=9.0).duration() == pytest.approx((8.0, 1.0, 0.0))
+    assert PartWork(4.0, 1.0, host_s=5.0).duration() == PartWork(4.0, 1.0).duration()
+    work = PartWork(4.0, 1.0, 2.0, 9.0)
+    parts = work.split()
+    assert parts.input + parts.weight == work
+    assert work.times(2) == work + work
+
+
 def one_device(n_microbatches: int, **fields: Any) -> Timeline:
     return simulate(one_f_one_b(range(1), n_microbatches), [stage(1.0, 2.0, **fields)])
 

@@ -33,8 +33,7 @@ import autopar
 from autopar import Manual, Mesh, Plan
 from autopar.cost.hardware import Software
 from autopar.cost.transformer import Chunk, LayerModel, Recipe, shape_of
-from autopar.cost.transformer.chunks import parameters_of
-from autopar.cost.transformer.ends import embedding_items, head_items
+from autopar.cost.transformer.chunks import embedding_items, head_items, parameters_of
 from autopar.cost.transformer.work import Exchange, Item, Kernel
 from autopar.program.lines import CallLine
 from tests.helpers.jobs import BATCH, CASES, SEQUENCE, WIDTH
@@ -54,8 +53,7 @@ def planned(family: str, sp: bool = False) -> tuple[Plan, LayerModel]:
         model, Mesh((1, TP), hardware="a100-80gb"), case.batch(0), microbatches=1,
         manual=Manual(tp=TP, sp=sp),
     )  # fmt: skip
-    shape, left_out = shape_of(model.config, SEQUENCE)
-    assert not left_out
+    shape = shape_of(model.config, SEQUENCE)
     recipe = Recipe(tp=TP, sp=sp, microbatch_size=BATCH, global_batch=BATCH)
     return plan, LayerModel(shape, recipe, Software(fused_attention=False), FLOAT32)
 

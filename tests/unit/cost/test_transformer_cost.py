@@ -18,7 +18,6 @@ from autopar.cost.hardware import (
     changed,
     doublings,
     flops_per_s,
-    link_hardware,
     load_profile,
 )
 from autopar.cost.published import read_runs
@@ -26,11 +25,12 @@ from autopar.cost.published.fit import log_error
 from autopar.cost.published.rows import read_row
 from autopar.cost.transformer import (
     Chunk,
+    Experts,
+    Latent,
     LayerModel,
     Order,
     Recipe,
     StepModel,
-    TransformerMachine,
     TransformerShape,
     kept_of_layer,
 )
@@ -70,10 +70,16 @@ def step(
     shape: TransformerShape, recipe: Recipe, profile: Profile = H100, **words: Any
 ) -> StepModel:
     """The model of a step in bfloat16 on nodes of 8."""
-    layer = LayerModel(shape, recipe, Software(**words))
-    links = (profile.link("inter_node"), profile.link("intra_node"))
-    hardware = link_hardware(profile, links, torch.bfloat16)
-    return StepModel(layer, TransformerMachine(hardware, 8, recipe))
+    return StepModel.of(shape, recipe, Software(**words), profile, torch.bfloat16, 8)
+
+
+def deepseek_v3() -> TransformerShape:
+    """arXiv 2412.19437, section 4.2."""
+    experts = Experts(256, 8, 2048, is_grouped=True, shared_ffn=2048)
+    return TransformerShape(
+        61, 7168, 128, 128, 128, 18432, 4096, 129280, is_gated=True, experts=experts,
+        latent=Latent(1536, 512, 64, 128), dense_layers=3,
+    )  # fmt: skip
 
 
 @st.composite
@@ -127,11 +133,25 @@ def test_recompute_keeps_less_and_full_least(layer: LayerModel, recompute: Any) 
         (gpt(128, 25600, 160), 1008.0),
         (llama(32, 4096, 32, 14336), 8.03),
         (llama(80, 8192, 64, 28672), 70.6),
+        (deepseek_v3(), 671.0),
     ],
-    ids=["GPT-3 175B", "530B", "1T", "Llama-3 8B", "Llama-3 70B"],
+    ids=["GPT-3 175B", "530B", "1T", "Llama-3 8B", "Llama-3 70B", "DeepSeek-V3"],
 )
 def test_parameters_of_known_models(shape: TransformerShape, billions: float) -> None:
     assert shape.n_parameters / 1e9 == pytest.approx(billions, rel=0.002)
+
+
+@pytest.mark.parametrize("n_chunks", [1, 4, 61])
+def test_parameters_of_chunks_are_those_of_the_model(n_chunks: int) -> None:
+    """The dense layers come first. The last norm is left out."""
+    shape = deepseek_v3()
+    layer = LayerModel(shape, Recipe(), Software())
+    chunks = chunks_of(shape.layers, n_chunks, shape.dense_layers)
+    assert [chunk.n_dense for chunk in chunks[:4]] == {1: [3], 4: [3, 0, 0, 0]}.get(
+        n_chunks, [1, 1, 1, 0]
+    )
+    held = sum(sum(parameters_of(layer, chunk)) for chunk in chunks)
+    assert held == shape.n_parameters - shape.hidden
 
 
 @given(st.integers(1, 128), st.integers(1, 100), st.integers(1, 4096), st.integers(1, 200000))
@@ -298,17 +318,30 @@ def test_gradients_and_updates_over_data_parallelism(zero: int, overlapped: bool
     expected = (reduce_s, gather_s) if overlapped else (0.0, reduce_s + gather_s)
     assert (times.sync_s, times.after.collectives_s) == pytest.approx(expected)
     assert (times.forward.overlapped_s > 0) is (zero == 3)
-    assert times.update_s * (4 if zero else 1) == pytest.approx(whole.update_s)
+    launch_s = model.machine.device.launch_s
+    stored_s, whole_s = (found.update_s - launch_s for found in (times, whole))
+    assert stored_s * (4 if zero else 1) == pytest.approx(whole_s)
+
+
+def test_a_gather_into_a_list_copies_a_shard_of_each_rank() -> None:
+    recipe = Recipe(dp=64, zero=3, global_batch=64)
+    whole, lists = (step(SMALL, recipe, gathers_by_layer=by_layer) for by_layer in (True, False))
+    size, device = 1e8, whole.machine.device
+    fast_s, slow_s = (model.machine.gather_s("all_gather", size, "dp") for model in (whole, lists))
+    copies_s = 64 * whole.machine.host_s + 2 * size / device.bytes_per_s
+    assert slow_s - fast_s == pytest.approx(copies_s)
+    # Four calls a layer, and as many bytes: never faster.
+    assert lists.step_time_s() > whole.step_time_s()
 
 
 @pytest.mark.parametrize("sp", [False, True])
-@pytest.mark.parametrize(("dp", "where"), [(1, "intra"), (2, "inter")])
-def test_messages_between_stages(sp: bool, dp: int, where: str) -> None:
+@pytest.mark.parametrize(("dp", "where"), [(1, -1), (2, 0)])
+def test_messages_between_stages(sp: bool, dp: int, where: int) -> None:
     """Each rank sends a part and the receivers gather, or each sends the whole. Shards of a
     sequence are sent as they are. Two stages of 4 ranks share a node, two of 8 do not."""
     recipe = Recipe(tp=4, pp=2, dp=dp, sp=sp, global_batch=8)
     split, whole = step(SMALL, recipe), step(SMALL, recipe, split_messages=False)
-    link, size = getattr(split.machine, where), split.layer.tokens * SMALL.hidden * 2
+    link, size = split.machine.hardware.links[where], split.layer.tokens * SMALL.hidden * 2
     part_s = link.latency_s + size / 4 * link.s_per_byte
     gather_s = split.machine.exchange_s("all_gather", size, "tp")
     whole_s = link.latency_s + size * link.s_per_byte
