@@ -32,10 +32,12 @@ from autopar.placement import Pin, parse_pins
 from autopar.precision import Precision
 from autopar.schedule import CHUNKS
 
-# Options that a plan does not record: user code, or of planning and running alone.
-BESIDE_A_PLAN = frozenset(
-    {"loss_fn", "optimizer_gather", "progress", "check_every", "compile", "imbalance", "software"}
-)
+# Options that a plan records for its prices; they may be given anew beside it.
+PRICED = frozenset({"imbalance"})
+# Options beside a plan, which decide nothing: user code, or of planning, running and prices alone.
+BESIDE_A_PLAN = PRICED | {
+    "loss_fn", "optimizer_gather", "progress", "check_every", "compile", "software"
+}  # fmt: skip
 # Shipped with their constants by `cost/hardware/stacks`; a test compares the two.
 SOFTWARE = (
     "autopar", "megatron-2021", "megatron-core", "megatron-deepspeed", "torch-compiled",

@@ -206,6 +206,7 @@ class Record(Pass):
             if options.reduce_dtype
             else None,
             master_weights=options.master_weights,
+            imbalance=options.imbalance,
         )
         yield analysis
         yield space.hardware

@@ -174,15 +174,16 @@ def bind(
     analysis: Analysis,
     mesh: Mesh,
     stages: tuple[PlacedStage, ...] | None = None,
-    compile: str = "none",
+    options: Options | None = None,
 ) -> Bound:
-    """Place a plan on an analysed program, or take `stages` that are placed already.
+    """Place a plan on an analysed program, or take `stages` that are placed already; `options` are
+    those that it runs with.
 
     Raises `PlanError` if the plan is for another graph, or is not legal on this one.
     """
     placed = () if stages is None else (Placed(stages),)
-    options = Options(compile=compile)
-    compilation = Compilation(PASSES, Target(mesh, options), data, analysis, *placed)
+    target = Target(mesh, options or Options())
+    compilation = Compilation(PASSES, target, data, analysis, *placed)
     _ = compilation[Placed]
     return Bound(compilation)
 

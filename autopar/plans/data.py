@@ -144,6 +144,7 @@ class PlanData:
     limit_bytes   the memory limit per device that it was planned for; None in older files
     reduce_dtype  as the option of that name
     recipe        the recipe that placed it, `MANUAL` for the user's; empty for the search
+    imbalance     as the option of that name: what it was priced with
     """
 
     model: str
@@ -174,6 +175,7 @@ class PlanData:
     limit_bytes: float | None = None
     reduce_dtype: str | None = None
     master_weights: bool = False
+    imbalance: float = 1.0
 
     @property
     def devices(self) -> tuple[int, ...]:

@@ -51,7 +51,7 @@ _KEYS = frozenset(
 )
 _OPTIONAL = frozenset(
     "comments padded kept_whole accumulates recipe bound_s limit_bytes reduce_dtype "
-    "master_weights ruled_out".split()
+    "master_weights ruled_out imbalance".split()
 )
 _TABLES = ("parameters", "operators", "received", "sent")
 
@@ -118,6 +118,7 @@ def _optional(raw: Mapping[str, Json], stages: Collection[StageRecord]) -> dict[
         "limit_bytes": lambda value: _optional_number(value, _MOST_RATE),
         "reduce_dtype": lambda value: None if value.is_null else value.word(REDUCE_DTYPES),
         "master_weights": Json.flag,
+        "imbalance": lambda value: value.number(1, MOST_RANKS),
     }
     return {key: read(raw[key]) for key, read in readers.items() if key in raw}
 
