@@ -167,6 +167,8 @@ def _flags(flag: str, value: Any) -> Iterator[str]:
             text = ",".join(sorted(value))
         case Mapping():
             text = ",".join(f"{name}={n}" for name, n in value.items())
+        case _ if flag == "--lengths":
+            text = ",".join(f"{tokens}:{share:.6g}" for tokens, share in value)
         case _ if flag == "--memory-limit":
             text = _size(value, python=False)
         case _:

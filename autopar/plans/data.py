@@ -31,6 +31,7 @@ from typing import Any, get_args
 import torch
 
 from autopar.errors import OptionError, PlanError
+from autopar.lengths import Lengths
 from autopar.manual import Recompute
 from autopar.placement import Spec
 from autopar.precision import Precision
@@ -144,7 +145,7 @@ class PlanData:
     limit_bytes   the memory limit per device that it was planned for; None in older files
     reduce_dtype  as the option of that name
     recipe        the recipe that placed it, `MANUAL` for the user's; empty for the search
-    imbalance     as the option of that name: what it was priced with
+    imbalance, lengths   as the options of these names: what it was priced with
     """
 
     model: str
@@ -176,6 +177,7 @@ class PlanData:
     reduce_dtype: str | None = None
     master_weights: bool = False
     imbalance: float = 1.0
+    lengths: Lengths = ()
 
     @property
     def devices(self) -> tuple[int, ...]:

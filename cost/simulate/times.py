@@ -21,6 +21,7 @@ beside the following steps (`Engine` in `engine.py`).
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -41,15 +42,22 @@ class PartDuration(NamedTuple):
 
 @dataclass(frozen=True)
 class PartWork:
-    """Seconds of work of a rank: its compute, and collectives inside its stage."""
+    """Seconds of work of a rank: its compute, and collectives inside its stage.
+
+    Of its compute, `loaded_s` depend on the documents of a microbatch (`StageTimes.loads`).
+    """
 
     compute_s: float = 0.0
     collectives_s: float = 0.0
     overlapped_s: float = 0.0
+    loaded_s: float = 0.0
 
-    def duration(self, slowdown_fraction: float = 0.0, compute_factor: float = 1.0) -> PartDuration:
-        """How long it takes, with compute that takes `compute_factor` times as long."""
-        compute_s = self.compute_s * compute_factor
+    def duration(
+        self, slowdown_fraction: float = 0.0, compute_factor: float = 1.0, load: float = 1.0
+    ) -> PartDuration:
+        """How long it takes, with compute that takes `compute_factor` times as long, and `load`
+        times the mean of what depends on documents."""
+        compute_s = (self.compute_s + (load - 1) * self.loaded_s) * compute_factor
         hidden_s = min(self.overlapped_s, compute_s * (1 + slowdown_fraction))
         return PartDuration(
             compute_s + hidden_s * slowdown_fraction / (1 + slowdown_fraction),
@@ -62,6 +70,7 @@ class PartWork:
             self.compute_s + other.compute_s,
             self.collectives_s + other.collectives_s,
             self.overlapped_s + other.overlapped_s,
+            self.loaded_s + other.loaded_s,
         )
 
 
@@ -81,6 +90,8 @@ class StageTimes:
     sync_s, n_sync_buckets       gradient sync beside the last backward; `after` comes later
     overlap_slowdown_fraction    extra time of compute beside collectives, as a fraction
     static_bytes, kept_bytes     of a rank: held all the time, and per microbatch in flight
+    loads                        of each microbatch: its work that depends on documents, over the
+                                 mean; none if all are equal
     """
 
     n_ranks: int
@@ -94,6 +105,15 @@ class StageTimes:
     overlap_slowdown_fraction: float = 0.0
     static_bytes: float = 0.0
     kept_bytes: float = 0.0
+    loads: tuple[float, ...] = ()
+
+    def load(self, microbatch: int) -> float:
+        return self.loads[microbatch] if self.loads else 1.0
+
+    @property
+    def mean_load(self) -> float:
+        """Above 1 if the rank has more than its share of a step."""
+        return math.fsum(self.loads) / len(self.loads) if self.loads else 1.0
 
     def of(self, kind: Kind) -> PartWork:
         """The time of a compute of this kind; a whole backward is the sum of its two parts."""

@@ -372,8 +372,8 @@ def operator_times_s(
 
     A causal kernel skips what is hidden: half of all pairs of queries and keys. Where rows of the
     query are cut, `rows_share` of them on each rank, the rank with the last rows skips least, and
-    the others wait for it. Ranges of keys say which share of pairs they show. Where attention is
-    in blocks of rows, its scores go to memory.
+    the others wait for it. Ranges of keys say which share of pairs they show; of documents of the
+    batch, their lengths do. Where attention is in blocks of rows, its scores go to memory.
 
     `between_bytes` are those of `OpRule.between`. Kernels between matmuls take the time of what
     they move, and 1.5 times that in backward.
@@ -385,6 +385,8 @@ def operator_times_s(
         flops = flops * (1.0 - rows_share / 2)
     if rule.score_bytes:
         flops = flops * operator.call.args.get("seen", 1.0)
+        if operator.call.args.get("documents"):
+            flops = flops * cost.shown(operator.call.inputs[1][-2])
         width = operator.call.inputs[0][-1]  # two matmuls of so many multiply-adds per score
         score_bytes = rule.score_bytes * flops / (4 * width)
         moved = moved._replace(
