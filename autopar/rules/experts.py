@@ -1,7 +1,8 @@
 """Rules of matmuls of each row with the matrix of its own expert, alone and in pairs.
 
     n i, e o i, n -> n o                  x, weights, ids; weights are e i o if transposed
-    n i!, e (g f) i, e o! f, n -> n o     a mixture: x, both weights, ids; g = 2 if it is gated
+    n i!, e (g f) i, e o! f, n -> n o     a mixture: x, both weights, ids; g = 2 if it is gated;
+                                          then the bias of the features, e (g f), if there is one
 
 Rows and features shard as in any matmul; in a mixture, the features between its matmuls, so that
 each rank has a part of every expert. The experts shard in two ways:
@@ -25,7 +26,9 @@ from autopar.rules.lowering import GROUP, Inner, Lowering
 from autopar.rules.rule import OpCall, OpRule
 
 _LINEAR = ("x", "weight", "ids", GROUP, "transposed")
-_MIXTURE = ("x", "w_in", "w_out", "ids", GROUP, "activation", "transposed")
+_MIXTURE = (
+    "x", "w_in", "w_out", "ids", GROUP, "activation", "transposed", "b_in", "interleaved",
+)  # fmt: skip
 
 # A rank keeps the rows of its experts, and their positions (int64). Temporaries are the most of the
 # moments that matter, less the results that are not there yet.
@@ -92,9 +95,10 @@ def _expert_mlp(call: OpCall) -> Notation:
     """Both matmuls run where features of rows are whole, so i and o are frozen."""
     transposed = call.args["transposed"]
     made, taken = call.inputs[1][2 if transposed else 1], call.inputs[2][1 if transposed else 2]
-    inner = "f" if made == taken else "(g=2! f)"
+    inner = "f" if made == taken else "(f g=2!)" if call.args["interleaved"] else "(g=2! f)"
     weights = f"e i {inner}, e f o!" if transposed else f"e {inner} i, e o! f"
-    return Notation.parse(f"n i!, {weights}, n -> n o")
+    bias = f", e {inner}" if len(call.inputs) > 4 else ""
+    return Notation.parse(f"n i!, {weights}, n{bias} -> n o")
 
 
 EXPERT_MATMULS = (

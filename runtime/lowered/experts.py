@@ -38,14 +38,14 @@ Function = ExpertLinear | ExpertMlp
 
 @dataclass(frozen=True)
 class _Experts:
-    """Lowered functions of rows and `n_weights` weights; `make` takes the operator's options."""
+    """Lowered functions of rows and `n_weights` weights; `make` takes the operator's words."""
 
     n_weights: int
     make: Callable[..., Function]
 
     def parallel(self, x: Tensor, *args: Any) -> tuple[Tensor, Kept]:
         """The results of this rank's experts, as a Partial. `ids` count over those of all ranks."""
-        weights, ids, g, of = self._read(args)
+        weights, ids, g, of, biases = self._read(args)
         n_local = len(weights[0])
         order, ends = sort_rows(ids, n_local * g.size)
         first, numbers = g.rank * n_local, [0, *ends.tolist()]
@@ -55,7 +55,7 @@ class _Experts:
         order = order[start : start + sum(counts)].clone()
         groups = SortedRows(ends[mine] - start, counts)
         rows = x[order]
-        results, kept = of.forward(groups, rows, *weights)
+        results, kept = of.forward(groups, rows, *weights, *biases)
         out = x.new_zeros(len(x), results.shape[1]).index_copy_(0, order, results)
         return out, (of, groups, order, rows, kept, len(x))
 
@@ -69,14 +69,14 @@ class _Experts:
         of_x = None
         if of_rows is not None:
             of_x = of_rows.new_zeros(n_rows, of_rows.shape[1]).index_copy_(0, order, of_rows)
-        return of_x, *of_weights, None
+        return of_x, *self._in_order(of_weights)
 
     def exchange(self, x: Tensor, *args: Any) -> tuple[Tensor, Kept]:
         """The results of this rank's rows, from the experts of all ranks."""
-        weights, ids, g, of = self._read(args)
+        weights, ids, g, of, biases = self._read(args)
         exchange, groups = _Exchange.of(ids, len(weights[0]), g)
         rows = exchange.dispatch(x)
-        found = [*of.forward(groups, rows, *weights)]
+        found = [*of.forward(groups, rows, *weights, *biases)]
         return exchange.combine(found), (of, exchange, groups, rows, *found)
 
     def exchange_backward(
@@ -89,12 +89,20 @@ class _Experts:
             found = [*of.backward(groups, upstream, rows, kept, wanted, *weights)]
             del upstream
             of_x = exchange.combine(found) if wanted[0] else found.pop(0)
-        return of_x, *found, None
+        return of_x, *self._in_order(found)
 
-    def _read(self, args: tuple[Any, ...]) -> tuple[tuple[Tensor, ...], Tensor, Group, Function]:
-        """Weights, ids, the group, and the function of sorted rows."""
+    def _read(
+        self, args: tuple[Any, ...]
+    ) -> tuple[tuple[Tensor, ...], Tensor, Group, Function, Sequence[Tensor]]:
+        """Weights, ids, the group, the function of sorted rows, and a bias if there is one."""
         weights, (ids, group, *options) = args[: self.n_weights], args[self.n_weights :]
-        return weights, ids, group, self.make(*options)
+        biases = [option for option in options if isinstance(option, Tensor)]
+        words = [option for option in options if isinstance(option, (str, bool))]
+        return weights, ids, group, self.make(*words), biases
+
+    def _in_order(self, gradients: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
+        """Of weights and biases, as the arguments are: ids are between them."""
+        return (*gradients[: self.n_weights], None, *gradients[self.n_weights :])
 
     @property
     def lowered_parallel(self) -> Lowered:
