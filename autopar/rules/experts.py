@@ -74,15 +74,26 @@ ROWS_AND_EXPERTS = Lowering(
     backward_bytes=f"item*({_RECEIVED}*(i + Max(o, i)) - n*i)",
     uneven=True,
 )
+# `n_exchanges` of `operators/experts.py`. If there are two, half of what they take may hide.
+_GATHERED, *_EXCHANGED = ROWS_AND_EXPERTS.inner
 MIXTURE_OF_ROWS_AND_EXPERTS = replace(
     ROWS_AND_EXPERTS,
     function="expert_exchange_mlp",
+    inner=(
+        _GATHERED,
+        *(replace(c, size_bytes=f"{c.size_bytes}/parts", count="parts") for c in _EXCHANGED),
+    ),
+    parts=f"1 + Min(1, floor({_SENT}/{operators.experts.SPLIT_BYTES}))*Min(1, floor(e/2))",
+    beside="parts - 1",
+    hidden="1/parts",
     arguments=_MIXTURE,
     keeps=("w_in", "w_out"),
     saved_bytes=f"{_RECEIVED}*(i*item + g*f*item + 8) + 8*n",
     forward_bytes=f"item*(Max({_RECEIVED}*(o + Max(f, o)), {_RECEIVED}*(i - g*f)) - n*o)",
-    backward_bytes=f"item*(Max({_RECEIVED}*(o + g*f + 2*f) - e*g*f*i, {_RECEIVED}*(o + g*f + i), "
-    f"2*{_RECEIVED}*i) - n*i)",
+    # Of two exchanges, the gradients of half of the weights are copied to their place.
+    backward_bytes=f"item*Max(Max({_RECEIVED}*(o + g*f + 2*f) - e*g*f*i, "
+    f"{_RECEIVED}*(o + g*f + i), 2*{_RECEIVED}*i) - n*i, "
+    f"(parts - 1)*(e*f*(g*i + o)/2 + n*i))",
 )
 
 

@@ -203,9 +203,11 @@ class MemberPricer:
                     inner_s *= of.values(inner.count) * of.imbalance
                     time_s[inner.phase][:, of.at] += inner_s
             share = of.values(of.lowering.beside) * self.cases.costs[0].hides
+            exposed = 1.0 - of.values(of.lowering.hidden)
             for phase, own_s in compute_s.items():
-                waited_s = time_s[phase][:, of.at] - share * own_s[:, of.at]
-                time_s[phase][:, of.at] = np.maximum(waited_s, 0.0)
+                all_s = time_s[phase][:, of.at]
+                waited_s = np.maximum(all_s - share * own_s[:, of.at], exposed * all_s)
+                time_s[phase][:, of.at] = waited_s
         return time_s["forward"], time_s["backward"]
 
     def _local_sizes(self, item: PlacedOperator, chosen: Indices) -> dict[str, Indices]:

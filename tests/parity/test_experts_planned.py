@@ -192,6 +192,18 @@ def test_many_small_experts_are_sent_their_rows() -> None:
     }  # fmt: skip
 
 
+@nightly
+def test_a_large_exchange_is_two_beside_matmuls() -> None:
+    """Each rank has 8 MiB of rows; a step is that of one process, with the calls foretold."""
+    planned = plan(case_of(Experts(512, 8, 8), 2048, 512), 2, by=1)
+    assert planned.calls("expert_mlp") == {
+        ("all_gather", "forward"): 1, ("all_to_all", "forward"): 4, ("all_to_all", "backward"): 4,
+    }  # fmt: skip
+    calls = [c for c in step_calls(planned.program).forward if "expert_mlp" in c.tensor]
+    assert [c.size_bytes for c in calls if c.kind == "all_to_all"] == [4 << 20] * 4
+    assert any(c.beside_s > 0 for c in calls)
+
+
 def test_experts_that_no_feature_divides_compute_their_own_rows() -> None:
     planned = plan(few_experts(), 4, "data", "sequence")
     assert OWN_ROWS in lowered(planned.strategy)

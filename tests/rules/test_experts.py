@@ -103,6 +103,7 @@ class TestMixture:
         self, dtype: torch.dtype, activation: str, n_parts: int, transposed: bool
     ) -> None:
         """`F.grouped_mm` has float32, not float64. Expert 2 has no rows."""
+        torch.manual_seed(0)
         ids = torch.tensor([3, 0, 0, 1, 3, 3, 3, 0])
         tensors = [x(8, 4), x(4, 8 * n_parts, 4), x(4, 4, 8)]
         if transposed:
@@ -160,14 +161,17 @@ def exchanged_mixture(
 
 @pytest.mark.parametrize("n_ranks", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("splits", [False, True], ids=["one", "two"])
 def test_an_exchange_keeps_the_order_of_rows_and_so_all_bits(
-    n_ranks: int, dtype: torch.dtype
+    n_ranks: int, dtype: torch.dtype, splits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One expert has no rows, another most."""
+    """One expert has no rows, another most; also in two exchanges, the second beside matmuls."""
+    monkeypatch.setattr(experts, "SPLIT_BYTES", 1 if splits else 1 << 30)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, 4, (64,), generator=generator)
+    n_experts = 8
+    ids = torch.randint(0, n_experts, (64,), generator=generator)
     ids[ids == 1] = 3
-    shapes = (64, 8), (4, 24, 8), (4, 8, 12), (4, 24), (64, 8)
+    shapes = (64, 8), (n_experts, 32, 8), (n_experts, 8, 16), (n_experts, 32), (64, 8)
     *tensors, upstream = (torch.randn(s, generator=generator, dtype=dtype) for s in shapes)
     found = run_threads(exchanged_mixture, n_ranks, n_ranks, (*tensors, ids, upstream))
     for tensor in tensors:
@@ -184,11 +188,11 @@ def exchanged(world: ThreadWorld, n_received: Callable[[int], int]) -> list[Coll
     mesh = LogicalMesh((2,), ("ep",), (Link(1, 1),), Device(1, 1, 1))
     g: Group = world.make_groups(mesh)[(0,)]
     rows = torch.full((2 * (world.rank + 1), 3), float(world.rank), dtype=torch.float64)
-    numbers = [world.rank + 1] * 2, [n_received(r) for r in range(2)]
+    sent, received = [world.rank + 1] * 2, [n_received(r) for r in range(2)]
     with Recorder() as recorder:
-        came = g.send_rows(rows, *numbers)
+        came = g.send_rows(rows, sent, received, rows.nbytes).wait()
         assert came[:, 0].tolist() == [0, 1, 1]
-        assert torch.equal(g.return_rows(came, *numbers), rows)
+        assert torch.equal(g.send_rows(came, received, sent, rows.nbytes).wait(), rows)
     return recorder.calls
 
 
