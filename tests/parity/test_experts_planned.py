@@ -212,7 +212,8 @@ def dropping_experts() -> Case:
     return case_of(Dropping(8, 4, 3), 16, 8)
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(k, marks=nightly) for k in range(2, 9))])
+@nightly
+@pytest.mark.parametrize("seed", range(1, 9))
 def test_rows_beyond_a_capacity_are_dropped_as_on_one_process(seed: int) -> None:
     """Four of 16 rows at least. Which ones depends on all rows before: there is one microbatch."""
     case = dropping_experts()

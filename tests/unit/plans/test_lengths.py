@@ -18,6 +18,7 @@ from autopar.lengths import Lengths, mean_shown, parse_lengths, row_loads
 from tests.helpers.nightly import nightly
 
 N_TOKENS = 65_536  # from here on, documents are ranges of keys
+RECIPE = Manual(dp=2, microbatch_size=1)
 UNEVEN = parse_lengths([(1024, 0.9), (N_TOKENS, 0.1)])
 
 
@@ -63,9 +64,8 @@ def plan(manual: Manual, lengths: Lengths = (), packed: bool = True) -> Plan:
     return autopar.plan(model, mesh, batch, manual=manual, lengths=lengths)
 
 
-def test_each_microbatch_has_the_time_of_its_documents(tmp_path: Path) -> None:
-    recipe = Manual(dp=2, microbatch_size=1)
-    made = plan(recipe, UNEVEN)
+def test_each_microbatch_has_the_time_of_its_documents() -> None:
+    made = plan(RECIPE, UNEVEN)
     (times,) = made.simulate().record.stages
     rows = row_loads(UNEVEN, N_TOKENS, 8).reshape(2, 4)
     assert list(times.loads) == pytest.approx(list(rows[rows.sum(axis=1).argmax()]))
@@ -75,6 +75,11 @@ def test_each_microbatch_has_the_time_of_its_documents(tmp_path: Path) -> None:
     mean_s = times.forward.compute_s + times.forward.collectives_s
     assert took_s == pytest.approx([mean_s + (load - 1) * loaded_s for load in times.loads])
     assert loaded_s > 0.5 * mean_s
+
+
+@nightly
+def test_a_plan_keeps_its_lengths_and_says_what_they_show(tmp_path: Path) -> None:
+    made = plan(RECIPE, UNEVEN)
     assert "documents: attention sees 0." in made.explain()
     made.save(tmp_path / "plan.json")
     assert Plan.load(tmp_path / "plan.json").data.lengths == UNEVEN
