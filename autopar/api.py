@@ -13,7 +13,7 @@ from autopar.cost.hardware import load_profile
 from autopar.errors import OptionError
 from autopar.mesh import Mesh
 from autopar.module import ParallelModule
-from autopar.options import BESIDE_A_PLAN, Options
+from autopar.options import BESIDE_A_PLAN, PRICED, Options
 from autopar.passes.binding import ExampleInputs
 from autopar.passes.compilation import Compilation
 from autopar.passes.facts import Source, Target
@@ -85,7 +85,7 @@ _ABSENT = object()
 
 
 def _options_beside(plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
-    """The options for running a plan: those of `BESIDE_A_PLAN`, and the plan's dtypes."""
+    """The options for running a plan: those of `BESIDE_A_PLAN`, its dtypes and prices."""
     data = plan.data
     of_plan = {
         "precision": data.precision,
@@ -102,7 +102,7 @@ def _options_beside(plan: Plan, options: Mapping[str, Any]) -> dict[str, Any]:
             f"{', '.join(refused)} beside a plan, which has decided that",
             hint="leave it out, or plan again with it",
         )
-    return {**options, **of_plan}
+    return {**{name: getattr(data, name) for name in PRICED}, **options, **of_plan}
 
 
 def save(

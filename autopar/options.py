@@ -15,6 +15,7 @@ from typing import Any, Literal
 import torch
 
 from autopar.errors import OptionError
+from autopar.lengths import Lengths, parse_lengths
 from autopar.manual import MODES, Manual, Recompute
 from autopar.mesh import check_mesh_shape
 from autopar.option_values import (
@@ -32,10 +33,12 @@ from autopar.placement import Pin, parse_pins
 from autopar.precision import Precision
 from autopar.schedule import CHUNKS
 
-# Options that a plan does not record: user code, or of planning and running alone.
-BESIDE_A_PLAN = frozenset(
-    {"loss_fn", "optimizer_gather", "progress", "check_every", "compile", "imbalance", "software"}
-)
+# Options that a plan records for its prices; they may be given anew beside it.
+PRICED = frozenset({"imbalance", "lengths"})
+# Options beside a plan, which decide nothing: user code, or of planning, running and prices alone.
+BESIDE_A_PLAN = PRICED | {
+    "loss_fn", "optimizer_gather", "progress", "check_every", "compile", "software"
+}  # fmt: skip
 # Shipped with their constants by `cost/hardware/stacks`; a test compares the two.
 SOFTWARE = (
     "autopar", "megatron-2021", "megatron-core", "megatron-deepspeed", "torch-compiled",
@@ -95,6 +98,8 @@ class Options:
                      user code, may gather whole (`runtime/tensors`)
     `imbalance`      rows of the fullest expert over the mean, for time and memory where experts are
                      sharded
+    `lengths`        (tokens, share) of packed documents, by which attention is priced, each
+                     microbatch at its own; shares are of documents (`autopar/lengths.py`)
     `software`       what prices assume to run on the devices: "autopar", or another stack by name
                      (`cost/hardware/software.py`), which says what the plan would take there
     `check_every`    ranks compare batches and learning rates in the first steps, then in every
@@ -129,6 +134,7 @@ class Options:
     check_every: int | None = 100
     compile: str = "none"
     imbalance: float = 1.0
+    lengths: Lengths = ()
     software: str = "autopar"
 
     @property
@@ -443,5 +449,6 @@ _CHECKS: dict[str, Callable[[Any], Any]] = {
     "check_every": lambda value: None if value is None else check_count("check_every", value),
     "compile": one_of("compile", "none regions regions+graphs auto"),
     "imbalance": _imbalance,
+    "lengths": parse_lengths,
     "software": one_of("software", " ".join(SOFTWARE)),
 }

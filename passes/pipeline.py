@@ -39,6 +39,7 @@ from autopar.options import Options
 from autopar.passes.analysis import (
     Analysis,
     accept_missing,
+    check_lengths,
     compute_dtype,
     keep_whole_as_planned,
     pad,
@@ -140,6 +141,7 @@ class OpenSearch(Pass):
         options = options_for(program, target.options)
         longer, paddings = pad_for_ranks(program, target.mesh.n_ranks)
         analysis = Analysis.of(longer, options.batch_dims or None)
+        check_lengths(analysis.operators, options.lengths)
         analysis = analysis.set_schedule(plain_order(options))
         yield SearchSpace(analysis, paddings, options, _hardware(target, analysis))
 
@@ -206,6 +208,8 @@ class Record(Pass):
             if options.reduce_dtype
             else None,
             master_weights=options.master_weights,
+            imbalance=options.imbalance,
+            lengths=options.lengths,
         )
         yield analysis
         yield space.hardware
@@ -229,7 +233,7 @@ def _record(stage: PlacedStage, mesh: Mesh) -> StageRecord:
 
 def _hardware(target: Target, analysis: Analysis) -> Hardware:
     found = resolve(target.mesh, compute_dtype(analysis), target.options.software)
-    found = replace(found, imbalance=target.options.imbalance)
+    found = replace(found, imbalance=target.options.imbalance, lengths=target.options.lengths)
     return replace(found, kernels="compiled") if target.options.compiles else found
 
 

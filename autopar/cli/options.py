@@ -109,6 +109,9 @@ def _planning_flags(
     imbalance: Annotated[
         float | None, typer.Option(help="Rows of the fullest expert over the mean (1.0).")
     ] = None,
+    lengths: Annotated[
+        str | None, typer.Option(help="Of packed documents: 1024:0.5,8192:0.5.")
+    ] = None,
     software: Annotated[
         str | None, typer.Option(help="What prices assume: autopar, transformer-engine ...")
     ] = None,
@@ -144,7 +147,7 @@ def _planning_flags(
         "microbatches": microbatches, "schedule": schedule, "stages": stages,
         "mesh_shape": mesh_shape, "optimizer": optimizer, "precision": precision,
         "memory_limit": memory_limit, "memory_margin": memory_margin, "recompute": recompute,
-        "imbalance": imbalance, "software": software, "compile": compiled,
+        "imbalance": imbalance, "lengths": lengths, "software": software, "compile": compiled,
         "manual": manual, "force": force or None, "forbid": forbid or None, "fallback": fallback,
         "solver": solver, "tolerance": tolerance, "tie": tie,
         "time_limit_s": time_limit_s, "reduce_dtype": reduce_dtype,

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from autopar.errors import OptionError, PlanError
 from autopar.mesh import Mesh
-from autopar.options import BESIDE_A_PLAN, Options
+from autopar.options import BESIDE_A_PLAN, PRICED, Options
 from autopar.planning import Plan
 from autopar.program.graph import flatten_inputs
 from autopar.runtime.state import gathered, own_rank, together
@@ -27,7 +27,7 @@ from autopar.runtime.storage import disk_faults
 
 def kept_name(mesh: Mesh, options: Options, model: nn.Module, batch: Any) -> str:
     """`1x2-0123456789ab.json`: equal for equal questions to the planner."""
-    decided = {n: t for n, t in options.texts().items() if n not in BESIDE_A_PLAN}
+    decided = {n: t for n, t in options.texts().items() if n not in BESIDE_A_PLAN - PRICED}
     parameters = {n: (tuple(p.shape), p.dtype) for n, p in model.named_parameters()}
     inputs = {
         path: (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf

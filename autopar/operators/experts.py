@@ -1,11 +1,12 @@
 """Matmuls of each row with the matrix of its own expert, without a copy of that matrix per row.
 
     y[r] = W[ids[r]] @ x[r]                               expert_linear
-    y[r] = W_out[ids[r]] @ a(W_in[ids[r]] @ x[r])         expert_mlp
+    y[r] = W_out[ids[r]] @ a(W_in[ids[r]] @ x[r] + b_in[ids[r]])         expert_mlp
 
-with x [n, i], ids [n], W [e, o, i], or [e, i, o] if `transposed`. The activation is one of
-`ACTIVATIONS`. It is gated if W_in makes twice as many features as W_out takes: a(h) = act(gate)·up
-with gate and up the halves of h.
+with x [n, i], ids [n], W [e, o, i], or [e, i, o] if `transposed`; b_in may be missing. Activations
+are in `gates.py`. They are gated if W_in makes twice as many features as W_out takes: gate and up
+are the halves of h, or take turns in it if `interleaved`. A bias of the results is added outside:
+ranks that have parts of the features sum their results.
 
 `weight[ids]` would be n matrices. Here rows are sorted by expert, so each expert's are contiguous
 (`SortedRows`), and one grouped matmul computes all (`F.grouped_mm`, where it has the dtype, device
@@ -15,7 +16,7 @@ and strides), else one matmul per expert. FLOPs and bytes are those of the rows 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -24,11 +25,21 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
+from autopar.operators.gates import activation_of
 from autopar.operators.workspace import add_workspace
 
-aten = torch.ops.aten
 _GROUPED_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 Gradients = tuple[Tensor | None, ...]
+
+
+# From here on, an exchange of a rank's rows is two: half of it hides behind matmuls. 8 MiB take
+# some 170 us on InfiniBand, 20 us on NVLink: ten times the latency of another call, or as much.
+SPLIT_BYTES = 1 << 23
+
+
+def n_exchanges(size_bytes: int, n_local: int) -> int:
+    """Of a mixture: how many a rank has that sends so much, and has so many experts."""
+    return 2 if size_bytes >= SPLIT_BYTES and n_local > 1 else 1
 
 
 def sort_rows(ids: Tensor, n_experts: int) -> tuple[Tensor, Tensor]:
@@ -79,6 +90,18 @@ class SortedRows:
         """Of the weight of `times`."""
         return self.outer(*((rows, gradient) if transposed else (gradient, rows)))
 
+    def each(self, values: Tensor, n_rows: int) -> Tensor:
+        """e o -> n o: for each row, those of its expert."""
+        experts = torch.arange(len(values), device=values.device)
+        numbers = self.ends.diff(prepend=self.ends.new_zeros(1))
+        return values[experts.repeat_interleave(numbers, output_size=n_rows)]
+
+    def sums(self, rows: Tensor) -> Tensor:
+        """n o -> e o: for each expert, the sum of its rows, by a matmul with ones: its order is
+        always the same."""
+        width = max(16 // rows.itemsize, 1)  # as `_is_aligned` wants it
+        return self.outer(rows.new_ones(len(rows), width), rows)[:, 0].contiguous()
+
     def _each(self) -> list[tuple[int, slice]]:
         counts, found, start = self.counts, [], 0
         if counts is None:
@@ -101,16 +124,6 @@ def _is_grouped(left: Tensor, right: Tensor) -> bool:
 
 def _is_aligned(t: Tensor) -> bool:
     return t.data_ptr() % 16 == 0 and all(n * t.itemsize % 16 == 0 for n in t.stride() if n != 1)
-
-
-ACTIVATIONS: Mapping[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
-    "silu": (F.silu, aten.silu_backward),
-    "gelu": (F.gelu, aten.gelu_backward),
-    "gelu_tanh": (
-        partial(F.gelu, approximate="tanh"), partial(aten.gelu_backward, approximate="tanh"),
-    ),
-    "relu": (F.relu, lambda gradient, x: aten.threshold_backward(gradient, x, 0)),
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -141,52 +154,66 @@ class ExpertMlp:
 
     activation: str
     transposed: bool
+    interleaved: bool = False
 
     def forward(
-        self, sorted_rows: SortedRows, rows: Tensor, w_in: Tensor, w_out: Tensor
-    ) -> tuple[Tensor, Tensor | None]:
+        self, sorted_rows: SortedRows, rows: Tensor, w_in: Tensor, w_out: Tensor,
+        b_in: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:  # fmt: skip
         """The results, and what backward needs besides: the features before the activation."""
         hidden = sorted_rows.times(rows, w_in, self.transposed)
+        if b_in is not None:
+            hidden += sorted_rows.each(b_in, len(rows))
         gate, up = self._halves(hidden, w_out)
-        features = ACTIVATIONS[self.activation][0](gate)
+        activation = activation_of(self.activation)
+        features = activation.act(gate)
         if up is not None:
-            features.mul_(up)
+            features.mul_(activation.factor(up))
         return sorted_rows.times(features, w_out, self.transposed), hidden
 
     def backward(
         self, sorted_rows: SortedRows, gradient: Tensor, rows: Tensor, kept: Tensor | None,
         wanted: Sequence[bool], w_in: Tensor, w_out: Tensor,
     ) -> Gradients:  # fmt: skip
-        """Of the rows and both weights, where `wanted`."""
+        """Of the rows, both weights, and the bias if there is one, where `wanted`: of rows, both
+        weights, ids, and perhaps the bias."""
         assert kept is not None
-        activate, differentiate = ACTIVATIONS[self.activation]
+        activation = activation_of(self.activation)
         gate, up = self._halves(kept, w_out)
-        of_rows = of_in = of_out = None
-        activated = activate(gate) if wanted[2] or up is not None else gate
+        of_rows = of_in = of_out = of_bias = None
+        activated = activation.act(gate) if wanted[2] or up is not None else gate
         if wanted[2]:
-            features = activated if up is None else activated * up
+            features = activated if up is None else activated * activation.factor(up)
             of_out = sorted_rows.gradient(gradient, features, self.transposed)
             del features
-        if wanted[0] or wanted[1]:
+        if wanted[0] or wanted[1] or any(wanted[4:]):
             of_hidden = torch.empty_like(kept)
             of_features = sorted_rows.times(gradient, w_out, not self.transposed)
             of_gate, of_up = self._halves(of_hidden, w_out)
             if up is not None and of_up is not None:
                 torch.mul(of_features, activated, out=of_up)
-                of_features.mul_(up)
+                if activation.is_flat is not None:
+                    of_up.masked_fill_(activation.is_flat(up), 0)
+                of_features.mul_(activation.factor(up))
             del activated
-            of_gate.copy_(differentiate(of_features, gate))
+            of_gate.copy_(activation.differentiate(of_features, gate))
             del of_features
             if wanted[0]:
                 of_rows = sorted_rows.times(of_hidden, w_in, not self.transposed)
             if wanted[1]:
                 of_in = sorted_rows.gradient(of_hidden, rows, self.transposed)
-        return of_rows, of_in, of_out
+            if any(wanted[4:]):
+                of_bias = sorted_rows.sums(of_hidden)
+        return of_rows, of_in, of_out, *(of_bias for _ in wanted[4:])
 
     def _halves(self, hidden: Tensor, w_out: Tensor) -> tuple[Tensor, Tensor | None]:
         """Gate and up; without a gate, all of it."""
         n = w_out.shape[1 if self.transposed else 2]
-        return (hidden, None) if hidden.shape[1] == n else (hidden[:, :n], hidden[:, n:])
+        if hidden.shape[1] == n:
+            return hidden, None
+        if self.interleaved:
+            return hidden[:, ::2], hidden[:, 1::2]
+        return hidden[:, :n], hidden[:, n:]
 
 
 def in_order(order: Tensor, rows: Tensor) -> Tensor:
@@ -217,10 +244,13 @@ def expert_outer(rows: Tensor, columns: Tensor, ids: Tensor, n_experts: int) -> 
 
 @torch.library.custom_op("autopar::expert_mlp_forward", mutates_args=())
 def expert_mlp_forward(
-    x: Tensor, w_in: Tensor, w_out: Tensor, ids: Tensor, activation: str, transposed: bool
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, w_in: Tensor, w_out: Tensor, ids: Tensor, activation: str, transposed: bool,
+    b_in: Tensor | None, interleaved: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     """The results, and the features before the activation, of rows sorted by expert."""
-    y, hidden = _run_forward(ExpertMlp(activation, transposed), x, ids, w_in, w_out)
+    of = ExpertMlp(activation, transposed, interleaved)
+    biases = () if b_in is None else (b_in,)
+    y, hidden = _run_forward(of, x, ids, w_in, w_out, *biases)
     assert hidden is not None
     return y, hidden
 
@@ -228,32 +258,38 @@ def expert_mlp_forward(
 @torch.library.custom_op("autopar::expert_mlp_backward", mutates_args=())
 def expert_mlp_backward(
     gradient: Tensor, x: Tensor | None, w_in: Tensor, w_out: Tensor, ids: Tensor, hidden: Tensor,
-    activation: str, transposed: bool, wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """The gradients of rows and weights; empty where they are not `wanted`."""
+    activation: str, transposed: bool, interleaved: bool, wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """The gradients of rows, weights and bias; empty where they are not `wanted`: of rows,
+    weights, ids and bias."""
     order, ends = sort_rows(ids, len(w_in))
     rows = gradient if x is None else x[order]  # no gradient reads them without x
-    of_rows, of_in, of_out = ExpertMlp(activation, transposed).backward(
+    of_rows, *others = ExpertMlp(activation, transposed, interleaved).backward(
         SortedRows(ends), gradient[order], rows, hidden, wanted, w_in, w_out
     )
     of_x = None if of_rows is None else in_order(order, of_rows)
     nothing = gradient.new_empty(0)
-    return tuple(nothing.clone() if g is None else g for g in (of_x, of_in, of_out))  # type: ignore[return-value]
+    return tuple(nothing.clone() if g is None else g for g in (of_x, *others))  # type: ignore[return-value]
 
 
 torch.library.define(
     "autopar::expert_mlp",
-    "(Tensor x, Tensor w_in, Tensor w_out, Tensor ids, str activation, bool transposed) -> Tensor",
+    "(Tensor x, Tensor w_in, Tensor w_out, Tensor ids, str activation, bool transposed, "
+    "Tensor? b_in=None, bool interleaved=False) -> Tensor",
 )
 
 
 @torch.library.impl("autopar::expert_mlp", "CompositeImplicitAutograd")
 def expert_mlp(
-    x: Tensor, w_in: Tensor, w_out: Tensor, ids: Tensor, activation: str, transposed: bool
-) -> Tensor:
-    """n i, e (g f) i, e o f, n -> n o; the weights are e i (g f), e f o if `transposed`."""
+    x: Tensor, w_in: Tensor, w_out: Tensor, ids: Tensor, activation: str, transposed: bool,
+    b_in: Tensor | None = None, interleaved: bool = False,
+) -> Tensor:  # fmt: skip
+    """n i, e (g f) i, e o f, n, e (g f) -> n o; the weights are e i (g f), e f o if `transposed`.
+
+    It is (f g) for (g f) if `interleaved`.
+    """
     forward = torch.ops.autopar.expert_mlp_forward
-    y: Tensor = forward(x, w_in, w_out, ids, activation, transposed)[0]
+    y: Tensor = forward(x, w_in, w_out, ids, activation, transposed, b_in, interleaved)[0]
     return y
 
 
@@ -269,8 +305,9 @@ def _(rows: Tensor, columns: Tensor, ids: Tensor, n_experts: int) -> Tensor:
 
 @expert_mlp_forward.register_fake
 def _(
-    x: Tensor, w_in: Tensor, w_out: Tensor, ids: Tensor, activation: str, transposed: bool
-) -> tuple[Tensor, Tensor]:
+    x: Tensor, w_in: Tensor, w_out: Tensor, ids: Tensor, activation: str, transposed: bool,
+    b_in: Tensor | None, interleaved: bool,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
     dim = 2 if transposed else 1
     return x.new_empty(len(x), w_out.shape[dim]), x.new_empty(len(x), w_in.shape[dim])
 
@@ -278,10 +315,14 @@ def _(
 @expert_mlp_backward.register_fake
 def _(
     gradient: Tensor, x: Tensor | None, w_in: Tensor, w_out: Tensor, ids: Tensor, hidden: Tensor,
-    activation: str, transposed: bool, wanted: list[bool],
-) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    shapes = (len(gradient), w_in.shape[1 if transposed else 2]), w_in.shape, w_out.shape
-    return tuple(gradient.new_empty(s if w else 0) for s, w in zip(shapes, wanted, strict=True))  # type: ignore[return-value]
+    activation: str, transposed: bool, interleaved: bool, wanted: list[bool],
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    shapes = (
+        (len(gradient), w_in.shape[1 if transposed else 2]), w_in.shape, w_out.shape,
+        (len(w_in), hidden.shape[1]),
+    )  # fmt: skip
+    asked = [*wanted[:3], wanted[4]]
+    return tuple(gradient.new_empty(s if w else 0) for s, w in zip(shapes, asked, strict=True))  # type: ignore[return-value]
 
 
 def _keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -303,18 +344,21 @@ def _backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, Tensor | None,
 
 
 def _keep_mlp(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, Tensor]) -> None:
-    x, w_in, w_out, ids, *ctx.options = inputs
+    x, w_in, w_out, ids, activation, transposed, _, interleaved = inputs
+    ctx.options = activation, transposed, interleaved
     ctx.mark_non_differentiable(output[1])
     ctx.save_for_backward(x if ctx.needs_input_grad[1] else None, w_in, w_out, ids, output[1])
 
 
 def _backward_mlp(ctx: Any, gradient: Tensor, _: Tensor | None) -> tuple[Any, ...]:
-    wanted = list(ctx.needs_input_grad[:3])
+    needed = ctx.needs_input_grad
+    wanted = [*needed[:4], needed[6]]
     found = torch.ops.autopar.expert_mlp_backward(
         gradient, *ctx.saved_tensors, *ctx.options, wanted
     )
-    kept = (g if is_wanted else None for g, is_wanted in zip(found, wanted, strict=True))
-    return *kept, None, None, None
+    asked = [*wanted[:3], wanted[4]]
+    *kept, of_bias = (g if is_asked else None for g, is_asked in zip(found, asked, strict=True))
+    return *kept, None, None, None, of_bias, None
 
 
 expert_linear.register_autograd(_backward, setup_context=_keep)
@@ -338,11 +382,13 @@ def _workspace(operator: Any, args: Sequence[Any]) -> int:
         x = args[0]
         n_features = x.shape[1] + args[1].shape[1]
     elif operator is _MLP:
-        x, _, w_out, *_, transposed = args
+        x, w_in, w_out, _, activation, transposed, b_in, _ = args
         n_inner, n_out = w_out.shape[1:] if transposed else w_out.mT.shape[1:]
-        n_features = max(x.shape[1] + n_inner, n_out)
+        n_hidden = 0 if b_in is None else w_in.shape[2 if transposed else 1]  # a bias for each row
+        n_between = max(n_hidden, n_inner * (1 + activation_of(activation).has_factor))
+        n_features = max(x.shape[1] + max(n_inner, n_between - n_out), n_out)
     else:
-        x, _, w_in, w_out, _, hidden, _, transposed, _ = args
+        x, _, w_in, w_out, _, hidden, _, transposed, *_ = args
         n_in, n_inner = w_in.shape[1 if transposed else 2], w_out.shape[1 if transposed else 2]
         n_features = x.shape[1] + hidden.shape[1] + max(n_in, 2 * n_inner)
     return len(x) * (16 + n_features * x.itemsize)

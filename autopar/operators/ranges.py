@@ -36,19 +36,20 @@ from autopar.precision import working_dtype
 torch.library.define(
     "autopar::attention_ranges",
     "(Tensor query, Tensor key, Tensor value, Tensor first, Tensor after, float seen, float scale, "
-    "bool enable_gqa) -> Tensor",
+    "bool enable_gqa, bool documents=False) -> Tensor",
 )
 
 
 @torch.library.impl("autopar::attention_ranges", "CompositeImplicitAutograd")
 def attention_ranges(
     query: Tensor, key: Tensor, value: Tensor, first: Tensor, after: Tensor, seen: float,
-    scale: float, enable_gqa: bool,
+    scale: float, enable_gqa: bool, documents: bool = False,
 ) -> Tensor:  # fmt: skip
     """`scaled_dot_product_attention` of rows to ranges of keys: * s e, * t e, * t f -> * s f.
 
     `first` and `after` are int64 [*, s, 1], with size 1 where they broadcast. `seen` is the share
-    of pairs of rows and keys in ranges: what a plan expects. A row that sees no key gets 0.
+    of pairs of rows and keys in ranges: what a plan expects. If ranges are of `documents` of the
+    batch, it is the share if each row were one. A row that sees no key gets 0.
     """
     lead, shared = lead_of(query, key, value, enable_gqa)
     q, k, v = split_heads(query, key, value, lead, shared)

@@ -13,7 +13,7 @@ from autopar.caching import GC_EVERY
 from autopar.codegen import count_regions
 from autopar.cost.hardware import Hardware
 from autopar.cost.laws import CostModel
-from autopar.cost.price import collectives_of, link_between, peak_of_stage, timeline_of
+from autopar.cost.price import collectives_of, link_between, peak_of_stage, shown_to, timeline_of
 from autopar.cost.simulate import Timeline
 from autopar.mesh import Mesh
 from autopar.options import Options
@@ -25,7 +25,14 @@ from autopar.passes.pipeline import PASSES
 from autopar.plans import PlanData, Predicted
 from autopar.program.communication import Collective
 from autopar.program.lines import Pipeline
-from autopar.report import Remark, assumed, compiling, memory_bar, time_bar
+from autopar.report import (
+    Remark,
+    assumed,
+    compiling,
+    memory_bar,
+    packed_documents,
+    time_bar,
+)
 
 _SECANTS = 3  # to find the imbalance that a plan survives
 
@@ -86,6 +93,11 @@ class Bound:
     def assumed(self) -> Sequence[Remark]:
         """What the prediction takes for granted, in lines."""
         remarks = assumed(self.hardware, self.data, self.pipeline, self.predicted)
+        shown = shown_to(self.pipeline.stages, self.costs[0])
+        if shown is not None:
+            stages = self.timeline(with_memory=False).record.stages
+            loads = [load for times in stages for load in times.loads]
+            remarks = [*remarks, packed_documents(shown, loads)]
         if not self.options.compiles:
             return remarks
         eager = self.run_as(compile="none").predicted
@@ -174,15 +186,16 @@ def bind(
     analysis: Analysis,
     mesh: Mesh,
     stages: tuple[PlacedStage, ...] | None = None,
-    compile: str = "none",
+    options: Options | None = None,
 ) -> Bound:
-    """Place a plan on an analysed program, or take `stages` that are placed already.
+    """Place a plan on an analysed program, or take `stages` that are placed already; `options` are
+    those that it runs with.
 
     Raises `PlanError` if the plan is for another graph, or is not legal on this one.
     """
     placed = () if stages is None else (Placed(stages),)
-    options = Options(compile=compile)
-    compilation = Compilation(PASSES, Target(mesh, options), data, analysis, *placed)
+    target = Target(mesh, options or Options())
+    compilation = Compilation(PASSES, target, data, analysis, *placed)
     _ = compilation[Placed]
     return Bound(compilation)
 

@@ -15,7 +15,7 @@ import torch
 
 from autopar.manual import Manual
 from autopar.mesh import Mesh
-from autopar.options import Options, StageOption
+from autopar.options import PRICED, Options, StageOption
 from autopar.passes.facts import Target
 from autopar.passes.search import PlanningResult
 from autopar.placement import Pin
@@ -101,6 +101,7 @@ def _options_of(data: PlanData, given: Options | None, default_limit_bytes: floa
         microbatches=data.microbatches, stages=n_stages if n_stages > 1 else "auto",
         schedule="auto" if data.schedule == "1f1b" else data.schedule,
         memory_limit=int(limit_bytes or 0) if is_limited else None,
+        **{name: getattr(data, name) for name in PRICED},
     )  # fmt: skip
 
 
@@ -166,6 +167,8 @@ def _flags(flag: str, value: Any) -> Iterator[str]:
             text = ",".join(sorted(value))
         case Mapping():
             text = ",".join(f"{name}={n}" for name, n in value.items())
+        case _ if flag == "--lengths":
+            text = ",".join(f"{tokens}:{share:.6g}" for tokens, share in value)
         case _ if flag == "--memory-limit":
             text = _size(value, python=False)
         case _:

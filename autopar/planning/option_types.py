@@ -56,4 +56,5 @@ class PlanOptions(TypedDict, total=False):
     check_every: int | None
     compile: Literal["none", "regions", "regions+graphs", "auto"] | str
     imbalance: float
+    lengths: str | Iterable[tuple[int, float]] | None
     software: str

@@ -22,7 +22,7 @@ from autopar.cost.price import hidden_of
 from autopar.cost.simulate import Timeline
 from autopar.errors import OptionError, PlanError
 from autopar.mesh import Mesh
-from autopar.options import Options
+from autopar.options import PRICED, Options
 from autopar.passes.binding import ExampleInputs, check_mesh, example_of, mesh_of
 from autopar.passes.compilation import Compilation
 from autopar.passes.explain import decisions
@@ -270,7 +270,7 @@ class Plan:
         profile = changed(profile_of(machine), changes)
         other = resolve_on(profile, machine, bound.hardware.dtype, bound.options.software)
         machine = machine.with_links(other.links, other.device)
-        return Plan(self.data, bind(self.data, analysis, machine, compile=bound.options.compile))
+        return Plan(self.data, bind(self.data, analysis, machine, options=bound.options))
 
     def command(self, shell: ShellModel | None = None) -> str:
         """What makes this plan again when it is pasted: Python, or with `shell` a command."""
@@ -313,7 +313,8 @@ class Plan:
         machine = Mesh.of(mesh) if mesh is not None else mesh_of(self.data.mesh)
         check_mesh(self.data, machine)
         source = Source(model, example_of(self.data))
-        target = Target(machine, Options.of(loss_fn=loss_fn, compile=compile))
+        priced = {name: getattr(self.data, name) for name in PRICED}
+        target = Target(machine, Options.of(loss_fn=loss_fn, compile=compile, **priced))
         compilation = Compilation(PASSES, source, target, self.data)
         _ = compilation[Placed]
         compilation.forget(Source)

@@ -31,6 +31,7 @@ from typing import Any, get_args
 import torch
 
 from autopar.errors import OptionError, PlanError
+from autopar.lengths import Lengths
 from autopar.manual import Recompute
 from autopar.placement import Spec
 from autopar.precision import Precision
@@ -144,6 +145,7 @@ class PlanData:
     limit_bytes   the memory limit per device that it was planned for; None in older files
     reduce_dtype  as the option of that name
     recipe        the recipe that placed it, `MANUAL` for the user's; empty for the search
+    imbalance, lengths   as the options of these names: what it was priced with
     """
 
     model: str
@@ -174,6 +176,8 @@ class PlanData:
     limit_bytes: float | None = None
     reduce_dtype: str | None = None
     master_weights: bool = False
+    imbalance: float = 1.0
+    lengths: Lengths = ()
 
     @property
     def devices(self) -> tuple[int, ...]:

@@ -14,7 +14,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import PlanError
+from autopar.errors import OptionError, PlanError
+from autopar.lengths import Lengths, parse_lengths
 from autopar.mesh import is_axis_name
 from autopar.options import FORBIDDABLE, OPTIMIZERS, REDUCE_DTYPES
 from autopar.plans.data import (
@@ -51,7 +52,7 @@ _KEYS = frozenset(
 )
 _OPTIONAL = frozenset(
     "comments padded kept_whole accumulates recipe bound_s limit_bytes reduce_dtype "
-    "master_weights ruled_out".split()
+    "master_weights ruled_out imbalance lengths".split()
 )
 _TABLES = ("parameters", "operators", "received", "sent")
 
@@ -118,8 +119,21 @@ def _optional(raw: Mapping[str, Json], stages: Collection[StageRecord]) -> dict[
         "limit_bytes": lambda value: _optional_number(value, _MOST_RATE),
         "reduce_dtype": lambda value: None if value.is_null else value.word(REDUCE_DTYPES),
         "master_weights": Json.flag,
+        "imbalance": lambda value: value.number(1, MOST_RANKS),
+        "lengths": _lengths,
     }
     return {key: read(raw[key]) for key, read in readers.items() if key in raw}
+
+
+def _lengths(value: Json) -> Lengths:
+    pairs = []
+    for item in value.items():
+        tokens, share = item.items(2, 2)
+        pairs.append((tokens.whole(1, MOST_ELEMENTS), share.number(0, 1)))
+    try:
+        return parse_lengths(pairs)
+    except OptionError as error:
+        raise PlanError(f"{value.place}: {error}", where=value.where) from error
 
 
 def _counts(value: Json) -> dict[str, int]:

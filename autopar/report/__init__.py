@@ -27,6 +27,7 @@ from autopar.report.words import (
     explain,
     explain_name,
     matching_names,
+    packed_documents,
     uneven_experts,
     verdict,
 )
@@ -54,6 +55,7 @@ __all__ = [
     "matching_names",
     "memory_bar",
     "optimality",
+    "packed_documents",
     "page_html",
     "scaling_svg",
     "scaling_text",

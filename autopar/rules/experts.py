@@ -1,7 +1,8 @@
 """Rules of matmuls of each row with the matrix of its own expert, alone and in pairs.
 
     n i, e o i, n -> n o                  x, weights, ids; weights are e i o if transposed
-    n i!, e (g f) i, e o! f, n -> n o     a mixture: x, both weights, ids; g = 2 if it is gated
+    n i!, e (g f) i, e o! f, n -> n o     a mixture: x, both weights, ids; g = 2 if it is gated;
+                                          then the bias of the features, e (g f), if there is one
 
 Rows and features shard as in any matmul; in a mixture, the features between its matmuls, so that
 each rank has a part of every expert. The experts shard in two ways:
@@ -25,7 +26,9 @@ from autopar.rules.lowering import GROUP, Inner, Lowering
 from autopar.rules.rule import OpCall, OpRule
 
 _LINEAR = ("x", "weight", "ids", GROUP, "transposed")
-_MIXTURE = ("x", "w_in", "w_out", "ids", GROUP, "activation", "transposed")
+_MIXTURE = (
+    "x", "w_in", "w_out", "ids", GROUP, "activation", "transposed", "b_in", "interleaved",
+)  # fmt: skip
 
 # A rank keeps the rows of its experts, and their positions (int64). Temporaries are the most of the
 # moments that matter, less the results that are not there yet.
@@ -71,15 +74,26 @@ ROWS_AND_EXPERTS = Lowering(
     backward_bytes=f"item*({_RECEIVED}*(i + Max(o, i)) - n*i)",
     uneven=True,
 )
+# `n_exchanges` of `operators/experts.py`. If there are two, half of what they take may hide.
+_GATHERED, *_EXCHANGED = ROWS_AND_EXPERTS.inner
 MIXTURE_OF_ROWS_AND_EXPERTS = replace(
     ROWS_AND_EXPERTS,
     function="expert_exchange_mlp",
+    inner=(
+        _GATHERED,
+        *(replace(c, size_bytes=f"{c.size_bytes}/parts", count="parts") for c in _EXCHANGED),
+    ),
+    parts=f"1 + Min(1, floor({_SENT}/{operators.experts.SPLIT_BYTES}))*Min(1, floor(e/2))",
+    beside="parts - 1",
+    hidden="1/parts",
     arguments=_MIXTURE,
     keeps=("w_in", "w_out"),
     saved_bytes=f"{_RECEIVED}*(i*item + g*f*item + 8) + 8*n",
     forward_bytes=f"item*(Max({_RECEIVED}*(o + Max(f, o)), {_RECEIVED}*(i - g*f)) - n*o)",
-    backward_bytes=f"item*(Max({_RECEIVED}*(o + g*f + 2*f) - e*g*f*i, {_RECEIVED}*(o + g*f + i), "
-    f"2*{_RECEIVED}*i) - n*i)",
+    # Of two exchanges, the gradients of half of the weights are copied to their place.
+    backward_bytes=f"item*Max(Max({_RECEIVED}*(o + g*f + 2*f) - e*g*f*i, "
+    f"{_RECEIVED}*(o + g*f + i), 2*{_RECEIVED}*i) - n*i, "
+    f"(parts - 1)*(e*f*(g*i + o)/2 + n*i))",
 )
 
 
@@ -92,9 +106,10 @@ def _expert_mlp(call: OpCall) -> Notation:
     """Both matmuls run where features of rows are whole, so i and o are frozen."""
     transposed = call.args["transposed"]
     made, taken = call.inputs[1][2 if transposed else 1], call.inputs[2][1 if transposed else 2]
-    inner = "f" if made == taken else "(g=2! f)"
+    inner = "f" if made == taken else "(f g=2!)" if call.args["interleaved"] else "(g=2! f)"
     weights = f"e i {inner}, e f o!" if transposed else f"e {inner} i, e o! f"
-    return Notation.parse(f"n i!, {weights}, n -> n o")
+    bias = f", e {inner}" if len(call.inputs) > 4 else ""
+    return Notation.parse(f"n i!, {weights}, n{bias} -> n o")
 
 
 EXPERT_MATMULS = (

@@ -49,5 +49,10 @@ def leading(sizes: Mapping[str, float]) -> float:
 def _compiled(formula: str) -> tuple[tuple[str, ...], Callable[..., float]]:
     expression = sympy.sympify(formula, locals={n: sympy.Symbol(n) for n in _NAMES})
     names = tuple(sorted(str(s) for s in expression.free_symbols))
-    symbols, most = [sympy.Symbol(n) for n in names], {"Max": lambda *of: reduce(np.maximum, of)}
-    return names, sympy.lambdify(symbols, expression, [most, "math"])
+    symbols = [sympy.Symbol(n) for n in names]
+    of_arrays = {
+        "Max": lambda *of: reduce(np.maximum, of),
+        "Min": lambda *of: reduce(np.minimum, of),
+        "floor": np.floor,
+    }
+    return names, sympy.lambdify(symbols, expression, [of_arrays, "math"])

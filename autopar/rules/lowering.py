@@ -6,8 +6,8 @@ function: placements of its results, its collectives, what it saves for backward
 
 Formulas (`formulas.py`) are over the names of the notation, with the sizes of one rank. Besides
 these names they may use `item`, the bytes of one element of the first tensor; `width`, the bytes of
-one element inside the function, which computes half precision in float32; and `ranks`, the number
-of ranks that share the name.
+one element inside the function, which computes half precision in float32; `ranks`, the number of
+ranks that share the name; and `parts` of a `Lowering`.
 
 A rule lowers a name, "v", or a pair, "n e": tensors with n and tensors with e are sharded on the
 same axis, and no tensor has both. The function computes offsets from the shards of the last name.
@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 import sympy
@@ -65,7 +65,9 @@ class Lowering:
     arguments       the operator's arguments that it takes, in order, `GROUP` and `FOLDED`
     outputs         placement of each result; None (or nothing): by the notation
     inner           its collectives, in order of execution
+    parts           a formula: how many parts they are in, one beside the compute of another
     beside          a formula: the share of its compute, forward or backward, beside which these run
+    hidden          a formula: the share of their seconds that may run beside compute
     keeps           the operator's tensors that autograd saves
     saved_bytes     what autograd saves besides
     forward_bytes, backward_bytes   temporaries
@@ -82,7 +84,9 @@ class Lowering:
     arguments: tuple[str, ...]
     outputs: tuple[str | None, ...] = ()
     inner: tuple[Inner, ...] = ()
+    parts: str = "1"
     beside: str = "0"
+    hidden: str = "1"
     keeps: tuple[str, ...] = ()
     saved_bytes: str = "0"
     forward_bytes: str = "0"
@@ -106,7 +110,9 @@ class Lowering:
     ) -> float:  # fmt: skip
         """The value of a formula of this lowering; `sizes` are those of one of `n_ranks` ranks."""
         known = {"item": itemsize, "width": width_bytes(itemsize), "imbalance": imbalance}
-        return evaluate(formula, {**sizes, **known, "ranks": n_ranks})
+        named: dict[str, Any] = {**sizes, **known, "ranks": n_ranks}
+        named["parts"] = evaluate(self.parts, named)
+        return evaluate(formula, named)
 
     def values(
         self, formula: str, sizes: Mapping[str, Sizes], itemsize: int, n_ranks: Sizes,
@@ -114,7 +120,9 @@ class Lowering:
     ) -> NDArray[np.float64]:  # fmt: skip
         """`value` for arrays of sizes, which broadcast."""
         known = {"item": itemsize, "width": width_bytes(itemsize), "imbalance": imbalance}
-        return evaluate_all(formula, {**known, **sizes, "ranks": n_ranks})
+        named: dict[str, Any] = {**known, **sizes, "ranks": n_ranks}
+        named["parts"] = evaluate_all(self.parts, named)
+        return evaluate_all(formula, named)
 
 
 VOCABULARY_EMBEDDING = Lowering(

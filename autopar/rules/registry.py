@@ -33,6 +33,18 @@ def has_rule(op: str) -> bool:
     return own_rule(op) is not None or derived_rule(op) is not None
 
 
+# Operators without a rule -> what users call them, and what to write.
+_OTHERWISE = {
+    "torch_attn._varlen_attn.default": (
+        "torch.nn.attention.varlen.varlen_attn (documents of all rows in one dim)",
+        "keep rows of the batch apart, [rows, heads, tokens, features], and call "
+        "scaled_dot_product_attention or flex_attention under a mask that compares the numbers of "
+        "documents: of 65,536 tokens or more it becomes a range of keys for each row, and "
+        'lengths= prices it. fallback="replicate" keeps varlen_attn whole on every rank',
+    ),
+}
+
+
 def own_rule(op: str) -> OpRule | None:
     """The rule written for an overload, in the tables or by `register_rule`."""
     return _registry.get(op) or function_rule(op)
@@ -53,6 +65,9 @@ def rule_for(op: str, where: str = "", call: OpCall | None = None) -> OpRule:
 
 def missing_rule(op: str, where: str = "", call: OpCall | None = None) -> MissingRuleError:
     """The error for an operator without a rule, with a line that gives `call` one."""
+    if op in _OTHERWISE:
+        described, hint = _OTHERWISE[op]
+        return MissingRuleError(f"{described} has no sharding rule", where=where, hint=hint)
     function = function_of(op)
     described = f"operator {op}"
     if function is not None:

@@ -21,6 +21,7 @@ from autopar.cost.hardware.profile import (
 )
 from autopar.cost.hardware.software import software_of
 from autopar.errors import NotSupportedError
+from autopar.lengths import Lengths
 from autopar.mesh import Device, Link, Mesh
 
 DEFAULT_PROFILE = "cpu-local"
@@ -55,7 +56,8 @@ class Hardware:
     achieved rate. By default a plan leaves `memory_margin_fraction` of the memory free.
     `interval_ratio`: a predicted step times and over it hold 80% of published ones; None where
     nothing is known (`software.py`).
-    `kernels`: how operators run. `imbalance` is that of the rows of experts: the option.
+    `kernels`: how operators run. `imbalance`, `lengths`: of rows of experts, of documents: the
+    options.
     """
 
     links: tuple[Link, ...]
@@ -68,6 +70,7 @@ class Hardware:
     interval_ratio: float | None = None
     kernels: KernelMode = "eager"
     imbalance: float = 1.0
+    lengths: Lengths = ()
 
     @property
     def memory_limit_bytes(self) -> float:

@@ -34,6 +34,7 @@ from autopar.cost.hardware import (
     group_on,
 )
 from autopar.cost.laws.collectives import collective_lines, collective_time_s
+from autopar.lengths import Lengths, mean_shown
 from autopar.mesh import Device, LogicalMesh
 from autopar.placement import COMMUNICATION, PrimitiveKind
 from autopar.program.communication import BUCKET_BYTES
@@ -86,7 +87,7 @@ class CostModel:
 
     Unless it `hides`, it is an abstract machine where compute hides no communication. `kernels`:
     how operators run (`autopar/passes/analysis/kernels.py`). `imbalance`: the fullest of sharded
-    experts has so many times the mean of rows.
+    experts has so many times the mean of rows. `lengths`: of packed documents.
     """
 
     mesh: LogicalMesh
@@ -95,13 +96,19 @@ class CostModel:
     hides: bool = True
     kernels: KernelMode = "eager"
     imbalance: float = 1.0
+    lengths: Lengths = ()
 
     @staticmethod
     def of(mesh: LogicalMesh, hardware: Hardware) -> CostModel:
         """Prices on a view of a machine."""
         return CostModel(
-            mesh, hardware.dtype, kernels=hardware.kernels, imbalance=hardware.imbalance
-        )
+            mesh, hardware.dtype, kernels=hardware.kernels, imbalance=hardware.imbalance,
+            lengths=hardware.lengths,
+        )  # fmt: skip
+
+    def shown(self, n_tokens: int) -> float:
+        """What packed documents show of the pairs of a row of so many tokens, on average."""
+        return mean_shown(self.lengths, n_tokens) if self.lengths else 1.0
 
     def primitive_time_s(
         self, kind: PrimitiveKind, size_bytes: int, axes: tuple[int, ...]

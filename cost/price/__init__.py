@@ -1,6 +1,7 @@
 """What a step of a pipeline program costs: seconds, bytes, MFU.
 
-Read `overlap.py` (which collectives run beside compute), `stage_times.py` (seconds of each part of
+Read `overlap.py` (which collectives run beside compute), `documents.py` (microbatches that differ),
+`stage_times.py` (seconds of each part of
 a step on one stage), `prediction.py` (the schedule simulated with those times, and the peak memory
 of every stage), `step_pricer.py` (both, for any pipeline on one machine). Then what reports show of
 it: `divided.py` (how much of each collective is hidden), by kind of communication in `hidden.py`
@@ -11,6 +12,7 @@ The room may import `laws`, `memory`, `simulate` and `hardware`, and what lies b
 `transformer`, its neighbour. It mainly hands on `predict` and `timeline_of`.
 """
 
+from autopar.cost.price.documents import shown_to
 from autopar.cost.price.exposed import ExposedCalls, exposed_calls
 from autopar.cost.price.hidden import HiddenKind, hidden_of
 from autopar.cost.price.layers import LayerWork, layer_works
@@ -55,6 +57,7 @@ __all__ = [
     "peak_of_stage",
     "predict",
     "row_peak_of",
+    "shown_to",
     "slowdown_of",
     "stage_times",
     "step_shares",

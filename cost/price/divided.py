@@ -8,6 +8,7 @@ Where only some of the overlapped collectives of a part are hidden, each is hidd
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -40,8 +41,10 @@ def divided_calls(
     n, inside_s = pipeline.n_microbatches, 0.0
     for k in stages:
         for part, own in _parts(timeline.record.stages[k], calls[k]):
-            slowdown = timeline.record.stages[k].overlap_slowdown_fraction
-            hidden_s = part.duration(slowdown).hidden_s
+            times = timeline.record.stages[k]
+            slowdown, loads = times.overlap_slowdown_fraction, times.loads or (1.0,)
+            each_s = [part.duration(slowdown, load=load).hidden_s for load in loads]
+            hidden_s = math.fsum(each_s) / len(each_s)
             yield from _divided(k, own, n, hidden_s, overlapped_of(own))
             inside_s += n * hidden_s
         yield from _divided(k, calls[k].before, 1.0, 0.0, 0.0)

@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 from autopar.cost.laws import CostModel
 from autopar.cost.price.divided import divided_calls
+from autopar.cost.price.documents import document_lines
 from autopar.cost.price.stage_times import backward_lines, forward_lines
 from autopar.cost.simulate import Timeline
 from autopar.program.lines import CallLine, Line, Pipeline
@@ -55,8 +56,10 @@ def step_shares(pipeline: Pipeline, costs: Sequence[CostModel], timeline: Timeli
     for stage in timeline.stages_on(device):
         program, times = pipeline.stages[stage], timeline.record.stages[stage]
         backward = list(backward_lines(program))
+        loaded = document_lines(program)
         for line in (*forward_lines(program), *backward):
-            by_kind[_kind(program.body[line.position])] += n * line.n * line.time_s
+            load = times.mean_load if line.position in loaded else 1.0
+            by_kind[_kind(program.body[line.position])] += n * load * line.n * line.time_s
         returned_s = times.of("backward").compute_s - math.fsum(x.n * x.time_s for x in backward)
         converted_s += times.before.compute_s + times.after.compute_s + n * returned_s
     slowdown_s = totals.compute_s - math.fsum(by_kind.values()) - converted_s

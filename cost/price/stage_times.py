@@ -25,6 +25,7 @@ import torch
 
 from autopar.cost.laws import CostModel
 from autopar.cost.memory import optimizer_time_s
+from autopar.cost.price.documents import document_lines, document_loads
 from autopar.cost.price.overlap import Calls, overlap_of, overlapped_of, slowdown_of, waited_of
 from autopar.cost.simulate import PartWork, SplitBackward, StageTimes
 from autopar.placement import COLLECTIVES
@@ -56,27 +57,33 @@ def stage_times(program: StageProgram, cost: CostModel, optimizer: str) -> Stage
     """The times of one stage; all its ranks take the same time."""
     calls = overlap_of(program, cost)
     converted_s, returned_s = _conversions_s(program)
-    first, second = (_total_s(line_times(program, part)) for part in backward_parts(program))
-    backward: PartWork | SplitBackward = _work(first + returned_s["micro"], calls.backward)
+    loads = document_loads(program, cost)
+    loaded = document_lines(program) if loads else ()
+
+    def work(lines: Iterable[LineTime], calls: Calls, more_s: float = 0.0) -> PartWork:
+        lines = list(lines)
+        loaded_s = _total_s(line for line in lines if line.position in loaded)
+        whole_s, beside_s = _total_s(lines) + more_s, overlapped_of(calls)
+        return PartWork(whole_s, waited_of(calls), beside_s, loaded_s=loaded_s)
+
+    first, second = (list(line_times(program, part)) for part in backward_parts(program))
+    backward: PartWork | SplitBackward = work(first, calls.backward, returned_s["micro"])
     if program.splits_backward:
-        weights = _work(second + returned_s["micro"], calls.weights)
-        backward = SplitBackward(_work(first, calls.backward), weights)
+        weights = work(second, calls.weights, returned_s["micro"])
+        backward = SplitBackward(work(first, calls.backward), weights)
     sync_s, last_s = overlapped_of(calls.step), calls.last_s
     return StageTimes(
         n_ranks=cost.mesh.n_ranks,
         before=PartWork(converted_s, waited_of(calls.before)),
-        forward=_work(_total_s(forward_lines(program)), calls.forward),
+        forward=work(forward_lines(program), calls.forward),
         backward=backward,
         after=PartWork(returned_s["step"], waited_of(calls.step)),
         update_s=_update_s(program, cost, optimizer) if program.trains else 0.0,
         sync_s=sync_s,
         n_sync_buckets=sync_s / last_s if last_s else 1.0,
         overlap_slowdown_fraction=slowdown_of(cost),
+        loads=loads,
     )
-
-
-def _work(compute_s: float, calls: Calls) -> PartWork:
-    return PartWork(compute_s, waited_of(calls), overlapped_of(calls))
 
 
 class LineTime(NamedTuple):

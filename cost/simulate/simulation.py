@@ -93,15 +93,18 @@ class StepSimulation:
         slow = self._factor(device)
 
         @functools.cache
-        def of(kind: Kind, stage: int, factor: float) -> PartDuration:
+        def of(kind: Kind, stage: int, factor: float, load: float) -> PartDuration:
             times = self.stages[stage]
-            return times.of(kind).duration(times.overlap_slowdown_fraction, factor)
+            return times.of(kind).duration(times.overlap_slowdown_fraction, factor, load)
 
         durations = []
         for step in self.script.rows[device]:
             factor = slow * (1 + fraction * drawn.random()) if fraction else slow
-            action = step.compute
-            durations.append(of(action.kind, action.stage, factor) if action else PartDuration())
+            if (action := step.compute) is None:
+                durations.append(PartDuration())
+                continue
+            load = self.stages[action.stage].load(action.microbatch)
+            durations.append(of(action.kind, action.stage, factor, load))
         return durations
 
     def _overlapped_syncs(self, device: int) -> dict[int, OverlappedSync]:

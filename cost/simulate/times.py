@@ -22,7 +22,8 @@ beside the following steps (`Engine` in `engine.py`).
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from dataclasses import astuple, dataclass, replace
 from typing import NamedTuple
 
 from autopar.schedule import Kind
@@ -45,16 +46,22 @@ class PartWork:
     """Seconds of work of a rank: its compute, and collectives inside its stage.
 
     host_s: what the interpreter takes to launch all of it. Where that is longer, compute waits.
+    Of its compute, `loaded_s` depend on the documents of a microbatch (`StageTimes.loads`).
     """
 
     compute_s: float = 0.0
     collectives_s: float = 0.0
     overlapped_s: float = 0.0
     host_s: float = 0.0
+    loaded_s: float = 0.0
 
-    def duration(self, slowdown_fraction: float = 0.0, compute_factor: float = 1.0) -> PartDuration:
-        """How long it takes, with compute that takes `compute_factor` times as long."""
-        compute_s = max(self.compute_s * compute_factor, self.host_s - self.collectives_s)
+    def duration(
+        self, slowdown_fraction: float = 0.0, compute_factor: float = 1.0, load: float = 1.0
+    ) -> PartDuration:
+        """How long it takes, with compute that takes `compute_factor` times as long, and `load`
+        times the mean of what depends on documents."""
+        of_load_s = (self.compute_s + (load - 1) * self.loaded_s) * compute_factor
+        compute_s = max(of_load_s, self.host_s - self.collectives_s)
         hidden_s = min(self.overlapped_s, compute_s * (1 + slowdown_fraction))
         return PartDuration(
             compute_s + hidden_s * slowdown_fraction / (1 + slowdown_fraction),
@@ -68,18 +75,18 @@ class PartWork:
             self.collectives_s + other.collectives_s,
             self.overlapped_s + other.overlapped_s,
             self.host_s + other.host_s,
+            self.loaded_s + other.loaded_s,
         )
 
     def times(self, n: float) -> PartWork:
         """This work n times."""
-        parts = (self.compute_s, self.collectives_s, self.overlapped_s, self.host_s)
-        return PartWork(*(n * part_s for part_s in parts))
+        return PartWork(*(n * part_s for part_s in astuple(self)))
 
     def split(self) -> SplitBackward:
         """A backward in two: half of its compute, one matmul of each two, is for parameters."""
-        half_s, host_s = self.compute_s / 2, self.host_s / 2
-        first = PartWork(half_s, self.collectives_s, self.overlapped_s, host_s)
-        return SplitBackward(first, PartWork(half_s, host_s=host_s))
+        half = PartWork(self.compute_s / 2, 0.0, 0.0, self.host_s / 2, self.loaded_s / 2)
+        first = replace(half, collectives_s=self.collectives_s, overlapped_s=self.overlapped_s)
+        return SplitBackward(first, half)
 
 
 @dataclass(frozen=True)
@@ -98,6 +105,8 @@ class StageTimes:
     sync_s, n_sync_buckets       gradient sync beside the last backward; `after` comes later
     overlap_slowdown_fraction    extra time of compute beside collectives, as a fraction
     static_bytes, kept_bytes     of a rank: held all the time, and per microbatch in flight
+    loads                        of each microbatch: its work that depends on documents, over the
+                                 mean; none if all are equal
     """
 
     n_ranks: int
@@ -111,6 +120,15 @@ class StageTimes:
     overlap_slowdown_fraction: float = 0.0
     static_bytes: float = 0.0
     kept_bytes: float = 0.0
+    loads: tuple[float, ...] = ()
+
+    def load(self, microbatch: int) -> float:
+        return self.loads[microbatch] if self.loads else 1.0
+
+    @property
+    def mean_load(self) -> float:
+        """Above 1 if the rank has more than its share of a step."""
+        return math.fsum(self.loads) / len(self.loads) if self.loads else 1.0
 
     def of(self, kind: Kind) -> PartWork:
         """The time of a compute of this kind; a whole backward is the sum of its two parts."""

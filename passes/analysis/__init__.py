@@ -4,7 +4,8 @@ Reading order: `groups.py` (planning nodes), `microbatch.py` (the batch), `gathe
 parameters cost), `kernels.py` (which operators a compiler fuses), `analysis.py` (these facts in one
 object), `folding.py` (repeated blocks), `equal_parts.py` (equal stages), `cutting.py` (stages and
 what crosses between them), `recompute.py` (what may be recomputed), `padding.py` (vocabularies),
-`fallback.py` (operators without a rule), `arguments.py` (arguments of calls in generated programs).
+`fallback.py` (operators without a rule), `documents.py` (packed into rows), `arguments.py`
+(arguments of calls in generated programs).
 May import the solvers and everything below `passes`, but not `passes/reshard`.
 Mainly hands on `Analysis`, `cut` and `fold`.
 """
@@ -12,6 +13,7 @@ Mainly hands on `Analysis`, `cut` and `fold`.
 from autopar.passes.analysis.analysis import Analysis, Neediest, compute_dtype, stored_dtype
 from autopar.passes.analysis.arguments import override, prologue_lines
 from autopar.passes.analysis.cutting import Side, boundary_specs, cut, is_boundary_spec
+from autopar.passes.analysis.documents import check_lengths
 from autopar.passes.analysis.equal_parts import Numbered, rename_lowered, rename_strategy
 from autopar.passes.analysis.fallback import accept_missing, keep_whole_as_planned
 from autopar.passes.analysis.folding import KEPT, Folded, Run, find_runs, fold, place_in
@@ -52,6 +54,7 @@ __all__ = [
     "batch_of",
     "blocks",
     "boundary_specs",
+    "check_lengths",
     "compute_dtype",
     "cut",
     "find_paddings",

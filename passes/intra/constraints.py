@@ -330,4 +330,4 @@ def recipe_cost(cost: CostModel) -> CostModel:
     machine = Device(flops_per_s=1.0, bytes_per_s=1e3, memory_bytes=mesh.device.memory_bytes)
     links = (Link(1.0, 1.0),) * mesh.n_axes
     view = LogicalMesh(mesh.sizes, mesh.names, links, machine, mesh.first_rank)
-    return CostModel(view, cost.dtype, imbalance=cost.imbalance)
+    return CostModel(view, cost.dtype, imbalance=cost.imbalance, lengths=cost.lengths)

@@ -203,9 +203,11 @@ class MemberPricer:
                     inner_s *= of.values(inner.count) * of.imbalance
                     time_s[inner.phase][:, of.at] += inner_s
             share = of.values(of.lowering.beside) * self.cases.costs[0].hides
+            exposed = 1.0 - of.values(of.lowering.hidden)
             for phase, own_s in compute_s.items():
-                waited_s = time_s[phase][:, of.at] - share * own_s[:, of.at]
-                time_s[phase][:, of.at] = np.maximum(waited_s, 0.0)
+                all_s = time_s[phase][:, of.at]
+                waited_s = np.maximum(all_s - share * own_s[:, of.at], exposed * all_s)
+                time_s[phase][:, of.at] = waited_s
         return time_s["forward"], time_s["backward"]
 
     def _local_sizes(self, item: PlacedOperator, chosen: Indices) -> dict[str, Indices]:
@@ -372,8 +374,8 @@ def operator_times_s(
 
     A causal kernel skips what is hidden: half of all pairs of queries and keys. Where rows of the
     query are cut, `rows_share` of them on each rank, the rank with the last rows skips least, and
-    the others wait for it. Ranges of keys say which share of pairs they show. Where attention is
-    in blocks of rows, its scores go to memory.
+    the others wait for it. Ranges of keys say which share of pairs they show; of documents of the
+    batch, their lengths do. Where attention is in blocks of rows, its scores go to memory.
 
     `between_bytes` are those of `OpRule.between`. Kernels between matmuls take the time of what
     they move, and 1.5 times that in backward.
@@ -385,6 +387,8 @@ def operator_times_s(
         flops = flops * (1.0 - rows_share / 2)
     if rule.score_bytes:
         flops = flops * operator.call.args.get("seen", 1.0)
+        if operator.call.args.get("documents"):
+            flops = flops * cost.shown(operator.call.inputs[1][-2])
         width = operator.call.inputs[0][-1]  # two matmuls of so many multiply-adds per score
         score_bytes = rule.score_bytes * flops / (4 * width)
         moved = moved._replace(

@@ -183,10 +183,14 @@ class LineCosts:
             phase: sum(t * c.count for c, t in zip(calls, each_s, strict=True) if c.phase == phase)
             for phase in compute_s
         }
+        hidden = value(chosen.lowered.hidden)
+
+        def beside_s(call: InnerCall, time_s: float) -> float:
+            most_s = call.imbalance * time_s * hidden
+            return min(share * compute_s[call.phase] * time_s / total_s[call.phase], most_s)
+
         return tuple(
-            replace(c, beside_s=share * compute_s[c.phase] * time_s / total_s[c.phase])
-            if share and time_s
-            else c
+            replace(c, beside_s=beside_s(c, time_s)) if share and time_s else c
             for c, time_s in zip(calls, each_s, strict=True)
         )
 

@@ -63,10 +63,12 @@ class DistGroup(Group):
 
     def _all_to_all_rows(
         self, rows: Tensor, n_sent: Sequence[int], n_received: Sequence[int]
-    ) -> Tensor:
+    ) -> Pending[Tensor]:
         out = rows.new_empty(sum(n_received), *rows.shape[1:])
-        dist.all_to_all_single(out, rows, list(n_received), list(n_sent), self.process_group)
-        return out
+        work = dist.all_to_all_single(
+            out, rows, list(n_received), list(n_sent), self.process_group, async_op=True
+        )
+        return Pending(out, work, rows)
 
     def _shift(self, x: Tensor) -> Pending[Tensor]:
         # Messages to neighbours alone, and yet a collective: no order of sends and receives.

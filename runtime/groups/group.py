@@ -270,26 +270,18 @@ class Group(ABC):
         pending = self._all_to_all(stack, source, target)
         return pending.timed(self.context.flight.pace).then(lambda got: join(got, source))
 
-    def send_rows(self, rows: Tensor, n_sent: Sequence[int], n_received: Sequence[int]) -> Tensor:
-        """Send `n_sent[r]` rows to every rank r; returns the rows received, in rank order.
+    def send_rows(
+        self, rows: Tensor, n_sent: Sequence[int], n_received: Sequence[int], size_bytes: int
+    ) -> Pending[Tensor]:
+        """Begin to send `n_sent[r]` rows to every rank r; the rows received are in rank order.
 
         `rows` are in the order of their target ranks. Counts may differ among ranks, and every
-        rank must know how many rows it receives from every other.
+        rank must know how many rows it receives from every other. The call is recorded with
+        `size_bytes`: rows that come back are counted by the rank that sent them.
         """
-        self._record("all_to_all", rows.nbytes)
-        with self.context.flight.pace.waiting():
-            return self._all_to_all_rows(rows.detach().contiguous(), n_sent, n_received)
-
-    def return_rows(self, rows: Tensor, n_sent: Sequence[int], n_received: Sequence[int]) -> Tensor:
-        """Reverse `send_rows`: send one row back for each row received.
-
-        The call is recorded with the bytes that come back. So both directions record this rank's
-        own rows.
-        """
-        with self.context.flight.pace.waiting():
-            returned = self._all_to_all_rows(rows.detach().contiguous(), n_received, n_sent)
-        self._record("all_to_all", returned.nbytes)
-        return returned
+        self._record("all_to_all", size_bytes)
+        pending = self._all_to_all_rows(rows.detach().contiguous(), n_sent, n_received)
+        return pending.timed(self.context.flight.pace)
 
     def shift(self, x: Tensor) -> Pending[Tensor]:
         """Send `x` to the next rank of the ring; the pending result is what the rank before sent.
@@ -348,7 +340,7 @@ class Group(ABC):
     @abstractmethod
     def _all_to_all_rows(
         self, rows: Tensor, n_sent: Sequence[int], n_received: Sequence[int]
-    ) -> Tensor:
+    ) -> Pending[Tensor]:
         """[sum(n_sent), *row] -> [sum(n_received), *row]; both in rank order."""
 
     @abstractmethod

@@ -251,7 +251,7 @@ class ThreadGroup(Group):
 
     def _all_to_all_rows(
         self, rows: Tensor, n_sent: Sequence[int], n_received: Sequence[int]
-    ) -> Tensor:
+    ) -> Pending[Tensor]:
         # Row counts may differ among members, so they exchange the counts first.
         along = (Split(0, 1),)
         sent = self._all_gather(torch.tensor(n_sent), *along).wait()
@@ -267,7 +267,7 @@ class ThreadGroup(Group):
             return [torch.cat(column) for column in zip(*parts, strict=True)]
 
         call = _Call("all_to_all_rows", self.label, along, tuple(rows.shape[1:]), rows.dtype)
-        return self._meeting.meet(self._world_rank, call, rows, compute)
+        return Pending(self._meeting.meet(self._world_rank, call, rows, compute))
 
 
 def _reduced(xs: Sequence[Tensor], op: ReduceOp) -> Tensor:

@@ -10,6 +10,7 @@ from functools import lru_cache
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from autopar.capture import capture
 from autopar.codegen import emit
@@ -91,11 +92,11 @@ def test_a_balancing_loss_is_exact_in_one_microbatch() -> None:
         case.analysis.batch.check_divides(2)
 
 
-def random_step(case: Case, sizes: tuple[int, ...]) -> Step:
+def random_step(case: Case, sizes: tuple[int, ...], seed: int = 0) -> Step:
     """A random legal assignment, in one microbatch."""
     cost = abstract_cost(sizes)
     problem = intra_op_problem(case.analysis, cost, 1, FREE, "adamw")
-    strategy = random_strategy(case.analysis, problem, 1, random.Random(0))
+    strategy = random_strategy(case.analysis, problem, 1, random.Random(seed))
     return thread_step(case.analysis, cost, strategy, case.batch(0), 0)
 
 
@@ -119,6 +120,29 @@ class Experts(nn.Module):
 
     def product(self, rows: Tensor, weight: Tensor, ids: Tensor) -> Tensor:
         return torch.bmm(weight[ids], rows.unsqueeze(-1)).squeeze(-1)
+
+
+class Dropping(nn.Module):
+    """Switch's experts: each takes the first rows that chose it, up to a capacity; others are 0."""
+
+    def __init__(self, width: int, n_experts: int, capacity: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(width, width)
+        self.router = nn.Linear(width, n_experts, bias=False)
+        self.up = nn.Parameter(torch.randn(n_experts, width, 2 * width))
+        self.down = nn.Parameter(torch.randn(n_experts, 2 * width, width))
+        self.capacity = capacity
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        gates, ids = self.router(x).softmax(-1).max(-1)
+        chosen = F.one_hot(ids, len(self.up))
+        places = (chosen.cumsum(0) * chosen).sum(-1) - 1
+        slots = F.one_hot(places.clamp(max=self.capacity), self.capacity + 1)[:, :-1]
+        sent = (chosen[:, :, None] * slots[:, None, :]).to(x.dtype)
+        rows = torch.einsum("nec,ni->eci", sent, x)
+        out = torch.bmm(torch.bmm(rows, self.up).relu(), self.down)
+        return torch.einsum("nec,eci->ni", sent * gates[:, None, None], out).pow(2).mean()
 
 
 class Gated(nn.Module):
@@ -182,6 +206,22 @@ def gated_experts() -> Case:
     return case_of(Gated(), ROWS, SEQUENCE, HIDDEN)
 
 
+@lru_cache
+def dropping_experts() -> Case:
+    torch.manual_seed(0)
+    return case_of(Dropping(8, 4, 3), 16, 8)
+
+
+@nightly
+@pytest.mark.parametrize("seed", range(1, 9))
+def test_rows_beyond_a_capacity_are_dropped_as_on_one_process(seed: int) -> None:
+    """Four of 16 rows at least. Which ones depends on all rows before: there is one microbatch."""
+    case = dropping_experts()
+    assert random_step(case, (2,) if seed % 2 else (2, 2), seed).wrong == {}
+    with pytest.raises(NotSupportedError, match="not a sum or mean over rows"):
+        case.analysis.batch.check_divides(2)
+
+
 def test_many_small_experts_are_sent_their_rows() -> None:
     """A mixture gathers row counts, and exchanges rows and results, both ways."""
     planned = plan(case_of(Experts(32, 8, 32), 64, 32), 8)
@@ -190,6 +230,18 @@ def test_many_small_experts_are_sent_their_rows() -> None:
     assert planned.calls("expert_mlp") == {
         ("all_gather", "forward"): 1, ("all_to_all", "forward"): 2, ("all_to_all", "backward"): 2,
     }  # fmt: skip
+
+
+@nightly
+def test_a_large_exchange_is_two_beside_matmuls() -> None:
+    """Each rank has 8 MiB of rows; a step is that of one process, with the calls foretold."""
+    planned = plan(case_of(Experts(512, 8, 8), 2048, 512), 2, by=1)
+    assert planned.calls("expert_mlp") == {
+        ("all_gather", "forward"): 1, ("all_to_all", "forward"): 4, ("all_to_all", "backward"): 4,
+    }  # fmt: skip
+    calls = [c for c in step_calls(planned.program).forward if "expert_mlp" in c.tensor]
+    assert [c.size_bytes for c in calls if c.kind == "all_to_all"] == [4 << 20] * 4
+    assert any(c.beside_s > 0 for c in calls)
 
 
 def test_experts_that_no_feature_divides_compute_their_own_rows() -> None:

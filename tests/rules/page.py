@@ -89,7 +89,8 @@ SECTIONS = (
         "Experts", EXPERT_MATMULS,
         "Each row times the matrix of its own expert; or a mixture, which is two of these with an "
         "activation between them. Experts may be sharded with all rows on "
-        "every rank, or together with the rows, which then travel to their expert and back.",
+        "every rank, or together with the rows, which then travel to their expert and back: in two "
+        "parts where a rank has several experts, and sends 8 MiB or more.",
     ),
     Section(
         "Random numbers", RANDOM,

@@ -58,23 +58,38 @@ class TestOperator:
         for sample in ((x(8, 6), x(4, 3, 6), IDS), (x(8, 6), x(4, 6, 3), IDS, True)):
             torch.library.opcheck(expert_linear, sample, test_utils=checks)
         mixture = x(8, 6), x(4, 10, 6), x(4, 3, 5), IDS, "silu", False
-        torch.library.opcheck(experts.expert_mlp_forward._opoverload, mixture, test_utils=checks)
+        for more in ((None, False), (x(4, 10), True)):
+            kernel = experts.expert_mlp_forward._opoverload
+            torch.library.opcheck(kernel, (*mixture, *more), test_utils=checks)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "silu": F.silu, "gelu": F.gelu, "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu": F.relu,
 }  # fmt: skip
+CLAMPED = "clamped_swiglu 1.5 0.5"
+
+
+def clamped(gate: Tensor, up: Tensor) -> Tensor:
+    """gpt-oss's, with other numbers, so that many features are clamped."""
+    gate, up = gate.clamp(max=0.5), up.clamp(-0.5, 0.5)
+    return (up + 1) * (gate * torch.sigmoid(gate * 1.5))
 
 
 def mixture(
-    x: Tensor, w_in: Tensor, w_out: Tensor, ids: Tensor, activation: str, transposed: bool
-) -> Tensor:
+    x: Tensor, w_in: Tensor, w_out: Tensor, ids: Tensor, activation: str, transposed: bool,
+    b_in: Tensor | None = None, interleaved: bool = False,
+) -> Tensor:  # fmt: skip
     """The definition of a mixture, with `looked_up` matrices."""
     hidden = looked_up(x, w_in, ids, transposed)
+    if b_in is not None:
+        hidden = hidden + b_in[ids]
     gate, up = hidden, None
     if hidden.shape[1] != w_out.shape[1 if transposed else 2]:
-        gate, up = hidden.chunk(2, -1)
+        gate, up = (hidden[:, ::2], hidden[:, 1::2]) if interleaved else hidden.chunk(2, -1)
+    if activation == CLAMPED:
+        assert up is not None
+        return looked_up(clamped(gate, up), w_out, ids, transposed)
     features = ACTIVATIONS[activation](gate)
     return looked_up(features if up is None else features * up, w_out, ids, transposed)
 
@@ -88,6 +103,7 @@ class TestMixture:
         self, dtype: torch.dtype, activation: str, n_parts: int, transposed: bool
     ) -> None:
         """`F.grouped_mm` has float32, not float64. Expert 2 has no rows."""
+        torch.manual_seed(0)
         ids = torch.tensor([3, 0, 0, 1, 3, 3, 3, 0])
         tensors = [x(8, 4), x(4, 8 * n_parts, 4), x(4, 4, 8)]
         if transposed:
@@ -100,6 +116,26 @@ class TestMixture:
         both = (torch.autograd.grad(y, tensors, upstream) for y in (mine, expected))
         for a, b in (*pairs, *zip(*both, strict=True)):
             torch.testing.assert_close(a, b, rtol=0, atol=1e-13 if dtype.itemsize == 8 else 1e-5)
+
+    @pytest.mark.parametrize("dtype", [torch.float64, torch.float32], ids=["loop", "grouped"])
+    @pytest.mark.parametrize("activation", ["silu", CLAMPED])
+    @pytest.mark.parametrize("interleaved", [False, True])
+    def test_a_bias_and_columns_in_turns(
+        self, dtype: torch.dtype, activation: str, interleaved: bool
+    ) -> None:
+        """As gpt-oss has them. Expert 2 has no rows, so its bias has no gradient."""
+        ids = torch.tensor([3, 0, 0, 1, 3, 3, 3, 0])
+        shapes = (8, 4), (4, 4, 16), (4, 8, 4), (4, 16)
+        *tensors, bias = (x(*shape).detach().to(dtype).requires_grad_() for shape in shapes)
+        options = activation, True, bias, interleaved
+        rows, w_in, w_out = tensors
+        mine = experts.EXPERT_MLP(rows, w_in, w_out, ids, *options)
+        expected = mixture(rows, w_in, w_out, ids, *options)
+        upstream = torch.randn_like(mine)
+        both = (torch.autograd.grad(y, (*tensors, bias), upstream) for y in (mine, expected))
+        close = 64 * torch.finfo(dtype).eps
+        for a, b in ((mine, expected), *zip(*both, strict=True)):
+            torch.testing.assert_close(a, b, rtol=close, atol=close)
 
     def test_what_is_frozen_gets_no_gradient(self) -> None:
         """As with adapters: weights do not learn, rows have gradients."""
@@ -117,27 +153,31 @@ def exchanged_mixture(
     """A rank's rows and experts of a whole mixture: results, and all gradients."""
     mesh = LogicalMesh((n_ranks,), ("ep",), (Link(1, 1),), Device(1, 1, 1))
     g: Group = world.make_groups(mesh)[(0,)]
-    *tensors, ids, upstream = (t.chunk(n_ranks)[world.rank] for t in case)
-    tensors = [t.detach().requires_grad_() for t in tensors]
-    y = LOWERED["expert_exchange_mlp"](*tensors, ids, g, "silu", False)
-    return y.detach(), *torch.autograd.grad(y, tensors, upstream)
+    *tensors, bias, ids, upstream = (t.chunk(n_ranks)[world.rank] for t in case)
+    *tensors, bias = (t.detach().requires_grad_() for t in (*tensors, bias))
+    y = LOWERED["expert_exchange_mlp"](*tensors, ids, g, CLAMPED, False, bias, False)
+    return y.detach(), *torch.autograd.grad(y, (*tensors, bias), upstream)
 
 
 @pytest.mark.parametrize("n_ranks", [2, 4])
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+@pytest.mark.parametrize("splits", [False, True], ids=["one", "two"])
 def test_an_exchange_keeps_the_order_of_rows_and_so_all_bits(
-    n_ranks: int, dtype: torch.dtype
+    n_ranks: int, dtype: torch.dtype, splits: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One expert has no rows, another most."""
+    """One expert has no rows, another most; also in two exchanges, the second beside matmuls."""
+    monkeypatch.setattr(experts, "SPLIT_BYTES", 1 if splits else 1 << 30)
     generator = torch.Generator().manual_seed(0)
-    ids = torch.randint(0, 4, (64,), generator=generator)
+    n_experts = 8
+    ids = torch.randint(0, n_experts, (64,), generator=generator)
     ids[ids == 1] = 3
-    shapes = (64, 8), (4, 24, 8), (4, 8, 12), (64, 8)
+    shapes = (64, 8), (n_experts, 32, 8), (n_experts, 8, 16), (n_experts, 32), (64, 8)
     *tensors, upstream = (torch.randn(s, generator=generator, dtype=dtype) for s in shapes)
     found = run_threads(exchanged_mixture, n_ranks, n_ranks, (*tensors, ids, upstream))
     for tensor in tensors:
         tensor.requires_grad_()
-    y: Tensor = experts.EXPERT_MLP(*tensors, ids, "silu", False)
+    *weights, bias = tensors
+    y: Tensor = experts.EXPERT_MLP(*weights, ids, CLAMPED, False, bias)
     expected = y, *torch.autograd.grad(y, tensors, upstream)
     for whole, parts in zip(expected, zip(*found, strict=True), strict=True):
         assert torch.equal(whole, torch.cat(parts))
@@ -148,11 +188,11 @@ def exchanged(world: ThreadWorld, n_received: Callable[[int], int]) -> list[Coll
     mesh = LogicalMesh((2,), ("ep",), (Link(1, 1),), Device(1, 1, 1))
     g: Group = world.make_groups(mesh)[(0,)]
     rows = torch.full((2 * (world.rank + 1), 3), float(world.rank), dtype=torch.float64)
-    numbers = [world.rank + 1] * 2, [n_received(r) for r in range(2)]
+    sent, received = [world.rank + 1] * 2, [n_received(r) for r in range(2)]
     with Recorder() as recorder:
-        came = g.send_rows(rows, *numbers)
+        came = g.send_rows(rows, sent, received, rows.nbytes).wait()
         assert came[:, 0].tolist() == [0, 1, 1]
-        assert torch.equal(g.return_rows(came, *numbers), rows)
+        assert torch.equal(g.send_rows(came, received, sent, rows.nbytes).wait(), rows)
     return recorder.calls
 
 
@@ -210,7 +250,12 @@ class TestCapture:
             (lambda h: F.silu(h[:, :4]) * h[:, 4:], True),
             (lambda h: h.split(4, -1)[1] * F.gelu(h.chunk(2, -1)[0], approximate="tanh"), True),
             (lambda h: F.relu(h[:, :4]) * h[:, :4], False),
-            (lambda h: F.silu(h[:, ::2]) * h[:, 1::2], False),
+            (lambda h: F.silu(h[:, ::2]) * h[:, 1::2], True),
+            (lambda h: F.silu(h[:, 1::2]) * h[:, ::2], False),
+            (lambda h: F.silu(h[:, ::2]) * h[:, 4:], False),
+            (lambda h: clamped(h[:, ::2], h[:, 1::2]), True),
+            (lambda h: clamped(h[:, 4:], h[:, :4]), False),
+            (lambda h: h[:, :4].clamp(max=3.0).sigmoid() * (h[:, 4:].clamp(-3.0, 3.0) + 1), False),
             (lambda h: (F.silu(h) + h)[:, :4], False),
             (lambda h: F.silu(h[:, :4]) * h[:, 4:] + h.sum(), False),
         ],
@@ -229,6 +274,19 @@ class TestCapture:
         module.experts = nn.Parameter(torch.randn(4, 4, 4))
         found = targets(check(module, (torch.randn(8, 4, dtype=torch.float64), IDS)))
         assert (experts.EXPERT_MLP in found, expert_linear in found) == (is_joined, not is_joined)
+
+    def test_a_bias_by_other_ids_is_not_of_the_mixture(self) -> None:
+        def forward(m: Any, rows: Tensor, ids: Tensor, others: Tensor) -> Tensor:
+            hidden = looked_up(m.linear(rows), m.experts, ids) + m.bias[others]
+            return looked_up(F.silu(hidden), m.experts, ids).pow(2).sum()
+
+        for others in (IDS, IDS.flip(0)):
+            module = Module(forward)
+            module.experts = nn.Parameter(torch.randn(4, 4, 4))
+            module.bias = nn.Parameter(torch.randn(4, 4))
+            batch = torch.randn(8, 4, dtype=torch.float64), IDS, others
+            found = targets(check(module, batch))
+            assert experts.EXPERT_MLP not in found
 
     def test_a_loop_over_experts_is_refused_with_a_way_out(self) -> None:
         def looped(m: Any, rows: Tensor, ids: Tensor) -> Tensor:
@@ -255,8 +313,7 @@ class TestCapture:
         first = lambda out, _: (out[0] if isinstance(out, tuple) else out).pow(2).sum()  # noqa: E731
         program = check(block, (hidden,), loss_fn=first)
         counts = Counter(targets(program))
-        joined = family != "gpt_oss"  # whose experts have biases
-        assert (counts[experts.EXPERT_MLP], counts[expert_linear]) == ((1, 0) if joined else (0, 2))
+        assert (counts[experts.EXPERT_MLP], counts[expert_linear]) == (1, 0)
         for node in program.operators:
             sizes = [v.shape for v in [node.meta["val"]] if isinstance(v, Tensor)]
             assert all(len(shape) < 3 or shape[0] != 32 for shape in sizes), node

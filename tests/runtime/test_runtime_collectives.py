@@ -174,8 +174,8 @@ def primitives(groups: Groups, rank: int) -> list[Tensor]:
             x = (torch.arange(96).reshape(8, 12) * (rank + 1) % 5 - 1).to(dtype).t()
             sent, received = numbers_of_rows(g)
             rows = x[: sum(sent)]
-            came = g.send_rows(rows, sent, received)
-            returned = g.return_rows(came, sent, received)
+            came = g.send_rows(rows, sent, received, rows.nbytes).wait()
+            returned = g.send_rows(came, received, sent, rows.nbytes).wait()
             assert torch.equal(returned, rows)
             outs += [came, returned, *primitives_of(g, x)]
     assert all(out.is_contiguous() for out in outs)

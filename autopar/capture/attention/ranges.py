@@ -63,11 +63,13 @@ class _Comparison:
 
 
 class _RowRanges(NamedTuple):
-    """`first` and `after` [*, s, 1]; the share of pairs that they show; all of a causal mask?"""
+    """`first` and `after` [*, s, 1]; the share of pairs that they show; is it that of `documents`
+    of the batch, if each row were one? Are they all of a causal mask?"""
 
     first: fx.Node
     after: fx.Node
     seen: float
+    documents: bool = False
     is_causal: bool = False
 
 
@@ -99,7 +101,10 @@ def range_masks(b: Builder, depends: Mapping[fx.Node, Depends], leaves: Leaves) 
         scale = 1 / math.sqrt(width) if bound["scale"] is None else float(bound["scale"])
         tensors = (bound["query"], bound["key"], bound["value"])
         with b.graph.inserting_before(node):
-            by_ranges = b.op(ATTENTION_RANGES, *tensors, *found[:3], scale, bound["enable_gqa"])
+            of_batch = [True] if found.documents else []
+            by_ranges = b.op(
+                ATTENTION_RANGES, *tensors, *found[:3], scale, bound["enable_gqa"], *of_batch
+            )
         node.replace_all_uses_with(by_ranges)
         b.findings.add(
             "replaced", "attention under a mask", "a range of keys per row, in blocks of rows",
@@ -136,7 +141,8 @@ def _ranges(
         up_to_row = torch.arange(1, n_rows + 1).unsqueeze(1)
         if n_rows == n_columns and bool((starts <= 0).all() and (ends == up_to_row).all()):
             return _RowRanges(first, after, seen, is_causal=True)
-    return _RowRanges(first, after, seen) if is_large or seen <= _FEW_SEEN else None
+    documents = not is_known and any(c.kind == "eq" for c in found)
+    return _RowRanges(first, after, seen, documents) if is_large or seen <= _FEW_SEEN else None
 
 
 def _comparisons(node: Any) -> list[_Comparison] | None:

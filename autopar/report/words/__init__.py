@@ -9,7 +9,7 @@ May import the files of `report` and `picture`.
 Mainly hands on `explain`, `explain_name`, `verdict` and `context_axes`.
 """
 
-from autopar.report.words.assumptions import Remark, assumed, uneven_experts
+from autopar.report.words.assumptions import Remark, assumed, packed_documents, uneven_experts
 from autopar.report.words.brief import Brief, brief
 from autopar.report.words.compiled import REGION_S, compiling
 from autopar.report.words.explanation import explain
@@ -30,6 +30,7 @@ __all__ = [
     "explain",
     "explain_name",
     "matching_names",
+    "packed_documents",
     "storage_words",
     "uneven_experts",
     "verdict",

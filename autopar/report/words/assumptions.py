@@ -3,6 +3,7 @@
     assumed    the device's rates and what MFU counts; bytes of state; what overlap costs
     host       where launching kernels takes longer than they do
     experts    how uneven their rows are (`uneven_experts`)
+    documents  which pairs they show, and how uneven microbatches are (`packed_documents`)
     advice     other dtypes of matmuls, with an estimate of the gain
 
 The estimate of a dtype: operators with matmuls take the ratio of the rates, others half of their
@@ -69,6 +70,16 @@ def uneven_experts(imbalance: float, survives: float) -> Remark:
         f"{math.floor(100 * survives) / 100:g} times"
     )
     return Remark("experts", text)
+
+
+def packed_documents(shown: float, loads: Sequence[float]) -> Remark:
+    """What attention sees of packed rows, and which share of it the microbatches have."""
+    least, most = (f"{load:.2f}" for load in (min(loads), max(loads)))
+    text = (
+        f"attention sees {shown:.2g} of the pairs of rows that are one document each; microbatches "
+        f"of the slowest rank, {least} to {most} times the mean"
+    )
+    return Remark("documents", text)
 
 
 def _rates(hardware: Hardware) -> Remark:

@@ -22,5 +22,9 @@ SAMPLES: Mapping[str, Sequence[Sample]] = {
         call(x(8, 4), x(4, 8, 4), x(4, 4, 4), EXPERTS, "silu", False),
         call(x(8, 4), x(4, 4, 16), x(4, 8, 4), EXPERTS, "gelu_tanh", True),
         call(x(8, 4), x(4, 8, 4), x(4, 4, 8), EXPERTS, "gelu", False),
+        call(
+            x(8, 4), x(4, 4, 16), x(4, 8, 4), EXPERTS, "clamped_swiglu 1.5 0.5", True, x(4, 16),
+            True,
+        ),
     ],
 }  # fmt: skip

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -14,8 +14,10 @@ from torch.nn.attention.flex_attention import (
     create_block_mask,
     flex_attention,
 )
+from torch.nn.attention.varlen import varlen_attn
 
-from autopar import NotSupportedError
+import autopar
+from autopar import MissingRuleError, NotSupportedError
 from autopar.capture import capture
 from autopar.operators import ATTENTION_RANGES
 from tests.helpers.capture_harness import Module, check
@@ -137,3 +139,16 @@ def test_statistics_are_refused(asked: dict[str, Any]) -> None:
     model = Module(body(lambda *qkv: by_flex(causal, None, **asked)(*qkv)[0], HEADS), WIDTH)
     with pytest.raises(NotSupportedError, match="log-sum-exps"):
         capture(model, (torch.randn(2, N, WIDTH),))
+
+
+def test_varlen_attention_is_refused_by_its_name() -> None:
+    """torch has no kernel of it on a CPU; it is traced there all the same."""
+
+    def forward(self: Any, x: Tensor, ends: Tensor) -> Tensor:
+        h = self.linear(x).unflatten(-1, (HEADS, -1))
+        out: Any = varlen_attn(h, h, h, ends, ends, N, N, window_size=(-1, 0))
+        return cast(Tensor, out.sum())
+
+    batch = torch.randn(N, WIDTH), torch.tensor([0, N // 2, N], dtype=torch.int32)
+    with pytest.raises(MissingRuleError, match=r"varlen_attn(.|\n)*hint: keep rows(.|\n)*lengths="):
+        autopar.plan(Module(forward, WIDTH), (1, 2), batch)
