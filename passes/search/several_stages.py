@@ -176,7 +176,8 @@ class SeveralStages:
             pipelines = equal_pipelines(self.space, source, self._plain_recipes)
             if pipelines:
                 simplest = Simplicity.of_order(plain_order(self._evaluator.options), True)
-                yield self._lazy_node(f"{source} of several stages", simplest, pipelines)
+                node = self._lazy_node(f"{source} of several stages", simplest, pipelines)
+                yield replace(node, is_silent=True)  # but for those that are refined
 
     @property
     def _plain_recipes(self) -> list[PipelineOrder]:
