@@ -183,7 +183,8 @@ class SeveralStages:
     def _plain_recipes(self) -> list[PipelineOrder]:
         """The usual order, if recipes may have it."""
         options = self._evaluator.options
-        is_searched = self.space.n_stages is None and has_plain_order(options)
+        is_given = self.space.given or self.space.n_stages is not None
+        is_searched = not is_given and has_plain_order(options)
         return [PipelineOrder(plain_order(options))] if is_searched else []
 
     def _lazy_node(
