@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 from dataclasses import replace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -35,8 +36,9 @@ from autopar.passes.search.recipes import RecipeNodes, known_layouts, recipes_on
 from autopar.passes.search.simplicity import Simplicity
 from tests.helpers.candidates import assert_covers, gpt2, pipeline_space, recipes
 from tests.helpers.harness import Mlp, random_rows
-from tests.helpers.machines import A100, cluster, hardware_of
+from tests.helpers.machines import A100, cluster, hardware_of, two_tiers
 from tests.helpers.models.wide_models import meta_tokens, wide_gpt2
+from tests.helpers.nightly import nightly
 
 
 def recipes_of(mesh: Mesh, *forbid: str) -> list[Candidate]:
@@ -213,6 +215,41 @@ def test_what_divides_on_another_view_alone_is_whole_here() -> None:
     plan = autopar.plan(model, mesh, meta_tokens(128, 16), manual=manual)
     assert plan.placements["transformer.h.0.attn.c_attn.bias"] == ("I", "S(0.1)")
     assert plan.placements["transformer.h.0.attn.c_attn.weight"][0] == "S(0)"
+
+
+def test_a_recipe_gathers_again_before_it_does_not_fit() -> None:
+    """Megatron keeps shards of what sequence parallelism gathers; with enough memory that is not
+    needed, and a user may forbid it."""
+    mesh, manual = cluster(2), Manual(tp=2, sp=True, microbatch_size=8)
+    ids = meta_tokens(16, 64)
+    analysis = Analysis.of(capture_step(wide_gpt2(2, 64, 64, 64), ids, Options.of(manual=manual)))
+
+    def planned(**options: Any) -> Solved:
+        asked = Options.of(manual=manual, **options)
+        return Planner(analysis, mesh, hardware_of(mesh), asked).run().solved
+
+    plain, lean = planned(), planned(recompute="gathers")
+    assert not plain.stages[0].strategy.recomputed
+    limit = int(plain.peak_bytes + lean.peak_bytes) // 2
+    found = planned(memory_limit=limit)
+    assert found.stages[0].strategy == lean.stages[0].strategy
+    assert found.peak_bytes <= limit < plain.peak_bytes
+    with pytest.raises(InfeasibleError):
+        planned(memory_limit=limit, recompute="none")
+
+
+@nightly
+def test_pipelines_come_first_where_recipes_of_one_stage_are_slow() -> None:
+    """Between nodes that are far apart, tensor parallelism is slow, and so is ZeRO-3."""
+    mesh = two_tiers((4, 2), (1e-7, 1e-9), 1e13)
+    analysis = Analysis.of(capture_step(wide_gpt2(2, 64, 16, 64), meta_tokens(8, 16), Options()))
+    planner = Planner(analysis, mesh, hardware_of(mesh), Options())
+    names = list[str]()
+    planner = replace(planner, report=names.append)
+    planner.run()
+    first = [name.split(":")[0] for name in names]
+    recipes = first.index("planning Megatron with SP and ZeRO-1 of several stages")
+    assert not any("search" in name for name in first[:recipes])
 
 
 def test_layouts_known_by_name_are_rows() -> None:
