@@ -185,7 +185,8 @@ def _part(node: Any) -> _Part | None:
             return None
         between, source = frozenset({source}), _args(source)[0]
     elif node.target == aten.slice.Tensor and _args(node)[1] in (1, -1):
-        source, _, start, _, *steps = _args(node)
+        source, _, start, *more = _args(node)
+        steps = more[1:]
         is_stepped = steps == [2]
         which, rest = (start, 0) if is_stepped else divmod(start, shape[-1])
         if rest or (not is_stepped and steps not in ([], [1])):
