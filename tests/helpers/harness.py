@@ -257,7 +257,9 @@ def _is_sensible(storage: Storage, uses: list[Spec]) -> bool:
 OPERATOR_MODES: tuple[Recompute, ...] = tuple(mode for mode in MODES if mode != "gathers")
 
 
-def random_ranges(analysis: Analysis, rng: random.Random) -> tuple[Recomputed, ...]:
+def random_ranges(
+    analysis: Analysis, rng: random.Random, modes: Sequence[Recompute] = MODES
+) -> tuple[Recomputed, ...]:
     """One to four, up to all operators, next to each other or apart."""
     names = [operator.name for operator in analysis.operators]
     n_edges = 2 * rng.randint(1, 4)
@@ -265,9 +267,7 @@ def random_ranges(analysis: Analysis, rng: random.Random) -> tuple[Recomputed, .
     spans = list(zip(edges[::2], edges[1::2], strict=True))
     if rng.random() < 0.5:  # no operator is left between two
         spans = list(itertools.pairwise(edges))
-    return tuple(
-        Recomputed(rng.choice(OPERATOR_MODES), tuple(names[a:b])) for a, b in spans if a < b
-    )
+    return tuple(Recomputed(rng.choice(modes), tuple(names[a:b])) for a, b in spans if a < b)
 
 
 def zero_strategy_of(

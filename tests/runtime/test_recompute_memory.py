@@ -14,7 +14,7 @@ from autopar import Device, Link, Manual, Mesh, Plan
 from autopar.cost.price import peak_of_stage
 from autopar.manual import Recompute
 from autopar.planning import Bound, bind
-from tests.helpers.harness import generated_code, random_ranges
+from tests.helpers.harness import OPERATOR_MODES, generated_code, random_ranges
 from tests.helpers.models.recompute_models import recomputing
 from tests.helpers.nightly import nightly, one_in, sampled
 from tests.helpers.plans import bound_of
@@ -91,7 +91,7 @@ def test_any_operators(seed: int, kind: str) -> None:
     """Ranges begin and end anywhere and have different modes."""
     plain = bound(kind, None, ALONE)
     (stage,) = plain.stages
-    ranges = random_ranges(plain.analysis, random.Random(seed))
+    ranges = random_ranges(plain.analysis, random.Random(seed), OPERATOR_MODES)
     stage = replace(stage, strategy=replace(stage.strategy, recomputed=ranges))
     again = bind(plain.data, plain.analysis, plain.mesh, (stage,))
     assert again.pipeline.stages[0].segments

@@ -66,7 +66,7 @@ def random_layout(rng: Random, n_ranks: int, has_blocks: bool) -> Layout:
         forbidden = rng.choice(('"data"', '"tensor"', '"pipeline"', '{"data", "pipeline"}'))
         options["forbid"] = forbidden
         if has_blocks and rng.random() < 0.3:
-            options["recompute"] = rng.choice(('"full"', '"selective"'))
+            options["recompute"] = rng.choice(('"full"', '"selective"', '"gathers"'))
     if rng.random() < 0.3:
         options["microbatches"] = "2"
     return Layout((1, n_ranks), tuple(options.items()))
@@ -84,5 +84,5 @@ def _manual(rng: Random, n_ranks: int, has_blocks: bool) -> str:
     if sizes["tp"] > 1 and rng.random() < 0.3:
         words.append("sp=True")
     if has_blocks and rng.random() < 0.25:
-        words.append(f"recompute={rng.choice(('full', 'selective'))!r}")
+        words.append(f"recompute={rng.choice(('full', 'selective', 'gathers'))!r}")
     return f"Manual({', '.join(words)})"
