@@ -13,7 +13,13 @@ from autopar.caching import GC_EVERY
 from autopar.codegen import count_regions
 from autopar.cost.hardware import Hardware
 from autopar.cost.laws import CostModel
-from autopar.cost.price import collectives_of, link_between, peak_of_stage, shown_to, timeline_of
+from autopar.cost.price import (
+    collectives_of,
+    link_between,
+    peak_of_stage,
+    share_of_pairs,
+    timeline_of,
+)
 from autopar.cost.simulate import Timeline
 from autopar.mesh import Mesh
 from autopar.options import Options
@@ -93,7 +99,7 @@ class Bound:
     def assumed(self) -> Sequence[Remark]:
         """What the prediction takes for granted, in lines."""
         remarks = assumed(self.hardware, self.data, self.pipeline, self.predicted)
-        shown = shown_to(self.pipeline.stages, self.costs[0])
+        shown = share_of_pairs(self.pipeline.stages, self.costs[0])
         if shown is not None:
             stages = self.timeline(with_memory=False).record.stages
             loads = [load for times in stages for load in times.loads]

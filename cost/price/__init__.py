@@ -1,18 +1,19 @@
 """What a step of a pipeline program costs: seconds, bytes, MFU.
 
-Read `overlap.py` (which collectives run beside compute), `documents.py` (microbatches that differ),
-`stage_times.py` (seconds of each part of
-a step on one stage), `prediction.py` (the schedule simulated with those times, and the peak memory
-of every stage), `step_pricer.py` (both, for any pipeline on one machine). Then what reports show of
-it: `divided.py` (how much of each collective is hidden), by kind of communication in `hidden.py`
-and by collective in `exposed.py`; `shares.py` (what a step is made of), `layers.py` (where a
-microbatch spends its time), `summary.py` (a plan in few words).
+Read `overlap.py` (which collectives run beside compute), `documents.py` (microbatches that differ)
+and `stage_times.py` (seconds of each part of a step on one stage). Then `prediction.py` (the
+schedule simulated with those times, and the peak memory of every stage) and `step_pricer.py` (both,
+for any pipeline on one machine).
+
+Then what reports show of it: `divided.py` (how much of each collective is hidden), by kind of
+communication in `hidden.py` and by collective in `exposed.py`; `shares.py` (what a step is made
+of), `layers.py` (where a microbatch spends its time), `summary.py` (a plan in few words).
 
 The room may import `laws`, `memory`, `simulate` and `hardware`, and what lies below `cost`; not
 `transformer`, its neighbour. It mainly hands on `predict` and `timeline_of`.
 """
 
-from autopar.cost.price.documents import shown_to
+from autopar.cost.price.documents import share_of_pairs
 from autopar.cost.price.exposed import ExposedCalls, exposed_calls
 from autopar.cost.price.hidden import HiddenKind, hidden_of
 from autopar.cost.price.layers import LayerWork, layer_works
@@ -57,7 +58,7 @@ __all__ = [
     "peak_of_stage",
     "predict",
     "row_peak_of",
-    "shown_to",
+    "share_of_pairs",
     "slowdown_of",
     "stage_times",
     "step_shares",

@@ -30,7 +30,7 @@ def document_lines(program: StageProgram) -> Collection[int]:
     }
 
 
-def shown_to(programs: Iterable[StageProgram], cost: CostModel) -> float | None:
+def share_of_pairs(programs: Iterable[StageProgram], cost: CostModel) -> float | None:
     """What documents show of the pairs of a row, on average; None if nothing depends on that."""
     calls = (program.body[i] for program in programs for i in document_lines(program))
     line = next(calls, None) if cost.lengths else None

@@ -184,13 +184,12 @@ class LineCosts:
             for phase in compute_s
         }
         hidden = value(chosen.lowered.hidden)
-
-        def beside_s(call: InnerCall, time_s: float) -> float:
-            most_s = call.imbalance * time_s * hidden
-            return min(share * compute_s[call.phase] * time_s / total_s[call.phase], most_s)
-
+        # Seconds of compute beside each second of calls; a call hides no more than its share.
+        beside = {p: share * compute_s[p] / total_s[p] for p in compute_s if total_s[p]}
         return tuple(
-            replace(c, beside_s=beside_s(c, time_s)) if share and time_s else c
+            replace(c, beside_s=time_s * min(beside[c.phase], c.imbalance * hidden))
+            if share and time_s
+            else c
             for c, time_s in zip(calls, each_s, strict=True)
         )
 

@@ -73,8 +73,8 @@ def with_segments(
         span = span[0], last + 1
         reshards = {i for i in range(*span) if _stands_for_source(program, i, span, owners, uses)}
         segment = _segment(program, span, item.mode, name, reshards)
-        if item.mode != "gathers" or any(_grows(program, program.body[i]) for i in segment.again):
-            found.append(segment)
+        if any(not isinstance(program.body[i], GatherLine) for i in segment.again):
+            found.append(segment)  # else only parameters are gathered, as without it
     return replace(program, segments=tuple(found))
 
 

@@ -200,7 +200,7 @@ class RecipeNodes:
     ) -> Iterator[tuple[Evaluator, Candidate]]:
         """The attempts that may fit by their sizes. More microbatches need no more bytes."""
         for evaluator, candidates in product(self._evaluators, series):
-            if evaluator.options.recompute == _GATHERS and not _gathers(candidates[0]):
+            if evaluator.options.recompute == _GATHERS and not _shards_sequences(candidates[0]):
                 continue
             first = bisect_left(candidates, True, key=partial(_may_fit, evaluator))
             yield from ((evaluator, candidate) for candidate in candidates[first:])
@@ -255,7 +255,7 @@ class RecipeNodes:
             return self._try(node, attempts)
 
 
-def _gathers(candidate: Candidate) -> bool:
+def _shards_sequences(candidate: Candidate) -> bool:
     """Does it have sequence parallelism?"""
     return any(
         "sequence" not in layout.constraints.forbid and n > 1

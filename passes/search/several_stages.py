@@ -162,11 +162,8 @@ class SeveralStages:
             pipelines = [of for of in every if ("cp" in of.view.axes) == has_context]
             if source == "search":
                 pipelines = fewest_chunks(pipelines, options.tie)
-            if pipelines:
-                simplest = Simplicity.of_order(of_source[0].schedule, source != "search")
-                node = self._lazy_node(f"{source} of several stages", simplest, pipelines)
-                # Of schedules that nobody asked for, nothing is said unless the node is refined.
-                yield replace(node, is_silent=source == "search" and not asked)
+            # Of schedules that nobody asked for, nothing is said unless the node is refined.
+            yield from self._lazy_node(source, pipelines, source == "search" and not asked)
 
     def recipes(self) -> Iterator[Node]:
         """Megatron's pipelines with SP and ZeRO-1 in the usual order, as first incumbents."""
@@ -174,10 +171,7 @@ class SeveralStages:
         source: Source = "Megatron with SP and ZeRO-1"
         if not self._evaluator.options.forbid & {"sequence", "zero1"} and self._plain_recipes:
             pipelines = equal_pipelines(self.space, source, self._plain_recipes)
-            if pipelines:
-                simplest = Simplicity.of_order(plain_order(self._evaluator.options), True)
-                node = self._lazy_node(f"{source} of several stages", simplest, pipelines)
-                yield replace(node, is_silent=True)  # but for those that are refined
+            yield from self._lazy_node(source, pipelines, is_silent=True)
 
     @property
     def _plain_recipes(self) -> list[PipelineOrder]:
@@ -188,17 +182,22 @@ class SeveralStages:
         return [PipelineOrder(plain_order(options))] if is_searched else []
 
     def _lazy_node(
-        self, name: str, simplest: Simplicity, pipelines: Sequence[EqualPipeline]
-    ) -> Node:
-        """A node of pipelines of one source."""
+        self, source: Source, pipelines: Sequence[EqualPipeline], is_silent: bool
+    ) -> Iterator[Node]:
+        """A node of pipelines of one source; none if there are none."""
+        if not pipelines:
+            return
         least_s = dict[Hashable, float]()
         for of in pipelines:
             if of.shared_key not in least_s:
                 least_s[of.shared_key] = of.shared_s
         waiting = [(least_s[of.shared_key], _SHARED, k, of) for k, of in enumerate(pipelines)]
         recipe = "Megatron" if pipelines[0].is_recipe else ""
-        node = Node(name, min(least_s.values()), simplest, "shared", None, recipe=recipe)
-        return replace(node, refine=partial(self._next_of, node, waiting))
+        schedules = {of.order.schedule for of in pipelines}
+        simplest = min(Simplicity.of_order(word, source != "search") for word in schedules)
+        name, bound_s = f"{source} of several stages", min(least_s.values())
+        node = Node(name, bound_s, simplest, "shared", None, recipe=recipe, is_silent=is_silent)
+        yield replace(node, refine=partial(self._next_of, node, waiting))
 
     def _next_of(self, node: Node, waiting: list[QueuedPipeline], limit_s: float) -> Parts:
         """The pipeline with the least bound on its last level, and those that are left."""

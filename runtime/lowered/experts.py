@@ -100,7 +100,7 @@ class _Experts:
             found = [*of.forward(one.groups, rows, *mine)]
             going.append(one.combine(found, x, n_parts))
             kept.append((rows, *found))
-        return _combined(exchanges, going, len(x)), (of, exchanges, kept)
+        return _join_results(exchanges, going, len(x)), (of, exchanges, kept)
 
     def exchange_backward(
         self, saved: Kept, weights: Sequence[Tensor], gradients: Sequence[Tensor],
@@ -120,8 +120,8 @@ class _Experts:
                     going.append(one.combine(found, upstream, n_parts))
                 else:
                     found.pop(0)
-                of_weights = _placed(of_weights, found, one, len(weights[0]))
-            of_x = _combined(exchanges, going, len(upstream)) if wanted[0] else None
+                of_weights = _put_among_all(of_weights, found, one, len(weights[0]))
+            of_x = _join_results(exchanges, going, len(upstream)) if wanted[0] else None
         return of_x, *self._in_order(of_weights)
 
     def _read(
@@ -208,7 +208,7 @@ def exchanges_of(ids: Tensor, n_local: int, g: Group, n_parts: int) -> Sequence[
     return found
 
 
-def _combined(
+def _join_results(
     exchanges: Sequence[_Exchange], going: Sequence[Pending[Tensor]], n_rows: int
 ) -> Tensor:
     """Rows of all exchanges at their positions."""
@@ -222,7 +222,7 @@ def _combined(
     return out
 
 
-def _placed(
+def _put_among_all(
     whole: list[Tensor | None], found: list[Tensor | None], one: _Exchange, n_local: int
 ) -> list[Tensor | None]:
     """Gradients of some experts' weights, among those of all; `found` is emptied."""
