@@ -5,13 +5,14 @@
 A run is one of `cost/published/published_runs.json`, with its sources there, or one of `OTHERS`.
 Both plans are of the same unmodified model in half precision, on the same GPUs, with the same
 global batch; both steps are simulated. The layout is typed as `Manual`. Where it has several stages
-a rank and is said not to fit, it is simulated with one. The search has two minutes. Columns:
+a rank and is said not to fit, it is simulated with one. The search has two minutes, or the seconds
+after `--limit`. Columns:
 
     published, layout, found  seconds of a step: as published, of the layout, of the plan found
     faster                    how much faster the plan found is than the layout
     cpu                       CPU seconds of the search, without capture
 
-Experts have no layout yet: `Manual(ep=)` is not built. A run takes a minute or two.
+A run takes a minute or two.
 """
 
 from __future__ import annotations
@@ -42,8 +43,11 @@ _LAYOUT = {"interleave": 1, "sp": True, "zero": 1, "recompute": "none", "microba
 # Layouts with cp. 8B and 70B at 8,192 tokens: NVIDIA/dgxc-benchmarking@143b90dd,
 # llama3.1/README_8b.md and README_70b.md. 405B: README_405b.md there, without a step of this size.
 # 8B at 131,072 tokens: NVIDIA/NeMo, docs/source/performance/performance_long_sequence.md (128K, on
-# half as many B200s in float8); what it recomputes is not said. Mixtures: their model cards,
-# without a layout.
+# half as many B200s in float8); what it recomputes is not said. Mixtures: Qwen3 as the published
+# run `bridge_qwen3_30B_h100_16_alltoall`; Mixtral: NVIDIA/NeMo@00138e21,
+# nemo/collections/llm/recipes/mixtral_8x22b.py, on half of the ranks; DeepSeek-V3 as NVIDIA trains
+# it on 1,024 H100s, NVIDIA-NeMo/Megatron-Bridge, docs/training/moe-optimization.md. Of these, the
+# batches, and what is recomputed, are ours.
 OTHERS: dict[str, dict[str, Any]] = {
     "llama-8b-8": {
         **_H100, **_LAYOUT, "gpus": 8, "global_batch": 128, "model": {**_LLAMA, "seq": 8192},
@@ -70,16 +74,20 @@ OTHERS: dict[str, dict[str, Any]] = {
                   "num_attention_heads": 32, "num_key_value_heads": 4, "head_dim": 128,
                   "moe_intermediate_size": 768, "num_experts": 128, "num_experts_per_tok": 8,
                   "vocab_size": 151936},
+        **_LAYOUT, "tp": 1, "cp": 1, "dp": 16, "pp": 1, "ep": 16, "sp": False,
+        "metric": {"iter_seconds": 41.25},
     },
     "mixtral-8x22b-64": {
         **_H100, "gpus": 64, "global_batch": 256, "family": "mixtral",
         "model": {"seq": 4096, "hidden_size": 6144, "num_hidden_layers": 56,
                   "num_attention_heads": 48, "num_key_value_heads": 8,
                   "intermediate_size": 16384, "num_local_experts": 8, "vocab_size": 32768},
+        **_LAYOUT, "tp": 2, "cp": 2, "dp": 4, "pp": 4, "interleave": 14, "ep": 8,
     },
     "deepseek-v3-2048": {
         **_H100, "gpus": 2048, "global_batch": 8192, "family": "deepseek_v3",
         "model": {"seq": 4096},
+        **_LAYOUT, "tp": 2, "cp": 1, "dp": 128, "pp": 8, "interleave": 4, "ep": 64,
     },
 }  # fmt: skip
 RUNS = ("seqsel_t5_175B_full", "meg21_f12_int_B24", *OTHERS)
@@ -141,7 +149,7 @@ def compare(run: Mapping[str, Any], name: str = "") -> Compared:
     if "tp" in run:
         layout = Manual(
             tp=run["tp"], pp=run["pp"], dp=run["dp"], cp=run["cp"], interleave=run["interleave"],
-            sp=run["sp"], zero=run["zero"], recompute=run["recompute"],
+            ep=run.get("ep", 1), sp=run["sp"], zero=run["zero"], recompute=run["recompute"],
             microbatch_size=run["microbatch"],
         )  # fmt: skip
         try:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Hashable, Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 import numpy as np
@@ -63,17 +63,34 @@ def least_bytes(
     """
     again = recomputable.operators_within(analysis) if recomputable else frozenset()
     kept = n_in_flight * analysis.kept_bytes(n_microbatches, again)
-    parameters = least_static_bytes(analysis, cost, optimizer, constraints)
+    parameters = least_static_bytes(analysis, cost, optimizer, constraints, n_microbatches)
     needed = least_at_loss_bytes(analysis, n_microbatches, cost.mesh.n_ranks)
     return parameters + kept / cost.mesh.n_ranks + needed
 
 
 def least_static_bytes(
-    analysis: Analysis, cost: CostModel, optimizer: str, constraints: Constraints
-) -> float:
-    """Lower bound on the bytes per device of parameters, their gradients and optimizer state."""
-    whole = static_bytes(analysis, stored_dtype(analysis), optimizer)
-    return whole / constraints.n_static_shares(cost.mesh.sizes)
+    analysis: Analysis, cost: CostModel, optimizer: str, constraints: Constraints,
+    n_microbatches: int,
+) -> float:  # fmt: skip
+    """Lower bound on the bytes per device of parameters, their gradients and optimizer state.
+
+    Under ZeRO-1 and 2 what operators use is whole on data-parallel ranks, and under ZeRO-1 so are
+    its gradients from the second microbatch on.
+    """
+    dtype, sizes = stored_dtype(analysis), cost.mesh.sizes
+    n_shares = constraints.n_static_shares(sizes)
+    least = static_bytes(analysis, dtype, optimizer) / n_shares
+    if constraints.zero not in (1, 2):
+        return least
+    types = [analysis.types.tensors[n] for n in analysis.program.parameters]
+    trained = [t for t in types if t.has_grad]
+    used = sum(t.size_bytes for t in types)
+    if constraints.zero == 1 and n_microbatches > 1:
+        used += sum(t.gradient_bytes(t.size_bytes) for t in trained)
+    state = static_bytes_per_param(optimizer, dtype).optimizer_bytes
+    kept = sum(t.size_bytes / t.itemsize for t in trained) * state
+    n_of_uses = replace(constraints, zero=0).n_static_shares(sizes)
+    return max(least, kept / n_shares + used / n_of_uses)
 
 
 def least_step_s(analysis: Analysis, cost: CostModel) -> float:

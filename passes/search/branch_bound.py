@@ -36,7 +36,7 @@ _MOST_IN_A_ROW = 8
 # without a faster plan, the last ones refine what is nearest to a plan, not what has the least
 # bound. A dive of one stage ends after four: what runs again, two solved, one simulated.
 _DIVES_REL, _DIVES_EVERY, _DIVE_LENGTH = 0.05, 24, 4
-# Levels of one stage on the way to a plan.
+# Levels on the way to a plan.
 _DEPTHS = {"free": 1, "rerun": 2, "solved": 3}
 # Of a node whose solver gave up.
 NOT_IN_TIME = "no placements found in time"
@@ -81,8 +81,8 @@ class Node:
 
     @property
     def depth(self) -> int:
-        """How near it is to a plan: 0 if it is none of one stage."""
-        return 0 if self.recipe else _DEPTHS.get(self.level, 0)
+        """How near it is to a plan."""
+        return _DEPTHS.get(self.level, 0)
 
     @property
     def row_name(self) -> str:

@@ -340,9 +340,9 @@ class Evaluator:
         key = part, view.n_ranks
         if key not in self._least_rerun:
             self._least_rerun[key] = LeastRerun(part, self.recomputable, cost)
-        static = least_static_bytes(part, cost, self.options.optimizer, limits)
-        left_bytes = self.budget_bytes - static
-        return self._least_rerun[key](stage.n_microbatches, stage.depth, left_bytes)
+        m, optimizer = stage.n_microbatches, self.options.optimizer
+        left_bytes = self.budget_bytes - least_static_bytes(part, cost, optimizer, limits, m)
+        return self._least_rerun[key](m, stage.depth, left_bytes)
 
     def runs(self, part: Analysis) -> tuple[Run, ...]:
         """The repeated blocks of a program or stage, aligned with what may be recomputed."""

@@ -170,6 +170,18 @@ class RecipeNodes:
                 return [replace(node, note=NOT_IN_TIME)]
         return []
 
+    def rule_out(self, candidate: Candidate) -> bool:
+        """Is it too large even where all runs again? Nothing is solved."""
+        is_too_large = not _may_fit(self._evaluators[-1], candidate)
+        if is_too_large:
+            self.levels.impossible(self._too_little_memory(candidate), candidate)
+        return is_too_large
+
+    def _too_little_memory(self, candidate: Candidate) -> InfeasibleError:
+        leanest = self._evaluators[-1]
+        least_bytes = leanest.size_bound_bytes(candidate)
+        return too_little_memory(leanest.budget_bytes, least_bytes, candidate.name)
+
     def _free(self, node: Node, series: Sequence[Sequence[Candidate]]) -> Parts:
         """As if memory had no limit: fewest microbatches, nothing runs again.
 
@@ -178,10 +190,7 @@ class RecipeNodes:
         small = self._small(series)
         first = next(small, None)
         if first is None:
-            evaluator, leanest = self._evaluators[-1], series[-1][-1]
-            least_bytes = evaluator.size_bound_bytes(leanest)
-            error = too_little_memory(evaluator.budget_bytes, least_bytes, leanest.name)
-            self.levels.impossible(error, leanest)
+            self.levels.impossible(self._too_little_memory(series[-1][-1]), series[-1][-1])
             return []
         evaluator, candidate = self._evaluators[0], series[0][0]
         try:

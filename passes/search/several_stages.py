@@ -24,7 +24,7 @@ from __future__ import annotations
 import math
 from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 
 import numpy as np
 
@@ -173,6 +173,10 @@ class SeveralStages:
             pipelines = equal_pipelines(self.space, source, self._plain_recipes)
             yield from self._lazy_node(source, pipelines, is_silent=True)
 
+    @cached_property
+    def _recipes(self) -> RecipeNodes:
+        return RecipeNodes(self.levels, slack_rel=0.0)
+
     @property
     def _plain_recipes(self) -> list[PipelineOrder]:
         """The usual order, if recipes may have it."""
@@ -208,6 +212,8 @@ class SeveralStages:
             bound_s, level, k, pipeline = of
             if level == _last_level(pipeline):
                 parts.append(self._unplaced(node, bound_s, pipeline))
+                continue
+            if pipeline.is_recipe and self._recipes.rule_out(pipeline.candidate):
                 continue
             effort.n_bounded += _COSTS[level] * self.space.layer_bounds.n_distinct
             tighter_s = self._tighter_s(pipeline, level, self._enough_s(limit_s))
@@ -252,7 +258,7 @@ class SeveralStages:
             simplest = Simplicity.searched_on(candidate)
             found = Node(candidate.name, bound_s, simplest, "priced", None)
             return replace(found, refine=partial(self._search_placements, found, pipeline))
-        recipe = RecipeNodes(self.levels, slack_rel=0.0).root([candidate])
+        recipe = self._recipes.root([candidate])
         found = replace(recipe, bound_s=bound_s, row=candidate.row, level="layers")
         return replace(found, refine=partial(self._place, found, recipe))
 
@@ -297,8 +303,9 @@ class SeveralStages:
 
     def _bound_by_layers(self, node: Node, pipeline: EqualPipeline, limit_s: float) -> Parts:
         candidate = pipeline.candidate
-        nodes = RecipeNodes(self.levels, slack_rel=0.0)
-        recipe = nodes.root([candidate])
+        if pipeline.is_recipe and self._recipes.rule_out(candidate):
+            return []
+        recipe = self._recipes.root([candidate])
         bound_s = max(node.bound_s, pipeline.layered_s)
         if bound_s >= limit_s:  # its name would be one of many
             return [node.after("layers", bound_s, recipe.refine)]
