@@ -17,7 +17,7 @@ A run takes a minute or two.
 
 from __future__ import annotations
 
-import sys
+import argparse
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -87,7 +87,8 @@ OTHERS: dict[str, dict[str, Any]] = {
     "deepseek-v3-2048": {
         **_H100, "gpus": 2048, "global_batch": 8192, "family": "deepseek_v3",
         "model": {"seq": 4096},
-        **_LAYOUT, "tp": 2, "cp": 1, "dp": 128, "pp": 8, "interleave": 4, "ep": 64,
+        **_LAYOUT, "tp": 2, "cp": 1, "dp": 128, "pp": 8, "interleave": 4, "ep": 64, "etp": 1,
+        "recompute": "full",
     },
 }  # fmt: skip
 RUNS = ("seqsel_t5_175B_full", "meg21_f12_int_B24", *OTHERS)
@@ -132,7 +133,8 @@ def model_of(run: Mapping[str, Any]) -> Captured:
     )  # fmt: skip
 
 
-def compare(run: Mapping[str, Any], name: str = "") -> Compared:
+def compare(run: Mapping[str, Any], name: str = "", limit_s: float = 120.0) -> Compared:
+    """`limit_s`: what the search may take."""
     with torch.device("meta"):
         model, inputs, loss_fn = model_of(run)
     hardware = next(name for word, name in _HARDWARE.items() if word in run["hardware"])
@@ -140,7 +142,7 @@ def compare(run: Mapping[str, Any], name: str = "") -> Compared:
     mesh = Mesh((run["gpus"] // _N_LOCAL, _N_LOCAL), hardware=hardware)
 
     def planned(**options: Any) -> Plan:
-        asked = Options.of(loss_fn=loss_fn, time_limit_s=120.0, **options)
+        asked = Options.of(loss_fn=loss_fn, time_limit_s=limit_s, **options)
         return plan_program(program, mesh, inputs, asked)
 
     began_s = time.process_time()
@@ -149,8 +151,8 @@ def compare(run: Mapping[str, Any], name: str = "") -> Compared:
     if "tp" in run:
         layout = Manual(
             tp=run["tp"], pp=run["pp"], dp=run["dp"], cp=run["cp"], interleave=run["interleave"],
-            ep=run.get("ep", 1), sp=run["sp"], zero=run["zero"], recompute=run["recompute"],
-            microbatch_size=run["microbatch"],
+            ep=run.get("ep", 1), etp=run.get("etp"), sp=run["sp"], zero=run["zero"],
+            recompute=run["recompute"], microbatch_size=run["microbatch"],
         )  # fmt: skip
         try:
             layout_s = planned(manual=layout).data.objective_s
@@ -163,11 +165,15 @@ def compare(run: Mapping[str, Any], name: str = "") -> Compared:
     return Compared(name or run["id"], *seconds, found.data.chosen, cpu_s, note)
 
 
-def main(names: list[str]) -> int:
+def main() -> None:
+    arguments = argparse.ArgumentParser()
+    arguments.add_argument("names", nargs="*", default=RUNS)
+    arguments.add_argument("--limit", type=float, default=120.0, metavar="SECONDS")
+    given = arguments.parse_args()
     runs = {run["id"]: run for run in read_runs().runs} | OTHERS
     table = Table("run", "published", "layout", "found", "faster", "cpu", "plan found")
-    for name in names or RUNS:
-        row = compare(runs[name], name)
+    for name in given.names:
+        row = compare(runs[name], name, given.limit)
         published, layout = (
             "-" if s is None else format_seconds(s) for s in (row.published_s, row.layout_s)
         )
@@ -177,8 +183,7 @@ def main(names: list[str]) -> int:
             "\n".join(text for text in (row.chosen, row.note) if text),
         )  # fmt: skip
         Console(highlight=False, width=120).print(table)
-    return 0
 
 
 if __name__ == "__main__":
-    raise SystemExit(main(sys.argv[1:]))
+    main()

@@ -32,6 +32,7 @@ from autopar.passes.inter.recipes import (
     check_ranks,
     equal_pipelines,
     fewest_chunks,
+    numbers_of_experts,
     recipe_limits,
 )
 from autopar.passes.inter.space import PipelineSpace
@@ -77,6 +78,7 @@ __all__ = [
     "has_plain_order",
     "microbatch_counts",
     "n_operators",
+    "numbers_of_experts",
     "operator_flops",
     "other_orders",
     "pinnable_views",

@@ -21,12 +21,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from autopar.arrays import Array, BoolArray
-from autopar.cost.memory import static_bytes_per_param
 from autopar.mesh import Link, Mesh
 from autopar.passes.analysis import Analysis, stored_dtype
 from autopar.passes.inter.layers import Layers, sums_of_ranges
 from autopar.passes.inter.messages import LeastMessages
-from autopar.passes.intra import static_bytes_of
+from autopar.passes.intra import static_parts
 from autopar.passes.solvers.stages import StageProblem, least_span_s, span_s
 
 
@@ -71,7 +70,8 @@ def shared_step_bound_s(
 class StageBounds:
     """Least seconds and bytes of every range of layers of one program, [first layer, last layer].
 
-    `shared_s` is divided by devices and microbatches, `static_bytes` by devices. `launches_s` is
+    `shared_s` is divided by devices and microbatches. `static_parts` are those of parameters
+    (`passes/intra/least.py`), in the first layer that reads them: [4, ...]. `launches_s` is
     paid in full on every device for every microbatch. `forward_s` has both of forward alone, of
     each layer. `is_possible` has the ranges with a parameter
     to optimise. `is_1f1b` is the order of microbatches. `given` has the devices of each stage, if
@@ -80,7 +80,7 @@ class StageBounds:
 
     shared_s: Array
     launches_s: Array
-    static_bytes: Array
+    static_parts: Array
     messages: LeastMessages
     is_possible: BoolArray
     forward_s: Array
@@ -101,11 +101,11 @@ class StageBounds:
             for times_s in (phases_s[0], phases_s.sum(axis=0))
         )
         static, learns = _parameters(analysis, layers, optimizer)
-        ranges = np.triu(np.ones_like(sums_of_ranges(static), dtype=bool))
+        ranges = np.triu(np.ones((layers.n_layers, layers.n_layers), dtype=bool))
         is_possible = ranges & (sums_of_ranges(learns) > 0)
-        shared_s, launched_s, static = map(sums_of_ranges, (*of_layers, static))
+        shared_s, launched_s, *parts = map(sums_of_ranges, (*of_layers, *static))
         messages = LeastMessages.of(analysis, layers, links)
-        least = shared_s, launched_s, static, messages, is_possible, forward_s
+        least = shared_s, launched_s, np.stack(parts), messages, is_possible, forward_s
         return StageBounds(*least, budget_bytes, is_1f1b, given)
 
     def each_s(self, n_ranks: int, n_microbatches: int) -> Array:
@@ -129,7 +129,7 @@ class StageBounds:
 
     def may_be(self, n_ranks: int) -> BoolArray:
         """[first layer, last layer]: may it be a stage of `n_ranks` devices?"""
-        fits: BoolArray = self.static_bytes / n_ranks <= self.budget_bytes
+        fits: BoolArray = self.static_parts[0] / n_ranks <= self.budget_bytes
         if self.given:
             fits &= np.diag(np.equal(self.given, n_ranks))
         return self.is_possible & fits
@@ -172,14 +172,14 @@ class StageBounds:
 
 
 def _parameters(analysis: Analysis, layers: Layers, optimizer: str) -> tuple[Array, Array]:
-    """[layers] each: static bytes of every parameter, in the first layer that reads it; and how
-    many parameters that learn each layer reads."""
+    """`static_parts` of the parameters that each layer is the first to read, [4, layers]; and how
+    many parameters that learn it reads, [layers]."""
     types, infos, seen = analysis.types.tensors, analysis.program.parameters, set[str]()
-    each = static_bytes_per_param(optimizer, stored_dtype(analysis)).total_bytes
-    static, learns = np.zeros((2, layers.n_layers))
+    static, learns = np.zeros((4, layers.n_layers)), np.zeros(layers.n_layers)
     for layer, (first, end) in enumerate(layers.ranges):
         read = {n for o in analysis.operators[first:end] for n in o.inputs} & infos.keys()
-        static[layer] = sum(static_bytes_of(types[n], each) for n in read - seen)
+        new = (types[n] for n in read - seen)
+        static[:, layer] = static_parts(new, stored_dtype(analysis), optimizer)
         learns[layer] = sum(infos[n].requires_grad for n in read)
         seen |= read
     return static, learns

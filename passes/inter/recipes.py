@@ -41,7 +41,7 @@ from autopar.passes.inter.layers import MOST_LAYERS, balance
 from autopar.passes.inter.orders import PipelineOrder, orders_of, plain_order
 from autopar.passes.inter.space import PipelineSpace
 from autopar.passes.inter.submeshes import distinct_views, view_at, views_text
-from autopar.passes.intra import Constraints, recipe_roles
+from autopar.passes.intra import Constraints, least_shared_bytes, recipe_roles
 from autopar.passes.solvers.problem import BUDGET_REL
 from autopar.rules import rule_for
 from autopar.schedule import (
@@ -84,11 +84,19 @@ class EqualPipeline:
         if self.order.schedule == plain_order(self.space.options):
             return bounds.span_of(self.last_layers, n_ranks, m)
         ranges = self._firsts, self.last_layers
-        static = np.bincount(self._devices, bounds.static_bytes[ranges]).max() / n_ranks
+        static = np.bincount(self._devices, bounds.static_parts[0][ranges]).max() / n_ranks
         if static > self.space.budget_bytes * (1 + BUDGET_REL):
             return math.inf
         work_s = m * bounds.each_s(n_ranks, m)[ranges]
         return self._shared_step_s(work_s, work_s)
+
+    @property
+    def may_fit(self) -> bool:
+        """May its parameters, gradients and state fit? It costs nothing."""
+        parts = self.space.bounds.static_parts[:, self._firsts, self.last_layers]
+        on = self.space.constraints(self.view), self.view.sizes, self.n_microbatches
+        of_devices = np.bincount(self._devices, least_shared_bytes(parts, *on))
+        return bool(of_devices.max() <= self.space.budget_bytes * (1 + BUDGET_REL))
 
     @property
     def layered_s(self) -> float:
@@ -358,18 +366,10 @@ def check_experts(manual: Manual, analysis: Analysis) -> None:
     """Raises `OptionError` if the recipe divides experts that the model has not, or not so many."""
     if manual.ep == 1:
         return
-    program = analysis.program
-    numbers = {
-        operator.call.inputs[i][dim]: program.sources.get(operator.name)
-        for operator in analysis.operators
-        for name in rule_for(str(operator.call.op)).uneven_names
-        for i, term in enumerate(operator.notation.inputs)
-        for dim, names in enumerate(term)
-        if names == (name,)
-    }
+    numbers, name = numbers_of_experts(analysis), analysis.program.model_name
     if not numbers:
         raise OptionError(
-            f"Manual(ep={manual.ep}): {program.model_name} has no experts that rows choose by id",
+            f"Manual(ep={manual.ep}): {name} has no experts that rows choose by id",
             hint="leave ep out",
         )
     for n, where in numbers.items():
@@ -379,6 +379,18 @@ def check_experts(manual: Manual, analysis: Analysis) -> None:
                 where=where,
                 hint="make ep a divisor of the number of experts",
             )
+
+
+def numbers_of_experts(analysis: Analysis) -> dict[int, str | None]:
+    """Numbers of experts that rows choose by id -> where a mixture has so many."""
+    return {
+        operator.call.inputs[i][dim]: analysis.program.sources.get(operator.name)
+        for operator in analysis.operators
+        for name in rule_for(str(operator.call.op)).uneven_names
+        for i, term in enumerate(operator.notation.inputs)
+        for dim, names in enumerate(term)
+        if names == (name,)
+    }
 
 
 def recipe_limits(options: Options, manual: Manual | None) -> Constraints:

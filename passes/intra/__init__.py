@@ -34,12 +34,12 @@ from autopar.passes.intra.least import (
     LeastRerun,
     least_bytes,
     least_phases_s,
+    least_shared_bytes,
     least_static_bytes,
     least_step_s,
     least_times_s,
     shared_s,
-    static_bytes,
-    static_bytes_of,
+    static_parts,
     unpadded_static_bytes,
 )
 from autopar.passes.intra.member_prices import Moved, joint_lowering, operator_times_s
@@ -65,6 +65,7 @@ __all__ = [
     "joint_lowering",
     "least_bytes",
     "least_phases_s",
+    "least_shared_bytes",
     "least_static_bytes",
     "least_step_s",
     "least_times_s",
@@ -72,8 +73,7 @@ __all__ = [
     "recipe_cost",
     "recipe_roles",
     "shared_s",
-    "static_bytes",
-    "static_bytes_of",
+    "static_parts",
     "too_little_memory",
     "unpadded_static_bytes",
 ]

@@ -7,7 +7,7 @@ no collective runs. `LeastRerun` says what a memory budget costs at least in rec
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Hashable, Iterable, Iterator
+from collections.abc import Collection, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 
@@ -28,11 +28,34 @@ from autopar.placement import TensorType
 from autopar.rules import rule_for
 
 
-def static_bytes(analysis: Analysis, dtype: torch.dtype, optimizer: str) -> float:
-    """Bytes of all parameters, with gradients and optimizer state for those that are trained."""
-    types = analysis.types.tensors
-    each = static_bytes_per_param(optimizer, dtype).total_bytes
-    return sum(static_bytes_of(types[n], each) for n in analysis.program.parameters)
+def static_parts(tensors: Iterable[TensorType], dtype: torch.dtype, optimizer: str) -> Array:
+    """[4]: unsharded bytes of parameters of which `dtype` is stored: all, with gradients and
+    optimizer state; what operators use; its gradients; the optimizer state."""
+    static, parts = static_bytes_per_param(optimizer, dtype), np.zeros(4)
+    for t in tensors:
+        trained = np.array([t.gradient_bytes(t.size_bytes), t.size_bytes / t.itemsize])
+        parts[0] += static_bytes_of(t, static.total_bytes)
+        parts[1] += t.size_bytes
+        parts[2:] += t.has_grad * trained * (1.0, static.optimizer_bytes)
+    return parts
+
+
+def least_shared_bytes(
+    parts: Array, constraints: Constraints, sizes: Sequence[int], n_microbatches: int
+) -> Array:
+    """Lower bound on the bytes per device of `static_parts`, [4, ...], on a mesh of such axes.
+
+    Under ZeRO-1 and 2 what operators use is whole on data-parallel ranks, and under ZeRO-1 so are
+    its gradients from the second microbatch on.
+    """
+    (whole, used, gradients, state), n_shares = parts, constraints.n_static_shares(sizes)
+    least: Array = whole / n_shares
+    if constraints.zero not in (1, 2):
+        return least
+    if constraints.zero == 1 and n_microbatches > 1:
+        used = used + gradients
+    n_of_uses = replace(constraints, zero=0).n_static_shares(sizes)
+    return np.maximum(least, state / n_shares + used / n_of_uses)
 
 
 def unpadded_static_bytes(analysis: Analysis, optimizer: str) -> float:
@@ -72,25 +95,10 @@ def least_static_bytes(
     analysis: Analysis, cost: CostModel, optimizer: str, constraints: Constraints,
     n_microbatches: int,
 ) -> float:  # fmt: skip
-    """Lower bound on the bytes per device of parameters, their gradients and optimizer state.
-
-    Under ZeRO-1 and 2 what operators use is whole on data-parallel ranks, and under ZeRO-1 so are
-    its gradients from the second microbatch on.
-    """
-    dtype, sizes = stored_dtype(analysis), cost.mesh.sizes
-    n_shares = constraints.n_static_shares(sizes)
-    least = static_bytes(analysis, dtype, optimizer) / n_shares
-    if constraints.zero not in (1, 2):
-        return least
-    types = [analysis.types.tensors[n] for n in analysis.program.parameters]
-    trained = [t for t in types if t.has_grad]
-    used = sum(t.size_bytes for t in types)
-    if constraints.zero == 1 and n_microbatches > 1:
-        used += sum(t.gradient_bytes(t.size_bytes) for t in trained)
-    state = static_bytes_per_param(optimizer, dtype).optimizer_bytes
-    kept = sum(t.size_bytes / t.itemsize for t in trained) * state
-    n_of_uses = replace(constraints, zero=0).n_static_shares(sizes)
-    return max(least, kept / n_shares + used / n_of_uses)
+    """Lower bound on the bytes per device of parameters, their gradients and optimizer state."""
+    tensors = (analysis.types.tensors[n] for n in analysis.program.parameters)
+    parts = static_parts(tensors, stored_dtype(analysis), optimizer)
+    return float(least_shared_bytes(parts, constraints, cost.mesh.sizes, n_microbatches))
 
 
 def least_step_s(analysis: Analysis, cost: CostModel) -> float:

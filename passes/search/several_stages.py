@@ -41,6 +41,7 @@ from autopar.passes.inter import (
     equal_pipelines,
     fewest_chunks,
     has_plain_order,
+    numbers_of_experts,
     other_orders,
     plain_order,
 )
@@ -166,7 +167,10 @@ class SeveralStages:
             yield from self._lazy_node(source, pipelines, source == "search" and not asked)
 
     def recipes(self) -> Iterator[Node]:
-        """Megatron's pipelines with SP and ZeRO-1 in the usual order, as first incumbents."""
+        """Megatron's pipelines with SP and ZeRO-1 in the usual order, as first incumbents; none of
+        a mixture, of which they keep all experts on each data-parallel rank."""
+        if numbers_of_experts(self.space.analysis):
+            return
         self._are_recipes_known = True
         source: Source = "Megatron with SP and ZeRO-1"
         if not self._evaluator.options.forbid & {"sequence", "zero1"} and self._plain_recipes:
@@ -192,16 +196,18 @@ class SeveralStages:
         if not pipelines:
             return
         least_s = dict[Hashable, float]()
-        for of in pipelines:
+        may_fit = [of for of in pipelines if not of.is_recipe or of.may_fit]
+        for of in may_fit:
             if of.shared_key not in least_s:
                 least_s[of.shared_key] = of.shared_s
-        waiting = [(least_s[of.shared_key], _SHARED, k, of) for k, of in enumerate(pipelines)]
+        waiting = [(least_s[of.shared_key], _SHARED, k, of) for k, of in enumerate(may_fit)]
         recipe = "Megatron" if pipelines[0].is_recipe else ""
         schedules = {of.order.schedule for of in pipelines}
         simplest = min(Simplicity.of_order(word, source != "search") for word in schedules)
-        name, bound_s = f"{source} of several stages", min(least_s.values())
+        name, bound_s = f"{source} of several stages", min(least_s.values(), default=math.inf)
         node = Node(name, bound_s, simplest, "shared", None, recipe=recipe, is_silent=is_silent)
-        yield replace(node, refine=partial(self._next_of, node, waiting))
+        refine = partial(self._next_of, node, waiting)
+        yield replace(node, refine=refine) if waiting else replace(node, note=_NONE)
 
     def _next_of(self, node: Node, waiting: list[QueuedPipeline], limit_s: float) -> Parts:
         """The pipeline with the least bound on its last level, and those that are left."""

@@ -12,8 +12,14 @@ from autopar.cost.laws import CostModel
 from autopar.errors import InfeasibleError
 from autopar.mesh import LogicalMesh
 from autopar.options import Options
-from autopar.passes.analysis import Analysis, Recomputable, stored_dtype
-from autopar.passes.intra import Constraints, LeastRerun, PlacementRequest, choose, static_bytes
+from autopar.passes.analysis import Analysis, Recomputable
+from autopar.passes.intra import (
+    Constraints,
+    LeastRerun,
+    PlacementRequest,
+    choose,
+    least_static_bytes,
+)
 from tests.helpers.captures import captured
 from tests.helpers.harness import language_model, tiny_gpt2, tiny_llama
 from tests.helpers.jobs import rows
@@ -62,7 +68,7 @@ def test_no_optimum_within_a_budget_is_below_the_bound(
     assert recomputable is not None
     ask = PlacementRequest(cost, n_microbatches, Constraints())
     least_rerun_s = LeastRerun(analysis, recomputable, cost)
-    static = static_bytes(analysis, stored_dtype(analysis), "adamw") / cost.mesh.n_ranks
+    static = least_static_bytes(analysis, cost, "adamw", Constraints(), n_microbatches)
     free = choose(analysis, ask, "adamw", None)
     with pytest.raises(InfeasibleError) as error:
         choose(analysis, ask, "adamw", 0.0, recomputable=recomputable)
