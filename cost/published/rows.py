@@ -34,6 +34,7 @@ from autopar.cost.transformer import (
     Recipe,
     Recompute,
     TransformerShape,
+    model_flops_per_token,
 )
 from autopar.errors import NotSupportedError, OptionError
 
@@ -292,4 +293,4 @@ def _published_flops(row: Row, shape: TransformerShape, tokens: int) -> float:
         s, h, layers = shape.seq, shape.hidden, shape.layers
         per_token = 96 * layers * h**2 * (1 + s / (6 * h) + shape.vocab / (16 * layers * h))
         return tokens * per_token
-    return tokens * shape.model_flops_per_token
+    return tokens * model_flops_per_token(shape)

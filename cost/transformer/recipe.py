@@ -7,7 +7,7 @@ Experts are spread over ep of the dp x cp x tp ranks of a stage.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from typing import Literal
 
 from autopar.errors import OptionError
@@ -78,25 +78,15 @@ class Recipe:
         """Stages of the schedule: several per device if they interleave."""
         return self.pp * self.interleave
 
-    @property
+    @cached_property
     def schedule(self) -> Schedule:
         """The order of actions on every device; messages are those of a chain of stages."""
-        return _schedule(self.order, self.pp, self.interleave, self.n_microbatches)
+        if self.order == "zero-bubble-2":
+            return zero_bubble(range(self.pp), self.n_microbatches, zb_h2=True)
+        word = "1f1b" if self.interleave == 1 and self.order == "interleaved" else self.order
+        return ORDERS[word](devices_of(word, self.pp, self.interleave), self.n_microbatches)
 
-    @property
+    @cached_property
     def script(self) -> Script:
         """That schedule, with each message sent as soon as it is made."""
-        return _script(self.order, self.pp, self.interleave, self.n_microbatches)
-
-
-@lru_cache(maxsize=64)
-def _schedule(order: Order, n_devices: int, n_chunks: int, n_microbatches: int) -> Schedule:
-    if order == "zero-bubble-2":
-        return zero_bubble(range(n_devices), n_microbatches, zb_h2=True)
-    word = "1f1b" if n_chunks == 1 and order == "interleaved" else order
-    return ORDERS[word](devices_of(word, n_devices, n_chunks), n_microbatches)
-
-
-@lru_cache(maxsize=64)
-def _script(order: Order, n_devices: int, n_chunks: int, n_microbatches: int) -> Script:
-    return script_of(_schedule(order, n_devices, n_chunks, n_microbatches), sends_as_made=True)
+        return script_of(self.schedule, sends_as_made=True)
