@@ -37,7 +37,7 @@ from autopar.cost.hardware import FEATURES, Loss, Software, load_software
 from autopar.cost.transformer import Recipe, TransformerShape
 from autopar.errors import NotSupportedError, OptionError
 
-ARXIV = re.compile(r"arXiv (\d{4}\.\d{4,5})")
+_ARXIV = re.compile(r"arXiv (\d{4}\.\d{4,5})")
 _AFTER_FLASH = ("h100", "h200", "b200", "gb200", "mi300x", "rtx-4090", "rtx-5090", "l40s", "l4")
 _TP_OVERLAPPED = re.compile(r"\btp\b[^.;]*\boverlapped")
 _EP_OVERLAPPED = re.compile(r"\bep communication overlapped")
@@ -87,6 +87,12 @@ def software_of_row(
     return replace(software, **derived | given)
 
 
+def arxiv_of(row: Mapping[str, Any]) -> str | None:
+    """The arXiv number of a row's source, if that is a paper there."""
+    found = _ARXIV.search(str(row.get("source", "")))
+    return found[1] if found else None
+
+
 def is_float8(row: Mapping[str, Any]) -> bool:
     """Whether a row's layers multiply in float8."""
     return "fp8" in str(row.get("dtype")).lower()
@@ -100,6 +106,6 @@ def _name(row: Mapping[str, Any], recipe: Recipe, words: str) -> str:
         return "megatron-deepspeed"
     if str(row["profile"]).startswith(_AFTER_FLASH):
         return "transformer-engine"
-    arxiv = ARXIV.search(str(row.get("source", "")))
-    is_recent = float(arxiv[1]) >= 2205 if arxiv else row.get("dtype") == "bf16"
+    arxiv = arxiv_of(row)
+    is_recent = float(arxiv) >= 2205 if arxiv else row.get("dtype") == "bf16"
     return "megatron-core" if is_recent else "megatron-2021"

@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autopar.cost.hardware import Software
+import torch
+
+from autopar.cost.hardware import Profile, Quantity, Software, load_profile
 from autopar.cost.memory import Setting
-from autopar.cost.published.features import ARXIV, is_float8, software_of_row
+from autopar.cost.published.features import arxiv_of, is_float8, software_of_row
 from autopar.cost.transformer import (
     Experts,
     Latent,
@@ -33,12 +35,14 @@ from autopar.cost.transformer import (
     Order,
     Recipe,
     Recompute,
+    StepModel,
     TransformerShape,
     model_flops_per_token,
+    training_dtype,
 )
 from autopar.errors import NotSupportedError, OptionError
 
-_NO_BF16 = ("v100",)
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NOT_SUPPORTED = {
     "encoder_layers": "an encoder beside a decoder",
     "mtp_layers": "layers that predict further tokens",
@@ -53,10 +57,11 @@ _MODULES: dict[str, Module] = {
     "norm": "norm", "layernorm": "norm", "act": "activation", "moe_act": "activation",
     "core_attn": "core", "attn": "core", "mlp": "feed-forward", "moe": "feed-forward",
 }  # fmt: skip
-_OVERRIDES = {
+# A node is a domain of NVLink. Of the 72 GPUs in a rack, layouts use 64.
+_DEVICES_PER_NODE = {"gb200": 64}
+_LINKS = {
     "internode_bytes_per_s_per_device": "link.inter_node.s_per_byte",
     "intranode_bytes_per_s_per_device": "link.intra_node.s_per_byte",
-    "devices_per_node": "devices_per_node",
 }
 _LATENT = ("kv_rank", "rotary_head_dim", "v_head_dim")
 _OPEN = ("microbatch", "interleave", "sp", "recompute", "zero")
@@ -68,23 +73,30 @@ class PublishedRun:
     """One run. `step_time_s`, `memory_bytes`: the published values, or None.
 
     assumed: the values that the row does not give, with the defaults that they took.
-    open_fields: those of its layout, which `predict.py` chooses.
+    open_fields: those of its layout, which `settle` chooses.
     """
 
     id: str
     paper: str
-    profile: str
+    profile: Profile
+    devices_per_node: int
     shape: TransformerShape
     recipe: Recipe
     software: Software
-    dtype: str
-    overrides: Mapping[str, float]
+    dtype: torch.dtype
     step_time_s: float | None
     memory_bytes: float | None
-    memory_rank: MemoryRank = "fullest"
-    setting: Setting = "default"
-    assumed: tuple[str, ...] = field(default=())
-    open_fields: tuple[str, ...] = field(default=())
+    memory_rank: MemoryRank
+    setting: Setting
+    assumed: tuple[str, ...]
+    open_fields: tuple[str, ...]
+
+    def step(self, software: Software | None = None) -> StepModel:
+        """The model of a step with the run's software, or with another one."""
+        return StepModel.of(
+            self.shape, self.recipe, software or self.software, self.profile, self.dtype,
+            self.devices_per_node,
+        )  # fmt: skip
 
 
 @dataclass
@@ -111,55 +123,63 @@ def read_row(row: Row) -> PublishedRun:
     Raises `NotSupportedError` with the reason if the row must be skipped.
     """
     reader, extra = _Reader(row), row.get("extra") or {}
-    profile, source = row.get("profile"), str(row.get("source", ""))
-    if not profile:
-        raise NotSupportedError("profile is unknown")
-    if profile == "b200" and "gb200" in str(row.get("hardware")).lower():
-        profile = "gb200"  # the same chip in a rack that feeds it more power
+    profile, devices_per_node = _machine(reader)
     shape = _shape(reader)
     dtype = row.get("dtype") or reader.assume(
-        "dtype", "fp16" if str(profile).startswith(_NO_BF16) else "bf16"
+        "dtype", "bf16" if training_dtype(profile) == torch.bfloat16 else "fp16"
     )
     recipe, gib = _recipe(reader, shape), (row.get("metric") or {}).get("mem_gib")
     step_time_s = _step_time_s(row, shape, recipe)
     if is_float8(row) and (step_time_s or gib is None):
         dtype, gib = "bf16", None  # what libraries keep in float8 is not known
-    if dtype not in ("fp16", "bf16"):
+    if dtype not in _DTYPES:
         raise NotSupportedError(f"dtype {dtype!r}")
-    arxiv = ARXIV.search(source)
+    rank = row.get("memory_rank", extra.get("memory_rank", "fullest"))
+    if not isinstance(rank, int) and rank not in ("fullest", "first", "last"):
+        raise NotSupportedError(f"memory of rank {rank!r}")
+    arxiv, source = arxiv_of(row), str(row.get("source", ""))
+    # A run that names a schedule says nothing else by leaving the rest out.
+    is_open = not row.get("schedule")
     return PublishedRun(
         id=str(row["id"]),
         # A source that is no paper begins with a repository.
-        paper=arxiv[0] if arxiv else re.split(r"[@ ]", source, maxsplit=1)[0],
-        profile=str(profile),
+        paper=f"arXiv {arxiv}" if arxiv else re.split(r"[@ ]", source, maxsplit=1)[0],
+        profile=profile,
+        devices_per_node=devices_per_node,
         shape=shape,
         recipe=recipe,
         software=software_of_row(row, shape, recipe, dtype),
-        dtype=dtype,
-        overrides=_overrides(reader),
+        dtype=_DTYPES[dtype],
         step_time_s=step_time_s,
         memory_bytes=None if gib is None else float(gib) * 2**30,
-        memory_rank=_memory_rank(row.get("memory_rank", extra.get("memory_rank", "fullest"))),
+        memory_rank=rank,
         setting="expandable" if "expandable" in extra.get("allocator", "") else "default",
         assumed=tuple(reader.assumed),
-        # A run that names a schedule says nothing else by leaving the rest out.
-        open_fields=()
-        if row.get("schedule")
-        else tuple(
+        open_fields=tuple(
             name
             for name in _OPEN
-            if row.get(name) is None and (name != "interleave" or recipe.pp > 1)
+            if is_open and row.get(name) is None and (name != "interleave" or recipe.pp > 1)
         ),
     )
 
 
-def _memory_rank(rank: Any) -> MemoryRank:
-    """Whose peak a row states."""
-    match rank:
-        case int() | "fullest" | "first" | "last":
-            return rank
-        case _:
-            raise NotSupportedError(f"memory of rank {rank!r}")
+def _machine(reader: _Reader) -> tuple[Profile, int]:
+    """The profile with the row's own rates of links, and devices per node."""
+    row, name = reader.row, reader.row.get("profile")
+    if not name:
+        raise NotSupportedError("profile is unknown")
+    if name == "b200" and "gb200" in str(row.get("hardware")).lower():
+        name = "gb200"  # the same chip in a rack that feeds it more power
+    profile, each = load_profile(name), _DEVICES_PER_NODE.get(name, 8)
+    links = {}
+    for key, value in (row.get("overrides") or {}).items():
+        if key == "devices_per_node":
+            each = int(value or each)
+        elif value and key in _LINKS:
+            links[_LINKS[key]] = Quantity(1.0 / float(value), "the row")
+        elif value:
+            reader.assumed.append(f"override {key} is not read; the profile's figure holds")
+    return replace(profile, quantities={**profile.quantities, **links}), each
 
 
 def _shape(reader: _Reader) -> TransformerShape:
@@ -182,8 +202,7 @@ def _shape(reader: _Reader) -> TransformerShape:
         head_dim = int(mla["qk_head_dim"])
     elif mla:
         reader.assume("latent attention of unknown ranks", "read as plain")
-    arxiv = ARXIV.search(str(reader.row.get("source", "")))
-    usual_vocab = 32000 if arxiv and float(arxiv[1]) >= 2302 else 51200
+    usual_vocab = 32000 if float(arxiv_of(reader.row) or 0) >= 2302 else 51200
     return TransformerShape(
         layers=layers,
         hidden=hidden,
@@ -232,34 +251,18 @@ def _recipe(reader: _Reader, shape: TransformerShape) -> Recipe:
 
 def _recompute(reader: _Reader, zero: int | None) -> tuple[Recompute, tuple[Module, ...]]:
     """The kind of recompute, and the modules if the row lists them."""
-    word = reader.row.get("recompute")
-    if word is None:
-        word = reader.assume("recompute", "none")
-    match str(word):
-        case "none":
-            return "none", ()
-        case "full":
-            return "full", ()
-        case "selective":  # Megatron's, or torchtitan's, whose recipes are ZeRO-3
-            return ("selective" if zero == 3 else "attention-core"), ()
-    modules = [_MODULES.get(name.strip()) for name in str(word).replace(" ", "").split(",")]
+    word = str(reader.row.get("recompute") or reader.assume("recompute", "none"))
+    known: dict[str, Recompute] = {
+        "none": "none",
+        "full": "full",  # selective: Megatron's, or torchtitan's, whose recipes are ZeRO-3
+        "selective": "selective" if zero == 3 else "attention-core",
+    }
+    if word in known:
+        return known[word], ()
+    modules = [_MODULES.get(name.strip()) for name in word.replace(" ", "").split(",")]
     if None in modules:
         raise NotSupportedError(f"recompute {word!r}")
     return "modules", tuple(module for module in modules if module is not None)
-
-
-def _overrides(reader: _Reader) -> dict[str, float]:
-    """Overrides by profile key; unknown ones are listed as assumed."""
-    found = {}
-    for key, value in (reader.row.get("overrides") or {}).items():
-        if value is None:
-            continue
-        if key not in _OVERRIDES:
-            reader.assumed.append(f"override {key} is not read; the profile's figure holds")
-        else:
-            is_rate = key.endswith("bytes_per_s_per_device")
-            found[_OVERRIDES[key]] = 1.0 / float(value) if is_rate else float(value)
-    return found
 
 
 def _step_time_s(row: Row, shape: TransformerShape, recipe: Recipe) -> float | None:
