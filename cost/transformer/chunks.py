@@ -32,9 +32,9 @@ from itertools import accumulate
 
 from autopar.cost.hardware import Software
 from autopar.cost.transformer.layer import ENTER, LEAVE, LayerModel
-from autopar.cost.transformer.recipe import Recipe
+from autopar.cost.transformer.recipe import Group, Recipe
 from autopar.cost.transformer.shape import TransformerShape
-from autopar.cost.transformer.work import Group, Item, Kernel, elementwise, exchange
+from autopar.cost.transformer.work import Item, Kernel, elementwise, exchange
 
 _FLOAT32 = 4
 _PEAK_BYTES = {"torch": 10, "fused": 6, "in-place": 6, "copied": 10, "engine": 5}

@@ -111,10 +111,8 @@ class StepModel:
 
     def _update_s(self, chunk: Chunk) -> float:
         software, recipe, device = self.layer.software, self.layer.recipe, self.machine.device
-        n_stored = sum(
-            n / (self.machine.group(group).n_ranks if recipe.zero else 1)
-            for group, n in parameters_of(self.layer, chunk).items()
-        )
+        held = parameters_of(self.layer, chunk)
+        n_stored = sum(n / recipe.shards(group) for group, n in held.items())
         rule = "fused-adamw" if software.fused_optimizer else "adamw"
         dtype, policy = precision_of(software)
         around_s = n_stored * _BYTES_AROUND_UPDATE / device.bytes_per_s
@@ -128,8 +126,8 @@ class StepModel:
             forward, backward = forward + gathers, backward + both
         if software.waits_for_messages:  # each compute includes one
             before, after = max(stage - 1, 0), min(stage + 1, recipe.n_chunks - 1)
-            forward += PartWork(collectives_s=self.hop_s(before, stage))
-            backward += PartWork(collectives_s=self.hop_s(after, stage))
+            forward += PartWork(collectives_s=self.machine.message_s(before, stage))
+            backward += PartWork(collectives_s=self.machine.message_s(after, stage))
         reduced, gathered = self.sync_s(chunk)
         sync_s = reduced if software.overlapped_sync else 0.0
         return StageTimes(
@@ -144,17 +142,6 @@ class StepModel:
             overlap_slowdown_fraction=self.machine.device.overlap_slowdown_fraction,
         )
 
-    def hop_s(self, source: int, target: int) -> float:
-        """Seconds of an activation, or its gradient, between two stages; 0.0 within a device."""
-        layer, recipe, machine = self.layer, self.layer.recipe, self.machine
-        ends = source % recipe.pp, target % recipe.pp
-        if ends[0] == ends[1]:
-            return 0.0
-        size = layer.input_bytes
-        if recipe.sp or recipe.tp == 1 or not layer.software.split_messages:
-            return machine.hop_s(size, *ends)
-        return machine.hop_s(size / recipe.tp, *ends) + machine.exchange_s("all_gather", size, "tp")
-
     def ties(self) -> list[TieTimes]:
         layer, recipe = self.layer, self.layer.recipe
         if recipe.pp == 1 or not layer.shape.ties_head:
@@ -164,10 +151,10 @@ class StepModel:
         return [TieTimes((0, recipe.n_chunks - 1), time_s, (0.0, 0.0))]
 
     def simulate(self) -> Timeline:
-        waits = self.layer.software.waits_for_messages
+        waits, between_s = self.layer.software.waits_for_messages, self.machine.message_s
 
         def message_s(send: Action) -> float:
-            return 0.0 if waits or send.peer is None else self.hop_s(send.stage, send.peer)
+            return 0.0 if waits or send.peer is None else between_s(send.stage, send.peer)
 
         stages = [self.stage_times(stage) for stage in range(len(self.chunks))]
         return simulate(self.layer.recipe.script, stages, message_s, self.ties())

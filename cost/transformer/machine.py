@@ -1,11 +1,10 @@
 """The machine under a recipe: where the ranks of each group are, and how long items take there.
 
-Ranks are consecutive, tp fastest, then cp, dp, pp. A group of p ranks that are `stride` apart has
+A group of p ranks that are `stride` apart (`Recipe.group`) has
 
     g = gcd(p, devices per node / stride), at least 1
 
-members in each node (`TransformerMachine.group`). Ranks that share an expert are consecutive; then
-come those of other experts. Ranks that hold the same experts are ep x etp apart.
+members in each node (`TransformerMachine.group`).
 """
 
 from __future__ import annotations
@@ -18,7 +17,8 @@ from autopar.cost.hardware import Hardware, LinkGroup, ProfiledDevice, even_grou
 from autopar.cost.laws import collective_time_s, op_time_s
 from autopar.cost.simulate import PartWork
 from autopar.cost.transformer.layer import LayerModel
-from autopar.cost.transformer.work import Group, Item, Kernel
+from autopar.cost.transformer.recipe import Group
+from autopar.cost.transformer.work import Item, Kernel
 from autopar.errors import NotSupportedError
 
 
@@ -42,17 +42,7 @@ class TransformerMachine:
 
     def group(self, name: Group) -> LinkGroup:
         """One of the recipe's groups of ranks, with its place on nodes and links."""
-        r = self.layer.recipe
-        sizes: dict[Group, tuple[int, int]] = {  # ranks, and how far they are apart
-            "tp": (r.tp, 1),
-            "cp": (r.cp, r.tp),
-            "dp": (r.dp * r.cp, r.tp),
-            "etp": (r.etp, 1),
-            "ep": (r.ep, r.etp),
-            "expert_dp": (max(r.ranks_per_stage // (r.ep * r.etp), 1), r.ep * r.etp),
-            "ends": (2, r.ranks_per_stage * (r.pp - 1)),
-        }
-        n_ranks, stride = sizes[name]
+        n_ranks, stride = self.layer.recipe.group(name)
         in_node = math.gcd(n_ranks, max(1, self.devices_per_node // max(stride, 1)))
         return even_group(n_ranks, in_node, self.hardware.links[-1], self.hardware.links[0])
 
@@ -97,11 +87,17 @@ class TransformerMachine:
         across_s = token_bytes * across * group.across.s_per_byte
         return latency_s + n_nodes * group.across.latency_s + max(across_s, inside_s)
 
-    def hop_s(self, size_bytes: float, source: int, target: int) -> float:
-        """Seconds of a message between corresponding ranks of two devices of the pipeline."""
-        inside, each = self.layer.recipe.ranks_per_stage, self.devices_per_node
-        crosses = inside >= each or source * inside // each != target * inside // each
-        return self.hardware.links[0 if crosses else -1].message_s(size_bytes)
+    def message_s(self, source: int, target: int) -> float:
+        """Seconds of an activation, or its gradient, between two stages; 0.0 within a device."""
+        recipe, each = self.layer.recipe, self.devices_per_node
+        ends, inside = (source % recipe.pp, target % recipe.pp), recipe.ranks_per_stage
+        if ends[0] == ends[1]:
+            return 0.0
+        crosses = inside >= each or ends[0] * inside // each != ends[1] * inside // each
+        link, size = self.hardware.links[0 if crosses else -1], self.layer.input_bytes
+        if recipe.sp or not self.layer.software.split_messages:
+            return link.message_s(size)
+        return link.message_s(size / recipe.tp) + self.exchange_s("all_gather", size, "tp")
 
     def work(self, items: Iterable[Item], *, is_backward: bool = False) -> PartWork:
         """Forward or backward of items."""

@@ -130,13 +130,11 @@ def _static_bytes(layer: LayerModel, chunk: Chunk) -> float:
     of_matrix = replace(each, moments_bytes=each.moments_bytes / 2) if has_muon else each
     ends = parameters_of(layer, replace(chunk, n_layers=0, n_dense=0))["dp"]
     held = parameters_of(layer, chunk)
-    n_data = recipe.dp * recipe.cp
-    n_expert_data = n_data * recipe.tp // (recipe.ep * recipe.etp)
-    n_copies = n_data // recipe.zero_shards if recipe.zero_shards else 1
+    shards, of_experts = recipe.shards("dp"), recipe.shards("expert_dp")
     return (
-        ends * each.under_zero(0 if has_muon else recipe.zero, n_data // n_copies)
-        + (held["dp"] - ends) * of_matrix.under_zero(recipe.zero, n_data // n_copies)
-        + held["expert_dp"] * of_matrix.under_zero(recipe.zero, max(n_expert_data // n_copies, 1))
+        ends * each.under_zero(0 if has_muon else recipe.zero, shards)
+        + (held["dp"] - ends) * of_matrix.under_zero(recipe.zero, shards)
+        + held["expert_dp"] * of_matrix.under_zero(recipe.zero, of_experts)
     )
 
 

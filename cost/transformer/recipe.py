@@ -1,7 +1,8 @@
 """How a transformer is laid out: the Megatron recipe as numbers, and the schedule that it runs.
 
 Ranks vary tp fastest, then cp, then dp, then pp (Narayanan et al., arXiv 2104.04473, section 3.2).
-Experts are spread over ep of the dp x cp x tp ranks of a stage.
+Experts are spread over ep of the dp x cp x tp ranks of a stage. Ranks that share an expert are
+consecutive; then come those of other experts. Ranks that hold the same experts are ep x etp apart.
 """
 
 from __future__ import annotations
@@ -13,6 +14,8 @@ from typing import Literal
 from autopar.errors import OptionError
 from autopar.schedule import ORDERS, Schedule, Script, devices_of, script_of, zero_bubble
 
+# Groups of ranks; those of "dp" and "expert_dp" hold the same parameters, "ends" a tied embedding.
+Group = Literal["tp", "cp", "dp", "etp", "ep", "expert_dp", "ends"]
 # "modules" recomputes the modules in `Recipe.recomputed`, and keeps their inputs.
 Recompute = Literal["none", "selective", "attention-core", "modules", "full"]
 Module = Literal["norm", "activation", "core", "feed-forward"]
@@ -77,6 +80,25 @@ class Recipe:
     def n_chunks(self) -> int:
         """Stages of the schedule: several per device if they interleave."""
         return self.pp * self.interleave
+
+    def group(self, name: Group) -> tuple[int, int]:
+        """Ranks of a group, and how far they are apart."""
+        of_expert = self.ep * self.etp
+        sizes: dict[Group, tuple[int, int]] = {
+            "tp": (self.tp, 1),
+            "cp": (self.cp, self.tp),
+            "dp": (self.dp * self.cp, self.tp),
+            "etp": (self.etp, 1),
+            "ep": (self.ep, self.etp),
+            "expert_dp": (max(self.ranks_per_stage // of_expert, 1), of_expert),
+            "ends": (2, self.ranks_per_stage * (self.pp - 1)),
+        }
+        return sizes[name]
+
+    def shards(self, copies: Group) -> int:
+        """Ranks over which ZeRO divides what all ranks of a group hold."""
+        n_copies = self.dp * self.cp // self.zero_shards if self.zero_shards else 1
+        return max(self.group(copies)[0] // n_copies, 1) if self.zero else 1
 
     @cached_property
     def schedule(self) -> Schedule:

@@ -11,9 +11,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 from autopar.cost.laws import Kind
+from autopar.cost.transformer.recipe import Group
 
-# Groups of ranks (`TransformerMachine.group`).
-Group = Literal["tp", "cp", "dp", "etp", "ep", "expert_dp", "ends"]
 # What recompute may drop: the attention core, cheap elementwise work, everything else.
 Part = Literal["core", "elementwise", "matmul"]
 

@@ -349,19 +349,21 @@ def test_messages_between_stages(sp: bool, dp: int, where: int) -> None:
     part_s = link.latency_s + size / 4 * link.s_per_byte
     gather_s = split.machine.exchange_s("all_gather", size, "tp")
     whole_s = link.latency_s + size * link.s_per_byte
-    assert split.hop_s(0, 1) == pytest.approx(part_s if sp else part_s + gather_s)
-    assert whole.hop_s(0, 1) == pytest.approx(part_s if sp else whole_s)
+    assert split.machine.message_s(0, 1) == pytest.approx(part_s if sp else part_s + gather_s)
+    assert whole.machine.message_s(0, 1) == pytest.approx(part_s if sp else whole_s)
 
 
 def test_a_message_crosses_nodes_where_its_ends_are_in_two() -> None:
     """Four devices of 4 ranks on nodes of 8: stages 0 and 1 share a node, 1 and 2 do not. An
     interleaved pipeline goes from the last device back to the first."""
     model = step(SMALL, Recipe(tp=4, pp=4, interleave=2, global_batch=8))
-    near_s, far_s = model.hop_s(0, 1), model.hop_s(1, 2)
+    message_s = model.machine.message_s
+    near_s, far_s = message_s(0, 1), message_s(1, 2)
     assert near_s < far_s
-    assert [model.hop_s(a, a + 1) for a in range(2, 7)] == [near_s, far_s, near_s, far_s, near_s]
-    assert model.hop_s(2, 1) == far_s
-    assert step(SMALL, Recipe(tp=4, interleave=2, global_batch=8)).hop_s(0, 1) == 0.0
+    assert [message_s(a, a + 1) for a in range(2, 7)] == [near_s, far_s, near_s, far_s, near_s]
+    assert message_s(2, 1) == far_s
+    alone = step(SMALL, Recipe(tp=4, interleave=2, global_batch=8))
+    assert alone.machine.message_s(0, 1) == 0.0
 
 
 def test_the_largest_published_run() -> None:
