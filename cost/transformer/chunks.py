@@ -27,7 +27,7 @@ Bytes per logit at the peak, where the loss's backward begins (`bytes_per_logit`
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from autopar.cost.hardware import Software
@@ -53,15 +53,12 @@ class Chunk:
         """The kinds of layers here, and their numbers."""
         return [(layer, self.n_layers - self.n_dense), (layer.dense, self.n_dense)]
 
-    def ends(self, layer: LayerModel) -> list[Item]:
-        """The items before the first layer, and after the last one."""
-        before = embedding_items(layer) if self.is_first else ()
-        return [*before, *(head_items(layer) if self.is_last else ())]
-
     def items(self, layer: LayerModel) -> Iterator[tuple[Item, int]]:
-        """All items here, and how many times each."""
-        yield from ((item, 1) for item in self.ends(layer))
+        """All items here, and how many times each: of layers, and before and after them."""
         yield from ((item, n) for kind, n in self.kinds(layer) if n for item in kind.items)
+        ends = (embedding_items, self.is_first), (head_items, self.is_last)
+        for items in (items for items, is_here in ends if is_here):
+            yield from ((replace(item, part="end"), 1) for item in items(layer))
 
 
 def chunks_of(n_layers: int, n_chunks: int, n_dense: int = 0) -> tuple[Chunk, ...]:

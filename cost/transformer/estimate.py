@@ -64,23 +64,16 @@ class StepModel:
         shape = self.layer.shape
         return chunks_of(shape.layers, self.layer.recipe.n_chunks, shape.dense_layers)
 
-    @cached_property
-    def _layer_passes(self) -> dict[LayerModel, tuple[PartWork, PartWork]]:
-        """Forward and backward of one layer, by kind."""
-        work, found = self.machine.work, {}
-        for kind in (self.layer, self.layer.dense):
-            again = [item for item in kind.items if is_recomputed(item, kind.recipe)]
-            found[kind] = work(kind.items), work(kind.items, is_backward=True) + work(again)
-        return found
-
     def passes(self, chunk: Chunk) -> tuple[PartWork, PartWork]:
         """Forward and backward of one microbatch in a chunk, without ZeRO-3's collectives."""
-        ends = chunk.ends(self.layer)
-        forward, backward = self.machine.work(ends), self.machine.work(ends, is_backward=True)
-        for kind, n in chunk.kinds(self.layer):
-            there, back = self._layer_passes[kind]
-            forward, backward = forward + there.times(n), backward + back.times(n)
-        return forward, backward
+        work, items = self.machine.work, list(chunk.items(self.layer))
+        again = [(item, n) for item, n in items if is_recomputed(item, self.layer.recipe)]
+        return work(items), work(items, is_backward=True) + work(again)
+
+    @cached_property
+    def _passes(self) -> dict[Chunk, tuple[PartWork, PartWork]]:
+        """The passes of all chunks, most of which are equal."""
+        return {chunk: self.passes(chunk) for chunk in set(self.chunks)}
 
     def _gathering(self, chunk: Chunk) -> tuple[PartWork, PartWork]:
         """ZeRO-3's collectives of a microbatch's forward and backward, beside compute or not."""
@@ -120,7 +113,7 @@ class StepModel:
 
     def stage_times(self, stage: int) -> StageTimes:
         recipe, software, chunk = self.layer.recipe, self.layer.software, self.chunks[stage]
-        forward, backward = self.passes(chunk)
+        forward, backward = self._passes[chunk]
         if recipe.zero == 3:
             gathers, both = self._gathering(chunk)
             forward, backward = forward + gathers, backward + both

@@ -18,7 +18,7 @@ from autopar.cost.laws import collective_time_s, op_time_s
 from autopar.cost.simulate import PartWork
 from autopar.cost.transformer.layer import LayerModel
 from autopar.cost.transformer.recipe import Group
-from autopar.cost.transformer.work import Item, Kernel
+from autopar.cost.transformer.work import Exchange, Item, Kernel
 from autopar.errors import NotSupportedError
 
 
@@ -99,26 +99,26 @@ class TransformerMachine:
             return link.message_s(size)
         return link.message_s(size / recipe.tp) + self.exchange_s("all_gather", size, "tp")
 
-    def work(self, items: Iterable[Item], *, is_backward: bool = False) -> PartWork:
-        """Forward or backward of items."""
+    def work(self, items: Iterable[tuple[Item, int]], *, is_backward: bool = False) -> PartWork:
+        """Forward or backward of items, each so many times."""
+        found = PartWork()
+        for item, n in items:
+            for step in item.backward if is_backward else item.forward:
+                found += self._step_work(step, is_backward).times(n)
+        return found
+
+    def _step_work(self, step: Kernel | Exchange, is_backward: bool) -> PartWork:
         device = self.device
-        compute_s = waited_s = beside_s = 0.0
-        n_launches = 0
-        for step in (s for item in items for s in (item.backward if is_backward else item.forward)):
-            if isinstance(step, Kernel):
-                flops = step.flops / (self._float8_ratio if step.in_float8 else 1.0)
-                compute_s += op_time_s(
-                    flops, step.size_bytes, device, self.hardware.dtype, step.kind,
-                    is_backward=is_backward,
-                ) + (step.n_launches - 1) * device.launch_s  # fmt: skip
-                n_launches += step.n_launches
-            else:
-                time_s = self.exchange_s(step.kind, step.size_bytes, step.group)
-                hidden = self._hidden_share(step.group)
-                waited_s += (1 - hidden) * time_s
-                beside_s += hidden * time_s
-                n_launches += 1
-        return PartWork(compute_s, waited_s, beside_s, n_launches * self.host_s)
+        if isinstance(step, Kernel):
+            flops = step.flops / (self._float8_ratio if step.in_float8 else 1.0)
+            time_s = op_time_s(
+                flops, step.size_bytes, device, self.hardware.dtype, step.kind,
+                is_backward=is_backward,
+            ) + (step.n_launches - 1) * device.launch_s  # fmt: skip
+            return PartWork(time_s, host_s=step.n_launches * self.host_s)
+        time_s = self.exchange_s(step.kind, step.size_bytes, step.group)
+        hidden = self._hidden_share(step.group)
+        return PartWork(0.0, (1 - hidden) * time_s, hidden * time_s, self.host_s)
 
     @property
     def _float8_ratio(self) -> float:

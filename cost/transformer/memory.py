@@ -64,9 +64,11 @@ def precision_of(software: Software) -> tuple[torch.dtype, str]:
 
 def is_recomputed(item: Item, recipe: Recipe) -> bool:
     """Whether backward runs an item's forward again."""
-    of_modules = (name for module in recipe.recomputed for name in _ITEMS[module])
-    again = _PARTS.get(recipe.recompute, tuple(of_modules))
-    return recipe.recompute == "full" or item.part in again or item.name in again
+    if recipe.recompute == "full":
+        return item.part != "end"
+    of_modules = tuple(name for module in recipe.recomputed for name in _ITEMS[module])
+    again = _PARTS.get(recipe.recompute, of_modules)
+    return item.part in again or item.name in again
 
 
 class KeptBytes(NamedTuple):
@@ -89,17 +91,17 @@ def kept_of_layer(layer: LayerModel) -> KeptBytes:
 def device_peaks(layer: LayerModel, chunks: Sequence[Chunk], hardware: Hardware) -> Iterator[float]:
     """Peak bytes of each device of the pipeline, over the whole step."""
     schedule, beside = layer.recipe.schedule, _library_bytes(layer, hardware)
-    memories = [_memory_of(layer, chunk) for chunk in chunks]
+    memories = {chunk: _memory_of(layer, chunk) for chunk in set(chunks)}
     for device, row in enumerate(schedule.rows):
-        own = {stage: memories[stage] for stage in schedule.stages_on(device)}
+        own = {stage: memories[chunks[stage]] for stage in schedule.stages_on(device)}
         yield peak_of_row(row, own, {}).peak_bytes + beside
 
 
 def _memory_of(layer: LayerModel, chunk: Chunk) -> StageMemory:
-    ends = sum(item.kept_bytes + item.out_bytes for item in chunk.ends(layer))
-    kinds = chunk.kinds(layer)
-    kept = sum(n * kept_of_layer(kind).kept_bytes for kind, n in kinds) + ends
-    for_weights = sum(n * item.weight_bytes for kind, n in kinds for item in kind.items)
+    items = list(chunk.items(layer))
+    ends = sum(item.kept_bytes + item.out_bytes for item, _ in items if item.part == "end")
+    kept = sum(n * kept_of_layer(kind).kept_bytes for kind, n in chunk.kinds(layer)) + ends
+    for_weights = sum(n * item.weight_bytes for item, n in items if item.part != "end")
     static = _static_bytes(layer, chunk) + (_deferred_bytes(layer) if chunk.is_last else 0.0)
     above = {"forward": kept, "backward": _between_bytes(layer, chunk), "weights": 0.0}
     return StageMemory(static, 0.0, kept, min(kept, for_weights), 0.0, static, above, above)

@@ -13,8 +13,9 @@ from typing import Literal
 from autopar.cost.laws import Kind
 from autopar.cost.transformer.recipe import Group
 
-# What recompute may drop: the attention core, cheap elementwise work, everything else.
-Part = Literal["core", "elementwise", "matmul"]
+# What recompute may drop: the attention core, cheap elementwise work, everything else of a layer;
+# never what is before the first layer and after the last one.
+Part = Literal["core", "elementwise", "matmul", "end"]
 
 
 @dataclass(frozen=True)

@@ -26,6 +26,7 @@ from autopar.cost.published.runs import RunsFile
 from autopar.cost.published.scoring import entry_of, errors_of, ordering
 from autopar.cost.published.settle import settle
 from autopar.cost.published.tables import activation_memory, layer_passes_s, layer_times
+from autopar.cost.transformer import Chunk
 from autopar.errors import OptionError
 from tests.helpers.commands import refused
 from tests.helpers.nightly import nightly
@@ -307,7 +308,7 @@ def test_collectives_over_a_sequence_that_is_not_first_copy() -> None:
     device = plain.machine.device
     each_s = gathered / device.bytes_per_s + device.launch_s
     for k, n in ((0, 4), (1, 6)):  # two ways in and two ways out; inputs are gathered again
-        work, more = (one._layer_passes[one.layer][k] for one in (plain, copied))
+        work, more = (one.passes(Chunk(1, False, False))[k] for one in (plain, copied))
         assert more.compute_s - work.compute_s == pytest.approx(n * each_s)
         assert more.collectives_s == work.collectives_s
 
