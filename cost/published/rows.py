@@ -286,14 +286,7 @@ def _step_time_s(row: Row, shape: TransformerShape, recipe: Recipe) -> float | N
 
 
 def _published_flops(row: Row, shape: TransformerShape, tokens: int) -> float:
-    """FLOPs of a step as the source counts them (`flops_convention`).
-
-    Sources that count recompute use equation 3 of arXiv 2104.04473.
-    """
+    """FLOPs of a step as the source counts them (`flops_convention`)."""
     convention = str(row.get("flops_convention") or "")
-    counts_recompute = "96" in convention or "counts recompute" in convention
-    if counts_recompute and shape.experts is None:
-        s, h, layers = shape.seq, shape.hidden, shape.layers
-        per_token = 96 * layers * h**2 * (1 + s / (6 * h) + shape.vocab / (16 * layers * h))
-        return tokens * per_token
-    return tokens * model_flops_per_token(shape)
+    counts = shape.experts is None and ("96" in convention or "counts recompute" in convention)
+    return tokens * model_flops_per_token(shape, counts_recompute=counts)

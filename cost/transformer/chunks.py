@@ -89,13 +89,20 @@ def parameters_of(layer: LayerModel, chunk: Chunk) -> dict[Group, float]:
     return found
 
 
-def model_flops_per_token(shape: TransformerShape) -> float:
-    """FLOPs of forward, and twice as many of backward, without recompute; a causal mask skips
-    nothing (Narayanan et al., arXiv 2104.04473, equation 3, without recompute)."""
+def model_flops_per_token(shape: TransformerShape, *, counts_recompute: bool = False) -> float:
+    """FLOPs of forward, and twice as many of backward; a causal mask skips nothing.
+
+    If recompute counts, layers run forward twice (Narayanan et al., arXiv 2104.04473, equation 3).
+    """
     layer = LayerModel(shape, Recipe(), Software(fused_attention=False))
     whole = Chunk(shape.layers, is_first=True, is_last=True, n_dense=shape.dense_layers)
-    counted = ((step, n) for item, n in whole.items(layer) for step in item.forward)
-    return 3 * sum(n * step.flops for step, n in counted if isinstance(step, Kernel)) / shape.seq
+    flops = sum(
+        n * step.flops * (4 if counts_recompute and item.part != "end" else 3)
+        for item, n in whole.items(layer)
+        for step in item.forward
+        if isinstance(step, Kernel)
+    )
+    return flops / shape.seq
 
 
 def embedding_items(layer: LayerModel) -> Iterator[Item]:

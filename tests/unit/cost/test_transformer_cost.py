@@ -161,11 +161,12 @@ def test_parameters_of_chunks_are_those_of_the_model(n_chunks: int) -> None:
 
 @given(st.integers(1, 128), st.integers(1, 100), st.integers(1, 4096), st.integers(1, 200000))
 def test_model_flops_are_equation_3(layers: int, heads: int, s: int, vocab: int) -> None:
-    """Narayanan et al., arXiv 2104.04473, equation 3 without recompute."""
+    """Narayanan et al., arXiv 2104.04473, equation 3, without recompute and with it."""
     h = 64 * heads
-    paper = 72 * layers * h**2 * (1 + s / (6 * h) + vocab / (12 * layers * h))
-    found = model_flops_per_token(gpt(layers, h, heads, s, vocab))
-    assert found == pytest.approx(paper, rel=1e-12)
+    for factor, n_heads, again in ((72, 12, False), (96, 16, True)):
+        paper = factor * layers * h**2 * (1 + s / (6 * h) + vocab / (n_heads * layers * h))
+        found = model_flops_per_token(gpt(layers, h, heads, s, vocab), counts_recompute=again)
+        assert found == pytest.approx(paper, rel=1e-12)
 
 
 def calls_of(layer: LayerModel) -> tuple[Counter[tuple[str, float]], Counter[tuple[str, float]]]:
