@@ -35,7 +35,7 @@ from typing import Any, get_args
 
 from autopar.cost.hardware import FEATURES, Loss, Software, load_software
 from autopar.cost.transformer import Recipe, TransformerShape
-from autopar.errors import NotSupportedError, OptionError
+from autopar.errors import NotSupportedError
 
 _ARXIV = re.compile(r"arXiv (\d{4}\.\d{4,5})")
 _AFTER_FLASH = ("h100", "h200", "b200", "gb200", "mi300x", "rtx-4090", "rtx-5090", "l40s", "l4")
@@ -46,14 +46,11 @@ _EP_OVERLAPPED = re.compile(r"\bep communication overlapped")
 def software_of_row(
     row: Mapping[str, Any], shape: TransformerShape, recipe: Recipe, dtype: str
 ) -> Software:
-    """The software of a row. Raises `NotSupportedError` for an unknown one, or feature."""
+    """The software of a row. Raises `AutoparError` for an unknown one, or feature."""
     words = " ".join(str(row.get(key) or "") for key in ("notes", "source")).lower()
     given, extra = row.get("software") or {}, row.get("extra") or {}
     given = {"name": given} if isinstance(given, str) else dict(given)
-    try:
-        software = load_software(str(given.pop("name", None) or _name(row, recipe, words)))
-    except OptionError as error:
-        raise NotSupportedError(str(error)) from error
+    software = load_software(str(given.pop("name", None) or _name(row, recipe, words)))
     is_new = str(row["profile"]).startswith(_AFTER_FLASH)
     fused_attention = software.fused_attention or "flash" in words or shape.is_gated or is_new
     overlapped = software.overlapped_sync

@@ -40,7 +40,7 @@ from autopar.cost.transformer import (
     model_flops_per_token,
     training_dtype,
 )
-from autopar.errors import NotSupportedError, OptionError
+from autopar.errors import NotSupportedError
 
 _DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NOT_SUPPORTED = {
@@ -101,35 +101,50 @@ class PublishedRun:
 
 @dataclass
 class _Reader:
-    """Reads fields of one row, and notes what was assumed."""
+    """Reads fields of one row, or of a table in it, and notes what was assumed."""
 
     row: Row
     assumed: list[str] = field(default_factory=list)
 
-    def known(self, key: str, of: Row | None = None) -> int:
+    def count(self, key: str, of: Row | None = None, default: int | None = None) -> int:
+        """A number of at least 1; with a default, 0 and null say that it is not given."""
         value = (self.row if of is None else of).get(key)
-        if value is None:
+        if value is not None and int(value) < (default is None):
+            raise NotSupportedError(f"malformed: {key} is {value}")
+        if value is None and default is None:
             raise NotSupportedError(f"{key} is unknown")
-        return int(value)
+        return int(value or default or 0)
 
     def assume(self, what: str, value: Any) -> Any:
         self.assumed.append(f"{what}: {value}")
         return value
 
+    def usual(self, key: str, value: int, of: Row | None = None) -> int:
+        """A count, or what it usually is, which is then assumed."""
+        return self.count(key, of, 0) or self.assume(key, value)
+
+    def table(self, key: str, of: Row | None = None) -> Row:
+        found = (self.row if of is None else of).get(key) or {}
+        if not isinstance(found, dict):
+            raise NotSupportedError(f"malformed: {key} is {found!r}")
+        return found
+
 
 def read_row(row: Row) -> PublishedRun:
     """The run in a row.
 
-    Raises `NotSupportedError` with the reason if the row must be skipped.
+    Raises `NotSupportedError` or `OptionError` with the reason if the row must be skipped.
     """
-    reader, extra = _Reader(row), row.get("extra") or {}
+    reader = _Reader(row)
+    extra, metric = reader.table("extra"), reader.table("metric")
     profile, devices_per_node = _machine(reader)
     shape = _shape(reader)
     dtype = row.get("dtype") or reader.assume(
         "dtype", "bf16" if training_dtype(profile) == torch.bfloat16 else "fp16"
     )
-    recipe, gib = _recipe(reader, shape), (row.get("metric") or {}).get("mem_gib")
-    step_time_s = _step_time_s(row, shape, recipe)
+    recipe, gib = _recipe(reader, shape), metric.get("mem_gib")
+    # The time of a toy is the host's.
+    step_time_s = None if extra.get("toy") else _step_time_s(row, metric, shape, recipe)
     if is_float8(row) and (step_time_s or gib is None):
         dtype, gib = "bf16", None  # what libraries keep in float8 is not known
     if dtype not in _DTYPES:
@@ -172,7 +187,7 @@ def _machine(reader: _Reader) -> tuple[Profile, int]:
         name = "gb200"  # the same chip in a rack that feeds it more power
     profile, each = load_profile(name), _DEVICES_PER_NODE.get(name, 8)
     links = {}
-    for key, value in (row.get("overrides") or {}).items():
+    for key, value in reader.table("overrides").items():
         if key == "devices_per_node":
             each = int(value or each)
         elif value and key in _LINKS:
@@ -183,17 +198,18 @@ def _machine(reader: _Reader) -> tuple[Profile, int]:
 
 
 def _shape(reader: _Reader) -> TransformerShape:
-    model = reader.row.get("model") or {}
-    layers, hidden, heads = (reader.known(k, model) for k in ("layers", "hidden", "heads"))
-    ffn = int(model.get("ffn") or reader.assume("ffn", 4 * hidden))
+    model = reader.table("model")
+    layers, hidden, heads = (reader.count(k, model) for k in ("layers", "hidden", "heads"))
+    ffn = reader.usual("ffn", 4 * hidden, model)
     for key, what in _NOT_SUPPORTED.items():
         if model.get(key):
             raise NotSupportedError(what)
-    moe, experts, positions = model.get("moe") or {}, None, model.get("positions")
+    moe, experts, positions = reader.table("moe", model), None, model.get("positions")
     if moe:
         experts = Experts(
-            reader.known("experts", moe), reader.known("topk", moe), int(moe.get("moe_ffn") or ffn),
-            bool(moe.get("grouped_gemm")), int(moe.get("shared_ffn") or 0),
+            reader.count("experts", moe), reader.count("topk", moe),
+            reader.count("moe_ffn", moe, ffn), bool(moe.get("grouped_gemm")),
+            reader.count("shared_ffn", moe, 0),
         )  # fmt: skip
     head_dim = int(moe.get("head_dim") or model.get("head_dim") or hidden // heads)
     latent, mla = None, model.get("mla")
@@ -207,49 +223,44 @@ def _shape(reader: _Reader) -> TransformerShape:
         layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=int(model.get("kv_heads") or reader.assume("kv_heads", heads)),
+        kv_heads=reader.usual("kv_heads", heads, model),
         head_dim=head_dim,
         ffn=ffn,
-        seq=reader.known("seq", model),
-        vocab=int(model.get("vocab") or reader.assume("vocab", usual_vocab)),
+        seq=reader.count("seq", model),
+        vocab=reader.usual("vocab", usual_vocab, model),
         is_gated=model.get("gated", ffn != 4 * hidden or experts is not None),
         experts=experts,
         ties_head=model.get("tied"),
         has_biases=model.get("bias"),
         learns_positions=None if positions is None else positions == "learned",
         latent=latent,
-        dense_layers=layers - int(moe.get("moe_layers") or layers),
+        dense_layers=layers - reader.count("moe_layers", moe, layers),
     )
 
 
 def _recipe(reader: _Reader, shape: TransformerShape) -> Recipe:
-    row, extra = reader.row, reader.row.get("extra") or {}
-    tp, pp, dp = (reader.known(k) for k in ("tp", "pp", "dp"))
-    word, interleave, zero = (row.get(k) for k in ("schedule", "interleave", "zero"))
-    if word is not None and word not in _ORDERS:
+    row, extra, zero = reader.row, reader.table("extra"), reader.count("zero", default=0)
+    tp, pp, dp, batch = (reader.count(k) for k in ("tp", "pp", "dp", "global_batch"))
+    cp, ep, etp = (reader.count(k, default=1) for k in ("cp", "ep", "etp"))
+    word = row.get("schedule") or "1f1b"
+    if word not in _ORDERS:
         raise NotSupportedError(f"schedule {word!r}")
-    order = _ORDERS[word] if word else "1f1b"
-    if interleave is None:
-        each = -(-shape.layers // pp) if order == "interleaved" else 1
-        interleave = reader.assume("interleave", each) if pp > 1 else 1
+    order = _ORDERS[word]
+    each = -(-shape.layers // pp) if order == "interleaved" else 1
+    interleave = reader.usual("interleave", each) if pp > 1 else 1
     recompute, modules = _recompute(reader, zero)
     defers = extra.get("defer_embedding_wgrad_compute")
-    try:
-        return Recipe(
-            tp=tp, pp=pp, dp=dp,
-            cp=int(row.get("cp") or 1), ep=int(row.get("ep") or 1), etp=int(row.get("etp") or 1),
-            sp=bool(row.get("sp")), zero=int(zero or 0), zero_shards=extra.get("zero_shards"),
-            recompute=recompute, recomputed=modules,
-            microbatch_size=int(row.get("microbatch") or reader.assume("microbatch", 1)),
-            global_batch=reader.known("global_batch"),
-            interleave=int(interleave), order="interleaved" if interleave > 1 else order,
-            deferred=int(extra.get("wgrad_deferral_limit") or row["global_batch"]) if defers else 0,
-        )  # fmt: skip
-    except OptionError as error:
-        raise NotSupportedError(str(error)) from error
+    return Recipe(
+        tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, etp=etp,
+        sp=bool(row.get("sp")), zero=zero, zero_shards=extra.get("zero_shards"),
+        recompute=recompute, recomputed=modules,
+        microbatch_size=reader.usual("microbatch", 1), global_batch=batch,
+        interleave=interleave, order="interleaved" if interleave > 1 else order,
+        deferred=reader.count("wgrad_deferral_limit", extra, batch) if defers else 0,
+    )  # fmt: skip
 
 
-def _recompute(reader: _Reader, zero: int | None) -> tuple[Recompute, tuple[Module, ...]]:
+def _recompute(reader: _Reader, zero: int) -> tuple[Recompute, tuple[Module, ...]]:
     """The kind of recompute, and the modules if the row lists them."""
     word = str(reader.row.get("recompute") or reader.assume("recompute", "none"))
     known: dict[str, Recompute] = {
@@ -265,11 +276,8 @@ def _recompute(reader: _Reader, zero: int | None) -> tuple[Recompute, tuple[Modu
     return "modules", tuple(module for module in modules if module is not None)
 
 
-def _step_time_s(row: Row, shape: TransformerShape, recipe: Recipe) -> float | None:
+def _step_time_s(row: Row, metric: Row, shape: TransformerShape, recipe: Recipe) -> float | None:
     """The published seconds of a step, or what a published rate makes of its tokens or FLOPs."""
-    metric = row.get("metric") or {}
-    if (row.get("extra") or {}).get("toy"):  # too small: its time is the host's
-        return None
     if given := metric.get("iter_seconds") or row.get("derived_iter_seconds"):
         return float(given)
     batch = recipe.global_batch

@@ -19,7 +19,7 @@ from typing import Any
 from autopar.cost.memory import Footprint
 from autopar.cost.published.fit import leave_one_out
 from autopar.cost.published.rows import PublishedRun, read_row
-from autopar.cost.published.runs import RunsFile, check_values
+from autopar.cost.published.runs import RunsFile
 from autopar.cost.published.settle import settle
 from autopar.cost.published.tables import Cell, activation_memory, layer_times
 from autopar.errors import AutoparError, NotSupportedError
@@ -260,7 +260,6 @@ def entry_of(run: Mapping[str, Any]) -> Entry:
     """One run, predicted or skipped. A value of the wrong type skips it, too."""
     row = None
     try:
-        check_values(run)
         try:
             row = settle(read_row(run))
         except (TypeError, ValueError) as error:
