@@ -11,6 +11,7 @@ ordering   of the pairs in a group with different published times, those that th
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
@@ -122,11 +123,6 @@ class Entry:
         ratio = self.row.software.interval_ratio(self.row.profile.name)
         return self.time.predicted / ratio, self.time.predicted * ratio
 
-    @property
-    def group(self) -> str | None:
-        """Device and software of a run that was read."""
-        return None if self.row is None else f"{self.row.profile.name}, {self.row.software.name}"
-
     def to_json(self) -> dict[str, Any]:
         """The run as JSON; bytes are its metric only if it has no step time."""
         first = self.time or self.memory
@@ -167,9 +163,11 @@ class Score:
     @property
     def groups(self) -> dict[str, ErrorSummary]:
         """Errors of step times by device and software."""
-        names = dict.fromkeys(entry.group for entry in self.entries if entry.group)
-        found = {name: _time_errors(e for e in self.entries if e.group == name) for name in names}
-        return {name: errors for name, errors in found.items() if errors.n}
+        found = defaultdict[str, list[Entry]](list)
+        for entry in self.entries:
+            if entry.row is not None and entry.time is not None and entry.time.error is not None:
+                found[f"{entry.row.profile.name}, {entry.row.software.name}"].append(entry)
+        return {name: _time_errors(entries) for name, entries in found.items()}
 
     def count_in_interval(self) -> tuple[int, int]:
         """How many published step times lie in their interval, and of how many."""
@@ -205,23 +203,18 @@ class Score:
     def targets(self) -> list[AccuracyTarget]:
         """The targets for which the file has numbers."""
         time, memory, activation = self.time, self.memory, _cell_errors(self.activation)
-        at_most = [
+        rows: list[tuple[Any, ...]] = [
             ("step time, mean", time.mape, MAX_MAPE),
             *((f"step time on {k}, mean", e.mape, MAX_GROUP_MAPE) for k, e in self.groups.items()),
             (f"step time, worst: {time.worst}", time.max_error, MAX_TIME_ERROR),
             ("memory, mean", memory.mape, MAX_MEMORY_MAPE),
             (f"memory, worst: {memory.worst}", memory.max_error, MAX_MEMORY_ERROR),
             ("runs skipped", self.n_skipped / len(self.entries), MAX_SKIPPED),
-        ]
-        found = [AccuracyTarget(name, x, limit) for name, x, limit in at_most if x is not None]
-        if (points := activation.max_error) is not None:
-            name = f"activation memory, worst: {activation.worst}"
-            found.append(AccuracyTarget(name, points, MAX_ACTIVATION_POINTS, unit="points"))
-        return found + [
-            AccuracyTarget(f"order of {name}", order.fraction, MIN_ORDERING, at_most=False)
-            for name, order in self.ordering.items()
-            if order.fraction is not None
-        ]
+            (f"activation memory, worst: {activation.worst}", activation.max_error,
+             MAX_ACTIVATION_POINTS, True, "points"),
+            *((f"order of {k}", o.fraction, MIN_ORDERING, False) for k, o in self.ordering.items()),
+        ]  # fmt: skip
+        return [AccuracyTarget(*row) for row in rows if row[1] is not None]
 
     def leave_one_out(self) -> dict[str, ErrorSummary]:
         """Errors of each paper's step times after a fit to all other papers; takes minutes."""
