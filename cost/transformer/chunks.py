@@ -56,9 +56,9 @@ class Chunk:
     def items(self, layer: LayerModel) -> Iterator[tuple[Item, int]]:
         """All items here, and how many times each: of layers, and before and after them."""
         yield from ((item, n) for kind, n in self.kinds(layer) if n for item in kind.items)
-        ends = (embedding_items, self.is_first), (head_items, self.is_last)
-        for items in (items for items, is_here in ends if is_here):
-            yield from ((replace(item, part="end"), 1) for item in items(layer))
+        for is_here, items in ((self.is_first, embedding_items), (self.is_last, head_items)):
+            if is_here:
+                yield from ((replace(item, part="end"), 1) for item in items(layer))
 
 
 def chunks_of(n_layers: int, n_chunks: int, n_dense: int = 0) -> tuple[Chunk, ...]:

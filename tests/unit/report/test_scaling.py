@@ -109,8 +109,8 @@ def test_the_dtype_is_one_that_the_device_is_fast_at() -> None:
     [
         (Recipe(tp=8, pp=3), (1, 3), "1 nodes of 8 devices are no multiple .* multiples of 3 hold"),
         (Recipe(), (0,), "0 nodes"),
-        (Recipe(tp=32), (4,), "tp=32 does not divide the model's 16 heads"),
-        (Recipe(ep=2), (4,), "ep=2 does not divide the model's 1 experts"),
+        (Recipe(tp=32), (4,), "tp=32 does not divide the 16 heads"),
+        (Recipe(ep=2), (4,), "ep=2 does not divide the 1 experts"),
         (Recipe(pp=16), (2,), "more chunks than the model's 8 layers"),
         (Recipe(tp=8), (2, 3), "a batch of 1 is not a whole number"),
     ],
