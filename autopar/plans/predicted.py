@@ -39,7 +39,7 @@ class Predicted:
         known of the machine.
 
         The ratio is that of published runs of the same software and device, each predicted by a
-        fit to other papers (`cost/published/accuracy.py`).
+        fit to other papers (`cost/published/fit.py`).
         """
         if self.interval_ratio is None:
             return None

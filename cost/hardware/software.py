@@ -165,7 +165,7 @@ class Software:
     def interval_ratio(self, profile: str) -> float:
         """80% of published steps lie within this ratio of the predicted ones.
 
-        It is that of runs left out of the fit, by device (`cost/published/accuracy.py`).
+        It is that of runs left out of the fit, by device (`cost/published/fit.py`).
         """
         found = self.intervals.get(profile, self.intervals.get("any"))
         return widest_interval() if found is None else found.value

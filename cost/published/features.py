@@ -35,9 +35,9 @@ from typing import Any, get_args
 
 from autopar.cost.hardware import FEATURES, Loss, Software, load_software
 from autopar.cost.transformer import Recipe, TransformerShape
-from autopar.errors import NotSupportedError, OptionError
+from autopar.errors import NotSupportedError
 
-ARXIV = re.compile(r"arXiv (\d{4}\.\d{4,5})")
+_ARXIV = re.compile(r"arXiv (\d{4}\.\d{4,5})")
 _AFTER_FLASH = ("h100", "h200", "b200", "gb200", "mi300x", "rtx-4090", "rtx-5090", "l40s", "l4")
 _TP_OVERLAPPED = re.compile(r"\btp\b[^.;]*\boverlapped")
 _EP_OVERLAPPED = re.compile(r"\bep communication overlapped")
@@ -46,14 +46,11 @@ _EP_OVERLAPPED = re.compile(r"\bep communication overlapped")
 def software_of_row(
     row: Mapping[str, Any], shape: TransformerShape, recipe: Recipe, dtype: str
 ) -> Software:
-    """The software of a row. Raises `NotSupportedError` for an unknown one, or feature."""
+    """The software of a row. Raises `AutoparError` for an unknown one, or feature."""
     words = " ".join(str(row.get(key) or "") for key in ("notes", "source")).lower()
     given, extra = row.get("software") or {}, row.get("extra") or {}
     given = {"name": given} if isinstance(given, str) else dict(given)
-    try:
-        software = load_software(str(given.pop("name", None) or _name(row, recipe, words)))
-    except OptionError as error:
-        raise NotSupportedError(str(error)) from error
+    software = load_software(str(given.pop("name", None) or _name(row, recipe, words)))
     is_new = str(row["profile"]).startswith(_AFTER_FLASH)
     fused_attention = software.fused_attention or "flash" in words or shape.is_gated or is_new
     overlapped = software.overlapped_sync
@@ -87,6 +84,12 @@ def software_of_row(
     return replace(software, **derived | given)
 
 
+def arxiv_of(row: Mapping[str, Any]) -> str | None:
+    """The arXiv number of a row's source, if that is a paper there."""
+    found = _ARXIV.search(str(row.get("source", "")))
+    return found[1] if found else None
+
+
 def is_float8(row: Mapping[str, Any]) -> bool:
     """Whether a row's layers multiply in float8."""
     return "fp8" in str(row.get("dtype")).lower()
@@ -100,6 +103,6 @@ def _name(row: Mapping[str, Any], recipe: Recipe, words: str) -> str:
         return "megatron-deepspeed"
     if str(row["profile"]).startswith(_AFTER_FLASH):
         return "transformer-engine"
-    arxiv = ARXIV.search(str(row.get("source", "")))
-    is_recent = float(arxiv[1]) >= 2205 if arxiv else row.get("dtype") == "bf16"
+    arxiv = arxiv_of(row)
+    is_recent = float(arxiv) >= 2205 if arxiv else row.get("dtype") == "bf16"
     return "megatron-core" if is_recent else "megatron-2021"

@@ -14,13 +14,20 @@ A device's constants are not fitted: they are measurements of its kernels and li
 (`cost/hardware/software.py`). All its runs share its constants, on whatever device and from
 whatever paper. The prior of a constant and its sigma are in `priors.toml`; without runs, constants
 stay there. `leave_one_out` fits without the runs of one paper and predicts those, as it would a
-user's own run.
+user's own run. How far their published steps lie from predictions, by software and device, as a
+factor (`interval_ratios`):
+
+    ratio = the 80% quantile of |log (predicted / published)|
+
+Fewer than `LEAST_RUNS` runs say little about a quantile: they share the ratio of their software,
+or, if that has too few, of all runs.
 """
 
 from __future__ import annotations
 
 import math
 import tomllib
+from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -31,9 +38,10 @@ from numpy.typing import NDArray
 from scipy.optimize import least_squares
 
 from autopar.cost.hardware import Software
-from autopar.cost.published.predict import step_model
 from autopar.cost.published.rows import PublishedRun
 
+HELD = 0.8  # of the runs
+LEAST_RUNS = 5
 RUN_SIGMA = 0.05
 GROUP_SIGMA = 0.01
 _HUBER = 2.0
@@ -83,9 +91,7 @@ def fit(
     sigma = np.array([constant.sigma for constant in constants])
 
     def values(at: Array) -> dict[str, float]:
-        return {
-            known.name: float(value) for known, value in zip(constants, np.exp(at), strict=True)
-        }
+        return {known.name: math.exp(log) for known, log in zip(constants, at, strict=True)}
 
     def residuals(at: Array) -> Array:
         found = values(at)
@@ -99,17 +105,10 @@ def fit(
         nudged = [residuals(at + _NUDGE * unit) for unit in np.eye(len(at))]
         return (np.column_stack(nudged) - residuals(at)[:, None]) / _NUDGE
 
-    def loss(squares: Array) -> Array:
-        """Huber's, and squares for priors: values and both derivatives (`least_squares`)."""
-        is_prior = np.arange(len(squares)) < len(prior)
-        roots = np.sqrt(np.where(is_prior | (squares <= 1), 1.0, squares))
-        huber = np.where(roots > 1, 2 * roots - 1, squares)
-        return np.stack([huber, 1 / roots, np.where(roots > 1, -0.5 / roots**3, 0.0)])
-
     if not used:
         return Fit(name, values(prior), 0)
     fitted = least_squares(
-        residuals, prior, slopes, loss=loss, f_scale=_HUBER, xtol=_CONVERGED, max_nfev=n_steps,
+        residuals, prior, slopes, loss="huber", f_scale=_HUBER, xtol=_CONVERGED, max_nfev=n_steps,
         bounds=(np.log([constant.least for constant in constants]), np.inf),
     )  # fmt: skip
     return Fit(name, values(fitted.x), len(used))
@@ -118,7 +117,7 @@ def fit(
 def log_error(row: PublishedRun, software: Software | None = None) -> float:
     """log(predicted / published) of a run's step time, with its software or another one."""
     assert row.step_time_s is not None
-    return math.log(step_model(row, software).step_time_s() / row.step_time_s)
+    return math.log(row.step(software).step_time_s() / row.step_time_s)
 
 
 def leave_one_out(
@@ -138,3 +137,22 @@ def leave_one_out(
                 software = row.software.with_constants(fits[name])
                 found.setdefault(paper, {})[row.id] = math.exp(log_error(row, software)) - 1
     return found
+
+
+def interval_ratios(
+    rows: Iterable[PublishedRun], errors: Mapping[str, float]
+) -> dict[str, dict[str, tuple[float, int]]]:
+    """Software -> device -> (ratio, number of runs it is of); `errors` by id, of left-out runs."""
+    logs = [
+        ((row.software.name, row.profile.name), abs(math.log(1 + errors[row.id])))
+        for row in rows
+        if row.id in errors
+    ]
+    found = defaultdict[str, dict[str, tuple[float, int]]](dict)
+    for name, device in dict.fromkeys(of for of, _ in logs):
+        of_device = [log for of, log in logs if of == (name, device)]
+        of_software = [log for of, log in logs if of[0] == name]
+        every = [log for _, log in logs]
+        used = next((k for k in (of_device, of_software) if len(k) >= LEAST_RUNS), every)
+        found[name][device] = math.exp(float(np.quantile(used, HELD))), len(used)
+    return dict(found)

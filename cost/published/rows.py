@@ -19,12 +19,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
-from autopar.cost.hardware import Software
+import torch
+
+from autopar.cost.hardware import Profile, Quantity, Software, load_profile
 from autopar.cost.memory import Setting
-from autopar.cost.published.features import ARXIV, is_float8, software_of_row
+from autopar.cost.published.features import arxiv_of, is_float8, software_of_row
 from autopar.cost.transformer import (
     Experts,
     Latent,
@@ -33,11 +35,14 @@ from autopar.cost.transformer import (
     Order,
     Recipe,
     Recompute,
+    StepModel,
     TransformerShape,
+    model_flops_per_token,
+    training_dtype,
 )
-from autopar.errors import NotSupportedError, OptionError
+from autopar.errors import NotSupportedError
 
-_NO_BF16 = ("v100",)
+_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _NOT_SUPPORTED = {
     "encoder_layers": "an encoder beside a decoder",
     "mtp_layers": "layers that predict further tokens",
@@ -52,10 +57,11 @@ _MODULES: dict[str, Module] = {
     "norm": "norm", "layernorm": "norm", "act": "activation", "moe_act": "activation",
     "core_attn": "core", "attn": "core", "mlp": "feed-forward", "moe": "feed-forward",
 }  # fmt: skip
-_OVERRIDES = {
+# A node is a domain of NVLink. Of the 72 GPUs in a rack, layouts use 64.
+_DEVICES_PER_NODE = {"gb200": 64}
+_LINKS = {
     "internode_bytes_per_s_per_device": "link.inter_node.s_per_byte",
     "intranode_bytes_per_s_per_device": "link.intra_node.s_per_byte",
-    "devices_per_node": "devices_per_node",
 }
 _LATENT = ("kv_rank", "rotary_head_dim", "v_head_dim")
 _OPEN = ("microbatch", "interleave", "sp", "recompute", "zero")
@@ -67,112 +73,143 @@ class PublishedRun:
     """One run. `step_time_s`, `memory_bytes`: the published values, or None.
 
     assumed: the values that the row does not give, with the defaults that they took.
-    open_fields: those of its layout, which `predict.py` chooses.
+    open_fields: those of its layout, which `settle` chooses.
     """
 
     id: str
     paper: str
-    profile: str
+    profile: Profile
+    devices_per_node: int
     shape: TransformerShape
     recipe: Recipe
     software: Software
-    dtype: str
-    overrides: Mapping[str, float]
+    dtype: torch.dtype
     step_time_s: float | None
     memory_bytes: float | None
-    memory_rank: MemoryRank = "fullest"
-    setting: Setting = "default"
-    assumed: tuple[str, ...] = field(default=())
-    open_fields: tuple[str, ...] = field(default=())
+    memory_rank: MemoryRank
+    setting: Setting
+    assumed: tuple[str, ...]
+    open_fields: tuple[str, ...]
+
+    def step(self, software: Software | None = None) -> StepModel:
+        """The model of a step with the run's software, or with another one."""
+        return StepModel.of(
+            self.shape, self.recipe, software or self.software, self.profile, self.dtype,
+            self.devices_per_node,
+        )  # fmt: skip
 
 
 @dataclass
 class _Reader:
-    """Reads fields of one row, and notes what was assumed."""
+    """Reads fields of one row, or of a table in it, and notes what was assumed."""
 
     row: Row
     assumed: list[str] = field(default_factory=list)
 
-    def known(self, key: str, of: Row | None = None) -> int:
+    def count(self, key: str, of: Row | None = None, default: int | None = None) -> int:
+        """A number of at least 1; with a default, 0 and null say that it is not given."""
         value = (self.row if of is None else of).get(key)
-        if value is None:
+        if value is not None and int(value) < (default is None):
+            raise NotSupportedError(f"malformed: {key} is {value}")
+        if value is None and default is None:
             raise NotSupportedError(f"{key} is unknown")
-        return int(value)
+        return int(value or default or 0)
 
     def assume(self, what: str, value: Any) -> Any:
         self.assumed.append(f"{what}: {value}")
         return value
 
+    def usual(self, key: str, value: int, of: Row | None = None) -> int:
+        """A count, or what it usually is, which is then assumed."""
+        return self.count(key, of, 0) or self.assume(key, value)
+
+    def table(self, key: str, of: Row | None = None) -> Row:
+        found = (self.row if of is None else of).get(key) or {}
+        if not isinstance(found, dict):
+            raise NotSupportedError(f"malformed: {key} is {found!r}")
+        return found
+
 
 def read_row(row: Row) -> PublishedRun:
     """The run in a row.
 
-    Raises `NotSupportedError` with the reason if the row must be skipped.
+    Raises `NotSupportedError` or `OptionError` with the reason if the row must be skipped.
     """
-    reader, extra = _Reader(row), row.get("extra") or {}
-    profile, source = row.get("profile"), str(row.get("source", ""))
-    if not profile:
-        raise NotSupportedError("profile is unknown")
-    if profile == "b200" and "gb200" in str(row.get("hardware")).lower():
-        profile = "gb200"  # the same chip in a rack that feeds it more power
+    reader = _Reader(row)
+    extra, metric = reader.table("extra"), reader.table("metric")
+    profile, devices_per_node = _machine(reader)
     shape = _shape(reader)
     dtype = row.get("dtype") or reader.assume(
-        "dtype", "fp16" if str(profile).startswith(_NO_BF16) else "bf16"
+        "dtype", "bf16" if training_dtype(profile) == torch.bfloat16 else "fp16"
     )
-    recipe, gib = _recipe(reader, shape), (row.get("metric") or {}).get("mem_gib")
-    step_time_s = _step_time_s(row, shape, recipe)
+    recipe, gib = _recipe(reader, shape), metric.get("mem_gib")
+    # The time of a toy is the host's.
+    step_time_s = None if extra.get("toy") else _step_time_s(row, metric, shape, recipe)
     if is_float8(row) and (step_time_s or gib is None):
         dtype, gib = "bf16", None  # what libraries keep in float8 is not known
-    if dtype not in ("fp16", "bf16"):
+    if dtype not in _DTYPES:
         raise NotSupportedError(f"dtype {dtype!r}")
-    arxiv = ARXIV.search(source)
+    rank = row.get("memory_rank", extra.get("memory_rank", "fullest"))
+    if not isinstance(rank, int) and rank not in ("fullest", "first", "last"):
+        raise NotSupportedError(f"memory of rank {rank!r}")
+    arxiv, source = arxiv_of(row), str(row.get("source", ""))
+    # A run that names a schedule says nothing else by leaving the rest out.
+    is_open = not row.get("schedule")
     return PublishedRun(
         id=str(row["id"]),
         # A source that is no paper begins with a repository.
-        paper=arxiv[0] if arxiv else re.split(r"[@ ]", source, maxsplit=1)[0],
-        profile=str(profile),
+        paper=f"arXiv {arxiv}" if arxiv else re.split(r"[@ ]", source, maxsplit=1)[0],
+        profile=profile,
+        devices_per_node=devices_per_node,
         shape=shape,
         recipe=recipe,
         software=software_of_row(row, shape, recipe, dtype),
-        dtype=dtype,
-        overrides=_overrides(reader),
+        dtype=_DTYPES[dtype],
         step_time_s=step_time_s,
         memory_bytes=None if gib is None else float(gib) * 2**30,
-        memory_rank=_memory_rank(row.get("memory_rank", extra.get("memory_rank", "fullest"))),
+        memory_rank=rank,
         setting="expandable" if "expandable" in extra.get("allocator", "") else "default",
         assumed=tuple(reader.assumed),
-        # A run that names a schedule says nothing else by leaving the rest out.
-        open_fields=()
-        if row.get("schedule")
-        else tuple(
+        open_fields=tuple(
             name
             for name in _OPEN
-            if row.get(name) is None and (name != "interleave" or recipe.pp > 1)
+            if is_open and row.get(name) is None and (name != "interleave" or recipe.pp > 1)
         ),
     )
 
 
-def _memory_rank(rank: Any) -> MemoryRank:
-    """Whose peak a row states."""
-    match rank:
-        case int() | "fullest" | "first" | "last":
-            return rank
-        case _:
-            raise NotSupportedError(f"memory of rank {rank!r}")
+def _machine(reader: _Reader) -> tuple[Profile, int]:
+    """The profile with the row's own rates of links, and devices per node."""
+    row, name = reader.row, reader.row.get("profile")
+    if not name:
+        raise NotSupportedError("profile is unknown")
+    if name == "b200" and "gb200" in str(row.get("hardware")).lower():
+        name = "gb200"  # the same chip in a rack that feeds it more power
+    profile, each = load_profile(name), _DEVICES_PER_NODE.get(name, 8)
+    links = {}
+    for key, value in reader.table("overrides").items():
+        if key == "devices_per_node":
+            each = int(value or each)
+        elif value and key in _LINKS:
+            links[_LINKS[key]] = Quantity(1.0 / float(value), "the row")
+        elif value:
+            reader.assumed.append(f"override {key} is not read; the profile's figure holds")
+    return replace(profile, quantities={**profile.quantities, **links}), each
 
 
 def _shape(reader: _Reader) -> TransformerShape:
-    model = reader.row.get("model") or {}
-    layers, hidden, heads = (reader.known(k, model) for k in ("layers", "hidden", "heads"))
-    ffn = int(model.get("ffn") or reader.assume("ffn", 4 * hidden))
+    model = reader.table("model")
+    layers, hidden, heads = (reader.count(k, model) for k in ("layers", "hidden", "heads"))
+    ffn = reader.usual("ffn", 4 * hidden, model)
     for key, what in _NOT_SUPPORTED.items():
         if model.get(key):
             raise NotSupportedError(what)
-    moe, experts, positions = model.get("moe") or {}, None, model.get("positions")
+    moe, experts, positions = reader.table("moe", model), None, model.get("positions")
     if moe:
         experts = Experts(
-            reader.known("experts", moe), reader.known("topk", moe), int(moe.get("moe_ffn") or ffn),
-            bool(moe.get("grouped_gemm")), int(moe.get("shared_ffn") or 0),
+            reader.count("experts", moe), reader.count("topk", moe),
+            reader.count("moe_ffn", moe, ffn), bool(moe.get("grouped_gemm")),
+            reader.count("shared_ffn", moe, 0),
         )  # fmt: skip
     head_dim = int(moe.get("head_dim") or model.get("head_dim") or hidden // heads)
     latent, mla = None, model.get("mla")
@@ -181,91 +218,66 @@ def _shape(reader: _Reader) -> TransformerShape:
         head_dim = int(mla["qk_head_dim"])
     elif mla:
         reader.assume("latent attention of unknown ranks", "read as plain")
-    arxiv = ARXIV.search(str(reader.row.get("source", "")))
-    usual_vocab = 32000 if arxiv and float(arxiv[1]) >= 2302 else 51200
+    usual_vocab = 32000 if float(arxiv_of(reader.row) or 0) >= 2302 else 51200
     return TransformerShape(
         layers=layers,
         hidden=hidden,
         heads=heads,
-        kv_heads=int(model.get("kv_heads") or reader.assume("kv_heads", heads)),
+        kv_heads=reader.usual("kv_heads", heads, model),
         head_dim=head_dim,
         ffn=ffn,
-        seq=reader.known("seq", model),
-        vocab=int(model.get("vocab") or reader.assume("vocab", usual_vocab)),
+        seq=reader.count("seq", model),
+        vocab=reader.usual("vocab", usual_vocab, model),
         is_gated=model.get("gated", ffn != 4 * hidden or experts is not None),
         experts=experts,
         ties_head=model.get("tied"),
         has_biases=model.get("bias"),
         learns_positions=None if positions is None else positions == "learned",
         latent=latent,
-        dense_layers=layers - int(moe.get("moe_layers") or layers),
+        dense_layers=layers - reader.count("moe_layers", moe, layers),
     )
 
 
 def _recipe(reader: _Reader, shape: TransformerShape) -> Recipe:
-    row, extra = reader.row, reader.row.get("extra") or {}
-    tp, pp, dp = (reader.known(k) for k in ("tp", "pp", "dp"))
-    word, interleave, zero = (row.get(k) for k in ("schedule", "interleave", "zero"))
-    if word is not None and word not in _ORDERS:
+    row, extra, zero = reader.row, reader.table("extra"), reader.count("zero", default=0)
+    tp, pp, dp, batch = (reader.count(k) for k in ("tp", "pp", "dp", "global_batch"))
+    cp, ep, etp = (reader.count(k, default=1) for k in ("cp", "ep", "etp"))
+    word = row.get("schedule") or "1f1b"
+    if word not in _ORDERS:
         raise NotSupportedError(f"schedule {word!r}")
-    order = _ORDERS[word] if word else "1f1b"
-    if interleave is None:
-        each = -(-shape.layers // pp) if order == "interleaved" else 1
-        interleave = reader.assume("interleave", each) if pp > 1 else 1
+    order = _ORDERS[word]
+    each = -(-shape.layers // pp) if order == "interleaved" else 1
+    interleave = reader.usual("interleave", each) if pp > 1 else 1
     recompute, modules = _recompute(reader, zero)
     defers = extra.get("defer_embedding_wgrad_compute")
-    try:
-        return Recipe(
-            tp=tp, pp=pp, dp=dp,
-            cp=int(row.get("cp") or 1), ep=int(row.get("ep") or 1), etp=int(row.get("etp") or 1),
-            sp=bool(row.get("sp")), zero=int(zero or 0), zero_shards=extra.get("zero_shards"),
-            recompute=recompute, recomputed=modules,
-            microbatch_size=int(row.get("microbatch") or reader.assume("microbatch", 1)),
-            global_batch=reader.known("global_batch"),
-            interleave=int(interleave), order="interleaved" if interleave > 1 else order,
-            deferred=int(extra.get("wgrad_deferral_limit") or row["global_batch"]) if defers else 0,
-        )  # fmt: skip
-    except OptionError as error:
-        raise NotSupportedError(str(error)) from error
+    return Recipe(
+        tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, etp=etp,
+        sp=bool(row.get("sp")), zero=zero, zero_shards=extra.get("zero_shards"),
+        recompute=recompute, recomputed=modules,
+        microbatch_size=reader.usual("microbatch", 1), global_batch=batch,
+        interleave=interleave, order="interleaved" if interleave > 1 else order,
+        deferred=reader.count("wgrad_deferral_limit", extra, batch) if defers else 0,
+    )  # fmt: skip
 
 
-def _recompute(reader: _Reader, zero: int | None) -> tuple[Recompute, tuple[Module, ...]]:
+def _recompute(reader: _Reader, zero: int) -> tuple[Recompute, tuple[Module, ...]]:
     """The kind of recompute, and the modules if the row lists them."""
-    word = reader.row.get("recompute")
-    if word is None:
-        word = reader.assume("recompute", "none")
-    match str(word):
-        case "none":
-            return "none", ()
-        case "full":
-            return "full", ()
-        case "selective":  # Megatron's, or torchtitan's, whose recipes are ZeRO-3
-            return ("selective" if zero == 3 else "attention-core"), ()
-    modules = [_MODULES.get(name.strip()) for name in str(word).replace(" ", "").split(",")]
+    word = str(reader.row.get("recompute") or reader.assume("recompute", "none"))
+    known: dict[str, Recompute] = {
+        "none": "none",
+        "full": "full",  # selective: Megatron's, or torchtitan's, whose recipes are ZeRO-3
+        "selective": "selective" if zero == 3 else "attention-core",
+    }
+    if word in known:
+        return known[word], ()
+    modules = [_MODULES.get(name.strip()) for name in word.replace(" ", "").split(",")]
     if None in modules:
         raise NotSupportedError(f"recompute {word!r}")
     return "modules", tuple(module for module in modules if module is not None)
 
 
-def _overrides(reader: _Reader) -> dict[str, float]:
-    """Overrides by profile key; unknown ones are listed as assumed."""
-    found = {}
-    for key, value in (reader.row.get("overrides") or {}).items():
-        if value is None:
-            continue
-        if key not in _OVERRIDES:
-            reader.assumed.append(f"override {key} is not read; the profile's figure holds")
-        else:
-            is_rate = key.endswith("bytes_per_s_per_device")
-            found[_OVERRIDES[key]] = 1.0 / float(value) if is_rate else float(value)
-    return found
-
-
-def _step_time_s(row: Row, shape: TransformerShape, recipe: Recipe) -> float | None:
+def _step_time_s(row: Row, metric: Row, shape: TransformerShape, recipe: Recipe) -> float | None:
     """The published seconds of a step, or what a published rate makes of its tokens or FLOPs."""
-    metric = row.get("metric") or {}
-    if (row.get("extra") or {}).get("toy"):  # too small: its time is the host's
-        return None
     if given := metric.get("iter_seconds") or row.get("derived_iter_seconds"):
         return float(given)
     batch = recipe.global_batch
@@ -282,14 +294,7 @@ def _step_time_s(row: Row, shape: TransformerShape, recipe: Recipe) -> float | N
 
 
 def _published_flops(row: Row, shape: TransformerShape, tokens: int) -> float:
-    """FLOPs of a step as the source counts them (`flops_convention`).
-
-    Sources that count recompute use equation 3 of arXiv 2104.04473.
-    """
+    """FLOPs of a step as the source counts them (`flops_convention`)."""
     convention = str(row.get("flops_convention") or "")
-    counts_recompute = "96" in convention or "counts recompute" in convention
-    if counts_recompute and shape.experts is None:
-        s, h, layers = shape.seq, shape.hidden, shape.layers
-        per_token = 96 * layers * h**2 * (1 + s / (6 * h) + shape.vocab / (16 * layers * h))
-        return tokens * per_token
-    return tokens * shape.model_flops_per_token
+    counts = shape.experts is None and ("96" in convention or "counts recompute" in convention)
+    return tokens * model_flops_per_token(shape, counts_recompute=counts)

@@ -4,8 +4,8 @@
      "rank_groups": {name: [id, ...]},                     runs whose order is checked
      "activation_memory_pct": {...}, "layer_microbench": {...}}                   see `tables.py`
 
-All but the runs are optional. A run without an id or a model makes the whole file wrong. A run with
-an impossible value is skipped (`check_values`). `rows.py` decides which values a run may lack.
+All but the runs are optional. A run without an id or a model makes the whole file wrong. `rows.py`
+decides which values a run may lack, and which are impossible: then that run is skipped.
 """
 
 from __future__ import annotations
@@ -16,15 +16,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from autopar.errors import NotSupportedError, OptionError
+from autopar.errors import OptionError
 
 SHIPPED = Path(__file__).parent / "published_runs.json"
 # Regression runs of Megatron-Core, with the peak bytes of one rank and every flag.
 GOLDEN_MEMORY = Path(__file__).parent / "mcore_golden.json"
-_POSITIVE = "layers hidden heads seq tp pp dp interleave global_batch".split()
-_NOT_NEGATIVE = "kv_heads ffn vocab cp ep microbatch zero".split()  # 0: not given
-# What a value may be besides None; of others, `rows.py` says what it cannot read.
-_KINDS = {"metric": dict, "overrides": dict, "moe": dict, "software": dict | str}
 _HINT = 'it is a list of runs, or {"runs": [...]}, each run with an id and a model'
 
 
@@ -80,13 +76,3 @@ def is_runs_file(path: Path) -> bool:
     except OptionError:
         return False
     return True
-
-
-def check_values(run: Mapping[str, Any]) -> None:
-    """Raise `NotSupportedError` if a count is too small, or a value should be an object."""
-    for key, value in {**run, **(run["model"] or {})}.items():
-        least = 1 if key in _POSITIVE else 0 if key in _NOT_NEGATIVE else None
-        is_small = least is not None and isinstance(value, int | float) and value < least
-        if is_small or (value and not isinstance(value, _KINDS.get(key, object))):
-            text = value if is_small else repr(value)
-            raise NotSupportedError(f"malformed: {key} is {text}")

@@ -1,27 +1,27 @@
 """Predictions of a file's runs beside the published values, and the targets they must meet.
 
 A run that cannot be read or predicted is skipped with the reason, and counts in no mean. A run
-without a published value is predicted and has no error.
+without a published value is predicted and has no error. In numbers:
+
+error      predicted / published - 1
+mape       mean of |error|; `max_error` is its maximum
+ordering   of the pairs in a group with different published times, those that the predictions put
+           in the same order; a predicted tie is wrong
 """
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
+from itertools import combinations
 from typing import Any
 
 from autopar.cost.memory import Footprint
-from autopar.cost.published.accuracy import (
-    AccuracyTarget,
-    ErrorSummary,
-    Ordering,
-    errors_of,
-    ordering,
-)
 from autopar.cost.published.fit import leave_one_out
-from autopar.cost.published.predict import settle, step_model
 from autopar.cost.published.rows import PublishedRun, read_row
-from autopar.cost.published.runs import RunsFile, check_values
+from autopar.cost.published.runs import RunsFile
+from autopar.cost.published.settle import settle
 from autopar.cost.published.tables import Cell, activation_memory, layer_times
 from autopar.errors import AutoparError, NotSupportedError
 
@@ -30,6 +30,62 @@ MAX_MEMORY_MAPE, MAX_MEMORY_ERROR, MAX_ACTIVATION_POINTS, MAX_SKIPPED = 0.05, 0.
 # The paper states the memory of these runs; they are no allocator readings (arXiv 2205.05198,
 # figure 1).
 _STATED_MEMORY = "seqsel_f1_"
+
+
+@dataclass(frozen=True)
+class ErrorSummary:
+    """The summary of `n` errors; `worst` is the name of the largest, `bias` their mean."""
+
+    mape: float | None
+    max_error: float | None
+    n: int
+    worst: str | None
+    bias: float | None = None
+
+
+def errors_of(named: Iterable[tuple[str, float | None]]) -> ErrorSummary:
+    """The summary of named errors; None is left out."""
+    signed = [(error, name) for name, error in named if error is not None]
+    if not signed:
+        return ErrorSummary(None, None, 0, None)
+    n, known = len(signed), [(abs(error), name) for error, name in signed]
+    max_error, worst = max(known)
+    mean, bias = (sum(error for error, _ in errors) / n for errors in (known, signed))
+    return ErrorSummary(mean, max_error, n, worst, bias)
+
+
+@dataclass(frozen=True)
+class Ordering:
+    """`right` of `pairs` are in the published order; `missing`: members without both times."""
+
+    right: int
+    pairs: int
+    fraction: float | None
+    missing: tuple[str, ...] = ()
+
+
+def ordering(members: Sequence[str], times: Mapping[str, tuple[float, float]]) -> Ordering:
+    """How predictions order the members of a group; times are (published, predicted)."""
+    known = [times[name] for name in members if name in times]
+    gaps = [(a[0] - b[0], a[1] - b[1]) for a, b in combinations(known, 2) if a[0] != b[0]]
+    right = sum(published * predicted > 0 for published, predicted in gaps)
+    missing = tuple(name for name in members if name not in times)
+    return Ordering(right, len(gaps), right / len(gaps) if gaps else None, missing)
+
+
+@dataclass(frozen=True)
+class AccuracyTarget:
+    """A value and its limit. unit: `%` for a fraction, or `points`."""
+
+    name: str
+    value: float
+    limit: float
+    at_most: bool = True
+    unit: str = "%"
+
+    @property
+    def is_met(self) -> bool:
+        return self.value <= self.limit if self.at_most else self.value >= self.limit
 
 
 @dataclass(frozen=True)
@@ -64,13 +120,8 @@ class Entry:
         """80% of published steps of the same software and device lie between these seconds."""
         if self.time is None or self.row is None:
             return None
-        ratio = self.row.software.interval_ratio(self.row.profile)
+        ratio = self.row.software.interval_ratio(self.row.profile.name)
         return self.time.predicted / ratio, self.time.predicted * ratio
-
-    @property
-    def group(self) -> str | None:
-        """Device and software of a run that was read."""
-        return None if self.row is None else f"{self.row.profile}, {self.row.software.name}"
 
     def to_json(self) -> dict[str, Any]:
         """The run as JSON; bytes are its metric only if it has no step time."""
@@ -112,9 +163,11 @@ class Score:
     @property
     def groups(self) -> dict[str, ErrorSummary]:
         """Errors of step times by device and software."""
-        names = dict.fromkeys(entry.group for entry in self.entries if entry.group)
-        found = {name: _time_errors(e for e in self.entries if e.group == name) for name in names}
-        return {name: errors for name, errors in found.items() if errors.n}
+        found = defaultdict[str, list[Entry]](list)
+        for entry in self.entries:
+            if entry.row is not None and entry.time is not None and entry.time.error is not None:
+                found[f"{entry.row.profile.name}, {entry.row.software.name}"].append(entry)
+        return {name: _time_errors(entries) for name, entries in found.items()}
 
     def count_in_interval(self) -> tuple[int, int]:
         """How many published step times lie in their interval, and of how many."""
@@ -150,23 +203,18 @@ class Score:
     def targets(self) -> list[AccuracyTarget]:
         """The targets for which the file has numbers."""
         time, memory, activation = self.time, self.memory, _cell_errors(self.activation)
-        at_most = [
+        rows: list[tuple[Any, ...]] = [
             ("step time, mean", time.mape, MAX_MAPE),
             *((f"step time on {k}, mean", e.mape, MAX_GROUP_MAPE) for k, e in self.groups.items()),
             (f"step time, worst: {time.worst}", time.max_error, MAX_TIME_ERROR),
             ("memory, mean", memory.mape, MAX_MEMORY_MAPE),
             (f"memory, worst: {memory.worst}", memory.max_error, MAX_MEMORY_ERROR),
             ("runs skipped", self.n_skipped / len(self.entries), MAX_SKIPPED),
-        ]
-        found = [AccuracyTarget(name, x, limit) for name, x, limit in at_most if x is not None]
-        if (points := activation.max_error) is not None:
-            name = f"activation memory, worst: {activation.worst}"
-            found.append(AccuracyTarget(name, points, MAX_ACTIVATION_POINTS, unit="points"))
-        return found + [
-            AccuracyTarget(f"order of {name}", order.fraction, MIN_ORDERING, at_most=False)
-            for name, order in self.ordering.items()
-            if order.fraction is not None
-        ]
+            (f"activation memory, worst: {activation.worst}", activation.max_error,
+             MAX_ACTIVATION_POINTS, True, "points"),
+            *((f"order of {k}", o.fraction, MIN_ORDERING, False) for k, o in self.ordering.items()),
+        ]  # fmt: skip
+        return [AccuracyTarget(*row) for row in rows if row[1] is not None]
 
     def leave_one_out(self) -> dict[str, ErrorSummary]:
         """Errors of each paper's step times after a fit to all other papers; takes minutes."""
@@ -182,12 +230,12 @@ class Score:
             "max_error": time.max_error,
             "groups": {name: asdict(errors) for name, errors in self.groups.items()},
             "in_interval": dict(zip(("held", "n"), self.count_in_interval(), strict=True)),
-            "ordering": {name: order.to_json() for name, order in self.ordering.items()},
+            "ordering": {name: asdict(order) for name, order in self.ordering.items()},
             "memory": asdict(self.memory),
             "activation_memory_pct": _table_json(self.activation),
             "layer_microbench": _table_json(self.layer),
             "skipped": self.n_skipped,
-            "targets": [target.to_json() for target in self.targets()],
+            "targets": [asdict(target) | {"met": target.is_met} for target in self.targets()],
         }
 
 
@@ -205,7 +253,6 @@ def entry_of(run: Mapping[str, Any]) -> Entry:
     """One run, predicted or skipped. A value of the wrong type skips it, too."""
     row = None
     try:
-        check_values(run)
         try:
             row = settle(read_row(run))
         except (TypeError, ValueError) as error:
@@ -218,13 +265,13 @@ def entry_of(run: Mapping[str, Any]) -> Entry:
 
 def predicted(row: PublishedRun) -> Entry:
     """The model's prediction of a run, beside the published values."""
-    step, time, memory, takes = step_model(row), None, None, None
+    step, time, memory, takes = row.step(), None, None, None
     if row.step_time_s is not None or row.memory_bytes is None:
         time = PublishedFigure(row.step_time_s, step.step_time_s())
     if row.memory_bytes is not None:
         takes = step.footprint(row.memory_rank, row.setting)
         memory = PublishedFigure(row.memory_bytes, takes.allocated_bytes)
-    return Entry(row.id, row.profile, row, time, memory, takes)
+    return Entry(row.id, row.profile.name, row, time, memory, takes)
 
 
 def _time_errors(entries: Iterable[Entry]) -> ErrorSummary:

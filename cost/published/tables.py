@@ -14,7 +14,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from autopar.cost.published.predict import step_model
 from autopar.cost.published.rows import read_row
 from autopar.cost.transformer import Chunk, StepModel, kept_of_layer
 
@@ -22,15 +21,14 @@ _SHAPES = {  # layers, hidden, heads
     "22B": (48, 6144, 64), "175B": (96, 12288, 96),
     "530B": (105, 20480, 128), "1T": (128, 25600, 160),
 }  # fmt: skip
-# Sequence parallelism and recompute of each case.
-_MEMORY_CASES = {
+# Sequence parallelism and recompute of each case, by the first table's names.
+_CASES = {
     "none": (False, "none"), "seq": (True, "none"), "sel": (False, "selective"),
     "seqsel": (True, "selective"), "full": (False, "full"),
 }  # fmt: skip
-_TIME_CASES = {
-    "baseline no recompute": (False, "none"), "sequence parallel": (True, "none"),
-    "full recompute": (False, "full"), "selective recompute": (False, "selective"),
-    "selective + sequence parallel": (True, "selective"),
+_TIMED = {  # by the second one's
+    "baseline no recompute": "none", "sequence parallel": "seq", "full recompute": "full",
+    "selective recompute": "sel", "selective + sequence parallel": "seqsel",
 }  # fmt: skip
 
 
@@ -54,12 +52,10 @@ def activation_memory(table: Mapping[str, Any]) -> list[Cell]:
     for model, cases in table.get("values", {}).items():
         for case, published in cases.items():
             found = None
-            if model in _SHAPES and case in _MEMORY_CASES:
-                kept, of = (
-                    kept_of_layer(_step(model, *_MEMORY_CASES[c]).layer)[0] for c in (case, "none")
-                )
+            if model in _SHAPES and case in _CASES:
+                kept, of = (kept_of_layer(_step(model, c).layer).kept_bytes for c in (case, "none"))
                 found = 100 * kept / of
-            cells.append(_cell(f"{model} {case}", "a model and case", float(published), found, 0))
+            cells.append(_cell(f"{model} {case}", "a model and case", published, found, 1.0))
     return cells
 
 
@@ -67,26 +63,25 @@ def layer_times(table: Mapping[str, Any]) -> list[Cell]:
     """Cells of `layer_microbench`: milliseconds by case and pass."""
     cells = []
     for row in table.get("rows", ()):
-        case = str(row.get("case"))
-        found = layer_passes_s(*_TIME_CASES[case]) if case in _TIME_CASES else {}
+        case = _TIMED.get(row.get("case"))
+        found = layer_passes_s(case) if case else {}
         for name in ("fwd", "bwd", "total"):
             if name in row:
                 ms = 1e3 * found[name] if found else None
-                cells.append(_cell(f"{case}, {name}", "a case", float(row[name]), ms, 1))
+                cells.append(_cell(f"{row['case']}, {name}", "a case", row[name], ms, row[name]))
     return cells
 
 
-def layer_passes_s(has_sp: bool, recompute: str) -> dict[str, float]:
+def layer_passes_s(case: str) -> dict[str, float]:
     """Seconds of forward ("fwd"), backward ("bwd") and both for a layer of the 22B model."""
-    middle = Chunk(n_layers=1, is_first=False, is_last=False)
-    passes = _step("22B", has_sp, recompute, 4).passes(middle)
+    passes = _step("22B", case, 4).passes(Chunk(1, is_first=False, is_last=False))
     forward_s, backward_s = (work.duration().time_s for work in passes)
     return {"fwd": forward_s, "bwd": backward_s, "total": forward_s + backward_s}
 
 
-def _step(model: str, has_sp: bool, recompute: str, batch: int = 1) -> StepModel:
+def _step(model: str, case: str, batch: int = 1) -> StepModel:
     """A step on one tensor-parallel group with a single microbatch, to take a layer of."""
-    layers, hidden, heads = _SHAPES[model]
+    (layers, hidden, heads), (has_sp, recompute) = _SHAPES[model], _CASES[case]
     row = {
         "id": f"a layer of {model}", "source": "arXiv 2205.05198", "profile": "a100-80gb",
         "model": {
@@ -96,11 +91,10 @@ def _step(model: str, has_sp: bool, recompute: str, batch: int = 1) -> StepModel
         "tp": 8, "pp": 1, "dp": 1, "sp": has_sp, "recompute": recompute, "zero": 0,
         "microbatch": batch, "global_batch": batch, "dtype": "fp16",
     }  # fmt: skip
-    return step_model(read_row(row))
+    return read_row(row).step()
 
 
-def _cell(name: str, what: str, published: float, found: float | None, is_relative: int) -> Cell:
+def _cell(name: str, what: str, published: float, found: float | None, unit: float) -> Cell:
     if found is None:
         return Cell(name, published, None, None, f"not {what} of arXiv 2205.05198")
-    error = found - published
-    return Cell(name, published, found, error / published if is_relative else error)
+    return Cell(name, published, found, (found - published) / unit)

@@ -1,16 +1,15 @@
 """A transformer's training step from its dims and a recipe, without a captured graph.
 
-Read `shape.py` (dims, parameters), `configs.py` (shapes of Hugging Face configs), `recipe.py`
-(layout, schedule), `work.py` (kernels, collectives), `layer.py` (items of a layer), `chunks.py`
-(where layers, embedding and loss are), `machine.py` (seconds of items), `memory.py` (bytes),
-`estimate.py` (a step), `scaling.py` (more nodes).
+Read `shape.py` (dims; those of Hugging Face configs), `recipe.py` (layout, schedule), `work.py`
+(kernels, collectives), `layer.py` (items of a layer), `chunks.py` (where layers, embedding and loss
+are; parameters), `machine.py` (seconds of items), `memory.py` (bytes), `estimate.py` (a step),
+`scaling.py` (more nodes).
 
 May import `laws`, `memory`, `simulate`, `hardware`, and what lies below `cost`; not `price`, its
 neighbour. Mainly hands on `StepModel`, `LayerModel` and `weak_scaling`.
 """
 
-from autopar.cost.transformer.chunks import Chunk
-from autopar.cost.transformer.configs import shape_of
+from autopar.cost.transformer.chunks import Chunk, model_flops_per_token, parameters_of
 from autopar.cost.transformer.estimate import StepModel
 from autopar.cost.transformer.layer import LayerModel
 from autopar.cost.transformer.memory import MemoryRank, kept_of_layer
@@ -22,7 +21,7 @@ from autopar.cost.transformer.scaling import (
     training_dtype,
     weak_scaling,
 )
-from autopar.cost.transformer.shape import Experts, Latent, TransformerShape
+from autopar.cost.transformer.shape import Experts, Latent, TransformerShape, shape_of
 
 __all__ = [
     "Chunk",
@@ -40,6 +39,8 @@ __all__ = [
     "TransformerShape",
     "default_nodes",
     "kept_of_layer",
+    "model_flops_per_token",
+    "parameters_of",
     "shape_of",
     "training_dtype",
     "weak_scaling",

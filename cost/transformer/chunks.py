@@ -27,12 +27,14 @@ Bytes per logit at the peak, where the loss's backward begins (`bytes_per_logit`
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from autopar.cost.hardware import Software
-from autopar.cost.transformer.layer import LayerModel
-from autopar.cost.transformer.work import Item, elementwise, exchange
+from autopar.cost.transformer.layer import ENTER, LEAVE, LayerModel
+from autopar.cost.transformer.recipe import Group, Recipe
+from autopar.cost.transformer.shape import TransformerShape
+from autopar.cost.transformer.work import Item, Kernel, elementwise, exchange
 
 _FLOAT32 = 4
 _PEAK_BYTES = {"torch": 10, "fused": 6, "in-place": 6, "copied": 10, "engine": 5}
@@ -49,14 +51,14 @@ class Chunk:
 
     def kinds(self, layer: LayerModel) -> list[tuple[LayerModel, int]]:
         """The kinds of layers here, and their numbers."""
-        if not self.n_dense:
-            return [(layer, self.n_layers)]
         return [(layer, self.n_layers - self.n_dense), (layer.dense, self.n_dense)]
 
-    def ends(self, layer: LayerModel) -> list[Item]:
-        """The items before the first layer, and after the last one."""
-        before = embedding_items(layer) if self.is_first else ()
-        return [*before, *(head_items(layer) if self.is_last else ())]
+    def items(self, layer: LayerModel) -> Iterator[tuple[Item, int]]:
+        """All items here, and how many times each: of layers, and before and after them."""
+        yield from ((item, n) for kind, n in self.kinds(layer) if n for item in kind.items)
+        for is_here, items in ((self.is_first, embedding_items), (self.is_last, head_items)):
+            if is_here:
+                yield from ((replace(item, part="end"), 1) for item in items(layer))
 
 
 def chunks_of(n_layers: int, n_chunks: int, n_dense: int = 0) -> tuple[Chunk, ...]:
@@ -74,54 +76,67 @@ def chunks_of(n_layers: int, n_chunks: int, n_dense: int = 0) -> tuple[Chunk, ..
     )
 
 
-def parameters_of(layer: LayerModel, chunk: Chunk) -> tuple[float, float]:
-    """Parameters on a rank before ZeRO: (those that all dp ranks share, those of its experts)."""
-    shape, recipe = layer.shape, layer.recipe
-    shared = experts = 0.0
-    for kind, n in chunk.kinds(layer):
-        of = kind.shape
-        each = of.attention_parameters + of.shared_parameters
-        each += 0 if of.experts else of.mlp_parameters
-        shared += n * (each / recipe.tp + of.norm_parameters + of.router_parameters)
-        if of.experts is not None:
-            experts += n * of.experts.n_experts / (recipe.ep * recipe.etp) * of.mlp_parameters
-    n_ends = chunk.is_first + chunk.is_last
-    if n_ends == 2 and shape.is_tied:
-        n_ends = 1
-    vocabulary = n_ends * shape.embedding_parameters / recipe.tp
-    positions = chunk.is_first * shape.position_parameters
-    return shared + vocabulary + positions, experts
+def parameters_of(layer: LayerModel, chunk: Chunk) -> dict[Group, float]:
+    """Parameters on a rank before ZeRO, by the group whose ranks all hold them.
+
+    Those of its experts, and all others. A tied head has none where the embedding is.
+    """
+    found: dict[Group, float] = {"dp": 0.0, "expert_dp": 0.0}
+    for item, n in chunk.items(layer):
+        found[item.copies] += n * item.n_parameters
+    if layer.shape.ties_head and chunk.is_first and chunk.is_last:
+        found["dp"] -= layer.words * layer.shape.hidden
+    return found
+
+
+def model_flops_per_token(shape: TransformerShape, *, counts_recompute: bool = False) -> float:
+    """FLOPs of forward, and twice as many of backward; a causal mask skips nothing.
+
+    If recompute counts, layers run forward twice (Narayanan et al., arXiv 2104.04473, equation 3).
+    """
+    layer = LayerModel(shape, Recipe(), Software(fused_attention=False))
+    whole = Chunk(shape.layers, is_first=True, is_last=True, n_dense=shape.dense_layers)
+    flops = sum(
+        n * step.flops * (4 if counts_recompute and item.part != "end" else 3)
+        for item, n in whole.items(layer)
+        for step in item.forward
+        if isinstance(step, Kernel)
+    )
+    return flops / shape.seq
 
 
 def embedding_items(layer: LayerModel) -> Iterator[Item]:
     """The embedding: rows of the vocabulary's shard, summed over ranks; backward scatters back."""
-    size = layer.tokens * layer.shape.hidden * layer.width
+    shape, size = layer.shape, layer.tokens * layer.shape.hidden * layer.width
     masks = size / layer.width if layer.software.dropout else 0.0
-    yield elementwise("embedding", 2 * size + masks, 3 * size + masks, masks, 2, 2)
-    yield from layer.leave("embedding")
+    n_rows = layer.words + (shape.seq if shape.learns_positions else 0)
+    yield elementwise(
+        "embedding", 2 * size + masks, 3 * size + masks, masks, 2, 2,
+        n_parameters=n_rows * shape.hidden,
+    )  # fmt: skip
+    yield from layer.boundary(LEAVE)
 
 
 def head_items(layer: LayerModel) -> Iterator[Item]:
     """The last norm, the logits and the loss."""
-    tp, T, is_fused = layer.recipe.tp, layer.tokens, layer.software.fuses_loss
-    logits = T * layer.shape.vocab / tp
+    T, is_fused = layer.tokens, layer.software.fuses_loss
+    words, logits = layer.words, T * layer.words
     yield layer.norm("last norm")
-    yield from layer.enter()
-    words, h = layer.shape.vocab / tp, layer.shape.hidden
-    yield layer.matmul("logits", T, words, h, is_kept=is_fused, is_exact=True)
+    yield from layer.boundary(ENTER)
+    yield layer.matmul("logits", T, words, layer.shape.hidden, is_kept=is_fused, is_exact=True)
     if is_fused:
         yield elementwise("loss", 4 * logits, 4 * logits)
     else:
         yield elementwise("loss", 38 * logits, 14 * logits, _FLOAT32 * logits, 6, 2)
-    if tp > 1:
-        yield exchange("loss", (("all_reduce", T * _FLOAT32),) * 3, ())
+    if layer.recipe.tp > 1:
+        yield exchange("loss", T * _FLOAT32, ("all_reduce",) * 3, ())
 
 
 def loss_bytes(layer: LayerModel) -> float:
     """Bytes that the loss's backward holds besides those that `head_items` keep."""
     kept = layer.width if layer.software.fuses_loss else _FLOAT32
     each = bytes_per_logit(layer.software, is_sharded=layer.recipe.tp > 1)
-    return layer.tokens * layer.shape.vocab / layer.recipe.tp * (each - kept)
+    return layer.tokens * layer.words * (each - kept)
 
 
 def bytes_per_logit(software: Software, *, is_sharded: bool) -> float:

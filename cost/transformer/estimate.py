@@ -11,15 +11,14 @@ reduce_scatters its gradients after it, beside the compute of the neighbouring l
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 
 import torch
 
 from autopar.cost.hardware import Profile, Software, link_hardware
 from autopar.cost.memory import Footprint, Setting, footprint, optimizer_time_s
-from autopar.cost.simulate import PartWork, SplitBackward, StageTimes, TieTimes, Timeline, simulate
+from autopar.cost.simulate import PartWork, StageTimes, TieTimes, Timeline, simulate
 from autopar.cost.transformer.chunks import Chunk, chunks_of, parameters_of
 from autopar.cost.transformer.layer import LayerModel
 from autopar.cost.transformer.machine import TransformerMachine
@@ -56,41 +55,25 @@ class StepModel:
         """A step of a model under a software on nodes of this profile's devices."""
         profile = software.apply_to(profile)
         links = (profile.link("inter_node"), profile.link("intra_node"))
+        layer = LayerModel(shape, recipe, software, dtype.itemsize)
         hardware = link_hardware(profile, links, dtype)
-        n_chosen = shape.experts.chosen if shape.experts and software.thrifty_dispatch else 0
-        return StepModel(
-            LayerModel(shape, recipe, software, dtype.itemsize),
-            TransformerMachine(hardware, devices_per_node, recipe, dtype, n_chosen, software),
-        )
+        return StepModel(layer, TransformerMachine(layer, hardware, devices_per_node))
 
     @cached_property
     def chunks(self) -> tuple[Chunk, ...]:
         shape = self.layer.shape
         return chunks_of(shape.layers, self.layer.recipe.n_chunks, shape.dense_layers)
 
-    @cached_property
-    def _layer_passes(self) -> dict[LayerModel, tuple[PartWork, PartWork]]:
-        """Forward and backward of one layer, by kind."""
-        machine, found = self.machine, {}
-        for kind in dict.fromkeys((self.layer, self.layer.dense)):
-            items = kind.items()
-            again = [item for item in items if is_recomputed(item, kind.recipe)]
-            backward = machine.backward(items) + machine.forward(again)
-            found[kind] = machine.forward(items), backward
-        return found
-
     def passes(self, chunk: Chunk) -> tuple[PartWork, PartWork]:
-        """Forward and backward of one microbatch in a chunk."""
-        ends = chunk.ends(self.layer)
-        forward, backward = self.machine.forward(ends), self.machine.backward(ends)
-        for kind, n in chunk.kinds(self.layer):
-            there, back = self._layer_passes[kind]
-            forward, backward = forward + there.times(n), backward + back.times(n)
-        return forward, backward
+        """Forward and backward of one microbatch in a chunk, without ZeRO-3's collectives."""
+        work, items = self.machine.work, list(chunk.items(self.layer))
+        again = [(item, n) for item, n in items if is_recomputed(item, self.layer.recipe)]
+        return work(items), work(items, is_backward=True) + work(again)
 
-    def _parameters(self, chunk: Chunk) -> Iterator[tuple[float, str]]:
-        """Parameters of a chunk, and the group over which each of them is copied or sharded."""
-        return zip(parameters_of(self.layer, chunk), ("dp", "expert_dp"), strict=True)
+    @cached_property
+    def _passes(self) -> dict[Chunk, tuple[PartWork, PartWork]]:
+        """The passes of all chunks, most of which are equal."""
+        return {chunk: self.passes(chunk) for chunk in set(self.chunks)}
 
     def _gathering(self, chunk: Chunk) -> tuple[PartWork, PartWork]:
         """ZeRO-3's collectives of a microbatch's forward and backward, beside compute or not."""
@@ -100,7 +83,7 @@ class StepModel:
         gather_s, scatter_s = (
             sum(
                 calls * self.machine.gather_s(kind, n * width / calls, group)
-                for n, group in self._parameters(chunk)
+                for group, n in parameters_of(self.layer, chunk).items()
             )
             for kind in ("all_gather", "reduce_scatter")
         )
@@ -111,7 +94,7 @@ class StepModel:
         """Seconds over data parallelism, once a step: (gradient sync, gather of new parameters)."""
         layer, exchange_s = self.layer, self.machine.exchange_s
         reduced = gathered = 0.0
-        for n, group in self._parameters(chunk):
+        for group, n in parameters_of(layer, chunk).items():
             if layer.recipe.zero == 0:
                 reduced += exchange_s("all_reduce", n * layer.gradient_width, group)
             elif layer.recipe.zero < 3:
@@ -121,76 +104,53 @@ class StepModel:
 
     def _update_s(self, chunk: Chunk) -> float:
         software, recipe, device = self.layer.software, self.layer.recipe, self.machine.device
-        n_stored = sum(
-            n / (self.machine.group(group).n_ranks if recipe.zero else 1)
-            for n, group in self._parameters(chunk)
-        )
+        held = parameters_of(self.layer, chunk)
+        n_stored = sum(n / recipe.shards(group) for group, n in held.items())
         rule = "fused-adamw" if software.fused_optimizer else "adamw"
         dtype, policy = precision_of(software)
         around_s = n_stored * _BYTES_AROUND_UPDATE / device.bytes_per_s
         return around_s + optimizer_time_s(n_stored, rule, dtype, device, policy)
 
-    def stage_times(self, chunk: Chunk) -> StageTimes:
-        recipe = self.layer.recipe
-        forward, backward = self.passes(chunk)
+    def stage_times(self, stage: int) -> StageTimes:
+        recipe, software, chunk = self.layer.recipe, self.layer.software, self.chunks[stage]
+        forward, backward = self._passes[chunk]
         if recipe.zero == 3:
             gathers, both = self._gathering(chunk)
             forward, backward = forward + gathers, backward + both
+        if software.waits_for_messages:  # each compute includes one
+            before, after = max(stage - 1, 0), min(stage + 1, recipe.n_chunks - 1)
+            forward += PartWork(collectives_s=self.machine.message_s(before, stage))
+            backward += PartWork(collectives_s=self.machine.message_s(after, stage))
         reduced, gathered = self.sync_s(chunk)
-        overlaps = self.layer.software.overlapped_sync
+        sync_s = reduced if software.overlapped_sync else 0.0
         return StageTimes(
             n_ranks=recipe.ranks_per_stage,
             before=PartWork(),
             forward=forward,
             backward=backward.split() if recipe.splits_backward else backward,
-            after=PartWork(0.0, gathered + (0.0 if overlaps else reduced)),
+            after=PartWork(collectives_s=gathered + reduced - sync_s),
             update_s=self._update_s(chunk),
-            sync_s=reduced if overlaps else 0.0,
+            sync_s=sync_s,
             n_sync_buckets=max(chunk.n_layers, 1),
-            overlap_slowdown_fraction=self.machine.slowdown,
+            overlap_slowdown_fraction=self.machine.device.overlap_slowdown_fraction,
         )
-
-    def hop_s(self, source: int, target: int) -> float:
-        """Seconds of an activation, or its gradient, between two stages; 0.0 within a device."""
-        layer, recipe, machine = self.layer, self.layer.recipe, self.machine
-        ends = source % recipe.pp, target % recipe.pp
-        if ends[0] == ends[1]:
-            return 0.0
-        size = layer.input_bytes
-        if recipe.sp or recipe.tp == 1 or not layer.software.split_messages:
-            return machine.hop_s(size, *ends)
-        return machine.hop_s(size / recipe.tp, *ends) + machine.exchange_s("all_gather", size, "tp")
 
     def ties(self) -> list[TieTimes]:
         layer, recipe = self.layer, self.layer.recipe
-        if recipe.pp == 1 or not layer.shape.is_tied:
+        if recipe.pp == 1 or not layer.shape.ties_head:
             return []
-        size = layer.shape.embedding_parameters / recipe.tp * layer.gradient_width
+        size = layer.words * layer.shape.hidden * layer.gradient_width
         time_s = self.machine.exchange_s("all_reduce", size, "ends")
         return [TieTimes((0, recipe.n_chunks - 1), time_s, (0.0, 0.0))]
 
     def simulate(self) -> Timeline:
-        stages = [self.stage_times(chunk) for chunk in self.chunks]
-        waits = self.layer.software.waits_for_messages
-        if waits:
-            stages = [self._with_messages(i, stage) for i, stage in enumerate(stages)]
+        waits, between_s = self.layer.software.waits_for_messages, self.machine.message_s
 
         def message_s(send: Action) -> float:
-            return 0.0 if waits or send.peer is None else self.hop_s(send.stage, send.peer)
+            return 0.0 if waits or send.peer is None else between_s(send.stage, send.peer)
 
+        stages = [self.stage_times(stage) for stage in range(len(self.chunks))]
         return simulate(self.layer.recipe.script, stages, message_s, self.ties())
-
-    def _with_messages(self, stage: int, times: StageTimes) -> StageTimes:
-        """Times of a stage that waits for messages: each compute includes one message."""
-        last = self.layer.recipe.n_chunks - 1
-        before = PartWork(0.0, self.hop_s(max(stage - 1, 0), stage))
-        after = PartWork(0.0, self.hop_s(min(stage + 1, last), stage))
-        backward = times.backward
-        if isinstance(backward, SplitBackward):
-            backward = replace(backward, input=backward.input + after)
-        else:
-            backward = backward + after
-        return replace(times, forward=times.forward + before, backward=backward)
 
     def step_time_s(self) -> float:
         """Seconds from one step to the next.

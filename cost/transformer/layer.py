@@ -8,15 +8,22 @@ bytes reproduce that paper's sbh (34 + 5 as/h) (its equation 1), and its divisio
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from autopar.cost.hardware import Software
 from autopar.cost.transformer.recipe import Recipe
 from autopar.cost.transformer.shape import TransformerShape
 from autopar.cost.transformer.work import Item, Kernel, elementwise, exchange
 
-_DISPATCH = "dispatch"  # an all_to_all that `TransformerMachine` may make cheaper
+# Kinds of collectives around a tensor-parallel part, forward and backward: without sequence
+# parallelism (Megatron's f and g), and with it. There, backward gathers the input again for the
+# weight's gradient.
+ENTER = ((), ("all_reduce",)), (("all_gather",), ("all_gather", "reduce_scatter"))
+LEAVE = (("all_reduce",), ()), (("reduce_scatter",), ("all_gather",))
+_GATHER, _SCATTER = ("all_gather",), ("reduce_scatter",)
+_DISPATCH = ("dispatch",)  # an all_to_all that `TransformerMachine` may make cheaper
 _STATISTICS_BYTES = 4  # per row and head: the log-sum-exp that fused attention keeps
 
 
@@ -45,6 +52,11 @@ class LayerModel:
         return self.tokens / (self.recipe.tp if self.recipe.sp else 1)
 
     @property
+    def words(self) -> float:
+        """A rank's rows of the vocabulary."""
+        return self.shape.vocab / self.recipe.tp
+
+    @property
     def input_bytes(self) -> float:
         """Bytes of a layer's input: the residual stream."""
         return self.outer_tokens * self.shape.hidden * self.width
@@ -65,64 +77,54 @@ class LayerModel:
             return 0.0
         return self.width + 2 * self.gradient_width
 
+    @cached_property
     def items(self) -> list[Item]:
         return [*self._attention(), *self._feed_forward()]
 
     def matmul(
         self, name: str, m: float, n: float, k: float, *, has_bias: bool = False,
-        is_kept: bool = True, n_times: int = 1, is_exact: bool = False,
+        is_kept: bool = True, is_exact: bool = False, n_experts: int = 0,
     ) -> Item:  # fmt: skip
-        """`n_times` matmuls with a weight, m k, k n -> m n; backward has one more for each operand,
-        and perhaps kernels that sum a bias's gradient and add the weight's to earlier ones.
+        """A matmul with a weight, m k, k n -> m n, or one for each expert of a rank. Backward has
+        one more for each operand, and perhaps kernels that sum a bias's gradient and add the
+        weight's to earlier ones.
 
+        A result that is not kept goes into the sum with the residual stream, which adds its bias.
         In float8 unless `is_exact`: casts read an operand once and write it twice, once transposed.
         """
-        width, added, in_float8 = self.width, self.accumulated_bytes, self.software.float8
-        in_float8, cast = in_float8 and not is_exact, width + 2
+        width, added, n_times = self.width, self.accumulated_bytes, max(n_experts, 1)
+        in_float8, cast = self.software.float8 and not is_exact, width + 2
         read = 1 if in_float8 else width
         flops, moved = 2.0 * m * n * k, read * (m * k + k * n) + width * m * n
         one = Kernel("matmul", n_times * flops, n_times * moved, n_times, in_float8)
         weights = k * n / self.recipe.n_microbatches  # cast once a step
         there = [cast * (m * k + weights)] if in_float8 else []
         back = [cast * m * n] if in_float8 else []
-        back += [width * m * n if has_bias else 0.0, k * n * added]
+        back += [width * m * n if has_bias and is_kept else 0.0, k * n * added]
         forward, backward = (
             (*ones, *(Kernel("memory", 0.0, n_times * size) for size in beside if size))
             for ones, beside in (((one,), there), ((one, one), back))
         )
         kept_bytes = n_times * m * n * width if is_kept else 0.0
         weight_bytes = n_times * width * (m * k + m * n)
-        return Item(name, "matmul", forward, backward, kept_bytes, weight_bytes=weight_bytes)
+        return Item(
+            name, "matmul", forward, backward, kept_bytes, 0.0, weight_bytes,
+            n_times * n * (k + has_bias), "expert_dp" if n_experts else "dp",
+        )  # fmt: skip
 
     def norm(self, name: str) -> Item:
-        size = self.input_bytes
+        size, n = self.input_bytes, self.shape.hidden * (1 if self.shape.is_gated else 2)
         if self.software.fused_kernels or not self.shape.is_gated:  # torch's LayerNorm is a kernel
-            return elementwise(name, 2 * size, 3 * size, size)
+            return elementwise(name, 2 * size, 3 * size, size, n_parameters=n)
         # Cast, square, mean, rsqrt, two multiplications, cast back, with copies in float32.
-        return elementwise(name, 11 * size, 16 * size, 3 * size, 6, 10)
+        return elementwise(name, 11 * size, 16 * size, 3 * size, 6, 10, n_parameters=n)
 
-    def enter(self) -> Iterator[Item]:
-        """The collective on entry to a tensor-parallel part; backward is its reverse."""
-        size = self.tokens * self.shape.hidden * self.width
-        if self.recipe.tp == 1:
-            return
-        if self.recipe.sp:  # backward gathers the input again for the weight's gradient
-            gather, scatter = ("all_gather", size), ("reduce_scatter", size)
-            copies = not self.software.sequence_first
-            yield exchange("gather sequence", (gather,), (gather, scatter), copies=copies)
-        else:
-            yield exchange("f", (), (("all_reduce", size),))
-
-    def leave(self, name: str = "g") -> Iterator[Item]:
-        """The collective on exit from one."""
-        size = self.tokens * self.shape.hidden * self.width
-        if self.recipe.tp == 1:
-            return
-        if self.recipe.sp:
-            gather, scatter = ("all_gather", size), ("reduce_scatter", size)
-            yield exchange(name, (scatter,), (gather,), copies=not self.software.sequence_first)
-        else:
-            yield exchange(name, (("all_reduce", size),), ())
+    def boundary(self, kinds: Sequence[tuple[Sequence[str], Sequence[str]]]) -> Iterator[Item]:
+        """The collectives on entry to a tensor-parallel part (`ENTER`), or on exit (`LEAVE`)."""
+        recipe, size = self.recipe, self.tokens * self.shape.hidden * self.width
+        copies = recipe.sp and not self.software.sequence_first
+        if recipe.tp > 1:
+            yield exchange("boundary", size, *kinds[recipe.sp], copies=copies)
 
     def _residual(self, name: str) -> Item:
         """Bias, dropout and the sum with the residual stream."""
@@ -135,10 +137,10 @@ class LayerModel:
 
     def _attention(self) -> Iterator[Item]:
         shape, tp, width, T = self.shape, self.recipe.tp, self.width, self.tokens
-        h, q = shape.hidden, shape.query_features / tp
+        h, q, biased = shape.hidden, shape.query_features / tp, bool(shape.has_biases)
         k = max(shape.key_features / tp, shape.head_dim)
         yield self.norm("attention norm")
-        yield from self.enter()
+        yield from self.boundary(ENTER)
         v, narrow = shape.value_features / tp, shape.latent
         if narrow is not None:
             yield self.matmul("latent", T, narrow.q_rank + narrow.kv_rank + narrow.rotary, h)
@@ -146,9 +148,10 @@ class LayerModel:
             keys = shape.heads / tp * (shape.head_dim + narrow.value)
             yield self.matmul("keys and values", T, keys, narrow.kv_rank)
             size = T * (narrow.q_rank + narrow.kv_rank) * width
-            yield elementwise("latent norm", 2 * size, 3 * size, size, 2, 2)
+            n = narrow.q_rank + narrow.kv_rank
+            yield elementwise("latent norm", 2 * size, 3 * size, size, 2, 2, n_parameters=n)
         else:
-            yield self.matmul("qkv", T, q + 2 * k, h, has_bias=not shape.is_gated)
+            yield self.matmul("qkv", T, q + 2 * k, h, has_bias=biased)
         if shape.is_gated or narrow:
             size = T * (q + k) * width
             launches, passes = (1, 2) if self.software.fused_kernels else (10, 10)
@@ -156,8 +159,8 @@ class LayerModel:
             kept = T * shape.heads / tp * narrow.rotary * width if narrow else 0.0
             yield elementwise("rotary", passes * size, passes * size, kept, launches, launches)
         yield from self._core(q, k, v)
-        yield self.matmul("attention output", T, h, v, is_kept=False)
-        yield from self.leave()
+        yield self.matmul("attention output", T, h, v, has_bias=biased, is_kept=False)
+        yield from self.boundary(LEAVE)
         yield self._residual("attention residual")
 
     def _core(self, q: float, k: float, v: float) -> Iterator[Item]:
@@ -166,8 +169,7 @@ class LayerModel:
         heads = shape.heads / self.recipe.tp
         if self.recipe.cp > 1:  # keys, values and their gradients go round the ring once
             size = 2 * T * k * width * self.recipe.cp
-            gather, scatter = ("all_gather", size), ("reduce_scatter", size)
-            yield exchange("ring", (gather,), (gather, scatter), "cp")
+            yield exchange("ring", size, _GATHER, (*_GATHER, *_SCATTER), "cp")
         flops, context = 2.0 * T * shape.seq * (q + v), T * v * width
         if self.software.fused_attention:  # a causal kernel skips what is masked
             moved = T * (q + v + 2 * k) * width
@@ -195,19 +197,19 @@ class LayerModel:
     def _feed_forward(self) -> Iterator[Item]:
         yield self.norm("mlp norm")
         if self.shape.experts is None:
-            yield from self.enter()
-            yield from self._mlp(self.tokens, self.shape.ffn / self.recipe.tp, 1)
-            yield from self.leave()
+            yield from self.boundary(ENTER)
+            yield from self._mlp(self.tokens, self.shape.ffn / self.recipe.tp)
+            yield from self.boundary(LEAVE)
         else:
             yield from self._experts()
         yield self._residual("mlp residual")
 
-    def _mlp(self, tokens: float, ffn: float, n_experts: int) -> Iterator[Item]:
-        """Two or three matmuls with the activation between, for each of `n_experts`."""
+    def _mlp(self, tokens: float, ffn: float, n_experts: int = 0) -> Iterator[Item]:
+        """Two or three matmuls with the activation between, once or for each expert of a rank."""
         shape, width, h = self.shape, self.width, self.shape.hidden
-        wide, rows = (2 if shape.is_gated else 1) * ffn, tokens / n_experts
-        has_bias = not shape.is_gated
-        yield self.matmul("mlp up", rows, wide, h, has_bias=has_bias, n_times=n_experts)
+        wide, rows = (2 if shape.is_gated else 1) * ffn, tokens / max(n_experts, 1)
+        biased = bool(shape.has_biases)
+        yield self.matmul("mlp up", rows, wide, h, has_bias=biased, n_experts=n_experts)
         moved, out = tokens * wide * width, tokens * ffn * width
         # An expert's activations are scaled by the router's probability, in SwiGLU's own kernel.
         scaled = 0.0 if shape.experts is None or shape.is_gated else out
@@ -217,7 +219,9 @@ class LayerModel:
             yield elementwise("activation", 5 * out, 8 * out, 2 * out, 2, 4)
         else:  # bias, then GELU
             yield elementwise("activation", 4 * out, 5 * out, out, 2, 2)
-        yield self.matmul("mlp down", rows, h, ffn, n_times=n_experts, is_kept=False)
+        yield self.matmul(
+            "mlp down", rows, h, ffn, has_bias=biased, n_experts=n_experts, is_kept=False
+        )
 
     def _experts(self) -> Iterator[Item]:
         """Router, rows sent to the ranks of their experts, matmuls there, rows sent back."""
@@ -229,27 +233,26 @@ class LayerModel:
         yield elementwise("routing", 6 * scores, 6 * scores, scores, 12, 12)
         rows = T * experts.chosen
         size = rows * h * self.width
-        sent, shared = ((_DISPATCH, size),), size * recipe.etp
-        gather, scatter = ("all_gather", shared), ("reduce_scatter", shared)
+        shared = size * recipe.etp
         # A thrifty dispatch takes tokens in their order, and its combine sums them.
         permutes = not (self.software.thrifty_dispatch and recipe.ep > 1)
         if permutes:
             yield elementwise("permute", 2 * size, 2 * size, 0.0, 2, 2)
         if recipe.ep > 1:
-            yield exchange("dispatch", sent, sent, "ep")
+            yield exchange("dispatch", size, _DISPATCH, _DISPATCH, "ep")
         if recipe.etp > 1:  # ranks that share an expert see all their tokens
-            yield exchange("gather rows", (gather,), (scatter,), "etp")
+            yield exchange("gather rows", shared, _GATHER, _SCATTER, "etp")
         yield elementwise("sort by expert", 2 * shared, 2 * shared, shared, 2, 2)
         n_here = max(experts.n_experts // recipe.ep, 1)
         yield from self._mlp(rows * recipe.etp, experts.ffn / recipe.etp, n_here)
         yield elementwise("sort back", 2 * shared, 2 * shared, 0.0, 2, 2)
         if recipe.etp > 1:
-            yield exchange("scatter rows", (scatter,), (gather,), "etp")
+            yield exchange("scatter rows", shared, _SCATTER, _GATHER, "etp")
         if recipe.ep > 1:
-            yield exchange("combine", sent, sent, "ep")
+            yield exchange("combine", size, _DISPATCH, _DISPATCH, "ep")
         if permutes:
             yield elementwise("unpermute", 2 * size, 3 * size, 0.0, 2, 2)
         if experts.shared_ffn:
-            yield from self.enter()
-            yield from self._mlp(self.tokens, experts.shared_ffn / recipe.tp, 1)
-            yield from self.leave()
+            yield from self.boundary(ENTER)
+            yield from self._mlp(self.tokens, experts.shared_ffn / recipe.tp)
+            yield from self.boundary(LEAVE)

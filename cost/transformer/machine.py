@@ -1,83 +1,58 @@
 """The machine under a recipe: where the ranks of each group are, and how long items take there.
 
-Ranks are consecutive, tp fastest, then cp, dp, pp. A group of p ranks that are `stride` apart has
+A group of p ranks that are `stride` apart (`Recipe.group`) has
 
     g = gcd(p, devices per node / stride), at least 1
 
-members in each node (`TransformerMachine.group`). Ranks that share an expert are consecutive; then
-come those of other experts. Ranks that hold the same experts are ep x etp apart.
+members in each node (`TransformerMachine.group`).
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-import torch
-
-from autopar.cost.hardware import Hardware, LinkGroup, ProfiledDevice, Software, even_group
+from autopar.cost.hardware import Hardware, LinkGroup, ProfiledDevice, even_group
 from autopar.cost.laws import collective_time_s, op_time_s
 from autopar.cost.simulate import PartWork
-from autopar.cost.transformer.recipe import Recipe
+from autopar.cost.transformer.layer import LayerModel
+from autopar.cost.transformer.recipe import Group
 from autopar.cost.transformer.work import Exchange, Item, Kernel
 from autopar.errors import NotSupportedError
-from autopar.mesh import Device
 
 
 @dataclass(frozen=True)
 class TransformerMachine:
-    """Hardware that runs a recipe, resolved for (nodes, devices per node).
+    """Hardware that runs layers: what a device reaches under their software, and the links
+    (between nodes, inside) of nodes of so many devices."""
 
-    dtype: of matmuls. n_chosen: experts per token if the dispatch is thrifty, else 0. `software`
-    says what is hidden; `hardware` is what the device reaches under it.
-    """
-
+    layer: LayerModel
     hardware: Hardware
     devices_per_node: int
-    recipe: Recipe
-    dtype: torch.dtype = torch.bfloat16
-    n_chosen: int = 0
-    software: Software = field(default_factory=Software)
 
     @property
-    def device(self) -> Device:
+    def device(self) -> ProfiledDevice:
+        assert isinstance(self.hardware.device, ProfiledDevice), "as `link_hardware` makes it"
         return self.hardware.device
 
     @property
-    def slowdown(self) -> float:
-        device = self.device
-        return device.overlap_slowdown_fraction if isinstance(device, ProfiledDevice) else 0.0
-
-    @property
     def host_s(self) -> float:
-        device = self.device
-        if self.software.cuda_graphs or not isinstance(device, ProfiledDevice):
-            return 0.0
-        return device.host_s
+        return 0.0 if self.layer.software.cuda_graphs else self.device.host_s
 
-    def group(self, name: str) -> LinkGroup:
+    def group(self, name: Group) -> LinkGroup:
         """One of the recipe's groups of ranks, with its place on nodes and links."""
-        r = self.recipe
-        n_ranks, stride = {
-            "tp": (r.tp, 1),
-            "cp": (r.cp, r.tp),
-            "dp": (r.dp * r.cp, r.tp),
-            "etp": (r.etp, 1),
-            "ep": (r.ep, r.etp),
-            "expert_dp": (max(r.ranks_per_stage // (r.ep * r.etp), 1), r.ep * r.etp),
-            "ends": (2, r.ranks_per_stage * (r.pp - 1)),
-        }[name]
+        n_ranks, stride = self.layer.recipe.group(name)
         in_node = math.gcd(n_ranks, max(1, self.devices_per_node // max(stride, 1)))
         return even_group(n_ranks, in_node, self.hardware.links[-1], self.hardware.links[0])
 
-    def exchange_s(self, kind: str, size_bytes: float, group: str) -> float:
+    def exchange_s(self, kind: str, size_bytes: float, group: Group) -> float:
         """Seconds of one collective among a group's ranks."""
         if kind == "dispatch":
             return self._dispatch_s(size_bytes, self.group(group))
         return collective_time_s(kind, size_bytes, self.group(group)) if size_bytes else 0.0
 
-    def gather_s(self, kind: str, size_bytes: float, group: str) -> float:
+    def gather_s(self, kind: str, size_bytes: float, group: Group) -> float:
         """Seconds of ZeRO-3's all_gather or reduce_scatter. Between nodes NCCL has rings alone, but
         for one rank a node since 2.23, so their latency grows with the ranks.
 
@@ -87,7 +62,7 @@ class TransformerMachine:
         on = self.group(group)
         algorithm = None if on.n_nodes == 1 else "ring"
         time_s = collective_time_s(kind, size_bytes, on, algorithm=algorithm)
-        if self.software.gathers_by_layer:
+        if self.layer.software.gathers_by_layer:
             return time_s
         return time_s + on.n_ranks * self.host_s + 2 * size_bytes / self.device.bytes_per_s
 
@@ -98,11 +73,13 @@ class TransformerMachine:
         likely to be anywhere, it reaches N (1 - (1 - 1/N)^k) of N nodes on average. Inside nodes it
         goes once to each rank by the same law, while further tokens arrive.
         """
-        if not self.n_chosen or group.n_ranks == 1:
+        experts, software = self.layer.shape.experts, self.layer.software
+        if experts is None or not software.thrifty_dispatch or group.n_ranks == 1:
             return collective_time_s("all_to_all", size_bytes, group)
-        token_bytes, n_ranks, n_nodes = size_bytes / self.n_chosen, group.n_ranks, group.n_nodes
-        across = (n_nodes - 1) * _share_reached(n_nodes, self.n_chosen)
-        inside = n_ranks * _share_reached(n_ranks, self.n_chosen) * (1 - 1 / group.per_node)
+        k, n_ranks, n_nodes = experts.chosen, group.n_ranks, group.n_nodes
+        token_bytes = size_bytes / k
+        across = (n_nodes - 1) * _share_reached(n_nodes, k)
+        inside = n_ranks * _share_reached(n_ranks, k) * (1 - 1 / group.per_node)
         inside_s = token_bytes * inside * group.inside.s_per_byte
         latency_s = group.per_node * group.inside.latency_s
         if n_nodes == 1:
@@ -110,54 +87,55 @@ class TransformerMachine:
         across_s = token_bytes * across * group.across.s_per_byte
         return latency_s + n_nodes * group.across.latency_s + max(across_s, inside_s)
 
-    def hop_s(self, size_bytes: float, source: int, target: int) -> float:
-        """Seconds of a message between corresponding ranks of two devices of the pipeline."""
-        inside, each = self.recipe.ranks_per_stage, self.devices_per_node
-        crosses = inside >= each or source * inside // each != target * inside // each
-        return self.hardware.links[0 if crosses else -1].message_s(size_bytes)
+    def message_s(self, source: int, target: int) -> float:
+        """Seconds of an activation, or its gradient, between two stages; 0.0 within a device."""
+        recipe, each = self.layer.recipe, self.devices_per_node
+        ends, inside = (source % recipe.pp, target % recipe.pp), recipe.ranks_per_stage
+        if ends[0] == ends[1]:
+            return 0.0
+        crosses = inside >= each or ends[0] * inside // each != ends[1] * inside // each
+        link, size = self.hardware.links[0 if crosses else -1], self.layer.input_bytes
+        if recipe.sp or not self.layer.software.split_messages:
+            return link.message_s(size)
+        return link.message_s(size / recipe.tp) + self.exchange_s("all_gather", size, "tp")
 
-    def forward(self, items: Iterable[Item]) -> PartWork:
-        return self._work((step for item in items for step in item.forward), False)
+    def work(self, items: Iterable[tuple[Item, int]], *, is_backward: bool = False) -> PartWork:
+        """Forward or backward of items, each so many times."""
+        found = PartWork()
+        for item, n in items:
+            for step in item.backward if is_backward else item.forward:
+                found += self._step_work(step, is_backward).times(n)
+        return found
 
-    def backward(self, items: Iterable[Item]) -> PartWork:
-        return self._work((step for item in items for step in item.backward), True)
-
-    def _work(self, steps: Iterable[Kernel | Exchange], is_backward: bool) -> PartWork:
+    def _step_work(self, step: Kernel | Exchange, is_backward: bool) -> PartWork:
         device = self.device
-        compute_s = waited_s = beside_s = 0.0
-        n_launches = 0
-        for step in steps:
-            if isinstance(step, Kernel):
-                flops = step.flops / (self._float8_ratio if step.in_float8 else 1.0)
-                compute_s += op_time_s(
-                    flops, step.size_bytes, device, self.dtype, step.kind,
-                    is_backward=is_backward,
-                ) + (step.n_launches - 1) * device.launch_s  # fmt: skip
-                n_launches += step.n_launches
-            else:
-                time_s = self.exchange_s(step.kind, step.size_bytes, step.group)
-                hidden = self._hidden_share(step.group)
-                waited_s += (1 - hidden) * time_s
-                beside_s += hidden * time_s
-                n_launches += 1
-        return PartWork(compute_s, waited_s, beside_s, n_launches * self.host_s)
+        if isinstance(step, Kernel):
+            flops = step.flops / (self._float8_ratio if step.in_float8 else 1.0)
+            time_s = op_time_s(
+                flops, step.size_bytes, device, self.hardware.dtype, step.kind,
+                is_backward=is_backward,
+            ) + (step.n_launches - 1) * device.launch_s  # fmt: skip
+            return PartWork(time_s, host_s=step.n_launches * self.host_s)
+        time_s = self.exchange_s(step.kind, step.size_bytes, step.group)
+        hidden = self._hidden_share(step.group)
+        return PartWork(0.0, (1 - hidden) * time_s, hidden * time_s, self.host_s)
 
     @property
     def _float8_ratio(self) -> float:
-        ratio = self.device.float8_rate_ratio if isinstance(self.device, ProfiledDevice) else None
-        if ratio is None:
+        if self.device.float8_rate_ratio is None:
             name = self.hardware.profile_name
             raise NotSupportedError(f"hardware profile {name!r} has no rate of float8 matmuls")
-        return ratio
+        return self.device.float8_rate_ratio
 
-    def _hidden_share(self, group: str) -> float:
+    def _hidden_share(self, group: Group) -> float:
         """The share of a group's collectives that runs beside compute.
 
         A collective under its matmul has a chunk per rank of the group, and waits for one.
         """
-        if group == "tp" and self.software.overlapped_tp:
-            return 1.0 - 1.0 / self.recipe.tp
-        return float(group == "ep" and self.software.overlapped_experts)
+        software = self.layer.software
+        if group == "tp" and software.overlapped_tp:
+            return 1.0 - 1.0 / self.layer.recipe.tp
+        return float(group == "ep" and software.overlapped_experts)
 
 
 def _share_reached(n_places: int, n_draws: int) -> float:

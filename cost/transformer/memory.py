@@ -36,13 +36,22 @@ from autopar.cost.memory import (
 )
 from autopar.cost.transformer.chunks import Chunk, loss_bytes, parameters_of
 from autopar.cost.transformer.layer import LayerModel
-from autopar.cost.transformer.recipe import Module, Recipe
+from autopar.cost.transformer.recipe import Module, Recipe, Recompute
 from autopar.cost.transformer.work import Item
 
 # Whose peak: a rank's by its number, or that of the first, last or fullest stage.
 MemoryRank = int | Literal["fullest", "first", "last"]
 
-_FEED_FORWARD = ("mlp up", "activation", "mlp down", "sort by expert", "sort back")
+# What recompute makes again: parts of a layer, and the items of a module.
+_PARTS: dict[Recompute, tuple[str, ...]] = {
+    "none": (), "attention-core": ("core",), "selective": ("elementwise",),
+}  # fmt: skip
+_ITEMS: dict[Module, tuple[str, ...]] = {
+    "norm": ("attention norm", "latent norm", "mlp norm"),
+    "activation": ("activation",),
+    "core": ("core",),
+    "feed-forward": ("mlp up", "activation", "mlp down", "sort by expert", "sort back"),
+}
 
 
 def precision_of(software: Software) -> tuple[torch.dtype, str]:
@@ -55,29 +64,11 @@ def precision_of(software: Software) -> tuple[torch.dtype, str]:
 
 def is_recomputed(item: Item, recipe: Recipe) -> bool:
     """Whether backward runs an item's forward again."""
-    match recipe.recompute:
-        case "full":
-            return True
-        case "attention-core":
-            return item.part == "core"
-        case "selective":
-            return item.part == "elementwise"
-        case "modules":
-            return any(_is_in(item, module) for module in recipe.recomputed)
-        case _:
-            return False
-
-
-def _is_in(item: Item, module: Module) -> bool:
-    match module:
-        case "norm":
-            return item.name.endswith("norm")
-        case "activation":
-            return item.name == "activation"
-        case "core":
-            return item.part == "core"
-        case "feed-forward":
-            return item.name in _FEED_FORWARD
+    if recipe.recompute == "full":
+        return item.part != "end"
+    of_modules = tuple(name for module in recipe.recomputed for name in _ITEMS[module])
+    again = _PARTS.get(recipe.recompute, of_modules)
+    return item.part in again or item.name in again
 
 
 class KeptBytes(NamedTuple):
@@ -89,7 +80,7 @@ class KeptBytes(NamedTuple):
 
 def kept_of_layer(layer: LayerModel) -> KeptBytes:
     """What a layer keeps, and what recompute makes again while its backward runs."""
-    items, recipe = layer.items(), layer.recipe
+    items, recipe = layer.items, layer.recipe
     every = sum(item.kept_bytes + item.out_bytes for item in items)
     if recipe.recompute == "full":
         return KeptBytes(layer.input_bytes, every)
@@ -100,17 +91,17 @@ def kept_of_layer(layer: LayerModel) -> KeptBytes:
 def device_peaks(layer: LayerModel, chunks: Sequence[Chunk], hardware: Hardware) -> Iterator[float]:
     """Peak bytes of each device of the pipeline, over the whole step."""
     schedule, beside = layer.recipe.schedule, _library_bytes(layer, hardware)
-    memories = [_memory_of(layer, chunk) for chunk in chunks]
+    memories = {chunk: _memory_of(layer, chunk) for chunk in set(chunks)}
     for device, row in enumerate(schedule.rows):
-        own = {stage: memories[stage] for stage in schedule.stages_on(device)}
+        own = {stage: memories[chunks[stage]] for stage in schedule.stages_on(device)}
         yield peak_of_row(row, own, {}).peak_bytes + beside
 
 
 def _memory_of(layer: LayerModel, chunk: Chunk) -> StageMemory:
-    ends = sum(item.kept_bytes + item.out_bytes for item in chunk.ends(layer))
-    kinds = chunk.kinds(layer)
-    kept = sum(n * kept_of_layer(kind).kept_bytes for kind, n in kinds) + ends
-    for_weights = sum(n * item.weight_bytes for kind, n in kinds for item in kind.items())
+    items = list(chunk.items(layer))
+    ends = sum(item.kept_bytes + item.out_bytes for item, _ in items if item.part == "end")
+    kept = sum(n * kept_of_layer(kind).kept_bytes for kind, n in chunk.kinds(layer)) + ends
+    for_weights = sum(n * item.weight_bytes for item, n in items if item.part != "end")
     static = _static_bytes(layer, chunk) + (_deferred_bytes(layer) if chunk.is_last else 0.0)
     above = {"forward": kept, "backward": _between_bytes(layer, chunk), "weights": 0.0}
     return StageMemory(static, 0.0, kept, min(kept, for_weights), 0.0, static, above, above)
@@ -139,21 +130,19 @@ def _static_bytes(layer: LayerModel, chunk: Chunk) -> float:
     recipe, has_muon = layer.recipe, layer.software.muon
     each = static_bytes_per_param("adamw", *precision_of(layer.software))
     of_matrix = replace(each, moments_bytes=each.moments_bytes / 2) if has_muon else each
-    ends, _ = parameters_of(layer, replace(chunk, n_layers=0))
-    shared, experts = parameters_of(layer, chunk)
-    n_data = recipe.dp * recipe.cp
-    n_expert_data = n_data * recipe.tp // (recipe.ep * recipe.etp)
-    n_copies = n_data // recipe.zero_shards if recipe.zero_shards else 1
+    ends = parameters_of(layer, replace(chunk, n_layers=0, n_dense=0))["dp"]
+    held = parameters_of(layer, chunk)
+    shards, of_experts = recipe.shards("dp"), recipe.shards("expert_dp")
     return (
-        ends * each.under_zero(0 if has_muon else recipe.zero, n_data // n_copies)
-        + (shared - ends) * of_matrix.under_zero(recipe.zero, n_data // n_copies)
-        + experts * of_matrix.under_zero(recipe.zero, max(n_expert_data // n_copies, 1))
+        ends * each.under_zero(0 if has_muon else recipe.zero, shards)
+        + (held["dp"] - ends) * of_matrix.under_zero(recipe.zero, shards)
+        + held["expert_dp"] * of_matrix.under_zero(recipe.zero, of_experts)
     )
 
 
 def _deferred_bytes(layer: LayerModel) -> float:
     """Inputs of the head and gradients of the logits, of microbatches whose weight waits."""
-    each = layer.shape.hidden + layer.shape.vocab / layer.recipe.tp
+    each = layer.shape.hidden + layer.words
     n = min(layer.recipe.deferred, layer.recipe.n_microbatches)
     return n * layer.tokens * each * layer.width
 
@@ -165,7 +154,7 @@ def _between_bytes(layer: LayerModel, chunk: Chunk) -> float:
         again = max(again, loss_bytes(layer))
     if layer.recipe.zero < 3:
         return again
-    of_layer = sum(parameters_of(layer, Chunk(1, is_first=False, is_last=False)))
-    vocabulary = chunk.is_last * layer.shape.embedding_parameters / layer.recipe.tp
+    of_layer = sum(parameters_of(layer, Chunk(1, is_first=False, is_last=False)).values())
+    vocabulary = chunk.is_last * layer.words * layer.shape.hidden
     # Two gathered layers, and the larger of a layer's gradient and the head with its gradient.
     return again + layer.width * (2 * of_layer + max(of_layer, 2 * vocabulary))

@@ -1,18 +1,21 @@
 """How a transformer is laid out: the Megatron recipe as numbers, and the schedule that it runs.
 
 Ranks vary tp fastest, then cp, then dp, then pp (Narayanan et al., arXiv 2104.04473, section 3.2).
-Experts are spread over ep of the dp x cp x tp ranks of a stage.
+Experts are spread over ep of the dp x cp x tp ranks of a stage. Ranks that share an expert are
+consecutive; then come those of other experts. Ranks that hold the same experts are ep x etp apart.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property
 from typing import Literal
 
 from autopar.errors import OptionError
 from autopar.schedule import ORDERS, Schedule, Script, devices_of, script_of, zero_bubble
 
+# Groups of ranks; those of "dp" and "expert_dp" hold the same parameters, "ends" a tied embedding.
+Group = Literal["tp", "cp", "dp", "etp", "ep", "expert_dp", "ends"]
 # "modules" recomputes the modules in `Recipe.recomputed`, and keeps their inputs.
 Recompute = Literal["none", "selective", "attention-core", "modules", "full"]
 Module = Literal["norm", "activation", "core", "feed-forward"]
@@ -78,25 +81,34 @@ class Recipe:
         """Stages of the schedule: several per device if they interleave."""
         return self.pp * self.interleave
 
-    @property
+    def group(self, name: Group) -> tuple[int, int]:
+        """Ranks of a group, and how far they are apart."""
+        of_expert = self.ep * self.etp
+        sizes: dict[Group, tuple[int, int]] = {
+            "tp": (self.tp, 1),
+            "cp": (self.cp, self.tp),
+            "dp": (self.dp * self.cp, self.tp),
+            "etp": (self.etp, 1),
+            "ep": (self.ep, self.etp),
+            "expert_dp": (max(self.ranks_per_stage // of_expert, 1), of_expert),
+            "ends": (2, self.ranks_per_stage * (self.pp - 1)),
+        }
+        return sizes[name]
+
+    def shards(self, copies: Group) -> int:
+        """Ranks over which ZeRO divides what all ranks of a group hold."""
+        n_copies = self.dp * self.cp // self.zero_shards if self.zero_shards else 1
+        return max(self.group(copies)[0] // n_copies, 1) if self.zero else 1
+
+    @cached_property
     def schedule(self) -> Schedule:
         """The order of actions on every device; messages are those of a chain of stages."""
-        return _schedule(self.order, self.pp, self.interleave, self.n_microbatches)
+        if self.order == "zero-bubble-2":
+            return zero_bubble(range(self.pp), self.n_microbatches, zb_h2=True)
+        word = "1f1b" if self.interleave == 1 and self.order == "interleaved" else self.order
+        return ORDERS[word](devices_of(word, self.pp, self.interleave), self.n_microbatches)
 
-    @property
+    @cached_property
     def script(self) -> Script:
         """That schedule, with each message sent as soon as it is made."""
-        return _script(self.order, self.pp, self.interleave, self.n_microbatches)
-
-
-@lru_cache(maxsize=64)
-def _schedule(order: Order, n_devices: int, n_chunks: int, n_microbatches: int) -> Schedule:
-    if order == "zero-bubble-2":
-        return zero_bubble(range(n_devices), n_microbatches, zb_h2=True)
-    word = "1f1b" if n_chunks == 1 and order == "interleaved" else order
-    return ORDERS[word](devices_of(word, n_devices, n_chunks), n_microbatches)
-
-
-@lru_cache(maxsize=64)
-def _script(order: Order, n_devices: int, n_chunks: int, n_microbatches: int) -> Script:
-    return script_of(_schedule(order, n_devices, n_chunks, n_microbatches), sends_as_made=True)
+        return script_of(self.schedule, sends_as_made=True)

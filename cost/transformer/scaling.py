@@ -91,7 +91,6 @@ def weak_scaling(
 
     Raises `OptionError` if the recipe does not fit the model or the devices.
     """
-    _check(shape, recipe)
     is_new = "device.new_attention_fraction.forward" in profile.quantities
     software = software or load_software("transformer-engine" if is_new else "megatron-core")
     first_dp = _dp(recipe, nodes[0], devices_per_node)
@@ -102,6 +101,7 @@ def weak_scaling(
     for n_nodes in nodes:
         dp = _dp(recipe, n_nodes, devices_per_node)
         scaled = replace(recipe, dp=dp, global_batch=batch * dp // first_dp)
+        _check(shape, scaled)
         dtype = training_dtype(software.apply_to(profile))
         model = StepModel.of(shape, scaled, software, profile, dtype, devices_per_node)
         points.append(_point(model, n_nodes, points[0] if points else None))
@@ -128,24 +128,21 @@ def _dp(recipe: Recipe, n_nodes: int, devices_per_node: int) -> int:
             f"tp={recipe.tp} x cp={recipe.cp} x pp={recipe.pp} = {each}",
             hint=f"multiples of {_fewest_nodes(recipe, devices_per_node)} hold it",
         )
-    n_ranks = n_devices // recipe.pp
-    if n_ranks % recipe.ep:
-        raise OptionError(
-            f"ep={recipe.ep} does not divide the {n_ranks} ranks of a stage on {n_nodes} nodes"
-        )
     return n_devices // each
 
 
 def _check(shape: TransformerShape, recipe: Recipe) -> None:
-    """Raise `OptionError` unless the degrees of the recipe divide the dims of the model."""
+    """Raise `OptionError` unless the degrees of the recipe divide the dims of the model, and ep its
+    ranks."""
     n_experts = shape.experts.n_experts if shape.experts else 1
     for what, size, word, degree in (
         ("heads", shape.heads, "tp", recipe.tp),
         ("tokens per row", shape.seq, "cp", recipe.cp),
         ("experts", n_experts, "ep", recipe.ep),
+        ("ranks of a stage", recipe.ranks_per_stage, "ep", recipe.ep),
     ):
         if size % degree:
-            raise OptionError(f"{word}={degree} does not divide the model's {size} {what}")
+            raise OptionError(f"{word}={degree} does not divide the {size} {what}")
     if recipe.n_chunks > shape.layers:
         raise OptionError(
             f"pp={recipe.pp} x interleave={recipe.interleave} are more chunks than the model's "

@@ -1,17 +1,22 @@
-"""A transformer in numbers: its dims, and the parameters that they make.
-
-    attention   h (a d + 2 kv d) + a d h       a query heads and kv key heads of d features each
-    mlp         2 h f, or 3 h f if gated; per expert with the expert's f
-    embedding   V h; once more for a head that is not tied; s h for learned positions
+"""A transformer in numbers: its dims, as published runs and Hugging Face configurations give them.
 
 Published runs give dims and no class. A feed-forward part of 4h is read as GPT's plain one (GELU,
 biases, layer norm, learned positions, tied head). Any other is read as Llama's gated one (SwiGLU,
-no biases, RMS norm, rotary positions, a head of its own).
+no biases, RMS norm, rotary positions, a head of its own). Its parameters are those of the items of
+its layers and ends (`chunks.py`).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
+
+from autopar.errors import NotSupportedError
+
+# Kinds of configurations: GPT-2's plain layers, Llama's gated ones, Mixtral's gated experts.
+PLAIN = ("gpt2",)
+GATED = ("llama", "mistral", "qwen2", "qwen3")
+EXPERTS = ("mixtral", "qwen3_moe")
 
 
 @dataclass(frozen=True)
@@ -46,7 +51,7 @@ class TransformerShape:
     """A decoder of equal layers. `is_gated`: layers as Llama's, else as GPT's.
 
     dense_layers: so many of a mixture's layers, the first ones, have no experts.
-    ties_head, has_biases, learns_positions: what differs from that; None as `is_gated` says
+    ties_head, has_biases, learns_positions: what differs from that; None: as `is_gated` says.
     """
 
     layers: int
@@ -64,6 +69,11 @@ class TransformerShape:
     learns_positions: bool | None = None
     latent: Latent | None = None
     dense_layers: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("ties_head", "has_biases", "learns_positions"):
+            if getattr(self, name) is None:
+                object.__setattr__(self, name, not self.is_gated)
 
     @property
     def dense(self) -> TransformerShape:
@@ -83,86 +93,35 @@ class TransformerShape:
     def key_features(self) -> int:
         return self.query_features // self.heads * self.kv_heads
 
-    @property
-    def is_tied(self) -> bool:
-        return not self.is_gated if self.ties_head is None else self.ties_head
 
-    @property
-    def is_biased(self) -> bool:
-        return not self.is_gated if self.has_biases is None else self.has_biases
+def shape_of(config: Any, seq: int) -> TransformerShape:
+    """The dims of a Hugging Face configuration for rows of `seq` tokens.
 
-    @property
-    def position_parameters(self) -> int:
-        learns = not self.is_gated if self.learns_positions is None else self.learns_positions
-        return learns * self.seq * self.hidden
-
-    @property
-    def attention_parameters(self) -> int:
-        h, biases = self.hidden, self.is_biased
-        qkv, out = self.query_features + 2 * self.key_features, self.value_features * h
-        if (narrow := self.latent) is not None:
-            keys = self.heads * (self.head_dim + narrow.value)
-            down = h * (narrow.q_rank + narrow.kv_rank + narrow.rotary)
-            queries = (narrow.q_rank or h) * self.query_features
-            return down + queries + narrow.kv_rank * keys + out
-        return h * qkv + out + biases * (qkv + h)
-
-    @property
-    def mlp_parameters(self) -> int:
-        """Feed-forward parameters of a dense layer, or of one expert."""
-        ffn = self.experts.ffn if self.experts else self.ffn
-        n_products = 3 if self.is_gated else 2
-        return n_products * self.hidden * ffn + self.is_biased * (ffn + self.hidden)
-
-    @property
-    def shared_parameters(self) -> int:
-        """Feed-forward parameters of the expert that sees every token."""
-        return 3 * self.hidden * self.experts.shared_ffn if self.experts else 0
-
-    @property
-    def norm_parameters(self) -> int:
-        return 2 * self.hidden * (1 if self.is_gated else 2)
-
-    @property
-    def router_parameters(self) -> int:
-        return self.hidden * self.experts.n_experts if self.experts else 0
-
-    @property
-    def layer_parameters(self) -> int:
-        n_experts = self.experts.n_experts if self.experts else 1
-        return (
-            self.attention_parameters
-            + n_experts * self.mlp_parameters
-            + self.norm_parameters
-            + self.router_parameters
-            + self.shared_parameters
+    Raises `NotSupportedError` for a model of none of the kinds above.
+    """
+    kind, known = config.model_type, (*PLAIN, *GATED, *EXPERTS)
+    if kind not in known:
+        raise NotSupportedError(
+            f"a {kind} by its dims alone",
+            hint=f"the model by dims knows {', '.join(known)}; any model "
+            "can be planned and simulated with --mesh, without --scale",
         )
-
-    @property
-    def embedding_parameters(self) -> int:
-        return self.vocab * self.hidden
-
-    @property
-    def n_parameters(self) -> int:
-        embeddings = self.embedding_parameters * (1 if self.is_tied else 2)
-        last_norm = self.norm_parameters // 2
-        each, dense = self.layer_parameters, self.dense.layer_parameters
-        layers = (self.layers - self.dense_layers) * each + self.dense_layers * dense
-        return layers + embeddings + self.position_parameters + last_norm
-
-    @property
-    def model_flops_per_token(self) -> float:
-        """FLOPs of forward and backward without recompute; a causal mask skips nothing:
-
-        6 x (parameters of matmuls that see a token) + 6 s (query and value features) per layer,
-        and 6 x the embedding's parameters for the logits.
-        """
-        chosen = self.experts.chosen if self.experts else 1
-        products = self.attention_parameters + chosen * self.mlp_parameters
-        products += self.router_parameters + self.shared_parameters
-        per_layer = 6 * products + 6 * self.seq * (self.query_features + self.value_features)
-        flops = float(self.layers * per_layer + 6 * self.embedding_parameters)
-        if self.dense_layers:
-            dense = self.dense_layers / self.layers
-            flops = (1 - dense) * flops + dense * self.dense.model_flops_per_token
-        return flops
+    hidden, heads, is_plain = config.hidden_size, config.num_attention_heads, kind in PLAIN
+    ffn = (config.n_inner or 4 * hidden) if is_plain else config.intermediate_size
+    experts = None
+    if kind in EXPERTS:
+        each = getattr(config, "moe_intermediate_size", None) or ffn
+        experts = Experts(config.num_local_experts, config.num_experts_per_tok, each)
+    return TransformerShape(
+        layers=config.num_hidden_layers,
+        hidden=hidden,
+        heads=heads,
+        kv_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or hidden // heads,
+        ffn=int(ffn),
+        seq=seq,
+        vocab=config.vocab_size,
+        is_gated=not is_plain,
+        experts=experts,
+        ties_head=bool(config.tie_word_embeddings),
+    )

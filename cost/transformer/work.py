@@ -6,16 +6,16 @@ runs the forward of the dropped items again.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Literal
 
 from autopar.cost.laws import Kind
+from autopar.cost.transformer.recipe import Group
 
-Group = Literal["tp", "ep", "cp", "etp"]
-# What recompute may drop: the attention core, cheap elementwise work, everything else.
-Part = Literal["core", "elementwise", "matmul"]
-Sizes = tuple[tuple[str, float], ...]
+# What recompute may drop: the attention core, cheap elementwise work, everything else of a layer;
+# never what is before the first layer and after the last one.
+Part = Literal["core", "elementwise", "matmul", "end"]
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,7 @@ class Item:
     kept_bytes    results that backward needs; recompute of this item drops them
     out_bytes     results that backward needs and later items read; only full recompute drops them
     weight_bytes  operands of a weight's gradient, kept longer if that is computed later
+    n_parameters  on a rank, before ZeRO; all ranks of the group `copies` hold them
     """
 
     name: str
@@ -55,30 +56,34 @@ class Item:
     kept_bytes: float = 0.0
     out_bytes: float = 0.0
     weight_bytes: float = 0.0
+    n_parameters: float = 0.0
+    copies: Group = "dp"
 
 
 def elementwise(
     name: str, forward_bytes: float, backward_bytes: float, kept_bytes: float = 0.0,
     n_forward: int = 1, n_backward: int = 1, out_bytes: float = 0.0, part: Part = "elementwise",
+    n_parameters: float = 0.0,
 ) -> Item:  # fmt: skip
     """An item whose operators cost only the bytes that they touch."""
     forward = Kernel("memory", 0.0, forward_bytes, n_forward)
     backward = Kernel("memory", 0.0, backward_bytes, n_backward)
-    return Item(name, part, (forward,), (backward,), kept_bytes, out_bytes)
+    return Item(
+        name, part, (forward,), (backward,), kept_bytes, out_bytes, n_parameters=n_parameters
+    )
 
 
 def exchange(
-    name: str, forward: Sizes, backward: Sizes, group: Group = "tp", *, copies: bool = False
-) -> Item:
-    """An item of collectives: (kind, size in bytes) of forward and of backward.
+    name: str, size_bytes: float, forward: Sequence[str], backward: Sequence[str],
+    group: Group = "tp", *, copies: bool = False,
+) -> Item:  # fmt: skip
+    """An item of collectives of one size: their kinds, forward and backward.
 
     copies: each has a kernel that copies what is gathered or scattered
     """
-
-    def steps(sizes: Sizes) -> Iterator[Kernel | Exchange]:
-        for kind, size in sizes:
-            yield Exchange(kind, group, size)
-            if copies:
-                yield Kernel("memory", 0.0, 2 * size)
-
-    return Item(name, "matmul", tuple(steps(forward)), tuple(steps(backward)))
+    copy = (Kernel("memory", 0.0, 2 * size_bytes),) if copies else ()
+    there, back = (
+        tuple(step for kind in kinds for step in (Exchange(kind, group, size_bytes), *copy))
+        for kinds in (forward, backward)
+    )
+    return Item(name, "matmul", there, back)

@@ -44,7 +44,7 @@ def main(has_intervals: bool) -> None:
         for device, (ratio, n) in intervals.get(name, {}).items():
             source = (
                 f"80% of {n} published runs, each left out of the fit with its paper "
-                "(cost/published/accuracy.py)"
+                "(cost/published/fit.py)"
             )
             known[device] = Quantity(float(f"{ratio:.3g}"), source)
         _write(SOFTWARE_FOLDER / f"{name}.toml", constants, known)

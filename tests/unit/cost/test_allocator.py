@@ -13,7 +13,6 @@ import autopar
 from autopar.cost.hardware import Hardware, resolve
 from autopar.cost.memory import footprint, footprint_of_plan, least_margin, workspace_bytes
 from autopar.cost.published import GOLDEN_MEMORY, read_runs
-from autopar.cost.published.predict import step_model
 from autopar.cost.published.rows import read_row
 from autopar.errors import InfeasibleError, NotSupportedError
 from autopar.mesh import Mesh
@@ -25,7 +24,7 @@ def error_of(run: dict[str, Any]) -> float:
     """The error of a run's peak on the rank that it states."""
     row = read_row(run)
     assert row.memory_bytes is not None
-    return step_model(row).peak_bytes(row.memory_rank) / row.memory_bytes - 1
+    return row.step().peak_bytes(row.memory_rank) / row.memory_bytes - 1
 
 
 # kind of model -> number of rows, and the limits of the mean and the worst error
@@ -61,7 +60,7 @@ def test_a_row_overrides_what_is_derived(pipelined: dict[str, Any]) -> None:
     every = read_row(pipelined | {"extra": defers})
     few = read_row(pipelined | {"extra": defers | {"wgrad_deferral_limit": 2}})
     assert every.recipe.deferred >= every.recipe.n_microbatches > few.recipe.deferred == 2
-    peaks = [step_model(row).peak_bytes("last") for row in (read_row(pipelined), few, every)]
+    peaks = [row.step().peak_bytes("last") for row in (read_row(pipelined), few, every)]
     assert peaks == sorted(set(peaks))
 
 
@@ -102,7 +101,7 @@ def pipelined() -> dict[str, Any]:
 def test_the_peak_is_of_the_rank_that_a_row_names(pipelined: dict[str, Any]) -> None:
     def peak(**words: Any) -> float:
         row = read_row(pipelined | words)
-        return step_model(row).peak_bytes(row.memory_rank)
+        return row.step().peak_bytes(row.memory_rank)
 
     every = [peak(memory_rank=rank) for rank in range(8)]
     assert peak() == peak(memory_rank="fullest") == max(every)

@@ -12,7 +12,6 @@ from autopar.cost.hardware import CONSTANTS as KNOWN
 from autopar.cost.hardware import Software, available_software, load_software
 from autopar.cost.published import fitted_constants
 from autopar.cost.published.fit import Constant, fit, leave_one_out, log_error
-from autopar.cost.published.predict import step_model
 from autopar.cost.published.rows import PublishedRun, read_row
 from autopar.options import SOFTWARE
 
@@ -34,7 +33,7 @@ def row_of(run_id: str, model: Mapping[str, Any] = GATED, **changes: Any) -> Pub
 
 def published(row: PublishedRun, software: Software, factor: float = 1.0) -> PublishedRun:
     """The run with the step time that `software` predicts, times `factor`."""
-    return replace(row, step_time_s=factor * step_model(row, software).step_time_s())
+    return replace(row, step_time_s=factor * row.step(software).step_time_s())
 
 
 # Each kind of work in two sizes: matmuls, recompute, several nodes.

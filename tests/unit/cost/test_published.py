@@ -21,12 +21,12 @@ from autopar.cost.published import (
     read_runs,
     score,
 )
-from autopar.cost.published.accuracy import errors_of, ordering
-from autopar.cost.published.predict import settle, step_model
 from autopar.cost.published.rows import read_row
 from autopar.cost.published.runs import RunsFile
-from autopar.cost.published.scoring import entry_of
+from autopar.cost.published.scoring import entry_of, errors_of, ordering
+from autopar.cost.published.settle import settle
 from autopar.cost.published.tables import activation_memory, layer_passes_s, layer_times
+from autopar.cost.transformer import Chunk
 from autopar.errors import OptionError
 from tests.helpers.commands import refused
 from tests.helpers.nightly import nightly
@@ -74,7 +74,7 @@ def test_order_of_pairs() -> None:
     order = ordering(["a", "b", "c"], {"a": (1.0, 5.0), "b": (1.0, 4.0), "c": (2.0, 5.0)})
     assert (order.right, order.pairs) == (1, 2)
     order = ordering(["a"], times)
-    assert (order.pairs, order.to_json()["fraction"]) == (0, None)
+    assert (order.pairs, order.fraction) == (0, None)
 
 
 @pytest.mark.parametrize(("value", "at_most", "is_met"), [
@@ -127,11 +127,11 @@ def test_a_score_of_planted_predictions() -> None:
 def test_a_run_with_time_and_bytes_is_one_entry() -> None:
     row = read_row(small_run())
     data = Entry(
-        "x", row.profile, row, PublishedFigure(2.0, 1.0), PublishedFigure(10.0, 11.0)
+        "x", row.profile.name, row, PublishedFigure(2.0, 1.0), PublishedFigure(10.0, 11.0)
     ).to_json()
     assert (data["metric"], data["error"]) == ("step_time_s", -0.5)
     assert data["memory"] == {"published": 10.0, "predicted": 11.0, "error": pytest.approx(0.1)}
-    data = Entry("x", row.profile, row, memory=PublishedFigure(10.0, 11.0)).to_json()
+    data = Entry("x", row.profile.name, row, memory=PublishedFigure(10.0, 11.0)).to_json()
     assert (data["metric"], data["published"]) == ("memory_bytes", 10.0)
     assert "memory" not in data
 
@@ -215,13 +215,13 @@ def test_what_a_run_leaves_open_is_what_is_fastest_and_fits() -> None:
     chosen = {what.split(": ")[0]: what.split(": ")[1] for what in settled.assumed}
     assert chosen["recompute"] == "none" and {"microbatch", "sp"} <= set(chosen)
     times = {
-        (n, sp): step_model(
-            read_row(given | {"microbatch": n, "sp": sp, "recompute": "none"})
-        ).step_time_s()
+        (n, sp): read_row(given | {"microbatch": n, "sp": sp, "recompute": "none"})
+        .step()
+        .step_time_s()
         for n in (1, 2, 4, 8)
         for sp in (False, True)
     }
-    assert step_model(settled).step_time_s() == min(times.values())
+    assert settled.step().step_time_s() == min(times.values())
     closed = read_row(small_run(sp=False, interleave=1, zero=0))
     assert settle(closed) is closed
     large = {"layers": 24, "hidden": 12288, "heads": 96, "seq": 2048}
@@ -258,7 +258,7 @@ def test_what_the_notes_say_is_overlapped() -> None:
     off = read_row(small_run(profile="h100-sxm", notes="all communication overlap off")).software
     assert not (off.overlapped_tp or off.overlapped_experts or off.overlapped_sync)
     hidden, plain = (
-        step_model(read_row(small_run(profile="h100-sxm", notes=words))) for words in (notes, "")
+        read_row(small_run(profile="h100-sxm", notes=words)).step() for words in (notes, "")
     )
     assert hidden.step_time_s() < plain.step_time_s()
 
@@ -293,7 +293,7 @@ def test_a_host_that_launches_many_small_experts_is_waited_for() -> None:
     model = {"layers": 2, "hidden": 512, "heads": 8, "seq": 128, "vocab": 1024,
              "moe": {"experts": 64, "topk": 2, "moe_ffn": 256}}  # fmt: skip
     run = small_run(profile="h100-sxm", tp=1, dp=8, model=model, recompute="none")
-    slow, recorded = (step_model(read_row(run | {"notes": n})) for n in ("", "CUDA graphs"))
+    slow, recorded = (read_row(run | {"notes": n}).step() for n in ("", "CUDA graphs"))
     for step, is_waited in ((slow, True), (recorded, False)):
         work = step.passes(step.chunks[0])[0]
         assert (work.duration().time_s > work.compute_s + work.collectives_s) is is_waited
@@ -303,14 +303,12 @@ def test_a_host_that_launches_many_small_experts_is_waited_for() -> None:
 def test_collectives_over_a_sequence_that_is_not_first_copy() -> None:
     row = read_row(small_run(profile="h100-sxm", tp=8, dp=1, sp=True))
     contiguous = row.software
-    plain, copied = (
-        step_model(row, replace(contiguous, sequence_first=first)) for first in (True, False)
-    )
+    plain, copied = (row.step(replace(contiguous, sequence_first=first)) for first in (True, False))
     gathered = 2 * plain.layer.tokens * plain.layer.shape.hidden * plain.layer.width
     device = plain.machine.device
     each_s = gathered / device.bytes_per_s + device.launch_s
     for k, n in ((0, 4), (1, 6)):  # two ways in and two ways out; inputs are gathered again
-        work, more = (one._layer_passes[one.layer][k] for one in (plain, copied))
+        work, more = (one.passes(Chunk(1, False, False))[k] for one in (plain, copied))
         assert more.compute_s - work.compute_s == pytest.approx(n * each_s)
         assert more.collectives_s == work.collectives_s
 
@@ -325,7 +323,7 @@ def test_passes_of_a_layer(shipped: RunsFile) -> None:
     cells = layer_times(shipped.layer_microbench)
     assert len(cells) == 15
     assert all(cell.error is not None and abs(cell.error) < 0.15 for cell in cells)
-    plain, full = layer_passes_s(False, "none"), layer_passes_s(False, "full")
+    plain, full = layer_passes_s("none"), layer_passes_s("full")
     assert full["bwd"] == pytest.approx(plain["fwd"] + plain["bwd"])
 
 

@@ -11,9 +11,6 @@ These differ by a known amount:
 
     attention    the graph's has an explicit mask and counts whole. The dims are therefore asked
                  for unfused attention, because a fused one is causal and skips half
-    biases       the bias of a matmul that is sharded along its summed dim is whole on every
-                 rank. The dims divide it like the matrix: h (1 - 1/tp) for each of two matmuls
-    ends         the dims leave out learned positions (s h) and the last norm of a stage
     sequence     with sequence parallelism, a plan keeps the gathered input of a matmul for
                  backward. The dims keep a shard and gather it again, as Megatron does. They also
                  leave out that gradients of norms are summed over ranks
@@ -24,6 +21,7 @@ Dropout is off in both.
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 from functools import lru_cache
 from typing import Any
 
@@ -59,7 +57,7 @@ def planned(family: str, sp: bool = False) -> tuple[Plan, LayerModel]:
 
 
 def whole(layer: LayerModel) -> list[Item]:
-    return [*embedding_items(layer), *layer.items() * N_LAYERS, *head_items(layer)]
+    return [*embedding_items(layer), *layer.items * N_LAYERS, *head_items(layer)]
 
 
 def lines(plan: Plan) -> list[CallLine]:
@@ -114,23 +112,17 @@ def test_collectives_of_layers_with_sequence_parallelism() -> None:
         if ".h." in call.tensor and call.phase in ("forward", "backward"):
             found[call.phase, call.kind, call.size_bytes] += call.count
     again = Counter({("backward", "all_gather", RESIDUAL_BYTES): 2 * N_LAYERS})
-    assert found + again == calls_of_dims(layer.items() * N_LAYERS)
+    assert found + again == calls_of_dims(layer.items * N_LAYERS)
 
 
 @FAMILIES
-def test_parameters_of_the_model(family: str) -> None:
-    shape = planned(family)[1].shape
-    assert shape.n_parameters == sum(p.numel() for p in CASES[family].model().parameters())
-
-
-@FAMILIES
-def test_parameters_of_a_rank(family: str) -> None:
+def test_parameters(family: str) -> None:
+    """Of the whole model, and of a rank."""
     plan, layer = planned(family)
     assert plan.bound is not None
     (stage,) = plan.bound.pipeline.stages
     stored_bytes = sum(parameter.stored.size_bytes for parameter in stage.parameters)
-    shared, experts = parameters_of(layer, Chunk(N_LAYERS, is_first=True, is_last=True))
-    biases = N_LAYERS * 2 * WIDTH * (1 - 1 / TP)
-    left_out = biases + 2 * WIDTH if family == "gpt2" else WIDTH
-    assert experts == 0
-    assert stored_bytes / FLOAT32 == shared + left_out
+    whole_model = Chunk(N_LAYERS, is_first=True, is_last=True)
+    assert parameters_of(layer, whole_model) == {"dp": stored_bytes / FLOAT32, "expert_dp": 0}
+    n_parameters = sum(p.numel() for p in CASES[family].model().parameters())
+    assert parameters_of(replace(layer, recipe=Recipe()), whole_model)["dp"] == n_parameters

@@ -1,6 +1,6 @@
-"""The cost model of a published run, with what the run leaves open about its layout.
+"""What a published run leaves open about its layout.
 
-That is what a careful benchmarker would have chosen: the fastest by simulation of what fits in
+It is what a careful benchmarker would have chosen: the fastest by simulation of what fits in
 memory (`settle`).
 
     microbatch   1, 2, 4 or 8 rows, as far as they divide the batch of a rank
@@ -21,16 +21,10 @@ from dataclasses import replace
 from itertools import product
 from typing import Any
 
-import torch
-
-from autopar.cost.hardware import Quantity, Software, load_profile
 from autopar.cost.published.rows import PublishedRun
-from autopar.cost.transformer import Module, Recompute, StepModel
+from autopar.cost.transformer import Module, Recompute
 from autopar.errors import OptionError
 
-# A node is a domain of NVLink. Of the 72 GPUs in a rack, layouts use 64.
-_DEVICES_PER_NODE = {"gb200": 64}
-_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 _MICROBATCHES = (1, 2, 4, 8)
 _ROUNDS = 4
 # With the modules that are recomputed.
@@ -42,20 +36,6 @@ _RECOMPUTE: dict[Recompute, tuple[Module, ...]] = {
 }
 
 
-def step_model(row: PublishedRun, software: Software | None = None) -> StepModel:
-    """The model of a run's step with its software, or with `software` instead."""
-    profile = load_profile(row.profile)
-    changed = {
-        key: Quantity(value, "the row")
-        for key, value in row.overrides.items()
-        if key in profile.quantities
-    }
-    profile = replace(profile, quantities={**profile.quantities, **changed})
-    each = int(row.overrides.get("devices_per_node", _DEVICES_PER_NODE.get(row.profile, 8)))
-    dtype = _DTYPES[row.dtype]
-    return StepModel.of(row.shape, row.recipe, software or row.software, profile, dtype, each)
-
-
 def settle(row: PublishedRun) -> PublishedRun:
     """The run with its open fields chosen; the same run if it has none."""
     fitting = []
@@ -63,7 +43,7 @@ def settle(row: PublishedRun) -> PublishedRun:
         recipe, most = choice.recipe, _ROUNDS * choice.recipe.pp
         if recipe.n_microbatches > most:
             recipe = replace(recipe, global_batch=most * recipe.microbatch_size * recipe.dp)
-        step = step_model(replace(choice, recipe=recipe))
+        step = replace(choice, recipe=recipe).step()
         if step.peak_bytes() <= step.machine.hardware.memory_limit_bytes:
             fitting.append((recipe.global_batch / step.step_time_s(), choice))
     if not fitting:
