@@ -35,7 +35,8 @@ _MOST_IN_A_ROW = 8
 # So far above the least bound (relative), the incumbent is worth a dive: of so many refinements
 # without a faster plan, the last ones refine what is nearest to a plan, not what has the least
 # bound. A dive of one stage ends after four: what runs again, two solved, one simulated.
-_DIVES_REL, _DIVES_EVERY, _DIVE_LENGTH = 0.05, 24, 4
+# Recipes are worth one if it is further still.
+_DIVES_REL, _RECIPES_REL, _DIVES_EVERY, _DIVE_LENGTH = 0.05, 0.5, 24, 4
 # Levels on the way to a plan.
 _DEPTHS = {"free": 1, "rerun": 2, "solved": 3}
 # Of a node whose solver gave up.
@@ -175,10 +176,8 @@ class BranchAndBound:
         able.sort(key=lambda node: node.turn)
         faster = [node for node in able if node.least_s < self._worth_s(node)]
         if faster:
-            if self._dives(faster[0].least_s):
-                deepest = min(faster, key=lambda n: (-n.depth, n.turn))
-                if deepest.depth:
-                    return deepest, self._worth_s(deepest)
+            if (dive := self._dive(faster)) is not None:
+                return dive, self._worth_s(dive)
             faster = self._row.next_names(faster)
             # A solved plan may become the incumbent, and may end the search.
             alike_s = faster[0].turn[0] * (1 + self.tolerance)
@@ -191,11 +190,15 @@ class BranchAndBound:
         simpler = [n for n in able if n.least_s < near_s and n.simplest < simplicity]
         return (min(simpler, key=lambda n: n.simplest), near_s) if simpler else None
 
-    def _dives(self, least_s: float) -> bool:
-        """Is it time for a dive? `least_s` is the least bound of what may be faster."""
+    def _dive(self, faster: Sequence[Node]) -> Node | None:
+        """The node that is nearest to a plan, if it is time for a dive; `faster` may have faster
+        plans, the least bound first."""
+        rel = self.incumbent_s / faster[0].least_s - 1 if faster[0].least_s else math.inf
         since = self._row.n_since_faster % _DIVES_EVERY
-        is_far = self.incumbent_s > least_s * (1 + _DIVES_REL)
-        return is_far and since >= _DIVES_EVERY - _DIVE_LENGTH
+        if rel <= _DIVES_REL or since < _DIVES_EVERY - _DIVE_LENGTH:
+            return None
+        able = [n for n in faster if n.depth and (not n.recipe or rel > _RECIPES_REL)]
+        return min(able, key=lambda n: (-n.depth, n.turn), default=None)
 
     def _worth_s(self, node: Node) -> float:
         """Plans of the node that take as long, or longer, do not matter. Those in a less simple
