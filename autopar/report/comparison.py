@@ -53,6 +53,7 @@ _DECISIONS: dict[str, Callable[[PlanData], str]] = {
     "schedule": lambda d: d.schedule if len(d.stages) > 1 else UNKNOWN,
     "precision": lambda d: d.precision,
     "optimizer": lambda d: d.optimizer,
+    "priced under": lambda d: d.software,
 }
 
 
@@ -245,7 +246,8 @@ def _relative_text(plan: ComparedPlan, first: ComparedPlan) -> str:
 def _setting(plan: ComparedPlan) -> tuple[object, ...]:
     """What two plans share where the error between them is known."""
     ratio = plan.predicted.interval_ratio if plan.predicted else None
-    return plan.data.graph_hash, plan.data.mesh, ratio
+    data = plan.data
+    return data.graph_hash, data.mesh, data.software, data.imbalance, data.lengths, ratio
 
 
 def _stage_text(plan: ComparedPlan, stage: int) -> str:
