@@ -34,11 +34,9 @@ from autopar.precision import Precision
 from autopar.schedule import CHUNKS
 
 # Options that a plan records for its prices; they may be given anew beside it.
-PRICED = frozenset({"imbalance", "lengths"})
+PRICED = frozenset({"imbalance", "lengths", "software"})
 # Options beside a plan, which decide nothing: user code, or of planning, running and prices alone.
-BESIDE_A_PLAN = PRICED | {
-    "loss_fn", "optimizer_gather", "progress", "check_every", "compile", "software"
-}  # fmt: skip
+BESIDE_A_PLAN = PRICED | {"loss_fn", "optimizer_gather", "progress", "check_every", "compile"}
 # Shipped with their constants by `cost/hardware/stacks`; a test compares the two.
 SOFTWARE = (
     "autopar", "megatron-2021", "megatron-core", "megatron-deepspeed", "torch-compiled",

@@ -210,6 +210,7 @@ class Record(Pass):
             master_weights=options.master_weights,
             imbalance=options.imbalance,
             lengths=options.lengths,
+            software=options.software,
         )
         yield analysis
         yield space.hardware

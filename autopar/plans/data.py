@@ -145,7 +145,7 @@ class PlanData:
     limit_bytes   the memory limit per device that it was planned for; None in older files
     reduce_dtype  as the option of that name
     recipe        the recipe that placed it, `MANUAL` for the user's; empty for the search
-    imbalance, lengths   as the options of these names: what it was priced with
+    imbalance, lengths, software   as the options of these names: what it was priced with
     """
 
     model: str
@@ -178,6 +178,7 @@ class PlanData:
     master_weights: bool = False
     imbalance: float = 1.0
     lengths: Lengths = ()
+    software: str = "autopar"
 
     @property
     def devices(self) -> tuple[int, ...]:

@@ -17,7 +17,7 @@ from typing import Any
 from autopar.errors import OptionError, PlanError
 from autopar.lengths import Lengths, parse_lengths
 from autopar.mesh import is_axis_name
-from autopar.options import FORBIDDABLE, OPTIMIZERS, REDUCE_DTYPES
+from autopar.options import FORBIDDABLE, OPTIMIZERS, REDUCE_DTYPES, SOFTWARE
 from autopar.plans.data import (
     VERSION,
     Alternative,
@@ -52,7 +52,7 @@ _KEYS = frozenset(
 )
 _OPTIONAL = frozenset(
     "comments padded kept_whole accumulates recipe bound_s limit_bytes reduce_dtype "
-    "master_weights ruled_out imbalance lengths".split()
+    "master_weights ruled_out imbalance lengths software".split()
 )
 _TABLES = ("parameters", "operators", "received", "sent")
 
@@ -121,6 +121,7 @@ def _optional(raw: Mapping[str, Json], stages: Collection[StageRecord]) -> dict[
         "master_weights": Json.flag,
         "imbalance": lambda value: value.number(1, MOST_RANKS),
         "lengths": _lengths,
+        "software": lambda value: value.word(SOFTWARE),
     }
     return {key: read(raw[key]) for key, read in readers.items() if key in raw}
 

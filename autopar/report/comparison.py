@@ -26,7 +26,7 @@ from autopar.program.communication import Collective
 from autopar.program.lines import starred
 from autopar.report.page import page_html
 from autopar.report.stages import axes_text
-from autopar.report.tables import traffic_rows
+from autopar.report.tables import interval_text, is_within_error, traffic_rows
 from autopar.units import format_bytes, format_count, format_seconds
 
 # Differences that the text lists; pages and JSON list all.
@@ -35,6 +35,7 @@ UNKNOWN = "–"
 
 _COSTS: dict[str, Callable[[Predicted], str]] = {
     "step time": lambda p: format_seconds(p.step_time_s),
+    "80% of steps": lambda p: interval_text(p) or UNKNOWN,
     "compute": lambda p: format_seconds(p.compute_time_s),
     "communication": lambda p: format_seconds(p.comm_time_s),
     "communication not hidden": lambda p: format_seconds(p.exposed_comm_s),
@@ -52,6 +53,7 @@ _DECISIONS: dict[str, Callable[[PlanData], str]] = {
     "schedule": lambda d: d.schedule if len(d.stages) > 1 else UNKNOWN,
     "precision": lambda d: d.precision,
     "optimizer": lambda d: d.optimizer,
+    "priced under": lambda d: d.software,
 }
 
 
@@ -193,7 +195,7 @@ class Comparison:
         yield self._table("stages", self._stage_rows())
         if any(plan.predicted for plan in self.plans):
             costs = _rows(_COSTS, [plan.predicted for plan in self.plans])
-            yield self._table("predicted, per step", [*costs[:1], self._relative_row(), *costs[1:]])
+            yield self._table("predicted, per step", [*costs[:2], self._relative_row(), *costs[2:]])
             rows = self._traffic_rows()
             yield self._table("communication of a step, on the rank with most of each kind", rows)
 
@@ -205,10 +207,8 @@ class Comparison:
             yield f"stage {k}", *(_stage_text(plan, k) for plan in self.plans)
 
     def _relative_row(self) -> tuple[str, ...]:
-        known = [plan.predicted.step_time_s if plan.predicted else None for plan in self.plans]
-        first_s = next(time_s for time_s in known if time_s is not None)
-        texts = [UNKNOWN if s is None or not first_s else f"x {s / first_s:.3g}" for s in known]
-        return "step time, relative", *texts
+        first = next(plan for plan in self.plans if plan.predicted is not None)
+        return "step time, relative", *(_relative_text(plan, first) for plan in self.plans)
 
     def _traffic_rows(self) -> Iterator[tuple[str, ...]]:
         for key in dict.fromkeys(key for plan in self.plans for key in plan.traffic):
@@ -231,6 +231,23 @@ def _rows(measures: Mapping[str, Callable[[Any], str]], of: Sequence[Any]) -> li
         (name, *(UNKNOWN if item is None else measure(item) for item in of))
         for name, measure in measures.items()
     ]
+
+
+def _relative_text(plan: ComparedPlan, first: ComparedPlan) -> str:
+    """`x 1.03`, and whether that is less than predictions of such a pair err."""
+    if plan.predicted is None or first.predicted is None or not first.predicted.step_time_s:
+        return UNKNOWN
+    own_s, first_s = plan.predicted.step_time_s, first.predicted.step_time_s
+    is_pair = plan is not first and _setting(plan) == _setting(first)
+    is_within = is_pair and is_within_error(first.predicted, first_s, own_s)
+    return f"x {own_s / first_s:.3g}{', within the error' if is_within else ''}"
+
+
+def _setting(plan: ComparedPlan) -> tuple[object, ...]:
+    """What two plans share where the error between them is known."""
+    ratio = plan.predicted.interval_ratio if plan.predicted else None
+    data = plan.data
+    return data.graph_hash, data.mesh, data.software, data.imbalance, data.lengths, ratio
 
 
 def _stage_text(plan: ComparedPlan, stage: int) -> str:

@@ -6,7 +6,8 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
-from autopar.plans import Alternative, PlanData, StageRecord
+from autopar.cost.hardware import PAIR_ERROR
+from autopar.plans import Alternative, PlanData, Predicted, StageRecord
 from autopar.program.communication import Collective
 from autopar.program.lines import StageProgram, StoredParameter, starred
 from autopar.report.blocks import Block, range_text
@@ -168,6 +169,25 @@ def _slower(alternative: Alternative, data: PlanData) -> str:
 def chosen_s(data: PlanData) -> float | None:
     """The step of the plan itself, as its row has it."""
     return next((a.step_time_s for a in data.alternatives if a.name == data.chosen), None)
+
+
+# What "within the error" means, wherever it is said.
+ERROR_TEXT = f"the error of predictions between plans, {PAIR_ERROR:.1%} for half of published pairs"
+
+
+def is_within_error(predicted: Predicted, own_s: float | None, other_s: float | None) -> bool:
+    """Do two steps of one model, batch and machine differ by less than `ERROR_TEXT` says?
+
+    No where nothing is known of the machine, which `predicted`, of a plan on it, says.
+    """
+    if predicted.interval_s is None or not own_s or not other_s:
+        return False
+    return max(own_s, other_s) / min(own_s, other_s) - 1 < PAIR_ERROR
+
+
+def interval_text(predicted: Predicted) -> str:
+    """`7.9 s to 10.9 s`: what 80% of steps take; empty where nothing is known of the machine."""
+    return " to ".join(map(format_seconds, predicted.interval_s or ()))
 
 
 def parameter_rows(program: StageProgram) -> list[ParameterRow]:

@@ -41,6 +41,7 @@ from autopar.cost.hardware.software import (
     Software,
     available_software,
     load_software,
+    share_under_matmul,
     software_of,
 )
 from autopar.cost.hardware.topology import LinkGroup, even_group, flat_group, group_on
@@ -80,6 +81,7 @@ __all__ = [
     "profile_of",
     "resolve",
     "resolve_on",
+    "share_under_matmul",
     "shipped_name",
     "software_of",
 ]

@@ -56,8 +56,7 @@ class Hardware:
     achieved rate. By default a plan leaves `memory_margin_fraction` of the memory free.
     `interval_ratio`: a predicted step times and over it hold 80% of published ones; None where
     nothing is known (`software.py`).
-    `kernels`: how operators run. `imbalance`, `lengths`: of rows of experts, of documents: the
-    options.
+    `kernels`: how operators run. `imbalance`, `lengths`, `software`: the options.
     """
 
     links: tuple[Link, ...]
@@ -71,6 +70,7 @@ class Hardware:
     kernels: KernelMode = "eager"
     imbalance: float = 1.0
     lengths: Lengths = ()
+    software: str = "autopar"
 
     @property
     def memory_limit_bytes(self) -> float:
@@ -98,7 +98,8 @@ def resolve(mesh: Mesh, dtype: torch.dtype = torch.float32, software: str = "aut
     """
     if mesh.links is not None and mesh.device is not None:
         rate = mesh.device.flops_per_s
-        return Hardware(mesh.links, mesh.device, "explicit", rate, 0.0, dtype=dtype)
+        numbers = mesh.links, mesh.device, "explicit", rate, 0.0
+        return Hardware(*numbers, dtype=dtype, software=software)
     name = mesh.hardware if mesh.hardware is not None else detect()
     return resolve_on(load_profile(name), mesh, dtype, software)
 
@@ -116,7 +117,8 @@ def resolve_on(
     between = intra if mesh.nodes == 1 else inter
     links = (*(between for _ in mesh.shape[1:]), intra)
     found = link_hardware(profile, links, dtype)
-    return replace(found, interval_ratio=runs.interval_ratio(profile.name))
+    ratio = runs.interval_ratio(profile.name)
+    return replace(found, interval_ratio=ratio, software=software)
 
 
 def link_hardware(profile: Profile, links: tuple[Link, ...], dtype: torch.dtype) -> Hardware:

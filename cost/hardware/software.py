@@ -178,6 +178,14 @@ class Software:
         return 1.0 + self.constant("jitter_fraction") * math.sqrt(2.0 * math.log(max(n_ranks, 1)))
 
 
+def share_under_matmul(n_ranks: int) -> float:
+    """The share of a collective that runs under its matmul (`overlapped_tp`).
+
+    It has a chunk per rank of its group, and compute waits for one.
+    """
+    return 1.0 - 1.0 / n_ranks
+
+
 # With the value of what a file leaves out.
 FEATURES = {f.name: False for f in fields(Software) if f.type == "bool"} | {"loss": "torch"}
 

@@ -17,6 +17,7 @@ not price them.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, overload
@@ -32,6 +33,8 @@ from autopar.cost.hardware import (
     attention_flops_per_s,
     flops_per_s,
     group_on,
+    share_under_matmul,
+    software_of,
 )
 from autopar.cost.laws.collectives import collective_lines, collective_time_s
 from autopar.lengths import Lengths, mean_shown
@@ -40,6 +43,8 @@ from autopar.placement import COMMUNICATION, PrimitiveKind
 from autopar.program.communication import BUCKET_BYTES
 
 Kind = Literal["matmul", "attention", "memory"]
+# A matmul can make or read these piece by piece.
+_IN_CHUNKS = ("all_reduce", "all_gather", "reduce_scatter")
 
 
 @overload
@@ -88,6 +93,7 @@ class CostModel:
     Unless it `hides`, it is an abstract machine where compute hides no communication. `kernels`:
     how operators run (`autopar/passes/analysis/kernels.py`). `imbalance`: the fullest of sharded
     experts has so many times the mean of rows. `lengths`: of packed documents.
+    `hides_tp`: collectives at a matmul run under it (`overlapped_tp` of a software).
     """
 
     mesh: LogicalMesh
@@ -97,6 +103,7 @@ class CostModel:
     kernels: KernelMode = "eager"
     imbalance: float = 1.0
     lengths: Lengths = ()
+    hides_tp: bool = False
 
     @staticmethod
     def of(mesh: LogicalMesh, hardware: Hardware) -> CostModel:
@@ -104,6 +111,7 @@ class CostModel:
         return CostModel(
             mesh, hardware.dtype, kernels=hardware.kernels, imbalance=hardware.imbalance,
             lengths=hardware.lengths,
+            hides_tp=software_of(hardware.software, is_gpu=hardware.is_gpu).overlapped_tp,
         )  # fmt: skip
 
     def shown(self, n_tokens: int) -> float:
@@ -115,6 +123,12 @@ class CostModel:
     ) -> float:
         """Seconds of one primitive of a move. Local ones (cut, pad) touch memory once."""
         return _primitive_time_s(self, kind, size_bytes, axes)
+
+    def share_under_matmul(self, kind: PrimitiveKind, axes: tuple[int, ...]) -> float:
+        """The share of a collective at a matmul that runs beside it."""
+        if not self.hides_tp or kind not in _IN_CHUNKS:
+            return 0.0
+        return share_under_matmul(math.prod(self.mesh.sizes[axis] for axis in axes))
 
     def cast_time_s(self, size_bytes: int) -> float:
         """Seconds of reading and writing so many bytes; one launch casts many parameters."""

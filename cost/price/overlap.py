@@ -5,6 +5,8 @@
     gradients returned per microbatch        with a bucket's last gradient     after backward
     gradients returned once a step           the same, in the last backward    at the end of a step
     collectives inside an operator           with its compute                  with its compute
+    collectives at a matmul, under software  with the matmul                   with it, all but a
+    that runs them in chunks                                                   chunk
     all others                               in their place                    in their place
 
 Those that run beside compute (`RankCall.is_beside`) are overlapped: they are exposed where all of
@@ -94,9 +96,12 @@ def _timed(calls: Iterable[RankCall], cost: CostModel) -> Calls:
 
 
 def _split_call(call: RankCall, cost: CostModel) -> Iterator[TimedCall]:
-    """A call; one inside an operator in two: what is beside its compute, and what is left."""
+    """A call; one inside an operator, or at a matmul that hides it, in two: what is beside
+    compute, and what is left."""
     time_s = call.imbalance * cost.primitive_time_s(call.kind, call.size_bytes, call.axes)
     beside_s = min(call.beside_s, time_s)
+    if call.under_matmul and not call.is_beside:
+        beside_s = cost.share_under_matmul(call.kind, call.axes) * time_s
     if beside_s:
         yield TimedCall(replace(call, is_beside=True), beside_s)
     if beside_s < time_s or not time_s:

@@ -4,8 +4,8 @@ Reading order: `groups.py` (planning nodes), `microbatch.py` (the batch), `gathe
 parameters cost), `kernels.py` (which operators a compiler fuses), `analysis.py` (these facts in one
 object), `folding.py` (repeated blocks), `equal_parts.py` (equal stages), `cutting.py` (stages and
 what crosses between them), `recompute.py` (what may be recomputed), `padding.py` (vocabularies),
-`fallback.py` (operators without a rule), `documents.py` (packed into rows), `arguments.py`
-(arguments of calls in generated programs).
+`fallback.py` (operators without a rule), `documents.py` (packed into rows), `matmul_values.py`
+(values at matmuls), `arguments.py` (arguments of calls in generated programs).
 May import the solvers and everything below `passes`, but not `passes/reshard`.
 Mainly hands on `Analysis`, `cut` and `fold`.
 """
@@ -20,6 +20,7 @@ from autopar.passes.analysis.folding import KEPT, Folded, Run, find_runs, fold, 
 from autopar.passes.analysis.gathering import Gathering
 from autopar.passes.analysis.groups import JointStrategy, OperatorGroup, PlacedOperator
 from autopar.passes.analysis.kernels import FusedTraffic
+from autopar.passes.analysis.matmul_values import values_at_matmuls
 from autopar.passes.analysis.microbatch import batch_of
 from autopar.passes.analysis.padding import Paddings, find_paddings, pad, pad_for_ranks
 from autopar.passes.analysis.recompute import (
@@ -72,4 +73,5 @@ __all__ = [
     "rename_lowered",
     "rename_strategy",
     "stored_dtype",
+    "values_at_matmuls",
 ]

@@ -23,7 +23,7 @@ from numpy.typing import NDArray
 from autopar.arrays import Array, Codes
 from autopar.errors import InfeasibleError
 from autopar.identity import Same
-from autopar.passes.analysis import Side, boundary_specs
+from autopar.passes.analysis import Side, boundary_specs, values_at_matmuls
 from autopar.passes.intra.candidates import GroupCandidates
 from autopar.passes.intra.cases import Cases
 from autopar.passes.intra.hiding import HidableCosts
@@ -186,7 +186,8 @@ class ProblemBuilder:
         restricted = "sequence" in self.maker.limits.constraints.forbid
         is_parameter = value in self.program.parameters
         restricted = restricted and not is_parameter
-        return self.priced.tables(self.cases, value, is_parameter, restricted)
+        hides = self.cases.costs[0].hides_tp and value in values_at_matmuls(self.program)
+        return self.priced.tables(self.cases, value, is_parameter, restricted, hides)
 
     def _consumers(self, candidates: Sequence[GroupCandidates]) -> dict[str, list[Consumer]]:
         out: dict[str, list[Consumer]] = {}

@@ -9,7 +9,7 @@ of parameters, each keyed by what decides it.
 from __future__ import annotations
 
 from collections.abc import Hashable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -98,18 +98,22 @@ class Priced:
     _conversions: dict[Hashable, ConversionCosts] = field(default_factory=dict)
 
     def tables(
-        self, cases: Cases, value: str, is_parameter: bool, no_reduce_scatter: bool
+        self, cases: Cases, value: str, is_parameter: bool, no_reduce_scatter: bool, hides: bool
     ) -> ReshardTables:
-        """The reshards of a value in every case; of a parameter, on every distinct mesh."""
+        """The reshards of a value in every case; of a parameter, on every distinct mesh.
+
+        `hides`: matmuls may hide them.
+        """
         types = cases.distinct_types(value)
         known = self.parameter_tables if is_parameter else self.value_tables
-        key = (types[0] if is_parameter else types, no_reduce_scatter)
+        key = (types[0] if is_parameter else types, no_reduce_scatter, hides)
         if key not in known:
             if is_parameter:
                 tensors, meshes = types[:1] * len(cases.meshes), np.arange(len(cases.meshes))
             else:
                 tensors, meshes = tuple(types[i] for i in cases.count_of), cases.mesh_of
-            known[key] = reshard_tables(tensors, cases.move_costs, meshes, no_reduce_scatter)
+            costs = tuple(replace(cost, hides_tp=hides) for cost in cases.move_costs)
+            known[key] = reshard_tables(tensors, costs, meshes, no_reduce_scatter)
         return known[key]
 
     def reshards(

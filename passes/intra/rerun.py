@@ -26,7 +26,7 @@ from autopar.arrays import Array
 from autopar.manual import Recompute
 from autopar.passes.analysis import Analysis
 from autopar.passes.intra.cases import Cases
-from autopar.passes.reshard import ReshardTables, primitive_lines
+from autopar.passes.reshard import ReshardTables
 from autopar.placement import COLLECTIVES, Spec
 from autopar.program.communication import Needs, Step
 from autopar.rules import OpRule, is_function, rule_for
@@ -251,8 +251,7 @@ def rerun_costs(
 ) -> RerunCosts:
     """The `RerunCosts` of the cheapest paths between two lists of specs."""
     graph, size_bytes = tables.graph, tables.size_bytes
-    lines = primitive_lines(graph, cases.meshes).of(cases.mesh_of)
-    seconds = lines.seconds(size_bytes)[:, graph.forward]
+    seconds = tables.forward_s
     kinds = np.array([p.kind in COLLECTIVES for p in graph.primitives], dtype=bool)
     calls = np.broadcast_to(kinds[graph.forward], seconds.shape).astype(np.float64)
     results = (size_bytes[:, None] / n_shards_of(graph.specs, cases))[:, graph.target]

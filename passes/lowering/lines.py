@@ -23,6 +23,7 @@ from autopar.passes.analysis import (
     boundary_specs,
     override,
     prologue_lines,
+    values_at_matmuls,
 )
 from autopar.passes.lowering.fusion import fuse_bias
 from autopar.passes.lowering.gathers import with_gathers_first, with_shared_prices
@@ -95,7 +96,9 @@ class _Lowering:
     # Caches of what repeated blocks share.
     locals: dict[tuple[str, str, Spec], Local] = field(default_factory=dict)
     shapes: dict[tuple[TensorType, Spec], tuple[int, ...]] = field(default_factory=dict)
-    steps: dict[tuple[TensorType, Spec, Spec, bool], list[_TimedStep]] = field(default_factory=dict)
+    steps: dict[tuple[TensorType, Spec, Spec, bool, bool], list[_TimedStep]] = field(
+        default_factory=dict
+    )
 
     def __post_init__(self) -> None:
         self.program = self.analysis.program
@@ -184,7 +187,8 @@ class _Lowering:
         """
         lines, at = [], first
         restricted = self.strategy.sequence_forbidden and value not in self.program.parameters
-        steps = self._steps(tensor, source, target, restricted)
+        under_matmul = self.cost.hides_tp and value in values_at_matmuls(self.program)
+        steps = self._steps(tensor, source, target, restricted, under_matmul)
         for k, (step, forward, backward) in enumerate(steps, start=1):
             own = name if k == len(steps) or is_chain else self._unique(f"{name}_{k}")
             out = self._placed(own, value, tensor, step.target)
@@ -192,19 +196,20 @@ class _Lowering:
                 MoveLine(
                     out, at, step.move, value, phase, step.forward_bytes,
                     step.backward_bytes if tensor.has_grad else 0, forward, backward,
-                    tensor.has_grad,
+                    tensor.has_grad, under_matmul,
                 )
             )  # fmt: skip
             at = own
         return tuple(lines)
 
     def _steps(
-        self, tensor: TensorType, source: Spec, target: Spec, restricted: bool
+        self, tensor: TensorType, source: Spec, target: Spec, restricted: bool, under_matmul: bool
     ) -> list[_TimedStep]:
         """The moves of the cheapest path, with their seconds."""
-        key = tensor, source, target, restricted
+        key = tensor, source, target, restricted, under_matmul
         if key not in self.steps:
-            path = reshard_table(tensor, self.cost, restricted).path(source, target)
+            cost = replace(self.cost, hides_tp=under_matmul)
+            path = reshard_table(tensor, cost, restricted).path(source, target)
             price, grad = self.cost.primitive_time_s, tensor.has_grad
             self.steps[key] = [(step, *step_time_s(step, grad, price)) for step in path]
         return self.steps[key]

@@ -64,6 +64,12 @@ class ReshardTables:
         return np.array([t.size_bytes for t in self.tensors], dtype=np.float64)
 
     @property
+    def forward_s(self) -> Array:
+        """[cases, moves]: seconds of forward; 0 for a move that may not be used."""
+        seconds = self.seconds[:, self.graph.forward]
+        return np.where(np.isfinite(seconds), seconds, 0.0)
+
+    @property
     def gradient_bytes(self) -> Array:
         """[cases]"""
         return np.array([t.gradient_bytes(t.size_bytes) for t in self.tensors], dtype=np.float64)
@@ -217,4 +223,6 @@ def canonical_cost(cost: CostModel) -> CostModel:
     """A cost model with the same prices: names and the first rank do not matter."""
     names = tuple(f"axis_{i}" for i in range(cost.mesh.n_axes))
     mesh = replace(cost.mesh, names=names, first_rank=0)
-    return CostModel(mesh, cost.dtype, hides=cost.hides, kernels=cost.kernels)
+    return CostModel(
+        mesh, cost.dtype, hides=cost.hides, kernels=cost.kernels, hides_tp=cost.hides_tp
+    )

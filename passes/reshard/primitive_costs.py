@@ -14,6 +14,7 @@ import numpy as np
 
 from autopar.arrays import Array, BoolArray, Indices
 from autopar.cost.laws import CostModel
+from autopar.cost.price import slowdown_of
 from autopar.passes.reshard.move_graph import MoveGraph
 from autopar.placement import PrimitiveKind
 
@@ -23,7 +24,8 @@ class PrimitiveLines:
     """The lines a + b n of primitives on several meshes.
 
     `latency_s` and `s_per_byte` are [meshes, primitives, algorithms]. `n_shards` [meshes,
-    primitives] is the number of shards of the tensor that a primitive sends.
+    primitives] is the number of shards of the tensor that a primitive sends. `waited` [meshes,
+    primitives]: what an activation's takes at least of a step, as a share of its seconds.
     """
 
     latency_s: Array
@@ -31,17 +33,19 @@ class PrimitiveLines:
     n_shards: Indices
     is_collective: BoolArray
     bucket_bytes: Array
+    waited: Array
 
     def of(self, meshes: Indices) -> PrimitiveLines:
         """The lines of some meshes, which may repeat."""
         return PrimitiveLines(
             self.latency_s[meshes], self.s_per_byte[meshes], self.n_shards[meshes],
-            self.is_collective, self.bucket_bytes[meshes],
+            self.is_collective, self.bucket_bytes[meshes], self.waited[meshes],
         )  # fmt: skip
 
     def seconds(self, size_bytes: Array) -> Array:
-        """[meshes, primitives]: seconds for tensors of `size_bytes` [meshes], unsharded."""
-        return self._local_times_s(size_bytes[:, None] / self.n_shards)
+        """[meshes, primitives]: seconds of a step for activations of `size_bytes` [meshes],
+        unsharded. Where software hides collectives under matmuls, it is taken to hide all."""
+        return self.waited * self._local_times_s(size_bytes[:, None] / self.n_shards)
 
     def bucket_times_s(self, size_bytes: Array, most_bytes: float = math.inf) -> Array:
         """The same for tensors that share each collective with a full bucket, of `most_bytes` at
@@ -84,7 +88,13 @@ def _primitive_lines(graph: MoveGraph, costs: tuple[CostModel, ...]) -> Primitiv
     is_collective = graph.calls > 0
     buckets = np.array([float(cost.bucket_bytes) for cost in costs])
     latency_s, s_per_byte = (np.take(array, which, axis=1) for array in (latency_s, s_per_byte))
-    return PrimitiveLines(latency_s, s_per_byte, n_shards, is_collective, buckets)
+    waited = np.array([[_waited(cost, *call) for call in number] for cost in costs])[:, which]
+    return PrimitiveLines(latency_s, s_per_byte, n_shards, is_collective, buckets, waited)
+
+
+def _waited(cost: CostModel, kind: PrimitiveKind, axes: tuple[int, ...]) -> float:
+    """1 less what a matmul hides; a second that is hidden still slows compute."""
+    return 1.0 - cost.share_under_matmul(kind, axes) / (1.0 + slowdown_of(cost))
 
 
 @lru_cache(maxsize=1 << 14)

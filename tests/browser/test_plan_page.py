@@ -70,6 +70,9 @@ def test_numbers_are_the_predictions(shown: Shown) -> None:
         )
     )
     assert by_name["step"] == predicted.step_time_s == timeline.step_time_s
+    assert predicted.interval_s is not None
+    interval = [float(value) for value, *_ in figures(shown, "#interval")]
+    assert interval == pytest.approx(predicted.interval_s)
     assert by_name["peak memory"] == predicted.peak_bytes
     assert by_name["MFU"] == predicted.mfu and by_name["tokens/s"] == predicted.tokens_per_s
     n_ranks, hardware = shown.facts["setting"]["n_ranks"], bound_of(shown.plan).hardware
@@ -117,8 +120,10 @@ def test_alternatives_open(shown: Shown) -> None:
     )
     by_name = {row.find_element(By.CSS_SELECTOR, ".name").text: row for row in rows}
     rows = [by_name[alternative.name] for alternative in shown.plan.data.alternatives]
+    within = {row["name"]: row["within_error"] for row in shown.facts["alternatives"]}
     for row, alternative in zip(rows, shown.plan.data.alternatives, strict=True):
-        assert row.find_element(By.CSS_SELECTOR, ".why").text
+        why = row.find_element(By.CSS_SELECTOR, ".why").text
+        assert why and ("within the error" in why) == within[alternative.name]
         if alternative.summary is None or alternative.name == shown.plan.data.chosen:
             continue  # its row has all that is known
         shown.run("arguments[0].scrollIntoView({block: 'center'})", row)

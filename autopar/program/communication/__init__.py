@@ -9,7 +9,7 @@ May import `lines` and what that may. Mainly hands on `forward_order`, `backward
 `step_calls`.
 """
 
-from autopar.program.communication.backwards import Backward
+from autopar.program.communication.backwards import MATMULS, Backward
 from autopar.program.communication.bucketing import (
     BUCKET_BYTES,
     buckets,
@@ -57,6 +57,7 @@ from autopar.program.communication.reruns import Needs, Step, line_needs
 
 __all__ = [
     "BUCKET_BYTES",
+    "MATMULS",
     "Backward",
     "Collective",
     "ConversionBucket",

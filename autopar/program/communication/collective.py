@@ -114,6 +114,7 @@ class RankCall:
 
     `is_beside`: it runs beside compute, also in predictions (`calls_beside` in `order.py`).
     `beside_s`: else, the seconds of its own operator's compute that it runs beside.
+    `under_matmul`: as of its move (`MoveLine`).
     `imbalance`: how many times as long it takes for the rank that sends or receives most.
     """
 
@@ -124,6 +125,7 @@ class RankCall:
     tensor: str
     is_beside: bool = field(default=False, compare=False)
     beside_s: float = field(default=0.0, compare=False)
+    under_matmul: bool = field(default=False, compare=False)
     imbalance: float = field(default=1.0, compare=False)
 
 
@@ -465,4 +467,5 @@ def _call(
 ) -> list[RankCall]:
     if kind not in COLLECTIVES:
         return []
-    return [RankCall(kind, line.move.axes, phase, size_bytes, tensor, is_beside)]
+    at = line.under_matmul
+    return [RankCall(kind, line.move.axes, phase, size_bytes, tensor, is_beside, under_matmul=at)]

@@ -81,6 +81,7 @@ class MoveLine(Assignment):
     """One move of a reshard of `value`.
 
     Bytes are NCCL's accounting. Without gradient, bytes and seconds of backward are 0.
+    `under_matmul`: the software of the prices runs its collectives under a matmul, in chunks.
     """
 
     out: Local
@@ -93,6 +94,7 @@ class MoveLine(Assignment):
     forward_s: float
     backward_s: float
     has_grad: bool
+    under_matmul: bool = field(default=False, compare=False)
 
 
 @dataclass(frozen=True)

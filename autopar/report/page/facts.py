@@ -4,12 +4,15 @@
     verdict, warnings           sentences
     setting                     mesh, inputs, precision, optimizer, microbatches, schedule, hash
     predicted, figures          `Predicted`; the same per device and per trillion tokens
+    interval_s                  80% of steps are between these two; null if nothing is known of them
+    error                       what the error is that alternatives may be within
     optimality, assumptions     lines
     time, memory                the two bars (`bars.py`, `memory.py`)
     live                        memory over the step (`memory.py`)
     command                     what plans it again
     choices, machine            what other options or machines would change (`subject.py`)
-    alternatives                candidates of the search; `chosen` marks the plan's own
+    alternatives                candidates of the search; `chosen` marks the plan's own,
+                                `within_error` those that may be as fast
     stages                      the graph of each (`graph.py`)
     timeline                    the simulated step (`timeline.py`)
     parameters, collectives, crossings, ties, devices     tables (`tables.py`)
@@ -40,7 +43,15 @@ from autopar.report.page.tables import (
     tie_texts,
 )
 from autopar.report.page.timeline import timeline_facts
-from autopar.report.tables import alternative_note, headline, idle_warnings, optimality
+from autopar.report.tables import (
+    ERROR_TEXT,
+    alternative_note,
+    chosen_s,
+    headline,
+    idle_warnings,
+    is_within_error,
+    optimality,
+)
 from autopar.report.words import verdict
 
 FORMAT, VERSION = "autopar plan facts", 1
@@ -64,6 +75,8 @@ def plan_facts(subject: Subject) -> dict[str, Any]:
         "figures": asdict(
             DeviceRates.of(subject.predicted, subject.hardware, subject.pipeline.n_ranks)
         ),
+        "interval_s": subject.predicted.interval_s,
+        "error": ERROR_TEXT,
         "optimality": optimality(data, subject.predicted.step_time_s),
         "assumptions": [str(line) for line in subject.assumed],
         "time": time_bar(subject.pipeline, subject.costs, subject.timeline),
@@ -103,7 +116,12 @@ def _alternative(row: Alternative, subject: Subject) -> dict[str, Any]:
     if is_chosen:
         on = subject.pipeline, subject.costs, subject.timeline, subject.data.optimizer
         row = replace(row, summary=summary_of(*on))
-    return asdict(row) | {"chosen": is_chosen, "why": alternative_note(row, subject.data)}
+    return asdict(row) | {
+        "chosen": is_chosen,
+        "why": alternative_note(row, subject.data),
+        "within_error": not is_chosen
+        and is_within_error(subject.predicted, chosen_s(subject.data), row.step_time_s),
+    }
 
 
 def _setting(subject: Subject) -> dict[str, Any]:

@@ -88,9 +88,10 @@ def _rates(hardware: Hardware) -> Remark:
     dtype, name = hardware.dtype, _name(hardware.dtype)
     if dtype == torch.float32 and _uses_tf32() and isinstance(hardware.device, ProfiledDevice):
         name += " (TF32, if the device has it)"
+    software = f" under {hardware.software}" if hardware.software != "autopar" else ""
     text = (
-        f"{hardware.profile_name}, {achieved:.3g} TFLOP/s of matmuls in {name} (MFU counts "
-        f"{peak:.3g}), {hardware.device.bytes_per_s / _TERA:.3g} TB/s"
+        f"{hardware.profile_name}{software}, {achieved:.3g} TFLOP/s of matmuls in {name} "
+        f"(MFU counts {peak:.3g}), {hardware.device.bytes_per_s / _TERA:.3g} TB/s"
     )
     return Remark("assumed", text + _slowed(hardware) + _error(hardware))
 

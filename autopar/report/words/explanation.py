@@ -24,6 +24,7 @@ from autopar.report.tables import (
     alternative_rows,
     headline,
     idle_warnings,
+    interval_text,
     optimality,
     traffic_rows,
 )
@@ -159,10 +160,8 @@ def _communication(collectives: Sequence[Collective], several_stages: bool) -> s
 
 def _interval(predicted: Predicted) -> list[str]:
     """`80% of steps take 7.9 s to 10.9 s`, as published runs lie round their predictions."""
-    if predicted.interval_s is None:
-        return []
-    low, high = map(format_seconds, predicted.interval_s)
-    return [f"80% of steps take {low} to {high}"]
+    text = interval_text(predicted)
+    return [f"80% of steps take {text}"] if text else []
 
 
 def _prediction(predicted: Predicted, pipeline: Pipeline, peak_flops_per_s: float | None) -> str:

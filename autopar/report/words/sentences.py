@@ -15,14 +15,14 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
-from autopar.cost.hardware import PAIR_ERROR, Hardware
+from autopar.cost.hardware import Hardware
 from autopar.cost.price import collectives_of
 from autopar.cost.simulate import Timeline
 from autopar.plans import Alternative, PlanData, Predicted
 from autopar.program.lines import Pipeline
 from autopar.report.blocks import block_set, every_block, modules_of_lines
 from autopar.report.division import share_text
-from autopar.report.tables import NOT_TRIED
+from autopar.report.tables import ERROR_TEXT, NOT_TRIED, is_within_error
 from autopar.report.words.parallelism import (
     LEAST_FLOPS,
     MODULES,
@@ -61,7 +61,7 @@ def verdict(
     memory = _memory(predicted.peak_bytes, limit_bytes, hardware.device.memory_bytes)
     sentences = (
         _does(pipeline, device), _costs(timeline, memory), _compared(data),
-        _within_error(data, pipeline, hardware),
+        _within_error(data, pipeline, predicted),
     )  # fmt: skip
     return [sentence for sentence in sentences if sentence]
 
@@ -315,26 +315,25 @@ def _compared(data: PlanData) -> str:
     return f"No simple plan fits: {_plain(best)} needs {format_bytes(best.peak_bytes or 0.0)}."
 
 
-def _within_error(data: PlanData, pipeline: Pipeline, hardware: Hardware) -> str:
+def _within_error(data: PlanData, pipeline: Pipeline, predicted: Predicted) -> str:
     """Of a searched plan that beats the best simple one by less than predictions err: what it needs
     for that, and how to get the simple one; else empty."""
     known = {a.name: a for a in data.alternatives}
-    chosen, error = known.get(data.chosen), PAIR_ERROR
-    is_known = hardware.interval_ratio is not None
+    chosen = known.get(data.chosen)
     timed = [a for a in data.alternatives if a.recipe and a.step_time_s is not None]
-    if chosen is None or chosen.recipe or not chosen.step_time_s or not timed or not is_known:
+    if chosen is None or chosen.recipe or not chosen.step_time_s or not timed:
         return ""
     best = min(timed, key=lambda a: a.step_time_s or 0.0)
     best_s = best.step_time_s or 0.0
     gain = best_s / chosen.step_time_s - 1
-    if not 0 < gain < error:
+    if gain <= 0 or not is_within_error(predicted, chosen.step_time_s, best_s):
         return ""
     way_out = f"tie={math.ceil(100 * gain) / 100:g} chooses that"
     if best.is_estimate:  # simulated, it may be slower than the tie allows
         way_out = "That is estimated, not simulated"
     return (
-        f"That is within the error of predictions between plans, {error:.1%} for half of published "
-        f"pairs: {_calls(data, pipeline, best)}. {way_out}: {format_seconds(best_s)}."
+        f"That is within {ERROR_TEXT}: {_calls(data, pipeline, best)}. "
+        f"{way_out}: {format_seconds(best_s)}."
     )
 
 

@@ -15,6 +15,7 @@ from torch import nn
 import autopar
 from autopar.errors import OptionError, PlanError
 from autopar.report.comparison import UNKNOWN
+from autopar.units import format_seconds
 from tests.helpers import commands
 from tests.helpers.commands import command, good
 from tests.helpers.models.tiny_model import Tiny, batch
@@ -81,6 +82,21 @@ def test_costs_and_collectives_side_by_side() -> None:
     stages = section(text, "stages")
     assert stages["stage 1"][:2] == [UNKNOWN, UNKNOWN]
     assert stages["stage 1"][2].startswith("dp=1 x tp=1, ")
+
+
+def test_steps_within_the_error_are_marked() -> None:
+    plan = recipe(dp=2)
+    row = section(autopar.compare(plan, plan).text(), "predicted, per step")
+    assert row["step time, relative"] == ["x 1", "x 1, within the error"]
+    assert plan.predicted.interval_s is not None
+    low, high = map(format_seconds, plan.predicted.interval_s)
+    assert row["80% of steps"] == [f"{low} to {high}"] * 2
+    for other in (
+        planned(n_rows=16, manual=autopar.Manual(dp=2)),
+        plan.what_if("device.launch_s=1x"),
+    ):
+        row = section(autopar.compare(plan, other).text(), "predicted, per step")
+        assert "within" not in row["step time, relative"][1]
 
 
 def test_what_is_placed_otherwise() -> None:

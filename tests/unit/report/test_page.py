@@ -18,10 +18,11 @@ import autopar
 from autopar import Manual, Mesh, OptionError, Plan
 from autopar.cost.price import layer_works, step_shares
 from autopar.passes.explain import decisions, runners_up
-from autopar.plans import MANUAL
+from autopar.plans import MANUAL, Alternative
 from autopar.program.lines import starred
 from autopar.report.page import page_html
 from autopar.report.picture import fold, picture
+from tests.helpers.jobs import machine
 from tests.helpers.models.tiny_model import Tiny, batch
 from tests.helpers.nightly import nightly
 from tests.helpers.page import page_facts
@@ -252,11 +253,27 @@ def test_alternatives_are_summed_up(tmp_path: Path) -> None:
 
 def test_predicted_is_the_plans(plan: Plan, facts: dict[str, Any]) -> None:
     assert facts["predicted"] == json.loads(json.dumps(asdict(plan.predicted)))
+    assert tuple(facts["interval_s"]) == plan.predicted.interval_s
     assert facts["verdict"] == plan.verdict()
     calls = sum(row["calls"] for row in facts["collectives"])
     assert calls == sum(c.count for c in plan.collectives())
     n_stored = sum(len(program.parameters) for program in pipeline_of(plan).stages)
     assert sum(row["count"] for row in facts["parameters"]) == n_stored
+
+
+def test_alternatives_within_the_error_are_marked() -> None:
+    """Slower or faster by less than predictions err, as the verdict says; nowhere else."""
+    steps_s = {"own": 1.0, "slower": 1.04, "faster": 0.96, "slow": 1.05, "fast": 0.95, "none": None}
+    rows = tuple(Alternative(name, step_s) for name, step_s in steps_s.items())
+
+    def marked(mesh: Mesh) -> list[str]:
+        made = autopar.plan(Tiny(), mesh, batch(), manual=Manual(dp=4))
+        data = replace(made.data, chosen="own", recipe="", alternatives=rows)
+        facts = json.loads(Plan(data).bind(Tiny()).to_json(replan=False))
+        return [row["name"] for row in facts["alternatives"] if row["within_error"]]
+
+    assert marked(Mesh((1, 4), hardware="a100-80gb")) == ["slower", "faster"]
+    assert marked(machine((1, 4))) == []
 
 
 def test_a_page_loads_nothing_and_keeps_names_inert() -> None:

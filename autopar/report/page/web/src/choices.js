@@ -38,7 +38,8 @@ export function alternatives(facts) {
   const first = [...rows.filter((row) => row.chosen), ...rows.filter((row) => !row.chosen)].slice(0, N_ALTERNATIVES + 1);
   const shown = rows.filter((row) => first.includes(row)), rest = rows.filter((row) => !first.includes(row));
   const drawn = (row) => alternative(row, facts, most, rows.indexOf(row));
-  return h("div", {}, h("p", { class: "small" }, facts.optimality), h("div", { class: "alternatives" }, shown.map(drawn)),
+  return h("div", {}, h("p", { class: "small" }, facts.optimality), rows.some((row) => row.within_error) ? h("p", { class: "small" }, `within the error: ${facts.error}`) : "",
+    h("div", { class: "alternatives" }, shown.map(drawn)),
     rest.length ? h("details", { class: "rest", id: "other-alternatives" }, h("summary", {}, `${rest.length} more`), h("div", { class: "alternatives" }, rest.map(drawn))) : "");
 }
 
@@ -47,7 +48,7 @@ function alternative(row, facts, most, number) {
   const memory = known && row.peak_bytes !== null && Math.abs(less) > 0.02 * facts.predicted.peak_bytes ? `${format.bytes(Math.abs(less))} ${less > 0 ? "less" : "more"} memory` : "";
   const line = [h("span", { class: "name" }, row.name),
     h("span", { class: "track" }, known ? h("span", { class: "fill", style: `width: ${100 * Math.min(row.step_time_s / most, 1)}%` }) : ""),
-    h("span", { class: "n" }, figure(row.step_time_s, format.seconds)), h("span", { class: "why" }, row.chosen ? "the plan" : [row.why, memory].filter(Boolean).join("; "))];
+    h("span", { class: "n" }, figure(row.step_time_s, format.seconds)), h("span", { class: "why" }, row.chosen ? "the plan" : [row.why, row.within_error ? "within the error" : "", memory].filter(Boolean).join("; "))];
   const kind = row.chosen ? "alternative chosen" : "alternative";
   return inside ? h("details", { class: kind, id: `alternative-${number}` }, h("summary", {}, line), inside) : h("div", { class: kind }, h("div", { class: "summary" }, line));
 }

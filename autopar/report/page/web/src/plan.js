@@ -39,7 +39,7 @@ function header(facts) {
     h("ul", { class: "verdict" }, facts.verdict.map((sentence) => h("li", {}, sentence))),
     facts.warnings.map((text) => h("p", { class: "note" }, text)),
     h("dl", { class: "numbers" },
-      number("step", predicted.step_time_s, format.seconds), number("tokens/s", predicted.tokens_per_s, format.count), number("tokens/s per device", figures.tokens_per_s, format.count),
+      number("step", predicted.step_time_s, format.seconds), interval(facts.interval_s), number("tokens/s", predicted.tokens_per_s, format.count), number("tokens/s per device", figures.tokens_per_s, format.count),
       number("samples/s", predicted.samples_per_s, format.count), number("MFU", predicted.mfu, format.percent), number("per device", figures.flops_per_s, format.flops),
       number("a trillion tokens", figures.days_per_trillion_tokens, format.days),
       number("peak memory", predicted.peak_bytes, format.bytes), number(`free of ${format.bytes(figures.device_bytes)}`, figures.free_bytes, format.bytes),
@@ -47,6 +47,12 @@ function header(facts) {
       facts.stages.length > 1 ? number("bubble", predicted.bubble, format.percent) : null),
     state ? h("p", { class: "small", id: "state" }, state) : null,
     command(facts.command));
+}
+
+function interval(bounds) {
+  if (bounds === null) return null;
+  const [low, high] = bounds.map((time) => figure(time, format.seconds));
+  return h("div", { class: "number", id: "interval" }, h("dt", {}, "80% of steps"), h("dd", {}, low, " to ", high));
 }
 
 function navigation(parts) {
