@@ -13,7 +13,13 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from autopar.cost.hardware import Hardware, LinkGroup, ProfiledDevice, even_group
+from autopar.cost.hardware import (
+    Hardware,
+    LinkGroup,
+    ProfiledDevice,
+    even_group,
+    share_under_matmul,
+)
 from autopar.cost.laws import collective_time_s, op_time_s
 from autopar.cost.simulate import PartWork
 from autopar.cost.transformer.layer import LayerModel
@@ -128,13 +134,10 @@ class TransformerMachine:
         return self.device.float8_rate_ratio
 
     def _hidden_share(self, group: Group) -> float:
-        """The share of a group's collectives that runs beside compute.
-
-        A collective under its matmul has a chunk per rank of the group, and waits for one.
-        """
+        """The share of a group's collectives that runs beside compute."""
         software = self.layer.software
         if group == "tp" and software.overlapped_tp:
-            return 1.0 - 1.0 / self.layer.recipe.tp
+            return share_under_matmul(self.layer.recipe.tp)
         return float(group == "ep" and software.overlapped_experts)
 
 
