@@ -43,8 +43,9 @@ from autopar.placement import COMMUNICATION, PrimitiveKind
 from autopar.program.communication import BUCKET_BYTES
 
 Kind = Literal["matmul", "attention", "memory"]
-# A matmul can make or read these piece by piece.
-_IN_CHUNKS = ("all_reduce", "all_gather", "reduce_scatter")
+# A matmul makes or reads these piece by piece. An all_reduce of activations it does not: Megatron-LM
+# refuses `tp_comm_overlap` without sequence parallelism (`training/arguments.py`).
+_IN_CHUNKS = ("all_gather", "reduce_scatter")
 
 
 @overload
