@@ -254,8 +254,8 @@ def test_pipelines_come_first_where_recipes_of_one_stage_are_slow() -> None:
 
 def test_layouts_known_by_name_are_rows() -> None:
     """HSDP, FSDP x TP, pipelines with tensor parallelism over a node: each has a price or bound."""
-    mesh = cluster(2, 4)
-    found = Planner(gpt2(), mesh, hardware_of(mesh), Options.of()).run()
+    mesh, options = cluster(2, 4), Options.of(recompute="none", schedule="1f1b")
+    found = Planner(gpt2(), mesh, hardware_of(mesh), options).run()
     rows = {a.name: a for a in found.alternatives}
     hsdp, both = rows["HSDP on dp=2 x fsdp=4"], rows["FSDP x TP on dp=2 x tp=4"]
     assert (hsdp.recipe, both.recipe) == ("HSDP", "FSDP x TP")
