@@ -5,7 +5,7 @@
 A run is one of `cost/published/published_runs.json`, with its sources there, or one of `OTHERS`.
 Both plans are of the same unmodified model in half precision, on the same GPUs, with the same
 global batch; both steps are simulated. The layout is typed as `Manual`. Where it has several stages
-a rank and is said not to fit, it is simulated with one. The search has two minutes, or the seconds
+a rank and does not fit, it is simulated with one. The search has two minutes, or the seconds
 after `--limit`. Columns:
 
     published, layout, found  seconds of a step: as published, of the layout, of the plan found
@@ -154,12 +154,12 @@ def compare(run: Mapping[str, Any], name: str = "", limit_s: float = 120.0) -> C
             ep=run.get("ep", 1), etp=run.get("etp"), sp=run["sp"], zero=run["zero"],
             recompute=run["recompute"], microbatch_size=run["microbatch"],
         )  # fmt: skip
-        try:
-            layout_s = planned(manual=layout).data.objective_s
-        except InfeasibleError as error:
-            note = f"1F1B: {error.what}" if layout.interleave > 1 else error.what
-            if layout.interleave > 1:
-                layout_s = planned(manual=replace(layout, interleave=1)).data.objective_s
+        for of in dict.fromkeys((layout, replace(layout, interleave=1))):
+            try:
+                layout_s = planned(manual=of).data.objective_s
+                break
+            except InfeasibleError as error:
+                note = f"layout, {of.interleave} stages a rank: {error.what}"
     published_s = run["metric"].get("iter_seconds")
     seconds = published_s, layout_s, found.data.objective_s
     return Compared(name or run["id"], *seconds, found.data.chosen, cpu_s, note)
