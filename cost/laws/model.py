@@ -43,7 +43,7 @@ from autopar.placement import COMMUNICATION, PrimitiveKind
 from autopar.program.communication import BUCKET_BYTES
 
 Kind = Literal["matmul", "attention", "memory"]
-# A matmul makes or reads these piece by piece. An all_reduce of activations it does not: Megatron-LM
+# A matmul makes or reads these piece by piece; not an all_reduce of activations: Megatron-LM
 # refuses `tp_comm_overlap` without sequence parallelism (`training/arguments.py`).
 _IN_CHUNKS = ("all_gather", "reduce_scatter")
 

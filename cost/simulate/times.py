@@ -23,7 +23,7 @@ beside the following steps (`Engine` in `engine.py`).
 from __future__ import annotations
 
 import math
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 from autopar.schedule import Kind
@@ -80,7 +80,13 @@ class PartWork:
 
     def times(self, n: float) -> PartWork:
         """This work n times."""
-        return PartWork(*(n * part_s for part_s in astuple(self)))
+        return PartWork(
+            n * self.compute_s,
+            n * self.collectives_s,
+            n * self.overlapped_s,
+            n * self.host_s,
+            n * self.loaded_s,
+        )
 
     def split(self) -> SplitBackward:
         """A backward in two: half of its compute, one matmul of each two, is for parameters."""
