@@ -159,16 +159,20 @@ def compare(run: Mapping[str, Any], name: str = "", limit_s: float = 120.0) -> C
                 layout_s = planned(manual=of).data.objective_s
                 break
             except InfeasibleError as error:
-                note = f"layout, {of.interleave} stages a rank: {error.what}"
+                note = f"layout, interleave={of.interleave}: {error.what}"
     published_s = run["metric"].get("iter_seconds")
     seconds = published_s, layout_s, found.data.objective_s
     return Compared(name or run["id"], *seconds, found.data.chosen, cpu_s, note)
 
 
 def main() -> None:
-    arguments = argparse.ArgumentParser()
-    arguments.add_argument("names", nargs="*", default=RUNS)
-    arguments.add_argument("--limit", type=float, default=120.0, metavar="SECONDS")
+    arguments = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    arguments.add_argument("names", nargs="*", default=RUNS, help="runs; by default all of these")
+    arguments.add_argument(
+        "--limit", type=float, default=120.0, metavar="SECONDS", help="of each search"
+    )
     given = arguments.parse_args()
     runs = {run["id"]: run for run in read_runs().runs} | OTHERS
     table = Table("run", "published", "layout", "found", "faster", "cpu", "plan found")

@@ -265,7 +265,8 @@ def _recompute(reader: _Reader, zero: int) -> tuple[Recompute, tuple[Module, ...
     word = str(reader.row.get("recompute") or reader.assume("recompute", "none"))
     known: dict[str, Recompute] = {
         "none": "none",
-        "full": "full",  # selective: Megatron's, or torchtitan's, whose recipes are ZeRO-3
+        "full": "full",
+        # Megatron's, or torchtitan's, whose recipes are ZeRO-3.
         "selective": "selective" if zero == 3 else "attention-core",
     }
     if word in known:

@@ -13,7 +13,6 @@ microbatches as submeshes, and the fewest chunks whose bubble is within the tie 
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
@@ -78,15 +77,11 @@ class EqualPipeline:
 
     @cached_property
     def shared_s(self) -> float:
-        """Lower bound on its step: every operator in equal shares; it costs nothing. Infinite if
-        equal shares of parameters and state do not fit."""
+        """Lower bound on its step: every operator in equal shares; it costs nothing."""
         n_ranks, bounds, m = self.view.n_ranks, self.space.bounds, self.n_microbatches
         if self.order.schedule == plain_order(self.space.options):
             return bounds.span_of(self.last_layers, n_ranks, m)
         ranges = self._firsts, self.last_layers
-        static = np.bincount(self._devices, bounds.static_parts[0][ranges]).max() / n_ranks
-        if static > self.space.budget_bytes * (1 + BUDGET_REL):
-            return math.inf
         work_s = m * bounds.each_s(n_ranks, m)[ranges]
         return self._shared_step_s(work_s, work_s)
 

@@ -33,10 +33,10 @@ def static_parts(tensors: Iterable[TensorType], dtype: torch.dtype, optimizer: s
     optimizer state; what operators use; its gradients; the optimizer state."""
     static, parts = static_bytes_per_param(optimizer, dtype), np.zeros(4)
     for t in tensors:
-        trained = np.array([t.gradient_bytes(t.size_bytes), t.size_bytes / t.itemsize])
-        parts[0] += static_bytes_of(t, static.total_bytes)
-        parts[1] += t.size_bytes
-        parts[2:] += t.has_grad * trained * (1.0, static.optimizer_bytes)
+        parts[:2] += static_bytes_of(t, static.total_bytes), t.size_bytes
+        if t.has_grad:
+            state = t.size_bytes / t.itemsize * static.optimizer_bytes
+            parts[2:] += t.gradient_bytes(t.size_bytes), state
     return parts
 
 

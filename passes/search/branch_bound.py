@@ -193,11 +193,11 @@ class BranchAndBound:
     def _dive(self, faster: Sequence[Node]) -> Node | None:
         """The node that is nearest to a plan, if it is time for a dive; `faster` may have faster
         plans, the least bound first."""
-        rel = self.incumbent_s / faster[0].least_s - 1 if faster[0].least_s else math.inf
-        since = self._row.n_since_faster % _DIVES_EVERY
-        if rel <= _DIVES_REL or since < _DIVES_EVERY - _DIVE_LENGTH:
+        least_s, since = faster[0].least_s, self._row.n_since_faster % _DIVES_EVERY
+        if since < _DIVES_EVERY - _DIVE_LENGTH or self.incumbent_s <= least_s * (1 + _DIVES_REL):
             return None
-        able = [n for n in faster if n.depth and (not n.recipe or rel > _RECIPES_REL)]
+        has_recipes = self.incumbent_s > least_s * (1 + _RECIPES_REL)
+        able = [n for n in faster if n.depth and (has_recipes or not n.recipe)]
         return min(able, key=lambda n: (-n.depth, n.turn), default=None)
 
     def _worth_s(self, node: Node) -> float:

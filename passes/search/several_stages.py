@@ -196,7 +196,7 @@ class SeveralStages:
         if not pipelines:
             return
         least_s = dict[Hashable, float]()
-        may_fit = [of for of in pipelines if not of.is_recipe or of.may_fit]
+        may_fit = [of for of in pipelines if of.may_fit]
         for of in may_fit:
             if of.shared_key not in least_s:
                 least_s[of.shared_key] = of.shared_s

@@ -278,13 +278,14 @@ def test_stages_of_a_device_are_bounded_by_its_memory(order: PipelineOrder) -> N
     ):
         stage_s = partial(choices.evaluator.priced_stage_s, of.candidate)
         staged_s = of.staged_s(stage_s, math.inf)
-        assert math.isinf(within.shared_s)
+        assert not within.may_fit
         assert within.staged_s(stage_s, math.inf) > staged_s * 1.1
         try:
             step_s = choices.simulated(of.candidate).step_time_s
         except InfeasibleError:
             continue
         n_fit += 1
+        assert of.may_fit
         for bound_s in (of.shared_s, of.layered_s, staged_s):
             assert 0 < bound_s <= step_s * (1 + REL), of.candidate.name
     assert n_fit
