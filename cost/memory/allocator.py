@@ -1,7 +1,8 @@
 """Memory as the device sees it: allocated, reserved, margin.
 
     allocated   tensors that are alive, and workspaces of libraries (`workspace.py`)
-    reserved    allocated / (1 - share): what torch's allocator has taken from the driver for them
+    reserved    (allocated + stranded) / (1 - share): what torch's allocator has taken from the
+                driver for them; a stranded block is free and too small for what is alive
     margin      what the process holds beside: CUDA context, NCCL's buffers
 
 `share` is what is reserved and not allocated at the peak, by the allocator's setting (`SHARES`):
@@ -40,12 +41,16 @@ class Footprint:
 
 
 def footprint(
-    allocated_bytes: float, hardware: Hardware, setting: Setting = "default"
+    allocated_bytes: float,
+    hardware: Hardware,
+    setting: Setting = "default",
+    stranded_bytes: float = 0.0,
 ) -> Footprint:
     """What a peak of allocated bytes takes of a device. Only GPUs have the allocator."""
     share = SHARES[setting] if hardware.is_gpu else 0.0
     beside_bytes = _fraction_outside_allocator(hardware) * hardware.device.memory_bytes
-    return Footprint(allocated_bytes, allocated_bytes / (1.0 - share), beside_bytes)
+    reserved_bytes = (allocated_bytes + stranded_bytes) / (1.0 - share)
+    return Footprint(allocated_bytes, reserved_bytes, beside_bytes)
 
 
 def footprint_of_plan(peak_bytes: float, hardware: Hardware) -> Footprint:

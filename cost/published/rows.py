@@ -20,7 +20,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Literal
 
 import torch
 
@@ -87,6 +87,7 @@ class PublishedRun:
     step_time_s: float | None
     memory_bytes: float | None
     memory_rank: MemoryRank
+    memory_kind: Literal["allocated", "reserved"]
     setting: Setting
     assumed: tuple[str, ...]
     open_fields: tuple[str, ...]
@@ -152,6 +153,8 @@ def read_row(row: Row) -> PublishedRun:
     rank = row.get("memory_rank", extra.get("memory_rank", "fullest"))
     if not isinstance(rank, int) and rank not in ("fullest", "first", "last"):
         raise NotSupportedError(f"memory of rank {rank!r}")
+    if (kind := metric.get("mem_kind", "allocated")) not in ("allocated", "reserved"):
+        raise NotSupportedError(f"memory of kind {kind!r}")
     arxiv, source = arxiv_of(row), str(row.get("source", ""))
     # A run that names a schedule says nothing else by leaving the rest out.
     is_open = not row.get("schedule")
@@ -168,6 +171,7 @@ def read_row(row: Row) -> PublishedRun:
         step_time_s=step_time_s,
         memory_bytes=None if gib is None else float(gib) * 2**30,
         memory_rank=rank,
+        memory_kind=kind,
         setting="expandable" if "expandable" in extra.get("allocator", "") else "default",
         assumed=tuple(reader.assumed),
         open_fields=tuple(
@@ -249,6 +253,8 @@ def _recipe(reader: _Reader, shape: TransformerShape) -> Recipe:
     each = -(-shape.layers // pp) if order == "interleaved" else 1
     interleave = reader.usual("interleave", each) if pp > 1 else 1
     recompute, modules = _recompute(reader, zero)
+    if recompute == "selective" and (shape.experts or shape.latent):
+        raise NotSupportedError("torchtitan's selective recompute of mixtures and latent attention")
     defers = extra.get("defer_embedding_wgrad_compute")
     return Recipe(
         tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, etp=etp,

@@ -270,7 +270,9 @@ def predicted(row: PublishedRun) -> Entry:
         time = PublishedFigure(row.step_time_s, step.step_time_s())
     if row.memory_bytes is not None:
         takes = step.footprint(row.memory_rank, row.setting)
-        memory = PublishedFigure(row.memory_bytes, takes.allocated_bytes)
+        is_reserved = row.memory_kind == "reserved"
+        found = takes.reserved_bytes if is_reserved else takes.allocated_bytes
+        memory = PublishedFigure(row.memory_bytes, found)
     return Entry(row.id, row.profile.name, row, time, memory, takes)
 
 

@@ -14,7 +14,7 @@ core/tensor_parallel/cross_entropy.py). With tp > 1 it has three small all_reduc
 
 Bytes per logit at the peak, where the loss's backward begins (`bytes_per_logit`), in bf16:
 
-    torch       log-softmax 4, its gradient 4, the gradient cast 2                           10
+    torch       log-softmax 4, its gradient 4, that of the float32 logits 4                  12
     FSDP, tp    log-softmax 4; one-hot, softmax, sum and product 4 each, the last two at the
                 end of the other two; logits 2. DTensor calls its operators one by one, also if
                 layers are compiled (torch, distributed/tensor/parallel/loss.py)             18
@@ -37,7 +37,7 @@ from autopar.cost.transformer.shape import TransformerShape
 from autopar.cost.transformer.work import Item, Kernel, elementwise, exchange
 
 _FLOAT32 = 4
-_PEAK_BYTES = {"torch": 10, "fused": 6, "in-place": 6, "copied": 10, "engine": 5}
+_PEAK_BYTES = {"torch": 12, "fused": 6, "in-place": 6, "copied": 10, "engine": 5}
 
 
 @dataclass(frozen=True)
@@ -137,6 +137,16 @@ def loss_bytes(layer: LayerModel) -> float:
     kept = layer.width if layer.software.fuses_loss else _FLOAT32
     each = bytes_per_logit(layer.software, is_sharded=layer.recipe.tp > 1)
     return layer.tokens * layer.words * (each - kept)
+
+
+def stranded_bytes(layer: LayerModel) -> float:
+    """Bytes of a block that is free at the loss's peak: that of torch's 16-bit logits.
+
+    Each tensor that is alive then is float32, so twice as large. The allocator takes new blocks.
+    """
+    each = bytes_per_logit(layer.software, is_sharded=layer.recipe.tp > 1)
+    is_stranded = each == _PEAK_BYTES["torch"] and layer.width < _FLOAT32
+    return is_stranded * layer.tokens * layer.words * layer.width
 
 
 def bytes_per_logit(software: Software, *, is_sharded: bool) -> float:

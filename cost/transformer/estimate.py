@@ -19,14 +19,14 @@ import torch
 from autopar.cost.hardware import Profile, Software, link_hardware
 from autopar.cost.memory import Footprint, Setting, footprint, optimizer_time_s
 from autopar.cost.simulate import PartWork, StageTimes, TieTimes, Timeline, simulate
-from autopar.cost.transformer.chunks import Chunk, chunks_of, parameters_of
+from autopar.cost.transformer.chunks import Chunk, chunks_of, parameters_of, stranded_bytes
 from autopar.cost.transformer.layer import LayerModel
 from autopar.cost.transformer.machine import TransformerMachine
 from autopar.cost.transformer.memory import (
     MemoryRank,
     device_peaks,
-    is_recomputed,
     precision_of,
+    rerun_share,
 )
 from autopar.cost.transformer.recipe import Recipe
 from autopar.cost.transformer.shape import TransformerShape
@@ -67,7 +67,8 @@ class StepModel:
     def passes(self, chunk: Chunk) -> tuple[PartWork, PartWork]:
         """Forward and backward of one microbatch in a chunk, without ZeRO-3's collectives."""
         work, items = self.machine.work, list(chunk.items(self.layer))
-        again = [(item, n) for item, n in items if is_recomputed(item, self.layer.recipe)]
+        shares = ((item, n, rerun_share(item, self.layer.recipe)) for item, n in items)
+        again = [(item, n * share) for item, n, share in shares if share]
         return work(items), work(items, is_backward=True) + work(again)
 
     @cached_property
@@ -164,7 +165,9 @@ class StepModel:
 
     def footprint(self, rank: MemoryRank = "fullest", setting: Setting = "default") -> Footprint:
         """Allocated, reserved and margin on a rank."""
-        return footprint(self.peak_bytes(rank), self.machine.hardware, setting)
+        has_loss = rank == "last" or self.layer.recipe.pp == 1
+        stranded = stranded_bytes(self.layer) if has_loss else 0.0
+        return footprint(self.peak_bytes(rank), self.machine.hardware, setting, stranded)
 
     def peak_bytes(self, rank: MemoryRank = "fullest") -> float:
         """Peak of allocated bytes on a rank."""

@@ -105,7 +105,7 @@ class TransformerMachine:
             return link.message_s(size)
         return link.message_s(size / recipe.tp) + self.exchange_s("all_gather", size, "tp")
 
-    def work(self, items: Iterable[tuple[Item, int]], *, is_backward: bool = False) -> PartWork:
+    def work(self, items: Iterable[tuple[Item, float]], *, is_backward: bool = False) -> PartWork:
         """Forward or backward of items, each so many times."""
         found = PartWork()
         for item, n in items:

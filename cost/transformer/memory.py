@@ -45,7 +45,9 @@ MemoryRank = int | Literal["fullest", "first", "last"]
 # What recompute makes again: parts of a layer, and the items of a module.
 _PARTS: dict[Recompute, tuple[str, ...]] = {
     "none": (), "attention-core": ("core",), "selective": ("elementwise",),
+    "full": ("core", "elementwise", "matmul"),
 }  # fmt: skip
+_OF_LAYERS: tuple[Recompute, ...] = ("selective", "full")  # checkpoints of layers keep their input
 _ITEMS: dict[Module, tuple[str, ...]] = {
     "norm": ("attention norm", "latent norm", "mlp norm"),
     "activation": ("activation",),
@@ -62,13 +64,17 @@ def precision_of(software: Software) -> tuple[torch.dtype, str]:
     return torch.bfloat16, policy
 
 
-def is_recomputed(item: Item, recipe: Recipe) -> bool:
-    """Whether backward runs an item's forward again."""
-    if recipe.recompute == "full":
-        return item.part != "end"
+def rerun_share(item: Item, recipe: Recipe) -> float:
+    """The share of an item's forward that backward runs again.
+
+    Of a layer's matmuls, selective recompute saves the first, third and so on (torchtitan,
+    `_get_custom_policy`).
+    """
     of_modules = tuple(name for module in recipe.recomputed for name in _ITEMS[module])
     again = _PARTS.get(recipe.recompute, of_modules)
-    return item.part in again or item.name in again
+    if item.part in again or item.name in again:
+        return 1.0
+    return item.second if recipe.recompute == "selective" else 0.0
 
 
 class KeptBytes(NamedTuple):
@@ -79,13 +85,22 @@ class KeptBytes(NamedTuple):
 
 
 def kept_of_layer(layer: LayerModel) -> KeptBytes:
-    """What a layer keeps, and what recompute makes again while its backward runs."""
+    """What a layer keeps, and what recompute makes again while its backward runs.
+
+    Eager selective recompute also keeps what it saves and backward does not read, the result of a
+    gated layer's last matmul (torch, `_CachingTorchDispatchMode`); a compiled graph drops it.
+    """
     items, recipe = layer.items, layer.recipe
     every = sum(item.kept_bytes + item.out_bytes for item in items)
-    if recipe.recompute == "full":
-        return KeptBytes(layer.input_bytes, every)
-    again = sum(item.kept_bytes for item in items if is_recomputed(item, recipe))
-    return KeptBytes(every - again, again)
+    of_layer = recipe.recompute in _OF_LAYERS
+    again = sum(
+        rerun_share(item, recipe) * (item.kept_bytes + of_layer * item.out_bytes) for item in items
+    )
+    beside = layer.input_bytes * of_layer
+    is_eager = recipe.recompute == "selective" and not layer.software.fused_kernels
+    if is_eager and layer.shape.is_gated:
+        beside += layer.tokens * layer.shape.hidden * layer.width
+    return KeptBytes(every - again + beside, again)
 
 
 def device_peaks(layer: LayerModel, chunks: Sequence[Chunk], hardware: Hardware) -> Iterator[float]:

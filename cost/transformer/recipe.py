@@ -16,6 +16,7 @@ from autopar.schedule import ORDERS, Schedule, Script, devices_of, script_of, ze
 
 # Groups of ranks; those of "dp" and "expert_dp" hold the same parameters, "ends" a tied embedding.
 Group = Literal["tp", "cp", "dp", "etp", "ep", "expert_dp", "ends"]
+# "selective" is torchtitan's: all but attention and every other matmul of a layer runs again.
 # "modules" recomputes the modules in `Recipe.recomputed`, and keeps their inputs.
 Recompute = Literal["none", "selective", "attention-core", "modules", "full"]
 Module = Literal["norm", "activation", "core", "feed-forward"]

@@ -21,10 +21,12 @@ MIB = 2**20
 
 
 def error_of(run: dict[str, Any]) -> float:
-    """The error of a run's peak on the rank that it states."""
+    """The error of a run's peak, allocated or reserved, on the rank that it states."""
     row = read_row(run)
     assert row.memory_bytes is not None
-    return row.step().peak_bytes(row.memory_rank) / row.memory_bytes - 1
+    takes = row.step().footprint(row.memory_rank, row.setting)
+    found = {"allocated": takes.allocated_bytes, "reserved": takes.reserved_bytes}
+    return found[row.memory_kind] / row.memory_bytes - 1
 
 
 # kind of model -> number of rows, and the limits of the mean and the worst error

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from dataclasses import replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any, get_args
 
 import pytest
@@ -35,9 +35,9 @@ from autopar.cost.transformer import (
     kept_of_layer,
     model_flops_per_token,
 )
-from autopar.cost.transformer.chunks import chunks_of, parameters_of
-from autopar.cost.transformer.memory import KeptBytes
-from autopar.cost.transformer.work import Exchange
+from autopar.cost.transformer.chunks import bytes_per_logit, chunks_of, parameters_of
+from autopar.cost.transformer.memory import KeptBytes, rerun_share
+from autopar.cost.transformer.work import Exchange, Kernel
 
 # As arXiv 2205.05198 counts: scores are stored, and dropout keeps its masks.
 UNFUSED = Software(fused_attention=False, dropout=True)
@@ -124,6 +124,51 @@ def test_recompute_keeps_less_and_full_least(layer: LayerModel, recompute: Any) 
         return kept_of_layer(replace(layer, recipe=recipe)).kept_bytes
 
     assert kept_bytes("full") <= kept_bytes(recompute) < kept_bytes("none")
+
+
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_selective_recompute_saves_attention_and_every_other_matmul(is_compiled: bool) -> None:
+    """torchtitan's `_get_custom_policy` over wq, wk, wv, attention, wo, w1, w3, w2 of a Llama."""
+    shape, tokens = llama(1, 4096, 32, 14336), 8192
+    layer = LayerModel(
+        shape,
+        Recipe(recompute="selective"),
+        Software(fused_attention=True, fused_kernels=is_compiled),
+    )
+    q, v, ffn, statistics = 4096, 1024, 14336, 32 * 4 * tokens
+    read = 2 * tokens * (4096 + q + v + q + ffn) + statistics  # the layer's input, wq, wv, core, w1
+    unread = 2 * tokens * 4096 * (not is_compiled)  # of w2, in the cache of the eager checkpoint
+    assert kept_of_layer(layer).kept_bytes == pytest.approx(read + unread)
+    again = sum(
+        rerun_share(item, layer.recipe) * kernel.flops
+        for item in layer.items
+        for kernel in item.forward
+        if isinstance(kernel, Kernel)
+    )
+    assert again == pytest.approx(2 * tokens * 4096 * (1024 + 4096 + ffn))  # wk, wo, w3
+
+
+def test_torchs_loss_peaks_where_the_table_says() -> None:
+    """Bytes per logit from the forward of a float32 loss of bf16 logits to its backward's end."""
+    logits = torch.randn(64, 4096, dtype=torch.bfloat16, requires_grad=True)
+    labels = torch.zeros(64, dtype=torch.long)
+    with torch.profiler.profile(profile_memory=True) as seen:
+        torch.nn.functional.cross_entropy((logits * 1).float(), labels).backward()
+    events = seen.profiler.kineto_results.events()
+    allocated = [e for e in events if e.name() == "[memory]"]
+    sizes = [e.nbytes() for e in sorted(allocated, key=lambda e: e.start_ns())]
+    peak = max(accumulate(sizes)) / logits.numel()
+    assert bytes_per_logit(Software(loss="torch"), is_sharded=False) == pytest.approx(
+        peak, rel=0.01
+    )
+
+
+def test_reserved_bytes_count_the_block_of_freed_logits() -> None:
+    """No float32 tensor of torch's loss fits in the block of bf16 logits. A fused loss has none."""
+    shape = llama(1, 4096, 32, 14336)
+    for loss, stranded in (("torch", 2 * 8192 * shape.vocab), ("fused", 0)):
+        takes = step(shape, Recipe(), loss=loss).footprint(setting="expandable")
+        assert takes.reserved_bytes * 0.99 - takes.allocated_bytes == pytest.approx(stranded, abs=1)
 
 
 def n_parameters(shape: TransformerShape, n_chunks: int = 1) -> float:
