@@ -140,12 +140,13 @@ def loss_bytes(layer: LayerModel) -> float:
 
 
 def stranded_bytes(layer: LayerModel) -> float:
-    """Bytes of a block that is free at the loss's peak: that of torch's 16-bit logits.
+    """Free bytes at the loss's peak that nothing fits in: the block of torch's 16-bit logits.
 
-    Each tensor that is alive then is float32, so twice as large. The allocator takes new blocks.
+    The loss makes float32 tensors, which are twice as large, so the allocator takes new blocks. If
+    moments that the first update makes lie in that block, about as much of another one is free.
     """
-    each = bytes_per_logit(layer.software, is_sharded=layer.recipe.tp > 1)
-    is_stranded = each == _PEAK_BYTES["torch"] and layer.width < _FLOAT32
+    is_torchs = layer.software.loss == "torch" and layer.recipe.tp == 1
+    is_stranded = is_torchs and layer.width < _FLOAT32
     return is_stranded * layer.tokens * layer.words * layer.width
 
 

@@ -67,8 +67,7 @@ class StepModel:
     def passes(self, chunk: Chunk) -> tuple[PartWork, PartWork]:
         """Forward and backward of one microbatch in a chunk, without ZeRO-3's collectives."""
         work, items = self.machine.work, list(chunk.items(self.layer))
-        shares = ((item, n, rerun_share(item, self.layer.recipe)) for item, n in items)
-        again = [(item, n * share) for item, n, share in shares if share]
+        again = [(item, n * share) for item, n in items if (share := rerun_share(item, self.layer))]
         return work(items), work(items, is_backward=True) + work(again)
 
     @cached_property

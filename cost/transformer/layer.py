@@ -83,7 +83,7 @@ class LayerModel:
 
     def matmul(
         self, name: str, m: float, n: float, k: float, *, has_bias: bool = False,
-        is_kept: bool = True, is_exact: bool = False, n_experts: int = 0, second: float = 0.0,
+        is_kept: bool = True, is_exact: bool = False, n_experts: int = 0,
     ) -> Item:  # fmt: skip
         """A matmul with a weight, m k, k n -> m n, or one for each expert of a rank. Backward has
         one more for each operand, and perhaps kernels that sum a bias's gradient and add the
@@ -109,7 +109,7 @@ class LayerModel:
         weight_bytes = n_times * width * (m * k + m * n)
         return Item(
             name, "matmul", forward, backward, kept_bytes, 0.0, weight_bytes,
-            n_times * n * (k + has_bias), "expert_dp" if n_experts else "dp", second,
+            n_times * n * (k + has_bias), "expert_dp" if n_experts else "dp",
         )  # fmt: skip
 
     def norm(self, name: str) -> Item:
@@ -151,7 +151,7 @@ class LayerModel:
             n = narrow.q_rank + narrow.kv_rank
             yield elementwise("latent norm", 2 * size, 3 * size, size, 2, 2, n_parameters=n)
         else:
-            yield self.matmul("qkv", T, q + 2 * k, h, has_bias=biased, second=k / (q + 2 * k))
+            yield self.matmul("qkv", T, q + 2 * k, h, has_bias=biased)
         if shape.is_gated or narrow:
             size = T * (q + k) * width
             launches, passes = (1, 2) if self.software.fused_kernels else (10, 10)
@@ -159,7 +159,7 @@ class LayerModel:
             kept = T * shape.heads / tp * narrow.rotary * width if narrow else 0.0
             yield elementwise("rotary", passes * size, passes * size, kept, launches, launches)
         yield from self._core(q, k, v)
-        yield self.matmul("attention output", T, h, v, has_bias=biased, is_kept=False, second=1.0)
+        yield self.matmul("attention output", T, h, v, has_bias=biased, is_kept=False)
         yield from self.boundary(LEAVE)
         yield self._residual("attention residual")
 
@@ -209,9 +209,7 @@ class LayerModel:
         shape, width, h = self.shape, self.width, self.shape.hidden
         wide, rows = (2 if shape.is_gated else 1) * ffn, tokens / max(n_experts, 1)
         biased = bool(shape.has_biases)
-        # Of queries, keys, values, output, gate, up and down, the second, fourth and sixth.
-        up, down = (0.5, 0.0) if shape.is_gated else (0.0, 1.0)
-        yield self.matmul("mlp up", rows, wide, h, has_bias=biased, n_experts=n_experts, second=up)
+        yield self.matmul("mlp up", rows, wide, h, has_bias=biased, n_experts=n_experts)
         moved, out = tokens * wide * width, tokens * ffn * width
         # An expert's activations are scaled by the router's probability, in SwiGLU's own kernel.
         scaled = 0.0 if shape.experts is None or shape.is_gated else out
@@ -222,14 +220,7 @@ class LayerModel:
         else:  # bias, then GELU
             yield elementwise("activation", 4 * out, 5 * out, out, 2, 2)
         yield self.matmul(
-            "mlp down",
-            rows,
-            h,
-            ffn,
-            has_bias=biased,
-            n_experts=n_experts,
-            is_kept=False,
-            second=down,
+            "mlp down", rows, h, ffn, has_bias=biased, n_experts=n_experts, is_kept=False
         )
 
     def _experts(self) -> Iterator[Item]:

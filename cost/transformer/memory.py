@@ -36,7 +36,8 @@ from autopar.cost.memory import (
 )
 from autopar.cost.transformer.chunks import Chunk, loss_bytes, parameters_of
 from autopar.cost.transformer.layer import LayerModel
-from autopar.cost.transformer.recipe import Module, Recipe, Recompute
+from autopar.cost.transformer.recipe import Module, Recompute
+from autopar.cost.transformer.shape import TransformerShape
 from autopar.cost.transformer.work import Item
 
 # Whose peak: a rank's by its number, or that of the first, last or fullest stage.
@@ -47,7 +48,6 @@ _PARTS: dict[Recompute, tuple[str, ...]] = {
     "none": (), "attention-core": ("core",), "selective": ("elementwise",),
     "full": ("core", "elementwise", "matmul"),
 }  # fmt: skip
-_OF_LAYERS: tuple[Recompute, ...] = ("selective", "full")  # checkpoints of layers keep their input
 _ITEMS: dict[Module, tuple[str, ...]] = {
     "norm": ("attention norm", "latent norm", "mlp norm"),
     "activation": ("activation",),
@@ -64,17 +64,26 @@ def precision_of(software: Software) -> tuple[torch.dtype, str]:
     return torch.bfloat16, policy
 
 
-def rerun_share(item: Item, recipe: Recipe) -> float:
-    """The share of an item's forward that backward runs again.
-
-    Of a layer's matmuls, selective recompute saves the first, third and so on (torchtitan,
-    `_get_custom_policy`).
-    """
+def rerun_share(item: Item, layer: LayerModel) -> float:
+    """The share of an item's forward that backward runs again."""
+    recipe = layer.recipe
     of_modules = tuple(name for module in recipe.recomputed for name in _ITEMS[module])
     again = _PARTS.get(recipe.recompute, of_modules)
     if item.part in again or item.name in again:
         return 1.0
-    return item.second if recipe.recompute == "selective" else 0.0
+    return _every_second(layer.shape).get(item.name, 0.0) * (recipe.recompute == "selective")
+
+
+def _every_second(shape: TransformerShape) -> dict[str, float]:
+    """The share of each matmul that selective recompute runs again.
+
+    Torchtitan's `_get_custom_policy` saves the first, third, fifth, ... of a layer: of queries,
+    keys, values, output, gate, up and down, these run again: keys, output, up. A plain layer has no
+    gate, so its down does.
+    """
+    q, k = shape.query_features, shape.key_features
+    feed_forward = {"mlp up": 0.5} if shape.is_gated else {"mlp down": 1.0}
+    return {"qkv": k / (q + 2 * k), "attention output": 1.0, **feed_forward}
 
 
 class KeptBytes(NamedTuple):
@@ -92,9 +101,9 @@ def kept_of_layer(layer: LayerModel) -> KeptBytes:
     """
     items, recipe = layer.items, layer.recipe
     every = sum(item.kept_bytes + item.out_bytes for item in items)
-    of_layer = recipe.recompute in _OF_LAYERS
+    of_layer = recipe.recompute in ("selective", "full")  # whose checkpoints keep its input
     again = sum(
-        rerun_share(item, recipe) * (item.kept_bytes + of_layer * item.out_bytes) for item in items
+        rerun_share(item, layer) * (item.kept_bytes + of_layer * item.out_bytes) for item in items
     )
     beside = layer.input_bytes * of_layer
     is_eager = recipe.recompute == "selective" and not layer.software.fused_kernels

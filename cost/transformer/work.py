@@ -46,8 +46,6 @@ class Item:
     kept_bytes    results that backward needs; recompute of this item drops them
     out_bytes     results that backward needs and later items read; recompute of layers drops them
     weight_bytes  operands of a weight's gradient, kept longer if that is computed later
-    second        share of a matmul in every second one of its layer, which selective recompute
-                  runs again
     n_parameters  on a rank, before ZeRO; all ranks of the group `copies` hold them
     """
 
@@ -60,7 +58,6 @@ class Item:
     weight_bytes: float = 0.0
     n_parameters: float = 0.0
     copies: Group = "dp"
-    second: float = 0.0
 
 
 def elementwise(

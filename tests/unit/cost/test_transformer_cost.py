@@ -140,7 +140,7 @@ def test_selective_recompute_saves_attention_and_every_other_matmul(is_compiled:
     unread = 2 * tokens * 4096 * (not is_compiled)  # of w2, in the cache of the eager checkpoint
     assert kept_of_layer(layer).kept_bytes == pytest.approx(read + unread)
     again = sum(
-        rerun_share(item, layer.recipe) * kernel.flops
+        rerun_share(item, layer) * kernel.flops
         for item in layer.items
         for kernel in item.forward
         if isinstance(kernel, Kernel)
