@@ -31,10 +31,8 @@ from autopar.cost.transformer import (
     Experts,
     Latent,
     MemoryRank,
-    Module,
     Order,
     Recipe,
-    Recompute,
     StepModel,
     TransformerShape,
     model_flops_per_token,
@@ -52,10 +50,11 @@ _ORDERS: dict[str, Order] = {
     "zb-1p": "zero-bubble", "zb-h1": "zero-bubble", "zero-bubble": "zero-bubble",
     "zb-2p": "zero-bubble-2", "zb-h2": "zero-bubble-2",
 }  # fmt: skip
-# Names of Megatron-Core's --recompute-modules, as tables write them.
-_MODULES: dict[str, Module] = {
-    "norm": "norm", "layernorm": "norm", "act": "activation", "moe_act": "activation",
-    "core_attn": "core", "attn": "core", "mlp": "feed-forward", "moe": "feed-forward",
+# Words of rows, and names of Megatron-Core's --recompute-modules, as tables write them.
+_RECOMPUTE = {
+    "none": "none", "full": "full", "norm": "norm", "layernorm": "norm", "act": "activation",
+    "moe_act": "activation", "core_attn": "attention-core", "attn": "attention-core",
+    "mlp": "feed-forward", "moe": "feed-forward",
 }  # fmt: skip
 # A node is a domain of NVLink. Of the 72 GPUs in a rack, layouts use 64.
 _DEVICES_PER_NODE = {"gb200": 64}
@@ -252,35 +251,28 @@ def _recipe(reader: _Reader, shape: TransformerShape) -> Recipe:
     order = _ORDERS[word]
     each = -(-shape.layers // pp) if order == "interleaved" else 1
     interleave = reader.usual("interleave", each) if pp > 1 else 1
-    recompute, modules = _recompute(reader, zero)
+    recompute = _recompute(reader, zero)
     if recompute == "selective" and (shape.experts or shape.latent):
         raise NotSupportedError("torchtitan's selective recompute of mixtures and latent attention")
     defers = extra.get("defer_embedding_wgrad_compute")
     return Recipe(
         tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, etp=etp,
         sp=bool(row.get("sp")), zero=zero, zero_shards=extra.get("zero_shards"),
-        recompute=recompute, recomputed=modules,
-        microbatch_size=reader.usual("microbatch", 1), global_batch=batch,
+        recompute=recompute, microbatch_size=reader.usual("microbatch", 1), global_batch=batch,
         interleave=interleave, order="interleaved" if interleave > 1 else order,
         deferred=reader.count("wgrad_deferral_limit", extra, batch) if defers else 0,
     )  # fmt: skip
 
 
-def _recompute(reader: _Reader, zero: int) -> tuple[Recompute, tuple[Module, ...]]:
-    """The kind of recompute, and the modules if the row lists them."""
+def _recompute(reader: _Reader, zero: int) -> str:
+    """What backward runs again. "selective" is Megatron's, or torchtitan's, whose recipes are
+    ZeRO-3."""
     word = str(reader.row.get("recompute") or reader.assume("recompute", "none"))
-    known: dict[str, Recompute] = {
-        "none": "none",
-        "full": "full",
-        # Megatron's, or torchtitan's, whose recipes are ZeRO-3.
-        "selective": "selective" if zero == 3 else "attention-core",
-    }
-    if word in known:
-        return known[word], ()
-    modules = [_MODULES.get(name.strip()) for name in word.replace(" ", "").split(",")]
-    if None in modules:
+    known = {**_RECOMPUTE, "selective": "selective" if zero == 3 else "attention-core"}
+    kinds = [known.get(name.strip()) for name in word.split(",")]
+    if None in kinds:
         raise NotSupportedError(f"recompute {word!r}")
-    return "modules", tuple(module for module in modules if module is not None)
+    return ",".join(kind for kind in kinds if kind)
 
 
 def _step_time_s(row: Row, metric: Row, shape: TransformerShape, recipe: Recipe) -> float | None:

@@ -22,18 +22,11 @@ from itertools import product
 from typing import Any
 
 from autopar.cost.published.rows import PublishedRun
-from autopar.cost.transformer import Module, Recompute
 from autopar.errors import OptionError
 
 _MICROBATCHES = (1, 2, 4, 8)
 _ROUNDS = 4
-# With the modules that are recomputed.
-_RECOMPUTE: dict[Recompute, tuple[Module, ...]] = {
-    "none": (),
-    "attention-core": (),
-    "modules": ("norm", "activation"),
-    "full": (),
-}
+_RECOMPUTE = ("none", "attention-core", "norm,activation", "full")
 
 
 def settle(row: PublishedRun) -> PublishedRun:
@@ -74,9 +67,6 @@ def _choices(row: PublishedRun) -> Iterator[PublishedRun]:
         given = dict(zip(row.open_fields, values, strict=True))
         if "microbatch" in given:
             given["microbatch_size"] = given.pop("microbatch")
-        given["recomputed"] = (
-            _RECOMPUTE[given["recompute"]] if "recompute" in given else recipe.recomputed
-        )
         if "interleave" in given and recipe.order in ("1f1b", "interleaved"):
             given["order"] = "interleaved" if given["interleave"] > 1 else "1f1b"
         try:

@@ -13,7 +13,7 @@ from autopar.cost.transformer.chunks import Chunk, model_flops_per_token, parame
 from autopar.cost.transformer.estimate import StepModel
 from autopar.cost.transformer.layer import LayerModel
 from autopar.cost.transformer.memory import MemoryRank, kept_of_layer
-from autopar.cost.transformer.recipe import Module, Order, Recipe, Recompute
+from autopar.cost.transformer.recipe import Order, Recipe
 from autopar.cost.transformer.scaling import (
     ScalePoint,
     Scaling,
@@ -29,10 +29,8 @@ __all__ = [
     "Latent",
     "LayerModel",
     "MemoryRank",
-    "Module",
     "Order",
     "Recipe",
-    "Recompute",
     "ScalePoint",
     "Scaling",
     "StepModel",

@@ -36,22 +36,20 @@ from autopar.cost.memory import (
 )
 from autopar.cost.transformer.chunks import Chunk, loss_bytes, parameters_of
 from autopar.cost.transformer.layer import LayerModel
-from autopar.cost.transformer.recipe import Module, Recompute
 from autopar.cost.transformer.shape import TransformerShape
 from autopar.cost.transformer.work import Item
 
 # Whose peak: a rank's by its number, or that of the first, last or fullest stage.
 MemoryRank = int | Literal["fullest", "first", "last"]
 
-# What recompute makes again: parts of a layer, and the items of a module.
-_PARTS: dict[Recompute, tuple[str, ...]] = {
-    "none": (), "attention-core": ("core",), "selective": ("elementwise",),
+# What each kind of recompute makes again: parts of a layer, or items by name.
+AGAIN: dict[str, tuple[str, ...]] = {
+    "none": (),
     "full": ("core", "elementwise", "matmul"),
-}  # fmt: skip
-_ITEMS: dict[Module, tuple[str, ...]] = {
+    "selective": ("elementwise",),  # torchtitan's, with every second matmul
+    "attention-core": ("core",),
     "norm": ("attention norm", "latent norm", "mlp norm"),
     "activation": ("activation",),
-    "core": ("core",),
     "feed-forward": ("mlp up", "activation", "mlp down", "sort by expert", "sort back"),
 }
 
@@ -66,12 +64,11 @@ def precision_of(software: Software) -> tuple[torch.dtype, str]:
 
 def rerun_share(item: Item, layer: LayerModel) -> float:
     """The share of an item's forward that backward runs again."""
-    recipe = layer.recipe
-    of_modules = tuple(name for module in recipe.recomputed for name in _ITEMS[module])
-    again = _PARTS.get(recipe.recompute, of_modules)
+    kinds = layer.recipe.recompute.split(",")
+    again = [name for kind in kinds for name in AGAIN[kind]]
     if item.part in again or item.name in again:
         return 1.0
-    return _every_second(layer.shape).get(item.name, 0.0) * (recipe.recompute == "selective")
+    return _every_second(layer.shape).get(item.name, 0.0) * ("selective" in kinds)
 
 
 def _every_second(shape: TransformerShape) -> dict[str, float]:

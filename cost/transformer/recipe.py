@@ -16,10 +16,6 @@ from autopar.schedule import ORDERS, Schedule, Script, devices_of, script_of, ze
 
 # Groups of ranks; those of "dp" and "expert_dp" hold the same parameters, "ends" a tied embedding.
 Group = Literal["tp", "cp", "dp", "etp", "ep", "expert_dp", "ends"]
-# "selective" is torchtitan's: all but attention and every other matmul of a layer runs again.
-# "modules" recomputes the modules in `Recipe.recomputed`, and keeps their inputs.
-Recompute = Literal["none", "selective", "attention-core", "modules", "full"]
-Module = Literal["norm", "activation", "core", "feed-forward"]
 # "zero-bubble-2" starts the next step before the last has ended on all devices (ZB-H2).
 Order = Literal["1f1b", "interleaved", "zero-bubble", "zero-bubble-2", "gpipe"]
 
@@ -28,6 +24,7 @@ Order = Literal["1f1b", "interleaved", "zero-bubble", "zero-bubble-2", "gpipe"]
 class Recipe:
     """A plan made by hand. `microbatch_size` and `global_batch` are in sequences.
 
+    recompute     words of `AGAIN` (`memory.py`), joined by commas
     etp           ranks that share an expert
     zero_shards   ranks over which ZeRO divides; None: all of data parallelism
     deferred      microbatches whose gradient of the head waits until the pipeline is empty
@@ -43,11 +40,10 @@ class Recipe:
     interleave: int = 1
     sp: bool = False
     zero: int = 0
-    recompute: Recompute = "none"
+    recompute: str = "none"
     microbatch_size: int = 1
     global_batch: int = 1
     order: Order = "1f1b"
-    recomputed: tuple[Module, ...] = ()
     etp: int = 1
     zero_shards: int | None = None
     deferred: int = 0
