@@ -178,12 +178,13 @@ class Software:
         return 1.0 + self.constant("jitter_fraction") * math.sqrt(2.0 * math.log(max(n_ranks, 1)))
 
 
-def share_under_matmul(n_ranks: int) -> float:
+def share_under_matmul(kind: str, n_ranks: int) -> float:
     """The share of a collective that runs under its matmul (`overlapped_tp`).
 
-    It has a chunk per rank of its group, and compute waits for one.
+    It has a chunk per rank of its group, and compute waits for one. An all_reduce is waited for:
+    Megatron-LM refuses `tp_comm_overlap` without sequence parallelism (`training/arguments.py`).
     """
-    return 1.0 - 1.0 / n_ranks
+    return 1.0 - 1.0 / n_ranks if kind in ("all_gather", "reduce_scatter") else 0.0
 
 
 # With the value of what a file leaves out.

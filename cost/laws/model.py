@@ -17,7 +17,6 @@ not price them.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Literal, overload
@@ -43,9 +42,6 @@ from autopar.placement import COMMUNICATION, PrimitiveKind
 from autopar.program.communication import BUCKET_BYTES
 
 Kind = Literal["matmul", "attention", "memory"]
-# A matmul makes or reads these piece by piece; not an all_reduce of activations: Megatron-LM
-# refuses `tp_comm_overlap` without sequence parallelism (`training/arguments.py`).
-_IN_CHUNKS = ("all_gather", "reduce_scatter")
 
 
 @overload
@@ -127,9 +123,7 @@ class CostModel:
 
     def share_under_matmul(self, kind: PrimitiveKind, axes: tuple[int, ...]) -> float:
         """The share of a collective at a matmul that runs beside it."""
-        if not self.hides_tp or kind not in _IN_CHUNKS:
-            return 0.0
-        return share_under_matmul(math.prod(self.mesh.sizes[axis] for axis in axes))
+        return share_under_matmul(kind, self.mesh.group_size(axes)) if self.hides_tp else 0.0
 
     def cast_time_s(self, size_bytes: int) -> float:
         """Seconds of reading and writing so many bytes; one launch casts many parameters."""

@@ -99,7 +99,7 @@ class TransformerMachine:
         ends, inside = (source % recipe.pp, target % recipe.pp), recipe.ranks_per_stage
         if ends[0] == ends[1]:
             return 0.0
-        crosses = inside >= each or ends[0] * inside // each != ends[1] * inside // each
+        crosses = ends[0] * inside // each != ends[1] * inside // each
         link, size = self.hardware.links[0 if crosses else -1], self.layer.input_bytes
         if recipe.sp or not self.layer.software.split_messages:
             return link.message_s(size)
@@ -123,7 +123,7 @@ class TransformerMachine:
             ) + (step.n_launches - 1) * device.launch_s  # fmt: skip
             return PartWork(time_s, host_s=step.n_launches * self.host_s)
         time_s = self.exchange_s(step.kind, step.size_bytes, step.group)
-        hidden = self._hidden_share(step.group)
+        hidden = self._hidden_share(step)
         return PartWork(0.0, (1 - hidden) * time_s, hidden * time_s, self.host_s)
 
     @property
@@ -133,12 +133,12 @@ class TransformerMachine:
             raise NotSupportedError(f"hardware profile {name!r} has no rate of float8 matmuls")
         return self.device.float8_rate_ratio
 
-    def _hidden_share(self, group: Group) -> float:
-        """The share of a group's collectives that runs beside compute."""
+    def _hidden_share(self, step: Exchange) -> float:
+        """The share of a collective that runs beside compute."""
         software = self.layer.software
-        if group == "tp" and software.overlapped_tp:
-            return share_under_matmul(self.layer.recipe.tp)
-        return float(group == "ep" and software.overlapped_experts)
+        if step.group == "tp" and software.overlapped_tp:
+            return share_under_matmul(step.kind, self.layer.recipe.tp)
+        return float(step.group == "ep" and software.overlapped_experts)
 
 
 def _share_reached(n_places: int, n_draws: int) -> float:
