@@ -37,7 +37,7 @@ def settle(row: PublishedRun) -> PublishedRun:
         if recipe.n_microbatches > most:
             recipe = replace(recipe, global_batch=most * recipe.microbatch_size * recipe.dp)
         step = replace(choice, recipe=recipe).step()
-        if step.peak_bytes() <= step.machine.hardware.memory_limit_bytes:
+        if step.peak_bytes() <= step.hardware.memory_limit_bytes:
             fitting.append((recipe.global_batch / step.step_time_s(), choice))
     if not fitting:
         return row

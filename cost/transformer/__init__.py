@@ -2,8 +2,8 @@
 
 Read `shape.py` (dims; those of Hugging Face configs), `recipe.py` (layout, schedule), `work.py`
 (kernels, collectives), `layer.py` (items of a layer), `chunks.py` (where layers, embedding and loss
-are; parameters), `machine.py` (seconds of items), `memory.py` (bytes), `estimate.py` (a step),
-`scaling.py` (more nodes).
+are; parameters), `memory.py` (bytes), `estimate.py` (a step on a machine), `scaling.py` (more
+nodes).
 
 May import `laws`, `memory`, `simulate`, `hardware`, and what lies below `cost`; not `price`, its
 neighbour. Mainly hands on `StepModel`, `LayerModel` and `weak_scaling`.

@@ -23,7 +23,7 @@ from autopar.cost.transformer.work import Item, Kernel, elementwise, exchange
 ENTER = ((), ("all_reduce",)), (("all_gather",), ("all_gather", "reduce_scatter"))
 LEAVE = (("all_reduce",), ()), (("reduce_scatter",), ("all_gather",))
 _GATHER, _SCATTER = ("all_gather",), ("reduce_scatter",)
-_DISPATCH = ("dispatch",)  # an all_to_all that `TransformerMachine` may make cheaper
+_DISPATCH = ("dispatch",)  # an all_to_all that `StepModel` may make cheaper
 _STATISTICS_BYTES = 4  # per row and head: the log-sum-exp that fused attention keeps
 
 

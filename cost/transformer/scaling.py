@@ -105,7 +105,7 @@ def weak_scaling(
         dtype = training_dtype(software.apply_to(profile))
         model = StepModel.of(shape, scaled, software, profile, dtype, devices_per_node)
         points.append(_point(model, n_nodes, points[0] if points else None))
-    return Scaling(profile.name, tuple(points), model.machine.hardware.memory_limit_bytes)
+    return Scaling(profile.name, tuple(points), model.hardware.memory_limit_bytes)
 
 
 def _point(model: StepModel, n_nodes: int, first: ScalePoint | None) -> ScalePoint:

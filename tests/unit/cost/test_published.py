@@ -316,7 +316,7 @@ def test_collectives_over_a_sequence_that_is_not_first_copy() -> None:
     contiguous = row.software
     plain, copied = (row.step(replace(contiguous, sequence_first=first)) for first in (True, False))
     gathered = 2 * plain.layer.tokens * plain.layer.shape.hidden * plain.layer.width
-    device = plain.machine.device
+    device = plain.device
     each_s = gathered / device.bytes_per_s + device.launch_s
     for k, n in ((0, 4), (1, 6)):  # two ways in and two ways out; inputs are gathered again
         work, more = (one.passes(Chunk(1, False, False))[k] for one in (plain, copied))

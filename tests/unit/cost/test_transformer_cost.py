@@ -307,7 +307,7 @@ def test_a_machine_that_only_computes_takes_the_flops(
     s, h, layers = shape.seq, shape.hidden, shape.layers
     whole = factor * m * s * layers * h**2
     flops = whole * (1 + s / (6 * h) + shape.vocab / (n_heads * layers * h))
-    rate = flops_per_s(model.machine.device, torch.bfloat16)
+    rate = flops_per_s(model.device, torch.bfloat16)
     assert model.step_time_s() == pytest.approx(flops / tp / rate, rel=1e-9)
 
 
@@ -359,7 +359,7 @@ def test_gradients_and_updates_over_data_parallelism(zero: int, overlapped: bool
     shared = parameters_of(model.layer, model.chunks[0])["dp"]
 
     def over_dp_s(kind: str, size_bytes: float) -> float:
-        return model.machine.exchange_s(kind, size_bytes, "dp")
+        return model.exchange_s(kind, size_bytes, "dp")
 
     reduce_s = over_dp_s("reduce_scatter" if zero else "all_reduce", 4 * shared)
     gather_s = over_dp_s("all_gather", 2 * shared) if zero else 0.0
@@ -368,7 +368,7 @@ def test_gradients_and_updates_over_data_parallelism(zero: int, overlapped: bool
     expected = (reduce_s, gather_s) if overlapped else (0.0, reduce_s + gather_s)
     assert (times.sync_s, times.after.collectives_s) == pytest.approx(expected)
     assert (times.forward.overlapped_s > 0) is (zero == 3)
-    launch_s = model.machine.device.launch_s
+    launch_s = model.device.launch_s
     stored_s, whole_s = (found.update_s - launch_s for found in (times, whole))
     assert stored_s * (4 if zero else 1) == pytest.approx(whole_s)
 
@@ -376,9 +376,9 @@ def test_gradients_and_updates_over_data_parallelism(zero: int, overlapped: bool
 def test_a_gather_into_a_list_copies_a_shard_of_each_rank() -> None:
     recipe = Recipe(dp=64, zero=3, global_batch=64)
     whole, lists = (step(SMALL, recipe, gathers_by_layer=by_layer) for by_layer in (True, False))
-    size, device = 1e8, whole.machine.device
-    fast_s, slow_s = (model.machine.gather_s("all_gather", size, "dp") for model in (whole, lists))
-    copies_s = 64 * whole.machine.host_s + 2 * size / device.bytes_per_s
+    size, device = 1e8, whole.device
+    fast_s, slow_s = (model.gather_s("all_gather", size, "dp") for model in (whole, lists))
+    copies_s = 64 * whole.host_s + 2 * size / device.bytes_per_s
     assert slow_s - fast_s == pytest.approx(copies_s)
     # Four calls a layer, and as many bytes: never faster.
     assert lists.step_time_s() > whole.step_time_s()
@@ -391,25 +391,25 @@ def test_messages_between_stages(sp: bool, dp: int, where: int) -> None:
     sequence are sent as they are. Two stages of 4 ranks share a node, two of 8 do not."""
     recipe = Recipe(tp=4, pp=2, dp=dp, sp=sp, global_batch=8)
     split, whole = step(SMALL, recipe), step(SMALL, recipe, split_messages=False)
-    link, size = split.machine.hardware.links[where], split.layer.tokens * SMALL.hidden * 2
+    link, size = split.hardware.links[where], split.layer.tokens * SMALL.hidden * 2
     part_s = link.latency_s + size / 4 * link.s_per_byte
-    gather_s = split.machine.exchange_s("all_gather", size, "tp")
+    gather_s = split.exchange_s("all_gather", size, "tp")
     whole_s = link.latency_s + size * link.s_per_byte
-    assert split.machine.message_s(0, 1) == pytest.approx(part_s if sp else part_s + gather_s)
-    assert whole.machine.message_s(0, 1) == pytest.approx(part_s if sp else whole_s)
+    assert split.message_s(0, 1) == pytest.approx(part_s if sp else part_s + gather_s)
+    assert whole.message_s(0, 1) == pytest.approx(part_s if sp else whole_s)
 
 
 def test_a_message_crosses_nodes_where_its_ends_are_in_two() -> None:
     """Four devices of 4 ranks on nodes of 8: stages 0 and 1 share a node, 1 and 2 do not. An
     interleaved pipeline goes from the last device back to the first."""
     model = step(SMALL, Recipe(tp=4, pp=4, interleave=2, global_batch=8))
-    message_s = model.machine.message_s
+    message_s = model.message_s
     near_s, far_s = message_s(0, 1), message_s(1, 2)
     assert near_s < far_s
     assert [message_s(a, a + 1) for a in range(2, 7)] == [near_s, far_s, near_s, far_s, near_s]
     assert message_s(2, 1) == far_s
     alone = step(SMALL, Recipe(tp=4, interleave=2, global_batch=8))
-    assert alone.machine.message_s(0, 1) == 0.0
+    assert alone.message_s(0, 1) == 0.0
 
 
 def test_the_largest_published_run() -> None:
