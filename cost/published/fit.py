@@ -127,15 +127,14 @@ def leave_one_out(
     groups, found = list(groups), dict[str, dict[str, float]]()
     timed = [row for row in rows if row.step_time_s]
     for paper in dict.fromkeys(row.paper for row in timed):
+        own = [row for row in timed if row.paper == paper]
         others = [row for row in timed if row.paper != paper]
-        fits: dict[str, dict[str, float]] = {}
-        for row in timed:
-            name = row.software.name
-            if row.paper == paper:
-                if name not in fits:
-                    fits[name] = dict(fit(name, others, fitted_constants(), groups).values)
-                software = row.software.with_constants(fits[name])
-                found.setdefault(paper, {})[row.id] = math.exp(log_error(row, software)) - 1
+        values = {
+            name: fit(name, others, fitted_constants(), groups).values
+            for name in {row.software.name for row in own}
+        }
+        software = {row.id: row.software.with_constants(values[row.software.name]) for row in own}
+        found[paper] = {row.id: math.exp(log_error(row, software[row.id])) - 1 for row in own}
     return found
 
 

@@ -251,14 +251,12 @@ def _recipe(reader: _Reader, shape: TransformerShape) -> Recipe:
     order = _ORDERS[word]
     each = -(-shape.layers // pp) if order == "interleaved" else 1
     interleave = reader.usual("interleave", each) if pp > 1 else 1
-    recompute = _recompute(reader, zero)
-    if recompute == "selective" and (shape.experts or shape.latent):
-        raise NotSupportedError("torchtitan's selective recompute of mixtures and latent attention")
     defers = extra.get("defer_embedding_wgrad_compute")
     return Recipe(
         tp=tp, pp=pp, dp=dp, cp=cp, ep=ep, etp=etp,
         sp=bool(row.get("sp")), zero=zero, zero_shards=extra.get("zero_shards"),
-        recompute=recompute, microbatch_size=reader.usual("microbatch", 1), global_batch=batch,
+        recompute=_recompute(reader, zero),
+        microbatch_size=reader.usual("microbatch", 1), global_batch=batch,
         interleave=interleave, order="interleaved" if interleave > 1 else order,
         deferred=reader.count("wgrad_deferral_limit", extra, batch) if defers else 0,
     )  # fmt: skip

@@ -15,6 +15,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from itertools import combinations
+from statistics import fmean
 from typing import Any
 
 from autopar.cost.memory import Footprint
@@ -45,13 +46,12 @@ class ErrorSummary:
 
 def errors_of(named: Iterable[tuple[str, float | None]]) -> ErrorSummary:
     """The summary of named errors; None is left out."""
-    signed = [(error, name) for name, error in named if error is not None]
-    if not signed:
+    known = [(error, name) for name, error in named if error is not None]
+    if not known:
         return ErrorSummary(None, None, 0, None)
-    n, known = len(signed), [(abs(error), name) for error, name in signed]
-    max_error, worst = max(known)
-    mean, bias = (sum(error for error, _ in errors) / n for errors in (known, signed))
-    return ErrorSummary(mean, max_error, n, worst, bias)
+    max_error, worst = max((abs(error), name) for error, name in known)
+    mean, bias = fmean(abs(error) for error, _ in known), fmean(error for error, _ in known)
+    return ErrorSummary(mean, max_error, len(known), worst, bias)
 
 
 @dataclass(frozen=True)

@@ -50,11 +50,10 @@ def activation_memory(table: Mapping[str, Any]) -> list[Cell]:
     """Cells of `activation_memory_pct`: percentages by model and case."""
     cells = []
     for model, cases in table.get("values", {}).items():
+        steps = {case: _step(model, case) for case in _CASES if model in _SHAPES}
+        kept = {case: kept_of_layer(step.layer).kept_bytes for case, step in steps.items()}
         for case, published in cases.items():
-            found = None
-            if model in _SHAPES and case in _CASES:
-                kept, of = (kept_of_layer(_step(model, c).layer).kept_bytes for c in (case, "none"))
-                found = 100 * kept / of
+            found = 100 * kept[case] / kept["none"] if case in kept else None
             cells.append(_cell(f"{model} {case}", "a model and case", published, found, 1.0))
     return cells
 
@@ -63,12 +62,11 @@ def layer_times(table: Mapping[str, Any]) -> list[Cell]:
     """Cells of `layer_microbench`: milliseconds by case and pass."""
     cells = []
     for row in table.get("rows", ()):
-        case = _TIMED.get(row.get("case"))
-        found = layer_passes_s(case) if case else {}
-        for name in ("fwd", "bwd", "total"):
-            if name in row:
-                ms = 1e3 * found[name] if found else None
-                cells.append(_cell(f"{row['case']}, {name}", "a case", row[name], ms, row[name]))
+        case = row.get("case")
+        found = layer_passes_s(_TIMED[case]) if case in _TIMED else {}
+        for name in (name for name in ("fwd", "bwd", "total") if name in row):
+            ms = 1e3 * found[name] if found else None
+            cells.append(_cell(f"{case}, {name}", "a case", row[name], ms, row[name]))
     return cells
 
 

@@ -21,6 +21,7 @@ State per parameter are rows of `cost/memory/state.py`, which names their papers
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Literal, NamedTuple
@@ -72,15 +73,26 @@ def rerun_share(item: Item, layer: LayerModel) -> float:
 
 
 def _every_second(shape: TransformerShape) -> dict[str, float]:
-    """The share of each matmul that selective recompute runs again.
+    """The share of each matmul that selective recompute runs again, by item.
 
-    Torchtitan's `_get_custom_policy` saves the first, third, fifth, ... of a layer: of queries,
-    keys, values, output, gate, up and down, these run again: keys, output, up. A plain layer has no
-    gate, so its down does.
+    Torchtitan's `_get_custom_policy` saves the first, third, fifth, ... matmul of a layer, in the
+    order of its models. It saves no grouped ones, so those of experts run again. A shared expert's
+    count as theirs.
     """
-    q, k = shape.query_features, shape.key_features
-    feed_forward = {"mlp up": 0.5} if shape.is_gated else {"mlp down": 1.0}
-    return {"qkv": k / (q + 2 * k), "attention output": 1.0, **feed_forward}
+    latent, k = shape.latent, shape.key_features
+    order = [("qkv", shape.query_features), ("qkv", k), ("qkv", k)]
+    if latent:
+        narrow = ("latent", latent.kv_rank + latent.rotary)
+        order = [("latent", latent.q_rank)] * bool(latent.q_rank)
+        order += [("queries", 1), narrow, ("keys and values", 1)]
+    ups = [("mlp up", 1)] * (2 if shape.is_gated else 1)
+    order += [("attention output", 1), *ups, ("mlp down", 1)]
+    again, every = Counter[str](), Counter[str]()
+    for i, (name, n_features) in enumerate(order):
+        every[name] += n_features
+        again[name] += n_features * (i % 2)
+    shares = {name: again[name] / n for name, n in every.items()}
+    return shares if shape.experts is None else shares | {"mlp up": 1.0, "mlp down": 1.0}
 
 
 class KeptBytes(NamedTuple):
@@ -93,8 +105,8 @@ class KeptBytes(NamedTuple):
 def kept_of_layer(layer: LayerModel) -> KeptBytes:
     """What a layer keeps, and what recompute makes again while its backward runs.
 
-    Eager selective recompute also keeps what it saves and backward does not read, the result of a
-    gated layer's last matmul (torch, `_CachingTorchDispatchMode`); a compiled graph drops it.
+    Eager selective recompute also keeps what it saves and nothing reads, the result of the last
+    matmul (torch, `_CachingTorchDispatchMode`); a compiled graph drops it.
     """
     items, recipe = layer.items, layer.recipe
     every = sum(item.kept_bytes + item.out_bytes for item in items)
@@ -103,9 +115,9 @@ def kept_of_layer(layer: LayerModel) -> KeptBytes:
         rerun_share(item, layer) * (item.kept_bytes + of_layer * item.out_bytes) for item in items
     )
     beside = layer.input_bytes * of_layer
-    is_eager = recipe.recompute == "selective" and not layer.software.fused_kernels
-    if is_eager and layer.shape.is_gated:
-        beside += layer.tokens * layer.shape.hidden * layer.width
+    if recipe.recompute == "selective" and not layer.software.fused_kernels:
+        is_saved = 1.0 - _every_second(layer.shape)["mlp down"]
+        beside += is_saved * layer.tokens * layer.shape.hidden * layer.width
     return KeptBytes(every - again + beside, again)
 
 

@@ -41,10 +41,6 @@ SAMPLE = (
     "simumax_b200_llama3_70b_l12_tp1_pp2_dp4_mbc4", "zb_1.5B_zb-1p_m24",
 )  # fmt: skip
 
-SMALL_MIXTURE = {
-    "layers": 2, "hidden": 64, "heads": 4, "seq": 8, "moe": {"experts": 4, "topk": 2}
-}  # fmt: skip
-
 
 def small_run(run_id: str = "small", **changes: Any) -> Run:
     """A run of a two-layer GPT on one node, with a published step of 0.5 s."""
@@ -160,10 +156,6 @@ def test_a_run_is_predicted_and_says_what_was_assumed() -> None:
     ("changes", "reason"),
     [
         ({"metric": {"mem_gib": 1.0, "mem_kind": "paged"}}, "memory of kind 'paged'"),
-        (
-            {"recompute": "selective", "zero": 3, "model": SMALL_MIXTURE},
-            "selective recompute of mixtures",
-        ),
         ({"tp": None}, "tp is unknown"),
         ({"global_batch": None}, "global_batch is unknown"),
         ({"model": {"layers": 2, "hidden": 64, "heads": None, "seq": 8}}, "heads is unknown"),

@@ -139,13 +139,29 @@ def test_selective_recompute_saves_attention_and_every_other_matmul(is_compiled:
     read = 2 * tokens * (4096 + q + v + q + ffn) + statistics  # the layer's input, wq, wv, core, w1
     unread = 2 * tokens * 4096 * (not is_compiled)  # of w2, in the cache of the eager checkpoint
     assert kept_of_layer(layer).kept_bytes == pytest.approx(read + unread)
-    again = sum(
+    again = 2 * tokens * 4096 * (1024 + 4096 + ffn)  # wk, wo, w3
+    assert flops_again(layer) == pytest.approx(again)
+
+
+def test_selective_recompute_of_latent_attention_and_experts() -> None:
+    """Of wq_a, wq_b, wkv_a, wkv_b, wo, w1, w3, w2 of a dense layer wq_b, wkv_b, w1, w2 run again;
+    of a mixture, the first two and all grouped ones."""
+    layer = LayerModel(deepseek_v3(), Recipe(recompute="selective"), Software())
+    h, shared, routed = 7168, 2048, 8 * 2048
+    attention = 1536 * 128 * 192 + 512 * 128 * 256
+    for kind, feed_forward in ((layer.dense, 2 * 18432), (layer, 3 * (shared + routed))):
+        expected = 2 * 4096 * (attention + h * feed_forward)
+        assert flops_again(kind) == pytest.approx(expected)
+
+
+def flops_again(layer: LayerModel) -> float:
+    """FLOPs of matmuls of a layer that its backward runs again."""
+    return sum(
         rerun_share(item, layer) * kernel.flops
         for item in layer.items
         for kernel in item.forward
         if isinstance(kernel, Kernel)
     )
-    assert again == pytest.approx(2 * tokens * 4096 * (1024 + 4096 + ffn))  # wk, wo, w3
 
 
 def test_torchs_loss_peaks_where_the_table_says() -> None:
