@@ -2,7 +2,8 @@
 
 Both use the Megatron recipe and elements of the same width. These must be equal:
 
-    matmuls      FLOPs of every layer and of the head on a rank, forward, and with backward
+    matmuls      FLOPs of every layer and of the head on a rank, forward, and with backward;
+                 seconds
     collectives  kind, number and bytes: of the residual stream, forward and backward, and
                  of the loss
     parameters   on a rank
@@ -26,11 +27,12 @@ from functools import lru_cache
 from typing import Any
 
 import pytest
+import torch
 
 import autopar
 from autopar import Manual, Mesh, Plan
-from autopar.cost.hardware import Software
-from autopar.cost.transformer import Chunk, LayerModel, Recipe, shape_of
+from autopar.cost.hardware import Software, load_profile, load_software
+from autopar.cost.transformer import Chunk, LayerModel, Recipe, StepModel, shape_of
 from autopar.cost.transformer.chunks import embedding_items, head_items, parameters_of
 from autopar.cost.transformer.work import Exchange, Item, Kernel
 from autopar.program.lines import CallLine
@@ -93,6 +95,23 @@ def test_flops_of_products(family: str) -> None:
         backward += sum(one.flops for one in item.backward if isinstance(one, Kernel))
     assert sum(line.flops for line in lines(plan)) == forward
     assert sum(line.model_flops for line in lines(plan)) == TP * (forward + backward)
+
+
+@FAMILIES
+def test_matmuls_of_the_same_operands_take_the_same_seconds(family: str) -> None:
+    """Of those that are one kernel in both: keys and gates are apart in Llamas, biases in GPT-2."""
+    plan, layer = planned(family)
+    software = replace(load_software("autopar"), fused_attention=False)
+    step = StepModel.of(
+        layer.shape, layer.recipe, software, load_profile("a100-80gb"), torch.float32, 8
+    )
+    priced = {(line.flops, line.forward_s, line.backward_s) for line in lines(plan)}
+    alike = [i for i in whole(layer) if i.name in ("attention output", "mlp down", "logits")]
+    assert len(alike) == 2 * N_LAYERS + 1
+    for item in alike:
+        both = (step.work([(item, 1)], is_backward=way).compute_s for way in (False, True))
+        (matmul,) = (one for one in item.forward if isinstance(one, Kernel))
+        assert (matmul.flops, *both) in priced
 
 
 @FAMILIES
