@@ -196,6 +196,8 @@ class BranchAndBound:
         least_s, since = faster[0].least_s, self._row.n_since_faster % _DIVES_EVERY
         if since < _DIVES_EVERY - _DIVE_LENGTH or self.incumbent_s <= least_s * (1 + _DIVES_REL):
             return None
+        if not least_s:  # of some nothing is known yet
+            return None
         has_recipes = self.incumbent_s > least_s * (1 + _RECIPES_REL)
         able = [n for n in faster if n.depth and (has_recipes or not n.recipe)]
         return min(able, key=lambda n: (-n.depth, n.turn), default=None)
