@@ -341,7 +341,7 @@ def _splits(
     may_have_context = source == _SHARDED or (source == "search" and options.mesh_shape != "auto")
     for n_stages in (n for n in range(2, mesh.n_ranks + 1) if mesh.n_ranks % n == 0):
         for axes in stage_degrees(analysis, options, mesh.n_ranks // n_stages):
-            is_small = 1 < max(axes.values()) and axes["tp"] <= mesh.devices_per_node
+            is_small = max(axes.values()) > 1 and axes["tp"] <= mesh.devices_per_node
             if (is_small or source != _SHARDED) and (may_have_context or "cp" not in axes):
                 yield n_stages, axes
 

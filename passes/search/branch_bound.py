@@ -126,10 +126,13 @@ class BranchAndBound:
     _ranks: dict[Same, Simplicity] = field(default_factory=dict)
     _row: _Row = field(default_factory=lambda: _Row())
 
-    def run(self, roots: Iterable[Node]) -> None:
-        """Refine until no node may hold a plan that matters."""
+    def run(self, roots: Iterable[Node], most_s: float = math.inf) -> list[Node]:
+        """Refine until no node may hold a plan that matters.
+
+        Open nodes above `most_s` are not refined. They are given back, for a later run.
+        """
         self.nodes.extend(roots)
-        while (work := self._next()) is not None:
+        while (work := self._next(most_s)) is not None:
             node, limit_s = work
             self.before(node, self)
             self._row.add(node.name, self.incumbent_s)
@@ -146,6 +149,9 @@ class BranchAndBound:
                     self.found.append(part)
                 else:
                     self.nodes.append(part)
+        far = [node for node in self.nodes if node.refine is not None and node.least_s > most_s]
+        self.nodes = [node for node in self.nodes if node not in far]
+        return far
 
     @property
     def incumbent_s(self) -> float:
@@ -170,9 +176,9 @@ class BranchAndBound:
         near = [s for s in self.found if s.step_time_s <= self.incumbent_s * (1 + self.tie)]
         return min(near, key=lambda s: (self._rank(s), s.step_time_s, s.candidate.name, s.gap))
 
-    def _next(self) -> tuple[Node, float] | None:
+    def _next(self, most_s: float) -> tuple[Node, float] | None:
         """The node to refine next, and the seconds that its plans must be below to matter."""
-        able = [node for node in self.nodes if node.refine is not None]
+        able = [n for n in self.nodes if n.refine is not None and n.least_s <= most_s]
         able.sort(key=lambda node: node.turn)
         faster = [node for node in able if node.least_s < self._worth_s(node)]
         if faster:
