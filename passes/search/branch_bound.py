@@ -99,6 +99,10 @@ class Node:
         """Refining finds no plan below these seconds."""
         return max(self.bound_s, self.given_up_s)
 
+    def is_far(self, most_s: float) -> bool:
+        """Is it open, above these seconds, and without placements?"""
+        return self.refine is not None and self.placed is None and self.least_s > most_s
+
     def after(
         self, level: str, bound_s: float, refine: Callable[[float], Sequence[Node | Solved]] | None
     ) -> Node:
@@ -129,7 +133,8 @@ class BranchAndBound:
     def run(self, roots: Iterable[Node], most_s: float = math.inf) -> list[Node]:
         """Refine until no node may hold a plan that matters.
 
-        Open nodes above `most_s` are not refined. They are given back, for a later run.
+        Open nodes above `most_s` without placements are not refined. They are given back, for a
+        later run.
         """
         self.nodes.extend(roots)
         while (work := self._next(most_s)) is not None:
@@ -149,8 +154,8 @@ class BranchAndBound:
                     self.found.append(part)
                 else:
                     self.nodes.append(part)
-        far = [node for node in self.nodes if node.refine is not None and node.least_s > most_s]
-        self.nodes = [node for node in self.nodes if node not in far]
+        far = [node for node in self.nodes if node.is_far(most_s)]
+        self.nodes = [node for node in self.nodes if not node.is_far(most_s)]
         return far
 
     @property
@@ -178,7 +183,7 @@ class BranchAndBound:
 
     def _next(self, most_s: float) -> tuple[Node, float] | None:
         """The node to refine next, and the seconds that its plans must be below to matter."""
-        able = [n for n in self.nodes if n.refine is not None and n.least_s <= most_s]
+        able = [n for n in self.nodes if n.refine is not None and not n.is_far(most_s)]
         able.sort(key=lambda node: node.turn)
         faster = [node for node in able if node.least_s < self._worth_s(node)]
         if faster:
