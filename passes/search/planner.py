@@ -76,8 +76,8 @@ from autopar.units import format_bytes, format_seconds
 
 # So many candidates that do not fit are simulated at most, to say how much the leanest needs.
 _MOST_LEANEST = 8
-# Recipes of one stage that take so many times the least are slow. Those of several stages are tried,
-# and first, if the slow ones do not even fit without recompute.
+# Recipes of one stage that take so many times the least are slow. Those of several are tried, too;
+# first, if the slow ones do not fit without recompute.
 _FAR = 1.5
 Progress = Callable[[str], None]
 
