@@ -179,6 +179,18 @@ class Mesh:
                 return axis
         return len(self.shape) - 1
 
+    def link_axis_of_blocks(self, n_block: int, first_rank: int, n_ranks: int) -> int:
+        """The outermost axis whose link joins ranks of one block, of `n_block` consecutive ranks,
+        where blocks fill `n_ranks` from `first_rank` on."""
+        for axis in range(len(self.shape) - 1):
+            n_inside = math.prod(self.shape[axis + 1 :])
+            begin = first_rank - first_rank % n_inside + n_inside
+            units = range(begin, first_rank + n_ranks, n_inside)
+            # A unit begins inside of a block. Where two begin with blocks, all of them do.
+            if any((unit - first_rank) % n_block for unit in units[:2]):
+                return axis
+        return len(self.shape) - 1
+
     def submesh_sizes(self, first_rank: int, n_ranks: int) -> tuple[int, ...]:
         """The sizes of consecutive ranks on the mesh's axes. Unless they fill whole nodes, or whole
         pods, they are on one."""
@@ -418,8 +430,6 @@ def factored_view(
     view = LogicalMesh(
         tuple(axes.values()), tuple(axes), (links[-1],) * len(axes), device, first_rank, nodes
     )
-    outermost = (
-        min(mesh.link_axis(group[0], group[-1]) for group in view.groups([axis]))
-        for axis in range(view.n_axes)
-    )
+    steps = [math.prod(view.sizes[axis:]) if n > 1 else 1 for axis, n in enumerate(view.sizes)]
+    outermost = (mesh.link_axis_of_blocks(step, first_rank, n_ranks) for step in steps)
     return replace(view, links=tuple(links[axis] for axis in outermost))

@@ -27,7 +27,7 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from autopar.cost.published import read_runs
+from autopar.cost.published import read_row, read_runs
 from autopar.errors import InfeasibleError
 from autopar.manual import Manual
 from autopar.mesh import Mesh
@@ -38,7 +38,10 @@ from autopar.units import format_seconds
 from examples.bench_plan import Captured, causal
 
 _LLAMA = {"heads": 32, "kv_heads": 8, "hidden": 4096, "ffn": 14336, "vocab": 128256, "layers": 32}
-_H100 = {"hardware": "H100-80GB", "dtype": "bf16", "metric": {}}
+_H100 = {
+    "hardware": "H100-80GB", "software": {"name": "transformer-engine"}, "dtype": "bf16",
+    "metric": {},
+}  # fmt: skip
 _LAYOUT = {"interleave": 1, "sp": True, "zero": 1, "recompute": "none", "microbatch": 1}
 # Layouts with cp. 8B and 70B at 8,192 tokens: NVIDIA/dgxc-benchmarking@143b90dd,
 # llama3.1/README_8b.md and README_70b.md. 405B: README_405b.md there, without a step of this size.
@@ -99,13 +102,15 @@ _N_LOCAL = 8
 
 @dataclass(frozen=True)
 class Compared:
-    """Seconds of a step: as published, of the published layout simulated, of the plan found.
+    """Seconds of a step: as published, of the published layout simulated under the software that
+    ran it and under autopar's, of the plan found.
 
     `cpu_s` is the search, `note` why the layout is not the published one.
     """
 
     name: str
     published_s: float | None
+    theirs_s: float | None
     layout_s: float | None
     found_s: float
     chosen: str
@@ -147,7 +152,8 @@ def compare(run: Mapping[str, Any], name: str = "", limit_s: float = 120.0) -> C
 
     began_s = time.process_time()
     found = planned()
-    cpu_s, layout_s, note = time.process_time() - began_s, None, ""
+    cpu_s, layout_s, theirs_s, note = time.process_time() - began_s, None, None, ""
+    published_s = run["metric"].get("iter_seconds")
     if "tp" in run:
         layout = Manual(
             tp=run["tp"], pp=run["pp"], dp=run["dp"], cp=run["cp"], interleave=run["interleave"],
@@ -157,11 +163,13 @@ def compare(run: Mapping[str, Any], name: str = "", limit_s: float = 120.0) -> C
         for of in dict.fromkeys((layout, replace(layout, interleave=1))):
             try:
                 layout_s = planned(manual=of).data.objective_s
+                if published_s is not None:
+                    ran = run["software"]["name"] if name in OTHERS else read_row(run).software.name
+                    theirs_s = planned(manual=of, software=ran).data.objective_s
                 break
             except InfeasibleError as error:
                 note = f"layout, interleave={of.interleave}: {error.what}"
-    published_s = run["metric"].get("iter_seconds")
-    seconds = published_s, layout_s, found.data.objective_s
+    seconds = published_s, theirs_s, layout_s, found.data.objective_s
     return Compared(name or run["id"], *seconds, found.data.chosen, cpu_s, note)
 
 
@@ -175,15 +183,15 @@ def main() -> None:
     )
     given = arguments.parse_args()
     runs = {run["id"]: run for run in read_runs().runs} | OTHERS
-    table = Table("run", "published", "layout", "found", "faster", "cpu", "plan found")
+    columns = "run", "published", "layout, its software", "layout", "found", "faster", "cpu", "plan"
+    table = Table(*columns)
     for name in given.names:
         row = compare(runs[name], name, given.limit)
-        published, layout = (
-            "-" if s is None else format_seconds(s) for s in (row.published_s, row.layout_s)
-        )
+        known = row.published_s, row.theirs_s, row.layout_s
+        times = ("-" if s is None else format_seconds(s) for s in known)
         faster = "-" if row.layout_s is None else f"{row.layout_s / row.found_s - 1:.1%}"
         table.add_row(
-            name, published, layout, format_seconds(row.found_s), faster, f"{row.cpu_s:.0f}",
+            name, *times, format_seconds(row.found_s), faster, f"{row.cpu_s:.0f}",
             "\n".join(text for text in (row.chosen, row.note) if text),
         )  # fmt: skip
         Console(highlight=False, width=120).print(table)

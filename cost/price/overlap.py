@@ -21,7 +21,7 @@ equally long; a small one (an embedding) hides less than this law says.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -91,8 +91,10 @@ def overlapped_of(calls: Iterable[TimedCall]) -> float:
     return math.fsum(time_s for call, time_s in calls if call.is_beside)
 
 
-def _timed(calls: Iterable[RankCall], cost: CostModel) -> Calls:
-    return tuple(timed for call in calls for timed in _split_call(call, cost))
+def _timed(calls: Sequence[RankCall], cost: CostModel) -> Calls:
+    """Calls of repeated lines, and of the steps of a ring, are one object, and are split once."""
+    split = {key: tuple(_split_call(call, cost)) for key, call in {id(c): c for c in calls}.items()}
+    return tuple(timed for call in calls for timed in split[id(call)])
 
 
 def _split_call(call: RankCall, cost: CostModel) -> Iterator[TimedCall]:

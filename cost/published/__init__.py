@@ -10,6 +10,7 @@ This is the highest room of `cost`: it may import all the others. It mainly hand
 """
 
 from autopar.cost.published.fit import fit, fitted_constants, interval_ratios, leave_one_out
+from autopar.cost.published.rows import read_row
 from autopar.cost.published.runs import GOLDEN_MEMORY, SHIPPED, is_runs_file, read_runs
 from autopar.cost.published.scoring import (
     AccuracyTarget,
@@ -37,6 +38,7 @@ __all__ = [
     "interval_ratios",
     "is_runs_file",
     "leave_one_out",
+    "read_row",
     "read_runs",
     "score",
 ]

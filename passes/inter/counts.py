@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import math
+
+from sympy import divisors
+
 from autopar.errors import BatchError, OptionError
 from autopar.manual import Manual
 from autopar.options import Options
@@ -27,11 +31,10 @@ def microbatch_counts(
         return [options.microbatches]
     if batch.size == 0 or batch.broken_at is not None:
         return [1]
-    limit = min(batch.size, max(_LEAST_LIMIT, _PER_DEVICE * n_devices))
+    n_rows, rest = divmod(batch.size, n_splits)
     counts: list[int] = []
-    for m in range(1, limit + 1):
-        divides = batch.size % (m * n_splits) == 0 and analysis.n_divisible % m == 0
-        if divides and m >= 1.5 * (counts or [0])[-1]:
+    for m in divisors(math.gcd(n_rows, analysis.n_divisible)) if not rest else ():
+        if m <= max(_LEAST_LIMIT, _PER_DEVICE * n_devices) and m >= 1.5 * (counts or [0])[-1]:
             counts.append(m)
     return counts or [1]
 

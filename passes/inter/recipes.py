@@ -334,15 +334,15 @@ def _splits(
     analysis: Analysis, mesh: Mesh, options: Options, source: Source
 ) -> Iterator[tuple[int, dict[str, int]]]:
     """Every number of stages, and degrees of a stage. With `force` there is none: it pins what
-    recipes decide."""
+    recipes decide. As first incumbents recipes have tp inside of a node, as Megatron's users do."""
     if "pipeline" in options.forbid or options.force:
         return
     # Beside tp, cp needs sequence parallelism. The search has cp only where it is asked for.
     may_have_context = source == _SHARDED or (source == "search" and options.mesh_shape != "auto")
     for n_stages in (n for n in range(2, mesh.n_ranks + 1) if mesh.n_ranks % n == 0):
         for axes in stage_degrees(analysis, options, mesh.n_ranks // n_stages):
-            is_one = source == _SHARDED and max(axes.values()) == 1
-            if not is_one and (may_have_context or "cp" not in axes):
+            is_small = max(axes.values()) > 1 and axes["tp"] <= mesh.devices_per_node
+            if (is_small or source != _SHARDED) and (may_have_context or "cp" not in axes):
                 yield n_stages, axes
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from autopar.caching import once
 from autopar.passes.analysis import Analysis, Neediest
 from autopar.passes.intra.cases import Cases
 
@@ -61,6 +62,7 @@ def _is_elsewhere(analysis: Analysis) -> bool:
     return bool(program.sent) or is_any_stage or analysis.all_in_flight or not program.training
 
 
+@once
 def _gradient_bytes(analysis: Analysis) -> float:
     """Bytes of the gradients of all parameters, unsharded."""
     names = analysis.parameter_names or analysis.program.parameters

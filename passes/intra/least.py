@@ -96,9 +96,15 @@ def least_static_bytes(
     n_microbatches: int,
 ) -> float:  # fmt: skip
     """Lower bound on the bytes per device of parameters, their gradients and optimizer state."""
+    on = _static_parts(analysis, optimizer), constraints, cost.mesh.sizes, n_microbatches
+    return float(least_shared_bytes(*on))
+
+
+@once
+def _static_parts(analysis: Analysis, optimizer: str) -> Array:
+    """`static_parts` of all parameters."""
     tensors = (analysis.types.tensors[n] for n in analysis.program.parameters)
-    parts = static_parts(tensors, stored_dtype(analysis), optimizer)
-    return float(least_shared_bytes(parts, constraints, cost.mesh.sizes, n_microbatches))
+    return static_parts(tensors, stored_dtype(analysis), optimizer)
 
 
 def least_step_s(analysis: Analysis, cost: CostModel) -> float:

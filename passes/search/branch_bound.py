@@ -99,6 +99,10 @@ class Node:
         """Refining finds no plan below these seconds."""
         return max(self.bound_s, self.given_up_s)
 
+    def is_far(self, most_s: float) -> bool:
+        """Is it open, above these seconds, and without placements?"""
+        return self.refine is not None and self.placed is None and self.least_s > most_s
+
     def after(
         self, level: str, bound_s: float, refine: Callable[[float], Sequence[Node | Solved]] | None
     ) -> Node:
@@ -126,10 +130,14 @@ class BranchAndBound:
     _ranks: dict[Same, Simplicity] = field(default_factory=dict)
     _row: _Row = field(default_factory=lambda: _Row())
 
-    def run(self, roots: Iterable[Node]) -> None:
-        """Refine until no node may hold a plan that matters."""
+    def run(self, roots: Iterable[Node], most_s: float = math.inf) -> list[Node]:
+        """Refine until no node may hold a plan that matters.
+
+        Open nodes above `most_s` without placements are not refined. They are given back, for a
+        later run.
+        """
         self.nodes.extend(roots)
-        while (work := self._next()) is not None:
+        while (work := self._next(most_s)) is not None:
             node, limit_s = work
             self.before(node, self)
             self._row.add(node.name, self.incumbent_s)
@@ -146,6 +154,9 @@ class BranchAndBound:
                     self.found.append(part)
                 else:
                     self.nodes.append(part)
+        far = [node for node in self.nodes if node.is_far(most_s)]
+        self.nodes = [node for node in self.nodes if not node.is_far(most_s)]
+        return far
 
     @property
     def incumbent_s(self) -> float:
@@ -170,9 +181,9 @@ class BranchAndBound:
         near = [s for s in self.found if s.step_time_s <= self.incumbent_s * (1 + self.tie)]
         return min(near, key=lambda s: (self._rank(s), s.step_time_s, s.candidate.name, s.gap))
 
-    def _next(self) -> tuple[Node, float] | None:
+    def _next(self, most_s: float) -> tuple[Node, float] | None:
         """The node to refine next, and the seconds that its plans must be below to matter."""
-        able = [node for node in self.nodes if node.refine is not None]
+        able = [n for n in self.nodes if n.refine is not None and not n.is_far(most_s)]
         able.sort(key=lambda node: node.turn)
         faster = [node for node in able if node.least_s < self._worth_s(node)]
         if faster:
@@ -195,6 +206,8 @@ class BranchAndBound:
         plans, the least bound first."""
         least_s, since = faster[0].least_s, self._row.n_since_faster % _DIVES_EVERY
         if since < _DIVES_EVERY - _DIVE_LENGTH or self.incumbent_s <= least_s * (1 + _DIVES_REL):
+            return None
+        if not least_s:  # of some nothing is known yet
             return None
         has_recipes = self.incumbent_s > least_s * (1 + _RECIPES_REL)
         able = [n for n in faster if n.depth and (has_recipes or not n.recipe)]

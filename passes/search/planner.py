@@ -14,6 +14,7 @@ import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
+from itertools import chain
 
 from autopar.cost.hardware import Hardware
 from autopar.cost.memory import EXPANDABLE, footprint_of_plan, least_margin
@@ -75,7 +76,8 @@ from autopar.units import format_bytes, format_seconds
 
 # So many candidates that do not fit are simulated at most, to say how much the leanest needs.
 _MOST_LEANEST = 8
-# Recipes of one stage that take so many times the least are slow: those of several are tried, too.
+# Recipes of one stage that take so many times the least are slow. Those of several are tried, too;
+# first, if the slow ones do not fit without recompute.
 _FAR = 1.5
 Progress = Callable[[str], None]
 
@@ -162,10 +164,11 @@ class Planner:
         notes = list[Alternative]()
         try:
             with limit.running():
-                search.run(self._recipes())
-                if self.pipelines is not None and search.incumbent_s > _FAR * self._least_s:
+                far_s = math.inf if options.manual is not None else _FAR * self._least_s
+                far = search.run(self._recipes(), far_s)
+                if self.pipelines is not None and search.incumbent_s > far_s:
                     search.run(self.pipelines.recipes())
-                search.run(self._roots())
+                search.run(chain(far, self._roots()))
                 if self.pipelines is not None and (search.found or not has_plain_order(options)):
                     has_stages = bool(search.found) and len(search.chosen.stages) > 1
                     for has_context in (False, True):

@@ -418,20 +418,12 @@ def _backward_calls(line: Line, origin: Mapping[str, str]) -> list[RankCall]:
 def _inner_calls(line: Line, of: str, phase: str) -> list[RankCall]:
     if not isinstance(line, CallLine):
         return []
-    return [
-        RankCall(
-            c.kind,
-            line.lowered_axes,
-            phase,
-            c.size_bytes,
-            line.key,
-            beside_s=c.beside_s,
-            imbalance=c.imbalance,
-        )
-        for c in line.inner
-        if c.phase == of
-        for _ in range(c.count)
-    ]
+    calls = list[RankCall]()
+    for c in line.inner:
+        if c.phase == of:
+            on = c.kind, line.lowered_axes, phase, c.size_bytes, line.key
+            calls += [RankCall(*on, beside_s=c.beside_s, imbalance=c.imbalance)] * c.count
+    return calls
 
 
 def _gather_calls(lines: Sequence[GatherLine], is_beside: bool) -> list[RankCall]:
