@@ -58,9 +58,14 @@ class TestOperator:
         for sample in ((x(8, 6), x(4, 3, 6), IDS), (x(8, 6), x(4, 6, 3), IDS, True)):
             torch.library.opcheck(expert_linear, sample, test_utils=checks)
         mixture = x(8, 6), x(4, 10, 6), x(4, 3, 5), IDS, "silu", False
-        for more in ((None, False), (x(4, 10), True)):
+        apart = x(8, 6), x(4, 5, 6), x(4, 3, 5), IDS, "silu", False
+        for of, more in (
+            (mixture, (None, False, None)),
+            (mixture, (x(4, 10), True, None)),
+            (apart, (None, False, x(4, 5, 6))),
+        ):
             kernel = experts.expert_mlp_forward._opoverload
-            torch.library.opcheck(kernel, (*mixture, *more), test_utils=checks)
+            torch.library.opcheck(kernel, (*of, *more), test_utils=checks)
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {

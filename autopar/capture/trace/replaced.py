@@ -21,6 +21,7 @@ from torch.overrides import TorchFunctionMode
 
 from autopar.errors import NotSupportedError
 from autopar.operators.ctc import ctc_loss
+from autopar.operators.experts import expert_linear
 
 aten = torch.ops.aten
 NONE, MEAN, SUM = 0, 1, 2  # torch's at::Reduction
@@ -168,6 +169,29 @@ def _n_dims_read(key: Any) -> int:
     return 0 if key is None or key is ... or isinstance(key, bool) else 1
 
 
+def _grouped_mm(
+    rows: Tensor, matrices: Tensor, offs: Tensor | None = None, bias: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:  # fmt: skip
+    """What `F.grouped_mm` computes of rows and a stack of matrices, which torch traces in bfloat16
+    alone: row r has the matrix of the group that it is in."""
+    is_stack = (rows.dim(), matrices.dim(), bias) == (2, 3, None)
+    is_one_dtype = rows.dtype == matrices.dtype == (out_dtype or rows.dtype)
+    if offs is None or not is_stack or not is_one_dtype or len(offs) != len(matrices):
+        return F.grouped_mm(rows, matrices, offs=offs, bias=bias, out_dtype=out_dtype)
+    places = torch.arange(len(rows), dtype=offs.dtype, device=offs.device)
+    y: Tensor = expert_linear(rows, matrices, torch.searchsorted(offs, places, right=True), True)
+    return y
+
+
+def _bincount(ids: Tensor, weights: Tensor | None = None, minlength: int = 0) -> Tensor:
+    """What `torch.bincount` computes, for ids below `minlength`; others are an error in a step."""
+    if not minlength:
+        return torch.bincount(ids, weights)
+    ones = torch.ones_like(ids) if weights is None else weights
+    return ones.new_zeros(minlength).scatter_add(0, ids.long(), ones)
+
+
 def _pack(*args: Any, **kwargs: Any) -> NoReturn:
     raise NotSupportedError(
         "the shape of a packed sequence depends on the lengths",
@@ -189,6 +213,10 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     torch.ctc_loss: _ctc_loss,
     torch.cov: _cov,
     torch.corrcoef: _corrcoef,
+    torch.bincount: _bincount,
+    torch.Tensor.bincount: _bincount,
+    F.grouped_mm: _grouped_mm,
+    torch._grouped_mm: _grouped_mm,
     torch.Tensor.cov: _cov,
     torch.Tensor.corrcoef: _corrcoef,
     torch._VF._pack_padded_sequence: _pack,
