@@ -25,7 +25,7 @@ from torch import fx
 from autopar import operators
 from autopar.capture.builder import Builder, TracedCall
 from autopar.capture.dependence import is_random
-from autopar.rules import OpCall, has_rule, rule_for
+from autopar.rules import row_dim
 
 aten = torch.ops.aten
 _LINEAR = operators.experts.expert_linear._opoverload
@@ -175,30 +175,11 @@ class _Sorted:
     def _is_by_row(self, node: fx.Node) -> bool:
         """Does it read sorted rows, and compute each alone?"""
         sources = node.all_input_nodes
-        if not any(n in self.own for n in sources) or not has_rule(str(node.target)):
+        if not any(n in self.own for n in sources):
             return False
         if is_random(node) or self.b.random_seed in sources:
             return False  # numbers are drawn by position
-        call = OpCall.of_node(node)
-        notation = rule_for(str(node.target)).notation_of(call)
-        held = {
-            n for dim in notation.inputs[call.tensors.index(self._first(call))][:1] for n in dim
-        }
-        if len(held) != 1 or held & notation.frozen:
-            return False
-        (name,) = held
-        rows = [n in self.own for n in call.tensors], [True] * len(notation.outputs)
-        terms = notation.inputs, notation.outputs
-        return all(
-            [name in dim for dim in term] == [is_row and i == 0 for i in range(len(term))]
-            and (not is_row or term[0] == (name,))
-            for of, are_rows in zip(terms, rows, strict=True)
-            for term, is_row in zip(of, are_rows, strict=True)
-        )
-
-    def _first(self, call: OpCall) -> fx.Node:
-        first: fx.Node = next(n for n in call.tensors if n in self.own)
-        return first
+        return row_dim(node, {n: 0 for n in sources if n in self.own}) == 0
 
 
 def _sorts_up(node: fx.Node) -> bool:

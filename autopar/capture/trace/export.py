@@ -39,6 +39,7 @@ from autopar.capture.trace.derivatives import (
     derivatives_traced,
 )
 from autopar.capture.trace.equal_layers import EqualLayers, layers_of
+from autopar.capture.trace.expert_loops import join_loops
 from autopar.capture.trace.flex import flex_attention_traced
 from autopar.capture.trace.functions import functions_kept
 from autopar.capture.trace.grad_modes import GradModes
@@ -279,9 +280,10 @@ def _traced(
                 _point_to_loss(module.graph, loss_fn)
             targets_in_rows(module.graph)
             disable_checks(module.graph)
-            _check_static(model, module.graph)
     graph = inline_regions(exported.graph_module)
     write_out(graph, exported, layers)
+    join_loops(graph)
+    _check_static(model, graph)
     return Traced(
         exported, graph, reads, tuple(sorted(known.buffers)) if known else (), layers.n_copies
     )

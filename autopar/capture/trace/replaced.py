@@ -244,10 +244,10 @@ def targets_in_rows(graph: fx.Graph) -> None:
         if not is_table or (lengths.target, *lengths.args[:2]) not in _counts_of(mask):
             continue
         with graph.inserting_before(selected):
-            others = _insert(graph, selected, aten.logical_not.default, mask)
-            order = _insert(graph, selected, aten.sort.stable, others, stable=True, dim=-1)
-            places = _insert(graph, selected, operator.getitem, order, 1)
-            rows = _insert(graph, selected, aten.gather.default, labels, 1, places)
+            others = insert_like(graph, selected, aten.logical_not.default, mask)
+            order = insert_like(graph, selected, aten.sort.stable, others, stable=True, dim=-1)
+            places = insert_like(graph, selected, operator.getitem, order, 1)
+            rows = insert_like(graph, selected, aten.gather.default, labels, 1, places)
         node.args = (log_probs, rows, read, written, None, *rest[1:])
 
 
@@ -262,7 +262,7 @@ def _before_casts(node: fx.Node) -> fx.Node:
     return node
 
 
-def _insert(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
+def insert_like(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
     """A call at the place of `like`, with its fake value."""
     node = graph.call_function(target, args, kwargs)
     values = fx.node.map_arg(args, lambda n: n.meta["val"])
