@@ -118,7 +118,7 @@ class AppliedConstraints:
     parameter_classes: frozenset[int]
     whole: frozenset[str]  # model inputs and constants
     constants: frozenset[str]
-    parameter_views: frozenset[str]  # parameters and views of them
+    parameter_views: frozenset[str]  # parameters, views and stacks of them
 
     @staticmethod
     def of(
@@ -134,7 +134,7 @@ class AppliedConstraints:
             parameters,
             batch_cells,
             classes,
-            frozenset(c for p in parameters for dim in classes[p] for c in dim),
+            frozenset(c for p in parameter_views for dim in classes[p] for c in dim),
             frozenset(n.name for n in program.graph.nodes if n.op == "placeholder")
             - parameters
             - set(program.received),
