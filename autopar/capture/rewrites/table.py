@@ -133,11 +133,7 @@ def add_matmul(matmul: torch._ops.OpOverload, first: str, second: str) -> Rewrit
 
     def rewrite(b: Builder, call: TracedCall) -> fx.Node | None:
         bound = call.bind()
-        factors = bound[first], bound[second]
-        product = None
-        if matmul is aten.bmm.default:
-            product = expert_matmul(b, TracedCall(matmul, factors, {}, call.origin))
-        result = scaled(b, product or b.op(matmul, *factors), bound["alpha"])
+        result = scaled(b, b.op(matmul, bound[first], bound[second]), bound["alpha"])
         if bound["beta"] == 0:  # torch then ignores self, NaNs included
             return result
         return b.op(aten.add.Tensor, result, scaled(b, bound["self"], bound["beta"]))

@@ -73,11 +73,11 @@ class _OtherwiseError(Exception):
 
 def join_loops(graph: fx.Graph) -> None:
     """Rewrite every loop over experts, in place."""
-    found: dict[fx.Node, None] = {}
+    found: list[fx.Node] = []
     for node in graph.nodes:
         choice = _choice_of(node)
-        if choice is not None:
-            found.setdefault(choice.ids)
+        if choice is not None and not any(_is_equal(choice.ids, ids) for ids in found[-1:]):
+            found.append(choice.ids)
     for ids in found:
         try:
             _Loop(graph, ids).join()
@@ -159,7 +159,8 @@ class _Loop:
         """Raises `_OtherwiseError`, and leaves the graph as it is, if it is another loop."""
         self._find()
         experts = [*range(len(self.writes))]
-        _check(bool(experts) and {*self.writes} == {*self.expert.values()} == {*experts})
+        _check({*self.writes} == {*self.expert.values()} == {*experts})
+        _check(_n_named(self.ids) == len(experts))
         writes = [self.writes[e] for e in experts]
         last = self._check_writes(writes)
         unread = {node for _, write in writes for node in write.sum}
@@ -187,7 +188,7 @@ class _Loop:
         """Find what depends on rows of an expert, up to where they are written."""
         for node in self.graph.nodes:
             choice = _choice_of(node)
-            if choice is not None and choice.ids is self.ids:
+            if choice is not None and _is_equal(choice.ids, self.ids):
                 self.expert[node] = choice.expert
                 continue
             of = {self.expert[n] for n in node.all_input_nodes if n in self.expert}
@@ -233,16 +234,16 @@ class _Loop:
                 choice = _chosen(place)
                 _check(choice is not None)
                 found += choice.dims
-            _check(choice.ids is self.ids and choice.expert == self.expert[write.rows])
+            _check(_is_equal(choice.ids, self.ids) and choice.expert == self.expert[write.rows])
         return tuple(found)
 
     def _merge(self, nodes: Sequence[fx.Node]) -> None:
         """One node for those of all experts."""
         first, target = nodes[0], nodes[0].target
         self.first |= dict.fromkeys(nodes, first)
-        if target is operator.getitem and (choice := _choice_of(_args(first)[0])) is not None:
+        if target is operator.getitem and _choice_of(_args(first)[0]) is not None:
             dims = {_choice_of(_args(n)[0]).dims[_args(n)[1]] for n in nodes}  # type: ignore[union-attr]
-            _check(len(dims) == 1 and choice.ids is self.ids)
+            _check(len(dims) == 1)
             (self.places[first],) = dims
             return
         if target is aten.index.Tensor and _choice_of(first) is not None:
@@ -321,14 +322,13 @@ class _Loop:
         _check(self.dims.get(x) == 0 and len(_shape(x)) == len(_shape(w.nodes[0])) == 2)
         column = self._make(node, aten.unsqueeze.default, x, 1 if on_right else 2)
         factors = (column, self._by_ids(node, w)) if on_right else (self._by_ids(node, w), column)
-        if bias is None:
-            y = self._make(node, aten.bmm.default, *factors)
-        else:
+        y = self._make(node, aten.bmm.default, *factors)
+        y = self._make(node, aten.squeeze.dim, y, 1 if on_right else 2)
+        if bias is not None:
             added = self._by_ids(node, bias) if isinstance(bias, _Each) else bias
-            shape = [*_shape(added), 1] if len(_shape(added)) == 2 else [1, *_shape(added), 1]
-            added = self._make(node, aten.reshape.default, added, shape)
-            y = self._make(node, aten.baddbmm.default, added, *factors)
-        self._put(node, self._make(node, aten.squeeze.dim, y, 1 if on_right else 2), 0)
+            added = self._make(node, aten.type_as.default, added, y)  # as autocast casts a bias
+            y = self._make(node, aten.add.Tensor, y, added)
+        self._put(node, y, 0)
 
     def _call(self, node: fx.Node, args: Any, kwargs: Any) -> None:
         """An operator that computes each row alone."""
@@ -447,7 +447,7 @@ def _write_of(node: fx.Node) -> _Write | None:
     return _Write(into, tuple(places), rows, any(more))
 
 
-def _is_equal(value: Any, other: Any) -> bool:
+def _is_equal(value: Any, other: Any, depth: int = 6) -> bool:
     """Are they the same node, or the same function of the same, or equal literals?"""
     if not isinstance(value, fx.Node) or not isinstance(other, fx.Node):
         return type(value) is type(other) and bool(value == other)
@@ -458,14 +458,35 @@ def _is_equal(value: Any, other: Any) -> bool:
         return False
     pairs = zip(_args(value), _args(other), strict=False)
     is_long = len(value.args) == len(other.args) and value.kwargs == other.kwargs
-    return is_long and all(_is_equal(a, b) for a, b in pairs)
+    return depth > 0 and is_long and all(_is_equal(a, b, depth - 1) for a, b in pairs)
+
+
+def _chooser(ids: fx.Node) -> fx.Node:
+    """What chooses the ids."""
+    while ids.target in (*_VIEWS, aten.to.dtype, aten.flatten.using_ints) or (
+        ids.target is operator.getitem and ids.args[1] == 1
+    ):
+        ids = _args(ids)[0]
+    return ids
 
 
 def _is_top(ids: fx.Node) -> bool:
     """Are they of `topk`, which takes none twice?"""
-    while ids.target in (*_VIEWS, aten.to.dtype):
-        ids = _args(ids)[0]
-    return ids.target is operator.getitem and ids.args[0].target is aten.topk.default  # type: ignore[union-attr]
+    return _chooser(ids).target is aten.topk.default
+
+
+def _n_named(ids: fx.Node) -> int | None:
+    """How many experts the ids are of, where their scores say so."""
+    chooser = _chooser(ids)
+    if chooser.target is aten.topk.default:
+        scores, _, *dims = _args(chooser)
+        dims = dims[:1] or [-1]
+    elif chooser.target in (aten.argmax.default, aten.max.dim):
+        scores, *dims = _args(chooser)[:2]
+    else:
+        return None
+    shape = _shape(scores)
+    return shape[-1] if dims in ([-1], [len(shape) - 1]) else None
 
 
 def _dim_of_view(node: fx.Node, rows: dict[fx.Node, int]) -> int | None:

@@ -281,8 +281,8 @@ def _traced(
             targets_in_rows(module.graph)
             disable_checks(module.graph)
     graph = inline_regions(exported.graph_module)
-    write_out(graph, exported, layers)
     join_loops(graph)
+    write_out(graph, exported, layers)
     _check_static(model, graph)
     return Traced(
         exported, graph, reads, tuple(sorted(known.buffers)) if known else (), layers.n_copies

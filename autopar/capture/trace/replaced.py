@@ -18,6 +18,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, fx
 from torch.overrides import TorchFunctionMode
+from torch.utils import _pytree as pytree
 
 from autopar.errors import NotSupportedError
 from autopar.operators.ctc import ctc_loss
@@ -266,6 +267,6 @@ def insert_like(graph: fx.Graph, like: fx.Node, target: Any, *args: Any, **kwarg
     """A call at the place of `like`, with its fake value."""
     node = graph.call_function(target, args, kwargs)
     values = fx.node.map_arg(args, lambda n: n.meta["val"])
-    with like.meta["val"].fake_mode:
+    with pytree.tree_leaves(like.meta["val"])[0].fake_mode:
         node.meta = {**like.meta, "val": target(*values, **kwargs)}
     return node
