@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
+from autopar.placement import Term
 from autopar.rules.registry import has_rule, rule_for
 from autopar.rules.rule import OpCall
 
@@ -22,16 +23,16 @@ def row_dim(node: fx.Node, dims: Mapping[fx.Node, int]) -> int | None:
         return None
     call = OpCall.of_node(node)
     notation = rule_for(str(node.target)).notation_of(call)
-    names = {notation.inputs[i][dims[n]] for i, n in enumerate(call.tensors) if n in dims}
+    terms, tensors = notation.inputs, call.tensors
+    names = {terms[i][dims[n]] for i, n in enumerate(tensors) if n in dims}
     if len(names) != 1 or len(name := names.pop()) != 1 or name[0] in notation.frozen:
         return None
-    for term, operand in zip(notation.inputs, call.tensors, strict=True):
-        if [i for i, dim in enumerate(term) if name[0] in dim] != [
-            dims[n] for n in (operand,) if n in dims
-        ]:
-            return None
-    found = {tuple(i for i, dim in enumerate(term) if name[0] in dim) for term in notation.outputs}
-    if len(found) != 1 or len(places := found.pop()) != 1:
+
+    def places(term: Term) -> tuple[int, ...]:
+        return tuple(i for i, dim in enumerate(term) if name[0] in dim)
+
+    wanted = [(dims[n],) if n in dims else () for n in tensors]
+    made = {places(term) for term in notation.outputs}
+    if [*map(places, terms)] != wanted or len(made) != 1 or len(found := made.pop()) != 1:
         return None
-    (place,) = places
-    return place if all(term[place] == name for term in notation.outputs) else None
+    return found[0] if all(term[found[0]] == name for term in notation.outputs) else None

@@ -155,18 +155,8 @@ class Body:
 
     def _look_up(self, node: fx.Node, x: Any, n_before: int, dims: tuple[int, ...]) -> None:
         """Rows of x, at indices of these dims of ids behind other dims, for all of ids."""
-        ids = self.shape
-        if isinstance(x, Each):  # scores of each expert, in columns
-            columns = [args_of(n) for n in x.nodes if n.target is aten.select.int]
-            check(len(columns) > 0)
-            check(columns == [(columns[0][0], 1, e) for e in range(len(x.nodes))])
-            check((n_before, dims) == (0, (0,)) and len(shape_of(columns[0][0])) == 2)
-            table = self.make(node, aten.reshape.default, self.ids, [ids[0], math.prod(ids[1:])])
-            x = self.make(node, aten.gather.default, columns[0][0], 1, table)
-            self._put(node, self.make(node, aten.reshape.default, x, [self.n_rows]), 0)
-            return
         check(isinstance(x, fx.Node) and x not in self.dims)
-        shape = shape_of(x)
+        shape, ids = shape_of(x), self.shape
         before, rest = shape[:n_before], shape[n_before + len(dims) :]
         check(shape[n_before : n_before + len(dims)] == tuple(ids[d] for d in dims))
         check(dims == tuple(sorted({*dims})))

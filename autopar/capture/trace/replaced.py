@@ -2,9 +2,10 @@
 
 `ctc_loss` becomes autopar's operator (`operators/ctc.py`), reduced as torch does. Lists of lengths
 become tensors, targets without a batch a batch of one, targets that a mask selects rows again.
-`gaussian_nll_loss`, `cov` and `corrcoef` ask for values, and are written without that. `x.data`, a
-tensor that the trace does not know, is `x.detach()`. `x[i]` of an integer tensor `i` without dims
-asks for its value; it becomes an index of one element.
+`gaussian_nll_loss`, `cov` and `corrcoef` ask for values, and are written without that; so is
+`bincount` with `minlength`. `F.grouped_mm` becomes `expert_linear`, by the number of the group that
+a row is in. `x.data`, a tensor that the trace does not know, is `x.detach()`. `x[i]` of an integer
+tensor `i` without dims asks for its value; it becomes an index of one element.
 """
 
 from __future__ import annotations
