@@ -190,8 +190,11 @@ def _bincount(ids: Tensor, weights: Tensor | None = None, minlength: int = 0) ->
     """What `torch.bincount` computes, for ids below `minlength`; others are an error in a step."""
     if not minlength:
         return torch.bincount(ids, weights)
-    ones = torch.ones_like(ids) if weights is None else weights
-    return ones.new_zeros(minlength).scatter_add(0, ids.long(), ones)
+    if weights is None:
+        added = torch.ones_like(ids, dtype=torch.int64)
+    else:
+        added = weights if weights.dtype == torch.float32 else weights.double()
+    return added.new_zeros(minlength).scatter_add(0, ids.long(), added)
 
 
 def _pack(*args: Any, **kwargs: Any) -> NoReturn:
