@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 from torch import fx
 
+from autopar.errors import NotationError
 from autopar.placement import Term
 from autopar.rules.registry import has_rule, rule_for
 from autopar.rules.rule import OpCall
@@ -22,7 +23,10 @@ def row_dim(node: fx.Node, dims: Mapping[fx.Node, int]) -> int | None:
     if not dims or not has_rule(str(node.target)):
         return None
     call = OpCall.of_node(node)
-    notation = rule_for(str(node.target)).notation_of(call)
+    try:
+        notation = rule_for(str(node.target)).notation_of(call)
+    except NotationError:  # no call that the rule knows
+        return None
     terms, tensors = notation.inputs, call.tensors
     names = {terms[i][dims[n]] for i, n in enumerate(tensors) if n in dims}
     if len(names) != 1 or len(name := names.pop()) != 1 or name[0] in notation.frozen:
